@@ -1,0 +1,107 @@
+"""Gated and plain activations: SwiGLU, GeGLU, GELU, with their gradients.
+
+A gated input holds the gate and the up projection side by side on its last axis, `[..., 2H]`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cukit.reference._xp import array_namespace, working_dtype
+
+Array = Any
+
+SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+GELU_CUBIC = 0.044715
+
+
+def silu_and_mul(x: Array) -> Array:
+    """`silu(gate) * up` with `gate, up = x[..., :H], x[..., H:]` (Shazeer 2020, SwiGLU)."""
+    gate, up = _split(x)
+    return (gate * _sigmoid(gate) * up).astype(x.dtype)
+
+
+def silu_and_mul_backward(grad_out: Array, x: Array) -> Array:
+    """Gradient of `silu_and_mul` with respect to `x`."""
+    gate, up = _split(x)
+    grad = grad_out.astype(gate.dtype, copy=False)
+    sigmoid = _sigmoid(gate)
+    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return _join(grad_gate, grad * gate * sigmoid, x)
+
+
+def gelu_and_mul(x: Array, *, approximate: str = "tanh") -> Array:
+    """`gelu(gate) * up` with `gate, up = x[..., :H], x[..., H:]` (Shazeer 2020, GeGLU)."""
+    gate, up = _split(x)
+    return (_gelu(gate, approximate) * up).astype(x.dtype)
+
+
+def gelu_and_mul_backward(grad_out: Array, x: Array, *, approximate: str = "tanh") -> Array:
+    """Gradient of `gelu_and_mul` with respect to `x`."""
+    gate, up = _split(x)
+    grad = grad_out.astype(gate.dtype, copy=False)
+    grad_gate = grad * up * _gelu_slope(gate, approximate)
+    return _join(grad_gate, grad * _gelu(gate, approximate), x)
+
+
+def gelu(x: Array, *, approximate: str = "none") -> Array:
+    """`x Phi(x)`, Phi the normal distribution function (Hendrycks & Gimpel 2016)."""
+    return _gelu(x.astype(working_dtype(x), copy=False), approximate).astype(x.dtype)
+
+
+def gelu_backward(grad_out: Array, x: Array, *, approximate: str = "none") -> Array:
+    """Gradient of `gelu` with respect to `x`."""
+    wide = x.astype(working_dtype(x), copy=False)
+    slope = _gelu_slope(wide, approximate)
+    return (grad_out.astype(wide.dtype, copy=False) * slope).astype(x.dtype)
+
+
+def _split(x: Array) -> tuple[Array, Array]:
+    wide = x.astype(working_dtype(x), copy=False)
+    hidden = x.shape[-1] // 2
+    return wide[..., :hidden], wide[..., hidden:]
+
+
+def _join(grad_gate: Array, grad_up: Array, x: Array) -> Array:
+    grad_x = array_namespace(x).empty(x.shape, x.dtype)
+    hidden = x.shape[-1] // 2
+    grad_x[..., :hidden] = grad_gate
+    grad_x[..., hidden:] = grad_up
+    return grad_x
+
+
+def _sigmoid(x: Array) -> Array:
+    """The logistic function without overflow: exp sees only non-positive numbers."""
+    xp = array_namespace(x)
+    decay = xp.exp(-abs(x))
+    return xp.where(x >= 0, 1, decay) / (1 + decay)
+
+
+def _gelu(x: Array, approximate: str) -> Array:
+    return x * _gelu_gate(x, approximate)
+
+
+def _gelu_gate(x: Array, approximate: str) -> Array:
+    """What GELU multiplies its input with. 0.5 (1 + tanh(u)) is the sigmoid of 2u."""
+    if approximate == "tanh":
+        return _sigmoid(2 * SQRT_2_OVER_PI * (x + GELU_CUBIC * x**3))
+    return 0.5 * _erfc(x * -math.sqrt(0.5))
+
+
+def _gelu_slope(x: Array, approximate: str) -> Array:
+    gate = _gelu_gate(x, approximate)
+    if approximate == "tanh":
+        return gate + x * gate * (1 - gate) * 2 * SQRT_2_OVER_PI * (1 + 3 * GELU_CUBIC * x**2)
+    density = array_namespace(x).exp(-0.5 * x**2) / math.sqrt(2 * math.pi)
+    return gate + x * density
+
+
+def _erfc(x: Array) -> Array:
+    """The complementary error function: NumPy has none, so there it is the C library's, per element."""
+    xp = array_namespace(x)
+    if xp.__name__ == "numpy":
+        return xp.frompyfunc(math.erfc, 1, 1)(x).astype(x.dtype)
+    from cupyx.scipy.special import erfc
+
+    return erfc(x)
