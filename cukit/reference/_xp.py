@@ -1,4 +1,4 @@
-"""What every reference needs to know of an array: its namespace, and the dtype to compute in."""
+"""The array namespace of an argument, and the dtype a reference computes in."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from typing import Any
 
 import numpy as np
 
+Array = Any
 
-def array_namespace(x: Any) -> Any:
-    """`numpy` or `cupy`, whichever `x` belongs to. CuPy is never imported for this."""
+
+def array_namespace(array: Array) -> Any:
+    """`cupy` for a CuPy array, else `numpy`. A CuPy array exists only once CuPy is imported."""
     cupy = sys.modules.get("cupy")
-    return cupy if cupy is not None and isinstance(x, cupy.ndarray) else np
+    return cupy if cupy is not None and isinstance(array, cupy.ndarray) else np
 
 
-def working_dtype(x: Any) -> Any:
-    """float64 for float64 input, else float32: what references compute in."""
-    return np.float64 if x.dtype == np.float64 else np.float32
+def working_dtype(*arrays: Array | None) -> Any:
+    """float64 if any argument is float64, else float32."""
+    wide = any(array is not None and array.dtype == np.float64 for array in arrays)
+    return np.float64 if wide else np.float32
+
+
+def upcast(dtype: Any, *arrays: Array | None) -> tuple[Any, ...]:
+    """The arrays in `dtype`, without a copy where they have it already; None stays None."""
+    return tuple(None if a is None else a.astype(dtype, copy=False) for a in arrays)

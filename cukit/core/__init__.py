@@ -1,0 +1,1 @@
+"""Arrays, devices, sources and kernels: the ground floor that every op stands on."""

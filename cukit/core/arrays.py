@@ -1,0 +1,218 @@
+"""Array checks, and the choice between kernel and reference.
+
+An op takes NumPy arrays, CuPy arrays, or anything that speaks DLPack (adopted without a copy).
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from cukit.core.device import cupy_module, current_device, gpu_available, parse_arch
+from cukit.errors import (
+    ArrayDtypeError,
+    ArrayError,
+    ArrayLayoutError,
+    ArrayShapeError,
+    UnsupportedDeviceError,
+)
+
+Array = Any
+"""A `numpy.ndarray` or `cupy.ndarray`; ops document dtype and shape of each."""
+
+bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+float16: np.dtype[Any] = np.dtype(np.float16)
+float32: np.dtype[Any] = np.dtype(np.float32)
+float64: np.dtype[Any] = np.dtype(np.float64)
+int32: np.dtype[Any] = np.dtype(np.int32)
+int64: np.dtype[Any] = np.dtype(np.int64)
+
+KERNEL_DTYPES = (float32, float16, bfloat16)
+"""Element types of the kernels. References take float64 as well."""
+FLOAT_DTYPES = (*KERNEL_DTYPES, float64)
+INDEX_DTYPES = (int32, int64)
+
+
+@functools.cache
+def _known_types() -> tuple[type, ...]:
+    cupy = cupy_module()
+    return (np.ndarray,) if cupy is None else (np.ndarray, cupy.ndarray)
+
+
+@functools.cache
+def _gpu_type() -> type | None:
+    cupy = cupy_module()
+    return None if cupy is None else cupy.ndarray
+
+
+def is_gpu_array(array: Array) -> bool:
+    """True for a CuPy array."""
+    kind = _gpu_type()
+    return kind is not None and isinstance(array, kind)
+
+
+def namespace(array: Array) -> Any:
+    """`cupy` for a CuPy array, else `numpy`."""
+    return cupy_module() if is_gpu_array(array) else np
+
+
+def adopt(op: str, *arrays: Any) -> tuple[Array | None, ...]:
+    """The arguments as NumPy or CuPy arrays, sharing memory; None stays None.
+
+    Torch, JAX and other tensors come in through DLPack. Raises ArrayError for anything else.
+    """
+    known = _known_types()
+    if all(array is None or type(array) in known for array in arrays):
+        return arrays
+    return tuple(None if array is None else _adopt_one(op, array) for array in arrays)
+
+
+def _adopt_one(op: str, array: Any) -> Array:
+    if isinstance(array, _known_types()):
+        return array
+    if hasattr(array, "__dlpack__"):
+        on_gpu = hasattr(array, "__cuda_array_interface__") or (
+            hasattr(array, "__dlpack_device__") and int(array.__dlpack_device__()[0]) == _DLPACK_CUDA
+        )
+        if on_gpu and not gpu_available():
+            raise UnsupportedDeviceError(f"{op}: got a GPU tensor, but CuPy sees no GPU")
+        cupy = cupy_module()
+        return cupy.from_dlpack(array) if on_gpu and cupy else np.from_dlpack(array)
+    raise ArrayError(
+        f"{op}: expected a NumPy or CuPy array or a DLPack tensor, got {type(array).__name__}"
+    )
+
+
+_DLPACK_CUDA = 2
+
+
+def describe(value: Any) -> Hashable:
+    """Shape, strides and dtype of an array; any other value stands for itself."""
+    if type(value) in _known_types():
+        return value.shape, value.strides, value.dtype
+    return value  # type: ignore[no-any-return]
+
+
+def runs_kernel(op: str, *arrays: Array | None, minimum_arch: str = "sm_80") -> bool:
+    """True when the arrays live on a GPU that can run the op's kernel, False for the reference.
+
+    Raises ArrayLayoutError when NumPy and CuPy arrays are mixed, or arrays of several GPUs. On a GPU
+    older than `minimum_arch` the reference runs on the CuPy arrays, which is said once per op.
+    """
+    gpu_type = _gpu_type()
+    on_gpu = on_cpu = False
+    for array in arrays:
+        if array is not None:
+            if type(array) is gpu_type:
+                on_gpu = True
+            else:
+                on_cpu = True
+    if not on_gpu:
+        return False
+    if on_cpu:
+        places = ["CPU" if type(a) is not gpu_type else "GPU" for a in arrays if a is not None]
+        raise ArrayLayoutError(f"{op}: all arrays must be on one device, got {', '.join(places)}")
+    return _capable(op, minimum_arch, _one_device_id(op, arrays))
+
+
+def _one_device_id(op: str, arrays: Sequence[Array | None]) -> int:
+    first = -1
+    for array in arrays:
+        if array is not None:
+            device_id = int(array.data.device_id)
+            if first < 0:
+                first = device_id
+            elif device_id != first:
+                raise ArrayLayoutError(f"{op}: arrays lie on GPUs {first} and {device_id}")
+    cupy = cupy_module()
+    if cupy is not None and cupy.cuda.runtime.getDevice() != first:
+        raise ArrayLayoutError(
+            f"{op}: arrays lie on GPU {first}, which is not CuPy's current device; "
+            f"use `with cupy.cuda.Device({first})`"
+        )
+    return first
+
+
+@functools.cache
+def _capable(op: str, minimum_arch: str, device_id: int) -> bool:
+    device = current_device()
+    capable = device.compute_capability >= parse_arch(minimum_arch)
+    if not capable:
+        warnings.warn(
+            f"{op}: {device.name} is {device.arch}, the kernel needs {minimum_arch}; "
+            "running the reference on CuPy arrays",
+            stacklevel=4,
+        )
+    return capable
+
+
+def empty(like: Array, shape: Sequence[int], dtype: npt.DTypeLike | None = None) -> Array:
+    """An uninitialised C-contiguous array in the memory space of `like`."""
+    kind = np.ndarray if type(like) is np.ndarray else _gpu_type()
+    assert kind is not None
+    return kind(tuple(shape), like.dtype if dtype is None else dtype)
+
+
+def check_array(
+    op: str,
+    name: str,
+    array: Array,
+    *,
+    dtypes: Sequence[np.dtype[Any]] = FLOAT_DTYPES,
+    shape: Sequence[int | None] | None = None,
+    ndim: int | None = None,
+    contiguous: bool = True,
+) -> None:
+    """Raises an ArrayError that names op, argument, expectation and what came.
+
+    shape: required extents, None for any. contiguous: require C order; otherwise only the last axis
+    has to be contiguous.
+    """
+    if array.dtype not in dtypes:
+        allowed = ", ".join(dtype.name for dtype in dtypes)
+        raise ArrayDtypeError(f"{op}: {name} must be {allowed}, got {array.dtype.name}")
+    if ndim is not None and array.ndim != ndim:
+        raise ArrayShapeError(f"{op}: {name} must have {ndim} axes, got shape {array.shape}")
+    if shape is not None:
+        if len(shape) != array.ndim:
+            raise ArrayShapeError(
+                f"{op}: {name} must have shape {_show(shape)}, got {array.shape}"
+            )
+        for axis, (want, got) in enumerate(zip(shape, array.shape, strict=True)):
+            if want is not None and want != got:
+                raise ArrayShapeError(
+                    f"{op}: {name} must have shape {_show(shape)}, got {array.shape} "
+                    f"(axis {axis}: {got} instead of {want})"
+                )
+    if contiguous:
+        if not array.flags.c_contiguous:
+            raise ArrayLayoutError(
+                f"{op}: {name} must be C-contiguous, got strides {array.strides} "
+                f"for shape {array.shape}"
+            )
+    elif array.size and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+        raise ArrayLayoutError(
+            f"{op}: the last axis of {name} must be contiguous, got strides {array.strides}"
+        )
+
+
+def check_same_dtype(op: str, **arrays: Array | None) -> None:
+    """All arrays (None skipped) have the dtype of the first."""
+    present = {name: array for name, array in arrays.items() if array is not None}
+    (first, reference), *others = present.items()
+    for name, array in others:
+        if array.dtype != reference.dtype:
+            raise ArrayDtypeError(
+                f"{op}: {name} must have the dtype of {first} ({reference.dtype.name}), "
+                f"got {array.dtype.name}"
+            )
+
+
+def _show(shape: Sequence[int | None]) -> str:
+    return "(" + ", ".join("any" if extent is None else str(extent) for extent in shape) + ")"

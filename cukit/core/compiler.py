@@ -1,0 +1,202 @@
+"""Compiles kernel sources with NVRTC into a cache of cubins on disk.
+
+The same path with and without a GPU: `cukit compile` warms the very files that launches load.
+The cache key covers the source and everything it includes, the macros, the options, the target
+and the versions of NVRTC and of CUDA's own headers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from cukit.core.cubin import CubinInfo, read_cubin
+from cukit.core.device import INSTALL_GPU_EXTRA, require_cupy
+from cukit.core.source import closure_hash, kernels_root, read_source
+from cukit.errors import CacheError, CompileError, MissingDependencyError
+
+MacroValue = int | float | str | bool
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One compiled variant of one entry: a source, its macros and its launch shape.
+
+    source: path below `kernels_cu/`, e.g. `"layers/rms_norm.cu"`.
+    entry: name of the `extern "C"` kernel.
+    defines: `-D` macros as (name, value) pairs; True becomes 1.
+    threads: threads per block.
+    shared_bytes: dynamic shared memory per block.
+    """
+
+    source: str
+    entry: str
+    defines: tuple[tuple[str, MacroValue], ...]
+    threads: int
+    shared_bytes: int = 0
+
+    def __str__(self) -> str:
+        macros = ", ".join(f"{name}={value}" for name, value in self.defines)
+        return f"{self.entry}({macros})"
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A cubin on disk and what it says of itself."""
+
+    spec: KernelSpec
+    arch: str
+    path: Path
+    info: CubinInfo
+    compile_ms: float
+    cached: bool
+
+
+def cache_folder() -> Path:
+    """`$CUKIT_CACHE_DIR`, else `$XDG_CACHE_HOME/cukit`, else `~/.cache/cukit`."""
+    explicit = os.environ.get("CUKIT_CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "cukit"
+
+
+def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
+    """Compiles `spec` for `arch` (e.g. `"sm_90a"`), or finds it in the cache.
+
+    Raises CompileError with NVRTC's log, MissingDependencyError without NVRTC or CUDA's headers,
+    CacheError when the cache folder cannot be written.
+    """
+    options = _options(spec, arch)
+    folder = cache_folder() / "kernels"
+    cubin_path = folder / f"{spec.entry}-{arch}-{_key(spec, options)}.cubin"
+    record_path = cubin_path.with_suffix(".json")
+    try:
+        record = json.loads(record_path.read_text(encoding="utf-8"))
+        info = read_cubin(cubin_path.read_bytes(), spec.entry, record["log"])
+        return CompiledKernel(spec, arch, cubin_path, info, record["compile_ms"], cached=True)
+    except (OSError, ValueError, KeyError, CompileError):
+        pass  # absent, or a damaged file from elsewhere: compiled anew and replaced
+    start = time.perf_counter()
+    cubin, log = _run_nvrtc(spec, options)
+    compile_ms = (time.perf_counter() - start) * 1e3
+    info = read_cubin(cubin, spec.entry, log)
+    record = {"kernel": str(spec), "arch": arch, "compile_ms": compile_ms, "log": log}
+    # The record last: a cubin without one is compiled again, never half-trusted.
+    _publish(cubin_path, cubin)
+    _publish(record_path, json.dumps(record, indent=1).encode())
+    return CompiledKernel(spec, arch, cubin_path, info, compile_ms, cached=False)
+
+
+def compile_visibly(spec: KernelSpec, arch: str) -> CompiledKernel:
+    """compile_kernel that tells the user why a first call takes long (unless CUKIT_QUIET is set)."""
+    start = time.perf_counter()
+    compiled = compile_kernel(spec, arch)
+    if not compiled.cached and not os.environ.get("CUKIT_QUIET"):
+        seconds = time.perf_counter() - start
+        print(f"cukit: compiled {spec} for {arch} in {seconds:.1f} s, cached", file=sys.stderr)
+    return compiled
+
+
+@functools.cache
+def cuda_include_folder() -> Path:
+    """Folder of `cuda_fp16.h` and friends: from the runtime wheel or an installed toolkit."""
+    candidates: list[Path] = []
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        found = find_nvidia_header_directory("cudart")
+        candidates += [Path(found)] if found else []
+    except ImportError:
+        pass
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            candidates.append(Path(os.environ[variable]) / "include")
+    candidates.append(Path("/usr/local/cuda/include"))
+    for folder in candidates:
+        if (folder / "cuda_fp16.h").is_file():
+            return folder
+    raise MissingDependencyError(
+        f"CUDA's headers (cuda_fp16.h) were not found: {INSTALL_GPU_EXTRA}, or set CUDA_HOME"
+    )
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """Version of the NVRTC library that CuPy loads, e.g. `(12, 9)`."""
+    cupy = require_cupy("compiling kernels")
+    try:
+        major, minor = cupy.cuda.nvrtc.getVersion()
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:
+        raise MissingDependencyError(
+            f"NVRTC could not be loaded ({error}): {INSTALL_GPU_EXTRA}"
+        ) from error
+    return int(major), int(minor)
+
+
+@functools.cache
+def _header_version() -> str:
+    text = (cuda_include_folder() / "cuda_runtime_api.h").read_text(errors="replace")
+    match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
+    return match[1] if match else "unknown"
+
+
+def _options(spec: KernelSpec, arch: str) -> tuple[str, ...]:
+    macros = (f"-D{name}={_macro(value)}" for name, value in spec.defines)
+    return (
+        f"-arch={arch}",
+        "-std=c++17",
+        "-default-device",
+        "-ftz=true",
+        "-lineinfo",
+        "--ptxas-options=-v",
+        *macros,
+    )
+
+
+def _macro(value: MacroValue) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _key(spec: KernelSpec, options: tuple[str, ...]) -> str:
+    parts = (closure_hash(spec.source), *options, str(nvrtc_version()), _header_version())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _run_nvrtc(spec: KernelSpec, options: tuple[str, ...]) -> tuple[bytes, str]:
+    nvrtc_version()  # a missing library is reported as such, before anything else
+    nvrtc = require_cupy("compiling kernels").cuda.nvrtc
+    includes = (f"-I{kernels_root()}", f"-I{cuda_include_folder()}")
+    program = nvrtc.createProgram(read_source(spec.source), spec.source, [], [])
+    try:
+        nvrtc.compileProgram(program, (*options, *includes))
+        log = nvrtc.getProgramLog(program)
+        # CuPy sizes the buffer for a C string and drops the last byte, which ELF tools miss.
+        return nvrtc.getCUBIN(program) + b"\0", log
+    except nvrtc.NVRTCError as error:
+        log = nvrtc.getProgramLog(program).strip()
+        raise CompileError(f"{spec} does not compile ({error})\n{log}") from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def _publish(path: Path, data: bytes) -> None:
+    """Writes a file so that readers see all of it or nothing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise CacheError(
+            f"the kernel cache cannot be written: {error}; set CUKIT_CACHE_DIR to a folder that can"
+        ) from error

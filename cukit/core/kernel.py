@@ -1,0 +1,130 @@
+"""Compiled once, arguments checked, launched on CuPy's current stream."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.core.arrays import describe
+from cukit.core.compiler import CompiledKernel, KernelSpec, compile_visibly
+from cukit.core.device import current_device, require_cupy
+from cukit.errors import LaunchError
+
+__all__ = ["NULL", "Kernel", "KernelSpec", "Launch", "launch_plan", "load_kernel"]
+
+NULL = np.intp(0)
+"""Pass it where a kernel takes an optional pointer that this call does not have."""
+
+Argument = Any  # a CuPy array, a NumPy scalar, or a size-1 structured NumPy array passed by value
+
+
+class Kernel:
+    """One entry of one cubin, loaded on the current device.
+
+    Call it with a grid and the kernel's arguments: CuPy arrays become pointers, NumPy scalars go by
+    value with their own size. Python numbers are refused, since their width would be a guess.
+    """
+
+    __slots__ = ("_accepted", "_block", "_function", "_shared_bytes", "compiled")
+
+    def __init__(self, compiled: CompiledKernel) -> None:
+        cupy = require_cupy("launching kernels")
+        spec = compiled.spec
+        raw = cupy.RawModule(path=str(compiled.path)).get_function(spec.entry)
+        if spec.shared_bytes:
+            raw.max_dynamic_shared_size_bytes = spec.shared_bytes
+        self.compiled = compiled
+        self._function = raw.kernel
+        self._block = (spec.threads, 1, 1)
+        self._shared_bytes = spec.shared_bytes
+        self._accepted: set[tuple[type, ...]] = set()
+
+    def __call__(self, grid: tuple[int, ...], args: tuple[Argument, ...]) -> None:
+        """Launches `grid` blocks on the current stream. An empty grid launches nothing."""
+        kinds = tuple(map(type, args))
+        if kinds not in self._accepted:
+            check_arguments(self.compiled, args)
+            self._accepted.add(kinds)
+        if 0 not in grid:
+            self._function(grid, self._block, args, self._shared_bytes)
+
+
+def check_arguments(compiled: CompiledKernel, args: tuple[Argument, ...]) -> None:
+    """Compares sizes with the cubin's parameters: a wrong list would be silent corruption."""
+    expected = compiled.info.parameter_bytes
+    got = tuple(_argument_bytes(compiled.spec, i, argument) for i, argument in enumerate(args))
+    if got != expected:
+        raise LaunchError(
+            f"{compiled.spec}: the kernel takes {len(expected)} parameters of {expected} bytes, "
+            f"the launch passes {len(got)} of {got}"
+        )
+
+
+def _argument_bytes(spec: KernelSpec, index: int, argument: Argument) -> int:
+    if isinstance(argument, np.generic):
+        return argument.nbytes
+    if isinstance(argument, np.ndarray):
+        return argument.nbytes  # by value: a tensor map
+    if hasattr(argument, "__cuda_array_interface__"):
+        return 8
+    raise LaunchError(
+        f"{spec}: argument {index} is a {type(argument).__name__}; "
+        "expected a CuPy array or a NumPy scalar"
+    )
+
+
+def load_kernel(spec: KernelSpec) -> Kernel:
+    """The kernel for the current device, compiled on first use (then from disk, then from memory)."""
+    device_id = int(require_cupy("launching kernels").cuda.runtime.getDevice())
+    return _load_on(spec, device_id)
+
+
+@functools.lru_cache(maxsize=None)
+def _load_on(spec: KernelSpec, device_id: int) -> Kernel:
+    return Kernel(compile_visibly(spec, current_device().compile_arch))
+
+
+class Launch(NamedTuple):
+    """Everything of a launch that depends only on the description of its arguments."""
+
+    kernel: Kernel
+    grid: tuple[int, ...]
+    scalars: tuple[Argument, ...] = ()
+
+
+_MOST_DESCRIPTIONS = 4096
+
+
+def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Memoises `prepare(*args)` by device and description (shape, strides, dtype) of its arrays.
+
+    Checks, plan, kernel look-up and scalars of an op run once per description; a repeated call costs
+    one dictionary look-up. `prepare` must not keep or read the contents of the arrays.
+    """
+    memory: dict[Hashable, Any] = {}
+
+    @functools.wraps(prepare)
+    def recall(*args: Any) -> Any:
+        key = (_device_id(), *map(describe, args))
+        launch = memory.get(key)
+        if launch is None:
+            launch = prepare(*args)
+            if len(memory) >= _MOST_DESCRIPTIONS:
+                memory.clear()
+            memory[key] = launch
+        return launch
+
+    return recall
+
+
+@functools.cache
+def _device_getter() -> Callable[[], int]:
+    cupy = require_cupy("launching kernels")
+    return cupy.cuda.runtime.getDevice  # type: ignore[no-any-return]
+
+
+def _device_id() -> int:
+    return _device_getter()()

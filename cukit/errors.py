@@ -1,0 +1,67 @@
+"""Every error that cukit raises on purpose.
+
+CukitError
+├── ArrayError                 an argument does not fit the op (also a ValueError)
+│   ├── ArrayShapeError
+│   ├── ArrayDtypeError        (also a TypeError)
+│   └── ArrayLayoutError       strides, device or alignment
+├── ConfigError                an option outside its legal values (also a ValueError)
+├── UnsupportedDeviceError     this GPU, or its absence, rules the request out
+├── MissingDependencyError     a package or library is not installed; the message names the command
+├── CompileError               NVRTC's log, with the offending source line
+├── LaunchError                an argument list that does not fit the compiled kernel
+├── OutOfMemoryError           (also a MemoryError)
+└── CacheError                 the kernel cache cannot be written or read
+
+A GPU failure raises; nothing falls back silently.
+"""
+
+from __future__ import annotations
+
+
+class CukitError(Exception):
+    """Base of every error raised by cukit."""
+
+
+class ArrayError(CukitError, ValueError):
+    """An array argument does not fit the op. The message names op, argument and expectation."""
+
+
+class ArrayShapeError(ArrayError):
+    """Wrong number of axes, or an axis of the wrong size."""
+
+
+class ArrayDtypeError(ArrayError, TypeError):
+    """A dtype outside the op's list."""
+
+
+class ArrayLayoutError(ArrayError):
+    """Strides, memory space or device that the op cannot take."""
+
+
+class ConfigError(CukitError, ValueError):
+    """An option outside its legal values."""
+
+
+class UnsupportedDeviceError(CukitError):
+    """The request needs a GPU, or an architecture, that is not here."""
+
+
+class MissingDependencyError(CukitError, ImportError):
+    """A package or shared library is missing. The message carries the command that installs it."""
+
+
+class CompileError(CukitError):
+    """NVRTC rejected a kernel. The message holds its log, which quotes the source line."""
+
+
+class LaunchError(CukitError):
+    """The arguments of a launch do not match the parameters of the compiled kernel."""
+
+
+class OutOfMemoryError(CukitError, MemoryError):
+    """The GPU has not enough memory for the request."""
+
+
+class CacheError(CukitError):
+    """The kernel cache folder cannot be used."""

@@ -1,0 +1,58 @@
+"""RMSNorm and LayerNorm over the last axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukit.reference._xp import array_namespace, upcast, working_dtype
+
+Array = Any
+
+
+def rms_norm(
+    x: Array,
+    weight: Array,
+    eps: float = 1e-6,
+    residual: Array | None = None,
+    *,
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """y = x / sqrt(mean(x^2) + eps) * weight; with `residual`, of x + residual, which is returned."""
+    xp = array_namespace(x)
+    wide, w, r = upcast(working_dtype(x), x, weight, residual)
+    new_residual = None
+    if r is not None:
+        # Rounded first: what is normalised is exactly what is handed on.
+        new_residual = (wide + r).astype(x.dtype, copy=False)
+        wide = new_residual.astype(wide.dtype, copy=False)
+    rstd = 1.0 / xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True) + wide.dtype.type(eps))
+    y = _into(out, (wide * rstd * w).astype(x.dtype, copy=False))
+    return y if new_residual is None else (y, new_residual)
+
+
+def rms_norm_backward(
+    grad_out: Array,
+    x: Array,
+    weight: Array,
+    eps: float = 1e-6,
+    *,
+    grad_residual: Array | None = None,
+) -> tuple[Array, Array]:
+    """Gradients of rms_norm for the array that was normalised and for the weight."""
+    xp = array_namespace(x)
+    g, wide, w, gr = upcast(working_dtype(x), grad_out, x, weight, grad_residual)
+    rstd = 1.0 / xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True) + wide.dtype.type(eps))
+    normalised = wide * rstd
+    scaled = g * w
+    grad_x = rstd * (scaled - normalised * xp.mean(scaled * normalised, axis=-1, keepdims=True))
+    if gr is not None:
+        grad_x = grad_x + gr
+    grad_weight = xp.sum((g * normalised).reshape(-1, x.shape[-1]), axis=0)
+    return grad_x.astype(x.dtype, copy=False), grad_weight.astype(weight.dtype, copy=False)
+
+
+def _into(out: Array | None, value: Array) -> Array:
+    if out is None:
+        return value
+    out[...] = value
+    return out

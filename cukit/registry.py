@@ -1,0 +1,122 @@
+"""Every op by name: what implements it, what checks it, what it compiles to."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cukit.core.compiler import KernelSpec
+from cukit.core.device import Device
+from cukit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Op:
+    """One registered op.
+
+    name: e.g. `"rms_norm_backward"`.
+    family: the folder it lives in: layers, attention, gemm, distill...
+    function: what users call. Dispatches on the arrays' device by itself.
+    reference: plain array code with the same meaning; fallback and oracle.
+    specs: representative kernel variants for a device; what `cukit compile` and CI compile.
+        Empty for ops that are thin calls to a vendor library.
+    minimum_arch: oldest architecture with a kernel.
+    """
+
+    name: str
+    family: str
+    function: Callable[..., Any]
+    reference: Callable[..., Any]
+    specs: Callable[[Device], list[KernelSpec]]
+    minimum_arch: str = "sm_80"
+
+    @property
+    def has_kernel(self) -> bool:
+        """False for ops that call a vendor library instead of a kernel of ours."""
+        return self.specs is not no_kernel
+
+
+FAMILIES = ("layers", "attention", "gemm", "distill")
+
+_OPS: dict[str, Op] = {}
+
+
+def no_kernel(device: Device) -> list[KernelSpec]:
+    """`specs` of an op that launches no kernel of ours."""
+    return []
+
+
+def register(
+    *,
+    name: str,
+    family: str,
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    specs: Callable[[Device], list[KernelSpec]] = no_kernel,
+    minimum_arch: str = "sm_80",
+) -> None:
+    """Adds an op at import of its module. Raises ConfigError for a name already taken."""
+    if name in _OPS:
+        raise ConfigError(f"register: the op {name!r} exists already")
+    _OPS[name] = Op(name, family, function, reference, specs, minimum_arch)
+
+
+def register_kernel(
+    name: str, function: Callable[..., Any], *, reference: Callable[..., Any] | None = None
+) -> None:
+    """Registers a user's own op so that :func:`get_kernel` finds it.
+
+    name: a new name; taken ones raise ConfigError.
+    function: the callable; it decides by itself what it runs on.
+    reference: plain array code for `get_kernel(name, platform="cpu")`; `function` where omitted.
+    """
+    if not callable(function):
+        raise ConfigError(f"register_kernel: function must be callable, got {function!r}")
+    _load_families()
+    register(name=name, family="user", function=function, reference=reference or function)
+
+
+def get_kernel(name: str, platform: str | None = None) -> Callable[..., Any]:
+    """The op called `name`.
+
+    platform: None for the op that dispatches on its arrays, `"gpu"` for the same but only where a
+        GPU is present (else UnsupportedDeviceError), `"cpu"` for the reference.
+    Raises ConfigError for an unknown name or platform, naming the closest.
+    """
+    op = get_op(name)
+    if platform is None:
+        return op.function
+    if platform == "cpu":
+        return op.reference
+    if platform == "gpu":
+        from cukit.core.device import current_device
+
+        current_device()
+        return op.function
+    raise ConfigError(f"get_kernel: platform must be None, 'cpu' or 'gpu', got {platform!r}")
+
+
+def get_op(name: str) -> Op:
+    """The registry entry of `name`. Raises ConfigError naming the closest known names."""
+    _load_families()
+    try:
+        return _OPS[name]
+    except KeyError:
+        import difflib
+
+        close = difflib.get_close_matches(name, _OPS, n=3)
+        hint = f"; did you mean {', '.join(close)}?" if close else "; `cukit list` shows all"
+        raise ConfigError(f"no op named {name!r}{hint}") from None
+
+
+def ops() -> Iterator[Op]:
+    """All ops, by family and name."""
+    _load_families()
+    yield from sorted(_OPS.values(), key=lambda op: (op.family, op.name))
+
+
+def _load_families() -> None:
+    for family in FAMILIES:
+        importlib.import_module(f"cukit.{family}")

@@ -1,0 +1,23 @@
+// The seam between CUDA and anything else that compiles these sources. First include of every
+// kernel; nothing else may depend on which compiler is at work.
+//
+// CUKIT_DEVICE                       qualifiers of a small device function
+// CUKIT_DYNAMIC_SHARED(type, name)   `type* name` = the block's dynamic shared memory, 1024-byte
+//                                    aligned (the largest alignment that a TMA swizzle asks for)
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#define CUKIT_DEVICE __device__ __forceinline__
+
+#define CUKIT_DYNAMIC_SHARED(type, name)                             \
+  extern __shared__ __align__(1024) unsigned char cukit_shared_[];   \
+  type* name = reinterpret_cast<type*>(cukit_shared_)
+
+namespace cukit {
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kFullMask = 0xffffffffu;
+
+}  // namespace cukit

@@ -1,0 +1,78 @@
+// Element types and 16-byte vectors.
+//
+// A kernel is specialised by -DDTYPE=float32|float16|bfloat16; cukit::element_t is that type.
+// Arithmetic is done in float: to_float on the way in, from_float (round to nearest even) on the
+// way out.
+#pragma once
+
+#include "common/platform.cuh"
+
+namespace cukit {
+
+using float32 = float;
+using float16 = __half;
+using bfloat16 = __nv_bfloat16;
+
+#ifdef DTYPE
+using element_t = DTYPE;
+#endif
+
+CUKIT_DEVICE float to_float(float x) { return x; }
+CUKIT_DEVICE float to_float(__half x) { return __half2float(x); }
+CUKIT_DEVICE float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+CUKIT_DEVICE T from_float(float x);
+template <>
+CUKIT_DEVICE float from_float<float>(float x) { return x; }
+template <>
+CUKIT_DEVICE __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <>
+CUKIT_DEVICE __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+// N consecutive elements, moved as one access when their bytes are 4, 8 or 16.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  static_assert(sizeof(T) * N <= 16, "one access moves at most 16 bytes");
+  T data[N];
+  CUKIT_DEVICE T& operator[](int i) { return data[i]; }
+  CUKIT_DEVICE const T& operator[](int i) const { return data[i]; }
+};
+
+// How a global access treats the caches: Cached for data read again soon, Streaming for data that is
+// touched once and should not push anything else out of L2.
+enum class Cache { Cached, Streaming };
+
+namespace detail {
+template <int Bytes>
+struct Word;
+template <>
+struct Word<2> { using type = unsigned short; };
+template <>
+struct Word<4> { using type = unsigned int; };
+template <>
+struct Word<8> { using type = uint2; };
+template <>
+struct Word<16> { using type = uint4; };
+}  // namespace detail
+
+template <Cache cache = Cache::Cached, typename T, int N>
+CUKIT_DEVICE void load(Vec<T, N>& into, const T* from) {
+  using W = typename detail::Word<sizeof(Vec<T, N>)>::type;
+  const W* source = reinterpret_cast<const W*>(from);
+  const W word = cache == Cache::Streaming ? __ldcs(source) : *source;
+  *reinterpret_cast<W*>(&into) = word;
+}
+
+template <Cache cache = Cache::Cached, typename T, int N>
+CUKIT_DEVICE void store(T* to, const Vec<T, N>& from) {
+  using W = typename detail::Word<sizeof(Vec<T, N>)>::type;
+  const W word = *reinterpret_cast<const W*>(&from);
+  if (cache == Cache::Streaming) {
+    __stcs(reinterpret_cast<W*>(to), word);
+  } else {
+    *reinterpret_cast<W*>(to) = word;
+  }
+}
+
+}  // namespace cukit
