@@ -1,0 +1,193 @@
+"""How long a call takes on the device: cold L2, CUDA events, medians.
+
+One sample is: overwrite a buffer several times the size of L2, keep the stream busy while the host
+enqueues the call, start event, the call, stop event. The flush and the host's own time are outside
+the timed window, so that a call of twenty small kernels is charged for its kernels and the gaps
+between them on the device, not for the Python that launched them. Implementations that are to be
+compared take turns, with a short rest before each: a card at its power limit lowers its clocks,
+and nobody should inherit the heat of the arm before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from cukit.core.kernel import KernelSpec, load_kernel
+
+Call = Callable[[], object]
+
+FLUSH_FACTOR = 4
+"""The flush writes this many times the size of L2: enough for any replacement policy."""
+
+LONGEST_SPIN_US = 10_000.0
+"""A call that takes the host longer than this waits for the device itself; no spin hides that."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples of one call, in microseconds."""
+
+    samples_us: tuple[float, ...]
+
+    @property
+    def median_us(self) -> float:
+        """The middle sample."""
+        return float(np.median(self.samples_us))
+
+    @property
+    def iqr_us(self) -> float:
+        """Distance between the first and the third quartile: the spread, deaf to outliers."""
+        low, high = np.percentile(self.samples_us, (25, 75))
+        return float(high - low)
+
+
+class Timer(Protocol):
+    """Takes samples of a call on one machine."""
+
+    def prepare(self, call: Call) -> None:
+        """Warm `call` up, and learn what this timer needs to know about it."""
+
+    def sample_us(self, call: Call) -> float:
+        """One timed run of `call`."""
+
+
+class GpuTimer:
+    """Times calls that enqueue work on CuPy's current stream, with a cold L2."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        attributes = cupy.cuda.Device().attributes
+        self._cycles_per_us = attributes["ClockRate"] / 1e3
+        self._flush = cupy.empty(FLUSH_FACTOR * attributes["L2CacheSize"], dtype=cupy.uint8)
+        self._start = cupy.cuda.Event()
+        self._stop = cupy.cuda.Event()
+        self._elapsed_ms = cupy.cuda.get_elapsed_time
+        self._synchronize = cupy.cuda.Device().synchronize
+        self._spin = load_kernel(KernelSpec("analyzer/spin.cu", "spin", threads=1))
+        self._host_us: dict[Call, float] = {}
+
+    def prepare(self, call: Call) -> None:
+        """Run `call` three times and note how long the host takes to enqueue it."""
+        durations = []
+        for _ in range(3):
+            self._synchronize()
+            begin = time.perf_counter()
+            call()
+            durations.append((time.perf_counter() - begin) * 1e6)
+        self._synchronize()
+        self._host_us[call] = min(durations)
+
+    def sample_us(self, call: Call) -> float:
+        """One run between two events; returns once it has finished."""
+        spin_us = min(20.0 + 2.0 * self._host_us.get(call, 100.0), LONGEST_SPIN_US)
+        self._flush.fill(0)
+        self._spin((1,), (np.int64(spin_us * self._cycles_per_us),))
+        self._start.record()
+        call()
+        self._stop.record()
+        self._stop.synchronize()
+        return float(self._elapsed_ms(self._start, self._stop)) * 1e3
+
+
+class HostTimer:
+    """Times calls that have finished when they return: NumPy, on a machine without a GPU."""
+
+    def prepare(self, call: Call) -> None:
+        """Run `call` once."""
+        call()
+
+    def sample_us(self, call: Call) -> float:
+        """One run on the host's clock."""
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e6
+
+
+def measure(
+    arms: Mapping[str, Call],
+    timer: Timer,
+    *,
+    rounds: int = 2,
+    budget_ms: float = 30.0,
+    min_samples: int = 5,
+    max_samples: int = 40,
+    pause_s: float = 0.15,
+) -> dict[str, Timing]:
+    """Time every arm, in turns.
+
+    In each of `rounds` every arm rests for `pause_s`, runs once unseen, and is then sampled for
+    about `budget_ms` of its own time: between `min_samples` and `max_samples` samples.
+    """
+    counts: dict[str, int] = {}
+    for name, call in arms.items():
+        timer.prepare(call)
+        once_ms = max(timer.sample_us(call), 0.1) / 1e3
+        counts[name] = max(min_samples, min(max_samples, int(budget_ms / once_ms)))
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        for name, call in arms.items():
+            time.sleep(pause_s)
+            timer.sample_us(call)
+            samples[name].extend(timer.sample_us(call) for _ in range(counts[name]))
+    return {name: Timing(tuple(values)) for name, values in samples.items()}
+
+
+class PeakMemory:
+    """Most bytes that CuPy's pool and torch's allocator handed out at once inside a `with`.
+
+    Memory that was in use on entry does not count: this is what the call needs on top of its
+    inputs. torch is asked only if the process has imported it.
+    """
+
+    bytes: int = 0
+
+    def __enter__(self) -> PeakMemory:
+        import sys
+
+        import cupy
+
+        self._torch: Any = sys.modules.get("torch")
+        if self._torch is not None and self._torch.cuda.is_available():
+            self._torch.cuda.synchronize()
+            self._torch.cuda.reset_peak_memory_stats()
+            self._torch_before = self._torch.cuda.memory_allocated()
+        else:
+            self._torch = None
+        self._hook = _high_water_hook()
+        cupy.cuda.Device().synchronize()
+        self._hook.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hook.__exit__(*exception)
+        self.bytes = int(self._hook.peak)
+        if self._torch is not None:
+            self._torch.cuda.synchronize()
+            self.bytes += int(self._torch.cuda.max_memory_allocated()) - int(self._torch_before)
+
+
+def _high_water_hook() -> Any:
+    """A CuPy memory hook that follows bytes in use. Defined here because CuPy is optional."""
+    from cupy.cuda.memory_hook import MemoryHook
+
+    class HighWater(MemoryHook):  # type: ignore[misc]
+        name = "cukit high water"
+
+        def __init__(self) -> None:
+            self.in_use = 0
+            self.peak = 0
+
+        def malloc_postprocess(self, **event: Any) -> None:
+            self.in_use += event["mem_size"]
+            self.peak = max(self.peak, self.in_use)
+
+        def free_postprocess(self, **event: Any) -> None:
+            self.in_use -= event["mem_size"]
+
+    return HighWater()

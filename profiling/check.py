@@ -1,0 +1,54 @@
+"""Is what an arm returned what the reference says?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from profiling.data import array_module
+
+
+def relative_error(outputs: Any, expected: Any) -> float:
+    """Largest ||out - expected|| / ||expected|| over all outputs; infinite if they do not match.
+
+    Either side is an array, a torch tensor or a sequence of them. A `None` on either side is an
+    output that this side does not have, and is not compared; missing trailing ones are an error.
+    """
+    ours, theirs = _sequence(outputs), _sequence(expected)
+    if len(ours) != len(theirs):
+        return math.inf
+    errors = [
+        _one(_array(out), _array(reference))
+        for out, reference in zip(ours, theirs, strict=True)
+        if out is not None and reference is not None
+    ]
+    if not errors or any(math.isnan(error) for error in errors):
+        return math.inf
+    return max(errors)
+
+
+def _sequence(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _array(value: Any) -> Any:
+    """A NumPy or CuPy view of an array or a tensor."""
+    if hasattr(value, "detach"):
+        return array_module().from_dlpack(value.detach())
+    return value
+
+
+def _one(out: Any, expected: Any) -> float:
+    if out.shape != expected.shape:
+        return math.inf
+    xp = array_module()
+    kind = xp.float64 if expected.dtype == xp.float64 else xp.float32
+    reference = expected.astype(kind)
+    difference = out.astype(kind) - reference
+    return float(_norm(difference) / max(float(_norm(reference)), 1e-30))
+
+
+def _norm(x: Any) -> Any:
+    """Euclidean length of all elements, squares added in float64."""
+    xp = array_module()
+    return xp.sqrt(xp.sum(xp.square(x), dtype=xp.float64))

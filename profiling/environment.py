@@ -1,0 +1,136 @@
+"""The machine a run was measured on: names, versions, clocks, and the ceilings it reaches."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from cukit.analyzer.timing import GpuTimer, measure
+from profiling.data import array_module, normal
+
+PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "torch", "triton", "liger-kernel")
+
+COPY_BYTES = 1 << 31
+GEMM_SIZE = 4096
+
+CLOCK_FIELDS = {
+    "clocks.sm": "sm_under_load_mhz",
+    "clocks.max.sm": "sm_max_mhz",
+    "clocks.mem": "memory_mhz",
+    "power.limit": "power_limit_w",
+}
+
+
+def describe(timer: GpuTimer | None) -> dict[str, Any]:
+    """Everything a reader needs to judge, or repeat, the figures beside it."""
+    found = {
+        "gpu": platform.processor() or platform.machine(),
+        "driver": None,
+        "cuda": None,
+        "versions": _versions(),
+        "clocks": {},
+        "ceilings": {},
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+    if timer is None:
+        return found
+    xp = array_module()
+    properties = xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)
+    gemm = _gemm()
+    ceilings = {"copy_gbps": _copy_gbps(timer), "bf16_gemm_tflops": _gemm_tflops(timer, gemm)}
+    return found | {
+        "gpu": properties["name"].decode(),
+        "driver": _nvidia_smi("driver_version"),
+        "cuda": _dotted(xp.cuda.runtime.runtimeGetVersion()),
+        "clocks": _clocks(gemm),
+        "ceilings": ceilings,
+    }
+
+
+def _copy_gbps(timer: GpuTimer) -> float:
+    """Bytes read plus bytes written of a device-to-device copy."""
+    xp = array_module()
+    source = xp.random.default_rng(0).integers(0, 1 << 30, COPY_BYTES // 4, dtype=xp.int32)
+    target = xp.empty_like(source)
+    timing = measure({"copy": lambda: xp.copyto(target, source)}, timer)["copy"]
+    return round(2 * COPY_BYTES / timing.median_us / 1e3, 1)
+
+
+def _gemm() -> Callable[[], Any]:
+    """A large bf16 matrix product through cuBLAS, whose speed stands for the tensor cores'."""
+    from cukit.gemm import matmul
+
+    a = normal((GEMM_SIZE, GEMM_SIZE), "bfloat16")
+    b = normal((GEMM_SIZE, GEMM_SIZE), "bfloat16")
+    out = array_module().empty_like(a)
+    return lambda: matmul(a, b, out=out)
+
+
+def _gemm_tflops(timer: GpuTimer, gemm: Callable[[], Any]) -> float:
+    timing = measure({"gemm": gemm}, timer)["gemm"]
+    return round(2 * GEMM_SIZE**3 / timing.median_us / 1e6, 1)
+
+
+def _clocks(gemm: Callable[[], Any]) -> dict[str, Any]:
+    """Clocks and power, asked for while matrix products keep the card busy."""
+    for _ in range(1500):
+        gemm()
+    values = (_nvidia_smi(",".join(CLOCK_FIELDS)) or "").split(", ")
+    array_module().cuda.Device().synchronize()
+    if len(values) != len(CLOCK_FIELDS):
+        return {}
+    return {name: _number(text) for name, text in zip(CLOCK_FIELDS.values(), values, strict=True)}
+
+
+def _nvidia_smi(field: str) -> str | None:
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _dotted(version: int) -> str:
+    """12090 -> "12.9"."""
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _commit() -> str:
+    """The commit that is checked out, "+" if files differ from it; $CUKIT_COMMIT overrides."""
+    if stated := os.environ.get("CUKIT_COMMIT"):
+        return stated
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

@@ -1,0 +1,262 @@
+"""Runs benchmark cases and merges what they measure into a results file.
+
+    python -m profiling.run                                  # every case
+    python -m profiling.run --family layers --only rms_norm  # some
+    python -m profiling.run --small                          # tiny sizes, with or without a GPU
+    python -m profiling.run --list
+
+Needs NumPy, CuPy and nothing installed; peers that are missing are skipped with a reason. Every arm
+is checked against the case's reference before it is timed and after. Exit code: 0, 1 if one of our
+own arms failed or was wrong, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import pkgutil
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import profiling.cases
+from cukit.analyzer.timing import GpuTimer, HostTimer, PeakMemory, Timing, measure
+from profiling.case import Call, Case, PeerMissing, Workload
+from profiling.check import relative_error
+from profiling.data import array_module
+from profiling.environment import describe
+from profiling.records import Record, ResultsError, ResultsFile
+
+OURS = "cukit"
+"""The name of our own arm in every case."""
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def families() -> list[str]:
+    """Every module of `profiling.cases`."""
+    return sorted(module.name for module in pkgutil.iter_modules(profiling.cases.__path__))
+
+
+def load_cases(
+    family: str | None = None, ops: Sequence[str] = (), *, small: bool = False
+) -> list[Case]:
+    """The cases of one family or of all, narrowed to `ops` if any are named."""
+    found: list[Case] = []
+    for name in families() if family is None else [family]:
+        found += importlib.import_module(f"profiling.cases.{name}").cases(small=small)
+    return [case for case in found if not ops or case.op in ops]
+
+
+class Runner:
+    """Runs one case at a time on this machine."""
+
+    def __init__(self, *, peers: bool = True, quick: bool = False) -> None:
+        self.on_gpu = array_module().__name__ == "cupy"
+        self._timer = GpuTimer() if self.on_gpu else HostTimer()
+        self._peers = peers
+        self._options: dict[str, Any] = (
+            {"rounds": 1, "budget_ms": 1.0, "min_samples": 2, "pause_s": 0.0} if quick else {}
+        )
+        self.environment = describe(self._timer if isinstance(self._timer, GpuTimer) else None)
+        self.failures: list[str] = []
+
+    def run(self, case: Case) -> list[Record]:
+        """Build, check and time a case. Failures are noted in `failures`, never raised."""
+        try:
+            return self._run(case)
+        except Exception:
+            traceback.print_exc()
+            self._fail(case, "could not be built")
+            return []
+        finally:
+            self._release()
+
+    def _run(self, case: Case) -> list[Record]:
+        workload = case.build()
+        arms = self._arms(case, workload)
+        expected = workload.expected()
+        errors = self._errors(case, arms, expected)
+        arms = {name: call for name, call in arms.items() if name in errors}
+        peaks = {name: self._peak(call) for name, call in arms.items() if case.measure_memory}
+        timings = measure(arms, self._timer, **self._options)
+        for name, error in self._errors(case, arms, expected).items():
+            errors[name] = max(errors[name], error)
+        records = []
+        for name, timing in timings.items():
+            correct = errors[name] <= workload.tolerance
+            if not correct and name == OURS:
+                self._fail(case, f"wrong by {errors[name]:.2e}, allowed {workload.tolerance:.0e}")
+            record = self._record(case, name, timing, errors[name], correct)
+            if name in peaks:
+                record["peak_bytes"] = peaks[name]
+            records.append(record)
+        return records
+
+    def _arms(self, case: Case, workload: Workload) -> dict[str, Call]:
+        """Every arm that can run here; the others are reported."""
+        arms: dict[str, Call] = {}
+        for name, factory in workload.arms.items():
+            if name != OURS and not self._peers:
+                continue
+            try:
+                arms[name] = factory()
+            except PeerMissing as reason:
+                print(f"    {name}: skipped, {reason}", flush=True)
+            except Exception as error:
+                self._broken(case, name, error)
+        return arms
+
+    def _errors(self, case: Case, arms: dict[str, Call], expected: Any) -> dict[str, float]:
+        """Relative error of every arm that runs."""
+        errors: dict[str, float] = {}
+        for name, call in arms.items():
+            try:
+                errors[name] = relative_error(call(), expected)
+            except Exception as error:
+                self._broken(case, name, error)
+        return errors
+
+    def _broken(self, case: Case, name: str, error: Exception) -> None:
+        """An arm raised: a failure if it is ours, else a line in the log."""
+        if name == OURS:
+            traceback.print_exception(error)
+            self._fail(case, f"raised {type(error).__name__}")
+        else:
+            reason = str(error).strip().partition("\n")[0][:200]
+            print(f"    {name}: failed, {type(error).__name__}: {reason}", flush=True)
+
+    def _peak(self, call: Call) -> int | None:
+        if not self.on_gpu:
+            return None
+        with PeakMemory() as memory:
+            call()
+        return memory.bytes
+
+    def _record(
+        self, case: Case, impl: str, timing: Timing, error: float, correct: bool
+    ) -> Record:
+        median = timing.median_us
+        return {
+            "family": case.family,
+            "op": case.op,
+            "case": case.name,
+            "dtype": case.dtype,
+            "impl": impl,
+            "median_us": round(median, 2),
+            "iqr_us": round(timing.iqr_us, 2),
+            "samples": len(timing.samples_us),
+            "tflops": round(case.flops / median / 1e6, 1) if case.flops else None,
+            "gbps": round(case.bytes / median / 1e3, 1) if case.bytes else None,
+            "floor_us": self._floor_us(case),
+            "error": float(f"{error:.3g}"),
+            "correct": correct,
+        }
+
+    def _floor_us(self, case: Case) -> float | None:
+        """The time no version beats: bytes or FLOPs over this machine's measured ceilings."""
+        ceilings = self.environment["ceilings"]
+        if not ceilings:
+            return None
+        memory_us = case.bytes / ceilings["copy_gbps"] / 1e3
+        compute_us = case.flops / ceilings["bf16_gemm_tflops"] / 1e6
+        return round(max(memory_us, compute_us), 2)
+
+    def _fail(self, case: Case, what: str) -> None:
+        line = f"{case.family}/{case.op} {case.name} {case.dtype}: {what}"
+        self.failures.append(line)
+        print(f"    FAILED {line}", flush=True)
+
+    def _release(self) -> None:
+        """Give back the memory of a case before the next one is built."""
+        gc.collect()
+        if not self.on_gpu:
+            return
+        array_module().get_default_memory_pool().free_all_blocks()
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.cuda.empty_cache()
+
+
+def show(record: Record) -> str:
+    """A record as one line of the log."""
+    rate = f"{record['tflops']:7.1f} TFLOP/s" if record["tflops"] else ""
+    if not rate and record["gbps"]:
+        rate = f"{record['gbps']:7.1f} GB/s"
+    floor = record["floor_us"]
+    share = f"{100 * floor / record['median_us']:4.0f}% of floor" if floor else ""
+    peak = record.get("peak_bytes")
+    memory = f"{peak / 2**20:9.1f} MiB" if peak is not None else ""
+    verdict = "" if record["correct"] else f"  WRONG: error {record['error']:.1e}"
+    return (
+        f"    {record['impl']:<16}{record['median_us']:>11.2f} us  ±{record['iqr_us']:<8.2f}"
+        f"{rate:<18}{share:<15}{memory}{verdict}"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m profiling.run", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--family", choices=families(), help="only this family's cases")
+    parser.add_argument("--only", action="append", default=[], metavar="OP", help="only this op")
+    parser.add_argument("--out", type=Path, help="results file to merge into (default: none)")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, few samples")
+    parser.add_argument("--no-peers", action="store_true", help="time nothing but our own arms")
+    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    options = _parser().parse_args(arguments)
+    cases = load_cases(options.family, options.only, small=options.small)
+    if not cases:
+        print(f"no case of {', '.join(options.only)}; --list shows them all", file=sys.stderr)
+        return 2
+    if options.list:
+        for case in cases:
+            print(f"{case.family:<12}{case.op:<28}{case.name:<32}{case.dtype}")
+        return 0
+    if array_module().__name__ != "cupy" and not options.small:
+        print("no GPU here: `cukit doctor` says why; --small runs without one", file=sys.stderr)
+        return 2
+    return run_cases(
+        cases,
+        Runner(peers=not options.no_peers, quick=options.small),
+        out=options.out,
+        whole_family=not options.only,
+    )
+
+
+def run_cases(cases: list[Case], runner: Runner, *, out: Path | None, whole_family: bool) -> int:
+    """Run `cases`, print them, and write them to `out` as they come."""
+    begin = time.monotonic()
+    try:
+        results = ResultsFile(out, runner.environment) if out else None
+    except ResultsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(runner.environment, flush=True)
+    if results:
+        for family in {case.family for case in cases}:
+            ops = {case.op for case in cases if case.family == family}
+            results.drop(family, None if whole_family else ops)
+    for case in cases:
+        print(f"{case.family}/{case.op} {case.name} {case.dtype}", flush=True)
+        records = runner.run(case)
+        for record in records:
+            print(show(record), flush=True)
+        if results:
+            results.add(records)
+    seconds = time.monotonic() - begin
+    print(f"{len(cases)} cases in {seconds:.0f} s, {len(runner.failures)} failed")
+    for failure in runner.failures:
+        print(f"    {failure}")
+    return 1 if runner.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
