@@ -1,0 +1,5 @@
+"""Matrix products."""
+
+from cukit.gemm.dense import matmul
+
+__all__ = ["matmul"]

@@ -1,0 +1,81 @@
+"""One call into cuBLAS: a row-major matrix product on CuPy's current stream."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.core.arrays import Array, bfloat16, float16, float32, float64
+from cukit.core.device import INSTALL_GPU_EXTRA
+from cukit.errors import MissingDependencyError
+
+# cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t and cublasMath_t of the CUDA headers.
+_DATA_TYPES = {float32: 0, float64: 1, float16: 2, bfloat16: 14}
+_COMPUTE_32F = 68
+_COMPUTE_64F = 70
+_DEFAULT_ALGORITHM = -1
+# Without it a product that cuBLAS splits over k may add its partial sums in 16 bits.
+_DISALLOW_REDUCED_PRECISION_REDUCTION = 16
+
+
+class Matrix(NamedTuple):
+    """A row-major matrix in memory: element (i, j) lies `i * leading + j` elements on."""
+
+    array: Array
+    rows: int
+    columns: int
+    leading: int
+    transposed: bool = False
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        from cupy_backends.cuda.libs import cublas
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"matmul needs cuBLAS ({error}): {INSTALL_GPU_EXTRA}"
+        ) from error
+    return cublas
+
+
+@functools.cache
+def _handle_getter() -> Any:
+    from cupy.cuda.device import get_cublas_handle
+
+    return get_cublas_handle
+
+
+@functools.lru_cache(maxsize=64)
+def _coefficient(value: float, wide: bool) -> np.ndarray[Any, Any]:
+    """A scalar in host memory, kept alive by the cache: cuBLAS takes its address."""
+    return np.array(value, np.float64 if wide else np.float32)
+
+
+def gemm(a: Matrix, b: Matrix, out: Matrix, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+    """out = alpha * op(a) @ op(b) + beta * out, summed in float32 (float64 for float64).
+
+    The three arrays must not overlap. No TF32: float32 operands are multiplied as such.
+    """
+    m, n = out.rows, out.columns
+    k = a.rows if a.transposed else a.columns
+    wide = a.array.dtype == float64
+    # cuBLAS is column-major and so sees every matrix transposed: out^T = op(b)^T op(a)^T.
+    cublas = _library()
+    handle = _handle_getter()()
+    mode = cublas.getMathMode(handle)
+    cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
+    try:
+        cublas.gemmEx(
+            handle, int(b.transposed), int(a.transposed), n, m, k,
+            _coefficient(alpha, wide).ctypes.data,
+            b.array.data.ptr, _DATA_TYPES[b.array.dtype], b.leading,
+            a.array.data.ptr, _DATA_TYPES[a.array.dtype], a.leading,
+            _coefficient(beta, wide).ctypes.data,
+            out.array.data.ptr, _DATA_TYPES[out.array.dtype], out.leading,
+            _COMPUTE_64F if wide else _COMPUTE_32F, _DEFAULT_ALGORITHM,
+        )  # fmt: skip
+    finally:
+        cublas.setMathMode(handle, mode)

@@ -1,0 +1,35 @@
+"""Dense matrix products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukit.reference._xp import array_namespace, upcast, working_dtype
+
+Array = Any
+
+
+def matmul(
+    a: Array,
+    b: Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    out: Array | None = None,
+    accumulate: bool = False,
+    out_dtype: Any = None,
+) -> Array:
+    """op(a) @ op(b), with all axes of an operand but the last flattened to rows."""
+    xp = array_namespace(a)
+    left, right = upcast(
+        working_dtype(a, b), a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+    )
+    product = xp.matmul(left.T if transpose_a else left, right.T if transpose_b else right)
+    shape = product.shape if transpose_a else (*a.shape[:-1], product.shape[1])
+    product = product.reshape(shape)
+    if out is None:
+        return product.astype(a.dtype if out_dtype is None else out_dtype, copy=False)
+    if accumulate:
+        product = product + out.astype(product.dtype, copy=False)
+    out[...] = product.astype(out.dtype, copy=False)
+    return out
