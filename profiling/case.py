@@ -15,18 +15,21 @@ mistake in a case shows before a GPU is held.
     from profiling.case import Case, Workload
     from profiling.data import normal
 
+    def torch_rms_norm():
+        functional = peers.torch().nn.functional               # PeerMissing where there is none
+        return lambda x, weight: functional.rms_norm(x, x.shape[-1:], weight, 1e-6)
+
     def rms_norm_case(tokens: int, hidden: int, dtype: str) -> Case:
         def build() -> Workload:
             x, weight = normal((tokens, hidden), dtype), normal((hidden,), dtype)
 
-            def torch_rms_norm(x, weight):                     # tensors sharing the arrays' memory
-                return peers.torch().nn.functional.rms_norm(x, x.shape[-1:], weight, 1e-6)
-
             return Workload(
                 arms={
                     "cukit": lambda: partial(rms_norm, x, weight),
-                    "torch-eager": lambda: peers.forward(torch_rms_norm, x, weight),
-                    "torch-compile": lambda: peers.forward(torch_rms_norm, x, weight, compiled=True),
+                    "torch-eager": lambda: peers.forward(torch_rms_norm(), x, weight),
+                    "torch-compile": lambda: peers.forward(
+                        torch_rms_norm(), x, weight, compiled=True
+                    ),
                 },
                 expected=lambda: reference.rms_norm(x, weight),
                 tolerance=1e-2,

@@ -1,4 +1,4 @@
-"""The results file: its schema, merging a run into it, and writing it so that it is never half there.
+"""The results file: its schema, merging a run into it, and writing it whole or not at all.
 
     {"environment": {"gpu", "driver", "cuda", "versions": {...}, "clocks": {...}, "ceilings": {...},
                      "commit", "date"},

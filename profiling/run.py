@@ -137,9 +137,7 @@ class Runner:
             call()
         return memory.bytes
 
-    def _record(
-        self, case: Case, impl: str, timing: Timing, error: float, correct: bool
-    ) -> Record:
+    def _record(self, case: Case, impl: str, timing: Timing, error: float, correct: bool) -> Record:
         median = timing.median_us
         return {
             "family": case.family,

@@ -10,6 +10,7 @@ and nobody should inherit the heat of the arm before.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cukit.core.device import current_device, require_cupy
 from cukit.core.kernel import KernelSpec, load_kernel
 
 Call = Callable[[], object]
@@ -60,16 +62,14 @@ class GpuTimer:
     """Times calls that enqueue work on CuPy's current stream, with a cold L2."""
 
     def __init__(self) -> None:
-        import cupy
-
-        attributes = cupy.cuda.Device().attributes
-        self._cycles_per_us = attributes["ClockRate"] / 1e3
-        self._flush = cupy.empty(FLUSH_FACTOR * attributes["L2CacheSize"], dtype=cupy.uint8)
+        cupy = require_cupy("timing on a GPU")
+        self._cycles_per_us = cupy.cuda.Device().attributes["ClockRate"] / 1e3
+        self._flush = cupy.empty(FLUSH_FACTOR * current_device().l2_bytes, dtype=cupy.uint8)
         self._start = cupy.cuda.Event()
         self._stop = cupy.cuda.Event()
         self._elapsed_ms = cupy.cuda.get_elapsed_time
         self._synchronize = cupy.cuda.Device().synchronize
-        self._spin = load_kernel(KernelSpec("analyzer/spin.cu", "spin", threads=1))
+        self._spin = load_kernel(KernelSpec("analyzer/spin.cu", "spin", defines=(), threads=1))
         self._host_us: dict[Call, float] = {}
 
     def prepare(self, call: Call) -> None:
@@ -148,10 +148,6 @@ class PeakMemory:
     bytes: int = 0
 
     def __enter__(self) -> PeakMemory:
-        import sys
-
-        import cupy
-
         self._torch: Any = sys.modules.get("torch")
         if self._torch is not None and self._torch.cuda.is_available():
             self._torch.cuda.synchronize()
@@ -160,7 +156,7 @@ class PeakMemory:
         else:
             self._torch = None
         self._hook = _high_water_hook()
-        cupy.cuda.Device().synchronize()
+        require_cupy("measuring memory").cuda.Device().synchronize()
         self._hook.__enter__()
         return self
 

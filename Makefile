@@ -1,0 +1,60 @@
+# From a fresh clone, with Python >= 3.10 and pip alone:
+#
+#   make demo     distil a teacher into a student on real text, on the GPU if there is one
+#   make test     the test-suite (GPU tests run where a GPU is)
+#   make lint     ruff and strict mypy
+#   make bench    time every kernel beside its peers (needs a GPU)
+#   make tables   write the measured tables into README.md from profiling/results/
+#
+# Everything is installed once, into .venv. `make demo ARGS="--help"` shows the demo's options.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+RESULTS := profiling/results/h200.json
+
+# cuda12, cuda13 or empty: what the driver of this machine runs. tools/choose_extra.py says why.
+GPU_EXTRA := $(shell $(PYTHON) tools/choose_extra.py 2>/dev/null)
+DEMO_EXTRAS := $(if $(GPU_EXTRA),[$(GPU_EXTRA)])
+# Without a GPU the tests still compile every kernel.
+TEST_EXTRAS := [test,$(or $(GPU_EXTRA),compile)]
+
+DEMO_STAMP := $(VENV)/.installed-demo$(addprefix -,$(GPU_EXTRA))
+TEST_STAMP := $(VENV)/.installed-test$(addprefix -,$(GPU_EXTRA))
+
+.PHONY: demo test lint bench tables clean
+
+demo: $(DEMO_STAMP)
+	$(BIN)/cukit distill $(ARGS)
+
+test: $(TEST_STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(TEST_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(DEMO_STAMP)
+	$(BIN)/python -m profiling.run --out $(RESULTS) $(ARGS)
+
+tables:
+	$(PYTHON) -m profiling.tables
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+
+$(DEMO_STAMP): pyproject.toml | $(VENV)
+	@$(PYTHON) tools/choose_extra.py >/dev/null
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.$(DEMO_EXTRAS)'
+	@touch $@
+
+$(TEST_STAMP): pyproject.toml | $(VENV)
+	@$(PYTHON) tools/choose_extra.py >/dev/null
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.$(TEST_EXTRAS)'
+	@touch $@
+
+$(VENV):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "cukit needs Python 3.10 or newer; PYTHON=... chooses another")'
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,103 @@
+"""How many blocks of a kernel fit on one multiprocessor, and what keeps out the next.
+
+Pure arithmetic on what the compiler reports (registers, shared memory) and the launch (threads):
+no GPU is asked. The rules are those of NVIDIA's `cuda_occupancy.h`, against which the tests hold
+every result, for compute capability 8.0 to 12.x with the default shared-memory carveout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cukit.core.device import KIB, Device
+from cukit.errors import ConfigError
+
+WARP_THREADS = 32
+MAX_THREADS_PER_BLOCK = 1024
+MAX_REGISTERS_PER_THREAD = 256
+
+REGISTER_GRANULE = 256
+"""Registers are handed to a warp in units of this many."""
+
+SHARED_GRANULE = 128
+"""Shared memory is handed to a block in units of this many bytes."""
+
+RESERVED_SHARED_BYTES = 1 * KIB
+"""The driver's own part of every block's shared memory."""
+
+SUB_PARTITIONS = 4
+"""Schedulers of a multiprocessor, each with a quarter of its registers."""
+
+_MAX_BLOCKS_PER_SM = {(8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24, (9, 0): 32, (10, 0): 32}
+_MAX_BLOCKS_PER_SM |= {(10, 1): 24, (10, 3): 32, (12, 0): 24, (12, 1): 24}
+
+
+@dataclass(frozen=True)
+class Occupancy:
+    """Residency of one kernel on one multiprocessor."""
+
+    blocks: int
+    """Blocks that run at once; 0 if the kernel cannot be launched like this."""
+    warps: int
+    max_warps: int
+    limits: tuple[tuple[str, int | None], ...]
+    """(resource, blocks that it allows), None where the kernel uses none of it."""
+
+    @property
+    def fraction(self) -> float:
+        """Resident warps over the warps that the multiprocessor could hold."""
+        return self.warps / self.max_warps
+
+    @property
+    def limiter(self) -> str:
+        """The resources that allow no further block, e.g. "registers" or "threads + blocks"."""
+        return " + ".join(name for name, limit in self.limits if limit == self.blocks)
+
+
+def occupancy(device: Device, *, threads: int, registers: int, shared_bytes: int) -> Occupancy:
+    """Theoretical occupancy of a launch on `device`.
+
+    threads: per block. registers: per thread, as the compiler reports them. shared_bytes: static
+    plus dynamic, per block, without the driver's reserve.
+    Raises ConfigError for a non-positive block size, negative resources or an unknown architecture.
+    """
+    if threads < 1 or registers < 0 or shared_bytes < 0:
+        raise ConfigError(
+            "occupancy: threads must be positive, registers and shared_bytes not negative, got "
+            f"{threads}, {registers}, {shared_bytes}"
+        )
+    if device.compute_capability not in _MAX_BLOCKS_PER_SM:
+        raise ConfigError(f"occupancy: no figures for {device.arch}")
+    warps_per_block = -(-threads // WARP_THREADS)
+    max_warps = device.max_threads_per_sm // WARP_THREADS
+    limits = {
+        "threads": max_warps // warps_per_block if threads <= MAX_THREADS_PER_BLOCK else 0,
+        "registers": _register_limit(device, warps_per_block, registers),
+        "shared memory": _shared_limit(device, shared_bytes),
+        "blocks": _MAX_BLOCKS_PER_SM[device.compute_capability],
+    }
+    blocks = min(limit for limit in limits.values() if limit is not None)
+    return Occupancy(blocks, blocks * warps_per_block, max_warps, tuple(limits.items()))
+
+
+def _register_limit(device: Device, warps_per_block: int, registers: int) -> int | None:
+    if registers == 0:
+        return None
+    per_warp = _round_up(registers * WARP_THREADS, REGISTER_GRANULE)
+    # The hardware admits a block as if its warps filled all sub-partitions evenly.
+    assumed_per_block = per_warp * _round_up(warps_per_block, SUB_PARTITIONS)
+    if registers > MAX_REGISTERS_PER_THREAD or assumed_per_block > device.registers_per_sm:
+        return 0
+    warps_per_partition = device.registers_per_sm // SUB_PARTITIONS // per_warp
+    return warps_per_partition * SUB_PARTITIONS // warps_per_block
+
+
+def _shared_limit(device: Device, shared_bytes: int) -> int:
+    allocated = _round_up(shared_bytes + RESERVED_SHARED_BYTES, SHARED_GRANULE)
+    if allocated > device.shared_bytes_per_block + RESERVED_SHARED_BYTES:
+        return 0
+    return device.shared_bytes_per_sm // allocated
+
+
+def _round_up(value: int, granule: int) -> int:
+    return -(-value // granule) * granule
