@@ -93,10 +93,34 @@ _DLPACK_CUDA = 2
 
 
 def describe(value: Any) -> Hashable:
-    """Shape, strides and dtype of an array; any other value stands for itself."""
-    if type(value) in _known_types():
-        return value.shape, value.strides, value.dtype
+    """Shape, strides, dtype and alignment of an array; any other value stands for itself."""
+    kind = type(value)
+    if kind is _gpu_type():
+        return value.shape, value.strides, value.dtype, value.data.ptr % ACCESS_BYTES
+    if kind is np.ndarray:
+        return value.shape, value.strides, value.dtype, value.ctypes.data % ACCESS_BYTES
     return value  # type: ignore[no-any-return]
+
+
+ACCESS_BYTES = 16
+"""The widest access of one thread; what vectorised kernels want their rows aligned to."""
+
+
+def access_width(extent: int, *arrays: Array | None) -> int:
+    """Elements that one access may move: the most, up to 16 bytes, that divides `extent` and to
+    which every array is aligned. `extent` is the contiguous run, e.g. the row length."""
+    present = [array for array in arrays if array is not None]
+    itemsize = present[0].itemsize
+    width: int = ACCESS_BYTES // itemsize
+    while width > 1 and (
+        extent % width or any(_address(array) % (width * itemsize) for array in present)
+    ):
+        width //= 2
+    return width
+
+
+def _address(array: Array) -> int:
+    return int(array.ctypes.data if type(array) is np.ndarray else array.data.ptr)
 
 
 def runs_kernel(op: str, *arrays: Array | None, minimum_arch: str = "sm_80") -> bool:
@@ -200,6 +224,14 @@ def check_array(
         raise ArrayLayoutError(
             f"{op}: the last axis of {name} must be contiguous, got strides {array.strides}"
         )
+
+
+def write_out(out: Array | None, value: Array) -> Array:
+    """`value`, or `out` filled with it: how an op on the reference path honours `out=`."""
+    if out is None:
+        return value
+    out[...] = value
+    return out
 
 
 def check_same_dtype(op: str, **arrays: Array | None) -> None:

@@ -14,8 +14,6 @@ def rms_norm(
     weight: Array,
     eps: float = 1e-6,
     residual: Array | None = None,
-    *,
-    out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
     """y = x / sqrt(mean(x^2) + eps) * weight; with `residual`, of x + residual, which is returned."""
     xp = array_namespace(x)
@@ -26,7 +24,7 @@ def rms_norm(
         new_residual = (wide + r).astype(x.dtype, copy=False)
         wide = new_residual.astype(wide.dtype, copy=False)
     rstd = 1.0 / xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True) + wide.dtype.type(eps))
-    y = _into(out, (wide * rstd * w).astype(x.dtype, copy=False))
+    y = (wide * rstd * w).astype(x.dtype, copy=False)
     return y if new_residual is None else (y, new_residual)
 
 
@@ -50,9 +48,3 @@ def rms_norm_backward(
     grad_weight = xp.sum((g * normalised).reshape(-1, x.shape[-1]), axis=0)
     return grad_x.astype(x.dtype, copy=False), grad_weight.astype(weight.dtype, copy=False)
 
-
-def _into(out: Array | None, value: Array) -> Array:
-    if out is None:
-        return value
-    out[...] = value
-    return out

@@ -20,4 +20,7 @@ namespace cukit {
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
 
+// NVRTC has no <cmath>.
+CUKIT_DEVICE float infinity() { return __int_as_float(0x7f800000); }
+
 }  // namespace cukit

@@ -6,12 +6,12 @@
 namespace cukit {
 
 struct Sum {
-  static constexpr float identity = 0.0f;
+  CUKIT_DEVICE static float identity() { return 0.0f; }
   CUKIT_DEVICE static float combine(float a, float b) { return a + b; }
 };
 
 struct Max {
-  static constexpr float identity = -__builtin_huge_valf();
+  CUKIT_DEVICE static float identity() { return -infinity(); }
   CUKIT_DEVICE static float combine(float a, float b) { return fmaxf(a, b); }
 };
 
@@ -25,24 +25,37 @@ CUKIT_DEVICE float warp_reduce(float value) {
   return value;
 }
 
-// Every thread of the block gets the result. All threads must call it. `scratch` holds
-// Threads / 32 floats of shared memory; two barriers, so it may be reused at once.
-template <typename Op, int Threads>
-CUKIT_DEVICE float block_reduce(float value, float* scratch) {
+// Every thread of the block gets all N results. All threads must call it. `scratch` holds
+// N * Threads / 32 floats of shared memory; it may be reused at once (the second barrier).
+template <typename Op, int Threads, int N>
+CUKIT_DEVICE void block_reduce(float (&values)[N], float* scratch) {
   static_assert(Threads % kWarpSize == 0, "whole warps only");
   constexpr int kWarps = Threads / kWarpSize;
-  value = warp_reduce<Op>(value);
+#pragma unroll
+  for (int n = 0; n < N; ++n) values[n] = warp_reduce<Op>(values[n]);
   if constexpr (kWarps > 1) {
     const int lane = threadIdx.x % kWarpSize;
     const int warp = threadIdx.x / kWarpSize;
-    if (lane == 0) scratch[warp] = value;
-    __syncthreads();
-    value = Op::identity;
+    if (lane == 0) {
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) value = Op::combine(value, scratch[i]);
+      for (int n = 0; n < N; ++n) scratch[n * kWarps + warp] = values[n];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      // Each warp reduces the warps' results again: one read a lane instead of kWarps a thread.
+      const float partial = lane < kWarps ? scratch[n * kWarps + lane] : Op::identity();
+      values[n] = warp_reduce<Op>(partial);
+    }
     __syncthreads();
   }
-  return value;
+}
+
+template <typename Op, int Threads>
+CUKIT_DEVICE float block_reduce(float value, float* scratch) {
+  float values[1] = {value};
+  block_reduce<Op, Threads>(values, scratch);
+  return values[0];
 }
 
 }  // namespace cukit

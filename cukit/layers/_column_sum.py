@@ -1,0 +1,34 @@
+"""Second stage of the norms' weight gradients: sums the partial rows that the blocks wrote."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cukit.core.arrays import Array, empty
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+
+_COLUMNS_PER_BLOCK = 32
+
+
+def column_sum_spec(dtype: str) -> KernelSpec:
+    """The variant that writes elements of `dtype`."""
+    return KernelSpec(
+        "layers/column_sum.cu", "column_sum", (("DTYPE", dtype), ("THREADS", 512)), threads=512
+    )
+
+
+def column_sum(partial: Array, dtype: npt.DTypeLike) -> Array:
+    """Sum over the rows of `partial`, float32 [rows, cols], as `dtype` [cols]."""
+    out = empty(partial, partial.shape[1:], dtype)
+    kernel, grid, scalars = _prepare(partial, out)
+    kernel(grid, (partial, out, *scalars))
+    return out
+
+
+@launch_plan
+def _prepare(partial: Array, out: Array) -> Launch:
+    rows, cols = partial.shape
+    kernel = load_kernel(column_sum_spec(out.dtype.name))
+    grid = (-(-cols // _COLUMNS_PER_BLOCK),)
+    return Launch(kernel, grid, (np.int32(rows), np.int32(cols)))

@@ -1,0 +1,244 @@
+"""Root-mean-square normalisation with the residual addition fused in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    KERNEL_DTYPES,
+    Array,
+    access_width,
+    adopt,
+    check_array,
+    check_same_dtype,
+    empty,
+    runs_kernel,
+    write_out,
+)
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.layers._column_sum import column_sum, column_sum_spec
+from cukit.layers._rows import RowSplit, split_row
+from cukit.reference import norms as reference
+from cukit.registry import register
+
+
+def rms_norm(
+    x: Array,
+    weight: Array,
+    eps: float = 1e-6,
+    residual: Array | None = None,
+    *,
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """Root-mean-square normalisation: `y = s / sqrt(mean(s^2) + eps) * weight`.
+
+    `s` is `x`, or `x + residual` where a residual stream is given; that sum, rounded to the dtype of
+    `x`, is what is normalised and is returned beside `y`.
+
+    Args:
+        x: float32|float16|bfloat16 [..., hidden], C-contiguous. float64 on the CPU only.
+        weight: dtype of `x`, [hidden].
+        eps: added to the mean square.
+        residual: dtype and shape of `x`.
+        out: where to write `y`; dtype and shape of `x`. May be `x` itself.
+
+    Returns:
+        `y`, shaped like `x`; with `residual`, the pair `(y, x + residual)`.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument; more than 65536 columns (fewer for
+            float32 or rows that are not 16-byte aligned).
+
+    Runs on CuPy's current stream, accumulates in float32, is deterministic.
+    Paper: Zhang and Sennrich, arXiv:1910.07467.
+
+    >>> import numpy as np, cukit as ck
+    >>> ck.rms_norm(np.array([[3.0, 4.0]], np.float32), np.ones(2, np.float32)).round(3)
+    array([[0.849, 1.131]], dtype=float32)
+    """
+    x, weight, residual, out = adopt("rms_norm", x, weight, residual, out)
+    if not runs_kernel("rms_norm", x, weight, residual, out):
+        _check(x, weight, residual, out)
+        result = reference.rms_norm(x, weight, eps, residual)
+        if residual is None:
+            return write_out(out, result)
+        return write_out(out, result[0]), result[1]
+    kernel, grid, scalars = _prepare(x, weight, residual, out, eps)
+    if out is None:
+        out = empty(x, x.shape)
+    if residual is None:
+        kernel(grid, (x, NULL, weight, out, NULL, *scalars))
+        return out
+    new_residual = empty(x, x.shape)
+    kernel(grid, (x, residual, weight, out, new_residual, *scalars))
+    return out, new_residual
+
+
+def rms_norm_backward(
+    grad_out: Array,
+    x: Array,
+    weight: Array,
+    eps: float = 1e-6,
+    *,
+    grad_residual: Array | None = None,
+) -> tuple[Array, Array]:
+    """Gradients of :func:`rms_norm`.
+
+    Args:
+        grad_out: gradient of `y`; dtype and shape of `x`.
+        x: what was normalised: `x` of the forward, or its second result where a residual was added.
+        weight: [hidden], dtype of `x`.
+        eps: as in the forward.
+        grad_residual: gradient that arrives at the residual stream from elsewhere; added to
+            `grad_x`, so that the sum flows on to both `x` and `residual` of the forward.
+
+    Returns:
+        `(grad_x, grad_weight)`, dtypes of `x` and `weight`.
+
+    Raises:
+        ArrayError: as :func:`rms_norm`.
+
+    Deterministic: weight gradients are summed in a fixed order, without atomics.
+    """
+    grad_out, x, weight, grad_residual = adopt(
+        "rms_norm_backward", grad_out, x, weight, grad_residual
+    )
+    if not runs_kernel("rms_norm_backward", grad_out, x, weight, grad_residual):
+        _check_backward(grad_out, x, weight, grad_residual)
+        return reference.rms_norm_backward(grad_out, x, weight, eps, grad_residual=grad_residual)
+    kernel, grid, scalars = _prepare_backward(grad_out, x, weight, grad_residual, eps)
+    grad_x = empty(x, x.shape)
+    partial = empty(x, (grid[0], x.shape[-1]), np.float32)
+    added = NULL if grad_residual is None else grad_residual
+    kernel(grid, (grad_out, x, weight, added, grad_x, partial, *scalars))
+    return grad_x, column_sum(partial, weight.dtype)
+
+
+@dataclass(frozen=True)
+class RmsNormConfig:
+    """One way to run rms_norm or its backward: a row split over a block, and a number of blocks."""
+
+    entry: str
+    dtype: str
+    residual: bool
+    split: RowSplit
+    num_blocks: int
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        defines = (("DTYPE", self.dtype), *self.split.defines(), ("RESIDUAL", self.residual))
+        return KernelSpec(f"layers/{self.entry}.cu", self.entry, defines, self.split.threads)
+
+
+@lru_cache(maxsize=None)
+def plan_rms_norm(
+    rows: int, cols: int, dtype: str, itemsize: int, vec: int, residual: bool
+) -> RmsNormConfig:
+    """A block a row: enough blocks in flight hide latency, and none waits for another."""
+    split = split_row("rms_norm", cols, itemsize, vec)
+    return RmsNormConfig("rms_norm", dtype, residual, split, rows)
+
+
+@lru_cache(maxsize=None)
+def plan_rms_norm_backward(
+    rows: int, cols: int, dtype: str, itemsize: int, vec: int, residual: bool, device: Device
+) -> RmsNormConfig:
+    """Half the threads of the GPU: few blocks keep the partial weight gradients in L2."""
+    split = split_row("rms_norm_backward", cols, itemsize, vec)
+    blocks_per_sm = max(1, device.max_threads_per_sm // 2 // split.threads)
+    num_blocks = min(rows, device.num_sms * blocks_per_sm)
+    return RmsNormConfig("rms_norm_backward", dtype, residual, split, num_blocks)
+
+
+def _check(x: Array, weight: Array, residual: Array | None, out: Array | None) -> None:
+    _check_rows("rms_norm", x, weight, {"residual": residual, "out": out})
+
+
+def _check_backward(grad_out: Array, x: Array, weight: Array, grad_residual: Array | None) -> None:
+    others = {"grad_out": grad_out, "grad_residual": grad_residual}
+    _check_rows("rms_norm_backward", x, weight, others)
+
+
+def _check_rows(op: str, x: Array, weight: Array, like_x: dict[str, Array | None]) -> None:
+    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
+    check_array(op, "weight", weight, shape=x.shape[-1:])
+    for name, array in like_x.items():
+        if array is not None:
+            check_array(op, name, array, shape=x.shape)
+    check_same_dtype(op, x=x, weight=weight, **like_x)
+
+
+def _rows_and_cols(x: Array) -> tuple[int, int]:
+    return math.prod(x.shape[:-1]), x.shape[-1]
+
+
+@launch_plan
+def _prepare(
+    x: Array, weight: Array, residual: Array | None, out: Array | None, eps: float
+) -> Launch:
+    _check(x, weight, residual, out)
+    check_array("rms_norm", "x", x, dtypes=KERNEL_DTYPES)
+    rows, cols = _rows_and_cols(x)
+    vec = access_width(cols, x, weight, residual, out)
+    config = plan_rms_norm(rows, cols, x.dtype.name, x.itemsize, vec, residual is not None)
+    scalars = (np.int32(rows), np.int32(cols), np.float32(eps))
+    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+
+
+@launch_plan
+def _prepare_backward(
+    grad_out: Array, x: Array, weight: Array, grad_residual: Array | None, eps: float
+) -> Launch:
+    _check_backward(grad_out, x, weight, grad_residual)
+    check_array("rms_norm_backward", "x", x, dtypes=KERNEL_DTYPES)
+    rows, cols = _rows_and_cols(x)
+    vec = access_width(cols, grad_out, x, weight, grad_residual)
+    config = plan_rms_norm_backward(
+        rows, cols, x.dtype.name, x.itemsize, vec, grad_residual is not None, current_device()
+    )
+    scalars = (np.int32(rows), np.int32(cols), np.float32(eps))
+    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    return [
+        plan_rms_norm(8192, 4096, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual).spec()
+        for dtype in KERNEL_DTYPES
+        for residual in (False, True)
+    ]
+
+
+def _specs_backward(device: Device) -> list[KernelSpec]:
+    return [
+        spec
+        for dtype in KERNEL_DTYPES
+        for residual in (False, True)
+        for spec in (
+            plan_rms_norm_backward(
+                8192, 4096, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, device
+            ).spec(),
+            column_sum_spec(dtype.name),
+        )
+    ]
+
+
+register(
+    name="rms_norm",
+    family="layers",
+    function=rms_norm,
+    reference=reference.rms_norm,
+    specs=_specs,
+)
+register(
+    name="rms_norm_backward",
+    family="layers",
+    function=rms_norm_backward,
+    reference=reference.rms_norm_backward,
+    specs=_specs_backward,
+)

@@ -1,0 +1,165 @@
+"""What every op must keep, written once: agreement with its reference, on any device.
+
+The same test body serves the CPU, where the op runs its reference in low precision, and the GPU,
+where it runs its kernel. The oracle is always the reference in float64 on NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from tests.tolerances import ATOL, FACTOR, FINITE_DIFFERENCE
+
+Array = Any
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """`"bfloat16"` and NumPy's own names alike."""
+    return BFLOAT16 if name == "bfloat16" else np.dtype(name)
+
+
+def random(rng: np.random.Generator, shape: Sequence[int], dtype: str, scale: float = 1.0) -> Array:
+    """Normal numbers of `dtype`, as a NumPy array."""
+    return (rng.standard_normal(tuple(shape)) * scale).astype(dtype_of(dtype))
+
+
+def to_device(device: str, *arrays: Array | None) -> tuple[Any, ...]:
+    """NumPy arrays on "cpu" (as they are) or "gpu" (copied); None stays None."""
+    if device == "cpu":
+        return arrays
+    import cupy
+
+    return tuple(None if array is None else cupy.asarray(array) for array in arrays)
+
+
+def to_host(array: Array) -> np.ndarray[Any, Any]:
+    """A NumPy array with the contents of any array."""
+    return np.asarray(array.get() if hasattr(array, "get") else array)
+
+
+def poisoned(device: str, shape: Sequence[int], dtype: str) -> Array:
+    """An output buffer full of NaN: an element that a kernel forgets cannot pass as correct."""
+    return to_device(device, np.full(tuple(shape), np.nan, dtype_of(dtype)))[0]
+
+
+def poison_pool(device: str, num_bytes: int = 1 << 26) -> None:
+    """Leaves NaN behind in the memory that the next GPU allocations will reuse."""
+    if device == "gpu":
+        import cupy
+
+        blocks = [cupy.full(num_bytes >> shift, 0xFF, cupy.uint8) for shift in range(0, 16, 2)]
+        cupy.cuda.get_current_stream().synchronize()
+        del blocks
+
+
+def assert_close(name: str, got: Array, low: Array, wide: Array, atol: float | None = None) -> None:
+    """`got` is as near to `wide` (float64) as twice the plain low-precision result `low`.
+
+    Positions of NaN and infinity must agree with `wide` exactly.
+    """
+    got, low, wide = to_host(got), to_host(low), to_host(wide)
+    assert got.shape == wide.shape, f"{name}: shape {got.shape}, expected {wide.shape}"
+    atol = ATOL[got.dtype.name] if atol is None else atol
+    exact = wide.astype(np.float64)
+    result, plain = got.astype(np.float64), low.astype(np.float64)
+    for predicate in (np.isnan, np.isposinf, np.isneginf):
+        wrong = predicate(result) != predicate(exact)
+        assert not wrong.any(), f"{name}: {predicate.__name__} differs at {np.argwhere(wrong)[0]}"
+    finite = np.isfinite(exact)
+    if not finite.any():
+        return
+    error = np.abs(np.where(finite, result - np.where(finite, exact, 0), 0))
+    plain_error = np.abs(np.where(finite, plain - np.where(finite, exact, 0), 0))
+    plain_error = plain_error[np.isfinite(plain_error)].max(initial=0.0)
+    scale = max(1.0, float(np.abs(exact[finite]).max()))
+    allowed = FACTOR * plain_error + atol * scale
+    worst = np.unravel_index(int(error.argmax()), error.shape)
+    assert error[worst] <= allowed, (
+        f"{name}: error {error[worst]:.3e} at {worst} (got {result[worst]}, expected "
+        f"{exact[worst]}), allowed {allowed:.3e}"
+    )
+
+
+def check_against_reference(
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    inputs: Sequence[Array | None],
+    *,
+    device: str,
+    names: Sequence[str] = ("out",),
+    repeats: int = 3,
+    atol: float | None = None,
+    **options: Any,
+) -> None:
+    """Runs `function(*inputs, **options)` on `device` and judges every result.
+
+    Inputs are NumPy arrays, or None or plain values that are passed on. Repeats must agree to the
+    bit. The freed memory that results will land in is filled with NaN first.
+    """
+    wide = _tuple(reference(*map(_widen, inputs), **options))
+    low = _tuple(reference(*inputs, **options))
+    placed = [to_device(device, x)[0] if isinstance(x, np.ndarray) else x for x in inputs]
+    first: list[np.ndarray[Any, Any]] = []
+    for repeat in range(repeats if device == "gpu" else 1):
+        poison_pool(device)
+        results = [to_host(result) for result in _tuple(function(*placed, **options))]
+        if repeat == 0:
+            first = results
+            assert len(first) == len(names) == len(wide)
+            for name, got, plain, exact in zip(names, first, low, wide, strict=True):
+                assert got.dtype == to_host(plain).dtype, f"{name}: dtype {got.dtype}"
+                assert_close(name, got, plain, exact, atol)
+        for name, again, before in zip(names, results, first, strict=True):
+            assert again.tobytes() == before.tobytes(), f"{name}: run {repeat} differs in bits"
+    for original, array in zip(inputs, placed, strict=True):
+        if isinstance(original, np.ndarray):
+            assert to_host(array).tobytes() == original.tobytes(), "an input was changed"
+
+
+def check_gradient(
+    function: Callable[..., Any],
+    backward: Callable[..., Any],
+    inputs: Sequence[np.ndarray[Any, Any]],
+    rng: np.random.Generator,
+) -> None:
+    """Compares `backward(grad_out, *inputs)` with central differences of `function(*inputs)`.
+
+    float64 inputs; one gradient is returned for each of them. A random direction in every input is
+    tested, which any wrong element would spoil.
+    """
+    out = function(*inputs)
+    grad_out = rng.standard_normal(out.shape)
+    gradients = _tuple(backward(grad_out, *inputs))
+    assert len(gradients) == len(inputs)
+    step = 1e-6
+    for index, (value, gradient) in enumerate(zip(inputs, gradients, strict=True)):
+        assert gradient.shape == value.shape
+        for _ in range(3):
+            direction = rng.standard_normal(value.shape)
+            shifted = [list(inputs), list(inputs)]
+            shifted[0][index] = value + step * direction
+            shifted[1][index] = value - step * direction
+            difference = (function(*shifted[0]) - function(*shifted[1])) / (2 * step)
+            expected = float(np.sum(difference * grad_out))
+            actual = float(np.sum(gradient * direction))
+            scale = max(1.0, abs(expected))
+            assert abs(actual - expected) <= FINITE_DIFFERENCE * scale, (
+                f"gradient of input {index}: {actual} along a direction, differences say {expected}"
+            )
+
+
+def _tuple(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _widen(value: Any) -> Any:
+    floating = isinstance(value, np.ndarray) and (
+        value.dtype == BFLOAT16 or np.issubdtype(value.dtype, np.floating)
+    )
+    return value.astype(np.float64) if floating else value
