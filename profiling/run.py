@@ -64,6 +64,7 @@ class Runner:
         )
         self.environment = describe(self._timer if isinstance(self._timer, GpuTimer) else None)
         self.failures: list[str] = []
+        self._skipped: set[tuple[str, str]] = set()
 
     def run(self, case: Case) -> list[Record]:
         """Build, check and time a case. Failures are noted in `failures`, never raised."""
@@ -106,7 +107,7 @@ class Runner:
             try:
                 arms[name] = factory()
             except PeerMissing as reason:
-                print(f"    {name}: skipped, {reason}", flush=True)
+                self._skip(name, str(reason))
             except Exception as error:
                 self._broken(case, name, error)
         return arms
@@ -120,6 +121,12 @@ class Runner:
             except Exception as error:
                 self._broken(case, name, error)
         return errors
+
+    def _skip(self, name: str, reason: str) -> None:
+        """Say why an arm is not run, once."""
+        if (name, reason) not in self._skipped:
+            self._skipped.add((name, reason))
+            print(f"    {name}: skipped, {reason}", flush=True)
 
     def _broken(self, case: Case, name: str, error: Exception) -> None:
         """An arm raised: a failure if it is ours, else a line in the log."""

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,14 +49,15 @@ class Timing:
         return float(high - low)
 
 
+Sampler = Callable[[], float]
+"""Runs a call once and says how long it took, in microseconds."""
+
+
 class Timer(Protocol):
-    """Takes samples of a call on one machine."""
+    """A clock for the calls of one machine."""
 
-    def prepare(self, call: Call) -> None:
-        """Warm `call` up, and learn what this timer needs to know about it."""
-
-    def sample_us(self, call: Call) -> float:
-        """One timed run of `call`."""
+    def prepare(self, call: Call) -> Sampler:
+        """Warm `call` up, and return what takes a sample of it."""
 
 
 class GpuTimer:
@@ -70,24 +72,23 @@ class GpuTimer:
         self._elapsed_ms = cupy.cuda.get_elapsed_time
         self._synchronize = cupy.cuda.Device().synchronize
         self._spin = load_kernel(KernelSpec("analyzer/spin.cu", "spin", defines=(), threads=1))
-        self._host_us: dict[Call, float] = {}
 
-    def prepare(self, call: Call) -> None:
-        """Run `call` three times and note how long the host takes to enqueue it."""
-        durations = []
+    def prepare(self, call: Call) -> Sampler:
+        """Run `call` three times to see how long the host takes to enqueue it."""
+        durations_us = []
         for _ in range(3):
             self._synchronize()
             begin = time.perf_counter()
             call()
-            durations.append((time.perf_counter() - begin) * 1e6)
+            durations_us.append((time.perf_counter() - begin) * 1e6)
         self._synchronize()
-        self._host_us[call] = min(durations)
+        spin_us = min(20.0 + 2.0 * min(durations_us), LONGEST_SPIN_US)
+        return partial(self._sample_us, call, np.int64(spin_us * self._cycles_per_us))
 
-    def sample_us(self, call: Call) -> float:
+    def _sample_us(self, call: Call, spin_cycles: np.int64) -> float:
         """One run between two events; returns once it has finished."""
-        spin_us = min(20.0 + 2.0 * self._host_us.get(call, 100.0), LONGEST_SPIN_US)
         self._flush.fill(0)
-        self._spin((1,), (np.int64(spin_us * self._cycles_per_us),))
+        self._spin((1,), (spin_cycles,))
         self._start.record()
         call()
         self._stop.record()
@@ -98,12 +99,12 @@ class GpuTimer:
 class HostTimer:
     """Times calls that have finished when they return: NumPy, on a machine without a GPU."""
 
-    def prepare(self, call: Call) -> None:
+    def prepare(self, call: Call) -> Sampler:
         """Run `call` once."""
         call()
+        return partial(self._sample_us, call)
 
-    def sample_us(self, call: Call) -> float:
-        """One run on the host's clock."""
+    def _sample_us(self, call: Call) -> float:
         begin = time.perf_counter()
         call()
         return (time.perf_counter() - begin) * 1e6
@@ -124,17 +125,17 @@ def measure(
     In each of `rounds` every arm rests for `pause_s`, runs once unseen, and is then sampled for
     about `budget_ms` of its own time: between `min_samples` and `max_samples` samples.
     """
+    samplers = {name: timer.prepare(call) for name, call in arms.items()}
     counts: dict[str, int] = {}
-    for name, call in arms.items():
-        timer.prepare(call)
-        once_ms = max(timer.sample_us(call), 0.1) / 1e3
+    for name, sample_us in samplers.items():
+        once_ms = max(sample_us(), 0.1) / 1e3
         counts[name] = max(min_samples, min(max_samples, int(budget_ms / once_ms)))
     samples: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
-        for name, call in arms.items():
+        for name, sample_us in samplers.items():
             time.sleep(pause_s)
-            timer.sample_us(call)
-            samples[name].extend(timer.sample_us(call) for _ in range(counts[name]))
+            sample_us()
+            samples[name].extend(sample_us() for _ in range(counts[name]))
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 

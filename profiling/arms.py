@@ -1,0 +1,55 @@
+"""The usual arms of a case: ours, torch eagerly, torch.compile, and Liger where it has the op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from profiling import peers
+from profiling.case import Call
+
+TorchFunction = Callable[[ModuleType], Callable[..., Any]]
+"""Takes the torch module and returns a function of tensors. Called only where torch is."""
+
+LigerFunction = Callable[[], Callable[..., Any]]
+"""Returns a function of tensors, importing through `peers.optional("liger_kernel....")`."""
+
+
+def forward_arms(
+    ours: Call, torch_function: TorchFunction, *arrays: Any, liger: LigerFunction | None = None
+) -> dict[str, Callable[[], Call]]:
+    """Arms that compute `torch_function(*arrays)` without autograd."""
+    arms: dict[str, Callable[[], Call]] = {
+        "cukit": lambda: ours,
+        "torch-eager": lambda: peers.forward(torch_function(peers.torch()), *arrays),
+        "torch-compile": lambda: peers.forward(
+            torch_function(peers.torch()), *arrays, compiled=True
+        ),
+    }
+    if liger is not None:
+        arms["liger"] = lambda: peers.forward(liger(), *arrays)
+    return arms
+
+
+def backward_arms(
+    ours: Call,
+    torch_function: TorchFunction,
+    inputs: Sequence[Any],
+    grad_out: Any,
+    *constants: Any,
+    liger: LigerFunction | None = None,
+) -> dict[str, Callable[[], Call]]:
+    """Arms that compute the gradients of `inputs` of `torch_function(*inputs, *constants)`."""
+    arms: dict[str, Callable[[], Call]] = {
+        "cukit": lambda: ours,
+        "torch-eager": lambda: peers.backward(
+            torch_function(peers.torch()), inputs, grad_out, *constants
+        ),
+        "torch-compile": lambda: peers.backward(
+            torch_function(peers.torch()), inputs, grad_out, *constants, compiled=True
+        ),
+    }
+    if liger is not None:
+        arms["liger"] = lambda: peers.backward(liger(), inputs, grad_out, *constants)
+    return arms
