@@ -1,8 +1,17 @@
 """Normalisation, positions, activations and embeddings."""
 
+from cukit.layers.gelu import gelu, gelu_backward
+from cukit.layers.gelu_and_mul import gelu_and_mul, gelu_and_mul_backward
 from cukit.layers.rms_norm import rms_norm, rms_norm_backward
+from cukit.layers.silu_and_mul import silu_and_mul, silu_and_mul_backward
 
 __all__ = [
+    "gelu",
+    "gelu_and_mul",
+    "gelu_and_mul_backward",
+    "gelu_backward",
     "rms_norm",
     "rms_norm_backward",
+    "silu_and_mul",
+    "silu_and_mul_backward",
 ]

@@ -98,7 +98,7 @@ def _gelu_slope(x: Array, approximate: str) -> Array:
 
 
 def _erfc(x: Array) -> Array:
-    """The complementary error function: NumPy has none, so there it is the C library's, per element."""
+    """The complementary error function; NumPy has none, so there the C library's, per element."""
     xp = array_namespace(x)
     if xp.__name__ == "numpy":
         return xp.frompyfunc(math.erfc, 1, 1)(x).astype(x.dtype)

@@ -1,0 +1,94 @@
+"""What silu_and_mul and gelu_and_mul share: checks and plans of `[..., 2H]` -> `[..., H]`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    KERNEL_DTYPES,
+    Array,
+    access_width,
+    check_array,
+    check_same_dtype,
+)
+from cukit.core.compiler import MacroValue
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import KernelSpec, Launch, load_kernel
+from cukit.errors import ArrayShapeError
+from cukit.layers._elementwise import ElementwiseConfig, plan_elementwise
+
+_READ_FORWARD, _MOVED_FORWARD = 2, 3  # gate, up -> out
+_READ_BACKWARD, _MOVED_BACKWARD = 3, 5  # grad_out, gate, up -> grad_gate, grad_up
+
+Macros = tuple[tuple[str, MacroValue], ...]
+
+
+def plan_gated(size: int, itemsize: int, vec: int, device: Device) -> ElementwiseConfig:
+    """How to run a gated activation whose result has `size` elements."""
+    return plan_elementwise(size, itemsize, vec, _READ_FORWARD, _MOVED_FORWARD, device)
+
+
+def plan_gated_backward(size: int, itemsize: int, vec: int, device: Device) -> ElementwiseConfig:
+    """How to run the gradient of a gated activation whose result had `size` elements."""
+    return plan_elementwise(size, itemsize, vec, _READ_BACKWARD, _MOVED_BACKWARD, device)
+
+
+def half_shape(x: Array) -> tuple[int, ...]:
+    """Shape of the result: the last axis halved."""
+    return (*x.shape[:-1], x.shape[-1] // 2)
+
+
+def check_gated(op: str, x: Array, **like_result: Array | None) -> None:
+    """`x` is `[..., 2H]`; the others have its dtype and `[..., H]`."""
+    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
+    if x.ndim == 0 or x.shape[-1] % 2:
+        raise ArrayShapeError(
+            f"{op}: the last axis of x holds gate and up side by side, so it must be even; "
+            f"got shape {x.shape}"
+        )
+    for name, array in like_result.items():
+        if array is not None:
+            check_array(op, name, array, shape=half_shape(x))
+    check_same_dtype(op, x=x, **like_result)
+
+
+def prepare_gated(op: str, x: Array, out: Array | None, macros: Macros) -> Launch:
+    """Checks, plan and scalars of a forward launch."""
+    check_gated(op, x, out=out)
+    check_array(op, "x", x, dtypes=KERNEL_DTYPES)
+    *_, hidden = half_shape(x)
+    vec = access_width(hidden, x, out)
+    config = plan_gated(x.size // 2, x.itemsize, vec, current_device())
+    return _launch(op, x, config, macros)
+
+
+def prepare_gated_backward(op: str, grad_out: Array, x: Array, macros: Macros) -> Launch:
+    """Checks, plan and scalars of a backward launch."""
+    check_gated(op, x, grad_out=grad_out)
+    check_array(op, "x", x, dtypes=KERNEL_DTYPES)
+    *_, hidden = half_shape(x)
+    vec = access_width(hidden, x, grad_out)
+    config = plan_gated_backward(x.size // 2, x.itemsize, vec, current_device())
+    return _launch(op, x, config, macros)
+
+
+def gated_specs(op: str, device: Device, macros: Macros = ()) -> list[KernelSpec]:
+    """The variants that long rows of each dtype take."""
+    plan = plan_gated_backward if op.endswith("backward") else plan_gated
+    return [
+        plan(8192 * 4096, dtype.itemsize, 16 // dtype.itemsize, device).spec(
+            op, op, ("DTYPE", dtype.name), *macros
+        )
+        for dtype in KERNEL_DTYPES
+    ]
+
+
+def _launch(op: str, x: Array, config: ElementwiseConfig, macros: Macros) -> Launch:
+    *lead, hidden = half_shape(x)
+    kernel = load_kernel(config.spec(op, op, ("DTYPE", x.dtype.name), *macros))
+    vecs_per_row = hidden // config.vec
+    scalars = (np.int64(math.prod(lead) * vecs_per_row), np.int32(vecs_per_row))
+    return Launch(kernel, (config.num_blocks,), scalars)

@@ -1,0 +1,155 @@
+"""The Gaussian error linear unit."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    KERNEL_DTYPES,
+    Array,
+    access_width,
+    adopt,
+    check_array,
+    check_same_dtype,
+    empty,
+    runs_kernel,
+    write_out,
+)
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.layers._approximate import check_approximate, gelu_macro, gelu_macros
+from cukit.layers._elementwise import ElementwiseConfig, plan_elementwise
+from cukit.reference import activations as reference
+from cukit.registry import register
+
+
+def gelu(x: Array, *, approximate: str = "none", out: Array | None = None) -> Array:
+    """`y = x Phi(x)`, Phi the normal distribution function, or its tanh form.
+
+    Args:
+        x: float32|float16|bfloat16, any shape, C-contiguous. float64 on the CPU only.
+        approximate: `"none"`, or `"tanh"`: `y = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`.
+        out: where to write `y`; dtype and shape of `x`. May be `x` itself.
+
+    Returns:
+        `y`, shape and dtype of `x`.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: `approximate` is neither of the two.
+
+    Runs on CuPy's current stream, computes in float32, is deterministic.
+    Paper: Hendrycks and Gimpel, arXiv:1606.08415.
+
+    >>> import numpy as np, cukit as ck
+    >>> ck.gelu(np.array([-1.0, 0.0, 1.0], np.float32)).round(3)
+    array([-0.159,  0.   ,  0.841], dtype=float32)
+    """
+    x, out = adopt("gelu", x, out)
+    if not runs_kernel("gelu", x, out):
+        _check("gelu", x, approximate, out=out)
+        return write_out(out, reference.gelu(x, approximate=approximate))
+    kernel, grid, scalars = _prepare(x, out, approximate)
+    if out is None:
+        out = empty(x, x.shape)
+    kernel(grid, (x, NULL, out, *scalars))
+    return out
+
+
+def gelu_backward(grad_out: Array, x: Array, *, approximate: str = "none") -> Array:
+    """Gradient of :func:`gelu` with respect to `x`.
+
+    Args:
+        grad_out: gradient of `y`; dtype and shape of `x`.
+        x: the forward's input.
+        approximate: as in the forward.
+
+    Returns:
+        `grad_x`, shape and dtype of `x`.
+
+    Raises:
+        ArrayError, ConfigError: as :func:`gelu`.
+    """
+    grad_out, x = adopt("gelu_backward", grad_out, x)
+    if not runs_kernel("gelu_backward", grad_out, x):
+        _check("gelu_backward", x, approximate, grad_out=grad_out)
+        return reference.gelu_backward(grad_out, x, approximate=approximate)
+    kernel, grid, scalars = _prepare_backward(grad_out, x, approximate)
+    grad_x = empty(x, x.shape)
+    kernel(grid, (x, grad_out, grad_x, *scalars))
+    return grad_x
+
+
+def plan_gelu(
+    size: int, itemsize: int, vec: int, backward: bool, device: Device
+) -> ElementwiseConfig:
+    """How to run gelu, or its gradient, over `size` elements."""
+    operands_read = 2 if backward else 1
+    return plan_elementwise(size, itemsize, vec, operands_read, operands_read + 1, device)
+
+
+def _check(op: str, x: Array, approximate: str, **like_x: Array | None) -> None:
+    check_approximate(op, approximate)
+    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
+    for name, array in like_x.items():
+        if array is not None:
+            check_array(op, name, array, shape=x.shape)
+    check_same_dtype(op, x=x, **like_x)
+
+
+@launch_plan
+def _prepare(x: Array, out: Array | None, approximate: str) -> Launch:
+    _check("gelu", x, approximate, out=out)
+    return _launch("gelu", x, out, approximate, backward=False)
+
+
+@launch_plan
+def _prepare_backward(grad_out: Array, x: Array, approximate: str) -> Launch:
+    _check("gelu_backward", x, approximate, grad_out=grad_out)
+    return _launch("gelu_backward", x, grad_out, approximate, backward=True)
+
+
+def _launch(op: str, x: Array, other: Array | None, approximate: str, *, backward: bool) -> Launch:
+    check_array(op, "x", x, dtypes=KERNEL_DTYPES)
+    vec = access_width(0, x, other)
+    config = plan_gelu(x.size, x.itemsize, vec, backward, current_device())
+    spec = _spec(config, x.dtype.name, gelu_macro(approximate), backward)
+    return Launch(load_kernel(spec), (config.num_blocks,), (np.int64(x.size),))
+
+
+def _spec(
+    config: ElementwiseConfig, dtype: str, activation: tuple[str, str], backward: bool
+) -> KernelSpec:
+    return config.spec("gelu", "gelu", ("DTYPE", dtype), activation, ("BACKWARD", backward))
+
+
+def _specs(backward: bool, device: Device) -> list[KernelSpec]:
+    return [
+        _spec(
+            plan_gelu(8192 * 4096, dtype.itemsize, 16 // dtype.itemsize, backward, device),
+            dtype.name,
+            activation,
+            backward,
+        )
+        for dtype in KERNEL_DTYPES
+        for activation in gelu_macros()
+    ]
+
+
+register(
+    name="gelu",
+    family="layers",
+    function=gelu,
+    reference=reference.gelu,
+    specs=partial(_specs, False),
+)
+register(
+    name="gelu_backward",
+    family="layers",
+    function=gelu_backward,
+    reference=reference.gelu_backward,
+    specs=partial(_specs, True),
+)

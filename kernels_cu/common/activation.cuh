@@ -1,0 +1,117 @@
+// SiLU and GELU, and their slopes, on float.
+//
+// Every function here is x * gate(x) with a gate between 0 and 1. An activation is a type with
+//   value(x)                     x * gate(x)
+//   value_and_slope(x, &slope)   the same, and its derivative
+// templated on the element type T of the tensor: results rounded to 16 bits get the hardware's fast
+// exponential, float32 results the accurate one.
+#pragma once
+
+#include "common/platform.cuh"
+
+namespace cukit {
+
+namespace detail {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kSqrtHalf = 0.7071067811865476f;
+constexpr float kInverseSqrt2Pi = 0.3989422804014327f;
+
+template <typename T>
+CUKIT_DEVICE float exponential(float x) {
+  return sizeof(T) == 4 ? expf(x) : __expf(x);
+}
+
+// exp(-x) may become infinite: then the quotient is 0, as it should be.
+template <typename T>
+CUKIT_DEVICE float sigmoid(float x) {
+  return __fdividef(1.0f, 1.0f + exponential<T>(-x));
+}
+
+// The normal density at x, times sqrt(2 pi).
+CUKIT_DEVICE float bell(float x) { return exp2f(x * x * (-0.5f * kLog2e)); }
+
+// The normal distribution function, given bell = exp(-x^2 / 2).
+//
+// With z = |x| / sqrt(2) and t = 1 / (1 + 0.43 z), erfc(z) = exp(-z^2) t P(t), the form of
+// Abramowitz and Stegun 7.1.26. P is the polynomial of degree 7 that minimises the largest relative
+// error over 0 <= z <= 9.5 (8.5e-8), so that the tail of negative x keeps its digits too, and p below
+// is P(t) / 2. In float arithmetic the absolute error stays below 2.5e-7; float32 tensors ask for more
+// and get normcdff.
+template <typename T>
+CUKIT_DEVICE float normal_cdf(float x, float bell) {
+  if constexpr (sizeof(T) == 4) {
+    return normcdff(x);
+  } else {
+    const float t = __fdividef(1.0f, fmaf(0.43f * kSqrtHalf, fabsf(x), 1.0f));
+    float p = 0.03686654567718506f;
+    p = fmaf(p, t, -0.15524141490459442f);
+    p = fmaf(p, t, 0.19195163249969482f);
+    p = fmaf(p, t, -0.04295850545167923f);
+    p = fmaf(p, t, 0.12347562611103058f);
+    p = fmaf(p, t, 0.1024584099650383f);
+    p = fmaf(p, t, 0.12219063937664032f);
+    p = fmaf(p, t, 0.12125710397958755f);
+    const float tail = bell * t * p;
+    return x > 0.0f ? 1.0f - tail : tail;
+  }
+}
+
+// GELU's tanh form: 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+constexpr float kTwiceSqrt2OverPi = 1.5957691216057308f;
+constexpr float kCubic = 0.044715f;
+
+template <typename T>
+CUKIT_DEVICE float tanh_gate(float x) {
+  const float scale = fmaf(kTwiceSqrt2OverPi * kCubic, x * x, kTwiceSqrt2OverPi);
+  return sigmoid<T>(x * scale);
+}
+
+}  // namespace detail
+
+template <typename T>
+struct Silu {
+  CUKIT_DEVICE static float value(float x) { return x * detail::sigmoid<T>(x); }
+  CUKIT_DEVICE static float value_and_slope(float x, float* slope) {
+    const float gate = detail::sigmoid<T>(x);
+    const float value = x * gate;
+    *slope = gate + value * (1.0f - gate);
+    return value;
+  }
+};
+
+// Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415: x * Phi(x).
+template <typename T>
+struct GeluErf {
+  CUKIT_DEVICE static float value(float x) {
+    return x * detail::normal_cdf<T>(x, detail::bell(x));
+  }
+  CUKIT_DEVICE static float value_and_slope(float x, float* slope) {
+    const float bell = detail::bell(x);
+    const float gate = detail::normal_cdf<T>(x, bell);
+    *slope = fmaf(x * detail::kInverseSqrt2Pi, bell, gate);
+    return x * gate;
+  }
+};
+
+template <typename T>
+struct GeluTanh {
+  CUKIT_DEVICE static float value(float x) { return x * detail::tanh_gate<T>(x); }
+  CUKIT_DEVICE static float value_and_slope(float x, float* slope) {
+    const float gate = detail::tanh_gate<T>(x);
+    // The gate is 0 or 1 long before |x| = 16; beyond, x^2 could overflow and 0 * inf is no slope.
+    const float bounded = fminf(fmaxf(x, -16.0f), 16.0f);
+    const float inner = detail::kTwiceSqrt2OverPi *
+                        fmaf(3.0f * detail::kCubic, bounded * bounded, 1.0f);
+    *slope = fmaf(bounded * gate * (1.0f - gate), inner, gate);
+    return x * gate;
+  }
+};
+
+// -DACTIVATION=Silu|GeluErf|GeluTanh
+#ifdef ACTIVATION
+template <typename T>
+using activation_t = ACTIVATION<T>;
+#endif
+
+}  // namespace cukit

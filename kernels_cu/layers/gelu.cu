@@ -1,0 +1,66 @@
+// GELU and its gradient, element by element.
+//
+//   out = gelu(x)        BACKWARD: grad_x = grad_out * gelu'(x)
+//
+// Paper: Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415.
+// Mapping: a block takes THREADS * VECS_PER_THREAD consecutive vectors, thread t the t-th of every
+//   THREADS, and asks for all of them before it uses the first; one thread also does the elements
+//   after the last whole vector. No shared memory.
+// Macros: DTYPE float32|float16|bfloat16; THREADS; VEC elements an access (VEC * sizeof(DTYPE) <=
+//   16); VECS_PER_THREAD; STREAMING 0|1, 1 where the tensors do not fit in L2 anyway; ACTIVATION
+//   GeluErf|GeluTanh; INDEX uint32|uint64, which must hold the number of vectors; BACKWARD 0|1.
+// Minimum architecture: sm_80. Computes in float; deterministic. Reference:
+//   cukit/reference/activations.py.
+#include "common/platform.cuh"
+#include "common/activation.cuh"
+#include "common/index.cuh"
+#include "common/types.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+using Activation = cukit::activation_t<T>;
+
+CUKIT_DEVICE T evaluate(T x, T grad) {
+  if constexpr (BACKWARD) {
+    float slope;
+    Activation::value_and_slope(cukit::to_float(x), &slope);
+    return cukit::from_float<T>(cukit::to_float(grad) * slope);
+  } else {
+    return cukit::from_float<T>(Activation::value(cukit::to_float(x)));
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) gelu(
+    const T* __restrict__ x,         // [size]
+    const T* __restrict__ grad_out,  // [size], BACKWARD only
+    T* __restrict__ out,             // [size]; may be x or grad_out
+    long long size) {
+  constexpr cukit::Cache kCache = STREAMING ? cukit::Cache::Streaming : cukit::Cache::Cached;
+  const long long num_vecs = size / VEC;
+  const cukit::index_t first =
+      static_cast<cukit::index_t>(blockIdx.x) * (THREADS * VECS_PER_THREAD) + threadIdx.x;
+
+  cukit::Vec<T, VEC> values[VECS_PER_THREAD], grads[VECS_PER_THREAD];
+#pragma unroll
+  for (int i = 0; i < VECS_PER_THREAD; ++i) {
+    const cukit::index_t index = first + i * THREADS;
+    if (index >= num_vecs) continue;
+    cukit::load<kCache>(values[i], x + static_cast<long long>(index) * VEC);
+    if constexpr (BACKWARD) cukit::load<kCache>(grads[i], grad_out + static_cast<long long>(index) * VEC);
+  }
+#pragma unroll
+  for (int i = 0; i < VECS_PER_THREAD; ++i) {
+    const cukit::index_t index = first + i * THREADS;
+    if (index >= num_vecs) continue;
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) values[i][j] = evaluate(values[i][j], grads[i][j]);
+    cukit::store<kCache>(out + static_cast<long long>(index) * VEC, values[i]);
+  }
+  if (blockIdx.x == 0 && threadIdx.x < size - num_vecs * VEC) {
+    const long long index = num_vecs * VEC + threadIdx.x;
+    out[index] = evaluate(x[index], BACKWARD ? grad_out[index] : x[index]);
+  }
+}

@@ -1,0 +1,19 @@
+// Gradient of silu_and_mul: grad_x = (grad_out * up * silu'(gate) | grad_out * silu(gate)).
+//
+// Mapping and macros: common/gated.cuh. No shared memory. Minimum architecture: sm_80.
+// Computes in float; deterministic. Reference: cukit/reference/activations.py.
+#include "common/platform.cuh"
+#include "common/activation.cuh"
+#include "common/gated.cuh"
+#include "common/types.cuh"
+
+using T = cukit::element_t;
+
+extern "C" __global__ void __launch_bounds__(THREADS) silu_and_mul_backward(
+    const T* __restrict__ grad_out,  // [rows, cols]
+    const T* __restrict__ x,         // [rows, 2 * cols]
+    T* __restrict__ grad_x,          // [rows, 2 * cols]
+    long long num_vecs,              // rows * cols / VEC
+    int vecs_per_row) {              // cols / VEC
+  cukit::gated_backward<cukit::Silu<T>>(grad_out, x, grad_x, num_vecs, vecs_per_row);
+}
