@@ -38,7 +38,7 @@ class Op:
         return self.specs is not no_kernel
 
 
-FAMILIES = ("layers", "attention", "gemm", "distill")
+FAMILIES = ("array_api", "layers", "attention", "gemm", "distill")
 
 _OPS: dict[str, Op] = {}
 

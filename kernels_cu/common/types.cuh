@@ -47,6 +47,8 @@ namespace detail {
 template <int Bytes>
 struct Word;
 template <>
+struct Word<1> { using type = unsigned char; };
+template <>
 struct Word<2> { using type = unsigned short; };
 template <>
 struct Word<4> { using type = unsigned int; };

@@ -1,0 +1,46 @@
+"""The NumPy-like surface: one script for machines with and without a GPU.
+
+`xp` is the array-API-standard namespace of this machine: CuPy's where there is a GPU, else NumPy's.
+The creation functions here take the narrow dtypes as well, and place arrays on this machine's
+device. `CUKIT_DEVICE=cpu` keeps everything on the CPU.
+"""
+
+from cukit.array_api.creation import (
+    arange,
+    asarray,
+    default_device,
+    empty,
+    empty_like,
+    full,
+    full_like,
+    linspace,
+    ones,
+    ones_like,
+    to_numpy,
+    xp_namespace,
+    zeros,
+    zeros_like,
+)
+from cukit.array_api.narrow import NarrowArray, NarrowDtype, float8_e4m3, float8_e5m2, int4
+
+__all__ = [
+    "NarrowArray",
+    "NarrowDtype",
+    "arange",
+    "asarray",
+    "default_device",
+    "empty",
+    "empty_like",
+    "float8_e4m3",
+    "float8_e5m2",
+    "full",
+    "full_like",
+    "int4",
+    "linspace",
+    "ones",
+    "ones_like",
+    "to_numpy",
+    "xp_namespace",
+    "zeros",
+    "zeros_like",
+]

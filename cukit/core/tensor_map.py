@@ -1,0 +1,128 @@
+"""TMA descriptors: how a Hopper kernel asks the copy engine for tiles of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cukit.core.arrays import Array
+from cukit.core.device import INSTALL_GPU_EXTRA
+from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError, MissingDependencyError
+
+SWIZZLE_BYTES = (0, 32, 64, 128)
+_MOST_AXES = 5
+_MOST_BOX = 256
+_DESCRIPTOR = np.dtype((np.void, 128))
+
+
+def encode_tensor_map(
+    array: Array, box: Sequence[int], *, swizzle_bytes: int = 128
+) -> np.ndarray[Any, Any]:
+    """A `CUtensorMap` over `array`, passed by value to a kernel (`const __grid_constant__`).
+
+    Args:
+        array: CuPy array of 2 to 5 axes; last axis contiguous, other strides multiples of 16 bytes,
+            16-byte aligned. fp8 travels as uint8.
+        box: extent of one tile on each axis of `array`, each at most 256; the innermost extent times
+            the element size must be a multiple of 16 bytes and at most `swizzle_bytes` where that
+            is not 0.
+        swizzle_bytes: 0, 32, 64 or 128: width of the pattern that spreads rows over the banks.
+
+    Returns:
+        A NumPy array of one 128-byte element. Elements outside `array` read as zero and are not
+        written. It holds the address of `array`: keep that alive, and encode anew for another.
+
+    Raises:
+        ArrayLayoutError, ArrayShapeError, ConfigError: the rules above.
+        MissingDependencyError: cuda-bindings is not installed.
+    """
+    driver = _driver()
+    _check_tensor(array)
+    _check_box(array, box, swizzle_bytes)
+    rank = array.ndim
+    status, tensor_map = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, _data_type(array.dtype)),
+        rank,
+        int(array.data.ptr),
+        [driver.cuuint64_t(extent) for extent in reversed(array.shape)],
+        [driver.cuuint64_t(stride) for stride in reversed(array.strides[:-1])],
+        [driver.cuuint32_t(extent) for extent in reversed(tuple(box))],
+        [driver.cuuint32_t(1)] * rank,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        getattr(driver.CUtensorMapSwizzle, _swizzle_name(swizzle_bytes)),
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(status) != 0:
+        raise ArrayLayoutError(
+            f"encode_tensor_map: the driver refused shape {array.shape}, strides {array.strides}, "
+            f"box {tuple(box)}, swizzle {swizzle_bytes}: {status!r}"
+        )
+    words = np.array([int(word) for word in tensor_map.opaque], np.uint64)
+    return words.view(_DESCRIPTOR)
+
+
+def _driver() -> ModuleType:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise MissingDependencyError(f"TMA needs cuda-bindings: {INSTALL_GPU_EXTRA}") from error
+    return driver  # type: ignore[no-any-return]
+
+
+def _swizzle_name(swizzle_bytes: int) -> str:
+    suffix = f"{swizzle_bytes}B" if swizzle_bytes else "NONE"
+    return f"CU_TENSOR_MAP_SWIZZLE_{suffix}"
+
+
+def _data_type(dtype: np.dtype[Any]) -> str:
+    names = {
+        "float32": "FLOAT32",
+        "float16": "FLOAT16",
+        "bfloat16": "BFLOAT16",
+        "uint8": "UINT8",
+        "int8": "UINT8",
+        "int32": "INT32",
+        "uint16": "UINT16",
+        "float64": "FLOAT64",
+    }
+    if dtype.name not in names:
+        raise ConfigError(
+            f"encode_tensor_map: dtype must be one of {', '.join(names)}, got {dtype.name}"
+        )
+    return f"CU_TENSOR_MAP_DATA_TYPE_{names[dtype.name]}"
+
+
+def _check_tensor(array: Array) -> None:
+    if not 2 <= array.ndim <= _MOST_AXES:
+        raise ArrayShapeError(f"encode_tensor_map: 2 to 5 axes, got shape {array.shape}")
+    if array.strides[-1] != array.itemsize:
+        raise ArrayLayoutError(
+            f"encode_tensor_map: the last axis must be contiguous, got strides {array.strides}"
+        )
+    if any(stride % 16 or stride < 0 for stride in array.strides[:-1]):
+        raise ArrayLayoutError(
+            f"encode_tensor_map: strides must be multiples of 16 bytes, got {array.strides}"
+        )
+    if array.data.ptr % 16:
+        raise ArrayLayoutError("encode_tensor_map: the array must be 16-byte aligned")
+
+
+def _check_box(array: Array, box: Sequence[int], swizzle_bytes: int) -> None:
+    if swizzle_bytes not in SWIZZLE_BYTES:
+        raise ConfigError(
+            f"encode_tensor_map: swizzle_bytes must be one of {SWIZZLE_BYTES}, got {swizzle_bytes}"
+        )
+    if len(box) != array.ndim or not all(1 <= extent <= _MOST_BOX for extent in box):
+        raise ConfigError(
+            f"encode_tensor_map: box needs {array.ndim} extents of 1..{_MOST_BOX}, got {tuple(box)}"
+        )
+    row_bytes = box[-1] * array.itemsize
+    if row_bytes % 16 or (swizzle_bytes and row_bytes > swizzle_bytes):
+        raise ConfigError(
+            f"encode_tensor_map: a box row has {row_bytes} bytes; expected a multiple of 16"
+            + (f" up to {swizzle_bytes}" if swizzle_bytes else "")
+        )

@@ -1,0 +1,45 @@
+"""Device facts and architecture names."""
+
+from __future__ import annotations
+
+import pytest
+
+from cukit.core.device import TYPICAL_DEVICES, parse_arch, typical_device
+from cukit.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("sm_80", (8, 0)), ("sm_90a", (9, 0)), ("sm_120a", (12, 0))]
+)
+def test_parse_arch(name, expected):
+    assert parse_arch(name) == expected
+
+
+@pytest.mark.parametrize("name", ["", "sm_", "sm_9", "90", "compute_90", "sm_xy"])
+def test_parse_arch_refuses_other_names(name):
+    with pytest.raises(ConfigError, match="expected a name such as sm_80"):
+        parse_arch(name)
+
+
+def test_architecture_specific_targets_from_hopper_on():
+    assert typical_device("sm_80").compile_arch == "sm_80"
+    assert typical_device("sm_90a").compile_arch == "sm_90a"
+    assert TYPICAL_DEVICES["sm_120"].compile_arch == "sm_120a"
+
+
+def test_unknown_arch_lists_the_known():
+    with pytest.raises(ConfigError, match="known: .*sm_90"):
+        typical_device("sm_70")
+
+
+@pytest.mark.gpu
+def test_current_device_is_read_from_the_driver():
+    import cupy
+
+    from cukit.core.device import current_device
+
+    device = current_device()
+    assert device.compute_capability == tuple(
+        int(digit) for digit in (cupy.cuda.Device().compute_capability[:-1], cupy.cuda.Device().compute_capability[-1])
+    )
+    assert device.num_sms == cupy.cuda.Device().attributes["MultiProcessorCount"]

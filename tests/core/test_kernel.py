@@ -1,0 +1,68 @@
+"""Launch arguments are checked against the cubin, and plans are remembered by description."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cukit.core import kernel
+from cukit.core.compiler import KernelSpec, compile_kernel
+from cukit.core.kernel import NULL, check_arguments, launch_plan
+from cukit.errors import LaunchError
+
+
+class FakeGpuArray:
+    """Stands for a CuPy array where only its being one matters."""
+
+    __cuda_array_interface__: dict[str, object] = {}
+
+
+@pytest.fixture
+def column_sum():
+    """Parameters: two pointers and two ints."""
+    pytest.importorskip("cupy", reason="compiling needs NVRTC, which comes with CuPy")
+    spec = KernelSpec(
+        "layers/column_sum.cu", "column_sum", (("DTYPE", "float32"), ("THREADS", 512)), 512
+    )
+    return compile_kernel(spec, "sm_80")
+
+
+def test_fitting_arguments_pass(column_sum):
+    check_arguments(column_sum, (FakeGpuArray(), NULL, np.int32(1), np.int32(2)))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (FakeGpuArray(), NULL, np.int32(1)),
+        (FakeGpuArray(), NULL, np.int64(1), np.int32(2)),
+        (FakeGpuArray(), np.float32(0), np.int32(1), np.int32(2)),
+    ],
+    ids=["too few", "too wide", "no pointer"],
+)
+def test_a_wrong_list_is_refused_before_the_launch(column_sum, args):
+    with pytest.raises(LaunchError, match=r"takes 4 parameters of \(8, 8, 4, 4\) bytes"):
+        check_arguments(column_sum, args)
+
+
+def test_python_numbers_are_refused(column_sum):
+    with pytest.raises(LaunchError, match="argument 2 is a int"):
+        check_arguments(column_sum, (FakeGpuArray(), NULL, 1, 2))
+
+
+def test_plans_are_made_once_per_description(monkeypatch):
+    monkeypatch.setattr(kernel, "_device_id", lambda: 0)
+    calls = []
+
+    @launch_plan
+    def prepare(array, option):
+        calls.append((array.shape, option))
+        return len(calls)
+
+    a, b = np.zeros((2, 3), np.float32), np.ones((2, 3), np.float32)
+    assert prepare(a, 1) == prepare(b, 1) == 1
+    assert prepare(a, 2) == 2
+    assert prepare(a.astype(np.float16), 1) == 3
+    assert prepare(np.zeros((3, 2), np.float32).T, 1) == 4
+    monkeypatch.setattr(kernel, "_device_id", lambda: 1)
+    assert prepare(a, 1) == 5
