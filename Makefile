@@ -14,8 +14,8 @@ BIN := $(VENV)/bin
 ARGS ?=
 RESULTS := profiling/results/h200.json
 
-# cuda12, cuda13 or empty: what the driver of this machine runs. tools/choose_extra.py says why.
-GPU_EXTRA := $(shell $(PYTHON) tools/choose_extra.py 2>/dev/null)
+# cuda12, cuda13 or empty: what the driver of this machine runs. cukit/core/driver.py says why.
+GPU_EXTRA := $(shell $(PYTHON) -I cukit/core/driver.py 2>/dev/null)
 DEMO_EXTRAS := $(if $(GPU_EXTRA),[$(GPU_EXTRA)])
 # Without a GPU the tests still compile every kernel.
 TEST_EXTRAS := [test,$(or $(GPU_EXTRA),compile)]
@@ -46,12 +46,12 @@ clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(DEMO_STAMP): pyproject.toml | $(VENV)
-	@$(PYTHON) tools/choose_extra.py >/dev/null
+	@$(PYTHON) -I cukit/core/driver.py >/dev/null
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.$(DEMO_EXTRAS)'
 	@touch $@
 
 $(TEST_STAMP): pyproject.toml | $(VENV)
-	@$(PYTHON) tools/choose_extra.py >/dev/null
+	@$(PYTHON) -I cukit/core/driver.py >/dev/null
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.$(TEST_EXTRAS)'
 	@touch $@
 

@@ -169,7 +169,7 @@ class Runner:
             return None
         memory_us = case.bytes / ceilings["copy_gbps"] / 1e3
         compute_us = case.flops / ceilings["bf16_gemm_tflops"] / 1e6
-        return round(max(memory_us, compute_us), 2)
+        return round(float(max(memory_us, compute_us)), 2)
 
     def _fail(self, case: Case, what: str) -> None:
         line = f"{case.family}/{case.op} {case.name} {case.dtype}: {what}"

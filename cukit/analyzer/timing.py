@@ -27,6 +27,8 @@ Call = Callable[[], object]
 FLUSH_FACTOR = 4
 """The flush writes this many times the size of L2: enough for any replacement policy."""
 
+SPIN = KernelSpec("analyzer/spin.cu", "spin", defines=(), threads=1)
+
 LONGEST_SPIN_US = 10_000.0
 """A call that takes the host longer than this waits for the device itself; no spin hides that."""
 
@@ -71,7 +73,7 @@ class GpuTimer:
         self._stop = cupy.cuda.Event()
         self._elapsed_ms = cupy.cuda.get_elapsed_time
         self._synchronize = cupy.cuda.Device().synchronize
-        self._spin = load_kernel(KernelSpec("analyzer/spin.cu", "spin", defines=(), threads=1))
+        self._spin = load_kernel(SPIN)
 
     def prepare(self, call: Call) -> Sampler:
         """Run `call` three times to see how long the host takes to enqueue it."""

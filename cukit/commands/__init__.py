@@ -1,0 +1,1 @@
+"""The commands of `cukit`, one module each. They print; what they print is computed elsewhere."""

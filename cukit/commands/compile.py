@@ -1,0 +1,216 @@
+"""`cukit compile`: every kernel for any architecture, without a GPU, into the cache of launches."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from cukit.analyzer.occupancy import Occupancy, occupancy
+from cukit.commands._console import print_json, stdout, table
+from cukit.core.compiler import CompiledKernel, KernelSpec, compile_kernel
+from cukit.core.device import (
+    Device,
+    current_device,
+    gpu_available,
+    parse_arch,
+    typical_device,
+)
+from cukit.errors import CompileError
+from cukit.registry import get_op, ops
+
+DEFAULT_ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120a")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel variant to compile, for one GPU."""
+
+    spec: KernelSpec
+    device: Device
+
+    @property
+    def arch(self) -> str:
+        """The target that launches on this GPU load."""
+        return self.device.compile_arch
+
+
+def compile_kernels(
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            help="Architectures, separated by commas: sm_80,sm_90a,... "
+            "Default: this machine's GPU, or sm_80, sm_90a, sm_100a and sm_120a without one."
+        ),
+    ] = None,
+    op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes at once. Default: one for each core.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Compile every kernel variant, with or without a GPU, and show what it takes of the GPU.
+
+    Fills the cache that launches read, so that first calls are quick. Exit code 1 if a kernel does
+    not compile.
+    """
+    wanted = variants(devices(arch), op)
+    compiled: dict[Variant, CompiledKernel] = {}
+    errors: dict[Variant, str] = {}
+    for variant, result in _progress(compile_all(wanted, jobs), len(wanted), quiet=as_json):
+        if isinstance(result, CompileError):
+            errors[variant] = str(result)
+        else:
+            compiled[variant] = result
+    done = [variant for variant in wanted if variant in compiled]
+    if as_json:
+        print_json(
+            {
+                "kernels": [_record(variant, compiled[variant]) for variant in done],
+                "errors": [
+                    {"kernel": str(v.spec), "arch": v.arch, "log": e} for v, e in errors.items()
+                ],
+            }
+        )
+    else:
+        _show([(variant, compiled[variant]) for variant in done], errors)
+    raise typer.Exit(1 if errors else 0)
+
+
+def devices(arch: str | None) -> list[Device]:
+    """GPUs to plan for: those that `arch` names, else the one that is here, else the usual."""
+    if arch is None:
+        if gpu_available():
+            return [current_device()]
+        return [typical_device(name) for name in DEFAULT_ARCHS]
+    found = []
+    for name in filter(None, (part.strip() for part in arch.split(","))):
+        typical = typical_device(name)
+        here = current_device() if gpu_available() else None
+        found.append(here if here is not None and here.arch == typical.arch else typical)
+    if not found:
+        raise typer.BadParameter("--arch names no architecture; for example sm_80,sm_90a")
+    return list(dict.fromkeys(found))
+
+
+def variants(on: Sequence[Device], names: Sequence[str] | None = None) -> list[Variant]:
+    """Every distinct kernel variant of the ops called `names` (of all ops without), per GPU."""
+    chosen = [get_op(name) for name in names] if names else list(ops())
+    return list(
+        dict.fromkeys(
+            Variant(spec, device)
+            for device in on
+            for op in chosen
+            if device.compute_capability >= parse_arch(op.minimum_arch)
+            for spec in op.specs(device)
+        )
+    )
+
+
+def compile_all(
+    wanted: Iterable[Variant], jobs: int | None = None
+) -> Iterator[tuple[Variant, CompiledKernel | CompileError]]:
+    """Compiles in parallel processes; yields results as they come."""
+    tasks = list(wanted)
+    workers = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
+    if workers <= 1:
+        yield from map(_compile, tasks)
+        return
+    # Started anew rather than forked: a forked child may not touch CUDA.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for future in as_completed([pool.submit(_compile, task) for task in tasks]):
+            yield future.result()
+
+
+def _compile(variant: Variant) -> tuple[Variant, CompiledKernel | CompileError]:
+    try:
+        return variant, compile_kernel(variant.spec, variant.arch)
+    except CompileError as error:
+        return variant, error
+
+
+def residency(variant: Variant, compiled: CompiledKernel) -> Occupancy:
+    """Theoretical occupancy of a compiled variant."""
+    return occupancy(
+        variant.device,
+        threads=variant.spec.threads,
+        registers=compiled.info.registers,
+        shared_bytes=compiled.info.static_shared_bytes + variant.spec.shared_bytes,
+    )
+
+
+def _record(variant: Variant, compiled: CompiledKernel) -> dict[str, Any]:
+    info, resident = compiled.info, residency(variant, compiled)
+    return {
+        "kernel": variant.spec.entry,
+        "source": variant.spec.source,
+        "defines": dict(variant.spec.defines),
+        "arch": variant.arch,
+        "threads": variant.spec.threads,
+        "registers": info.registers,
+        "spill_bytes": info.spill_store_bytes + info.spill_load_bytes,
+        "static_shared_bytes": info.static_shared_bytes,
+        "dynamic_shared_bytes": variant.spec.shared_bytes,
+        "blocks_per_sm": resident.blocks,
+        "occupancy": resident.fraction,
+        "limiter": resident.limiter,
+        "compile_ms": round(compiled.compile_ms, 1),
+        "cached": compiled.cached,
+    }
+
+
+COLUMNS = ("kernel", "variant", "arch", "threads", "registers", "spills", "shared", "occupancy")
+
+
+def _show(rows: Sequence[tuple[Variant, CompiledKernel]], errors: dict[Variant, str]) -> None:
+    from rich.markup import escape
+
+    console = stdout()
+    numbers = ("threads", "registers", "spills", "shared", "ms")
+    report = table(*COLUMNS, "limited by", "ms", right=numbers)
+    for variant, compiled in rows:
+        info, resident = compiled.info, residency(variant, compiled)
+        spills = info.spill_store_bytes + info.spill_load_bytes
+        shared = f"{info.static_shared_bytes} + {variant.spec.shared_bytes}"
+        report.add_row(
+            variant.spec.entry,
+            " ".join(f"{name}={value}" for name, value in variant.spec.defines),
+            variant.arch,
+            str(variant.spec.threads),
+            str(info.registers),
+            f"[red]{spills}[/]" if spills else "0",
+            shared,
+            f"{100 * resident.fraction:3.0f}% {resident.blocks}x{variant.spec.threads}",
+            resident.limiter,
+            "cached" if compiled.cached else f"{compiled.compile_ms:.0f}",
+        )
+    console.print(report)
+    fresh = sum(not compiled.cached for _, compiled in rows)
+    console.print(
+        f"\n{len(rows)} kernels ready, {fresh} compiled now, {len(errors)} failed", style="bold"
+    )
+    for variant, log in errors.items():
+        console.print(f"\n[bold red]{variant.arch}[/] {escape(log)}")
+
+
+def _progress(
+    results: Iterator[tuple[Variant, CompiledKernel | CompileError]], total: int, *, quiet: bool
+) -> Iterator[tuple[Variant, CompiledKernel | CompileError]]:
+    """The results, with a bar on stderr while they come."""
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(
+        results,
+        description="compiling",
+        total=total,
+        console=Console(stderr=True),
+        transient=True,
+        disable=quiet,
+    )

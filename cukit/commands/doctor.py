@@ -1,0 +1,268 @@
+"""`cukit doctor`: what this machine has, what will run where, and what mends what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from cukit.commands._console import mebibytes, print_json, stdout, table
+from cukit.core.driver import Driver, find_driver
+from cukit.errors import MissingDependencyError
+
+# What each part of GPU work is installed from, for each CUDA major version.
+PACKAGES = {
+    12: {
+        "cupy": "cupy-cuda12x",
+        "nvrtc": "nvidia-cuda-nvrtc-cu12",
+        "headers": "nvidia-cuda-runtime-cu12",
+        "cublas": "nvidia-cublas-cu12",
+        "bindings": "'cuda-bindings>=12.6,<13'",
+    },
+    13: {
+        "cupy": "cupy-cuda13x",
+        "nvrtc": "'nvidia-cuda-nvrtc>=13,<14'",
+        "headers": "'nvidia-cuda-runtime>=13,<14' 'nvidia-cuda-crt>=13,<14'",
+        "cublas": "'nvidia-cublas>=13,<14'",
+        "bindings": "'cuda-bindings>=13,<14'",
+    },
+}
+
+
+class Status(str, Enum):
+    """How a finding is to be read."""
+
+    OK = "ok"
+    ABSENT = "absent"
+    """Not here, and nothing on this machine needs it."""
+    BROKEN = "broken"
+    """Needed here; `remedy` mends it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    status: Status
+    value: str
+    remedy: str = ""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what was found here, what will run where, and how to mend what is missing.
+
+    Exit code 0 on a sane machine, with or without a GPU; 1 if something that is needed is broken.
+    """
+    findings = examine()
+    broken = any(finding.status is Status.BROKEN for finding in findings)
+    if as_json:
+        print_json({"sane": not broken, "findings": [asdict(finding) for finding in findings]})
+    else:
+        _show(findings)
+    raise typer.Exit(1 if broken else 0)
+
+
+def examine() -> list[Finding]:
+    """Looks at everything, GPU first. Never raises: what fails becomes a finding."""
+    driver = find_driver()
+    gpu_wanted = driver.version is not None
+    packages = PACKAGES[min(driver.cuda or 12, max(PACKAGES))]
+
+    def part(name: str, package: str, look: Callable[[], str], *, wanted: bool) -> Finding:
+        remedy = f"python -m pip install {packages[package]}"
+        return _look(name, look, remedy, wanted=wanted)
+
+    return [
+        Finding("cukit", Status.OK, _own_version()),
+        _driver_finding(driver),
+        part("CuPy", "cupy", _cupy, wanted=gpu_wanted),
+        _gpu_finding(driver),
+        part("NVRTC", "nvrtc", _nvrtc, wanted=gpu_wanted),
+        part("CUDA headers", "headers", _headers, wanted=gpu_wanted),
+        part("cuBLAS", "cublas", _cublas, wanted=gpu_wanted),
+        part("cuda-bindings", "bindings", _bindings, wanted=gpu_wanted),
+        _cache_finding(),
+        _compiler_finding(wanted=gpu_wanted),
+        Finding("NumPy arrays", Status.OK, "run the references on the CPU"),
+        _kernels_finding(wanted=gpu_wanted),
+    ]
+
+
+def _look(name: str, look: Callable[[], str], remedy: str, *, wanted: bool) -> Finding:
+    """`look()`, or why it failed: broken where it is wanted, else merely absent."""
+    try:
+        return Finding(name, Status.OK, look())
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        return Finding(name, Status.BROKEN if wanted else Status.ABSENT, reason, remedy)
+
+
+def _own_version() -> str:
+    import cukit
+
+    place = os.path.dirname(os.path.abspath(cukit.__file__))
+    return f"{cukit.__version__} in {place}, Python {platform.python_version()}"
+
+
+def _driver_finding(driver: Driver) -> Finding:
+    if driver.version is None:
+        return Finding("driver", Status.ABSENT, str(driver))
+    if not driver.extra:
+        remedy = "install an NVIDIA driver of branch 525 or newer"
+        return Finding("driver", Status.BROKEN, f"{driver}, too old", remedy)
+    return Finding("driver", Status.OK, str(driver))
+
+
+def _cupy() -> str:
+    from cukit.core.device import require_cupy
+
+    cupy = require_cupy("GPU work")
+    version = cupy.cuda.runtime.runtimeGetVersion()
+    return f"{cupy.__version__}, CUDA runtime {version // 1000}.{version % 1000 // 10}"
+
+
+def _gpu_finding(driver: Driver) -> Finding:
+    def look() -> str:
+        from cukit.core.device import current_device, require_cupy
+
+        device = current_device()
+        count = require_cupy("GPU work").cuda.runtime.getDeviceCount()
+        memory = f"{device.memory_bytes / 2**30:.0f} GiB"
+        facts = f"{device.name}, {device.compile_arch}, {device.num_sms} SMs, {memory}"
+        return facts if count == 1 else f"{facts}; the first of {count}"
+
+    if driver.version is None:
+        return Finding("GPU", Status.ABSENT, "none")
+    remedy = "mend what is broken here; a container must be given the GPU (docker run --gpus all)"
+    return _look("GPU", look, remedy, wanted=True)
+
+
+def _nvrtc() -> str:
+    from cukit.core.compiler import nvrtc_version
+
+    return ".".join(map(str, nvrtc_version()))
+
+
+def _headers() -> str:
+    from cukit.core.compiler import cuda_include_folder
+
+    return str(cuda_include_folder())
+
+
+def _cublas() -> str:
+    from cukit.core.device import require_cupy
+
+    require_cupy("cuBLAS")
+    try:
+        from cupy_backends.cuda.libs import cublas
+    except (ImportError, RuntimeError):  # CuPy's own words name every file that it tried
+        raise MissingDependencyError("the library was not found") from None
+    try:
+        handle = cublas.create()
+    except cublas.CUBLASError:
+        return "loaded"  # the library is there; only the GPU is not
+    try:
+        return str(cublas.getVersion(handle))
+    finally:
+        cublas.destroy(handle)
+
+
+def _bindings() -> str:
+    import cuda.bindings.driver  # noqa: F401 - that it loads is the finding
+
+    return importlib.metadata.version("cuda-bindings")
+
+
+def _cache_finding() -> Finding:
+    from cukit.core.compiler import cache_folder
+
+    folder = cache_folder()
+    kernels = list(folder.glob("kernels/*.cubin"))
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    value = f"{folder}, {len(kernels)} kernels, {mebibytes(size)}"
+    nearest = folder
+    while not nearest.exists():
+        nearest = nearest.parent
+    if nearest.is_dir() and os.access(nearest, os.W_OK):
+        return Finding("kernel cache", Status.OK, value)
+    remedy = "export CUKIT_CACHE_DIR=<a folder that you may write>"
+    return Finding("kernel cache", Status.BROKEN, f"{folder} cannot be written", remedy)
+
+
+def _compiler_finding(*, wanted: bool) -> Finding:
+    """Compiles a small kernel for real: every part above may be there and still not fit."""
+
+    def look() -> str:
+        from cukit.analyzer.timing import SPIN
+        from cukit.core.compiler import compile_kernel
+        from cukit.core.device import current_device, gpu_available
+
+        arch = current_device().compile_arch if gpu_available() else "sm_90a"
+        compiled = compile_kernel(SPIN, arch)
+        source = "from the cache" if compiled.cached else f"in {compiled.compile_ms:.0f} ms"
+        return f"{SPIN.source} for {arch} {source}"
+
+    remedy = "python -m pip install 'cukit[compile]'" if not wanted else "mend the parts above"
+    return _look("compiling", look, remedy, wanted=wanted)
+
+
+def _kernels_finding(*, wanted: bool) -> Finding:
+    """Runs an op on the GPU and compares it with its reference."""
+
+    def look() -> str:
+        import numpy as np
+
+        from cukit.core.device import current_device, require_cupy
+        from cukit.layers import rms_norm
+
+        device = current_device()
+        x = np.linspace(-1, 1, 4096, dtype=np.float32).reshape(4, 1024)
+        weight = np.ones(1024, np.float32)
+        cupy = require_cupy("GPU work")
+        out = cupy.asnumpy(rms_norm(cupy.asarray(x), cupy.asarray(weight)))
+        if not np.allclose(out, rms_norm(x, weight), atol=1e-5):
+            raise ArithmeticError(f"rms_norm on {device.name} disagrees with its reference")
+        return f"run kernels on {device.name} ({device.compile_arch}); checked with rms_norm"
+
+    if not wanted:
+        return Finding("CuPy arrays", Status.ABSENT, "need a GPU")
+    return _look("CuPy arrays", look, "mend the parts above", wanted=True)
+
+
+MARKS = {
+    Status.OK: "[green]✓[/]",
+    Status.ABSENT: "[dim]–[/]",
+    Status.BROKEN: "[red]✗[/]",
+}
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.markup import escape
+
+    console = stdout()
+    report = table("", "", "found")
+    report.show_header = False
+    for finding in findings:
+        report.add_row(MARKS[finding.status], f"[bold]{finding.name}[/]", escape(finding.value))
+    console.print(report)
+    remedies: dict[str, Any] = {
+        finding.name: finding.remedy for finding in findings if finding.remedy
+    }
+    broken = [finding for finding in findings if finding.status is Status.BROKEN]
+    if broken:
+        console.print("\n[bold red]To mend:[/]")
+        for finding in broken:
+            console.print(f"  {finding.name}: {escape(remedies[finding.name])}")
+    elif remedies:
+        console.print("\n[dim]Nothing here needs what is absent. To have it all the same:[/]")
+        for name, remedy in remedies.items():
+            console.print(f"  [dim]{name}: {escape(remedy)}[/]")

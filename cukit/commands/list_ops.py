@@ -1,0 +1,75 @@
+"""`cukit list`: every op, what it has, and what it would run on here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import typer
+
+from cukit.commands._console import print_json, stdout, table
+from cukit.core.device import Device, current_device, gpu_available, parse_arch, typical_device
+from cukit.registry import Op, ops
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op, as the table shows it."""
+
+    family: str
+    name: str
+    status: str
+    """"kernel" or "vendor library"; every op has a reference besides."""
+    minimum_arch: str
+    dtypes: tuple[str, ...]
+    here: str
+
+
+def list_ops(
+    family: Annotated[str | None, typer.Option(help="Only this family.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show every op: its family, what implements it, dtypes, and what it runs on here."""
+    rows = [describe(op) for op in ops() if family in (None, op.family)]
+    if not rows:
+        known = ", ".join(sorted({op.family for op in ops()}))
+        raise typer.BadParameter(f"no family {family!r}; there are {known}")
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    report = table("family", "op", "status", "from", "dtypes", "here")
+    for row in rows:
+        dtypes = " ".join(row.dtypes)
+        report.add_row(row.family, row.name, row.status, row.minimum_arch, dtypes, row.here)
+    stdout().print(report)
+
+
+def describe(op: Op) -> Row:
+    """What there is to say about an op on this machine."""
+    device = current_device() if gpu_available() else None
+    return Row(
+        family=op.family,
+        name=op.name,
+        status="kernel" if op.has_kernel else "vendor library",
+        minimum_arch=op.minimum_arch,
+        dtypes=_dtypes(op),
+        here=_here(op, device),
+    )
+
+
+def _dtypes(op: Op) -> tuple[str, ...]:
+    """Element types that the op's kernels are compiled for."""
+    specs = op.specs(typical_device(op.minimum_arch))
+    return tuple(
+        dict.fromkeys(
+            str(value) for spec in specs for name, value in spec.defines if name == "DTYPE"
+        )
+    )
+
+
+def _here(op: Op, device: Device | None) -> str:
+    if device is None:
+        return "reference (no GPU)"
+    if device.compute_capability < parse_arch(op.minimum_arch):
+        return f"reference ({device.arch} is too old)"
+    return f"{'kernel' if op.has_kernel else 'vendor library'} ({device.compile_arch})"
