@@ -63,6 +63,11 @@ def plan_elementwise(
     if streaming is None:
         streaming = size * itemsize * operands_moved > device.l2_bytes
     num_vecs = -(-size // vec)
-    index = "uint32" if num_vecs * operands_moved < _MOST_INDEX_32 else "uint64"
     num_blocks = -(-num_vecs // (threads * vecs_per_thread))
+    index = index_type(num_vecs * operands_moved + threads * vecs_per_thread)
     return ElementwiseConfig(threads, vec, vecs_per_thread, streaming, index, num_blocks)
+
+
+def index_type(bound: int) -> str:
+    """The INDEX macro of a kernel whose indices stay below `bound`."""
+    return "uint32" if bound <= _MOST_INDEX_32 else "uint64"

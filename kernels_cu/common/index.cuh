@@ -1,18 +1,24 @@
-// Index types of kernels that number the vectors of a whole tensor.
+// Integer types by name, for macros.
 //
-// A kernel is specialised by -DINDEX=uint32|uint64: 32 bits wherever they suffice, since a division
-// of 64 bits takes about a hundred instructions.
+// Kernels that number the vectors of a whole tensor are specialised by -DINDEX=uint32|uint64: 32 bits
+// wherever they suffice, since a division of 64 bits takes about a hundred instructions. Kernels that
+// read ids take -DID=int32|int64.
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
+using int32 = int;
+using int64 = long long;
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
 
 #ifdef INDEX
 using index_t = INDEX;
+#endif
+#ifdef ID
+using id_t = ID;
 #endif
 
 }  // namespace cukit

@@ -1,0 +1,381 @@
+"""Rotary position embedding of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from cukit.core.arrays import (
+    ACCESS_BYTES,
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    KERNEL_DTYPES,
+    Array,
+    adopt,
+    check_array,
+    check_same_dtype,
+    empty,
+    float32,
+    float64,
+    runs_kernel,
+)
+from cukit.core.device import Device
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.errors import ArrayShapeError
+from cukit.layers._elementwise import index_type
+from cukit.reference import rope as reference
+from cukit.registry import register
+
+
+def rope(
+    q: Array,
+    k: Array,
+    cos: Array,
+    sin: Array,
+    position_ids: Array | None = None,
+    *,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    inplace: bool = False,
+) -> tuple[Array, Array]:
+    """Rotary position embedding: pairs `(a, b)` of every head turn by the angle of their position.
+
+    `a' = a cos - b sin`, `b' = b cos + a sin`; pairs are `(x[i], x[i + rotary_dim / 2])`, or
+    neighbours `(x[2i], x[2i + 1])` when interleaved.
+
+    Args:
+        q: float32|float16|bfloat16 [batch, seq_len, num_heads_q, head_dim]. Any strides with a
+            contiguous last axis, so that slices of a fused projection need no copy. float64 on the
+            CPU only.
+        k: [batch, seq_len, num_heads_k, head_dim], dtype of `q`; strides of its own.
+        cos, sin: float32 [max_positions, rotary_dim / 2], C-contiguous.
+        position_ids: int32|int64 [batch, seq_len] or [seq_len], by default 0, 1, 2, ... A position
+            outside the tables gives NaN on the GPU and an IndexError on the CPU.
+        interleaved: which elements form a pair.
+        rotary_dim: leading elements of a head that turn, the others stay; even, by default what
+            `cos` says.
+        inplace: write into `q` and `k`.
+
+    Returns:
+        `(q_out, k_out)`: new C-contiguous arrays, or `q` and `k` themselves.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument; more tokens than positions.
+
+    Runs on CuPy's current stream, one launch for both; computes in float32, is deterministic.
+    Paper: Su et al., arXiv:2104.09864.
+
+    >>> import numpy as np, cukit as ck
+    >>> angle = np.array([[0.0], [np.pi / 2]], np.float32)
+    >>> q = np.ones((1, 2, 1, 2), np.float32)
+    >>> ck.rope(q, q, np.cos(angle), np.sin(angle))[0].reshape(2, 2).round(3)
+    array([[ 1.,  1.],
+           [-1.,  1.]], dtype=float32)
+    """
+    return _rotate("rope", q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace)
+
+
+def rope_backward(
+    grad_q: Array,
+    grad_k: Array,
+    cos: Array,
+    sin: Array,
+    position_ids: Array | None = None,
+    *,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    inplace: bool = False,
+) -> tuple[Array, Array]:
+    """Gradient of :func:`rope`: the rotation by the opposite angle.
+
+    Args:
+        grad_q, grad_k: gradients of `q_out` and `k_out`; as `q` and `k` of the forward.
+        cos, sin, position_ids, interleaved, rotary_dim: as in the forward.
+        inplace: write into `grad_q` and `grad_k`.
+
+    Returns:
+        Gradients of `q` and `k`: new C-contiguous arrays, or the arguments themselves.
+
+    Raises:
+        ArrayError: as :func:`rope`.
+    """
+    return _rotate(
+        "rope_backward",
+        grad_q,
+        grad_k,
+        cos,
+        sin,
+        position_ids,
+        interleaved,
+        rotary_dim,
+        inplace,
+    )
+
+
+_REFERENCES = {"rope": reference.rope, "rope_backward": reference.rope_backward}
+
+
+def _rotate(
+    op: str,
+    q: Array,
+    k: Array,
+    cos: Array,
+    sin: Array,
+    position_ids: Array | None,
+    interleaved: bool,
+    rotary_dim: int | None,
+    inplace: bool,
+) -> tuple[Array, Array]:
+    q, k, cos, sin, position_ids = adopt(op, q, k, cos, sin, position_ids)
+    if not runs_kernel(op, q, k, cos, sin, position_ids):
+        _check(op, q, k, cos, sin, position_ids, rotary_dim)
+        return _REFERENCES[op](
+            q,
+            k,
+            cos,
+            sin,
+            position_ids,
+            interleaved=interleaved,
+            rotary_dim=rotary_dim,
+            inplace=inplace,
+        )
+    kernel, grid, scalars = _prepare(
+        op, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace
+    )
+    q_out, k_out = (q, k) if inplace else (empty(q, q.shape), empty(k, k.shape))
+    positions = NULL if position_ids is None else position_ids
+    kernel(grid, (q, k, cos, sin, positions, q_out, k_out, *scalars))
+    return q_out, k_out
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How a head is split over threads, and how many heads share a thread's angles."""
+
+    dtype: str
+    vec: int
+    half_vecs: int
+    copy_vecs: int
+    head_dim: int
+    num_heads_q: int
+    num_heads_k: int
+    heads_per_thread: int
+    interleaved: bool
+    inverse: bool
+    inplace: bool
+    positions: int
+    position_dtype: str
+    index: str
+    threads: int
+    num_blocks: int
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        defines = (
+            ("DTYPE", self.dtype),
+            ("THREADS", self.threads),
+            ("VEC", self.vec),
+            ("HALF_VECS", self.half_vecs),
+            ("COPY_VECS", self.copy_vecs),
+            ("HEAD_DIM", self.head_dim),
+            ("HEADS_Q", self.num_heads_q),
+            ("HEADS_K", self.num_heads_k),
+            ("HEADS_PER_THREAD", self.heads_per_thread),
+            ("INTERLEAVED", self.interleaved),
+            ("INVERSE", self.inverse),
+            ("INPLACE", self.inplace),
+            ("POSITIONS", self.positions),
+            ("ID", self.position_dtype),
+            ("INDEX", self.index),
+        )
+        return KernelSpec("layers/rope.cu", "rope", defines, self.threads)
+
+
+@cache
+def plan_rope(
+    num_tokens: int,
+    num_heads_q: int,
+    num_heads_k: int,
+    head_dim: int,
+    rotary_dim: int,
+    dtype: str,
+    vec: int,
+    *,
+    interleaved: bool = False,
+    inverse: bool = False,
+    inplace: bool = False,
+    positions: int = 0,
+    position_dtype: str = "int32",
+    heads_per_thread: int = 4,
+    threads: int = 256,
+) -> RopeConfig:
+    """A thread serves several heads of a token, which saves reading their angles again.
+
+    positions: number of axes of `position_ids`, 0 without; vec: elements an access, a divisor of
+    `rotary_dim / 2` and of `head_dim - rotary_dim`. The last two may be given to try a variant.
+    """
+    heads = num_heads_q + num_heads_k
+    heads_per_thread = max(1, min(heads, heads_per_thread))
+    half_vecs = rotary_dim // 2 // vec
+    copy_vecs = 0 if inplace else (head_dim - rotary_dim) // vec
+    num_threads = num_tokens * -(-heads // heads_per_thread) * (half_vecs + copy_vecs)
+    return RopeConfig(
+        dtype=dtype,
+        vec=vec,
+        half_vecs=half_vecs,
+        copy_vecs=copy_vecs,
+        head_dim=head_dim,
+        num_heads_q=num_heads_q,
+        num_heads_k=num_heads_k,
+        heads_per_thread=heads_per_thread,
+        interleaved=interleaved,
+        inverse=inverse,
+        inplace=inplace,
+        positions=positions,
+        position_dtype=position_dtype,
+        index=index_type(num_threads + threads),
+        threads=threads,
+        num_blocks=-(-num_threads // threads),
+    )
+
+
+def _check(
+    op: str,
+    q: Array,
+    k: Array,
+    cos: Array,
+    sin: Array,
+    position_ids: Array | None,
+    rotary_dim: int | None,
+) -> None:
+    check_array(op, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
+    batch, seq_len, _, head_dim = q.shape
+    check_array(op, "k", k, shape=(batch, seq_len, None, head_dim), contiguous=False)
+    check_same_dtype(op, q=q, k=k)
+    check_array(op, "cos", cos, dtypes=(float32, float64), ndim=2)
+    check_array(op, "sin", sin, dtypes=(float32, float64), shape=cos.shape)
+    max_positions, half = cos.shape
+    if rotary_dim is not None and rotary_dim != 2 * half:
+        raise ArrayShapeError(
+            f"{op}: cos must have shape (any, rotary_dim / 2) = (any, {rotary_dim / 2:g}), "
+            f"got {cos.shape}"
+        )
+    if not 0 < 2 * half <= head_dim:
+        raise ArrayShapeError(
+            f"{op}: cos must have 1 to head_dim / 2 = {head_dim / 2:g} columns, got {cos.shape}"
+        )
+    if position_ids is None:
+        if seq_len > max_positions:
+            raise ArrayShapeError(
+                f"{op}: cos must have a row for each of the {seq_len} positions, got {cos.shape}"
+            )
+        return
+    shape = (seq_len,) if position_ids.ndim == 1 else (batch, seq_len)
+    check_array(op, "position_ids", position_ids, dtypes=INDEX_DTYPES, shape=shape)
+
+
+@launch_plan
+def _prepare(
+    op: str,
+    q: Array,
+    k: Array,
+    cos: Array,
+    sin: Array,
+    position_ids: Array | None,
+    interleaved: bool,
+    rotary_dim: int | None,
+    inplace: bool,
+) -> Launch:
+    _check(op, q, k, cos, sin, position_ids, rotary_dim)
+    check_array(op, "q", q, dtypes=KERNEL_DTYPES, ndim=4, contiguous=False)
+    check_array(op, "cos", cos, dtypes=(float32,))
+    check_array(op, "sin", sin, dtypes=(float32,))
+    batch, seq_len, num_heads_q, head_dim = q.shape
+    max_positions, half = cos.shape
+    config = plan_rope(
+        batch * seq_len,
+        num_heads_q,
+        k.shape[2],
+        head_dim,
+        2 * half,
+        q.dtype.name,
+        _vec(half, head_dim - 2 * half, q, k, cos, sin),
+        interleaved=bool(interleaved),
+        inverse=op == "rope_backward",
+        inplace=bool(inplace),
+        positions=0 if position_ids is None else position_ids.ndim,
+        position_dtype="int32" if position_ids is None else position_ids.dtype.name,
+    )
+    strides = (*_element_strides(q), *_element_strides(k))
+    scalars: tuple[Any, ...] = (
+        *map(np.int64, strides),
+        np.int32(batch * seq_len),
+        np.int32(seq_len),
+        np.int32(max_positions),
+    )
+    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+
+
+def _element_strides(x: Array) -> tuple[int, ...]:
+    """Strides of all axes but the last, in elements."""
+    return tuple(stride // x.itemsize for stride in x.strides[:-1])
+
+
+def _vec(half: int, rest: int, q: Array, k: Array, cos: Array, sin: Array) -> int:
+    """The widest access that every head, every copied rest and every table row is aligned to."""
+    vec = ACCESS_BYTES // int(q.itemsize)
+
+    def fits(width: int) -> bool:
+        access = width * q.itemsize
+        table_access = min(width * cos.itemsize, ACCESS_BYTES)
+        return (
+            half % width == 0
+            and rest % width == 0
+            and all(x.data.ptr % access == 0 for x in (q, k))
+            and all(table.data.ptr % table_access == 0 for table in (cos, sin))
+            and all(stride % width == 0 for x in (q, k) for stride in _element_strides(x))
+        )
+
+    while vec > 1 and not fits(vec):
+        vec //= 2
+    return vec
+
+
+def _specs(inverse: bool, device: Device) -> list[KernelSpec]:
+    return [
+        plan_rope(
+            8192,
+            32,
+            8,
+            128,
+            128,
+            dtype.name,
+            ACCESS_BYTES // dtype.itemsize,
+            inverse=inverse,
+            interleaved=interleaved,
+            inplace=inplace,
+            positions=2 if interleaved else 0,
+        ).spec()
+        for dtype in KERNEL_DTYPES
+        for interleaved in (False, True)
+        for inplace in (False, True)
+    ]
+
+
+register(
+    name="rope",
+    family="layers",
+    function=rope,
+    reference=reference.rope,
+    specs=partial(_specs, False),
+)
+register(
+    name="rope_backward",
+    family="layers",
+    function=rope_backward,
+    reference=reference.rope_backward,
+    specs=partial(_specs, True),
+)

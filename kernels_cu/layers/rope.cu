@@ -1,0 +1,139 @@
+// Rotary position embedding of queries and keys in one launch, and its gradient.
+//
+//   pair (a, b) at position p:   a' = a cos[p] - b sin[p]     b' = b cos[p] + a sin[p]
+//
+// INVERSE turns the other way, which is the gradient. Pairs are (x[i], x[i + HALF]), or neighbours
+// (x[2i], x[2i + 1]) when INTERLEAVED, HALF = HALF_VECS * VEC = rotary_dim / 2; elements of a head
+// from 2 HALF on are copied. A position outside the tables gives NaN.
+// Paper: Su et al., "RoFormer", arXiv:2104.09864.
+// Mapping: the heads of q and k together are the heads of a token. A head is split over LANES =
+//   HALF_VECS + COPY_VECS threads: a turning lane holds VEC pairs (two accesses), a copying lane one
+//   access. Threads are numbered (token, head group, lane); one serves the HEADS_PER_THREAD heads
+//   g, g + GROUPS, ... of its group g with the same angles, and asks for all of them at once.
+// Macros: DTYPE float32|float16|bfloat16; THREADS; VEC (VEC * sizeof(DTYPE) <= 16); HALF_VECS;
+//   COPY_VECS (head_dim - rotary_dim) / VEC, or 0 in place; HEAD_DIM; HEADS_Q; HEADS_K;
+//   HEADS_PER_THREAD; INTERLEAVED 0|1; INVERSE 0|1; INPLACE 0|1: outputs have the inputs' strides,
+//   otherwise they are contiguous; POSITIONS 0 none: 0, 1, 2, ... | 1 [seq_len] | 2 [batch, seq_len];
+//   ID int32|int64 of the positions; INDEX uint32|uint64, which must hold the number of threads.
+// Strides and base addresses must be multiples of VEC. No shared memory. Minimum architecture: sm_80.
+// Computes in float; deterministic. Reference: cukit/reference/rope.py.
+#include "common/platform.cuh"
+#include "common/index.cuh"
+#include "common/types.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+using cukit::Cache;
+
+constexpr int kLanes = HALF_VECS + COPY_VECS;
+constexpr int kHeads = HEADS_Q + HEADS_K;
+constexpr int kGroups = (kHeads + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
+constexpr int kHalf = HALF_VECS * VEC;
+
+struct Strides {
+  long long batch, token, head;
+};
+
+// Element offset of head `head` of one tensor. Outputs that are not in place are contiguous.
+CUKIT_DEVICE long long offset_in(Strides strides, int batch, int index, int head) {
+  return batch * strides.batch + index * strides.token + head * strides.head;
+}
+
+template <int Heads>
+CUKIT_DEVICE long long offset_out(Strides strides, int batch, int index, long long token, int head) {
+  if constexpr (INPLACE) return offset_in(strides, batch, index, head);
+  return (token * Heads + head) * HEAD_DIM;
+}
+
+// VEC floats of a table row; 16 bytes at a time where there are as many.
+CUKIT_DEVICE void load_angles(float (&into)[VEC], const float* from) {
+  constexpr int kChunk = VEC < 4 ? VEC : 4;
+#pragma unroll
+  for (int j = 0; j < VEC; j += kChunk) {
+    cukit::Vec<float, kChunk> chunk;
+    cukit::load(chunk, from + j);
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) into[j + i] = chunk[i];
+  }
+}
+
+// Elements of the j-th pair among the two accesses of a lane.
+CUKIT_DEVICE constexpr int first_of(int j) { return INTERLEAVED ? 2 * j : j; }
+CUKIT_DEVICE constexpr int second_of(int j) { return INTERLEAVED ? 2 * j + 1 : VEC + j; }
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) rope(
+    const T* __restrict__ q,                       // [batch, seq_len, HEADS_Q, HEAD_DIM], strided
+    const T* __restrict__ k,                       // [batch, seq_len, HEADS_K, HEAD_DIM], strided
+    const float* __restrict__ cos,                 // [max_positions, kHalf]
+    const float* __restrict__ sin,                 // [max_positions, kHalf]
+    const cukit::id_t* __restrict__ position_ids,  // see POSITIONS
+    T* __restrict__ q_out,                         // as q; q itself if INPLACE
+    T* __restrict__ k_out,                         // as k; k itself if INPLACE
+    long long q_stride_batch, long long q_stride_token, long long q_stride_head,  // in elements
+    long long k_stride_batch, long long k_stride_token, long long k_stride_head,
+    int num_tokens, int seq_len, int max_positions) {
+  const cukit::index_t item = static_cast<cukit::index_t>(blockIdx.x) * THREADS + threadIdx.x;
+  const int lane = item % kLanes;
+  const int group = item / kLanes % kGroups;
+  const cukit::index_t token = item / (kLanes * kGroups);
+  if (token >= num_tokens) return;
+  const int batch = static_cast<int>(token) / seq_len;
+  const int index = static_cast<int>(token) - batch * seq_len;
+  const Strides q_strides{q_stride_batch, q_stride_token, q_stride_head};
+  const Strides k_strides{k_stride_batch, k_stride_token, k_stride_head};
+
+  const bool turns = lane < HALF_VECS;
+  // Where the lane's accesses begin within a head; a copying lane has the first one only.
+  const int first = turns ? lane * (INTERLEAVED ? 2 * VEC : VEC) : kHalf + lane * VEC;
+  const int second = INTERLEAVED ? first + VEC : first + kHalf;
+
+  cukit::Vec<T, VEC> pairs[HEADS_PER_THREAD][2];
+#pragma unroll
+  for (int i = 0; i < HEADS_PER_THREAD; ++i) {
+    const int head = group + i * kGroups;
+    if (head >= kHeads) continue;
+    const T* from = head < HEADS_Q ? q + offset_in(q_strides, batch, index, head)
+                                   : k + offset_in(k_strides, batch, index, head - HEADS_Q);
+    cukit::load<Cache::Streaming>(pairs[i][0], from + first);
+    if (turns) cukit::load<Cache::Streaming>(pairs[i][1], from + second);
+  }
+
+  float cosines[VEC], sines[VEC];
+  if (turns) {
+    long long position = index;
+    if constexpr (POSITIONS == 1) position = position_ids[index];
+    if constexpr (POSITIONS == 2) position = position_ids[token];
+    if (position >= 0 && position < max_positions) {
+      load_angles(cosines, cos + position * kHalf + lane * VEC);
+      load_angles(sines, sin + position * kHalf + lane * VEC);
+    } else {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) cosines[j] = sines[j] = __int_as_float(0x7fffffff);
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < HEADS_PER_THREAD; ++i) {
+    const int head = group + i * kGroups;
+    if (head >= kHeads) continue;
+    T* to = head < HEADS_Q
+                ? q_out + offset_out<HEADS_Q>(q_strides, batch, index, token, head)
+                : k_out + offset_out<HEADS_K>(k_strides, batch, index, token, head - HEADS_Q);
+    if (turns) {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        T& at_a = pairs[i][first_of(j) / VEC][first_of(j) % VEC];
+        T& at_b = pairs[i][second_of(j) / VEC][second_of(j) % VEC];
+        const float a = cukit::to_float(at_a), b = cukit::to_float(at_b);
+        const float sine = INVERSE ? -sines[j] : sines[j];
+        at_a = cukit::from_float<T>(a * cosines[j] - b * sine);
+        at_b = cukit::from_float<T>(b * cosines[j] + a * sine);
+      }
+      cukit::store<Cache::Streaming>(to + second, pairs[i][1]);
+    }
+    cukit::store<Cache::Streaming>(to + first, pairs[i][0]);
+  }
+}
