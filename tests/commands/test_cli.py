@@ -1,0 +1,166 @@
+"""The command line: what it prints, its exit codes, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cukit
+from cukit.cli import run
+from cukit.commands import doctor as doctor_module
+from cukit.commands.doctor import PACKAGES, Status, examine
+from cukit.core.driver import Driver
+from cukit.registry import ops
+
+ROOT = Path(__file__).parents[2]
+Capture = pytest.CaptureFixture[str]
+
+
+def test_python_dash_m() -> None:
+    command = [sys.executable, "-m", "cukit", "--version"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() == (
+        cukit.__version__
+    )
+
+
+def test_without_arguments_it_helps(capsys: Capture) -> None:
+    assert run([]) == 0
+    output = capsys.readouterr().out
+    for command in ("doctor", "list", "compile", "bench", "distill", "generate"):
+        assert command in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["compile", "--arch", "sm_55"], "'sm_55' is not known here"),
+        (["compile", "--arch", "hopper"], "got 'hopper'"),
+        (["compile", "--arch", ","], "names no architecture"),
+        (["compile", "--op", "rms_nrom"], "did you mean rms_norm"),
+        (["compile", "--jobs", "0"], "--jobs"),
+        (["list", "--family", "nonsense"], "no family 'nonsense'"),
+        (["doctor", "--nonsense"], "--nonsense"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], complaint: str, capsys: Capture
+) -> None:
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("cukit: ")
+    assert complaint in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_an_unwritable_cache_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("in the way")
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(occupied))
+    assert run(["compile", "--arch", "sm_90a", "--op", "silu_and_mul", "--jobs", "1"]) == 2
+    assert "CUKIT_CACHE_DIR" in capsys.readouterr().err
+
+
+def test_list_shows_every_op(capsys: Capture) -> None:
+    assert run(["list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == [op.name for op in ops()]
+    (row,) = [row for row in rows if row["name"] == "rms_norm"]
+    assert row["dtypes"] == ["float32", "float16", "bfloat16"]
+    assert run(["list", "--family", "gemm"]) == 0
+    table = capsys.readouterr().out
+    assert "matmul" in table
+    assert "rms_norm" not in table
+
+
+def test_compile_fills_the_cache_that_launches_read(kernel_cache: Path, capsys: Capture) -> None:
+    arguments = ["compile", "--arch", "sm_90", "--op", "silu_and_mul", "--json"]
+    assert run(arguments) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["errors"] == []
+    assert {row["arch"] for row in first["kernels"]} == {"sm_90a"}, "what a Hopper GPU loads"
+    for row in first["kernels"]:
+        assert not row["cached"]
+        assert row["registers"] > 0
+        assert row["blocks_per_sm"] >= 1
+        assert 0 < row["occupancy"] <= 1
+    assert len(list(kernel_cache.glob("kernels/*.cubin"))) == len(first["kernels"])
+    assert run(arguments) == 0
+    assert all(row["cached"] for row in json.loads(capsys.readouterr().out)["kernels"])
+
+
+@pytest.mark.usefixtures("kernel_cache")
+def test_a_kernel_that_does_not_compile_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    from cukit.commands import compile as compile_module
+    from cukit.errors import CompileError
+
+    def fail(spec: object, arch: str) -> None:
+        raise CompileError("silu_and_mul.cu(7): error: expected a ';'")
+
+    monkeypatch.setattr(compile_module, "compile_kernel", fail)
+    assert run(["compile", "--arch", "sm_80", "--op", "silu_and_mul", "--jobs", "1"]) == 1
+    assert "silu_and_mul.cu(7)" in capsys.readouterr().out
+
+
+def test_doctor_finds_this_machine_sane(capsys: Capture) -> None:
+    assert run(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for part in ("driver", "CuPy", "NVRTC", "CUDA headers", "cuBLAS", "kernel cache"):
+        assert part in text
+    assert run(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["sane"] is True
+
+
+def test_doctor_names_the_command_that_mends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose CuPy is missing: every absent part is broken and has a command."""
+
+    def no_cupy(purpose: str) -> None:
+        raise ImportError(f"{purpose} needs CuPy")
+
+    monkeypatch.setattr(doctor_module, "find_driver", lambda: Driver("580.1", 13))
+    monkeypatch.setattr("cukit.core.device.require_cupy", no_cupy)
+    broken = {f.name: f for f in examine() if f.status is Status.BROKEN}
+    assert broken["CuPy"].remedy == "python -m pip install cupy-cuda13x"
+    assert broken["cuBLAS"].remedy == "python -m pip install 'nvidia-cublas>=13,<14'"
+    assert all(finding.remedy for finding in broken.values())
+
+
+def test_doctor_reports_an_unwritable_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("in the way")
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(occupied))
+    assert run(["doctor"]) == 1
+    assert "CUKIT_CACHE_DIR" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cuda", PACKAGES)
+def test_remedies_install_what_the_extras_name(cuda: int) -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    extra = text.partition(f"\ncuda{cuda} = [")[2].partition("\n]")[0]
+    for packages in PACKAGES[cuda].values():
+        for package in packages.replace("'", "").split():
+            assert f'"{package}' in extra, f"{package} is not in the extra cuda{cuda}"
+
+
+def test_bench_lists_its_cases(capsys: Capture) -> None:
+    assert run(["bench", "--list", "--family", "layers", "--only", "rms_norm"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert all(line.split()[:2] == ["layers", "rms_norm"] for line in lines)
+
+
+def test_bench_of_an_unknown_op(capsys: Capture) -> None:
+    assert run(["bench", "--only", "nonsense"]) == 2
+    assert "nonsense" in capsys.readouterr().err

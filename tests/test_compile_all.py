@@ -1,0 +1,61 @@
+"""Every kernel variant of every op compiles for every architecture, and keeps to its registers.
+
+NVRTC needs no GPU. The cache lives in pytest's own folder: its key covers sources, includes,
+options and compiler, so that a second run only compiles what changed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cukit.commands.compile import DEFAULT_ARCHS, Variant, compile_all, devices, residency, variants
+from cukit.core.compiler import CompiledKernel
+from cukit.core.source import kernels_root
+from cukit.errors import CompileError
+
+VARIANTS = variants(devices(",".join(DEFAULT_ARCHS)))
+
+# Entries that may spill, with the reason. None so far.
+MAY_SPILL: dict[str, str] = {}
+
+Compiled = dict[Variant, CompiledKernel | CompileError]
+
+
+@pytest.fixture(scope="session")
+def compiled(request: pytest.FixtureRequest) -> Compiled:
+    cache = request.config.cache
+    assert cache is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUKIT_CACHE_DIR", str(cache.mkdir("cukit-kernels")))
+        return dict(compile_all(VARIANTS))
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.arch}-{v.spec}")
+@pytest.mark.timeout(900)
+def test_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
+    result = compiled[variant]
+    assert isinstance(result, CompiledKernel), str(result)
+    spilled = result.info.spill_store_bytes + result.info.spill_load_bytes
+    assert spilled == 0 or variant.spec.entry in MAY_SPILL, f"{spilled} bytes spilled"
+    assert residency(variant, result).blocks >= 1, "no block of it fits on a multiprocessor"
+
+
+def test_every_source_belongs_to_an_op() -> None:
+    used = {variant.spec.source for variant in VARIANTS} | {"analyzer/spin.cu"}
+    there = {path.relative_to(kernels_root()).as_posix() for path in kernels_root().rglob("*.cu")}
+    assert there - used == set(), "no op's specs compile these"
+
+
+def test_a_compile_error_quotes_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cukit.core import source
+    from cukit.core.compiler import KernelSpec, compile_kernel
+
+    (tmp_path / "broken.cu").write_text(
+        'extern "C" __global__ void broken(int n) {\n  int unlucky = nowhere;\n}\n'
+    )
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(source, "kernels_root", lambda: tmp_path)
+    with pytest.raises(CompileError, match=r"broken\.cu\(2\)[\s\S]*nowhere"):
+        compile_kernel(KernelSpec("broken.cu", "broken", (), 32), "sm_90a")

@@ -1,0 +1,120 @@
+"""Who may import whom: the walls of the house.
+
+errors stands below all; core and the references on it; op families on those, never on one another
+(but any may multiply matrices); models on the ops; the distillation loop, the analyzer and the
+commands on top. Lazy imports inside functions count like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "cukit"
+KERNELS = ROOT / "kernels_cu"
+LONGEST_FILE = 400
+
+BASE = {"errors"}
+OPS = BASE | {"core", "reference", "registry", "gemm"}
+MODELS = OPS | {"layers", "attention", "array_api"}
+LOOP = MODELS | {"models", "distill"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "core": BASE,
+    "reference": BASE,
+    "registry": BASE | {"core"},
+    "array_api": OPS,
+    "layers": OPS,
+    "attention": OPS,
+    "gemm": OPS,
+    "distill (ops)": OPS | {"distill"},
+    "models": MODELS,
+    "distill": LOOP,
+    "analyzer": BASE | {"core", "registry"},
+    "commands": LOOP | {"analyzer", "cukit"},
+    "cli": {"cukit", "commands", "errors"},
+    "__main__": {"cli"},
+    "__init__": MODELS | {"distill", "models"},
+}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")])
+
+
+def imports(path: Path) -> set[str]:
+    """First component below `cukit` of everything that a module imports from the package."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import in line {node.lineno}"
+            module = node.module or ""
+            names = (
+                [f"cukit.{alias.name}" for alias in node.names] if module == "cukit" else [module]
+            )
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            top, _, rest = name.partition(".")
+            if top == "cukit":
+                part = rest.partition(".")[0]
+                known = (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file()
+                found.add(part if part and known else "cukit")
+    return found
+
+
+def room(path: Path) -> str:
+    """The row of MAY_IMPORT that a module answers to."""
+    first = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    registers = re.search(r"^from cukit\.registry import .*\bregister\b", path.read_text(), re.M)
+    return "distill (ops)" if first == "distill" and registers else first
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_a_module_imports_only_what_stands_below_it(path: Path) -> None:
+    own = room(path)
+    assert own in MAY_IMPORT, f"{name(path)}: a new room; say in MAY_IMPORT what it stands on"
+    family = path.relative_to(PACKAGE).parts[0]
+    forbidden = imports(path) - MAY_IMPORT[own] - {family}
+    assert not forbidden, f"{name(path)} may not import {', '.join(sorted(forbidden))}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name)
+def test_the_package_never_needs_what_is_optional(path: Path) -> None:
+    """CuPy, torch and the like are imported inside the functions that use them."""
+    optional = {"cupy", "cupyx", "cupy_backends", "cuda", "torch", "jinja2", "matplotlib", "pynvml"}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = node.module if isinstance(node, ast.ImportFrom) else node.names[0].name
+            assert (module or "").partition(".")[0] not in optional, f"{name(path)}:{node.lineno}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_kernel_sources_include_only_common(path: Path) -> None:
+    includes = re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE)
+    if path.suffix == ".cu":
+        assert includes[:1] == ["common/platform.cuh"], f"{name(path)}: platform.cuh comes first"
+    for include in includes:
+        assert include.startswith("common/"), f"{name(path)} includes {include}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_assembly_lives_in_common_ptx(path: Path) -> None:
+    if "ptx" not in path.relative_to(KERNELS).parts:
+        code = re.sub(r"//.*", "", path.read_text())
+        assert not re.search(r"\basm\b", code), f"{name(path)}: asm belongs in common/ptx/"
+
+
+@pytest.mark.parametrize("path", [*MODULES, *SOURCES], ids=name)
+def test_files_are_short(path: Path) -> None:
+    lines = path.read_text().count("\n")
+    assert lines <= LONGEST_FILE, f"{name(path)} has {lines} lines: it has two reasons to change"

@@ -1,0 +1,83 @@
+"""Every op has its siblings: function, reference, kernels, docstring, test and bench case."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import cukit
+from cukit.core.device import TYPICAL_DEVICES, parse_arch
+from cukit.core.source import kernels_root
+from cukit.errors import ConfigError
+from cukit.registry import Op, get_kernel, ops
+from profiling.run import load_cases
+
+ROOT = Path(__file__).parents[1]
+OPS = list(ops())
+every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+def test_there_are_ops() -> None:
+    assert len(OPS) > 10
+
+
+@every_op
+def test_the_function_is_public(op: Op) -> None:
+    family = importlib.import_module(f"cukit.{op.family}")
+    assert op.name in family.__all__, f"cukit.{op.family}.__all__ lacks {op.name}"
+    assert getattr(family, op.name) is op.function
+    assert getattr(cukit, op.name) is op.function, f"cukit.{op.name} is missing"
+    assert get_kernel(op.name) is op.function
+
+
+@every_op
+def test_the_reference_is_plain_array_code(op: Op) -> None:
+    assert op.reference.__module__.startswith("cukit.reference."), op.reference.__module__
+    assert get_kernel(op.name, platform="cpu") is op.reference
+
+
+@every_op
+def test_the_docstring_says_what_goes_in_and_out(op: Op) -> None:
+    text = inspect.getdoc(op.function) or ""
+    for section in ("Args:", "Returns:", "Raises:"):
+        assert section in text, f"{op.name}: its docstring has no {section}"
+    assert "[" in text, f"{op.name}: its docstring shows no shapes"
+
+
+@every_op
+def test_the_kernels_exist(op: Op) -> None:
+    for device in TYPICAL_DEVICES.values():
+        if device.compute_capability < parse_arch(op.minimum_arch):
+            continue
+        specs = op.specs(device)
+        assert bool(specs) == op.has_kernel
+        for spec in specs:
+            assert (kernels_root() / spec.source).is_file(), spec.source
+            assert Path(spec.source).stem, spec.source
+            assert spec.threads % 32 == 0 or spec.threads == 1
+            assert spec.shared_bytes <= device.shared_bytes_per_block, f"{spec} on {device.name}"
+
+
+@every_op
+def test_there_is_a_test_file(op: Op) -> None:
+    stem = op.name.removesuffix("_backward")
+    module = op.function.__module__.rpartition(".")[2]
+    wanted = {f"tests/{op.family}/test_{name}.py" for name in (stem, module)}
+    assert any((ROOT / path).is_file() for path in wanted), (
+        f"missing: {' or '.join(sorted(wanted))}"
+    )
+
+
+@every_op
+def test_there_is_a_bench_case(op: Op) -> None:
+    ours = [case for case in load_cases() if case.op == op.name]
+    assert ours, f"profiling/cases/{op.family}.py has no case of {op.name}"
+    assert {case.family for case in ours} == {op.family}
+
+
+def test_an_unknown_op_names_the_closest() -> None:
+    with pytest.raises(ConfigError, match="did you mean rms_norm"):
+        get_kernel("rms_nrom")
