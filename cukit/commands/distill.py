@@ -1,0 +1,198 @@
+"""`cukit distill`: teacher, distilled student and honest comparison; `cukit generate`: its text."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cukit.commands._console import stdout
+from cukit.commands.distill_display import ProgressDisplay, printable, show_plan, show_report
+from cukit.core.device import current_device, gpu_available
+from cukit.distill.data import VOCAB_SIZE, read_corpus
+from cukit.distill.pipeline import DistillRun, Interrupted
+from cukit.distill.run_folder import check_resumable, start_run, stored_run
+from cukit.distill.settings import DEFAULTS
+from cukit.errors import ConfigError, DataError
+from cukit.models import generate as generate_tokens
+from cukit.models import load_model
+from cukit.models.parameters import namespace_for
+
+INTERRUPTED = 130
+
+_SIZES, _TRAINING, _RUN = "Sizes", "Training", "Run"
+
+
+def distill(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for models, checkpoints and report.")
+    ] = Path("distilled"),
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A file or folder to train on; repeat for more. "
+            "Default: the Python standard library's source."
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, gpu or auto.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in OUTPUT.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin anew where OUTPUT holds a run.")
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps of both students.", rich_help_panel=_TRAINING)
+    ] = None,
+    teacher_steps: Annotated[
+        int | None, typer.Option(help="Training steps of the teacher.", rich_help_panel=_TRAINING)
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Windows in a batch.", rich_help_panel=_TRAINING)
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Bytes in a window.", rich_help_panel=_TRAINING)
+    ] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(help="Batches summed into a step.", rich_help_panel=_TRAINING)
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Students' learning rate.", rich_help_panel=_TRAINING)
+    ] = None,
+    teacher_lr: Annotated[
+        float | None, typer.Option(help="Teacher's learning rate.", rich_help_panel=_TRAINING)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Of the soft loss.", rich_help_panel=_TRAINING)
+    ] = None,
+    alpha: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the soft loss; the rest is cross-entropy.", rich_help_panel=_TRAINING
+        ),
+    ] = None,
+    hidden_weight: Annotated[
+        float | None,
+        typer.Option(
+            help="Weight of matching hidden states; 0 for none.", rich_help_panel=_TRAINING
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed, the same result.", rich_help_panel=_TRAINING)
+    ] = None,
+    teacher_hidden: Annotated[
+        int | None, typer.Option(help="Teacher's width.", rich_help_panel=_SIZES)
+    ] = None,
+    teacher_layers: Annotated[
+        int | None, typer.Option(help="Teacher's depth.", rich_help_panel=_SIZES)
+    ] = None,
+    student_hidden: Annotated[
+        int | None, typer.Option(help="Student's width.", rich_help_panel=_SIZES)
+    ] = None,
+    student_layers: Annotated[
+        int | None, typer.Option(help="Student's depth.", rich_help_panel=_SIZES)
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="Width of an attention head.", rich_help_panel=_SIZES)
+    ] = None,
+    tie_embeddings: Annotated[
+        bool | None,
+        typer.Option("--tied/--untied", help="Head shares the embedding.", rich_help_panel=_SIZES),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16.", rich_help_panel=_SIZES),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints.", rich_help_panel=_RUN)
+    ] = None,
+    eval_windows: Annotated[
+        int | None, typer.Option(help="Validation windows at most.", rich_help_panel=_RUN)
+    ] = None,
+) -> None:
+    """Train a teacher on real text, distil a small student from it, and judge the gain.
+
+    The same student is trained without the teacher too, on the same batches from the same start;
+    the report says how much the teacher helped, or that it did not. Ctrl-C saves and stops;
+    --resume goes on from the last checkpoint with the same result as an unbroken run.
+    """
+    options: dict[str, Any] = {
+        "steps": steps, "teacher_steps": teacher_steps, "batch": batch, "seq_len": seq_len,
+        "accumulate": accumulate, "lr": lr, "teacher_lr": teacher_lr, "temperature": temperature,
+        "alpha": alpha, "hidden_weight": hidden_weight, "seed": seed,
+        "teacher_hidden": teacher_hidden, "teacher_layers": teacher_layers,
+        "student_hidden": student_hidden, "student_layers": student_layers, "head_dim": head_dim,
+        "tie_embeddings": tie_embeddings, "dtype": dtype, "checkpoint_every": checkpoint_every,
+        "eval_windows": eval_windows,
+    }  # fmt: skip
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other")
+    if resume:
+        stored, stored_text, facts = stored_run(output)
+        place = None if device is None else _place(device)
+        settings = stored.with_options(device=place, **options)
+        corpus = read_corpus(text or stored_text)
+        check_resumable(output, stored, settings, facts, corpus)
+        _place(settings.device)
+    else:
+        settings = DEFAULTS[_place(device or "auto")].with_options(**options)
+        corpus = read_corpus(text or [])
+    display = ProgressDisplay(Console(stderr=True))
+    run = DistillRun(settings, corpus, output, display)
+    if not resume:
+        start_run(output, settings, corpus, text or [], overwrite=overwrite)
+    show_plan(stdout(), settings, corpus, _device_name(settings.device))
+    try:
+        report = run.run()
+    except (Interrupted, KeyboardInterrupt):
+        display.close()
+        print(f"stopped; `cukit distill -o {output} --resume` goes on", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        display.close()
+    show_report(stdout(), report, output)
+
+
+def generate(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="A .safetensors file of `cukit distill`, or its folder.")
+    ],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "def ",
+    tokens: Annotated[int, typer.Option(help="Bytes to add.")] = 400,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest byte each time.")] = 0.7,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest bytes only.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed, the same text.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, gpu or auto.")] = "auto",
+) -> None:
+    """Continue a prompt with a model that `cukit distill` trained."""
+    place = _place(device)
+    path = checkpoint / "student.safetensors" if checkpoint.is_dir() else checkpoint
+    if not prompt:
+        raise ConfigError("--prompt: expected at least one character")
+    if seed < 0:
+        raise ConfigError(f"--seed: expected 0 or more, got {seed}")
+    # What was trained in bfloat16 on a GPU runs in float32 here.
+    model = load_model(path, namespace_for(place), dtype="float32" if place == "cpu" else None)
+    if model.config.vocab_size != VOCAB_SIZE:
+        raise DataError(f"{path}: its tokens are not bytes")
+    new_tokens = generate_tokens(
+        model, list(prompt.encode()), tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
+    print(printable(prompt + bytes(new_tokens).decode("utf-8", errors="replace")))
+
+
+def _place(device: str) -> str:
+    """ "cpu" or "gpu" for an option's value. Raises where there is no GPU to be had."""
+    if device == "auto":
+        return "gpu" if gpu_available() else "cpu"
+    if device == "gpu":
+        current_device()
+    elif device != "cpu":
+        raise ConfigError(f"--device: expected cpu, gpu or auto, got {device!r}")
+    return device
+
+
+def _device_name(place: str) -> str:
+    return current_device().name if place == "gpu" else f"CPU ({platform.machine()}), NumPy"

@@ -1,0 +1,195 @@
+"""How `cukit distill` shows its progress and its result."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from cukit.distill.data import Corpus
+from cukit.distill.report import PHASES, TITLES, DistillReport, TrainingRecord
+from cukit.distill.settings import DistillSettings
+from cukit.distill.trainer import StepStatistics, Trainer
+
+REFRESH_SECONDS = 0.5
+"""Showing a loss waits for the GPU to finish the step, so it is done this seldom."""
+PLAIN_SECONDS = 15.0
+"""The same where the output is no terminal and every line stays."""
+
+
+class ProgressDisplay:
+    """A live bar a model on a terminal, a line now and then elsewhere. An `Observer` of the run."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = console.is_terminal
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def phase_started(self, phase: str, first_step: int, trainer: Trainer, steps: int) -> None:
+        self._steps, self._tokens_per_step = steps, trainer.tokens_per_step
+        self._first_step, self._started = first_step, time.monotonic()
+        self._shown, self._timed = 0.0, False
+        if first_step:
+            self.message(f"{TITLES[phase]}: going on after step {first_step}")
+        if not self._live:
+            self._console.print(f"{TITLES[phase]}: {steps - first_step} steps")
+            self._shown = self._started
+            return
+        self._progress = Progress(
+            TextColumn("{task.description:<18}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("[cyan]{task.fields[loss]}[/]"),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._progress.add_task(
+            TITLES[phase], total=steps, completed=first_step, loss="", speed="compiling"
+        )
+        self._progress.start()
+
+    def step_done(self, phase: str, statistics: StepStatistics) -> None:
+        if not self._timed:  # the first step compiles kernels: no measure of speed
+            statistics.read()
+            self._timed, self._first_step, self._started = True, statistics.step, time.monotonic()
+            return
+        now = time.monotonic()
+        due = REFRESH_SECONDS if self._live else PLAIN_SECONDS
+        if now - self._shown < due and statistics.step < self._steps:
+            return
+        values = statistics.read()
+        self._shown = now = time.monotonic()
+        done = statistics.step - self._first_step
+        speed = done * self._tokens_per_step / max(now - self._started, 1e-9)
+        loss = f"loss {values['loss']:.3f}"
+        if self._progress is not None:
+            self._progress.update(
+                self._task, completed=statistics.step, loss=loss, speed=f"{speed:,.0f} tok/s"
+            )
+        else:
+            left = (self._steps - statistics.step) * self._tokens_per_step / max(speed, 1e-9)
+            self._console.print(
+                f"  step {statistics.step}/{self._steps}  {loss}  {speed:,.0f} tok/s  "
+                f"ETA {left:.0f} s"
+            )
+
+    def phase_finished(self, phase: str, record: TrainingRecord) -> None:
+        self.close()
+
+    def message(self, text: str) -> None:
+        self._console.print(f"[dim]{escape(text)}[/]")
+
+    def close(self) -> None:
+        """End a live bar, wherever it stands."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def show_plan(
+    console: Console, settings: DistillSettings, corpus: Corpus, device_name: str
+) -> None:
+    """What is about to happen, in three lines."""
+    teacher, student = settings.teacher_config(), settings.student_config()
+    console.print(
+        f"[bold]text[/]     {escape(corpus.description)}: {len(corpus.train) / 1e6:.1f} MB in "
+        f"{corpus.num_train_files} files to train on, {len(corpus.validation) / 1e6:.1f} MB in "
+        f"{corpus.num_validation_files} to judge by"
+    )
+    console.print(
+        f"[bold]models[/]   teacher {teacher.num_parameters / 1e6:.2f} M parameters, "
+        f"{settings.teacher_steps} steps; student {student.num_parameters / 1e6:.2f} M, "
+        f"{settings.steps} steps, with and without the teacher"
+    )
+    console.print(
+        f"[bold]device[/]   {escape(device_name)}, {settings.dtype}, "
+        f"{settings.batch * settings.accumulate} windows of {settings.seq_len} bytes a step\n"
+    )
+
+
+def show_report(console: Console, report: DistillReport, folder: Path) -> None:
+    """Tables of the outcome, the sample, and the verdict last."""
+    console.print(_models_table(report))
+    console.print(_ops_table(report))
+    console.print(
+        Panel(
+            Text(printable(report.sample)),
+            title="the distilled student goes on from its prompt",
+            title_align="left",
+        )
+    )
+    helped = report.gain_bits_per_byte > 0
+    console.print(f"[bold {'green' if helped else 'yellow'}]{report.verdict}[/]")
+    console.print(
+        f"{report.seconds:.0f} s in all, peak memory {report.peak_memory_bytes / 1e6:,.0f} MB. "
+        f"Models and report.json are in {escape(str(folder))}; talk to the student with\n"
+        f"  cukit generate {escape(str(folder / 'student.safetensors'))} --prompt 'import '",
+        soft_wrap=True,
+    )
+
+
+def printable(text: str) -> str:
+    """The text without control characters that a terminal would act on."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+def _models_table(report: DistillReport) -> Table:
+    table = Table(title="on validation text", title_justify="left")
+    table.add_column("model")
+    for heading in (
+        "parameters",
+        "bits per byte",
+        "KL to teacher (bits)",
+        "top-1 as teacher",
+        "top-1 right",
+        "tokens/s",
+    ):
+        table.add_column(heading, justify="right")
+    best = min(PHASES[1:], key=lambda phase: report.evaluations[phase].bits_per_byte)
+    for phase in PHASES:
+        result = report.evaluations[phase]
+        kl, agreement = result.teacher_kl_bits, result.teacher_agreement
+        table.add_row(
+            TITLES[phase],
+            f"{report.num_parameters[phase]:,}",
+            f"{result.bits_per_byte:.4f}",
+            "" if kl is None else f"{kl:.4f}",
+            "" if agreement is None else f"{agreement:.1%}",
+            f"{result.accuracy:.1%}",
+            f"{report.training[phase].tokens_per_second:,.0f}",
+            style="bold" if phase == best else "",
+        )
+    return table
+
+
+def _ops_table(report: DistillReport) -> Table:
+    clock = "device" if report.settings.device == "gpu" else "wall"
+    table = Table(title=f"where a distillation step's {clock} time goes", title_justify="left")
+    table.add_column("op")
+    for heading in ("calls", "ms", "share"):
+        table.add_column(heading, justify="right")
+    whole = sum(entry.milliseconds for entry in report.op_times)
+    for entry in report.op_times:
+        table.add_row(
+            entry.name,
+            f"{entry.calls:.0f}" if entry.calls else "",
+            f"{entry.milliseconds:.2f}",
+            f"{entry.milliseconds / max(whole, 1e-12):.1%}",
+        )
+    table.add_row("a whole step", "", f"{whole:.2f}", "100.0%", style="bold")
+    return table

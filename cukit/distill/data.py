@@ -1,0 +1,208 @@
+"""Text as training data: bytes as tokens, split into training and validation by file.
+
+Nothing is downloaded. Without a text of the user's own, the corpus is the source code of the
+running Python's standard library: a few megabytes of real, human-written text on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cukit.errors import DataError
+
+VOCAB_SIZE = 256
+SEPARATOR = b"\0"
+"""Stands between files. No text holds this byte: a file that does is taken for binary."""
+
+VALIDATION_SHARE = 0.05
+"""Of the bytes, at least; whole files."""
+
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
+_SKIPPED_IN_STDLIB = {"test", "tests", "idle_test", "encodings"}  # tables and fixtures, not prose
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two byte strings as uint8 arrays, and where they came from."""
+
+    description: str
+    train: np.ndarray[Any, Any]
+    validation: np.ndarray[Any, Any]
+    num_train_files: int
+    num_validation_files: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any byte of either part: a run resumes only on the same text."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.validation):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part.data)
+        return digest.hexdigest()
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says about the text."""
+        return {
+            "text": self.description,
+            "train_bytes": len(self.train),
+            "validation_bytes": len(self.validation),
+            "train_files": self.num_train_files,
+            "validation_files": self.num_validation_files,
+            "fingerprint": self.fingerprint,
+        }
+
+
+def read_corpus(paths: Sequence[Path] = ()) -> Corpus:
+    """The text in files and folders (searched all the way down), or the standard library's.
+
+    Whole files go to training or to validation, by a hash of their content: the split depends on
+    nothing but the text, and a duplicate cannot stand on both sides. A single file is cut instead:
+    its end is the validation text.
+
+    Raises:
+        DataError: a path is missing, unreadable or binary, or there is no text at all.
+    """
+    if paths:
+        description = ", ".join(str(path) for path in paths)
+        contents = [_read_text(file, named) for file, named in _files_of(paths)]
+    else:
+        description = "the Python standard library"
+        contents = [_read_text(file, False) for file in standard_library_files()]
+    texts = {hashlib.sha256(text).digest(): text for text in contents if text}
+    if not texts:
+        raise DataError(f"{description}: no text found there")
+    ordered = [texts[digest] for digest in sorted(texts)]
+    if len(ordered) == 1:
+        cut = len(ordered[0]) - int(len(ordered[0]) * 2 * VALIDATION_SHARE)
+        return Corpus(description, _join([ordered[0][:cut]]), _join([ordered[0][cut:]]), 1, 1)
+    total = sum(map(len, ordered))
+    validation: list[bytes] = []
+    while len(ordered) > 1 and sum(map(len, validation)) < VALIDATION_SHARE * total:
+        validation.append(ordered.pop(0))
+    return Corpus(description, _join(ordered), _join(validation), len(ordered), len(validation))
+
+
+def standard_library_files() -> list[Path]:
+    """The .py files of the running Python's own standard library, without tests and tables."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [
+        file
+        for file in _walk(root)
+        if file.suffix == ".py" and not _SKIPPED_IN_STDLIB & set(file.relative_to(root).parts)
+    ]
+
+
+class Windows:
+    """Random windows of a text, the same for the same seed and step.
+
+    Every window is drawn from (seed, step, part) alone, without any state: a resumed run, or the
+    same student trained twice, reads exactly the same tokens.
+
+    Args:
+        text: uint8 [length], longer than seq_len.
+        xp: numpy or cupy; the text is moved there once, and windows are cut there.
+    """
+
+    def __init__(
+        self,
+        text: np.ndarray[Any, Any],
+        *,
+        batch: int,
+        seq_len: int,
+        seed: int,
+        xp: ModuleType = np,
+    ) -> None:
+        check_length(text, seq_len, "training text")
+        self.batch, self.seq_len, self.seed, self.xp = batch, seq_len, seed, xp
+        self._text = xp.asarray(text)
+        self._offsets = xp.arange(seq_len + 1)[None, :]
+
+    def __call__(self, step: int, part: int = 0) -> tuple[Any, Any]:
+        """(tokens, targets), both int32 [batch, seq_len]; targets are the tokens that follow."""
+        rng = np.random.default_rng((self.seed, step, part))
+        starts = rng.integers(0, len(self._text) - self.seq_len, (self.batch, 1))
+        return cut(self._text, self.xp.asarray(starts) + self._offsets, self.xp)
+
+
+def validation_batches(
+    text: np.ndarray[Any, Any], *, batch: int, seq_len: int, max_windows: int, xp: ModuleType = np
+) -> Iterator[tuple[Any, Any]]:
+    """Windows spread evenly over a text, side by side where they fill it: always the same ones."""
+    check_length(text, seq_len, "validation text")
+    count = max(1, min(max_windows, (len(text) - 1) // seq_len))
+    starts = np.linspace(0, len(text) - seq_len - 1, count).astype(np.int64)
+    for first in range(0, count, batch):
+        positions = starts[first : first + batch, None] + np.arange(seq_len + 1)[None, :]
+        tokens, targets = cut(text, positions, np)
+        yield xp.asarray(tokens), xp.asarray(targets)
+
+
+def cut(text: Any, positions: Any, xp: ModuleType) -> tuple[Any, Any]:
+    """(tokens, targets) at `positions` [batch, seq_len + 1]."""
+    window = text[positions].astype(np.int32)
+    return xp.ascontiguousarray(window[:, :-1]), xp.ascontiguousarray(window[:, 1:])
+
+
+def check_length(text: np.ndarray[Any, Any], seq_len: int, name: str) -> None:
+    """Raise DataError unless there is room for at least one window."""
+    if len(text) < seq_len + 1:
+        raise DataError(
+            f"{name}: {len(text)} bytes are too short for windows of {seq_len} tokens; "
+            "give more text or a smaller --seq-len"
+        )
+
+
+def _files_of(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
+    """Every file of `paths`, and whether it was named itself (and so must be readable text)."""
+    for path in paths:
+        if path.is_dir():
+            found = list(_walk(path))
+            if not found:
+                raise DataError(f"{path}: an empty folder")
+            yield from ((file, False) for file in found)
+        elif not path.exists():
+            raise DataError(f"{path}: no such file or folder")
+        else:
+            yield path, True
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """All files below, in sorted order, but hidden ones and other people's packages."""
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read ({error.strerror})") from error
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name in _SKIPPED_FOLDERS or entry.is_symlink():
+            continue
+        if entry.is_dir():
+            yield from _walk(entry)
+        elif entry.is_file():
+            yield entry
+
+
+def _read_text(file: Path, named: bool) -> bytes:
+    """The file's bytes; b"" for a binary file met in a folder, an error for one asked for."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+    if named and not content:
+        raise DataError(f"{file}: is empty")
+    if SEPARATOR in content:
+        if named:
+            raise DataError(f"{file}: is not a text file (it holds NUL bytes)")
+        return b""
+    return content
+
+
+def _join(texts: Sequence[bytes]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(SEPARATOR.join(texts), np.uint8)

@@ -1,0 +1,179 @@
+"""What a training step minimises: cross-entropy alone, or a teacher's terms mixed with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from cukit.core.arrays import Array
+from cukit.distill.cross_entropy import cross_entropy
+from cukit.distill.linear_kl_divergence import linear_kl_divergence
+from cukit.distill.schedule import Schedule, as_schedule
+from cukit.distill.terms import StateTerm
+from cukit.errors import ConfigError
+from cukit.gemm import matmul
+from cukit.models import Parameters, StateGradients, Transformer
+
+IGNORE_INDEX = -100
+
+
+class Objective(Protocol):
+    """A loss over a model that knows its own gradients. `Trainer` minimises any of them."""
+
+    model: Transformer
+
+    def trained(self) -> list[Parameters]:
+        """What the optimizer is to change: the model's parameters first."""
+        ...
+
+    def loss_and_gradients(
+        self,
+        tokens: Array,
+        targets: Array,
+        gradients: Sequence[Parameters],
+        *,
+        step: int,
+        normalizer: float,
+    ) -> dict[str, Array]:
+        """Add the gradients on one batch to `gradients`, one entry for each of `trained()`.
+
+        Args:
+            tokens, targets: int32 [batch, seq_len]; targets of -100 do not count.
+            step: of the run, for the schedules.
+            normalizer: tokens in the whole step, over which the mean is taken.
+
+        Returns:
+            Statistics by name, "loss" first, as float32 arrays without axes on the device: reading
+            one waits for the GPU, so the caller reads them only to show them.
+        """
+        ...
+
+
+class LanguageModelling:
+    """Next-token cross-entropy: how a teacher, or a student without one, is trained."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model = model
+
+    def trained(self) -> list[Parameters]:
+        return [self.model.parameters]
+
+    def loss_and_gradients(
+        self,
+        tokens: Array,
+        targets: Array,
+        gradients: Sequence[Parameters],
+        *,
+        step: int,
+        normalizer: float,
+    ) -> dict[str, Array]:
+        model = self.model
+        activations = model.forward(tokens)
+        loss, grad_logits = cross_entropy(
+            model.logits(activations.hidden),
+            targets.reshape(-1),
+            ignore_index=IGNORE_INDEX,
+            normalizer=normalizer,
+            return_grad=True,
+        )
+        grad_head = gradients[0][model.config.head_name]
+        matmul(grad_logits, activations.hidden, transpose_a=True, out=grad_head, accumulate=True)
+        model.backward(activations, matmul(grad_logits, model.head), gradients[0])
+        return {"loss": loss}
+
+
+class Distiller:
+    """Teaches a student with a teacher's probabilities, and more of the teacher where asked.
+
+        loss = alpha T^2 KL(teacher || student at temperature T) + (1 - alpha) cross-entropy
+             + sum of weight * term over `terms`
+
+    (Hinton et al. 2015). The factor T^2 keeps the size of the soft gradient independent of T.
+    Logits of neither model are stored: `linear_kl_divergence` goes over the tokens in chunks.
+
+    Args:
+        student, teacher: models over the same vocabulary on the same device. Only the student
+            changes.
+        alpha: share of the soft loss, 0..1, a number or a schedule over steps.
+        temperature: above 0, a number or a schedule over steps.
+        terms: further losses on the inside of the models; see `StateTerm`.
+    """
+
+    def __init__(
+        self,
+        student: Transformer,
+        teacher: Transformer,
+        *,
+        alpha: float | Schedule = 0.9,
+        temperature: float | Schedule = 1.0,
+        terms: Sequence[StateTerm] = (),
+    ) -> None:
+        if student.config.vocab_size != teacher.config.vocab_size:
+            raise ConfigError(
+                f"teacher: its vocabulary has {teacher.config.vocab_size} tokens, "
+                f"the student's {student.config.vocab_size}; they must be the same"
+            )
+        if student.xp is not teacher.xp:
+            raise ConfigError("teacher: must live on the same device as the student")
+        self.model, self.teacher = student, teacher
+        self.alpha, self.temperature = as_schedule(alpha), as_schedule(temperature)
+        self.terms = tuple(terms)
+
+    def trained(self) -> list[Parameters]:
+        own = [term.parameters for term in self.terms]
+        return [self.model.parameters, *(p for p in own if p is not None)]
+
+    def loss_and_gradients(
+        self,
+        tokens: Array,
+        targets: Array,
+        gradients: Sequence[Parameters],
+        *,
+        step: int,
+        normalizer: float,
+    ) -> dict[str, Array]:
+        alpha, temperature = self.alpha(step), self.temperature(step)
+        if not 0 <= alpha <= 1 or temperature <= 0:
+            raise ConfigError(
+                f"step {step}: alpha must lie in 0..1 and temperature above 0, "
+                f"got {alpha} and {temperature}"
+            )
+        student = self.model
+        teacher_activations = self.teacher.forward(tokens, keep=bool(self.terms))
+        activations = student.forward(tokens)
+        result = linear_kl_divergence(
+            activations.hidden,
+            student.head,
+            teacher_activations.hidden,
+            self.teacher.head,
+            targets=targets.reshape(-1),
+            temperature=temperature,
+            scale_by_temperature_squared=True,
+            soft_weight=alpha,
+            hard_weight=1 - alpha,
+            ignore_index=IGNORE_INDEX,
+            normalizer=normalizer,
+            grad_weight=gradients[0][student.config.head_name],
+        )
+        statistics = {"loss": result.loss, "soft": result.soft_loss, "hard": result.hard_loss}
+        state_gradients = StateGradients()
+        if self.terms:
+            valid = (targets.reshape(-1) != IGNORE_INDEX).astype(np.float32)
+            own_gradients = iter(gradients[1:])
+            for term in self.terms:
+                weight = term.weight(step)
+                value = term(
+                    activations,
+                    teacher_activations,
+                    valid,
+                    state_gradients,
+                    None if term.parameters is None else next(own_gradients),
+                    weight=weight,
+                    normalizer=normalizer,
+                )
+                statistics[term.name] = value
+                statistics["loss"] = statistics["loss"] + weight * value
+        student.backward(activations, result.grad_hidden, gradients[0], state_gradients)
+        return statistics

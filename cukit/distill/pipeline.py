@@ -1,0 +1,270 @@
+"""The whole of `cukit distill`: teacher, student with it, student without it, comparison."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any, Protocol
+
+from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
+from cukit.distill.data import Corpus, Windows, check_length, validation_batches
+from cukit.distill.distiller import Distiller, LanguageModelling, Objective
+from cukit.distill.evaluation import evaluate
+from cukit.distill.op_timer import time_by_op
+from cukit.distill.report import PHASES, DistillReport, TrainingRecord, peak_memory_bytes
+from cukit.distill.run_folder import CHECKPOINT, REPORT, model_file
+from cukit.distill.schedule import WarmupCosine
+from cukit.distill.settings import DistillSettings
+from cukit.distill.terms import HiddenStateTerm, StateTerm, evenly_spaced_map
+from cukit.distill.trainer import StepStatistics, Trainer
+from cukit.errors import DataError
+from cukit.models import Transformer, generate, load_model, save_model
+from cukit.models.files import read_arrays, write_json
+from cukit.models.parameters import namespace_for
+
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = 320
+PROFILED_STEPS = 4
+
+
+class Interrupted(Exception):  # noqa: N818 (the user's wish, not an error)
+    """The user asked to stop; everything done so far is in the checkpoint."""
+
+
+class Observer(Protocol):
+    """Follows a run. Reading statistics waits for the GPU, so it is the observer's choice when."""
+
+    def phase_started(self, phase: str, first_step: int, trainer: Trainer, steps: int) -> None: ...
+
+    def step_done(self, phase: str, statistics: StepStatistics) -> None: ...
+
+    def phase_finished(self, phase: str, record: TrainingRecord) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+
+class DistillRun:
+    """One run in one output folder.
+
+    Args:
+        settings: see `DistillSettings`.
+        corpus: the text.
+        output: the folder, already prepared by `prepare_output`.
+    """
+
+    def __init__(
+        self, settings: DistillSettings, corpus: Corpus, output: Path, observer: Observer
+    ) -> None:
+        check_corpus(corpus, settings)
+        self.settings, self.corpus = settings, corpus
+        self.output, self.observer = output, observer
+        self.xp: ModuleType = namespace_for(settings.device)
+        self._checkpoint = output / CHECKPOINT
+        self._windows = Windows(
+            corpus.train,
+            batch=settings.batch,
+            seq_len=settings.seq_len,
+            seed=settings.seed,
+            xp=self.xp,
+        )
+
+    def run(self) -> DistillReport:
+        """Train what is not finished yet, compare, and write report.json.
+
+        Raises Interrupted after saving, if Ctrl-C comes while a model is in training.
+        """
+        started = time.perf_counter()
+        models: dict[str, Transformer] = {}
+        records: dict[str, TrainingRecord] = {}
+        for phase in PHASES:
+            models[phase], records[phase] = self._finished(phase) or self._train(phase, models)
+        self._checkpoint.unlink(missing_ok=True)
+        self.observer.message("evaluating on validation text")
+        teacher = models["teacher"]
+        evaluations = {
+            phase: evaluate(
+                models[phase], self._validation(), None if phase == "teacher" else teacher
+            )
+            for phase in PHASES
+        }
+        sample = generate(
+            models["student"],
+            list(SAMPLE_PROMPT.encode()),
+            SAMPLE_TOKENS,
+            temperature=0.7,
+            top_k=40,
+            seed=self.settings.seed,
+        )
+        self.observer.message("timing the ops of a distillation step")
+        # Last, because the steps that are timed go on training the student in memory.
+        objective = self._objective("student", models["student"], teacher)
+        profiled = Trainer(
+            objective, self._windows, lr=self.settings.lr, accumulate=self.settings.accumulate
+        )
+        op_times = time_by_op(profiled.train_step, self.xp, PROFILED_STEPS)
+        report = DistillReport(
+            settings=self.settings,
+            corpus=self.corpus.facts(),
+            evaluations=evaluations,
+            training=records,
+            num_parameters={phase: models[phase].config.num_parameters for phase in PHASES},
+            op_times=op_times,
+            sample=SAMPLE_PROMPT + bytes(sample).decode("utf-8", errors="replace"),
+            peak_memory_bytes=peak_memory_bytes(self.xp),
+            seconds=time.perf_counter() - started,
+        )
+        write_json(self.output / REPORT, report.to_dict())
+        return report
+
+    def _validation(self) -> Iterator[tuple[Any, Any]]:
+        s = self.settings
+        return validation_batches(
+            self.corpus.validation,
+            batch=s.batch,
+            seq_len=s.seq_len,
+            max_windows=s.eval_windows,
+            xp=self.xp,
+        )
+
+    def _objective(self, phase: str, model: Transformer, teacher: Transformer | None) -> Objective:
+        s = self.settings
+        if phase != "student":
+            return LanguageModelling(model)
+        assert teacher is not None
+        terms: list[StateTerm] = []
+        if s.hidden_weight > 0:
+            layer_map = evenly_spaced_map(model.config.num_layers, teacher.config.num_layers)
+            terms.append(
+                HiddenStateTerm(
+                    layer_map,
+                    model.config,
+                    teacher.config,
+                    weight=s.hidden_weight,
+                    seed=s.seed,
+                    xp=self.xp,
+                )
+            )
+        return Distiller(model, teacher, alpha=s.alpha, temperature=s.temperature, terms=terms)
+
+    def _finished(self, phase: str) -> tuple[Transformer, TrainingRecord] | None:
+        path = model_file(self.output, phase)
+        if not path.exists():
+            return None
+        _, description = read_arrays(path)
+        return load_model(path, self.xp), _record(path, description)
+
+    def _train(
+        self, phase: str, models: dict[str, Transformer]
+    ) -> tuple[Transformer, TrainingRecord]:
+        s = self.settings
+        is_teacher = phase == "teacher"
+        # Both students start from the same numbers and read the same batches.
+        model = Transformer.initialise(
+            s.teacher_config() if is_teacher else s.student_config(),
+            seed=s.seed if is_teacher else s.seed + 1,
+            xp=self.xp,
+        )
+        steps = s.teacher_steps if is_teacher else s.steps
+        trainer = Trainer(
+            self._objective(phase, model, models.get("teacher")),
+            self._windows,
+            lr=WarmupCosine(
+                s.teacher_lr if is_teacher else s.lr, int(steps * s.warmup_share), steps
+            ),
+            accumulate=s.accumulate,
+            max_grad_norm=s.max_grad_norm,
+            weight_decay=s.weight_decay,
+        )
+        record = TrainingRecord()
+        if self._checkpoint.exists():
+            _, description = read_arrays(self._checkpoint)
+            if description.get("phase") == phase:
+                restore_checkpoint(self._checkpoint, trainer)
+                record = _record(self._checkpoint, description)
+        self.observer.phase_started(phase, trainer.step, trainer, steps)
+        self._loop(phase, trainer, steps, record)
+        save_model(model_file(self.output, phase), model, phase=phase, training=asdict(record))
+        self.observer.phase_finished(phase, record)
+        return model, record
+
+    def _loop(self, phase: str, trainer: Trainer, steps: int, record: TrainingRecord) -> None:
+        clock = _Clock(trainer, record)
+        with _StopRequest() as stop:
+            while trainer.step < steps:
+                statistics = trainer.train_step()
+                self.observer.step_done(phase, statistics)
+                if not clock.running:
+                    statistics.read()  # the first step compiles kernels: wait, then start the clock
+                    clock.start()
+                due = trainer.step % self.settings.checkpoint_every == 0
+                if due or stop.requested or trainer.step == steps:
+                    # Reading the loss waits for the device, so the clock is honest.
+                    record.history.append((trainer.step, statistics.read()["loss"]))
+                    clock.lap()
+                    if trainer.step < steps or stop.requested:
+                        save_checkpoint(
+                            self._checkpoint, trainer, phase=phase, training=asdict(record)
+                        )
+                    clock.start()
+                if stop.requested:
+                    raise Interrupted
+
+
+class _Clock:
+    """Adds training time, and the tokens it covers, to a record; checkpoints do not count."""
+
+    def __init__(self, trainer: Trainer, record: TrainingRecord) -> None:
+        self._trainer, self._record = trainer, record
+        self.running = False
+
+    def start(self) -> None:
+        self.running = True
+        self._since, self._from_step = time.perf_counter(), self._trainer.step
+
+    def lap(self) -> None:
+        record, trainer = self._record, self._trainer
+        record.seconds += time.perf_counter() - self._since
+        record.timed_tokens += (trainer.step - self._from_step) * trainer.tokens_per_step
+        record.steps, record.tokens = trainer.step, trainer.step * trainer.tokens_per_step
+
+
+class _StopRequest:
+    """Turns the first Ctrl-C into a flag that is looked at between steps; the second one is real.
+
+    Only the main thread may handle signals; elsewhere the flag stays False.
+    """
+
+    requested = False
+
+    def __enter__(self) -> _StopRequest:
+        self._previous = None
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+
+def check_corpus(corpus: Corpus, settings: DistillSettings) -> None:
+    """Raise DataError if either side of the split is too short for one window."""
+    check_length(corpus.train, settings.seq_len, "training text")
+    check_length(corpus.validation, settings.seq_len, "validation text")
+
+
+def _record(path: Path, description: dict[str, Any]) -> TrainingRecord:
+    try:
+        return TrainingRecord(**description["training"])
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path}: holds no usable training record ({error})") from error

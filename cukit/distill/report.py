@@ -1,0 +1,117 @@
+"""What a distillation run found, as data."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, field
+from types import ModuleType
+from typing import Any
+
+from cukit.distill.evaluation import Evaluation
+from cukit.distill.op_timer import OpTime
+from cukit.distill.settings import DistillSettings
+
+PHASES = ("teacher", "student", "student-alone")
+"""The models of a run, in the order of their training."""
+
+TITLES = {
+    "teacher": "teacher",
+    "student": "student, distilled",
+    "student-alone": "student, alone",
+}
+
+
+@dataclass
+class TrainingRecord:
+    """What is remembered of one model's training, through interruptions too."""
+
+    steps: int = 0
+    tokens: int = 0
+    timed_tokens: int = 0
+    """Tokens that `seconds` covers: not those of a session's first step, which compiles."""
+    seconds: float = 0.0
+    history: list[tuple[int, float]] = field(default_factory=list)
+    """(step, loss) at every checkpoint."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.timed_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class DistillReport:
+    """The outcome of a run; report.json holds `to_dict`."""
+
+    settings: DistillSettings
+    corpus: dict[str, Any]
+    evaluations: dict[str, Evaluation]
+    training: dict[str, TrainingRecord]
+    num_parameters: dict[str, int]
+    op_times: list[OpTime]
+    sample: str
+    peak_memory_bytes: int
+    seconds: float
+
+    @property
+    def gain_bits_per_byte(self) -> float:
+        """How much better the distilled student is than the one alone; negative if it is worse."""
+        alone, distilled = self.evaluations["student-alone"], self.evaluations["student"]
+        return alone.bits_per_byte - distilled.bits_per_byte
+
+    @property
+    def verdict(self) -> str:
+        """One honest sentence."""
+        gain, closed = self.gain_bits_per_byte, self.gap_closed
+        if gain <= 0:
+            return (
+                f"The teacher did not help: the distilled student is {-gain:.4f} bits per byte "
+                "worse than the same student trained alone."
+            )
+        share = f", {closed:.0%} of the way to the teacher" if closed is not None else ""
+        return (
+            f"The teacher helped: the distilled student is {gain:.4f} bits per byte better than "
+            f"the same student trained alone{share}."
+        )
+
+    @property
+    def gap_closed(self) -> float | None:
+        """Share of the distance from the student alone to the teacher that distillation closed."""
+        alone = self.evaluations["student-alone"].bits_per_byte
+        gap = alone - self.evaluations["teacher"].bits_per_byte
+        return self.gain_bits_per_byte / gap if gap > 0 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        models = {
+            phase: {
+                "parameters": self.num_parameters[phase],
+                **asdict(self.evaluations[phase]),
+                **asdict(self.training[phase]),
+                "tokens_per_second": self.training[phase].tokens_per_second,
+            }
+            for phase in PHASES
+        }
+        return {
+            "verdict": self.verdict,
+            "distilled_beats_alone": self.gain_bits_per_byte > 0,
+            "gain_bits_per_byte": self.gain_bits_per_byte,
+            "settings": self.settings.to_dict(),
+            "corpus": self.corpus,
+            "models": models,
+            "milliseconds_per_step_by_op": [asdict(entry) for entry in self.op_times],
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "seconds": self.seconds,
+            "sample": self.sample,
+        }
+
+
+def peak_memory_bytes(xp: ModuleType) -> int:
+    """On a GPU what CuPy's pool has taken at most, else the most this process has held."""
+    if xp.__name__ == "cupy":
+        return int(xp.get_default_memory_pool().total_bytes())
+    try:
+        import resource
+    except ImportError:  # Windows keeps no such number
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) * (1 if sys.platform == "darwin" else 1024)

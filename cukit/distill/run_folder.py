@@ -1,0 +1,125 @@
+"""The output folder of a run, which tells at any moment how far it is.
+
+settings.json              written first; resuming checks against it
+checkpoint.safetensors     the model in training, replaced every few steps
+teacher.safetensors        finished models
+student.safetensors
+student-alone.safetensors
+report.json                written last
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cukit.distill.data import Corpus
+from cukit.distill.report import PHASES
+from cukit.distill.settings import DistillSettings
+from cukit.errors import ConfigError, DataError
+from cukit.models.files import write_json
+
+SETTINGS = "settings.json"
+CHECKPOINT = "checkpoint.safetensors"
+REPORT = "report.json"
+
+_MOMENT_BYTES = 12
+"""A parameter's AdamW state: master copy and two moments, float32."""
+
+
+def model_file(folder: Path, phase: str) -> Path:
+    """Where a finished model lies."""
+    return folder / f"{phase}.safetensors"
+
+
+def start_run(
+    folder: Path,
+    settings: DistillSettings,
+    corpus: Corpus,
+    text: Sequence[Path],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Make the folder ready for a new run, or raise DataError and leave everything as it was."""
+    own_files = [folder / name for name in (SETTINGS, CHECKPOINT, REPORT)]
+    own_files += [model_file(folder, phase) for phase in PHASES]
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder}: is a file, not a folder")
+    present = [file for file in own_files if file.exists()]
+    if present and not overwrite:
+        raise DataError(
+            f"{folder}: already holds a run; --resume goes on with it, --overwrite starts anew"
+        )
+    ground = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not ground.is_dir() or not os.access(ground, os.W_OK | os.X_OK):
+        raise DataError(f"{folder}: cannot be written to")
+    _check_space(folder, ground, settings)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be made ({error.strerror})") from error
+    try:
+        for file in present:
+            file.unlink()
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be cleared ({error.strerror})") from error
+    write_json(
+        folder / SETTINGS,
+        {
+            "settings": settings.to_dict(),
+            "text": [str(path.resolve()) for path in text],
+            "corpus": corpus.facts(),
+        },
+    )
+
+
+def stored_run(folder: Path) -> tuple[DistillSettings, list[Path], dict[str, Any]]:
+    """Settings, text paths and corpus facts of the run in `folder`, or DataError."""
+    path = folder / SETTINGS
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        settings = DistillSettings.from_dict(stored["settings"])
+        return settings, [Path(text) for text in stored["text"]], dict(stored["corpus"])
+    except FileNotFoundError:
+        raise DataError(f"{folder}: holds no run to resume") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: damaged ({error})") from error
+
+
+def check_resumable(
+    folder: Path,
+    stored: DistillSettings,
+    wanted: DistillSettings,
+    stored_corpus: dict[str, Any],
+    corpus: Corpus,
+) -> None:
+    """Raise ConfigError or DataError unless going on would repeat an unbroken run."""
+    if changes := stored.changed(wanted):
+        raise ConfigError(
+            f"{folder}: the run there has other settings: {', '.join(changes)}; "
+            "leave them out to resume, or use another folder"
+        )
+    if stored_corpus.get("fingerprint") != corpus.fingerprint:
+        raise DataError(
+            f"{folder}: the text ({corpus.description}) is not the one that its run began with"
+        )
+
+
+def _check_space(folder: Path, ground: Path, settings: DistillSettings) -> None:
+    """A checkpoint is written beside the one it replaces; the finished models come to them."""
+    teacher, student = settings.teacher_config(), settings.student_config()
+    itemsize = teacher.array_dtype.itemsize
+    largest = max(teacher.num_parameters, student.num_parameters)
+    needed = 2 * largest * (itemsize + _MOMENT_BYTES)
+    needed += (teacher.num_parameters + 2 * student.num_parameters) * itemsize
+    free = shutil.disk_usage(ground).free
+    if free < needed:
+        raise DataError(
+            f"{folder}: the run needs {needed / 1e6:.0f} MB there, {free / 1e6:.0f} MB are free"
+        )

@@ -1,0 +1,57 @@
+"""Numbers that change over the steps of a training run, as pure functions of the step.
+
+A schedule is any function from the step (0 for the first) to a float. It is evaluated on the host:
+no schedule ever waits for the GPU, and a resumed run needs only its step to go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value at every step."""
+
+    value: float
+
+    def __call__(self, step: int) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Linear:
+    """From `start` at step 0 to `end` at step `steps`, and `end` from there on."""
+
+    start: float
+    end: float
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        share = min(step / self.steps, 1.0) if self.steps > 0 else 1.0
+        return self.start + (self.end - self.start) * share
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """Up to `peak` in `warmup` equal strides, then half a cosine down to `floor * peak`."""
+
+    peak: float
+    warmup: int
+    steps: int
+    floor: float = 0.1
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        share = min((step - self.warmup) / max(1, self.steps - self.warmup), 1.0)
+        return self.peak * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def as_schedule(value: float | Schedule) -> Schedule:
+    """A number stands for itself at every step."""
+    return value if callable(value) else Constant(value)

@@ -1,0 +1,193 @@
+"""What a whole distillation run is: sizes, steps, seeds. The same settings give the same result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from cukit.distill.data import VOCAB_SIZE
+from cukit.errors import ConfigError
+from cukit.models import TransformerConfig
+
+
+@dataclass(frozen=True)
+class DistillSettings:
+    """Every choice that the outcome of `cukit distill` depends on, beside the text itself."""
+
+    device: str
+    dtype: str
+    seed: int
+    batch: int
+    seq_len: int
+    accumulate: int
+
+    teacher_hidden: int
+    teacher_layers: int
+    teacher_steps: int
+    teacher_lr: float
+
+    student_hidden: int
+    student_layers: int
+    steps: int
+    """Of both students."""
+    lr: float
+    """Of both students, at its highest."""
+
+    head_dim: int
+    tie_embeddings: bool
+    temperature: float
+    alpha: float
+    """Share of the soft loss; the rest is cross-entropy."""
+    hidden_weight: float
+    """Of the hidden-state term; 0 leaves it out."""
+
+    weight_decay: float
+    max_grad_norm: float
+    warmup_share: float
+    checkpoint_every: int
+    eval_windows: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigError(f"{_option(field.name)}: expected an integer, got {value!r}")
+            if field.type == "float" and not math.isfinite(value):
+                raise ConfigError(f"{_option(field.name)}: expected a number, got {value!r}")
+            if field.type == "int" and field.name != "seed" and value < 1:
+                raise ConfigError(f"{_option(field.name)}: expected 1 or more, got {value}")
+        if self.device not in ("cpu", "gpu"):
+            raise ConfigError(f"--device: expected cpu or gpu, got {self.device!r}")
+        if self.seed < 0:
+            raise ConfigError(f"--seed: expected 0 or more, got {self.seed}")
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"--alpha: expected a share between 0 and 1, got {self.alpha}")
+        for name in ("temperature", "lr", "teacher_lr", "max_grad_norm"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{_option(name)}: expected more than 0")
+        for name in ("hidden_weight", "weight_decay", "warmup_share"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{_option(name)}: expected 0 or more")
+        for name in ("teacher_hidden", "student_hidden"):
+            if getattr(self, name) % self.head_dim:
+                raise ConfigError(
+                    f"{_option(name)}: must be a multiple of --head-dim ({self.head_dim}), "
+                    f"got {getattr(self, name)}"
+                )
+        if self.device == "gpu" and self.dtype == "float64":
+            raise ConfigError("--dtype: float64 runs on the CPU only")
+        self.teacher_config()
+        self.student_config()
+
+    def teacher_config(self) -> TransformerConfig:
+        """The shape of the teacher."""
+        return self._model_config(self.teacher_hidden, self.teacher_layers)
+
+    def student_config(self) -> TransformerConfig:
+        """The shape of both students."""
+        return self._model_config(self.student_hidden, self.student_layers)
+
+    def _model_config(self, hidden_size: int, num_layers: int) -> TransformerConfig:
+        num_heads = hidden_size // self.head_dim
+        return TransformerConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads_q=num_heads,
+            # Two query heads share a key head where the count allows it.
+            num_heads_kv=num_heads // 2 if num_heads % 2 == 0 else num_heads,
+            head_dim=self.head_dim,
+            # 8/3 of the width gives SwiGLU's three matrices the size of a plain MLP's two.
+            intermediate_size=-(-hidden_size * 8 // (3 * 32)) * 32,
+            max_positions=self.seq_len,
+            tie_embeddings=self.tie_embeddings,
+            dtype=self.dtype,
+        )
+
+    def changed(self, other: DistillSettings) -> list[str]:
+        """Options in which `other` differs, as "--lr (0.1, here 0.2)"."""
+        return [
+            f"{_option(field.name)} ({getattr(self, field.name)}, "
+            f"here {getattr(other, field.name)})"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(other, field.name)
+        ]
+
+    def with_options(self, **options: Any) -> DistillSettings:
+        """A copy with every option that is not None."""
+        return replace(self, **{name: v for name, v in options.items() if v is not None})
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DistillSettings:
+        """What `to_dict` gave. Raises ConfigError where names are missing or unknown."""
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ConfigError(f"settings: {error}") from None
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+DEFAULTS: dict[str, DistillSettings] = {
+    # Two CPU cores, under four minutes.
+    "cpu": DistillSettings(
+        device="cpu",
+        dtype="float32",
+        seed=0,
+        batch=8,
+        seq_len=128,
+        accumulate=1,
+        teacher_hidden=160,
+        teacher_layers=4,
+        teacher_steps=1200,
+        teacher_lr=3e-3,
+        student_hidden=96,
+        student_layers=2,
+        steps=500,
+        lr=3e-3,
+        head_dim=32,
+        tie_embeddings=True,
+        temperature=1.0,
+        alpha=0.9,
+        hidden_weight=0.0,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        warmup_share=0.05,
+        checkpoint_every=100,
+        eval_windows=256,
+    ),
+    # One data-centre GPU, a few minutes.
+    "gpu": DistillSettings(
+        device="gpu",
+        dtype="bfloat16",
+        seed=0,
+        batch=32,
+        seq_len=1024,
+        accumulate=1,
+        teacher_hidden=768,
+        teacher_layers=10,
+        teacher_steps=1500,
+        teacher_lr=6e-4,
+        student_hidden=384,
+        student_layers=6,
+        steps=1000,
+        lr=1e-3,
+        head_dim=64,
+        tie_embeddings=True,
+        temperature=1.0,
+        alpha=0.9,
+        hidden_weight=0.0,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        warmup_share=0.05,
+        checkpoint_every=500,
+        eval_windows=256,
+    ),
+}
+"""By device. Measured on both: see docs/distillation.md."""

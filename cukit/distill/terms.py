@@ -1,0 +1,148 @@
+"""Distillation terms that look inside the models: at residual streams, queries, keys and values.
+
+A term reads the activations of both models and sends gradients into the middle of the student's
+backward pass. Any object with the shape of `StateTerm` will do; `HiddenStateTerm` is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+
+from cukit.core.arrays import Array
+from cukit.distill.schedule import Schedule, as_schedule
+from cukit.errors import ConfigError
+from cukit.gemm import matmul
+from cukit.models import Activations, Parameters, StateGradients, TransformerConfig
+
+
+class StateTerm(Protocol):
+    """One more loss between the activations of a student and a teacher.
+
+    Attributes:
+        name: what the statistics call it.
+        parameters: what it trains itself (a projection, say), or None. They get the student's
+            optimizer and go into its checkpoints.
+        weight: the factor of the term in the whole loss, by step.
+    """
+
+    name: str
+    parameters: Parameters | None
+    weight: Schedule
+
+    def __call__(
+        self,
+        student: Activations,
+        teacher: Activations,
+        valid: Array | None,
+        state_gradients: StateGradients,
+        gradients: Parameters | None,
+        *,
+        weight: float,
+        normalizer: float,
+    ) -> Array:
+        """Add weight * gradients of the term to both places; return the loss without the weight.
+
+        Args:
+            student: of a forward pass with keep=True, as is `teacher`, on the same tokens.
+            valid: float32 [rows], 0 for rows that must not count; None when all do.
+            state_gradients: where gradients enter the student's layers.
+            gradients: of `parameters`, added to.
+            normalizer: how many rows the mean is over, which may be more than are here.
+
+        Returns:
+            float32 array without axes; nothing waits for it.
+        """
+        ...
+
+
+class HiddenStateTerm:
+    """Mean squared error between projected student and teacher residual streams (FitNets).
+
+        e = h W^T - t,   loss = sum over the map of mean e^2
+        dL/dh = 2 e W / (rows teacher_size),   dL/dW = 2 e^T h / (rows teacher_size)
+
+    The projection W [teacher_size, student_size] of each mapped layer is learned with the student,
+    and thrown away with the term.
+
+    Args:
+        layer_map: student layer -> teacher layer; n means the residual stream after n layers.
+        student, teacher: configs of the two models.
+        weight: factor of the term in the whole loss, a number or a schedule.
+        seed: of the projections' first values.
+        xp: numpy or cupy, as the models.
+    """
+
+    name = "hidden states"
+
+    def __init__(
+        self,
+        layer_map: Mapping[int, int],
+        student: TransformerConfig,
+        teacher: TransformerConfig,
+        *,
+        weight: float | Schedule = 1.0,
+        seed: int = 0,
+        xp: ModuleType = np,
+    ) -> None:
+        if not layer_map:
+            raise ConfigError("layer_map: expected at least one pair of layers")
+        for student_layer, teacher_layer in layer_map.items():
+            for whose, layer, count in (
+                ("student", student_layer, student.num_layers),
+                ("teacher", teacher_layer, teacher.num_layers),
+            ):
+                if not 0 <= layer <= count:
+                    raise ConfigError(f"layer_map: the {whose} has layers 0..{count}, got {layer}")
+        self.layer_map = dict(layer_map)
+        self.weight = as_schedule(weight)
+        shape = (teacher.hidden_size, student.hidden_size)
+        shapes = {f"projection.{layer}.weight": shape for layer in self.layer_map}
+        rng = np.random.default_rng(seed)
+        host = Parameters(shapes, student.array_dtype)
+        for name in shapes:
+            host[name][...] = rng.standard_normal(shape, np.float32) / np.sqrt(shape[1])
+        self.parameters: Parameters | None = Parameters(shapes, student.array_dtype, xp)
+        self.parameters.load_flat(host.flat)
+
+    def __call__(
+        self,
+        student: Activations,
+        teacher: Activations,
+        valid: Array | None,
+        state_gradients: StateGradients,
+        gradients: Parameters | None,
+        *,
+        weight: float,
+        normalizer: float,
+    ) -> Array:
+        assert self.parameters is not None
+        assert gradients is not None
+        loss = None
+        for student_layer, teacher_layer in self.layer_map.items():
+            name = f"projection.{student_layer}.weight"
+            h, t = student.residual_stream(student_layer), teacher.residual_stream(teacher_layer)
+            wide = np.promote_types(h.dtype, np.float32)
+            projected = matmul(h, self.parameters[name], transpose_b=True, out_dtype=wide)
+            error = projected - t.astype(wide)
+            if valid is not None:
+                error *= valid[:, None]
+            count = normalizer * t.shape[-1]
+            part = (error * error).sum() / count
+            loss = part if loss is None else loss + part
+            grad_projected = (error * (2 * weight / count)).astype(h.dtype)
+            grad_h = matmul(grad_projected, self.parameters[name], out_dtype=wide)
+            state_gradients.add(state_gradients.residual, student_layer, grad_h)
+            matmul(grad_projected, h, transpose_a=True, out=gradients[name], accumulate=True)
+        return loss
+
+
+def evenly_spaced_map(student_layers: int, teacher_layers: int) -> dict[int, int]:
+    """Student layer n = 1..student_layers -> the teacher layer at the same share of the depth."""
+    return {
+        layer: round(layer * teacher_layers / student_layers)
+        for layer in range(1, student_layers + 1)
+    }

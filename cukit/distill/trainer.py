@@ -1,0 +1,171 @@
+"""The training loop: batches, gradient accumulation, clipping, AdamW, statistics.
+
+One `Trainer` serves the teacher, the student with a teacher and the student without. Nothing in a
+step waits for the GPU: schedules are host arithmetic, the clipping factor stays on the device, and
+statistics are device scalars until somebody reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cukit.core.arrays import Array
+from cukit.distill.adamw import AdamWState, adamw, global_norm
+from cukit.distill.data import Windows
+from cukit.distill.distiller import Objective
+from cukit.distill.schedule import Schedule, as_schedule
+from cukit.errors import ConfigError, DataError
+from cukit.models.parameters import Parameters, host_array
+
+
+@dataclass(frozen=True)
+class StepStatistics:
+    """What one step reports. The values are device scalars: `read` waits for them."""
+
+    step: int
+    """The number of steps done."""
+    values: dict[str, Array]
+
+    def read(self) -> dict[str, float]:
+        """The values as floats."""
+        return {name: float(value) for name, value in self.values.items()}
+
+
+class Trainer:
+    """Minimises an objective over windows of text with AdamW.
+
+    Args:
+        objective: the loss, its model and what else it trains.
+        windows: where batches come from; a pure function of the step.
+        lr: learning rate, a number or a schedule over steps.
+        accumulate: batches summed into one step, for a larger batch in the same memory.
+        max_grad_norm: gradients are scaled down to this global norm where they exceed it.
+        weight_decay: on matrices only; norms keep their weights.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        windows: Windows,
+        *,
+        lr: float | Schedule,
+        accumulate: int = 1,
+        max_grad_norm: float = 1.0,
+        weight_decay: float = 0.1,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+    ) -> None:
+        if accumulate < 1:
+            raise ConfigError(f"accumulate: expected 1 or more, got {accumulate}")
+        if not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm: expected a positive number, got {max_grad_norm}")
+        self.objective, self.windows = objective, windows
+        self.lr, self.accumulate = as_schedule(lr), accumulate
+        self.max_grad_norm = max_grad_norm
+        self.beta1, self.beta2 = beta1, beta2
+        self.step = 0
+        """Steps done so far; with the windows' seed, the whole position in the data."""
+        self._trained = objective.trained()
+        self._gradients = [_gradients_of(parameters) for parameters in self._trained]
+        self._groups = [
+            _Group(params, grads, AdamWState.for_params([params]), decay)
+            for parameters, gradients in zip(self._trained, self._gradients, strict=True)
+            for params, grads, decay in zip(
+                parameters.groups(), gradients.groups(), (weight_decay, 0.0), strict=True
+            )
+            if params.size
+        ]
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.windows.batch * self.windows.seq_len * self.accumulate
+
+    def train_step(self) -> StepStatistics:
+        """One update of all trained parameters."""
+        for gradients in self._gradients:
+            gradients.clear()
+        totals: dict[str, Array] = {}
+        for part in range(self.accumulate):
+            tokens, targets = self.windows(self.step, part)
+            statistics = self.objective.loss_and_gradients(
+                tokens,
+                targets,
+                self._gradients,
+                step=self.step,
+                normalizer=float(self.tokens_per_step),
+            )
+            for name, value in statistics.items():
+                totals[name] = totals[name] + value if name in totals else value
+        norm = global_norm([gradients.flat for gradients in self._gradients])
+        one = np.float32(1)
+        scale = self.windows.xp.minimum(one, self.max_grad_norm / (norm + np.float32(1e-6)))
+        lr = self.lr(self.step)
+        self.step += 1
+        for group in self._groups:
+            adamw(
+                [group.params],
+                [group.grads],
+                group.state,
+                lr=lr,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                weight_decay=group.weight_decay,
+                step=self.step,
+                grad_scale=scale,
+            )
+        return StepStatistics(self.step, {**totals, "gradient norm": norm})
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def state(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Everything that the next step depends on, beside `step`, as NumPy arrays by name."""
+        model, *terms = self._trained
+        arrays = model.to_host()
+        arrays |= {f"terms.{i}": host_array(term.flat) for i, term in enumerate(terms)}
+        arrays |= {name: host_array(array) for name, array in self._optimizer_arrays().items()}
+        return arrays
+
+    def restore(self, arrays: dict[str, np.ndarray[Any, Any]], step: int, source: str) -> None:
+        """Continue from a `state()` taken after `step` steps, bit for bit.
+
+        `source` names where it comes from, should something be missing (DataError; the trainer is
+        then unchanged).
+        """
+        model, *terms = self._trained
+        flats = {f"terms.{i}": term.flat for i, term in enumerate(terms)}
+        flats |= self._optimizer_arrays()
+        for name, flat in flats.items():
+            if name not in arrays or arrays[name].shape != flat.shape:
+                raise DataError(f"{source}: {name} is missing or of another size")
+        model.load({name: a for name, a in arrays.items() if name not in flats}, source)
+        for name, flat in flats.items():
+            flat[...] = self.windows.xp.asarray(arrays[name])
+        self.step = step
+
+    def _optimizer_arrays(self) -> dict[str, Array]:
+        arrays: dict[str, Array] = {}
+        for index, group in enumerate(self._groups):
+            state = group.state
+            if state.master[0] is not group.params:  # float32 parameters are their own master
+                arrays[f"optimizer.{index}.master"] = state.master[0]
+            arrays[f"optimizer.{index}.exp_avg"] = state.exp_avg[0]
+            arrays[f"optimizer.{index}.exp_avg_sq"] = state.exp_avg_sq[0]
+        return arrays
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parameters, flat, that share a weight decay; their gradients and optimizer state."""
+
+    params: Array
+    grads: Array
+    state: AdamWState
+    weight_decay: float
+
+
+def _gradients_of(parameters: Parameters) -> Parameters:
+    """Zeros, at least float32: sums over many tokens would lose their small terms in 16 bits."""
+    return parameters.zeros_like(np.promote_types(parameters.flat.dtype, np.float32))

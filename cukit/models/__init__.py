@@ -1,0 +1,19 @@
+"""A decoder-only transformer put together from the public ops: forward, backward, generation."""
+
+from cukit.models.config import TransformerConfig
+from cukit.models.files import load_model, save_model
+from cukit.models.generation import generate
+from cukit.models.parameters import Parameters
+from cukit.models.transformer import Activations, KvCache, StateGradients, Transformer
+
+__all__ = [
+    "Activations",
+    "KvCache",
+    "Parameters",
+    "StateGradients",
+    "Transformer",
+    "TransformerConfig",
+    "generate",
+    "load_model",
+    "save_model",
+]

@@ -1,0 +1,83 @@
+"""Generation one token at a time over a key-value cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cukit.errors import ConfigError
+from cukit.models.parameters import host_array
+from cukit.models.transformer import Transformer
+
+
+def generate(
+    model: Transformer,
+    prompt: list[int],
+    num_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> list[int]:
+    """Continue `prompt` by `num_tokens` tokens, drawn from softmax(logits / temperature).
+
+    Each new token attends to the cached keys and values of all before it, so a step costs one
+    position however long the text already is. The same seed draws the same tokens.
+
+    Args:
+        prompt: at least one token id; a longer one than the model holds keeps its end.
+        num_tokens: how many to add. Prompt and new tokens together may exceed max_positions: the
+            older half is then forgotten and the rest read again.
+        temperature: 0 takes the most likely token each time; above 1 flattens the choice.
+        top_k: only the k most likely tokens can be drawn.
+
+    Returns:
+        The new tokens only.
+    """
+    config = model.config
+    if not prompt:
+        raise ConfigError("prompt: expected at least one token")
+    if not all(0 <= token < config.vocab_size for token in prompt):
+        raise ConfigError(f"prompt: tokens must lie in 0..{config.vocab_size - 1}")
+    if num_tokens < 0:
+        raise ConfigError(f"num_tokens: expected 0 or more, got {num_tokens}")
+    if temperature < 0:
+        raise ConfigError(f"temperature: expected 0 or more, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k: expected 1 or more, got {top_k}")
+
+    rng = np.random.default_rng(seed)
+    text = list(prompt[-config.max_positions :])
+    cache = model.new_cache(batch=1)
+    unread = text
+    new_tokens: list[int] = []
+    for _ in range(num_tokens):
+        if cache.length + len(unread) > config.max_positions:
+            unread = text = text[-max(1, config.max_positions // 2) :]
+            cache.length = 0
+        tokens = model.xp.asarray(np.array([unread], np.int32))
+        hidden = model.forward(tokens, keep=False, cache=cache).hidden
+        logits = host_array(model.logits(hidden[-1:]))[0].astype(np.float32)
+        token = sample_token(logits, rng, temperature=temperature, top_k=top_k)
+        new_tokens.append(token)
+        text.append(token)
+        unread = [token]
+    return new_tokens
+
+
+def sample_token(
+    logits: np.ndarray[Any, Any],
+    rng: np.random.Generator,
+    *,
+    temperature: float,
+    top_k: int | None = None,
+) -> int:
+    """Draw one token id from logits [vocab_size]."""
+    if temperature == 0:
+        return int(np.argmax(logits))
+    scaled = logits.astype(np.float64) / temperature
+    if top_k is not None and top_k < scaled.size:
+        scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
+    weights = np.exp(scaled - scaled.max())
+    return int(rng.choice(scaled.size, p=weights / weights.sum()))

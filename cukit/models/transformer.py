@@ -1,0 +1,378 @@
+"""A decoder-only transformer with a hand-written backward pass, out of the public ops.
+
+    x_0     = embed(tokens)
+    x_mid   = x_l + attention(rope(q, k), v) W_o      q, k, v = rms_norm(x_l) W_{q,k,v}
+    x_{l+1} = x_mid + silu_and_mul(rms_norm(x_mid) W_gate_up) W_down
+    hidden  = rms_norm(x_L),   logits = hidden W_head^T
+
+There is no tape: `forward` leaves what the gradients need in an `Activations`, and `backward` walks
+it from the end. The same code runs on NumPy and on CuPy arrays; on the GPU every call is
+asynchronous on CuPy's current stream.
+
+Papers: RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA
+(Ainslie et al. 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cukit.attention import flash_attention, flash_attention_backward
+from cukit.core.arrays import Array
+from cukit.errors import ArrayError, ConfigError
+from cukit.gemm import matmul
+from cukit.layers import (
+    embedding,
+    embedding_backward,
+    rms_norm,
+    rms_norm_backward,
+    rope,
+    rope_backward,
+    silu_and_mul,
+    silu_and_mul_backward,
+)
+from cukit.models.config import TransformerConfig
+from cukit.models.parameters import Parameters
+
+
+@dataclass
+class LayerActivations:
+    """What one layer leaves behind. rows = batch * seq_len."""
+
+    x: Array
+    """The residual stream that enters the layer: [rows, hidden_size]."""
+    attention_in: Array
+    q: Array
+    """After rotation: [batch, seq_len, num_heads_q, head_dim]; k and v with num_heads_kv."""
+    k: Array
+    v: Array
+    attention_out: Array
+    lse: Array
+    x_mid: Array
+    mlp_in: Array
+    gate_up: Array
+    mlp_act: Array
+
+
+@dataclass
+class Activations:
+    """The result of a forward pass, with what `backward` and distillation terms read."""
+
+    tokens: Array
+    hidden: Array
+    """After the last norm, what the head multiplies: [rows, hidden_size]."""
+    x_last: Array
+    """The residual stream after the last layer: [rows, hidden_size]."""
+    layers: list[LayerActivations] = field(default_factory=list)
+    """Empty unless the forward pass kept them."""
+
+    def residual_stream(self, layer: int) -> Array:
+        """The residual stream after `layer` layers (0: the embeddings): [rows, hidden_size]."""
+        return self.x_last if layer == len(self.layers) else self.layers[layer].x
+
+
+@dataclass
+class StateGradients:
+    """Gradients that distillation terms send into the middle of a model, by layer number.
+
+    residual[l] has the shape of `Activations.residual_stream(l)`, 0 <= l <= num_layers; q, k and v
+    the shapes of the layer's. float32 arrays; absent entries are zero.
+    """
+
+    residual: dict[int, Array] = field(default_factory=dict)
+    q: dict[int, Array] = field(default_factory=dict)
+    k: dict[int, Array] = field(default_factory=dict)
+    v: dict[int, Array] = field(default_factory=dict)
+
+    def add(self, place: dict[int, Array], layer: int, gradient: Array) -> None:
+        """Sum `gradient` into one of the four dictionaries."""
+        place[layer] = place[layer] + gradient if layer in place else gradient
+
+
+@dataclass
+class KvCache:
+    """Keys and values of the tokens so far: one contiguous pair of arrays a layer.
+
+    Each is [batch, max_positions, num_heads_kv, head_dim]; the first `length` positions count.
+    """
+
+    keys: list[Array]
+    values: list[Array]
+    length: int = 0
+
+
+class Transformer:
+    """A model: a config and its parameters, on the CPU (NumPy) or on a GPU (CuPy).
+
+    Args:
+        config: the shape of the model.
+        parameters: as `config.parameter_shapes()` names them; see `Transformer.initialise`.
+    """
+
+    def __init__(self, config: TransformerConfig, parameters: Parameters) -> None:
+        if parameters.shapes != config.parameter_shapes():
+            raise ConfigError("parameters: names and shapes do not belong to this config")
+        self.config = config
+        self.parameters = parameters
+        angles = _rope_angles(config)
+        self._cos = self.xp.asarray(np.cos(angles).astype(np.float32))
+        self._sin = self.xp.asarray(np.sin(angles).astype(np.float32))
+
+    @property
+    def xp(self) -> ModuleType:
+        """numpy or cupy: where the model lives."""
+        return self.parameters.xp
+
+    @property
+    def head(self) -> Array:
+        """The matrix of the logits: [vocab_size, hidden_size] (the embedding where tied)."""
+        return self.parameters[self.config.head_name]
+
+    @classmethod
+    def initialise(
+        cls, config: TransformerConfig, *, seed: int, xp: ModuleType = np
+    ) -> Transformer:
+        """A fresh model: normal weights of standard deviation 1/sqrt(fan in), norms at one.
+
+        What writes into the residual stream is scaled down by 1/sqrt(2 num_layers), so that the
+        stream keeps its size however deep the model is. The same seed gives the same numbers on
+        every device.
+        """
+        rng = np.random.default_rng(seed)
+        host = Parameters(config.parameter_shapes(), config.array_dtype)
+        for name, shape in config.parameter_shapes().items():
+            if len(shape) == 1:
+                host[name][...] = 1
+                continue
+            std = shape[1] ** -0.5
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                std *= (2 * config.num_layers) ** -0.5
+            host[name][...] = rng.standard_normal(shape, np.float32) * np.float32(std)
+        parameters = Parameters(config.parameter_shapes(), config.array_dtype, xp)
+        parameters.load_flat(host.flat)
+        return cls(config, parameters)
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def forward(
+        self, tokens: Array, *, keep: bool = True, cache: KvCache | None = None
+    ) -> Activations:
+        """Hidden states of `tokens`, each seeing itself and what stands before it.
+
+        Args:
+            tokens: int32 [batch, seq_len]; seq_len (plus the cache's) <= max_positions.
+            keep: leave in the result what `backward` and distillation terms read.
+            cache: continue after the tokens that are in it, and append these.
+        """
+        config, p = self.config, self.parameters
+        batch, seq_len = tokens.shape
+        start = cache.length if cache is not None else 0
+        if start + seq_len > config.max_positions:
+            raise ArrayError(
+                f"tokens: {start + seq_len} positions, but max_positions is {config.max_positions}"
+            )
+        cos, sin = self._cos[start : start + seq_len], self._sin[start : start + seq_len]
+        x = embedding(tokens, p["embed_tokens.weight"]).reshape(-1, config.hidden_size)
+        delta = None
+        layers: list[LayerActivations] = []
+        for index in range(config.num_layers):
+            weight = self._layer_weights(index, p)
+            attention_in, x = self._norm(x, delta, weight["input_norm"])
+            q, k, v = (
+                matmul(attention_in, weight[name], transpose_b=True).reshape(
+                    batch, seq_len, -1, config.head_dim
+                )
+                for name in ("q_proj", "k_proj", "v_proj")
+            )
+            q, k = rope(q, k, cos, sin, inplace=True)
+            if cache is None:
+                attention_out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+            else:
+                cache.keys[index][:, start : start + seq_len] = k
+                cache.values[index][:, start : start + seq_len] = v
+                attention_out, lse = flash_attention(
+                    q,
+                    cache.keys[index][:, : start + seq_len],
+                    cache.values[index][:, : start + seq_len],
+                    causal=True,
+                    return_lse=True,
+                )
+            x_in = x
+            delta = matmul(_rows(attention_out), weight["o_proj"], transpose_b=True)
+            mlp_in, x = self._norm(x, delta, weight["mlp_norm"])
+            gate_up = matmul(mlp_in, weight["gate_up_proj"], transpose_b=True)
+            mlp_act = silu_and_mul(gate_up)
+            delta = matmul(mlp_act, weight["down_proj"], transpose_b=True)
+            if keep:
+                layers.append(
+                    LayerActivations(
+                        x_in, attention_in, q, k, v, attention_out, lse, x, mlp_in, gate_up, mlp_act
+                    )
+                )
+        if cache is not None:
+            cache.length += seq_len
+        hidden, x = self._norm(x, delta, p["norm.weight"])
+        return Activations(tokens, hidden, x, layers)
+
+    def logits(self, hidden: Array) -> Array:
+        """hidden W_head^T: [rows, vocab_size]."""
+        return matmul(hidden, self.head, transpose_b=True)
+
+    def new_cache(self, batch: int, max_positions: int | None = None) -> KvCache:
+        """An empty cache for `batch` sequences of up to `max_positions` tokens."""
+        config = self.config
+        positions = max_positions or config.max_positions
+        shape = (batch, positions, config.num_heads_kv, config.head_dim)
+
+        def arrays() -> list[Array]:
+            return [self.xp.empty(shape, config.array_dtype) for _ in range(config.num_layers)]
+
+        return KvCache(arrays(), arrays())
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        activations: Activations,
+        grad_hidden: Array,
+        gradients: Parameters,
+        state_gradients: StateGradients | None = None,
+    ) -> None:
+        """Add the gradients of all parameters but the untied head to `gradients`.
+
+        The head's own product is the loss's business (`linear_kl_divergence` gives its gradient
+        without ever storing the logits); a tied head shares the embedding's entry.
+
+        Args:
+            activations: of a forward pass with keep=True. Its layers are used up, to give their
+                memory back as the pass goes.
+            grad_hidden: gradient of `activations.hidden`, same shape and dtype.
+            gradients: float arrays by parameter name, added to.
+            state_gradients: what further terms send to residual streams, q, k and v.
+        """
+        if len(activations.layers) != self.config.num_layers:
+            raise ArrayError("activations: need the layers of a forward pass with keep=True")
+        state = state_gradients or StateGradients()
+        p, eps = self.parameters, self.config.norm_eps
+        grad_x, grad_weight = rms_norm_backward(
+            grad_hidden, activations.x_last, p["norm.weight"], eps
+        )
+        _add_to(gradients["norm.weight"], grad_weight)
+        for index in reversed(range(self.config.num_layers)):
+            grad_x = _with_extra(grad_x, state.residual.get(index + 1))
+            grad_x = self._layer_backward(index, activations.layers.pop(), grad_x, gradients, state)
+        grad_x = _with_extra(grad_x, state.residual.get(0))
+        _add_to(
+            gradients["embed_tokens.weight"],
+            embedding_backward(
+                grad_x.reshape(*activations.tokens.shape, -1),
+                activations.tokens,
+                self.config.vocab_size,
+            ),
+        )
+
+    def _layer_backward(
+        self,
+        index: int,
+        kept: LayerActivations,
+        grad_x: Array,
+        gradients: Parameters,
+        state: StateGradients,
+    ) -> Array:
+        """The gradient of the residual stream before the layer, from the one after it."""
+        eps = self.config.norm_eps
+        weight = self._layer_weights(index, self.parameters)
+        grad = self._layer_weights(index, gradients)
+
+        grad_act = matmul(grad_x, weight["down_proj"])
+        _add_product(grad["down_proj"], grad_x, kept.mlp_act)
+        grad_gate_up = silu_and_mul_backward(grad_act, kept.gate_up)
+        grad_in = matmul(grad_gate_up, weight["gate_up_proj"])
+        _add_product(grad["gate_up_proj"], grad_gate_up, kept.mlp_in)
+        grad_x, grad_weight = rms_norm_backward(
+            grad_in, kept.x_mid, weight["mlp_norm"], eps, grad_residual=grad_x
+        )
+        _add_to(grad["mlp_norm"], grad_weight)
+
+        grad_out = matmul(grad_x, weight["o_proj"]).reshape(kept.attention_out.shape)
+        _add_product(grad["o_proj"], grad_x, _rows(kept.attention_out))
+        # Deterministic, so that a resumed run repeats an unbroken one bit for bit.
+        grad_q, grad_k, grad_v = flash_attention_backward(
+            grad_out, kept.q, kept.k, kept.v, kept.attention_out, kept.lse,
+            causal=True, deterministic=True,
+        )  # fmt: skip
+        grad_q = _with_extra(grad_q, state.q.get(index))
+        grad_k = _with_extra(grad_k, state.k.get(index))
+        grad_v = _with_extra(grad_v, state.v.get(index))
+        seq_len = kept.q.shape[1]
+        grad_q, grad_k = rope_backward(
+            grad_q, grad_k, self._cos[:seq_len], self._sin[:seq_len], inplace=True
+        )
+        grad_q, grad_k, grad_v = _rows(grad_q), _rows(grad_k), _rows(grad_v)
+        grad_in = matmul(grad_q, weight["q_proj"])
+        matmul(grad_k, weight["k_proj"], out=grad_in, accumulate=True)
+        matmul(grad_v, weight["v_proj"], out=grad_in, accumulate=True)
+        _add_product(grad["q_proj"], grad_q, kept.attention_in)
+        _add_product(grad["k_proj"], grad_k, kept.attention_in)
+        _add_product(grad["v_proj"], grad_v, kept.attention_in)
+        grad_x, grad_weight = rms_norm_backward(
+            grad_in, kept.x, weight["input_norm"], eps, grad_residual=grad_x
+        )
+        _add_to(grad["input_norm"], grad_weight)
+        return grad_x
+
+    # -- shared --------------------------------------------------------------------------------
+
+    def _norm(self, x: Array, delta: Array | None, weight: Array) -> tuple[Array, Array]:
+        """(norm(x + delta), x + delta) in one pass over memory; the first norm has no delta."""
+        if delta is None:
+            return rms_norm(x, weight, self.config.norm_eps), x
+        normed, new_x = rms_norm(delta, weight, self.config.norm_eps, residual=x)
+        return normed, new_x
+
+    @staticmethod
+    def _layer_weights(index: int, parameters: Mapping[str, Array]) -> dict[str, Array]:
+        names = (
+            "input_norm", "q_proj", "k_proj", "v_proj", "o_proj",
+            "mlp_norm", "gate_up_proj", "down_proj",
+        )  # fmt: skip
+        return {name: parameters[f"layers.{index}.{name}.weight"] for name in names}
+
+
+def _rope_angles(config: TransformerConfig) -> np.ndarray[Any, Any]:
+    """Angle of each pair at each position: [max_positions, head_dim / 2], float64."""
+    exponents = np.arange(0, config.head_dim, 2) / config.head_dim
+    return np.outer(np.arange(config.max_positions), config.rope_theta**-exponents)
+
+
+def _rows(array: Array) -> Array:
+    """[batch, seq_len, heads, head_dim] -> [batch * seq_len, heads * head_dim]."""
+    return array.reshape(array.shape[0] * array.shape[1], -1)
+
+
+def _add_product(gradient: Array, grad_out: Array, inputs: Array) -> None:
+    """gradient += grad_out^T inputs, the gradient of a [out, in] weight matrix."""
+    matmul(grad_out, inputs, transpose_a=True, out=gradient, accumulate=True)
+
+
+def _add_to(gradient: Array, extra: Array) -> None:
+    """gradient += extra, summed in float32 or wider."""
+    if gradient.dtype.itemsize >= 4:
+        gradient += extra.astype(gradient.dtype, copy=False)
+    else:
+        gradient[...] = (gradient.astype(np.float32) + extra.astype(np.float32)).astype(
+            gradient.dtype
+        )
+
+
+def _with_extra(gradient: Array, extra: Array | None) -> Array:
+    """gradient + extra in gradient's dtype; the gradient itself where there is nothing to add."""
+    if extra is None:
+        return gradient
+    wide = gradient if gradient.dtype.itemsize >= 4 else gradient.astype(np.float32)
+    return (wide + extra).astype(gradient.dtype)

@@ -1,0 +1,36 @@
+"""Models small enough to check every number of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from cukit.models import Transformer, TransformerConfig
+
+SMALL = TransformerConfig(
+    vocab_size=23,
+    hidden_size=16,
+    num_layers=2,
+    num_heads_q=4,
+    num_heads_kv=2,
+    head_dim=4,
+    intermediate_size=24,
+    max_positions=12,
+    dtype="float64",
+)
+
+
+def small_model(seed: int = 0, xp: Any = np, **changes: Any) -> Transformer:
+    """A fresh model whose norm weights are not all one, so that no gradient hides behind them."""
+    model = Transformer.initialise(replace(SMALL, **changes), seed=seed, xp=xp)
+    rng = np.random.default_rng(seed + 100)
+    for name, array in model.parameters.items():
+        if array.ndim == 1:
+            array[...] = xp.asarray(rng.uniform(0.5, 1.5, array.shape).astype(array.dtype))
+    return model
+
+
+def small_tokens(rng: np.random.Generator, batch: int = 2, seq_len: int = 7) -> Any:
+    return rng.integers(0, SMALL.vocab_size, (batch, seq_len)).astype(np.int32)

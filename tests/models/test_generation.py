@@ -1,0 +1,81 @@
+"""Generation over the cache is generation over the whole text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cukit.errors import ConfigError
+from cukit.models import generate
+from cukit.models.generation import sample_token
+from tests.models.small import small_model, small_tokens
+
+
+@pytest.mark.parametrize("split", [1, 4, 6])
+def test_cache_equals_full_forward(split: int, rng: np.random.Generator) -> None:
+    model = small_model()
+    tokens = small_tokens(rng, batch=2, seq_len=7)
+    whole = model.forward(tokens, keep=False).hidden.reshape(2, 7, -1)
+    cache = model.new_cache(batch=2)
+    parts = [tokens[:, :split], *(tokens[:, i : i + 1] for i in range(split, 7))]
+    hidden = [
+        model.forward(np.ascontiguousarray(part), keep=False, cache=cache).hidden.reshape(
+            2, part.shape[1], -1
+        )
+        for part in parts
+    ]
+    assert cache.length == 7
+    np.testing.assert_allclose(np.concatenate(hidden, 1), whole, rtol=1e-10, atol=1e-12)
+
+
+def test_greedy_takes_the_best_of_the_full_forward() -> None:
+    model = small_model()
+    text = [3, 1, 4]
+    for token in generate(model, text, 8, temperature=0):
+        logits = model.logits(model.forward(np.array([text], np.int32), keep=False).hidden)
+        assert token == int(logits[-1].argmax())
+        text.append(token)
+
+
+def test_top_1_is_greedy_and_seeds_repeat() -> None:
+    model = small_model()
+    greedy = generate(model, [5], 9, temperature=0)
+    assert generate(model, [5], 9, top_k=1, seed=7) == greedy
+    assert generate(model, [5], 9, seed=7) == generate(model, [5], 9, seed=7)
+    assert generate(model, [5], 9, seed=7) != generate(model, [5], 9, seed=8)
+
+
+def test_text_longer_than_the_model_goes_on() -> None:
+    model = small_model()
+    tokens = generate(model, list(range(20)), 30, temperature=0)
+    assert len(tokens) == 30
+    # A long prompt keeps its end.
+    assert generate(model, list(range(20)), 1, temperature=0)[0] == tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [99]}, "prompt"),
+        ({"num_tokens": -1}, "num_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
+    arguments: dict[str, Any] = {"prompt": [1], "num_tokens": 2} | options
+    with pytest.raises(ConfigError, match=named):
+        generate(small_model(), **arguments)
+
+
+def test_sampling_follows_the_distribution() -> None:
+    logits = np.log(np.array([0.1, 0.2, 0.7]))
+    rng = np.random.default_rng(0)
+    draws = [sample_token(logits, rng, temperature=1.0) for _ in range(4000)]
+    shares = np.bincount(draws, minlength=3) / 4000
+    np.testing.assert_allclose(shares, [0.1, 0.2, 0.7], atol=0.03)
+    top_2 = [sample_token(logits, rng, temperature=1.0, top_k=2) for _ in range(4000)]
+    np.testing.assert_allclose(np.bincount(top_2, minlength=3) / 4000, [0, 2 / 9, 7 / 9], atol=0.03)
