@@ -1,0 +1,382 @@
+"""Exact attention that never writes the score matrix, and its gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.attention.flash_plan import (
+    MAX_HEAD_DIM,
+    AttentionProblem,
+    plan_flash_attention,
+    plan_flash_attention_backward,
+    representative_specs,
+)
+from cukit.core.arrays import (
+    ACCESS_BYTES,
+    FLOAT_DTYPES,
+    Array,
+    adopt,
+    bfloat16,
+    check_array,
+    check_same_dtype,
+    empty,
+    float16,
+    runs_kernel,
+    write_out,
+)
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
+from cukit.reference import attention as reference
+from cukit.registry import register
+
+ATTENTION_DTYPES = (float16, bfloat16)
+"""Element types of the kernels. References take float32 and float64 as well."""
+
+_HEAD_DIM_STEP = 8  # elements in one 16-byte access
+
+
+def flash_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """Attention: `out = softmax(scale * q k^T + mask) v` for every head.
+
+    Query head `h` uses key head `h // (num_heads_q // num_heads_kv)` (MHA, GQA, MQA). The causal
+    mask is aligned bottom right: key `j` is visible to query `i` where
+    `j <= seq_len_kv - seq_len_q + i`. A query that sees no key gets zeros, and -inf as its lse.
+
+    Args:
+        q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim]; on the CPU float32|float64
+            too. Any strides with a contiguous last axis, e.g. a transposed view of
+            [batch, heads, seq, head_dim] or a slice of a fused projection; on the GPU, strides and
+            start are multiples of 16 bytes.
+        k: as q, [batch, seq_len_kv, num_heads_kv, head_dim]; num_heads_kv divides num_heads_q.
+        v: as k.
+        causal: hide the future.
+        scale: positive factor of the scores; 1 / sqrt(head_dim) where omitted.
+        return_lse: return the log-sum-exp too, which the backward needs.
+        out: where to write; dtype and shape of q, strides as for q. It must not overlap the inputs.
+
+    head_dim is a multiple of 8 up to 256 on the GPU; 64, 96, 128 and 256 run without padding.
+
+    Returns:
+        `out` like q; with `return_lse` the pair `(out, lse)`, lse float32
+        [batch, num_heads_q, seq_len_q], natural logarithm (float64 for float64 inputs).
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: a scale that is not positive and finite.
+
+    Runs on CuPy's current stream, accumulates in float32, is deterministic.
+    Paper: Dao, FlashAttention-2, arXiv:2307.08691.
+
+    >>> import numpy as np, cukit as ck
+    >>> q = np.zeros((1, 2, 1, 8), np.float32)
+    >>> kv = np.arange(16, dtype=np.float32).reshape(1, 2, 1, 8)
+    >>> ck.flash_attention(q, kv, kv, causal=True)[0, :, 0, :2]
+    array([[0., 1.],
+           [4., 5.]], dtype=float32)
+    """
+    q, k, v, out = adopt("flash_attention", q, k, v, out)
+    if not runs_kernel("flash_attention", q, k, v, out):
+        _check_forward(q, k, v, out, scale)
+        result = reference.flash_attention(
+            q, k, v, causal=causal, scale=scale, return_lse=return_lse
+        )
+        if not return_lse:
+            return write_out(out, result)
+        return write_out(out, result[0]), result[1]
+    kernel, grid, scalars = _prepare_forward(q, k, v, out, bool(causal), scale)
+    if out is None:
+        out = empty(q, q.shape)
+    batch, seq_len_q, num_heads_q, _ = q.shape
+    lse = empty(q, (batch, num_heads_q, seq_len_q), np.float32)
+    kernel(grid, (q, k, v, out, lse, *scalars))
+    return (out, lse) if return_lse else out
+
+
+def flash_attention_backward(
+    grad_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    deterministic: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Gradients of :func:`flash_attention`.
+
+    Args:
+        grad_out: gradient of `out`; dtype, shape and strides as for q.
+        q: as in the forward.
+        k: as in the forward.
+        v: as in the forward.
+        out: what the forward returned; strides as for q.
+        lse: what the forward returned, C-contiguous.
+        causal: as in the forward.
+        scale: as in the forward.
+        deterministic: sum grad_q in a fixed order, at the price of two more matrix products (about
+            40 % more time). Otherwise its last bits vary from run to run, because blocks add to it
+            in float32 in the order in which they happen to finish.
+
+    Returns:
+        `(grad_q, grad_k, grad_v)`, C-contiguous, dtypes and shapes of q, k and v. grad_k and grad_v
+        are summed over the query heads of a group in a fixed order, always.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: a scale that is not positive and finite.
+
+    Runs on CuPy's current stream and accumulates in float32. Scratch: two float32 a query and head,
+    and, unless deterministic, a float32 copy of grad_q.
+    Paper: Dao, FlashAttention-2, arXiv:2307.08691.
+
+    >>> import numpy as np, cukit as ck
+    >>> q, k, v = (np.random.rand(1, 3, 2, 8).astype(np.float32) for _ in range(3))
+    >>> out, lse = ck.flash_attention(q, k, v, return_lse=True)
+    >>> grads = ck.flash_attention_backward(np.ones_like(out), q, k, v, out, lse)
+    >>> grads[2].sum(axis=1)[0, 0].round(3).tolist()
+    [3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
+    """
+    grad_out, q, k, v, out, lse = adopt("flash_attention_backward", grad_out, q, k, v, out, lse)
+    if not runs_kernel("flash_attention_backward", grad_out, q, k, v, out, lse):
+        _check_backward(grad_out, q, k, v, out, lse, scale)
+        return reference.flash_attention_backward(
+            grad_out, q, k, v, out, lse, causal=causal, scale=scale, deterministic=deterministic
+        )
+    steps = _prepare_backward(grad_out, q, k, v, out, lse, bool(causal), scale, bool(deterministic))
+    statistics = empty(q, (2, *steps.scratch_rows), np.float32)
+    lse_log2, delta = statistics[0], statistics[1]
+    grad_q, grad_k, grad_v = (empty(x, x.shape) for x in (q, k, v))
+    # The deterministic path has no sum; a pointer has to be passed all the same.
+    total = delta if deterministic else empty(q, (*steps.scratch_rows, steps.width), np.float32)
+
+    kernel, grid, scalars = steps.prepare
+    kernel(grid, (out, grad_out, lse, lse_log2, delta, total, *scalars))
+    kernel, grid, scalars = steps.keys
+    kernel(grid, (q, k, v, grad_out, lse_log2, delta, total, grad_k, grad_v, *scalars))
+    kernel, grid, scalars = steps.queries
+    if deterministic:
+        kernel(grid, (q, k, v, grad_out, lse_log2, delta, grad_q, *scalars))
+    else:
+        kernel(grid, (total, grad_q, *scalars))
+    return grad_q, grad_k, grad_v
+
+
+class _BackwardSteps(NamedTuple):
+    """The three launches of a backward, and the extents of its scratch."""
+
+    prepare: Launch
+    keys: Launch
+    queries: Launch
+    scratch_rows: tuple[int, int]
+    width: int
+
+
+def _check_heads(op: str, q: Array, k: Array, v: Array, scale: float | None) -> None:
+    """Shapes and dtypes of the three inputs."""
+    check_array(op, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
+    batch, _, num_heads_q, head_dim = q.shape
+    check_array(op, "k", k, shape=(batch, None, None, head_dim), contiguous=False)
+    check_array(op, "v", v, shape=k.shape, contiguous=False)
+    check_same_dtype(op, q=q, k=k, v=v)
+    if k.shape[2] == 0 or num_heads_q == 0 or num_heads_q % k.shape[2]:
+        raise ArrayShapeError(
+            f"{op}: the heads of k (axis 2) must divide those of q, "
+            f"got {k.shape[2]} and {num_heads_q}"
+        )
+    if head_dim == 0:
+        raise ArrayShapeError(f"{op}: head_dim (the last axis of q) must not be 0")
+    if scale is not None and not (scale > 0 and math.isfinite(scale)):
+        raise ConfigError(f"{op}: scale must be positive and finite, got {scale}")
+
+
+def _check_forward(q: Array, k: Array, v: Array, out: Array | None, scale: float | None) -> None:
+    op = "flash_attention"
+    _check_heads(op, q, k, v, scale)
+    if out is not None:
+        check_array(op, "out", out, shape=q.shape, contiguous=False)
+        check_same_dtype(op, q=q, out=out)
+
+
+def _check_backward(
+    grad_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, scale: float | None
+) -> None:
+    op = "flash_attention_backward"
+    _check_heads(op, q, k, v, scale)
+    check_array(op, "grad_out", grad_out, shape=q.shape, contiguous=False)
+    check_array(op, "out", out, shape=q.shape, contiguous=False)
+    check_same_dtype(op, q=q, grad_out=grad_out, out=out)
+    batch, seq_len_q, num_heads_q, _ = q.shape
+    check_array(op, "lse", lse, dtypes=_lse_dtypes(q), shape=(batch, num_heads_q, seq_len_q))
+
+
+def _lse_dtypes(q: Array) -> tuple[np.dtype[Any], ...]:
+    return (np.dtype(np.float64 if q.dtype == np.float64 else np.float32),)
+
+
+def _check_kernel_layout(op: str, **arrays: Array | None) -> None:
+    """What the kernels ask for beyond the reference: dtype, head_dim, 16-byte access."""
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        check_array(op, name, array, dtypes=ATTENTION_DTYPES, contiguous=False)
+        head_dim = array.shape[-1]
+        if head_dim % _HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
+            raise ArrayShapeError(
+                f"{op}: head_dim (the last axis of {name}) must be a multiple of {_HEAD_DIM_STEP} "
+                f"up to {MAX_HEAD_DIM} on the GPU, got {head_dim}"
+            )
+        strides = [s for s, n in zip(array.strides[:3], array.shape[:3], strict=True) if n > 1]
+        if array.data.ptr % ACCESS_BYTES or any(stride % ACCESS_BYTES for stride in strides):
+            raise ArrayLayoutError(
+                f"{op}: the start and the strides of {name} must be multiples of {ACCESS_BYTES} "
+                f"bytes on the GPU, got strides {array.strides}; pass cupy.ascontiguousarray({name})"
+            )
+
+
+def _problem(q: Array, k: Array, causal: bool) -> AttentionProblem:
+    batch, seq_len_q, num_heads_q, head_dim = q.shape
+    return AttentionProblem(
+        batch, seq_len_q, k.shape[1], num_heads_q, k.shape[2], head_dim, q.dtype.name, causal
+    )
+
+
+def _strides(array: Array | None, like: Array) -> tuple[np.int64, np.int64, np.int64]:
+    """Batch, row and head strides in elements; those of a C-contiguous array shaped as `like`
+    where `array` is None."""
+    if array is None:
+        _, rows, heads, head_dim = like.shape
+        return np.int64(rows * heads * head_dim), np.int64(heads * head_dim), np.int64(head_dim)
+    batch, row, head = (stride // array.itemsize for stride in array.strides[:3])
+    return np.int64(batch), np.int64(row), np.int64(head)
+
+
+def _scales(q: Array, scale: float | None) -> tuple[np.float32, np.float32]:
+    """The factor of the scores, and the same for powers of two."""
+    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    return np.float32(factor), np.float32(factor / math.log(2.0))
+
+
+@launch_plan
+def _prepare_forward(
+    q: Array, k: Array, v: Array, out: Array | None, causal: bool, scale: float | None
+) -> Launch:
+    _check_forward(q, k, v, out, scale)
+    _check_kernel_layout("flash_attention", q=q, k=k, v=v, out=out)
+    problem = _problem(q, k, causal)
+    config = plan_flash_attention(problem, current_device())
+    scalars = (
+        *_strides(q, q),
+        *_strides(k, k),
+        *_strides(v, v),
+        *_strides(out, q),
+        np.int32(problem.batch),
+        np.int32(problem.num_heads_q),
+        np.int32(problem.group),
+        np.int32(problem.seq_len_q),
+        np.int32(problem.seq_len_kv),
+        np.int32(problem.head_dim),
+        np.int32(config.section),
+        _scales(q, scale)[1],
+    )
+    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+
+
+@launch_plan
+def _prepare_backward(
+    grad_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    causal: bool,
+    scale: float | None,
+    deterministic: bool,
+) -> _BackwardSteps:
+    _check_backward(grad_out, q, k, v, out, lse, scale)
+    _check_kernel_layout("flash_attention_backward", grad_out=grad_out, q=q, k=k, v=v, out=out)
+    problem = _problem(q, k, causal)
+    config = plan_flash_attention_backward(problem, deterministic, current_device())
+    padded = config.seq_len_q_padded
+    factor, factor_log2 = _scales(q, scale)
+    batch, heads_q, heads_kv = (
+        np.int32(n) for n in (problem.batch, problem.num_heads_q, problem.num_heads_kv)
+    )
+    group, seq_q, seq_kv = (
+        np.int32(n) for n in (problem.group, problem.seq_len_q, problem.seq_len_kv)
+    )
+    width, seq_q_padded = np.int32(problem.head_dim), np.int32(padded)
+    strides = (*_strides(q, q), *_strides(k, k), *_strides(v, v), *_strides(grad_out, q))
+
+    prepare_spec, keys_spec, queries_spec = config.specs()
+    prepare = Launch(
+        load_kernel(prepare_spec),
+        (config.prepare_blocks,),
+        (
+            *(*_strides(out, q), *_strides(grad_out, q)),
+            *(batch, heads_q, seq_q, seq_q_padded, width),
+        ),
+    )
+    keys = Launch(
+        load_kernel(keys_spec),
+        (config.key_blocks,),
+        (
+            *(*strides, batch, heads_kv, group, seq_q, seq_kv, seq_q_padded, width),
+            *(np.int32(config.key_section), factor, factor_log2),
+        ),
+    )
+    if deterministic:
+        scalars: tuple[Any, ...] = (
+            *(*strides, batch, heads_q, group, seq_q, seq_kv, seq_q_padded, width),
+            *(np.int32(config.query_section), factor, factor_log2),
+        )
+    else:
+        scalars = (heads_q, seq_q, seq_q_padded, width, factor)
+    queries = Launch(load_kernel(queries_spec), (config.query_blocks,), scalars)
+    rows = (problem.batch * problem.num_heads_q, padded)
+    return _BackwardSteps(prepare, keys, queries, rows, problem.width)
+
+
+def _forward_specs(device: Device) -> list[KernelSpec]:
+    return representative_specs(lambda problem: (plan_flash_attention(problem, device).spec(),))
+
+
+def _backward_specs(device: Device) -> list[KernelSpec]:
+    return representative_specs(
+        lambda problem: [
+            spec
+            for deterministic in (False, True)
+            for spec in plan_flash_attention_backward(problem, deterministic, device).specs()
+        ]
+    )
+
+
+register(
+    name="flash_attention",
+    family="attention",
+    function=flash_attention,
+    reference=reference.flash_attention,
+    specs=_forward_specs,
+)
+register(
+    name="flash_attention_backward",
+    family="attention",
+    function=flash_attention_backward,
+    reference=reference.flash_attention_backward,
+    specs=_backward_specs,
+)

@@ -1,0 +1,42 @@
+// The float32 scratch in which blocks add up the gradient of the queries.
+//
+// Per head it holds ceil(seq_q / tile) * tile rows of HEAD_DIM as 16x8 blocks, row of blocks by row of
+// blocks; within a block, lane by lane, the four accumulators that mma.sync gives the lane. A warp
+// then adds a block as one coalesced access.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/reduce_add.cuh"
+
+namespace cukit {
+
+constexpr int kQueryBlock = 16 * 8;  // floats
+
+// First float of the block of row `row` (a multiple of 16) and column `column` (of 8).
+template <int HeadDim>
+CUKIT_DEVICE long long query_block(long long row, int column) {
+  return (row / 16 * (HeadDim / 8) + column / 8) * kQueryBlock;
+}
+
+// Adds this lane's accumulators to a block. Atomic: any block of threads may add at any time.
+CUKIT_DEVICE void add_to_query_block(float* block, int lane, const float (&acc)[4]) {
+#if __CUDA_ARCH__ >= 900
+  reduce_add_x4(block + lane * 4, acc);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) atomicAdd(block + i * kWarpSize + lane, acc[i]);
+#endif
+}
+
+// What add_to_query_block summed up for this lane.
+CUKIT_DEVICE void read_query_block(float (&acc)[4], const float* block, int lane) {
+#if __CUDA_ARCH__ >= 900
+  const float4 four = *reinterpret_cast<const float4*>(block + lane * 4);
+  acc[0] = four.x, acc[1] = four.y, acc[2] = four.z, acc[3] = four.w;
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) acc[i] = block[i * kWarpSize + lane];
+#endif
+}
+
+}  // namespace cukit

@@ -1,0 +1,26 @@
+// cp.async: copies from global to shared memory that complete in the background (sm_80).
+#pragma once
+
+#include "common/platform.cuh"
+
+namespace cukit {
+
+// cp.async.cg, 16 bytes, past L1. With `valid` false the destination becomes zeros and `global` is
+// not read. Both addresses are 16-byte aligned.
+CUKIT_DEVICE void cp_async_16(unsigned shared, const void* global, bool valid = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// cp.async.commit_group: closes the group of this thread's copies issued since the last one.
+CUKIT_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+// cp.async.wait_group: waits until at most `Pending` of this thread's groups are unfinished. Other
+// threads see the data after a barrier.
+template <int Pending>
+CUKIT_DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
+}
+
+}  // namespace cukit

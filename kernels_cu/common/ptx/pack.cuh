@@ -1,0 +1,28 @@
+// cvt.rn.{f16x2,bf16x2}.f32: two floats to a register of two 16-bit elements (sm_80).
+#pragma once
+
+#include "common/platform.cuh"
+
+namespace cukit {
+
+// Rounds to nearest even; `low` goes to the lower address.
+template <typename T>
+CUKIT_DEVICE unsigned pack(float low, float high);
+
+// cvt.rn.f16x2.f32
+template <>
+CUKIT_DEVICE unsigned pack<__half>(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// cvt.rn.bf16x2.f32
+template <>
+CUKIT_DEVICE unsigned pack<__nv_bfloat16>(float low, float high) {
+  unsigned packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+}  // namespace cukit

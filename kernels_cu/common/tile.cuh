@@ -1,0 +1,182 @@
+// Tiles of 16-bit elements in shared memory, and the tensor-core operands read from them.
+//
+// A tile has Rows rows of Cols elements (Cols a multiple of 32), stored in 16-byte chunks of eight
+// elements. Chunk c of row r lies where chunk c ^ phase(r) would: the eight rows that one ldmatrix
+// phase reads then fall into eight different bank groups. Rows of 128 n bytes take phase r % 8;
+// rows of 64 n bytes (n odd) already alternate between the halves of a bank line and take
+// (r / 2) % 4. The tile's base is 128-byte aligned.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/mma.cuh"
+#include "common/ptx/shared_address.cuh"
+
+namespace cukit {
+
+template <int Cols>
+struct Swizzle {
+  static_assert(Cols % 32 == 0, "rows are multiples of 64 bytes");
+  static constexpr int kChunks = Cols / 8;
+  static constexpr int kPitch = Cols * 2;  // bytes
+  static constexpr int kMask = Cols % 64 == 0 ? 7 : 3;
+  static constexpr int kRowShift = Cols % 64 == 0 ? 0 : 1;
+
+  // Byte offset of a chunk.
+  CUKIT_DEVICE static unsigned offset(int row, int chunk) {
+    return row * kPitch + ((chunk ^ ((row >> kRowShift) & kMask)) << 4);
+  }
+
+  // offset(row + rows, chunk + chunks) from `at` = offset(row, chunk), for `rows` a multiple of 8
+  // and a sum chunk + chunks without carries; the tile's base may be part of `at`.
+  CUKIT_DEVICE static unsigned advance(unsigned at, int rows, int chunks) {
+    return (at ^ ((chunks & kMask) << 4)) + rows * kPitch + ((chunks & ~kMask) << 4);
+  }
+};
+
+// Where a lane's row of the four ldmatrix matrices starts within a 16x16 block of the tile:
+// ByRow:    matrices (rows 0-7, cols 0-7), (rows 8-15, cols 0-7), (rows 0-7, cols 8-15), the rest
+// ByColumn: matrices (rows 0-7, cols 0-7), (rows 0-7, cols 8-15), (rows 8-15, cols 0-7), the rest
+enum class LaneOrder { ByRow, ByColumn };
+
+// An operand of a warp's product, read from a tile: 16x16 blocks starting at (row, column).
+// `operator()(r, rows, cols)` loads the block `rows` further down and `cols` further right (both
+// multiples of 16 and known at compile time).
+//
+//   left operand A (m x k):   A stored [m][k]: ByRow            A stored [k][m]: ByColumn, transposed
+//   right operand B (k x n):  B stored [n][k]: ByColumn         B stored [k][n]: ByRow, transposed
+//   (two neighbouring 16x8 B operands at a time: r[0] r[1] and r[2] r[3])
+//
+// Span columns belong to this warp, starting at a multiple of Span: a power of two, or all of Cols.
+template <int Cols, int Span, LaneOrder Order, bool Transposed>
+struct Operand {
+  static_assert(Span == Cols || (Span & (Span - 1)) == 0, "columns are added without carries");
+  unsigned address;
+
+  CUKIT_DEVICE Operand(unsigned tile, int row, int column) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int lane_row = Order == LaneOrder::ByRow ? lane % 16 : lane % 8 + lane / 16 * 8;
+    const int lane_chunk = Order == LaneOrder::ByRow ? lane / 16 : lane / 8 % 2;
+    address = tile + Swizzle<Cols>::offset(row + lane_row, column / 8 + lane_chunk);
+  }
+
+  CUKIT_DEVICE void operator()(unsigned (&r)[4], int rows, int cols) const {
+    const unsigned at = Swizzle<Cols>::advance(address, rows, cols / 8);
+    if constexpr (Transposed) {
+      ldmatrix_x4_trans(r, at);
+    } else {
+      ldmatrix_x4(r, at);
+    }
+  }
+};
+
+// A[m][k]
+template <int Cols, int Span = Cols>
+using LeftMK = Operand<Cols, Span, LaneOrder::ByRow, false>;
+// A[k][m]
+template <int Cols, int Span = Cols>
+using LeftKM = Operand<Cols, Span, LaneOrder::ByColumn, true>;
+// B[n][k]
+template <int Cols, int Span = Cols>
+using RightNK = Operand<Cols, Span, LaneOrder::ByColumn, false>;
+// B[k][n]
+template <int Cols, int Span = Cols>
+using RightKN = Operand<Cols, Span, LaneOrder::ByRow, true>;
+
+// One warp's acc += A B: `acc` holds MT x NT tiles of 16x8, the inner extent is 16 * KT.
+// left(r, m, k) and right(r, n, k) load the operands of row tile m, column tiles n and n + 1, and
+// step k.
+template <typename T, int KT, int MT, int NT, typename Left, typename Right>
+CUKIT_DEVICE void warp_product(float (&acc)[MT][NT][4], Left left, Right right) {
+  static_assert(NT % 2 == 0, "column tiles come in pairs");
+#pragma unroll
+  for (int k = 0; k < KT; ++k) {
+    unsigned a[MT][4];
+#pragma unroll
+    for (int m = 0; m < MT; ++m) left(a[m], m, k);
+#pragma unroll
+    for (int n = 0; n < NT; n += 2) {
+      unsigned b[4];
+      right(b, n, k);
+#pragma unroll
+      for (int m = 0; m < MT; ++m) {
+        mma_16x8x16<T>(acc[m][n], a[m], b[0], b[1]);
+        mma_16x8x16<T>(acc[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+template <int MT, int NT>
+CUKIT_DEVICE void clear(float (&acc)[MT][NT][4]) {
+#pragma unroll
+  for (int m = 0; m < MT; ++m)
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.0f;
+}
+
+// A thread's part in copying tiles from global to shared memory. All Threads threads of the block
+// take part; the caller commits the group. Rows of the source lie `row_stride` elements apart.
+template <int Rows, int Cols, int Threads, bool Padded>
+struct TileCopy {
+  static constexpr int kChunks = Swizzle<Cols>::kChunks;
+  static constexpr int kCopies = (Rows * kChunks + Threads - 1) / Threads;
+  // With whole rows a pass, a thread keeps its chunk and its phase: one offset serves all its copies.
+  static constexpr int kRowsPerPass = Threads / kChunks;
+  static constexpr bool kWholeRows = Threads % (8 * kChunks) == 0 && Rows % kRowsPerPass == 0;
+
+  // Copies a tile; rows from `rows` on and columns from `cols` on become zeros and are not read.
+  template <typename T>
+  CUKIT_DEVICE static void start(unsigned tile, const T* from, long long row_stride, int rows,
+                                 int cols) {
+    const int thread = threadIdx.x;
+    if constexpr (kWholeRows) {
+      const int row = thread / kChunks;
+      const int chunk = thread % kChunks;
+      const T* source = from + row * row_stride + chunk * 8;
+      const unsigned target = tile + Swizzle<Cols>::offset(row, chunk);
+      const int rows_left = Padded && chunk * 8 >= cols ? 0 : rows - row;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        cp_async_16(target + i * kRowsPerPass * Swizzle<Cols>::kPitch,
+                    source + i * kRowsPerPass * row_stride, i * kRowsPerPass < rows_left);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const int index = i * Threads + thread;
+        const int row = index / kChunks;
+        const int chunk = index % kChunks;
+        if (Rows * kChunks % Threads == 0 || row < Rows) {
+          cp_async_16(tile + Swizzle<Cols>::offset(row, chunk), from + row * row_stride + chunk * 8,
+                      row < rows && (!Padded || chunk * 8 < cols));
+        }
+      }
+    }
+  }
+};
+
+// Writes Rows rows of a tile, from `first_row` on, to global memory, 16 bytes an access; rows from
+// `rows` on and columns from `cols` on are left out. Threads threads take part, this one as number
+// `thread`: a warp may store its own rows.
+template <int Rows, int Cols, int Threads, bool Padded, typename T>
+CUKIT_DEVICE void store_tile(T* to, long long row_stride, const unsigned char* tile, int first_row,
+                             int rows, int cols, int thread) {
+  constexpr int kChunks = Swizzle<Cols>::kChunks;
+#pragma unroll
+  for (int i = 0; i < (Rows * kChunks + Threads - 1) / Threads; ++i) {
+    const int index = i * Threads + thread;
+    if (Rows * kChunks % Threads != 0 && index >= Rows * kChunks) break;
+    const int row = first_row + index / kChunks;
+    const int chunk = index % kChunks;
+    if (row < rows && (!Padded || chunk * 8 < cols)) {
+      *reinterpret_cast<uint4*>(to + row * row_stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(tile + Swizzle<Cols>::offset(row, chunk));
+    }
+  }
+}
+
+}  // namespace cukit
