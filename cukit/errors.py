@@ -6,6 +6,7 @@ CukitError
 │   ├── ArrayDtypeError        (also a TypeError)
 │   └── ArrayLayoutError       strides, device or alignment
 ├── ConfigError                an option outside its legal values (also a ValueError)
+├── DataError                  a text, checkpoint or output folder that cannot be used
 ├── UnsupportedDeviceError     this GPU, or its absence, rules the request out
 ├── MissingDependencyError     a package or library is not installed; the message names the command
 ├── CompileError               NVRTC's log, with the offending source line
@@ -41,6 +42,10 @@ class ArrayLayoutError(ArrayError):
 
 class ConfigError(CukitError, ValueError):
     """An option outside its legal values."""
+
+
+class DataError(CukitError, ValueError):
+    """A text, checkpoint or output folder cannot be used. The message names the path."""
 
 
 class UnsupportedDeviceError(CukitError):
