@@ -49,7 +49,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 Call = Callable[[], Any]
 
@@ -95,6 +95,8 @@ class Case:
     """Fewest bytes through device memory: inputs read once, outputs written once."""
     measure_memory: bool = False
     """Record the peak of memory allocated during one call (on top of the inputs)."""
+    clock: Literal["device", "host"] = "device"
+    """What is timed: the work on the device, or what one call costs the host that enqueues it."""
 
     def key(self) -> tuple[str, str, str, str]:
         """What names this case among all."""

@@ -24,7 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import profiling.cases
-from cukit.analyzer.timing import GpuTimer, HostTimer, PeakMemory, Timing, measure
+from cukit.analyzer.timing import (
+    EnqueueTimer,
+    GpuTimer,
+    HostTimer,
+    PeakMemory,
+    Timer,
+    Timing,
+    measure,
+)
 from profiling.case import Call, Case, PeerMissing, Workload
 from profiling.check import relative_error
 from profiling.data import array_module
@@ -57,12 +65,16 @@ class Runner:
 
     def __init__(self, *, peers: bool = True, quick: bool = False) -> None:
         self.on_gpu = array_module().__name__ == "cupy"
-        self._timer = GpuTimer() if self.on_gpu else HostTimer()
+        self._timers: dict[str, Timer] = (
+            {"device": GpuTimer(), "host": EnqueueTimer()}
+            if self.on_gpu
+            else {"device": HostTimer(), "host": HostTimer()}
+        )
         self._peers = peers
         self._options: dict[str, Any] = (
             {"rounds": 1, "budget_ms": 1.0, "min_samples": 2, "pause_s": 0.0} if quick else {}
         )
-        self.environment = describe(self._timer if isinstance(self._timer, GpuTimer) else None)
+        self.environment = describe(self._timers["device"])
         self.failures: list[str] = []
         self._skipped: set[tuple[str, str]] = set()
 
@@ -84,7 +96,7 @@ class Runner:
         errors = self._errors(case, arms, expected)
         arms = {name: call for name, call in arms.items() if name in errors}
         peaks = {name: self._peak(call) for name, call in arms.items() if case.measure_memory}
-        timings = measure(arms, self._timer, **self._options)
+        timings = measure(arms, self._timers[case.clock], **self._options)
         for name, error in self._errors(case, arms, expected).items():
             errors[name] = max(errors[name], error)
         records = []
@@ -165,7 +177,7 @@ class Runner:
     def _floor_us(self, case: Case) -> float | None:
         """The time no version beats: bytes or FLOPs over this machine's measured ceilings."""
         ceilings = self.environment["ceilings"]
-        if not ceilings:
+        if not ceilings or not (case.bytes or case.flops):
             return None
         memory_us = case.bytes / ceilings["copy_gbps"] / 1e3
         compute_us = case.flops / ceilings["bf16_gemm_tflops"] / 1e6
@@ -196,10 +208,11 @@ def show(record: Record) -> str:
     peak = record.get("peak_bytes")
     memory = f"{peak / 2**20:9.1f} MiB" if peak is not None else ""
     verdict = "" if record["correct"] else f"  WRONG: error {record['error']:.1e}"
-    return (
+    line = (
         f"    {record['impl']:<16}{record['median_us']:>11.2f} us  ±{record['iqr_us']:<8.2f}"
         f"{rate:<18}{share:<15}{memory}{verdict}"
     )
+    return line.rstrip()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -112,6 +112,28 @@ class HostTimer:
         return (time.perf_counter() - begin) * 1e6
 
 
+class EnqueueTimer:
+    """Times what a call costs the host: mean of a batch that the device has no trouble keeping up
+    with, the device idle before it."""
+
+    BATCH = 100
+
+    def __init__(self) -> None:
+        self._synchronize = require_cupy("timing on a GPU").cuda.Device().synchronize
+
+    def prepare(self, call: Call) -> Sampler:
+        """Run `call` once."""
+        call()
+        return partial(self._sample_us, call)
+
+    def _sample_us(self, call: Call) -> float:
+        self._synchronize()
+        begin = time.perf_counter()
+        for _ in range(self.BATCH):
+            call()
+        return (time.perf_counter() - begin) * 1e6 / self.BATCH
+
+
 def measure(
     arms: Mapping[str, Call],
     timer: Timer,
