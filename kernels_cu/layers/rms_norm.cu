@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const int vec = threadIdx.x + i * THREADS;
-      if (vec < num_vecs) cukit::load<cukit::Cache::Streaming>(values[i], x + base + vec * VEC);
+      if (vec < num_vecs) cukit::load(values[i], x + base + vec * VEC);
     }
     if constexpr (RESIDUAL) {
 #pragma unroll
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
         const int vec = threadIdx.x + i * THREADS;
         if (vec >= num_vecs) continue;
         Vector add;
-        cukit::load<cukit::Cache::Streaming>(add, residual + base + vec * VEC);
+        cukit::load(add, residual + base + vec * VEC);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
           values[i][j] = cukit::from_float<T>(cukit::to_float(values[i][j]) + cukit::to_float(add[j]));
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
         const float normalised = cukit::to_float(values[i][j]) * rstd;
         values[i][j] = cukit::from_float<T>(normalised * cukit::to_float(scale[j]));
       }
-      cukit::store<cukit::Cache::Streaming>(y + base + vec * VEC, values[i]);
+      cukit::store(y + base + vec * VEC, values[i]);
     }
   }
 }
