@@ -1,5 +1,6 @@
 """Normalisation, positions, activations and embeddings."""
 
+from cukit.layers.embedding import embedding, embedding_backward
 from cukit.layers.gelu import gelu, gelu_backward
 from cukit.layers.gelu_and_mul import gelu_and_mul, gelu_and_mul_backward
 from cukit.layers.rms_norm import rms_norm, rms_norm_backward
@@ -7,6 +8,8 @@ from cukit.layers.rope import rope, rope_backward
 from cukit.layers.silu_and_mul import silu_and_mul, silu_and_mul_backward
 
 __all__ = [
+    "embedding",
+    "embedding_backward",
     "gelu",
     "gelu_and_mul",
     "gelu_and_mul_backward",

@@ -25,3 +25,11 @@ def working_dtype(*arrays: Array | None) -> Any:
 def upcast(dtype: Any, *arrays: Array | None) -> tuple[Any, ...]:
     """The arrays in `dtype`, without a copy where they have it already; None stays None."""
     return tuple(None if a is None else a.astype(dtype, copy=False) for a in arrays)
+
+
+def check_range(name: str, index: Array, extent: int) -> None:
+    """Raises IndexError for an index outside [0, extent): array indexing takes negative ones."""
+    if index.size and not (0 <= int(index.min()) and int(index.max()) < extent):
+        raise IndexError(
+            f"{name} must be 0 to {extent - 1}, got {int(index.min())} to {int(index.max())}"
+        )

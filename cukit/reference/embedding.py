@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from cukit.reference._xp import array_namespace, working_dtype
+from cukit.reference._xp import array_namespace, check_range, working_dtype
 
 Array = Any
 
 
 def embedding(ids: Array, weight: Array) -> Array:
     """`weight[ids]`: ids integer `[...]`, weight `[num_embeddings, hidden]` -> `[..., hidden]`."""
+    check_range("ids", ids, weight.shape[0])
     return array_namespace(weight).take(weight, ids, axis=0)
 
 
@@ -25,6 +26,7 @@ def embedding_backward(
     hidden = grad_out.shape[-1]
     grad_weight = xp.zeros((num_embeddings, hidden), grad_out.dtype if dtype is None else dtype)
     flat_ids = ids.reshape(-1)
+    check_range("ids", flat_ids, num_embeddings)
     if flat_ids.size == 0 or hidden == 0:
         return grad_weight
     order = xp.argsort(flat_ids, kind="stable")

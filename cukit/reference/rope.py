@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cukit.reference._xp import array_namespace, working_dtype
+from cukit.reference._xp import array_namespace, check_range, working_dtype
 
 Array = Any
 
@@ -30,6 +30,8 @@ def rope(
     position_ids: `[batch, seq_len]` or `[seq_len]`, by default 0, 1, 2, ...
     """
     half = cos.shape[-1] if rotary_dim is None else rotary_dim // 2
+    if position_ids is not None:
+        check_range("position_ids", position_ids, cos.shape[0])
     rows = slice(q.shape[1]) if position_ids is None else position_ids
     cos, sin = cos[rows][..., None, :half], sin[rows][..., None, :half]
     return (

@@ -1,0 +1,94 @@
+"""Brings tokens into the order of their ids: a stable counting sort on the GPU, digit by digit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.core.arrays import Array, empty
+from cukit.core.kernel import NULL, Kernel, KernelSpec, launch_plan, load_kernel
+
+_THREADS = 256
+_FEWEST_DIGIT_BITS = 8  # a bin for each thread
+_MOST_DIGIT_BITS = 10  # 37 KiB of shared memory
+_SMALLEST_CHUNK = 2048
+_MOST_CHUNKS = 64
+"""Every block reads the counts of all chunks."""
+
+
+@dataclass(frozen=True)
+class IdSortConfig:
+    """`num_passes` passes over digits of `digit_bits` bits, a block for each `chunk` tokens."""
+
+    digit_bits: int
+    num_passes: int
+    chunk: int
+    num_chunks: int
+
+    def specs(self, id_dtype: str) -> list[tuple[KernelSpec, KernelSpec]]:
+        """The two kernels of each pass."""
+        return [self._pass(index, id_dtype) for index in range(self.num_passes)]
+
+    def _pass(self, index: int, id_dtype: str) -> tuple[KernelSpec, KernelSpec]:
+        defines = (
+            ("ID", "uint32" if index else id_dtype),
+            ("DIGIT_BITS", self.digit_bits),
+            ("SHIFT", index * self.digit_bits),
+            ("CHUNK", self.chunk),
+            ("THREADS", _THREADS),
+        )
+        scatter_defines = (*defines, ("FIRST", index == 0))
+        return (
+            KernelSpec("layers/count_digits.cu", "count_digits", defines, _THREADS),
+            KernelSpec("layers/scatter_by_digit.cu", "scatter_by_digit", scatter_defines, _THREADS),
+        )
+
+
+@cache
+def plan_id_sort(num_tokens: int, num_keys: int) -> IdSortConfig:
+    """As few passes as the key range allows; few enough chunks that adding them up stays cheap."""
+    key_bits = num_keys.bit_length()  # the largest key, num_keys, stands for ids out of range
+    num_passes = max(1, -(-key_bits // _MOST_DIGIT_BITS))
+    digit_bits = max(_FEWEST_DIGIT_BITS, -(-key_bits // num_passes))
+    chunk = _SMALLEST_CHUNK
+    while -(-num_tokens // chunk) > _MOST_CHUNKS:
+        chunk *= 2
+    return IdSortConfig(digit_bits, num_passes, chunk, -(-num_tokens // chunk))
+
+
+def sort_ids(ids: Array, num_keys: int) -> tuple[Array, Array]:
+    """`(keys, tokens)`, uint32 and int32 [num_tokens]: ids in ascending order, and whose they are.
+
+    Equal ids keep their order. Ids outside [0, num_keys) come last, with the key `num_keys`.
+    """
+    passes, grid, counts_shape, scalars = _prepare(ids, num_keys)
+    keys, tokens = ids, NULL
+    for count, scatter in passes:
+        counts = empty(ids, counts_shape, np.int32)
+        count(grid, (keys, counts, *scalars))
+        keys_out, tokens_out = empty(ids, (ids.size,), np.uint32), empty(ids, (ids.size,), np.int32)
+        scatter(grid, (keys, tokens, counts, keys_out, tokens_out, *scalars))
+        keys, tokens = keys_out, tokens_out
+    return keys, tokens
+
+
+class _Sort(NamedTuple):
+    passes: tuple[tuple[Kernel, Kernel], ...]
+    grid: tuple[int, ...]
+    counts_shape: tuple[int, int]
+    scalars: tuple[Any, ...]
+
+
+@launch_plan
+def _prepare(ids: Array, num_keys: int) -> _Sort:
+    config = plan_id_sort(ids.size, num_keys)
+    passes = tuple(
+        (load_kernel(count), load_kernel(scatter))
+        for count, scatter in config.specs(ids.dtype.name)
+    )
+    counts_shape = (config.num_chunks, 2**config.digit_bits)
+    scalars = (np.int32(ids.size), np.int32(num_keys))
+    return _Sort(passes, (config.num_chunks,), counts_shape, scalars)

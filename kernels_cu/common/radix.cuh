@@ -1,0 +1,23 @@
+// One digit of a key, for a stable counting sort that takes the keys digit by digit.
+//
+// A pass is two kernels: count_digits counts the digits of every chunk of keys, scatter_by_digit adds
+// the counts up and moves each key to its place. Equal digits keep their order.
+//
+// Macros: DIGIT_BITS 8..10; SHIFT lowest bit of the digit; CHUNK keys a block; THREADS 256.
+#pragma once
+
+#include "common/platform.cuh"
+
+namespace cukit {
+
+constexpr int kBins = 1 << DIGIT_BITS;
+
+CUKIT_DEVICE int digit_of(unsigned int key) { return (key >> SHIFT) & (kBins - 1); }
+
+// The key of a token id. Ids outside [0, num_keys) share the key after the last.
+template <typename Id>
+CUKIT_DEVICE unsigned int key_of(Id id, int num_keys) {
+  return id >= 0 && id < num_keys ? static_cast<unsigned int>(id) : num_keys;
+}
+
+}  // namespace cukit

@@ -1,0 +1,52 @@
+// Rows of a table by id: out[n] = weight[ids[n]]. An id outside the table gives a row of NaN.
+//
+// Mapping: the vectors of [tokens, hidden] are numbered row by row; a block takes THREADS *
+//   VECS_PER_THREAD consecutive ones, thread t the t-th of every THREADS, and asks for all of them
+//   before it stores the first. No shared memory.
+// Macros: DTYPE float32|float16|bfloat16; ID int32|int64; THREADS; VEC elements an access (VEC *
+//   sizeof(DTYPE) <= 16), a divisor of hidden; VECS_PER_THREAD; INDEX uint32|uint64, which must hold
+//   the number of vectors; STREAMING 0|1, 1 where the result does not fit in L2 anyway.
+// Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/embedding.py.
+#include "common/platform.cuh"
+#include "common/index.cuh"
+#include "common/types.cuh"
+
+using T = cukit::element_t;
+
+extern "C" __global__ void __launch_bounds__(THREADS) embedding(
+    const cukit::id_t* __restrict__ ids,  // [tokens]
+    const T* __restrict__ weight,         // [num_embeddings, hidden]
+    T* __restrict__ out,                  // [tokens, hidden]
+    long long num_vecs,                   // tokens * hidden / VEC
+    int vecs_per_row,                     // hidden / VEC
+    int num_embeddings) {
+  constexpr cukit::Cache kOut = STREAMING ? cukit::Cache::Streaming : cukit::Cache::Cached;
+  const cukit::index_t row_vecs = vecs_per_row;
+  const cukit::index_t first =
+      static_cast<cukit::index_t>(blockIdx.x) * (THREADS * VECS_PER_THREAD) + threadIdx.x;
+
+  long long rows[VECS_PER_THREAD];
+#pragma unroll
+  for (int i = 0; i < VECS_PER_THREAD; ++i) {
+    const cukit::index_t index = first + i * THREADS;
+    if (index < num_vecs) rows[i] = ids[index / row_vecs];
+  }
+  cukit::Vec<T, VEC> values[VECS_PER_THREAD];
+#pragma unroll
+  for (int i = 0; i < VECS_PER_THREAD; ++i) {
+    const cukit::index_t index = first + i * THREADS;
+    if (index >= num_vecs) continue;
+    if (rows[i] >= 0 && rows[i] < num_embeddings) {
+      const long long vec = rows[i] * vecs_per_row + index % row_vecs;
+      cukit::load(values[i], weight + vec * VEC);
+    } else {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) values[i][j] = cukit::from_float<T>(__int_as_float(0x7fffffff));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < VECS_PER_THREAD; ++i) {
+    const cukit::index_t index = first + i * THREADS;
+    if (index < num_vecs) cukit::store<kOut>(out + static_cast<long long>(index) * VEC, values[i]);
+  }
+}
