@@ -244,7 +244,8 @@ def _check_kernel_layout(op: str, **arrays: Array | None) -> None:
         if array.data.ptr % ACCESS_BYTES or any(stride % ACCESS_BYTES for stride in strides):
             raise ArrayLayoutError(
                 f"{op}: the start and the strides of {name} must be multiples of {ACCESS_BYTES} "
-                f"bytes on the GPU, got strides {array.strides}; pass cupy.ascontiguousarray({name})"
+                f"bytes on the GPU, got strides {array.strides}; "
+                f"pass cupy.ascontiguousarray({name})"
             )
 
 
