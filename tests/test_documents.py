@@ -1,0 +1,104 @@
+"""README and docs say what is so: examples run, paths exist, figures are the measured ones."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cukit
+from cukit.registry import get_op
+from profiling.records import read
+from profiling.tables import DOCUMENTS, MARKS, PUBLISHED, update
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+page_by_name = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_the_readmes_examples_run(code: str, tmp_path: Path) -> None:
+    """In a process of their own, on the CPU, from anywhere."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"CUKIT_DEVICE": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip(), "an example shows something"
+
+
+def test_there_is_an_example_for_each_surface() -> None:
+    assert len(EXAMPLES) == 3
+
+
+@page_by_name
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@page_by_name
+def test_paths_in_the_text_exist(page: Path) -> None:
+    roots = "cukit|kernels_cu|tests|profiling|docs"
+    for path in re.findall(rf"`((?:{roots})/[\w./]+)`", page.read_text()):
+        assert (ROOT / path).exists(), f"{page.name} speaks of {path}"
+
+
+def test_the_map_of_the_house_is_complete() -> None:
+    block = re.search(r"## Map of the house\n\n```\n(.*?)```", README, re.DOTALL)
+    assert block is not None
+    inside = set(re.findall(r"^  ([\w.]+)/?", block[1], re.MULTILINE))
+    folders = {p.name for p in (ROOT / "cukit").iterdir() if (p / "__init__.py").exists()}
+    files = {name for name in inside if name.endswith(".py")}
+    assert inside - files == folders
+    assert all((ROOT / "cukit" / name).is_file() for name in files)
+    for top in re.findall(r"^(\w+)/", block[1], re.MULTILINE):
+        assert (ROOT / top).is_dir(), top
+
+
+def test_names_you_may_know_lead_to_names_that_exist() -> None:
+    table = README.partition("## Names you may know")[2]
+    ours = "\n".join(row.split(" | ")[1] for row in table.splitlines() if " | " in row)
+    names = re.findall(r"`((?:ck|cukit)\.[\w.]+)", ours)
+    assert len(names) > 10
+    for name in names:
+        module, _, attribute = name.replace("ck.", "cukit.", 1).rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+@page_by_name
+def test_the_commands_exist(page: Path) -> None:
+    from cukit.cli import app
+
+    known = {command.name for command in app.registered_commands}
+    for command in re.findall(r"(?:^|`)cukit (\w+)", page.read_text(), re.MULTILINE):
+        assert command in known, f"{page.name} speaks of `cukit {command}`"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_tables_hold_what_was_measured(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert MARKS.search(text), f"{name} has no table"
+    assert update(text, read(PUBLISHED)) == text, "run `make tables`"
+
+
+def test_published_results_are_of_ops_that_exist() -> None:
+    for record in read(PUBLISHED)["records"]:
+        get_op(record["op"])
+
+
+def test_public_names_are_sorted_and_exist() -> None:
+    assert list(cukit.__all__) == sorted(cukit.__all__)
+    assert all(hasattr(cukit, name) for name in cukit.__all__)
