@@ -75,8 +75,8 @@ def embedding_backward(
 
     Args:
         grad_out: gradient of `y`, float32|float16|bfloat16 [..., hidden], C-contiguous.
-        ids: as in the forward. Ids outside the table are passed over on the GPU and an IndexError on
-            the CPU.
+        ids: as in the forward. Ids outside the table are passed over on the GPU and are an
+            IndexError on the CPU.
         num_embeddings: rows of `weight`.
         dtype: of the result, by default that of `grad_out`; float32 keeps the full sums.
 
@@ -87,7 +87,7 @@ def embedding_backward(
         ArrayError: dtype, shape, layout or device of an argument.
 
     Deterministic: ids are sorted and the rows of each added in the order of their tokens, in
-    float32, without atomics on floats. Extra memory: up to 24 bytes a token, and 1/16 of `grad_out`.
+    float32, without atomics on floats. Extra memory: up to 24 bytes a token, 1/16 of `grad_out`.
     """
     grad_out, ids = adopt("embedding_backward", grad_out, ids)
     result_dtype = grad_out.dtype if dtype is None else np.dtype(dtype)

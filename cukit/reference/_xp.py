@@ -29,7 +29,7 @@ def upcast(dtype: Any, *arrays: Array | None) -> tuple[Any, ...]:
 
 def check_range(name: str, index: Array, extent: int) -> None:
     """Raises IndexError for an index outside [0, extent): array indexing takes negative ones."""
-    if index.size and not (0 <= int(index.min()) and int(index.max()) < extent):
+    if index.size and (int(index.min()) < 0 or int(index.max()) >= extent):
         raise IndexError(
             f"{name} must be 0 to {extent - 1}, got {int(index.min())} to {int(index.max())}"
         )

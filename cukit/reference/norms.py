@@ -48,3 +48,59 @@ def rms_norm_backward(
     grad_weight = xp.sum((g * normalised).reshape(-1, x.shape[-1]), axis=0)
     return grad_x.astype(x.dtype, copy=False), grad_weight.astype(weight.dtype, copy=False)
 
+
+
+def layer_norm(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    residual: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """y = (x - mean) / sqrt(var + eps) * weight + bias; residual as in rms_norm."""
+    wide, w, b, r = upcast(working_dtype(x), x, weight, bias, residual)
+    new_residual = None
+    if r is not None:
+        new_residual = (wide + r).astype(x.dtype, copy=False)
+        wide = new_residual.astype(wide.dtype, copy=False)
+    y = _normalise(wide, eps)[0] * w
+    if b is not None:
+        y = y + b
+    y = y.astype(x.dtype, copy=False)
+    return y if new_residual is None else (y, new_residual)
+
+
+def layer_norm_backward(
+    grad_out: Array,
+    x: Array,
+    weight: Array,
+    eps: float = 1e-5,
+    *,
+    has_bias: bool = True,
+    grad_residual: Array | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """Gradients of layer_norm for the array that was normalised, the weight and the bias."""
+    xp = array_namespace(x)
+    g, wide, w, gr = upcast(working_dtype(x), grad_out, x, weight, grad_residual)
+    normalised, rstd = _normalise(wide, eps)
+    scaled = g * w
+    grad_x = scaled - xp.mean(scaled, axis=-1, keepdims=True)
+    grad_x = grad_x - normalised * xp.mean(scaled * normalised, axis=-1, keepdims=True)
+    grad_x = rstd * grad_x
+    if gr is not None:
+        grad_x = grad_x + gr
+    grad_weight = xp.sum((g * normalised).reshape(-1, x.shape[-1]), axis=0)
+    grad_weight = grad_weight.astype(weight.dtype, copy=False)
+    grad_bias = None
+    if has_bias:
+        grad_bias = xp.sum(g.reshape(-1, x.shape[-1]), axis=0).astype(weight.dtype, copy=False)
+    return grad_x.astype(x.dtype, copy=False), grad_weight, grad_bias
+
+
+def _normalise(wide: Array, eps: float) -> tuple[Array, Array]:
+    """(x - mean) / sqrt(var + eps), and the factor 1 / sqrt(var + eps)."""
+    xp = array_namespace(wide)
+    centred = wide - xp.mean(wide, axis=-1, keepdims=True)
+    variance = xp.mean(centred * centred, axis=-1, keepdims=True)
+    rstd = 1.0 / xp.sqrt(variance + wide.dtype.type(eps))
+    return centred * rstd, rstd

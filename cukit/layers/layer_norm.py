@@ -1,0 +1,299 @@
+"""Layer normalisation with the residual addition fused in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    KERNEL_DTYPES,
+    Array,
+    access_width,
+    adopt,
+    check_array,
+    check_same_dtype,
+    empty,
+    runs_kernel,
+    write_out,
+)
+from cukit.core.compiler import MacroValue
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.layers._column_sum import column_sum, column_sum_spec
+from cukit.layers._rows import RowSplit, split_row
+from cukit.reference import norms as reference
+from cukit.registry import register
+
+
+def layer_norm(
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    residual: Array | None = None,
+    *,
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """Layer normalisation: `y = (s - mean(s)) / sqrt(var(s) + eps) * weight + bias`.
+
+    `s` is `x`, or `x + residual` where a residual stream is given; that sum, rounded to the dtype
+    of `x`, is what is normalised and is returned beside `y`.
+
+    Args:
+        x: float32|float16|bfloat16 [..., hidden], C-contiguous. float64 on the CPU only.
+        weight: dtype of `x`, [hidden].
+        bias: dtype of `x`, [hidden].
+        eps: added to the variance.
+        residual: dtype and shape of `x`.
+        out: where to write `y`; dtype and shape of `x`. May be `x` itself.
+
+    Returns:
+        `y`, shaped like `x`; with `residual`, the pair `(y, x + residual)`.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument; more than 65536 columns (fewer
+            for float32 or rows that are not 16-byte aligned).
+
+    Runs on CuPy's current stream, accumulates in float32, is deterministic.
+    Paper: Ba, Kiros and Hinton, arXiv:1607.06450.
+
+    >>> import numpy as np, cukit as ck
+    >>> ck.layer_norm(np.array([[1.0, 3.0]], np.float32), np.ones(2, np.float32)).round(3)
+    array([[-1.,  1.]], dtype=float32)
+    """
+    x, weight, bias, residual, out = adopt("layer_norm", x, weight, bias, residual, out)
+    if not runs_kernel("layer_norm", x, weight, bias, residual, out):
+        _check(x, weight, bias, residual, out)
+        result = reference.layer_norm(x, weight, bias, eps, residual)
+        if residual is None:
+            return write_out(out, result)
+        return write_out(out, result[0]), result[1]
+    kernel, grid, scalars = _prepare(x, weight, bias, residual, out, eps)
+    if out is None:
+        out = empty(x, x.shape)
+    shift = NULL if bias is None else bias
+    if residual is None:
+        kernel(grid, (x, NULL, weight, shift, out, NULL, *scalars))
+        return out
+    new_residual = empty(x, x.shape)
+    kernel(grid, (x, residual, weight, shift, out, new_residual, *scalars))
+    return out, new_residual
+
+
+def layer_norm_backward(
+    grad_out: Array,
+    x: Array,
+    weight: Array,
+    eps: float = 1e-5,
+    *,
+    has_bias: bool = True,
+    grad_residual: Array | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """Gradients of :func:`layer_norm`.
+
+    Args:
+        grad_out: gradient of `y`; dtype and shape of `x`.
+        x: what was normalised: `x` of the forward, or its second result where a residual was added.
+        weight: [hidden], dtype of `x`.
+        eps: as in the forward.
+        has_bias: whether the gradient of a bias is wanted.
+        grad_residual: gradient that arrives at the residual stream from elsewhere; added to
+            `grad_x`, so that the sum flows on to both `x` and `residual` of the forward.
+
+    Returns:
+        `(grad_x, grad_weight, grad_bias)`, dtype of `x`; `grad_bias` is None without `has_bias`.
+
+    Raises:
+        ArrayError: as :func:`layer_norm`.
+
+    Deterministic: weight and bias gradients are summed in a fixed order, without atomics.
+    """
+    op = "layer_norm_backward"
+    grad_out, x, weight, grad_residual = adopt(op, grad_out, x, weight, grad_residual)
+    if not runs_kernel(op, grad_out, x, weight, grad_residual):
+        _check_backward(grad_out, x, weight, grad_residual)
+        return reference.layer_norm_backward(
+            grad_out, x, weight, eps, has_bias=has_bias, grad_residual=grad_residual
+        )
+    kernel, grid, scalars = _prepare_backward(
+        grad_out, x, weight, grad_residual, eps, bool(has_bias)
+    )
+    cols = x.shape[-1]
+    grad_x = empty(x, x.shape)
+    partial = empty(x, (grid[0], 2 * cols if has_bias else cols), np.float32)
+    added = NULL if grad_residual is None else grad_residual
+    kernel(grid, (grad_out, x, weight, added, grad_x, partial, *scalars))
+    sums = column_sum(partial, weight.dtype)
+    return (grad_x, sums[:cols], sums[cols:]) if has_bias else (grad_x, sums, None)
+
+
+@dataclass(frozen=True)
+class LayerNormConfig:
+    """One way to run layer_norm or its backward: a row split over a block, a number of blocks."""
+
+    entry: str
+    dtype: str
+    residual: bool
+    bias: bool
+    split: RowSplit
+    num_blocks: int
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        defines: tuple[tuple[str, MacroValue], ...] = (
+            ("DTYPE", self.dtype),
+            *self.split.defines(),
+            ("RESIDUAL", self.residual),
+            ("BIAS", self.bias),
+        )
+        return KernelSpec(f"layers/{self.entry}.cu", self.entry, defines, self.split.threads)
+
+
+@cache
+def plan_layer_norm(
+    rows: int, cols: int, dtype: str, itemsize: int, vec: int, residual: bool, bias: bool
+) -> LayerNormConfig:
+    """A block a row: enough blocks in flight hide latency, and none waits for another."""
+    split = split_row("layer_norm", cols, itemsize, vec)
+    return LayerNormConfig("layer_norm", dtype, residual, bias, split, rows)
+
+
+@cache
+def plan_layer_norm_backward(
+    rows: int,
+    cols: int,
+    dtype: str,
+    itemsize: int,
+    vec: int,
+    residual: bool,
+    bias: bool,
+    device: Device,
+    *,
+    vecs_per_thread: int = 1,
+) -> LayerNormConfig:
+    """Half the threads of the GPU, all resident at once: few blocks keep the partial sums in L2.
+
+    One access a thread leaves room for the sums of both gradients within 64 registers.
+    """
+    split = split_row("layer_norm_backward", cols, itemsize, vec, vecs_per_thread)
+    blocks_per_sm = max(1, device.max_threads_per_sm // 2 // split.threads)
+    num_blocks = min(rows, device.num_sms * blocks_per_sm)
+    return LayerNormConfig("layer_norm_backward", dtype, residual, bias, split, num_blocks)
+
+
+def _check(
+    x: Array, weight: Array, bias: Array | None, residual: Array | None, out: Array | None
+) -> None:
+    _check_rows("layer_norm", x, weight, bias, {"residual": residual, "out": out})
+
+
+def _check_backward(grad_out: Array, x: Array, weight: Array, grad_residual: Array | None) -> None:
+    others = {"grad_out": grad_out, "grad_residual": grad_residual}
+    _check_rows("layer_norm_backward", x, weight, None, others)
+
+
+def _check_rows(
+    op: str, x: Array, weight: Array, bias: Array | None, like_x: dict[str, Array | None]
+) -> None:
+    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
+    check_array(op, "weight", weight, shape=x.shape[-1:])
+    if bias is not None:
+        check_array(op, "bias", bias, shape=x.shape[-1:])
+    for name, array in like_x.items():
+        if array is not None:
+            check_array(op, name, array, shape=x.shape)
+    check_same_dtype(op, x=x, weight=weight, bias=bias, **like_x)
+
+
+def _rows_and_cols(x: Array) -> tuple[int, int]:
+    return math.prod(x.shape[:-1]), x.shape[-1]
+
+
+@launch_plan
+def _prepare(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    out: Array | None,
+    eps: float,
+) -> Launch:
+    _check(x, weight, bias, residual, out)
+    check_array("layer_norm", "x", x, dtypes=KERNEL_DTYPES)
+    rows, cols = _rows_and_cols(x)
+    vec = access_width(cols, x, weight, bias, residual, out)
+    config = plan_layer_norm(
+        rows, cols, x.dtype.name, x.itemsize, vec, residual is not None, bias is not None
+    )
+    scalars = (np.int32(rows), np.int32(cols), np.float32(eps))
+    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+
+
+@launch_plan
+def _prepare_backward(
+    grad_out: Array,
+    x: Array,
+    weight: Array,
+    grad_residual: Array | None,
+    eps: float,
+    has_bias: bool,
+) -> Launch:
+    _check_backward(grad_out, x, weight, grad_residual)
+    check_array("layer_norm_backward", "x", x, dtypes=KERNEL_DTYPES)
+    rows, cols = _rows_and_cols(x)
+    vec = access_width(cols, grad_out, x, weight, grad_residual)
+    config = plan_layer_norm_backward(
+        rows,
+        cols,
+        x.dtype.name,
+        x.itemsize,
+        vec,
+        grad_residual is not None,
+        has_bias,
+        current_device(),
+    )
+    scalars = (np.int32(rows), np.int32(cols), np.float32(eps))
+    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    return [
+        plan_layer_norm(
+            8192, 4096, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, bias
+        ).spec()
+        for dtype in KERNEL_DTYPES
+        for residual in (False, True)
+        for bias in (False, True)
+    ]
+
+
+def _specs_backward(device: Device) -> list[KernelSpec]:
+    norms = [
+        plan_layer_norm_backward(
+            8192, 4096, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, bias, device
+        ).spec()
+        for dtype in KERNEL_DTYPES
+        for residual in (False, True)
+        for bias in (False, True)
+    ]
+    return norms + [column_sum_spec(dtype.name) for dtype in KERNEL_DTYPES]
+
+
+register(
+    name="layer_norm",
+    family="layers",
+    function=layer_norm,
+    reference=reference.layer_norm,
+    specs=_specs,
+)
+register(
+    name="layer_norm_backward",
+    family="layers",
+    function=layer_norm_backward,
+    reference=reference.layer_norm_backward,
+    specs=_specs_backward,
+)
