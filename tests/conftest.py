@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +38,7 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture
-def kernel_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def kernel_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty kernel cache of the test's own."""
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(tmp_path / "cache"))
-    yield tmp_path / "cache"
+    return tmp_path / "cache"

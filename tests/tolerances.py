@@ -1,8 +1,8 @@
 """Every tolerance of the suite, in one place, with its reason.
 
-A result is judged against the float64 reference on the same (already rounded) inputs. Its error may
-be at most FACTOR times that of the plain computation in the same low precision (the reference run on
-the low-precision arrays), plus ATOL of the dtype: the plain computation is sometimes exact by luck.
+A result is judged against the float64 reference on the same (already rounded) inputs. Its error
+may be at most FACTOR times that of the plain computation in the same low precision (the reference
+run on the low-precision arrays), plus ATOL of the dtype: the plain one is sometimes exact by luck.
 """
 
 from __future__ import annotations

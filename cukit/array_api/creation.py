@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -28,11 +29,8 @@ def default_device() -> DeviceName:
 
 def xp_namespace(device: DeviceName | None = None) -> Any:
     """The array-API-standard namespace of `device`: array-api-compat's CuPy or NumPy."""
-    if _place(device) == "gpu":
-        import array_api_compat.cupy as namespace
-    else:
-        import array_api_compat.numpy as namespace
-    return namespace
+    library = "cupy" if _place(device) == "gpu" else "numpy"
+    return importlib.import_module(f"array_api_compat.{library}")
 
 
 def asarray(
@@ -174,7 +172,8 @@ def _from_python(obj: Any) -> np.ndarray[Any, Any]:
 def _dtype(dtype: Dtype) -> np.dtype[Any]:
     if isinstance(dtype, NarrowDtype):
         raise ConfigError(f"dtype: make a {dtype.name} array with asarray(values, {dtype.name})")
-    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    resolved: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    return resolved
 
 
 def _device_of(array: Array) -> DeviceName:

@@ -75,9 +75,11 @@ class NarrowArray:
 
     def astype(self, dtype: Any) -> Array:
         """The values as `dtype`: dense for NumPy's dtypes, narrow again for a NarrowDtype."""
-        return encode(decode(self), dtype) if isinstance(dtype, NarrowDtype) else decode(
-            self
-        ).astype(dtype)
+        return (
+            encode(decode(self), dtype)
+            if isinstance(dtype, NarrowDtype)
+            else decode(self).astype(dtype)
+        )
 
     def __getitem__(self, index: int | slice) -> NarrowArray:
         """Elements of the first axis, without a copy (needs at least two axes)."""

@@ -76,9 +76,9 @@ def adopt(op: str, *arrays: Any) -> tuple[Array | None, ...]:
 def _adopt_one(op: str, array: Any) -> Array:
     if isinstance(array, _known_types()):
         return array
-    if hasattr(array, "__dlpack__"):
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
         on_gpu = hasattr(array, "__cuda_array_interface__") or (
-            hasattr(array, "__dlpack_device__") and int(array.__dlpack_device__()[0]) == _DLPACK_CUDA
+            int(array.__dlpack_device__()[0]) == _DLPACK_CUDA
         )
         if on_gpu and not gpu_available():
             raise UnsupportedDeviceError(f"{op}: got a GPU tensor, but CuPy sees no GPU")
@@ -126,8 +126,8 @@ def _address(array: Array) -> int:
 def runs_kernel(op: str, *arrays: Array | None, minimum_arch: str = "sm_80") -> bool:
     """True when the arrays live on a GPU that can run the op's kernel, False for the reference.
 
-    Raises ArrayLayoutError when NumPy and CuPy arrays are mixed, or arrays of several GPUs. On a GPU
-    older than `minimum_arch` the reference runs on the CuPy arrays, which is said once per op.
+    Raises ArrayLayoutError when NumPy and CuPy arrays are mixed, or arrays of several GPUs. On a
+    GPU older than `minimum_arch` the reference runs on the CuPy arrays, which is said once per op.
     """
     gpu_type = _gpu_type()
     on_gpu = on_cpu = False
@@ -205,9 +205,7 @@ def check_array(
         raise ArrayShapeError(f"{op}: {name} must have {ndim} axes, got shape {array.shape}")
     if shape is not None:
         if len(shape) != array.ndim:
-            raise ArrayShapeError(
-                f"{op}: {name} must have shape {_show(shape)}, got {array.shape}"
-            )
+            raise ArrayShapeError(f"{op}: {name} must have shape {_show(shape)}, got {array.shape}")
         for axis, (want, got) in enumerate(zip(shape, array.shape, strict=True)):
             if want is not None and want != got:
                 raise ArrayShapeError(

@@ -97,7 +97,7 @@ def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
 
 
 def compile_visibly(spec: KernelSpec, arch: str) -> CompiledKernel:
-    """compile_kernel that tells the user why a first call takes long (unless CUKIT_QUIET is set)."""
+    """compile_kernel that tells the user why a first call takes long; CUKIT_QUIET silences it."""
     start = time.perf_counter()
     compiled = compile_kernel(spec, arch)
     if not compiled.cached and not os.environ.get("CUKIT_QUIET"):

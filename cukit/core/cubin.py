@@ -109,7 +109,7 @@ def _sections(cubin: bytes) -> Iterator[_Section]:
 
 
 def _attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """EIATTR records: format byte, attribute byte, 16-bit value or length, payload for EIFMT_SVAL."""
+    """EIATTR records: format, attribute, 16-bit value or length; a payload follows EIFMT_SVAL."""
     position = 0
     while position + 4 <= len(data):
         kind, attribute, length = struct.unpack_from("<BBH", data, position)

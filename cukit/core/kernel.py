@@ -77,12 +77,12 @@ def _argument_bytes(spec: KernelSpec, index: int, argument: Argument) -> int:
 
 
 def load_kernel(spec: KernelSpec) -> Kernel:
-    """The kernel for the current device, compiled on first use (then from disk, then from memory)."""
+    """The kernel for the current device: from memory, from disk, or compiled on first use."""
     device_id = int(require_cupy("launching kernels").cuda.runtime.getDevice())
     return _load_on(spec, device_id)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _load_on(spec: KernelSpec, device_id: int) -> Kernel:
     return Kernel(compile_visibly(spec, current_device().compile_arch))
 
@@ -101,8 +101,8 @@ _MOST_DESCRIPTIONS = 4096
 def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
     """Memoises `prepare(*args)` by device and description (shape, strides, dtype) of its arrays.
 
-    Checks, plan, kernel look-up and scalars of an op run once per description; a repeated call costs
-    one dictionary look-up. `prepare` must not keep or read the contents of the arrays.
+    Checks, plan, kernel look-up and scalars of an op run once per description; a repeated call
+    costs one dictionary look-up. `prepare` must not keep or read the contents of the arrays.
     """
     memory: dict[Hashable, Any] = {}
 

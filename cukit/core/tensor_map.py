@@ -26,9 +26,9 @@ def encode_tensor_map(
     Args:
         array: CuPy array of 2 to 5 axes; last axis contiguous, other strides multiples of 16 bytes,
             16-byte aligned. fp8 travels as uint8.
-        box: extent of one tile on each axis of `array`, each at most 256; the innermost extent times
-            the element size must be a multiple of 16 bytes and at most `swizzle_bytes` where that
-            is not 0.
+        box: extent of one tile on each axis of `array`, each at most 256; the innermost extent
+            times the element size must be a multiple of 16 bytes and at most `swizzle_bytes` where
+            that is not 0.
         swizzle_bytes: 0, 32, 64 or 128: width of the pattern that spreads rows over the banks.
 
     Returns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -38,8 +38,8 @@ def rms_norm(
 ) -> Array | tuple[Array, Array]:
     """Root-mean-square normalisation: `y = s / sqrt(mean(s^2) + eps) * weight`.
 
-    `s` is `x`, or `x + residual` where a residual stream is given; that sum, rounded to the dtype of
-    `x`, is what is normalised and is returned beside `y`.
+    `s` is `x`, or `x + residual` where a residual stream is given; that sum, rounded to the dtype
+    of `x`, is what is normalised and is returned beside `y`.
 
     Args:
         x: float32|float16|bfloat16 [..., hidden], C-contiguous. float64 on the CPU only.
@@ -52,8 +52,8 @@ def rms_norm(
         `y`, shaped like `x`; with `residual`, the pair `(y, x + residual)`.
 
     Raises:
-        ArrayError: dtype, shape, layout or device of an argument; more than 65536 columns (fewer for
-            float32 or rows that are not 16-byte aligned).
+        ArrayError: dtype, shape, layout or device of an argument; more than 65536 columns (fewer
+            for float32 or rows that are not 16-byte aligned).
 
     Runs on CuPy's current stream, accumulates in float32, is deterministic.
     Paper: Zhang and Sennrich, arXiv:1910.07467.
@@ -132,11 +132,15 @@ class RmsNormConfig:
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
-        defines = (("DTYPE", self.dtype), *self.split.defines(), ("RESIDUAL", self.residual))
-        return KernelSpec(f"layers/{self.entry}.cu", self.entry, defines, self.split.threads)
+        return KernelSpec(
+            f"layers/{self.entry}.cu",
+            self.entry,
+            (("DTYPE", self.dtype), *self.split.defines(), ("RESIDUAL", self.residual)),
+            self.split.threads,
+        )
 
 
-@lru_cache(maxsize=None)
+@cache
 def plan_rms_norm(
     rows: int, cols: int, dtype: str, itemsize: int, vec: int, residual: bool
 ) -> RmsNormConfig:
@@ -145,7 +149,7 @@ def plan_rms_norm(
     return RmsNormConfig("rms_norm", dtype, residual, split, rows)
 
 
-@lru_cache(maxsize=None)
+@cache
 def plan_rms_norm_backward(
     rows: int, cols: int, dtype: str, itemsize: int, vec: int, residual: bool, device: Device
 ) -> RmsNormConfig:

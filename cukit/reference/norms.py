@@ -15,7 +15,7 @@ def rms_norm(
     eps: float = 1e-6,
     residual: Array | None = None,
 ) -> Array | tuple[Array, Array]:
-    """y = x / sqrt(mean(x^2) + eps) * weight; with `residual`, of x + residual, which is returned."""
+    """y = s / sqrt(mean(s^2) + eps) * weight, s = x or x + residual; that sum is returned too."""
     xp = array_namespace(x)
     wide, w, r = upcast(working_dtype(x), x, weight, residual)
     new_residual = None
@@ -47,7 +47,6 @@ def rms_norm_backward(
         grad_x = grad_x + gr
     grad_weight = xp.sum((g * normalised).reshape(-1, x.shape[-1]), axis=0)
     return grad_x.astype(x.dtype, copy=False), grad_weight.astype(weight.dtype, copy=False)
-
 
 
 def layer_norm(

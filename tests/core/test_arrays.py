@@ -37,7 +37,7 @@ def test_adopt_passes_arrays_and_none_through():
 
 
 def test_adopt_names_the_op_and_the_type():
-    with pytest.raises(ArrayError, match="op: expected a NumPy or CuPy array .* got str"):
+    with pytest.raises(ArrayError, match=r"op: expected a NumPy or CuPy array .* got str"):
         adopt("op", "text")
 
 

@@ -28,7 +28,7 @@ def test_architecture_specific_targets_from_hopper_on():
 
 
 def test_unknown_arch_lists_the_known():
-    with pytest.raises(ConfigError, match="known: .*sm_90"):
+    with pytest.raises(ConfigError, match=r"known: .*sm_90"):
         typical_device("sm_70")
 
 
@@ -39,7 +39,6 @@ def test_current_device_is_read_from_the_driver():
     from cukit.core.device import current_device
 
     device = current_device()
-    assert device.compute_capability == tuple(
-        int(digit) for digit in (cupy.cuda.Device().compute_capability[:-1], cupy.cuda.Device().compute_capability[-1])
-    )
+    digits = cupy.cuda.Device().compute_capability
+    assert device.compute_capability == (int(digits[:-1]), int(digits[-1]))
     assert device.num_sms == cupy.cuda.Device().attributes["MultiProcessorCount"]

@@ -117,16 +117,16 @@ def test_more_than_2_31_elements(rng):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (dict(x=np.ones((2, 4), np.int32)), ArrayDtypeError, "x must be float32"),
-        (dict(weight=np.ones(5, np.float32)), ArrayShapeError, r"weight must have shape \(4\)"),
-        (dict(weight=np.ones(4, np.float64)), ArrayDtypeError, "weight must have the dtype of x"),
-        (dict(residual=np.ones((4, 2), np.float32)), ArrayShapeError, "residual"),
-        (dict(x=np.ones((4, 2), np.float32).T), ArrayLayoutError, "x must be C-contiguous"),
-        (dict(out=np.ones((2, 4), np.float16)), ArrayDtypeError, "out must have the dtype of x"),
+        ({"x": np.ones((2, 4), np.int32)}, ArrayDtypeError, "x must be float32"),
+        ({"weight": np.ones(5, np.float32)}, ArrayShapeError, r"weight must have shape \(4\)"),
+        ({"weight": np.ones(4, np.float64)}, ArrayDtypeError, "weight must have the dtype of x"),
+        ({"residual": np.ones((4, 2), np.float32)}, ArrayShapeError, "residual"),
+        ({"x": np.ones((4, 2), np.float32).T}, ArrayLayoutError, "x must be C-contiguous"),
+        ({"out": np.ones((2, 4), np.float16)}, ArrayDtypeError, "out must have the dtype of x"),
     ],
 )
 def test_errors_name_the_argument(arguments, error, message):
-    good = dict(x=np.ones((2, 4), np.float32), weight=np.ones(4, np.float32))
+    good = {"x": np.ones((2, 4), np.float32), "weight": np.ones(4, np.float32)}
     with pytest.raises(error, match=f"rms_norm: {message}"):
         rms_norm(**{**good, **arguments})
 
