@@ -51,6 +51,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from profiling.records import CaseKey
+
 Call = Callable[[], Any]
 
 ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8, "int8": 1}
@@ -98,6 +100,6 @@ class Case:
     clock: Literal["device", "host"] = "device"
     """What is timed: the work on the device, or what one call costs the host that enqueues it."""
 
-    def key(self) -> tuple[str, str, str, str]:
+    def key(self) -> CaseKey:
         """What names this case among all."""
         return (self.family, self.op, self.name, self.dtype)

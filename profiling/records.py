@@ -15,17 +15,25 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+
+CaseKey = tuple[str, str, str, str]
+"""Family, op, case, dtype."""
 
 PROVENANCE = ("commit", "date")
 
 
 class ResultsError(Exception):
     """The results file is damaged, or was measured on another kind of GPU."""
+
+
+def case_key(record: Record) -> CaseKey:
+    """Which case a record belongs to."""
+    return record["family"], record["op"], record["case"], record["dtype"]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -76,16 +84,20 @@ class ResultsFile:
             return rest
         return rest | values
 
-    def drop(self, family: str, ops: Iterable[str] | None = None) -> None:
-        """Forget what earlier runs measured of a family, or of some of its ops."""
-        chosen = None if ops is None else set(ops)
-        self._records = [
-            record
-            for record in self._records
-            if record["family"] != family or (chosen is not None and record["op"] not in chosen)
-        ]
+    def replace(self, case: CaseKey, records: Sequence[Record]) -> None:
+        """Put what this run measured of a case where its old records stood, and write the file."""
+        places = [i for i, record in enumerate(self._records) if case_key(record) == case]
+        place = places[0] if places else len(self._records)
+        before = [record for record in self._records[:place] if case_key(record) != case]
+        after = [record for record in self._records[place:] if case_key(record) != case]
+        self._records = [*before, *records, *after]
+        self._write()
 
-    def add(self, records: Iterable[Record]) -> None:
-        """Append records of this run and write the file."""
-        self._records.extend(records)
+    def keep_only(self, family: str, cases: Iterable[CaseKey]) -> None:
+        """Forget cases of a family that are no longer among `cases`, and write the file."""
+        known = set(cases)
+        self._records = [r for r in self._records if r["family"] != family or case_key(r) in known]
+        self._write()
+
+    def _write(self) -> None:
         write(self.path, {"environment": self._environment, "records": self._records})

@@ -258,17 +258,16 @@ def run_cases(cases: list[Case], runner: Runner, *, out: Path | None, whole_fami
         print(error, file=sys.stderr)
         return 2
     print(runner.environment, flush=True)
-    if results:
-        for family in {case.family for case in cases}:
-            ops = {case.op for case in cases if case.family == family}
-            results.drop(family, None if whole_family else ops)
     for case in cases:
         print(f"{case.family}/{case.op} {case.name} {case.dtype}", flush=True)
         records = runner.run(case)
         for record in records:
             print(show(record), flush=True)
         if results:
-            results.add(records)
+            results.replace(case.key(), records)
+    if results and whole_family:
+        for family in {case.family for case in cases}:
+            results.keep_only(family, [case.key() for case in cases])
     seconds = time.monotonic() - begin
     print(f"{len(cases)} cases in {seconds:.0f} s, {len(runner.failures)} failed")
     for failure in runner.failures:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from profiling.records import Record, read
+from profiling.records import CaseKey, Record, case_key, read
 from profiling.run import OURS, RESULTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,10 +118,9 @@ def _environment(results: dict[str, Any]) -> str:
 
 def _groups(records: list[Record]) -> list[Group]:
     """Records of one case together, in the order of the file."""
-    groups: dict[tuple[str, ...], Group] = {}
+    groups: dict[CaseKey, Group] = {}
     for record in records:
-        key = tuple(record[field] for field in ("family", "op", "case", "dtype"))
-        groups.setdefault(key, {})[record["impl"]] = record
+        groups.setdefault(case_key(record), {})[record["impl"]] = record
     return list(groups.values())
 
 

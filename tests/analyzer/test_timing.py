@@ -1,0 +1,106 @@
+"""The order and the statistics of timing, on a clock of our own; the real clock on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cukit.analyzer.timing import (
+    EnqueueTimer,
+    GpuTimer,
+    HostTimer,
+    PeakMemory,
+    Timing,
+    measure,
+)
+
+
+class ScriptedTimer:
+    """Says that every call takes as long as it returns, and writes down who was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+
+    def prepare(self, call: Callable[[], object]) -> Callable[[], float]:
+        def sample_us() -> float:
+            duration = float(str(call()))
+            self.asked.append(duration)
+            return duration
+
+        return sample_us
+
+
+def test_median_and_spread_are_deaf_to_an_outlier() -> None:
+    timing = Timing((10.0, 11.0, 12.0, 13.0, 1000.0))
+    assert timing.median_us == 12.0
+    assert timing.iqr_us == 2.0
+
+
+def test_arms_take_turns() -> None:
+    timer = ScriptedTimer()
+    arms: dict[str, Callable[[], object]] = {"short": lambda: 100.0, "long": lambda: 1e6}
+    timings = measure(arms, timer, rounds=2, min_samples=2, max_samples=3, pause_s=0)
+    one_round = [100.0] * 4 + [1e6] * 3  # one unseen run before the samples of each arm
+    assert timer.asked == [100.0, 1e6, *one_round, *one_round]
+    assert timings["short"].samples_us == (100.0,) * 6
+    assert timings["long"].samples_us == (1e6,) * 4
+
+
+def test_a_budget_bounds_the_samples() -> None:
+    timer = ScriptedTimer()
+    timings = measure(
+        {"arm": lambda: 1000.0}, timer, rounds=1, budget_ms=10, max_samples=1000, pause_s=0
+    )
+    assert len(timings["arm"].samples_us) == 10
+
+
+def test_the_host_timer_waits_for_the_call() -> None:
+    import time
+
+    sample_us = HostTimer().prepare(lambda: time.sleep(0.01))
+    assert sample_us() >= 10_000
+
+
+@pytest.mark.gpu
+def test_the_gpu_timer_times_the_device_and_not_the_host() -> None:
+    """A copy on the device, launched by a host that dawdles."""
+    import time
+
+    import cupy
+
+    source = cupy.zeros(1 << 28, cupy.uint8)
+    target = cupy.empty_like(source)
+
+    def slow_host() -> None:
+        time.sleep(0.002)
+        cupy.copyto(target, source)
+
+    timer = GpuTimer()
+    arms = {"plain": lambda: cupy.copyto(target, source), "slow host": slow_host}
+    timings = measure(arms, timer, pause_s=0)
+    assert timings["plain"].median_us > 20
+    assert timings["slow host"].median_us < 1.2 * timings["plain"].median_us
+
+
+@pytest.mark.gpu
+def test_the_enqueue_timer_times_the_host_and_not_the_device() -> None:
+    import cupy
+
+    large = cupy.zeros(1 << 24, cupy.float32)
+    assert EnqueueTimer().prepare(lambda: cupy.add(large, 1, out=large))() < 100
+
+
+@pytest.mark.gpu
+def test_peak_memory_counts_what_a_call_needs_at_once() -> None:
+    import cupy
+
+    before = cupy.zeros(1 << 22, cupy.uint8)
+    with PeakMemory() as memory:
+        first = cupy.zeros(1 << 20, cupy.uint8)
+        del first
+        second = cupy.zeros(1 << 21, cupy.uint8)
+        third = cupy.zeros(1 << 20, cupy.uint8)
+        del second, third
+    del before
+    assert memory.bytes == 3 << 20

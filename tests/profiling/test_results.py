@@ -1,0 +1,99 @@
+"""The results file: what is merged, what is replaced, and that it is never half there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from profiling.records import ResultsError, ResultsFile, case_key, read, write
+
+GPU = "NVIDIA H200"
+
+
+def environment(commit: str, gpu: str = GPU) -> dict[str, Any]:
+    return {"gpu": gpu, "commit": commit, "date": "2026-01-02"}
+
+
+def record(family: str, op: str, median_us: float, **more: Any) -> dict[str, Any]:
+    key = {"family": family, "op": op, "case": "8x8", "dtype": "float32"}
+    return key | {"impl": "cukit", "median_us": median_us} | more
+
+
+def put(results: ResultsFile, *records: dict[str, Any]) -> None:
+    for each in records:
+        results.replace(case_key(each), [each])
+
+
+def test_a_run_replaces_what_it_measured_and_keeps_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    first = ResultsFile(path, environment("aaa"))
+    put(first, record("layers", "rope", 1.0), record("layers", "gelu", 2.0))
+    put(first, record("attention", "flash_attention", 3.0))
+
+    second = ResultsFile(path, environment("bbb"))
+    put(second, record("layers", "rope", 0.5))
+
+    results = read(path)
+    assert results["environment"]["commit"] == "bbb"
+    old = {"commit": "aaa", "date": "2026-01-02"}
+    assert results["records"] == [
+        record("layers", "rope", 0.5),
+        record("layers", "gelu", 2.0, **old),
+        record("attention", "flash_attention", 3.0, **old),
+    ]
+
+
+def test_a_record_keeps_its_own_commit_over_many_runs(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    put(ResultsFile(path, environment("aaa")), record("layers", "gelu", 2.0))
+    for commit in ("bbb", "ccc"):
+        put(ResultsFile(path, environment(commit)), record("layers", "rope", 1.0))
+    assert [r.get("commit") for r in read(path)["records"]] == ["aaa", None]
+
+
+def test_a_case_that_failed_keeps_no_old_figures(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    rope = record("layers", "rope", 1.0)
+    put(ResultsFile(path, environment("aaa")), rope, rope | {"impl": "liger"})
+    ResultsFile(path, environment("bbb")).replace(case_key(rope), [])
+    assert read(path)["records"] == []
+
+
+def test_cases_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    results = ResultsFile(path, environment("aaa"))
+    rope, gelu, host = (
+        record(*names, 1.0) for names in (("layers", "rope"), ("layers", "gelu"), ("host", "rope"))
+    )
+    put(results, rope, gelu, host)
+    results.keep_only("layers", [case_key(gelu)])
+    assert read(path)["records"] == [gelu, host]
+
+
+def test_results_of_two_gpus_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    put(ResultsFile(path, environment("aaa")), record("layers", "rope", 1.0))
+    with pytest.raises(ResultsError, match="NVIDIA A100"):
+        ResultsFile(path, environment("aaa", "NVIDIA A100"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"records": []}'])
+def test_a_damaged_file_is_named(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    path.write_text(content)
+    with pytest.raises(ResultsError, match=r"h200\.json"):
+        read(path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    write(path, {"environment": {}, "records": []})
+    before = path.read_text()
+    with pytest.raises(TypeError):
+        write(path, {"environment": {}, "records": [object()]})
+    assert path.read_text() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["h200.json"]
+    assert json.loads(before) == {"environment": {}, "records": []}

@@ -1,0 +1,103 @@
+"""What becomes of results in Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from profiling.tables import NOT_MEASURED, render, update
+
+ENVIRONMENT = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "cuda": "13.0",
+    "versions": {"cupy-cuda13x": "14.2", "torch": "2.11"},
+    "clocks": {"sm_under_load_mhz": 1500.0, "sm_max_mhz": 1980.0},
+    "ceilings": {"copy_gbps": 4200.0, "bf16_gemm_tflops": 740.0},
+    "commit": "abc1234",
+    "date": "2026-01-02",
+}
+
+
+def record(impl: str, median_us: float, **more: Any) -> dict[str, Any]:
+    base = {
+        "family": "layers",
+        "op": "rms_norm",
+        "case": "8192x4096",
+        "dtype": "bfloat16",
+        "impl": impl,
+        "median_us": median_us,
+        "iqr_us": 0.1,
+        "tflops": None,
+        "gbps": 3300.0,
+        "floor_us": 32.0,
+        "correct": True,
+    }
+    return base | more
+
+
+def results(*records: dict[str, Any]) -> dict[str, Any]:
+    return {"environment": ENVIRONMENT, "records": list(records)}
+
+
+def test_a_family_has_a_row_a_case_and_a_column_an_implementation() -> None:
+    table = render("layers", results(record("torch-compile", 44.0), record("cukit", 40.0)))
+    header, rule, row = table.splitlines()
+    assert header == (
+        "| op | case | dtype | cukit | torch.compile | x fastest peer | of the floor |"
+    )
+    assert rule == "| --- | --- | --- | --: | --: | --: | --: |"
+    assert row == "| `rms_norm` | 8192x4096 | bfloat16 | 40.0 µs | 44.0 µs | 1.10 | 80% |"
+
+
+def test_a_wrong_peer_is_no_peer() -> None:
+    table = render("layers", results(record("cukit", 40.0), record("liger", 1.0, correct=False)))
+    assert "| wrong |  | 80% |" in table
+
+
+def test_our_own_variants_are_no_peers() -> None:
+    table = render("layers", results(record("cukit", 40.0), record("cukit, new output", 50.0)))
+    assert table.splitlines()[-1].endswith("| 40.0 µs | 50.0 µs |  | 80% |")
+
+
+def test_our_wrong_result_has_no_speed() -> None:
+    table = render("layers", results(record("cukit", 40.0, correct=False), record("liger", 50.0)))
+    assert "| wrong | 50.0 µs |  |" in table
+
+
+def test_rates_and_memory() -> None:
+    table = render("layers", results(record("cukit", 12_345.0, tflops=512.3, peak_bytes=2**29)))
+    assert "12.3 ms (512 TF), 0.50 GiB" in table
+
+
+def test_the_summary_takes_the_largest_case_of_an_op() -> None:
+    table = render(
+        "summary",
+        results(
+            record("cukit", 40.0),
+            record("cukit", 160.0, case="16384x8192", floor_us=128.0),
+            record("liger", 200.0, case="16384x8192", floor_us=128.0),
+        ),
+    )
+    assert len(table.splitlines()) == 3
+    assert "| `rms_norm` | 16384x8192 bfloat16 | 160.0 µs | 200.0 µs Liger | 1.25 | 80% |" in table
+
+
+def test_the_environment_is_named() -> None:
+    line = render("environment", results(record("cukit", 1.0)))
+    for fact in ("NVIDIA H200", "580.1", "13.0", "cupy-cuda13x 14.2", "4.20 TB/s", "740 TFLOP/s"):
+        assert fact in line
+    assert "1500 of 1980 MHz" in line
+    assert "abc1234, 2026-01-02" in line
+
+
+def test_what_is_not_measured_says_so() -> None:
+    assert render("layers", {"environment": {}, "records": []}) == NOT_MEASURED
+    assert render("attention", results(record("cukit", 1.0))) == NOT_MEASURED
+
+
+def test_only_what_stands_between_the_marks_changes() -> None:
+    text = "before\n<!-- table:layers -->\nold\n<!-- /table -->\nafter\n"
+    new = update(text, results(record("cukit", 40.0)))
+    assert new.startswith("before\n<!-- table:layers -->\n| op |")
+    assert new.endswith("|\n<!-- /table -->\nafter\n")
+    assert update(new, results(record("cukit", 40.0))) == new
