@@ -148,7 +148,9 @@ def split_vocabulary(
     two blocks would not fit either, the row is read twice, by large blocks: the fewer rows are in
     flight, the surer L2 still holds them.
     """
-    vecs = -(-vocab_size // vec) + 1  # one more: a row may begin in the middle of a vector
+    vecs = -(-vocab_size // vec)
+    if vocab_size % vec:
+        vecs += 1  # rows begin in the middle of a vector
     vec_bytes = vec * itemsize * num_tensors
     if cluster is None:
         cluster = 1

@@ -36,7 +36,7 @@ def _library() -> Any:
         from cupy_backends.cuda.libs import cublas
     except ImportError as error:
         raise MissingDependencyError(
-            f"matmul needs cuBLAS ({error}): {INSTALL_GPU_EXTRA}"
+            f"matrix products need cuBLAS ({error}): {INSTALL_GPU_EXTRA}"
         ) from error
     return cublas
 

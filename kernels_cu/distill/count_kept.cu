@@ -2,8 +2,8 @@
 //
 // Mapping: one block. Macros: ID int32|int64; THREADS multiple of 32, 32..1024.
 // Minimum architecture: sm_80. Exact, deterministic.
-#include "common/index.cuh"
 #include "common/platform.cuh"
+#include "common/index.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) count_kept(
     const cukit::id_t* __restrict__ targets,  // [rows]

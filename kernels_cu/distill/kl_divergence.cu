@@ -19,8 +19,8 @@
 //   1|2|4|8; CACHED 0|1; GRAD 0|1; HARD 0|1.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
-#include "common/index.cuh"
 #include "common/platform.cuh"
+#include "common/index.cuh"
 #include "common/vocabulary_row.cuh"
 
 namespace {

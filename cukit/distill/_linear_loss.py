@@ -1,0 +1,118 @@
+"""The language-model head fused with a loss: chunks of tokens, so that the logits never exist."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from cukit.core.arrays import FLOAT_DTYPES, Array, check_array, check_same_dtype, empty, float32
+from cukit.errors import ConfigError
+from cukit.gemm.cublas import Matrix, gemm
+
+_FEWEST_TOKENS = 1024
+_MOST_TOKENS = 2048
+_TILE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class LinearLossConfig:
+    """How many tokens go through the head at once."""
+
+    tokens: int
+    chunk_tokens: int
+
+    def chunks(self) -> Iterator[slice]:
+        """The token ranges, in order."""
+        for start in range(0, self.tokens, self.chunk_tokens):
+            yield slice(start, min(start + self.chunk_tokens, self.tokens))
+
+
+@cache
+def plan_linear_loss(
+    tokens: int, hidden_size: int, chunk_tokens: int | None = None
+) -> LinearLossConfig:
+    """About as many tokens as the hidden size, 1024 to 2048, in chunks of one size.
+
+    The product for the weight's gradient has the chunk as its inner extent, where the others have
+    the hidden size: so none is starved. One chunk of logits takes about the memory of the weight,
+    and grad_weight is rounded to its dtype once a chunk, that is a handful of times.
+    """
+    if chunk_tokens is None:
+        most = min(max(hidden_size, _FEWEST_TOKENS), _MOST_TOKENS)
+        num_chunks = max(1, -(-tokens // most))
+        share = -(-tokens // num_chunks)
+        chunk_tokens = -(-share // _TILE_TOKENS) * _TILE_TOKENS
+    return LinearLossConfig(tokens, max(1, min(chunk_tokens, tokens)))
+
+
+def check_head(
+    op: str, prefix: str, hidden: Array, weight: Array, rows: int | None, vocab_size: int | None
+) -> None:
+    """hidden [..., hidden_size] and weight [vocab_size, hidden_size] of one dtype."""
+    check_array(op, f"{prefix}hidden", hidden, dtypes=FLOAT_DTYPES)
+    check_array(op, f"{prefix}weight", weight, shape=(vocab_size, hidden.shape[-1]))
+    check_same_dtype(op, **{f"{prefix}hidden": hidden, f"{prefix}weight": weight})
+    if rows is not None and math.prod(hidden.shape[:-1]) != rows:
+        raise ConfigError(f"{op}: {prefix}hidden must have {rows} rows, got shape {hidden.shape}")
+
+
+def check_grad_weight(op: str, weight: Array, grad_weight: Array | None) -> None:
+    """A gradient to accumulate into has the weight's shape, and its dtype or float32."""
+    if grad_weight is not None:
+        dtypes = (weight.dtype, float32)
+        check_array(op, "grad_weight", grad_weight, dtypes=dtypes, shape=weight.shape)
+
+
+def check_chunk_tokens(op: str, chunk_tokens: int | None) -> None:
+    """Raises ConfigError for a chunk without tokens."""
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ConfigError(f"{op}: chunk_tokens must be 1 or more, got {chunk_tokens}")
+
+
+def exact_boost(divisor: float, tokens: int, divisor_on_gpu: bool) -> float:
+    """A power of two near the mean's divisor.
+
+    Gradients of logits divided by a large token count would sink below float16's smallest number:
+    they are kept this much larger, and the products that consume them scale them back, exactly.
+    """
+    size = float(tokens) if divisor_on_gpu else divisor
+    return 2.0 ** math.floor(math.log2(max(size, 1.0)))
+
+
+def project(hidden: Array, weight: Array, logits: Array) -> None:
+    """logits = hidden @ weight^T."""
+    gemm(_matrix(hidden), _matrix(weight, transposed=True), _matrix(logits))
+
+
+class HeadGradients:
+    """grad_hidden and grad_weight, filled chunk by chunk from the gradients of the logits."""
+
+    def __init__(self, hidden: Array, weight: Array, grad_weight: Array | None, boost: float):
+        self._hidden, self._weight = hidden, weight
+        self._beta = 0.0 if grad_weight is None else 1.0
+        self._alpha = 1.0 / boost
+        self.grad_hidden = empty(hidden, hidden.shape)
+        self.grad_weight = empty(weight, weight.shape) if grad_weight is None else grad_weight
+        if not hidden.size and grad_weight is None:
+            self.grad_weight.fill(0)
+
+    def add(self, chunk: slice, grad_logits: Array) -> None:
+        """Writes grad_hidden[chunk], adds the chunk's part to grad_weight."""
+        logits = _matrix(grad_logits)
+        grad_hidden = _matrix(self.grad_hidden[chunk])
+        gemm(logits, _matrix(self._weight), grad_hidden, alpha=self._alpha)
+        gemm(
+            _matrix(grad_logits, transposed=True),
+            _matrix(self._hidden[chunk]),
+            _matrix(self.grad_weight),
+            alpha=self._alpha,
+            beta=self._beta,
+        )
+        self._beta = 1.0
+
+
+def _matrix(array: Array, transposed: bool = False) -> Matrix:
+    rows, columns = array.shape
+    return Matrix(array, rows, columns, columns, transposed)

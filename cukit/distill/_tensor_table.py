@@ -1,0 +1,41 @@
+"""Tables on the GPU that let one launch work on many tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cukit.core.arrays import ACCESS_BYTES, Array
+from cukit.core.device import require_cupy
+
+CHUNK = 16384
+"""Elements of a tensor that one block works on."""
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """The tensors' descriptors, and which tensor each block works on."""
+
+    tensors: Array
+    """int64 [num_tensors, ...]: addresses, number of elements, first block, whether aligned."""
+    tensor_of_block: Array
+    """int32 [num_blocks]."""
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.tensor_of_block.size)
+
+
+def build_table(addresses: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> TensorTable:
+    """addresses: those of each tensor, in the order of the kernel's descriptor."""
+    pointers = np.array(addresses, np.int64)
+    size = np.array(sizes, np.int64)
+    blocks = -(-size // CHUNK)
+    first_block = np.cumsum(blocks) - blocks
+    aligned = (pointers % ACCESS_BYTES == 0).all(axis=1)
+    descriptors = np.column_stack([pointers, size, first_block, aligned]).astype(np.int64)
+    tensor_of_block = np.repeat(np.arange(size.size, dtype=np.int32), blocks)
+    cupy = require_cupy("a table of tensors")
+    return TensorTable(cupy.asarray(descriptors), cupy.asarray(tensor_of_block))
