@@ -178,10 +178,11 @@ def _build_tables(lists: _Lists) -> _Tables:
             own = param.data.ptr == master.data.ptr
             spec = plan_adamw(param.dtype.name, grad.dtype.name, has_master=not own)
             groups.setdefault(spec, []).append(row)
-    return [
-        (spec, build_table([[a.data.ptr for a in row] for row in rows], [r[0].size for r in rows]))
-        for spec, rows in groups.items()
-    ]
+    tables: _Tables = []
+    for spec, rows in groups.items():
+        addresses = [tuple(a.data.ptr for a in row) for row in rows]
+        tables.append((spec, build_table(addresses, [row[0].size for row in rows])))
+    return tables
 
 
 @cache
