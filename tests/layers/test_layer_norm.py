@@ -1,0 +1,147 @@
+"""layer_norm and its backward."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from cukit.core.device import TYPICAL_DEVICES
+from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError
+from cukit.layers import layer_norm, layer_norm_backward
+from cukit.layers.layer_norm import plan_layer_norm, plan_layer_norm_backward
+from cukit.reference import norms as reference
+from tests.contract import (
+    DTYPES,
+    check_against_reference,
+    check_gradient,
+    poisoned,
+    random,
+    to_device,
+    to_host,
+)
+
+# Rows of one vector, odd rows (scalar accesses), rows longer than one access a thread, many rows.
+SHAPES = [(1, 8), (3, 3), (5, 257), (2, 3, 512), (7, 4096), (300, 1000), (2, 16384), (1, 65536)]
+
+
+def skip_long(shape, dtype):
+    if dtype == "float32" and shape[-1] > 32768:
+        pytest.skip("longer than a float32 row may be")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("with_bias", "with_residual"), [(True, False), (False, True)])
+def test_matches_reference(device, rng, shape, dtype, with_bias, with_residual):
+    skip_long(shape, dtype)
+    x, weight = random(rng, shape, dtype), random(rng, shape[-1:], dtype)
+    bias = random(rng, shape[-1:], dtype) if with_bias else None
+    residual = random(rng, shape, dtype) if with_residual else None
+    names = ("y", "new_residual") if with_residual else ("y",)
+    inputs = (x, weight, bias, 1e-5, residual)
+    check_against_reference(layer_norm, reference.layer_norm, inputs, device=device, names=names)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("has_bias", "with_residual"), [(True, False), (False, True)])
+def test_backward_matches_reference(device, rng, shape, dtype, has_bias, with_residual):
+    skip_long(shape, dtype)
+    grad_out, x = random(rng, shape, dtype), random(rng, shape, dtype)
+    weight = random(rng, shape[-1:], dtype)
+    added = random(rng, shape, dtype) if with_residual else None
+
+    def flat(function, *arrays):
+        results = function(*arrays[:4], has_bias=has_bias, grad_residual=arrays[4])
+        assert (results[2] is None) == (not has_bias)
+        return results if has_bias else results[:2]
+
+    check_against_reference(
+        partial(flat, layer_norm_backward),
+        partial(flat, reference.layer_norm_backward),
+        (grad_out, x, weight, 1e-5, added),
+        device=device,
+        names=("grad_x", "grad_weight", "grad_bias")[: 3 if has_bias else 2],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_far_from_zero(device, rng, dtype):
+    """The variance must not come from a difference of large numbers."""
+    x = (100 + random(rng, (4, 512), "float32")).astype(random(rng, (1,), dtype).dtype)
+    weight, bias = random(rng, (512,), dtype), random(rng, (512,), dtype)
+    check_against_reference(
+        layer_norm, reference.layer_norm, (x, weight, bias, 1e-5, None), device=device
+    )
+
+
+def test_gradient_by_finite_differences(rng):
+    inputs = (rng.standard_normal((3, 7)), rng.standard_normal(7), rng.standard_normal(7))
+
+    def backward(grad_out, x, weight, bias):
+        return reference.layer_norm_backward(grad_out, x, weight)
+
+    check_gradient(reference.layer_norm, backward, inputs, rng)
+
+
+def test_residual_gradient_is_added(rng):
+    """With y = norm(x + r) and the sum handed on, x receives both gradients."""
+    grad_out, x, added = (rng.standard_normal((3, 7)) for _ in range(3))
+    weight = rng.standard_normal(7)
+    alone, with_residual = (
+        reference.layer_norm_backward(grad_out, x, weight, grad_residual=extra)[0]
+        for extra in (None, added)
+    )
+    np.testing.assert_allclose(with_residual, alone + added)
+
+
+def test_out_may_be_the_input(device, rng):
+    x, weight = to_device(device, random(rng, (4, 96), "float32"), random(rng, (96,), "float32"))
+    expected = to_host(layer_norm(x, weight)).copy()
+    out = poisoned(device, (4, 96), "float32")
+    assert layer_norm(x, weight, out=out) is out
+    np.testing.assert_array_equal(to_host(out), expected)
+    np.testing.assert_array_equal(to_host(layer_norm(x, weight, out=x)), expected)
+
+
+def test_no_rows(device):
+    x, weight = to_device(device, np.zeros((0, 64), np.float32), np.ones(64, np.float32))
+    assert layer_norm(x, weight).shape == (0, 64)
+    grad_x, grad_weight, grad_bias = layer_norm_backward(x, x, weight)
+    assert grad_x.shape == (0, 64)
+    assert not to_host(grad_weight).any()
+    assert not to_host(grad_bias).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"x": np.ones((2, 4), np.int32)}, ArrayDtypeError, "x must be float32"),
+        ({"weight": np.ones(5, np.float32)}, ArrayShapeError, r"weight must have shape \(4\)"),
+        ({"bias": np.ones((2, 4), np.float32)}, ArrayShapeError, "bias must have shape"),
+        ({"bias": np.ones(4, np.float16)}, ArrayDtypeError, "bias must have the dtype of x"),
+        ({"residual": np.ones((4, 2), np.float32)}, ArrayShapeError, "residual"),
+        ({"x": np.ones((4, 2), np.float32).T}, ArrayLayoutError, "x must be C-contiguous"),
+    ],
+)
+def test_errors_name_the_argument(arguments, error, message):
+    good = {"x": np.ones((2, 4), np.float32), "weight": np.ones(4, np.float32)}
+    with pytest.raises(error, match=f"layer_norm: {message}"):
+        layer_norm(**{**good, **arguments})
+
+
+@pytest.mark.parametrize("cols", [1, 7, 64, 1000, 4096, 8192, 65536])
+def test_plan_covers_every_column(cols):
+    vec = next(v for v in (8, 4, 2, 1) if cols % v == 0)
+    for device in TYPICAL_DEVICES.values():
+        for config in (
+            plan_layer_norm(100, cols, "bfloat16", 2, vec, False, True),
+            plan_layer_norm_backward(100, cols, "bfloat16", 2, vec, False, True, device),
+        ):
+            split = config.split
+            assert split.threads % 32 == 0
+            assert split.threads <= 1024
+            assert split.threads * split.vec * split.vecs_per_thread >= cols
+            assert 1 <= config.num_blocks <= 100
