@@ -30,7 +30,7 @@ _SIZES, _TRAINING, _RUN = "Sizes", "Training", "Run"
 def distill(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for models, checkpoints and report.")
-    ] = Path("distilled"),
+    ] = Path("runs/distill"),
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -103,7 +103,9 @@ def distill(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16.", rich_help_panel=_SIZES),
+        typer.Option(
+            help="float32 on the CPU (or float64), bfloat16 on the GPU.", rich_help_panel=_SIZES
+        ),
     ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints.", rich_help_panel=_RUN)

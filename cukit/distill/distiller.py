@@ -8,12 +8,11 @@ from typing import Protocol
 import numpy as np
 
 from cukit.core.arrays import Array
-from cukit.distill.cross_entropy import cross_entropy
+from cukit.distill.linear_cross_entropy import linear_cross_entropy
 from cukit.distill.linear_kl_divergence import linear_kl_divergence
 from cukit.distill.schedule import Schedule, as_schedule
 from cukit.distill.terms import StateTerm
 from cukit.errors import ConfigError
-from cukit.gemm import matmul
 from cukit.models import Parameters, StateGradients, Transformer
 
 IGNORE_INDEX = -100
@@ -71,17 +70,16 @@ class LanguageModelling:
     ) -> dict[str, Array]:
         model = self.model
         activations = model.forward(tokens)
-        loss, grad_logits = cross_entropy(
-            model.logits(activations.hidden),
+        result = linear_cross_entropy(
+            activations.hidden,
+            model.head,
             targets.reshape(-1),
             ignore_index=IGNORE_INDEX,
             normalizer=normalizer,
-            return_grad=True,
+            grad_weight=gradients[0][model.config.head_name],
         )
-        grad_head = gradients[0][model.config.head_name]
-        matmul(grad_logits, activations.hidden, transpose_a=True, out=grad_head, accumulate=True)
-        model.backward(activations, matmul(grad_logits, model.head), gradients[0])
-        return {"loss": loss}
+        model.backward(activations, result.grad_hidden, gradients[0])
+        return {"loss": result.loss}
 
 
 class Distiller:

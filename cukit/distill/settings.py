@@ -11,6 +11,10 @@ from cukit.errors import ConfigError
 from cukit.models import TransformerConfig
 
 
+# Attention has no float32 kernel, and float16 gradients underflow without loss scaling.
+_DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "gpu": ("bfloat16",)}
+
+
 @dataclass(frozen=True)
 class DistillSettings:
     """Every choice that the outcome of `cukit distill` depends on, beside the text itself."""
@@ -75,8 +79,15 @@ class DistillSettings:
                     f"{_option(name)}: must be a multiple of --head-dim ({self.head_dim}), "
                     f"got {getattr(self, name)}"
                 )
-        if self.device == "gpu" and self.dtype == "float64":
-            raise ConfigError("--dtype: float64 runs on the CPU only")
+        if self.dtype not in _DTYPES[self.device]:
+            raise ConfigError(
+                f"--dtype: expected {' or '.join(_DTYPES[self.device])} on the {self.device}, "
+                f"got {self.dtype!r}"
+            )
+        if self.device == "gpu" and (self.head_dim % 8 or self.head_dim > 256):
+            raise ConfigError(
+                f"--head-dim: on the GPU a multiple of 8 up to 256, got {self.head_dim}"
+            )
         self.teacher_config()
         self.student_config()
 

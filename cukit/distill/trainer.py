@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from cukit.core.arrays import Array
-from cukit.distill.adamw import AdamWState, adamw, global_norm
+from cukit.distill.adamw import AdamWState, adamw
 from cukit.distill.data import Windows
 from cukit.distill.distiller import Objective
+from cukit.distill.global_norm import clip_scale, global_norm
 from cukit.distill.schedule import Schedule, as_schedule
 from cukit.errors import ConfigError, DataError
 from cukit.models.parameters import Parameters, host_array
@@ -100,8 +101,7 @@ class Trainer:
             for name, value in statistics.items():
                 totals[name] = totals[name] + value if name in totals else value
         norm = global_norm([gradients.flat for gradients in self._gradients])
-        one = np.float32(1)
-        scale = self.windows.xp.minimum(one, self.max_grad_norm / (norm + np.float32(1e-6)))
+        scale = clip_scale(norm, self.max_grad_norm)
         lr = self.lr(self.step)
         self.step += 1
         for group in self._groups:

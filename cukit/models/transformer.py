@@ -273,6 +273,7 @@ class Transformer:
                 grad_x.reshape(*activations.tokens.shape, -1),
                 activations.tokens,
                 self.config.vocab_size,
+                dtype=gradients.flat.dtype,
             ),
         )
 

@@ -26,7 +26,7 @@ def small_model(seed: int = 0, xp: Any = np, **changes: Any) -> Transformer:
     """A fresh model whose norm weights are not all one, so that no gradient hides behind them."""
     model = Transformer.initialise(replace(SMALL, **changes), seed=seed, xp=xp)
     rng = np.random.default_rng(seed + 100)
-    for name, array in model.parameters.items():
+    for array in model.parameters.values():
         if array.ndim == 1:
             array[...] = xp.asarray(rng.uniform(0.5, 1.5, array.shape).astype(array.dtype))
     return model

@@ -42,7 +42,7 @@ def test_foreign_dictionary_is_refused(change: dict[str, Any] | None) -> None:
         del values["head_dim"]
     else:
         values |= change
-    with pytest.raises(ConfigError, match="colour|head_dim"):
+    with pytest.raises(ConfigError, match=r"colour|head_dim"):
         TransformerConfig.from_dict(values)
 
 

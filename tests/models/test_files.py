@@ -56,7 +56,7 @@ def test_damage_is_noticed(damage: Any, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_model(path, small_model())
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match="model.safetensors"):
+    with pytest.raises(DataError, match=r"model\.safetensors"):
         load_model(path)
 
 
@@ -65,7 +65,7 @@ def test_foreign_and_missing_files_are_refused(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"a": np.zeros(3)}, foreign)
     with pytest.raises(DataError, match="not written by cukit"):
         load_model(foreign)
-    with pytest.raises(DataError, match="absent.*cannot be read"):
+    with pytest.raises(DataError, match=r"absent.*cannot be read"):
         load_model(tmp_path / "absent.safetensors")
 
 

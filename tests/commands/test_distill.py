@@ -1,0 +1,347 @@
+"""`cukit distill` and `cukit generate` from the outside: results, interruptions, bad input."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cukit.cli import run
+from cukit.distill import pipeline
+from cukit.models import files
+
+TINY = [
+    "--device", "cpu", "--teacher-hidden", "32", "--teacher-layers", "1", "--teacher-steps", "6",
+    "--student-hidden", "16", "--student-layers", "1", "--steps", "5", "--head-dim", "16",
+    "--batch", "2", "--seq-len", "16", "--checkpoint-every", "2", "--eval-windows", "8",
+]  # fmt: skip
+MODELS = ("teacher", "student", "student-alone")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(0)
+    words = ["north", "wind", "and", "the", "sun", "were", "disputing"]
+    for number in range(30):
+        (folder / f"{number}.txt").write_text(" ".join(rng.choice(words, 60)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an unbroken run: others are compared with it, so nobody may write there."""
+    folder = tmp_path_factory.mktemp("runs") / "unbroken"
+    assert run(["distill", "-o", str(folder), "--text", str(text), *TINY]) == 0
+    return folder
+
+
+def model_bytes(folder: Path) -> dict[str, Any]:
+    """Parameters of the three models: their training records hold times, which differ."""
+    contents = {name: files.read_arrays(folder / f"{name}.safetensors")[0] for name in MODELS}
+    return {name: {k: v.tobytes() for k, v in arrays.items()} for name, arrays in contents.items()}
+
+
+def evaluations(folder: Path) -> dict[str, Any]:
+    models = json.loads((folder / "report.json").read_text())["models"]
+    names = ("bits_per_byte", "accuracy", "teacher_kl_bits", "teacher_agreement")
+    return {model: {name: models[model][name] for name in names} for model in MODELS}
+
+
+def test_report_holds_what_was_promised(finished: Path) -> None:
+    report = json.loads((finished / "report.json").read_text())
+    for model in MODELS:
+        facts = report["models"][model]
+        assert 0 < facts["bits_per_byte"] < 9
+        assert facts["tokens_per_second"] > 0
+        assert facts["tokens"] == 32 * (6 if model == "teacher" else 5)
+        assert facts["history"][-1][0] == (6 if model == "teacher" else 5)
+        assert (facts["teacher_kl_bits"] is None) == (model == "teacher")
+    assert report["models"]["student"]["teacher_kl_bits"] > 0
+    gain = (
+        report["models"]["student-alone"]["bits_per_byte"]
+        - report["models"]["student"]["bits_per_byte"]
+    )
+    assert report["gain_bits_per_byte"] == pytest.approx(gain)
+    assert report["distilled_beats_alone"] == (gain > 0)
+    assert ("did not help" in report["verdict"]) == (gain <= 0)
+    assert report["peak_memory_bytes"] > 1e6
+    assert len(report["sample"]) > len(pipeline.SAMPLE_PROMPT)
+    ops = {entry["name"]: entry for entry in report["milliseconds_per_step_by_op"]}
+    assert {"matmul", "flash_attention_backward", "linear_kl_divergence", "adamw"} <= set(ops)
+    assert ops["flash_attention"]["calls"] == 2  # a layer of the teacher, a layer of the student
+    assert ops["flash_attention_backward"]["calls"] == 1
+    assert all(entry["milliseconds"] >= 0 for entry in ops.values())
+    assert sorted(os.listdir(finished)) == sorted(
+        ["report.json", "settings.json", *(f"{model}.safetensors" for model in MODELS)]
+    )
+
+
+def test_same_seed_same_result_and_another_another(
+    finished: Path, text: Path, tmp_path: Path
+) -> None:
+    for name, seed in (("again", "0"), ("other", "1")):
+        arguments = ["-o", str(tmp_path / name), "--text", str(text), *TINY, "--seed", seed]
+        assert run(["distill", *arguments]) == 0
+    assert model_bytes(tmp_path / "again") == model_bytes(finished)
+    assert evaluations(tmp_path / "again") == evaluations(finished)
+    assert model_bytes(tmp_path / "other") != model_bytes(finished)
+
+
+@pytest.mark.parametrize("kill_at", [(0, 3), (1, 1), (1, 4), (2, 5)])
+def test_resumed_run_is_the_unbroken_run(
+    kill_at: tuple[int, int], finished: Path, text: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Broken off without warning in any phase, between checkpoints or at one."""
+    folder = tmp_path / "run"
+    phase, step = MODELS[kill_at[0]], kill_at[1]
+
+    class Killed(Exception):  # noqa: N818
+        pass
+
+    def kill(self: Any, name: str, statistics: Any) -> None:
+        if name == phase and statistics.step == step:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cukit.commands.distill_display.ProgressDisplay.step_done", kill)
+        with pytest.raises(Killed):
+            run(["distill", "-o", str(folder), "--text", str(text), *TINY])
+    assert not (folder / "report.json").exists()
+    assert run(["distill", "-o", str(folder), "--resume"]) == 0
+    assert model_bytes(folder) == model_bytes(finished)
+    assert evaluations(folder) == evaluations(finished)
+    assert (
+        json.loads((folder / "report.json").read_text())["models"][phase]["history"]
+        == (json.loads((finished / "report.json").read_text())["models"][phase]["history"])
+    )
+
+
+def start(folder: Path, text: Path, *more: str) -> subprocess.Popen[str]:
+    arguments = ["distill", "-o", str(folder), "--text", str(text), *TINY, *more]
+    return subprocess.Popen(
+        [sys.executable, "-m", "cukit", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.005)
+
+
+LONG = ("--teacher-steps", "300", "--checkpoint-every", "20")
+
+
+def test_a_killed_process_goes_on_where_its_checkpoint_stands(text: Path, tmp_path: Path) -> None:
+    """SIGKILL, the real one: no handler, no flush. The end is that of a run never killed."""
+    folder = tmp_path / "killed"
+    process = start(folder, text, *LONG)
+    wait_for(folder / "checkpoint.safetensors", process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (folder / "teacher.safetensors").exists(), "killed too late to test anything"
+    assert run(["distill", "-o", str(folder), "--resume"]) == 0
+    unbroken = tmp_path / "unbroken"
+    assert run(["distill", "-o", str(unbroken), "--text", str(text), *TINY, *LONG]) == 0
+    assert model_bytes(folder) == model_bytes(unbroken)
+    assert not [name for name in os.listdir(folder) if name.endswith(".tmp")]
+
+
+def test_ctrl_c_saves_says_so_and_loses_nothing(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "stopped"
+    process = start(folder, text, "--teacher-steps", "100000", "--checkpoint-every", "20")
+    wait_for(folder / "checkpoint.safetensors", process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert output.rstrip().endswith(f"`cukit distill -o {folder} --resume` goes on")
+    assert "Traceback" not in output
+    _, description = files.read_arrays(folder / "checkpoint.safetensors")
+    assert description["phase"] == "teacher"
+    assert description["step"] >= 20
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line that a refused command prints."""
+    capsys.readouterr()
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1, captured.err
+    assert captured.err.startswith("cukit: ")
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--student-hidden", "24"], "--student-hidden: must be a multiple of --head-dim"),
+        (["--head-dim", "0"], "--head-dim: expected 1 or more"),
+        (["--head-dim", "1", "--teacher-hidden", "3"], "head_dim"),
+        (["--steps", "0"], "--steps"),
+        (["--batch", "-3"], "--batch"),
+        (["--alpha", "1.5"], "--alpha"),
+        (["--temperature", "0"], "--temperature"),
+        (["--lr", "nan"], "--lr"),
+        (["--seed", "-1"], "--seed"),
+        (["--dtype", "int4"], "dtype"),
+        (["--device", "tpu"], "--device"),
+        (["--seq-len", "100000"], "too short for windows of 100000"),
+        (["--resume", "--overwrite"], "exclude each other"),
+        (["--steps", "many"], "many"),
+    ],
+)
+def test_impossible_options(
+    options: list[str], named: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    arguments = ["-o", str(folder), "--text", str(text), *TINY, *options]
+    assert named in complaint(capsys, "distill", *arguments)
+    assert not folder.exists()
+
+
+def test_bad_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.bin").write_bytes(b"a\0b" * 1000)
+    for name, message in (
+        ("absent.txt", "no such file"),
+        ("short.txt", "too short"),
+        ("empty.txt", "is empty"),
+        ("binary.bin", "not a text file"),
+    ):
+        arguments = ["-o", str(tmp_path / "run"), "--text", str(tmp_path / name), *TINY]
+        assert message in complaint(capsys, "distill", *arguments)
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file", "/proc/nowhere/run"])
+def test_unwritable_folder(
+    place: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a file").write_text("precious")
+    folder = {"below a file": tmp_path / "a file" / "run"}.get(place, tmp_path / place)
+    message = complaint(capsys, "distill", "-o", str(folder), "--text", str(text), *TINY)
+    assert str(folder) in message
+    assert (tmp_path / "a file").read_text() == "precious"
+
+
+def test_full_disk(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    arguments = ["distill", "-o", str(folder), "--text", str(text), *TINY]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 1000))
+        assert "are free" in complaint(capsys, *arguments)
+        assert not folder.exists()
+
+    real, calls = os.fsync, []
+
+    def full_later(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) > 2:  # settings and one checkpoint still fit
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_later)
+        assert run(arguments) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert sorted(os.listdir(folder)) == ["checkpoint.safetensors", "settings.json"]
+    assert run(["distill", "-o", str(folder), "--resume"]) == 0
+
+
+def test_a_folder_with_a_run_is_not_overwritten_unasked(
+    finished: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    before = model_bytes(folder)
+    arguments = ["-o", str(folder), "--text", str(text), *TINY]
+    assert "--resume goes on with it" in complaint(capsys, "distill", *arguments)
+    assert model_bytes(folder) == before
+    assert run(["distill", *arguments, "--overwrite", "--seed", "3"]) == 0
+    assert model_bytes(folder) != before
+
+
+def test_resume_with_other_settings_or_text(
+    finished: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    resume = ["distill", "-o", str(folder), "--resume"]
+    assert "other settings: --lr (" in complaint(capsys, *resume, "--lr", "0.5")
+    (tmp_path / "other.txt").write_text("another text " * 100)
+    other_text = str(tmp_path / "other.txt")
+    assert "is not the one that its run began with" in complaint(
+        capsys, *resume, "--text", other_text
+    )
+    assert "no run to resume" in complaint(
+        capsys, "distill", "-o", str(tmp_path / "nothing"), "--resume"
+    )
+    assert model_bytes(folder) == model_bytes(finished)
+
+
+def test_damaged_files_of_a_run(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    resume = ["distill", "-o", str(folder), "--resume"]
+    student = folder / "student.safetensors"
+    student.write_bytes(student.read_bytes()[:-4])
+    assert "student.safetensors: not a readable" in complaint(capsys, *resume)
+    student.unlink()
+    (folder / "checkpoint.safetensors").write_bytes(b"nonsense")
+    assert "checkpoint.safetensors: not a readable" in complaint(capsys, *resume)
+    (folder / "settings.json").write_text("{")
+    assert "settings.json: damaged" in complaint(capsys, *resume)
+
+
+def test_generate_continues_a_prompt(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for target, more in (
+        (finished / "student.safetensors", []),
+        (finished, []),
+        (finished / "teacher.safetensors", []),
+        (finished, ["--seed", "5"]),
+    ):
+        capsys.readouterr()
+        arguments = ["generate", str(target), "--prompt", "the ", "--tokens", "30", *more]
+        assert run([*arguments, "--device", "cpu"]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert all(output.startswith("the ") for output in outputs)
+    assert outputs[0] == outputs[1]
+    assert len(set(outputs)) == 3
+
+
+def test_generate_refuses_bad_input(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes((finished / "student.safetensors").read_bytes()[:50])
+    for arguments, message in (
+        ([str(tmp_path / "absent")], "cannot be read"),
+        ([str(broken)], "not a readable safetensors file"),
+        ([str(finished), "--prompt", ""], "--prompt"),
+        ([str(finished), "--tokens", "-1"], "num_tokens"),
+        ([str(finished), "--temperature", "-1"], "temperature"),
+        ([str(finished), "--top-k", "0"], "top_k"),
+        ([str(finished), "--seed", "-1"], "--seed"),
+    ):
+        assert message in complaint(capsys, "generate", *arguments, "--device", "cpu")

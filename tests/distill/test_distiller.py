@@ -1,0 +1,133 @@
+"""The distillation objective: gradients of the whole loss, schedules, and a loss that falls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cukit.distill.data import Windows, validation_batches
+from cukit.distill.distiller import Distiller, LanguageModelling, Objective
+from cukit.distill.evaluation import evaluate
+from cukit.distill.schedule import Linear
+from cukit.distill.terms import HiddenStateTerm
+from cukit.distill.trainer import Trainer
+from cukit.errors import ConfigError
+from cukit.models import Transformer, TransformerConfig
+from tests.models.small import small_model, small_tokens
+from tests.tolerances import FINITE_DIFFERENCE
+
+TEACHER = {"hidden_size": 24, "num_layers": 3, "num_heads_q": 2}
+STEP = 1e-5
+
+
+def statistics_of(objective: Objective, tokens: Any, targets: Any, step: int = 0) -> Any:
+    gradients = [parameters.zeros_like() for parameters in objective.trained()]
+    statistics = objective.loss_and_gradients(
+        tokens, targets, gradients, step=step, normalizer=float(tokens.size)
+    )
+    return statistics, gradients
+
+
+@pytest.mark.parametrize("kind", ["alone", "untied", "mixed", "hot", "hidden states"])
+def test_whole_loss_by_finite_differences(kind: str, rng: np.random.Generator) -> None:
+    """Against every tensor that is trained, the term's projections included."""
+    student = small_model(tie_embeddings=kind != "untied")
+    teacher = small_model(seed=1, **TEACHER)
+    tokens, targets = small_tokens(rng), small_tokens(rng)
+    targets[0, :2] = -100
+    terms = [HiddenStateTerm({1: 2, 2: 3}, student.config, teacher.config, weight=0.7)]
+    objective: Objective = {
+        "alone": lambda: LanguageModelling(student),
+        "untied": lambda: Distiller(student, teacher, alpha=0.6),
+        "mixed": lambda: Distiller(student, teacher, alpha=0.6),
+        "hot": lambda: Distiller(student, teacher, alpha=1.0, temperature=2.5),
+        "hidden states": lambda: Distiller(student, teacher, alpha=0.5, terms=terms),
+    }[kind]()
+    _, gradients = statistics_of(objective, tokens, targets)
+    for parameters, own in zip(objective.trained(), gradients, strict=True):
+        for name, array in parameters.items():
+            direction = rng.standard_normal(array.shape)
+            kept = array.copy()
+            losses = []
+            for sign in (1, -1):
+                array[...] = kept + sign * STEP * direction
+                losses.append(float(statistics_of(objective, tokens, targets)[0]["loss"]))
+            array[...] = kept
+            expected = (losses[0] - losses[1]) / (2 * STEP)
+            actual = float((own[name] * direction).sum())
+            assert abs(expected) > 1e-7, f"{name}: this direction tests nothing"
+            assert abs(actual - expected) < FINITE_DIFFERENCE * max(1, abs(expected)), name
+
+
+def test_the_teacher_does_not_change(rng: np.random.Generator) -> None:
+    student, teacher = small_model(), small_model(seed=1, **TEACHER)
+    before = teacher.parameters.flat.copy()
+    statistics_of(Distiller(student, teacher), small_tokens(rng), small_tokens(rng))
+    assert np.array_equal(teacher.parameters.flat, before)
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(rng: np.random.Generator) -> None:
+    student, teacher = small_model(), small_model()
+    objective = Distiller(student, teacher, alpha=1.0, temperature=2.0)
+    statistics, gradients = statistics_of(objective, small_tokens(rng), small_tokens(rng))
+    assert 0 <= float(statistics["soft"]) < 1e-15
+    assert np.abs(gradients[0].flat).max() < 1e-12
+
+
+def test_schedules_are_read_at_the_step(rng: np.random.Generator) -> None:
+    student, teacher = small_model(), small_model(seed=1, **TEACHER)
+    tokens, targets = small_tokens(rng), small_tokens(rng)
+    objective = Distiller(student, teacher, alpha=Linear(0, 1, 4), temperature=1.0)
+    for step, alpha in ((0, 0.0), (2, 0.5), (4, 1.0)):
+        statistics, _ = statistics_of(objective, tokens, targets, step)
+        mixed = alpha * float(statistics["soft"]) + (1 - alpha) * float(statistics["hard"])
+        assert float(statistics["loss"]) == pytest.approx(mixed, rel=1e-9)
+    with pytest.raises(ConfigError, match="step 0: alpha"):
+        statistics_of(Distiller(student, teacher, alpha=1.5), tokens, targets)
+    with pytest.raises(ConfigError, match="temperature above 0"):
+        statistics_of(Distiller(student, teacher, temperature=0.0), tokens, targets)
+
+
+def test_vocabularies_must_agree() -> None:
+    with pytest.raises(ConfigError, match="vocabulary has 9 tokens, the student's 23"):
+        Distiller(small_model(), small_model(vocab_size=9))
+
+
+def text_of_words() -> np.ndarray[Any, Any]:
+    """A little language: easy enough to learn in seconds, too rich to guess."""
+    rng = np.random.default_rng(0)
+    words = [b"alpha ", b"beta ", b"gamma ", b"delta, ", b"epsilon. "]
+    return np.frombuffer(b"".join(words[i] for i in rng.integers(0, 5, 4000)), np.uint8)
+
+
+def train(objective: Objective, steps: int, device: str) -> list[float]:
+    xp = objective.model.xp
+    windows = Windows(text_of_words(), batch=3, seq_len=32, seed=0, xp=xp)
+    trainer = Trainer(objective, windows, lr=1e-2)
+    return [trainer.train_step().read()["loss"] for _ in range(steps)]
+
+
+def test_a_short_distillation_learns(device: str) -> None:
+    """The loss falls, the student comes nearer to its teacher, and the teacher is better."""
+    xp = pytest.importorskip("cupy") if device == "gpu" else np
+    dtype = "bfloat16" if device == "gpu" else "float32"
+
+    def config(hidden: int, layers: int) -> TransformerConfig:
+        return TransformerConfig(256, hidden, layers, 2, 1, 16, 2 * hidden, 32, dtype=dtype)
+
+    teacher = Transformer.initialise(config(48, 2), seed=0, xp=xp)
+    losses = train(LanguageModelling(teacher), 40, device)
+    assert losses[-1] < 0.6 * losses[0]
+
+    student = Transformer.initialise(config(32, 1), seed=1, xp=xp)
+    batches = list(validation_batches(text_of_words(), batch=8, seq_len=32, max_windows=16, xp=xp))
+    before = evaluate(student, batches, teacher)
+    losses = train(Distiller(student, teacher, alpha=0.9), 40, device)
+    after = evaluate(student, batches, teacher)
+    assert losses[-1] < 0.6 * losses[0]
+    assert after.bits_per_byte < 0.7 * before.bits_per_byte
+    assert before.teacher_kl_bits is not None
+    assert after.teacher_kl_bits is not None
+    assert after.teacher_kl_bits < 0.5 * before.teacher_kl_bits

@@ -1,0 +1,61 @@
+"""Hidden-state distillation: its equation, its gradients, its map."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cukit.distill.terms import HiddenStateTerm, evenly_spaced_map
+from cukit.errors import ConfigError
+from cukit.models import StateGradients
+from tests.models.small import SMALL, small_model, small_tokens
+
+TEACHER = {"hidden_size": 24, "num_layers": 3, "num_heads_q": 2}
+
+
+def test_loss_is_the_mean_squared_error_of_the_projection(rng: np.random.Generator) -> None:
+    student, teacher = small_model(), small_model(seed=1, **TEACHER)
+    tokens = small_tokens(rng)
+    states = student.forward(tokens), teacher.forward(tokens)
+    term = HiddenStateTerm({1: 2}, student.config, teacher.config)
+    assert term.parameters is not None
+    gradients = term.parameters.zeros_like()
+    loss = term(*states, None, StateGradients(), gradients, weight=1.0, normalizer=14.0)
+    projected = states[0].residual_stream(1) @ term.parameters["projection.1.weight"].T
+    expected = np.mean((projected - states[1].residual_stream(2)) ** 2)
+    assert float(loss) == pytest.approx(expected, rel=1e-12)
+
+
+def test_gradients_scale_with_weight_and_skip_rows_that_do_not_count(
+    rng: np.random.Generator,
+) -> None:
+    student, teacher = small_model(), small_model(seed=1, **TEACHER)
+    tokens = small_tokens(rng)
+    states = student.forward(tokens), teacher.forward(tokens)
+    term = HiddenStateTerm({0: 0, 2: 3}, student.config, teacher.config)
+    assert term.parameters is not None
+    valid = np.ones(14)
+    valid[[2, 9]] = 0
+    results = []
+    for weight in (1.0, 0.25):
+        into, own = StateGradients(), term.parameters.zeros_like()
+        term(*states, valid, into, own, weight=weight, normalizer=12.0)
+        assert set(into.residual) == {0, 2}
+        assert not into.residual[2][[2, 9]].any()
+        assert into.residual[2][[0, 1]].any()
+        results.append((into.residual[2], own.flat))
+    for whole, quarter in zip(*results, strict=True):
+        np.testing.assert_allclose(quarter, whole / 4, rtol=1e-12)
+
+
+def test_map_spreads_over_the_depth() -> None:
+    assert evenly_spaced_map(2, 4) == {1: 2, 2: 4}
+    assert evenly_spaced_map(3, 3) == {1: 1, 2: 2, 3: 3}
+
+
+@pytest.mark.parametrize("layers", [{}, {5: 1}, {1: 9}, {-1: 0}])
+def test_impossible_maps_are_refused(layers: dict[int, int]) -> None:
+    with pytest.raises(ConfigError, match="layer_map"):
+        HiddenStateTerm(layers, SMALL, replace(SMALL, **TEACHER))
