@@ -10,7 +10,6 @@ from cukit.distill.data import VOCAB_SIZE
 from cukit.errors import ConfigError
 from cukit.models import TransformerConfig
 
-
 # Attention has no float32 kernel, and float16 gradients underflow without loss scaling.
 _DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "gpu": ("bfloat16",)}
 
