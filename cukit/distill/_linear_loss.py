@@ -83,7 +83,8 @@ def exact_boost(divisor: float, tokens: int, divisor_on_gpu: bool) -> float:
 
 def project(hidden: Array, weight: Array, logits: Array) -> None:
     """logits = hidden @ weight^T."""
-    gemm(_matrix(hidden), _matrix(weight, transposed=True), _matrix(logits))
+    layouts = (_layout(hidden), _layout(weight, transposed=True), _layout(logits))
+    gemm(hidden, weight, logits, layouts)
 
 
 class HeadGradients:
@@ -100,19 +101,18 @@ class HeadGradients:
 
     def add(self, chunk: slice, grad_logits: Array) -> None:
         """Writes grad_hidden[chunk], adds the chunk's part to grad_weight."""
-        logits = _matrix(grad_logits)
-        grad_hidden = _matrix(self.grad_hidden[chunk])
-        gemm(logits, _matrix(self._weight), grad_hidden, alpha=self._alpha)
-        gemm(
-            _matrix(grad_logits, transposed=True),
-            _matrix(self._hidden[chunk]),
-            _matrix(self.grad_weight),
-            alpha=self._alpha,
-            beta=self._beta,
+        hidden, grad_hidden = self._hidden[chunk], self.grad_hidden[chunk]
+        layouts = (_layout(grad_logits), _layout(self._weight), _layout(grad_hidden))
+        gemm(grad_logits, self._weight, grad_hidden, layouts, alpha=self._alpha)
+        layouts = (
+            _layout(grad_logits, transposed=True),
+            _layout(hidden),
+            _layout(self.grad_weight),
         )
+        gemm(grad_logits, hidden, self.grad_weight, layouts, alpha=self._alpha, beta=self._beta)
         self._beta = 1.0
 
 
-def _matrix(array: Array, transposed: bool = False) -> Matrix:
+def _layout(array: Array, transposed: bool = False) -> Matrix:
     rows, columns = array.shape
-    return Matrix(array, rows, columns, columns, transposed)
+    return Matrix(rows, columns, columns, transposed)

@@ -16,8 +16,10 @@ from cukit.core.arrays import (
     Array,
     access_width,
     adopt,
+    bfloat16,
     check_array,
     empty,
+    float16,
     float32,
     float64,
     is_gpu_array,
@@ -174,8 +176,15 @@ def _share_of_shared_memory(device: Device, blocks: int) -> int:
     return device.shared_bytes_per_sm // blocks - 2 * KIB
 
 
-REPRESENTATIVE_VOCABULARIES = (256, 32768, 256000)
-"""Sizes that reach every kind of split: one warp; a block or cluster that caches; two readings."""
+REPRESENTATIVE_ROWS = (
+    (bfloat16, 256),
+    (bfloat16, 32768),
+    (bfloat16, 256000),
+    (float16, 32768),
+    (float32, 32768),
+)
+"""Dtypes, and sizes that reach every kind of split: one warp; a block or cluster that caches; two
+readings."""
 
 
 def normalizer_of(

@@ -23,7 +23,7 @@ from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.distill._row_loss import (
-    REPRESENTATIVE_VOCABULARIES,
+    REPRESENTATIVE_ROWS,
     VocabularySplit,
     adopt_scalars,
     arrays_among,
@@ -298,8 +298,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         plan_cross_entropy(
             vocab_size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, grad, device
         ).spec()
-        for vocab_size in REPRESENTATIVE_VOCABULARIES
-        for dtype in KERNEL_DTYPES
+        for dtype, vocab_size in REPRESENTATIVE_ROWS
         for grad in (False, True)
     ]
     return [*rows, count_spec("int32"), total_spec()]

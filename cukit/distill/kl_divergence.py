@@ -24,7 +24,7 @@ from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.distill._row_loss import (
-    REPRESENTATIVE_VOCABULARIES,
+    REPRESENTATIVE_ROWS,
     VocabularySplit,
     adopt_scalars,
     arrays_among,
@@ -371,8 +371,7 @@ def _specs(device: Device) -> list[KernelSpec]:
             False,
             device,
         ).spec()
-        for vocab_size in REPRESENTATIVE_VOCABULARIES
-        for dtype in KERNEL_DTYPES
+        for dtype, vocab_size in REPRESENTATIVE_ROWS
         for grad in (False, True)
     ]
     return [*rows, count_spec("int32"), total_spec()]

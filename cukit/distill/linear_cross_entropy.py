@@ -19,7 +19,7 @@ from cukit.distill._linear_loss import (
     project,
 )
 from cukit.distill._row_loss import (
-    REPRESENTATIVE_VOCABULARIES,
+    REPRESENTATIVE_ROWS,
     adopt_scalars,
     arrays_among,
     check_options,
@@ -122,8 +122,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         plan_cross_entropy(
             size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, True, device
         ).spec()
-        for size in REPRESENTATIVE_VOCABULARIES
-        for dtype in KERNEL_DTYPES
+        for dtype, size in REPRESENTATIVE_ROWS
     ]
     return [*rows, count_spec("int32"), total_spec()]
 

@@ -28,7 +28,7 @@ from cukit.distill._linear_loss import (
     project,
 )
 from cukit.distill._row_loss import (
-    REPRESENTATIVE_VOCABULARIES,
+    REPRESENTATIVE_ROWS,
     adopt_scalars,
     arrays_among,
     check_options,
@@ -208,8 +208,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         plan_kl_divergence(
             size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, True, hard, device
         ).spec()
-        for size in REPRESENTATIVE_VOCABULARIES
-        for dtype in KERNEL_DTYPES
+        for dtype, size in REPRESENTATIVE_ROWS
         for hard in (False, True)
     ]
     return [*rows, count_spec("int32"), total_spec()]

@@ -21,9 +21,8 @@ _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 
 
 class Matrix(NamedTuple):
-    """A row-major matrix in memory: element (i, j) lies `i * leading + j` elements on."""
+    """How a row-major matrix lies in memory: element (i, j) is `i * leading + j` elements on."""
 
-    array: Array
     rows: int
     columns: int
     leading: int
@@ -54,14 +53,24 @@ def _coefficient(value: float, wide: bool) -> np.ndarray[Any, Any]:
     return np.array(value, np.float64 if wide else np.float32)
 
 
-def gemm(a: Matrix, b: Matrix, out: Matrix, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+def gemm(
+    a: Array,
+    b: Array,
+    out: Array,
+    layouts: tuple[Matrix, Matrix, Matrix],
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+) -> None:
     """out = alpha * op(a) @ op(b) + beta * out, summed in float32 (float64 for float64).
 
-    The three arrays must not overlap. No TF32: float32 operands are multiplied as such.
+    layouts: of `a`, `b` and `out`, which must fit and not overlap; nothing is checked here. No
+    TF32: float32 operands are multiplied as such.
     """
-    m, n = out.rows, out.columns
-    k = a.rows if a.transposed else a.columns
-    wide = a.array.dtype == float64
+    left, right, target = layouts
+    m, n = target.rows, target.columns
+    k = left.rows if left.transposed else left.columns
+    wide = a.dtype == float64
     # cuBLAS is column-major and so sees every matrix transposed: out^T = op(b)^T op(a)^T.
     cublas = _library()
     handle = _handle_getter()()
@@ -69,12 +78,12 @@ def gemm(a: Matrix, b: Matrix, out: Matrix, *, alpha: float = 1.0, beta: float =
     cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
     try:
         cublas.gemmEx(
-            handle, int(b.transposed), int(a.transposed), n, m, k,
+            handle, int(right.transposed), int(left.transposed), n, m, k,
             _coefficient(alpha, wide).ctypes.data,
-            b.array.data.ptr, _DATA_TYPES[b.array.dtype], b.leading,
-            a.array.data.ptr, _DATA_TYPES[a.array.dtype], a.leading,
+            b.data.ptr, _DATA_TYPES[b.dtype], right.leading,
+            a.data.ptr, _DATA_TYPES[a.dtype], left.leading,
             _coefficient(beta, wide).ctypes.data,
-            out.array.data.ptr, _DATA_TYPES[out.array.dtype], out.leading,
+            out.data.ptr, _DATA_TYPES[out.dtype], target.leading,
             _COMPUTE_64F if wide else _COMPUTE_32F, _DEFAULT_ALGORITHM,
         )  # fmt: skip
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,11 +14,13 @@ from cukit.core.arrays import (
     check_same_dtype,
     empty,
     float32,
+    float64,
     runs_kernel,
 )
+from cukit.core.kernel import launch_plan
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm.cublas import Matrix, gemm
-from cukit.reference import gemm as reference_gemm
+from cukit.reference import gemm as reference
 from cukit.registry import register
 
 
@@ -32,32 +34,79 @@ def matmul(
     accumulate: bool = False,
     out_dtype: Any = None,
 ) -> Array:
-    """The matrix product op(a) @ op(b), summed in float32 whatever the dtype.
+    """The matrix product `op(a) @ op(b)`, summed in float32 whatever the dtype.
 
     All axes of an operand but its last are flattened to rows, so that activations
     `[batch, seq_len, features]` go in as they are, and `transpose_a` sums over every token.
 
-    a: float32|float16|bfloat16|float64 [..., k], or [..., m] with `transpose_a` (rows are k).
-    b: dtype of `a`, [k, n], or [n, k] with `transpose_b`.
-    out: written in place and returned; the dtype of `a`, or float32.
-    accumulate: add to what `out` holds.
-    out_dtype: of the result where `out` is not given: the dtype of `a` (default) or float32.
+    Args:
+        a: float32|float16|bfloat16|float64 [..., k]; [..., m] with `transpose_a`, whose rows are k.
+        b: dtype of `a`, [k, n]; [n, k] with `transpose_b`.
+        transpose_a, transpose_b: multiply by the transpose.
+        out: written in place; dtype of `a`, or float32. Must not overlap an operand.
+        accumulate: add to what `out` holds.
+        out_dtype: of the result where no `out` is given: the dtype of `a` (default) or float32.
 
-    Any operand may be a slice with gaps between its rows, as long as its last axis is contiguous
-    and its leading axes collapse into one stride. `out` must not overlap an operand.
+    Any array may have gaps between its rows, as long as its last axis is contiguous and its leading
+    axes collapse into one stride.
 
-    Returns [..., n]; [m, n] with `transpose_a`. float32 operands are multiplied without TF32, and
-    partial sums never in 16 bits. Asynchronous on CuPy's current stream; CuPy refuses cuBLAS calls
-    while a stream is being captured. Deterministic for one shape on one stream.
-    Raises ArrayShapeError, ArrayDtypeError, ArrayLayoutError, ConfigError.
+    Returns:
+        `out` or a new array [..., n]; [m, n] with `transpose_a`.
 
-    >>> import numpy as np
-    >>> matmul(np.ones((2, 3, 4), np.float32), np.ones((5, 4), np.float32), transpose_b=True).shape
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: `accumulate` without `out`.
+
+    On the GPU this is cuBLAS, without TF32 for float32 and without partial sums in 16 bits; on
+    CuPy's current stream, of which CuPy does not let cuBLAS be captured into a graph. Deterministic
+    on one stream.
+
+    >>> import numpy as np, cukit as ck
+    >>> ck.matmul(np.ones((2, 3, 4), np.float32), np.ones((4, 5), np.float32)).shape
     (2, 3, 5)
     """
     a, b, out = adopt("matmul", a, b, out)
-    left = _as_matrix("a", a, transpose_a)
-    right = _as_matrix("b", b, transpose_b)
+    on_gpu = runs_kernel("matmul", a, b, out)
+    plan = _recall_plan if on_gpu else _plan
+    product = plan(a, b, out, transpose_a, transpose_b, accumulate, out_dtype)
+    if not on_gpu:
+        return reference.matmul(
+            a,
+            b,
+            transpose_a=transpose_a,
+            transpose_b=transpose_b,
+            out=out,
+            accumulate=accumulate,
+            out_dtype=product.dtype,
+        )
+    result = empty(a, product.shape, product.dtype) if out is None else out
+    if product.empty_sum:
+        if not accumulate:
+            result.fill(0)
+    elif result.size:
+        gemm(a, b, result, product.layouts, beta=float(accumulate))
+    return result
+
+
+class _Product(NamedTuple):
+    """A checked call."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    layouts: tuple[Matrix, Matrix, Matrix]
+    empty_sum: bool
+
+
+def _plan(
+    a: Array,
+    b: Array,
+    out: Array | None,
+    transpose_a: bool,
+    transpose_b: bool,
+    accumulate: bool,
+    out_dtype: Any,
+) -> _Product:
+    left, right = _layout("a", a, transpose_a), _layout("b", b, transpose_b)
     m, k = (left.columns, left.rows) if transpose_a else (left.rows, left.columns)
     n, inner = (right.rows, right.columns) if transpose_b else (right.columns, right.rows)
     if k != inner:
@@ -70,26 +119,20 @@ def matmul(
     if accumulate and out is None:
         raise ConfigError("matmul: accumulate=True needs out")
     dtype = out.dtype if out is not None else np.dtype(a.dtype if out_dtype is None else out_dtype)
-    if dtype not in (a.dtype, float32) or (dtype == float32 and a.dtype.itemsize > 4):
+    if dtype != a.dtype and (dtype != float32 or a.dtype == float64):
         name = "out_dtype" if out is None else "out"
         raise ArrayDtypeError(f"matmul: {name} must be {a.dtype.name} or float32, got {dtype.name}")
+    target = Matrix(m, n, max(n, 1))
     if out is not None:
         check_array("matmul", "out", out, shape=shape, contiguous=False)
-    if not runs_kernel("matmul", a, b, out):
-        return reference_gemm.matmul(
-            a, b, transpose_a=transpose_a, transpose_b=transpose_b, out=out,
-            accumulate=accumulate, out_dtype=dtype,
-        )  # fmt: skip
-    result = empty(a, shape, dtype) if out is None else out
-    target = _as_matrix("out", result)
-    if m and n and k:
-        gemm(left, right, target, beta=float(accumulate))
-    elif not accumulate:
-        result.fill(0)
-    return result
+        target = _layout("out", out)
+    return _Product(shape, dtype, (left, right, target), k == 0)
 
 
-def _as_matrix(name: str, array: Array, transposed: bool = False) -> Matrix:
+_recall_plan = launch_plan(_plan)
+
+
+def _layout(name: str, array: Array, transposed: bool = False) -> Matrix:
     """The array as rows of its last axis, or ArrayLayoutError where no single stride does it."""
     check_array("matmul", name, array, dtypes=FLOAT_DTYPES, contiguous=False)
     if array.ndim == 0:
@@ -114,7 +157,7 @@ def _as_matrix(name: str, array: Array, transposed: bool = False) -> Matrix:
             f"matmul: the rows of {name} must not overlap or run backwards, got strides "
             f"{array.strides} for shape {array.shape}"
         )
-    return Matrix(array, rows, columns, max(leading, 1), transposed)
+    return Matrix(rows, columns, max(leading, 1), transposed)
 
 
-register(name="matmul", family="gemm", function=matmul, reference=reference_gemm.matmul)
+register(name="matmul", family="gemm", function=matmul, reference=reference.matmul)

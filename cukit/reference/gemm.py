@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cukit.reference._xp import array_namespace, upcast, working_dtype
@@ -21,9 +22,7 @@ def matmul(
 ) -> Array:
     """op(a) @ op(b), with all axes of an operand but the last flattened to rows."""
     xp = array_namespace(a)
-    left, right = upcast(
-        working_dtype(a, b), a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
-    )
+    left, right = upcast(working_dtype(a, b), _rows(a), _rows(b))
     product = xp.matmul(left.T if transpose_a else left, right.T if transpose_b else right)
     shape = product.shape if transpose_a else (*a.shape[:-1], product.shape[1])
     product = product.reshape(shape)
@@ -33,3 +32,7 @@ def matmul(
         product = product + out.astype(product.dtype, copy=False)
     out[...] = product.astype(out.dtype, copy=False)
     return out
+
+
+def _rows(array: Array) -> Array:
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
