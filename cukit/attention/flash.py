@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukit.attention.flash_arguments import (
+    check_backward,
+    check_forward,
+    check_kernel_layout,
+    problem_of,
+    scales_of,
+    strides_of,
+)
 from cukit.attention.flash_plan import (
-    MAX_HEAD_DIM,
-    AttentionProblem,
     plan_flash_attention,
     plan_flash_attention_backward,
     representative_specs,
 )
-from cukit.core.arrays import (
-    ACCESS_BYTES,
-    FLOAT_DTYPES,
-    Array,
-    adopt,
-    bfloat16,
-    check_array,
-    check_same_dtype,
-    empty,
-    float16,
-    runs_kernel,
-    write_out,
-)
+from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import attention as reference
 from cukit.registry import register
-
-ATTENTION_DTYPES = (float16, bfloat16)
-"""Element types of the kernels. References take float32 and float64 as well."""
-
-_HEAD_DIM_STEP = 8  # elements in one 16-byte access
 
 
 def flash_attention(
@@ -89,7 +76,7 @@ def flash_attention(
     """
     q, k, v, out = adopt("flash_attention", q, k, v, out)
     if not runs_kernel("flash_attention", q, k, v, out):
-        _check_forward(q, k, v, out, scale)
+        check_forward(q, k, v, out, scale)
         result = reference.flash_attention(
             q, k, v, causal=causal, scale=scale, return_lse=return_lse
         )
@@ -153,7 +140,7 @@ def flash_attention_backward(
     """
     grad_out, q, k, v, out, lse = adopt("flash_attention_backward", grad_out, q, k, v, out, lse)
     if not runs_kernel("flash_attention_backward", grad_out, q, k, v, out, lse):
-        _check_backward(grad_out, q, k, v, out, lse, scale)
+        check_backward(grad_out, q, k, v, out, lse, scale)
         return reference.flash_attention_backward(
             grad_out, q, k, v, out, lse, causal=causal, scale=scale, deterministic=deterministic
         )
@@ -163,11 +150,20 @@ def flash_attention_backward(
     grad_q, grad_k, grad_v = (empty(x, x.shape) for x in (q, k, v))
     # The deterministic path has no sum; a pointer has to be passed all the same.
     total = delta if deterministic else empty(q, (*steps.scratch_rows, steps.width), np.float32)
+    sums = [grad_k, grad_v]
+    if steps.splits > 1:
+        batch, seq_len_kv, num_heads_kv, head_dim = k.shape
+        shape = (batch, seq_len_kv, num_heads_kv, steps.splits, head_dim)
+        sums = [empty(k, shape, np.float32) for _ in range(2)]
 
     kernel, grid, scalars = steps.prepare
     kernel(grid, (out, grad_out, lse, lse_log2, delta, total, *scalars))
     kernel, grid, scalars = steps.keys
-    kernel(grid, (q, k, v, grad_out, lse_log2, delta, total, grad_k, grad_v, *scalars))
+    kernel(grid, (q, k, v, grad_out, lse_log2, delta, total, *sums, *scalars))
+    if steps.sum is not None:
+        kernel, grid, scalars = steps.sum
+        kernel(grid, (sums[0], grad_k, *scalars))
+        kernel(grid, (sums[1], grad_v, *scalars))
     kernel, grid, scalars = steps.queries
     if deterministic:
         kernel(grid, (q, k, v, grad_out, lse_log2, delta, grad_q, *scalars))
@@ -177,114 +173,30 @@ def flash_attention_backward(
 
 
 class _BackwardSteps(NamedTuple):
-    """The three launches of a backward, and the extents of its scratch."""
+    """The launches of a backward, and the extents of its scratch."""
 
     prepare: Launch
     keys: Launch
+    sum: Launch | None
     queries: Launch
     scratch_rows: tuple[int, int]
     width: int
-
-
-def _check_heads(op: str, q: Array, k: Array, v: Array, scale: float | None) -> None:
-    """Shapes and dtypes of the three inputs."""
-    check_array(op, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
-    batch, _, num_heads_q, head_dim = q.shape
-    check_array(op, "k", k, shape=(batch, None, None, head_dim), contiguous=False)
-    check_array(op, "v", v, shape=k.shape, contiguous=False)
-    check_same_dtype(op, q=q, k=k, v=v)
-    if k.shape[2] == 0 or num_heads_q == 0 or num_heads_q % k.shape[2]:
-        raise ArrayShapeError(
-            f"{op}: the heads of k (axis 2) must divide those of q, "
-            f"got {k.shape[2]} and {num_heads_q}"
-        )
-    if head_dim == 0:
-        raise ArrayShapeError(f"{op}: head_dim (the last axis of q) must not be 0")
-    if scale is not None and not (scale > 0 and math.isfinite(scale)):
-        raise ConfigError(f"{op}: scale must be positive and finite, got {scale}")
-
-
-def _check_forward(q: Array, k: Array, v: Array, out: Array | None, scale: float | None) -> None:
-    op = "flash_attention"
-    _check_heads(op, q, k, v, scale)
-    if out is not None:
-        check_array(op, "out", out, shape=q.shape, contiguous=False)
-        check_same_dtype(op, q=q, out=out)
-
-
-def _check_backward(
-    grad_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, scale: float | None
-) -> None:
-    op = "flash_attention_backward"
-    _check_heads(op, q, k, v, scale)
-    check_array(op, "grad_out", grad_out, shape=q.shape, contiguous=False)
-    check_array(op, "out", out, shape=q.shape, contiguous=False)
-    check_same_dtype(op, q=q, grad_out=grad_out, out=out)
-    batch, seq_len_q, num_heads_q, _ = q.shape
-    check_array(op, "lse", lse, dtypes=_lse_dtypes(q), shape=(batch, num_heads_q, seq_len_q))
-
-
-def _lse_dtypes(q: Array) -> tuple[np.dtype[Any], ...]:
-    return (np.dtype(np.float64 if q.dtype == np.float64 else np.float32),)
-
-
-def _check_kernel_layout(op: str, **arrays: Array | None) -> None:
-    """What the kernels ask for beyond the reference: dtype, head_dim, 16-byte access."""
-    for name, array in arrays.items():
-        if array is None:
-            continue
-        check_array(op, name, array, dtypes=ATTENTION_DTYPES, contiguous=False)
-        head_dim = array.shape[-1]
-        if head_dim % _HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
-            raise ArrayShapeError(
-                f"{op}: head_dim (the last axis of {name}) must be a multiple of {_HEAD_DIM_STEP} "
-                f"up to {MAX_HEAD_DIM} on the GPU, got {head_dim}"
-            )
-        strides = [s for s, n in zip(array.strides[:3], array.shape[:3], strict=True) if n > 1]
-        if array.data.ptr % ACCESS_BYTES or any(stride % ACCESS_BYTES for stride in strides):
-            raise ArrayLayoutError(
-                f"{op}: the start and the strides of {name} must be multiples of {ACCESS_BYTES} "
-                f"bytes on the GPU, got strides {array.strides}; "
-                f"pass cupy.ascontiguousarray({name})"
-            )
-
-
-def _problem(q: Array, k: Array, causal: bool) -> AttentionProblem:
-    batch, seq_len_q, num_heads_q, head_dim = q.shape
-    return AttentionProblem(
-        batch, seq_len_q, k.shape[1], num_heads_q, k.shape[2], head_dim, q.dtype.name, causal
-    )
-
-
-def _strides(array: Array | None, like: Array) -> tuple[np.int64, np.int64, np.int64]:
-    """Batch, row and head strides in elements; those of a C-contiguous array shaped as `like`
-    where `array` is None."""
-    if array is None:
-        _, rows, heads, head_dim = like.shape
-        return np.int64(rows * heads * head_dim), np.int64(heads * head_dim), np.int64(head_dim)
-    batch, row, head = (stride // array.itemsize for stride in array.strides[:3])
-    return np.int64(batch), np.int64(row), np.int64(head)
-
-
-def _scales(q: Array, scale: float | None) -> tuple[np.float32, np.float32]:
-    """The factor of the scores, and the same for powers of two."""
-    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    return np.float32(factor), np.float32(factor / math.log(2.0))
+    splits: int
 
 
 @launch_plan
 def _prepare_forward(
     q: Array, k: Array, v: Array, out: Array | None, causal: bool, scale: float | None
 ) -> Launch:
-    _check_forward(q, k, v, out, scale)
-    _check_kernel_layout("flash_attention", q=q, k=k, v=v, out=out)
-    problem = _problem(q, k, causal)
+    check_forward(q, k, v, out, scale)
+    check_kernel_layout("flash_attention", q=q, k=k, v=v, out=out)
+    problem = problem_of(q, k, causal)
     config = plan_flash_attention(problem, current_device())
     scalars = (
-        *_strides(q, q),
-        *_strides(k, k),
-        *_strides(v, v),
-        *_strides(out, q),
+        *strides_of(q, q),
+        *strides_of(k, k),
+        *strides_of(v, v),
+        *strides_of(out, q),
         np.int32(problem.batch),
         np.int32(problem.num_heads_q),
         np.int32(problem.group),
@@ -292,7 +204,7 @@ def _prepare_forward(
         np.int32(problem.seq_len_kv),
         np.int32(problem.head_dim),
         np.int32(config.section),
-        _scales(q, scale)[1],
+        scales_of(q, scale)[1],
     )
     return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
 
@@ -309,48 +221,54 @@ def _prepare_backward(
     scale: float | None,
     deterministic: bool,
 ) -> _BackwardSteps:
-    _check_backward(grad_out, q, k, v, out, lse, scale)
-    _check_kernel_layout("flash_attention_backward", grad_out=grad_out, q=q, k=k, v=v, out=out)
-    problem = _problem(q, k, causal)
+    check_backward(grad_out, q, k, v, out, lse, scale)
+    check_kernel_layout("flash_attention_backward", grad_out=grad_out, q=q, k=k, v=v, out=out)
+    problem = problem_of(q, k, causal)
     config = plan_flash_attention_backward(problem, deterministic, current_device())
     padded = config.seq_len_q_padded
-    factor, factor_log2 = _scales(q, scale)
-    batch, heads_q, heads_kv = (
-        np.int32(n) for n in (problem.batch, problem.num_heads_q, problem.num_heads_kv)
-    )
+    factor, factor_log2 = scales_of(q, scale)
+    batch, heads_q = np.int32(problem.batch), np.int32(problem.num_heads_q)
     group, seq_q, seq_kv = (
         np.int32(n) for n in (problem.group, problem.seq_len_q, problem.seq_len_kv)
     )
     width, seq_q_padded = np.int32(problem.head_dim), np.int32(padded)
-    strides = (*_strides(q, q), *_strides(k, k), *_strides(v, v), *_strides(grad_out, q))
+    strides = (*strides_of(q, q), *strides_of(k, k), *strides_of(v, v), *strides_of(grad_out, q))
 
-    prepare_spec, keys_spec, queries_spec = config.specs()
+    splits = config.splits
+    scalars: tuple[Any, ...]
     prepare = Launch(
-        load_kernel(prepare_spec),
+        load_kernel(config.prepare_spec()),
         (config.prepare_blocks,),
         (
-            *(*_strides(out, q), *_strides(grad_out, q)),
+            *(*strides_of(out, q), *strides_of(grad_out, q)),
             *(batch, heads_q, seq_q, seq_q_padded, width),
         ),
     )
     keys = Launch(
-        load_kernel(keys_spec),
+        load_kernel(config.keys_spec()),
         (config.key_blocks,),
         (
-            *(*strides, batch, heads_kv, group, seq_q, seq_kv, seq_q_padded, width),
-            *(np.int32(config.key_section), factor, factor_log2),
+            *(*strides, batch, np.int32(problem.num_heads_kv * splits)),
+            *(np.int32(problem.group // splits), np.int32(splits)),
+            *(seq_q, seq_kv, seq_q_padded, width, np.int32(config.key_section)),
+            *(factor, factor_log2),
         ),
     )
+    add_splits = None
+    if splits > 1:
+        rows_kv = np.int64(problem.batch * problem.seq_len_kv * problem.num_heads_kv)
+        scalars = (rows_kv, np.int32(splits), width)
+        add_splits = Launch(load_kernel(config.sum_spec()), (config.sum_blocks,), scalars)
     if deterministic:
-        scalars: tuple[Any, ...] = (
+        scalars = (
             *(*strides, batch, heads_q, group, seq_q, seq_kv, seq_q_padded, width),
             *(np.int32(config.query_section), factor, factor_log2),
         )
     else:
         scalars = (heads_q, seq_q, seq_q_padded, width, factor)
-    queries = Launch(load_kernel(queries_spec), (config.query_blocks,), scalars)
+    queries = Launch(load_kernel(config.specs()[-1]), (config.query_blocks,), scalars)
     rows = (problem.batch * problem.num_heads_q, padded)
-    return _BackwardSteps(prepare, keys, queries, rows, problem.width)
+    return _BackwardSteps(prepare, keys, add_splits, queries, rows, problem.width, splits)
 
 
 def _forward_specs(device: Device) -> list[KernelSpec]:

@@ -1,8 +1,7 @@
 """Which kernel variant attention runs, decided from shapes and facts of the GPU alone.
 
 A kernel class is a set of kernels written for one generation of tensor cores. `"sm80"` (mma.sync,
-cp.async) runs on everything from Ampere on. Each class lists, per width of head, its tilings from
-the preferred one down; the first whose blocks fit the shared memory of the GPU is taken.
+cp.async) runs on everything from Ampere on.
 """
 
 from __future__ import annotations
@@ -10,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeVar
 
+from cukit.attention.flash_tilings import (
+    FORWARD_TILINGS,
+    HEAD_WIDTHS,
+    ITEM_BYTES,
+    KEY_TILINGS,
+    MAX_HEAD_DIM,
+    QUERY_TILINGS,
+    ForwardTiling,
+    KeyTiling,
+    QueryTiling,
+    first_fit,
+)
 from cukit.core.compiler import KernelSpec
-from cukit.core.device import KIB, Device
+from cukit.core.device import Device
 from cukit.errors import ArrayShapeError, UnsupportedDeviceError
-
-HEAD_WIDTHS = (64, 96, 128, 256)
-"""Widths of a tile: a head of any other size is padded with zeros to the next one."""
-
-MAX_HEAD_DIM = HEAD_WIDTHS[-1]
-
-_ITEM_BYTES = 2
-_WARP = 32
-_RESERVED_BYTES = KIB  # what the system takes of each block's shared memory
 
 
 @dataclass(frozen=True)
@@ -51,121 +52,6 @@ class AttentionProblem:
             if self.head_dim <= width:
                 return width
         raise ArrayShapeError(f"head_dim must be at most {MAX_HEAD_DIM}, got {self.head_dim}")
-
-
-@dataclass(frozen=True)
-class ForwardTiling:
-    """A block takes tile_m queries, 16 * m_tiles a warp, and walks over tile_n keys at a time."""
-
-    tile_m: int
-    m_tiles: int
-    tile_n: int
-    blocks_per_sm: int = 1
-    q_in_registers: bool = False
-
-    def shared_bytes(self, width: int) -> int:
-        """Q, and two stages of K and of V."""
-        return _ITEM_BYTES * width * (self.tile_m + 4 * self.tile_n)
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.tile_m // (16 * self.m_tiles) * _WARP
-
-
-@dataclass(frozen=True)
-class KeyTiling:
-    """Backward: a block takes tile_n keys and walks over tile_m queries at a time.
-
-    The warps split queries x keys, keys x head_dim and queries x head_dim into score_warps,
-    key_warps and query_warps rows.
-    """
-
-    tile_m: int
-    tile_n: int
-    warps: int
-    score_warps: int
-    key_warps: int
-    query_warps: int
-    num_stages: int = 2
-    blocks_per_sm: int = 1
-
-    def shared_bytes(self, width: int) -> int:
-        """K, V, stages of Q and dO, P and dS, stages of lse and delta."""
-        tiles = _ITEM_BYTES * width * 2 * (self.tile_n + self.num_stages * self.tile_m)
-        scores = 2 * _ITEM_BYTES * self.tile_m * self.tile_n
-        return tiles + scores + 8 * self.num_stages * self.tile_m
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.warps * _WARP
-
-
-@dataclass(frozen=True)
-class QueryTiling:
-    """Deterministic dQ: a block takes tile_m queries, 16 a warp, and walks over tile_n keys."""
-
-    tile_m: int
-    tile_n: int
-    blocks_per_sm: int = 1
-
-    def shared_bytes(self, width: int) -> int:
-        """Q, dO, and two stages of K and of V."""
-        return _ITEM_BYTES * width * (2 * self.tile_m + 4 * self.tile_n)
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.tile_m // 16 * _WARP
-
-
-FORWARD_TILINGS: dict[int, tuple[ForwardTiling, ...]] = {
-    64: (ForwardTiling(128, 2, 64, 2, q_in_registers=True),),
-    96: (ForwardTiling(128, 2, 64, 2), ForwardTiling(128, 2, 32, 2)),
-    128: (
-        ForwardTiling(128, 2, 64, 2),
-        ForwardTiling(128, 2, 32, 2),
-        ForwardTiling(64, 1, 32, 2),
-    ),
-    256: (ForwardTiling(128, 1, 64), ForwardTiling(128, 1, 32), ForwardTiling(64, 1, 32)),
-}
-KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {
-    64: (KeyTiling(128, 128, 8, 4, 4, 4), KeyTiling(64, 128, 8, 2, 4, 2)),
-    96: (
-        KeyTiling(64, 64, 4, 2, 4, 4, 2, 2),
-        KeyTiling(64, 64, 4, 2, 4, 4, 1, 2),
-        KeyTiling(64, 64, 4, 2, 4, 4, 2, 1),
-    ),
-    128: (KeyTiling(64, 128, 8, 2, 4, 2), KeyTiling(64, 64, 4, 2, 4, 4, 1)),
-    256: (
-        KeyTiling(64, 64, 8, 4, 4, 2),
-        KeyTiling(64, 64, 8, 4, 4, 2, 1),
-        KeyTiling(32, 32, 4, 2, 2, 2, 1),
-    ),
-}
-QUERY_TILINGS: dict[int, tuple[QueryTiling, ...]] = {
-    64: (QueryTiling(128, 64),),
-    96: (QueryTiling(128, 64), QueryTiling(64, 64)),
-    128: (QueryTiling(128, 64), QueryTiling(64, 32)),
-    256: (QueryTiling(128, 32), QueryTiling(64, 32), QueryTiling(64, 16)),
-}
-
-Tiling = TypeVar("Tiling", ForwardTiling, KeyTiling, QueryTiling)
-
-
-def first_fit(tilings: Sequence[Tiling], width: int, device: Device) -> Tiling:
-    """The first tiling whose blocks_per_sm blocks fit the shared memory of an SM of `device`."""
-    for tiling in tilings:
-        needed = tiling.shared_bytes(width)
-        per_sm = tiling.blocks_per_sm * (needed + _RESERVED_BYTES)
-        if needed <= device.shared_bytes_per_block and per_sm <= device.shared_bytes_per_sm:
-            return tiling
-    smallest = min(tiling.shared_bytes(width) for tiling in tilings)
-    raise UnsupportedDeviceError(
-        f"attention with head_dim up to {width} needs {smallest} bytes of shared memory a block, "
-        f"{device.name} has {device.shared_bytes_per_block}"
-    )
 
 
 def _common_defines(problem: AttentionProblem) -> tuple[tuple[str, str | int | bool], ...]:
@@ -224,6 +110,8 @@ class FlashAttentionBackwardConfig:
     deterministic: bool
     keys: KeyTiling
     queries: QueryTiling
+    splits: int
+    """Blocks that share a key head, each with group / splits query heads."""
     key_section: int
     query_section: int
 
@@ -243,7 +131,14 @@ class FlashAttentionBackwardConfig:
         """Blocks of the grid that computes dK and dV."""
         problem = self.problem
         tiles = _ceil_div(problem.seq_len_kv, self.keys.tile_n)
-        return problem.batch * problem.num_heads_kv * tiles
+        return problem.batch * problem.num_heads_kv * self.splits * tiles
+
+    @property
+    def sum_blocks(self) -> int:
+        """Blocks of the grid that adds the splits of dK, and of that for dV."""
+        problem = self.problem
+        rows = problem.batch * problem.seq_len_kv * problem.num_heads_kv
+        return _ceil_div(rows * (problem.head_dim // 8), _ROW_THREADS)
 
     @property
     def query_blocks(self) -> int:
@@ -252,8 +147,7 @@ class FlashAttentionBackwardConfig:
         tile = self.queries.tile_m if self.deterministic else self.keys.tile_m
         return problem.batch * problem.num_heads_q * _ceil_div(problem.seq_len_q, tile)
 
-    def prepare_spec(self) -> KernelSpec:
-        """Row statistics, and zeroing the sum of dQ."""
+    def _row_spec(self, entry: str, shared_bytes: int = 0) -> KernelSpec:
         defines = (
             *_common_defines(self.problem),
             ("THREADS", _ROW_THREADS),
@@ -261,7 +155,21 @@ class FlashAttentionBackwardConfig:
             ("QUERY_GRADIENT", not self.deterministic),
             ("TILE_M", self.keys.tile_m),
         )
-        return KernelSpec(_ROWS_SOURCE, "flash_attention_backward_prepare", defines, _ROW_THREADS)
+        source = "attention/flash_attention_backward_rows.cu"
+        return KernelSpec(source, entry, defines, _ROW_THREADS, shared_bytes)
+
+    def prepare_spec(self) -> KernelSpec:
+        """Row statistics, and zeroing the sum of dQ."""
+        return self._row_spec("flash_attention_backward_prepare")
+
+    def finish_spec(self) -> KernelSpec:
+        """dQ from its sum."""
+        shared = self.keys.tile_m * self.problem.width * ITEM_BYTES
+        return self._row_spec("flash_attention_backward_finish", shared)
+
+    def sum_spec(self) -> KernelSpec:
+        """dK or dV from the sums of the splits."""
+        return self._row_spec("flash_attention_backward_sum")
 
     def keys_spec(self) -> KernelSpec:
         """dK and dV; unless deterministic, the sum of dQ as well."""
@@ -270,6 +178,7 @@ class FlashAttentionBackwardConfig:
             *_common_defines(self.problem),
             ("CAUSAL", self.problem.causal),
             ("QUERY_GRADIENT", not self.deterministic),
+            ("SPLIT", self.splits > 1),
             ("TILE_M", tiling.tile_m),
             ("TILE_N", tiling.tile_n),
             ("STAGES", tiling.num_stages),
@@ -282,20 +191,6 @@ class FlashAttentionBackwardConfig:
         entry = f"flash_attention_backward_{self.kernel_class}"
         shared = tiling.shared_bytes(self.problem.width)
         return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
-
-    def finish_spec(self) -> KernelSpec:
-        """dQ from its sum."""
-        tile_m = self.keys.tile_m
-        defines = (
-            *_common_defines(self.problem),
-            ("THREADS", _ROW_THREADS),
-            ("LANES", _prepare_lanes(self.problem.width)),
-            ("QUERY_GRADIENT", True),
-            ("TILE_M", tile_m),
-        )
-        shared = tile_m * self.problem.width * _ITEM_BYTES
-        entry = "flash_attention_backward_finish"
-        return KernelSpec(_ROWS_SOURCE, entry, defines, _ROW_THREADS, shared)
 
     def queries_spec(self) -> KernelSpec:
         """dQ in a fixed order."""
@@ -315,10 +210,10 @@ class FlashAttentionBackwardConfig:
     def specs(self) -> tuple[KernelSpec, ...]:
         """All variants that this configuration launches, in order."""
         last = self.queries_spec() if self.deterministic else self.finish_spec()
-        return self.prepare_spec(), self.keys_spec(), last
+        splits = (self.sum_spec(),) if self.splits > 1 else ()
+        return self.prepare_spec(), self.keys_spec(), *splits, last
 
 
-_ROWS_SOURCE = "attention/flash_attention_backward_rows.cu"
 _ROW_THREADS = 256
 
 
@@ -347,12 +242,20 @@ def _section(problem: AttentionProblem, bytes_per_head: int, heads: int, device:
     return max(1, min(heads, device.l2_bytes // 2 // max(1, bytes_per_head)))
 
 
+def _splits(group: int, blocks: int, enough: int) -> int:
+    """The fewest blocks a key head, dividing its group, that make `enough` of `blocks`."""
+    for splits in range(1, group):
+        if group % splits == 0 and blocks * splits >= enough:
+            return splits
+    return max(1, group)
+
+
 @cache
 def plan_flash_attention(problem: AttentionProblem, device: Device) -> FlashAttentionConfig:
     """The forward's configuration. Raises UnsupportedDeviceError where nothing fits."""
     width = problem.width
     heads = problem.batch * problem.num_heads_q
-    key_bytes = 2 * problem.seq_len_kv * problem.head_dim * _ITEM_BYTES // problem.group
+    key_bytes = 2 * problem.seq_len_kv * problem.head_dim * ITEM_BYTES // problem.group
     return FlashAttentionConfig(
         kernel_class=kernel_class(device),
         problem=problem,
@@ -368,16 +271,20 @@ def plan_flash_attention_backward(
     """The backward's configuration. Raises UnsupportedDeviceError where nothing fits."""
     width = problem.width
     # What the blocks of a key head read again and again: Q, dO and the float32 sum of dQ.
-    query_bytes = problem.group * problem.seq_len_q * problem.head_dim * (2 * _ITEM_BYTES + 4)
-    key_bytes = 2 * problem.seq_len_kv * problem.head_dim * _ITEM_BYTES // problem.group
+    query_bytes = problem.group * problem.seq_len_q * problem.head_dim * (2 * ITEM_BYTES + 4)
+    key_bytes = 2 * problem.seq_len_kv * problem.head_dim * ITEM_BYTES // problem.group
     heads_kv, heads_q = (problem.batch * n for n in (problem.num_heads_kv, problem.num_heads_q))
+    keys = first_fit(KEY_TILINGS[width], width, device)
+    blocks = heads_kv * _ceil_div(problem.seq_len_kv, keys.tile_n)
+    splits = _splits(problem.group, blocks, device.num_sms * keys.blocks_per_sm)
     return FlashAttentionBackwardConfig(
         kernel_class=kernel_class(device),
         problem=problem,
         deterministic=deterministic,
-        keys=first_fit(KEY_TILINGS[width], width, device),
+        keys=keys,
         queries=first_fit(QUERY_TILINGS[width], width, device),
-        key_section=_section(problem, query_bytes, heads_kv, device),
+        splits=splits,
+        key_section=_section(problem, query_bytes // splits, heads_kv * splits, device),
         query_section=_section(problem, key_bytes, heads_q, device),
     )
 

@@ -4,10 +4,11 @@
 //   whole tiles: rows beyond the last query, and rows that see no key, get delta = 0 and
 //   lse = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ.
 // flash_attention_backward_finish:   dQ = scale * sum, from blocks (query_gradient.cuh) to rows.
+// flash_attention_backward_sum:      dK or dV from the float32 sums of the blocks that shared a head.
 //
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, line 4.
 // Mapping: prepare: LANES lanes a row, 16 bytes a lane. finish: a block TILE_M rows of one head, a warp
-//   16x8 blocks. Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic.
+//   16x8 blocks. sum: a thread eight elements, splits in order. Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than HEAD_DIM;
 //   THREADS; LANES power of two, >= HEAD_DIM / 8 (prepare); QUERY_GRADIENT 0|1 whether there is a sum
 //   to zero (prepare); TILE_M multiple of 16 (finish).
@@ -103,4 +104,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_f
           batch_head % heads_q * head_dim;
   cukit::store_tile<TILE_M, HEAD_DIM, THREADS, PADDED>(to, row_stride, tile, 0, seq_q - first_row,
                                                        head_dim, threadIdx.x);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_sum(
+    const float* __restrict__ partial,  // [rows, splits, head_dim]
+    T* __restrict__ gradient,           // [rows, head_dim]
+    long long rows, int splits, int head_dim) {
+  const int chunks = head_dim / 8;
+  const long long index = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
+  if (index >= rows * chunks) return;
+  const long long row = index / chunks;
+  const int column = static_cast<int>(index % chunks) * 8;
+  float sum[8] = {};
+  for (int split = 0; split < splits; ++split) {
+    const float* from = partial + (row * splits + split) * head_dim + column;
+    cukit::Vec<float, 4> low, high;
+    cukit::load<cukit::Cache::Streaming>(low, from);
+    cukit::load<cukit::Cache::Streaming>(high, from + 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum[i] += low[i];
+      sum[i + 4] += high[i];
+    }
+  }
+  cukit::Vec<T, 8> out;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) out[i] = cukit::from_float<T>(sum[i]);
+  cukit::store(gradient + row * head_dim + column, out);
 }

@@ -4,9 +4,10 @@
 //   dS = P * (dP - delta)             dK = scale * dS^T Q      dQ = scale * dS K
 //
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2.
-// Mapping: a block owns TILE_N keys of one key head and walks over the queries of every query head of
-//   its group in tiles of TILE_M, so that dK and dV are summed in registers in a fixed order. Its
-//   warps split each of the five products their own way, A x B meaning A warps along the rows:
+// Mapping: a block owns TILE_N keys of one key head and walks over the queries of `group` query heads
+//   in tiles of TILE_M, so that dK and dV are summed in registers in a fixed order. Where key heads
+//   alone would leave the GPU half empty, `splits` blocks share a key head, SPLIT is 1 and each writes
+//   its own sum in float32 (flash_attention_backward_sum adds them). A block's warps split each of the five products their own way, A x B meaning A warps along the rows:
 //   scores (queries x keys) SCORE_WARPS x ..., dK and dV (keys x head_dim) KEY_WARPS x ..., dQ
 //   (queries x head_dim) QUERY_WARPS x ... P and dS change hands through shared memory.
 //   Without a mask, block n starts at query tile n and wraps around, so that the blocks of a head add
@@ -16,7 +17,7 @@
 //   K | V | Q stages | dO stages | P | dS | (lse, delta) stages
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than
 //   HEAD_DIM; TILE_M, TILE_N; STAGES 1|2; THREADS; SCORE_WARPS, KEY_WARPS, QUERY_WARPS; CAUSAL 0|1;
-//   QUERY_GRADIENT 0|1 whether to add to `grad_q_sum`.
+//   QUERY_GRADIENT 0|1 whether to add to `grad_q_sum`; SPLIT 0|1; BLOCKS_PER_SM.
 // Minimum architecture: sm_80. Accumulates in float. dK and dV are deterministic; dQ is not, since
 //   its additions come in any order (flash_attention_backward_query_sm80.cu is).
 // Reference: cukit/reference/attention.py.
@@ -35,6 +36,7 @@ constexpr int kWarps = THREADS / cukit::kWarpSize;
 constexpr int kTileBytesM = TILE_M * HEAD_DIM * 2;
 constexpr int kTileBytesN = TILE_N * HEAD_DIM * 2;
 constexpr int kScoreBytes = TILE_M * TILE_N * 2;
+constexpr int kToGradOut = STAGES * kTileBytesM;  // from a tile of Q to that of dO
 
 // Each product's share of a warp: extent in rows and columns.
 constexpr int kScoreRows = TILE_M / SCORE_WARPS;
@@ -51,9 +53,18 @@ static_assert(kQueryRows % 16 == 0 && kQueryCols % 16 == 0, "dQ: whole 16x16 blo
 using QueryCopy = cukit::TileCopy<TILE_M, HEAD_DIM, THREADS, PADDED>;
 using KeyCopy = cukit::TileCopy<TILE_N, HEAD_DIM, THREADS, PADDED>;
 
+#if SPLIT
+using Gradient = float;
+#else
+using Gradient = T;
+#endif
+
 using Scores = float[kScoreRows / 16][kScoreCols / 8][4];
 using KeyGradient = float[kKeyRows / 16][kKeyCols / 8][4];
-using QueryGradient = float[kQueryRows / 16][kQueryCols / 8][4];
+// dQ is finished and gone within a step: beside dK and dV it gets 32 registers at a time.
+constexpr int kQueryPasses = kQueryRows * kQueryCols > 32 * 32 ? 2 : 1;
+constexpr int kPassCols = kQueryCols / kQueryPasses;
+using QueryGradient = float[kQueryRows / 16][kPassCols / 8][4];
 
 // A warp's product of tiles in shared memory over an inner extent of K.
 template <int K, int MT, int NT, typename Left, typename Right>
@@ -64,27 +75,27 @@ CUKIT_DEVICE void multiply(float (&acc)[MT][NT][4], const Left& left, const Righ
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_attention_backward_sm80(
-    const T* __restrict__ q,         // [batch, seq_q, heads_kv * group, head_dim]
-    const T* __restrict__ k,         // [batch, seq_kv, heads_kv, head_dim]
+    const T* __restrict__ q,         // [batch, seq_q, heads * group, head_dim]
+    const T* __restrict__ k,         // [batch, seq_kv, heads / splits, head_dim]
     const T* __restrict__ v,         // as k
     const T* __restrict__ grad_out,  // as q
-    const float* __restrict__ lse_log2,  // [batch * heads_q, seq_q_padded]
+    const float* __restrict__ lse_log2,  // [batch * heads * group, seq_q_padded]
     const float* __restrict__ delta,     // as lse_log2
-    float* __restrict__ grad_q_sum,      // [batch * heads_q, seq_q_padded, HEAD_DIM], zeros at first
-    T* __restrict__ grad_k,          // [batch, seq_kv, heads_kv, head_dim], contiguous
-    T* __restrict__ grad_v,          // as grad_k
+    float* __restrict__ grad_q_sum,  // [batch * heads * group, seq_q_padded, HEAD_DIM], zeros at first
+    Gradient* __restrict__ grad_k,   // [batch, seq_kv, heads, head_dim], contiguous
+    Gradient* __restrict__ grad_v,   // as grad_k
     long long q_batch, long long q_row, long long q_head,  // strides in elements
     long long k_batch, long long k_row, long long k_head,
     long long v_batch, long long v_row, long long v_head,
     long long grad_out_batch, long long grad_out_row, long long grad_out_head,
-    int batch, int heads_kv, int group, int seq_q, int seq_kv, int seq_q_padded, int head_dim,
-    int section, float scale, float scale_log2) {
+    int batch, int heads, int group, int splits, int seq_q, int seq_kv, int seq_q_padded,
+    int head_dim, int section, float scale, float scale_log2) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const unsigned k_tile = cukit::shared_address(shared);
   const unsigned v_tile = k_tile + kTileBytesN;
   const unsigned q_tile = v_tile + kTileBytesN;
-  const unsigned grad_out_tile = q_tile + STAGES * kTileBytesM;
-  const unsigned p_tile = grad_out_tile + STAGES * kTileBytesM;
+  const unsigned grad_out_tile = q_tile + kToGradOut;
+  const unsigned p_tile = grad_out_tile + kToGradOut;
   const unsigned ds_tile = p_tile + kScoreBytes;
   unsigned char* const p_bytes = shared + (p_tile - k_tile);
   float* const statistics = reinterpret_cast<float*>(p_bytes + 2 * kScoreBytes);
@@ -92,9 +103,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 
   const int kv_tiles = (seq_kv + TILE_N - 1) / TILE_N;
   const int q_tiles = seq_q_padded / TILE_M;
-  const cukit::HeadTile work = cukit::head_tile(blockIdx.x, batch * heads_kv, kv_tiles, section);
-  const int b = work.head / heads_kv;
-  const int head_kv = work.head % heads_kv;
+  const cukit::HeadTile work = cukit::head_tile(blockIdx.x, batch * heads, kv_tiles, section);
+  const int b = work.head / heads;
+  const int key_head = work.head % heads;  // splits of these share a head of k and v
   const int first_key = work.tile * TILE_N;
   const int keys_left = seq_kv - first_key;
   const int past = seq_kv - seq_q;  // query i sees keys up to i + past
@@ -103,10 +114,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const int steps = tiles_per_head * group;
   const int turn = CAUSAL || q_tiles == 0 ? 0 : work.tile % q_tiles;
 
-  q += b * q_batch + head_kv * group * q_head;
-  grad_out += b * grad_out_batch + head_kv * group * grad_out_head;
-  k += b * k_batch + head_kv * k_head + first_key * k_row;
-  v += b * v_batch + head_kv * v_head + first_key * v_row;
+  q += b * q_batch + key_head * group * q_head;
+  grad_out += b * grad_out_batch + key_head * group * grad_out_head;
+  k += b * k_batch + key_head / splits * k_head + first_key * k_row;
+  v += b * v_batch + key_head / splits * v_head + first_key * v_row;
 
   const auto head_of = [&](int step) { return step / tiles_per_head; };
   const auto tile_of = [&](int step) {
@@ -146,13 +157,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const int query_row = warp % QUERY_WARPS * kQueryRows;
   const int query_col = warp / QUERY_WARPS * kQueryCols;
 
-  // Queries as rows, keys as columns: S and dP.
-  const cukit::LeftMK<HEAD_DIM> q_left(q_tile, score_row, 0), do_left(grad_out_tile, score_row, 0);
-  const cukit::RightNK<HEAD_DIM> k_right(k_tile, score_col, 0), v_right(v_tile, score_col, 0);
-  // Keys as rows, head_dim as columns: dV and dK.
-  const cukit::LeftKM<TILE_N, kKeyRows> p_left(p_tile, 0, key_row), ds_left(ds_tile, 0, key_row);
-  const cukit::RightKN<HEAD_DIM, kKeyCols> do_right(grad_out_tile, 0, key_col),
-      q_right(q_tile, 0, key_col);
+  // Queries as rows, keys as columns: S and, one tile further, dP.
+  const cukit::LeftMK<HEAD_DIM> q_left(q_tile, score_row, 0);
+  const cukit::RightNK<HEAD_DIM> k_right(k_tile, score_col, 0);
+  // Keys as rows, head_dim as columns: dK and, one tile away, dV.
+  const cukit::LeftKM<TILE_N, kKeyRows> p_left(p_tile, 0, key_row);
+  const cukit::RightKN<HEAD_DIM, kKeyCols> q_right(q_tile, 0, key_col);
   // Queries as rows, head_dim as columns: dQ.
   const cukit::LeftMK<TILE_N> ds_query(ds_tile, query_row, 0);
   const cukit::RightKN<HEAD_DIM, kQueryCols> k_query(k_tile, 0, query_col);
@@ -163,22 +173,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 
   for (int step = 0; step < steps; ++step) {
     const int stage = STAGES == 2 ? step % 2 : 0;
-    const unsigned stage_bytes = stage * kTileBytesM;
+    const int stage_bytes = stage * kTileBytesM;
     cukit::cp_async_wait<0>();
     __syncthreads();  // this step's queries have landed, and everybody is done with the step before
     if (STAGES == 2 && step + 1 < steps) copy_queries(step + 1, stage ^ 1);
 
-    const auto at_stage = [&](auto operand) {
-      operand.address += stage_bytes;
-      return operand;
-    };
     const int first_query = tile_of(step) * TILE_M;
     const float* lse_of = statistics + stage * 2 * TILE_M + score_row + lane / 4;
 
     Scores p, dp;
     cukit::clear(p);
     multiply<HEAD_DIM>(
-        p, [&, left = at_stage(q_left)](unsigned(&r)[4], int m, int i) { left(r, 16 * m, 16 * i); },
+        p, [&](unsigned(&r)[4], int m, int i) { q_left(r, 16 * m, 16 * i, stage_bytes); },
         [&](unsigned(&r)[4], int n, int i) { k_right(r, 8 * n, 16 * i); });
     if (keys_left < TILE_N || (CAUSAL && first_key + TILE_N - 1 > first_query + past)) {
 #pragma unroll
@@ -196,8 +202,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     }
     cukit::clear(dp);
     multiply<HEAD_DIM>(
-        dp, [&, left = at_stage(do_left)](unsigned(&r)[4], int m, int i) { left(r, 16 * m, 16 * i); },
-        [&](unsigned(&r)[4], int n, int i) { v_right(r, 8 * n, 16 * i); });
+        dp, [&](unsigned(&r)[4], int m, int i) { q_left(r, 16 * m, 16 * i, stage_bytes + kToGradOut); },
+        [&](unsigned(&r)[4], int n, int i) { k_right(r, 8 * n, 16 * i, kTileBytesN); });
 #pragma unroll
     for (int m = 0; m < kScoreRows / 16; ++m)
 #pragma unroll
@@ -222,27 +228,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 
     multiply<TILE_M>(
         dv, [&](unsigned(&r)[4], int m, int i) { p_left(r, 16 * i, 16 * m); },
-        [&, right = at_stage(do_right)](unsigned(&r)[4], int n, int i) { right(r, 16 * i, 8 * n); });
+        [&](unsigned(&r)[4], int n, int i) { q_right(r, 16 * i, 8 * n, stage_bytes + kToGradOut); });
     if constexpr (QUERY_GRADIENT) {
-      QueryGradient dq;
-      cukit::clear(dq);
-      multiply<TILE_N>(
-          dq, [&](unsigned(&r)[4], int m, int i) { ds_query(r, 16 * m, 16 * i); },
-          [&](unsigned(&r)[4], int n, int i) { k_query(r, 16 * i, 8 * n); });
       const long long row =
           static_cast<long long>(work.head * group + head_of(step)) * seq_q_padded + first_query +
           query_row;
       float* sum = grad_q_sum + cukit::query_block<HEAD_DIM>(row, query_col);
 #pragma unroll
-      for (int m = 0; m < kQueryRows / 16; ++m)
+      for (int pass = 0; pass < kQueryPasses; ++pass) {
+        const int column = pass * kPassCols;
+        QueryGradient dq;
+        cukit::clear(dq);
+        multiply<TILE_N>(
+            dq, [&](unsigned(&r)[4], int m, int i) { ds_query(r, 16 * m, 16 * i); },
+            [&](unsigned(&r)[4], int n, int i) { k_query(r, 16 * i, column + 8 * n); });
 #pragma unroll
-        for (int n = 0; n < kQueryCols / 8; ++n) {
-          cukit::add_to_query_block(sum + cukit::query_block<HEAD_DIM>(16 * m, 8 * n), lane, dq[m][n]);
-        }
+        for (int m = 0; m < kQueryRows / 16; ++m)
+#pragma unroll
+          for (int n = 0; n < kPassCols / 8; ++n) {
+            cukit::add_to_query_block(sum + cukit::query_block<HEAD_DIM>(16 * m, column + 8 * n),
+                                      lane, dq[m][n]);
+          }
+      }
     }
     multiply<TILE_M>(
-        dk, [&](unsigned(&r)[4], int m, int i) { ds_left(r, 16 * i, 16 * m); },
-        [&, right = at_stage(q_right)](unsigned(&r)[4], int n, int i) { right(r, 16 * i, 8 * n); });
+        dk, [&](unsigned(&r)[4], int m, int i) { p_left(r, 16 * i, 16 * m, kScoreBytes); },
+        [&](unsigned(&r)[4], int n, int i) { q_right(r, 16 * i, 8 * n, stage_bytes); });
 
     if (STAGES == 1 && step + 1 < steps) {
       __syncthreads();
@@ -250,6 +261,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     }
   }
 
+  const long long row_stride = static_cast<long long>(heads) * head_dim;
+  const long long start =
+      (static_cast<long long>(b) * seq_kv + first_key) * row_stride + key_head * head_dim;
+  grad_k += start;
+  grad_v += start;
+#if SPLIT
+#pragma unroll
+  for (int m = 0; m < kKeyRows / 16; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kKeyCols / 8; ++n) {
+        const int row = key_row + 16 * m + 8 * half + lane / 4;
+        const int column = key_col + 8 * n + lane % 4 * 2;
+        if (row >= keys_left || (PADDED && column >= head_dim)) continue;
+        const long long at = row * row_stride + column;
+        const float* k_pair = &dk[m][n][2 * half];
+        const float* v_pair = &dv[m][n][2 * half];
+        *reinterpret_cast<float2*>(grad_k + at) = make_float2(k_pair[0] * scale, k_pair[1] * scale);
+        *reinterpret_cast<float2*>(grad_v + at) = make_float2(v_pair[0], v_pair[1]);
+      }
+#else
   cukit::cp_async_wait<0>();
   __syncthreads();  // K and V are no longer read: their room takes dK and dV
 #pragma unroll
@@ -267,12 +300,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
         *reinterpret_cast<unsigned*>(to + kTileBytesN) = cukit::pack<T>(v_pair[0], v_pair[1]);
       }
   __syncthreads();
-  const long long row_stride = static_cast<long long>(heads_kv) * head_dim;
-  const long long start =
-      (static_cast<long long>(b) * seq_kv + first_key) * row_stride + head_kv * head_dim;
-  cukit::store_tile<TILE_N, HEAD_DIM, THREADS, PADDED>(grad_k + start, row_stride, shared, 0,
+  cukit::store_tile<TILE_N, HEAD_DIM, THREADS, PADDED>(grad_k, row_stride, shared, 0, keys_left,
+                                                       head_dim, threadIdx.x);
+  cukit::store_tile<TILE_N, HEAD_DIM, THREADS, PADDED>(grad_v, row_stride, shared + kTileBytesN, 0,
                                                        keys_left, head_dim, threadIdx.x);
-  cukit::store_tile<TILE_N, HEAD_DIM, THREADS, PADDED>(grad_v + start, row_stride,
-                                                       shared + kTileBytesN, 0, keys_left, head_dim,
-                                                       threadIdx.x);
+#endif
 }

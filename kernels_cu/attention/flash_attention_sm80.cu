@@ -54,7 +54,7 @@ struct Rows {
 // scores = Q K^T
 CUKIT_DEVICE void multiply_keys(float (&scores)[M_TILES][kSTiles][4], const QOperand& q,
                                 const unsigned (&q_registers)[Q_IN_REGISTERS ? kKTiles : 1][M_TILES][4],
-                                const KOperand& k) {
+                                const KOperand& k, int stage_bytes) {
   cukit::clear(scores);
   cukit::warp_product<T, kKTiles>(
       scores,
@@ -66,7 +66,7 @@ CUKIT_DEVICE void multiply_keys(float (&scores)[M_TILES][kSTiles][4], const QOpe
           q(r, 16 * m, 16 * step);
         }
       },
-      [&](unsigned(&r)[4], int n, int step) { k(r, 8 * n, 16 * step); });
+      [&](unsigned(&r)[4], int n, int step) { k(r, 8 * n, 16 * step, stage_bytes); });
 }
 
 // -infinity where the key is beyond the last or, causal, in the query's future. `first_key` and
@@ -122,7 +122,7 @@ CUKIT_DEVICE void renew_maxima(Rows& rows, const float (&scores)[M_TILES][kSTile
 // out += exp2(scale * (scores - max)) V, sixteen keys at a time: one step's exponentials run beside
 // the products of the step before.
 CUKIT_DEVICE void multiply_values(Rows& rows, const float (&scores)[M_TILES][kSTiles][4],
-                                  const VOperand& v, float scale_log2) {
+                                  const VOperand& v, int stage_bytes, float scale_log2) {
   float shift[2 * M_TILES];
 #pragma unroll
   for (int r = 0; r < 2 * M_TILES; ++r) {
@@ -149,7 +149,7 @@ CUKIT_DEVICE void multiply_values(Rows& rows, const float (&scores)[M_TILES][kST
 #pragma unroll
           for (int i = 0; i < 4; ++i) r[i] = p[m][i];
         },
-        [&](unsigned(&r)[4], int n, int) { v(r, 16 * step, 8 * n); });
+        [&](unsigned(&r)[4], int n, int) { v(r, 16 * step, 8 * n, stage_bytes); });
   }
 }
 
@@ -205,8 +205,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   q += b * q_batch + head * q_head + first_row * q_row;
   k += b * k_batch + head / group * k_head;
   v += b * v_batch + head / group * v_head;
-  out += b * out_batch + head * out_head + first_row * out_row;
-  lse += static_cast<long long>(work.head) * seq_q + first_row;
 
   // Keys that the last and the first query of the tile see.
   const int past = seq_kv - seq_q + first_row + 1;
@@ -259,25 +257,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     __syncthreads();  // this tile has landed, and nobody reads the other stage any more
     if (tile > 0) copy_keys(tile - 1, stage ^ 1);
 
-    KOperand keys = k_operand;
-    VOperand values = v_operand;
-    keys.address += stage * kKeyBytes;
-    values.address += stage * kKeyBytes;
+    const int stage_bytes = stage * kKeyBytes;
     float scores[M_TILES][kSTiles][4];
-    multiply_keys(scores, q_operand, q_registers, keys);
+    multiply_keys(scores, q_operand, q_registers, k_operand, stage_bytes);
     if (tile >= unmasked_tiles) {
       const int first_key = tile * TILE_N;
       mask_scores(scores, seq_kv - first_key, past - 1 - first_key + warp_row + lane / 4);
     }
     renew_maxima(rows, scores, scale_log2);
-    multiply_values(rows, scores, values, scale_log2);
+    multiply_values(rows, scores, v_operand, stage_bytes, scale_log2);
   }
 
   // Copies of a tile without keys may still be on their way; a warp reads and writes its own rows.
   cukit::cp_async_wait<0>();
   __syncthreads();
+  lse += static_cast<long long>(work.head) * seq_q + first_row;
   finish_rows(rows, shared, warp_row, scale_log2, lse, rows_left);
   __syncwarp();
+  out += b * out_batch + head * out_head + first_row * out_row;
   cukit::store_tile<kWarpRows, HEAD_DIM, cukit::kWarpSize, PADDED>(out, out_row, shared, warp_row,
                                                                    rows_left, head_dim, lane);
 }

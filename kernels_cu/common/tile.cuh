@@ -41,8 +41,9 @@ struct Swizzle {
 enum class LaneOrder { ByRow, ByColumn };
 
 // An operand of a warp's product, read from a tile: 16x16 blocks starting at (row, column).
-// `operator()(r, rows, cols)` loads the block `rows` further down and `cols` further right (both
-// multiples of 16 and known at compile time).
+// `operator()(r, rows, cols, bytes)` loads the block `rows` further down and `cols` further right
+// (multiples of 16, known at compile time) in the tile `bytes` behind this one: tiles of one shape
+// share an operand's register.
 //
 //   left operand A (m x k):   A stored [m][k]: ByRow            A stored [k][m]: ByColumn, transposed
 //   right operand B (k x n):  B stored [n][k]: ByColumn         B stored [k][n]: ByRow, transposed
@@ -61,8 +62,8 @@ struct Operand {
     address = tile + Swizzle<Cols>::offset(row + lane_row, column / 8 + lane_chunk);
   }
 
-  CUKIT_DEVICE void operator()(unsigned (&r)[4], int rows, int cols) const {
-    const unsigned at = Swizzle<Cols>::advance(address, rows, cols / 8);
+  CUKIT_DEVICE void operator()(unsigned (&r)[4], int rows, int cols, int bytes = 0) const {
+    const unsigned at = Swizzle<Cols>::advance(address, rows, cols / 8) + bytes;
     if constexpr (Transposed) {
       ldmatrix_x4_trans(r, at);
     } else {
@@ -127,6 +128,7 @@ struct TileCopy {
   // With whole rows a pass, a thread keeps its chunk and its phase: one offset serves all its copies.
   static constexpr int kRowsPerPass = Threads / kChunks;
   static constexpr bool kWholeRows = Threads % (8 * kChunks) == 0 && Rows % kRowsPerPass == 0;
+  static_assert(!kWholeRows || kRowsPerPass <= 32, "a thread's first offset is 32-bit");
 
   // Copies a tile; rows from `rows` on and columns from `cols` on become zeros and are not read.
   template <typename T>
@@ -136,13 +138,13 @@ struct TileCopy {
     if constexpr (kWholeRows) {
       const int row = thread / kChunks;
       const int chunk = thread % kChunks;
-      const T* source = from + row * row_stride + chunk * 8;
+      const int offset = row * static_cast<int>(row_stride) + chunk * 8;
       const unsigned target = tile + Swizzle<Cols>::offset(row, chunk);
       const int rows_left = Padded && chunk * 8 >= cols ? 0 : rows - row;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         cp_async_16(target + i * kRowsPerPass * Swizzle<Cols>::kPitch,
-                    source + i * kRowsPerPass * row_stride, i * kRowsPerPass < rows_left);
+                    from + i * kRowsPerPass * row_stride + offset, i * kRowsPerPass < rows_left);
       }
     } else {
 #pragma unroll

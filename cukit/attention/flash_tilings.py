@@ -1,0 +1,142 @@
+"""How the attention kernels may cut their work, per width of head, and what each cut needs.
+
+The tables list tilings from the preferred one down: the first that fits a GPU is taken. They were
+ordered by measurement on an H200; the later entries serve GPUs with less shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from cukit.core.device import KIB, Device
+from cukit.errors import UnsupportedDeviceError
+
+HEAD_WIDTHS = (64, 96, 128, 256)
+"""Widths of a tile: a head of any other size is padded with zeros to the next one."""
+
+MAX_HEAD_DIM = HEAD_WIDTHS[-1]
+
+ITEM_BYTES = 2  # float16, bfloat16
+_WARP = 32
+_RESERVED_BYTES = KIB  # what the system takes of each block's shared memory
+
+
+@dataclass(frozen=True)
+class ForwardTiling:
+    """A block takes tile_m queries, 16 * m_tiles a warp, and walks over tile_n keys at a time."""
+
+    tile_m: int
+    m_tiles: int
+    tile_n: int
+    blocks_per_sm: int = 1
+    q_in_registers: bool = False
+
+    def shared_bytes(self, width: int) -> int:
+        """Q, and two stages of K and of V."""
+        return ITEM_BYTES * width * (self.tile_m + 4 * self.tile_n)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.tile_m // (16 * self.m_tiles) * _WARP
+
+
+@dataclass(frozen=True)
+class KeyTiling:
+    """Backward: a block takes tile_n keys and walks over tile_m queries at a time.
+
+    The warps split queries x keys, keys x head_dim and queries x head_dim into score_warps,
+    key_warps and query_warps rows.
+    """
+
+    tile_m: int
+    tile_n: int
+    warps: int
+    score_warps: int
+    key_warps: int
+    query_warps: int
+    num_stages: int = 2
+    blocks_per_sm: int = 1
+
+    def shared_bytes(self, width: int) -> int:
+        """K, V, stages of Q and dO, P and dS, stages of lse and delta."""
+        tiles = ITEM_BYTES * width * 2 * (self.tile_n + self.num_stages * self.tile_m)
+        scores = 2 * ITEM_BYTES * self.tile_m * self.tile_n
+        return tiles + scores + 8 * self.num_stages * self.tile_m
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.warps * _WARP
+
+
+@dataclass(frozen=True)
+class QueryTiling:
+    """Deterministic dQ: a block takes tile_m queries, 16 a warp, and walks over tile_n keys."""
+
+    tile_m: int
+    tile_n: int
+    blocks_per_sm: int = 1
+
+    def shared_bytes(self, width: int) -> int:
+        """Q, dO, and two stages of K and of V."""
+        return ITEM_BYTES * width * (2 * self.tile_m + 4 * self.tile_n)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.tile_m // 16 * _WARP
+
+
+FORWARD_TILINGS: dict[int, tuple[ForwardTiling, ...]] = {
+    64: (ForwardTiling(128, 2, 64, 2, q_in_registers=True),),
+    96: (ForwardTiling(128, 2, 64, 2), ForwardTiling(128, 2, 32, 2)),
+    128: (
+        ForwardTiling(128, 2, 64, 2),
+        ForwardTiling(128, 2, 32, 2),
+        ForwardTiling(64, 1, 32, 2),
+    ),
+    256: (ForwardTiling(128, 1, 64), ForwardTiling(128, 1, 32), ForwardTiling(64, 1, 32)),
+}
+KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {
+    64: (KeyTiling(128, 128, 8, 4, 4, 4), KeyTiling(64, 128, 8, 2, 4, 2)),
+    96: (
+        KeyTiling(64, 64, 4, 2, 4, 4, 2, 2),
+        KeyTiling(64, 64, 4, 2, 4, 4, 1, 2),
+        KeyTiling(64, 64, 4, 2, 4, 4, 2, 1),
+    ),
+    128: (
+        KeyTiling(64, 64, 4, 2, 2, 2, 2, 2),
+        KeyTiling(64, 128, 8, 2, 4, 2),
+        KeyTiling(64, 64, 8, 2, 4, 2, 1),
+    ),
+    256: (
+        KeyTiling(64, 64, 8, 4, 4, 2),
+        KeyTiling(64, 64, 8, 4, 4, 2, 1),
+        KeyTiling(32, 32, 4, 2, 2, 2, 1),
+    ),
+}
+QUERY_TILINGS: dict[int, tuple[QueryTiling, ...]] = {
+    64: (QueryTiling(128, 64),),
+    96: (QueryTiling(128, 64),),
+    128: (QueryTiling(128, 64), QueryTiling(64, 32)),
+    256: (QueryTiling(128, 32), QueryTiling(64, 32), QueryTiling(64, 16)),
+}
+
+Tiling = TypeVar("Tiling", ForwardTiling, KeyTiling, QueryTiling)
+
+
+def first_fit(tilings: Sequence[Tiling], width: int, device: Device) -> Tiling:
+    """The first tiling whose blocks_per_sm blocks fit the shared memory of an SM of `device`."""
+    for tiling in tilings:
+        needed = tiling.shared_bytes(width)
+        per_sm = tiling.blocks_per_sm * (needed + _RESERVED_BYTES)
+        if needed <= device.shared_bytes_per_block and per_sm <= device.shared_bytes_per_sm:
+            return tiling
+    smallest = min(tiling.shared_bytes(width) for tiling in tilings)
+    raise UnsupportedDeviceError(
+        f"attention with head_dim up to {width} needs {smallest} bytes of shared memory a block, "
+        f"{device.name} has {device.shared_bytes_per_block}"
+    )

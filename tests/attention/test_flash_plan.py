@@ -1,0 +1,134 @@
+"""Plans of attention: pure, for every architecture, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cukit.attention.flash_plan import (
+    AttentionProblem,
+    kernel_class,
+    plan_flash_attention,
+    plan_flash_attention_backward,
+)
+from cukit.attention.flash_tilings import (
+    FORWARD_TILINGS,
+    HEAD_WIDTHS,
+    KEY_TILINGS,
+    QUERY_TILINGS,
+    first_fit,
+)
+from cukit.core.compiler import compile_kernel
+from cukit.core.device import KIB, TYPICAL_DEVICES, typical_device
+from cukit.errors import ArrayShapeError, UnsupportedDeviceError
+
+H200 = typical_device("sm_90")
+PROBLEM = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
+
+
+@pytest.mark.parametrize("arch", TYPICAL_DEVICES)
+@pytest.mark.parametrize("width", HEAD_WIDTHS)
+@pytest.mark.parametrize("tilings", [FORWARD_TILINGS, KEY_TILINGS, QUERY_TILINGS])
+def test_every_architecture_has_a_tiling_that_fits(arch, width, tilings):
+    device = TYPICAL_DEVICES[arch]
+    tiling = first_fit(tilings[width], width, device)
+    shared = tiling.shared_bytes(width)
+    assert shared <= device.shared_bytes_per_block
+    assert tiling.blocks_per_sm * (shared + KIB) <= device.shared_bytes_per_sm
+    assert tiling.blocks_per_sm * tiling.threads <= device.max_threads_per_sm
+    # A thread with fewer than 128 registers would spill its accumulators.
+    assert device.registers_per_sm // (tiling.blocks_per_sm * tiling.threads) >= 128
+
+
+@pytest.mark.parametrize("width", HEAD_WIDTHS)
+def test_every_tiling_is_some_architecture_s(width):
+    for tilings in (FORWARD_TILINGS, KEY_TILINGS, QUERY_TILINGS):
+        used = {first_fit(tilings[width], width, device) for device in TYPICAL_DEVICES.values()}
+        assert used == set(tilings[width])
+
+
+@pytest.mark.parametrize("width", HEAD_WIDTHS)
+def test_warps_of_a_key_tiling_cut_whole_blocks(width):
+    """The equations that the kernel asserts, and the column spans that its swizzle allows."""
+    for tiling in KEY_TILINGS[width]:
+        for rows, cols, along in (
+            (tiling.tile_m, tiling.tile_n, tiling.score_warps),
+            (tiling.tile_n, width, tiling.key_warps),
+            (tiling.tile_m, width, tiling.query_warps),
+        ):
+            assert tiling.warps % along == 0
+            span = cols // (tiling.warps // along)
+            assert rows % (16 * along) == 0
+            assert span % 16 == 0
+            assert span == cols or span & (span - 1) == 0
+
+
+def test_a_gpu_without_room_is_refused():
+    tiny = replace(H200, shared_bytes_per_block=16 * KIB)
+    with pytest.raises(UnsupportedDeviceError, match=r"needs .* bytes of shared memory"):
+        plan_flash_attention(PROBLEM, tiny)
+
+
+def test_kernel_class():
+    assert kernel_class(typical_device("sm_80")) == "sm80"
+    with pytest.raises(UnsupportedDeviceError, match="sm_80 or newer"):
+        kernel_class(replace(H200, compute_capability=(7, 5)))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "width"), [(8, 64), (64, 64), (72, 96), (104, 128), (136, 256), (256, 256)]
+)
+def test_head_dims_are_padded_to_the_next_width(head_dim, width):
+    problem = replace(PROBLEM, head_dim=head_dim)
+    defines = dict(plan_flash_attention(problem, H200).spec().defines)
+    assert (defines["HEAD_DIM"], defines["PADDED"]) == (width, head_dim != width)
+
+
+def test_wider_heads_are_refused():
+    with pytest.raises(ArrayShapeError, match="at most 256, got 264"):
+        plan_flash_attention(replace(PROBLEM, head_dim=264), H200)
+
+
+def test_grids_cover_every_row():
+    problem = replace(PROBLEM, batch=3, seq_len_q=257, seq_len_kv=130)
+    forward = plan_flash_attention(problem, H200)
+    tile = forward.tiling.tile_m
+    assert forward.num_blocks == 3 * 32 * -(-257 // tile)
+    backward = plan_flash_attention_backward(problem, False, H200)
+    assert backward.seq_len_q_padded % backward.keys.tile_m == 0
+    assert backward.seq_len_q_padded >= 257
+    assert backward.prepare_blocks * 256 >= 3 * 32 * backward.seq_len_q_padded * 128 // 8
+    assert backward.query_blocks * backward.keys.tile_m == 3 * 32 * backward.seq_len_q_padded
+    key_tiles = -(-130 // backward.keys.tile_n)
+    assert backward.key_blocks == 3 * 8 * backward.splits * key_tiles
+
+
+def test_groups_are_split_only_to_fill_the_gpu():
+    few = replace(PROBLEM, batch=1, seq_len_kv=512, num_heads_kv=2)
+    config = plan_flash_attention_backward(few, False, H200)
+    assert config.splits > 1
+    assert few.group % config.splits == 0
+    assert config.sum_spec() in config.specs()
+    many = plan_flash_attention_backward(replace(PROBLEM, batch=64), False, H200)
+    assert many.splits == 1
+    assert many.sum_spec() not in many.specs()
+
+
+def test_causal_sections_keep_their_keys_in_half_of_l2():
+    problem = replace(PROBLEM, seq_len_q=16384, seq_len_kv=16384, num_heads_kv=32)
+    section = plan_flash_attention(problem, H200).section
+    assert 1 < section < 128
+    assert section * 2 * 16384 * 128 * 2 <= H200.l2_bytes // 2
+    assert plan_flash_attention(replace(problem, causal=False), H200).section == 1
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_main_loops_hardly_spill_on_hopper(head_dim, causal):
+    """A few values that live from prologue to epilogue may; an accumulator may not."""
+    problem = replace(PROBLEM, head_dim=head_dim, causal=causal)
+    backward = plan_flash_attention_backward(problem, False, H200)
+    for spec in (plan_flash_attention(problem, H200).spec(), backward.keys_spec()):
+        info = compile_kernel(spec, "sm_90a").info
+        assert info.spill_store_bytes <= 48, spec
