@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -46,6 +46,12 @@ def _known_types() -> tuple[type, ...]:
 
 
 @functools.cache
+def _passing_types() -> frozenset[type]:
+    """Types that `adopt` hands on untouched."""
+    return frozenset((*_known_types(), type(None)))
+
+
+@functools.cache
 def _gpu_type() -> type | None:
     cupy = cupy_module()
     return None if cupy is None else cupy.ndarray
@@ -67,10 +73,11 @@ def adopt(op: str, *arrays: Any) -> tuple[Array | None, ...]:
 
     Torch, JAX and other tensors come in through DLPack. Raises ArrayError for anything else.
     """
-    known = _known_types()
-    if all(array is None or type(array) in known for array in arrays):
-        return arrays
-    return tuple(None if array is None else _adopt_one(op, array) for array in arrays)
+    passing = _passing_types()
+    for array in arrays:
+        if type(array) not in passing:
+            return tuple(None if a is None else _adopt_one(op, a) for a in arrays)
+    return arrays
 
 
 def _adopt_one(op: str, array: Any) -> Array:
@@ -92,14 +99,26 @@ def _adopt_one(op: str, array: Any) -> Array:
 _DLPACK_CUDA = 2
 
 
-def describe(value: Any) -> Hashable:
-    """Shape, strides, dtype and alignment of an array; any other value stands for itself."""
-    kind = type(value)
-    if kind is _gpu_type():
-        return value.shape, value.strides, value.dtype, value.data.ptr % ACCESS_BYTES
-    if kind is np.ndarray:
-        return value.shape, value.strides, value.dtype, value.ctypes.data % ACCESS_BYTES
-    return value  # type: ignore[no-any-return]
+def describe(*values: Any) -> tuple[Hashable, ...]:
+    """Shape, strides, dtype, alignment and device of each array; other values as they are.
+
+    On the path of every launch: one loop and no further calls.
+    """
+    gpu_type = _gpu_type()
+    description: list[Hashable] = []
+    for value in values:
+        kind = type(value)
+        if kind is gpu_type:
+            memory = value.data
+            description += (
+                value.shape, value.strides, value.dtype, memory.ptr % ACCESS_BYTES, memory.device_id
+            )  # fmt: skip
+        elif kind is np.ndarray:
+            alignment = value.ctypes.data % ACCESS_BYTES
+            description += (value.shape, value.strides, value.dtype, alignment, -1)
+        else:
+            description.append(value)
+    return tuple(description)
 
 
 ACCESS_BYTES = 16
@@ -126,41 +145,34 @@ def _address(array: Array) -> int:
 def runs_kernel(op: str, *arrays: Array | None, minimum_arch: str = "sm_80") -> bool:
     """True when the arrays live on a GPU that can run the op's kernel, False for the reference.
 
-    Raises ArrayLayoutError when NumPy and CuPy arrays are mixed, or arrays of several GPUs. On a
-    GPU older than `minimum_arch` the reference runs on the CuPy arrays, which is said once per op.
+    Raises ArrayLayoutError when NumPy and CuPy arrays are mixed. On a GPU older than `minimum_arch`
+    the reference runs on the CuPy arrays, which is said once per op.
     """
     gpu_type = _gpu_type()
-    on_gpu = on_cpu = False
+    on_gpu: Array | None = None
+    on_cpu = False
     for array in arrays:
-        if array is not None:
-            if type(array) is gpu_type:
-                on_gpu = True
-            else:
-                on_cpu = True
-    if not on_gpu:
+        if type(array) is gpu_type:
+            on_gpu = array
+        elif array is not None:
+            on_cpu = True
+    if on_gpu is None:
         return False
     if on_cpu:
-        places = ["CPU" if type(a) is not gpu_type else "GPU" for a in arrays if a is not None]
+        places = ["GPU" if type(a) is gpu_type else "CPU" for a in arrays if a is not None]
         raise ArrayLayoutError(f"{op}: all arrays must be on one device, got {', '.join(places)}")
-    return _capable(op, minimum_arch, _one_device_id(op, arrays))
+    return _capable(op, minimum_arch, on_gpu.data.device_id)
 
 
-def _one_device_id(op: str, arrays: Sequence[Array | None]) -> int:
-    first = -1
-    for array in arrays:
-        if array is not None:
-            device_id = int(array.data.device_id)
-            if first < 0:
-                first = device_id
-            elif device_id != first:
-                raise ArrayLayoutError(f"{op}: arrays lie on GPUs {first} and {device_id}")
-    cupy = cupy_module()
-    if cupy is not None and cupy.cuda.runtime.getDevice() != first:
-        raise ArrayLayoutError(
-            f"{op}: arrays lie on GPU {first}, which is not CuPy's current device; "
-            f"use `with cupy.cuda.Device({first})`"
-        )
-    return first
+def check_current_device(arrays: Iterable[Any]) -> None:
+    """Raises ArrayLayoutError unless all CuPy arrays lie on CuPy's current device."""
+    for place in {int(array.data.device_id) for array in arrays if is_gpu_array(array)}:
+        current = cupy_module().cuda.runtime.getDevice()  # type: ignore[union-attr]
+        if place != current:
+            raise ArrayLayoutError(
+                f"an array lies on GPU {place}, but CuPy's current device is {current}; "
+                f"use `with cupy.cuda.Device({place})`"
+            )
 
 
 @functools.cache
@@ -178,9 +190,7 @@ def _capable(op: str, minimum_arch: str, device_id: int) -> bool:
 
 def empty(like: Array, shape: Sequence[int], dtype: npt.DTypeLike | None = None) -> Array:
     """An uninitialised C-contiguous array in the memory space of `like`."""
-    kind = np.ndarray if type(like) is np.ndarray else _gpu_type()
-    assert kind is not None
-    return kind(tuple(shape), like.dtype if dtype is None else dtype)
+    return type(like)(shape, like.dtype if dtype is None else dtype)
 
 
 def check_array(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.core.arrays import describe
+from cukit.core.arrays import check_current_device, describe
 from cukit.core.compiler import CompiledKernel, KernelSpec, compile_visibly
 from cukit.core.device import current_device, require_cupy
 from cukit.errors import LaunchError
@@ -108,9 +108,10 @@ def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(prepare)
     def recall(*args: Any) -> Any:
-        key = (_device_id(), *map(describe, args))
+        key = (_device_id(), describe(*args))
         launch = memory.get(key)
         if launch is None:
+            check_current_device(args)
             launch = prepare(*args)
             if len(memory) >= _MOST_DESCRIPTIONS:
                 memory.clear()
