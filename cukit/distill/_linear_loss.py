@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from cukit.core.arrays import FLOAT_DTYPES, Array, check_array, check_same_dtype, empty, float32
-from cukit.errors import ConfigError
+from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm.cublas import Matrix, gemm
 
 _FEWEST_TOKENS = 1024
@@ -55,7 +55,9 @@ def check_head(
     check_array(op, f"{prefix}weight", weight, shape=(vocab_size, hidden.shape[-1]))
     check_same_dtype(op, **{f"{prefix}hidden": hidden, f"{prefix}weight": weight})
     if rows is not None and math.prod(hidden.shape[:-1]) != rows:
-        raise ConfigError(f"{op}: {prefix}hidden must have {rows} rows, got shape {hidden.shape}")
+        raise ArrayShapeError(
+            f"{op}: {prefix}hidden must have {rows} rows, got shape {hidden.shape}"
+        )
 
 
 def check_grad_weight(op: str, weight: Array, grad_weight: Array | None) -> None:

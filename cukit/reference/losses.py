@@ -226,10 +226,17 @@ def _kept(xp: Any, targets: Array | None, ignore_index: int, rows: Array) -> Arr
     return targets.reshape(-1) != ignore_index
 
 
-def _softmax(xp: Any, z: Array) -> tuple[Array, Array, Array]:
-    """Softmax of every row, its maximum and the sum of exp(z - maximum); no mass gives zeros."""
+def _softmax(xp: Any, z: Array, scale: float = 1.0) -> tuple[Array, Array, Array]:
+    """Softmax of scale * z, z's maximum and the sum of exp(scale * (z - maximum)), row by row.
+
+    A row without mass has softmax zero.
+    """
     top = xp.maximum(xp.max(z, axis=-1, keepdims=True), z.dtype.type(NO_MASS))
-    exps = xp.exp(z - top)
+    with np.errstate(invalid="ignore"):  # infinities, in rows that may well be ignored
+        exps = z - top
+    if scale != 1:
+        exps *= scale
+    xp.exp(exps, out=exps)
     total = xp.sum(exps, axis=-1, keepdims=True)
     exps /= xp.where(total == 0, total.dtype.type(1), total)
     return exps, top, total
@@ -244,8 +251,9 @@ def _cross_entropy_rows(
     active = kept & (total[:, 0] != 0)
     in_range = (targets >= 0) & (targets < z.shape[1])
     index = xp.where(in_range, targets, 0)[:, None]
-    at_target = xp.take_along_axis(z - top, index, axis=1)
-    loss = xp.log(xp.where(active[:, None], total, 1)) - at_target
+    at_target = xp.take_along_axis(z, index, axis=1)
+    with np.errstate(invalid="ignore"):
+        loss = xp.log(xp.where(active[:, None], total, 1)) - (at_target - top)
     # A target outside the vocabulary poisons its row: a kernel cannot raise.
     loss = xp.where(in_range, loss[:, 0], loss.dtype.type(math.nan))
     loss = xp.where(active, loss, loss.dtype.type(0)).astype(z.dtype, copy=False)
@@ -263,13 +271,13 @@ def _kl_rows(
     """KL [rows] and its gradient for the student's logits [rows, vocab], each row on its own."""
     xp = array_namespace(student)
     inverse = student.dtype.type(1.0 / temperature)
-    q, q_top, q_total = _softmax(xp, student * inverse)
-    p, p_top, p_total = _softmax(xp, teacher * inverse)
+    q, q_top, q_total = _softmax(xp, student, inverse)
+    p, p_top, p_total = _softmax(xp, teacher, inverse)
     active = kept & (q_total[:, 0] != 0) & (p_total[:, 0] != 0)
     safe_q, safe_p = (xp.where(total == 0, 1, total) for total in (q_total, p_total))
     with np.errstate(invalid="ignore", over="ignore"):  # of branches that are not taken
         # log p - log q, with the sums' logarithms taken of their ratio, which is near one.
-        d = (teacher - student) * inverse - (p_top - q_top) - xp.log(safe_p / safe_q)
+        d = ((teacher - student) - (p_top - q_top)) * inverse - xp.log(safe_p / safe_q)
         near = xp.abs(d) < _SERIES_RADIUS
         series = _exponential_remainder(xp.where(near, d, 0))
         difference = xp.where(near, p * (series - xp.where(near, d, 0)), q - p)

@@ -44,14 +44,9 @@ def adamw(
         m += g * (1.0 - beta1)
         v *= beta2
         v += g * g * (1.0 - beta2)
-        update = xp.sqrt(v)
-        update *= 1.0 / root
-        update += eps
-        xp.divide(m, update, out=update)
-        update *= step_size
         if weight_decay:
             master *= 1.0 - lr * weight_decay
-        master -= update
+        master -= step_size * m / (xp.sqrt(v) * (1.0 / root) + eps)
         if master is not param:
             param[...] = master.astype(param.dtype, copy=False)
 
