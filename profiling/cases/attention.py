@@ -1,0 +1,182 @@
+"""Cases of `cukit.attention`: 16384 positions and 2048 columns of heads, cut in the usual ways.
+
+The peers are the two backends of torch's scaled_dot_product_attention that write no score matrix:
+FlashAttention-2 and cuDNN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from cukit.attention import flash_attention, flash_attention_backward
+from cukit.reference import attention as reference
+from profiling import peers
+from profiling.case import Call, Case, Workload, itemsize
+from profiling.data import array_module, normal
+
+BACKENDS = {"torch-flash": "FLASH_ATTENTION", "torch-cudnn": "CUDNN_ATTENTION"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Queries and keys of one length."""
+
+    batch: int
+    seq_len: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    causal: bool
+
+    def __str__(self) -> str:
+        heads = str(self.num_heads_q)
+        if self.num_heads_kv != self.num_heads_q:
+            heads += f"/{self.num_heads_kv}"
+        mask = " causal" if self.causal else ""
+        return f"d{self.head_dim} {self.batch}x{heads}x{self.seq_len}{mask}"
+
+    @property
+    def flops(self) -> float:
+        """Of the two products of the forward; a causal mask halves them."""
+        square = self.batch * self.num_heads_q * self.seq_len**2 * self.head_dim
+        return 4 * square / (2 if self.causal else 1)
+
+    def elements(self, num_heads: int) -> int:
+        """Of an array with this many heads."""
+        return self.batch * self.seq_len * num_heads * self.head_dim
+
+    def arrays(self, dtype: str) -> tuple[Any, Any, Any, Any]:
+        """q, k, v and the gradient of out."""
+        heads = (self.num_heads_q, self.num_heads_kv, self.num_heads_kv, self.num_heads_q)
+        q, k, v, grad_out = (
+            normal((self.batch, self.seq_len, n, self.head_dim), dtype) for n in heads
+        )
+        return q, k, v, grad_out
+
+
+def cases(small: bool = False) -> list[Case]:
+    """Three lengths of every width of head, and one grouped-query shape; forward and backward."""
+    if small:
+        shapes = [Shape(1, 40, 4, 2, 16, causal) for causal in (False, True)]
+    else:
+        shapes = [
+            Shape(16384 // seq_len, seq_len, 2048 // width, 2048 // width, width, causal)
+            for width in (64, 128, 256)
+            for seq_len in (1024, 4096, 16384)
+            for causal in (False, True)
+        ]
+        shapes.append(Shape(2, 8192, 32, 8, 128, True))
+    return [make(shape, "bfloat16") for make in (forward_case, backward_case) for shape in shapes]
+
+
+def _sdpa(backend: str, shape: Shape) -> Callable[..., Any]:
+    """torch's attention through one backend, on [batch, seq, heads, head_dim]."""
+    torch = peers.torch()
+    attention = peers.optional("torch.nn.attention")
+    chosen = getattr(attention.SDPBackend, backend)
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        context: AbstractContextManager[Any] = attention.sdpa_kernel(chosen)
+        with context:
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *(x.transpose(1, 2) for x in (q, k, v)),
+                is_causal=shape.causal,
+                enable_gqa=shape.num_heads_q != shape.num_heads_kv,
+            )
+        return out.transpose(1, 2)
+
+    return function
+
+
+def _by_key_head(shape: Shape, function: Callable[..., Any], *arrays: Any) -> tuple[Any, ...]:
+    """Runs the reference for one key head and batch at a time: all scores at once would not fit."""
+    xp = array_module()
+
+    def part(array: Any, b: int, h: int) -> Any:
+        width = array.shape[2] // shape.num_heads_kv
+        return array[b : b + 1, :, h * width : (h + 1) * width].astype(xp.float32)
+
+    rows = []
+    for b in range(shape.batch):
+        heads = [
+            function(*(part(array, b, h) for array in arrays)) for h in range(shape.num_heads_kv)
+        ]
+        rows.append([xp.concatenate(parts, axis=2) for parts in zip(*heads, strict=True)])
+    return tuple(xp.concatenate(parts, axis=0) for parts in zip(*rows, strict=True))
+
+
+def forward_case(shape: Shape, dtype: str) -> Case:
+    """q, k and v in, out and lse out."""
+
+    def build() -> Workload:
+        q, k, v, _ = shape.arrays(dtype)
+
+        def attend(*heads: Any) -> tuple[Any]:
+            return (reference.flash_attention(*heads, causal=shape.causal),)
+
+        arms: dict[str, Callable[[], Call]] = {
+            "cukit": lambda: partial(flash_attention, q, k, v, causal=shape.causal)
+        }
+        for name, backend in BACKENDS.items():
+            arms[name] = partial(_forward_arm, backend, shape, q, k, v)
+        return Workload(arms=arms, expected=lambda: _by_key_head(shape, attend, q, k, v)[0])
+
+    elements = 2 * shape.elements(shape.num_heads_q) + 2 * shape.elements(shape.num_heads_kv)
+    return Case(
+        family="attention",
+        op="flash_attention",
+        name=str(shape),
+        dtype=dtype,
+        build=build,
+        flops=shape.flops,
+        bytes=elements * itemsize(dtype),
+    )
+
+
+def backward_case(shape: Shape, dtype: str) -> Case:
+    """The three gradients, and beside them the deterministic way to the first."""
+
+    def build() -> Workload:
+        q, k, v, grad_out = shape.arrays(dtype)
+        out, lse = flash_attention(q, k, v, causal=shape.causal, return_lse=True)
+        arguments = (grad_out, q, k, v, out, lse)
+
+        def gradients(grad_out: Any, *heads: Any) -> tuple[Any, ...]:
+            out, lse = reference.flash_attention(*heads, causal=shape.causal, return_lse=True)
+            return reference.flash_attention_backward(
+                grad_out, *heads, out, lse, causal=shape.causal
+            )
+
+        ours = partial(flash_attention_backward, *arguments, causal=shape.causal)
+        arms: dict[str, Callable[[], Call]] = {
+            "cukit": lambda: ours,
+            "cukit-ordered": lambda: partial(ours, deterministic=True),
+        }
+        for name, backend in BACKENDS.items():
+            arms[name] = partial(_backward_arm, backend, shape, q, k, v, grad_out)
+        return Workload(
+            arms=arms, expected=lambda: _by_key_head(shape, gradients, grad_out, q, k, v)
+        )
+
+    elements = 4 * shape.elements(shape.num_heads_q) + 4 * shape.elements(shape.num_heads_kv)
+    return Case(
+        family="attention",
+        op="flash_attention_backward",
+        name=str(shape),
+        dtype=dtype,
+        build=build,
+        flops=2.5 * shape.flops,
+        bytes=elements * itemsize(dtype),
+    )
+
+
+def _forward_arm(backend: str, shape: Shape, *arrays: Any) -> Call:
+    return peers.forward(_sdpa(backend, shape), *arrays)
+
+
+def _backward_arm(backend: str, shape: Shape, q: Any, k: Any, v: Any, grad_out: Any) -> Call:
+    return peers.backward(_sdpa(backend, shape), (q, k, v), grad_out)
