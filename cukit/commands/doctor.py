@@ -75,7 +75,7 @@ def examine() -> list[Finding]:
     """Looks at everything, GPU first. Never raises: what fails becomes a finding."""
     driver = find_driver()
     gpu_wanted = driver.version is not None
-    packages = PACKAGES[min(driver.cuda or 12, max(PACKAGES))]
+    packages = PACKAGES[_cuda_major(driver)]
 
     def part(name: str, package: str, look: Callable[[], str], *, wanted: bool) -> Finding:
         remedy = f"python -m pip install {packages[package]}"
@@ -95,6 +95,15 @@ def examine() -> list[Finding]:
         Finding("NumPy arrays", Status.OK, "run the references on the CPU"),
         _kernels_finding(wanted=gpu_wanted),
     ]
+
+
+def _cuda_major(driver: Driver) -> int:
+    """Which packages fit: those of the CuPy that is here, else of the driver, else CUDA 12's."""
+    from cukit.core.device import cupy_module
+
+    cupy = cupy_module()
+    major = driver.cuda if cupy is None else cupy.cuda.runtime.runtimeGetVersion() // 1000
+    return min(max(major or 12, min(PACKAGES)), max(PACKAGES))
 
 
 def _look(name: str, look: Callable[[], str], remedy: str, *, wanted: bool) -> Finding:

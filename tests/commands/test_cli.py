@@ -129,6 +129,7 @@ def test_doctor_names_the_command_that_mends(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(doctor_module, "find_driver", lambda: Driver("580.1", 13))
     monkeypatch.setattr("cukit.core.device.require_cupy", no_cupy)
+    monkeypatch.setattr("cukit.core.device.cupy_module", lambda: None)
     broken = {f.name: f for f in examine() if f.status is Status.BROKEN}
     assert broken["CuPy"].remedy == "python -m pip install cupy-cuda13x"
     assert broken["cuBLAS"].remedy == "python -m pip install 'nvidia-cublas>=13,<14'"
