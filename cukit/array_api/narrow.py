@@ -106,8 +106,7 @@ def encode(x: Array, dtype: NarrowDtype) -> NarrowArray:
     extent = x.shape[-1]
     packed = extent if dtype.bits == 8 else -(-extent // 2)
     storage = empty(contiguous, (*x.shape[:-1], packed), np.uint8)
-    kernel, grid, scalars = _prepare("encode", contiguous, storage, dtype)
-    kernel(grid, (contiguous, storage, *scalars))
+    _prepare("encode", contiguous, storage, dtype)(contiguous, storage)
     return NarrowArray(storage, dtype, x.shape)
 
 
@@ -118,8 +117,7 @@ def decode(array: NarrowArray) -> Array:
         return _reference_decode(storage, array.dtype, array.shape[-1])
     storage = storage if storage.flags.c_contiguous else storage.copy()
     out = empty(storage, array.shape, float32)
-    kernel, grid, scalars = _prepare("decode", out, storage, array.dtype)
-    kernel(grid, (out, storage, *scalars))
+    _prepare("decode", out, storage, array.dtype)(out, storage)
     return out
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Kernel:
     value with their own size. Python numbers are refused, since their width would be a guess.
     """
 
-    __slots__ = ("_accepted", "_block", "_function", "_shared_bytes", "compiled")
+    __slots__ = ("block", "compiled", "function", "shared_bytes")
 
     def __init__(self, compiled: CompiledKernel) -> None:
         cupy = require_cupy("launching kernels")
@@ -37,19 +37,15 @@ class Kernel:
         if spec.shared_bytes:
             raw.max_dynamic_shared_size_bytes = spec.shared_bytes
         self.compiled = compiled
-        self._function = raw.kernel
-        self._block = (spec.threads, 1, 1)
-        self._shared_bytes = spec.shared_bytes
-        self._accepted: set[tuple[type, ...]] = set()
+        self.function = raw.kernel
+        self.block = (spec.threads, 1, 1)
+        self.shared_bytes = spec.shared_bytes
 
     def __call__(self, grid: tuple[int, ...], args: tuple[Argument, ...]) -> None:
         """Launches `grid` blocks on the current stream. An empty grid launches nothing."""
-        kinds = tuple(map(type, args))
-        if kinds not in self._accepted:
-            check_arguments(self.compiled, args)
-            self._accepted.add(kinds)
+        check_arguments(self.compiled, args)
         if 0 not in grid:
-            self._function(grid, self._block, args, self._shared_bytes)
+            self.function(grid, self.block, args, self.shared_bytes)
 
 
 def check_arguments(compiled: CompiledKernel, args: tuple[Argument, ...]) -> None:
@@ -87,12 +83,36 @@ def _load_on(spec: KernelSpec, device_id: int) -> Kernel:
     return Kernel(compile_visibly(spec, current_device().compile_arch))
 
 
-class Launch(NamedTuple):
-    """Everything of a launch that depends only on the description of its arguments."""
+class Launch:
+    """Everything of a launch that depends only on the description of its arguments.
 
-    kernel: Kernel
-    grid: tuple[int, ...]
-    scalars: tuple[Argument, ...] = ()
+    Call it with the arrays; `scalars` follow them. The argument list is checked the first time:
+    a launcher passes the same kinds for every set of arrays with the same description.
+    """
+
+    __slots__ = ("_checked", "_idle", "grid", "kernel", "scalars")
+
+    def __init__(
+        self, kernel: Kernel, grid: tuple[int, ...], scalars: tuple[Argument, ...] = ()
+    ) -> None:
+        self.kernel = kernel
+        self.grid = grid
+        self.scalars = scalars
+        self._idle = 0 in grid
+        self._checked = False
+
+    def __call__(self, *arrays: Argument) -> None:
+        """Launches on the current stream. An empty grid launches nothing."""
+        kernel = self.kernel
+        args = arrays + self.scalars
+        if not self._checked:
+            check_arguments(kernel.compiled, args)
+            self._checked = True
+        if not self._idle:
+            kernel.function(self.grid, kernel.block, args, kernel.shared_bytes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.kernel, self.grid, self.scalars))
 
 
 _MOST_DESCRIPTIONS = 4096
@@ -105,10 +125,14 @@ def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
     costs one dictionary look-up. `prepare` must not keep or read the contents of the arrays.
     """
     memory: dict[Hashable, Any] = {}
+    current_device_id: Callable[[], int] | None = None
 
     @functools.wraps(prepare)
     def recall(*args: Any) -> Any:
-        key = (_device_id(), describe(*args))
+        nonlocal current_device_id
+        if current_device_id is None:
+            current_device_id = _device_getter()
+        key = (current_device_id(), *describe(*args))
         launch = memory.get(key)
         if launch is None:
             check_current_device(args)
@@ -121,11 +145,6 @@ def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
     return recall
 
 
-@functools.cache
 def _device_getter() -> Callable[[], int]:
     cupy = require_cupy("launching kernels")
     return cupy.cuda.runtime.getDevice  # type: ignore[no-any-return]
-
-
-def _device_id() -> int:
-    return _device_getter()()

@@ -21,8 +21,7 @@ def column_sum_spec(dtype: str) -> KernelSpec:
 def column_sum(partial: Array, dtype: npt.DTypeLike) -> Array:
     """Sum over the rows of `partial`, float32 [rows, cols], as `dtype` [cols]."""
     out = empty(partial, partial.shape[1:], dtype)
-    kernel, grid, scalars = _prepare(partial, out)
-    kernel(grid, (partial, out, *scalars))
+    _prepare(partial, out)(partial, out)
     return out
 
 

@@ -69,14 +69,14 @@ def rms_norm(
         if residual is None:
             return write_out(out, result)
         return write_out(out, result[0]), result[1]
-    kernel, grid, scalars = _prepare(x, weight, residual, out, eps)
+    launch = _prepare(x, weight, residual, out, eps)
     if out is None:
         out = empty(x, x.shape)
     if residual is None:
-        kernel(grid, (x, NULL, weight, out, NULL, *scalars))
+        launch(x, NULL, weight, out, NULL)
         return out
     new_residual = empty(x, x.shape)
-    kernel(grid, (x, residual, weight, out, new_residual, *scalars))
+    launch(x, residual, weight, out, new_residual)
     return out, new_residual
 
 
@@ -112,11 +112,11 @@ def rms_norm_backward(
     if not runs_kernel("rms_norm_backward", grad_out, x, weight, grad_residual):
         _check_backward(grad_out, x, weight, grad_residual)
         return reference.rms_norm_backward(grad_out, x, weight, eps, grad_residual=grad_residual)
-    kernel, grid, scalars = _prepare_backward(grad_out, x, weight, grad_residual, eps)
+    launch = _prepare_backward(grad_out, x, weight, grad_residual, eps)
     grad_x = empty(x, x.shape)
-    partial = empty(x, (grid[0], x.shape[-1]), np.float32)
+    partial = empty(x, (launch.grid[0], x.shape[-1]), np.float32)
     added = NULL if grad_residual is None else grad_residual
-    kernel(grid, (grad_out, x, weight, added, grad_x, partial, *scalars))
+    launch(grad_out, x, weight, added, grad_x, partial)
     return grad_x, column_sum(partial, weight.dtype)
 
 

@@ -51,7 +51,8 @@ def test_python_numbers_are_refused(column_sum):
 
 
 def test_plans_are_made_once_per_description(monkeypatch):
-    monkeypatch.setattr(kernel, "_device_id", lambda: 0)
+    device_ids = [0]
+    monkeypatch.setattr(kernel, "_device_getter", lambda: lambda: device_ids[0])
     calls = []
 
     @launch_plan
@@ -64,5 +65,5 @@ def test_plans_are_made_once_per_description(monkeypatch):
     assert prepare(a, 2) == 2
     assert prepare(a.astype(np.float16), 1) == 3
     assert prepare(np.zeros((3, 2), np.float32).T, 1) == 4
-    monkeypatch.setattr(kernel, "_device_id", lambda: 1)
+    device_ids[0] = 1
     assert prepare(a, 1) == 5
