@@ -15,6 +15,7 @@ from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
 from cukit.distill.data import Corpus, Windows, check_length, validation_batches
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
 from cukit.distill.evaluation import evaluate
+from cukit.distill.host_memory import keep_freed_memory
 from cukit.distill.op_timer import time_by_op
 from cukit.distill.report import PHASES, DistillReport, TrainingRecord, peak_memory_bytes
 from cukit.distill.run_folder import CHECKPOINT, REPORT, model_file
@@ -79,6 +80,8 @@ class DistillRun:
         Raises Interrupted after saving, if Ctrl-C comes while a model is in training.
         """
         started = time.perf_counter()
+        if self.settings.device == "cpu":
+            keep_freed_memory()
         models: dict[str, Transformer] = {}
         records: dict[str, TrainingRecord] = {}
         for phase in PHASES:

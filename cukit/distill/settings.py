@@ -200,4 +200,4 @@ DEFAULTS: dict[str, DistillSettings] = {
         eval_windows=256,
     ),
 }
-"""By device. Measured on both: see docs/distillation.md."""
+"""By device."""
