@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -14,6 +15,7 @@ from cukit.core.arrays import (
     INDEX_DTYPES,
     KERNEL_DTYPES,
     Array,
+    access_width,
     adopt,
     check_array,
     check_same_dtype,
@@ -326,22 +328,10 @@ def _element_strides(x: Array) -> tuple[int, ...]:
 
 def _vec(half: int, rest: int, q: Array, k: Array, cos: Array, sin: Array) -> int:
     """The widest access that every head, every copied rest and every table row is aligned to."""
-    vec = ACCESS_BYTES // int(q.itemsize)
-
-    def fits(width: int) -> bool:
-        access = width * q.itemsize
-        table_access = min(width * cos.itemsize, ACCESS_BYTES)
-        return (
-            half % width == 0
-            and rest % width == 0
-            and all(x.data.ptr % access == 0 for x in (q, k))
-            and all(table.data.ptr % table_access == 0 for table in (cos, sin))
-            and all(stride % width == 0 for x in (q, k) for stride in _element_strides(x))
-        )
-
-    while vec > 1 and not fits(vec):
-        vec //= 2
-    return vec
+    strides = (*_element_strides(q), *_element_strides(k))
+    vec = access_width(math.gcd(half, rest, *strides), q, k)
+    table_vec = access_width(half, cos, sin)  # wider rows take several accesses
+    return vec if min(vec, ACCESS_BYTES // cos.itemsize) <= table_vec else table_vec
 
 
 def _specs(inverse: bool, device: Device) -> list[KernelSpec]:
