@@ -98,13 +98,24 @@ def test_the_package_never_needs_what_is_optional(path: Path) -> None:
             assert (module or "").partition(".")[0] not in optional, f"{name(path)}:{node.lineno}"
 
 
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_kernel_sources_include_only_common(path: Path) -> None:
-    includes = re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE)
-    if path.suffix == ".cu":
-        assert includes[:1] == ["common/platform.cuh"], f"{name(path)}: platform.cuh comes first"
-    for include in includes:
-        assert include.startswith("common/"), f"{name(path)} includes {include}"
+def test_kernel_sources_include_only_common_and_their_own_family(path: Path) -> None:
+    family = path.relative_to(KERNELS).parts[0]
+    for include in includes(path):
+        assert include.partition("/")[0] in ("common", family), f"{name(path)} includes {include}"
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.cu")), ids=name)
+def test_platform_comes_first(path: Path) -> None:
+    """The seam between CUDA and the CPU is read before anything else."""
+    first = path
+    while first != KERNELS / "common/platform.cuh":
+        assert includes(first), f"{name(path)} reads {name(first)} before common/platform.cuh"
+        first = KERNELS / includes(first)[0]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
