@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from cukit.reference._xp import array_namespace, working_dtype
 
 Array = Any
@@ -19,7 +21,10 @@ GELU_CUBIC = 0.044715
 def silu_and_mul(x: Array) -> Array:
     """`silu(gate) * up` with `gate, up = x[..., :H], x[..., H:]` (Shazeer 2020, SwiGLU)."""
     gate, up = _split(x)
-    return (gate * _sigmoid(gate) * up).astype(x.dtype)
+    out = _sigmoid(gate)
+    out *= gate
+    out *= up
+    return out.astype(x.dtype, copy=False)
 
 
 def silu_and_mul_backward(grad_out: Array, x: Array) -> Array:
@@ -27,8 +32,15 @@ def silu_and_mul_backward(grad_out: Array, x: Array) -> Array:
     gate, up = _split(x)
     grad = grad_out.astype(gate.dtype, copy=False)
     sigmoid = _sigmoid(gate)
-    grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return _join(grad_gate, grad * gate * sigmoid, x)
+    silu = gate * sigmoid
+    grad_up = grad * silu
+    # silu' = sigmoid (1 + gate (1 - sigmoid)) = silu + sigmoid (1 - silu)
+    slope = 1 - silu
+    slope *= sigmoid
+    slope += silu
+    slope *= grad
+    slope *= up
+    return _join(slope, grad_up, x)
 
 
 def gelu_and_mul(x: Array, *, approximate: str = "tanh") -> Array:
@@ -72,10 +84,10 @@ def _join(grad_gate: Array, grad_up: Array, x: Array) -> Array:
 
 
 def _sigmoid(x: Array) -> Array:
-    """The logistic function without overflow: exp sees only non-positive numbers."""
+    """The logistic function. Where exp(-x) overflows, its reciprocal is the zero it should be."""
     xp = array_namespace(x)
-    decay = xp.exp(-abs(x))
-    return xp.where(x >= 0, 1, decay) / (1 + decay)
+    with np.errstate(over="ignore"):
+        return 1 / (1 + xp.exp(-x))
 
 
 def _gelu(x: Array, approximate: str) -> Array:

@@ -32,9 +32,11 @@ def flash_attention(
         maximum = xp.full((*scores.shape[:-1], 1), -math.inf, dtype=scores.dtype)
     # A row without keys has no finite maximum; its exponentials are zeros under any other one.
     base = xp.where(maximum == -math.inf, 0, maximum)
-    weights = xp.exp(scores - base)
+    scores -= base
+    weights = xp.exp(scores, out=scores)
     total = weights.sum(axis=-1, keepdims=True)
-    out = xp.matmul(weights / xp.where(total == 0, 1, total), _kv_heads(v_wide))
+    out = xp.matmul(weights, _kv_heads(v_wide))
+    out /= xp.where(total == 0, 1, total)
     out = _merge_heads(out).astype(q.dtype, copy=False)
     if not return_lse:
         return out
@@ -65,11 +67,14 @@ def flash_attention_backward(
     # exp(score - lse) is 0 for a row without keys once its lse is +infinity.
     row_lse = xp.where(lse == -math.inf, math.inf, lse).astype(dtype, copy=False)
     row_lse = row_lse.reshape(q.shape[0], k.shape[2], group, q.shape[1], 1)
-    weights = xp.exp(_scores(xp, q_wide, k_wide, causal, scale) - row_lse)
+    weights = _scores(xp, q_wide, k_wide, causal, scale)
+    weights -= row_lse
+    xp.exp(weights, out=weights)
     g_heads, o_heads = _q_heads(g, group), _q_heads(o, group)
     delta = (g_heads * o_heads).sum(axis=-1, keepdims=True)
-    grad_weights = xp.matmul(g_heads, _kv_heads(v_wide).swapaxes(-1, -2))
-    grad_scores = weights * (grad_weights - delta)
+    grad_scores = xp.matmul(g_heads, _kv_heads(v_wide).swapaxes(-1, -2))
+    grad_scores -= delta
+    grad_scores *= weights
     grad_q = xp.matmul(grad_scores, _kv_heads(k_wide)) * factor
     grad_k = xp.matmul(grad_scores.swapaxes(-1, -2), _q_heads(q_wide, group)).sum(axis=2) * factor
     grad_v = xp.matmul(weights.swapaxes(-1, -2), g_heads).sum(axis=2)
@@ -108,6 +113,6 @@ def _scores(xp: Any, q: Array, k: Array, causal: bool, scale: float | None) -> A
     scores = xp.matmul(_q_heads(scaled, group), _kv_heads(k).swapaxes(-1, -2))
     if causal:
         seq_q, seq_kv = scores.shape[-2:]
-        visible = xp.arange(seq_kv) <= xp.arange(seq_q)[:, None] + (seq_kv - seq_q)
-        scores = xp.where(visible, scores, -math.inf)
+        hidden = xp.arange(seq_kv) > xp.arange(seq_q)[:, None] + (seq_kv - seq_q)
+        xp.copyto(scores, -math.inf, where=hidden)
     return scores
