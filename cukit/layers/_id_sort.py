@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from cukit.core.arrays import Array, empty
-from cukit.core.kernel import NULL, Kernel, KernelSpec, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 
 _THREADS = 256
 _FEWEST_DIGIT_BITS = 8  # a bin for each thread
@@ -64,31 +63,24 @@ def sort_ids(ids: Array, num_keys: int) -> tuple[Array, Array]:
 
     Equal ids keep their order. Ids outside [0, num_keys) come last, with the key `num_keys`.
     """
-    passes, grid, counts_shape, scalars = _prepare(ids, num_keys)
+    passes, counts_shape = _prepare(ids, num_keys)
     keys, tokens = ids, NULL
     for count, scatter in passes:
         counts = empty(ids, counts_shape, np.int32)
-        count(grid, (keys, counts, *scalars))
+        count(keys, counts)
         keys_out, tokens_out = empty(ids, (ids.size,), np.uint32), empty(ids, (ids.size,), np.int32)
-        scatter(grid, (keys, tokens, counts, keys_out, tokens_out, *scalars))
+        scatter(keys, tokens, counts, keys_out, tokens_out)
         keys, tokens = keys_out, tokens_out
     return keys, tokens
 
 
-class _Sort(NamedTuple):
-    passes: tuple[tuple[Kernel, Kernel], ...]
-    grid: tuple[int, ...]
-    counts_shape: tuple[int, int]
-    scalars: tuple[Any, ...]
-
-
 @launch_plan
-def _prepare(ids: Array, num_keys: int) -> _Sort:
+def _prepare(ids: Array, num_keys: int) -> tuple[list[tuple[Launch, Launch]], tuple[int, int]]:
     config = plan_id_sort(ids.size, num_keys)
-    passes = tuple(
-        (load_kernel(count), load_kernel(scatter))
-        for count, scatter in config.specs(ids.dtype.name)
-    )
-    counts_shape = (config.num_chunks, 2**config.digit_bits)
-    scalars = (np.int32(ids.size), np.int32(num_keys))
-    return _Sort(passes, (config.num_chunks,), counts_shape, scalars)
+    grid, scalars = (config.num_chunks,), (np.int32(ids.size), np.int32(num_keys))
+
+    def launch(spec: KernelSpec) -> Launch:
+        return Launch(load_kernel(spec), grid, scalars)
+
+    passes = [(launch(count), launch(scatter)) for count, scatter in config.specs(ids.dtype.name)]
+    return passes, (config.num_chunks, 2**config.digit_bits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from cukit.core.arrays import (
     write_out,
 )
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import Kernel, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.layers._elementwise import ElementwiseConfig, plan_elementwise
 from cukit.layers._id_sort import plan_id_sort, sort_ids
@@ -61,10 +61,10 @@ def embedding(ids: Array, weight: Array, *, out: Array | None = None) -> Array:
     if not runs_kernel("embedding", ids, weight, out):
         _check(ids, weight, out)
         return write_out(out, reference.embedding(ids, weight))
-    kernel, grid, scalars = _prepare(ids, weight, out)
+    launch = _prepare(ids, weight, out)
     if out is None:
         out = empty(weight, (*ids.shape, weight.shape[1]))
-    kernel(grid, (ids, weight, out, *scalars))
+    launch(ids, weight, out)
     return out
 
 
@@ -94,15 +94,13 @@ def embedding_backward(
     if not runs_kernel("embedding_backward", grad_out, ids):
         _check_backward(grad_out, ids, num_embeddings, result_dtype)
         return reference.embedding_backward(grad_out, ids, num_embeddings, dtype=result_dtype)
-    sums, sums_grid, join, join_grid, parts_shape, scalars = _prepare_backward(
-        grad_out, ids, num_embeddings, result_dtype
-    )
+    sums, join, parts_shape = _prepare_backward(grad_out, ids, num_embeddings, result_dtype)
     keys, tokens = sort_ids(ids, num_embeddings)
     shape = (num_embeddings, grad_out.shape[-1])
     grad_weight = namespace(grad_out).zeros(shape, result_dtype)
     parts = empty(grad_out, parts_shape, np.float32)
-    sums(sums_grid, (grad_out, keys, tokens, grad_weight, parts, *scalars))
-    join(join_grid, (keys, parts, grad_weight, *scalars))
+    sums(grad_out, keys, tokens, grad_weight, parts)
+    join(keys, parts, grad_weight)
     return grad_weight
 
 
@@ -213,19 +211,10 @@ def _prepare(ids: Array, weight: Array, out: Array | None) -> Launch:
     return Launch(kernel, (config.num_blocks,), scalars)
 
 
-class _Backward(NamedTuple):
-    sums: Kernel
-    sums_grid: tuple[int, ...]
-    join: Kernel
-    join_grid: tuple[int, ...]
-    parts_shape: tuple[int, ...]
-    scalars: tuple[Any, ...]
-
-
 @launch_plan
 def _prepare_backward(
     grad_out: Array, ids: Array, num_embeddings: int, dtype: np.dtype[Any]
-) -> _Backward:
+) -> tuple[Launch, Launch, tuple[int, int, int]]:
     _check_backward(grad_out, ids, num_embeddings, dtype)
     check_array("embedding_backward", "grad_out", grad_out, dtypes=KERNEL_DTYPES)
     if dtype not in KERNEL_DTYPES:
@@ -237,13 +226,13 @@ def _prepare_backward(
     hidden = grad_out.shape[-1]
     vec = access_width(hidden, grad_out)
     config = plan_embedding_backward(ids.size, hidden, grad_out.dtype.name, vec, dtype.name)
-    return _Backward(
-        load_kernel(config.spec()),
-        (config.num_chunks, config.slices),
-        load_kernel(config.join_spec()),
-        (max(0, config.num_chunks - 1), config.join_slices),
+    scalars = (np.int32(ids.size), np.int32(num_embeddings), np.int32(hidden))
+    sums_grid = (config.num_chunks, config.slices)
+    join_grid = (max(0, config.num_chunks - 1), config.join_slices)
+    return (
+        Launch(load_kernel(config.spec()), sums_grid, scalars),
+        Launch(load_kernel(config.join_spec()), join_grid, scalars),
         (config.num_chunks, 2, hidden),
-        (np.int32(ids.size), np.int32(num_embeddings), np.int32(hidden)),
     )
 
 

@@ -52,10 +52,10 @@ def gelu(x: Array, *, approximate: str = "none", out: Array | None = None) -> Ar
     if not runs_kernel("gelu", x, out):
         _check("gelu", x, approximate, out=out)
         return write_out(out, reference.gelu(x, approximate=approximate))
-    kernel, grid, scalars = _prepare(x, out, approximate)
+    launch = _prepare(x, out, approximate)
     if out is None:
         out = empty(x, x.shape)
-    kernel(grid, (x, NULL, out, *scalars))
+    launch(x, NULL, out)
     return out
 
 
@@ -77,9 +77,9 @@ def gelu_backward(grad_out: Array, x: Array, *, approximate: str = "none") -> Ar
     if not runs_kernel("gelu_backward", grad_out, x):
         _check("gelu_backward", x, approximate, grad_out=grad_out)
         return reference.gelu_backward(grad_out, x, approximate=approximate)
-    kernel, grid, scalars = _prepare_backward(grad_out, x, approximate)
+    launch = _prepare_backward(grad_out, x, approximate)
     grad_x = empty(x, x.shape)
-    kernel(grid, (x, grad_out, grad_x, *scalars))
+    launch(x, grad_out, grad_x)
     return grad_x
 
 

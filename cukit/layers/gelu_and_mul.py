@@ -47,10 +47,10 @@ def gelu_and_mul(x: Array, *, approximate: str = "tanh", out: Array | None = Non
         check_approximate("gelu_and_mul", approximate)
         check_gated("gelu_and_mul", x, out=out)
         return write_out(out, reference.gelu_and_mul(x, approximate=approximate))
-    kernel, grid, scalars = _prepare(x, out, approximate)
+    launch = _prepare(x, out, approximate)
     if out is None:
         out = empty(x, half_shape(x))
-    kernel(grid, (x, out, *scalars))
+    launch(x, out)
     return out
 
 
@@ -73,9 +73,9 @@ def gelu_and_mul_backward(grad_out: Array, x: Array, *, approximate: str = "tanh
         check_approximate("gelu_and_mul_backward", approximate)
         check_gated("gelu_and_mul_backward", x, grad_out=grad_out)
         return reference.gelu_and_mul_backward(grad_out, x, approximate=approximate)
-    kernel, grid, scalars = _prepare_backward(grad_out, x, approximate)
+    launch = _prepare_backward(grad_out, x, approximate)
     grad_x = empty(x, x.shape)
-    kernel(grid, (grad_out, x, grad_x, *scalars))
+    launch(grad_out, x, grad_x)
     return grad_x
 
 

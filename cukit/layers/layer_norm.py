@@ -72,15 +72,15 @@ def layer_norm(
         if residual is None:
             return write_out(out, result)
         return write_out(out, result[0]), result[1]
-    kernel, grid, scalars = _prepare(x, weight, bias, residual, out, eps)
+    launch = _prepare(x, weight, bias, residual, out, eps)
     if out is None:
         out = empty(x, x.shape)
     shift = NULL if bias is None else bias
     if residual is None:
-        kernel(grid, (x, NULL, weight, shift, out, NULL, *scalars))
+        launch(x, NULL, weight, shift, out, NULL)
         return out
     new_residual = empty(x, x.shape)
-    kernel(grid, (x, residual, weight, shift, out, new_residual, *scalars))
+    launch(x, residual, weight, shift, out, new_residual)
     return out, new_residual
 
 
@@ -119,14 +119,12 @@ def layer_norm_backward(
         return reference.layer_norm_backward(
             grad_out, x, weight, eps, has_bias=has_bias, grad_residual=grad_residual
         )
-    kernel, grid, scalars = _prepare_backward(
-        grad_out, x, weight, grad_residual, eps, bool(has_bias)
-    )
+    launch = _prepare_backward(grad_out, x, weight, grad_residual, eps, bool(has_bias))
     cols = x.shape[-1]
     grad_x = empty(x, x.shape)
-    partial = empty(x, (grid[0], 2 * cols if has_bias else cols), np.float32)
+    partial = empty(x, (launch.grid[0], 2 * cols if has_bias else cols), np.float32)
     added = NULL if grad_residual is None else grad_residual
-    kernel(grid, (grad_out, x, weight, added, grad_x, partial, *scalars))
+    launch(grad_out, x, weight, added, grad_x, partial)
     sums = column_sum(partial, weight.dtype)
     return (grad_x, sums[:cols], sums[cols:]) if has_bias else (grad_x, sums, None)
 

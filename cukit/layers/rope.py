@@ -144,12 +144,10 @@ def _rotate(
             rotary_dim=rotary_dim,
             inplace=inplace,
         )
-    kernel, grid, scalars = _prepare(
-        op, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace
-    )
+    launch = _prepare(op, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace)
     q_out, k_out = (q, k) if inplace else (empty(q, q.shape), empty(k, k.shape))
     positions = NULL if position_ids is None else position_ids
-    kernel(grid, (q, k, cos, sin, positions, q_out, k_out, *scalars))
+    launch(q, k, cos, sin, positions, q_out, k_out)
     return q_out, k_out
 
 

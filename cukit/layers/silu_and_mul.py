@@ -43,10 +43,10 @@ def silu_and_mul(x: Array, *, out: Array | None = None) -> Array:
     if not runs_kernel("silu_and_mul", x, out):
         check_gated("silu_and_mul", x, out=out)
         return write_out(out, reference.silu_and_mul(x))
-    kernel, grid, scalars = _prepare(x, out)
+    launch = _prepare(x, out)
     if out is None:
         out = empty(x, half_shape(x))
-    kernel(grid, (x, out, *scalars))
+    launch(x, out)
     return out
 
 
@@ -67,9 +67,9 @@ def silu_and_mul_backward(grad_out: Array, x: Array) -> Array:
     if not runs_kernel("silu_and_mul_backward", grad_out, x):
         check_gated("silu_and_mul_backward", x, grad_out=grad_out)
         return reference.silu_and_mul_backward(grad_out, x)
-    kernel, grid, scalars = _prepare_backward(grad_out, x)
+    launch = _prepare_backward(grad_out, x)
     grad_x = empty(x, x.shape)
-    kernel(grid, (grad_out, x, grad_x, *scalars))
+    launch(grad_out, x, grad_x)
     return grad_x
 
 
