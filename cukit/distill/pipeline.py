@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -23,8 +24,8 @@ from cukit.distill.schedule import WarmupCosine
 from cukit.distill.settings import DistillSettings
 from cukit.distill.terms import HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.trainer import StepStatistics, Trainer
-from cukit.errors import DataError
-from cukit.models import Transformer, generate, load_model, save_model
+from cukit.errors import ConfigError, DataError, OutOfMemoryError
+from cukit.models import Transformer, TransformerConfig, generate, load_model, save_model
 from cukit.models.files import read_arrays, write_json
 from cukit.models.parameters import namespace_for
 
@@ -55,13 +56,18 @@ class DistillRun:
     Args:
         settings: see `DistillSettings`.
         corpus: the text.
-        output: the folder, already prepared by `prepare_output`.
+        output: the folder that `start_run` made ready, or one with a run to resume.
+        observer: told about every step.
+
+    Raises:
+        DataError: either side of the split is too short for one window.
     """
 
     def __init__(
         self, settings: DistillSettings, corpus: Corpus, output: Path, observer: Observer
     ) -> None:
-        check_corpus(corpus, settings)
+        check_length(corpus.train, settings.seq_len, "training text")
+        check_length(corpus.validation, settings.seq_len, "validation text")
         self.settings, self.corpus = settings, corpus
         self.output, self.observer = output, observer
         self.xp: ModuleType = namespace_for(settings.device)
@@ -77,15 +83,31 @@ class DistillRun:
     def run(self) -> DistillReport:
         """Train what is not finished yet, compare, and write report.json.
 
-        Raises Interrupted after saving, if Ctrl-C comes while a model is in training.
+        Raises:
+            Interrupted: Ctrl-C came while a model was in training; its state is saved.
+            ConfigError: the loss stopped being a number.
+            DataError: a file of the run is damaged, or cannot be written.
+            OutOfMemoryError: the models or batches are too large for this machine.
         """
+        try:
+            return self._run()
+        except OutOfMemoryError:
+            raise
+        except MemoryError as error:  # NumPy's and CuPy's both derive from it
+            raise OutOfMemoryError(
+                "these sizes need more memory than there is; a smaller --batch with --accumulate "
+                f"takes less ({error})"
+            ) from error
+
+    def _run(self) -> DistillReport:
         started = time.perf_counter()
         if self.settings.device == "cpu":
             keep_freed_memory()
         models: dict[str, Transformer] = {}
         records: dict[str, TrainingRecord] = {}
         for phase in PHASES:
-            models[phase], records[phase] = self._finished(phase) or self._train(phase, models)
+            done = self._finished(phase)
+            models[phase], records[phase] = done or self._train(phase, models)
         self._checkpoint.unlink(missing_ok=True)
         self.observer.message("evaluating on validation text")
         teacher = models["teacher"]
@@ -158,8 +180,14 @@ class DistillRun:
         path = model_file(self.output, phase)
         if not path.exists():
             return None
-        _, description = read_arrays(path)
-        return load_model(path, self.xp), _record(path, description)
+        model = load_model(path, self.xp)
+        if model.config != self._config(phase):
+            raise DataError(f"{path}: holds a model of another shape than this run's {phase}")
+        return model, _record(path, read_arrays(path)[1])
+
+    def _config(self, phase: str) -> TransformerConfig:
+        s = self.settings
+        return s.teacher_config() if phase == "teacher" else s.student_config()
 
     def _train(
         self, phase: str, models: dict[str, Transformer]
@@ -168,7 +196,7 @@ class DistillRun:
         is_teacher = phase == "teacher"
         # Both students start from the same numbers and read the same batches.
         model = Transformer.initialise(
-            s.teacher_config() if is_teacher else s.student_config(),
+            self._config(phase),
             seed=s.seed if is_teacher else s.seed + 1,
             xp=self.xp,
         )
@@ -207,7 +235,13 @@ class DistillRun:
                 due = trainer.step % self.settings.checkpoint_every == 0
                 if due or stop.requested or trainer.step == steps:
                     # Reading the loss waits for the device, so the clock is honest.
-                    record.history.append((trainer.step, statistics.read()["loss"]))
+                    loss = statistics.read()["loss"]
+                    if not math.isfinite(loss):
+                        raise ConfigError(
+                            f"{phase}: the loss is {loss} after step {trainer.step}; "
+                            "a lower learning rate may help"
+                        )
+                    record.history.append((trainer.step, loss))
                     clock.lap()
                     if trainer.step < steps or stop.requested:
                         save_checkpoint(
@@ -258,12 +292,6 @@ class _StopRequest:
     def __exit__(self, *exc_info: object) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
-
-
-def check_corpus(corpus: Corpus, settings: DistillSettings) -> None:
-    """Raise DataError if either side of the split is too short for one window."""
-    check_length(corpus.train, settings.seq_len, "training text")
-    check_length(corpus.validation, settings.seq_len, "validation text")
 
 
 def _record(path: Path, description: dict[str, Any]) -> TrainingRecord:

@@ -266,6 +266,26 @@ def test_full_disk(
     assert run(["distill", "-o", str(folder), "--resume"]) == 0
 
 
+def test_too_little_memory(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Any) -> None:
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    monkeypatch.setattr("cukit.distill.trainer.Trainer.train_step", refuse)
+    arguments = ["distill", "-o", str(tmp_path / "run"), "--text", str(text), *TINY]
+    assert run(arguments) == 2
+    assert "a smaller --batch" in capsys.readouterr().err
+
+
+def test_divergence_is_said(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["distill", "-o", str(tmp_path / "run"), "--text", str(text), *TINY]
+    with np.errstate(all="ignore"):
+        assert run([*arguments, "--teacher-lr", "1e30"]) == 2
+    assert "teacher: the loss is " in capsys.readouterr().err
+    assert not (tmp_path / "run" / "teacher.safetensors").exists()
+
+
 def test_a_folder_with_a_run_is_not_overwritten_unasked(
     finished: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
