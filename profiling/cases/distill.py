@@ -1,0 +1,386 @@
+"""Cases of `cukit.distill`: losses with their gradients, fused heads, the optimiser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from cukit.distill import (
+    AdamWState,
+    adamw,
+    cross_entropy,
+    cross_entropy_backward,
+    global_norm,
+    kl_divergence,
+    kl_divergence_backward,
+    linear_cross_entropy,
+    linear_kl_divergence,
+)
+from cukit.reference import losses, optimizer
+from profiling import peers
+from profiling.arms import forward_arms
+from profiling.case import Call, Case, Workload, itemsize
+from profiling.data import array_module, integers, normal
+
+FAMILY = "distill"
+DTYPE = "bfloat16"
+TEMPERATURE = 2.0
+ROWS_AT_ONCE = 512
+"""Of the expected values, so that the oracle's float32 logits stay small."""
+
+LogitsShape = tuple[int, int]
+LOGITS: tuple[LogitsShape, ...] = ((4096, 32768), (4096, 256000))
+SMALL_LOGITS: tuple[LogitsShape, ...] = ((12, 300),)
+HeadShape = tuple[int, int, int]
+HEADS: tuple[HeadShape, ...] = ((4096, 2048, 32768), (4096, 2304, 256000))
+SMALL_HEADS: tuple[HeadShape, ...] = ((12, 16, 300),)
+# A transformer of 124 million parameters: embedding, then four matrices and two vectors a layer.
+MODEL = [(50304, 768), *[(2304, 768), (768, 768), (3072, 768), (768, 3072), (768,), (768,)] * 12]
+SMALL_MODEL = [(30, 8), (8,), (24, 8)]
+
+
+def cases(small: bool = False) -> list[Case]:
+    """Every op of the family: logits and heads in bfloat16, parameters in float32."""
+    logits = SMALL_LOGITS if small else LOGITS
+    heads = SMALL_HEADS if small else HEADS
+    model = SMALL_MODEL if small else MODEL
+    on_logits = (cross_entropy_case, cross_entropy_backward_case, kl_case, kl_backward_case)
+    return [
+        *(make(*shape) for make in on_logits for shape in logits),
+        *(make(*shape) for make in (linear_kl_case, linear_cross_entropy_case) for shape in heads),
+        adamw_case(model),
+        global_norm_case(model),
+    ]
+
+
+def cross_entropy_case(tokens: int, vocab_size: int) -> Case:
+    """Loss and gradient: the logits in, the gradient out."""
+    return _cross_entropy_case("cross_entropy", tokens, vocab_size, forward=True)
+
+
+def cross_entropy_backward_case(tokens: int, vocab_size: int) -> Case:
+    """The gradient alone. Peers spend a forward to get it."""
+    return _cross_entropy_case("cross_entropy_backward", tokens, vocab_size, forward=False)
+
+
+def _cross_entropy_case(op: str, tokens: int, vocab_size: int, *, forward: bool) -> Case:
+    def build() -> Workload:
+        logits, targets = normal((tokens, vocab_size), DTYPE), integers(0, vocab_size, (tokens,))
+
+        def torch_loss(torch: ModuleType) -> Callable[..., Any]:
+            return lambda z, ids: torch.nn.functional.cross_entropy(z.float(), ids.long())
+
+        def oracle(rows: slice) -> tuple[Any, Any]:
+            result: tuple[Any, Any] = losses.cross_entropy(
+                logits[rows], targets[rows], normalizer=tokens, return_grad=True
+            )
+            return result
+
+        ours = (
+            partial(cross_entropy, logits, targets, return_grad=True)
+            if forward
+            else partial(cross_entropy_backward, 1.0, logits, targets)
+        )
+        return _logits_workload(ours, torch_loss, oracle, (logits,), (targets,), forward)
+
+    traffic = 2 * tokens * vocab_size * itemsize(DTYPE)
+    return Case(FAMILY, op, f"{tokens}x{vocab_size}", DTYPE, build, bytes=traffic)
+
+
+def kl_case(tokens: int, vocab_size: int) -> Case:
+    """Loss and gradient: both logits in, the gradient out."""
+    return _kl_case("kl_divergence", tokens, vocab_size, forward=True)
+
+
+def kl_backward_case(tokens: int, vocab_size: int) -> Case:
+    """The gradient alone. Peers spend a forward to get it."""
+    return _kl_case("kl_divergence_backward", tokens, vocab_size, forward=False)
+
+
+def _kl_case(op: str, tokens: int, vocab_size: int, *, forward: bool) -> Case:
+    def build() -> Workload:
+        student = normal((tokens, vocab_size), DTYPE)
+        teacher = normal((tokens, vocab_size), DTYPE)
+
+        def torch_loss(torch: ModuleType) -> Callable[..., Any]:
+            functional = torch.nn.functional
+
+            def loss(s: Any, t: Any) -> Any:
+                log_q = functional.log_softmax(s.float() / TEMPERATURE, -1)
+                log_p = functional.log_softmax(t.float() / TEMPERATURE, -1)
+                return functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+
+            return loss
+
+        def oracle(rows: slice) -> tuple[Any, Any]:
+            result: tuple[Any, Any] = losses.kl_divergence(
+                student[rows],
+                teacher[rows],
+                temperature=TEMPERATURE,
+                normalizer=tokens,
+                return_grad=True,
+            )
+            return result
+
+        options = {"temperature": TEMPERATURE}
+        ours = (
+            partial(kl_divergence, student, teacher, return_grad=True, **options)
+            if forward
+            else partial(kl_divergence_backward, 1.0, student, teacher, **options)
+        )
+        return _logits_workload(ours, torch_loss, oracle, (student,), (teacher,), forward)
+
+    traffic = 3 * tokens * vocab_size * itemsize(DTYPE)
+    return Case(FAMILY, op, f"{tokens}x{vocab_size}", DTYPE, build, bytes=traffic)
+
+
+def linear_kl_case(tokens: int, hidden: int, vocab_size: int) -> Case:
+    """Two heads, the divergence, and the gradients of the student's head and input."""
+
+    def build() -> Workload:
+        student = normal((tokens, hidden), DTYPE), normal((vocab_size, hidden), DTYPE, scale=0.02)
+        teacher = normal((tokens, hidden), DTYPE), normal((vocab_size, hidden), DTYPE, scale=0.02)
+
+        def torch_loss(torch: ModuleType) -> Callable[..., Any]:
+            functional = torch.nn.functional
+
+            def loss(h: Any, w: Any, teacher_h: Any, teacher_w: Any) -> Any:
+                with torch.no_grad():
+                    teacher_logits = (teacher_h @ teacher_w.T).float() / TEMPERATURE
+                    log_p = functional.log_softmax(teacher_logits, -1)
+                log_q = functional.log_softmax((h @ w.T).float() / TEMPERATURE, -1)
+                return functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+
+            return loss
+
+        def liger_loss(torch: ModuleType) -> Callable[..., Any]:
+            module = peers.optional("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss(
+                weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, temperature=TEMPERATURE
+            )
+            labels = peers.to_torch(integers(0, vocab_size, (tokens,), "int64"))
+            return lambda h, w, teacher_h, teacher_w: module(h, w, teacher_h, teacher_w, labels)
+
+        def ours() -> Any:
+            result = linear_kl_divergence(*student, *teacher, temperature=TEMPERATURE)
+            return result.loss, result.grad_hidden, result.grad_weight
+
+        def part(rows: slice, grad_weight: Any) -> tuple[Any, Any]:
+            result = losses.linear_kl_divergence(
+                student[0][rows],
+                student[1],
+                teacher[0][rows],
+                teacher[1],
+                temperature=TEMPERATURE,
+                normalizer=tokens,
+                grad_weight=grad_weight,
+            )
+            return result.loss, result.grad_hidden
+
+        return _head_workload(ours, torch_loss, liger_loss, part, student, teacher)
+
+    return _head_case("linear_kl_divergence", tokens, hidden, vocab_size, 8, build)
+
+
+def linear_cross_entropy_case(tokens: int, hidden: int, vocab_size: int) -> Case:
+    """One head, the cross-entropy, and the gradients of head and input."""
+
+    def build() -> Workload:
+        head = normal((tokens, hidden), DTYPE), normal((vocab_size, hidden), DTYPE, scale=0.02)
+        targets = integers(0, vocab_size, (tokens,), "int64")
+
+        def torch_loss(torch: ModuleType) -> Callable[..., Any]:
+            cross = torch.nn.functional.cross_entropy
+            return lambda h, w, ids: cross((h @ w.T).float(), ids)
+
+        def liger_loss(torch: ModuleType) -> Callable[..., Any]:
+            module = peers.optional("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+            return lambda h, w, ids: module(w, h, ids)
+
+        def ours() -> Any:
+            result = linear_cross_entropy(*head, targets)
+            return result.loss, result.grad_hidden, result.grad_weight
+
+        def part(rows: slice, grad_weight: Any) -> tuple[Any, Any]:
+            result = losses.linear_cross_entropy(
+                head[0][rows], head[1], targets[rows], normalizer=tokens, grad_weight=grad_weight
+            )
+            return result.loss, result.grad_hidden
+
+        return _head_workload(ours, torch_loss, liger_loss, part, head, (targets,))
+
+    return _head_case("linear_cross_entropy", tokens, hidden, vocab_size, 6, build)
+
+
+def adamw_case(shapes: Sequence[tuple[int, ...]]) -> Case:
+    """float32 parameters. Momenta of zero make the step repeatable: m is g, v is its square."""
+
+    def build() -> Workload:
+        params = [normal(shape, "float32") for shape in shapes]
+        grads = [normal(shape, "float32") for shape in shapes]
+        state = AdamWState.for_params(params)
+
+        def ours() -> Any:
+            adamw(params, grads, state, lr=0.0, beta1=0.0, beta2=0.0, step=1)
+            return state.exp_avg[0], state.exp_avg_sq[0]
+
+        def torch_arm(**options: bool) -> Call:
+            leaves = [peers.to_torch(param).requires_grad_() for param in params]
+            for leaf, grad in zip(leaves, grads, strict=True):
+                leaf.grad = peers.to_torch(grad)
+            run = peers.torch().optim.AdamW(
+                leaves, lr=0.0, betas=(0.0, 0.0), weight_decay=0.0, **options
+            )
+
+            def call() -> Any:
+                run.step()
+                return run.state[leaves[0]]["exp_avg"], run.state[leaves[0]]["exp_avg_sq"]
+
+            return call
+
+        return Workload(
+            arms={
+                "cukit": lambda: ours,
+                "torch-fused": partial(torch_arm, fused=True),
+                "torch-foreach": partial(torch_arm, foreach=True),
+            },
+            expected=lambda: (grads[0], grads[0] * grads[0]),
+            tolerance=1e-5,
+        )
+
+    # In: parameter, gradient, both moments. Out: parameter, both moments.
+    return Case(FAMILY, "adamw", _millions(shapes), "float32", build, bytes=28 * _count(shapes))
+
+
+def global_norm_case(shapes: Sequence[tuple[int, ...]]) -> Case:
+    """Norm over all gradients of a model."""
+
+    def build() -> Workload:
+        grads = [normal(shape, "float32") for shape in shapes]
+
+        def torch_norm(torch: ModuleType) -> Callable[..., Any]:
+            return lambda *tensors: torch.linalg.vector_norm(
+                torch.stack(torch._foreach_norm(list(tensors)))
+            )
+
+        return Workload(
+            arms=forward_arms(partial(global_norm, grads), torch_norm, *grads),
+            expected=partial(optimizer.global_norm, grads),
+            tolerance=1e-5,
+        )
+
+    return Case(
+        FAMILY, "global_norm", _millions(shapes), "float32", build, bytes=4 * _count(shapes)
+    )
+
+
+TorchLoss = Callable[[ModuleType], Callable[..., Any]]
+
+
+def _logits_workload(
+    ours: Call,
+    torch_loss: TorchLoss,
+    oracle: Callable[[slice], tuple[Any, Any]],
+    logits: tuple[Any],
+    others: tuple[Any, ...],
+    forward: bool,
+) -> Workload:
+    """`ours` returns loss and gradient, or without `forward` the gradient alone."""
+
+    def arm(compiled: bool) -> Call:
+        call = _with_gradients(torch_loss, logits, others, compiled=compiled)
+        return call if forward else lambda: call()[1]
+
+    def expected() -> Any:
+        loss, gradients = _in_parts(oracle, logits[0].shape[0])
+        return (loss, gradients) if forward else gradients
+
+    return Workload(
+        arms={
+            "cukit": lambda: ours,
+            "torch-eager": partial(arm, False),
+            "torch-compile": partial(arm, True),
+        },
+        expected=expected,
+    )
+
+
+def _head_workload(
+    ours: Call,
+    torch_loss: TorchLoss,
+    liger_loss: TorchLoss,
+    part: Callable[[slice, Any], tuple[Any, Any]],
+    head: tuple[Any, Any],
+    others: tuple[Any, ...],
+) -> Workload:
+    def expected() -> Any:
+        grad_weight = array_module().zeros(head[1].shape, "float32")
+        loss, grad_hidden = _in_parts(lambda rows: part(rows, grad_weight), head[0].shape[0])
+        return loss, grad_hidden, grad_weight
+
+    return Workload(
+        arms={
+            "cukit": lambda: ours,
+            "torch-eager": lambda: _with_gradients(torch_loss, head, others),
+            "torch-compile": lambda: _with_gradients(torch_loss, head, others, compiled=True),
+            "liger": lambda: _with_gradients(liger_loss, head, others),
+        },
+        expected=expected,
+        tolerance=2e-2,  # logits and their gradients pass through bfloat16
+    )
+
+
+def _head_case(
+    op: str, tokens: int, hidden: int, vocab_size: int, flops: int, build: Callable[[], Workload]
+) -> Case:
+    """flops: twice the number of products of tokens x hidden x vocab_size."""
+    return Case(
+        FAMILY,
+        op,
+        f"{tokens}x{hidden}x{vocab_size}",
+        DTYPE,
+        build,
+        flops=flops * tokens * hidden * vocab_size,
+        measure_memory=True,
+    )
+
+
+def _with_gradients(
+    torch_loss: TorchLoss,
+    inputs: Sequence[Any],
+    constants: Sequence[Any],
+    *,
+    compiled: bool = False,
+) -> Call:
+    """A call that runs forward and backward: (loss, gradients of `inputs`...)."""
+    torch = peers.torch()
+    function = torch_loss(torch)
+    run = peers.compile_function(function) if compiled else function
+    leaves = [peers.to_torch(array).detach().requires_grad_() for array in inputs]
+    fixed = [peers.to_torch(array) for array in constants]
+
+    def call() -> Any:
+        loss = run(*leaves, *fixed)
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    return call
+
+
+def _in_parts(oracle: Callable[[slice], tuple[Any, Any]], tokens: int) -> tuple[Any, Any]:
+    """Sum of the losses and all gradients, computed some rows at a time."""
+    parts = [
+        oracle(slice(start, min(start + ROWS_AT_ONCE, tokens)))
+        for start in range(0, tokens, ROWS_AT_ONCE)
+    ]
+    loss = sum((loss for loss, _ in parts[1:]), start=parts[0][0])
+    return loss, array_module().concatenate([gradient for _, gradient in parts])
+
+
+def _count(shapes: Sequence[tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def _millions(shapes: Sequence[tuple[int, ...]]) -> str:
+    return f"{len(shapes)} tensors, {_count(shapes) / 1e6:.1f} M"
