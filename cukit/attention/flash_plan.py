@@ -187,6 +187,7 @@ class FlashAttentionBackwardConfig:
             ("SCORE_WARPS", tiling.score_warps),
             ("KEY_WARPS", tiling.key_warps),
             ("QUERY_WARPS", tiling.query_warps),
+            ("QUERY_PASSES", tiling.query_passes),
         )
         entry = f"flash_attention_backward_{self.kernel_class}"
         shared = tiling.shared_bytes(self.problem.width)

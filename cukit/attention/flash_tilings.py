@@ -48,7 +48,7 @@ class KeyTiling:
     """Backward: a block takes tile_n keys and walks over tile_m queries at a time.
 
     The warps split queries x keys, keys x head_dim and queries x head_dim into score_warps,
-    key_warps and query_warps rows.
+    key_warps and query_warps rows; a warp computes its dQ in query_passes parts.
     """
 
     tile_m: int
@@ -59,6 +59,7 @@ class KeyTiling:
     query_warps: int
     num_stages: int = 2
     blocks_per_sm: int = 1
+    query_passes: int = 1
 
     def shared_bytes(self, width: int) -> int:
         """K, V, stages of Q and dO, P and dS, stages of lse and delta."""
@@ -113,9 +114,9 @@ KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {
         KeyTiling(64, 64, 8, 2, 4, 2, 1),
     ),
     256: (
-        KeyTiling(64, 64, 8, 4, 4, 2),
-        KeyTiling(64, 64, 8, 4, 4, 2, 1),
-        KeyTiling(32, 32, 4, 2, 2, 2, 1),
+        KeyTiling(64, 64, 8, 4, 4, 2, query_passes=2),
+        KeyTiling(64, 64, 8, 4, 4, 2, 1, query_passes=2),
+        KeyTiling(32, 32, 4, 2, 2, 2, 1, query_passes=2),
     ),
 }
 QUERY_TILINGS: dict[int, tuple[QueryTiling, ...]] = {

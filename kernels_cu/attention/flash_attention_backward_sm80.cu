@@ -16,7 +16,8 @@
 // Shared memory, bytes: 2 HEAD_DIM (2 TILE_N + 2 STAGES TILE_M) + 4 TILE_M TILE_N + 8 STAGES TILE_M:
 //   K | V | Q stages | dO stages | P | dS | (lse, delta) stages
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than
-//   HEAD_DIM; TILE_M, TILE_N; STAGES 1|2; THREADS; SCORE_WARPS, KEY_WARPS, QUERY_WARPS; CAUSAL 0|1;
+//   HEAD_DIM; TILE_M, TILE_N; STAGES 1|2; THREADS; SCORE_WARPS, KEY_WARPS, QUERY_WARPS; QUERY_PASSES
+//   column parts in which a warp computes its dQ, where registers are short; CAUSAL 0|1;
 //   QUERY_GRADIENT 0|1 whether to add to `grad_q_sum`; SPLIT 0|1; BLOCKS_PER_SM.
 // Minimum architecture: sm_80. Accumulates in float. dK and dV are deterministic; dQ is not, since
 //   its additions come in any order (flash_attention_backward_query_sm80.cu is).
@@ -45,10 +46,11 @@ constexpr int kKeyRows = TILE_N / KEY_WARPS;
 constexpr int kKeyCols = HEAD_DIM / (kWarps / KEY_WARPS);
 constexpr int kQueryRows = TILE_M / QUERY_WARPS;
 constexpr int kQueryCols = HEAD_DIM / (kWarps / QUERY_WARPS);
+constexpr int kPassCols = kQueryCols / QUERY_PASSES;
 
 static_assert(kScoreRows % 16 == 0 && kScoreCols % 16 == 0, "scores: whole 16x16 blocks a warp");
 static_assert(kKeyRows % 16 == 0 && kKeyCols % 16 == 0, "dK, dV: whole 16x16 blocks a warp");
-static_assert(kQueryRows % 16 == 0 && kQueryCols % 16 == 0, "dQ: whole 16x16 blocks a warp");
+static_assert(kQueryRows % 16 == 0 && kPassCols % 16 == 0, "dQ: whole 16x16 blocks a warp");
 
 using QueryCopy = cukit::TileCopy<TILE_M, HEAD_DIM, THREADS, PADDED>;
 using KeyCopy = cukit::TileCopy<TILE_N, HEAD_DIM, THREADS, PADDED>;
@@ -61,9 +63,6 @@ using Gradient = T;
 
 using Scores = float[kScoreRows / 16][kScoreCols / 8][4];
 using KeyGradient = float[kKeyRows / 16][kKeyCols / 8][4];
-// dQ is finished and gone within a step: beside dK and dV it gets 32 registers at a time.
-constexpr int kQueryPasses = kQueryRows * kQueryCols > 32 * 32 ? 2 : 1;
-constexpr int kPassCols = kQueryCols / kQueryPasses;
 using QueryGradient = float[kQueryRows / 16][kPassCols / 8][4];
 
 // A warp's product of tiles in shared memory over an inner extent of K.
@@ -235,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
           query_row;
       float* sum = grad_q_sum + cukit::query_block<HEAD_DIM>(row, query_col);
 #pragma unroll
-      for (int pass = 0; pass < kQueryPasses; ++pass) {
+      for (int pass = 0; pass < QUERY_PASSES; ++pass) {
         const int column = pass * kPassCols;
         QueryGradient dq;
         cukit::clear(dq);
