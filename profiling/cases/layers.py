@@ -4,115 +4,394 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
-from cukit.layers import rms_norm, rms_norm_backward
-from cukit.reference import norms
-from profiling import peers
-from profiling.arms import backward_arms, forward_arms
-from profiling.case import Case, Workload, itemsize
-from profiling.data import normal
+from cukit import layers
+from cukit.reference import activations, norms
+from cukit.reference import embedding as embedding_reference
+from cukit.reference import rope as rope_reference
+from profiling import layer_peers, peers
+from profiling.arms import LigerFunction, TorchFunction, backward_arms, forward_arms
+from profiling.case import Call, Case, Workload, itemsize
+from profiling.data import array_module, integers, normal
 
 FAMILY = "layers"
-EPS = 1e-6
+DTYPE = "bfloat16"
 
-Shape = tuple[int, int]
-SHAPES: tuple[Shape, ...] = ((8192, 4096), (16384, 8192))
-SMALL_SHAPES: tuple[Shape, ...] = ((24, 256),)
+Inputs = Callable[[], tuple[Any, ...]]
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Every op of the family on [tokens, hidden], bfloat16."""
-    makers = (rms_norm_case, rms_norm_residual_case, rms_norm_backward_case)
-    shapes = SMALL_SHAPES if small else SHAPES
-    return [maker(tokens, hidden, "bfloat16") for maker in makers for tokens, hidden in shapes]
+    """Every op of the family, bfloat16: most of them on [tokens, hidden]."""
+    shapes = ((24, 256),) if small else ((8192, 4096), (16384, 8192))
+    heads = ((12, 4, 2, 32),) if small else ((8192, 32, 8, 128), (16384, 64, 8, 128))
+    # A byte-level vocabulary, where runs of equal ids are long, and a large one.
+    tables = ((100, 7, 16),) if small else ((100_000, 256, 1024), (16384, 256_000, 2048))
+    return [
+        *(maker(*shape) for maker in ROW_MAKERS for shape in shapes),
+        *(maker(*shape) for maker in (rope_case, rope_backward_case) for shape in heads),
+        *(maker(*table) for maker in (embedding_case, embedding_backward_case) for table in tables),
+    ]
 
 
-def _torch_rms_norm(torch: ModuleType) -> Callable[..., Any]:
-    functional = torch.nn.functional
-    return lambda x, weight: functional.rms_norm(x, x.shape[-1:], weight, EPS)
-
-
-def _torch_rms_norm_residual(torch: ModuleType) -> Callable[..., Any]:
-    normalise = _torch_rms_norm(torch)
-
-    def function(x: Any, weight: Any, residual: Any) -> Any:
-        total = x + residual
-        return normalise(total, weight), total
-
-    return function
-
-
-def _liger_rms_norm() -> Callable[..., Any]:
-    function = peers.optional("liger_kernel.ops.rms_norm").LigerRMSNormFunction
-    # In place its backward would overwrite the gradient that the next sample reads.
-    return lambda x, weight: function.apply(x, weight, EPS, 0.0, "llama", False)
-
-
-def _liger_rms_norm_residual() -> Callable[..., Any]:
-    function = peers.optional("liger_kernel.ops.fused_add_rms_norm").LigerFusedAddRMSNormFunction
-    return lambda x, weight, residual: function.apply(x, residual, weight, EPS, 0.0, "llama", False)
-
-
-def rms_norm_case(tokens: int, hidden: int, dtype: str) -> Case:
-    """One tensor in, one out."""
+def _forward(
+    op: str,
+    name: str,
+    elements_moved: int,
+    inputs: Inputs,
+    reference: Callable[..., Any],
+    torch_function: TorchFunction,
+    liger: LigerFunction | None = None,
+    **options: Any,
+) -> Case:
+    """`cukit.layers.<op>(*inputs(), **options)` beside its peers."""
 
     def build() -> Workload:
-        x, weight = normal((tokens, hidden), dtype), normal((hidden,), dtype)
-        return Workload(
-            arms=forward_arms(
-                partial(rms_norm, x, weight, EPS),
-                _torch_rms_norm,
-                x,
-                weight,
-                liger=_liger_rms_norm,
-            ),
-            expected=partial(norms.rms_norm, x, weight, EPS),
-        )
+        arrays = inputs()
+        ours = partial(getattr(layers, op), *arrays, **options)
+        arms = forward_arms(ours, torch_function, *arrays, liger=liger)
+        return Workload(arms=arms, expected=partial(reference, *arrays, **options))
 
-    traffic = 2 * tokens * hidden * itemsize(dtype)
-    return Case(FAMILY, "rms_norm", f"{tokens}x{hidden}", dtype, build, bytes=traffic)
+    return Case(FAMILY, op, name, DTYPE, build, bytes=elements_moved * itemsize(DTYPE))
 
 
-def rms_norm_residual_case(tokens: int, hidden: int, dtype: str) -> Case:
+def _backward(
+    op: str,
+    name: str,
+    elements_moved: int,
+    inputs: Inputs,
+    reference: Callable[..., Any],
+    torch_function: TorchFunction,
+    liger: LigerFunction | None = None,
+    **options: Any,
+) -> Case:
+    """`cukit.layers.<op>(*inputs(), **options)`, the first of the inputs being `grad_out`."""
+
+    def build() -> Workload:
+        grad_out, *arrays = inputs()
+        ours = partial(getattr(layers, op), grad_out, *arrays, **options)
+        arms = backward_arms(ours, torch_function, arrays, grad_out, liger=liger)
+        return Workload(arms=arms, expected=partial(reference, grad_out, *arrays, **options))
+
+    return Case(FAMILY, op, name, DTYPE, build, bytes=elements_moved * itemsize(DTYPE))
+
+
+def _normals(*shapes: tuple[int, ...]) -> Inputs:
+    return lambda: tuple(normal(shape, DTYPE) for shape in shapes)
+
+
+# rms_norm
+
+
+def rms_norm_case(tokens: int, hidden: int) -> Case:
+    """One tensor in, one out."""
+    return _forward(
+        "rms_norm",
+        f"{tokens}x{hidden}",
+        2 * tokens * hidden,
+        _normals((tokens, hidden), (hidden,)),
+        norms.rms_norm,
+        layer_peers.torch_rms_norm,
+        layer_peers.liger_rms_norm,
+        eps=layer_peers.EPS,
+    )
+
+
+def rms_norm_residual_case(tokens: int, hidden: int) -> Case:
     """Two tensors in (x, residual), two out (y, x + residual)."""
 
     def build() -> Workload:
-        x, residual = normal((tokens, hidden), dtype), normal((tokens, hidden), dtype)
-        weight = normal((hidden,), dtype)
+        x, weight, residual = _normals((tokens, hidden), (hidden,), (tokens, hidden))()
         return Workload(
             arms=forward_arms(
-                partial(rms_norm, x, weight, EPS, residual),
-                _torch_rms_norm_residual,
+                partial(layers.rms_norm, x, weight, layer_peers.EPS, residual),
+                layer_peers.torch_rms_norm_residual,
                 x,
                 weight,
                 residual,
-                liger=_liger_rms_norm_residual,
+                liger=layer_peers.liger_rms_norm_residual,
             ),
-            expected=partial(norms.rms_norm, x, weight, EPS, residual),
+            expected=partial(norms.rms_norm, x, weight, layer_peers.EPS, residual),
         )
 
-    traffic = 4 * tokens * hidden * itemsize(dtype)
-    return Case(FAMILY, "rms_norm", f"{tokens}x{hidden} residual", dtype, build, bytes=traffic)
+    traffic = 4 * tokens * hidden * itemsize(DTYPE)
+    return Case(FAMILY, "rms_norm", f"{tokens}x{hidden} residual", DTYPE, build, bytes=traffic)
 
 
-def rms_norm_backward_case(tokens: int, hidden: int, dtype: str) -> Case:
+def rms_norm_backward_case(tokens: int, hidden: int) -> Case:
     """Two tensors in (grad_out, x), one out, and the gradient of the weight."""
+    return _backward(
+        "rms_norm_backward",
+        f"{tokens}x{hidden}",
+        3 * tokens * hidden,
+        _normals((tokens, hidden), (tokens, hidden), (hidden,)),
+        norms.rms_norm_backward,
+        layer_peers.torch_rms_norm,
+        layer_peers.liger_rms_norm,
+        eps=layer_peers.EPS,
+    )
+
+
+# layer_norm
+
+
+def layer_norm_case(tokens: int, hidden: int) -> Case:
+    """One tensor in, one out."""
+    return _forward(
+        "layer_norm",
+        f"{tokens}x{hidden}",
+        2 * tokens * hidden,
+        _normals((tokens, hidden), (hidden,), (hidden,)),
+        norms.layer_norm,
+        layer_peers.torch_layer_norm,
+        layer_peers.liger_layer_norm,
+        eps=layer_peers.EPS,
+    )
+
+
+def layer_norm_backward_case(tokens: int, hidden: int) -> Case:
+    """Two tensors in (grad_out, x), one out, and the gradients of weight and bias."""
 
     def build() -> Workload:
-        x, weight = normal((tokens, hidden), dtype), normal((hidden,), dtype)
-        grad_out = normal((tokens, hidden), dtype)
+        grad_out, x, weight, bias = _normals(
+            (tokens, hidden), (tokens, hidden), (hidden,), (hidden,)
+        )()
         return Workload(
             arms=backward_arms(
-                partial(rms_norm_backward, grad_out, x, weight, EPS),
-                _torch_rms_norm,
-                (x, weight),
+                partial(layers.layer_norm_backward, grad_out, x, weight, layer_peers.EPS),
+                layer_peers.torch_layer_norm,
+                (x, weight, bias),
                 grad_out,
-                liger=_liger_rms_norm,
+                liger=layer_peers.liger_layer_norm,
             ),
-            expected=partial(norms.rms_norm_backward, grad_out, x, weight, EPS),
+            expected=partial(norms.layer_norm_backward, grad_out, x, weight, layer_peers.EPS),
         )
 
-    traffic = 3 * tokens * hidden * itemsize(dtype)
-    return Case(FAMILY, "rms_norm_backward", f"{tokens}x{hidden}", dtype, build, bytes=traffic)
+    traffic = 3 * tokens * hidden * itemsize(DTYPE)
+    name = f"{tokens}x{hidden}"
+    return Case(FAMILY, "layer_norm_backward", name, DTYPE, build, bytes=traffic)
+
+
+# Gated activations and gelu
+
+
+def _gated_case(
+    op: str,
+    tokens: int,
+    hidden: int,
+    reference: Callable[..., Any],
+    torch_function: TorchFunction,
+    liger_module: str,
+    liger_name: str,
+) -> Case:
+    def build() -> Workload:
+        x = normal((tokens, 2 * hidden), DTYPE)
+
+        def liger() -> Call:
+            # Liger takes gate and up as two contiguous tensors: split before the clock starts.
+            function = getattr(peers.optional(liger_module), liger_name)
+            contiguous = array_module().ascontiguousarray
+            return peers.forward(
+                function.apply, contiguous(x[:, :hidden]), contiguous(x[:, hidden:])
+            )
+
+        arms = forward_arms(partial(getattr(layers, op), x), torch_function, x)
+        return Workload(arms={**arms, "liger": liger}, expected=partial(reference, x))
+
+    traffic = 3 * tokens * hidden * itemsize(DTYPE)
+    return Case(FAMILY, op, f"{tokens}x{hidden}", DTYPE, build, bytes=traffic)
+
+
+def silu_and_mul_case(tokens: int, hidden: int) -> Case:
+    """Gate and up in, one tensor out."""
+    return _gated_case(
+        "silu_and_mul",
+        tokens,
+        hidden,
+        activations.silu_and_mul,
+        layer_peers.torch_silu_and_mul,
+        "liger_kernel.ops.swiglu",
+        "LigerSiLUMulFunction",
+    )
+
+
+def gelu_and_mul_case(tokens: int, hidden: int) -> Case:
+    """Gate and up in, one tensor out."""
+    return _gated_case(
+        "gelu_and_mul",
+        tokens,
+        hidden,
+        activations.gelu_and_mul,
+        layer_peers.torch_gelu_and_mul,
+        "liger_kernel.ops.geglu",
+        "LigerGELUMulFunction",
+    )
+
+
+def silu_and_mul_backward_case(tokens: int, hidden: int) -> Case:
+    """Three tensors in, two out. Liger writes over its inputs, so that it cannot be repeated."""
+    return _backward(
+        "silu_and_mul_backward",
+        f"{tokens}x{hidden}",
+        5 * tokens * hidden,
+        _normals((tokens, hidden), (tokens, 2 * hidden)),
+        activations.silu_and_mul_backward,
+        layer_peers.torch_silu_and_mul,
+    )
+
+
+def gelu_and_mul_backward_case(tokens: int, hidden: int) -> Case:
+    """Three tensors in, two out. Liger writes over its inputs, so that it cannot be repeated."""
+    return _backward(
+        "gelu_and_mul_backward",
+        f"{tokens}x{hidden}",
+        5 * tokens * hidden,
+        _normals((tokens, hidden), (tokens, 2 * hidden)),
+        activations.gelu_and_mul_backward,
+        layer_peers.torch_gelu_and_mul,
+    )
+
+
+def gelu_case(tokens: int, hidden: int) -> Case:
+    """The erf form: one tensor in, one out."""
+    return _forward(
+        "gelu",
+        f"{tokens}x{hidden}",
+        2 * tokens * hidden,
+        _normals((tokens, hidden)),
+        activations.gelu,
+        layer_peers.torch_gelu,
+    )
+
+
+def gelu_backward_case(tokens: int, hidden: int) -> Case:
+    """The erf form: two tensors in, one out."""
+    return _backward(
+        "gelu_backward",
+        f"{tokens}x{hidden}",
+        3 * tokens * hidden,
+        _normals((tokens, hidden), (tokens, hidden)),
+        activations.gelu_backward,
+        layer_peers.torch_gelu,
+    )
+
+
+ROW_MAKERS = (
+    rms_norm_case,
+    rms_norm_residual_case,
+    rms_norm_backward_case,
+    layer_norm_case,
+    layer_norm_backward_case,
+    silu_and_mul_case,
+    silu_and_mul_backward_case,
+    gelu_and_mul_case,
+    gelu_and_mul_backward_case,
+    gelu_case,
+    gelu_backward_case,
+)
+
+
+# rope
+
+
+def _rope_inputs(tokens: int, heads_q: int, heads_k: int, head_dim: int) -> tuple[Any, ...]:
+    xp = array_module()
+    frequencies = 1e4 ** -(xp.arange(0, head_dim, 2) / head_dim)
+    angles = xp.arange(tokens)[:, None] * frequencies
+    return (
+        normal((1, tokens, heads_q, head_dim), DTYPE),
+        normal((1, tokens, heads_k, head_dim), DTYPE),
+        xp.cos(angles).astype(xp.float32),
+        xp.sin(angles).astype(xp.float32),
+    )
+
+
+def _rope_name(tokens: int, heads_q: int, heads_k: int, head_dim: int) -> tuple[str, int]:
+    """Name, and bytes: heads in and out, tables in. Liger works in place: it has no arm."""
+    heads = 2 * tokens * (heads_q + heads_k) * head_dim * itemsize(DTYPE)
+    return f"{tokens}x{heads_q}/{heads_k}x{head_dim}", heads + 4 * tokens * head_dim
+
+
+def rope_case(*size: int) -> Case:
+    """tokens, query heads, key heads, head_dim: q and k in one launch."""
+    name, traffic = _rope_name(*size)
+
+    def build() -> Workload:
+        arrays = _rope_inputs(*size)
+        return Workload(
+            arms=forward_arms(partial(layers.rope, *arrays), layer_peers.torch_rope, *arrays),
+            expected=partial(rope_reference.rope, *arrays),
+        )
+
+    return Case(FAMILY, "rope", name, DTYPE, build, bytes=traffic)
+
+
+def rope_backward_case(*size: int) -> Case:
+    """The gradients of q and k in one launch."""
+    name, traffic = _rope_name(*size)
+
+    def build() -> Workload:
+        grad_q, grad_k, cos, sin = _rope_inputs(*size)
+        q, k, _, _ = _rope_inputs(*size)
+        return Workload(
+            arms=backward_arms(
+                partial(layers.rope_backward, grad_q, grad_k, cos, sin),
+                layer_peers.torch_rope,
+                (q, k),
+                (grad_q, grad_k),
+                cos,
+                sin,
+            ),
+            expected=partial(rope_reference.rope_backward, grad_q, grad_k, cos, sin),
+        )
+
+    return Case(FAMILY, "rope_backward", name, DTYPE, build, bytes=traffic)
+
+
+# embedding
+
+
+def embedding_case(tokens: int, num_embeddings: int, hidden: int) -> Case:
+    """A row of the table for each token."""
+
+    def build() -> Workload:
+        ids, weight = (
+            integers(0, num_embeddings, (tokens,)),
+            normal((num_embeddings, hidden), DTYPE),
+        )
+        return Workload(
+            arms=forward_arms(
+                partial(layers.embedding, ids, weight), layer_peers.torch_embedding, weight, ids
+            ),
+            expected=partial(embedding_reference.embedding, ids, weight),
+        )
+
+    rows_read = min(tokens, num_embeddings)
+    traffic = (tokens + rows_read) * hidden * itemsize(DTYPE) + 4 * tokens
+    name = f"{tokens} of {num_embeddings}x{hidden}"
+    return Case(FAMILY, "embedding", name, DTYPE, build, bytes=traffic)
+
+
+def embedding_backward_case(tokens: int, num_embeddings: int, hidden: int) -> Case:
+    """A row of the table's gradient for each id."""
+
+    def build() -> Workload:
+        ids, weight = (
+            integers(0, num_embeddings, (tokens,)),
+            normal((num_embeddings, hidden), DTYPE),
+        )
+        grad_out = normal((tokens, hidden), DTYPE)
+        return Workload(
+            arms=backward_arms(
+                partial(layers.embedding_backward, grad_out, ids, num_embeddings),
+                layer_peers.torch_embedding,
+                (weight,),
+                grad_out,
+                ids,
+            ),
+            expected=partial(embedding_reference.embedding_backward, grad_out, ids, num_embeddings),
+        )
+
+    traffic = (tokens + num_embeddings) * hidden * itemsize(DTYPE) + 4 * tokens
+    name = f"{tokens} of {num_embeddings}x{hidden}"
+    return Case(FAMILY, "embedding_backward", name, DTYPE, build, bytes=traffic)
