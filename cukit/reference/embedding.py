@@ -34,6 +34,8 @@ def embedding_backward(
     is_start = xp.ones(sorted_ids.shape, bool)
     is_start[1:] = sorted_ids[1:] != sorted_ids[:-1]
     starts = xp.flatnonzero(is_start)
-    rows = grad_out.reshape(-1, hidden)[order].astype(working_dtype(grad_out), copy=False)
+    # CuPy's reduceat takes differences of running sums, which float32 would spoil.
+    wide = working_dtype(grad_out) if xp.__name__ == "numpy" else xp.float64
+    rows = grad_out.reshape(-1, hidden)[order].astype(wide, copy=False)
     grad_weight[sorted_ids[starts]] = xp.add.reduceat(rows, starts, axis=0)
     return grad_weight
