@@ -11,6 +11,7 @@ from typing import Any
 from cukit.array_api import *  # noqa: F403
 from cukit.array_api import __all__ as _array_api_names
 from cukit.array_api import xp_namespace
+from cukit.emulator import activate_from_environment, backend
 from cukit.errors import *  # noqa: F403
 from cukit.gemm import *  # noqa: F403
 from cukit.gemm import __all__ as _gemm_names
@@ -26,11 +27,15 @@ __all__ = sorted(
         *_gemm_names,
         *_layers_names,
         "__version__",
+        "backend",
         "get_kernel",
         "register_kernel",
         "xp",
     ]
 )
+
+
+activate_from_environment()
 
 
 def __getattr__(name: str) -> Any:

@@ -11,6 +11,7 @@ CukitError
 ├── MissingDependencyError     a package or library is not installed; the message names the command
 ├── CompileError               NVRTC's log, with the offending source line
 ├── LaunchError                an argument list that does not fit the compiled kernel
+├── EmulatorError              the emulator caught a kernel at a mistake: what, where, which thread
 ├── OutOfMemoryError           (also a MemoryError)
 └── CacheError                 the kernel cache cannot be written or read
 
@@ -62,6 +63,10 @@ class CompileError(CukitError):
 
 class LaunchError(CukitError):
     """The arguments of a launch do not match the parameters of the compiled kernel."""
+
+
+class EmulatorError(CukitError):
+    """The emulator caught a kernel at a mistake. The message says what, and names thread and line."""
 
 
 class OutOfMemoryError(CukitError, MemoryError):

@@ -35,11 +35,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distill (ops)": OPS | {"distill"},
     "models": MODELS,
     "distill": LOOP,
+    "emulator": BASE | {"core"},
     "analyzer": BASE | {"core", "registry"},
     "commands": LOOP | {"analyzer", "cukit"},
     "cli": {"cukit", "commands", "errors"},
     "__main__": {"cli"},
-    "__init__": MODELS | {"distill", "models"},
+    "__init__": MODELS | {"distill", "emulator", "models"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

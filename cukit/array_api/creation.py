@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from cukit.array_api.narrow import NarrowArray, NarrowDtype, encode
+from cukit.core import backend
 from cukit.core.arrays import Array, adopt, is_gpu_array
 from cukit.core.device import gpu_available, require_cupy
 from cukit.errors import ConfigError, UnsupportedDeviceError
@@ -22,7 +23,12 @@ Dtype = Any
 
 
 def default_device() -> DeviceName:
-    """`"gpu"` where one is present, else `"cpu"`; the environment variable CUKIT_DEVICE decides."""
+    """`"gpu"` where one is present, else `"cpu"`; the environment variable CUKIT_DEVICE decides.
+
+    The emulator works on the CPU's arrays.
+    """
+    if backend.active is not None:
+        return "cpu"
     chosen = os.environ.get("CUKIT_DEVICE", "gpu" if gpu_available() else "cpu")
     return _checked(chosen)
 

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from cukit.core import backend
 from cukit.core.device import cupy_module, current_device, gpu_available, parse_arch
 from cukit.errors import (
     ArrayDtypeError,
@@ -132,19 +133,21 @@ def access_width(extent: int, *arrays: Array | None) -> int:
     itemsize = present[0].itemsize
     width: int = ACCESS_BYTES // itemsize
     while width > 1 and (
-        extent % width or any(_address(array) % (width * itemsize) for array in present)
+        extent % width or any(address_of(array) % (width * itemsize) for array in present)
     ):
         width //= 2
     return width
 
 
-def _address(array: Array) -> int:
+def address_of(array: Array) -> int:
+    """Where the first element lies."""
     return int(array.ctypes.data if type(array) is np.ndarray else array.data.ptr)
 
 
 def runs_kernel(op: str, *arrays: Array | None, minimum_arch: str = "sm_80") -> bool:
     """True when the arrays live on a GPU that can run the op's kernel, False for the reference.
 
+    With an active backend (the emulator) NumPy arrays run the kernel, and CuPy arrays are refused.
     Raises ArrayLayoutError when NumPy and CuPy arrays are mixed. On a GPU older than `minimum_arch`
     the reference runs on the CuPy arrays, which is said once per op.
     """
@@ -157,10 +160,12 @@ def runs_kernel(op: str, *arrays: Array | None, minimum_arch: str = "sm_80") -> 
         elif array is not None:
             on_cpu = True
     if on_gpu is None:
-        return False
+        return backend.active is not None and _capable(op, minimum_arch, backend.active.key)
     if on_cpu:
         places = ["GPU" if type(a) is gpu_type else "CPU" for a in arrays if a is not None]
         raise ArrayLayoutError(f"{op}: all arrays must be on one device, got {', '.join(places)}")
+    if backend.active is not None:
+        raise ArrayLayoutError(f"{op}: the active backend takes NumPy arrays, got CuPy arrays")
     return _capable(op, minimum_arch, on_gpu.data.device_id)
 
 
@@ -176,13 +181,13 @@ def check_current_device(arrays: Iterable[Any]) -> None:
 
 
 @functools.cache
-def _capable(op: str, minimum_arch: str, device_id: int) -> bool:
+def _capable(op: str, minimum_arch: str, device_key: Hashable) -> bool:
     device = current_device()
     capable = device.compute_capability >= parse_arch(minimum_arch)
     if not capable:
         warnings.warn(
             f"{op}: {device.name} is {device.arch}, the kernel needs {minimum_arch}; "
-            "running the reference on CuPy arrays",
+            "running the reference",
             stacklevel=4,
         )
     return capable
@@ -190,7 +195,10 @@ def _capable(op: str, minimum_arch: str, device_id: int) -> bool:
 
 def empty(like: Array, shape: Sequence[int], dtype: npt.DTypeLike | None = None) -> Array:
     """An uninitialised C-contiguous array in the memory space of `like`."""
-    return type(like)(shape, like.dtype if dtype is None else dtype)
+    array = type(like)(shape, like.dtype if dtype is None else dtype)
+    if backend.active is not None:
+        backend.active.poison(array)
+    return array
 
 
 def check_array(

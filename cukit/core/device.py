@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from cukit.core import backend
 from cukit.errors import ConfigError, MissingDependencyError, UnsupportedDeviceError
 
 KIB = 1024
@@ -117,7 +118,12 @@ def gpu_available() -> bool:
 
 
 def current_device() -> Device:
-    """Facts of CuPy's current device. Raises UnsupportedDeviceError where there is no GPU."""
+    """Facts of CuPy's current device, or of the active backend's.
+
+    Raises UnsupportedDeviceError where there is no GPU.
+    """
+    if backend.active is not None:
+        return backend.active.device
     if not gpu_available():
         raise UnsupportedDeviceError("no CUDA device found; `cukit doctor` says what is missing")
     cupy = require_cupy("a GPU")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cukit.core import backend
 from cukit.core.arrays import check_current_device, describe
 from cukit.core.compiler import CompiledKernel, KernelSpec, compile_visibly
 from cukit.core.device import current_device, require_cupy
@@ -43,9 +44,13 @@ class Kernel:
 
     def __call__(self, grid: tuple[int, ...], args: tuple[Argument, ...]) -> None:
         """Launches `grid` blocks on the current stream. An empty grid launches nothing."""
-        check_arguments(self.compiled, args)
+        self.check(args)
         if 0 not in grid:
             self.function(grid, self.block, args, self.shared_bytes)
+
+    def check(self, args: tuple[Argument, ...]) -> None:
+        """Raises LaunchError where `args` do not fit the kernel's parameters."""
+        check_arguments(self.compiled, args)
 
 
 def check_arguments(compiled: CompiledKernel, args: tuple[Argument, ...]) -> None:
@@ -74,6 +79,8 @@ def _argument_bytes(spec: KernelSpec, index: int, argument: Argument) -> int:
 
 def load_kernel(spec: KernelSpec) -> Kernel:
     """The kernel for the current device: from memory, from disk, or compiled on first use."""
+    if backend.active is not None:
+        return backend.active.load_kernel(spec)
     device_id = int(require_cupy("launching kernels").cuda.runtime.getDevice())
     return _load_on(spec, device_id)
 
@@ -106,7 +113,7 @@ class Launch:
         kernel = self.kernel
         args = arrays + self.scalars
         if not self._checked:
-            check_arguments(kernel.compiled, args)
+            kernel.check(args)
             self._checked = True
         if not self._idle:
             kernel.function(self.grid, kernel.block, args, kernel.shared_bytes)
@@ -130,9 +137,13 @@ def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(prepare)
     def recall(*args: Any) -> Any:
         nonlocal current_device_id
-        if current_device_id is None:
-            current_device_id = _device_getter()
-        key = (current_device_id(), *describe(*args))
+        if backend.active is not None:
+            device: Hashable = backend.active.key
+        else:
+            if current_device_id is None:
+                current_device_id = _device_getter()
+            device = current_device_id()
+        key = (device, *describe(*args))
         launch = memory.get(key)
         if launch is None:
             check_current_device(args)

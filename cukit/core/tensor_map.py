@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cukit.core.arrays import Array
+from cukit.core import backend
+from cukit.core.arrays import Array, address_of
 from cukit.core.device import INSTALL_GPU_EXTRA
 from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError, MissingDependencyError
 
@@ -24,8 +25,8 @@ def encode_tensor_map(
     """A `CUtensorMap` over `array`, passed by value to a kernel (`const __grid_constant__`).
 
     Args:
-        array: CuPy array of 2 to 5 axes; last axis contiguous, other strides multiples of 16 bytes,
-            16-byte aligned. fp8 travels as uint8.
+        array: CuPy array (NumPy for the emulator) of 2 to 5 axes; last axis contiguous, other
+            strides multiples of 16 bytes, 16-byte aligned. fp8 travels as uint8.
         box: extent of one tile on each axis of `array`, each at most 256; the innermost extent
             times the element size must be a multiple of 16 bytes and at most `swizzle_bytes` where
             that is not 0.
@@ -39,9 +40,11 @@ def encode_tensor_map(
         ArrayLayoutError, ArrayShapeError, ConfigError: the rules above.
         MissingDependencyError: cuda-bindings is not installed.
     """
-    driver = _driver()
     _check_tensor(array)
     _check_box(array, box, swizzle_bytes)
+    if backend.active is not None:
+        return backend.active.encode_tensor_map(array, box, swizzle_bytes)
+    driver = _driver()
     rank = array.ndim
     status, tensor_map = driver.cuTensorMapEncodeTiled(
         getattr(driver.CUtensorMapDataType, _data_type(array.dtype)),
@@ -63,6 +66,11 @@ def encode_tensor_map(
         )
     words = np.array([int(word) for word in tensor_map.opaque], np.uint64)
     return words.view(_DESCRIPTOR)
+
+
+def is_tensor_map(value: Any) -> bool:
+    """True for what :func:`encode_tensor_map` returns."""
+    return isinstance(value, np.ndarray) and value.dtype == _DESCRIPTOR
 
 
 def _driver() -> ModuleType:
@@ -107,7 +115,7 @@ def _check_tensor(array: Array) -> None:
         raise ArrayLayoutError(
             f"encode_tensor_map: strides must be multiples of 16 bytes, got {array.strides}"
         )
-    if array.data.ptr % 16:
+    if address_of(array) % 16:
         raise ArrayLayoutError("encode_tensor_map: the array must be 16-byte aligned")
 
 

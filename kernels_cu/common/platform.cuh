@@ -6,14 +6,25 @@
 //                                    aligned (the largest alignment that a TMA swizzle asks for)
 #pragma once
 
+#ifdef CUKIT_EMULATE  // the emulated architecture, e.g. 900
+
+#include <common/emulator/platform.h>
+
+#define CUKIT_DYNAMIC_SHARED(type, name) \
+  type* name = reinterpret_cast<type*>(::cukit::emulator::self().dynamic_shared)
+
+#else
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-
-#define CUKIT_DEVICE __device__ __forceinline__
 
 #define CUKIT_DYNAMIC_SHARED(type, name)                             \
   extern __shared__ __align__(1024) unsigned char cukit_shared_[];   \
   type* name = reinterpret_cast<type*>(cukit_shared_)
+
+#endif
+
+#define CUKIT_DEVICE __device__ __forceinline__
 
 namespace cukit {
 

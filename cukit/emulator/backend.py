@@ -1,0 +1,55 @@
+"""The emulator as a backend of :mod:`cukit.core`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cukit.core.compiler import KernelSpec
+from cukit.core.device import Device, typical_device
+from cukit.core.kernel import Kernel
+from cukit.emulator.builder import build_kernel
+from cukit.emulator.kernel import EmulatedKernel
+from cukit.emulator.settings import Settings
+from cukit.emulator.tensor_map import pack_tensor_map
+
+
+class Emulator:
+    """Runs kernels on the CPU, for the GPU that `settings.arch` stands for."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    @property
+    def device(self) -> Device:
+        """The typical device of the architecture."""
+        return typical_device(self.settings.arch)
+
+    @property
+    def key(self) -> Hashable:
+        """What makes a difference to plans and compiled kernels."""
+        settings = self.settings
+        return ("emulator", self.device.arch, settings.checked, settings.debug)
+
+    def poison(self, array: np.ndarray[Any, Any]) -> None:
+        """All bits set: NaN in every float format."""
+        np.frombuffer(array.data, np.uint8).fill(0xFF) if array.size else None
+
+    def load_kernel(self, spec: KernelSpec) -> Kernel:
+        """Compiled on first use, then from disk or from memory."""
+        return _load(spec, self.device.arch, self.settings.checked, self.settings.debug)
+
+    def encode_tensor_map(
+        self, array: np.ndarray[Any, Any], box: Sequence[int], swizzle_bytes: int
+    ) -> np.ndarray[Any, Any]:
+        """A description for the emulated copy engine in place of the driver's."""
+        return pack_tensor_map(array, box, swizzle_bytes)
+
+
+@functools.cache
+def _load(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Kernel:
+    build = build_kernel(spec, arch, checked, debug)
+    return EmulatedKernel(build, Settings(arch=arch, checked=checked, debug=debug))

@@ -1,0 +1,173 @@
+"""Compiles kernels and the emulator's runtime to shared libraries, in the kernel cache.
+
+As for cubins, a key covers everything that goes in: the include closure, the macros, the emulator's
+own sources, the compiler's version and flags.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cukit.core.compiler import KernelSpec, cache_folder, cuda_include_folder
+from cukit.core.device import parse_arch
+from cukit.core.source import closure_hash, kernels_root
+from cukit.emulator.toolchain import (
+    RUNTIME_SOURCES,
+    Compiler,
+    find_compiler,
+    include_flags,
+    kernel_flags,
+    runtime_flags,
+)
+from cukit.errors import CacheError, CompileError
+
+_CLUSTER_SECTION = re.compile(rb"cukit_cluster_(\d+)_(\d+)_(\d+)\0")
+_PRELUDE = '#include "common/platform.cuh"\n#include <common/emulator/entry.h>\n'
+
+
+@dataclass(frozen=True)
+class Build:
+    """A kernel compiled for the emulator."""
+
+    spec: KernelSpec
+    library: Path
+    cluster: tuple[int, int, int]
+
+
+def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Build:
+    """Compiles `spec`, or finds it in the cache. Raises CompileError with the compiler's log."""
+    compiler = find_compiler()
+    flags = (*_kernel_flags(compiler, checked, debug), _arch_flag(arch))
+    source = _translation_unit(spec)
+    key = _hash(closure_hash(spec.source), source, _sources_hash(), compiler.version, *flags)
+    library = _folder() / f"{spec.entry}-{arch}-{key}.so"
+    if not library.is_file():
+        start = time.perf_counter()
+        _compile_kernel(spec, source, library, flags)
+        if not os.environ.get("CUKIT_QUIET"):
+            seconds = time.perf_counter() - start
+            print(f"cukit: compiled {spec} for the emulator in {seconds:.1f} s", file=sys.stderr)
+    return Build(spec, library, _cluster_shape(library))
+
+
+def build_runtime() -> Path:
+    """The library that every kernel calls."""
+    compiler = find_compiler()
+    flags = runtime_flags()
+    library = _folder() / f"runtime-{_hash(_sources_hash(), compiler.version, *flags)}.so"
+    if not library.is_file():
+        sources = sorted(str(path) for path in RUNTIME_SOURCES.glob("*.cpp"))
+        arguments = [*flags, f"-I{RUNTIME_SOURCES}", *include_flags(), *sources, "-shared"]
+        _publish(library, [*arguments, "-pthread"], "the emulator")
+    return library
+
+
+def _compile_kernel(spec: KernelSpec, source: str, library: Path, flags: tuple[str, ...]) -> None:
+    prelude = _precompiled_prelude(flags)
+    unit = library.with_suffix(".cpp")
+    _folder().mkdir(parents=True, exist_ok=True)
+    unit.write_text(source, encoding="utf-8")
+    compiled = library.with_suffix(".o")
+    arguments = [*flags, "-include", str(prelude), *include_flags(), "-c", str(unit)]
+    _publish(compiled, arguments, str(spec))
+    # Linked without the flags: a sanitizer's own runtime must stay out.
+    _publish(library, ["-shared", str(compiled)], str(spec))
+    compiled.unlink(missing_ok=True)
+
+
+def _translation_unit(spec: KernelSpec) -> str:
+    """The kernel's file as it stands, and its entry.
+
+    Macros come after the headers of CUDA and of the host, which they are not meant for.
+    """
+    macros = "".join(f"#define {name} {_macro(value)}\n" for name, value in spec.defines)
+    return f'{macros}#include "{spec.source}"\nCUKIT_EMULATOR_ENTRY({spec.entry})\n'
+
+
+def _macro(value: object) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _precompiled_prelude(flags: tuple[str, ...]) -> Path:
+    """CUDA's headers, parsed once for each set of flags: most of the time of a small kernel."""
+    compiler = find_compiler()
+    key = _hash(_sources_hash(), compiler.version, *flags)
+    header = _folder() / f"prelude-{key}" / "prelude.h"
+    compiled = header.with_suffix(".h.gch")
+    if not compiled.is_file():
+        header.parent.mkdir(parents=True, exist_ok=True)
+        if not header.is_file():
+            header.write_text(_PRELUDE, encoding="utf-8")
+        _publish(
+            compiled, [*flags, *include_flags(), "-x", "c++-header", str(header)], "the prelude"
+        )
+    return header
+
+
+def _kernel_flags(compiler: Compiler, checked: bool, debug: bool) -> tuple[str, ...]:
+    gcc = "clang" not in compiler.version
+    return kernel_flags(checked, debug, gcc)
+
+
+def _arch_flag(arch: str) -> str:
+    major, minor = parse_arch(arch)
+    return f"-DCUKIT_EMULATE={major * 100 + minor * 10}"
+
+
+def _cluster_shape(library: Path) -> tuple[int, int, int]:
+    """`__cluster_dims__` of the kernel: the name of its section (common/emulator/platform.h)."""
+    shapes = set(_CLUSTER_SECTION.findall(library.read_bytes()))
+    if len(shapes) > 1:
+        raise CompileError(f"{library.name}: kernels of one file have different cluster shapes")
+    x, y, z = (int(extent) for extent in shapes.pop()) if shapes else (1, 1, 1)
+    return x, y, z
+
+
+@functools.cache
+def _sources_hash() -> str:
+    """Everything of the emulator that is compiled, and CUDA's headers by their folder's date."""
+    emulator = kernels_root() / "common" / "emulator"
+    files = sorted(
+        path
+        for folder in (emulator, RUNTIME_SOURCES)
+        for path in folder.rglob("*")
+        if path.is_file()
+    )
+    texts = (path.read_text(encoding="utf-8") for path in files)
+    platform = (kernels_root() / "common" / "platform.cuh").read_text(encoding="utf-8")
+    cuda = (cuda_include_folder() / "cuda_fp16.h").stat()
+    return _hash(*texts, platform, str(cuda_include_folder()), str(cuda.st_size))
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _folder() -> Path:
+    return cache_folder() / "emulator"
+
+
+def _publish(target: Path, arguments: Iterable[str], what: str) -> None:
+    """Runs the compiler into a file that readers see whole or not at all."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, suffix=target.suffix)
+        os.close(descriptor)
+    except OSError as error:
+        raise CacheError(
+            f"the kernel cache cannot be written: {error}; set CUKIT_CACHE_DIR to a folder that can"
+        ) from error
+    try:
+        find_compiler().run([*arguments, "-o", temporary], what)
+        os.replace(temporary, target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,57 @@
+"""`cukit.backend(...)` and CUKIT_BACKEND: where ops run their kernels."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cukit.core.backend import Backend, activate
+from cukit.emulator.backend import Emulator
+from cukit.emulator.settings import settings_from
+from cukit.errors import ConfigError
+
+
+@contextmanager
+def backend(name: str, **options: Any) -> Iterator[None]:
+    """Within the `with` block, ops run their kernels on the backend `name`.
+
+    Args:
+        name: `"emulator"`: NumPy arrays run the CUDA kernels on the CPU; `"gpu"`: CuPy arrays run
+            them on the GPU and NumPy arrays run the references, as without this call.
+        options: of the emulator (`cukit.emulator.Settings`): arch, checked, seed, late, threads,
+            debug. What is not given comes from the environment: CUKIT_EMULATOR_ARCH, _CHECK, _SEED,
+            _LATE, _THREADS, _DEBUG.
+
+    Raises:
+        ConfigError: an unknown name or option value. In the block, ops raise EmulatorError when a
+            kernel is caught at a mistake.
+
+    Holds for the whole process, not for one thread. CUKIT_BACKEND=emulator in the environment does
+    the same from the start. Needs a C++ compiler and CUDA's headers.
+
+    >>> import numpy as np, cukit as ck
+    >>> with ck.backend("emulator"):                                     # doctest: +SKIP
+    ...     y = ck.rms_norm(np.ones((2, 64), np.float32), np.ones(64, np.float32))
+    """
+    before = activate(_choose(name, **options))
+    try:
+        yield
+    finally:
+        activate(before)
+
+
+def activate_from_environment() -> None:
+    """What CUKIT_BACKEND asks for."""
+    name = os.environ.get("CUKIT_BACKEND")
+    if name:
+        activate(_choose(name))
+
+
+def _choose(name: str, **options: Any) -> Backend | None:
+    if name == "gpu" and not options:
+        return None
+    if name == "emulator":
+        return Emulator(settings_from(**options))
+    raise ConfigError(f"backend: expected 'emulator' or 'gpu' (without options), got {name!r}")

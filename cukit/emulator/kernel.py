@@ -1,0 +1,112 @@
+"""A kernel compiled for the CPU, launched like any other."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import numpy as np
+
+from cukit.core import backend
+from cukit.core.kernel import Argument, Kernel
+from cukit.core.tensor_map import is_tensor_map
+from cukit.emulator.builder import Build
+from cukit.emulator.library import Extent, LaunchRecord, Range, launch, load_entry
+from cukit.emulator.report import describe_fault
+from cukit.emulator.settings import Settings
+from cukit.errors import EmulatorError, LaunchError
+
+_BY_VALUE_ALIGNMENT = 64
+
+
+class EmulatedKernel(Kernel):
+    """Runs when called; the caller's arrays are what the kernel reads and writes."""
+
+    __slots__ = ("_build", "_entry", "_settings")
+
+    def __init__(self, build: Build, settings: Settings) -> None:
+        self._build = build
+        self._settings = settings
+        self._entry = load_entry(build.library)
+        self.block = (build.spec.threads, 1, 1)
+        self.shared_bytes = build.spec.shared_bytes
+        self.function = self._run
+
+    def check(self, args: tuple[Argument, ...]) -> None:
+        """Raises LaunchError where `args` do not fit the kernel's parameters."""
+        entry = self._entry
+        expected = tuple(entry.parameter_bytes[i] for i in range(entry.num_parameters))
+        got = tuple(self._bytes(i, argument) for i, argument in enumerate(args))
+        if got != expected:
+            raise LaunchError(
+                f"{self._build.spec}: the kernel takes {len(expected)} parameters of {expected} "
+                f"bytes, the launch passes {len(got)} of {got}"
+            )
+
+    def _bytes(self, index: int, argument: Argument) -> int:
+        if isinstance(argument, np.generic) or is_tensor_map(argument):
+            return int(argument.nbytes)
+        if isinstance(argument, np.ndarray):
+            return 8
+        raise LaunchError(
+            f"{self._build.spec}: argument {index} is a {type(argument).__name__}; "
+            "expected a NumPy array or a NumPy scalar"
+        )
+
+    def _run(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: tuple[Argument, ...],
+        shared_bytes: int,
+    ) -> None:
+        settings = self._settings
+        if backend.active is not None:
+            settings = getattr(backend.active, "settings", settings)  # seed and lateness of now
+        cluster = self._build.cluster
+        extents = (*grid, 1, 1)[:3]
+        if any(extent % blocks for extent, blocks in zip(extents, cluster, strict=True)):
+            raise LaunchError(
+                f"{self._build.spec}: clusters of {cluster} do not divide grid {grid}"
+            )
+        values = [_parameter(argument) for argument in args]
+        pointers = (ctypes.c_void_p * max(1, len(values)))(*(v.ctypes.data for v in values))
+        ranges = sorted(
+            ((*np.lib.array_utils.byte_bounds(argument), i, argument.flags.writeable)
+             for i, argument in enumerate(args)
+             if isinstance(argument, np.ndarray) and not is_tensor_map(argument)),
+        )  # fmt: skip
+        record = LaunchRecord(
+            entry=ctypes.pointer(self._entry),
+            arguments=ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p)),
+            ranges=(Range * max(1, len(ranges)))(*(Range(*each) for each in ranges)),
+            num_ranges=len(ranges),
+            grid=Extent(*extents),
+            block=Extent(*block),
+            cluster=Extent(*cluster),
+            dynamic_bytes=shared_bytes,
+            most_workers=settings.threads or len(os.sched_getaffinity(0)),
+            checked=self._settings.checked,
+            late=settings.late,
+            seed=settings.seed,
+        )
+        report = launch(record)
+        if report is not None:
+            raise EmulatorError(
+                f"{self._build.spec}: {describe_fault(report, self._build.library)}"
+            )
+
+
+def _parameter(argument: Argument) -> np.ndarray[Any, Any]:
+    """The bytes that the kernel gets, aligned for any parameter type."""
+    if isinstance(argument, np.ndarray) and not is_tensor_map(argument):
+        value = np.array([argument.ctypes.data], np.uint64)
+    else:
+        value = np.atleast_1d(np.asarray(argument))
+    raw = value.view(np.uint8)
+    room = np.empty(raw.nbytes + _BY_VALUE_ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _BY_VALUE_ALIGNMENT
+    aligned = room[start : start + raw.nbytes]
+    aligned[:] = raw.reshape(-1)
+    return aligned

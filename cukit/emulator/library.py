@@ -1,0 +1,80 @@
+"""The C interface of the emulator's runtime (runtime/launch.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+from cukit.emulator.builder import build_runtime
+
+_MESSAGE_BYTES = 1 << 16
+
+Extent = ctypes.c_uint32 * 3
+
+
+class Entry(ctypes.Structure):
+    """emulator::Entry of kernels_cu/common/emulator/entry.h."""
+
+    _fields_ = [
+        ("run", ctypes.c_void_p),
+        ("parameter_bytes", ctypes.POINTER(ctypes.c_uint32)),
+        ("num_parameters", ctypes.c_uint32),
+    ]
+
+
+class Range(ctypes.Structure):
+    """Memory that a kernel may touch, and the argument that gives it the right."""
+
+    _fields_ = [
+        ("low", ctypes.c_size_t),
+        ("high", ctypes.c_size_t),
+        ("argument", ctypes.c_uint32),
+        ("writeable", ctypes.c_uint32),
+    ]
+
+
+class LaunchRecord(ctypes.Structure):
+    """emulator::Launch of runtime/block.h."""
+
+    _fields_ = [
+        ("entry", ctypes.POINTER(Entry)),
+        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+        ("ranges", ctypes.POINTER(Range)),
+        ("num_ranges", ctypes.c_uint32),
+        ("grid", Extent),
+        ("block", Extent),
+        ("cluster", Extent),
+        ("dynamic_bytes", ctypes.c_uint32),
+        ("most_workers", ctypes.c_uint32),
+        ("checked", ctypes.c_uint32),
+        ("late", ctypes.c_uint32),
+        ("seed", ctypes.c_uint64),
+        ("message", ctypes.c_char_p),
+        ("message_bytes", ctypes.c_uint32),
+    ]
+
+
+@functools.cache
+def runtime() -> Any:
+    """The runtime, loaded for all kernels to find."""
+    library = ctypes.CDLL(str(build_runtime()), mode=ctypes.RTLD_GLOBAL)
+    library.cukit_emulator_launch.argtypes = [ctypes.POINTER(LaunchRecord)]
+    assert library.cukit_emulator_launch_bytes() == ctypes.sizeof(LaunchRecord)
+    return library
+
+
+def load_entry(path: Path) -> Entry:
+    """The kernel of a library that build_kernel made."""
+    runtime()
+    return Entry.in_dll(ctypes.CDLL(str(path), mode=ctypes.RTLD_LOCAL), "cukit_entry")
+
+
+def launch(record: LaunchRecord) -> str | None:
+    """Runs to the end; the report if the kernel was caught at something."""
+    buffer = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    record.message = ctypes.cast(buffer, ctypes.c_char_p)
+    record.message_bytes = _MESSAGE_BYTES
+    failed = runtime().cukit_emulator_launch(ctypes.byref(record))
+    return buffer.value.decode(errors="replace") if failed else None

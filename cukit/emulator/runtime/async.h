@@ -1,0 +1,76 @@
+// What goes on in the background: cp.async, bulk copies, mbarriers and wgmma.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "clocks.h"
+#include "shadow.h"
+
+namespace cukit::emulator {
+
+struct Block;
+struct Fiber;
+
+// Something that an engine does: at once, or, in the late mode, when somebody waits for it.
+using Work = std::function<void()>;
+
+struct Region {
+  Block* block;
+  unsigned char* pointer;
+  std::size_t bytes;
+};
+
+// A thread's cp.async copies, by group.
+struct Copy {
+  std::uint64_t group;
+  unsigned char* to;
+  unsigned bytes;
+  Work work;  // empty if done
+};
+
+struct CopyGroups {
+  std::uint64_t open = 0;  // number of the group that copies now join
+  std::vector<Copy> copies;
+};
+
+// A thread's bulk copies from shared to global memory, by group.
+struct BulkGroups {
+  struct Item {
+    std::uint64_t group;
+    unsigned engine;
+    std::uint32_t epoch;
+    Work work;
+  };
+  std::uint64_t open = 0;
+  std::vector<Item> items;
+};
+
+struct Mbarrier {
+  std::uint32_t expected = 0;
+  std::uint32_t pending = 0;
+  std::int64_t transactions = 0;  // bytes still to come in this phase
+  std::uint32_t phase = 0;        // number of phases completed
+  std::vector<Fiber*> waiters;
+  std::vector<Work> late;         // copies that report here
+  std::vector<Region> landed;     // written by copies that nobody has waited for yet
+  unsigned engine = 0;
+  Clock* joined = nullptr;        // of this phase
+  Clock* completed = nullptr;     // of the last
+};
+
+// wgmma of four warps: products in flight, and their accumulators.
+struct WarpGroup {
+  struct Product {
+    std::uint64_t group;
+    std::uint32_t epoch;
+    Work work;
+  };
+  std::uint64_t open = 0;
+  std::uint32_t epoch = 0;
+  std::vector<Product> products;
+};
+
+}  // namespace cukit::emulator

@@ -1,0 +1,231 @@
+// The machine: fibers, warps, blocks and clusters, and the scheduler that runs a cluster on one
+// thread of the operating system.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "async.h"
+#include "clocks.h"
+#include "common/emulator/entry.h"
+#include "common/emulator/thread.h"
+#include "fiber.h"
+#include "shadow.h"
+
+namespace cukit::emulator {
+
+constexpr unsigned kLanes = 32;
+constexpr unsigned kMostThreads = 1024;
+constexpr unsigned kNamedBarriers = 16;
+constexpr unsigned kEngines = 32;  // agents beside the threads: copies and products in the background
+
+struct Block;
+struct Cluster;
+struct Warp;
+
+enum class State : std::uint8_t { Ready, Waiting, Exited };
+
+// A CUDA thread. It lies at the top of its own stack.
+struct Fiber : Thread {
+  void* stack_pointer = nullptr;
+  unsigned char* stack_low = nullptr;
+  Block* block = nullptr;
+  Warp* warp = nullptr;
+  unsigned index = 0;  // in its block
+  unsigned agent = 0;  // in its cluster
+  State state = State::Ready;
+
+  const void* call = nullptr;      // where the kernel called the emulator last
+  const char* waits_for = nullptr; // of a waiting fiber: a format for the two numbers
+  unsigned wait_numbers[2] = {};
+  unsigned polls = 0;              // yields since it last did anything else
+
+  std::uint64_t value = 0;         // what it brings to a warp collective, and takes from it
+  unsigned argument = 0, width = 0;
+  const void* operands = nullptr;  // of an instruction of the whole warp
+  std::uint64_t cluster_generation = 0;  // of the cluster barrier when it arrived there
+  int vote = 0;                    // what it takes from a voting barrier
+
+  Clock* seen = nullptr;
+  Clock* fenced = nullptr;         // what it had seen at its last proxy fence
+  std::uint32_t epoch = 0;
+  std::uint32_t fence_epoch = 0;   // its own accesses up to here are visible to the async proxy
+
+  CopyGroups copies;               // cp.async
+  BulkGroups bulk;                 // cp.async.bulk towards global memory
+};
+
+// Lanes that have come to one warp collective and wait for the rest of its mask.
+struct Meeting {
+  void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes);
+  unsigned kind;
+  unsigned mask;
+  unsigned arrived;
+};
+
+struct Warp {
+  unsigned first = 0;  // thread
+  unsigned lanes = 0;  // that exist
+  unsigned live = 0;   // that have not exited
+  unsigned ready = 0;  // that could run now
+  std::vector<Meeting> meetings;
+};
+
+struct Barrier {
+  unsigned expected = 0;  // threads; 0 while nobody has come
+  unsigned arrived = 0;
+  unsigned waiting[kLanes] = {};  // lanes of each warp
+  const void* first_call = nullptr;
+  int line[kLanes] = {};          // where each warp's first lane came from
+  BlockVote vote = BlockVote::None;
+  int votes_true = 0;
+  Clock* joined = nullptr;
+};
+
+struct Block {
+  Cluster* cluster = nullptr;
+  unsigned rank = 0;
+  uint3 index{};
+  std::vector<Fiber*> fibers;
+  std::vector<Warp> warps;
+  unsigned ready_warps = 0;
+  unsigned live = 0;
+  Barrier barriers[kNamedBarriers];
+  std::unordered_map<std::uint32_t, Mbarrier> mbarriers;
+  std::vector<WarpGroup> warp_groups;
+
+  // Static shared memory lives at `static_shared` while this block is the resident one of its
+  // cluster, and in `static_copy` otherwise.
+  unsigned char* static_shared = nullptr;
+  std::vector<unsigned char> static_copy;
+  unsigned char* dynamic_shared = nullptr;
+  std::unique_ptr<unsigned char[]> dynamic_storage;
+  std::size_t dynamic_capacity = 0;
+  Shadow shadow;
+
+  Fiber& lane(const Warp& warp, unsigned i) { return *fibers[warp.first + i]; }
+};
+
+struct Range {
+  std::uintptr_t low, high;
+  std::uint32_t argument;
+  std::uint32_t writeable;
+};
+
+// One kernel launch, shared by all workers. Filled in by the caller (cukit/emulator/library.py).
+struct Launch {
+  const Entry* entry;
+  void** arguments;
+  const Range* ranges;  // sorted
+  std::uint32_t num_ranges;
+  std::uint32_t grid[3];
+  std::uint32_t block[3];
+  std::uint32_t cluster[3];
+  std::uint32_t dynamic_bytes;
+  std::uint32_t most_workers;
+  std::uint32_t checked;
+  std::uint32_t late;
+  std::uint64_t seed;
+  char* message;
+  std::uint32_t message_bytes;
+};
+
+struct Module {  // the kernel's shared object
+  std::uintptr_t base = 0, end = 0;
+  std::size_t static_bytes = 0;
+  std::size_t tls_module = 0;
+};
+
+struct Run;  // a launch in progress (launch.cpp)
+
+struct Cluster {
+  Run* run = nullptr;
+  const Launch* launch = nullptr;
+  const Module* module = nullptr;
+  void* main_stack = nullptr;
+  std::vector<std::unique_ptr<Stack>> stacks;
+  std::vector<std::unique_ptr<Block>> blocks;
+  unsigned num_blocks = 0;
+  unsigned threads = 0;  // of a block
+  unsigned live = 0;
+  Block* resident = nullptr;
+  std::uint64_t random = 0;
+
+  unsigned arrived = 0;  // at the cluster barrier
+  std::uint64_t generation = 0;
+  Clock* cluster_joined = nullptr;
+  Clock* cluster_last = nullptr;
+
+  ClockPool clocks;
+  std::uint32_t base_epoch = 0;  // every access of earlier clusters is at or before it
+  std::uint32_t newest_epoch = 0;
+  std::uint32_t engine_epoch[kEngines] = {};
+
+  ~Cluster();
+  // Runs the cluster of this number to its end, or until any worker finds a fault.
+  void execute(std::uint64_t number);
+
+  unsigned first_engine() const { return num_blocks * threads; }
+
+ private:
+  void prepare(std::uint64_t number);
+  void prepare_block(unsigned rank, uint3 index);
+};
+
+// The scheduler --------------------------------------------------------------------------------
+
+inline Fiber& current() { return *static_cast<Fiber*>(cukit_emulator_thread); }
+
+// To be called first in every call from a kernel: remembers where from.
+#define CUKIT_ENTER(name)                                     \
+  ::cukit::emulator::Fiber& name = ::cukit::emulator::current(); \
+  name.call = __builtin_return_address(0)
+
+// The running fiber waits for somebody to call make_ready. `what` says for what, should that never
+// happen: a format for the two numbers.
+void wait_for(const char* what, unsigned first = 0, unsigned second = 0);
+constexpr const char* kClusterWait = "the cluster barrier";
+void make_ready(Block& block, Warp& warp, unsigned lanes);
+inline void make_ready(Fiber& fiber) { make_ready(*fiber.block, *fiber.warp, 1u << fiber.lane); }
+// Lets others run now if the seed says so: after a barrier any thread may be first.
+void shuffle_order();
+std::uint32_t random_number(Cluster& cluster);
+
+// Comes back when every live lane of `mask` has called it with the same arguments; `complete` runs
+// once, before anybody comes back.
+void meet(unsigned kind, unsigned mask, const char* name,
+          void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes));
+
+// Everybody has arrived at the cluster barrier, or exited.
+void open_cluster_barrier(Cluster& cluster);
+
+// Starts what was put off in the late mode. False if there is nothing that would help.
+bool finish_late_work(Cluster& cluster);
+
+// Ends the launch. In the text, where(address) becomes a source line (cukit/emulator/report.py).
+[[noreturn]] void fault(const std::string& text);
+std::string where(const void* call);
+std::string name_of(const Fiber& fiber);
+std::string format(const char* text, ...) __attribute__((format(printf, 1, 2)));
+
+struct Place {
+  Block* block;
+  unsigned char* pointer;
+};
+// Where a shared::cluster address lies. Ends the launch unless `bytes` of it are shared memory.
+Place place_of(const Fiber& fiber, std::uint32_t address, std::size_t bytes);
+
+// Happens-before -----------------------------------------------------------------------------------
+
+inline bool checked() { return current().block->cluster->launch->checked != 0; }
+// The fiber's knowledge goes into *into (created if null), and its next accesses come after.
+void release_to(Fiber& fiber, Clock** into);
+// The fiber knows what `from` knows.
+void acquire_from(Fiber& fiber, const Clock* from);
+void advance(Fiber& fiber);
+
+}  // namespace cukit::emulator

@@ -1,0 +1,47 @@
+// Vector clocks: what each thread knows of the others' progress, through barriers and fences.
+//
+// Agents are the threads of a cluster and a few engines that copy and multiply on their own. Agent i
+// is at epoch e_i; an access by agent i in epoch e happened before one by agent j iff
+// e <= seen_j[i]. Threads that met at a barrier share one array, which is never changed afterwards.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace cukit::emulator {
+
+struct Clock {
+  unsigned references;
+  std::uint32_t* seen;
+};
+
+class ClockPool {
+ public:
+  ~ClockPool();
+
+  // Forgets all clocks; later ones have `agents` entries.
+  void reset(unsigned agents);
+
+  // A clock with every entry `epoch`, or a copy, referenced once.
+  Clock* filled(std::uint32_t epoch);
+  Clock* copy(const Clock* from);
+
+  static Clock* hold(Clock* clock) {
+    ++clock->references;
+    return clock;
+  }
+  void release(Clock* clock) {
+    if (clock != nullptr && --clock->references == 0) free_.push_back(clock);
+  }
+
+  // into = max(into, from), entry by entry.
+  void merge(Clock* into, const Clock* from) const;
+
+ private:
+  Clock* allocate();
+
+  unsigned agents_ = 0;
+  std::vector<Clock*> all_, free_;
+};
+
+}  // namespace cukit::emulator

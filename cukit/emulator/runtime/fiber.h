@@ -1,0 +1,33 @@
+// A stack of its own and a way to switch to it.
+#pragma once
+
+#include <cstddef>
+
+namespace cukit::emulator {
+
+// Saves the caller's registers on its stack, leaves the stack pointer in *save, and continues where
+// `load` was saved. No system call: about ten nanoseconds.
+extern "C" void cukit_emulator_switch(void** save, void* load);
+
+// A stack with an inaccessible page below it.
+class Stack {
+ public:
+  static constexpr std::size_t kBytes = 256 * 1024;
+
+  Stack();
+  ~Stack();
+  Stack(const Stack&) = delete;
+  Stack& operator=(const Stack&) = delete;
+
+  unsigned char* low() const { return low_; }
+  unsigned char* high() const { return low_ + kBytes; }
+
+ private:
+  unsigned char* mapping_;
+  unsigned char* low_;
+};
+
+// The stack pointer that makes cukit_emulator_switch call `start` on the stack ending at `top`.
+void* prepare_stack(unsigned char* top, void (*start)());
+
+}  // namespace cukit::emulator

@@ -1,0 +1,260 @@
+// From a launch to workers that run its clusters, and the report of what went wrong.
+#include <link.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+
+#include "run.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+extern "C" void* __tls_get_addr(void*);
+
+namespace cukit::emulator {
+
+namespace {
+
+// Flushes subnormal floats to zero while it lives, as -ftz=true does on the GPU.
+class FlushSubnormals {
+ public:
+#if defined(__x86_64__)
+  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+#else
+  FlushSubnormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    asm volatile("msr fpcr, %0" ::"r"(before_ | 1ull << 24));
+  }
+  ~FlushSubnormals() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
+
+ private:
+  unsigned long long before_;
+#endif
+};
+
+int find_module(dl_phdr_info* info, std::size_t, void* data) {
+  auto& [address, module] = *static_cast<std::pair<std::uintptr_t, Module>*>(data);
+  Module found;
+  found.base = info->dlpi_addr;
+  bool here = false;
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    const auto& header = info->dlpi_phdr[i];
+    const std::uintptr_t low = info->dlpi_addr + header.p_vaddr;
+    if (header.p_type == PT_LOAD) {
+      here = here || (address >= low && address < low + header.p_memsz);
+      found.end = std::max(found.end, low + header.p_memsz);
+    }
+    if (header.p_type == PT_TLS) {
+      found.static_bytes = header.p_memsz;
+      found.tls_module = info->dlpi_tls_modid;
+    }
+  }
+  if (!here) return 0;
+  module = found;
+  return 1;
+}
+
+// This thread's instance of the kernel's __shared__ variables.
+unsigned char* static_shared_of(const Module& module) {
+  if (module.static_bytes == 0) return nullptr;
+  std::size_t index[2] = {module.tls_module, 0};
+  return static_cast<unsigned char*>(__tls_get_addr(index));
+}
+
+// Workers keep their stacks and shadows from launch to launch.
+std::mutex idle_mutex;
+std::vector<std::unique_ptr<Cluster>> idle;
+
+std::unique_ptr<Cluster> take_worker() {
+  const std::lock_guard<std::mutex> lock(idle_mutex);
+  if (idle.empty()) return std::make_unique<Cluster>();
+  std::unique_ptr<Cluster> worker = std::move(idle.back());
+  idle.pop_back();
+  return worker;
+}
+
+void work(Run& run) {
+  const FlushSubnormals flush;
+  std::unique_ptr<Cluster> cluster = take_worker();
+  cluster->run = &run;
+  cluster->launch = run.launch;
+  cluster->module = &run.module;
+  for (;;) {
+    const std::uint64_t number = run.next.fetch_add(1, std::memory_order_relaxed);
+    if (number >= run.clusters || run.failed()) break;
+    cluster->execute(number);
+  }
+  const std::lock_guard<std::mutex> lock(idle_mutex);
+  idle.push_back(std::move(cluster));
+}
+
+}  // namespace
+
+std::size_t fiber_bytes() { return (sizeof(Fiber) + 63) / 64 * 64; }
+
+Cluster::~Cluster() {
+  for (const auto& stack : stacks) {
+    reinterpret_cast<Fiber*>(stack->high() - fiber_bytes())->~Fiber();
+  }
+}
+
+void Cluster::prepare(std::uint64_t number) {
+  num_blocks = launch->cluster[0] * launch->cluster[1] * launch->cluster[2];
+  threads = launch->block[0] * launch->block[1] * launch->block[2];
+  live = num_blocks * threads;
+  arrived = 0;
+  generation = 0;
+  cluster_joined = cluster_last = nullptr;
+  resident = nullptr;
+  random = launch->seed * 0x9E3779B97F4A7C15ull + (number + 1) * 0xD1B54A32D192ED03ull;
+  random ^= random >> 29;
+  if (random == 0) random = 1;
+  if (launch->seed != 0) {
+    // Another order of blocks: multiplying by an odd number coprime to the count permutes them.
+    std::uint64_t step = 0x9E3779B1u % run->clusters | 1;
+    while (std::__gcd(step, run->clusters) != 1) step += 2;
+    number = (number * step + launch->seed) % run->clusters;
+  }
+  base_epoch = newest_epoch;
+  newest_epoch = base_epoch + 1;
+  std::fill(std::begin(engine_epoch), std::end(engine_epoch), base_epoch + 1);
+
+  const std::uint64_t cx = number % run->clusters_along[0];
+  const std::uint64_t cy = number / run->clusters_along[0] % run->clusters_along[1];
+  const std::uint64_t cz = number / run->clusters_along[0] / run->clusters_along[1];
+  for (unsigned rank = 0; rank < num_blocks; ++rank) {
+    const uint3 index = {
+        static_cast<unsigned>(cx * launch->cluster[0] + rank % launch->cluster[0]),
+        static_cast<unsigned>(cy * launch->cluster[1] +
+                              rank / launch->cluster[0] % launch->cluster[1]),
+        static_cast<unsigned>(cz * launch->cluster[2] +
+                              rank / launch->cluster[0] / launch->cluster[1])};
+    prepare_block(rank, index);
+  }
+  if (launch->checked) {
+    clocks.reset(num_blocks * threads + kEngines);
+    Clock* start = clocks.filled(base_epoch);
+    for (unsigned rank = 0; rank < num_blocks; ++rank) {
+      for (Fiber* fiber : blocks[rank]->fibers) fiber->seen = ClockPool::hold(start);
+    }
+  }
+}
+
+// Every block finds its shared memory full of NaN.
+void prepare_shared(Block& block, unsigned rank) {
+  constexpr std::size_t kAlignment = 1024;
+  Cluster& cluster = *block.cluster;
+  const std::size_t static_bytes = cluster.module->static_bytes;
+  block.static_shared = static_shared_of(*cluster.module);
+  if (static_bytes > 0 && rank == 0) std::memset(block.static_shared, 0xff, static_bytes);
+  block.static_copy.assign(cluster.num_blocks > 1 ? static_bytes : 0, 0xff);
+
+  const std::size_t dynamic_bytes = cluster.launch->dynamic_bytes;
+  if (block.dynamic_capacity < dynamic_bytes || block.dynamic_storage == nullptr) {
+    block.dynamic_storage.reset(new unsigned char[dynamic_bytes + kAlignment]);
+    block.dynamic_capacity = dynamic_bytes;
+  }
+  const auto start = reinterpret_cast<std::uintptr_t>(block.dynamic_storage.get());
+  block.dynamic_shared =
+      reinterpret_cast<unsigned char*>((start + kAlignment - 1) / kAlignment * kAlignment);
+  std::memset(block.dynamic_shared, 0xff, dynamic_bytes);
+  if (cluster.launch->checked) {
+    if (block.shadow.static_cells.size() < static_bytes) {
+      block.shadow.static_cells.resize(static_bytes);
+    }
+    if (block.shadow.dynamic_cells.size() < dynamic_bytes) {
+      block.shadow.dynamic_cells.resize(dynamic_bytes);
+    }
+  }
+}
+
+void Run::record(const std::string& text) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (message.empty()) message = text;
+  faulty.store(true, std::memory_order_relaxed);
+}
+
+void Run::check_patience(unsigned polls) const {
+  constexpr auto kPatience = std::chrono::seconds(20);
+  if (polls % 4096 != 0) return;
+  std::this_thread::yield();
+  if (std::chrono::steady_clock::now() - started > kPatience) {
+    Fiber& me = current();
+    fault("a thread polls and nothing happens: it waits for something that no other thread does\n  " +
+          name_of(me) + " " + where(me.call));
+  }
+}
+
+void fault(const std::string& text) {
+  Cluster& cluster = *current().block->cluster;
+  cluster.run->record(text);
+  void* abandoned;
+  cukit_emulator_switch(&abandoned, cluster.main_stack);
+  __builtin_unreachable();
+}
+
+std::string where(const void* call) {
+  const std::uintptr_t base = current().block->cluster->module->base;
+  // A return address; the call itself lies before it.
+  return format("{at %zx}", reinterpret_cast<std::uintptr_t>(call) - base - 1);
+}
+
+std::string name_of(const Fiber& fiber) {
+  const uint3 b = fiber.block_index;
+  const uint3 t = fiber.thread_index;
+  return format("block (%u, %u, %u), thread (%u, %u, %u)", b.x, b.y, b.z, t.x, t.y, t.z);
+}
+
+std::string format(const char* text, ...) {
+  char buffer[512];
+  va_list arguments;
+  va_start(arguments, text);
+  std::vsnprintf(buffer, sizeof buffer, text, arguments);
+  va_end(arguments);
+  return buffer;
+}
+
+void not_emulated(const char* instruction) {
+  CUKIT_ENTER(me);
+  fault(std::string("not emulated: ") + instruction + "\n  " + name_of(me) + " " + where(me.call));
+}
+
+void trap(const char* reason) {
+  CUKIT_ENTER(me);
+  fault(std::string("the kernel gave up: ") + reason + "\n  " + name_of(me) + " " + where(me.call));
+}
+
+// 0, or 1 with a text in launch->message.
+extern "C" int cukit_emulator_launch(const Launch* launch) {
+  Run run;
+  run.launch = launch;
+  std::pair<std::uintptr_t, Module> search{reinterpret_cast<std::uintptr_t>(launch->entry), {}};
+  dl_iterate_phdr(find_module, &search);
+  run.module = search.second;
+  run.clusters = 1;
+  for (int axis = 0; axis < 3; ++axis) {
+    run.clusters_along[axis] = launch->grid[axis] / launch->cluster[axis];
+    run.clusters *= run.clusters_along[axis];
+  }
+  const auto helpers = static_cast<std::size_t>(
+      std::min<std::uint64_t>(launch->most_workers, run.clusters) - 1);
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < helpers; ++i) threads.emplace_back(work, std::ref(run));
+  work(run);
+  for (std::thread& thread : threads) thread.join();
+  if (!run.failed()) return 0;
+  std::snprintf(launch->message, launch->message_bytes, "%s", run.message.c_str());
+  return 1;
+}
+
+extern "C" std::uint32_t cukit_emulator_launch_bytes() { return sizeof(Launch); }
+
+}  // namespace cukit::emulator

@@ -1,0 +1,33 @@
+// A launch in progress: the clusters still to do, and the first fault that any worker found.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <string>
+
+#include "block.h"
+
+namespace cukit::emulator {
+
+struct Run {
+  const Launch* launch;
+  Module module;
+  std::uint64_t clusters;
+  std::uint64_t clusters_along[3];
+  std::atomic<std::uint64_t> next{0};
+  std::atomic<bool> faulty{false};
+  std::mutex mutex;
+  std::string message;
+  std::chrono::steady_clock::time_point started = std::chrono::steady_clock::now();
+
+  bool failed() const { return faulty.load(std::memory_order_relaxed); }
+  void record(const std::string& text);
+  // Ends the launch when threads have polled for too long without anything happening.
+  void check_patience(unsigned polls) const;
+};
+
+std::size_t fiber_bytes();
+void prepare_shared(Block& block, unsigned rank);
+
+}  // namespace cukit::emulator

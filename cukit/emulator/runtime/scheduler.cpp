@@ -1,0 +1,324 @@
+// Which fiber runs next, and what happens when none can.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+
+#include "block.h"
+#include "run.h"
+
+namespace cukit::emulator {
+
+__thread Thread* cukit_emulator_thread;
+
+namespace {
+
+// Makes `fiber` the one whose kernel code runs; its cluster's static shared memory comes along.
+void install(Fiber& fiber) {
+  Cluster& cluster = *fiber.block->cluster;
+  cukit_emulator_thread = &fiber;
+  if (cluster.num_blocks > 1 && cluster.resident != fiber.block) {
+    const std::size_t bytes = cluster.module->static_bytes;
+    unsigned char* const here = fiber.block->static_shared;
+    if (cluster.resident != nullptr) std::memcpy(cluster.resident->static_copy.data(), here, bytes);
+    std::memcpy(here, fiber.block->static_copy.data(), bytes);
+    cluster.resident = fiber.block;
+  }
+}
+
+unsigned nth_set_bit(unsigned bits, unsigned n) {
+  while (n-- > 0) bits &= bits - 1;
+  return static_cast<unsigned>(__builtin_ctz(bits));
+}
+
+// The first set bit after `position`, going round.
+unsigned next_set_bit(unsigned bits, unsigned position) {
+  const unsigned later = position >= 31 ? 0 : bits & (~0u << (position + 1));
+  return static_cast<unsigned>(__builtin_ctz(later != 0 ? later : bits));
+}
+
+unsigned choose(Cluster& cluster, unsigned bits, unsigned position) {
+  if (cluster.launch->seed == 0) return next_set_bit(bits, position);
+  return nth_set_bit(bits, random_number(cluster) % __builtin_popcount(bits));
+}
+
+// Takes a ready fiber out of the ready set, near `from` if the seed does not say otherwise.
+Fiber* pick(Cluster& cluster, const Fiber* from) {
+  Block* block = from != nullptr ? from->block : cluster.blocks[0].get();
+  const bool seeded = cluster.launch->seed != 0;
+  const bool stay = !seeded || random_number(cluster) % 16 != 0;
+  if (block->ready_warps == 0 || (!stay && cluster.num_blocks > 1)) {
+    const unsigned start = seeded ? random_number(cluster) % cluster.num_blocks : block->rank;
+    for (unsigned i = 0; i < cluster.num_blocks; ++i) {
+      Block* other = cluster.blocks[(start + i) % cluster.num_blocks].get();
+      if (other->ready_warps != 0) {
+        block = other;
+        break;
+      }
+    }
+    if (block->ready_warps == 0) return nullptr;
+  }
+  unsigned warp_index = 0;
+  unsigned lane = kLanes - 1;
+  if (from != nullptr && from->block == block) {
+    warp_index = from->index / kLanes;
+    lane = from->lane;
+  }
+  if (block->warps[warp_index].ready == 0 || !stay) {
+    warp_index = choose(cluster, block->ready_warps, warp_index);
+  }
+  Warp& warp = block->warps[warp_index];
+  lane = choose(cluster, warp.ready, lane);
+  warp.ready &= ~(1u << lane);
+  if (warp.ready == 0) block->ready_warps &= ~(1u << warp_index);
+  return &block->lane(warp, lane);
+}
+
+void switch_from(Fiber& from, Fiber& to) {
+  to.state = State::Ready;
+  if (&from == &to) return;
+  install(to);
+  cukit_emulator_switch(&from.stack_pointer, to.stack_pointer);
+}
+
+[[noreturn]] void leave(Cluster& cluster) {
+  void* abandoned;
+  cukit_emulator_switch(&abandoned, cluster.main_stack);
+  __builtin_unreachable();
+}
+
+// "thread (3, 0, 0)", "threads 0-31, 64", by who they are and what they wait for.
+std::string list_of(const std::vector<unsigned>& threads) {
+  std::string text;
+  for (std::size_t i = 0; i < threads.size();) {
+    std::size_t last = i;
+    while (last + 1 < threads.size() && threads[last + 1] == threads[last] + 1) ++last;
+    if (!text.empty()) text += ", ";
+    text += last == i ? format("%u", threads[i]) : format("%u-%u", threads[i], threads[last]);
+    i = last + 1;
+  }
+  return text;
+}
+
+[[noreturn]] void deadlock(Cluster& cluster) {
+  std::string text = "deadlock: no thread can go on";
+  for (unsigned b = 0; b < cluster.num_blocks; ++b) {
+    Block& block = *cluster.blocks[b];
+    std::map<std::pair<std::string, const void*>, std::vector<unsigned>> groups;
+    std::vector<unsigned> exited;
+    for (Fiber* fiber : block.fibers) {
+      if (fiber->state == State::Exited) {
+        exited.push_back(fiber->index);
+      } else {
+        char what[160];
+        std::snprintf(what, sizeof what, fiber->waits_for, fiber->wait_numbers[0],
+                      fiber->wait_numbers[1]);
+        groups[{what, fiber->call}].push_back(fiber->index);
+      }
+    }
+    text += format("\nblock (%u, %u, %u)", block.index.x, block.index.y, block.index.z);
+    for (const auto& [what, threads] : groups) {
+      text += "\n  threads " + list_of(threads) + " wait at " + what.first + " " +
+              where(what.second);
+    }
+    if (!exited.empty()) text += "\n  threads " + list_of(exited) + " have exited";
+  }
+  fault(text);
+}
+
+Fiber& next_or_deadlock(Cluster& cluster, const Fiber* from) {
+  for (;;) {
+    if (Fiber* next = pick(cluster, from)) return *next;
+    if (!finish_late_work(cluster)) deadlock(cluster);
+  }
+}
+
+// Lanes that wait in a collective for a lane that has exited need not wait any longer.
+void complete_without(Block& block, Warp& warp) {
+  for (std::size_t i = 0; i < warp.meetings.size(); ++i) {
+    const Meeting meeting = warp.meetings[i];
+    if ((meeting.mask & warp.live & ~meeting.arrived) != 0) continue;
+    warp.meetings.erase(warp.meetings.begin() + static_cast<std::ptrdiff_t>(i--));
+    meeting.complete(block, warp, meeting.kind, meeting.arrived);
+    make_ready(block, warp, meeting.arrived);
+  }
+}
+
+[[noreturn]] void exit_fiber(Fiber& me) {
+  Cluster& cluster = *me.block->cluster;
+  me.state = State::Exited;
+  me.warp->live &= ~(1u << me.lane);
+  --me.block->live;
+  complete_without(*me.block, *me.warp);
+  if (--cluster.live == 0) leave(cluster);
+  if (cluster.arrived > 0 && cluster.arrived == cluster.live) open_cluster_barrier(cluster);
+  Fiber& next = next_or_deadlock(cluster, &me);
+  switch_from(me, next);
+  __builtin_unreachable();
+}
+
+void fiber_main() {
+  Fiber& me = current();
+  const Launch& launch = *me.block->cluster->launch;
+  launch.entry->run(launch.arguments);
+  exit_fiber(current());
+}
+
+}  // namespace
+
+std::uint32_t random_number(Cluster& cluster) {
+  // xorshift64*
+  cluster.random ^= cluster.random >> 12;
+  cluster.random ^= cluster.random << 25;
+  cluster.random ^= cluster.random >> 27;
+  return static_cast<std::uint32_t>(cluster.random * 0x2545F4914F6CDD1Dull >> 32);
+}
+
+void make_ready(Block& block, Warp& warp, unsigned lanes) {
+  if (lanes == 0) return;
+  warp.ready |= lanes;
+  block.ready_warps |= 1u << (warp.first / kLanes);
+}
+
+void wait_for(const char* what, unsigned first, unsigned second) {
+  Fiber& me = current();
+  me.state = State::Waiting;
+  me.waits_for = what;
+  me.wait_numbers[0] = first;
+  me.wait_numbers[1] = second;
+  me.polls = 0;
+  switch_from(me, next_or_deadlock(*me.block->cluster, &me));
+}
+
+void shuffle_order() {
+  Fiber& me = current();
+  if (me.block->cluster->launch->seed == 0) return;
+  make_ready(me);
+  switch_from(me, *pick(*me.block->cluster, &me));
+}
+
+void yield() {
+  Fiber& me = current();
+  Cluster& cluster = *me.block->cluster;
+  if (cluster.run->failed()) leave(cluster);
+  cluster.run->check_patience(++me.polls);
+  make_ready(me);
+  switch_from(me, *pick(cluster, &me));
+}
+
+void meet(unsigned kind, unsigned mask, const char* name,
+          void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes)) {
+  Fiber& me = current();
+  Warp& warp = *me.warp;
+  const unsigned mine = 1u << me.lane;
+  if ((mask & mine) == 0) {
+    fault(format("%s with mask 0x%08x, which does not name the calling lane %u\n  %s ", name, mask,
+                 me.lane, name_of(me).c_str()) + where(me.call));
+  }
+  Meeting* found = nullptr;
+  for (Meeting& meeting : warp.meetings) {
+    if (meeting.kind == kind && meeting.mask == mask && (meeting.arrived & mine) == 0) {
+      found = &meeting;
+      break;
+    }
+  }
+  if (found == nullptr) {
+    warp.meetings.push_back({complete, kind, mask, 0});
+    found = &warp.meetings.back();
+  }
+  found->arrived |= mine;
+  if ((mask & warp.live & ~found->arrived) != 0) {
+    wait_for(name, mask);
+    return;
+  }
+  const Meeting meeting = *found;
+  warp.meetings.erase(warp.meetings.begin() + (found - warp.meetings.data()));
+  meeting.complete(*me.block, warp, meeting.kind, meeting.arrived);
+  make_ready(*me.block, warp, meeting.arrived & ~mine);
+  shuffle_order();
+}
+
+bool finish_late_work(Cluster& cluster) {
+  bool any = false;
+  for (unsigned b = 0; b < cluster.num_blocks; ++b) {
+    for (auto& [address, barrier] : cluster.blocks[b]->mbarriers) {
+      if (barrier.waiters.empty() || barrier.late.empty()) continue;
+      std::vector<Work> late;
+      late.swap(barrier.late);
+      for (Work& work : late) work();
+      any = true;
+    }
+  }
+  return any;
+}
+
+void Cluster::execute(std::uint64_t number) {
+  prepare(number);
+  Fiber* first = pick(*this, nullptr);
+  first->state = State::Ready;
+  install(*first);
+  cukit_emulator_switch(&main_stack, first->stack_pointer);
+  cukit_emulator_thread = nullptr;
+}
+
+void Cluster::prepare_block(unsigned rank, uint3 index) {
+  if (blocks.size() <= rank) blocks.push_back(std::make_unique<Block>());
+  Block& block = *blocks[rank];
+  block.cluster = this;
+  block.rank = rank;
+  block.index = index;
+  block.live = threads;
+  block.mbarriers.clear();
+  block.warp_groups.clear();
+  block.warp_groups.resize((threads + 127) / 128);
+  for (Barrier& barrier : block.barriers) barrier = Barrier{};
+  prepare_shared(block, rank);
+
+  block.fibers.resize(threads);
+  block.warps.resize((threads + kLanes - 1) / kLanes);
+  block.ready_warps = 0;
+  for (unsigned t = 0; t < threads; ++t) {
+    const std::size_t slot = static_cast<std::size_t>(rank) * threads + t;
+    while (stacks.size() <= slot) {
+      stacks.push_back(std::make_unique<Stack>());
+      new (stacks.back()->high() - fiber_bytes()) Fiber();
+    }
+    Stack& stack = *stacks[slot];
+    unsigned char* const place = stack.high() - fiber_bytes();
+    Fiber& fiber = *reinterpret_cast<Fiber*>(place);
+    fiber.thread_index = {t % launch->block[0], t / launch->block[0] % launch->block[1],
+                          t / launch->block[0] / launch->block[1]};
+    fiber.block_index = index;
+    fiber.block_dim = dim3{launch->block[0], launch->block[1], launch->block[2]};
+    fiber.grid_dim = dim3{launch->grid[0], launch->grid[1], launch->grid[2]};
+    fiber.lane = t % kLanes;
+    fiber.cluster_rank = rank;
+    fiber.cluster_blocks = num_blocks;
+    fiber.dynamic_shared = block.dynamic_shared;
+    fiber.stack_pointer = prepare_stack(place, fiber_main);
+    fiber.stack_low = stack.low();
+    fiber.block = &block;
+    fiber.warp = &block.warps[t / kLanes];
+    fiber.index = t;
+    fiber.agent = static_cast<unsigned>(slot);
+    fiber.state = State::Ready;
+    fiber.polls = 0;
+    fiber.copies = CopyGroups{};
+    fiber.bulk = BulkGroups{};
+    fiber.epoch = base_epoch + 1;
+    fiber.fence_epoch = base_epoch;
+    fiber.fenced = nullptr;
+    block.fibers[t] = &fiber;
+  }
+  for (unsigned w = 0; w < block.warps.size(); ++w) {
+    Warp& warp = block.warps[w];
+    warp.first = w * kLanes;
+    const unsigned count = std::min(kLanes, threads - warp.first);
+    warp.lanes = count == kLanes ? ~0u : (1u << count) - 1;
+    warp.live = warp.lanes;
+    warp.meetings.clear();
+    make_ready(block, warp, warp.lanes);
+  }
+}
+
+}  // namespace cukit::emulator

@@ -1,0 +1,259 @@
+// Judges every access of a checked kernel: is it inside something, aligned, initialised, ordered?
+#include "shadow.h"
+
+#include <algorithm>
+
+#include "block.h"
+
+namespace cukit::emulator {
+
+namespace {
+
+const char* verb(Access access) {
+  return access == Access::Read ? "read" : access == Access::Write ? "write" : "atomic";
+}
+
+std::uint32_t offset_of(const Block& block, const void* call) {
+  return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(call) -
+                                    block.cluster->module->base);
+}
+
+std::string where_offset(const Block& block, std::uint32_t offset) {
+  return where(reinterpret_cast<const void*>(block.cluster->module->base + offset));
+}
+
+std::string name_of_agent(const Cluster& cluster, unsigned agent) {
+  if (agent >= cluster.first_engine()) return "an asynchronous operation";
+  const Block& block = *cluster.blocks[agent / cluster.threads];
+  return name_of(*block.fibers[agent % cluster.threads]);
+}
+
+std::string head(const Actor& actor, const char* what, std::size_t bytes, Access access) {
+  return format("%s: %s of %zu bytes", what, verb(access), bytes) +
+         (actor.engine ? " by an asynchronous operation" : "");
+}
+
+std::string tail(const Actor& actor) {
+  return "\n  " + name_of(*actor.issuer) + " " + where(actor.call);
+}
+
+struct Judge {
+  const Actor& actor;
+  Block& block;
+  const unsigned char* pointer;
+  std::size_t bytes;
+  Access access;
+  const std::uint32_t* seen;
+
+  bool ordered(unsigned agent, std::uint32_t epoch) const {
+    return agent == actor.issuer->agent || epoch <= seen[agent] ||
+           (actor.engine && agent == actor.agent);
+  }
+
+  [[noreturn]] void race(std::size_t i, const char* earlier, unsigned agent,
+                         std::uint32_t call) const {
+    const Cluster& cluster = *block.cluster;
+    fault(head(actor, "race", bytes, access) + " at " + describe_shared(block, pointer + i) +
+          tail(actor) + "\n  nothing orders it after the " + earlier + " by\n  " +
+          name_of_agent(cluster, agent) + " " + where_offset(block, call));
+  }
+
+  [[noreturn]] void early(std::size_t i, const char* what) const {
+    fault(head(actor, what, bytes, access) + " at " + describe_shared(block, pointer + i) +
+          tail(actor));
+  }
+
+  void one(Cell& cell, std::size_t i) const {
+    if (cell.pending) {
+      fault(head(actor, "asynchronous copy not waited for", bytes, access) + " at " +
+            describe_shared(block, pointer + i) + tail(actor) + "\n  the copy was started by\n  " +
+            name_of_agent(*block.cluster, cell.writer) + " " + where_offset(block, cell.write_call));
+    }
+    const bool written = cell.write_epoch > block.cluster->base_epoch;
+    if (!written && access != Access::Write) early(i, "uninitialised shared memory");
+    if (!ordered(cell.writer, cell.write_epoch) && !(access == Access::Atomic && cell.atomic)) {
+      race(i, "write", cell.writer, cell.write_call);
+    }
+    if (actor.engine && access == Access::Read) check_proxy(cell, i);
+    if (access == Access::Read) {
+      note_reader(cell);
+      return;
+    }
+    for (int slot = 0; slot < 2; ++slot) {
+      if (!ordered(cell.reader[slot], cell.read_epoch[slot])) {
+        race(i, "read", cell.reader[slot], cell.read_call[slot]);
+      }
+    }
+    cell.writer = static_cast<std::uint16_t>(actor.agent);
+    cell.write_epoch = actor.epoch;
+    cell.write_call = offset_of(block, actor.call);
+    cell.atomic = access == Access::Atomic;
+    cell.generic = !actor.engine;
+  }
+
+  // The async proxy sees what threads wrote only after a proxy fence, by the writer after its write
+  // or by the issuer once it knows of the write.
+  void check_proxy(const Cell& cell, std::size_t i) const {
+    if (!cell.generic || cell.writer >= block.cluster->first_engine()) return;
+    const Cluster& cluster = *block.cluster;
+    const Fiber& writer =
+        *cluster.blocks[cell.writer / cluster.threads]->fibers[cell.writer % cluster.threads];
+    const Fiber& issuer = *actor.issuer;
+    if (cell.write_epoch <= writer.fence_epoch) return;
+    if (issuer.fenced != nullptr && cell.write_epoch <= issuer.fenced->seen[cell.writer]) return;
+    fault(head(actor, "missing fence.proxy.async", bytes, access) + " at " +
+          describe_shared(block, pointer + i) + tail(actor) + "\n  no proxy fence follows the write by\n  " +
+          name_of(writer) + " " + where_offset(block, cell.write_call));
+  }
+
+  // Two readers are remembered, different threads if possible, so that a writer whom nothing orders
+  // after the readers meets at least one that is not itself.
+  void note_reader(Cell& cell) const {
+    int slot = 1;
+    if (cell.reader[0] == actor.agent || ordered(cell.reader[0], cell.read_epoch[0])) slot = 0;
+    cell.reader[slot] = static_cast<std::uint16_t>(actor.agent);
+    cell.read_epoch[slot] = actor.epoch;
+    cell.read_call[slot] = offset_of(block, actor.call);
+  }
+};
+
+// Memory that the launch was given, or that belongs to the kernel's own code.
+void check_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Access access) {
+  const Cluster& cluster = *actor.issuer->block->cluster;
+  const Launch& launch = *cluster.launch;
+  const Range* const end = launch.ranges + launch.num_ranges;
+  const Range* after = std::upper_bound(
+      launch.ranges, end, address, [](std::uintptr_t at, const Range& range) { return at < range.low; });
+  // Arrays may overlap: any range that begins before the access may hold it.
+  for (const Range* range = after; range != launch.ranges;) {
+    --range;
+    if (address + bytes <= range->high) {
+      if (access == Access::Read || range->writeable) return;
+      fault(head(actor, "write to a read-only array", bytes, access) +
+            format(" (argument %u)", range->argument) + tail(actor));
+    }
+  }
+  const Module& module = *cluster.module;
+  if (access == Access::Read && address >= module.base && address + bytes <= module.end) return;
+  std::string place = "of no array of this launch";
+  std::uintptr_t nearest = ~std::uintptr_t{0};
+  for (const Range* range = launch.ranges; range != end; ++range) {
+    const std::uintptr_t distance = address >= range->high  ? address - range->high
+                                    : address < range->low ? range->low - address
+                                                           : 0;
+    if (distance >= nearest) continue;
+    nearest = distance;
+    place = address >= range->low
+                ? format("%zu bytes past the end of argument %u", address - range->high, range->argument)
+                : format("%zu bytes before argument %u", range->low - address, range->argument);
+    if (address < range->high) {
+      place = format("across the end of argument %u", range->argument);
+    }
+  }
+  fault(head(actor, "out of bounds", bytes, access) + " at global memory " + place + tail(actor));
+}
+
+}  // namespace
+
+Actor thread_actor(const Fiber& fiber) {
+  return {&fiber, fiber.agent, fiber.epoch, fiber.call, false};
+}
+
+Actor engine_actor(const Fiber& issuer, unsigned number) {
+  Cluster& cluster = *issuer.block->cluster;
+  const std::uint32_t epoch = ++cluster.engine_epoch[number];
+  cluster.newest_epoch = std::max(cluster.newest_epoch, epoch);
+  return {&issuer, cluster.first_engine() + number, epoch, issuer.call, true};
+}
+
+Cell* cells_of(Block& block, const void* pointer, std::size_t bytes) {
+  const auto* at = static_cast<const unsigned char*>(pointer);
+  const std::size_t dynamic_bytes = block.cluster->launch->dynamic_bytes;
+  const auto dynamic_at = static_cast<std::size_t>(at - block.dynamic_shared);
+  if (dynamic_at < dynamic_bytes) {
+    return dynamic_at + bytes <= dynamic_bytes ? &block.shadow.dynamic_cells[dynamic_at] : nullptr;
+  }
+  const std::size_t static_bytes = block.cluster->module->static_bytes;
+  const auto static_at = static_cast<std::size_t>(at - block.static_shared);
+  if (static_at < static_bytes && static_at + bytes <= static_bytes) {
+    return &block.shadow.static_cells[static_at];
+  }
+  const auto copy_at = static_cast<std::size_t>(at - block.static_copy.data());
+  if (copy_at < block.static_copy.size() && copy_at + bytes <= static_bytes) {
+    return &block.shadow.static_cells[copy_at];
+  }
+  return nullptr;
+}
+
+std::string describe_shared(Block& block, const void* pointer) {
+  const auto* at = static_cast<const unsigned char*>(pointer);
+  const std::size_t dynamic_bytes = block.cluster->launch->dynamic_bytes;
+  const std::size_t static_bytes = block.cluster->module->static_bytes;
+  // An access beyond the end is told from where it starts.
+  if (at >= block.dynamic_shared && at <= block.dynamic_shared + dynamic_bytes + 4096) {
+    return format("byte %zu of the dynamic shared memory of %zu bytes",
+                  static_cast<std::size_t>(at - block.dynamic_shared), dynamic_bytes);
+  }
+  return format("byte %zu of the static shared memory of %zu bytes",
+                static_cast<std::size_t>(at - block.static_shared), static_bytes);
+}
+
+void check_shared(const Actor& actor, Block& block, const void* pointer, std::size_t bytes,
+                  Access access) {
+  Cell* cells = cells_of(block, pointer, bytes);
+  if (cells == nullptr) {
+    fault(head(actor, "out of bounds", bytes, access) + " at " + describe_shared(block, pointer) +
+          tail(actor));
+  }
+  const Judge judge{actor, block, static_cast<const unsigned char*>(pointer), bytes, access,
+                    actor.issuer->seen->seen};
+  for (std::size_t i = 0; i < bytes; ++i) judge.one(cells[i], i);
+}
+
+void check(const Actor& actor, const void* pointer, std::size_t bytes, Access access) {
+  const Fiber& me = *actor.issuer;
+  const auto address = reinterpret_cast<std::uintptr_t>(pointer);
+  // The thread's own stack, where it keeps itself too.
+  if (address - reinterpret_cast<std::uintptr_t>(me.stack_low) < Stack::kBytes) return;
+  Block& block = *me.block;
+  if (cells_of(block, pointer, 1) != nullptr) {
+    check_shared(actor, block, pointer, bytes, access);
+    return;
+  }
+  // Near the end of shared memory it was probably meant to be there.
+  const auto* at = static_cast<const unsigned char*>(pointer);
+  const std::size_t static_bytes = block.cluster->module->static_bytes;
+  const std::size_t dynamic_bytes = block.cluster->launch->dynamic_bytes;
+  const bool near_dynamic =
+      dynamic_bytes > 0 && static_cast<std::size_t>(at - block.dynamic_shared) < dynamic_bytes + 1024;
+  const bool near_static =
+      static_bytes > 0 && static_cast<std::size_t>(at - block.static_shared) < static_bytes + 256;
+  if (near_dynamic || near_static) check_shared(actor, block, pointer, bytes, access);
+  if (pointer == &cukit_emulator_thread) return;
+  check_global(actor, address, bytes, access);
+}
+
+void check_alignment(const void* pointer, std::size_t alignment, const char* what) {
+  if (reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0) return;
+  const Fiber& me = current();
+  fault(format("misaligned: %s needs a multiple of %zu bytes, got one of %zu", what, alignment,
+               static_cast<std::size_t>(reinterpret_cast<std::uintptr_t>(pointer) &
+                                        -reinterpret_cast<std::uintptr_t>(pointer))) +
+        tail(thread_actor(me)));
+}
+
+void set_pending(Block& block, const void* pointer, std::size_t bytes) {
+  Cell* cells = cells_of(block, pointer, bytes);
+  for (std::size_t i = 0; i < bytes; ++i) cells[i].pending = 1;
+}
+
+void set_landed(Block& block, const void* pointer, std::size_t bytes, const Actor& by) {
+  Cell* cells = cells_of(block, pointer, bytes);
+  for (std::size_t i = 0; i < bytes; ++i) {
+    cells[i].pending = 0;
+    cells[i].writer = static_cast<std::uint16_t>(by.agent);
+    cells[i].write_epoch = by.epoch;
+  }
+}
+
+}  // namespace cukit::emulator

@@ -1,0 +1,63 @@
+// What the checked mode knows of every byte of a block's shared memory: who wrote it last, and who
+// read it since.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/emulator/thread.h"
+
+namespace cukit::emulator {
+
+struct Block;
+struct Fiber;
+
+struct Cell {
+  std::uint32_t write_epoch = 0;
+  std::uint32_t read_epoch[2] = {};
+  std::uint32_t write_call = 0;  // offset in the kernel's code
+  std::uint32_t read_call[2] = {};
+  std::uint16_t writer = 0;
+  std::uint16_t reader[2] = {};
+  std::uint8_t atomic = 0;   // the last write was
+  std::uint8_t pending = 0;  // a background copy is on its way here
+  std::uint8_t generic = 0;  // the last write was an ordinary one, not the async proxy's
+};
+
+struct Shadow {
+  std::vector<Cell> static_cells, dynamic_cells;
+};
+
+// Who does it: a thread, or an engine on behalf of the thread that issued it.
+struct Actor {
+  const Fiber* issuer;
+  unsigned agent;
+  std::uint32_t epoch;
+  const void* call;
+  bool engine;
+};
+
+Actor thread_actor(const Fiber& fiber);
+// A new epoch of engine `number`.
+Actor engine_actor(const Fiber& issuer, unsigned number);
+
+// Ends the launch on an access outside the allocations, to data not yet there, or in a race.
+void check(const Actor& actor, const void* pointer, std::size_t bytes, Access access);
+// The same for an access known to lie in the shared memory of `block`.
+void check_shared(const Actor& actor, Block& block, const void* pointer, std::size_t bytes,
+                  Access access);
+// Ends the launch unless `pointer` is a multiple of `alignment`.
+void check_alignment(const void* pointer, std::size_t alignment, const char* what);
+
+// Bytes that a background copy will write, and has written, as seen by the thread that waited.
+void set_pending(Block& block, const void* pointer, std::size_t bytes);
+void set_landed(Block& block, const void* pointer, std::size_t bytes, const Actor& by);
+
+// The cells of `bytes` bytes at `pointer`, or null if they are not all shared memory of `block`.
+Cell* cells_of(Block& block, const void* pointer, std::size_t bytes);
+// "static shared memory, byte 8 of 32" and the like, for messages.
+std::string describe_shared(Block& block, const void* pointer);
+
+}  // namespace cukit::emulator

@@ -1,0 +1,70 @@
+"""What can be chosen about the emulator, and the environment variables that choose it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cukit.core.device import typical_device
+from cukit.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How kernels are emulated.
+
+    arch: the GPU that plans are made for and whose instructions exist, e.g. `"sm_90"`.
+    checked: judge every access to memory (several times slower); without it kernels only run.
+    seed: 0 runs the threads of a block in order; any other number in an order of its own.
+    late: let asynchronous copies and products finish only when somebody waits for them.
+    threads: of the operating system, for the blocks of a grid; 0 for one per processor.
+    debug: compile without optimisation, for a debugger.
+    """
+
+    arch: str = "sm_90"
+    checked: bool = True
+    seed: int = 0
+    late: bool = False
+    threads: int = 0
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        typical_device(self.arch)
+        if self.seed < 0 or self.threads < 0:
+            raise ConfigError("emulator: seed and threads must not be negative")
+
+
+def settings_from(environment: Mapping[str, str] = os.environ, **options: object) -> Settings:
+    """`options` where given, else the variables CUKIT_EMULATOR_ARCH, _CHECK, _SEED, _LATE, _THREADS
+    and _DEBUG, else the defaults."""
+    values: dict[str, object] = {}
+    for name, variable in _VARIABLES.items():
+        text = environment.get(f"CUKIT_EMULATOR_{variable}")
+        if text:
+            values[name] = text if name == "arch" else _number(variable, text)
+    values.update(options)
+    for name in ("checked", "late", "debug"):
+        if name in values:
+            values[name] = bool(values[name])
+    unknown = set(values) - set(_VARIABLES)
+    if unknown:
+        raise ConfigError(f"emulator: no option {min(unknown)!r}; known: {', '.join(_VARIABLES)}")
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+_VARIABLES = {
+    "arch": "ARCH",
+    "checked": "CHECK",
+    "seed": "SEED",
+    "late": "LATE",
+    "threads": "THREADS",
+    "debug": "DEBUG",
+}
+
+
+def _number(variable: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"CUKIT_EMULATOR_{variable} must be a number, got {text!r}") from None

@@ -1,0 +1,100 @@
+"""The host's C++ compiler, and the flags that the emulator gives it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from cukit.core.compiler import cuda_include_folder
+from cukit.core.source import kernels_root
+from cukit.errors import CompileError, MissingDependencyError
+
+RUNTIME_SOURCES = Path(__file__).resolve().parent / "runtime"
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """path: of the executable. version: its first line about itself."""
+
+    path: str
+    version: str
+
+    def run(self, arguments: list[str], what: str) -> None:
+        """Raises CompileError with the compiler's messages."""
+        command = [self.path, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CompileError(f"{what} does not compile for the emulator\n{done.stderr.strip()}")
+
+
+@functools.cache
+def find_compiler() -> Compiler:
+    """$CXX, else g++, else clang++."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        path = shutil.which(name) if name else None
+        if path:
+            banner = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+            return Compiler(path, banner.stdout.splitlines()[0])
+    raise MissingDependencyError(
+        "the emulator needs a C++17 compiler: install g++ or clang++, or set CXX"
+    )
+
+
+@functools.cache
+def _machine_flags() -> tuple[str, ...]:
+    """AVX2 and fused multiply-add where the processor has them."""
+    if platform.machine() != "x86_64":
+        return ()
+    try:
+        known = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return ()
+    return ("-march=x86-64-v3",) if {"avx2", "fma", "bmi2", "f16c", "movbe"} <= set(known) else ()
+
+
+def include_flags() -> list[str]:
+    """The kernels, the stand-ins for CUDA's compiler headers, and CUDA's own headers."""
+    root = kernels_root()
+    return [
+        f"-I{root}",
+        "-isystem",
+        str(root / "common" / "emulator" / "cuda"),
+        "-isystem",
+        str(cuda_include_folder()),
+    ]
+
+
+# Kernels reinterpret memory freely, integers wrap, and a * b + c is one operation, as on the GPU.
+_LANGUAGE = (
+    "-std=c++17",
+    "-fPIC",
+    "-w",
+    "-fno-strict-aliasing",
+    "-fwrapv",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+)
+
+
+def runtime_flags() -> tuple[str, ...]:
+    """For the emulator's own sources."""
+    return (*_LANGUAGE, *_machine_flags(), "-O3", "-g")
+
+
+def kernel_flags(checked: bool, debug: bool, gcc: bool) -> tuple[str, ...]:
+    """For a kernel. The sanitizers only instrument: what they call is the emulator's own."""
+    flags = [*_LANGUAGE, *_machine_flags()]
+    flags += ["-O0", "-g3"] if debug else ["-O1", "-g"] if checked else ["-O2", "-g1"]
+    if checked:
+        flags.append("-fsanitize=thread,alignment,null,bounds")
+        if gcc:
+            # Whole structures are loaded and stored at once: their alignment is what is checked.
+            flags += ["-fno-tree-sra", "--param=tsan-instrument-func-entry-exit=0"]
+        else:
+            flags += ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
+    return tuple(flags)

@@ -1,0 +1,130 @@
+// Loads and stores with cache hints, fences, clocks and atomics.
+#pragma once
+
+#include <chrono>
+#include <cstring>
+
+#include "common/emulator/thread.h"
+
+namespace cukit::emulator {
+
+// T, but not deduced from: `atomicAdd(&float, 1)` adds a float.
+template <typename T>
+struct Identity { using type = T; };
+template <typename T>
+using Same = typename Identity<T>::type;
+
+}  // namespace cukit::emulator
+
+// Cache hints mean nothing here.
+#define CUKIT_CACHED_LOAD(name) \
+  template <typename T>         \
+  inline T name(const T* from) { return *from; }
+CUKIT_CACHED_LOAD(__ldg)
+CUKIT_CACHED_LOAD(__ldca)
+CUKIT_CACHED_LOAD(__ldcg)
+CUKIT_CACHED_LOAD(__ldcs)
+CUKIT_CACHED_LOAD(__ldcv)
+CUKIT_CACHED_LOAD(__ldlu)
+#undef CUKIT_CACHED_LOAD
+
+#define CUKIT_CACHED_STORE(name) \
+  template <typename T>          \
+  inline void name(T* to, const ::cukit::emulator::Same<T>& value) { *to = value; }
+CUKIT_CACHED_STORE(__stcg)
+CUKIT_CACHED_STORE(__stcs)
+CUKIT_CACHED_STORE(__stwb)
+CUKIT_CACHED_STORE(__stwt)
+#undef CUKIT_CACHED_STORE
+
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+inline long long clock64() {
+  return std::chrono::steady_clock::now().time_since_epoch().count();
+}
+inline void __nanosleep(unsigned) { ::cukit::emulator::yield(); }
+inline void __trap() { ::cukit::emulator::trap("__trap"); }
+
+inline std::size_t __cvta_generic_to_shared(const void* pointer) {
+  return ::cukit::emulator::shared_address(pointer);
+}
+inline std::size_t __cvta_generic_to_global(const void* pointer) {
+  return reinterpret_cast<std::size_t>(pointer);
+}
+
+namespace cukit::emulator {
+
+// The integer that carries a value of the same size.
+template <std::size_t Bytes>
+struct Bits;
+template <>
+struct Bits<2> { using type = std::uint16_t; };
+template <>
+struct Bits<4> { using type = std::uint32_t; };
+template <>
+struct Bits<8> { using type = std::uint64_t; };
+
+template <typename To, typename From>
+inline To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// Returns what was there.
+std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uint64_t value,
+                                      std::size_t bytes);
+std::uint64_t atomic_load(const void* from, std::size_t bytes);
+
+// *to = update(*to), atomically; returns the old value.
+template <typename T, typename Update>
+inline T atomic_update(T* to, Update update) {
+  using B = typename Bits<sizeof(T)>::type;
+  check_access(to, sizeof(T), Access::Atomic);
+  for (;;) {
+    const B old = static_cast<B>(atomic_load(to, sizeof(T)));
+    const B next = bit_cast<B>(static_cast<T>(update(bit_cast<T>(old))));
+    if (static_cast<B>(atomic_compare_exchange(to, old, next, sizeof(T))) == old) {
+      return bit_cast<T>(old);
+    }
+  }
+}
+
+}  // namespace cukit::emulator
+
+#define CUKIT_ATOMIC(name, expression)                                              \
+  template <typename T>                                                             \
+  inline T name(T* to, ::cukit::emulator::Same<T> value) {                             \
+    return ::cukit::emulator::atomic_update(to, [&](T old) { return expression; }); \
+  }                                                                                 \
+  template <typename T>                                                             \
+  inline T name##_block(T* to, ::cukit::emulator::Same<T> value) {                     \
+    return name(to, value);                                                         \
+  }                                                                                 \
+  template <typename T>                                                             \
+  inline T name##_system(T* to, ::cukit::emulator::Same<T> value) {                    \
+    return name(to, value);                                                         \
+  }
+CUKIT_ATOMIC(atomicAdd, old + value)
+CUKIT_ATOMIC(atomicSub, old - value)
+CUKIT_ATOMIC(atomicMin, old < value ? old : value)
+CUKIT_ATOMIC(atomicMax, old > value ? old : value)
+CUKIT_ATOMIC(atomicAnd, old& value)
+CUKIT_ATOMIC(atomicOr, old | value)
+CUKIT_ATOMIC(atomicXor, old ^ value)
+CUKIT_ATOMIC(atomicExch, (static_cast<void>(old), value))
+CUKIT_ATOMIC(atomicInc, old >= value ? T(0) : T(old + 1))
+CUKIT_ATOMIC(atomicDec, old == 0 || old > value ? value : T(old - 1))
+#undef CUKIT_ATOMIC
+
+template <typename T>
+inline T atomicCAS(T* to, ::cukit::emulator::Same<T> expected, ::cukit::emulator::Same<T> value) {
+  using B = typename ::cukit::emulator::Bits<sizeof(T)>::type;
+  ::cukit::emulator::check_access(to, sizeof(T), ::cukit::emulator::Access::Atomic);
+  return ::cukit::emulator::bit_cast<T>(static_cast<B>(::cukit::emulator::atomic_compare_exchange(
+      to, ::cukit::emulator::bit_cast<B>(expected), ::cukit::emulator::bit_cast<B>(value),
+      sizeof(T))));
+}

@@ -1,0 +1,78 @@
+// What a running thread knows of itself, and the calls through which it reaches the emulator.
+//
+// A CUDA thread is a fiber. The runtime (cukit/emulator/runtime) switches between the fibers of a
+// block at barriers, warp collectives and waits, and nowhere else.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "vector_types.h"
+
+namespace cukit::emulator {
+
+struct Thread {
+  uint3 thread_index;
+  uint3 block_index;
+  dim3 block_dim;
+  dim3 grid_dim;
+  unsigned lane;
+  unsigned cluster_rank;
+  unsigned cluster_blocks;
+  unsigned char* dynamic_shared;
+};
+
+// Set at every switch. A block, or a cluster of blocks, stays on one thread of the operating system.
+extern "C" __attribute__((tls_model("initial-exec"))) __thread Thread* cukit_emulator_thread;
+
+inline const Thread& self() { return *cukit_emulator_thread; }
+
+// Ends the launch with an error that names the instruction.
+[[noreturn]] void not_emulated(const char* instruction);
+// Ends the launch: a kernel's assert or __trap.
+[[noreturn]] void trap(const char* reason);
+
+// Barriers --------------------------------------------------------------------------------------
+
+enum class BlockVote { None, And, Or, Count };
+
+// __syncthreads and its voting forms; `line` tells apart those that a warp may not mix.
+int sync_block(BlockVote vote, int predicate, int line);
+// bar.sync and bar.arrive on a named barrier; `threads` 0 stands for the whole block.
+void sync_named(unsigned barrier, unsigned threads);
+void arrive_named(unsigned barrier, unsigned threads);
+void cluster_arrive();
+void cluster_wait();
+void sync_warp(unsigned mask);
+
+// Lets other threads run: in __nanosleep and in loops that poll.
+void yield();
+
+// Warp collectives: every lane named in the mask brings 64 bits and leaves with 64 bits -----------
+
+enum class WarpOp : unsigned {
+  Shuffle, ShuffleUp, ShuffleDown, ShuffleXor,
+  Any, All, Ballot, MatchAny, MatchAll,
+  AddU32, MinU32, MaxU32, MinS32, MaxS32, And, Or, Xor,
+};
+
+// `argument` is the lane, the distance or the mask of a shuffle, `width` its segment.
+std::uint64_t warp_collective(WarpOp op, unsigned mask, std::uint64_t value, unsigned argument = 0,
+                              unsigned width = 32);
+
+// Shared memory has 32-bit addresses, as on the GPU ----------------------------------------------
+
+std::uint32_t shared_address(const void* pointer);
+// The place of a shared::cluster address; ends the launch unless `bytes` of it are shared memory.
+void* shared_pointer(std::uint32_t address, std::size_t bytes);
+// mapa: the address that a place in this block has as seen in the block of rank `rank`.
+std::uint32_t map_to_rank(std::uint32_t address, unsigned rank);
+
+// Accesses that the compiler's instrumentation does not see ---------------------------------------
+
+enum class Access { Read, Write, Atomic };
+
+// Does what the instrumented loads and stores of a checked build do.
+void check_access(const void* pointer, std::size_t bytes, Access access);
+
+}  // namespace cukit::emulator
