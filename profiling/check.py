@@ -33,9 +33,12 @@ def _sequence(value: Any) -> list[Any]:
 
 def _array(value: Any) -> Any:
     """A NumPy or CuPy view of an array or a tensor."""
-    if hasattr(value, "detach"):
-        return array_module().from_dlpack(value.detach())
-    return value
+    if not hasattr(value, "detach"):
+        return value
+    tensor = value.detach()
+    if tensor.is_floating_point() and tensor.element_size() < 4:
+        tensor = tensor.float()
+    return array_module().from_dlpack(tensor)
 
 
 def _one(out: Any, expected: Any) -> float:

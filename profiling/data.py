@@ -6,7 +6,9 @@ measurably faster than real data.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
+from itertools import count
 from types import ModuleType
 from typing import Any
 
@@ -30,19 +32,52 @@ def array_module() -> ModuleType:
     return cupy if cupy.cuda.is_available() else np
 
 
+# Counter-based, so that no cuRAND is needed: SplitMix64 of the element's index, then Box-Muller.
+_BITS = """
+    unsigned long long bits = seed + 0x9E3779B97F4A7C15ull * (i + 1);
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9ull;
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBull;
+    bits ^= bits >> 31;
+"""
+_NORMAL = """
+    const float radius = sqrtf(-2.0f * logf(((bits >> 40) + 1) * 0x1p-24f));
+    value = radius * cospif((bits & 0xFFFFFF) * 0x1p-23f);
+"""
+_INTEGER = "value = low + (long long)(((bits >> 32) * span) >> 32);"
+
+_seeds = count(20)
+
+
 @lru_cache(maxsize=1)
-def _generator() -> Any:
-    return array_module().random.default_rng(20)
+def _normal_kernel() -> Any:
+    return array_module().ElementwiseKernel(
+        "uint64 seed", "float32 value", _BITS + _NORMAL, "cukit_normal"
+    )
+
+
+@lru_cache(maxsize=1)
+def _integer_kernel() -> Any:
+    return array_module().ElementwiseKernel(
+        "uint64 seed, int64 low, uint64 span", "int64 value", _BITS + _INTEGER, "cukit_integers"
+    )
 
 
 def normal(shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Any:
     """`scale` times a standard normal sample of `shape`, rounded to `dtype`."""
-    xp = array_module()
-    sample = _generator().standard_normal(shape, dtype=xp.float32)
-    sample *= xp.float32(scale)
+    xp, seed = array_module(), next(_seeds)
+    if xp is np:
+        sample = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    else:
+        sample = _normal_kernel()(np.uint64(seed << 32), size=math.prod(shape)).reshape(shape)
+    sample *= np.float32(scale)
     return sample.astype(DTYPES[dtype], copy=False)
 
 
 def integers(low: int, high: int, shape: tuple[int, ...], dtype: str = "int32") -> Any:
     """Uniform integers in [low, high)."""
-    return _generator().integers(low, high, size=shape).astype(dtype)
+    xp, seed = array_module(), next(_seeds)
+    if xp is np:
+        return np.random.default_rng(seed).integers(low, high, shape).astype(dtype)
+    span = np.uint64(high - low)
+    sample = _integer_kernel()(np.uint64(seed << 32), np.int64(low), span, size=math.prod(shape))
+    return sample.astype(dtype).reshape(shape)

@@ -19,6 +19,8 @@ PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "torch", "triton", "liger-k
 COPY_BYTES = 1 << 31
 GEMM_SIZE = 4096
 
+NVIDIA_SMI = ("nvidia-smi", "--id=0", "--format=csv,noheader,nounits")
+
 CLOCK_FIELDS = {
     "clocks.sm": "sm_under_load_mhz",
     "clocks.max.sm": "sm_max_mhz",
@@ -47,7 +49,7 @@ def describe(timer: Timer) -> dict[str, Any]:
     ceilings = {"copy_gbps": _copy_gbps(timer), "bf16_gemm_tflops": _gemm_tflops(timer, gemm)}
     return found | {
         "gpu": properties["name"].decode(),
-        "driver": _nvidia_smi("driver_version"),
+        "driver": _driver_version(),
         "cuda": _dotted(xp.cuda.runtime.runtimeGetVersion()),
         "clocks": _clocks(gemm),
         "ceilings": ceilings,
@@ -57,7 +59,7 @@ def describe(timer: Timer) -> dict[str, Any]:
 def _copy_gbps(timer: Timer) -> float:
     """Bytes read plus bytes written of a device-to-device copy."""
     xp = array_module()
-    source = xp.random.default_rng(0).integers(0, 1 << 30, COPY_BYTES // 4, dtype=xp.int32)
+    source = normal((COPY_BYTES // 4,), "float32")
     target = xp.empty_like(source)
     timing = measure({"copy": lambda: xp.copyto(target, source)}, timer)["copy"]
     return round(2 * COPY_BYTES / timing.median_us / 1e3, 1)
@@ -80,18 +82,25 @@ def _gemm_tflops(timer: Timer, gemm: Callable[[], Any]) -> float:
 
 def _clocks(gemm: Callable[[], Any]) -> dict[str, Any]:
     """Clocks and power, asked for while matrix products keep the card busy."""
-    for _ in range(1500):
-        gemm()
-    values = (_nvidia_smi(",".join(CLOCK_FIELDS)) or "").split(", ")
-    array_module().cuda.Device().synchronize()
+    command = [*NVIDIA_SMI, f"--query-gpu={','.join(CLOCK_FIELDS)}"]
+    try:
+        question = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    except OSError:
+        return {}
+    synchronize = array_module().cuda.Device().synchronize
+    while question.poll() is None:
+        for _ in range(50):
+            gemm()
+        synchronize()
+    values = question.communicate()[0].strip().split(", ")
     if len(values) != len(CLOCK_FIELDS):
         return {}
     return {name: _number(text) for name, text in zip(CLOCK_FIELDS.values(), values, strict=True)}
 
 
-def _nvidia_smi(field: str) -> str | None:
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", "--id=0"]
+def _driver_version() -> str | None:
     try:
+        command = [*NVIDIA_SMI, "--query-gpu=driver_version"]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import math
 import pkgutil
 import sys
 import time
@@ -33,6 +34,7 @@ from cukit.analyzer.timing import (
     Timing,
     measure,
 )
+from cukit.errors import CukitError
 from profiling.case import Call, Case, PeerMissing, Workload
 from profiling.check import relative_error
 from profiling.data import array_module
@@ -170,7 +172,7 @@ class Runner:
             "tflops": round(case.flops / median / 1e6, 1) if case.flops else None,
             "gbps": round(case.bytes / median / 1e3, 1) if case.bytes else None,
             "floor_us": self._floor_us(case),
-            "error": float(f"{error:.3g}"),
+            "error": float(f"{error:.3g}") if math.isfinite(error) else None,
             "correct": correct,
         }
 
@@ -207,7 +209,7 @@ def show(record: Record) -> str:
     share = f"{100 * floor / record['median_us']:4.0f}% of floor" if floor else ""
     peak = record.get("peak_bytes")
     memory = f"{peak / 2**20:9.1f} MiB" if peak is not None else ""
-    verdict = "" if record["correct"] else f"  WRONG: error {record['error']:.1e}"
+    verdict = "" if record["correct"] else f"  WRONG: error {record['error']}"
     line = (
         f"    {record['impl']:<16}{record['median_us']:>11.2f} us  ±{record['iqr_us']:<8.2f}"
         f"{rate:<18}{share:<15}{memory}{verdict}"
@@ -241,28 +243,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if array_module().__name__ != "cupy" and not options.small:
         print("no GPU here: `cukit doctor` says why; --small runs without one", file=sys.stderr)
         return 2
-    return run_cases(
-        cases,
-        Runner(peers=not options.no_peers, quick=options.small),
-        out=options.out,
-        whole_family=not options.only,
-    )
+    try:
+        runner = Runner(peers=not options.no_peers, quick=options.small)
+        return run_cases(cases, runner, out=options.out, whole_family=not options.only)
+    except (ResultsError, CukitError) as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def run_cases(cases: list[Case], runner: Runner, *, out: Path | None, whole_family: bool) -> int:
     """Run `cases`, print them, and write them to `out` as they come."""
     begin = time.monotonic()
-    try:
-        results = ResultsFile(out, runner.environment) if out else None
-    except ResultsError as error:
-        print(error, file=sys.stderr)
-        return 2
+    results = ResultsFile(out, runner.environment) if out else None
     print(runner.environment, flush=True)
     for case in cases:
         print(f"{case.family}/{case.op} {case.name} {case.dtype}", flush=True)
+        started = time.monotonic()
         records = runner.run(case)
         for record in records:
             print(show(record), flush=True)
+        print(f"    ({time.monotonic() - started:.1f} s)", flush=True)
         if results:
             results.replace(case.key(), records)
     if results and whole_family:

@@ -6,39 +6,57 @@ options and compiler, so that a second run only compiles what changed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from cukit.commands.compile import DEFAULT_ARCHS, Variant, compile_all, devices, residency, variants
+from cukit.commands.compile import (
+    DEFAULT_ARCHS,
+    Variant,
+    compile_variant,
+    devices,
+    residency,
+    variants,
+    worker_pool,
+)
 from cukit.core.compiler import CompiledKernel
 from cukit.core.source import kernels_root
 from cukit.errors import CompileError
 
 VARIANTS = variants(devices(",".join(DEFAULT_ARCHS)))
 
-# Entries that may spill, with the reason. None so far.
-MAY_SPILL: dict[str, str] = {}
+# (entry, arch) -> bytes that a variant may spill, and why.
+MAY_SPILL: dict[tuple[str, str], tuple[int, str]] = {}
 
-Compiled = dict[Variant, CompiledKernel | CompileError]
+Compiled = dict[Variant, "Future[tuple[Variant, CompiledKernel | CompileError]]"]
 
 
 @pytest.fixture(scope="session")
-def compiled(request: pytest.FixtureRequest) -> Compiled:
+def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
+    """A promise for every variant that this run asks for; all cores work on them in order."""
     cache = request.config.cache
     assert cache is not None
+    asked = [
+        item.callspec.params["variant"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == "test_compiles_without_spills"
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUKIT_CACHE_DIR", str(cache.mkdir("cukit-kernels")))
-        return dict(compile_all(VARIANTS))
+        pool = worker_pool()
+        yield {variant: pool.submit(compile_variant, variant) for variant in asked}
+        pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.arch}-{v.spec}")
-@pytest.mark.timeout(900)
 def test_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
-    result = compiled[variant]
+    _, result = compiled[variant].result()
     assert isinstance(result, CompiledKernel), str(result)
     spilled = result.info.spill_store_bytes + result.info.spill_load_bytes
-    assert spilled == 0 or variant.spec.entry in MAY_SPILL, f"{spilled} bytes spilled"
+    allowed, _ = MAY_SPILL.get((variant.spec.entry, variant.arch), (0, ""))
+    assert spilled <= allowed, f"{spilled} bytes spilled"
     assert residency(variant, result).blocks >= 1, "no block of it fits on a multiprocessor"
 
 

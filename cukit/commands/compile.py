@@ -119,16 +119,21 @@ def compile_all(
     tasks = list(wanted)
     workers = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
     if workers <= 1:
-        yield from map(_compile, tasks)
+        yield from map(compile_variant, tasks)
         return
-    # Started anew rather than forked: a forked child may not touch CUDA.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for future in as_completed([pool.submit(_compile, task) for task in tasks]):
+    with worker_pool(workers) as pool:
+        for future in as_completed([pool.submit(compile_variant, task) for task in tasks]):
             yield future.result()
 
 
-def _compile(variant: Variant) -> tuple[Variant, CompiledKernel | CompileError]:
+def worker_pool(workers: int | None = None) -> ProcessPoolExecutor:
+    """Processes to compile in: started anew, since a forked one may not touch CUDA."""
+    workers = workers or len(os.sched_getaffinity(0))
+    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+
+
+def compile_variant(variant: Variant) -> tuple[Variant, CompiledKernel | CompileError]:
+    """One variant, into the cache of launches. A kernel that does not compile is a result, too."""
     try:
         return variant, compile_kernel(variant.spec, variant.arch)
     except CompileError as error:
