@@ -1,8 +1,10 @@
-"""One call into cuBLAS: a row-major matrix product on CuPy's current stream."""
+"""Calls into cuBLAS: row-major matrix products on CuPy's current stream."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,17 +70,12 @@ def gemm(
     TF32: float32 operands are multiplied as such.
     """
     left, right, target = layouts
-    m, n = target.rows, target.columns
-    k = left.rows if left.transposed else left.columns
     wide = a.dtype == float64
-    # cuBLAS is column-major and so sees every matrix transposed: out^T = op(b)^T op(a)^T.
-    cublas = _library()
-    handle = _handle_getter()()
-    mode = cublas.getMathMode(handle)
-    cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
-    try:
+    with _exact_sums() as (cublas, handle):
+        # cuBLAS is column-major and so sees every matrix transposed: out^T = op(b)^T op(a)^T.
         cublas.gemmEx(
-            handle, int(right.transposed), int(left.transposed), n, m, k,
+            handle, int(right.transposed), int(left.transposed),
+            target.columns, target.rows, left.rows if left.transposed else left.columns,
             _coefficient(alpha, wide).ctypes.data,
             b.data.ptr, _DATA_TYPES[b.dtype], right.leading,
             a.data.ptr, _DATA_TYPES[a.dtype], left.leading,
@@ -86,5 +83,37 @@ def gemm(
             out.data.ptr, _DATA_TYPES[out.dtype], target.leading,
             _COMPUTE_64F if wide else _COMPUTE_32F, _DEFAULT_ALGORITHM,
         )  # fmt: skip
+
+
+def gemm_partials(a: Array, b: Array, partials: Array) -> None:
+    """partials[s] = a[:, part s] @ b[part s], the inner extent cut into equal parts.
+
+    a: [m, k], b: [k, n] of one dtype of at most 32 bits, partials: float32 [splits, m, n], all
+    C-contiguous, k a multiple of splits. Where m x n fills the GPU badly, splits x m x n does not.
+    """
+    splits, m, n = partials.shape
+    inner = a.shape[1]
+    part = inner // splits
+    with _exact_sums() as (cublas, handle):
+        cublas.gemmStridedBatchedEx(
+            handle, 0, 0, n, m, part,
+            _coefficient(1.0, False).ctypes.data,
+            b.data.ptr, _DATA_TYPES[b.dtype], n, part * n,
+            a.data.ptr, _DATA_TYPES[a.dtype], inner, part,
+            _coefficient(0.0, False).ctypes.data,
+            partials.data.ptr, _DATA_TYPES[partials.dtype], n, m * n,
+            splits, _COMPUTE_32F, _DEFAULT_ALGORITHM,
+        )  # fmt: skip
+
+
+@contextmanager
+def _exact_sums() -> Iterator[tuple[Any, int]]:
+    """cuBLAS and its handle, in a mode that adds no partial sums in 16 bits."""
+    cublas = _library()
+    handle = _handle_getter()()
+    mode = cublas.getMathMode(handle)
+    cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
+    try:
+        yield cublas, handle
     finally:
         cublas.setMathMode(handle, mode)
