@@ -66,6 +66,10 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+_SECTION_WAVES = 4
+_SHARING_BLOCKS = 16
+
+
 @dataclass(frozen=True)
 class FlashAttentionConfig:
     """How one forward call runs."""
@@ -235,12 +239,23 @@ def kernel_class(device: Device) -> str:
     raise UnsupportedDeviceError(f"attention needs sm_80 or newer, {device.name} is {device.arch}")
 
 
-def _section(problem: AttentionProblem, bytes_per_head: int, heads: int, device: Device) -> int:
-    """Causal: as many heads together as half of L2 holds, so that long tiles can go first and
-    still share it. Otherwise one head after the other: all tiles are equally long."""
-    if not problem.causal:
-        return 1
-    return max(1, min(heads, device.l2_bytes // 2 // max(1, bytes_per_head)))
+def choose_section(heads: int, tiles: int, bytes_per_head: int, slots: int, device: Device) -> int:
+    """How many heads' blocks of a causal call run together, longest first.
+
+    Few heads leave long tiles for the very end, where they run alone: a section should fill the
+    GPU's `slots` several times with its `tiles` a head. Many heads push each other's data
+    (`bytes_per_head`) out of L2, unless enough blocks of each are at work to share what they read.
+    Unequal sections end badly too, so one of equal size is preferred.
+    """
+    fits_l2 = device.l2_bytes // 2 // max(1, bytes_per_head)
+    fills_gpu = _ceil_div(_SECTION_WAVES * slots, max(1, tiles))
+    least = max(1, fits_l2, min(fills_gpu, slots // _SHARING_BLOCKS))
+    if least >= heads:
+        return max(1, heads)
+    for section in range(least, 2 * least):
+        if heads % section == 0:
+            return section
+    return _ceil_div(heads, heads // least)
 
 
 def _splits(group: int, blocks: int, enough: int) -> int:
@@ -254,14 +269,12 @@ def _splits(group: int, blocks: int, enough: int) -> int:
 @cache
 def plan_flash_attention(problem: AttentionProblem, device: Device) -> FlashAttentionConfig:
     """The forward's configuration. Raises UnsupportedDeviceError where nothing fits."""
-    width = problem.width
-    heads = problem.batch * problem.num_heads_q
-    key_bytes = 2 * problem.seq_len_kv * problem.head_dim * ITEM_BYTES // problem.group
+    tiling = first_fit(FORWARD_TILINGS[problem.width], problem.width, device)
     return FlashAttentionConfig(
         kernel_class=kernel_class(device),
         problem=problem,
-        tiling=first_fit(FORWARD_TILINGS[width], width, device),
-        section=_section(problem, key_bytes, heads, device),
+        tiling=tiling,
+        section=_query_section(problem, tiling, device),
     )
 
 
@@ -271,23 +284,41 @@ def plan_flash_attention_backward(
 ) -> FlashAttentionBackwardConfig:
     """The backward's configuration. Raises UnsupportedDeviceError where nothing fits."""
     width = problem.width
-    # What the blocks of a key head read again and again: Q, dO and the float32 sum of dQ.
-    query_bytes = problem.group * problem.seq_len_q * problem.head_dim * (2 * ITEM_BYTES + 4)
-    key_bytes = 2 * problem.seq_len_kv * problem.head_dim * ITEM_BYTES // problem.group
-    heads_kv, heads_q = (problem.batch * n for n in (problem.num_heads_kv, problem.num_heads_q))
     keys = first_fit(KEY_TILINGS[width], width, device)
-    blocks = heads_kv * _ceil_div(problem.seq_len_kv, keys.tile_n)
-    splits = _splits(problem.group, blocks, device.num_sms * keys.blocks_per_sm)
+    queries = first_fit(QUERY_TILINGS[width], width, device)
+    tiles = _ceil_div(problem.seq_len_kv, keys.tile_n)
+    heads = problem.batch * problem.num_heads_kv
+    slots = device.num_sms * keys.blocks_per_sm
+    splits = _splits(problem.group, heads * tiles, slots)
+    section = 1
+    if problem.causal:
+        # What the blocks of a key head read again and again: Q, dO and the float32 sum of dQ.
+        row_bytes = problem.head_dim * (2 * ITEM_BYTES + 4)
+        head_bytes = problem.group // splits * problem.seq_len_q * row_bytes
+        section = choose_section(heads * splits, tiles, head_bytes, slots, device)
     return FlashAttentionBackwardConfig(
         kernel_class=kernel_class(device),
         problem=problem,
         deterministic=deterministic,
         keys=keys,
-        queries=first_fit(QUERY_TILINGS[width], width, device),
+        queries=queries,
         splits=splits,
-        key_section=_section(problem, query_bytes // splits, heads_kv * splits, device),
-        query_section=_section(problem, key_bytes, heads_q, device),
+        key_section=section,
+        query_section=_query_section(problem, queries, device),
     )
+
+
+def _query_section(
+    problem: AttentionProblem, tiling: ForwardTiling | QueryTiling, device: Device
+) -> int:
+    """The section of a kernel whose blocks own queries: they read K and V again and again."""
+    if not problem.causal:
+        return 1
+    heads = problem.batch * problem.num_heads_q
+    tiles = _ceil_div(problem.seq_len_q, tiling.tile_m)
+    head_bytes = 2 * problem.seq_len_kv * problem.head_dim * ITEM_BYTES // problem.group
+    slots = device.num_sms * tiling.blocks_per_sm
+    return choose_section(heads, tiles, head_bytes, slots, device)
 
 
 def representative_specs(

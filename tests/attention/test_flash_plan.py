@@ -8,6 +8,7 @@ import pytest
 
 from cukit.attention.flash_plan import (
     AttentionProblem,
+    choose_section,
     kernel_class,
     plan_flash_attention,
     plan_flash_attention_backward,
@@ -115,12 +116,18 @@ def test_groups_are_split_only_to_fill_the_gpu():
     assert many.sum_spec() not in many.specs()
 
 
-def test_causal_sections_keep_their_keys_in_half_of_l2():
-    problem = replace(PROBLEM, seq_len_q=16384, seq_len_kv=16384, num_heads_kv=32)
-    section = plan_flash_attention(problem, H200).section
-    assert 1 < section < 128
-    assert section * 2 * 16384 * 128 * 2 <= H200.l2_bytes // 2
-    assert plan_flash_attention(replace(problem, causal=False), H200).section == 1
+def test_sections():
+    """As many heads as half of L2 holds; more where their tiles are too few to fill the GPU."""
+    half = H200.l2_bytes // 2
+    assert choose_section(64, 8, half // 16, 264, H200) == 16
+    assert choose_section(64, 8, half // 15, 264, H200) == 16, "sections of one size"
+    assert choose_section(16, 128, half, 264, H200) == 16, "four waves are nine heads: all of two"
+    assert choose_section(64, 32, half, 264, H200) == 16, "sixteen blocks share what a head reads"
+    assert choose_section(53, 8, half // 15, 264, H200) == 18, "a prime: nearly one size"
+    assert choose_section(3, 8, half // 16, 264, H200) == 3
+    assert choose_section(0, 0, 0, 264, H200) == 1
+    assert plan_flash_attention(replace(PROBLEM, causal=False), H200).section == 1
+    assert plan_flash_attention(PROBLEM, H200).section > 1
 
 
 @pytest.mark.parametrize("causal", [False, True])
