@@ -27,8 +27,9 @@ from cukit.errors import CompileError
 
 VARIANTS = variants(devices(",".join(DEFAULT_ARCHS)))
 
-# (entry, arch) -> bytes that a variant may spill, and why.
-MAY_SPILL: dict[tuple[str, str], tuple[int, str]] = {}
+# Where kernels are tuned they keep everything in registers; elsewhere a few bytes may spill.
+TUNED_ARCHS = ("sm_80", "sm_90a")
+SPILLS_ELSEWHERE_BYTES = 128
 
 Compiled = dict[Variant, "Future[tuple[Variant, CompiledKernel | CompileError]]"]
 
@@ -55,7 +56,7 @@ def test_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
     _, result = compiled[variant].result()
     assert isinstance(result, CompiledKernel), str(result)
     spilled = result.info.spill_store_bytes + result.info.spill_load_bytes
-    allowed, _ = MAY_SPILL.get((variant.spec.entry, variant.arch), (0, ""))
+    allowed = 0 if variant.arch in TUNED_ARCHS else SPILLS_ELSEWHERE_BYTES
     assert spilled <= allowed, f"{spilled} bytes spilled"
     assert residency(variant, result).blocks >= 1, "no block of it fits on a multiprocessor"
 
