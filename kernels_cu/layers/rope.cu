@@ -7,9 +7,11 @@
 // from 2 HALF on are copied. A position outside the tables gives NaN.
 // Paper: Su et al., "RoFormer", arXiv:2104.09864.
 // Mapping: the heads of q and k together are the heads of a token. A head is split over LANES =
-//   HALF_VECS + COPY_VECS threads: a turning lane holds VEC pairs (two accesses), a copying lane one
-//   access. Threads are numbered (token, head group, lane); one serves the HEADS_PER_THREAD heads
-//   g, g + GROUPS, ... of its group g with the same angles, and asks for all of them at once.
+//   HALF_VECS + COPY_VECS threads: a turning lane holds VEC pairs in two accesses HALF elements
+//   apart, so that either is contiguous over the lanes (two neighbours where VEC is 1 and pairs are
+//   neighbours), a copying lane one access. Threads are numbered (token, head group, lane); one
+//   serves the HEADS_PER_THREAD heads g, g + GROUPS, ... of its group g with the same angles, and
+//   asks for all of them at once.
 // Macros: DTYPE float32|float16|bfloat16; THREADS; VEC (VEC * sizeof(DTYPE) <= 16); HALF_VECS;
 //   COPY_VECS (head_dim - rotary_dim) / VEC, or 0 in place; HEAD_DIM; HEADS_Q; HEADS_K;
 //   HEADS_PER_THREAD; INTERLEAVED 0|1; INVERSE 0|1; INPLACE 0|1: outputs have the inputs' strides,
@@ -46,15 +48,30 @@ CUKIT_DEVICE long long offset_out(Strides strides, int batch, int index, long lo
   return (token * Heads + head) * HEAD_DIM;
 }
 
-// VEC floats of a table row; 16 bytes at a time where there are as many.
-CUKIT_DEVICE void load_angles(float (&into)[VEC], const float* from) {
-  constexpr int kChunk = VEC < 4 ? VEC : 4;
+// N floats of a table row; 16 bytes at a time where there are as many.
+template <int N>
+CUKIT_DEVICE void load_floats(float* into, const float* from) {
+  constexpr int kChunk = N < 4 ? N : 4;
 #pragma unroll
-  for (int j = 0; j < VEC; j += kChunk) {
+  for (int j = 0; j < N; j += kChunk) {
     cukit::Vec<float, kChunk> chunk;
     cukit::load(chunk, from + j);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) into[j + i] = chunk[i];
+  }
+}
+
+// Where neighbours are pairs, an access holds VEC / 2 of them; alone, an element has no neighbour.
+constexpr bool kPairsInAccess = INTERLEAVED && VEC > 1;
+constexpr bool kPairOfAccesses = INTERLEAVED && VEC == 1;
+
+// Cosines or sines of the pairs that a turning lane holds.
+CUKIT_DEVICE void load_angles(float (&into)[VEC], const float* row, int lane) {
+  if constexpr (kPairsInAccess) {
+    load_floats<VEC / 2>(into, row + lane * (VEC / 2));
+    load_floats<VEC / 2>(into + VEC / 2, row + kHalf / 2 + lane * (VEC / 2));
+  } else {
+    load_floats<VEC>(into, row + lane * VEC);
   }
 }
 
@@ -87,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope(
 
   const bool turns = lane < HALF_VECS;
   // Where the lane's accesses begin within a head; a copying lane has the first one only.
-  const int first = turns ? lane * (INTERLEAVED ? 2 * VEC : VEC) : kHalf + lane * VEC;
-  const int second = INTERLEAVED ? first + VEC : first + kHalf;
+  const int first = turns ? lane * (kPairOfAccesses ? 2 : VEC) : kHalf + lane * VEC;
+  const int second = kPairOfAccesses ? first + 1 : first + kHalf;
 
   cukit::Vec<T, VEC> pairs[HEADS_PER_THREAD][2];
 #pragma unroll
@@ -107,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope(
     if constexpr (POSITIONS == 1) position = position_ids[index];
     if constexpr (POSITIONS == 2) position = position_ids[token];
     if (position >= 0 && position < max_positions) {
-      load_angles(cosines, cos + position * kHalf + lane * VEC);
-      load_angles(sines, sin + position * kHalf + lane * VEC);
+      load_angles(cosines, cos + position * kHalf, lane);
+      load_angles(sines, sin + position * kHalf, lane);
     } else {
 #pragma unroll
       for (int j = 0; j < VEC; ++j) cosines[j] = sines[j] = __int_as_float(0x7fffffff);
