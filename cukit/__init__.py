@@ -11,6 +11,18 @@ from typing import Any
 from cukit.array_api import *  # noqa: F403
 from cukit.array_api import __all__ as _array_api_names
 from cukit.array_api import xp_namespace
+from cukit.attention import *  # noqa: F403
+from cukit.attention import __all__ as _attention_names
+from cukit.distill import (
+    adamw,
+    cross_entropy,
+    cross_entropy_backward,
+    global_norm,
+    kl_divergence,
+    kl_divergence_backward,
+    linear_cross_entropy,
+    linear_kl_divergence,
+)
 from cukit.emulator import activate_from_environment, backend
 from cukit.errors import *  # noqa: F403
 from cukit.gemm import *  # noqa: F403
@@ -24,11 +36,20 @@ __version__ = "0.1.0"
 __all__ = sorted(
     [
         *_array_api_names,
+        *_attention_names,
         *_gemm_names,
         *_layers_names,
         "__version__",
+        "adamw",
+        "cross_entropy",
+        "cross_entropy_backward",
         "backend",
         "get_kernel",
+        "global_norm",
+        "kl_divergence",
+        "kl_divergence_backward",
+        "linear_cross_entropy",
+        "linear_kl_divergence",
         "register_kernel",
         "xp",
     ]
