@@ -88,8 +88,7 @@ def _splits(tiles: int, vocab_size: int, num_sms: int) -> int:
     shares = [
         splits
         for splits in range(1, _MOST_SPLITS + 1)
-        if splits == 1
-        or (vocab_size % (splits * _ALIGNMENT) == 0 and vocab_size // splits >= _SHORTEST_SUM)
+        if splits == 1 or vocab_size // splits >= _SHORTEST_SUM
     ]
     busy = {splits: tiles * splits / (-(-tiles * splits // num_sms) * num_sms) for splits in shares}
     enough = min(_BUSY_ENOUGH, max(busy.values()))
@@ -130,6 +129,12 @@ def exact_boost(divisor: float, tokens: int, divisor_on_gpu: bool) -> float:
     """
     size = float(tokens) if divisor_on_gpu else divisor
     return 2.0 ** math.floor(math.log2(max(size, 1.0)))
+
+
+def empty_logits(hidden: Array, chunk_tokens: int, vocab_size: int) -> Array:
+    """[chunk_tokens, vocab_size], with rows that begin on 16 bytes, as cuBLAS likes them."""
+    padded = -(-vocab_size // _ALIGNMENT) * _ALIGNMENT
+    return empty(hidden, (chunk_tokens, padded))[:, :vocab_size]
 
 
 def project(hidden: Array, weight: Array, logits: Array) -> None:
@@ -183,7 +188,7 @@ class HeadGradients:
 
 def _layout(array: Array, transposed: bool = False) -> Matrix:
     rows, columns = array.shape
-    return Matrix(rows, columns, columns, transposed)
+    return Matrix(rows, columns, array.strides[0] // array.itemsize, transposed)
 
 
 def _sum_partials(partials: Array, out: Array, alpha: float) -> None:

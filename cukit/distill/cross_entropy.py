@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,12 +16,11 @@ from cukit.core.arrays import (
     runs_kernel,
     write_out,
 )
-from cukit.core.compiler import MacroValue
-from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec, Launch, launch_plan
+from cukit.distill._cross_entropy_rows import launch_rows, plan_cross_entropy, plan_launch
 from cukit.distill._row_loss import (
     REPRESENTATIVE_ROWS,
-    VocabularySplit,
     adopt_scalars,
     arrays_among,
     check_grad_loss,
@@ -32,8 +28,6 @@ from cukit.distill._row_loss import (
     check_targets,
     count_spec,
     normalizer_of,
-    row_access_width,
-    split_vocabulary,
     total_loss,
     total_spec,
     upstream,
@@ -163,54 +157,8 @@ def cross_entropy_backward(
     return grad
 
 
-@dataclass(frozen=True)
-class CrossEntropyConfig:
-    """One way to run the kernel over rows of one vocabulary."""
-
-    dtype: str
-    index_dtype: str
-    grad: bool
-    split: VocabularySplit
-
-    def spec(self) -> KernelSpec:
-        """The kernel variant that this configuration launches."""
-        defines: tuple[tuple[str, MacroValue], ...] = (
-            ("DTYPE", self.dtype),
-            ("ID", self.index_dtype),
-            *self.split.defines(),
-            ("GRAD", self.grad),
-        )
-        return KernelSpec(
-            "distill/cross_entropy.cu",
-            "cross_entropy",
-            defines,
-            self.split.threads,
-            self.split.shared_bytes,
-        )
-
-
-@cache
-def plan_cross_entropy(
-    vocab_size: int,
-    dtype: str,
-    itemsize: int,
-    index_dtype: str,
-    vec: int,
-    grad: bool,
-    device: Device,
-    **choice: Any,
-) -> CrossEntropyConfig:
-    """The loss alone takes one sweep over the row, the gradient a second one.
-
-    choice: `cluster`, `cached`, `threads` of :func:`split_vocabulary`, to try others.
-    """
-    sweeps = 2 if grad else 1
-    split = split_vocabulary(vocab_size, itemsize, vec, 1, sweeps, device, **choice)
-    return CrossEntropyConfig(dtype, index_dtype, grad, split)
-
-
 @launch_plan
-def prepare_rows(
+def _prepare(
     op: str,
     logits: Array,
     targets: Array,
@@ -219,50 +167,9 @@ def prepare_rows(
     ignore_index: int,
     reduction: str,
 ) -> Launch:
-    """The checked launch over the rows of `logits`, for :func:`launch_rows`."""
     _check(op, logits, targets, grad_loss, ignore_index, reduction)
     check_array(op, "logits", logits, dtypes=KERNEL_DTYPES)
-    vocab_size = logits.shape[-1]
-    config = plan_cross_entropy(
-        vocab_size,
-        logits.dtype.name,
-        logits.itemsize,
-        targets.dtype.name,
-        row_access_width(logits, grad),
-        grad is not None,
-        current_device(),
-    )
-    stride = 1 if grad_loss is not None and grad_loss.ndim else 0
-    grid = (math.prod(logits.shape[:-1]) * config.split.cluster,)
-    scalars = (np.int64(ignore_index), np.int32(vocab_size), np.int32(stride))
-    return Launch(load_kernel(config.spec()), grid, scalars)
-
-
-def launch_rows(
-    launch: Launch,
-    logits: Array,
-    targets: Array,
-    row_losses: Array,
-    grad: Array | None,
-    grad_loss: Array | None,
-    normalizer: Array | None,
-    factor: float,
-) -> None:
-    """Writes `row_losses` [rows], and to `grad` the rows' gradients times
-    `factor * grad_loss / normalizer`."""
-    launch.kernel(
-        launch.grid,
-        (
-            logits,
-            targets,
-            row_losses,
-            NULL if grad is None else grad,
-            NULL if grad_loss is None else grad_loss,
-            NULL if normalizer is None else normalizer,
-            *launch.scalars,
-            np.float32(factor),
-        ),
-    )
+    return plan_launch(logits, targets, grad, grad_loss, ignore_index, logits.shape[-1])
 
 
 def _launch(
@@ -277,7 +184,7 @@ def _launch(
 ) -> tuple[Array, float, Array | None]:
     """Losses of the rows, and what their sum is divided by."""
     factor, grad_loss = upstream(grad_loss)
-    launch = prepare_rows(op, logits, targets, grad, grad_loss, ignore_index, reduction)
+    launch = _prepare(op, logits, targets, grad, grad_loss, ignore_index, reduction)
     divisor, count = normalizer_of(targets, targets.size, ignore_index, reduction, normalizer)
     rows = empty(logits, (targets.size,), np.float32)
     factor /= divisor

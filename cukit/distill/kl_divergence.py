@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,12 +18,11 @@ from cukit.core.arrays import (
     runs_kernel,
     write_out,
 )
-from cukit.core.compiler import MacroValue
-from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec, Launch, launch_plan
+from cukit.distill._kl_rows import launch_rows, plan_kl_divergence, plan_launch
 from cukit.distill._row_loss import (
     REPRESENTATIVE_ROWS,
-    VocabularySplit,
     adopt_scalars,
     arrays_among,
     check_grad_loss,
@@ -33,8 +30,6 @@ from cukit.distill._row_loss import (
     check_targets,
     count_spec,
     normalizer_of,
-    row_access_width,
-    split_vocabulary,
     total_loss,
     total_spec,
     upstream,
@@ -190,122 +185,22 @@ def kl_divergence_backward(
     return grad
 
 
-@dataclass(frozen=True)
-class KlDivergenceConfig:
-    """One way to run the kernel over rows of one vocabulary."""
-
-    dtype: str
-    index_dtype: str
-    grad: bool
-    hard: bool
-    split: VocabularySplit
-
-    def spec(self) -> KernelSpec:
-        """The kernel variant that this configuration launches."""
-        defines: tuple[tuple[str, MacroValue], ...] = (
-            ("DTYPE", self.dtype),
-            ("ID", self.index_dtype),
-            *self.split.defines(),
-            ("GRAD", self.grad),
-            ("HARD", self.hard),
-        )
-        return KernelSpec(
-            "distill/kl_divergence.cu",
-            "kl_divergence",
-            defines,
-            self.split.threads,
-            self.split.shared_bytes,
-        )
-
-
-@cache
-def plan_kl_divergence(
-    vocab_size: int,
-    dtype: str,
-    itemsize: int,
-    index_dtype: str,
-    vec: int,
-    grad: bool,
-    hard: bool,
-    device: Device,
-    **choice: Any,
-) -> KlDivergenceConfig:
-    """Both rows are swept twice: their masses first, then loss and gradient.
-
-    choice: `cluster`, `cached`, `threads` of :func:`split_vocabulary`, to try others.
-    """
-    split = split_vocabulary(vocab_size, itemsize, vec, 2, 2, device, **choice)
-    return KlDivergenceConfig(dtype, index_dtype, grad, hard, split)
-
-
 @launch_plan
-def prepare_rows(
+def _prepare(
     op: str,
     student_logits: Array,
     teacher_logits: Array,
     targets: Array | None,
     grad: Array | None,
     grad_loss: Array | None,
-    hard: bool,
     ignore_index: int,
     reduction: str,
 ) -> Launch:
-    """The checked launch over the rows of the logits, for :func:`launch_rows`."""
     _check(op, student_logits, teacher_logits, targets, grad_loss, ignore_index, reduction)
     check_array(op, "student_logits", student_logits, dtypes=KERNEL_DTYPES)
     vocab_size = student_logits.shape[-1]
-    config = plan_kl_divergence(
-        vocab_size,
-        student_logits.dtype.name,
-        student_logits.itemsize,
-        "int32" if targets is None else targets.dtype.name,
-        row_access_width(student_logits, teacher_logits, grad),
-        grad is not None,
-        hard,
-        current_device(),
-    )
-    stride = 1 if grad_loss is not None and grad_loss.ndim else 0
-    grid = (math.prod(student_logits.shape[:-1]) * config.split.cluster,)
-    scalars = (np.int64(ignore_index), np.int32(vocab_size), np.int32(stride))
-    return Launch(load_kernel(config.spec()), grid, scalars)
-
-
-def launch_rows(
-    launch: Launch,
-    student_logits: Array,
-    teacher_logits: Array,
-    targets: Array | None,
-    soft_rows: Array,
-    hard_rows: Array | None,
-    grad: Array | None,
-    grad_loss: Array | None,
-    normalizer: Array | None,
-    *,
-    temperature: float,
-    soft_loss_factor: float,
-    soft_factor: float,
-    hard_factor: float,
-) -> None:
-    """Writes the rows' divergences times `soft_loss_factor`, to `hard_rows` their cross-entropies,
-    and to `grad` the gradient of both, weighted and times `grad_loss / normalizer`."""
-    launch.kernel(
-        launch.grid,
-        (
-            student_logits,
-            teacher_logits,
-            NULL if targets is None else targets,
-            soft_rows,
-            NULL if hard_rows is None else hard_rows,
-            NULL if grad is None else grad,
-            NULL if grad_loss is None else grad_loss,
-            NULL if normalizer is None else normalizer,
-            *launch.scalars,
-            np.float32(1.0 / temperature),
-            np.float32(soft_loss_factor),
-            np.float32(soft_factor / temperature),
-            np.float32(hard_factor),
-        ),
-    )
+    arrays = (student_logits, teacher_logits, targets, grad, grad_loss)
+    return plan_launch(*arrays, False, ignore_index, vocab_size)
 
 
 def _launch(
@@ -322,7 +217,7 @@ def _launch(
     """Losses of the rows, and what their sum is divided by."""
     student_logits, _, targets = inputs
     factor, grad_loss = upstream(grad_loss)
-    launch = prepare_rows(op, *inputs, grad, grad_loss, False, ignore_index, reduction)
+    launch = _prepare(op, *inputs, grad, grad_loss, ignore_index, reduction)
     num_rows = math.prod(student_logits.shape[:-1])
     divisor, count = normalizer_of(targets, num_rows, ignore_index, reduction, normalizer)
     rows = empty(student_logits, (num_rows,), np.float32)

@@ -9,11 +9,13 @@ import numpy as np
 from cukit.core.arrays import KERNEL_DTYPES, Array, adopt, check_array, empty, runs_kernel
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec
+from cukit.distill._cross_entropy_rows import launch_rows, plan_cross_entropy, prepare_rows
 from cukit.distill._linear_loss import (
     HeadGradients,
     check_chunk_tokens,
     check_grad_weight,
     check_head,
+    empty_logits,
     exact_boost,
     plan_linear_loss,
     project,
@@ -30,7 +32,6 @@ from cukit.distill._row_loss import (
     total_loss,
     total_spec,
 )
-from cukit.distill.cross_entropy import launch_rows, plan_cross_entropy, prepare_rows
 from cukit.reference import losses as reference
 from cukit.reference.losses import LinearCrossEntropyResult
 from cukit.registry import register
@@ -105,12 +106,12 @@ def linear_cross_entropy(
     boost = exact_boost(divisor, tokens, divisor_on_gpu=count is not None)
 
     gradients = HeadGradients(rows, weight, grad_weight, config, boost)
-    logits = empty(rows, (config.chunk_tokens, weight.shape[0]))
+    logits = empty_logits(rows, config.chunk_tokens, weight.shape[0])
     losses = empty(rows, (tokens,), np.float32)
     for chunk in config.chunks():
         part, target_part = logits[: chunk.stop - chunk.start], classes[chunk]
         project(rows[chunk], weight, part)
-        launch = prepare_rows(_OP, part, target_part, part, None, ignore_index, "mean")
+        launch = prepare_rows(part, target_part, ignore_index)
         launch_rows(launch, part, target_part, losses[chunk], part, None, count, boost / divisor)
         gradients.add(chunk, part)
     return LinearCrossEntropyResult(

@@ -18,11 +18,13 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec
+from cukit.distill._kl_rows import launch_rows, plan_kl_divergence, prepare_rows
 from cukit.distill._linear_loss import (
     HeadGradients,
     check_chunk_tokens,
     check_grad_weight,
     check_head,
+    empty_logits,
     exact_boost,
     plan_linear_loss,
     project,
@@ -39,7 +41,6 @@ from cukit.distill._row_loss import (
     total_loss,
     total_spec,
 )
-from cukit.distill.kl_divergence import launch_rows, plan_kl_divergence, prepare_rows
 from cukit.errors import ConfigError
 from cukit.reference import losses as reference
 from cukit.reference.losses import LinearKlResult
@@ -146,8 +147,8 @@ def linear_kl_divergence(
     factor = boost / divisor
 
     gradients = HeadGradients(rows, weight, grad_weight, config, boost)
-    logits = empty(rows, (config.chunk_tokens, vocab_size))
-    teacher_logits = empty(rows, (config.chunk_tokens, vocab_size))
+    logits = empty_logits(rows, config.chunk_tokens, vocab_size)
+    teacher_logits = empty_logits(rows, config.chunk_tokens, vocab_size)
     soft_rows = empty(rows, (tokens,), np.float32)
     hard_rows = empty(rows, (tokens,), np.float32) if hard else None
     for chunk in config.chunks():
@@ -157,10 +158,7 @@ def linear_kl_divergence(
         project(rows[chunk], weight, student_part)
         project(teacher_rows[chunk], teacher_weight, teacher_part)
         launch_rows(
-            prepare_rows(
-                _OP, student_part, teacher_part, target_part, student_part, None, hard,
-                ignore_index, "mean",
-            ),
+            prepare_rows(student_part, teacher_part, target_part, hard, ignore_index),
             student_part,
             teacher_part,
             target_part,
@@ -173,7 +171,7 @@ def linear_kl_divergence(
             soft_loss_factor=square,
             soft_factor=soft_weight * square * factor,
             hard_factor=hard_weight * factor,
-        )  # fmt: skip
+        )
         gradients.add(chunk, student_part)
     totals = total_loss(soft_rows, hard_rows, divisor, count, soft_weight, hard_weight)
     return LinearKlResult(

@@ -18,6 +18,7 @@ _DATA_TYPES = {float32: 0, float64: 1, float16: 2, bfloat16: 14}
 _COMPUTE_32F = 68
 _COMPUTE_64F = 70
 _DEFAULT_ALGORITHM = -1
+_ALIGNMENT = 8  # elements; tensor cores want 16-byte aligned operands
 # Without it a product that cuBLAS splits over k may add its partial sums in 16 bits.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 
@@ -86,24 +87,28 @@ def gemm(
 
 
 def gemm_partials(a: Array, b: Array, partials: Array) -> None:
-    """partials[s] = a[:, part s] @ b[part s], the inner extent cut into equal parts.
+    """Parts of a @ b, each summed over its share of the inner extent; their sum is the product.
 
-    a: [m, k], b: [k, n] of one dtype of at most 32 bits, partials: float32 [splits, m, n], all
-    C-contiguous, k a multiple of splits. Where m x n fills the GPU badly, splits x m x n does not.
+    a: [m, k], rows possibly with gaps, b: [k, n] of one dtype of at most 32 bits, partials: float32
+    [splits, m, n]. Where m x n tiles fill the GPU badly, splits x m x n do not.
     """
     splits, m, n = partials.shape
-    inner = a.shape[1]
-    part = inner // splits
+    leading = a.strides[0] // a.itemsize
+    part = a.shape[1] // splits // _ALIGNMENT * _ALIGNMENT
     with _exact_sums() as (cublas, handle):
         cublas.gemmStridedBatchedEx(
             handle, 0, 0, n, m, part,
             _coefficient(1.0, False).ctypes.data,
             b.data.ptr, _DATA_TYPES[b.dtype], n, part * n,
-            a.data.ptr, _DATA_TYPES[a.dtype], inner, part,
+            a.data.ptr, _DATA_TYPES[a.dtype], leading, part,
             _coefficient(0.0, False).ctypes.data,
             partials.data.ptr, _DATA_TYPES[partials.dtype], n, m * n,
             splits, _COMPUTE_32F, _DEFAULT_ALGORITHM,
         )  # fmt: skip
+    rest = a.shape[1] - splits * part
+    if rest:
+        layouts = (Matrix(m, rest, leading), Matrix(rest, n, n), Matrix(m, n, n))
+        gemm(a[:, -rest:], b[-rest:], partials[0], layouts, beta=1.0)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 // its exponentials.
 //
 // Rows begin anywhere, accesses are aligned: vector i covers the columns
-//   i * VEC - shift .. i * VEC - shift + VEC - 1,   shift = (row * columns) % VEC,
+//   i * VEC - shift .. i * VEC - shift + VEC - 1,   shift = (row * row_stride) % VEC,
 // and the first and last may reach past the row. Columns outside read as -inf and are not written.
 //
 // Macros: DTYPE, VEC, THREADS, CLUSTER 1|2|4|8 (above 1: sm_90), CACHED 0|1.
@@ -71,8 +71,8 @@ struct RowSlice {
   int first_vec;  // vectors first_vec .. first_vec + num_vecs - 1 belong to this block
   int num_vecs;
 
-  CUKIT_DEVICE RowSlice(long long row, int columns, int rank) : columns(columns) {
-    base = row * columns;
+  CUKIT_DEVICE RowSlice(long long row, long long row_stride, int columns, int rank)
+      : base(row * row_stride), columns(columns) {
     shift = static_cast<int>(base % VEC);
     const int row_vecs = (columns + shift + VEC - 1) / VEC;
     const int share = (row_vecs + CLUSTER - 1) / CLUSTER;

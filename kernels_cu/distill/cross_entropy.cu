@@ -27,18 +27,18 @@ constexpr int kInFlight = 4;  // accesses that a thread issues before it uses th
 }  // namespace
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) cross_entropy(
-    const T* logits,                          // [rows, columns]
+    const T* logits,                          // [rows, columns], row_stride elements a row
     const cukit::id_t* __restrict__ targets,  // [rows]
     float* __restrict__ row_losses,           // [rows]
-    T* grad,                                  // [rows, columns], may be `logits`; GRAD only
+    T* grad,                                  // as `logits`, or the same; GRAD only
     const float* __restrict__ grad_loss,      // [rows] (stride 1) or scalar (stride 0), or null
     const float* __restrict__ normalizer,     // scalar or null
-    long long ignore_index, int columns, int grad_loss_stride, float factor) {
+    long long ignore_index, long long row_stride, int columns, int grad_loss_stride, float factor) {
   __shared__ Exchange::Shared shared;
   CUKIT_DYNAMIC_SHARED(Vector, cache);
   const long long row = blockIdx.x / CLUSTER;
   const int rank = blockIdx.x % CLUSTER;
-  const cukit::RowSlice slice(row, columns, rank);
+  const cukit::RowSlice slice(row, row_stride, columns, rank);
   const bool writes_loss = rank == 0 && threadIdx.x == 0;
   const long long target = targets[row];
   if (target == ignore_index) {

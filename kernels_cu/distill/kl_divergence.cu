@@ -72,21 +72,21 @@ struct SoftRow {
 }  // namespace
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_divergence(
-    const T* student,                         // [rows, columns]
-    const T* __restrict__ teacher,            // [rows, columns]
+    const T* student,                         // [rows, columns], row_stride elements a row
+    const T* __restrict__ teacher,            // likewise
     const cukit::id_t* __restrict__ targets,  // [rows]; null: no row is ignored (not with HARD)
     float* __restrict__ soft_rows,            // [rows]
     float* __restrict__ hard_rows,            // [rows]; HARD only
-    T* grad,                                  // [rows, columns], may be `student`; GRAD only
+    T* grad,                                  // as `student`, or the same; GRAD only
     const float* __restrict__ grad_loss,      // [rows] (stride 1) or scalar (stride 0), or null
     const float* __restrict__ normalizer,     // scalar or null
-    long long ignore_index, int columns, int grad_loss_stride, float inverse_temperature,
-    float soft_loss_factor, float soft_factor, float hard_factor) {
+    long long ignore_index, long long row_stride, int columns, int grad_loss_stride,
+    float inverse_temperature, float soft_loss_factor, float soft_factor, float hard_factor) {
   __shared__ Exchange::Shared shared;
   CUKIT_DYNAMIC_SHARED(Vector, cache);
   const long long row = blockIdx.x / CLUSTER;
   const int rank = blockIdx.x % CLUSTER;
-  const cukit::RowSlice slice(row, columns, rank);
+  const cukit::RowSlice slice(row, row_stride, columns, rank);
   const bool writes_loss = rank == 0 && threadIdx.x == 0;
   const long long target = targets != nullptr ? targets[row] : 0;
   if (targets != nullptr && target == ignore_index) {

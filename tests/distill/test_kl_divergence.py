@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cukit.core.device import TYPICAL_DEVICES, current_device
-from cukit.distill import kl_divergence, kl_divergence_backward
-from cukit.distill.kl_divergence import plan_kl_divergence
+from cukit.distill import _kl_rows, kl_divergence, kl_divergence_backward
+from cukit.distill._kl_rows import plan_kl_divergence
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import losses as reference
 from tests.contract import (
@@ -239,10 +239,10 @@ def test_every_split_of_a_row_agrees(rng, monkeypatch, cluster, cached, threads)
     """However many blocks share a row, and whether they keep it: the same within rounding."""
     if cluster > 1 and current_device().compute_capability < (9, 0):
         pytest.skip("clusters came with sm_90")
-    module = sys.modules["cukit.distill.kl_divergence"]
     plan = partial(plan_kl_divergence, cluster=cluster, cached=cached, threads=threads)
-    monkeypatch.setattr(module, "plan_kl_divergence", plan)
-    monkeypatch.setattr(module, "prepare_rows", module.prepare_rows.__wrapped__)
+    monkeypatch.setattr(_kl_rows, "plan_kl_divergence", plan)
+    ops = sys.modules["cukit.distill.kl_divergence"]
+    monkeypatch.setattr(ops, "_prepare", ops._prepare.__wrapped__)
     student, teacher = (random(rng, (3, 20001), "bfloat16", scale=2) for _ in range(2))
     check_against_reference(
         kl_divergence,

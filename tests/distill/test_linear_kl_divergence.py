@@ -208,11 +208,10 @@ def test_plan_covers_every_token_once(tokens, hidden_size):
 
 @pytest.mark.parametrize("vocab_size", [256, 32768, 50257, 50304, 128256, 151936, 256000])
 @pytest.mark.parametrize("hidden_size", [768, 2304, 4096])
-def test_plan_splits_the_vocabulary_evenly(vocab_size, hidden_size):
+def test_plan_keeps_the_parts_of_the_vocabulary_long(vocab_size, hidden_size):
     splits = plan_linear_loss(4096, hidden_size, vocab_size, H200).splits
     assert 1 <= splits <= 8
-    assert vocab_size % splits == 0
-    assert splits == 1 or vocab_size // splits % 8 == 0
+    assert splits == 1 or vocab_size // splits >= 2048
 
 
 def test_plan_of_the_large_vocabulary_leaves_room():
@@ -226,7 +225,7 @@ def test_plan_of_the_large_vocabulary_leaves_room():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("splits", [1, 2, 7])
 def test_partial_sums_change_nothing_but_rounding(rng, monkeypatch, dtype, splits):
     module = sys.modules["cukit.distill.linear_kl_divergence"]
     monkeypatch.setattr(module, "plan_linear_loss", partial(plan_linear_loss, splits=splits))

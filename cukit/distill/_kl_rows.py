@@ -1,0 +1,149 @@
+"""The kernel over rows of student and teacher logits: configuration, plan, launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cukit.core.arrays import Array
+from cukit.core.compiler import MacroValue
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.distill._row_loss import VocabularySplit, row_access_width, split_vocabulary
+
+
+@dataclass(frozen=True)
+class KlDivergenceConfig:
+    """One way to run the kernel over rows of one vocabulary."""
+
+    dtype: str
+    index_dtype: str
+    grad: bool
+    hard: bool
+    split: VocabularySplit
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        defines: tuple[tuple[str, MacroValue], ...] = (
+            ("DTYPE", self.dtype),
+            ("ID", self.index_dtype),
+            *self.split.defines(),
+            ("GRAD", self.grad),
+            ("HARD", self.hard),
+        )
+        return KernelSpec(
+            "distill/kl_divergence.cu",
+            "kl_divergence",
+            defines,
+            self.split.threads,
+            self.split.shared_bytes,
+        )
+
+
+@cache
+def plan_kl_divergence(
+    vocab_size: int,
+    dtype: str,
+    itemsize: int,
+    index_dtype: str,
+    vec: int,
+    grad: bool,
+    hard: bool,
+    device: Device,
+    **choice: Any,
+) -> KlDivergenceConfig:
+    """Both rows are swept twice: their masses first, then loss and gradient.
+
+    choice: `cluster`, `cached`, `threads` of :func:`split_vocabulary`, to try others.
+    """
+    split = split_vocabulary(vocab_size, itemsize, vec, 2, 2, device, **choice)
+    return KlDivergenceConfig(dtype, index_dtype, grad, hard, split)
+
+
+@launch_plan
+def prepare_rows(
+    student_logits: Array,
+    teacher_logits: Array,
+    targets: Array | None,
+    hard: bool,
+    ignore_index: int,
+) -> Launch:
+    """The launch over rows that may have gaps between them, the same in both arrays; the gradient
+    in place. Not checked."""
+    row_stride = student_logits.strides[0] // student_logits.itemsize
+    arrays = (student_logits, teacher_logits, targets, student_logits, None)
+    return plan_launch(*arrays, hard, ignore_index, row_stride)
+
+
+def plan_launch(
+    student_logits: Array,
+    teacher_logits: Array,
+    targets: Array | None,
+    grad: Array | None,
+    grad_loss: Array | None,
+    hard: bool,
+    ignore_index: int,
+    row_stride: int,
+) -> Launch:
+    vocab_size = student_logits.shape[-1]
+    config = plan_kl_divergence(
+        vocab_size,
+        student_logits.dtype.name,
+        student_logits.itemsize,
+        "int32" if targets is None else targets.dtype.name,
+        row_access_width(student_logits, teacher_logits, grad),
+        grad is not None,
+        hard,
+        current_device(),
+    )
+    stride = 1 if grad_loss is not None and grad_loss.ndim else 0
+    grid = (math.prod(student_logits.shape[:-1]) * config.split.cluster,)
+    scalars = (
+        np.int64(ignore_index),
+        np.int64(row_stride),
+        np.int32(vocab_size),
+        np.int32(stride),
+    )
+    return Launch(load_kernel(config.spec()), grid, scalars)
+
+
+def launch_rows(
+    launch: Launch,
+    student_logits: Array,
+    teacher_logits: Array,
+    targets: Array | None,
+    soft_rows: Array,
+    hard_rows: Array | None,
+    grad: Array | None,
+    grad_loss: Array | None,
+    normalizer: Array | None,
+    *,
+    temperature: float,
+    soft_loss_factor: float,
+    soft_factor: float,
+    hard_factor: float,
+) -> None:
+    """Writes the rows' divergences times `soft_loss_factor`, to `hard_rows` their cross-entropies,
+    and to `grad` the gradient of both, weighted and times `grad_loss / normalizer`."""
+    launch.kernel(
+        launch.grid,
+        (
+            student_logits,
+            teacher_logits,
+            NULL if targets is None else targets,
+            soft_rows,
+            NULL if hard_rows is None else hard_rows,
+            NULL if grad is None else grad,
+            NULL if grad_loss is None else grad_loss,
+            NULL if normalizer is None else normalizer,
+            *launch.scalars,
+            np.float32(1.0 / temperature),
+            np.float32(soft_loss_factor),
+            np.float32(soft_factor / temperature),
+            np.float32(hard_factor),
+        ),
+    )
