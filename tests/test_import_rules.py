@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distill": LOOP,
     "emulator": BASE | {"core"},
     "analyzer": BASE | {"core", "registry"},
-    "commands": LOOP | {"analyzer", "cukit"},
+    "commands": LOOP | {"analyzer", "cukit", "emulator"},
     "cli": {"cukit", "commands", "errors"},
     "__main__": {"cli"},
     "__init__": MODELS | {"distill", "emulator", "models"},

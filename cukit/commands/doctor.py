@@ -34,6 +34,8 @@ PACKAGES = {
     },
 }
 
+INSTALL_COMPILER = "apt-get install g++, or the like of this system; or set CXX"
+
 
 class Status(str, Enum):
     """How a finding is to be read."""
@@ -92,6 +94,7 @@ def examine() -> list[Finding]:
         part("cuda-bindings", "bindings", _bindings, wanted=gpu_wanted),
         _cache_finding(),
         _compiler_finding(wanted=gpu_wanted),
+        _look("emulator", _emulator, INSTALL_COMPILER, wanted=False),
         Finding("NumPy arrays", Status.OK, "run the references on the CPU"),
         _kernels_finding(wanted=gpu_wanted),
     ]
@@ -189,6 +192,12 @@ def _bindings() -> str:
     import cuda.bindings.driver  # noqa: F401 - that it loads is the finding
 
     return importlib.metadata.version("cuda-bindings")
+
+
+def _emulator() -> str:
+    from cukit.emulator.toolchain import find_compiler
+
+    return f"compiles kernels for the CPU with {find_compiler().path}"
 
 
 def _cache_finding() -> Finding:
