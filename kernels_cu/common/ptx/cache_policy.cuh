@@ -1,0 +1,33 @@
+// L2 eviction priority of a global load (sm_80).
+#pragma once
+
+#include "common/platform.cuh"
+
+namespace cukit {
+
+// createpolicy: a priority for all accesses that carry it; lines loaded with this one are the last
+// to be evicted from L2.
+CUKIT_DEVICE unsigned long long create_policy_evict_last() {
+#ifdef CUKIT_EMULATE
+  return 0;
+#else
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+#endif
+}
+
+// ld.global.L2::cache_hint, 16 bytes. `global` is 16-byte aligned.
+CUKIT_DEVICE uint4 load_global_16(const uint4* global, unsigned long long policy) {
+#ifdef CUKIT_EMULATE
+  return *global;
+#else
+  uint4 word;
+  asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n"
+               : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+               : "l"(global), "l"(policy));
+  return word;
+#endif
+}
+
+}  // namespace cukit
