@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <unordered_map>
 #include <vector>
 
 #include "clocks.h"
@@ -17,10 +18,13 @@ struct Fiber;
 // Something that an engine does: at once, or, in the late mode, when somebody waits for it.
 using Work = std::function<void()>;
 
-struct Region {
+// A copy into shared memory that nobody has waited for yet.
+struct Landing {
   Block* block;
   unsigned char* pointer;
   std::size_t bytes;
+  std::uint32_t phase;  // of the mbarrier it reports to
+  Actor actor;
 };
 
 // A thread's cp.async copies, by group.
@@ -55,22 +59,27 @@ struct Mbarrier {
   std::uint32_t phase = 0;        // number of phases completed
   std::vector<Fiber*> waiters;
   std::vector<Work> late;         // copies that report here
-  std::vector<Region> landed;     // written by copies that nobody has waited for yet
+  std::vector<Landing> landings;
   unsigned engine = 0;
   Clock* joined = nullptr;        // of this phase
   Clock* completed = nullptr;     // of the last
 };
 
-// wgmma of four warps: products in flight, and their accumulators.
+// A warp's part of the products of its warpgroup, by group.
 struct WarpGroup {
   struct Product {
     std::uint64_t group;
     std::uint32_t epoch;
     Work work;
   };
+  // True values of accumulators that products in flight will change, by the first lane's place.
+  struct Hidden {
+    unsigned products = 0;
+    std::vector<float> values;
+  };
   std::uint64_t open = 0;
-  std::uint32_t epoch = 0;
   std::vector<Product> products;
+  std::unordered_map<float*, Hidden> hidden;
 };
 
 }  // namespace cukit::emulator

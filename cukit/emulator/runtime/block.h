@@ -21,7 +21,7 @@ namespace cukit::emulator {
 constexpr unsigned kLanes = 32;
 constexpr unsigned kMostThreads = 1024;
 constexpr unsigned kNamedBarriers = 16;
-constexpr unsigned kEngines = 32;  // agents beside the threads: copies and products in the background
+constexpr unsigned kEngines = 64;  // agents beside the threads: copies and products in the background
 
 struct Block;
 struct Cluster;
@@ -96,7 +96,7 @@ struct Block {
   unsigned live = 0;
   Barrier barriers[kNamedBarriers];
   std::unordered_map<std::uint32_t, Mbarrier> mbarriers;
-  std::vector<WarpGroup> warp_groups;
+  std::vector<WarpGroup> warp_groups;  // one a warp
 
   // Static shared memory lives at `static_shared` while this block is the resident one of its
   // cluster, and in `static_copy` otherwise.
@@ -218,6 +218,9 @@ struct Place {
 };
 // Where a shared::cluster address lies. Ends the launch unless `bytes` of it are shared memory.
 Place place_of(const Fiber& fiber, std::uint32_t address, std::size_t bytes);
+
+// Without the rank of a shared::cluster address.
+std::uint32_t local_address(std::uint32_t address);
 
 // Happens-before -----------------------------------------------------------------------------------
 

@@ -146,6 +146,10 @@ void complete_without(Block& block, Warp& warp) {
 
 [[noreturn]] void exit_fiber(Fiber& me) {
   Cluster& cluster = *me.block->cluster;
+  if (!me.bulk.items.empty()) {
+    fault("a thread exits without waiting until its bulk copies have read shared memory\n  " +
+          name_of(me) + " " + where(me.call));
+  }
   me.state = State::Exited;
   me.warp->live &= ~(1u << me.lane);
   --me.block->live;
@@ -270,7 +274,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
   block.live = threads;
   block.mbarriers.clear();
   block.warp_groups.clear();
-  block.warp_groups.resize((threads + 127) / 128);
+  block.warp_groups.resize((threads + kLanes - 1) / kLanes);
   for (Barrier& barrier : block.barriers) barrier = Barrier{};
   prepare_shared(block, rank);
 

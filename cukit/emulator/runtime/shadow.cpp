@@ -234,8 +234,8 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
 }
 
 void check_alignment(const void* pointer, std::size_t alignment, const char* what) {
+  CUKIT_ENTER(me);
   if (reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0) return;
-  const Fiber& me = current();
   fault(format("misaligned: %s needs a multiple of %zu bytes, got one of %zu", what, alignment,
                static_cast<std::size_t>(reinterpret_cast<std::uintptr_t>(pointer) &
                                         -reinterpret_cast<std::uintptr_t>(pointer))) +

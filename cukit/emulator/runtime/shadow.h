@@ -48,9 +48,6 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
 // The same for an access known to lie in the shared memory of `block`.
 void check_shared(const Actor& actor, Block& block, const void* pointer, std::size_t bytes,
                   Access access);
-// Ends the launch unless `pointer` is a multiple of `alignment`.
-void check_alignment(const void* pointer, std::size_t alignment, const char* what);
-
 // Bytes that a background copy will write, and has written, as seen by the thread that waited.
 void set_pending(Block& block, const void* pointer, std::size_t bytes);
 void set_landed(Block& block, const void* pointer, std::size_t bytes, const Actor& by);

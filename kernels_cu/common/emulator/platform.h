@@ -32,6 +32,7 @@
 constexpr int warpSize = 32;
 
 #include "common/emulator/arithmetic.h"
+#include "common/emulator/instructions.h"
 #include "common/emulator/memory.h"
 #include "common/emulator/warp.h"
 

@@ -75,4 +75,7 @@ enum class Access { Read, Write, Atomic };
 // Does what the instrumented loads and stores of a checked build do.
 void check_access(const void* pointer, std::size_t bytes, Access access);
 
+// Ends the launch unless `pointer` is a multiple of `alignment`.
+void check_alignment(const void* pointer, std::size_t alignment, const char* what);
+
 }  // namespace cukit::emulator

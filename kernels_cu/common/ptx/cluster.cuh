@@ -9,30 +9,46 @@ namespace cukit {
 
 // Rank of this block in its cluster.
 CUKIT_DEVICE int cluster_rank() {
+#ifdef CUKIT_EMULATE
+  return static_cast<int>(emulator::self().cluster_rank);
+#else
   unsigned rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
+#endif
 }
 
 // First half of a barrier over all threads of the cluster; what was written before it is visible
 // after the others' cluster_wait, remote shared memory included.
 CUKIT_DEVICE void cluster_arrive() {
+#ifdef CUKIT_EMULATE
+  emulator::cluster_arrive();
+#else
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
 }
 
 // Second half: waits until every thread of the cluster has arrived.
 CUKIT_DEVICE void cluster_wait() {
+#ifdef CUKIT_EMULATE
+  emulator::cluster_wait();
+#else
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
 }
 
 // Writes a float to the place that `local`, an address in this block's shared memory, has in the
 // shared memory of block `rank` of the cluster. That block must have started and not yet exited.
 CUKIT_DEVICE void store_remote(float* local, int rank, float value) {
+#ifdef CUKIT_EMULATE
+  emulator::store_remote(emulator::map_to_rank(shared_address(local), rank), __float_as_uint(value));
+#else
   unsigned remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                : "=r"(remote)
                : "r"(shared_address(local)), "r"(rank));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+#endif
 }
 
 }  // namespace cukit

@@ -8,19 +8,33 @@ namespace cukit {
 // cp.async.cg, 16 bytes, past L1. With `valid` false the destination becomes zeros and `global` is
 // not read. Both addresses are 16-byte aligned.
 CUKIT_DEVICE void cp_async_16(unsigned shared, const void* global, bool valid = true) {
+#ifdef CUKIT_EMULATE
+  emulator::cp_async(shared, global, 16, valid ? 16 : 0);
+#else
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global),
                "r"(valid ? 16 : 0)
                : "memory");
+#endif
 }
 
 // cp.async.commit_group: closes the group of this thread's copies issued since the last one.
-CUKIT_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+CUKIT_DEVICE void cp_async_commit() {
+#ifdef CUKIT_EMULATE
+  emulator::cp_async_commit();
+#else
+  asm volatile("cp.async.commit_group;\n" ::: "memory");
+#endif
+}
 
 // cp.async.wait_group: waits until at most `Pending` of this thread's groups are unfinished. Other
 // threads see the data after a barrier.
 template <int Pending>
 CUKIT_DEVICE void cp_async_wait() {
+#ifdef CUKIT_EMULATE
+  emulator::cp_async_wait(Pending);
+#else
   asm volatile("cp.async.wait_group %0;\n" ::"n"(Pending) : "memory");
+#endif
 }
 
 }  // namespace cukit

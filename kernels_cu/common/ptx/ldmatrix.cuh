@@ -11,16 +11,24 @@ namespace cukit {
 
 // ldmatrix.sync.aligned.m8n8.x4
 CUKIT_DEVICE void ldmatrix_x4(unsigned (&r)[4], unsigned shared) {
+#ifdef CUKIT_EMULATE
+  emulator::ldmatrix(r, 4, false, shared);
+#else
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared));
+#endif
 }
 
 // ldmatrix.sync.aligned.m8n8.x4.trans
 CUKIT_DEVICE void ldmatrix_x4_trans(unsigned (&r)[4], unsigned shared) {
+#ifdef CUKIT_EMULATE
+  emulator::ldmatrix(r, 4, true, shared);
+#else
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared));
+#endif
 }
 
 }  // namespace cukit

@@ -12,17 +12,25 @@ CUKIT_DEVICE unsigned pack(float low, float high);
 // cvt.rn.f16x2.f32
 template <>
 CUKIT_DEVICE unsigned pack<__half>(float low, float high) {
+#ifdef CUKIT_EMULATE
+  return emulator::bit_cast<unsigned>(__floats2half2_rn(low, high));
+#else
   unsigned packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+#endif
 }
 
 // cvt.rn.bf16x2.f32
 template <>
 CUKIT_DEVICE unsigned pack<__nv_bfloat16>(float low, float high) {
+#ifdef CUKIT_EMULATE
+  return emulator::bit_cast<unsigned>(__floats2bfloat162_rn(low, high));
+#else
   unsigned packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;\n" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+#endif
 }
 
 }  // namespace cukit

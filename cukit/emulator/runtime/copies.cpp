@@ -1,0 +1,288 @@
+// cp.async, and bulk copies that report to mbarriers or are counted in groups.
+#include <cstring>
+
+#include "block.h"
+#include "engines.h"
+
+namespace cukit::emulator {
+
+namespace {
+
+[[noreturn]] void misaligned(const Fiber& me, const char* what, std::uint64_t address,
+                             unsigned alignment) {
+  fault(format("misaligned: %s needs multiples of %u bytes, got %llu more\n  ", what, alignment,
+               static_cast<unsigned long long>(address % alignment)) +
+        name_of(me) + " " + where(me.call));
+}
+
+bool late(const Fiber& me) { return me.block->cluster->launch->late != 0; }
+
+}  // namespace
+
+// cp.async -----------------------------------------------------------------------------------------
+
+void cp_async(std::uint32_t shared, const void* global, unsigned bytes, unsigned present) {
+  CUKIT_ENTER(me);
+  if (shared % bytes != 0) misaligned(me, "cp.async to shared memory", shared, bytes);
+  if (present > 0 && reinterpret_cast<std::uintptr_t>(global) % bytes != 0) {
+    misaligned(me, "cp.async from global memory", reinterpret_cast<std::uintptr_t>(global), bytes);
+  }
+  const Place place = place_of(me, shared, bytes);
+  if (checked()) {
+    if (present > 0) check(thread_actor(me), global, present, Access::Read);
+    check_shared(thread_actor(me), *place.block, place.pointer, bytes, Access::Write);
+    set_pending(*place.block, place.pointer, bytes);
+  }
+  Work work = [to = place.pointer, global, bytes, present] {
+    std::memcpy(to, global, present);
+    std::memset(to + present, 0, bytes - present);
+  };
+  if (!late(me)) {
+    work();
+    if (!checked()) return;
+    work = nullptr;
+  }
+  me.copies.copies.push_back({me.copies.open, place.pointer, bytes, std::move(work)});
+}
+
+void cp_async_commit() {
+  CUKIT_ENTER(me);
+  ++me.copies.open;
+}
+
+void cp_async_wait(unsigned pending) {
+  CUKIT_ENTER(me);
+  std::vector<Copy>& copies = me.copies.copies;
+  std::size_t done = 0;
+  while (done < copies.size() && copies[done].group + pending < me.copies.open) {
+    Copy& copy = copies[done++];
+    if (copy.work) copy.work();
+    if (checked()) set_landed(*me.block, copy.to, copy.bytes, thread_actor(me));
+  }
+  copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(done));
+}
+
+// mbarriers ----------------------------------------------------------------------------------------
+
+namespace {
+
+constexpr std::size_t kMbarrierBytes = 8;
+
+Mbarrier& mbarrier_at(Fiber& me, std::uint32_t address, const char* use) {
+  const Place place = place_of(me, address, kMbarrierBytes);
+  const auto found = place.block->mbarriers.find(local_address(address));
+  if (found == place.block->mbarriers.end()) {
+    fault(format("%s of an mbarrier that was not initialised, at shared address %u\n  ", use,
+                 local_address(address)) + name_of(me) + " " + where(me.call));
+  }
+  if (checked()) {
+    check_shared(thread_actor(me), *place.block, place.pointer, kMbarrierBytes, Access::Atomic);
+  }
+  return found->second;
+}
+
+// Ends the phase if everybody has arrived and every byte has come.
+void settle(Cluster& cluster, Mbarrier& barrier) {
+  if (barrier.pending != 0 || barrier.transactions != 0) return;
+  ++barrier.phase;
+  barrier.pending = barrier.expected;
+  cluster.clocks.release(barrier.completed);
+  barrier.completed = barrier.joined;
+  barrier.joined = nullptr;
+  for (Fiber* waiter : barrier.waiters) make_ready(*waiter);
+  barrier.waiters.clear();
+}
+
+void arrive_once(Fiber& me, Mbarrier& barrier) {
+  if (barrier.pending == 0) {
+    fault(format("mbarrier: more arrivals in a phase than the %u it was initialised with\n  ",
+                 barrier.expected) + name_of(me) + " " + where(me.call));
+  }
+  if (checked()) release_to(me, &barrier.joined);
+  --barrier.pending;
+  settle(*me.block->cluster, barrier);
+}
+
+}  // namespace
+
+void mbarrier_init(std::uint32_t address, unsigned arrivals) {
+  CUKIT_ENTER(me);
+  if (address % kMbarrierBytes != 0) misaligned(me, "mbarrier", address, kMbarrierBytes);
+  const Place place = place_of(me, address, kMbarrierBytes);
+  if (checked()) {
+    check_shared(thread_actor(me), *place.block, place.pointer, kMbarrierBytes, Access::Write);
+  }
+  Mbarrier barrier;
+  barrier.expected = barrier.pending = arrivals;
+  barrier.engine = address / kMbarrierBytes % kMbarrierEngines;
+  place.block->mbarriers[local_address(address)] = barrier;
+}
+
+void mbarrier_invalidate(std::uint32_t address) {
+  CUKIT_ENTER(me);
+  mbarrier_at(me, address, "invalidation");
+  me.block->mbarriers.erase(local_address(address));
+}
+
+void mbarrier_expect(std::uint32_t address, unsigned bytes) {
+  CUKIT_ENTER(me);
+  mbarrier_at(me, address, "expect_tx").transactions += bytes;
+}
+
+void mbarrier_arrive(std::uint32_t address, unsigned bytes) {
+  CUKIT_ENTER(me);
+  Mbarrier& barrier = mbarrier_at(me, address, "arrive");
+  barrier.transactions += bytes;
+  arrive_once(me, barrier);
+}
+
+void mbarrier_wait(std::uint32_t address, unsigned parity) {
+  CUKIT_ENTER(me);
+  Mbarrier& barrier = mbarrier_at(me, address, "wait");
+  while ((barrier.phase & 1) == parity) {
+    barrier.waiters.push_back(&me);
+    wait_for("the mbarrier at shared address %u, phase of parity %u", local_address(address),
+             parity);
+  }
+  if (!checked()) return;
+  acquire_from(me, barrier.completed);
+  std::size_t kept = 0;
+  for (Landing& landing : barrier.landings) {
+    if (landing.phase < barrier.phase) {
+      set_landed(*landing.block, landing.pointer, landing.bytes, landing.actor);
+    } else {
+      barrier.landings[kept++] = landing;
+    }
+  }
+  barrier.landings.resize(kept);
+}
+
+void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
+                unsigned bytes, Work work) {
+  Mbarrier& barrier = mbarrier_at(
+      me, target.rank == me.block->rank ? local_address(barrier_address)
+                                        : map_to_rank(local_address(barrier_address), target.rank),
+      "a copy's report");
+  Cluster& cluster = *me.block->cluster;
+  if (checked()) {
+    const Actor actor = engine_actor(me, barrier.engine);
+    check_shared(actor, target, to, bytes, Access::Write);
+    set_pending(target, to, bytes);
+    barrier.landings.push_back({&target, to, bytes, barrier.phase, actor});
+    // Who waits for the phase knows of the copy.
+    if (barrier.joined == nullptr) barrier.joined = cluster.clocks.filled(cluster.base_epoch);
+    barrier.joined->seen[actor.agent] = actor.epoch;
+  }
+  Work finish = [&cluster, &barrier, bytes, work = std::move(work)] {
+    work();
+    barrier.transactions -= bytes;
+    settle(cluster, barrier);
+  };
+  if (late(me)) {
+    barrier.late.push_back(std::move(finish));
+  } else {
+    finish();
+  }
+}
+
+// Bulk copies ------------------------------------------------------------------------------------------
+
+void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::uint32_t barrier,
+               unsigned blocks) {
+  CUKIT_ENTER(me);
+  const auto source = reinterpret_cast<std::uintptr_t>(global);
+  if (shared % 16 != 0) misaligned(me, "cp.async.bulk to shared memory", shared, 16);
+  if (source % 16 != 0) misaligned(me, "cp.async.bulk from global memory", source, 16);
+  if (bytes % 16 != 0) misaligned(me, "the size of cp.async.bulk", bytes, 16);
+  if (checked()) check(thread_actor(me), global, bytes, Access::Read);
+  for_targets(me, blocks, [&](Block& target) {
+    unsigned char* const to = place_in(me, target, shared, bytes);
+    land_later(me, target, barrier, to, bytes, [=] { std::memcpy(to, global, bytes); });
+  });
+}
+
+void bulk_store(void* global, std::uint32_t shared, unsigned bytes) {
+  CUKIT_ENTER(me);
+  const auto target = reinterpret_cast<std::uintptr_t>(global);
+  if (shared % 16 != 0) misaligned(me, "cp.async.bulk from shared memory", shared, 16);
+  if (target % 16 != 0) misaligned(me, "cp.async.bulk to global memory", target, 16);
+  if (bytes % 16 != 0) misaligned(me, "the size of cp.async.bulk", bytes, 16);
+  const Place place = place_of(me, shared, bytes);
+  if (checked()) check(thread_actor(me), global, bytes, Access::Write);
+  read_later(me, place, bytes, [from = place.pointer, global, bytes] {
+    std::memcpy(global, from, bytes);
+  });
+}
+
+void read_later(Fiber& me, const Place& place, unsigned bytes, Work work) {
+  const unsigned engine = kMbarrierEngines + me.index % kStoreEngines;
+  std::uint32_t epoch = 0;
+  if (checked()) {
+    const Actor actor = engine_actor(me, engine);
+    check_shared(actor, *place.block, place.pointer, bytes, Access::Read);
+    epoch = actor.epoch;
+  }
+  if (!late(me)) {
+    work();
+    work = nullptr;
+  }
+  me.bulk.items.push_back({me.bulk.open, engine, epoch, std::move(work)});
+}
+
+void bulk_commit() {
+  CUKIT_ENTER(me);
+  ++me.bulk.open;
+}
+
+void bulk_wait(unsigned pending) {
+  CUKIT_ENTER(me);
+  std::vector<BulkGroups::Item>& items = me.bulk.items;
+  std::size_t done = 0;
+  while (done < items.size() && items[done].group + pending < me.bulk.open) {
+    BulkGroups::Item& item = items[done++];
+    if (item.work) item.work();
+    if (checked()) learn_of_engine(me, item.engine, item.epoch);
+  }
+  items.erase(items.begin(), items.begin() + static_cast<std::ptrdiff_t>(done));
+}
+
+void learn_of_engine(Fiber& me, unsigned engine, std::uint32_t epoch) {
+  Cluster& cluster = *me.block->cluster;
+  const unsigned agent = cluster.first_engine() + engine;
+  if (me.seen->seen[agent] >= epoch) return;
+  Clock* clock = cluster.clocks.copy(me.seen);
+  clock->seen[agent] = epoch;
+  cluster.clocks.release(me.seen);
+  me.seen = clock;
+}
+
+void fence_proxy_async() {
+  CUKIT_ENTER(me);
+  if (!checked()) return;
+  me.fence_epoch = me.epoch;
+  me.block->cluster->clocks.release(me.fenced);
+  me.fenced = ClockPool::hold(me.seen);
+  advance(me);
+}
+
+// Remote shared memory ----------------------------------------------------------------------------------
+
+void store_remote(std::uint32_t address, std::uint32_t value) {
+  CUKIT_ENTER(me);
+  if (address % 4 != 0) misaligned(me, "st.shared::cluster", address, 4);
+  const Place place = place_of(me, address, 4);
+  if (checked()) check_shared(thread_actor(me), *place.block, place.pointer, 4, Access::Write);
+  std::memcpy(place.pointer, &value, 4);
+}
+
+std::uint32_t load_remote(std::uint32_t address) {
+  CUKIT_ENTER(me);
+  if (address % 4 != 0) misaligned(me, "ld.shared::cluster", address, 4);
+  const Place place = place_of(me, address, 4);
+  if (checked()) check_shared(thread_actor(me), *place.block, place.pointer, 4, Access::Read);
+  std::uint32_t value;
+  std::memcpy(&value, place.pointer, 4);
+  return value;
+}
+
+}  // namespace cukit::emulator

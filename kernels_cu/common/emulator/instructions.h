@@ -1,0 +1,72 @@
+// The instructions of common/ptx/ on the CPU. Layouts are those of the PTX ISA.
+#pragma once
+
+#include <cstdint>
+
+#include "common/emulator/thread.h"
+
+namespace cukit::emulator {
+
+// Matrices ---------------------------------------------------------------------------------------
+
+enum class Number : unsigned { F16, BF16, TF32, E4M3, E5M2, S8, U8 };
+
+// ldmatrix and stmatrix of `count` (1, 2, 4) 8x8 matrices of 16-bit elements.
+void ldmatrix(unsigned* registers, unsigned count, bool transposed, std::uint32_t shared);
+void stmatrix(const unsigned* registers, unsigned count, bool transposed, std::uint32_t shared);
+
+// mma.sync m16n8k<k>: d += a * b. `d` points to four floats, or four ints for S8 and U8.
+void mma(Number a_type, Number b_type, unsigned k, void* d, const unsigned* a, const unsigned* b);
+
+// wgmma.mma_async m64n<n>, 32 bytes deep: d = a * b, or d += a * b.
+struct Product {
+  Number a_type;
+  Number b_type;
+  unsigned n;
+  void* d;                    // n / 2 floats, or ints
+  const unsigned* registers;  // four, or null where `a` is in shared memory
+  std::uint64_t a;            // matrix descriptors
+  std::uint64_t b;
+  bool a_transposed;          // MN-major in shared memory
+  bool b_transposed;
+  bool accumulate;
+};
+void wgmma(const Product& product);
+void wgmma_commit();
+void wgmma_wait(unsigned pending);
+
+// Copies -------------------------------------------------------------------------------------------
+
+// cp.async: `bytes` (4, 8, 16) arrive at `shared`, of which `present` come from `global`.
+void cp_async(std::uint32_t shared, const void* global, unsigned bytes, unsigned present);
+void cp_async_commit();
+void cp_async_wait(unsigned pending);
+
+void mbarrier_init(std::uint32_t barrier, unsigned arrivals);
+void mbarrier_invalidate(std::uint32_t barrier);
+// Arrives after announcing `bytes` to come; at a barrier of any block of the cluster.
+void mbarrier_arrive(std::uint32_t barrier, unsigned bytes);
+void mbarrier_expect(std::uint32_t barrier, unsigned bytes);
+void mbarrier_wait(std::uint32_t barrier, unsigned parity);
+
+// cp.async.bulk, and cp.async.bulk.tensor with a map made by the emulator. Blocks named in `blocks`
+// each get a copy, at the same addresses as in this one; 0 stands for this block alone.
+void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::uint32_t barrier,
+               unsigned blocks);
+void bulk_store(void* global, std::uint32_t shared, unsigned bytes);
+void tensor_load(std::uint32_t shared, const void* map, const int* position, unsigned axes,
+                 std::uint32_t barrier, unsigned blocks);
+void tensor_store(const void* map, std::uint32_t shared, const int* position, unsigned axes,
+                  bool add);
+void bulk_commit();
+void bulk_wait(unsigned pending);
+
+void fence_proxy_async();
+
+// Clusters -------------------------------------------------------------------------------------------
+
+// st.shared::cluster of 4 bytes.
+void store_remote(std::uint32_t address, std::uint32_t value);
+std::uint32_t load_remote(std::uint32_t address);
+
+}  // namespace cukit::emulator
