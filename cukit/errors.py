@@ -66,7 +66,7 @@ class LaunchError(CukitError):
 
 
 class EmulatorError(CukitError):
-    """The emulator caught a kernel at a mistake. The message says what, and names thread and line."""
+    """The emulator caught a kernel at a mistake. The message names it, the thread and the line."""
 
 
 class OutOfMemoryError(CukitError, MemoryError):
