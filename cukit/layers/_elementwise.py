@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from cukit.core.compiler import MacroValue
-from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 
 _BYTES_PER_THREAD = 64
@@ -22,7 +21,6 @@ class ElementwiseConfig:
     threads: int
     vec: int
     vecs_per_thread: int
-    streaming: bool
     index: str
     num_blocks: int
 
@@ -33,7 +31,6 @@ class ElementwiseConfig:
             ("THREADS", self.threads),
             ("VEC", self.vec),
             ("VECS_PER_THREAD", self.vecs_per_thread),
-            ("STREAMING", self.streaming),
             ("INDEX", self.index),
         )
         return KernelSpec(f"layers/{source}.cu", entry, macros, self.threads)
@@ -45,27 +42,23 @@ def plan_elementwise(
     itemsize: int,
     vec: int,
     operands_read: int,
-    operands_moved: int,
-    device: Device,
     *,
     threads: int = 256,
     vecs_per_thread: int | None = None,
-    streaming: bool | None = None,
 ) -> ElementwiseConfig:
-    """Blocks of `threads` threads, as many as it takes; the caches are spared what will not fit.
+    """Blocks of `threads` threads, as many as it takes.
 
-    size: elements of one operand; operands_read, operands_moved: how many operands of that size the
-    kernel reads, and reads or writes. The last three may be given to try another variant.
+    size: elements of one operand; operands_read: how many operands of that size the kernel reads.
+    The last two may be given to try another variant.
     """
     if vecs_per_thread is None:
         wanted = _BYTES_PER_THREAD // (vec * itemsize * operands_read)
         vecs_per_thread = min(_MOST_VECS_PER_THREAD, max(1, wanted))
-    if streaming is None:
-        streaming = size * itemsize * operands_moved > device.l2_bytes
     num_vecs = -(-size // vec)
-    num_blocks = -(-num_vecs // (threads * vecs_per_thread))
-    index = index_type(num_vecs * operands_moved + threads * vecs_per_thread)
-    return ElementwiseConfig(threads, vec, vecs_per_thread, streaming, index, num_blocks)
+    vecs_per_block = threads * vecs_per_thread
+    # A gated activation counts the vectors of both halves.
+    index = index_type(2 * num_vecs + vecs_per_block)
+    return ElementwiseConfig(threads, vec, vecs_per_thread, index, -(-num_vecs // vecs_per_block))
 
 
 def index_type(bound: int) -> str:

@@ -15,25 +15,22 @@ from cukit.core.arrays import (
     check_same_dtype,
 )
 from cukit.core.compiler import MacroValue
-from cukit.core.device import Device, current_device
+from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, load_kernel
 from cukit.errors import ArrayShapeError
 from cukit.layers._elementwise import ElementwiseConfig, plan_elementwise
 
-_READ_FORWARD, _MOVED_FORWARD = 2, 3  # gate, up -> out
-_READ_BACKWARD, _MOVED_BACKWARD = 3, 5  # grad_out, gate, up -> grad_gate, grad_up
-
 Macros = tuple[tuple[str, MacroValue], ...]
 
 
-def plan_gated(size: int, itemsize: int, vec: int, device: Device) -> ElementwiseConfig:
+def plan_gated(size: int, itemsize: int, vec: int) -> ElementwiseConfig:
     """How to run a gated activation whose result has `size` elements."""
-    return plan_elementwise(size, itemsize, vec, _READ_FORWARD, _MOVED_FORWARD, device)
+    return plan_elementwise(size, itemsize, vec, operands_read=2)  # gate, up
 
 
-def plan_gated_backward(size: int, itemsize: int, vec: int, device: Device) -> ElementwiseConfig:
+def plan_gated_backward(size: int, itemsize: int, vec: int) -> ElementwiseConfig:
     """How to run the gradient of a gated activation whose result had `size` elements."""
-    return plan_elementwise(size, itemsize, vec, _READ_BACKWARD, _MOVED_BACKWARD, device)
+    return plan_elementwise(size, itemsize, vec, operands_read=3)  # grad_out, gate, up
 
 
 def half_shape(x: Array) -> tuple[int, ...]:
@@ -61,7 +58,7 @@ def prepare_gated(op: str, x: Array, out: Array | None, macros: Macros) -> Launc
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     *_, hidden = half_shape(x)
     vec = access_width(hidden, x, out)
-    config = plan_gated(x.size // 2, x.itemsize, vec, current_device())
+    config = plan_gated(x.size // 2, x.itemsize, vec)
     return _launch(op, x, config, macros)
 
 
@@ -71,7 +68,7 @@ def prepare_gated_backward(op: str, grad_out: Array, x: Array, macros: Macros) -
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     *_, hidden = half_shape(x)
     vec = access_width(hidden, x, grad_out)
-    config = plan_gated_backward(x.size // 2, x.itemsize, vec, current_device())
+    config = plan_gated_backward(x.size // 2, x.itemsize, vec)
     return _launch(op, x, config, macros)
 
 
@@ -79,7 +76,7 @@ def gated_specs(op: str, device: Device, macros: Macros = ()) -> list[KernelSpec
     """The variants that long rows of each dtype take."""
     plan = plan_gated_backward if op.endswith("backward") else plan_gated
     return [
-        plan(8192 * 4096, dtype.itemsize, 16 // dtype.itemsize, device).spec(
+        plan(8192 * 4096, dtype.itemsize, 16 // dtype.itemsize).spec(
             op, op, ("DTYPE", dtype.name), *macros
         )
         for dtype in KERNEL_DTYPES

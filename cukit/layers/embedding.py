@@ -23,7 +23,7 @@ from cukit.core.arrays import (
     runs_kernel,
     write_out,
 )
-from cukit.core.device import Device, current_device
+from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.layers._elementwise import ElementwiseConfig, plan_elementwise
@@ -104,9 +104,9 @@ def embedding_backward(
     return grad_weight
 
 
-def plan_embedding(size: int, itemsize: int, vec: int, device: Device) -> ElementwiseConfig:
+def plan_embedding(size: int, itemsize: int, vec: int) -> ElementwiseConfig:
     """How to gather `size` elements."""
-    return plan_elementwise(size, itemsize, vec, 1, 2, device)
+    return plan_elementwise(size, itemsize, vec, operands_read=1)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _prepare(ids: Array, weight: Array, out: Array | None) -> Launch:
     check_array("embedding", "weight", weight, dtypes=KERNEL_DTYPES)
     rows, hidden = weight.shape
     vec = access_width(hidden, weight, out)
-    config = plan_embedding(ids.size * hidden, weight.itemsize, vec, current_device())
+    config = plan_embedding(ids.size * hidden, weight.itemsize, vec)
     kernel = load_kernel(_spec(config, weight.dtype.name, ids.dtype.name))
     vecs_per_row = hidden // vec
     scalars = (np.int64(ids.size * vecs_per_row), np.int32(vecs_per_row), np.int32(rows))
@@ -244,7 +244,7 @@ def _specs(device: Device) -> list[KernelSpec]:
     size = 8192 * 4096
     return [
         _spec(
-            plan_embedding(size, dtype.itemsize, 16 // dtype.itemsize, device),
+            plan_embedding(size, dtype.itemsize, 16 // dtype.itemsize),
             dtype.name,
             ids.name,
         )

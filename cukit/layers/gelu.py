@@ -18,7 +18,7 @@ from cukit.core.arrays import (
     runs_kernel,
     write_out,
 )
-from cukit.core.device import Device, current_device
+from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.layers._approximate import check_approximate, gelu_macro, gelu_macros
 from cukit.layers._elementwise import ElementwiseConfig, plan_elementwise
@@ -83,12 +83,9 @@ def gelu_backward(grad_out: Array, x: Array, *, approximate: str = "none") -> Ar
     return grad_x
 
 
-def plan_gelu(
-    size: int, itemsize: int, vec: int, backward: bool, device: Device
-) -> ElementwiseConfig:
+def plan_gelu(size: int, itemsize: int, vec: int, backward: bool) -> ElementwiseConfig:
     """How to run gelu, or its gradient, over `size` elements."""
-    operands_read = 2 if backward else 1
-    return plan_elementwise(size, itemsize, vec, operands_read, operands_read + 1, device)
+    return plan_elementwise(size, itemsize, vec, operands_read=2 if backward else 1)
 
 
 def _check(op: str, x: Array, approximate: str, **like_x: Array | None) -> None:
@@ -115,7 +112,7 @@ def _prepare_backward(grad_out: Array, x: Array, approximate: str) -> Launch:
 def _launch(op: str, x: Array, other: Array | None, approximate: str, *, backward: bool) -> Launch:
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     vec = access_width(0, x, other)
-    config = plan_gelu(x.size, x.itemsize, vec, backward, current_device())
+    config = plan_gelu(x.size, x.itemsize, vec, backward)
     spec = _spec(config, x.dtype.name, gelu_macro(approximate), backward)
     return Launch(load_kernel(spec), (config.num_blocks,), (np.int64(x.size),))
 
@@ -129,7 +126,7 @@ def _spec(
 def _specs(backward: bool, device: Device) -> list[KernelSpec]:
     return [
         _spec(
-            plan_gelu(8192 * 4096, dtype.itemsize, 16 // dtype.itemsize, backward, device),
+            plan_gelu(8192 * 4096, dtype.itemsize, 16 // dtype.itemsize, backward),
             dtype.name,
             activation,
             backward,

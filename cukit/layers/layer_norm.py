@@ -153,10 +153,18 @@ class LayerNormConfig:
 
 @cache
 def plan_layer_norm(
-    rows: int, cols: int, dtype: str, itemsize: int, vec: int, residual: bool, bias: bool
+    rows: int,
+    cols: int,
+    dtype: str,
+    itemsize: int,
+    vec: int,
+    residual: bool,
+    bias: bool,
+    *,
+    vecs_per_thread: int = 2,
 ) -> LayerNormConfig:
     """A block a row: enough blocks in flight hide latency, and none waits for another."""
-    split = split_row("layer_norm", cols, itemsize, vec)
+    split = split_row("layer_norm", cols, itemsize, vec, vecs_per_thread)
     return LayerNormConfig("layer_norm", dtype, residual, bias, split, rows)
 
 

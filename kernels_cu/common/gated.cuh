@@ -8,7 +8,7 @@
 //   before it uses the first. One pass over memory.
 // Macros: DTYPE float32|float16|bfloat16; THREADS; VEC elements an access (VEC * sizeof(DTYPE) <=
 //   16), a divisor of cols; VECS_PER_THREAD; INDEX uint32|uint64, which must hold twice the number of
-//   vectors; STREAMING 0|1, 1 where the tensors do not fit in L2 anyway.
+//   vectors.
 #pragma once
 
 #include "common/platform.cuh"
@@ -25,7 +25,6 @@ CUKIT_DEVICE long long gate_offset(index_t index, index_t vecs_per_row) {
 template <typename Activation, typename T>
 CUKIT_DEVICE void gated_forward(const T* __restrict__ x, T* __restrict__ out, long long num_vecs,
                                 int vecs_per_row) {
-  constexpr Cache kCache = STREAMING ? Cache::Streaming : Cache::Cached;
   const index_t first = static_cast<index_t>(blockIdx.x) * (THREADS * VECS_PER_THREAD) + threadIdx.x;
   const long long cols = static_cast<long long>(vecs_per_row) * VEC;
 
@@ -35,8 +34,8 @@ CUKIT_DEVICE void gated_forward(const T* __restrict__ x, T* __restrict__ out, lo
     const index_t index = first + i * THREADS;
     if (index >= num_vecs) continue;
     const T* from = x + gate_offset(index, vecs_per_row);
-    load<kCache>(gate[i], from);
-    load<kCache>(up[i], from + cols);
+    load(gate[i], from);
+    load(up[i], from + cols);
   }
 #pragma unroll
   for (int i = 0; i < VECS_PER_THREAD; ++i) {
@@ -46,14 +45,13 @@ CUKIT_DEVICE void gated_forward(const T* __restrict__ x, T* __restrict__ out, lo
     for (int j = 0; j < VEC; ++j) {
       up[i][j] = from_float<T>(Activation::value(to_float(gate[i][j])) * to_float(up[i][j]));
     }
-    store<kCache>(out + static_cast<long long>(index) * VEC, up[i]);
+    store(out + static_cast<long long>(index) * VEC, up[i]);
   }
 }
 
 template <typename Activation, typename T>
 CUKIT_DEVICE void gated_backward(const T* __restrict__ grad_out, const T* __restrict__ x,
                                  T* __restrict__ grad_x, long long num_vecs, int vecs_per_row) {
-  constexpr Cache kCache = STREAMING ? Cache::Streaming : Cache::Cached;
   const index_t first = static_cast<index_t>(blockIdx.x) * (THREADS * VECS_PER_THREAD) + threadIdx.x;
   const long long cols = static_cast<long long>(vecs_per_row) * VEC;
 
@@ -63,9 +61,9 @@ CUKIT_DEVICE void gated_backward(const T* __restrict__ grad_out, const T* __rest
     const index_t index = first + i * THREADS;
     if (index >= num_vecs) continue;
     const T* from = x + gate_offset(index, vecs_per_row);
-    load<kCache>(gate[i], from);
-    load<kCache>(up[i], from + cols);
-    load<kCache>(grad[i], grad_out + static_cast<long long>(index) * VEC);
+    load(gate[i], from);
+    load(up[i], from + cols);
+    load(grad[i], grad_out + static_cast<long long>(index) * VEC);
   }
 #pragma unroll
   for (int i = 0; i < VECS_PER_THREAD; ++i) {
@@ -80,8 +78,8 @@ CUKIT_DEVICE void gated_backward(const T* __restrict__ grad_out, const T* __rest
       up[i][j] = from_float<T>(g * value);
     }
     T* to = grad_x + gate_offset(index, vecs_per_row);
-    store<kCache>(to, gate[i]);
-    store<kCache>(to + cols, up[i]);
+    store(to, gate[i]);
+    store(to + cols, up[i]);
   }
 }
 

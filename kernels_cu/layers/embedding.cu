@@ -5,7 +5,7 @@
 //   before it stores the first. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16; ID int32|int64; THREADS; VEC elements an access (VEC *
 //   sizeof(DTYPE) <= 16), a divisor of hidden; VECS_PER_THREAD; INDEX uint32|uint64, which must hold
-//   the number of vectors; STREAMING 0|1, 1 where the result does not fit in L2 anyway.
+//   the number of vectors.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/embedding.py.
 #include "common/platform.cuh"
 #include "common/index.cuh"
@@ -20,7 +20,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding(
     long long num_vecs,                   // tokens * hidden / VEC
     int vecs_per_row,                     // hidden / VEC
     int num_embeddings) {
-  constexpr cukit::Cache kOut = STREAMING ? cukit::Cache::Streaming : cukit::Cache::Cached;
   const cukit::index_t row_vecs = vecs_per_row;
   const cukit::index_t first =
       static_cast<cukit::index_t>(blockIdx.x) * (THREADS * VECS_PER_THREAD) + threadIdx.x;
@@ -47,6 +46,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding(
 #pragma unroll
   for (int i = 0; i < VECS_PER_THREAD; ++i) {
     const cukit::index_t index = first + i * THREADS;
-    if (index < num_vecs) cukit::store<kOut>(out + static_cast<long long>(index) * VEC, values[i]);
+    if (index < num_vecs) cukit::store(out + static_cast<long long>(index) * VEC, values[i]);
   }
 }

@@ -19,11 +19,13 @@ using T = cukit::element_t;
 using Out = cukit::OUT;
 
 constexpr int kAhead = 8;  // rows in flight
+constexpr int kResidentThreads = 768;  // on an SM, which leaves a thread the registers for them
 static_assert(SPAN % kAhead == 0, "a chunk is whole batches of rows");
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) embedding_backward(
+extern "C" __global__ void
+__launch_bounds__(THREADS, kResidentThreads / THREADS) embedding_backward(
     const T* __restrict__ grad_out,              // [num_tokens, hidden]
     const unsigned int* __restrict__ keys,       // [num_tokens], ascending; >= num_keys: no row
     const int* __restrict__ tokens,              // [num_tokens], the token of each key
@@ -54,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_backward(
     for (int i = 0; i < kAhead; ++i) {
       if (base + i >= count) continue;
       const long long row = static_cast<long long>(tokens_here[base + i]) * hidden;
-      cukit::load<cukit::Cache::Streaming>(rows[i], grad_out + row + col);
+      cukit::load(rows[i], grad_out + row + col);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {

@@ -7,8 +7,8 @@
 //   THREADS, and asks for all of them before it uses the first; one thread also does the elements
 //   after the last whole vector. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16; THREADS; VEC elements an access (VEC * sizeof(DTYPE) <=
-//   16); VECS_PER_THREAD; STREAMING 0|1, 1 where the tensors do not fit in L2 anyway; ACTIVATION
-//   GeluErf|GeluTanh; INDEX uint32|uint64, which must hold the number of vectors; BACKWARD 0|1.
+//   16); VECS_PER_THREAD; ACTIVATION GeluErf|GeluTanh; INDEX uint32|uint64, which must hold the
+//   number of vectors; BACKWARD 0|1.
 // Minimum architecture: sm_80. Computes in float; deterministic. Reference:
 //   cukit/reference/activations.py.
 #include "common/platform.cuh"
@@ -38,7 +38,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) gelu(
     const T* __restrict__ grad_out,  // [size], BACKWARD only
     T* __restrict__ out,             // [size]; may be x or grad_out
     long long size) {
-  constexpr cukit::Cache kCache = STREAMING ? cukit::Cache::Streaming : cukit::Cache::Cached;
   const long long num_vecs = size / VEC;
   const cukit::index_t first =
       static_cast<cukit::index_t>(blockIdx.x) * (THREADS * VECS_PER_THREAD) + threadIdx.x;
@@ -48,8 +47,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gelu(
   for (int i = 0; i < VECS_PER_THREAD; ++i) {
     const cukit::index_t index = first + i * THREADS;
     if (index >= num_vecs) continue;
-    cukit::load<kCache>(values[i], x + static_cast<long long>(index) * VEC);
-    if constexpr (BACKWARD) cukit::load<kCache>(grads[i], grad_out + static_cast<long long>(index) * VEC);
+    cukit::load(values[i], x + static_cast<long long>(index) * VEC);
+    if constexpr (BACKWARD) cukit::load(grads[i], grad_out + static_cast<long long>(index) * VEC);
   }
 #pragma unroll
   for (int i = 0; i < VECS_PER_THREAD; ++i) {
@@ -57,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gelu(
     if (index >= num_vecs) continue;
 #pragma unroll
     for (int j = 0; j < VEC; ++j) values[i][j] = evaluate(values[i][j], grads[i][j]);
-    cukit::store<kCache>(out + static_cast<long long>(index) * VEC, values[i]);
+    cukit::store(out + static_cast<long long>(index) * VEC, values[i]);
   }
   if (blockIdx.x == 0 && threadIdx.x < size - num_vecs * VEC) {
     const long long index = num_vecs * VEC + threadIdx.x;

@@ -23,7 +23,7 @@ using Vector = cukit::Vec<T, VEC>;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) layer_norm(
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm(
     const T* __restrict__ x,         // [rows, cols]
     const T* __restrict__ residual,  // [rows, cols], RESIDUAL only
     const T* __restrict__ weight,    // [cols]
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) layer_norm(
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const int vec = threadIdx.x + i * THREADS;
-      if (vec < num_vecs) cukit::load<cukit::Cache::Streaming>(values[i], x + base + vec * VEC);
+      if (vec < num_vecs) cukit::load(values[i], x + base + vec * VEC);
     }
     if constexpr (RESIDUAL) {
 #pragma unroll
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) layer_norm(
         const int vec = threadIdx.x + i * THREADS;
         if (vec >= num_vecs) continue;
         Vector add;
-        cukit::load<cukit::Cache::Streaming>(add, residual + base + vec * VEC);
+        cukit::load(add, residual + base + vec * VEC);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
           values[i][j] = cukit::from_float<T>(cukit::to_float(values[i][j]) + cukit::to_float(add[j]));
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) layer_norm(
         if constexpr (BIAS) result += cukit::to_float(shift[j]);
         values[i][j] = cukit::from_float<T>(result);
       }
-      cukit::store<cukit::Cache::Streaming>(y + base + vec * VEC, values[i]);
+      cukit::store(y + base + vec * VEC, values[i]);
     }
   }
 }

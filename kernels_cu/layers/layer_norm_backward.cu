@@ -23,10 +23,12 @@ using T = cukit::element_t;
 using Vector = cukit::Vec<T, VEC>;
 
 constexpr int kPartials = BIAS ? 2 : 1;
+constexpr int kResidentThreads = 1024;  // on an SM: what plan_layer_norm_backward counts on
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) layer_norm_backward(
+extern "C" __global__ void
+__launch_bounds__(THREADS, kResidentThreads / THREADS) layer_norm_backward(
     const T* __restrict__ grad_out,       // [rows, cols]
     const T* __restrict__ x,              // [rows, cols]
     const T* __restrict__ weight,         // [cols]
@@ -48,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) layer_norm_backward(
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const int vec = threadIdx.x + i * THREADS;
       if (vec >= num_vecs) continue;
-      cukit::load<cukit::Cache::Streaming>(values[i], x + base + vec * VEC);
-      cukit::load<cukit::Cache::Streaming>(grads[i], grad_out + base + vec * VEC);
+      cukit::load(values[i], x + base + vec * VEC);
+      cukit::load(grads[i], grad_out + base + vec * VEC);
     }
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
@@ -87,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) layer_norm_backward(
       Vector scale, result, add;
       cukit::load(scale, weight + vec * VEC);
       if constexpr (RESIDUAL) {
-        cukit::load<cukit::Cache::Streaming>(add, grad_residual + base + vec * VEC);
+        cukit::load(add, grad_residual + base + vec * VEC);
       }
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
@@ -100,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) layer_norm_backward(
         grad_weight[i][j] += grad * normalised;
         grad_bias[i][j] += grad;
       }
-      cukit::store<cukit::Cache::Streaming>(grad_x + base + vec * VEC, result);
+      cukit::store(grad_x + base + vec * VEC, result);
     }
   }
 

@@ -26,12 +26,12 @@
 namespace {
 
 using T = cukit::element_t;
-using cukit::Cache;
 
 constexpr int kLanes = HALF_VECS + COPY_VECS;
 constexpr int kHeads = HEADS_Q + HEADS_K;
 constexpr int kGroups = (kHeads + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
 constexpr int kHalf = HALF_VECS * VEC;
+constexpr int kResidentThreads = 512;  // on an SM, which leaves a thread the registers for its heads
 
 struct Strides {
   long long batch, token, head;
@@ -81,7 +81,8 @@ CUKIT_DEVICE constexpr int second_of(int j) { return INTERLEAVED ? 2 * j + 1 : V
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) rope(
+extern "C" __global__ void
+__launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
     const T* __restrict__ q,                       // [batch, seq_len, HEADS_Q, HEAD_DIM], strided
     const T* __restrict__ k,                       // [batch, seq_len, HEADS_K, HEAD_DIM], strided
     const float* __restrict__ cos,                 // [max_positions, kHalf]
@@ -114,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope(
     if (head >= kHeads) continue;
     const T* from = head < HEADS_Q ? q + offset_in(q_strides, batch, index, head)
                                    : k + offset_in(k_strides, batch, index, head - HEADS_Q);
-    cukit::load<Cache::Streaming>(pairs[i][0], from + first);
-    if (turns) cukit::load<Cache::Streaming>(pairs[i][1], from + second);
+    cukit::load(pairs[i][0], from + first);
+    if (turns) cukit::load(pairs[i][1], from + second);
   }
 
   float cosines[VEC], sines[VEC];
@@ -149,8 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rope(
         at_a = cukit::from_float<T>(a * cosines[j] - b * sine);
         at_b = cukit::from_float<T>(b * cosines[j] + a * sine);
       }
-      cukit::store<Cache::Streaming>(to + second, pairs[i][1]);
+      cukit::store(to + second, pairs[i][1]);
     }
-    cukit::store<Cache::Streaming>(to + first, pairs[i][0]);
+    cukit::store(to + first, pairs[i][0]);
   }
 }

@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cukit.core.device import TYPICAL_DEVICES
 from cukit.core.source import read_source
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.layers import gelu, gelu_backward
@@ -150,7 +149,6 @@ def test_errors():
 @pytest.mark.parametrize("size", [1, 7, 4096, 10**7 + 1])
 @pytest.mark.parametrize("backward", [False, True])
 def test_plan_covers_every_element(size, backward):
-    for device in TYPICAL_DEVICES.values():
-        config = plan_gelu(size, 2, 8, backward, device)
-        per_block = config.threads * config.vec * config.vecs_per_thread
-        assert (config.num_blocks - 1) * per_block < size <= config.num_blocks * per_block
+    config = plan_gelu(size, 2, 8, backward)
+    per_block = config.threads * config.vec * config.vecs_per_thread
+    assert (config.num_blocks - 1) * per_block < size <= config.num_blocks * per_block
