@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import cukit
 from cukit.core.device import gpu_available
 
 os.environ.setdefault("CUKIT_QUIET", "1")  # hundreds of first compiles would drown the report
+
+
+MOST_EMULATED = 1 << 16
+"""Elements of the largest shape that a test parameter may have in the emulator."""
+
+
+def pytest_report_header() -> str:
+    """Says once why hundreds of tests may be skipped."""
+    return "gpu: " + ("tests run on it" if gpu_available() else "none here, its tests are skipped")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -25,10 +37,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    """Where the arrays of a test live: "cpu" runs the reference, "gpu" the kernel."""
-    return str(request.param)
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("emulator", marks=pytest.mark.emulator),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ]
+)
+def device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """What runs a test's ops: on "cpu" the reference, on "emulator" and "gpu" the kernel."""
+    if request.param != "emulator":
+        yield request.param
+        return
+    shape = getattr(request.node, "callspec", None)
+    sizes = [value for value in (shape.params.values() if shape else ()) if _is_shape(value)]
+    if any(math.prod(size) > MOST_EMULATED for size in sizes):
+        pytest.skip(f"more than {MOST_EMULATED} elements: for the GPU")
+    assert request.config.cache is not None
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
+    with cukit.backend("emulator"):
+        yield "emulator"
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(extent, int) for extent in value)
 
 
 @pytest.fixture
