@@ -10,6 +10,8 @@
 
 #include "common/platform.cuh"
 #include "common/ptx/cluster.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/ptx/store_global.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
@@ -99,7 +101,12 @@ struct RowSlice {
 
   CUKIT_DEVICE void write(element_t* tensor, int column, const Vec<element_t, VEC>& from) const {
     if (whole(column)) {
-      store<kLast>(tensor + base + column, from);
+      element_t* to = tensor + base + column;
+      if constexpr (sizeof(from) == 16 && kLast == Cache::Cached) {
+        store_global_16(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&from));
+      } else {
+        store<kLast>(to, from);
+      }
       return;
     }
 #pragma unroll
@@ -130,10 +137,40 @@ CUKIT_DEVICE float upstream_scale(const float* grad_loss, long long index, const
   return normalizer != nullptr ? scale / *normalizer : scale;
 }
 
-template <int N>
-CUKIT_DEVICE void to_floats(float (&into)[N], const Vec<element_t, N>& from) {
+template <typename T, int N>
+CUKIT_DEVICE void to_floats(float (&into)[N], const Vec<T, N>& from) {
 #pragma unroll
   for (int j = 0; j < N; ++j) into[j] = to_float(from[j]);
+}
+
+// A bfloat16 is the upper half of its float: one instruction each, where taking the halves apart
+// first would cost another for every second one.
+template <int N>
+CUKIT_DEVICE void to_floats(float (&into)[N], const Vec<bfloat16, N>& from) {
+  if constexpr (N % 2 == 0) {
+    const unsigned* pairs = reinterpret_cast<const unsigned*>(&from);
+#pragma unroll
+    for (int j = 0; j < N; j += 2) {
+      into[j] = __uint_as_float(pairs[j / 2] << 16);
+      into[j + 1] = __uint_as_float(pairs[j / 2] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) into[j] = to_float(from[j]);
+  }
+}
+
+// Rounded to nearest even; 16-bit elements two at a time.
+template <typename T, int N>
+CUKIT_DEVICE void from_floats(Vec<T, N>& into, const float (&from)[N]) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    unsigned* pairs = reinterpret_cast<unsigned*>(&into);
+#pragma unroll
+    for (int j = 0; j < N; j += 2) pairs[j / 2] = pack<T>(from[j], from[j + 1]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) into[j] = from_float<T>(from[j]);
+  }
 }
 
 // Merges over the warps of a block and the blocks of a cluster. A cluster's blocks push their

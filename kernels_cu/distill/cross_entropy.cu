@@ -103,13 +103,14 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) cross_
         if (end - 1 - i < 0) break;
         const int column = slice.column(threadIdx.x + (end - 1 - i) * THREADS);
         const bool has_target = target >= column && target < column + VEC;
+        float z[VEC];
+        cukit::to_floats(z, batch[i]);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
-          const float z = cukit::to_float(batch[i][j]);
-          float g = exp2f(fmaf(z, cukit::kLog2E, -mass.reference)) * scale_of_mass;
-          if (has_target && column + j == target) g -= scale;
-          batch[i][j] = cukit::from_float<T>(g);
+          z[j] = exp2f(fmaf(z[j], cukit::kLog2E, -mass.reference)) * scale_of_mass;
+          if (has_target && column + j == target) z[j] -= scale;
         }
+        cukit::from_floats(batch[i], z);
         slice.write(grad, column, batch[i]);
       }
     }

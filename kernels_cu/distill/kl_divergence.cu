@@ -184,20 +184,24 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
       if (k < 0) break;
       const int column = slice.column(threadIdx.x + k * THREADS);
       const bool has_target = HARD && target >= column && target < column + VEC;
+      float z[VEC], teacher_z[VEC], g[VEC];
+      cukit::to_floats(z, of_student[i]);
+      cukit::to_floats(teacher_z, of_teacher[i]);
       float part = 0.0f;
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
-        const float z = cukit::to_float(of_student[i][j]);
-        float g = soft.difference(z, cukit::to_float(of_teacher[i][j]), part) * soft_scale;
+        g[j] = soft.difference(z[j], teacher_z[j], part) * soft_scale;
         if constexpr (HARD) {
-          const float plain = exp2f(fmaf(z, cukit::kLog2E, -masses[kPlain].reference));
-          g = fmaf(plain, hard_scale_of_mass, g);
-          if (has_target && column + j == target) g -= hard_scale;
+          const float plain = exp2f(fmaf(z[j], cukit::kLog2E, -masses[kPlain].reference));
+          g[j] = fmaf(plain, hard_scale_of_mass, g[j]);
+          if (has_target && column + j == target) g[j] -= hard_scale;
         }
-        of_student[i][j] = cukit::from_float<T>(g);
       }
       divergence += part;
-      if constexpr (GRAD) slice.write(grad, column, of_student[i]);
+      if constexpr (GRAD) {
+        cukit::from_floats(of_student[i], g);
+        slice.write(grad, column, of_student[i]);
+      }
     }
   }
   divergence = exchange.sum(divergence);
