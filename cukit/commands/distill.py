@@ -58,6 +58,9 @@ def distill(
     accumulate: Annotated[
         int | None, typer.Option(help="Batches summed into a step.", rich_help_panel=_TRAINING)
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Threads on the CPU.", rich_help_panel=_TRAINING)
+    ] = None,
     lr: Annotated[
         float | None, typer.Option(help="Students' learning rate.", rich_help_panel=_TRAINING)
     ] = None,
@@ -127,7 +130,7 @@ def distill(
         "teacher_hidden": teacher_hidden, "teacher_layers": teacher_layers,
         "student_hidden": student_hidden, "student_layers": student_layers, "head_dim": head_dim,
         "tie_embeddings": tie_embeddings, "dtype": dtype, "checkpoint_every": checkpoint_every,
-        "eval_windows": eval_windows,
+        "eval_windows": eval_windows, "workers": workers,
     }  # fmt: skip
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")

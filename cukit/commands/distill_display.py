@@ -178,8 +178,8 @@ def _models_table(report: DistillReport) -> Table:
 
 
 def _ops_table(report: DistillReport) -> Table:
-    clock = "device" if report.settings.device == "gpu" else "wall"
-    table = Table(title=f"where a distillation step's {clock} time goes", title_justify="left")
+    place = "the GPU" if report.settings.device == "gpu" else "one core"
+    table = Table(title=f"where a distillation step's time goes on {place}", title_justify="left")
     table.add_column("op")
     for heading in ("calls", "ms", "share"):
         table.add_column(heading, justify="right")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,27 +30,41 @@ class Evaluation:
 
 
 def evaluate(
-    model: Transformer, batches: Iterable[tuple[Array, Array]], teacher: Transformer | None = None
+    model: Transformer,
+    batches: Iterable[tuple[Array, Array]],
+    teacher: Transformer | None = None,
+    *,
+    workers: int = 1,
 ) -> Evaluation:
-    """Run `model` over `batches` of (tokens, targets); the sums stay on the device to the end."""
+    """Run `model` over `batches` of (tokens, targets); the sums stay on the device to the end.
+
+    workers: batches that are looked at at once, on threads; for the CPU.
+    """
     sums: dict[str, Array] = {}
     num_tokens = 0
 
-    def add(name: str, value: Array) -> None:
-        sums[name] = sums[name] + value if name in sums else value
-
-    for tokens, targets in batches:
+    def judge(batch: tuple[Array, Array]) -> tuple[int, dict[str, Array]]:
+        tokens, targets = batch
         flat = targets.reshape(-1)
-        num_tokens += flat.size
         logits = model.logits(model.forward(tokens, keep=False).hidden)
         choice = logits.astype(np.float32).argmax(-1)
-        add("loss", cross_entropy(logits, flat, reduction="sum"))
-        add("right", (choice == flat).sum())
+        found = {
+            "loss": cross_entropy(logits, flat, reduction="sum"),
+            "right": (choice == flat).sum(),
+        }
         if teacher is not None:
             teacher_logits = teacher.logits(teacher.forward(tokens, keep=False).hidden)
             teacher_choice = teacher_logits.astype(np.float32).argmax(-1)
-            add("kl", kl_divergence(logits, teacher_logits, reduction="sum"))
-            add("agree", (choice == teacher_choice).sum())
+            found["kl"] = kl_divergence(logits, teacher_logits, reduction="sum")
+            found["agree"] = (choice == teacher_choice).sum()
+        return flat.size, found
+
+    with ThreadPoolExecutor(workers) as pool:
+        # A GPU's current stream belongs to its thread, so one worker is this thread itself.
+        for size, found in map(judge, batches) if workers == 1 else pool.map(judge, batches):
+            num_tokens += size
+            for name, value in found.items():
+                sums[name] = sums[name] + value if name in sums else value
     if num_tokens == 0:
         raise DataError("evaluation: no validation text")
     means = {name: float(value) / num_tokens for name, value in sums.items()}

@@ -16,7 +16,7 @@ from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
 from cukit.distill.data import Corpus, Windows, check_length, validation_batches
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
 from cukit.distill.evaluation import evaluate
-from cukit.distill.host_memory import keep_freed_memory
+from cukit.distill.host_workers import keep_freed_memory, one_thread_each
 from cukit.distill.op_timer import time_by_op
 from cukit.distill.report import PHASES, DistillReport, TrainingRecord, peak_memory_bytes
 from cukit.distill.run_folder import CHECKPOINT, REPORT, model_file
@@ -90,7 +90,11 @@ class DistillRun:
             OutOfMemoryError: the models or batches are too large for this machine.
         """
         try:
-            return self._run()
+            if self.settings.device == "gpu":
+                return self._run()
+            keep_freed_memory()
+            with one_thread_each():
+                return self._run()
         except OutOfMemoryError:
             raise
         except MemoryError as error:  # NumPy's and CuPy's both derive from it
@@ -101,8 +105,6 @@ class DistillRun:
 
     def _run(self) -> DistillReport:
         started = time.perf_counter()
-        if self.settings.device == "cpu":
-            keep_freed_memory()
         models: dict[str, Transformer] = {}
         records: dict[str, TrainingRecord] = {}
         for phase in PHASES:
@@ -113,7 +115,10 @@ class DistillRun:
         teacher = models["teacher"]
         evaluations = {
             phase: evaluate(
-                models[phase], self._validation(), None if phase == "teacher" else teacher
+                models[phase],
+                self._validation(),
+                None if phase == "teacher" else teacher,
+                workers=self.settings.workers,
             )
             for phase in PHASES
         }
@@ -208,6 +213,7 @@ class DistillRun:
                 s.teacher_lr if is_teacher else s.lr, int(steps * s.warmup_share), steps
             ),
             accumulate=s.accumulate,
+            workers=s.workers,
             max_grad_norm=s.max_grad_norm,
             weight_decay=s.weight_decay,
         )

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from cukit.distill.data import VOCAB_SIZE
+from cukit.distill.host_workers import available_cores
 from cukit.errors import ConfigError
 from cukit.models import TransformerConfig
 
@@ -24,6 +25,8 @@ class DistillSettings:
     batch: int
     seq_len: int
     accumulate: int
+    workers: int
+    """Threads that share a batch on the CPU; part of the settings, as it decides the last bits."""
 
     teacher_hidden: int
     teacher_layers: int
@@ -62,6 +65,11 @@ class DistillSettings:
                 raise ConfigError(f"{_option(field.name)}: expected 1 or more, got {value}")
         if self.device not in ("cpu", "gpu"):
             raise ConfigError(f"--device: expected cpu or gpu, got {self.device!r}")
+        if self.workers > (self.batch if self.device == "cpu" else 1):
+            raise ConfigError(
+                f"--workers: 1 on the GPU, at most --batch ({self.batch}) on the CPU, "
+                f"got {self.workers}"
+            )
         if self.seed < 0:
             raise ConfigError(f"--seed: expected 0 or more, got {self.seed}")
         if not 0 <= self.alpha <= 1:
@@ -125,8 +133,11 @@ class DistillSettings:
         ]
 
     def with_options(self, **options: Any) -> DistillSettings:
-        """A copy with every option that is not None."""
-        return replace(self, **{name: v for name, v in options.items() if v is not None})
+        """A copy with every option that is not None. A smaller batch needs no more workers."""
+        given = {name: value for name, value in options.items() if value is not None}
+        if "workers" not in given and isinstance(given.get("batch"), int):
+            given["workers"] = max(1, min(self.workers, given["batch"]))
+        return replace(self, **given)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -153,13 +164,14 @@ DEFAULTS: dict[str, DistillSettings] = {
         batch=8,
         seq_len=128,
         accumulate=1,
-        teacher_hidden=160,
+        workers=min(available_cores(), 8),
+        teacher_hidden=128,
         teacher_layers=4,
-        teacher_steps=1200,
+        teacher_steps=1000,
         teacher_lr=3e-3,
         student_hidden=96,
         student_layers=2,
-        steps=500,
+        steps=400,
         lr=3e-3,
         head_dim=32,
         tie_embeddings=True,
@@ -180,6 +192,7 @@ DEFAULTS: dict[str, DistillSettings] = {
         batch=32,
         seq_len=1024,
         accumulate=1,
+        workers=1,
         teacher_hidden=768,
         teacher_layers=10,
         teacher_steps=1500,

@@ -7,6 +7,7 @@ statistics are device scalars until somebody reads them.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,8 @@ class Trainer:
         windows: where batches come from; a pure function of the step.
         lr: learning rate, a number or a schedule over steps.
         accumulate: batches summed into one step, for a larger batch in the same memory.
+        workers: threads that share a batch, on the CPU. How sums are split decides their last bits,
+            so the same number gives the same result.
         max_grad_norm: gradients are scaled down to this global norm where they exceed it.
         weight_decay: on matrices only; norms keep their weights.
     """
@@ -54,6 +57,7 @@ class Trainer:
         *,
         lr: float | Schedule,
         accumulate: int = 1,
+        workers: int = 1,
         max_grad_norm: float = 1.0,
         weight_decay: float = 0.1,
         beta1: float = 0.9,
@@ -63,6 +67,9 @@ class Trainer:
             raise ConfigError(f"accumulate: expected 1 or more, got {accumulate}")
         if not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm: expected a positive number, got {max_grad_norm}")
+        most = windows.batch if windows.xp is np else 1
+        if not 1 <= workers <= most:
+            raise ConfigError(f"workers: expected 1 to {most} here, got {workers}")
         self.objective, self.windows = objective, windows
         self.lr, self.accumulate = as_schedule(lr), accumulate
         self.max_grad_norm = max_grad_norm
@@ -71,6 +78,7 @@ class Trainer:
         """Steps done so far; with the windows' seed, the whole position in the data."""
         self._trained = objective.trained()
         self._gradients = [_gradients_of(parameters) for parameters in self._trained]
+        self._workers = _Workers(objective, self._gradients, workers)
         self._groups = [
             _Group(params, grads, AdamWState.for_params([params]), decay)
             for parameters, gradients in zip(self._trained, self._gradients, strict=True)
@@ -86,20 +94,12 @@ class Trainer:
 
     def train_step(self) -> StepStatistics:
         """One update of all trained parameters."""
-        for gradients in self._gradients:
-            gradients.clear()
+        self._workers.clear()
         totals: dict[str, Array] = {}
         for part in range(self.accumulate):
             tokens, targets = self.windows(self.step, part)
-            statistics = self.objective.loss_and_gradients(
-                tokens,
-                targets,
-                self._gradients,
-                step=self.step,
-                normalizer=float(self.tokens_per_step),
-            )
-            for name, value in statistics.items():
-                totals[name] = totals[name] + value if name in totals else value
+            _add(totals, self._workers.run(tokens, targets, self.step, self.tokens_per_step))
+        self._workers.join()
         norm = global_norm([gradients.flat for gradients in self._gradients])
         scale = clip_scale(norm, self.max_grad_norm)
         lr = self.lr(self.step)
@@ -154,6 +154,53 @@ class Trainer:
             arrays[f"optimizer.{index}.exp_avg"] = state.exp_avg[0]
             arrays[f"optimizer.{index}.exp_avg_sq"] = state.exp_avg_sq[0]
         return arrays
+
+
+class _Workers:
+    """Runs an objective on parts of a batch at once, into gradients of each part's own."""
+
+    def __init__(self, objective: Objective, gradients: list[Parameters], count: int) -> None:
+        self._objective = objective
+        self._gradients = [gradients]
+        for _ in range(count - 1):
+            self._gradients.append([own.zeros_like() for own in gradients])
+        self._pool = ThreadPoolExecutor(count) if count > 1 else None
+
+    def clear(self) -> None:
+        for gradients in self._gradients:
+            for own in gradients:
+                own.clear()
+
+    def run(self, tokens: Array, targets: Array, step: int, num_tokens: int) -> dict[str, Array]:
+        """Add the gradients of a batch; return its statistics."""
+
+        def work(part: tuple[Array, Array, list[Parameters]]) -> dict[str, Array]:
+            # A loss that diverges shows in its value: no need for a warning from every op.
+            with np.errstate(over="ignore", invalid="ignore"):
+                return self._objective.loss_and_gradients(
+                    *part, step=step, normalizer=float(num_tokens)
+                )
+
+        if self._pool is None:
+            return work((tokens, targets, self._gradients[0]))
+        count = len(self._gradients)
+        parts = (np.array_split(tokens, count), np.array_split(targets, count), self._gradients)
+        totals: dict[str, Array] = {}
+        for statistics in self._pool.map(work, zip(*parts, strict=True)):
+            _add(totals, statistics)
+        return totals
+
+    def join(self) -> None:
+        """Sum all gradients into the first worker's, always in the same order."""
+        first, *others = self._gradients
+        for gradients in others:
+            for total, own in zip(first, gradients, strict=True):
+                total.flat += own.flat
+
+
+def _add(totals: dict[str, Array], statistics: dict[str, Array]) -> None:
+    for name, value in statistics.items():
+        totals[name] = totals[name] + value if name in totals else value
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import pytest
 from cukit.distill.data import Windows, validation_batches
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
 from cukit.distill.evaluation import evaluate
+from cukit.distill.host_workers import one_thread_each
 from cukit.distill.schedule import Linear
 from cukit.distill.terms import HiddenStateTerm
 from cukit.distill.trainer import Trainer
 from cukit.errors import ConfigError
 from cukit.models import Transformer, TransformerConfig
-from tests.models.small import small_model, small_tokens
+from tests.models.small import CPU_AND_GPU, small_model, small_tokens
 from tests.tolerances import FINITE_DIFFERENCE
 
 TEACHER = {"hidden_size": 24, "num_layers": 3, "num_heads_q": 2}
@@ -106,9 +107,11 @@ def train(objective: Objective, steps: int, device: str) -> list[float]:
     xp = objective.model.xp
     windows = Windows(text_of_words(), batch=3, seq_len=32, seed=0, xp=xp)
     trainer = Trainer(objective, windows, lr=1e-2)
-    return [trainer.train_step().read()["loss"] for _ in range(steps)]
+    with one_thread_each():
+        return [trainer.train_step().read()["loss"] for _ in range(steps)]
 
 
+@CPU_AND_GPU
 def test_a_short_distillation_learns(device: str) -> None:
     """The loss falls, the student comes nearer to its teacher, and the teacher is better."""
     xp = pytest.importorskip("cupy") if device == "gpu" else np

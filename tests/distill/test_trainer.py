@@ -16,6 +16,7 @@ from cukit.distill.terms import HiddenStateTerm
 from cukit.distill.trainer import Trainer
 from cukit.errors import ConfigError, DataError
 from cukit.models import Transformer, TransformerConfig, load_model
+from tests.models.small import CPU_AND_GPU
 
 TEXT = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint8)
 
@@ -50,6 +51,7 @@ def bits(trainer: Trainer) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in trainer.state().items()}
 
 
+@CPU_AND_GPU
 def test_resumed_run_is_the_unbroken_run_bit_for_bit(device: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.safetensors"
     unbroken = make_trainer(device, distilled=True, accumulate=2)
@@ -158,7 +160,28 @@ def test_only_matrices_decay() -> None:
         np.testing.assert_allclose(array, expected, atol=1e-3, err_msg=name)
 
 
-@pytest.mark.parametrize("options", [{"accumulate": 0}, {"max_grad_norm": 0.0}])
+@pytest.mark.parametrize("options", [{"accumulate": 0}, {"max_grad_norm": 0.0}, {"workers": 9}])
 def test_bad_options_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         make_trainer(**options)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_workers_share_a_batch_without_changing_the_step(accumulate: int) -> None:
+    results = []
+    for workers in (1, 2, 3):
+        trainer = make_trainer(distilled=True, workers=workers, accumulate=accumulate)
+        losses = [trainer.train_step().read() for _ in range(3)]
+        results.append((losses, trainer.objective.model.parameters.flat))
+    for losses, parameters in results[1:]:
+        for ours, expected in zip(losses, results[0][0], strict=True):
+            assert ours == pytest.approx(expected, rel=1e-4)
+        np.testing.assert_allclose(parameters, results[0][1], rtol=1e-3, atol=1e-4)
+
+
+def test_workers_repeat_bit_for_bit() -> None:
+    first, second = make_trainer(workers=3, distilled=True), make_trainer(workers=3, distilled=True)
+    for _ in range(4):
+        first.train_step()
+        second.train_step()
+    assert bits(first) == bits(second)

@@ -6,8 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cukit.models import Transformer, TransformerConfig
+
+CPU_AND_GPU = pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+"""For whole models: op by op, the emulator has seen it all already."""
 
 SMALL = TransformerConfig(
     vocab_size=23,

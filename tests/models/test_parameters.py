@@ -8,6 +8,7 @@ import pytest
 from cukit.errors import DataError
 from cukit.models import Parameters
 from cukit.models.parameters import ALIGNMENT
+from tests.models.small import CPU_AND_GPU
 
 SHAPES = {"norm": (5,), "wide": (3, 7), "bias": (2,), "square": (4, 4)}
 
@@ -26,6 +27,7 @@ def test_views_share_the_flat_array_matrices_first() -> None:
         assert offset % (ALIGNMENT * 4) == 0
 
 
+@CPU_AND_GPU
 def test_clear_zeroes_everything(device: str) -> None:
     xp = pytest.importorskip("cupy") if device == "gpu" else np
     parameters = Parameters(SHAPES, np.float32, xp)
