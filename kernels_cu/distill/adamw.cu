@@ -66,7 +66,7 @@ CUKIT_DEVICE void update(const Tensor& tensor, long long at, const Step& step) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) adamw(
+extern "C" __global__ void __launch_bounds__(THREADS, 4) adamw(
     const Tensor* __restrict__ tensors,           // [num_tensors]
     const int* __restrict__ tensor_of_block,      // [gridDim.x]
     const float* __restrict__ device_grad_scale,  // scalar or null
