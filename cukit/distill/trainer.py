@@ -23,6 +23,10 @@ from cukit.errors import ConfigError, DataError
 from cukit.models.parameters import Parameters, host_array
 
 
+# A loss that diverges shows in its value: no need for a warning from every op on the way.
+_QUIETLY = np.errstate(over="ignore", invalid="ignore")
+
+
 @dataclass(frozen=True)
 class StepStatistics:
     """What one step reports. The values are device scalars: `read` waits for them."""
@@ -92,6 +96,7 @@ class Trainer:
     def tokens_per_step(self) -> int:
         return self.windows.batch * self.windows.seq_len * self.accumulate
 
+    @_QUIETLY
     def train_step(self) -> StepStatistics:
         """One update of all trained parameters."""
         self._workers.clear()
@@ -174,12 +179,11 @@ class _Workers:
     def run(self, tokens: Array, targets: Array, step: int, num_tokens: int) -> dict[str, Array]:
         """Add the gradients of a batch; return its statistics."""
 
+        @_QUIETLY
         def work(part: tuple[Array, Array, list[Parameters]]) -> dict[str, Array]:
-            # A loss that diverges shows in its value: no need for a warning from every op.
-            with np.errstate(over="ignore", invalid="ignore"):
-                return self._objective.loss_and_gradients(
-                    *part, step=step, normalizer=float(num_tokens)
-                )
+            return self._objective.loss_and_gradients(
+                *part, step=step, normalizer=float(num_tokens)
+            )
 
         if self._pool is None:
             return work((tokens, targets, self._gradients[0]))

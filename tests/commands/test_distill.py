@@ -98,6 +98,28 @@ def test_same_seed_same_result_and_another_another(
     assert model_bytes(tmp_path / "other") != model_bytes(finished)
 
 
+def test_other_ways_to_train_resume_too(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 with master weights, an untied head, projections, accumulation, threads."""
+    options = ["--dtype", "bfloat16", "--untied", "--hidden-weight", "0.1", "--temperature", "2",
+               "--accumulate", "2", "--workers", "2"]  # fmt: skip
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    for folder in (unbroken, broken):
+        stop_after = {"student": 3} if folder is broken else {}
+
+        def stop(self: Any, name: str, statistics: Any, at: Any = stop_after) -> None:
+            if at.get(name) == statistics.step:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr("cukit.commands.distill_display.ProgressDisplay.step_done", stop)
+        code = run(["distill", "-o", str(folder), "--text", str(text), *TINY, *options])
+        assert code == (130 if folder is broken else 0)
+    monkeypatch.undo()
+    assert run(["distill", "-o", str(broken), "--resume"]) == 0
+    assert model_bytes(broken) == model_bytes(unbroken)
+
+
 @pytest.mark.parametrize("kill_at", [(0, 3), (1, 1), (1, 4), (2, 5)])
 def test_resumed_run_is_the_unbroken_run(
     kill_at: tuple[int, int], finished: Path, text: Path, tmp_path: Path,
