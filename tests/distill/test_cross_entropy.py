@@ -18,7 +18,7 @@ from tests.contract import (
     to_device,
     to_host,
 )
-from tests.distill.finite_differences import assert_gradient
+from tests.distill.gradients import assert_elements_close, assert_gradient, softmax
 
 # One column, rows that begin in the middle of a vector, one warp, a block that holds its row, rows
 # shared by a cluster (ragged and not), rows too long to be kept.
@@ -47,6 +47,18 @@ def test_matches_reference(device, rng, shape, dtype, reduction):
         reduction=reduction,
         return_grad=True,
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_element_of_the_gradient(device, rng, shape, dtype):
+    logits, targets = random(rng, shape, dtype, scale=3), targets_for(rng, shape)
+    exact = reference.cross_entropy_backward(
+        1.0, logits.astype(np.float64), targets, reduction="sum"
+    )
+    placed = to_device(device, logits, targets)
+    got = cross_entropy_backward(1.0, *placed, reduction="sum")
+    assert_elements_close(got, exact, softmax(logits) + np.abs(exact))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
