@@ -23,16 +23,6 @@ from cukit.layers._elementwise import ElementwiseConfig, plan_elementwise
 Macros = tuple[tuple[str, MacroValue], ...]
 
 
-def plan_gated(size: int, itemsize: int, vec: int) -> ElementwiseConfig:
-    """How to run a gated activation whose result has `size` elements."""
-    return plan_elementwise(size, itemsize, vec, operands_read=2)  # gate, up
-
-
-def plan_gated_backward(size: int, itemsize: int, vec: int) -> ElementwiseConfig:
-    """How to run the gradient of a gated activation whose result had `size` elements."""
-    return plan_elementwise(size, itemsize, vec, operands_read=3)  # grad_out, gate, up
-
-
 def half_shape(x: Array) -> tuple[int, ...]:
     """Shape of the result: the last axis halved."""
     return (*x.shape[:-1], x.shape[-1] // 2)
@@ -58,7 +48,7 @@ def prepare_gated(op: str, x: Array, out: Array | None, macros: Macros) -> Launc
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     *_, hidden = half_shape(x)
     vec = access_width(hidden, x, out)
-    config = plan_gated(x.size // 2, x.itemsize, vec)
+    config = plan_elementwise(x.size // 2, x.itemsize, vec)
     return _launch(op, x, config, macros)
 
 
@@ -68,15 +58,14 @@ def prepare_gated_backward(op: str, grad_out: Array, x: Array, macros: Macros) -
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     *_, hidden = half_shape(x)
     vec = access_width(hidden, x, grad_out)
-    config = plan_gated_backward(x.size // 2, x.itemsize, vec)
+    config = plan_elementwise(x.size // 2, x.itemsize, vec)
     return _launch(op, x, config, macros)
 
 
 def gated_specs(op: str, device: Device, macros: Macros = ()) -> list[KernelSpec]:
     """The variants that long rows of each dtype take."""
-    plan = plan_gated_backward if op.endswith("backward") else plan_gated
     return [
-        plan(8192 * 4096, dtype.itemsize, 16 // dtype.itemsize).spec(
+        plan_elementwise(8192 * 4096, dtype.itemsize, 16 // dtype.itemsize).spec(
             op, op, ("DTYPE", dtype.name), *macros
         )
         for dtype in KERNEL_DTYPES

@@ -104,11 +104,6 @@ def embedding_backward(
     return grad_weight
 
 
-def plan_embedding(size: int, itemsize: int, vec: int) -> ElementwiseConfig:
-    """How to gather `size` elements."""
-    return plan_elementwise(size, itemsize, vec, operands_read=1)
-
-
 @dataclass(frozen=True)
 class EmbeddingBackwardConfig:
     """Chunks of `span` tokens and slices of `threads * vec` columns, a block for each pair."""
@@ -204,7 +199,7 @@ def _prepare(ids: Array, weight: Array, out: Array | None) -> Launch:
     check_array("embedding", "weight", weight, dtypes=KERNEL_DTYPES)
     rows, hidden = weight.shape
     vec = access_width(hidden, weight, out)
-    config = plan_embedding(ids.size * hidden, weight.itemsize, vec)
+    config = plan_elementwise(ids.size * hidden, weight.itemsize, vec)
     kernel = load_kernel(_spec(config, weight.dtype.name, ids.dtype.name))
     vecs_per_row = hidden // vec
     scalars = (np.int64(ids.size * vecs_per_row), np.int32(vecs_per_row), np.int32(rows))
@@ -244,7 +239,7 @@ def _specs(device: Device) -> list[KernelSpec]:
     size = 8192 * 4096
     return [
         _spec(
-            plan_embedding(size, dtype.itemsize, 16 // dtype.itemsize),
+            plan_elementwise(size, dtype.itemsize, 16 // dtype.itemsize),
             dtype.name,
             ids.name,
         )

@@ -83,11 +83,6 @@ def gelu_backward(grad_out: Array, x: Array, *, approximate: str = "none") -> Ar
     return grad_x
 
 
-def plan_gelu(size: int, itemsize: int, vec: int, backward: bool) -> ElementwiseConfig:
-    """How to run gelu, or its gradient, over `size` elements."""
-    return plan_elementwise(size, itemsize, vec, operands_read=2 if backward else 1)
-
-
 def _check(op: str, x: Array, approximate: str, **like_x: Array | None) -> None:
     check_approximate(op, approximate)
     check_array(op, "x", x, dtypes=FLOAT_DTYPES)
@@ -112,7 +107,7 @@ def _prepare_backward(grad_out: Array, x: Array, approximate: str) -> Launch:
 def _launch(op: str, x: Array, other: Array | None, approximate: str, *, backward: bool) -> Launch:
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     vec = access_width(0, x, other)
-    config = plan_gelu(x.size, x.itemsize, vec, backward)
+    config = plan_elementwise(x.size, x.itemsize, vec)
     spec = _spec(config, x.dtype.name, gelu_macro(approximate), backward)
     return Launch(load_kernel(spec), (config.num_blocks,), (np.int64(x.size),))
 
@@ -126,7 +121,7 @@ def _spec(
 def _specs(backward: bool, device: Device) -> list[KernelSpec]:
     return [
         _spec(
-            plan_gelu(8192 * 4096, dtype.itemsize, 16 // dtype.itemsize, backward),
+            plan_elementwise(8192 * 4096, dtype.itemsize, 16 // dtype.itemsize),
             dtype.name,
             activation,
             backward,

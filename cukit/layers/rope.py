@@ -209,8 +209,8 @@ def plan_rope(
     inplace: bool = False,
     positions: int = 0,
     position_dtype: str = "int32",
-    heads_per_thread: int = 4,
-    threads: int = 256,
+    heads_per_thread: int = 2,
+    threads: int = 128,
 ) -> RopeConfig:
     """A thread serves several heads of a token, which saves reading their angles again.
 

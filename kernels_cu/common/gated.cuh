@@ -34,8 +34,8 @@ CUKIT_DEVICE void gated_forward(const T* __restrict__ x, T* __restrict__ out, lo
     const index_t index = first + i * THREADS;
     if (index >= num_vecs) continue;
     const T* from = x + gate_offset(index, vecs_per_row);
-    load(gate[i], from);
-    load(up[i], from + cols);
+    load<Cache::Kept>(gate[i], from);
+    load<Cache::Kept>(up[i], from + cols);
   }
 #pragma unroll
   for (int i = 0; i < VECS_PER_THREAD; ++i) {
@@ -61,9 +61,9 @@ CUKIT_DEVICE void gated_backward(const T* __restrict__ grad_out, const T* __rest
     const index_t index = first + i * THREADS;
     if (index >= num_vecs) continue;
     const T* from = x + gate_offset(index, vecs_per_row);
-    load(gate[i], from);
-    load(up[i], from + cols);
-    load(grad[i], grad_out + static_cast<long long>(index) * VEC);
+    load<Cache::Kept>(gate[i], from);
+    load<Cache::Kept>(up[i], from + cols);
+    load<Cache::Kept>(grad[i], grad_out + static_cast<long long>(index) * VEC);
   }
 #pragma unroll
   for (int i = 0; i < VECS_PER_THREAD; ++i) {

@@ -56,7 +56,7 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) embedding_backward(
     for (int i = 0; i < kAhead; ++i) {
       if (base + i >= count) continue;
       const long long row = static_cast<long long>(tokens_here[base + i]) * hidden;
-      cukit::load(rows[i], grad_out + row + col);
+      cukit::load<cukit::Cache::Kept>(rows[i], grad_out + row + col);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {

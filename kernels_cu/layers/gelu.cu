@@ -47,8 +47,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) gelu(
   for (int i = 0; i < VECS_PER_THREAD; ++i) {
     const cukit::index_t index = first + i * THREADS;
     if (index >= num_vecs) continue;
-    cukit::load(values[i], x + static_cast<long long>(index) * VEC);
-    if constexpr (BACKWARD) cukit::load(grads[i], grad_out + static_cast<long long>(index) * VEC);
+    cukit::load<cukit::Cache::Kept>(values[i], x + static_cast<long long>(index) * VEC);
+    if constexpr (BACKWARD) {
+      cukit::load<cukit::Cache::Kept>(grads[i], grad_out + static_cast<long long>(index) * VEC);
+    }
   }
 #pragma unroll
   for (int i = 0; i < VECS_PER_THREAD; ++i) {

@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const int vec = threadIdx.x + i * THREADS;
-      if (vec < num_vecs) cukit::load(values[i], x + base + vec * VEC);
+      if (vec < num_vecs) cukit::load<cukit::Cache::Kept>(values[i], x + base + vec * VEC);
     }
     if constexpr (RESIDUAL) {
 #pragma unroll
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm
         const int vec = threadIdx.x + i * THREADS;
         if (vec >= num_vecs) continue;
         Vector add;
-        cukit::load(add, residual + base + vec * VEC);
+        cukit::load<cukit::Cache::Kept>(add, residual + base + vec * VEC);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
           values[i][j] = cukit::from_float<T>(cukit::to_float(values[i][j]) + cukit::to_float(add[j]));

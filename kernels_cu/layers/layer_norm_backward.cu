@@ -50,8 +50,8 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) layer_norm_backward(
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const int vec = threadIdx.x + i * THREADS;
       if (vec >= num_vecs) continue;
-      cukit::load(values[i], x + base + vec * VEC);
-      cukit::load(grads[i], grad_out + base + vec * VEC);
+      cukit::load<cukit::Cache::Kept>(values[i], x + base + vec * VEC);
+      cukit::load<cukit::Cache::Kept>(grads[i], grad_out + base + vec * VEC);
     }
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
@@ -89,7 +89,7 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) layer_norm_backward(
       Vector scale, result, add;
       cukit::load(scale, weight + vec * VEC);
       if constexpr (RESIDUAL) {
-        cukit::load(add, grad_residual + base + vec * VEC);
+        cukit::load<cukit::Cache::Kept>(add, grad_residual + base + vec * VEC);
       }
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {

@@ -55,7 +55,7 @@ CUKIT_DEVICE void load_floats(float* into, const float* from) {
 #pragma unroll
   for (int j = 0; j < N; j += kChunk) {
     cukit::Vec<float, kChunk> chunk;
-    cukit::load(chunk, from + j);
+    cukit::load<cukit::Cache::Kept>(chunk, from + j);
 #pragma unroll
     for (int i = 0; i < kChunk; ++i) into[j + i] = chunk[i];
   }
@@ -115,8 +115,8 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
     if (head >= kHeads) continue;
     const T* from = head < HEADS_Q ? q + offset_in(q_strides, batch, index, head)
                                    : k + offset_in(k_strides, batch, index, head - HEADS_Q);
-    cukit::load(pairs[i][0], from + first);
-    if (turns) cukit::load(pairs[i][1], from + second);
+    cukit::load<cukit::Cache::Kept>(pairs[i][0], from + first);
+    if (turns) cukit::load<cukit::Cache::Kept>(pairs[i][1], from + second);
   }
 
   float cosines[VEC], sines[VEC];

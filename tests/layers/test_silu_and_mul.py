@@ -10,8 +10,7 @@ import pytest
 from cukit.core.kernel import load_kernel
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError
 from cukit.layers import silu_and_mul, silu_and_mul_backward
-from cukit.layers._elementwise import index_type
-from cukit.layers._gated import plan_gated, plan_gated_backward
+from cukit.layers._elementwise import index_type, plan_elementwise
 from cukit.reference import activations as reference
 from tests.contract import (
     DTYPES,
@@ -107,16 +106,11 @@ def test_every_variant_gives_the_same_bits(rng, change):
         "gpu", random(rng, (rows, 2 * hidden), "bfloat16"), random(rng, (rows, hidden), "bfloat16")
     )
     scalars = (np.int64(rows * hidden // 8), np.int32(hidden // 8))
-    for op, plan, inputs, expected in (
-        ("silu_and_mul", plan_gated, (x,), silu_and_mul(x)),
-        (
-            "silu_and_mul_backward",
-            plan_gated_backward,
-            (grad_out, x),
-            silu_and_mul_backward(grad_out, x),
-        ),
+    for op, inputs, expected in (
+        ("silu_and_mul", (x,), silu_and_mul(x)),
+        ("silu_and_mul_backward", (grad_out, x), silu_and_mul_backward(grad_out, x)),
     ):
-        config = replace(plan(rows * hidden, 2, 8), **change)
+        config = replace(plan_elementwise(rows * hidden, 2, 8), **change)
         num_blocks = -(-rows * hidden // (8 * config.threads * config.vecs_per_thread))
         out = poisoned("gpu", expected.shape, "bfloat16")
         kernel = load_kernel(config.spec(op, op, ("DTYPE", "bfloat16")))
@@ -160,15 +154,14 @@ def test_errors_of_the_other_arguments():
         silu_and_mul_backward(np.ones((2, 2), np.float16), x)
 
 
-@pytest.mark.parametrize("size", [0, 1, 8, 1000, 8192 * 4096, 2**34])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 1000, 10**7 + 1, 8192 * 4096, 2**34])
 def test_plan_covers_every_element(size):
     vec = next(v for v in (8, 4, 2, 1) if size % v == 0)
-    for plan in (plan_gated, plan_gated_backward):
-        config = plan(size, 2, vec)
-        per_block = config.threads * config.vec * config.vecs_per_thread
-        assert config.num_blocks * per_block >= size
-        assert (config.num_blocks - 1) * per_block < size or size == 0
-        assert config.num_blocks < 2**31
+    config = plan_elementwise(size, 2, vec)
+    per_block = config.threads * config.vec * config.vecs_per_thread
+    assert config.num_blocks * per_block >= size
+    assert (config.num_blocks - 1) * per_block < size or size == 0
+    assert config.num_blocks < 2**31
 
 
 def test_index_type_holds_its_bound():
