@@ -69,12 +69,12 @@ def cross_entropy(
             the GPU such a target makes its row's loss and gradient NaN.
         ConfigError: reduction or normalizer.
 
-    Each row is read from device memory once. Runs on CuPy's current stream without synchronising,
-    accumulates in float32, is deterministic.
+    Rows are read from device memory once where they fit the shared memory of a block or cluster.
+    Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> logits = np.log(np.array([[0.25, 0.75]], np.float32))
-    >>> float(ck.cross_entropy(logits, np.array([1])).round(4))
+    >>> round(float(ck.cross_entropy(logits, np.array([1]))), 4)
     0.2877
     """
     logits, targets = adopt("cross_entropy", logits, targets)
