@@ -27,8 +27,10 @@ from cukit.errors import CompileError
 
 VARIANTS = variants(devices(",".join(DEFAULT_ARCHS)))
 
-# Where kernels are tuned they keep everything in registers; elsewhere a few bytes may spill.
+# Where kernels are tuned their loops stay in registers, and at most a few values wait in memory from
+# prologue to epilogue; elsewhere a few more may.
 TUNED_ARCHS = ("sm_80", "sm_90a")
+SPILLS_TUNED_BYTES = 32
 SPILLS_ELSEWHERE_BYTES = 128
 
 Compiled = dict[Variant, "Future[tuple[Variant, CompiledKernel | CompileError]]"]
@@ -56,7 +58,7 @@ def test_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
     _, result = compiled[variant].result()
     assert isinstance(result, CompiledKernel), str(result)
     spilled = result.info.spill_store_bytes + result.info.spill_load_bytes
-    allowed = 0 if variant.arch in TUNED_ARCHS else SPILLS_ELSEWHERE_BYTES
+    allowed = SPILLS_TUNED_BYTES if variant.arch in TUNED_ARCHS else SPILLS_ELSEWHERE_BYTES
     assert spilled <= allowed, f"{spilled} bytes spilled"
     assert residency(variant, result).blocks >= 1, "no block of it fits on a multiprocessor"
 

@@ -324,11 +324,11 @@ def _query_section(
 def representative_specs(
     plan: Callable[[AttentionProblem], Sequence[KernelSpec]],
 ) -> list[KernelSpec]:
-    """The variants for every width, dtype and mask, and one padded head."""
-    problems = [
-        AttentionProblem(4, 4096, 4096, 32, 8, head_dim, dtype, causal)
-        for head_dim in (*HEAD_WIDTHS, 80)
-        for dtype in ("float16", "bfloat16")
-        for causal in (False, True)
+    """The variants for every width with and without a mask, one padded head, and one float16."""
+    variants = [(width, "bfloat16", causal) for width in HEAD_WIDTHS for causal in (False, True)]
+    variants += [(80, "bfloat16", True), (128, "float16", True)]
+    return [
+        spec
+        for head_dim, dtype, causal in variants
+        for spec in plan(AttentionProblem(4, 4096, 4096, 32, 8, head_dim, dtype, causal))
     ]
-    return [spec for problem in problems for spec in plan(problem)]

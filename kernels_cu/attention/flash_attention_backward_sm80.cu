@@ -25,6 +25,7 @@
 #include "attention/block_order.cuh"
 #include "attention/query_gradient.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
@@ -102,7 +103,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 
   const int kv_tiles = (seq_kv + TILE_N - 1) / TILE_N;
   const int q_tiles = seq_q_padded / TILE_M;
-  const cukit::HeadTile work = cukit::head_tile(blockIdx.x, batch * heads, kv_tiles, section);
+  const auto work_of = [&](int block) {
+    return cukit::head_tile(block, batch * heads, kv_tiles, section);
+  };
+  const cukit::HeadTile work = work_of(blockIdx.x);
   const int b = work.head / heads;
   const int key_head = work.head % heads;  // splits of these share a head of k and v
   const int first_key = work.tile * TILE_N;
@@ -126,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const auto copy_queries = [&](int step, int stage) {
     const int head = head_of(step);
     const int row = tile_of(step) * TILE_M;
-    QueryCopy::start(q_tile + stage * kTileBytesM, q + head * q_head + row * q_row, q_row,
-                     seq_q - row, head_dim);
+    QueryCopy::start(q_tile + stage * kTileBytesM,
+                     q + head * q_head + row * q_row, q_row, seq_q - row, head_dim);
     QueryCopy::start(grad_out_tile + stage * kTileBytesM,
                      grad_out + head * grad_out_head + row * grad_out_row, grad_out_row,
                      seq_q - row, head_dim);
@@ -157,14 +161,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const int query_col = warp / QUERY_WARPS * kQueryCols;
 
   // Queries as rows, keys as columns: S and, one tile further, dP.
-  const cukit::LeftMK<HEAD_DIM> q_left(q_tile, score_row, 0);
-  const cukit::RightNK<HEAD_DIM> k_right(k_tile, score_col, 0);
+  const cukit::LeftMK<HEAD_DIM> score_left(q_tile, score_row, 0);
+  const cukit::RightNK<HEAD_DIM> score_right(k_tile, score_col, 0);
   // Keys as rows, head_dim as columns: dK and, one tile away, dV.
-  const cukit::LeftKM<TILE_N, kKeyRows> p_left(p_tile, 0, key_row);
-  const cukit::RightKN<HEAD_DIM, kKeyCols> q_right(q_tile, 0, key_col);
+  const cukit::LeftKM<TILE_N, kKeyRows> key_left(p_tile, 0, key_row);
+  const cukit::RightKN<HEAD_DIM, kKeyCols> key_right(q_tile, 0, key_col);
   // Queries as rows, head_dim as columns: dQ.
-  const cukit::LeftMK<TILE_N> ds_query(ds_tile, query_row, 0);
-  const cukit::RightKN<HEAD_DIM, kQueryCols> k_query(k_tile, 0, query_col);
+  const cukit::LeftMK<TILE_N> query_left(ds_tile, query_row, 0);
+  const cukit::RightKN<HEAD_DIM, kQueryCols> query_right(k_tile, 0, query_col);
 
   KeyGradient dk, dv;
   cukit::clear(dk);
@@ -179,6 +183,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 
     const int first_query = tile_of(step) * TILE_M;
     const float* lse_of = statistics + stage * 2 * TILE_M + score_row + lane / 4;
+
+    const auto q_left = score_left.rederived();
+    const auto k_right = score_right.rederived();
 
     Scores p, dp;
     cukit::clear(p);
@@ -225,6 +232,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
       }
     __syncthreads();  // P and dS are whole
 
+    const auto p_left = key_left.rederived();
+    const auto q_right = key_right.rederived();
     multiply<TILE_M>(
         dv, [&](unsigned(&r)[4], int m, int i) { p_left(r, 16 * i, 16 * m); },
         [&](unsigned(&r)[4], int n, int i) { q_right(r, 16 * i, 8 * n, stage_bytes + kToGradOut); });
@@ -232,6 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
       const long long row =
           static_cast<long long>(work.head * group + head_of(step)) * seq_q_padded + first_query +
           query_row;
+      const auto ds_query = query_left.rederived();
+      const auto k_query = query_right.rederived();
       float* sum = grad_q_sum + cukit::query_block<HEAD_DIM>(row, query_col);
 #pragma unroll
       for (int pass = 0; pass < QUERY_PASSES; ++pass) {
@@ -260,9 +271,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     }
   }
 
+  const cukit::HeadTile again = work_of(cukit::opaque(blockIdx.x));
+  const int keys_to_store = seq_kv - again.tile * TILE_N;
   const long long row_stride = static_cast<long long>(heads) * head_dim;
-  const long long start =
-      (static_cast<long long>(b) * seq_kv + first_key) * row_stride + key_head * head_dim;
+  const long long first = static_cast<long long>(again.head / heads) * seq_kv + again.tile * TILE_N;
+  const long long start = first * row_stride + again.head % heads * head_dim;
   grad_k += start;
   grad_v += start;
 #if SPLIT
@@ -274,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
       for (int n = 0; n < kKeyCols / 8; ++n) {
         const int row = key_row + 16 * m + 8 * half + lane / 4;
         const int column = key_col + 8 * n + lane % 4 * 2;
-        if (row >= keys_left || (PADDED && column >= head_dim)) continue;
+        if (row >= keys_to_store || (PADDED && column >= head_dim)) continue;
         const long long at = row * row_stride + column;
         const float* k_pair = &dk[m][n][2 * half];
         const float* v_pair = &dv[m][n][2 * half];
@@ -299,9 +312,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
         *reinterpret_cast<unsigned*>(to + kTileBytesN) = cukit::pack<T>(v_pair[0], v_pair[1]);
       }
   __syncthreads();
-  cukit::store_tile<TILE_N, HEAD_DIM, THREADS, PADDED>(grad_k, row_stride, shared, 0, keys_left,
+  cukit::store_tile<TILE_N, HEAD_DIM, THREADS, PADDED>(grad_k, row_stride, shared, 0, keys_to_store,
                                                        head_dim, threadIdx.x);
   cukit::store_tile<TILE_N, HEAD_DIM, THREADS, PADDED>(grad_v, row_stride, shared + kTileBytesN, 0,
-                                                       keys_left, head_dim, threadIdx.x);
+                                                       keys_to_store, head_dim, threadIdx.x);
 #endif
 }

@@ -18,6 +18,7 @@
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
@@ -195,16 +196,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const unsigned k_tile = q_tile + kQueryBytes;
   const unsigned v_tile = k_tile + 2 * kKeyBytes;
 
-  const int q_tiles = (seq_q + TILE_M - 1) / TILE_M;
-  const cukit::HeadTile work = cukit::head_tile(blockIdx.x, batch * heads_q, q_tiles, section);
-  const int b = work.head / heads_q;
-  const int head = work.head % heads_q;
-  // Causal: the last queries see the most keys, so they go first.
-  const int first_row = (CAUSAL ? q_tiles - 1 - work.tile : work.tile) * TILE_M;
+  struct Place {
+    int batch_head, b, head, first_row;
+  };
+  const auto place_of = [&](int block) {
+    const int q_tiles = (seq_q + TILE_M - 1) / TILE_M;
+    const cukit::HeadTile work = cukit::head_tile(block, batch * heads_q, q_tiles, section);
+    // Causal: the last queries see the most keys, so they go first.
+    const int tile = CAUSAL ? q_tiles - 1 - work.tile : work.tile;
+    return Place{work.head, work.head / heads_q, work.head % heads_q, tile * TILE_M};
+  };
+  const Place place = place_of(blockIdx.x);
+  const int first_row = place.first_row;
   const int rows_left = seq_q - first_row;
-  q += b * q_batch + head * q_head + first_row * q_row;
-  k += b * k_batch + head / group * k_head;
-  v += b * v_batch + head / group * v_head;
+  q += place.b * q_batch + place.head * q_head + first_row * q_row;
+  k += place.b * k_batch + place.head / group * k_head;
+  v += place.b * v_batch + place.head / group * v_head;
 
   // Keys that the last and the first query of the tile see.
   const int past = seq_kv - seq_q + first_row + 1;
@@ -271,10 +278,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   // Copies of a tile without keys may still be on their way; a warp reads and writes its own rows.
   cukit::cp_async_wait<0>();
   __syncthreads();
-  lse += static_cast<long long>(work.head) * seq_q + first_row;
-  finish_rows(rows, shared, warp_row, scale_log2, lse, rows_left);
+  const Place again = place_of(cukit::opaque(blockIdx.x));
+  const int rows_to_store = seq_q - again.first_row;
+  lse += static_cast<long long>(again.batch_head) * seq_q + again.first_row;
+  finish_rows(rows, shared, warp_row, scale_log2, lse, rows_to_store);
   __syncwarp();
-  out += b * out_batch + head * out_head + first_row * out_row;
-  cukit::store_tile<kWarpRows, HEAD_DIM, cukit::kWarpSize, PADDED>(out, out_row, shared, warp_row,
-                                                                   rows_left, head_dim, lane);
+  out += again.b * out_batch + again.head * out_head + again.first_row * out_row;
+  cukit::store_tile<kWarpRows, HEAD_DIM, cukit::kWarpSize, PADDED>(
+      out, out_row, shared, warp_row, rows_to_store, head_dim, lane);
 }

@@ -11,6 +11,7 @@
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/mma.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/shared_address.cuh"
 
 namespace cukit {
@@ -60,6 +61,14 @@ struct Operand {
     const int lane_row = Order == LaneOrder::ByRow ? lane % 16 : lane % 8 + lane / 16 * 8;
     const int lane_chunk = Order == LaneOrder::ByRow ? lane / 16 : lane / 8 % 2;
     address = tile + Swizzle<Cols>::offset(row + lane_row, column / 8 + lane_chunk);
+  }
+
+  // The same operand, its addresses to be derived anew: at the top of a loop this keeps them from
+  // being derived before it, which would take a register for each column step.
+  CUKIT_DEVICE Operand rederived() const {
+    Operand copy = *this;
+    copy.address = opaque(address);
+    return copy;
   }
 
   CUKIT_DEVICE void operator()(unsigned (&r)[4], int rows, int cols, int bytes = 0) const {

@@ -1,0 +1,18 @@
+// A value that the compiler knows nothing about.
+#pragma once
+
+#include "common/platform.cuh"
+
+namespace cukit {
+
+// No instruction: returns `value`. What is derived from the result is computed after this point,
+// every time it is passed; from `value` itself the compiler might derive it once, long before, and
+// keep it in registers that a main loop needs.
+CUKIT_DEVICE unsigned opaque(unsigned value) {
+#ifndef CUKIT_EMULATE
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
+}  // namespace cukit
