@@ -12,7 +12,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-RESULTS := profiling/results/h200.json
+# One results file for each kind of GPU; h200.json is the one that `make tables` publishes.
+RESULTS ?= profiling/results/h200.json
 
 # cuda12, cuda13 or empty: what the driver of this machine runs. cukit/core/driver.py says why.
 GPU_EXTRA := $(shell $(PYTHON) -I cukit/core/driver.py 2>/dev/null)

@@ -32,7 +32,8 @@ def array_module() -> ModuleType:
     return cupy if cupy.cuda.is_available() else np
 
 
-# Counter-based, so that no cuRAND is needed: SplitMix64 of the element's index, then Box-Muller.
+# Counter-based, so that no cuRAND is needed: SplitMix64 of the element's index, then Box-Muller on
+# its two halves of 24 bits, scaled by 2^-24 and (for half turns) 2^-23.
 _BITS = """
     unsigned long long bits = seed + 0x9E3779B97F4A7C15ull * (i + 1);
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -40,8 +41,8 @@ _BITS = """
     bits ^= bits >> 31;
 """
 _NORMAL = """
-    const float radius = sqrtf(-2.0f * logf(((bits >> 40) + 1) * 0x1p-24f));
-    value = radius * cospif((bits & 0xFFFFFF) * 0x1p-23f);
+    const float radius = sqrtf(-2.0f * logf(((bits >> 40) + 1) * 5.9604645e-8f));
+    value = radius * cospif((bits & 0xFFFFFF) * 1.1920929e-7f);
 """
 _INTEGER = "value = low + (long long)(((bits >> 32) * span) >> 32);"
 
