@@ -27,6 +27,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 // A row that is read twice finds the second time what gradients and spent logits have not pushed out
 // of L2.
+constexpr Cache kFirst = Cache::Kept;
 constexpr Cache kLast = CACHED ? Cache::Cached : Cache::Streaming;
 // Exponents that no real logit reaches: where the maximum of a row without any mass stays.
 constexpr float kNoMass = -1e30f;
@@ -86,7 +87,7 @@ struct RowSlice {
   CUKIT_DEVICE int column(int vec) const { return (first_vec + vec) * VEC - shift; }
   CUKIT_DEVICE bool whole(int column) const { return column >= 0 && column + VEC <= columns; }
 
-  template <Cache cache = Cache::Cached>
+  template <Cache cache>
   CUKIT_DEVICE void read(Vec<element_t, VEC>& into, const element_t* tensor, int column) const {
     if (whole(column)) {
       load<cache>(into, tensor + base + column);

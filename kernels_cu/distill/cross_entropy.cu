@@ -58,7 +58,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) cross_
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int vec = threadIdx.x + (start + i) * THREADS;
-      if (start + i < count) slice.read(batch[i], logits, slice.column(vec));
+      if (start + i < count) slice.read<cukit::kFirst>(batch[i], logits, slice.column(vec));
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {

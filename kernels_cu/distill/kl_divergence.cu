@@ -114,8 +114,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
     for (int i = 0; i < kInFlight; ++i) {
       if (start + i >= count) break;
       const int column = slice.column(threadIdx.x + (start + i) * THREADS);
-      slice.read(of_student[i], student, column);
-      slice.read(of_teacher[i], teacher, column);
+      slice.read<cukit::kFirst>(of_student[i], student, column);
+      slice.read<cukit::kFirst>(of_teacher[i], teacher, column);
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
