@@ -111,7 +111,7 @@ def encode(x: Array, dtype: NarrowDtype) -> NarrowArray:
 
 
 def decode(array: NarrowArray) -> Array:
-    """float32 values of a NarrowArray, on its device."""
+    """float32 values [..., n] of a NarrowArray, on its device."""
     storage = array.storage
     if not runs_kernel("decode", storage):
         return _reference_decode(storage, array.dtype, array.shape[-1])
