@@ -27,8 +27,8 @@ from cukit.errors import CompileError
 
 VARIANTS = variants(devices(",".join(DEFAULT_ARCHS)))
 
-# Where kernels are tuned their loops stay in registers, and at most a few values wait in memory from
-# prologue to epilogue; elsewhere a few more may.
+# Where kernels are tuned their loops stay in registers, and at most a few values wait in memory
+# from prologue to epilogue; elsewhere a few more may.
 TUNED_ARCHS = ("sm_80", "sm_90a")
 SPILLS_TUNED_BYTES = 32
 SPILLS_ELSEWHERE_BYTES = 128

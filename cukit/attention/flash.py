@@ -116,7 +116,7 @@ def flash_attention_backward(
         causal: as in the forward.
         scale: as in the forward.
         deterministic: sum grad_q in a fixed order, at the price of two more matrix products (about
-            40 % more time). Otherwise its last bits vary from run to run, because blocks add to it
+            30 % more time). Otherwise its last bits vary from run to run, because blocks add to it
             in float32 in the order in which they happen to finish.
 
     Returns:
