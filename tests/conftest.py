@@ -44,9 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         pytest.param("gpu", marks=pytest.mark.gpu),
     ]
 )
-def device(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What runs a test's ops: on "cpu" the reference, on "emulator" and "gpu" the kernel."""
     if request.param != "emulator":
         yield request.param

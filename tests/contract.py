@@ -1,17 +1,20 @@
 """What every op must keep, written once: agreement with its reference, on any device.
 
-The same test body serves the CPU, where the op runs its reference in low precision, and the GPU,
-where it runs its kernel. The oracle is always the reference in float64 on NumPy.
+The same test body serves the CPU, where the op runs its reference in low precision, and the
+emulator and the GPU, where it runs its kernel. The oracle is always the reference in float64 on
+NumPy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+import cukit
 from tests.tolerances import ATOL, FACTOR, FINITE_DIFFERENCE
 
 Array = Any
@@ -30,8 +33,8 @@ def random(rng: np.random.Generator, shape: Sequence[int], dtype: str, scale: fl
 
 
 def to_device(device: str, *arrays: Array | None) -> tuple[Any, ...]:
-    """NumPy arrays on "cpu" (as they are) or "gpu" (copied); None stays None."""
-    if device == "cpu":
+    """NumPy arrays as they are, or copied to the "gpu"; None stays None."""
+    if device != "gpu":
         return arrays
     import cupy
 
@@ -56,6 +59,14 @@ def poison_pool(device: str, num_bytes: int = 1 << 26) -> None:
         blocks = [cupy.full(num_bytes >> shift, 0xFF, cupy.uint8) for shift in range(0, 16, 2)]
         cupy.cuda.get_current_stream().synchronize()
         del blocks
+
+
+def another_order(device: str, repeat: int) -> AbstractContextManager[None]:
+    """In the emulator: from the first repeat on, threads take turns in another order, and what runs
+    in the background ends as late as it may."""
+    if device != "emulator" or repeat == 0:
+        return nullcontext()
+    return cukit.backend("emulator", seed=repeat, late=True)
 
 
 def assert_close(name: str, got: Array, low: Array, wide: Array, atol: float | None = None) -> None:
@@ -100,15 +111,17 @@ def check_against_reference(
     """Runs `function(*inputs, **options)` on `device` and judges every result.
 
     Inputs are NumPy arrays, or None or plain values that are passed on. Repeats must agree to the
-    bit. The freed memory that results will land in is filled with NaN first.
+    bit, in the emulator whatever the order of the threads. The freed memory that results will land
+    in is filled with NaN first.
     """
     wide = _tuple(reference(*map(_widen, inputs), **options))
     low = _tuple(reference(*inputs, **options))
     placed = [to_device(device, x)[0] if isinstance(x, np.ndarray) else x for x in inputs]
     first: list[np.ndarray[Any, Any]] = []
-    for repeat in range(repeats if device == "gpu" else 1):
+    for repeat in range({"gpu": repeats, "emulator": 2, "cpu": 1}[device]):
         poison_pool(device)
-        results = [to_host(result) for result in _tuple(function(*placed, **options))]
+        with another_order(device, repeat):
+            results = [to_host(result) for result in _tuple(function(*placed, **options))]
         if repeat == 0:
             first = results
             assert len(first) == len(names) == len(wide)

@@ -13,6 +13,7 @@ from cukit.core.arrays import (
     ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
+    address_of,
     bfloat16,
     check_array,
     check_same_dtype,
@@ -84,7 +85,7 @@ def check_kernel_layout(op: str, **arrays: Array | None) -> None:
                 f"up to {MAX_HEAD_DIM} on the GPU, got {head_dim}"
             )
         strides = [s for s, n in zip(array.strides[:3], array.shape[:3], strict=True) if n > 1]
-        if array.data.ptr % ACCESS_BYTES or any(stride % ACCESS_BYTES for stride in strides):
+        if address_of(array) % ACCESS_BYTES or any(stride % ACCESS_BYTES for stride in strides):
             raise ArrayLayoutError(
                 f"{op}: the start and the strides of {name} must be multiples of {ACCESS_BYTES} "
                 f"bytes on the GPU, got strides {array.strides}; "

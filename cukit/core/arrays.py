@@ -122,6 +122,17 @@ def describe(*values: Any) -> tuple[Hashable, ...]:
     return tuple(description)
 
 
+def identify(*arrays: Array) -> tuple[Hashable, ...]:
+    """Address, dtype, size and device of each array: what a table of addresses depends on."""
+    gpu_type: Any = _gpu_type()
+    return tuple(
+        (array.data.ptr, array.dtype, array.size, array.data.device_id)
+        if type(array) is gpu_type
+        else (array.ctypes.data, array.dtype, array.size, -1)
+        for array in arrays
+    )
+
+
 ACCESS_BYTES = 16
 """The widest access of one thread; what vectorised kernels want their rows aligned to."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,17 @@ class Kernel:
         self.block = (spec.threads, 1, 1)
         self.shared_bytes = spec.shared_bytes
 
-    def __call__(self, grid: tuple[int, ...], args: tuple[Argument, ...]) -> None:
-        """Launches `grid` blocks on the current stream. An empty grid launches nothing."""
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        args: tuple[Argument, ...],
+        reachable: Sequence[Argument] = (),
+    ) -> None:
+        """Launches `grid` blocks on the current stream. An empty grid launches nothing.
+
+        reachable: arrays that the kernel finds through addresses in the memory of `args`. The
+        emulator lets it touch them; on the GPU nobody asks.
+        """
         self.check(args)
         if 0 not in grid:
             self.function(grid, self.block, args, self.shared_bytes)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cukit.core.arrays import ACCESS_BYTES, Array
-from cukit.core.device import require_cupy
+from cukit.core.arrays import ACCESS_BYTES, Array, address_of, namespace
 
 CHUNK = 16384
 """Elements of a tensor that one block works on."""
@@ -28,14 +27,14 @@ class TensorTable:
         return int(self.tensor_of_block.size)
 
 
-def build_table(addresses: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> TensorTable:
-    """addresses: those of each tensor, in the order of the kernel's descriptor."""
-    pointers = np.array(addresses, np.int64)
-    size = np.array(sizes, np.int64)
+def build_table(arrays: Sequence[tuple[Array, ...]]) -> TensorTable:
+    """arrays: those of each tensor, of one size, in the order of the kernel's descriptor."""
+    pointers = np.array([[address_of(array) for array in row] for row in arrays], np.int64)
+    size = np.array([row[0].size for row in arrays], np.int64)
     blocks = -(-size // CHUNK)
     first_block = np.cumsum(blocks) - blocks
     aligned = (pointers % ACCESS_BYTES == 0).all(axis=1)
     descriptors = np.column_stack([pointers, size, first_block, aligned]).astype(np.int64)
     tensor_of_block = np.repeat(np.arange(size.size, dtype=np.int32), blocks)
-    cupy = require_cupy("a table of tensors")
-    return TensorTable(cupy.asarray(descriptors), cupy.asarray(tensor_of_block))
+    xp = namespace(arrays[0][0])
+    return TensorTable(xp.asarray(descriptors), xp.asarray(tensor_of_block))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,9 +15,11 @@ from cukit.core.arrays import (
     FLOAT_DTYPES,
     KERNEL_DTYPES,
     Array,
+    address_of,
     check_array,
     float32,
     float64,
+    identify,
     namespace,
     runs_kernel,
 )
@@ -145,22 +147,20 @@ def adamw(
                 grad_scale if on_gpu else NULL,
                 *map(np.float32, scalars),
             ),
+            reachable=arrays,
         )
 
 
 _Lists = tuple[Sequence[Array], ...]
 _Tables = list[tuple[KernelSpec, TensorTable]]
-_Key = tuple[tuple[int, Any, int, int], ...]
 
 _MOST_TABLES = 64
-_known_tables: dict[_Key, _Tables] = {}
+_known_tables: dict[tuple[Hashable, ...], _Tables] = {}
 
 
 def _tables(lists: _Lists) -> _Tables:
     """Checked arrays as tables, one for each kernel variant; kept while their addresses stay."""
-    key: _Key = tuple(
-        (a.data.ptr, a.dtype, a.size, a.data.device_id) for column in lists for a in column
-    )
+    key = identify(*(array for column in lists for array in column))
     tables = _known_tables.get(key)
     if tables is None:
         _check_arrays(lists, KERNEL_DTYPES)
@@ -175,13 +175,12 @@ def _build_tables(lists: _Lists) -> _Tables:
     for row in zip(*lists, strict=True):
         param, grad, master, *_ = row
         if param.size:
-            own = param.data.ptr == master.data.ptr
+            own = address_of(param) == address_of(master)
             spec = plan_adamw(param.dtype.name, grad.dtype.name, has_master=not own)
             groups.setdefault(spec, []).append(row)
     tables: _Tables = []
     for spec, rows in groups.items():
-        addresses = [tuple(a.data.ptr for a in row) for row in rows]
-        tables.append((spec, build_table(addresses, [row[0].size for row in rows])))
+        tables.append((spec, build_table(rows)))
     return tables
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from cukit.core.arrays import (
     Array,
     check_array,
     empty,
+    identify,
     namespace,
     runs_kernel,
 )
@@ -61,7 +61,11 @@ def global_norm(grads: Sequence[Array]) -> Array:
     start = 0
     for spec, table in tables:
         part = partials[start : start + table.num_blocks]
-        load_kernel(spec)((table.num_blocks,), (table.tensors, table.tensor_of_block, part))
+        load_kernel(spec)(
+            (table.num_blocks,),
+            (table.tensors, table.tensor_of_block, part),
+            reachable=grads,
+        )
         start += table.num_blocks
     norm = empty(grads[0], (), np.float32)
     load_kernel(_total_spec())((1,), (partials, norm, np.int32(num_blocks)))
@@ -89,15 +93,14 @@ def clip_scale(norm: Array, max_norm: float) -> Array:
 
 
 _Tables = list[tuple[KernelSpec, TensorTable]]
-_Key = tuple[tuple[int, Any, int, int], ...]
 
 _MOST_TABLES = 64
-_known_tables: dict[_Key, _Tables] = {}
+_known_tables: dict[tuple[Hashable, ...], _Tables] = {}
 
 
 def _tables(grads: Sequence[Array]) -> _Tables:
     """Checked arrays as tables, one for each dtype; kept while their addresses stay."""
-    key: _Key = tuple((g.data.ptr, g.dtype, g.size, g.data.device_id) for g in grads)
+    key = identify(*grads)
     tables = _known_tables.get(key)
     if tables is None:
         by_dtype: dict[str, list[Array]] = {}
@@ -110,7 +113,7 @@ def _tables(grads: Sequence[Array]) -> _Tables:
         tables = _known_tables[key] = [
             (
                 plan_global_norm(name, group[0].itemsize),
-                build_table([(g.data.ptr,) for g in group], [g.size for g in group]),
+                build_table([(grad,) for grad in group]),
             )
             for name, group in by_dtype.items()
         ]

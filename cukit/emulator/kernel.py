@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,17 @@ class EmulatedKernel(Kernel):
         self.shared_bytes = build.spec.shared_bytes
         self.function = self._run
 
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        args: tuple[Argument, ...],
+        reachable: Sequence[Argument] = (),
+    ) -> None:
+        """As for any kernel; it may touch the arrays in `args` and in `reachable`, nothing else."""
+        self.check(args)
+        if 0 not in grid:
+            self._run(grid, self.block, args, self.shared_bytes, reachable)
+
     def check(self, args: tuple[Argument, ...]) -> None:
         """Raises LaunchError where `args` do not fit the kernel's parameters."""
         entry = self._entry
@@ -60,6 +72,7 @@ class EmulatedKernel(Kernel):
         block: tuple[int, ...],
         args: tuple[Argument, ...],
         shared_bytes: int,
+        reachable: Sequence[Argument] = (),
     ) -> None:
         settings = self._settings
         if backend.active is not None:
@@ -74,7 +87,7 @@ class EmulatedKernel(Kernel):
         pointers = (ctypes.c_void_p * max(1, len(values)))(*(v.ctypes.data for v in values))
         ranges = sorted(
             ((*np.lib.array_utils.byte_bounds(argument), i, argument.flags.writeable)
-             for i, argument in enumerate(args)
+             for i, argument in enumerate((*args, *reachable))
              if isinstance(argument, np.ndarray) and not is_tensor_map(argument)),
         )  # fmt: skip
         record = LaunchRecord(

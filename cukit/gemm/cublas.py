@@ -12,6 +12,7 @@ import numpy as np
 from cukit.core.arrays import Array, bfloat16, float16, float32, float64
 from cukit.core.device import INSTALL_GPU_EXTRA
 from cukit.errors import MissingDependencyError
+from cukit.gemm import host
 
 # cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t and cublasMath_t of the CUDA headers.
 _DATA_TYPES = {float32: 0, float64: 1, float16: 2, bfloat16: 14}
@@ -70,6 +71,9 @@ def gemm(
     layouts: of `a`, `b` and `out`, which must fit and not overlap; nothing is checked here. No
     TF32: float32 operands are multiplied as such.
     """
+    if type(out) is np.ndarray:
+        host.gemm(a, b, out, layouts, alpha, beta)
+        return
     left, right, target = layouts
     wide = a.dtype == float64
     with _exact_sums() as (cublas, handle):
@@ -95,6 +99,22 @@ def gemm_partials(a: Array, b: Array, partials: Array) -> None:
     splits, m, n = partials.shape
     leading = a.strides[0] // a.itemsize
     part = a.shape[1] // splits // _ALIGNMENT * _ALIGNMENT
+    if type(partials) is np.ndarray:
+        layouts = (Matrix(m, part, leading), Matrix(part, n, n), Matrix(m, n, n))
+        for i in range(splits):
+            inner = slice(i * part, (i + 1) * part)
+            gemm(a[:, inner], b[inner], partials[i], layouts)
+    else:
+        _gemm_batched(a, b, partials, part)
+    rest = a.shape[1] - splits * part
+    if rest:
+        layouts = (Matrix(m, rest, leading), Matrix(rest, n, n), Matrix(m, n, n))
+        gemm(a[:, -rest:], b[-rest:], partials[0], layouts, beta=1.0)
+
+
+def _gemm_batched(a: Array, b: Array, partials: Array, part: int) -> None:
+    splits, m, n = partials.shape
+    leading = a.strides[0] // a.itemsize
     with _exact_sums() as (cublas, handle):
         cublas.gemmStridedBatchedEx(
             handle, 0, 0, n, m, part,
@@ -105,10 +125,6 @@ def gemm_partials(a: Array, b: Array, partials: Array) -> None:
             partials.data.ptr, _DATA_TYPES[partials.dtype], n, m * n,
             splits, _COMPUTE_32F, _DEFAULT_ALGORITHM,
         )  # fmt: skip
-    rest = a.shape[1] - splits * part
-    if rest:
-        layouts = (Matrix(m, rest, leading), Matrix(rest, n, n), Matrix(m, n, n))
-        gemm(a[:, -rest:], b[-rest:], partials[0], layouts, beta=1.0)
 
 
 @contextmanager

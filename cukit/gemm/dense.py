@@ -15,6 +15,7 @@ from cukit.core.arrays import (
     empty,
     float32,
     float64,
+    is_gpu_array,
     runs_kernel,
 )
 from cukit.core.kernel import launch_plan
@@ -66,7 +67,7 @@ def matmul(
     (2, 3, 5)
     """
     a, b, out = adopt("matmul", a, b, out)
-    on_gpu = runs_kernel("matmul", a, b, out)
+    on_gpu = runs_kernel("matmul", a, b, out) and is_gpu_array(a)
     plan = _recall_plan if on_gpu else _plan
     product = plan(a, b, out, transpose_a, transpose_b, accumulate, out_dtype)
     if not on_gpu:

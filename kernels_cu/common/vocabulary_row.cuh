@@ -243,9 +243,11 @@ class RowExchange {
       if (threadIdx.x == 0) store_remote(&shared_.losses[rank_], 0, value);
       cluster_arrive();
       cluster_wait();
-      value = 0.0f;
+      if (rank_ == 0) {  // nobody wrote the others' losses
+        value = 0.0f;
 #pragma unroll
-      for (int i = 0; i < CLUSTER; ++i) value += shared_.losses[i];
+        for (int i = 0; i < CLUSTER; ++i) value += shared_.losses[i];
+      }
     }
     return value;
   }

@@ -44,9 +44,11 @@ struct Judge {
   std::size_t bytes;
   Access access;
   const std::uint32_t* seen;
+  const std::uint32_t base_epoch;
 
   bool ordered(unsigned agent, std::uint32_t epoch) const {
-    return agent == actor.issuer->agent || epoch <= seen[agent] ||
+    // What earlier clusters did is over, and their agents were others.
+    return epoch <= base_epoch || agent == actor.issuer->agent || epoch <= seen[agent] ||
            (actor.engine && agent == actor.agent);
   }
 
@@ -69,7 +71,7 @@ struct Judge {
             describe_shared(block, pointer + i) + tail(actor) + "\n  the copy was started by\n  " +
             name_of_agent(*block.cluster, cell.writer) + " " + where_offset(block, cell.write_call));
     }
-    const bool written = cell.write_epoch > block.cluster->base_epoch;
+    const bool written = cell.write_epoch > base_epoch;
     if (!written && access != Access::Write) early(i, "uninitialised shared memory");
     if (!ordered(cell.writer, cell.write_epoch) && !(access == Access::Atomic && cell.atomic)) {
       race(i, "write", cell.writer, cell.write_call);
@@ -117,40 +119,54 @@ struct Judge {
   }
 };
 
-// Memory that the launch was given, or that belongs to the kernel's own code.
-void check_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Access access) {
+// Memory that the launch was given, or, to read, the kernel's own constants.
+bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Access access) {
   const Cluster& cluster = *actor.issuer->block->cluster;
   const Launch& launch = *cluster.launch;
   const Range* const end = launch.ranges + launch.num_ranges;
-  const Range* after = std::upper_bound(
-      launch.ranges, end, address, [](std::uintptr_t at, const Range& range) { return at < range.low; });
-  // Arrays may overlap: any range that begins before the access may hold it.
-  for (const Range* range = after; range != launch.ranges;) {
+  const Range* range = std::upper_bound(
+      launch.ranges, end, address, [](std::uintptr_t at, const Range& each) { return at < each.low; });
+  const Range* read_only = nullptr;
+  // Arrays may overlap: any that begins before the access may hold it.
+  while (range != launch.ranges) {
     --range;
-    if (address + bytes <= range->high) {
-      if (access == Access::Read || range->writeable) return;
-      fault(head(actor, "write to a read-only array", bytes, access) +
-            format(" (argument %u)", range->argument) + tail(actor));
-    }
+    if (address + bytes > range->high) continue;
+    if (access == Access::Read || range->writeable) return true;
+    read_only = range;
+  }
+  if (read_only != nullptr) {
+    fault(head(actor, "write to a read-only array", bytes, access) +
+          format(" (argument %u)", read_only->argument) + tail(actor));
   }
   const Module& module = *cluster.module;
-  if (access == Access::Read && address >= module.base && address + bytes <= module.end) return;
+  return access == Access::Read && address >= module.base && address + bytes <= module.end;
+}
+
+// Where an address lies that is nobody's: relative to the nearest array of the launch.
+std::string describe_global(const Launch& launch, std::uintptr_t address) {
   std::string place = "of no array of this launch";
   std::uintptr_t nearest = ~std::uintptr_t{0};
-  for (const Range* range = launch.ranges; range != end; ++range) {
-    const std::uintptr_t distance = address >= range->high  ? address - range->high
-                                    : address < range->low ? range->low - address
-                                                           : 0;
+  for (const Range* range = launch.ranges; range != launch.ranges + launch.num_ranges; ++range) {
+    const bool before = address < range->low;
+    const bool after = address >= range->high;
+    const std::uintptr_t distance = before ? range->low - address : after ? address - range->high : 0;
     if (distance >= nearest) continue;
     nearest = distance;
-    place = address >= range->low
-                ? format("%zu bytes past the end of argument %u", address - range->high, range->argument)
-                : format("%zu bytes before argument %u", range->low - address, range->argument);
-    if (address < range->high) {
-      place = format("across the end of argument %u", range->argument);
-    }
+    place = before  ? format("%zu bytes before argument %u", distance, range->argument)
+            : after ? format("%zu bytes past the end of argument %u", distance, range->argument)
+                    : format("across the end of argument %u", range->argument);
   }
-  fault(head(actor, "out of bounds", bytes, access) + " at global memory " + place + tail(actor));
+  return place;
+}
+
+// Whether an address that is nobody's was probably meant to be shared memory.
+bool near_shared(const Block& block, const unsigned char* at) {
+  constexpr std::size_t kNear = 256;
+  const std::size_t static_bytes = block.cluster->module->static_bytes;
+  const std::size_t dynamic_bytes = block.cluster->launch->dynamic_bytes;
+  const auto distance = [at](const unsigned char* low) { return static_cast<std::size_t>(at - low); };
+  return (dynamic_bytes > 0 && distance(block.dynamic_shared) < dynamic_bytes + kNear) ||
+         (static_bytes > 0 && distance(block.static_shared) < static_bytes + kNear);
 }
 
 }  // namespace
@@ -206,7 +222,7 @@ void check_shared(const Actor& actor, Block& block, const void* pointer, std::si
           tail(actor));
   }
   const Judge judge{actor, block, static_cast<const unsigned char*>(pointer), bytes, access,
-                    actor.issuer->seen->seen};
+                    actor.issuer->seen->seen, block.cluster->base_epoch};
   for (std::size_t i = 0; i < bytes; ++i) judge.one(cells[i], i);
 }
 
@@ -220,17 +236,12 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
     check_shared(actor, block, pointer, bytes, access);
     return;
   }
-  // Near the end of shared memory it was probably meant to be there.
-  const auto* at = static_cast<const unsigned char*>(pointer);
-  const std::size_t static_bytes = block.cluster->module->static_bytes;
-  const std::size_t dynamic_bytes = block.cluster->launch->dynamic_bytes;
-  const bool near_dynamic =
-      dynamic_bytes > 0 && static_cast<std::size_t>(at - block.dynamic_shared) < dynamic_bytes + 1024;
-  const bool near_static =
-      static_bytes > 0 && static_cast<std::size_t>(at - block.static_shared) < static_bytes + 256;
-  if (near_dynamic || near_static) check_shared(actor, block, pointer, bytes, access);
-  if (pointer == &cukit_emulator_thread) return;
-  check_global(actor, address, bytes, access);
+  if (is_global(actor, address, bytes, access) || pointer == &cukit_emulator_thread) return;
+  const bool shared = near_shared(block, static_cast<const unsigned char*>(pointer));
+  fault(head(actor, "out of bounds", bytes, access) + " at " +
+        (shared ? describe_shared(block, pointer)
+                : "global memory " + describe_global(*block.cluster->launch, address)) +
+        tail(actor));
 }
 
 void check_alignment(const void* pointer, std::size_t alignment, const char* what) {
