@@ -22,7 +22,6 @@ from cukit.distill.schedule import Schedule, as_schedule
 from cukit.errors import ConfigError, DataError
 from cukit.models.parameters import Parameters, host_array
 
-
 # A loss that diverges shows in its value: no need for a warning from every op on the way.
 _QUIETLY = np.errstate(over="ignore", invalid="ignore")
 
