@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from cukit.commands._console import mebibytes, print_json, stdout, table
+from cukit.core.device import INSTALL_GPU_EXTRA
 from cukit.core.driver import Driver, find_driver
 from cukit.errors import MissingDependencyError
 
@@ -115,6 +116,7 @@ def _look(name: str, look: Callable[[], str], remedy: str, *, wanted: bool) -> F
         return Finding(name, Status.OK, look())
     except Exception as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = reason.partition(f": {INSTALL_GPU_EXTRA}")[0]  # the remedy says it more exactly
         return Finding(name, Status.BROKEN if wanted else Status.ABSENT, reason, remedy)
 
 
