@@ -278,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const long long start = first * row_stride + again.head % heads * head_dim;
   grad_k += start;
   grad_v += start;
+  cukit::cp_async_wait<0>();  // without a step, nobody has waited for K and V
 #if SPLIT
 #pragma unroll
   for (int m = 0; m < kKeyRows / 16; ++m)
@@ -295,7 +296,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
         *reinterpret_cast<float2*>(grad_v + at) = make_float2(v_pair[0], v_pair[1]);
       }
 #else
-  cukit::cp_async_wait<0>();
   __syncthreads();  // K and V are no longer read: their room takes dK and dV
 #pragma unroll
   for (int m = 0; m < kKeyRows / 16; ++m)
