@@ -7,45 +7,29 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-import numpy as np
-
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
-    access_width,
     check_array,
     check_same_dtype,
     empty,
     float32,
 )
-from cukit.core.device import Device
-from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.errors import ArrayShapeError, ConfigError
-from cukit.gemm.cublas import Matrix, gemm, gemm_partials
+from cukit.gemm.cublas import Matrix, gemm
 
 _FEWEST_TOKENS = 1024
 _MOST_TOKENS = 2048
-# The tile of the result that a multiprocessor works on in cuBLAS's usual kernels.
 _TILE_TOKENS = 128
-_TILE_HIDDEN = 256
-_MOST_SPLITS = 8
-_SHORTEST_SUM = 2048
 _ALIGNMENT = 8
-_BUSY_ENOUGH = 0.9
-_SUM_THREADS = 256
 
 
 @dataclass(frozen=True)
 class LinearLossConfig:
-    """How a batch goes through the head.
-
-    chunk_tokens: tokens at once.
-    splits: parts of the vocabulary that the product for grad_hidden sums up apart.
-    """
+    """How a batch goes through the head: `chunk_tokens` tokens at once."""
 
     tokens: int
     chunk_tokens: int
-    splits: int
 
     def chunks(self) -> Iterator[slice]:
         """The token ranges, in order."""
@@ -55,44 +39,20 @@ class LinearLossConfig:
 
 @cache
 def plan_linear_loss(
-    tokens: int,
-    hidden_size: int,
-    vocab_size: int,
-    device: Device,
-    chunk_tokens: int | None = None,
-    splits: int | None = None,
+    tokens: int, hidden_size: int, chunk_tokens: int | None = None
 ) -> LinearLossConfig:
     """About as many tokens as the hidden size, 1024 to 2048, in chunks of one size.
 
     The product for the weight's gradient has the chunk as its inner extent, where those for the
     logits have the hidden size: so none is starved. A chunk of logits takes about the memory of the
     weight, and grad_weight is rounded to its dtype once a chunk, that is a handful of times.
-
-    grad_hidden is a small result, [chunk, hidden_size], of a very long sum: its tiles would leave
-    much of the GPU idle in their last wave. Splitting the vocabulary multiplies them.
     """
     if chunk_tokens is None:
         most = min(max(hidden_size, _FEWEST_TOKENS), _MOST_TOKENS)
         num_chunks = max(1, -(-tokens // most))
         share = -(-tokens // num_chunks)
         chunk_tokens = -(-share // _TILE_TOKENS) * _TILE_TOKENS
-    chunk_tokens = max(1, min(chunk_tokens, tokens))
-    if splits is None:
-        tiles = -(-chunk_tokens // _TILE_TOKENS) * -(-hidden_size // _TILE_HIDDEN)
-        splits = _splits(tiles, vocab_size, device.num_sms)
-    return LinearLossConfig(tokens, chunk_tokens, splits)
-
-
-def _splits(tiles: int, vocab_size: int, num_sms: int) -> int:
-    """The fewest parts that keep nine tenths of the GPU busy, or as busy as parts can."""
-    shares = [
-        splits
-        for splits in range(1, _MOST_SPLITS + 1)
-        if splits == 1 or vocab_size // splits >= _SHORTEST_SUM
-    ]
-    busy = {splits: tiles * splits / (-(-tiles * splits // num_sms) * num_sms) for splits in shares}
-    enough = min(_BUSY_ENOUGH, max(busy.values()))
-    return next(splits for splits in shares if busy[splits] >= enough)
+    return LinearLossConfig(tokens, max(1, min(chunk_tokens, tokens)))
 
 
 def check_head(
@@ -151,16 +111,11 @@ class HeadGradients:
         hidden: Array,
         weight: Array,
         grad_weight: Array | None,
-        config: LinearLossConfig,
         boost: float,
     ) -> None:
         self._hidden, self._weight = hidden, weight
         self._beta = 0.0 if grad_weight is None else 1.0
         self._alpha = 1.0 / boost
-        self._partials = None
-        if config.splits > 1:
-            shape = (config.splits, config.chunk_tokens, hidden.shape[1])
-            self._partials = empty(hidden, shape, float32)
         self.grad_hidden = empty(hidden, hidden.shape)
         self.grad_weight = empty(weight, weight.shape) if grad_weight is None else grad_weight
         if not hidden.size and grad_weight is None:
@@ -169,14 +124,8 @@ class HeadGradients:
     def add(self, chunk: slice, grad_logits: Array) -> None:
         """Writes grad_hidden[chunk], adds the chunk's part to grad_weight."""
         hidden, grad_hidden = self._hidden[chunk], self.grad_hidden[chunk]
-        if self._partials is None:
-            layouts = (_layout(grad_logits), _layout(self._weight), _layout(grad_hidden))
-            gemm(grad_logits, self._weight, grad_hidden, layouts, alpha=self._alpha)
-        else:
-            size = self._partials.shape[0] * grad_hidden.size
-            partials = self._partials.reshape(-1)[:size].reshape(-1, *grad_hidden.shape)
-            gemm_partials(grad_logits, self._weight, partials)
-            _sum_partials(partials, grad_hidden, self._alpha)
+        layouts = (_layout(grad_logits), _layout(self._weight), _layout(grad_hidden))
+        gemm(grad_logits, self._weight, grad_hidden, layouts, alpha=self._alpha)
         layouts = (
             _layout(grad_logits, transposed=True),
             _layout(hidden),
@@ -189,23 +138,3 @@ class HeadGradients:
 def _layout(array: Array, transposed: bool = False) -> Matrix:
     rows, columns = array.shape
     return Matrix(rows, columns, array.strides[0] // array.itemsize, transposed)
-
-
-def _sum_partials(partials: Array, out: Array, alpha: float) -> None:
-    """out = alpha * partials.sum(axis=0)."""
-    kernel, grid, scalars = _prepare_sum(partials, out)
-    kernel(grid, (partials, out, *scalars, np.float32(alpha)))
-
-
-@launch_plan
-def _prepare_sum(partials: Array, out: Array) -> Launch:
-    vec = 4 if access_width(out.size, out) >= 4 else 1
-    kernel = load_kernel(sum_spec(out.dtype.name, vec))
-    grid = (-(-out.size // (_SUM_THREADS * vec)),)
-    return Launch(kernel, grid, (np.int64(out.size), np.int32(partials.shape[0])))
-
-
-def sum_spec(dtype: str, vec: int = 4) -> KernelSpec:
-    """The kernel that adds up the parts of grad_hidden."""
-    defines = (("DTYPE", dtype), ("VEC", vec), ("THREADS", _SUM_THREADS))
-    return KernelSpec("distill/sum_partials.cu", "sum_partials", defines, _SUM_THREADS)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cukit.core.arrays import KERNEL_DTYPES, Array, adopt, check_array, empty, runs_kernel
-from cukit.core.device import Device, current_device
+from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 from cukit.distill._cross_entropy_rows import launch_rows, plan_cross_entropy, prepare_rows
 from cukit.distill._linear_loss import (
@@ -19,7 +19,6 @@ from cukit.distill._linear_loss import (
     exact_boost,
     plan_linear_loss,
     project,
-    sum_spec,
 )
 from cukit.distill._row_loss import (
     REPRESENTATIVE_ROWS,
@@ -99,13 +98,11 @@ def linear_cross_entropy(
     check_array(_OP, "hidden", hidden, dtypes=KERNEL_DTYPES)
     rows, classes = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     tokens = rows.shape[0]
-    config = plan_linear_loss(
-        tokens, rows.shape[1], weight.shape[0], current_device(), chunk_tokens
-    )
+    config = plan_linear_loss(tokens, rows.shape[1], chunk_tokens)
     divisor, count = normalizer_of(classes, tokens, ignore_index, "mean", normalizer)
     boost = exact_boost(divisor, tokens, divisor_on_gpu=count is not None)
 
-    gradients = HeadGradients(rows, weight, grad_weight, config, boost)
+    gradients = HeadGradients(rows, weight, grad_weight, boost)
     logits = empty_logits(rows, config.chunk_tokens, weight.shape[0])
     losses = empty(rows, (tokens,), np.float32)
     for chunk in config.chunks():
@@ -128,8 +125,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         ).spec()
         for dtype, size in REPRESENTATIVE_ROWS
     ]
-    sums = [sum_spec(dtype.name) for dtype in KERNEL_DTYPES]
-    return [*rows, *sums, count_spec("int32"), total_spec()]
+    return [*rows, count_spec("int32"), total_spec()]
 
 
 register(

@@ -16,7 +16,7 @@ from cukit.core.arrays import (
     empty,
     runs_kernel,
 )
-from cukit.core.device import Device, current_device
+from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 from cukit.distill._kl_rows import launch_rows, plan_kl_divergence, prepare_rows
 from cukit.distill._linear_loss import (
@@ -28,7 +28,6 @@ from cukit.distill._linear_loss import (
     exact_boost,
     plan_linear_loss,
     project,
-    sum_spec,
 )
 from cukit.distill._row_loss import (
     REPRESENTATIVE_ROWS,
@@ -140,13 +139,13 @@ def linear_kl_divergence(
     teacher_rows = teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
     classes = None if targets is None else targets.reshape(-1)
     tokens, vocab_size = rows.shape[0], weight.shape[0]
-    config = plan_linear_loss(tokens, rows.shape[1], vocab_size, current_device(), chunk_tokens)
+    config = plan_linear_loss(tokens, rows.shape[1], chunk_tokens)
     divisor, count = normalizer_of(classes, tokens, ignore_index, "mean", normalizer)
     boost = exact_boost(divisor, tokens, divisor_on_gpu=count is not None)
     square = temperature**2 if scale_by_temperature_squared else 1.0
     factor = boost / divisor
 
-    gradients = HeadGradients(rows, weight, grad_weight, config, boost)
+    gradients = HeadGradients(rows, weight, grad_weight, boost)
     logits = empty_logits(rows, config.chunk_tokens, vocab_size)
     teacher_logits = empty_logits(rows, config.chunk_tokens, vocab_size)
     soft_rows = empty(rows, (tokens,), np.float32)
@@ -210,8 +209,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         for dtype, size in REPRESENTATIVE_ROWS
         for hard in (False, True)
     ]
-    sums = [sum_spec(dtype.name) for dtype in KERNEL_DTYPES]
-    return [*rows, *sums, count_spec("int32"), total_spec()]
+    return [*rows, count_spec("int32"), total_spec()]
 
 
 register(

@@ -19,7 +19,6 @@ _DATA_TYPES = {float32: 0, float64: 1, float16: 2, bfloat16: 14}
 _COMPUTE_32F = 68
 _COMPUTE_64F = 70
 _DEFAULT_ALGORITHM = -1
-_ALIGNMENT = 8  # elements; tensor cores want 16-byte aligned operands
 # Without it a product that cuBLAS splits over k may add its partial sums in 16 bits.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
 
@@ -87,43 +86,6 @@ def gemm(
             _coefficient(beta, wide).ctypes.data,
             out.data.ptr, _DATA_TYPES[out.dtype], target.leading,
             _COMPUTE_64F if wide else _COMPUTE_32F, _DEFAULT_ALGORITHM,
-        )  # fmt: skip
-
-
-def gemm_partials(a: Array, b: Array, partials: Array) -> None:
-    """Parts of a @ b, each summed over its share of the inner extent; their sum is the product.
-
-    a: [m, k], rows possibly with gaps, b: [k, n] of one dtype of at most 32 bits, partials: float32
-    [splits, m, n]. Where m x n tiles fill the GPU badly, splits x m x n do not.
-    """
-    splits, m, n = partials.shape
-    leading = a.strides[0] // a.itemsize
-    part = a.shape[1] // splits // _ALIGNMENT * _ALIGNMENT
-    if type(partials) is np.ndarray:
-        layouts = (Matrix(m, part, leading), Matrix(part, n, n), Matrix(m, n, n))
-        for i in range(splits):
-            inner = slice(i * part, (i + 1) * part)
-            gemm(a[:, inner], b[inner], partials[i], layouts)
-    else:
-        _gemm_batched(a, b, partials, part)
-    rest = a.shape[1] - splits * part
-    if rest:
-        layouts = (Matrix(m, rest, leading), Matrix(rest, n, n), Matrix(m, n, n))
-        gemm(a[:, -rest:], b[-rest:], partials[0], layouts, beta=1.0)
-
-
-def _gemm_batched(a: Array, b: Array, partials: Array, part: int) -> None:
-    splits, m, n = partials.shape
-    leading = a.strides[0] // a.itemsize
-    with _exact_sums() as (cublas, handle):
-        cublas.gemmStridedBatchedEx(
-            handle, 0, 0, n, m, part,
-            _coefficient(1.0, False).ctypes.data,
-            b.data.ptr, _DATA_TYPES[b.dtype], n, part * n,
-            a.data.ptr, _DATA_TYPES[a.dtype], leading, part,
-            _coefficient(0.0, False).ctypes.data,
-            partials.data.ptr, _DATA_TYPES[partials.dtype], n, m * n,
-            splits, _COMPUTE_32F, _DEFAULT_ALGORITHM,
         )  # fmt: skip
 
 

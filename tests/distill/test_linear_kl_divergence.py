@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from functools import partial
-
 import numpy as np
 import pytest
 
-from cukit.core.device import TYPICAL_DEVICES
 from cukit.distill import cross_entropy, kl_divergence, linear_kl_divergence
 from cukit.distill._linear_loss import exact_boost, plan_linear_loss
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
@@ -177,10 +173,14 @@ def test_no_tokens(device):
 
 @pytest.mark.gpu
 def test_float16_gradients_survive_many_tokens(rng):
-    """1 / 65536 of a probability would vanish in float16: the products scale, not the logits."""
+    """1 / 65536 of a probability would vanish in float16: the products scale, not the logits.
+
+    The weight's gradient is gathered in float32, so that its own dtype does not hide theirs.
+    """
     arrays = head(rng, "float16")
     *placed, targets = to_device("gpu", *arrays)
-    got = linear_kl_divergence(*placed, targets=targets, normalizer=65536.0)
+    sums = to_device("gpu", np.zeros(arrays[1].shape, np.float32))[0]
+    got = linear_kl_divergence(*placed, targets=targets, normalizer=65536.0, grad_weight=sums)
     *wide, _ = widen(arrays)
     expected = reference.linear_kl_divergence(*wide, targets=arrays[-1], normalizer=65536.0)
     error = to_host(got.grad_weight).astype(np.float64) - expected.grad_weight
@@ -194,49 +194,20 @@ def test_the_boost_is_a_power_of_two_near_the_divisor():
     assert exact_boost(0.25, 9, divisor_on_gpu=False) == 1
 
 
-H200 = TYPICAL_DEVICES["sm_90"]
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 100, 2048, 2049, 4096, 100_000])
 @pytest.mark.parametrize("hidden_size", [64, 2304, 8192])
 def test_plan_covers_every_token_once(tokens, hidden_size):
-    config = plan_linear_loss(tokens, hidden_size, 50257, H200)
+    config = plan_linear_loss(tokens, hidden_size)
     covered = [t for chunk in config.chunks() for t in range(chunk.start, chunk.stop)]
     assert covered == list(range(tokens))
     assert config.chunk_tokens <= 2048
 
 
-@pytest.mark.parametrize("vocab_size", [256, 32768, 50257, 50304, 128256, 151936, 256000])
-@pytest.mark.parametrize("hidden_size", [768, 2304, 4096])
-def test_plan_keeps_the_parts_of_the_vocabulary_long(vocab_size, hidden_size):
-    splits = plan_linear_loss(4096, hidden_size, vocab_size, H200).splits
-    assert 1 <= splits <= 8
-    assert splits == 1 or vocab_size // splits >= 2048
-
-
 def test_plan_of_the_large_vocabulary_leaves_room():
-    """BT 4096, H 2304, V 256000 in bfloat16: logits of two chunks, partial sums and grad_weight."""
-    config = plan_linear_loss(4096, 2304, 256000, H200)
+    """BT 4096, H 2304, V 256000 in bfloat16: logits of a chunk, twice, and the gradients."""
+    config = plan_linear_loss(4096, 2304)
     logits = 2 * config.chunk_tokens * 256000 * 2
-    partials = config.splits * config.chunk_tokens * 2304 * 4
-    assert config.splits > 1  # 16 x 9 tiles would need two waves of 132
-    assert logits + partials + 256000 * 2304 * 2 + 4096 * 2304 * 2 < 3.4 * 2**30
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [1, 2, 7])
-def test_partial_sums_change_nothing_but_rounding(rng, monkeypatch, dtype, splits):
-    module = sys.modules["cukit.distill.linear_kl_divergence"]
-    monkeypatch.setattr(module, "plan_linear_loss", partial(plan_linear_loss, splits=splits))
-    *placed, targets = to_device("gpu", *head(rng, dtype, vocab=1000))
-    *wide, wide_targets = widen(head(np.random.default_rng(20240607), dtype, vocab=1000))
-    expected = reference.linear_kl_divergence(*wide, targets=wide_targets).grad_hidden
-    got = to_host(
-        linear_kl_divergence(*placed, targets=targets, chunk_tokens=32).grad_hidden
-    ).astype(np.float64)
-    bound = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 3e-2}[dtype]
-    assert np.linalg.norm(got - expected) < bound * np.linalg.norm(expected)
+    assert logits + 256000 * 2304 * 2 + 4096 * 2304 * 2 < 3.2 * 2**30
 
 
 GOOD = {
