@@ -66,12 +66,12 @@ struct Judge {
   }
 
   void one(Cell& cell, std::size_t i) const {
-    if (cell.pending) {
+    const bool written = cell.write_epoch > base_epoch;
+    if (cell.pending && written) {
       fault(head(actor, "asynchronous copy not waited for", bytes, access) + " at " +
             describe_shared(block, pointer + i) + tail(actor) + "\n  the copy was started by\n  " +
             name_of_agent(*block.cluster, cell.writer) + " " + where_offset(block, cell.write_call));
     }
-    const bool written = cell.write_epoch > base_epoch;
     if (!written && access != Access::Write) early(i, "uninitialised shared memory");
     if (!ordered(cell.writer, cell.write_epoch) && !(access == Access::Atomic && cell.atomic)) {
       race(i, "write", cell.writer, cell.write_call);
@@ -90,6 +90,7 @@ struct Judge {
     cell.write_epoch = actor.epoch;
     cell.write_call = offset_of(block, actor.call);
     cell.atomic = access == Access::Atomic;
+    cell.pending = 0;
     cell.generic = !actor.engine;
   }
 
