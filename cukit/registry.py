@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cukit.core.compiler import KernelSpec
-from cukit.core.device import Device
+from cukit.core.device import Device, parse_arch
 from cukit.errors import ConfigError
 
 
@@ -23,6 +23,7 @@ class Op:
     specs: representative kernel variants for a device; what `cukit compile` and CI compile.
         Empty for ops that are thin calls to a vendor library.
     minimum_arch: oldest architecture with a kernel.
+    maximum_arch: newest, where the kernel's instructions were dropped later.
     """
 
     name: str
@@ -31,6 +32,13 @@ class Op:
     reference: Callable[..., Any]
     specs: Callable[[Device], list[KernelSpec]]
     minimum_arch: str = "sm_80"
+    maximum_arch: str | None = None
+
+    def supports(self, device: Device) -> bool:
+        """True where the kernel can run."""
+        capability = device.compute_capability
+        newest = parse_arch(self.maximum_arch) if self.maximum_arch else capability
+        return parse_arch(self.minimum_arch) <= capability <= newest
 
     @property
     def has_kernel(self) -> bool:
@@ -56,11 +64,12 @@ def register(
     reference: Callable[..., Any],
     specs: Callable[[Device], list[KernelSpec]] = no_kernel,
     minimum_arch: str = "sm_80",
+    maximum_arch: str | None = None,
 ) -> None:
     """Adds an op at import of its module. Raises ConfigError for a name already taken."""
     if name in _OPS:
         raise ConfigError(f"register: the op {name!r} exists already")
-    _OPS[name] = Op(name, family, function, reference, specs, minimum_arch)
+    _OPS[name] = Op(name, family, function, reference, specs, minimum_arch, maximum_arch)
 
 
 def register_kernel(

@@ -18,7 +18,6 @@ from cukit.core.device import (
     Device,
     current_device,
     gpu_available,
-    parse_arch,
     typical_device,
 )
 from cukit.errors import CompileError
@@ -106,7 +105,7 @@ def variants(on: Sequence[Device], names: Sequence[str] | None = None) -> list[V
             Variant(spec, device)
             for device in on
             for op in chosen
-            if device.compute_capability >= parse_arch(op.minimum_arch)
+            if op.supports(device)
             for spec in op.specs(device)
         )
     )

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cukit.commands._console import print_json, stdout, table
-from cukit.core.device import Device, current_device, gpu_available, parse_arch, typical_device
+from cukit.core.device import Device, current_device, gpu_available, typical_device
 from cukit.registry import Op, ops
 
 
@@ -70,6 +70,6 @@ def _dtypes(op: Op) -> tuple[str, ...]:
 def _here(op: Op, device: Device | None) -> str:
     if device is None:
         return "reference (no GPU)"
-    if device.compute_capability < parse_arch(op.minimum_arch):
+    if not op.supports(device):
         return f"reference ({device.arch} is too old)"
     return f"{'kernel' if op.has_kernel else 'vendor library'} ({device.compile_arch})"

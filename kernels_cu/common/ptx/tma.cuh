@@ -1,0 +1,138 @@
+// cp.async.bulk: copies by the engine (TMA), of bytes and of boxes of a tensor (sm_90).
+//
+// One thread starts a copy. Towards shared memory it reports to an mbarrier, where its bytes were
+// announced; towards global memory it belongs to the thread's bulk group. Positions are elements,
+// innermost axis first. What lies outside the tensor reads as zero and is not written.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/shared_address.cuh"
+
+namespace cukit {
+
+// What cukit.core.tensor_map.encode_tensor_map makes: `const __grid_constant__ TensorMap map`.
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+
+// fence.proxy.async: what this thread wrote to shared memory, or knows to be written, becomes visible
+// to the copy engine and to wgmma.
+CUKIT_DEVICE void fence_proxy_async() {
+#ifdef CUKIT_EMULATE
+  emulator::fence_proxy_async();
+#else
+  asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
+#endif
+}
+
+// prefetch.tensormap
+CUKIT_DEVICE void prefetch_tensor_map(const TensorMap* map) {
+#ifndef CUKIT_EMULATE
+  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
+#endif
+}
+
+// cp.async.bulk.tensor.2d to shared memory: a box of the map's shape, swizzled as the map says.
+// `shared` is 128-byte aligned, 1024 with a swizzle of 128 bytes.
+CUKIT_DEVICE void tma_load_2d(void* shared, const TensorMap* map, Mbarrier* barrier, int x, int y) {
+#ifdef CUKIT_EMULATE
+  const int position[] = {x, y};
+  emulator::tensor_load(shared_address(shared), map, position, 2, shared_address(barrier), 0);
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4}], [%2];\n" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y)
+      : "memory");
+#endif
+}
+
+// The same to every block of the cluster whose bit is set, in the same place; each block's barrier
+// in the same place gets the report.
+CUKIT_DEVICE void tma_load_2d_multicast(void* shared, const TensorMap* map, Mbarrier* barrier,
+                                        int x, int y, unsigned short blocks) {
+#ifdef CUKIT_EMULATE
+  const int position[] = {x, y};
+  emulator::tensor_load(shared_address(shared), map, position, 2, shared_address(barrier), blocks);
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;\n" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "h"(blocks)
+      : "memory");
+#endif
+}
+
+// cp.async.bulk.tensor.2d from shared memory, which fence_proxy_async has made visible.
+CUKIT_DEVICE void tma_store_2d(const TensorMap* map, const void* shared, int x, int y) {
+#ifdef CUKIT_EMULATE
+  const int position[] = {x, y};
+  emulator::tensor_store(map, shared_address(shared), position, 2, false);
+#else
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\n" ::"l"(
+                   map),
+               "r"(shared_address(shared)), "r"(x), "r"(y)
+               : "memory");
+#endif
+}
+
+// cp.reduce.async.bulk.tensor.2d.add: adds the box to the tensor, each element atomically.
+CUKIT_DEVICE void tma_add_2d(const TensorMap* map, const void* shared, int x, int y) {
+#ifdef CUKIT_EMULATE
+  const int position[] = {x, y};
+  emulator::tensor_store(map, shared_address(shared), position, 2, true);
+#else
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%2, %3}], [%1];\n" ::"l"(
+          map),
+      "r"(shared_address(shared)), "r"(x), "r"(y)
+      : "memory");
+#endif
+}
+
+// cp.async.bulk to shared memory: addresses and `bytes` are multiples of 16.
+CUKIT_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Mbarrier* barrier) {
+#ifdef CUKIT_EMULATE
+  emulator::bulk_load(shared_address(shared), global, bytes, shared_address(barrier), 0);
+#else
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+
+// cp.async.bulk from shared memory.
+CUKIT_DEVICE void bulk_store(void* global, const void* shared, unsigned bytes) {
+#ifdef CUKIT_EMULATE
+  emulator::bulk_store(global, shared_address(shared), bytes);
+#else
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n" ::"l"(global),
+               "r"(shared_address(shared)), "r"(bytes)
+               : "memory");
+#endif
+}
+
+// cp.async.bulk.commit_group: closes the group of this thread's copies out of shared memory.
+CUKIT_DEVICE void bulk_commit() {
+#ifdef CUKIT_EMULATE
+  emulator::bulk_commit();
+#else
+  asm volatile("cp.async.bulk.commit_group;\n" ::: "memory");
+#endif
+}
+
+// cp.async.bulk.wait_group.read: waits until all but the last `Pending` groups have read shared
+// memory, which may then change. To be called before the block exits.
+template <int Pending>
+CUKIT_DEVICE void bulk_wait_read() {
+#ifdef CUKIT_EMULATE
+  emulator::bulk_wait(Pending);
+#else
+  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(Pending) : "memory");
+#endif
+}
+
+}  // namespace cukit

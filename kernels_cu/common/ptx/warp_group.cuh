@@ -1,0 +1,62 @@
+// What lets the warps of a block play different parts: named barriers, registers moved between
+// warpgroups, one thread chosen of a warp.
+#pragma once
+
+#include "common/platform.cuh"
+
+namespace cukit {
+
+// bar.sync: waits until `threads` threads (a multiple of 32) have come to barrier `number`, 0..15.
+// Barrier 0 is that of __syncthreads.
+CUKIT_DEVICE void named_sync(int number, int threads) {
+#ifdef CUKIT_EMULATE
+  emulator::sync_named(number, threads);
+#else
+  asm volatile("bar.sync %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
+#endif
+}
+
+// bar.arrive: counts for the barrier and goes on.
+CUKIT_DEVICE void named_arrive(int number, int threads) {
+#ifdef CUKIT_EMULATE
+  emulator::arrive_named(number, threads);
+#else
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
+#endif
+}
+
+// elect.sync (sm_90): true in one lane of the warp, all of which call it.
+CUKIT_DEVICE bool elect_one() {
+#ifdef CUKIT_EMULATE
+  emulator::warp_collective(emulator::WarpOp::Any, kFullMask, 1);
+  return emulator::self().lane == 0;
+#else
+  unsigned elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred chosen;\n"
+      "elect.sync _|chosen, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, chosen;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+#endif
+}
+
+// setmaxnreg.dec (sm_90a): every warp of the warpgroup gives registers back, down to `Count` each.
+template <int Count>
+CUKIT_DEVICE void give_registers() {
+#ifndef CUKIT_EMULATE
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(Count));
+#endif
+}
+
+// setmaxnreg.inc (sm_90a): waits until they are there, up to `Count` each.
+template <int Count>
+CUKIT_DEVICE void take_registers() {
+#ifndef CUKIT_EMULATE
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(Count));
+#endif
+}
+
+}  // namespace cukit

@@ -1,0 +1,190 @@
+// wgmma: products of four warps (a warpgroup) on operands in shared memory (sm_90a).
+//
+// d += a b with a 64 x K, b K x N, K = 32 bytes of elements. Operand b, and a unless it comes from
+// registers, lie in shared memory as a matrix descriptor says:
+//   K-major    eight rows (of a, or columns of b) of 16 bytes times the swizzle's chunks follow each
+//              other; groups of eight lie `stride` bytes apart.
+//   MN-major   (transposed) eight steps of k of 16 bytes times the swizzle's chunks follow each
+//              other; groups of eight lie `stride` bytes apart, further rows (columns) `leading`.
+// Without a swizzle the 8 x 16 byte core matrices are contiguous; `leading` is their distance along k
+// and `stride` that along rows (columns), K-major or MN-major.
+//
+// Accumulators: warp w of the group has rows 16 w .. 16 w + 15; d[i] of lane l is row
+// l / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (l % 4) + i % 2. A from registers: as mma.sync's.
+//
+// The products run in the background: wgmma_fence before the first, wgmma_commit after the last of a
+// group, wgmma_wait before the accumulators are read or the operands overwritten.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/shared_address.cuh"
+
+namespace cukit {
+
+// The pattern in which 16-byte chunks are spread over the banks; the same as the tensor map's.
+enum class OperandSwizzle : unsigned long long { None = 0, Bytes128 = 1, Bytes64 = 2, Bytes32 = 3 };
+
+// A matrix descriptor. Swizzled tiles begin at multiples of eight times the swizzle's bytes; steps
+// along k move `shared` within the first row.
+CUKIT_DEVICE unsigned long long matrix_descriptor(const void* shared, OperandSwizzle swizzle,
+                                                  unsigned leading_bytes, unsigned stride_bytes) {
+  return static_cast<unsigned long long>((shared_address(shared) & 0x3ffff) >> 4) |
+         static_cast<unsigned long long>(leading_bytes >> 4) << 16 |
+         static_cast<unsigned long long>(stride_bytes >> 4) << 32 |
+         static_cast<unsigned long long>(swizzle) << 62;
+}
+
+// wgmma.fence: orders accesses to the accumulators before the products that follow.
+CUKIT_DEVICE void wgmma_fence() {
+#ifndef CUKIT_EMULATE
+  asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
+#endif
+}
+
+// wgmma.commit_group
+CUKIT_DEVICE void wgmma_commit() {
+#ifdef CUKIT_EMULATE
+  emulator::wgmma_commit();
+#else
+  asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+#endif
+}
+
+// wgmma.wait_group: until at most the last `Pending` groups are unfinished. `d` are accumulators that
+// must not be read earlier, which the compiler has to be told.
+template <int Pending, int N>
+CUKIT_DEVICE void wgmma_wait(float (&d)[N]) {
+#ifdef CUKIT_EMULATE
+  emulator::wgmma_wait(Pending);
+#else
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(Pending) : "memory");
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
+#endif
+}
+
+namespace detail {
+
+template <typename T>
+constexpr bool kIsHalf = false;
+template <>
+constexpr bool kIsHalf<__half> = true;
+
+#ifdef CUKIT_EMULATE
+template <typename T>
+constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulator::Number::BF16;
+#endif
+
+}  // namespace detail
+
+#ifndef CUKIT_EMULATE
+
+#define CUKIT_D32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define CUKIT_D64 \
+  CUKIT_D32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define CUKIT_D128 \
+  CUKIT_D64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define CUKIT_OUT8(i)                                                                  \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define CUKIT_OUT32(i) CUKIT_OUT8(i), CUKIT_OUT8(i + 8), CUKIT_OUT8(i + 16), CUKIT_OUT8(i + 24)
+#define CUKIT_OUT64 CUKIT_OUT32(0), CUKIT_OUT32(32)
+#define CUKIT_OUT128 CUKIT_OUT64, CUKIT_OUT32(64), CUKIT_OUT32(96)
+
+// The instruction `name`, with accumulators, operand a and b, accumulate flag and the immediates
+// (signs, then transpositions) by their numbers.
+#define CUKIT_WGMMA(name, registers, a_operand, b_operand, flag, immediates, out, ...)          \
+  asm volatile(                                                                                 \
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag ", 0;\nwgmma.mma_async.sync.aligned." \
+      name " {" registers "}, " a_operand ", " b_operand ", accumulate, " immediates ";\n}\n"      \
+      : out                                                                                     \
+      : __VA_ARGS__)
+
+// Both operands from shared memory, and operand a from registers, for each number of columns.
+#define CUKIT_WGMMA_SHARED(types)                                                               \
+  if constexpr (N == 64) {                                                                      \
+    CUKIT_WGMMA("m64n64k16" types, CUKIT_D32, "%32", "%33", "%34", "1, 1, %35, %36",            \
+                CUKIT_OUT32(0), "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),    \
+                "n"(int(TransposedB)));                                                         \
+  } else if constexpr (N == 128) {                                                              \
+    CUKIT_WGMMA("m64n128k16" types, CUKIT_D64, "%64", "%65", "%66", "1, 1, %67, %68",           \
+                CUKIT_OUT64, "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),       \
+                "n"(int(TransposedB)));                                                         \
+  } else {                                                                                      \
+    CUKIT_WGMMA("m64n256k16" types, CUKIT_D128, "%128", "%129", "%130", "1, 1, %131, %132",     \
+                CUKIT_OUT128, "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),      \
+                "n"(int(TransposedB)));                                                         \
+  }
+#define CUKIT_WGMMA_REGISTERS(types)                                                            \
+  if constexpr (N == 64) {                                                                      \
+    CUKIT_WGMMA("m64n64k16" types, CUKIT_D32, "{%32, %33, %34, %35}", "%36", "%37",             \
+                "1, 1, %38", CUKIT_OUT32(0), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), \
+                "r"(int(accumulate)), "n"(int(TransposedB)));                                   \
+  } else if constexpr (N == 128) {                                                              \
+    CUKIT_WGMMA("m64n128k16" types, CUKIT_D64, "{%64, %65, %66, %67}", "%68", "%69",            \
+                "1, 1, %70", CUKIT_OUT64, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),   \
+                "r"(int(accumulate)), "n"(int(TransposedB)));                                   \
+  } else {                                                                                      \
+    CUKIT_WGMMA("m64n256k16" types, CUKIT_D128, "{%128, %129, %130, %131}", "%132", "%133",     \
+                "1, 1, %134", CUKIT_OUT128, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), \
+                "r"(int(accumulate)), "n"(int(TransposedB)));                                   \
+  }
+
+#endif
+
+// wgmma.mma_async m64n<N>k16, float16 or bfloat16 operands, float accumulators: d = a b, or d += a b.
+// a and b are matrix descriptors; TransposedA and TransposedB: MN-major.
+template <typename T, int N, bool TransposedA = false, bool TransposedB = false>
+CUKIT_DEVICE void wgmma(float (&d)[N / 2], unsigned long long a, unsigned long long b,
+                        bool accumulate) {
+  static_assert(N == 64 || N == 128 || N == 256, "columns that there is a wrapper for");
+#ifdef CUKIT_EMULATE
+  emulator::wgmma({detail::kNumber<T>, detail::kNumber<T>, N, d, nullptr, a, b, TransposedA,
+                   TransposedB, accumulate});
+#else
+  if constexpr (detail::kIsHalf<T>) {
+    CUKIT_WGMMA_SHARED(".f32.f16.f16");
+  } else {
+    CUKIT_WGMMA_SHARED(".f32.bf16.bf16");
+  }
+#endif
+}
+
+// The same with operand a from registers, four of each thread.
+template <typename T, int N, bool TransposedB = false>
+CUKIT_DEVICE void wgmma(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,
+                        bool accumulate) {
+  static_assert(N == 64 || N == 128 || N == 256, "columns that there is a wrapper for");
+#ifdef CUKIT_EMULATE
+  emulator::wgmma({detail::kNumber<T>, detail::kNumber<T>, N, d, a, 0, b, false, TransposedB,
+                   accumulate});
+#else
+  if constexpr (detail::kIsHalf<T>) {
+    CUKIT_WGMMA_REGISTERS(".f32.f16.f16");
+  } else {
+    CUKIT_WGMMA_REGISTERS(".f32.bf16.bf16");
+  }
+#endif
+}
+
+// wgmma.mma_async m64n64k32, float8 (e4m3) operands, K-major.
+CUKIT_DEVICE void wgmma_e4m3(float (&d)[32], unsigned long long a, unsigned long long b,
+                             bool accumulate) {
+#ifdef CUKIT_EMULATE
+  emulator::wgmma({emulator::Number::E4M3, emulator::Number::E4M3, 64, d, nullptr, a, b, false,
+                   false, accumulate});
+#else
+  CUKIT_WGMMA("m64n64k32.f32.e4m3.e4m3", CUKIT_D32, "%32", "%33", "%34", "1, 1", CUKIT_OUT32(0),
+              "l"(a), "l"(b), "r"(int(accumulate)));
+#endif
+}
+
+}  // namespace cukit

@@ -1,0 +1,63 @@
+"""The product on TMA and wgmma: ragged shapes, the ring, errors."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from cukit.core.device import TYPICAL_DEVICES
+from cukit.errors import ArrayDtypeError, ArrayShapeError
+from cukit.gemm import matmul_tma
+from cukit.gemm.tma import plan_matmul_tma
+from cukit.reference import gemm as reference
+from tests.contract import check_against_reference, poisoned, random, to_device, to_host
+
+# (m, n, k): one tile, a corner of one, ragged edges on every axis, more steps than stages, no rows.
+SHAPES = [(128, 128, 64), (3, 8, 8), (130, 136, 72), (64, 128, 448), (0, 8, 8)]
+LARGE = [(1024, 1000, 520), (4096, 4096, 4096)]
+
+transposed = partial(reference.matmul, transpose_b=True)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_matches_reference(device, rng, m, n, k, dtype):
+    a, b = random(rng, (m, k), dtype), random(rng, (n, k), dtype, scale=k**-0.5)
+    check_against_reference(matmul_tma, transposed, (a, b), device=device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "n", "k"), LARGE)
+def test_large(rng, m, n, k):
+    a, b = random(rng, (m, k), "bfloat16"), random(rng, (n, k), "bfloat16", scale=k**-0.5)
+    check_against_reference(matmul_tma, transposed, (a, b), device="gpu")
+
+
+def test_out_is_filled_and_returned(device, rng):
+    a, b = to_device(device, random(rng, (20, 64), "float16"), random(rng, (40, 64), "float16"))
+    out = poisoned(device, (20, 40), "float16")
+    assert matmul_tma(a, b, out=out) is out
+    np.testing.assert_array_equal(to_host(out), to_host(matmul_tma(a, b)))
+
+
+def test_errors_name_the_argument(device):
+    (a,) = to_device(device, np.ones((4, 16), np.float16))
+    with pytest.raises(ArrayShapeError, match=r"matmul_tma: b must have shape \(any, 16\)"):
+        matmul_tma(a, a[:, :8].copy())
+    with pytest.raises(ArrayDtypeError, match="b must have the dtype of a"):
+        matmul_tma(a, a.astype(np.float32))
+
+
+def test_strides_that_tensor_maps_cannot_have(device):
+    if device == "cpu":
+        pytest.skip("a rule of the kernel")
+    (a,) = to_device(device, np.ones((4, 12), np.float16))
+    with pytest.raises(ArrayShapeError, match="multiples of 8"):
+        matmul_tma(a, a)
+
+
+def test_the_plan_fits_hopper():
+    spec = plan_matmul_tma(4096, 4096, "bfloat16").spec()
+    assert spec.shared_bytes <= TYPICAL_DEVICES["sm_90"].shared_bytes_per_block
