@@ -20,7 +20,7 @@ constexpr int kValuesPerByte = FORMAT == 2 ? 2 : 1;
 
 CUKIT_DEVICE unsigned char nibble(float x) {
   const float bounded = fminf(fmaxf(rintf(x), -8.0f), 7.0f);
-  return static_cast<unsigned char>(isnan(x) ? 0 : static_cast<int>(bounded) & 15);
+  return static_cast<unsigned char>(x == x ? static_cast<int>(bounded) & 15 : 0);
 }
 
 CUKIT_DEVICE unsigned char float8(float x) {
