@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,9 +29,9 @@ from cukit.emulator.toolchain import (
     kernel_flags,
     runtime_flags,
 )
-from cukit.errors import CacheError, CompileError
+from cukit.errors import CacheError
 
-_CLUSTER_SECTION = re.compile(rb"cukit_cluster_(\d+)_(\d+)_(\d+)\0")
+_CLUSTER_SECTION = "cukit_cluster_"
 _PRELUDE = '#include "common/platform.cuh"\n#include <common/emulator/entry.h>\n'
 
 
@@ -56,7 +57,7 @@ def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Bui
         if not os.environ.get("CUKIT_QUIET"):
             seconds = time.perf_counter() - start
             print(f"cukit: compiled {spec} for the emulator in {seconds:.1f} s", file=sys.stderr)
-    return Build(spec, library, _cluster_shape(library))
+    return Build(spec, library, _cluster_shape(library, spec.entry))
 
 
 def build_runtime() -> Path:
@@ -123,13 +124,15 @@ def _arch_flag(arch: str) -> str:
     return f"-DCUKIT_EMULATE={major * 100 + minor * 10}"
 
 
-def _cluster_shape(library: Path) -> tuple[int, int, int]:
+def _cluster_shape(library: Path, entry: str) -> tuple[int, int, int]:
     """`__cluster_dims__` of the kernel: the name of its section (common/emulator/platform.h)."""
-    shapes = set(_CLUSTER_SECTION.findall(library.read_bytes()))
-    if len(shapes) > 1:
-        raise CompileError(f"{library.name}: kernels of one file have different cluster shapes")
-    x, y, z = (int(extent) for extent in shapes.pop()) if shapes else (1, 1, 1)
-    return x, y, z
+    if _CLUSTER_SECTION.encode() not in library.read_bytes():
+        return 1, 1, 1
+    names = subprocess.run(
+        ["nm", "-f", "sysv", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    shape = re.search(rf"^{entry} *\|.*{_CLUSTER_SECTION}(\d+)_(\d+)_(\d+)$", names, re.MULTILINE)
+    return (int(shape[1]), int(shape[2]), int(shape[3])) if shape else (1, 1, 1)
 
 
 @functools.cache

@@ -158,7 +158,7 @@ void mbarrier_wait(std::uint32_t address, unsigned parity) {
 }
 
 void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
-                unsigned bytes, Work work) {
+                unsigned bytes, unsigned swizzle, Work work) {
   Mbarrier& barrier = mbarrier_at(
       me, target.rank == me.block->rank ? local_address(barrier_address)
                                         : map_to_rank(local_address(barrier_address), target.rank),
@@ -166,7 +166,7 @@ void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigne
   Cluster& cluster = *me.block->cluster;
   if (checked()) {
     const Actor actor = engine_actor(me, barrier.engine);
-    check_shared(actor, target, to, bytes, Access::Write);
+    check_shared(actor, target, to, bytes, Access::Write, swizzle);
     set_pending(target, to, bytes);
     barrier.landings.push_back({&target, to, bytes, barrier.phase, actor});
     // Who waits for the phase knows of the copy.
@@ -197,7 +197,7 @@ void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::ui
   if (checked()) check(thread_actor(me), global, bytes, Access::Read);
   for_targets(me, blocks, [&](Block& target) {
     unsigned char* const to = place_in(me, target, shared, bytes);
-    land_later(me, target, barrier, to, bytes, [=] { std::memcpy(to, global, bytes); });
+    land_later(me, target, barrier, to, bytes, 0, [=] { std::memcpy(to, global, bytes); });
   });
 }
 

@@ -14,7 +14,7 @@ static_assert(kMbarrierEngines + kStoreEngines + kProductEngines == kEngines, "e
 
 // A copy of `bytes` to `to`, in the shared memory of `target`, that reports to that block's mbarrier.
 void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
-                unsigned bytes, Work work);
+                unsigned bytes, unsigned swizzle, Work work);
 // A copy out of shared memory, in the thread's open bulk group.
 void read_later(Fiber& me, const Place& place, unsigned bytes, Work work);
 // The thread has waited for what the engine did in this epoch.

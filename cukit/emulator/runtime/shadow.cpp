@@ -45,6 +45,7 @@ struct Judge {
   Access access;
   const std::uint32_t* seen;
   const std::uint32_t base_epoch;
+  const unsigned swizzle;
 
   bool ordered(unsigned agent, std::uint32_t epoch) const {
     // What earlier clusters did is over, and their agents were others.
@@ -78,6 +79,7 @@ struct Judge {
     }
     if (actor.engine && access == Access::Read) check_proxy(cell, i);
     if (access == Access::Read) {
+      if (swizzle != 0 && cell.swizzle != 0 && swizzle != cell.swizzle) wrong_swizzle(cell, i);
       note_reader(cell);
       return;
     }
@@ -92,6 +94,7 @@ struct Judge {
     cell.atomic = access == Access::Atomic;
     cell.pending = 0;
     cell.generic = !actor.engine;
+    cell.swizzle = static_cast<std::uint8_t>(swizzle);
   }
 
   // The async proxy sees what threads wrote only after a proxy fence, by the writer after its write
@@ -107,6 +110,15 @@ struct Judge {
     fault(head(actor, "missing fence.proxy.async", bytes, access) + " at " +
           describe_shared(block, pointer + i) + tail(actor) + "\n  no proxy fence follows the write by\n  " +
           name_of(writer) + " " + where_offset(block, cell.write_call));
+  }
+
+  [[noreturn]] void wrong_swizzle(const Cell& cell, std::size_t i) const {
+    const auto name = [](unsigned chunks) {
+      return chunks == 1 ? std::string("without a swizzle") : format("swizzled by %u bytes", 16 * chunks);
+    };
+    fault(head(actor, "wrong swizzle", bytes, access) + " at " + describe_shared(block, pointer + i) +
+          tail(actor) + "\n  reads " + name(swizzle) + " what was written " + name(cell.swizzle) +
+          " " + where_offset(block, cell.write_call));
   }
 
   // Two readers are remembered, different threads if possible, so that a writer whom nothing orders
@@ -216,14 +228,14 @@ std::string describe_shared(Block& block, const void* pointer) {
 }
 
 void check_shared(const Actor& actor, Block& block, const void* pointer, std::size_t bytes,
-                  Access access) {
+                  Access access, unsigned swizzle) {
   Cell* cells = cells_of(block, pointer, bytes);
   if (cells == nullptr) {
     fault(head(actor, "out of bounds", bytes, access) + " at " + describe_shared(block, pointer) +
           tail(actor));
   }
   const Judge judge{actor, block, static_cast<const unsigned char*>(pointer), bytes, access,
-                    actor.issuer->seen->seen, block.cluster->base_epoch};
+                    actor.issuer->seen->seen, block.cluster->base_epoch, swizzle};
   for (std::size_t i = 0; i < bytes; ++i) judge.one(cells[i], i);
 }
 

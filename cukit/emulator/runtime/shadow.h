@@ -24,6 +24,7 @@ struct Cell {
   std::uint8_t atomic = 0;   // the last write was
   std::uint8_t pending = 0;  // a background copy is on its way here
   std::uint8_t generic = 0;  // the last write was an ordinary one, not the async proxy's
+  std::uint8_t swizzle = 0;  // 16-byte chunks of the pattern it was written in; 0 if nobody said
 };
 
 struct Shadow {
@@ -45,9 +46,10 @@ Actor engine_actor(const Fiber& issuer, unsigned number);
 
 // Ends the launch on an access outside the allocations, to data not yet there, or in a race.
 void check(const Actor& actor, const void* pointer, std::size_t bytes, Access access);
-// The same for an access known to lie in the shared memory of `block`.
+// The same for an access known to lie in the shared memory of `block`. `swizzle`: the chunks of the
+// pattern that a tensor map or a matrix descriptor names, 1 for none; 0 where nobody says.
 void check_shared(const Actor& actor, Block& block, const void* pointer, std::size_t bytes,
-                  Access access);
+                  Access access, unsigned swizzle = 0);
 // Bytes that a background copy will write, and has written, as seen by the thread that waited.
 void set_pending(Block& block, const void* pointer, std::size_t bytes);
 void set_landed(Block& block, const void* pointer, std::size_t bytes, const Actor& by);

@@ -146,7 +146,7 @@ void tensor_load(std::uint32_t shared, const void* map_pointer, const int* posit
   std::copy_n(position, axes, copied.at);
   for_targets(me, blocks, [&](Block& target) {
     unsigned char* const to = place_in(me, target, shared, bytes);
-    land_later(me, target, barrier, to, bytes, [=] {
+    land_later(me, target, barrier, to, bytes, std::max<unsigned>(1, map.swizzle_chunks), [=] {
       for_rows(map, copied.at, [&](unsigned at, const unsigned char* row, unsigned first,
                                    unsigned count) {
         const unsigned low = first * map.itemsize;

@@ -73,7 +73,7 @@ void check_matrix(const Fiber& fiber, const Actor& actor, const Descriptor& matr
     for (unsigned depth = 0; depth < k; depth += mn_major ? 1 : per_chunk) {
       const Place place = place_of(
           fiber, chunk_address(matrix, first + i, depth, itemsize, mn_major), 16);
-      check_shared(actor, *place.block, place.pointer, 16, Access::Read);
+      check_shared(actor, *place.block, place.pointer, 16, Access::Read, matrix.chunks);
     }
   }
 }

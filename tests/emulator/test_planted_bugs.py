@@ -1,0 +1,246 @@
+"""The emulator catches mistakes, says what and where, and leaves the kernels without them alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cukit
+from cukit.core.kernel import KernelSpec, load_kernel
+from cukit.core.tensor_map import encode_tensor_map
+from cukit.errors import EmulatorError
+
+pytestmark = pytest.mark.emulator
+
+KERNELS = Path(__file__).parent / "kernels"
+SEEDS = (0, 1, 2)
+
+X = np.arange(1, 2049, dtype=np.float32)
+REVERSED = X[:256][::-1]
+TILE_BYTES = 64 * 128
+
+
+@pytest.fixture(autouse=True)
+def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    assert request.config.cache is not None
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
+    yield
+
+
+def run(
+    source: str, entry: str, bug: int, make: Callable[[], tuple[Any, ...]], threads: int, shared: int,
+    grid: int = 1, **options: Any,
+) -> np.ndarray[Any, Any]:  # fmt: skip
+    """The last argument after the launch."""
+    spec = KernelSpec(str(KERNELS / source), entry, (("BUG", bug),), threads, shared)
+    with cukit.backend("emulator", **options):
+        args = make()
+        load_kernel(spec)((grid,), args)
+    return args[-1]
+
+
+def empty(count: int = 256) -> np.ndarray[Any, Any]:
+    return np.full(count, np.nan, np.float32)
+
+
+def line_of(source: str, text: str) -> int:
+    """Number of the line of a kernel file that holds `text`."""
+    lines = (KERNELS / source).read_text().splitlines()
+    (number,) = [i for i, line in enumerate(lines, 1) if text in line]
+    return number
+
+
+def x_to_out(elements: int = 256, count: int = 256) -> Callable[[], tuple[Any, ...]]:
+    return lambda: (X[:elements].copy(), empty(count))
+
+
+# entry: (arguments, threads, dynamic shared bytes, what the message says, expected result)
+PLAIN = {
+    "missing_barrier": (x_to_out(), 256, 0, "uninitialised shared memory: read of 4", REVERSED),
+    "missing_second_barrier": (
+        x_to_out(512, 512), 256, 0, r"race: (write|read) of 4[\s\S]*nothing orders it after the (read|write)",
+        np.concatenate([REVERSED, X[256:512][::-1]]),
+    ),
+    "race_between_warps": (
+        x_to_out(), 256, 0, "uninitialised shared memory|race", np.roll(X[:256:32], -1).repeat(32),
+    ),
+    "outside_dynamic_shared": (
+        x_to_out(), 256, 1024, "out of bounds: write of 4 bytes at byte 1024 of the dynamic", X[:256],
+    ),
+    "outside_static_shared": (
+        x_to_out(), 256, 0, r"out of bounds: index 256 of 'float \[256\]'", X[:256],
+    ),
+    "outside_global": (
+        x_to_out(), 256, 0, "out of bounds: read of 4.*0 bytes past the end of argument 0", X[:256],
+    ),
+    "misaligned_vector_load": (
+        x_to_out(1028), 256, 0, "misaligned: .*float4.* needs a multiple of 16 bytes, the address is one of 4", X[:1024:4],
+    ),
+    "missing_copy_wait": (
+        x_to_out(1024), 256, 4096, "asynchronous copy not waited for: read", X[:1024:4][::-1],
+    ),
+    "wait_for_the_wrong_group": (
+        x_to_out(2048), 256, 8192, "asynchronous copy not waited for: read", X[1024:2048:4][::-1],
+    ),
+    "mismatched_barrier": (
+        x_to_out(64, 64), 64, 0, "mismatched barrier: (32|64) threads are expected here, (64|32) by",
+        X[:64][::-1],
+    ),
+    "divergent_barrier": (
+        x_to_out(), 256, 0,
+        r"uninitialised|race|deadlock[\s\S]*threads 0-39 wait at __syncthreads[\s\S]*40-255 have exited",
+        REVERSED,
+    ),
+    "two_barriers_in_a_warp": (
+        x_to_out(), 256, 0, "threads of one warp wait at different __syncthreads", REVERSED,
+    ),
+    "shuffle_of_half_a_warp": (
+        x_to_out(), 256, 0, r"deadlock[\s\S]*threads 0-15.* wait at __shfl_xor_sync, mask 0xffffffff",
+        X[:256].reshape(-1, 2)[:, ::-1].reshape(-1),
+    ),
+    "uninitialised_shared": (
+        x_to_out(), 256, 0, "uninitialised shared memory: read of 4 bytes at byte 28 of the static",
+        REVERSED,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("entry", PLAIN)
+def test_a_planted_bug_is_named(entry, seed):
+    make, threads, shared, message, _ = PLAIN[entry]
+    with pytest.raises(EmulatorError, match=message) as caught:
+        run("planted.cu", entry, 1, make, threads, shared, seed=seed)
+    text = str(caught.value)
+    assert text.startswith(f"{entry}(BUG=1): ")
+    assert re.search(r"thread \(\d+, 0, 0\)|threads [\d, -]+ wait", text), text
+    assert re.search(r"planted\.cu:\d+", text), text
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("entry", PLAIN)
+def test_the_twin_without_it_passes(entry, seed, late):
+    make, threads, shared, _, expected = PLAIN[entry]
+    got = run("planted.cu", entry, 0, make, threads, shared, seed=seed, late=late)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_the_line_is_the_one_at_fault():
+    line = line_of("planted.cu", "out[threadIdx.x] = x[threadIdx.x + BUG];")
+    make, threads, shared, *_ = PLAIN["outside_global"]
+    place = rf"block \(0, 0, 0\), thread \(255, 0, 0\) at .*planted\.cu:{line}"
+    with pytest.raises(EmulatorError, match=place):
+        run("planted.cu", "outside_global", 1, make, threads, shared)
+
+
+def test_a_missing_barrier_shows_as_a_difference_between_seeds_without_checks():
+    make, threads, shared, _, expected = PLAIN["missing_second_barrier"]
+    results = [
+        run("planted.cu", "missing_second_barrier", 1, make, threads, shared, seed=s, checked=False)
+        for s in range(6)
+    ]
+    assert len({result.tobytes() for result in results}) > 1
+
+
+@pytest.mark.parametrize("entry", ["missing_copy_wait", "wait_for_the_wrong_group"])
+def test_a_missing_wait_shows_in_the_late_mode_without_checks(entry):
+    make, threads, shared, _, expected = PLAIN[entry]
+    at_once = run("planted.cu", entry, 1, make, threads, shared, checked=False)
+    np.testing.assert_array_equal(at_once, expected)
+    late = run("planted.cu", entry, 1, make, threads, shared, checked=False, late=True)
+    assert np.isnan(late).any()
+
+
+@pytest.mark.parametrize("bug", [0, 1])
+def test_a_wrong_software_swizzle_gives_other_numbers(bug):
+    """All accesses are legal: only the comparison with what was meant shows it."""
+    tile = np.arange(512, dtype=np.uint16).reshape(16, 32)
+
+    def make() -> tuple[Any, ...]:
+        return tile.copy(), np.zeros((4, 32), np.uint32)
+
+    got = run("planted.cu", "wrong_software_swizzle", bug, make, 32, 1024)
+    blocks = [tile[rows, cols] for cols in (slice(8), slice(8, 16)) for rows in
+              (slice(8), slice(8, 16))]  # fmt: skip
+    expected = np.stack([block.reshape(-1).view(np.uint32) for block in blocks])
+    assert np.array_equal(got, expected) == (not bug)
+
+
+A = (np.arange(4096) % 7 - 3).reshape(64, 64).astype(np.float16)
+TARGET = np.empty((64, 64), np.float16)  # a tensor map holds an address: it has to stay alive
+PRODUCT = (A.astype(np.float32) @ A.astype(np.float32).T).reshape(-1)
+
+
+def with_map(count: int = 4096) -> Callable[[], tuple[Any, ...]]:
+    return lambda: (encode_tensor_map(A, (64, 64)), empty(count))
+
+
+def only_map() -> tuple[Any, ...]:
+    return (encode_tensor_map(TARGET, (64, 64)),)
+
+
+HOPPER = {
+    "missing_mbarrier_wait": (
+        with_map(), "asynchronous copy not waited for: read|uninitialised shared memory: read",
+    ),
+    "wrong_swizzle": (
+        with_map(), r"wrong swizzle[\s\S]*reads swizzled by 64 bytes what was written swizzled by 128",
+    ),
+    "operand_reused_too_early": (with_map(), r"race: write[\s\S]*an asynchronous operation"),
+    "missing_proxy_fence": (only_map, "missing fence.proxy.async: read"),
+    "exit_before_the_store_has_read": (only_map, "exits without waiting until its bulk copies"),
+    "mbarrier_never_completes": (
+        with_map(), r"deadlock[\s\S]*threads 0-127 wait at the mbarrier at shared address \d+",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("entry", HOPPER)
+def test_a_bug_with_hopper_s_units_is_named(entry, late):
+    make, message = HOPPER[entry]
+    with pytest.raises(EmulatorError, match=message) as caught:
+        run("planted_sm90.cu", entry, 1, make, 128, TILE_BYTES, late=late)
+    assert re.search(r"planted_sm90\.cu:\d+", str(caught.value))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("entry", HOPPER)
+def test_its_twin_passes(entry, seed, late):
+    make, _ = HOPPER[entry]
+    got = run("planted_sm90.cu", entry, 0, make, 128, TILE_BYTES, seed=seed, late=late)
+    if entry in ("missing_mbarrier_wait", "wrong_swizzle", "mbarrier_never_completes"):
+        np.testing.assert_array_equal(got, PRODUCT)
+
+
+def test_accumulators_read_too_early_are_nan_in_the_late_mode():
+    def launch(bug: int, late: bool) -> np.ndarray[Any, Any]:
+        return run(
+            "planted_sm90.cu", "missing_wgmma_wait", bug, with_map(), 128, TILE_BYTES, late=late
+        )
+
+    np.testing.assert_array_equal(launch(0, late=True), PRODUCT)
+    np.testing.assert_array_equal(launch(1, late=False), PRODUCT)
+    assert np.isnan(launch(1, late=True)).all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_missing_cluster_barrier_is_named(seed):
+    def make() -> tuple[Any, ...]:
+        return (empty(2),)
+
+    def launch(bug: int) -> np.ndarray[Any, Any]:
+        return run(
+            "planted_sm90.cu", "missing_cluster_barrier", bug, make, 64, 0, grid=2, seed=seed
+        )
+
+    np.testing.assert_array_equal(launch(0), [1.0, 0.0])
+    with pytest.raises(EmulatorError, match="uninitialised shared memory|race|has exited"):
+        launch(1)
