@@ -2,7 +2,7 @@
 
 Pure arithmetic on what the compiler reports (registers, shared memory) and the launch (threads):
 no GPU is asked. The rules are those of NVIDIA's `cuda_occupancy.h`, against which the tests hold
-every result, for compute capability 8.0 to 12.x with the default shared-memory carveout.
+every result, for compute capability 7.0 to 12.x with the default shared-memory carveout.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ REGISTER_GRANULE = 256
 """Registers are handed to a warp in units of this many."""
 
 SHARED_GRANULE = 128
-"""Shared memory is handed to a block in units of this many bytes."""
+"""Shared memory is handed to a block in units of this many bytes (twice that before Ampere)."""
 
 RESERVED_SHARED_BYTES = 1 * KIB
-"""The driver's own part of every block's shared memory."""
+"""The driver's own part of every block's shared memory, from Ampere on."""
 
 SUB_PARTITIONS = 4
 """Schedulers of a multiprocessor, each with a quarter of its registers."""
 
-_MAX_BLOCKS_PER_SM = {(8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24, (9, 0): 32, (10, 0): 32}
-_MAX_BLOCKS_PER_SM |= {(10, 1): 24, (10, 3): 32, (12, 0): 24, (12, 1): 24}
+_MAX_BLOCKS_PER_SM = {(7, 0): 32, (7, 2): 32, (7, 5): 16}
+_MAX_BLOCKS_PER_SM |= {(8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24, (9, 0): 32}
+_MAX_BLOCKS_PER_SM |= {(10, 0): 32, (10, 1): 24, (10, 3): 32, (12, 0): 24, (12, 1): 24}
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,18 @@ def _register_limit(device: Device, warps_per_block: int, registers: int) -> int
     return warps_per_partition * SUB_PARTITIONS // warps_per_block
 
 
-def _shared_limit(device: Device, shared_bytes: int) -> int:
-    allocated = _round_up(shared_bytes + RESERVED_SHARED_BYTES, SHARED_GRANULE)
-    if allocated > device.shared_bytes_per_block + RESERVED_SHARED_BYTES:
+def _shared_limit(device: Device, shared_bytes: int) -> int | None:
+    reserved = reserved_shared_bytes(device)
+    granule = SHARED_GRANULE if reserved else 2 * SHARED_GRANULE
+    allocated = _round_up(shared_bytes + reserved, granule)
+    if allocated > device.shared_bytes_per_block + reserved:
         return 0
-    return device.shared_bytes_per_sm // allocated
+    return device.shared_bytes_per_sm // allocated if allocated else None
+
+
+def reserved_shared_bytes(device: Device) -> int:
+    """What the driver takes of every block's shared memory on `device`."""
+    return RESERVED_SHARED_BYTES if device.compute_capability >= (8, 0) else 0
 
 
 def _round_up(value: int, granule: int) -> int:

@@ -33,9 +33,9 @@ class Ceilings:
     datasheet_gbps: float | None = None
     """Device memory, at the memory clock of the card; None for a card that no table knows."""
     datasheet_tflops: Mapping[str, float] = field(default_factory=dict)
-    """By pipe: "fp32", "tensor_fp16", "tensor_bf16", ... dense, at boost clock."""
-    datasheet_clock_mhz: float | None = None
-    """The clock that `datasheet_tflops` assume."""
+    """By pipe: "fp32", "tensor_fp16", "tensor_bf16", ... dense, at the vendor's boost clock."""
+    tflops_per_mhz: Mapping[str, float] = field(default_factory=dict)
+    """The same pipes per MHz of SM clock, all multiprocessors together: the peak at any clock."""
     measured_copy_gbps: float | None = None
     """Bytes read plus bytes written of a device-to-device copy much larger than L2."""
     measured_tflops: Mapping[str, float] = field(default_factory=dict)
@@ -224,7 +224,8 @@ class RooflinePoint:
     roof: str
     """Which ceilings: "datasheet", "datasheet at the held clock" or "measured"."""
     memory_gbps: float
-    compute_tflops: float
+    compute_tflops: float | None
+    """None where the kernel declares no FLOPs and no rate is known."""
     attainable_us: float
     """The time at the roof."""
     fraction: float

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import random
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from cukit.analyzer.occupancy import RESERVED_SHARED_BYTES, occupancy
+from cukit.analyzer.devices import ANALYSIS_DEVICES, analysis_device
+from cukit.analyzer.occupancy import occupancy, reserved_shared_bytes
 from cukit.core.compiler import cuda_include_folder
-from cukit.core.device import KIB, TYPICAL_DEVICES, Device, typical_device
+from cukit.core.device import KIB, Device, typical_device
 from cukit.errors import ConfigError, MissingDependencyError
 
 THREADS = (1, 31, 32, 33, 64, 96, 128, 160, 224, 256, 384, 512, 640, 768, 1000, 1024, 1056)
@@ -86,17 +88,23 @@ def ask(oracle: Path, device: Device, launches: list[tuple[int, int, int]]) -> l
     major, minor = device.compute_capability
     facts = (
         f"{major} {minor} {device.max_threads_per_sm} {device.registers_per_sm} "
-        f"{device.shared_bytes_per_sm} {device.shared_bytes_per_block} {RESERVED_SHARED_BYTES}"
+        f"{device.shared_bytes_per_sm} {device.shared_bytes_per_block} "
+        f"{reserved_shared_bytes(device)}"
     )
     lines = "\n".join(f"{facts} {threads} {regs} {shared}" for threads, regs, shared in launches)
     answer = subprocess.run([oracle], input=lines, capture_output=True, text=True, check=True)
     return [[int(word) for word in line.split()] for line in answer.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("arch", sorted(TYPICAL_DEVICES))
+@pytest.mark.parametrize("arch", ANALYSIS_DEVICES)
 def test_agrees_with_nvidias_header(arch: str, oracle: Path) -> None:
-    device = typical_device(arch)
+    device = analysis_device(arch)
+    draw = random.Random(arch)
     launches = list(itertools.product(THREADS, REGISTERS, SHARED_BYTES))
+    launches += [
+        (draw.randint(1, 1100), draw.randint(0, 256), draw.randint(0, 240 * KIB))
+        for _ in range(3000)
+    ]
     answers = ask(oracle, device, launches)
     assert len(answers) == len(launches)
     for (threads, registers, shared_bytes), answer in zip(launches, answers, strict=True):

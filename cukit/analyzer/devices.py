@@ -1,0 +1,124 @@
+"""GPUs that an analysis can be made for without having one: every architecture since Volta.
+
+`cukit.core.device.TYPICAL_DEVICES` are those that our own kernels are compiled for. A user's kernel
+may be meant for an older or a smaller one, so there are more here, and what datasheets promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from cukit.analyzer.schema import Ceilings
+from cukit.core.device import KIB, MIB, TYPICAL_DEVICES, Device, parse_arch
+from cukit.errors import ConfigError
+
+ANALYSIS_DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        device.arch: device
+        for device in sorted(
+            (
+                Device("V100", (7, 0), 80, 96 * KIB, 96 * KIB, 2048, 65536, 6 * MIB, 32 << 30),
+                Device("Xavier", (7, 2), 8, 96 * KIB, 96 * KIB, 2048, 65536, MIB // 2, 32 << 30),
+                Device("T4", (7, 5), 40, 64 * KIB, 64 * KIB, 1024, 65536, 4 * MIB, 16 << 30),
+                Device("Orin", (8, 7), 16, 163 * KIB, 164 * KIB, 1536, 65536, 4 * MIB, 64 << 30),
+                Device("Thor", (10, 1), 20, 227 * KIB, 228 * KIB, 1536, 65536, 32 * MIB, 128 << 30),
+                Device(
+                    "B300", (10, 3), 148, 227 * KIB, 228 * KIB, 2048, 65536, 126 * MIB, 288 << 30
+                ),
+                Device("GB10", (12, 1), 48, 99 * KIB, 100 * KIB, 1536, 65536, 24 * MIB, 128 << 30),
+                *TYPICAL_DEVICES.values(),
+            ),
+            key=lambda device: device.compute_capability,
+        )
+    }
+)
+
+
+def analysis_device(arch: str) -> Device:
+    """The device that stands for `arch` (`"sm_90"`, `"sm_90a"`). Raises ConfigError for others."""
+    major, minor = parse_arch(arch)
+    try:
+        return ANALYSIS_DEVICES[f"sm_{major}{minor}"]
+    except KeyError:
+        known = ", ".join(ANALYSIS_DEVICES)
+        raise ConfigError(f"arch: {arch!r} is not known here; known: {known}") from None
+
+
+@dataclass(frozen=True)
+class Datasheet:
+    """What a vendor promises of one card, and the boost clocks behind the promise."""
+
+    gbps: float
+    tensor_clock_mhz: float
+    vector_clock_mhz: float
+    """The clock of the plain float32 figure; some datasheets take another one for it."""
+
+
+# The longest name that a GPU's own name contains.
+_DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
+    {
+        "V100-SXM2": Datasheet(900, 1530, 1530),
+        "T4": Datasheet(320, 1590, 1590),
+        "A100": Datasheet(1555, 1410, 1410),
+        "A100-SXM4-80GB": Datasheet(2039, 1410, 1410),
+        "A100 80GB PCIe": Datasheet(1935, 1410, 1410),
+        "H100 80GB HBM3": Datasheet(3350, 1830, 1980),
+        "H200": Datasheet(4800, 1830, 1980),
+        "B200": Datasheet(8000, 1850, 1965),
+        "RTX 3090": Datasheet(936, 1695, 1695),
+        "RTX 4090": Datasheet(1008, 2520, 2520),
+        "RTX 5090": Datasheet(1792, 2407, 2407),
+    }
+)
+
+# Dense floating-point (or int8) operations per clock and multiprocessor, float32 accumulation. A
+# multiply-add is two.
+_VECTOR_FP32 = {(7, 0): 128, (7, 2): 128, (7, 5): 128, (8, 0): 128}
+_FP32_SINCE_AMPERE = 256
+_TENSOR_HALF = {(7, 0): 1024, (7, 2): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 512, (8, 7): 1024}
+_TENSOR_HALF |= {(8, 9): 512, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0): 512}
+
+
+def datasheet(gpu: str) -> Datasheet | None:
+    """What the vendor promises of a GPU with this name; None for one that the table lacks."""
+    found = [name for name in _DATASHEETS if name in gpu]
+    return _DATASHEETS[max(found, key=len)] if found else None
+
+
+def operations_per_clock(compute_capability: tuple[int, int]) -> dict[str, int]:
+    """Of one multiprocessor, by pipe; a pipe that the architecture lacks is absent."""
+    rates = {"fp32": _VECTOR_FP32.get(compute_capability, _FP32_SINCE_AMPERE)}
+    half = _TENSOR_HALF.get(compute_capability)
+    if half is None:
+        return rates
+    rates["tensor_fp16"] = half
+    if compute_capability >= (8, 0):
+        rates |= {"tensor_bf16": half, "tensor_tf32": half // 2}
+        # Consumer cards run half precision with float32 sums at half rate, and int8 at full.
+        consumer = compute_capability in ((8, 6), (8, 9), (12, 0))
+        if compute_capability < (10, 3) or consumer:
+            rates["tensor_int8"] = half * (4 if consumer else 2)
+    if compute_capability >= (8, 9):
+        rates["tensor_fp8"] = 2 * half
+    return rates
+
+
+def ceilings(device: Device, memory_gbps: float | None = None) -> Ceilings:
+    """What `device` can do on paper.
+
+    memory_gbps: from the card's own memory clock and bus width, used where no datasheet is known.
+    """
+    sheet = datasheet(device.name)
+    per_mhz = {
+        pipe: rate * device.num_sms / 1e6
+        for pipe, rate in operations_per_clock(device.compute_capability).items()
+    }
+    if sheet is None:
+        return Ceilings(datasheet_gbps=memory_gbps, tflops_per_mhz=per_mhz)
+    peaks = {
+        pipe: rate * (sheet.vector_clock_mhz if pipe == "fp32" else sheet.tensor_clock_mhz)
+        for pipe, rate in per_mhz.items()
+    }
+    return Ceilings(datasheet_gbps=sheet.gbps, datasheet_tflops=peaks, tflops_per_mhz=per_mhz)

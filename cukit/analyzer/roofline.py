@@ -1,0 +1,65 @@
+"""Where a kernel stands below its roof: pure arithmetic on declared work, time and ceilings.
+
+The roof is max(bytes / bandwidth, FLOPs / rate): no version of the kernel that moves these bytes
+and computes these FLOPs is faster. Several roofs are drawn, because each answers another question:
+the datasheet's (what was bought), the datasheet's at the clock that the card held (what heat and
+power left of it during this run), and the measured one (what the best known code reaches here).
+"""
+
+from __future__ import annotations
+
+from cukit.analyzer.schema import Ceilings, RooflinePoint, Throughput
+
+DEFAULT_PIPE = "fp32"
+
+
+def throughput(
+    *, bytes_moved: float | None, flops: float | None, median_us: float | None
+) -> Throughput:
+    """Rates of the declared work; None where the work or the time is unknown."""
+    timed = median_us is not None and median_us > 0
+    gbps = bytes_moved / median_us / 1e3 if timed and bytes_moved and median_us else None
+    tflops = flops / median_us / 1e6 if timed and flops and median_us else None
+    return Throughput(bytes_moved, flops, gbps, tflops)
+
+
+def roofline(
+    work: Throughput,
+    ceilings: Ceilings,
+    *,
+    median_us: float,
+    pipe: str = DEFAULT_PIPE,
+    held_clock_mhz: float | None = None,
+) -> tuple[RooflinePoint, ...]:
+    """One point for each roof whose bandwidth and rate are both known. Needs declared bytes."""
+    if not work.bytes:
+        return ()
+    flops = work.flops or 0.0
+    at_clock = ceilings.tflops_per_mhz.get(pipe)
+    held = at_clock * held_clock_mhz if at_clock and held_clock_mhz else None
+    roofs = (
+        ("datasheet", ceilings.datasheet_gbps, ceilings.datasheet_tflops.get(pipe)),
+        ("datasheet at the held clock", ceilings.datasheet_gbps, held),
+        ("measured", ceilings.measured_copy_gbps, ceilings.measured_tflops.get(pipe)),
+    )
+    points = []
+    for roof, gbps, tflops in roofs:
+        # A kernel without FLOPs needs no compute roof; then a known rate is only drawn.
+        if gbps is None or (tflops is None and flops):
+            continue
+        memory_us = work.bytes / gbps / 1e3
+        compute_us = flops / tflops / 1e6 if tflops else 0.0
+        attainable_us = max(memory_us, compute_us)
+        points.append(
+            RooflinePoint(
+                pipe=pipe,
+                intensity=flops / work.bytes,
+                bound="memory" if memory_us >= compute_us else "compute",
+                roof=roof,
+                memory_gbps=gbps,
+                compute_tflops=tflops,
+                attainable_us=attainable_us,
+                fraction=attainable_us / median_us,
+            )
+        )
+    return tuple(points)
