@@ -1,0 +1,98 @@
+"""Reports of results: on the terminal, as one HTML page, as JSON, as a trace.
+
+from cukit.analyzer.report import generate_report
+generate_report(["results.json", "runs/distill/report.json"], ["report.html"])
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cukit.analyzer.report import html
+from cukit.analyzer.report.documents import SCHEMA, VERSION, Document, Source, read_documents
+from cukit.analyzer.report.layout import Section
+from cukit.analyzer.report.trace import MAX_BYTES, spans_of, trace_json
+from cukit.errors import ConfigError
+
+__all__ = ["Report", "Source", "generate_report"]
+
+TRACE_SUFFIX = ".trace.json"
+
+DEFAULT_TITLE = "cukit report"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Documents under a title, ready to be written in any form."""
+
+    documents: tuple[Document, ...]
+    title: str = DEFAULT_TITLE
+
+    @cached_property
+    def sections(self) -> tuple[Section, ...]:
+        """A chapter for each document. Raises DataError for a damaged one."""
+        return tuple(document.section() for document in self.documents)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: what the report was made from, unchanged, so that it can be made again."""
+        return {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "title": self.title,
+            "documents": [
+                {"kind": d.kind, "source": d.source, "content": dict(d.content)}
+                for d in self.documents
+            ],
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
+    def to_html(self) -> str:
+        """One self-contained page. Needs the extra `report`."""
+        sources = ", ".join(dict.fromkeys(document.source for document in self.documents))
+        return html.render(self.title, f"Made from {sources}", self.sections)
+
+    def to_trace(self, max_bytes: int = MAX_BYTES) -> str:
+        """Trace events for Perfetto. Raises ConfigError where no document knows single times."""
+        spans = spans_of(self.documents)
+        if not spans:
+            raise ConfigError(
+                "trace: these results hold no times of single ops or launches; an analysis with "
+                "traced launches or report.json of `cukit distill` does"
+            )
+        return trace_json(spans, max_bytes)
+
+    def write(self, path: Path) -> None:
+        """In the form that the suffix names: .html, .json or .trace.json. Raises ConfigError."""
+        if path.name.endswith(TRACE_SUFFIX):
+            content = self.to_trace()
+        elif path.suffix == ".json":
+            content = self.to_json()
+        elif path.suffix in (".html", ".htm"):
+            content = self.to_html()
+        else:
+            raise ConfigError(f"{path}: a report ends in .html, .json or {TRACE_SUFFIX}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+
+
+def generate_report(
+    results: Sequence[Source], outputs: Sequence[Path | str] = (), *, title: str = DEFAULT_TITLE
+) -> Report:
+    """Read results of any kind and write a report of them all.
+
+    results: files, their contents, or AnalysisReports; see cukit/analyzer/report/documents.py.
+    outputs: files to write, each in the form that its suffix names.
+    Raises DataError for results that are none or damaged, ConfigError for another suffix,
+    MissingDependencyError for HTML without Jinja2.
+    """
+    report = Report(read_documents(results), title)
+    for output in outputs:
+        report.write(Path(output))
+    return report

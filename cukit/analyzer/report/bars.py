@@ -1,0 +1,131 @@
+"""Horizontal bars: groups of a few bars each, on one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from cukit.analyzer.report import numbers, svg
+
+BAR, BAR_GAP, GROUP_GAP = 13.0, 3.0, 15.0
+NOTE_SIZE, LABEL_SIZE = 11.0, 12.5
+AXIS = 30.0
+PADDING = 4.0
+NARROW_BELOW = 600.0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: its series' number, its length, and what stands at its end."""
+
+    series: int
+    value: float
+    note: str
+    description: str
+    """Shown on hovering: who, what, in full."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Bars that belong together, under a label."""
+
+    label: str
+    detail: str
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A value to compare every bar with."""
+
+    value: float
+    label: str
+
+
+def bar_chart(
+    groups: Sequence[Group], *, title: str, unit: str, width: float, mark: Mark | None = None
+) -> str:
+    """Bars from zero; labels to their left, or above them where the figure is narrow."""
+    narrow = width < NARROW_BELOW
+    left = PADDING if narrow else PADDING + _label_width(groups)
+    notes = [bar.note for group in groups for bar in group.bars]
+    right = (
+        width - PADDING - max((svg.text_width(note, NOTE_SIZE) for note in notes), default=0) - 6
+    )
+    largest = max(
+        [bar.value for group in groups for bar in group.bars] + ([mark.value] if mark else [])
+    )
+    scale = svg.Scale(0.0, largest or 1.0, left, right)
+    top = AXIS if mark else PADDING + 4
+    y = top
+    bodies: list[str] = []
+    for group in groups:
+        body, y = _group(group, scale, y, narrow=narrow)
+        bodies.append(body)
+        y += GROUP_GAP
+    bottom = y - GROUP_GAP + 8
+    frame = [
+        svg.line(scale(value), top - 4, scale(value), bottom, "grid" if value else "axis")
+        for value in scale.ticks(4 if narrow else 8)
+    ]
+    frame += [
+        svg.text(
+            numbers.tick(value), scale(value), bottom + 15, "tick", "middle" if value else None
+        )
+        for value in scale.ticks(4 if narrow else 8)
+    ]
+    frame.append(svg.text(unit, right, bottom + 31, "tick", "end"))
+    if mark is not None:
+        x = scale(mark.value)
+        beyond_middle = x > (left + right) / 2
+        bodies.append(svg.line(x, top - 8, x, bottom, "mark"))
+        bodies.append(
+            svg.text(mark.label, x, top - 13, "tick strong", "end" if beyond_middle else None)
+        )
+    return svg.figure(width, bottom + 38, title, [*frame, *bodies])
+
+
+def _group(group: Group, scale: svg.Scale, y: float, *, narrow: bool) -> tuple[str, float]:
+    """The bars of a group from `y` down, and where they end."""
+    height = len(group.bars) * (BAR + BAR_GAP) - BAR_GAP
+    parts = []
+    if narrow:
+        label = svg.element("tspan", escape(group.label), class_="label")
+        detail = svg.element("tspan", escape(group.detail), class_="detail", dx=6.0)
+        parts.append(svg.element("text", label, detail, x=PADDING, y=y + 10))
+        y += 17
+    else:
+        middle = y + height / 2
+        both = bool(group.detail)
+        x = scale.start - 10
+        parts.append(svg.text(group.label, x, middle + (-2 if both else 4), "label", "end"))
+        parts += [svg.text(group.detail, x, middle + 12, "detail", "end")] if both else []
+    for bar in group.bars:
+        end = scale(bar.value)
+        parts.append(
+            svg.element(
+                "g",
+                svg.tip(bar.description),
+                svg.element(
+                    "rect",
+                    x=scale.start,
+                    y=y,
+                    width=max(end - scale.start, 1.0),
+                    height=BAR,
+                    rx=2.0,
+                    class_=svg.colour(bar.series),
+                ),
+                svg.text(
+                    bar.note, end + 5, y + BAR - 2.6, "note strong" if not bar.series else "note"
+                ),
+            )
+        )
+        y += BAR + BAR_GAP
+    return svg.element("g", *parts), y - BAR_GAP
+
+
+def _label_width(groups: Sequence[Group]) -> float:
+    widths = [svg.text_width(group.label, LABEL_SIZE) for group in groups]
+    widths += [svg.text_width(group.detail, NOTE_SIZE) for group in groups]
+    return max(widths, default=0.0) + 14

@@ -1,0 +1,160 @@
+"""Benchmark results as a report reads them: cases, implementations, who is how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from cukit.analyzer.report import numbers
+
+OURS = "cukit"
+
+TITLES = {"torch-eager": "torch", "torch-compile": "torch.compile", "liger": "Liger"}
+
+Record = dict[str, Any]
+
+EQUAL = 0.03
+"""Two speeds closer than this count as the same in a summary's words."""
+
+
+def impl_title(impl: str) -> str:
+    """What a reader calls an implementation."""
+    return TITLES.get(impl, impl)
+
+
+def is_ours(impl: str) -> bool:
+    """True for cukit and for its variants, such as a deterministic one."""
+    return impl.startswith(OURS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One benchmark case with a record for each implementation."""
+
+    records: tuple[Record, ...]
+
+    @property
+    def family(self) -> str:
+        return str(self.records[0]["family"])
+
+    @property
+    def op(self) -> str:
+        return str(self.records[0]["op"])
+
+    @property
+    def name(self) -> str:
+        return str(self.records[0]["case"])
+
+    @property
+    def dtype(self) -> str:
+        return str(self.records[0]["dtype"])
+
+    @property
+    def floor_us(self) -> float | None:
+        """The best conceivable time: the larger of bytes and FLOPs over measured ceilings."""
+        floor = self.records[0].get("floor_us")
+        return float(floor) if floor else None
+
+    @property
+    def ours(self) -> Record | None:
+        """Our record, unless there is none or its result was wrong."""
+        return next((r for r in self.records if r["impl"] == OURS and r["correct"]), None)
+
+    @property
+    def fastest_peer(self) -> Record | None:
+        """The quickest correct implementation that is not ours."""
+        peers = [r for r in self.records if not is_ours(r["impl"]) and r["correct"]]
+        return min(peers, key=lambda record: float(record["median_us"]), default=None)
+
+    @property
+    def speed(self) -> float | None:
+        """Our speed over that of the fastest peer: above 1 we are faster."""
+        ours, peer = self.ours, self.fastest_peer
+        return peer["median_us"] / ours["median_us"] if ours and peer else None
+
+    def share_of_floor(self, record: Record) -> float | None:
+        """How near a record comes to the best conceivable speed: 1 is there."""
+        return self.floor_us / record["median_us"] if self.floor_us else None
+
+
+@dataclass(frozen=True)
+class BenchmarkResults:
+    """The content of one results file: `{"environment": {...}, "records": [...]}`."""
+
+    environment: dict[str, Any]
+    records: tuple[Record, ...]
+    source: str = ""
+
+    @cached_property
+    def cases(self) -> tuple[Case, ...]:
+        """In the order of the file."""
+        groups: dict[tuple[str, ...], list[Record]] = {}
+        for record in self.records:
+            key = tuple(str(record[name]) for name in ("family", "op", "case", "dtype"))
+            groups.setdefault(key, []).append(record)
+        return tuple(Case(tuple(group)) for group in groups.values())
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(case.family for case in self.cases))
+
+    @property
+    def impls(self) -> tuple[str, ...]:
+        """Every implementation, ours first."""
+        found = dict.fromkeys(str(record["impl"]) for record in self.records)
+        return tuple(sorted(found, key=lambda impl: (impl != OURS, not is_ours(impl))))
+
+    def of_family(self, family: str) -> tuple[Case, ...]:
+        return tuple(case for case in self.cases if case.family == family)
+
+    def ceiling(self, name: str) -> float | None:
+        """A measured ceiling of the machine: "copy_gbps" or "bf16_gemm_tflops"."""
+        value = self.environment.get("ceilings", {}).get(name)
+        return float(value) if value else None
+
+    @property
+    def machine(self) -> str:
+        """GPU, driver, CUDA, clocks, software, date: what a reader needs to judge the figures."""
+        found = self.environment
+        parts = [str(found.get("gpu") or "unknown device")]
+        parts += [f"driver {found['driver']}"] if found.get("driver") else []
+        parts += [f"CUDA {found['cuda']}"] if found.get("cuda") else []
+        parts += [f"{name} {version}" for name, version in found.get("versions", {}).items()]
+        clocks = found.get("clocks", {})
+        if clocks.get("sm_under_load_mhz") and clocks.get("sm_max_mhz"):
+            held, limit = clocks["sm_under_load_mhz"], clocks["sm_max_mhz"]
+            parts.append(f"SM clock under load {held:.0f} of {limit:.0f} MHz")
+        if copy := self.ceiling("copy_gbps"):
+            parts.append(f"measured copy {numbers.gbps(copy)}")
+        if gemm := self.ceiling("bf16_gemm_tflops"):
+            parts.append(f"measured bf16 product {gemm:.0f} TFLOP/s")
+        parts += [f"commit {found['commit']}"] if found.get("commit") else []
+        parts += [str(found["date"])] if found.get("date") else []
+        return " · ".join(parts)
+
+    @property
+    def verdict(self) -> str:
+        """How many cases are faster, equal and slower than the fastest peer."""
+        speeds = [case.speed for case in self.cases if case.speed is not None]
+        if not speeds:
+            return f"{len(self.cases)} cases, none with a peer beside ours."
+        faster = sum(speed > 1 + EQUAL for speed in speeds)
+        slower = sum(speed < 1 - EQUAL for speed in speeds)
+        return (
+            f"Beside the fastest peer of each of {len(speeds)} cases, cukit is faster in {faster}, "
+            f"within {EQUAL:.0%} in {len(speeds) - faster - slower} and slower in {slower}."
+        )
+
+
+def largest_cases(cases: Sequence[Case]) -> list[Case]:
+    """One case an op: the one with the most work, among those that have a floor and our record."""
+    largest: dict[tuple[str, str], Case] = {}
+    for case in cases:
+        if case.ours is None or case.floor_us is None:
+            continue
+        best = largest.get((case.family, case.op))
+        if best is None or case.floor_us > (best.floor_us or 0.0):
+            largest[case.family, case.op] = case
+    return list(largest.values())

@@ -1,0 +1,117 @@
+"""What a report is made from: files of results, recognised by what they hold.
+
+benchmarks     {"environment", "records"}                 `cukit bench`, `python -m profiling.run`
+kernels        {"kernels", "errors"}                      `cukit compile --json`
+analysis       {"schema_version", "environment", "analyses"}     `cukit analyze`, KernelAnalyzer
+distillation   {"models", "milliseconds_per_step_by_op", ...}    report.json of `cukit distill`
+report         {"schema": "cukit report", "version", "documents"}    an earlier report's JSON
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cukit.analyzer.report.benchmarks import BenchmarkResults
+from cukit.analyzer.report.layout import Section
+from cukit.analyzer.report.section_analysis import analysis_section
+from cukit.analyzer.report.section_benchmarks import benchmark_section
+from cukit.analyzer.report.section_distillation import distillation_section
+from cukit.analyzer.report.section_kernels import kernel_section
+from cukit.analyzer.schema import AnalysisReport
+from cukit.analyzer.schema_json import from_json
+from cukit.errors import DataError
+
+SCHEMA = "cukit report"
+VERSION = 1
+"""Raised when a reader of the last version would misread the file."""
+
+KEYS = {
+    "benchmarks": ("environment", "records"),
+    "analysis": ("schema_version", "environment", "analyses"),
+    "distillation": ("models", "milliseconds_per_step_by_op", "verdict", "settings", "corpus"),
+    "kernels": ("kernels", "errors"),
+}
+"""What makes a document of each kind."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One set of results, as JSON has it, and where it came from."""
+
+    kind: str
+    source: str
+    content: Mapping[str, Any]
+
+    def section(self) -> Section:
+        """The chapter it becomes. Raises DataError where something is missing or misshapen."""
+        content = dict(self.content)
+        try:
+            if self.kind == "benchmarks":
+                records = tuple(content["records"])
+                return benchmark_section(BenchmarkResults(content["environment"], records))
+            if self.kind == "analysis":
+                return analysis_section(self.analysis())
+            if self.kind == "distillation":
+                return distillation_section(content)
+            return kernel_section(content)
+        except DataError as error:
+            raise DataError(f"{self.source}: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise DataError(f"{self.source}: damaged {self.kind}: {error!r}") from error
+
+    def analysis(self) -> AnalysisReport:
+        """The content of an analysis, typed."""
+        return from_json(json.dumps(self.content))
+
+
+Source = Path | str | Mapping[str, Any] | AnalysisReport
+"""A file, its content, or an analysis as it comes from the analyzer."""
+
+
+def read_documents(sources: Sequence[Source]) -> tuple[Document, ...]:
+    """Documents of all `sources`, in order. Raises DataError, which names the one that is none."""
+    return tuple(document for source in sources for document in _read(source))
+
+
+def _read(source: Source) -> list[Document]:
+    if isinstance(source, AnalysisReport):
+        return _recognise(json.loads(json.dumps(dataclasses.asdict(source))), "analysis")
+    if isinstance(source, Mapping):
+        return _recognise(source, "results")
+    path = Path(source)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error})") from None
+    return _recognise(content, str(path))
+
+
+def _recognise(content: Any, source: str) -> list[Document]:
+    if isinstance(content, Mapping):
+        if content.get("schema") == SCHEMA:
+            return _reopen(content, source)
+        for kind, keys in KEYS.items():
+            if all(key in content for key in keys):
+                return [Document(kind, source, content)]
+    raise DataError(
+        f"{source}: none of the results that a report is made from: benchmark results, "
+        "`cukit compile --json`, an analysis, or report.json of `cukit distill`"
+    )
+
+
+def _reopen(content: Mapping[str, Any], source: str) -> list[Document]:
+    if content.get("version") != VERSION:
+        raise DataError(
+            f"{source}: report version {content.get('version')}; this cukit reads {VERSION}"
+        )
+    try:
+        return [Document(d["kind"], d["source"], d["content"]) for d in content["documents"]]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{source}: damaged report: {error!r}") from None

@@ -1,0 +1,124 @@
+"""What a report is made of, before it becomes HTML or lines on a terminal.
+
+A section is a list of blocks. Tables keep the number behind every cell, so that pages sort by it
+and tests compare it with the data; the terminal leaves figures out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from cukit.analyzer.report.svg import Draw
+
+Number: TypeAlias = "float | int | None"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A table's cell: what is read, and the number behind it."""
+
+    text: str
+    value: Number = None
+    tone: str = ""
+    """"good", "bad", "quiet", "code" or nothing."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A table's column; `numeric` ones are aligned to the right."""
+
+    title: str
+    numeric: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under columns. `emphasis` are the numbers of rows in bold."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    title: str = ""
+    emphasis: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure that matters, large."""
+
+    value: str
+    label: str
+    tone: str = ""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A row of tiles."""
+
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Prose. `lead` for the sentence that carries the section."""
+
+    text: str
+    lead: bool = False
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text as it is, in a monospaced font."""
+
+    text: str
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing with a caption below and the names of its series above."""
+
+    title: str
+    draw: Draw
+    caption: str = ""
+    legend: tuple[tuple[int, str], ...] = ()
+    """(number of the series, its name)."""
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """One of many small figures."""
+
+    title: str
+    detail: str
+    markup: str
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Small figures of one kind, side by side."""
+
+    title: str
+    caption: str
+    thumbnails: tuple[Thumbnail, ...]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Blocks behind a line that opens them."""
+
+    summary: str
+    blocks: tuple[Block, ...]
+    open: bool = False
+
+
+Block: TypeAlias = Table | Tiles | Paragraph | Code | Figure | Gallery | Fold
+
+
+@dataclass(frozen=True)
+class Section:
+    """A chapter of the report."""
+
+    title: str
+    subtitle: str
+    blocks: tuple[Block, ...]

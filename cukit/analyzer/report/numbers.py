@@ -1,0 +1,56 @@
+"""Numbers in words: the same in the terminal, in tables and in figures."""
+
+from __future__ import annotations
+
+
+def digits(value: float, significant: int = 3) -> str:
+    """At least `significant` digits, with thousands separated and no exponent."""
+    size = abs(value)
+    if size == 0:
+        return "0"
+    decimals = 0
+    while size < 10 ** (significant - 1) and decimals < 8:
+        size *= 10
+        decimals += 1
+    return f"{value:,.{decimals}f}"
+
+
+def tick(value: float) -> str:
+    """As short as the value allows: 0.5, 20, 1,000."""
+    return f"{value:,.6f}".rstrip("0").rstrip(".") if value != int(value) else f"{value:,.0f}"
+
+
+def microseconds(value: float) -> str:
+    """A time in the unit that needs the fewest digits."""
+    for unit, size in (("s", 1e6), ("ms", 1e3)):
+        if value >= size * (1 if unit == "s" else 10):
+            return f"{digits(value / size)} {unit}"
+    return f"{digits(value)} µs"
+
+
+def seconds(value: float) -> str:
+    """`"2 min 05 s"`, `"12.3 s"`."""
+    if value >= 60:
+        minutes, rest = divmod(round(value), 60)
+        return f"{minutes} min {rest:02d} s"
+    return f"{value:.1f} s"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}%"
+
+
+def num_bytes(value: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{digits(value / size)} {unit}"
+    return f"{value:.0f} B"
+
+
+def tflops(value: float) -> str:
+    return f"{digits(value)} TFLOP/s"
+
+
+def gbps(value: float) -> str:
+    """A bandwidth, in TB/s from a thousand GB/s on."""
+    return f"{value / 1e3:.2f} TB/s" if value >= 1e3 else f"{digits(value)} GB/s"

@@ -1,0 +1,129 @@
+"""The roofline: what memory and the arithmetic units allow, and where kernels stand below that.
+
+S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance model for
+multicore architectures", Communications of the ACM 52(4), 2009.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from cukit.analyzer.report import numbers, svg
+
+LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 26.0, 44.0
+
+
+@dataclass(frozen=True)
+class Roof:
+    """A limit: "bandwidth" in GB/s, or "compute" in TFLOP/s."""
+
+    kind: str
+    value: float
+    label: str
+    measured: bool
+    """A ceiling that this machine reached; else the datasheet's."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A kernel under the roof."""
+
+    flops_per_byte: float
+    tflops: float
+    series: int
+    description: str
+    hollow: bool = False
+    """For what stands there to be compared with."""
+
+
+def roofline(roofs: Sequence[Roof], points: Sequence[Point], *, title: str, width: float) -> str:
+    """Both axes logarithmic; the roof is drawn up to its ridge and flat from there."""
+    height = 420.0 if width >= 600 else 340.0
+    memory = [roof for roof in roofs if roof.kind == "bandwidth"]
+    compute = [roof for roof in roofs if roof.kind == "compute"]
+    x = _scale([p.flops_per_byte for p in points] + _ridges(memory, compute), LEFT, width - RIGHT)
+    lowest = min([p.tflops for p in points] + [x.low * roof.value / 1e3 for roof in memory])
+    lowest = max(lowest, min((p.tflops for p in points), default=lowest) / 30)
+    highest = max([p.tflops for p in points] + [roof.value for roof in compute])
+    y = svg.Scale(
+        10 ** math.floor(math.log10(lowest)), highest * 1.6, height - BOTTOM, TOP, logarithmic=True
+    )
+    parts = _frame(x, y)
+    top = max((roof.value for roof in compute), default=y.high)
+    parts += [part for roof in memory for part in _slope(roof, x, y, top)]
+    parts += [part for roof in compute for part in _flat(roof, x, y, memory)]
+    # What is compared with lies below what is measured.
+    parts += [_dot(p, x, y) for p in sorted(points, key=lambda p: not p.hollow)]
+    return svg.figure(width, height, title, parts)
+
+
+def _ridges(memory: Sequence[Roof], compute: Sequence[Roof]) -> list[float]:
+    """Intensities from which arithmetic is the limit."""
+    return [1e3 * c.value / m.value for c in compute for m in memory]
+
+
+def _scale(values: Sequence[float], start: float, stop: float) -> svg.Scale:
+    """At least a decade to either side of the ridge, in whole decades."""
+    low, high = math.log10(min(values) / 1.5), math.log10(max(values) * 3)
+    return svg.Scale(10 ** math.floor(low), 10 ** math.ceil(high), start, stop, logarithmic=True)
+
+
+def _frame(x: svg.Scale, y: svg.Scale) -> list[str]:
+    parts = []
+    for value in x.ticks(8):
+        parts.append(svg.line(x(value), y.stop, x(value), y.start, "grid"))
+        parts.append(svg.text(numbers.tick(value), x(value), y.start + 16, "tick", "middle"))
+    for value in y.ticks(8):
+        parts.append(svg.line(x.start, y(value), x.stop, y(value), "grid"))
+        parts.append(svg.text(numbers.tick(value), x.start - 7, y(value) + 4, "tick", "end"))
+    parts.append(svg.text("FLOP per byte", x.stop, y.start + 34, "tick", "end"))
+    parts.append(svg.text("TFLOP/s", x.start - 42, y.stop - 10, "tick"))
+    return parts
+
+
+def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float) -> list[str]:
+    """The bandwidth's line, from the left or lower edge up to the highest roof."""
+    first = max(x.low, 1e3 * y.low / roof.value)
+    last = min(1e3 * top / roof.value, x.high)
+    x1, y1 = x(first), y(first * roof.value / 1e3)
+    x2, y2 = x(last), y(last * roof.value / 1e3)
+    angle = math.degrees(math.atan2(y2 - y1, x2 - x1))
+    # 40% of the way up, clear of the points that crowd below the ridge.
+    label_x, label_y = x1 + 0.4 * (x2 - x1), y1 + 0.4 * (y2 - y1) - 7
+    label = svg.element(
+        "text",
+        escape(roof.label),
+        class_="tick strong",
+        text_anchor="middle",
+        transform=f"translate({label_x:.1f} {label_y:.1f}) rotate({angle:.1f})",
+    )
+    return [svg.line(x1, y1, x2, y2, _style(roof)), label]
+
+
+def _flat(roof: Roof, x: svg.Scale, y: svg.Scale, memory: Sequence[Roof]) -> list[str]:
+    fastest = max((m.value for m in memory), default=None)
+    ridge = x.low if fastest is None else max(x.low, 1e3 * roof.value / fastest)
+    height = y(roof.value)
+    return [
+        svg.line(x(ridge), height, x.stop, height, _style(roof)),
+        svg.text(roof.label, x.stop, height - 7, "tick strong", "end"),
+    ]
+
+
+def _style(roof: Roof) -> str:
+    return "roof" if roof.measured else "roof datasheet"
+
+
+def _dot(point: Point, x: svg.Scale, y: svg.Scale) -> str:
+    class_ = f"{svg.colour(point.series)} {'hollow' if point.hollow else 'dot'}"
+    return svg.element(
+        "circle",
+        svg.tip(point.description),
+        cx=x(point.flops_per_byte),
+        cy=y(point.tflops),
+        r=4.0 if point.hollow else 5.0,
+        class_=class_,
+    )

@@ -1,0 +1,277 @@
+"""The chapter on analysed kernels: times, throughput, residency, advice, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from cukit.analyzer.report import numbers
+from cukit.analyzer.report.layout import (
+    Block,
+    Cell,
+    Column,
+    Figure,
+    Fold,
+    Gallery,
+    Paragraph,
+    Section,
+    Table,
+    Thumbnail,
+)
+from cukit.analyzer.report.lines import occupancy_curve
+from cukit.analyzer.report.roofline import Point, Roof, roofline
+from cukit.analyzer.schema import (
+    AnalysisReport,
+    Environment,
+    KernelAnalysis,
+    LaunchAnalysis,
+    TimeStatistics,
+)
+
+T = TypeVar("T", int, float)
+
+
+def analysis_section(report: AnalysisReport) -> Section:
+    """Overview, roofline, and each kernel's details behind a fold."""
+    environment = report.environment
+    blocks: list[Block] = [_overview(report.analyses)]
+    if figure := _roofline(report):
+        blocks.append(figure)
+    blocks += [
+        Fold(analysis.name, tuple(_details(analysis)), open=len(report.analyses) == 1)
+        for analysis in report.analyses
+    ]
+    return Section("Analysis", _machine(environment), tuple(blocks))
+
+
+def _machine(environment: Environment) -> str:
+    parts = [environment.gpu or f"no GPU: static analysis for {environment.arch}"]
+    parts += [f"driver {environment.driver}"] if environment.driver else []
+    parts += [f"CUDA {environment.cuda}"] if environment.cuda else []
+    parts += [f"{name} {version}" for name, version in environment.versions.items()]
+    return " · ".join([*parts, environment.date])
+
+
+def _overview(analyses: Sequence[KernelAnalysis]) -> Table:
+    columns = ("cold", "95% interval", "warm", "bandwidth", "FLOP/s", "of the roof")
+    more = ("registers", "spills", "occupancy", "achieved")
+    rows = []
+    for analysis in analyses:
+        cold, work = analysis.cold, analysis.throughput
+        roof = analysis.roofline[0] if analysis.roofline else None
+        launch = _main_launch(analysis)
+        resources = launch.resources if launch else None
+        resident = launch.occupancy if launch else None
+        achieved = analysis.counters.achieved_occupancy if analysis.counters else None
+        spills = None
+        if resources and resources.spill_store_bytes is not None:
+            spills = resources.spill_store_bytes + (resources.spill_load_bytes or 0)
+        interval = (
+            Cell(f"{numbers.digits(cold.ci_low_us)} to {numbers.microseconds(cold.ci_high_us)}")
+            if cold
+            else Cell("")
+        )
+        rows.append(
+            (
+                Cell(analysis.name, tone="code"),
+                _time(cold),
+                interval,
+                _time(analysis.warm),
+                _cell(work.gbps if work else None, numbers.gbps),
+                _cell(work.tflops if work else None, numbers.tflops),
+                _cell(roof.fraction if roof else None, numbers.percent),
+                _cell(resources.registers if resources else None, str),
+                _cell(spills, numbers.num_bytes, tone="bad" if spills else ""),
+                _cell(resident.fraction if resident else None, numbers.percent),
+                _cell(achieved, numbers.percent),
+            )
+        )
+    header = (Column("kernel"), *(Column(name, numeric=True) for name in (*columns, *more)))
+    return Table(header, tuple(rows), "Kernels")
+
+
+def _main_launch(analysis: KernelAnalysis) -> LaunchAnalysis | None:
+    """The launch that takes longest, or the first where none was traced."""
+    return max(analysis.launches, key=lambda launch: launch.device_us or 0.0, default=None)
+
+
+def _time(statistics: TimeStatistics | None) -> Cell:
+    if statistics is None:
+        return Cell("")
+    noise = " (noisy)" if statistics.noisy else ""
+    return Cell(numbers.microseconds(statistics.median_us) + noise, statistics.median_us)
+
+
+def _cell(value: T | None, write: Callable[[T], str], tone: str = "") -> Cell:
+    """A cell that stays empty where nothing was measured."""
+    return Cell("") if value is None else Cell(write(value), value, tone)
+
+
+def _roofline(report: AnalysisReport) -> Figure | None:
+    ceilings = report.environment.ceilings
+    placed = [a for a in report.analyses if a.roofline and a.throughput and a.throughput.tflops]
+    pipes = dict.fromkeys(point.pipe for analysis in placed for point in analysis.roofline)
+    bandwidths = ((ceilings.measured_copy_gbps, True), (ceilings.datasheet_gbps, False))
+    roofs = [
+        Roof("bandwidth", value, f"{_word(measured)} {numbers.gbps(value)}", measured)
+        for value, measured in bandwidths
+        if value
+    ]
+    for table, measured in ((ceilings.measured_tflops, True), (ceilings.datasheet_tflops, False)):
+        roofs += [
+            Roof("compute", table[pipe], f"{pipe} {_word(measured)} {table[pipe]:.0f}", measured)
+            for pipe in pipes
+            if pipe in table
+        ]
+    if not placed or {roof.kind for roof in roofs} != {"bandwidth", "compute"}:
+        return None
+    points = []
+    for series, analysis in enumerate(placed):
+        work = analysis.throughput
+        assert work is not None
+        assert work.tflops is not None
+        about = f"{analysis.name}: {numbers.tflops(work.tflops)}"
+        points.append(Point(analysis.roofline[0].intensity, work.tflops, series, about))
+    return Figure(
+        "Roofline",
+        lambda width: roofline(
+            roofs, points, title="Roofline of the analysed kernels", width=width
+        ),
+        "Solid: what this machine reached; dashed: its datasheet.",
+        tuple((series, analysis.name) for series, analysis in enumerate(placed)),
+    )
+
+
+def _word(measured: bool) -> str:
+    return "measured" if measured else "datasheet"
+
+
+def _details(analysis: KernelAnalysis) -> list[Block]:
+    blocks: list[Block] = []
+    if analysis.advice:
+        blocks.append(_advice(analysis))
+    if analysis.launches:
+        blocks.append(_launches(analysis.launches))
+    if thumbnails := _thumbnails(analysis.launches):
+        blocks.append(
+            Gallery(
+                "Occupancy over threads in a block",
+                "With the registers and shared memory of this variant; another block size may "
+                "compile to other registers.",
+                thumbnails,
+            )
+        )
+    if timings := [t for t in (analysis.cold, analysis.warm) if t]:
+        blocks.append(_timings(timings))
+    if facts := _facts(analysis):
+        blocks.append(facts)
+    if analysis.missing:
+        rows = tuple((Cell(name), Cell(why)) for name, why in analysis.missing.items())
+        columns = (Column("not measured"), Column("because"))
+        blocks.append(Table(columns, rows, "What is missing"))
+    return blocks or [Paragraph("Nothing is known about this kernel.")]
+
+
+def _advice(analysis: KernelAnalysis) -> Table:
+    rows = tuple(
+        (Cell(a.suggestion), Cell(a.expected_gain), Cell(a.evidence), Cell(a.rule, tone="quiet"))
+        for a in analysis.advice
+    )
+    names = ("suggestion", "expected gain", "evidence", "rule")
+    return Table(tuple(Column(name) for name in names), rows, "Advice")
+
+
+def _launches(launches: Sequence[LaunchAnalysis]) -> Table:
+    names = ("registers", "shared", "occupancy", "waves", "tail filled", "device time")
+    rows = []
+    for launch in launches:
+        resources, resident, waves = launch.resources, launch.occupancy, launch.waves
+        shared = (
+            resources.static_shared_bytes + resources.dynamic_shared_bytes if resources else None
+        )
+        rows.append(
+            (
+                Cell(launch.name, tone="code"),
+                Cell("×".join(map(str, launch.grid))),
+                Cell("×".join(map(str, launch.block))),
+                _cell(resources.registers if resources else None, str),
+                _cell(shared, numbers.num_bytes),
+                _cell(resident.fraction if resident else None, numbers.percent),
+                _cell(waves.waves if waves else None, numbers.digits),
+                _cell(waves.tail_fraction if waves else None, numbers.percent),
+                _cell(launch.device_us, numbers.microseconds),
+                Cell(resident.limiter if resident else ""),
+            )
+        )
+    header = (
+        *(Column(name) for name in ("launch", "grid", "block")),
+        *(Column(name, numeric=True) for name in names),
+        Column("limited by"),
+    )
+    return Table(header, tuple(rows), "Launches")
+
+
+def _thumbnails(launches: Sequence[LaunchAnalysis]) -> tuple[Thumbnail, ...]:
+    """One curve for each distinct launch whose residency is known."""
+    found: dict[tuple[object, ...], Thumbnail] = {}
+    for launch in launches:
+        resident = launch.occupancy
+        if resident is None or not resident.by_threads:
+            continue
+        threads = launch.block[0] * launch.block[1] * launch.block[2]
+        values = [(point.value, point.fraction) for point in resident.by_threads]
+        title = f"{launch.name}: occupancy over threads in a block"
+        detail = f"{numbers.percent(resident.fraction)} at {threads} threads, {resident.limiter}"
+        markup = occupancy_curve(values, threads, title=title)
+        found.setdefault((launch.name, threads, markup), Thumbnail(launch.name, detail, markup))
+    return tuple(found.values())
+
+
+def _timings(timings: Sequence[TimeStatistics]) -> Table:
+    names = ("median", "IQR", "mean", "std", "min", "max", "samples")
+    rows = []
+    for t in timings:
+        times = (t.median_us, t.iqr_us, t.mean_us, t.std_us, t.min_us, t.max_us)
+        cells = [Cell(numbers.microseconds(value), value) for value in times]
+        rows.append((Cell(t.cache), Cell(t.timer), *cells, Cell(str(t.samples), t.samples)))
+    header = (Column("L2"), Column("timer"), *(Column(name, numeric=True) for name in names))
+    return Table(header, tuple(rows), "Samples")
+
+
+def _facts(analysis: KernelAnalysis) -> Table | None:
+    """Energy, the card's state, counters and access widths, a row each."""
+    facts: list[tuple[str, str]] = []
+    if energy := analysis.energy:
+        value = f"{energy.joules_per_call:.3g} ± {energy.uncertainty_joules:.1g} J per call"
+        window = f"{energy.window_s:.1f} s at {energy.mean_watts:.0f} W"
+        facts.append(("energy", f"{value}, {energy.calls_per_joule:.3g} calls per J ({window})"))
+    if state := analysis.conditions:
+        if state.sm_clock_mhz is not None:
+            limit = f" of {state.sm_clock_max_mhz:.0f}" if state.sm_clock_max_mhz else ""
+            facts.append(("SM clock", f"{state.sm_clock_mhz:.0f}{limit} MHz"))
+        if state.temperature_c is not None:
+            facts.append(("temperature", f"{state.temperature_c:.0f} °C"))
+        facts.append(("throttled by", ", ".join(state.throttle_reasons) or "nothing"))
+    if analysis.peak_bytes is not None:
+        facts.append(("memory beside inputs", numbers.num_bytes(analysis.peak_bytes)))
+    if counters := analysis.counters:
+        for name, count in (
+            ("read", counters.dram_read_bytes),
+            ("written", counters.dram_write_bytes),
+        ):
+            if count is not None:
+                facts.append(
+                    (f"device memory {name} ({counters.source})", numbers.num_bytes(count))
+                )
+        for name, share in (("L1", counters.l1_hit_fraction), ("L2", counters.l2_hit_fraction)):
+            if share is not None:
+                facts.append((f"{name} hits ({counters.source})", numbers.percent(share)))
+    for launch in analysis.launches:
+        if launch.memory_access is not None:
+            widths = [
+                f"{w.instructions} × {w.operation} {w.bits} bit"
+                for w in launch.memory_access.widths
+            ]
+            facts.append((f"accesses in {launch.name}", ", ".join(widths) or "none"))
+    rows = tuple((Cell(name), Cell(value)) for name, value in facts)
+    return Table((Column("fact"), Column("value")), rows, "Also known") if rows else None

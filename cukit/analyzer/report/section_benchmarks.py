@@ -1,0 +1,228 @@
+"""The chapter on one file of benchmark results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from cukit.analyzer.report import numbers
+from cukit.analyzer.report.bars import Bar, Group, Mark, bar_chart
+from cukit.analyzer.report.benchmarks import (
+    EQUAL,
+    OURS,
+    BenchmarkResults,
+    Case,
+    Record,
+    impl_title,
+    is_ours,
+    largest_cases,
+)
+from cukit.analyzer.report.layout import (
+    Block,
+    Cell,
+    Column,
+    Figure,
+    Fold,
+    Paragraph,
+    Section,
+    Table,
+    Tile,
+    Tiles,
+)
+from cukit.analyzer.report.roofline import Point, Roof, roofline
+
+FASTEST_PEER = "fastest peer"
+
+
+def benchmark_section(results: BenchmarkResults) -> Section:
+    """Verdict, summary over the ops, roofline, and every case in tables and bars."""
+    blocks: list[Block] = [Paragraph(results.verdict, lead=True), _tiles(results)]
+    if summary := summary_figure(results.cases):
+        blocks.append(summary)
+    if roof := _roofline(results):
+        blocks.append(roof)
+    for family in results.families:
+        cases = results.of_family(family)
+        ops = dict.fromkeys(case.op for case in cases)
+        folds = [_op_fold([case for case in cases if case.op == op], results) for op in ops]
+        blocks.append(_table(family, cases, results.impls))
+        blocks += folds
+    return Section("Benchmarks", results.machine, tuple(blocks))
+
+
+def _tiles(results: BenchmarkResults) -> Tiles:
+    speeds = [case.speed for case in results.cases if case.speed is not None]
+    floors = [
+        share
+        for case in results.cases
+        if case.ours and (share := case.share_of_floor(case.ours)) is not None
+    ]
+    wrong = sum(not record["correct"] for record in results.records if is_ours(record["impl"]))
+    tiles = [Tile(str(len(results.cases)), "cases")]
+    if speeds:
+        mean = math.exp(sum(map(math.log, speeds)) / len(speeds))
+        tone = "good" if mean > 1 + EQUAL else "bad" if mean < 1 - EQUAL else ""
+        tiles.append(Tile(f"{mean:.2f}×", "speed beside the fastest peer, geometric mean", tone))
+    if floors:
+        middle = sorted(floors)[len(floors) // 2]
+        tiles.append(Tile(numbers.percent(middle), "of the best conceivable speed, median case"))
+    tiles.append(Tile(str(wrong), "wrong results of ours", "bad" if wrong else ""))
+    return Tiles(tuple(tiles))
+
+
+def summary_figure(cases: Sequence[Case]) -> Figure | None:
+    """Ours beside the fastest peer, one pair of bars an op, or None without anything to show."""
+    chosen = largest_cases(cases)
+    if not chosen:
+        return None
+    return Figure(
+        "Speed of each op on its largest case",
+        lambda width: draw_summary(chosen, width),
+        "Share of the best conceivable speed: the larger of bytes over measured copy bandwidth and "
+        "FLOPs over measured matrix rate is the floor of the time. Longer is faster; the times "
+        "stand beside the bars.",
+        ((0, OURS), (1, FASTEST_PEER)),
+    )
+
+
+def draw_summary(cases: Sequence[Case], width: float) -> str:
+    """The figure of :func:`summary_figure` for cases that have a floor and our record."""
+    groups = []
+    for case in cases:
+        bars = [_share_bar(0, case, case.ours)] if case.ours else []
+        if peer := case.fastest_peer:
+            bars.append(_share_bar(1, case, peer))
+        groups.append(Group(case.op, f"{case.name} {case.dtype}", tuple(bars)))
+    return bar_chart(
+        groups,
+        title="Share of the best conceivable speed of each op, cukit and the fastest peer",
+        unit="% of the best conceivable speed",
+        width=width,
+        mark=Mark(100.0, "the floor"),
+    )
+
+
+def _share_bar(series: int, case: Case, record: Record) -> Bar:
+    share = case.share_of_floor(record) or 0.0
+    name = impl_title(record["impl"])
+    time = numbers.microseconds(record["median_us"])
+    if series == 0:
+        note = time + (f", {case.speed:.2f}×" if case.speed is not None else "")
+    else:
+        note = f"{time} {name}"
+    about = f"{name}, {case.op} {case.name} {case.dtype}"
+    return Bar(series, 100 * share, note, f"{about}: {time}, {numbers.percent(share)} of the floor")
+
+
+def _roofline(results: BenchmarkResults) -> Figure | None:
+    """Every record that declares FLOPs and bytes, below the ceilings of its own run."""
+    ops = tuple(dict.fromkeys(case.op for case in results.cases if _has_both(case)))
+    copy, gemm = results.ceiling("copy_gbps"), results.ceiling("bf16_gemm_tflops")
+    if not ops or copy is None or gemm is None:
+        return None
+    roofs = (
+        Roof("bandwidth", copy, f"copy {numbers.gbps(copy)}", measured=True),
+        Roof("compute", gemm, f"bf16 product {gemm:.0f} TFLOP/s", measured=True),
+    )
+    points = [
+        Point(
+            1e3 * record["tflops"] / record["gbps"],
+            record["tflops"],
+            ops.index(record["op"]),
+            f"{impl_title(record['impl'])}, {record['op']} {record['case']} {record['dtype']}: "
+            f"{numbers.tflops(record['tflops'])}, {numbers.microseconds(record['median_us'])}",
+            hollow=not is_ours(record["impl"]),
+        )
+        for record in results.records
+        if record["correct"] and record.get("tflops") and record.get("gbps")
+    ]
+    return Figure(
+        "Roofline",
+        lambda width: roofline(roofs, points, title="Roofline of the benchmark cases", width=width),
+        "Ceilings as measured in the same run. Filled: cukit; rings: peers. FLOPs and bytes are "
+        "those that the op cannot do without, so traffic beyond them shows as a lower point.",
+        tuple(enumerate(ops)),
+    )
+
+
+def _has_both(case: Case) -> bool:
+    return any(r["correct"] and r.get("tflops") and r.get("gbps") for r in case.records)
+
+
+def _op_fold(cases: Sequence[Case], results: BenchmarkResults) -> Fold:
+    """Bars of all cases of an op: rates where work is declared, else calls per second."""
+    impls = [
+        impl for impl in results.impls if any(r["impl"] == impl for c in cases for r in c.records)
+    ]
+    field, unit, ceiling = _measure(cases, results)
+    mark = Mark(ceiling, "measured ceiling") if ceiling else None
+    groups = []
+    for case in cases:
+        bars = [
+            Bar(
+                impls.index(record["impl"]),
+                record[field] if field else 1e6 / record["median_us"],
+                numbers.microseconds(record["median_us"]),
+                f"{impl_title(record['impl'])}: {numbers.microseconds(record['median_us'])}, "
+                f"IQR {numbers.microseconds(record['iqr_us'])}",
+            )
+            for record in sorted(case.records, key=lambda record: impls.index(record["impl"]))
+            if record["correct"]
+        ]
+        groups.append(Group(case.name, case.dtype, tuple(bars)))
+    op = cases[0].op
+    figure = Figure(
+        op,
+        lambda width: bar_chart(
+            groups, title=f"{op}: {unit} of each implementation", unit=unit, width=width, mark=mark
+        ),
+        legend=tuple((impls.index(impl), impl_title(impl)) for impl in impls),
+    )
+    return Fold(f"{op}: {len(cases)} {'case' if len(cases) == 1 else 'cases'} in bars", (figure,))
+
+
+def _measure(
+    cases: Sequence[Case], results: BenchmarkResults
+) -> tuple[str | None, str, float | None]:
+    """The field that an op's speed is shown in, its unit, and the measured ceiling for it."""
+    records = [record for case in cases for record in case.records if record["correct"]]
+    if records and all(record.get("tflops") for record in records):
+        return "tflops", "TFLOP/s", results.ceiling("bf16_gemm_tflops")
+    if records and all(record.get("gbps") for record in records):
+        return "gbps", "GB/s", results.ceiling("copy_gbps")
+    return None, "calls per second", None
+
+
+def _table(family: str, cases: Sequence[Case], all_impls: Sequence[str]) -> Table:
+    present = {record["impl"] for case in cases for record in case.records}
+    impls = [impl for impl in all_impls if impl in present]
+    columns = [Column("op"), Column("case"), Column("dtype")]
+    columns += [Column(impl_title(impl), numeric=True) for impl in impls]
+    columns += [Column("× fastest peer", numeric=True), Column("of the floor", numeric=True)]
+    rows = []
+    for case in cases:
+        by_impl = {record["impl"]: record for record in case.records}
+        times = [_time_cell(by_impl.get(impl)) for impl in impls]
+        names = [Cell(case.op, tone="code"), Cell(case.name), Cell(case.dtype)]
+        rows.append((*names, *times, _speed_cell(case.speed), _floor_cell(case)))
+    return Table(tuple(columns), tuple(rows), family)
+
+
+def _time_cell(record: Record | None) -> Cell:
+    if record is None:
+        return Cell("")
+    if not record["correct"]:
+        return Cell("wrong", tone="bad")
+    return Cell(numbers.microseconds(record["median_us"]), record["median_us"])
+
+
+def _speed_cell(speed: float | None) -> Cell:
+    if speed is None:
+        return Cell("")
+    tone = "good" if speed > 1 + EQUAL else "bad" if speed < 1 - EQUAL else ""
+    return Cell(f"{speed:.2f}", speed, tone)
+
+
+def _floor_cell(case: Case) -> Cell:
+    share = case.share_of_floor(case.ours) if case.ours else None
+    return Cell("") if share is None else Cell(numbers.percent(share), share)

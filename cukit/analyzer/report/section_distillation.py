@@ -1,0 +1,163 @@
+"""The chapter on a distillation run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cukit.analyzer.report import numbers
+from cukit.analyzer.report.bars import Bar, Group, bar_chart
+from cukit.analyzer.report.layout import (
+    Block,
+    Cell,
+    Code,
+    Column,
+    Figure,
+    Fold,
+    Paragraph,
+    Section,
+    Table,
+    Tile,
+    Tiles,
+)
+from cukit.analyzer.report.lines import Curve, line_chart
+
+TITLES = {
+    "teacher": "teacher",
+    "student": "student, distilled",
+    "student-alone": "student, alone",
+}
+COLOURS = {"student": 0, "student-alone": 1, "teacher": 2}
+"""The distilled student is ours."""
+
+
+def distillation_section(run: dict[str, Any]) -> Section:
+    """`run`: the content of report.json."""
+    models = run["models"]
+    blocks: list[Block] = [
+        Paragraph(run["verdict"], lead=True),
+        _tiles(run),
+        _quality(models),
+        _models_table(models),
+        _curves(run),
+        _breakdown(run["milliseconds_per_step_by_op"]),
+        _ops_table(run["milliseconds_per_step_by_op"]),
+        Code(run["sample"], "The distilled student writes"),
+        Fold("Settings", (_settings(run["settings"]),)),
+    ]
+    corpus = run["corpus"]
+    subtitle = (
+        f"{corpus['text']}: {corpus['train_bytes'] / 1e6:.1f} MB to train on, "
+        f"{corpus['validation_bytes'] / 1e6:.1f} MB to judge by · {run['settings']['device']}, "
+        f"{run['settings']['dtype']} · {numbers.seconds(run['seconds'])}"
+    )
+    return Section("Distillation", subtitle, tuple(blocks))
+
+
+def _tiles(run: dict[str, Any]) -> Tiles:
+    student, teacher = run["models"]["student"], run["models"]["teacher"]
+    gain = run["gain_bits_per_byte"]
+    smaller = teacher["parameters"] / student["parameters"]
+    return Tiles(
+        (
+            Tile(f"{gain:+.4f}", "bits per byte gained", "good" if gain > 0 else "bad"),
+            Tile(f"{student['bits_per_byte']:.4f}", "bits per byte, distilled student"),
+            Tile(f"{smaller:.1f}×", "smaller than its teacher"),
+            Tile(f"{student['tokens_per_second']:,.0f}", "tokens a second in distillation"),
+            Tile(numbers.num_bytes(run["peak_memory_bytes"]), "of memory at the peak"),
+        )
+    )
+
+
+def _quality(models: Mapping[str, Any]) -> Figure:
+    groups = []
+    for phase, facts in models.items():
+        value = facts["bits_per_byte"]
+        parameters = f"{facts['parameters'] / 1e6:.1f} M parameters"
+        bar = Bar(COLOURS[phase], value, f"{value:.4f}", f"{TITLES[phase]}: {value:.4f}")
+        groups.append(Group(TITLES[phase], parameters, (bar,)))
+    title = "Bits per byte on validation text"
+    return Figure(
+        title,
+        lambda width: bar_chart(groups, title=title, unit="bits per byte", width=width),
+        "Shorter is better.",
+    )
+
+
+def _models_table(models: Mapping[str, Any]) -> Table:
+    columns = ("parameters", "bits per byte", "KL to teacher (bits)", "top-1 as teacher")
+    more = ("top-1 right", "tokens/s", "training time")
+    rows = []
+    for phase, facts in models.items():
+        kl, agreement = facts["teacher_kl_bits"], facts["teacher_agreement"]
+        speed = facts["tokens_per_second"]
+        rows.append(
+            (
+                Cell(TITLES[phase]),
+                Cell(f"{facts['parameters']:,}", facts["parameters"]),
+                Cell(f"{facts['bits_per_byte']:.4f}", facts["bits_per_byte"]),
+                Cell("" if kl is None else f"{kl:.4f}", kl),
+                Cell("" if agreement is None else f"{agreement:.1%}", agreement),
+                Cell(f"{facts['accuracy']:.1%}", facts["accuracy"]),
+                Cell(f"{speed:,.0f}", speed),
+                Cell(numbers.seconds(facts["seconds"]), facts["seconds"]),
+            )
+        )
+    header = (Column("model"), *(Column(name, numeric=True) for name in (*columns, *more)))
+    return Table(header, tuple(rows), "Models on validation text")
+
+
+def _curves(run: dict[str, Any]) -> Figure:
+    alpha = run["settings"]["alpha"]
+    curves = [
+        Curve(TITLES[phase], COLOURS[phase], tuple((s, v) for s, v in facts["history"]))
+        for phase, facts in run["models"].items()
+        if facts["history"]
+    ]
+    title = "Loss in training"
+    return Figure(
+        title,
+        lambda width: line_chart(curves, title=title, x_label="step", y_label="loss", width=width),
+        "Nats per byte, on training batches. The distilled student minimises another loss than the "
+        f"others, {alpha:g} parts of divergence from its teacher to {1 - alpha:.4g} of "
+        "cross-entropy: its height is not to be compared with theirs, its shape is.",
+        tuple((curve.series, curve.name) for curve in curves),
+    )
+
+
+def _breakdown(ops: list[dict[str, Any]]) -> Figure:
+    whole = sum(entry["milliseconds"] for entry in ops) or 1.0
+    groups = []
+    for entry in ops:
+        ms = entry["milliseconds"]
+        calls = f"{entry['calls']:g} calls" if entry["calls"] else ""
+        note = f"{numbers.digits(ms)} ms, {ms / whole:.1%}"
+        bar = Bar(0, ms, note, f"{entry['name']}: {note}")
+        groups.append(Group(entry["name"], calls, (bar,)))
+    title = "Where the time of a distillation step goes"
+    return Figure(
+        title,
+        lambda width: bar_chart(groups, title=title, unit="ms per step", width=width),
+        f"A whole step takes {numbers.digits(whole)} ms.",
+    )
+
+
+def _ops_table(ops: list[dict[str, Any]]) -> Table:
+    whole = sum(entry["milliseconds"] for entry in ops) or 1.0
+    rows = [
+        (
+            Cell(entry["name"], tone="code" if entry["calls"] else ""),
+            Cell(f"{entry['calls']:g}" if entry["calls"] else "", entry["calls"]),
+            Cell(f"{entry['milliseconds']:.3f}", entry["milliseconds"]),
+            Cell(f"{entry['milliseconds'] / whole:.1%}", entry["milliseconds"] / whole),
+        )
+        for entry in ops
+    ]
+    names = ("calls", "ms", "share")
+    header = (Column("op"), *(Column(name, numeric=True) for name in names))
+    return Table(header, tuple(rows), "A step, op by op")
+
+
+def _settings(settings: Mapping[str, Any]) -> Table:
+    rows = tuple((Cell(name, tone="code"), Cell(str(value))) for name, value in settings.items())
+    return Table((Column("setting"), Column("value")), rows)

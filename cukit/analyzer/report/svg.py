@@ -1,0 +1,121 @@
+"""Small pieces of SVG: elements, scales and their ticks, the frame of a figure.
+
+Colours are never written into a figure: its parts carry classes, and the page (or the style sheet
+of a figure that stands alone) says what those look like in light and in dark.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from html import escape
+
+NUM_COLOURS = 8
+"""Classes `colour-0` to `colour-7`; 0 is ours."""
+
+WIDE, NARROW = 960.0, 360.0
+"""Widths that figures are drawn for: a desk and a phone."""
+
+Draw = Callable[[float], str]
+"""Draws a figure for a width."""
+
+
+def element(name: str, *children: str, **attributes: str | float | None) -> str:
+    """One element. Attribute names lose a trailing underscore and turn others into hyphens."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{_attribute(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return f"<{name}{written}>{''.join(children)}</{name}>" if children else f"<{name}{written}/>"
+
+
+def text(content: str, x: float, y: float, class_: str, anchor: str | None = None) -> str:
+    """A line of text with its baseline at `y`; `anchor` is middle or end."""
+    return element("text", escape(content), x=x, y=y, class_=class_, text_anchor=anchor)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> str:
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+
+
+def tip(content: str) -> str:
+    """What a browser shows while the mouse rests on the element around it."""
+    return element("title", escape(content))
+
+
+def colour(index: int) -> str:
+    """The class of a series; further series share the last colour."""
+    return f"colour-{min(index, NUM_COLOURS - 1)}"
+
+
+def figure(width: float, height: float, label: str, parts: Iterable[str]) -> str:
+    """The root of a drawing that scales with the page, and a name for those who do not see it."""
+    return element(
+        "svg",
+        *parts,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {_attribute(width)} {_attribute(height)}",
+        width=width,
+        height=height,
+        role="img",
+        aria_label=label,
+        class_="figure",
+    )
+
+
+def responsive(draw: Draw) -> str:
+    """A figure drawn twice, for wide and for narrow screens; the page's style shows one of them."""
+    return element("div", draw(WIDE), class_="wide") + element("div", draw(NARROW), class_="narrow")
+
+
+def text_width(content: str, size: float = 12.0) -> float:
+    """About how much room a line of text takes: no font can be asked."""
+    return 0.56 * size * len(content)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values from `low` to `high` onto pixels from `start` to `stop`."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    logarithmic: bool = False
+
+    def __call__(self, value: float) -> float:
+        low, high = self.low, self.high
+        if self.logarithmic:
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        share = (value - low) / (high - low) if high > low else 0.0
+        return self.start + share * (self.stop - self.start)
+
+    def ticks(self, at_most: int) -> list[float]:
+        """Round values within the scale."""
+        return self._decades(at_most) if self.logarithmic else self._steps(at_most)
+
+    def _steps(self, at_most: int) -> list[float]:
+        step = nice_step((self.high - self.low) / max(at_most, 1))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [round(index * step, 12) for index in range(first, last + 1)]
+
+    def _decades(self, at_most: int) -> list[float]:
+        first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+        every = max(1, math.ceil((last - first + 1) / max(at_most, 1)))
+        return [10.0**exponent for exponent in range(first, last + 1, every)]
+
+
+def nice_step(rough: float) -> float:
+    """The smallest of 1, 2, 2.5, 5, 10 times a power of ten that is not below `rough`."""
+    if rough <= 0:
+        return 1.0
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    return next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * (1 - 1e-9))
+
+
+def _attribute(value: str | float) -> str:
+    if isinstance(value, str):
+        return escape(value, quote=True)
+    return f"{value:.2f}".rstrip("0").rstrip(".")

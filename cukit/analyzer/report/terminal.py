@@ -1,0 +1,68 @@
+"""A report on a terminal: its words and tables, without the figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from cukit.analyzer.report.layout import Block, Code, Fold, Paragraph, Section, Table, Tiles
+
+TONES = {"good": "green", "bad": "red", "quiet": "dim"}
+
+FOLDED_ROWS = 40
+"""Tables behind a fold longer than this are left to the page."""
+
+
+def print_report(console: Console, title: str, sections: Iterable[Section]) -> None:
+    """Every section, one below the other."""
+    console.print(f"[bold]{escape(title)}[/]")
+    for section in sections:
+        console.print()
+        console.rule(f"[bold]{escape(section.title)}[/]", align="left")
+        console.print(Text(section.subtitle, style="dim"))
+        for block in section.blocks:
+            _print(console, block)
+
+
+def _print(console: Console, block: Block, *, folded: bool = False) -> None:
+    if isinstance(block, Paragraph):
+        console.print(Padding(Text(block.text, style="bold" if block.lead else ""), (1, 0, 0, 0)))
+    elif isinstance(block, Tiles):
+        console.print()
+        for tile in block.tiles:
+            console.print(
+                Text.assemble((f"{tile.value:>12}  ", TONES.get(tile.tone, "bold")), tile.label)
+            )
+    elif isinstance(block, Table):
+        if folded and len(block.rows) > FOLDED_ROWS:
+            console.print(Text(f"  {len(block.rows)} rows: see the page", style="dim"))
+        else:
+            console.print(Padding(_table(block), (1, 0, 0, 0)))
+    elif isinstance(block, Code):
+        console.print(Padding(Text(block.title, style="bold"), (1, 0, 0, 0)))
+        console.print(Padding(Text(block.text), (0, 0, 0, 2)))
+    elif isinstance(block, Fold) and any(isinstance(part, Table) for part in block.blocks):
+        console.print(Padding(Text(block.summary, style="bold"), (1, 0, 0, 0)))
+        for part in block.blocks:
+            _print(console, part, folded=True)
+
+
+def _table(table: Table) -> RichTable:
+    found = RichTable(
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+        title=table.title or None,
+        title_justify="left",
+    )
+    for column in table.columns:
+        found.add_column(column.title, justify="right" if column.numeric else "left")
+    for number, row in enumerate(table.rows):
+        cells = [Text(cell.text, style=TONES.get(cell.tone, "")) for cell in row]
+        found.add_row(*cells, style="bold" if number in table.emphasis else "")
+    return found

@@ -1,0 +1,108 @@
+"""Results as a trace for Perfetto (ui.perfetto.dev) or Chrome (chrome://tracing).
+
+The durations are the measured ones. When each launch began is not known, so launches of one call
+stand one after the other in their order, without gaps; ops of a training step likewise, the largest
+first. The names of the tracks say so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cukit.analyzer.report.documents import Document
+from cukit.errors import ConfigError
+
+MAX_BYTES = 16 * 2**20
+"""A viewer opens this at once; gigabytes it does not."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time."""
+
+    track: str
+    name: str
+    start_us: float
+    duration_us: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def spans_of(documents: Sequence[Document]) -> list[Span]:
+    """Everything in `documents` that can stand on a time line."""
+    spans: list[Span] = []
+    for document in documents:
+        if document.kind == "distillation":
+            spans += _step(document)
+        elif document.kind == "analysis":
+            spans += _launches(document)
+    return spans
+
+
+def trace_json(spans: Sequence[Span], max_bytes: int = MAX_BYTES) -> str:
+    """Trace events as JSON of at most `max_bytes`: where that is too little, the shortest spans go.
+
+    `otherData.left_out` counts them.
+    """
+    tracks = {name: number for number, name in enumerate(dict.fromkeys(s.track for s in spans))}
+    names = [
+        {"ph": "M", "pid": 1, "tid": number, "name": "thread_name", "args": {"name": name}}
+        for name, number in tracks.items()
+    ]
+    frame = len(_document(names, [], len(spans)))
+    by_size = sorted(range(len(spans)), key=lambda index: -spans[index].duration_us)
+    kept: list[int] = []
+    room = max_bytes - frame
+    if room < 0:
+        raise ConfigError(f"trace: {max_bytes} bytes do not even hold the names of its tracks")
+    for index in by_size:
+        room -= len(json.dumps(_event(spans[index], tracks))) + 2
+        if room < 0:
+            break
+        kept.append(index)
+    events = [_event(spans[index], tracks) for index in sorted(kept)]
+    return _document(names, events, len(spans) - len(kept))
+
+
+def _document(names: list[dict[str, Any]], events: list[dict[str, Any]], left_out: int) -> str:
+    content = {
+        "traceEvents": [*names, *events],
+        "displayTimeUnit": "ns",
+        "otherData": {"generator": "cukit", "left_out": left_out},
+    }
+    return json.dumps(content)
+
+
+def _event(span: Span, tracks: dict[str, int]) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": 1,
+        "tid": tracks[span.track],
+        "name": span.name,
+        "ts": round(span.start_us, 3),
+        "dur": round(span.duration_us, 3),
+        "args": span.details,
+    }
+
+
+def _step(document: Document) -> Iterator[Span]:
+    start = 0.0
+    for entry in document.content["milliseconds_per_step_by_op"]:
+        duration = 1e3 * entry["milliseconds"]
+        details = {"calls": entry["calls"]}
+        yield Span("distillation step, ops by total", entry["name"], start, duration, details)
+        start += duration
+
+
+def _launches(document: Document) -> Iterator[Span]:
+    for analysis in document.analysis().analyses:
+        start = 0.0
+        for launch in analysis.launches:
+            if launch.device_us is None:
+                continue
+            details = {"grid": launch.grid, "block": launch.block}
+            track = f"{analysis.name}, launches in order"
+            yield Span(track, launch.name, start, launch.device_us, details)
+            start += launch.device_us
