@@ -139,6 +139,8 @@ class LayerNormConfig:
     bias: bool
     split: RowSplit
     num_blocks: int
+    blocks_per_sm: int | None = None
+    """Of the backward, whose blocks are all resident at once."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -148,6 +150,8 @@ class LayerNormConfig:
             ("RESIDUAL", self.residual),
             ("BIAS", self.bias),
         )
+        if self.blocks_per_sm is not None:
+            defines = (*defines, ("BLOCKS_PER_SM", self.blocks_per_sm))
         return KernelSpec(f"layers/{self.entry}.cu", self.entry, defines, self.split.threads)
 
 
@@ -180,15 +184,21 @@ def plan_layer_norm_backward(
     device: Device,
     *,
     vecs_per_thread: int = 2,
+    resident_threads: int | None = None,
 ) -> LayerNormConfig:
-    """Half the threads of the GPU, all resident at once: few blocks keep the partial sums in L2.
+    """Up to half the threads of the GPU, all resident: few blocks keep the partial sums in L2.
 
-    With more than two accesses a thread the sums of both gradients would not fit its registers.
+    The sums of both gradients of two 16-byte accesses take 80 registers: 768 threads an SM have so
+    many each, 1024 have 64.
     """
     split = split_row("layer_norm_backward", cols, itemsize, vec, vecs_per_thread)
-    blocks_per_sm = max(1, device.max_threads_per_sm // 2 // split.threads)
+    if resident_threads is None:
+        resident_threads = 768 if bias and vec * split.vecs_per_thread > 8 else 1024
+    blocks_per_sm = max(1, resident_threads // split.threads)
     num_blocks = min(rows, device.num_sms * blocks_per_sm)
-    return LayerNormConfig("layer_norm_backward", dtype, residual, bias, split, num_blocks)
+    return LayerNormConfig(
+        "layer_norm_backward", dtype, residual, bias, split, num_blocks, blocks_per_sm
+    )
 
 
 def _check(

@@ -10,7 +10,7 @@
 //   again: x is here anyway. Shared memory: 3 * THREADS / 32 floats, static.
 // Macros: DTYPE float32|float16|bfloat16; THREADS multiple of 32, 32..1024; VEC elements an access
 //   (VEC * sizeof(DTYPE) <= 16); VECS_PER_THREAD vectors a thread holds; RESIDUAL 0|1 (a gradient to
-//   add to grad_x); BIAS 0|1.
+//   add to grad_x); BIAS 0|1; BLOCKS_PER_SM resident at once, which limits the registers of a thread.
 // Needs cols % VEC == 0 and cols <= THREADS * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
@@ -23,12 +23,11 @@ using T = cukit::element_t;
 using Vector = cukit::Vec<T, VEC>;
 
 constexpr int kPartials = BIAS ? 2 : 1;
-constexpr int kResidentThreads = 1024;  // on an SM: what plan_layer_norm_backward counts on
 
 }  // namespace
 
 extern "C" __global__ void
-__launch_bounds__(THREADS, kResidentThreads / THREADS) layer_norm_backward(
+__launch_bounds__(THREADS, BLOCKS_PER_SM) layer_norm_backward(
     const T* __restrict__ grad_out,       // [rows, cols]
     const T* __restrict__ x,              // [rows, cols]
     const T* __restrict__ weight,         // [cols]

@@ -11,6 +11,12 @@ from cukit.errors import ConfigError, UnsupportedDeviceError
 from tests.contract import BFLOAT16
 
 
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request):
+    """Where arrays may live; the emulator's live on the CPU."""
+    return request.param
+
+
 def test_creation_functions(device):
     for dtype in ("float32", "float16", "bfloat16", np.int32):
         expected = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
