@@ -145,7 +145,7 @@ class AccessWidth:
     """Instructions of one kind and width in a kernel's code. A static count: loops count once."""
 
     operation: str
-    """"load", "store", "async copy", "atomic" ; of local memory: "local load", "local store"."""
+    """Of global memory "load", "store", "async copy"; else "shared load", "local store", ..."""
     bits: int
     """Per thread; 8, 16, 32, 64, 128."""
     instructions: int
@@ -160,6 +160,8 @@ class MemoryAccess:
     widths: tuple[AccessWidth, ...]
     bulk_copies: int
     """Instructions that start TMA transfers."""
+    atomics: int = 0
+    """Atomic instructions on global memory."""
 
 
 @dataclass(frozen=True)

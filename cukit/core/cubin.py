@@ -2,11 +2,13 @@
 
 A cubin is an ELF file. Every entry `k` has a `.text.k` section, an optional `.nv.shared.k` (static
 shared memory) and a `.nv.info.k` list of attributes, of which EIATTR_KPARAM_INFO gives offset and
-size of each parameter. The file-wide `.nv.info` has an EIATTR_REGCOUNT for each entry.
+size of each parameter. The file-wide `.nv.info` has an EIATTR_REGCOUNT and an EIATTR_FRAME_SIZE for
+each entry.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Iterator
@@ -16,6 +18,8 @@ from cukit.errors import CompileError
 
 _EIFMT_SVAL = 4
 _EIATTR_REGCOUNT = 0x2F
+_EIATTR_FRAME_SIZE = 0x11
+_EIATTR_MAX_THREADS = 0x05
 _EIATTR_KPARAM_INFO = 0x17
 _SHT_NOBITS = 8
 _SYMBOL_BYTES = 24
@@ -36,6 +40,10 @@ class CubinInfo:
     spill_load_bytes: int
     parameter_bytes: tuple[int, ...]
     """Size of each parameter in order."""
+    frame_bytes: int
+    """Local memory of a thread: spilled registers, and arrays that registers cannot hold."""
+    max_threads_per_block: int | None
+    """As `__launch_bounds__` promises; None without it."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +56,15 @@ class _Section:
 
 def read_cubin(cubin: bytes, entry: str, log: str = "") -> CubinInfo:
     """Resources of `entry`. `log` is ptxas' verbose output, the one place that counts spills."""
-    sections = {section.name: section for section in _sections(cubin)}
-    if f".text.{entry}" not in sections:
-        entries = [name[6:] for name in sections if name.startswith(".text.")]
-        raise CompileError(f'no extern "C" entry {entry!r} in the cubin; it has {entries}')
+    sections = _sections_with(cubin, entry)
     parameters: dict[int, int] = {}
+    max_threads: int | None = None
     for attribute, payload in _attributes(sections[f".nv.info.{entry}"].data):
         if attribute == _EIATTR_KPARAM_INFO:
             _, ordinal, _, packed = struct.unpack("<IHHI", payload)
             parameters[ordinal] = packed >> 18
+        elif attribute == _EIATTR_MAX_THREADS:
+            max_threads = math.prod(struct.unpack("<III", payload))
     shared = sections.get(f".nv.shared.{entry}")
     static_shared = shared.size if shared else 0
     if ".nv.shared.reserved.0" in sections:
@@ -64,24 +72,40 @@ def read_cubin(cubin: bytes, entry: str, log: str = "") -> CubinInfo:
     stores, loads = _spills(log, entry)
     return CubinInfo(
         entry=entry,
-        registers=_registers(sections, entry),
+        registers=_of_entry(sections, entry, _EIATTR_REGCOUNT),
         static_shared_bytes=static_shared,
         spill_store_bytes=stores,
         spill_load_bytes=loads,
         parameter_bytes=tuple(parameters[i] for i in sorted(parameters)),
+        frame_bytes=_of_entry(sections, entry, _EIATTR_FRAME_SIZE),
+        max_threads_per_block=max_threads,
     )
 
 
-def _registers(sections: dict[str, _Section], entry: str) -> int:
-    """The REGCOUNT attribute pairs a symbol's index with its register count."""
+def kernel_code(cubin: bytes, entry: str) -> bytes:
+    """The instructions of `entry`, as the GPU reads them."""
+    return _sections_with(cubin, entry)[f".text.{entry}"].data
+
+
+def _sections_with(cubin: bytes, entry: str) -> dict[str, _Section]:
+    """All sections of a cubin. Raises CompileError if `entry` is none of its kernels."""
+    sections = {section.name: section for section in _sections(cubin)}
+    if f".text.{entry}" not in sections:
+        entries = [name[6:] for name in sections if name.startswith(".text.")]
+        raise CompileError(f'no extern "C" entry {entry!r} in the cubin; it has {entries}')
+    return sections
+
+
+def _of_entry(sections: dict[str, _Section], entry: str, wanted: int) -> int:
+    """A file-wide attribute that pairs a symbol's index with one number."""
     symbols, names = sections[".symtab"].data, sections[".strtab"].data
     for attribute, payload in _attributes(sections[".nv.info"].data):
-        if attribute == _EIATTR_REGCOUNT:
+        if attribute == wanted:
             symbol, count = struct.unpack("<II", payload)
             (name_offset,) = struct.unpack_from("<I", symbols, symbol * _SYMBOL_BYTES)
             if names[name_offset : names.index(b"\0", name_offset)] == entry.encode():
                 return int(count)
-    raise CompileError(f"the cubin does not say how many registers {entry!r} uses")
+    raise CompileError(f"the cubin has no attribute {wanted:#x} for {entry!r}")
 
 
 def _spills(log: str, entry: str) -> tuple[int, int]:

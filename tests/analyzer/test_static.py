@@ -1,0 +1,165 @@
+"""What is said of a compiled kernel, against ptxas' words and kernels whose widths are known."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cukit.analyzer.devices import analysis_device
+from cukit.analyzer.static import KernelSource, inspect, kernel_source
+from cukit.errors import CompileError, ConfigError
+
+cupy = pytest.importorskip("cupy", reason="compiling needs NVRTC")
+
+# NVRTC 12.9 compiles for all of these; every one of them decodes by the same table.
+ARCHES = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+WIDTHS = r"""
+extern "C" __global__ void __launch_bounds__(192) widths(
+    const unsigned char* a, const unsigned short* b, const float* c, const float2* d,
+    const float4* e, unsigned char* o8, unsigned short* o16, float* o32, float2* o64,
+    float4* o128) {
+  __shared__ float tile[192];
+  const int i = blockIdx.x * 192 + threadIdx.x;
+  tile[threadIdx.x] = c[i];
+  __syncthreads();
+  o8[i] = a[i] + 1;
+  o16[i] = b[i] + 1;
+  o32[i] = tile[threadIdx.x ^ 1];
+  const float2 y = d[i];
+  o64[i] = make_float2(y.y, y.x);
+  const float4 z = e[i];
+  o128[i] = make_float4(z.w, z.z, z.y, z.x);
+  atomicAdd(o32 + i, 1.0f);
+}
+"""
+
+# More live values than the 64 registers that a block of 1024 threads leaves to each.
+SPILLING = r"""
+extern "C" __global__ void __launch_bounds__(1024) spilling(float* x, int n) {
+  float v[128];
+  #pragma unroll
+  for (int i = 0; i < 128; ++i) v[i] = x[i * n];
+  for (int r = 0; r < n; ++r) {
+    #pragma unroll
+    for (int i = 0; i < 128; ++i) v[i] = v[i] * v[(i + 57) % 128] + x[r];
+  }
+  #pragma unroll
+  for (int i = 0; i < 128; ++i) x[i * n] = v[i];
+}
+"""
+
+TEMPLATE = "template <typename T> __global__ void scale(T* x, T by) { x[threadIdx.x] *= by; }"
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_widths_are_those_of_the_source(arch: str) -> None:
+    kernel = cupy.RawKernel(WIDTHS, "widths")
+    found = inspect(kernel, arch).launch(analysis_device(arch), (100, 1, 1), (192, 1, 1), 0)
+    access = found.memory_access
+    assert access is not None
+    counted = {(w.operation, w.bits): w.instructions for w in access.widths}
+    for operation in ("load", "store"):
+        for bits in (8, 16, 32, 64, 128):
+            assert counted.pop((operation, bits)) == 1, (operation, bits)
+    assert counted == {("shared load", 32): 1, ("shared store", 32): 1}
+    assert (access.atomics, access.bulk_copies) == (1, 0)
+    resources = found.resources
+    assert resources is not None
+    assert resources.static_shared_bytes == 192 * 4, "the driver's reserve is not the kernel's"
+    assert resources.max_threads_per_block == 192
+    assert (resources.local_bytes, resources.spill_store_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_spills_are_those_of_ptxas(arch: str) -> None:
+    kernel = inspect(KernelSource("spilling", SPILLING), arch)
+    resources = kernel.resources()
+    assert resources.spill_store_bytes
+    assert resources.spill_load_bytes
+    assert resources.local_bytes >= 4 * (128 - 64)
+    assert resources.registers <= 64
+    launch = kernel.launch(analysis_device(arch), None, (1024, 1, 1), 0)
+    assert launch.memory_access is not None
+    assert {"local load", "local store"} <= {w.operation for w in launch.memory_access.widths}
+    assert launch.waves is None, "without a grid"
+
+
+def test_asynchronous_and_bulk_copies_are_counted() -> None:
+    code = r"""
+extern "C" __global__ void copies(const char* from, void* map, char* to) {
+  __shared__ alignas(128) char tile[2048];
+  const unsigned at = __cvta_generic_to_shared(tile);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at + 64), "l"(from));
+  asm volatile("cp.async.wait_all;");
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%1, {%2, %3}], [%0];" ::"r"(at), "l"(map), "r"(0), "r"(0) : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%1], [%0], 16;" ::"r"(at), "l"(to) : "memory");
+}"""  # noqa: E501
+    device = analysis_device("sm_90")
+    launch = inspect(KernelSource("copies", code), "sm_90a").launch(device, None, (32, 1, 1), 0)
+    assert launch.memory_access is not None
+    counted = {(w.operation, w.bits) for w in launch.memory_access.widths}
+    assert {("async copy", 128), ("async copy", 32)} <= counted
+    assert launch.memory_access.bulk_copies == 2
+
+
+def test_a_template_is_found_by_its_expression() -> None:
+    module = cupy.RawModule(code=TEMPLATE, name_expressions=("scale<float>", "scale<double>"))
+    kernel = inspect(module, "sm_80", "scale<double>")
+    assert kernel.info.parameter_bytes == (8, 8)
+    with pytest.raises(ConfigError, match="which function"):
+        inspect(module, "sm_80")
+
+
+def test_a_cubin_is_read_without_a_word_on_spills(tmp_path: Path) -> None:
+    from cukit.core.compiler import KernelSpec, compile_kernel
+
+    spec = KernelSpec("analyzer/spin.cu", "spin", (), 1)
+    compiled = compile_kernel(spec, "sm_90a")
+    kernel = inspect(compiled.path, "sm_90", "spin")
+    assert kernel.info.registers == compiled.info.registers
+    assert kernel.resources().spill_store_bytes is None
+
+
+def test_options_are_those_of_the_kernel() -> None:
+    code = 'extern "C" __global__ void f(float* x, NUMBER y) { x[0] = y; }'
+    kernel = cupy.RawKernel(code, "f", options=("-DNUMBER=double", "-arch=sm_75"))
+    assert inspect(kernel, "sm_90").info.parameter_bytes == (8, 8)
+
+
+def test_a_kernel_that_does_not_compile_quotes_its_line() -> None:
+    broken = cupy.RawKernel('extern "C" __global__ void f(float* x) {\n  x[0] = y;\n}', "f")
+    with pytest.raises(CompileError, match=r'(?s)f does not compile.*f\.cu\(2\).*"y" is undefined'):
+        inspect(broken, "sm_80")
+
+
+def test_an_entry_that_is_not_there_is_named() -> None:
+    with pytest.raises(CompileError, match=r"no extern \"C\" entry 'g'.*'widths'"):
+        inspect(KernelSource("g", WIDTHS), "sm_80")
+
+
+def test_what_is_no_kernel_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a RawKernel"):
+        kernel_source(42)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
+def test_a_kernel_of_ours_says_what_ptxas_says(arch: str) -> None:
+    """The log that the compiler left beside the cubin, read by other means than the cubin."""
+    from cukit.core.compiler import compile_kernel
+    from cukit.registry import get_op
+
+    specs = get_op("cross_entropy").specs(analysis_device(arch))
+    for spec in specs[:2]:
+        compiled = compile_kernel(spec, arch)
+        log = json.loads(compiled.path.with_suffix(".json").read_text())["log"]
+        words = log.partition(f"Function properties for {spec.entry}\n")[2]
+        shared = re.search(r"(\d+) bytes smem", words)
+        resources = inspect(compiled.path, arch, spec.entry).resources()
+        assert f"Used {resources.registers} registers" in words
+        assert resources.static_shared_bytes == (int(shared[1]) if shared else 0)
+        assert f"{resources.local_bytes} bytes stack frame" in words
