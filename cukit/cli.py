@@ -1,4 +1,4 @@
-"""The `cukit` command: doctor, list, compile, bench, distill, generate.
+"""The `cukit` command: doctor, list, compile, bench, report, distill, generate.
 
 Bad input ends with one clear line on stderr and exit code 2; a traceback means a defect of ours.
 """
@@ -17,6 +17,7 @@ from cukit.commands.compile import compile_kernels
 from cukit.commands.distill import distill, generate
 from cukit.commands.doctor import doctor
 from cukit.commands.list_ops import list_ops
+from cukit.commands.report import report
 from cukit.errors import CukitError
 
 BAD_INPUT = 2
@@ -32,6 +33,7 @@ app.command("doctor")(doctor)
 app.command("list")(list_ops)
 app.command("compile")(compile_kernels)
 app.command("bench")(bench)
+app.command("report")(report)
 app.command("distill")(distill)
 app.command("generate")(generate)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -59,26 +59,42 @@ def compile_kernels(
     not compile.
     """
     wanted = variants(devices(arch), op)
+    compiled, errors = build(wanted, jobs, quiet=as_json)
+    if as_json:
+        print_json(facts(compiled, errors))
+    else:
+        _show(list(compiled.items()), errors)
+    raise typer.Exit(1 if errors else 0)
+
+
+def build(
+    wanted: Sequence[Variant], jobs: int | None = None, *, quiet: bool = False
+) -> tuple[dict[Variant, CompiledKernel], dict[Variant, str]]:
+    """Compiles with a bar on stderr; the kernels in the order of `wanted`, and what NVRTC said of
+    those that do not compile."""
+    results = dict(_progress(compile_all(wanted, jobs), len(wanted), quiet=quiet))
     compiled: dict[Variant, CompiledKernel] = {}
     errors: dict[Variant, str] = {}
-    for variant, result in _progress(compile_all(wanted, jobs), len(wanted), quiet=as_json):
+    for variant in wanted:
+        result = results[variant]
         if isinstance(result, CompileError):
             errors[variant] = str(result)
         else:
             compiled[variant] = result
-    done = [variant for variant in wanted if variant in compiled]
-    if as_json:
-        print_json(
-            {
-                "kernels": [_record(variant, compiled[variant]) for variant in done],
-                "errors": [
-                    {"kernel": str(v.spec), "arch": v.arch, "log": e} for v, e in errors.items()
-                ],
-            }
-        )
-    else:
-        _show([(variant, compiled[variant]) for variant in done], errors)
-    raise typer.Exit(1 if errors else 0)
+    return compiled, errors
+
+
+def facts(
+    compiled: Mapping[Variant, CompiledKernel], errors: Mapping[Variant, str]
+) -> dict[str, list[dict[str, Any]]]:
+    """What `--json` prints, and a report is made from."""
+    return {
+        "kernels": [_record(variant, kernel) for variant, kernel in compiled.items()],
+        "errors": [
+            {"kernel": str(variant.spec), "arch": variant.arch, "log": log}
+            for variant, log in errors.items()
+        ],
+    }
 
 
 def devices(arch: str | None) -> list[Device]:
@@ -172,7 +188,7 @@ def _record(variant: Variant, compiled: CompiledKernel) -> dict[str, Any]:
 COLUMNS = ("kernel", "variant", "arch", "threads", "registers", "spills", "shared", "occupancy")
 
 
-def _show(rows: Sequence[tuple[Variant, CompiledKernel]], errors: dict[Variant, str]) -> None:
+def _show(rows: Sequence[tuple[Variant, CompiledKernel]], errors: Mapping[Variant, str]) -> None:
     from rich.markup import escape
 
     console = stdout()

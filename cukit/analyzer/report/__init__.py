@@ -19,7 +19,7 @@ from cukit.analyzer.report.layout import Section
 from cukit.analyzer.report.trace import MAX_BYTES, spans_of, trace_json
 from cukit.errors import ConfigError
 
-__all__ = ["Report", "Source", "generate_report"]
+__all__ = ["DEFAULT_TITLE", "Report", "Source", "generate_report"]
 
 TRACE_SUFFIX = ".trace.json"
 
@@ -70,16 +70,21 @@ class Report:
 
     def write(self, path: Path) -> None:
         """In the form that the suffix names: .html, .json or .trace.json. Raises ConfigError."""
+        check_suffix(path)
         if path.name.endswith(TRACE_SUFFIX):
             content = self.to_trace()
         elif path.suffix == ".json":
             content = self.to_json()
-        elif path.suffix in (".html", ".htm"):
-            content = self.to_html()
         else:
-            raise ConfigError(f"{path}: a report ends in .html, .json or {TRACE_SUFFIX}")
+            content = self.to_html()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
+
+
+def check_suffix(path: Path) -> None:
+    """Raises ConfigError for a file that no form of a report goes into."""
+    if path.suffix not in (".html", ".json"):
+        raise ConfigError(f"{path}: a report ends in .html, .json or {TRACE_SUFFIX}")
 
 
 def generate_report(
@@ -92,6 +97,8 @@ def generate_report(
     Raises DataError for results that are none or damaged, ConfigError for another suffix,
     MissingDependencyError for HTML without Jinja2.
     """
+    for output in outputs:
+        check_suffix(Path(output))
     report = Report(read_documents(results), title)
     for output in outputs:
         report.write(Path(output))

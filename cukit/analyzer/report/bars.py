@@ -70,16 +70,14 @@ def bar_chart(
         for value in scale.ticks(4 if narrow else 8)
     ]
     frame += [
-        svg.text(
-            numbers.tick(value), scale(value), bottom + 15, "tick", "middle" if value else None
-        )
+        svg.text(numbers.tick(value), scale(value), bottom + 15, "tick", "middle")
         for value in scale.ticks(4 if narrow else 8)
     ]
     frame.append(svg.text(unit, right, bottom + 31, "tick", "end"))
     if mark is not None:
         x = scale(mark.value)
         beyond_middle = x > (left + right) / 2
-        bodies.append(svg.line(x, top - 8, x, bottom, "mark"))
+        frame.append(svg.line(x, top - 8, x, bottom, "mark"))
         bodies.append(
             svg.text(mark.label, x, top - 13, "tick strong", "end" if beyond_middle else None)
         )
@@ -91,16 +89,14 @@ def _group(group: Group, scale: svg.Scale, y: float, *, narrow: bool) -> tuple[s
     height = len(group.bars) * (BAR + BAR_GAP) - BAR_GAP
     parts = []
     if narrow:
-        label = svg.element("tspan", escape(group.label), class_="label")
-        detail = svg.element("tspan", escape(group.detail), class_="detail", dx=6.0)
-        parts.append(svg.element("text", label, detail, x=PADDING, y=y + 10))
+        parts.append(_one_line(group, PADDING, y + 10))
         y += 17
+    elif len(group.bars) == 1:
+        parts.append(_one_line(group, scale.start - 10, y + height - 2.6, "end"))
     else:
         middle = y + height / 2
-        both = bool(group.detail)
-        x = scale.start - 10
-        parts.append(svg.text(group.label, x, middle + (-2 if both else 4), "label", "end"))
-        parts += [svg.text(group.detail, x, middle + 12, "detail", "end")] if both else []
+        parts.append(svg.text(group.label, scale.start - 10, middle - 2, "label", "end"))
+        parts.append(svg.text(group.detail, scale.start - 10, middle + 12, "detail", "end"))
     for bar in group.bars:
         end = scale(bar.value)
         parts.append(
@@ -125,7 +121,18 @@ def _group(group: Group, scale: svg.Scale, y: float, *, narrow: bool) -> tuple[s
     return svg.element("g", *parts), y - BAR_GAP
 
 
+def _one_line(group: Group, x: float, y: float, anchor: str | None = None) -> str:
+    """Label and detail beside each other."""
+    label = svg.element("tspan", escape(group.label), class_="label")
+    detail = svg.element("tspan", escape(group.detail), class_="detail", dx=6.0)
+    parts = [label, detail] if group.detail else [label]
+    return svg.element("text", *parts, x=x, y=y, text_anchor=anchor)
+
+
 def _label_width(groups: Sequence[Group]) -> float:
-    widths = [svg.text_width(group.label, LABEL_SIZE) for group in groups]
-    widths += [svg.text_width(group.detail, NOTE_SIZE) for group in groups]
-    return max(widths, default=0.0) + 14
+    found = 0.0
+    for group in groups:
+        label = 1.12 * svg.text_width(group.label, LABEL_SIZE)  # its letters are heavy
+        detail = svg.text_width(group.detail, NOTE_SIZE)
+        found = max(found, label + 6 + detail if len(group.bars) == 1 else max(label, detail))
+    return found + 14

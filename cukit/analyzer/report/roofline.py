@@ -13,7 +13,7 @@ from html import escape
 
 from cukit.analyzer.report import numbers, svg
 
-LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 26.0, 44.0
+LEFT, RIGHT, TOP, BOTTOM = 52.0, 22.0, 26.0, 44.0
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,7 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point], *, title: str, widt
     lowest = min([p.tflops for p in points] + [x.low * roof.value / 1e3 for roof in memory])
     lowest = max(lowest, min((p.tflops for p in points), default=lowest) / 30)
     highest = max([p.tflops for p in points] + [roof.value for roof in compute])
-    y = svg.Scale(
-        10 ** math.floor(math.log10(lowest)), highest * 1.6, height - BOTTOM, TOP, logarithmic=True
-    )
+    y = svg.Scale(lowest / 1.5, highest * 1.6, height - BOTTOM, TOP, logarithmic=True)
     parts = _frame(x, y)
     top = max((roof.value for roof in compute), default=y.high)
     parts += [part for roof in memory for part in _slope(roof, x, y, top)]
@@ -66,14 +64,13 @@ def _ridges(memory: Sequence[Roof], compute: Sequence[Roof]) -> list[float]:
 
 
 def _scale(values: Sequence[float], start: float, stop: float) -> svg.Scale:
-    """At least a decade to either side of the ridge, in whole decades."""
-    low, high = math.log10(min(values) / 1.5), math.log10(max(values) * 3)
-    return svg.Scale(10 ** math.floor(low), 10 ** math.ceil(high), start, stop, logarithmic=True)
+    """Room to either side of every point and of the ridge."""
+    return svg.Scale(min(values) / 4, max(values) * 2, start, stop, logarithmic=True)
 
 
 def _frame(x: svg.Scale, y: svg.Scale) -> list[str]:
     parts = []
-    for value in x.ticks(8):
+    for value in x.ticks(int((x.stop - x.start) / 60)):
         parts.append(svg.line(x(value), y.stop, x(value), y.start, "grid"))
         parts.append(svg.text(numbers.tick(value), x(value), y.start + 16, "tick", "middle"))
     for value in y.ticks(8):

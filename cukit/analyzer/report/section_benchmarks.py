@@ -44,9 +44,9 @@ def benchmark_section(results: BenchmarkResults) -> Section:
     for family in results.families:
         cases = results.of_family(family)
         ops = dict.fromkeys(case.op for case in cases)
-        folds = [_op_fold([case for case in cases if case.op == op], results) for op in ops]
+        figures = [_op_figure([case for case in cases if case.op == op], results) for op in ops]
         blocks.append(_table(family, cases, results.impls))
-        blocks += folds
+        blocks.append(Fold(f"Every case of {family} in bars", tuple(figures)))
     return Section("Benchmarks", results.machine, tuple(blocks))
 
 
@@ -117,6 +117,8 @@ def _share_bar(series: int, case: Case, record: Record) -> Bar:
 def _roofline(results: BenchmarkResults) -> Figure | None:
     """Every record that declares FLOPs and bytes, below the ceilings of its own run."""
     ops = tuple(dict.fromkeys(case.op for case in results.cases if _has_both(case)))
+    # The second colour is the peers' elsewhere.
+    series = {op: number + (number > 0) for number, op in enumerate(ops)}
     copy, gemm = results.ceiling("copy_gbps"), results.ceiling("bf16_gemm_tflops")
     if not ops or copy is None or gemm is None:
         return None
@@ -128,7 +130,7 @@ def _roofline(results: BenchmarkResults) -> Figure | None:
         Point(
             1e3 * record["tflops"] / record["gbps"],
             record["tflops"],
-            ops.index(record["op"]),
+            series[record["op"]],
             f"{impl_title(record['impl'])}, {record['op']} {record['case']} {record['dtype']}: "
             f"{numbers.tflops(record['tflops'])}, {numbers.microseconds(record['median_us'])}",
             hollow=not is_ours(record["impl"]),
@@ -141,7 +143,7 @@ def _roofline(results: BenchmarkResults) -> Figure | None:
         lambda width: roofline(roofs, points, title="Roofline of the benchmark cases", width=width),
         "Ceilings as measured in the same run. Filled: cukit; rings: peers. FLOPs and bytes are "
         "those that the op cannot do without, so traffic beyond them shows as a lower point.",
-        tuple(enumerate(ops)),
+        tuple((number, op) for op, number in series.items()),
     )
 
 
@@ -149,7 +151,7 @@ def _has_both(case: Case) -> bool:
     return any(r["correct"] and r.get("tflops") and r.get("gbps") for r in case.records)
 
 
-def _op_fold(cases: Sequence[Case], results: BenchmarkResults) -> Fold:
+def _op_figure(cases: Sequence[Case], results: BenchmarkResults) -> Figure:
     """Bars of all cases of an op: rates where work is declared, else calls per second."""
     impls = [
         impl for impl in results.impls if any(r["impl"] == impl for c in cases for r in c.records)
@@ -171,14 +173,13 @@ def _op_fold(cases: Sequence[Case], results: BenchmarkResults) -> Fold:
         ]
         groups.append(Group(case.name, case.dtype, tuple(bars)))
     op = cases[0].op
-    figure = Figure(
+    return Figure(
         op,
         lambda width: bar_chart(
             groups, title=f"{op}: {unit} of each implementation", unit=unit, width=width, mark=mark
         ),
         legend=tuple((impls.index(impl), impl_title(impl)) for impl in impls),
     )
-    return Fold(f"{op}: {len(cases)} {'case' if len(cases) == 1 else 'cases'} in bars", (figure,))
 
 
 def _measure(

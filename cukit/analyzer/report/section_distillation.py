@@ -88,6 +88,7 @@ def _models_table(models: Mapping[str, Any]) -> Table:
     columns = ("parameters", "bits per byte", "KL to teacher (bits)", "top-1 as teacher")
     more = ("top-1 right", "tokens/s", "training time")
     rows = []
+    best = min(("student", "student-alone"), key=lambda phase: models[phase]["bits_per_byte"])
     for phase, facts in models.items():
         kl, agreement = facts["teacher_kl_bits"], facts["teacher_agreement"]
         speed = facts["tokens_per_second"]
@@ -104,7 +105,8 @@ def _models_table(models: Mapping[str, Any]) -> Table:
             )
         )
     header = (Column("model"), *(Column(name, numeric=True) for name in (*columns, *more)))
-    return Table(header, tuple(rows), "Models on validation text")
+    emphasis = (list(models).index(best),)
+    return Table(header, tuple(rows), "Models on validation text", emphasis)
 
 
 def _curves(run: dict[str, Any]) -> Figure:
@@ -130,7 +132,8 @@ def _breakdown(ops: list[dict[str, Any]]) -> Figure:
     groups = []
     for entry in ops:
         ms = entry["milliseconds"]
-        calls = f"{entry['calls']:g} calls" if entry["calls"] else ""
+        word = "call" if entry["calls"] == 1 else "calls"
+        calls = f"{entry['calls']:g} {word}" if entry["calls"] else ""
         note = f"{numbers.digits(ms)} ms, {ms / whole:.1%}"
         bar = Bar(0, ms, note, f"{entry['name']}: {note}")
         groups.append(Group(entry["name"], calls, (bar,)))

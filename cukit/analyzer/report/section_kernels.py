@@ -55,7 +55,9 @@ def kernel_section(compiled: dict[str, Any]) -> Section:
         )
     )
     blocks: list[Block] = [tiles]
-    blocks += [Code(error["log"], f"{error['kernel']} for {error['arch']}") for error in errors]
+    if errors:
+        logs = tuple(Code(error["log"], f"{error['kernel']}, {error['arch']}") for error in errors)
+        blocks.append(Fold("What does not compile", logs, open=True))
     for number, arch in enumerate(archs):
         chosen = [kernel for kernel in kernels if kernel["arch"] == arch]
         blocks.append(_arch_fold(arch, chosen, open_=number == 0))

@@ -102,9 +102,14 @@ class Scale:
         return [round(index * step, 12) for index in range(first, last + 1)]
 
     def _decades(self, at_most: int) -> list[float]:
-        first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
-        every = max(1, math.ceil((last - first + 1) / max(at_most, 1)))
-        return [10.0**exponent for exponent in range(first, last + 1, every)]
+        """1, 2, 5, 10, 20, ... where that is few enough, else powers of ten."""
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        for leading, every in (((1, 2, 5), 1), *(((1,), every) for every in range(1, 100))):
+            found = [m * 10.0**e for e in range(first, last + 1, every) for m in leading]
+            found = [value for value in found if self.low * 0.999 <= value <= self.high * 1.001]
+            if len(found) <= at_most:
+                break
+        return found
 
 
 def nice_step(rough: float) -> float:

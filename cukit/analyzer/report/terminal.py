@@ -46,7 +46,7 @@ def _print(console: Console, block: Block, *, folded: bool = False) -> None:
     elif isinstance(block, Code):
         console.print(Padding(Text(block.title, style="bold"), (1, 0, 0, 0)))
         console.print(Padding(Text(block.text), (0, 0, 0, 2)))
-    elif isinstance(block, Fold) and any(isinstance(part, Table) for part in block.blocks):
+    elif isinstance(block, Fold) and any(isinstance(part, Table | Code) for part in block.blocks):
         console.print(Padding(Text(block.summary, style="bold"), (1, 0, 0, 0)))
         for part in block.blocks:
             _print(console, part, folded=True)

@@ -1,0 +1,62 @@
+"""`cukit report`: results of any kind as a page, as JSON, as a trace, and here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cukit.analyzer.report import DEFAULT_TITLE, Source, generate_report
+from cukit.analyzer.report.terminal import print_report
+from cukit.commands._console import stdout
+from cukit.commands.compile import build, devices, facts, variants
+from cukit.errors import ConfigError
+
+
+def report(
+    results: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Files of `cukit bench`, `cukit distill` (report.json), `cukit compile --json`, "
+            "analyses, or earlier reports. Without any, every kernel is compiled and described."
+        ),
+    ] = None,
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="A file to write: .html, .json or .trace.json (for ui.perfetto.dev). "
+            "May be repeated.",
+        ),
+    ] = None,
+    title: Annotated[str, typer.Option(help="What the report is called.")] = DEFAULT_TITLE,
+    arch: Annotated[
+        str | None, typer.Option(help="Without results: architectures, as for `cukit compile`.")
+    ] = None,
+    op: Annotated[
+        list[str] | None, typer.Option(help="Without results: only this op; may be repeated.")
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only what was written.")
+    ] = False,
+) -> None:
+    """Make a report from measured results; without any, of the kernels themselves.
+
+    Needs no GPU. The page is one file that fetches nothing; its tables sort by a click.
+    """
+    if results and (arch or op):
+        raise ConfigError(
+            "--arch and --op choose kernels to describe; with results they mean nothing"
+        )
+    sources: list[Source] = list(results or [])
+    if not sources:
+        sources.append(facts(*build(variants(devices(arch), op), quiet=quiet)))
+    made = generate_report(sources, output or (), title=title)
+    console = stdout()
+    if not quiet:
+        print_report(console, made.title, made.sections)
+        console.print()
+    for path in output or ():
+        console.print(f"wrote {path}", markup=False, highlight=False)
