@@ -21,8 +21,8 @@ def backend(name: str, **options: Any) -> Iterator[None]:
         name: `"emulator"`: NumPy arrays run the CUDA kernels on the CPU; `"gpu"`: CuPy arrays run
             them on the GPU and NumPy arrays run the references, as without this call.
         options: of the emulator (`cukit.emulator.Settings`): arch, checked, seed, late, threads,
-            debug. What is not given comes from the environment: CUKIT_EMULATOR_ARCH, _CHECK, _SEED,
-            _LATE, _THREADS, _DEBUG.
+            debug, patience. What is not given comes from the environment: CUKIT_EMULATOR_ARCH,
+            _CHECK, _SEED, _LATE, _THREADS, _DEBUG, _PATIENCE.
 
     Raises:
         ConfigError: an unknown name or option value. In the block, ops raise EmulatorError when a

@@ -103,6 +103,7 @@ class EmulatedKernel(Kernel):
             checked=self._settings.checked,
             late=settings.late,
             seed=settings.seed,
+            patience=settings.patience,
         )
         report = launch(record)
         if report is not None:

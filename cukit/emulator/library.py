@@ -51,6 +51,7 @@ class LaunchRecord(ctypes.Structure):
         ("checked", ctypes.c_uint32),
         ("late", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
+        ("patience", ctypes.c_double),
         ("message", ctypes.c_char_p),
         ("message_bytes", ctypes.c_uint32),
     ]

@@ -20,6 +20,7 @@ class Settings:
     late: let asynchronous copies and products finish only when somebody waits for them.
     threads: of the operating system, for the blocks of a grid; 0 for one per processor.
     debug: compile without optimisation, for a debugger.
+    patience: seconds that a thread may poll with nothing else to do before it counts as stuck.
     """
 
     arch: str = "sm_90"
@@ -28,16 +29,17 @@ class Settings:
     late: bool = False
     threads: int = 0
     debug: bool = False
+    patience: float = 20.0
 
     def __post_init__(self) -> None:
         typical_device(self.arch)
-        if self.seed < 0 or self.threads < 0:
-            raise ConfigError("emulator: seed and threads must not be negative")
+        if self.seed < 0 or self.threads < 0 or self.patience <= 0:
+            raise ConfigError("emulator: seed, threads and patience must not be negative")
 
 
 def settings_from(environment: Mapping[str, str] = os.environ, **options: object) -> Settings:
-    """`options` where given, else the variables CUKIT_EMULATOR_ARCH, _CHECK, _SEED, _LATE, _THREADS
-    and _DEBUG, else the defaults."""
+    """`options` where given, else the variables CUKIT_EMULATOR_ARCH, _CHECK, _SEED and so on, else
+    the defaults."""
     values: dict[str, object] = {}
     for name, variable in _VARIABLES.items():
         text = environment.get(f"CUKIT_EMULATOR_{variable}")
@@ -60,6 +62,7 @@ _VARIABLES = {
     "late": "LATE",
     "threads": "THREADS",
     "debug": "DEBUG",
+    "patience": "PATIENCE",
 }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -25,23 +25,23 @@ REVERSED = X[:256][::-1]
 TILE_BYTES = 64 * 128
 
 
-@pytest.fixture(autouse=True)
-def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    assert request.config.cache is not None
-    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
-    yield
-
-
 def run(
-    source: str, entry: str, bug: int, make: Callable[[], tuple[Any, ...]], threads: int, shared: int,
-    grid: int = 1, **options: Any,
-) -> np.ndarray[Any, Any]:  # fmt: skip
+    source: str,
+    entry: str,
+    bug: int,
+    make: Callable[[], tuple[Any, ...]],
+    threads: int,
+    shared: int,
+    grid: int = 1,
+    **options: Any,
+) -> np.ndarray[Any, Any]:
     """The last argument after the launch."""
     spec = KernelSpec(str(KERNELS / source), entry, (("BUG", bug),), threads, shared)
     with cukit.backend("emulator", **options):
         args = make()
         load_kernel(spec)((grid,), args)
-    return args[-1]
+    result: np.ndarray[Any, Any] = args[-1]
+    return result
 
 
 def empty(count: int = 256) -> np.ndarray[Any, Any]:
@@ -59,63 +59,86 @@ def x_to_out(elements: int = 256, count: int = 256) -> Callable[[], tuple[Any, .
     return lambda: (X[:elements].copy(), empty(count))
 
 
-# entry: (arguments, threads, dynamic shared bytes, what the message says, expected result)
+class Bug(NamedTuple):
+    """Elements read and written, dynamic shared bytes, the report, and the twin's result."""
+
+    elements: int
+    shared: int
+    message: str
+    expected: np.ndarray[Any, Any]
+
+    def run(self, entry: str, bug: int, **options: Any) -> np.ndarray[Any, Any]:
+        count = self.expected.size
+        threads = min(256, count)
+        make = x_to_out(self.elements, count)
+        return run("planted.cu", entry, bug, make, threads, self.shared, **options)
+
+
 PLAIN = {
-    "missing_barrier": (x_to_out(), 256, 0, "uninitialised shared memory: read of 4", REVERSED),
-    "missing_second_barrier": (
-        x_to_out(512, 512), 256, 0, r"race: (write|read) of 4[\s\S]*nothing orders it after the (read|write)",
+    "missing_barrier": Bug(256, 0, "uninitialised shared memory: read of 4", REVERSED),
+    "missing_second_barrier": Bug(
+        512,
+        0,
+        r"race: (write|read) of 4[\s\S]*nothing orders it after the (read|write) by",
         np.concatenate([REVERSED, X[256:512][::-1]]),
     ),
-    "race_between_warps": (
-        x_to_out(), 256, 0, "uninitialised shared memory|race", np.roll(X[:256:32], -1).repeat(32),
+    "race_between_warps": Bug(
+        256, 0, "uninitialised shared memory|race", np.roll(X[:256:32], -1).repeat(32)
     ),
-    "outside_dynamic_shared": (
-        x_to_out(), 256, 1024, "out of bounds: write of 4 bytes at byte 1024 of the dynamic", X[:256],
+    "outside_dynamic_shared": Bug(
+        256, 1024, "out of bounds: write of 4 bytes at byte 1024 of the dynamic", X[:256]
     ),
-    "outside_static_shared": (
-        x_to_out(), 256, 0, r"out of bounds: index 256 of 'float \[256\]'", X[:256],
+    "outside_static_shared": Bug(256, 0, r"out of bounds: index 256 of 'float \[256\]'", X[:256]),
+    "outside_global": Bug(
+        256, 0, r"out of bounds: read of 4.*0 bytes past the end of argument 0", X[:256]
     ),
-    "outside_global": (
-        x_to_out(), 256, 0, "out of bounds: read of 4.*0 bytes past the end of argument 0", X[:256],
+    "misaligned_vector_load": Bug(
+        1028,
+        0,
+        r"misaligned: .*float4.* needs a multiple of 16 bytes, the address is one of 4",
+        X[:1024:4],
     ),
-    "misaligned_vector_load": (
-        x_to_out(1028), 256, 0, "misaligned: .*float4.* needs a multiple of 16 bytes, the address is one of 4", X[:1024:4],
+    "missing_copy_wait": Bug(
+        1024, 4096, "asynchronous copy not waited for: read", X[:1024:4][::-1]
     ),
-    "missing_copy_wait": (
-        x_to_out(1024), 256, 4096, "asynchronous copy not waited for: read", X[:1024:4][::-1],
+    "wait_for_the_wrong_group": Bug(
+        2048, 8192, "asynchronous copy not waited for: read", X[1024:2048:4][::-1]
     ),
-    "wait_for_the_wrong_group": (
-        x_to_out(2048), 256, 8192, "asynchronous copy not waited for: read", X[1024:2048:4][::-1],
-    ),
-    "mismatched_barrier": (
-        x_to_out(64, 64), 64, 0, "mismatched barrier: (32|64) threads are expected here, (64|32) by",
+    "mismatched_barrier": Bug(
+        64,
+        0,
+        r"mismatched barrier: (32|64) threads are expected here, (64|32) by",
         X[:64][::-1],
     ),
-    "divergent_barrier": (
-        x_to_out(), 256, 0,
-        r"uninitialised|race|deadlock[\s\S]*threads 0-39 wait at __syncthreads[\s\S]*40-255 have exited",
+    "divergent_barrier": Bug(
+        256,
+        0,
+        r"uninitialised|race|deadlock[\s\S]*threads 0-39 wait at __syncthreads",
         REVERSED,
     ),
-    "two_barriers_in_a_warp": (
-        x_to_out(), 256, 0, "threads of one warp wait at different __syncthreads", REVERSED,
+    "two_barriers_in_a_warp": Bug(
+        256, 0, "threads of one warp wait at different __syncthreads", REVERSED
     ),
-    "shuffle_of_half_a_warp": (
-        x_to_out(), 256, 0, r"deadlock[\s\S]*threads 0-15.* wait at __shfl_xor_sync, mask 0xffffffff",
+    "shuffle_of_half_a_warp": Bug(
+        256,
+        0,
+        r"deadlock[\s\S]*threads 0-15.* wait at __shfl_xor_sync, mask 0xffffffff",
         X[:256].reshape(-1, 2)[:, ::-1].reshape(-1),
     ),
-    "uninitialised_shared": (
-        x_to_out(), 256, 0, "uninitialised shared memory: read of 4 bytes at byte 28 of the static",
+    "uninitialised_shared": Bug(
+        256,
+        0,
+        "uninitialised shared memory: read of 4 bytes at byte 28 of the static",
         REVERSED,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("entry", PLAIN)
 def test_a_planted_bug_is_named(entry, seed):
-    make, threads, shared, message, _ = PLAIN[entry]
-    with pytest.raises(EmulatorError, match=message) as caught:
-        run("planted.cu", entry, 1, make, threads, shared, seed=seed)
+    with pytest.raises(EmulatorError, match=PLAIN[entry].message) as caught:
+        PLAIN[entry].run(entry, 1, seed=seed)
     text = str(caught.value)
     assert text.startswith(f"{entry}(BUG=1): ")
     assert re.search(r"thread \(\d+, 0, 0\)|threads [\d, -]+ wait", text), text
@@ -126,34 +149,28 @@ def test_a_planted_bug_is_named(entry, seed):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("entry", PLAIN)
 def test_the_twin_without_it_passes(entry, seed, late):
-    make, threads, shared, _, expected = PLAIN[entry]
-    got = run("planted.cu", entry, 0, make, threads, shared, seed=seed, late=late)
-    np.testing.assert_array_equal(got, expected)
+    got = PLAIN[entry].run(entry, 0, seed=seed, late=late)
+    np.testing.assert_array_equal(got, PLAIN[entry].expected)
 
 
 def test_the_line_is_the_one_at_fault():
     line = line_of("planted.cu", "out[threadIdx.x] = x[threadIdx.x + BUG];")
-    make, threads, shared, *_ = PLAIN["outside_global"]
     place = rf"block \(0, 0, 0\), thread \(255, 0, 0\) at .*planted\.cu:{line}"
     with pytest.raises(EmulatorError, match=place):
-        run("planted.cu", "outside_global", 1, make, threads, shared)
+        PLAIN["outside_global"].run("outside_global", 1)
 
 
 def test_a_missing_barrier_shows_as_a_difference_between_seeds_without_checks():
-    make, threads, shared, _, expected = PLAIN["missing_second_barrier"]
-    results = [
-        run("planted.cu", "missing_second_barrier", 1, make, threads, shared, seed=s, checked=False)
-        for s in range(6)
-    ]
+    name = "missing_second_barrier"
+    results = [PLAIN[name].run(name, 1, seed=seed, checked=False) for seed in range(6)]
     assert len({result.tobytes() for result in results}) > 1
 
 
 @pytest.mark.parametrize("entry", ["missing_copy_wait", "wait_for_the_wrong_group"])
 def test_a_missing_wait_shows_in_the_late_mode_without_checks(entry):
-    make, threads, shared, _, expected = PLAIN[entry]
-    at_once = run("planted.cu", entry, 1, make, threads, shared, checked=False)
-    np.testing.assert_array_equal(at_once, expected)
-    late = run("planted.cu", entry, 1, make, threads, shared, checked=False, late=True)
+    at_once = PLAIN[entry].run(entry, 1, checked=False)
+    np.testing.assert_array_equal(at_once, PLAIN[entry].expected)
+    late = PLAIN[entry].run(entry, 1, checked=False, late=True)
     assert np.isnan(late).any()
 
 
@@ -190,7 +207,8 @@ HOPPER = {
         with_map(), "asynchronous copy not waited for: read|uninitialised shared memory: read",
     ),
     "wrong_swizzle": (
-        with_map(), r"wrong swizzle[\s\S]*reads swizzled by 64 bytes what was written swizzled by 128",
+        with_map(),
+        r"wrong swizzle[\s\S]*reads swizzled by 64 bytes what was written swizzled by 128",
     ),
     "operand_reused_too_early": (with_map(), r"race: write[\s\S]*an asynchronous operation"),
     "missing_proxy_fence": (only_map, "missing fence.proxy.async: read"),
@@ -242,5 +260,5 @@ def test_a_missing_cluster_barrier_is_named(seed):
         )
 
     np.testing.assert_array_equal(launch(0), [1.0, 0.0])
-    with pytest.raises(EmulatorError, match="uninitialised shared memory|race|has exited"):
+    with pytest.raises(EmulatorError, match=r"uninitialised shared memory|race|has exited"):
         launch(1)

@@ -2,6 +2,7 @@
 // thread of the operating system.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -42,7 +43,9 @@ struct Fiber : Thread {
   const void* call = nullptr;      // where the kernel called the emulator last
   const char* waits_for = nullptr; // of a waiting fiber: a format for the two numbers
   unsigned wait_numbers[2] = {};
-  unsigned polls = 0;              // yields since it last did anything else
+  unsigned polls = 0;              // yields since it last waited for anything
+  unsigned atomics = 0;
+  std::chrono::steady_clock::time_point polls_since{};
 
   std::uint64_t value = 0;         // what it brings to a warp collective, and takes from it
   unsigned argument = 0, width = 0;
@@ -130,6 +133,7 @@ struct Launch {
   std::uint32_t checked;
   std::uint32_t late;
   std::uint64_t seed;
+  double patience;  // seconds
   char* message;
   std::uint32_t message_bytes;
 };

@@ -115,7 +115,7 @@ std::uint64_t compare_exchange(void* to, std::uint64_t expected, std::uint64_t v
 
 // A thread that spins on an atomic must let the others run sooner or later.
 void count_poll(Fiber& me) {
-  if (++me.polls % 1024 == 0) yield();
+  if (++me.atomics % 1024 == 0) yield();
 }
 
 }  // namespace

@@ -182,12 +182,13 @@ void Run::record(const std::string& text) {
   faulty.store(true, std::memory_order_relaxed);
 }
 
-void Run::check_patience(unsigned polls) const {
-  constexpr auto kPatience = std::chrono::seconds(20);
-  if (polls % 4096 != 0) return;
+void Run::check_patience(Fiber& me) const {
+  constexpr unsigned kPolls = 1024;
+  if (++me.polls % kPolls != 0) return;
   std::this_thread::yield();
-  if (std::chrono::steady_clock::now() - started > kPatience) {
-    Fiber& me = current();
+  const auto now = std::chrono::steady_clock::now();
+  if (me.polls == kPolls) me.polls_since = now;
+  if (now - me.polls_since > std::chrono::duration<double>(launch->patience)) {
     fault("a thread polls and nothing happens: it waits for something that no other thread does\n  " +
           name_of(me) + " " + where(me.call));
   }

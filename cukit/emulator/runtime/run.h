@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <mutex>
 #include <string>
 
@@ -19,12 +18,11 @@ struct Run {
   std::atomic<bool> faulty{false};
   std::mutex mutex;
   std::string message;
-  std::chrono::steady_clock::time_point started = std::chrono::steady_clock::now();
 
   bool failed() const { return faulty.load(std::memory_order_relaxed); }
   void record(const std::string& text);
-  // Ends the launch when threads have polled for too long without anything happening.
-  void check_patience(unsigned polls) const;
+  // Counts a poll, and ends the launch when the thread has done nothing else for too long.
+  void check_patience(Fiber& me) const;
 };
 
 std::size_t fiber_bytes();

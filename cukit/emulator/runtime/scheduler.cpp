@@ -205,7 +205,7 @@ void yield() {
   Fiber& me = current();
   Cluster& cluster = *me.block->cluster;
   if (cluster.run->failed()) leave(cluster);
-  cluster.run->check_patience(++me.polls);
+  cluster.run->check_patience(me);
   make_ready(me);
   switch_from(me, *pick(cluster, &me));
 }

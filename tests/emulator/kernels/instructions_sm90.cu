@@ -1,0 +1,112 @@
+// Hopper's instructions on raw registers and raw shared memory. One warpgroup.
+// Macros: TRANS 0|1 (stmatrix); BYTES of shared memory that a box takes, BOX_X, BOX_Y its position (tensor
+//   maps); COLUMNS 64|128|256, SWIZZLE 0 none | 1 128 | 2 64 | 3 32 bytes, TRANSPOSED_A, TRANSPOSED_B 0|1,
+//   REGISTERS 0|1 operand a from registers, FLOAT8 0|1 (wgmma); IMAGE bytes of shared memory.
+#include "common/platform.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/stmatrix.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
+
+namespace {
+
+constexpr int kThreads = 128;
+
+// `bytes` bytes to or from shared memory, 16 at a time.
+CUKIT_DEVICE void copy(uint4* to, const uint4* from, int bytes) {
+  for (int i = threadIdx.x; i < bytes / 16; i += kThreads) to[i] = from[i];
+}
+
+}  // namespace
+
+#ifdef TRANS
+
+extern "C" __global__ void stmatrix(const unsigned* registers,  // [4, 32]: register, lane
+                                    uint4* rows) {              // [32], 16 bytes each
+  __shared__ uint4 tile[32];
+  const int lane = threadIdx.x;
+  if (lane < 32) {
+    unsigned r[4];
+    for (int i = 0; i < 4; ++i) r[i] = registers[i * 32 + lane];
+    if (TRANS) {
+      cukit::stmatrix_x4_trans(cukit::shared_address(&tile[lane]), r);
+    } else {
+      cukit::stmatrix_x4(cukit::shared_address(&tile[lane]), r);
+    }
+    __syncwarp();
+    rows[lane] = tile[lane];
+  }
+}
+
+#endif
+
+#ifdef BYTES
+
+extern "C" __global__ void tensor_load(const __grid_constant__ cukit::TensorMap map,
+                                       uint4* out) {  // BYTES of shared memory as they lie there
+  __shared__ cukit::Mbarrier barrier;
+  CUKIT_DYNAMIC_SHARED(unsigned char, tile);
+  if (threadIdx.x == 0) {
+    cukit::mbarrier_init(&barrier, 1);
+    cukit::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    cukit::mbarrier_arrive_expect(&barrier, BYTES);
+    cukit::tma_load_2d(tile, &map, &barrier, BOX_X, BOX_Y);
+  }
+  cukit::mbarrier_wait(&barrier, 0);
+  copy(out, reinterpret_cast<const uint4*>(tile), BYTES);
+}
+
+extern "C" __global__ void tensor_store(const uint4* image,  // BYTES
+                                        const __grid_constant__ cukit::TensorMap map) {
+  CUKIT_DYNAMIC_SHARED(unsigned char, tile);
+  copy(reinterpret_cast<uint4*>(tile), image, BYTES);
+  cukit::fence_proxy_async();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (ADD) {
+      cukit::tma_add_2d(&map, tile, BOX_X, BOX_Y);
+    } else {
+      cukit::tma_store_2d(&map, tile, BOX_X, BOX_Y);
+    }
+    cukit::bulk_commit();
+    cukit::bulk_wait_read<0>();
+  }
+}
+
+#endif
+
+#ifdef IMAGE
+
+extern "C" __global__ void wgmma(const uint4* image,         // IMAGE bytes of shared memory
+                                 const unsigned* registers,  // [128, 4] of operand a
+                                 float* out,                 // [128, COLUMNS / 2]
+                                 int a_offset, int b_offset, int a_leading, int a_stride,
+                                 int b_leading, int b_stride) {
+  CUKIT_DYNAMIC_SHARED(unsigned char, shared);
+  copy(reinterpret_cast<uint4*>(shared), image, IMAGE);
+  cukit::fence_proxy_async();
+  __syncthreads();
+  float d[COLUMNS / 2];
+  for (int i = 0; i < COLUMNS / 2; ++i) d[i] = i % 5;
+  constexpr auto kSwizzle = static_cast<cukit::OperandSwizzle>(SWIZZLE);
+  const auto a = cukit::matrix_descriptor(shared + a_offset, kSwizzle, a_leading, a_stride);
+  const auto b = cukit::matrix_descriptor(shared + b_offset, kSwizzle, b_leading, b_stride);
+  cukit::wgmma_fence();
+#if FLOAT8
+  cukit::wgmma_e4m3(d, a, b, true);
+#elif REGISTERS
+  unsigned from_registers[4];
+  for (int i = 0; i < 4; ++i) from_registers[i] = registers[4 * threadIdx.x + i];
+  cukit::wgmma<__half, COLUMNS, TRANSPOSED_B>(d, from_registers, b, true);
+#else
+  cukit::wgmma<__half, COLUMNS, TRANSPOSED_A, TRANSPOSED_B>(d, a, b, true);
+#endif
+  cukit::wgmma_commit();
+  cukit::wgmma_wait<0>(d);
+  for (int i = 0; i < COLUMNS / 2; ++i) out[threadIdx.x * (COLUMNS / 2) + i] = d[i];
+}
+
+#endif

@@ -1,0 +1,180 @@
+"""Choosing the emulator, its options, what it compiles and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cukit
+from cukit.core import backend as core_backend
+from cukit.core.device import current_device
+from cukit.core.kernel import KernelSpec, load_kernel
+from cukit.core.source import kernels_root
+from cukit.emulator.builder import build_kernel
+from cukit.emulator.settings import Settings, settings_from
+from cukit.errors import CompileError, ConfigError, EmulatorError, LaunchError
+
+COPY = """
+#include "common/platform.cuh"
+extern "C" __global__ void copy(const float* x, float* out, int count) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) out[i] = x[i];
+}
+"""
+
+
+@pytest.fixture
+def copy_kernel(tmp_path: Path) -> KernelSpec:
+    (tmp_path / "copy.cu").write_text(COPY)
+    return KernelSpec(str(tmp_path / "copy.cu"), "copy", (), 32)
+
+
+def test_the_block_restores_what_was_before():
+    before = core_backend.active
+    with cukit.backend("emulator", arch="sm_80"):
+        assert current_device().arch == "sm_80"
+        with cukit.backend("gpu"):
+            assert core_backend.active is None
+        with cukit.backend("emulator", arch="sm_90", seed=3):
+            assert current_device().arch == "sm_90"
+        assert current_device().arch == "sm_80"
+    assert core_backend.active is before
+
+
+def test_the_environment_chooses():
+    environment = {"CUKIT_EMULATOR_ARCH": "sm_80", "CUKIT_EMULATOR_SEED": "7"}
+    assert settings_from(environment) == Settings(arch="sm_80", seed=7)
+    assert settings_from(environment, seed=1, late=True) == Settings("sm_80", seed=1, late=True)
+    assert settings_from({"CUKIT_EMULATOR_CHECK": "0"}).checked is False
+
+
+def test_the_environment_switches_it_on():
+    code = "from cukit.core import backend; print(backend.active.device.name)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PATH": "/usr/bin:/bin", "CUKIT_BACKEND": "emulator", "CUKIT_EMULATOR_ARCH": "sm_80"},
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout.strip() == "A100", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("cpu", {}, "expected 'emulator' or 'gpu'"),
+        ("emulator", {"arch": "sm_12"}, "'sm_12' is not known"),
+        ("emulator", {"sede": 1}, "no option 'sede'"),
+        ("emulator", {"seed": -1}, "must not be negative"),
+    ],
+)
+def test_a_wrong_choice_is_named(name, options, message):
+    with pytest.raises(ConfigError, match=message), cukit.backend(name, **options):
+        pass
+
+
+def test_a_wrong_number_in_the_environment_is_named():
+    with pytest.raises(ConfigError, match="CUKIT_EMULATOR_SEED must be a number, got 'x'"):
+        settings_from({"CUKIT_EMULATOR_SEED": "x"})
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("checked", [True, False])
+def test_arrays_of_the_caller_are_read_and_written(copy_kernel, checked):
+    x, out = np.arange(100, dtype=np.float32), np.zeros(100, np.float32)
+    with cukit.backend("emulator", checked=checked):
+        load_kernel(copy_kernel)((1,), (x, out, np.int32(100)))
+    np.testing.assert_array_equal(out, x)
+
+
+@pytest.mark.emulator
+def test_a_list_that_does_not_fit_is_refused(copy_kernel):
+    x = np.zeros(4, np.float32)
+    with cukit.backend("emulator"):
+        kernel = load_kernel(copy_kernel)
+        with pytest.raises(LaunchError, match=r"takes 3 parameters of \(8, 8, 4\) bytes"):
+            kernel((1,), (x, x, np.int64(4)))
+        with pytest.raises(LaunchError, match="argument 2 is a int"):
+            kernel((1,), (x, x, 4))
+
+
+@pytest.mark.emulator
+def test_arrays_behind_pointers_have_to_be_named(tmp_path):
+    (tmp_path / "table.cu").write_text(
+        '#include "common/platform.cuh"\n'
+        'extern "C" __global__ void table(float* const* rows) { rows[1][threadIdx.x] = 1.0f; }\n'
+    )
+    spec = KernelSpec(str(tmp_path / "table.cu"), "table", (), 32)
+    rows = [np.zeros(32, np.float32) for _ in range(2)]
+    addresses = np.array([row.ctypes.data for row in rows], np.uint64)
+    with cukit.backend("emulator"):
+        with pytest.raises(EmulatorError, match="out of bounds: write of 4 bytes"):
+            load_kernel(spec)((1,), (addresses,))
+        load_kernel(spec)((1,), (addresses,), reachable=rows)
+    assert rows[1].all()
+
+
+@pytest.mark.emulator
+def test_read_only_arrays_stay_so(copy_kernel):
+    x, out = np.ones(8, np.float32), np.zeros(8, np.float32)
+    out.flags.writeable = False
+    with cukit.backend("emulator"), pytest.raises(EmulatorError, match="read-only array"):
+        load_kernel(copy_kernel)((1,), (x, out, np.int32(8)))
+
+
+@pytest.mark.emulator
+def test_any_edit_compiles_anew(copy_kernel):
+    first = build_kernel(copy_kernel, "sm_90", True, False).library
+    assert build_kernel(copy_kernel, "sm_90", True, False).library == first
+    assert build_kernel(copy_kernel, "sm_80", True, False).library != first
+    assert build_kernel(copy_kernel, "sm_90", False, False).library != first
+    path = Path(copy_kernel.source)
+    path.write_text(path.read_text() + "// edited\n")
+    assert build_kernel(copy_kernel, "sm_90", True, False).library != first
+
+
+@pytest.mark.emulator
+def test_an_instruction_without_a_body_for_the_cpu_is_named(tmp_path):
+    (tmp_path / "odd.cu").write_text(
+        '#include "common/platform.cuh"\n'
+        'extern "C" __global__ void odd(float* out) {\n  asm volatile("nanosleep.u32 1;");\n}\n'
+    )
+    spec = KernelSpec(str(tmp_path / "odd.cu"), "odd", (), 32)
+    with cukit.backend("emulator"), pytest.raises(CompileError) as caught:
+        load_kernel(spec)
+    text = str(caught.value)
+    assert "odd.cu:3" in text
+    assert "this instruction is not emulated" in text
+    assert "nanosleep.u32" in text
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_every_instruction_in_the_tree_has_a_body_for_the_cpu(tmp_path, arch):
+    headers = sorted((kernels_root() / "common" / "ptx").glob("*.cuh"))
+    includes = "".join(f'#include "common/ptx/{header.name}"\n' for header in headers)
+    (tmp_path / "all.cu").write_text(
+        f'#include "common/platform.cuh"\n{includes}extern "C" __global__ void all() {{}}\n'
+    )
+    assert len(headers) > 5
+    build_kernel(KernelSpec(str(tmp_path / "all.cu"), "all", (), 32), arch, True, False)
+
+
+@pytest.mark.emulator
+def test_a_thread_that_polls_in_vain_ends_the_launch(tmp_path):
+    (tmp_path / "spin.cu").write_text(
+        '#include "common/platform.cuh"\n'
+        'extern "C" __global__ void spin(unsigned* flag) {\n'
+        "  while (atomicAdd(flag, 0u) == 0u) __nanosleep(100);\n}\n"
+    )
+    spec = KernelSpec(str(tmp_path / "spin.cu"), "spin", (), 32)
+    flag = np.zeros(1, np.uint32)
+    with (
+        cukit.backend("emulator", patience=0.2),
+        pytest.raises(EmulatorError, match=r"polls and nothing happens[\s\S]*spin\.cu:3"),
+    ):
+        load_kernel(spec)((1,), (flag,))

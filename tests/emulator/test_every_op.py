@@ -1,0 +1,65 @@
+"""Every op's kernels: in the emulator against the reference, on the GPU against the emulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cukit
+from cukit.registry import Op, ops
+from tests.contract import assert_close
+from tests.emulator.samples import SAMPLES, run
+from tests.tolerances import ATOL
+
+KERNEL_OPS = [op for op in ops() if op.has_kernel]
+
+every_op = pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
+
+# Sums in another order, and approximate functions: a few units in the last place of the largest.
+AGREEMENT = 4
+
+
+def here(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return array.copy()
+
+
+def test_every_op_has_a_sample():
+    assert {op.name for op in KERNEL_OPS} == set(SAMPLES)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@every_op
+def test_the_emulator_agrees_with_the_reference_whatever_the_order(op: Op, arch: str):
+    wide = run(op, here, reference=True, wide=True)
+    low = run(op, here, reference=True)
+    first: list[np.ndarray[Any, Any]] = []
+    for options in ({"seed": 0}, {"seed": 11, "late": True}):
+        with cukit.backend("emulator", arch=arch, **options):
+            got = run(op, here)
+        for i, (result, plain, exact) in enumerate(zip(got, low, wide, strict=True)):
+            assert_close(f"{op.name} result {i}", result, plain, exact)
+        for result, before in zip(got, first or got, strict=True):
+            assert result.tobytes() == before.tobytes(), f"{op.name}: {options} changes bits"
+        first = got
+
+
+@pytest.mark.gpu
+@every_op
+def test_the_gpu_agrees_with_the_emulator(op: Op):
+    import cupy
+
+    from cukit.core.device import current_device
+
+    arch = current_device().arch
+    with cukit.backend("emulator", arch=arch):
+        emulated = run(op, here)
+    for i, (gpu, cpu) in enumerate(zip(run(op, cupy.asarray), emulated, strict=True)):
+        assert gpu.dtype == cpu.dtype
+        scale = max(1.0, float(np.abs(cpu.astype(np.float64)).max(initial=0.0)))
+        atol = AGREEMENT * ATOL.get(cpu.dtype.name, 0.0) * scale
+        np.testing.assert_allclose(
+            gpu.astype(np.float64), cpu.astype(np.float64), rtol=0, atol=atol, err_msg=f"result {i}"
+        )
