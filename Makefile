@@ -4,7 +4,7 @@
 #   make test     the test-suite (GPU tests run where a GPU is)
 #   make lint     ruff and strict mypy
 #   make bench    time every kernel beside its peers (needs a GPU)
-#   make tables   write the measured tables into README.md from profiling/results/
+#   make tables   write the measured tables and their picture from profiling/results/
 #
 # Everything is installed once, into .venv. `make demo ARGS="--help"` shows the demo's options.
 
@@ -12,14 +12,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+comma := ,
 # One results file for each kind of GPU; h200.json is the one that `make tables` publishes.
 RESULTS ?= profiling/results/h200.json
 
 # cuda12, cuda13 or empty: what the driver of this machine runs. cukit/core/driver.py says why.
 GPU_EXTRA := $(shell $(PYTHON) -I cukit/core/driver.py 2>/dev/null)
-DEMO_EXTRAS := $(if $(GPU_EXTRA),[$(GPU_EXTRA)])
+DEMO_EXTRAS := [report$(addprefix $(comma),$(GPU_EXTRA))]
 # Without a GPU the tests still compile every kernel.
-TEST_EXTRAS := [test,$(or $(GPU_EXTRA),compile)]
+TEST_EXTRAS := [test,report,$(or $(GPU_EXTRA),compile)]
 
 DEMO_STAMP := $(VENV)/.installed-demo$(addprefix -,$(GPU_EXTRA))
 TEST_STAMP := $(VENV)/.installed-test$(addprefix -,$(GPU_EXTRA))
@@ -40,8 +41,9 @@ lint: $(TEST_STAMP)
 bench: $(DEMO_STAMP)
 	$(BIN)/python -m profiling.run --out $(RESULTS) $(ARGS)
 
-tables:
-	$(PYTHON) -m profiling.tables
+tables: $(DEMO_STAMP)
+	$(BIN)/python -m profiling.tables
+	$(BIN)/python -m profiling.figures
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,8 @@
 """Writes the measured tables into Markdown: `python -m profiling.tables` (`make tables`).
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is a family (all of its
-cases), "summary" (one row an op: its largest case), or "environment" (one sentence on the machine).
+cases), "summary" (one row an op: its largest case), "picture" (the same as profiling.figures draws
+it), or "environment" (one sentence on the machine).
 Nothing between those marks is typed by hand, and a test holds the files to the results.
 """
 
@@ -53,6 +54,7 @@ def render(name: str, results: dict[str, Any]) -> str:
     special: dict[str, Callable[[dict[str, Any]], str]] = {
         "summary": _summary,
         "environment": _environment,
+        "picture": _picture,
     }
     if not results["records"]:
         return NOT_MEASURED
@@ -96,6 +98,10 @@ def _summary(results: dict[str, Any]) -> str:
         other = f"{_us(peer['median_us'])} {TITLES.get(peer['impl'], peer['impl'])}" if peer else ""
         rows.append([*names, _us(ours["median_us"]), other, _speed(group), _of_floor(group)])
     return _markdown(header, rows, left=2)
+
+
+def _picture(results: dict[str, Any]) -> str:
+    return "![Speed of each op beside the fastest peer and the floor](docs/benchmarks.svg)\n"
 
 
 def _environment(results: dict[str, Any]) -> str:

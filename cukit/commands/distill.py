@@ -10,14 +10,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from cukit.analyzer.report import generate_report
+from cukit.analyzer.report.numbers import printable
 from cukit.commands._console import stdout
-from cukit.commands.distill_display import ProgressDisplay, printable, show_plan, show_report
+from cukit.commands.distill_display import ProgressDisplay, show_plan, show_report
 from cukit.core.device import current_device, gpu_available
 from cukit.distill.data import VOCAB_SIZE, read_corpus
 from cukit.distill.pipeline import DistillRun, Interrupted
-from cukit.distill.run_folder import check_resumable, start_run, stored_run
+from cukit.distill.run_folder import REPORT, check_resumable, start_run, stored_run
 from cukit.distill.settings import DEFAULTS
-from cukit.errors import ConfigError, DataError
+from cukit.errors import ConfigError, DataError, MissingDependencyError
 from cukit.models import generate as generate_tokens
 from cukit.models import load_model
 from cukit.models.parameters import namespace_for
@@ -158,6 +160,18 @@ def distill(
     finally:
         display.close()
     show_report(stdout(), report, output)
+    _write_page(output)
+
+
+def _write_page(folder: Path) -> None:
+    """The report as a page beside report.json, or a word on why there is none."""
+    page = folder / "report.html"
+    try:
+        generate_report([folder / REPORT], [page], title="Distillation")
+    except MissingDependencyError as error:
+        stdout().print(f"no report.html: {error}", markup=False)
+    else:
+        stdout().print(f"The curves and tables of this run: {page}", markup=False, soft_wrap=True)
 
 
 def generate(

@@ -19,6 +19,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from cukit.analyzer.report.numbers import printable
 from cukit.distill.data import Corpus
 from cukit.distill.report import PHASES, TITLES, DistillReport, TrainingRecord
 from cukit.distill.settings import DistillSettings
@@ -141,11 +142,6 @@ def show_report(console: Console, report: DistillReport, folder: Path) -> None:
         f"  cukit generate {escape(str(folder / 'student.safetensors'))} --prompt 'import '",
         soft_wrap=True,
     )
-
-
-def printable(text: str) -> str:
-    """The text without control characters that a terminal would act on."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
 def _models_table(report: DistillReport) -> Table:

@@ -33,6 +33,9 @@ SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 320
 PROFILED_STEPS = 4
 
+CURVE_POINTS = 100
+"""Losses that are remembered of each training, about."""
+
 
 class Interrupted(Exception):  # noqa: N818 (the user's wish, not an error)
     """The user asked to stop; everything done so far is in the checkpoint."""
@@ -231,6 +234,8 @@ class DistillRun:
 
     def _loop(self, phase: str, trainer: Trainer, steps: int, record: TrainingRecord) -> None:
         clock = _Clock(trainer, record)
+        every = max(1, steps // CURVE_POINTS)
+        unread: list[StepStatistics] = []
         with _StopRequest() as stop:
             while trainer.step < steps:
                 statistics = trainer.train_step()
@@ -239,15 +244,20 @@ class DistillRun:
                     statistics.read()  # the first step compiles kernels: wait, then start the clock
                     clock.start()
                 due = trainer.step % self.settings.checkpoint_every == 0
-                if due or stop.requested or trainer.step == steps:
+                due = due or stop.requested or trainer.step == steps
+                if due or trainer.step % every == 0:
+                    unread.append(statistics)
+                if due:
                     # Reading the loss waits for the device, so the clock is honest.
-                    loss = statistics.read()["loss"]
+                    losses = [(each.step, each.read()["loss"]) for each in unread]
+                    unread.clear()
+                    step, loss = next((p for p in losses if not math.isfinite(p[1])), losses[-1])
                     if not math.isfinite(loss):
                         raise ConfigError(
-                            f"{phase}: the loss is {loss} after step {trainer.step}; "
+                            f"{phase}: the loss is {loss} after step {step}; "
                             "a lower learning rate may help"
                         )
-                    record.history.append((trainer.step, loss))
+                    record.history += losses
                     clock.lap()
                     if trainer.step < steps or stop.requested:
                         save_checkpoint(

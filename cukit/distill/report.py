@@ -31,7 +31,7 @@ class TrainingRecord:
     """Tokens that `seconds` covers: not those of a session's first step, which compiles."""
     seconds: float = 0.0
     history: list[tuple[int, float]] = field(default_factory=list)
-    """(step, loss) at every checkpoint."""
+    """(step, loss) at about a hundred steps, as of the last checkpoint."""
 
     @property
     def tokens_per_second(self) -> float:

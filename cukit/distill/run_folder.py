@@ -5,7 +5,7 @@ checkpoint.safetensors     the model in training, replaced every few steps
 teacher.safetensors        finished models
 student.safetensors
 student-alone.safetensors
-report.json                written last
+report.json                written last, by `cukit distill` as report.html too
 """
 
 from __future__ import annotations

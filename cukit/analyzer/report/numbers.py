@@ -1,4 +1,4 @@
-"""Numbers in words: the same in the terminal, in tables and in figures."""
+"""Numbers in words, and text made safe: the same in the terminal, in tables and in figures."""
 
 from __future__ import annotations
 
@@ -54,3 +54,8 @@ def tflops(value: float) -> str:
 def gbps(value: float) -> str:
     """A bandwidth, in TB/s from a thousand GB/s on."""
     return f"{value / 1e3:.2f} TB/s" if value >= 1e3 else f"{digits(value)} GB/s"
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which a terminal obeys and a page may not hold."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

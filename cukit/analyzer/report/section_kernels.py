@@ -67,7 +67,7 @@ def kernel_section(compiled: dict[str, Any]) -> Section:
 def _arch_fold(arch: str, kernels: Sequence[Kernel], *, open_: bool) -> Fold:
     device = typical_device(arch)
     facts = (
-        f"Occupancy on a {device.name}: {device.registers_per_sm:,} registers, "
+        f"Occupancy on {device.name}: {device.registers_per_sm:,} registers, "
         f"{numbers.num_bytes(device.shared_bytes_per_sm)} of shared memory and "
         f"{device.max_threads_per_sm // WARP_THREADS} warps in each of {device.num_sms} "
         "multiprocessors."

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 
 NUM_COLOURS = 8
 """Classes `colour-0` to `colour-7`; 0 is ours."""
@@ -118,6 +119,11 @@ def nice_step(rough: float) -> float:
         return 1.0
     magnitude = 10.0 ** math.floor(math.log10(rough))
     return next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= rough * (1 - 1e-9))
+
+
+def style() -> str:
+    """What a page says about the classes of figures, in light and in dark."""
+    return (files(__package__) / "templates" / "figure.css").read_text(encoding="utf-8")
 
 
 def _attribute(value: str | float) -> str:

@@ -31,7 +31,11 @@ def print_report(console: Console, title: str, sections: Iterable[Section]) -> N
 
 def _print(console: Console, block: Block, *, folded: bool = False) -> None:
     if isinstance(block, Paragraph):
-        console.print(Padding(Text(block.text, style="bold" if block.lead else ""), (1, 0, 0, 0)))
+        console.print(
+            Padding(
+                Text(block.text, style="bold" if block.lead else ""), (1, 0, 0, 0), expand=False
+            )
+        )
     elif isinstance(block, Tiles):
         console.print()
         for tile in block.tiles:
@@ -42,12 +46,12 @@ def _print(console: Console, block: Block, *, folded: bool = False) -> None:
         if folded and len(block.rows) > FOLDED_ROWS:
             console.print(Text(f"  {len(block.rows)} rows: see the page", style="dim"))
         else:
-            console.print(Padding(_table(block), (1, 0, 0, 0)))
+            console.print(Padding(_table(block), (1, 0, 0, 0), expand=False))
     elif isinstance(block, Code):
-        console.print(Padding(Text(block.title, style="bold"), (1, 0, 0, 0)))
-        console.print(Padding(Text(block.text), (0, 0, 0, 2)))
+        console.print(Padding(Text(block.title, style="bold"), (1, 0, 0, 0), expand=False))
+        console.print(Padding(Text(block.text), (0, 0, 0, 2), expand=False))
     elif isinstance(block, Fold) and any(isinstance(part, Table | Code) for part in block.blocks):
-        console.print(Padding(Text(block.summary, style="bold"), (1, 0, 0, 0)))
+        console.print(Padding(Text(block.summary, style="bold"), (1, 0, 0, 0), expand=False))
         for part in block.blocks:
             _print(console, part, folded=True)
 
