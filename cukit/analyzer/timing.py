@@ -1,11 +1,12 @@
-"""How long a call takes on the device: cold L2, CUDA events, medians.
+"""How long a call takes on the device, by several clocks, each of which says its name.
 
-One sample is: overwrite a buffer several times the size of L2, keep the stream busy while the host
-enqueues the call, start event, the call, stop event. The flush and the host's own time are outside
-the timed window, so that a call of twenty small kernels is charged for its kernels and the gaps
-between them on the device, not for the Python that launched them. Implementations that are to be
-compared take turns, with a short rest before each: a card at its power limit lowers its clocks,
-and nobody should inherit the heat of the arm before.
+One sample of the first of them, CUDA events with a cold L2, is: overwrite a buffer several times
+the size of L2, keep the stream busy while the host enqueues the call, start event, the call, stop
+event. The flush and the host's own time are outside the timed window, so that a call of twenty
+small kernels is charged for its kernels and the gaps between them on the device, not for the Python
+that launched them. Implementations that are to be compared take turns, with a short rest before
+each: a card at its power limit lowers its clocks, and nobody should inherit the heat of the arm
+before.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from cukit.analyzer.statistics import is_noisy
 from cukit.core.device import current_device, require_cupy
 from cukit.core.kernel import KernelSpec, load_kernel
 
@@ -38,6 +40,14 @@ class Timing:
     """Samples of one call, in microseconds."""
 
     samples_us: tuple[float, ...]
+    round_sizes: tuple[int, ...] = ()
+    """How many of the samples each turn took, in order; empty: all of them were one turn."""
+
+    @property
+    def rounds(self) -> list[tuple[float, ...]]:
+        """The samples, turn by turn."""
+        ends = np.cumsum(self.round_sizes or (len(self.samples_us),)).tolist()
+        return [self.samples_us[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
     @property
     def median_us(self) -> float:
@@ -58,17 +68,27 @@ Sampler = Callable[[], float]
 class Timer(Protocol):
     """A clock for the calls of one machine."""
 
+    name: str
+    """How reports call it: "events", "graph replay", "wall", "host enqueue"."""
+
     def prepare(self, call: Call) -> Sampler:
         """Warm `call` up, and return what takes a sample of it."""
 
 
 class GpuTimer:
-    """Times calls that enqueue work on CuPy's current stream, with a cold L2."""
+    """Times calls that enqueue work on CuPy's current stream, between two CUDA events.
 
-    def __init__(self) -> None:
+    cold: overwrite L2 before each sample; else the call finds what the call before left there.
+    """
+
+    name = "events"
+
+    def __init__(self, *, cold: bool = True) -> None:
         cupy = require_cupy("timing on a GPU")
+        self._cold = cold
         self._cycles_per_us = cupy.cuda.Device().attributes["ClockRate"] / 1e3
-        self._flush = cupy.empty(FLUSH_FACTOR * current_device().l2_bytes, dtype=cupy.uint8)
+        flush_bytes = FLUSH_FACTOR * current_device().l2_bytes if cold else 0
+        self._flush = cupy.empty(flush_bytes, dtype=cupy.uint8)
         self._start = cupy.cuda.Event()
         self._stop = cupy.cuda.Event()
         self._elapsed_ms = cupy.cuda.get_elapsed_time
@@ -89,7 +109,8 @@ class GpuTimer:
 
     def _sample_us(self, call: Call, spin_cycles: np.int64) -> float:
         """One run between two events; returns once it has finished."""
-        self._flush.fill(0)
+        if self._cold:
+            self._flush.fill(0)
         self._spin((1,), (spin_cycles,))
         self._start.record()
         call()
@@ -98,8 +119,55 @@ class GpuTimer:
         return float(self._elapsed_ms(self._start, self._stop)) * 1e3
 
 
+class GraphTimer:
+    """Times replays of a CUDA graph that holds the call many times over: the device alone, warm.
+
+    No event, spin or launch from the host lies between two of the calls, so this is the clock for
+    kernels of a few microseconds. The call must be capturable: no allocation, no synchronisation.
+    """
+
+    name = "graph replay"
+    TARGET_US = 2000.0
+    """Length of one replay that is aimed at."""
+    MOST_CALLS = 200
+
+    def __init__(self) -> None:
+        self._cupy = require_cupy("timing on a GPU")
+        self._start = self._cupy.cuda.Event()
+        self._stop = self._cupy.cuda.Event()
+
+    def prepare(self, call: Call) -> Sampler:
+        """Run `call` once, find out how long it takes, and capture as many as fill a replay."""
+        once_us = self._replay_us(self._capture(call, 1), 1)
+        once_us = min(once_us, self._replay_us(self._capture(call, 1), 1))
+        calls = max(1, min(self.MOST_CALLS, int(self.TARGET_US / max(once_us, 0.1))))
+        return partial(self._replay_us, self._capture(call, calls), calls)
+
+    def _capture(self, call: Call, calls: int) -> Any:
+        stream = self._cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            call()
+            stream.synchronize()
+            stream.begin_capture()
+            for _ in range(calls):
+                call()
+            return stream.end_capture()
+
+    def _replay_us(self, graph: Any, calls: int) -> float:
+        stream = self._cupy.cuda.get_current_stream()
+        graph.launch(stream)
+        self._start.record(stream)
+        graph.launch(stream)
+        self._stop.record(stream)
+        self._stop.synchronize()
+        elapsed_ms = self._cupy.cuda.get_elapsed_time(self._start, self._stop)
+        return float(elapsed_ms) * 1e3 / calls
+
+
 class HostTimer:
     """Times calls that have finished when they return: NumPy, on a machine without a GPU."""
+
+    name = "wall"
 
     def prepare(self, call: Call) -> Sampler:
         """Run `call` once."""
@@ -112,10 +180,32 @@ class HostTimer:
         return (time.perf_counter() - begin) * 1e6
 
 
+class WallTimer:
+    """Times what somebody waits for who needs the result: launch, kernels, and the way back."""
+
+    name = "wall"
+
+    def __init__(self) -> None:
+        self._synchronize = require_cupy("timing on a GPU").cuda.Device().synchronize
+
+    def prepare(self, call: Call) -> Sampler:
+        """Run `call` once."""
+        call()
+        return partial(self._sample_us, call)
+
+    def _sample_us(self, call: Call) -> float:
+        self._synchronize()
+        begin = time.perf_counter()
+        call()
+        self._synchronize()
+        return (time.perf_counter() - begin) * 1e6
+
+
 class EnqueueTimer:
     """Times what a call costs the host: mean of a batch that the device has no trouble keeping up
     with, the device idle before it."""
 
+    name = "host enqueue"
     BATCH = 100
 
     def __init__(self) -> None:
@@ -139,6 +229,7 @@ def measure(
     timer: Timer,
     *,
     rounds: int = 2,
+    max_rounds: int | None = None,
     budget_ms: float = 30.0,
     min_samples: int = 5,
     max_samples: int = 40,
@@ -147,7 +238,9 @@ def measure(
     """Time every arm, in turns.
 
     In each of `rounds` every arm rests for `pause_s`, runs once unseen, and is then sampled for
-    about `budget_ms` of its own time: between `min_samples` and `max_samples` samples.
+    about `budget_ms` of its own time: between `min_samples` and `max_samples` samples. Rounds are
+    added, up to `max_rounds`, for as long as any arm is noisy: an arm that needs no more still
+    takes its turn, so that all have seen the same machine.
     """
     samplers = {name: timer.prepare(call) for name, call in arms.items()}
     counts: dict[str, int] = {}
@@ -155,12 +248,18 @@ def measure(
         once_ms = max(sample_us(), 0.1) / 1e3
         counts[name] = max(min_samples, min(max_samples, int(budget_ms / once_ms)))
     samples: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(rounds):
+    taken = 0
+    while taken < rounds or (
+        taken < (max_rounds or rounds) and any(map(is_noisy, samples.values()))
+    ):
         for name, sample_us in samplers.items():
             time.sleep(pause_s)
             sample_us()
             samples[name].extend(sample_us() for _ in range(counts[name]))
-    return {name: Timing(tuple(values)) for name, values in samples.items()}
+        taken += 1
+    return {
+        name: Timing(tuple(values), (counts[name],) * taken) for name, values in samples.items()
+    }
 
 
 class PeakMemory:

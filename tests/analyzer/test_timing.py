@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -9,15 +10,19 @@ import pytest
 from cukit.analyzer.timing import (
     EnqueueTimer,
     GpuTimer,
+    GraphTimer,
     HostTimer,
     PeakMemory,
     Timing,
+    WallTimer,
     measure,
 )
 
 
 class ScriptedTimer:
     """Says that every call takes as long as it returns, and writes down who was asked."""
+
+    name = "script"
 
     def __init__(self) -> None:
         self.asked: list[float] = []
@@ -55,6 +60,28 @@ def test_a_budget_bounds_the_samples() -> None:
     assert len(timings["arm"].samples_us) == 10
 
 
+def test_noise_asks_for_more_rounds_and_quiet_for_none() -> None:
+    jumps = itertools.cycle([100.0, 140.0, 60.0])
+    timings = measure(
+        {"quiet": lambda: 100.0, "noisy": lambda: next(jumps)},
+        ScriptedTimer(),
+        rounds=2,
+        max_rounds=5,
+        min_samples=4,
+        max_samples=4,
+        pause_s=0,
+    )
+    assert timings["noisy"].round_sizes == (4,) * 5
+    assert timings["quiet"].round_sizes == (4,) * 5, "all arms see the same machine"
+    alone = measure({"quiet": lambda: 100.0}, ScriptedTimer(), max_rounds=5, pause_s=0)
+    assert len(alone["quiet"].round_sizes) == 2
+
+
+def test_samples_come_apart_into_rounds() -> None:
+    assert Timing((1.0, 2.0, 3.0), (2, 1)).rounds == [(1.0, 2.0), (3.0,)]
+    assert Timing((1.0, 2.0)).rounds == [(1.0, 2.0)]
+
+
 def test_the_host_timer_waits_for_the_call() -> None:
     import time
 
@@ -81,6 +108,26 @@ def test_the_gpu_timer_times_the_device_and_not_the_host() -> None:
     timings = measure(arms, timer, pause_s=0)
     assert timings["plain"].median_us > 20
     assert timings["slow host"].median_us < 1.2 * timings["plain"].median_us
+
+
+@pytest.mark.gpu
+def test_the_clocks_of_a_gpu_agree_on_a_long_kernel() -> None:
+    """300 MB copied: longer than what any clock adds, larger than any L2."""
+    import cupy
+
+    source = cupy.zeros(300 << 20, cupy.uint8)
+    target = cupy.empty_like(source)
+
+    def copy() -> None:
+        cupy.copyto(target, source)
+
+    events = measure({"copy": copy}, GpuTimer(), pause_s=0)["copy"].median_us
+    warm = measure({"copy": copy}, GpuTimer(cold=False), pause_s=0)["copy"].median_us
+    replay = measure({"copy": copy}, GraphTimer(), pause_s=0)["copy"].median_us
+    wall = measure({"copy": copy}, WallTimer(), pause_s=0)["copy"].median_us
+    assert warm == pytest.approx(events, rel=0.1)
+    assert replay == pytest.approx(events, rel=0.1)
+    assert events * 0.95 < wall < events + 200
 
 
 @pytest.mark.gpu

@@ -1,0 +1,171 @@
+"""Hardware counters, read by Nsight Compute: run as a subprocess, or imported from its files.
+
+Counters need a permission that many rented GPUs refuse; then there are none, and the reason is
+ncu's own line.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from cukit.analyzer.schema import Counters
+from cukit.errors import CukitError, DataError, MissingDependencyError
+
+_STALL = "smsp__average_warps_issue_stalled_"
+_STALL_END = "_per_issue_active.ratio"
+
+METRICS = {
+    "achieved_occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "dram_read_bytes": "dram__bytes_read.sum",
+    "dram_write_bytes": "dram__bytes_write.sum",
+    "l1_hit_fraction": "l1tex__t_sector_hit_rate.pct",
+    "l2_hit_fraction": "lts__t_sector_hit_rate.pct",
+    "load_sectors_per_request": (
+        "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio"
+    ),
+    "duration_us": "gpu__time_duration.sum",
+}
+STALL_METRICS = f"regex:{_STALL}.*{_STALL_END.replace('.', '[.]')}"
+
+# ncu's units to ours: bytes, microseconds, fractions.
+_UNITS = {
+    "%": 0.01,
+    "byte": 1.0,
+    "Kbyte": 1e3,
+    "Mbyte": 1e6,
+    "Gbyte": 1e9,
+    "ns": 1e-3,
+    "nsecond": 1e-3,
+    "us": 1.0,
+    "usecond": 1.0,
+    "ms": 1e3,
+    "msecond": 1e3,
+    "s": 1e6,
+    "second": 1e6,
+}
+
+Rows = Iterator[tuple[str, dict[str, float]]]
+
+
+def run_ncu(command: Sequence[str], timeout_s: float = 600.0) -> dict[str, Counters]:
+    """Runs `command` under ncu and returns the counters of its kernels by name.
+
+    The clocks are left as they are. Raises MissingDependencyError without ncu, CukitError with its
+    own words where it may not read counters.
+    """
+    metrics = ",".join((*METRICS.values(), STALL_METRICS))
+    ncu = [_find_ncu(), "--clock-control", "none", "--target-processes", "all"]
+    csv_out = ["--csv", "--page", "raw", "--print-units", "base", "--metrics", metrics]
+    try:
+        answer = subprocess.run(
+            [*ncu, *csv_out, *command], capture_output=True, text=True, timeout=timeout_s
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CukitError(f"ncu could not be run: {error}") from None
+    output = answer.stdout + answer.stderr
+    problems = [line for line in output.splitlines() if line.startswith("==ERROR==")]
+    if problems or answer.returncode != 0:
+        reason = problems[0].removeprefix("==ERROR== ") if problems else output.strip()[-300:]
+        raise CukitError(f"ncu: {reason or f'exit code {answer.returncode}'}")
+    return parse_csv(answer.stdout, "ncu")
+
+
+def read_counters(path: Path) -> dict[str, Counters]:
+    """Counters from a file of ncu's: `.ncu-rep` (needs ncu to read it), or CSV that it printed.
+
+    Kernels of the same name are averaged. Raises DataError for a file that is neither.
+    """
+    if path.suffix == ".ncu-rep":
+        command = [_find_ncu(), "--import", str(path), "--csv", "--page", "raw"]
+        answer = subprocess.run(
+            [*command, "--print-units", "base"], capture_output=True, text=True, timeout=300
+        )
+        if answer.returncode != 0:
+            raise DataError(f"{path}: {(answer.stdout + answer.stderr).strip()[-300:]}")
+        return parse_csv(answer.stdout, path.name)
+    return parse_csv(path.read_text(), path.name)
+
+
+def parse_csv(text: str, source: str) -> dict[str, Counters]:
+    """ncu's CSV, of the raw page (a column a metric) or the details page (a row a metric).
+
+    Lines before the header are the program's own output and ncu's remarks.
+    """
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        raise DataError(f"{source}: no table of Nsight Compute in it")
+    table = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
+    rows = _details(table) if table and "Metric Name" in table[0] else _raw(table)
+    samples: dict[str, list[dict[str, float]]] = {}
+    for name, metrics in rows:
+        samples.setdefault(name, []).append(metrics)
+    return {name: _counters(_mean(found), source) for name, found in samples.items()}
+
+
+def _find_ncu() -> str:
+    found = shutil.which("ncu") or next(
+        (str(path) for path in sorted(Path("/opt/nvidia").glob("nsight-compute/*/ncu"))), None
+    )
+    if found is None:
+        raise MissingDependencyError(
+            "hardware counters need Nsight Compute (ncu), which was not found; it comes with the "
+            "CUDA toolkit"
+        )
+    return found
+
+
+def _raw(table: Sequence[Mapping[str, str]]) -> Rows:
+    """The first row holds the units; then one row a launch."""
+    if not table:
+        return
+    units, *launches = table
+    for row in launches:
+        values = {
+            metric: number
+            for metric, text in row.items()
+            if metric and "__" in metric and (number := _number(text, units[metric])) is not None
+        }
+        yield row["Kernel Name"], values
+
+
+def _details(table: Sequence[Mapping[str, str]]) -> Rows:
+    """One row a launch and metric; rows of a launch share their ID."""
+    launches: dict[tuple[str, str], dict[str, float]] = {}
+    for row in table:
+        values = launches.setdefault((row["ID"], row["Kernel Name"]), {})
+        number = _number(row["Metric Value"], row["Metric Unit"])
+        if number is not None:
+            values[row["Metric Name"]] = number
+    for (_, name), values in launches.items():
+        yield name, values
+
+
+def _number(text: str | None, unit: str | None) -> float | None:
+    try:
+        value = float((text or "").replace(",", "")) * _UNITS.get((unit or "").strip(), 1.0)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _mean(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    found = {name: [s[name] for s in samples if name in s] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def _counters(metrics: Mapping[str, float], source: str) -> Counters:
+    stalls = {
+        name.removeprefix(_STALL).removesuffix(_STALL_END): value
+        for name, value in metrics.items()
+        if name.startswith(_STALL) and name.endswith(_STALL_END)
+    }
+    fields = {field: metrics.get(metric) for field, metric in METRICS.items()}
+    return Counters(source=source, stall_reasons=stalls, raw=dict(metrics), **fields)

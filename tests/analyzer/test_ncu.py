@@ -1,0 +1,87 @@
+"""ncu's CSV in both of its shapes, and what happens where ncu may not read, or is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cukit.analyzer import ncu
+from cukit.analyzer.ncu import parse_csv, read_counters, run_ncu
+from cukit.errors import CukitError, DataError, MissingDependencyError
+
+RAW = """==PROF== Connected to process 7
+the program's own words
+"ID","Process ID","Kernel Name","Block Size","Grid Size","dram__bytes_read.sum","dram__bytes_write.sum","gpu__time_duration.sum","sm__warps_active.avg.pct_of_peak_sustained_active","smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio"
+"","","","","","byte","byte","ns","%","inst"
+"0","7","scale","(256, 1, 1)","(1000, 1, 1)","1,000,000","500000","2,000","50.5","12.5"
+"1","7","scale","(256, 1, 1)","(1000, 1, 1)","3,000,000","500000","4,000","51.5","13.5"
+"2","7","void cub::Reduce<int, float>(T1 *)","(256, 1, 1)","(1, 1, 1)","64","n/a","1000","nan","1"
+"""  # noqa: E501
+
+DETAILS = """"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","scale","dram__bytes_read.sum","Mbyte","1.5"
+"0","scale","gpu__time_duration.sum","usecond","3.25"
+"0","scale","lts__t_sector_hit_rate.pct","%","25"
+"""
+
+
+def test_the_raw_page() -> None:
+    counters = parse_csv(RAW, "ncu")
+    assert set(counters) == {"scale", "void cub::Reduce<int, float>(T1 *)"}
+    scale = counters["scale"]
+    assert (scale.source, scale.dram_read_bytes, scale.dram_write_bytes) == ("ncu", 2e6, 5e5)
+    assert scale.duration_us == pytest.approx(3.0)
+    assert scale.achieved_occupancy == pytest.approx(0.51)
+    assert scale.stall_reasons == {"long_scoreboard": 13.0}
+    assert scale.l2_hit_fraction is None
+    reduce = counters["void cub::Reduce<int, float>(T1 *)"]
+    assert (reduce.dram_read_bytes, reduce.dram_write_bytes) == (64, None)
+    assert reduce.achieved_occupancy is None, "not a number is not a measurement"
+
+
+def test_the_details_page_and_its_units(tmp_path: Path) -> None:
+    path = tmp_path / "counters.csv"
+    path.write_text(DETAILS)
+    scale = read_counters(path)["scale"]
+    assert scale.source == "counters.csv"
+    assert scale.dram_read_bytes == 1.5e6
+    assert scale.duration_us == 3.25
+    assert scale.l2_hit_fraction == 0.25
+
+
+def test_a_file_without_a_table_is_refused() -> None:
+    with pytest.raises(DataError, match="no table"):
+        parse_csv("==PROF== nothing was profiled", "empty.csv")
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "ncu"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_ncu_without_permission_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "ERR_NVGPUCTRPERM - The user does not have permission"
+    fake = script(tmp_path, f"echo '==ERROR== {words}'; exit 1")
+    monkeypatch.setattr(ncu, "_find_ncu", lambda: fake)
+    with pytest.raises(CukitError, match="ERR_NVGPUCTRPERM"):
+        run_ncu(["true"])
+
+
+def test_ncu_runs_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out.csv").write_text(RAW)
+    fake = script(tmp_path, f'echo "$@" > {tmp_path}/arguments; cat {tmp_path}/out.csv')
+    monkeypatch.setattr(ncu, "_find_ncu", lambda: fake)
+    assert run_ncu(["python", "user.py"])["scale"].dram_write_bytes == 5e5
+    assert read_counters(tmp_path / "saved.ncu-rep")["scale"].source == "saved.ncu-rep"
+    arguments = (tmp_path / "arguments").read_text()
+    assert "--import" in arguments
+
+
+def test_without_ncu_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
+    monkeypatch.setattr(ncu.Path, "glob", lambda self, pattern: iter(()))
+    with pytest.raises(MissingDependencyError, match="Nsight Compute"):
+        run_ncu(["true"])

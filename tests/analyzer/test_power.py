@@ -1,0 +1,130 @@
+"""Energy from a card whose counter ticks rarely, with a known power; and NVML when there is one."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from cukit.analyzer.power import Card, measure_energy, throttle_reasons
+from cukit.analyzer.schema import Conditions
+from cukit.errors import CukitError, MissingDependencyError
+
+
+class Bench:
+    """A clock that only calls advance, and a card that draws a constant power while they run."""
+
+    def __init__(self, *, call_us: float, watts: float, tick_s: float = 0.05) -> None:
+        self.now = 100.0
+        self.call_s, self.watts, self.tick_s = call_us / 1e6, watts, tick_s
+        self.calls = 0
+
+    def call(self) -> None:
+        self.calls += 1
+        self.now += self.call_s
+
+    def synchronize(self) -> None:
+        self.now += 20e-6
+
+    def joules(self) -> float:
+        self.now += 5e-6
+        if self.tick_s == float("inf"):
+            return 7.0
+        return round(self.watts * (self.now // self.tick_s * self.tick_s), 3)
+
+    def sm_clock_mhz(self) -> float:
+        return 1755.0
+
+    def throttle_bits(self) -> int:
+        return 0x5
+
+    def conditions(self, readings: Any) -> Conditions:
+        clock = readings.sm_clocks_mhz[0]
+        return Conditions(clock, 1980.0, None, None, None, throttle_reasons(readings.throttle_bits))
+
+
+@pytest.mark.parametrize("call_us", [3.0, 100.0, 12_000.0])
+def test_energy_of_a_call_of_known_power(call_us: float) -> None:
+    bench = Bench(call_us=call_us, watts=500.0)
+    energy, conditions = measure_energy(
+        bench.call,
+        call_us,
+        bench,  # type: ignore[arg-type]
+        synchronize=bench.synchronize,
+        clock=lambda: bench.now,
+    )
+    assert energy is not None
+    truth = 500.0 * call_us / 1e6
+    assert energy.window_s >= 1.0
+    assert energy.calls < bench.calls
+    assert energy.joules_per_call == pytest.approx(truth, rel=0.04)
+    assert abs(energy.joules_per_call - truth) <= energy.uncertainty_joules + 0.006 * truth
+    assert energy.calls_per_joule == pytest.approx(1 / energy.joules_per_call)
+    assert energy.mean_watts == pytest.approx(500, rel=0.03)
+    assert conditions.sm_clock_mhz == 1755.0
+    assert conditions.throttle_reasons == ("software power cap",)
+
+
+def test_a_counter_that_stands_still_gives_none() -> None:
+    bench = Bench(call_us=100.0, watts=500.0, tick_s=float("inf"))
+    energy, conditions = measure_energy(
+        bench.call,
+        100.0,
+        bench,  # type: ignore[arg-type]
+        synchronize=bench.synchronize,
+        clock=lambda: bench.now,
+    )
+    assert energy is None
+    assert conditions.sm_clock_mhz == 1755.0
+
+
+def test_reasons_in_words() -> None:
+    assert throttle_reasons(0) == ()
+    assert throttle_reasons(0x1) == ()
+    assert throttle_reasons(0x28) == ("hardware slowdown", "software thermal slowdown")
+    assert throttle_reasons(0x1004) == ("software power cap", "reason 0x1000")
+
+
+def test_without_nvml_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(MissingDependencyError, match="nvidia-ml-py"):
+        Card()
+
+
+def test_what_nvml_refuses_is_an_error_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = pytest.importorskip("cupy")
+
+    class NVMLError(Exception):
+        pass
+
+    def refuse(*arguments: Any) -> None:
+        raise NVMLError("Not Supported")
+
+    nvml = types.ModuleType("pynvml")
+    known: dict[str, Any] = {
+        "NVMLError": NVMLError,
+        "NVML_CLOCK_SM": 1,
+        "NVML_CLOCK_MEM": 2,
+        "NVML_TEMPERATURE_GPU": 0,
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByPciBusId": lambda bus_id: ("handle", bus_id),
+        "nvmlDeviceGetTotalEnergyConsumption": refuse,
+        "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 700_000,
+        "nvmlDeviceGetMaxClockInfo": lambda handle, kind: 1980,
+        "nvmlDeviceGetClockInfo": refuse,
+        "nvmlDeviceGetTemperature": lambda handle, kind: 41,
+    }
+    for name, value in known.items():
+        setattr(nvml, name, value)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(cupy.cuda.runtime, "deviceGetPCIBusId", lambda device: "0000:01:00.0")
+    monkeypatch.setattr(cupy.cuda, "Device", lambda: types.SimpleNamespace(id=0))
+    card = Card()
+    with pytest.raises(CukitError, match="TotalEnergyConsumption: Not Supported"):
+        card.joules()
+    from cukit.analyzer.power import _Readings
+
+    conditions = card.conditions(_Readings())
+    assert conditions == Conditions(None, 1980.0, None, 41.0, 700.0, ())
