@@ -108,6 +108,8 @@ def _precompiled_prelude(flags: tuple[str, ...]) -> Path:
         header.parent.mkdir(parents=True, exist_ok=True)
         if not header.is_file():
             header.write_text(_PRELUDE, encoding="utf-8")
+        if "-g3" in flags:
+            return header  # a precompiled one would hide its macros, threadIdx among them, from gdb
         _publish(
             compiled, [*flags, *include_flags(), "-x", "c++-header", str(header)], "the prelude"
         )

@@ -83,7 +83,7 @@ _LANGUAGE = (
 
 def runtime_flags() -> tuple[str, ...]:
     """For the emulator's own sources."""
-    return (*_LANGUAGE, *_machine_flags(), "-O2", "-g1")
+    return (*_LANGUAGE, *_machine_flags(), "-O2", "-g")
 
 
 def kernel_flags(checked: bool, debug: bool, gcc: bool) -> tuple[str, ...]:

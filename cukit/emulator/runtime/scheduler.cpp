@@ -7,9 +7,9 @@
 #include "block.h"
 #include "run.h"
 
-namespace cukit::emulator {
+__thread cukit::emulator::Thread* cukit_emulator_thread;
 
-__thread Thread* cukit_emulator_thread;
+namespace cukit::emulator {
 
 namespace {
 

@@ -25,10 +25,10 @@
 #define CUKIT_CLUSTER_SECTION_(x, y, z) \
   __attribute__((section("cukit_cluster_" #x "_" #y "_" #z)))
 
-#define threadIdx (::cukit::emulator::self().thread_index)
-#define blockIdx (::cukit::emulator::self().block_index)
-#define blockDim (::cukit::emulator::self().block_dim)
-#define gridDim (::cukit::emulator::self().grid_dim)
+#define threadIdx (cukit_emulator_thread->thread_index)
+#define blockIdx (cukit_emulator_thread->block_index)
+#define blockDim (cukit_emulator_thread->block_dim)
+#define gridDim (cukit_emulator_thread->grid_dim)
 constexpr int warpSize = 32;
 
 #include "common/emulator/arithmetic.h"

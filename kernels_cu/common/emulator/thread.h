@@ -22,8 +22,14 @@ struct Thread {
   unsigned char* dynamic_shared;
 };
 
-// Set at every switch. A block, or a cluster of blocks, stays on one thread of the operating system.
-extern "C" __attribute__((tls_model("initial-exec"))) __thread Thread* cukit_emulator_thread;
+}  // namespace cukit::emulator
+
+// The running thread: set at every switch. A block, or a cluster of blocks, stays on one thread of the
+// operating system.
+extern "C" __attribute__((tls_model("initial-exec"))) __thread cukit::emulator::Thread*
+    cukit_emulator_thread;
+
+namespace cukit::emulator {
 
 inline const Thread& self() { return *cukit_emulator_thread; }
 
