@@ -10,14 +10,23 @@ from cukit.attention.flash_arguments import (
     check_backward,
     check_forward,
     check_kernel_layout,
+    fits_tensor_maps,
     problem_of,
     scales_of,
     strides_of,
 )
+from cukit.attention.flash_maps import MappedLaunch
 from cukit.attention.flash_plan import (
+    AttentionProblem,
+    FlashAttentionConfig,
     plan_flash_attention,
     plan_flash_attention_backward,
     representative_specs,
+)
+from cukit.attention.flash_plan_sm90 import (
+    WarpgroupForwardConfig,
+    covers,
+    plan_flash_attention_sm90,
 )
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
@@ -83,12 +92,12 @@ def flash_attention(
         if not return_lse:
             return write_out(out, result)
         return write_out(out, result[0]), result[1]
-    kernel, grid, scalars = _prepare_forward(q, k, v, out, bool(causal), scale)
+    launch = _prepare_forward(q, k, v, out, bool(causal), scale)
     if out is None:
         out = empty(q, q.shape)
     batch, seq_len_q, num_heads_q, _ = q.shape
     lse = empty(q, (batch, num_heads_q, seq_len_q), np.float32)
-    kernel(grid, (q, k, v, out, lse, *scalars))
+    launch(q, k, v, out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -187,15 +196,19 @@ class _BackwardSteps(NamedTuple):
 @launch_plan
 def _prepare_forward(
     q: Array, k: Array, v: Array, out: Array | None, causal: bool, scale: float | None
-) -> Launch:
+) -> Launch | MappedLaunch:
     check_forward(q, k, v, out, scale)
     check_kernel_layout("flash_attention", q=q, k=k, v=v, out=out)
-    problem = problem_of(q, k, causal)
-    config = plan_flash_attention(problem, current_device())
+    problem, device = problem_of(q, k, causal), current_device()
+    mapped = covers(problem, device) and fits_tensor_maps(q, k, v)
+    config: FlashAttentionConfig | WarpgroupForwardConfig
+    if mapped:
+        config = plan_flash_attention_sm90(problem, device)
+    else:
+        config = plan_flash_attention(problem, device)
+    strides = () if mapped else (*strides_of(q, q), *strides_of(k, k), *strides_of(v, v))
     scalars = (
-        *strides_of(q, q),
-        *strides_of(k, k),
-        *strides_of(v, v),
+        *strides,
         *strides_of(out, q),
         np.int32(problem.batch),
         np.int32(problem.num_heads_q),
@@ -206,7 +219,10 @@ def _prepare_forward(
         np.int32(config.section),
         scales_of(q, scale)[1],
     )
-    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+    if isinstance(config, WarpgroupForwardConfig):
+        return MappedLaunch(launch, config.tiling)
+    return launch
 
 
 @launch_plan
@@ -272,7 +288,13 @@ def _prepare_backward(
 
 
 def _forward_specs(device: Device) -> list[KernelSpec]:
-    return representative_specs(lambda problem: (plan_flash_attention(problem, device).spec(),))
+    def specs(problem: AttentionProblem) -> list[KernelSpec]:
+        chosen = [plan_flash_attention(problem, device).spec()]
+        if covers(problem, device):
+            chosen.append(plan_flash_attention_sm90(problem, device).spec())
+        return chosen
+
+    return representative_specs(specs)
 
 
 def _backward_specs(device: Device) -> list[KernelSpec]:

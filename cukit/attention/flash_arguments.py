@@ -26,6 +26,7 @@ ATTENTION_DTYPES = (float16, bfloat16)
 
 _HEAD_DIM_STEP = 8  # elements in one 16-byte access
 _MAX_ROW_STRIDE = (1 << 26) - 1  # offsets of up to 32 rows are 32-bit (TileCopy)
+_MAX_MAP_STRIDE = 1 << 40  # bytes
 
 
 def _check_heads(op: str, q: Array, k: Array, v: Array, scale: float | None) -> None:
@@ -97,6 +98,16 @@ def check_kernel_layout(op: str, **arrays: Array | None) -> None:
                 f"{op}: neighbouring positions (axis 1) of {name} must lie within "
                 f"{_MAX_ROW_STRIDE} elements on the GPU, got {row_stride}"
             )
+
+
+def fits_tensor_maps(*arrays: Array) -> bool:
+    """Whether the copy engine can walk the arrays: every axis forwards."""
+    return all(
+        0 < stride < _MAX_MAP_STRIDE
+        for array in arrays
+        for stride, extent in zip(array.strides[:3], array.shape[:3], strict=True)
+        if extent > 1
+    )
 
 
 def problem_of(q: Array, k: Array, causal: bool) -> AttentionProblem:

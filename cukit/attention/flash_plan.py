@@ -1,7 +1,7 @@
 """Which kernel variant attention runs, decided from shapes and facts of the GPU alone.
 
 A kernel class is a set of kernels written for one generation of tensor cores. `"sm80"` (mma.sync,
-cp.async) runs on everything from Ampere on.
+cp.async) runs on everything from Ampere on. :mod:`flash_plan_sm90` plans Hopper's own forward.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from cukit.attention.flash_tilings import (
     ForwardTiling,
     KeyTiling,
     QueryTiling,
+    WarpgroupTiling,
     first_fit,
 )
 from cukit.core.compiler import KernelSpec
@@ -54,7 +55,8 @@ class AttentionProblem:
         raise ArrayShapeError(f"head_dim must be at most {MAX_HEAD_DIM}, got {self.head_dim}")
 
 
-def _common_defines(problem: AttentionProblem) -> tuple[tuple[str, str | int | bool], ...]:
+def common_defines(problem: AttentionProblem) -> tuple[tuple[str, str | int | bool], ...]:
+    """Macros that all kernels with tiles of heads take."""
     return (
         ("DTYPE", problem.dtype),
         ("HEAD_DIM", problem.width),
@@ -62,7 +64,8 @@ def _common_defines(problem: AttentionProblem) -> tuple[tuple[str, str | int | b
     )
 
 
-def _ceil_div(a: int, b: int) -> int:
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 
@@ -84,14 +87,14 @@ class FlashAttentionConfig:
     def num_blocks(self) -> int:
         """Blocks of the grid."""
         problem = self.problem
-        tiles = _ceil_div(problem.seq_len_q, self.tiling.tile_m)
+        tiles = ceil_div(problem.seq_len_q, self.tiling.tile_m)
         return problem.batch * problem.num_heads_q * tiles
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
         tiling = self.tiling
         defines = (
-            *_common_defines(self.problem),
+            *common_defines(self.problem),
             ("CAUSAL", self.problem.causal),
             ("TILE_M", tiling.tile_m),
             ("M_TILES", tiling.m_tiles),
@@ -122,19 +125,19 @@ class FlashAttentionBackwardConfig:
     @property
     def seq_len_q_padded(self) -> int:
         """Rows that the scratch arrays have for a head: whole tiles."""
-        return _ceil_div(self.problem.seq_len_q, self.keys.tile_m) * self.keys.tile_m
+        return ceil_div(self.problem.seq_len_q, self.keys.tile_m) * self.keys.tile_m
 
     @property
     def prepare_blocks(self) -> int:
         """Blocks of the grid of prepare."""
         rows = self.problem.batch * self.problem.num_heads_q * self.seq_len_q_padded
-        return _ceil_div(rows * _prepare_lanes(self.problem.width), _ROW_THREADS)
+        return ceil_div(rows * _prepare_lanes(self.problem.width), _ROW_THREADS)
 
     @property
     def key_blocks(self) -> int:
         """Blocks of the grid that computes dK and dV."""
         problem = self.problem
-        tiles = _ceil_div(problem.seq_len_kv, self.keys.tile_n)
+        tiles = ceil_div(problem.seq_len_kv, self.keys.tile_n)
         return problem.batch * problem.num_heads_kv * self.splits * tiles
 
     @property
@@ -142,18 +145,18 @@ class FlashAttentionBackwardConfig:
         """Blocks of the grid that adds the splits of dK, and of that for dV."""
         problem = self.problem
         rows = problem.batch * problem.seq_len_kv * problem.num_heads_kv
-        return _ceil_div(rows * (problem.head_dim // 8), _ROW_THREADS)
+        return ceil_div(rows * (problem.head_dim // 8), _ROW_THREADS)
 
     @property
     def query_blocks(self) -> int:
         """Blocks of the grid that writes dQ."""
         problem = self.problem
         tile = self.queries.tile_m if self.deterministic else self.keys.tile_m
-        return problem.batch * problem.num_heads_q * _ceil_div(problem.seq_len_q, tile)
+        return problem.batch * problem.num_heads_q * ceil_div(problem.seq_len_q, tile)
 
     def _row_spec(self, entry: str, shared_bytes: int = 0) -> KernelSpec:
         defines = (
-            *_common_defines(self.problem),
+            *common_defines(self.problem),
             ("THREADS", _ROW_THREADS),
             ("LANES", _prepare_lanes(self.problem.width)),
             ("QUERY_GRADIENT", not self.deterministic),
@@ -179,7 +182,7 @@ class FlashAttentionBackwardConfig:
         """dK and dV; unless deterministic, the sum of dQ as well."""
         tiling = self.keys
         defines = (
-            *_common_defines(self.problem),
+            *common_defines(self.problem),
             ("CAUSAL", self.problem.causal),
             ("QUERY_GRADIENT", not self.deterministic),
             ("SPLIT", self.splits > 1),
@@ -201,7 +204,7 @@ class FlashAttentionBackwardConfig:
         """dQ in a fixed order."""
         tiling = self.queries
         defines = (
-            *_common_defines(self.problem),
+            *common_defines(self.problem),
             ("CAUSAL", self.problem.causal),
             ("TILE_M", tiling.tile_m),
             ("TILE_N", tiling.tile_n),
@@ -248,14 +251,14 @@ def choose_section(heads: int, tiles: int, bytes_per_head: int, slots: int, devi
     Unequal sections end badly too, so one of equal size is preferred.
     """
     fits_l2 = device.l2_bytes // 2 // max(1, bytes_per_head)
-    fills_gpu = _ceil_div(_SECTION_WAVES * slots, max(1, tiles))
+    fills_gpu = ceil_div(_SECTION_WAVES * slots, max(1, tiles))
     least = max(1, fits_l2, min(fills_gpu, slots // _SHARING_BLOCKS))
     if least >= heads:
         return max(1, heads)
     for section in range(least, 2 * least):
         if heads % section == 0:
             return section
-    return _ceil_div(heads, heads // least)
+    return ceil_div(heads, heads // least)
 
 
 def _splits(group: int, blocks: int, enough: int) -> int:
@@ -274,7 +277,7 @@ def plan_flash_attention(problem: AttentionProblem, device: Device) -> FlashAtte
         kernel_class=kernel_class(device),
         problem=problem,
         tiling=tiling,
-        section=_query_section(problem, tiling, device),
+        section=query_section(problem, tiling, device),
     )
 
 
@@ -286,7 +289,7 @@ def plan_flash_attention_backward(
     width = problem.width
     keys = first_fit(KEY_TILINGS[width], width, device)
     queries = first_fit(QUERY_TILINGS[width], width, device)
-    tiles = _ceil_div(problem.seq_len_kv, keys.tile_n)
+    tiles = ceil_div(problem.seq_len_kv, keys.tile_n)
     heads = problem.batch * problem.num_heads_kv
     slots = device.num_sms * keys.blocks_per_sm
     splits = _splits(problem.group, heads * tiles, slots)
@@ -304,18 +307,18 @@ def plan_flash_attention_backward(
         queries=queries,
         splits=splits,
         key_section=section,
-        query_section=_query_section(problem, queries, device),
+        query_section=query_section(problem, queries, device),
     )
 
 
-def _query_section(
-    problem: AttentionProblem, tiling: ForwardTiling | QueryTiling, device: Device
+def query_section(
+    problem: AttentionProblem, tiling: ForwardTiling | QueryTiling | WarpgroupTiling, device: Device
 ) -> int:
     """The section of a kernel whose blocks own queries: they read K and V again and again."""
     if not problem.causal:
         return 1
     heads = problem.batch * problem.num_heads_q
-    tiles = _ceil_div(problem.seq_len_q, tiling.tile_m)
+    tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
     head_bytes = 2 * problem.seq_len_kv * problem.head_dim * ITEM_BYTES // problem.group
     slots = device.num_sms * tiling.blocks_per_sm
     return choose_section(heads, tiles, head_bytes, slots, device)

@@ -44,6 +44,35 @@ class ForwardTiling:
 
 
 @dataclass(frozen=True)
+class WarpgroupTiling:
+    """Hopper's forward: a block walks over tiles of 64 queries for each of its consumers, and in
+    each over tile_n keys at a time."""
+
+    consumers: int
+    """Warpgroups that multiply; one more copies."""
+    tile_n: int
+    num_stages: int = 2
+    query_stages: int = 2
+    """With two, the next tile's queries come while this one's are multiplied."""
+    blocks_per_sm: int = 1
+
+    def shared_bytes(self, width: int) -> int:
+        """The stages of Q, of K and of V."""
+        rows = self.query_stages * self.tile_m + 2 * self.num_stages * self.tile_n
+        return ITEM_BYTES * width * rows
+
+    @property
+    def tile_m(self) -> int:
+        """Queries of a tile."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 4 * _WARP * (self.consumers + 1)
+
+
+@dataclass(frozen=True)
 class KeyTiling:
     """Backward: a block takes tile_n keys and walks over tile_m queries at a time.
 
@@ -100,6 +129,11 @@ FORWARD_TILINGS: dict[int, tuple[ForwardTiling, ...]] = {
         ForwardTiling(64, 1, 32, 2),
     ),
     256: (ForwardTiling(128, 1, 64), ForwardTiling(128, 1, 32), ForwardTiling(64, 1, 32)),
+}
+WARPGROUP_TILINGS: dict[int, WarpgroupTiling] = {
+    64: WarpgroupTiling(3, 128),
+    128: WarpgroupTiling(2, 128),
+    256: WarpgroupTiling(2, 80, query_stages=1),
 }
 KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {
     64: (KeyTiling(128, 128, 8, 4, 4, 4), KeyTiling(64, 128, 8, 2, 4, 2)),

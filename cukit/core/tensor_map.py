@@ -16,6 +16,7 @@ from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError, Missing
 SWIZZLE_BYTES = (0, 32, 64, 128)
 _MOST_AXES = 5
 _MOST_BOX = 256
+_ALIGNMENT = 16
 _DESCRIPTOR = np.dtype((np.void, 128))
 
 
@@ -26,7 +27,8 @@ def encode_tensor_map(
 
     Args:
         array: CuPy array (NumPy for the emulator) of 2 to 5 axes; last axis contiguous, other
-            strides multiples of 16 bytes, 16-byte aligned. fp8 travels as uint8.
+            strides multiples of 16 bytes (of axes with more than one element), 16-byte aligned.
+            fp8 travels as uint8.
         box: extent of one tile on each axis of `array`, each at most 256; the innermost extent
             times the element size must be a multiple of 16 bytes and at most `swizzle_bytes` where
             that is not 0.
@@ -51,7 +53,7 @@ def encode_tensor_map(
         rank,
         int(array.data.ptr),
         [driver.cuuint64_t(extent) for extent in reversed(array.shape)],
-        [driver.cuuint64_t(stride) for stride in reversed(array.strides[:-1])],
+        [driver.cuuint64_t(stride) for stride in reversed(_strides(array))],
         [driver.cuuint32_t(extent) for extent in reversed(tuple(box))],
         [driver.cuuint32_t(1)] * rank,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -104,6 +106,12 @@ def _data_type(dtype: np.dtype[Any]) -> str:
     return f"CU_TENSOR_MAP_DATA_TYPE_{names[dtype.name]}"
 
 
+def _strides(array: Array) -> list[int]:
+    """Of all axes but the last; one that is never stepped along gets any the driver accepts."""
+    axes = zip(array.strides[:-1], array.shape[:-1], strict=True)
+    return [stride if extent > 1 else _ALIGNMENT for stride, extent in axes]
+
+
 def _check_tensor(array: Array) -> None:
     if not 2 <= array.ndim <= _MOST_AXES:
         raise ArrayShapeError(f"encode_tensor_map: 2 to 5 axes, got shape {array.shape}")
@@ -111,11 +119,11 @@ def _check_tensor(array: Array) -> None:
         raise ArrayLayoutError(
             f"encode_tensor_map: the last axis must be contiguous, got strides {array.strides}"
         )
-    if any(stride % 16 or stride < 0 for stride in array.strides[:-1]):
+    if any(stride % _ALIGNMENT or stride < 0 for stride in _strides(array)):
         raise ArrayLayoutError(
             f"encode_tensor_map: strides must be multiples of 16 bytes, got {array.strides}"
         )
-    if address_of(array) % 16:
+    if address_of(array) % _ALIGNMENT:
         raise ArrayLayoutError("encode_tensor_map: the array must be 16-byte aligned")
 
 

@@ -15,4 +15,13 @@ CUKIT_DEVICE unsigned opaque(unsigned value) {
   return value;
 }
 
+// `value`, but not before `awaited`, which is never below -1, is known: an instruction that is given
+// the result stays behind the computation of `awaited`, which the compiler else might put off.
+CUKIT_DEVICE unsigned ordered_after(unsigned value, float awaited) {
+#ifndef CUKIT_EMULATE
+  asm volatile("" : "+f"(awaited));
+#endif
+  return awaited < -1.0f ? ~value : value;
+}
+
 }  // namespace cukit

@@ -64,6 +64,21 @@ CUKIT_DEVICE void tma_load_2d_multicast(void* shared, const TensorMap* map, Mbar
 #endif
 }
 
+// cp.async.bulk.tensor.4d to shared memory, as tma_load_2d.
+CUKIT_DEVICE void tma_load_4d(void* shared, const TensorMap* map, Mbarrier* barrier, int x, int y,
+                              int z, int w) {
+#ifdef CUKIT_EMULATE
+  const int position[] = {x, y, z, w};
+  emulator::tensor_load(shared_address(shared), map, position, 4, shared_address(barrier), 0);
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];\n" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+#endif
+}
+
 // cp.async.bulk.tensor.2d from shared memory, which fence_proxy_async has made visible.
 CUKIT_DEVICE void tma_store_2d(const TensorMap* map, const void* shared, int x, int y) {
 #ifdef CUKIT_EMULATE

@@ -82,10 +82,16 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
 #define CUKIT_D32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define CUKIT_D40 \
+  CUKIT_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define CUKIT_D64 \
   CUKIT_D32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define CUKIT_D88 \
+  CUKIT_D64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87"
 #define CUKIT_D128 \
   CUKIT_D64 ", " \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
@@ -96,7 +102,9 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define CUKIT_OUT32(i) CUKIT_OUT8(i), CUKIT_OUT8(i + 8), CUKIT_OUT8(i + 16), CUKIT_OUT8(i + 24)
+#define CUKIT_OUT40 CUKIT_OUT32(0), CUKIT_OUT8(32)
 #define CUKIT_OUT64 CUKIT_OUT32(0), CUKIT_OUT32(32)
+#define CUKIT_OUT88 CUKIT_OUT64, CUKIT_OUT8(64), CUKIT_OUT8(72), CUKIT_OUT8(80)
 #define CUKIT_OUT128 CUKIT_OUT64, CUKIT_OUT32(64), CUKIT_OUT32(96)
 
 // The instruction `name`, with accumulators, operand a and b, accumulate flag and the immediates
@@ -114,9 +122,17 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
     CUKIT_WGMMA("m64n64k16" types, CUKIT_D32, "%32", "%33", "%34", "1, 1, %35, %36",            \
                 CUKIT_OUT32(0), "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),    \
                 "n"(int(TransposedB)));                                                         \
+  } else if constexpr (N == 80) {                                                             \
+    CUKIT_WGMMA("m64n80k16" types, CUKIT_D40, "%40", "%41", "%42", "1, 1, %43, %44",           \
+                CUKIT_OUT40, "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),       \
+                "n"(int(TransposedB)));                                                         \
   } else if constexpr (N == 128) {                                                              \
     CUKIT_WGMMA("m64n128k16" types, CUKIT_D64, "%64", "%65", "%66", "1, 1, %67, %68",           \
                 CUKIT_OUT64, "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),       \
+                "n"(int(TransposedB)));                                                         \
+  } else if constexpr (N == 176) {                                                             \
+    CUKIT_WGMMA("m64n176k16" types, CUKIT_D88, "%88", "%89", "%90", "1, 1, %91, %92",           \
+                CUKIT_OUT88, "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),       \
                 "n"(int(TransposedB)));                                                         \
   } else {                                                                                      \
     CUKIT_WGMMA("m64n256k16" types, CUKIT_D128, "%128", "%129", "%130", "1, 1, %131, %132",     \
@@ -145,7 +161,7 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
 template <typename T, int N, bool TransposedA = false, bool TransposedB = false>
 CUKIT_DEVICE void wgmma(float (&d)[N / 2], unsigned long long a, unsigned long long b,
                         bool accumulate) {
-  static_assert(N == 64 || N == 128 || N == 256, "columns that there is a wrapper for");
+  static_assert(N == 64 || N == 80 || N == 128 || N == 176 || N == 256, "columns of a wrapper");
 #ifdef CUKIT_EMULATE
   emulator::wgmma({detail::kNumber<T>, detail::kNumber<T>, N, d, nullptr, a, b, TransposedA,
                    TransposedB, accumulate});

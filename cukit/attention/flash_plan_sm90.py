@@ -1,0 +1,69 @@
+"""The forward on Hopper: what class sm90 (wgmma, TMA) covers, and how it cuts the work.
+
+Every other GPU, and what this class does not cover, is served by :mod:`flash_plan`'s class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from cukit.attention.flash_plan import (
+    AttentionProblem,
+    ceil_div,
+    common_defines,
+    query_section,
+)
+from cukit.attention.flash_tilings import WARPGROUP_TILINGS, WarpgroupTiling
+from cukit.core.compiler import KernelSpec
+from cukit.core.device import Device
+
+_ARCH = "sm_90"
+
+
+@dataclass(frozen=True)
+class WarpgroupForwardConfig:
+    """How one forward call runs."""
+
+    problem: AttentionProblem
+    tiling: WarpgroupTiling
+    section: int
+    """Heads whose tiles are worked on together (kernels_cu/attention/block_order.cuh)."""
+    num_blocks: int
+    """Blocks of the grid: they walk over the tiles."""
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        tiling = self.tiling
+        defines = (
+            *common_defines(self.problem),
+            ("CAUSAL", self.problem.causal),
+            ("CONSUMERS", tiling.consumers),
+            ("TILE_N", tiling.tile_n),
+            ("STAGES", tiling.num_stages),
+            ("QUERY_STAGES", tiling.query_stages),
+            ("THREADS", tiling.threads),
+        )
+        entry = "flash_attention_sm90"
+        shared = tiling.shared_bytes(self.problem.width)
+        return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
+
+
+def covers(problem: AttentionProblem, device: Device) -> bool:
+    """Whether class sm90 has a kernel for this problem on this device: no empty array, and a width
+    of head that has a tiling."""
+    sizes = (problem.batch, problem.seq_len_q, problem.seq_len_kv, problem.num_heads_q)
+    return device.arch == _ARCH and problem.width in WARPGROUP_TILINGS and min(sizes) > 0
+
+
+@cache
+def plan_flash_attention_sm90(problem: AttentionProblem, device: Device) -> WarpgroupForwardConfig:
+    """The configuration of a problem that the class covers."""
+    tiling = WARPGROUP_TILINGS[problem.width]
+    tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
+    return WarpgroupForwardConfig(
+        problem=problem,
+        tiling=tiling,
+        section=query_section(problem, tiling, device),
+        num_blocks=min(problem.batch * problem.num_heads_q * tiles, device.num_sms),
+    )

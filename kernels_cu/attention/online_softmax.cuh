@@ -1,0 +1,111 @@
+// A warpgroup's scores on their way to probabilities: masks, running maxima, exponentials.
+//
+// Scores lie as wgmma leaves them: element 4 n + 2 half + i of a lane is row lane / 4 + 8 half of its
+// warp's sixteen, column 8 n + 2 (lane % 4) + i.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/pack.cuh"
+
+namespace cukit {
+
+// A lane's two rows: what has been summed up so far.
+struct SoftmaxRows {
+  float max[2];
+  float sum[2];  // over this lane's columns; the quad is summed at the end
+
+  CUKIT_DEVICE void reset() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      max[half] = -infinity();
+      sum[half] = 0.0f;
+    }
+  }
+};
+
+// Softmax does not depend on the value that is subtracted: a maximum is renewed only once it has
+// grown by more than this, in powers of two. Most tiles then rescale nothing.
+constexpr float kLazyGrowth = 8.0f;
+
+// -infinity where the key is not below `keys` or, for half 1 and 0 of the rows, not below
+// `visible` + 8 and `visible`; both count from the tile's first key.
+template <bool Causal, int N>
+CUKIT_DEVICE void mask_scores(float (&scores)[N], int keys, int visible) {
+  const int lane_column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int end = (Causal ? min(keys, visible + 8 * half) : keys) - lane_column;
+#pragma unroll
+    for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (8 * n + i >= end) scores[4 * n + 2 * half + i] = -infinity();
+      }
+  }
+}
+
+// Renews the maxima where a row has outgrown its own, and says so to the whole warp: what was summed
+// under them is then to be multiplied by `shrink`.
+template <int N>
+CUKIT_DEVICE bool renew_maxima(SoftmaxRows& rows, float (&shrink)[2], const float (&scores)[N],
+                               float scale_log2) {
+  float seen[2];
+  bool outgrown = false;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    seen[half] = rows.max[half];
+#pragma unroll
+    for (int n = 0; n < N / 4; ++n) {
+      const float* pair = &scores[4 * n + 2 * half];
+      seen[half] = fmaxf(seen[half], fmaxf(pair[0], pair[1]));
+    }
+    // Still -infinity on both sides gives NaN, which is not greater.
+    outgrown |= (seen[half] - rows.max[half]) * scale_log2 > kLazyGrowth;
+  }
+  if (!__any_sync(kFullMask, outgrown)) return false;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    seen[half] = fmaxf(seen[half], __shfl_xor_sync(kFullMask, seen[half], 1));
+    seen[half] = fmaxf(seen[half], __shfl_xor_sync(kFullMask, seen[half], 2));
+    const float base = seen[half] == -infinity() ? 0.0f : seen[half];
+    shrink[half] = exp2f((rows.max[half] - base) * scale_log2);
+    rows.max[half] = seen[half];
+    rows.sum[half] *= shrink[half];
+  }
+  return true;
+}
+
+template <int N>
+CUKIT_DEVICE void rescale(float (&out)[N], const float (&shrink)[2]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] *= shrink[i / 2 % 2];
+}
+
+// scores = exp2(scale * (scores - max)), added to the sums.
+template <int N>
+CUKIT_DEVICE void exponentiate(SoftmaxRows& rows, float (&scores)[N], float scale_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float shift = rows.max[half] == -infinity() ? 0.0f : -rows.max[half] * scale_log2;
+#pragma unroll
+    for (int n = 0; n < N / 4; ++n) {
+      float* pair = &scores[4 * n + 2 * half];
+      pair[0] = exp2f(fmaf(pair[0], scale_log2, shift));
+      pair[1] = exp2f(fmaf(pair[1], scale_log2, shift));
+      rows.sum[half] += pair[0] + pair[1];
+    }
+  }
+}
+
+// The probabilities as operand a of a product over the keys, sixteen of them a step.
+template <typename T, int N>
+CUKIT_DEVICE void pack_probabilities(unsigned (&p)[N / 8][4], const float (&scores)[N]) {
+#pragma unroll
+  for (int step = 0; step < N / 8; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      p[step][i] = pack<T>(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
+    }
+}
+
+}  // namespace cukit
