@@ -78,6 +78,7 @@ _LANGUAGE = (
     "-fwrapv",
     "-ffp-contract=fast",
     "-fno-math-errno",
+    "-gdwarf-4",  # of version 5 some addr2line mix up the files
 )
 
 
