@@ -167,7 +167,7 @@ def _write_page(folder: Path) -> None:
     """The report as a page beside report.json, or a word on why there is none."""
     page = folder / "report.html"
     try:
-        generate_report([folder / REPORT], [page], title="Distillation")
+        generate_report([folder / REPORT], [page], title="cukit distill")
     except MissingDependencyError as error:
         stdout().print(f"no report.html: {error}", markup=False)
     else:

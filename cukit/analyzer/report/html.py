@@ -20,7 +20,7 @@ def render(title: str, footer: str, sections: Sequence[Section]) -> str:
     page: str = template.render(
         title=title, footer=footer, sections=list(zip(anchors, sections, strict=True))
     )
-    return page
+    return page.lstrip()
 
 
 def slug(title: str) -> str:

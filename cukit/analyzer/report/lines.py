@@ -66,7 +66,7 @@ def occupancy_curve(
 ) -> str:
     """Share of resident warps over threads in a block, with the block size in use marked."""
     height = 104.0
-    x = svg.Scale(0.0, float(values[-1][0]), 30.0, width - 8)
+    x = svg.Scale(0.0, float(values[-1][0]), 36.0, width - 16)
     y = svg.Scale(0.0, 1.0, height - 22, 10.0)
     parts = []
     for share in (0.0, 0.5, 1.0):

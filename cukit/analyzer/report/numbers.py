@@ -47,6 +47,14 @@ def num_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def count(value: float) -> str:
+    """`"65.1 M"`, `"21.6 K"`, `"800"`."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= size:
+            return f"{digits(value / size)} {unit}"
+    return f"{value:.0f}"
+
+
 def tflops(value: float) -> str:
     return f"{digits(value)} TFLOP/s"
 

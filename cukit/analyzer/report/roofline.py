@@ -50,12 +50,19 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point], *, title: str, widt
     highest = max([p.tflops for p in points] + [roof.value for roof in compute])
     y = svg.Scale(lowest / 1.5, highest * 1.6, height - BOTTOM, TOP, logarithmic=True)
     parts = _frame(x, y)
-    top = max((roof.value for roof in compute), default=y.high)
-    parts += [part for roof in memory for part in _slope(roof, x, y, top)]
+    for number, roof in enumerate(memory):
+        top = max((c.value for c in _of_same_origin(roof, compute)), default=y.high)
+        # Labels of slopes that lie close stand apart along them.
+        parts += _slope(roof, x, y, top, label_at=0.25 + 0.3 * number)
     parts += [part for roof in compute for part in _flat(roof, x, y, memory)]
     # What is compared with lies below what is measured.
     parts += [_dot(p, x, y) for p in sorted(points, key=lambda p: not p.hollow)]
     return svg.figure(width, height, title, parts)
+
+
+def _of_same_origin(roof: Roof, others: Sequence[Roof]) -> list[Roof]:
+    """Roofs measured as this one was, or from the datasheet like it; all where there is none."""
+    return [other for other in others if other.measured == roof.measured] or list(others)
 
 
 def _ridges(memory: Sequence[Roof], compute: Sequence[Roof]) -> list[float]:
@@ -81,15 +88,14 @@ def _frame(x: svg.Scale, y: svg.Scale) -> list[str]:
     return parts
 
 
-def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float) -> list[str]:
+def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float, *, label_at: float) -> list[str]:
     """The bandwidth's line, from the left or lower edge up to the highest roof."""
     first = max(x.low, 1e3 * y.low / roof.value)
     last = min(1e3 * top / roof.value, x.high)
     x1, y1 = x(first), y(first * roof.value / 1e3)
     x2, y2 = x(last), y(last * roof.value / 1e3)
     angle = math.degrees(math.atan2(y2 - y1, x2 - x1))
-    # 40% of the way up, clear of the points that crowd below the ridge.
-    label_x, label_y = x1 + 0.4 * (x2 - x1), y1 + 0.4 * (y2 - y1) - 7
+    label_x, label_y = x1 + label_at * (x2 - x1), y1 + label_at * (y2 - y1) - 7
     label = svg.element(
         "text",
         escape(roof.label),
@@ -101,7 +107,7 @@ def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float) -> list[str]:
 
 
 def _flat(roof: Roof, x: svg.Scale, y: svg.Scale, memory: Sequence[Roof]) -> list[str]:
-    fastest = max((m.value for m in memory), default=None)
+    fastest = max((m.value for m in _of_same_origin(roof, memory)), default=None)
     ridge = x.low if fastest is None else max(x.low, 1e3 * roof.value / fastest)
     height = y(roof.value)
     return [

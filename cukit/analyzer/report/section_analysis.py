@@ -25,6 +25,7 @@ from cukit.analyzer.schema import (
     Environment,
     KernelAnalysis,
     LaunchAnalysis,
+    RooflinePoint,
     TimeStatistics,
 )
 
@@ -58,7 +59,8 @@ def _overview(analyses: Sequence[KernelAnalysis]) -> Table:
     rows = []
     for analysis in analyses:
         cold, work = analysis.cold, analysis.throughput
-        roof = analysis.roofline[0] if analysis.roofline else None
+        # The last is the nearest: what this machine reached, where that was measured.
+        roof = analysis.roofline[-1] if analysis.roofline else None
         launch = _main_launch(analysis)
         resources = launch.resources if launch else None
         resident = launch.occupancy if launch else None
@@ -79,7 +81,7 @@ def _overview(analyses: Sequence[KernelAnalysis]) -> Table:
                 _time(analysis.warm),
                 _cell(work.gbps if work else None, numbers.gbps),
                 _cell(work.tflops if work else None, numbers.tflops),
-                _cell(roof.fraction if roof else None, numbers.percent),
+                _roof(roof),
                 _cell(resources.registers if resources else None, str),
                 _cell(spills, numbers.num_bytes, tone="bad" if spills else ""),
                 _cell(resident.fraction if resident else None, numbers.percent),
@@ -93,6 +95,12 @@ def _overview(analyses: Sequence[KernelAnalysis]) -> Table:
 def _main_launch(analysis: KernelAnalysis) -> LaunchAnalysis | None:
     """The launch that takes longest, or the first where none was traced."""
     return max(analysis.launches, key=lambda launch: launch.device_us or 0.0, default=None)
+
+
+def _roof(point: RooflinePoint | None) -> Cell:
+    if point is None:
+        return Cell("")
+    return Cell(f"{numbers.percent(point.fraction)} {point.roof}", point.fraction)
 
 
 def _time(statistics: TimeStatistics | None) -> Cell:
@@ -221,7 +229,8 @@ def _thumbnails(launches: Sequence[LaunchAnalysis]) -> tuple[Thumbnail, ...]:
         threads = launch.block[0] * launch.block[1] * launch.block[2]
         values = [(point.value, point.fraction) for point in resident.by_threads]
         title = f"{launch.name}: occupancy over threads in a block"
-        detail = f"{numbers.percent(resident.fraction)} at {threads} threads, {resident.limiter}"
+        share = numbers.percent(resident.fraction)
+        detail = f"{share} at {threads} threads, limited by {resident.limiter}"
         markup = occupancy_curve(values, threads, title=title)
         found.setdefault((launch.name, threads, markup), Thumbnail(launch.name, detail, markup))
     return tuple(found.values())

@@ -73,7 +73,7 @@ def _quality(models: Mapping[str, Any]) -> Figure:
     groups = []
     for phase, facts in models.items():
         value = facts["bits_per_byte"]
-        parameters = f"{facts['parameters'] / 1e6:.1f} M parameters"
+        parameters = f"{numbers.count(facts['parameters'])} parameters"
         bar = Bar(COLOURS[phase], value, f"{value:.4f}", f"{TITLES[phase]}: {value:.4f}")
         groups.append(Group(TITLES[phase], parameters, (bar,)))
     title = "Bits per byte on validation text"
@@ -110,7 +110,8 @@ def _models_table(models: Mapping[str, Any]) -> Table:
 
 
 def _curves(run: dict[str, Any]) -> Figure:
-    alpha = run["settings"]["alpha"]
+    alpha, hidden = run["settings"]["alpha"], run["settings"]["hidden_weight"]
+    states = " and the distance between hidden states" if hidden else ""
     curves = [
         Curve(TITLES[phase], COLOURS[phase], tuple((s, v) for s, v in facts["history"]))
         for phase, facts in run["models"].items()
@@ -122,7 +123,7 @@ def _curves(run: dict[str, Any]) -> Figure:
         lambda width: line_chart(curves, title=title, x_label="step", y_label="loss", width=width),
         "Nats per byte, on training batches. The distilled student minimises another loss than the "
         f"others, {alpha:g} parts of divergence from its teacher to {1 - alpha:.4g} of "
-        "cross-entropy: its height is not to be compared with theirs, its shape is.",
+        f"cross-entropy{states}: its height is not to be compared with theirs, its shape is.",
         tuple((curve.series, curve.name) for curve in curves),
     )
 

@@ -124,4 +124,4 @@ def _thumbnail(device: Device, kernel: Kernel) -> Thumbnail:
     detail = f"{numbers.percent(kernel['occupancy'])} at {kernel['threads']} threads"
     title = f"{kernel['kernel']}: occupancy over threads in a block"
     markup = occupancy_curve(values, kernel["threads"], title=title)
-    return Thumbnail(kernel["kernel"], f"{detail}, {kernel['limiter']}", markup)
+    return Thumbnail(kernel["kernel"], f"{detail}, limited by {kernel['limiter']}", markup)

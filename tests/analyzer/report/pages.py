@@ -1,0 +1,74 @@
+"""Reading a page the way a reader's tools do: cells, drawings, addresses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@dataclass
+class Page(HTMLParser):
+    """Tables as lists of rows of (text, number behind it), and every attribute that may load."""
+
+    markup: str
+    tables: list[list[list[tuple[str, float | None]]]] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._value: float | None = None
+        self._text: str | None = None
+        self.feed(self.markup)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        found = dict(attrs)
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")
+        ]
+        if tag == "tbody":
+            self.tables.append([])
+        elif tag == "tr" and self.tables:
+            self.tables[-1].append([])
+        elif tag == "td":
+            value = found.get("data-value")
+            self._value, self._text = None if value is None else float(value), ""
+
+    def handle_data(self, data: str) -> None:
+        if self._text is not None:
+            self._text += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "td":
+            assert self._text is not None
+            self.tables[-1][-1].append((self._text, self._value))
+            self._text = None
+
+    def rows(self, *beginning: str) -> list[list[tuple[str, float | None]]]:
+        """Rows of any table whose first cells read like this."""
+        return [
+            row
+            for table in self.tables
+            for row in table
+            if [text for text, _ in row[: len(beginning)]] == list(beginning)
+        ]
+
+    def numbers(self, *beginning: str) -> list[float]:
+        """The numbers behind the cells of the only such row."""
+        (row,) = self.rows(*beginning)
+        return [value for _, value in row if value is not None]
+
+
+def drawings(markup: str) -> list[ElementTree.Element]:
+    """Every SVG of a page, parsed as XML: a malformed one raises."""
+    return [ElementTree.fromstring(part) for part in re.findall(r"<svg.*?</svg>", markup, re.S)]
+
+
+def all_text(drawing: ElementTree.Element) -> list[str]:
+    """What is written in a drawing, tips left out."""
+    return ["".join(node.itertext()) for node in drawing.iter(f"{SVG}text")]

@@ -1,0 +1,231 @@
+"""Results of every kind for reports to be made from, small but complete."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from cukit.analyzer import schema
+
+HOSTILE = "<script>alert('&')</script>"
+"""A name that a careless page would run."""
+
+ENVIRONMENT: dict[str, Any] = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "cuda": "13.0",
+    "versions": {"cupy-cuda13x": "14.2", "torch": "2.11"},
+    "clocks": {"sm_under_load_mhz": 1500.0, "sm_max_mhz": 1980.0},
+    "ceilings": {"copy_gbps": 4200.0, "bf16_gemm_tflops": 740.0},
+    "commit": "abc1234",
+    "date": "2026-01-02",
+}
+
+
+def record(impl: str, median_us: float, **more: Any) -> dict[str, Any]:
+    """One benchmark record."""
+    base = {
+        "family": "layers",
+        "op": "rms_norm",
+        "case": "8192x4096",
+        "dtype": "bfloat16",
+        "impl": impl,
+        "median_us": median_us,
+        "iqr_us": 0.1,
+        "samples": 80,
+        "tflops": None,
+        "gbps": 3300.0,
+        "floor_us": 32.0,
+        "error": 1e-5,
+        "correct": True,
+    }
+    return base | more
+
+
+def benchmarks() -> dict[str, Any]:
+    """Two families, a wrong peer, a variant of ours, a case without a floor, a hostile name."""
+    attention = {"family": "attention", "op": "flash_attention", "case": "d128 causal"}
+    host = {"family": "host", "op": "rms_norm", "case": "enqueue", "floor_us": None, "gbps": None}
+    return {
+        "environment": ENVIRONMENT,
+        "records": [
+            record("cukit", 40.25),
+            record("torch-compile", 44.5),
+            record("liger", 1.0, correct=False),
+            record("cukit", 161.125, case="16384x8192", floor_us=128.0),
+            record(HOSTILE, 201.5, case="16384x8192", floor_us=128.0),
+            record("cukit", 1369.7, **attention, tflops=401.4, gbps=196.0, floor_us=719.5),
+            record("cukit-ordered", 1500.5, **attention, tflops=366.4, gbps=180.0, floor_us=719.5),
+            record("torch-cudnn", 820.78, **attention, tflops=669.8, gbps=327.0, floor_us=719.5),
+            record("cukit", 5.5, **host),
+        ],
+    }
+
+
+def kernels() -> dict[str, Any]:
+    """What `cukit compile --json` prints: two variants of a kernel, one spilling, and an error."""
+    base: dict[str, Any] = {
+        "kernel": "rms_norm",
+        "source": "layers/rms_norm.cu",
+        "arch": "sm_90a",
+        "static_shared_bytes": 64,
+        "dynamic_shared_bytes": 0,
+        "blocks_per_sm": 4,
+        "compile_ms": 100.0,
+        "cached": False,
+    }
+    lean = {"threads": 256, "registers": 32, "spill_bytes": 0, "occupancy": 1.0}
+    fat = {"threads": 512, "registers": 128, "spill_bytes": 24, "occupancy": 0.25}
+    return {
+        "kernels": [
+            {**base, **lean, "defines": {"DTYPE": "bfloat16"}, "limiter": "threads"},
+            {**base, **fat, "defines": {"DTYPE": "float32"}, "limiter": "registers"},
+        ],
+        "errors": [{"kernel": "rope()", "arch": "sm_90a", "log": f"rope.cu(3): error {HOSTILE}"}],
+    }
+
+
+def distillation() -> dict[str, Any]:
+    """report.json of `cukit distill`."""
+    rng = random.Random(0)
+
+    def model(parameters: int, bits: float, *, teacher: bool = False) -> dict[str, Any]:
+        return {
+            "parameters": parameters,
+            "bits_per_byte": bits,
+            "accuracy": 0.75,
+            "teacher_kl_bits": None if teacher else 0.4356,
+            "teacher_agreement": None if teacher else 0.8241,
+            "steps": 40,
+            "tokens": 40960,
+            "timed_tokens": 40000,
+            "seconds": 57.9,
+            "tokens_per_second": 848870.7,
+            "history": [[step, 3.0 / step**0.5 + rng.random() / 10] for step in range(1, 41)],
+        }
+
+    return {
+        "verdict": "The teacher helped: 0.0271 bits per byte.",
+        "distilled_beats_alone": True,
+        "gain_bits_per_byte": 0.02709,
+        "settings": {"device": "gpu", "dtype": "bfloat16", "alpha": 0.9, "hidden_weight": 0.0},
+        "corpus": {"text": HOSTILE, "train_bytes": 8272106, "validation_bytes": 474857},
+        "models": {
+            "teacher": model(65093376, 1.3716, teacher=True),
+            "student": model(9835392, 1.2309),
+            "student-alone": model(9835392, 1.258),
+        },
+        "milliseconds_per_step_by_op": [
+            {"name": "matmul", "calls": 168.0, "milliseconds": 10.02836},
+            {"name": "flash_attention", "calls": 16.0, "milliseconds": 2.70976},
+            {"name": "everything else", "calls": 0, "milliseconds": 0.55918},
+        ],
+        "peak_memory_bytes": 9709769728,
+        "seconds": 118.1,
+        "sample": f"def get(self):\x00\x1b[31m\n    return {HOSTILE}",
+    }
+
+
+def analysis() -> schema.AnalysisReport:
+    """A kernel about which everything is known, and one about which nothing is."""
+    environment = schema.Environment(
+        gpu="NVIDIA H200",
+        arch="sm_90",
+        num_sms=132,
+        l2_bytes=60 << 20,
+        memory_bytes=141 << 30,
+        driver="580.1",
+        cuda="13.0",
+        versions={"cupy-cuda13x": "14.2"},
+        date="2026-01-02T03:04:05",
+        ceilings=schema.Ceilings(
+            datasheet_gbps=4800.0,
+            datasheet_tflops={"tensor_bf16": 989.0},
+            measured_copy_gbps=4269.0,
+            measured_tflops={"tensor_bf16": 762.7},
+        ),
+    )
+    return schema.AnalysisReport(environment, (_known(), _unknown()))
+
+
+def _known() -> schema.KernelAnalysis:
+    curve = tuple(schema.CurvePoint(t, min(1.0, t / 256)) for t in range(32, 1025, 32))
+    resident = schema.OccupancyAnalysis(
+        blocks_per_sm=4,
+        warps_per_sm=32,
+        max_warps_per_sm=64,
+        fraction=0.5,
+        limiter="registers",
+        limits=(schema.ResourceLimit("registers", 4),),
+        next_steps=(schema.NextStep("registers", 64, 56, 5, 0.625),),
+        by_threads=curve,
+        by_registers=(),
+        by_shared_bytes=(),
+    )
+    launch = schema.LaunchAnalysis(
+        name="my_kernel",
+        grid=(1024, 1, 1),
+        block=(128, 2, 1),
+        resources=schema.Resources(64, 1024, 2048, 8, 16, 32, 256),
+        occupancy=resident,
+        waves=schema.Waves(1024, 528, 1.939, 0.939, 0.97),
+        memory_access=schema.MemoryAccess("decoded", (schema.AccessWidth("load", 128, 4),), 0),
+        device_us=41.5,
+    )
+
+    def timing(cache: str, median: float) -> schema.TimeStatistics:
+        spread = {"iqr_us": 0.5, "mean_us": median + 0.1, "std_us": 0.3}
+        ends = {"min_us": median - 1, "max_us": median + 2}
+        interval = {"ci_low_us": median - 0.25, "ci_high_us": median + 0.25, "confidence": 0.95}
+        return schema.TimeStatistics(
+            "events", cache, median, **spread, **ends, **interval, samples=80, noisy=cache == "warm"
+        )
+
+    return schema.KernelAnalysis(
+        name="my_kernel",
+        kind="raw kernel",
+        arch="sm_90",
+        launches=(launch,),
+        cold=timing("cold", 42.125),
+        warm=timing("warm", 30.5),
+        throughput=schema.Throughput(1.5e8, 1.2e10, 3560.8, 284.9),
+        roofline=(
+            schema.RooflinePoint(
+                "tensor_bf16", 80.0, "memory", "datasheet", 4800.0, 989.0, 31.2, 0.742
+            ),
+            schema.RooflinePoint(
+                "tensor_bf16", 80.0, "memory", "measured", 4269.0, 762.7, 35.1, 0.834
+            ),
+        ),
+        energy=schema.Energy(0.0123, 81.3, 0.0004, 410.0, 1.5, 36000),
+        conditions=schema.Conditions(1755.0, 1980.0, 3201.0, 61.0, 700.0, ("power cap",)),
+        counters=schema.Counters("ncu", achieved_occupancy=0.47, dram_read_bytes=1e8),
+        advice=(
+            schema.Advice(
+                "registers",
+                "64 registers allow 4 blocks",
+                "56 registers let a fifth block in",
+                "at most 1.25x where latency is the limit",
+            ),
+        ),
+        missing={"counters.l2_hit_fraction": "ncu was not asked"},
+        peak_bytes=4096,
+    )
+
+
+def _unknown() -> schema.KernelAnalysis:
+    return schema.KernelAnalysis(
+        name=HOSTILE,
+        kind="call",
+        arch="sm_90",
+        launches=(),
+        cold=None,
+        warm=None,
+        throughput=None,
+        roofline=(),
+        energy=None,
+        conditions=None,
+        counters=None,
+        advice=(),
+        missing={"cold": "it failed"},
+    )

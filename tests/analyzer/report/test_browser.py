@@ -1,0 +1,91 @@
+"""The page in a real browser: nothing in its console, nothing wider than a phone, sorting works."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cukit.analyzer.report import generate_report
+from tests.analyzer.report import samples
+
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+
+pytestmark = pytest.mark.skipif(
+    not CHROMIUM, reason="needs chromium (Debian: apt-get install chromium)"
+)
+
+PROBE = """
+<script>
+for (const fold of document.querySelectorAll("details")) fold.open = true;
+const shown = (name) => getComputedStyle(document.querySelector(name)).display !== "none";
+const tables = [...document.querySelectorAll("table")];
+const kernels = tables.find((table) => table.textContent.includes("DTYPE"));
+const column = [...kernels.rows[0].cells].find((cell) => cell.textContent === "registers");
+const sorted = () => {
+  column.firstChild.click();
+  return [...kernels.tBodies[0].rows].map((row) => row.cells[column.cellIndex].textContent);
+};
+const small = (drawing) =>
+  drawing.checkVisibility() && drawing.getBoundingClientRect().width < 100;
+parent.postMessage({
+  width: innerWidth,
+  overflow: document.documentElement.scrollWidth - innerWidth,
+  wide: shown(".wide"), narrow: shown(".narrow"),
+  orders: [sorted(), sorted()],
+  too_small: [...document.querySelectorAll("svg")].filter(small).length,
+}, "*");
+</script>
+"""
+"""Looks around in the page and tells the frame around it."""
+
+FRAME = """<!doctype html>
+<script>
+addEventListener("message", (event) => {
+  document.body.dataset.found = JSON.stringify(event.data);
+});
+</script>
+<body><iframe src="report.html" style="width: {width}px; height: 900px; border: 0"></iframe>
+"""
+"""A window cannot be as narrow as a phone; a frame in it can."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a page of everything lies, with the probe at its end."""
+    report = generate_report(
+        [samples.analysis(), samples.benchmarks(), samples.kernels(), samples.distillation()]
+    )
+    path = tmp_path_factory.mktemp("page")
+    page = report.to_html().replace("</body>", f"{PROBE}</body>")
+    (path / "report.html").write_text(page, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("width", "is_phone"), [(1280, False), (390, True)])
+def test_the_page_in_chromium(folder: Path, width: int, is_phone: bool, tmp_path: Path) -> None:
+    frame = folder / f"{width}.html"
+    frame.write_text(FRAME.replace("{width}", str(width)))
+    command = [
+        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+        "--disable-background-networking", "--virtual-time-budget=5000", "--window-size=1400,1000",
+        f"--user-data-dir={tmp_path}", "--dump-dom", frame.as_uri(),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert [line for line in result.stderr.splitlines() if "CONSOLE" in line] == []
+    match = re.search(r'data-found="(.*?)"', result.stdout)
+    assert match is not None, result.stdout
+    found = json.loads(html.unescape(match[1]))
+    assert found["width"] == width
+    assert found["overflow"] <= 0
+    assert (found["wide"], found["narrow"]) == (not is_phone, is_phone)
+    assert found["too_small"] == 0
+    assert found["orders"] == [["128", "32"], ["32", "128"]]

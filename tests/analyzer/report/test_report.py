@@ -1,0 +1,194 @@
+"""The report as a whole: what is read, what the page holds, what each form says of the data."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cukit.analyzer.report import Report, generate_report, html
+from cukit.analyzer.report.documents import KEYS, read_documents
+from cukit.analyzer.report.terminal import print_report
+from cukit.errors import ConfigError, DataError, MissingDependencyError
+from tests.analyzer.report import samples
+from tests.analyzer.report.pages import SVG, Page, all_text, drawings
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return generate_report(
+        [samples.analysis(), samples.benchmarks(), samples.kernels(), samples.distillation()],
+        title=f"All of it {samples.HOSTILE}",
+    )
+
+
+@pytest.fixture(scope="module")
+def page(report: Report) -> Page:
+    return Page(report.to_html())
+
+
+def test_every_kind_has_its_chapter(report: Report) -> None:
+    titles = [section.title for section in report.sections]
+    assert titles == ["Analysis", "Benchmarks", "Kernels", "Distillation"]
+
+
+def test_the_page_asks_for_nothing(page: Page) -> None:
+    inside = [address for address in page.addresses if not address.startswith("#")]
+    assert inside == ["data:,"]
+    without_namespace = page.markup.replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", without_namespace)
+    assert "default-src 'none'" in page.markup
+
+
+def test_names_are_text_and_never_markup(page: Page, report: Report) -> None:
+    assert samples.HOSTILE not in page.markup
+    assert page.tags.count("script") == 1
+    assert page.markup.startswith("<!doctype html>")
+    assert "&lt;script&gt;" in page.markup
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", page.markup)
+
+
+def test_every_drawing_is_valid_and_named(page: Page) -> None:
+    found = drawings(page.markup)
+    assert len(found) == 20
+    for drawing in found:
+        assert drawing.tag == f"{SVG}svg"
+        assert drawing.attrib["aria-label"]
+        _, _, width, height = map(float, drawing.attrib["viewBox"].split())
+        for mark in [*drawing.iter(f"{SVG}rect"), *drawing.iter(f"{SVG}circle")]:
+            x, y = (float(mark.get(name) or mark.get(f"c{name}") or 0) for name in "xy")
+            assert 0 <= x <= width
+            assert 0 <= y <= height
+            assert x + float(mark.get("width", 0)) <= width
+
+
+def test_times_in_the_page_are_those_of_the_json(page: Page) -> None:
+    assert page.numbers("rms_norm", "8192x4096") == pytest.approx(
+        [40.25, 44.5, 44.5 / 40.25, 0.795], abs=1e-3
+    )
+    (row,) = page.rows("rms_norm", "8192x4096")
+    assert "wrong" in [text for text, _ in row]
+    for record in samples.benchmarks()["records"]:
+        if record["correct"]:
+            rows = page.rows(record["op"], record["case"])
+            assert record["median_us"] in [value for row in rows for _, value in row]
+
+
+def test_bars_are_as_long_as_their_values(page: Page) -> None:
+    (drawing,) = [
+        d
+        for d in drawings(page.markup)
+        if d.attrib["aria-label"].startswith("flash_attention: TFLOP/s") and d.get("width") == "960"
+    ]
+    widths = [float(rect.attrib["width"]) for rect in drawing.iter(f"{SVG}rect")]
+    assert widths == pytest.approx(
+        [widths[0] * rate / 401.4 for rate in (401.4, 366.4, 669.8)], rel=1e-3
+    )
+    assert "1,370 µs" in all_text(drawing)
+
+
+def test_static_facts_of_kernels(page: Page) -> None:
+    spilling = page.numbers("rms_norm", "DTYPE=float32")
+    assert spilling == [512, 128, 24, 64, 0.25]
+    labels = [d.attrib["aria-label"] for d in drawings(page.markup)]
+    assert "rms_norm: occupancy over threads in a block" in labels
+
+
+def test_an_analysis_shows_what_is_known_and_what_is_missing(page: Page) -> None:
+    (overview, *_) = page.rows("my_kernel")
+    assert [value for _, value in overview if value is not None] == [
+        42.125, 30.5, 3560.8, 284.9, 0.834, 64, 24, 0.5, 0.47,
+    ]  # fmt: skip
+    assert page.rows("cold", "it failed")
+    assert page.rows("counters.l2_hit_fraction", "ncu was not asked")
+    assert page.rows("energy", "0.0123 ± 0.0004 J per call, 81.3 calls per J (1.5 s at 410 W)")
+
+
+def test_a_distillation_shows_its_curves_and_shares(page: Page) -> None:
+    run = samples.distillation()
+    assert page.numbers("student, distilled")[:3] == [9835392, 1.2309, 0.4356]
+    whole = sum(entry["milliseconds"] for entry in run["milliseconds_per_step_by_op"])
+    assert page.numbers("matmul") == pytest.approx([168, 10.02836, 10.02836 / whole])
+    (wide, narrow) = [
+        d for d in drawings(page.markup) if d.attrib["aria-label"] == "Loss in training"
+    ]
+    for drawing in (wide, narrow):
+        curves = [path.attrib["d"] for path in drawing.iter(f"{SVG}path")]
+        assert [curve.count("L") for curve in curves] == [39, 39, 39]
+
+
+def test_json_makes_the_same_report_again(report: Report, tmp_path: Path) -> None:
+    report.write(tmp_path / "all.json")
+    content = json.loads((tmp_path / "all.json").read_text())
+    assert content["schema"] == "cukit report"
+    assert content["version"] == 1
+    again = generate_report([tmp_path / "all.json"], title=report.title)
+    assert again.to_html() == report.to_html()
+    assert again.to_dict() == report.to_dict()
+
+
+def test_the_terminal_shows_the_tables(report: Report) -> None:
+    console = Console(file=io.StringIO(), width=220)
+    print_report(console, report.title, report.sections)
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in ("40.2 µs", "1,370 µs", "848,871", "DTYPE=float32", "42.1 µs", samples.HOSTILE):
+        assert words in output
+
+
+@pytest.mark.parametrize("kind", sorted(KEYS))
+def test_damage_is_named(kind: str, tmp_path: Path) -> None:
+    whole: dict[str, Any] = {
+        "benchmarks": samples.benchmarks(),
+        "kernels": samples.kernels(),
+        "distillation": samples.distillation(),
+        "analysis": generate_report([samples.analysis()]).to_dict()["documents"][0]["content"],
+    }[kind]
+    (tmp_path / "damaged.json").write_text(json.dumps({**whole, KEYS[kind][-1]: [3], "models": 1}))
+    if kind == "distillation":
+        (tmp_path / "damaged.json").write_text(json.dumps({**whole, "models": {"teacher": {}}}))
+    with pytest.raises(DataError, match=r"damaged\.json"):
+        _ = generate_report([tmp_path / "damaged.json"]).sections
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "not JSON"),
+        ("[1, 2]", "none of the results"),
+        ('{"records": []}', "none of the results"),
+        ('{"schema": "cukit report", "version": 99, "documents": []}', "report version 99"),
+        ('{"schema": "cukit report", "version": 1, "documents": [{}]}', "damaged report"),
+    ],
+)
+def test_what_is_no_result_is_refused(content: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "strange.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=rf"strange\.json: {complaint}"):
+        read_documents([path])
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"absent\.json: cannot be read"):
+        read_documents([tmp_path / "absent.json"])
+
+
+def test_empty_results_make_a_report() -> None:
+    nothing = {"environment": samples.ENVIRONMENT, "records": []}
+    text = generate_report([nothing, {"kernels": [], "errors": []}]).to_html()
+    assert "0 cases" in text
+
+
+def test_an_unknown_form_is_refused_before_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"report\.pdf"):
+        generate_report([tmp_path / "absent.json"], [tmp_path / "report.pdf"])
+
+
+def test_without_jinja_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
+    with pytest.raises(MissingDependencyError, match=re.escape(html.INSTALL)):
+        generate_report([samples.kernels()]).to_html()
