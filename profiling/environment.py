@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -11,12 +10,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from cukit.analyzer.machine import (
+    PACKAGES,
+    copy_gbps,
+    cuda_version,
+    driver_version,
+    package_versions,
+)
 from cukit.analyzer.timing import Timer, measure
 from profiling.data import array_module, normal
 
-PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "torch", "triton", "liger-kernel")
-
-COPY_BYTES = 1 << 31
 GEMM_SIZE = 4096
 
 NVIDIA_SMI = ("nvidia-smi", "--id=0", "--format=csv,noheader,nounits")
@@ -35,7 +38,7 @@ def describe(timer: Timer) -> dict[str, Any]:
         "gpu": platform.processor() or platform.machine(),
         "driver": None,
         "cuda": None,
-        "versions": _versions(),
+        "versions": package_versions(PACKAGES),
         "clocks": {},
         "ceilings": {},
         "commit": _commit(),
@@ -46,23 +49,14 @@ def describe(timer: Timer) -> dict[str, Any]:
         return found
     properties = xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)
     gemm = _gemm()
-    ceilings = {"copy_gbps": _copy_gbps(timer), "bf16_gemm_tflops": _gemm_tflops(timer, gemm)}
+    ceilings = {"copy_gbps": copy_gbps(timer), "bf16_gemm_tflops": _gemm_tflops(timer, gemm)}
     return found | {
         "gpu": properties["name"].decode(),
-        "driver": _driver_version(),
-        "cuda": _dotted(xp.cuda.runtime.runtimeGetVersion()),
+        "driver": driver_version(),
+        "cuda": cuda_version(),
         "clocks": _clocks(gemm),
         "ceilings": ceilings,
     }
-
-
-def _copy_gbps(timer: Timer) -> float:
-    """Bytes read plus bytes written of a device-to-device copy."""
-    xp = array_module()
-    source = normal((COPY_BYTES // 4,), "float32")
-    target = xp.empty_like(source)
-    timing = measure({"copy": lambda: xp.copyto(target, source)}, timer)["copy"]
-    return round(2 * COPY_BYTES / timing.median_us / 1e3, 1)
 
 
 def _gemm() -> Callable[[], Any]:
@@ -98,35 +92,11 @@ def _clocks(gemm: Callable[[], Any]) -> dict[str, Any]:
     return {name: _number(text) for name, text in zip(CLOCK_FIELDS.values(), values, strict=True)}
 
 
-def _driver_version() -> str | None:
-    try:
-        command = [*NVIDIA_SMI, "--query-gpu=driver_version"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip() or None
-
-
 def _number(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
         return None
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _dotted(version: int) -> str:
-    """12090 -> "12.9"."""
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _commit() -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -149,8 +150,13 @@ class GraphTimer:
             call()
             stream.synchronize()
             stream.begin_capture()
-            for _ in range(calls):
-                call()
+            try:
+                for _ in range(calls):
+                    call()
+            except BaseException:
+                with suppress(Exception):  # it only repeats that the capture has failed
+                    stream.end_capture()
+                raise
             return stream.end_capture()
 
     def _replay_us(self, graph: Any, calls: int) -> float:

@@ -1,0 +1,203 @@
+"""What could make a kernel faster, by rules whose evidence is in the analysis itself. Pure.
+
+A rule says what it saw, what follows, and a bound on the gain with what the bound rests on. Where
+the data bound nothing, it says so: occupancy, for one, only helps a kernel that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from cukit.analyzer.occupancy import WARP_THREADS
+from cukit.analyzer.schema import Advice, KernelAnalysis, LaunchAnalysis
+
+TAIL_EFFICIENCY = 0.9
+LOW_OCCUPANCY = 0.5
+NEAR_ROOF = 0.85
+SHORT_US = 10.0
+WIDE_BITS = 128
+SLOW_CLOCK = 0.97
+SECTORS_PER_WORD = 4
+"""A request of 32 neighbouring threads touches this many sectors of 32 bytes per 4 bytes each."""
+
+
+def advise(analysis: KernelAnalysis, num_sms: int) -> tuple[Advice, ...]:
+    """Every suggestion that `analysis` supports, the surest first."""
+    found = [advice for rule in _CALL_RULES if (advice := rule(analysis))]
+    if len(analysis.launches) == 1:
+        launch = analysis.launches[0]
+        found += [advice for rule in _LAUNCH_RULES if (advice := rule(launch, num_sms))]
+        if not _at_roof(analysis):
+            found += _access_width(launch)
+            found += _residency(launch)
+    return tuple(found)
+
+
+def _at_roof(analysis: KernelAnalysis) -> bool:
+    return any(p.roof == "measured" and p.fraction >= NEAR_ROOF for p in analysis.roofline)
+
+
+def _roof(analysis: KernelAnalysis) -> Advice | None:
+    best = next((p for p in analysis.roofline if p.roof == "measured"), None)
+    if best is None or analysis.cold is None or best.fraction < NEAR_ROOF:
+        return None
+    return Advice(
+        "at the roof",
+        f"{best.fraction:.0%} of the measured {best.bound} roof ({best.attainable_us:.1f} us)",
+        "Move fewer bytes or fuse this with its neighbours; the kernel itself has little left.",
+        f"at most {1 / best.fraction:.2f}x: the rest of the way to the roof",
+    )
+
+
+def _throttled(analysis: KernelAnalysis) -> Advice | None:
+    held = analysis.conditions
+    if held is None or not held.throttle_reasons:
+        return None
+    clock, highest = held.sm_clock_mhz, held.sm_clock_max_mhz
+    if not clock or not highest or clock > SLOW_CLOCK * highest:
+        return None
+    return Advice(
+        "throttled",
+        f"SM clock {clock:.0f} of {highest:.0f} MHz: {', '.join(held.throttle_reasons)}",
+        "Compare with the roof at the held clock, not with the datasheet's.",
+        f"at most {highest / clock:.2f}x if the card could hold its highest clock",
+    )
+
+
+def _short(analysis: KernelAnalysis) -> Advice | None:
+    time = analysis.warm or analysis.cold
+    if time is None or time.median_us >= SHORT_US:
+        return None
+    return Advice(
+        "launch bound",
+        f"{time.median_us:.1f} us ({time.timer}); a launch from the host costs some 2 to 5 us",
+        "Capture it with its neighbours in a CUDA graph, or fuse them.",
+        "not bounded by this analysis: it depends on what runs beside it",
+    )
+
+
+def _uncoalesced(analysis: KernelAnalysis) -> Advice | None:
+    counters = analysis.counters
+    sectors = counters.load_sectors_per_request if counters else None
+    widths = [w for w in _widths(analysis) if w[0] == "load"]
+    widest = max((bits for _, bits, _ in widths), default=32)
+    ideal = SECTORS_PER_WORD * widest / 32
+    if sectors is None or sectors <= 1.1 * ideal:
+        return None
+    return Advice(
+        "uncoalesced loads",
+        f"{sectors:.1f} sectors a load request; {ideal:.0f} would do",
+        "Let neighbouring threads read neighbouring addresses, through shared memory if need be.",
+        f"at most {sectors / ideal:.1f}x of the time spent on these loads",
+    )
+
+
+def _widths(analysis: KernelAnalysis) -> list[tuple[str, int, int]]:
+    return [
+        (width.operation, width.bits, width.instructions)
+        for launch in analysis.launches
+        if launch.memory_access
+        for width in launch.memory_access.widths
+    ]
+
+
+def _spills(launch: LaunchAnalysis, num_sms: int) -> Advice | None:
+    resources = launch.resources
+    if resources is None or not (resources.spill_store_bytes or resources.spill_load_bytes):
+        return None
+    return Advice(
+        "spills",
+        f"{resources.spill_store_bytes} bytes stored and {resources.spill_load_bytes} loaded per "
+        f"thread at {resources.registers} registers",
+        "Keep fewer values alive, use smaller tiles, or allow more registers in __launch_bounds__.",
+        "not bounded by this analysis: it depends on how often the spilling code runs",
+    )
+
+
+def _ragged_block(launch: LaunchAnalysis, num_sms: int) -> Advice | None:
+    threads = launch.block[0] * launch.block[1] * launch.block[2]
+    warps = -(-threads // WARP_THREADS)
+    if threads % WARP_THREADS == 0:
+        return None
+    return Advice(
+        "ragged block",
+        f"{threads} threads fill {threads / (warps * WARP_THREADS):.0%} of {warps} warps",
+        f"Use a multiple of {WARP_THREADS} threads.",
+        f"at most {warps * WARP_THREADS / threads:.2f}x: the idle lanes of the last warp",
+    )
+
+
+def _small_grid(launch: LaunchAnalysis, num_sms: int) -> Advice | None:
+    waves = launch.waves
+    if waves is None or waves.blocks >= num_sms:
+        return None
+    return Advice(
+        "small grid",
+        f"{waves.blocks} blocks on {num_sms} multiprocessors",
+        "Split the work into more blocks, or run this beside another kernel.",
+        f"at most {num_sms / waves.blocks:.2f}x: the multiprocessors without a block",
+    )
+
+
+def _tail(launch: LaunchAnalysis, num_sms: int) -> Advice | None:
+    waves = launch.waves
+    if waves is None or waves.blocks < num_sms or waves.efficiency >= TAIL_EFFICIENCY:
+        return None
+    return Advice(
+        "tail",
+        f"{waves.waves:.2f} waves: the last fills {waves.tail_fraction:.0%} of the GPU",
+        "Choose a tile that makes whole waves, or a persistent grid of "
+        f"{waves.blocks_per_wave} blocks that share the work.",
+        f"at most {1 / waves.efficiency:.2f}x if all blocks take equally long",
+    )
+
+
+def _access_width(launch: LaunchAnalysis) -> Iterable[Advice]:
+    if launch.memory_access is None:
+        return
+    for operation in ("load", "store"):
+        widths = {
+            w.bits: w.instructions for w in launch.memory_access.widths if w.operation == operation
+        }
+        if widths and max(widths) < WIDE_BITS:
+            counted = ", ".join(f"{n} of {bits} bits" for bits, n in sorted(widths.items()))
+            yield Advice(
+                f"narrow {operation}s",
+                f"global {operation}s in the code: {counted}",
+                f"{operation.capitalize()} 16 bytes a thread (float4, or 8 halves) where the data "
+                "are contiguous and aligned.",
+                f"up to {WIDE_BITS // max(widths)}x fewer {operation} instructions; the time "
+                "follows where they are the limit (the access probe has this card's rates)",
+            )
+
+
+def _residency(launch: LaunchAnalysis) -> Iterable[Advice]:
+    occupancy = launch.occupancy
+    if occupancy is None or occupancy.fraction >= LOW_OCCUPANCY:
+        return
+    for step in occupancy.next_steps:
+        unit = {"registers": "registers per thread", "threads": "threads per block"}
+        yield Advice(
+            f"occupancy by {step.resource}",
+            f"{occupancy.fraction:.0%} of the warps resident, limited by {occupancy.limiter}",
+            f"{step.needed} instead of {step.current} "
+            f"{unit.get(step.resource, 'bytes of shared memory per block')}.",
+            f"at most {step.fraction / max(occupancy.fraction, 1e-9):.2f}x (resident warps "
+            f"{occupancy.fraction:.0%} to {step.fraction:.0%}), and only if it waits for memory"
+            if occupancy.fraction
+            else f"the kernel could run at all, with {step.fraction:.0%} of the warps",
+        )
+
+
+_CALL_RULES: tuple[Callable[[KernelAnalysis], Advice | None], ...] = (
+    _roof,
+    _throttled,
+    _uncoalesced,
+    _short,
+)
+_LAUNCH_RULES: tuple[Callable[[LaunchAnalysis, int], Advice | None], ...] = (
+    _spills,
+    _ragged_block,
+    _small_grid,
+    _tail,
+)

@@ -1,0 +1,164 @@
+"""Makes one thing of the many that can be launched: a call without arguments, and what it launches.
+
+What a launch cannot do (too large a block, more shared memory than there is, a kernel that does not
+compile) is said here, in words, before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cukit.analyzer.occupancy import MAX_THREADS_PER_BLOCK, occupancy
+from cukit.analyzer.schema import LaunchAnalysis
+from cukit.analyzer.static import StaticKernel, inspect
+from cukit.core.compiler import KernelSpec, compile_kernel
+from cukit.core.cubin import kernel_code
+from cukit.core.device import Device, cupy_module
+from cukit.core.kernel import Kernel
+from cukit.errors import ConfigError, LaunchError
+
+Triple = tuple[int, int, int]
+
+DEFAULT_SHARED_BYTES = 48 * 1024
+"""More dynamic shared memory than this has to be asked for."""
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """Something to analyse."""
+
+    name: str
+    kind: str
+    launch: LaunchAnalysis | None
+    """What the compiler says of the one kernel; None for a call that launches what it likes."""
+    call: Callable[[], object] | None
+    """None where nothing may run: static mode."""
+
+
+def invocation(
+    kernel: Any,
+    device: Device,
+    *,
+    grid: Any = None,
+    block: Any = None,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    shared_bytes: int = 0,
+    name: str | None = None,
+    runnable: bool,
+) -> Invocation:
+    """See :meth:`KernelAnalyzer.analyze` for the arguments.
+
+    Raises ConfigError for what is no kernel, CompileError with the compiler's words, LaunchError
+    for a launch that `device` refuses.
+    """
+    if isinstance(kernel, KernelSpec):
+        return _from_spec(kernel, device, _triple(grid, "grid"))
+    if isinstance(kernel, Kernel):
+        return _from_kernel(kernel, device, _triple(grid, "grid"), args, runnable=runnable)
+    if _is_raw(kernel) or not callable(kernel):
+        return _from_raw(kernel, device, grid, block, args, shared_bytes, name, runnable=runnable)
+    if grid is not None or block is not None:
+        raise ConfigError(f"analyze: {_name_of(kernel)} chooses its own grid and block")
+    options = dict(kwargs or {})
+    kind = "elementwise kernel" if type(kernel).__name__ == "ElementwiseKernel" else "call"
+    call = (lambda: kernel(*args, **options)) if runnable else None
+    return Invocation(name or _name_of(kernel), kind, None, call)
+
+
+def _is_raw(kernel: Any) -> bool:
+    cupy = cupy_module()
+    return cupy is not None and isinstance(kernel, (cupy.RawKernel, cupy.RawModule))
+
+
+def _name_of(function: Any) -> str:
+    """Of a function, a partial of one, or a kernel."""
+    inner = getattr(function, "func", function)
+    found = getattr(inner, "__name__", None) or getattr(inner, "name", None)
+    return str(found or type(function).__name__)
+
+
+def _from_spec(spec: KernelSpec, device: Device, grid: Triple | None) -> Invocation:
+    compiled = compile_kernel(spec, device.compile_arch)
+    cubin = compiled.path.read_bytes()
+    static = StaticKernel(compiled.info, kernel_code(cubin, spec.entry), spills_known=True)
+    launch = static.launch(device, grid, (spec.threads, 1, 1), spec.shared_bytes)
+    return Invocation(str(spec), "cukit kernel", launch, None)
+
+
+def _from_kernel(
+    kernel: Kernel, device: Device, grid: Triple | None, args: tuple[Any, ...], *, runnable: bool
+) -> Invocation:
+    described = _from_spec(kernel.compiled.spec, device, grid)
+    call = (lambda: kernel(grid, args)) if runnable and grid is not None else None
+    return Invocation(described.name, described.kind, described.launch, call)
+
+
+def _from_raw(
+    kernel: Any,
+    device: Device,
+    grid: Any,
+    block: Any,
+    args: tuple[Any, ...],
+    shared_bytes: int,
+    name: str | None,
+    *,
+    runnable: bool,
+) -> Invocation:
+    cupy = cupy_module()
+    static = inspect(kernel, device.arch, name)
+    threads = _triple(block, "block")
+    if threads is None:
+        raise ConfigError("analyze: a raw kernel needs its block")
+    blocks = _triple(grid, "grid")
+    check_launch(static, device, threads, shared_bytes)
+    launch = static.launch(device, blocks, threads, shared_bytes)
+    call = None
+    if runnable and blocks is not None and cupy is not None and _is_raw(kernel):
+        raw = kernel.get_function(name) if isinstance(kernel, cupy.RawModule) else kernel
+        if shared_bytes > DEFAULT_SHARED_BYTES:
+            raw.max_dynamic_shared_size_bytes = shared_bytes
+
+        def call() -> None:
+            raw(blocks, threads, args, shared_mem=shared_bytes)
+
+    return Invocation(name or static.info.entry, "raw kernel", launch, call)
+
+
+def check_launch(static: StaticKernel, device: Device, block: Triple, shared_bytes: int) -> None:
+    """Raises LaunchError, which names the limit, for a block that `device` cannot run."""
+    info, threads = static.info, block[0] * block[1] * block[2]
+    if threads > MAX_THREADS_PER_BLOCK:
+        raise LaunchError(
+            f"{info.entry}: {threads} threads a block; {MAX_THREADS_PER_BLOCK} is most"
+        )
+    if info.max_threads_per_block is not None and threads > info.max_threads_per_block:
+        raise LaunchError(
+            f"{info.entry}: {threads} threads a block, but __launch_bounds__ promises at most "
+            f"{info.max_threads_per_block}"
+        )
+    total = info.static_shared_bytes + shared_bytes
+    if total > device.shared_bytes_per_block:
+        raise LaunchError(
+            f"{info.entry}: {total} bytes of shared memory a block ({info.static_shared_bytes} "
+            f"static, {shared_bytes} dynamic); {device.name} has {device.shared_bytes_per_block}"
+        )
+    resident = occupancy(device, threads=threads, registers=info.registers, shared_bytes=total)
+    if resident.blocks == 0:
+        raise LaunchError(
+            f"{info.entry}: {threads} threads of {info.registers} registers do not fit on a "
+            f"multiprocessor of {device.name}; __launch_bounds__({threads}) would make them"
+        )
+
+
+def _triple(extent: Any, what: str) -> Triple | None:
+    """Three positive numbers from one to three of them."""
+    if extent is None:
+        return None
+    values = (extent,) if isinstance(extent, int) else tuple(extent)
+    if not 1 <= len(values) <= 3 or any(int(value) < 1 for value in values):
+        raise ConfigError(f"analyze: {what} takes one to three positive numbers, got {extent!r}")
+    x, y, z = (*(int(value) for value in values), 1, 1)[:3]
+    return x, y, z

@@ -1,0 +1,316 @@
+"""Everything that can be known about one kernel or one call, in one frozen answer.
+
+    from cukit.analyzer import KernelAnalyzer
+
+    analyzer = KernelAnalyzer()
+    analysis = analyzer.analyze(kernel, (blocks,), (256,), (x, out), bytes=2 * x.nbytes)
+    analyzer.generate_report("report.html")
+
+Without a GPU, or for an `arch` that is not this one, the same call says what the cubin tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cukit.analyzer.advice import advise
+from cukit.analyzer.cupti import KernelRecord, KernelTrace
+from cukit.analyzer.devices import analysis_device
+from cukit.analyzer.invocation import Invocation, invocation
+from cukit.analyzer.machine import environment
+from cukit.analyzer.ncu import read_counters
+from cukit.analyzer.power import Card, measure_energy
+from cukit.analyzer.residency import analyze_occupancy, analyze_waves
+from cukit.analyzer.roofline import DEFAULT_PIPE, roofline, throughput
+from cukit.analyzer.schema import (
+    AnalysisReport,
+    Counters,
+    Environment,
+    KernelAnalysis,
+    LaunchAnalysis,
+    Resources,
+    TimeStatistics,
+)
+from cukit.analyzer.statistics import summarize
+from cukit.analyzer.timing import GpuTimer, GraphTimer, PeakMemory, Timer, measure
+from cukit.core.device import Device, current_device, gpu_available, require_cupy
+from cukit.errors import CukitError, LaunchError
+
+T = TypeVar("T")
+
+NO_GPU = "static mode: nothing was run"
+NOT_DECLARED = "the caller declared no bytes (bytes=...)"
+
+
+class KernelAnalyzer:
+    """Analyses kernels on CuPy's current device, or for an architecture.
+
+    arch: analyse for this one without running anything; None: the GPU here, and static mode for
+        sm_90 where there is none.
+    counters: hardware counters by kernel name, or a file of ncu's to read them from.
+    energy: run each call for a second more, and read NVML's energy counter.
+    ceilings: measure the roofs of this machine first (about a second, once).
+    """
+
+    def __init__(
+        self,
+        *,
+        arch: str | None = None,
+        counters: Mapping[str, Counters] | Path | str | None = None,
+        energy: bool = True,
+        ceilings: bool = True,
+    ) -> None:
+        self.static = arch is not None or not gpu_available()
+        self.device: Device = analysis_device(arch or "sm_90") if self.static else current_device()
+        if isinstance(counters, (str, Path)):
+            counters = read_counters(Path(counters))
+        self._counters = counters
+        self._energy = energy
+        self._ceilings = ceilings
+        self._analyses: list[KernelAnalysis] = []
+
+    @cached_property
+    def environment(self) -> Environment:
+        """The machine, with its measured ceilings."""
+        timer = self._cold_timer if self._ceilings and not self.static else None
+        return environment(self.device, static=self.static, timer=timer)
+
+    @cached_property
+    def _cold_timer(self) -> Timer:
+        return GpuTimer()
+
+    def analyze(
+        self,
+        kernel: Any,
+        grid: Any = None,
+        block: Any = None,
+        args: Sequence[Any] = (),
+        *,
+        flops: float | None = None,
+        bytes: float | None = None,  # noqa: A002 - the word that users look for
+        pipe: str = DEFAULT_PIPE,
+        shared_bytes: int = 0,
+        name: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> KernelAnalysis:
+        """Compile, launch, time and judge one kernel.
+
+        kernel: a `cupy.RawKernel`; a `cupy.RawModule` (with `name`); a kernel or KernelSpec of
+            cukit; a path to a cubin (with `name`); or anything that is called with `args` and
+            launches by itself: an ElementwiseKernel, a cukit op, a function of yours.
+        grid, block: one to three numbers each, for those that take them.
+        flops, bytes: work that one call has to do: floating-point operations, and bytes read once
+            plus bytes written once. Without them there are times, but no rates and no roofline.
+        pipe: whose operations `flops` are: "fp32", "tensor_bf16", "tensor_fp16", ...
+        shared_bytes: dynamic shared memory per block.
+
+        The call runs a few hundred times on the same arguments; it must bear that. Raises
+        CompileError with the compiler's words, LaunchError for a launch that cannot run, before
+        anything is timed.
+        """
+        work = invocation(
+            kernel,
+            self.device,
+            grid=grid,
+            block=block,
+            args=tuple(args),
+            kwargs=kwargs,
+            shared_bytes=shared_bytes,
+            name=name,
+            runnable=not self.static,
+        )
+        declared = throughput(bytes_moved=bytes, flops=flops, median_us=None)
+        analysis = KernelAnalysis(
+            name=work.name,
+            kind=work.kind,
+            arch=self.device.arch,
+            launches=(work.launch,) if work.launch else (),
+            cold=None,
+            warm=None,
+            throughput=declared if bytes or flops else None,
+            roofline=(),
+            energy=None,
+            conditions=None,
+            counters=None,
+            advice=(),
+            missing={},
+        )
+        analysis = self._static(analysis, work) if work.call is None else self._run(analysis, work)
+        if analysis.cold is not None:
+            analysis = self._place(analysis, pipe)
+        analysis = replace(analysis, advice=advise(analysis, self.device.num_sms))
+        self._analyses.append(analysis)
+        return analysis
+
+    def report(self) -> AnalysisReport:
+        """All analyses so far, and the machine."""
+        return AnalysisReport(self.environment, tuple(self._analyses))
+
+    def generate_report(self, *outputs: Path | str) -> Any:
+        """Writes all analyses so far: .html, .json or .trace.json by the suffix of each path."""
+        from cukit.analyzer.report import generate_report
+
+        return generate_report([self.report()], outputs)
+
+    def _static(self, analysis: KernelAnalysis, work: Invocation) -> KernelAnalysis:
+        reason = NO_GPU if self.static else "no grid was given, so nothing was run"
+        names = ["cold", "warm", "roofline", "energy", "conditions", "counters"]
+        if work.launch is None:
+            names.append("launches")
+        elif work.launch.waves is None:
+            return replace(
+                analysis, missing=dict.fromkeys(names, reason) | {"waves": "no grid was given"}
+            )
+        return replace(analysis, missing=dict.fromkeys(names, reason))
+
+    def _run(self, analysis: KernelAnalysis, work: Invocation) -> KernelAnalysis:
+        call = work.call
+        assert call is not None
+        self._first_call(call, work.name)
+        missing: dict[str, str] = {}
+
+        def attempt(field: str, action: Callable[[], T]) -> T | None:
+            """What `action` finds out; None with the reason where this machine cannot tell."""
+            try:
+                return action()
+            except CukitError as reason:
+                missing[field] = str(reason)
+                return None
+
+        traced = attempt("device_us", lambda: self._traced(call, work.launch))
+        launches = traced or analysis.launches
+        if not launches:
+            missing["launches"] = missing["device_us"]
+        cold = _statistics(call, self._cold_timer, "cold")
+        warm = attempt("warm graph replay", lambda: _replayed(call))
+        if warm is None:
+            warm = _statistics(call, GpuTimer(cold=False), "warm")
+        energy = conditions = None
+        if self._energy:
+            measured = attempt("energy", lambda: self._powered(call, warm.median_us))
+            if measured is None:
+                missing["conditions"] = missing["energy"]
+            else:
+                energy, conditions = measured
+                if energy is None:
+                    missing["energy"] = "the card's energy counter stood still"
+        else:
+            missing |= dict.fromkeys(("energy", "conditions"), "not asked for")
+        counters = (self._counters or {}).get(work.name)
+        if counters is None:
+            missing["counters"] = (
+                "no counters were given: `cukit analyze --counters` reads them with ncu"
+                if self._counters is None
+                else f"the counters given have no kernel {work.name}"
+            )
+        with PeakMemory() as memory:
+            call()
+        return replace(
+            analysis,
+            launches=launches,
+            cold=cold,
+            warm=warm,
+            energy=energy,
+            conditions=conditions,
+            counters=counters,
+            missing=missing,
+            peak_bytes=memory.bytes,
+        )
+
+    def _first_call(self, call: Callable[[], object], name: str) -> None:
+        """Compiles and runs once, so that a broken kernel says so under its own name."""
+        cupy = require_cupy("running a kernel")
+        try:
+            call()
+            cupy.cuda.Device().synchronize()
+        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+            raise LaunchError(f"{name}: the launch failed: {error}") from error
+
+    def _traced(
+        self, call: Callable[[], object], launch: LaunchAnalysis | None
+    ) -> tuple[LaunchAnalysis, ...]:
+        """What one call launches, by CUPTI; a single known kernel only gains its duration."""
+        trace = KernelTrace()
+        with trace:
+            call()
+        if launch is not None and len(trace.records) == 1:
+            return (replace(launch, device_us=trace.records[0].duration_us),)
+        return tuple(launch_of(record, self.device) for record in trace.records)
+
+    def _powered(self, call: Callable[[], object], once_us: float) -> Any:
+        synchronize = require_cupy("energy").cuda.Device().synchronize
+        return measure_energy(call, once_us, Card(), synchronize=synchronize)
+
+    def _place(self, analysis: KernelAnalysis, pipe: str) -> KernelAnalysis:
+        """Rates and rooflines of a timed analysis."""
+        assert analysis.cold is not None
+        work = analysis.throughput
+        median_us = analysis.cold.median_us
+        rates = throughput(
+            bytes_moved=work.bytes if work else None,
+            flops=work.flops if work else None,
+            median_us=median_us,
+        )
+        held = analysis.conditions.sm_clock_mhz if analysis.conditions else None
+        points = roofline(
+            rates,
+            self.environment.ceilings,
+            median_us=median_us,
+            pipe=pipe,
+            held_clock_mhz=held,
+        )
+        missing = dict(analysis.missing)
+        if not points:
+            missing["roofline"] = (
+                NOT_DECLARED if not rates.bytes else f"no ceiling is known for the pipe {pipe!r}"
+            )
+        return replace(
+            analysis, throughput=rates if work else None, roofline=points, missing=missing
+        )
+
+
+def launch_of(record: KernelRecord, device: Device) -> LaunchAnalysis:
+    """A traced launch with its residency; spills and widths are not in a trace."""
+    threads = record.block[0] * record.block[1] * record.block[2]
+    resident = analyze_occupancy(
+        device,
+        threads=threads,
+        registers=record.registers,
+        shared_bytes=record.static_shared_bytes + record.dynamic_shared_bytes,
+    )
+    blocks = record.grid[0] * record.grid[1] * record.grid[2]
+    return LaunchAnalysis(
+        name=record.name,
+        grid=record.grid,
+        block=record.block,
+        resources=Resources(
+            registers=record.registers,
+            static_shared_bytes=record.static_shared_bytes,
+            dynamic_shared_bytes=record.dynamic_shared_bytes,
+            spill_store_bytes=None,
+            spill_load_bytes=None,
+            local_bytes=record.local_bytes,
+            max_threads_per_block=None,
+        ),
+        occupancy=resident,
+        waves=analyze_waves(device, blocks, resident.blocks_per_sm),
+        memory_access=None,
+        device_us=record.duration_us,
+    )
+
+
+def _statistics(call: Callable[[], object], timer: Timer, cache: str) -> TimeStatistics:
+    timing = measure({"call": call}, timer, rounds=2, max_rounds=8, pause_s=0.05)["call"]
+    return summarize(timing.samples_us, timer=timer.name, cache=cache)
+
+
+def _replayed(call: Callable[[], object]) -> TimeStatistics:
+    """Raises CukitError where the call cannot be captured into a graph."""
+    try:
+        return _statistics(call, GraphTimer(), "warm")
+    except Exception as error:  # whatever a call does that a capture forbids
+        raise CukitError(f"not capturable: {str(error).partition(chr(10))[0]}") from error

@@ -1,0 +1,129 @@
+"""The machine that an analysis was made on: names, versions, and the ceilings that it reaches."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+from cukit.analyzer import devices
+from cukit.analyzer.schema import Environment
+from cukit.analyzer.timing import Timer, measure
+from cukit.core.device import Device, gpu_available, require_cupy
+from cukit.registry import get_kernel
+
+PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "torch", "triton", "liger-kernel")
+
+COPY_BYTES = 1 << 31
+GEMM_SIZE = 8192
+
+_GEMM_PIPES = {"tensor_bf16": "bfloat16", "tensor_fp16": "float16"}
+
+
+def environment(device: Device, *, static: bool, timer: Timer | None = None) -> Environment:
+    """What a reader needs beside figures of `device`.
+
+    static: the figures were computed for `device`, which need not be here.
+    timer: measures the ceilings, in about a second; None leaves them out.
+    """
+    on_paper = devices.ceilings(device, None if static else _memory_gbps())
+    measured = on_paper
+    if timer is not None and not static:
+        measured = replace(
+            on_paper, measured_copy_gbps=copy_gbps(timer), measured_tflops=gemm_tflops(timer)
+        )
+    return Environment(
+        gpu=None if static else device.name,
+        arch=device.arch,
+        num_sms=device.num_sms,
+        l2_bytes=device.l2_bytes,
+        memory_bytes=device.memory_bytes,
+        driver=driver_version() if gpu_available() else None,
+        cuda=cuda_version(),
+        versions=package_versions(PACKAGES),
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        ceilings=measured,
+    )
+
+
+def package_versions(names: tuple[str, ...]) -> dict[str, str]:
+    """Of Python, and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def driver_version() -> str | None:
+    """Of the NVIDIA driver; None where nvidia-smi does not say."""
+    command = ["nvidia-smi", "--id=0", "--format=csv,noheader", "--query-gpu=driver_version"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() or None
+
+
+def cuda_version() -> str | None:
+    """Of the CUDA runtime that CuPy uses, e.g. "12.9"; None without CuPy."""
+    try:
+        version = int(require_cupy("the CUDA version").cuda.runtime.runtimeGetVersion())
+    except ImportError:
+        return None
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def copy_gbps(timer: Timer) -> float:
+    """Bytes read plus bytes written per second of a large copy within the GPU's memory."""
+    cupy = require_cupy("measuring a copy")
+    source = _noise(COPY_BYTES // 4)
+    target = cupy.empty_like(source)
+    timing = measure({"copy": lambda: cupy.copyto(target, source)}, timer)["copy"]
+    return round(2 * COPY_BYTES / timing.median_us / 1e3, 1)
+
+
+def gemm_tflops(timer: Timer) -> dict[str, float]:
+    """What cuBLAS reaches on a large square product, by pipe."""
+    matmul: Callable[..., Any] = get_kernel("matmul")
+    rates = {}
+    for pipe, dtype in _GEMM_PIPES.items():
+        a, b = (_matrix(dtype) for _ in range(2))
+        out = a.copy()
+
+        def product(a: Any = a, b: Any = b, out: Any = out) -> None:
+            matmul(a, b, out=out)
+
+        timing = measure({"product": product}, timer)["product"]
+        rates[pipe] = round(2 * GEMM_SIZE**3 / timing.median_us / 1e6, 1)
+    return rates
+
+
+def _noise(count: int) -> Any:
+    """Numbers with bits of every kind: constant data draws less power and runs faster."""
+    cupy = require_cupy("measuring ceilings")
+    return cupy.arange(count, dtype=cupy.uint32) * cupy.uint32(2654435761)
+
+
+def _matrix(dtype: str) -> Any:
+    cupy = require_cupy("measuring ceilings")
+    import ml_dtypes
+    import numpy as np
+
+    bits = _noise(GEMM_SIZE * GEMM_SIZE)
+    values = bits.astype(cupy.float32) * np.float32(2.0**-31) - np.float32(1)
+    target = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
+    return values.astype(target).reshape(GEMM_SIZE, GEMM_SIZE)
+
+
+def _memory_gbps() -> float | None:
+    """Of a card that no datasheet is known of: two transfers a clock on every wire."""
+    attributes = require_cupy("the memory's clock").cuda.Device().attributes
+    clock_khz, wires = attributes.get("MemoryClockRate"), attributes.get("GlobalMemoryBusWidth")
+    return 2 * clock_khz * wires / 8 / 1e6 if clock_khz and wires else None

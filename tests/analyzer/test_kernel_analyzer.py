@@ -1,0 +1,194 @@
+"""The analyzer on kernels of a user: without a GPU what the cubin says, with one all the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cukit.analyzer.kernel_analyzer import KernelAnalyzer
+from cukit.analyzer.schema import AnalysisReport
+from cukit.analyzer.schema_json import from_json, json_schema, to_json
+from cukit.core.device import typical_device
+from cukit.core.kernel import KernelSpec
+from cukit.errors import CompileError, ConfigError, DataError, LaunchError
+from cukit.registry import get_op
+
+cupy = pytest.importorskip("cupy", reason="kernels are CuPy's")
+
+SAXPY = r"""
+extern "C" __global__ void __launch_bounds__(256) saxpy(
+    float a, const float* x, float* y, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] += a * x[i];
+}"""
+
+
+@pytest.fixture
+def static() -> KernelAnalyzer:
+    return KernelAnalyzer(arch="sm_90")
+
+
+def test_static_analysis_of_a_users_kernel(static: KernelAnalyzer) -> None:
+    kernel = cupy.RawKernel(SAXPY, "saxpy")
+    analysis = static.analyze(kernel, (1000,), (256,), bytes=12e6, flops=2e6)
+    (launch,) = analysis.launches
+    assert (analysis.name, analysis.kind, analysis.arch) == ("saxpy", "raw kernel", "sm_90")
+    assert (launch.grid, launch.block) == ((1000, 1, 1), (256, 1, 1))
+    assert launch.resources is not None
+    assert launch.resources.max_threads_per_block == 256
+    assert launch.resources.spill_store_bytes == 0
+    assert launch.occupancy is not None
+    assert launch.occupancy.fraction == 1.0
+    assert launch.waves is not None
+    assert launch.waves.blocks_per_wave == 8 * 132
+    assert (analysis.cold, analysis.warm, analysis.energy, analysis.counters) == (None,) * 4
+    for field in ("cold", "warm", "roofline", "energy", "conditions", "counters"):
+        assert "static mode" in analysis.missing[field]
+    assert {advice.rule for advice in analysis.advice} == {"narrow loads", "narrow stores"}
+
+
+def test_a_kernel_and_a_specification_of_cukit(static: KernelAnalyzer) -> None:
+    spec = get_op("rms_norm").specs(typical_device("sm_90"))[0]
+    analysis = static.analyze(spec, (4096,))
+    assert analysis.kind == "cukit kernel"
+    assert analysis.launches[0].block == (spec.threads, 1, 1)
+    assert analysis.launches[0].resources is not None
+    assert analysis.launches[0].resources.dynamic_shared_bytes == spec.shared_bytes
+
+
+def test_a_function_cannot_be_analysed_without_running(static: KernelAnalyzer) -> None:
+    analysis = static.analyze(sum, args=([1, 2],))
+    assert analysis.launches == ()
+    assert "static mode" in analysis.missing["launches"]
+    with pytest.raises(ConfigError, match="own grid"):
+        static.analyze(sum, grid=1)
+
+
+def test_broken_kernels_say_what_is_wrong(static: KernelAnalyzer) -> None:
+    broken = cupy.RawKernel(SAXPY.replace("a * x[i]", "a * z[i]"), "saxpy")
+    with pytest.raises(CompileError, match='"z" is undefined'):
+        static.analyze(broken, 1, 256)
+    kernel = cupy.RawKernel(SAXPY, "saxpy")
+    with pytest.raises(LaunchError, match=r"512 threads a block, but __launch_bounds__.* 256"):
+        static.analyze(kernel, 1, 512)
+    with pytest.raises(LaunchError, match="2048 threads a block; 1024"):
+        static.analyze(kernel, 1, (64, 32))
+    with pytest.raises(LaunchError, match=r"240000 dynamic.*H200 has 232448"):
+        static.analyze(kernel, 1, 256, shared_bytes=240_000)
+    with pytest.raises(ConfigError, match="needs its block"):
+        static.analyze(kernel, 1)
+    with pytest.raises(ConfigError, match="one to three positive"):
+        static.analyze(kernel, 0, 256)
+    greedy = cupy.RawKernel(
+        'extern "C" __global__ void __launch_bounds__(128) g(float* x) {float v[200];'
+        "for(int i=0;i<200;++i)v[i]=x[i];for(int r=0;r<9;++r){\n#pragma unroll\n"
+        "for(int i=0;i<200;++i)v[i]=v[i]*v[(i+77)%200]+x[r];}"
+        "for(int i=0;i<200;++i)x[i]=v[i];}",
+        "g",
+    )
+    assert static.analyze(greedy, 1, 128).launches[0].occupancy.fraction < 0.2
+
+
+def test_advice_names_evidence_and_gain(static: KernelAnalyzer) -> None:
+    analysis = static.analyze(cupy.RawKernel(SAXPY, "saxpy"), (1300,), (200,))
+    by_rule = {advice.rule: advice for advice in analysis.advice}
+    assert "at most 1.12x" in by_rule["ragged block"].expected_gain
+    assert by_rule["tail"].evidence.startswith("1.09 waves")
+    assert by_rule["tail"].expected_gain.startswith("at most 1.83x")
+    assert "float4" in by_rule["narrow loads"].suggestion
+    small = static.analyze(cupy.RawKernel(SAXPY, "saxpy"), (33,), (256,))
+    assert next(a for a in small.advice if a.rule == "small grid").expected_gain.startswith(
+        "at most 4.00x"
+    )
+
+
+def test_a_report_travels_as_json(static: KernelAnalyzer, tmp_path: Path) -> None:
+    static.analyze(cupy.RawKernel(SAXPY, "saxpy"), (1000,), (256,), bytes=12e6)
+    report = static.report()
+    text = to_json(report)
+    assert from_json(text) == report
+    assert set(json_schema()["$defs"]) >= {"KernelAnalysis", "Resources", "Environment"}
+    written = static.generate_report(tmp_path / "report.json")
+    assert written.documents[0].analysis() == report
+    assert isinstance(report, AnalysisReport)
+    with pytest.raises(DataError, match="schema 99"):
+        from_json(text.replace('"schema_version": 1', '"schema_version": 99'))
+    with pytest.raises(DataError, match="damaged"):
+        from_json(text.replace('"registers": ', '"registers": "many", "was": '))
+    with pytest.raises(DataError, match="no analysis file"):
+        from_json("[1, 2]")
+
+
+@pytest.fixture(scope="module")
+def analyzer() -> KernelAnalyzer:
+    return KernelAnalyzer()
+
+
+@pytest.mark.gpu
+def test_a_users_kernel_on_the_gpu(analyzer: KernelAnalyzer) -> None:
+    n = 1 << 26
+    x, y = (cupy.ones(n, cupy.float32) for _ in range(2))
+    kernel = cupy.RawKernel(SAXPY, "saxpy")
+    args = (cupy.float32(0), x, y, cupy.int32(n))
+    analysis = analyzer.analyze(
+        kernel, (n // 256,), (256,), args, bytes=12 * n, flops=2 * n, pipe="fp32"
+    )
+    (launch,) = analysis.launches
+    assert launch.resources is not None
+    assert launch.resources.registers == kernel.num_regs
+    assert launch.resources.local_bytes == kernel.local_size_bytes
+    assert analysis.cold is not None
+    assert analysis.warm is not None
+    assert not analysis.cold.noisy
+    assert analysis.cold.ci_low_us <= analysis.cold.median_us <= analysis.cold.ci_high_us
+    roofs = {point.roof: point for point in analysis.roofline}
+    assert roofs["measured"].fraction > 0.8
+    assert roofs["datasheet"].bound == "memory"
+    if launch.device_us is not None:
+        assert launch.device_us == pytest.approx(analysis.cold.median_us, rel=0.1)
+    if analysis.energy is not None:
+        assert analysis.energy.window_s >= 1
+        assert 50 < analysis.energy.mean_watts < 1500
+
+
+@pytest.mark.gpu
+def test_an_elementwise_kernel_and_an_op_on_the_gpu(analyzer: KernelAnalyzer) -> None:
+    import cukit as ck
+
+    double = cupy.ElementwiseKernel("float32 x", "float32 y", "y = 2 * x", "double_it")
+    x, out = (cupy.ones(1 << 24, cupy.float32) for _ in range(2))
+    analysis = analyzer.analyze(double, args=(x, out), bytes=8 << 24)
+    assert analysis.kind == "elementwise kernel"
+    assert analysis.throughput is not None
+    assert analysis.throughput.gbps
+    if "launches" not in analysis.missing:
+        assert [launch.name for launch in analysis.launches] == ["double_it"]
+    rows, weight = cupy.ones((4096, 1024), cupy.float32), cupy.ones(1024, cupy.float32)
+    norm = analyzer.analyze(ck.rms_norm, args=(rows, weight))
+    assert norm.name == "rms_norm"
+    assert "declared no bytes" in norm.missing["roofline"]
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_fails_on_the_gpu_says_so() -> None:
+    """In a process of its own: an illegal access ends the context."""
+    import subprocess
+    import sys
+
+    code = (
+        "import cupy\nfrom cukit.analyzer.kernel_analyzer import KernelAnalyzer\n"
+        "code = 'extern \"C\" __global__ void bad(float* x) { x[1ll << 40] = 1; }'\n"
+        "k = cupy.RawKernel(code, 'bad')\n"
+        "KernelAnalyzer(ceilings=False).analyze(k, 1, 32, (cupy.ones(1, cupy.float32),))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "LaunchError: bad: the launch failed" in result.stderr
+
+
+def test_a_specification_needs_no_block() -> None:
+    spec = KernelSpec("analyzer/spin.cu", "spin", (), 1)
+    analysis = KernelAnalyzer(arch="sm_90").analyze(spec)
+    assert analysis.launches[0].waves is None
+    assert analysis.missing["waves"] == "no grid was given"
