@@ -72,6 +72,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     for source in (ROOT / "kernels_cu").rglob("*.cu*"):
         assert f"cukit/kernels_cu/{source.relative_to(ROOT / 'kernels_cu').as_posix()}" in names
     assert "cukit/py.typed" in names
+    assert "cukit/analyzer/report/templates/report.html" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -65,7 +65,8 @@ def test_report_holds_what_was_promised(finished: Path) -> None:
         assert 0 < facts["bits_per_byte"] < 9
         assert facts["tokens_per_second"] > 0
         assert facts["tokens"] == 32 * (6 if model == "teacher" else 5)
-        assert facts["history"][-1][0] == (6 if model == "teacher" else 5)
+        assert [step for step, _ in facts["history"]] == list(range(1, facts["steps"] + 1))
+        assert facts["steps"] == (6 if model == "teacher" else 5)
         assert (facts["teacher_kl_bits"] is None) == (model == "teacher")
     assert report["models"]["student"]["teacher_kl_bits"] > 0
     gain = (
@@ -83,8 +84,23 @@ def test_report_holds_what_was_promised(finished: Path) -> None:
     assert ops["flash_attention_backward"]["calls"] == 1
     assert all(entry["milliseconds"] >= 0 for entry in ops.values())
     assert sorted(os.listdir(finished)) == sorted(
-        ["report.json", "settings.json", *(f"{model}.safetensors" for model in MODELS)]
+        [
+            "report.html",
+            "report.json",
+            "settings.json",
+            *(f"{model}.safetensors" for model in MODELS),
+        ]
     )
+
+
+def test_without_jinja_there_is_no_page_and_a_word_on_why(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert run(["distill", "-o", str(tmp_path / "run"), "--text", str(text), *TINY]) == 0
+    assert "no report.html: an HTML report needs Jinja2" in capsys.readouterr().out
+    assert (tmp_path / "run" / "report.json").exists()
+    assert not (tmp_path / "run" / "report.html").exists()
 
 
 def test_same_seed_same_result_and_another_another(
