@@ -1,4 +1,4 @@
-"""The `cukit` command: doctor, list, compile, bench, report, distill, generate.
+"""The `cukit` command: doctor, list, compile, bench, compare, report, distill, generate.
 
 Bad input ends with one clear line on stderr and exit code 2; a traceback means a defect of ours.
 """
@@ -13,6 +13,7 @@ import typer
 
 import cukit
 from cukit.commands.bench import bench
+from cukit.commands.compare import compare
 from cukit.commands.compile import compile_kernels
 from cukit.commands.distill import distill, generate
 from cukit.commands.doctor import doctor
@@ -33,6 +34,7 @@ app.command("doctor")(doctor)
 app.command("list")(list_ops)
 app.command("compile")(compile_kernels)
 app.command("bench")(bench)
+app.command("compare")(compare)
 app.command("report")(report)
 app.command("distill")(distill)
 app.command("generate")(generate)

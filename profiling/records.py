@@ -3,11 +3,12 @@
     {"environment": {"gpu", "driver", "cuda", "versions": {...}, "clocks": {...}, "ceilings": {...},
                      "commit", "date"},
      "records": [{"family", "op", "case", "dtype", "impl", "median_us", "iqr_us", "samples",
-                  "tflops", "gbps", "floor_us", "error", "correct", "peak_bytes"?,
+                  "range_us", "tflops", "gbps", "floor_us", "error", "correct", "peak_bytes"?,
                   "commit"?, "date"?}]}
 
 `environment` is that of the latest run. A record of an earlier run on the same machine keeps its
-own `commit` and `date` where they differ. One file holds one kind of GPU.
+own `commit` and `date` where they differ. One file holds one kind of GPU. `range_us` is where the
+true median is believed to be (cukit.analyzer.statistics.estimate): what `cukit compare` compares.
 """
 
 from __future__ import annotations

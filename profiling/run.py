@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import profiling.cases
+from cukit.analyzer.statistics import estimate
 from cukit.analyzer.timing import (
     EnqueueTimer,
     GpuTimer,
@@ -166,6 +167,7 @@ class Runner:
 
     def _record(self, case: Case, impl: str, timing: Timing, error: float, correct: bool) -> Record:
         median = timing.median_us
+        believed = estimate(timing.rounds)
         return {
             "family": case.family,
             "op": case.op,
@@ -175,6 +177,7 @@ class Runner:
             "median_us": round(median, 2),
             "iqr_us": round(timing.iqr_us, 2),
             "samples": len(timing.samples_us),
+            "range_us": [round(believed.low_us, 3), round(believed.high_us, 3)],
             "tflops": round(case.flops / median / 1e6, 1) if case.flops else None,
             "gbps": round(case.bytes / median / 1e3, 1) if case.bytes else None,
             "floor_us": self._floor_us(case),

@@ -305,7 +305,9 @@ def launch_of(record: KernelRecord, device: Device) -> LaunchAnalysis:
 
 def _statistics(call: Callable[[], object], timer: Timer, cache: str) -> TimeStatistics:
     timing = measure({"call": call}, timer, rounds=2, max_rounds=8, pause_s=0.05)["call"]
-    return summarize(timing.samples_us, timer=timer.name, cache=cache)
+    return summarize(
+        timing.samples_us, timer=timer.name, cache=cache, round_sizes=timing.round_sizes
+    )
 
 
 def _replayed(call: Callable[[], object]) -> TimeStatistics:

@@ -201,6 +201,8 @@ class TimeStatistics:
     noisy: bool
     """The interval is wider than 2% of the median: compare with care."""
     samples_us: tuple[float, ...] = ()
+    round_sizes: tuple[int, ...] = ()
+    """How many of `samples_us` each sitting took, in order; empty: all of them one."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,12 @@ def _log_choose(n: int, k: int) -> float:
 
 
 def summarize(
-    samples_us: Sequence[float], *, timer: str, cache: str, confidence: float = CONFIDENCE
+    samples_us: Sequence[float],
+    *,
+    timer: str,
+    cache: str,
+    confidence: float = CONFIDENCE,
+    round_sizes: Sequence[int] = (),
 ) -> TimeStatistics:
     """Everything that a report says of one set of samples. Raises ConfigError for none."""
     if not samples_us:
@@ -77,7 +82,14 @@ def summarize(
         samples=len(values),
         noisy=is_noisy(samples_us, confidence),
         samples_us=tuple(float(value) for value in values),
+        round_sizes=tuple(round_sizes),
     )
+
+
+def split(samples: Sequence[float], sizes: Sequence[int]) -> list[tuple[float, ...]]:
+    """`samples` in consecutive pieces of these sizes; without sizes, in one."""
+    ends = np.cumsum(sizes or (len(samples),)).tolist()
+    return [tuple(samples[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def is_noisy(samples_us: Sequence[float], confidence: float = CONFIDENCE) -> bool:

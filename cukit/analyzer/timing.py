@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cukit.analyzer.statistics import is_noisy
+from cukit.analyzer.statistics import is_noisy, split
 from cukit.core.device import current_device, require_cupy
 from cukit.core.kernel import KernelSpec, load_kernel
 
@@ -47,8 +47,7 @@ class Timing:
     @property
     def rounds(self) -> list[tuple[float, ...]]:
         """The samples, turn by turn."""
-        ends = np.cumsum(self.round_sizes or (len(self.samples_us),)).tolist()
-        return [self.samples_us[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        return split(self.samples_us, self.round_sizes)
 
     @property
     def median_us(self) -> float:

@@ -1,0 +1,165 @@
+"""Two results files, case by case: SAME, FASTER, SLOWER or UNCERTAIN. Pure functions.
+
+Either file is what `cukit bench --out` wrote, or an analysis. The rule is
+:func:`cukit.analyzer.statistics.compare`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cukit.analyzer.statistics import (
+    TOLERANCE,
+    Difference,
+    Estimate,
+    Verdict,
+    compare,
+    estimate,
+    split,
+)
+from cukit.errors import DataError
+
+OURS = "cukit"
+
+Cases = dict[str, "Case"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One time in a file."""
+
+    estimate: Estimate
+    correct: bool
+
+
+@dataclass(frozen=True)
+class CaseComparison:
+    """One case in both files."""
+
+    name: str
+    base: Case
+    new: Case
+    difference: Difference
+
+    @property
+    def regressed(self) -> bool:
+        """Slower, or wrong where it was right."""
+        return self.difference.verdict is Verdict.SLOWER or (
+            self.base.correct and not self.new.correct
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two files."""
+
+    cases: tuple[CaseComparison, ...]
+    only_in_base: tuple[str, ...]
+    only_in_new: tuple[str, ...]
+    notes: tuple[str, ...]
+    """What makes the machines of the two runs differ."""
+
+    @property
+    def regressed(self) -> bool:
+        """True where any case did."""
+        return any(case.regressed for case in self.cases)
+
+
+def compare_results(
+    base: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    tolerance: float = TOLERANCE,
+    impl: str = OURS,
+) -> Comparison:
+    """Every case that both contents have, in the order of `new`.
+
+    impl: whose times, where a file has several implementations of a case.
+    Raises DataError for contents of another kind, of different GPUs, or without a common case.
+    """
+    machines = [_gpu(content) for content in (base, new)]
+    if machines[0] != machines[1]:
+        raise DataError(f"measured on different machines: {machines[0]} and {machines[1]}")
+    before, after = read_cases(base, impl), read_cases(new, impl)
+    common = [name for name in after if name in before]
+    if not common:
+        raise DataError(f"the files have no case of {impl!r} in common")
+    return Comparison(
+        cases=tuple(
+            CaseComparison(
+                name,
+                before[name],
+                after[name],
+                compare(before[name].estimate, after[name].estimate, tolerance),
+            )
+            for name in common
+        ),
+        only_in_base=tuple(name for name in before if name not in after),
+        only_in_new=tuple(name for name in after if name not in before),
+        notes=_notes(base, new),
+    )
+
+
+def read_cases(content: Mapping[str, Any], impl: str = OURS) -> Cases:
+    """The times in a results file or an analysis, by name. Raises DataError for anything else."""
+    try:
+        if "records" in content:
+            records = (record for record in content["records"] if record["impl"] == impl)
+            return {_record_name(record): _record_case(record) for record in records}
+        if "analyses" in content:
+            return {
+                analysis["name"]: Case(_cold(analysis["cold"]), correct=True)
+                for analysis in content["analyses"]
+                if analysis["cold"] is not None
+            }
+    except (KeyError, TypeError) as error:
+        raise DataError(f"damaged results: {error!r}") from None
+    raise DataError("neither results of `cukit bench` nor an analysis")
+
+
+def _record_name(record: Mapping[str, Any]) -> str:
+    return f"{record['family']}/{record['op']} {record['case']} {record['dtype']}"
+
+
+def _record_case(record: Mapping[str, Any]) -> Case:
+    median = float(record["median_us"])
+    if "range_us" in record:
+        low, high = (float(value) for value in record["range_us"])
+    else:
+        # Files from before ranges were kept: the usual notch of a box plot, at about 95%.
+        half = 1.57 * float(record["iqr_us"]) / math.sqrt(record["samples"])
+        low, high = median - half, median + half
+    return Case(Estimate(median, low, high), bool(record["correct"]))
+
+
+def _cold(times: Mapping[str, Any]) -> Estimate:
+    if times.get("samples_us"):
+        return estimate(split(times["samples_us"], times.get("round_sizes", ())))
+    return Estimate(times["median_us"], times["ci_low_us"], times["ci_high_us"])
+
+
+def _gpu(content: Mapping[str, Any]) -> str:
+    environment = content.get("environment")
+    if not isinstance(environment, Mapping):
+        raise DataError("neither results of `cukit bench` nor an analysis")
+    return str(environment.get("gpu"))
+
+
+def _notes(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
+    """Differences of driver, CUDA, versions and clocks."""
+    notes = []
+    before, after = base["environment"], new["environment"]
+    for key in ("driver", "cuda"):
+        if before.get(key) != after.get(key):
+            notes.append(f"{key}: {before.get(key)} -> {after.get(key)}")
+    versions = before.get("versions", {}), after.get("versions", {})
+    for name in sorted({*versions[0], *versions[1]}):
+        if versions[0].get(name) != versions[1].get(name):
+            notes.append(f"{name}: {versions[0].get(name)} -> {versions[1].get(name)}")
+    clocks = [e.get("clocks", {}).get("sm_under_load_mhz") for e in (before, after)]
+    if all(clocks) and abs(clocks[1] / clocks[0] - 1) > TOLERANCE:
+        notes.append(f"SM clock under load: {clocks[0]:.0f} -> {clocks[1]:.0f} MHz")
+    return tuple(notes)
