@@ -14,8 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from profiling.records import CaseKey, Record, case_key, read
-from profiling.run import OURS, RESULTS
+from cukit.analyzer.report.benchmarks import (
+    BenchmarkResults,
+    Case,
+    Record,
+    impl_title,
+    largest_cases,
+)
+from profiling.records import read
+from profiling.run import RESULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED = RESULTS / "h200.json"
@@ -24,11 +31,6 @@ DOCUMENTS = ("README.md", "docs/benchmarks.md")
 MARKS = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 NOT_MEASURED = "*Not measured yet.*\n"
-
-TITLES = {"torch-eager": "torch", "torch-compile": "torch.compile", "liger": "Liger"}
-
-Group = dict[str, Record]
-"""The records of one case, by implementation."""
 
 
 def main() -> int:
@@ -63,41 +65,37 @@ def render(name: str, results: dict[str, Any]) -> str:
 
 def _family(name: str, results: dict[str, Any]) -> str:
     """Every case of a family, every implementation a column."""
-    groups = [group for group in _groups(results["records"]) if _any(group)["family"] == name]
-    if not groups:
+    measured = _measured(results)
+    cases = measured.of_family(name)
+    if not cases:
         return NOT_MEASURED
-    impls = list(dict.fromkeys(impl for group in groups for impl in group))
-    impls.sort(key=lambda impl: impl != OURS)
-    with_memory = any("peak_bytes" in record for group in groups for record in group.values())
-    header = ["op", "case", "dtype", *(TITLES.get(impl, impl) for impl in impls)]
-    header += ["x fastest peer", "of the floor"]
+    impls = measured.impls_of(name)
+    with_memory = any("peak_bytes" in record for case in cases for record in case.records)
+    header = ["op", "case", "dtype", *map(impl_title, impls), "x fastest peer", "of the floor"]
     rows = []
-    for group in groups:
-        record = _any(group)
-        cells = [_cell(group.get(impl), with_memory=with_memory) for impl in impls]
-        names = [f"`{record['op']}`", record["case"], record["dtype"]]
-        rows.append([*names, *cells, _speed(group), _of_floor(group)])
+    for case in cases:
+        by_impl = {record["impl"]: record for record in case.records}
+        cells = [_cell(by_impl.get(impl), with_memory=with_memory) for impl in impls]
+        names = [f"`{case.op}`", case.name, case.dtype]
+        rows.append([*names, *cells, _speed(case), _of_floor(case)])
     return _markdown(header, rows, left=3)
 
 
 def _summary(results: dict[str, Any]) -> str:
     """One row an op: the case with the most work."""
-    largest: dict[tuple[str, str], Group] = {}
-    for group in _groups(results["records"]):
-        record = _any(group)
-        key = (record["family"], record["op"])
-        if record["floor_us"] is None or OURS not in group:
-            continue
-        if key not in largest or record["floor_us"] > _any(largest[key])["floor_us"]:
-            largest[key] = group
     header = ["op", "case", "cukit", "fastest peer", "x fastest peer", "of the floor"]
     rows = []
-    for group in largest.values():
-        ours, peer = group[OURS], _fastest_peer(group)
-        names = [f"`{ours['op']}`", f"{ours['case']} {ours['dtype']}"]
-        other = f"{_us(peer['median_us'])} {TITLES.get(peer['impl'], peer['impl'])}" if peer else ""
-        rows.append([*names, _us(ours["median_us"]), other, _speed(group), _of_floor(group)])
+    for case in largest_cases(_measured(results).cases):
+        ours, peer = case.ours, case.fastest_peer
+        names = [f"`{case.op}`", f"{case.name} {case.dtype}"]
+        other = f"{_us(peer['median_us'])} {impl_title(peer['impl'])}" if peer else ""
+        mine = _us(ours["median_us"]) if ours else ""
+        rows.append([*names, mine, other, _speed(case), _of_floor(case)])
     return _markdown(header, rows, left=2)
+
+
+def _measured(results: dict[str, Any]) -> BenchmarkResults:
+    return BenchmarkResults(results["environment"], tuple(results["records"]))
 
 
 def _picture(results: dict[str, Any]) -> str:
@@ -122,38 +120,15 @@ def _environment(results: dict[str, Any]) -> str:
     return "; ".join(parts) + ".\n"
 
 
-def _groups(records: list[Record]) -> list[Group]:
-    """Records of one case together, in the order of the file."""
-    groups: dict[CaseKey, Group] = {}
-    for record in records:
-        groups.setdefault(case_key(record), {})[record["impl"]] = record
-    return list(groups.values())
-
-
-def _any(group: Group) -> Record:
-    return next(iter(group.values()))
-
-
-def _fastest_peer(group: Group) -> Record | None:
-    """The quickest correct implementation that is not ours."""
-    peers = [r for impl, r in group.items() if not impl.startswith(OURS) and r["correct"]]
-    return min(peers, key=lambda record: float(record["median_us"]), default=None)
-
-
-def _speed(group: Group) -> str:
+def _speed(case: Case) -> str:
     """Our speed over that of the fastest peer: above 1 we are faster."""
-    ours, peer = group.get(OURS), _fastest_peer(group)
-    if ours is None or peer is None or not ours["correct"]:
-        return ""
-    return f"{peer['median_us'] / ours['median_us']:.2f}"
+    return "" if case.speed is None else f"{case.speed:.2f}"
 
 
-def _of_floor(group: Group) -> str:
+def _of_floor(case: Case) -> str:
     """Share of the best conceivable speed that ours reaches."""
-    ours = group.get(OURS)
-    if ours is None or not ours["floor_us"]:
-        return ""
-    return f"{100 * ours['floor_us'] / ours['median_us']:.0f}%"
+    share = case.share_of_floor(case.ours) if case.ours else None
+    return "" if share is None else f"{100 * share:.0f}%"
 
 
 def _cell(record: Record | None, *, with_memory: bool) -> str:

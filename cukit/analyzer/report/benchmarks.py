@@ -100,10 +100,9 @@ class BenchmarkResults:
     def families(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(case.family for case in self.cases))
 
-    @property
-    def impls(self) -> tuple[str, ...]:
-        """Every implementation, ours first."""
-        found = dict.fromkeys(str(record["impl"]) for record in self.records)
+    def impls_of(self, family: str) -> tuple[str, ...]:
+        """Every implementation in a family, ours first, then our variants."""
+        found = dict.fromkeys(r["impl"] for case in self.of_family(family) for r in case.records)
         return tuple(sorted(found, key=lambda impl: (impl != OURS, not is_ours(impl))))
 
     def of_family(self, family: str) -> tuple[Case, ...]:

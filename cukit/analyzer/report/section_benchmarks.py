@@ -45,7 +45,7 @@ def benchmark_section(results: BenchmarkResults) -> Section:
         cases = results.of_family(family)
         ops = dict.fromkeys(case.op for case in cases)
         figures = [_op_figure([case for case in cases if case.op == op], results) for op in ops]
-        blocks.append(_table(family, cases, results.impls))
+        blocks.append(_table(family, cases, results.impls_of(family)))
         blocks.append(Fold(f"Every case of {family} in bars", tuple(figures)))
     return Section("Benchmarks", results.machine, tuple(blocks))
 
@@ -153,22 +153,22 @@ def _has_both(case: Case) -> bool:
 
 def _op_figure(cases: Sequence[Case], results: BenchmarkResults) -> Figure:
     """Bars of all cases of an op: rates where work is declared, else calls per second."""
-    impls = [
-        impl for impl in results.impls if any(r["impl"] == impl for c in cases for r in c.records)
-    ]
+    # One colour for an implementation throughout its family.
+    series = {impl: number for number, impl in enumerate(results.impls_of(cases[0].family))}
+    present = {record["impl"] for case in cases for record in case.records}
     field, unit, ceiling = _measure(cases, results)
     mark = Mark(ceiling, "measured ceiling") if ceiling else None
     groups = []
     for case in cases:
         bars = [
             Bar(
-                impls.index(record["impl"]),
+                series[record["impl"]],
                 record[field] if field else 1e6 / record["median_us"],
                 numbers.microseconds(record["median_us"]),
                 f"{impl_title(record['impl'])}: {numbers.microseconds(record['median_us'])}, "
                 f"IQR {numbers.microseconds(record['iqr_us'])}",
             )
-            for record in sorted(case.records, key=lambda record: impls.index(record["impl"]))
+            for record in sorted(case.records, key=lambda record: series[record["impl"]])
             if record["correct"]
         ]
         groups.append(Group(case.name, case.dtype, tuple(bars)))
@@ -178,7 +178,7 @@ def _op_figure(cases: Sequence[Case], results: BenchmarkResults) -> Figure:
         lambda width: bar_chart(
             groups, title=f"{op}: {unit} of each implementation", unit=unit, width=width, mark=mark
         ),
-        legend=tuple((impls.index(impl), impl_title(impl)) for impl in impls),
+        legend=tuple((n, impl_title(impl)) for impl, n in series.items() if impl in present),
     )
 
 
@@ -194,9 +194,7 @@ def _measure(
     return None, "calls per second", None
 
 
-def _table(family: str, cases: Sequence[Case], all_impls: Sequence[str]) -> Table:
-    present = {record["impl"] for case in cases for record in case.records}
-    impls = [impl for impl in all_impls if impl in present]
+def _table(family: str, cases: Sequence[Case], impls: Sequence[str]) -> Table:
     columns = [Column("op"), Column("case"), Column("dtype")]
     columns += [Column(impl_title(impl), numeric=True) for impl in impls]
     columns += [Column("× fastest peer", numeric=True), Column("of the floor", numeric=True)]
