@@ -1,4 +1,4 @@
-"""The `cukit` command: doctor, list, compile, bench, compare, report, distill, generate.
+"""The `cukit` command: doctor, list, compile, bench, analyze, compare, report, distill, generate.
 
 Bad input ends with one clear line on stderr and exit code 2; a traceback means a defect of ours.
 """
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import cukit
+from cukit.commands.analyze import analyze
 from cukit.commands.bench import bench
 from cukit.commands.compare import compare
 from cukit.commands.compile import compile_kernels
@@ -34,6 +35,7 @@ app.command("doctor")(doctor)
 app.command("list")(list_ops)
 app.command("compile")(compile_kernels)
 app.command("bench")(bench)
+app.command("analyze")(analyze)
 app.command("compare")(compare)
 app.command("report")(report)
 app.command("distill")(distill)

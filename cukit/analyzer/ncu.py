@@ -54,14 +54,16 @@ Rows = Iterator[tuple[str, dict[str, float]]]
 
 
 def run_ncu(command: Sequence[str], timeout_s: float = 600.0) -> dict[str, Counters]:
-    """Runs `command` under ncu and returns the counters of its kernels by name.
+    """Runs `command` under ncu and returns the counters of its kernels by mangled name.
 
     The clocks are left as they are. Raises MissingDependencyError without ncu, CukitError with its
     own words where it may not read counters.
     """
     metrics = ",".join((*METRICS.values(), STALL_METRICS))
     ncu = [_find_ncu(), "--clock-control", "none", "--target-processes", "all"]
-    csv_out = ["--csv", "--page", "raw", "--print-units", "base", "--metrics", metrics]
+    # Mangled, as CUPTI names them: that is how the two are joined.
+    names = ["--print-kernel-base", "mangled"]
+    csv_out = ["--csv", "--page", "raw", "--print-units", "base", *names, "--metrics", metrics]
     try:
         answer = subprocess.run(
             [*ncu, *csv_out, *command], capture_output=True, text=True, timeout=timeout_s

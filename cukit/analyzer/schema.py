@@ -207,7 +207,8 @@ class TimeStatistics:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Work as declared by the caller over the cold median."""
+    """Work as declared by the caller over the cold median. Of a traced kernel: the bytes that its
+    counters saw, over its median."""
 
     bytes: float | None
     flops: float | None
@@ -299,7 +300,7 @@ class KernelAnalysis:
 
     name: str
     kind: str
-    """"raw kernel", "elementwise kernel", "call" or "cukit kernel"."""
+    """"raw kernel", "elementwise kernel", "call", "cukit kernel" or "traced kernel"."""
     arch: str
     launches: tuple[LaunchAnalysis, ...]
     cold: TimeStatistics | None

@@ -1,0 +1,62 @@
+"""Runs a user's script, or one function of it, so that its kernels can be watched.
+
+    python -m cukit.analyzer.script FILE.py[:function]
+
+runs it and nothing else: what `cukit analyze --counters` starts under ncu.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cukit.errors import ConfigError, DataError
+
+
+class Script:
+    """`FILE.py` or `FILE.py:name`.
+
+    Importing the file is not part of a run of a function: its kernels are those of the call.
+    Raises DataError where the file or the name is not there.
+    """
+
+    def __init__(self, target: str) -> None:
+        path, _, name = target.partition(":")
+        self.path = Path(path)
+        self.name = name or None
+        if not self.path.is_file():
+            raise DataError(f"{path}: no such file")
+
+    def load(self) -> Any:
+        """What the name stands for; without one, a function that runs the file as a program."""
+        folder = str(self.path.resolve().parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        if self.name is None:
+            return lambda: runpy.run_path(str(self.path), run_name="__main__")
+        spec = importlib.util.spec_from_file_location(self.path.stem, self.path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look there
+        spec.loader.exec_module(module)
+        try:
+            return getattr(module, self.name)
+        except AttributeError:
+            public = ", ".join(n for n in vars(module) if not n.startswith("_")) or "nothing"
+            raise DataError(f"{self.path} has no {self.name!r}; it has {public}") from None
+
+    def function(self) -> Callable[[], object]:
+        """What :meth:`load` found, if it can be called without arguments. Raises ConfigError."""
+        found = self.load()
+        if not callable(found):
+            raise ConfigError(f"{self.path}:{self.name} is no function but {found!r}")
+        return found  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    Script(sys.argv[1]).function()()

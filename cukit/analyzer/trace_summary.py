@@ -1,0 +1,95 @@
+"""A trace of kernels, by name: how often, how long, and what each could do better. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from cukit.analyzer.advice import advise
+from cukit.analyzer.cupti import KernelRecord
+from cukit.analyzer.kernel_analyzer import launch_of
+from cukit.analyzer.roofline import throughput
+from cukit.analyzer.schema import Counters, KernelAnalysis
+from cukit.analyzer.statistics import summarize
+from cukit.core.device import Device
+
+KIND = "traced kernel"
+
+NOT_HERE = "a trace runs each kernel as the script does, once"
+
+
+def analyses_of(
+    records: Sequence[KernelRecord],
+    device: Device,
+    counters: Mapping[str, Counters] | None = None,
+) -> tuple[KernelAnalysis, ...]:
+    """One analysis a kernel name, the most total time first.
+
+    `warm` holds the durations of all its launches, `launches` the one shape that took most time.
+    With counters, the bytes of `throughput` are those that really went through device memory.
+    """
+    by_name: dict[str, list[KernelRecord]] = {}
+    for record in records:
+        by_name.setdefault(record.name, []).append(record)
+    analyses = [
+        _analysis(name, found, device, (counters or {}).get(name), counters is not None)
+        for name, found in by_name.items()
+    ]
+    return tuple(sorted(analyses, key=total_us, reverse=True))
+
+
+def total_us(analysis: KernelAnalysis) -> float:
+    """Time of all launches of a traced kernel together."""
+    return analysis.warm.mean_us * analysis.warm.samples if analysis.warm else 0.0
+
+
+def _analysis(
+    name: str,
+    records: Sequence[KernelRecord],
+    device: Device,
+    counters: Counters | None,
+    counters_given: bool,
+) -> KernelAnalysis:
+    durations = [record.duration_us for record in records]
+    times = summarize(durations, timer="cupti", cache="as the script left it")
+    missing = dict.fromkeys(("cold", "energy", "conditions", "roofline"), NOT_HERE)
+    moved = None
+    if counters is None:
+        missing["counters"] = (
+            f"ncu saw no kernel {name}" if counters_given else "not asked for (--counters)"
+        )
+        missing["throughput"] = "the bytes of a traced kernel are only known from counters"
+    else:
+        sides = (counters.dram_read_bytes, counters.dram_write_bytes)
+        moved = sum(side for side in sides if side is not None) or None
+    analysis = KernelAnalysis(
+        name=name,
+        kind=KIND,
+        arch=device.arch,
+        launches=(launch_of(_main_record(records), device),),
+        cold=None,
+        warm=times,
+        throughput=throughput(bytes_moved=moved, flops=None, median_us=times.median_us)
+        if moved
+        else None,
+        roofline=(),
+        energy=None,
+        conditions=None,
+        counters=counters,
+        advice=(),
+        missing=missing,
+    )
+    return replace(analysis, advice=advise(analysis, device.num_sms))
+
+
+def _main_record(records: Sequence[KernelRecord]) -> KernelRecord:
+    """The longest launch of the shape that took most time altogether."""
+    totals: dict[tuple[object, ...], float] = {}
+    for record in records:
+        totals[_shape(record)] = totals.get(_shape(record), 0.0) + record.duration_us
+    shape = max(totals, key=lambda key: totals[key])
+    return max((r for r in records if _shape(r) == shape), key=lambda record: record.duration_us)
+
+
+def _shape(record: KernelRecord) -> tuple[object, ...]:
+    return record.grid, record.block, record.dynamic_shared_bytes

@@ -1,0 +1,191 @@
+"""`cukit analyze`: every kernel that a script launches, or one kernel as the compiler left it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cukit.analyzer.cupti import KernelTrace
+from cukit.analyzer.kernel_analyzer import KernelAnalyzer
+from cukit.analyzer.machine import environment
+from cukit.analyzer.ncu import run_ncu
+from cukit.analyzer.report import generate_report
+from cukit.analyzer.report.terminal import print_report
+from cukit.analyzer.schema import AnalysisReport, KernelAnalysis
+from cukit.analyzer.schema_json import to_json
+from cukit.analyzer.script import Script
+from cukit.analyzer.static import KernelSource
+from cukit.analyzer.trace_summary import analyses_of, total_us
+from cukit.commands._console import stdout, table
+from cukit.core.device import cupy_module, current_device
+from cukit.errors import ConfigError, CukitError, DataError
+
+_ENTRY = re.compile(r"__global__[^;{(]*?\b(\w+)\s*\(")
+_BOUNDS = re.compile(r"__launch_bounds__\s*\([^)]*\)")
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+class ScriptFailed(Exception):  # noqa: N818 - carries the user's own error
+    """The script raised. Its traceback has been printed."""
+
+
+def analyze(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="FILE.py (run as a program), FILE.py:function (called without arguments), or one "
+            "kernel: FILE.py:kernel, FILE.cu, FILE.cubin."
+        ),
+    ],
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Calls of a function, after one that is not counted.")
+    ] = 1,
+    counters: Annotated[
+        bool, typer.Option(help="Run it under ncu too: bytes moved, achieved occupancy.")
+    ] = False,
+    output: Annotated[
+        list[Path] | None,
+        typer.Option("--output", "-o", help="A report to write: .html, .json, .trace.json."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Analysis to write, for `cukit compare` and `cukit report`.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the analysis as JSON.")] = False,
+    arch: Annotated[
+        str | None, typer.Option(help="One kernel: the architecture to compile for.")
+    ] = None,
+    entry: Annotated[str | None, typer.Option(help="One kernel: which of the file.")] = None,
+    block: Annotated[int, typer.Option(min=1, help="One kernel: threads a block.")] = 256,
+    grid: Annotated[int | None, typer.Option(min=1, help="One kernel: blocks.")] = None,
+    shared: Annotated[
+        int, typer.Option(min=0, help="One kernel: bytes of dynamic shared memory a block.")
+    ] = 0,
+    option: Annotated[
+        list[str] | None, typer.Option(help="FILE.cu: an option for NVRTC; may be repeated.")
+    ] = None,
+) -> None:
+    """Say what the kernels of a script do: how often, how long, how full they keep the GPU.
+
+    Every kernel that runs is seen, whoever launches it: raw kernels, CuPy's own, cuBLAS. A single
+    kernel is described from its code, which needs no GPU. Exit code 1 if the script raises.
+    """
+    try:
+        kernel = _one_kernel(target, entry, option or ())
+        if kernel is None:
+            report = _trace(target, repeat, counters=counters)
+        else:
+            analyzer = KernelAnalyzer(arch=arch or "sm_90")
+            analyzer.analyze(kernel, grid, block, shared_bytes=shared, name=entry)
+            report = analyzer.report()
+    except ScriptFailed:
+        raise typer.Exit(1) from None
+    made = generate_report([report], output or ())
+    if out is not None:
+        out.write_text(to_json(report), encoding="utf-8")
+    if as_json:
+        print(to_json(report), end="")
+    elif kernel is None:
+        show_trace(report.analyses)
+    else:
+        print_report(stdout(), made.title, made.sections)
+
+
+def _one_kernel(target: str, entry: str | None, options: Sequence[str]) -> Any:
+    """The kernel that `target` names, or None where it names something to run."""
+    path = Path(target)
+    if path.suffix in (".cu", ".cubin"):
+        if not path.is_file():
+            raise DataError(f"{target}: no such file")
+        if path.suffix == ".cubin":
+            if entry is None:
+                raise ConfigError("a cubin may hold several kernels: name one with --entry")
+            return path
+        code = path.read_text(encoding="utf-8")
+        return KernelSource(entry or find_entry(code, target), code, tuple(options))
+    script = Script(target)
+    cupy = cupy_module()
+    if script.name is None or cupy is None:
+        return None
+    found = _run(script.load)
+    return found if isinstance(found, (cupy.RawKernel, cupy.RawModule)) else None
+
+
+def find_entry(code: str, place: str) -> str:
+    """The one kernel in CUDA source. Raises ConfigError where there is none, or several."""
+    names = list(dict.fromkeys(_ENTRY.findall(_BOUNDS.sub("", _COMMENT.sub("", code)))))
+    if len(names) != 1:
+        found = f"it has {', '.join(names)}" if names else "it has none"
+        raise ConfigError(f"{place}: which kernel? {found}; name one with --entry")
+    return str(names[0])
+
+
+def _trace(target: str, repeat: int, *, counters: bool) -> AnalysisReport:
+    device = current_device()
+    script = Script(target)
+    call = _run(script.function)
+    trace = KernelTrace()
+    if script.name is not None:
+        _run(call)  # compiles what it launches
+    with trace:
+        for _ in range(repeat if script.name is not None else 1):
+            _run(call)
+    if not trace.records:
+        raise CukitError(f"{target} launched no kernel")
+    counted = None
+    if counters:
+        counted = run_ncu([sys.executable, "-m", "cukit.analyzer.script", target])
+    analyses = analyses_of(trace.records, device, counted)
+    return AnalysisReport(environment(device, static=False), analyses)
+
+
+def _run(function: Callable[[], Any]) -> Any:
+    """Calls the user's code, its output on stderr; its exception is shown as its own."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return function()
+    except SystemExit as end:
+        if end.code:
+            raise ScriptFailed from None
+        return None
+    except CukitError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        raise ScriptFailed from None
+
+
+def show_trace(analyses: Sequence[KernelAnalysis]) -> None:
+    """The kernels of a trace, the most time first, and advice on the first of them."""
+    numbers = ("calls", "total us", "share", "median us", "regs", "occupancy", "GB/s")
+    result = table("kernel", *numbers, "limited by", right=numbers)
+    altogether = sum(total_us(analysis) for analysis in analyses)
+    for analysis in analyses:
+        launch, times = analysis.launches[0], analysis.warm
+        assert times is not None
+        resources, resident = launch.resources, launch.occupancy
+        assert resources is not None
+        assert resident is not None
+        work = analysis.throughput
+        result.add_row(
+            analysis.name,
+            str(times.samples),
+            f"{total_us(analysis):.1f}",
+            f"{total_us(analysis) / altogether:.1%}",
+            f"{times.median_us:.2f}",
+            str(resources.registers),
+            f"{resident.fraction:.0%}",
+            f"{work.gbps:.0f}" if work and work.gbps else "",
+            resident.limiter,
+        )
+    console = stdout()
+    console.print(result)
+    for advice in analyses[0].advice:
+        text = f"{analyses[0].name}: {advice.evidence}. {advice.suggestion} Gain: "
+        console.print(text + advice.expected_gain, markup=False)
