@@ -27,7 +27,7 @@ def report(
         typer.Option(
             "--output",
             "-o",
-            help="A file to write: .html, .json or .trace.json (for ui.perfetto.dev). "
+            help="A file to write: .html, .txt, .json or .trace.json (for ui.perfetto.dev). "
             "May be repeated.",
         ),
     ] = None,

@@ -16,6 +16,7 @@ from typing import Any
 from cukit.analyzer.report import html
 from cukit.analyzer.report.documents import SCHEMA, VERSION, Document, Source, read_documents
 from cukit.analyzer.report.layout import Section
+from cukit.analyzer.report.terminal import as_text
 from cukit.analyzer.report.trace import MAX_BYTES, spans_of, trace_json
 from cukit.errors import ConfigError
 
@@ -53,6 +54,10 @@ class Report:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
+    def to_text(self) -> str:
+        """Words and tables, as `cukit report` prints them."""
+        return as_text(self.title, self.sections)
+
     def to_html(self) -> str:
         """One self-contained page. Needs the extra `report`."""
         sources = ", ".join(dict.fromkeys(document.source for document in self.documents))
@@ -69,12 +74,14 @@ class Report:
         return trace_json(spans, max_bytes)
 
     def write(self, path: Path) -> None:
-        """In the form that the suffix names: .html, .json or .trace.json. Raises ConfigError."""
+        """In the form that the suffix names: .html, .txt, .json, .trace.json; or ConfigError."""
         check_suffix(path)
         if path.name.endswith(TRACE_SUFFIX):
             content = self.to_trace()
         elif path.suffix == ".json":
             content = self.to_json()
+        elif path.suffix == ".txt":
+            content = self.to_text()
         else:
             content = self.to_html()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,8 +90,8 @@ class Report:
 
 def check_suffix(path: Path) -> None:
     """Raises ConfigError for a file that no form of a report goes into."""
-    if path.suffix not in (".html", ".json"):
-        raise ConfigError(f"{path}: a report ends in .html, .json or {TRACE_SUFFIX}")
+    if path.suffix not in (".html", ".txt", ".json"):
+        raise ConfigError(f"{path}: a report ends in .html, .txt, .json or {TRACE_SUFFIX}")
 
 
 def generate_report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 
 from rich.console import Console
@@ -14,8 +15,18 @@ from cukit.analyzer.report.layout import Block, Code, Fold, Paragraph, Section, 
 
 TONES = {"good": "green", "bad": "red", "quiet": "dim"}
 
+TEXT_WIDTH = 160
+
 FOLDED_ROWS = 40
 """Tables behind a fold longer than this are left to the page."""
+
+
+def as_text(title: str, sections: Iterable[Section]) -> str:
+    """What :func:`print_report` prints, without colours."""
+    console = Console(file=io.StringIO(), width=TEXT_WIDTH, no_color=True, force_terminal=False)
+    with console.capture() as captured:
+        print_report(console, title, sections)
+    return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
 def print_report(console: Console, title: str, sections: Iterable[Section]) -> None:
