@@ -15,7 +15,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from cukit.core.compiler import KernelSpec, cache_folder, cuda_include_folder
@@ -66,10 +68,21 @@ def build_runtime() -> Path:
     flags = runtime_flags()
     library = _folder() / f"runtime-{_hash(_sources_hash(), compiler.version, *flags)}.so"
     if not library.is_file():
-        sources = sorted(str(path) for path in RUNTIME_SOURCES.glob("*.cpp"))
-        arguments = [*flags, f"-I{RUNTIME_SOURCES}", *include_flags(), *sources, "-shared"]
-        _publish(library, [*arguments, "-pthread"], "the emulator")
+        with tempfile.TemporaryDirectory() as folder:
+            objects = [Path(folder) / f"{source.stem}.o" for source in _runtime_sources()]
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                list(pool.map(partial(_compile_source, flags), _runtime_sources(), objects))
+            _publish(library, ["-shared", "-pthread", *map(str, objects)], "the emulator")
     return library
+
+
+def _runtime_sources() -> list[Path]:
+    return sorted(RUNTIME_SOURCES.glob("*.cpp"))
+
+
+def _compile_source(flags: tuple[str, ...], source: Path, target: Path) -> None:
+    arguments = [*flags, f"-I{RUNTIME_SOURCES}", *include_flags(), "-c", str(source)]
+    find_compiler().run([*arguments, "-o", str(target)], source.name)
 
 
 def _compile_kernel(spec: KernelSpec, source: str, library: Path, flags: tuple[str, ...]) -> None:

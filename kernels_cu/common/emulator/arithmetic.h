@@ -9,19 +9,25 @@
 
 // Bits ------------------------------------------------------------------------------------------
 
+namespace cukit::emulator {
+
+// The same bits as another type.
 template <typename To, typename From>
-inline To cukit_bits_as(From from) {
+inline To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
   To to;
   std::memcpy(&to, &from, sizeof(To));
   return to;
 }
-inline float __int_as_float(int x) { return cukit_bits_as<float>(x); }
-inline float __uint_as_float(unsigned x) { return cukit_bits_as<float>(x); }
-inline int __float_as_int(float x) { return cukit_bits_as<int>(x); }
-inline unsigned __float_as_uint(float x) { return cukit_bits_as<unsigned>(x); }
-inline double __longlong_as_double(long long x) { return cukit_bits_as<double>(x); }
-inline long long __double_as_longlong(double x) { return cukit_bits_as<long long>(x); }
+
+}  // namespace cukit::emulator
+
+inline float __int_as_float(int x) { return ::cukit::emulator::bit_cast<float>(x); }
+inline float __uint_as_float(unsigned x) { return ::cukit::emulator::bit_cast<float>(x); }
+inline int __float_as_int(float x) { return ::cukit::emulator::bit_cast<int>(x); }
+inline unsigned __float_as_uint(float x) { return ::cukit::emulator::bit_cast<unsigned>(x); }
+inline double __longlong_as_double(long long x) { return ::cukit::emulator::bit_cast<double>(x); }
+inline long long __double_as_longlong(double x) { return ::cukit::emulator::bit_cast<long long>(x); }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }

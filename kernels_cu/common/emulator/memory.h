@@ -2,8 +2,8 @@
 #pragma once
 
 #include <chrono>
-#include <cstring>
 
+#include "common/emulator/arithmetic.h"
 #include "common/emulator/thread.h"
 
 namespace cukit::emulator {
@@ -65,14 +65,6 @@ template <>
 struct Bits<4> { using type = std::uint32_t; };
 template <>
 struct Bits<8> { using type = std::uint64_t; };
-
-template <typename To, typename From>
-inline To bit_cast(const From& from) {
-  static_assert(sizeof(To) == sizeof(From), "same size");
-  To to;
-  std::memcpy(&to, &from, sizeof(To));
-  return to;
-}
 
 // Returns what was there.
 std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uint64_t value,
