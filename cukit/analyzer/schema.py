@@ -4,7 +4,7 @@ One rule holds everywhere: a figure that nothing measured is None, and `missing`
 is estimated in the place of a measurement, and what is computed rather than measured (theoretical
 occupancy, waves, roofline) follows from fields that stand beside it.
 
-    AnalysisReport                     the file: version, machine, kernels
+    AnalysisReport                     the file: version, machine, kernels, AccessPoints
     ├── Environment ── Ceilings
     └── KernelAnalysis                 one kernel, or one call that launches several
         ├── LaunchAnalysis             one launch: what the compiler and the grid decide
@@ -320,9 +320,39 @@ class KernelAnalysis:
 
 
 @dataclass(frozen=True)
+class AccessPoint:
+    """A measured row of the access probe: loads of one width, neighbours one stride apart."""
+
+    access_bytes: int
+    stride: int
+    """Distance between the words of neighbouring threads, in words of `access_bytes`."""
+    useful_gbps: float
+    """Only the bytes that threads asked for."""
+    efficiency: float
+    """useful_gbps over the best of the table."""
+    sector_fraction: float
+    """What sectors of 32 bytes alone would allow."""
+
+
+@dataclass(frozen=True)
+class TracedLaunch:
+    """One kernel of a traced script, where it ran on the device's clock."""
+
+    name: str
+    stream: int
+    start_us: float
+    """From the start of the first kernel."""
+    duration_us: float
+
+
+@dataclass(frozen=True)
 class AnalysisReport:
     """What `KernelAnalyzer.report()` returns and the report files hold."""
 
     environment: Environment
     analyses: tuple[KernelAnalysis, ...]
     schema_version: int = SCHEMA_VERSION
+    timeline: tuple[TracedLaunch, ...] = ()
+    """Of a traced script, in order of start; of a very long one the longest launches."""
+    accesses: tuple[AccessPoint, ...] = ()
+    """The access probe of this GPU, where it was asked for."""

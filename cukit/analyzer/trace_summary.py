@@ -9,11 +9,14 @@ from cukit.analyzer.advice import advise
 from cukit.analyzer.cupti import KernelRecord
 from cukit.analyzer.kernel_analyzer import launch_of
 from cukit.analyzer.roofline import throughput
-from cukit.analyzer.schema import Counters, KernelAnalysis
+from cukit.analyzer.schema import Counters, KernelAnalysis, TracedLaunch
 from cukit.analyzer.statistics import summarize
 from cukit.core.device import Device
 
 KIND = "traced kernel"
+
+MAX_LAUNCHES = 50_000
+"""More would make files of many megabytes that no viewer draws."""
 
 NOT_HERE = "a trace runs each kernel as the script does, once"
 
@@ -36,6 +39,18 @@ def analyses_of(
         for name, found in by_name.items()
     ]
     return tuple(sorted(analyses, key=total_us, reverse=True))
+
+
+def timeline_of(records: Sequence[KernelRecord]) -> tuple[TracedLaunch, ...]:
+    """When each kernel ran, in order of start: the longest MAX_LAUNCHES of them."""
+    origin = min(record.start_ns for record in records)
+    longest = sorted(records, key=lambda record: -record.duration_us)[:MAX_LAUNCHES]
+    return tuple(
+        TracedLaunch(
+            record.name, record.stream, (record.start_ns - origin) / 1e3, record.duration_us
+        )
+        for record in sorted(longest, key=lambda record: record.start_ns)
+    )
 
 
 def total_us(analysis: KernelAnalysis) -> float:

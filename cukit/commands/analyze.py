@@ -22,7 +22,7 @@ from cukit.analyzer.schema import AnalysisReport, KernelAnalysis
 from cukit.analyzer.schema_json import to_json
 from cukit.analyzer.script import Script
 from cukit.analyzer.static import KernelSource
-from cukit.analyzer.trace_summary import analyses_of, total_us
+from cukit.analyzer.trace_summary import analyses_of, timeline_of, total_us
 from cukit.commands._console import stdout, table
 from cukit.core.device import cupy_module, current_device
 from cukit.errors import ConfigError, CukitError, DataError
@@ -142,7 +142,8 @@ def _trace(target: str, repeat: int, *, counters: bool) -> AnalysisReport:
     if counters:
         counted = run_ncu([sys.executable, "-m", "cukit.analyzer.script", target])
     analyses = analyses_of(trace.records, device, counted)
-    return AnalysisReport(environment(device, static=False), analyses)
+    timeline = timeline_of(trace.records)
+    return AnalysisReport(environment(device, static=False), analyses, timeline=timeline)
 
 
 def _run(function: Callable[[], Any]) -> Any:

@@ -1,8 +1,8 @@
 """Results as a trace for Perfetto (ui.perfetto.dev) or Chrome (chrome://tracing).
 
-The durations are the measured ones. When each launch began is not known, so launches of one call
-stand one after the other in their order, without gaps; ops of a training step likewise, the largest
-first. The names of the tracks say so.
+The launches of a traced script stand where they ran. Elsewhere only durations are measured, not
+when each began: launches of one analysed call then stand one after the other in their order,
+without gaps, and ops of a training step likewise, the largest first. Their tracks' names say so.
 """
 
 from __future__ import annotations
@@ -97,7 +97,12 @@ def _step(document: Document) -> Iterator[Span]:
 
 
 def _launches(document: Document) -> Iterator[Span]:
-    for analysis in document.analysis().analyses:
+    report = document.analysis()
+    for each in report.timeline:
+        yield Span(f"stream {each.stream}", each.name, each.start_us, each.duration_us)
+    if report.timeline:
+        return
+    for analysis in report.analyses:
         start = 0.0
         for launch in analysis.launches:
             if launch.device_us is None:

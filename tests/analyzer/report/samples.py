@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from cukit.analyzer import schema
@@ -146,6 +147,26 @@ def analysis() -> schema.AnalysisReport:
         ),
     )
     return schema.AnalysisReport(environment, (_known(), _unknown()))
+
+
+def traced() -> schema.AnalysisReport:
+    """A script of three launches on two streams: 10 us, 20 us that overlap them by 5, then 5 us."""
+    report = analysis()
+    (first, _) = report.analyses
+
+    def launched(name: str, total_us: float, samples: int) -> schema.KernelAnalysis:
+        assert first.warm is not None
+        warm = replace(first.warm, timer="cupti", mean_us=total_us / samples, samples=samples)
+        missing = {"cold": "a trace"}
+        return replace(first, name=name, cold=None, warm=warm, roofline=(), missing=missing)
+
+    timeline = (
+        schema.TracedLaunch("small", 7, 0.0, 10.0),
+        schema.TracedLaunch("large", 13, 5.0, 20.0),
+        schema.TracedLaunch("small", 7, 45.0, 5.0),
+    )
+    kernels = (launched("large", 20.0, 1), launched("small", 15.0, 2))
+    return replace(report, analyses=kernels, timeline=timeline)
 
 
 def _known() -> schema.KernelAnalysis:

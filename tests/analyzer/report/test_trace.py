@@ -24,6 +24,17 @@ def test_spans_are_those_of_the_data() -> None:
     assert trace["otherData"]["left_out"] == 0
 
 
+def test_a_traced_script_stands_where_it_ran() -> None:
+    trace = json.loads(generate_report([samples.traced()]).to_trace())
+    spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in spans] == [
+        ("small", 0.0, 10.0),
+        ("large", 5.0, 20.0),
+        ("small", 45.0, 5.0),
+    ]
+    assert [e["tid"] for e in spans] == [0, 1, 0]
+
+
 @pytest.mark.parametrize("max_bytes", [700, 5_000, 50_000, 10_000_000])
 def test_a_trace_keeps_to_its_size_and_says_what_it_left_out(max_bytes: int) -> None:
     spans = [Span(f"track {i % 3}", f"op {i}", float(i), float(i * i % 101)) for i in range(1000)]
