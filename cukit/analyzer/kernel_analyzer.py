@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from cukit.analyzer.access_probe import probe_accesses
 from cukit.analyzer.advice import advise
 from cukit.analyzer.cupti import KernelRecord, KernelTrace
 from cukit.analyzer.devices import analysis_device
@@ -27,6 +28,7 @@ from cukit.analyzer.power import Card, measure_energy
 from cukit.analyzer.residency import analyze_occupancy, analyze_waves
 from cukit.analyzer.roofline import DEFAULT_PIPE, roofline, throughput
 from cukit.analyzer.schema import (
+    AccessPoint,
     AnalysisReport,
     Counters,
     Environment,
@@ -38,7 +40,7 @@ from cukit.analyzer.schema import (
 from cukit.analyzer.statistics import summarize
 from cukit.analyzer.timing import GpuTimer, GraphTimer, PeakMemory, Timer, measure
 from cukit.core.device import Device, current_device, gpu_available, require_cupy
-from cukit.errors import CukitError, LaunchError
+from cukit.errors import CukitError, LaunchError, UnsupportedDeviceError
 
 T = TypeVar("T")
 
@@ -72,6 +74,7 @@ class KernelAnalyzer:
         self._energy = energy
         self._ceilings = ceilings
         self._analyses: list[KernelAnalysis] = []
+        self._accesses: tuple[AccessPoint, ...] = ()
 
     @cached_property
     def environment(self) -> Environment:
@@ -148,7 +151,17 @@ class KernelAnalyzer:
 
     def report(self) -> AnalysisReport:
         """All analyses so far, and the machine."""
-        return AnalysisReport(self.environment, tuple(self._analyses))
+        return AnalysisReport(self.environment, tuple(self._analyses), accesses=self._accesses)
+
+    def analyze_memory_patterns(self) -> tuple[AccessPoint, ...]:
+        """Measures what strided loads cost on this GPU; the report shows the table.
+
+        Raises UnsupportedDeviceError in static mode.
+        """
+        if self.static:
+            raise UnsupportedDeviceError("the access probe has to run: it needs a GPU, and no arch")
+        self._accesses = probe_accesses(self._cold_timer, self.device)
+        return self._accesses
 
     def generate_report(self, *outputs: Path | str) -> Any:
         """Writes all analyses so far: .html, .json or .trace.json by the suffix of each path."""

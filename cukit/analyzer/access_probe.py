@@ -1,0 +1,71 @@
+"""How much of this GPU's bandwidth a strided load leaves, measured.
+
+Memory moves in sectors of 32 bytes. A thread that wants 4 of them, with its neighbours' words
+somewhere else, pays for all 32. The table says what that costs on the card at hand, for each width
+of access and distance between neighbours: the evidence behind advice on a kernel's accesses.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cukit.analyzer.schema import AccessPoint
+from cukit.analyzer.timing import Timer, measure
+from cukit.core.device import Device, current_device, require_cupy
+from cukit.core.kernel import KernelSpec, load_kernel
+
+THREADS = 256
+BLOCKS_PER_SM = 8
+STRIDES = (1, 2, 4, 8, 16, 32)
+WIDTHS_BYTES = (4, 8, 16)
+SECTOR_BYTES = 32
+
+SPAN_FACTOR = 8
+"""The words lie in a buffer this many times the size of L2."""
+
+
+def probe_spec(width_bytes: int) -> KernelSpec:
+    """The probe that loads `width_bytes` at a time."""
+    defines = (("WORDS", width_bytes // 4), ("THREADS", THREADS))
+    return KernelSpec("analyzer/access_probe.cu", "access_probe", defines, THREADS)
+
+
+def sector_fraction(width_bytes: int, stride: int) -> float:
+    """Share of the sectors' bytes that anybody asked for."""
+    apart = width_bytes * stride
+    return width_bytes / min(apart, max(SECTOR_BYTES, width_bytes))
+
+
+def launch(words: Any, sums: Any, width_bytes: int, stride: int) -> int:
+    """Runs the probe over all of `words` [float32]; returns how many bytes it loads.
+
+    sums: float32, a number a thread; its size is that of the grid.
+    """
+    count = words.size * 4 // width_bytes // stride
+    grid = (sums.size // THREADS,)
+    kernel = load_kernel(probe_spec(width_bytes))
+    kernel(grid, (words, sums, np.int64(count), np.int32(stride)))
+    return int(count * width_bytes)
+
+
+def probe_accesses(timer: Timer, device: Device | None = None) -> tuple[AccessPoint, ...]:
+    """The table of this GPU: every width and stride, in about a second."""
+    device = device or current_device()
+    cupy = require_cupy("probing memory accesses")
+    words = cupy.arange(SPAN_FACTOR * device.l2_bytes // 4, dtype=cupy.float32)
+    sums = cupy.empty(device.num_sms * BLOCKS_PER_SM * THREADS, cupy.float32)
+    rates: dict[tuple[int, int], float] = {}
+    for width in WIDTHS_BYTES:
+        arms = {str(stride): partial(launch, words, sums, width, stride) for stride in STRIDES}
+        timings = measure(arms, timer, rounds=2, max_samples=10, pause_s=0.01)
+        for stride in STRIDES:
+            loaded = words.size * 4 // width // stride * width
+            rates[width, stride] = loaded / timings[str(stride)].median_us / 1e3
+    best = max(rates.values())
+    return tuple(
+        AccessPoint(width, stride, gbps, gbps / best, sector_fraction(width, stride))
+        for (width, stride), gbps in rates.items()
+    )
