@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,18 @@ class Report:
 
     @cached_property
     def sections(self) -> tuple[Section, ...]:
-        """A chapter for each document. Raises DataError for a damaged one."""
-        return tuple(document.section() for document in self.documents)
+        """A chapter for each document, numbered where titles repeat.
+
+        Raises DataError for a damaged document.
+        """
+        found = [document.section() for document in self.documents]
+        titles = [section.title for section in found]
+        return tuple(
+            replace(section, title=f"{section.title} {titles[: number + 1].count(section.title)}")
+            if titles.count(section.title) > 1
+            else section
+            for number, section in enumerate(found)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: what the report was made from, unchanged, so that it can be made again."""

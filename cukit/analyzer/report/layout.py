@@ -6,7 +6,7 @@ and tests compare it with the data; the terminal leaves figures out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from cukit.analyzer.report.svg import Draw
@@ -40,6 +40,19 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     title: str = ""
     emphasis: tuple[int, ...] = ()
+
+    def without_empty_columns(self) -> Table:
+        """The same table, where columns that say nothing in any row are gone."""
+        kept = [
+            number
+            for number in range(len(self.columns))
+            if any(row[number].text for row in self.rows)
+        ]
+        return replace(
+            self,
+            columns=tuple(self.columns[number] for number in kept),
+            rows=tuple(tuple(row[number] for number in kept) for row in self.rows),
+        )
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,11 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point], *, title: str, widt
     highest = max([p.tflops for p in points] + [roof.value for roof in compute])
     y = svg.Scale(lowest / 1.5, highest * 1.6, height - BOTTOM, TOP, logarithmic=True)
     parts = _frame(x, y)
-    for number, roof in enumerate(memory):
+    for number, roof in enumerate(sorted(memory, key=lambda roof: roof.value)):
         top = max((c.value for c in _of_same_origin(roof, compute)), default=y.high)
-        # Labels of slopes that lie close stand apart along them.
-        parts += _slope(roof, x, y, top, label_at=0.25 + 0.3 * number)
+        # Of slopes that lie close the lowest has its label below.
+        below = number == 0 and len(memory) > 1
+        parts += _slope(roof, x, y, top, label_dy=16.0 if below else -7.0)
     parts += [part for roof in compute for part in _flat(roof, x, y, memory)]
     # What is compared with lies below what is measured.
     parts += [_dot(p, x, y) for p in sorted(points, key=lambda p: not p.hollow)]
@@ -88,14 +89,14 @@ def _frame(x: svg.Scale, y: svg.Scale) -> list[str]:
     return parts
 
 
-def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float, *, label_at: float) -> list[str]:
+def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float, *, label_dy: float) -> list[str]:
     """The bandwidth's line, from the left or lower edge up to the highest roof."""
     first = max(x.low, 1e3 * y.low / roof.value)
     last = min(1e3 * top / roof.value, x.high)
     x1, y1 = x(first), y(first * roof.value / 1e3)
     x2, y2 = x(last), y(last * roof.value / 1e3)
     angle = math.degrees(math.atan2(y2 - y1, x2 - x1))
-    label_x, label_y = x1 + label_at * (x2 - x1), y1 + label_at * (y2 - y1) - 7
+    label_x, label_y = x1 + 0.4 * (x2 - x1), y1 + 0.4 * (y2 - y1) + label_dy
     label = svg.element(
         "text",
         escape(roof.label),

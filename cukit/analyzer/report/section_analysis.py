@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from cukit.analyzer.report import numbers
-from cukit.analyzer.report.bars import Bar, Group, bar_chart
 from cukit.analyzer.report.layout import (
     Block,
     Cell,
@@ -18,10 +17,9 @@ from cukit.analyzer.report.layout import (
     Section,
     Table,
     Thumbnail,
-    Tile,
-    Tiles,
 )
 from cukit.analyzer.report.lines import occupancy_curve
+from cukit.analyzer.report.measured_blocks import probe_blocks, script_blocks
 from cukit.analyzer.report.roofline import Point, Roof, roofline
 from cukit.analyzer.schema import (
     AnalysisReport,
@@ -30,24 +28,19 @@ from cukit.analyzer.schema import (
     LaunchAnalysis,
     RooflinePoint,
     TimeStatistics,
-    TracedLaunch,
 )
 
 T = TypeVar("T", int, float)
-
-MOST_KERNELS = 24
-"""More bars than this tell no more than the table below them."""
-
-LONGEST_NAME = 48
-"""Letters: templates and mangled names grow without bound."""
 
 
 def analysis_section(report: AnalysisReport) -> Section:
     """Overview, roofline, and each kernel's details behind a fold."""
     environment = report.environment
-    blocks: list[Block] = [*_where_time_goes(report), _overview(report.analyses)]
+    blocks: list[Block] = [*script_blocks(report), _overview(report.analyses)]
     if figure := _roofline(report):
         blocks.append(figure)
+    if report.accesses:
+        blocks += probe_blocks(report.accesses)
     blocks += [
         Fold(analysis.name, tuple(_details(analysis)), open=len(report.analyses) == 1)
         for analysis in report.analyses
@@ -61,48 +54,6 @@ def _machine(environment: Environment) -> str:
     parts += [f"CUDA {environment.cuda}"] if environment.cuda else []
     parts += [f"{name} {version}" for name, version in environment.versions.items()]
     return " · ".join([*parts, environment.date])
-
-
-def _where_time_goes(report: AnalysisReport) -> list[Block]:
-    """Of a traced script: how busy the GPU was, and with what."""
-    traced = [analysis for analysis in report.analyses if analysis.warm]
-    if not report.timeline or not traced:
-        return []
-    totals = {a.name: (a.warm.mean_us * a.warm.samples, a.warm.samples) for a in traced if a.warm}
-    whole = sum(total for total, _ in totals.values())
-    launches = sum(samples for _, samples in totals.values())
-    tiles = [
-        Tile(f"{launches:,}", "kernel launches"),
-        Tile(numbers.microseconds(whole), "in kernels altogether"),
-    ]
-    if len(report.timeline) == launches:
-        busy, span = _busy_us(report.timeline)
-        tiles.append(Tile(numbers.percent(busy / span), "of the time a kernel was running"))
-    groups = []
-    for name, (total, samples) in list(totals.items())[:MOST_KERNELS]:
-        note = f"{numbers.microseconds(total)}, {total / whole:.1%}"
-        calls = f"{samples:,} {'launch' if samples == 1 else 'launches'}"
-        short = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
-        groups.append(Group(short, calls, (Bar(0, total, note, f"{name}: {note}"),)))
-    title = "Where the time of the script goes"
-    figure = Figure(
-        title,
-        lambda width: bar_chart(groups, title=title, unit="µs", width=width),
-        ""
-        if len(totals) <= MOST_KERNELS
-        else f"The first {MOST_KERNELS} of {len(totals)} kernels.",
-    )
-    return [Tiles(tuple(tiles)), figure]
-
-
-def _busy_us(timeline: Sequence[TracedLaunch]) -> tuple[float, float]:
-    """Time in which at least one kernel ran, and from the first start to the last end."""
-    busy, end = 0.0, 0.0
-    for launch in timeline:
-        last = launch.start_us + launch.duration_us
-        busy += max(0.0, last - max(end, launch.start_us))
-        end = max(end, last)
-    return busy, end
 
 
 def _overview(analyses: Sequence[KernelAnalysis]) -> Table:
@@ -141,7 +92,7 @@ def _overview(analyses: Sequence[KernelAnalysis]) -> Table:
             )
         )
     header = (Column("kernel"), *(Column(name, numeric=True) for name in (*columns, *more)))
-    return Table(header, tuple(rows), "Kernels")
+    return Table(header, tuple(rows), "Kernels").without_empty_columns()
 
 
 def _main_launch(analysis: KernelAnalysis) -> LaunchAnalysis | None:
@@ -268,7 +219,7 @@ def _launches(launches: Sequence[LaunchAnalysis]) -> Table:
         *(Column(name, numeric=True) for name in names),
         Column("limited by"),
     )
-    return Table(header, tuple(rows), "Launches")
+    return Table(header, tuple(rows), "Launches").without_empty_columns()
 
 
 def _thumbnails(launches: Sequence[LaunchAnalysis]) -> tuple[Thumbnail, ...]:

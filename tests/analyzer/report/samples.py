@@ -146,7 +146,14 @@ def analysis() -> schema.AnalysisReport:
             measured_tflops={"tensor_bf16": 762.7},
         ),
     )
-    return schema.AnalysisReport(environment, (_known(), _unknown()))
+    accesses = tuple(
+        schema.AccessPoint(
+            width, stride, 4000.0 / stride, 1 / stride, min(1.0, 32 / width / stride)
+        )
+        for width in (4, 16)
+        for stride in (1, 2, 4, 8, 16, 32)
+    )
+    return schema.AnalysisReport(environment, (_known(), _unknown()), accesses=accesses)
 
 
 def traced() -> schema.AnalysisReport:

@@ -35,6 +35,18 @@ def test_every_kind_has_its_chapter(report: Report) -> None:
     assert titles == ["Analysis", "Benchmarks", "Kernels", "Distillation"]
 
 
+def test_chapters_of_one_kind_are_numbered() -> None:
+    report = generate_report([samples.kernels(), samples.benchmarks(), samples.kernels()])
+    titles = [section.title for section in report.sections]
+    assert titles == ["Kernels 1", "Benchmarks", "Kernels 2"]
+
+
+def test_columns_that_nothing_fills_are_left_out() -> None:
+    markup = generate_report([samples.traced()]).to_html()
+    assert "warm" in markup
+    assert "95% interval" not in markup
+
+
 def test_the_page_asks_for_nothing(page: Page) -> None:
     inside = [address for address in page.addresses if not address.startswith("#")]
     assert inside == ["data:,"]
@@ -53,7 +65,7 @@ def test_names_are_text_and_never_markup(page: Page, report: Report) -> None:
 
 def test_every_drawing_is_valid_and_named(page: Page) -> None:
     found = drawings(page.markup)
-    assert len(found) == 20
+    assert len(found) == 22
     for drawing in found:
         assert drawing.tag == f"{SVG}svg"
         assert drawing.attrib["aria-label"]
@@ -105,6 +117,12 @@ def test_an_analysis_shows_what_is_known_and_what_is_missing(page: Page) -> None
     assert page.rows("cold", "it failed")
     assert page.rows("counters.l2_hit_fraction", "ncu was not asked")
     assert page.rows("energy", "0.0123 ± 0.0004 J per call, 81.3 calls per J (1.5 s at 410 W)")
+
+
+def test_the_access_probe_is_drawn_and_listed(page: Page) -> None:
+    (wide, _) = [d for d in drawings(page.markup) if "strided loads" in d.attrib["aria-label"]]
+    assert len(list(wide.iter(f"{SVG}path"))) == 2
+    assert page.numbers("16", "32") == [16, 32, 125.0, 1 / 32, 1 / 16]
 
 
 def test_a_traced_script_shows_where_its_time_goes() -> None:

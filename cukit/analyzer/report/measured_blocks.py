@@ -1,0 +1,95 @@
+"""What an analysis may measure beside single kernels: a whole script, and strided accesses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cukit.analyzer.report import numbers
+from cukit.analyzer.report.bars import Bar, Group, bar_chart
+from cukit.analyzer.report.layout import Block, Cell, Column, Figure, Fold, Table, Tile, Tiles
+from cukit.analyzer.report.lines import Curve, line_chart
+from cukit.analyzer.schema import AccessPoint, AnalysisReport, TracedLaunch
+
+MOST_KERNELS = 24
+"""More bars than this tell no more than the table below them."""
+
+LONGEST_NAME = 48
+"""Letters: templates and mangled names grow without bound."""
+
+
+def script_blocks(report: AnalysisReport) -> list[Block]:
+    """Of a traced script: how busy the GPU was, and with what."""
+    traced = [analysis for analysis in report.analyses if analysis.warm]
+    if not report.timeline or not traced:
+        return []
+    totals = {a.name: (a.warm.mean_us * a.warm.samples, a.warm.samples) for a in traced if a.warm}
+    whole = sum(total for total, _ in totals.values())
+    launches = sum(samples for _, samples in totals.values())
+    tiles = [
+        Tile(f"{launches:,}", "kernel launches"),
+        Tile(numbers.microseconds(whole), "in kernels altogether"),
+    ]
+    if len(report.timeline) == launches:
+        busy, span = _busy_us(report.timeline)
+        tiles.append(Tile(numbers.percent(busy / span), "of the time a kernel was running"))
+    groups = []
+    for name, (total, samples) in list(totals.items())[:MOST_KERNELS]:
+        note = f"{numbers.microseconds(total)}, {total / whole:.1%}"
+        calls = f"{samples:,} {'launch' if samples == 1 else 'launches'}"
+        short = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+        groups.append(Group(short, calls, (Bar(0, total, note, f"{name}: {note}"),)))
+    title = "Where the time of the script goes"
+    figure = Figure(
+        title,
+        lambda width: bar_chart(groups, title=title, unit="µs", width=width),
+        ""
+        if len(totals) <= MOST_KERNELS
+        else f"The first {MOST_KERNELS} of {len(totals)} kernels.",
+    )
+    return [Tiles(tuple(tiles)), figure]
+
+
+def _busy_us(timeline: Sequence[TracedLaunch]) -> tuple[float, float]:
+    """Time in which at least one kernel ran, and from the first start to the last end."""
+    busy, end = 0.0, 0.0
+    for launch in timeline:
+        last = launch.start_us + launch.duration_us
+        busy += max(0.0, last - max(end, launch.start_us))
+        end = max(end, last)
+    return busy, end
+
+
+def probe_blocks(accesses: Sequence[AccessPoint]) -> list[Block]:
+    """How much of the bandwidth is left to loads whose neighbours are a stride apart."""
+    widths = tuple(dict.fromkeys(point.access_bytes for point in accesses))
+    curves = [
+        Curve(
+            f"{width} bytes a thread",
+            series,
+            tuple((p.stride, 100 * p.efficiency) for p in accesses if p.access_bytes == width),
+        )
+        for series, width in enumerate(widths)
+    ]
+    title = "Bandwidth left to strided loads"
+    figure = Figure(
+        title,
+        lambda width: line_chart(
+            curves, title=title, x_label="stride in words", y_label="% of the best", width=width
+        ),
+        "Measured on this GPU: useful bytes a second of loads whose neighbouring threads read "
+        "words so many words apart.",
+        tuple((curve.series, curve.name) for curve in curves),
+    )
+    names = ("bytes a thread", "stride", "useful", "of the best", "sectors would allow")
+    rows = tuple(
+        (
+            Cell(str(point.access_bytes), point.access_bytes),
+            Cell(str(point.stride), point.stride),
+            Cell(numbers.gbps(point.useful_gbps), point.useful_gbps),
+            Cell(numbers.percent(point.efficiency), point.efficiency),
+            Cell(numbers.percent(point.sector_fraction), point.sector_fraction),
+        )
+        for point in accesses
+    )
+    table = Table(tuple(Column(name, numeric=True) for name in names), rows)
+    return [figure, Fold("The probe in numbers", (table,))]
