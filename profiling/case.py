@@ -51,7 +51,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from profiling.records import CaseKey
+from cukit.analyzer.results import CaseKey
 
 Call = Callable[[], Any]
 

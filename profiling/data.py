@@ -9,27 +9,20 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 from itertools import count
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from cukit.analyzer.correctness import array_module
+
+__all__ = ["DTYPES", "array_module", "integers", "normal"]
 
 DTYPES: dict[str, Any] = {
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
-
-
-@lru_cache(maxsize=1)
-def array_module() -> ModuleType:
-    """CuPy if it sees a GPU, else NumPy."""
-    try:
-        import cupy
-    except ImportError:
-        return np
-    return cupy if cupy.cuda.is_available() else np
 
 
 # Counter-based, so that no cuRAND is needed: SplitMix64 of the element's index, then Box-Muller on

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 from cukit.analyzer.report import svg
 from cukit.analyzer.report.benchmarks import OURS, BenchmarkResults, largest_cases
 from cukit.analyzer.report.section_benchmarks import FASTEST_PEER, draw_summary
-from profiling.records import read
+from cukit.analyzer.results import read
 from profiling.tables import PUBLISHED, ROOT
 
 FIGURE = ROOT / "docs" / "benchmarks.svg"

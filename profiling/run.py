@@ -15,32 +15,21 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import math
 import pkgutil
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import profiling.cases
-from cukit.analyzer.statistics import estimate
-from cukit.analyzer.timing import (
-    EnqueueTimer,
-    GpuTimer,
-    HostTimer,
-    PeakMemory,
-    Timer,
-    Timing,
-    measure,
-)
+from cukit.analyzer.benchmark import KernelBenchmark, Sampling
+from cukit.analyzer.results import Record, ResultsError, ResultsFile
+from cukit.analyzer.timing import GpuTimer, HostTimer
 from cukit.errors import CukitError
 from profiling.case import Call, Case, PeerMissing, Workload
-from profiling.check import relative_error
 from profiling.data import array_module
 from profiling.environment import describe
-from profiling.records import Record, ResultsError, ResultsFile
 
 OURS = "cukit"
 """The name of our own arm in every case."""
@@ -48,6 +37,9 @@ OURS = "cukit"
 # Rest before each arm's turn. Tensor cores run the card into its power limit and need the longer.
 HOT_PAUSE_S = 0.15
 COOL_PAUSE_S = 0.05
+
+QUICK = Sampling(rounds=1, budget_ms=1.0, min_samples=2, pause_s=0.0)
+"""To see that cases run, not to measure them."""
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -72,16 +64,13 @@ class Runner:
 
     def __init__(self, *, peers: bool = True, quick: bool = False) -> None:
         self.on_gpu = array_module().__name__ == "cupy"
-        self._timers: dict[str, Timer] = (
-            {"device": GpuTimer(), "host": EnqueueTimer()}
-            if self.on_gpu
-            else {"device": HostTimer(), "host": HostTimer()}
+        self._benchmark = KernelBenchmark(
+            warmup_iters=0,
+            sampling=QUICK if quick else Sampling(),
+            environment=describe(GpuTimer() if self.on_gpu else HostTimer()),
         )
         self._peers = peers
-        self._options: dict[str, Any] = (
-            {"rounds": 1, "budget_ms": 1.0, "min_samples": 2, "pause_s": 0.0} if quick else {}
-        )
-        self.environment = describe(self._timers["device"])
+        self.environment = self._benchmark.environment
         self.failures: list[str] = []
         self._skipped: set[tuple[str, str]] = set()
 
@@ -98,25 +87,21 @@ class Runner:
 
     def _run(self, case: Case) -> list[Record]:
         workload = case.build()
-        arms = self._arms(case, workload)
-        expected = workload.expected()
-        errors = self._errors(case, arms, expected)
-        arms = {name: call for name, call in arms.items() if name in errors}
-        peaks = {name: self._peak(call) for name, call in arms.items() if case.measure_memory}
-        pause_s = HOT_PAUSE_S if case.flops else COOL_PAUSE_S
-        options = {"pause_s": pause_s} | self._options
-        timings = measure(arms, self._timers[case.clock], **options)
-        for name, error in self._errors(case, arms, expected).items():
-            errors[name] = max(errors[name], error)
-        records = []
-        for name, timing in timings.items():
-            correct = errors[name] <= workload.tolerance
-            if not correct and name == OURS:
-                self._fail(case, f"wrong by {errors[name]:.2e}, allowed {workload.tolerance:.0e}")
-            record = self._record(case, name, timing, errors[name], correct)
-            if name in peaks:
-                record["peak_bytes"] = peaks[name]
-            records.append(record)
+        records = self._benchmark.compare(
+            case.key(),
+            self._arms(case, workload),
+            workload.expected,
+            flops=case.flops,
+            bytes=case.bytes,
+            tolerance=workload.tolerance,
+            measure_memory=case.measure_memory,
+            clock=case.clock,
+            pause_s=HOT_PAUSE_S if case.flops else COOL_PAUSE_S,
+            on_failure=lambda name, error: self._broken(case, name, error),
+        )
+        for record in records:
+            if record["impl"] == OURS and not record["correct"]:
+                self._fail(case, f"wrong by {record['error']}, allowed {workload.tolerance:.0e}")
         return records
 
     def _arms(self, case: Case, workload: Workload) -> dict[str, Call]:
@@ -133,16 +118,6 @@ class Runner:
                 self._broken(case, name, error)
         return arms
 
-    def _errors(self, case: Case, arms: dict[str, Call], expected: Any) -> dict[str, float]:
-        """Relative error of every arm that runs."""
-        errors: dict[str, float] = {}
-        for name, call in arms.items():
-            try:
-                errors[name] = relative_error(call(), expected)
-            except Exception as error:
-                self._broken(case, name, error)
-        return errors
-
     def _skip(self, name: str, reason: str) -> None:
         """Say why an arm is not run, once."""
         if (name, reason) not in self._skipped:
@@ -157,42 +132,6 @@ class Runner:
         else:
             reason = str(error).strip().partition("\n")[0][:200]
             print(f"    {name}: failed, {type(error).__name__}: {reason}", flush=True)
-
-    def _peak(self, call: Call) -> int | None:
-        if not self.on_gpu:
-            return None
-        with PeakMemory() as memory:
-            call()
-        return memory.bytes
-
-    def _record(self, case: Case, impl: str, timing: Timing, error: float, correct: bool) -> Record:
-        median = timing.median_us
-        believed = estimate(timing.rounds)
-        return {
-            "family": case.family,
-            "op": case.op,
-            "case": case.name,
-            "dtype": case.dtype,
-            "impl": impl,
-            "median_us": round(median, 2),
-            "iqr_us": round(timing.iqr_us, 2),
-            "samples": len(timing.samples_us),
-            "range_us": [round(believed.low_us, 3), round(believed.high_us, 3)],
-            "tflops": round(case.flops / median / 1e6, 1) if case.flops else None,
-            "gbps": round(case.bytes / median / 1e3, 1) if case.bytes else None,
-            "floor_us": self._floor_us(case),
-            "error": float(f"{error:.3g}") if math.isfinite(error) else None,
-            "correct": correct,
-        }
-
-    def _floor_us(self, case: Case) -> float | None:
-        """The time no version beats: bytes or FLOPs over this machine's measured ceilings."""
-        ceilings = self.environment["ceilings"]
-        if not ceilings or not (case.bytes or case.flops):
-            return None
-        memory_us = case.bytes / ceilings["copy_gbps"] / 1e3
-        compute_us = case.flops / ceilings["bf16_gemm_tflops"] / 1e6
-        return round(float(max(memory_us, compute_us)), 2)
 
     def _fail(self, case: Case, what: str) -> None:
         line = f"{case.family}/{case.op} {case.name} {case.dtype}: {what}"

@@ -21,7 +21,7 @@ from cukit.analyzer.report.benchmarks import (
     impl_title,
     largest_cases,
 )
-from profiling.records import read
+from cukit.analyzer.results import read
 from profiling.run import RESULTS
 
 ROOT = Path(__file__).resolve().parent.parent

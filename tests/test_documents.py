@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import cukit
+from cukit.analyzer.results import read
 from cukit.registry import get_op
-from profiling.records import read
 from profiling.tables import DOCUMENTS, MARKS, PUBLISHED, update
 
 ROOT = Path(__file__).parents[1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
+from cukit.analyzer.results import read
 from profiling.figures import FIGURE, draw
-from profiling.records import read
 from profiling.tables import PUBLISHED
 from tests.analyzer.report import samples
 

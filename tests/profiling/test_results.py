@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from profiling.records import ResultsError, ResultsFile, case_key, read, write
+from cukit.analyzer.results import ResultsError, ResultsFile, case_key, read, write
 
 GPU = "NVIDIA H200"
 

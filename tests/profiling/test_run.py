@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cukit.analyzer.correctness import relative_error
 from profiling.case import Case, PeerMissing, Workload
-from profiling.check import relative_error
 from profiling.data import array_module
 from profiling.run import OURS, Runner, load_cases, main, show
 

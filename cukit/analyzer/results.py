@@ -3,8 +3,9 @@
     {"environment": {"gpu", "driver", "cuda", "versions": {...}, "clocks": {...}, "ceilings": {...},
                      "commit", "date"},
      "records": [{"family", "op", "case", "dtype", "impl", "median_us", "iqr_us", "samples",
-                  "range_us", "tflops", "gbps", "floor_us", "error", "correct", "peak_bytes"?,
-                  "commit"?, "date"?}]}
+                  "range_us", "tflops", "gbps", "floor_us", "error", "correct", "timer",
+                  "other_us"?: {timer: median}, "peak_bytes"?, "joules_per_call"?, "commit"?,
+                  "date"?}]}
 
 `environment` is that of the latest run. A record of an earlier run on the same machine keeps its
 own `commit` and `date` where they differ. One file holds one kind of GPU. `range_us` is where the
@@ -20,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cukit.errors import DataError
+
 Record = dict[str, Any]
 
 CaseKey = tuple[str, str, str, str]
@@ -28,7 +31,7 @@ CaseKey = tuple[str, str, str, str]
 PROVENANCE = ("commit", "date")
 
 
-class ResultsError(Exception):
+class ResultsError(DataError):
     """The results file is damaged, or was measured on another kind of GPU."""
 
 

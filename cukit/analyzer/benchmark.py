@@ -1,0 +1,314 @@
+"""Times several implementations of the same work beside one another, and checks what they return.
+
+    from cukit.analyzer import KernelBenchmark
+
+    benchmark = KernelBenchmark(warmup_iters=5, benchmark_iters=60, export="results.json")
+    benchmark.compare(
+        ("mine", "softmax", "4096x4096", "float32"),
+        {"mine": lambda: softmax(x), "cupy": lambda: cupy_softmax(x)},
+        expected=lambda: reference(x), bytes=2 * x.nbytes,
+    )
+
+A time without a correct result is no result: every implementation is compared with `expected`
+before it is timed and after. The file is written whole after each case, so a run that is killed
+leaves what it measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from cukit.analyzer.correctness import relative_error
+from cukit.analyzer.machine import PACKAGES, copy_gbps, cuda_version, driver_version, gemm_tflops
+from cukit.analyzer.machine import package_versions as versions
+from cukit.analyzer.power import Card, measure_energy
+from cukit.analyzer.results import CaseKey, Record, ResultsFile
+from cukit.analyzer.statistics import estimate
+from cukit.analyzer.suite import SUITE, SuiteCase
+from cukit.analyzer.timing import (
+    Call,
+    EnqueueTimer,
+    GpuTimer,
+    GraphTimer,
+    HostTimer,
+    PeakMemory,
+    Timer,
+    Timing,
+    WallTimer,
+    measure,
+)
+from cukit.core.device import current_device, gpu_available, require_cupy
+from cukit.errors import ConfigError, CukitError
+
+Clock = Literal["device", "host"]
+
+Failure = Callable[[str, Exception], None]
+"""Told the name of an implementation and what it raised."""
+
+OTHER_TIMERS: Mapping[str, Callable[[], Timer]] = {
+    GraphTimer.name: GraphTimer,
+    WallTimer.name: WallTimer,
+}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How long to measure; the arguments of :func:`cukit.analyzer.timing.measure`."""
+
+    rounds: int = 2
+    max_rounds: int | None = None
+    budget_ms: float = 30.0
+    min_samples: int = 5
+    max_samples: int = 40
+    pause_s: float = 0.15
+
+
+class KernelBenchmark:
+    """Measures on CuPy's current device, or on the CPU where there is none.
+
+    warmup_iters: calls of each implementation that are not timed.
+    benchmark_iters: samples of each implementation; more, up to four times as many, while their
+        median is uncertain by over 2%.
+    timers: further clocks to read, by name: "graph replay" and "wall". Times are of CUDA events
+        with a cold L2 (on the CPU: "wall"), and every record names its own.
+    energy: also run each implementation for a second under NVML's energy counter.
+    export: results file to merge into after every case.
+    sampling: in place of `benchmark_iters`, for those who need it finer.
+    """
+
+    def __init__(
+        self,
+        warmup_iters: int = 3,
+        benchmark_iters: int = 40,
+        *,
+        timers: Sequence[str] = (),
+        energy: bool = False,
+        export: Path | str | None = None,
+        sampling: Sampling | None = None,
+        environment: dict[str, Any] | None = None,
+    ) -> None:
+        if warmup_iters < 0 or benchmark_iters < 1:
+            raise ConfigError(
+                "KernelBenchmark: warmup_iters must not be negative and benchmark_iters positive, "
+                f"got {warmup_iters} and {benchmark_iters}"
+            )
+        if unknown := set(timers) - set(OTHER_TIMERS):
+            raise ConfigError(
+                f"KernelBenchmark: no timer {sorted(unknown)}; there are {', '.join(OTHER_TIMERS)}"
+            )
+        self.on_gpu = gpu_available()
+        self._warmup_iters = warmup_iters
+        per_round = math.ceil(benchmark_iters / 2)
+        self._sampling = sampling or Sampling(
+            max_rounds=8, min_samples=per_round, max_samples=per_round, pause_s=0.05
+        )
+        self.timers: dict[Clock, Timer] = (
+            {"device": GpuTimer(), "host": EnqueueTimer()}
+            if self.on_gpu
+            else {"device": HostTimer(), "host": HostTimer()}
+        )
+        self._others = {name: OTHER_TIMERS[name]() for name in timers} if self.on_gpu else {}
+        self._energy = energy and self.on_gpu
+        self.environment = environment or self._describe()
+        self._file = ResultsFile(Path(export), self.environment) if export else None
+        self._records: dict[CaseKey, list[Record]] = {}
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """Everything so far, in the form of the results file."""
+        records = [record for found in self._records.values() for record in found]
+        return {"environment": self.environment, "records": records}
+
+    def compare(
+        self,
+        key: CaseKey,
+        arms: Mapping[str, Call],
+        expected: Call,
+        *,
+        flops: float = 0.0,
+        bytes: float = 0.0,  # noqa: A002 - the word that users look for
+        tolerance: float = 1e-2,
+        measure_memory: bool = False,
+        clock: Clock = "device",
+        pause_s: float | None = None,
+        on_failure: Failure | None = None,
+    ) -> list[Record]:
+        """Time `arms` (name -> call) in turns; one record each, in their order.
+
+        key: (family, op, case, dtype), what names this case in results and comparisons.
+        expected: what each must return: an array, or several.
+        flops, bytes: of one call: what rates and the floor follow from.
+        tolerance: largest ||out - expected|| / ||expected|| that counts as correct.
+        clock: "device" times the work, "host" what a call costs the thread that makes it.
+        on_failure: told of implementations that raise, which then have no record. Without it the
+            first exception comes out.
+        """
+        wanted = expected()
+        errors = _errors(arms, wanted, on_failure)
+        arms = {name: call for name, call in arms.items() if name in errors}
+        for call in arms.values():
+            for _ in range(self._warmup_iters):
+                call()
+        peaks = {n: self._peak(c) for n, c in arms.items() if measure_memory and self.on_gpu}
+        options = asdict(self._sampling)
+        if pause_s is not None:
+            options["pause_s"] = min(pause_s, options["pause_s"])
+        timer = self.timers[clock]
+        timings = measure(arms, timer, **options)
+        for name, error in _errors(arms, wanted, on_failure).items():
+            errors[name] = max(errors[name], error)
+        records = []
+        for name, timing in timings.items():
+            record = _record(key, name, timing, flops=flops, bytes_moved=bytes)
+            record["floor_us"] = self._floor_us(flops, bytes)
+            record["error"] = float(f"{errors[name]:.3g}") if math.isfinite(errors[name]) else None
+            record["correct"] = errors[name] <= tolerance
+            record["timer"] = timer.name
+            if self._others:
+                record["other_us"] = self._other_us(arms[name])
+            if name in peaks:
+                record["peak_bytes"] = peaks[name]
+            if self._energy:
+                record |= _joules(arms[name], timing.median_us)
+            records.append(record)
+        self._records[key] = records
+        if self._file:
+            self._file.replace(key, records)
+        return records
+
+    def benchmark_flash_attention(self, *, small: bool = False) -> list[Record]:
+        """Attention, forward, over lengths and widths of heads."""
+        return self._suite("flash_attention", small)
+
+    def benchmark_matmul(self, *, small: bool = False) -> list[Record]:
+        """Matrix products of a transformer's shapes."""
+        return self._suite("matmul", small)
+
+    def benchmark_rms_norm(self, *, small: bool = False) -> list[Record]:
+        """The normalisation between the blocks of a transformer."""
+        return self._suite("rms_norm", small)
+
+    def run_full_suite(self, *, small: bool = False) -> dict[str, Any]:
+        """Every benchmark above; returns :attr:`results`.
+
+        small: sizes that a CPU finishes in a moment.
+        """
+        for name in SUITE:
+            self._suite(name, small)
+        return self.results
+
+    def _suite(self, name: str, small: bool) -> list[Record]:
+        return [record for case in SUITE[name](small) for record in self._run_case(case)]
+
+    def _run_case(self, case: SuiteCase) -> list[Record]:
+        arms, expected = case.build()
+        return self.compare(
+            case.key,
+            arms,
+            expected,
+            flops=case.flops,
+            bytes=case.bytes,
+            measure_memory=True,
+        )
+
+    def _peak(self, call: Call) -> int:
+        with PeakMemory() as memory:
+            call()
+        return memory.bytes
+
+    def _other_us(self, call: Call) -> dict[str, float | None]:
+        """Medians by the further clocks; None where a call cannot be timed so."""
+        found: dict[str, float | None] = {}
+        for name, timer in self._others.items():
+            try:
+                timing = measure({"call": call}, timer, rounds=1, pause_s=0.0)["call"]
+                found[name] = round(timing.median_us, 2)
+            except Exception:  # a call that allocates cannot be captured; whatever it raises
+                found[name] = None
+        return found
+
+    def _floor_us(self, flops: float, bytes_moved: float) -> float | None:
+        """The time no version beats: bytes or FLOPs over this machine's measured ceilings."""
+        ceilings = self.environment["ceilings"]
+        if not ceilings or not (bytes_moved or flops):
+            return None
+        memory_us = bytes_moved / ceilings["copy_gbps"] / 1e3
+        compute_us = flops / ceilings["bf16_gemm_tflops"] / 1e6
+        return round(float(max(memory_us, compute_us)), 2)
+
+    def _describe(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "gpu": "CPU",
+            "driver": None,
+            "cuda": None,
+            "versions": versions(PACKAGES),
+            "clocks": {},
+            "ceilings": {},
+            "commit": None,
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        }
+        if not self.on_gpu:
+            return found
+        timer = self.timers["device"]
+        return found | {
+            "gpu": current_device().name,
+            "driver": driver_version(),
+            "cuda": cuda_version(),
+            "ceilings": {
+                "copy_gbps": copy_gbps(timer),
+                "bf16_gemm_tflops": gemm_tflops(timer)["tensor_bf16"],
+            },
+        }
+
+
+def _errors(arms: Mapping[str, Call], wanted: Any, failure: Failure | None) -> dict[str, float]:
+    """Relative error of every implementation that runs."""
+    errors: dict[str, float] = {}
+    for name, call in arms.items():
+        try:
+            errors[name] = relative_error(call(), wanted)
+        except Exception as error:
+            if failure is None:
+                raise
+            failure(name, error)
+    return errors
+
+
+def _record(key: CaseKey, impl: str, timing: Timing, *, flops: float, bytes_moved: float) -> Record:
+    median = timing.median_us
+    believed = estimate(timing.rounds)
+    family, op, case, dtype = key
+    return {
+        "family": family,
+        "op": op,
+        "case": case,
+        "dtype": dtype,
+        "impl": impl,
+        "median_us": round(median, 2),
+        "iqr_us": round(timing.iqr_us, 2),
+        "samples": len(timing.samples_us),
+        "range_us": [round(believed.low_us, 3), round(believed.high_us, 3)],
+        "tflops": round(flops / median / 1e6, 1) if flops else None,
+        "gbps": round(bytes_moved / median / 1e3, 1) if bytes_moved else None,
+    }
+
+
+def _joules(call: Call, once_us: float) -> dict[str, Any]:
+    """Energy of a call as fields of its record; None with the reason where it is not to be had."""
+    synchronize = require_cupy("energy").cuda.Device().synchronize
+    try:
+        energy, _ = measure_energy(call, once_us, Card(), synchronize=synchronize)
+    except CukitError as reason:
+        return {"joules_per_call": None, "energy_missing": str(reason)}
+    if energy is None:
+        return {"joules_per_call": None, "energy_missing": "the card's counter stood still"}
+    return {
+        "joules_per_call": energy.joules_per_call,
+        "calls_per_joule": energy.calls_per_joule,
+        "joules_uncertainty": energy.uncertainty_joules,
+    }

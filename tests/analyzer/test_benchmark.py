@@ -1,0 +1,134 @@
+"""KernelBenchmark: gates, records, partial files; on whatever this machine runs arrays on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import cukit.analyzer
+from cukit.analyzer import KernelBenchmark
+from cukit.analyzer.benchmark import Sampling
+from cukit.analyzer.correctness import array_module
+from cukit.analyzer.results import CaseKey, read
+from cukit.analyzer.suite import SUITE
+from cukit.errors import ConfigError
+
+KEY: CaseKey = ("user", "double", "1000", "float32")
+QUICK = Sampling(rounds=1, budget_ms=1.0, min_samples=3, pause_s=0.0)
+CPU = {"gpu": "CPU", "ceilings": {"copy_gbps": 10.0, "bf16_gemm_tflops": 1.0}}
+
+
+@pytest.fixture
+def benchmark() -> KernelBenchmark:
+    return KernelBenchmark(sampling=QUICK, environment=CPU)
+
+
+def test_arms_side_by_side(benchmark: KernelBenchmark) -> None:
+    xp = array_module()
+    x = xp.arange(1000, dtype=xp.float32)
+    arms = {"good": lambda: 2 * x, "bad": lambda: 2.2 * x}
+    good, bad = benchmark.compare(KEY, arms, lambda: x + x, bytes=8000, flops=1000)
+    assert (good["impl"], good["correct"], good["error"]) == ("good", True, 0.0)
+    assert (bad["impl"], bad["correct"]) == ("bad", False)
+    assert bad["error"] == pytest.approx(0.1, rel=1e-3)
+    assert good["timer"] == ("events" if benchmark.on_gpu else "wall")
+    assert good["gbps"] == round(8000 / good["median_us"] / 1e3, 1)
+    assert good["floor_us"] == 0.8, "8 kB at 10 GB/s"
+    assert good["range_us"][0] <= good["median_us"] + 0.01
+    assert benchmark.results["records"] == [good, bad]
+
+
+def test_what_raises_is_named_or_comes_out(benchmark: KernelBenchmark) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of luck")
+
+    xp = array_module()
+    seen = []
+    records = benchmark.compare(
+        KEY,
+        {"broken": fail, "good": lambda: xp.ones(3)},
+        lambda: xp.ones(3),
+        on_failure=lambda name, error: seen.append((name, str(error))),
+    )
+    assert [record["impl"] for record in records] == ["good"]
+    assert seen == [("broken", "out of luck")]
+    with pytest.raises(RuntimeError, match="out of luck"):
+        benchmark.compare(KEY, {"broken": fail}, lambda: xp.ones(3))
+
+
+def test_warm_up_and_samples_are_as_many_as_asked() -> None:
+    xp = array_module()
+    benchmark = KernelBenchmark(warmup_iters=7, benchmark_iters=30, environment=CPU)
+    (record,) = benchmark.compare(KEY, {"good": lambda: xp.ones(3)}, lambda: xp.ones(3))
+    assert 30 <= record["samples"] <= 120
+    for arguments in ({"warmup_iters": -1}, {"benchmark_iters": 0}, {"timers": ["sundial"]}):
+        with pytest.raises(ConfigError, match="KernelBenchmark"):
+            KernelBenchmark(environment=CPU, **arguments)  # type: ignore[arg-type]
+
+
+def test_the_suite_runs_small_and_right(benchmark: KernelBenchmark) -> None:
+    results = benchmark.run_full_suite(small=True)
+    assert all(record["correct"] for record in results["records"])
+    assert {record["op"] for record in results["records"]} == set(SUITE)
+    for name in SUITE:
+        assert hasattr(benchmark, f"benchmark_{name}"), "every family has a method of its own"
+    (matmul,) = benchmark.benchmark_matmul(small=True)
+    assert matmul["case"] == "48x32x64"
+    keys = [case.key for cases in SUITE.values() for case in cases(False)]
+    assert len(keys) == len(set(keys))
+
+
+def test_a_killed_run_leaves_what_it_measured(tmp_path: Path) -> None:
+    """Killed in the middle of the third case, without a chance to tidy up."""
+    path = tmp_path / "results.json"
+    script = (
+        "import sys, time\n"
+        "from tests.analyzer.test_benchmark import CPU, QUICK\n"
+        "from cukit.analyzer import KernelBenchmark\n"
+        "from cukit.analyzer.correctness import array_module\n"
+        "xp = array_module()\n"
+        f"b = KernelBenchmark(sampling=QUICK, environment=CPU, export={str(path)!r})\n"
+        "for i in range(2):\n"
+        "    b.compare(('user', 'op', str(i), 'float32'), {'a': lambda: xp.ones(3)},"
+        " lambda: xp.ones(3))\n"
+        "print('ready', flush=True)\n"
+        "b.compare(('user', 'op', '2', 'float32'), {'a': lambda: time.sleep(60)},"
+        " lambda: xp.ones(3))\n"
+    )
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline().strip() == b"ready"
+        time.sleep(0.05)
+        os.kill(run.pid, signal.SIGKILL)
+    content = read(path)
+    assert [record["case"] for record in content["records"]] == ["0", "1"]
+    assert json.loads(path.read_text())["environment"] == CPU
+
+
+def test_the_names_of_the_package() -> None:
+    assert cukit.analyzer.KernelBenchmark is KernelBenchmark
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = cukit.analyzer.Nothing
+
+
+@pytest.mark.gpu
+def test_every_clock_and_the_energy_on_the_gpu() -> None:
+    import cupy
+
+    benchmark = KernelBenchmark(timers=("graph replay", "wall"), energy=True, environment=CPU)
+    x, out = (cupy.ones(1 << 26, cupy.float32) for _ in range(2))
+    (record,) = benchmark.compare(
+        KEY, {"copy": lambda: cupy.copyto(out, x)}, lambda: None, bytes=2 << 28
+    )
+    others = record["other_us"]
+    assert others["graph replay"] == pytest.approx(record["median_us"], rel=0.1)
+    assert others["wall"] > 0.9 * record["median_us"]
+    assert record["joules_per_call"] is None or record["joules_per_call"] > 0
