@@ -31,7 +31,7 @@ def slug(title: str) -> str:
 def _environment() -> Any:
     try:
         import jinja2
-        from markupsafe import Markup
+        from markupsafe import Markup, escape
     except ModuleNotFoundError:
         raise MissingDependencyError(f"an HTML report needs Jinja2: {INSTALL}") from None
     environment = jinja2.Environment(
@@ -44,6 +44,8 @@ def _environment() -> Any:
     environment.globals["drawn"] = lambda draw: Markup(svg.responsive(draw))
     environment.globals["colour"] = svg.colour
     environment.filters["kind"] = lambda block: type(block).__name__
+    # Long names break after an underscore rather than anywhere.
+    environment.filters["breakable"] = lambda text: escape(text).replace("_", Markup("_<wbr>"))
     # Drawings come from our own code, which escapes what it was given.
     environment.filters["drawing"] = Markup
     return environment

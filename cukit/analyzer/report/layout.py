@@ -21,7 +21,7 @@ class Cell:
     text: str
     value: Number = None
     tone: str = ""
-    """"good", "bad", "quiet", "code" or nothing."""
+    """"good", "bad", "quiet", "code", "prose" (may break into lines) or nothing."""
 
 
 @dataclass(frozen=True)

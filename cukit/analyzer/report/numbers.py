@@ -44,7 +44,7 @@ def num_bytes(value: float) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if value >= size:
             return f"{digits(value / size)} {unit}"
-    return f"{value:.0f} B"
+    return f"{value:.0f} B" if value else "0"
 
 
 def count(value: float) -> str:

@@ -177,7 +177,9 @@ def _details(analysis: KernelAnalysis) -> list[Block]:
     if facts := _facts(analysis):
         blocks.append(facts)
     if analysis.missing:
-        rows = tuple((Cell(name), Cell(why)) for name, why in analysis.missing.items())
+        rows = tuple(
+            (Cell(name), Cell(why, tone="prose")) for name, why in analysis.missing.items()
+        )
         columns = (Column("not measured"), Column("because"))
         blocks.append(Table(columns, rows, "What is missing"))
     return blocks or [Paragraph("Nothing is known about this kernel.")]
@@ -185,7 +187,10 @@ def _details(analysis: KernelAnalysis) -> list[Block]:
 
 def _advice(analysis: KernelAnalysis) -> Table:
     rows = tuple(
-        (Cell(a.suggestion), Cell(a.expected_gain), Cell(a.evidence), Cell(a.rule, tone="quiet"))
+        (
+            *(Cell(words, tone="prose") for words in (a.suggestion, a.expected_gain, a.evidence)),
+            Cell(a.rule),
+        )
         for a in analysis.advice
     )
     names = ("suggestion", "expected gain", "evidence", "rule")
@@ -285,5 +290,5 @@ def _facts(analysis: KernelAnalysis) -> Table | None:
                 for w in launch.memory_access.widths
             ]
             facts.append((f"accesses in {launch.name}", ", ".join(widths) or "none"))
-    rows = tuple((Cell(name), Cell(value)) for name, value in facts)
+    rows = tuple((Cell(name), Cell(value, tone="prose")) for name, value in facts)
     return Table((Column("fact"), Column("value")), rows, "Also known") if rows else None

@@ -195,14 +195,14 @@ def _measure(
 
 
 def _table(family: str, cases: Sequence[Case], impls: Sequence[str]) -> Table:
-    columns = [Column("op"), Column("case"), Column("dtype")]
+    columns = [Column("op"), Column("case")]
     columns += [Column(impl_title(impl), numeric=True) for impl in impls]
     columns += [Column("× fastest peer", numeric=True), Column("of the floor", numeric=True)]
     rows = []
     for case in cases:
         by_impl = {record["impl"]: record for record in case.records}
         times = [_time_cell(by_impl.get(impl)) for impl in impls]
-        names = [Cell(case.op, tone="code"), Cell(case.name), Cell(case.dtype)]
+        names = [Cell(case.op, tone="code"), Cell(f"{case.name} {case.dtype}")]
         rows.append((*names, *times, _speed_cell(case.speed), _floor_cell(case)))
     return Table(tuple(columns), tuple(rows), family)
 

@@ -88,8 +88,8 @@ def _table(kernels: Sequence[Kernel]) -> Table:
                 Cell(variant, tone="quiet"),
                 Cell(str(kernel["threads"]), kernel["threads"]),
                 Cell(str(kernel["registers"]), kernel["registers"]),
-                Cell(numbers.num_bytes(spills) if spills else "0", spills, "bad" if spills else ""),
-                Cell(numbers.num_bytes(shared) if shared else "0", shared),
+                Cell(numbers.num_bytes(spills), spills, "bad" if spills else ""),
+                Cell(numbers.num_bytes(shared), shared),
                 Cell(numbers.percent(kernel["occupancy"]), kernel["occupancy"]),
                 Cell(kernel["limiter"]),
             )

@@ -78,14 +78,14 @@ def test_every_drawing_is_valid_and_named(page: Page) -> None:
 
 
 def test_times_in_the_page_are_those_of_the_json(page: Page) -> None:
-    assert page.numbers("rms_norm", "8192x4096") == pytest.approx(
+    assert page.numbers("rms_norm", "8192x4096 bfloat16") == pytest.approx(
         [40.25, 44.5, 44.5 / 40.25, 0.795], abs=1e-3
     )
-    (row,) = page.rows("rms_norm", "8192x4096")
+    (row,) = page.rows("rms_norm", "8192x4096 bfloat16")
     assert "wrong" in [text for text, _ in row]
     for record in samples.benchmarks()["records"]:
         if record["correct"]:
-            rows = page.rows(record["op"], record["case"])
+            rows = page.rows(record["op"], f"{record['case']} {record['dtype']}")
             assert record["median_us"] in [value for row in rows for _, value in row]
 
 
