@@ -34,11 +34,12 @@ class Case:
     spec: KernelSpec
     arguments: Arguments
     arch: str = "sm_80"
+    grid: int = 1
 
     def run(self, place: Place) -> Any:
         """The result, where `place` put it."""
         args, result = self.arguments(place)
-        load_kernel(self.spec)((1,), args)
+        load_kernel(self.spec)((self.grid,), args)
         return result
 
 
@@ -50,6 +51,8 @@ def cases() -> Iterator[Case]:
     for kind in range(len(_MMA)):
         yield _mma(kind)
     yield from _tensor_maps()
+    yield _bulk_copy()
+    yield _multicast()
     yield from _wgmma()
 
 
@@ -180,6 +183,30 @@ def _keep(tensor_map: Any, tensor: Any) -> Any:
     """A tensor map holds an address only: the tensor has to live until the kernel has run."""
     _kept.append(tensor)
     return tensor_map
+
+
+_PIECE = 2048
+
+
+def _bulk_copy() -> Case:
+    def arguments(place: Place) -> tuple[tuple[Any, ...], Any]:
+        source = place(np.arange(_PIECE // 2, dtype=np.uint16))
+        target = place(np.zeros(_PIECE // 2, np.uint16))
+        return (source, target), target
+
+    spec = _spec("instructions_sm90.cu", "bulk_copy", 128, _PIECE, PIECE=_PIECE)
+    return Case("bulk_copy", spec, arguments, "sm_90")
+
+
+def _multicast() -> Case:
+    def arguments(place: Place) -> tuple[tuple[Any, ...], Any]:
+        tensor = place(np.arange(32 * 64, dtype=np.uint16).reshape(32, 64))
+        out = place(np.zeros((2, _PIECE), np.uint16))
+        tensor_map = encode_tensor_map(tensor, (16, 64), swizzle_bytes=128)
+        return (_keep(tensor_map, tensor), out), out
+
+    spec = _spec("instructions_sm90.cu", "multicast", 128, 2 * _PIECE, PIECE=_PIECE)
+    return Case("multicast", spec, arguments, "sm_90", grid=2)
 
 
 # name: (swizzle code, transposed a, transposed b, columns, from registers, float8,

@@ -70,9 +70,4 @@ Place place_of(const Fiber& me, std::uint32_t address, std::size_t bytes) {
         name_of(me) + " " + where(me.call));
 }
 
-void* shared_pointer(std::uint32_t address, std::size_t bytes) {
-  CUKIT_ENTER(me);
-  return place_of(me, address, bytes).pointer;
-}
-
 }  // namespace cukit::emulator

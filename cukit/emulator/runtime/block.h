@@ -20,7 +20,6 @@
 namespace cukit::emulator {
 
 constexpr unsigned kLanes = 32;
-constexpr unsigned kMostThreads = 1024;
 constexpr unsigned kNamedBarriers = 16;
 constexpr unsigned kEngines = 64;  // agents beside the threads: copies and products in the background
 

@@ -17,6 +17,16 @@ namespace {
 
 bool late(const Fiber& me) { return me.block->cluster->launch->late != 0; }
 
+// Static shared memory of a cluster moves whenever its blocks take turns, dynamic does not.
+void require_steady(const Fiber& me, const Block& block, const unsigned char* pointer) {
+  const Cluster& cluster = *me.block->cluster;
+  const auto at = static_cast<std::size_t>(pointer - block.dynamic_shared);
+  if (cluster.num_blocks > 1 && at >= cluster.launch->dynamic_bytes) {
+    fault("not emulated: a bulk copy of static shared memory in a cluster, put off by the late mode\n  " +
+          name_of(me) + " " + where(me.call));
+  }
+}
+
 }  // namespace
 
 // cp.async -----------------------------------------------------------------------------------------
@@ -118,17 +128,6 @@ void mbarrier_init(std::uint32_t address, unsigned arrivals) {
   place.block->mbarriers[local_address(address)] = barrier;
 }
 
-void mbarrier_invalidate(std::uint32_t address) {
-  CUKIT_ENTER(me);
-  mbarrier_at(me, address, "invalidation");
-  me.block->mbarriers.erase(local_address(address));
-}
-
-void mbarrier_expect(std::uint32_t address, unsigned bytes) {
-  CUKIT_ENTER(me);
-  mbarrier_at(me, address, "expect_tx").transactions += bytes;
-}
-
 void mbarrier_arrive(std::uint32_t address, unsigned bytes) {
   CUKIT_ENTER(me);
   Mbarrier& barrier = mbarrier_at(me, address, "arrive");
@@ -179,6 +178,7 @@ void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigne
     settle(cluster, barrier);
   };
   if (late(me)) {
+    require_steady(me, target, to);
     barrier.late.push_back(std::move(finish));
   } else {
     finish();
@@ -187,18 +187,15 @@ void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigne
 
 // Bulk copies ------------------------------------------------------------------------------------------
 
-void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::uint32_t barrier,
-               unsigned blocks) {
+void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::uint32_t barrier) {
   CUKIT_ENTER(me);
   const auto source = reinterpret_cast<std::uintptr_t>(global);
   if (shared % 16 != 0) misaligned(me, "cp.async.bulk to shared memory", shared, 16);
   if (source % 16 != 0) misaligned(me, "cp.async.bulk from global memory", source, 16);
   if (bytes % 16 != 0) misaligned(me, "the size of cp.async.bulk", bytes, 16);
   if (checked()) check(thread_actor(me), global, bytes, Access::Read);
-  for_targets(me, blocks, [&](Block& target) {
-    unsigned char* const to = place_in(me, target, shared, bytes);
-    land_later(me, target, barrier, to, bytes, 0, [=] { std::memcpy(to, global, bytes); });
-  });
+  unsigned char* const to = place_in(me, *me.block, shared, bytes);
+  land_later(me, *me.block, barrier, to, bytes, 0, [=] { std::memcpy(to, global, bytes); });
 }
 
 void bulk_store(void* global, std::uint32_t shared, unsigned bytes) {
@@ -222,7 +219,9 @@ void read_later(Fiber& me, const Place& place, unsigned bytes, Work work) {
     check_shared(actor, *place.block, place.pointer, bytes, Access::Read);
     epoch = actor.epoch;
   }
-  if (!late(me)) {
+  if (late(me)) {
+    require_steady(me, *place.block, place.pointer);
+  } else {
     work();
     work = nullptr;
   }
@@ -273,16 +272,6 @@ void store_remote(std::uint32_t address, std::uint32_t value) {
   const Place place = place_of(me, address, 4);
   if (checked()) check_shared(thread_actor(me), *place.block, place.pointer, 4, Access::Write);
   std::memcpy(place.pointer, &value, 4);
-}
-
-std::uint32_t load_remote(std::uint32_t address) {
-  CUKIT_ENTER(me);
-  if (address % 4 != 0) misaligned(me, "ld.shared::cluster", address, 4);
-  const Place place = place_of(me, address, 4);
-  if (checked()) check_shared(thread_actor(me), *place.block, place.pointer, 4, Access::Read);
-  std::uint32_t value;
-  std::memcpy(&value, place.pointer, 4);
-  return value;
 }
 
 }  // namespace cukit::emulator

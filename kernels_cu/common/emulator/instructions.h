@@ -43,16 +43,13 @@ void cp_async_commit();
 void cp_async_wait(unsigned pending);
 
 void mbarrier_init(std::uint32_t barrier, unsigned arrivals);
-void mbarrier_invalidate(std::uint32_t barrier);
 // Arrives after announcing `bytes` to come; at a barrier of any block of the cluster.
 void mbarrier_arrive(std::uint32_t barrier, unsigned bytes);
-void mbarrier_expect(std::uint32_t barrier, unsigned bytes);
 void mbarrier_wait(std::uint32_t barrier, unsigned parity);
 
 // cp.async.bulk, and cp.async.bulk.tensor with a map made by the emulator. Blocks named in `blocks`
 // each get a copy, at the same addresses as in this one; 0 stands for this block alone.
-void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::uint32_t barrier,
-               unsigned blocks);
+void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::uint32_t barrier);
 void bulk_store(void* global, std::uint32_t shared, unsigned bytes);
 void tensor_load(std::uint32_t shared, const void* map, const int* position, unsigned axes,
                  std::uint32_t barrier, unsigned blocks);
@@ -67,6 +64,5 @@ void fence_proxy_async();
 
 // st.shared::cluster of 4 bytes.
 void store_remote(std::uint32_t address, std::uint32_t value);
-std::uint32_t load_remote(std::uint32_t address);
 
 }  // namespace cukit::emulator

@@ -69,8 +69,6 @@ std::uint64_t warp_collective(WarpOp op, unsigned mask, std::uint64_t value, uns
 // Shared memory has 32-bit addresses, as on the GPU ----------------------------------------------
 
 std::uint32_t shared_address(const void* pointer);
-// The place of a shared::cluster address; ends the launch unless `bytes` of it are shared memory.
-void* shared_pointer(std::uint32_t address, std::size_t bytes);
 // mapa: the address that a place in this block has as seen in the block of rank `rank`.
 std::uint32_t map_to_rank(std::uint32_t address, unsigned rank);
 

@@ -109,7 +109,7 @@ CUKIT_DEVICE void tma_add_2d(const TensorMap* map, const void* shared, int x, in
 // cp.async.bulk to shared memory: addresses and `bytes` are multiples of 16.
 CUKIT_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Mbarrier* barrier) {
 #ifdef CUKIT_EMULATE
-  emulator::bulk_load(shared_address(shared), global, bytes, shared_address(barrier), 0);
+  emulator::bulk_load(shared_address(shared), global, bytes, shared_address(barrier));
 #else
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(

@@ -1,8 +1,10 @@
 // Hopper's instructions on raw registers and raw shared memory. One warpgroup.
 // Macros: TRANS 0|1 (stmatrix); BYTES of shared memory that a box takes, BOX_X, BOX_Y its position (tensor
 //   maps); COLUMNS 64|128|256, SWIZZLE 0 none | 1 128 | 2 64 | 3 32 bytes, TRANSPOSED_A, TRANSPOSED_B 0|1,
-//   REGISTERS 0|1 operand a from registers, FLOAT8 0|1 (wgmma); IMAGE bytes of shared memory.
+//   REGISTERS 0|1 operand a from registers, FLOAT8 0|1 (wgmma); IMAGE bytes of shared memory; PIECE
+//   bytes of a copy (bulk_copy, multicast).
 #include "common/platform.cuh"
+#include "common/ptx/cluster.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/stmatrix.cuh"
 #include "common/ptx/tma.cuh"
@@ -74,6 +76,52 @@ extern "C" __global__ void tensor_store(const uint4* image,  // BYTES
     cukit::bulk_commit();
     cukit::bulk_wait_read<0>();
   }
+}
+
+#endif
+
+#ifdef PIECE
+
+// Bytes through shared memory and out again, both ways by the copy engine.
+extern "C" __global__ void bulk_copy(const uint4* from, uint4* to) {  // PIECE bytes
+  __shared__ cukit::Mbarrier barrier;
+  CUKIT_DYNAMIC_SHARED(unsigned char, piece);
+  if (threadIdx.x == 0) {
+    cukit::mbarrier_init(&barrier, 1);
+    cukit::fence_mbarrier_init();
+    cukit::mbarrier_arrive_expect(&barrier, PIECE);
+    cukit::bulk_load(piece, from, PIECE, &barrier);
+    cukit::mbarrier_wait(&barrier, 0);
+    cukit::bulk_store(to, piece, PIECE);
+    cukit::bulk_commit();
+    cukit::bulk_wait_read<0>();
+  }
+}
+
+// Two blocks, each asking for one of two boxes of 16 x 64 elements for both; then each tells the other
+// that it is through, as a ring of stages would.
+extern "C" __global__ void __cluster_dims__(2, 1, 1) multicast(
+    const __grid_constant__ cukit::TensorMap map, uint4* out) {  // [2, 2 * PIECE bytes]
+  __shared__ cukit::Mbarrier full, empty;
+  CUKIT_DYNAMIC_SHARED(unsigned char, boxes);
+  const int rank = cukit::cluster_rank();
+  if (threadIdx.x == 0) {
+    cukit::mbarrier_init(&full, 1);
+    cukit::mbarrier_init(&empty, 2 * kThreads);
+    cukit::fence_mbarrier_init();
+    cukit::mbarrier_arrive_expect(&full, 2 * PIECE);
+  }
+  cukit::cluster_arrive();
+  cukit::cluster_wait();
+  if (threadIdx.x == 0) {
+    cukit::tma_load_2d_multicast(boxes + rank * PIECE, &map, &full, 0, 16 * rank, 3);
+  }
+  cukit::mbarrier_wait(&full, 0);
+  copy(out + rank * 2 * PIECE / 16, reinterpret_cast<const uint4*>(boxes), 2 * PIECE);
+  for (int other = 0; other < 2; ++other) cukit::mbarrier_arrive_remote(&empty, other);
+  cukit::mbarrier_wait(&empty, 0);
+  cukit::cluster_arrive();
+  cukit::cluster_wait();
 }
 
 #endif
