@@ -39,7 +39,7 @@ def distillation_section(run: dict[str, Any]) -> Section:
         _tiles(run),
         _quality(models),
         _models_table(models),
-        _curves(run),
+        *_curves(run),
         _breakdown(run["milliseconds_per_step_by_op"]),
         _ops_table(run["milliseconds_per_step_by_op"]),
         Code(numbers.printable(run["sample"]), "The distilled student writes"),
@@ -109,7 +109,7 @@ def _models_table(models: Mapping[str, Any]) -> Table:
     return Table(header, tuple(rows), "Models on validation text", emphasis)
 
 
-def _curves(run: dict[str, Any]) -> Figure:
+def _curves(run: dict[str, Any]) -> list[Block]:
     alpha, hidden = run["settings"]["alpha"], run["settings"]["hidden_weight"]
     states = " and the distance between hidden states" if hidden else ""
     curves = [
@@ -118,7 +118,7 @@ def _curves(run: dict[str, Any]) -> Figure:
         if facts["history"]
     ]
     title = "Loss in training"
-    return Figure(
+    figure = Figure(
         title,
         lambda width: line_chart(curves, title=title, x_label="step", y_label="loss", width=width),
         "Nats per byte, on training batches. The distilled student minimises another loss than the "
@@ -126,6 +126,7 @@ def _curves(run: dict[str, Any]) -> Figure:
         f"cross-entropy{states}: its height is not to be compared with theirs, its shape is.",
         tuple((curve.series, curve.name) for curve in curves),
     )
+    return [figure] if curves else []
 
 
 def _breakdown(ops: list[dict[str, Any]]) -> Figure:

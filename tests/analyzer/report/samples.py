@@ -11,6 +11,9 @@ from cukit.analyzer import schema
 HOSTILE = "<script>alert('&')</script>"
 """A name that a careless page would run."""
 
+LONG = "void gemm<" + "cutlass::layout::RowMajor,float," * 12 + ">(Params)"
+"""A name as templates make them."""
+
 ENVIRONMENT: dict[str, Any] = {
     "gpu": "NVIDIA H200",
     "driver": "580.1",
@@ -243,7 +246,7 @@ def _known() -> schema.KernelAnalysis:
 
 def _unknown() -> schema.KernelAnalysis:
     return schema.KernelAnalysis(
-        name=HOSTILE,
+        name=HOSTILE + LONG,
         kind="call",
         arch="sm_90",
         launches=(),

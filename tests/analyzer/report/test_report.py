@@ -205,9 +205,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_empty_results_make_a_report() -> None:
-    nothing = {"environment": samples.ENVIRONMENT, "records": []}
-    text = generate_report([nothing, {"kernels": [], "errors": []}]).to_html()
-    assert "0 cases" in text
+    nothing = {"environment": {}, "records": []}
+    page = Page(generate_report([nothing, {"kernels": [], "errors": []}]).to_html())
+    assert "0 cases" in page.markup
+    assert drawings(page.markup) == []
+
+
+def test_a_distillation_without_curves_has_none() -> None:
+    run = samples.distillation()
+    for facts in run["models"].values():
+        facts["history"] = []
+    assert "Loss in training" not in generate_report([run]).to_html()
 
 
 def test_an_unknown_form_is_refused_before_work(tmp_path: Path) -> None:
