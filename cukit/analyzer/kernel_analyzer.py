@@ -138,10 +138,12 @@ class KernelAnalyzer:
             roofline=(),
             energy=None,
             conditions=None,
-            counters=None,
+            counters=(self._counters or {}).get(work.launch.name if work.launch else work.name),
             advice=(),
             missing={},
         )
+        if analysis.counters is None:
+            analysis = replace(analysis, missing={"counters": self._no_counters(work.name)})
         analysis = self._static(analysis, work) if work.call is None else self._run(analysis, work)
         if analysis.cold is not None:
             analysis = self._place(analysis, pipe)
@@ -170,15 +172,19 @@ class KernelAnalyzer:
         return generate_report([self.report()], outputs)
 
     def _static(self, analysis: KernelAnalysis, work: Invocation) -> KernelAnalysis:
-        reason = NO_GPU if self.static else "no grid was given, so nothing was run"
-        names = ["cold", "warm", "roofline", "energy", "conditions", "counters"]
+        reason = NO_GPU if self.static else "nothing was run: there were no grid and arguments"
+        names = ["cold", "warm", "roofline", "energy", "conditions"]
         if work.launch is None:
             names.append("launches")
-        elif work.launch.waves is None:
-            return replace(
-                analysis, missing=dict.fromkeys(names, reason) | {"waves": "no grid was given"}
-            )
-        return replace(analysis, missing=dict.fromkeys(names, reason))
+        missing = {**analysis.missing, **dict.fromkeys(names, reason)}
+        if work.launch is not None and work.launch.waves is None:
+            missing["waves"] = "no grid was given"
+        return replace(analysis, missing=missing)
+
+    def _no_counters(self, name: str) -> str:
+        if self._counters is None:
+            return "no counters were given: `cukit analyze --counters` reads them with ncu"
+        return f"the counters given have no kernel {name}"
 
     def _run(self, analysis: KernelAnalysis, work: Invocation) -> KernelAnalysis:
         call = work.call
@@ -213,13 +219,6 @@ class KernelAnalyzer:
                     missing["energy"] = "the card's energy counter stood still"
         else:
             missing |= dict.fromkeys(("energy", "conditions"), "not asked for")
-        counters = (self._counters or {}).get(work.name)
-        if counters is None:
-            missing["counters"] = (
-                "no counters were given: `cukit analyze --counters` reads them with ncu"
-                if self._counters is None
-                else f"the counters given have no kernel {work.name}"
-            )
         with PeakMemory() as memory:
             call()
         return replace(
@@ -229,8 +228,7 @@ class KernelAnalyzer:
             warm=warm,
             energy=energy,
             conditions=conditions,
-            counters=counters,
-            missing=missing,
+            missing={**analysis.missing, **missing},
             peak_bytes=memory.bytes,
         )
 

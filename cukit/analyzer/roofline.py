@@ -37,11 +37,11 @@ def roofline(
     flops = work.flops or 0.0
     at_clock = ceilings.tflops_per_mhz.get(pipe)
     held = at_clock * held_clock_mhz if at_clock and held_clock_mhz else None
-    roofs = (
-        ("datasheet", ceilings.datasheet_gbps, ceilings.datasheet_tflops.get(pipe)),
-        ("datasheet at the held clock", ceilings.datasheet_gbps, held),
-        ("measured", ceilings.measured_copy_gbps, ceilings.measured_tflops.get(pipe)),
-    )
+    roofs = [("datasheet", ceilings.datasheet_gbps, ceilings.datasheet_tflops.get(pipe))]
+    if held is not None:
+        roofs.append(("datasheet at the held clock", ceilings.datasheet_gbps, held))
+    measured = ceilings.measured_tflops.get(pipe)
+    roofs.append(("measured", ceilings.measured_copy_gbps, measured))
     points = []
     for roof, gbps, tflops in roofs:
         # A kernel without FLOPs needs no compute roof; then a known rate is only drawn.

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from cukit.analyzer import kernel_analyzer as module
 from cukit.analyzer.kernel_analyzer import KernelAnalyzer
+from cukit.analyzer.machine import environment
 from cukit.analyzer.schema import AnalysisReport
 from cukit.analyzer.schema_json import from_json, json_schema, to_json
 from cukit.core.device import typical_device
 from cukit.core.kernel import KernelSpec
-from cukit.errors import CompileError, ConfigError, DataError, LaunchError
+from cukit.errors import (
+    CompileError,
+    ConfigError,
+    DataError,
+    LaunchError,
+    MissingDependencyError,
+)
 from cukit.registry import get_op
 
 cupy = pytest.importorskip("cupy", reason="kernels are CuPy's")
@@ -43,8 +54,9 @@ def test_static_analysis_of_a_users_kernel(static: KernelAnalyzer) -> None:
     assert launch.waves is not None
     assert launch.waves.blocks_per_wave == 8 * 132
     assert (analysis.cold, analysis.warm, analysis.energy, analysis.counters) == (None,) * 4
-    for field in ("cold", "warm", "roofline", "energy", "conditions", "counters"):
+    for field in ("cold", "warm", "roofline", "energy", "conditions"):
         assert "static mode" in analysis.missing[field]
+    assert "no counters were given" in analysis.missing["counters"]
     assert {advice.rule for advice in analysis.advice} == {"narrow loads", "narrow stores"}
 
 
@@ -118,6 +130,118 @@ def test_a_report_travels_as_json(static: KernelAnalyzer, tmp_path: Path) -> Non
         from_json(text.replace('"registers": ', '"registers": "many", "was": '))
     with pytest.raises(DataError, match="no analysis file"):
         from_json("[1, 2]")
+
+
+def test_counters_from_a_file_join_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "counters.csv"
+    path.write_text(
+        '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+        '"0","saxpy","l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio",'
+        '"sector","32"\n'
+    )
+    analyzer = KernelAnalyzer(arch="sm_90", counters=path)
+    analysis = analyzer.analyze(cupy.RawKernel(SAXPY, "saxpy"), (1056,), (256,))
+    assert analysis.counters is not None
+    assert analysis.counters.load_sectors_per_request == 32
+    uncoalesced = next(a for a in analysis.advice if a.rule == "uncoalesced loads")
+    assert uncoalesced.expected_gain.startswith("at most 8.0x")
+    spin = analyzer.analyze(KernelSpec("analyzer/spin.cu", "spin", (), 1))
+    assert "have no kernel spin" in spin.missing["counters"]
+
+
+class Scripted:
+    """A timer whose samples are known."""
+
+    def __init__(self, name: str, median_us: float) -> None:
+        self.name, self._median_us = name, median_us
+
+    def prepare(self, call: Callable[[], object]) -> Callable[[], float]:
+        call()
+        noise = itertools.cycle((-0.01, 0.0, 0.01))
+        return lambda: self._median_us + next(noise)
+
+
+class NoMemory:
+    bytes = 4096
+
+    def __enter__(self) -> NoMemory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+def refuse(*arguments: object) -> None:
+    raise MissingDependencyError("not on this machine")
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> KernelAnalyzer:
+    """An analyzer that believes in an H200 whose clocks we wrote, without NVML and CUPTI."""
+    device = typical_device("sm_90")
+    synchronize = SimpleNamespace(Device=lambda: SimpleNamespace(synchronize=lambda: None))
+    runtime = SimpleNamespace(CUDARuntimeError=OSError)
+    driver = SimpleNamespace(CUDADriverError=OSError)
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(Device=synchronize.Device, runtime=runtime, driver=driver)
+    )
+    monkeypatch.setattr(module, "gpu_available", lambda: True)
+    monkeypatch.setattr(module, "current_device", lambda: device)
+    monkeypatch.setattr(module, "require_cupy", lambda purpose: fake)
+    monkeypatch.setattr(module, "GpuTimer", lambda cold=True: Scripted("events", 50.0))
+    monkeypatch.setattr(module, "GraphTimer", lambda: Scripted("graph replay", 40.0))
+    monkeypatch.setattr(module, "PeakMemory", NoMemory)
+    monkeypatch.setattr(module, "KernelTrace", refuse)
+    monkeypatch.setattr(module, "Card", refuse)
+    found = environment(device, static=True)
+    monkeypatch.setattr(module, "environment", lambda *_, **__: found)
+    return KernelAnalyzer()
+
+
+def test_a_call_that_runs_is_timed_and_placed(pretended: KernelAnalyzer) -> None:
+    calls = []
+    analysis = pretended.analyze(lambda x: calls.append(x), args=(3,), bytes=48e6, name="mine")
+    assert set(calls) == {3}
+    assert (analysis.name, analysis.kind, analysis.peak_bytes) == ("mine", "call", 4096)
+    assert analysis.cold is not None
+    assert analysis.warm is not None
+    assert (analysis.cold.median_us, analysis.cold.timer, analysis.cold.cache) == (
+        50.0,
+        "events",
+        "cold",
+    )
+    assert (analysis.warm.median_us, analysis.warm.timer) == (40.0, "graph replay")
+    assert sum(analysis.cold.round_sizes) == analysis.cold.samples
+    assert analysis.throughput is not None
+    assert analysis.throughput.gbps == pytest.approx(960.0)
+    (point,) = analysis.roofline
+    assert (point.roof, point.fraction) == ("datasheet", pytest.approx(0.2))
+    for field in ("device_us", "launches", "energy", "conditions"):
+        assert analysis.missing[field] == "not on this machine"
+
+
+def test_what_cannot_be_captured_is_warm_by_events(
+    pretended: KernelAnalyzer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(module, "GraphTimer", fail)
+    analysis = pretended.analyze(lambda: None)
+    assert analysis.warm is not None
+    assert analysis.warm.timer == "events"
+    assert analysis.missing["warm graph replay"] == (
+        "not capturable: operation not permitted when stream is capturing"
+    )
+
+
+def test_a_launch_that_fails_is_named(pretended: KernelAnalyzer) -> None:
+    def fail() -> None:
+        raise OSError("an illegal memory access was encountered")
+
+    with pytest.raises(LaunchError, match="fail: the launch failed: an illegal memory access"):
+        pretended.analyze(fail)
+    assert pretended.report().analyses == ()
 
 
 @pytest.fixture(scope="module")
