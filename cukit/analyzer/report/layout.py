@@ -6,10 +6,13 @@ and tests compare it with the data; the terminal leaves figures out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from cukit.analyzer.report.svg import Draw
+
+T = TypeVar("T", int, float)
 
 Number: TypeAlias = "float | int | None"
 
@@ -22,6 +25,11 @@ class Cell:
     value: Number = None
     tone: str = ""
     """"good", "bad", "quiet", "code", "prose" (may break into lines) or nothing."""
+
+
+def cell(value: T | None, write: Callable[[T], str], tone: str = "") -> Cell:
+    """The cell of a number, which stays empty where nothing was measured."""
+    return Cell("") if value is None else Cell(write(value), value, tone)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from cukit.analyzer.report import numbers
 from cukit.analyzer.report.layout import (
@@ -17,6 +16,7 @@ from cukit.analyzer.report.layout import (
     Section,
     Table,
     Thumbnail,
+    cell,
 )
 from cukit.analyzer.report.lines import occupancy_curve
 from cukit.analyzer.report.measured_blocks import probe_blocks, script_blocks
@@ -29,8 +29,6 @@ from cukit.analyzer.schema import (
     RooflinePoint,
     TimeStatistics,
 )
-
-T = TypeVar("T", int, float)
 
 
 def analysis_section(report: AnalysisReport) -> Section:
@@ -82,13 +80,13 @@ def _overview(analyses: Sequence[KernelAnalysis]) -> Table:
                 _time(cold),
                 interval,
                 _time(analysis.warm),
-                _cell(work.gbps if work else None, numbers.gbps),
-                _cell(work.tflops if work else None, numbers.tflops),
+                cell(work.gbps if work else None, numbers.gbps),
+                cell(work.tflops if work else None, numbers.tflops),
                 _roof(roof),
-                _cell(resources.registers if resources else None, str),
-                _cell(spills, numbers.num_bytes, tone="bad" if spills else ""),
-                _cell(resident.fraction if resident else None, numbers.percent),
-                _cell(achieved, numbers.percent),
+                cell(resources.registers if resources else None, str),
+                cell(spills, numbers.num_bytes, tone="bad" if spills else ""),
+                cell(resident.fraction if resident else None, numbers.percent),
+                cell(achieved, numbers.percent),
             )
         )
     header = (Column("kernel"), *(Column(name, numeric=True) for name in (*columns, *more)))
@@ -111,11 +109,6 @@ def _time(statistics: TimeStatistics | None) -> Cell:
         return Cell("")
     noise = " (noisy)" if statistics.noisy else ""
     return Cell(numbers.microseconds(statistics.median_us) + noise, statistics.median_us)
-
-
-def _cell(value: T | None, write: Callable[[T], str], tone: str = "") -> Cell:
-    """A cell that stays empty where nothing was measured."""
-    return Cell("") if value is None else Cell(write(value), value, tone)
 
 
 def _roofline(report: AnalysisReport) -> Figure | None:
@@ -210,12 +203,12 @@ def _launches(launches: Sequence[LaunchAnalysis]) -> Table:
                 Cell(launch.name, tone="code"),
                 Cell("×".join(map(str, launch.grid))),
                 Cell("×".join(map(str, launch.block))),
-                _cell(resources.registers if resources else None, str),
-                _cell(shared, numbers.num_bytes),
-                _cell(resident.fraction if resident else None, numbers.percent),
-                _cell(waves.waves if waves else None, numbers.digits),
-                _cell(waves.tail_fraction if waves else None, numbers.percent),
-                _cell(launch.device_us, numbers.microseconds),
+                cell(resources.registers if resources else None, str),
+                cell(shared, numbers.num_bytes),
+                cell(resident.fraction if resident else None, numbers.percent),
+                cell(waves.waves if waves else None, numbers.digits),
+                cell(waves.tail_fraction if waves else None, numbers.percent),
+                cell(launch.device_us, numbers.microseconds),
                 Cell(resident.limiter if resident else ""),
             )
         )

@@ -28,8 +28,10 @@ from cukit.analyzer.report.layout import (
     Table,
     Tile,
     Tiles,
+    cell,
 )
 from cukit.analyzer.report.roofline import Point, Roof, roofline
+from cukit.analyzer.statistics import NOISY_INTERVAL
 
 FASTEST_PEER = "fastest peer"
 
@@ -47,6 +49,7 @@ def benchmark_section(results: BenchmarkResults) -> Section:
         figures = [_op_figure([case for case in cases if case.op == op], results) for op in ops]
         blocks.append(_table(family, cases, results.impls_of(family)))
         blocks.append(Fold(f"Every case of {family} in bars", tuple(figures)))
+        blocks.append(Fold(f"Every sample of {family} in numbers", (_samples(cases),)))
     return Section("Benchmarks", results.machine, tuple(blocks))
 
 
@@ -205,6 +208,45 @@ def _table(family: str, cases: Sequence[Case], impls: Sequence[str]) -> Table:
         names = [Cell(case.op, tone="code"), Cell(f"{case.name} {case.dtype}")]
         rows.append((*names, *times, _speed_cell(case.speed), _floor_cell(case)))
     return Table(tuple(columns), tuple(rows), family)
+
+
+def _samples(cases: Sequence[Case]) -> Table:
+    """Beside every time what one needs to believe it."""
+    numeric = ("median", "IQR", "believed between", "samples", "bandwidth", "FLOP/s", "error")
+    more = ("memory beside inputs", "energy per call", "calls per J")
+    rows = []
+    for record in (record for case in cases for record in case.records):
+        median, energy = record["median_us"], record.get("joules_per_call")
+        rows.append(
+            (
+                Cell(record["op"], tone="code"),
+                Cell(f"{record['case']} {record['dtype']}"),
+                Cell(impl_title(record["impl"])),
+                Cell(numbers.microseconds(median), median),
+                Cell(numbers.microseconds(record["iqr_us"]), record["iqr_us"]),
+                _interval(record),
+                cell(record.get("samples"), str),
+                cell(record.get("gbps"), numbers.gbps),
+                cell(record.get("tflops"), numbers.tflops),
+                cell(record.get("error"), lambda error: f"{error:.1e}"),
+                cell(record.get("peak_bytes"), numbers.num_bytes),
+                cell(energy, lambda joules: f"{joules:.3g} J"),
+                cell(1 / energy if energy else None, numbers.digits),
+                Cell("right") if record["correct"] else Cell("wrong", tone="bad"),
+            )
+        )
+    columns = [*map(Column, ("op", "case", "implementation"))]
+    columns += [Column(name, numeric=True) for name in (*numeric, *more)]
+    return Table((*columns, Column("result")), tuple(rows)).without_empty_columns()
+
+
+def _interval(record: Record) -> Cell:
+    """Where the true median is believed to be."""
+    if "range_us" not in record:
+        return Cell("")
+    low, high = record["range_us"]
+    noisy = " (noisy)" if high - low > NOISY_INTERVAL * record["median_us"] else ""
+    return Cell(f"{numbers.digits(low)} to {numbers.microseconds(high)}{noisy}", low)
 
 
 def _time_cell(record: Record | None) -> Cell:
