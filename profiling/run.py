@@ -19,7 +19,7 @@ import pkgutil
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import profiling.cases
@@ -60,9 +60,12 @@ def load_cases(
 
 
 class Runner:
-    """Runs one case at a time on this machine."""
+    """Runs one case at a time on this machine.
 
-    def __init__(self, *, peers: bool = True, quick: bool = False) -> None:
+    peers: whether to time others beside ours, or the names of those: "torch", "liger".
+    """
+
+    def __init__(self, *, peers: bool | Collection[str] = True, quick: bool = False) -> None:
         self.on_gpu = array_module().__name__ == "cupy"
         self._benchmark = KernelBenchmark(
             warmup_iters=0,
@@ -108,7 +111,7 @@ class Runner:
         """Every arm that can run here; the others are reported."""
         arms: dict[str, Call] = {}
         for name, factory in workload.arms.items():
-            if name != OURS and not self._peers:
+            if name != OURS and not self._wanted(name):
                 continue
             try:
                 arms[name] = factory()
@@ -117,6 +120,12 @@ class Runner:
             except Exception as error:
                 self._broken(case, name, error)
         return arms
+
+    def _wanted(self, arm: str) -> bool:
+        """An arm is called after its library: "torch-compile" is one of torch's."""
+        if isinstance(self._peers, bool):
+            return self._peers
+        return arm in self._peers or arm.partition("-")[0] in self._peers
 
     def _skip(self, name: str, reason: str) -> None:
         """Say why an arm is not run, once."""
@@ -172,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", action="append", default=[], metavar="OP", help="only this op")
     parser.add_argument("--out", type=Path, help="results file to merge into (default: none)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, few samples")
+    parser.add_argument("--peers", metavar="NAMES", help="only these, by comma: torch,liger")
     parser.add_argument("--no-peers", action="store_true", help="time nothing but our own arms")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     return parser
@@ -192,7 +202,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no GPU here: `cukit doctor` says why; --small runs without one", file=sys.stderr)
         return 2
     try:
-        runner = Runner(peers=not options.no_peers, quick=options.small)
+        named = options.peers.split(",") if options.peers else True
+        runner = Runner(peers=False if options.no_peers else named, quick=options.small)
         return run_cases(cases, runner, out=options.out, whole_family=not options.only)
     except (ResultsError, CukitError) as error:
         print(error, file=sys.stderr)

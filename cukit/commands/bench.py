@@ -11,25 +11,39 @@ from cukit.errors import MissingDependencyError
 
 
 def bench(
+    target: Annotated[
+        str | None, typer.Argument(help="Only this family, or only this op.", show_default=False)
+    ] = None,
     family: Annotated[str | None, typer.Option(help="Only this family's cases.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Results file to merge into.")] = None,
-    small: Annotated[bool, typer.Option(help="Tiny sizes; runs without a GPU.")] = False,
-    peers: Annotated[bool, typer.Option(help="Time torch and the like beside ours.")] = True,
+    out: Annotated[
+        Path | None, typer.Option("--out", "--export", help="Results file to merge into.")
+    ] = None,
+    small: Annotated[bool, typer.Option("--small", help="Tiny sizes; needs no GPU.")] = False,
+    peers: Annotated[
+        str | None, typer.Option(help="Time only these beside ours, by comma: torch,liger.")
+    ] = None,
+    no_peers: Annotated[bool, typer.Option("--no-peers", help="Time ours alone.")] = False,
     list_cases: Annotated[bool, typer.Option("--list", help="Print the cases and stop.")] = False,
 ) -> None:
     """Time kernels beside their peers: cold L2, medians, every result checked."""
     try:
-        from profiling.run import main
+        from profiling.run import families, main
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"the benchmark cases live in cukit's repository, not in the package ({error}); "
             "run this from a clone"
         ) from None
+    chosen = list(only or ())
+    if target in families():
+        family = target
+    elif target is not None:
+        chosen.append(target)
     arguments = [f"--family={family}"] if family else []
-    arguments += [f"--only={op}" for op in only or ()]
+    arguments += [f"--only={op}" for op in chosen]
     arguments += [f"--out={out}"] if out else []
     arguments += ["--small"] if small else []
-    arguments += [] if peers else ["--no-peers"]
+    arguments += [f"--peers={peers}"] if peers else []
+    arguments += ["--no-peers"] if no_peers else []
     arguments += ["--list"] if list_cases else []
     raise typer.Exit(main(arguments))
