@@ -49,7 +49,7 @@ def benchmark_section(results: BenchmarkResults) -> Section:
         figures = [_op_figure([case for case in cases if case.op == op], results) for op in ops]
         blocks.append(_table(family, cases, results.impls_of(family)))
         blocks.append(Fold(f"Every case of {family} in bars", tuple(figures)))
-        blocks.append(Fold(f"Every sample of {family} in numbers", (_samples(cases),)))
+        blocks.append(Fold(f"Every time of {family} and its spread", (_times(cases),)))
     return Section("Benchmarks", results.machine, tuple(blocks))
 
 
@@ -210,7 +210,7 @@ def _table(family: str, cases: Sequence[Case], impls: Sequence[str]) -> Table:
     return Table(tuple(columns), tuple(rows), family)
 
 
-def _samples(cases: Sequence[Case]) -> Table:
+def _times(cases: Sequence[Case]) -> Table:
     """Beside every time what one needs to believe it."""
     numeric = ("median", "IQR", "believed between", "samples", "bandwidth", "FLOP/s", "error")
     more = ("memory beside inputs", "energy per call", "calls per J")
