@@ -26,7 +26,7 @@ from typing import Any, Literal
 from cukit.analyzer.correctness import relative_error
 from cukit.analyzer.machine import PACKAGES, copy_gbps, cuda_version, driver_version, gemm_tflops
 from cukit.analyzer.machine import package_versions as versions
-from cukit.analyzer.power import Card, measure_energy
+from cukit.analyzer.power import energy_of
 from cukit.analyzer.results import CaseKey, Record, ResultsFile
 from cukit.analyzer.statistics import estimate
 from cukit.analyzer.suite import SUITE, SuiteCase
@@ -42,7 +42,7 @@ from cukit.analyzer.timing import (
     WallTimer,
     measure,
 )
-from cukit.core.device import current_device, gpu_available, require_cupy
+from cukit.core.device import current_device, gpu_available
 from cukit.errors import ConfigError, CukitError
 
 Clock = Literal["device", "host"]
@@ -300,9 +300,8 @@ def _record(key: CaseKey, impl: str, timing: Timing, *, flops: float, bytes_move
 
 def _joules(call: Call, once_us: float) -> dict[str, Any]:
     """Energy of a call as fields of its record; None with the reason where it is not to be had."""
-    synchronize = require_cupy("energy").cuda.Device().synchronize
     try:
-        energy, _ = measure_energy(call, once_us, Card(), synchronize=synchronize)
+        energy, _ = energy_of(call, once_us)
     except CukitError as reason:
         return {"joules_per_call": None, "energy_missing": str(reason)}
     if energy is None:

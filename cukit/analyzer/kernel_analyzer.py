@@ -24,7 +24,7 @@ from cukit.analyzer.devices import analysis_device
 from cukit.analyzer.invocation import Invocation, invocation
 from cukit.analyzer.machine import environment
 from cukit.analyzer.ncu import read_counters
-from cukit.analyzer.power import Card, measure_energy
+from cukit.analyzer.power import energy_of
 from cukit.analyzer.residency import analyze_occupancy, analyze_waves
 from cukit.analyzer.roofline import DEFAULT_PIPE, roofline, throughput
 from cukit.analyzer.schema import (
@@ -210,7 +210,7 @@ class KernelAnalyzer:
             warm = _statistics(call, GpuTimer(cold=False), "warm")
         energy = conditions = None
         if self._energy:
-            measured = attempt("energy", lambda: self._powered(call, warm.median_us))
+            measured = attempt("energy", lambda: energy_of(call, warm.median_us))
             if measured is None:
                 missing["conditions"] = missing["energy"]
             else:
@@ -251,10 +251,6 @@ class KernelAnalyzer:
         if launch is not None and len(trace.records) == 1:
             return (replace(launch, device_us=trace.records[0].duration_us),)
         return tuple(launch_of(record, self.device) for record in trace.records)
-
-    def _powered(self, call: Callable[[], object], once_us: float) -> Any:
-        synchronize = require_cupy("energy").cuda.Device().synchronize
-        return measure_energy(call, once_us, Card(), synchronize=synchronize)
 
     def _place(self, analysis: KernelAnalysis, pipe: str) -> KernelAnalysis:
         """Rates and rooflines of a timed analysis."""

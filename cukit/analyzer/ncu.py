@@ -11,6 +11,7 @@ import io
 import math
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -64,18 +65,24 @@ def run_ncu(command: Sequence[str], timeout_s: float = 600.0) -> dict[str, Count
     # Mangled, as CUPTI names them: that is how the two are joined.
     names = ["--print-kernel-base", "mangled"]
     csv_out = ["--csv", "--page", "raw", "--print-units", "base", *names, "--metrics", metrics]
-    try:
-        answer = subprocess.run(
-            [*ncu, *csv_out, *command], capture_output=True, text=True, timeout=timeout_s
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise CukitError(f"ncu could not be run: {error}") from None
-    output = answer.stdout + answer.stderr
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "ncu.csv"  # apart from what the command itself prints
+        try:
+            answer = subprocess.run(
+                [*ncu, *csv_out, "--log-file", str(log), *command],
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise CukitError(f"ncu could not be run: {error}") from None
+        output = log.read_text() if log.is_file() else ""
     problems = [line for line in output.splitlines() if line.startswith("==ERROR==")]
     if problems or answer.returncode != 0:
-        reason = problems[0].removeprefix("==ERROR== ") if problems else output.strip()[-300:]
+        last = (answer.stderr or answer.stdout or output).strip()[-300:]
+        reason = problems[0].removeprefix("==ERROR== ") if problems else last
         raise CukitError(f"ncu: {reason or f'exit code {answer.returncode}'}")
-    return parse_csv(answer.stdout, "ncu")
+    return parse_csv(output, "ncu")
 
 
 def read_counters(path: Path) -> dict[str, Counters]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cukit.analyzer.schema import Conditions, Energy
+from cukit.analyzer.timing import GraphTimer
 from cukit.core.device import require_cupy
 from cukit.errors import CukitError, MissingDependencyError
 
@@ -24,6 +25,9 @@ WINDOW_S = 1.0
 
 BATCH_US = 5_000.0
 """Calls are enqueued in batches of about this long; the counter is read between them."""
+
+LAUNCH_BOUND_US = 50.0
+"""Shorter calls may take the device less time than the host takes to make them."""
 
 _TICK_TIMEOUT_S = 2.0
 
@@ -48,6 +52,13 @@ class _Readings:
     sm_clocks_mhz: list[float] = field(default_factory=list)
     throttle_bits: int = 0
 
+    def note(self, card: Card) -> None:
+        """Adds what the card says at this moment."""
+        clock = card.sm_clock_mhz()
+        if clock is not None:
+            self.sm_clocks_mhz.append(clock)
+        self.throttle_bits |= card.throttle_bits()
+
 
 class Card:
     """CuPy's current device as NVML sees it.
@@ -70,13 +81,13 @@ class Card:
         """Energy that the card has used since its driver was loaded."""
         return float(self._ask("nvmlDeviceGetTotalEnergyConsumption")) / 1e3
 
-    def sm_clock_mhz(self) -> float:
-        """The clock of the multiprocessors, now."""
-        return float(self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM))
+    def sm_clock_mhz(self) -> float | None:
+        """The clock of the multiprocessors, now; None where the card does not tell."""
+        return self._optional("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)
 
     def throttle_bits(self) -> int:
         """Why the clock is not the highest, as NVML's bit mask."""
-        return int(self._ask("nvmlDeviceGetCurrentClocksThrottleReasons"))
+        return int(self._optional("nvmlDeviceGetCurrentClocksThrottleReasons") or 0)
 
     def conditions(self, readings: _Readings) -> Conditions:
         """What was seen during a run, and what does not change."""
@@ -116,6 +127,29 @@ def throttle_reasons(bits: int) -> tuple[str, ...]:
     return (*known, *((f"reason {rest:#x}",) if rest else ()))
 
 
+def energy_of(call: Callable[[], object], once_us: float) -> tuple[Energy | None, Conditions]:
+    """:func:`measure_energy` of a call on CuPy's current device.
+
+    A call too short for the host to keep the device busy is replayed many times from a CUDA graph,
+    lest the figure be that of a device that waits.
+    """
+    card, synchronize = Card(), require_cupy("energy").cuda.Device().synchronize
+    if once_us >= LAUNCH_BOUND_US:
+        return measure_energy(call, once_us, card, synchronize=synchronize)
+    replay, calls = GraphTimer().replayer(call)
+    energy, conditions = measure_energy(replay, calls * once_us, card, synchronize=synchronize)
+    if energy is None:
+        return None, conditions
+    each = replace(
+        energy,
+        joules_per_call=energy.joules_per_call / calls,
+        calls_per_joule=energy.calls_per_joule * calls,
+        uncertainty_joules=energy.uncertainty_joules / calls,
+        calls=energy.calls * calls,
+    )
+    return each, conditions
+
+
 def measure_energy(
     call: Callable[[], object],
     once_us: float,
@@ -139,13 +173,13 @@ def measure_energy(
         while clock() < deadline:
             for _ in range(batch):
                 call()
+            # While the device is at work: an idle card lowers its clocks at once.
+            reading, now = card.joules(), clock()
+            readings.note(card)
             synchronize()
             calls += batch
-            reading = card.joules()
-            readings.sm_clocks_mhz.append(card.sm_clock_mhz())
-            readings.throttle_bits |= card.throttle_bits()
             if reading != joules:
-                return reading, clock(), calls
+                return reading, now, calls
         return None
 
     begin = until_tick(card.joules(), clock() + _TICK_TIMEOUT_S)

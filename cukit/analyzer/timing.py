@@ -24,6 +24,7 @@ import numpy as np
 from cukit.analyzer.statistics import is_noisy, split
 from cukit.core.device import current_device, require_cupy
 from cukit.core.kernel import KernelSpec, load_kernel
+from cukit.errors import CukitError
 
 Call = Callable[[], object]
 
@@ -138,10 +139,30 @@ class GraphTimer:
 
     def prepare(self, call: Call) -> Sampler:
         """Run `call` once, find out how long it takes, and capture as many as fill a replay."""
-        once_us = self._replay_us(self._capture(call, 1), 1)
-        once_us = min(once_us, self._replay_us(self._capture(call, 1), 1))
+        graph, calls = self._filled(call)
+        return partial(self._replay_us, graph, calls)
+
+    def replayer(self, call: Call) -> tuple[Call, int]:
+        """What enqueues a replay on the current stream, and how many calls that makes.
+
+        Raises CukitError where the call cannot be captured.
+        """
+        try:
+            graph, calls = self._filled(call)
+        except Exception as error:  # whatever a call does that a capture forbids
+            raise CukitError(f"not capturable: {str(error).partition(chr(10))[0]}") from error
+        return (lambda: graph.launch(self._cupy.cuda.get_current_stream())), calls
+
+    def _filled(self, call: Call) -> tuple[Any, int]:
+        """A graph of about TARGET_US, and the calls in it.
+
+        Memory that a captured call allocates goes back to the pool; replays write to it all the
+        same, and nobody reads what they write.
+        """
+        once = self._capture(call, 1)
+        once_us = min(self._replay_us(once, 1) for _ in range(2))
         calls = max(1, min(self.MOST_CALLS, int(self.TARGET_US / max(once_us, 0.1))))
-        return partial(self._replay_us, self._capture(call, calls), calls)
+        return self._capture(call, calls), calls
 
     def _capture(self, call: Call, calls: int) -> Any:
         stream = self._cupy.cuda.Stream(non_blocking=True)

@@ -192,7 +192,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> KernelAnalyzer:
     monkeypatch.setattr(module, "GraphTimer", lambda: Scripted("graph replay", 40.0))
     monkeypatch.setattr(module, "PeakMemory", NoMemory)
     monkeypatch.setattr(module, "KernelTrace", refuse)
-    monkeypatch.setattr(module, "Card", refuse)
+    monkeypatch.setattr(module, "energy_of", refuse)
     found = environment(device, static=True)
     monkeypatch.setattr(module, "environment", lambda *_, **__: found)
     return KernelAnalyzer()

@@ -57,14 +57,15 @@ def test_a_file_without_a_table_is_refused() -> None:
 
 def script(folder: Path, text: str) -> str:
     path = folder / "ncu"
-    path.write_text(f"#!/bin/sh\n{text}\n")
+    find_log = 'while [ $# -gt 0 ]; do [ "$1" = --log-file ] && log=$2; shift; done'
+    path.write_text(f'#!/bin/sh\necho "$@" > {folder}/arguments\n{find_log}\n{text}\n')
     path.chmod(0o755)
     return str(path)
 
 
 def test_ncu_without_permission_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "ERR_NVGPUCTRPERM - The user does not have permission"
-    fake = script(tmp_path, f"echo '==ERROR== {words}'; exit 1")
+    fake = script(tmp_path, f"echo '==ERROR== {words}' > $log; exit 1")
     monkeypatch.setattr(ncu, "_find_ncu", lambda: fake)
     with pytest.raises(CukitError, match="ERR_NVGPUCTRPERM"):
         run_ncu(["true"])
@@ -72,12 +73,12 @@ def test_ncu_without_permission_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_ncu_runs_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out.csv").write_text(RAW)
-    fake = script(tmp_path, f'echo "$@" > {tmp_path}/arguments; cat {tmp_path}/out.csv')
+    fake = script(tmp_path, f"cat {tmp_path}/out.csv > ${{log:-/dev/stdout}}; echo chatter >&2")
     monkeypatch.setattr(ncu, "_find_ncu", lambda: fake)
     assert run_ncu(["python", "user.py"])["scale"].dram_write_bytes == 5e5
+    assert (tmp_path / "arguments").read_text().endswith("python user.py\n")
     assert read_counters(tmp_path / "saved.ncu-rep")["scale"].source == "saved.ncu-rep"
-    arguments = (tmp_path / "arguments").read_text()
-    assert "--import" in arguments
+    assert "--import" in (tmp_path / "arguments").read_text()
 
 
 def test_without_ncu_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
