@@ -67,10 +67,15 @@ class DistillReport:
                 f"The teacher did not help: the distilled student is {-gain:.4f} bits per byte "
                 "worse than the same student trained alone."
             )
-        share = f", {closed:.0%} of the way to the teacher" if closed is not None else ""
+        if closed is None:
+            beside = ""
+        elif closed <= 1:
+            beside = f", {closed:.0%} of the way to the teacher"
+        else:
+            beside = ", and better than the teacher itself"
         return (
             f"The teacher helped: the distilled student is {gain:.4f} bits per byte better than "
-            f"the same student trained alone{share}."
+            f"the same student trained alone{beside}."
         )
 
     @property
