@@ -16,19 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cukit.analyzer.cupti import KernelTrace
 from cukit.analyzer.kernel_analyzer import KernelAnalyzer
 from cukit.analyzer.ncu import run_ncu
 from cukit.analyzer.statistics import Verdict, compare, estimate
-from cukit.analyzer.timing import FLUSH_FACTOR, GpuTimer, measure
+from cukit.analyzer.timing import GpuTimer, measure
 from cukit.core.device import current_device, require_cupy
 from cukit.errors import CukitError
 from profiling import peers
@@ -112,8 +110,10 @@ def times(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
         assert analysis.cold is not None
         row: dict[str, Any] = {"kernel": subject.name, "analyzer_us": analysis.cold.median_us}
         row["graph_us"] = analysis.warm.median_us if analysis.warm else None
-        row["cupti_us"] = _attempt(partial(_cupti_us, subject))
-        row["do_bench_us"] = _attempt(partial(_do_bench_us, subject))
+        row["cupti_us"] = analysis.launches[0].device_us
+        if row["cupti_us"] is None:
+            print(f"    left out: {analysis.missing['device_us']}", file=sys.stderr)
+        row["do_bench_us"] = _do_bench_us(subject)
         others = [row[key] for key in ("cupti_us", "do_bench_us") if row[key] is not None]
         row["largest_difference"] = max(
             (abs(row["analyzer_us"] / other - 1) for other in others), default=None
@@ -122,28 +122,13 @@ def times(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
     return rows
 
 
-def _attempt(instrument: Callable[[], float]) -> float | None:
+def _do_bench_us(subject: Subject) -> float | None:
+    """Triton's own median; None where Triton is not."""
     try:
-        return instrument()
-    except (CukitError, PeerMissing) as reason:
+        testing = peers.optional("triton.testing")
+    except PeerMissing as reason:
         print(f"    left out: {reason}", file=sys.stderr)
         return None
-
-
-def _cupti_us(subject: Subject) -> float:
-    """Median duration, each run after the same flush of L2 as the analyzer's."""
-    cupy = require_cupy("the proof")
-    flush = cupy.empty(FLUSH_FACTOR * current_device().l2_bytes, cupy.uint8)
-    with KernelTrace() as trace:
-        for _ in range(30):
-            flush.fill(0)
-            subject()
-    wanted = subject.name.partition(" ")[0]
-    return float(np.median([r.duration_us for r in trace.records if r.name == wanted]))
-
-
-def _do_bench_us(subject: Subject) -> float:
-    testing = peers.optional("triton.testing")
     return 1e3 * float(testing.do_bench(subject, warmup=50, rep=200, return_mode="median"))
 
 

@@ -176,7 +176,7 @@ class LaunchAnalysis:
     waves: Waves | None
     memory_access: MemoryAccess | None
     device_us: float | None = None
-    """Duration of this launch by the driver's activity records; None without CUPTI."""
+    """Duration of this launch by the driver's activity records, L2 cold; None without CUPTI."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from cukit.analyzer import kernel_analyzer as module
-from cukit.analyzer.kernel_analyzer import KernelAnalyzer
+from cukit.analyzer.cupti import KernelRecord
+from cukit.analyzer.kernel_analyzer import KernelAnalyzer, typical_call
 from cukit.analyzer.machine import environment
 from cukit.analyzer.schema import AnalysisReport
 from cukit.analyzer.schema_json import from_json, json_schema, to_json
@@ -218,6 +219,47 @@ def test_a_call_that_runs_is_timed_and_placed(pretended: KernelAnalyzer) -> None
     assert (point.roof, point.fraction) == ("datasheet", pytest.approx(0.2))
     for field in ("device_us", "launches", "energy", "conditions"):
         assert analysis.missing[field] == "not on this machine"
+
+
+def traced(name: str, duration_us: float, blocks: int = 1) -> KernelRecord:
+    end = int(duration_us * 1e3)
+    return KernelRecord(name, (blocks, 1, 1), (128, 1, 1), 32, 0, 0, 0, 0, end, 7)
+
+
+def test_a_typical_call_has_the_median_of_each_launch() -> None:
+    calls = [traced(name, us) for us in (3.0, 1.0, 2.0) for name in ("first", "second")]
+    assert [(r.name, r.duration_us) for r in typical_call(calls, 3)] == [
+        ("first", 2.0),
+        ("second", 2.0),
+    ]
+    unlike = [*calls[:-1], traced("third", 1.0)]
+    assert typical_call(unlike, 3) == unlike
+    assert typical_call(calls[:-1], 3) == calls[:-1]
+    assert typical_call([], 3) == []
+
+
+def test_what_a_call_launches_is_traced(
+    pretended: KernelAnalyzer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = []
+
+    class Trace:
+        def __init__(self) -> None:
+            self.records = [traced(name, 4.0) for _ in range(21) for name in ("a", "b")]
+
+        def __enter__(self) -> Trace:
+            return self
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+    monkeypatch.setattr(module, "KernelTrace", Trace)
+    monkeypatch.setattr(Scripted, "flush", lambda self: flushed.append(1), raising=False)
+    analysis = pretended.analyze(lambda: None)
+    assert [launch.name for launch in analysis.launches] == ["a", "b"]
+    assert [launch.device_us for launch in analysis.launches] == [4.0, 4.0]
+    assert "launches" not in analysis.missing
+    assert len(flushed) == 21
 
 
 def test_what_cannot_be_captured_is_warm_by_events(
