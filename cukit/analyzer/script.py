@@ -10,11 +10,10 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cukit.errors import ConfigError, DataError
+from cukit.errors import DataError
 
 
 class Script:
@@ -37,7 +36,7 @@ class Script:
         if folder not in sys.path:
             sys.path.insert(0, folder)
         if self.name is None:
-            return lambda: runpy.run_path(str(self.path), run_name="__main__")
+            return self._run_as_program
         spec = importlib.util.spec_from_file_location(self.path.stem, self.path)
         assert spec is not None
         assert spec.loader is not None
@@ -50,13 +49,15 @@ class Script:
             public = ", ".join(n for n in vars(module) if not n.startswith("_")) or "nothing"
             raise DataError(f"{self.path} has no {self.name!r}; it has {public}") from None
 
-    def function(self) -> Callable[[], object]:
-        """What :meth:`load` found, if it can be called without arguments. Raises ConfigError."""
-        found = self.load()
-        if not callable(found):
-            raise ConfigError(f"{self.path}:{self.name} is no function but {found!r}")
-        return found  # type: ignore[no-any-return]
+    def _run_as_program(self) -> None:
+        """As `python FILE.py` would: without arguments, as `__main__`."""
+        before = sys.argv
+        sys.argv = [str(self.path)]
+        try:
+            runpy.run_path(str(self.path), run_name="__main__")
+        finally:
+            sys.argv = before
 
 
 if __name__ == "__main__":
-    Script(sys.argv[1]).function()()
+    Script(sys.argv[1]).load()()

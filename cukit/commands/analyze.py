@@ -24,7 +24,7 @@ from cukit.analyzer.script import Script
 from cukit.analyzer.static import KernelSource
 from cukit.analyzer.trace_summary import analyses_of, timeline_of, total_us
 from cukit.commands._console import stdout, table
-from cukit.core.device import cupy_module, current_device
+from cukit.core.device import cupy_module, current_device, gpu_available
 from cukit.errors import ConfigError, CukitError, DataError
 
 _ENTRY = re.compile(r"__global__[^;{(]*?\b(\w+)\s*\(")
@@ -59,7 +59,8 @@ def analyze(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the analysis as JSON.")] = False,
     arch: Annotated[
-        str | None, typer.Option(help="One kernel: the architecture to compile for.")
+        str | None,
+        typer.Option(help="One kernel: for this architecture; else this GPU's, or sm_90."),
     ] = None,
     entry: Annotated[str | None, typer.Option(help="One kernel: which of the file.")] = None,
     block: Annotated[int, typer.Option(min=1, help="One kernel: threads a block.")] = 256,
@@ -77,13 +78,15 @@ def analyze(
     kernel is described from its code, which needs no GPU. Exit code 1 if the script raises.
     """
     try:
-        kernel = _one_kernel(target, entry, option or ())
-        if kernel is None:
-            report = _trace(target, repeat, counters=counters)
-        else:
-            analyzer = KernelAnalyzer(arch=arch or "sm_90")
-            analyzer.analyze(kernel, grid, block, shared_bytes=shared, name=entry)
+        found = _find(target, entry, option or ())
+        single = _is_kernel(found)
+        if single:
+            here = current_device().arch if gpu_available() else "sm_90"
+            analyzer = KernelAnalyzer(arch=arch or here)
+            analyzer.analyze(found, grid, block, shared_bytes=shared, name=entry)
             report = analyzer.report()
+        else:
+            report = _trace(target, found, repeat, counters=counters)
     except ScriptFailed:
         raise typer.Exit(1) from None
     made = generate_report([report], output or ())
@@ -91,30 +94,31 @@ def analyze(
         out.write_text(to_json(report), encoding="utf-8")
     if as_json:
         print(to_json(report), end="")
-    elif kernel is None:
-        show_trace(report.analyses)
-    else:
+    elif single:
         print_report(stdout(), made.title, made.sections)
+    else:
+        show_trace(report.analyses)
 
 
-def _one_kernel(target: str, entry: str | None, options: Sequence[str]) -> Any:
-    """The kernel that `target` names, or None where it names something to run."""
+def _find(target: str, entry: str | None, options: Sequence[str]) -> Any:
+    """What `target` names: a kernel, or something to call."""
     path = Path(target)
-    if path.suffix in (".cu", ".cubin"):
-        if not path.is_file():
-            raise DataError(f"{target}: no such file")
-        if path.suffix == ".cubin":
-            if entry is None:
-                raise ConfigError("a cubin may hold several kernels: name one with --entry")
-            return path
-        code = path.read_text(encoding="utf-8")
-        return KernelSource(entry or find_entry(code, target), code, tuple(options))
-    script = Script(target)
+    if path.suffix not in (".cu", ".cubin"):
+        return _run(Script(target).load)
+    if not path.is_file():
+        raise DataError(f"{target}: no such file")
+    if path.suffix == ".cubin":
+        if entry is None:
+            raise ConfigError("a cubin may hold several kernels: name one with --entry")
+        return path
+    code = path.read_text(encoding="utf-8")
+    return KernelSource(entry or find_entry(code, target), code, tuple(options))
+
+
+def _is_kernel(found: Any) -> bool:
     cupy = cupy_module()
-    if script.name is None or cupy is None:
-        return None
-    found = _run(script.load)
-    return found if isinstance(found, (cupy.RawKernel, cupy.RawModule)) else None
+    raw = (cupy.RawKernel, cupy.RawModule) if cupy is not None else ()
+    return isinstance(found, (KernelSource, Path, *raw))
 
 
 def find_entry(code: str, place: str) -> str:
@@ -126,15 +130,16 @@ def find_entry(code: str, place: str) -> str:
     return str(names[0])
 
 
-def _trace(target: str, repeat: int, *, counters: bool) -> AnalysisReport:
+def _trace(target: str, call: Any, repeat: int, *, counters: bool) -> AnalysisReport:
+    if not callable(call):
+        raise ConfigError(f"{target} is neither a function nor a kernel but {call!r}")
     device = current_device()
-    script = Script(target)
-    call = _run(script.function)
     trace = KernelTrace()
-    if script.name is not None:
+    is_function = Script(target).name is not None
+    if is_function:
         _run(call)  # compiles what it launches
     with trace:
-        for _ in range(repeat if script.name is not None else 1):
+        for _ in range(repeat if is_function else 1):
             _run(call)
     if not trace.records:
         raise CukitError(f"{target} launched no kernel")

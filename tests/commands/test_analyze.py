@@ -30,9 +30,11 @@ extern "C" __global__ void __launch_bounds__(128, 2) scale(float* x, int n) {
 """
 
 SCRIPT = '''
+import sys
+
 import cupy
 
-print("the script speaks")
+print("the script speaks", sys.argv[1:] if __name__ == "__main__" else "")
 kernel = cupy.RawKernel(r"""extern "C" __global__ void f(float* x) { x[threadIdx.x] = 1; }""", "f")
 calls = []
 
@@ -117,6 +119,7 @@ def test_a_function_is_warmed_up_and_repeated(
     assert run(["analyze", f"{script}:step", "--repeat", "3", "--out", str(saved)]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("a step") == 4
+    assert captured.err.count("the script speaks") == 1
     assert "a step" not in captured.out
     lines = [line.split() for line in captured.out.splitlines()]
     assert lines[1][:4] == ["large", "2", "64.0", "87.7%"]
@@ -129,7 +132,7 @@ def test_a_whole_script_as_json(script: Path, capsys: Capture) -> None:
     assert run(["analyze", str(script), "--json"]) == 0
     captured = capsys.readouterr()
     assert len(json.loads(captured.out)["analyses"]) == 2
-    assert captured.err.count("the script speaks") == 1
+    assert captured.err.count("the script speaks []") == 1
 
 
 def test_counters_come_from_a_run_under_ncu(
@@ -153,7 +156,10 @@ def test_a_script_that_raises_shows_its_own_traceback(script: Path, capsys: Capt
 
 @pytest.mark.parametrize(
     ("name", "complaint"),
-    [("nothing", "has no 'nothing'; it has"), ("number", "is no function but 3")],
+    [
+        ("nothing", "has no 'nothing'; it has"),
+        ("number", "is neither a function nor a kernel but 3"),
+    ],
 )
 def test_names_that_cannot_be_run(name: str, complaint: str, script: Path, capsys: Capture) -> None:
     assert run(["analyze", f"{script}:{name}"]) == 2
