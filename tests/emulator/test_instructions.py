@@ -6,10 +6,21 @@ import numpy as np
 import pytest
 
 import cukit
-from tests.emulator.vectors import STORED, Case, cases
+from cukit.core.device import current_device, parse_arch
+from tests.contract import to_device, to_host
+from tests.emulator.vectors import STORED, Case, bulk_copy, cases, multicast
 
 CASES = list(cases())
 
+# Single instructions have no reference: the CPU is left out.
+kernels_only = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("emulator", marks=pytest.mark.emulator),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
+)
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -17,6 +28,13 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def stored() -> dict[str, np.ndarray]:
     with np.load(STORED) as file:
         return dict(file)
+
+
+def run_on(device: str, case: Case) -> np.ndarray:
+    """The case's result; skips a GPU that lacks the instruction."""
+    if current_device().compute_capability < parse_arch(case.arch):
+        pytest.skip(f"needs {case.arch}")
+    return to_host(case.run(lambda array: to_device(device, array)[0]))
 
 
 @pytest.mark.emulator
@@ -28,6 +46,20 @@ def test_the_emulator_computes_what_the_gpu_did(case: Case, late: bool, stored):
     np.testing.assert_array_equal(got.astype(np.int32), stored[case.name])
 
 
+@kernels_only
+def test_bulk_copies_move_every_byte(device):
+    got = run_on(device, bulk_copy())
+    np.testing.assert_array_equal(got, np.arange(1024))
+
+
+@kernels_only
+def test_a_multicast_reaches_both_blocks(device):
+    got = run_on(device, multicast())
+    chunks = np.arange(32 * 64).reshape(32, 8, 8)
+    swizzled = np.stack([row[np.arange(8) ^ i % 8] for i, row in enumerate(chunks)])
+    np.testing.assert_array_equal(got, np.stack([swizzled.reshape(-1)] * 2))
+
+
 def test_every_case_is_stored(stored):
     assert set(stored) == {case.name for case in CASES}
 
@@ -35,11 +67,5 @@ def test_every_case_is_stored(stored):
 @pytest.mark.gpu
 @every_case
 def test_the_gpu_still_computes_it(case: Case, stored):
-    import cupy
-
-    from cukit.core.device import current_device, parse_arch
-
-    if current_device().compute_capability < parse_arch(case.arch):
-        pytest.skip(f"needs {case.arch}")
-    got = cupy.asnumpy(case.run(cupy.asarray))
+    got = run_on("gpu", case)
     np.testing.assert_array_equal(got.astype(np.int32), stored[case.name])

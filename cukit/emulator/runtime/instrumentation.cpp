@@ -2,6 +2,7 @@
 // sanitizer, and pointers and array indices as for its undefined-behaviour sanitizer; the functions
 // it then calls are these. No sanitizer runtime is linked or loaded.
 #include <cstdint>
+#include <cstring>
 
 #include "block.h"
 #include "common/emulator/memory.h"
@@ -54,6 +55,22 @@ extern "C" void __tsan_read_range(void* pointer, std::size_t bytes) {
 extern "C" void __tsan_write_range(void* pointer, std::size_t bytes) {
   judge(pointer, bytes, Access::Write, __builtin_return_address(0));
 }
+// What clang makes of copied structures.
+extern "C" void* __tsan_memcpy(void* to, const void* from, std::size_t bytes) {
+  judge(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
+  judge(to, bytes, Access::Write, __builtin_return_address(0));
+  return std::memcpy(to, from, bytes);
+}
+extern "C" void* __tsan_memmove(void* to, const void* from, std::size_t bytes) {
+  judge(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
+  judge(to, bytes, Access::Write, __builtin_return_address(0));
+  return std::memmove(to, from, bytes);
+}
+extern "C" void* __tsan_memset(void* to, int value, std::size_t bytes) {
+  judge(to, bytes, Access::Write, __builtin_return_address(0));
+  return std::memset(to, value, bytes);
+}
+
 extern "C" void __tsan_vptr_update(void**, void*) {}
 extern "C" void __tsan_vptr_read(void**) {}
 extern "C" void __tsan_init() {}

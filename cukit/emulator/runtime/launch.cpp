@@ -5,6 +5,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <thread>
 
 #include "run.h"
@@ -120,7 +121,7 @@ void Cluster::prepare(std::uint64_t number) {
   if (launch->seed != 0) {
     // Another order of blocks: multiplying by an odd number coprime to the count permutes them.
     std::uint64_t step = 0x9E3779B1u % run->clusters | 1;
-    while (std::__gcd(step, run->clusters) != 1) step += 2;
+    while (std::gcd(step, run->clusters) != 1) step += 2;
     number = (number * step + launch->seed) % run->clusters;
   }
   base_epoch = newest_epoch;

@@ -127,14 +127,15 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
-// The _rn forms are never contracted into fused operations.
-#pragma GCC push_options
-#pragma GCC optimize("fp-contract=off")
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
-#pragma GCC pop_options
+// The _rn forms are never contracted into fused operations: the compiler may not look at the result.
+inline float cukit_rounded(float x) {
+  __asm__("" : "+m"(x));
+  return x;
+}
+inline float __fadd_rn(float a, float b) { return cukit_rounded(a + b); }
+inline float __fsub_rn(float a, float b) { return cukit_rounded(a - b); }
+inline float __fmul_rn(float a, float b) { return cukit_rounded(a * b); }
+inline float __fdiv_rn(float a, float b) { return cukit_rounded(a / b); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
 // Conversions saturate, and NaN becomes 0, as on the GPU.
