@@ -6,10 +6,10 @@ the data bound nothing, it says so: occupancy, for one, only helps a kernel that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from cukit.analyzer.occupancy import WARP_THREADS
-from cukit.analyzer.schema import Advice, KernelAnalysis, LaunchAnalysis
+from cukit.analyzer.schema import AccessPoint, Advice, KernelAnalysis, LaunchAnalysis
 
 TAIL_EFFICIENCY = 0.9
 LOW_OCCUPANCY = 0.5
@@ -21,14 +21,19 @@ SECTORS_PER_WORD = 4
 """A request of 32 neighbouring threads touches this many sectors of 32 bytes per 4 bytes each."""
 
 
-def advise(analysis: KernelAnalysis, num_sms: int) -> tuple[Advice, ...]:
-    """Every suggestion that `analysis` supports, the surest first."""
+def advise(
+    analysis: KernelAnalysis, num_sms: int, accesses: Sequence[AccessPoint] = ()
+) -> tuple[Advice, ...]:
+    """Every suggestion that `analysis` supports, the surest first.
+
+    accesses: the access probe of the same GPU, if it was run.
+    """
     found = [advice for rule in _CALL_RULES if (advice := rule(analysis))]
     if len(analysis.launches) == 1:
         launch = analysis.launches[0]
         found += [advice for rule in _LAUNCH_RULES if (advice := rule(launch, num_sms))]
         if not _at_roof(analysis):
-            found += _access_width(launch)
+            found += _access_width(launch, accesses)
             found += _residency(launch)
     return tuple(found)
 
@@ -152,7 +157,7 @@ def _tail(launch: LaunchAnalysis, num_sms: int) -> Advice | None:
     )
 
 
-def _access_width(launch: LaunchAnalysis) -> Iterable[Advice]:
+def _access_width(launch: LaunchAnalysis, accesses: Sequence[AccessPoint]) -> Iterable[Advice]:
     if launch.memory_access is None:
         return
     for operation in ("load", "store"):
@@ -166,9 +171,21 @@ def _access_width(launch: LaunchAnalysis) -> Iterable[Advice]:
                 f"global {operation}s in the code: {counted}",
                 f"{operation.capitalize()} 16 bytes a thread (float4, or 8 halves) where the data "
                 "are contiguous and aligned.",
-                f"up to {WIDE_BITS // max(widths)}x fewer {operation} instructions; the time "
-                "follows where they are the limit (the access probe has this card's rates)",
+                _width_gain(operation, max(widths), accesses),
             )
+
+
+def _width_gain(operation: str, bits: int, accesses: Sequence[AccessPoint]) -> str:
+    """From the access probe where there is one, which measured loads."""
+    fewer = f"up to {WIDE_BITS // bits}x fewer {operation} instructions"
+    rates = {point.access_bytes * 8: point.useful_gbps for point in accesses if point.stride == 1}
+    if operation == "load" and bits in rates and WIDE_BITS in rates:
+        gain = max(1.0, rates[WIDE_BITS] / rates[bits])
+        return (
+            f"at most {gain:.2f}x: the access probe reads {rates[bits]:.0f} GB/s by {bits} bits, "
+            f"{rates[WIDE_BITS]:.0f} by {WIDE_BITS}"
+        )
+    return f"{fewer}; the time follows only where they are the limit"
 
 
 def _residency(launch: LaunchAnalysis) -> Iterable[Advice]:

@@ -149,7 +149,8 @@ class KernelAnalyzer:
         analysis = self._static(analysis, work) if work.call is None else self._run(analysis, work)
         if analysis.cold is not None:
             analysis = self._place(analysis, pipe)
-        analysis = replace(analysis, advice=advise(analysis, self.device.num_sms))
+        advice = advise(analysis, self.device.num_sms, self._accesses)
+        analysis = replace(analysis, advice=advice)
         self._analyses.append(analysis)
         return analysis
 
