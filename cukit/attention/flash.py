@@ -73,8 +73,11 @@ def flash_attention(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: a scale that is not positive and finite.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic.
-    Paper: Dao, FlashAttention-2, arXiv:2307.08691.
+    Runs on CuPy's current stream, accumulates in float32, is deterministic. On Hopper, arrays whose
+    strides are positive are read by the copy engine; a set of addresses seen for the first time
+    costs the host about 50 us more, for three tensor maps.
+    Papers: Dao, FlashAttention-2, arXiv:2307.08691; Shah et al., FlashAttention-3,
+    arXiv:2407.08608.
 
     >>> import numpy as np, cukit as ck
     >>> q = np.zeros((1, 2, 1, 8), np.float32)

@@ -30,7 +30,7 @@ class WarpgroupForwardConfig:
     section: int
     """Heads whose tiles are worked on together (kernels_cu/attention/block_order.cuh)."""
     num_blocks: int
-    """Blocks of the grid: they walk over the tiles."""
+    """Blocks of the grid: each walks over every num_blocks-th tile."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -56,14 +56,27 @@ def covers(problem: AttentionProblem, device: Device) -> bool:
     return device.arch == _ARCH and problem.width in WARPGROUP_TILINGS and min(sizes) > 0
 
 
+def _cost(problem: AttentionProblem, tiling: WarpgroupTiling) -> float:
+    """Relative time of a head: its scores, in whole tiles."""
+    rows = range(0, problem.seq_len_q, tiling.tile_m)
+    tiles = len(rows) * ceil_div(problem.seq_len_kv, tiling.tile_n)
+    if problem.causal:
+        past = problem.seq_len_kv - problem.seq_len_q
+        ends = (past + min(row + tiling.tile_m, problem.seq_len_q) for row in rows)
+        tiles = sum(ceil_div(max(1, end), tiling.tile_n) for end in ends)
+    return tiling.cost * tiling.tile_m * tiling.tile_n * tiles
+
+
 @cache
 def plan_flash_attention_sm90(problem: AttentionProblem, device: Device) -> WarpgroupForwardConfig:
     """The configuration of a problem that the class covers."""
-    tiling = WARPGROUP_TILINGS[problem.width]
-    tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
+    tilings = WARPGROUP_TILINGS[problem.width]
+    tiling = min(tilings, key=lambda each: _cost(problem, each))
+    tiles = problem.batch * problem.num_heads_q * ceil_div(problem.seq_len_q, tiling.tile_m)
+    walks = not (problem.causal and tiling.balance)
     return WarpgroupForwardConfig(
         problem=problem,
         tiling=tiling,
         section=query_section(problem, tiling, device),
-        num_blocks=min(problem.batch * problem.num_heads_q * tiles, device.num_sms),
+        num_blocks=min(tiles, device.num_sms) if walks else tiles,
     )

@@ -54,6 +54,11 @@ class WarpgroupTiling:
     num_stages: int = 2
     query_stages: int = 2
     """With two, the next tile's queries come while this one's are multiplied."""
+    cost: float = 1.0
+    """Time of a score, as a multiple of the first tiling's."""
+    balance: bool = True
+    """Whether the GPU's own scheduler deals out the tiles of a causal call, a block each; otherwise
+    as many blocks as fit walk over them, and fetch the next tile while they finish one."""
     blocks_per_sm: int = 1
 
     def shared_bytes(self, width: int) -> int:
@@ -130,10 +135,14 @@ FORWARD_TILINGS: dict[int, tuple[ForwardTiling, ...]] = {
     ),
     256: (ForwardTiling(128, 1, 64), ForwardTiling(128, 1, 32), ForwardTiling(64, 1, 32)),
 }
-WARPGROUP_TILINGS: dict[int, WarpgroupTiling] = {
-    64: WarpgroupTiling(3, 128),
-    128: WarpgroupTiling(2, 128),
-    256: WarpgroupTiling(2, 80, query_stages=1),
+# Of these the one that leaves least work is taken: they all fit Hopper.
+WARPGROUP_TILINGS: dict[int, tuple[WarpgroupTiling, ...]] = {
+    64: (
+        WarpgroupTiling(3, 128, balance=False),
+        WarpgroupTiling(2, 128, cost=1.2, balance=False),
+    ),
+    128: (WarpgroupTiling(2, 128),),
+    256: (WarpgroupTiling(2, 80, query_stages=1),),
 }
 KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {
     64: (KeyTiling(128, 128, 8, 4, 4, 4), KeyTiling(64, 128, 8, 2, 4, 2)),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from cukit.attention.flash_arguments import fits_tensor_maps
 from cukit.attention.flash_plan import (
     AttentionProblem,
     choose_section,
@@ -13,11 +15,13 @@ from cukit.attention.flash_plan import (
     plan_flash_attention,
     plan_flash_attention_backward,
 )
+from cukit.attention.flash_plan_sm90 import covers, plan_flash_attention_sm90
 from cukit.attention.flash_tilings import (
     FORWARD_TILINGS,
     HEAD_WIDTHS,
     KEY_TILINGS,
     QUERY_TILINGS,
+    WARPGROUP_TILINGS,
     first_fit,
 )
 from cukit.core.device import KIB, TYPICAL_DEVICES, typical_device
@@ -127,3 +131,45 @@ def test_sections():
     assert choose_section(0, 0, 0, 264, H200) == 1
     assert plan_flash_attention(replace(PROBLEM, causal=False), H200).section == 1
     assert plan_flash_attention(PROBLEM, H200).section > 1
+
+
+def test_class_sm90_is_for_hopper():
+    assert covers(PROBLEM, H200)
+    assert not covers(PROBLEM, typical_device("sm_100"))
+    assert not covers(PROBLEM, typical_device("sm_80"))
+    assert not covers(replace(PROBLEM, head_dim=72), H200), "tiles of 96 columns are class sm80's"
+    assert not covers(replace(PROBLEM, seq_len_kv=0), H200)
+
+
+@pytest.mark.parametrize("width", WARPGROUP_TILINGS)
+def test_tilings_of_warpgroups_fit_an_sm(width):
+    for tiling in WARPGROUP_TILINGS[width]:
+        shared = tiling.shared_bytes(width)
+        assert shared + KIB <= H200.shared_bytes_per_block
+        # At the start all threads have as many registers; a multiple of eight.
+        assert tiling.threads * 128 <= H200.registers_per_sm
+        assert tiling.tile_n * 128 % 1024 == 0, "parts of whole periods of the swizzle"
+
+
+def test_narrow_heads_take_the_tiling_that_wastes_less():
+    narrow = replace(PROBLEM, head_dim=64)
+    assert plan_flash_attention_sm90(narrow, H200).tiling.consumers == 3
+    short = replace(narrow, seq_len_q=1024, seq_len_kv=1024)
+    assert plan_flash_attention_sm90(short, H200).tiling.consumers == 2
+    assert plan_flash_attention_sm90(replace(short, causal=False), H200).tiling.consumers == 3
+
+
+def test_blocks_of_class_sm90():
+    tiles = 4 * 32 * 4096 // 128
+    assert plan_flash_attention_sm90(PROBLEM, H200).num_blocks == tiles, "a tile each"
+    assert plan_flash_attention_sm90(replace(PROBLEM, causal=False), H200).num_blocks == 132
+    few = replace(PROBLEM, batch=1, num_heads_q=8, seq_len_q=130, causal=False)
+    assert plan_flash_attention_sm90(few, H200).num_blocks == 16
+
+
+def test_what_the_copy_engine_can_walk():
+    dense = np.zeros((2, 8, 4, 64), np.float16)
+    assert fits_tensor_maps(dense, dense.swapaxes(1, 2), dense[:, :, 1:3])
+    assert not fits_tensor_maps(dense, dense[:, ::-1])
+    assert not fits_tensor_maps(np.broadcast_to(dense[:, :, :1], dense.shape))
+    assert fits_tensor_maps(np.broadcast_to(dense[:1, :1, :1], (1, 1, 1, 64)))

@@ -1,0 +1,99 @@
+"""Class sm90 of the forward: blocks that walk over many tiles, layouts, maps kept by address."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import cukit
+from cukit.attention import flash_attention
+from cukit.reference import attention as reference
+from tests.attention import plain
+from tests.contract import assert_close, poisoned, random, to_device, to_host
+
+LSE_ATOL = 1e-5
+
+
+def inputs_of(rng, lengths, heads, head_dim, batch=1):
+    (seq_q, seq_kv), (heads_q, heads_kv) = lengths, heads
+    q = random(rng, (batch, seq_q, heads_q, head_dim), "bfloat16")
+    k, v = (random(rng, (batch, seq_kv, heads_kv, head_dim), "bfloat16") for _ in range(2))
+    return q, k, v
+
+
+def check(device, q, k, v, causal):
+    out = poisoned(device, q.shape, "bfloat16")
+    result, lse = flash_attention(
+        *to_device(device, q, k, v), causal=causal, return_lse=True, out=out
+    )
+    assert result is out
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    exact, exact_lse = reference.flash_attention(*wide, causal=causal, return_lse=True)
+    low, low_lse = plain.forward(q, k, v, causal)
+    assert_close("out", out, low, exact)
+    assert_close("lse", lse, low_lse, exact_lse, LSE_ATOL)
+
+
+@pytest.fixture
+def late_emulator(request, monkeypatch) -> Iterator[str]:
+    """Copies and products of the emulated engines finish only when somebody waits for them."""
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
+    with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
+        yield "emulator"
+
+
+@pytest.fixture
+def emulated_ampere(request, monkeypatch) -> Iterator[str]:
+    """A GPU that has class sm80 alone."""
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
+    with cukit.backend("emulator", arch="sm_80"):
+        yield "emulator"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_walk_over_several_tiles(device, rng, causal):
+    """140 tiles of three tiles of keys each: more than there are SMs, and rings that wrap."""
+    check(device, *inputs_of(rng, (20, 300), (70, 70), 64, batch=2), causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_many_tiles_of_keys(device, rng, head_dim, causal):
+    if device == "emulator" and causal:
+        pytest.skip("test_whatever_finishes_late has it")
+    check(device, *inputs_of(rng, (200, 530), (2, 1), head_dim), causal)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_whatever_finishes_late(late_emulator, rng, head_dim):
+    check(late_emulator, *inputs_of(rng, (200, 530), (2, 1), head_dim), True)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_ampere_runs_the_other_class(emulated_ampere, rng, head_dim):
+    check(emulated_ampere, *inputs_of(rng, (70, 135), (2, 1), head_dim), True)
+
+
+def test_a_layout_that_the_copy_engine_cannot_walk(device, rng):
+    """One key head seen as two, a stride of 0, runs as well."""
+    q, k, v = inputs_of(rng, (20, 70), (2, 1), 64)
+    placed = to_device(device, q, k, v)
+    module = np if device != "gpu" else pytest.importorskip("cupy")
+    seen = [module.broadcast_to(x, (1, 70, 2, 64)) for x in placed[1:]]
+    got = to_host(flash_attention(placed[0], *seen, causal=True)).astype(np.float32)
+    expected = to_host(flash_attention(*placed, causal=True)).astype(np.float32)
+    np.testing.assert_allclose(got, expected, rtol=2e-2, atol=1e-2)
+
+
+def test_new_contents_at_an_old_address(device, rng):
+    """Maps are kept by address; what lies there is read anew."""
+    q, k, v = to_device(device, *inputs_of(rng, (20, 70), (2, 1), 64))
+    first = to_host(flash_attention(q, k, v))
+    q[...] = q[:, ::-1].copy()
+    again = to_host(flash_attention(q, k, v))
+    assert (again != first).any()
+    np.testing.assert_array_equal(again, to_host(flash_attention(q.copy(), k, v)))
