@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from cukit.analyzer.machine import (
-    PACKAGES,
-    copy_gbps,
-    cuda_version,
-    driver_version,
-    package_versions,
-)
-from cukit.analyzer.timing import Timer, measure
+from cukit.analyzer.machine import results_environment
+from cukit.analyzer.timing import Timer
+from cukit.core.device import gpu_available
 from profiling.data import array_module, normal
 
 GEMM_SIZE = 4096
@@ -34,44 +27,18 @@ CLOCK_FIELDS = {
 
 def describe(timer: Timer) -> dict[str, Any]:
     """Everything a reader needs to judge, or repeat, the figures beside it."""
-    found = {
-        "gpu": platform.processor() or platform.machine(),
-        "driver": None,
-        "cuda": None,
-        "versions": package_versions(PACKAGES),
-        "clocks": {},
-        "ceilings": {},
-        "commit": _commit(),
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-    }
-    xp = array_module()
-    if xp.__name__ != "cupy":
-        return found
-    properties = xp.cuda.runtime.getDeviceProperties(xp.cuda.Device().id)
-    gemm = _gemm()
-    ceilings = {"copy_gbps": copy_gbps(timer), "bf16_gemm_tflops": _gemm_tflops(timer, gemm)}
-    return found | {
-        "gpu": properties["name"].decode(),
-        "driver": driver_version(),
-        "cuda": cuda_version(),
-        "clocks": _clocks(gemm),
-        "ceilings": ceilings,
-    }
+    found = results_environment(timer) | {"commit": _commit()}
+    return found | {"clocks": _clocks(_gemm())} if gpu_available() else found
 
 
 def _gemm() -> Callable[[], Any]:
-    """A large bf16 matrix product through cuBLAS, whose speed stands for the tensor cores'."""
+    """A large bf16 matrix product through cuBLAS: work that warms the card up."""
     from cukit.gemm import matmul
 
     a = normal((GEMM_SIZE, GEMM_SIZE), "bfloat16")
     b = normal((GEMM_SIZE, GEMM_SIZE), "bfloat16")
     out = array_module().empty_like(a)
     return lambda: matmul(a, b, out=out)
-
-
-def _gemm_tflops(timer: Timer, gemm: Callable[[], Any]) -> float:
-    timing = measure({"gemm": gemm}, timer)["gemm"]
-    return round(2 * GEMM_SIZE**3 / timing.median_us / 1e6, 1)
 
 
 def _clocks(gemm: Callable[[], Any]) -> dict[str, Any]:

@@ -19,13 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
 from cukit.analyzer.correctness import relative_error
-from cukit.analyzer.machine import PACKAGES, copy_gbps, cuda_version, driver_version, gemm_tflops
-from cukit.analyzer.machine import package_versions as versions
+from cukit.analyzer.machine import results_environment
 from cukit.analyzer.power import energy_of
 from cukit.analyzer.results import CaseKey, Record, ResultsFile
 from cukit.analyzer.statistics import estimate
@@ -42,7 +40,7 @@ from cukit.analyzer.timing import (
     WallTimer,
     measure,
 )
-from cukit.core.device import current_device, gpu_available
+from cukit.core.device import gpu_available
 from cukit.errors import ConfigError, CukitError
 
 Clock = Literal["device", "host"]
@@ -114,7 +112,7 @@ class KernelBenchmark:
         )
         self._others = {name: OTHER_TIMERS[name]() for name in timers} if self.on_gpu else {}
         self._energy = energy and self.on_gpu
-        self.environment = environment or self._describe()
+        self.environment = environment or results_environment(self.timers["device"])
         self._file = ResultsFile(Path(export), self.environment) if export else None
         self._records: dict[CaseKey, list[Record]] = {}
 
@@ -240,30 +238,6 @@ class KernelBenchmark:
         memory_us = bytes_moved / ceilings["copy_gbps"] / 1e3
         compute_us = flops / ceilings["bf16_gemm_tflops"] / 1e6
         return round(float(max(memory_us, compute_us)), 2)
-
-    def _describe(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            "gpu": "CPU",
-            "driver": None,
-            "cuda": None,
-            "versions": versions(PACKAGES),
-            "clocks": {},
-            "ceilings": {},
-            "commit": None,
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        }
-        if not self.on_gpu:
-            return found
-        timer = self.timers["device"]
-        return found | {
-            "gpu": current_device().name,
-            "driver": driver_version(),
-            "cuda": cuda_version(),
-            "ceilings": {
-                "copy_gbps": copy_gbps(timer),
-                "bf16_gemm_tflops": gemm_tflops(timer)["tensor_bf16"],
-            },
-        }
 
 
 def _errors(arms: Mapping[str, Call], wanted: Any, failure: Failure | None) -> dict[str, float]:

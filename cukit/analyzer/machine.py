@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from cukit.analyzer import devices
 from cukit.analyzer.schema import Environment
 from cukit.analyzer.timing import Timer, measure
-from cukit.core.device import Device, gpu_available, require_cupy
+from cukit.core.device import Device, current_device, gpu_available, require_cupy
 from cukit.registry import get_kernel
 
 PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "torch", "triton", "liger-kernel")
@@ -48,6 +48,32 @@ def environment(device: Device, *, static: bool, timer: Timer | None = None) -> 
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         ceilings=measured,
     )
+
+
+def results_environment(timer: Timer) -> dict[str, Any]:
+    """What stands beside the records of a results file: this machine and its measured ceilings.
+
+    Takes a second or two on a GPU; there are no ceilings without one.
+    """
+    found: dict[str, Any] = {
+        "gpu": platform.processor() or platform.machine(),
+        "driver": None,
+        "cuda": None,
+        "versions": package_versions(PACKAGES),
+        "clocks": {},
+        "ceilings": {},
+        "commit": None,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+    }
+    if not gpu_available():
+        return found
+    bf16 = gemm_tflops(timer, ("tensor_bf16",))["tensor_bf16"]
+    return found | {
+        "gpu": current_device().name,
+        "driver": driver_version(),
+        "cuda": cuda_version(),
+        "ceilings": {"copy_gbps": copy_gbps(timer), "bf16_gemm_tflops": bf16},
+    }
 
 
 def package_versions(names: tuple[str, ...]) -> dict[str, str]:
@@ -89,12 +115,12 @@ def copy_gbps(timer: Timer) -> float:
     return round(2 * COPY_BYTES / timing.median_us / 1e3, 1)
 
 
-def gemm_tflops(timer: Timer) -> dict[str, float]:
+def gemm_tflops(timer: Timer, pipes: Iterable[str] = tuple(_GEMM_PIPES)) -> dict[str, float]:
     """What cuBLAS reaches on a large square product, by pipe."""
     matmul: Callable[..., Any] = get_kernel("matmul")
     rates = {}
-    for pipe, dtype in _GEMM_PIPES.items():
-        a, b = (_matrix(dtype) for _ in range(2))
+    for pipe in pipes:
+        a, b = (_matrix(_GEMM_PIPES[pipe]) for _ in range(2))
         out = a.copy()
 
         def product(a: Any = a, b: Any = b, out: Any = out) -> None:
