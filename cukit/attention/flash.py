@@ -27,6 +27,7 @@ from cukit.attention.flash_plan_sm90 import (
     WarpgroupForwardConfig,
     covers,
     plan_flash_attention_sm90,
+    specs_of,
 )
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
@@ -294,7 +295,7 @@ def _forward_specs(device: Device) -> list[KernelSpec]:
     def specs(problem: AttentionProblem) -> list[KernelSpec]:
         chosen = [plan_flash_attention(problem, device).spec()]
         if covers(problem, device):
-            chosen.append(plan_flash_attention_sm90(problem, device).spec())
+            chosen += specs_of(problem, device)
         return chosen
 
     return representative_specs(specs)

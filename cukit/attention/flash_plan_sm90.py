@@ -5,7 +5,7 @@ Every other GPU, and what this class does not cover, is served by :mod:`flash_pl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from cukit.attention.flash_plan import (
@@ -80,3 +80,9 @@ def plan_flash_attention_sm90(problem: AttentionProblem, device: Device) -> Warp
         section=query_section(problem, tiling, device),
         num_blocks=min(tiles, device.num_sms) if walks else tiles,
     )
+
+
+def specs_of(problem: AttentionProblem, device: Device) -> list[KernelSpec]:
+    """The variants for problems of this width, whichever tiling their lengths ask for."""
+    config = plan_flash_attention_sm90(problem, device)
+    return [replace(config, tiling=tiling).spec() for tiling in WARPGROUP_TILINGS[problem.width]]
