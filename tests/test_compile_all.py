@@ -6,6 +6,8 @@ options and compiler, so that a second run only compiles what changed.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -56,10 +58,31 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
         pool.shutdown(cancel_futures=True)
 
 
+def facts_of_cubin(compiled: CompiledKernel) -> tuple[int, int, int]:
+    """Registers, static shared memory and stack frame, as the reader finds them in the ELF file."""
+    info = compiled.info
+    return info.registers, info.static_shared_bytes, info.frame_bytes
+
+
+def facts_of_log(compiled: CompiledKernel) -> tuple[int, int, int]:
+    """The same in ptxas' own words."""
+    log = json.loads(compiled.path.with_suffix(".json").read_text())["log"]
+    _, _, words = log.partition(f"Function properties for {compiled.info.entry}\n")
+    words, _, _ = words.partition("Function properties")
+    registers, shared, frame = (
+        re.search(pattern, words)
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes smem", r"(\d+) bytes stack frame")
+    )
+    assert registers is not None
+    assert frame is not None
+    return int(registers[1]), int(shared[1]) if shared else 0, int(frame[1])
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.arch}-{v.spec}")
 def test_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
     _, result = compiled[variant].result()
     assert isinstance(result, CompiledKernel), str(result)
+    assert facts_of_cubin(result) == facts_of_log(result)
     spilled = result.info.spill_store_bytes + result.info.spill_load_bytes
     allowed = SPILLS_TUNED_BYTES if variant.arch in TUNED_ARCHS else SPILLS_ELSEWHERE_BYTES
     assert spilled <= allowed, f"{spilled} bytes spilled"
