@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cukit.analyzer.occupancy import MAX_THREADS_PER_BLOCK, occupancy
-from cukit.analyzer.schema import LaunchAnalysis
-from cukit.analyzer.static import StaticKernel, inspect
+from cukit.analyzer.schema import LaunchAnalysis, Resources
+from cukit.analyzer.static import StaticKernel, UnrepeatableError, inspect, launch_of_loaded
 from cukit.core.compiler import KernelSpec, compile_kernel
 from cukit.core.cubin import kernel_code
 from cukit.core.device import Device, cupy_module
@@ -108,13 +108,19 @@ def _from_raw(
     runnable: bool,
 ) -> Invocation:
     cupy = cupy_module()
-    static = inspect(kernel, device.arch, name)
-    threads = _triple(block, "block")
+    threads, blocks = _triple(block, "block"), _triple(grid, "grid")
     if threads is None:
         raise ConfigError("analyze: a raw kernel needs its block")
-    blocks = _triple(grid, "grid")
-    check_launch(static, device, threads, shared_bytes)
-    launch = static.launch(device, blocks, threads, shared_bytes)
+    try:
+        static = inspect(kernel, device.arch, name)
+    except UnrepeatableError:
+        if not runnable or blocks is None or cupy is None:
+            raise
+        raw = kernel.get_function(name) if isinstance(kernel, cupy.RawModule) else kernel
+        launch = _loaded(raw, device, blocks, threads, shared_bytes)
+    else:
+        check_launch(static, device, threads, shared_bytes)
+        launch = static.launch(device, blocks, threads, shared_bytes)
     call = None
     if runnable and blocks is not None and cupy is not None and _is_raw(kernel):
         raw = kernel.get_function(name) if isinstance(kernel, cupy.RawModule) else kernel
@@ -124,7 +130,24 @@ def _from_raw(
         def call() -> None:
             raw(blocks, threads, args, shared_mem=shared_bytes)
 
-    return Invocation(name or static.info.entry, "raw kernel", launch, call)
+    return Invocation(name or launch.name, "raw kernel", launch, call)
+
+
+def _loaded(
+    raw: Any, device: Device, grid: Triple, block: Triple, shared_bytes: int
+) -> LaunchAnalysis:
+    """A kernel that CuPy compiled in its own way, as the driver describes it."""
+    resources = Resources(
+        registers=raw.num_regs,
+        static_shared_bytes=raw.shared_size_bytes,
+        dynamic_shared_bytes=shared_bytes,
+        spill_store_bytes=None,
+        spill_load_bytes=None,
+        local_bytes=raw.local_size_bytes,
+        max_threads_per_block=None,
+        constant_bytes=raw.const_size_bytes,
+    )
+    return launch_of_loaded(device, raw.name, grid, block, resources)
 
 
 def check_launch(static: StaticKernel, device: Device, block: Triple, shared_bytes: int) -> None:

@@ -25,7 +25,6 @@ from cukit.analyzer.invocation import Invocation, invocation
 from cukit.analyzer.machine import environment
 from cukit.analyzer.ncu import read_counters
 from cukit.analyzer.power import energy_of
-from cukit.analyzer.residency import analyze_occupancy, analyze_waves
 from cukit.analyzer.roofline import DEFAULT_PIPE, roofline, throughput
 from cukit.analyzer.schema import (
     AccessPoint,
@@ -37,6 +36,7 @@ from cukit.analyzer.schema import (
     Resources,
     TimeStatistics,
 )
+from cukit.analyzer.static import launch_of_loaded
 from cukit.analyzer.statistics import summarize
 from cukit.analyzer.timing import GpuTimer, GraphTimer, PeakMemory, Timer, measure
 from cukit.core.device import Device, current_device, gpu_available, require_cupy
@@ -305,32 +305,17 @@ def typical_call(records: Sequence[KernelRecord], calls: int) -> list[KernelReco
 
 def launch_of(record: KernelRecord, device: Device) -> LaunchAnalysis:
     """A traced launch with its residency; spills and widths are not in a trace."""
-    threads = record.block[0] * record.block[1] * record.block[2]
-    resident = analyze_occupancy(
-        device,
-        threads=threads,
+    resources = Resources(
         registers=record.registers,
-        shared_bytes=record.static_shared_bytes + record.dynamic_shared_bytes,
+        static_shared_bytes=record.static_shared_bytes,
+        dynamic_shared_bytes=record.dynamic_shared_bytes,
+        spill_store_bytes=None,
+        spill_load_bytes=None,
+        local_bytes=record.local_bytes,
+        max_threads_per_block=None,
     )
-    blocks = record.grid[0] * record.grid[1] * record.grid[2]
-    return LaunchAnalysis(
-        name=record.name,
-        grid=record.grid,
-        block=record.block,
-        resources=Resources(
-            registers=record.registers,
-            static_shared_bytes=record.static_shared_bytes,
-            dynamic_shared_bytes=record.dynamic_shared_bytes,
-            spill_store_bytes=None,
-            spill_load_bytes=None,
-            local_bytes=record.local_bytes,
-            max_threads_per_block=None,
-        ),
-        occupancy=resident,
-        waves=analyze_waves(device, blocks, resident.blocks_per_sm),
-        memory_access=None,
-        device_us=record.duration_us,
-    )
+    shape = (record.name, record.grid, record.block)
+    return launch_of_loaded(device, *shape, resources, record.duration_us)
 
 
 def _statistics(call: Callable[[], object], timer: Timer, cache: str) -> TimeStatistics:

@@ -64,15 +64,26 @@ def kernel_source(kernel: Any, name: str | None = None) -> KernelSource:
     if state["file_path"] is not None:
         return KernelSource(entry, cubin=Path(state["file_path"]).read_bytes())
     options = tuple(state["options"])
-    if state["enable_cooperative_groups"]:
-        raise ConfigError(
-            f"analyze: {entry} is compiled for cooperative groups and linked with the device "
-            "runtime, which this analysis cannot repeat; analyze its cubin instead"
+    if state["enable_cooperative_groups"] or state["backend"] != "nvrtc":
+        raise UnrepeatableError(
+            f"analyze: {entry} is compiled by nvcc or for cooperative groups, which needs a linker "
+            "and cannot be repeated here; analyze its cubin, or run it on a GPU"
         )
     return KernelSource(entry, state["code"], options, tuple(state["name_expressions"] or ()))
 
 
-_MODULE_STATE = ("code", "options", "name_expressions", "file_path", "enable_cooperative_groups")
+_MODULE_STATE = (
+    "code",
+    "options",
+    "backend",
+    "name_expressions",
+    "file_path",
+    "enable_cooperative_groups",
+)
+
+
+class UnrepeatableError(ConfigError):
+    """The kernel is built in a way that cannot be gone through once more for its facts."""
 
 
 def _required(name: str | None, kernel: Any) -> str:
@@ -125,6 +136,34 @@ class StaticKernel:
             max_threads_per_block=info.max_threads_per_block,
             code_bytes=len(self.code),
         )
+
+
+def launch_of_loaded(
+    device: Device,
+    name: str,
+    grid: Triple,
+    block: Triple,
+    resources: Resources,
+    device_us: float | None = None,
+) -> LaunchAnalysis:
+    """Residency of a kernel of which only the driver's figures are known, and not the code."""
+    resident = analyze_occupancy(
+        device,
+        threads=block[0] * block[1] * block[2],
+        registers=resources.registers,
+        shared_bytes=resources.static_shared_bytes + resources.dynamic_shared_bytes,
+    )
+    blocks = grid[0] * grid[1] * grid[2]
+    return LaunchAnalysis(
+        name=name,
+        grid=grid,
+        block=block,
+        resources=resources,
+        occupancy=resident,
+        waves=analyze_waves(device, blocks, resident.blocks_per_sm),
+        memory_access=None,
+        device_us=device_us,
+    )
 
 
 def inspect(kernel: Any, arch: str, name: str | None = None) -> StaticKernel:

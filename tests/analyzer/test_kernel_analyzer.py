@@ -11,6 +11,7 @@ import pytest
 
 from cukit.analyzer import kernel_analyzer as module
 from cukit.analyzer.cupti import KernelRecord
+from cukit.analyzer.invocation import invocation
 from cukit.analyzer.kernel_analyzer import KernelAnalyzer, typical_call
 from cukit.analyzer.machine import environment
 from cukit.analyzer.schema import AnalysisReport
@@ -351,6 +352,28 @@ def test_a_kernel_that_fails_on_the_gpu_says_so() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode != 0
     assert "LaunchError: bad: the launch failed" in result.stderr
+
+
+class Cooperative(cupy.RawKernel):  # type: ignore[misc]
+    """A kernel as the driver would describe it, were there one."""
+
+    num_regs, shared_size_bytes, local_size_bytes, const_size_bytes = 64, 1024, 8, 16
+
+
+def test_what_cannot_be_compiled_again_is_described_by_the_driver(
+    pretended: KernelAnalyzer, static: KernelAnalyzer
+) -> None:
+    kernel = Cooperative(SAXPY, "saxpy", enable_cooperative_groups=True)
+    with pytest.raises(ConfigError, match="cooperative groups"):
+        static.analyze(kernel, 132, 256)
+    found = invocation(kernel, pretended.device, grid=132, block=256, runnable=True)
+    assert found.launch is not None
+    assert found.launch.resources is not None
+    assert found.launch.resources.registers == 64
+    assert found.launch.resources.spill_store_bytes is None
+    assert found.launch.occupancy is not None
+    assert found.launch.occupancy.blocks_per_sm == 4
+    assert found.call is not None
 
 
 def test_a_specification_needs_no_block() -> None:
