@@ -40,7 +40,7 @@ from cukit.analyzer.static import launch_of_loaded
 from cukit.analyzer.statistics import summarize
 from cukit.analyzer.timing import GpuTimer, GraphTimer, PeakMemory, Timer, measure
 from cukit.core.device import Device, current_device, gpu_available, require_cupy
-from cukit.errors import CukitError, LaunchError, UnsupportedDeviceError
+from cukit.errors import CompileError, CukitError, LaunchError, UnsupportedDeviceError
 
 T = TypeVar("T")
 
@@ -241,6 +241,8 @@ class KernelAnalyzer:
         try:
             call()
             cupy.cuda.Device().synchronize()
+        except cupy.cuda.compiler.CompileException as error:
+            raise CompileError(f"{name} does not compile\n{error}") from error
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
             raise LaunchError(f"{name}: the launch failed: {error}") from error
 

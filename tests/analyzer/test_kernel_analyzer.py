@@ -185,7 +185,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> KernelAnalyzer:
     runtime = SimpleNamespace(CUDARuntimeError=OSError)
     driver = SimpleNamespace(CUDADriverError=OSError)
     fake = SimpleNamespace(
-        cuda=SimpleNamespace(Device=synchronize.Device, runtime=runtime, driver=driver)
+        cuda=SimpleNamespace(
+            Device=synchronize.Device, runtime=runtime, driver=driver, compiler=cupy.cuda.compiler
+        )
     )
     monkeypatch.setattr(module, "gpu_available", lambda: True)
     monkeypatch.setattr(module, "current_device", lambda: device)
@@ -335,6 +337,21 @@ def test_an_elementwise_kernel_and_an_op_on_the_gpu(analyzer: KernelAnalyzer) ->
     norm = analyzer.analyze(ck.rms_norm, args=(rows, weight))
     assert norm.name == "rms_norm"
     assert "declared no bytes" in norm.missing["roofline"]
+
+
+@pytest.mark.gpu
+def test_a_broken_elementwise_kernel_on_the_gpu(analyzer: KernelAnalyzer) -> None:
+    broken = cupy.ElementwiseKernel("float32 x", "float32 y", "y = z * x", "broken")
+    with pytest.raises(CompileError, match=r'(?s)broken does not compile.*"z" is undefined'):
+        analyzer.analyze(broken, args=(cupy.ones(3, cupy.float32),))
+
+
+def test_a_compile_error_of_cupy_is_one_of_ours(pretended: KernelAnalyzer) -> None:
+    def fail() -> None:
+        raise cupy.cuda.compiler.CompileException('"z" is undefined', "", "f", ())
+
+    with pytest.raises(CompileError, match=r'(?s)mine does not compile.*"z" is undefined'):
+        pretended.analyze(fail, name="mine")
 
 
 @pytest.mark.gpu
