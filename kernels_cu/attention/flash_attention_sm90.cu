@@ -3,14 +3,14 @@
 //
 // Papers: Dao, "FlashAttention-2", arXiv:2307.08691; Shah et al., "FlashAttention-3",
 //   arXiv:2407.08608 (warpgroups in turns, the next scores multiplied during this tile's softmax).
-// Mapping: one block an SM walks over tiles of 64 * CONSUMERS queries of a head. A thread of its
+// Mapping: a block, alone on its SM, takes tiles of 64 * CONSUMERS queries of a head. A thread of its
 //   first warpgroup asks the copy engine for Q, K and V; each of the others owns 64 queries, with
 //   their outputs, maxima and sums in registers, and takes the keys in tiles of TILE_N, last tile
 //   first. A warpgroup has the scores of the next tile and the output of this one multiplied in one
 //   go, and renews maxima and exponentials while the output's product runs; warpgroups issue their
 //   products in turns, so that one's exponentials run beside the others' products.
-// Order of work: see block_order.cuh. Blocks take every gridDim-th tile, causal ones there and back,
-//   so that each gets as many long tiles as short ones.
+// Order of work: see block_order.cuh. Where there are fewer blocks than tiles they take every
+//   gridDim-th one, causal ones there and back, so that each gets long tiles and short ones.
 // Causal masks are aligned bottom right: key j is visible to query i iff j <= seq_kv - seq_q + i.
 //   A query that sees no key gets out = 0 and lse = -infinity.
 // Shared memory: (QUERY_STAGES * 64 * CONSUMERS + 2 * STAGES * TILE_N) * HEAD_DIM * 2 bytes, dynamic:
@@ -32,6 +32,7 @@
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_group.cuh"
 #include "common/ptx/wgmma.cuh"
+#include "common/ring.cuh"
 #include "common/types.cuh"
 
 namespace {
@@ -60,30 +61,10 @@ static_assert(THREADS == (CONSUMERS + 1) * kGroupThreads, "a producer and the co
 static_assert(STAGES >= 2, "a warpgroup waits for the next values before it releases the last");
 static_assert(kQueryPart % 1024 == 0 && kKeyPart % 1024 == 0, "whole periods of the swizzle");
 
-template <int Stages>
-struct Ring {
-  cukit::Mbarrier full[Stages];
-  cukit::Mbarrier empty[Stages];
-};
-
 struct Rings {
-  Ring<QUERY_STAGES> q;
-  Ring<STAGES> k;
-  Ring<STAGES> v;
-};
-
-// Where a warp is in a ring: its stage, and the parity of the round.
-template <int Stages>
-struct Cursor {
-  int stage = 0;
-  unsigned parity = 0;
-
-  CUKIT_DEVICE void advance() {
-    if (++stage == Stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
+  cukit::Ring<QUERY_STAGES> q;
+  cukit::Ring<STAGES> k;
+  cukit::Ring<STAGES> v;
 };
 
 struct Problem {
@@ -124,8 +105,9 @@ CUKIT_DEVICE bool find_work(Work& work, const Problem& problem, int round) {
 namespace producer {
 
 template <int Stages>
-CUKIT_DEVICE void load(Ring<Stages>& ring, Cursor<Stages>& at, unsigned char* tiles, int part_bytes,
-                       const cukit::TensorMap* map, int row, int head, int b) {
+CUKIT_DEVICE void load(cukit::Ring<Stages>& ring, cukit::Cursor<Stages>& at,
+                       unsigned char* tiles, int part_bytes, const cukit::TensorMap* map, int row,
+                       int head, int b) {
   cukit::Mbarrier* full = &ring.full[at.stage];
   cukit::mbarrier_wait(&ring.empty[at.stage], at.parity ^ 1);
   cukit::mbarrier_arrive_expect(full, kParts * part_bytes);
@@ -140,9 +122,9 @@ CUKIT_DEVICE void load(Ring<Stages>& ring, Cursor<Stages>& at, unsigned char* ti
 CUKIT_DEVICE void run(Rings& rings, unsigned char* q_tiles, unsigned char* k_tiles,
                       unsigned char* v_tiles, const cukit::TensorMap* q, const cukit::TensorMap* k,
                       const cukit::TensorMap* v, const Problem& problem) {
-  Cursor<QUERY_STAGES> q_at;
-  Cursor<STAGES> k_at;
-  Cursor<STAGES> v_at;
+  cukit::Cursor<QUERY_STAGES> q_at;
+  cukit::Cursor<STAGES> k_at;
+  cukit::Cursor<STAGES> v_at;
   Work work;
   for (int round = 0; find_work(work, problem, round); ++round) {
     const int head = work.head / problem.group;
@@ -203,7 +185,7 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned
 
 // The warp has read a stage.
 template <int Stages>
-CUKIT_DEVICE void release(Ring<Stages>& ring, const Cursor<Stages>& at) {
+CUKIT_DEVICE void release(cukit::Ring<Stages>& ring, const cukit::Cursor<Stages>& at) {
   if (threadIdx.x % cukit::kWarpSize == 0) cukit::mbarrier_arrive(&ring.empty[at.stage]);
 }
 
@@ -274,9 +256,9 @@ CUKIT_DEVICE void run(Rings& rings, unsigned char* q_tiles, const unsigned char*
   const unsigned long long q_first = inner_descriptor(q_rows);
   const unsigned long long k_first = inner_descriptor(k_tiles);
   const unsigned long long v_first = outer_descriptor(v_tiles);
-  Cursor<QUERY_STAGES> q_at;
-  Cursor<STAGES> k_at;
-  Cursor<STAGES> v_at;
+  cukit::Cursor<QUERY_STAGES> q_at;
+  cukit::Cursor<STAGES> k_at;
+  cukit::Cursor<STAGES> v_at;
   if (group == CONSUMERS - 1) pass_turn(group);
 
   Work work;
@@ -328,7 +310,7 @@ CUKIT_DEVICE void run(Rings& rings, unsigned char* q_tiles, const unsigned char*
         mask(tile);
         const bool outgrown = cukit::renew_maxima(rows, shrink, scores, scale_log2);
         cukit::exponentiate(rows, scores, scale_log2);
-        const Cursor<STAGES> v_done = v_at;
+        const cukit::Cursor<STAGES> v_done = v_at;
         v_at.advance();
         // Keeps the exponentials before the wait: they have the product to run beside.
         const float exponentials = fminf(rows.sum[0], rows.sum[1]);
