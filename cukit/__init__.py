@@ -8,11 +8,31 @@
 
 from typing import Any
 
-from cukit.array_api import *  # noqa: F403
-from cukit.array_api import __all__ as _array_api_names
-from cukit.array_api import xp_namespace
-from cukit.attention import *  # noqa: F403
-from cukit.attention import __all__ as _attention_names
+from cukit.array_api import (
+    NarrowArray,
+    NarrowDtype,
+    arange,
+    asarray,
+    default_device,
+    empty,
+    empty_like,
+    float8_e4m3,
+    float8_e5m2,
+    full,
+    full_like,
+    int4,
+    linspace,
+    ones,
+    ones_like,
+    to_numpy,
+    xp_namespace,
+    zeros,
+    zeros_like,
+)
+from cukit.attention import (
+    flash_attention,
+    flash_attention_backward,
+)
 from cukit.distill import (
     adamw,
     cross_entropy,
@@ -23,38 +43,119 @@ from cukit.distill import (
     linear_cross_entropy,
     linear_kl_divergence,
 )
-from cukit.emulator import activate_from_environment, backend
-from cukit.errors import *  # noqa: F403
-from cukit.gemm import *  # noqa: F403
-from cukit.gemm import __all__ as _gemm_names
-from cukit.layers import *  # noqa: F403
-from cukit.layers import __all__ as _layers_names
-from cukit.registry import get_kernel, register_kernel
+from cukit.emulator import (
+    activate_from_environment,
+    backend,
+)
+from cukit.errors import (
+    ArrayDtypeError,
+    ArrayError,
+    ArrayLayoutError,
+    ArrayShapeError,
+    CacheError,
+    CompileError,
+    ConfigError,
+    CukitError,
+    DataError,
+    EmulatorError,
+    LaunchError,
+    MissingDependencyError,
+    OutOfMemoryError,
+    UnsupportedDeviceError,
+)
+from cukit.gemm import (
+    matmul,
+    matmul_tma,
+)
+from cukit.layers import (
+    embedding,
+    embedding_backward,
+    gelu,
+    gelu_and_mul,
+    gelu_and_mul_backward,
+    gelu_backward,
+    layer_norm,
+    layer_norm_backward,
+    rms_norm,
+    rms_norm_backward,
+    rope,
+    rope_backward,
+    silu_and_mul,
+    silu_and_mul_backward,
+)
+from cukit.registry import (
+    get_kernel,
+    register_kernel,
+)
 
 __version__ = "0.1.0"
 
-__all__ = sorted(
-    [
-        *_array_api_names,
-        *_attention_names,
-        *_gemm_names,
-        *_layers_names,
-        "__version__",
-        "adamw",
-        "cross_entropy",
-        "cross_entropy_backward",
-        "backend",
-        "get_kernel",
-        "global_norm",
-        "kl_divergence",
-        "kl_divergence_backward",
-        "linear_cross_entropy",
-        "linear_kl_divergence",
-        "register_kernel",
-        "xp",
-    ]
-)
-
+__all__ = [
+    "ArrayDtypeError",
+    "ArrayError",
+    "ArrayLayoutError",
+    "ArrayShapeError",
+    "CacheError",
+    "CompileError",
+    "ConfigError",
+    "CukitError",
+    "DataError",
+    "EmulatorError",
+    "LaunchError",
+    "MissingDependencyError",
+    "NarrowArray",
+    "NarrowDtype",
+    "OutOfMemoryError",
+    "UnsupportedDeviceError",
+    "__version__",
+    "adamw",
+    "arange",
+    "asarray",
+    "backend",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "default_device",
+    "embedding",
+    "embedding_backward",
+    "empty",
+    "empty_like",
+    "flash_attention",
+    "flash_attention_backward",
+    "float8_e4m3",
+    "float8_e5m2",
+    "full",
+    "full_like",
+    "gelu",
+    "gelu_and_mul",
+    "gelu_and_mul_backward",
+    "gelu_backward",
+    "get_kernel",
+    "global_norm",
+    "int4",
+    "kl_divergence",
+    "kl_divergence_backward",
+    "layer_norm",
+    "layer_norm_backward",
+    "linear_cross_entropy",
+    "linear_kl_divergence",
+    "linspace",
+    "matmul",
+    "matmul_tma",
+    "ones",
+    "ones_like",
+    "register_kernel",
+    "rms_norm",
+    "rms_norm_backward",
+    "rope",
+    "rope_backward",
+    "silu_and_mul",
+    "silu_and_mul_backward",
+    "to_numpy",
+    "xp",
+    "xp_namespace",
+    "zeros",
+    "zeros_like",
+]
 
 activate_from_environment()
 
