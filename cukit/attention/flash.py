@@ -169,19 +169,15 @@ def flash_attention_backward(
         shape = (batch, seq_len_kv, num_heads_kv, steps.splits, head_dim)
         sums = [empty(k, shape, np.float32) for _ in range(2)]
 
-    kernel, grid, scalars = steps.prepare
-    kernel(grid, (out, grad_out, lse, lse_log2, delta, total, *scalars))
-    kernel, grid, scalars = steps.keys
-    kernel(grid, (q, k, v, grad_out, lse_log2, delta, total, *sums, *scalars))
+    steps.prepare(out, grad_out, lse, lse_log2, delta, total)
+    steps.keys(q, k, v, grad_out, lse_log2, delta, total, *sums)
     if steps.sum is not None:
-        kernel, grid, scalars = steps.sum
-        kernel(grid, (sums[0], grad_k, *scalars))
-        kernel(grid, (sums[1], grad_v, *scalars))
-    kernel, grid, scalars = steps.queries
+        steps.sum(sums[0], grad_k)
+        steps.sum(sums[1], grad_v)
     if deterministic:
-        kernel(grid, (q, k, v, grad_out, lse_log2, delta, grad_q, *scalars))
+        steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q)
     else:
-        kernel(grid, (total, grad_q, *scalars))
+        steps.queries(total, grad_q)
     return grad_q, grad_k, grad_v
 
 

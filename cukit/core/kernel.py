@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,8 +102,9 @@ def _load_on(spec: KernelSpec, device_id: int) -> Kernel:
 class Launch:
     """Everything of a launch that depends only on the description of its arguments.
 
-    Call it with the arrays; `scalars` follow them. The argument list is checked the first time:
-    a launcher passes the same kinds for every set of arrays with the same description.
+    Call it with the arrays; `scalars` follow them, then what `then` adds for this call. The
+    argument list is checked the first time: a launcher passes the same kinds for every set of
+    arrays with the same description.
     """
 
     __slots__ = ("_checked", "_idle", "grid", "kernel", "scalars")
@@ -117,18 +118,15 @@ class Launch:
         self._idle = 0 in grid
         self._checked = False
 
-    def __call__(self, *arrays: Argument) -> None:
+    def __call__(self, *arrays: Argument, then: tuple[Argument, ...] = ()) -> None:
         """Launches on the current stream. An empty grid launches nothing."""
         kernel = self.kernel
-        args = arrays + self.scalars
+        args = arrays + self.scalars + then
         if not self._checked:
             kernel.check(args)
             self._checked = True
         if not self._idle:
             kernel.function(self.grid, kernel.block, args, kernel.shared_bytes)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter((self.kernel, self.grid, self.scalars))
 
 
 _MOST_DESCRIPTIONS = 4096

@@ -110,16 +110,12 @@ def launch_rows(
 ) -> None:
     """Writes `row_losses` [rows], and to `grad` the rows' gradients times
     `factor * grad_loss / normalizer`."""
-    launch.kernel(
-        launch.grid,
-        (
-            logits,
-            targets,
-            row_losses,
-            NULL if grad is None else grad,
-            NULL if grad_loss is None else grad_loss,
-            NULL if normalizer is None else normalizer,
-            *launch.scalars,
-            np.float32(factor),
-        ),
+    launch(
+        logits,
+        targets,
+        row_losses,
+        NULL if grad is None else grad,
+        NULL if grad_loss is None else grad_loss,
+        NULL if normalizer is None else normalizer,
+        then=(np.float32(factor),),
     )

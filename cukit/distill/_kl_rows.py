@@ -129,18 +129,16 @@ def launch_rows(
 ) -> None:
     """Writes the rows' divergences times `soft_loss_factor`, to `hard_rows` their cross-entropies,
     and to `grad` the gradient of both, weighted and times `grad_loss / normalizer`."""
-    launch.kernel(
-        launch.grid,
-        (
-            student_logits,
-            teacher_logits,
-            NULL if targets is None else targets,
-            soft_rows,
-            NULL if hard_rows is None else hard_rows,
-            NULL if grad is None else grad,
-            NULL if grad_loss is None else grad_loss,
-            NULL if normalizer is None else normalizer,
-            *launch.scalars,
+    launch(
+        student_logits,
+        teacher_logits,
+        NULL if targets is None else targets,
+        soft_rows,
+        NULL if hard_rows is None else hard_rows,
+        NULL if grad is None else grad,
+        NULL if grad_loss is None else grad_loss,
+        NULL if normalizer is None else normalizer,
+        then=(
             np.float32(1.0 / temperature),
             np.float32(soft_loss_factor),
             np.float32(soft_factor / temperature),

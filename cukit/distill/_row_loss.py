@@ -209,8 +209,7 @@ def normalizer_of(
 def _count_kept(targets: Array, ignore_index: int) -> Array:
     """max(1, number of targets that are not `ignore_index`), without leaving the GPU."""
     count = empty(targets, (), np.float32)
-    kernel, grid, scalars = _prepare_count(targets)
-    kernel(grid, (targets, count, *scalars, np.int64(ignore_index)))
+    _prepare_count(targets)(targets, count, then=(np.int64(ignore_index),))
     return count
 
 
@@ -236,19 +235,12 @@ def total_loss(
     """float32 [3]: the weighted total, the soft and the hard loss, each divided by the count."""
     rows = hard_rows if soft_rows is None else soft_rows
     totals = empty(rows, (3,), np.float32)
-    kernel, grid, scalars = _prepare_total(rows)
-    kernel(
-        grid,
-        (
-            NULL if soft_rows is None else soft_rows,
-            NULL if hard_rows is None else hard_rows,
-            NULL if normalizer is None else normalizer,
-            totals,
-            *scalars,
-            np.float32(1.0 / divisor),
-            np.float32(soft_weight),
-            np.float32(hard_weight),
-        ),
+    _prepare_total(rows)(
+        NULL if soft_rows is None else soft_rows,
+        NULL if hard_rows is None else hard_rows,
+        NULL if normalizer is None else normalizer,
+        totals,
+        then=(np.float32(1.0 / divisor), np.float32(soft_weight), np.float32(hard_weight)),
     )
     return totals
 

@@ -7,7 +7,7 @@ import pytest
 
 from cukit.core import kernel
 from cukit.core.compiler import KernelSpec, compile_kernel
-from cukit.core.kernel import NULL, check_arguments, launch_plan
+from cukit.core.kernel import NULL, Launch, check_arguments, launch_plan
 from cukit.errors import LaunchError
 
 
@@ -67,3 +67,38 @@ def test_plans_are_made_once_per_description(monkeypatch):
     assert prepare(np.zeros((3, 2), np.float32).T, 1) == 4
     device_ids[0] = 1
     assert prepare(a, 1) == 5
+
+
+class RecordingKernel:
+    """Stands for a Kernel: remembers what it was asked to check and to launch."""
+
+    block = (32, 1, 1)
+    shared_bytes = 16
+
+    def __init__(self):
+        self.checked, self.launched = [], []
+
+    def check(self, args):
+        self.checked.append(args)
+
+    def function(self, *launch):
+        self.launched.append(launch)
+
+
+def test_a_launch_checks_its_list_once_and_keeps_the_order_of_arguments():
+    kernel = RecordingKernel()
+    launch = Launch(kernel, (4,), ("rows",))
+    launch("x", "y", then=("factor",))
+    launch("x", "y", then=("other",))
+    assert kernel.checked == [("x", "y", "rows", "factor")]
+    assert kernel.launched == [
+        ((4,), (32, 1, 1), ("x", "y", "rows", "factor"), 16),
+        ((4,), (32, 1, 1), ("x", "y", "rows", "other"), 16),
+    ]
+
+
+def test_an_empty_grid_is_checked_and_not_launched():
+    kernel = RecordingKernel()
+    Launch(kernel, (4, 0))("x")
+    assert kernel.checked == [("x",)]
+    assert kernel.launched == []
