@@ -13,8 +13,6 @@ from collections import Counter
 
 from cukit.analyzer.schema import AccessWidth, MemoryAccess
 
-INSTRUCTION_BYTES = 16
-
 _OPCODES = {
     0x381: "load",
     0x981: "load",
