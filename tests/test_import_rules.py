@@ -36,11 +36,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": MODELS,
     "distill": LOOP,
     "emulator": BASE | {"core"},
+    "memory": BASE | {"core"},
     "analyzer": BASE | {"core", "registry"},
-    "commands": LOOP | {"analyzer", "cukit", "emulator"},
+    "commands": LOOP | {"analyzer", "cukit", "emulator", "memory"},
     "cli": {"cukit", "commands", "errors"},
     "__main__": {"cli"},
-    "__init__": MODELS | {"distill", "emulator", "models"},
+    "__init__": MODELS | {"distill", "emulator", "memory", "models"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
