@@ -20,7 +20,6 @@ from cukit.attention.flash_tilings import (
     ForwardTiling,
     KeyTiling,
     QueryTiling,
-    WarpgroupTiling,
     first_fit,
 )
 from cukit.core.compiler import KernelSpec
@@ -277,7 +276,7 @@ def plan_flash_attention(problem: AttentionProblem, device: Device) -> FlashAtte
         kernel_class=kernel_class(device),
         problem=problem,
         tiling=tiling,
-        section=query_section(problem, tiling, device),
+        section=_query_section(problem, tiling, device),
     )
 
 
@@ -307,12 +306,12 @@ def plan_flash_attention_backward(
         queries=queries,
         splits=splits,
         key_section=section,
-        query_section=query_section(problem, queries, device),
+        query_section=_query_section(problem, queries, device),
     )
 
 
-def query_section(
-    problem: AttentionProblem, tiling: ForwardTiling | QueryTiling | WarpgroupTiling, device: Device
+def _query_section(
+    problem: AttentionProblem, tiling: ForwardTiling | QueryTiling, device: Device
 ) -> int:
     """The section of a kernel whose blocks own queries: they read K and V again and again."""
     if not problem.causal:

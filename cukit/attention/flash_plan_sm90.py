@@ -12,7 +12,6 @@ from cukit.attention.flash_plan import (
     AttentionProblem,
     ceil_div,
     common_defines,
-    query_section,
 )
 from cukit.attention.flash_tilings import WARPGROUP_TILINGS, WarpgroupTiling
 from cukit.core.compiler import KernelSpec
@@ -27,10 +26,8 @@ class WarpgroupForwardConfig:
 
     problem: AttentionProblem
     tiling: WarpgroupTiling
-    section: int
-    """Heads whose tiles are worked on together (kernels_cu/attention/block_order.cuh)."""
     num_blocks: int
-    """Blocks of the grid: each walks over every num_blocks-th tile."""
+    """Blocks of the grid: they walk over the tiles (kernels_cu/attention/query_tiles.cuh)."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -43,6 +40,7 @@ class WarpgroupForwardConfig:
             ("STAGES", tiling.num_stages),
             ("QUERY_STAGES", tiling.query_stages),
             ("THREADS", tiling.threads),
+            ("BLOCKS_PER_SM", tiling.blocks_per_sm),
         )
         entry = "flash_attention_sm90"
         shared = tiling.shared_bytes(self.problem.width)
@@ -72,13 +70,13 @@ def plan_flash_attention_sm90(problem: AttentionProblem, device: Device) -> Warp
     """The configuration of a problem that the class covers."""
     tilings = WARPGROUP_TILINGS[problem.width]
     tiling = min(tilings, key=lambda each: _cost(problem, each))
-    tiles = problem.batch * problem.num_heads_q * ceil_div(problem.seq_len_q, tiling.tile_m)
-    walks = not (problem.causal and tiling.balance)
+    tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
+    pieces = ceil_div(tiles, 2) if problem.causal else tiles
+    slots = device.num_sms * tiling.blocks_per_sm
     return WarpgroupForwardConfig(
         problem=problem,
         tiling=tiling,
-        section=query_section(problem, tiling, device),
-        num_blocks=min(tiles, device.num_sms) if walks else tiles,
+        num_blocks=min(problem.batch * problem.num_heads_q * pieces, slots),
     )
 
 

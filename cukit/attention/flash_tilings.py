@@ -56,9 +56,6 @@ class WarpgroupTiling:
     """With two, the next tile's queries come while this one's are multiplied."""
     cost: float = 1.0
     """Time of a score, as a multiple of the first tiling's."""
-    balance: bool = True
-    """Whether the GPU's own scheduler deals out the tiles of a causal call, a block each; otherwise
-    as many blocks as fit walk over them, and fetch the next tile while they finish one."""
     blocks_per_sm: int = 1
 
     def shared_bytes(self, width: int) -> int:
@@ -138,8 +135,9 @@ FORWARD_TILINGS: dict[int, tuple[ForwardTiling, ...]] = {
 # Of these the one that leaves least work is taken: they all fit Hopper.
 WARPGROUP_TILINGS: dict[int, tuple[WarpgroupTiling, ...]] = {
     64: (
-        WarpgroupTiling(3, 128, balance=False),
-        WarpgroupTiling(2, 128, cost=1.2, balance=False),
+        WarpgroupTiling(3, 128),
+        WarpgroupTiling(4, 64, cost=1.08),
+        WarpgroupTiling(2, 128, cost=1.2),
     ),
     128: (WarpgroupTiling(2, 128),),
     256: (WarpgroupTiling(2, 80, query_stages=1),),

@@ -1,4 +1,4 @@
-// Rings of shared-memory stages between a producer and its consumers.
+// Stages of shared memory that go round between the copy engine and the warps that read them.
 #pragma once
 
 #include "common/platform.cuh"
@@ -6,14 +6,22 @@
 
 namespace cukit {
 
-// A stage is full when the producer's bytes have landed, empty when every consumer has read it.
+// `full`: a stage's bytes have come. `empty`: all its readers are through with it.
 template <int Stages>
 struct Ring {
   Mbarrier full[Stages];
   Mbarrier empty[Stages];
+
+  // One thread, before a barrier of the block and fence_mbarrier_init.
+  CUKIT_DEVICE void init(int readers) {
+    for (int stage = 0; stage < Stages; ++stage) {
+      mbarrier_init(&full[stage], 1);
+      mbarrier_init(&empty[stage], readers);
+    }
+  }
 };
 
-// Where a warp is in a ring: its stage, and the parity of the round.
+// Where a warp is in a ring: the stage, and the parity of the round.
 template <int Stages>
 struct Cursor {
   int stage = 0;
@@ -26,5 +34,11 @@ struct Cursor {
     }
   }
 };
+
+// A warp, one of the readers, is through with a stage.
+template <int Stages>
+CUKIT_DEVICE void release(Ring<Stages>& ring, const Cursor<Stages>& at) {
+  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(&ring.empty[at.stage]);
+}
 
 }  // namespace cukit

@@ -79,97 +79,117 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
 
 #ifndef CUKIT_EMULATE
 
-#define CUKIT_D32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define CUKIT_D40 \
-  CUKIT_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
-#define CUKIT_D64 \
-  CUKIT_D32 ", " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define CUKIT_D88 \
-  CUKIT_D64 ", " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87"
-#define CUKIT_D128 \
-  CUKIT_D64 ", " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
-  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define CUKIT_OUT8(i)                                                                  \
+// Accumulators by their numbers, eight more in each line, and as operands of the statement.
+#define CUKIT_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define CUKIT_D16 CUKIT_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define CUKIT_D24 CUKIT_D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define CUKIT_D32 CUKIT_D24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define CUKIT_D40 CUKIT_D32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define CUKIT_D48 CUKIT_D40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define CUKIT_D56 CUKIT_D48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define CUKIT_D64 CUKIT_D56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define CUKIT_D72 CUKIT_D64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define CUKIT_D80 CUKIT_D72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define CUKIT_D88 CUKIT_D80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define CUKIT_D96 CUKIT_D88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define CUKIT_D104 CUKIT_D96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define CUKIT_D112 CUKIT_D104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define CUKIT_D120 CUKIT_D112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define CUKIT_D128 CUKIT_D120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+#define CUKIT_OUT(i)                                                                          \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define CUKIT_OUT32(i) CUKIT_OUT8(i), CUKIT_OUT8(i + 8), CUKIT_OUT8(i + 16), CUKIT_OUT8(i + 24)
-#define CUKIT_OUT40 CUKIT_OUT32(0), CUKIT_OUT8(32)
-#define CUKIT_OUT64 CUKIT_OUT32(0), CUKIT_OUT32(32)
-#define CUKIT_OUT88 CUKIT_OUT64, CUKIT_OUT8(64), CUKIT_OUT8(72), CUKIT_OUT8(80)
-#define CUKIT_OUT128 CUKIT_OUT64, CUKIT_OUT32(64), CUKIT_OUT32(96)
+#define CUKIT_OUT8 CUKIT_OUT(0)
+#define CUKIT_OUT16 CUKIT_OUT8, CUKIT_OUT(8)
+#define CUKIT_OUT24 CUKIT_OUT16, CUKIT_OUT(16)
+#define CUKIT_OUT32 CUKIT_OUT24, CUKIT_OUT(24)
+#define CUKIT_OUT40 CUKIT_OUT32, CUKIT_OUT(32)
+#define CUKIT_OUT48 CUKIT_OUT40, CUKIT_OUT(40)
+#define CUKIT_OUT56 CUKIT_OUT48, CUKIT_OUT(48)
+#define CUKIT_OUT64 CUKIT_OUT56, CUKIT_OUT(56)
+#define CUKIT_OUT72 CUKIT_OUT64, CUKIT_OUT(64)
+#define CUKIT_OUT80 CUKIT_OUT72, CUKIT_OUT(72)
+#define CUKIT_OUT88 CUKIT_OUT80, CUKIT_OUT(80)
+#define CUKIT_OUT96 CUKIT_OUT88, CUKIT_OUT(88)
+#define CUKIT_OUT104 CUKIT_OUT96, CUKIT_OUT(96)
+#define CUKIT_OUT112 CUKIT_OUT104, CUKIT_OUT(104)
+#define CUKIT_OUT120 CUKIT_OUT112, CUKIT_OUT(112)
+#define CUKIT_OUT128 CUKIT_OUT120, CUKIT_OUT(120)
+
+// For each number of columns: row(columns, registers, the numbers of the seven operands after them).
+#define CUKIT_WGMMA_COLUMNS(row, types) \
+  row(types, 16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14") \
+  row(types, 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22") \
+  row(types, 48, 24, "%24", "%25", "%26", "%27", "%28", "%29", "%30") \
+  row(types, 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38") \
+  row(types, 80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46") \
+  row(types, 96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54") \
+  row(types, 112, 56, "%56", "%57", "%58", "%59", "%60", "%61", "%62") \
+  row(types, 128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70") \
+  row(types, 144, 72, "%72", "%73", "%74", "%75", "%76", "%77", "%78") \
+  row(types, 160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86") \
+  row(types, 176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94") \
+  row(types, 192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102") \
+  row(types, 208, 104, "%104", "%105", "%106", "%107", "%108", "%109", "%110") \
+  row(types, 224, 112, "%112", "%113", "%114", "%115", "%116", "%117", "%118") \
+  row(types, 240, 120, "%120", "%121", "%122", "%123", "%124", "%125", "%126") \
+  row(types, 256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
 // The instruction `name`, with accumulators, operand a and b, accumulate flag and the immediates
 // (signs, then transpositions) by their numbers.
 #define CUKIT_WGMMA(name, registers, a_operand, b_operand, flag, immediates, out, ...)          \
   asm volatile(                                                                                 \
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag ", 0;\nwgmma.mma_async.sync.aligned." \
-      name " {" registers "}, " a_operand ", " b_operand ", accumulate, " immediates ";\n}\n"      \
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag ", 0;\n"                         \
+      "wgmma.mma_async.sync.aligned." name " {" registers "}, " a_operand ", " b_operand ", accumulate, " immediates ";\n}\n"      \
       : out                                                                                     \
       : __VA_ARGS__)
 
-// Both operands from shared memory, and operand a from registers, for each number of columns.
-#define CUKIT_WGMMA_SHARED(types)                                                               \
-  if constexpr (N == 64) {                                                                      \
-    CUKIT_WGMMA("m64n64k16" types, CUKIT_D32, "%32", "%33", "%34", "1, 1, %35, %36",            \
-                CUKIT_OUT32(0), "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),    \
-                "n"(int(TransposedB)));                                                         \
-  } else if constexpr (N == 80) {                                                             \
-    CUKIT_WGMMA("m64n80k16" types, CUKIT_D40, "%40", "%41", "%42", "1, 1, %43, %44",           \
-                CUKIT_OUT40, "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),       \
-                "n"(int(TransposedB)));                                                         \
-  } else if constexpr (N == 128) {                                                              \
-    CUKIT_WGMMA("m64n128k16" types, CUKIT_D64, "%64", "%65", "%66", "1, 1, %67, %68",           \
-                CUKIT_OUT64, "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),       \
-                "n"(int(TransposedB)));                                                         \
-  } else if constexpr (N == 176) {                                                             \
-    CUKIT_WGMMA("m64n176k16" types, CUKIT_D88, "%88", "%89", "%90", "1, 1, %91, %92",           \
-                CUKIT_OUT88, "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),       \
-                "n"(int(TransposedB)));                                                         \
-  } else {                                                                                      \
-    CUKIT_WGMMA("m64n256k16" types, CUKIT_D128, "%128", "%129", "%130", "1, 1, %131, %132",     \
-                CUKIT_OUT128, "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),      \
-                "n"(int(TransposedB)));                                                         \
+// 16-bit operands, both from shared memory, and operand a from registers.
+#define CUKIT_WGMMA_SHARED(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
+  if constexpr (N == columns) {                                                                    \
+    CUKIT_WGMMA("m64n" #columns "k16" types, CUKIT_D##count, p0, p1, p2, "1, 1, " p3 ", " p4,      \
+                CUKIT_OUT##count, "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),     \
+                "n"(int(TransposedB)));                                                            \
   }
-#define CUKIT_WGMMA_REGISTERS(types)                                                            \
-  if constexpr (N == 64) {                                                                      \
-    CUKIT_WGMMA("m64n64k16" types, CUKIT_D32, "{%32, %33, %34, %35}", "%36", "%37",             \
-                "1, 1, %38", CUKIT_OUT32(0), "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), \
-                "r"(int(accumulate)), "n"(int(TransposedB)));                                   \
-  } else if constexpr (N == 128) {                                                              \
-    CUKIT_WGMMA("m64n128k16" types, CUKIT_D64, "{%64, %65, %66, %67}", "%68", "%69",            \
-                "1, 1, %70", CUKIT_OUT64, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),   \
-                "r"(int(accumulate)), "n"(int(TransposedB)));                                   \
-  } else {                                                                                      \
-    CUKIT_WGMMA("m64n256k16" types, CUKIT_D128, "{%128, %129, %130, %131}", "%132", "%133",     \
-                "1, 1, %134", CUKIT_OUT128, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), \
-                "r"(int(accumulate)), "n"(int(TransposedB)));                                   \
+#define CUKIT_WGMMA_REGISTERS(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
+  if constexpr (N == columns) {                                                                    \
+    CUKIT_WGMMA("m64n" #columns "k16" types, CUKIT_D##count,                                       \
+                "{" p0 ", " p1 ", " p2 ", " p3 "}", p4, p5, "1, 1, " p6, CUKIT_OUT##count,         \
+                "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),          \
+                "n"(int(TransposedB)));                                                            \
+  }
+// 8-bit operands, which are always K-major.
+#define CUKIT_WGMMA_SHARED_BYTES(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
+  if constexpr (N == columns) {                                                                    \
+    CUKIT_WGMMA("m64n" #columns "k32" types, CUKIT_D##count, p0, p1, p2, "1, 1", CUKIT_OUT##count, \
+                "l"(a), "l"(b), "r"(int(accumulate)));                                             \
+  }
+#define CUKIT_WGMMA_REGISTER_BYTES(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
+  if constexpr (N == columns) {                                                                    \
+    CUKIT_WGMMA("m64n" #columns "k32" types, CUKIT_D##count,                                       \
+                "{" p0 ", " p1 ", " p2 ", " p3 "}", p4, p5, "1, 1", CUKIT_OUT##count, "r"(a[0]),   \
+                "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));                    \
   }
 
 #endif
+
+template <int N>
+constexpr bool kColumnsOfWgmma = N % 16 == 0 && N >= 16 && N <= 256;
 
 // wgmma.mma_async m64n<N>k16, float16 or bfloat16 operands, float accumulators: d = a b, or d += a b.
 // a and b are matrix descriptors; TransposedA and TransposedB: MN-major.
 template <typename T, int N, bool TransposedA = false, bool TransposedB = false>
 CUKIT_DEVICE void wgmma(float (&d)[N / 2], unsigned long long a, unsigned long long b,
                         bool accumulate) {
-  static_assert(N == 64 || N == 80 || N == 128 || N == 176 || N == 256, "columns of a wrapper");
+  static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
 #ifdef CUKIT_EMULATE
   emulator::wgmma({detail::kNumber<T>, detail::kNumber<T>, N, d, nullptr, a, b, TransposedA,
                    TransposedB, accumulate});
 #else
   if constexpr (detail::kIsHalf<T>) {
-    CUKIT_WGMMA_SHARED(".f32.f16.f16");
+    CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_SHARED, ".f32.f16.f16")
   } else {
-    CUKIT_WGMMA_SHARED(".f32.bf16.bf16");
+    CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_SHARED, ".f32.bf16.bf16")
   }
 #endif
 }
@@ -178,28 +198,42 @@ CUKIT_DEVICE void wgmma(float (&d)[N / 2], unsigned long long a, unsigned long l
 template <typename T, int N, bool TransposedB = false>
 CUKIT_DEVICE void wgmma(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,
                         bool accumulate) {
-  static_assert(N == 64 || N == 128 || N == 256, "columns that there is a wrapper for");
+  static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
 #ifdef CUKIT_EMULATE
   emulator::wgmma({detail::kNumber<T>, detail::kNumber<T>, N, d, a, 0, b, false, TransposedB,
                    accumulate});
 #else
   if constexpr (detail::kIsHalf<T>) {
-    CUKIT_WGMMA_REGISTERS(".f32.f16.f16");
+    CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_REGISTERS, ".f32.f16.f16")
   } else {
-    CUKIT_WGMMA_REGISTERS(".f32.bf16.bf16");
+    CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_REGISTERS, ".f32.bf16.bf16")
   }
 #endif
 }
 
-// wgmma.mma_async m64n64k32, float8 (e4m3) operands, K-major.
-CUKIT_DEVICE void wgmma_e4m3(float (&d)[32], unsigned long long a, unsigned long long b,
+// wgmma.mma_async m64n<N>k32, float8 (e4m3) operands, K-major.
+template <int N>
+CUKIT_DEVICE void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned long long b,
                              bool accumulate) {
+  static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
 #ifdef CUKIT_EMULATE
-  emulator::wgmma({emulator::Number::E4M3, emulator::Number::E4M3, 64, d, nullptr, a, b, false,
+  emulator::wgmma({emulator::Number::E4M3, emulator::Number::E4M3, N, d, nullptr, a, b, false,
                    false, accumulate});
 #else
-  CUKIT_WGMMA("m64n64k32.f32.e4m3.e4m3", CUKIT_D32, "%32", "%33", "%34", "1, 1", CUKIT_OUT32(0),
-              "l"(a), "l"(b), "r"(int(accumulate)));
+  CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_SHARED_BYTES, ".f32.e4m3.e4m3")
+#endif
+}
+
+// The same with operand a from registers, four of each thread.
+template <int N>
+CUKIT_DEVICE void wgmma_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,
+                             bool accumulate) {
+  static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
+#ifdef CUKIT_EMULATE
+  emulator::wgmma({emulator::Number::E4M3, emulator::Number::E4M3, N, d, a, 0, b, false, false,
+                   accumulate});
+#else
+  CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_REGISTER_BYTES, ".f32.e4m3.e4m3")
 #endif
 }
 

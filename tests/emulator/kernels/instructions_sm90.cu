@@ -144,7 +144,7 @@ extern "C" __global__ void wgmma(const uint4* image,         // IMAGE bytes of s
   const auto b = cukit::matrix_descriptor(shared + b_offset, kSwizzle, b_leading, b_stride);
   cukit::wgmma_fence();
 #if FLOAT8
-  cukit::wgmma_e4m3(d, a, b, true);
+  cukit::wgmma_e4m3<64>(d, a, b, true);
 #elif REGISTERS
   unsigned from_registers[4];
   for (int i = 0; i < 4; ++i) from_registers[i] = registers[4 * threadIdx.x + i];
