@@ -76,6 +76,7 @@ extern "C" void __tsan_vptr_read(void**) {}
 extern "C" void __tsan_init() {}
 extern "C" void __tsan_func_entry(void*) {}
 extern "C" void __tsan_func_exit() {}
+extern "C" void __tsan_atomic_thread_fence(int order) { __atomic_thread_fence(order); }
 
 // What the compiler tells of a checked pointer or index (its layout is fixed by the sanitizers' ABI).
 struct SourcePlace {
