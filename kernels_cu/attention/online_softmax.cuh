@@ -48,7 +48,7 @@ CUKIT_DEVICE void mask_scores(float (&scores)[N], int keys, int visible) {
 // under them is then to be multiplied by `shrink`.
 template <int N>
 CUKIT_DEVICE bool renew_maxima(SoftmaxRows& rows, float (&shrink)[2], const float (&scores)[N],
-                               float scale_log2) {
+                               float scale_log2, float growth = kLazyGrowth) {
   float seen[2];
   bool outgrown = false;
 #pragma unroll
@@ -60,7 +60,7 @@ CUKIT_DEVICE bool renew_maxima(SoftmaxRows& rows, float (&shrink)[2], const floa
       seen[half] = fmaxf(seen[half], fmaxf(pair[0], pair[1]));
     }
     // Still -infinity on both sides gives NaN, which is not greater.
-    outgrown |= (seen[half] - rows.max[half]) * scale_log2 > kLazyGrowth;
+    outgrown |= (seen[half] - rows.max[half]) * scale_log2 > growth;
   }
   if (!__any_sync(kFullMask, outgrown)) return false;
 #pragma unroll
