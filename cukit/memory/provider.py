@@ -11,6 +11,10 @@ Two kinds of provider share the protocol:
 * `can_remap` is false: `reserve` returns usable memory at once (a segment), `release` frees it, and
   the page methods are never called.
 
+Methods may be called while some stream is being captured into a graph: a provider whose driver
+objects to that changes the thread's capture mode around the call. During a capture on the stream at
+hand the pool calls only memory methods, never those that record, wait or synchronise.
+
 Every method is all or nothing: when it raises, nothing has changed. Lack of memory is reported by
 `DeviceOutOfMemory`; any other exception is a failure, which the pool passes on after it has put
 itself back into a consistent state.
@@ -21,11 +25,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from cukit.errors import CukitError
 
-
-class DeviceOutOfMemory(CukitError):  # noqa: N818  a condition that the pool handles
-    """The device cannot back the request. The pool catches it and tries to make room."""
+class DeviceOutOfMemory(Exception):  # noqa: N818
+    """Not an error of the user's: the device cannot back the request. The pool catches it and tries to make room."""
 
 
 class Move(NamedTuple):
@@ -92,6 +94,11 @@ class Provider(Protocol):
         No destination overlaps a source or another destination; addresses and sizes are multiples
         of 512.
         """
+        ...
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:
+        """An array (CuPy, or NumPy on the host) over memory of the pool; it, and every view of it,
+        keeps `owner` alive."""
         ...
 
     # Streams ----------------------------------------------------------------------------------

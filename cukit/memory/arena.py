@@ -1,0 +1,219 @@
+"""Bookkeeping of address ranges: taking spans, putting them back, merging. No driver calls.
+
+A free span carries the stream that freed it. Spans of one stream merge with one another; memory that
+is done with carries None, may be used by everybody and merges with its like. Where one stream has
+the pool for itself that distinction costs more than it brings, so there both kinds merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from cukit.memory.blocks import Range
+from cukit.memory.spans import FREE, LIVE, UNMAPPED, SizeIndex, Span
+from cukit.memory.streams import CaptureKey, Streams, StreamState
+
+
+class AddressRange:
+    """One reservation: the first of the spans that tile it."""
+
+    __slots__ = ("address", "first", "size")
+
+    def __init__(self, address: int, size: int, state: int) -> None:
+        self.address = address
+        self.size = size
+        self.first = Span(address, size, state)
+
+    def spans(self) -> Iterator[Span]:
+        """All spans in address order."""
+        span: Span | None = self.first
+        while span is not None:
+            yield span
+            span = span.next
+
+
+class Arena:
+    """Every span of a pool, and the free ones by stream and size."""
+
+    def __init__(self, streams: Streams, page_bytes: int) -> None:
+        self.streams = streams
+        self.page_bytes = page_bytes
+        self._ranges: dict[int, AddressRange] = {}
+        self.unmapped: dict[int, Span] = {}
+
+    # Ranges -----------------------------------------------------------------------------------
+
+    def add_range(self, address: int, size: int, *, mapped: bool) -> Span:
+        """Takes a reservation in; returns the one span that tiles it."""
+        added = AddressRange(address, size, FREE if mapped else UNMAPPED)
+        self._ranges[address] = added
+        if mapped:
+            return self.put_free(added.first)
+        self.unmapped[address] = added.first
+        return added.first
+
+    def drop_range(self, span: Span) -> None:
+        """Forgets the range that `span`, unmapped or free, tiles alone."""
+        assert span.prev is None and span.next is None
+        if span.state == UNMAPPED:
+            del self.unmapped[span.address]
+        else:
+            self.index(span).remove(span)
+        del self._ranges[span.address]
+
+    def ranges(self) -> list[AddressRange]:
+        """In address order."""
+        return [self._ranges[address] for address in sorted(self._ranges)]
+
+    def spans(self) -> Iterator[Span]:
+        """Every span, in address order."""
+        for part in self.ranges():
+            yield from part.spans()
+
+    def locate(self, address: int) -> Span | None:
+        """The span that holds an address, if any does."""
+        for part in self._ranges.values():
+            if part.address <= address < part.address + part.size:
+                return next(span for span in part.spans() if address < span.end)
+        return None
+
+    def public_ranges(self) -> list[Range]:
+        """What the outside sees."""
+        return [
+            Range(
+                part.address,
+                part.size,
+                self.page_bytes,
+                tuple(span.block() for span in part.spans()),
+            )
+            for part in self.ranges()
+        ]
+
+    # Spans ------------------------------------------------------------------------------------
+
+    def index(self, span: Span) -> SizeIndex:
+        """The index that a free span belongs into."""
+        return self.streams.states[span.stream].index
+
+    def take(self, span: Span, size: int, stream: Hashable) -> Span:
+        """Makes the first `size` bytes of a FREE span live on a stream."""
+        self.index(span).remove(span)
+        if span.size > size:
+            rest = span.split(size)
+            self.index(rest).add(rest)
+        span.state = LIVE
+        span.stream = stream
+        return span
+
+    def carve(self, span: Span, address: int, size: int) -> Span:
+        """Cuts `size` bytes at `address` out of a FREE span and of its index. What is left of the
+        span stays free; the caller gives the cut its new state at once."""
+        index, end = self.index(span), span.end
+        index.remove(span)
+        cut = span.isolate(address, size)
+        if cut is not span:
+            index.add(span)
+        if cut.end < end:
+            assert cut.next is not None
+            index.add(cut.next)
+        return cut
+
+    def put_free(self, span: Span) -> Span:
+        """Makes a span, in no index, FREE and merges it; returns what it became part of."""
+        span.state = FREE
+        before, behind = span.prev, span.next
+        if behind is not None and self._joins(span, behind):
+            self.index(behind).remove(behind)
+            self._share_stream(span, behind)
+            span.swallow_next()
+        if before is not None and self._joins(before, span):
+            self.index(before).remove(before)
+            self._share_stream(before, span)
+            before.swallow_next()
+            span = before
+        self.index(span).add(span)
+        return span
+
+    def _joins(self, a: Span, b: Span) -> bool:
+        if a.state != FREE or b.state != FREE:
+            return False
+        if a.stream == b.stream:
+            return True
+        if not self.streams.single or (a.stream is not None and b.stream is not None):
+            return False
+        return not isinstance(a.stream or b.stream, CaptureKey)
+
+    @staticmethod
+    def _share_stream(kept: Span, other: Span) -> None:
+        if kept.stream == other.stream:
+            kept.epoch = max(kept.epoch, other.epoch)
+        elif kept.stream is None:
+            kept.stream, kept.epoch = other.stream, other.epoch
+
+    def retag(self, span: Span, stream: Hashable, epoch: int) -> Span:
+        """Gives a FREE span to another stream (None: everybody), and merges it there."""
+        self.index(span).remove(span)
+        span.stream, span.epoch = stream, epoch
+        return self.put_free(span)
+
+    def put_unmapped(self, span: Span) -> None:
+        """Makes a span, in no index, UNMAPPED and merges it."""
+        span.state, span.stream, span.epoch = UNMAPPED, None, 0
+        behind, before = span.next, span.prev
+        if behind is not None and behind.state == UNMAPPED:
+            del self.unmapped[behind.address]
+            span.swallow_next()
+        if before is not None and before.state == UNMAPPED:
+            before.swallow_next()
+        else:
+            self.unmapped[span.address] = span
+
+    def cut_unmapped(self, span: Span, address: int, size: int) -> Span:
+        """Cuts a part out of an UNMAPPED span; the caller gives it its new state at once."""
+        del self.unmapped[span.address]
+        end = span.end
+        cut = span.isolate(address, size)
+        if cut is not span:
+            self.unmapped[span.address] = span
+        if cut.end < end:
+            assert cut.next is not None
+            self.unmapped[cut.next.address] = cut.next
+        return cut
+
+    # Streams ----------------------------------------------------------------------------------
+
+    def flush(self, state: StreamState) -> None:
+        """Merges what waits in the lists of exact sizes: a miss settles what was freed."""
+        waiting = [span for spans in state.bins.values() for span in spans]
+        state.bins.clear()
+        for span in waiting:
+            if span.epoch <= state.done:
+                span.stream = None
+            self.put_free(span)
+
+    def settle(self, state: StreamState) -> None:
+        """Gives to everybody what the stream is known to be done with."""
+        if state.private or state.settled == state.done:
+            return
+        state.settled = state.done
+        for span in state.index:
+            # A span may have been merged away by an earlier turn of this loop.
+            if span.state == FREE and span.stream == state.key and span.epoch <= state.done:
+                self.retag(span, None, 0)
+
+    def unify(self, state: StreamState) -> None:
+        """Joins free memory of the stream with neighbours that anybody may use, for the stream."""
+        for span in state.index:
+            if span.state != FREE or span.stream != state.key:
+                continue
+            for neighbour in (span.prev, span.next):
+                if neighbour and neighbour.state == FREE and neighbour.stream is None:
+                    span = self.retag(neighbour, state.key, span.epoch)
+
+    def best_fit(self, size: int, state: StreamState) -> Span | None:
+        """The smallest free span that fits and that the stream may use at once."""
+        own = state.index.best_fit(size)
+        common = self.streams.anyone.index.best_fit(size)
+        if own is None or common is None:
+            return own or common
+        return own if (own.size, own.address) <= (common.size, common.address) else common

@@ -1,0 +1,65 @@
+"""Which graph capture a stream takes part in, and when the graph that came of it is gone."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from cukit.memory.cuda_driver import call, driver_module
+
+_SEMAPHORE_BYTES = 64  # sem_t has 32 on 64-bit Linux
+
+
+class _Gone:
+    """A flag that the driver sets when a graph is destroyed.
+
+    The driver runs a C function then, on a thread of its own in which nothing may wait for Python.
+    It is the C library's sem_post, on a semaphore that is asked about when that suits.
+    """
+
+    def __init__(self) -> None:
+        self._semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
+        self._address = ctypes.addressof(self._semaphore)
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.sem_init(ctypes.c_void_p(self._address), 0, 0)
+
+    def watch(self, graph: Any) -> None:
+        """Ties the flag to a graph under capture, and to what is instantiated from it."""
+        driver = driver_module()
+        post = ctypes.cast(self._libc.sem_post, ctypes.c_void_p).value
+        no_sync = driver.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+        moved = driver.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
+        user_object = call(
+            "cuUserObjectCreate", self._address, driver.CUhostFn(post), 1, int(no_sync)
+        )
+        call("cuGraphRetainUserObject", graph, user_object, 1, int(moved))
+
+    def happened(self) -> bool:
+        return bool(self._libc.sem_trywait(ctypes.c_void_p(self._address)) == 0)
+
+
+class CaptureWatch:
+    """The captures that were asked about and whose graphs may still exist."""
+
+    def __init__(self) -> None:
+        self._flags: dict[int, _Gone] = {}
+
+    def capture_of(self, handle: int) -> int | None:
+        """The number of the capture that a stream takes part in; unique in this process."""
+        driver = driver_module()
+        status, number, graph, *_ = call("cuStreamGetCaptureInfo", handle)
+        if status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+            return None
+        capture = int(number)
+        if capture not in self._flags:
+            flag = _Gone()
+            flag.watch(graph)
+            self._flags[capture] = flag
+        return capture
+
+    def ended(self) -> list[int]:
+        """Captures whose graphs are destroyed; each is named once."""
+        gone = [capture for capture, flag in self._flags.items() if flag.happened()]
+        for capture in gone:
+            del self._flags[capture]
+        return gone

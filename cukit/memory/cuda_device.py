@@ -1,0 +1,281 @@
+"""What the CUDA providers share: streams, events, copies and captures of one GPU, through CuPy."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+from cukit.core.device import gpu_available, require_cupy
+from cukit.errors import ConfigError, UnsupportedDeviceError
+from cukit.memory.cuda_captures import CaptureWatch
+from cukit.memory.cuda_driver import call
+from cukit.memory.device_copy import DeviceCopy
+from cukit.memory.provider import Move
+
+LEGACY_KEY = 0
+"""The legacy default stream; other streams have the driver's ids, which start above."""
+
+_LEGACY_HANDLES = (0, 1)
+_PER_THREAD_HANDLE = 2
+_NO_TIMING = 2  # cudaEventDisableTiming
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
+
+_DONE = None
+"""An event that has been reached already."""
+
+
+class _Stream(NamedTuple):
+    handle: int
+    owner: weakref.ref[Any] | None
+    """CuPy's stream object, whose death destroys the stream; None: somebody else's stream."""
+    thread: int | None
+    """The only thread in which the handle means this stream; None: any."""
+
+
+class CudaDevice:
+    """Streams of one GPU, named by ids that the driver never uses twice.
+
+    A handle is used again for another stream once its stream is destroyed, and the per-thread
+    default stream has one handle for all threads; so keys are the driver's stream ids, remembered
+    in CuPy's stream objects.
+
+    Args:
+        device_id: CuPy's number of the device; None for the current one.
+
+    Raises:
+        UnsupportedDeviceError: no GPU, or no device of that number.
+    """
+
+    def __init__(self, device_id: int | None = None) -> None:
+        cupy = require_cupy("the CUDA memory pool")
+        if not gpu_available():
+            raise UnsupportedDeviceError("no CUDA device found; `cukit doctor` says what is missing")
+        self._runtime = cupy.cuda.runtime
+        self._stream_module = cupy.cuda.stream
+        self.device_id = self._runtime.getDevice() if device_id is None else device_id
+        if not 0 <= self.device_id < self._runtime.getDeviceCount():
+            raise UnsupportedDeviceError(f"there is no GPU {self.device_id}")
+        self._get_current_stream: Callable[[int], Any] = cupy.cuda.get_current_stream
+        self._name = f"_cukit_stream_key_{self.device_id}"
+        self._streams: dict[Hashable, _Stream] = {}
+        self._of_thread = threading.local()
+        self._spare_events: list[int] = []
+        self._captures = CaptureWatch()
+        self._copy = DeviceCopy(cupy)
+        with self.current():
+            self._runtime.memGetInfo()  # makes the primary context
+        _living.add(self)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes this the current device inside the block."""
+        before = self._runtime.getDevice()
+        if before == self.device_id:
+            yield
+            return
+        self._runtime.setDevice(self.device_id)
+        try:
+            yield
+        finally:
+            self._runtime.setDevice(before)
+
+    def memory_info(self) -> tuple[int, int]:
+        with self.current():
+            free, total = self._runtime.memGetInfo()
+        return int(free), int(total)
+
+    def copy(self, moves: Sequence[Move], stream: Hashable) -> None:
+        with self.current():
+            self._copy(moves, self._object_of(stream))
+
+    # Streams ----------------------------------------------------------------------------------
+
+    def current_stream(self) -> Hashable:
+        stream = self._get_current_stream(self.device_id)
+        try:
+            return getattr(stream, self._name)  # type: ignore[no-any-return]
+        except AttributeError:
+            return self.stream_key(stream)
+
+    def stream_key(self, stream: Any) -> Hashable:
+        handle = _handle_of(stream)
+        if handle in _LEGACY_HANDLES:
+            key: Hashable = LEGACY_KEY
+            self._streams.setdefault(key, _Stream(0, None, None))
+        elif handle == _PER_THREAD_HANDLE:
+            return self._key_of_thread()
+        else:
+            key = self._stream_id(handle)
+            if key not in self._streams:
+                self._forget_dead()
+                self._streams[key] = _Stream(handle, self._owner(stream), None)
+        if isinstance(stream, self._stream_module._BaseStream):
+            setattr(stream, self._name, key)
+        return key
+
+    def _stream_id(self, handle: int) -> int:
+        with self.current():
+            return int(call("cuStreamGetId", handle))
+
+    def _key_of_thread(self) -> Hashable:
+        try:
+            return self._of_thread.key  # type: ignore[no-any-return]
+        except AttributeError:
+            key = self._of_thread.key = self._stream_id(_PER_THREAD_HANDLE)
+            self._streams[key] = _Stream(_PER_THREAD_HANDLE, None, threading.get_ident())
+            return key
+
+    def _owner(self, stream: Any) -> weakref.ref[Any] | None:
+        """A reference to a stream object that alone decides when the stream is destroyed."""
+        own = isinstance(stream, self._stream_module.Stream)
+        return weakref.ref(stream) if own and stream._foreign_stream_ref is None else None
+
+    def _forget_dead(self) -> None:
+        """Handles of destroyed streams; asked only when a new stream appears."""
+        for key, stream in list(self._streams.items()):
+            if stream.owner is not None and stream.owner() is None:
+                del self._streams[key]
+
+    def _living_handle(self, key: Hashable) -> int | None:
+        """The stream's handle, or None where it is destroyed or belongs to another thread."""
+        stream = self._streams.get(key)
+        if stream is None or (stream.owner is not None and stream.owner() is None):
+            return None
+        if stream.thread is not None and stream.thread != threading.get_ident():
+            return None
+        return stream.handle
+
+    def _object_of(self, key: Hashable) -> Any:
+        """A CuPy stream object for `with`."""
+        stream = self._streams.get(key)
+        if stream is not None and stream.owner is not None and (alive := stream.owner()):
+            return alive
+        handle = self._living_handle(key)
+        if handle is None:
+            raise ConfigError(f"stream {key} no longer exists")
+        if handle == 0:
+            return self._stream_module.Stream.null
+        return self._stream_module.Stream.from_external(_Foreign(handle))
+
+    def records_late(self, stream: Hashable) -> bool:
+        known = self._streams.get(stream)
+        return stream == LEGACY_KEY or (known is not None and known.owner is not None)
+
+    # Events -----------------------------------------------------------------------------------
+
+    def record(self, stream: Hashable) -> Any:
+        handle = self._living_handle(stream)
+        if handle is None:  # nothing less is known to cover its work
+            self.synchronize_device()
+            return _DONE
+        with self.current():
+            spare = self._spare_events
+            event = spare.pop() if spare else self._runtime.eventCreateWithFlags(_NO_TIMING)
+            try:
+                self._runtime.eventRecord(event, handle)
+            except BaseException:
+                spare.append(event)
+                raise
+        return event
+
+    def is_done(self, event: Any) -> bool:
+        return event is _DONE or self._runtime.eventQuery(event) == 0
+
+    def wait(self, stream: Hashable, event: Any) -> None:
+        if event is _DONE:
+            return
+        handle = self._living_handle(stream)
+        if handle is None:
+            self.synchronize(event)
+            return
+        with self.current():
+            self._runtime.streamWaitEvent(handle, event)
+
+    def synchronize(self, event: Any) -> None:
+        if event is not _DONE:
+            self._runtime.eventSynchronize(event)
+
+    def discard(self, event: Any) -> None:
+        if event is not _DONE:
+            self._spare_events.append(event)
+
+    def synchronize_device(self) -> None:
+        with self.current():
+            self._runtime.deviceSynchronize()
+
+    # Captures ---------------------------------------------------------------------------------
+
+    def capture_id(self, stream: Hashable) -> int | None:
+        if stream == LEGACY_KEY:  # cannot be captured
+            return None
+        known = self._streams.get(stream)
+        if known is None:
+            return None
+        if known.owner is None and stream != self.current_stream():
+            return None  # it may be gone, and captures of other threads are theirs to ask about
+        handle = self._living_handle(stream)
+        if handle is None or not self._runtime.streamIsCapturing(handle):
+            return None
+        return self._captures.capture_of(handle)
+
+    def ended_captures(self) -> list[int]:
+        """Captures whose graphs, and all that was instantiated from them, are destroyed."""
+        return self._captures.ended()
+
+
+class _Foreign:
+    """Somebody else's stream, as CuPy takes it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def _handle_of(stream: Any) -> int:
+    if isinstance(stream, int):
+        return stream
+    if hasattr(stream, "ptr"):
+        return int(stream.ptr)
+    if hasattr(stream, "__cuda_stream__"):
+        return int(stream.__cuda_stream__()[1])
+    raise ConfigError(f"expected a CUDA stream or its handle, got {type(stream).__name__}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of CuPy's runtime or driver says that the device is full."""
+    return getattr(error, "status", None) == _OUT_OF_MEMORY
+
+
+# After a fork -------------------------------------------------------------------------------------
+
+_living: weakref.WeakSet[CudaDevice] = weakref.WeakSet()
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedDeviceError(
+        "this process was forked from one that uses the GPU, and CUDA does not survive a fork: "
+        "start it with multiprocessing's 'spawn' method, or use the GPU in the child only"
+    )
+
+
+class _Refusal:
+    """Stands where a driver was: every call refuses."""
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        return _refuse
+
+
+def _after_fork() -> None:
+    for device in _living:
+        device._runtime = _Refusal()
+        device._get_current_stream = _refuse
+        device.__dict__.update(_driver=_Refusal())
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,209 @@
+"""Memory of the host behind the same protocol as a GPU's: real pages, really remapped.
+
+A page is a piece of an anonymous file; mapping it is mmap(2) at a fixed address. So the pool's logic
+runs on any Linux machine as it does on a GPU: pointers stay valid across a remap, and data that ends
+up on the wrong page is really lost. There is one stream and everything on it is done at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from cukit.memory.config import MIB
+from cukit.memory.provider import DeviceOutOfMemory, Move
+
+# From <sys/mman.h> and <linux/falloc.h>, where Python's mmap module does not name them.
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_PUNCH_HOLE_KEEP_SIZE = 0x3
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_NO_ACCESS = 0
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+
+
+def _mmap(address: int | None, size: int, access: int, flags: int, file: int, offset: int) -> int:
+    got = _libc.mmap(address, size, access, flags, file, offset)
+    if got == _MAP_FAILED:
+        code = ctypes.get_errno()
+        if code == errno.ENOMEM:
+            raise DeviceOutOfMemory(f"mmap of {size} bytes: {os.strerror(code)}")
+        raise OSError(code, f"mmap of {size} bytes: {os.strerror(code)}")
+    return int(got)
+
+
+class HostProvider:
+    """See the module. `total_bytes`: how much memory the pretended device has (None: the host's).
+
+    `can_remap=False` behaves as plain cudaMalloc does: segments come and go whole.
+    """
+
+    def __init__(
+        self,
+        total_bytes: int | None = None,
+        *,
+        page_bytes: int = 2 * MIB,
+        can_remap: bool = True,
+    ) -> None:
+        self.name = "host" if can_remap else "host segments"
+        self.device_id = 0
+        self.page_bytes = page_bytes
+        self.can_remap = can_remap
+        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self.total_bytes = installed if total_bytes is None else total_bytes
+        self.used_bytes = 0
+        self._file = os.memfd_create("cukit-pages", os.MFD_CLOEXEC)
+        self._file_pages = 0
+        self._unused: list[int] = []
+        self._reservations: dict[int, tuple[int, int]] = {}
+
+    def __del__(self) -> None:
+        for base, size in self._reservations.values():
+            _libc.munmap(base, size)
+        os.close(self._file)
+
+    # Memory -----------------------------------------------------------------------------------
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the pretended device."""
+        return self.total_bytes - self.used_bytes, self.total_bytes
+
+    def _charge(self, size: int) -> None:
+        if self.used_bytes + size > self.total_bytes:
+            raise DeviceOutOfMemory(f"{size} bytes: {self.memory_info()[0]} are free")
+        self.used_bytes += size
+
+    def reserve(self, size: int) -> int:
+        """Addresses, with memory behind them if pages cannot be mapped."""
+        if not self.can_remap:
+            self._charge(size)
+        access = _NO_ACCESS if self.can_remap else _READ_WRITE
+        padded = size + self.page_bytes
+        try:
+            base = _mmap(None, padded, access, _RESERVED, -1, 0)
+        except BaseException:
+            if not self.can_remap:
+                self.used_bytes -= size
+            raise
+        address = -(-base // self.page_bytes) * self.page_bytes
+        self._reservations[address] = (base, padded)
+        return address
+
+    def release(self, address: int, size: int) -> None:
+        """Undoes one `reserve`."""
+        base, padded = self._reservations.pop(address)
+        _libc.munmap(base, padded)
+        if not self.can_remap:
+            self.used_bytes -= size
+
+    def create_pages(self, count: int) -> list[Any]:
+        """Pages are offsets into the file."""
+        self._charge(count * self.page_bytes)
+        pages = [self._unused.pop() for _ in range(min(count, len(self._unused)))]
+        fresh = count - len(pages)
+        pages.extend(
+            (self._file_pages + number) * self.page_bytes for number in range(fresh)
+        )
+        self._file_pages += fresh
+        os.ftruncate(self._file, self._file_pages * self.page_bytes)
+        return pages
+
+    def destroy_pages(self, pages: Sequence[Any]) -> None:
+        """The file keeps a hole for later pages."""
+        for page in pages:
+            _libc.fallocate(self._file, _PUNCH_HOLE_KEEP_SIZE, page, self.page_bytes)
+        self._unused.extend(pages)
+        self.used_bytes -= len(pages) * self.page_bytes
+
+    def map_pages(self, address: int, pages: Sequence[Any]) -> None:
+        """One mmap for neighbours in the file."""
+        start = 0
+        for position in range(1, len(pages) + 1):
+            step = position - start
+            if position < len(pages) and pages[position] == pages[start] + step * self.page_bytes:
+                continue
+            at, flags = address + start * self.page_bytes, mmap.MAP_SHARED | _MAP_FIXED
+            _mmap(at, step * self.page_bytes, _READ_WRITE, flags, self._file, pages[start])
+            start = position
+
+    def unmap_pages(self, address: int, count: int) -> None:
+        """Puts inaccessible addresses in their place."""
+        _mmap(address, count * self.page_bytes, _NO_ACCESS, _RESERVED | _MAP_FIXED, -1, 0)
+
+    def copy(self, moves: Sequence[Move], stream: Hashable) -> None:
+        """Done when it returns."""
+        for move in moves:
+            ctypes.memmove(move.destination, move.source, move.size)
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:
+        """A NumPy array over the memory."""
+        return np.asarray(_Memory(address, shape, np.dtype(dtype), owner))
+
+    # Streams: one, always idle -----------------------------------------------------------------
+
+    def current_stream(self) -> Hashable:
+        """The one stream."""
+        return 0
+
+    def stream_key(self, stream: Any) -> Hashable:
+        """Numbers name streams."""
+        return int(stream)
+
+    def records_late(self, stream: Hashable) -> bool:
+        """Nothing can happen to a stream of numbers."""
+        return True
+
+    def record(self, stream: Hashable) -> Any:
+        """Done already."""
+        return None
+
+    def is_done(self, event: Any) -> bool:
+        """Everything is."""
+        return True
+
+    def wait(self, stream: Hashable, event: Any) -> None:
+        """For nothing."""
+
+    def synchronize(self, event: Any) -> None:
+        """With nothing."""
+
+    def discard(self, event: Any) -> None:
+        """Nothing."""
+
+    def synchronize_device(self) -> None:
+        """With nothing."""
+
+    def capture_id(self, stream: Hashable) -> int | None:
+        """Nothing is captured here."""
+        return None
+
+
+class _Memory:
+    """Tells NumPy where an array lies and keeps the owner while one looks."""
+
+    def __init__(
+        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
+    ) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": shape,
+            "typestr": dtype.str,
+        }

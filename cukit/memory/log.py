@@ -1,0 +1,264 @@
+"""Allocation logs: CSV in the columns of RMM's logging adaptor, so that tools for those read ours.
+
+    Thread,Time,Action,Pointer,Size,Stream
+    140213,09:15:02.104551,allocate,0x7f2a00000000,1048576,0
+    140213,09:15:02.104923,free,0x7f2a00000000,1048576,0
+
+Time is the hour of the day; a log may run past midnight. Files that end in `.gz` are compressed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import io
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from datetime import datetime
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TextIO
+
+from cukit.errors import DataError
+from cukit.memory.blocks import Event
+
+COLUMNS = ("Thread", "Time", "Action", "Pointer", "Size", "Stream")
+
+DAY_US = 24 * 3600 * 1_000_000
+BUFFERED = 8192
+"""Lines kept in memory before they go to the file."""
+
+_TIME = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})[.:](\d{6})")
+
+
+class LogError(DataError):
+    """An allocation log that cannot be read. The message names the file, the line, the column."""
+
+
+class LogAction(str, Enum):
+    """What a line of a log says; the value is RMM's word for it."""
+
+    ALLOCATE = "allocate"
+    FREE = "free"
+    FAILURE = "allocate failure"
+
+
+_ACTIONS = {action.value: action for action in LogAction}
+
+
+class LogEvent(NamedTuple):
+    """One line of a log."""
+
+    thread: int
+    time_us: int
+    """Microseconds since the midnight before the log began."""
+    action: LogAction
+    pointer: int
+    """0 in a failure."""
+    size: int
+    stream: int
+
+
+# Writing ------------------------------------------------------------------------------------------
+
+
+class LogWriter:
+    """Writes a log; a listener of a pool: `pool.add_listener(writer)`. A context manager.
+
+    Safe to call from any thread and from inside a garbage collection: an event is only put into a
+    queue here; whoever finds the queue long and the file idle writes.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._file = _open(self.path, "w")
+        self._file.write(",".join(COLUMNS) + "\n")
+        self._queue: deque[LogEvent] = deque()
+        self._file_idle = threading.Lock()
+        self._streams: dict[Hashable, int] = {}
+        midnight = datetime.now().replace(hour=0, minute=0, second=0, microsecond=0)
+        self._zero = time.perf_counter() - (time.time() - midnight.timestamp())
+
+    def __call__(self, event: Event) -> None:
+        """Notes an event of a pool; those that are not about allocations are skipped."""
+        action = _ACTION_OF.get(event.action)
+        if action is not None:
+            stream = self._stream_number(event.stream)
+            when = self.microseconds(event.time)
+            self.write(LogEvent(event.thread, when, action, event.address, event.size, stream))
+
+    def write(self, event: LogEvent) -> None:
+        """Appends a line."""
+        self._queue.append(event)
+        if len(self._queue) >= BUFFERED and self._file_idle.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._file_idle.release()
+
+    def microseconds(self, perf_counter: float) -> int:
+        """A moment of `time.perf_counter()` as `LogEvent.time_us`."""
+        return round((perf_counter - self._zero) * 1e6)
+
+    def close(self) -> None:
+        """Writes what is left; events that come later are lost."""
+        with self._file_idle:
+            if not self._file.closed:
+                self._drain()
+                self._file.close()
+
+    def __enter__(self) -> LogWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stream_number(self, stream: Hashable) -> int:
+        """A stream's own number if it is one, else the order in which streams came up."""
+        if isinstance(stream, int):
+            return stream
+        return self._streams.setdefault(stream, len(self._streams) + 1)
+
+    def _drain(self) -> None:
+        lines = []
+        with contextlib.suppress(IndexError):  # empty; others may append meanwhile
+            while True:
+                lines.append(format_event(self._queue.popleft()))
+        self._file.write("".join(lines))
+
+
+_ACTION_OF = {
+    "alloc": LogAction.ALLOCATE,
+    "free": LogAction.FREE,
+    "oom": LogAction.FAILURE,
+}
+
+
+def format_event(event: LogEvent) -> str:
+    """An event as one line."""
+    seconds, microseconds = divmod(event.time_us % DAY_US, 1_000_000)
+    clock = f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}.{microseconds:06d}"
+    return (
+        f"{event.thread},{clock},{event.action.value},{event.pointer:#x},{event.size},"
+        f"{event.stream}\n"
+    )
+
+
+def write_log(path: Path | str, events: Iterable[LogEvent]) -> None:
+    """Writes a whole log; the same events make the same bytes."""
+    with _open(Path(path), "w") as file:
+        file.write(",".join(COLUMNS) + "\n")
+        file.writelines(map(format_event, events))
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+
+def read_log(path: Path | str) -> list[LogEvent]:
+    """Every event of a log.
+
+    Raises LogError where a line does not say what its columns promise, frees what is not
+    allocated, or allocates what is.
+    """
+    path = Path(path)
+    try:
+        with _open(path, "r") as file:
+            return list(_checked(path, file))
+    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError, csv.Error) as error:
+        raise LogError(f"{path}: not an allocation log ({error})") from None
+
+
+def _checked(path: Path, file: TextIO) -> Iterator[LogEvent]:
+    rows = csv.reader(file)
+    header = tuple(cell.strip() for cell in next(rows, []))
+    if header != COLUMNS:
+        raise LogError(f"{path}:1: expected the columns {','.join(COLUMNS)}, got {header!r}")
+    live: dict[int, int] = {}
+    before = days = 0
+    for row in rows:
+        line = _Line(path, rows.line_num, row)
+        event = line.parse()
+        if event.time_us + days < before - DAY_US // 2:
+            days += DAY_US
+        event = event._replace(time_us=event.time_us + days)
+        before = event.time_us
+        line.check(event, live)
+        yield event
+
+
+class _Line:
+    """One line under the reader's eyes."""
+
+    def __init__(self, path: Path, number: int, cells: list[str]) -> None:
+        self._place = f"{path}:{number}"
+        if len(cells) != len(COLUMNS):
+            raise LogError(f"{self._place}: expected {len(COLUMNS)} columns, got {len(cells)}")
+        self._cells = dict(zip(COLUMNS, map(str.strip, cells), strict=True))
+
+    def parse(self) -> LogEvent:
+        action = _ACTIONS.get(self._cells["Action"])
+        if action is None:
+            raise self._error("Action", " or ".join(map(repr, _ACTIONS)))
+        return LogEvent(
+            thread=self._number("Thread"),
+            time_us=self._time(),
+            action=action,
+            pointer=self._address("Pointer"),
+            size=self._number("Size"),
+            stream=self._address("Stream", base=10),
+        )
+
+    def check(self, event: LogEvent, live: dict[int, int]) -> None:
+        """Whether the event can follow those before it; `live` has what is allocated."""
+        if event.action is LogAction.ALLOCATE:
+            if event.pointer in live:
+                raise self._error("Pointer", "memory that is not allocated already")
+            if event.size == 0 or event.pointer == 0:
+                column = "Pointer" if event.size else "Size"
+                raise self._error(column, "above 0 in an allocation")
+            live[event.pointer] = event.size
+        elif event.action is LogAction.FREE:
+            size = live.pop(event.pointer, None)
+            if size is None:
+                raise self._error("Pointer", "memory that is allocated at this line")
+            if size != event.size:
+                raise self._error("Size", f"the {size} bytes that were allocated there")
+
+    def _number(self, column: str) -> int:
+        text = self._cells[column]
+        if not (text.isascii() and text.isdigit()):
+            raise self._error(column, "a whole number")
+        return int(text)
+
+    def _address(self, column: str, base: int = 16) -> int:
+        """`0x7f20`, `(nil)`, or digits of `base`."""
+        text = self._cells[column].lower()
+        if text == "(nil)":
+            return 0
+        try:
+            return int(text.removeprefix("0x"), 16 if text.startswith("0x") else base)
+        except ValueError:
+            raise self._error(column, "an address such as 0x7f2000000000") from None
+
+    def _time(self) -> int:
+        found = _TIME.fullmatch(self._cells["Time"])
+        if found is None:
+            raise self._error("Time", "hours:minutes:seconds.microseconds")
+        hours, minutes, seconds, microseconds = map(int, found.groups())
+        return ((hours * 60 + minutes) * 60 + seconds) * 1_000_000 + microseconds
+
+    def _error(self, column: str, expected: str) -> LogError:
+        got = self._cells[column]
+        return LogError(f"{self._place}: {column}: expected {expected}, got {got!r}")
+
+
+def _open(path: Path, mode: Literal["r", "w"]) -> TextIO:
+    if path.suffix != ".gz":
+        return path.open(mode, encoding="utf-8", newline="")
+    # Without the time in its header: the same events make the same file.
+    packed: Any = gzip.GzipFile(path, f"{mode}b", mtime=0)
+    return io.TextIOWrapper(packed, encoding="utf-8", newline="")

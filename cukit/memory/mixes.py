@@ -1,0 +1,190 @@
+"""Allocation logs made from a seed: the patterns that memory pools are judged by.
+
+`random-N-M`   N allocations of 1 byte to M MiB, freed at random (RMM's random_allocations: 73% of
+               the steps allocate, at most 16000 MiB live).
+`serving`      A language model at work: requests of very different lengths come and go, their
+               key-value caches grow, and each step needs scratch space.
+`torture`      Blocks of two sizes side by side, every second freed, then one that is larger than
+               any hole though far smaller than all of them together.
+
+The same name and seed make the same log, on every machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+from cukit.errors import ConfigError
+from cukit.memory.log import LogAction, LogEvent
+
+MIB = 1 << 20
+
+FIRST_ADDRESS = 0x7F00_0000_0000
+ALIGNMENT = 512
+STEP_US = 10
+
+STANDARD = ("random-1000-4096", "random-10000-64", "random-100000-1", "serving", "torture")
+"""The mixes that are measured."""
+
+
+class Tape:
+    """Puts a log together. Addresses are made up: each block gets new ones."""
+
+    def __init__(self) -> None:
+        self.events: list[LogEvent] = []
+        self.live_bytes = 0
+        self._next = FIRST_ADDRESS
+
+    def allocate(self, size: int, stream: int = 0) -> LogEvent:
+        """Notes an allocation; what it returns is what `free` takes."""
+        event = self._note(LogAction.ALLOCATE, self._next, size, stream)
+        self._next += -(-size // ALIGNMENT) * ALIGNMENT
+        self.live_bytes += size
+        return event
+
+    def free(self, event: LogEvent) -> None:
+        self._note(LogAction.FREE, event.pointer, event.size, event.stream)
+        self.live_bytes -= event.size
+
+    def _note(self, action: LogAction, pointer: int, size: int, stream: int) -> LogEvent:
+        event = LogEvent(1, STEP_US * len(self.events), action, pointer, size, stream)
+        self.events.append(event)
+        return event
+
+
+def make_log(name: str, seed: int = 0) -> list[LogEvent]:
+    """The log called `name`; see the module. Raises ConfigError for a name that means nothing."""
+    tape = Tape()
+    _maker(name)(tape, random.Random(f"{name} {seed}"))
+    return tape.events
+
+
+def is_mix(name: str) -> bool:
+    """Whether `make_log` knows the name."""
+    try:
+        _maker(name)
+    except ConfigError:
+        return False
+    return True
+
+
+def _maker(name: str) -> Callable[[Tape, random.Random], None]:
+    if name in _MAKERS:
+        return _MAKERS[name]
+    kind, *numbers = name.split("-")
+    if kind == "random" and len(numbers) == 2 and all(n.isascii() and n.isdigit() for n in numbers):
+        count, largest = map(int, numbers)
+        if count and largest:
+            return partial(_random, count=count, largest=largest * MIB)
+    raise ConfigError(
+        f"{name!r} is no mix: expected random-N-M (N allocations of at most M MiB), "
+        + " or ".join(sorted(_MAKERS))
+    )
+
+
+def _random(tape: Tape, rng: random.Random, *, count: int, largest: int) -> None:
+    """RMM's random_allocations."""
+    allocate_percent, most_live = 73, 16000 * MIB
+    live: list[LogEvent] = []
+    made = 0
+    for _ in range(2 * count):
+        size = rng.randint(1, largest)
+        wanted = rng.randrange(100) < allocate_percent and made < count
+        if not live or (wanted and tape.live_bytes + size < most_live):
+            if made == count:
+                break
+            live.append(tape.allocate(size))
+            made += 1
+            continue
+        index = rng.randrange(len(live))
+        live[index], live[-1] = live[-1], live[index]
+        tape.free(live.pop())
+    for event in live:
+        tape.free(event)
+
+
+class _Request:
+    """One sequence being generated, with a cache block for each layer."""
+
+    LAYERS = 24
+    TOKEN_BYTES = 2 * 8 * 128 * 2
+    """Keys and values of one token in one layer: 8 heads of 128 in bfloat16."""
+    CHUNK = 512
+    """The caches grow by this many tokens: into new memory, then the old is freed."""
+
+    def __init__(self, tape: Tape, prompt: int, output: int) -> None:
+        self.tape, self.tokens, self.last = tape, prompt, prompt + output
+        self.caches = [self._cache() for _ in range(self.LAYERS)]
+
+    def _room(self) -> int:
+        return -(-(self.tokens + 1) // self.CHUNK) * self.CHUNK
+
+    def _cache(self) -> LogEvent:
+        return self.tape.allocate(self._room() * self.TOKEN_BYTES)
+
+    def step(self) -> bool:
+        """One more token; returns whether the request is done (and then frees its caches)."""
+        self.tokens += 1
+        if self.tokens >= self.last:
+            for cache in self.caches:
+                self.tape.free(cache)
+            return True
+        if self._room() * self.TOKEN_BYTES > self.caches[0].size:
+            for layer, old in enumerate(self.caches):
+                self.caches[layer] = self._cache()
+                self.tape.free(old)
+        return False
+
+
+def _serving(tape: Tape, rng: random.Random) -> None:
+    """Weights, then 400 requests of 50 to 16000 tokens, at most 48 at a time."""
+    hidden, vocabulary, most_live = 4096, 32000, 48
+    weights = [tape.allocate(rng.choice((32, 56, 112)) * MIB) for _ in range(3 * _Request.LAYERS)]
+    waiting = 400
+    running: list[_Request] = []
+    while waiting or running:
+        while waiting and len(running) < most_live and rng.random() < 0.4:
+            prompt = min(16000, int(rng.lognormvariate(6.5, 1.2)) + 32)
+            output = min(2000, int(rng.lognormvariate(5.0, 0.8)) + 16)
+            activations = [tape.allocate(prompt * hidden * 2 * k) for k in (1, 3, 4)]
+            running.append(_Request(tape, prompt, output))
+            for event in activations:
+                tape.free(event)
+            waiting -= 1
+        rows = max(len(running), 1)
+        scratch = [tape.allocate(rows * n * 2) for n in (hidden, 3 * hidden, 4 * hidden)]
+        scratch.append(tape.allocate(rows * vocabulary * 4))
+        for event in scratch:
+            tape.free(event)
+        running = [request for request in running if not request.step()]
+    for event in weights:
+        tape.free(event)
+
+
+def _torture(tape: Tape, rng: random.Random) -> None:
+    """Six rounds; in each the holes are 96, and every request larger than any two of them.
+
+    What is asked for after the frees is 60% of what they freed: less is live than before.
+    """
+    small, large = 7 * MIB + 3 * ALIGNMENT, 19 * MIB + 5 * ALIGNMENT
+    for number in range(6):
+        tape.free(tape.allocate(96 * (small + large)))  # what the pairs are then carved from
+        pairs = [(tape.allocate(small), tape.allocate(large)) for _ in range(96)]
+        which = number % 2
+        for pair in pairs:
+            tape.free(pair[which])
+        hole = pairs[0][which].size
+        big = [tape.allocate(int(96 * hole * share)) for share in (0.3, 0.2, 0.1)]
+        for pair in pairs:
+            tape.free(pair[1 - which])
+        for event in big:
+            tape.free(event)
+        small, large = small + rng.randrange(MIB), large + rng.randrange(2 * MIB)
+
+
+_MAKERS: dict[str, Callable[[Tape, random.Random], None]] = {
+    "serving": _serving,
+    "torture": _torture,
+}

@@ -1,0 +1,142 @@
+"""The pool's own picture of memory: spans that tile an address range, and an index by size.
+
+The spans of a range form a doubly linked list in address order without gaps:
+
+    span.next.address == span.address + span.size
+
+so that neighbours are found, split and merged in constant time. Addresses without memory are spans
+too (UNMAPPED): mapping and unmapping pages only changes a span's state.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
+
+from cukit.memory.blocks import Block, BlockState, Frame
+
+if TYPE_CHECKING:
+    from cukit.memory.buffer import Holder
+
+LIVE, CACHED, FREE, PENDING, UNMAPPED, GONE = range(6)
+"""CACHED: free, waiting in its stream's list of exactly this size, not merged with neighbours.
+FREE: merged as far as it goes, in the index of its stream. GONE: merged into a neighbour, no longer
+part of any range. The other states as in blocks.py."""
+
+PUBLIC_STATE: tuple[BlockState, ...] = ("live", "free", "free", "pending", "unmapped")
+
+
+class Span:
+    """Neighbouring bytes of one range with one state."""
+
+    __slots__ = (
+        "address",
+        "call_site",
+        "epoch",
+        "holder",
+        "next",
+        "prev",
+        "requested",
+        "size",
+        "state",
+        "stream",
+        "uses",
+    )
+
+    def __init__(self, address: int, size: int, state: int) -> None:
+        self.address = address
+        self.size = size
+        self.state = state
+        self.requested = 0
+        self.stream: Hashable = None
+        """LIVE: allocated on; free: freed on. None: any stream may have it."""
+        self.epoch = 0
+        """When it was freed, in epochs of its stream (streams.py)."""
+        self.uses: tuple[Hashable, ...] = ()
+        """Further streams that work on it."""
+        self.holder: Holder | None = None
+        """The owner's handle, if the span may be moved."""
+        self.call_site: tuple[Frame, ...] = ()
+        self.prev: Span | None = None
+        self.next: Span | None = None
+
+    @property
+    def end(self) -> int:
+        return self.address + self.size
+
+    @property
+    def movable(self) -> bool:
+        return self.state == LIVE and self.holder is not None and not self.holder.pins
+
+    def block(self) -> Block:
+        """What the outside sees of it."""
+        owned = self.state in (LIVE, PENDING)
+        return Block(
+            self.address,
+            self.size,
+            self.requested if owned else 0,
+            PUBLIC_STATE[self.state],
+            self.stream,
+            self.movable,
+            self.call_site if owned else (),
+        )
+
+    def split(self, size: int) -> Span:
+        """Keeps the first `size` bytes; returns the rest, linked behind, alike in all else."""
+        rest = Span(self.address + size, self.size - size, self.state)
+        rest.stream, rest.epoch = self.stream, self.epoch
+        rest.prev, rest.next = self, self.next
+        if self.next is not None:
+            self.next.prev = rest
+        self.next = rest
+        self.size = size
+        return rest
+
+    def swallow_next(self) -> None:
+        """Takes over the bytes of the next span, which is no more."""
+        gone = self.next
+        assert gone is not None
+        self.size += gone.size
+        self.next = gone.next
+        if gone.next is not None:
+            gone.next.prev = self
+        gone.prev = gone.next = None
+        gone.state = GONE
+
+    def isolate(self, address: int, size: int) -> Span:
+        """Splits so that `size` bytes at `address`, all inside, are a span; returns that one."""
+        span = self if address == self.address else self.split(address - self.address)
+        if span.size > size:
+            span.split(size)
+        return span
+
+
+class SizeIndex:
+    """Free spans by size, then address: best fit is a binary search."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, Span]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Span]:
+        return (entry[2] for entry in list(self._entries))
+
+    def add(self, span: Span) -> None:
+        insort(self._entries, (span.size, span.address, span))
+
+    def remove(self, span: Span) -> None:
+        position = bisect_left(self._entries, (span.size, span.address))
+        assert self._entries[position][2] is span
+        del self._entries[position]
+
+    def best_fit(self, size: int) -> Span | None:
+        """The smallest span of at least `size` bytes, the lowest of those; it stays inside."""
+        position = bisect_left(self._entries, (size,))
+        return self._entries[position][2] if position < len(self._entries) else None
+
+    def at_least(self, size: int) -> list[Span]:
+        """All spans of at least `size` bytes, smallest first."""
+        return [entry[2] for entry in self._entries[bisect_left(self._entries, (size,)) :]]

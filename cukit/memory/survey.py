@@ -1,0 +1,125 @@
+"""What a walk over all spans tells: for statistics, for decisions, and for the text of an error."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+from cukit.memory.arena import Arena
+from cukit.memory.blocks import Frame
+from cukit.memory.compact import Piece
+from cukit.memory.spans import CACHED, FREE, LIVE, PENDING, UNMAPPED, Span
+from cukit.memory.statistics import StreamStatistics
+from cukit.memory.streams import CaptureKey
+
+
+@dataclass
+class Survey:
+    """Bytes, at one moment."""
+
+    live: int = 0
+    requested: int = 0
+    pending: int = 0
+    free: int = 0
+    private_free: int = 0
+    """Part of `free`: kept for a captured graph."""
+    largest_free: int = 0
+    whole_pages: int = 0
+    """Part of `free` that lies on pages without a live byte, outside the largest hole too."""
+    movable: int = 0
+    freed_by_moving: int = 0
+    """Bytes of pages that become whole when every movable buffer leaves its page, less what those
+    buffers need elsewhere."""
+    per_stream: dict[Hashable, StreamStatistics] = field(default_factory=dict)
+    call_sites: dict[tuple[Frame, ...], tuple[int, int]] = field(default_factory=dict)
+    """Bytes and count of live allocations by call site."""
+
+
+def _reusable(span: Span) -> bool:
+    return span.state in (FREE, CACHED) and not isinstance(span.stream, CaptureKey)
+
+
+def _holes(arena: Arena) -> Iterator[tuple[int, int]]:
+    """(address, size) of neighbouring free bytes, whoever freed them."""
+    start = end = 0
+    for span in arena.spans():
+        if not _reusable(span):
+            continue
+        if span.address != end or span.prev is None:
+            if end > start:
+                yield start, end - start
+            start = span.address
+        end = span.end
+    if end > start:
+        yield start, end - start
+
+
+def pieces(arena: Arena) -> list[Piece]:
+    """All mapped bytes as the planner of compaction wants them."""
+    found = []
+    for span in arena.spans():
+        if span.state == UNMAPPED:
+            continue
+        free = span.state == FREE and span.stream is None
+        kind = "free" if free else "movable" if span.movable else "wall"
+        found.append(Piece(span.address, span.size, kind))  # type: ignore[arg-type]
+    return found
+
+
+def survey(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Survey:
+    """Walks over all spans. `in_hand_bytes`: pages that are mapped nowhere."""
+    result = Survey(free=in_hand_bytes)
+    page = arena.page_bytes
+    streams: dict[Hashable, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for span in arena.spans():
+        if span.state == UNMAPPED:
+            continue
+        if span.state == LIVE:
+            result.live += span.size
+            result.requested += span.requested
+            streams[span.stream][0] += span.size
+            if span.movable:
+                result.movable += span.size
+            size, count = result.call_sites.get(span.call_site, (0, 0))
+            result.call_sites[span.call_site] = size + span.size, count + 1
+        elif span.state == PENDING:
+            result.pending += span.size
+            streams[span.stream][1] += span.size
+        else:
+            result.free += span.size
+            streams[span.stream][2] += span.size
+            if isinstance(span.stream, CaptureKey):
+                result.private_free += span.size
+    for address, size in _holes(arena):
+        result.largest_free = max(result.largest_free, size)
+        first, last = -(-address // page), (address + size) // page
+        if remap:
+            result.whole_pages += max(0, last - first) * page
+    if remap:
+        result.whole_pages += in_hand_bytes
+        result.largest_free = max(result.largest_free, 0)
+    if result.movable:
+        result.freed_by_moving = _freed_by_moving(arena, page)
+    result.per_stream = {
+        key: StreamStatistics(*numbers) for key, numbers in streams.items()
+    }
+    return result
+
+
+def _freed_by_moving(arena: Arena, page: int) -> int:
+    """Free bytes on pages that hold nothing but free and movable bytes, and at least one movable."""
+    walls: set[int] = set()
+    free: dict[int, int] = defaultdict(int)
+    moving: set[int] = set()
+    for piece in pieces(arena):
+        low, high = piece.address // page, (piece.end - 1) // page
+        for number in range(low, high + 1):
+            if piece.kind == "wall":
+                walls.add(number)
+            elif piece.kind == "movable":
+                moving.add(number)
+            else:
+                start = max(piece.address, number * page)
+                free[number] += min(piece.end, (number + 1) * page) - start
+    return sum(free[number] for number in moving - walls)
