@@ -1,4 +1,5 @@
-"""The `cukit` command: doctor, list, compile, bench, analyze, compare, report, distill, generate.
+"""The `cukit` command: doctor, list, compile, bench, analyze, compare, report, replay, distill,
+generate.
 
 Bad input ends with one clear line on stderr and exit code 2; a traceback means a defect of ours.
 """
@@ -19,6 +20,7 @@ from cukit.commands.compile import compile_kernels
 from cukit.commands.distill import distill, generate
 from cukit.commands.doctor import doctor
 from cukit.commands.list_ops import list_ops
+from cukit.commands.replay import replay
 from cukit.commands.report import report
 from cukit.errors import CukitError
 
@@ -38,6 +40,7 @@ app.command("bench")(bench)
 app.command("analyze")(analyze)
 app.command("compare")(compare)
 app.command("report")(report)
+app.command("replay")(replay)
 app.command("distill")(distill)
 app.command("generate")(generate)
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from cukit.errors import CukitError, MissingDependencyError, UnsupportedDeviceError
 from cukit.memory.log import LogAction, LogEvent, read_log
+from cukit.memory.mixes import is_mix, make_log
 
 PAGE_BYTES = 2 << 20
 TIGHT = 1.05
@@ -126,9 +127,9 @@ class ReplayResult:
     pool: str
     limit_bytes: int | None
     completed: bool
-    """No allocation failed. A log ends at its first failure."""
+    """No allocation failed, and the limit held. A log ends at its first failure."""
     failure: str
-    """Which allocation failed, and with how much live; empty if none did."""
+    """Which allocation failed, and with how much live; or by how much the limit was passed."""
     num_steps: int
     """Allocations and frees done."""
     peak_live_bytes: int
@@ -192,6 +193,8 @@ def _replay(script: Script, pool: ReplayPool, name: str, limit: int | None) -> R
         if taken >= pool.growth_ns and (holds := pool.reserved_bytes()) > reserved:
             reserved, wasted = holds, 1 - live / holds
     reserved = max(reserved, pool.reserved_bytes())
+    if not failure and limit is not None and reserved > limit:
+        failure = f"held {reserved} bytes, {reserved - limit} more than it was allowed"
     for block, (_, stream) in sizes.items():
         free(pointers[block], stream)
     return ReplayResult(
@@ -217,10 +220,18 @@ class PoolMissing(CukitError):  # noqa: N818 - a reason to leave a pool out
 
 @dataclass(frozen=True)
 class Request:
-    """One log to replay: its file, and the limit: bytes, None, or "tight"."""
+    """One log to replay."""
 
     log: str
+    """Its file, or the name of a mix (:mod:`cukit.memory.mixes`)."""
     limit: int | str | None = None
+    """Bytes, None for no limit, or "tight"."""
+    seed: int = 0
+    """Of a mix."""
+
+    def script(self) -> Script:
+        made = is_mix(self.log) and not Path(self.log).exists()
+        return script_of(make_log(self.log, self.seed) if made else read_log(self.log))
 
 
 def replay_apart(pool: str, requests: Sequence[Request]) -> list[ReplayResult]:
@@ -265,7 +276,7 @@ def replay_request(pool: str, request: Request) -> ReplayResult:
     """One log on one new pool, here and now."""
     from cukit.memory.replay_pools import make_pool
 
-    script = script_of(read_log(request.log))
+    script = request.script()
     limit = script.tight_limit if request.limit == "tight" else request.limit
     assert not isinstance(limit, str)
     made = make_pool(pool, script.num_streams, limit)
