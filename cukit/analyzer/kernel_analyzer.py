@@ -24,6 +24,7 @@ from cukit.analyzer.devices import analysis_device
 from cukit.analyzer.invocation import Invocation, invocation
 from cukit.analyzer.machine import environment
 from cukit.analyzer.ncu import read_counters
+from cukit.analyzer.overhead import Overhead, calibration_calls, overhead_of
 from cukit.analyzer.power import energy_of
 from cukit.analyzer.roofline import DEFAULT_PIPE, roofline, throughput
 from cukit.analyzer.schema import (
@@ -57,7 +58,7 @@ class KernelAnalyzer:
         sm_90 where there is none.
     counters: hardware counters by kernel name, or a file of ncu's to read them from.
     energy: run each call for a second more, and read NVML's energy counter.
-    ceilings: measure the roofs of this machine first (about a second, once).
+    ceilings: measure the roofs of this machine first (about two seconds, once).
     """
 
     def __init__(
@@ -87,6 +88,11 @@ class KernelAnalyzer:
     @cached_property
     def _cold_timer(self) -> GpuTimer:
         return GpuTimer()
+
+    @cached_property
+    def event_overhead(self) -> Overhead:
+        """What a pair of events reads beyond the work between them, measured on this machine."""
+        return overhead_of(self._cold_timer, GraphTimer(), calibration_calls())
 
     def analyze(
         self,
@@ -140,13 +146,12 @@ class KernelAnalyzer:
             roofline=(),
             energy=None,
             conditions=None,
-            counters=(self._counters or {}).get(work.launch.name if work.launch else work.name),
+            counters=None,
             advice=(),
             missing={},
         )
-        if analysis.counters is None:
-            analysis = replace(analysis, missing={"counters": self._no_counters(work.name)})
         analysis = self._static(analysis, work) if work.call is None else self._run(analysis, work)
+        analysis = self._counted(analysis)
         if analysis.cold is not None:
             analysis = self._place(analysis, pipe)
         advice = advise(analysis, self.device.num_sms, self._accesses)
@@ -169,7 +174,7 @@ class KernelAnalyzer:
         return self._accesses
 
     def generate_report(self, *outputs: Path | str) -> Any:
-        """Writes all analyses so far: .html, .json or .trace.json by the suffix of each path."""
+        """Writes all analyses so far: .html, .txt, .json, .trace.json, as each suffix says."""
         from cukit.analyzer.report import generate_report
 
         return generate_report([self.report()], outputs)
@@ -184,10 +189,16 @@ class KernelAnalyzer:
             missing["waves"] = "no grid was given"
         return replace(analysis, missing=missing)
 
-    def _no_counters(self, name: str) -> str:
+    def _counted(self, analysis: KernelAnalysis) -> KernelAnalysis:
+        """With the counters of its kernel, where it is one kernel and they were given."""
+        name = analysis.launches[0].name if len(analysis.launches) == 1 else analysis.name
+        found = (self._counters or {}).get(name)
+        if found is not None:
+            return replace(analysis, counters=found)
+        reason = f"the counters given have no kernel {name}"
         if self._counters is None:
-            return "no counters were given: `cukit analyze --counters` reads them with ncu"
-        return f"the counters given have no kernel {name}"
+            reason = "no counters were given: `cukit analyze --counters` reads them with ncu"
+        return replace(analysis, missing={**analysis.missing, "counters": reason})
 
     def _run(self, analysis: KernelAnalysis, work: Invocation) -> KernelAnalysis:
         call = work.call
@@ -207,10 +218,10 @@ class KernelAnalyzer:
         launches = traced or analysis.launches
         if not launches:
             missing["launches"] = missing["device_us"]
-        cold = _statistics(call, self._cold_timer, "cold")
+        cold = _statistics(call, self._cold_timer, "cold", self.event_overhead)
         warm = attempt("warm graph replay", lambda: _replayed(call))
         if warm is None:
-            warm = _statistics(call, GpuTimer(cold=False), "warm")
+            warm = _statistics(call, GpuTimer(cold=False), "warm", self.event_overhead)
         energy = conditions = None
         if self._energy:
             measured = attempt("energy", lambda: energy_of(call, warm.median_us))
@@ -285,6 +296,12 @@ class KernelAnalyzer:
             missing["roofline"] = (
                 NOT_DECLARED if not rates.bytes else f"no ceiling is known for the pipe {pipe!r}"
             )
+        elif all(point.roof != "measured" for point in points):
+            missing["measured roof"] = (
+                f"the rate of the pipe {pipe!r} was not measured"
+                if self._ceilings
+                else "the ceilings were not asked for"
+            )
         return replace(
             analysis, throughput=rates if work else None, roofline=points, missing=missing
         )
@@ -320,11 +337,15 @@ def launch_of(record: KernelRecord, device: Device) -> LaunchAnalysis:
     return launch_of_loaded(device, *shape, resources, record.duration_us)
 
 
-def _statistics(call: Callable[[], object], timer: Timer, cache: str) -> TimeStatistics:
+def _statistics(
+    call: Callable[[], object], timer: Timer, cache: str, overhead: Overhead | None = None
+) -> TimeStatistics:
     timing = measure({"call": call}, timer, rounds=2, max_rounds=8, pause_s=0.05)["call"]
-    return summarize(
-        timing.samples_us, timer=timer.name, cache=cache, round_sizes=timing.round_sizes
-    )
+    samples_us = overhead.corrected(timing.samples_us) if overhead else timing.samples_us
+    found = summarize(samples_us, timer=timer.name, cache=cache, round_sizes=timing.round_sizes)
+    if overhead is None:
+        return found
+    return replace(found, overhead_us=overhead.us, overhead_uncertainty_us=overhead.uncertainty_us)
 
 
 def _replayed(call: Callable[[], object]) -> TimeStatistics:

@@ -60,16 +60,31 @@ def run_ncu(command: Sequence[str], timeout_s: float = 600.0) -> dict[str, Count
     The clocks are left as they are. Raises MissingDependencyError without ncu, CukitError with its
     own words where it may not read counters.
     """
-    metrics = ",".join((*METRICS.values(), STALL_METRICS))
-    ncu = [_find_ncu(), "--clock-control", "none", "--target-processes", "all"]
+    return parse_csv(_run(command, (*METRICS.values(), STALL_METRICS), timeout_s), "ncu")
+
+
+def ncu_durations(command: Sequence[str], timeout_s: float = 600.0) -> list[tuple[str, float]]:
+    """(mangled name, microseconds) of every kernel of `command`, in the order of the launches.
+
+    The caches are left as the command left them. Raises as :func:`run_ncu` does.
+    """
+    metric = METRICS["duration_us"]
+    output = _run(command, (metric,), timeout_s, "--cache-control", "none")
+    return [(name, found[metric]) for name, found in _launches(output, "ncu") if metric in found]
+
+
+def _run(command: Sequence[str], metrics: Sequence[str], timeout_s: float, *options: str) -> str:
+    """What ncu wrote: CSV of the raw page in base units."""
+    ncu = [_find_ncu(), "--clock-control", "none", "--target-processes", "all", *options]
     # Mangled, as CUPTI names them: that is how the two are joined.
     names = ["--print-kernel-base", "mangled"]
-    csv_out = ["--csv", "--page", "raw", "--print-units", "base", *names, "--metrics", metrics]
+    csv_out = ["--csv", "--page", "raw", "--print-units", "base", *names]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"  # apart from what the command itself prints
+        wanted = ["--metrics", ",".join(metrics), "--log-file", str(log)]
         try:
             answer = subprocess.run(
-                [*ncu, *csv_out, "--log-file", str(log), *command],
+                [*ncu, *csv_out, *wanted, *command],
                 capture_output=True,
                 text=True,
                 timeout=timeout_s,
@@ -82,7 +97,7 @@ def run_ncu(command: Sequence[str], timeout_s: float = 600.0) -> dict[str, Count
         last = (answer.stderr or answer.stdout or output).strip()[-300:]
         reason = problems[0].removeprefix("==ERROR== ") if problems else last
         raise CukitError(f"ncu: {reason or f'exit code {answer.returncode}'}")
-    return parse_csv(output, "ncu")
+    return output
 
 
 def read_counters(path: Path) -> dict[str, Counters]:
@@ -106,16 +121,20 @@ def parse_csv(text: str, source: str) -> dict[str, Counters]:
 
     Lines before the header are the program's own output and ncu's remarks.
     """
+    samples: dict[str, list[dict[str, float]]] = {}
+    for name, metrics in _launches(text, source):
+        samples.setdefault(name, []).append(metrics)
+    return {name: _counters(_mean(found), source) for name, found in samples.items()}
+
+
+def _launches(text: str, source: str) -> Rows:
+    """The metrics of every launch, in order."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
         raise DataError(f"{source}: no table of Nsight Compute in it")
     table = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
-    rows = _details(table) if table and "Metric Name" in table[0] else _raw(table)
-    samples: dict[str, list[dict[str, float]]] = {}
-    for name, metrics in rows:
-        samples.setdefault(name, []).append(metrics)
-    return {name: _counters(_mean(found), source) for name, found in samples.items()}
+    return _details(table) if table and "Metric Name" in table[0] else _raw(table)
 
 
 def _find_ncu() -> str:

@@ -39,6 +39,7 @@ class Ceilings:
     measured_copy_gbps: float | None = None
     """Bytes read plus bytes written of a device-to-device copy much larger than L2."""
     measured_tflops: Mapping[str, float] = field(default_factory=dict)
+    """Of "fp32" by multiply-adds, of the tensor pipes by a large product of cuBLAS."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Resources:
     """What the compiler gave one kernel."""
 
     registers: int
-    """Per thread."""
+    """Per thread. Of a traced kernel: as the hardware allots them, rounded up to its granule."""
     static_shared_bytes: int
     dynamic_shared_bytes: int
     spill_store_bytes: int | None
@@ -203,6 +204,10 @@ class TimeStatistics:
     samples_us: tuple[float, ...] = ()
     round_sizes: tuple[int, ...] = ()
     """How many of `samples_us` each sitting took, in order; empty: all of them one."""
+    overhead_us: float = 0.0
+    """What the clock itself reads, subtracted from every sample: add it for the raw reading."""
+    overhead_uncertainty_us: float = 0.0
+    """Half-width; it shifts all samples alike, and is not in the interval of the median."""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def analyze(
     ] = False,
     output: Annotated[
         list[Path] | None,
-        typer.Option("--output", "-o", help="A report to write: .html, .json, .trace.json."),
+        typer.Option("--output", "-o", help="A report to write: .html, .txt, .json, .trace.json."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Analysis to write, for `cukit compare` and `cukit report`.")

@@ -175,7 +175,8 @@ def test_a_trace_of_this_gpu() -> None:
     assert len(trace.records) == 4
     for record in found:
         assert (record.grid, record.block) == ((1000, 1, 1), (128, 1, 1))
-        assert record.registers == kernel.num_regs
+        # As allotted: a warp gets its registers in units of 8 a thread.
+        assert record.registers == -(-kernel.num_regs // 8) * 8
         assert record.static_shared_bytes == 512
         assert record.dynamic_shared_bytes == 512
         assert 0.5 < record.duration_us < 1000

@@ -14,6 +14,7 @@ from cukit.analyzer.cupti import KernelRecord
 from cukit.analyzer.invocation import invocation
 from cukit.analyzer.kernel_analyzer import KernelAnalyzer, typical_call
 from cukit.analyzer.machine import environment
+from cukit.analyzer.overhead import Overhead
 from cukit.analyzer.schema import AnalysisReport
 from cukit.analyzer.schema_json import from_json, json_schema, to_json
 from cukit.core.device import typical_device
@@ -197,6 +198,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> KernelAnalyzer:
     monkeypatch.setattr(module, "PeakMemory", NoMemory)
     monkeypatch.setattr(module, "KernelTrace", refuse)
     monkeypatch.setattr(module, "energy_of", refuse)
+    monkeypatch.setattr(module, "calibration_calls", lambda: [lambda: None])
     found = environment(device, static=True)
     monkeypatch.setattr(module, "environment", lambda *_, **__: found)
     return KernelAnalyzer()
@@ -209,17 +211,18 @@ def test_a_call_that_runs_is_timed_and_placed(pretended: KernelAnalyzer) -> None
     assert (analysis.name, analysis.kind, analysis.peak_bytes) == ("mine", "call", 4096)
     assert analysis.cold is not None
     assert analysis.warm is not None
-    assert (analysis.cold.median_us, analysis.cold.timer, analysis.cold.cache) == (
-        50.0,
-        "events",
-        "cold",
-    )
+    assert (analysis.cold.timer, analysis.cold.cache) == ("events", "cold")
+    assert analysis.cold.overhead_us == pytest.approx(10.0), "events read 50, a chain 40"
+    assert analysis.cold.overhead_uncertainty_us > 0
+    assert analysis.cold.median_us == pytest.approx(40.0)
     assert (analysis.warm.median_us, analysis.warm.timer) == (40.0, "graph replay")
+    assert analysis.warm.overhead_us == 0
     assert sum(analysis.cold.round_sizes) == analysis.cold.samples
     assert analysis.throughput is not None
-    assert analysis.throughput.gbps == pytest.approx(960.0)
+    assert analysis.throughput.gbps == pytest.approx(1200.0)
     (point,) = analysis.roofline
-    assert (point.roof, point.fraction) == ("datasheet", pytest.approx(0.2))
+    assert (point.roof, point.fraction) == ("datasheet", pytest.approx(0.25))
+    assert "'fp32' was not measured" in analysis.missing["measured roof"]
     for field in ("device_us", "launches", "energy", "conditions"):
         assert analysis.missing[field] == "not on this machine"
 
@@ -272,9 +275,10 @@ def test_what_cannot_be_captured_is_warm_by_events(
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(module, "GraphTimer", fail)
+    monkeypatch.setattr(KernelAnalyzer, "event_overhead", Overhead(10.0, 0.1))
     analysis = pretended.analyze(lambda: None)
     assert analysis.warm is not None
-    assert analysis.warm.timer == "events"
+    assert (analysis.warm.timer, analysis.warm.overhead_us) == ("events", 10.0)
     assert analysis.missing["warm graph replay"] == (
         "not capturable: operation not permitted when stream is capturing"
     )
@@ -312,13 +316,27 @@ def test_a_users_kernel_on_the_gpu(analyzer: KernelAnalyzer) -> None:
     assert not analysis.cold.noisy
     assert analysis.cold.ci_low_us <= analysis.cold.median_us <= analysis.cold.ci_high_us
     roofs = {point.roof: point for point in analysis.roofline}
-    assert roofs["measured"].fraction > 0.8
+    assert 0.7 < roofs["measured"].fraction < 1
     assert roofs["datasheet"].bound == "memory"
     if launch.device_us is not None:
-        assert launch.device_us == pytest.approx(analysis.cold.median_us, rel=0.1)
+        assert launch.device_us == pytest.approx(analysis.cold.median_us, rel=0.05)
     if analysis.energy is not None:
         assert analysis.energy.window_s >= 1
         assert 50 < analysis.energy.mean_watts < 1500
+
+
+@pytest.mark.gpu
+def test_a_short_kernel_on_the_gpu_is_not_charged_for_the_events(analyzer: KernelAnalyzer) -> None:
+    n = 1 << 18
+    x, y = (cupy.ones(n, cupy.float32) for _ in range(2))
+    args = (cupy.float32(0), x, y, cupy.int32(n))
+    analysis = analyzer.analyze(cupy.RawKernel(SAXPY, "saxpy"), n // 256, 256, args, bytes=12 * n)
+    assert analysis.cold is not None
+    assert analysis.cold.median_us < 4
+    assert analysis.cold.overhead_us > 0.5
+    (launch,) = analysis.launches
+    if launch.device_us is not None:
+        assert launch.device_us == pytest.approx(analysis.cold.median_us, abs=0.4)
 
 
 @pytest.mark.gpu

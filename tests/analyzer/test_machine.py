@@ -41,6 +41,7 @@ def test_ceilings_of_this_gpu_are_plausible() -> None:
     assert found.measured_copy_gbps is not None
     assert found.datasheet_gbps is not None
     assert 0.6 < found.measured_copy_gbps / found.datasheet_gbps < 1.02
+    assert set(found.measured_tflops) == {"fp32", "tensor_bf16", "tensor_fp16"}
     for pipe, measured in found.measured_tflops.items():
         if pipe in found.datasheet_tflops:
             assert 0.3 < measured / found.datasheet_tflops[pipe] < 1.15

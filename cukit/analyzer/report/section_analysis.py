@@ -243,9 +243,15 @@ def _timings(timings: Sequence[TimeStatistics]) -> Table:
     for t in timings:
         times = (t.median_us, t.iqr_us, t.mean_us, t.std_us, t.min_us, t.max_us)
         cells = [Cell(numbers.microseconds(value), value) for value in times]
-        rows.append((Cell(t.cache), Cell(t.timer), *cells, Cell(str(t.samples), t.samples)))
-    header = (Column("L2"), Column("timer"), *(Column(name, numeric=True) for name in names))
-    return Table(header, tuple(rows), "Samples")
+        own = f"{numbers.digits(t.overhead_us)} ± {t.overhead_uncertainty_us:.2f} µs"
+        subtracted = Cell(own, t.overhead_us) if t.overhead_us else Cell("")
+        count = Cell(str(t.samples), t.samples)
+        rows.append((Cell(t.cache), Cell(t.timer), *cells, count, subtracted))
+    header = (
+        *(Column(name) for name in ("L2", "timer")),
+        *(Column(name, numeric=True) for name in (*names, "the timer's own, subtracted")),
+    )
+    return Table(header, tuple(rows), "Samples").without_empty_columns()
 
 
 def _facts(analysis: KernelAnalysis) -> Table | None:
