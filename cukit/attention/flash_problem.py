@@ -1,0 +1,113 @@
+"""What a plan of attention needs to know of a call: shapes and the options in use, no addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cukit.attention.flash_options import Window
+from cukit.attention.flash_tilings import HEAD_WIDTHS, MAX_HEAD_DIM
+from cukit.errors import ArrayShapeError
+
+FEATURES = frozenset({"window", "softcap", "alibi", "bias", "mask", "sinks", "varlen", "value_dim"})
+"""What a kernel may have to know beyond causal attention with heads of one width."""
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """One call of attention, forward or backward."""
+
+    batch: int
+    seq_len_q: int
+    seq_len_kv: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    dtype: str
+    causal: bool
+    value_dim: int | None = None
+    """Width of the heads of v and out; None: as head_dim."""
+    window: Window | None = None
+    """Keys to the left and to the right that a query sees; causal problems end at 0."""
+    softcap: bool = False
+    alibi: bool = False
+    bias: str | None = None
+    """Its dtype."""
+    mask: bool = False
+    sinks: bool = False
+    varlen: bool = False
+    """Sequences of any lengths up to seq_len_q and seq_len_kv, one behind the other."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The members of FEATURES that this call uses."""
+        used = {"value_dim"} if self.head_dim_v != self.head_dim else set()
+        return frozenset(used | {name for name in FEATURES - {"value_dim"} if getattr(self, name)})
+
+    @property
+    def head_dim_v(self) -> int:
+        """Width of the heads of v and out."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.num_heads_q // max(1, self.num_heads_kv)
+
+    @property
+    def width(self) -> int:
+        """Width of the tiles of q and k: the smallest that holds head_dim."""
+        return width_for(self.head_dim)
+
+    @property
+    def value_width(self) -> int:
+        """Width of the tiles of v and out."""
+        return width_for(self.head_dim_v)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a query's place decides which keys it sees."""
+        return self.causal or self.window is not None
+
+
+def width_for(head_dim: int, widths: Sequence[int] = HEAD_WIDTHS) -> int:
+    """The smallest of `widths` that holds head_dim."""
+    for width in widths:
+        if head_dim <= width:
+            return width
+    raise ArrayShapeError(f"head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
+
+
+Defines = tuple[tuple[str, str | int | bool], ...]
+
+
+def common_defines(
+    problem: AttentionProblem, width: int | None = None, value_width: int | None = None
+) -> Defines:
+    """Macros that all kernels with tiles of heads take; widths are the problem's where omitted."""
+    width = width or problem.width
+    value_width = value_width or problem.value_width
+    defines: Defines = (
+        ("DTYPE", problem.dtype),
+        ("HEAD_DIM", width),
+        ("PADDED", problem.head_dim != width),
+    )
+    if "value_dim" in problem.features:
+        padded = problem.head_dim_v != value_width
+        defines += (("VALUE_DIM", value_width), ("VALUE_PADDED", padded))
+    return defines
+
+
+def feature_defines(problem: AttentionProblem) -> Defines:
+    """Macros of the options in use (kernels_cu/attention/score_options.cuh)."""
+    used = problem.features
+    names = ("window", "softcap", "alibi", "mask", "sinks", "varlen")
+    defines: Defines = tuple((name.upper(), True) for name in names if name in used)
+    if problem.bias is not None:
+        defines += (("BIAS", 1 if problem.bias == problem.dtype else 2),)
+    return defines
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)

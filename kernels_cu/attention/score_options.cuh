@@ -1,0 +1,264 @@
+// What happens to a score of attention between its product and the softmax, and who sees whom.
+//
+//   score(i, j) = scale * q_i k_j;  SOFTCAP: c tanh(score / c);  ALIBI: - slope |i + past - j|;
+//   BIAS: + bias(i, j);  then -infinity where key j is hidden from query i
+//   past = seq_kv - seq_q: both sequences end together. CAUSAL: j <= i + past.
+//   WINDOW: i + past - left <= j <= i + past + right.  MASK: where mask(i, j) is false.
+//   SINKS: one more key a head that every query sees, with a score of its own and a value of zero.
+//   VARLEN: sequence b has the rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of one long array.
+//
+// Everything here is a function of one score, its row and its column: kernels keep their own layout.
+// Whatever a macro leaves out costs nothing.
+//
+// Units: where kScoresModified, score() takes the bare product q k and returns the score times
+// log2(e). Otherwise products go to the softmax as they are, and are scaled with the exponential.
+// exponent_factor() tells what remains to be multiplied.
+//
+// Macros, 0 where a kernel does not define them: CAUSAL, WINDOW, SOFTCAP, ALIBI, MASK, SINKS, VARLEN
+//   0|1; BIAS 0|1 elements as q|2 float32. VALUE_DIM, VALUE_PADDED: of v and out; as HEAD_DIM and
+//   PADDED where they are not defined.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/types.cuh"
+
+#ifndef CAUSAL
+#define CAUSAL 0
+#endif
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+#ifndef ALIBI
+#define ALIBI 0
+#endif
+#ifndef BIAS
+#define BIAS 0
+#endif
+#ifndef MASK
+#define MASK 0
+#endif
+#ifndef SINKS
+#define SINKS 0
+#endif
+#ifndef VARLEN
+#define VARLEN 0
+#endif
+#ifndef VALUE_DIM
+#define VALUE_DIM HEAD_DIM
+#define VALUE_PADDED PADDED
+#endif
+
+namespace cukit {
+
+constexpr bool kScoresModified = SOFTCAP || ALIBI || BIAS;
+constexpr float kLog2E = 1.4426950408889634f;
+
+#if BIAS == 2
+using bias_t = float;
+#else
+using bias_t = element_t;
+#endif
+
+// Mirrored by flash_options.SCORE_SETTINGS, field by field. Strides in elements.
+struct ScoreSettings {
+  long long bias_batch, bias_head, bias_row, bias_column;
+  long long mask_batch, mask_head, mask_row, mask_column;
+  int window_left, window_right;
+  int alibi_batch;
+  int total_q;      // VARLEN: rows of q
+  float cap_inner;  // 2 log2(e) scale / c
+  float cap_outer;  // log2(e) c
+};
+
+// Arrays of the options; those that a macro leaves out are null.
+struct ScoreArrays {
+  const float* alibi_slopes;  // [heads_q] or [batch, heads_q]
+  const float* sinks;         // [heads_q]
+  const bias_t* bias;         // any strides
+  const unsigned char* mask;  // any strides
+};
+
+// What is left to multiply scores with, on their way into exp2.
+CUKIT_DEVICE float exponent_factor(float scale_log2) {
+  return kScoresModified ? 1.0f : scale_log2;
+}
+
+// ---- Sequences ----
+
+struct Sequence {
+  int first_q, first_kv;  // rows of the long arrays; 0 without VARLEN
+  int seq_q, seq_kv;
+};
+
+// `seq_q`, `seq_kv`: the lengths of all sequences or, with VARLEN, their longest.
+CUKIT_DEVICE Sequence sequence_of(int b, const int* cu_seqlens_q, const int* cu_seqlens_kv,
+                                  int seq_q, int seq_kv) {
+  if constexpr (VARLEN) {
+    const int first_q = cu_seqlens_q[b];
+    const int first_kv = cu_seqlens_kv[b];
+    return {first_q, first_kv, cu_seqlens_q[b + 1] - first_q, cu_seqlens_kv[b + 1] - first_kv};
+  } else {
+    return {0, 0, seq_q, seq_kv};
+  }
+}
+
+// First element of a sequence and head in an array of one float a query and head: [batch, heads,
+// seq_q] or, with VARLEN, [heads, total_q].
+CUKIT_DEVICE long long row_statistics(int b, int head, int heads, const Sequence& sequence,
+                                      const ScoreSettings& settings) {
+  if constexpr (VARLEN) {
+    return static_cast<long long>(head) * settings.total_q + sequence.first_q;
+  } else {
+    return (static_cast<long long>(b) * heads + head) * sequence.seq_q;
+  }
+}
+
+// ---- Who sees whom ----
+
+// Tiles begin .. end - 1 hold a pair that sees each other, unless a mask hides it; in those from
+// whole_begin to whole_end - 1 every pair does, which may be none.
+struct TileRange {
+  int begin, end, whole_begin, whole_end;
+
+  CUKIT_DEVICE bool whole(int tile) const {
+    if (MASK) return false;
+    return tile < whole_end && (!WINDOW || tile >= whole_begin);
+  }
+};
+
+struct Span {
+  int begin, end;
+};
+
+// The keys that a query sees, as far as length, CAUSAL and WINDOW say.
+CUKIT_DEVICE Span visible_keys(int row, int past, int seq_kv, const ScoreSettings& settings) {
+  Span seen{0, seq_kv};
+  if (CAUSAL) {
+    seen.end = min(seen.end, row + past + 1);
+  } else if (WINDOW) {
+    seen.end = min(seen.end, row + past + settings.window_right + 1);
+  }
+  if (WINDOW) seen.begin = row + past - settings.window_left;
+  return seen;
+}
+
+// The tiles of `Tile` keys that queries first_row .. first_row + rows - 1 see (rows > 0).
+template <int Tile>
+CUKIT_DEVICE TileRange key_tiles(int first_row, int rows, int past, int seq_kv,
+                                 const ScoreSettings& settings) {
+  const Span first = visible_keys(first_row, past, seq_kv, settings);
+  const Span last = visible_keys(first_row + rows - 1, past, seq_kv, settings);
+  TileRange range;
+  range.begin = WINDOW ? max(0, first.begin) / Tile : 0;
+  range.end = (max(0, last.end) + Tile - 1) / Tile;
+  range.whole_begin = WINDOW ? (max(0, last.begin) + Tile - 1) / Tile : 0;
+  range.whole_end = max(0, first.end) / Tile;
+  return range;
+}
+
+// The tiles of `Tile` queries that see keys first_key .. first_key + keys - 1 (keys > 0).
+template <int Tile>
+CUKIT_DEVICE TileRange query_tiles(int first_key, int keys, int past, int seq_q,
+                                   const ScoreSettings& settings) {
+  const int right = CAUSAL ? 0 : settings.window_right;
+  const bool ends = CAUSAL || WINDOW;  // on a query's right
+  const int last_key = first_key + keys - 1;
+  TileRange range;
+  range.end = (seq_q + Tile - 1) / Tile;
+  range.whole_end = seq_q / Tile;
+  range.begin = ends ? min(range.end, max(0, first_key - past - right) / Tile) : 0;
+  range.whole_begin = ends ? (max(0, last_key - past - right) + Tile - 1) / Tile : 0;
+  if (WINDOW) {
+    const int least = first_key - past + settings.window_left + 1;
+    const int most = last_key - past + settings.window_left + 1;
+    range.end = min(range.end, (max(0, most) + Tile - 1) / Tile);
+    range.whole_end = min(range.whole_end, max(0, least) / Tile);
+  }
+  return range;
+}
+
+// ---- One head's scores ----
+
+struct HeadScores {
+  const bias_t* bias;
+  const unsigned char* mask;
+  float slope_log2;  // ALIBI
+  int past, seq_q, seq_kv;
+
+  CUKIT_DEVICE HeadScores(const ScoreArrays& arrays, const ScoreSettings& settings, int b, int head,
+                          const Sequence& sequence)
+      : bias(nullptr),
+        mask(nullptr),
+        slope_log2(0.0f),
+        past(sequence.seq_kv - sequence.seq_q),
+        seq_q(sequence.seq_q),
+        seq_kv(sequence.seq_kv) {
+    if constexpr (ALIBI) slope_log2 = arrays.alibi_slopes[b * settings.alibi_batch + head] * kLog2E;
+    if constexpr (BIAS) bias = arrays.bias + b * settings.bias_batch + head * settings.bias_head;
+    if constexpr (MASK) mask = arrays.mask + b * settings.mask_batch + head * settings.mask_head;
+  }
+
+  CUKIT_DEVICE bool exists(int row, int column) const { return row < seq_q && column < seq_kv; }
+
+  // The score of a product, in powers of two where kScoresModified. `slope` becomes the derivative
+  // of the score by scale * product.
+  CUKIT_DEVICE float score(float product, int row, int column, float scale_log2,
+                           const ScoreSettings& settings, float& slope) const {
+    slope = 1.0f;
+    if constexpr (!kScoresModified) return product;
+    float value = product * scale_log2;
+    if constexpr (SOFTCAP) {
+      const float t = 1.0f - __fdividef(2.0f, 1.0f + exp2f(product * settings.cap_inner));
+      value = settings.cap_outer * t;
+      slope = 1.0f - t * t;
+    }
+    if constexpr (ALIBI) {
+      value = fmaf(-slope_log2, static_cast<float>(abs(row + past - column)), value);
+    }
+    if constexpr (BIAS) {
+      if (exists(row, column)) {
+        const bias_t added = bias[row * settings.bias_row + column * settings.bias_column];
+        value = fmaf(to_float(added), kLog2E, value);
+      }
+    }
+    return value;
+  }
+
+  CUKIT_DEVICE float score(float product, int row, int column, float scale_log2,
+                           const ScoreSettings& settings) const {
+    float slope;
+    return score(product, row, column, scale_log2, settings, slope);
+  }
+
+  // Whether the mask hides the key; what does not exist is for visible_keys to hide.
+  CUKIT_DEVICE bool masked(int row, int column, const ScoreSettings& settings) const {
+    if constexpr (MASK) {
+      return exists(row, column) &&
+             mask[row * settings.mask_row + column * settings.mask_column] == 0;
+    } else {
+      return false;
+    }
+  }
+};
+
+// ---- Sinks ----
+
+// A row's maximum and sum before its first key, in the units of the scores: those of the sink, which
+// counts as a key that is seen first. A quad of lanes shares a row; one of them counts the sink.
+CUKIT_DEVICE void start_row(float& maximum, float& sum, const ScoreArrays& arrays, int head,
+                            float scale_log2, bool counts) {
+  maximum = -infinity();
+  sum = 0.0f;
+  if constexpr (SINKS) {
+    const float sink = arrays.sinks[head] * kLog2E;
+    if (sink > -infinity()) {
+      maximum = __fdividef(sink, exponent_factor(scale_log2));
+      sum = counts ? 1.0f : 0.0f;
+    }
+  }
+}
+
+}  // namespace cukit
