@@ -13,6 +13,7 @@ CukitError
 ├── LaunchError                an argument list that does not fit the compiled kernel
 ├── EmulatorError              the emulator caught a kernel at a mistake: what, where, which thread
 ├── OutOfMemoryError           (also a MemoryError)
+├── PointerError               freed twice, foreign, or of another pool (also a ValueError)
 └── CacheError                 the kernel cache cannot be written or read
 
 A GPU failure raises; nothing falls back silently.
@@ -70,7 +71,14 @@ class EmulatorError(CukitError):
 
 
 class OutOfMemoryError(CukitError, MemoryError):
-    """The GPU has not enough memory for the request."""
+    """The GPU has not enough memory for the request. The message says what holds it."""
+
+    report: object = None
+    """From a memory pool: its facts as a cukit.memory.OutOfMemoryReport."""
+
+
+class PointerError(CukitError, ValueError):
+    """An address that the pool cannot free: freed twice, foreign, or of another pool."""
 
 
 class CacheError(CukitError):

@@ -1,11 +1,16 @@
 """A memory manager for CuPy that defragments.
 
->>> from cukit.memory import MemoryPool, MemoryPoolConfig
+>>> from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
+>>> pool = MemoryPool(MemoryPoolConfig(max_pool_size=1 << 30), HostProvider())
+>>> address = pool.allocate(4096)
+>>> pool.free(address)
 """
 
 from cukit.memory.blocks import Block, Event, Frame, Range
 from cukit.memory.buffer import DeviceBuffer
 from cukit.memory.config import MemoryPoolConfig
+from cukit.memory.host import HostProvider
+from cukit.memory.oom import OutOfMemoryReport
 from cukit.memory.pool import MemoryPool
 from cukit.memory.provider import DeviceOutOfMemory, Move, Provider
 from cukit.memory.statistics import DefragmentReport, PoolStatistics, StreamStatistics
@@ -17,9 +22,11 @@ __all__ = [
     "DeviceOutOfMemory",
     "Event",
     "Frame",
+    "HostProvider",
     "MemoryPool",
     "MemoryPoolConfig",
     "Move",
+    "OutOfMemoryReport",
     "PoolStatistics",
     "Provider",
     "Range",

@@ -1,8 +1,8 @@
 """Bookkeeping of address ranges: taking spans, putting them back, merging. No driver calls.
 
-A free span carries the stream that freed it. Spans of one stream merge with one another; memory that
-is done with carries None, may be used by everybody and merges with its like. Where one stream has
-the pool for itself that distinction costs more than it brings, so there both kinds merge.
+A free span carries the stream that freed it. Spans of one stream merge with one another; memory
+that is done with carries None, may be used by everybody and merges with its like. Where one stream
+has the pool for itself that distinction costs more than it brings, so there both kinds merge.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Arena:
 
     def drop_range(self, span: Span) -> None:
         """Forgets the range that `span`, unmapped or free, tiles alone."""
-        assert span.prev is None and span.next is None
+        assert span.prev is None
+        assert span.next is None
         if span.state == UNMAPPED:
             del self.unmapped[span.address]
         else:

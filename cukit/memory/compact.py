@@ -65,7 +65,7 @@ def plan_compaction(pieces: Sequence[Piece], page_bytes: int, *, remap: bool) ->
         sizes = {piece.address: piece.size for piece in pieces}
         plan.steps.append([Move(to, at, sizes[at]) for at, to in evacuated.items()])
     if stuck:
-        _slide(_after(pieces, evacuated), plan)
+        _slide(pieces, plan)
     return plan
 
 

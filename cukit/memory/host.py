@@ -1,14 +1,15 @@
 """Memory of the host behind the same protocol as a GPU's: real pages, really remapped.
 
-A page is a piece of an anonymous file; mapping it is mmap(2) at a fixed address. So the pool's logic
-runs on any Linux machine as it does on a GPU: pointers stay valid across a remap, and data that ends
-up on the wrong page is really lost. There is one stream and everything on it is done at once.
+A page is a piece of an anonymous file; mapping it is mmap(2) at a fixed address. So the pool's
+logic runs on any Linux machine as it does on a GPU: pointers stay valid across a remap, and data
+that ends up on the wrong page is really lost. There is one stream, and it is always idle.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 from collections.abc import Hashable, Sequence
@@ -117,9 +118,7 @@ class HostProvider:
         self._charge(count * self.page_bytes)
         pages = [self._unused.pop() for _ in range(min(count, len(self._unused)))]
         fresh = count - len(pages)
-        pages.extend(
-            (self._file_pages + number) * self.page_bytes for number in range(fresh)
-        )
+        pages.extend((self._file_pages + number) * self.page_bytes for number in range(fresh))
         self._file_pages += fresh
         os.ftruncate(self._file, self._file_pages * self.page_bytes)
         return pages
@@ -153,7 +152,9 @@ class HostProvider:
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:
         """A NumPy array over the memory."""
-        return np.asarray(_Memory(address, shape, np.dtype(dtype), owner))
+        kind = np.dtype(dtype)
+        size = math.prod(shape) * kind.itemsize
+        return np.asarray(_Memory(address, size, owner)).view(kind).reshape(shape)
 
     # Streams: one, always idle -----------------------------------------------------------------
 
@@ -197,13 +198,11 @@ class HostProvider:
 class _Memory:
     """Tells NumPy where an array lies and keeps the owner while one looks."""
 
-    def __init__(
-        self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object
-    ) -> None:
+    def __init__(self, address: int, size: int, owner: object) -> None:
         self.owner = owner
         self.__array_interface__ = {
             "version": 3,
             "data": (address, False),
-            "shape": shape,
-            "typestr": dtype.str,
+            "shape": (size,),
+            "typestr": "|u1",
         }

@@ -94,9 +94,7 @@ class Pager:
         """
         if not self._provider.can_remap:
             return 0
-        largest = max(
-            self._arena.streams.anyone.index, key=lambda span: span.size, default=None
-        )
+        largest = max(self._arena.streams.anyone.index, key=lambda span: span.size, default=None)
         if largest is None:
             return 0
         runs = self._whole_pages(1 << 62, (largest,))

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
 class DeviceOutOfMemory(Exception):  # noqa: N818
-    """Not an error of the user's: the device cannot back the request. The pool catches it and tries to make room."""
+    """The device cannot back the request. Never reaches users: the pool tries to make room."""
 
 
 class Move(NamedTuple):

@@ -66,6 +66,11 @@ class Span:
         return self.address + self.size
 
     @property
+    def gone(self) -> bool:
+        """Whether it was merged into a neighbour."""
+        return self.state == GONE
+
+    @property
     def movable(self) -> bool:
         return self.state == LIVE and self.holder is not None and not self.holder.pins
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from cukit.memory.pager import Pager
+    from cukit.memory.survey import Survey
 
 
 @dataclass(frozen=True)
@@ -66,3 +71,70 @@ class DefragmentReport:
     largest_free_before: int
     largest_free_after: int
     seconds: float
+
+
+class _Start(NamedTuple):
+    """How things stood when a scope was opened."""
+
+    peak_live_bytes: int = 0
+    peak_reserved_bytes: int = 0
+    facts: tuple[int, ...] = (0,) * 7
+
+
+class Counters:
+    """What the pool counts as it goes. Scopes remember where the counts stood when they began."""
+
+    __slots__ = ("_opened", "allocations", "hits", "live_bytes", "peak_live_bytes")
+
+    def __init__(self) -> None:
+        self.allocations = 0
+        self.hits = 0
+        self.live_bytes = 0
+        self.peak_live_bytes = 0
+        self._opened = [_Start()]
+
+    def open_scope(self, pager: Pager, facts: tuple[int, ...]) -> None:
+        """Peaks start again from what is there now; `facts` as `statistics` takes them."""
+        self._opened.append(_Start(self.peak_live_bytes, pager.peak_reserved_bytes, facts))
+        self.peak_live_bytes = self.live_bytes
+        pager.peak_reserved_bytes = pager.reserved_bytes
+
+    def close_scope(self, pager: Pager) -> None:
+        """The scope around gets its peaks back, raised by those of the inner one."""
+        outer = self._opened.pop()
+        self.peak_live_bytes = max(self.peak_live_bytes, outer.peak_live_bytes)
+        pager.peak_reserved_bytes = max(pager.peak_reserved_bytes, outer.peak_reserved_bytes)
+
+    def statistics(
+        self,
+        survey: Survey,
+        pager: Pager,
+        facts: tuple[int, ...],
+        num_live: int,
+        limit: int | None,
+    ) -> PoolStatistics:
+        """`facts`: allocations, hits, frees, failures, defragmentations, bytes moved, pages
+        remapped, since the pool was made."""
+        start = self._opened[-1].facts
+        counts = [now - before for now, before in zip(facts, start, strict=True)]
+        return PoolStatistics(
+            live_bytes=survey.live,
+            requested_bytes=survey.requested,
+            pending_bytes=survey.pending,
+            free_bytes=survey.free,
+            reserved_bytes=pager.reserved_bytes,
+            limit_bytes=limit,
+            peak_live_bytes=self.peak_live_bytes,
+            peak_reserved_bytes=pager.peak_reserved_bytes,
+            num_live=num_live,
+            num_allocations=counts[0],
+            num_hits=counts[1],
+            num_frees=counts[2],
+            num_out_of_memory=counts[3],
+            num_defragments=counts[4],
+            bytes_moved=counts[5],
+            pages_remapped=counts[6],
+            largest_free_bytes=survey.largest_free,
+            reclaimable_by_remap_bytes=survey.whole_pages,
+            per_stream=survey.per_stream,
+        )

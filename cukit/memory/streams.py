@@ -42,6 +42,7 @@ class StreamState:
         "epoch",
         "index",
         "key",
+        "late",
         "mark_from",
         "marks",
         "private",
@@ -62,6 +63,8 @@ class StreamState:
         self.dirty = False
         """Something was freed in the current epoch."""
         self.marks: deque[tuple[int, Any]] = deque()
+        self.late = True
+        """Marks may be made later than the frees (Provider.records_late)."""
         self.mark_from = NEVER
         """Frees of at least this many bytes are marked at once."""
         self.private = isinstance(key, CaptureKey)
@@ -82,18 +85,20 @@ class Streams:
         if state is None:
             state = StreamState(key)
             if not state.private:
-                if not self._provider.records_late(key):
-                    state.mark_from = 0
-                elif len(self.public()) > 0:
-                    state.mark_from = self._provider.page_bytes
-                    for other in self.public():
-                        other.mark_from = min(other.mark_from, self._provider.page_bytes)
+                state.late = self._provider.records_late(key)
+                state.mark_from = NEVER if state.late else 0
+                self.states[key] = state
+                if len(self.public()) > 1:
+                    for one in self.public():
+                        one.mark_from = min(one.mark_from, self._provider.page_bytes)
             self.states[key] = state
         return state
 
     def public(self) -> list[StreamState]:
         """All but captures and the memory of nobody."""
-        return [state for state in self.states.values() if state.key is not None and not state.private]
+        return [
+            state for state in self.states.values() if state.key is not None and not state.private
+        ]
 
     @property
     def single(self) -> bool:
@@ -117,7 +122,7 @@ class Streams:
         """Learns without blocking how far the stream is."""
         if state.private or self._provider.capture_id(state.key) is not None:
             return
-        if state.dirty:
+        if state.dirty and state.late:
             self.mark(state)
         while state.marks and self._provider.is_done(state.marks[0][1]):
             self._reached(state)
@@ -130,6 +135,11 @@ class Streams:
     def wait_for(self, state: StreamState) -> None:
         """Blocks the host until everything freed on the stream so far is done with."""
         if state.private or self._provider.capture_id(state.key) is not None:
+            return
+        if state.dirty and not state.late:
+            # Freed while the stream was being captured, when nothing could be recorded.
+            self._provider.synchronize_device()
+            self._idle(state)
             return
         if state.dirty:
             self.mark(state)
@@ -153,8 +163,11 @@ class Streams:
     def all_done(self) -> None:
         """The device is idle: nothing freed so far is in use."""
         for state in self.public():
-            state.done = state.epoch
-            state.epoch += 1
-            state.dirty = False
-            while state.marks:
-                self._provider.discard(state.marks.popleft()[1])
+            self._idle(state)
+
+    def _idle(self, state: StreamState) -> None:
+        state.done = state.epoch
+        state.epoch += 1
+        state.dirty = False
+        while state.marks:
+            self._provider.discard(state.marks.popleft()[1])

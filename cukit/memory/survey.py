@@ -26,14 +26,18 @@ class Survey:
     """Part of `free`: kept for a captured graph."""
     largest_free: int = 0
     whole_pages: int = 0
-    """Part of `free` that lies on pages without a live byte, outside the largest hole too."""
+    """Part of `free` that lies on pages without a live byte: what remapping can gather."""
     movable: int = 0
     freed_by_moving: int = 0
-    """Bytes of pages that become whole when every movable buffer leaves its page, less what those
-    buffers need elsewhere."""
+    """Free bytes beside movable buffers, on pages that hold nothing else."""
     per_stream: dict[Hashable, StreamStatistics] = field(default_factory=dict)
     call_sites: dict[tuple[Frame, ...], tuple[int, int]] = field(default_factory=dict)
     """Bytes and count of live allocations by call site."""
+
+    @property
+    def fragmentation(self) -> float:
+        """1 - largest free block / free bytes; 0 when nothing is free."""
+        return 1 - self.largest_free / self.free if self.free else 0.0
 
 
 def _reusable(span: Span) -> bool:
@@ -96,14 +100,10 @@ def survey(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Survey:
         first, last = -(-address // page), (address + size) // page
         if remap:
             result.whole_pages += max(0, last - first) * page
-    if remap:
-        result.whole_pages += in_hand_bytes
-        result.largest_free = max(result.largest_free, 0)
+    result.whole_pages += in_hand_bytes
     if result.movable:
         result.freed_by_moving = _freed_by_moving(arena, page)
-    result.per_stream = {
-        key: StreamStatistics(*numbers) for key, numbers in streams.items()
-    }
+    result.per_stream = {key: StreamStatistics(*numbers) for key, numbers in streams.items()}
     return result
 
 

@@ -1,0 +1,24 @@
+"""Which provider a pool gets when it is given none."""
+
+from __future__ import annotations
+
+from cukit.core.device import gpu_available
+from cukit.memory.host import HostProvider
+from cukit.memory.provider import Provider
+
+
+def default_provider(device_id: int | None = None) -> Provider:
+    """CUDA virtual memory; cudaMalloc where the device has none; the host where there is no GPU.
+
+    `device_id`: None is CuPy's current device.
+    """
+    if not gpu_available():
+        return HostProvider()
+    from cukit.errors import UnsupportedDeviceError
+    from cukit.memory.cuda_malloc import CudaMalloc
+    from cukit.memory.vmm import CudaVirtualMemory
+
+    try:
+        return CudaVirtualMemory(device_id)
+    except UnsupportedDeviceError:
+        return CudaMalloc(device_id)

@@ -1,0 +1,124 @@
+"""Defragmentation: moves what may move, then gathers the pages that are wholly free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+
+from cukit.memory.arena import Arena
+from cukit.memory.compact import Plan, plan_compaction
+from cukit.memory.pager import Emit, Pager
+from cukit.memory.provider import Move, Provider
+from cukit.memory.spans import LIVE, Span
+from cukit.memory.statistics import DefragmentReport
+from cukit.memory.supply import Supply
+from cukit.memory.survey import Survey, pieces, survey
+
+
+class Defragmenter:
+    """Knows how to make free memory whole. The pool is locked while it does."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        arena: Arena,
+        pager: Pager,
+        supply: Supply,
+        live: dict[int, Span],
+        emit: Emit,
+    ) -> None:
+        self._provider = provider
+        self._arena = arena
+        self._pager = pager
+        self._supply = supply
+        self._live = live
+        self._emit = emit
+        self.count = 0
+        self.bytes_moved = 0
+
+    def survey(self) -> Survey:
+        """Everything about the pool that takes a walk to know."""
+        in_hand = len(self._pager.in_hand) * self._pager.page_bytes
+        return survey(self._arena, in_hand, remap=self._provider.can_remap)
+
+    def run(
+        self, stream: Hashable, clock: Callable[[], float] = time.perf_counter
+    ) -> DefragmentReport:
+        """Waits for the device, moves, remaps."""
+        start = clock()
+        before = self.survey()
+        self._supply.stop_the_world()
+        moved = self.compact(stream)
+        remapped = self._pager.consolidate()
+        after = self.survey()
+        self.count += 1
+        self._emit("defragment", 0, moved, stream)
+        return DefragmentReport(
+            bytes_moved=moved,
+            pages_remapped=remapped,
+            fragmentation_before=before.fragmentation,
+            fragmentation_after=after.fragmentation,
+            largest_free_before=before.largest_free,
+            largest_free_after=after.largest_free,
+            seconds=clock() - start,
+        )
+
+    def compact(self, stream: Hashable) -> int:
+        """Moves unpinned buffers; returns the bytes. The device is idle before and after."""
+        layout = pieces(self._arena)
+        if not any(piece.kind == "movable" for piece in layout):
+            return 0
+        plan = plan_compaction(layout, self._pager.page_bytes, remap=self._provider.can_remap)
+        if not plan.relocations:
+            return 0
+        self._copy(plan, stream)
+        self._commit(plan)
+        self.bytes_moved += plan.bytes_moved
+        return plan.bytes_moved
+
+    def _copy(self, plan: Plan, stream: Hashable) -> None:
+        done: list[list[Move]] = []
+        try:
+            for step in plan.steps:
+                self._provider.copy(step, stream)
+                done.append(step)
+            event = self._provider.record(stream)
+            try:
+                self._provider.synchronize(event)
+            finally:
+                self._provider.discard(event)
+        except BaseException:
+            # Later steps may have overwritten what earlier ones read: take them back in turn.
+            for step in reversed(done):
+                back = [Move(move.source, move.destination, move.size) for move in step]
+                self._provider.copy(back, stream)
+            self._provider.synchronize_device()
+            raise
+
+    def _commit(self, plan: Plan) -> None:
+        """Brings the books in line with where the bytes are now."""
+        arrivals = []
+        for old, new in plan.relocations.items():
+            span = self._live.pop(old)
+            arrivals.append(
+                (new, span.size, span.requested, span.stream, span.holder, span.call_site)
+            )
+            span.stream, span.epoch = None, 0
+            span.requested, span.holder, span.uses, span.call_site = 0, None, (), ()
+            self._arena.put_free(span)
+        arrivals.sort(key=lambda arrival: arrival[0])
+        holes = sorted(self._arena.streams.anyone.index, key=lambda hole: -hole.address)
+        for address, size, requested, stream, holder, call_site in arrivals:
+            while holes[-1].end <= address:
+                holes.pop()
+            hole = holes.pop()
+            end = hole.end
+            span = self._arena.carve(hole, address, size)
+            if span.end < end:
+                assert span.next is not None
+                holes.append(span.next)
+            span.state, span.stream, span.requested = LIVE, stream, requested
+            span.holder, span.call_site = holder, call_site
+            assert holder is not None
+            holder.span = span
+            self._live[address] = span

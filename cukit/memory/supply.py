@@ -1,0 +1,153 @@
+"""Finding memory for a request that no list of exact sizes could serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from cukit.memory.arena import Arena
+from cukit.memory.blocks import Action
+from cukit.memory.pager import Emit, Pager
+from cukit.memory.provider import Provider
+from cukit.memory.spans import PENDING, Span
+from cukit.memory.streams import Streams, StreamState
+
+
+class Supply:
+    """Arena, pages and streams, asked in the order of what costs least.
+
+    1. the stream's own free memory and everybody's;
+    2. what other streams freed and are known to be done with;
+    3. what other streams freed, behind an event: no host waits, but work does, so small requests
+       rather take a new page;
+    4. whole free pages and new ones (Pager.grow).
+    """
+
+    def __init__(
+        self, provider: Provider, arena: Arena, pager: Pager, streams: Streams, emit: Emit
+    ) -> None:
+        self._provider = provider
+        self._arena = arena
+        self._pager = pager
+        self._streams = streams
+        self._emit = emit
+        self.pending: list[tuple[Span, list[Any]]] = []
+        """Freed spans that other streams work on, with what has to happen first."""
+        self.pending_bytes = 0
+        self.before_growing: Callable[[int, StreamState], bool] = lambda size, state: False
+        """Called when only pages could serve a request; True if it made a hole instead."""
+
+    def obtain(self, size: int, state: StreamState, *, pressed: bool = False) -> Span | None:
+        """A live span of `size` bytes, or None. `pressed`: wait for other streams in any case."""
+        arena, streams = self._arena, self._streams
+        arena.flush(state)
+        span = arena.best_fit(size, state)
+        if span is None and not state.private:
+            self.settle()
+            span = arena.best_fit(size, state)
+            if span is None and not streams.single:
+                arena.unify(state)
+                span = arena.best_fit(size, state)
+            if span is None and (pressed or size >= self._arena.page_bytes):
+                span = self._behind_others(size, state)
+        if span is None and not state.private and self.before_growing(size, state):
+            span = arena.best_fit(size, state)
+        if span is None and self._pager.grow(size, state.key):
+            span = arena.best_fit(size, state)
+            assert span is not None, "growing made a hole that fits"
+        return None if span is None else arena.take(span, size, state.key)
+
+    def settle(self) -> None:
+        """Merges all that is freed, and gives to everybody what streams are done with."""
+        self.poll_pending()
+        for state in self._streams.public():
+            self._arena.flush(state)
+            if state.index:
+                self._streams.poll(state)
+                self._arena.settle(state)
+
+    def settle_waiting(self) -> None:
+        """The same, after waiting for the streams."""
+        self.wait_for_pending()
+        for state in self._streams.public():
+            self._arena.flush(state)
+            if state.index:
+                self._streams.wait_for(state)
+                self._arena.settle(state)
+
+    def stop_the_world(self) -> None:
+        """Waits until the device is idle; then everything free belongs to everybody."""
+        self._provider.synchronize_device()
+        self._streams.all_done()
+        self.settle_waiting()
+
+    def capturing(self) -> bool:
+        """Whether a stream of the pool takes part in a capture: the host must not wait then."""
+        return any(
+            self._provider.capture_id(state.key) is not None for state in self._streams.public()
+        )
+
+    def _behind_others(self, size: int, state: StreamState) -> Span | None:
+        """The best fit among other streams' memory, after making the stream wait for it."""
+        found = None
+        for other in self._streams.public():
+            span = None if other is state else other.index.best_fit(size)
+            if span is None or self._provider.capture_id(other.key) is not None:
+                continue
+            if found is None or (span.size, span.address) < (found.size, found.address):
+                found = span
+        if found is not None:
+            owner = self._streams.states[found.stream]
+            self._streams.order_behind(state.key, owner, found.epoch)
+        return found
+
+    # Memory that several streams work on --------------------------------------------------------
+
+    def hold(self, span: Span, uses: Sequence[Hashable]) -> None:
+        """Takes a freed span that other streams than its own may still work on."""
+        events: list[Any] = []
+        try:
+            for stream in uses:
+                events.append(self._provider.record(stream))
+        except BaseException:
+            for event in events:
+                self._provider.discard(event)
+            raise
+        span.state = PENDING
+        self.pending.append((span, events))
+        self.pending_bytes += span.size
+
+    def poll_pending(self) -> None:
+        """Puts back what is done with."""
+        if not self.pending:
+            return
+        waiting = self.pending
+        self.pending = []
+        for position, (span, events) in enumerate(waiting):
+            try:
+                while events and self._provider.is_done(events[-1]):
+                    self._provider.discard(events.pop())
+            except BaseException:
+                self.pending.extend(waiting[position:])
+                raise
+            if events:
+                self.pending.append((span, events))
+            else:
+                self._complete(span)
+
+    def wait_for_pending(self) -> None:
+        """Waits, then puts everything back."""
+        while self.pending:
+            span, events = self.pending[-1]
+            while events:
+                self._provider.synchronize(events[-1])
+                self._provider.discard(events.pop())
+            self.pending.pop()
+            self._complete(span)
+
+    def _complete(self, span: Span) -> None:
+        self.pending_bytes -= span.size
+        action: Action = "free_completed"
+        self._emit(action, span.address, span.size, span.stream)
+        span.uses, span.call_site = (), ()
+        self._arena.put_free(span)
