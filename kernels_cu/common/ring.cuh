@@ -13,9 +13,9 @@ struct Ring {
   Mbarrier empty[Stages];
 
   // One thread, before a barrier of the block and fence_mbarrier_init.
-  CUKIT_DEVICE void init(int readers) {
+  CUKIT_DEVICE void init(int readers, int writers = 1) {
     for (int stage = 0; stage < Stages; ++stage) {
-      mbarrier_init(&full[stage], 1);
+      mbarrier_init(&full[stage], writers);
       mbarrier_init(&empty[stage], readers);
     }
   }

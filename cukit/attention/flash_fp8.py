@@ -1,0 +1,272 @@
+"""Attention of float8 (e4m3) inputs: Hopper's kernel, and decoding for everything it leaves out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import numpy as np
+
+from cukit.attention.flash_fp8_plan import Float8Config, Float8Problem, covers, plan_float8
+from cukit.core.arrays import (
+    Array,
+    address_of,
+    bfloat16,
+    check_array,
+    empty,
+    float16,
+    float32,
+    namespace,
+    runs_kernel,
+)
+from cukit.core.device import current_device
+from cukit.core.kernel import NULL, Launch, launch_plan, load_kernel
+from cukit.core.tensor_map import encode_tensor_map
+from cukit.errors import ArrayDtypeError, ArrayShapeError
+
+OUT_DTYPES = (bfloat16, float16)
+"""What attention of float8 inputs can return."""
+
+_OP = "flash_attention"
+_E4M3 = "float8_e4m3"
+_ALIGNMENT = 16
+_MOST_MAPS = 256
+
+
+class Float8Array(Protocol):
+    """A `cukit.NarrowArray` of float8_e4m3. Its storage may have any strides that are multiples of
+    16 bytes, with a contiguous last axis."""
+
+    storage: Array
+    dtype: Any
+    shape: tuple[int, ...]
+
+    def dense(self) -> Array:
+        """The values as float32."""
+
+
+def is_float8(array: Any) -> bool:
+    """Whether `array` is a NarrowArray: attention of it is this module's business."""
+    return hasattr(array, "storage") and hasattr(array, "dense")
+
+
+def attend(
+    q: Float8Array,
+    k: Float8Array,
+    v: Float8Array,
+    descales: tuple[Any, Any, Any],
+    *,
+    causal: bool,
+    scale: float | None,
+    out: Array | None,
+) -> tuple[Array, Array] | None:
+    """(out, lse) from the float8 kernel; None where it does not serve these arrays.
+
+    descales: of q, k and v, each None or float32 [], [heads_kv] or [batch, heads_kv].
+    """
+    _check_inputs(q, k, v, out)
+    placed = _descales(q, k, descales)
+    arrays = (q.storage, k.storage, v.storage)
+    if not runs_kernel(_OP, *arrays, *placed, out):
+        return None
+    launch = _prepare(*arrays, out, *placed, bool(causal), scale)
+    return None if launch is None else launch(*arrays, out, placed)
+
+
+def decode_inputs(
+    q: Float8Array,
+    k: Float8Array,
+    v: Float8Array,
+    descales: tuple[Any, Any, Any],
+    out: Array | None,
+) -> tuple[Array, Array, Array]:
+    """q, k and v times their descales, in the dtype of `out` (bfloat16 where there is none)."""
+    _check_inputs(q, k, v, out)
+    dtype = bfloat16 if out is None else out.dtype
+    decoded = []
+    for array, factors in zip((q, k, v), _descales(q, k, descales), strict=True):
+        values = array.dense()
+        if factors is not None:
+            per_head = factors.reshape(*factors.shape, *(1,) * (1 if factors.ndim else 0))
+            if factors.ndim == 2:
+                per_head = per_head[:, None]  # [batch, 1, heads_kv, 1]
+            if factors.ndim:
+                per_head = per_head.repeat(array.shape[-2] // k.shape[-2], axis=-2)
+            values = values * per_head
+        decoded.append(values.astype(dtype))
+    return decoded[0], decoded[1], decoded[2]
+
+
+def _check_inputs(q: Float8Array, k: Float8Array, v: Float8Array, out: Array | None) -> None:
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        got = getattr(array.dtype, "name", array.dtype)
+        if not is_float8(array) or got != _E4M3:
+            raise ArrayDtypeError(
+                f"{_OP}: {name} must be {_E4M3} where another input is float8, got {got}"
+            )
+    if out is not None and out.dtype not in OUT_DTYPES:
+        raise ArrayDtypeError(
+            f"{_OP}: out of float8 inputs must be bfloat16 or float16, got {out.dtype.name}"
+        )
+
+
+def _descales(q: Float8Array, k: Float8Array, given: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    xp = namespace(q.storage)
+    return tuple(  # type: ignore[return-value]
+        None if factors is None else _descale(name, factors, q, k, xp)
+        for name, factors in zip(("q_descale", "k_descale", "v_descale"), given, strict=True)
+    )
+
+
+def _descale(name: str, given: Any, q: Float8Array, k: Float8Array, xp: Any) -> Array:
+    factors = xp.float32(given) if isinstance(given, (int, float)) else given
+    factors = xp.asarray(factors)
+    if factors.dtype != float32:
+        raise ArrayDtypeError(f"{_OP}: {name} must be float32, got {factors.dtype.name}")
+    heads, batch = k.shape[-2], q.shape[0]
+    allowed = [(), (1,), (heads,)] + ([(batch, heads)] if len(q.shape) == 4 else [])
+    if factors.shape not in allowed:
+        raise ArrayShapeError(
+            f"{_OP}: {name} must be a scalar, [heads_kv] or [batch, heads_kv], "
+            f"got shape {factors.shape} for {heads} heads_kv"
+        )
+    return factors.reshape(()) if factors.size == 1 else factors
+
+
+@launch_plan
+def _prepare(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    q_descale: Array | None,
+    k_descale: Array | None,
+    v_descale: Array | None,
+    causal: bool,
+    scale: float | None,
+) -> _Float8Launch | None:
+    if q.ndim != 4 or not all(_readable(array) for array in (q, k, v)):
+        return None
+    batch, seq_len_q, num_heads_q, head_dim = q.shape
+    check_array(
+        _OP, "k", k, dtypes=(q.dtype,), shape=(batch, None, None, head_dim), contiguous=False
+    )
+    if v.shape != k.shape or (out is not None and not _writable(out, q.shape)):
+        return None
+    seq_len_kv, num_heads_kv = k.shape[1:3]
+    if num_heads_kv == 0 or num_heads_q % num_heads_kv:
+        return None
+    problem = Float8Problem(
+        batch,
+        seq_len_q,
+        seq_len_kv,
+        num_heads_q,
+        num_heads_kv,
+        head_dim,
+        "bfloat16" if out is None else out.dtype.name,
+        causal,
+    )
+    device = current_device()
+    if not covers(problem, device):
+        return None
+    factor = 1.0 / math.sqrt(head_dim) if scale is None else float(scale)
+    config = plan_float8(problem, device)
+    scalars = (
+        *_out_strides(out, q.shape),
+        *(np.int32(n) for d in (q_descale, k_descale, v_descale) for n in _steps(d)),
+        np.int32(batch),
+        np.int32(num_heads_q),
+        np.int32(problem.group),
+        np.int32(seq_len_q),
+        np.int32(seq_len_kv),
+        np.int32(head_dim),
+        np.float32(factor / math.log(2.0)),
+    )
+    return _Float8Launch(config, scalars)
+
+
+def _readable(array: Array) -> bool:
+    """Whether the copy engine can walk the array."""
+    axes = zip(array.strides[:3], array.shape[:3], strict=True)
+    return (
+        (array.shape[-1] == 1 or array.strides[-1] == 1)
+        and address_of(array) % _ALIGNMENT == 0
+        and all(stride > 0 and stride % _ALIGNMENT == 0 for stride, n in axes if n > 1)
+    )
+
+
+def _writable(out: Array, shape: tuple[int, ...]) -> bool:
+    """Whether results can be written 16 bytes at a time."""
+    axes = zip(out.strides[:3], out.shape[:3], strict=True)
+    return (
+        out.shape == shape
+        and out.strides[-1] == out.itemsize
+        and address_of(out) % _ALIGNMENT == 0
+        and all(stride % _ALIGNMENT == 0 for stride, n in axes if n > 1)
+    )
+
+
+def _out_strides(out: Array | None, shape: tuple[int, ...]) -> tuple[np.int64, ...]:
+    if out is None:
+        _, rows, heads, width = shape
+        return np.int64(rows * heads * width), np.int64(heads * width), np.int64(width)
+    return tuple(np.int64(stride // out.itemsize) for stride in out.strides[:3])
+
+
+def _steps(factors: Array | None) -> tuple[int, int]:
+    """Strides over batches and key heads, in elements."""
+    if factors is None or factors.ndim == 0:
+        return 0, 0
+    strides = [stride // factors.itemsize for stride in factors.strides]
+    return (0, strides[0]) if factors.ndim == 1 else (strides[0], strides[1])
+
+
+class _Float8Launch:
+    """Both launches of a call, for arrays of one description; tensor maps are kept by address."""
+
+    __slots__ = ("_config", "_key_box", "_main", "_maps", "_query_box", "_values")
+
+    def __init__(self, config: Float8Config, scalars: tuple[Any, ...]) -> None:
+        problem, tiling = config.problem, config.tiling
+        part = min(problem.width, 128)
+        tiles, heads, _ = config.values_grid
+        self._config = config
+        self._query_box = (1, tiling.tile_m, 1, part)
+        self._key_box = (1, tiling.tile_n, 1, part)
+        self._values = Launch(
+            load_kernel(config.values_spec()),
+            config.values_grid,
+            (np.int32(tiles), np.int32(heads)),
+        )
+        self._main = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+        self._maps: dict[tuple[str, int], Any] = {}
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, out: Array | None, descales: tuple[Any, Any, Any]
+    ) -> tuple[Array, Array]:
+        """Launches on the current stream."""
+        problem = self._config.problem
+        if out is None:
+            out = empty(q, q.shape, bfloat16)
+        lse = empty(q, (problem.batch, problem.num_heads_q, problem.seq_len_q), float32)
+        slabs = empty(q, (self._config.values_bytes,), np.uint8)
+        self._values(self._map("v", v, self._key_box), slabs)
+        self._main(
+            self._map("q", q, self._query_box),
+            self._map("k", k, self._key_box),
+            slabs,
+            out,
+            lse,
+            *(NULL if factors is None else factors for factors in descales),
+        )
+        return out, lse
+
+    def _map(self, name: str, array: Array, box: tuple[int, ...]) -> Any:
+        key = (name, address_of(array))
+        found = self._maps.get(key)
+        if found is None:
+            found = encode_tensor_map(array, box, swizzle_bytes=box[-1])
+            if len(self._maps) >= _MOST_MAPS:
+                self._maps.clear()
+            self._maps[key] = found
+        return found

@@ -1,0 +1,167 @@
+"""How attention of float8 inputs cuts its work on Hopper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from cukit.core.compiler import KernelSpec
+from cukit.core.device import Device
+
+_ARCH = "sm_90"
+_GROUP = 128  # threads of a warpgroup
+_MOST_GRID = 65535  # of the second and third axis
+
+WIDTHS = (64, 128, 256)
+"""Widths of a tile: a head of any other size is padded with zeros to the next one."""
+
+
+@dataclass(frozen=True)
+class Float8Problem:
+    """What a plan needs to know of the arguments."""
+
+    batch: int
+    seq_len_q: int
+    seq_len_kv: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    out_dtype: str
+    causal: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def width(self) -> int:
+        """Width of the tiles."""
+        return next(width for width in WIDTHS if self.head_dim <= width)
+
+
+@dataclass(frozen=True)
+class Float8Tiling:
+    """A block walks over tiles of 64 queries for each of its consumers, and in each over tile_n
+    keys at a time."""
+
+    consumers: int
+    """Warpgroups that multiply; one more copies."""
+    tile_n: int
+    kept_tiles: int
+    """Tiles of keys that the tensor core adds up before their sum is kept in float."""
+    query_stages: int = 2
+    num_stages: int = 2
+
+    @property
+    def tile_m(self) -> int:
+        """Queries of a tile."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return _GROUP * (self.consumers + 1)
+
+    def shared_bytes(self, width: int) -> int:
+        """The stages of Q, of K and of V, the sums and the two maxima of every thread."""
+        rows = self.query_stages * self.tile_m + 2 * self.num_stages * self.tile_n
+        item = 2 if width > 128 else 4
+        kept = _GROUP * self.consumers * (width // 2 * item + 2 * 4)
+        return width * rows + kept
+
+
+TILINGS = {
+    64: Float8Tiling(3, 160, 12),
+    128: Float8Tiling(2, 224, 8),
+    256: Float8Tiling(2, 128, 16, query_stages=1),
+}
+
+
+@dataclass(frozen=True)
+class Float8Config:
+    """How one call runs: the values are transposed first, then everything else."""
+
+    problem: Float8Problem
+    tiling: Float8Tiling
+    num_blocks: int
+    """Blocks of the main grid: they walk over the tiles (kernels_cu/attention/query_tiles.cuh)."""
+
+    @property
+    def kv_tiles(self) -> int:
+        """Tiles of keys of a head."""
+        return -(-self.problem.seq_len_kv // self.tiling.tile_n)
+
+    @property
+    def values_grid(self) -> tuple[int, int, int]:
+        """A block for each tile of values."""
+        return self.kv_tiles, self.problem.num_heads_kv, self.problem.batch
+
+    @property
+    def values_bytes(self) -> int:
+        """Of the transposed values."""
+        tiles, heads, batch = self.values_grid
+        return batch * heads * tiles * self.tiling.tile_n * self.problem.width
+
+    def values_spec(self) -> KernelSpec:
+        """The kernel that transposes the values."""
+        width, tile_n = self.problem.width, self.tiling.tile_n
+        entry = "flash_attention_fp8_values"
+        defines = (("HEAD_DIM", width), ("TILE_N", tile_n), ("THREADS", _GROUP))
+        return KernelSpec(f"attention/{entry}.cu", entry, defines, _GROUP, 2 * tile_n * width)
+
+    def spec(self) -> KernelSpec:
+        """The kernel that attends."""
+        problem, tiling = self.problem, self.tiling
+        entry = "flash_attention_fp8_sm90"
+        defines = (
+            ("DTYPE", problem.out_dtype),
+            ("HEAD_DIM", problem.width),
+            ("PADDED", problem.head_dim != problem.width),
+            ("CAUSAL", problem.causal),
+            ("CONSUMERS", tiling.consumers),
+            ("TILE_N", tiling.tile_n),
+            ("STAGES", tiling.num_stages),
+            ("QUERY_STAGES", tiling.query_stages),
+            ("KEPT_TILES", tiling.kept_tiles),
+            ("THREADS", tiling.threads),
+        )
+        shared = tiling.shared_bytes(problem.width)
+        return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
+
+
+def covers(problem: Float8Problem, device: Device) -> bool:
+    """Whether the kernels serve this problem on this device. Rows are whole 16-byte chunks."""
+    sizes = (problem.batch, problem.seq_len_q, problem.seq_len_kv, problem.num_heads_q)
+    grid = max(problem.batch, problem.num_heads_kv)
+    return (
+        device.arch == _ARCH
+        and min(sizes) > 0
+        and grid <= _MOST_GRID
+        and problem.head_dim % 16 == 0
+        and problem.head_dim <= WIDTHS[-1]
+    )
+
+
+@cache
+def plan_float8(problem: Float8Problem, device: Device) -> Float8Config:
+    """The configuration of a problem that the kernels cover."""
+    tiling = TILINGS[problem.width]
+    tiles = -(-problem.seq_len_q // tiling.tile_m)
+    pieces = -(-tiles // 2) if problem.causal else tiles
+    blocks = min(problem.batch * problem.num_heads_q * pieces, device.num_sms)
+    return Float8Config(problem, tiling, blocks)
+
+
+def float8_specs(device: Device) -> list[KernelSpec]:
+    """The variants of every width with and without a mask, one padded head, and one float16."""
+    if device.arch != _ARCH:
+        return []
+    variants = [(width, "bfloat16", causal) for width in WIDTHS for causal in (False, True)]
+    variants += [(80, "bfloat16", True), (128, "float16", True)]
+    specs = []
+    for head_dim, dtype, causal in variants:
+        problem = Float8Problem(4, 4096, 4096, 32, 8, head_dim, dtype, causal)
+        config = plan_float8(problem, device)
+        specs += [config.values_spec(), config.spec()]
+    return specs

@@ -1,0 +1,587 @@
+// Exact attention of float8 (e4m3) inputs, forward, on Hopper's own units:
+//   out = v_descale * softmax(scale * q_descale * k_descale * Q K^T + mask) V
+// and its row-wise log-sum-exp, without the score matrix ever leaving the chip.
+//
+// Papers: Shah et al., "FlashAttention-3", arXiv:2407.08608; DeepSeek-AI, "DeepSeek-V3 Technical
+//   Report", arXiv:2412.19437 (sums of float8 products kept in float outside the tensor core).
+// Mapping: as flash_attention_sm90.cu: a warpgroup that copies, CONSUMERS that own 64 queries each and
+//   take the keys in tiles of TILE_N, last tile first, the scores of the next tile multiplied together
+//   with the output of this one.
+// Probabilities: rounded to e4m3 as 2^kOffset times themselves, so that what lies below the maximum
+//   uses the exponents that the format has; the maxima may lag behind by 8 - kOffset powers of two.
+//   Their sums are of the unrounded ones.
+// Precision: Hopper adds float8 products with about 14 bits. After KEPT_TILES tiles a warpgroup adds
+//   its output to what it has in shared memory, in float, and begins anew.
+// Values: transposed in slabs (fp8_values.cuh). TRANSPOSES 0: by flash_attention_fp8_values before;
+//   1: by the four copying warps, tile by tile.
+// Order of work, masks: as flash_attention_sm90.cu.
+// Shared memory, dynamic: Q stages | K stages | V stages | TRANSPOSES: V as it comes, two stages |
+//   outputs kept: four floats (HEAD_DIM 256: bfloat16) a thread, HEAD_DIM / 8 times, and its two maxima. Q, K in parts of at most
+//   128 columns, rows swizzled. Static: two barriers a stage.
+// Tensor maps: bytes [batch, seq, heads, head_dim], boxes [1, tile, 1, min(HEAD_DIM, 128)], swizzled by
+//   their rows; rows and columns beyond the tensor read as zero.
+// Macros: DTYPE float16|bfloat16 of the output; HEAD_DIM 64|128|256; PADDED 0|1 head_dim is smaller;
+//   CONSUMERS 2|3; TILE_N multiple of 32; STAGES 2..; QUERY_STAGES 1..; KEPT_TILES, 0: never;
+//   TRANSPOSES 0|1; THREADS = 128 * (CONSUMERS + 1); CAUSAL 0|1.
+// Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
+// Reference: cukit/reference/attention.py, of the decoded inputs.
+#include "attention/fp8_values.cuh"
+#include "attention/online_softmax.cuh"
+#include "attention/query_tiles.cuh"
+#include "common/platform.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/opaque.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/ptx/pack_e4m3.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/warp_group.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "common/quad.cuh"
+#include "common/ring.cuh"
+#include "common/types.cuh"
+#include "common/warp_uniform.cuh"
+
+#ifndef TRANSPOSES
+#define TRANSPOSES 0
+#endif
+
+namespace {
+
+using T = cukit::element_t;
+using Values = cukit::Fp8Values<TILE_N, HEAD_DIM>;
+
+constexpr int kGroupThreads = 128;
+constexpr int kGroupRows = 64;
+constexpr int kTileM = CONSUMERS * kGroupRows;
+constexpr int kRowBytes = Values::kRowBytes;
+constexpr int kParts = Values::kParts;
+constexpr int kQueryPart = kTileM * kRowBytes;
+constexpr int kKeyPart = TILE_N * kRowBytes;
+constexpr int kQueryBytes = kParts * kQueryPart;
+constexpr int kKeyBytes = kParts * kKeyPart;
+constexpr int kProducerWarps = kGroupThreads / cukit::kWarpSize;
+constexpr int kConsumerThreads = CONSUMERS * kGroupThreads;
+constexpr int kConsumerWarps = kConsumerThreads / cukit::kWarpSize;
+constexpr int kRawStages = 2;
+// Registers of a thread: at the start alike for all, then as many as the producer leaves.
+constexpr int kStartRegisters = 65536 / THREADS / 8 * 8;
+constexpr int kProducerRegisters = TRANSPOSES ? 40 : 24;
+constexpr int kConsumerRegisters =
+    (kStartRegisters * (CONSUMERS + 1) - kProducerRegisters) / CONSUMERS / 8 * 8;
+constexpr float kOffset = 5.0f;
+constexpr float kGrowth = 8.0f - kOffset;  // 2^8 is the largest power of two in e4m3
+constexpr float kLn2 = 0.6931471805599453f;
+
+constexpr int kTurn = 1;  // first of the named barriers for the warpgroups' turns
+
+static_assert(THREADS == (CONSUMERS + 1) * kGroupThreads, "a producer and the consumers");
+static_assert(STAGES >= 2, "a warpgroup waits for the next values before it releases the last");
+static_assert(kQueryPart % 1024 == 0 && kKeyPart % 1024 == 0, "whole periods of the swizzle");
+
+struct Rings {
+  cukit::Ring<QUERY_STAGES> q;
+  cukit::Ring<STAGES> k;
+  cukit::Ring<STAGES> v;
+  cukit::Ring<kRawStages> raw;  // values as they come
+};
+
+CUKIT_DEVICE bool next_tile(cukit::QueryTile& work, const cukit::QueryProblem& problem, int& turn) {
+  return cukit::find_work<kTileM, TILE_N, CAUSAL>(work, problem, turn);
+}
+
+// Where the operands lie in shared memory.
+struct Tiles {
+  unsigned char* q;
+  unsigned char* k;
+  unsigned char* v;
+  unsigned char* raw;
+};
+
+namespace producer {
+
+template <int Stages>
+CUKIT_DEVICE void wait_empty(cukit::Ring<Stages>& ring, const cukit::Cursor<Stages>& at) {
+  cukit::mbarrier_wait(&ring.empty[at.stage], at.parity ^ 1);
+}
+
+// A tile of rows into a stage that its readers are through with.
+template <int Stages>
+CUKIT_DEVICE void load(cukit::Ring<Stages>& ring, const cukit::Cursor<Stages>& at,
+                       unsigned char* tiles, int part_bytes, const cukit::TensorMap* map, int row,
+                       int head, int b) {
+  cukit::Mbarrier* full = &ring.full[at.stage];
+  wait_empty(ring, at);
+  cukit::mbarrier_arrive_expect(full, kParts * part_bytes);
+  unsigned char* tile = tiles + at.stage * kParts * part_bytes;
+#pragma unroll 1
+  for (int part = 0; part < kParts; ++part) {
+    cukit::tma_load_4d(tile + part * part_bytes, map, full, part * kRowBytes, head, row, b);
+  }
+}
+
+#if TRANSPOSES
+
+using Source = const cukit::TensorMap*;
+
+// All four warps; thread 0 asks the copy engine.
+CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, const cukit::TensorMap* q,
+                      const cukit::TensorMap* k, Source v, const cukit::QueryProblem& problem) {
+  cukit::Cursor<QUERY_STAGES> q_at;
+  cukit::Cursor<STAGES> k_at;
+  cukit::Cursor<STAGES> v_at;
+  cukit::Cursor<kRawStages> raw_at;
+  cukit::Cursor<kRawStages> ask_at;
+  cukit::QueryTile work{};
+  for (int turn = 0; next_tile(work, problem, turn);) {
+    const int b = work.batch_head / problem.heads_q;
+    const int q_head = work.batch_head % problem.heads_q;
+    const int head = q_head / problem.group;
+    const int last = work.kv_tiles - 1;
+    const auto ask = [&](int tile) {
+      if (threadIdx.x == 0) {
+        load(rings.k, k_at, tiles.k, kKeyPart, k, tile * TILE_N, head, b);
+        if (tile == last) {
+          load(rings.q, q_at, tiles.q, kQueryPart, q, work.first_row, q_head, b);
+        }
+        load(rings.raw, ask_at, tiles.raw, kKeyPart, v, tile * TILE_N, head, b);
+      }
+      __syncwarp();
+      k_at.advance();
+      ask_at.advance();
+    };
+    ask(last);
+    q_at.advance();
+#pragma unroll 1
+    for (int tile = last; tile >= 0; --tile) {
+      if (tile > 0) ask(tile - 1);
+      wait_empty(rings.v, v_at);
+      cukit::mbarrier_wait(&rings.raw.full[raw_at.stage], raw_at.parity);
+      Values::transpose(tiles.raw + raw_at.stage * kKeyBytes, tiles.v + v_at.stage * Values::kBytes,
+                        threadIdx.x / cukit::kWarpSize, kProducerWarps);
+      cukit::fence_proxy_async();
+      __syncwarp();
+      if (threadIdx.x % cukit::kWarpSize == 0) cukit::mbarrier_arrive(&rings.v.full[v_at.stage]);
+      cukit::release(rings.raw, raw_at);
+      raw_at.advance();
+      v_at.advance();
+    }
+  }
+}
+
+#else
+
+using Source = const unsigned char*;
+
+// One thread.
+CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, const cukit::TensorMap* q,
+                      const cukit::TensorMap* k, Source v, const cukit::QueryProblem& problem) {
+  if (threadIdx.x != 0) return;
+  cukit::Cursor<QUERY_STAGES> q_at;
+  cukit::Cursor<STAGES> k_at;
+  cukit::Cursor<STAGES> v_at;
+  cukit::QueryTile work{};
+  const int all_tiles = (problem.seq_kv + TILE_N - 1) / TILE_N;
+  for (int turn = 0; next_tile(work, problem, turn);) {
+    const int b = work.batch_head / problem.heads_q;
+    const int q_head = work.batch_head % problem.heads_q;
+    const int head = q_head / problem.group;
+    const int kv_head = b * (problem.heads_q / problem.group) + head;
+    const unsigned char* const values =
+        v + static_cast<long long>(kv_head) * all_tiles * Values::kBytes;
+    const auto load_keys = [&](int tile) {
+      load(rings.k, k_at, tiles.k, kKeyPart, k, tile * TILE_N, head, b);
+      k_at.advance();
+    };
+    const auto load_values = [&](int tile) {
+      cukit::Mbarrier* full = &rings.v.full[v_at.stage];
+      wait_empty(rings.v, v_at);
+      cukit::mbarrier_arrive_expect(full, Values::kBytes);
+      cukit::bulk_load(tiles.v + v_at.stage * Values::kBytes,
+                       values + static_cast<long long>(tile) * Values::kBytes, Values::kBytes, full);
+      v_at.advance();
+    };
+    const int last = work.kv_tiles - 1;
+    load_keys(last);
+    load(rings.q, q_at, tiles.q, kQueryPart, q, work.first_row, q_head, b);
+    q_at.advance();
+#pragma unroll 1
+    for (int tile = last; tile > 0; --tile) {
+      load_keys(tile - 1);
+      load_values(tile);
+    }
+    load_values(0);
+  }
+}
+
+#endif
+
+}  // namespace producer
+
+namespace consumer {
+
+using Scores = float[TILE_N / 2];
+using Outputs = float[HEAD_DIM / 2];
+using Probabilities = unsigned[TILE_N / 32][4];
+
+// Q and K.
+CUKIT_DEVICE unsigned long long row_descriptor(const unsigned char* tile) {
+  constexpr auto kSwizzle =
+      kRowBytes == 128 ? cukit::OperandSwizzle::Bytes128 : cukit::OperandSwizzle::Bytes64;
+  return cukit::matrix_descriptor(tile, kSwizzle, 16, 8 * kRowBytes);
+}
+
+// V, transposed.
+CUKIT_DEVICE unsigned long long slab_descriptor(const unsigned char* tile) {
+  return cukit::matrix_descriptor(tile, cukit::OperandSwizzle::None, Values::kSlabBytes, 8 * 16);
+}
+
+// scores = Q K^T, started
+CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned long long k) {
+#pragma unroll
+  for (int step = 0; step < HEAD_DIM / 32; ++step) {
+    constexpr int kSteps = kRowBytes / 32;
+    const int within = step % kSteps * 32;
+    cukit::wgmma_e4m3<TILE_N>(scores, q + (step / kSteps * kQueryPart + within) / 16,
+                              k + (step / kSteps * kKeyPart + within) / 16, step > 0);
+  }
+  cukit::wgmma_commit();
+}
+
+// out += P V, started
+CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned long long v) {
+#pragma unroll
+  for (int step = 0; step < TILE_N / 32; ++step) {
+    cukit::wgmma_e4m3<HEAD_DIM>(out, p[step], v + step * 2 * Values::kSlabBytes / 16, true);
+  }
+  cukit::wgmma_commit();
+}
+
+// scores = 2^(kOffset + scale * (scores - max)), added to the sums.
+CUKIT_DEVICE void exponentiate(cukit::SoftmaxRows& rows, Scores& scores, float scale_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float shift =
+        rows.max[half] == -cukit::infinity() ? 0.0f : fmaf(-rows.max[half], scale_log2, kOffset);
+#pragma unroll
+    for (int n = 0; n < TILE_N / 8; ++n) {
+      float* pair = &scores[4 * n + 2 * half];
+      pair[0] = exp2f(fmaf(pair[0], scale_log2, shift));
+      pair[1] = exp2f(fmaf(pair[1], scale_log2, shift));
+      rows.sum[half] += pair[0] + pair[1];
+    }
+  }
+}
+
+// Operand a, 32 keys a step, in the order of the slabs.
+CUKIT_DEVICE void pack_probabilities(Probabilities& p, const Scores& scores) {
+#pragma unroll
+  for (int step = 0; step < TILE_N / 32; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* of = &scores[16 * step + 8 * (i / 2) + 2 * (i % 2)];
+      p[step][i] = cukit::pack_e4m3(of[0], of[1], of[4], of[5]);
+    }
+}
+
+// Four sums in shared memory: as they are, or where a head is too wide for that, as bfloat16.
+struct FourFloats {
+  float4 sums;
+
+  CUKIT_DEVICE void get(float (&x)[4]) const {
+    x[0] = sums.x, x[1] = sums.y, x[2] = sums.z, x[3] = sums.w;
+  }
+  CUKIT_DEVICE void set(const float* x) { sums = make_float4(x[0], x[1], x[2], x[3]); }
+};
+struct FourHalves {
+  uint2 sums;
+
+  CUKIT_DEVICE void get(float (&x)[4]) const {
+    const unsigned pairs[2] = {sums.x, sums.y};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      x[2 * i] = __uint_as_float(pairs[i] << 16);
+      x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+    }
+  }
+  CUKIT_DEVICE void set(const float* x) {
+    sums = make_uint2(cukit::pack<__nv_bfloat16>(x[0], x[1]), cukit::pack<__nv_bfloat16>(x[2], x[3]));
+  }
+};
+
+template <bool Wide>
+struct FourOf {
+  using type = FourFloats;
+};
+template <>
+struct FourOf<true> {
+  using type = FourHalves;
+};
+using Four = FourOf<(HEAD_DIM > 128)>::type;
+
+// The outputs of the tiles before, in shared memory: a thread's own, so that nobody has to wait.
+struct Kept {
+  Four* outputs;   // [HEAD_DIM / 8][kConsumerThreads]
+  float2* maxima;  // [kConsumerThreads]: what the outputs are relative to
+  bool any;
+
+  // Adds them to `sums`, which are relative to rows.max.
+  CUKIT_DEVICE void add_to(Outputs& sums, const cukit::SoftmaxRows& rows, float scale_log2) const {
+    const float2 before = *maxima;
+    float shrink[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float base = rows.max[half] == -cukit::infinity() ? 0.0f : rows.max[half];
+      shrink[half] = exp2f(((half == 0 ? before.x : before.y) - base) * scale_log2);
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 8; ++i) {
+      float old[4];
+      outputs[i * kConsumerThreads].get(old);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[4 * i + j] += old[j] * shrink[j / 2];
+    }
+  }
+
+  // Takes `sums` in and leaves zeros.
+  CUKIT_DEVICE void take(Outputs& sums, const cukit::SoftmaxRows& rows, float scale_log2) {
+    if (any) add_to(sums, rows, scale_log2);
+    any = true;
+    *maxima = make_float2(rows.max[0], rows.max[1]);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 8; ++i) outputs[i * kConsumerThreads].set(&sums[4 * i]);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.0f;
+  }
+};
+
+CUKIT_DEVICE void take_turn(int group) { cukit::named_sync(kTurn + group, 2 * kGroupThreads); }
+
+CUKIT_DEVICE void pass_turn(int group) {
+  const int next = group + 1 == CONSUMERS ? 0 : group + 1;
+  cukit::named_arrive(kTurn + next, 2 * kGroupThreads);
+}
+
+// A factor for each batch and key head, or 1.
+struct Descale {
+  const float* factors;
+  int batch, head;  // strides
+
+  CUKIT_DEVICE float of(int b, int kv_head) const {
+    return factors == nullptr ? 1.0f : factors[b * batch + kv_head * head];
+  }
+};
+
+// What the results of a tile of queries are made and written with.
+struct Results {
+  T* out;
+  float* lse;
+  long long out_batch, out_row, out_head;
+  int head_dim;
+  float scale_log2;
+  Descale q, k, v;
+};
+
+// Divides by the sums and writes the warp's sixteen rows: a quad 64 bytes of two rows at a time.
+CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& rows, const Results& to,
+                         const cukit::QueryProblem& problem, int batch_head, int first_row,
+                         float scale_log2, float descale) {
+  const int quad_lane = threadIdx.x % 4;
+  T* const head = to.out + batch_head / problem.heads_q * to.out_batch +
+                  batch_head % problem.heads_q * to.out_head;
+  float* const lse = to.lse + static_cast<long long>(batch_head) * problem.seq_q;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = rows.sum[half];
+    sum += __shfl_xor_sync(cukit::kFullMask, sum, 1);
+    sum += __shfl_xor_sync(cukit::kFullMask, sum, 2);
+    const float factor = sum == 0.0f ? 0.0f : descale / sum;
+    const int row = first_row + 8 * half;
+    const bool exists = row < problem.seq_q;
+    if (quad_lane == 0 && exists) {
+      lse[row] = sum == 0.0f ? -cukit::infinity()
+                             : (fmaf(rows.max[half], scale_log2, -kOffset) + log2f(sum)) * kLn2;
+    }
+    T* const out = head + row * to.out_row;
+#pragma unroll
+    for (int four = 0; four < HEAD_DIM / 32; ++four) {
+      unsigned chunk[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float* pair = &sums[4 * (4 * four + n) + 2 * half];
+        chunk[n] = cukit::pack<T>(pair[0] * factor, pair[1] * factor);
+      }
+      cukit::transpose_quad(chunk);
+      const int column = 32 * four + 8 * quad_lane;
+      if (exists && (!PADDED || column < to.head_dim)) {
+        *reinterpret_cast<uint4*>(out + column) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+      }
+    }
+  }
+}
+
+CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_bytes,
+                      const Results& results, const cukit::QueryProblem& problem) {
+  const int group = cukit::warp_uniform(threadIdx.x / kGroupThreads) - 1;
+  const int lane_row = threadIdx.x % kGroupThreads / cukit::kWarpSize * 16 +
+                       threadIdx.x % cukit::kWarpSize / 4 + group * kGroupRows;
+  const unsigned long long q_first = row_descriptor(tiles.q + group * kGroupRows * kRowBytes);
+  const unsigned long long k_first = row_descriptor(tiles.k);
+  const unsigned long long v_first = slab_descriptor(tiles.v);
+  cukit::Cursor<QUERY_STAGES> q_at;
+  cukit::Cursor<STAGES> k_at;
+  cukit::Cursor<STAGES> v_at;
+  if (group == CONSUMERS - 1) pass_turn(group);
+
+  Outputs sums;
+  Scores scores;
+  Probabilities p;
+  cukit::SoftmaxRows rows;
+  cukit::QueryTile work{};
+  unsigned long long q;
+  const int consumer_thread = threadIdx.x - kGroupThreads;
+  Four* const kept_outputs = reinterpret_cast<Four*>(kept_bytes);
+  Kept kept{kept_outputs + consumer_thread,
+            reinterpret_cast<float2*>(kept_outputs + HEAD_DIM / 8 * kConsumerThreads) +
+                consumer_thread,
+            false};
+
+  const auto values = [&] { return v_first + v_at.stage * (Values::kBytes / 16); };
+  const auto start_scores = [&] {
+    cukit::mbarrier_wait(&rings.k.full[k_at.stage], k_at.parity);
+    take_turn(group);
+    cukit::wgmma_fence();
+    multiply_keys(scores, q, k_first + k_at.stage * (kKeyBytes / 16));
+  };
+  // The scores of a tile have come.
+  const auto receive_scores = [&](int tile, int unmasked_tiles) {
+    cukit::release(rings.k, k_at);
+    k_at.advance();
+    if (tile == 0) {
+      cukit::release(rings.q, q_at);
+      q_at.advance();
+    }
+    if (tile >= unmasked_tiles) {
+      const int first = tile * TILE_N;
+      cukit::mask_scores<CAUSAL>(scores, problem.seq_kv - first, work.past - first + lane_row);
+    }
+  };
+
+  for (int turn = 0; next_tile(work, problem, turn); turn = cukit::warp_uniform(turn)) {
+    float shrink[2];
+    const int b = work.batch_head / problem.heads_q;
+    const int kv_head = work.batch_head % problem.heads_q / problem.group;
+    const float scale_log2 =
+        results.scale_log2 * results.q.of(b, kv_head) * results.k.of(b, kv_head);
+    const int unmasked_tiles = cukit::warp_uniform(work.unmasked_tiles);
+    int tile = cukit::warp_uniform(work.kv_tiles) - 1;
+    int until_kept = KEPT_TILES;
+    kept.any = false;
+    cukit::mbarrier_wait(&rings.q.full[q_at.stage], q_at.parity);
+    q = q_first + q_at.stage * (kQueryBytes / 16);
+    start_scores();
+    pass_turn(group);
+    cukit::wgmma_wait<0>(scores);
+    receive_scores(tile, unmasked_tiles);
+    rows.reset();
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.0f;
+    cukit::renew_maxima(rows, shrink, scores, scale_log2, kGrowth);
+    exponentiate(rows, scores, scale_log2);
+    cukit::mbarrier_wait(&rings.v.full[v_at.stage], v_at.parity);
+    pack_probabilities(p, scores);
+
+    while (--tile >= 0) {
+      start_scores();
+      multiply_values(sums, p, values());
+      pass_turn(group);
+      cukit::wgmma_wait<1>(scores);
+      receive_scores(tile, unmasked_tiles);
+      const bool outgrown = cukit::renew_maxima(rows, shrink, scores, scale_log2, kGrowth);
+      exponentiate(rows, scores, scale_log2);
+      const cukit::Cursor<STAGES> v_done = v_at;
+      v_at.advance();
+      // Keeps the exponentials before the wait: they have the product to run beside.
+      const float exponentials = fminf(rows.sum[0], rows.sum[1]);
+      cukit::mbarrier_wait(&rings.v.full[v_at.stage],
+                           cukit::ordered_after(v_at.parity, exponentials));
+      cukit::wgmma_wait<0>(sums);
+      cukit::release(rings.v, v_done);
+      if (outgrown) cukit::rescale(sums, shrink);
+      if (KEPT_TILES > 0 && --until_kept == 0) {
+        until_kept = KEPT_TILES;
+        kept.take(sums, rows, scale_log2);
+      }
+      pack_probabilities(p, scores);
+    }
+
+    cukit::wgmma_fence();
+    multiply_values(sums, p, values());
+    cukit::wgmma_wait<0>(sums);
+    cukit::release(rings.v, v_at);
+    v_at.advance();
+    if (KEPT_TILES > 0 && kept.any) kept.add_to(sums, rows, scale_log2);
+    finish(sums, rows, results, problem, work.batch_head, work.first_row + lane_row, scale_log2,
+           results.v.of(b, kv_head));
+  }
+  if (group == 0) take_turn(group);  // the last one was passed on to it
+}
+
+}  // namespace consumer
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_fp8_sm90(
+    const __grid_constant__ cukit::TensorMap q,  // [batch, seq_q, heads_q, head_dim]
+    const __grid_constant__ cukit::TensorMap k,  // [batch, seq_kv, heads_q / group, head_dim]
+#if TRANSPOSES
+    const __grid_constant__ cukit::TensorMap v,  // as k
+#else
+    const unsigned char* __restrict__ v,  // slabs of flash_attention_fp8_values
+#endif
+    T* __restrict__ out,       // as q
+    float* __restrict__ lse,   // [batch, heads_q, seq_q]
+    const float* __restrict__ q_descale, const float* __restrict__ k_descale,
+    const float* __restrict__ v_descale,  // of a batch and a key head; null: 1
+    long long out_batch, long long out_row, long long out_head,  // strides in elements
+    int q_descale_batch, int q_descale_head, int k_descale_batch, int k_descale_head,
+    int v_descale_batch, int v_descale_head,  // strides
+    int batch, int heads_q, int group, int seq_q, int seq_kv, int head_dim,
+    float scale_log2) {  // scale * log2(e)
+  __shared__ Rings rings;
+  CUKIT_DYNAMIC_SHARED(unsigned char, shared);
+  Tiles tiles;
+  tiles.q = shared;
+  tiles.k = tiles.q + QUERY_STAGES * kQueryBytes;
+  tiles.v = tiles.k + STAGES * kKeyBytes;
+  tiles.raw = tiles.v + STAGES * Values::kBytes;
+  unsigned char* const kept = tiles.raw + (TRANSPOSES ? kRawStages * kKeyBytes : 0);
+  const cukit::QueryProblem problem{batch * heads_q, heads_q, group, seq_q, seq_kv};
+
+  if (threadIdx.x == 0) {
+    rings.q.init(kConsumerWarps);
+    rings.k.init(kConsumerWarps);
+    rings.v.init(kConsumerWarps, TRANSPOSES ? kProducerWarps : 1);
+    rings.raw.init(kProducerWarps);
+    cukit::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < kGroupThreads) {
+    cukit::give_registers<kProducerRegisters>();
+#if TRANSPOSES
+    producer::run(rings, tiles, &q, &k, &v, problem);
+#else
+    producer::run(rings, tiles, &q, &k, v, problem);
+#endif
+  } else {
+    cukit::take_registers<kConsumerRegisters>();
+    const consumer::Results results{
+        out,        lse,
+        out_batch,  out_row,
+        out_head,   head_dim,
+        scale_log2, {q_descale, q_descale_batch, q_descale_head},
+        {k_descale, k_descale_batch, k_descale_head},
+        {v_descale, v_descale_batch, v_descale_head}};
+    consumer::run(rings, tiles, kept, results, problem);
+  }
+}

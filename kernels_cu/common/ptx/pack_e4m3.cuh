@@ -1,0 +1,32 @@
+// cvt.rn.satfinite.e4m3x2.f32: floats to float8 (sm_89).
+#pragma once
+
+#include "common/platform.cuh"
+
+namespace cukit {
+
+// Four floats to a register of e4m3, `x0` at the lowest address. Rounds to nearest even; beyond 448
+// becomes 448.
+CUKIT_DEVICE unsigned pack_e4m3(float x0, float x1, float x2, float x3) {
+#ifdef CUKIT_EMULATE
+  const float x[] = {x0, x1, x2, x3};
+  unsigned packed = 0;
+  for (int i = 0; i < 4; ++i) {
+    packed |= unsigned{__nv_cvt_float_to_fp8(x[i], __NV_SATFINITE, __NV_E4M3)} << (8 * i);
+  }
+  return packed;
+#else
+  unsigned packed;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}\n"
+      : "=r"(packed)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return packed;
+#endif
+}
+
+}  // namespace cukit
