@@ -53,18 +53,16 @@ CUKIT_DEVICE long long bytes_below(const Move* moves, int num_moves, long long a
   return min(move[1].first, move->first + max(0ll, address - move->source));
 }
 
-// Returns once every tile before `tile` that reads from [begin, end) has done so.
-CUKIT_DEVICE void wait_for_readers(const Move* moves, int num_moves, long long begin, long long end,
-                                   int* has_read, int tile) {
+// The tiles before `tile` that read from [begin, end).
+struct Readers {
+  int first, end;
+};
+CUKIT_DEVICE Readers find_readers(const Move* moves, int num_moves, long long begin, long long end,
+                                  int tile) {
   const long long first_byte = bytes_below(moves, num_moves, begin);
   const long long end_byte = bytes_below(moves, num_moves, end);
-  const int end_tile = min(tile, static_cast<int>((end_byte + kTileBytes - 1) / kTileBytes));
-  for (int other = static_cast<int>(first_byte / kTileBytes) + threadIdx.x % cukit::kWarpSize;
-       other < end_tile; other += cukit::kWarpSize) {
-    while (atomicAdd(has_read + other, 0) == 0) __nanosleep(50);
-  }
-  __threadfence();
-  __syncwarp();
+  return {static_cast<int>(first_byte / kTileBytes),
+          min(tile, static_cast<int>((end_byte + kTileBytes - 1) / kTileBytes))};
 }
 
 }  // namespace
@@ -75,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batched_copy(
     int* progress,                    // [1 + tiles] zeros, ORDERED only: tickets; which tiles have read
     int num_moves) {
   __shared__ int ticket;
+  int* has_read = progress + 1;
   int tile = blockIdx.x;
   if constexpr (ORDERED) {
     if (threadIdx.x == 0) ticket = atomicAdd(progress, 1);
@@ -82,9 +81,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) batched_copy(
     tile = ticket;
   }
   const long long total = moves[num_moves].first;
-  const long long begin = static_cast<long long>(tile) * kTileBytes +
-                          static_cast<long long>(threadIdx.x / cukit::kWarpSize) * kWarpBytes;
-  const long long position = begin + threadIdx.x % cukit::kWarpSize * kVectorBytes;
+  const long long tile_begin = static_cast<long long>(tile) * kTileBytes;
+  const int warp = threadIdx.x / cukit::kWarpSize;
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  const long long begin = tile_begin + static_cast<long long>(warp) * kWarpBytes;
+  const long long position = begin + lane * kVectorBytes;
   const int first_move = find_move(moves, num_moves, &Move::first, begin);
 
   uint4 words[VECS];
@@ -97,16 +98,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) batched_copy(
     words[i] = *reinterpret_cast<const uint4*>(base + move->source + (byte - move->first));
   }
   if constexpr (ORDERED) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) atomicExch(progress + 1 + tile, 1);
-    if (begin < total) {
-      const Move first = moves[first_move];
-      const long long last_byte = min(total, begin + kWarpBytes) - kVectorBytes;
-      const Move last = moves[find_move(moves, num_moves, &Move::first, last_byte)];
-      wait_for_readers(moves, num_moves, first.destination + begin - first.first,
-                       last.destination + last_byte - last.first + kVectorBytes, progress + 1, tile);
+    Readers readers;
+    if (warp == 0) {
+      const Move* first = moves + first_move;
+      const long long last_byte = min(total, tile_begin + kTileBytes) - kVectorBytes;
+      const Move* last = moves + find_move(moves, num_moves, &Move::first, last_byte);
+      readers = find_readers(moves, num_moves, first->destination + tile_begin - first->first,
+                             last->destination + last_byte - last->first + kVectorBytes, tile);
     }
+    __syncthreads();  // the tile is read
+    if (threadIdx.x == 0) {
+      __threadfence();
+      atomicExch(has_read + tile, 1);
+    }
+    if (warp == 0) {
+      for (int other = readers.first + lane; other < readers.end; other += cukit::kWarpSize) {
+        while (atomicAdd(has_read + other, 0) == 0) __nanosleep(20);
+      }
+      __threadfence();
+    }
+    __syncthreads();  // what lies at the destination is read, too
   }
   move = moves + first_move;
 #pragma unroll
