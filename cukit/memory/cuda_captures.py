@@ -18,10 +18,11 @@ class _Gone:
     """
 
     def __init__(self) -> None:
-        self._semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
-        self._address = ctypes.addressof(self._semaphore)
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.sem_init(ctypes.c_void_p(self._address), 0, 0)
+        self._libc = libc = ctypes.CDLL(None)
+        libc.calloc.restype = ctypes.c_void_p
+        # Not Python's memory: the graph may outlive the pool, and even the interpreter.
+        self._semaphore = ctypes.c_void_p(libc.calloc(1, _SEMAPHORE_BYTES))
+        libc.sem_init(self._semaphore, 0, 0)
 
     def watch(self, graph: Any) -> None:
         """Ties the flag to a graph under capture, and to what is instantiated from it."""
@@ -30,12 +31,16 @@ class _Gone:
         no_sync = driver.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
         moved = driver.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
         user_object = call(
-            "cuUserObjectCreate", self._address, driver.CUhostFn(post), 1, int(no_sync)
+            "cuUserObjectCreate", self._semaphore.value, driver.CUhostFn(post), 1, int(no_sync)
         )
         call("cuGraphRetainUserObject", graph, user_object, 1, int(moved))
 
     def happened(self) -> bool:
-        return bool(self._libc.sem_trywait(ctypes.c_void_p(self._address)) == 0)
+        """Whether it is set; not to be asked again after a yes."""
+        if self._libc.sem_trywait(self._semaphore) != 0:
+            return False
+        self._libc.free(self._semaphore)
+        return True
 
 
 class CaptureWatch:
@@ -59,7 +64,7 @@ class CaptureWatch:
 
     def ended(self) -> list[int]:
         """Captures whose graphs are destroyed; each is named once."""
-        gone = [capture for capture, flag in self._flags.items() if flag.happened()]
+        gone = [capture for capture, flag in list(self._flags.items()) if flag.happened()]
         for capture in gone:
             del self._flags[capture]
         return gone

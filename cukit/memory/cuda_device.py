@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import weakref
@@ -9,10 +10,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+
 from cukit.core.device import gpu_available, require_cupy
 from cukit.errors import ConfigError, UnsupportedDeviceError
 from cukit.memory.cuda_captures import CaptureWatch
-from cukit.memory.cuda_driver import call
+from cukit.memory.cuda_driver import call, driver_module
 from cukit.memory.device_copy import DeviceCopy
 from cukit.memory.provider import Move
 
@@ -53,7 +56,10 @@ class CudaDevice:
     def __init__(self, device_id: int | None = None) -> None:
         cupy = require_cupy("the CUDA memory pool")
         if not gpu_available():
-            raise UnsupportedDeviceError("no CUDA device found; `cukit doctor` says what is missing")
+            raise UnsupportedDeviceError(
+                "no CUDA device found; `cukit doctor` says what is missing"
+            )
+        self._cupy = cupy
         self._runtime = cupy.cuda.runtime
         self._stream_module = cupy.cuda.stream
         self.device_id = self._runtime.getDevice() if device_id is None else device_id
@@ -70,6 +76,10 @@ class CudaDevice:
             self._runtime.memGetInfo()  # makes the primary context
         _living.add(self)
 
+    def for_device(self, device_id: int) -> CudaDevice:
+        """The same kind of provider for another device."""
+        return type(self)(device_id)
+
     @contextmanager
     def current(self) -> Iterator[None]:
         """Makes this the current device inside the block."""
@@ -83,6 +93,16 @@ class CudaDevice:
         finally:
             self._runtime.setDevice(before)
 
+    @contextmanager
+    def between_captures(self) -> Iterator[None]:
+        """Allows calls that CUDA forbids while some stream is captured."""
+        mode = driver_module().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        before = call("cuThreadExchangeStreamCaptureMode", mode)
+        try:
+            yield
+        finally:
+            call("cuThreadExchangeStreamCaptureMode", before)
+
     def memory_info(self) -> tuple[int, int]:
         with self.current():
             free, total = self._runtime.memGetInfo()
@@ -91,6 +111,12 @@ class CudaDevice:
     def copy(self, moves: Sequence[Move], stream: Hashable) -> None:
         with self.current():
             self._copy(moves, self._object_of(stream))
+
+    def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:
+        cuda, dtype = self._cupy.cuda, np.dtype(dtype)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        memory = cuda.UnownedMemory(address, num_bytes, owner, self.device_id)
+        return self._cupy.ndarray(shape, dtype, cuda.MemoryPointer(memory, 0))
 
     # Streams ----------------------------------------------------------------------------------
 
@@ -183,7 +209,10 @@ class CudaDevice:
         return event
 
     def is_done(self, event: Any) -> bool:
-        return event is _DONE or self._runtime.eventQuery(event) == 0
+        if event is _DONE:
+            return True
+        with self.between_captures():
+            return bool(self._runtime.eventQuery(event) == 0)
 
     def wait(self, stream: Hashable, event: Any) -> None:
         if event is _DONE:

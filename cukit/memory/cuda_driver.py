@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, Protocol
 
-from cukit.core.device import INSTALL_GPU_EXTRA
+from cukit.core.device import INSTALL_GPU_EXTRA, require_cupy
 from cukit.errors import CukitError, MissingDependencyError
 from cukit.memory.provider import DeviceOutOfMemory
 
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class DriverError(CukitError):
@@ -58,7 +59,12 @@ def driver_module() -> ModuleType:
 def call(name: str, *arguments: Any) -> Any:
     """The result of `cuda.bindings.driver.<name>`: None, one value, or a tuple."""
     driver = driver_module()
-    status, *results = getattr(driver, name)(*arguments)
+    function = getattr(driver, name)
+    status, *results = function(*arguments)
+    if int(status) == _INVALID_CONTEXT:  # a thread that has not used the GPU yet
+        runtime = require_cupy("the CUDA memory pool").cuda.runtime
+        runtime.setDevice(runtime.getDevice())
+        status, *results = function(*arguments)
     if int(status) == _OUT_OF_MEMORY:
         raise DeviceOutOfMemory(f"{name}: the device is out of memory")
     if int(status) != 0:

@@ -31,7 +31,7 @@ class CudaMalloc(CudaDevice):
         super().__init__(device_id)
 
     def reserve(self, size: int) -> int:
-        with self.current():
+        with self.current(), self.between_captures():
             try:
                 return int(self._runtime.malloc(size))
             except Exception as error:
@@ -40,7 +40,7 @@ class CudaMalloc(CudaDevice):
                 raise
 
     def release(self, address: int, size: int) -> None:
-        with self.current():
+        with self.current(), self.between_captures():
             self._runtime.free(address)
 
     def create_pages(self, count: int) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -35,26 +36,22 @@ class DeviceCopy:
         """Event behind the last launch that reads the table."""
 
     def __call__(self, moves: Sequence[Move], stream: Any) -> None:
-        """On `stream`, a CuPy stream, on the current device. Raises nothing has changed.
+        """On `stream`, a CuPy stream, on the current device. When it raises, nothing is queued.
 
         Moves may slide, see :func:`cukit.memory.compaction.batched_copy`.
         """
+        if len(moves) <= FEW_MOVES and not _overlap(moves):
+            for move in moves:
+                self._cupy.cuda.runtime.memcpyAsync(
+                    move.destination, move.source, move.size, _TO_DEVICE, stream.ptr
+                )
+            return
         plan = plan_moves(moves)
         plan.check_aligned(0)
         with stream:
-            if not plan.ordered and len(moves) <= FEW_MOVES:
-                self._driver_copies(plan, stream)
-            else:
-                self._launches(plan, stream)
-
-    def _driver_copies(self, plan: MovePlan, stream: Any) -> None:
-        for move in plan.moves():
-            self._cupy.cuda.runtime.memcpyAsync(
-                move.destination, move.source, move.size, _TO_DEVICE, stream.ptr
-            )
+            self._launches(plan, stream)
 
     def _launches(self, plan: MovePlan, stream: Any) -> None:
-        cupy = self._cupy
         if self._table is None:
             self._make_table()
         else:
@@ -77,29 +74,28 @@ class DeviceCopy:
         self._table = cupy.ndarray((_MOST_MOVES + 1, 3), np.int64, start)
 
 
+def _overlap(moves: Sequence[Move]) -> bool:
+    return any(
+        move.destination < other.source + other.size and other.source < move.destination + move.size
+        for move in moves
+        for other in moves
+    )
+
+
 def _parts(plan: MovePlan) -> Iterator[MovePlan]:
     """Plans to be launched one after the other, each small enough for the table."""
+    if len(plan.table) <= _MOST_MOVES and plan.num_tiles <= _MOST_TILES:
+        yield plan
+        return
     most_bytes = _MOST_TILES * TILE_BYTES
-    rows = [
-        (destination + done, source + done, min(most_bytes, size - done))
-        for destination, source, size in plan.moves()
-        for done in range(0, size, most_bytes)
-    ]
-    begin = 0
-    while begin < len(rows):
-        end, num_bytes = begin, 0
-        while end < len(rows) and end - begin < _MOST_MOVES:
-            if num_bytes + rows[end][2] > most_bytes:
-                break
-            num_bytes += rows[end][2]
-            end += 1
-        yield _table_of(rows[begin:end], plan.ordered)
-        begin = end
-
-
-def _table_of(rows: Sequence[tuple[int, int, int]], ordered: bool) -> MovePlan:
-    table = np.zeros((len(rows) + 1, 3), np.int64)
-    values = np.array(rows, np.int64)
-    table[:-1, :2] = values[:, :2]
-    table[1:, 2] = np.cumsum(values[:, 2])
-    return MovePlan(table, ordered)
+    # Cut at every multiple of what one launch copies, and after every so many moves.
+    first = plan.table[:, 2]
+    cuts = np.union1d(first[:-1:_MOST_MOVES], np.arange(0, plan.num_bytes, most_bytes))
+    starts = np.union1d(first[:-1], cuts)
+    of_move = np.searchsorted(first, starts, side="right") - 1
+    rows = np.column_stack([plan.table[of_move, :2] + (starts - first[of_move])[:, None], starts])
+    bounds = [*np.searchsorted(starts, cuts), len(starts)]
+    for begin, end in pairwise(bounds):
+        table = np.vstack([rows[begin:end], [0, 0, np.append(starts, plan.num_bytes)[end]]])
+        table[:, 2] -= starts[begin]
+        yield MovePlan(table, plan.ordered)
