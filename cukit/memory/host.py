@@ -194,6 +194,10 @@ class HostProvider:
         """Nothing is captured here."""
         return None
 
+    def ended_captures(self) -> Sequence[int]:
+        """Nothing is captured here."""
+        return ()
+
 
 class _Memory:
     """Tells NumPy where an array lies and keeps the owner while one looks."""

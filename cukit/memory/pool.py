@@ -326,6 +326,7 @@ class MemoryPool:
             raise RuntimeError("memory pool: used from inside the pool (by a listener?)")
         self._busy = True
         try:
+            self._release_ended_captures()
             self._take_in()
             yield
         finally:
@@ -381,6 +382,7 @@ class MemoryPool:
     def _find(self, size: int, state: StreamState) -> Span:
         """A span of `size` bytes that no list had ready."""
         try:
+            self._release_ended_captures()
             self._take_in()
             size = int(size)
             return self._supply.obtain(size, state) or self._ladder.climb(size, state)
@@ -412,6 +414,11 @@ class MemoryPool:
             state.bins.setdefault(span.size, []).append(span)
         if self._listeners.active:
             self._listeners.freed(span, completed=not uses)
+
+    def _release_ended_captures(self) -> None:
+        """Takes back what belonged to graphs that are destroyed."""
+        for capture in self.provider.ended_captures():
+            release_capture(capture, self._streams, self._arena, self._live)
 
     def _release_holder(self, holder: Holder) -> None:
         self._put_aside.append(holder)

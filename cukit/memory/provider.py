@@ -149,3 +149,8 @@ class Provider(Protocol):
         Called by every allocation: has to be fast when nothing is captured.
         """
         ...
+
+    def ended_captures(self) -> Sequence[int]:
+        """Captures whose graphs, and all that was instantiated from them, are destroyed and done;
+        each is named once."""
+        ...
