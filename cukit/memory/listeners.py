@@ -51,10 +51,17 @@ class Listeners:
         self._listeners = listeners
         self.active = bool(listeners) or self._depth > 0
 
-    def emit(self, action: Action, address: int, size: int, stream: Hashable) -> None:
+    def emit(
+        self,
+        action: Action,
+        address: int,
+        size: int,
+        stream: Hashable,
+        call_site: tuple[Frame, ...] = (),
+    ) -> None:
         """Notes an event of the pool itself."""
         if self._listeners:
-            self._note(action, address, size, stream, ())
+            self._note(action, address, size, stream, call_site)
 
     def allocated(self, span: Span) -> None:
         """Notes an allocation, and who made it; then tells."""

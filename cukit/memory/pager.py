@@ -8,16 +8,27 @@ so a failure in the middle needs no undoing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from cukit.memory.arena import Arena
-from cukit.memory.blocks import Action
+from cukit.memory.blocks import Action, Frame
 from cukit.memory.config import MemoryPoolConfig
 from cukit.memory.provider import DeviceOutOfMemory, Provider
 from cukit.memory.spans import FREE, UNMAPPED, Span
 
-Emit = Callable[[Action, int, int, Hashable], None]
+
+class Emit(Protocol):
+    """Notes an event (blocks.py): what, where, how many bytes, on which stream, who asked."""
+
+    def __call__(
+        self,
+        action: Action,
+        address: int,
+        size: int,
+        stream: Hashable,
+        call_site: tuple[Frame, ...] = (),
+    ) -> None: ...
 
 
 class Place(NamedTuple):

@@ -96,10 +96,15 @@ class Defragmenter:
             raise
 
     def _commit(self, plan: Plan) -> None:
-        """Brings the books in line with where the bytes are now."""
+        """Brings the books in line with where the bytes are now.
+
+        Listeners see a move as a free of the old place and an allocation of the new one.
+        """
         arrivals = []
         for old, new in plan.relocations.items():
             span = self._live.pop(old)
+            self._emit("free", old, span.size, span.stream, span.call_site)
+            self._emit("free_completed", old, span.size, span.stream, span.call_site)
             arrivals.append(
                 (new, span.size, span.requested, span.stream, span.holder, span.call_site)
             )
@@ -122,3 +127,4 @@ class Defragmenter:
             assert holder is not None
             holder.span = span
             self._live[address] = span
+            self._emit("alloc", address, size, stream, call_site)
