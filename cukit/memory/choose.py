@@ -7,10 +7,11 @@ from cukit.memory.host import HostProvider
 from cukit.memory.provider import Provider
 
 
-def default_provider(device_id: int | None = None) -> Provider:
+def default_provider(device_id: int | None = None, most_bytes: int | None = None) -> Provider:
     """CUDA virtual memory; cudaMalloc where the device has none; the host where there is no GPU.
 
-    `device_id`: None is CuPy's current device.
+    `device_id`: None is CuPy's current device. `most_bytes`: what the pool may hold, if it has a
+    limit: a small pool gets small pages.
     """
     if not gpu_available():
         return HostProvider()
@@ -19,6 +20,6 @@ def default_provider(device_id: int | None = None) -> Provider:
     from cukit.memory.vmm import CudaVirtualMemory
 
     try:
-        return CudaVirtualMemory(device_id)
+        return CudaVirtualMemory(device_id, most_bytes=most_bytes)
     except UnsupportedDeviceError:
         return CudaMalloc(device_id)

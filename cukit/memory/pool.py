@@ -63,7 +63,7 @@ class MemoryPool:
     ) -> None:
         """`provider=None`: CUDA virtual memory, else cudaMalloc, else (no GPU) the host."""
         self.config = config = config or MemoryPoolConfig()
-        self.provider = provider = provider or default_provider()
+        self.provider = provider = provider or default_provider(most_bytes=config.max_pool_size)
         self._current_stream = provider.current_stream
         self._stream_key = provider.stream_key
         self._capture_id = provider.capture_id

@@ -92,7 +92,7 @@ MOST_PAGES = 1 << 14
 
 
 def choose_page_bytes(granularity: int, memory_bytes: int) -> int:
-    """The smallest doubling of the granularity that cuts the device into at most MOST_PAGES pages.
+    """The smallest doubling of the granularity that cuts the memory into at most MOST_PAGES pages.
 
     Small pages leave less memory behind a few live bytes; but the driver takes its time for each
     handle, whatever its size (on an H200 15 us to create, 30 us to map and open, 20 us to unmap),
@@ -110,6 +110,7 @@ class CudaVirtualMemory(VirtualPages, CudaDevice):
     Args:
         device_id: CuPy's number of the device; None for the current one.
         page_bytes: a multiple of the granularity (2 MiB); None: see `choose_page_bytes`.
+        most_bytes: what will be held at most; None: all that the device has.
 
     Raises:
         ConfigError: `page_bytes`.
@@ -119,7 +120,13 @@ class CudaVirtualMemory(VirtualPages, CudaDevice):
 
     name = "cuda-vmm"
 
-    def __init__(self, device_id: int | None = None, page_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        device_id: int | None = None,
+        page_bytes: int | None = None,
+        *,
+        most_bytes: int | None = None,
+    ) -> None:
         CudaDevice.__init__(self, device_id)
         if not supports_virtual_memory(self.device_id):
             raise UnsupportedDeviceError(
@@ -128,7 +135,9 @@ class CudaVirtualMemory(VirtualPages, CudaDevice):
             )
         driver = CudaVirtualMemoryDriver(self.device_id)
         if page_bytes is None:
-            page_bytes = choose_page_bytes(driver.granularity(), self.memory_info()[1])
+            total = self.memory_info()[1]
+            cut = total if most_bytes is None else min(most_bytes, total)
+            page_bytes = choose_page_bytes(driver.granularity(), cut)
         VirtualPages.__init__(self, driver, page_bytes)
 
     def for_device(self, device_id: int) -> CudaVirtualMemory:
