@@ -133,11 +133,11 @@ def energy_of(call: Callable[[], object], once_us: float) -> tuple[Energy | None
     A call too short for the host to keep the device busy is replayed many times from a CUDA graph,
     lest the figure be that of a device that waits.
     """
-    card, synchronize = Card(), require_cupy("energy").cuda.Device().synchronize
+    card, pace = Card(), one_batch_behind()
     if once_us >= LAUNCH_BOUND_US:
-        return measure_energy(call, once_us, card, synchronize=synchronize)
+        return measure_energy(call, once_us, card, pace=pace)
     replay, calls = GraphTimer().replayer(call)
-    energy, conditions = measure_energy(replay, calls * once_us, card, synchronize=synchronize)
+    energy, conditions = measure_energy(replay, calls * once_us, card, pace=pace)
     if energy is None:
         return None, conditions
     each = replace(
@@ -150,16 +150,35 @@ def energy_of(call: Callable[[], object], once_us: float) -> tuple[Energy | None
     return each, conditions
 
 
+def one_batch_behind() -> Callable[[], None]:
+    """Waits, whenever it is called, for what had been enqueued when it was called before.
+
+    So the device always has a batch to work on, and no energy of idling is charged to the calls.
+    """
+    event = require_cupy("energy").cuda.Event
+    latest, earlier = event(disable_timing=True), event(disable_timing=True)
+
+    def pace() -> None:
+        nonlocal latest, earlier
+        latest, earlier = earlier, latest
+        latest.record()
+        earlier.synchronize()  # returns at once where nothing was recorded yet
+
+    return pace
+
+
 def measure_energy(
     call: Callable[[], object],
     once_us: float,
     card: Card,
     *,
     window_s: float = WINDOW_S,
-    synchronize: Callable[[], None],
+    pace: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Energy | None, Conditions]:
     """Runs `call`, which takes about `once_us`, for a little more than `window_s`.
+
+    pace: called after each batch; waits until the device is not too far behind.
 
     Returns what a call costs, or None where the card's counter does not move, and the conditions.
     """
@@ -176,7 +195,7 @@ def measure_energy(
             # While the device is at work: an idle card lowers its clocks at once.
             reading, now = card.joules(), clock()
             readings.note(card)
-            synchronize()
+            pace()
             calls += batch
             if reading != joules:
                 return reading, now, calls

@@ -319,7 +319,7 @@ def test_a_users_kernel_on_the_gpu(analyzer: KernelAnalyzer) -> None:
     assert 0.7 < roofs["measured"].fraction < 1
     assert roofs["datasheet"].bound == "memory"
     if launch.device_us is not None:
-        assert launch.device_us == pytest.approx(analysis.cold.median_us, rel=0.05)
+        assert launch.device_us == pytest.approx(analysis.cold.median_us, rel=0.1)
     if analysis.energy is not None:
         assert analysis.energy.window_s >= 1
         assert 50 < analysis.energy.mean_watts < 1500

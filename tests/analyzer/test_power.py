@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cukit.analyzer import power
 from cukit.analyzer.power import Card, measure_energy, throttle_reasons
 from cukit.analyzer.schema import Conditions
 from cukit.errors import CukitError, MissingDependencyError
@@ -52,7 +53,7 @@ def test_energy_of_a_call_of_known_power(call_us: float) -> None:
         bench.call,
         call_us,
         bench,  # type: ignore[arg-type]
-        synchronize=bench.synchronize,
+        pace=bench.synchronize,
         clock=lambda: bench.now,
     )
     assert energy is not None
@@ -73,11 +74,38 @@ def test_a_counter_that_stands_still_gives_none() -> None:
         bench.call,
         100.0,
         bench,  # type: ignore[arg-type]
-        synchronize=bench.synchronize,
+        pace=bench.synchronize,
         clock=lambda: bench.now,
     )
     assert energy is None
     assert conditions.sm_clock_mhz == 1755.0
+
+
+def test_the_device_is_kept_one_batch_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Event:
+        names = iter("ab")
+
+        def __init__(self, disable_timing: bool) -> None:
+            self.name = next(self.names)
+
+        def record(self) -> None:
+            done.append(f"record {self.name}")
+
+        def synchronize(self) -> None:
+            done.append(f"wait for {self.name}")
+
+    fake = types.SimpleNamespace(cuda=types.SimpleNamespace(Event=Event))
+    monkeypatch.setattr(power, "require_cupy", lambda purpose: fake)
+    pace = power.one_batch_behind()
+    for _ in range(3):
+        pace()
+    assert done == [
+        *("record b", "wait for a"),
+        *("record a", "wait for b"),
+        *("record b", "wait for a"),
+    ]
 
 
 def test_reasons_in_words() -> None:

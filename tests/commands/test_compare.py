@@ -108,6 +108,21 @@ def test_files_from_before_ranges_were_kept() -> None:
     assert not compare_results(old, results(7)).regressed
 
 
+def test_host_clocks_differ_from_process_to_process() -> None:
+    def host(ratio: float, timer: str) -> Any:
+        found = results(8, slowdown=dict.fromkeys(CASES, ratio))
+        return found | {"records": [record | {"timer": timer} for record in found["records"]]}
+
+    for timer, ratio, regressed in (
+        ("host enqueue", 1.06, False),
+        ("wall", 1.06, False),
+        ("host enqueue", 1.2, True),
+        ("events", 1.06, True),
+    ):
+        found = compare_results(host(1.0, timer), host(ratio, timer))
+        assert found.regressed is regressed, (timer, ratio)
+
+
 def test_analyses_compare_too() -> None:
     def analysis(median: float) -> Any:
         times = {"median_us": median, "ci_low_us": 0.995 * median, "ci_high_us": 1.005 * median}
@@ -120,6 +135,10 @@ def test_analyses_compare_too() -> None:
     rounds["analyses"][0]["cold"] |= {"samples_us": [10.6] * 8 + [9.9] * 8, "round_sizes": [8, 8]}
     (case,) = compare_results(analysis(10.0), rounds).cases
     assert case.difference.verdict is Verdict.UNCERTAIN, "its rounds disagree"
+    unsure = analysis(10.6)
+    unsure["analyses"][0]["cold"] |= {"overhead_us": 2.4, "overhead_uncertainty_us": 0.4}
+    (case,) = compare_results(analysis(10.0), unsure).cases
+    assert case.difference.verdict is Verdict.UNCERTAIN, "the clock's zero is not that sure"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ NOTE_SIZE, LABEL_SIZE = 11.0, 12.5
 AXIS = 30.0
 PADDING = 4.0
 NARROW_BELOW = 600.0
+HEAVY = 1.12
+"""Heavy letters are wider by this much."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,8 @@ def bar_chart(
     narrow = width < NARROW_BELOW
     left = PADDING if narrow else PADDING + _label_width(groups)
     notes = [bar.note for group in groups for bar in group.bars]
-    right = (
-        width - PADDING - max((svg.text_width(note, NOTE_SIZE) for note in notes), default=0) - 6
-    )
+    widest = max((svg.text_width(note, NOTE_SIZE) for note in notes), default=0)
+    right = width - PADDING - HEAVY * widest - 6
     largest = max(
         [bar.value for group in groups for bar in group.bars] + ([mark.value] if mark else [])
     )
@@ -132,7 +133,7 @@ def _one_line(group: Group, x: float, y: float, anchor: str | None = None) -> st
 def _label_width(groups: Sequence[Group]) -> float:
     found = 0.0
     for group in groups:
-        label = 1.12 * svg.text_width(group.label, LABEL_SIZE)  # its letters are heavy
+        label = HEAVY * svg.text_width(group.label, LABEL_SIZE)
         detail = svg.text_width(group.detail, NOTE_SIZE)
         found = max(found, label + 6 + detail if len(group.bars) == 1 else max(label, detail))
     return found + 14

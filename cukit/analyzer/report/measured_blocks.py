@@ -36,8 +36,7 @@ def script_blocks(report: AnalysisReport) -> list[Block]:
     for name, (total, samples) in list(totals.items())[:MOST_KERNELS]:
         note = f"{numbers.microseconds(total)}, {total / whole:.1%}"
         calls = f"{samples:,} {'launch' if samples == 1 else 'launches'}"
-        short = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
-        groups.append(Group(short, calls, (Bar(0, total, note, f"{name}: {note}"),)))
+        groups.append(Group(shortened(name), calls, (Bar(0, total, note, f"{name}: {note}"),)))
     title = "Where the time of the script goes"
     figure = Figure(
         title,
@@ -47,6 +46,11 @@ def script_blocks(report: AnalysisReport) -> list[Block]:
         else f"The first {MOST_KERNELS} of {len(totals)} kernels.",
     )
     return [Tiles(tuple(tiles)), figure]
+
+
+def shortened(name: str) -> str:
+    """A name that fits a line."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def _busy_us(timeline: Sequence[TracedLaunch]) -> tuple[float, float]:

@@ -14,6 +14,8 @@ from html import escape
 from cukit.analyzer.report import numbers, svg
 
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 22.0, 26.0, 44.0
+LABEL = 24.0
+"""Height that a label above a line takes, and one below the line over it."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,10 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point], *, title: str, widt
         # Of slopes that lie close the lowest has its label below.
         below = number == 0 and len(memory) > 1
         parts += _slope(roof, x, y, top, label_dy=16.0 if below else -7.0)
-    parts += [part for roof in compute for part in _flat(roof, x, y, memory)]
+    for roof in compute:
+        # Of ceilings that lie close the lower has its label below.
+        close = any(0 < y(roof.value) - y(other.value) < LABEL for other in compute)
+        parts += _flat(roof, x, y, memory, label_dy=15.0 if close else -7.0)
     # What is compared with lies below what is measured.
     parts += [_dot(p, x, y) for p in sorted(points, key=lambda p: not p.hollow)]
     return svg.figure(width, height, title, parts)
@@ -107,13 +112,15 @@ def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float, *, label_dy: floa
     return [svg.line(x1, y1, x2, y2, _style(roof)), label]
 
 
-def _flat(roof: Roof, x: svg.Scale, y: svg.Scale, memory: Sequence[Roof]) -> list[str]:
+def _flat(
+    roof: Roof, x: svg.Scale, y: svg.Scale, memory: Sequence[Roof], *, label_dy: float
+) -> list[str]:
     fastest = max((m.value for m in _of_same_origin(roof, memory)), default=None)
     ridge = x.low if fastest is None else max(x.low, 1e3 * roof.value / fastest)
     height = y(roof.value)
     return [
         svg.line(x(ridge), height, x.stop, height, _style(roof)),
-        svg.text(roof.label, x.stop, height - 7, "tick strong", "end"),
+        svg.text(roof.label, x.stop, height + label_dy, "tick strong", "end"),
     ]
 
 

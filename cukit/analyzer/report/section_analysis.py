@@ -19,7 +19,7 @@ from cukit.analyzer.report.layout import (
     cell,
 )
 from cukit.analyzer.report.lines import occupancy_curve
-from cukit.analyzer.report.measured_blocks import probe_blocks, script_blocks
+from cukit.analyzer.report.measured_blocks import probe_blocks, script_blocks, shortened
 from cukit.analyzer.report.roofline import Point, Roof, roofline
 from cukit.analyzer.schema import (
     AnalysisReport,
@@ -40,7 +40,7 @@ def analysis_section(report: AnalysisReport) -> Section:
     if report.accesses:
         blocks += probe_blocks(report.accesses)
     blocks += [
-        Fold(analysis.name, tuple(_details(analysis)), open=len(report.analyses) == 1)
+        Fold(shortened(analysis.name), tuple(_details(analysis)), open=len(report.analyses) == 1)
         for analysis in report.analyses
     ]
     return Section("Analysis", _machine(environment), tuple(blocks))
@@ -55,7 +55,7 @@ def _machine(environment: Environment) -> str:
 
 
 def _overview(analyses: Sequence[KernelAnalysis]) -> Table:
-    columns = ("cold", "95% interval", "warm", "bandwidth", "FLOP/s", "of the roof")
+    columns = ("cold", "95% interval", "warm", "bandwidth", "TFLOP/s", "of the roof")
     more = ("registers", "spills", "occupancy", "achieved")
     rows = []
     for analysis in analyses:
@@ -81,7 +81,7 @@ def _overview(analyses: Sequence[KernelAnalysis]) -> Table:
                 interval,
                 _time(analysis.warm),
                 cell(work.gbps if work else None, numbers.gbps),
-                cell(work.tflops if work else None, numbers.tflops),
+                cell(work.tflops if work else None, numbers.digits),
                 _roof(roof),
                 cell(resources.registers if resources else None, str),
                 cell(spills, numbers.num_bytes, tone="bad" if spills else ""),

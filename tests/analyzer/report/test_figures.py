@@ -53,6 +53,28 @@ def test_a_kernel_at_the_roof_lies_on_it(intensity: float, width: float) -> None
     assert min(distances) < 0.1
 
 
+@pytest.mark.parametrize("width", [svg.WIDE, svg.NARROW])
+@pytest.mark.parametrize(("measured", "datasheet"), [(64.8, 66.9), (778.0, 989.0), (100.0, 989.0)])
+def test_labels_of_ceilings_do_not_lie_on_each_other(
+    measured: float, datasheet: float, width: float
+) -> None:
+    roofs = (
+        ROOFS[0],
+        Roof("compute", measured, "measured", measured=True),
+        Roof("compute", datasheet, "datasheet", measured=False),
+    )
+    drawing = ElementTree.fromstring(
+        roofline(roofs, [Point(10.0, 20.0, 0, "it")], title="roof", width=width)
+    )
+    places = [
+        float(t.attrib["y"])
+        for t in drawing.iter(f"{SVG}text")
+        if t.text in ("measured", "datasheet")
+    ]
+    assert len(places) == 2
+    assert abs(places[0] - places[1]) >= 12, "a line of text is about so high"
+
+
 def test_attributes_and_text_are_escaped() -> None:
     made = svg.element("text", svg.tip('a<b & "c"'), class_='x"y', text_anchor=None, x=1.0)
     parsed = ElementTree.fromstring(made)
