@@ -66,7 +66,31 @@ def plan_compaction(pieces: Sequence[Piece], page_bytes: int, *, remap: bool) ->
         plan.steps.append([Move(to, at, sizes[at]) for at, to in evacuated.items()])
     if stuck:
         _slide(pieces, plan)
-    return plan
+    worth = _whole(pieces, plan.relocations, page_bytes, remap=remap)
+    return plan if worth > _whole(pieces, {}, page_bytes, remap=remap) else Plan()
+
+
+def _whole(
+    pieces: Sequence[Piece], relocations: dict[int, int], page_bytes: int, *, remap: bool
+) -> int:
+    """What a layout is worth: the largest hole there is, or that remapping can make of it."""
+    movable = sorted(
+        (relocations.get(piece.address, piece.address), piece.size)
+        for piece in pieces
+        if piece.kind == "movable"
+    )
+    position = 0
+    best = pages = 0
+    for start, end in _runs(pieces):
+        inside = [(end, 0)]
+        while position < len(movable) and movable[position][0] < end:
+            inside.insert(-1, movable[position])
+            position += 1
+        for address, size in inside:
+            best = max(best, address - start)
+            pages += max(0, address // page_bytes - -(-start // page_bytes))
+            start = address + size
+    return max(best, pages * page_bytes) if remap else best
 
 
 def _pages_of(piece: Piece, page_bytes: int) -> Iterable[tuple[int, int]]:

@@ -116,6 +116,8 @@ class Pager:
         if place is None:
             runs = self._whole_pages(1 << 62, ())
             pages = len(self.in_hand) + sum(run.pages for run in runs)
+            if pages * self.page_bytes <= largest.size:
+                return 0
             place = self._place(pages * self.page_bytes, None, alone=True)
             if place is None:
                 place = self._reserve(pages * self.page_bytes)

@@ -1,0 +1,88 @@
+"""What is true of a pool between any two calls."""
+
+from __future__ import annotations
+
+from cukit.memory import MemoryPool
+from cukit.memory.spans import CACHED, FREE, LIVE, PENDING, UNMAPPED
+
+
+def check_invariants(pool: MemoryPool) -> None:
+    """Walks over all books of a pool and compares them with one another."""
+    arena, pager, streams = pool._arena, pool._pager, pool._streams
+    page = pager.page_bytes
+    assert not pool._busy
+    sizes = dict.fromkeys((LIVE, CACHED, FREE, PENDING, UNMAPPED), 0)
+    seen: dict[int, list[object]] = {state: [] for state in sizes}
+    mapped = set()
+    end = 0
+    for part in arena.ranges():
+        assert part.address >= end, "ranges overlap"
+        end = part.address
+        before = None
+        for span in part.spans():
+            assert span.address == end, "spans do not tile their range"
+            assert span.size > 0
+            assert span.size % 512 == 0
+            assert span.prev is before
+            if before is not None:
+                assert before.next is span
+                if before.state == span.state == FREE:
+                    assert before.stream != span.stream, "neighbours that should have merged"
+                assert not before.state == span.state == UNMAPPED
+            sizes[span.state] += span.size
+            seen[span.state].append(span)
+            if span.state != UNMAPPED and pool.provider.can_remap:
+                first = span.address // page * page
+                mapped.update(range(first, span.end, page))
+            before, end = span, span.end
+        assert end == part.address + part.size
+
+    # Every span is where its state says, and nowhere else.
+    live = {span.address: span for span in seen[LIVE]}  # type: ignore[attr-defined]
+    assert pool._live == live
+    for span in live.values():
+        assert span.holder is None or span.holder.span is span
+    for state in streams.states.values():
+        for size, spans in state.bins.items():
+            for span in spans:
+                assert (span.state, span.size, span.stream) == (CACHED, size, state.key)
+        entries = state.index._entries
+        assert entries == sorted(entries, key=lambda entry: entry[:2])
+        for size, address, span in entries:
+            assert (span.state, span.size, span.address) == (FREE, size, address)
+            assert span.stream == state.key
+        epochs = [epoch for epoch, _ in state.marks]
+        assert epochs == sorted(set(epochs))
+    cached = [
+        span for state in streams.states.values() for spans in state.bins.values() for span in spans
+    ]
+    assert {id(span) for span in cached} == {id(span) for span in seen[CACHED]}
+    assert len(cached) == len(seen[CACHED])
+    indexed = [span for state in streams.states.values() for span in state.index]
+    assert {id(span) for span in indexed} == {id(span) for span in seen[FREE]}
+    assert len(indexed) == len(seen[FREE])
+    assert {id(span) for span, _ in pool._supply.pending} == {id(span) for span in seen[PENDING]}
+    assert {id(span) for span in arena.unmapped.values()} == {id(span) for span in seen[UNMAPPED]}
+    assert all(address == span.address for address, span in arena.unmapped.items())
+
+    # Pages are mapped once, and counted once.
+    if pool.provider.can_remap:
+        assert set(pager.mapped) == mapped
+        pages = [*pager.mapped.values(), *pager.in_hand]
+        assert len(set(pages)) == len(pages), "a page mapped twice"
+        assert pager.reserved_bytes == len(pages) * page
+    else:
+        assert pager.reserved_bytes == sum(part.size for part in arena.ranges())
+
+    # Numbers add up.
+    in_hand = len(pager.in_hand) * page
+    free = sizes[FREE] + sizes[CACHED] + in_hand
+    assert pager.reserved_bytes == sizes[LIVE] + sizes[PENDING] + free
+    assert pool._counters.live_bytes == sizes[LIVE]
+    assert pool._supply.pending_bytes == sizes[PENDING]
+    assert pool._counters.peak_live_bytes >= sizes[LIVE]
+    limit = pool.config.max_pool_size
+    assert limit is None or pager.peak_reserved_bytes <= limit
+    assert pager.peak_reserved_bytes >= pager.reserved_bytes
+    used = getattr(pool.provider, "used_bytes", None)
+    assert used is None or used == pager.reserved_bytes, "the device and the pool disagree"

@@ -1,0 +1,251 @@
+"""A device for tests: streams that lag behind, memory with an end, and calls that fail on demand."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from cukit.memory import HostProvider, Move
+
+KIB = 1 << 10
+PAGE = 64 * KIB
+
+
+class InjectedFailure(RuntimeError):
+    """What a driver call raises when the test asked for it."""
+
+
+class Event:
+    """Done when its stream has come to it."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.discarded = False
+
+
+class SimulatedProvider(HostProvider):
+    """Work is queued on streams and runs when the test lets it, or when the host waits for it.
+
+    Every call is checked against the protocol: no page mapped twice, none unmapped that is not
+    mapped, no event used after it was discarded, nothing recorded on a stream under capture.
+    """
+
+    def __init__(
+        self, total_bytes: int = 256 * PAGE, *, page_bytes: int = PAGE, can_remap: bool = True
+    ) -> None:
+        super().__init__(total_bytes, page_bytes=page_bytes, can_remap=can_remap)
+        self._thread = threading.local()
+        self.queues: dict[Hashable, deque[Callable[[], bool]]] = {}
+        self.lagging = False
+        """Whether work waits until it is let run; else it is done when it is queued."""
+        self.page_at: dict[int, Any] = {}
+        self.segments: dict[int, int] = {}
+        self.events: set[Event] = set()
+        self.captures: dict[Hashable, int] = {}
+        self.early_recorders: set[Hashable] = set()
+        self.calls: list[str] = []
+        self.fail_in: int | None = None
+        """The call with this number from now on raises; 0 is the next."""
+
+    # Failure ----------------------------------------------------------------------------------
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if self.fail_in is not None:
+            self.fail_in -= 1
+            if self.fail_in < 0:
+                self.fail_in = None
+                raise InjectedFailure(name)
+
+    # Memory -----------------------------------------------------------------------------------
+
+    def reserve(self, size: int) -> int:
+        assert size > 0
+        assert size % self.page_bytes == 0
+        self._called("reserve")
+        address = super().reserve(size)
+        self.segments[address] = size
+        return address
+
+    def release(self, address: int, size: int) -> None:
+        assert self.segments[address] == size
+        assert not any(address <= page < address + size for page in self.page_at)
+        self._called("release")
+        super().release(address, size)
+        del self.segments[address]
+
+    def create_pages(self, count: int) -> list[Any]:
+        assert count > 0
+        assert self.can_remap
+        self._called("create_pages")
+        return super().create_pages(count)
+
+    def destroy_pages(self, pages: Sequence[Any]) -> None:
+        assert not set(pages) & set(self.page_at.values())
+        self._called("destroy_pages")
+        super().destroy_pages(pages)
+
+    def map_pages(self, address: int, pages: Sequence[Any]) -> None:
+        addresses = self._page_addresses(address, len(pages))
+        assert not any(at in self.page_at for at in addresses)
+        assert not set(pages) & set(self.page_at.values())
+        assert len(set(pages)) == len(pages)
+        assert any(
+            start <= address and address + len(pages) * self.page_bytes <= start + size
+            for start, size in self.segments.items()
+        )
+        self._called("map_pages")
+        super().map_pages(address, pages)
+        self.page_at.update(zip(addresses, pages, strict=True))
+
+    def unmap_pages(self, address: int, count: int) -> None:
+        addresses = self._page_addresses(address, count)
+        assert all(at in self.page_at for at in addresses)
+        self._called("unmap_pages")
+        super().unmap_pages(address, count)
+        for at in addresses:
+            del self.page_at[at]
+
+    def _page_addresses(self, address: int, count: int) -> range:
+        assert address % self.page_bytes == 0
+        return range(address, address + count * self.page_bytes, self.page_bytes)
+
+    def accessible(self, address: int, size: int) -> bool:
+        """Whether all these bytes have memory behind them."""
+        if not self.can_remap:
+            return any(
+                start <= address and address + size <= start + length
+                for start, length in self.segments.items()
+            )
+        first = address // self.page_bytes * self.page_bytes
+        return all(page in self.page_at for page in range(first, address + size, self.page_bytes))
+
+    def copy(self, moves: Sequence[Move], stream: Hashable) -> None:
+        self._called("copy")
+        written = sorted((move.destination, move.destination + move.size) for move in moves)
+        for (_, end), (start, _) in zip(written, written[1:], strict=False):
+            assert end <= start, "two destinations overlap"
+        for move in moves:
+            assert move.size > 0
+            assert not (move.size | move.source | move.destination) % 512
+            for start, end in written:
+                apart = end <= move.source or move.source + move.size <= start
+                assert apart, "a destination overlaps a source"
+
+        def run() -> bool:
+            for move in moves:
+                assert self.accessible(move.source, move.size)
+                assert self.accessible(move.destination, move.size)
+            super(SimulatedProvider, self).copy(moves, stream)
+            return True
+
+        self._queue(stream, run)
+
+    # Streams ----------------------------------------------------------------------------------
+
+    def current_stream(self) -> Hashable:
+        return getattr(self._thread, "stream", 0)
+
+    @contextmanager
+    def on(self, stream: Hashable) -> Iterator[None]:
+        """Makes a stream current in this thread."""
+        before = self.current_stream()
+        self._thread.stream = stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    def records_late(self, stream: Hashable) -> bool:
+        return stream not in self.early_recorders
+
+    def _queue(self, stream: Hashable, operation: Callable[[], bool]) -> None:
+        self.queues.setdefault(stream, deque()).append(operation)
+        if not self.lagging:
+            self.run_all()
+
+    def launch(self, stream: Hashable, work: Callable[[], None]) -> None:
+        """Queues a kernel."""
+        assert stream not in self.captures
+
+        def run() -> bool:
+            work()
+            return True
+
+        self._queue(stream, run)
+
+    def run_one(self, stream: Hashable) -> bool:
+        """Runs the next operation of a stream; False if there is none or it has to wait."""
+        queue = self.queues.get(stream)
+        if not queue or not queue[0]():
+            return False
+        queue.popleft()
+        return True
+
+    def run_all(self) -> None:
+        """Runs everything queued."""
+        while any([self.run_one(stream) for stream in list(self.queues)]):
+            pass
+        assert not any(self.queues.values()), "streams wait for one another in a circle"
+
+    def record(self, stream: Hashable) -> Any:
+        assert stream not in self.captures, "recorded on a stream under capture"
+        self._called("record")
+        event = Event()
+        self.events.add(event)
+
+        def run() -> bool:
+            event.done = True
+            return True
+
+        self._queue(stream, run)
+        return event
+
+    def is_done(self, event: Any) -> bool:
+        assert not event.discarded
+        self._called("is_done")
+        return bool(event.done)
+
+    def wait(self, stream: Hashable, event: Any) -> None:
+        assert stream not in self.captures, "a stream under capture waits for outside work"
+        assert not event.discarded
+        self._called("wait")
+        self._queue(stream, lambda: event.done)
+
+    def synchronize(self, event: Any) -> None:
+        assert not event.discarded
+        self._called("synchronize")
+        while not event.done:
+            assert any([self.run_one(stream) for stream in list(self.queues)])
+
+    def discard(self, event: Any) -> None:
+        assert not event.discarded
+        event.discarded = True
+        self.events.remove(event)
+
+    def synchronize_device(self) -> None:
+        assert not self.captures, "the host waits during a capture"
+        self._called("synchronize_device")
+        self.run_all()
+
+    def capture_id(self, stream: Hashable) -> int | None:
+        return self.captures.get(stream)
+
+
+def fill(address: int, size: int, pattern: int) -> None:
+    """Writes a byte pattern that depends on `pattern`."""
+    ctypes.memset(address, pattern & 0xFF, size)
+    if size >= 8:
+        ctypes.c_uint64.from_address(address).value = pattern
+        ctypes.c_uint64.from_address(address + size - 8).value = pattern
+
+
+def holds(address: int, size: int, pattern: int) -> bool:
+    """Whether the bytes are as `fill` left them."""
+    expected = (ctypes.c_char * size)()
+    fill(ctypes.addressof(expected), size, pattern)
+    return ctypes.string_at(address, size) == expected.raw
