@@ -109,15 +109,20 @@ class Latency:
     mean_us: float
     median_us: float
     p99_us: float
+    iqr_us: float
+    samples: int
 
     @classmethod
     def of(cls, nanoseconds: Sequence[int]) -> Latency:
         if not nanoseconds:
-            return cls(0.0, 0.0, 0.0)
+            return cls(0.0, 0.0, 0.0, 0.0, 0)
         ordered = sorted(nanoseconds)
         last = len(ordered) - 1
-        mean = sum(ordered) / len(ordered)
-        return cls(mean / 1e3, ordered[last // 2] / 1e3, ordered[round(0.99 * last)] / 1e3)
+        low, middle, high, highest = (
+            ordered[round(share * last)] / 1e3 for share in (0.25, 0.5, 0.75, 0.99)
+        )
+        mean = sum(ordered) / len(ordered) / 1e3
+        return cls(mean, middle, highest, high - low, len(ordered))
 
 
 @dataclass(frozen=True)

@@ -123,9 +123,9 @@ def test_a_limit_that_is_passed_is_a_failure() -> None:
 
 
 def test_latency() -> None:
-    found = Latency.of([1000 * n for n in range(1, 101)])
-    assert found == Latency(mean_us=50.5, median_us=50.0, p99_us=99.0)
-    assert Latency.of([]) == Latency(0.0, 0.0, 0.0)
+    found = Latency.of([1000 * n for n in range(1, 102)])
+    assert found == Latency(mean_us=51.0, median_us=51.0, p99_us=100.0, iqr_us=50.0, samples=101)
+    assert Latency.of([]).samples == 0
 
 
 def test_the_meter_counts_what_the_pool_takes() -> None:

@@ -1,0 +1,322 @@
+"""Measures memory pools beside one another and merges what it finds into a results file.
+
+    python -m profiling.memory_pool --out profiling/results/h200.json
+    python -m profiling.memory_pool --small                # the host's pages; needs no GPU
+
+Records are of family "memory_pool", with fields beside those of kernels:
+
+    replay, replay_tight   one log on one pool: median_us, mean_us, p99_us of an allocation,
+                           free_mean_us, completed, failure, limit_bytes, peak_live_bytes,
+                           peak_reserved_bytes, fragmentation. "Tight": the limit is 1.05 times the
+                           log's peak of live bytes, and 2 MiB a stream.
+    pair                   an allocation and its free, of a size that was freed just before
+    remap                  an allocation that only scattered pages can serve
+    defragment             moving all buffers of a pool together; gbps counts bytes read and written
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cukit.analyzer.results import Record, ResultsFile, case_key
+from cukit.analyzer.statistics import estimate
+from cukit.analyzer.timing import GpuTimer, HostTimer
+from cukit.core.device import gpu_available
+from cukit.memory import MemoryPool, MemoryPoolConfig
+from cukit.memory.mixes import STANDARD
+from cukit.memory.provider import Provider
+from cukit.memory.replay import PoolMissing, ReplayResult, Request, replay_apart
+from cukit.memory.replay_pools import POOLS, make_pool
+from profiling.environment import describe
+
+FAMILY = "memory_pool"
+OURS = "cukit"
+
+LOGS = Path(__file__).parent / "logs"
+RECORDED = (LOGS / "distill.csv.gz",)
+"""Logs of real programs; profiling/notes/memory_pool.md says how they were made."""
+
+MIB, GIB = 1 << 20, 1 << 30
+
+PAIR_SIZES = {"512 B": 512, "1 MiB": MIB}
+PAIRS, ROUNDS = 20_000, 7
+
+
+def logs(small: bool) -> list[str]:
+    """Mixes by name, recorded logs by path."""
+    if small:
+        return ["random-200-4", "torture"]
+    return [*STANDARD, *map(str, RECORDED)]
+
+
+# Logs ---------------------------------------------------------------------------------------------
+
+
+def replay_records(pool: str, names: Sequence[str]) -> list[Record]:
+    """Every log on one kind of pool, without a limit and at a tight one."""
+    requests = [Request(name, limit) for name in names for limit in (None, "tight")]
+    results = replay_apart(pool, requests)
+    return [_replayed(r, result) for r, result in zip(requests, results, strict=True)]
+
+
+def _replayed(request: Request, result: ReplayResult) -> Record:
+    allocate = result.allocate
+    return {
+        **_key("replay" if request.limit is None else "replay_tight", title(request.log)),
+        "impl": result.pool,
+        "median_us": round(allocate.median_us, 3),
+        "iqr_us": round(allocate.iqr_us, 3),
+        "samples": allocate.samples,
+        "mean_us": round(allocate.mean_us, 3),
+        "p99_us": round(allocate.p99_us, 3),
+        "free_mean_us": round(result.free.mean_us, 3),
+        "correct": True,
+        "timer": HostTimer.name,
+        "completed": result.completed,
+        "failure": result.failure,
+        "limit_bytes": result.limit_bytes,
+        "peak_live_bytes": result.peak_live_bytes,
+        "peak_reserved_bytes": result.peak_reserved_bytes,
+        "fragmentation": round(result.fragmentation, 4),
+    }
+
+
+def title(log: str) -> str:
+    """The name of a mix, or of a file without its folder and endings."""
+    return Path(log).name.partition(".")[0]
+
+
+def _key(op: str, case: str) -> Record:
+    return {"family": FAMILY, "op": op, "case": case, "dtype": ""}
+
+
+def _timed(op: str, case: str, impl: str, rounds: Sequence[Sequence[float]], **more: Any) -> Record:
+    found = estimate(rounds)
+    pooled = sorted(sample for samples in rounds for sample in samples)
+    quarter = len(pooled) // 4
+    return {
+        **_key(op, case),
+        "impl": impl,
+        "median_us": round(found.median_us, 3),
+        "iqr_us": round(pooled[-1 - quarter] - pooled[quarter], 3),
+        "samples": len(pooled),
+        "range_us": [round(found.low_us, 3), round(found.high_us, 3)],
+        "correct": True,
+        "timer": HostTimer.name,
+        **more,
+    }
+
+
+# Pairs --------------------------------------------------------------------------------------------
+
+
+def pair_records(pools: Sequence[str], small: bool) -> list[Record]:
+    """An allocation and its free through each pool's own functions, and through CuPy."""
+    count = 200 if small else PAIRS
+    arms: dict[tuple[str, str], Callable[[], float]] = {}
+    for name, size in PAIR_SIZES.items():
+        for pool in pools:
+            if arm := _raw_pair(pool, size, count):
+                arms[name, pool] = arm
+            if arm := _cupy_pair(pool, size, count):
+                arms[f"{name} through CuPy", pool] = arm
+    samples: dict[tuple[str, str], list[list[float]]] = {key: [] for key in arms}
+    for _ in range(ROUNDS):
+        for key, arm in arms.items():
+            samples[key].append([arm()])
+    return [_timed("pair", case, pool, rounds) for (case, pool), rounds in samples.items()]
+
+
+def _loop(pair: Callable[[], None], count: int) -> Callable[[], float]:
+    """Microseconds of a pair, over many; the first few are not counted."""
+
+    def measure() -> float:
+        for _ in range(100):
+            pair()
+        start = time.perf_counter()
+        for _ in range(count):
+            pair()
+        return (time.perf_counter() - start) / count * 1e6
+
+    return measure
+
+
+def _raw_pair(pool: str, size: int, count: int) -> Callable[[], float] | None:
+    try:
+        made = make_pool(pool, 1, None)
+    except Exception as reason:
+        print(f"    {pool}: skipped, {reason}", flush=True)
+        return None
+    allocate, free = made.allocate, made.free
+    return _loop(lambda: free(allocate(size, 0), 0), count)
+
+
+def _cupy_pair(pool: str, size: int, count: int) -> Callable[[], float] | None:
+    if not gpu_available() or pool not in ("cukit", "cupy", "cupy-async"):
+        return None
+    import cupy
+
+    allocate = cupy.cuda.alloc
+    if pool == "cukit":
+        ours = MemoryPool()
+        loop = _loop(lambda: allocate(size), count)
+
+        def measure() -> float:
+            with ours.use():
+                return loop()
+
+        return measure
+    theirs = cupy.cuda.MemoryPool() if pool == "cupy" else cupy.cuda.MemoryAsyncPool()
+    loop = _loop(lambda: allocate(size), count)
+
+    def measure_theirs() -> float:
+        with cupy.cuda.using_allocator(theirs.malloc):
+            return loop()
+
+    return measure_theirs
+
+
+# What only our pool does --------------------------------------------------------------------------
+
+
+def remap_records(small: bool) -> list[Record]:
+    """One large block out of pages that lie one by one between live ones."""
+    total = 32 * MIB if small else GIB
+    records = []
+    for page in (2 * MIB,) if small else (2 * MIB, 16 * MIB):
+        rounds = [[_remap_once(total, page)] for _ in range(2 if small else 5)]
+        records.append(
+            _timed("remap", f"{total // MIB} MiB in pages of {page // MIB} MiB", OURS, rounds)
+        )
+    return records
+
+
+def _remap_once(total: int, page: int) -> float:
+    """Microseconds of the allocation."""
+    pool = MemoryPool(MemoryPoolConfig(max_pool_size=2 * total), _provider(page))
+    blocks = [pool.allocate(page) for _ in range(2 * total // page)]
+    for block in blocks[::2]:
+        pool.free(block)
+    before = pool.statistics()
+    with _quiet(pool):
+        start = time.perf_counter()
+        large = pool.allocate(total)
+        seconds = time.perf_counter() - start
+    after = pool.statistics()
+    assert after.pages_remapped - before.pages_remapped == total // page, "it was remapped"
+    assert after.reserved_bytes == before.reserved_bytes, "and nothing else"
+    for block in (large, *blocks[1::2]):
+        pool.free(block)
+    pool.close()
+    return seconds * 1e6
+
+
+def defragment_records(small: bool) -> list[Record]:
+    """Half of the buffers of a pool are closed, the rest are moved together."""
+    records = []
+    for size, count in ((64 * 1024, 64),) if small else ((MIB, 4096), (64 * 1024, 16384)):
+        _defragment_once(size, count)  # compiles the kernel that copies
+        reports = [_defragment_once(size, count) for _ in range(2 if small else 5)]
+        moved = reports[0][1]
+        rounds = [[microseconds] for microseconds, _ in reports]
+        case = f"{moved // MIB} MiB of {size // 1024} KiB buffers"
+        record = _timed("defragment", case, OURS, rounds)
+        record["gbps"] = round(2 * moved / record["median_us"] / 1e3, 1)
+        records.append(record)
+    return records
+
+
+def _defragment_once(size: int, count: int) -> tuple[float, int]:
+    """Microseconds, and bytes moved."""
+    pool = MemoryPool()
+    buffers = [pool.allocate_buffer(size) for _ in range(count)]
+    for buffer in buffers[::2]:
+        buffer.close()
+    report = pool.defragment()
+    for buffer in buffers[1::2]:
+        buffer.close()
+    pool.close()
+    return report.seconds * 1e6, report.bytes_moved
+
+
+def _provider(page_bytes: int) -> Provider:
+    if gpu_available():
+        from cukit.memory.vmm import CudaVirtualMemory
+
+        return CudaVirtualMemory(page_bytes=page_bytes)
+    from cukit.memory.host import HostProvider
+
+    return HostProvider(page_bytes=page_bytes)
+
+
+@contextmanager
+def _quiet(pool: MemoryPool) -> Iterator[None]:
+    """The device idle before, and what the host queued done after."""
+    pool.provider.synchronize_device()
+    yield
+    pool.provider.synchronize_device()
+
+
+# The command line ---------------------------------------------------------------------------------
+
+
+def measure(pools: Sequence[str], small: bool) -> Iterator[list[Record]]:
+    """All records, a few at a time."""
+    for pool in pools:
+        try:
+            yield replay_records(pool, logs(small))
+        except PoolMissing as reason:
+            print(f"    {pool}: skipped, {reason}", flush=True)
+    yield pair_records(pools, small)
+    yield remap_records(small)
+    yield defragment_records(small)
+
+
+def show(record: Record) -> str:
+    """A record as one line of the log."""
+    line = (
+        f"{record['op']:<13}{record['case']:<36}{record['impl']:<18}{record['median_us']:>10.2f} us"
+    )
+    if "peak_reserved_bytes" in record:
+        overhead = record["peak_reserved_bytes"] / max(record["peak_live_bytes"], 1)
+        verdict = "" if record["completed"] else f"  FAILED {record['failure'][:70]}"
+        line += f"  p99 {record['p99_us']:>9.2f}  held {overhead:.3f} of live{verdict}"
+    elif "gbps" in record:
+        line += f"  {record['gbps']:.0f} GB/s"
+    return line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m profiling.memory_pool", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, help="results file to merge into (default: none)")
+    parser.add_argument("--small", action="store_true", help="small logs, few samples")
+    parser.add_argument("--pools", default=",".join(POOLS), help="only these, by comma")
+    options = parser.parse_args(arguments)
+    pools = options.pools.split(",")
+    results = None
+    if options.out:
+        environment = describe(GpuTimer() if gpu_available() else HostTimer())
+        results = ResultsFile(options.out, environment)
+    found: dict[Any, list[Record]] = {}
+    failed = False
+    for records in measure(pools, options.small):
+        for record in records:
+            print(show(record), flush=True)
+            found.setdefault(case_key(record), []).append(record)
+            failed |= record["impl"] == OURS and not record.get("completed", True)
+        if results:
+            for case in dict.fromkeys(case_key(record) for record in records):
+                results.replace(case, found[case])
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
