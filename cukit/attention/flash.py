@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cukit.attention.flash_arguments import (
     check_forward,
     check_kernel_layout,
+    check_sequence_ends,
+    dense_strides,
     fits_tensor_maps,
+    lse_shape,
     problem_of,
-    scales_of,
+    score_shape,
     strides_of,
 )
 from cukit.attention.flash_maps import MappedLaunch
+from cukit.attention.flash_options import (
+    ScoreArrays,
+    ScoreOptions,
+    Window,
+    refuse_dropout,
+    scales_of,
+    score_options,
+    score_settings,
+)
 from cukit.attention.flash_plan import (
-    AttentionProblem,
     FlashAttentionConfig,
     plan_flash_attention,
     representative_specs,
@@ -25,11 +38,15 @@ from cukit.attention.flash_plan_sm90 import (
     plan_flash_attention_sm90,
     specs_of,
 )
+from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.errors import ConfigError
 from cukit.reference import attention as reference
 from cukit.registry import register
+
+_OP = "flash_attention"
 
 
 def flash_attention(
@@ -38,15 +55,32 @@ def flash_attention(
     v: Array,
     *,
     causal: bool = False,
+    window_size: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_kv: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    q_descale: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     out: Array | None = None,
+    dropout: float = 0.0,
 ) -> Array | tuple[Array, Array]:
-    """Attention: `out = softmax(scale * q k^T + mask) v` for every head.
+    """Attention: `out = softmax(score) v` for every head, with, in this order,
 
-    Query head `h` uses key head `h // (num_heads_q // num_heads_kv)` (MHA, GQA, MQA). The causal
-    mask is aligned bottom right: key `j` is visible to query `i` where
-    `j <= seq_len_kv - seq_len_q + i`. A query that sees no key gets zeros, and -inf as its lse.
+        score = scale * q k^T;  softcap * tanh(score / softcap);  - slope * |i + past - j|;
+        + bias;  -inf where key j is hidden from query i      (past = seq_len_kv - seq_len_q)
+
+    Query head `h` uses key head `h // (num_heads_q // num_heads_kv)` (MHA, GQA, MQA). Masks are
+    aligned bottom right: query `i` lies opposite key `i + past`. A query that sees no key gets
+    zeros, and -inf as its lse (with sinks, the sink's score).
 
     Args:
         q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim]; on the CPU float32|float64
@@ -54,27 +88,49 @@ def flash_attention(
             [batch, heads, seq, head_dim] or a slice of a fused projection; on the GPU, strides and
             start are multiples of 16 bytes.
         k: as q, [batch, seq_len_kv, num_heads_kv, head_dim]; num_heads_kv divides num_heads_q.
-        v: as k.
-        causal: hide the future.
+        v: as k; its head_dim may differ.
+        causal: hide the future: keys right of the one opposite the query.
+        window_size: (left, right), how many keys on each side of the one opposite a query sees;
+            None for all of a side.
+        softcap: positive bound of the scores' size.
+        alibi_slopes: float32 [num_heads_q] or [batch, num_heads_q].
+        sinks: float32 [num_heads_q], a score a head that joins the softmax's denominator.
+        bias: dtype of q or float32, broadcastable to [batch, num_heads_q, seq_len_q, seq_len_kv],
+            any strides.
+        mask: bool, as bias; True is visible.
+        cu_seqlens_q: int32 [num_sequences + 1], for sequences of any lengths, also 0, one behind
+            the other: sequence b has rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of
+            q [total_q, num_heads_q, head_dim]. For bias, mask and slopes the batch is
+            num_sequences, and seq_len_q, seq_len_kv are max_seqlen_q, max_seqlen_kv.
+        cu_seqlens_kv: the same for k and v [total_kv, num_heads_kv, head_dim]; both or neither.
+        max_seqlen_q: at least the longest sequence of q; needed with cu_seqlens.
+        max_seqlen_kv: the same for k and v.
+        q_descale: factor of float8 inputs.
+        k_descale: as q_descale.
+        v_descale: as q_descale.
         scale: positive factor of the scores; 1 / sqrt(head_dim) where omitted.
         return_lse: return the log-sum-exp too, which the backward needs.
-        out: where to write; dtype and shape of q, strides as for q. It must not overlap the inputs.
+        out: where to write; dtype of q, shape of q with v's head_dim, strides as for q. It must not
+            overlap the inputs.
+        dropout: only 0: dropout is out of scope.
 
-    head_dim is a multiple of 8 up to 256 on the GPU; 64, 96, 128 and 256 run without padding.
+    head_dim is a multiple of 8 up to 256 on the GPU; 64, 96, 128, 192, 256 run without padding.
 
     Returns:
-        `out` like q; with `return_lse` the pair `(out, lse)`, lse float32
-        [batch, num_heads_q, seq_len_q], natural logarithm (float64 for float64 inputs).
+        `out` like q, with v's head_dim; with `return_lse` the pair `(out, lse)`, lse float32
+        [batch, num_heads_q, seq_len_q], with cu_seqlens [num_heads_q, total_q], natural logarithm
+        (float64 for float64 inputs).
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: a scale that is not positive and finite.
+        ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
 
     Runs on CuPy's current stream, accumulates in float32, is deterministic. On Hopper, arrays whose
     strides are positive are read by the copy engine; a set of addresses seen for the first time
     costs the host about 50 us more, for three tensor maps.
     Papers: Dao, FlashAttention-2, arXiv:2307.08691; Shah et al., FlashAttention-3,
-    arXiv:2407.08608.
+    arXiv:2407.08608; Press et al., ALiBi, arXiv:2108.12409; Xiao et al., attention sinks,
+    arXiv:2309.17453.
 
     >>> import numpy as np, cukit as ck
     >>> q = np.zeros((1, 2, 1, 8), np.float32)
@@ -83,54 +139,73 @@ def flash_attention(
     array([[0., 1.],
            [4., 5.]], dtype=float32)
     """
-    q, k, v, out = adopt("flash_attention", q, k, v, out)
-    if not runs_kernel("flash_attention", q, k, v, out):
-        check_forward(q, k, v, out, scale)
+    q, k, v, out, *given = adopt(
+        _OP, q, k, v, out, alibi_slopes, sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv
+    )
+    arrays = ScoreArrays(*given)
+    options = score_options(_OP, causal, window_size, softcap, scale, max_seqlen_q, max_seqlen_kv)
+    refuse_dropout(_OP, dropout)
+    _refuse_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if not runs_kernel(_OP, q, k, v, out, *arrays):
+        check_forward(q, k, v, out, options, arrays)
+        check_sequence_ends(_OP, q, k, options, arrays)
         result = reference.flash_attention(
-            q, k, v, causal=causal, scale=scale, return_lse=return_lse
+            q, k, v, **options._asdict(), **arrays._asdict(), return_lse=return_lse
         )
         if not return_lse:
             return write_out(out, result)
         return write_out(out, result[0]), result[1]
-    launch = _prepare_forward(q, k, v, out, bool(causal), scale)
+    launch = _prepare_forward(q, k, v, out, options, *arrays)
+    if arrays.varlen:
+        check_sequence_ends(_OP, q, k, options, arrays)
     if out is None:
-        out = empty(q, q.shape)
-    batch, seq_len_q, num_heads_q, _ = q.shape
-    lse = empty(q, (batch, num_heads_q, seq_len_q), np.float32)
-    launch(q, k, v, out, lse)
+        out = empty(q, (*q.shape[:-1], v.shape[-1]))
+    lse = empty(q, lse_shape(q), np.float32)
+    if isinstance(launch, MappedLaunch):
+        launch(q, k, v, out, lse)
+    else:
+        launch(q, k, v, out, lse, *arrays.pointers())
     return (out, lse) if return_lse else out
+
+
+def _refuse_descales(q: Array, **descales: Array | None) -> None:
+    for name, descale in descales.items():
+        if descale is not None:
+            raise ConfigError(f"{_OP}: {name} is for float8 inputs, got {q.dtype.name}")
 
 
 @launch_plan
 def _prepare_forward(
-    q: Array, k: Array, v: Array, out: Array | None, causal: bool, scale: float | None
+    q: Array, k: Array, v: Array, out: Array | None, options: ScoreOptions, *given: Array | None
 ) -> Launch | MappedLaunch:
-    check_forward(q, k, v, out, scale)
-    check_kernel_layout("flash_attention", q=q, k=k, v=v, out=out)
-    problem, device = problem_of(q, k, causal), current_device()
+    arrays = ScoreArrays(*given)
+    check_forward(q, k, v, out, options, arrays)
+    check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
+    problem, device = problem_of(q, k, v, options, arrays), current_device()
     mapped = covers(problem, device) and fits_tensor_maps(q, k, v)
     config: FlashAttentionConfig | WarpgroupForwardConfig
     if mapped:
         config = plan_flash_attention_sm90(problem, device)
     else:
         config = plan_flash_attention(problem, device)
-    strides = () if mapped else (*strides_of(q, q), *strides_of(k, k), *strides_of(v, v))
-    scalars = (
-        *strides,
-        *strides_of(out, q),
+    scalars: tuple[Any, ...] = (
+        *(() if mapped else (*strides_of(q), *strides_of(k), *strides_of(v))),
+        *(dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out)),
         np.int32(problem.batch),
         np.int32(problem.num_heads_q),
         np.int32(problem.group),
         np.int32(problem.seq_len_q),
         np.int32(problem.seq_len_kv),
         np.int32(problem.head_dim),
-        *(() if isinstance(config, WarpgroupForwardConfig) else (np.int32(config.section),)),
-        scales_of(q, scale)[1],
     )
-    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
-    if isinstance(config, WarpgroupForwardConfig):
-        return MappedLaunch(launch, config.tiling)
-    return launch
+    factor_log2 = scales_of(q, options)[1]
+    if isinstance(config, FlashAttentionConfig):
+        shape = score_shape(q, k, options, arrays)
+        scalars += (np.int32(problem.head_dim_v), np.int32(config.section), factor_log2)
+        scalars += (score_settings(q, options, arrays, shape),)
+        return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (*scalars, factor_log2))
+    return MappedLaunch(launch, config.tiling)
 
 
 def _forward_specs(device: Device) -> list[KernelSpec]:
@@ -144,7 +219,7 @@ def _forward_specs(device: Device) -> list[KernelSpec]:
 
 
 register(
-    name="flash_attention",
+    name=_OP,
     family="attention",
     function=flash_attention,
     reference=reference.flash_attention,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from cukit.attention.flash_plan import AttentionProblem
+from cukit.attention.flash_options import ScoreArrays, ScoreOptions
+from cukit.attention.flash_problem import AttentionProblem
 from cukit.attention.flash_tilings import MAX_HEAD_DIM
 from cukit.core.arrays import (
     ACCESS_BYTES,
@@ -18,8 +18,9 @@ from cukit.core.arrays import (
     check_array,
     check_same_dtype,
     float16,
+    is_gpu_array,
 )
-from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 
 ATTENTION_DTYPES = (float16, bfloat16)
 """Element types of the kernels. References take float32 and float64 as well."""
@@ -29,48 +30,167 @@ _MAX_ROW_STRIDE = (1 << 26) - 1  # offsets of up to 32 rows are 32-bit (TileCopy
 _MAX_MAP_STRIDE = 1 << 40  # bytes
 
 
-def _check_heads(op: str, q: Array, k: Array, v: Array, scale: float | None) -> None:
+def _check_heads(op: str, q: Array, k: Array, v: Array, varlen: bool) -> None:
     """Shapes and dtypes of the three inputs."""
-    check_array(op, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
-    batch, _, num_heads_q, head_dim = q.shape
-    check_array(op, "k", k, shape=(batch, None, None, head_dim), contiguous=False)
-    check_array(op, "v", v, shape=k.shape, contiguous=False)
+    check_array(op, "q", q, dtypes=FLOAT_DTYPES, ndim=3 if varlen else 4, contiguous=False)
+    batch, (num_heads_q, head_dim) = q.shape[:-3], q.shape[-2:]
+    check_array(op, "k", k, shape=(*batch, None, None, head_dim), contiguous=False)
+    check_array(op, "v", v, shape=(*k.shape[:-1], None), contiguous=False)
     check_same_dtype(op, q=q, k=k, v=v)
-    if k.shape[2] == 0 or num_heads_q == 0 or num_heads_q % k.shape[2]:
+    num_heads_kv = k.shape[-2]
+    if num_heads_kv == 0 or num_heads_q == 0 or num_heads_q % num_heads_kv:
         raise ArrayShapeError(
-            f"{op}: the heads of k (axis 2) must divide those of q, "
-            f"got {k.shape[2]} and {num_heads_q}"
+            f"{op}: the heads of k (axis {k.ndim - 2}) must divide those of q, "
+            f"got {num_heads_kv} and {num_heads_q}"
         )
-    if head_dim == 0:
-        raise ArrayShapeError(f"{op}: head_dim (the last axis of q) must not be 0")
-    if scale is not None and not (scale > 0 and math.isfinite(scale)):
-        raise ConfigError(f"{op}: scale must be positive and finite, got {scale}")
+    for name, array in (("q", q), ("v", v)):
+        if array.shape[-1] == 0:
+            raise ArrayShapeError(f"{op}: head_dim (the last axis of {name}) must not be 0")
 
 
-def check_forward(q: Array, k: Array, v: Array, out: Array | None, scale: float | None) -> None:
+def _check_options(op: str, q: Array, k: Array, options: ScoreOptions, arrays: ScoreArrays) -> None:
+    options.check(op)
+    _check_sequences(op, options, arrays)
+    batch, heads_q, seq_len_q, seq_len_kv = score_shape(q, k, options, arrays)
+    exact = _statistic_dtypes(q)
+    slopes, sinks = arrays.alibi_slopes, arrays.sinks
+    if slopes is not None:
+        shape = (heads_q,) if slopes.ndim == 1 else (batch, heads_q)
+        check_array(op, "alibi_slopes", slopes, dtypes=exact, shape=shape)
+    if sinks is not None:
+        check_array(op, "sinks", sinks, dtypes=exact, shape=(heads_q,))
+    full = (batch, heads_q, seq_len_q, seq_len_kv)
+    if arrays.bias is not None:
+        _check_matrix(op, "bias", arrays.bias, (q.dtype, *exact), full)
+    if arrays.mask is not None:
+        _check_matrix(op, "mask", arrays.mask, (np.dtype(bool),), full)
+
+
+def _check_matrix(
+    op: str, name: str, array: Array, dtypes: tuple[Any, ...], full: tuple[int, ...]
+) -> None:
+    """Something that is broadcast to the score matrix."""
+    if array.dtype not in dtypes:
+        allowed = " or ".join(dict.fromkeys(dtype.name for dtype in dtypes))
+        raise ArrayDtypeError(f"{op}: {name} must be {allowed}, got {array.dtype.name}")
+    tail = full[len(full) - array.ndim :] if array.ndim <= len(full) else ()
+    if array.ndim > len(full) or any(
+        got not in (1, want) for got, want in zip(array.shape, tail, strict=True)
+    ):
+        raise ArrayShapeError(
+            f"{op}: {name} must be broadcastable to [batch, heads_q, seq_len_q, seq_len_kv] = "
+            f"{full}, got shape {array.shape}"
+        )
+    if any(stride % array.itemsize for stride in array.strides):
+        raise ArrayLayoutError(
+            f"{op}: the strides of {name} must be whole elements, got {array.strides} bytes"
+        )
+
+
+def _check_sequences(op: str, options: ScoreOptions, arrays: ScoreArrays) -> None:
+    given: dict[str, Any] = {
+        "cu_seqlens_q": arrays.cu_seqlens_q,
+        "cu_seqlens_kv": arrays.cu_seqlens_kv,
+        "max_seqlen_q": options.max_seqlen_q,
+        "max_seqlen_kv": options.max_seqlen_kv,
+    }
+    present = [name for name, value in given.items() if value is not None]
+    if not present:
+        return
+    if len(present) < len(given):
+        absent = [name for name in given if name not in present]
+        raise ConfigError(
+            f"{op}: sequences of different lengths need cu_seqlens_q, cu_seqlens_kv, "
+            f"max_seqlen_q and max_seqlen_kv, got no {', '.join(absent)}"
+        )
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        check_array(op, name, given[name], dtypes=(np.dtype(np.int32),), ndim=1)
+    counts = [len(given[name]) for name in ("cu_seqlens_q", "cu_seqlens_kv")]
+    if counts[0] != counts[1] or counts[0] == 0:
+        raise ArrayShapeError(
+            f"{op}: cu_seqlens_q and cu_seqlens_kv must both have num_sequences + 1 entries, "
+            f"got {counts[0]} and {counts[1]}"
+        )
+    for name in ("max_seqlen_q", "max_seqlen_kv"):
+        if given[name] < 0:
+            raise ConfigError(f"{op}: {name} must be at least 0, got {given[name]}")
+
+
+def check_sequence_ends(
+    op: str, q: Array, k: Array, options: ScoreOptions, arrays: ScoreArrays
+) -> None:
+    """Contents of cu_seqlens on the CPU. On the GPU nobody reads them before the kernel does."""
+    for name, ends, total, longest in (
+        ("cu_seqlens_q", arrays.cu_seqlens_q, q.shape[0], options.max_seqlen_q),
+        ("cu_seqlens_kv", arrays.cu_seqlens_kv, k.shape[0], options.max_seqlen_kv),
+    ):
+        if ends is None or longest is None or is_gpu_array(ends) or not len(ends):
+            continue
+        lengths = np.diff(ends)
+        if ends[0] != 0 or ends[-1] != total or (lengths < 0).any():
+            raise ConfigError(
+                f"{op}: {name} must rise from 0 to {total}, the rows of its array, got {ends}"
+            )
+        if lengths.max(initial=0) > longest:
+            raise ConfigError(
+                f"{op}: the longest sequence of {name} has {lengths.max()} rows, "
+                f"more than max_seqlen_{name.removeprefix('cu_seqlens_')}={longest}"
+            )
+
+
+def check_forward(
+    q: Array, k: Array, v: Array, out: Array | None, options: ScoreOptions, arrays: ScoreArrays
+) -> None:
     """Arguments of the forward, wherever they live."""
     op = "flash_attention"
-    _check_heads(op, q, k, v, scale)
+    _check_heads(op, q, k, v, arrays.varlen)
+    _check_options(op, q, k, options, arrays)
     if out is not None:
-        check_array(op, "out", out, shape=q.shape, contiguous=False)
+        check_array(op, "out", out, shape=(*q.shape[:-1], v.shape[-1]), contiguous=False)
         check_same_dtype(op, q=q, out=out)
 
 
 def check_backward(
-    grad_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, scale: float | None
+    grad_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    options: ScoreOptions,
+    arrays: ScoreArrays,
 ) -> None:
     """Arguments of the backward, wherever they live."""
     op = "flash_attention_backward"
-    _check_heads(op, q, k, v, scale)
-    check_array(op, "grad_out", grad_out, shape=q.shape, contiguous=False)
-    check_array(op, "out", out, shape=q.shape, contiguous=False)
+    _check_heads(op, q, k, v, arrays.varlen)
+    _check_options(op, q, k, options, arrays)
+    shape = (*q.shape[:-1], v.shape[-1])
+    check_array(op, "grad_out", grad_out, shape=shape, contiguous=False)
+    check_array(op, "out", out, shape=shape, contiguous=False)
     check_same_dtype(op, q=q, grad_out=grad_out, out=out)
-    batch, seq_len_q, num_heads_q, _ = q.shape
-    check_array(op, "lse", lse, dtypes=_lse_dtypes(q), shape=(batch, num_heads_q, seq_len_q))
+    check_array(op, "lse", lse, dtypes=_statistic_dtypes(q)[-1:], shape=lse_shape(q))
 
 
-def _lse_dtypes(q: Array) -> tuple[np.dtype[Any], ...]:
-    return (np.dtype(np.float64 if q.dtype == np.float64 else np.float32),)
+def _statistic_dtypes(q: Array) -> tuple[np.dtype[Any], ...]:
+    """Of what there is one number a head or a row of; the last is that of lse."""
+    single, double = np.dtype(np.float32), np.dtype(np.float64)
+    return (single, double) if q.dtype == np.float64 else (single,)
+
+
+def lse_shape(q: Array) -> tuple[int, ...]:
+    """[batch, heads_q, seq_q], or [heads_q, total_q] of sequences one behind the other."""
+    *batch, rows, heads, _ = q.shape
+    return (*batch, heads, rows)
+
+
+def score_shape(
+    q: Array, k: Array, options: ScoreOptions, arrays: ScoreArrays
+) -> tuple[int, int, int, int]:
+    """[batch, heads_q, seq_len_q, seq_len_kv]; of sequences, their number and the longest."""
+    if arrays.cu_seqlens_q is None:
+        return q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    batch = len(arrays.cu_seqlens_q) - 1
+    return batch, q.shape[1], options.max_seqlen_q or 0, options.max_seqlen_kv or 0
 
 
 def check_kernel_layout(op: str, **arrays: Array | None) -> None:
@@ -85,17 +205,17 @@ def check_kernel_layout(op: str, **arrays: Array | None) -> None:
                 f"{op}: head_dim (the last axis of {name}) must be a multiple of {_HEAD_DIM_STEP} "
                 f"up to {MAX_HEAD_DIM} on the GPU, got {head_dim}"
             )
-        strides = [s for s, n in zip(array.strides[:3], array.shape[:3], strict=True) if n > 1]
+        strides = [s for s, n in zip(array.strides[:-1], array.shape[:-1], strict=True) if n > 1]
         if address_of(array) % ACCESS_BYTES or any(stride % ACCESS_BYTES for stride in strides):
             raise ArrayLayoutError(
                 f"{op}: the start and the strides of {name} must be multiples of {ACCESS_BYTES} "
                 f"bytes on the GPU, got strides {array.strides}; "
                 f"pass cupy.ascontiguousarray({name})"
             )
-        row_stride = array.strides[1] // array.itemsize
-        if array.shape[1] > 1 and abs(row_stride) > _MAX_ROW_STRIDE:
+        row_stride = array.strides[-3] // array.itemsize
+        if array.shape[-3] > 1 and abs(row_stride) > _MAX_ROW_STRIDE:
             raise ArrayLayoutError(
-                f"{op}: neighbouring positions (axis 1) of {name} must lie within "
+                f"{op}: neighbouring positions (axis {array.ndim - 3}) of {name} must lie within "
                 f"{_MAX_ROW_STRIDE} elements on the GPU, got {row_stride}"
             )
 
@@ -105,29 +225,49 @@ def fits_tensor_maps(*arrays: Array) -> bool:
     return all(
         0 < stride < _MAX_MAP_STRIDE
         for array in arrays
-        for stride, extent in zip(array.strides[:3], array.shape[:3], strict=True)
+        for stride, extent in zip(array.strides[:-1], array.shape[:-1], strict=True)
         if extent > 1
     )
 
 
-def problem_of(q: Array, k: Array, causal: bool) -> AttentionProblem:
-    batch, seq_len_q, num_heads_q, head_dim = q.shape
+def problem_of(
+    q: Array, k: Array, v: Array, options: ScoreOptions, arrays: ScoreArrays
+) -> AttentionProblem:
+    """What a plan needs to know of a call."""
+    batch, heads_q, seq_len_q, seq_len_kv = score_shape(q, k, options, arrays)
+    causal, window = options.visible
+    head_dim, value_dim = q.shape[-1], v.shape[-1]
     return AttentionProblem(
-        batch, seq_len_q, k.shape[1], num_heads_q, k.shape[2], head_dim, q.dtype.name, causal
+        batch,
+        seq_len_q,
+        seq_len_kv,
+        heads_q,
+        k.shape[-2],
+        head_dim,
+        q.dtype.name,
+        causal,
+        value_dim=None if value_dim == head_dim else value_dim,
+        window=window,
+        softcap=options.softcap is not None,
+        alibi=arrays.alibi_slopes is not None,
+        bias=None if arrays.bias is None else arrays.bias.dtype.name,
+        mask=arrays.mask is not None,
+        sinks=arrays.sinks is not None,
+        varlen=arrays.varlen,
     )
 
 
-def strides_of(array: Array | None, like: Array) -> tuple[np.int64, np.int64, np.int64]:
-    """Batch, row and head strides in elements; those of a C-contiguous array shaped as `like`
-    where `array` is None."""
-    if array is None:
-        _, rows, heads, head_dim = like.shape
-        return np.int64(rows * heads * head_dim), np.int64(heads * head_dim), np.int64(head_dim)
-    batch, row, head = (stride // array.itemsize for stride in array.strides[:3])
-    return np.int64(batch), np.int64(row), np.int64(head)
+Strides = tuple[np.int64, np.int64, np.int64]
 
 
-def scales_of(q: Array, scale: float | None) -> tuple[np.float32, np.float32]:
-    """The factor of the scores, and the same for powers of two."""
-    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    return np.float32(factor), np.float32(factor / math.log(2.0))
+def strides_of(array: Array) -> Strides:
+    """Batch, row and head strides in elements. Sequences one behind the other have no batch."""
+    *batch, row, head = (stride // array.itemsize for stride in array.strides[:-1])
+    return np.int64(batch[0] if batch else 0), np.int64(row), np.int64(head)
+
+
+def dense_strides(shape: tuple[int, ...]) -> Strides:
+    """The same of a C-contiguous array."""
+    *batch, rows, heads, head_dim = shape
+    row = heads * head_dim
+    return np.int64(rows * row if batch else 0), np.int64(row), np.int64(head_dim)

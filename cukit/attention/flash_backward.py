@@ -9,19 +9,32 @@ import numpy as np
 from cukit.attention.flash_arguments import (
     check_backward,
     check_kernel_layout,
+    check_sequence_ends,
     problem_of,
-    scales_of,
+    score_shape,
     strides_of,
 )
+from cukit.attention.flash_options import (
+    ScoreArrays,
+    ScoreOptions,
+    Window,
+    refuse_dropout,
+    scales_of,
+    score_options,
+    score_settings,
+)
 from cukit.attention.flash_plan import (
+    FlashAttentionBackwardConfig,
     plan_flash_attention_backward,
     representative_specs,
 )
 from cukit.core.arrays import Array, adopt, empty, runs_kernel
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.reference import attention as reference
 from cukit.registry import register
+
+_OP = "flash_attention_backward"
 
 
 def flash_attention_backward(
@@ -33,31 +46,54 @@ def flash_attention_backward(
     lse: Array,
     *,
     causal: bool = False,
+    window_size: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+    sinks: Array | None = None,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_kv: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
     scale: float | None = None,
     deterministic: bool = False,
-) -> tuple[Array, Array, Array]:
+    dropout: float = 0.0,
+) -> tuple[Array, ...]:
     """Gradients of :func:`~cukit.attention.flash.flash_attention`.
 
     Args:
-        grad_out: gradient of `out`; dtype, shape and strides as for q.
+        grad_out: gradient of `out`; dtype and shape of out, strides as for q.
         q: as in the forward.
         k: as in the forward.
         v: as in the forward.
         out: what the forward returned; strides as for q.
         lse: what the forward returned, C-contiguous.
-        causal: as in the forward.
+        causal: as in the forward, and so are all options down to `scale`. Slopes, bias and mask
+            count as constants: they get no gradient.
+        window_size: as in the forward.
+        softcap: as in the forward.
+        alibi_slopes: as in the forward.
+        sinks: as in the forward.
+        bias: as in the forward.
+        mask: as in the forward.
+        cu_seqlens_q: as in the forward.
+        cu_seqlens_kv: as in the forward.
+        max_seqlen_q: as in the forward.
+        max_seqlen_kv: as in the forward.
         scale: as in the forward.
         deterministic: sum grad_q in a fixed order, at the price of two more matrix products (about
             30 % more time). Otherwise its last bits vary from run to run, because blocks add to it
             in float32 in the order in which they happen to finish.
+        dropout: only 0: dropout is out of scope.
 
     Returns:
-        `(grad_q, grad_k, grad_v)`, C-contiguous, dtypes and shapes of q, k and v. grad_k and grad_v
-        are summed over the query heads of a group in a fixed order, always.
+        `(grad_q, grad_k, grad_v)`, C-contiguous, dtypes and shapes of q, k and v; with sinks a
+        fourth, grad_sinks, like sinks. All but grad_q are summed in a fixed order, always.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: a scale that is not positive and finite.
+        ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
 
     Runs on CuPy's current stream and accumulates in float32. Scratch: two float32 a query and head,
     and, unless deterministic, a float32 copy of grad_q.
@@ -70,34 +106,50 @@ def flash_attention_backward(
     >>> grads[2].sum(axis=1)[0, 0].round(3).tolist()
     [3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
     """
-    grad_out, q, k, v, out, lse = adopt("flash_attention_backward", grad_out, q, k, v, out, lse)
-    if not runs_kernel("flash_attention_backward", grad_out, q, k, v, out, lse):
-        check_backward(grad_out, q, k, v, out, lse, scale)
+    grad_out, q, k, v, out, lse, *given = adopt(
+        _OP,
+        *(grad_out, q, k, v, out, lse),
+        *(alibi_slopes, sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv),
+    )
+    arrays = ScoreArrays(*given)
+    options = score_options(_OP, causal, window_size, softcap, scale, max_seqlen_q, max_seqlen_kv)
+    refuse_dropout(_OP, dropout)
+    if not runs_kernel(_OP, grad_out, q, k, v, out, lse, *arrays):
+        check_backward(grad_out, q, k, v, out, lse, options, arrays)
+        check_sequence_ends(_OP, q, k, options, arrays)
+        settings = {**options._asdict(), **arrays._asdict()}
         return reference.flash_attention_backward(
-            grad_out, q, k, v, out, lse, causal=causal, scale=scale, deterministic=deterministic
+            grad_out, q, k, v, out, lse, deterministic=deterministic, **settings
         )
-    steps = _prepare_backward(grad_out, q, k, v, out, lse, bool(causal), scale, bool(deterministic))
+    steps = _prepare_backward(grad_out, q, k, v, out, lse, options, bool(deterministic), *arrays)
+    if arrays.varlen:
+        check_sequence_ends(_OP, q, k, options, arrays)
+    pointers = arrays.pointers()
+    ends_q = pointers[-2]
     statistics = empty(q, (2, *steps.scratch_rows), np.float32)
     lse_log2, delta = statistics[0], statistics[1]
     grad_q, grad_k, grad_v = (empty(x, x.shape) for x in (q, k, v))
-    # The deterministic path has no sum; a pointer has to be passed all the same.
-    total = delta if deterministic else empty(q, (*steps.scratch_rows, steps.width), np.float32)
+    total: Any = NULL
+    if not deterministic:
+        total = empty(q, (*steps.scratch_rows, steps.width), np.float32)
     sums = [grad_k, grad_v]
     if steps.splits > 1:
-        batch, seq_len_kv, num_heads_kv, head_dim = k.shape
-        shape = (batch, seq_len_kv, num_heads_kv, steps.splits, head_dim)
-        sums = [empty(k, shape, np.float32) for _ in range(2)]
+        sums = [empty(x, (*x.shape[:-1], steps.splits, x.shape[-1]), np.float32) for x in (k, v)]
 
-    steps.prepare(out, grad_out, lse, lse_log2, delta, total)
-    steps.keys(q, k, v, grad_out, lse_log2, delta, total, *sums)
-    if steps.sum is not None:
-        steps.sum(sums[0], grad_k)
-        steps.sum(sums[1], grad_v)
+    steps.prepare(out, grad_out, lse, lse_log2, delta, total, ends_q)
+    steps.keys(q, k, v, grad_out, lse_log2, delta, total, *sums, *pointers)
+    if steps.sums is not None:
+        for add, partial, gradient in zip(steps.sums, sums, (grad_k, grad_v), strict=True):
+            add(partial, gradient)
     if deterministic:
-        steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q)
+        steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q, *pointers)
     else:
-        steps.queries(total, grad_q)
-    return grad_q, grad_k, grad_v
+        steps.queries(total, grad_q, ends_q)
+    if steps.sinks is None:
+        return grad_q, grad_k, grad_v
+    grad_sinks = empty(q, arrays.sinks.shape, np.float32)  # type: ignore[union-attr]
+    steps.sinks(lse_log2, delta, arrays.sinks, grad_sinks)
+    return grad_q, grad_k, grad_v, grad_sinks
 
 
 class _BackwardSteps(NamedTuple):
@@ -105,8 +157,9 @@ class _BackwardSteps(NamedTuple):
 
     prepare: Launch
     keys: Launch
-    sum: Launch | None
+    sums: tuple[Launch, Launch] | None
     queries: Launch
+    sinks: Launch | None
     scratch_rows: tuple[int, int]
     width: int
     splits: int
@@ -120,31 +173,36 @@ def _prepare_backward(
     v: Array,
     out: Array,
     lse: Array,
-    causal: bool,
-    scale: float | None,
+    options: ScoreOptions,
     deterministic: bool,
+    *given: Array | None,
 ) -> _BackwardSteps:
-    check_backward(grad_out, q, k, v, out, lse, scale)
-    check_kernel_layout("flash_attention_backward", grad_out=grad_out, q=q, k=k, v=v, out=out)
-    problem = problem_of(q, k, causal)
+    arrays = ScoreArrays(*given)
+    check_backward(grad_out, q, k, v, out, lse, options, arrays)
+    check_kernel_layout(_OP, grad_out=grad_out, q=q, k=k, v=v, out=out)
+    problem = problem_of(q, k, v, options, arrays)
     config = plan_flash_attention_backward(problem, deterministic, current_device())
-    padded = config.seq_len_q_padded
-    factor, factor_log2 = scales_of(q, scale)
-    batch, heads_q = np.int32(problem.batch), np.int32(problem.num_heads_q)
-    group, seq_q, seq_kv = (
-        np.int32(n) for n in (problem.group, problem.seq_len_q, problem.seq_len_kv)
-    )
-    width, seq_q_padded = np.int32(problem.head_dim), np.int32(padded)
-    strides = (*strides_of(q, q), *strides_of(k, k), *strides_of(v, v), *strides_of(grad_out, q))
-
+    total_q = q.shape[0] if problem.varlen else 0
+    rows = config.scratch_rows(total_q)
     splits = config.splits
-    scalars: tuple[Any, ...]
+    settings = score_settings(q, options, arrays, score_shape(q, k, options, arrays))
+    factor, factor_log2 = scales_of(q, options)
+    batch, heads_q, seq_q, seq_kv, rows_per_head, head_dim, value_dim = (
+        np.int32(extent)
+        for extent in (
+            *(problem.batch, problem.num_heads_q, problem.seq_len_q, problem.seq_len_kv),
+            *(rows[1], problem.head_dim, problem.head_dim_v),
+        )
+    )
+    strides = (*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(grad_out))
+    rows_q = np.int32(total_q)
+
     prepare = Launch(
         load_kernel(config.prepare_spec()),
-        (config.prepare_blocks,),
+        (config.prepare_blocks(total_q),),
         (
-            *(*strides_of(out, q), *strides_of(grad_out, q)),
-            *(batch, heads_q, seq_q, seq_q_padded, width),
+            *(*strides_of(out), *strides_of(grad_out)),
+            *(batch, heads_q, seq_q, rows_per_head, rows_q, value_dim),
         ),
     )
     keys = Launch(
@@ -153,25 +211,38 @@ def _prepare_backward(
         (
             *(*strides, batch, np.int32(problem.num_heads_kv * splits)),
             *(np.int32(problem.group // splits), np.int32(splits)),
-            *(seq_q, seq_kv, seq_q_padded, width, np.int32(config.key_section)),
-            *(factor, factor_log2),
+            *(seq_q, seq_kv, rows_per_head, head_dim, value_dim, np.int32(config.key_section)),
+            *(factor, factor_log2, settings),
         ),
     )
-    add_splits = None
+    sums = None
     if splits > 1:
-        rows_kv = np.int64(problem.batch * problem.seq_len_kv * problem.num_heads_kv)
-        scalars = (rows_kv, np.int32(splits), width)
-        add_splits = Launch(load_kernel(config.sum_spec()), (config.sum_blocks,), scalars)
+        sums = _sum_launch(config, k), _sum_launch(config, v)
     if deterministic:
-        scalars = (
-            *(*strides, batch, heads_q, group, seq_q, seq_kv, seq_q_padded, width),
-            *(np.int32(config.query_section), factor, factor_log2),
+        blocks = config.query_blocks
+        scalars: tuple[Any, ...] = (
+            *(*strides, batch, heads_q, np.int32(problem.group), seq_q, seq_kv, rows_per_head),
+            *(head_dim, value_dim, np.int32(config.query_section), factor, factor_log2, settings),
         )
     else:
-        scalars = (heads_q, seq_q, seq_q_padded, width, factor)
-    queries = Launch(load_kernel(config.specs()[-1]), (config.query_blocks,), scalars)
-    rows = (problem.batch * problem.num_heads_q, padded)
-    return _BackwardSteps(prepare, keys, add_splits, queries, rows, problem.width, splits)
+        blocks = config.finish_blocks(total_q)
+        scalars = (batch, heads_q, seq_q, rows_per_head, head_dim, factor)
+    last = config.queries_spec() if deterministic else config.finish_spec()
+    queries = Launch(load_kernel(last), (blocks,), scalars)
+    sinks = None
+    if problem.sinks:
+        parts = np.int32(rows[0] // problem.num_heads_q)
+        scalars = (parts, heads_q, rows_per_head)
+        sinks = Launch(load_kernel(config.sinks_spec()), (problem.num_heads_q,), scalars)
+    return _BackwardSteps(prepare, keys, sums, queries, sinks, rows, config.width, splits)
+
+
+def _sum_launch(config: FlashAttentionBackwardConfig, x: Array) -> Launch:
+    """Adds the splits of the gradient of k or of v."""
+    rows, head_dim = x.size // x.shape[-1], x.shape[-1]
+    scalars = (np.int64(rows), np.int32(config.splits), np.int32(head_dim))
+    grid = (config.sum_blocks(rows, head_dim),)
+    return Launch(load_kernel(config.sum_spec()), grid, scalars)
 
 
 def _backward_specs(device: Device) -> list[KernelSpec]:
@@ -185,7 +256,7 @@ def _backward_specs(device: Device) -> list[KernelSpec]:
 
 
 register(
-    name="flash_attention_backward",
+    name=_OP,
     family="attention",
     function=flash_attention_backward,
     reference=reference.flash_attention_backward,

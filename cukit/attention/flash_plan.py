@@ -7,16 +7,25 @@ cp.async) runs on everything from Ampere on. :mod:`flash_plan_sm90` plans Hopper
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
+from cukit.attention.flash_problem import (
+    AttentionProblem,
+    Defines,
+    ceil_div,
+    common_defines,
+    feature_defines,
+    width_for,
+)
 from cukit.attention.flash_tilings import (
     FORWARD_TILINGS,
     HEAD_WIDTHS,
     ITEM_BYTES,
     KEY_TILINGS,
-    MAX_HEAD_DIM,
+    KEY_WIDTHS,
     QUERY_TILINGS,
+    UNLIKE_KEY_WIDTHS,
     ForwardTiling,
     KeyTiling,
     QueryTiling,
@@ -24,48 +33,21 @@ from cukit.attention.flash_tilings import (
 )
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
-from cukit.errors import ArrayShapeError, UnsupportedDeviceError
+from cukit.errors import UnsupportedDeviceError
 
-
-@dataclass(frozen=True)
-class AttentionProblem:
-    """What a plan needs to know of the arguments."""
-
-    batch: int
-    seq_len_q: int
-    seq_len_kv: int
-    num_heads_q: int
-    num_heads_kv: int
-    head_dim: int
-    dtype: str
-    causal: bool
-
-    @property
-    def group(self) -> int:
-        """Query heads that share one key head."""
-        return self.num_heads_q // max(1, self.num_heads_kv)
-
-    @property
-    def width(self) -> int:
-        """Width of the tiles: the smallest that holds head_dim."""
-        for width in HEAD_WIDTHS:
-            if self.head_dim <= width:
-                return width
-        raise ArrayShapeError(f"head_dim must be at most {MAX_HEAD_DIM}, got {self.head_dim}")
-
-
-def common_defines(problem: AttentionProblem) -> tuple[tuple[str, str | int | bool], ...]:
-    """Macros that all kernels with tiles of heads take."""
-    return (
-        ("DTYPE", problem.dtype),
-        ("HEAD_DIM", problem.width),
-        ("PADDED", problem.head_dim != problem.width),
-    )
-
-
-def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
+__all__ = [
+    "AttentionProblem",
+    "FlashAttentionBackwardConfig",
+    "FlashAttentionConfig",
+    "ceil_div",
+    "choose_section",
+    "common_defines",
+    "feature_defines",
+    "kernel_class",
+    "plan_flash_attention",
+    "plan_flash_attention_backward",
+    "representative_specs",
+]
 
 
 _SECTION_WAVES = 4
@@ -101,9 +83,10 @@ class FlashAttentionConfig:
             ("THREADS", tiling.threads),
             ("BLOCKS_PER_SM", tiling.blocks_per_sm),
             ("Q_IN_REGISTERS", tiling.q_in_registers),
+            *feature_defines(self.problem),
         )
         entry = f"flash_attention_{self.kernel_class}"
-        shared = tiling.shared_bytes(self.problem.width)
+        shared = tiling.shared_bytes(self.problem.width, self.problem.value_width)
         return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
 
 
@@ -113,6 +96,10 @@ class FlashAttentionBackwardConfig:
 
     kernel_class: str
     problem: AttentionProblem
+    width: int
+    """Width of the tiles of q and k."""
+    value_width: int
+    """Width of the tiles of v and out."""
     deterministic: bool
     keys: KeyTiling
     queries: QueryTiling
@@ -121,16 +108,21 @@ class FlashAttentionBackwardConfig:
     key_section: int
     query_section: int
 
-    @property
-    def seq_len_q_padded(self) -> int:
-        """Rows that the scratch arrays have for a head: whole tiles."""
-        return ceil_div(self.problem.seq_len_q, self.keys.tile_m) * self.keys.tile_m
+    def scratch_rows(self, total_q: int) -> tuple[int, int]:
+        """Heads of the scratch arrays, and the rows that each has: whole tiles.
 
-    @property
-    def prepare_blocks(self) -> int:
+        total_q: rows of q where sequences of different lengths lie one behind the other. There
+        every sequence begins with a tile of its own (kernels_cu/attention/scratch_rows.cuh).
+        """
+        problem, tile = self.problem, self.keys.tile_m
+        heads = problem.num_heads_q * (1 if problem.varlen else problem.batch)
+        rows = total_q + problem.batch * tile if problem.varlen else problem.seq_len_q
+        return heads, ceil_div(rows, tile) * tile
+
+    def prepare_blocks(self, total_q: int) -> int:
         """Blocks of the grid of prepare."""
-        rows = self.problem.batch * self.problem.num_heads_q * self.seq_len_q_padded
-        return ceil_div(rows * _prepare_lanes(self.problem.width), _ROW_THREADS)
+        heads, rows = self.scratch_rows(total_q)
+        return ceil_div(heads * rows * self._prepare_lanes, _ROW_THREADS)
 
     @property
     def key_blocks(self) -> int:
@@ -140,26 +132,38 @@ class FlashAttentionBackwardConfig:
         return problem.batch * problem.num_heads_kv * self.splits * tiles
 
     @property
-    def sum_blocks(self) -> int:
-        """Blocks of the grid that adds the splits of dK, and of that for dV."""
+    def query_blocks(self) -> int:
+        """Blocks of the grid of the deterministic dQ."""
         problem = self.problem
-        rows = problem.batch * problem.seq_len_kv * problem.num_heads_kv
-        return ceil_div(rows * (problem.head_dim // 8), _ROW_THREADS)
+        tiles = ceil_div(problem.seq_len_q, self.queries.tile_m)
+        return problem.batch * problem.num_heads_q * tiles
+
+    def finish_blocks(self, total_q: int) -> int:
+        """Blocks of the grid that turns the sum of dQ into dQ."""
+        heads, rows = self.scratch_rows(total_q)
+        return heads * rows // self.keys.tile_m
+
+    @staticmethod
+    def sum_blocks(rows: int, head_dim: int) -> int:
+        """Blocks of the grid that adds the splits of `rows` rows of dK or of dV."""
+        return ceil_div(rows * (head_dim // 8), _ROW_THREADS)
+
+    def _common_defines(self) -> Defines:
+        return common_defines(self.problem, self.width, self.value_width)
 
     @property
-    def query_blocks(self) -> int:
-        """Blocks of the grid that writes dQ."""
-        problem = self.problem
-        tile = self.queries.tile_m if self.deterministic else self.keys.tile_m
-        return problem.batch * problem.num_heads_q * ceil_div(problem.seq_len_q, tile)
+    def _prepare_lanes(self) -> int:
+        """Lanes a row: one for eight elements, rounded up to a power of two."""
+        return 1 << (max(self.width, self.value_width) // 8 - 1).bit_length()
 
     def _row_spec(self, entry: str, shared_bytes: int = 0) -> KernelSpec:
         defines = (
-            *common_defines(self.problem),
+            *self._common_defines(),
             ("THREADS", _ROW_THREADS),
-            ("LANES", _prepare_lanes(self.problem.width)),
+            ("LANES", self._prepare_lanes),
             ("QUERY_GRADIENT", not self.deterministic),
             ("TILE_M", self.keys.tile_m),
+            *((("VARLEN", True),) if self.problem.varlen else ()),
         )
         source = "attention/flash_attention_backward_rows.cu"
         return KernelSpec(source, entry, defines, _ROW_THREADS, shared_bytes)
@@ -170,7 +174,7 @@ class FlashAttentionBackwardConfig:
 
     def finish_spec(self) -> KernelSpec:
         """dQ from its sum."""
-        shared = self.keys.tile_m * self.problem.width * ITEM_BYTES
+        shared = self.keys.tile_m * self.width * ITEM_BYTES
         return self._row_spec("flash_attention_backward_finish", shared)
 
     def sum_spec(self) -> KernelSpec:
@@ -181,7 +185,7 @@ class FlashAttentionBackwardConfig:
         """dK and dV; unless deterministic, the sum of dQ as well."""
         tiling = self.keys
         defines = (
-            *common_defines(self.problem),
+            *self._common_defines(),
             ("CAUSAL", self.problem.causal),
             ("QUERY_GRADIENT", not self.deterministic),
             ("SPLIT", self.splits > 1),
@@ -194,39 +198,42 @@ class FlashAttentionBackwardConfig:
             ("KEY_WARPS", tiling.key_warps),
             ("QUERY_WARPS", tiling.query_warps),
             ("QUERY_PASSES", tiling.query_passes),
+            *feature_defines(self.problem),
         )
         entry = f"flash_attention_backward_{self.kernel_class}"
-        shared = tiling.shared_bytes(self.problem.width)
+        shared = tiling.shared_bytes(self.width, self.value_width)
         return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
 
     def queries_spec(self) -> KernelSpec:
         """dQ in a fixed order."""
         tiling = self.queries
         defines = (
-            *common_defines(self.problem),
+            *self._common_defines(),
             ("CAUSAL", self.problem.causal),
             ("TILE_M", tiling.tile_m),
             ("TILE_N", tiling.tile_n),
             ("THREADS", tiling.threads),
             ("BLOCKS_PER_SM", tiling.blocks_per_sm),
+            *feature_defines(self.problem),
+            *((("SCRATCH_TILE", self.keys.tile_m),) if self.problem.varlen else ()),
         )
         entry = f"flash_attention_backward_query_{self.kernel_class}"
-        shared = tiling.shared_bytes(self.problem.width)
+        shared = tiling.shared_bytes(self.width, self.value_width)
         return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
+
+    def sinks_spec(self) -> KernelSpec:
+        """The gradient of the sinks."""
+        return self._row_spec("flash_attention_backward_sinks")
 
     def specs(self) -> tuple[KernelSpec, ...]:
         """All variants that this configuration launches, in order."""
         last = self.queries_spec() if self.deterministic else self.finish_spec()
         splits = (self.sum_spec(),) if self.splits > 1 else ()
-        return self.prepare_spec(), self.keys_spec(), *splits, last
+        sinks = (self.sinks_spec(),) if self.problem.sinks else ()
+        return self.prepare_spec(), self.keys_spec(), *splits, last, *sinks
 
 
 _ROW_THREADS = 256
-
-
-def _prepare_lanes(width: int) -> int:
-    """Lanes a row: one for eight elements, rounded up to a power of two."""
-    return 1 << (width // 8 - 1).bit_length()
 
 
 KERNEL_CLASSES: tuple[tuple[tuple[int, int], str], ...] = (((8, 0), "sm80"),)
@@ -271,7 +278,8 @@ def _splits(group: int, blocks: int, enough: int) -> int:
 @cache
 def plan_flash_attention(problem: AttentionProblem, device: Device) -> FlashAttentionConfig:
     """The forward's configuration. Raises UnsupportedDeviceError where nothing fits."""
-    tiling = first_fit(FORWARD_TILINGS[problem.width], problem.width, device)
+    width, value_width = problem.width, problem.value_width
+    tiling = first_fit(FORWARD_TILINGS[max(width, value_width)], width, value_width, device)
     return FlashAttentionConfig(
         kernel_class=kernel_class(device),
         problem=problem,
@@ -285,22 +293,28 @@ def plan_flash_attention_backward(
     problem: AttentionProblem, deterministic: bool, device: Device
 ) -> FlashAttentionBackwardConfig:
     """The backward's configuration. Raises UnsupportedDeviceError where nothing fits."""
-    width = problem.width
-    keys = first_fit(KEY_TILINGS[width], width, device)
-    queries = first_fit(QUERY_TILINGS[width], width, device)
+    widths = UNLIKE_KEY_WIDTHS if "value_dim" in problem.features else KEY_WIDTHS
+    width, value_width = (
+        width_for(each, widths) for each in (problem.head_dim, problem.head_dim_v)
+    )
+    widest = max(width, value_width)
+    keys = first_fit(KEY_TILINGS[widest], width, value_width, device)
+    queries = first_fit(QUERY_TILINGS[widest], width, value_width, device)
     tiles = ceil_div(problem.seq_len_kv, keys.tile_n)
     heads = problem.batch * problem.num_heads_kv
     slots = device.num_sms * keys.blocks_per_sm
     splits = _splits(problem.group, heads * tiles, slots)
     section = 1
-    if problem.causal:
+    if problem.bounded:
         # What the blocks of a key head read again and again: Q, dO and the float32 sum of dQ.
-        row_bytes = problem.head_dim * (2 * ITEM_BYTES + 4)
+        row_bytes = (problem.head_dim + problem.head_dim_v) * ITEM_BYTES + problem.head_dim * 4
         head_bytes = problem.group // splits * problem.seq_len_q * row_bytes
         section = choose_section(heads * splits, tiles, head_bytes, slots, device)
     return FlashAttentionBackwardConfig(
         kernel_class=kernel_class(device),
         problem=problem,
+        width=width,
+        value_width=value_width,
         deterministic=deterministic,
         keys=keys,
         queries=queries,
@@ -314,11 +328,12 @@ def _query_section(
     problem: AttentionProblem, tiling: ForwardTiling | QueryTiling, device: Device
 ) -> int:
     """The section of a kernel whose blocks own queries: they read K and V again and again."""
-    if not problem.causal:
+    if not problem.bounded:
         return 1
     heads = problem.batch * problem.num_heads_q
     tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
-    head_bytes = 2 * problem.seq_len_kv * problem.head_dim * ITEM_BYTES // problem.group
+    row_bytes = (problem.head_dim + problem.head_dim_v) * ITEM_BYTES
+    head_bytes = problem.seq_len_kv * row_bytes // problem.group
     slots = device.num_sms * tiling.blocks_per_sm
     return choose_section(heads, tiles, head_bytes, slots, device)
 
@@ -326,11 +341,23 @@ def _query_section(
 def representative_specs(
     plan: Callable[[AttentionProblem], Sequence[KernelSpec]],
 ) -> list[KernelSpec]:
-    """The variants for every width with and without a mask, one padded head, and one float16."""
-    variants = [(width, "bfloat16", causal) for width in HEAD_WIDTHS for causal in (False, True)]
-    variants += [(80, "bfloat16", True), (128, "float16", True)]
-    return [
-        spec
-        for head_dim, dtype, causal in variants
-        for spec in plan(AttentionProblem(4, 4096, 4096, 32, 8, head_dim, dtype, causal))
+    """The variants for every width with and without a mask, one padded head, one float16, and every
+    option once."""
+    many = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
+    problems = [
+        replace(many, head_dim=width, causal=causal)
+        for width in HEAD_WIDTHS
+        for causal in (False, True)
     ]
+    problems += [
+        replace(many, head_dim=80),
+        replace(many, dtype="float16"),
+        replace(many, head_dim=192, value_dim=128),
+        replace(many, window=(256, None), sinks=True),
+        replace(many, causal=False, window=(256, 256), mask=True),
+        replace(many, softcap=True, alibi=True),
+        replace(many, causal=False, bias="bfloat16"),
+        replace(many, head_dim=64, bias="float32", varlen=True),
+        replace(many, varlen=True),
+    ]
+    return [spec for problem in problems for spec in plan(problem)]

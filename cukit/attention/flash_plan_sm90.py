@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from cukit.attention.flash_plan import (
+from cukit.attention.flash_problem import (
     AttentionProblem,
     ceil_div,
     common_defines,
@@ -18,6 +18,9 @@ from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 
 _ARCH = "sm_90"
+
+SUPPORTED: frozenset[str] = frozenset()
+"""The members of flash_problem.FEATURES that this class has kernels for."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,15 @@ class WarpgroupForwardConfig:
 
 
 def covers(problem: AttentionProblem, device: Device) -> bool:
-    """Whether class sm90 has a kernel for this problem on this device: no empty array, and a width
-    of head that has a tiling."""
+    """Whether class sm90 has a kernel for this problem on this device: no empty array, a width of
+    head that has a tiling, and no feature that it lacks."""
     sizes = (problem.batch, problem.seq_len_q, problem.seq_len_kv, problem.num_heads_q)
-    return device.arch == _ARCH and problem.width in WARPGROUP_TILINGS and min(sizes) > 0
+    return (
+        device.arch == _ARCH
+        and problem.features <= SUPPORTED
+        and problem.width in WARPGROUP_TILINGS
+        and min(sizes) > 0
+    )
 
 
 def _cost(problem: AttentionProblem, tiling: WarpgroupTiling) -> float:

@@ -13,8 +13,14 @@ from typing import TypeVar
 from cukit.core.device import KIB, Device
 from cukit.errors import UnsupportedDeviceError
 
-HEAD_WIDTHS = (64, 96, 128, 256)
+HEAD_WIDTHS = (64, 96, 128, 192, 256)
 """Widths of a tile: a head of any other size is padded with zeros to the next one."""
+
+KEY_WIDTHS = (64, 96, 128, 256)
+"""Those of class sm80's backward, whose warps cut the columns of a tile in halves, except 96."""
+
+UNLIKE_KEY_WIDTHS = (64, 128, 256)
+"""The same where the heads of k and of v are not alike."""
 
 MAX_HEAD_DIM = HEAD_WIDTHS[-1]
 
@@ -33,9 +39,10 @@ class ForwardTiling:
     blocks_per_sm: int = 1
     q_in_registers: bool = False
 
-    def shared_bytes(self, width: int) -> int:
-        """Q, and two stages of K and of V."""
-        return ITEM_BYTES * width * (self.tile_m + 4 * self.tile_n)
+    def shared_bytes(self, width: int, value_width: int) -> int:
+        """Q, and two stages of K and of V; at the end the output, over all of them."""
+        inputs = width * (self.tile_m + 2 * self.tile_n) + value_width * 2 * self.tile_n
+        return ITEM_BYTES * max(inputs, value_width * self.tile_m)
 
     @property
     def threads(self) -> int:
@@ -92,9 +99,10 @@ class KeyTiling:
     blocks_per_sm: int = 1
     query_passes: int = 1
 
-    def shared_bytes(self, width: int) -> int:
+    def shared_bytes(self, width: int, value_width: int) -> int:
         """K, V, stages of Q and dO, P and dS, stages of lse and delta."""
-        tiles = ITEM_BYTES * width * 2 * (self.tile_n + self.num_stages * self.tile_m)
+        rows = self.tile_n + self.num_stages * self.tile_m
+        tiles = ITEM_BYTES * (width + value_width) * rows
         scores = 2 * ITEM_BYTES * self.tile_m * self.tile_n
         return tiles + scores + 8 * self.num_stages * self.tile_m
 
@@ -112,9 +120,9 @@ class QueryTiling:
     tile_n: int
     blocks_per_sm: int = 1
 
-    def shared_bytes(self, width: int) -> int:
+    def shared_bytes(self, width: int, value_width: int) -> int:
         """Q, dO, and two stages of K and of V."""
-        return ITEM_BYTES * width * (2 * self.tile_m + 4 * self.tile_n)
+        return ITEM_BYTES * (width + value_width) * (self.tile_m + 2 * self.tile_n)
 
     @property
     def threads(self) -> int:
@@ -130,6 +138,7 @@ FORWARD_TILINGS: dict[int, tuple[ForwardTiling, ...]] = {
         ForwardTiling(128, 2, 32, 2),
         ForwardTiling(64, 1, 32, 2),
     ),
+    192: (ForwardTiling(128, 1, 64), ForwardTiling(64, 1, 32)),
     256: (ForwardTiling(128, 1, 64), ForwardTiling(128, 1, 32), ForwardTiling(64, 1, 32)),
 }
 # Of these the one that leaves least work is taken: they all fit Hopper.
@@ -170,15 +179,15 @@ QUERY_TILINGS: dict[int, tuple[QueryTiling, ...]] = {
 Tiling = TypeVar("Tiling", ForwardTiling, KeyTiling, QueryTiling)
 
 
-def first_fit(tilings: Sequence[Tiling], width: int, device: Device) -> Tiling:
+def first_fit(tilings: Sequence[Tiling], width: int, value_width: int, device: Device) -> Tiling:
     """The first tiling whose blocks_per_sm blocks fit the shared memory of an SM of `device`."""
     for tiling in tilings:
-        needed = tiling.shared_bytes(width)
+        needed = tiling.shared_bytes(width, value_width)
         per_sm = tiling.blocks_per_sm * (needed + _RESERVED_BYTES)
         if needed <= device.shared_bytes_per_block and per_sm <= device.shared_bytes_per_sm:
             return tiling
-    smallest = min(tiling.shared_bytes(width) for tiling in tilings)
+    smallest = min(tiling.shared_bytes(width, value_width) for tiling in tilings)
     raise UnsupportedDeviceError(
-        f"attention with head_dim up to {width} needs {smallest} bytes of shared memory a block, "
-        f"{device.name} has {device.shared_bytes_per_block}"
+        f"attention with head_dim up to {max(width, value_width)} needs {smallest} bytes of "
+        f"shared memory a block, {device.name} has {device.shared_bytes_per_block}"
     )

@@ -57,7 +57,7 @@ class EmulatedKernel(Kernel):
             )
 
     def _bytes(self, index: int, argument: Argument) -> int:
-        if isinstance(argument, np.generic) or is_tensor_map(argument):
+        if isinstance(argument, np.generic) or _goes_by_value(argument):
             return int(argument.nbytes)
         if isinstance(argument, np.ndarray):
             return 8
@@ -88,7 +88,7 @@ class EmulatedKernel(Kernel):
         ranges = sorted(
             ((*np.lib.array_utils.byte_bounds(argument), i, argument.flags.writeable)
              for i, argument in enumerate((*args, *reachable))
-             if isinstance(argument, np.ndarray) and not is_tensor_map(argument)),
+             if isinstance(argument, np.ndarray) and not _goes_by_value(argument)),
         )  # fmt: skip
         record = LaunchRecord(
             entry=ctypes.pointer(self._entry),
@@ -112,9 +112,16 @@ class EmulatedKernel(Kernel):
             )
 
 
+def _goes_by_value(argument: Argument) -> bool:
+    """Tensor maps, and structures: arrays of one element with named fields."""
+    if not isinstance(argument, np.ndarray):
+        return False
+    return is_tensor_map(argument) or (argument.dtype.names is not None and argument.size == 1)
+
+
 def _parameter(argument: Argument) -> np.ndarray[Any, Any]:
     """The bytes that the kernel gets, aligned for any parameter type."""
-    if isinstance(argument, np.ndarray) and not is_tensor_map(argument):
+    if isinstance(argument, np.ndarray) and not _goes_by_value(argument):
         value = np.array([argument.ctypes.data], np.uint64)
     else:
         value = np.atleast_1d(np.asarray(argument))

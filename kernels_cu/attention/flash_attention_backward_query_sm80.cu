@@ -2,17 +2,23 @@
 //
 //   P = exp(scale * Q K^T - lse)      dS = P * (dO V^T - delta)      dQ = scale * dS K
 //
+// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of a
+// softcap.
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries outside and keys inside:
 //   two products more than flash_attention_backward_sm80.cu, and no atomics.
 // Mapping: a block owns TILE_M queries of one head, a warp 16 of them. It walks over the keys and
 //   values in tiles of TILE_N; the next tile is copied while this one is multiplied. dS feeds its
 //   product from registers.
-// Shared memory, bytes: 2 HEAD_DIM (2 TILE_M + 2 * 2 TILE_N), dynamic: Q | dO | K, two stages | V, two.
+// Shared memory, bytes: 2 (HEAD_DIM + VALUE_DIM) (TILE_M + 2 TILE_N), dynamic:
+//   Q | dO | K, two stages | V, two.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than HEAD_DIM;
-//   TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; CAUSAL 0|1.
+//   TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; those of score_options.cuh
+//   and scratch_rows.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
+#include "attention/score_options.cuh"
+#include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/tile.cuh"
@@ -22,19 +28,24 @@ namespace {
 
 using T = cukit::element_t;
 
-constexpr int kTileBytesM = TILE_M * HEAD_DIM * 2;
-constexpr int kTileBytesN = TILE_N * HEAD_DIM * 2;
+constexpr int kQueryBytes = TILE_M * HEAD_DIM * 2;
+constexpr int kGradOutBytes = TILE_M * VALUE_DIM * 2;
+constexpr int kKeyBytes = TILE_N * HEAD_DIM * 2;
+constexpr int kValueBytes = TILE_N * VALUE_DIM * 2;
 
 static_assert(TILE_M == THREADS / cukit::kWarpSize * 16, "every warp owns 16 rows");
 
 using QueryCopy = cukit::TileCopy<TILE_M, HEAD_DIM, THREADS, PADDED>;
+using GradOutCopy = cukit::TileCopy<TILE_M, VALUE_DIM, THREADS, VALUE_PADDED>;
 using KeyCopy = cukit::TileCopy<TILE_N, HEAD_DIM, THREADS, PADDED>;
+using ValueCopy = cukit::TileCopy<TILE_N, VALUE_DIM, THREADS, VALUE_PADDED>;
 
-// scores = rows * columns^T over head_dim: both stored with head_dim contiguous.
-CUKIT_DEVICE void multiply(float (&scores)[1][TILE_N / 8][4], const cukit::LeftMK<HEAD_DIM>& rows,
-                           const cukit::RightNK<HEAD_DIM>& columns) {
+// scores = rows * columns^T over Width: both stored with it contiguous.
+template <int Width>
+CUKIT_DEVICE void multiply(float (&scores)[1][TILE_N / 8][4], const cukit::LeftMK<Width>& rows,
+                           const cukit::RightNK<Width>& columns) {
   cukit::clear(scores);
-  cukit::warp_product<T, HEAD_DIM / 16>(
+  cukit::warp_product<T, Width / 16>(
       scores, [&](unsigned(&r)[4], int, int step) { rows(r, 0, 16 * step); },
       [&](unsigned(&r)[4], int n, int step) { columns(r, 8 * n, 16 * step); });
 }
@@ -45,95 +56,125 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     flash_attention_backward_query_sm80(
         const T* __restrict__ q,         // [batch, seq_q, heads_q, head_dim]
         const T* __restrict__ k,         // [batch, seq_kv, heads_q / group, head_dim]
-        const T* __restrict__ v,         // as k
-        const T* __restrict__ grad_out,  // as q
-        const float* __restrict__ lse_log2,  // [batch * heads_q, seq_q_padded]
-        const float* __restrict__ delta,     // as lse_log2
+        const T* __restrict__ v,         // [batch, seq_kv, heads_q / group, value_dim]
+        const T* __restrict__ grad_out,  // [batch, seq_q, heads_q, value_dim]
+        const float* __restrict__ lse_log2,  // scratch rows
+        const float* __restrict__ delta,     // scratch rows
         T* __restrict__ grad_q,          // [batch, seq_q, heads_q, head_dim], contiguous
+        const float* __restrict__ alibi_slopes, const float* __restrict__ sinks,  // ScoreArrays
+        const cukit::bias_t* __restrict__ bias, const unsigned char* __restrict__ mask,
+        const int* __restrict__ cu_seqlens_q,   // [batch + 1]
+        const int* __restrict__ cu_seqlens_kv,  // [batch + 1]
         long long q_batch, long long q_row, long long q_head,  // strides in elements
         long long k_batch, long long k_row, long long k_head,
         long long v_batch, long long v_row, long long v_head,
         long long grad_out_batch, long long grad_out_row, long long grad_out_head,
-        int batch, int heads_q, int group, int seq_q, int seq_kv, int seq_q_padded, int head_dim,
-        int section, float scale, float scale_log2) {
+        int batch, int heads_q, int group, int most_q, int most_kv,  // VARLEN: longest sequences
+        int rows_per_head, int head_dim, int value_dim, int section, float scale, float scale_log2,
+        const __grid_constant__ cukit::ScoreSettings settings) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const unsigned q_tile = cukit::shared_address(shared);
-  const unsigned grad_out_tile = q_tile + kTileBytesM;
-  const unsigned k_tile = grad_out_tile + kTileBytesM;
-  const unsigned v_tile = k_tile + 2 * kTileBytesN;
+  const unsigned grad_out_tile = q_tile + kQueryBytes;
+  const unsigned k_tile = grad_out_tile + kGradOutBytes;
+  const unsigned v_tile = k_tile + 2 * kKeyBytes;
 
-  const int q_tiles = (seq_q + TILE_M - 1) / TILE_M;
+  const int q_tiles = (most_q + TILE_M - 1) / TILE_M;
   const cukit::HeadTile work = cukit::head_tile(blockIdx.x, batch * heads_q, q_tiles, section);
   const int b = work.head / heads_q;
   const int head = work.head % heads_q;
+  const cukit::Sequence sequence =
+      cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, most_q, most_kv);
   // Causal: the last queries see the most keys, so they go first.
   const int first_row = (CAUSAL ? q_tiles - 1 - work.tile : work.tile) * TILE_M;
-  const int rows_left = seq_q - first_row;
-  q += b * q_batch + head * q_head + first_row * q_row;
-  grad_out += b * grad_out_batch + head * grad_out_head + first_row * grad_out_row;
-  k += b * k_batch + head / group * k_head;
-  v += b * v_batch + head / group * v_head;
+  const int rows_left = sequence.seq_q - first_row;
+  if (VARLEN && rows_left <= 0) return;
+  const int row_of_q = sequence.first_q + first_row;
+  q += b * q_batch + head * q_head + row_of_q * q_row;
+  grad_out += b * grad_out_batch + head * grad_out_head + row_of_q * grad_out_row;
+  k += b * k_batch + head / group * k_head + sequence.first_kv * k_row;
+  v += b * v_batch + head / group * v_head + sequence.first_kv * v_row;
 
-  const int past = seq_kv - seq_q + first_row;  // row i of the tile sees keys up to i + past
-  const int most_keys = CAUSAL ? min(seq_kv, past + min(TILE_M, rows_left)) : seq_kv;
-  const int least_keys = CAUSAL ? max(0, min(seq_kv, past + 1)) : seq_kv;
-  const int kv_tiles = (max(0, most_keys) + TILE_N - 1) / TILE_N;
-  const int unmasked_tiles = least_keys / TILE_N;
+  const cukit::HeadScores options({alibi_slopes, sinks, bias, mask}, settings, b, head, sequence);
+  const int seq_kv = sequence.seq_kv;
+  const cukit::TileRange tiles = cukit::key_tiles<TILE_N>(
+      first_row, min(TILE_M, rows_left), options.past, seq_kv, settings);
 
   const auto copy_keys = [&](int tile, int stage) {
     const int key = tile * TILE_N;
-    KeyCopy::start(k_tile + stage * kTileBytesN, k + key * k_row, k_row, seq_kv - key, head_dim);
-    KeyCopy::start(v_tile + stage * kTileBytesN, v + key * v_row, v_row, seq_kv - key, head_dim);
+    KeyCopy::start(k_tile + stage * kKeyBytes, k + key * k_row, k_row, seq_kv - key, head_dim);
+    ValueCopy::start(v_tile + stage * kValueBytes, v + key * v_row, v_row, seq_kv - key, value_dim);
     cukit::cp_async_commit();
   };
   QueryCopy::start(q_tile, q, q_row, rows_left, head_dim);
-  QueryCopy::start(grad_out_tile, grad_out, grad_out_row, rows_left, head_dim);
-  if (kv_tiles > 0) copy_keys(0, 0);
+  GradOutCopy::start(grad_out_tile, grad_out, grad_out_row, rows_left, value_dim);
+  if (tiles.end > tiles.begin) copy_keys(tiles.begin, 0);
   cukit::cp_async_commit();
 
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int warp_row = static_cast<int>(threadIdx.x) / cukit::kWarpSize * 16;
-  const cukit::LeftMK<HEAD_DIM> q_left(q_tile, warp_row, 0), do_left(grad_out_tile, warp_row, 0);
-  cukit::RightNK<HEAD_DIM> k_right(k_tile, 0, 0), v_right(v_tile, 0, 0);
-  cukit::RightKN<HEAD_DIM> k_again(k_tile, 0, 0);
+  const cukit::LeftMK<HEAD_DIM> q_left(q_tile, warp_row, 0);
+  const cukit::LeftMK<VALUE_DIM> do_left(grad_out_tile, warp_row, 0);
+  const cukit::RightNK<HEAD_DIM> k_right(k_tile, 0, 0);
+  const cukit::RightNK<VALUE_DIM> v_right(v_tile, 0, 0);
+  const cukit::RightKN<HEAD_DIM> k_again(k_tile, 0, 0);
 
   float row_lse[2], row_delta[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row + 8 * half + lane / 4;
-    const long long at = static_cast<long long>(work.head) * seq_q_padded + first_row + row;
+    const long long at =
+        cukit::scratch_row(b, head, heads_q, rows_per_head, sequence.first_q) + first_row + row;
     row_lse[half] = row < rows_left ? lse_log2[at] : cukit::infinity();
     row_delta[half] = row < rows_left ? delta[at] : 0.0f;
   }
 
   float dq[1][HEAD_DIM / 8][4];
   cukit::clear(dq);
-  for (int tile = 0; tile < kv_tiles; ++tile) {
+  for (int tile = tiles.begin; tile < tiles.end; ++tile) {
     cukit::cp_async_wait<0>();
     __syncthreads();  // this tile has landed, and nobody reads the other stage any more
-    const int stage = tile % 2;
-    if (tile + 1 < kv_tiles) copy_keys(tile + 1, stage ^ 1);
-    const auto at_stage = [&](auto operand) {
-      operand.address += stage * kTileBytesN;
+    const int stage = (tile - tiles.begin) % 2;
+    if (tile + 1 < tiles.end) copy_keys(tile + 1, stage ^ 1);
+    const auto at_stage = [&](auto operand, int bytes) {
+      operand.address += stage * bytes;
       return operand;
     };
 
+    const int lane_row = first_row + warp_row + lane / 4;
+    const int lane_key = tile * TILE_N + lane % 4 * 2;
+    const bool whole = tiles.whole(tile);
+    const auto hidden = [&](int half, int column) {
+      const int row = lane_row + 8 * half;
+      return options.hidden(cukit::visible_keys(row, options.past, seq_kv, settings), row,
+                            lane_key + column, settings);
+    };
     float p[1][TILE_N / 8][4], dp[1][TILE_N / 8][4];
-    multiply(p, q_left, at_stage(k_right));
-    if (tile >= unmasked_tiles) {
-      const int keys = seq_kv - tile * TILE_N;
+    multiply<HEAD_DIM>(p, q_left, at_stage(k_right, kKeyBytes));
+    if (!cukit::kScoresModified && !whole) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int seen = past + warp_row + i / 2 * 8 + lane / 4 + 1 - tile * TILE_N;
-        const int end = CAUSAL ? min(keys, seen) : keys;
+      for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int n = 0; n < TILE_N / 8; ++n) {
-          if (8 * n + lane % 4 * 2 + i % 2 >= end) p[0][n][i] = -cukit::infinity();
+          if (hidden(i / 2, 8 * n + i % 2)) p[0][n][i] = -cukit::infinity();
         }
-      }
     }
-    multiply(dp, do_left, at_stage(v_right));
-    const auto keys = at_stage(k_again);
+    multiply<VALUE_DIM>(dp, do_left, at_stage(v_right, kValueBytes));
+    const auto keys = at_stage(k_again, kKeyBytes);
+    // P (dP - delta), and the slope of the score.
+    const auto score_gradient = [&](int n, int half, int i) {
+      const float product = p[0][n][2 * half + i];
+      const float difference = dp[0][n][2 * half + i] - row_delta[half];
+      if constexpr (cukit::kScoresModified) {
+        float slope;
+        const int column = 8 * n + i;
+        const float score = options.score(product, lane_row + 8 * half, lane_key + column,
+                                          scale_log2, settings, slope);
+        if (!whole && hidden(half, column)) return 0.0f;
+        return exp2f(score - row_lse[half]) * difference * slope;
+      } else {
+        return exp2f(fmaf(product, scale_log2, -row_lse[half])) * difference;
+      }
+    };
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; ++step) {
       unsigned ds[4];
@@ -141,11 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float* s = &p[0][2 * step + n][2 * half];
-          const float* g = &dp[0][2 * step + n][2 * half];
-          ds[2 * n + half] = cukit::pack<T>(
-              exp2f(fmaf(s[0], scale_log2, -row_lse[half])) * (g[0] - row_delta[half]),
-              exp2f(fmaf(s[1], scale_log2, -row_lse[half])) * (g[1] - row_delta[half]));
+          ds[2 * n + half] = cukit::pack<T>(score_gradient(2 * step + n, half, 0),
+                                            score_gradient(2 * step + n, half, 1));
         }
       cukit::warp_product<T, 1>(
           dq,
@@ -170,7 +208,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
   __syncwarp();
   const long long row_stride = static_cast<long long>(heads_q) * head_dim;
-  T* to = grad_q + (static_cast<long long>(b) * seq_q + first_row) * row_stride + head * head_dim;
+  const long long first = VARLEN ? 0 : static_cast<long long>(b) * most_q;
+  T* to = grad_q + (first + row_of_q) * row_stride + head * head_dim;
   cukit::store_tile<16, HEAD_DIM, cukit::kWarpSize, PADDED>(to, row_stride, shared, warp_row,
                                                             rows_left, head_dim, lane);
 }

@@ -5,15 +5,19 @@
 //   lse = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ.
 // flash_attention_backward_finish:   dQ = scale * sum, from blocks (query_gradient.cuh) to rows.
 // flash_attention_backward_sum:      dK or dV from the float32 sums of the blocks that shared a head.
+// flash_attention_backward_sinks:    dsink = -sum over the queries of exp(sink - lse) * delta: a sink
+//   is a key with a value of zero.
 //
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, line 4.
 // Mapping: prepare: LANES lanes a row, 16 bytes a lane. finish: a block TILE_M rows of one head, a warp
-//   16x8 blocks. sum: a thread eight elements, splits in order. Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than HEAD_DIM;
-//   THREADS; LANES power of two, >= HEAD_DIM / 8 (prepare); QUERY_GRADIENT 0|1 whether there is a sum
-//   to zero (prepare); TILE_M multiple of 16 (finish).
+//   16x8 blocks. sum: a thread eight elements, splits in order. sinks: a block a head.
+// Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic; of sinks: a float a warp, static.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM 64|96|128|256; PADDED, VALUE_PADDED 0|1 the head
+//   is smaller; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8 (prepare);
+//   QUERY_GRADIENT 0|1 whether there is a sum to zero (prepare); TILE_M multiple of 16; VARLEN 0|1.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/attention.py.
 #include "attention/query_gradient.cuh"
+#include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/reduce.cuh"
@@ -24,34 +28,34 @@ namespace {
 
 using T = cukit::element_t;
 
-constexpr float kLog2E = 1.4426950408889634f;
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_prepare(
-    const T* __restrict__ out,       // [batch, seq_q, heads_q, head_dim]
+    const T* __restrict__ out,       // [batch, seq_q, heads_q, value_dim]
     const T* __restrict__ grad_out,  // as out
-    const float* __restrict__ lse,   // [batch * heads_q, seq_q], natural logarithm
-    float* __restrict__ lse_log2,    // [batch * heads_q, seq_q_padded]
-    float* __restrict__ delta,       // as lse_log2
-    float* __restrict__ grad_q_sum,  // [batch * heads_q, seq_q_padded, HEAD_DIM]
+    const float* __restrict__ lse,   // [batch, heads_q, seq_q]; VARLEN: [heads_q, total_q]
+    float* __restrict__ lse_log2,    // scratch rows
+    float* __restrict__ delta,       // scratch rows
+    float* __restrict__ grad_q_sum,  // scratch rows of HEAD_DIM
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
     long long out_batch, long long out_row, long long out_head,  // strides in elements
     long long grad_out_batch, long long grad_out_row, long long grad_out_head,
-    int batch, int heads_q, int seq_q, int seq_q_padded, int head_dim) {
+    int batch, int heads_q, int seq_q, int rows_per_head, int total_q, int value_dim) {
   const long long row = (static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x) / LANES;
   const int lane = threadIdx.x % LANES;
-  const int batch_head = static_cast<int>(row / seq_q_padded);
-  const int query = static_cast<int>(row % seq_q_padded);
-  const bool within = batch_head < batch * heads_q;
+  const int heads = VARLEN ? heads_q : batch * heads_q;
+  const bool within = row < static_cast<long long>(heads) * rows_per_head;
+  const cukit::ScratchPlace place = cukit::scratch_place(
+      within ? row : 0, batch, heads_q, seq_q, rows_per_head, cu_seqlens_q);
+  const bool exists = within && place.query < place.seq_q;
+  const long long query = place.first_q + place.query;
 
   float sum = 0.0f;
-  if (within && query < seq_q && lane * 8 < head_dim) {
-    const long long b = batch_head / heads_q;
-    const long long head = batch_head % heads_q;
+  if (exists && lane * 8 < value_dim) {
     cukit::Vec<T, 8> o, g;
-    cukit::load(o, out + b * out_batch + query * out_row + head * out_head + lane * 8);
-    cukit::load(g, grad_out + b * grad_out_batch + query * grad_out_row + head * grad_out_head +
-                       lane * 8);
+    cukit::load(o, out + place.b * out_batch + query * out_row + place.head * out_head + lane * 8);
+    cukit::load(g, grad_out + place.b * grad_out_batch + query * grad_out_row +
+                       place.head * grad_out_head + lane * 8);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += cukit::to_float(o[i]) * cukit::to_float(g[i]);
   }
@@ -59,10 +63,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_p
   if (!within) return;
 
   if (lane == 0) {
-    const float own = query < seq_q ? lse[static_cast<long long>(batch_head) * seq_q + query]
-                                    : -cukit::infinity();
+    const long long head = VARLEN ? place.head : place.b * heads_q + place.head;
+    const float own = exists ? lse[head * (VARLEN ? total_q : seq_q) + query] : -cukit::infinity();
     const bool dead = own == -cukit::infinity();
-    lse_log2[row] = dead ? cukit::infinity() : own * kLog2E;
+    lse_log2[row] = dead ? cukit::infinity() : own * cukit::kLog2E;
     delta[row] = dead ? 0.0f : sum;
   }
   if (QUERY_GRADIENT && lane < HEAD_DIM / 8) {
@@ -73,18 +77,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_p
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_finish(
-    const float* __restrict__ grad_q_sum,  // [batch * heads_q, seq_q_padded, HEAD_DIM], in blocks
+    const float* __restrict__ grad_q_sum,  // scratch rows of HEAD_DIM, in blocks
     T* __restrict__ grad_q,                // [batch, seq_q, heads_q, head_dim], contiguous
-    int heads_q, int seq_q, int seq_q_padded, int head_dim, float scale) {
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+    int batch, int heads_q, int seq_q, int rows_per_head, int head_dim, float scale) {
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
   constexpr int kColumns = HEAD_DIM / 8;
   const int lane = threadIdx.x % cukit::kWarpSize;
-  const int tiles = seq_q_padded / TILE_M;
-  const int batch_head = blockIdx.x / tiles;
-  const int first_row = blockIdx.x % tiles * TILE_M;
-  const float* blocks =
-      grad_q_sum + cukit::query_block<HEAD_DIM>(
-                       static_cast<long long>(batch_head) * seq_q_padded + first_row, 0);
+  const long long first = static_cast<long long>(blockIdx.x) * TILE_M;
+  const cukit::ScratchPlace place =
+      cukit::scratch_place(first, batch, heads_q, seq_q, rows_per_head, cu_seqlens_q);
+  const int rows = place.seq_q - place.query;
+  if (VARLEN && rows <= 0) return;
+  const float* blocks = grad_q_sum + cukit::query_block<HEAD_DIM>(first, 0);
 #pragma unroll 4
   for (int i = threadIdx.x / cukit::kWarpSize; i < TILE_M / 16 * kColumns;
        i += THREADS / cukit::kWarpSize) {
@@ -100,10 +105,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_f
   }
   __syncthreads();
   const long long row_stride = static_cast<long long>(heads_q) * head_dim;
-  T* to = grad_q + (static_cast<long long>(batch_head / heads_q) * seq_q + first_row) * row_stride +
-          batch_head % heads_q * head_dim;
-  cukit::store_tile<TILE_M, HEAD_DIM, THREADS, PADDED>(to, row_stride, tile, 0, seq_q - first_row,
-                                                       head_dim, threadIdx.x);
+  const long long query = VARLEN ? place.first_q + place.query
+                                 : static_cast<long long>(place.b) * seq_q + place.query;
+  cukit::store_tile<TILE_M, HEAD_DIM, THREADS, PADDED>(
+      grad_q + query * row_stride + place.head * head_dim, row_stride, tile, 0, rows, head_dim,
+      threadIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_sum(
@@ -131,4 +137,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_s
 #pragma unroll
   for (int i = 0; i < 8; ++i) out[i] = cukit::from_float<T>(sum[i]);
   cukit::store(gradient + row * head_dim + column, out);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_sinks(
+    const float* __restrict__ lse_log2,  // scratch rows, [parts, heads_q, rows_per_head]
+    const float* __restrict__ delta,     // as lse_log2
+    const float* __restrict__ sinks,     // [heads_q]
+    float* __restrict__ grad_sinks,      // [heads_q]
+    int parts, int heads_q, int rows_per_head) {
+  __shared__ float partial[THREADS / cukit::kWarpSize];
+  const int head = blockIdx.x;
+  const float sink = sinks[head] * cukit::kLog2E;
+  float sum = 0.0f;
+  for (int part = 0; part < parts; ++part) {
+    const long long first = (static_cast<long long>(part) * heads_q + head) * rows_per_head;
+    for (int row = threadIdx.x; row < rows_per_head; row += THREADS) {
+      sum += exp2f(sink - lse_log2[first + row]) * delta[first + row];
+    }
+  }
+  sum = cukit::block_reduce<cukit::Sum, THREADS>(sum, partial);
+  if (threadIdx.x == 0) grad_sinks[head] = -sum;
 }

@@ -8,15 +8,16 @@
 //   one is multiplied. The grid is one-dimensional: see block_order.cuh.
 // Maxima are renewed only when one has grown by more than 2^8: softmax does not depend on the
 //   subtracted value, and most tiles then rescale nothing.
-// Causal masks are aligned bottom right: key j is visible to query i iff j <= seq_kv - seq_q + i.
-//   A query that sees no key gets out = 0 and lse = -infinity.
-// Shared memory: (TILE_M + 2 * 2 * TILE_N) * HEAD_DIM * 2 bytes, dynamic: Q | K, two stages | V, two.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256 width of the tiles; PADDED 0|1 head_dim is
+// Options of the scores: score_options.cuh. A query that sees no key gets out = 0, lse = -infinity.
+// Shared memory, dynamic: 2 * (HEAD_DIM * (TILE_M + 2 * TILE_N) + VALUE_DIM * 2 * TILE_N) bytes,
+//   Q | K, two stages | V, two; at the end 2 * TILE_M * VALUE_DIM bytes of output over all of them.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|192|256 width of the tiles; PADDED 0|1 head_dim is
 //   smaller than HEAD_DIM (the rest is zeros); TILE_M = 16 * M_TILES * warps; M_TILES 1|2;
-//   TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; CAUSAL 0|1; Q_IN_REGISTERS 0|1.
+//   TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; Q_IN_REGISTERS 0|1; those of score_options.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
+#include "attention/score_options.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/opaque.cuh"
 #include "common/ptx/pack.cuh"
@@ -29,10 +30,11 @@ using T = cukit::element_t;
 
 constexpr int kKTiles = HEAD_DIM / 16;  // steps of Q K^T
 constexpr int kSTiles = TILE_N / 8;     // column tiles of the scores
-constexpr int kOTiles = HEAD_DIM / 8;   // column tiles of the output
+constexpr int kOTiles = VALUE_DIM / 8;  // column tiles of the output
 constexpr int kWarpRows = 16 * M_TILES;
 constexpr int kQueryBytes = TILE_M * HEAD_DIM * 2;
 constexpr int kKeyBytes = TILE_N * HEAD_DIM * 2;
+constexpr int kValueBytes = TILE_N * VALUE_DIM * 2;
 constexpr float kLazyGrowth = 8.0f;  // in powers of two: probabilities stay below 256
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -41,9 +43,10 @@ static_assert(TILE_N % 16 == 0, "keys come in steps of 16");
 
 using QueryCopy = cukit::TileCopy<TILE_M, HEAD_DIM, THREADS, PADDED>;
 using KeyCopy = cukit::TileCopy<TILE_N, HEAD_DIM, THREADS, PADDED>;
+using ValueCopy = cukit::TileCopy<TILE_N, VALUE_DIM, THREADS, VALUE_PADDED>;
 using QOperand = cukit::LeftMK<HEAD_DIM>;
 using KOperand = cukit::RightNK<HEAD_DIM>;
-using VOperand = cukit::RightKN<HEAD_DIM>;
+using VOperand = cukit::RightKN<VALUE_DIM>;
 
 // A warp's rows: what has been summed up so far. Row r of a lane is row tile r / 2, half r % 2.
 struct Rows {
@@ -70,22 +73,19 @@ CUKIT_DEVICE void multiply_keys(float (&scores)[M_TILES][kSTiles][4], const QOpe
       [&](unsigned(&r)[4], int n, int step) { k(r, 8 * n, 16 * step, stage_bytes); });
 }
 
-// -infinity where the key is beyond the last or, causal, in the query's future. `first_key` and
-// `last_visible` are relative to the tile's first key and to this lane's first row.
-CUKIT_DEVICE void mask_scores(float (&scores)[M_TILES][kSTiles][4], int keys, int last_visible) {
-  const int lane_column = threadIdx.x % 4 * 2;
+// A function of every score, its row and its column, both counted from this lane's first.
+template <typename Function>
+CUKIT_DEVICE void for_each_score(float (&scores)[M_TILES][kSTiles][4], Function function) {
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int end = CAUSAL ? min(keys, last_visible + 1 + 16 * m + 8 * half) : keys;
+    for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int n = 0; n < kSTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (8 * n + lane_column + i >= end) scores[m][n][2 * half + i] = -cukit::infinity();
+          function(scores[m][n][2 * half + i], 16 * m + 8 * half, 8 * n + i);
         }
-    }
 }
 
 // Renews the maxima where a row has outgrown its own, and rescales what was summed under them.
@@ -171,7 +171,7 @@ CUKIT_DEVICE void finish_rows(Rows& rows, unsigned char* tile, int warp_row, flo
 #pragma unroll
     for (int n = 0; n < kOTiles; ++n) {
       const float* pair = &rows.out[r / 2][n][r % 2 * 2];
-      *reinterpret_cast<unsigned*>(tile + cukit::Swizzle<HEAD_DIM>::offset(row, n) + lane % 4 * 4) =
+      *reinterpret_cast<unsigned*>(tile + cukit::Swizzle<VALUE_DIM>::offset(row, n) + lane % 4 * 4) =
           cukit::pack<T>(pair[0] * inverse, pair[1] * inverse);
     }
   }
@@ -182,56 +182,66 @@ CUKIT_DEVICE void finish_rows(Rows& rows, unsigned char* tile, int warp_row, flo
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_attention_sm80(
     const T* __restrict__ q,   // [batch, seq_q, heads_q, head_dim]
     const T* __restrict__ k,   // [batch, seq_kv, heads_q / group, head_dim]
-    const T* __restrict__ v,   // as k
-    T* __restrict__ out,       // as q
-    float* __restrict__ lse,   // [batch, heads_q, seq_q]
+    const T* __restrict__ v,   // [batch, seq_kv, heads_q / group, value_dim]
+    T* __restrict__ out,       // [batch, seq_q, heads_q, value_dim]
+    float* __restrict__ lse,   // [batch, heads_q, seq_q]; VARLEN: [heads_q, total_q]
+    const float* __restrict__ alibi_slopes, const float* __restrict__ sinks,  // ScoreArrays
+    const cukit::bias_t* __restrict__ bias, const unsigned char* __restrict__ mask,
+    const int* __restrict__ cu_seqlens_q,   // [batch + 1]
+    const int* __restrict__ cu_seqlens_kv,  // [batch + 1]
     long long q_batch, long long q_row, long long q_head,  // strides in elements
     long long k_batch, long long k_row, long long k_head,
     long long v_batch, long long v_row, long long v_head,
     long long out_batch, long long out_row, long long out_head,
-    int batch, int heads_q, int group, int seq_q, int seq_kv, int head_dim, int section,
-    float scale_log2) {  // scale * log2(e)
+    int batch, int heads_q, int group, int most_q, int most_kv,  // VARLEN: the longest sequences
+    int head_dim, int value_dim, int section,
+    float scale_log2,  // scale * log2(e)
+    const __grid_constant__ cukit::ScoreSettings settings) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const unsigned q_tile = cukit::shared_address(shared);
   const unsigned k_tile = q_tile + kQueryBytes;
   const unsigned v_tile = k_tile + 2 * kKeyBytes;
 
   struct Place {
-    int batch_head, b, head, first_row;
+    int b, head, first_row;
+    cukit::Sequence sequence;
   };
   const auto place_of = [&](int block) {
-    const int q_tiles = (seq_q + TILE_M - 1) / TILE_M;
+    const int q_tiles = (most_q + TILE_M - 1) / TILE_M;
     const cukit::HeadTile work = cukit::head_tile(block, batch * heads_q, q_tiles, section);
     // Causal: the last queries see the most keys, so they go first.
     const int tile = CAUSAL ? q_tiles - 1 - work.tile : work.tile;
-    return Place{work.head, work.head / heads_q, work.head % heads_q, tile * TILE_M};
+    const int b = work.head / heads_q;
+    return Place{b, work.head % heads_q, tile * TILE_M,
+                 cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, most_q, most_kv)};
   };
   const Place place = place_of(blockIdx.x);
+  const cukit::Sequence& sequence = place.sequence;
   const int first_row = place.first_row;
-  const int rows_left = seq_q - first_row;
-  q += place.b * q_batch + place.head * q_head + first_row * q_row;
-  k += place.b * k_batch + place.head / group * k_head;
-  v += place.b * v_batch + place.head / group * v_head;
+  const int rows_left = sequence.seq_q - first_row;
+  if (VARLEN && rows_left <= 0) return;
+  q += place.b * q_batch + place.head * q_head + (sequence.first_q + first_row) * q_row;
+  k += place.b * k_batch + place.head / group * k_head + sequence.first_kv * k_row;
+  v += place.b * v_batch + place.head / group * v_head + sequence.first_kv * v_row;
 
-  // Keys that the last and the first query of the tile see.
-  const int past = seq_kv - seq_q + first_row + 1;
-  const int most_keys = CAUSAL ? min(seq_kv, past + min(TILE_M, rows_left) - 1) : seq_kv;
-  const int least_keys = CAUSAL ? max(0, min(seq_kv, past)) : seq_kv;
-  const int kv_tiles = (max(0, most_keys) + TILE_N - 1) / TILE_N;
-  const int unmasked_tiles = least_keys / TILE_N;
+  const cukit::ScoreArrays arrays{alibi_slopes, sinks, bias, mask};
+  const cukit::HeadScores head(arrays, settings, place.b, place.head, sequence);
+  const int seq_kv = sequence.seq_kv;
+  const cukit::TileRange tiles = cukit::key_tiles<TILE_N>(
+      first_row, min(TILE_M, rows_left), head.past, seq_kv, settings);
 
   const auto copy_keys = [&](int tile, int stage) {
     const long long row = static_cast<long long>(tile) * TILE_N;
     const int keys = seq_kv - tile * TILE_N;
     KeyCopy::start(
         k_tile + stage * kKeyBytes, k + row * k_row, k_row, keys, head_dim);
-    KeyCopy::start(
-        v_tile + stage * kKeyBytes, v + row * v_row, v_row, keys, head_dim);
+    ValueCopy::start(
+        v_tile + stage * kValueBytes, v + row * v_row, v_row, keys, value_dim);
     cukit::cp_async_commit();
   };
 
   QueryCopy::start(q_tile, q, q_row, rows_left, head_dim);
-  if (kv_tiles > 0) copy_keys(kv_tiles - 1, 0);
+  if (tiles.end > tiles.begin) copy_keys(tiles.end - 1, 0);
   cukit::cp_async_commit();
 
   const int lane = threadIdx.x % cukit::kWarpSize;
@@ -244,8 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   cukit::clear(rows.out);
 #pragma unroll
   for (int r = 0; r < 2 * M_TILES; ++r) {
-    rows.max[r] = -cukit::infinity();
-    rows.sum[r] = 0.0f;
+    cukit::start_row(rows.max[r], rows.sum[r], arrays, place.head, scale_log2, lane % 4 == 0);
   }
 
   unsigned q_registers[Q_IN_REGISTERS ? kKTiles : 1][M_TILES][4];
@@ -258,32 +267,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
       for (int m = 0; m < M_TILES; ++m) q_operand(q_registers[step][m], 16 * m, 16 * step);
   }
 
+  const float factor = cukit::exponent_factor(scale_log2);
+  const int lane_row = first_row + warp_row + lane / 4;
   int stage = 0;
-  for (int tile = kv_tiles - 1; tile >= 0; --tile, stage ^= 1) {
+  for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, stage ^= 1) {
     cukit::cp_async_wait<0>();
     __syncthreads();  // this tile has landed, and nobody reads the other stage any more
-    if (tile > 0) copy_keys(tile - 1, stage ^ 1);
+    if (tile > tiles.begin) copy_keys(tile - 1, stage ^ 1);
 
-    const int stage_bytes = stage * kKeyBytes;
     float scores[M_TILES][kSTiles][4];
-    multiply_keys(scores, q_operand, q_registers, k_operand, stage_bytes);
-    if (tile >= unmasked_tiles) {
-      const int first_key = tile * TILE_N;
-      mask_scores(scores, seq_kv - first_key, past - 1 - first_key + warp_row + lane / 4);
+    multiply_keys(scores, q_operand, q_registers, k_operand, stage * kKeyBytes);
+    const int lane_key = tile * TILE_N + lane % 4 * 2;
+    if constexpr (cukit::kScoresModified) {
+      for_each_score(scores, [&](float& score, int row, int column) {
+        score = head.score(score, lane_row + row, lane_key + column, scale_log2, settings);
+      });
     }
-    renew_maxima(rows, scores, scale_log2);
-    multiply_values(rows, scores, v_operand, stage_bytes, scale_log2);
+    if (!tiles.whole(tile)) {
+      for_each_score(scores, [&](float& score, int row, int column) {
+        const cukit::Span seen =
+            cukit::visible_keys(lane_row + row, head.past, seq_kv, settings);
+        if (head.hidden(seen, lane_row + row, lane_key + column, settings)) {
+          score = -cukit::infinity();
+        }
+      });
+    }
+    renew_maxima(rows, scores, factor);
+    multiply_values(rows, scores, v_operand, stage * kValueBytes, factor);
   }
 
   // Copies of a tile without keys may still be on their way; a warp reads and writes its own rows.
   cukit::cp_async_wait<0>();
   __syncthreads();
   const Place again = place_of(cukit::opaque(blockIdx.x));
-  const int rows_to_store = seq_q - again.first_row;
-  lse += static_cast<long long>(again.batch_head) * seq_q + again.first_row;
-  finish_rows(rows, shared, warp_row, scale_log2, lse, rows_to_store);
+  const int rows_to_store = again.sequence.seq_q - again.first_row;
+  lse += cukit::row_statistics(again.b, again.head, heads_q, again.sequence, settings) +
+         again.first_row;
+  finish_rows(rows, shared, warp_row, factor, lse, rows_to_store);
   __syncwarp();
-  out += again.b * out_batch + again.head * out_head + again.first_row * out_row;
-  cukit::store_tile<kWarpRows, HEAD_DIM, cukit::kWarpSize, PADDED>(
-      out, out_row, shared, warp_row, rows_to_store, head_dim, lane);
+  out += again.b * out_batch + again.head * out_head +
+         (again.sequence.first_q + again.first_row) * out_row;
+  cukit::store_tile<kWarpRows, VALUE_DIM, cukit::kWarpSize, VALUE_PADDED>(
+      out, out_row, shared, warp_row, rows_to_store, value_dim, lane);
 }

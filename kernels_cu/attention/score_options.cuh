@@ -124,8 +124,7 @@ struct TileRange {
   int begin, end, whole_begin, whole_end;
 
   CUKIT_DEVICE bool whole(int tile) const {
-    if (MASK) return false;
-    return tile < whole_end && (!WINDOW || tile >= whole_begin);
+    return !MASK && tile >= whole_begin && tile < whole_end;
   }
 };
 
@@ -159,7 +158,8 @@ CUKIT_DEVICE TileRange key_tiles(int first_row, int rows, int past, int seq_kv,
   return range;
 }
 
-// The tiles of `Tile` queries that see keys first_key .. first_key + keys - 1 (keys > 0).
+// The tiles of `Tile` queries that see keys first_key .. first_key + keys - 1 (keys > 0). Whole ones
+// may hold queries beyond the last.
 template <int Tile>
 CUKIT_DEVICE TileRange query_tiles(int first_key, int keys, int past, int seq_q,
                                    const ScoreSettings& settings) {
@@ -168,14 +168,14 @@ CUKIT_DEVICE TileRange query_tiles(int first_key, int keys, int past, int seq_q,
   const int last_key = first_key + keys - 1;
   TileRange range;
   range.end = (seq_q + Tile - 1) / Tile;
-  range.whole_end = seq_q / Tile;
+  range.whole_end = range.end;
   range.begin = ends ? min(range.end, max(0, first_key - past - right) / Tile) : 0;
   range.whole_begin = ends ? (max(0, last_key - past - right) + Tile - 1) / Tile : 0;
   if (WINDOW) {
     const int least = first_key - past + settings.window_left + 1;
     const int most = last_key - past + settings.window_left + 1;
-    range.end = min(range.end, (max(0, most) + Tile - 1) / Tile);
-    range.whole_end = min(range.whole_end, max(0, least) / Tile);
+    range.end = max(range.begin, min(range.end, (max(0, most) + Tile - 1) / Tile));
+    range.whole_end = max(0, least) / Tile;
   }
   return range;
 }
@@ -233,8 +233,10 @@ struct HeadScores {
     return score(product, row, column, scale_log2, settings, slope);
   }
 
-  // Whether the mask hides the key; what does not exist is for visible_keys to hide.
-  CUKIT_DEVICE bool masked(int row, int column, const ScoreSettings& settings) const {
+  // Whether a query does not see a key; `seen` is visible_keys of its row.
+  CUKIT_DEVICE bool hidden(const Span& seen, int row, int column,
+                           const ScoreSettings& settings) const {
+    if (column >= seen.end || (WINDOW && column < seen.begin)) return true;
     if constexpr (MASK) {
       return exists(row, column) &&
              mask[row * settings.mask_row + column * settings.mask_column] == 0;

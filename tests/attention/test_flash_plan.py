@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from cukit.attention.flash_tilings import (
     FORWARD_TILINGS,
     HEAD_WIDTHS,
     KEY_TILINGS,
+    KEY_WIDTHS,
     QUERY_TILINGS,
     WARPGROUP_TILINGS,
     first_fit,
@@ -31,13 +33,19 @@ H200 = typical_device("sm_90")
 PROBLEM = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
 
 
+# What there is for every width of a tile.
+TABLES = [
+    *((FORWARD_TILINGS[width], width) for width in HEAD_WIDTHS),
+    *((tilings[width], width) for tilings in (KEY_TILINGS, QUERY_TILINGS) for width in KEY_WIDTHS),
+]
+
+
 @pytest.mark.parametrize("arch", TYPICAL_DEVICES)
-@pytest.mark.parametrize("width", HEAD_WIDTHS)
-@pytest.mark.parametrize("tilings", [FORWARD_TILINGS, KEY_TILINGS, QUERY_TILINGS])
-def test_every_architecture_has_a_tiling_that_fits(arch, width, tilings):
+@pytest.mark.parametrize(("tilings", "width"), TABLES)
+def test_every_architecture_has_a_tiling_that_fits(arch, tilings, width):
     device = TYPICAL_DEVICES[arch]
-    tiling = first_fit(tilings[width], width, device)
-    shared = tiling.shared_bytes(width)
+    tiling = first_fit(tilings, width, width, device)
+    shared = tiling.shared_bytes(width, width)
     assert shared <= device.shared_bytes_per_block
     assert tiling.blocks_per_sm * (shared + KIB) <= device.shared_bytes_per_sm
     assert tiling.blocks_per_sm * tiling.threads <= device.max_threads_per_sm
@@ -45,14 +53,71 @@ def test_every_architecture_has_a_tiling_that_fits(arch, width, tilings):
     assert device.registers_per_sm // (tiling.blocks_per_sm * tiling.threads) >= 128
 
 
-@pytest.mark.parametrize("width", HEAD_WIDTHS)
-def test_every_tiling_is_some_architecture_s(width):
-    for tilings in (FORWARD_TILINGS, KEY_TILINGS, QUERY_TILINGS):
-        used = {first_fit(tilings[width], width, device) for device in TYPICAL_DEVICES.values()}
-        assert used == set(tilings[width])
+@pytest.mark.parametrize(("tilings", "width"), TABLES)
+def test_every_tiling_is_some_architecture_s(tilings, width):
+    used = {first_fit(tilings, width, width, device) for device in TYPICAL_DEVICES.values()}
+    assert used == set(tilings)
 
 
-@pytest.mark.parametrize("width", HEAD_WIDTHS)
+@pytest.mark.parametrize("arch", TYPICAL_DEVICES)
+def test_heads_of_k_and_v_may_differ(arch):
+    """Every pair of widths has tilings that fit, whose warps cut columns by powers of two."""
+    device = TYPICAL_DEVICES[arch]
+    for head_dim, value_dim in product((8, 64, 72, 128, 192, 256), repeat=2):
+        if head_dim == value_dim:
+            continue
+        problem = replace(PROBLEM, head_dim=head_dim, value_dim=value_dim)
+        backward = plan_flash_attention_backward(problem, True, device)
+        for spec in (plan_flash_attention(problem, device).spec(), *backward.specs()):
+            assert spec.shared_bytes <= device.shared_bytes_per_block
+            macros = dict(spec.defines)
+            assert macros["HEAD_DIM"] >= head_dim
+            assert macros["VALUE_DIM"] >= value_dim
+            assert macros["VALUE_PADDED"] == (macros["VALUE_DIM"] != value_dim)
+        columns = backward.keys.warps // backward.keys.key_warps
+        for width in (backward.width, backward.value_width):
+            assert columns == 1 or (width // columns) & (width // columns - 1) == 0
+
+
+def test_options_become_macros():
+    problem = replace(
+        PROBLEM, window=(3, None), sinks=True, bias="float32", softcap=True, alibi=True, varlen=True
+    )
+    assert problem.features == {"window", "sinks", "bias", "softcap", "alibi", "varlen"}
+    for spec in (
+        plan_flash_attention(problem, H200).spec(),
+        plan_flash_attention_backward(problem, True, H200).keys_spec(),
+        plan_flash_attention_backward(problem, True, H200).queries_spec(),
+    ):
+        macros = dict(spec.defines)
+        used = {name for name in ("WINDOW", "SINKS", "SOFTCAP", "ALIBI", "VARLEN") if macros[name]}
+        assert len(used) == 5
+        assert (macros["BIAS"], macros["CAUSAL"]) == (2, True)
+    assert PROBLEM.features == frozenset()
+    assert (
+        dict(plan_flash_attention(replace(PROBLEM, bias="bfloat16"), H200).spec().defines)["BIAS"]
+        == 1
+    )
+
+
+def test_scratch_has_whole_tiles_for_every_sequence():
+    """Sequence b starts at tile cu_seqlens[b] // tile + b: no two of any lengths overlap."""
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        lengths = rng.integers(0, 200, 7) * (rng.random(7) < 0.7)
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        problem = replace(PROBLEM, batch=7, varlen=True)
+        config = plan_flash_attention_backward(problem, False, H200)
+        tile = config.keys.tile_m
+        starts = (ends // tile + np.arange(8)) * tile
+        assert (np.diff(starts) >= -(-lengths // tile) * tile).all()
+        heads, rows = config.scratch_rows(int(ends[-1]))
+        assert heads == PROBLEM.num_heads_q
+        assert rows >= starts[-1]
+        assert rows % tile == 0
+
+
+@pytest.mark.parametrize("width", KEY_WIDTHS)
 def test_warps_of_a_key_tiling_cut_whole_blocks(width):
     """The equations that the kernel asserts, and the column spans that its swizzle allows."""
     for tiling in KEY_TILINGS[width]:
@@ -81,7 +146,7 @@ def test_kernel_class():
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "width"), [(8, 64), (64, 64), (72, 96), (104, 128), (136, 256), (256, 256)]
+    ("head_dim", "width"), [(8, 64), (64, 64), (72, 96), (104, 128), (136, 192), (256, 256)]
 )
 def test_head_dims_are_padded_to_the_next_width(head_dim, width):
     problem = replace(PROBLEM, head_dim=head_dim)
@@ -100,10 +165,12 @@ def test_grids_cover_every_row():
     tile = forward.tiling.tile_m
     assert forward.num_blocks == 3 * 32 * -(-257 // tile)
     backward = plan_flash_attention_backward(problem, False, H200)
-    assert backward.seq_len_q_padded % backward.keys.tile_m == 0
-    assert backward.seq_len_q_padded >= 257
-    assert backward.prepare_blocks * 256 >= 3 * 32 * backward.seq_len_q_padded * 128 // 8
-    assert backward.query_blocks * backward.keys.tile_m == 3 * 32 * backward.seq_len_q_padded
+    heads, rows = backward.scratch_rows(0)
+    assert (heads, rows % backward.keys.tile_m) == (3 * 32, 0)
+    assert rows >= 257
+    assert backward.prepare_blocks(0) * 256 >= heads * rows * 128 // 8
+    assert backward.finish_blocks(0) * backward.keys.tile_m == heads * rows
+    assert backward.query_blocks * backward.queries.tile_m >= 3 * 32 * 257
     key_tiles = -(-130 // backward.keys.tile_n)
     assert backward.key_blocks == 3 * 8 * backward.splits * key_tiles
 
