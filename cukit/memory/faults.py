@@ -10,17 +10,17 @@ from cukit.errors import CukitError
 from cukit.memory.spans import CACHED, FREE, LIVE, PENDING
 
 if TYPE_CHECKING:
-    from cukit.memory.pool import MemoryPool
+    from cukit.memory.core import PoolCore
 
-_pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
+_pools: weakref.WeakSet[PoolCore] = weakref.WeakSet()
 
 
-def register_pool(pool: MemoryPool) -> None:
+def register_pool(pool: PoolCore) -> None:
     """Makes a pool known to the explanations, and unusable in forked children."""
     _pools.add(pool)
 
 
-def explain_pointer(pool: MemoryPool, address: int) -> str:
+def explain_pointer(pool: PoolCore, address: int) -> str:
     """Why `address` cannot be freed."""
     what = f"memory pool: free of {address:#x}"
     span = pool._arena.locate(address)

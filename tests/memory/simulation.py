@@ -1,4 +1,4 @@
-"""A device for tests: streams that lag behind, memory with an end, and calls that fail on demand."""
+"""A device for tests: streams that lag behind, little memory, and calls that fail on demand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from cukit.memory import HostProvider, Move
@@ -15,7 +16,7 @@ KIB = 1 << 10
 PAGE = 64 * KIB
 
 
-class InjectedFailure(RuntimeError):
+class InjectedError(RuntimeError):
     """What a driver call raises when the test asked for it."""
 
 
@@ -59,7 +60,7 @@ class SimulatedProvider(HostProvider):
             self.fail_in -= 1
             if self.fail_in < 0:
                 self.fail_in = None
-                raise InjectedFailure(name)
+                raise InjectedError(name)
 
     # Memory -----------------------------------------------------------------------------------
 
@@ -127,7 +128,7 @@ class SimulatedProvider(HostProvider):
     def copy(self, moves: Sequence[Move], stream: Hashable) -> None:
         self._called("copy")
         written = sorted((move.destination, move.destination + move.size) for move in moves)
-        for (_, end), (start, _) in zip(written, written[1:], strict=False):
+        for (_, end), (start, _) in pairwise(written):
             assert end <= start, "two destinations overlap"
         for move in moves:
             assert move.size > 0
@@ -188,9 +189,13 @@ class SimulatedProvider(HostProvider):
 
     def run_all(self) -> None:
         """Runs everything queued."""
-        while any([self.run_one(stream) for stream in list(self.queues)]):
+        while self._run_one_of_each():
             pass
         assert not any(self.queues.values()), "streams wait for one another in a circle"
+
+    def _run_one_of_each(self) -> int:
+        """How many streams had something to run."""
+        return sum([self.run_one(stream) for stream in list(self.queues)])
 
     def record(self, stream: Hashable) -> Any:
         assert stream not in self.captures, "recorded on a stream under capture"
@@ -220,7 +225,7 @@ class SimulatedProvider(HostProvider):
         assert not event.discarded
         self._called("synchronize")
         while not event.done:
-            assert any([self.run_one(stream) for stream in list(self.queues)])
+            assert self._run_one_of_each()
 
     def discard(self, event: Any) -> None:
         assert not event.discarded

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from cukit.errors import OutOfMemoryError, PointerError
 from cukit.memory import DeviceBuffer, MemoryPool, MemoryPoolConfig
 from tests.memory.invariants import check_invariants
-from tests.memory.simulation import KIB, PAGE, InjectedFailure, SimulatedProvider, fill, holds
+from tests.memory.simulation import KIB, PAGE, InjectedError, SimulatedProvider, fill, holds
 
 SIZES = st.one_of(
     st.sampled_from([1, 512, 513, 4 * KIB, PAGE, 2 * PAGE]),
@@ -251,7 +251,7 @@ class PoolMachine(RuleBasedStateMachine):
             address = self.pool.allocate(size, stream)
             self.pool.defragment()
             self.pool.trim()
-        except (InjectedFailure, OutOfMemoryError):
+        except (InjectedError, OutOfMemoryError):
             pass
         finally:
             self.provider.fail_in = None

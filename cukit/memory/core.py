@@ -1,0 +1,315 @@
+"""The quick half of the pool: `allocate`, `free`, and the lock around everything.
+
+A request of a size that was freed before on the same stream is served from a list, without merging,
+searching or calling the driver. Everything else happens on a miss.
+
+A garbage collection may start inside any of these methods and free memory of this very pool. So the
+lock can be taken again by the thread that holds it, `_busy` tells that it was, and such a free is
+put aside until later.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from cukit.errors import ConfigError, PointerError
+from cukit.memory.arena import Arena
+from cukit.memory.buffer import Holder
+from cukit.memory.capture import release_capture
+from cukit.memory.choose import default_provider
+from cukit.memory.config import ALIGNMENT, MemoryPoolConfig
+from cukit.memory.faults import explain_pointer, register_pool
+from cukit.memory.listeners import Listeners
+from cukit.memory.oom import Ladder
+from cukit.memory.pager import Pager
+from cukit.memory.provider import Provider
+from cukit.memory.relocate import Defragmenter
+from cukit.memory.spans import CACHED, LIVE, Span
+from cukit.memory.statistics import Counters
+from cukit.memory.streams import CaptureKey, Streams, StreamState
+from cukit.memory.supply import Supply
+
+LOG = logging.getLogger(__name__)
+
+ROUND_UP = ALIGNMENT - 1
+ROUND_DOWN = -ALIGNMENT
+
+
+class PoolCore:
+    """A pool without its reports: see MemoryPool."""
+
+    def __init__(
+        self, config: MemoryPoolConfig | None = None, provider: Provider | None = None
+    ) -> None:
+        self.config = config = config or MemoryPoolConfig()
+        self.provider = provider = provider or default_provider(most_bytes=config.max_pool_size)
+        self._current_stream = provider.current_stream
+        self._stream_key = provider.stream_key
+        self._capture_id = provider.capture_id
+        self._lock = threading.RLock()
+        self._acquire: Callable[[], object] = self._lock.acquire
+        self._release = self._lock.release
+        self._busy = False
+        self._put_aside: deque[tuple[int, Any] | Holder] = deque()
+        self._live: dict[int, Span] = {}
+        self._counters = Counters()
+        self._listeners = Listeners(config.call_site_depth)
+
+        emit = self._listeners.emit
+        self._streams = Streams(provider)
+        self._states = self._streams.states
+        self._arena = Arena(self._streams, provider.page_bytes)
+        self._pager = Pager(config, provider, self._arena, emit)
+        self._supply = Supply(provider, self._arena, self._pager, self._streams, emit)
+        self._defragmenter = Defragmenter(
+            provider, self._arena, self._pager, self._supply, self._live, emit
+        )
+        self._ladder = Ladder(
+            config, provider, self._supply, self._pager, self._defragmenter, self._outside
+        )
+        self._buffers = 0
+        register_pool(self)
+        if config.initial_pool_size and not self._pager.prepare(config.initial_pool_size):
+            raise ConfigError(
+                f"MemoryPoolConfig: initial_pool_size: the device cannot give "
+                f"{config.initial_pool_size} bytes"
+            )
+
+    # Allocating and freeing -------------------------------------------------------------------
+
+    def allocate(self, size: int, stream: Any = None) -> int:
+        """Returns the address of `size` bytes, a multiple of 512, usable on `stream`.
+
+        Raises OutOfMemoryError, whose text and `report` say what holds the memory.
+        """
+        key = self._current_stream() if stream is None else self._stream_key(stream)
+        capture = self._capture_id(key)
+        if capture is not None:
+            key = CaptureKey(capture, key)
+        rounded = (size + ROUND_UP) & ROUND_DOWN
+        if rounded <= 0:
+            rounded = self._smallest(size)
+        self._acquire()
+        if self._busy:
+            self._release()
+            raise RuntimeError("memory pool: allocation from inside the pool (by a listener?)")
+        self._busy = True
+        try:
+            state = self._states.get(key) or self._streams.get(key)
+            cached = state.bins.get(rounded)
+            if cached:
+                span = cached.pop()
+                self._counters.hits += 1
+            else:
+                span = self._find(rounded, state)
+            span.state = LIVE
+            span.requested = size
+            address = span.address
+            self._live[address] = span
+            counters = self._counters
+            counters.allocations += 1
+            live = counters.live_bytes + rounded
+            counters.live_bytes = live
+            if live > counters.peak_live_bytes:
+                counters.peak_live_bytes = live
+            if self._listeners.active:
+                self._listeners.allocated(span)
+            return address
+        finally:
+            self._busy = False
+            self._release()
+
+    def free(self, address: int, stream: Any = None) -> None:
+        """Frees memory after the work queued on `stream` (None: the stream it was allocated on).
+
+        Raises PointerError for anything but the address of a live allocation of this pool.
+        """
+        self._acquire()
+        if self._busy:  # a garbage collection inside the pool
+            self._put_aside.append((address, stream))
+            self._release()
+            return
+        self._busy = True
+        try:
+            span = self._live.get(address)
+            if span is None:
+                raise PointerError(explain_pointer(self, address))
+            if stream is not None or not self._put_back(span):
+                self._free_slowly(span, stream)
+        finally:
+            self._busy = False
+            self._release()
+
+    def free_from_finalizer(self, address: int) -> None:
+        """`free` for destructors: never blocks, never raises; done later if the pool is busy."""
+        if not self._lock.acquire(blocking=False):
+            self._put_aside.append((address, None))
+            return
+        if self._busy:
+            self._put_aside.append((address, None))
+            self._release()
+            return
+        self._busy = True
+        try:
+            span = self._live.get(address)
+            if span is None or not self._put_back(span):
+                self._put_aside.append((address, None))
+                self._take_in_quietly()
+        finally:
+            self._busy = False
+            self._release()
+
+    # Behind the doors -------------------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._acquire()
+        if self._busy:
+            self._release()
+            raise RuntimeError("memory pool: used from inside the pool (by a listener?)")
+        self._busy = True
+        try:
+            self._release_ended_captures()
+            self._take_in()
+            yield
+        finally:
+            self._listeners.deliver()
+            self._busy = False
+            self._release()
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Unlocks for code that may use the pool, in the middle of an allocation."""
+        self._listeners.deliver()
+        self._busy = False
+        self._release()
+        try:
+            yield
+        finally:
+            self._acquire()
+            self._busy = True
+        self._take_in()
+
+    def _put_back(self, span: Span) -> bool:
+        """Frees a live span into its list, if there is no more to it than that."""
+        state = self._states[span.stream]
+        size = span.size
+        if (
+            size >= state.mark_from
+            or span.uses
+            or span.holder is not None
+            or self._listeners.active
+        ):
+            return False
+        del self._live[span.address]
+        span.state = CACHED
+        span.epoch = state.epoch
+        state.dirty = True
+        self._counters.live_bytes -= size
+        cached = state.bins.get(size)
+        if cached is None:
+            state.bins[size] = [span]
+        else:
+            cached.append(span)
+        return True
+
+    def _smallest(self, size: int) -> int:
+        if size < 0:
+            raise ConfigError(f"memory pool: size: expected at least 0, got {size}")
+        return ALIGNMENT
+
+    def _span_at(self, address: int) -> Span:
+        span = self._live.get(address)
+        if span is None:
+            raise PointerError(explain_pointer(self, address))
+        return span
+
+    def _find(self, size: int, state: StreamState) -> Span:
+        """A span of `size` bytes that no list had ready."""
+        try:
+            self._release_ended_captures()
+            self._take_in()
+            size = int(size)
+            return self._supply.obtain(size, state) or self._ladder.climb(size, state)
+        except BaseException:
+            self._listeners.deliver()
+            raise
+
+    def _free_slowly(self, span: Span, stream: Any = None) -> None:
+        """`free` with everything that may come into it. Raises before anything has changed."""
+        if span.holder is not None:
+            raise PointerError(
+                f"memory pool: {span.address:#x} belongs to a DeviceBuffer: close that instead"
+            )
+        key = span.stream if stream is None else self._stream_key(stream)
+        state = self._streams.get(key)
+        epoch = state.epoch
+        if span.size >= state.mark_from and self._capture_id(key) is None:
+            self._streams.mark(state)
+        uses = [use for use in span.uses if use != key]
+        if uses:
+            self._supply.hold(span, uses)
+        if epoch == state.epoch:
+            state.dirty = True
+        del self._live[span.address]
+        self._counters.live_bytes -= span.size
+        span.stream, span.epoch = key, epoch
+        if not uses:
+            span.state = CACHED
+            state.bins.setdefault(span.size, []).append(span)
+        if self._listeners.active:
+            self._listeners.freed(span, completed=not uses)
+
+    def _release_ended_captures(self) -> None:
+        """Takes back what belonged to graphs that are destroyed."""
+        for capture in self.provider.ended_captures():
+            release_capture(capture, self._streams, self._arena, self._live)
+
+    def _release_holder(self, holder: Holder) -> None:
+        self._put_aside.append(holder)
+        self._try_take_in()
+
+    def _try_take_in(self) -> None:
+        if self._lock.acquire(blocking=False):
+            try:
+                if not self._busy:
+                    self._busy = True
+                    try:
+                        self._take_in_quietly()
+                    finally:
+                        self._busy = False
+            finally:
+                self._release()
+
+    def _take_in_quietly(self) -> None:
+        try:
+            self._take_in()
+        except Exception:
+            LOG.exception("memory pool: a free in a destructor failed, left for later")
+
+    def _take_in(self) -> None:
+        """Does the frees that were put aside. One that the driver refuses stays there."""
+        while self._put_aside:
+            item = self._put_aside[0]
+            if isinstance(item, Holder):
+                span, stream = item.span, None
+                span.holder = None
+                try:
+                    self._free_slowly(span)
+                except BaseException:
+                    span.holder = item
+                    raise
+                self._buffers -= 1
+            else:
+                address, stream = item
+                found = self._live.get(address)
+                if found is None or found.holder is not None:
+                    LOG.error("free in a destructor: %s", explain_pointer(self, address))
+                else:
+                    self._free_slowly(found, stream)
+            self._put_aside.popleft()
