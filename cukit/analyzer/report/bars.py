@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from cukit.analyzer.report import numbers, svg
@@ -90,7 +90,9 @@ def _group(group: Group, scale: svg.Scale, y: float, *, narrow: bool) -> tuple[s
     height = len(group.bars) * (BAR + BAR_GAP) - BAR_GAP
     parts = []
     if narrow:
-        parts.append(_one_line(group, PADDING, y + 10))
+        room = scale.stop - PADDING - 6 - svg.text_width(group.detail, NOTE_SIZE)
+        fitting = replace(group, label=_cut(group.label, room))
+        parts.append(_one_line(fitting, PADDING, y + 10))
         y += 17
     elif len(group.bars) == 1:
         parts.append(_one_line(group, scale.start - 10, y + height - 2.6, "end"))
@@ -128,6 +130,12 @@ def _one_line(group: Group, x: float, y: float, anchor: str | None = None) -> st
     detail = svg.element("tspan", escape(group.detail), class_="detail", dx=6.0)
     parts = [label, detail] if group.detail else [label]
     return svg.element("text", *parts, x=x, y=y, text_anchor=anchor)
+
+
+def _cut(label: str, room: float) -> str:
+    """As much of it as finds room."""
+    letters = int(room / (HEAVY * svg.text_width("m", LABEL_SIZE)))
+    return label if len(label) <= letters else f"{label[: max(letters - 1, 1)]}…"
 
 
 def _label_width(groups: Sequence[Group]) -> float:

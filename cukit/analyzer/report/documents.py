@@ -4,6 +4,7 @@ benchmarks     {"environment", "records"}                 `cukit bench`, `python
 kernels        {"kernels", "errors"}                      `cukit compile --json`
 analysis       {"schema_version", "environment", "analyses"}     `cukit analyze`, KernelAnalyzer
 distillation   {"models", "milliseconds_per_step_by_op", ...}    report.json of `cukit distill`
+memory         {"segments", "device_traces"}              `cukit.memory.snapshot`, as JSON
 report         {"schema": "cukit report", "version", "documents"}    an earlier report's JSON
 """
 
@@ -35,6 +36,7 @@ KEYS = {
     "analysis": ("schema_version", "environment", "analyses"),
     "distillation": ("models", "milliseconds_per_step_by_op", "verdict", "settings", "corpus"),
     "kernels": ("kernels", "errors"),
+    "memory": ("segments", "device_traces"),
 }
 """What makes a document of each kind."""
 
@@ -58,6 +60,11 @@ class Document:
                 return analysis_section(self.analysis())
             if self.kind == "distillation":
                 return distillation_section(content)
+            if self.kind == "memory":
+                # On first use: the pool is a large package, and few reports are about one.
+                from cukit.analyzer.report.section_memory import memory_section
+
+                return memory_section(content)
             return kernel_section(content)
         except DataError as error:
             raise DataError(f"{self.source}: {error}") from None
@@ -102,7 +109,8 @@ def _recognise(content: Any, source: str) -> list[Document]:
                 return [Document(kind, source, content)]
     raise DataError(
         f"{source}: none of the results that a report is made from: benchmark results, "
-        "`cukit compile --json`, an analysis, or report.json of `cukit distill`"
+        "`cukit compile --json`, an analysis, report.json of `cukit distill`, or a snapshot of a "
+        "memory pool"
     )
 
 

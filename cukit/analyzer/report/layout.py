@@ -107,6 +107,14 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A drawing of one width, with its own title and colours; narrow screens scroll it."""
+
+    title: str
+    markup: str
+
+
+@dataclass(frozen=True)
 class Thumbnail:
     """One of many small figures."""
 
@@ -133,7 +141,7 @@ class Fold:
     open: bool = False
 
 
-Block: TypeAlias = Table | Tiles | Paragraph | Code | Figure | Gallery | Fold
+Block: TypeAlias = Table | Tiles | Paragraph | Code | Figure | Picture | Gallery | Fold
 
 
 @dataclass(frozen=True)

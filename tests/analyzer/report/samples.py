@@ -130,6 +130,47 @@ def distillation() -> dict[str, Any]:
     }
 
 
+def memory() -> dict[str, Any]:
+    """Snapshot of a pool of three pages: 3 MiB live, 1 MiB pending, a hole of 1 MiB and one of 1,
+    after 5 MiB had been live."""
+    mib = 1 << 20
+
+    def block(size: int, state: str, line: int = 0) -> dict[str, Any]:
+        frames = [{"filename": HOSTILE, "line": line, "name": "load"}] if line else []
+        return {"size": size * mib, "requested_size": 0, "state": state, "frames": frames}
+
+    def event(action: str, address: int, size: int, time_us: int) -> dict[str, Any]:
+        place = {"addr": address * mib, "size": size * mib}
+        return {"action": action, **place, "stream": 0, "time_us": time_us}
+
+    blocks = [
+        block(1, "active_allocated", 7),
+        block(1, "inactive"),
+        block(2, "active_allocated", 9),
+        block(1, "active_pending_free"),
+        block(1, "inactive"),
+    ]
+    for place, (entry, address) in enumerate(zip(blocks, (0, 1, 2, 4, 5), strict=True)):
+        entry |= {"address": address * mib, "stream": place % 2}
+    segment = {"address": 0, "total_size": 6 * mib, "stream": 0, "blocks": blocks}
+    trace = [
+        event("segment_map", 0, 6, 10),
+        event("alloc", 0, 1, 20),
+        event("alloc", 1, 1, 30),
+        event("alloc", 2, 2, 40),
+        event("alloc", 4, 1, 50),
+        event("free_requested", 1, 1, 60),
+        event("free_completed", 1, 1, 60),
+        event("free_requested", 4, 1, 70),
+    ]
+    return {
+        "segments": [segment],
+        "device_traces": [trace],
+        "allocator_settings": {"backend": "cukit"},
+        "statistics": {"peak_live_bytes": 5 * mib, "num_frees": 2, "fragmentation": 0.5},
+    }
+
+
 def analysis() -> schema.AnalysisReport:
     """A kernel about which everything is known, and one about which nothing is."""
     environment = schema.Environment(

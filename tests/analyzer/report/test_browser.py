@@ -61,7 +61,13 @@ addEventListener("message", (event) => {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a page of everything lies, with the probe at its end."""
     report = generate_report(
-        [samples.analysis(), samples.benchmarks(), samples.kernels(), samples.distillation()]
+        [
+            samples.analysis(),
+            samples.benchmarks(),
+            samples.kernels(),
+            samples.distillation(),
+            samples.memory(),
+        ]
     )
     path = tmp_path_factory.mktemp("page")
     page = report.to_html().replace("</body>", f"{PROBE}</body>")

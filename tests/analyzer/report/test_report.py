@@ -20,7 +20,13 @@ from tests.analyzer.report.pages import SVG, Page, all_text, drawings
 @pytest.fixture(scope="module")
 def report() -> Report:
     return generate_report(
-        [samples.analysis(), samples.benchmarks(), samples.kernels(), samples.distillation()],
+        [
+            samples.analysis(),
+            samples.benchmarks(),
+            samples.kernels(),
+            samples.distillation(),
+            samples.memory(),
+        ],
         title=f"All of it {samples.HOSTILE}",
     )
 
@@ -32,7 +38,7 @@ def page(report: Report) -> Page:
 
 def test_every_kind_has_its_chapter(report: Report) -> None:
     titles = [section.title for section in report.sections]
-    assert titles == ["Analysis", "Benchmarks", "Kernels", "Distillation"]
+    assert titles == ["Analysis", "Benchmarks", "Kernels", "Distillation", "Memory"]
 
 
 def test_chapters_of_one_kind_are_numbered() -> None:
@@ -65,7 +71,7 @@ def test_names_are_text_and_never_markup(page: Page, report: Report) -> None:
 
 def test_every_drawing_is_valid_and_named(page: Page) -> None:
     found = drawings(page.markup)
-    assert len(found) == 22
+    assert len(found) == 24
     for drawing in found:
         assert drawing.tag == f"{SVG}svg"
         assert drawing.attrib["aria-label"]
@@ -157,6 +163,47 @@ def test_a_distillation_shows_its_curves_and_shares(page: Page) -> None:
         assert [curve.count("L") for curve in curves] == [39, 39, 39]
 
 
+def test_a_pool_is_drawn_and_its_holders_named(page: Page) -> None:
+    tiles = dict(re.findall(r"<dt>(.*?)</dt><dd class=\"\">(.*?)</dd>", page.markup))
+    assert tiles["live"] == "3.00 MiB"
+    assert tiles["held"] == "6.00 MiB"
+    assert tiles["live at most"] == "5.00 MiB"
+    assert tiles["largest free block"] == "1.00 MiB"
+    assert tiles["fragmentation: free memory that lies elsewhere"] == "50%"
+    (pool_map,) = [
+        d for d in drawings(page.markup) if d.attrib["aria-label"].startswith("Memory of")
+    ]
+    assert "fragmentation 50%" in " ".join(all_text(pool_map))
+    (over_time,) = [d for d in drawings(page.markup) if "over time" in d.attrib["aria-label"]]
+    assert "8 events in 6e-05 s" in all_text(over_time)
+    assert page.numbers(f"{samples.HOSTILE}:9 load") == [2 << 20, 1]
+    assert page.numbers(f"{samples.HOSTILE}:7 load") == [1 << 20, 1]
+    assert page.numbers("peak live bytes") == [5 << 20]
+    assert page.numbers("fragmentation") == [0.5]
+
+
+def test_a_snapshot_of_a_pool_makes_a_chapter(tmp_path: Path) -> None:
+    """As a user would: a pool that works, its snapshot in a file, the file in a report."""
+    from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
+    from cukit.memory.history import History
+    from cukit.memory.snapshot import write_snapshot
+
+    pool = MemoryPool(MemoryPoolConfig(call_site_depth=2), HostProvider())
+    with History(pool) as history:
+        addresses = [pool.allocate(1 << 20) for _ in range(12)]
+        for address in addresses[::3]:
+            pool.free(address)
+        write_snapshot(tmp_path / "pool.json", pool, history)
+        most = max(sample.live for sample in history.timeline())
+    assert most == 12 << 20
+    report = generate_report([tmp_path / "pool.json"])
+    page = Page(report.to_html())
+    tiles = dict(re.findall(r"<dt>(.*?)</dt><dd class=\"\">(.*?)</dd>", page.markup))
+    assert tiles["live"] == "8.00 MiB"
+    assert tiles["live at most"] == "12.0 MiB"
+    assert "test_report.py" in report.to_text()
+
+
 def test_json_makes_the_same_report_again(report: Report, tmp_path: Path) -> None:
     report.write(tmp_path / "all.json")
     content = json.loads((tmp_path / "all.json").read_text())
@@ -182,6 +229,7 @@ def test_damage_is_named(kind: str, tmp_path: Path) -> None:
         "benchmarks": samples.benchmarks(),
         "kernels": samples.kernels(),
         "distillation": samples.distillation(),
+        "memory": samples.memory(),
         "analysis": generate_report([samples.analysis()]).to_dict()["documents"][0]["content"],
     }[kind]
     (tmp_path / "damaged.json").write_text(json.dumps({**whole, KEYS[kind][-1]: [3], "models": 1}))
