@@ -39,6 +39,11 @@ class _Stream(NamedTuple):
     """The only thread in which the handle means this stream; None: any."""
 
 
+_STREAMS: dict[int, dict[Hashable, _Stream]] = {}
+"""By device: what is behind each key. Common to all providers of a device, as are the keys that
+CuPy's stream objects remember: a second provider meets streams that the first has named."""
+
+
 class CudaDevice:
     """Streams of one GPU, named by ids that the driver never uses twice.
 
@@ -67,7 +72,7 @@ class CudaDevice:
             raise UnsupportedDeviceError(f"there is no GPU {self.device_id}")
         self._get_current_stream: Callable[[int], Any] = cupy.cuda.get_current_stream
         self._name = f"_cukit_stream_key_{self.device_id}"
-        self._streams: dict[Hashable, _Stream] = {}
+        self._streams = _STREAMS.setdefault(self.device_id, {})
         self._of_thread = threading.local()
         self._spare_events: list[int] = []
         self._captures = CaptureWatch()
@@ -164,7 +169,7 @@ class CudaDevice:
         """Handles of destroyed streams; asked only when a new stream appears."""
         for key, stream in list(self._streams.items()):
             if stream.owner is not None and stream.owner() is None:
-                del self._streams[key]
+                self._streams.pop(key, None)
 
     def _living_handle(self, key: Hashable) -> int | None:
         """The stream's handle, or None where it is destroyed or belongs to another thread."""
