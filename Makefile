@@ -43,6 +43,7 @@ bench: $(DEMO_STAMP)
 
 tables: $(DEMO_STAMP)
 	$(BIN)/python -m profiling.tables
+	$(BIN)/python -m profiling.proof_tables
 	$(BIN)/python -m profiling.figures
 
 clean:

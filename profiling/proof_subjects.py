@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(256) busy(float* x, int rounds) {
 BUSY_RESULT = 0.5
 """What `a + b` comes to after some fifty rounds, whatever x was."""
 
-COPIES_MIB = (4, 16, 64, 512, 2048)
+COPIES_MIB = (8, 16, 64, 512, 2048)
 
 BUSY_US = (3, 10, 30, 100, 10_000)
 

@@ -78,7 +78,7 @@ def _family(name: str, results: dict[str, Any]) -> str:
         cells = [_cell(by_impl.get(impl), with_memory=with_memory) for impl in impls]
         names = [f"`{case.op}`", case.name, case.dtype]
         rows.append([*names, *cells, _speed(case), _of_floor(case)])
-    return _markdown(header, rows, left=3)
+    return markdown(header, rows, left=3)
 
 
 def _summary(results: dict[str, Any]) -> str:
@@ -91,7 +91,7 @@ def _summary(results: dict[str, Any]) -> str:
         other = f"{_us(peer['median_us'])} {impl_title(peer['impl'])}" if peer else ""
         mine = _us(ours["median_us"]) if ours else ""
         rows.append([*names, mine, other, _speed(case), _of_floor(case)])
-    return _markdown(header, rows, left=2)
+    return markdown(header, rows, left=2)
 
 
 def _measured(results: dict[str, Any]) -> BenchmarkResults:
@@ -151,7 +151,8 @@ def _us(microseconds: float) -> str:
     return f"{microseconds:.0f} µs" if microseconds >= 1000 else f"{microseconds:.1f} µs"
 
 
-def _markdown(header: list[str], rows: list[list[str]], *, left: int) -> str:
+def markdown(header: list[str], rows: list[list[str]], *, left: int) -> str:
+    """A table whose first `left` columns are aligned to the left, the others to the right."""
     rule = ["---" if column < left else "--:" for column in range(len(header))]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, rule, *rows))
 

@@ -1,0 +1,109 @@
+"""Writes what the proof of the analyzer found into docs/profiling.md: part of `make tables`.
+
+The tables stand between `<!-- proof:NAME -->` and `<!-- /proof -->`, and a test holds them to
+profiling/results/analyzer_proof.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from typing import Any
+
+from profiling.run import RESULTS
+from profiling.tables import ROOT, markdown
+
+PROOF = RESULTS / "analyzer_proof.json"
+DOCUMENT = ROOT / "docs" / "profiling.md"
+
+MARKS = re.compile(r"(<!-- proof:(\w+) -->\n).*?(<!-- /proof -->)", re.DOTALL)
+
+
+def main() -> int:
+    """Bring the document up to date."""
+    DOCUMENT.write_text(update(DOCUMENT.read_text(), json.loads(PROOF.read_text())))
+    return 0
+
+
+def update(text: str, found: dict[str, Any]) -> str:
+    """`text` with every table replaced by what was found."""
+    tables = {"times": times, "counters": counters, "rest": rest}
+    return MARKS.sub(lambda match: match[1] + tables[match[2]](found) + match[3], text)
+
+
+def times(found: dict[str, Any]) -> str:
+    """A kernel a row, a clock a column."""
+    zeros = found["zeros"]
+    header = ["kernel", "analyzer", "CUPTI", "ncu", "do_bench"]
+    rows = [
+        [row["kernel"], _us(row["analyzer_us"]), _beside(row, "cupti", 0.0)]
+        + [_beside(row, clock, _zero_us(zeros[clock])) for clock in ("ncu", "do_bench")]
+        for row in found["times"]
+    ]
+    own = {
+        name: f"{zero['us']:.2f} ± {zero['uncertainty_us']:.2f} µs" if zero else ""
+        for name, zero in zeros.items()
+    }
+    subtracted = ["*subtracted*", own["events"], "", own["ncu"], own["do_bench"]]
+    return markdown(header, [*rows, subtracted], left=1)
+
+
+def counters(found: dict[str, Any]) -> str:
+    """Occupancy and bytes of memory-bound kernels."""
+    header = ["kernel", "theoretical occupancy", "achieved", "declared", "DRAM", "difference"]
+    rows = [
+        [
+            f"`{row['kernel']}`",
+            f"{row['theoretical_occupancy']:.0%} ({row['limited_by']})",
+            f"{row['achieved_occupancy']:.0%}",
+            f"{row['declared_bytes'] / 1e9:.3f} GB",
+            f"{row['dram_bytes'] / 1e9:.3f} GB",
+            _signed(row["difference"]),
+        ]
+        for row in found["counters"]
+    ]
+    return markdown(header, rows, left=1)
+
+
+def rest(found: dict[str, Any]) -> str:
+    """The copy, the verdicts, and what missed its bar."""
+    copy, verdicts = found["copy"], found["verdicts"]
+    same, slower = Counter(verdicts["same"]), Counter(verdicts["slower"])
+    missed = "; ".join(found["missed"]) or "none"
+    lines = [
+        f"- GPU: {found['gpu']}.",
+        f"- Copy of 2 GiB: kernel {copy['kernel']:.0f} GB/s, cudaMemcpy {copy['memcpy']:.0f}.",
+        f"- The same code in two processes: {_counted(same)}.",
+        f"- 5% more work: {_counted(slower)}.",
+        f"- Bars missed: {missed}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _zero_us(zero: dict[str, float] | None) -> float:
+    return zero["us"] if zero else 0.0
+
+
+def _beside(row: dict[str, Any], clock: str, zero_us: float) -> str:
+    """The kernel's time by a clock, and how far the analyzer's lies from it."""
+    if f"{clock}_us" not in row:
+        return ""
+    return f"{_us(row[f'{clock}_us'] - zero_us)} ({_signed(row[f'{clock}_difference'])})"
+
+
+def _signed(share: float) -> str:
+    return f"{round(share, 3) + 0.0:+.1%}"  # no minus before a zero
+
+
+def _us(value: float) -> str:
+    return f"{value:,.2f} µs" if value < 1000 else f"{value:,.0f} µs"
+
+
+def _counted(verdicts: Counter[str]) -> str:
+    return ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
