@@ -1,0 +1,43 @@
+"""Every provider, behind one fixture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig, Provider
+
+MIB = 1 << 20
+
+
+def _virtual_memory() -> Provider:
+    from cukit.memory.vmm import CudaVirtualMemory
+
+    return CudaVirtualMemory()
+
+
+def _cuda_malloc() -> Provider:
+    from cukit.memory.cuda_malloc import CudaMalloc
+
+    return CudaMalloc()
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(lambda: HostProvider(512 * MIB), id="host"),
+        pytest.param(lambda: HostProvider(512 * MIB, can_remap=False), id="host-segments"),
+        pytest.param(_virtual_memory, id="cuda-vmm", marks=pytest.mark.gpu),
+        pytest.param(_cuda_malloc, id="cuda-malloc", marks=pytest.mark.gpu),
+    ]
+)
+def provider(request: pytest.FixtureRequest) -> Provider:
+    """A fresh provider of each kind."""
+    made: Provider = request.param()
+    return made
+
+
+@pytest.fixture
+def make_pool(provider: Provider) -> Callable[..., MemoryPool]:
+    """Makes pools on the provider: `make_pool(max_pool_size=...)`."""
+    return lambda **options: MemoryPool(MemoryPoolConfig(**options), provider)
