@@ -12,6 +12,7 @@ import io
 import json
 import pickle
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from cukit.errors import ConfigError
 from cukit.memory.blocks import Block, Event, Frame, Range
 from cukit.memory.history import History
 from cukit.memory.pool import MemoryPool
+from cukit.memory.statistics import PoolStatistics
 
 PICKLE_PROTOCOL = 4
 """The newest that the viewer understands."""
@@ -38,7 +40,15 @@ def snapshot(pool: MemoryPool, history: History | None = None) -> dict[str, Any]
     """
     events, ranges = history.moment() if history else ([], pool.ranges())
     remaps = pool.provider.can_remap
-    return describe(ranges, events, device=pool.provider.device_id, remaps=remaps)
+    content = describe(ranges, events, device=pool.provider.device_id, remaps=remaps)
+    return content | {"statistics": _statistics(pool.statistics())}
+
+
+def _statistics(found: PoolStatistics) -> dict[str, Any]:
+    """The numbers of the pool as a whole."""
+    numbers = {field.name: getattr(found, field.name) for field in fields(found)}
+    del numbers["per_stream"]
+    return numbers | {"fragmentation": found.fragmentation, "hit_rate": found.hit_rate}
 
 
 def write_snapshot(
@@ -76,7 +86,9 @@ def describe(
     """
     streams = _Numbers()
     segments = [
-        _segment(run, device, streams, remaps=remaps) for part in ranges for run in _runs(part)
+        _segment(run, part.page_bytes, device, streams, remaps=remaps)
+        for part in ranges
+        for run in _runs(part)
     ]
     traces: list[list[dict[str, Any]]] = [[] for _ in range(device + 1)]
     traces[device] = list(_trace(events, streams, remaps=remaps))
@@ -102,7 +114,7 @@ def _runs(part: Range) -> Iterator[list[Block]]:
 
 
 def _segment(
-    blocks: list[Block], device: int, streams: _Numbers, *, remaps: bool
+    blocks: list[Block], page_bytes: int, device: int, streams: _Numbers, *, remaps: bool
 ) -> dict[str, Any]:
     described = [_block(block, streams) for block in blocks]
     live = sum(block.size for block in blocks if block.state == "live")
@@ -118,6 +130,7 @@ def _segment(
         "segment_type": "large",
         "segment_pool_id": [0, 0],
         "is_expandable": remaps,
+        "page_bytes": page_bytes,
         "frames": [],
         "blocks": described,
     }

@@ -69,9 +69,12 @@ def test_segments_are_tiled_by_their_blocks(pool: MemoryPool) -> None:
         assert address - segment["address"] == segment["total_size"]
         allocated = [b["size"] for b in segment["blocks"] if b["state"] == "active_allocated"]
         assert sum(allocated) == segment["allocated_size"]
+        assert segment["page_bytes"] == pool.provider.page_bytes
     assert live_blocks(content).keys() == set(live)
     total = sum(segment["total_size"] for segment in content["segments"])
-    assert total <= pool.statistics().reserved_bytes
+    statistics = content["statistics"]
+    assert total <= statistics["reserved_bytes"] == pool.statistics().reserved_bytes
+    assert statistics["fragmentation"] == pool.statistics().fragmentation
     for address in live:
         pool.free(address)
 

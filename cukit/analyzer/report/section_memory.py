@@ -37,7 +37,7 @@ STATES: Mapping[str, BlockState] = {
 ACTIONS = {"free_requested": "free"}
 
 LARGEST_PAGE = 2 << 20
-"""What GPUs map at once; a snapshot does not say, but its segments are multiples of it."""
+"""What GPUs map at once: for snapshots that do not say, whose segments are multiples of it."""
 
 MOST_CALL_SITES = 20
 
@@ -45,7 +45,8 @@ MOST_CALL_SITES = 20
 def memory_section(content: Mapping[str, Any]) -> Section:
     """Tiles, map, time line, and the largest holders of memory."""
     ranges = ranges_of(content["segments"])
-    samples = timeline(list(events_of(content["device_traces"])), ranges)
+    remaps = any(segment.get("is_expandable", True) for segment in content["segments"])
+    samples = timeline(list(events_of(content["device_traces"])), ranges, remaps=remaps)
     blocks: list[Block] = [_tiles(ranges, samples)]
     if ranges:
         blocks.append(Picture("Map of the pool", map_svg(ranges)))
@@ -84,7 +85,8 @@ def ranges_of(segments: Sequence[Mapping[str, Any]]) -> list[Range]:
                 )
             )
             address += block["size"]
-        found.append(Range(segment["address"], segment["total_size"], page, tuple(blocks)))
+        pages = segment.get("page_bytes", page)
+        found.append(Range(segment["address"], segment["total_size"], pages, tuple(blocks)))
     return found
 
 
