@@ -7,6 +7,8 @@
                   "other_us"?: {timer: median}, "peak_bytes"?, "joules_per_call"?, "commit"?,
                   "date"?}]}
 
+Records of family "memory_pool" have fields of their own instead: see profiling/memory_pool.py.
+
 `environment` is that of the latest run. A record of an earlier run on the same machine keeps its
 own `commit` and `date` where they differ. One file holds one kind of GPU. `range_us` is where the
 true median is believed to be (cukit.analyzer.statistics.estimate): what `cukit compare` compares.

@@ -15,6 +15,9 @@ TITLES = {"torch-eager": "torch", "torch-compile": "torch.compile", "liger": "Li
 
 Record = dict[str, Any]
 
+MEMORY_POOLS = "memory_pool"
+"""Family of the records about memory pools. They compare by the memory held and are no cases."""
+
 EQUAL = 0.03
 """Two speeds closer than this count as the same in a summary's words."""
 
@@ -92,6 +95,8 @@ class BenchmarkResults:
         """In the order of the file."""
         groups: dict[tuple[str, ...], list[Record]] = {}
         for record in self.records:
+            if record["family"] == MEMORY_POOLS:
+                continue
             key = tuple(str(record[name]) for name in ("family", "op", "case", "dtype"))
             groups.setdefault(key, []).append(record)
         return tuple(Case(tuple(group)) for group in groups.values())

@@ -156,6 +156,8 @@ def _details(analysis: KernelAnalysis) -> list[Block]:
         blocks.append(_advice(analysis))
     if analysis.launches:
         blocks.append(_launches(analysis.launches))
+    if accesses := _accesses(analysis.launches):
+        blocks.append(accesses)
     if thumbnails := _thumbnails(analysis.launches):
         blocks.append(
             Gallery(
@@ -220,6 +222,26 @@ def _launches(launches: Sequence[LaunchAnalysis]) -> Table:
     return Table(header, tuple(rows), "Launches").without_empty_columns()
 
 
+def _accesses(launches: Sequence[LaunchAnalysis]) -> Table | None:
+    """Instructions that touch memory, as the code has them: loops count once."""
+    rows: list[tuple[Cell, ...]] = []
+    for launch in launches:
+        access = launch.memory_access
+        if access is None:
+            continue
+        name = Cell(launch.name, tone="code")
+        for width in access.widths:
+            bits = Cell(f"{width.bits} bit", width.bits)
+            count = Cell(str(width.instructions), width.instructions)
+            rows.append((name, Cell(width.operation), bits, count))
+        for what, number in (("bulk copy", access.bulk_copies), ("atomic", access.atomics)):
+            if number:
+                rows.append((name, Cell(what), Cell(""), Cell(str(number), number)))
+    columns = (Column("launch"), Column("access"), Column("a thread", numeric=True))
+    header = (*columns, Column("instructions", numeric=True))
+    return Table(header, tuple(rows), "Memory accesses in the code") if rows else None
+
+
 def _thumbnails(launches: Sequence[LaunchAnalysis]) -> tuple[Thumbnail, ...]:
     """One curve for each distinct launch whose residency is known."""
     found: dict[tuple[object, ...], Thumbnail] = {}
@@ -255,7 +277,7 @@ def _timings(timings: Sequence[TimeStatistics]) -> Table:
 
 
 def _facts(analysis: KernelAnalysis) -> Table | None:
-    """Energy, the card's state, counters and access widths, a row each."""
+    """Energy, the card's state and counters, a row each."""
     facts: list[tuple[str, str]] = []
     if energy := analysis.energy:
         value = f"{energy.joules_per_call:.3g} ± {energy.uncertainty_joules:.1g} J per call"
@@ -282,12 +304,5 @@ def _facts(analysis: KernelAnalysis) -> Table | None:
         for name, share in (("L1", counters.l1_hit_fraction), ("L2", counters.l2_hit_fraction)):
             if share is not None:
                 facts.append((f"{name} hits ({counters.source})", numbers.percent(share)))
-    for launch in analysis.launches:
-        if launch.memory_access is not None:
-            widths = [
-                f"{w.instructions} × {w.operation} {w.bits} bit"
-                for w in launch.memory_access.widths
-            ]
-            facts.append((f"accesses in {launch.name}", ", ".join(widths) or "none"))
     rows = tuple((Cell(name), Cell(value, tone="prose")) for name, value in facts)
     return Table((Column("fact"), Column("value")), rows, "Also known") if rows else None

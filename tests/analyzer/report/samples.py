@@ -241,7 +241,7 @@ def _known() -> schema.KernelAnalysis:
         resources=schema.Resources(64, 1024, 2048, 8, 16, 32, 256),
         occupancy=resident,
         waves=schema.Waves(1024, 528, 1.939, 0.939, 0.97),
-        memory_access=schema.MemoryAccess("decoded", (schema.AccessWidth("load", 128, 4),), 0),
+        memory_access=schema.MemoryAccess("decoded", (schema.AccessWidth("load", 128, 4),), 0, 2),
         device_us=41.5,
     )
 

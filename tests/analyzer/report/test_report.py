@@ -129,6 +129,8 @@ def test_an_analysis_shows_what_is_known_and_what_is_missing(page: Page) -> None
     assert [value for _, value in overview if value is not None] == [
         42.125, 30.5, 3560.8, 284.9, 0.834, 64, 24, 0.5, 0.47,
     ]  # fmt: skip
+    assert page.numbers("my_kernel", "load") == [128, 4]
+    assert page.numbers("my_kernel", "atomic") == [2]
     assert page.rows("cold", "it failed")
     assert page.rows("counters.l2_hit_fraction", "ncu was not asked")
     assert page.rows("energy", "0.0123 ± 0.0004 J per call, 81.3 calls per J (1.5 s at 410 W)")
