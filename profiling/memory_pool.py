@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cukit.analyzer.report.benchmarks import MEMORY_POOLS
 from cukit.analyzer.results import Record, ResultsFile, case_key
 from cukit.analyzer.statistics import estimate
 from cukit.analyzer.timing import GpuTimer, HostTimer
@@ -35,7 +36,7 @@ from cukit.memory.replay import PoolMissing, ReplayResult, Request, replay_apart
 from cukit.memory.replay_pools import POOLS, make_pool
 from profiling.environment import describe
 
-FAMILY = "memory_pool"
+FAMILY = MEMORY_POOLS
 OURS = "cukit"
 
 LOGS = Path(__file__).parent / "logs"

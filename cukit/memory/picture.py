@@ -62,7 +62,8 @@ def map_svg(ranges: Sequence[Range], title: str = "Memory of the pool", rows: in
     """The address space as one SVG element: every range, one behind the other, in rows."""
     layout = Layout(ranges, rows)
     scale = (WIDTH - LABEL - MARGIN) / layout.row_bytes
-    parts = _heading(title, summary(ranges))
+    present = {stretch.kind for stretch in layout.stretches}
+    parts = _heading(title, summary(ranges), [kind for kind in KINDS if kind in present])
     shapes: dict[str, list[str]] = {kind: [] for kind in KINDS}
     marks, tips, number = [], [], 0
     for number, (start, end) in enumerate(layout.rows(), start=1):
@@ -79,7 +80,9 @@ def map_svg(ranges: Sequence[Range], title: str = "Memory of the pool", rows: in
                 tips.append(_tip(piece, x, top, width))
         if layout.page_bytes * scale >= PAGE_MARKS:
             marks.append(_page_marks(layout, start, end, top, scale))
-    parts += [f'<path class="{kind}" d="{"".join(shapes[kind])}"/>' for kind in KINDS]
+    parts += [
+        f'<path class="{kind}" d="{"".join(shapes[kind])}"/>' for kind in KINDS if shapes[kind]
+    ]
     height = HEAD + number * (ROW + GAP) + MARGIN / 2
     return _figure(height, title, [*parts, *marks, *tips])
 
@@ -232,9 +235,7 @@ def _column(layout: Layout, start: int, end: int, width: int, number: int) -> st
 # Small pieces of SVG ------------------------------------------------------------------------------
 
 
-def _heading(
-    title: str, line: str, kinds: Sequence[str] = KINDS, *, curve: bool = False
-) -> list[str]:
+def _heading(title: str, line: str, kinds: Sequence[str], *, curve: bool = False) -> list[str]:
     parts = [_text(title, MARGIN, 22, "title"), _text(line, MARGIN, 40)]
     named = [NAMES[kind] for kind in kinds] if not curve else ["live", "held"]
     x = WIDTH - MARGIN

@@ -107,7 +107,8 @@ def test_addresses_without_memory_do_not_fill_the_picture() -> None:
 def rectangles(svg: str, kind: str) -> list[tuple[float, float, float, float]]:
     """x, y, width, height of everything drawn of a kind."""
     path = re.search(rf'<path class="{kind}" d="([^"]*)"', svg)
-    assert path is not None
+    if path is None:
+        return []
     number = r"(-?[\d.]+)"
     found = re.findall(rf"M{number} {number}h{number}v{number}h{number}z", path[1])
     return [(float(x), float(y), float(w), float(h)) for x, y, w, h, _ in found]
