@@ -1,0 +1,171 @@
+"""Use without end: `python -m tests.memory.soak --operations 5000000 --provider cuda-vmm`.
+
+Allocates, frees, moves and remaps at random inside a tight limit. Every live byte range carries a
+pattern of its own, checked when it is freed and, all of them, after each defragmentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from typing import Any
+
+import numpy as np
+
+from cukit.errors import OutOfMemoryError
+from cukit.memory import DeviceBuffer, HostProvider, MemoryPool, MemoryPoolConfig, Provider
+from tests.memory.invariants import check_invariants
+
+LARGEST_LOG2 = 18
+
+
+class Soak:
+    """One pool under random use; `limit` is about twice what is live on average."""
+
+    def __init__(self, provider: Provider, limit: int, seed: int) -> None:
+        config = MemoryPoolConfig(max_pool_size=limit, defrag_threshold=0.6)
+        self.pool = MemoryPool(config, provider)
+        self.limit = limit
+        self.random = random.Random(seed)
+        self.raw: list[tuple[int, int, int]] = []
+        self.buffers: list[tuple[DeviceBuffer, int]] = []
+        self.operations = 0
+        self.refused = 0
+        self.checked = 0
+
+    # The ends and the middle of a block carry its pattern: writing all of it would be all the time.
+    def _marks(self, address: int, size: int) -> list[Any]:
+        offsets = {0, size // 2, max(0, size - 8)} if size >= 8 else set()
+        return [
+            self.pool.provider.array(address + offset - offset % 8, (1,), np.int64, None)
+            for offset in offsets
+        ]
+
+    def write(self, address: int, size: int, value: int) -> None:
+        for mark in self._marks(address, size):
+            mark[:] = value
+
+    def check(self, address: int, size: int, value: int) -> None:
+        self.checked += 1
+        for mark in self._marks(address, size):
+            assert int(mark[0]) == value, f"{size} bytes at {address:#x} were overwritten"
+
+    def step(self) -> None:
+        """One operation."""
+        self.operations += 1
+        draw = self.random.random()
+        if draw < 0.34:
+            self._allocate()
+        elif draw < 0.52:
+            self._allocate_buffer()
+        elif draw < 0.84 and self.raw:
+            position = self.random.randrange(len(self.raw))
+            self.raw[position], self.raw[-1] = self.raw[-1], self.raw[position]
+            address, size, value = self.raw.pop()
+            self.check(address, size, value)
+            self.pool.free(address)
+        elif self.buffers:
+            position = self.random.randrange(len(self.buffers))
+            self.buffers[position], self.buffers[-1] = self.buffers[-1], self.buffers[position]
+            buffer, value = self.buffers.pop()
+            with buffer.pinned() as address:
+                self.check(address, buffer.size, value)
+            buffer.close()
+
+    def _size(self) -> int:
+        if self.random.random() < 0.02:
+            return self.random.randrange(1, self.limit // 16)
+        return int(2 ** self.random.uniform(3, LARGEST_LOG2))
+
+    def _allocate(self) -> None:
+        size, value = self._size(), self.random.getrandbits(62)
+        try:
+            address = self.pool.allocate(size)
+        except OutOfMemoryError:
+            self._refused()
+            return
+        self.write(address, size, value)
+        self.raw.append((address, size, value))
+
+    def _allocate_buffer(self) -> None:
+        size, value = self._size(), self.random.getrandbits(62)
+        try:
+            buffer = self.pool.allocate_buffer(size)
+        except OutOfMemoryError:
+            self._refused()
+            return
+        with buffer.pinned() as address:
+            self.write(address, size, value)
+        self.buffers.append((buffer, value))
+
+    def _refused(self) -> None:
+        """Frees a third of what is live."""
+        self.refused += 1
+        self.random.shuffle(self.raw)
+        self.random.shuffle(self.buffers)
+        for address, size, value in self.raw[: len(self.raw) // 3]:
+            self.check(address, size, value)
+            self.pool.free(address)
+        del self.raw[: len(self.raw) // 3]
+        del self.buffers[: len(self.buffers) // 3]
+
+    def check_all(self) -> None:
+        """Every live byte range, and the books."""
+        for address, size, value in self.raw:
+            self.check(address, size, value)
+        for buffer, value in self.buffers:
+            with buffer.pinned() as address:
+                self.check(address, buffer.size, value)
+        check_invariants(self.pool)
+
+    def run(self, operations: int, defragment_every: int) -> None:
+        """That many operations, with defragmentations and checks of everything in between."""
+        for number in range(1, operations + 1):
+            self.step()
+            if number % defragment_every == 0:
+                self.pool.defragment()
+                self.check_all()
+                if number % (4 * defragment_every) == 0:
+                    self.pool.trim()
+        self.check_all()
+
+
+def make_provider(name: str, total_bytes: int) -> Provider:
+    """By the name on the command line."""
+    if name == "cuda-vmm":
+        from cukit.memory.vmm import CudaVirtualMemory
+
+        return CudaVirtualMemory()
+    if name == "cuda-malloc":
+        from cukit.memory.cuda_malloc import CudaMalloc
+
+        return CudaMalloc()
+    return HostProvider(total_bytes, can_remap=name == "host")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--operations", type=int, default=2_000_000)
+    parser.add_argument("--provider", default="host")
+    parser.add_argument("--limit-mib", type=int, default=64)
+    parser.add_argument("--every", type=int, default=20_000, help="between defragmentations")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    limit = options.limit_mib << 20
+    soak = Soak(make_provider(options.provider, 2 * limit), limit, options.seed)
+    start = time.perf_counter()
+    soak.run(options.operations, options.every)
+    seconds = time.perf_counter() - start
+    statistics = soak.pool.statistics()
+    print(
+        f"{soak.operations} operations in {seconds:.1f} s, {soak.checked} blocks checked, "
+        f"{soak.refused} refused, {statistics.num_defragments} defragmentations, "
+        f"{statistics.bytes_moved >> 20} MiB moved, {statistics.pages_remapped} pages remapped, "
+        f"hit rate {statistics.hit_rate:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Threads, and destructors that run in the middle of the pool's own work."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from cukit.errors import CukitError, OutOfMemoryError
+from cukit.memory import DeviceBuffer, HostProvider, MemoryPool, MemoryPoolConfig
+from tests.memory.invariants import check_invariants
+from tests.memory.simulation import KIB, PAGE, SimulatedProvider, fill, holds
+
+
+class InterruptedProvider(SimulatedProvider):
+    """Runs something in the middle of every driver call, as a garbage collection might."""
+
+    def __init__(self, *, can_remap: bool) -> None:
+        super().__init__(512 * PAGE, can_remap=can_remap)
+        self.interrupt: Callable[[], None] = lambda: None
+
+    def _called(self, name: str) -> None:
+        super()._called(name)
+        self.interrupt()
+
+
+@pytest.mark.parametrize("can_remap", [True, False])
+@pytest.mark.parametrize("how", ["free", "free_from_finalizer", "buffer"])
+def test_frees_inside_every_driver_call(how: str, *, can_remap: bool) -> None:
+    """They neither block nor get lost, and the books stay in order."""
+    provider = InterruptedProvider(can_remap=can_remap)
+    pool = MemoryPool(MemoryPoolConfig(max_pool_size=256 * PAGE), provider)
+    victims: list[int | DeviceBuffer] = []
+    interrupted = 0
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        if not victims:
+            return
+        victim = victims.pop()
+        interrupted += 1
+        if isinstance(victim, DeviceBuffer):
+            del victim
+            gc.collect(0)
+        elif how == "free":
+            pool.free(victim)
+        else:
+            pool.free_from_finalizer(victim)
+
+    live: list[int] = []
+    for _ in range(40):
+        if how == "buffer":
+            victims.extend(pool.allocate_buffer(3 * PAGE) for _ in range(3))
+        else:
+            victims.extend(pool.allocate(3 * PAGE) for _ in range(3))
+        provider.interrupt = interrupt
+        live.append(pool.allocate(random.Random(len(live)).randrange(1, 5 * PAGE)))
+        pool.defragment()
+        pool.trim()
+        provider.interrupt = lambda: None
+        pool.statistics()  # takes in what was put aside
+        check_invariants(pool)
+        assert pool.statistics().num_live == len(live) + len(victims)
+    assert interrupted > 40
+
+
+def test_an_allocation_inside_the_pool_is_refused() -> None:
+    provider = InterruptedProvider(can_remap=True)
+    pool = MemoryPool(MemoryPoolConfig(), provider)
+    provider.interrupt = lambda: pool.allocate(512) and None
+    with pytest.raises(RuntimeError, match="allocation from inside the pool"):
+        pool.allocate(512)
+    provider.interrupt = lambda: None
+    check_invariants(pool)
+    pool.free(pool.allocate(512))
+
+
+class _Cycle:
+    """Garbage that only the collector frees."""
+
+    def __init__(self, buffer: DeviceBuffer) -> None:
+        self.buffer = buffer
+        self.me = self
+
+
+def test_collections_at_every_moment() -> None:
+    """A collector set to run all the time frees buffers wherever it strikes."""
+    pool = MemoryPool(MemoryPoolConfig(max_pool_size=64 * PAGE), SimulatedProvider(64 * PAGE))
+    before = gc.get_threshold()
+    gc.set_threshold(3, 1, 1)
+    try:
+        for number in range(1500):
+            _Cycle(pool.allocate_buffer(1 + 977 * number % (3 * PAGE)))
+            if number % 100 == 0:
+                pool.defragment()
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert pool.statistics().num_live == 0
+    check_invariants(pool)
+
+
+def test_threads() -> None:
+    """Each writes what it allocates; half of it is freed by another thread."""
+    pool = MemoryPool(MemoryPoolConfig(max_pool_size=128 << 20), HostProvider(128 << 20))
+    mistakes: list[BaseException] = []
+    handed_over: list[tuple[int, int, int]] = []
+
+    def work(seed: int) -> None:
+        numbers = random.Random(seed)
+        own: list[tuple[int, int, int]] = []
+        try:
+            for _ in range(600):
+                size = int(2 ** numbers.uniform(3, 18))
+                try:
+                    address = pool.allocate(size)
+                except OutOfMemoryError:
+                    address = 0
+                if address:
+                    pattern = numbers.getrandbits(60)
+                    fill(address, size, pattern)
+                    (own if numbers.random() < 0.5 else handed_over).append(
+                        (address, size, pattern)
+                    )
+                source = own if numbers.random() < 0.5 else handed_over
+                if len(source) > 20:
+                    try:
+                        address, size, pattern = source.pop()
+                    except IndexError:
+                        continue
+                    assert holds(address, size, pattern)
+                    if numbers.random() < 0.5:
+                        pool.free(address)
+                    else:
+                        pool.free_from_finalizer(address)
+                if numbers.random() < 0.01:
+                    pool.defragment()
+            for address, size, pattern in own:
+                assert holds(address, size, pattern)
+                pool.free(address)
+        except BaseException as error:
+            mistakes.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not mistakes
+    for address, size, pattern in handed_over:
+        assert holds(address, size, pattern)
+        pool.free(address)
+    check_invariants(pool)
+    pool.close()
+
+
+def test_threads_move_buffers_under_one_another() -> None:
+    pool = MemoryPool(MemoryPoolConfig(), HostProvider(256 << 20, page_bytes=64 * KIB))
+    mistakes: list[BaseException] = []
+    stop = threading.Event()
+
+    def use(seed: int) -> None:
+        numbers = random.Random(seed)
+        buffers: list[tuple[DeviceBuffer, int]] = []
+        try:
+            for _ in range(300):
+                buffer = pool.allocate_buffer(numbers.randrange(1, 40 * KIB))
+                with buffer.pinned() as address:
+                    fill(address, buffer.size, seed)
+                buffers.append((buffer, seed))
+                buffer, pattern = buffers[numbers.randrange(len(buffers))]
+                with buffer.pinned() as address:
+                    assert holds(address, buffer.size, pattern)
+                if len(buffers) > 30:
+                    buffers.pop(numbers.randrange(len(buffers)))
+        except BaseException as error:
+            mistakes.append(error)
+
+    def defragment() -> None:
+        while not stop.is_set():
+            pool.defragment()
+
+    users = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
+    mover = threading.Thread(target=defragment)
+    for thread in (*users, mover):
+        thread.start()
+    for thread in users:
+        thread.join()
+    stop.set()
+    mover.join()
+    assert not mistakes
+    gc.collect()
+    assert pool.statistics().num_live == 0
+    assert pool.statistics().bytes_moved > 0
+    check_invariants(pool)
+
+
+def test_a_forked_child_is_told() -> None:
+    pool = MemoryPool(MemoryPoolConfig(), HostProvider(64 << 20))
+    address = pool.allocate(512)
+    buffer = pool.allocate_buffer(512)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.free_from_finalizer(address)
+            del buffer
+            pool.allocate(512)
+        except CukitError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    assert b"CUDA does not survive fork" in os.read(reader, 1000)
+    os.close(reader)
+    pool.free(address)
+    check_invariants(pool)

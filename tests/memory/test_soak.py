@@ -1,0 +1,20 @@
+"""A short soak on every provider; tests/memory/soak.py runs for as long as one likes."""
+
+from __future__ import annotations
+
+import pytest
+
+from cukit.memory import Provider
+from tests.memory.soak import Soak
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("limit", [24 * MIB, 96 * MIB], ids=["tight", "roomy"])
+def test_soak(provider: Provider, limit: int) -> None:
+    soak = Soak(provider, limit, seed=limit)
+    operations = 50_000 if "host" in provider.name else 5_000
+    soak.run(operations, operations // 10)
+    assert soak.pool.statistics().bytes_moved > 0
+    assert soak.checked > operations // 2
+    soak.raw.clear()
