@@ -121,6 +121,13 @@ class MemoryPool(PoolCore):
         with self._locked():
             return self._arena.public_ranges()
 
+    def snapshot(self) -> dict[str, Any]:
+        """The pool as PyTorch's memory viewer wants it; :mod:`cukit.memory.snapshot` writes files
+        of it, and adds what happened before."""
+        from cukit.memory.snapshot import snapshot
+
+        return snapshot(self)
+
     def add_listener(self, listener: Callable[[Event], None]) -> None:
         """`listener` is called for every event, in order, while the pool is locked: it must be
         quick and must not use the pool. What it raises is logged and goes no further."""

@@ -59,7 +59,7 @@ def live_blocks(content: dict[str, Any]) -> dict[int, int]:
 
 def test_segments_are_tiled_by_their_blocks(pool: MemoryPool) -> None:
     live = busy(pool)
-    content = snapshot(pool)
+    content = pool.snapshot()
     for segment in content["segments"]:
         address = segment["address"]
         for block in segment["blocks"]:
