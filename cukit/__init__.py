@@ -30,6 +30,7 @@ from cukit.array_api import (
     zeros_like,
 )
 from cukit.attention import (
+    block_sparse_attention,
     flash_attention,
     flash_attention_backward,
 )
@@ -112,6 +113,7 @@ __all__ = [
     "arange",
     "asarray",
     "backend",
+    "block_sparse_attention",
     "cross_entropy",
     "cross_entropy_backward",
     "default_device",

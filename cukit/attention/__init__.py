@@ -1,6 +1,7 @@
 """Attention."""
 
+from cukit.attention.block_sparse import block_sparse_attention
 from cukit.attention.flash import flash_attention
 from cukit.attention.flash_backward import flash_attention_backward
 
-__all__ = ["flash_attention", "flash_attention_backward"]
+__all__ = ["block_sparse_attention", "flash_attention", "flash_attention_backward"]

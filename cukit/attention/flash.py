@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cukit.attention.flash_arguments import (
@@ -17,7 +15,7 @@ from cukit.attention.flash_arguments import (
     score_shape,
     strides_of,
 )
-from cukit.attention.flash_maps import MappedLaunch
+from cukit.attention.flash_maps import MappedLaunch, prepare_mapped
 from cukit.attention.flash_options import (
     ScoreArrays,
     ScoreOptions,
@@ -27,17 +25,8 @@ from cukit.attention.flash_options import (
     score_options,
     score_settings,
 )
-from cukit.attention.flash_plan import (
-    FlashAttentionConfig,
-    plan_flash_attention,
-    representative_specs,
-)
-from cukit.attention.flash_plan_sm90 import (
-    WarpgroupForwardConfig,
-    covers,
-    plan_flash_attention_sm90,
-    specs_of,
-)
+from cukit.attention.flash_plan import plan_flash_attention, representative_specs
+from cukit.attention.flash_plan_sm90 import covers, specs_of
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
@@ -161,10 +150,7 @@ def flash_attention(
     if out is None:
         out = empty(q, (*q.shape[:-1], v.shape[-1]))
     lse = empty(q, lse_shape(q), np.float32)
-    if isinstance(launch, MappedLaunch):
-        launch(q, k, v, out, lse)
-    else:
-        launch(q, k, v, out, lse, *arrays.pointers())
+    launch(q, k, v, out, lse, *arrays.pointers())
     return (out, lse) if return_lse else out
 
 
@@ -182,14 +168,13 @@ def _prepare_forward(
     check_forward(q, k, v, out, options, arrays)
     check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
     problem, device = problem_of(q, k, v, options, arrays), current_device()
-    mapped = covers(problem, device) and fits_tensor_maps(q, k, v)
-    config: FlashAttentionConfig | WarpgroupForwardConfig
-    if mapped:
-        config = plan_flash_attention_sm90(problem, device)
-    else:
-        config = plan_flash_attention(problem, device)
-    scalars: tuple[Any, ...] = (
-        *(() if mapped else (*strides_of(q), *strides_of(k), *strides_of(v))),
+    if covers(problem, device) and fits_tensor_maps(q, k, v):
+        return prepare_mapped(q, k, v, out, options, arrays, problem, device)
+    config = plan_flash_attention(problem, device)
+    scalars = (
+        *strides_of(q),
+        *strides_of(k),
+        *strides_of(v),
         *(dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out)),
         np.int32(problem.batch),
         np.int32(problem.num_heads_q),
@@ -197,15 +182,12 @@ def _prepare_forward(
         np.int32(problem.seq_len_q),
         np.int32(problem.seq_len_kv),
         np.int32(problem.head_dim),
+        np.int32(problem.head_dim_v),
+        np.int32(config.section),
+        scales_of(q, options)[1],
+        score_settings(q, options, arrays, score_shape(q, k, options, arrays)),
     )
-    factor_log2 = scales_of(q, options)[1]
-    if isinstance(config, FlashAttentionConfig):
-        shape = score_shape(q, k, options, arrays)
-        scalars += (np.int32(problem.head_dim_v), np.int32(config.section), factor_log2)
-        scalars += (score_settings(q, options, arrays, shape),)
-        return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
-    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (*scalars, factor_log2))
-    return MappedLaunch(launch, config.tiling)
+    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
 
 
 def _forward_specs(device: Device) -> list[KernelSpec]:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from cukit.attention.flash_tilings import WarpgroupTiling
-from cukit.core.arrays import Array, address_of
-from cukit.core.kernel import Launch
+import numpy as np
+
+from cukit.attention.flash_arguments import dense_strides, score_shape, strides_of
+from cukit.attention.flash_options import ScoreArrays, ScoreOptions, scales_of, score_settings
+from cukit.attention.flash_plan_sm90 import BlockSize, plan_flash_attention_sm90
+from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention.flash_tilings import PART, WarpgroupTiling
+from cukit.core.arrays import Array, address_of, empty
+from cukit.core.device import Device
+from cukit.core.kernel import NULL, Launch, load_kernel
 from cukit.core.tensor_map import encode_tensor_map
 
-_PART = 64  # elements in a row of 128 swizzled bytes
 _MOST_MAPS = 256
 
 
@@ -20,32 +26,116 @@ class MappedLaunch:
     addresses again and again, so maps are kept by address instead of encoded for every call.
     """
 
-    __slots__ = ("_key_box", "_key_maps", "_launch", "_query_box", "_query_maps", "_value_maps")
+    __slots__ = ("_key_box", "_key_maps", "_launch", "_plan", "_query_box", "_query_maps",
+                 "_value_maps")  # fmt: skip
 
-    def __init__(self, launch: Launch, tiling: WarpgroupTiling) -> None:
+    def __init__(self, launch: Launch, plan: PlannedWork | None, tiling: WarpgroupTiling) -> None:
         self._launch = launch
-        self._query_box = (1, tiling.tile_m, 1, _PART)
-        self._key_box = (1, tiling.tile_n, 1, _PART)
+        self._plan = plan
+        self._query_box = (1, tiling.tile_m, 1, PART)
+        self._key_box = (1, tiling.tile_n, 1, PART)
         self._query_maps: dict[int, Any] = {}
         self._key_maps: dict[int, Any] = {}
         self._value_maps: dict[int, Any] = {}
 
-    def __call__(self, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
-        """Launches on the current stream."""
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        *options: Any,
+        block_mask: Array | None = None,
+    ) -> None:
+        """Launches on the current stream; `options` are ScoreArrays.pointers()."""
+        plan: Any = NULL
+        if self._plan is not None:
+            plan = self._plan(q, options, block_mask)
         self._launch(
             _map(self._query_maps, q, self._query_box),
             _map(self._key_maps, k, self._key_box),
             _map(self._value_maps, v, self._key_box),
             out,
             lse,
+            *options,
+            plan,
+            NULL if block_mask is None else block_mask,
         )
+
+
+class PlannedWork:
+    """The launch that decides what the blocks of the next one work on."""
+
+    __slots__ = ("_launch", "_size")
+
+    def __init__(self, launch: Launch, size: int) -> None:
+        self._launch = launch
+        self._size = size
+
+    def __call__(self, like: Array, options: tuple[Any, ...], block_mask: Array | None) -> Array:
+        """The plan, a new array."""
+        plan = empty(like, (self._size,), np.int32)
+        if block_mask is None:
+            *_, cu_seqlens_q, cu_seqlens_kv = options
+            self._launch(cu_seqlens_q, cu_seqlens_kv, plan)
+        else:
+            self._launch(block_mask, plan)
+        return plan
+
+
+def prepare_mapped(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    options: ScoreOptions,
+    arrays: ScoreArrays,
+    problem: AttentionProblem,
+    device: Device,
+    block_size: BlockSize | None = None,
+    mask_heads: int = 1,
+) -> MappedLaunch:
+    """The launch of class sm90 for a problem that it covers; all arguments are checked."""
+    config = plan_flash_attention_sm90(problem, device, block_size)
+    settings = score_settings(q, options, arrays, score_shape(q, k, options, arrays))
+    scalars = (
+        *(dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out)),
+        np.int32(problem.batch),
+        np.int32(problem.num_heads_q),
+        np.int32(problem.group),
+        np.int32(problem.seq_len_q),
+        np.int32(problem.seq_len_kv),
+        np.int32(problem.head_dim_v),
+        np.int32(mask_heads),
+        scales_of(q, options)[1],
+        settings,
+    )
+    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+    plan = None
+    plan_spec = config.plan_spec()
+    if plan_spec is not None:
+        blocks = np.int32(config.num_blocks)
+        if problem.varlen:
+            longest = np.int32(problem.seq_len_kv)
+            heads = np.int32(problem.num_heads_q)
+            facts: tuple[Any, ...] = (np.int32(problem.batch), heads, longest, blocks)
+        else:
+            lengths = np.int32(problem.seq_len_q), np.int32(problem.seq_len_kv)
+            facts = (np.int32(mask_heads), *lengths, blocks, settings)
+        grid = (config.plan_blocks(mask_heads),)
+        plan = PlannedWork(
+            Launch(load_kernel(plan_spec), grid, facts), config.plan_size(mask_heads)
+        )
+    return MappedLaunch(launch, plan, config.tiling)
 
 
 def _map(known: dict[int, Any], array: Array, box: tuple[int, ...]) -> Any:
     address = address_of(array)
     found = known.get(address)
     if found is None:
-        found = encode_tensor_map(array, box)
+        # Sequences one behind the other are those of a single batch.
+        found = encode_tensor_map(array if array.ndim == 4 else array[None], box)
         if len(known) >= _MOST_MAPS:
             known.clear()
         known[address] = found

@@ -10,17 +10,22 @@ from functools import cache
 
 from cukit.attention.flash_problem import (
     AttentionProblem,
+    Defines,
     ceil_div,
-    common_defines,
+    feature_defines,
 )
-from cukit.attention.flash_tilings import WARPGROUP_TILINGS, WarpgroupTiling
+from cukit.attention.flash_tilings import WarpgroupTiling, warpgroup_tilings
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 
 _ARCH = "sm_90"
+_STEP = 16  # columns that are multiplied at a time
+_SEQUENCE_THREADS = 1024
+_LIST_THREADS = 128
+_WARP = 32
 
-SUPPORTED: frozenset[str] = frozenset()
-"""The members of flash_problem.FEATURES that this class has kernels for."""
+BlockSize = tuple[int, int]
+"""Queries and keys of a block of a block mask."""
 
 
 @dataclass(frozen=True)
@@ -30,36 +35,91 @@ class WarpgroupForwardConfig:
     problem: AttentionProblem
     tiling: WarpgroupTiling
     num_blocks: int
-    """Blocks of the grid: they walk over the tiles (kernels_cu/attention/query_tiles.cuh)."""
+    """Blocks of the grid: they walk over the tiles (kernels_cu/attention/query_work.cuh)."""
+    block_size: BlockSize | None = None
+    """Of the block mask, if there is one."""
+
+    @property
+    def width(self) -> int:
+        """Columns of q and k that are multiplied."""
+        return ceil_div(self.problem.head_dim, _STEP) * _STEP
+
+    @property
+    def value_width(self) -> int:
+        """Columns of v that are multiplied."""
+        return ceil_div(self.problem.head_dim_v, _STEP) * _STEP
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
-        tiling = self.tiling
-        defines = (
-            *common_defines(self.problem),
-            ("CAUSAL", self.problem.causal),
+        tiling, problem = self.tiling, self.problem
+        defines: Defines = (
+            ("DTYPE", problem.dtype),
+            ("HEAD_DIM", self.width),
+            ("VALUE_DIM", self.value_width),
+            ("VALUE_PADDED", problem.head_dim_v != self.value_width),
+            ("CAUSAL", problem.causal),
             ("CONSUMERS", tiling.consumers),
             ("TILE_N", tiling.tile_n),
             ("STAGES", tiling.num_stages),
             ("QUERY_STAGES", tiling.query_stages),
             ("THREADS", tiling.threads),
             ("BLOCKS_PER_SM", tiling.blocks_per_sm),
+            *feature_defines(problem),
+            *self._block_defines(),
         )
         entry = "flash_attention_sm90"
-        shared = tiling.shared_bytes(self.problem.width)
+        shared = tiling.shared_bytes(self.width, self.value_width)
         return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
+
+    def plan_spec(self) -> KernelSpec | None:
+        """The kernel that decides, before this one, what its blocks work on: where tiles differ."""
+        tiling = self.tiling
+        if self.problem.varlen:
+            defines: Defines = (("TILE_M", tiling.tile_m), ("THREADS", _SEQUENCE_THREADS))
+            return KernelSpec(
+                "attention/plan_sequences.cu", "plan_sequences", defines, _SEQUENCE_THREADS
+            )
+        if self.block_size is None:
+            return None
+        defines = (
+            ("DTYPE", self.problem.dtype),
+            ("HEAD_DIM", self.width),
+            ("PADDED", False),
+            ("CAUSAL", self.problem.causal),
+            ("TILE_M", tiling.tile_m),
+            ("TILE_N", tiling.tile_n),
+            ("THREADS", _LIST_THREADS),
+            *((name, value) for name, value in feature_defines(self.problem) if name == "WINDOW"),
+            *self._block_defines(),
+        )
+        return KernelSpec("attention/plan_blocks.cu", "plan_blocks", defines, _LIST_THREADS)
+
+    def plan_size(self, mask_heads: int = 1) -> int:
+        """int32 elements that the plan takes."""
+        problem = self.problem
+        if problem.varlen:
+            return 2 * problem.batch + 2
+        entries = 1 + ceil_div(problem.seq_len_kv, self.tiling.tile_n)
+        return 1 + mask_heads * ceil_div(problem.seq_len_q, self.tiling.tile_m) * entries
+
+    def plan_blocks(self, mask_heads: int = 1) -> int:
+        """Blocks of the grid that makes the plan."""
+        if self.problem.varlen:
+            return 1
+        tiles = mask_heads * ceil_div(self.problem.seq_len_q, self.tiling.tile_m)
+        return ceil_div(tiles, _LIST_THREADS // _WARP)
+
+    def _block_defines(self) -> Defines:
+        if self.block_size is None:
+            return ()
+        rows, columns = self.block_size
+        return ("BLOCK_SPARSE", True), ("BLOCK_Q", rows), ("BLOCK_KV", columns)
 
 
 def covers(problem: AttentionProblem, device: Device) -> bool:
-    """Whether class sm90 has a kernel for this problem on this device: no empty array, a width of
-    head that has a tiling, and no feature that it lacks."""
+    """Whether class sm90 has a kernel for this problem on this device: no empty array."""
     sizes = (problem.batch, problem.seq_len_q, problem.seq_len_kv, problem.num_heads_q)
-    return (
-        device.arch == _ARCH
-        and problem.features <= SUPPORTED
-        and problem.width in WARPGROUP_TILINGS
-        and min(sizes) > 0
-    )
+    return device.arch == _ARCH and min(sizes) > 0
 
 
 def _cost(problem: AttentionProblem, tiling: WarpgroupTiling) -> float:
@@ -74,21 +134,37 @@ def _cost(problem: AttentionProblem, tiling: WarpgroupTiling) -> float:
 
 
 @cache
-def plan_flash_attention_sm90(problem: AttentionProblem, device: Device) -> WarpgroupForwardConfig:
+def plan_flash_attention_sm90(
+    problem: AttentionProblem, device: Device, block_size: BlockSize | None = None
+) -> WarpgroupForwardConfig:
     """The configuration of a problem that the class covers."""
-    tilings = WARPGROUP_TILINGS[problem.width]
-    tiling = min(tilings, key=lambda each: _cost(problem, each))
+    tiling = min(tilings_of(problem, block_size), key=lambda each: _cost(problem, each))
     tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
-    pieces = ceil_div(tiles, 2) if problem.causal else tiles
+    pairs = problem.causal and problem.window is None and not problem.varlen and not block_size
+    pieces = ceil_div(tiles, 2) if pairs else tiles
     slots = device.num_sms * tiling.blocks_per_sm
     return WarpgroupForwardConfig(
         problem=problem,
         tiling=tiling,
         num_blocks=min(problem.batch * problem.num_heads_q * pieces, slots),
+        block_size=block_size,
     )
+
+
+def tilings_of(
+    problem: AttentionProblem, block_size: BlockSize | None = None
+) -> tuple[WarpgroupTiling, ...]:
+    """What there is to choose from. Options that work on single scores want more registers than
+    three consumers leave; blocks want tiles that they fill."""
+    tilings = warpgroup_tilings(problem.head_dim, problem.head_dim_v)
+    roomy = tuple(each for each in tilings if each.consumers == 2)
+    crowded = problem.mask or problem.bias is not None or problem.alibi or problem.softcap
+    return roomy if roomy and (crowded or block_size is not None) else tilings
 
 
 def specs_of(problem: AttentionProblem, device: Device) -> list[KernelSpec]:
     """The variants for problems of this width, whichever tiling their lengths ask for."""
     config = plan_flash_attention_sm90(problem, device)
-    return [replace(config, tiling=tiling).spec() for tiling in WARPGROUP_TILINGS[problem.width]]
+    configs = [replace(config, tiling=tiling) for tiling in tilings_of(problem)]
+    plans = [spec for each in configs if (spec := each.plan_spec()) is not None]
+    return [each.spec() for each in configs] + plans

@@ -25,6 +25,7 @@ UNLIKE_KEY_WIDTHS = (64, 128, 256)
 MAX_HEAD_DIM = HEAD_WIDTHS[-1]
 
 ITEM_BYTES = 2  # float16, bfloat16
+PART = 64  # columns that the copy engine brings at once: rows of 128 swizzled bytes
 _WARP = 32
 _RESERVED_BYTES = KIB  # what the system takes of each block's shared memory
 
@@ -65,10 +66,11 @@ class WarpgroupTiling:
     """Time of a score, as a multiple of the first tiling's."""
     blocks_per_sm: int = 1
 
-    def shared_bytes(self, width: int) -> int:
-        """The stages of Q, of K and of V."""
-        rows = self.query_stages * self.tile_m + 2 * self.num_stages * self.tile_n
-        return ITEM_BYTES * width * rows
+    def shared_bytes(self, width: int, value_width: int) -> int:
+        """The stages of Q, of K and of V, in parts of 64 columns."""
+        columns, value_columns = (-(-each // PART) * PART for each in (width, value_width))
+        rows = self.query_stages * self.tile_m + self.num_stages * self.tile_n
+        return ITEM_BYTES * (columns * rows + value_columns * self.num_stages * self.tile_n)
 
     @property
     def tile_m(self) -> int:
@@ -141,16 +143,42 @@ FORWARD_TILINGS: dict[int, tuple[ForwardTiling, ...]] = {
     192: (ForwardTiling(128, 1, 64), ForwardTiling(64, 1, 32)),
     256: (ForwardTiling(128, 1, 64), ForwardTiling(128, 1, 32), ForwardTiling(64, 1, 32)),
 }
-# Of these the one that leaves least work is taken: they all fit Hopper.
-WARPGROUP_TILINGS: dict[int, tuple[WarpgroupTiling, ...]] = {
-    64: (
+# For options that ask for a score's row and column, which takes registers that the others lack.
+CROWDED_FORWARD_TILINGS = FORWARD_TILINGS | {
+    64: (ForwardTiling(128, 2, 64, 2),),
+    96: (ForwardTiling(128, 2, 32, 2),),
+    128: (ForwardTiling(128, 2, 32, 2), ForwardTiling(64, 1, 32, 2)),
+}
+# For a bias, whose elements are on their way in registers too.
+BIASED_FORWARD_TILINGS = CROWDED_FORWARD_TILINGS | {
+    64: (ForwardTiling(64, 1, 64, 2),),
+    96: (ForwardTiling(64, 1, 64, 2), ForwardTiling(64, 1, 32, 2)),
+    128: (ForwardTiling(64, 1, 64, 2), ForwardTiling(64, 1, 32, 2)),
+    256: (ForwardTiling(128, 1, 32), ForwardTiling(64, 1, 32)),
+}
+# By the most columns of a key and of a value. Of these the tiling that leaves least work is taken:
+# they all fit Hopper.
+WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
+    (64, 64): (
         WarpgroupTiling(3, 128),
         WarpgroupTiling(4, 64, cost=1.08),
         WarpgroupTiling(2, 128, cost=1.2),
     ),
-    128: (WarpgroupTiling(2, 128),),
-    256: (WarpgroupTiling(2, 80, query_stages=1),),
+    (128, 128): (WarpgroupTiling(2, 128),),
+    (192, 128): (WarpgroupTiling(2, 128, query_stages=1),),
+    (192, 192): (WarpgroupTiling(2, 112, query_stages=1),),
+    (256, 256): (WarpgroupTiling(2, 80, query_stages=1),),
 }
+
+
+def warpgroup_tilings(width: int, value_width: int) -> tuple[WarpgroupTiling, ...]:
+    """The tilings for keys and values of these widths, each at most 256."""
+    for (most, most_values), tilings in WARPGROUP_TILINGS.items():
+        if width <= most and value_width <= most_values:
+            return tilings
+    raise ValueError(f"no tiling for widths {width} and {value_width}")
+
+
 KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {
     64: (KeyTiling(128, 128, 8, 4, 4, 4), KeyTiling(64, 128, 8, 2, 4, 2)),
     96: (
@@ -168,6 +196,10 @@ KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {
         KeyTiling(64, 64, 8, 4, 4, 2, 1, query_passes=2),
         KeyTiling(32, 32, 4, 2, 2, 2, 1, query_passes=2),
     ),
+}
+BIASED_KEY_TILINGS = KEY_TILINGS | {
+    64: (KeyTiling(64, 128, 8, 2, 4, 2),),
+    128: (KeyTiling(64, 64, 8, 2, 4, 2, 1),),
 }
 QUERY_TILINGS: dict[int, tuple[QueryTiling, ...]] = {
     64: (QueryTiling(128, 64),),

@@ -1,130 +1,54 @@
-// Exact attention, forward, on Hopper's own units: out = softmax(scale * Q K^T + mask) V and its
-// row-wise log-sum-exp, without the score matrix ever leaving the chip.
+// Exact attention, forward, on Hopper's own units: out = softmax(scores) V and its row-wise
+// log-sum-exp, without the score matrix ever leaving the chip. score_options.cuh says what scores
+// are: scale * Q K^T, with whatever options it knows.
 //
 // Papers: Dao, "FlashAttention-2", arXiv:2307.08691; Shah et al., "FlashAttention-3",
 //   arXiv:2407.08608 (warpgroups in turns, the next scores multiplied during this tile's softmax).
-// Mapping: a block walks over tiles of 64 * CONSUMERS queries of a head. A thread of its first
-//   warpgroup asks the copy engine for Q, K and V; each of the others owns 64 queries, with their
-//   outputs, maxima and sums in registers, and takes the keys in tiles of TILE_N, last tile first.
-//   A warpgroup has the scores of the next tile and the output of this one multiplied in one
-//   go, and renews maxima and exponentials while the output's product runs; warpgroups issue their
-//   products in turns, so that one's exponentials run beside the others' products.
-// Order of work: head after head. Blocks take every gridDim-th tile; causal ones take pairs of tiles
-//   of a head, the first with the last and so on: as many keys in each pair.
-// Causal masks are aligned bottom right: key j is visible to query i iff j <= seq_kv - seq_q + i.
+// Mapping: a block walks over tiles of 64 * CONSUMERS queries of a head (query_work.cuh). A thread of
+//   its first warpgroup says which, and asks the copy engine for Q, K and V; each of the others owns
+//   64 queries, with their outputs, maxima and sums in registers, and takes the keys in tiles of
+//   TILE_N, last tile first. A warpgroup has the scores of the next tile and the output of this one
+//   multiplied in one go, and renews maxima and exponentials while the output's product runs;
+//   warpgroups issue their products in turns, so that one's exponentials run beside the others'
+//   products.
+// VARLEN: tiles reach into the next sequence. Its keys are hidden as others are; its values, which
+//   may be NaN, are overwritten by zeros: a warp of the first warpgroup hands on every tile of V.
+// BLOCK_SPARSE: keys come in the tiles that plan_blocks.cu listed for a tile of queries.
 //   A query that sees no key gets out = 0 and lse = -infinity.
-// Shared memory: (QUERY_STAGES * 64 * CONSUMERS + 2 * STAGES * TILE_N) * HEAD_DIM * 2 bytes, dynamic:
-//   Q stages | K stages | V stages, each in parts of 64 columns, rows of 128 swizzled bytes. Static:
-//   two barriers a stage.
-// Tensor maps: Q, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled by 128
+// Shared memory, dynamic: Q stages | K stages | V stages, each in parts of 64 columns, rows of 128
+//   swizzled bytes. Static: barriers, and what the producer says of every stage.
+// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, tile, 1, 64], swizzled by 128
 //   bytes; rows and columns beyond the tensor read as zero.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|256 width of the tiles; PADDED 0|1 head_dim is
-//   smaller than HEAD_DIM; CONSUMERS 2|3|4; TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..;
-//   THREADS = 128 * (CONSUMERS + 1); BLOCKS_PER_SM; CAUSAL 0|1.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM multiples of 16 up to 256: columns of Q and K,
+//   and of V, that are multiplied; VALUE_PADDED 0|1 V has fewer than VALUE_DIM; CONSUMERS 2|3|4;
+//   TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128 * (CONSUMERS + 1);
+//   BLOCKS_PER_SM; those of score_options.cuh; BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and
+//   keys of a block.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
+#include "attention/block_lists.cuh"
+#include "attention/forward_producer_sm90.cuh"
+#include "attention/fragment_results.cuh"
+#include "attention/fragment_scores.cuh"
 #include "attention/online_softmax.cuh"
-#include "attention/query_tiles.cuh"
+#include "attention/query_work.cuh"
+#include "attention/score_options.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/opaque.cuh"
-#include "common/ptx/pack.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_group.cuh"
 #include "common/ptx/wgmma.cuh"
-#include "common/quad.cuh"
 #include "common/ring.cuh"
 #include "common/types.cuh"
 #include "common/warp_uniform.cuh"
 
 namespace {
 
-using T = cukit::element_t;
-
-constexpr int kGroupThreads = 128;
-constexpr int kGroupRows = 64;
-constexpr int kTileM = CONSUMERS * kGroupRows;
-constexpr int kParts = HEAD_DIM / 64;
-constexpr int kRowBytes = 128;  // of a part
-constexpr int kQueryPart = kTileM * kRowBytes;
-constexpr int kKeyPart = TILE_N * kRowBytes;
-constexpr int kQueryBytes = kParts * kQueryPart;
-constexpr int kKeyBytes = kParts * kKeyPart;
-constexpr int kConsumerWarps = CONSUMERS * kGroupThreads / cukit::kWarpSize;
-// Registers of a thread: at the start alike for all, then as many as the producer leaves.
-constexpr int kStartRegisters = 65536 / (THREADS * BLOCKS_PER_SM) / 8 * 8;
-constexpr int kProducerRegisters = HEAD_DIM == 256 ? 24 : 32;
-constexpr int kConsumerRegisters =
-    (kStartRegisters * (CONSUMERS + 1) - kProducerRegisters) / CONSUMERS / 8 * 8;
-constexpr float kLn2 = 0.6931471805599453f;
-
-constexpr int kTurn = 1;  // first of the named barriers for the warpgroups' turns
-
-static_assert(THREADS == (CONSUMERS + 1) * kGroupThreads, "a producer and the consumers");
-static_assert(STAGES >= 2, "a warpgroup waits for the next values before it releases the last");
-static_assert(kQueryPart % 1024 == 0 && kKeyPart % 1024 == 0, "whole periods of the swizzle");
-
-struct Rings {
-  cukit::Ring<QUERY_STAGES> q;
-  cukit::Ring<STAGES> k;
-  cukit::Ring<STAGES> v;
-};
-
-CUKIT_DEVICE bool next_tile(cukit::QueryTile& work, const cukit::QueryProblem& problem, int& turn) {
-  return cukit::find_work<kTileM, TILE_N, CAUSAL>(work, problem, turn);
-}
-
-namespace producer {
-
-template <int Stages>
-CUKIT_DEVICE void load(cukit::Ring<Stages>& ring, cukit::Cursor<Stages>& at, unsigned char* tiles,
-                       int part_bytes, const cukit::TensorMap* map, int row, int head, int b) {
-  cukit::Mbarrier* full = &ring.full[at.stage];
-  cukit::mbarrier_wait(&ring.empty[at.stage], at.parity ^ 1);
-  cukit::mbarrier_arrive_expect(full, kParts * part_bytes);
-  unsigned char* tile = tiles + at.stage * kParts * part_bytes;
-#pragma unroll 1
-  for (int part = 0; part < kParts; ++part) {
-    cukit::tma_load_4d(tile + part * part_bytes, map, full, part * 64, head, row, b);
-  }
-  at.advance();
-}
-
-CUKIT_DEVICE void run(Rings& rings, unsigned char* q_tiles, unsigned char* k_tiles,
-                      unsigned char* v_tiles, const cukit::TensorMap* q, const cukit::TensorMap* k,
-                      const cukit::TensorMap* v, const cukit::QueryProblem& problem) {
-  cukit::Cursor<QUERY_STAGES> q_at;
-  cukit::Cursor<STAGES> k_at;
-  cukit::Cursor<STAGES> v_at;
-  cukit::QueryTile work{};
-  for (int turn = 0; next_tile(work, problem, turn);) {
-    const int b = work.batch_head / problem.heads_q;
-    const int q_head = work.batch_head % problem.heads_q;
-    const int head = q_head / problem.group;
-    const auto load_keys = [&](int tile) {
-      load(rings.k, k_at, k_tiles, kKeyPart, k, tile * TILE_N, head, b);
-    };
-    const auto load_values = [&](int tile) {
-      load(rings.v, v_at, v_tiles, kKeyPart, v, tile * TILE_N, head, b);
-    };
-    const int last = work.kv_tiles - 1;
-    load_keys(last);
-    load(rings.q, q_at, q_tiles, kQueryPart, q, work.first_row, q_head, b);
-#pragma unroll 1
-    for (int tile = last; tile > 0; --tile) {
-      load_keys(tile - 1);
-      load_values(tile);
-    }
-    load_values(0);
-  }
-}
-
-}  // namespace producer
-
 namespace consumer {
 
 using Scores = float[TILE_N / 2];
-using Outputs = float[HEAD_DIM / 2];
+using Outputs = float[VALUE_DIM / 2];
 using Probabilities = unsigned[TILE_N / 16][4];
 
 // Row-major operands, contiguous along the inner extent: Q and K.
@@ -152,7 +76,7 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned l
 CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned long long v) {
 #pragma unroll
   for (int step = 0; step < TILE_N / 16; ++step) {
-    cukit::wgmma<T, HEAD_DIM, true>(out, p[step], v + step * 16 * kRowBytes / 16, true);
+    cukit::wgmma<T, VALUE_DIM, true>(out, p[step], v + step * 16 * kRowBytes / 16, true);
   }
   cukit::wgmma_commit();
 }
@@ -164,59 +88,60 @@ CUKIT_DEVICE void pass_turn(int group) {
   cukit::named_arrive(kTurn + next, 2 * kGroupThreads);
 }
 
-// What the results of a tile of queries are written with.
+// Where the results go.
 struct Results {
   T* out;
   float* lse;
   long long out_batch, out_row, out_head;
-  int heads_q, seq_q, head_dim;
-  float scale_log2;
+  int heads_q, value_dim;
 };
 
-// Divides by the sums and writes the warp's sixteen rows: a quad 64 bytes of two rows at a time.
-CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& rows, const Results& to,
-                         int batch_head, int first_row) {
-  const int quad_lane = threadIdx.x % 4;
-  T* const head = to.out + batch_head / to.heads_q * to.out_batch +
-                  batch_head % to.heads_q * to.out_head;
-  float* const lse = to.lse + static_cast<long long>(batch_head) * to.seq_q;
+// Divides by the sums and writes the warp's sixteen rows; `row` is the lane's first.
+CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax, float factor,
+                         const Results& to, const QueryWork& work, int row,
+                         const cukit::ScoreSettings& settings) {
+  const cukit::Sequence& sequence = work.sequence;
+  float* const lse =
+      to.lse + cukit::row_statistics(work.b, work.head, to.heads_q, sequence, settings);
+  cukit::ResultRows<T> rows;
+  rows.first = to.out + (VARLEN ? 0 : work.b * to.out_batch) + work.head * to.out_head +
+               (sequence.first_q + row) * to.out_row;
+  rows.row_stride = to.out_row;
+  rows.columns = to.value_dim;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = rows.sum[half];
+    float sum = softmax.sum[half];
     sum += __shfl_xor_sync(cukit::kFullMask, sum, 1);
     sum += __shfl_xor_sync(cukit::kFullMask, sum, 2);
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    const int row = first_row + 8 * half;
-    const bool exists = row < to.seq_q;
-    if (quad_lane == 0 && exists) {
-      lse[row] =
-          sum == 0.0f ? -cukit::infinity() : (rows.max[half] * to.scale_log2 + log2f(sum)) * kLn2;
-    }
-    T* const out = head + row * to.out_row;
-#pragma unroll
-    for (int four = 0; four < HEAD_DIM / 32; ++four) {
-      unsigned chunk[4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float* pair = &sums[4 * (4 * four + n) + 2 * half];
-        chunk[n] = cukit::pack<T>(pair[0] * inverse, pair[1] * inverse);
-      }
-      cukit::transpose_quad(chunk);
-      const int column = 32 * four + 8 * quad_lane;
-      if (exists && (!PADDED || column < to.head_dim)) {
-        *reinterpret_cast<uint4*>(out + column) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
-      }
+    rows.factor[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+    rows.exists[half] = row + 8 * half < sequence.seq_q;
+    if (threadIdx.x % 4 == 0 && rows.exists[half]) {
+      lse[row + 8 * half] =
+          sum == 0.0f ? -cukit::infinity() : (softmax.max[half] * factor + log2f(sum)) * kLn2;
     }
   }
+  cukit::write_rows<kGuarded>(sums, rows);
+}
+
+// What a warpgroup needs to know of the work that the producer has written beside Q.
+CUKIT_DEVICE QueryWork receive_work(const QueryWork& sent, const cukit::WorkProblem& problem) {
+  QueryWork work = sent;
+  if (!VARLEN) work.sequence = {0, 0, problem.seq_q, problem.seq_kv};
+  work.keys = {cukit::warp_uniform(sent.keys.begin), cukit::warp_uniform(sent.keys.end),
+               cukit::warp_uniform(sent.keys.whole_begin), cukit::warp_uniform(sent.keys.whole_end)};
+  if (!WINDOW) work.keys.begin = work.keys.whole_begin = 0;
+  return work;
 }
 
 CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned char* k_tiles,
                       const unsigned char* v_tiles, const Results& results,
-                      const cukit::QueryProblem& problem) {
+                      const Arguments& arguments, const cukit::ScoreSettings& settings,
+                      float scale_log2) {
   const int group = cukit::warp_uniform(threadIdx.x / kGroupThreads) - 1;
   const int lane_row = threadIdx.x % kGroupThreads / cukit::kWarpSize * 16 +
                        threadIdx.x % cukit::kWarpSize / 4 + group * kGroupRows;
-  const float scale_log2 = results.scale_log2;
+  const int lane_column = threadIdx.x % 4 * 2;
+  const float factor = cukit::exponent_factor(scale_log2);
   const unsigned long long q_first = inner_descriptor(q_tiles + group * kGroupRows * kRowBytes);
   const unsigned long long k_first = inner_descriptor(k_tiles);
   const unsigned long long v_first = outer_descriptor(v_tiles);
@@ -229,56 +154,83 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
   Scores scores;
   Probabilities p;
   cukit::SoftmaxRows rows;
-  cukit::QueryTile work{};
   unsigned long long q;
 
-  const auto values = [&] { return v_first + v_at.stage * (kKeyBytes / 16); };
+  const auto values = [&] { return v_first + v_at.stage * (kValueBytes / 16); };
   const auto start_scores = [&] {
     cukit::mbarrier_wait(&rings.k.full[k_at.stage], k_at.parity);
     take_turn(group);
     cukit::wgmma_fence();
     multiply_keys(scores, q, k_first + k_at.stage * (kKeyBytes / 16));
   };
-  // The scores of a tile have come.
-  const auto receive_scores = [&](int tile, int unmasked_tiles) {
-    cukit::release(rings.k, k_at);
-    k_at.advance();
-    if (tile == 0) {
-      cukit::release(rings.q, q_at);
-      q_at.advance();
-    }
-    if (tile >= unmasked_tiles) {
-      const int first = tile * TILE_N;
-      cukit::mask_scores<CAUSAL>(scores, problem.seq_kv - first, work.past - first + lane_row);
-    }
-  };
 
-  for (int turn = 0; next_tile(work, problem, turn); turn = cukit::warp_uniform(turn)) {
-    float shrink[2];
-    const int unmasked_tiles = cukit::warp_uniform(work.unmasked_tiles);
-    int tile = cukit::warp_uniform(work.kv_tiles) - 1;
+  while (true) {
     cukit::mbarrier_wait(&rings.q.full[q_at.stage], q_at.parity);
+    __syncwarp();  // together from here on: what lanes then share is the warp's, for the compiler too
+    if (cukit::warp_uniform(rings.work[q_at.stage].keys.end) == 0) break;
+    const QueryWork work = receive_work(rings.work[q_at.stage], arguments.problem);
+    const int row = work.first_row + lane_row;
+    const int past = work.sequence.seq_kv - work.sequence.seq_q;
+    const cukit::HeadScores head(arguments.arrays, settings, work.b, work.head, work.sequence);
+    int tile = work.keys.end - 1;
+    float shrink[2];
     q = q_first + q_at.stage * (kQueryBytes / 16);
+    // The scores of a tile have come.
+    const auto receive_scores = [&] {
+      cukit::FragmentPlace at{row, tile * TILE_N + lane_column};
+      bool whole = work.keys.whole(tile);
+#if BLOCK_SPARSE
+      const int listed = cukit::warp_uniform(rings.listed[k_at.stage]);
+      __syncwarp();  // all lanes have read it before one of them releases the stage
+      at.column = listed / 2 * TILE_N + lane_column;
+      whole = listed % 2 == 0;
+#endif
+      cukit::release(rings.k, k_at);
+      k_at.advance();
+      if (tile == work.keys.begin) {
+        cukit::release(rings.q, q_at);
+        q_at.advance();
+      }
+      if constexpr (cukit::kScoresModified) {
+        cukit::modify_scores(scores, at, head, scale_log2, settings);
+      }
+      if (!whole) {
+        if constexpr (MASK) {
+          cukit::hide_scores(scores, at, [&](int i, int j) {
+            return head.hidden(cukit::visible_keys(i, past, head.seq_kv, settings), i, j, settings);
+          });
+        } else {
+          cukit::hide_keys(scores, at, past, head.seq_kv, settings);
+        }
+#if BLOCK_SPARSE
+        cukit::hide_scores(scores, at, cukit::BlockMask(arguments.blocks, work.head));
+#endif
+      }
+    };
     start_scores();
     pass_turn(group);
     cukit::wgmma_wait<0>(scores);
-    receive_scores(tile, unmasked_tiles);
-    rows.reset();
+    receive_scores();
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.0f;
-    cukit::renew_maxima(rows, shrink, scores, scale_log2);
-    cukit::exponentiate(rows, scores, scale_log2);
+    for (int half = 0; half < 2; ++half) {
+      cukit::start_row(rows.max[half], rows.sum[half], arguments.arrays, work.head, scale_log2,
+                       lane_column == 0);
+    }
+#pragma unroll
+    for (int i = 0; i < VALUE_DIM / 2; ++i) sums[i] = 0.0f;
+    cukit::renew_maxima(rows, shrink, scores, factor);
+    cukit::exponentiate(rows, scores, factor);
     cukit::mbarrier_wait(&rings.v.full[v_at.stage], v_at.parity);
     cukit::pack_probabilities<T>(p, scores);
 
-    while (--tile >= 0) {
+    while (--tile >= work.keys.begin) {
       start_scores();
       multiply_values(sums, p, values());
       pass_turn(group);
       cukit::wgmma_wait<1>(scores);
-      receive_scores(tile, unmasked_tiles);
-      const bool outgrown = cukit::renew_maxima(rows, shrink, scores, scale_log2);
-      cukit::exponentiate(rows, scores, scale_log2);
+      receive_scores();
+      const bool outgrown = cukit::renew_maxima(rows, shrink, scores, factor);
+      cukit::exponentiate(rows, scores, factor);
       const cukit::Cursor<STAGES> v_done = v_at;
       v_at.advance();
       // Keeps the exponentials before the wait: they have the product to run beside.
@@ -296,7 +248,7 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
     cukit::wgmma_wait<0>(sums);
     cukit::release(rings.v, v_at);
     v_at.advance();
-    finish(sums, rows, results, work.batch_head, work.first_row + lane_row);
+    finish(sums, rows, factor, results, work, row, settings);
   }
   if (group == 0) take_turn(group);  // the last one was passed on to it
 }
@@ -308,34 +260,55 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_attention_sm90(
     const __grid_constant__ cukit::TensorMap q,  // [batch, seq_q, heads_q, head_dim]
     const __grid_constant__ cukit::TensorMap k,  // [batch, seq_kv, heads_q / group, head_dim]
-    const __grid_constant__ cukit::TensorMap v,  // as k
-    T* __restrict__ out,                         // as q
-    float* __restrict__ lse,                     // [batch, heads_q, seq_q]
+    const __grid_constant__ cukit::TensorMap v,  // [batch, seq_kv, heads_q / group, value_dim]
+    T* __restrict__ out,                         // [batch, seq_q, heads_q, value_dim]
+    float* __restrict__ lse,                     // [batch, heads_q, seq_q]; VARLEN [heads_q, total_q]
+    const float* __restrict__ alibi_slopes,      // score_options.cuh, as all up to cu_seqlens_kv
+    const float* __restrict__ sinks,             //
+    const cukit::bias_t* __restrict__ bias,      //
+    const unsigned char* __restrict__ mask,      //
+    const int* __restrict__ cu_seqlens_q,        // [batch + 1]
+    const int* __restrict__ cu_seqlens_kv,       // [batch + 1]
+    int* __restrict__ plan,                      // VARLEN, BLOCK_SPARSE: query_work.cuh
+    const unsigned char* __restrict__ block_mask,  // BLOCK_SPARSE: block_lists.cuh
     long long out_batch, long long out_row, long long out_head,  // strides in elements
-    int batch, int heads_q, int group, int seq_q, int seq_kv, int head_dim,
-    float scale_log2) {  // scale * log2(e)
+    int batch, int heads_q, int group, int seq_q, int seq_kv, int value_dim,
+    int mask_heads,    // BLOCK_SPARSE: of block_mask, 1 or heads_q
+    float scale_log2,  // scale * log2(e)
+    const __grid_constant__ cukit::ScoreSettings settings) {
   __shared__ Rings rings;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   unsigned char* const q_tiles = shared;
   unsigned char* const k_tiles = q_tiles + QUERY_STAGES * kQueryBytes;
   unsigned char* const v_tiles = k_tiles + STAGES * kKeyBytes;
-  const cukit::QueryProblem problem{batch * heads_q, heads_q, group, seq_q, seq_kv};
+  const Arguments arguments{{batch, heads_q, seq_q, seq_kv, cu_seqlens_q, cu_seqlens_kv},
+                            {plan, plan + 1, plan + 2 + batch},
+                            {alibi_slopes, sinks, bias, mask},
+                            {plan + 1, block_mask, mask_heads, seq_q, seq_kv},
+                            group};
 
   if (threadIdx.x == 0) {
     rings.q.init(kConsumerWarps);
     rings.k.init(kConsumerWarps);
     rings.v.init(kConsumerWarps);
+#if VARLEN
+    for (int stage = 0; stage < STAGES; ++stage) cukit::mbarrier_init(&rings.landed[stage], 1);
+#endif
     cukit::fence_mbarrier_init();
   }
   __syncthreads();
 
   if (threadIdx.x < kGroupThreads) {
     cukit::give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) producer::run(rings, q_tiles, k_tiles, v_tiles, &q, &k, &v, problem);
+    if (threadIdx.x == 0) {
+      producer::run(rings, q_tiles, k_tiles, v_tiles, {&q, &k, &v}, arguments, settings);
+    }
+#if VARLEN
+    if (threadIdx.x / cukit::kWarpSize == 1) clearer::run(rings, v_tiles);
+#endif
   } else {
     cukit::take_registers<kConsumerRegisters>();
-    const consumer::Results results{out,     lse,   out_batch, out_row,   out_head,
-                                    heads_q, seq_q, head_dim,  scale_log2};
-    consumer::run(rings, q_tiles, k_tiles, v_tiles, results, problem);
+    const consumer::Results results{out, lse, out_batch, out_row, out_head, heads_q, value_dim};
+    consumer::run(rings, q_tiles, k_tiles, v_tiles, results, arguments, settings, scale_log2);
   }
 }

@@ -16,14 +16,12 @@ from cukit.attention.flash_plan import (
     plan_flash_attention,
     plan_flash_attention_backward,
 )
-from cukit.attention.flash_plan_sm90 import covers, plan_flash_attention_sm90
 from cukit.attention.flash_tilings import (
     FORWARD_TILINGS,
     HEAD_WIDTHS,
     KEY_TILINGS,
     KEY_WIDTHS,
     QUERY_TILINGS,
-    WARPGROUP_TILINGS,
     first_fit,
 )
 from cukit.core.device import KIB, TYPICAL_DEVICES, typical_device
@@ -198,43 +196,6 @@ def test_sections():
     assert choose_section(0, 0, 0, 264, H200) == 1
     assert plan_flash_attention(replace(PROBLEM, causal=False), H200).section == 1
     assert plan_flash_attention(PROBLEM, H200).section > 1
-
-
-def test_class_sm90_is_for_hopper():
-    assert covers(PROBLEM, H200)
-    assert not covers(PROBLEM, typical_device("sm_100"))
-    assert not covers(PROBLEM, typical_device("sm_80"))
-    assert not covers(replace(PROBLEM, head_dim=72), H200), "tiles of 96 columns are class sm80's"
-    assert not covers(replace(PROBLEM, seq_len_kv=0), H200)
-
-
-@pytest.mark.parametrize("width", WARPGROUP_TILINGS)
-def test_tilings_of_warpgroups_fit_an_sm(width):
-    for tiling in WARPGROUP_TILINGS[width]:
-        shared = tiling.shared_bytes(width)
-        assert shared + KIB <= H200.shared_bytes_per_block
-        # Scores, probabilities and outputs of a thread, once the producer has given registers away.
-        at_start = H200.registers_per_sm // tiling.threads // 8 * 8
-        later = (at_start * (tiling.consumers + 1) - 32) // tiling.consumers // 8 * 8
-        assert later >= (width + 1.5 * tiling.tile_n) / 2 and later <= 255
-        assert tiling.tile_n * 128 % 1024 == 0, "parts of whole periods of the swizzle"
-
-
-def test_narrow_heads_take_the_tiling_that_wastes_less():
-    narrow = replace(PROBLEM, head_dim=64, causal=False)
-    assert plan_flash_attention_sm90(narrow, H200).tiling.consumers == 3
-    short = replace(narrow, seq_len_q=1024, seq_len_kv=1024)
-    assert plan_flash_attention_sm90(short, H200).tiling.consumers == 4
-    assert plan_flash_attention_sm90(replace(short, causal=True), H200).tiling.consumers != 3
-    tiny = replace(short, seq_len_q=128, seq_len_kv=128)
-    assert plan_flash_attention_sm90(tiny, H200).tiling.consumers == 2
-
-
-def test_blocks_of_class_sm90():
-    assert plan_flash_attention_sm90(PROBLEM, H200).num_blocks == 132
-    few = replace(PROBLEM, batch=1, num_heads_q=8, seq_len_q=130)
-    assert plan_flash_attention_sm90(few, H200).num_blocks == 8, "a pair of tiles each"
-    assert plan_flash_attention_sm90(replace(few, causal=False), H200).num_blocks == 16
 
 
 def test_what_the_copy_engine_can_walk():

@@ -95,8 +95,14 @@ def _narrow(rng: Rng) -> Any:
     return random(rng, (5, 37), "float32", 3.0)
 
 
+def _blocks(rng: Rng) -> Arguments:
+    mask = rng.random((2, 2, 3)) < 0.6
+    return (*_attention(rng), mask), {"block_size": (48, 64), "return_lse": True}
+
+
 SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "adamw": _adamw,
+    "block_sparse_attention": _blocks,
     "cross_entropy": lambda rng: (_logits(rng), {"return_grad": True}),
     "cross_entropy_backward": lambda rng: ((np.float32(0.5), *_logits(rng)), {}),
     "decode": lambda rng: ((narrow.encode(_narrow(rng), narrow.float8_e4m3),), {}),

@@ -1,0 +1,62 @@
+// Block masks of attention: which blocks of keys a block of queries sees.
+//
+// Kernels work in tiles of their own. For every tile of queries plan_blocks.cu lists the tiles of keys
+// in which some pair sees each other; where not every pair does, the kernel looks at the mask itself.
+//
+// Macros: BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and keys of a block.
+#pragma once
+
+#include "attention/score_options.cuh"
+#include "common/platform.cuh"
+
+#ifndef BLOCK_SPARSE
+#define BLOCK_SPARSE 0
+#endif
+#if !BLOCK_SPARSE
+#define BLOCK_Q 1
+#define BLOCK_KV 1
+#endif
+
+namespace cukit {
+
+struct BlockLists {
+  // [mask_heads, tiles of queries, 1 + tiles of keys]: how many are listed, then each one's number
+  // twice, plus 1 where some pair is hidden; in rising order. One is listed at least.
+  const int* lists;
+  const unsigned char* mask;  // [mask_heads, blocks of queries, blocks of keys]
+  int mask_heads;             // 1: all heads share one
+  int seq_q, seq_kv;
+
+  template <int TileM, int TileN>
+  CUKIT_DEVICE const int* list(int head, int tile) const {
+    const int tiles = (seq_q + TileM - 1) / TileM;
+    const int entries = 1 + (seq_kv + TileN - 1) / TileN;
+    return lists + (static_cast<long long>(mask_heads > 1 ? head : 0) * tiles + tile) * entries;
+  }
+};
+
+// The mask of one head.
+struct BlockMask {
+  const unsigned char* mask;
+  int blocks, seq_q, seq_kv;
+
+  CUKIT_DEVICE BlockMask(const BlockLists& all, int head)
+      : mask(all.mask),
+        blocks((all.seq_kv + BLOCK_KV - 1) / BLOCK_KV),
+        seq_q(all.seq_q),
+        seq_kv(all.seq_kv) {
+    const int rows = (all.seq_q + BLOCK_Q - 1) / BLOCK_Q;
+    mask += static_cast<long long>(all.mask_heads > 1 ? head : 0) * rows * blocks;
+  }
+
+  CUKIT_DEVICE bool visible(int query_block, int key_block) const {
+    return mask[static_cast<long long>(query_block) * blocks + key_block] != 0;
+  }
+
+  // Whether the key is hidden from the query; what does not exist is not for the mask to hide.
+  CUKIT_DEVICE bool operator()(int row, int column) const {
+    return row < seq_q && column < seq_kv && !visible(row / BLOCK_Q, column / BLOCK_KV);
+  }
+};
+
+}  // namespace cukit

@@ -1,0 +1,69 @@
+// The options of attention applied to a warpgroup's scores, as online_softmax.cuh lays them out.
+#pragma once
+
+#include "attention/score_options.cuh"
+#include "common/platform.cuh"
+
+namespace cukit {
+
+// A lane's rows and columns in a tile: element 4 n + 2 half + i is row `row` + 8 half, column
+// `column` + 8 n + i, both of the sequence.
+struct FragmentPlace {
+  int row, column;
+};
+
+// Products become scores: softcap, ALiBi, bias.
+template <int N>
+CUKIT_DEVICE void modify_scores(float (&scores)[N], const FragmentPlace& at, const HeadScores& head,
+                                float scale_log2, const ScoreSettings& settings) {
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    const int row = at.row + 8 * (e / 2 % 2);
+    const int column = at.column + 8 * (e / 4) + e % 2;
+    scores[e] = head.score(scores[e], row, column, scale_log2, settings);
+  }
+}
+
+// -infinity where the key is hidden from the query: by its sequence's end, CAUSAL, WINDOW.
+template <int N>
+CUKIT_DEVICE void hide_keys(float (&scores)[N], const FragmentPlace& at, int past, int seq_kv,
+                            const ScoreSettings& settings) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Span seen = visible_keys(at.row + 8 * half, past, seq_kv, settings);
+    const int end = seen.end - at.column;
+    const int begin = seen.begin - at.column;
+#pragma unroll
+    for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (8 * n + i >= end || (WINDOW && 8 * n + i < begin)) {
+          scores[4 * n + 2 * half + i] = -infinity();
+        }
+      }
+  }
+}
+
+// -infinity where `hidden(row, column)`. First the bits, in a loop that keeps few loads in flight: the
+// registers belong to scores and outputs.
+template <int N, typename Hidden>
+CUKIT_DEVICE void hide_scores(float (&scores)[N], const FragmentPlace& at, const Hidden& hidden) {
+#pragma unroll
+  for (int first = 0; first < N; first += 32) {
+    const int count = N - first < 32 ? N - first : 32;
+    unsigned bits = 0;
+#pragma unroll 4
+    for (int e = 0; e < count; ++e) {
+      const int row = at.row + 8 * (e / 2 % 2);
+      const int column = at.column + 2 * first + 8 * (e / 4) + e % 2;
+      bits |= static_cast<unsigned>(hidden(row, column)) << e;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int e = 0; e < count; ++e) {
+      if (bits >> e & 1) scores[first + e] = -infinity();
+    }
+  }
+}
+
+}  // namespace cukit

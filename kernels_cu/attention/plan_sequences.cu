@@ -1,0 +1,86 @@
+// The order in which sequences of different lengths are worked on: longest first, so that the blocks
+// of attention end together.
+//
+// Mapping: one block. It sorts by length into buckets, the most keys first, and adds up the tiles of
+//   queries of all heads. The order within a bucket is that of arrival: it decides who computes a
+//   tile, not what comes out.
+// Shared memory: static, a counter for each bucket.
+// Macros: TILE_M queries of a tile; THREADS, buckets too.
+// Deterministic: plan[num_seqs + 1] and all results of the attention; not the order.
+// Reference: tests/attention/test_flash_schedule.py.
+#include "common/platform.cuh"
+
+namespace {
+
+constexpr int kWarps = THREADS / cukit::kWarpSize;
+
+// Sum of `value` over the threads before this one; `total` over all. Ends with a barrier.
+CUKIT_DEVICE int sum_before(int value, int& total) {
+  __shared__ int warps[kWarps];
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  const int warp = threadIdx.x / cukit::kWarpSize;
+  int upto = value;
+#pragma unroll
+  for (int distance = 1; distance < cukit::kWarpSize; distance *= 2) {
+    const int got = __shfl_up_sync(cukit::kFullMask, upto, distance);
+    if (lane >= distance) upto += got;
+  }
+  if (lane == cukit::kWarpSize - 1) warps[warp] = upto;
+  __syncthreads();
+  int before = 0;
+  total = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += warps[w];
+    total += warps[w];
+  }
+  __syncthreads();
+  return before + upto - value;
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) plan_sequences(
+    const int* __restrict__ cu_seqlens_q,   // [num_seqs + 1]
+    const int* __restrict__ cu_seqlens_kv,  // [num_seqs + 1]
+    int* __restrict__ plan,  // [2 * num_seqs + 2]: next work | starts | order (query_work.cuh)
+    int num_seqs, int heads_q, int max_seqlen_kv,
+    int blocks) {  // of the attention: they begin with the first works
+  __shared__ int buckets[THREADS];
+  int* const starts = plan + 1;
+  int* const order = plan + 2 + num_seqs;
+  const auto bucket_of = [&](int sequence) {
+    const int keys = cu_seqlens_kv[sequence + 1] - cu_seqlens_kv[sequence];
+    const long long most = max(1, max_seqlen_kv);
+    return THREADS - 1 - static_cast<int>(min(most, 0ll + keys) * (THREADS - 1) / most);
+  };
+
+  buckets[threadIdx.x] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < num_seqs; i += THREADS) atomicAdd(&buckets[bucket_of(i)], 1);
+  __syncthreads();
+  int all;
+  buckets[threadIdx.x] = sum_before(buckets[threadIdx.x], all);
+  __syncthreads();
+  for (int i = threadIdx.x; i < num_seqs; i += THREADS) {
+    order[atomicAdd(&buckets[bucket_of(i)], 1)] = i;
+  }
+  __syncthreads();
+
+  int works = 0;
+  for (int first = 0; first < num_seqs; first += THREADS) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    int own = 0;
+    if (i < num_seqs) {
+      const int queries = cu_seqlens_q[order[i] + 1] - cu_seqlens_q[order[i]];
+      own = heads_q * ((queries + TILE_M - 1) / TILE_M);
+    }
+    int total;
+    const int before = sum_before(own, total);
+    if (i < num_seqs) starts[i] = works + before;
+    works += total;
+  }
+  if (threadIdx.x == 0) {
+    starts[num_seqs] = works;
+    plan[0] = blocks;
+  }
+}

@@ -1,0 +1,126 @@
+// What the blocks of an attention kernel with tiles of queries work on, one tile after the other.
+//
+// Dense work is cut beforehand: blocks take every gridDim-th tile, head after head, so that
+// neighbours in time share keys and values. With a causal mask alone they take pairs of tiles of a
+// head, the last with the first and so on: each pair sees as many keys.
+//
+// Where tiles differ (VARLEN, BLOCK_SPARSE) a counter deals them. Sequences come longest first, as
+// plan_sequences.cu has sorted them; tiles of a head come last first.
+//
+// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1.
+#pragma once
+
+#include "attention/score_options.cuh"
+#include "common/platform.cuh"
+
+#ifndef BLOCK_SPARSE
+#define BLOCK_SPARSE 0
+#endif
+
+namespace cukit {
+
+constexpr bool kDealt = VARLEN || BLOCK_SPARSE;
+
+// One tile of queries of one head of queries, and the tiles of keys that they see.
+struct alignas(16) QueryWork {
+  Sequence sequence;
+  int b, head, first_row;
+  TileRange keys;  // one at least, if only to be masked; none at all: there is no more work
+};
+
+// Made by plan_sequences.cu or, but for the sequences, by plan_blocks.cu.
+struct WorkPlan {
+  int* next;          // index of the next work to be dealt; it starts with the number of blocks
+  const int* starts;  // [num_seqs + 1] works before the sequences, in the order they are dealt in
+  const int* order;   // [num_seqs] the sequences in that order
+};
+
+struct WorkProblem {
+  int batch, heads_q;
+  int seq_q, seq_kv;  // of all sequences; VARLEN: of the longest
+  const int* cu_seqlens_q;
+  const int* cu_seqlens_kv;
+};
+
+// Walks over the works of this block. One thread uses it.
+template <int TileM, int TileN>
+class WorkQueue {
+ public:
+  CUKIT_DEVICE WorkQueue(const WorkProblem& problem, const WorkPlan& plan,
+                         const ScoreSettings& settings)
+      : problem_(problem), plan_(plan), settings_(settings) {
+    if constexpr (kDealt) index_ = static_cast<int>(blockIdx.x);
+  }
+
+  // False when there is no more.
+  CUKIT_DEVICE bool next(QueryWork& work) {
+    if constexpr (VARLEN) {
+      if (index_ >= plan_.starts[problem_.batch]) return false;
+      int sequence = 0;  // the last one that starts at or before the index
+      for (int end = problem_.batch; end - sequence > 1;) {
+        const int middle = (sequence + end) / 2;
+        (plan_.starts[middle] <= index_ ? sequence : end) = middle;
+      }
+      work.b = plan_.order[sequence];
+      set_sequence(work);
+      set_tile_of_head(work, index_ - plan_.starts[sequence]);
+      index_ = atomicAdd(plan_.next, 1);
+    } else if constexpr (BLOCK_SPARSE) {
+      const int tiles = (problem_.seq_q + TileM - 1) / TileM;
+      const int per_sequence = problem_.heads_q * tiles;
+      if (index_ >= problem_.batch * per_sequence) return false;
+      work.b = index_ / per_sequence;
+      set_sequence(work);
+      set_tile_of_head(work, index_ % per_sequence);
+      index_ = atomicAdd(plan_.next, 1);
+    } else {
+      const int tiles = (problem_.seq_q + TileM - 1) / TileM;
+      const int per_head = kPairs ? (tiles + 1) / 2 : tiles;
+      const int index = (kPairs ? turn_ / 2 : turn_) * static_cast<int>(gridDim.x) +
+                        static_cast<int>(blockIdx.x);
+      if (index >= problem_.batch * problem_.heads_q * per_head) return false;
+      const int early = index % per_head;
+      const int late = tiles - 1 - early;
+      const bool first = kPairs && turn_ % 2 == 0;
+      turn_ += first && late == early ? 2 : 1;  // the tile in the middle has no partner
+      const int batch_head = index / per_head;
+      work.b = batch_head / problem_.heads_q;
+      work.head = batch_head % problem_.heads_q;
+      set_sequence(work);
+      set_tile(work, first ? late : early);
+    }
+    return true;
+  }
+
+ private:
+  static constexpr bool kPairs = CAUSAL && !WINDOW;
+
+  CUKIT_DEVICE void set_sequence(QueryWork& work) const {
+    work.sequence = sequence_of(work.b, problem_.cu_seqlens_q, problem_.cu_seqlens_kv,
+                                problem_.seq_q, problem_.seq_kv);
+  }
+
+  CUKIT_DEVICE void set_tile_of_head(QueryWork& work, int index) const {
+    const int tiles = (work.sequence.seq_q + TileM - 1) / TileM;
+    work.head = index / tiles;
+    set_tile(work, tiles - 1 - index % tiles);
+  }
+
+  CUKIT_DEVICE void set_tile(QueryWork& work, int tile) const {
+    const Sequence& sequence = work.sequence;
+    work.first_row = tile * TileM;
+    const int rows = min(TileM, sequence.seq_q - work.first_row);
+    const int past = sequence.seq_kv - sequence.seq_q;
+    work.keys = key_tiles<TileN>(work.first_row, rows, past, sequence.seq_kv, settings_);
+    work.keys.end = max(work.keys.end, 1);
+    work.keys.begin = min(work.keys.begin, work.keys.end - 1);
+  }
+
+  const WorkProblem& problem_;
+  const WorkPlan& plan_;
+  const ScoreSettings& settings_;
+  int turn_ = 0;   // works so far
+  int index_ = 0;  // dealt, not yet worked on
+};
+
+}  // namespace cukit

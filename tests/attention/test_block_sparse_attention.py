@@ -1,0 +1,206 @@
+"""Attention under block masks: values, lists of tiles, options inside the blocks, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import cukit
+from cukit.attention import block_sparse_attention, flash_attention
+from cukit.attention.flash_plan_sm90 import plan_flash_attention_sm90
+from cukit.attention.flash_problem import AttentionProblem
+from cukit.core.device import typical_device
+from cukit.core.kernel import load_kernel
+from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.reference import block_sparse_attention as reference
+from tests.contract import poison_pool, poisoned, random, to_device, to_host
+
+LSE_ATOL = 1e-5
+OUT_ATOL = 2e-2  # of outputs of size 1 in bfloat16, probabilities rounded too
+
+
+@pytest.fixture
+def late_emulator(request, monkeypatch) -> Iterator[str]:
+    """Copies and products of the emulated engines finish only when somebody waits for them."""
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
+    with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
+        yield "emulator"
+
+
+@pytest.fixture
+def emulated_ampere(request, monkeypatch) -> Iterator[str]:
+    """A GPU whose kernels know masks of single scores alone."""
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
+    with cukit.backend("emulator", arch="sm_80"):
+        yield "emulator"
+
+
+def inputs_of(rng, lengths, heads, head_dim, size, density, mask_heads=1, batch=1):
+    (seq_q, seq_kv), (heads_q, heads_kv) = lengths, heads
+    q = random(rng, (batch, seq_q, heads_q, head_dim), "bfloat16")
+    k, v = (random(rng, (batch, seq_kv, heads_kv, head_dim), "bfloat16") for _ in range(2))
+    blocks = [-(-length // each) for length, each in zip(lengths, size, strict=True)]
+    return q, k, v, rng.random((mask_heads, *blocks)) < density
+
+
+def check(device, inputs, size, **options):
+    q, k, v, mask = inputs
+    out = poisoned(device, q.shape, "bfloat16")
+    poison_pool(device)
+    result, lse = block_sparse_attention(
+        *to_device(device, q, k, v, mask),
+        block_size=size,
+        return_lse=True,
+        out=out,
+        **{name: _placed(device, value) for name, value in options.items()},
+    )
+    assert result is out
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    exact, exact_lse = reference.block_sparse_attention(
+        *wide, mask, block_size=size, return_lse=True, **options
+    )
+    np.testing.assert_allclose(to_host(out).astype(np.float64), exact, atol=OUT_ATOL, rtol=OUT_ATOL)
+    np.testing.assert_array_equal(np.isneginf(to_host(lse)), np.isneginf(exact_lse))
+    seen = np.isfinite(exact_lse)
+    np.testing.assert_allclose(to_host(lse)[seen], exact_lse[seen], atol=LSE_ATOL, rtol=1e-6)
+
+
+def _placed(device, value):
+    return to_device(device, value)[0] if isinstance(value, np.ndarray) else value
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_blocks_of_128(device, rng, head_dim):
+    """Tiles that are wholly visible or wholly hidden, but for head_dim 256; each head its own."""
+    size = (128, 128)
+    check(device, inputs_of(rng, (300, 520), (2, 1), head_dim, size, 0.4, mask_heads=2), size)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (40, 24), (130, 300)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_that_do_not_fill_tiles(device, rng, size, causal):
+    check(device, inputs_of(rng, (200, 310), (2, 2), 64, size, 0.5), size, causal=causal)
+
+
+@pytest.mark.emulator
+def test_whatever_finishes_late(late_emulator, rng):
+    size = (128, 64)
+    check(late_emulator, inputs_of(rng, (300, 520), (2, 1), 128, size, 0.4), size, causal=True)
+
+
+@pytest.mark.emulator
+def test_ampere_expands_the_mask(emulated_ampere, rng):
+    size = (64, 40)
+    check(emulated_ampere, inputs_of(rng, (150, 200), (2, 1), 64, size, 0.5), size)
+
+
+def test_options_inside_the_blocks(device, rng):
+    size = (64, 64)
+    options = {
+        "window_size": (50, 20),
+        "softcap": 3.0,
+        "sinks": np.array([0.5, 8.0], np.float32),
+        "scale": 0.2,
+    }
+    check(device, inputs_of(rng, (150, 300), (2, 1), 64, size, 0.6), size, **options)
+
+
+def test_a_mask_without_any_block(device, rng):
+    q, k, v, mask = inputs_of(rng, (150, 200), (2, 1), 64, (64, 64), 0.0)
+    out, lse = block_sparse_attention(
+        *to_device(device, q, k, v, mask), block_size=64, return_lse=True
+    )
+    assert (to_host(out) == 0).all()
+    assert np.isneginf(to_host(lse)).all()
+
+
+def test_a_mask_of_all_blocks_is_no_mask(device, rng):
+    q, k, v, mask = inputs_of(rng, (150, 200), (2, 1), 64, (64, 64), 2.0)
+    placed = to_device(device, q, k, v, mask[0])
+    out = to_host(block_sparse_attention(*placed, block_size=64, causal=True))
+    expected = to_host(flash_attention(*placed[:3], causal=True))
+    np.testing.assert_allclose(
+        out.astype(np.float32), expected.astype(np.float32), atol=OUT_ATOL, rtol=OUT_ATOL
+    )
+
+
+@pytest.mark.gpu
+def test_many_tiles(rng):
+    size = (128, 128)
+    check("gpu", inputs_of(rng, (3000, 4100), (8, 2), 128, size, 0.2, 8, batch=2), size)
+
+
+@pytest.mark.gpu
+def test_reruns_agree_to_the_bit(rng):
+    placed = to_device("gpu", *inputs_of(rng, (1600, 1777), (40, 8), 128, (128, 128), 0.3, batch=2))
+    first: list[bytes] = []
+    for _ in range(20):
+        poison_pool("gpu")
+        out, lse = block_sparse_attention(*placed, return_lse=True)
+        bits = [to_host(x).tobytes() for x in (out, lse)]
+        first = first or bits
+        assert bits == first
+
+
+def test_lists_name_every_visible_tile_once(device, rng):
+    if device == "cpu":
+        pytest.skip("the lists are made by a kernel")
+    problem = AttentionProblem(1, 500, 700, 3, 1, 128, "bfloat16", True)
+    size = (64, 32)
+    config = plan_flash_attention_sm90(problem, typical_device("sm_90"), size)
+    tile_m, tile_n = config.tiling.tile_m, config.tiling.tile_n
+    mask = rng.random((3, 8, 22)) < 0.1
+    visible = reference.expand_blocks(mask, size, 500, 700)[0]
+    visible &= np.arange(700) <= np.arange(500)[:, None] + 200
+    plan = to_device(device, np.full(config.plan_size(3), -1, np.int32))[0]
+    settings = _no_settings()
+    facts = (np.int32(3), np.int32(500), np.int32(700), np.int32(7), settings)
+    kernel = load_kernel(config.plan_spec())
+    kernel((config.plan_blocks(3),), (to_device(device, mask)[0], plan, *facts))
+    plan = to_host(plan)
+    assert plan[0] == 7
+    lists = plan[1:].reshape(3, -(-500 // tile_m), 1 + -(-700 // tile_n))
+    for head, tile in np.ndindex(lists.shape[:2]):
+        rows = visible[head, tile * tile_m : (tile + 1) * tile_m]
+        parts = [rows[:, first : first + tile_n] for first in range(0, 700, tile_n)]
+        count, *entries = lists[head, tile]
+        wanted = [2 * i + (not part.all()) for i, part in enumerate(parts) if part.any()]
+        if not wanted:
+            assert (count, entries[0]) == (1, 1), "one tile, all of it hidden"
+            continue
+        # A tile whose keys the diagonal hides may be listed, as one that is not wholly visible.
+        listed = entries[:count]
+        assert [each // 2 for each in listed] == sorted({each // 2 for each in listed})
+        assert set(wanted) <= set(listed)
+        assert all(each % 2 for each in set(listed) - set(wanted))
+
+
+def _no_settings():
+    from cukit.attention.flash_options import SCORE_SETTINGS
+
+    return np.zeros(1, SCORE_SETTINGS)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 2, 4), (3, 2, 3), (1, 1, 2, 3)])
+def test_masks_of_another_shape_are_refused(device, shape):
+    q, kv = to_device(
+        device, np.zeros((1, 150, 2, 64), np.float16), np.zeros((1, 250, 1, 64), np.float16)
+    )
+    (mask,) = to_device(device, np.ones(shape, bool))
+    if shape == (2, 3):
+        block_sparse_attention(q, kv, kv, mask, block_size=(100, 100))
+        return
+    with pytest.raises(ArrayShapeError, match=r"block_mask must be \(2, 3\)"):
+        block_sparse_attention(q, kv, kv, mask, block_size=(100, 100))
+
+
+def test_other_mistakes_are_refused(device):
+    (q,) = to_device(device, np.zeros((1, 150, 2, 64), np.float16))
+    (mask,) = to_device(device, np.ones((2, 2), np.int32))
+    with pytest.raises(ArrayDtypeError, match="block_mask"):
+        block_sparse_attention(q, q, q, mask)
+    for size in (0, (128,), (64, -1), (64, 2.5)):
+        with pytest.raises(ConfigError, match="block_size"):
+            block_sparse_attention(q, q, q, mask.astype(bool), block_size=size)
