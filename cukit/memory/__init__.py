@@ -8,7 +8,14 @@
 
 from cukit.memory.blocks import Block, Event, Frame, Range
 from cukit.memory.buffer import DeviceBuffer
+from cukit.memory.compaction import batched_copy
 from cukit.memory.config import MemoryPoolConfig
+from cukit.memory.devices import (
+    DevicePools,
+    default_pool,
+    memory_pool_allocate,
+    memory_pool_free,
+)
 from cukit.memory.host import HostProvider
 from cukit.memory.oom import OutOfMemoryReport
 from cukit.memory.pool import MemoryPool
@@ -20,6 +27,7 @@ __all__ = [
     "DefragmentReport",
     "DeviceBuffer",
     "DeviceOutOfMemory",
+    "DevicePools",
     "Event",
     "Frame",
     "HostProvider",
@@ -31,4 +39,8 @@ __all__ = [
     "Provider",
     "Range",
     "StreamStatistics",
+    "batched_copy",
+    "default_pool",
+    "memory_pool_allocate",
+    "memory_pool_free",
 ]

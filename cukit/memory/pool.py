@@ -48,6 +48,10 @@ class MemoryPool(PoolCore):
             f"<MemoryPool on {self.provider.name}: {counters.live_bytes} of {reserved} bytes live>"
         )
 
+    def owns(self, address: int) -> bool:
+        """Whether a live allocation of this pool starts at the address."""
+        return address in self._live
+
     def used_on(self, address: int, stream: Any) -> None:
         """Tells that work on another stream uses the memory: its reuse will wait for that too."""
         with self._locked():

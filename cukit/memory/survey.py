@@ -108,7 +108,7 @@ def survey(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Survey:
 
 
 def _freed_by_moving(arena: Arena, page: int) -> int:
-    """Free bytes on pages that hold nothing but free and movable bytes, and at least one movable."""
+    """Free bytes on pages that hold a movable byte and nothing that stays."""
     walls: set[int] = set()
     free: dict[int, int] = defaultdict(int)
     moving: set[int] = set()

@@ -1,0 +1,163 @@
+"""Epochs, marks and graph captures, one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from cukit.memory import MemoryPool, MemoryPoolConfig
+from cukit.memory.streams import MOST_MARKS, Streams
+from tests.memory.invariants import check_invariants
+from tests.memory.simulation import PAGE, SimulatedProvider, fill, holds
+
+
+@pytest.fixture
+def provider() -> SimulatedProvider:
+    made = SimulatedProvider()
+    made.lagging = True
+    return made
+
+
+@pytest.fixture
+def pool(provider: SimulatedProvider) -> MemoryPool:
+    return MemoryPool(MemoryPoolConfig(block_size=PAGE), provider)
+
+
+def test_an_epoch_is_done_when_its_event_is(provider: SimulatedProvider) -> None:
+    streams = Streams(provider)
+    state = streams.get(1)
+    first = state.epoch
+    streams.mark(state)
+    streams.mark(state)
+    streams.poll(state)
+    assert state.done < first
+    provider.run_one(1)
+    streams.poll(state)
+    assert state.done == first
+    provider.run_all()
+    streams.poll(state)
+    assert state.done == first + 1
+    assert not provider.events
+
+
+def test_many_marks_are_thinned_out_and_none_is_taken_for_an_earlier_one(
+    provider: SimulatedProvider,
+) -> None:
+    streams = Streams(provider)
+    state = streams.get(1)
+    for _ in range(10 * MOST_MARKS):
+        streams.mark(state)
+    assert len(state.marks) <= MOST_MARKS
+    assert len(provider.events) == len(state.marks)
+    while any(provider.queues.values()):
+        provider.run_one(1)
+        streams.poll(state)
+        reached = 10 * MOST_MARKS - len(provider.queues[1])
+        assert state.done <= reached, "held to be done before its event was reached"
+    assert state.done == 10 * MOST_MARKS
+
+
+def test_one_stream_needs_no_events(pool: MemoryPool, provider: SimulatedProvider) -> None:
+    for _ in range(10):
+        pool.free(pool.allocate(3 * PAGE))
+    assert "record" not in provider.calls
+
+
+def test_a_stream_that_cannot_be_asked_later_is_marked_at_every_free(
+    pool: MemoryPool, provider: SimulatedProvider
+) -> None:
+    provider.early_recorders.add(7)
+    for _ in range(3):
+        pool.free(pool.allocate(512, 7))
+    assert provider.calls.count("record") == 3
+
+
+def test_large_blocks_are_marked_when_several_streams_share(
+    pool: MemoryPool, provider: SimulatedProvider
+) -> None:
+    """So that a later taker waits for the free, not for all that followed it."""
+    first = pool.allocate(4 * PAGE, 1)
+    pool.allocate(512, 2)
+    pool.free(first)
+    provider.launch(1, lambda: None)  # long work after the free
+    provider.run_one(1)
+    assert pool.allocate(4 * PAGE, 2) == first
+    assert "wait" not in provider.calls
+
+
+def test_memory_used_on_another_stream_stays_pending(
+    pool: MemoryPool, provider: SimulatedProvider
+) -> None:
+    address = pool.allocate(PAGE, 1)
+    pool.used_on(address, 2)
+    provider.launch(2, lambda: None)
+    pool.free(address)
+    statistics = pool.statistics()
+    assert (statistics.pending_bytes, statistics.live_bytes) == (PAGE, 0)
+    assert pool.allocate(PAGE, 1) != address
+    provider.run_all()
+    assert pool.statistics().pending_bytes == 0
+    assert pool.allocate(PAGE, 1) == address
+    check_invariants(pool)
+
+
+def test_a_graph_keeps_its_memory(pool: MemoryPool, provider: SimulatedProvider) -> None:
+    """What a capture allocated is given to nobody else until the graph is gone."""
+    provider.lagging = False
+    provider.captures[1] = 41
+    first = pool.allocate(2 * PAGE, 1)
+    pool.free(first)
+    assert pool.allocate(2 * PAGE, 1) == first, "reused inside the capture"
+    kept = pool.allocate(PAGE, 1)
+    del provider.captures[1]
+    pool.free(first)
+    fill(first, 2 * PAGE, 99)  # a launch of the graph
+    addresses = [pool.allocate(PAGE, stream) for stream in (1, 2, 1, 2)]
+    for address in addresses:
+        assert not first <= address < first + 2 * PAGE
+        fill(address, PAGE, address)
+    pool.defragment()
+    pool.trim()
+    assert holds(first, 2 * PAGE, 99)
+
+    # Another capture does not share it, even with the same stream.
+    provider.captures[1] = 42
+    assert pool.allocate(2 * PAGE, 1) != first
+    del provider.captures[1]
+
+    pool.release_capture(41)
+    check_invariants(pool)
+    assert pool.owns(kept)
+    assert pool.allocate(2 * PAGE, 1) == first
+    pool.free(kept)
+    check_invariants(pool)
+
+
+def test_buffers_that_a_graph_saw_stay_put(pool: MemoryPool, provider: SimulatedProvider) -> None:
+    provider.lagging = False
+    buffers = [pool.allocate_buffer(PAGE // 4) for _ in range(8)]
+    provider.captures[0] = 1
+    seen = buffers[6].pin()
+    inside = pool.allocate_buffer(PAGE // 4)
+    del provider.captures[0]
+    buffers[6].unpin()
+    for buffer in buffers[:6]:
+        buffer.close()
+    pool.defragment()
+    assert buffers[6].pin() == seen
+    inside.close()
+    check_invariants(pool)
+
+
+def test_nobody_waits_during_a_capture(pool: MemoryPool, provider: SimulatedProvider) -> None:
+    """The provider fails the test if the pool records, waits or synchronises then."""
+    blocks = [pool.allocate(2 * PAGE, stream) for stream in (1, 2, 3)]
+    for block in blocks:
+        pool.free(block)
+    provider.captures[1] = 5
+    pool.allocate(40 * PAGE, 1)
+    pool.allocate(50 * PAGE, 2)
+    small = pool.allocate(512, 3)
+    pool.free(small)
+    pool.statistics()
+    pool.trim()
+    check_invariants(pool)
