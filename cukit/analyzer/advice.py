@@ -29,6 +29,7 @@ def advise(
     accesses: the access probe of the same GPU, if it was run.
     """
     found = [advice for rule in _CALL_RULES if (advice := rule(analysis))]
+    found += _uncoalesced(analysis)
     if len(analysis.launches) == 1:
         launch = analysis.launches[0]
         found += [advice for rule in _LAUNCH_RULES if (advice := rule(launch, num_sms))]
@@ -81,20 +82,26 @@ def _short(analysis: KernelAnalysis) -> Advice | None:
     )
 
 
-def _uncoalesced(analysis: KernelAnalysis) -> Advice | None:
+def _uncoalesced(analysis: KernelAnalysis) -> Iterable[Advice]:
+    """Where the widths of the accesses are not known, only what is too much for the widest."""
     counters = analysis.counters
-    sectors = counters.load_sectors_per_request if counters else None
-    widths = [w for w in _widths(analysis) if w[0] == "load"]
-    widest = max((bits for _, bits, _ in widths), default=32)
-    ideal = SECTORS_PER_WORD * widest / 32
-    if sectors is None or sectors <= 1.1 * ideal:
-        return None
-    return Advice(
-        "uncoalesced loads",
-        f"{sectors:.1f} sectors a load request; {ideal:.0f} would do",
-        "Let neighbouring threads read neighbouring addresses, through shared memory if need be.",
-        f"at most {sectors / ideal:.1f}x of the time spent on these loads",
-    )
+    for operation, sectors in (
+        ("load", counters.load_sectors_per_request if counters else None),
+        ("store", counters.store_sectors_per_request if counters else None),
+    ):
+        bits = [bits for name, bits, _ in _widths(analysis) if name == operation]
+        ideal = SECTORS_PER_WORD * max(bits, default=WIDE_BITS) / 32
+        if sectors is None or sectors <= 1.1 * ideal:
+            continue
+        known = "would do" if bits else f"would do for {WIDE_BITS // 8} bytes a thread"
+        verb = "read" if operation == "load" else "write"
+        yield Advice(
+            f"uncoalesced {operation}s",
+            f"{sectors:.1f} sectors a {operation} request; {ideal:.0f} {known}",
+            f"Let neighbouring threads {verb} neighbouring addresses, through shared memory if "
+            "need be.",
+            f"at most {sectors / ideal:.1f}x of the time spent on these {operation}s",
+        )
 
 
 def _widths(analysis: KernelAnalysis) -> list[tuple[str, int, int]]:
@@ -209,7 +216,6 @@ def _residency(launch: LaunchAnalysis) -> Iterable[Advice]:
 _CALL_RULES: tuple[Callable[[KernelAnalysis], Advice | None], ...] = (
     _roof,
     _throttled,
-    _uncoalesced,
     _short,
 )
 _LAUNCH_RULES: tuple[Callable[[LaunchAnalysis, int], Advice | None], ...] = (

@@ -21,15 +21,19 @@ from cukit.errors import CukitError, DataError, MissingDependencyError
 _STALL = "smsp__average_warps_issue_stalled_"
 _STALL_END = "_per_issue_active.ratio"
 
+_PER_REQUEST = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_{}.ratio"
+_SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_{}.sum"
+_REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_{}.sum"
+"""Their quotient is the average, which `ncu --set full` leaves out."""
+
 METRICS = {
     "achieved_occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "dram_read_bytes": "dram__bytes_read.sum",
     "dram_write_bytes": "dram__bytes_write.sum",
     "l1_hit_fraction": "l1tex__t_sector_hit_rate.pct",
     "l2_hit_fraction": "lts__t_sector_hit_rate.pct",
-    "load_sectors_per_request": (
-        "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio"
-    ),
+    "load_sectors_per_request": _PER_REQUEST.format("ld"),
+    "store_sectors_per_request": _PER_REQUEST.format("st"),
     "duration_us": "gpu__time_duration.sum",
 }
 STALL_METRICS = f"regex:{_STALL}.*{_STALL_END.replace('.', '[.]')}"
@@ -60,7 +64,10 @@ def run_ncu(command: Sequence[str], timeout_s: float = 600.0) -> dict[str, Count
     The clocks are left as they are. Raises MissingDependencyError without ncu, CukitError with its
     own words where it may not read counters.
     """
-    return parse_csv(_run(command, (*METRICS.values(), STALL_METRICS), timeout_s), "ncu")
+    averages = {_PER_REQUEST.format(operation) for operation in ("ld", "st")}
+    sums = [name.format(op) for name in (_SECTORS, _REQUESTS) for op in ("ld", "st")]
+    metrics = [name for name in METRICS.values() if name not in averages]
+    return parse_csv(_run(command, (*metrics, *sums, STALL_METRICS), timeout_s), "ncu")
 
 
 def ncu_durations(command: Sequence[str], timeout_s: float = 600.0) -> list[tuple[str, float]]:
@@ -196,4 +203,9 @@ def _counters(metrics: Mapping[str, float], source: str) -> Counters:
         if name.startswith(_STALL) and name.endswith(_STALL_END)
     }
     fields = {field: metrics.get(metric) for field, metric in METRICS.items()}
+    for operation, field in (("ld", "load"), ("st", "store")):
+        sectors = metrics.get(_SECTORS.format(operation))
+        requests = metrics.get(_REQUESTS.format(operation))
+        if sectors is not None and requests:
+            fields[f"{field}_sectors_per_request"] = sectors / requests
     return Counters(source=source, stall_reasons=stalls, raw=dict(metrics), **fields)

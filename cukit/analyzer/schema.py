@@ -281,6 +281,8 @@ class Counters:
     l1_hit_fraction: float | None = None
     l2_hit_fraction: float | None = None
     load_sectors_per_request: float | None = None
+    """Sectors of 32 bytes that a warp's load of global memory touches, on average."""
+    store_sectors_per_request: float | None = None
     duration_us: float | None = None
     stall_reasons: Mapping[str, float] = field(default_factory=dict)
     """Average warps stalled per issue-active cycle, by reason."""

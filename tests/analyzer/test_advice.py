@@ -127,3 +127,22 @@ def test_counters_show_uncoalesced_loads() -> None:
     assert by_rule(counted)["uncoalesced loads"].expected_gain.startswith("at most 2.0x")
     ideal = replace(analysis(), counters=Counters("ncu", load_sectors_per_request=16.0))
     assert by_rule(ideal) == {}
+
+
+def test_counters_show_uncoalesced_stores() -> None:
+    narrow = replace(
+        launch(), memory_access=MemoryAccess("decoded", (AccessWidth("store", 32, 1),), 0)
+    )
+    counted = replace(analysis(narrow), counters=Counters("ncu", store_sectors_per_request=32.0))
+    found = by_rule(counted)["uncoalesced stores"]
+    assert found.evidence == "32.0 sectors a store request; 4 would do"
+    assert found.expected_gain.startswith("at most 8.0x")
+
+
+def test_without_widths_only_what_no_width_explains_is_uncoalesced() -> None:
+    """A traced kernel: 16 sectors a request are what loads of 16 bytes need."""
+    traced = replace(launch(), memory_access=None)
+    counters = Counters("ncu", load_sectors_per_request=16.0, store_sectors_per_request=32.0)
+    found = by_rule(replace(analysis(traced), counters=counters))
+    assert set(found) == {"uncoalesced stores"}
+    assert "16 would do for 16 bytes a thread" in found["uncoalesced stores"].evidence

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cukit.analyzer import ncu
-from cukit.analyzer.ncu import parse_csv, read_counters, run_ncu
+from cukit.analyzer.ncu import ncu_durations, parse_csv, read_counters, run_ncu
 from cukit.errors import CukitError, DataError, MissingDependencyError
 
 RAW = """==PROF== Connected to process 7
@@ -48,6 +48,33 @@ def test_the_details_page_and_its_units(tmp_path: Path) -> None:
     assert scale.dram_read_bytes == 1.5e6
     assert scale.duration_us == 3.25
     assert scale.l2_hit_fraction == 0.25
+
+
+def test_sectors_and_requests_make_an_average(tmp_path: Path) -> None:
+    """What a report of `ncu --set full` holds: the sums alone."""
+    lines = ['"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
+    for launch, sectors, requests in (("0", 4096, 1024), ("1", 12288, 1024)):
+        lines += [
+            f'"{launch}","scale","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","sector","{sectors}"',
+            f'"{launch}","scale","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum","","{requests}"',
+            f'"{launch}","scale","l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum","sector","0"',
+            f'"{launch}","scale","l1tex__t_requests_pipe_lsu_mem_global_op_st.sum","","0"',
+        ]
+    scale = parse_csv("\n".join(lines), "ncu")["scale"]
+    assert scale.load_sectors_per_request == 8.0
+    assert scale.store_sectors_per_request is None, "it stores nothing"
+
+
+def test_durations_come_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out.csv").write_text(RAW)
+    monkeypatch.setattr(
+        ncu, "_find_ncu", lambda: script(tmp_path, f"cat {tmp_path}/out.csv > $log")
+    )
+    names = ["scale", "scale", "void cub::Reduce<int, float>(T1 *)"]
+    assert ncu_durations(["true"]) == list(zip(names, [2.0, 4.0, 1.0], strict=True))
+    arguments = (tmp_path / "arguments").read_text()
+    assert "--cache-control none" in arguments
+    assert "--clock-control none" in arguments
 
 
 def test_a_file_without_a_table_is_refused() -> None:

@@ -304,5 +304,12 @@ def _facts(analysis: KernelAnalysis) -> Table | None:
         for name, share in (("L1", counters.l1_hit_fraction), ("L2", counters.l2_hit_fraction)):
             if share is not None:
                 facts.append((f"{name} hits ({counters.source})", numbers.percent(share)))
+        for name, sectors in (
+            ("load", counters.load_sectors_per_request),
+            ("store", counters.store_sectors_per_request),
+        ):
+            if sectors is not None:
+                what = f"sectors a {name} request ({counters.source})"
+                facts.append((what, numbers.digits(sectors)))
     rows = tuple((Cell(name), Cell(value, tone="prose")) for name, value in facts)
     return Table((Column("fact"), Column("value")), rows, "Also known") if rows else None
