@@ -45,6 +45,8 @@ tables: $(DEMO_STAMP)
 	$(BIN)/python -m profiling.tables
 	$(BIN)/python -m profiling.proof_tables
 	$(BIN)/python -m profiling.figures
+	$(BIN)/python -m profiling.pool_tables
+	$(BIN)/python -m profiling.pool_figures
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

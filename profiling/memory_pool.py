@@ -267,16 +267,20 @@ def _quiet(pool: MemoryPool) -> Iterator[None]:
 # The command line ---------------------------------------------------------------------------------
 
 
-def measure(pools: Sequence[str], small: bool) -> Iterator[list[Record]]:
-    """All records, a few at a time."""
-    for pool in pools:
+PARTS = ("replay", "calls")
+
+
+def measure(pools: Sequence[str], small: bool, parts: Sequence[str]) -> Iterator[list[Record]]:
+    """The records of some parts, a few at a time."""
+    for pool in pools if "replay" in parts else ():
         try:
             yield replay_records(pool, logs(small))
         except PoolMissing as reason:
             print(f"    {pool}: skipped, {reason}", flush=True)
-    yield pair_records(pools, small)
-    yield remap_records(small)
-    yield defragment_records(small)
+    if "calls" in parts:
+        yield pair_records(pools, small)
+        yield remap_records(small)
+        yield defragment_records(small)
 
 
 def show(record: Record) -> str:
@@ -299,6 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, help="results file to merge into (default: none)")
     parser.add_argument("--small", action="store_true", help="small logs, few samples")
+    parser.add_argument("--only", choices=PARTS, help="only the logs, or only single calls")
     parser.add_argument("--pools", default=",".join(POOLS), help="only these, by comma")
     options = parser.parse_args(arguments)
     pools = options.pools.split(",")
@@ -308,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = ResultsFile(options.out, environment)
     found: dict[Any, list[Record]] = {}
     failed = False
-    for records in measure(pools, options.small):
+    for records in measure(pools, options.small, [options.only] if options.only else PARTS):
         for record in records:
             print(show(record), flush=True)
             found.setdefault(case_key(record), []).append(record)

@@ -1,0 +1,129 @@
+"""Draws the pictures of docs/memory.md: part of `make tables`.
+
+docs/memory_pools.svg is drawn from the measured results; docs/memory_map.svg from a small pool on
+the host's pages, whose layout is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+from xml.etree import ElementTree
+
+from cukit.analyzer.report import svg
+from cukit.analyzer.report.bars import Bar, Group, Mark, bar_chart
+from cukit.analyzer.results import read
+from cukit.memory import MemoryPool, MemoryPoolConfig
+from cukit.memory.host import HostProvider
+from cukit.memory.picture import map_svg
+from profiling.memory_pool import FAMILY
+from profiling.pool_tables import by_case, overhead, pool_title, pools_in
+from profiling.tables import PUBLISHED, ROOT
+
+BARS = ROOT / "docs" / "memory_pools.svg"
+MAP = ROOT / "docs" / "memory_map.svg"
+
+WIDTH, MARGIN, HEAD = 960.0, 24.0, 74.0
+MIB = 1 << 20
+
+
+def main() -> int:
+    """Bring the pictures up to date; say which changed."""
+    for path, new in ((BARS, draw_bars(read(PUBLISHED))), (MAP, draw_map())):
+        if new is not None and (not path.exists() or path.read_text(encoding="utf-8") != new):
+            path.write_text(new, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+def draw_bars(results: Mapping[str, Any]) -> str | None:
+    """A group of bars a log, one bar a pool; None where nothing is measured."""
+    records = [record for record in results["records"] if record["family"] == FAMILY]
+    free, tight = by_case(records, "replay"), by_case(records, "replay_tight")
+    if not free:
+        return None
+    pools = pools_in([record for record in records if record["op"] == "replay"])
+    groups = []
+    for case, found in free.items():
+        bars = []
+        for number, pool in enumerate(pools):
+            if (record := found.get(pool)) is None:
+                continue
+            more = 100 * (overhead(record) - 1)
+            limited = tight.get(case, {}).get(pool)
+            failed = limited is not None and not limited["completed"]
+            note = f"+{more:.0f}%" + (", fails within 5%" if failed else "")
+            bars.append(Bar(number, more, note, f"{pool_title(pool)} on {case}: {note}"))
+        live = next(iter(found.values()))["peak_live_bytes"] / 2**30
+        groups.append(Group(case, f"{live:.1f} GiB live", tuple(bars)))
+    chart = bar_chart(
+        groups,
+        title="Memory held beyond what is live, by pool and log",
+        unit="% more than the peak of live bytes",
+        width=WIDTH - 2 * MARGIN,
+        mark=Mark(5.0, "tight limit"),
+    )
+    height = float(ElementTree.fromstring(chart).attrib["height"])
+    whole = HEAD + height + MARGIN / 2
+    title = "Memory held beyond what is live"
+    machine = f"{results['environment']['gpu']}. Shorter is better; each log on each pool, alone."
+    parts = [
+        svg.element("style", svg.style() + "svg .panel { fill: var(--page); }\n"),
+        svg.element("rect", class_="panel", width=WIDTH, height=whole, rx=12.0),
+        svg.element(
+            "text", escape(title), x=MARGIN, y=36.0, style="font-size: 17px; font-weight: 650"
+        ),
+        svg.text(machine, MARGIN, 56.0, "detail"),
+        *_legend([pool_title(pool) for pool in pools]),
+        svg.element("g", chart, transform=f"translate({MARGIN:.0f} {HEAD:.0f})"),
+    ]
+    return svg.figure(WIDTH, whole, title, parts) + "\n"
+
+
+def _legend(names: list[str]) -> list[str]:
+    parts = []
+    x = WIDTH - MARGIN
+    for number, name in reversed(list(enumerate(names))):
+        x -= svg.text_width(name) * 1.05 + 15
+        square = svg.element(
+            "rect", x=x, y=26.0, width=11.0, height=11.0, rx=2.0, class_=svg.colour(number)
+        )
+        parts.append(square)
+        parts.append(svg.text(name, x + 15, 36.0, "label"))
+        x -= 12
+    return parts
+
+
+def draw_map() -> str:
+    """A pool before and after a request that no hole could hold, one above the other."""
+    pool = MemoryPool(MemoryPoolConfig(max_pool_size=96 * MIB), HostProvider())
+    blocks = [pool.allocate(size * MIB) for size in (3, 5) * 12]
+    for block in blocks[1::2]:
+        pool.free(block)
+    before = map_svg(pool.ranges(), "Before: 60 MiB are free, but no hole has more than 5", 4)
+    large = pool.allocate(30 * MIB)
+    after = map_svg(pool.ranges(), "After: 30 MiB in one piece, and nothing was copied", 4)
+    for block in (large, *blocks[::2]):
+        pool.free(block)
+    pool.close()
+    return stacked([before, after])
+
+
+def stacked(drawings: list[str]) -> str:
+    """Drawings of one width, one below the other."""
+    placed, y = [], 0.0
+    for drawing in drawings:
+        height = float(ElementTree.fromstring(drawing).attrib["height"])
+        placed.append(re.sub(r"<svg ", f'<svg y="{y:g}" ', drawing, count=1))
+        y += height + 8
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {y - 8:g}" '
+        f'width="{WIDTH:g}" height="{y - 8:g}">{"".join(placed)}</svg>\n'
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Writes the tables on memory pools into Markdown: part of `make tables`.
+
+They stand between `<!-- pools:NAME -->` and `<!-- /pools -->`, made from the records of
+profiling.memory_pool alone; a test holds the documents to them. NAME is "replay" (memory held by
+each pool on each log), "latency" (time of an allocation), "calls" (pairs, remaps,
+defragmentations), "machine" (where and when) or "picture".
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cukit.analyzer.results import Record, read
+from profiling.memory_pool import FAMILY, OURS
+from profiling.tables import NOT_MEASURED, PUBLISHED, ROOT, markdown
+
+DOCUMENTS = ("README.md", "docs/memory.md")
+
+MARKS = re.compile(r"(<!-- pools:(\w+) -->\n).*?(<!-- /pools -->)", re.DOTALL)
+
+TITLES = {
+    "cupy": "CuPy",
+    "cupy-async": "CuPy async",
+    "rmm": "RMM",
+    "torch": "PyTorch",
+    "torch-expandable": "PyTorch, expandable",
+}
+
+
+def main() -> int:
+    """Bring the documents up to date; say which changed."""
+    results = read(PUBLISHED)
+    for name in DOCUMENTS:
+        path = ROOT / name
+        old = path.read_text(encoding="utf-8")
+        new = update(old, results, name)
+        if new != old:
+            path.write_text(new, encoding="utf-8")
+            print(f"wrote {name}")
+    return 0
+
+
+def update(text: str, results: Mapping[str, Any], document: str) -> str:
+    """`text` with every table replaced by what `results` say."""
+    records = [record for record in results["records"] if record["family"] == FAMILY]
+
+    def table(name: str) -> str:
+        if not records:
+            return NOT_MEASURED
+        if name == "machine":
+            return _machine(results["environment"], records)
+        if name == "picture":
+            folder = "" if document.startswith("docs/") else "docs/"
+            return f"![Memory that each pool holds beyond what is live]({folder}memory_pools.svg)\n"
+        return TABLES[name](records)
+
+    return MARKS.sub(lambda match: match[1] + table(match[2]) + match[3], text)
+
+
+def pools_in(records: Sequence[Record]) -> list[str]:
+    """Every pool, ours first."""
+    found = dict.fromkeys(record["impl"] for record in records)
+    return sorted(found, key=lambda pool: pool != OURS)
+
+
+def by_case(records: Sequence[Record], op: str) -> dict[str, dict[str, Record]]:
+    """Case -> pool -> record."""
+    found: dict[str, dict[str, Record]] = {}
+    for record in records:
+        if record["op"] == op:
+            found.setdefault(record["case"], {})[record["impl"]] = record
+    return found
+
+
+def pool_title(pool: str) -> str:
+    """What a reader calls it."""
+    return TITLES.get(pool, pool)
+
+
+def overhead(record: Record) -> float:
+    """Peak of bytes held over peak of bytes live."""
+    return float(record["peak_reserved_bytes"] / record["peak_live_bytes"])
+
+
+def _replay(records: Sequence[Record]) -> str:
+    """Memory held over memory live without a limit, and who fails at a tight one."""
+    tight = by_case(records, "replay_tight")
+    pools = pools_in([record for record in records if record["op"] == "replay"])
+    rows = []
+    for case, free in by_case(records, "replay").items():
+        live = next(iter(free.values()))["peak_live_bytes"] / 2**30
+        cells = [_held(free.get(pool), tight.get(case, {}).get(pool)) for pool in pools]
+        rows.append([f"`{case}`", f"{live:.1f} GiB", *cells])
+    return markdown(["log", "live at most", *map(pool_title, pools)], rows, left=1)
+
+
+def _held(free: Record | None, tight: Record | None) -> str:
+    if free is None:
+        return ""
+    text = f"{overhead(free):.2f}" if free["completed"] else "fails"
+    if tight is None:
+        return text
+    return f"{text}, **fails**" if not tight["completed"] else f"{text}, {overhead(tight):.2f}"
+
+
+def _latency(records: Sequence[Record]) -> str:
+    """Mean and 99th percentile of an allocation, without a limit; the mean of a free."""
+    pools = pools_in([record for record in records if record["op"] == "replay"])
+    rows = []
+    for case, free in by_case(records, "replay").items():
+        cells = [_times(free.get(pool)) for pool in pools]
+        rows.append([f"`{case}`", *cells])
+    return markdown(["log", *map(pool_title, pools)], rows, left=1)
+
+
+def _times(record: Record | None) -> str:
+    if record is None:
+        return ""
+    return f"{_us(record['mean_us'])} / {_us(record['p99_us'])} / {_us(record['free_mean_us'])}"
+
+
+def _calls(records: Sequence[Record]) -> str:
+    """What single calls take."""
+    pools = pools_in([record for record in records if record["op"] == "pair"])
+    rows = []
+    for case, found in by_case(records, "pair").items():
+        times = [f"{found[pool]['median_us']:.2f} µs" if pool in found else "" for pool in pools]
+        rows.append([f"allocate and free {case}", *times])
+    for op in ("remap", "defragment"):
+        for case, found in by_case(records, op).items():
+            record = found[OURS]
+            text = f"{record['median_us'] / 1e3:.2f} ms"
+            if record.get("gbps"):
+                text += f" ({record['gbps'] / 1e3:.2f} TB/s)"
+            rows.append([f"{op} {case}", text, *[""] * (len(pools) - 1)])
+    return markdown(["call", *map(pool_title, pools)], rows, left=1)
+
+
+def _us(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _machine(environment: Mapping[str, Any], records: Sequence[Record]) -> str:
+    dates = sorted({str(record.get("date", environment.get("date"))) for record in records})
+    versions = environment["versions"]
+    known = [f"{name} {versions[name]}" for name in ("cupy-cuda13x", "torch") if name in versions]
+    return (
+        f"{environment['gpu']}, driver {environment['driver']}, {', '.join(known)}, {dates[-1]}.\n"
+    )
+
+
+TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
+    "replay": _replay,
+    "latency": _latency,
+    "calls": _calls,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Measurements of memory pools, and what becomes of them in documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from cukit.analyzer.report import generate_report
+from cukit.analyzer.results import read
+from profiling.memory_pool import FAMILY, RECORDED, main, title
+from profiling.pool_figures import BARS, MAP, draw_bars, draw_map
+from profiling.pool_tables import DOCUMENTS, NOT_MEASURED, update
+from profiling.tables import PUBLISHED, ROOT
+
+GIB = 1 << 30
+
+ENVIRONMENT = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "cuda": "13.0",
+    "versions": {"cupy-cuda13x": "14.2", "torch": "2.11"},
+    "commit": "abc1234",
+    "date": "2026-01-02",
+}
+
+
+def record(op: str, impl: str, held_gib: float = 0.0, **more: Any) -> dict[str, Any]:
+    base = {"family": FAMILY, "op": op, "case": "serving", "dtype": "", "impl": impl}
+    base |= {"median_us": 2.5, "iqr_us": 0.1, "samples": 10, "correct": True}
+    if held_gib:
+        base |= {"mean_us": 7.25, "p99_us": 250.4, "free_mean_us": 1.0, "completed": True}
+        base |= {"peak_live_bytes": 2 * GIB, "peak_reserved_bytes": int(held_gib * GIB)}
+    return base | more
+
+
+RESULTS = {
+    "environment": ENVIRONMENT,
+    "records": [
+        record("replay", "cupy", 3.0),
+        record("replay", "cukit", 2.02),
+        record("replay_tight", "cupy", 2.1, completed=False),
+        record("replay_tight", "cukit", 2.02),
+        record("pair", "cukit", case="1 MiB"),
+        record("pair", "cupy", case="1 MiB", median_us=0.61),
+        record("remap", "cukit", case="1024 MiB in pages of 2 MiB", median_us=25_000.0),
+        record("defragment", "cukit", case="2 GiB", median_us=4_000.0, gbps=1073.0),
+    ],
+}
+
+
+def rendered(name: str, document: str = "docs/memory.md") -> str:
+    text = f"<!-- pools:{name} -->\nold\n<!-- /pools -->"
+    return update(text, RESULTS, document).split("\n", 1)[1]
+
+
+def test_memory_held_and_who_fails() -> None:
+    assert rendered("replay").splitlines()[:3] == [
+        "| log | live at most | cukit | CuPy |",
+        "| --- | --: | --: | --: |",
+        "| `serving` | 2.0 GiB | 1.01, 1.01 | 1.50, **fails** |",
+    ]
+
+
+def test_times() -> None:
+    assert "| `serving` | 7.2 / 250 / 1.0 | 7.2 / 250 / 1.0 |" in rendered("latency")
+    calls = rendered("calls")
+    assert "| allocate and free 1 MiB | 2.50 µs | 0.61 µs |" in calls
+    assert "| remap 1024 MiB in pages of 2 MiB | 25.00 ms |  |" in calls
+    assert "| defragment 2 GiB | 4.00 ms (1.07 TB/s) |  |" in calls
+
+
+def test_machine_and_picture() -> None:
+    assert rendered("machine").startswith(
+        "NVIDIA H200, driver 580.1, cupy-cuda13x 14.2, torch 2.11, 2026-01-02.\n"
+    )
+    assert "(memory_pools.svg)" in rendered("picture")
+    assert "(docs/memory_pools.svg)" in rendered("picture", "README.md")
+
+
+def test_nothing_measured() -> None:
+    text = "<!-- pools:replay -->\nold\n<!-- /pools -->"
+    nothing = {"environment": {}, "records": []}
+    assert NOT_MEASURED in update(text, nothing, "README.md")
+    assert draw_bars(nothing) is None
+
+
+def test_the_bars_name_who_fails() -> None:
+    drawn = draw_bars(RESULTS)
+    assert drawn is not None
+    ElementTree.fromstring(drawn)
+    assert "+50%, fails within 5%" in drawn
+    assert "+1%" in drawn
+    assert "prefers-color-scheme: dark" in drawn
+
+
+def test_a_report_takes_the_records(tmp_path: Path) -> None:
+    """They are no cases of kernels: no verdict counts them."""
+    path = tmp_path / "report.html"
+    made = generate_report([RESULTS], [path])
+    assert path.stat().st_size > 1000
+    assert "0 cases" in str(made.sections)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents_hold_what_was_measured(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert update(text, read(PUBLISHED), name) == text, "run `make tables`"
+
+
+def test_the_pictures_show_what_was_measured() -> None:
+    drawn = BARS.read_text(encoding="utf-8") if BARS.exists() else None
+    assert drawn == draw_bars(read(PUBLISHED)), "run `make tables`"
+    assert MAP.read_text(encoding="utf-8") == draw_map(), "run `make tables`"
+
+
+def test_recorded_logs_are_small() -> None:
+    for path in RECORDED:
+        assert path.stat().st_size < 300_000
+    assert title(str(RECORDED[0])) == "distill"
+    assert title("random-10000-64") == "random-10000-64"
+
+
+def test_it_measures_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results.json"
+    assert main(["--small", "--pools", "cukit", "--out", str(out)]) == 0
+    records = read(out)["records"]
+    assert {r["op"] for r in records} == {"replay", "replay_tight", "pair", "remap", "defragment"}
+    assert all(r["family"] == FAMILY and r["impl"] == "cukit" for r in records)
+    assert all(r["completed"] for r in records if "completed" in r)
+    assert "remap" in capsys.readouterr().out
+    again = main(["--small", "--pools", "cukit", "--only", "calls", "--out", str(out)])
+    assert again == 0
+    assert len(read(out)["records"]) == len(records), "a case is replaced"
