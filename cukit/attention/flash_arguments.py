@@ -49,8 +49,6 @@ def _check_heads(op: str, q: Array, k: Array, v: Array, varlen: bool) -> None:
 
 
 def _check_options(op: str, q: Array, k: Array, options: ScoreOptions, arrays: ScoreArrays) -> None:
-    options.check(op)
-    _check_sequences(op, options, arrays)
     batch, heads_q, seq_len_q, seq_len_kv = score_shape(q, k, options, arrays)
     exact = _statistic_dtypes(q)
     slopes, sinks = arrays.alibi_slopes, arrays.sinks
@@ -143,6 +141,8 @@ def check_forward(
 ) -> None:
     """Arguments of the forward, wherever they live."""
     op = "flash_attention"
+    options.check(op)
+    _check_sequences(op, options, arrays)
     _check_heads(op, q, k, v, arrays.varlen)
     _check_options(op, q, k, options, arrays)
     if out is not None:
@@ -162,6 +162,8 @@ def check_backward(
 ) -> None:
     """Arguments of the backward, wherever they live."""
     op = "flash_attention_backward"
+    options.check(op)
+    _check_sequences(op, options, arrays)
     _check_heads(op, q, k, v, arrays.varlen)
     _check_options(op, q, k, options, arrays)
     shape = (*q.shape[:-1], v.shape[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,7 +111,7 @@ def score_options(
 
 
 def _integer(value: Any) -> int | None:
-    return None if value is None else value.__index__()
+    return None if value is None else operator.index(value)
 
 
 SCORE_SETTINGS = np.dtype(

@@ -65,6 +65,11 @@ class AttentionProblem:
         return width_for(self.head_dim_v)
 
     @property
+    def crowded(self) -> bool:
+        """Whether kernels need registers for the row and the column of a score."""
+        return bool(self.features & {"window", "alibi", "bias", "mask", "varlen"})
+
+    @property
     def bounded(self) -> bool:
         """Whether a query's place decides which keys it sees."""
         return self.causal or self.window is not None

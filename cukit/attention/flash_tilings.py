@@ -7,7 +7,7 @@ ordered by measurement on an H200; the later entries serve GPUs with less shared
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from cukit.core.device import KIB, Device
@@ -112,6 +112,11 @@ class KeyTiling:
     def threads(self) -> int:
         """Threads of a block."""
         return self.warps * _WARP
+
+    def crowded(self, width: int) -> KeyTiling:
+        """The same with dQ in two parts, if a warp's columns can be parted: fewer registers."""
+        columns = width // (self.warps // self.query_warps)
+        return replace(self, query_passes=2) if columns % 32 == 0 else self
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,7 @@ CUKIT_DEVICE ScratchPlace scratch_place(long long row, int batch, int heads, int
       }
     }
     const int first_q = cu_seqlens_q[b];
-    const int length = cu_seqlens_q[b + 1] - first_q;
-    return {b, index, within - scratch_start(b, first_q), first_q, length};
+    return {b, index, within - scratch_start(b, first_q), first_q, cu_seqlens_q[b + 1] - first_q};
   } else {
     return {index / heads, index % heads, within, 0, seq_q};
   }

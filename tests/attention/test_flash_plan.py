@@ -61,10 +61,12 @@ def test_every_tiling_is_some_architecture_s(tilings, width):
 def test_heads_of_k_and_v_may_differ(arch):
     """Every pair of widths has tilings that fit, whose warps cut columns by powers of two."""
     device = TYPICAL_DEVICES[arch]
-    for head_dim, value_dim in product((8, 64, 72, 128, 192, 256), repeat=2):
+    pairs = product((8, 64, 72, 128, 192, 256), repeat=2)
+    options = ({}, {"varlen": True}, {"bias": "bfloat16"})
+    for (head_dim, value_dim), option in product(pairs, options):
         if head_dim == value_dim:
             continue
-        problem = replace(PROBLEM, head_dim=head_dim, value_dim=value_dim)
+        problem = replace(PROBLEM, head_dim=head_dim, value_dim=value_dim, **option)
         backward = plan_flash_attention_backward(problem, True, device)
         for spec in (plan_flash_attention(problem, device).spec(), *backward.specs()):
             assert spec.shared_bytes <= device.shared_bytes_per_block
@@ -75,6 +77,8 @@ def test_heads_of_k_and_v_may_differ(arch):
         columns = backward.keys.warps // backward.keys.key_warps
         for width in (backward.width, backward.value_width):
             assert columns == 1 or (width // columns) & (width // columns - 1) == 0
+        columns = backward.width // (backward.keys.warps // backward.keys.query_warps)
+        assert columns % (16 * backward.keys.query_passes) == 0
 
 
 def test_options_become_macros():
