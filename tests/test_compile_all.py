@@ -27,7 +27,7 @@ from cukit.core.compiler import CompiledKernel
 from cukit.core.source import kernels_root
 from cukit.errors import CompileError
 
-MEASURING = {"analyzer/access_probe.cu", "analyzer/spin.cu"}
+MEASURING = {f"analyzer/{name}.cu" for name in ("access_probe", "copy", "fma_rate", "spin")}
 """Sources of the analyzer, which no op launches."""
 
 VARIANTS = variants(devices(",".join(DEFAULT_ARCHS)))

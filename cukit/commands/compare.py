@@ -25,7 +25,10 @@ def compare(
     base: Annotated[Path, typer.Argument(help="Results to compare with.")],
     new: Annotated[Path, typer.Argument(help="Results to judge.")],
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="A difference below this share counts as none.")
+        float,
+        typer.Option(
+            min=0.0, help="A difference below this share is none; 10% at least on the host's clock."
+        ),
     ] = TOLERANCE,
     impl: Annotated[str, typer.Option(help="Whose times, among those in the files.")] = OURS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
