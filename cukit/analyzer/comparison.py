@@ -156,7 +156,7 @@ def _cold(times: Mapping[str, Any]) -> Estimate:
         found = Estimate(times["median_us"], times["ci_low_us"], times["ci_high_us"])
     # The clock's own time was measured anew in each run, and shifts all samples of one.
     shift = times.get("overhead_uncertainty_us", 0.0)
-    low = max(found.low_us - shift, 0.5 * found.low_us)
+    low = max(found.low_us - shift, 0.5 * found.low_us)  # a time stays above zero
     return Estimate(found.median_us, low, found.high_us + shift)
 
 

@@ -68,7 +68,7 @@ class KernelRecord:
     grid: Triple
     block: Triple
     registers: int
-    """Per thread, as the hardware allots them: rounded up to its granule, 8 on all GPUs here."""
+    """Per thread, as the hardware allots them: rounded up to 8."""
     static_shared_bytes: int
     dynamic_shared_bytes: int
     local_bytes: int

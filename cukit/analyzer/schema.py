@@ -66,7 +66,7 @@ class Resources:
     """What the compiler gave one kernel."""
 
     registers: int
-    """Per thread. Of a traced kernel: as the hardware allots them, rounded up to its granule."""
+    """Per thread. Of a traced kernel: as the hardware allots them, rounded up to 8."""
     static_shared_bytes: int
     dynamic_shared_bytes: int
     spill_store_bytes: int | None
