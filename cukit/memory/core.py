@@ -11,7 +11,9 @@ put aside until later.
 from __future__ import annotations
 
 import logging
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -74,6 +76,8 @@ class PoolCore:
         )
         self._buffers = 0
         register_pool(self)
+        parts = (provider, self._streams, self._pager, self._live, os.getpid())
+        weakref.finalize(self, _give_back, *parts).atexit = False
         if config.initial_pool_size and not self._pager.prepare(config.initial_pool_size):
             raise ConfigError(
                 f"MemoryPoolConfig: initial_pool_size: the device cannot give "
@@ -234,6 +238,9 @@ class PoolCore:
         try:
             self._release_ended_captures()
             self._take_in()
+            if len(self._states) > self._streams.most:
+                spans = [*self._live.values(), *(span for span, _ in self._supply.pending)]
+                self._streams.forget_unused({state.key, *(span.stream for span in spans)})
             size = int(size)
             return self._supply.obtain(size, state) or self._ladder.climb(size, state)
         except BaseException:
@@ -313,3 +320,20 @@ class PoolCore:
                 else:
                     self._free_slowly(found, stream)
             self._put_aside.popleft()
+
+
+def _give_back(
+    provider: Provider, streams: Streams, pager: Pager, live: dict[int, Span], process: int
+) -> None:
+    """What a pool held goes back to the device when nobody has the pool any more.
+
+    Not while somebody may still use the memory by its address: raw allocations, captured graphs.
+    """
+    captured = any(state.private for state in streams.states.values())
+    if live or captured or process != os.getpid():
+        return
+    try:
+        provider.synchronize_device()
+        pager.abandon()
+    except Exception:
+        LOG.exception("memory pool: its memory could not be given back")

@@ -153,6 +153,23 @@ class Pager:
                 self._emit("segment_free", part.address, part.size, None)
         return before - self.reserved_bytes
 
+    def abandon(self) -> None:
+        """Gives everything back to the device, whatever it is used for."""
+        provider, page = self._provider, self.page_bytes
+        addresses = sorted(self.mapped)
+        while addresses:
+            count = 1
+            while count < len(addresses) and addresses[count] == addresses[0] + count * page:
+                count += 1
+            provider.unmap_pages(addresses[0], count)
+            self.in_hand.extend(self.mapped.pop(address) for address in addresses[:count])
+            del addresses[:count]
+        if self.in_hand:
+            provider.destroy_pages(self.in_hand)
+            self.in_hand.clear()
+        for part in self._arena.ranges():
+            provider.release(part.address, part.size)
+
     def room(self) -> int | None:
         """Bytes that the limit still allows; None: no limit."""
         limit = self._config.max_pool_size

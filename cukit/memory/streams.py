@@ -21,6 +21,7 @@ from cukit.memory.provider import Provider
 from cukit.memory.spans import SizeIndex, Span
 
 MOST_MARKS = 64
+MOST_STREAMS = 64
 NEVER = 1 << 62
 
 
@@ -78,6 +79,8 @@ class Streams:
         self._provider = provider
         self.anyone = StreamState(None)
         self.states: dict[Hashable, StreamState] = {None: self.anyone}
+        self.most = MOST_STREAMS
+        """With more streams than this it is time to forget some."""
 
     def get(self, key: Hashable) -> StreamState:
         """The state of a stream, made when it is first seen."""
@@ -93,6 +96,13 @@ class Streams:
                         one.mark_from = min(one.mark_from, self._provider.page_bytes)
             self.states[key] = state
         return state
+
+    def forget_unused(self, in_use: set[Hashable]) -> None:
+        """Drops streams that own no memory: programs may make new streams without end."""
+        for state in self.public():
+            if not (state.key in in_use or state.bins or state.index or state.dirty or state.marks):
+                del self.states[state.key]
+        self.most = max(MOST_STREAMS, 2 * len(self.states))
 
     def public(self) -> list[StreamState]:
         """All but captures and the memory of nobody."""

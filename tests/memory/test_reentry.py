@@ -199,6 +199,30 @@ def test_threads_move_buffers_under_one_another() -> None:
     check_invariants(pool)
 
 
+@pytest.mark.parametrize("can_remap", [True, False])
+def test_a_pool_that_nobody_has_gives_everything_back(*, can_remap: bool) -> None:
+    provider = SimulatedProvider(can_remap=can_remap)
+    pool = MemoryPool(MemoryPoolConfig(growth_factor=2.0), provider)
+    buffers = [pool.allocate_buffer(size * PAGE) for size in (1, 2, 3)]
+    pool.free(pool.allocate(5 * PAGE))
+    del buffers[1]
+    pool.allocate_buffer(8 * PAGE).close()
+    del pool
+    gc.collect()
+    assert provider.used_bytes > 0, "a buffer keeps its pool"
+    buffers.clear()
+    gc.collect()
+    assert provider.used_bytes == 0
+    assert not provider.segments
+
+
+def test_raw_memory_outlives_its_pool() -> None:
+    provider = SimulatedProvider()
+    address = MemoryPool(MemoryPoolConfig(), provider).allocate(PAGE)
+    gc.collect()
+    assert provider.accessible(address, PAGE)
+
+
 def test_a_forked_child_is_told() -> None:
     pool = MemoryPool(MemoryPoolConfig(), HostProvider(64 << 20))
     address = pool.allocate(512)

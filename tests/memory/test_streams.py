@@ -56,6 +56,31 @@ def test_many_marks_are_thinned_out_and_none_is_taken_for_an_earlier_one(
     assert state.done == 10 * MOST_MARKS
 
 
+def test_a_stream_waits_for_what_is_not_marked_yet(provider: SimulatedProvider) -> None:
+    streams = Streams(provider)
+    state = streams.get(1)
+    streams.mark(state)
+    streams.order_behind(2, state, state.epoch)
+    assert provider.calls == ["record", "record", "wait"]
+    provider.run_all()
+    streams.poll(state)
+    streams.order_behind(2, state, state.done)
+    assert provider.calls.count("wait") == 1
+
+
+def test_streams_without_memory_are_forgotten(
+    pool: MemoryPool, provider: SimulatedProvider
+) -> None:
+    provider.lagging = False
+    kept = pool.allocate(512, -1)
+    for stream in range(1000):
+        pool.free(pool.allocate(700 + 512 * (stream % 50), stream))
+    assert len(pool._states) < 200
+    check_invariants(pool)
+    pool.free(kept)
+    check_invariants(pool)
+
+
 def test_one_stream_needs_no_events(pool: MemoryPool, provider: SimulatedProvider) -> None:
     for _ in range(10):
         pool.free(pool.allocate(3 * PAGE))
