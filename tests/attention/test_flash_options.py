@@ -330,8 +330,14 @@ def test_sequences_with_options(place, rng, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [None, *OPTIONS])
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (192, 128), (72, 40)])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "name"),
+    [
+        *((64, 64, name) for name in (None, *OPTIONS)),
+        *((192, 128, name) for name in (None, *OPTIONS)),
+        *((*dims, name) for dims in ((128, 128), (72, 40)) for name in (None, "everything")),
+    ],
+)
 def test_many_sequences(gpu, rng, head_dim, value_dim, name):
     asked = {"causal": True} if name is None else OPTIONS[name]
     check_sequences(gpu, rng, asked, MANY, (6, 2), head_dim, value_dim, room=5)
