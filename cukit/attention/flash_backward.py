@@ -10,10 +10,18 @@ from cukit.attention.flash_arguments import (
     check_backward,
     check_kernel_layout,
     check_sequence_ends,
+    fits_tensor_maps,
     problem_of,
     score_shape,
     strides_of,
 )
+from cukit.attention.flash_backward_sm90 import (
+    MappedKeys,
+    covers,
+    plan_flash_attention_backward_sm90,
+    prepare_keys,
+)
+from cukit.attention.flash_fp8 import refuse_float8
 from cukit.attention.flash_options import (
     ScoreArrays,
     ScoreOptions,
@@ -28,6 +36,7 @@ from cukit.attention.flash_plan import (
     plan_flash_attention_backward,
     representative_specs,
 )
+from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import Array, adopt, empty, runs_kernel
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
@@ -106,6 +115,7 @@ def flash_attention_backward(
     >>> grads[2].sum(axis=1)[0, 0].round(3).tolist()
     [3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
     """
+    refuse_float8(_OP, q, k, v)
     grad_out, q, k, v, out, lse, *given = adopt(
         _OP,
         *(grad_out, q, k, v, out, lse),
@@ -156,7 +166,7 @@ class _BackwardSteps(NamedTuple):
     """The launches of a backward, and the extents of its scratch."""
 
     prepare: Launch
-    keys: Launch
+    keys: Launch | MappedKeys
     sums: tuple[Launch, Launch] | None
     queries: Launch
     sinks: Launch | None
@@ -181,7 +191,12 @@ def _prepare_backward(
     check_backward(grad_out, q, k, v, out, lse, options, arrays)
     check_kernel_layout(_OP, grad_out=grad_out, q=q, k=k, v=v, out=out)
     problem = problem_of(q, k, v, options, arrays)
-    config = plan_flash_attention_backward(problem, deterministic, current_device())
+    device = current_device()
+    mapped = covers(problem, deterministic, device) and fits_tensor_maps(q, k, v, grad_out)
+    if mapped:
+        config = plan_flash_attention_backward_sm90(problem, device)
+    else:
+        config = plan_flash_attention_backward(problem, deterministic, device)
     total_q = q.shape[0] if problem.varlen else 0
     rows = config.scratch_rows(total_q)
     splits = config.splits
@@ -205,16 +220,19 @@ def _prepare_backward(
             *(batch, heads_q, seq_q, rows_per_head, rows_q, value_dim),
         ),
     )
-    keys = Launch(
-        load_kernel(config.keys_spec()),
-        (config.key_blocks,),
-        (
-            *(*strides, batch, np.int32(problem.num_heads_kv * splits)),
-            *(np.int32(problem.group // splits), np.int32(splits)),
-            *(seq_q, seq_kv, rows_per_head, head_dim, value_dim, np.int32(config.key_section)),
-            *(factor, factor_log2, settings),
-        ),
-    )
+    if mapped:
+        keys: Launch | MappedKeys = prepare_keys(q, options, config, rows[1])
+    else:
+        keys = Launch(
+            load_kernel(config.keys_spec()),
+            (config.key_blocks,),
+            (
+                *(*strides, batch, np.int32(problem.num_heads_kv * splits)),
+                *(np.int32(problem.group // splits), np.int32(splits)),
+                *(seq_q, seq_kv, rows_per_head, head_dim, value_dim, np.int32(config.key_section)),
+                *(factor, factor_log2, settings),
+            ),
+        )
     sums = None
     if splits > 1:
         sums = _sum_launch(config, k), _sum_launch(config, v)
@@ -246,13 +264,16 @@ def _sum_launch(config: FlashAttentionBackwardConfig, x: Array) -> Launch:
 
 
 def _backward_specs(device: Device) -> list[KernelSpec]:
-    return representative_specs(
-        lambda problem: [
-            spec
+    def specs(problem: AttentionProblem) -> list[KernelSpec]:
+        configs = [
+            plan_flash_attention_backward(problem, deterministic, device)
             for deterministic in (False, True)
-            for spec in plan_flash_attention_backward(problem, deterministic, device).specs()
         ]
-    )
+        if covers(problem, False, device):
+            configs.append(plan_flash_attention_backward_sm90(problem, device))
+        return [spec for config in configs for spec in config.specs()]
+
+    return representative_specs(specs)
 
 
 register(

@@ -19,24 +19,44 @@ from cukit.core.tensor_map import encode_tensor_map
 _MOST_MAPS = 256
 
 
-class MappedLaunch:
-    """A launch of `flash_attention_sm90`, for arrays of one description.
+class TensorMaps:
+    """Tensor maps of arrays of one description, read in boxes of one shape.
 
-    A tensor map holds nothing but that description and an address. Memory pools hand out the same
-    addresses again and again, so maps are kept by address instead of encoded for every call.
+    A map holds nothing but that and an address. Memory pools hand out the same addresses again and
+    again, so maps are kept by address instead of encoded for every call.
     """
 
-    __slots__ = ("_key_box", "_key_maps", "_launch", "_plan", "_query_box", "_query_maps",
-                 "_value_maps")  # fmt: skip
+    __slots__ = ("_box", "_known")
+
+    def __init__(self, box: tuple[int, ...]) -> None:
+        self._box = box
+        self._known: dict[int, Any] = {}
+
+    def __call__(self, array: Array) -> Any:
+        """The map of an array [batch, seq, heads, head_dim], or [seq, heads, head_dim]."""
+        address = address_of(array)
+        found = self._known.get(address)
+        if found is None:
+            # Sequences one behind the other are those of a single batch.
+            found = encode_tensor_map(array if array.ndim == 4 else array[None], self._box)
+            if len(self._known) >= _MOST_MAPS:
+                self._known.clear()
+            self._known[address] = found
+        return found
+
+
+class MappedLaunch:
+    """A launch of `flash_attention_sm90`, for arrays of one description."""
+
+    __slots__ = ("_k", "_launch", "_plan", "_q", "_v")
 
     def __init__(self, launch: Launch, plan: PlannedWork | None, tiling: WarpgroupTiling) -> None:
         self._launch = launch
         self._plan = plan
-        self._query_box = (1, tiling.tile_m, 1, PART)
-        self._key_box = (1, tiling.tile_n, 1, PART)
-        self._query_maps: dict[int, Any] = {}
-        self._key_maps: dict[int, Any] = {}
-        self._value_maps: dict[int, Any] = {}
+        key_box = (1, tiling.tile_n, 1, PART)
+        self._q = TensorMaps((1, tiling.tile_m, 1, PART))
+        self._k = TensorMaps(key_box)
+        self._v = TensorMaps(key_box)
 
     def __call__(
         self,
@@ -53,9 +73,9 @@ class MappedLaunch:
         if self._plan is not None:
             plan = self._plan(q, options, block_mask)
         self._launch(
-            _map(self._query_maps, q, self._query_box),
-            _map(self._key_maps, k, self._key_box),
-            _map(self._value_maps, v, self._key_box),
+            self._q(q),
+            self._k(k),
+            self._v(v),
             out,
             lse,
             *options,
@@ -128,15 +148,3 @@ def prepare_mapped(
             Launch(load_kernel(plan_spec), grid, facts), config.plan_size(mask_heads)
         )
     return MappedLaunch(launch, plan, config.tiling)
-
-
-def _map(known: dict[int, Any], array: Array, box: tuple[int, ...]) -> Any:
-    address = address_of(array)
-    found = known.get(address)
-    if found is None:
-        # Sequences one behind the other are those of a single batch.
-        found = encode_tensor_map(array if array.ndim == 4 else array[None], box)
-        if len(known) >= _MOST_MAPS:
-            known.clear()
-        known[address] = found
-    return found

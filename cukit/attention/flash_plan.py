@@ -32,6 +32,7 @@ from cukit.attention.flash_tilings import (
     ForwardTiling,
     KeyTiling,
     QueryTiling,
+    WarpgroupKeyTiling,
     first_fit,
 )
 from cukit.core.compiler import KernelSpec
@@ -104,7 +105,7 @@ class FlashAttentionBackwardConfig:
     value_width: int
     """Width of the tiles of v and out."""
     deterministic: bool
-    keys: KeyTiling
+    keys: KeyTiling | WarpgroupKeyTiling
     queries: QueryTiling
     splits: int
     """Blocks that share a key head, each with group / splits query heads."""
@@ -192,15 +193,7 @@ class FlashAttentionBackwardConfig:
             ("CAUSAL", self.problem.causal),
             ("QUERY_GRADIENT", not self.deterministic),
             ("SPLIT", self.splits > 1),
-            ("TILE_M", tiling.tile_m),
-            ("TILE_N", tiling.tile_n),
-            ("STAGES", tiling.num_stages),
-            ("THREADS", tiling.threads),
-            ("BLOCKS_PER_SM", tiling.blocks_per_sm),
-            ("SCORE_WARPS", tiling.score_warps),
-            ("KEY_WARPS", tiling.key_warps),
-            ("QUERY_WARPS", tiling.query_warps),
-            ("QUERY_PASSES", tiling.query_passes),
+            *tiling.defines,
             *feature_defines(self.problem),
         )
         entry = f"flash_attention_backward_{self.kernel_class}"
@@ -270,7 +263,7 @@ def choose_section(heads: int, tiles: int, bytes_per_head: int, slots: int, devi
     return ceil_div(heads, heads // least)
 
 
-def _splits(group: int, blocks: int, enough: int) -> int:
+def choose_splits(group: int, blocks: int, enough: int) -> int:
     """The fewest blocks a key head, dividing its group, that make `enough` of `blocks`."""
     for splits in range(1, group):
         if group % splits == 0 and blocks * splits >= enough:
@@ -312,7 +305,7 @@ def plan_flash_attention_backward(
     tiles = ceil_div(problem.seq_len_kv, keys.tile_n)
     heads = problem.batch * problem.num_heads_kv
     slots = device.num_sms * keys.blocks_per_sm
-    splits = _splits(problem.group, heads * tiles, slots)
+    splits = choose_splits(problem.group, heads * tiles, slots)
     section = 1
     if problem.bounded:
         # What the blocks of a key head read again and again: Q, dO and the float32 sum of dQ.

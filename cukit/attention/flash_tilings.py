@@ -113,10 +113,55 @@ class KeyTiling:
         """Threads of a block."""
         return self.warps * _WARP
 
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """Macros of the kernel."""
+        return (
+            ("TILE_M", self.tile_m),
+            ("TILE_N", self.tile_n),
+            ("STAGES", self.num_stages),
+            ("THREADS", self.threads),
+            ("BLOCKS_PER_SM", self.blocks_per_sm),
+            ("SCORE_WARPS", self.score_warps),
+            ("KEY_WARPS", self.key_warps),
+            ("QUERY_WARPS", self.query_warps),
+            ("QUERY_PASSES", self.query_passes),
+        )
+
     def crowded(self, width: int) -> KeyTiling:
         """The same with dQ in two parts, if a warp's columns can be parted: fewer registers."""
         columns = width // (self.warps // self.query_warps)
         return replace(self, query_passes=2) if columns % 32 == 0 else self
+
+
+@dataclass(frozen=True)
+class WarpgroupKeyTiling:
+    """Hopper's backward: a block takes tile_n keys and walks over tile_m queries at a time; one
+    warpgroup copies, two multiply."""
+
+    tile_m: int
+    tile_n: int
+    query_gradient_kib: int = 32
+    """For dQ on its way to global memory."""
+    num_stages: int = 2
+    threads: int = 3 * 4 * _WARP
+
+    def shared_bytes(self, width: int, value_width: int) -> int:
+        """K, V, stages of Q and dO, P and dS, dQ."""
+        rows = self.tile_n + self.num_stages * self.tile_m
+        tiles = ITEM_BYTES * (width + value_width) * rows
+        scores = 2 * ITEM_BYTES * self.tile_m * self.tile_n
+        return tiles + scores + self.query_gradient_kib * KIB
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """Macros of the kernel."""
+        return (
+            ("TILE_M", self.tile_m),
+            ("TILE_N", self.tile_n),
+            ("STAGES", self.num_stages),
+            ("THREADS", self.threads),
+        )
 
 
 @dataclass(frozen=True)
@@ -184,6 +229,11 @@ def warpgroup_tilings(width: int, value_width: int) -> tuple[WarpgroupTiling, ..
     raise ValueError(f"no tiling for widths {width} and {value_width}")
 
 
+WARPGROUP_KEY_TILINGS: dict[int, WarpgroupKeyTiling] = {
+    64: WarpgroupKeyTiling(128, 128),
+    128: WarpgroupKeyTiling(64, 128),
+    256: WarpgroupKeyTiling(64, 64, query_gradient_kib=16),
+}
 KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {
     64: (KeyTiling(128, 128, 8, 4, 4, 4), KeyTiling(64, 128, 8, 2, 4, 2)),
     96: (

@@ -198,16 +198,52 @@ void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::ui
   land_later(me, *me.block, barrier, to, bytes, 0, [=] { std::memcpy(to, global, bytes); });
 }
 
-void bulk_store(void* global, std::uint32_t shared, unsigned bytes) {
-  CUKIT_ENTER(me);
+namespace {
+
+void add_atomically(float* to, float value) {
+  auto* const bits = reinterpret_cast<std::uint32_t*>(to);
+  std::uint32_t seen = __atomic_load_n(bits, __ATOMIC_RELAXED);
+  for (;;) {
+    float sum;
+    std::memcpy(&sum, &seen, sizeof(sum));
+    sum += value;
+    std::uint32_t next;
+    std::memcpy(&next, &sum, sizeof(next));
+    if (__atomic_compare_exchange_n(bits, &seen, next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+      return;
+    }
+  }
+}
+
+// The shared side of a bulk copy to global memory, whose alignments are in order.
+Place bulk_source(Fiber& me, void* global, std::uint32_t shared, unsigned bytes, Access access) {
   const auto target = reinterpret_cast<std::uintptr_t>(global);
   if (shared % 16 != 0) misaligned(me, "cp.async.bulk from shared memory", shared, 16);
   if (target % 16 != 0) misaligned(me, "cp.async.bulk to global memory", target, 16);
   if (bytes % 16 != 0) misaligned(me, "the size of cp.async.bulk", bytes, 16);
-  const Place place = place_of(me, shared, bytes);
-  if (checked()) check(thread_actor(me), global, bytes, Access::Write);
+  if (checked()) check(thread_actor(me), global, bytes, access);
+  return place_of(me, shared, bytes);
+}
+
+}  // namespace
+
+void bulk_store(void* global, std::uint32_t shared, unsigned bytes) {
+  CUKIT_ENTER(me);
+  const Place place = bulk_source(me, global, shared, bytes, Access::Write);
   read_later(me, place, bytes, [from = place.pointer, global, bytes] {
     std::memcpy(global, from, bytes);
+  });
+}
+
+void bulk_add(float* global, std::uint32_t shared, unsigned bytes) {
+  CUKIT_ENTER(me);
+  const Place place = bulk_source(me, global, shared, bytes, Access::Atomic);
+  read_later(me, place, bytes, [from = place.pointer, global, bytes] {
+    for (unsigned i = 0; i < bytes / sizeof(float); ++i) {
+      float value;
+      std::memcpy(&value, from + i * sizeof(float), sizeof(float));
+      add_atomically(global + i, value);
+    }
   });
 }
 

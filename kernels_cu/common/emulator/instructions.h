@@ -51,6 +51,7 @@ void mbarrier_wait(std::uint32_t barrier, unsigned parity);
 // each get a copy, at the same addresses as in this one; 0 stands for this block alone.
 void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::uint32_t barrier);
 void bulk_store(void* global, std::uint32_t shared, unsigned bytes);
+void bulk_add(float* global, std::uint32_t shared, unsigned bytes);
 void tensor_load(std::uint32_t shared, const void* map, const int* position, unsigned axes,
                  std::uint32_t barrier, unsigned blocks);
 void tensor_store(const void* map, std::uint32_t shared, const int* position, unsigned axes,

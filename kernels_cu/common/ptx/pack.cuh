@@ -33,4 +33,20 @@ CUKIT_DEVICE unsigned pack<__nv_bfloat16>(float low, float high) {
 #endif
 }
 
+// The way back, exactly.
+template <typename T>
+CUKIT_DEVICE void unpack(float (&to)[2], unsigned packed);
+
+template <>
+CUKIT_DEVICE void unpack<__half>(float (&to)[2], unsigned packed) {
+  to[0] = __half2float(__ushort_as_half(static_cast<unsigned short>(packed & 0xffffu)));
+  to[1] = __half2float(__ushort_as_half(static_cast<unsigned short>(packed >> 16)));
+}
+
+template <>
+CUKIT_DEVICE void unpack<__nv_bfloat16>(float (&to)[2], unsigned packed) {
+  to[0] = __uint_as_float(packed << 16);
+  to[1] = __uint_as_float(packed & 0xffff0000u);
+}
+
 }  // namespace cukit

@@ -130,6 +130,19 @@ CUKIT_DEVICE void bulk_store(void* global, const void* shared, unsigned bytes) {
 #endif
 }
 
+// cp.reduce.async.bulk.add.f32: adds floats in shared memory to as many in global memory, each
+// atomically, in no fixed order.
+CUKIT_DEVICE void bulk_add(float* global, const void* shared, unsigned bytes) {
+#ifdef CUKIT_EMULATE
+  emulator::bulk_add(global, shared_address(shared), bytes);
+#else
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n" ::"l"(global),
+      "r"(shared_address(shared)), "r"(bytes)
+      : "memory");
+#endif
+}
+
 // cp.async.bulk.commit_group: closes the group of this thread's copies out of shared memory.
 CUKIT_DEVICE void bulk_commit() {
 #ifdef CUKIT_EMULATE

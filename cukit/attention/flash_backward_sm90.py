@@ -1,0 +1,113 @@
+"""The backward on Hopper: what class sm90 (wgmma, TMA) covers, how it cuts the work, its launch.
+
+What it does not cover is served by :mod:`flash_plan`'s class.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cukit.attention.flash_maps import TensorMaps
+from cukit.attention.flash_options import ScoreOptions, scales_of
+from cukit.attention.flash_plan import (
+    FlashAttentionBackwardConfig,
+    choose_section,
+    choose_splits,
+    plan_flash_attention_backward,
+)
+from cukit.attention.flash_problem import AttentionProblem, ceil_div, width_for
+from cukit.attention.flash_tilings import ITEM_BYTES, PART, WARPGROUP_KEY_TILINGS
+from cukit.core.arrays import Array
+from cukit.core.device import Device
+from cukit.core.kernel import Launch, load_kernel
+
+_ARCH = "sm_90"
+_FEATURES = frozenset({"sinks"})
+
+
+def covers(problem: AttentionProblem, deterministic: bool, device: Device) -> bool:
+    """Whether class sm90 has a backward for this problem on this device."""
+    sizes = (problem.batch, problem.seq_len_q, problem.seq_len_kv, problem.num_heads_q)
+    return (
+        device.arch == _ARCH
+        and not deterministic
+        and problem.features <= _FEATURES
+        and min(sizes) > 0
+    )
+
+
+@cache
+def plan_flash_attention_backward_sm90(
+    problem: AttentionProblem, device: Device
+) -> FlashAttentionBackwardConfig:
+    """The configuration of a problem that the class covers."""
+    width = width_for(problem.head_dim, tuple(WARPGROUP_KEY_TILINGS))
+    tiling = WARPGROUP_KEY_TILINGS[width]
+    tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
+    heads = problem.batch * problem.num_heads_kv
+    splits = choose_splits(problem.group, heads * tiles, device.num_sms)
+    section = 1
+    if problem.causal:
+        # What the blocks of a key head read again and again: Q, dO and the float32 sum of dQ.
+        row_bytes = problem.head_dim * (2 * ITEM_BYTES + 4)
+        head_bytes = problem.group // splits * problem.seq_len_q * row_bytes
+        section = choose_section(heads * splits, tiles, head_bytes, device.num_sms, device)
+    general = plan_flash_attention_backward(problem, False, device)
+    return FlashAttentionBackwardConfig(
+        kernel_class="sm90",
+        problem=problem,
+        width=width,
+        value_width=width,
+        deterministic=False,
+        keys=tiling,
+        queries=general.queries,
+        splits=splits,
+        key_section=section,
+        query_section=general.query_section,
+    )
+
+
+class MappedKeys:
+    """A launch of `flash_attention_backward_sm90`, for arrays of one description."""
+
+    __slots__ = ("_grad_out", "_k", "_launch", "_q", "_v")
+
+    def __init__(self, launch: Launch, tile_m: int, tile_n: int) -> None:
+        query_box, key_box = ((1, rows, 1, PART) for rows in (tile_m, tile_n))
+        self._launch = launch
+        self._q = TensorMaps(query_box)
+        self._k = TensorMaps(key_box)
+        self._v = TensorMaps(key_box)
+        self._grad_out = TensorMaps(query_box)
+
+    def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
+        """Launches on the current stream; of `rest`, the arrays of options are not needed."""
+        lse_log2, delta, total, grad_k, grad_v, *_ = rest
+        self._launch(
+            *(self._q(q), self._k(k), self._v(v), self._grad_out(grad_out)),
+            *(lse_log2, delta, total, grad_k, grad_v),
+        )
+
+
+def prepare_keys(
+    q: Array, options: ScoreOptions, config: FlashAttentionBackwardConfig, rows_per_head: int
+) -> MappedKeys:
+    """The launch that computes dK, dV and the sum of dQ."""
+    problem, splits = config.problem, config.splits
+    scalars = (
+        np.int32(problem.batch),
+        np.int32(problem.num_heads_kv * splits),
+        np.int32(problem.group // splits),
+        np.int32(splits),
+        np.int32(problem.seq_len_q),
+        np.int32(problem.seq_len_kv),
+        np.int32(rows_per_head),
+        np.int32(problem.head_dim),
+        np.int32(config.key_section),
+        *scales_of(q, options),
+    )
+    launch = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), scalars)
+    return MappedKeys(launch, config.keys.tile_m, config.keys.tile_n)

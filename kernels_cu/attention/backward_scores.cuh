@@ -1,0 +1,193 @@
+// Scores of the Hopper backward, keys as rows and queries as columns, and the gradients of keys.
+//
+// Elements lie as wgmma leaves them: 4 n + 2 half + i of a lane is row lane / 4 + 8 half of its warp's
+// sixteen, column 8 n + 2 (lane % 4) + i.
+//
+// Macros: DTYPE, HEAD_DIM, PADDED, TILE_M, TILE_N, CAUSAL, SPLIT.
+#pragma once
+
+#include "attention/backward_walk.cuh"
+#include "attention/query_gradient.cuh"
+#include "common/platform.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/ptx/stmatrix.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "common/quad.cuh"
+#include "common/types.cuh"
+
+namespace cukit::backward {
+
+using T = element_t;
+#if SPLIT
+using Gradient = float;
+#else
+using Gradient = T;
+#endif
+
+constexpr int kGroupThreads = 128;
+constexpr int kConsumers = 2;
+constexpr int kQueryBlockBytes = kQueryBlock * 4;
+
+using Scores = float[TILE_M / 2];
+using Packed = unsigned[TILE_M / 16][4];  // scores as operand a, sixteen queries a step
+using QueryGradient = float[32];          // 64 queries, 64 columns
+
+// Operands whose inner extent is contiguous: 64 columns of a part.
+CUKIT_DEVICE unsigned long long inner_descriptor(const unsigned char* tile) {
+  return matrix_descriptor(tile, OperandSwizzle::Bytes128, 16, 8 * kRowBytes);
+}
+
+// Operands whose rows (or columns) of the product are contiguous, parts `part_bytes` apart.
+CUKIT_DEVICE unsigned long long outer_descriptor(const unsigned char* tile, int part_bytes) {
+  return matrix_descriptor(tile, OperandSwizzle::Bytes128, part_bytes, 8 * kRowBytes);
+}
+
+// Keys as rows, queries as columns: scores = K Q^T or V dO^T, started.
+CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long keys, unsigned long long queries) {
+#pragma unroll
+  for (int step = 0; step < HEAD_DIM / 16; ++step) {
+    const int within = step % 4 * 32;
+    wgmma<T, TILE_M>(scores, keys + (step / 4 * kKeyPart + within) / 16,
+                            queries + (step / 4 * kQueryPart + within) / 16, step > 0);
+  }
+  wgmma_commit();
+}
+
+// -infinity where the key is not below `keys`, or the query is before the first that sees it: both
+// rows of a lane, `visible` being that query for the first of them, counted from the tile's first.
+CUKIT_DEVICE void mask(Scores& scores, int key, int keys, int visible) {
+  const int lane_column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int first = CAUSAL ? visible + 8 * half - lane_column : -1;
+    if (key + 8 * half >= keys) first = TILE_M;
+#pragma unroll
+    for (int n = 0; n < TILE_M / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (8 * n + i < first) scores[4 * n + 2 * half + i] = -infinity();
+      }
+  }
+}
+
+// scores = exp2(scale * scores - lse), and as operand a.
+CUKIT_DEVICE void exponentiate(Scores& scores, Packed& packed, const float* lse, float scale_log2) {
+#pragma unroll
+  for (int n = 0; n < TILE_M / 8; ++n) {
+    const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * n);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float* pair = &scores[4 * n + 2 * half];
+      pair[0] = exp2f(fmaf(pair[0], scale_log2, -row_lse.x));
+      pair[1] = exp2f(fmaf(pair[1], scale_log2, -row_lse.y));
+      packed[n / 2][n % 2 * 2 + half] = pack<T>(pair[0], pair[1]);
+    }
+  }
+}
+
+// dS = P * (dP - delta), as operand a.
+CUKIT_DEVICE void differentiate(Packed& ds, const Packed& p, const Scores& dp, const float* delta) {
+#pragma unroll
+  for (int n = 0; n < TILE_M / 8; ++n) {
+    const float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * n);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = 4 * n + 2 * half;
+      float pair[2];
+      unpack<T>(pair, p[n / 2][n % 2 * 2 + half]);
+      ds[n / 2][n % 2 * 2 + half] =
+          pack<T>(pair[0] * (dp[i] - row_delta.x), pair[1] * (dp[i + 1] - row_delta.y));
+    }
+  }
+}
+
+// A warp's sixteen keys of P or dS to shared memory. `tile` begins a tile of TILE_N keys, `first_row`
+// is the warp's first.
+CUKIT_DEVICE void store_scores(unsigned char* tile, int first_row, const Packed& scores) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int row = first_row + lane % 16;
+  const unsigned to = shared_address(tile) + row * kRowBytes;
+#pragma unroll
+  for (int step = 0; step < TILE_M / 16; ++step) {
+    const int within = (step % 4 * 2 + lane / 16) ^ (row % 8);
+    stmatrix_x4(to + step / 4 * kKeyPart + within * 16, scores[step]);
+  }
+}
+
+// Adds a warp's sixteen rows of dQ, eight blocks that lie together in the scratch, to global memory:
+// the first `Bulk` through shared memory by the copy engine, the rest straight from registers. The
+// copy engine takes bandwidth of shared memory, the others time of the warp.
+template <int Bulk>
+CUKIT_DEVICE void add_query_gradient(float* sum, const QueryGradient& dq, unsigned char* staging) {
+  const int lane = threadIdx.x % kWarpSize;
+  if constexpr (Bulk > 0) {
+    if (lane == 0) bulk_wait_read<0>();
+    __syncwarp();
+    float4* const to = reinterpret_cast<float4*>(staging) + lane;
+#pragma unroll
+    for (int n = 0; n < Bulk; ++n) {
+      to[n * kWarpSize] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+      bulk_add(sum, staging, Bulk * kQueryBlockBytes);
+      bulk_commit();
+    }
+  }
+#pragma unroll
+  for (int n = Bulk; n < 8; ++n) {
+    const float four[4] = {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
+    add_to_query_block(sum + n * kQueryBlock, lane, four);
+  }
+}
+
+// Where gradients of keys go, and how.
+struct Results {
+  Gradient* grad_k;
+  Gradient* grad_v;
+  long long row_stride;
+  int keys_left, head_dim;
+  float scale;
+};
+
+// Stores `factor` times a warp's sixteen keys, 2 N columns from `first_column` on; `first_row` is the
+// lane's first.
+template <int N>
+CUKIT_DEVICE void store(Gradient* to, const float (&sums)[N], float factor, const Results& results,
+                        int first_row, int first_column) {
+  const int quad_lane = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first_row + 8 * half;
+    const bool exists = row < results.keys_left;
+    Gradient* const out = to + row * results.row_stride;
+#if SPLIT
+#pragma unroll
+    for (int n = 0; n < N / 4; ++n) {
+      const float* pair = &sums[4 * n + 2 * half];
+      const int column = first_column + 8 * n + 2 * quad_lane;
+      if (exists && (!PADDED || column < results.head_dim)) {
+        *reinterpret_cast<float2*>(out + column) = make_float2(pair[0] * factor, pair[1] * factor);
+      }
+    }
+#else
+#pragma unroll
+    for (int four = 0; four < N / 16; ++four) {
+      unsigned chunk[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float* pair = &sums[4 * (4 * four + n) + 2 * half];
+        chunk[n] = pack<T>(pair[0] * factor, pair[1] * factor);
+      }
+      transpose_quad(chunk);
+      const int column = first_column + 32 * four + 8 * quad_lane;
+      if (exists && (!PADDED || column < results.head_dim)) {
+        *reinterpret_cast<uint4*>(out + column) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+      }
+    }
+#endif
+  }
+}
+
+}  // namespace cukit::backward

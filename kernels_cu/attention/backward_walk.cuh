@@ -1,0 +1,111 @@
+// What a block of the Hopper backward walks over, and the thread that fetches it.
+//
+// Macros: HEAD_DIM, TILE_M queries, TILE_N keys of a tile, STAGES.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ring.cuh"
+
+namespace cukit::backward {
+
+constexpr int kParts = HEAD_DIM / 64;
+constexpr int kRowBytes = 128;  // of a part
+constexpr int kQueryPart = TILE_M * kRowBytes;
+constexpr int kKeyPart = TILE_N * kRowBytes;
+constexpr int kQueryBytes = kParts * kQueryPart;
+constexpr int kKeyBytes = kParts * kKeyPart;
+
+// `lse` comes with a stage of Q, `delta` with one of dO.
+struct Shared {
+  Ring<STAGES> q;
+  Ring<STAGES> grad_out;
+  Mbarrier keys;
+  Mbarrier values;
+  alignas(16) float lse[STAGES][TILE_M];
+  alignas(16) float delta[STAGES][TILE_M];
+};
+
+// Tiles in shared memory: parts of 64 columns, rows of 128 swizzled bytes.
+struct Tiles {
+  unsigned char* k;
+  unsigned char* v;
+  unsigned char* q;         // stages
+  unsigned char* grad_out;  // stages
+  unsigned char* scores;    // P and dS
+  unsigned char* dq;        // what warps add to global memory
+};
+
+// A block's keys, and the tiles of queries that see them: of each head in turn, from start_tile to the
+// last and on from first_tile.
+struct Walk {
+  int batch, key_head, first_key;
+  int first_head;  // of q
+  int tiles;       // of queries, of a head
+  int first_scratch_tile;  // of the first head: tiles of all heads before it
+  int first_tile, start_tile, steps;
+};
+
+// One tile of queries after the other.
+struct Position {
+  int head = 0;
+  int tile;
+
+  CUKIT_DEVICE explicit Position(const Walk& walk) : tile(walk.start_tile) {}
+
+  // First row of the scratch arrays.
+  CUKIT_DEVICE long long scratch_row(const Walk& walk) const {
+    return (static_cast<long long>(walk.first_scratch_tile) +
+            static_cast<long long>(head) * walk.tiles + tile) * TILE_M;
+  }
+
+  CUKIT_DEVICE void advance(const Walk& walk) {
+    if (++tile == walk.tiles) tile = walk.first_tile;
+    if (tile == walk.start_tile) ++head;
+  }
+};
+
+CUKIT_DEVICE void fetch_tile(unsigned char* tile, int part_bytes, const TensorMap* map,
+                       Mbarrier* full, int row, int head, int b) {
+#pragma unroll 1
+  for (int part = 0; part < kParts; ++part) {
+    tma_load_4d(tile + part * part_bytes, map, full, part * 64, head, row, b);
+  }
+}
+
+// One thread's work.
+CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q,
+                      const TensorMap* k, const TensorMap* v,
+                      const TensorMap* grad_out, const float* lse_log2, const float* delta,
+                      const Walk& walk) {
+  Cursor<STAGES> at;
+  Position position(walk);
+  for (int step = 0; step < walk.steps; ++step) {
+    const int row = position.tile * TILE_M;
+    const int head = walk.first_head + position.head;
+    const long long statistics = position.scratch_row(walk);
+    if (step == 0) {
+      mbarrier_arrive_expect(&shared.keys, kKeyBytes);
+      fetch_tile(tiles.k, kKeyPart, k, &shared.keys, walk.first_key, walk.key_head, walk.batch);
+    }
+    Mbarrier* full = &shared.q.full[at.stage];
+    mbarrier_wait(&shared.q.empty[at.stage], at.parity ^ 1);
+    mbarrier_arrive_expect(full, kQueryBytes + TILE_M * 4);
+    fetch_tile(tiles.q + at.stage * kQueryBytes, kQueryPart, q, full, row, head, walk.batch);
+    bulk_load(shared.lse[at.stage], lse_log2 + statistics, TILE_M * 4, full);
+    if (step == 0) {
+      mbarrier_arrive_expect(&shared.values, kKeyBytes);
+      fetch_tile(tiles.v, kKeyPart, v, &shared.values, walk.first_key, walk.key_head, walk.batch);
+    }
+    full = &shared.grad_out.full[at.stage];
+    mbarrier_wait(&shared.grad_out.empty[at.stage], at.parity ^ 1);
+    mbarrier_arrive_expect(full, kQueryBytes + TILE_M * 4);
+    fetch_tile(tiles.grad_out + at.stage * kQueryBytes, kQueryPart, grad_out, full, row, head, walk.batch);
+    bulk_load(shared.delta[at.stage], delta + statistics, TILE_M * 4, full);
+    at.advance();
+    position.advance(walk);
+  }
+}
+
+}  // namespace cukit::backward

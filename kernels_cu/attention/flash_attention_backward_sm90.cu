@@ -1,0 +1,112 @@
+// Gradients of exact attention on Hopper's own units: dK and dV, and dQ summed up in float32.
+//
+//   P = exp(scale * Q K^T - lse)      dV = P^T dO      dP = dO V^T
+//   dS = P * (dP - delta)             dK = scale * dS^T Q      dQ = scale * dS K
+//
+// Papers: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2; Shah et al., "FlashAttention-3",
+//   arXiv:2407.08608.
+// Mapping: a block owns TILE_N keys of one key head and walks over the queries of `group` query heads
+//   in tiles of TILE_M. A thread of its first warpgroup asks the copy engine for K and V, then for Q and
+//   dO, tile after tile (backward_walk.cuh); the other two multiply, each in its way for narrow heads
+//   (backward_narrow.cuh) and wide ones (backward_wide.cuh). Where key heads alone would leave the GPU
+//   half empty, `splits` blocks share a key head, SPLIT is 1 and each writes its own sum in float32
+//   (flash_attention_backward_sum adds them).
+// Without a mask, block n starts at query tile n and wraps around, so that the blocks of a head add to
+//   different rows of dQ at any time.
+// Rows of `lse_log2` are +infinity where a query is beyond the last or sees no key: P is then 0.
+// Shared memory, bytes: 2 HEAD_DIM (2 TILE_N + 2 STAGES TILE_M) + 2 * 2 TILE_N TILE_M + 32 KiB for dQ
+//   (heads of 256: 16), dynamic: K | V | Q stages | dO stages | P and dS | dQ. Static: barriers, stages of lse
+//   and delta.
+// Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled by
+//   128 bytes; rows and columns beyond the tensor read as zero.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|256; PADDED 0|1 head_dim is smaller than HEAD_DIM;
+//   TILE_M x TILE_N 128x128 (64), 64x128 (128), 64x64 (256); STAGES 2..; THREADS = 384; CAUSAL 0|1;
+//   SPLIT 0|1.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ is not,
+//   since its additions come in any order.
+// Reference: cukit/reference/attention.py.
+#include "attention/block_order.cuh"
+#if HEAD_DIM == 256
+#include "attention/backward_wide.cuh"
+#else
+#include "attention/backward_narrow.cuh"
+#endif
+
+namespace {
+
+namespace backward = cukit::backward;
+using backward::Gradient;
+using T = cukit::element_t;
+
+constexpr int kConsumerWarps =
+    backward::kConsumers * backward::kGroupThreads / cukit::kWarpSize;
+constexpr int kProducerRegisters = 24;
+constexpr int kConsumerRegisters = 240;
+
+static_assert(THREADS == (backward::kConsumers + 1) * backward::kGroupThreads,
+              "a producer and the consumers");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backward_sm90(
+    const __grid_constant__ cukit::TensorMap q,         // [batch, seq_q, heads * group, head_dim]
+    const __grid_constant__ cukit::TensorMap k,         // [batch, seq_kv, heads / splits, head_dim]
+    const __grid_constant__ cukit::TensorMap v,         // as k
+    const __grid_constant__ cukit::TensorMap grad_out,  // as q
+    const float* __restrict__ lse_log2,  // [batch * heads * group, seq_q_padded]
+    const float* __restrict__ delta,     // as lse_log2
+    float* __restrict__ grad_q_sum,  // [batch * heads * group, seq_q_padded, HEAD_DIM], zeros at first
+    Gradient* __restrict__ grad_k,   // [batch, seq_kv, heads, head_dim], contiguous
+    Gradient* __restrict__ grad_v,   // as grad_k
+    int batch, int heads, int group, int splits, int seq_q, int seq_kv, int seq_q_padded,
+    int head_dim, int section, float scale, float scale_log2) {
+  __shared__ backward::Shared shared;
+  CUKIT_DYNAMIC_SHARED(unsigned char, bytes);
+  backward::Tiles tiles;
+  tiles.k = bytes;
+  tiles.v = tiles.k + backward::kKeyBytes;
+  tiles.q = tiles.v + backward::kKeyBytes;
+  tiles.grad_out = tiles.q + STAGES * backward::kQueryBytes;
+  tiles.scores = tiles.grad_out + STAGES * backward::kQueryBytes;
+  tiles.dq = tiles.scores + backward::kScoreTiles * backward::kScoreBytes;
+
+  const int kv_tiles = (seq_kv + TILE_N - 1) / TILE_N;
+  const cukit::HeadTile work = cukit::head_tile(blockIdx.x, batch * heads, kv_tiles, section);
+  const int past = seq_kv - seq_q;  // query i sees keys up to i + past
+  const int head = work.head % heads;  // splits of these share a head of k and v
+  backward::Walk walk;
+  walk.batch = work.head / heads;
+  walk.key_head = head / splits;
+  walk.first_key = work.tile * TILE_N;
+  walk.first_head = head * group;
+  walk.tiles = seq_q_padded / TILE_M;
+  walk.first_scratch_tile = work.head * group * walk.tiles;
+  walk.first_tile = CAUSAL ? min(walk.tiles, max(0, walk.first_key - past) / TILE_M) : 0;
+  walk.steps = (walk.tiles - walk.first_tile) * group;
+  walk.start_tile = CAUSAL || walk.tiles == 0 ? walk.first_tile : work.tile % walk.tiles;
+
+  if (threadIdx.x == 0) {
+    shared.q.init(kConsumerWarps);
+    shared.grad_out.init(kConsumerWarps);
+    cukit::mbarrier_init(&shared.keys, 1);
+    cukit::mbarrier_init(&shared.values, 1);
+    cukit::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < backward::kGroupThreads) {
+    cukit::give_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, walk);
+    }
+  } else {
+    cukit::take_registers<kConsumerRegisters>();
+    const long long row_stride = static_cast<long long>(heads) * head_dim;
+    const long long start =
+        (static_cast<long long>(walk.batch) * seq_kv + walk.first_key) * row_stride +
+        head * head_dim;
+    const backward::Results results{grad_k + start,          grad_v + start, row_stride,
+                                    seq_kv - walk.first_key, head_dim,       scale};
+    backward::accumulate(shared, tiles, walk, results, grad_q_sum, past, scale_log2);
+  }
+}

@@ -1,0 +1,136 @@
+"""Class sm90 of the backward: many tiles either way, shared key heads, layouts, what it covers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cukit
+from cukit.attention import flash_attention, flash_attention_backward
+from cukit.attention.flash_backward_sm90 import covers, plan_flash_attention_backward_sm90
+from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention.flash_tilings import WARPGROUP_KEY_TILINGS
+from cukit.core.device import KIB, typical_device
+from cukit.reference import attention as reference
+from tests.attention import plain
+from tests.contract import assert_close, poison_pool, random, to_device, to_host
+
+H200 = typical_device("sm_90")
+PROBLEM = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
+WIDTHS = list(WARPGROUP_KEY_TILINGS)
+STATIC_BYTES = 3 * KIB  # barriers, stages of lse and delta
+
+
+def inputs_of(rng, lengths, heads, head_dim, batch=1, dtype="bfloat16"):
+    (seq_q, seq_kv), (heads_q, heads_kv) = lengths, heads
+    q, grad_out = (random(rng, (batch, seq_q, heads_q, head_dim), dtype) for _ in range(2))
+    k, v = (random(rng, (batch, seq_kv, heads_kv, head_dim), dtype) for _ in range(2))
+    return q, k, v, grad_out
+
+
+def check(device, q, k, v, grad_out, causal):
+    out, lse = (
+        x.astype(dtype)
+        for x, dtype in zip(
+            reference.flash_attention(
+                *(x.astype(np.float64) for x in (q, k, v)), causal=causal, return_lse=True
+            ),
+            (q.dtype, np.float32),
+            strict=True,
+        )
+    )
+    placed = to_device(device, grad_out, q, k, v, *map(np.ascontiguousarray, (out, lse)))
+    poison_pool(device)
+    grads = flash_attention_backward(*placed, causal=causal)
+    wide = [x.astype(np.float64) for x in (grad_out, q, k, v)]
+    exact_out, exact_lse = reference.flash_attention(*wide[1:], causal=causal, return_lse=True)
+    expected = reference.flash_attention_backward(*wide, exact_out, exact_lse, causal=causal)
+    low = plain.backward(grad_out, q, k, v, causal)
+    for name, *of_input in zip(("grad_q", "grad_k", "grad_v"), grads, low, expected, strict=True):
+        assert_close(name, *of_input)
+
+
+@pytest.fixture
+def late_emulator(request, monkeypatch) -> Iterator[str]:
+    """Copies and products of the emulated engines finish only when somebody waits for them."""
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
+    with cukit.backend("emulator", arch="sm_90", seed=7, late=True):
+        yield "emulator"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", WIDTHS)
+def test_many_tiles_both_ways(device, rng, head_dim, causal):
+    """Rings that wrap, dS handed over again and again, tiles of queries that go round."""
+    check(device, *inputs_of(rng, (330, 290), (2, 1), head_dim), causal)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("head_dim", WIDTHS)
+def test_whatever_finishes_late(late_emulator, rng, head_dim):
+    check(late_emulator, *inputs_of(rng, (330, 150), (1, 1), head_dim), False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_query_heads_are_split_where_key_heads_are_few(device, rng, head_dim):
+    """Four blocks share a key head and write sums of their own."""
+    problem = AttentionProblem(1, 70, 140, 4, 1, head_dim, "float16", True)
+    assert plan_flash_attention_backward_sm90(problem, H200).splits == 4
+    check(device, *inputs_of(rng, (70, 140), (4, 1), head_dim, dtype="float16"), True)
+
+
+@pytest.mark.parametrize("head_dim", [40, 200])
+def test_strided_inputs_are_read_as_they_lie(device, rng, head_dim):
+    """[batch, heads, seq, head_dim] seen as [batch, seq, heads, head_dim], and a fused k and v."""
+    arrays = inputs_of(rng, (70, 130), (2, 2), head_dim)
+    q, k, v, grad_out = to_device(device, *arrays)
+    out, lse = flash_attention(q, k, v, return_lse=True)
+    swapped = (x.swapaxes(1, 2) for x in arrays)
+    *strided, strided_grad = (
+        x.swapaxes(1, 2) for x in to_device(device, *map(np.ascontiguousarray, swapped))
+    )
+    (fused,) = to_device(device, np.concatenate(arrays[1:3], axis=2))
+    expected = flash_attention_backward(grad_out, q, k, v, out, lse)
+    for given, grad in ((strided, strided_grad), ((q, fused[:, :, :2], fused[:, :, 2:]), grad_out)):
+        grads = flash_attention_backward(grad, *given, out, lse)
+        for got, wanted in zip(grads[1:], expected[1:], strict=True):
+            assert to_host(got).tobytes() == to_host(wanted).tobytes()
+        np.testing.assert_allclose(
+            to_host(grads[0]).astype(np.float32), to_host(expected[0]).astype(np.float32), atol=1e-2
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", WIDTHS)
+def test_gradients_of_keys_are_the_same_bits_each_time(rng, head_dim):
+    q, k, v, grad_out = to_device("gpu", *inputs_of(rng, (1777, 1600), (8, 2), head_dim, batch=2))
+    out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    first = None
+    for _ in range(20):
+        poison_pool("gpu")
+        _, grad_k, grad_v = flash_attention_backward(grad_out, q, k, v, out, lse, causal=True)
+        bits = to_host(grad_k).tobytes(), to_host(grad_v).tobytes()
+        first = first or bits
+        assert bits == first
+
+
+def test_what_the_class_covers():
+    assert covers(PROBLEM, False, H200)
+    assert covers(replace(PROBLEM, sinks=True), False, H200)
+    assert not covers(PROBLEM, True, H200), "dQ in a fixed order is class sm80's"
+    assert not covers(replace(PROBLEM, window=(8, None)), False, H200)
+    assert not covers(replace(PROBLEM, value_dim=64), False, H200)
+    assert not covers(replace(PROBLEM, seq_len_q=0), False, H200)
+    assert not covers(PROBLEM, False, typical_device("sm_100"))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_block_fits_an_sm(width):
+    tiling = WARPGROUP_KEY_TILINGS[width]
+    assert tiling.shared_bytes(width, width) + STATIC_BYTES <= H200.shared_bytes_per_block
+    config = plan_flash_attention_backward_sm90(replace(PROBLEM, head_dim=width - 8), H200)
+    assert config.width == width
+    assert config.scratch_rows(0)[1] % tiling.tile_m == 0
