@@ -9,6 +9,7 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import DeviceBuffer, MemoryPool, MemoryPoolConfig
+from cukit.memory.compact import LEAST_GAP
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE, InjectedError, SimulatedProvider, fill, holds
 
@@ -63,6 +64,7 @@ class Tour:
         # Another stream takes what the first one freed, waits for what it did not.
         other = self.allocate(5 * PAGE, stream=1)
         self.step(lambda: self.pool.used_on(other, 2))
+        self.step(lambda: self.pool.used_on(other, 3))
         self.step(lambda: self.pool.free(other))
         self.step(self.pool.statistics)
 
@@ -106,3 +108,44 @@ def test_every_call_fails_once(*, can_remap: bool, lagging: bool) -> None:
         tour.provider.fail_in = number
         tour.run()
         assert tour.failures == 1, f"call {number} ({calls[number]}) failed and nobody heard"
+
+
+def slid_pool() -> tuple[MemoryPool, SimulatedProvider, list[DeviceBuffer]]:
+    """Buffers of three quarters of a page behind holes of one quarter: they can only slide."""
+    page = 4 * LEAST_GAP
+    provider = SimulatedProvider(8 * page, page_bytes=page)
+    pool = MemoryPool(MemoryPoolConfig(block_size=page), provider)
+    gaps, buffers = [], []
+    for value in range(8):
+        gaps.append(pool.allocate_buffer(LEAST_GAP))
+        buffers.append(pool.allocate_buffer(3 * LEAST_GAP))
+        for part in range(3):
+            with buffers[-1].pinned() as address:
+                fill(address + part * LEAST_GAP, LEAST_GAP, 10 * value + part)
+    for gap in gaps:
+        gap.close()
+    return pool, provider, buffers
+
+
+def intact(buffers: list[DeviceBuffer]) -> bool:
+    return all(
+        holds(buffer.pin() + part * LEAST_GAP, LEAST_GAP, 10 * value + part)
+        for value, buffer in enumerate(buffers)
+        for part in range(3)
+    )
+
+
+def test_a_slide_that_breaks_off_is_taken_back() -> None:
+    pool, provider, buffers = slid_pool()
+    provider.calls.clear()
+    assert pool.defragment().bytes_moved > 0
+    calls = list(provider.calls)
+    assert calls.count("copy") > 2
+    assert intact(buffers)
+    for number in range(len(calls)):
+        pool, provider, buffers = slid_pool()
+        provider.fail_in = number
+        with pytest.raises(InjectedError):
+            pool.defragment()
+        check_invariants(pool)
+        assert intact(buffers), f"call {number}, {calls[number]}"
