@@ -69,7 +69,7 @@ def draw_bars(results: Mapping[str, Any]) -> str | None:
     height = float(ElementTree.fromstring(chart).attrib["height"])
     whole = HEAD + height + MARGIN / 2
     title = "Memory held beyond what is live"
-    machine = f"{results['environment']['gpu']}. Shorter is better; each log on each pool, alone."
+    machine = f"{results['environment']['gpu']}. Shorter is better."
     parts = [
         svg.element("style", svg.style() + "svg .panel { fill: var(--page); }\n"),
         svg.element("rect", class_="panel", width=WIDTH, height=whole, rx=12.0),
@@ -87,7 +87,7 @@ def _legend(names: list[str]) -> list[str]:
     parts = []
     x = WIDTH - MARGIN
     for number, name in reversed(list(enumerate(names))):
-        x -= svg.text_width(name) * 1.05 + 15
+        x -= svg.text_width(name) * 1.2 + 15
         square = svg.element(
             "rect", x=x, y=26.0, width=11.0, height=11.0, rx=2.0, class_=svg.colour(number)
         )

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cukit.analyzer.report import numbers
 from cukit.analyzer.results import Record, read
 from profiling.memory_pool import FAMILY, OURS
 from profiling.tables import NOT_MEASURED, PUBLISHED, ROOT, markdown
@@ -134,7 +135,7 @@ def _calls(records: Sequence[Record]) -> str:
             record = found[OURS]
             text = f"{record['median_us'] / 1e3:.2f} ms"
             if record.get("gbps"):
-                text += f" ({record['gbps'] / 1e3:.2f} TB/s)"
+                text += f" ({numbers.gbps(record['gbps'])})"
             rows.append([f"{op} {case}", text, *[""] * (len(pools) - 1)])
     return markdown(["call", *map(pool_title, pools)], rows, left=1)
 
