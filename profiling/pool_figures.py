@@ -14,13 +14,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 from cukit.analyzer.report import svg
-from cukit.analyzer.report.bars import Bar, Group, Mark, bar_chart
+from cukit.analyzer.report.memory_pools import HELD, draw_held, pool_title, replayed_on
 from cukit.analyzer.results import read
 from cukit.memory import MemoryPool, MemoryPoolConfig
 from cukit.memory.host import HostProvider
 from cukit.memory.picture import map_svg
 from profiling.memory_pool import FAMILY
-from profiling.pool_tables import by_case, overhead, pool_title, pools_in
 from profiling.tables import PUBLISHED, ROOT
 
 BARS = ROOT / "docs" / "memory_pools.svg"
@@ -42,45 +41,23 @@ def main() -> int:
 def draw_bars(results: Mapping[str, Any]) -> str | None:
     """A group of bars a log, one bar a pool; None where nothing is measured."""
     records = [record for record in results["records"] if record["family"] == FAMILY]
-    free, tight = by_case(records, "replay"), by_case(records, "replay_tight")
-    if not free:
+    if not records:
         return None
-    pools = pools_in([record for record in records if record["op"] == "replay"])
-    groups = []
-    for case, found in free.items():
-        bars = []
-        for number, pool in enumerate(pools):
-            if (record := found.get(pool)) is None:
-                continue
-            more = 100 * (overhead(record) - 1)
-            limited = tight.get(case, {}).get(pool)
-            failed = limited is not None and not limited["completed"]
-            note = f"+{more:.0f}%" + (", fails within 5%" if failed else "")
-            bars.append(Bar(number, more, note, f"{pool_title(pool)} on {case}: {note}"))
-        live = next(iter(found.values()))["peak_live_bytes"] / 2**30
-        groups.append(Group(case, f"{live:.1f} GiB live", tuple(bars)))
-    chart = bar_chart(
-        groups,
-        title="Memory held beyond what is live, by pool and log",
-        unit="% more than the peak of live bytes",
-        width=WIDTH - 2 * MARGIN,
-        mark=Mark(5.0, "tight limit"),
-    )
+    chart = draw_held(records, WIDTH - 2 * MARGIN)
     height = float(ElementTree.fromstring(chart).attrib["height"])
     whole = HEAD + height + MARGIN / 2
-    title = "Memory held beyond what is live"
     machine = f"{results['environment']['gpu']}. Shorter is better."
     parts = [
         svg.element("style", svg.style() + "svg .panel { fill: var(--page); }\n"),
         svg.element("rect", class_="panel", width=WIDTH, height=whole, rx=12.0),
         svg.element(
-            "text", escape(title), x=MARGIN, y=36.0, style="font-size: 17px; font-weight: 650"
+            "text", escape(HELD), x=MARGIN, y=36.0, style="font-size: 17px; font-weight: 650"
         ),
         svg.text(machine, MARGIN, 56.0, "detail"),
-        *_legend([pool_title(pool) for pool in pools]),
+        *_legend([pool_title(pool) for pool in replayed_on(records)]),
         svg.element("g", chart, transform=f"translate({MARGIN:.0f} {HEAD:.0f})"),
     ]
-    return svg.figure(WIDTH, whole, title, parts) + "\n"
+    return svg.figure(WIDTH, whole, HELD, parts) + "\n"
 
 
 def _legend(names: list[str]) -> list[str]:

@@ -14,21 +14,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cukit.analyzer.report import numbers
+from cukit.analyzer.report.benchmarks import OURS
+from cukit.analyzer.report.memory_pools import (
+    by_case,
+    overhead,
+    pool_title,
+    pools_in,
+    replayed_on,
+)
 from cukit.analyzer.results import Record, read
-from profiling.memory_pool import FAMILY, OURS
+from profiling.memory_pool import FAMILY
 from profiling.tables import NOT_MEASURED, PUBLISHED, ROOT, markdown
 
 DOCUMENTS = ("README.md", "docs/memory.md")
 
 MARKS = re.compile(r"(<!-- pools:(\w+) -->\n).*?(<!-- /pools -->)", re.DOTALL)
-
-TITLES = {
-    "cupy": "CuPy",
-    "cupy-async": "CuPy async",
-    "rmm": "RMM",
-    "torch": "PyTorch",
-    "torch-expandable": "PyTorch, expandable",
-}
 
 
 def main() -> int:
@@ -61,35 +61,10 @@ def update(text: str, results: Mapping[str, Any], document: str) -> str:
     return MARKS.sub(lambda match: match[1] + table(match[2]) + match[3], text)
 
 
-def pools_in(records: Sequence[Record]) -> list[str]:
-    """Every pool, ours first."""
-    found = dict.fromkeys(record["impl"] for record in records)
-    return sorted(found, key=lambda pool: pool != OURS)
-
-
-def by_case(records: Sequence[Record], op: str) -> dict[str, dict[str, Record]]:
-    """Case -> pool -> record."""
-    found: dict[str, dict[str, Record]] = {}
-    for record in records:
-        if record["op"] == op:
-            found.setdefault(record["case"], {})[record["impl"]] = record
-    return found
-
-
-def pool_title(pool: str) -> str:
-    """What a reader calls it."""
-    return TITLES.get(pool, pool)
-
-
-def overhead(record: Record) -> float:
-    """Peak of bytes held over peak of bytes live."""
-    return float(record["peak_reserved_bytes"] / record["peak_live_bytes"])
-
-
 def _replay(records: Sequence[Record]) -> str:
     """Memory held over memory live without a limit, and who fails at a tight one."""
     tight = by_case(records, "replay_tight")
-    pools = pools_in([record for record in records if record["op"] == "replay"])
+    pools = replayed_on(records)
     rows = []
     for case, free in by_case(records, "replay").items():
         live = next(iter(free.values()))["peak_live_bytes"] / 2**30
@@ -109,7 +84,7 @@ def _held(free: Record | None, tight: Record | None) -> str:
 
 def _latency(records: Sequence[Record]) -> str:
     """Mean and 99th percentile of an allocation, without a limit; the mean of a free."""
-    pools = pools_in([record for record in records if record["op"] == "replay"])
+    pools = replayed_on(records)
     rows = []
     for case, free in by_case(records, "replay").items():
         cells = [_times(free.get(pool)) for pool in pools]

@@ -102,6 +102,11 @@ class BenchmarkResults:
         return tuple(Case(tuple(group)) for group in groups.values())
 
     @property
+    def memory_pools(self) -> tuple[Record, ...]:
+        """What was measured of memory pools."""
+        return tuple(r for r in self.records if r["family"] == MEMORY_POOLS)
+
+    @property
     def families(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(case.family for case in self.cases))
 

@@ -30,6 +30,7 @@ from cukit.analyzer.report.layout import (
     Tiles,
     cell,
 )
+from cukit.analyzer.report.memory_pools import pool_blocks
 from cukit.analyzer.report.roofline import Point, Roof, roofline
 from cukit.analyzer.statistics import NOISY_INTERVAL
 
@@ -50,6 +51,7 @@ def benchmark_section(results: BenchmarkResults) -> Section:
         blocks.append(_table(family, cases, results.impls_of(family)))
         blocks.append(Fold(f"Every case of {family} in bars", tuple(figures)))
         blocks.append(Fold(f"Every time of {family} and its spread", (_times(cases),)))
+    blocks += pool_blocks(results.memory_pools)
     return Section("Benchmarks", results.machine, tuple(blocks))
 
 
