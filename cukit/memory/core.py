@@ -55,6 +55,9 @@ class PoolCore:
         self._capture_id = provider.capture_id
         self._lock = threading.RLock()
         self._acquire: Callable[[], object] = self._lock.acquire
+        self._acquire_at_once = (
+            self._lock.acquire
+        )  # called with False; as a keyword: twice the time
         self._release = self._lock.release
         self._busy = False
         self._put_aside: deque[tuple[int, Any] | Holder] = deque()
@@ -74,7 +77,7 @@ class PoolCore:
         self._ladder = Ladder(
             config, provider, self._supply, self._pager, self._defragmenter, self._outside
         )
-        self._buffers = 0
+        self._has_buffers = False
         register_pool(self)
         parts = (provider, self._streams, self._pager, self._live, os.getpid())
         weakref.finalize(self, _give_back, *parts).atexit = False
@@ -111,12 +114,12 @@ class PoolCore:
                 self._counters.hits += 1
             else:
                 span = self._find(rounded, state)
+                self._counters.misses += 1
             span.state = LIVE
             span.requested = size
             address = span.address
             self._live[address] = span
             counters = self._counters
-            counters.allocations += 1
             live = counters.live_bytes + rounded
             counters.live_bytes = live
             if live > counters.peak_live_bytes:
@@ -151,22 +154,34 @@ class PoolCore:
 
     def free_from_finalizer(self, address: int) -> None:
         """`free` for destructors: never blocks, never raises; done later if the pool is busy."""
-        if not self._lock.acquire(blocking=False):
-            self._put_aside.append((address, None))
-            return
-        if self._busy:
-            self._put_aside.append((address, None))
+        if self._acquire_at_once(False):
+            if not self._busy:
+                self._busy = True
+                try:
+                    span = self._live.get(address)
+                    if span is None or not self._put_back(span):
+                        self._put_aside.append((address, None))
+                        self._take_in_quietly()
+                finally:
+                    self._busy = False
+                    self._release()
+                return
             self._release()
-            return
-        self._busy = True
-        try:
-            span = self._live.get(address)
-            if span is None or not self._put_back(span):
-                self._put_aside.append((address, None))
-                self._take_in_quietly()
-        finally:
-            self._busy = False
-            self._release()
+        self._put_aside.append((address, None))
+
+    def _free_held(self, holder: Holder) -> None:
+        """The same for the memory of a DeviceBuffer."""
+        self._put_aside.append(holder)
+        if self._acquire_at_once(False):
+            try:
+                if not self._busy:
+                    self._busy = True
+                    try:
+                        self._take_in_quietly()
+                    finally:
+                        self._busy = False
+            finally:
+                self._release()
 
     # Behind the doors -------------------------------------------------------------------------
 
@@ -277,22 +292,6 @@ class PoolCore:
         for capture in self.provider.ended_captures():
             release_capture(capture, self._streams, self._arena, self._live)
 
-    def _release_holder(self, holder: Holder) -> None:
-        self._put_aside.append(holder)
-        self._try_take_in()
-
-    def _try_take_in(self) -> None:
-        if self._lock.acquire(blocking=False):
-            try:
-                if not self._busy:
-                    self._busy = True
-                    try:
-                        self._take_in_quietly()
-                    finally:
-                        self._busy = False
-            finally:
-                self._release()
-
     def _take_in_quietly(self) -> None:
         try:
             self._take_in()
@@ -307,11 +306,11 @@ class PoolCore:
                 span, stream = item.span, None
                 span.holder = None
                 try:
-                    self._free_slowly(span)
+                    if not self._put_back(span):
+                        self._free_slowly(span)
                 except BaseException:
                     span.holder = item
                     raise
-                self._buffers -= 1
             else:
                 address, stream = item
                 found = self._live.get(address)

@@ -63,12 +63,12 @@ class MemoryPool(PoolCore):
     def allocate_buffer(self, size: int, stream: Any = None) -> DeviceBuffer:
         """A movable buffer of `size` bytes that frees itself."""
         address = self.allocate(size, stream)
-        with self._locked():
-            span = self._live[address]
-            holder = span.holder = Holder(span, self._release_holder)
-            if isinstance(span.stream, CaptureKey):
-                holder.pins.append(None)  # the graph knows the address for good
-            self._buffers += 1
+        span = self._live[address]
+        holder = Holder(span, self._free_held)
+        if isinstance(span.stream, CaptureKey):
+            holder.pins.append(None)  # the graph knows the address for good
+        span.holder = holder  # from here on it may be moved
+        self._has_buffers = True
         return DeviceBuffer(self, size, holder)
 
     # Order and numbers ------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class MemoryPool(PoolCore):
         counters = self._counters
         free = self._pager.reserved_bytes - counters.live_bytes - self._supply.pending_bytes
         early = counters.allocations < self._next_defragment
-        if early or not self._buffers or free < size or self._supply.capturing():
+        if early or not self._has_buffers or free < size or self._supply.capturing():
             return False
         facts = self._defragmenter.survey()
         if facts.whole_pages >= size or facts.fragmentation <= self.config.defrag_threshold:

@@ -84,14 +84,19 @@ class _Start(NamedTuple):
 class Counters:
     """What the pool counts as it goes. Scopes remember where the counts stood when they began."""
 
-    __slots__ = ("_opened", "allocations", "hits", "live_bytes", "peak_live_bytes")
+    __slots__ = ("_opened", "hits", "live_bytes", "misses", "peak_live_bytes")
 
     def __init__(self) -> None:
-        self.allocations = 0
         self.hits = 0
+        self.misses = 0
         self.live_bytes = 0
         self.peak_live_bytes = 0
         self._opened = [_Start()]
+
+    @property
+    def allocations(self) -> int:
+        """All that succeeded."""
+        return self.hits + self.misses
 
     def open_scope(self, pager: Pager, facts: tuple[int, ...]) -> None:
         """Peaks start again from what is there now; `facts` as `statistics` takes them."""
