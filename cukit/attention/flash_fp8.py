@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from cukit.attention.flash_fp8_plan import Float8Config, Float8Problem, covers, plan_float8
+from cukit.attention.flash_options import ScoreOptions
 from cukit.core.arrays import (
     Array,
     address_of,
     bfloat16,
-    check_array,
     empty,
     float16,
     float32,
@@ -33,6 +33,9 @@ _ALIGNMENT = 16
 _MOST_MAPS = 256
 
 
+Descales = tuple[Any, Any, Any]
+
+
 class Float8Array(Protocol):
     """A `cukit.NarrowArray` of float8_e4m3. Its storage may have any strides that are multiples of
     16 bytes, with a contiguous last axis."""
@@ -45,54 +48,61 @@ class Float8Array(Protocol):
         """The values as float32."""
 
 
-def is_float8(array: Any) -> bool:
-    """Whether `array` is a NarrowArray: attention of it is this module's business."""
-    return hasattr(array, "storage") and hasattr(array, "dense")
+def is_float8(*arrays: Any) -> bool:
+    """Whether any is a NarrowArray: attention of such arrays is this module's business."""
+    return any(hasattr(array, "storage") and hasattr(array, "dense") for array in arrays)
 
 
-def attend(
+def refuse_float8(op: str, *arrays: Any) -> None:
+    """Raises ArrayDtypeError for float8 arrays."""
+    if is_float8(*arrays):
+        raise ArrayDtypeError(f"{op}: float8 inputs have a forward only; pass their dense() values")
+
+
+def attend_float8(
     q: Float8Array,
     k: Float8Array,
     v: Float8Array,
-    descales: tuple[Any, Any, Any],
-    *,
-    causal: bool,
-    scale: float | None,
+    descales: Descales,
+    options: ScoreOptions,
+    others: tuple[Array | None, ...],
     out: Array | None,
 ) -> tuple[Array, Array] | None:
-    """(out, lse) from the float8 kernel; None where it does not serve these arrays.
+    """(out, lse) from the float8 kernel; None where it does not serve these arrays or options.
 
-    descales: of q, k and v, each None or float32 [], [heads_kv] or [batch, heads_kv].
+    descales: of q, k and v, each None, a number, or float32 [], [heads_kv] or [batch, heads_kv].
+    others: the arrays among the options.
     """
     _check_inputs(q, k, v, out)
-    placed = _descales(q, k, descales)
+    factors = _factors(q, k, descales)
+    options.check(_OP)
+    causal, window = options.visible
+    plain = options.softcap is None and window is None and all(x is None for x in others)
     arrays = (q.storage, k.storage, v.storage)
-    if not runs_kernel(_OP, *arrays, *placed, out):
+    if not plain or not runs_kernel(_OP, *arrays, *factors, out):
         return None
-    launch = _prepare(*arrays, out, *placed, bool(causal), scale)
-    return None if launch is None else launch(*arrays, out, placed)
+    launch = _prepare(*arrays, out, *factors, causal, options.scale)
+    return None if launch is None else launch(*arrays, out, factors)
 
 
 def decode_inputs(
     q: Float8Array,
     k: Float8Array,
     v: Float8Array,
-    descales: tuple[Any, Any, Any],
+    descales: Descales,
     out: Array | None,
 ) -> tuple[Array, Array, Array]:
     """q, k and v times their descales, in the dtype of `out` (bfloat16 where there is none)."""
     _check_inputs(q, k, v, out)
     dtype = bfloat16 if out is None else out.dtype
     decoded = []
-    for array, factors in zip((q, k, v), _descales(q, k, descales), strict=True):
+    for array, factors in zip((q, k, v), _factors(q, k, descales), strict=True):
         values = array.dense()
-        if factors is not None:
-            per_head = factors.reshape(*factors.shape, *(1,) * (1 if factors.ndim else 0))
-            if factors.ndim == 2:
-                per_head = per_head[:, None]  # [batch, 1, heads_kv, 1]
-            if factors.ndim:
-                per_head = per_head.repeat(array.shape[-2] // k.shape[-2], axis=-2)
-            values = values * per_head
+        if factors is not None and factors.ndim:
+            factors = factors[..., None].repeat(array.shape[-2] // k.shape[-2], axis=-2)
+            values = values * (factors[:, None] if factors.ndim == 3 else factors)
+        elif factors is not None:
+            values = values * factors
         decoded.append(values.astype(dtype))
     return decoded[0], decoded[1], decoded[2]
 
@@ -110,15 +120,15 @@ def _check_inputs(q: Float8Array, k: Float8Array, v: Float8Array, out: Array | N
         )
 
 
-def _descales(q: Float8Array, k: Float8Array, given: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+def _factors(q: Float8Array, k: Float8Array, given: Descales) -> Descales:
     xp = namespace(q.storage)
     return tuple(  # type: ignore[return-value]
-        None if factors is None else _descale(name, factors, q, k, xp)
+        None if factors is None else _factor(name, factors, q, k, xp)
         for name, factors in zip(("q_descale", "k_descale", "v_descale"), given, strict=True)
     )
 
 
-def _descale(name: str, given: Any, q: Float8Array, k: Float8Array, xp: Any) -> Array:
+def _factor(name: str, given: Any, q: Float8Array, k: Float8Array, xp: Any) -> Array:
     factors = xp.float32(given) if isinstance(given, (int, float)) else given
     factors = xp.asarray(factors)
     if factors.dtype != float32:
@@ -145,16 +155,14 @@ def _prepare(
     causal: bool,
     scale: float | None,
 ) -> _Float8Launch | None:
-    if q.ndim != 4 or not all(_readable(array) for array in (q, k, v)):
+    if q.ndim != 4 or k.ndim != 4 or not all(_readable(array) for array in (q, k, v)):
         return None
     batch, seq_len_q, num_heads_q, head_dim = q.shape
-    check_array(
-        _OP, "k", k, dtypes=(q.dtype,), shape=(batch, None, None, head_dim), contiguous=False
-    )
-    if v.shape != k.shape or (out is not None and not _writable(out, q.shape)):
-        return None
     seq_len_kv, num_heads_kv = k.shape[1:3]
-    if num_heads_kv == 0 or num_heads_q % num_heads_kv:
+    fits = v.shape == k.shape == (batch, seq_len_kv, num_heads_kv, head_dim)
+    if not fits or num_heads_kv == 0 or num_heads_q % num_heads_kv:
+        return None
+    if out is not None and not _writable(out, q.shape):
         return None
     problem = Float8Problem(
         batch,
@@ -222,42 +230,45 @@ def _steps(factors: Array | None) -> tuple[int, int]:
 
 
 class _Float8Launch:
-    """Both launches of a call, for arrays of one description; tensor maps are kept by address."""
+    """The launches of a call, for arrays of one description; tensor maps are kept by address."""
 
     __slots__ = ("_config", "_key_box", "_main", "_maps", "_query_box", "_values")
 
     def __init__(self, config: Float8Config, scalars: tuple[Any, ...]) -> None:
         problem, tiling = config.problem, config.tiling
         part = min(problem.width, 128)
-        tiles, heads, _ = config.values_grid
         self._config = config
         self._query_box = (1, tiling.tile_m, 1, part)
         self._key_box = (1, tiling.tile_n, 1, part)
-        self._values = Launch(
-            load_kernel(config.values_spec()),
-            config.values_grid,
-            (np.int32(tiles), np.int32(heads)),
-        )
+        self._values: Launch | None = None
+        if not tiling.transposes:
+            tiles, heads, _ = config.values_grid
+            kernel = load_kernel(config.values_spec())
+            self._values = Launch(kernel, config.values_grid, (np.int32(tiles), np.int32(heads)))
         self._main = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
         self._maps: dict[tuple[str, int], Any] = {}
 
     def __call__(
-        self, q: Array, k: Array, v: Array, out: Array | None, descales: tuple[Any, Any, Any]
+        self, q: Array, k: Array, v: Array, out: Array | None, factors: Descales
     ) -> tuple[Array, Array]:
         """Launches on the current stream."""
         problem = self._config.problem
         if out is None:
             out = empty(q, q.shape, bfloat16)
         lse = empty(q, (problem.batch, problem.num_heads_q, problem.seq_len_q), float32)
-        slabs = empty(q, (self._config.values_bytes,), np.uint8)
-        self._values(self._map("v", v, self._key_box), slabs)
+        values = self._map("v", v, self._key_box)
+        transposed = NULL
+        if self._values is not None:
+            transposed = empty(q, (self._config.values_bytes,), np.uint8)
+            self._values(values, transposed)
         self._main(
             self._map("q", q, self._query_box),
             self._map("k", k, self._key_box),
-            slabs,
+            values,
+            transposed,
             out,
             lse,
-            *(NULL if factors is None else factors for factors in descales),
+            *(NULL if factor is None else factor for factor in factors),
         )
         return out, lse
 

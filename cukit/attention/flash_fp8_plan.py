@@ -49,9 +49,11 @@ class Float8Tiling:
     """Warpgroups that multiply; one more copies."""
     tile_n: int
     kept_tiles: int
-    """Tiles of keys that the tensor core adds up before their sum is kept in float."""
+    """Tiles of keys that the tensor core adds up before their sum is kept elsewhere."""
     query_stages: int = 2
     num_stages: int = 2
+    transposes: bool = False
+    """Every block transposes the values it reads, tile by tile, instead of a kernel before it."""
 
     @property
     def tile_m(self) -> int:
@@ -64,23 +66,31 @@ class Float8Tiling:
         return _GROUP * (self.consumers + 1)
 
     def shared_bytes(self, width: int) -> int:
-        """The stages of Q, of K and of V, the sums and the two maxima of every thread."""
-        rows = self.query_stages * self.tile_m + 2 * self.num_stages * self.tile_n
-        item = 2 if width > 128 else 4
-        kept = _GROUP * self.consumers * (width // 2 * item + 2 * 4)
-        return width * rows + kept
+        """The stages of Q, of K and of V, what is kept of every thread: its sums as bfloat16, and
+        two maxima."""
+        key_tiles = 2 * self.num_stages + (_RAW_STAGES if self.transposes else 0)
+        rows = self.query_stages * self.tile_m + key_tiles * self.tile_n
+        return width * rows + _GROUP * self.consumers * (width // 2 * 2 + 2 * 4)
 
+
+_RAW_STAGES = 2
 
 TILINGS = {
-    64: Float8Tiling(3, 160, 12),
-    128: Float8Tiling(2, 224, 8),
-    256: Float8Tiling(2, 128, 16, query_stages=1),
+    64: Float8Tiling(3, 160, 6),
+    128: Float8Tiling(2, 224, 4),
+    256: Float8Tiling(2, 128, 8, query_stages=1),
 }
+SHORT_TILINGS = {
+    64: Float8Tiling(3, 128, 7, transposes=True),
+    128: Float8Tiling(2, 192, 5, transposes=True),
+}
+"""Where few tiles of queries read the same values, a pass over those before would not pay."""
+FEW_QUERY_TILES = 8
 
 
 @dataclass(frozen=True)
 class Float8Config:
-    """How one call runs: the values are transposed first, then everything else."""
+    """How one call runs: the values are transposed first, unless the main kernel does that too."""
 
     problem: Float8Problem
     tiling: Float8Tiling
@@ -124,6 +134,7 @@ class Float8Config:
             ("STAGES", tiling.num_stages),
             ("QUERY_STAGES", tiling.query_stages),
             ("KEPT_TILES", tiling.kept_tiles),
+            ("TRANSPOSES", tiling.transposes),
             ("THREADS", tiling.threads),
         )
         shared = tiling.shared_bytes(problem.width)
@@ -146,22 +157,34 @@ def covers(problem: Float8Problem, device: Device) -> bool:
 @cache
 def plan_float8(problem: Float8Problem, device: Device) -> Float8Config:
     """The configuration of a problem that the kernels cover."""
-    tiling = TILINGS[problem.width]
+    tiling = choose_tiling(problem)
     tiles = -(-problem.seq_len_q // tiling.tile_m)
     pieces = -(-tiles // 2) if problem.causal else tiles
     blocks = min(problem.batch * problem.num_heads_q * pieces, device.num_sms)
     return Float8Config(problem, tiling, blocks)
 
 
+def choose_tiling(problem: Float8Problem) -> Float8Tiling:
+    """The tiling of a problem."""
+    short = SHORT_TILINGS.get(problem.width)
+    if short is not None:
+        readers = -(-problem.seq_len_q // short.tile_m) * problem.group
+        if readers <= FEW_QUERY_TILES:
+            return short
+    return TILINGS[problem.width]
+
+
 def float8_specs(device: Device) -> list[KernelSpec]:
-    """The variants of every width with and without a mask, one padded head, and one float16."""
+    """The variants of every width with and without a mask, one padded head, and one float16; long
+    sequences and short ones."""
     if device.arch != _ARCH:
         return []
     variants = [(width, "bfloat16", causal) for width in WIDTHS for causal in (False, True)]
     variants += [(80, "bfloat16", True), (128, "float16", True)]
     specs = []
     for head_dim, dtype, causal in variants:
-        problem = Float8Problem(4, 4096, 4096, 32, 8, head_dim, dtype, causal)
-        config = plan_float8(problem, device)
-        specs += [config.values_spec(), config.spec()]
-    return specs
+        for length in (4096, 128):
+            problem = Float8Problem(4, length, length, 8, 8, head_dim, dtype, causal)
+            config = plan_float8(problem, device)
+            specs += [config.spec()] + ([] if config.tiling.transposes else [config.values_spec()])
+    return list(dict.fromkeys(specs))

@@ -16,8 +16,8 @@
 //   1: by the four copying warps, tile by tile.
 // Order of work, masks: as flash_attention_sm90.cu.
 // Shared memory, dynamic: Q stages | K stages | V stages | TRANSPOSES: V as it comes, two stages |
-//   outputs kept: four floats (HEAD_DIM 256: bfloat16) a thread, HEAD_DIM / 8 times, and its two maxima. Q, K in parts of at most
-//   128 columns, rows swizzled. Static: two barriers a stage.
+//   outputs kept: HEAD_DIM / 2 bfloat16 of every consumer, and its two maxima. Q, K in parts of at
+//   most 128 columns, rows swizzled. Static: two barriers a stage.
 // Tensor maps: bytes [batch, seq, heads, head_dim], boxes [1, tile, 1, min(HEAD_DIM, 128)], swizzled by
 //   their rows; rows and columns beyond the tensor read as zero.
 // Macros: DTYPE float16|bfloat16 of the output; HEAD_DIM 64|128|256; PADDED 0|1 head_dim is smaller;
@@ -26,6 +26,7 @@
 // Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py, of the decoded inputs.
 #include "attention/fp8_values.cuh"
+#include "attention/fragment_results.cuh"
 #include "attention/online_softmax.cuh"
 #include "attention/query_tiles.cuh"
 #include "common/platform.cuh"
@@ -36,14 +37,9 @@
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_group.cuh"
 #include "common/ptx/wgmma.cuh"
-#include "common/quad.cuh"
 #include "common/ring.cuh"
 #include "common/types.cuh"
 #include "common/warp_uniform.cuh"
-
-#ifndef TRANSPOSES
-#define TRANSPOSES 0
-#endif
 
 namespace {
 
@@ -71,8 +67,6 @@ constexpr int kConsumerRegisters =
 constexpr float kOffset = 5.0f;
 constexpr float kGrowth = 8.0f - kOffset;  // 2^8 is the largest power of two in e4m3
 constexpr float kLn2 = 0.6931471805599453f;
-
-constexpr int kTurn = 1;  // first of the named barriers for the warpgroups' turns
 
 static_assert(THREADS == (CONSUMERS + 1) * kGroupThreads, "a producer and the consumers");
 static_assert(STAGES >= 2, "a warpgroup waits for the next values before it releases the last");
@@ -119,13 +113,10 @@ CUKIT_DEVICE void load(cukit::Ring<Stages>& ring, const cukit::Cursor<Stages>& a
   }
 }
 
-#if TRANSPOSES
-
-using Source = const cukit::TensorMap*;
-
-// All four warps; thread 0 asks the copy engine.
+// Values as they come: all four warps transpose them; thread 0 asks the copy engine.
 CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, const cukit::TensorMap* q,
-                      const cukit::TensorMap* k, Source v, const cukit::QueryProblem& problem) {
+                      const cukit::TensorMap* k, const cukit::TensorMap* v,
+                      const cukit::QueryProblem& problem) {
   cukit::Cursor<QUERY_STAGES> q_at;
   cukit::Cursor<STAGES> k_at;
   cukit::Cursor<STAGES> v_at;
@@ -168,14 +159,10 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, const cukit::TensorMap* 
   }
 }
 
-#else
-
-using Source = const unsigned char*;
-
-// One thread.
+// Values in slabs: one thread.
 CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, const cukit::TensorMap* q,
-                      const cukit::TensorMap* k, Source v, const cukit::QueryProblem& problem) {
-  if (threadIdx.x != 0) return;
+                      const cukit::TensorMap* k, const unsigned char* slabs,
+                      const cukit::QueryProblem& problem) {
   cukit::Cursor<QUERY_STAGES> q_at;
   cukit::Cursor<STAGES> k_at;
   cukit::Cursor<STAGES> v_at;
@@ -187,7 +174,7 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, const cukit::TensorMap* 
     const int head = q_head / problem.group;
     const int kv_head = b * (problem.heads_q / problem.group) + head;
     const unsigned char* const values =
-        v + static_cast<long long>(kv_head) * all_tiles * Values::kBytes;
+        slabs + static_cast<long long>(kv_head) * all_tiles * Values::kBytes;
     const auto load_keys = [&](int tile) {
       load(rings.k, k_at, tiles.k, kKeyPart, k, tile * TILE_N, head, b);
       k_at.advance();
@@ -212,8 +199,6 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, const cukit::TensorMap* 
     load_values(0);
   }
 }
-
-#endif
 
 }  // namespace producer
 
@@ -283,44 +268,9 @@ CUKIT_DEVICE void pack_probabilities(Probabilities& p, const Scores& scores) {
     }
 }
 
-// Four sums in shared memory: as they are, or where a head is too wide for that, as bfloat16.
-struct FourFloats {
-  float4 sums;
-
-  CUKIT_DEVICE void get(float (&x)[4]) const {
-    x[0] = sums.x, x[1] = sums.y, x[2] = sums.z, x[3] = sums.w;
-  }
-  CUKIT_DEVICE void set(const float* x) { sums = make_float4(x[0], x[1], x[2], x[3]); }
-};
-struct FourHalves {
-  uint2 sums;
-
-  CUKIT_DEVICE void get(float (&x)[4]) const {
-    const unsigned pairs[2] = {sums.x, sums.y};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      x[2 * i] = __uint_as_float(pairs[i] << 16);
-      x[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
-    }
-  }
-  CUKIT_DEVICE void set(const float* x) {
-    sums = make_uint2(cukit::pack<__nv_bfloat16>(x[0], x[1]), cukit::pack<__nv_bfloat16>(x[2], x[3]));
-  }
-};
-
-template <bool Wide>
-struct FourOf {
-  using type = FourFloats;
-};
-template <>
-struct FourOf<true> {
-  using type = FourHalves;
-};
-using Four = FourOf<(HEAD_DIM > 128)>::type;
-
 // The outputs of the tiles before, in shared memory: a thread's own, so that nobody has to wait.
 struct Kept {
-  Four* outputs;   // [HEAD_DIM / 8][kConsumerThreads]
+  uint4* outputs;  // [HEAD_DIM / 16][kConsumerThreads], eight bfloat16 each
   float2* maxima;  // [kConsumerThreads]: what the outputs are relative to
   bool any;
 
@@ -334,11 +284,14 @@ struct Kept {
       shrink[half] = exp2f(((half == 0 ? before.x : before.y) - base) * scale_log2);
     }
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 8; ++i) {
-      float old[4];
-      outputs[i * kConsumerThreads].get(old);
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+      const uint4 eight = outputs[i * kConsumerThreads];
+      const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sums[4 * i + j] += old[j] * shrink[j / 2];
+      for (int j = 0; j < 4; ++j) {
+        sums[8 * i + 2 * j] += __uint_as_float(pairs[j] << 16) * shrink[j % 2];
+        sums[8 * i + 2 * j + 1] += __uint_as_float(pairs[j] & 0xffff0000u) * shrink[j % 2];
+      }
     }
   }
 
@@ -348,18 +301,18 @@ struct Kept {
     any = true;
     *maxima = make_float2(rows.max[0], rows.max[1]);
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 8; ++i) outputs[i * kConsumerThreads].set(&sums[4 * i]);
+    for (int i = 0; i < HEAD_DIM / 16; ++i) {
+      unsigned pairs[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        pairs[j] = cukit::pack<__nv_bfloat16>(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
+      }
+      outputs[i * kConsumerThreads] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.0f;
   }
 };
-
-CUKIT_DEVICE void take_turn(int group) { cukit::named_sync(kTurn + group, 2 * kGroupThreads); }
-
-CUKIT_DEVICE void pass_turn(int group) {
-  const int next = group + 1 == CONSUMERS ? 0 : group + 1;
-  cukit::named_arrive(kTurn + next, 2 * kGroupThreads);
-}
 
 // A factor for each batch and key head, or 1.
 struct Descale {
@@ -381,42 +334,29 @@ struct Results {
   Descale q, k, v;
 };
 
-// Divides by the sums and writes the warp's sixteen rows: a quad 64 bytes of two rows at a time.
+// Divides by the sums and writes the warp's sixteen rows.
 CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& rows, const Results& to,
                          const cukit::QueryProblem& problem, int batch_head, int first_row,
                          float scale_log2, float descale) {
-  const int quad_lane = threadIdx.x % 4;
+  float* const lse = to.lse + static_cast<long long>(batch_head) * problem.seq_q;
   T* const head = to.out + batch_head / problem.heads_q * to.out_batch +
                   batch_head % problem.heads_q * to.out_head;
-  float* const lse = to.lse + static_cast<long long>(batch_head) * problem.seq_q;
+  cukit::ResultRows<T> results{
+      {}, {}, head + first_row * to.out_row, to.out_row, to.head_dim};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = rows.sum[half];
     sum += __shfl_xor_sync(cukit::kFullMask, sum, 1);
     sum += __shfl_xor_sync(cukit::kFullMask, sum, 2);
-    const float factor = sum == 0.0f ? 0.0f : descale / sum;
     const int row = first_row + 8 * half;
-    const bool exists = row < problem.seq_q;
-    if (quad_lane == 0 && exists) {
+    results.factor[half] = sum == 0.0f ? 0.0f : descale / sum;
+    results.exists[half] = row < problem.seq_q;
+    if (threadIdx.x % 4 == 0 && results.exists[half]) {
       lse[row] = sum == 0.0f ? -cukit::infinity()
                              : (fmaf(rows.max[half], scale_log2, -kOffset) + log2f(sum)) * kLn2;
     }
-    T* const out = head + row * to.out_row;
-#pragma unroll
-    for (int four = 0; four < HEAD_DIM / 32; ++four) {
-      unsigned chunk[4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float* pair = &sums[4 * (4 * four + n) + 2 * half];
-        chunk[n] = cukit::pack<T>(pair[0] * factor, pair[1] * factor);
-      }
-      cukit::transpose_quad(chunk);
-      const int column = 32 * four + 8 * quad_lane;
-      if (exists && (!PADDED || column < to.head_dim)) {
-        *reinterpret_cast<uint4*>(out + column) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
-      }
-    }
   }
+  cukit::write_rows<PADDED>(sums, results);
 }
 
 CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_bytes,
@@ -430,7 +370,6 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
   cukit::Cursor<QUERY_STAGES> q_at;
   cukit::Cursor<STAGES> k_at;
   cukit::Cursor<STAGES> v_at;
-  if (group == CONSUMERS - 1) pass_turn(group);
 
   Outputs sums;
   Scores scores;
@@ -439,16 +378,15 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
   cukit::QueryTile work{};
   unsigned long long q;
   const int consumer_thread = threadIdx.x - kGroupThreads;
-  Four* const kept_outputs = reinterpret_cast<Four*>(kept_bytes);
+  uint4* const kept_outputs = reinterpret_cast<uint4*>(kept_bytes);
   Kept kept{kept_outputs + consumer_thread,
-            reinterpret_cast<float2*>(kept_outputs + HEAD_DIM / 8 * kConsumerThreads) +
+            reinterpret_cast<float2*>(kept_outputs + HEAD_DIM / 16 * kConsumerThreads) +
                 consumer_thread,
             false};
 
   const auto values = [&] { return v_first + v_at.stage * (Values::kBytes / 16); };
   const auto start_scores = [&] {
     cukit::mbarrier_wait(&rings.k.full[k_at.stage], k_at.parity);
-    take_turn(group);
     cukit::wgmma_fence();
     multiply_keys(scores, q, k_first + k_at.stage * (kKeyBytes / 16));
   };
@@ -479,7 +417,6 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
     cukit::mbarrier_wait(&rings.q.full[q_at.stage], q_at.parity);
     q = q_first + q_at.stage * (kQueryBytes / 16);
     start_scores();
-    pass_turn(group);
     cukit::wgmma_wait<0>(scores);
     receive_scores(tile, unmasked_tiles);
     rows.reset();
@@ -493,8 +430,7 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
     while (--tile >= 0) {
       start_scores();
       multiply_values(sums, p, values());
-      pass_turn(group);
-      cukit::wgmma_wait<1>(scores);
+        cukit::wgmma_wait<1>(scores);
       receive_scores(tile, unmasked_tiles);
       const bool outgrown = cukit::renew_maxima(rows, shrink, scores, scale_log2, kGrowth);
       exponentiate(rows, scores, scale_log2);
@@ -523,7 +459,6 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
     finish(sums, rows, results, problem, work.batch_head, work.first_row + lane_row, scale_log2,
            results.v.of(b, kv_head));
   }
-  if (group == 0) take_turn(group);  // the last one was passed on to it
 }
 
 }  // namespace consumer
@@ -533,13 +468,10 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
 extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_fp8_sm90(
     const __grid_constant__ cukit::TensorMap q,  // [batch, seq_q, heads_q, head_dim]
     const __grid_constant__ cukit::TensorMap k,  // [batch, seq_kv, heads_q / group, head_dim]
-#if TRANSPOSES
-    const __grid_constant__ cukit::TensorMap v,  // as k
-#else
-    const unsigned char* __restrict__ v,  // slabs of flash_attention_fp8_values
-#endif
-    T* __restrict__ out,       // as q
-    float* __restrict__ lse,   // [batch, heads_q, seq_q]
+    const __grid_constant__ cukit::TensorMap v,  // as k; TRANSPOSES alone reads it
+    const unsigned char* __restrict__ slabs,     // of flash_attention_fp8_values, for the others
+    T* __restrict__ out,                         // as q
+    float* __restrict__ lse,                     // [batch, heads_q, seq_q]
     const float* __restrict__ q_descale, const float* __restrict__ k_descale,
     const float* __restrict__ v_descale,  // of a batch and a key head; null: 1
     long long out_batch, long long out_row, long long out_head,  // strides in elements
@@ -568,11 +500,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_fp8_sm9
 
   if (threadIdx.x < kGroupThreads) {
     cukit::give_registers<kProducerRegisters>();
-#if TRANSPOSES
-    producer::run(rings, tiles, &q, &k, &v, problem);
-#else
-    producer::run(rings, tiles, &q, &k, v, problem);
-#endif
+    if constexpr (TRANSPOSES) {
+      producer::run(rings, tiles, &q, &k, &v, problem);
+    } else if (threadIdx.x == 0) {
+      producer::run(rings, tiles, &q, &k, slabs, problem);
+    }
   } else {
     cukit::take_registers<kConsumerRegisters>();
     const consumer::Results results{

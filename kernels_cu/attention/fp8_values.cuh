@@ -40,7 +40,7 @@ struct Fp8Values {
     const unsigned from = shared_address(rows) + lane * kRowBytes;
     const unsigned to = shared_address(slabs) + stored;
     constexpr int kChunks = kRowBytes / 16;
-#pragma unroll 2
+#pragma unroll 1
     for (int unit = warp; unit < Keys / 32 * kParts * kChunks; unit += warps) {
       const int chunk = unit % kChunks;
       const int part = unit / kChunks % kParts;
