@@ -41,7 +41,9 @@ class CukitPool:
     def __init__(self, num_streams: int, limit: int | None) -> None:
         self._pool = MemoryPool(MemoryPoolConfig(max_pool_size=limit))
         self._meter = ProviderMeter(self._pool.provider)
-        self._streams = _streams(num_streams) if gpu_available() else list(range(num_streams))
+        # The first is the current stream, which a program does not name.
+        others = _streams(num_streams)[1:] if gpu_available() else range(1, num_streams)
+        self._streams: list[Any] = [None, *others]
 
     def allocate(self, size: int, stream: int) -> int:
         return self._pool.allocate(size, self._streams[stream])
