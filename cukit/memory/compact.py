@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal, NamedTuple
@@ -93,24 +93,27 @@ def _whole(
     return max(best, pages * page_bytes) if remap else best
 
 
-def _pages_of(piece: Piece, page_bytes: int) -> Iterable[tuple[int, int]]:
+def _pages_of(piece: Piece, page_bytes: int) -> Sequence[tuple[int, int]]:
     """Each page that a piece touches, with the bytes of the piece on it."""
-    for page in range(piece.address // page_bytes, (piece.end - 1) // page_bytes + 1):
-        low = max(piece.address, page * page_bytes)
-        yield page, min(piece.end, (page + 1) * page_bytes) - low
+    address, size, _ = piece
+    first, last = address // page_bytes, (address + size - 1) // page_bytes
+    if first == last:
+        return ((first, size),)
+    inner = [(page, page_bytes) for page in range(first + 1, last)]
+    head = (first + 1) * page_bytes - address
+    return [(first, head), *inner, (last, address + size - last * page_bytes)]
 
 
 def _pages_kept(pieces: Sequence[Piece], page_bytes: int, *, remap: bool) -> set[int]:
     walls: dict[int, int] = defaultdict(int)
     moving: dict[int, int] = defaultdict(int)
     room: dict[int, int] = defaultdict(int)
+    counted = {"wall": walls, "movable": moving, "free": defaultdict(int)}
     for piece in pieces:
+        count = counted[piece.kind]
         for page, size in _pages_of(piece, page_bytes):
             room[page] += size
-            if piece.kind == "wall":
-                walls[page] += size
-            elif piece.kind == "movable":
-                moving[page] += size
+            count[page] += size
     order = sorted(room)
     if remap:
         order.sort(key=lambda page: (page not in walls, -moving[page]))

@@ -210,7 +210,7 @@ class MemoryPool(PoolCore):
         early = counters.allocations < self._next_defragment
         if early or not self._has_buffers or free < size or self._supply.capturing():
             return False
-        facts = self._defragmenter.survey()
+        facts = self._defragmenter.holes()
         if facts.whole_pages >= size or facts.fragmentation <= self.config.defrag_threshold:
             return False
         report = self._defragmenter.run(state.key)

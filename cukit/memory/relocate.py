@@ -12,7 +12,7 @@ from cukit.memory.provider import Move, Provider
 from cukit.memory.spans import LIVE, Span
 from cukit.memory.statistics import DefragmentReport
 from cukit.memory.supply import Supply
-from cukit.memory.survey import Survey, pieces, survey
+from cukit.memory.survey import Holes, Survey, measure_holes, pieces, survey
 
 
 class Defragmenter:
@@ -38,19 +38,25 @@ class Defragmenter:
 
     def survey(self) -> Survey:
         """Everything about the pool that takes a walk to know."""
-        in_hand = len(self._pager.in_hand) * self._pager.page_bytes
-        return survey(self._arena, in_hand, remap=self._provider.can_remap)
+        return survey(self._arena, self._in_hand(), remap=self._provider.can_remap)
+
+    def holes(self) -> Holes:
+        """What there is of free memory, quickly."""
+        return measure_holes(self._arena, self._in_hand(), remap=self._provider.can_remap)
+
+    def _in_hand(self) -> int:
+        return len(self._pager.in_hand) * self._pager.page_bytes
 
     def run(
         self, stream: Hashable, clock: Callable[[], float] = time.perf_counter
     ) -> DefragmentReport:
         """Waits for the device, moves, remaps."""
         start = clock()
-        before = self.survey()
+        before = self.holes()
         self._supply.stop_the_world()
         moved = self.compact(stream)
         remapped = self._pager.consolidate()
-        after = self.survey()
+        after = self.holes()
         self.count += 1
         self._emit("defragment", 0, moved, stream)
         return DefragmentReport(
@@ -58,8 +64,8 @@ class Defragmenter:
             pages_remapped=remapped,
             fragmentation_before=before.fragmentation,
             fragmentation_after=after.fragmentation,
-            largest_free_before=before.largest_free,
-            largest_free_after=after.largest_free,
+            largest_free_before=before.largest,
+            largest_free_after=after.largest,
             seconds=clock() - start,
         )
 

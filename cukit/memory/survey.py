@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from cukit.memory.arena import Arena
 from cukit.memory.blocks import Frame
@@ -34,29 +35,52 @@ class Survey:
     call_sites: dict[tuple[Frame, ...], tuple[int, int]] = field(default_factory=dict)
     """Bytes and count of live allocations by call site."""
 
-    @property
-    def fragmentation(self) -> float:
-        """1 - largest free block / free bytes; 0 when nothing is free."""
-        return 1 - self.largest_free / self.free if self.free else 0.0
-
 
 def _reusable(span: Span) -> bool:
     return span.state in (FREE, CACHED) and not isinstance(span.stream, CaptureKey)
 
 
+class Holes(NamedTuple):
+    """Free memory, whoever freed it. Bytes."""
+
+    free: int
+    largest: int
+    whole_pages: int
+    """What remapping can gather."""
+
+    @property
+    def fragmentation(self) -> float:
+        """1 - largest free block / free bytes; 0 when nothing is free."""
+        return 1 - self.largest / self.free if self.free else 0.0
+
+
+def measure_holes(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Holes:
+    """A quick walk over all spans. `in_hand_bytes`: pages that are mapped nowhere."""
+    page = arena.page_bytes
+    free = whole = in_hand_bytes
+    largest = 0
+    for address, size in _holes(arena):
+        free += size
+        if size > largest:
+            largest = size
+        if remap and size >= page:
+            whole += max(0, (address + size) // page - -(-address // page)) * page
+    return Holes(free, largest, whole)
+
+
 def _holes(arena: Arena) -> Iterator[tuple[int, int]]:
-    """(address, size) of neighbouring free bytes, whoever freed them."""
-    start = end = 0
-    for span in arena.spans():
-        if not _reusable(span):
-            continue
-        if span.address != end or span.prev is None:
-            if end > start:
-                yield start, end - start
-            start = span.address
-        end = span.end
-    if end > start:
-        yield start, end - start
+    """(address, size) of neighbouring free bytes."""
+    for part in arena.ranges():
+        start = end = part.address
+        for span in part.spans():
+            if _reusable(span):
+                if span.address != end:
+                    if end > start:
+                        yield start, end - start
+                    start = span.address
+                end = span.address + span.size
+        if end > start:
+            yield start, end - start
 
 
 def pieces(arena: Arena) -> list[Piece]:
@@ -65,16 +89,19 @@ def pieces(arena: Arena) -> list[Piece]:
     for span in arena.spans():
         if span.state == UNMAPPED:
             continue
-        free = span.state == FREE and span.stream is None
-        kind = "free" if free else "movable" if span.movable else "wall"
-        found.append(Piece(span.address, span.size, kind))  # type: ignore[arg-type]
+        kind: Literal["movable", "free", "wall"] = "wall"
+        if span.state == LIVE:
+            if span.holder is not None and not span.holder.pins:
+                kind = "movable"
+        elif span.state == FREE and span.stream is None:
+            kind = "free"
+        found.append(Piece(span.address, span.size, kind))
     return found
 
 
 def survey(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Survey:
     """Walks over all spans. `in_hand_bytes`: pages that are mapped nowhere."""
     result = Survey(free=in_hand_bytes)
-    page = arena.page_bytes
     streams: dict[Hashable, list[int]] = defaultdict(lambda: [0, 0, 0])
     for span in arena.spans():
         if span.state == UNMAPPED:
@@ -95,24 +122,20 @@ def survey(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Survey:
             streams[span.stream][2] += span.size
             if isinstance(span.stream, CaptureKey):
                 result.private_free += span.size
-    for address, size in _holes(arena):
-        result.largest_free = max(result.largest_free, size)
-        first, last = -(-address // page), (address + size) // page
-        if remap:
-            result.whole_pages += max(0, last - first) * page
-    result.whole_pages += in_hand_bytes
+    holes = measure_holes(arena, in_hand_bytes, remap=remap)
+    result.largest_free, result.whole_pages = holes.largest, holes.whole_pages
     if result.movable:
-        result.freed_by_moving = _freed_by_moving(arena, page)
+        result.freed_by_moving = _freed_by_moving(pieces(arena), arena.page_bytes)
     result.per_stream = {key: StreamStatistics(*numbers) for key, numbers in streams.items()}
     return result
 
 
-def _freed_by_moving(arena: Arena, page: int) -> int:
+def _freed_by_moving(layout: list[Piece], page: int) -> int:
     """Free bytes on pages that hold a movable byte and nothing that stays."""
     walls: set[int] = set()
     free: dict[int, int] = defaultdict(int)
     moving: set[int] = set()
-    for piece in pieces(arena):
+    for piece in layout:
         low, high = piece.address // page, (piece.end - 1) // page
         for number in range(low, high + 1):
             if piece.kind == "wall":
