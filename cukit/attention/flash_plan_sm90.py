@@ -23,6 +23,8 @@ _STEP = 16  # columns that are multiplied at a time
 _SEQUENCE_THREADS = 1024
 _LIST_THREADS = 128
 _WARP = 32
+_WIDE = 192  # columns of values
+_WHOLE_TILE, _SHORT_TILE = 128, 64  # keys
 
 BlockSize = tuple[int, int]
 """Queries and keys of a block of a block mask."""
@@ -122,15 +124,27 @@ def covers(problem: AttentionProblem, device: Device) -> bool:
     return device.arch == _ARCH and min(sizes) > 0
 
 
-def _cost(problem: AttentionProblem, tiling: WarpgroupTiling) -> float:
-    """Relative time of a head: its scores, in whole tiles."""
+def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, slots: int) -> float:
+    """Relative time: scores of a piece of work, in whole tiles, times the rounds until all pieces
+    are done. Sequences of any lengths come in so many pieces that rounds do not count."""
     rows = range(0, problem.seq_len_q, tiling.tile_m)
     tiles = len(rows) * ceil_div(problem.seq_len_kv, tiling.tile_n)
     if problem.causal:
         past = problem.seq_len_kv - problem.seq_len_q
         ends = (past + min(row + tiling.tile_m, problem.seq_len_q) for row in rows)
         tiles = sum(ceil_div(max(1, end), tiling.tile_n) for end in ends)
-    return tiling.cost * tiling.tile_m * tiling.tile_n * tiles
+    scores = tiling.cost * tiling.tile_m * tiling.tile_n * tiles
+    if problem.varlen:
+        return scores
+    pieces = _pieces(problem, tiling)
+    return scores / pieces * ceil_div(problem.batch * problem.num_heads_q * pieces, slots)
+
+
+def _pieces(problem: AttentionProblem, tiling: WarpgroupTiling, dealt: bool = False) -> int:
+    """What a head is cut into: tiles or, where only a causal mask makes them differ, pairs."""
+    tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
+    pairs = problem.causal and problem.window is None and not problem.varlen and not dealt
+    return ceil_div(tiles, 2) if pairs else tiles
 
 
 @cache
@@ -138,11 +152,9 @@ def plan_flash_attention_sm90(
     problem: AttentionProblem, device: Device, block_size: BlockSize | None = None
 ) -> WarpgroupForwardConfig:
     """The configuration of a problem that the class covers."""
-    tiling = min(tilings_of(problem, block_size), key=lambda each: _cost(problem, each))
-    tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
-    pairs = problem.causal and problem.window is None and not problem.varlen and not block_size
-    pieces = ceil_div(tiles, 2) if pairs else tiles
-    slots = device.num_sms * tiling.blocks_per_sm
+    slots = device.num_sms
+    tiling = min(tilings_of(problem, block_size), key=lambda each: _cost(problem, each, slots))
+    pieces = _pieces(problem, tiling, block_size is not None)
     return WarpgroupForwardConfig(
         problem=problem,
         tiling=tiling,
@@ -154,12 +166,17 @@ def plan_flash_attention_sm90(
 def tilings_of(
     problem: AttentionProblem, block_size: BlockSize | None = None
 ) -> tuple[WarpgroupTiling, ...]:
-    """What there is to choose from. Options that work on single scores want more registers than
-    three consumers leave; blocks want tiles that they fill."""
+    """What there is to choose from. Work on single scores wants more registers than three consumers
+    leave, and than wide values leave with long tiles; blocks want tiles that they fill."""
     tilings = warpgroup_tilings(problem.head_dim, problem.head_dim_v)
-    roomy = tuple(each for each in tilings if each.consumers == 2)
     crowded = problem.mask or problem.bias is not None or problem.alibi or problem.softcap
-    return roomy if roomy and (crowded or block_size is not None) else tilings
+    if not crowded and block_size is None:
+        return tilings
+    tilings = tuple(each for each in tilings if each.consumers == 2)
+    small = block_size is not None and block_size[1] < _WHOLE_TILE
+    if small or problem.head_dim_v > _WIDE:
+        return tuple(replace(each, tile_n=_SHORT_TILE) for each in tilings)
+    return tilings
 
 
 def specs_of(problem: AttentionProblem, device: Device) -> list[KernelSpec]:

@@ -214,6 +214,7 @@ WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
         WarpgroupTiling(4, 64, cost=1.08),
         WarpgroupTiling(2, 128, cost=1.2),
     ),
+    (96, 96): (WarpgroupTiling(3, 96, query_stages=1), WarpgroupTiling(2, 128, cost=1.07)),
     (128, 128): (WarpgroupTiling(2, 128),),
     (192, 128): (WarpgroupTiling(2, 128, query_stages=1),),
     (192, 192): (WarpgroupTiling(2, 112, query_stages=1),),

@@ -53,6 +53,30 @@ struct BlockMask {
     return mask[static_cast<long long>(query_block) * blocks + key_block] != 0;
   }
 
+  // Hides the keys of a fragment's tile (fragment_scores.cuh), which begins where a block does or
+  // lies within one: a look at the mask for each row and block.
+  template <int N, typename Place>
+  CUKIT_DEVICE void hide_whole_blocks(float (&scores)[N], const Place& at) const {
+    constexpr int kColumns = 2 * N;
+    constexpr int kBlock = BLOCK_KV < kColumns ? BLOCK_KV : kColumns;
+    const int first = (at.column - 2 * static_cast<int>(threadIdx.x % 4)) / BLOCK_KV;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query_block = min(at.row + 8 * half, seq_q - 1) / BLOCK_Q;
+      bool seen[kColumns / kBlock];
+#pragma unroll
+      for (int block = 0; block < kColumns / kBlock; ++block) {
+        seen[block] = visible(query_block, min(first + block, blocks - 1));
+      }
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (!seen[8 * n / kBlock]) scores[4 * n + 2 * half + i] = -infinity();
+        }
+    }
+  }
+
   // Whether the key is hidden from the query; what does not exist is not for the mask to hide.
   CUKIT_DEVICE bool operator()(int row, int column) const {
     return row < seq_q && column < seq_kv && !visible(row / BLOCK_Q, column / BLOCK_KV);

@@ -28,6 +28,7 @@
 // Reference: cukit/reference/attention.py.
 #include "attention/block_lists.cuh"
 #include "attention/forward_producer_sm90.cuh"
+#include "attention/fragment_matrix.cuh"
 #include "attention/fragment_results.cuh"
 #include "attention/fragment_scores.cuh"
 #include "attention/online_softmax.cuh"
@@ -46,6 +47,10 @@
 namespace {
 
 namespace consumer {
+
+// Tiles of keys hold whole blocks of a block mask, or lie within one.
+constexpr bool kWholeBlocks =
+    BLOCK_KV % 8 == 0 && (TILE_N % BLOCK_KV == 0 || BLOCK_KV % TILE_N == 0);
 
 using Scores = float[TILE_N / 2];
 using Outputs = float[VALUE_DIM / 2];
@@ -172,17 +177,22 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
     const int row = work.first_row + lane_row;
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
     const cukit::HeadScores head(arguments.arrays, settings, work.b, work.head, work.sequence);
+    const int seq_kv = cukit::warp_uniform(head.seq_kv);
+    const bool bias_aligned = BIAS && cukit::warp_uniform(cukit::rows_are_aligned(
+                                          head.bias, settings.bias_row, settings.bias_column));
+    const bool mask_aligned = MASK && cukit::warp_uniform(cukit::rows_are_aligned(
+                                          head.mask, settings.mask_row, settings.mask_column));
     int tile = work.keys.end - 1;
     float shrink[2];
     q = q_first + q_at.stage * (kQueryBytes / 16);
     // The scores of a tile have come.
     const auto receive_scores = [&] {
-      cukit::FragmentPlace at{row, tile * TILE_N + lane_column};
+      int first_key = tile * TILE_N;
       bool whole = work.keys.whole(tile);
 #if BLOCK_SPARSE
       const int listed = cukit::warp_uniform(rings.listed[k_at.stage]);
       __syncwarp();  // all lanes have read it before one of them releases the stage
-      at.column = listed / 2 * TILE_N + lane_column;
+      first_key = listed / 2 * TILE_N;
       whole = listed % 2 == 0;
 #endif
       cukit::release(rings.k, k_at);
@@ -191,19 +201,34 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
         cukit::release(rings.q, q_at);
         q_at.advance();
       }
+      const cukit::FragmentPlace at{row, first_key + lane_column};
+      const bool ends = first_key + TILE_N > seq_kv;
       if constexpr (cukit::kScoresModified) {
-        cukit::modify_scores(scores, at, head, scale_log2, settings);
-      }
-      if (!whole) {
-        if constexpr (MASK) {
-          cukit::hide_scores(scores, at, [&](int i, int j) {
-            return head.hidden(cukit::visible_keys(i, past, head.seq_kv, settings), i, j, settings);
-          });
+        if (BIAS && (ends || !bias_aligned)) {
+          cukit::modify_scores<true>(scores, at, head, scale_log2, settings);
         } else {
-          cukit::hide_keys(scores, at, past, head.seq_kv, settings);
+          cukit::modify_scores<false>(scores, at, head, scale_log2, settings);
+          if constexpr (BIAS) {
+            cukit::add_rows(scores, head.bias, settings.bias_row, at, head.seq_q);
+          }
         }
+      }
+      if (MASK && (ends || !mask_aligned)) {
+        cukit::hide_scores(scores, at, [&](int i, int j) {
+          return head.hidden(cukit::visible_keys(i, past, head.seq_kv, settings), i, j, settings);
+        });
+      } else if (!whole) {
+        if constexpr (MASK) {
+          cukit::hide_rows(scores, head.mask, settings.mask_row, at, head.seq_q);
+        }
+        cukit::hide_keys(scores, at, past, head.seq_kv, settings);
 #if BLOCK_SPARSE
-        cukit::hide_scores(scores, at, cukit::BlockMask(arguments.blocks, work.head));
+        const cukit::BlockMask blocks(arguments.blocks, work.head);
+        if constexpr (kWholeBlocks) {
+          blocks.hide_whole_blocks(scores, at);
+        } else {
+          cukit::hide_scores(scores, at, blocks);
+        }
 #endif
       }
     };

@@ -31,8 +31,11 @@ constexpr int kValueBytes = kValueParts * kKeyPart;
 constexpr int kConsumerWarps = CONSUMERS * kGroupThreads / cukit::kWarpSize;
 // Registers of a thread: at the start alike for all, then as many as the producer leaves.
 constexpr int kStartRegisters = 65536 / (THREADS * BLOCKS_PER_SM) / 8 * 8;
+// Two consumers can do with less, for a producer that has more to keep in mind; with three or four
+// it then keeps two or three words of a tile of queries in memory.
+constexpr bool kBusyProducer = cukit::kDealt || WINDOW;
 constexpr int kProducerRegisters =
-    cukit::kDealt && CONSUMERS == 2 ? 40 : VALUE_DIM > 128 ? 24 : 32;
+    kBusyProducer && CONSUMERS == 2 ? 40 : VALUE_DIM > 128 ? 24 : 32;
 constexpr int kConsumerRegisters =
     (kStartRegisters * (CONSUMERS + 1) - kProducerRegisters) / CONSUMERS / 8 * 8;
 // Chunks of 32 columns reach beyond the last one of the output.

@@ -12,15 +12,18 @@ struct FragmentPlace {
   int row, column;
 };
 
-// Products become scores: softcap, ALiBi, bias.
-template <int N>
+// Products become scores: softcap, ALiBi and, if Biased, bias.
+template <bool Biased, int N>
 CUKIT_DEVICE void modify_scores(float (&scores)[N], const FragmentPlace& at, const HeadScores& head,
                                 float scale_log2, const ScoreSettings& settings) {
 #pragma unroll
   for (int e = 0; e < N; ++e) {
     const int row = at.row + 8 * (e / 2 % 2);
     const int column = at.column + 8 * (e / 4) + e % 2;
-    scores[e] = head.score(scores[e], row, column, scale_log2, settings);
+    if (Biased && e % 8 == 0) __syncwarp();  // no more loads in flight than there is room for
+    float slope;
+    scores[e] = Biased ? head.score(scores[e], row, column, scale_log2, settings, slope)
+                       : head.unbiased_score(scores[e], row, column, scale_log2, settings, slope);
   }
 }
 

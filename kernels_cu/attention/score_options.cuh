@@ -203,10 +203,10 @@ struct HeadScores {
 
   CUKIT_DEVICE bool exists(int row, int column) const { return row < seq_q && column < seq_kv; }
 
-  // The score of a product, in powers of two where kScoresModified. `slope` becomes the derivative
-  // of the score by scale * product.
-  CUKIT_DEVICE float score(float product, int row, int column, float scale_log2,
-                           const ScoreSettings& settings, float& slope) const {
+  // The score of a product but for its bias, in powers of two where kScoresModified. `slope` becomes
+  // the derivative of the score by scale * product.
+  CUKIT_DEVICE float unbiased_score(float product, int row, int column, float scale_log2,
+                                    const ScoreSettings& settings, float& slope) const {
     slope = 1.0f;
     if constexpr (!kScoresModified) return product;
     float value = product * scale_log2;
@@ -218,6 +218,13 @@ struct HeadScores {
     if constexpr (ALIBI) {
       value = fmaf(-slope_log2, static_cast<float>(abs(row + past - column)), value);
     }
+    return value;
+  }
+
+  // The same with its bias.
+  CUKIT_DEVICE float score(float product, int row, int column, float scale_log2,
+                           const ScoreSettings& settings, float& slope) const {
+    float value = unbiased_score(product, row, column, scale_log2, settings, slope);
     if constexpr (BIAS) {
       if (exists(row, column)) {
         const bias_t added = bias[row * settings.bias_row + column * settings.bias_column];

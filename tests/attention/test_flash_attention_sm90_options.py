@@ -1,0 +1,246 @@
+"""Class sm90 of the forward: every option, widths of any kind, sequences of any lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cukit
+from cukit.attention import flash_attention
+from cukit.reference import attention as reference
+from tests.attention import plain
+from tests.attention.test_flash_options import OPTIONS, options_of, widened
+from tests.contract import (
+    assert_close,
+    poison_pool,
+    poisoned,
+    random,
+    to_device,
+    to_host,
+)
+
+LSE_ATOL = 1e-5
+EVERY_OPTION = {
+    **OPTIONS,
+    "bias of aligned rows": {"bias": "bhqk", "bias_dtype": "float32"},
+    "mask of keys": {"mask": "bk", "causal": True},
+}
+EMULATED = ("window", "causal window, sinks", "bias, mask", "bias of aligned rows", "everything")
+
+
+@pytest.fixture
+def hopper(device) -> str:
+    """A place where class sm90 runs."""
+    if device == "cpu":
+        pytest.skip("the class needs a GPU, or the emulator")
+    return device
+
+
+@pytest.fixture
+def late_emulator(request, monkeypatch) -> Iterator[str]:
+    """Copies and products of the emulated engines finish only when somebody waits for them."""
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
+    with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
+        yield "emulator"
+
+
+def inputs_of(rng, lengths, heads, head_dim, value_dim=None, batch=1):
+    (seq_q, seq_kv), (heads_q, heads_kv) = lengths, heads
+    q = random(rng, (batch, seq_q, heads_q, head_dim), "bfloat16")
+    k = random(rng, (batch, seq_kv, heads_kv, head_dim), "bfloat16")
+    return q, k, random(rng, (batch, seq_kv, heads_kv, value_dim or head_dim), "bfloat16")
+
+
+def check(place, q, k, v, options: dict[str, Any]):
+    placed = {
+        name: to_device(place, value)[0] if isinstance(value, np.ndarray) else value
+        for name, value in options.items()
+    }
+    out = poisoned(place, (*q.shape[:-1], v.shape[-1]), "bfloat16")
+    poison_pool(place)
+    result, lse = flash_attention(*to_device(place, q, k, v), return_lse=True, out=out, **placed)
+    assert result is out
+    wide = {name: widened(value) for name, value in options.items()}
+    exact, exact_lse = reference.flash_attention(
+        *(widened(x) for x in (q, k, v)), return_lse=True, **wide
+    )
+    low_options = dict(options)
+    low, low_lse = plain.forward(q, k, v, low_options.pop("causal", False), **low_options)
+    assert_close("out", out, low, exact)
+    assert_close("lse", lse, low_lse, exact_lse, LSE_ATOL)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", EVERY_OPTION)
+def test_options(hopper, rng, name, head_dim):
+    """Lengths that end inside tiles, and tiles that end before the keys do."""
+    if hopper == "emulator" and (name not in EMULATED or head_dim == 256):
+        pytest.skip("the emulator runs what differs most; the rest is for the GPU")
+    lengths = (70, 304) if hopper == "emulator" else (300, 528)
+    heads, batch = ((2, 1), 1) if hopper == "emulator" else ((4, 2), 2)
+    q, k, v = inputs_of(rng, lengths, heads, head_dim, batch=batch)
+    options = options_of(rng, EVERY_OPTION[name], batch, heads[0], lengths, "bfloat16")
+    check(hopper, q, k, v, options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim"),
+    [(96, 96), (72, 72), (80, 80), (192, 192), (192, 128), (40, 200), (104, 64), (256, 8)],
+)
+def test_widths(hopper, rng, head_dim, value_dim, causal):
+    if hopper == "emulator" and causal != (head_dim == 192):
+        pytest.skip("one mask a width; the rest is for the GPU")
+    lengths = (70, 250) if hopper == "emulator" else (300, 528)
+    check(hopper, *inputs_of(rng, lengths, (2, 1), head_dim, value_dim), {"causal": causal})
+
+
+# Queries and keys of each sequence: none, one, ends inside a tile, whole tiles, fewer keys.
+SEQUENCES = [(70, 70), (0, 9), (13, 0), (1, 200), (128, 128), (150, 64), (64, 135)]
+
+
+def sequences_of(rng, heads, head_dim, repeat=1):
+    lengths = SEQUENCES * repeat
+    ends = np.zeros((2, len(lengths) + 1), np.int32)
+    ends[:, 1:] = np.cumsum(lengths, axis=0).T
+    q = random(rng, (int(ends[0, -1]), heads[0], head_dim), "bfloat16")
+    k, v = (random(rng, (int(ends[1, -1]), heads[1], head_dim), "bfloat16") for _ in range(2))
+    return (q, k, v), {
+        "cu_seqlens_q": ends[0].copy(),
+        "cu_seqlens_kv": ends[1].copy(),
+        "max_seqlen_q": 150,
+        "max_seqlen_kv": 200,
+    }
+
+
+def check_sequences(place, arrays, lengths, **options):
+    """Every sequence by itself must give what the call of all gives."""
+    q, k, v = arrays
+    (placed_q, placed_k, placed_v, *ends) = to_device(
+        place, q, k, v, lengths["cu_seqlens_q"], lengths["cu_seqlens_kv"]
+    )
+    longest = {name: lengths[name] for name in ("max_seqlen_q", "max_seqlen_kv")}
+    out = poisoned(place, q.shape, "bfloat16")
+    poison_pool(place)
+    _, lse = flash_attention(
+        placed_q,
+        placed_k,
+        placed_v,
+        cu_seqlens_q=ends[0],
+        cu_seqlens_kv=ends[1],
+        return_lse=True,
+        out=out,
+        **longest,
+        **options,
+    )
+    out, lse = to_host(out), to_host(lse)
+    bounds = zip(lengths["cu_seqlens_q"], lengths["cu_seqlens_q"][1:], strict=False)
+    keys = zip(lengths["cu_seqlens_kv"], lengths["cu_seqlens_kv"][1:], strict=False)
+    for (a, b), (c, d) in zip(bounds, keys, strict=True):
+        one = q[None, a:b], k[None, c:d], v[None, c:d]
+        wide = (x.astype(np.float64) for x in one)
+        exact, exact_lse = reference.flash_attention(*wide, return_lse=True, **options)
+        if a == b:
+            continue
+        if c == d:
+            assert (out[a:b] == 0).all()
+            assert np.isneginf(lse[:, a:b]).all()
+            continue
+        low_options = dict(options)
+        low, low_lse = plain.forward(*one, low_options.pop("causal", False), **low_options)
+        assert_close("out", out[None, a:b], low, exact)
+        assert_close("lse", lse[None, :, a:b], low_lse, exact_lse, LSE_ATOL)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (30, 20)}])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sequences_of_any_lengths(hopper, rng, head_dim, options):
+    if hopper == "emulator" and (head_dim == 256) != bool(options.get("causal")):
+        pytest.skip("one mask a width; the rest is for the GPU")
+    heads, repeat = ((2, 1), 1) if hopper == "emulator" else ((4, 2), 9)
+    check_sequences(hopper, *sequences_of(rng, heads, head_dim, repeat), **options)
+
+
+@pytest.mark.emulator
+def test_whatever_finishes_late(late_emulator, rng):
+    check_sequences(late_emulator, *sequences_of(rng, (2, 1), 128), causal=True)
+
+
+def test_a_neighbour_full_of_nan_is_not_seen(hopper, rng):
+    """Its rows lie in the tiles of the sequence before it, and are multiplied by zeros."""
+    (q, k, v), lengths = sequences_of(rng, (2, 1), 64)
+    broken = [x.copy() for x in (q, k, v)]
+    for x, ends in zip(broken, ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv"), strict=True):
+        for sequence in (3, 5):
+            x[lengths[ends][sequence] : lengths[ends][sequence + 1]] = np.nan
+    ends = to_device(hopper, lengths.pop("cu_seqlens_q"), lengths.pop("cu_seqlens_kv"))
+    results = []
+    for arrays in ((q, k, v), broken):
+        out, lse = flash_attention(
+            *to_device(hopper, *arrays),
+            cu_seqlens_q=ends[0],
+            cu_seqlens_kv=ends[1],
+            return_lse=True,
+            **lengths,
+        )
+        results.append((to_host(out), to_host(lse)))
+    bounds = to_host(ends[0])
+    for sequence in (0, 1, 2, 4, 6):
+        rows = slice(bounds[sequence], bounds[sequence + 1])
+        np.testing.assert_array_equal(results[0][0][rows], results[1][0][rows])
+        np.testing.assert_array_equal(results[0][1][:, rows], results[1][1][:, rows])
+
+
+def test_outputs_between_other_rows(hopper, rng):
+    """Rows of the next sequence, and columns beside the head's, are not written."""
+    (q, k, v), lengths = sequences_of(rng, (2, 1), 64)
+    ends = to_device(hopper, lengths.pop("cu_seqlens_q"), lengths.pop("cu_seqlens_kv"))
+    wide = poisoned(hopper, (q.shape[0] + 40, 6, 64), "bfloat16")
+    flash_attention(
+        *to_device(hopper, q, k, v),
+        cu_seqlens_q=ends[0],
+        cu_seqlens_kv=ends[1],
+        out=wide[: q.shape[0], 2:4],
+        **lengths,
+    )
+    got = to_host(wide).astype(np.float32)
+    assert np.isfinite(got[: q.shape[0], 2:4]).all()
+    assert np.isnan(got[q.shape[0] :]).all()
+    assert np.isnan(got[:, [0, 1, 4, 5]]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"window_size": (99, 50)}, {"causal": True}])
+def test_reruns_agree_to_the_bit(rng, options):
+    """Whichever block a tile of queries is dealt to."""
+    arrays, lengths = sequences_of(rng, (8, 2), 128, repeat=20)
+    placed = to_device("gpu", *arrays)
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        (lengths[name],) = to_device("gpu", lengths[name])
+    first: list[bytes] = []
+    for _ in range(20):
+        poison_pool("gpu")
+        results = flash_attention(*placed, return_lse=True, **lengths, **options)
+        bits = [to_host(x).tobytes() for x in results]
+        first = first or bits
+        assert bits == first
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count(rng):
+    """Sequences and heads that begin beyond 2^31 elements, of inputs and of the output."""
+    import cupy
+
+    total, heads, width = (1 << 16) + 300, 512, 64
+    q = cupy.zeros((total, heads, width), np.float16)
+    assert q.size > 1 << 31
+    tail = cupy.asarray(random(rng, (300, 8, width), "float16"))
+    q[-300:, -8:] = tail
+    ends = cupy.asarray(np.array([0, 1, total - 300, total], np.int32))
+    options = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "causal": True}
+    out = flash_attention(q, q, q, max_seqlen_q=total, max_seqlen_kv=total, **options)
+    expected = flash_attention(*[tail[None]] * 3, causal=True)
+    np.testing.assert_array_equal(to_host(out[-300:, -8:]), to_host(expected[0]))
