@@ -2,159 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import cukit
-from cukit.attention import flash, flash_attention, flash_attention_backward
+from cukit.attention import flash_attention, flash_attention_backward
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import attention as reference
 from tests.attention import plain
-from tests.contract import (
-    BFLOAT16,
-    assert_close,
-    check_gradient,
-    poison_pool,
-    poisoned,
-    random,
-    to_device,
-    to_host,
-)
+from tests.attention.options import OPTIONS, judge, options_of, run, widened
+from tests.contract import check_gradient, random, to_device, to_host
 
-LSE_ATOL = 1e-5
-ARRAYS = ("alibi_slopes", "sinks", "bias", "mask")
-
-# What a test asks for: "bias" and "mask" by the axes that are not broadcast, as in [b, h, q, k].
-OPTIONS: dict[str, dict[str, Any]] = {
-    "window": {"window_size": (30, 20)},
-    "window right": {"window_size": (None, 7)},
-    "window far left": {"window_size": (100000, 0)},
-    "causal window, sinks": {"causal": True, "window_size": (40, None), "sinks": True},
-    "softcap": {"softcap": 1.5, "causal": True},
-    "alibi": {"alibi_slopes": "h"},
-    "alibi of each sequence, softcap": {"alibi_slopes": "bh", "softcap": 2.0},
-    "bias": {"bias": "bhqk", "causal": True},
-    "bias of keys": {"bias": "k", "bias_dtype": "float32"},
-    "bias, mask": {"bias": "hqk", "mask": "bk"},
-    "mask": {"mask": "bhqk"},
-    "sinks": {"sinks": True},
-    "everything": {
-        "window_size": (50, 31),
-        "softcap": 3.0,
-        "alibi_slopes": "h",
-        "bias": "qk",
-        "mask": "bqk",
-        "sinks": True,
-    },
-}
+PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
 EMULATED = ("causal window, sinks", "bias, mask", "everything")
-
-
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param("emulator", marks=pytest.mark.emulator),
-        pytest.param("gpu", marks=pytest.mark.gpu),
-        pytest.param("gpu sm80", marks=pytest.mark.gpu),
-    ]
-)
-def place(request, monkeypatch) -> Iterator[str]:
-    """As `device`; "emulator" and "gpu sm80" run class sm80, "gpu" what the GPU would choose."""
-    if request.param == "emulator":
-        monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
-        with cukit.backend("emulator", arch="sm_80"):
-            yield "emulator"
-        return
-    _choose_class(request.param, monkeypatch)
-    yield request.param.split()[0]
-
-
-@pytest.fixture(params=["gpu", "gpu sm80"])
-def gpu(request, monkeypatch) -> str:
-    """The two classes of `place` on the GPU."""
-    _choose_class(request.param, monkeypatch)
-    return "gpu"
-
-
-def _choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if place == "gpu sm80":
-        monkeypatch.setattr(flash, "covers", lambda problem, device: False)
-        monkeypatch.setattr(flash, "_prepare_forward", flash._prepare_forward.__wrapped__)
-
-
-def options_of(rng, asked, batch, heads, lengths, dtype):
-    """Numbers for what `asked` describes."""
-    extents = dict(zip("bhqk", (batch, heads, *lengths), strict=True))
-    options = dict(asked)
-    bias_dtype = options.pop("bias_dtype", dtype)
-
-    def shape(axes):
-        return tuple(extents[axis] if axis in axes else 1 for axis in "bhqk")
-
-    if "alibi_slopes" in options:
-        slopes = [extents[axis] for axis in options["alibi_slopes"]]
-        options["alibi_slopes"] = rng.uniform(0.01, 0.3, slopes).astype(np.float32)
-    if "sinks" in options:
-        options["sinks"] = random(rng, (heads,), "float32")
-    if "bias" in options:
-        axes = options["bias"]
-        whole = random(rng, shape(axes), bias_dtype)
-        options["bias"] = whole.reshape(extents["k"]) if axes == "k" else whole
-    if "mask" in options:
-        options["mask"] = rng.random(shape(options["mask"])) < 0.6
-    return options
-
-
-def widened(value: Any) -> Any:
-    floating = isinstance(value, np.ndarray) and value.dtype.kind not in "bi"
-    return (
-        value.astype(np.float64) if floating or getattr(value, "dtype", None) == BFLOAT16 else value
-    )
-
-
-def run(place, q, k, v, grad_out, options, names=("grad_q", "grad_k", "grad_v", "grad_sinks")):
-    """(out, lse), and the gradients both ways."""
-    (q, k, v, grad_out) = to_device(place, q, k, v, grad_out)
-    options = {
-        name: to_device(place, value)[0] if isinstance(value, np.ndarray) else value
-        for name, value in options.items()
-    }
-    shape = (*q.shape[:-1], v.shape[-1])
-    out = poisoned(place, shape, np.dtype(q.dtype).name)
-    poison_pool(place)
-    result, lse = flash_attention(q, k, v, out=out, return_lse=True, **options)
-    assert result is out
-    both = []
-    for deterministic in (False, True):
-        poison_pool(place)
-        gradients = flash_attention_backward(
-            grad_out, q, k, v, out, lse, deterministic=deterministic, **options
-        )
-        assert len(gradients) == (4 if options.get("sinks") is not None else 3)
-        both.append(dict(zip(names, map(to_host, gradients), strict=False)))
-    return to_host(out), to_host(lse), both
-
-
-def judge(results, q, k, v, grad_out, options, low):
-    """Results of `run` beside float64; `low` is plain's forward and backward."""
-    out, lse, both = results
-    q, k, v, grad_out = (x.astype(np.float64) for x in (q, k, v, grad_out))
-    options = {name: widened(value) for name, value in options.items()}
-    exact, exact_lse = reference.flash_attention(q, k, v, return_lse=True, **options)
-    expected = reference.flash_attention_backward(grad_out, q, k, v, exact, exact_lse, **options)
-    (low_out, _), low_gradients = low
-    assert_close("out", out, low_out, exact)
-    assert_close("lse", lse, exact_lse, exact_lse, LSE_ATOL)
-    for way, gradients in zip(("atomic", "deterministic"), both, strict=True):
-        for (name, got), low_one, wide in zip(
-            gradients.items(), low_gradients, expected, strict=True
-        ):
-            # A sum over all queries of what bfloat16 has rounded.
-            atol = 2e-2 if name == "grad_sinks" else None
-            assert_close(f"{name} ({way})", got, low_one, wide, atol)
 
 
 def check(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value_dim=None, dtype="bfloat16",
@@ -245,131 +108,6 @@ def test_rows_that_a_mask_hides_altogether(place, rng, sinks):
         plain.backward(grad_out, q, k, v, False, **options),
     )
     judge((out, lse, both), q, k, v, grad_out, options, low)
-
-
-# ---- Sequences of different lengths ----
-
-SEQUENCES = {
-    "some empty": ([5, 0, 70, 3, 0], [9, 4, 135, 0, 0]),
-    "one": ([70], [31]),
-    "all empty": ([0, 0], [0, 0]),
-}
-MANY = ([1, 239, 0, 799, 113, 203, 64, 128, 1023], [1, 1, 17, 3, 203, 113, 64, 0, 1024])
-
-
-def check_sequences(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value_dim=None,
-                    room=0):  # fmt: skip
-    dtype, value_dim = "bfloat16", value_dim or head_dim
-    ends = [np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in lengths]
-    total_q, total_kv = (int(each[-1]) for each in ends)
-    most = [max(each) + room for each in lengths]
-    q = random(rng, (total_q, heads[0], head_dim), dtype)
-    k = random(rng, (total_kv, heads[1], head_dim), dtype)
-    v = random(rng, (total_kv, heads[1], value_dim), dtype)
-    grad_out = random(rng, (total_q, heads[0], value_dim), dtype)
-    values = options_of(rng, asked, len(lengths[0]), heads[0], most, dtype)
-    options = {
-        **values,
-        "cu_seqlens_q": ends[0],
-        "cu_seqlens_kv": ends[1],
-        "max_seqlen_q": most[0],
-        "max_seqlen_kv": most[1],
-    }
-    low = plain_sequences(q, k, v, grad_out, values, ends)
-    judge(run(place, q, k, v, grad_out, options), q, k, v, grad_out, options, low)
-
-
-def plain_sequences(q, k, v, grad_out, options, ends):
-    """plain, one sequence after the other."""
-    out, gradients = np.zeros_like(grad_out), [np.zeros_like(x) for x in (q, k, v)]
-    if "sinks" in options:
-        gradients.append(np.zeros_like(options["sinks"]))
-    for b in range(len(ends[0]) - 1):
-        of_q, of_kv = (slice(each[b], each[b + 1]) for each in ends)
-        lengths = [int(each[b + 1] - each[b]) for each in ends]
-        part = {"causal": False, **options}
-        for name in ("bias", "mask"):
-            if name in part:
-                matrix = part[name].reshape((1,) * (4 - part[name].ndim) + part[name].shape)
-                matrix = matrix[b : b + 1] if matrix.shape[0] > 1 else matrix
-                rows, columns = (
-                    n if e > 1 else 1 for n, e in zip(lengths, matrix.shape[2:], strict=True)
-                )
-                part[name] = matrix[:, :, :rows, :columns]
-        if "alibi_slopes" in part and part["alibi_slopes"].ndim == 2:
-            part["alibi_slopes"] = part["alibi_slopes"][b : b + 1]
-        arrays = (q[None, of_q], k[None, of_kv], v[None, of_kv])
-        out[of_q] = plain.forward(*arrays, **part)[0][0]
-        some = plain.backward(grad_out[None, of_q], *arrays, **part)
-        for gradient, rows, value in zip(gradients, (of_q, of_kv, of_kv), some, strict=False):
-            gradient[rows] = value[0]
-        if "sinks" in options:
-            gradients[3] += some[3]
-    return (out, None), gradients
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_sequences_of_any_lengths(place, rng, name, causal):
-    if place == "emulator" and name == "one":
-        pytest.skip("the rest is for the GPU")
-    check_sequences(place, rng, {"causal": causal}, SEQUENCES[name])
-
-
-@pytest.mark.parametrize("name", ["everything", "causal window, sinks"])
-def test_sequences_with_options(place, rng, name):
-    if place == "emulator" and name != "everything":
-        pytest.skip("the rest is for the GPU")
-    check_sequences(place, rng, OPTIONS[name], SEQUENCES["some empty"], room=3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("head_dim", "value_dim", "name"),
-    [
-        *((64, 64, name) for name in (None, *OPTIONS)),
-        *((192, 128, name) for name in (None, *OPTIONS)),
-        *((*dims, name) for dims in ((128, 128), (72, 40)) for name in (None, "everything")),
-    ],
-)
-def test_many_sequences(gpu, rng, head_dim, value_dim, name):
-    asked = {"causal": True} if name is None else OPTIONS[name]
-    check_sequences(gpu, rng, asked, MANY, (6, 2), head_dim, value_dim, room=5)
-
-
-def test_a_sequence_does_not_see_its_neighbours(place, rng):
-    """NaN in the keys and values of one sequence reaches no other."""
-    ends = np.array([0, 20, 45, 60], np.int32)
-    q, k, v, grad_out = (random(rng, (60, 2, 64), "bfloat16") for _ in range(4))
-    options = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 25, "max_seqlen_kv": 25}
-    clean = run(place, q, k, v, grad_out, options)
-    for x in (k, v):
-        x[20:45] = np.nan
-    spoilt = run(place, q, k, v, grad_out, options)
-    for row in (slice(0, 20), slice(45, 60)):
-        np.testing.assert_array_equal(clean[0][row], spoilt[0][row])
-        np.testing.assert_array_equal(clean[1][:, row], spoilt[1][:, row])
-        for name in ("grad_q", "grad_k", "grad_v"):
-            np.testing.assert_array_equal(clean[2][1][name][row], spoilt[2][1][name][row])
-
-
-def test_sequences_equal_a_batch(place, rng):
-    """Sequences of one length are a batch, to the bit."""
-    if place != "cpu":
-        pytest.skip("kernels sum such sequences in another order; each has been judged")
-    q, k, v, grad_out = (random(rng, (2, 40, 2, 64), "bfloat16") for _ in range(4))
-    ends = np.array([0, 40, 80], np.int32)
-    options = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 40, "max_seqlen_kv": 40}
-    dense = run(place, q, k, v, grad_out, {"causal": True})
-    flat = (x.reshape(80, 2, 64) for x in (q, k, v, grad_out))
-    behind = run(place, *flat, {"causal": True, **options})
-    np.testing.assert_array_equal(dense[0].reshape(80, 2, 64), behind[0])
-    np.testing.assert_array_equal(dense[1].transpose(1, 0, 2).reshape(2, 80), behind[1])
-    for name, gradient in dense[2][1].items():
-        np.testing.assert_array_equal(gradient.reshape(80, 2, 64), behind[2][1][name])
-
-
-# ---- Order of work, layouts, errors ----
 
 
 @pytest.mark.gpu
@@ -503,3 +241,9 @@ def test_a_bias_of_bytes_is_refused(rng):
     uneven = np.lib.stride_tricks.as_strided(packed, (4,), (5,))
     with pytest.raises(ArrayLayoutError, match="strides of bias must be whole elements"):
         flash_attention(q, q, q, bias=uneven)
+
+
+def test_the_examples_of_the_page_run():
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) > 2
+    exec("\n".join(blocks), {})

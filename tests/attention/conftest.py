@@ -1,0 +1,46 @@
+"""Fixtures that choose the class of kernels as well as the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import cukit
+from cukit.attention import flash, flash_backward
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("emulator", marks=pytest.mark.emulator),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+        pytest.param("gpu sm80", marks=pytest.mark.gpu),
+    ]
+)
+def place(request, monkeypatch) -> Iterator[str]:
+    """As `device`; "emulator" and "gpu sm80" run class sm80, "gpu" what the GPU would choose."""
+    if request.param == "emulator":
+        monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
+        with cukit.backend("emulator", arch="sm_80"):
+            yield "emulator"
+        return
+    _choose_class(request.param, monkeypatch)
+    yield request.param.split()[0]
+
+
+@pytest.fixture(params=["gpu", "gpu sm80"])
+def gpu(request, monkeypatch) -> str:
+    """The two classes of `place` on the GPU."""
+    _choose_class(request.param, monkeypatch)
+    return "gpu"
+
+
+def _choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if place == "gpu sm80":
+        monkeypatch.setattr(flash, "covers", lambda problem, device: False)
+        monkeypatch.setattr(flash, "_prepare_forward", flash._prepare_forward.__wrapped__)
+        monkeypatch.setattr(flash_backward, "covers", lambda problem, deterministic, device: False)
+        monkeypatch.setattr(
+            flash_backward, "_prepare_backward", flash_backward._prepare_backward.__wrapped__
+        )
