@@ -70,11 +70,6 @@ def encode_tensor_map(
     return words.view(_DESCRIPTOR)
 
 
-def is_tensor_map(value: Any) -> bool:
-    """True for what :func:`encode_tensor_map` returns."""
-    return isinstance(value, np.ndarray) and value.dtype == _DESCRIPTOR
-
-
 def _driver() -> ModuleType:
     try:
         from cuda.bindings import driver

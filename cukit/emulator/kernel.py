@@ -11,7 +11,6 @@ import numpy as np
 
 from cukit.core import backend
 from cukit.core.kernel import Argument, Kernel
-from cukit.core.tensor_map import is_tensor_map
 from cukit.emulator.builder import Build
 from cukit.emulator.library import Extent, LaunchRecord, Range, launch, load_entry
 from cukit.emulator.report import describe_fault
@@ -113,10 +112,10 @@ class EmulatedKernel(Kernel):
 
 
 def _goes_by_value(argument: Argument) -> bool:
-    """Tensor maps, and structures: arrays of one element with named fields."""
-    if not isinstance(argument, np.ndarray):
-        return False
-    return is_tensor_map(argument) or (argument.dtype.names is not None and argument.size == 1)
+    """Structures and tensor maps: arrays of one element that is nothing but bytes to NumPy."""
+    return (
+        isinstance(argument, np.ndarray) and argument.dtype.type is np.void and argument.size == 1
+    )
 
 
 def _parameter(argument: Argument) -> np.ndarray[Any, Any]:
