@@ -24,6 +24,7 @@ LSE_ATOL = 1e-5
 OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"window_size": (30, 20)},
     "window right": {"window_size": (None, 7)},
+    "window of one": {"window_size": (0, 0)},
     "window far left": {"window_size": (100000, 0)},
     "causal window, sinks": {"causal": True, "window_size": (40, None), "sinks": True},
     "softcap": {"softcap": 1.5, "causal": True},

@@ -81,6 +81,18 @@ def test_heads_of_k_and_v_may_differ(arch):
         assert columns % (16 * backward.keys.query_passes) == 0
 
 
+@pytest.mark.parametrize("arch", TYPICAL_DEVICES)
+@pytest.mark.parametrize("option", [{"mask": True}, {"varlen": True}, {"bias": "bfloat16"}])
+def test_options_have_tilings_that_fit(arch, option):
+    device = TYPICAL_DEVICES[arch]
+    for width in HEAD_WIDTHS:
+        problem = replace(PROBLEM, head_dim=width, **option)
+        backward = plan_flash_attention_backward(problem, True, device)
+        for spec in (plan_flash_attention(problem, device).spec(), *backward.specs()):
+            assert spec.shared_bytes <= device.shared_bytes_per_block
+        assert backward.keys.blocks_per_sm * backward.keys.threads <= device.max_threads_per_sm
+
+
 def test_options_become_macros():
     problem = replace(
         PROBLEM, window=(3, None), sinks=True, bias="float32", softcap=True, alibi=True, varlen=True
