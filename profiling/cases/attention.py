@@ -1,4 +1,5 @@
 """Cases of `cukit.attention`: 16384 positions and 2048 columns of heads, cut in the usual ways.
+Those of masks, blocks and sequences of different lengths are in `attention_options`.
 
 The peers are the two backends of torch's scaled_dot_product_attention that write no score matrix:
 FlashAttention-2 and cuDNN.
@@ -31,29 +32,42 @@ class Shape:
     num_heads_kv: int
     head_dim: int
     causal: bool
+    value_dim: int | None = None
+    """Of v and out, where it is not head_dim."""
 
     def __str__(self) -> str:
+        width = (
+            str(self.head_dim) if self.value_dim is None else f"{self.head_dim}/{self.value_dim}"
+        )
         heads = str(self.num_heads_q)
         if self.num_heads_kv != self.num_heads_q:
             heads += f"/{self.num_heads_kv}"
         mask = " causal" if self.causal else ""
-        return f"d{self.head_dim} {self.batch}x{heads}x{self.seq_len}{mask}"
+        return f"d{width} {self.batch}x{heads}x{self.seq_len}{mask}"
 
     @property
     def flops(self) -> float:
         """Of the two products of the forward; a causal mask halves them."""
-        square = self.batch * self.num_heads_q * self.seq_len**2 * self.head_dim
-        return 4 * square / (2 if self.causal else 1)
+        columns = self.head_dim + (self.value_dim or self.head_dim)
+        square = self.batch * self.num_heads_q * self.seq_len**2
+        return 2 * columns * square / (2 if self.causal else 1)
 
     def elements(self, num_heads: int) -> int:
-        """Of an array with this many heads."""
-        return self.batch * self.seq_len * num_heads * self.head_dim
+        """Of q and out, or of k and v, with this many heads."""
+        columns = self.head_dim + (self.value_dim or self.head_dim)
+        return self.batch * self.seq_len * num_heads * columns
 
     def arrays(self, dtype: str) -> tuple[Any, Any, Any, Any]:
         """q, k, v and the gradient of out."""
-        heads = (self.num_heads_q, self.num_heads_kv, self.num_heads_kv, self.num_heads_q)
+        value_dim = self.value_dim or self.head_dim
         q, k, v, grad_out = (
-            normal((self.batch, self.seq_len, n, self.head_dim), dtype) for n in heads
+            normal((self.batch, self.seq_len, heads, width), dtype)
+            for heads, width in (
+                (self.num_heads_q, self.head_dim),
+                (self.num_heads_kv, self.head_dim),
+                (self.num_heads_kv, value_dim),
+                (self.num_heads_q, value_dim),
+            )
         )
         return q, k, v, grad_out
 
@@ -62,6 +76,7 @@ def cases(small: bool = False) -> list[Case]:
     """Three lengths of every width of head, and one grouped-query shape; forward and backward."""
     if small:
         shapes = [Shape(1, 40, 4, 2, 16, causal) for causal in (False, True)]
+        further = [Shape(1, 40, 4, 2, 24, False, 16)]
     else:
         shapes = [
             Shape(16384 // seq_len, seq_len, 2048 // width, 2048 // width, width, causal)
@@ -70,7 +85,16 @@ def cases(small: bool = False) -> list[Case]:
             for causal in (False, True)
         ]
         shapes.append(Shape(2, 8192, 32, 8, 128, True))
-    return [make(shape, "bfloat16") for make in (forward_case, backward_case) for shape in shapes]
+        further = [
+            Shape(4, 4096, 16, 16, head_dim, causal, value_dim)
+            for head_dim, value_dim in ((96, None), (192, 128))
+            for causal in (False, True)
+        ]
+    found = [make(shape, "bfloat16") for make in (forward_case, backward_case) for shape in shapes]
+    found += [forward_case(shape, "bfloat16") for shape in further]
+    if not small:
+        found.append(forward_case(Shape(16, 512, 32, 32, 64, False), "float16"))
+    return found
 
 
 def _sdpa(backend: str, shape: Shape) -> Callable[..., Any]:
@@ -125,7 +149,7 @@ def forward_case(shape: Shape, dtype: str) -> Case:
             arms[name] = partial(_forward_arm, backend, shape, q, k, v)
         return Workload(arms=arms, expected=lambda: _by_key_head(shape, attend, q, k, v)[0])
 
-    elements = 2 * shape.elements(shape.num_heads_q) + 2 * shape.elements(shape.num_heads_kv)
+    elements = shape.elements(shape.num_heads_q) + shape.elements(shape.num_heads_kv)
     return Case(
         family="attention",
         op="flash_attention",
@@ -162,7 +186,7 @@ def backward_case(shape: Shape, dtype: str) -> Case:
             arms=arms, expected=lambda: _by_key_head(shape, gradients, grad_out, q, k, v)
         )
 
-    elements = 4 * shape.elements(shape.num_heads_q) + 4 * shape.elements(shape.num_heads_kv)
+    elements = 2 * shape.elements(shape.num_heads_q) + 2 * shape.elements(shape.num_heads_kv)
     return Case(
         family="attention",
         op="flash_attention_backward",
