@@ -27,7 +27,7 @@ def replay(
         str,
         typer.Argument(
             help="A log in RMM's columns (.csv, .csv.gz), or a mix: random-N-M (N allocations of "
-            "at most M MiB), serving, torture."
+            "at most M MiB), serving, streams, torture."
         ),
     ],
     pools: Annotated[str, typer.Option(help="Which pools, by comma, in this order.")] = ",".join(

@@ -4,6 +4,8 @@
                the steps allocate, at most 16000 MiB live).
 `serving`      A language model at work: requests of very different lengths come and go, their
                key-value caches grow, and each step needs scratch space.
+`streams`      Four streams in turn need most of the memory, and keep a little until their next
+               turn.
 `torture`      Blocks of two sizes side by side, every second freed, then one that is larger than
                any hole though far smaller than all of them together.
 
@@ -25,7 +27,14 @@ FIRST_ADDRESS = 0x7F00_0000_0000
 ALIGNMENT = 512
 STEP_US = 10
 
-STANDARD = ("random-1000-4096", "random-10000-64", "random-100000-1", "serving", "torture")
+STANDARD = (
+    "random-1000-4096",
+    "random-10000-64",
+    "random-100000-1",
+    "serving",
+    "streams",
+    "torture",
+)
 """The mixes that are measured."""
 
 
@@ -163,6 +172,33 @@ def _serving(tape: Tape, rng: random.Random) -> None:
         tape.free(event)
 
 
+def _streams(tape: Tape, rng: random.Random) -> None:
+    """Twelve turns of 4 GiB in blocks of 1 to 128 MiB; one block in ten lives a round longer."""
+    kept: list[list[LogEvent]] = [[] for _ in range(4)]
+    for turn in range(12):
+        stream = turn % len(kept)
+        for event in kept[stream]:
+            tape.free(event)
+        live: list[LogEvent] = []
+        held = 0
+        while held < 4 << 30:
+            size = int(MIB * 2 ** rng.uniform(0, 7))
+            live.append(tape.allocate(size, stream))
+            held += size
+            if rng.random() < 0.2:
+                gone = live.pop(rng.randrange(len(live)))
+                tape.free(gone)
+                held -= gone.size
+        rng.shuffle(live)
+        few = len(live) // 10
+        kept[stream] = live[:few]
+        for event in live[few:]:
+            tape.free(event)
+    for events in kept:
+        for event in events:
+            tape.free(event)
+
+
 def _torture(tape: Tape, rng: random.Random) -> None:
     """Six rounds; in each the holes are 96, and every request larger than any two of them.
 
@@ -186,5 +222,6 @@ def _torture(tape: Tape, rng: random.Random) -> None:
 
 _MAKERS: dict[str, Callable[[Tape, random.Random], None]] = {
     "serving": _serving,
+    "streams": _streams,
     "torture": _torture,
 }

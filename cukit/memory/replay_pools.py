@@ -41,9 +41,10 @@ class CukitPool:
     def __init__(self, num_streams: int, limit: int | None) -> None:
         self._pool = MemoryPool(MemoryPoolConfig(max_pool_size=limit))
         self._meter = ProviderMeter(self._pool.provider)
-        # The first is the current stream, which a program does not name.
-        others = _streams(num_streams)[1:] if gpu_available() else range(1, num_streams)
-        self._streams: list[Any] = [None, *others]
+        self._streams: list[Any] = [None]  # the current one, which a program does not name
+        if num_streams > 1:
+            streams = _streams(num_streams) if gpu_available() else range(num_streams)
+            self._streams = list(streams)
 
     def allocate(self, size: int, stream: int) -> int:
         return self._pool.allocate(size, self._streams[stream])

@@ -167,7 +167,9 @@ def cukit_pool(script: Script, limit: int | None) -> Any:
     return make_pool("cukit", script.num_streams, limit)
 
 
-@pytest.mark.parametrize("name", ["random-300-4096", "random-2000-64", "serving", "torture"])
+@pytest.mark.parametrize(
+    "name", ["random-300-4096", "random-2000-64", "serving", "streams", "torture"]
+)
 def test_our_pool_completes_every_mix_at_a_tight_limit(name: str) -> None:
     """5% over the peak of live bytes and a page a stream: less than any hole is worth."""
     script = script_of(make_log(name)[:12_000])
