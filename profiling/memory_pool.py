@@ -221,8 +221,7 @@ def _remap_once(total: int, page: int) -> float:
 def defragment_records(small: bool) -> list[Record]:
     """Half of the buffers of a pool are closed, the rest are moved together."""
     records = []
-    full = ((64 * MIB, 128), (MIB, 4096), (64 * 1024, 16384))
-    for size, count in ((64 * 1024, 64),) if small else full:
+    for size, count in ((64 * 1024, 64),) if small else ((MIB, 4096), (64 * 1024, 16384)):
         _defragment_once(size, count)  # compiles the kernel that copies
         reports = [_defragment_once(size, count) for _ in range(2 if small else 5)]
         moved = reports[0][1]
