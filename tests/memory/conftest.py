@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig, Provider
 
 MIB = 1 << 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_collections() -> Iterator[None]:
+    """Pools collect garbage before they give up. Hundreds of times, with all that a long test run
+    has loaded, that would take minutes: objects made before are not looked at."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def _virtual_memory() -> Provider:
