@@ -7,9 +7,7 @@
 // Mapping: as flash_attention_sm90.cu: a warpgroup that copies, CONSUMERS that own 64 queries each and
 //   take the keys in tiles of TILE_N, last tile first, the scores of the next tile multiplied together
 //   with the output of this one.
-// Probabilities: rounded to e4m3 as 2^kOffset times themselves, so that what lies below the maximum
-//   uses the exponents that the format has; the maxima may lag behind by 8 - kOffset powers of two.
-//   Their sums are of the unrounded ones.
+// Probabilities: rounded to e4m3 (fp8_probabilities.cuh); their sums are of the unrounded ones.
 // Precision: Hopper adds float8 products with about 14 bits. After KEPT_TILES tiles a warpgroup adds
 //   its output to what it has in shared memory, in float, and begins anew.
 // Values: transposed in slabs (fp8_values.cuh). TRANSPOSES 0: by flash_attention_fp8_values before;
@@ -25,15 +23,13 @@
 //   TRANSPOSES 0|1; THREADS = 128 * (CONSUMERS + 1); CAUSAL 0|1.
 // Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py, of the decoded inputs.
-#include "attention/fp8_values.cuh"
+#include "attention/fp8_copies.cuh"
+#include "attention/fp8_probabilities.cuh"
 #include "attention/fragment_results.cuh"
 #include "attention/online_softmax.cuh"
 #include "attention/query_tiles.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
-#include "common/ptx/opaque.cuh"
-#include "common/ptx/pack.cuh"
-#include "common/ptx/pack_e4m3.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_group.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -44,163 +40,25 @@
 namespace {
 
 using T = cukit::element_t;
-using Values = cukit::Fp8Values<TILE_N, HEAD_DIM>;
-
 constexpr int kGroupThreads = 128;
 constexpr int kGroupRows = 64;
 constexpr int kTileM = CONSUMERS * kGroupRows;
-constexpr int kRowBytes = Values::kRowBytes;
-constexpr int kParts = Values::kParts;
-constexpr int kQueryPart = kTileM * kRowBytes;
-constexpr int kKeyPart = TILE_N * kRowBytes;
-constexpr int kQueryBytes = kParts * kQueryPart;
-constexpr int kKeyBytes = kParts * kKeyPart;
-constexpr int kProducerWarps = kGroupThreads / cukit::kWarpSize;
 constexpr int kConsumerThreads = CONSUMERS * kGroupThreads;
 constexpr int kConsumerWarps = kConsumerThreads / cukit::kWarpSize;
-constexpr int kRawStages = 2;
 // Registers of a thread: at the start alike for all, then as many as the producer leaves.
 constexpr int kStartRegisters = 65536 / THREADS / 8 * 8;
 constexpr int kProducerRegisters = TRANSPOSES ? 40 : 24;
 constexpr int kConsumerRegisters =
     (kStartRegisters * (CONSUMERS + 1) - kProducerRegisters) / CONSUMERS / 8 * 8;
-constexpr float kOffset = 5.0f;
-constexpr float kGrowth = 8.0f - kOffset;  // 2^8 is the largest power of two in e4m3
 constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(THREADS == (CONSUMERS + 1) * kGroupThreads, "a producer and the consumers");
 static_assert(STAGES >= 2, "a warpgroup waits for the next values before it releases the last");
-static_assert(kQueryPart % 1024 == 0 && kKeyPart % 1024 == 0, "whole periods of the swizzle");
 
-struct Rings {
-  cukit::Ring<QUERY_STAGES> q;
-  cukit::Ring<STAGES> k;
-  cukit::Ring<STAGES> v;
-  cukit::Ring<kRawStages> raw;  // values as they come
-};
-
-CUKIT_DEVICE bool next_tile(cukit::QueryTile& work, const cukit::QueryProblem& problem, int& turn) {
-  return cukit::find_work<kTileM, TILE_N, CAUSAL>(work, problem, turn);
-}
-
-// Where the operands lie in shared memory.
-struct Tiles {
-  unsigned char* q;
-  unsigned char* k;
-  unsigned char* v;
-  unsigned char* raw;
-};
-
-namespace producer {
-
-template <int Stages>
-CUKIT_DEVICE void wait_empty(cukit::Ring<Stages>& ring, const cukit::Cursor<Stages>& at) {
-  cukit::mbarrier_wait(&ring.empty[at.stage], at.parity ^ 1);
-}
-
-// A tile of rows into a stage that its readers are through with.
-template <int Stages>
-CUKIT_DEVICE void load(cukit::Ring<Stages>& ring, const cukit::Cursor<Stages>& at,
-                       unsigned char* tiles, int part_bytes, const cukit::TensorMap* map, int row,
-                       int head, int b) {
-  cukit::Mbarrier* full = &ring.full[at.stage];
-  wait_empty(ring, at);
-  cukit::mbarrier_arrive_expect(full, kParts * part_bytes);
-  unsigned char* tile = tiles + at.stage * kParts * part_bytes;
-#pragma unroll 1
-  for (int part = 0; part < kParts; ++part) {
-    cukit::tma_load_4d(tile + part * part_bytes, map, full, part * kRowBytes, head, row, b);
-  }
-}
-
-// Values as they come: all four warps transpose them; thread 0 asks the copy engine.
-CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, const cukit::TensorMap* q,
-                      const cukit::TensorMap* k, const cukit::TensorMap* v,
-                      const cukit::QueryProblem& problem) {
-  cukit::Cursor<QUERY_STAGES> q_at;
-  cukit::Cursor<STAGES> k_at;
-  cukit::Cursor<STAGES> v_at;
-  cukit::Cursor<kRawStages> raw_at;
-  cukit::Cursor<kRawStages> ask_at;
-  cukit::QueryTile work{};
-  for (int turn = 0; next_tile(work, problem, turn);) {
-    const int b = work.batch_head / problem.heads_q;
-    const int q_head = work.batch_head % problem.heads_q;
-    const int head = q_head / problem.group;
-    const int last = work.kv_tiles - 1;
-    const auto ask = [&](int tile) {
-      if (threadIdx.x == 0) {
-        load(rings.k, k_at, tiles.k, kKeyPart, k, tile * TILE_N, head, b);
-        if (tile == last) {
-          load(rings.q, q_at, tiles.q, kQueryPart, q, work.first_row, q_head, b);
-        }
-        load(rings.raw, ask_at, tiles.raw, kKeyPart, v, tile * TILE_N, head, b);
-      }
-      __syncwarp();
-      k_at.advance();
-      ask_at.advance();
-    };
-    ask(last);
-    q_at.advance();
-#pragma unroll 1
-    for (int tile = last; tile >= 0; --tile) {
-      if (tile > 0) ask(tile - 1);
-      wait_empty(rings.v, v_at);
-      cukit::mbarrier_wait(&rings.raw.full[raw_at.stage], raw_at.parity);
-      Values::transpose(tiles.raw + raw_at.stage * kKeyBytes, tiles.v + v_at.stage * Values::kBytes,
-                        threadIdx.x / cukit::kWarpSize, kProducerWarps);
-      cukit::fence_proxy_async();
-      __syncwarp();
-      if (threadIdx.x % cukit::kWarpSize == 0) cukit::mbarrier_arrive(&rings.v.full[v_at.stage]);
-      cukit::release(rings.raw, raw_at);
-      raw_at.advance();
-      v_at.advance();
-    }
-  }
-}
-
-// Values in slabs: one thread.
-CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, const cukit::TensorMap* q,
-                      const cukit::TensorMap* k, const unsigned char* slabs,
-                      const cukit::QueryProblem& problem) {
-  cukit::Cursor<QUERY_STAGES> q_at;
-  cukit::Cursor<STAGES> k_at;
-  cukit::Cursor<STAGES> v_at;
-  cukit::QueryTile work{};
-  const int all_tiles = (problem.seq_kv + TILE_N - 1) / TILE_N;
-  for (int turn = 0; next_tile(work, problem, turn);) {
-    const int b = work.batch_head / problem.heads_q;
-    const int q_head = work.batch_head % problem.heads_q;
-    const int head = q_head / problem.group;
-    const int kv_head = b * (problem.heads_q / problem.group) + head;
-    const unsigned char* const values =
-        slabs + static_cast<long long>(kv_head) * all_tiles * Values::kBytes;
-    const auto load_keys = [&](int tile) {
-      load(rings.k, k_at, tiles.k, kKeyPart, k, tile * TILE_N, head, b);
-      k_at.advance();
-    };
-    const auto load_values = [&](int tile) {
-      cukit::Mbarrier* full = &rings.v.full[v_at.stage];
-      wait_empty(rings.v, v_at);
-      cukit::mbarrier_arrive_expect(full, Values::kBytes);
-      cukit::bulk_load(tiles.v + v_at.stage * Values::kBytes,
-                       values + static_cast<long long>(tile) * Values::kBytes, Values::kBytes, full);
-      v_at.advance();
-    };
-    const int last = work.kv_tiles - 1;
-    load_keys(last);
-    load(rings.q, q_at, tiles.q, kQueryPart, q, work.first_row, q_head, b);
-    q_at.advance();
-#pragma unroll 1
-    for (int tile = last; tile > 0; --tile) {
-      load_keys(tile - 1);
-      load_values(tile);
-    }
-    load_values(0);
-  }
-}
-
-}  // namespace producer
+using Copies = cukit::Fp8Copies<kTileM, TILE_N, HEAD_DIM, QUERY_STAGES, STAGES, CAUSAL>;
+using Values = Copies::Values;
+using Rings = Copies::Rings;
+using Tiles = Copies::Tiles;
 
 namespace consumer {
 
@@ -211,8 +69,8 @@ using Probabilities = unsigned[TILE_N / 32][4];
 // Q and K.
 CUKIT_DEVICE unsigned long long row_descriptor(const unsigned char* tile) {
   constexpr auto kSwizzle =
-      kRowBytes == 128 ? cukit::OperandSwizzle::Bytes128 : cukit::OperandSwizzle::Bytes64;
-  return cukit::matrix_descriptor(tile, kSwizzle, 16, 8 * kRowBytes);
+      Copies::kRowBytes == 128 ? cukit::OperandSwizzle::Bytes128 : cukit::OperandSwizzle::Bytes64;
+  return cukit::matrix_descriptor(tile, kSwizzle, 16, 8 * Copies::kRowBytes);
 }
 
 // V, transposed.
@@ -224,10 +82,10 @@ CUKIT_DEVICE unsigned long long slab_descriptor(const unsigned char* tile) {
 CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned long long k) {
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / 32; ++step) {
-    constexpr int kSteps = kRowBytes / 32;
+    constexpr int kSteps = Copies::kRowBytes / 32;
     const int within = step % kSteps * 32;
-    cukit::wgmma_e4m3<TILE_N>(scores, q + (step / kSteps * kQueryPart + within) / 16,
-                              k + (step / kSteps * kKeyPart + within) / 16, step > 0);
+    cukit::wgmma_e4m3<TILE_N>(scores, q + (step / kSteps * Copies::kQueryPart + within) / 16,
+                              k + (step / kSteps * Copies::kKeyPart + within) / 16, step > 0);
   }
   cukit::wgmma_commit();
 }
@@ -240,79 +98,6 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned
   }
   cukit::wgmma_commit();
 }
-
-// scores = 2^(kOffset + scale * (scores - max)), added to the sums.
-CUKIT_DEVICE void exponentiate(cukit::SoftmaxRows& rows, Scores& scores, float scale_log2) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float shift =
-        rows.max[half] == -cukit::infinity() ? 0.0f : fmaf(-rows.max[half], scale_log2, kOffset);
-#pragma unroll
-    for (int n = 0; n < TILE_N / 8; ++n) {
-      float* pair = &scores[4 * n + 2 * half];
-      pair[0] = exp2f(fmaf(pair[0], scale_log2, shift));
-      pair[1] = exp2f(fmaf(pair[1], scale_log2, shift));
-      rows.sum[half] += pair[0] + pair[1];
-    }
-  }
-}
-
-// Operand a, 32 keys a step, in the order of the slabs.
-CUKIT_DEVICE void pack_probabilities(Probabilities& p, const Scores& scores) {
-#pragma unroll
-  for (int step = 0; step < TILE_N / 32; ++step)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* of = &scores[16 * step + 8 * (i / 2) + 2 * (i % 2)];
-      p[step][i] = cukit::pack_e4m3(of[0], of[1], of[4], of[5]);
-    }
-}
-
-// The outputs of the tiles before, in shared memory: a thread's own, so that nobody has to wait.
-struct Kept {
-  uint4* outputs;  // [HEAD_DIM / 16][kConsumerThreads], eight bfloat16 each
-  float2* maxima;  // [kConsumerThreads]: what the outputs are relative to
-  bool any;
-
-  // Adds them to `sums`, which are relative to rows.max.
-  CUKIT_DEVICE void add_to(Outputs& sums, const cukit::SoftmaxRows& rows, float scale_log2) const {
-    const float2 before = *maxima;
-    float shrink[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float base = rows.max[half] == -cukit::infinity() ? 0.0f : rows.max[half];
-      shrink[half] = exp2f(((half == 0 ? before.x : before.y) - base) * scale_log2);
-    }
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; ++i) {
-      const uint4 eight = outputs[i * kConsumerThreads];
-      const unsigned pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        sums[8 * i + 2 * j] += __uint_as_float(pairs[j] << 16) * shrink[j % 2];
-        sums[8 * i + 2 * j + 1] += __uint_as_float(pairs[j] & 0xffff0000u) * shrink[j % 2];
-      }
-    }
-  }
-
-  // Takes `sums` in and leaves zeros.
-  CUKIT_DEVICE void take(Outputs& sums, const cukit::SoftmaxRows& rows, float scale_log2) {
-    if (any) add_to(sums, rows, scale_log2);
-    any = true;
-    *maxima = make_float2(rows.max[0], rows.max[1]);
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 16; ++i) {
-      unsigned pairs[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        pairs[j] = cukit::pack<__nv_bfloat16>(sums[8 * i + 2 * j], sums[8 * i + 2 * j + 1]);
-      }
-      outputs[i * kConsumerThreads] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.0f;
-  }
-};
 
 // A factor for each batch and key head, or 1.
 struct Descale {
@@ -353,7 +138,7 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& rows, co
     results.exists[half] = row < problem.seq_q;
     if (threadIdx.x % 4 == 0 && results.exists[half]) {
       lse[row] = sum == 0.0f ? -cukit::infinity()
-                             : (fmaf(rows.max[half], scale_log2, -kOffset) + log2f(sum)) * kLn2;
+                             : (fmaf(rows.max[half], scale_log2, -cukit::kFp8Offset) + log2f(sum)) * kLn2;
     }
   }
   cukit::write_rows<PADDED>(sums, results);
@@ -364,7 +149,7 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
   const int group = cukit::warp_uniform(threadIdx.x / kGroupThreads) - 1;
   const int lane_row = threadIdx.x % kGroupThreads / cukit::kWarpSize * 16 +
                        threadIdx.x % cukit::kWarpSize / 4 + group * kGroupRows;
-  const unsigned long long q_first = row_descriptor(tiles.q + group * kGroupRows * kRowBytes);
+  const unsigned long long q_first = row_descriptor(tiles.q + group * kGroupRows * Copies::kRowBytes);
   const unsigned long long k_first = row_descriptor(tiles.k);
   const unsigned long long v_first = slab_descriptor(tiles.v);
   cukit::Cursor<QUERY_STAGES> q_at;
@@ -377,18 +162,13 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
   cukit::SoftmaxRows rows;
   cukit::QueryTile work{};
   unsigned long long q;
-  const int consumer_thread = threadIdx.x - kGroupThreads;
-  uint4* const kept_outputs = reinterpret_cast<uint4*>(kept_bytes);
-  Kept kept{kept_outputs + consumer_thread,
-            reinterpret_cast<float2*>(kept_outputs + HEAD_DIM / 16 * kConsumerThreads) +
-                consumer_thread,
-            false};
+  cukit::KeptOutputs<HEAD_DIM / 2, kConsumerThreads> kept(kept_bytes, threadIdx.x - kGroupThreads);
 
   const auto values = [&] { return v_first + v_at.stage * (Values::kBytes / 16); };
   const auto start_scores = [&] {
     cukit::mbarrier_wait(&rings.k.full[k_at.stage], k_at.parity);
     cukit::wgmma_fence();
-    multiply_keys(scores, q, k_first + k_at.stage * (kKeyBytes / 16));
+    multiply_keys(scores, q, k_first + k_at.stage * (Copies::kKeyBytes / 16));
   };
   // The scores of a tile have come.
   const auto receive_scores = [&](int tile, int unmasked_tiles) {
@@ -404,7 +184,7 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
     }
   };
 
-  for (int turn = 0; next_tile(work, problem, turn); turn = cukit::warp_uniform(turn)) {
+  for (int turn = 0; Copies::next_tile(work, problem, turn); turn = cukit::warp_uniform(turn)) {
     float shrink[2];
     const int b = work.batch_head / problem.heads_q;
     const int kv_head = work.batch_head % problem.heads_q / problem.group;
@@ -415,31 +195,28 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
     int until_kept = KEPT_TILES;
     kept.any = false;
     cukit::mbarrier_wait(&rings.q.full[q_at.stage], q_at.parity);
-    q = q_first + q_at.stage * (kQueryBytes / 16);
+    q = q_first + q_at.stage * (Copies::kQueryBytes / 16);
     start_scores();
     cukit::wgmma_wait<0>(scores);
     receive_scores(tile, unmasked_tiles);
     rows.reset();
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.0f;
-    cukit::renew_maxima(rows, shrink, scores, scale_log2, kGrowth);
-    exponentiate(rows, scores, scale_log2);
+    cukit::renew_maxima(rows, shrink, scores, scale_log2, cukit::kFp8Growth);
+    cukit::exponentiate_fp8(rows, scores, scale_log2);
     cukit::mbarrier_wait(&rings.v.full[v_at.stage], v_at.parity);
-    pack_probabilities(p, scores);
+    cukit::pack_probabilities_fp8(p, scores);
 
     while (--tile >= 0) {
       start_scores();
       multiply_values(sums, p, values());
         cukit::wgmma_wait<1>(scores);
       receive_scores(tile, unmasked_tiles);
-      const bool outgrown = cukit::renew_maxima(rows, shrink, scores, scale_log2, kGrowth);
-      exponentiate(rows, scores, scale_log2);
+      const bool outgrown = cukit::renew_maxima(rows, shrink, scores, scale_log2, cukit::kFp8Growth);
+      cukit::exponentiate_fp8(rows, scores, scale_log2);
       const cukit::Cursor<STAGES> v_done = v_at;
       v_at.advance();
-      // Keeps the exponentials before the wait: they have the product to run beside.
-      const float exponentials = fminf(rows.sum[0], rows.sum[1]);
-      cukit::mbarrier_wait(&rings.v.full[v_at.stage],
-                           cukit::ordered_after(v_at.parity, exponentials));
+      cukit::mbarrier_wait(&rings.v.full[v_at.stage], v_at.parity);
       cukit::wgmma_wait<0>(sums);
       cukit::release(rings.v, v_done);
       if (outgrown) cukit::rescale(sums, shrink);
@@ -447,7 +224,7 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
         until_kept = KEPT_TILES;
         kept.take(sums, rows, scale_log2);
       }
-      pack_probabilities(p, scores);
+      cukit::pack_probabilities_fp8(p, scores);
     }
 
     cukit::wgmma_fence();
@@ -483,27 +260,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_fp8_sm9
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   Tiles tiles;
   tiles.q = shared;
-  tiles.k = tiles.q + QUERY_STAGES * kQueryBytes;
-  tiles.v = tiles.k + STAGES * kKeyBytes;
+  tiles.k = tiles.q + QUERY_STAGES * Copies::kQueryBytes;
+  tiles.v = tiles.k + STAGES * Copies::kKeyBytes;
   tiles.raw = tiles.v + STAGES * Values::kBytes;
-  unsigned char* const kept = tiles.raw + (TRANSPOSES ? kRawStages * kKeyBytes : 0);
+  unsigned char* const kept = tiles.raw + (TRANSPOSES ? Copies::kRawStages * Copies::kKeyBytes : 0);
   const cukit::QueryProblem problem{batch * heads_q, heads_q, group, seq_q, seq_kv};
 
   if (threadIdx.x == 0) {
     rings.q.init(kConsumerWarps);
     rings.k.init(kConsumerWarps);
-    rings.v.init(kConsumerWarps, TRANSPOSES ? kProducerWarps : 1);
-    rings.raw.init(kProducerWarps);
+    rings.v.init(kConsumerWarps, TRANSPOSES ? Copies::kWarps : 1);
+    rings.raw.init(Copies::kWarps);
     cukit::fence_mbarrier_init();
   }
   __syncthreads();
 
   if (threadIdx.x < kGroupThreads) {
     cukit::give_registers<kProducerRegisters>();
+    const Copies copies{rings, tiles, &q, &k, problem};
     if constexpr (TRANSPOSES) {
-      producer::run(rings, tiles, &q, &k, &v, problem);
+      copies.run(&v);
     } else if (threadIdx.x == 0) {
-      producer::run(rings, tiles, &q, &k, slabs, problem);
+      copies.run(slabs);
     }
   } else {
     cukit::take_registers<kConsumerRegisters>();

