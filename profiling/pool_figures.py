@@ -64,7 +64,7 @@ def _legend(names: list[str]) -> list[str]:
     parts = []
     x = WIDTH - MARGIN
     for number, name in reversed(list(enumerate(names))):
-        x -= svg.text_width(name) * 1.2 + 15
+        x -= svg.text_width(name) * 1.2 + 19
         square = svg.element(
             "rect", x=x, y=26.0, width=11.0, height=11.0, rx=2.0, class_=svg.colour(number)
         )

@@ -23,6 +23,7 @@ from cukit.memory.log import (
     write_log,
 )
 from cukit.memory.mixes import STANDARD, make_log
+from cukit.memory.recorder import record_allocations
 
 HEADER = "Thread,Time,Action,Pointer,Size,Stream"
 ALLOCATE = "7,09:00:00.000001,allocate,0x7f00,512,0"
@@ -221,3 +222,27 @@ def test_the_recorder_logs_an_end_before_the_memory_goes_back(tmp_path: Path) ->
         ("free", 100),
         ("allocate failure", 2000),
     ]
+
+
+@pytest.mark.gpu
+def test_what_cupy_allocates_is_recorded(tmp_path: Path) -> None:
+    import cupy
+
+    path = tmp_path / "log.csv.gz"
+    before = cupy.cuda.get_allocator()
+    stream = cupy.cuda.Stream()
+    with record_allocations(path):
+        kept = cupy.zeros(1000, "float32")
+        with stream:
+            gone = cupy.ones((256, 1024), "float32")
+            del gone
+        del kept
+    assert cupy.cuda.get_allocator() == before
+    events = read_log(path)
+    assert [(e.action.value, e.size) for e in events] == [
+        ("allocate", 4000),
+        ("allocate", 1 << 20),
+        ("free", 1 << 20),
+        ("free", 4000),
+    ]
+    assert [e.stream for e in events] == [0, stream.ptr, stream.ptr, 0]
