@@ -74,8 +74,30 @@ CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsi
   wgmma_commit();
 }
 
+// Adds a warp's sixteen rows of dQ to global memory: the first blocks through shared memory by the copy
+// engine, the rest straight from registers. The copy engine takes bandwidth of shared memory, the
+// others time of the warp.
+CUKIT_DEVICE void add_partly_by_copy(float* sum, const QueryGradient& dq, unsigned char* staging) {
+  const int lane = threadIdx.x % kWarpSize;
+  if (lane == 0) bulk_wait_read<0>();
+  __syncwarp();
+  float4* const to = reinterpret_cast<float4*>(staging) + lane;
+#pragma unroll
+  for (int n = 0; n < kBulkBlocks; ++n) {
+    to[n * kWarpSize] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+  }
+  fence_proxy_async();
+  __syncwarp();
+  if (lane == 0) {
+    bulk_add(sum, staging, kBulkBlocks * kQueryBlockBytes);
+    bulk_commit();
+  }
+  add_query_gradient(sum, dq, kBulkBlocks);
+}
+
+template <typename MakeResults>
 CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& walk,
-                             const Results& results, float* grad_q_sum, int past,
+                             const MakeResults& make_results, float* grad_q_sum,
                              float scale_log2) {
   const int group = warp_uniform(threadIdx.x / kGroupThreads) - 1;
   const int warp = threadIdx.x % kGroupThreads / kWarpSize;
@@ -122,13 +144,9 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       Scores dp;
       Packed packed;
       QueryGradient dq;
-      const int first_query = warp_uniform(position.tile) * TILE_M;
       const unsigned long long stage = at.stage * (kQueryBytes / 16);
       mbarrier_wait(&shared.grad_out.full[at.stage], at.parity);
-      if (results.keys_left < TILE_N ||
-          (CAUSAL && walk.first_key + TILE_N - 1 > first_query + past)) {
-        mask(s, key, results.keys_left, walk.first_key + key - past - first_query);
-      }
+      hide(s, walk, key, warp_uniform(position.tile));
       wgmma_fence();
       if constexpr (kValuesInRegisters) {
         multiply_rows(dp, v_registers, grad_out_inner + stage);
@@ -153,7 +171,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       const long long row =
           position.scratch_row(walk) + (kScoreParts == 2 ? group * 64 : 0) + warp * 16;
       float* const sum = grad_q_sum + query_block<HEAD_DIM>(row, kParts == 2 ? group * 64 : 0);
-      const auto add = [&] { add_query_gradient<kBulkBlocks>(sum, dq, staging); };
+      const auto add = [&] { add_partly_by_copy(sum, dq, staging); };
       ds_stage ^= 1;
       at.advance();
       position.advance(walk);
@@ -177,6 +195,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
     wgmma_wait<0>(dv);
     if (lane == 0) bulk_wait_read<0>();
   }
+  const Results results = make_results();
   store(results.grad_k, dk, results.scale, results, key, 0);
   store(results.grad_v, dv, 1.0f, results, key, 0);
 }

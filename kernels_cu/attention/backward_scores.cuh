@@ -114,31 +114,25 @@ CUKIT_DEVICE void store_scores(unsigned char* tile, int first_row, const Packed&
   }
 }
 
-// Adds a warp's sixteen rows of dQ, eight blocks that lie together in the scratch, to global memory:
-// the first `Bulk` through shared memory by the copy engine, the rest straight from registers. The
-// copy engine takes bandwidth of shared memory, the others time of the warp.
-template <int Bulk>
-CUKIT_DEVICE void add_query_gradient(float* sum, const QueryGradient& dq, unsigned char* staging) {
+// Adds a warp's sixteen rows of dQ, blocks that lie together in the scratch, to global memory straight
+// from registers.
+template <int N>
+CUKIT_DEVICE void add_query_gradient(float* sum, const float (&dq)[N], int first_block = 0) {
   const int lane = threadIdx.x % kWarpSize;
-  if constexpr (Bulk > 0) {
-    if (lane == 0) bulk_wait_read<0>();
-    __syncwarp();
-    float4* const to = reinterpret_cast<float4*>(staging) + lane;
 #pragma unroll
-    for (int n = 0; n < Bulk; ++n) {
-      to[n * kWarpSize] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
-    }
-    fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) {
-      bulk_add(sum, staging, Bulk * kQueryBlockBytes);
-      bulk_commit();
-    }
-  }
-#pragma unroll
-  for (int n = Bulk; n < 8; ++n) {
+  for (int n = 0; n < N / 4; ++n) {
+    if (n < first_block) continue;
     const float four[4] = {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
     add_to_query_block(sum + n * kQueryBlock, lane, four);
+  }
+}
+
+// Hides from the scores of a tile, `key` counting from the block's first, what must not be seen.
+CUKIT_DEVICE void hide(Scores& scores, const Walk& walk, int key, int tile) {
+  const int first_query = tile * TILE_M;
+  if (walk.keys_left < TILE_N ||
+      (CAUSAL && walk.first_key + TILE_N - 1 > first_query + walk.past)) {
+    mask(scores, key, walk.keys_left, walk.first_key + key - walk.past - first_query);
   }
 }
 

@@ -41,6 +41,8 @@ struct Tiles {
 // last and on from first_tile.
 struct Walk {
   int batch, key_head, first_key;
+  int keys_left;   // to the end of the sequence
+  int past;        // query i sees keys up to i + past
   int first_head;  // of q
   int tiles;       // of queries, of a head
   int first_scratch_tile;  // of the first head: tiles of all heads before it

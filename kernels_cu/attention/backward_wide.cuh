@@ -1,31 +1,33 @@
 // The two warpgroups of the Hopper backward for heads of 256 columns: 64 keys together.
 //
 // The first warpgroup computes P and the second dS, both with keys as rows; they hand them over through
-// shared memory. Each then computes dK, dV and dQ of its half of the columns, dQ in two parts of 64,
-// for want of registers. The first has the next tile's scores multiplied beside its part of dV, and
-// takes their exponentials while dK and dQ are multiplied; the second has the next dP multiplied while
-// it adds dQ.
+// shared memory, in two stages: the first is a tile of queries ahead. Each then computes dK, dV and dQ
+// of its half of the columns. The first takes the exponentials of the next tile while the second
+// computes this one's dS; the second has the next dP multiplied while it adds dQ, in two parts of 64
+// columns, for want of registers.
 // What is read while a younger product runs is read in the straight line that started it, and nothing
 // runs where the loop turns: else the compiler has products run one by one.
 #pragma once
 
 #include "attention/backward_scores.cuh"
 #include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/warp_group.cuh"
 #include "common/warp_uniform.cuh"
 
 namespace cukit::backward {
 
 constexpr int kScoreBytes = kKeyPart;
-constexpr int kScoreTiles = 2;  // P and dS
-constexpr int kBulkBlocks = CAUSAL ? 0 : 4;  // of a warp's eight of dQ, by the copy engine
+constexpr int kScoreTiles = 4;  // two stages of P, two of dS
 constexpr int kColumns = HEAD_DIM / kConsumers;
-constexpr int kProbabilities = 1;  // named barriers: P is in shared memory,
-constexpr int kDerivatives = 2;    // and dS; P is no longer read
-constexpr int kOwn = 3;            // the first of two, one for each warpgroup's own threads
+// Named barriers, two each, as the first warpgroup is ahead by one: P is in shared memory; dS is, and
+// P is no longer read; and one for each warpgroup's own threads.
+constexpr int kProbabilities = 1;
+constexpr int kDerivatives = 3;
+constexpr int kOwn = 5;
 
 static_assert(TILE_N == 64 && TILE_M == 64, "one product of 64 rows each way");
-static_assert(kColumns == 128, "dQ: two parts of 64 columns for each warpgroup");
+static_assert(kColumns == 128, "two parts of 64 columns for each warpgroup");
 
 using KeyGradient = float[kColumns / 2];
 
@@ -40,133 +42,175 @@ CUKIT_DEVICE void multiply_queries(KeyGradient& sums, unsigned long long scores,
   wgmma_commit();
 }
 
-// 64 columns of dQ = dS K, started.
-CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsigned long long keys) {
+// Columns of dQ = dS K, started.
+template <int N>
+CUKIT_DEVICE void multiply_scores(float (&dq)[N], unsigned long long ds, unsigned long long keys) {
 #pragma unroll
   for (int step = 0; step < TILE_N / 16; ++step) {
-    wgmma<T, 64, true, true>(dq, ds + step * 16 * kRowBytes / 16,
-                             keys + step * 16 * kRowBytes / 16, step > 0);
+    wgmma<T, 2 * N, true, true>(dq, ds + step * 16 * kRowBytes / 16,
+                                keys + step * 16 * kRowBytes / 16, step > 0);
   }
   wgmma_commit();
 }
 
-// What store_scores stored.
-CUKIT_DEVICE void load_scores(Packed& scores, const unsigned char* tile, int first_row) {
+// dS = P * (dP - delta), sixteen queries at a time for want of registers: from one tile to the other.
+CUKIT_DEVICE void differentiate(unsigned char* ds_tile, const unsigned char* p_tile, int first_row,
+                                const Scores& dp, const float* delta) {
   const int lane = threadIdx.x % kWarpSize;
   const int row = first_row + lane % 16;
-  const unsigned from = shared_address(tile) + row * kRowBytes;
+  const unsigned from = shared_address(p_tile) + row * kRowBytes;
+  const unsigned to = shared_address(ds_tile) + row * kRowBytes;
 #pragma unroll
   for (int step = 0; step < TILE_M / 16; ++step) {
-    ldmatrix_x4(scores[step], from + ((step * 2 + lane / 16) ^ (row % 8)) * 16);
+    const int within = ((step * 2 + lane / 16) ^ (row % 8)) * 16;
+    unsigned p[4], ds[4];
+    ldmatrix_x4(p, from + within);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 row_delta = *reinterpret_cast<const float2*>(delta + 16 * step + 8 * n);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* g = &dp[8 * step + 4 * n + 2 * half];
+        float pair[2];
+        unpack<T>(pair, p[2 * n + half]);
+        ds[2 * n + half] =
+            pack<T>(pair[0] * (g[0] - row_delta.x), pair[1] * (g[1] - row_delta.y));
+      }
+    }
+    stmatrix_x4(to + within, ds);
   }
 }
 
-// What both warpgroups know of their share.
+constexpr int kScoreStage = kScoreBytes / 16;  // in descriptors
+constexpr int kQueryStage = kQueryBytes / 16;
+
+// Where tiles lie from the first of K on, in bytes.
+constexpr int kValuesAt = kKeyBytes;
+constexpr int kQueriesAt = kValuesAt + kKeyBytes;
+constexpr int kGradOutAt = kQueriesAt + STAGES * kQueryBytes;
+constexpr int kProbabilitiesAt = kGradOutAt + STAGES * kQueryBytes;
+constexpr int kDerivativesAt = kProbabilitiesAt + 2 * kScoreBytes;
+
+// What both warpgroups know of their share. Descriptors are sums of `first` and constants: there are
+// no registers to keep them in.
 struct Share {
   int group, warp, lane_column;
-  unsigned long long p, ds_rows, ds_columns, k_part, q, grad_out;
+  unsigned long long first;  // inner_descriptor of all tiles
   float* grad_q_sum;
-  unsigned char* staging;
 
   CUKIT_DEVICE Share(const Tiles& tiles, float* grad_q_sum, int group)
       : group(group),
         warp(threadIdx.x % kGroupThreads / kWarpSize),
         lane_column(threadIdx.x % 4 * 2),
-        p(inner_descriptor(tiles.scores)),
-        ds_rows(inner_descriptor(tiles.scores + kScoreBytes)),
-        ds_columns(outer_descriptor(tiles.scores + kScoreBytes, kKeyPart)),
-        k_part(outer_descriptor(tiles.k + 2 * group * kKeyPart, kKeyPart)),
-        q(outer_descriptor(tiles.q + 2 * group * kQueryPart, kQueryPart)),
-        grad_out(outer_descriptor(tiles.grad_out + 2 * group * kQueryPart, kQueryPart)),
-        grad_q_sum(grad_q_sum),
-        staging(tiles.dq + (group * 4 + warp) * kBulkBlocks * kQueryBlockBytes) {}
+        first(inner_descriptor(tiles.k)),
+        grad_q_sum(grad_q_sum) {}
 
-  // The warp's rows of a part of dQ.
-  CUKIT_DEVICE float* sum(const Walk& walk, const Position& position, int part) const {
-    return grad_q_sum + query_block<HEAD_DIM>(position.scratch_row(walk) + warp * 16,
-                                              group * kColumns + part * 64);
+  // The same, of which the compiler derives nothing ahead of time: it would have to spill it.
+  CUKIT_DEVICE Share rederived() const {
+    Share share = *this;
+    const unsigned low = opaque(static_cast<unsigned>(first));
+    share.first = (first >> 32 << 32) + low;
+    return share;
+  }
+
+  CUKIT_DEVICE unsigned long long inner(int at) const { return first + at / 16; }
+
+  // outer_descriptor: another distance between the parts.
+  CUKIT_DEVICE unsigned long long outer(int at, int part_bytes) const {
+    return first + at / 16 + (static_cast<unsigned long long>(part_bytes / 16 - 1) << 16);
+  }
+
+  // P or dS of a stage, keys as rows.
+  CUKIT_DEVICE unsigned long long scores(int at, int parity) const {
+    return inner(at) + parity * kScoreStage;
+  }
+
+  // The share's columns of a stage of Q or dO.
+  CUKIT_DEVICE unsigned long long columns(int at, int stage) const {
+    return outer(at, kQueryPart) + (stage * kQueryStage + group * (2 * kQueryPart / 16));
+  }
+
+  // dS of a stage, queries as rows; a part of the share's columns of K.
+  CUKIT_DEVICE unsigned long long queries(int parity) const {
+    return outer(kDerivativesAt, kKeyPart) + parity * kScoreStage;
+  }
+  CUKIT_DEVICE unsigned long long keys(int part) const {
+    return outer(part * kKeyPart, kKeyPart) + group * (2 * kKeyPart / 16);
+  }
+
+  // The warp's rows of the share of dQ.
+  CUKIT_DEVICE float* sum(const Walk& walk, const Position& position) const {
+    return grad_q_sum +
+           query_block<HEAD_DIM>(position.scratch_row(walk) + warp * 16, group * kColumns);
   }
 };
 
-constexpr unsigned long long kNextPart = kKeyPart / 16;  // of K
-
 // The first warpgroup.
 CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& shared,
-                                    const Tiles& tiles, const Walk& walk, const Share& share,
-                                    int steps, int keys_left, int past, float scale_log2) {
-  const unsigned long long k_rows = inner_descriptor(tiles.k);
-  const unsigned long long q_rows = inner_descriptor(tiles.q);
+                                    const Tiles& tiles, const Walk& walk, const Share& all,
+                                    int steps, float scale_log2) {
+  const Share& share = all;
   const int key = share.warp * 16 + threadIdx.x % kWarpSize / 4;
   Cursor<STAGES> at;
   Position position(walk);
-  Scores s;
-  Packed p;
 
-  const auto probabilities = [&] {
-    const int first_query = warp_uniform(position.tile) * TILE_M;
-    if (keys_left < TILE_N || (CAUSAL && walk.first_key + TILE_N - 1 > first_query + past)) {
-      mask(s, key, keys_left, walk.first_key + key - past - first_query);
-    }
+  // From the scores of the tile at `position` to P.
+  const auto hand_over = [&](Scores& s, int stage) {
+    hide(s, walk, key, warp_uniform(position.tile));
+    Packed p;
     exponentiate(s, p, shared.lse[at.stage] + share.lane_column, scale_log2);
-  };
-  const auto hand_over = [&] {
-    store_scores(tiles.scores, share.warp * 16, p);
+    store_scores(tiles.scores + stage * kScoreBytes, share.warp * 16, p);
     fence_proxy_async();
     named_sync(kOwn, kGroupThreads);
-    named_arrive(kProbabilities, kConsumers * kGroupThreads);
+    named_arrive(kProbabilities + stage, kConsumers * kGroupThreads);
   };
 
   mbarrier_wait(&shared.keys, 0);
   mbarrier_wait(&shared.q.full[0], 0);
-  wgmma_fence();
-  multiply_keys(s, k_rows, q_rows);
-  wgmma_wait<0>(s);
-  probabilities();
-  hand_over();
+  {
+    Scores s;
+    wgmma_fence();
+    multiply_keys(s, share.inner(0), share.inner(kQueriesAt));
+    wgmma_wait<0>(s);
+    hand_over(s, 0);
+  }
 
 #pragma unroll 1
-  for (int step = 0;;) {
-    QueryGradient dq;
+  for (int step = 0; step < steps; ++step) {
+    float dq[kColumns / 2];
+    const int parity = step % 2;
     const Cursor<STAGES> now = at;
-    const Position here = position;
-    const unsigned long long stage = now.stage * (kQueryBytes / 16);
-    const bool more = ++step < steps;
+    float* const sum = share.sum(walk, position);
+    mbarrier_wait(&shared.grad_out.full[now.stage], now.parity);
     at.advance();
     position.advance(walk);
-    mbarrier_wait(&shared.grad_out.full[now.stage], now.parity);
-    if (more) mbarrier_wait(&shared.q.full[at.stage], at.parity);
     wgmma_fence();
-    multiply_queries(dv, share.p, share.grad_out + stage);
-    if (more) {
-      multiply_keys(s, k_rows, q_rows + at.stage * (kQueryBytes / 16));
+    multiply_queries(dv, share.scores(kProbabilitiesAt, parity), share.columns(kGradOutAt, now.stage));
+    if (step + 1 < steps) {
+      Scores s;
+      mbarrier_wait(&shared.q.full[at.stage], at.parity);
+      wgmma_fence();
+      multiply_keys(s, share.inner(0), share.inner(kQueriesAt) + at.stage * kQueryStage);
       wgmma_wait<0>(s);
+      hand_over(s, parity ^ 1);
     }
-    named_sync(kDerivatives, kConsumers * kGroupThreads);
+    named_sync(kDerivatives + parity, kConsumers * kGroupThreads);
     wgmma_wait<0>(dv);
     wgmma_fence();
-    multiply_queries(dk, share.ds_rows, share.q + stage);
-    multiply_scores(dq, share.ds_columns, share.k_part);
-    if (more) probabilities();
+    multiply_scores(dq, share.queries(parity), share.keys(0));
+    multiply_queries(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
+    wgmma_wait<1>(dq);
+    add_query_gradient(sum, dq);
     wgmma_wait<0>(dk);
-    wgmma_wait<0>(dq);
-    add_query_gradient<kBulkBlocks>(share.sum(walk, here, 0), dq, share.staging);
-    wgmma_fence();
-    multiply_scores(dq, share.ds_columns, share.k_part + kNextPart);
-    wgmma_wait<0>(dq);
     release(shared.q, now);
     release(shared.grad_out, now);
-    if (more) hand_over();
-    add_query_gradient<kBulkBlocks>(share.sum(walk, here, 1), dq, share.staging);
-    if (!more) break;
   }
 }
 
 // The second warpgroup.
 CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Shared& shared,
-                                         const Tiles& tiles, const Walk& walk, const Share& share,
+                                         const Tiles& tiles, const Walk& walk, const Share& all,
                                          int steps) {
-  const unsigned long long v_rows = inner_descriptor(tiles.v);
-  const unsigned long long grad_out_rows = inner_descriptor(tiles.grad_out);
   Cursor<STAGES> at;
   Position position(walk);
   Scores dp;
@@ -175,63 +219,55 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
   mbarrier_wait(&shared.keys, 0);
   mbarrier_wait(&shared.grad_out.full[0], 0);
   wgmma_fence();
-  multiply_keys(dp, v_rows, grad_out_rows);
+  multiply_keys(dp, all.inner(kValuesAt), all.inner(kGradOutAt));
   wgmma_wait<0>(dp);
 
 #pragma unroll 1
   for (int step = 0;;) {
-    Packed p, ds;
     QueryGradient dq;
+    const Share share = all.rederived();
+    const int parity = step % 2;
     const Cursor<STAGES> now = at;
-    const Position here = position;
-    const unsigned long long stage = now.stage * (kQueryBytes / 16);
-    named_sync(kProbabilities, kConsumers * kGroupThreads);
+    float* const sum = share.sum(walk, position);
+    named_sync(kProbabilities + parity, kConsumers * kGroupThreads);
     wgmma_fence();
-    multiply_queries(dv, share.p, share.grad_out + stage);
-    load_scores(p, tiles.scores, share.warp * 16);
-    differentiate(ds, p, dp, shared.delta[now.stage] + share.lane_column);
-    store_scores(tiles.scores + kScoreBytes, share.warp * 16, ds);
+    multiply_queries(dv, share.scores(kProbabilitiesAt, parity), share.columns(kGradOutAt, now.stage));
+    differentiate(tiles.scores + (2 + parity) * kScoreBytes, tiles.scores + parity * kScoreBytes,
+                  share.warp * 16, dp, shared.delta[now.stage] + share.lane_column);
     fence_proxy_async();
     wgmma_wait<0>(dv);
     named_sync(kOwn + 1, kGroupThreads);
-    named_arrive(kDerivatives, kConsumers * kGroupThreads);
+    named_arrive(kDerivatives + parity, kConsumers * kGroupThreads);
 
-    at.advance();
-    position.advance(walk);
     mbarrier_wait(&shared.q.full[now.stage], now.parity);
-    if (++step == steps) {
-      wgmma_fence();
-      multiply_queries(dk, share.ds_rows, share.q + stage);
-      multiply_scores(dq, share.ds_columns, share.k_part);
-      wgmma_wait<0>(dk);
-      wgmma_wait<0>(dq);
-      add_query_gradient<kBulkBlocks>(share.sum(walk, here, 0), dq, share.staging);
-      wgmma_fence();
-      multiply_scores(dq, share.ds_columns, share.k_part + kNextPart);
-      wgmma_wait<0>(dq);
-      add_query_gradient<kBulkBlocks>(share.sum(walk, here, 1), dq, share.staging);
-      break;
+    const bool more = ++step < steps;
+    if (more) {
+      at.advance();
+      position.advance(walk);
+      mbarrier_wait(&shared.grad_out.full[at.stage], at.parity);
     }
-    mbarrier_wait(&shared.grad_out.full[at.stage], at.parity);
     wgmma_fence();
-    multiply_queries(dk, share.ds_rows, share.q + stage);
-    multiply_scores(dq, share.ds_columns, share.k_part);
-    multiply_keys(dp, v_rows, grad_out_rows + at.stage * (kQueryBytes / 16));
+    multiply_queries(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
+    multiply_scores(dq, share.queries(parity), share.keys(0));
+    // After the last tile this one's once more: a path of its own costs registers.
+    multiply_keys(dp, share.inner(kValuesAt), share.inner(kGradOutAt) + at.stage * kQueryStage);
     wgmma_wait<1>(dq);
-    add_query_gradient<kBulkBlocks>(share.sum(walk, here, 0), dq, share.staging);
+    add_query_gradient(sum, dq);
     wgmma_wait<0>(dp);
     wgmma_fence();
-    multiply_scores(dq, share.ds_columns, share.k_part + kNextPart);
+    multiply_scores(dq, share.queries(parity), share.keys(1));
     wgmma_wait<0>(dq);
+    wgmma_wait<0>(dk);
     release(shared.q, now);
     release(shared.grad_out, now);
-    add_query_gradient<kBulkBlocks>(share.sum(walk, here, 1), dq, share.staging);
-    wgmma_wait<0>(dk);
+    add_query_gradient(sum + 8 * kQueryBlock, dq);
+    if (!more) break;
   }
 }
 
+template <typename MakeResults>
 CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& walk,
-                             const Results& results, float* grad_q_sum, int past,
+                             const MakeResults& make_results, float* grad_q_sum,
                              float scale_log2) {
   const int group = warp_uniform(threadIdx.x / kGroupThreads) - 1;
   const int steps = warp_uniform(walk.steps);
@@ -241,13 +277,12 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
   for (int i = 0; i < kColumns / 2; ++i) dk[i] = dv[i] = 0.0f;
   if (steps > 0) {
     if (group == 0) {
-      accumulate_scores(dk, dv, shared, tiles, walk, share, steps, results.keys_left, past,
-                        scale_log2);
+      accumulate_scores(dk, dv, shared, tiles, walk, share, steps, scale_log2);
     } else {
       accumulate_derivatives(dk, dv, shared, tiles, walk, share, steps);
     }
-    if (threadIdx.x % kWarpSize == 0) bulk_wait_read<0>();
   }
+  const Results results = make_results();
   const int key = share.warp * 16 + threadIdx.x % kWarpSize / 4;
   store(results.grad_k, dk, results.scale, results, key, group * kColumns);
   store(results.grad_v, dv, 1.0f, results, key, group * kColumns);

@@ -15,7 +15,7 @@
 //   different rows of dQ at any time.
 // Rows of `lse_log2` are +infinity where a query is beyond the last or sees no key: P is then 0.
 // Shared memory, bytes: 2 HEAD_DIM (2 TILE_N + 2 STAGES TILE_M) + 2 * 2 TILE_N TILE_M + 32 KiB for dQ
-//   (heads of 256: 16), dynamic: K | V | Q stages | dO stages | P and dS | dQ. Static: barriers, stages of lse
+//   (heads of 256: 4 * 2 TILE_N TILE_M and none), dynamic: K | V | Q stages | dO stages | P and dS | dQ. Static: barriers, stages of lse
 //   and delta.
 // Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled by
 //   128 bytes; rows and columns beyond the tensor read as zero.
@@ -31,6 +31,7 @@
 #else
 #include "attention/backward_narrow.cuh"
 #endif
+#include "common/ptx/opaque.cuh"
 
 namespace {
 
@@ -70,20 +71,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   tiles.scores = tiles.grad_out + STAGES * backward::kQueryBytes;
   tiles.dq = tiles.scores + backward::kScoreTiles * backward::kScoreBytes;
 
-  const int kv_tiles = (seq_kv + TILE_N - 1) / TILE_N;
-  const cukit::HeadTile work = cukit::head_tile(blockIdx.x, batch * heads, kv_tiles, section);
-  const int past = seq_kv - seq_q;  // query i sees keys up to i + past
-  const int head = work.head % heads;  // splits of these share a head of k and v
+  // What divisions yield is not known to be the warp's.
+  const auto work_of = [&](int block) {
+    const cukit::HeadTile work =
+        cukit::head_tile(block, batch * heads, (seq_kv + TILE_N - 1) / TILE_N, section);
+    return cukit::HeadTile{cukit::warp_uniform(work.head), cukit::warp_uniform(work.tile)};
+  };
+  const cukit::HeadTile work = work_of(blockIdx.x);
   backward::Walk walk;
-  walk.batch = work.head / heads;
-  walk.key_head = head / splits;
+  walk.batch = cukit::warp_uniform(work.head / heads);
+  const int head = work.head - walk.batch * heads;
+  walk.key_head = head / splits;  // which `splits` of the heads share
   walk.first_key = work.tile * TILE_N;
+  walk.keys_left = seq_kv - walk.first_key;
+  walk.past = seq_kv - seq_q;
   walk.first_head = head * group;
   walk.tiles = seq_q_padded / TILE_M;
   walk.first_scratch_tile = work.head * group * walk.tiles;
-  walk.first_tile = CAUSAL ? min(walk.tiles, max(0, walk.first_key - past) / TILE_M) : 0;
+  walk.first_tile = CAUSAL ? min(walk.tiles, max(0, walk.first_key - walk.past) / TILE_M) : 0;
   walk.steps = (walk.tiles - walk.first_tile) * group;
-  walk.start_tile = CAUSAL || walk.tiles == 0 ? walk.first_tile : work.tile % walk.tiles;
+  walk.start_tile = CAUSAL || walk.tiles == 0 ? walk.first_tile
+                                              : cukit::warp_uniform(work.tile % walk.tiles);
 
   if (threadIdx.x == 0) {
     shared.q.init(kConsumerWarps);
@@ -101,12 +109,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     }
   } else {
     cukit::take_registers<kConsumerRegisters>();
-    const long long row_stride = static_cast<long long>(heads) * head_dim;
-    const long long start =
-        (static_cast<long long>(walk.batch) * seq_kv + walk.first_key) * row_stride +
-        head * head_dim;
-    const backward::Results results{grad_k + start,          grad_v + start, row_stride,
-                                    seq_kv - walk.first_key, head_dim,       scale};
-    backward::accumulate(shared, tiles, walk, results, grad_q_sum, past, scale_log2);
+    // Worked out once more at the end: registers are short in between.
+    const auto results = [&] {
+      const cukit::HeadTile again = work_of(cukit::opaque(blockIdx.x));
+      const int first_key = again.tile * TILE_N;
+      const long long row_stride = static_cast<long long>(heads) * head_dim;
+      const long long start =
+          (static_cast<long long>(again.head / heads) * seq_kv + first_key) * row_stride +
+          again.head % heads * head_dim;
+      return backward::Results{grad_k + start,     grad_v + start, row_stride,
+                               seq_kv - first_key, head_dim,       scale};
+    };
+    backward::accumulate(shared, tiles, walk, results, grad_q_sum, scale_log2);
   }
 }
