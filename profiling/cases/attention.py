@@ -116,7 +116,7 @@ def _sdpa(backend: str, shape: Shape) -> Callable[..., Any]:
     return function
 
 
-def _by_key_head(shape: Shape, function: Callable[..., Any], *arrays: Any) -> tuple[Any, ...]:
+def by_key_head(shape: Shape, function: Callable[..., Any], *arrays: Any) -> tuple[Any, ...]:
     """Runs the reference for one key head and batch at a time: all scores at once would not fit."""
     xp = array_module()
 
@@ -147,7 +147,7 @@ def forward_case(shape: Shape, dtype: str) -> Case:
         }
         for name, backend in BACKENDS.items():
             arms[name] = partial(_forward_arm, backend, shape, q, k, v)
-        return Workload(arms=arms, expected=lambda: _by_key_head(shape, attend, q, k, v)[0])
+        return Workload(arms=arms, expected=lambda: by_key_head(shape, attend, q, k, v)[0])
 
     elements = shape.elements(shape.num_heads_q) + shape.elements(shape.num_heads_kv)
     return Case(
@@ -183,7 +183,7 @@ def backward_case(shape: Shape, dtype: str) -> Case:
         for name, backend in BACKENDS.items():
             arms[name] = partial(_backward_arm, backend, shape, q, k, v, grad_out)
         return Workload(
-            arms=arms, expected=lambda: _by_key_head(shape, gradients, grad_out, q, k, v)
+            arms=arms, expected=lambda: by_key_head(shape, gradients, grad_out, q, k, v)
         )
 
     elements = 2 * shape.elements(shape.num_heads_q) + 2 * shape.elements(shape.num_heads_kv)
