@@ -20,10 +20,13 @@ class DevicePools:
     def __init__(
         self,
         config: MemoryPoolConfig | None = None,
-        make_provider: Callable[[int], Provider] = default_provider,
+        make_provider: Callable[[int], Provider] | None = None,
     ) -> None:
-        self._config = config
-        self._make_provider = make_provider
+        """`make_provider`: from a device's number; None: as a MemoryPool chooses."""
+        self._config = config = config or MemoryPoolConfig()
+        self._make_provider = make_provider or (
+            lambda device_id: default_provider(device_id, config.max_pool_size)
+        )
         self._lock = threading.Lock()
         self._pools: dict[int, MemoryPool] = {}
 

@@ -117,31 +117,76 @@ class Span:
         return span
 
 
+Entry = tuple[int, int, Span]
+"""Size, address, span."""
+
+
 class SizeIndex:
-    """Free spans by size, then address: best fit is a binary search."""
+    """Free spans by size, then address: best fit is a binary search.
+
+    The sorted entries are cut into chunks, so that adding one among a hundred thousand moves a
+    thousand others and not all of them. No chunk is empty.
+    """
+
+    MOST_PER_CHUNK = 1024
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, int, Span]] = []
+        self._chunks: list[list[Entry]] = []
+        self._lasts: list[Entry] = []
+        """The last entry of each chunk."""
+
+    def __bool__(self) -> bool:
+        return bool(self._chunks)
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(len(chunk) for chunk in self._chunks)
 
     def __iter__(self) -> Iterator[Span]:
-        return (entry[2] for entry in list(self._entries))
+        """As they are now, whatever happens to the index meanwhile."""
+        return iter([entry[2] for chunk in self._chunks for entry in chunk])
 
     def add(self, span: Span) -> None:
-        insort(self._entries, (span.size, span.address, span))
+        entry = (span.size, span.address, span)
+        if not self._chunks:
+            self._chunks.append([entry])
+            self._lasts.append(entry)
+            return
+        number = min(bisect_left(self._lasts, entry), len(self._lasts) - 1)
+        chunk = self._chunks[number]
+        insort(chunk, entry)
+        if len(chunk) > self.MOST_PER_CHUNK:
+            half = len(chunk) // 2
+            self._chunks.insert(number, chunk[:half])
+            self._lasts.insert(number, chunk[half - 1])
+            del chunk[:half]
+            number += 1
+        self._lasts[number] = chunk[-1]
 
     def remove(self, span: Span) -> None:
-        position = bisect_left(self._entries, (span.size, span.address))
-        assert self._entries[position][2] is span
-        del self._entries[position]
+        key = (span.size, span.address)
+        number = bisect_left(self._lasts, key)
+        chunk = self._chunks[number]
+        position = bisect_left(chunk, key)
+        assert chunk[position][2] is span
+        del chunk[position]
+        if chunk:
+            self._lasts[number] = chunk[-1]
+        else:
+            del self._chunks[number], self._lasts[number]
 
     def best_fit(self, size: int) -> Span | None:
         """The smallest span of at least `size` bytes, the lowest of those; it stays inside."""
-        position = bisect_left(self._entries, (size,))
-        return self._entries[position][2] if position < len(self._entries) else None
+        number = bisect_left(self._lasts, (size,))
+        if number == len(self._lasts):
+            return None
+        chunk = self._chunks[number]
+        return chunk[bisect_left(chunk, (size,))][2]
 
     def at_least(self, size: int) -> list[Span]:
         """All spans of at least `size` bytes, smallest first."""
-        return [entry[2] for entry in self._entries[bisect_left(self._entries, (size,)) :]]
+        number = bisect_left(self._lasts, (size,))
+        if number == len(self._lasts):
+            return []
+        chunk = self._chunks[number]
+        found = [entry[2] for entry in chunk[bisect_left(chunk, (size,)) :]]
+        return found + [entry[2] for rest in self._chunks[number + 1 :] for entry in rest]

@@ -25,7 +25,7 @@ def _small_collections() -> Iterator[None]:
 def _virtual_memory() -> Provider:
     from cukit.memory.vmm import CudaVirtualMemory
 
-    return CudaVirtualMemory()
+    return CudaVirtualMemory(page_bytes=2 * MIB)
 
 
 def _cuda_malloc() -> Provider:

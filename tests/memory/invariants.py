@@ -46,8 +46,9 @@ def check_invariants(pool: MemoryPool) -> None:
         for size, spans in state.bins.items():
             for span in spans:
                 assert (span.state, span.size, span.stream) == (CACHED, size, state.key)
-        entries = state.index._entries
+        entries = [entry for chunk in state.index._chunks for entry in chunk]
         assert entries == sorted(entries, key=lambda entry: entry[:2])
+        assert state.index._lasts == [chunk[-1] for chunk in state.index._chunks]
         for size, address, span in entries:
             assert (span.state, span.size, span.address) == (FREE, size, address)
             assert span.stream == state.key

@@ -1,0 +1,71 @@
+"""The host's pages: mapped, remapped, counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cukit.memory import DeviceOutOfMemory, HostProvider, Move, Provider
+
+PAGE = 64 << 10
+
+
+def test_it_is_a_provider() -> None:
+    assert isinstance(HostProvider(), Provider)
+
+
+def test_a_page_takes_its_bytes_along() -> None:
+    provider = HostProvider(8 * PAGE, page_bytes=PAGE)
+    base = provider.reserve(8 * PAGE)
+    assert base % PAGE == 0
+    pages = provider.create_pages(3)
+    provider.map_pages(base, pages)
+    before = provider.array(base, (3, PAGE // 4), np.uint32, None)
+    before[:] = np.arange(3)[:, None]
+    provider.unmap_pages(base, 3)
+    provider.map_pages(base + 4 * PAGE, [pages[2], pages[0], pages[1]])
+    after = provider.array(base + 4 * PAGE, (3, PAGE // 4), np.uint32, None)
+    assert (after == np.array([2, 0, 1])[:, None]).all()
+    provider.unmap_pages(base + 4 * PAGE, 3)
+    provider.destroy_pages(pages)
+    provider.release(base, 8 * PAGE)
+    assert provider.memory_info() == (8 * PAGE, 8 * PAGE)
+
+
+def test_new_pages_do_not_show_old_bytes() -> None:
+    provider = HostProvider(2 * PAGE, page_bytes=PAGE)
+    base = provider.reserve(PAGE)
+    for _ in range(3):
+        (page,) = provider.create_pages(1)
+        provider.map_pages(base, [page])
+        array = provider.array(base, (PAGE,), np.uint8, None)
+        assert not array.any()
+        array[:] = 1
+        provider.unmap_pages(base, 1)
+        provider.destroy_pages([page])
+
+
+@pytest.mark.parametrize("can_remap", [True, False])
+def test_it_has_an_end(*, can_remap: bool) -> None:
+    provider = HostProvider(4 * PAGE, page_bytes=PAGE, can_remap=can_remap)
+    take = provider.create_pages if can_remap else lambda count: provider.reserve(count * PAGE)
+    taken = take(3)
+    with pytest.raises(DeviceOutOfMemory):
+        take(2)
+    assert provider.memory_info() == (PAGE, 4 * PAGE)
+    if can_remap:
+        provider.destroy_pages(taken)  # type: ignore[arg-type]
+    else:
+        provider.release(taken, 3 * PAGE)  # type: ignore[arg-type]
+    take(4)
+
+
+def test_moves_and_narrow_dtypes() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    provider = HostProvider(4 * PAGE, page_bytes=PAGE, can_remap=False)
+    base = provider.reserve(2 * PAGE)
+    array = provider.array(base, (256,), ml_dtypes.bfloat16, None)
+    array[:] = np.arange(256).astype(ml_dtypes.bfloat16)
+    provider.copy([Move(base + PAGE, base, 512)], 0)
+    moved = provider.array(base + PAGE, (16, 16), ml_dtypes.bfloat16, None)
+    assert (moved.ravel() == array).all()
