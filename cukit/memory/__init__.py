@@ -10,6 +10,7 @@ from cukit.memory.blocks import Block, Event, Frame, Range
 from cukit.memory.buffer import DeviceBuffer
 from cukit.memory.compaction import batched_copy
 from cukit.memory.config import MemoryPoolConfig
+from cukit.memory.cuda_malloc import CudaMalloc
 from cukit.memory.devices import (
     DevicePools,
     default_pool,
@@ -17,13 +18,17 @@ from cukit.memory.devices import (
     memory_pool_free,
 )
 from cukit.memory.host import HostProvider
+from cukit.memory.install import pools_of
 from cukit.memory.oom import OutOfMemoryReport
 from cukit.memory.pool import MemoryPool
 from cukit.memory.provider import DeviceOutOfMemory, Move, Provider
 from cukit.memory.statistics import DefragmentReport, PoolStatistics, StreamStatistics
+from cukit.memory.vmm import CudaVirtualMemory
 
 __all__ = [
     "Block",
+    "CudaMalloc",
+    "CudaVirtualMemory",
     "DefragmentReport",
     "DeviceBuffer",
     "DeviceOutOfMemory",
@@ -43,4 +48,5 @@ __all__ = [
     "default_pool",
     "memory_pool_allocate",
     "memory_pool_free",
+    "pools_of",
 ]
