@@ -47,7 +47,7 @@ constexpr int kConsumerThreads = CONSUMERS * kGroupThreads;
 constexpr int kConsumerWarps = kConsumerThreads / cukit::kWarpSize;
 // Registers of a thread: at the start alike for all, then as many as the producer leaves.
 constexpr int kStartRegisters = 65536 / THREADS / 8 * 8;
-constexpr int kProducerRegisters = TRANSPOSES ? 40 : 24;
+constexpr int kProducerRegisters = TRANSPOSES ? 56 : 24;
 constexpr int kConsumerRegisters =
     (kStartRegisters * (CONSUMERS + 1) - kProducerRegisters) / CONSUMERS / 8 * 8;
 constexpr float kLn2 = 0.6931471805599453f;
