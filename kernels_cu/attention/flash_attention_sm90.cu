@@ -128,14 +128,27 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax,
   cukit::write_rows<kGuarded>(sums, rows);
 }
 
-// What a warpgroup needs to know of the work that the producer has written beside Q.
-CUKIT_DEVICE QueryWork receive_work(const QueryWork& sent, const cukit::WorkProblem& problem) {
-  QueryWork work = sent;
-  if (!VARLEN) work.sequence = {0, 0, problem.seq_q, problem.seq_kv};
-  work.keys = {cukit::warp_uniform(sent.keys.begin), cukit::warp_uniform(sent.keys.end),
-               cukit::warp_uniform(sent.keys.whole_begin), cukit::warp_uniform(sent.keys.whole_end)};
+// The next work and its queries, which have come; false if there is none. Work that is dealt lies
+// beside them; else every warp finds it by itself, while its results are on their way out.
+CUKIT_DEVICE bool next_work(QueryWork& work, Rings& rings, const cukit::Cursor<QUERY_STAGES>& at,
+                            cukit::WorkQueue<kTileM, TILE_N>& queue) {
+#if DEALT
+  cukit::mbarrier_wait(&rings.q.full[at.stage], at.parity);
+  __syncwarp();  // together from here on: what lanes then share is the warp's, for the compiler too
+  work = rings.work[at.stage];
+#else
+  if (!queue.next(work)) return false;
+#endif
+  work.keys = {cukit::warp_uniform(work.keys.begin), cukit::warp_uniform(work.keys.end),
+               cukit::warp_uniform(work.keys.whole_begin), cukit::warp_uniform(work.keys.whole_end)};
   if (!WINDOW) work.keys.begin = work.keys.whole_begin = 0;
-  return work;
+#if DEALT
+  return work.keys.end > 0;
+#else
+  queue.share();
+  cukit::mbarrier_wait(&rings.q.full[at.stage], at.parity);
+  return true;
+#endif
 }
 
 CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned char* k_tiles,
@@ -169,11 +182,9 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
     multiply_keys(scores, q, k_first + k_at.stage * (kKeyBytes / 16));
   };
 
-  while (true) {
-    cukit::mbarrier_wait(&rings.q.full[q_at.stage], q_at.parity);
-    __syncwarp();  // together from here on: what lanes then share is the warp's, for the compiler too
-    if (cukit::warp_uniform(rings.work[q_at.stage].keys.end) == 0) break;
-    const QueryWork work = receive_work(rings.work[q_at.stage], arguments.problem);
+  cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
+  QueryWork work{};
+  while (next_work(work, rings, q_at, queue)) {
     const int row = work.first_row + lane_row;
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
     const cukit::HeadScores head(arguments.arrays, settings, work.b, work.head, work.sequence);

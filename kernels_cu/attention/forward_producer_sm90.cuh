@@ -33,7 +33,7 @@ constexpr int kConsumerWarps = CONSUMERS * kGroupThreads / cukit::kWarpSize;
 constexpr int kStartRegisters = 65536 / (THREADS * BLOCKS_PER_SM) / 8 * 8;
 // Two consumers can do with less, for a producer that has more to keep in mind; with three or four
 // it then keeps two or three words of a tile of queries in memory.
-constexpr bool kBusyProducer = cukit::kDealt || WINDOW;
+constexpr bool kBusyProducer = DEALT || WINDOW;
 constexpr int kProducerRegisters =
     kBusyProducer && CONSUMERS == 2 ? 40 : VALUE_DIM > 128 ? 24 : 32;
 constexpr int kConsumerRegisters =
@@ -54,7 +54,9 @@ struct Rings {
   cukit::Ring<QUERY_STAGES> q;
   cukit::Ring<STAGES> k;
   cukit::Ring<STAGES> v;
+#if DEALT
   QueryWork work[QUERY_STAGES];  // goes round with Q
+#endif
 #if VARLEN
   cukit::Mbarrier landed[STAGES];  // V has come, but not yet been cleared
   int rows[STAGES];                // of V that belong to the sequence; below 0: no more
@@ -154,15 +156,19 @@ CUKIT_DEVICE void run(Rings& rings, unsigned char* q_tiles, unsigned char* k_til
         load_values(tile + 1);
       } else {
         wait_empty(rings.q, q_at);
+#if DEALT
         rings.work[q_at.stage] = work;
+#endif
         load<kParts>(rings.q.full, q_at, q_tiles, kQueryPart, maps.q,
                      work.sequence.first_q + work.first_row, work.head, b);
       }
     }
   }
+#if DEALT
   wait_empty(rings.q, q_at);
-  rings.work[q_at.stage].keys.end = 0;
+  rings.work[q_at.stage] = QueryWork{};
   cukit::mbarrier_arrive(&rings.q.full[q_at.stage]);
+#endif
 #if VARLEN
   wait_empty(rings.v, v_at);
   rings.rows[v_at.stage] = -1;

@@ -7,19 +7,20 @@
 // Where tiles differ (VARLEN, BLOCK_SPARSE) a counter deals them. Sequences come longest first, as
 // plan_sequences.cu has sorted them; tiles of a head come last first.
 //
-// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1.
+// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1. Sets DEALT 0|1.
 #pragma once
 
 #include "attention/score_options.cuh"
 #include "common/platform.cuh"
+#include "common/warp_uniform.cuh"
 
 #ifndef BLOCK_SPARSE
 #define BLOCK_SPARSE 0
 #endif
 
-namespace cukit {
+#define DEALT (VARLEN || BLOCK_SPARSE)
 
-constexpr bool kDealt = VARLEN || BLOCK_SPARSE;
+namespace cukit {
 
 // One tile of queries of one head of queries, and the tiles of keys that they see.
 struct alignas(16) QueryWork {
@@ -42,15 +43,18 @@ struct WorkProblem {
   const int* cu_seqlens_kv;
 };
 
-// Walks over the works of this block. One thread uses it.
+// Walks over the works of this block. Where works are dealt, one thread uses it; else whoever wants.
 template <int TileM, int TileN>
 class WorkQueue {
  public:
   CUKIT_DEVICE WorkQueue(const WorkProblem& problem, const WorkPlan& plan,
                          const ScoreSettings& settings)
       : problem_(problem), plan_(plan), settings_(settings) {
-    if constexpr (kDealt) index_ = static_cast<int>(blockIdx.x);
+    if constexpr (DEALT) index_ = static_cast<int>(blockIdx.x);
   }
+
+  // The lanes of a warp, which walk together: what they have counted is the warp's.
+  CUKIT_DEVICE void share() { turn_ = warp_uniform(turn_); }
 
   // False when there is no more.
   CUKIT_DEVICE bool next(QueryWork& work) {
