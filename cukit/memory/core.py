@@ -50,14 +50,19 @@ class PoolCore:
     ) -> None:
         self.config = config = config or MemoryPoolConfig()
         self.provider = provider = provider or default_provider(most_bytes=config.max_pool_size)
+        limit = config.max_pool_size
+        if limit is not None and limit < provider.page_bytes:
+            raise ConfigError(
+                f"MemoryPoolConfig: max_pool_size: expected at least a page of "
+                f"{provider.page_bytes} bytes, got {limit}"
+            )
         self._current_stream = provider.current_stream
         self._stream_key = provider.stream_key
         self._capture_id = provider.capture_id
         self._lock = threading.RLock()
         self._acquire: Callable[[], object] = self._lock.acquire
-        self._acquire_at_once = (
-            self._lock.acquire
-        )  # called with False; as a keyword: twice the time
+        self._acquire_at_once = self._lock.acquire
+        """Called with False; `blocking=False` would take twice as long."""
         self._release = self._lock.release
         self._busy = False
         self._put_aside: deque[tuple[int, Any] | Holder] = deque()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 
 from cukit.memory.arena import Arena
 from cukit.memory.compact import Plan, plan_compaction
@@ -47,11 +47,9 @@ class Defragmenter:
     def _in_hand(self) -> int:
         return len(self._pager.in_hand) * self._pager.page_bytes
 
-    def run(
-        self, stream: Hashable, clock: Callable[[], float] = time.perf_counter
-    ) -> DefragmentReport:
+    def run(self, stream: Hashable) -> DefragmentReport:
         """Waits for the device, moves, remaps."""
-        start = clock()
+        start = time.perf_counter()
         before = self.holes()
         self._supply.stop_the_world()
         moved = self.compact(stream)
@@ -66,7 +64,7 @@ class Defragmenter:
             fragmentation_after=after.fragmentation,
             largest_free_before=before.largest,
             largest_free_after=after.largest,
-            seconds=clock() - start,
+            seconds=time.perf_counter() - start,
         )
 
     def compact(self, stream: Hashable) -> int:

@@ -31,6 +31,11 @@ def test_illegal(options: dict[str, Any], message: str) -> None:
         MemoryPoolConfig(**options)
 
 
+def test_a_limit_below_one_page() -> None:
+    with pytest.raises(ConfigError, match="max_pool_size: expected at least a page of 2097152"):
+        MemoryPool(MemoryPoolConfig(max_pool_size=1 << 20), HostProvider(4 << 20))
+
+
 def test_an_initial_size_beyond_the_device() -> None:
     with pytest.raises(ConfigError, match="the device cannot give 8388608 bytes"):
         MemoryPool(MemoryPoolConfig(initial_pool_size=8 << 20), HostProvider(4 << 20))
