@@ -91,9 +91,10 @@ def flash_attention_backward(
         max_seqlen_q: as in the forward.
         max_seqlen_kv: as in the forward.
         scale: as in the forward.
-        deterministic: sum grad_q in a fixed order, at the price of two more matrix products (about
-            30 % more time). Otherwise its last bits vary from run to run, because blocks add to it
-            in float32 in the order in which they happen to finish.
+        deterministic: sum grad_q in a fixed order: on Hopper blocks then take turns, elsewhere and
+            with most options there are two more matrix products (about 30 % more time). Otherwise
+            its last bits vary from run to run, because blocks add to it in float32 in the order in
+            which they happen to finish.
         dropout: only 0: dropout is out of scope.
 
     Returns:
@@ -140,7 +141,7 @@ def flash_attention_backward(
     lse_log2, delta = statistics[0], statistics[1]
     grad_q, grad_k, grad_v = (empty(x, x.shape) for x in (q, k, v))
     total: Any = NULL
-    if not deterministic:
+    if steps.adds:
         total = empty(q, (*steps.scratch_rows, steps.width), np.float32)
     sums = [grad_k, grad_v]
     if steps.splits > 1:
@@ -151,10 +152,10 @@ def flash_attention_backward(
     if steps.sums is not None:
         for add, partial, gradient in zip(steps.sums, sums, (grad_k, grad_v), strict=True):
             add(partial, gradient)
-    if deterministic:
-        steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q, *pointers)
-    else:
+    if steps.adds:
         steps.queries(total, grad_q, ends_q)
+    else:
+        steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q, *pointers)
     if steps.sinks is None:
         return grad_q, grad_k, grad_v
     grad_sinks = empty(q, arrays.sinks.shape, np.float32)  # type: ignore[union-attr]
@@ -170,6 +171,8 @@ class _BackwardSteps(NamedTuple):
     sums: tuple[Launch, Launch] | None
     queries: Launch
     sinks: Launch | None
+    adds: bool
+    """Whether dQ is summed up in scratch."""
     scratch_rows: tuple[int, int]
     width: int
     splits: int
@@ -192,9 +195,9 @@ def _prepare_backward(
     check_kernel_layout(_OP, grad_out=grad_out, q=q, k=k, v=v, out=out)
     problem = problem_of(q, k, v, options, arrays)
     device = current_device()
-    mapped = covers(problem, deterministic, device) and fits_tensor_maps(q, k, v, grad_out)
+    mapped = covers(problem, device) and fits_tensor_maps(q, k, v, grad_out)
     if mapped:
-        config = plan_flash_attention_backward_sm90(problem, device)
+        config = plan_flash_attention_backward_sm90(problem, deterministic, device)
     else:
         config = plan_flash_attention_backward(problem, deterministic, device)
     total_q = q.shape[0] if problem.varlen else 0
@@ -236,7 +239,7 @@ def _prepare_backward(
     sums = None
     if splits > 1:
         sums = _sum_launch(config, k), _sum_launch(config, v)
-    if deterministic:
+    if config.deterministic:
         blocks = config.query_blocks
         scalars: tuple[Any, ...] = (
             *(*strides, batch, heads_q, np.int32(problem.group), seq_q, seq_kv, rows_per_head),
@@ -245,14 +248,17 @@ def _prepare_backward(
     else:
         blocks = config.finish_blocks(total_q)
         scalars = (batch, heads_q, seq_q, rows_per_head, head_dim, factor)
-    last = config.queries_spec() if deterministic else config.finish_spec()
+    last = config.queries_spec() if config.deterministic else config.finish_spec()
     queries = Launch(load_kernel(last), (blocks,), scalars)
     sinks = None
     if problem.sinks:
         parts = np.int32(rows[0] // problem.num_heads_q)
         scalars = (parts, heads_q, rows_per_head)
         sinks = Launch(load_kernel(config.sinks_spec()), (problem.num_heads_q,), scalars)
-    return _BackwardSteps(prepare, keys, sums, queries, sinks, rows, config.width, splits)
+    return _BackwardSteps(
+        *(prepare, keys, sums, queries, sinks),
+        *(not config.deterministic, rows, config.width, splits),
+    )
 
 
 def _sum_launch(config: FlashAttentionBackwardConfig, x: Array) -> Launch:
@@ -269,8 +275,11 @@ def _backward_specs(device: Device) -> list[KernelSpec]:
             plan_flash_attention_backward(problem, deterministic, device)
             for deterministic in (False, True)
         ]
-        if covers(problem, False, device):
-            configs.append(plan_flash_attention_backward_sm90(problem, device))
+        if covers(problem, device):
+            configs += [
+                plan_flash_attention_backward_sm90(problem, deterministic, device)
+                for deterministic in (False, True)
+            ]
         return [spec for config in configs for spec in config.specs()]
 
     return representative_specs(specs)

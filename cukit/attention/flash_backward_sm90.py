@@ -5,6 +5,7 @@ What it does not cover is served by :mod:`flash_plan`'s class.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,33 +20,37 @@ from cukit.attention.flash_plan import (
     plan_flash_attention_backward,
 )
 from cukit.attention.flash_problem import AttentionProblem, ceil_div, width_for
-from cukit.attention.flash_tilings import ITEM_BYTES, PART, WARPGROUP_KEY_TILINGS
-from cukit.core.arrays import Array
+from cukit.attention.flash_tilings import (
+    ITEM_BYTES,
+    PART,
+    WARPGROUP_KEY_TILINGS,
+    WarpgroupKeyTiling,
+)
+from cukit.core.arrays import Array, empty
 from cukit.core.device import Device
-from cukit.core.kernel import Launch, load_kernel
+from cukit.core.kernel import NULL, Launch, load_kernel
 
 _ARCH = "sm_90"
 _FEATURES = frozenset({"sinks"})
+_WARPS = 8  # that multiply, of a block
 
 
-def covers(problem: AttentionProblem, deterministic: bool, device: Device) -> bool:
+def covers(problem: AttentionProblem, device: Device) -> bool:
     """Whether class sm90 has a backward for this problem on this device."""
     sizes = (problem.batch, problem.seq_len_q, problem.seq_len_kv, problem.num_heads_q)
-    return (
-        device.arch == _ARCH
-        and not deterministic
-        and problem.features <= _FEATURES
-        and min(sizes) > 0
-    )
+    return device.arch == _ARCH and problem.features <= _FEATURES and min(sizes) > 0
 
 
 @cache
 def plan_flash_attention_backward_sm90(
-    problem: AttentionProblem, device: Device
+    problem: AttentionProblem, deterministic: bool, device: Device
 ) -> FlashAttentionBackwardConfig:
-    """The configuration of a problem that the class covers."""
+    """The configuration of a problem that the class covers.
+
+    Deterministic or not, dQ is summed up in float32: the kernels before and after are the same.
+    """
     width = width_for(problem.head_dim, tuple(WARPGROUP_KEY_TILINGS))
-    tiling = WARPGROUP_KEY_TILINGS[width]
+    tiling = replace(WARPGROUP_KEY_TILINGS[width], in_turn=deterministic)
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv
     splits = choose_splits(problem.group, heads * tiles, device.num_sms)
@@ -73,11 +78,13 @@ def plan_flash_attention_backward_sm90(
 class MappedKeys:
     """A launch of `flash_attention_backward_sm90`, for arrays of one description."""
 
-    __slots__ = ("_grad_out", "_k", "_launch", "_q", "_v")
+    __slots__ = ("_grad_out", "_k", "_launch", "_q", "_turns", "_v")
 
-    def __init__(self, launch: Launch, tile_m: int, tile_n: int) -> None:
-        query_box, key_box = ((1, rows, 1, PART) for rows in (tile_m, tile_n))
+    def __init__(self, launch: Launch, tiling: WarpgroupKeyTiling, turns: int) -> None:
+        """`turns`: counters that the blocks need to take turns, 0 if they don't."""
+        query_box, key_box = ((1, rows, 1, PART) for rows in (tiling.tile_m, tiling.tile_n))
         self._launch = launch
+        self._turns = turns
         self._q = TensorMaps(query_box)
         self._k = TensorMaps(key_box)
         self._v = TensorMaps(key_box)
@@ -86,9 +93,13 @@ class MappedKeys:
     def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
         """Launches on the current stream; of `rest`, the arrays of options are not needed."""
         lse_log2, delta, total, grad_k, grad_v, *_ = rest
+        turns: Any = NULL
+        if self._turns:
+            turns = empty(q, (self._turns,), np.int32)
+            turns.fill(0)
         self._launch(
             *(self._q(q), self._k(k), self._v(v), self._grad_out(grad_out)),
-            *(lse_log2, delta, total, grad_k, grad_v),
+            *(lse_log2, delta, turns, total, grad_k, grad_v),
         )
 
 
@@ -110,4 +121,10 @@ def prepare_keys(
         *scales_of(q, options),
     )
     launch = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), scalars)
-    return MappedKeys(launch, config.keys.tile_m, config.keys.tile_n)
+    tiling = config.keys
+    assert isinstance(tiling, WarpgroupKeyTiling)
+    turns = 0
+    if tiling.in_turn:
+        heads, rows = config.scratch_rows(0)
+        turns = _WARPS * (heads * rows // tiling.tile_m + 1)
+    return MappedKeys(launch, tiling, turns)

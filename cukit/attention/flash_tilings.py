@@ -145,6 +145,8 @@ class WarpgroupKeyTiling:
     """For dQ on its way to global memory."""
     num_stages: int = 2
     threads: int = 3 * 4 * _WARP
+    in_turn: bool = False
+    """Whether blocks add to dQ in a fixed order."""
 
     def shared_bytes(self, width: int, value_width: int) -> int:
         """K, V, stages of Q and dO, P and dS, dQ."""
@@ -161,6 +163,7 @@ class WarpgroupKeyTiling:
             ("TILE_N", self.tile_n),
             ("STAGES", self.num_stages),
             ("THREADS", self.threads),
+            ("DETERMINISTIC", int(self.in_turn)),
         )
 
 

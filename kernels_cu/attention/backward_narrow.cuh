@@ -20,7 +20,8 @@ namespace cukit::backward {
 constexpr int kScoreParts = TILE_M / 64;
 constexpr int kScoreBytes = kScoreParts * kKeyPart;
 constexpr int kScoreTiles = 2;  // stages of dS
-constexpr int kBulkBlocks = HEAD_DIM == 64 ? 8 : 6;  // of a warp's eight of dQ, by the copy engine
+constexpr int kBulkBlocks = HEAD_DIM == 64 || DETERMINISTIC ? 8 : 6;  // of a warp's eight of dQ, by
+                                                                      // the copy engine
 // Operand a of dP: with registers to spare, and shared memory as busy as the tensor cores.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
@@ -74,12 +75,25 @@ CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsi
   wgmma_commit();
 }
 
+// One lane's: what its copies have added to is the next block's.
+CUKIT_DEVICE void announce(int* added) {
+  bulk_wait<0>();
+  fence_proxy_async_global();
+  if (added != nullptr) add_release(added, 1);
+}
+
 // Adds a warp's sixteen rows of dQ to global memory: the first blocks through shared memory by the copy
 // engine, the rest straight from registers. The copy engine takes bandwidth of shared memory, the
-// others time of the warp.
-CUKIT_DEVICE void add_partly_by_copy(float* sum, const QueryGradient& dq, unsigned char* staging) {
+// others time of the warp. DETERMINISTIC: when it is this block's turn; the next block's is announced
+// with the warp's next tile, for which this one's copy has had time to end.
+CUKIT_DEVICE void add_partly_by_copy(float* sum, const QueryGradient& dq, unsigned char* staging,
+                                     int*& added, int* counter, int turn) {
   const int lane = threadIdx.x % kWarpSize;
-  if (lane == 0) bulk_wait_read<0>();
+  if (lane == 0) {
+    bulk_wait_read<0>();
+    if constexpr (DETERMINISTIC) announce(added);
+  }
+  added = counter;
   __syncwarp();
   float4* const to = reinterpret_cast<float4*>(staging) + lane;
 #pragma unroll
@@ -89,6 +103,10 @@ CUKIT_DEVICE void add_partly_by_copy(float* sum, const QueryGradient& dq, unsign
   fence_proxy_async();
   __syncwarp();
   if (lane == 0) {
+    if constexpr (DETERMINISTIC) {
+      await_turn(counter, turn);
+      fence_proxy_async_global();
+    }
     bulk_add(sum, staging, kBulkBlocks * kQueryBlockBytes);
     bulk_commit();
   }
@@ -97,7 +115,7 @@ CUKIT_DEVICE void add_partly_by_copy(float* sum, const QueryGradient& dq, unsign
 
 template <typename MakeResults>
 CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& walk,
-                             const MakeResults& make_results, float* grad_q_sum,
+                             const MakeResults& make_results, float* grad_q_sum, int* turns,
                              float scale_log2) {
   const int group = warp_uniform(threadIdx.x / kGroupThreads) - 1;
   const int warp = threadIdx.x % kGroupThreads / kWarpSize;
@@ -129,6 +147,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
     Cursor<STAGES> at;
     Position position(walk);
     int ds_stage = 0;
+    int* added = nullptr;  // the counter of the tile before
 
     mbarrier_wait(&shared.keys, 0);
     mbarrier_wait(&shared.q.full[0], 0);
@@ -171,7 +190,9 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       const long long row =
           position.scratch_row(walk) + (kScoreParts == 2 ? group * 64 : 0) + warp * 16;
       float* const sum = grad_q_sum + query_block<HEAD_DIM>(row, kParts == 2 ? group * 64 : 0);
-      const auto add = [&] { add_partly_by_copy(sum, dq, staging); };
+      int* const counter = turn_counter(turns, position.scratch_row(walk), group * 4 + warp);
+      const int turn = turn_of(walk, position.tile);
+      const auto add = [&] { add_partly_by_copy(sum, dq, staging, added, counter, turn); };
       ds_stage ^= 1;
       at.advance();
       position.advance(walk);
@@ -193,7 +214,10 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
     }
     wgmma_wait<0>(dk);
     wgmma_wait<0>(dv);
-    if (lane == 0) bulk_wait_read<0>();
+    if (lane == 0) {
+      bulk_wait_read<0>();
+      if constexpr (DETERMINISTIC) announce(added);
+    }
   }
   const Results results = make_results();
   store(results.grad_k, dk, results.scale, results, key, 0);

@@ -9,6 +9,7 @@
 #include "attention/backward_walk.cuh"
 #include "attention/query_gradient.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/global_order.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/stmatrix.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -111,6 +112,18 @@ CUKIT_DEVICE void store_scores(unsigned char* tile, int first_row, const Packed&
   for (int step = 0; step < TILE_M / 16; ++step) {
     const int within = (step % 4 * 2 + lane / 16) ^ (row % 8);
     stmatrix_x4(to + step / 4 * kKeyPart + within * 16, scores[step]);
+  }
+}
+
+// Whose turn it is to add to the rows of a warp: eight counters a tile of the scratch, the first of all
+// counting the blocks that have begun.
+CUKIT_DEVICE int* turn_counter(int* turns, long long scratch_row, int warp_of_block) {
+  return turns + 8 + scratch_row / TILE_M * 8 + warp_of_block;
+}
+
+// One lane's: the blocks it waits for have begun before its own.
+CUKIT_DEVICE void await_turn(const int* counter, int turn) {
+  while (load_acquire(counter) != turn) {
   }
 }
 

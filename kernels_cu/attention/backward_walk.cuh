@@ -1,6 +1,6 @@
 // What a block of the Hopper backward walks over, and the thread that fetches it.
 //
-// Macros: HEAD_DIM, TILE_M queries, TILE_N keys of a tile, STAGES.
+// Macros: HEAD_DIM, TILE_M queries, TILE_N keys of a tile, STAGES, CAUSAL.
 #pragma once
 
 #include "common/platform.cuh"
@@ -45,9 +45,19 @@ struct Walk {
   int past;        // query i sees keys up to i + past
   int first_head;  // of q
   int tiles;       // of queries, of a head
+  int key_tiles;   // of a key head
   int first_scratch_tile;  // of the first head: tiles of all heads before it
   int first_tile, start_tile, steps;
 };
+
+// How many blocks add to dQ of a tile before this one, where their order is fixed: the last keys that
+// are seen come first if causal, else the first. So they come to it in this order by themselves.
+CUKIT_DEVICE int turn_of(const Walk& walk, int tile) {
+  const int key_tile = walk.first_key / TILE_N;
+  if (!CAUSAL) return key_tile;
+  const int last_seen = (tile * TILE_M + TILE_M - 1 + walk.past) / TILE_N;
+  return min(walk.key_tiles - 1, last_seen) - key_tile;
+}
 
 // One tile of queries after the other.
 struct Position {

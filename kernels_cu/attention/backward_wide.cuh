@@ -97,13 +97,15 @@ struct Share {
   int group, warp, lane_column;
   unsigned long long first;  // inner_descriptor of all tiles
   float* grad_q_sum;
+  int* turns;
 
-  CUKIT_DEVICE Share(const Tiles& tiles, float* grad_q_sum, int group)
+  CUKIT_DEVICE Share(const Tiles& tiles, float* grad_q_sum, int* turns, int group)
       : group(group),
         warp(threadIdx.x % kGroupThreads / kWarpSize),
         lane_column(threadIdx.x % 4 * 2),
         first(inner_descriptor(tiles.k)),
-        grad_q_sum(grad_q_sum) {}
+        grad_q_sum(grad_q_sum),
+        turns(turns) {}
 
   // The same, of which the compiler derives nothing ahead of time: it would have to spill it.
   CUKIT_DEVICE Share rederived() const {
@@ -136,6 +138,24 @@ struct Share {
   }
   CUKIT_DEVICE unsigned long long keys(int part) const {
     return outer(part * kKeyPart, kKeyPart) + group * (2 * kKeyPart / 16);
+  }
+
+  // DETERMINISTIC: before the warp adds to its rows, and after.
+  CUKIT_DEVICE void begin_to_add(int* counter, int turn) const {
+    if constexpr (DETERMINISTIC) {
+      if (threadIdx.x % kWarpSize == 0) await_turn(counter, turn);
+      __syncwarp();
+    }
+  }
+  CUKIT_DEVICE void end_to_add(int* counter) const {
+    if constexpr (DETERMINISTIC) {
+      __threadfence();
+      __syncwarp();
+      if (threadIdx.x % kWarpSize == 0) add_release(counter, 1);
+    }
+  }
+  CUKIT_DEVICE int* counter(const Walk& walk, const Position& position) const {
+    return turn_counter(turns, position.scratch_row(walk), group * 4 + warp);
   }
 
   // The warp's rows of the share of dQ.
@@ -181,6 +201,8 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
     const int parity = step % 2;
     const Cursor<STAGES> now = at;
     float* const sum = share.sum(walk, position);
+    int* const counter = share.counter(walk, position);
+    const int turn = turn_of(walk, position.tile);
     mbarrier_wait(&shared.grad_out.full[now.stage], now.parity);
     at.advance();
     position.advance(walk);
@@ -200,7 +222,9 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
     multiply_scores(dq, share.queries(parity), share.keys(0));
     multiply_queries(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
     wgmma_wait<1>(dq);
+    share.begin_to_add(counter, turn);
     add_query_gradient(sum, dq);
+    share.end_to_add(counter);
     wgmma_wait<0>(dk);
     release(shared.q, now);
     release(shared.grad_out, now);
@@ -229,6 +253,8 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
     const int parity = step % 2;
     const Cursor<STAGES> now = at;
     float* const sum = share.sum(walk, position);
+    int* const counter = share.counter(walk, position);
+    const int turn = turn_of(walk, position.tile);
     named_sync(kProbabilities + parity, kConsumers * kGroupThreads);
     wgmma_fence();
     multiply_queries(dv, share.scores(kProbabilitiesAt, parity), share.columns(kGradOutAt, now.stage));
@@ -252,6 +278,7 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
     // After the last tile this one's once more: a path of its own costs registers.
     multiply_keys(dp, share.inner(kValuesAt), share.inner(kGradOutAt) + at.stage * kQueryStage);
     wgmma_wait<1>(dq);
+    share.begin_to_add(counter, turn);
     add_query_gradient(sum, dq);
     wgmma_wait<0>(dp);
     wgmma_fence();
@@ -261,17 +288,18 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
     release(shared.q, now);
     release(shared.grad_out, now);
     add_query_gradient(sum + 8 * kQueryBlock, dq);
+    share.end_to_add(counter);
     if (!more) break;
   }
 }
 
 template <typename MakeResults>
 CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& walk,
-                             const MakeResults& make_results, float* grad_q_sum,
+                             const MakeResults& make_results, float* grad_q_sum, int* turns,
                              float scale_log2) {
   const int group = warp_uniform(threadIdx.x / kGroupThreads) - 1;
   const int steps = warp_uniform(walk.steps);
-  const Share share(tiles, grad_q_sum, group);
+  const Share share(tiles, grad_q_sum, turns, group);
   KeyGradient dk, dv;
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) dk[i] = dv[i] = 0.0f;

@@ -11,7 +11,9 @@
 //   (backward_narrow.cuh) and wide ones (backward_wide.cuh). Where key heads alone would leave the GPU
 //   half empty, `splits` blocks share a key head, SPLIT is 1 and each writes its own sum in float32
 //   (flash_attention_backward_sum adds them).
-// Without a mask, block n starts at query tile n and wraps around, so that the blocks of a head add to
+// DETERMINISTIC: blocks add to a tile of dQ in turn (backward_walk.cuh: turn_of). A block takes its work
+//   by the order in which blocks begin, and waits for earlier ones alone.
+// Else, without a mask, block n starts at query tile n and wraps around, so that the blocks of a head add to
 //   different rows of dQ at any time.
 // Rows of `lse_log2` are +infinity where a query is beyond the last or sees no key: P is then 0.
 // Shared memory, bytes: 2 HEAD_DIM (2 TILE_N + 2 STAGES TILE_M) + 2 * 2 TILE_N TILE_M + 32 KiB for dQ
@@ -21,9 +23,9 @@
 //   128 bytes; rows and columns beyond the tensor read as zero.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|256; PADDED 0|1 head_dim is smaller than HEAD_DIM;
 //   TILE_M x TILE_N 128x128 (64), 64x128 (128), 64x64 (256); STAGES 2..; THREADS = 384; CAUSAL 0|1;
-//   SPLIT 0|1.
-// Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ is not,
-//   since its additions come in any order.
+//   SPLIT 0|1; DETERMINISTIC 0|1.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ where asked
+//   for, else its additions come in any order.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
 #if HEAD_DIM == 256
@@ -56,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const __grid_constant__ cukit::TensorMap grad_out,  // as q
     const float* __restrict__ lse_log2,  // [batch * heads * group, seq_q_padded]
     const float* __restrict__ delta,     // as lse_log2
+    int* __restrict__ turns,         // DETERMINISTIC: 8 + 8 a tile of the scratch, zeros at first
     float* __restrict__ grad_q_sum,  // [batch * heads * group, seq_q_padded, HEAD_DIM], zeros at first
     Gradient* __restrict__ grad_k,   // [batch, seq_kv, heads, head_dim], contiguous
     Gradient* __restrict__ grad_v,   // as grad_k
@@ -71,13 +74,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   tiles.scores = tiles.grad_out + STAGES * backward::kQueryBytes;
   tiles.dq = tiles.scores + backward::kScoreTiles * backward::kScoreBytes;
 
+  const int key_tiles = (seq_kv + TILE_N - 1) / TILE_N;
   // What divisions yield is not known to be the warp's.
   const auto work_of = [&](int block) {
     const cukit::HeadTile work =
-        cukit::head_tile(block, batch * heads, (seq_kv + TILE_N - 1) / TILE_N, section);
-    return cukit::HeadTile{cukit::warp_uniform(work.head), cukit::warp_uniform(work.tile)};
+        cukit::head_tile(block, batch * heads, key_tiles, section);
+    // Blocks wait for those with later keys, which therefore begin first.
+    const int tile = CAUSAL && DETERMINISTIC ? key_tiles - 1 - work.tile : work.tile;
+    return cukit::HeadTile{cukit::warp_uniform(work.head), cukit::warp_uniform(tile)};
   };
-  const cukit::HeadTile work = work_of(blockIdx.x);
+#if DETERMINISTIC
+  __shared__ int ticket;
+  if (threadIdx.x == 0) ticket = atomicAdd(turns, 1);
+  __syncthreads();
+#else
+  const int ticket = blockIdx.x;
+#endif
+  const cukit::HeadTile work = work_of(ticket);
   backward::Walk walk;
   walk.batch = cukit::warp_uniform(work.head / heads);
   const int head = work.head - walk.batch * heads;
@@ -87,11 +100,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   walk.past = seq_kv - seq_q;
   walk.first_head = head * group;
   walk.tiles = seq_q_padded / TILE_M;
+  walk.key_tiles = key_tiles;
   walk.first_scratch_tile = work.head * group * walk.tiles;
   walk.first_tile = CAUSAL ? min(walk.tiles, max(0, walk.first_key - walk.past) / TILE_M) : 0;
   walk.steps = (walk.tiles - walk.first_tile) * group;
-  walk.start_tile = CAUSAL || walk.tiles == 0 ? walk.first_tile
-                                              : cukit::warp_uniform(work.tile % walk.tiles);
+  walk.start_tile = CAUSAL || DETERMINISTIC || walk.tiles == 0
+                        ? walk.first_tile
+                        : cukit::warp_uniform(work.tile % walk.tiles);
 
   if (threadIdx.x == 0) {
     shared.q.init(kConsumerWarps);
@@ -111,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     cukit::take_registers<kConsumerRegisters>();
     // Worked out once more at the end: registers are short in between.
     const auto results = [&] {
-      const cukit::HeadTile again = work_of(cukit::opaque(blockIdx.x));
+      const cukit::HeadTile again = work_of(cukit::opaque(ticket));
       const int first_key = again.tile * TILE_N;
       const long long row_stride = static_cast<long long>(heads) * head_dim;
       const long long start =
@@ -120,6 +135,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
       return backward::Results{grad_k + start,     grad_v + start, row_stride,
                                seq_kv - first_key, head_dim,       scale};
     };
-    backward::accumulate(shared, tiles, walk, results, grad_q_sum, scale_log2);
+    backward::accumulate(shared, tiles, walk, results, grad_q_sum, turns, scale_log2);
   }
 }

@@ -152,6 +152,24 @@ CUKIT_DEVICE void bulk_commit() {
 #endif
 }
 
+// cp.async.bulk.wait_group: waits until all but the last `Pending` groups have done their work.
+template <int Pending>
+CUKIT_DEVICE void bulk_wait() {
+#ifdef CUKIT_EMULATE
+  emulator::bulk_wait(Pending);
+#else
+  asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(Pending) : "memory");
+#endif
+}
+
+// fence.proxy.async.global: between accesses to global memory by this thread, or ordered before it,
+// and those of copies that it starts.
+CUKIT_DEVICE void fence_proxy_async_global() {
+#ifndef CUKIT_EMULATE
+  asm volatile("fence.proxy.async.global;\n" ::: "memory");
+#endif
+}
+
 // cp.async.bulk.wait_group.read: waits until all but the last `Pending` groups have read shared
 // memory, which may then change. To be called before the block exits.
 template <int Pending>
