@@ -19,8 +19,6 @@ from cukit.attention.flash_problem import (
     width_for,
 )
 from cukit.attention.flash_tilings import (
-    BIASED_FORWARD_TILINGS,
-    BIASED_KEY_TILINGS,
     CROWDED_FORWARD_TILINGS,
     FORWARD_TILINGS,
     ITEM_BYTES,
@@ -275,8 +273,6 @@ def plan_flash_attention(problem: AttentionProblem, device: Device) -> FlashAtte
     """The forward's configuration. Raises UnsupportedDeviceError where nothing fits."""
     width, value_width = problem.width, problem.value_width
     tilings = CROWDED_FORWARD_TILINGS if problem.crowded else FORWARD_TILINGS
-    if problem.bias is not None:
-        tilings = BIASED_FORWARD_TILINGS
     tiling = first_fit(tilings[max(width, value_width)], width, value_width, device)
     return FlashAttentionConfig(
         kernel_class=kernel_class(device),
@@ -296,8 +292,7 @@ def plan_flash_attention_backward(
     widest = width_for(max(heads_of), widths)
     # Warps that cut 256 columns in eight parts need 128 at least.
     width, value_width = (max(width_for(each, widths), widest // 2) for each in heads_of)
-    tilings = KEY_TILINGS if problem.bias is None else BIASED_KEY_TILINGS
-    keys = first_fit(tilings[widest], width, value_width, device)
+    keys = first_fit(KEY_TILINGS[widest], width, value_width, device)
     if problem.crowded:
         keys = keys.crowded(width)
     queries = first_fit(QUERY_TILINGS[widest], width, value_width, device)

@@ -202,13 +202,6 @@ CROWDED_FORWARD_TILINGS = FORWARD_TILINGS | {
     96: (ForwardTiling(128, 2, 32, 2),),
     128: (ForwardTiling(128, 2, 32, 2), ForwardTiling(64, 1, 32, 2)),
 }
-# For a bias, whose elements are on their way in registers too.
-BIASED_FORWARD_TILINGS = CROWDED_FORWARD_TILINGS | {
-    64: (ForwardTiling(64, 1, 64, 2),),
-    96: (ForwardTiling(64, 1, 64, 2), ForwardTiling(64, 1, 32, 2)),
-    128: (ForwardTiling(64, 1, 64, 2), ForwardTiling(64, 1, 32, 2)),
-    256: (ForwardTiling(128, 1, 32), ForwardTiling(64, 1, 32)),
-}
 # By the most columns of a key and of a value. Of these the tiling that leaves least work is taken:
 # they all fit Hopper.
 WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
@@ -255,10 +248,6 @@ KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {
         KeyTiling(64, 64, 8, 4, 4, 2, 1, query_passes=2),
         KeyTiling(32, 32, 4, 2, 2, 2, 1, query_passes=2),
     ),
-}
-BIASED_KEY_TILINGS = KEY_TILINGS | {
-    64: (KeyTiling(64, 128, 8, 2, 4, 2),),
-    128: (KeyTiling(64, 64, 8, 2, 4, 2, 1),),
 }
 QUERY_TILINGS: dict[int, tuple[QueryTiling, ...]] = {
     64: (QueryTiling(128, 64),),

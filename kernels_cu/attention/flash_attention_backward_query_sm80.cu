@@ -17,6 +17,7 @@
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
+#include "attention/fragment_options.cuh"
 #include "attention/score_options.cuh"
 #include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
@@ -143,36 +144,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int lane_row = first_row + warp_row + lane / 4;
     const int lane_key = tile * TILE_N + lane % 4 * 2;
     const bool whole = tiles.whole(tile);
-    const auto hidden = [&](int half, int column) {
-      const int row = lane_row + 8 * half;
-      return options.hidden(cukit::visible_keys(row, options.past, seq_kv, settings), row,
-                            lane_key + column, settings);
-    };
     float p[1][TILE_N / 8][4], dp[1][TILE_N / 8][4];
     multiply<HEAD_DIM>(p, q_left, at_stage(k_right, kKeyBytes));
-    if (!cukit::kScoresModified && !whole) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int n = 0; n < TILE_N / 8; ++n) {
-          if (hidden(i / 2, 8 * n + i % 2)) p[0][n][i] = -cukit::infinity();
-        }
+    if constexpr (!SOFTCAP) {
+      cukit::apply_options(cukit::flat(p[0]), {lane_row, lane_key}, options, scale_log2, settings,
+                           whole, tile * TILE_N + TILE_N > seq_kv);
     }
     multiply<VALUE_DIM>(dp, do_left, at_stage(v_right, kValueBytes));
     const auto keys = at_stage(k_again, kKeyBytes);
-    // P (dP - delta), and the slope of the score.
+    // P (dP - delta), times a softcap's derivative, which is only known with the product.
     const auto score_gradient = [&](int n, int half, int i) {
-      const float product = p[0][n][2 * half + i];
+      const float score = p[0][n][2 * half + i];
       const float difference = dp[0][n][2 * half + i] - row_delta[half];
-      if constexpr (cukit::kScoresModified) {
+      if constexpr (SOFTCAP) {
         float slope;
-        const int column = 8 * n + i;
-        const float score = options.score(product, lane_row + 8 * half, lane_key + column,
-                                          scale_log2, settings, slope);
-        if (!whole && hidden(half, column)) return 0.0f;
-        return exp2f(score - row_lse[half]) * difference * slope;
+        const int row = lane_row + 8 * half, column = lane_key + 8 * n + i;
+        const float value = options.score(score, row, column, scale_log2, settings, slope);
+        const cukit::Span seen = cukit::visible_keys(row, options.past, seq_kv, settings);
+        if (!whole && options.hidden(seen, row, column, settings)) return 0.0f;
+        return exp2f(value - row_lse[half]) * difference * slope;
       } else {
-        return exp2f(fmaf(product, scale_log2, -row_lse[half])) * difference;
+        const float factor = cukit::exponent_factor(scale_log2);
+        return exp2f(fmaf(score, factor, -row_lse[half])) * difference;
       }
     };
 #pragma unroll

@@ -26,6 +26,7 @@
 //   its additions come in any order (flash_attention_backward_query_sm80.cu is).
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
+#include "attention/fragment_options.cuh"
 #include "attention/query_gradient.cuh"
 #include "attention/score_options.cuh"
 #include "attention/scratch_rows.cuh"
@@ -242,20 +243,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const bool whole = keys_left >= TILE_N && tiles.whole(tile);
     const int lane_query = tile * TILE_M + score_row + lane / 4;
     const int lane_key = first_key + score_col + lane % 4 * 2;
-    const auto hidden = [&](int row, int column) {
-      const cukit::Span seen =
-          cukit::visible_keys(lane_query + row, past, sequence.seq_kv, settings);
-      return options.hidden(seen, lane_query + row, lane_key + column, settings);
-    };
-    if (!cukit::kScoresModified && !whole) {
+    if constexpr (!SOFTCAP) {
 #pragma unroll
-      for (int m = 0; m < kScoreRows / 16; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int n = 0; n < kScoreCols / 8; ++n) {
-            if (hidden(16 * m + i / 2 * 8, 8 * n + i % 2)) p[m][n][i] = -cukit::infinity();
-          }
+      for (int m = 0; m < kScoreRows / 16; ++m) {
+        cukit::apply_options(cukit::flat(p[m]), {lane_query + 16 * m, lane_key}, options,
+                             scale_log2, settings, whole, keys_left < TILE_N);
+      }
     }
     cukit::clear(dp);
     const auto do_left = alike_or(q_left, grad_left);
@@ -263,15 +256,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     multiply<VALUE_DIM>(
         dp, [&](unsigned(&r)[4], int m, int i) { do_left(r, 16 * m, 16 * i, grad_out_bytes); },
         [&](unsigned(&r)[4], int n, int i) { v_right(r, 8 * n, 16 * i, kAlike ? kKeyBytes : 0); });
-    // The probability of a product. `slope` becomes the derivative of its score.
-    const auto probability = [&](float product, float row_lse, int row, int column, float& slope) {
-      if constexpr (cukit::kScoresModified) {
-        const float score = options.score(product, lane_query + row, lane_key + column, scale_log2,
-                                          settings, slope);
-        return !whole && hidden(row, column) ? 0.0f : exp2f(score - row_lse);
+    // The probability of a score. A softcap's derivative, `slope`, is only known with the product.
+    const auto probability = [&](float score, float row_lse, int row, int column, float& slope) {
+      if constexpr (SOFTCAP) {
+        const int query = lane_query + row, key = lane_key + column;
+        const float value = options.score(score, query, key, scale_log2, settings, slope);
+        const cukit::Span seen = cukit::visible_keys(query, past, sequence.seq_kv, settings);
+        const bool hidden = !whole && options.hidden(seen, query, key, settings);
+        return hidden ? 0.0f : exp2f(value - row_lse);
       } else {
         slope = 1.0f;
-        return exp2f(fmaf(product, scale_log2, -row_lse));
+        return exp2f(fmaf(score, cukit::exponent_factor(scale_log2), -row_lse));
       }
     };
 #pragma unroll

@@ -17,6 +17,7 @@
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
+#include "attention/fragment_options.cuh"
 #include "attention/score_options.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/opaque.cuh"
@@ -71,21 +72,6 @@ CUKIT_DEVICE void multiply_keys(float (&scores)[M_TILES][kSTiles][4], const QOpe
         }
       },
       [&](unsigned(&r)[4], int n, int step) { k(r, 8 * n, 16 * step, stage_bytes); });
-}
-
-// A function of every score, its row and its column, both counted from this lane's first.
-template <typename Function>
-CUKIT_DEVICE void for_each_score(float (&scores)[M_TILES][kSTiles][4], Function function) {
-#pragma unroll
-  for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int n = 0; n < kSTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          function(scores[m][n][2 * half + i], 16 * m + 8 * half, 8 * n + i);
-        }
 }
 
 // Renews the maxima where a row has outgrown its own, and rescales what was summed under them.
@@ -278,19 +264,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     float scores[M_TILES][kSTiles][4];
     multiply_keys(scores, q_operand, q_registers, k_operand, stage * kKeyBytes);
     const int lane_key = tile * TILE_N + lane % 4 * 2;
-    if constexpr (cukit::kScoresModified) {
-      for_each_score(scores, [&](float& score, int row, int column) {
-        score = head.score(score, lane_row + row, lane_key + column, scale_log2, settings);
-      });
-    }
-    if (!tiles.whole(tile)) {
-      for_each_score(scores, [&](float& score, int row, int column) {
-        const cukit::Span seen =
-            cukit::visible_keys(lane_row + row, head.past, seq_kv, settings);
-        if (head.hidden(seen, lane_row + row, lane_key + column, settings)) {
-          score = -cukit::infinity();
-        }
-      });
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+      cukit::apply_options(cukit::flat(scores[m]), {lane_row + 16 * m, lane_key}, head, scale_log2,
+                           settings, tiles.whole(tile), tile * TILE_N + TILE_N > seq_kv);
     }
     renew_maxima(rows, scores, factor);
     multiply_values(rows, scores, v_operand, stage * kValueBytes, factor);

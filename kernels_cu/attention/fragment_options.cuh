@@ -1,0 +1,43 @@
+// Every option of the scores applied to a warp's sixteen rows, as mma.sync leaves them: element
+// 4 n + 2 half + i of a lane is row lane / 4 + 8 half, column 8 n + 2 (lane % 4) + i.
+#pragma once
+
+#include "attention/fragment_matrix.cuh"
+#include "attention/fragment_scores.cuh"
+#include "attention/score_options.cuh"
+#include "common/platform.cuh"
+
+namespace cukit {
+
+// `whole`: every query sees every key, as far as TileRange knows. `ends`: the tile has columns beyond
+// the last key. Both alike in all lanes of a warp.
+template <int N>
+CUKIT_DEVICE void apply_options(float (&scores)[N], const FragmentPlace& at, const HeadScores& head,
+                                float scale_log2, const ScoreSettings& settings, bool whole,
+                                bool ends) {
+  if constexpr (kScoresModified) {
+    if (BIAS && (ends || !rows_are_aligned(head.bias, settings.bias_row, settings.bias_column))) {
+      modify_scores<true>(scores, at, head, scale_log2, settings);
+    } else {
+      modify_scores<false>(scores, at, head, scale_log2, settings);
+      if constexpr (BIAS) add_rows(scores, head.bias, settings.bias_row, at, head.seq_q);
+    }
+  }
+  if (MASK && (ends || !rows_are_aligned(head.mask, settings.mask_row, settings.mask_column))) {
+    hide_scores(scores, at, [&](int row, int column) {
+      const Span seen = visible_keys(row, head.past, head.seq_kv, settings);
+      return head.hidden(seen, row, column, settings);
+    });
+  } else if (!whole) {
+    if constexpr (MASK) hide_rows(scores, head.mask, settings.mask_row, at, head.seq_q);
+    hide_keys(scores, at, head.past, head.seq_kv, settings);
+  }
+}
+
+// A row of 16x8 accumulators as one array.
+template <int Tiles>
+CUKIT_DEVICE float (&flat(float (&row)[Tiles][4]))[4 * Tiles] {
+  return reinterpret_cast<float(&)[4 * Tiles]>(row);
+}
+
+}  // namespace cukit
