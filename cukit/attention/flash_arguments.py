@@ -223,12 +223,15 @@ def check_kernel_layout(op: str, **arrays: Array | None) -> None:
 
 
 def fits_tensor_maps(*arrays: Array) -> bool:
-    """Whether the copy engine can walk the arrays: every axis forwards."""
+    """Whether the copy engine can walk the arrays: something in each, every axis forwards."""
     return all(
-        0 < stride < _MAX_MAP_STRIDE
+        array.size > 0
+        and all(
+            0 < stride < _MAX_MAP_STRIDE
+            for stride, extent in zip(array.strides[:-1], array.shape[:-1], strict=True)
+            if extent > 1
+        )
         for array in arrays
-        for stride, extent in zip(array.strides[:-1], array.shape[:-1], strict=True)
-        if extent > 1
     )
 
 

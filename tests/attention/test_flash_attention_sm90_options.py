@@ -194,6 +194,27 @@ def test_a_neighbour_full_of_nan_is_not_seen(hopper, rng):
         np.testing.assert_array_equal(results[0][1][:, rows], results[1][1][:, rows])
 
 
+@pytest.mark.parametrize("lengths", [((0, 0), (3, 2)), ((3, 2), (0, 0)), ((0, 0), (0, 0))])
+def test_nothing_but_empty_sequences(hopper, rng, lengths):
+    """On either side, though the longest might have had some rows."""
+    ends = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
+    q, k = (random(rng, (int(each[-1]), 2, 64), "bfloat16") for each in ends)
+    q, k, *ends = to_device(hopper, q, k, *ends)
+    out, lse = flash_attention(
+        q,
+        k,
+        k,
+        cu_seqlens_q=ends[0],
+        cu_seqlens_kv=ends[1],
+        max_seqlen_q=5,
+        max_seqlen_kv=7,
+        return_lse=True,
+    )
+    assert out.shape == q.shape
+    assert (to_host(out) == 0).all()
+    assert np.isneginf(to_host(lse)).all()
+
+
 def test_outputs_between_other_rows(hopper, rng):
     """Rows of the next sequence, and columns beside the head's, are not written."""
     (q, k, v), lengths = sequences_of(rng, (2, 1), 64)

@@ -220,3 +220,4 @@ def test_what_the_copy_engine_can_walk():
     assert not fits_tensor_maps(dense, dense[:, ::-1])
     assert not fits_tensor_maps(np.broadcast_to(dense[:, :, :1], dense.shape))
     assert fits_tensor_maps(np.broadcast_to(dense[:1, :1, :1], (1, 1, 1, 64)))
+    assert not fits_tensor_maps(dense, dense[:, :0])
