@@ -40,7 +40,7 @@ def _choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if place == "gpu sm80":
         monkeypatch.setattr(flash, "covers", lambda problem, device: False)
         monkeypatch.setattr(flash, "_prepare_forward", flash._prepare_forward.__wrapped__)
-        monkeypatch.setattr(flash_backward, "covers", lambda problem, deterministic, device: False)
+        monkeypatch.setattr(flash_backward, "covers", lambda problem, device: False)
         monkeypatch.setattr(
             flash_backward, "_prepare_backward", flash_backward._prepare_backward.__wrapped__
         )
