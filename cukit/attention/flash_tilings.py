@@ -141,6 +141,8 @@ class WarpgroupKeyTiling:
 
     tile_m: int
     tile_n: int
+    score_tiles: int = 2
+    """Of P and dS, in shared memory."""
     query_gradient_kib: int = 32
     """For dQ on its way to global memory."""
     num_stages: int = 2
@@ -152,7 +154,7 @@ class WarpgroupKeyTiling:
         """K, V, stages of Q and dO, P and dS, dQ."""
         rows = self.tile_n + self.num_stages * self.tile_m
         tiles = ITEM_BYTES * (width + value_width) * rows
-        scores = 2 * ITEM_BYTES * self.tile_m * self.tile_n
+        scores = self.score_tiles * ITEM_BYTES * self.tile_m * self.tile_n
         return tiles + scores + self.query_gradient_kib * KIB
 
     @property
@@ -229,7 +231,7 @@ def warpgroup_tilings(width: int, value_width: int) -> tuple[WarpgroupTiling, ..
 WARPGROUP_KEY_TILINGS: dict[int, WarpgroupKeyTiling] = {
     64: WarpgroupKeyTiling(128, 128),
     128: WarpgroupKeyTiling(64, 128),
-    256: WarpgroupKeyTiling(64, 64, query_gradient_kib=16),
+    256: WarpgroupKeyTiling(64, 64, score_tiles=4, query_gradient_kib=0),
 }
 KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {
     64: (KeyTiling(128, 128, 8, 4, 4, 4), KeyTiling(64, 128, 8, 2, 4, 2)),

@@ -20,8 +20,8 @@ namespace cukit::backward {
 constexpr int kScoreParts = TILE_M / 64;
 constexpr int kScoreBytes = kScoreParts * kKeyPart;
 constexpr int kScoreTiles = 2;  // stages of dS
-constexpr int kBulkBlocks = HEAD_DIM == 64 || DETERMINISTIC ? 8 : 6;  // of a warp's eight of dQ, by
-                                                                      // the copy engine
+// Of a warp's eight blocks of dQ, those that the copy engine adds.
+constexpr int kBulkBlocks = HEAD_DIM == 64 || DETERMINISTIC ? 8 : 6;
 // Operand a of dP: with registers to spare, and shared memory as busy as the tensor cores.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
