@@ -4,22 +4,22 @@
 //
 // Papers: Shah et al., "FlashAttention-3", arXiv:2407.08608; DeepSeek-AI, "DeepSeek-V3 Technical
 //   Report", arXiv:2412.19437 (sums of float8 products kept in float outside the tensor core).
-// Mapping: as flash_attention_sm90.cu: a warpgroup that copies, CONSUMERS that own 64 queries each and
-//   take the keys in tiles of TILE_N, last tile first, the scores of the next tile multiplied together
-//   with the output of this one.
+// Mapping: as flash_attention_sm90.cu: a warpgroup that copies, CONSUMERS that own 64 queries each
+//   and take the keys in tiles of TILE_N, last tile first, the scores of the next tile multiplied
+//   together with the output of this one.
 // Probabilities: rounded to e4m3 (fp8_probabilities.cuh); their sums are of the unrounded ones.
-// Precision: Hopper adds float8 products with about 14 bits. After KEPT_TILES tiles a warpgroup adds
-//   its output to what it has in shared memory, in float, and begins anew.
+// Precision: Hopper adds float8 products with about 14 bits. After KEPT_TILES tiles a warpgroup
+//   adds its output in float to what it keeps in shared memory, as bfloat16, and begins anew.
 // Values: transposed in slabs (fp8_values.cuh). TRANSPOSES 0: by flash_attention_fp8_values before;
 //   1: by the four copying warps, tile by tile.
 // Order of work, masks: as flash_attention_sm90.cu.
 // Shared memory, dynamic: Q stages | K stages | V stages | TRANSPOSES: V as it comes, two stages |
 //   outputs kept: HEAD_DIM / 2 bfloat16 of every consumer, and its two maxima. Q, K in parts of at
 //   most 128 columns, rows swizzled. Static: two barriers a stage.
-// Tensor maps: bytes [batch, seq, heads, head_dim], boxes [1, tile, 1, min(HEAD_DIM, 128)], swizzled by
-//   their rows; rows and columns beyond the tensor read as zero.
-// Macros: DTYPE float16|bfloat16 of the output; HEAD_DIM 64|128|256; PADDED 0|1 head_dim is smaller;
-//   CONSUMERS 2|3; TILE_N multiple of 32; STAGES 2..; QUERY_STAGES 1..; KEPT_TILES, 0: never;
+// Tensor maps: bytes [batch, seq, heads, head_dim], boxes [1, tile, 1, min(HEAD_DIM, 128)],
+//   swizzled by their rows; rows and columns beyond the tensor read as zero.
+// Macros: DTYPE float16|bfloat16 of out; HEAD_DIM 64|128|256; PADDED 0|1 head_dim is smaller;
+//   CONSUMERS 2|3; TILE_N multiple of 32; STAGES 2..; QUERY_STAGES 1..; KEPT_TILES 1..;
 //   TRANSPOSES 0|1; THREADS = 128 * (CONSUMERS + 1); CAUSAL 0|1.
 // Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py, of the decoded inputs.
@@ -40,6 +40,7 @@
 namespace {
 
 using T = cukit::element_t;
+
 constexpr int kGroupThreads = 128;
 constexpr int kGroupRows = 64;
 constexpr int kTileM = CONSUMERS * kGroupRows;
@@ -137,8 +138,8 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& rows, co
     results.factor[half] = sum == 0.0f ? 0.0f : descale / sum;
     results.exists[half] = row < problem.seq_q;
     if (threadIdx.x % 4 == 0 && results.exists[half]) {
-      lse[row] = sum == 0.0f ? -cukit::infinity()
-                             : (fmaf(rows.max[half], scale_log2, -cukit::kFp8Offset) + log2f(sum)) * kLn2;
+      const float top = fmaf(rows.max[half], scale_log2, -cukit::kFp8Offset);
+      lse[row] = sum == 0.0f ? -cukit::infinity() : (top + log2f(sum)) * kLn2;
     }
   }
   cukit::write_rows<PADDED>(sums, results);
@@ -149,7 +150,8 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
   const int group = cukit::warp_uniform(threadIdx.x / kGroupThreads) - 1;
   const int lane_row = threadIdx.x % kGroupThreads / cukit::kWarpSize * 16 +
                        threadIdx.x % cukit::kWarpSize / 4 + group * kGroupRows;
-  const unsigned long long q_first = row_descriptor(tiles.q + group * kGroupRows * Copies::kRowBytes);
+  const unsigned long long q_first =
+      row_descriptor(tiles.q + group * kGroupRows * Copies::kRowBytes);
   const unsigned long long k_first = row_descriptor(tiles.k);
   const unsigned long long v_first = slab_descriptor(tiles.v);
   cukit::Cursor<QUERY_STAGES> q_at;
@@ -210,9 +212,10 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
     while (--tile >= 0) {
       start_scores();
       multiply_values(sums, p, values());
-        cukit::wgmma_wait<1>(scores);
+      cukit::wgmma_wait<1>(scores);
       receive_scores(tile, unmasked_tiles);
-      const bool outgrown = cukit::renew_maxima(rows, shrink, scores, scale_log2, cukit::kFp8Growth);
+      const bool outgrown =
+          cukit::renew_maxima(rows, shrink, scores, scale_log2, cukit::kFp8Growth);
       cukit::exponentiate_fp8(rows, scores, scale_log2);
       const cukit::Cursor<STAGES> v_done = v_at;
       v_at.advance();
@@ -220,7 +223,7 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
       cukit::wgmma_wait<0>(sums);
       cukit::release(rings.v, v_done);
       if (outgrown) cukit::rescale(sums, shrink);
-      if (KEPT_TILES > 0 && --until_kept == 0) {
+      if (--until_kept == 0) {
         until_kept = KEPT_TILES;
         kept.take(sums, rows, scale_log2);
       }
@@ -232,7 +235,7 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
     cukit::wgmma_wait<0>(sums);
     cukit::release(rings.v, v_at);
     v_at.advance();
-    if (KEPT_TILES > 0 && kept.any) kept.add_to(sums, rows, scale_log2);
+    if (kept.any) kept.add_to(sums, rows, scale_log2);
     finish(sums, rows, results, problem, work.batch_head, work.first_row + lane_row, scale_log2,
            results.v.of(b, kv_head));
   }

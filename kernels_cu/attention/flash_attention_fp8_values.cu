@@ -2,10 +2,10 @@
 //
 // Mapping: a block takes TILE_N keys of one head: the copy engine brings them, four warps transpose
 //   them from shared memory to shared memory, the copy engine takes them away in one run of bytes.
-// Output: [batch, heads_kv, tiles][TILE_N / 16][HEAD_DIM][16] bytes (fp8_values.cuh); keys and columns
-//   beyond the tensor are zeros.
-// Tensor map: V as bytes [batch, seq_kv, heads_kv, head_dim], boxes [1, TILE_N, 1, min(HEAD_DIM, 128)],
-//   swizzled by their rows.
+// Output: [batch, heads_kv, tiles][TILE_N / 16][HEAD_DIM][16] bytes (fp8_values.cuh); keys and
+//   columns beyond the tensor are zeros.
+// Tensor map: V as bytes [batch, seq_kv, heads_kv, head_dim], swizzled boxes
+//   [1, TILE_N, 1, min(HEAD_DIM, 128)].
 // Shared memory: 2 * TILE_N * HEAD_DIM bytes, dynamic. Static: a barrier.
 // Macros: HEAD_DIM 64|128|256; TILE_N multiple of 32; THREADS 128.
 // Architecture: sm_90. Deterministic.
@@ -39,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_fp8_values
   if (threadIdx.x == 0) {
     cukit::mbarrier_arrive_expect(&full, Values::kBytes);
     for (int part = 0; part < Values::kParts; ++part) {
-      cukit::tma_load_4d(rows + part * Values::kPartBytes, &v, &full, part * Values::kRowBytes, head,
-                         tile * TILE_N, b);
+      cukit::tma_load_4d(rows + part * Values::kPartBytes, &v, &full, part * Values::kRowBytes,
+                         head, tile * TILE_N, b);
     }
   }
   cukit::mbarrier_wait(&full, 0);

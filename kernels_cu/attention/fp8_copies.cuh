@@ -1,4 +1,4 @@
-// The copying warpgroup of float8 attention: queries, keys and values on their way to shared memory.
+// The copying warpgroup of float8 attention: queries, keys and values into shared memory.
 #pragma once
 
 #include "attention/fp8_values.cuh"

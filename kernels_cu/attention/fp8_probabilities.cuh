@@ -33,7 +33,7 @@ CUKIT_DEVICE void exponentiate_fp8(SoftmaxRows& rows, float (&scores)[N], float 
   }
 }
 
-// Operand a of a product over the keys, 32 of them a step, in the order of the slabs (fp8_values.cuh).
+// Operand a of a product over the keys, 32 of them a step, in the order of fp8_values.cuh.
 template <int N>
 CUKIT_DEVICE void pack_probabilities_fp8(unsigned (&p)[N / 16][4], const float (&scores)[N]) {
 #pragma unroll

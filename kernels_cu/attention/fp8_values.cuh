@@ -1,10 +1,10 @@
 // Values of eight bits as operand b of a product over the keys: wgmma wants those contiguous along
 // the keys, memory has them contiguous along the head.
 //
-// A transposed tile is made of slabs of 16 keys: [slab][column of the head][16 keys], a byte each, so
-// that eight columns are one core matrix. The keys of a slab come in the order 0 1 8 9 2 3 10 11 4 5
-// 12 13 6 7 14 15. A lane that has the scores of keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, as wgmma
-// leaves them, then has four neighbours: four bytes of operand a.
+// A transposed tile is made of slabs of 16 keys: [slab][column of the head][16 keys], a byte each,
+// so that eight columns are one core matrix. The keys of a slab come in the order 0 1 8 9 2 3 10 11
+// 4 5 12 13 6 7 14 15. A lane that has the scores of keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, as
+// wgmma leaves them, then has four neighbours: four bytes of operand a.
 #pragma once
 
 #include "common/platform.cuh"
