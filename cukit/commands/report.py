@@ -19,8 +19,8 @@ def report(
         list[Path] | None,
         typer.Argument(
             help="Files of `cukit bench`, `cukit distill` (report.json), `cukit compile --json`, "
-            "analyses, snapshots of a memory pool, or earlier reports. Without any, every kernel is "
-            "compiled and described."
+            "analyses, snapshots of a memory pool, or earlier reports. Without any, every kernel "
+            "is compiled and described."
         ),
     ] = None,
     output: Annotated[
