@@ -32,6 +32,17 @@ def copy_kernel(tmp_path: Path) -> KernelSpec:
     return KernelSpec(str(tmp_path / "copy.cu"), "copy", (), 32)
 
 
+def test_kernels_of_one_name_are_told_apart(copy_kernel: KernelSpec, tmp_path: Path):
+    (tmp_path / "wide.cu").write_text(COPY.replace("int count", "long long count"))
+    other = KernelSpec(str(tmp_path / "wide.cu"), "copy", (), 32)
+    x = np.arange(40, dtype=np.float32)
+    with cukit.backend("emulator"):
+        for spec, count in ((copy_kernel, np.int32(40)), (other, np.int64(40))):
+            out = np.zeros_like(x)
+            load_kernel(spec)((1,), (x, out, count))
+            np.testing.assert_array_equal(out, x)
+
+
 def test_the_block_restores_what_was_before():
     before = core_backend.active
     with cukit.backend("emulator", arch="sm_80"):

@@ -249,7 +249,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_command_says_what_did_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["replay", "torture", "--pools", "cukit", "--limit", "1MiB", "--json"]) == 1
+    assert run(["replay", "torture", "--pools", "cukit", "--limit", "2MiB", "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert facts["results"][0]["failure"].startswith("step 0: ")
 
