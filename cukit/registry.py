@@ -46,7 +46,7 @@ class Op:
         return self.specs is not no_kernel
 
 
-FAMILIES = ("array_api", "layers", "attention", "gemm", "distill")
+FAMILIES = ("array_api", "layers", "attention", "gemm", "distill", "memory")
 
 _OPS: dict[str, Op] = {}
 

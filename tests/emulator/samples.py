@@ -95,6 +95,13 @@ def _narrow(rng: Rng) -> Any:
     return random(rng, (5, 37), "float32", 3.0)
 
 
+def _slides(rng: Rng) -> Arguments:
+    """Holes of several sizes are closed, in memory of more than one block."""
+    memory = rng.integers(0, 256, 150_000).astype(np.uint8)
+    moves = [(0, 16, 70_000), (70_000, 70_512, 30_000), (100_016, 110_000, 33_024)]
+    return (memory, moves), {}
+
+
 def _blocks(rng: Rng) -> Arguments:
     mask = rng.random((2, 2, 3)) < 0.6
     return (*_attention(rng), mask), {"block_size": (48, 64), "return_lse": True}
@@ -102,6 +109,7 @@ def _blocks(rng: Rng) -> Arguments:
 
 SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "adamw": _adamw,
+    "batched_copy": _slides,
     "block_sparse_attention": _blocks,
     "cross_entropy": lambda rng: (_logits(rng), {"return_grad": True}),
     "cross_entropy_backward": lambda rng: ((np.float32(0.5), *_logits(rng)), {}),

@@ -1,0 +1,63 @@
+"""Cases of `cukit.memory`: many copies as one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cukit.memory import batched_copy
+from cukit.registry import get_kernel
+from profiling.case import Case, Workload
+from profiling.data import array_module, integers
+
+FAMILY = "memory"
+
+KIB = 1 << 10
+
+
+def cases(small: bool = False) -> list[Case]:
+    """Blocks to places of their own, as in a cache or a defragmentation; and slides over a gap."""
+    if small:
+        return [scattered_case(4 * KIB, 64 * KIB), slide_case(4 * KIB, 1 * KIB, 64 * KIB)]
+    total = 1 << 30
+    return [
+        *(scattered_case(block, total) for block in (4 * KIB, 64 * KIB, 1024 * KIB, total)),
+        *(slide_case(block, gap, total) for block, gap in ((64 * KIB, 4 * KIB), (total, 64 * KIB))),
+    ]
+
+
+def scattered_case(block: int, total: int) -> Case:
+    """Blocks of one size, taken from all over the lower half to the upper half in order."""
+    count = total // block
+    order = np.random.default_rng(3).permutation(count)
+    moves = [(total + i * block, int(at) * block, block) for i, at in enumerate(order)]
+
+    def build() -> Workload:
+        memory = integers(0, 256, (2 * total,), "uint8")
+        expected = get_kernel("batched_copy", platform="cpu")(memory.copy(), moves)
+        return Workload({"cukit": lambda: lambda: batched_copy(memory, moves)}, lambda: expected)
+
+    return _case(f"{count} x {block // KIB} KiB scattered", build, total)
+
+
+def slide_case(block: int, gap: int, total: int) -> Case:
+    """Blocks with gaps between them, all moved down until there are none.
+
+    Every move is by a multiple of the gap, and the bytes repeat with it: a slide changes nothing,
+    so that it can be repeated in place. That it moves what it should is for the tests to say.
+    """
+    count = total // block
+    moves = [(i * block, i * (block + gap) + gap, block) for i in range(count)]
+
+    def build() -> Workload:
+        period = integers(0, 256, (gap,), "uint8")
+        memory = array_module().tile(period, count * (block // gap + 1) + 1)
+        expected = memory.copy()
+        return Workload({"cukit": lambda: lambda: batched_copy(memory, moves)}, lambda: expected)
+
+    return _case(f"{count} x {block // KIB} KiB slide over {gap // KIB} KiB", build, total)
+
+
+def _case(name: str, build: Callable[[], Workload], moved: int) -> Case:
+    return Case(FAMILY, "batched_copy", name, "uint8", build, bytes=2 * moved)
