@@ -59,8 +59,8 @@ def forward_case(shape: Shape) -> Case:
     # A byte an element; those of out, half of what a query head has, take two.
     num_bytes = 3 * shape.elements(shape.num_heads_q) // 2 + shape.elements(shape.num_heads_kv)
     return Case(
-        family="attention_fp8",
-        op="flash_attention_fp8",
+        family="attention",
+        op="flash_attention",
         name=str(shape),
         dtype="float8_e4m3",
         build=build,
