@@ -22,7 +22,7 @@ def cases(small: bool = False) -> list[Case]:
         return [scattered_case(4 * KIB, 64 * KIB), slide_case(4 * KIB, 1 * KIB, 64 * KIB)]
     total = 1 << 30
     return [
-        *(scattered_case(block, total) for block in (4 * KIB, 64 * KIB, 1024 * KIB, total)),
+        *(scattered_case(block, total) for block in (64 * KIB, 1024 * KIB, total, 4 * KIB)),
         *(slide_case(block, gap, total) for block, gap in ((64 * KIB, 4 * KIB), (total, 64 * KIB))),
     ]
 

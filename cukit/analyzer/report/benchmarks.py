@@ -158,12 +158,19 @@ class BenchmarkResults:
 
 
 def largest_cases(cases: Sequence[Case]) -> list[Case]:
-    """One case an op: the one with the most work, among those that have a floor and our record."""
+    """One case an op: the one with the most work, among those that have a floor and our record.
+
+    Those that have a peer come before those that have none.
+    """
+
+    def rank(case: Case) -> tuple[bool, float]:
+        return case.fastest_peer is not None, case.floor_us or 0.0
+
     largest: dict[tuple[str, str], Case] = {}
     for case in cases:
         if case.ours is None or case.floor_us is None:
             continue
         best = largest.get((case.family, case.op))
-        if best is None or case.floor_us > (best.floor_us or 0.0):
+        if best is None or rank(case) > rank(best):
             largest[case.family, case.op] = case
     return list(largest.values())
