@@ -224,7 +224,7 @@ def _prepare_backward(
         ),
     )
     if mapped:
-        keys: Launch | MappedKeys = prepare_keys(q, options, config, rows[1])
+        keys: Launch | MappedKeys = prepare_keys(q, options, settings, config, rows[1])
     else:
         keys = Launch(
             load_kernel(config.keys_spec()),

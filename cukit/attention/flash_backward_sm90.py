@@ -31,7 +31,7 @@ from cukit.core.device import Device
 from cukit.core.kernel import NULL, Launch, load_kernel
 
 _ARCH = "sm_90"
-_FEATURES = frozenset({"sinks"})
+_FEATURES = frozenset({"sinks", "window"})
 _WARPS = 8  # that multiply, of a block
 
 
@@ -55,7 +55,7 @@ def plan_flash_attention_backward_sm90(
     heads = problem.batch * problem.num_heads_kv
     splits = choose_splits(problem.group, heads * tiles, device.num_sms)
     section = 1
-    if problem.causal:
+    if problem.bounded:
         # What the blocks of a key head read again and again: Q, dO and the float32 sum of dQ.
         row_bytes = problem.head_dim * (2 * ITEM_BYTES + 4)
         head_bytes = problem.group // splits * problem.seq_len_q * row_bytes
@@ -104,9 +104,13 @@ class MappedKeys:
 
 
 def prepare_keys(
-    q: Array, options: ScoreOptions, config: FlashAttentionBackwardConfig, rows_per_head: int
+    q: Array,
+    options: ScoreOptions,
+    settings: Any,
+    config: FlashAttentionBackwardConfig,
+    rows_per_head: int,
 ) -> MappedKeys:
-    """The launch that computes dK, dV and the sum of dQ."""
+    """The launch that computes dK, dV and the sum of dQ; `settings` are score_settings."""
     problem, splits = config.problem, config.splits
     scalars = (
         np.int32(problem.batch),
@@ -119,6 +123,7 @@ def prepare_keys(
         np.int32(problem.head_dim),
         np.int32(config.key_section),
         *scales_of(q, options),
+        settings,
     )
     launch = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), scalars)
     tiling = config.keys

@@ -3,7 +3,7 @@
 // Elements lie as wgmma leaves them: 4 n + 2 half + i of a lane is row lane / 4 + 8 half of its warp's
 // sixteen, column 8 n + 2 (lane % 4) + i.
 //
-// Macros: DTYPE, HEAD_DIM, PADDED, TILE_M, TILE_N, CAUSAL, SPLIT.
+// Macros: DTYPE, HEAD_DIM, PADDED, TILE_M, TILE_N, SPLIT, those of score_options.cuh.
 #pragma once
 
 #include "attention/backward_walk.cuh"
@@ -54,19 +54,24 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long keys, unsigne
   wgmma_commit();
 }
 
-// -infinity where the key is not below `keys`, or the query is before the first that sees it: both
-// rows of a lane, `visible` being that query for the first of them, counted from the tile's first.
-CUKIT_DEVICE void mask(Scores& scores, int key, int keys, int visible) {
+// -infinity where the key is not below `keys`, or the query does not see it: both rows of a lane,
+// `opposite` being the query that stands opposite the first of them, counted from the tile's first.
+CUKIT_DEVICE void mask(Scores& scores, int key, int keys, int opposite,
+                       const ScoreSettings& settings) {
   const int lane_column = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    int first = CAUSAL ? visible + 8 * half - lane_column : -1;
+    const int own = opposite + 8 * half - lane_column;
+    int first = CAUSAL ? own : WINDOW ? own - settings.window_right : -1;
+    const int last = own + settings.window_left;
     if (key + 8 * half >= keys) first = TILE_M;
 #pragma unroll
     for (int n = 0; n < TILE_M / 8; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (8 * n + i < first) scores[4 * n + 2 * half + i] = -infinity();
+        if (8 * n + i < first || (WINDOW && 8 * n + i > last)) {
+          scores[4 * n + 2 * half + i] = -infinity();
+        }
       }
   }
 }
@@ -143,9 +148,12 @@ CUKIT_DEVICE void add_query_gradient(float* sum, const float (&dq)[N], int first
 // Hides from the scores of a tile, `key` counting from the block's first, what must not be seen.
 CUKIT_DEVICE void hide(Scores& scores, const Walk& walk, int key, int tile) {
   const int first_query = tile * TILE_M;
+  const int right = CAUSAL ? 0 : walk.settings.window_right;
+  const int left = walk.settings.window_left;
   if (walk.keys_left < TILE_N ||
-      (CAUSAL && walk.first_key + TILE_N - 1 > first_query + walk.past)) {
-    mask(scores, key, walk.keys_left, walk.first_key + key - walk.past - first_query);
+      ((CAUSAL || WINDOW) && walk.first_key + TILE_N - 1 > first_query + walk.past + right) ||
+      (WINDOW && walk.first_key < first_query + TILE_M - 1 + walk.past - left)) {
+    mask(scores, key, walk.keys_left, walk.first_key + key - walk.past - first_query, walk.settings);
   }
 }
 

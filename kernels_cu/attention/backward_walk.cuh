@@ -1,8 +1,9 @@
 // What a block of the Hopper backward walks over, and the thread that fetches it.
 //
-// Macros: HEAD_DIM, TILE_M queries, TILE_N keys of a tile, STAGES, CAUSAL.
+// Macros: HEAD_DIM, TILE_M queries, TILE_N keys of a tile, STAGES, those of score_options.cuh.
 #pragma once
 
+#include "attention/score_options.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
@@ -37,25 +38,31 @@ struct Tiles {
   unsigned char* dq;        // what warps add to global memory
 };
 
-// A block's keys, and the tiles of queries that see them: of each head in turn, from start_tile to the
-// last and on from first_tile.
+// A block's keys, and the tiles of queries that see them: of each head in turn, from start_tile to
+// end_tile - 1 and on from first_tile.
 struct Walk {
+  const ScoreSettings& settings;
   int batch, key_head, first_key;
   int keys_left;   // to the end of the sequence
-  int past;        // query i sees keys up to i + past
+  int past;        // query i stands opposite key i + past
   int first_head;  // of q
   int tiles;       // of queries, of a head
   int key_tiles;   // of a key head
   int first_scratch_tile;  // of the first head: tiles of all heads before it
   int first_tile, start_tile, steps;
+  int seen_end;  // WINDOW
+
+  CUKIT_DEVICE int end_tile() const { return WINDOW ? seen_end : tiles; }
 };
 
 // How many blocks add to dQ of a tile before this one, where their order is fixed: the last keys that
-// are seen come first if causal, else the first. So they come to it in this order by themselves.
+// are seen come first if a query's place decides which, else the first. So they come to it in this
+// order by themselves.
 CUKIT_DEVICE int turn_of(const Walk& walk, int tile) {
   const int key_tile = walk.first_key / TILE_N;
-  if (!CAUSAL) return key_tile;
-  const int last_seen = (tile * TILE_M + TILE_M - 1 + walk.past) / TILE_N;
+  if (!CAUSAL && !WINDOW) return key_tile;
+  const int right = CAUSAL ? 0 : walk.settings.window_right;
+  const int last_seen = (tile * TILE_M + TILE_M - 1 + walk.past + right) / TILE_N;
   return min(walk.key_tiles - 1, last_seen) - key_tile;
 }
 
@@ -73,7 +80,7 @@ struct Position {
   }
 
   CUKIT_DEVICE void advance(const Walk& walk) {
-    if (++tile == walk.tiles) tile = walk.first_tile;
+    if (++tile == walk.end_tile()) tile = walk.first_tile;
     if (tile == walk.start_tile) ++head;
   }
 };

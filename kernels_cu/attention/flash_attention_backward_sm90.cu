@@ -3,6 +3,8 @@
 //   P = exp(scale * Q K^T - lse)      dV = P^T dO      dP = dO V^T
 //   dS = P * (dP - delta)             dK = scale * dS^T Q      dQ = scale * dS K
 //
+// Options of the scores (score_options.cuh) change P as in the forward. Tiles of queries that see none of
+//   a block's keys, as far as CAUSAL and WINDOW say, are not read.
 // Papers: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2; Shah et al., "FlashAttention-3",
 //   arXiv:2407.08608.
 // Mapping: a block owns TILE_N keys of one key head and walks over the queries of `group` query heads
@@ -24,7 +26,7 @@
 //   128 bytes; rows and columns beyond the tensor read as zero.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|256; PADDED 0|1 head_dim is smaller than HEAD_DIM;
 //   TILE_M x TILE_N 128x128 (64), 64x128 (128), 64x64 (256); STAGES 2..; THREADS = 384; CAUSAL 0|1;
-//   SPLIT 0|1; DETERMINISTIC 0|1.
+//   SPLIT 0|1; DETERMINISTIC 0|1; those of score_options.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ where asked
 //   for, else its additions come in any order.
 // Reference: cukit/reference/attention.py.
@@ -64,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     Gradient* __restrict__ grad_k,   // [batch, seq_kv, heads, head_dim], contiguous
     Gradient* __restrict__ grad_v,   // as grad_k
     int batch, int heads, int group, int splits, int seq_q, int seq_kv, int seq_q_padded,
-    int head_dim, int section, float scale, float scale_log2) {
+    int head_dim, int section, float scale, float scale_log2,
+    const __grid_constant__ cukit::ScoreSettings settings) {
   __shared__ backward::Shared shared;
   CUKIT_DYNAMIC_SHARED(unsigned char, bytes);
   backward::Tiles tiles;
@@ -81,7 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const cukit::HeadTile work =
         cukit::head_tile(block, batch * heads, key_tiles, section);
     // Blocks wait for those with later keys, which therefore begin first.
-    const int tile = CAUSAL && DETERMINISTIC ? key_tiles - 1 - work.tile : work.tile;
+    const int tile =
+        (CAUSAL || WINDOW) && DETERMINISTIC ? key_tiles - 1 - work.tile : work.tile;
     return cukit::HeadTile{cukit::warp_uniform(work.head), cukit::warp_uniform(tile)};
   };
 #if DETERMINISTIC
@@ -92,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   const int ticket = blockIdx.x;
 #endif
   const cukit::HeadTile work = work_of(ticket);
-  backward::Walk walk;
+  backward::Walk walk{settings};
   walk.batch = cukit::warp_uniform(work.head / heads);
   const int head = work.head - walk.batch * heads;
   walk.key_head = head / splits;  // which `splits` of the heads share
@@ -104,8 +108,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   walk.key_tiles = key_tiles;
   walk.first_scratch_tile = work.head * group * walk.tiles;
   walk.first_tile = CAUSAL ? min(walk.tiles, max(0, walk.first_key - walk.past) / TILE_M) : 0;
-  walk.steps = (walk.tiles - walk.first_tile) * group;
-  walk.start_tile = CAUSAL || DETERMINISTIC || walk.tiles == 0
+#if WINDOW
+  const cukit::TileRange seen = cukit::query_tiles<TILE_M>(
+      walk.first_key, min(TILE_N, walk.keys_left), walk.past, seq_q, settings);
+  walk.first_tile = seen.begin;
+  walk.seen_end = seen.end;
+#endif
+  walk.steps = (walk.end_tile() - walk.first_tile) * group;
+  walk.start_tile = CAUSAL || WINDOW || DETERMINISTIC || walk.tiles == 0
                         ? walk.first_tile
                         : cukit::warp_uniform(work.tile % walk.tiles);
 
