@@ -21,7 +21,7 @@ LONGEST_FILE = 400
 BASE = {"errors"}
 OPS = BASE | {"core", "reference", "registry", "gemm"}
 MODELS = OPS | {"layers", "attention", "array_api"}
-LOOP = MODELS | {"models", "distill"}
+LOOP = MODELS | {"models", "distill", "memory"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "emulator": BASE | {"core"},
     "memory": BASE | {"core", "reference", "registry"},
     "analyzer": BASE | {"core", "registry", "memory"},
-    "commands": LOOP | {"analyzer", "cukit", "emulator", "memory"},
+    "commands": LOOP | {"analyzer", "cukit", "emulator"},
     "cli": {"cukit", "commands", "errors"},
     "__main__": {"cli"},
     "__init__": MODELS | {"distill", "emulator", "memory", "models"},

@@ -18,6 +18,7 @@ from cukit.core.device import current_device, gpu_available
 from cukit.distill.data import VOCAB_SIZE, read_corpus
 from cukit.distill.pipeline import DistillRun, Interrupted
 from cukit.distill.run_folder import REPORT, check_resumable, start_run, stored_run
+from cukit.distill.run_memory import POOLS
 from cukit.distill.settings import DEFAULTS
 from cukit.errors import ConfigError, DataError, MissingDependencyError
 from cukit.models import generate as generate_tokens
@@ -118,6 +119,10 @@ def distill(
     eval_windows: Annotated[
         int | None, typer.Option(help="Validation windows at most.", rich_help_panel=_RUN)
     ] = None,
+    pool: Annotated[
+        str,
+        typer.Option(help="Memory pool on the GPU: cukit or cupy.", rich_help_panel=_RUN),
+    ] = POOLS[0],
 ) -> None:
     """Train a teacher on real text, distil a small student from it, and judge the gain.
 
@@ -147,7 +152,7 @@ def distill(
         settings = DEFAULTS[_place(device or "auto")].with_options(**options)
         corpus = read_corpus(text or [])
     display = ProgressDisplay(Console(stderr=True))
-    run = DistillRun(settings, corpus, output, display)
+    run = DistillRun(settings, corpus, output, display, pool=pool)
     if not resume:
         start_run(output, settings, corpus, text or [], overwrite=overwrite)
     show_plan(stdout(), settings, corpus, _device_name(settings.device))

@@ -19,11 +19,12 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from cukit.analyzer.report.numbers import printable
+from cukit.analyzer.report.numbers import num_bytes, printable
 from cukit.distill.data import Corpus
 from cukit.distill.report import PHASES, TITLES, DistillReport, TrainingRecord
 from cukit.distill.settings import DistillSettings
 from cukit.distill.trainer import StepStatistics, Trainer
+from cukit.memory import PoolStatistics
 
 REFRESH_SECONDS = 0.5
 """Showing a loss waits for the GPU to finish the step, so it is done this seldom."""
@@ -134,6 +135,8 @@ def show_report(console: Console, report: DistillReport, folder: Path) -> None:
             title_align="left",
         )
     )
+    if report.pool is not None:
+        console.print(pool_line(report.pool))
     helped = report.gain_bits_per_byte > 0
     console.print(f"[bold {'green' if helped else 'yellow'}]{report.verdict}[/]")
     console.print(
@@ -141,6 +144,17 @@ def show_report(console: Console, report: DistillReport, folder: Path) -> None:
         f"Models and report.json are in {escape(str(folder))}; talk to the student with\n"
         f"  cukit generate {escape(str(folder / 'student.safetensors'))} --prompt 'import '",
         soft_wrap=True,
+    )
+
+
+def pool_line(pool: PoolStatistics) -> str:
+    """What the memory pool did, in a sentence."""
+    copied = f"{num_bytes(pool.bytes_moved)} moved" if pool.bytes_moved else "nothing copied"
+    return (
+        f"[bold]memory pool[/]  {num_bytes(pool.peak_live_bytes)} live at most in "
+        f"{num_bytes(pool.peak_reserved_bytes)}; {pool.hit_rate:.1%} of {pool.num_allocations:,} "
+        f"allocations from a list; {pool.pages_remapped:,} pages remapped, {copied}; "
+        f"fragmentation {pool.fragmentation:.0%} at the end"
     )
 
 

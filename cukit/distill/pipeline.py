@@ -18,8 +18,9 @@ from cukit.distill.distiller import Distiller, LanguageModelling, Objective
 from cukit.distill.evaluation import evaluate
 from cukit.distill.host_workers import keep_freed_memory, one_thread_each
 from cukit.distill.op_timer import time_by_op
-from cukit.distill.report import PHASES, DistillReport, TrainingRecord, peak_memory_bytes
+from cukit.distill.report import PHASES, DistillReport, TrainingRecord
 from cukit.distill.run_folder import CHECKPOINT, REPORT, model_file
+from cukit.distill.run_memory import POOLS, RunMemory
 from cukit.distill.schedule import WarmupCosine
 from cukit.distill.settings import DistillSettings
 from cukit.distill.terms import HiddenStateTerm, StateTerm, evenly_spaced_map
@@ -61,13 +62,21 @@ class DistillRun:
         corpus: the text.
         output: the folder that `start_run` made ready, or one with a run to resume.
         observer: told about every step.
+        pool: what the arrays come from on a GPU, one of `run_memory.POOLS`.
 
     Raises:
+        ConfigError: `pool`.
         DataError: either side of the split is too short for one window.
     """
 
     def __init__(
-        self, settings: DistillSettings, corpus: Corpus, output: Path, observer: Observer
+        self,
+        settings: DistillSettings,
+        corpus: Corpus,
+        output: Path,
+        observer: Observer,
+        *,
+        pool: str = POOLS[0],
     ) -> None:
         check_length(corpus.train, settings.seq_len, "training text")
         check_length(corpus.validation, settings.seq_len, "validation text")
@@ -75,13 +84,15 @@ class DistillRun:
         self.output, self.observer = output, observer
         self.xp: ModuleType = namespace_for(settings.device)
         self._checkpoint = output / CHECKPOINT
-        self._windows = Windows(
-            corpus.train,
-            batch=settings.batch,
-            seq_len=settings.seq_len,
-            seed=settings.seed,
-            xp=self.xp,
-        )
+        self._memory = RunMemory(self.xp, pool)
+        with self._memory.in_use():
+            self._windows = Windows(
+                corpus.train,
+                batch=settings.batch,
+                seq_len=settings.seq_len,
+                seed=settings.seed,
+                xp=self.xp,
+            )
 
     def run(self) -> DistillReport:
         """Train what is not finished yet, compare, and write report.json.
@@ -94,17 +105,18 @@ class DistillRun:
         """
         try:
             if self.settings.device == "gpu":
-                return self._run()
+                with self._memory.in_use():
+                    return self._run()
             keep_freed_memory()
             with one_thread_each():
                 return self._run()
-        except OutOfMemoryError:
-            raise
-        except MemoryError as error:  # NumPy's and CuPy's both derive from it
-            raise OutOfMemoryError(
+        except MemoryError as error:  # NumPy's, CuPy's and the pool's all derive from it
+            explained = OutOfMemoryError(
                 "these sizes need more memory than there is; a smaller --batch with --accumulate "
-                f"takes less ({error})"
-            ) from error
+                f"takes less: {error}"
+            )
+            explained.report = getattr(error, "report", None)
+            raise explained from error
 
     def _run(self) -> DistillReport:
         started = time.perf_counter()
@@ -148,8 +160,9 @@ class DistillRun:
             num_parameters={phase: models[phase].config.num_parameters for phase in PHASES},
             op_times=op_times,
             sample=SAMPLE_PROMPT + bytes(sample).decode("utf-8", errors="replace"),
-            peak_memory_bytes=peak_memory_bytes(self.xp),
+            peak_memory_bytes=self._memory.peak_bytes(),
             seconds=time.perf_counter() - started,
+            pool=self._memory.statistics(),
         )
         write_json(self.output / REPORT, report.to_dict())
         return report

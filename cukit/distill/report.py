@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass, field
-from types import ModuleType
 from typing import Any
 
 from cukit.distill.evaluation import Evaluation
 from cukit.distill.op_timer import OpTime
 from cukit.distill.settings import DistillSettings
+from cukit.memory import PoolStatistics
 
 PHASES = ("teacher", "student", "student-alone")
 """The models of a run, in the order of their training."""
@@ -51,6 +50,8 @@ class DistillReport:
     sample: str
     peak_memory_bytes: int
     seconds: float
+    pool: PoolStatistics | None = None
+    """Of the memory pool that the run had for itself."""
 
     @property
     def gain_bits_per_byte(self) -> float:
@@ -105,18 +106,23 @@ class DistillReport:
             "models": models,
             "milliseconds_per_step_by_op": [asdict(entry) for entry in self.op_times],
             "peak_memory_bytes": self.peak_memory_bytes,
+            "pool": _pool_facts(self.pool),
             "seconds": self.seconds,
             "sample": self.sample,
         }
 
 
-def peak_memory_bytes(xp: ModuleType) -> int:
-    """On a GPU what CuPy's pool has taken at most, else the most this process has held."""
-    if xp.__name__ == "cupy":
-        return int(xp.get_default_memory_pool().total_bytes())
-    try:
-        import resource
-    except ImportError:  # Windows keeps no such number
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak) * (1 if sys.platform == "darwin" else 1024)
+_POOL_FACTS = (
+    "peak_live_bytes",
+    "peak_reserved_bytes",
+    "num_allocations",
+    "hit_rate",
+    "fragmentation",
+    "pages_remapped",
+    "num_defragments",
+    "bytes_moved",
+)
+
+
+def _pool_facts(pool: PoolStatistics | None) -> dict[str, Any] | None:
+    return None if pool is None else {name: getattr(pool, name) for name in _POOL_FACTS}

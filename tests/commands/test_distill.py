@@ -77,6 +77,7 @@ def test_report_holds_what_was_promised(finished: Path) -> None:
     assert report["distilled_beats_alone"] == (gain > 0)
     assert ("did not help" in report["verdict"]) == (gain <= 0)
     assert report["peak_memory_bytes"] > 1e6
+    assert report["pool"] is None
     assert len(report["sample"]) > len(pipeline.SAMPLE_PROMPT)
     ops = {entry["name"]: entry for entry in report["milliseconds_per_step_by_op"]}
     assert {"matmul", "flash_attention_backward", "linear_kl_divergence", "adamw"} <= set(ops)
@@ -101,6 +102,29 @@ def test_without_jinja_there_is_no_page_and_a_word_on_why(
     assert "no report.html: an HTML report needs Jinja2" in capsys.readouterr().out
     assert (tmp_path / "run" / "report.json").exists()
     assert not (tmp_path / "run" / "report.html").exists()
+
+
+GPU = ["--device", "gpu", "--dtype", "bfloat16", "--workers", "1"]
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_has_a_pool_and_ends_the_same_on_cupys(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for pool in ("cukit", "cupy"):
+        arguments = ["-o", str(tmp_path / pool), "--text", str(text), *TINY, *GPU]
+        more = ["--pool", pool] if pool == "cupy" else []
+        assert run(["distill", *arguments, *more]) == 0
+        told = capsys.readouterr().out
+        assert ("memory pool" in told) == (pool == "cukit")
+    assert model_bytes(tmp_path / "cukit") == model_bytes(tmp_path / "cupy")
+    report = json.loads((tmp_path / "cukit" / "report.json").read_text())
+    facts = report["pool"]
+    assert facts["num_allocations"] > 1000
+    assert 0.5 < facts["hit_rate"] < 1
+    assert 0 < facts["peak_live_bytes"] <= facts["peak_reserved_bytes"]
+    assert report["peak_memory_bytes"] == facts["peak_reserved_bytes"]
+    assert json.loads((tmp_path / "cupy" / "report.json").read_text())["pool"] is None
 
 
 def test_same_seed_same_result_and_another_another(
@@ -240,6 +264,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--seed", "-1"], "--seed"),
         (["--dtype", "int4"], "dtype"),
         (["--device", "tpu"], "--device"),
+        (["--pool", "jemalloc"], "--pool: expected cukit or cupy"),
         (["--seq-len", "100000"], "too short for windows of 100000"),
         (["--resume", "--overwrite"], "exclude each other"),
         (["--steps", "many"], "--steps"),

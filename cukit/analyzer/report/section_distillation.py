@@ -43,8 +43,10 @@ def distillation_section(run: dict[str, Any]) -> Section:
         _breakdown(run["milliseconds_per_step_by_op"]),
         _ops_table(run["milliseconds_per_step_by_op"]),
         Code(numbers.printable(run["sample"]), "The distilled student writes"),
-        Fold("Settings", (_settings(run["settings"]),)),
     ]
+    if pool := run.get("pool"):
+        blocks.append(_pool_table(pool))
+    blocks.append(Fold("Settings", (_settings(run["settings"]),)))
     corpus = run["corpus"]
     subtitle = (
         f"{numbers.printable(corpus['text'])}: {corpus['train_bytes'] / 1e6:.1f} MB to train on, "
@@ -161,6 +163,21 @@ def _ops_table(ops: list[dict[str, Any]]) -> Table:
     names = ("calls", "ms", "share")
     header = (Column("op"), *(Column(name, numeric=True) for name in names))
     return Table(header, tuple(rows), "A step, op by op")
+
+
+def _pool_table(pool: Mapping[str, Any]) -> Table:
+    """`pool`: null where the run had no pool of its own, and absent in older reports."""
+    rows = (
+        (Cell("live at most"), Cell(numbers.num_bytes(pool["peak_live_bytes"]))),
+        (Cell("taken from the GPU at most"), Cell(numbers.num_bytes(pool["peak_reserved_bytes"]))),
+        (Cell("allocations"), Cell(f"{pool['num_allocations']:,}")),
+        (Cell("served from a list of that size"), Cell(f"{pool['hit_rate']:.1%}")),
+        (Cell("pages remapped"), Cell(f"{pool['pages_remapped']:,}")),
+        (Cell("defragmentations"), Cell(f"{pool['num_defragments']:,}")),
+        (Cell("bytes moved"), Cell(numbers.num_bytes(pool["bytes_moved"]))),
+        (Cell("fragmentation at the end"), Cell(numbers.percent(pool["fragmentation"]))),
+    )
+    return Table((Column("memory pool"), Column("", numeric=True)), rows, "The memory pool")
 
 
 def _settings(settings: Mapping[str, Any]) -> Table:

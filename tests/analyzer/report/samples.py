@@ -125,6 +125,16 @@ def distillation() -> dict[str, Any]:
             {"name": "everything else", "calls": 0, "milliseconds": 0.55918},
         ],
         "peak_memory_bytes": 9709769728,
+        "pool": {
+            "peak_live_bytes": 9663676416,
+            "peak_reserved_bytes": 9709769728,
+            "num_allocations": 412345,
+            "hit_rate": 0.9971,
+            "fragmentation": 0.25,
+            "pages_remapped": 37,
+            "num_defragments": 0,
+            "bytes_moved": 0,
+        },
         "seconds": 118.1,
         "sample": f"def get(self):\x00\x1b[31m\n    return {HOSTILE}",
     }

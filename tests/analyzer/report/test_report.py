@@ -11,6 +11,7 @@ import pytest
 
 from cukit.analyzer.report import Report, generate_report, html
 from cukit.analyzer.report.documents import KEYS, read_documents
+from cukit.analyzer.report.layout import Table
 from cukit.analyzer.report.terminal import TEXT_WIDTH
 from cukit.errors import ConfigError, DataError, MissingDependencyError
 from tests.analyzer.report import samples
@@ -268,6 +269,24 @@ def test_empty_results_make_a_report() -> None:
     page = Page(generate_report([nothing, {"kernels": [], "errors": []}]).to_html())
     assert "0 cases" in page.markup
     assert drawings(page.markup) == []
+
+
+@pytest.mark.parametrize("pool", ["its own", "null", "absent"])
+def test_a_distillation_tells_of_its_pool_if_it_had_one(pool: str) -> None:
+    run = samples.distillation()
+    if pool == "null":
+        run["pool"] = None
+    elif pool == "absent":
+        del run["pool"]
+    (section,) = generate_report([run]).sections
+    tables = {block.title: block for block in section.blocks if isinstance(block, Table)}
+    assert ("The memory pool" in tables) == (pool == "its own")
+    if pool == "its own":
+        cells = {row[0].text: row[1].text for row in tables["The memory pool"].rows}
+        assert cells["live at most"] == "9.00 GiB"
+        assert cells["allocations"] == "412,345"
+        assert cells["served from a list of that size"] == "99.7%"
+        assert cells["fragmentation at the end"] == "25%"
 
 
 def test_a_distillation_without_curves_has_none() -> None:

@@ -1,0 +1,52 @@
+"""What a run's memory says about itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cukit.commands.distill_display import pool_line
+from cukit.distill.run_memory import RunMemory
+from cukit.errors import ConfigError
+from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
+
+
+def test_on_the_cpu_there_is_no_pool() -> None:
+    memory = RunMemory(np)
+    with memory.in_use():
+        kept = np.ones(1 << 18)
+    assert memory.statistics() is None
+    assert memory.peak_bytes() >= kept.nbytes
+    with pytest.raises(ConfigError, match="--pool: expected cukit or cupy, got 'none'"):
+        RunMemory(np, "none")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_arrays_come_from_the_pool() -> None:
+    cupy = pytest.importorskip("cupy")
+    memory, theirs = RunMemory(cupy), RunMemory(cupy, "cupy")
+    with memory.in_use():
+        kept = cupy.ones(1 << 18)
+    statistics = memory.statistics()
+    assert statistics is not None
+    assert statistics.live_bytes == kept.nbytes
+    assert memory.peak_bytes() == statistics.peak_reserved_bytes >= kept.nbytes
+    with theirs.in_use():
+        cupy.ones(1 << 18)
+    assert theirs.statistics() is None
+    assert theirs.peak_bytes() >= kept.nbytes
+
+
+def test_a_pool_is_told_of_in_one_sentence() -> None:
+    pool = MemoryPool(MemoryPoolConfig(max_pool_size=64 << 20), HostProvider())
+    blocks = [pool.allocate(3 << 20) for _ in range(20)]
+    for block in blocks[::2]:
+        pool.free(block)
+    pool.free(pool.allocate(20 << 20))
+    for _ in range(79):
+        pool.free(pool.allocate(20 << 20))
+    line = pool_line(pool.statistics())
+    assert "60.0 MiB live at most in 60.0 MiB; 79.0% of 100 allocations from a list" in line
+    assert "10 pages remapped, nothing copied; fragmentation 33% at the end" in line
+    for block in blocks[1::2]:
+        pool.free(block)
