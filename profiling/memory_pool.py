@@ -12,11 +12,14 @@ Records are of family "memory_pool", with fields beside those of kernels:
     pair                   an allocation and its free, of a size that was freed just before
     remap                  an allocation that only scattered pages can serve
     defragment             moving all buffers of a pool together; gbps counts bytes read and written
+    training_step          a step of `cukit distill` whose arrays come from the pool; host_us until
+                           it is queued, tokens_per_second. Needs a GPU
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +38,7 @@ from cukit.memory.provider import Provider
 from cukit.memory.replay import PoolMissing, ReplayResult, Request, replay_apart
 from cukit.memory.replay_pools import POOLS, make_pool
 from profiling.environment import describe
+from profiling.pool_training import measure_training
 
 FAMILY = MEMORY_POOLS
 OURS = "cukit"
@@ -264,10 +268,30 @@ def _quiet(pool: MemoryPool) -> Iterator[None]:
     pool.provider.synchronize_device()
 
 
+# Training -----------------------------------------------------------------------------------------
+
+
+def training_records() -> list[Record]:
+    """What a step of training takes on our pool and on CuPy's."""
+    if not gpu_available():
+        return []
+    return [
+        _timed(
+            "training_step",
+            found.case,
+            found.pool,
+            [[sample] for sample in found.step_us],
+            host_us=round(statistics.median(found.host_us), 3),
+            tokens_per_second=round(found.tokens / statistics.median(found.step_us) * 1e6),
+        )
+        for found in measure_training()
+    ]
+
+
 # The command line ---------------------------------------------------------------------------------
 
 
-PARTS = ("replay", "calls")
+PARTS = ("replay", "calls", "training")
 
 
 def measure(pools: Sequence[str], small: bool, parts: Sequence[str]) -> Iterator[list[Record]]:
@@ -281,6 +305,8 @@ def measure(pools: Sequence[str], small: bool, parts: Sequence[str]) -> Iterator
         yield pair_records(pools, small)
         yield remap_records(small)
         yield defragment_records(small)
+    if "training" in parts:
+        yield training_records()
 
 
 def show(record: Record) -> str:
@@ -292,6 +318,8 @@ def show(record: Record) -> str:
         overhead = record["peak_reserved_bytes"] / max(record["peak_live_bytes"], 1)
         verdict = "" if record["completed"] else f"  FAILED {record['failure'][:70]}"
         line += f"  p99 {record['p99_us']:>9.2f}  held {overhead:.3f} of live{verdict}"
+    elif "host_us" in record:
+        line += f"  host {record['host_us']:.0f} us  {record['tokens_per_second']:,} tokens/s"
     elif "gbps" in record:
         line += f"  {record['gbps']:.0f} GB/s"
     return line
@@ -303,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, help="results file to merge into (default: none)")
     parser.add_argument("--small", action="store_true", help="small logs, few samples")
-    parser.add_argument("--only", choices=PARTS, help="only the logs, or only single calls")
+    parser.add_argument("--only", choices=PARTS, help="only one part of it")
     parser.add_argument("--pools", default=",".join(POOLS), help="only these, by comma")
     options = parser.parse_args(arguments)
     pools = options.pools.split(",")

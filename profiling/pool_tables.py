@@ -3,7 +3,7 @@
 They stand between `<!-- pools:NAME -->` and `<!-- /pools -->`, made from the records of
 profiling.memory_pool alone; a test holds the documents to them. NAME is "replay" (memory held by
 each pool on each log), "latency" (time of an allocation), "calls" (pairs, remaps,
-defragmentations), "machine" (where and when) or "picture".
+defragmentations), "training" (steps of `cukit distill`), "machine" (where and when) or "picture".
 """
 
 from __future__ import annotations
@@ -115,6 +115,20 @@ def _calls(records: Sequence[Record]) -> str:
     return markdown(["call", *map(pool_title, pools)], rows, left=1)
 
 
+def _training(records: Sequence[Record]) -> str:
+    """A step of `cukit distill`: its time, and tokens a second."""
+    pools = pools_in([record for record in records if record["op"] == "training_step"])
+    rows = []
+    for case, found in by_case(records, "training_step").items():
+        cells = [
+            f"{found[pool]['median_us'] / 1e3:.2f} ± {found[pool]['iqr_us'] / 2e3:.2f} ms, "
+            f"{numbers.count(found[pool]['tokens_per_second'])} tokens/s"
+            for pool in pools
+        ]
+        rows.append([case, *cells])
+    return markdown(["a step of `cukit distill`", *map(pool_title, pools)], rows, left=1)
+
+
 def _us(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
@@ -132,6 +146,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], str]] = {
     "replay": _replay,
     "latency": _latency,
     "calls": _calls,
+    "training": _training,
 }
 
 

@@ -35,8 +35,8 @@ class _Stream(NamedTuple):
     handle: int
     owner: weakref.ref[Any] | None
     """CuPy's stream object, whose death destroys the stream; None: somebody else's stream."""
-    thread: int | None
-    """The only thread in which the handle means this stream; None: any."""
+    of_thread: bool
+    """The default stream of one thread: the handle means another stream in any other thread."""
 
 
 _STREAMS: dict[int, dict[Hashable, _Stream]] = {}
@@ -136,14 +136,14 @@ class CudaDevice:
         handle = _handle_of(stream)
         if handle in _LEGACY_HANDLES:
             key: Hashable = LEGACY_KEY
-            self._streams.setdefault(key, _Stream(0, None, None))
+            self._streams.setdefault(key, _Stream(0, None, False))
         elif handle == _PER_THREAD_HANDLE:
             return self._key_of_thread()
         else:
             key = self._stream_id(handle)
             if key not in self._streams:
                 self._forget_dead()
-                self._streams[key] = _Stream(handle, self._owner(stream), None)
+                self._streams[key] = _Stream(handle, self._owner(stream), False)
         if isinstance(stream, self._stream_module._BaseStream):
             setattr(stream, self._name, key)
         return key
@@ -157,7 +157,7 @@ class CudaDevice:
             return self._of_thread.key  # type: ignore[no-any-return]
         except AttributeError:
             key = self._of_thread.key = self._stream_id(_PER_THREAD_HANDLE)
-            self._streams[key] = _Stream(_PER_THREAD_HANDLE, None, threading.get_ident())
+            self._streams[key] = _Stream(_PER_THREAD_HANDLE, None, True)
             return key
 
     def _owner(self, stream: Any) -> weakref.ref[Any] | None:
@@ -176,7 +176,8 @@ class CudaDevice:
         stream = self._streams.get(key)
         if stream is None or (stream.owner is not None and stream.owner() is None):
             return None
-        if stream.thread is not None and stream.thread != threading.get_ident():
+        # Threads get the numbers of dead ones: only their own storage tells them apart.
+        if stream.of_thread and getattr(self._of_thread, "key", None) != key:
             return None
         return stream.handle
 

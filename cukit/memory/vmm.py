@@ -14,6 +14,7 @@ from cukit.memory.cuda_driver import (
     VirtualMemoryDriver,
     supports_virtual_memory,
 )
+from cukit.memory.provider import DeviceOutOfMemory
 
 
 class VirtualPages:
@@ -89,6 +90,8 @@ class VirtualPages:
 
 
 MOST_PAGES = 1 << 14
+MANY_PAGES = 64
+"""From here on it is worth asking first whether the device has as many."""
 
 
 def choose_page_bytes(granularity: int, memory_bytes: int) -> int:
@@ -139,6 +142,12 @@ class CudaVirtualMemory(VirtualPages, CudaDevice):
             cut = total if most_bytes is None else min(most_bytes, total)
             page_bytes = choose_page_bytes(driver.granularity(), cut)
         VirtualPages.__init__(self, driver, page_bytes)
+
+    def create_pages(self, count: int) -> list[Any]:
+        # What cannot succeed would still take all the rest of the device for a moment.
+        if count >= MANY_PAGES and count * self.page_bytes > self.memory_info()[0]:
+            raise DeviceOutOfMemory(f"the device has no {count} pages of {self.page_bytes} bytes")
+        return super().create_pages(count)
 
     def for_device(self, device_id: int) -> CudaVirtualMemory:
         """The same kind of provider for another device."""

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig, Provider
+from cukit.memory import (
+    CudaMalloc,
+    CudaVirtualMemory,
+    HostProvider,
+    MemoryPool,
+    MemoryPoolConfig,
+    Provider,
+)
 
 MIB = 1 << 20
 
@@ -22,30 +29,25 @@ def _small_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
-def _virtual_memory() -> Provider:
-    from cukit.memory.vmm import CudaVirtualMemory
-
-    return CudaVirtualMemory(page_bytes=2 * MIB)
-
-
-def _cuda_malloc() -> Provider:
-    from cukit.memory.cuda_malloc import CudaMalloc
-
-    return CudaMalloc()
+_PROVIDERS: dict[str, Callable[[], Provider]] = {
+    "host": lambda: HostProvider(512 * MIB),
+    "host-segments": lambda: HostProvider(512 * MIB, can_remap=False),
+    "cuda-vmm": lambda: CudaVirtualMemory(page_bytes=2 * MIB),
+    "cuda-malloc": CudaMalloc,
+}
 
 
 @pytest.fixture(
     params=[
-        pytest.param(lambda: HostProvider(512 * MIB), id="host"),
-        pytest.param(lambda: HostProvider(512 * MIB, can_remap=False), id="host-segments"),
-        pytest.param(_virtual_memory, id="cuda-vmm", marks=pytest.mark.gpu),
-        pytest.param(_cuda_malloc, id="cuda-malloc", marks=pytest.mark.gpu),
+        "host",
+        "host-segments",
+        pytest.param("cuda-vmm", marks=pytest.mark.gpu),
+        pytest.param("cuda-malloc", marks=pytest.mark.gpu),
     ]
 )
 def provider(request: pytest.FixtureRequest) -> Provider:
-    """A fresh provider of each kind."""
-    made: Provider = request.param()
-    return made
+    """A fresh provider of each kind; tests may name the kinds that they are for."""
+    return _PROVIDERS[request.param]()
 
 
 @pytest.fixture

@@ -47,6 +47,8 @@ RESULTS = {
         record("pair", "cupy", case="1 MiB", median_us=0.61),
         record("remap", "cukit", case="1024 MiB in pages of 2 MiB", median_us=25_000.0),
         record("defragment", "cukit", case="2 GiB", median_us=4_000.0, gbps=1073.0),
+        record("training_step", "cupy", case="teacher", median_us=20e3, tokens_per_second=1.6e6),
+        record("training_step", "cukit", case="teacher", median_us=21e3, tokens_per_second=1.5e6),
     ],
 }
 
@@ -70,6 +72,8 @@ def test_times() -> None:
     assert "| allocate and free 1 MiB | 2.50 µs | 0.61 µs |" in calls
     assert "| remap 1024 MiB in pages of 2 MiB | 25.00 ms |  |" in calls
     assert "| defragment 2 GiB | 4.00 ms (1.07 TB/s) |  |" in calls
+    steps = "| teacher | 21.00 ± 0.00 ms, 1.50 M tokens/s | 20.00 ± 0.00 ms, 1.60 M tokens/s |"
+    assert steps in rendered("training")
 
 
 def test_machine_and_picture() -> None:

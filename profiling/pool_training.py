@@ -1,0 +1,87 @@
+"""Steps of `cukit distill` on our pool and on CuPy's, in turn: part of profiling.memory_pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.distill import Distiller, LanguageModelling, Trainer, Windows
+from cukit.distill.run_memory import POOLS, RunMemory
+from cukit.distill.settings import DEFAULTS, DistillSettings
+from cukit.models import Transformer
+
+SETTINGS = DEFAULTS["gpu"]
+
+CASES: dict[str, tuple[str, DistillSettings]] = {
+    "teacher": ("teacher", SETTINGS),
+    "student, distilled": ("student", SETTINGS),
+    # So little work that the host is what a step waits for, and what a pool takes is seen.
+    "student, distilled, one window of 128": ("student", replace(SETTINGS, batch=1, seq_len=128)),
+}
+"""Which model is trained, with which settings, by name."""
+
+ROUNDS, STEPS = 16, 6
+WARM_UP_STEPS = 3
+
+
+class Measured(NamedTuple):
+    """One case on one pool: microseconds of a step, by round."""
+
+    case: str
+    pool: str
+    step_us: list[float]
+    host_us: list[float]
+    """Until everything was queued; the rest of the step is waiting for the GPU."""
+    tokens: int
+    """Of a step."""
+
+
+class _Arm:
+    def __init__(self, pool: str, phase: str, settings: DistillSettings) -> None:
+        import cupy
+
+        self._synchronize = cupy.cuda.Device().synchronize
+        self._memory = RunMemory(cupy, pool)
+        text = np.random.default_rng(0).integers(32, 127, 1 << 22, np.uint8)
+        with self._memory.in_use():
+            windows = Windows(text, batch=settings.batch, seq_len=settings.seq_len, seed=0, xp=cupy)
+            teacher = Transformer.initialise(settings.teacher_config(), seed=0, xp=cupy)
+            objective: Any = LanguageModelling(teacher)
+            if phase == "student":
+                student = Transformer.initialise(settings.student_config(), seed=1, xp=cupy)
+                objective = Distiller(
+                    student, teacher, alpha=settings.alpha, temperature=settings.temperature
+                )
+            self._trainer = Trainer(objective, windows, lr=1e-4)
+        self.tokens = self._trainer.tokens_per_step
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """Microseconds of a step, and of queueing it."""
+        with self._memory.in_use():
+            self._synchronize()
+            start = time.perf_counter()
+            for _ in range(steps):
+                self._trainer.train_step()
+            queued = time.perf_counter()
+            self._synchronize()
+            done = time.perf_counter()
+        return (done - start) / steps * 1e6, (queued - start) / steps * 1e6
+
+
+def measure_training() -> Iterator[Measured]:
+    """Every case on both pools. The pools take turns, and take turns at being first."""
+    for case, (phase, settings) in CASES.items():
+        arms = {pool: _Arm(pool, phase, settings) for pool in POOLS}
+        for arm in arms.values():
+            arm.run(WARM_UP_STEPS)
+        found: dict[str, list[tuple[float, float]]] = {pool: [] for pool in POOLS}
+        for number in range(ROUNDS):
+            for pool in POOLS if number % 2 else reversed(POOLS):
+                found[pool].append(arms[pool].run(STEPS))
+        for pool, times in found.items():
+            steps, hosts = ([time[i] for time in times] for i in (0, 1))
+            yield Measured(case, pool, steps, hosts, arms[pool].tokens)

@@ -1,0 +1,55 @@
+"""Work on a GPU that lags behind the host, so that memory given away too early is seen."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from cukit.core.device import require_cupy
+
+_SOURCE = r"""
+extern "C" __global__ void fill(unsigned* words, int count, unsigned value, long long cycles) {
+    const long long start = clock64();
+    while (clock64() - start < cycles) {}
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)
+        words[i] = value + i;
+}
+
+extern "C" __global__ void count_wrong(
+    const unsigned* words, int count, unsigned value, unsigned* wrong) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)
+        if (words[i] != value + i) atomicAdd(wrong, 1u);
+}
+"""
+
+CYCLES = 100_000
+"""Some 60 us: longer than the host takes to queue what follows."""
+
+
+@functools.cache
+def _kernel(name: str) -> Any:
+    return require_cupy("a test").RawModule(code=_SOURCE).get_function(name)
+
+
+def fill(words: Any, value: int, cycles: int = CYCLES) -> None:
+    """On the current stream, after a while, fills uint32 words with a pattern of its own."""
+    _kernel("fill")((8,), (256,), (words, np.int32(words.size), np.uint32(value), np.int64(cycles)))
+
+
+def count_wrong(words: Any, value: int, wrong: Any) -> None:
+    """On the current stream, adds the words that differ from the pattern to `wrong`."""
+    _kernel("count_wrong")((8,), (256,), (words, np.int32(words.size), np.uint32(value), wrong))
+
+
+def words_at(provider: Any, address: int, size: int) -> Any:
+    """Memory of a pool as uint32 words."""
+    return provider.array(address, (size // 4,), np.uint32, None)
+
+
+def intact(words: Any, value: int) -> bool:
+    """Whether all words hold their pattern; waits for the current stream."""
+    wrong = require_cupy("a test").zeros(1, np.uint32)
+    count_wrong(words, value, wrong)
+    return int(wrong[0]) == 0

@@ -1,0 +1,379 @@
+"""The pool as CuPy's allocator: arrays on several streams, threads and collections."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cukit.errors import ConfigError, OutOfMemoryError
+from cukit.memory import MemoryPool
+from tests.memory.device_work import count_wrong, fill, intact, words_at
+from tests.memory.invariants import check_invariants
+
+cupy = pytest.importorskip("cupy")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("provider", ["cuda-vmm", "cuda-malloc"], indirect=True),
+]
+
+MIB = 1 << 20
+MakePool = Callable[..., MemoryPool]
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Runs `work` in a thread of its own and raises what it raised."""
+    mistakes: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            mistakes.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    if mistakes:
+        raise mistakes[0]
+
+
+def test_installed_it_serves_every_thread_until_it_is_not(make_pool: MakePool) -> None:
+    pool = make_pool()
+    theirs = cupy.arange(1000)
+    pool.install()
+    try:
+        ours = cupy.arange(MIB, dtype=np.uint32)
+        assert pool.owns(ours.data.ptr)
+        assert not pool.owns(theirs.data.ptr)
+        assert int((ours[:1000] + theirs).sum()) == 999_000
+        of_thread: list[Any] = []
+        in_thread(lambda: of_thread.append(cupy.ones(100)))
+        assert pool.owns(of_thread[0].data.ptr)
+        assert cupy.empty(0).size == 0
+        with pytest.raises(ConfigError, match="not installed"):
+            make_pool().uninstall()
+    finally:
+        pool.uninstall()
+    with pytest.raises(ConfigError, match="not installed"):
+        pool.uninstall()
+    assert not pool.owns(cupy.ones(100).data.ptr)
+    assert bool((ours == cupy.arange(MIB, dtype=np.uint32)).all())
+    before = pool.statistics().live_bytes
+    view = ours[5:]
+    del ours
+    assert pool.statistics().live_bytes == before, "a view keeps the memory"
+    del view
+    assert pool.statistics().live_bytes == before - 4 * MIB
+    check_invariants(pool)
+
+
+def test_use_is_for_one_thread_and_nests(make_pool: MakePool) -> None:
+    pool, inner = make_pool(), make_pool()
+    seen: list[bool] = []
+    with pool.use():
+        first = cupy.ones(10)
+        with inner.use():
+            second = cupy.ones(10)
+        third = cupy.ones(10)
+        in_thread(lambda: seen.append(pool.owns(cupy.ones(10).data.ptr)))
+        with pytest.raises(ConfigError, match="install"):
+            pool.install()
+    assert [pool.owns(a.data.ptr) for a in (first, second, third)] == [True, False, True]
+    assert inner.owns(second.data.ptr)
+    assert seen == [False]
+    assert not pool.owns(cupy.ones(10).data.ptr)
+
+
+def test_out_of_memory_is_both_errors_and_the_pool_goes_on(make_pool: MakePool) -> None:
+    pool = make_pool(max_pool_size=32 * MIB, call_site_depth=4)
+    with pool.use():
+        kept = cupy.empty(20 * MIB, np.uint8)
+        with pytest.raises(OutOfMemoryError) as ours:
+            cupy.empty(16 * MIB, np.uint8)
+        with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
+            cupy.zeros((1 << 40,), np.uint8)
+        assert ours.value.report.requested == 16 * MIB
+        text = str(ours.value)
+        assert "cannot allocate 16.00 MiB" in text
+        assert "(limit: 32.00 MiB)" in text
+        assert "live: 20.00 MiB in 1 from" in text
+        assert "a larger max_pool_size: the device has the memory" in text
+        del kept
+        assert cupy.empty(30 * MIB, np.uint8).nbytes == 30 * MIB
+    assert pool.statistics().num_out_of_memory == 2
+    assert pool.statistics().peak_reserved_bytes <= 32 * MIB
+    check_invariants(pool)
+
+
+def test_streams_share_memory_in_order(make_pool: MakePool) -> None:
+    """Kernels that are late, on four streams, in less memory than they would take apart."""
+    pool = make_pool(max_pool_size=96 * MIB)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    wrong = [cupy.zeros(1, np.uint32) for _ in streams]
+    cupy.cuda.Device().synchronize()
+    numbers = random.Random(0)
+    live: list[tuple[Any, int, int]] = []
+
+    def check_and_drop(array: Any, value: int, home: int, away: int) -> None:
+        if away != home:
+            streams[away].wait_event(streams[home].record())
+            pool.used_on(array.data.ptr, streams[away])
+        with streams[away]:
+            count_wrong(array, value, wrong[away])
+
+    with pool.use():
+        for step in range(800):
+            if len(live) > 12 or (live and numbers.random() < 0.45):
+                array, value, home = live.pop(numbers.randrange(len(live)))
+                check_and_drop(array, value, home, numbers.randrange(4))
+                del array
+            else:
+                home = numbers.randrange(4)
+                with streams[home]:
+                    array = cupy.empty(numbers.randrange(1, MIB), np.uint32)
+                    fill(array, step)
+                live.append((array, step, home))
+                del array
+        while live:
+            check_and_drop(*live.pop(), 0)
+    for stream in streams:
+        stream.synchronize()
+    assert [int(count[0]) for count in wrong] == [0] * 4
+    check_invariants(pool)
+    pool.trim()
+    assert pool.statistics().reserved_bytes == 0
+    assert pool.statistics().pending_bytes == 0
+
+
+def test_each_thread_has_its_own_default_stream(make_pool: MakePool) -> None:
+    """They share one handle. What they freed is everybody's once they are gone."""
+    pool = make_pool(max_pool_size=128 * MIB)
+    wrong = cupy.zeros(1, np.uint32)
+    cupy.cuda.Device().synchronize()
+    keys: list[Any] = []
+    handed_over: list[Any] = []
+    together = threading.Barrier(4)
+    mistakes: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            with cupy.cuda.Stream.ptds, pool.use():
+                keys.append(pool.provider.current_stream())
+                together.wait(60)
+                for step in range(60):
+                    value = 1000 * seed + step
+                    array = cupy.empty(MIB // 2 + step, np.uint32)
+                    fill(array, value)
+                    count_wrong(array, value, wrong)
+                    if step % 20 == 0:
+                        handed_over.append(array)
+                    del array
+        except BaseException as error:
+            mistakes.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not mistakes
+    assert len(set(keys)) == 4
+    assert int(wrong[0]) == 0
+    handed_over.clear()
+    pool.free(pool.allocate(128 * MIB))
+    check_invariants(pool)
+
+
+def test_a_thread_that_is_gone_is_not_taken_for_its_successor(make_pool: MakePool) -> None:
+    """Threads get the numbers of dead ones, but not their streams."""
+    pool = make_pool(max_pool_size=8 * MIB)
+    box: list[Any] = []
+    numbers: list[int] = []
+    fill(cupy.empty(1, np.uint32), 0)  # compiled before anything is timed
+
+    def leave() -> None:
+        with cupy.cuda.Stream.ptds, pool.use():
+            array = cupy.empty(MIB, np.uint32)
+            fill(array, 1, 200_000_000)  # a tenth of a second
+            box.append(array)
+        numbers.append(threading.get_ident())
+
+    def drop() -> None:
+        with cupy.cuda.Stream.ptds:
+            pool.provider.current_stream()  # makes the thread's own stream known
+            box.clear()
+        numbers.append(threading.get_ident())
+
+    for _ in range(5):
+        numbers.clear()
+        in_thread(leave)
+        in_thread(drop)
+        with pool.use(), cupy.cuda.Stream(non_blocking=True) as stream:
+            array = cupy.empty(MIB, np.uint32)
+            fill(array, 7, 0)
+            stream.synchronize()
+            cupy.cuda.Device().synchronize()
+            assert intact(array, 7), "given away while a dead thread's kernel wrote to it"
+            del array
+        if numbers[0] == numbers[1]:
+            return
+    pytest.fail("no thread got the number of its predecessor: nothing was tested")
+
+
+def test_streams_of_one_handle_are_told_apart(make_pool: MakePool) -> None:
+    """The driver gives a destroyed stream's handle to the next one."""
+    pool = make_pool(max_pool_size=16 * MIB)
+    keys, handles = set(), set()
+    wrong = cupy.zeros(1, np.uint32)
+    cupy.cuda.Device().synchronize()
+    for step in range(40):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        handles.add(stream.ptr)
+        with stream, pool.use():
+            array = cupy.empty(3 * MIB, np.uint32)  # no second one would fit
+            fill(array, step)
+            count_wrong(array, step, wrong)
+            keys.add(pool.provider.current_stream())
+            if step % 2:
+                del array
+        if step % 2 == 0:
+            del stream
+            del array  # freed on a stream that is no more
+    assert len(keys) == 40
+    assert len(handles) < 40, "no handle came twice: nothing was tested"
+    cupy.cuda.Device().synchronize()
+    assert int(wrong[0]) == 0
+    check_invariants(pool)
+
+
+def test_threads_hand_arrays_over(make_pool: MakePool) -> None:
+    pool = make_pool(max_pool_size=256 * MIB)
+    wrong = cupy.zeros(1, np.uint32)
+    cupy.cuda.Device().synchronize()
+    box: list[tuple[Any, int, Any]] = []
+    mistakes: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        numbers = random.Random(seed)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        try:
+            with stream:
+                for step in range(150):
+                    value = 1000 * seed + step
+                    array = cupy.empty(int(2 ** numbers.uniform(4, 20)), np.uint32)
+                    fill(array, value, 10_000)
+                    if numbers.random() < 0.5:
+                        box.append((array, value, stream.record()))
+                    else:
+                        count_wrong(array, value, wrong)
+                    del array
+                    if len(box) > 10:
+                        try:
+                            array, value, event = box.pop(0)
+                        except IndexError:
+                            continue
+                        stream.wait_event(event)
+                        pool.used_on(array.data.ptr, stream)
+                        count_wrong(array, value, wrong)
+                        del array
+                    if numbers.random() < 0.02:
+                        pool.defragment()
+                stream.synchronize()
+        except BaseException as error:
+            mistakes.append(error)
+
+    pool.install()
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        pool.uninstall()
+    assert not mistakes
+    for array, value, _ in box:
+        assert intact(array, value)
+    box.clear()
+    assert int(wrong[0]) == 0
+    check_invariants(pool)
+
+
+class _Cycle:
+    """Garbage that only the collector frees."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self.me = self
+
+
+def test_collections_at_every_moment(make_pool: MakePool) -> None:
+    pool = make_pool(max_pool_size=64 * MIB)
+    kept: list[tuple[Any, int]] = []
+    before = gc.get_threshold()
+    gc.set_threshold(3, 1, 1)
+    try:
+        with pool.use():
+            for number in range(600):
+                _Cycle(cupy.empty(1 + 97_777 * number % (3 * MIB), np.uint8))
+                if number % 40 == 0:
+                    array = cupy.empty(100_000 + number, np.uint32)
+                    fill(array, number)
+                    kept.append((array, number))
+                    pool.defragment()
+                    pool.trim()
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert pool.statistics().num_live == len(kept)
+    assert all(intact(array, number) for array, number in kept)
+    check_invariants(pool)
+
+
+def test_work_queued_before_unpin_is_waited_for(make_pool: MakePool) -> None:
+    pool = make_pool(enable_defrag=False, block_size=32 * MIB)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    buffers = [pool.allocate_buffer(200_000, stream) for _ in range(40)]
+    for buffer in buffers[::2]:
+        buffer.close()
+    before = [buffer.pin() for buffer in buffers[1::2]]
+    with stream:
+        for value, address in enumerate(before):
+            fill(words_at(pool.provider, address, 200_000), value)
+    for buffer in buffers[1::2]:
+        buffer.unpin()
+    assert pool.defragment().bytes_moved > 0
+    after = [buffer.pin() for buffer in buffers[1::2]]
+    assert after != before
+    for value, address in enumerate(after):
+        assert intact(words_at(pool.provider, address, 200_000), value)
+    check_invariants(pool)
+
+
+def test_a_forked_child_is_told(make_pool: MakePool) -> None:
+    pool = make_pool()
+    with pool.use():
+        array = cupy.ones(1000)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            del array
+            pool.allocate(512)
+        except BaseException as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    told = os.read(reader, 1000)
+    os.close(reader)
+    assert b"CUDA does not survive" in told
+    assert float(array.sum()) == 1000

@@ -1,0 +1,215 @@
+"""CUDA graphs: what a capture allocates belongs to the graph, for as long as there is one."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cukit.memory import MemoryPool
+from tests.memory.device_work import fill, intact, words_at
+from tests.memory.invariants import check_invariants
+
+cupy = pytest.importorskip("cupy")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("provider", ["cuda-vmm", "cuda-malloc"], indirect=True),
+]
+
+MIB = 1 << 20
+COUNT = MIB
+"""float32 elements of the arrays: 4 MiB each."""
+MakePool = Callable[..., MemoryPool]
+
+
+def settled_bytes(pool: MemoryPool, expected: int) -> int:
+    """What the pool holds after trimming. Graphs end on a thread of the driver: waits for that."""
+    deadline = time.monotonic() + 10
+    while True:
+        gc.collect()
+        pool.trim()
+        held = pool.statistics().reserved_bytes
+        if held == expected or time.monotonic() > deadline:
+            return held
+        time.sleep(0.01)
+
+
+def ready(source: Any, stream: Any) -> None:
+    """Everything compiled and loaded that the graphs below need."""
+    cupy.sqrt(source * 2 + 1)
+    stream.synchronize()
+
+
+def others(pool: MemoryPool, sizes: range) -> list[Any]:
+    """Arrays outside the graph, filled with what it must not see."""
+    return [cupy.full(COUNT - size, np.nan, np.float32) for size in sizes]
+
+
+@pytest.mark.parametrize("mode", ["Relaxed", "ThreadLocal", "Global"])
+def test_a_graph_keeps_its_memory_until_it_is_gone(make_pool: MakePool, mode: str) -> None:
+    pool = make_pool(max_pool_size=256 * MIB)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with pool.use(), stream:
+        source = cupy.arange(COUNT, dtype=np.float32)
+        ready(source, stream)
+        pool.trim()  # so that the capture needs pages of the driver
+        stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
+        doubled = source * 2
+        address = doubled.data.ptr
+        larger = doubled + 1
+        del doubled
+        result = cupy.sqrt(larger)
+        assert result.data.ptr == address, "reused inside the capture"
+        graph = stream.end_capture()
+        private = {address, larger.data.ptr}
+        del larger
+
+        for turn in range(3):
+            outside = others(pool, range(20))
+            assert not private & {array.data.ptr for array in outside}
+            source += 1
+            graph.launch(stream)
+            outside += others(pool, range(20, 30))
+            wanted = np.sqrt(2 * (np.arange(COUNT, dtype=np.float32) + turn + 1) + 1)
+            np.testing.assert_allclose(result.get(), wanted, rtol=1e-6)
+            assert all(bool(cupy.isnan(array).all()) for array in outside)
+            del outside
+            pool.defragment()
+            pool.trim()
+        check_invariants(pool)
+
+        # Dropping the result does not end the graph: it writes there still.
+        del result
+        outside = others(pool, range(20))
+        graph.launch(stream)
+        assert all(bool(cupy.isnan(array).all()) for array in outside)
+        del outside, graph
+        page = pool.provider.page_bytes
+        assert settled_bytes(pool, 2 * page) == 2 * page, "the source, and nothing else"
+    check_invariants(pool)
+
+
+def test_the_pages_of_a_capture_may_come_from_elsewhere(make_pool: MakePool) -> None:
+    """At the limit, pages that lie scattered are remapped while a stream is captured."""
+    pool = make_pool(max_pool_size=64 * MIB)
+    if not pool.provider.can_remap:
+        pytest.skip("nothing can be remapped")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with pool.use(), stream:
+        blocks = [cupy.full(MIB // 2, value, np.uint32) for value in range(32)]
+        stream.synchronize()
+        del blocks[::2]
+        with pool._locked():
+            pool._supply.settle_waiting()  # nobody may wait once the capture has begun
+        before = pool.statistics().pages_remapped
+        stream.begin_capture()
+        words = cupy.empty(5 * MIB, np.uint32)
+        fill(words, 3)
+        graph = stream.end_capture()
+        assert pool.statistics().pages_remapped > before
+        graph.launch(stream)
+        assert intact(words, 3)
+        for block, value in zip(blocks, range(1, 32, 2), strict=True):
+            assert bool((block == value).all())
+    check_invariants(pool)
+
+
+def test_a_stream_that_joins_a_capture_has_private_memory_too(make_pool: MakePool) -> None:
+    pool = make_pool(max_pool_size=256 * MIB)
+    first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    with pool.use():
+        with first:
+            source = cupy.arange(COUNT, dtype=np.float32)
+            ready(source, first)
+            first.begin_capture()
+            doubled = source * 2
+        second.wait_event(first.record(cupy.cuda.Event(disable_timing=True)))
+        with second:
+            larger = doubled + 1
+        first.wait_event(second.record(cupy.cuda.Event(disable_timing=True)))
+        with first:
+            result = cupy.sqrt(larger)
+            graph = first.end_capture()
+        private = {doubled.data.ptr, larger.data.ptr}
+        del doubled, larger
+        for stream in (first, second):
+            with stream:
+                outside = others(pool, range(10))
+                assert not private & {array.data.ptr for array in outside}
+                graph.launch(stream)
+                stream.synchronize()
+                assert all(bool(cupy.isnan(array).all()) for array in outside)
+        wanted = np.sqrt(2 * np.arange(COUNT, dtype=np.float32) + 1)
+        np.testing.assert_allclose(result.get(), wanted, rtol=1e-6)
+    check_invariants(pool)
+
+
+def test_what_was_freed_during_a_capture_is_ordinary_memory(make_pool: MakePool) -> None:
+    """An array from before, dropped while its stream is captured, may be taken by others once
+    its stream has come that far."""
+    pool = make_pool(max_pool_size=64 * MIB)
+    stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    with pool.use():
+        with stream:
+            old = cupy.empty(2 * COUNT, np.uint32)
+            fill(old, 1)
+            small = cupy.empty(100, np.uint32)
+            stream.begin_capture()
+            fill(small, 2, 0)
+            del old
+            graph = stream.end_capture()
+        with other:
+            words = cupy.empty(15 * MIB, np.uint32)  # needs what the old one had
+            fill(words, 5, 0)
+            graph.launch(other)
+            assert intact(words, 5)
+            assert intact(small, 2)
+    check_invariants(pool)
+
+
+def test_a_capture_that_breaks_off_leaves_nothing_behind(make_pool: MakePool) -> None:
+    pool = make_pool(max_pool_size=64 * MIB)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with pool.use(), stream:
+        words = cupy.empty(MIB, np.uint32)
+        fill(words, 1)
+        stream.synchronize()
+        stream.begin_capture()
+        inside = cupy.empty(MIB, np.uint32)
+        fill(inside, 2)
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+            stream.synchronize()
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+            stream.end_capture()
+        del inside
+        expected = words.nbytes
+        assert settled_bytes(pool, expected) == expected
+        assert intact(words, 1)
+    check_invariants(pool)
+
+
+def test_a_buffer_that_a_graph_saw_stays_where_it_is(make_pool: MakePool) -> None:
+    pool = make_pool(enable_defrag=False, block_size=32 * MIB)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    buffers = [pool.allocate_buffer(200_000, stream) for _ in range(30)]
+    fill(cupy.empty(1, np.uint32), 0, 0)
+    with stream:
+        stream.begin_capture()
+        seen = buffers[21].array((50_000,), np.uint32)
+        fill(seen, 4)
+        graph = stream.end_capture()
+        del seen
+    address = buffers[21].pin()
+    buffers[21].unpin()
+    for buffer in buffers[:20]:
+        buffer.close()
+    assert pool.defragment().bytes_moved > 0
+    assert buffers[21].pin() == address
+    graph.launch(stream)
+    stream.synchronize()
+    assert intact(words_at(pool.provider, address, 200_000), 4)
+    check_invariants(pool)
