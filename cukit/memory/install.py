@@ -20,29 +20,6 @@ Allocator = Callable[[int], Any]
 """Bytes -> cupy.cuda.MemoryPointer."""
 
 
-class _Owner:
-    """Lives as long as CuPy uses an allocation; its end is the free.
-
-    A destructor, for it is the cheapest: weakref.finalize costs 2 us more (measured, of 1 us). It
-    only calls `free_from_finalizer`, which is safe wherever a garbage collection may strike.
-    """
-
-    __slots__ = ("_address", "_free")
-
-    def __init__(self, address: int, free: Callable[[int], None]) -> None:
-        self._address = address
-        self._free = free
-
-    def __del__(self) -> None:
-        self._free(self._address)
-
-
-@atexit.register
-def _stop_freeing() -> None:
-    """At exit the process gives everything back, and what frees it may be gone already."""
-    del _Owner.__del__
-
-
 def install(pool: MemoryPool) -> None:
     """Makes `pool` CuPy's allocator in all threads, until `uninstall`.
 
@@ -129,6 +106,7 @@ def _single(pool: MemoryPool) -> Allocator:
     """The allocator of one device: what every `cupy.empty` runs through."""
     cuda = require_cupy("a pool").cuda
     memory_pointer, unowned_memory = cuda.MemoryPointer, cuda.UnownedMemory
+    pool_memory = _memory_class()
     device_id = pool.provider.device_id
     allocate, free = pool.allocate, pool.free_from_finalizer
 
@@ -140,10 +118,30 @@ def _single(pool: MemoryPool) -> Allocator:
         except OutOfMemoryError as error:
             error.__class__ = _out_of_memory_of_both()
             raise
-        owner = _Owner(address, free)
-        return memory_pointer(unowned_memory(address, size, owner, device_id), 0)
+        memory = pool_memory()
+        memory.free = free
+        memory.ptr, memory.size, memory.device_id = address, size, device_id
+        return memory_pointer(memory, 0)
 
     return allocate_pointer
+
+
+@functools.cache
+def _memory_class() -> Any:
+    """CuPy's kind of memory, which lives as long as CuPy uses it and whose end is the free."""
+
+    class PoolMemory(require_cupy("a pool").cuda.BaseMemory):  # type: ignore[misc]
+        """A destructor, for it is the cheapest: weakref.finalize costs 2 us more (measured, of
+        1 us). It only calls `free_from_finalizer`, which is safe wherever a collection strikes."""
+
+        __slots__ = ("free",)
+
+        def __del__(self) -> None:
+            self.free(self.ptr)
+
+    # At exit the process gives everything back, and what frees it may be gone already.
+    atexit.register(delattr, PoolMemory, "__del__")
+    return PoolMemory
 
 
 @functools.cache
