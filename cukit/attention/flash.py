@@ -59,6 +59,7 @@ def flash_attention(
     q_descale: Array | None = None,
     k_descale: Array | None = None,
     v_descale: Array | None = None,
+    precise: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
     out: Array | None = None,
@@ -100,6 +101,7 @@ def flash_attention(
             [batch, num_heads_kv].
         k_descale: as q_descale.
         v_descale: as q_descale; any sign.
+        precise: keep the probabilities of float8 inputs at sixteen bits.
         scale: positive factor of the scores; 1 / sqrt(head_dim) where omitted.
         return_lse: return the log-sum-exp too, which the backward needs.
         out: where to write; dtype of q, shape of q with v's head_dim, strides as for q. It must not
@@ -110,8 +112,9 @@ def flash_attention(
 
     q, k and v may be NarrowArrays of float8_e4m3 (storage with any strides as above); out is then
     bfloat16, or what `out` is. On Hopper they are multiplied as they are where head_dim is a
-    multiple of 16 and causal and scale are the only options; probabilities are rounded to float8
-    too, an error of 2 to 3 %. Anything else is decoded first.
+    multiple of 16 and causal and scale are the only options. Probabilities are rounded to float8
+    too, which alone is an error of 2 to 3 %; with `precise` to float16, which leaves the rounding
+    of out and is slower. Anything else is decoded first, and as exact as out's dtype allows.
 
     Returns:
         `out` like q, with v's head_dim; with `return_lse` the pair `(out, lse)`, lse float32
@@ -142,7 +145,7 @@ def flash_attention(
     refuse_dropout(_OP, dropout)
     if is_float8(q, k, v):
         descales = (q_descale, k_descale, v_descale)
-        served = attend_float8(q, k, v, descales, options, arrays, out)
+        served = attend_float8(q, k, v, descales, options, arrays, out, bool(precise))
         if served is not None:
             return served if return_lse else served[0]
         q, k, v = decode_inputs(q, k, v, descales, out)

@@ -67,11 +67,13 @@ def attend_float8(
     options: ScoreOptions,
     others: tuple[Array | None, ...],
     out: Array | None,
+    precise: bool,
 ) -> tuple[Array, Array] | None:
     """(out, lse) from the float8 kernel; None where it does not serve these arrays or options.
 
     descales: of q, k and v, each None, a number, or float32 [], [heads_kv] or [batch, heads_kv].
     others: the arrays among the options.
+    precise: probabilities of sixteen bits.
     """
     _check_inputs(q, k, v, out)
     factors = _factors(q, k, descales)
@@ -81,7 +83,7 @@ def attend_float8(
     arrays = (q.storage, k.storage, v.storage)
     if not plain or not runs_kernel(_OP, *arrays, *factors, out):
         return None
-    launch = _prepare(*arrays, out, *factors, causal, options.scale)
+    launch = _prepare(*arrays, out, *factors, causal, precise, options.scale)
     return None if launch is None else launch(*arrays, out, factors)
 
 
@@ -153,6 +155,7 @@ def _prepare(
     k_descale: Array | None,
     v_descale: Array | None,
     causal: bool,
+    precise: bool,
     scale: float | None,
 ) -> _Float8Launch | None:
     if q.ndim != 4 or k.ndim != 4 or not all(_readable(array) for array in (q, k, v)):
@@ -173,6 +176,7 @@ def _prepare(
         head_dim,
         "bfloat16" if out is None else out.dtype.name,
         causal,
+        precise,
     )
     device = current_device()
     if not covers(problem, device):
@@ -241,7 +245,7 @@ class _Float8Launch:
         self._query_box = (1, tiling.tile_m, 1, part)
         self._key_box = (1, tiling.tile_n, 1, part)
         self._values: Launch | None = None
-        if not tiling.transposes:
+        if not tiling.prepares:
             tiles, heads, _ = config.values_grid
             kernel = load_kernel(config.values_spec())
             self._values = Launch(kernel, config.values_grid, (np.int32(tiles), np.int32(heads)))
@@ -257,15 +261,15 @@ class _Float8Launch:
             out = empty(q, q.shape, bfloat16)
         lse = empty(q, (problem.batch, problem.num_heads_q, problem.seq_len_q), float32)
         values = self._map("v", v, self._key_box)
-        transposed = NULL
+        prepared = NULL
         if self._values is not None:
-            transposed = empty(q, (self._config.values_bytes,), np.uint8)
-            self._values(values, transposed)
+            prepared = empty(q, (self._config.values_bytes,), np.uint8)
+            self._values(values, prepared)
         self._main(
             self._map("q", q, self._query_box),
             self._map("k", k, self._key_box),
             values,
-            transposed,
+            prepared,
             out,
             lse,
             *(NULL if factor is None else factor for factor in factors),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from functools import cache
 
 from cukit.core.compiler import KernelSpec
@@ -29,6 +30,8 @@ class Float8Problem:
     head_dim: int
     out_dtype: str
     causal: bool
+    precise: bool = False
+    """Probabilities of sixteen bits."""
 
     @property
     def group(self) -> int:
@@ -50,11 +53,13 @@ class Float8Tiling:
     """Warpgroups that multiply; one more copies."""
     tile_n: int
     kept_tiles: int
-    """Tiles of keys that the tensor core adds up before their sum is kept elsewhere."""
+    """Tiles of keys that the tensor core adds up before their sum is kept elsewhere; 0: all."""
     query_stages: int = 2
     num_stages: int = 2
-    transposes: bool = False
-    """Every block transposes the values it reads, tile by tile, instead of a kernel before it."""
+    prepares: bool = False
+    """Every block prepares the values it reads, tile by tile, instead of a kernel before it."""
+    halves: bool = False
+    """Values are widened to float16, probabilities rounded to that."""
 
     @property
     def tile_m(self) -> int:
@@ -69,9 +74,10 @@ class Float8Tiling:
     def shared_bytes(self, width: int) -> int:
         """The stages of Q, of K and of V, what is kept of every thread: its sums as bfloat16, and
         two maxima."""
-        key_tiles = 2 * self.num_stages + (_RAW_STAGES if self.transposes else 0)
+        key_tiles = (2 + self.halves) * self.num_stages + _RAW_STAGES * self.prepares
         rows = self.query_stages * self.tile_m + key_tiles * self.tile_n
-        return width * rows + _GROUP * self.consumers * (width // 2 * 2 + 2 * 4)
+        kept = _GROUP * self.consumers * (width // 2 * 2 + 2 * 4) if self.kept_tiles else 0
+        return width * rows + kept
 
 
 TILINGS = {
@@ -80,10 +86,20 @@ TILINGS = {
     256: Float8Tiling(2, 128, 8, query_stages=1),
 }
 SHORT_TILINGS = {
-    64: Float8Tiling(2, 128, 7, transposes=True),
-    128: Float8Tiling(2, 160, 6, transposes=True),
+    64: Float8Tiling(2, 128, 7, prepares=True),
+    128: Float8Tiling(2, 160, 6, prepares=True),
 }
 """Where few tiles of queries read the same values, a pass over those before would not pay."""
+
+PRECISE_TILINGS = {
+    64: Float8Tiling(3, 128, 0, halves=True),
+    128: Float8Tiling(2, 128, 0, halves=True),
+    256: Float8Tiling(2, 96, 0, query_stages=1, halves=True),
+}
+PRECISE_SHORT_TILINGS = {
+    64: Float8Tiling(2, 128, 0, prepares=True, halves=True),
+    128: Float8Tiling(2, 128, 0, prepares=True, halves=True),
+}
 
 FEW_READERS = 8
 
@@ -111,14 +127,28 @@ class Float8Config:
     def values_bytes(self) -> int:
         """Of the transposed values."""
         tiles, heads, batch = self.values_grid
-        return batch * heads * tiles * self.tiling.tile_n * self.problem.width
+        return (
+            (1 + self.tiling.halves)
+            * batch
+            * heads
+            * tiles
+            * self.tiling.tile_n
+            * self.problem.width
+        )
 
     def values_spec(self) -> KernelSpec:
-        """The kernel that transposes the values."""
+        """The kernel that prepares the values."""
         width, tile_n = self.problem.width, self.tiling.tile_n
         entry = "flash_attention_fp8_values"
-        defines = (("HEAD_DIM", width), ("TILE_N", tile_n), ("THREADS", _GROUP))
-        return KernelSpec(f"attention/{entry}.cu", entry, defines, _GROUP, 2 * tile_n * width)
+        halves = self.tiling.halves
+        defines = (
+            ("HEAD_DIM", width),
+            ("TILE_N", tile_n),
+            ("HALVES", halves),
+            ("THREADS", _GROUP),
+        )
+        shared = (2 + halves) * tile_n * width
+        return KernelSpec(f"attention/{entry}.cu", entry, defines, _GROUP, shared)
 
     def spec(self) -> KernelSpec:
         """The kernel that attends."""
@@ -134,7 +164,8 @@ class Float8Config:
             ("STAGES", tiling.num_stages),
             ("QUERY_STAGES", tiling.query_stages),
             ("KEPT_TILES", tiling.kept_tiles),
-            ("TRANSPOSES", tiling.transposes),
+            ("PREPARES", tiling.prepares),
+            ("HALVES", tiling.halves),
             ("THREADS", tiling.threads),
         )
         shared = tiling.shared_bytes(problem.width)
@@ -166,25 +197,28 @@ def plan_float8(problem: Float8Problem, device: Device) -> Float8Config:
 
 def choose_tiling(problem: Float8Problem) -> Float8Tiling:
     """The tiling of a problem."""
-    short = SHORT_TILINGS.get(problem.width)
+    short = (PRECISE_SHORT_TILINGS if problem.precise else SHORT_TILINGS).get(problem.width)
     if short is not None:
         readers = -(-problem.seq_len_q // short.tile_m) * problem.group
         if readers <= FEW_READERS:
             return short
-    return TILINGS[problem.width]
+    return (PRECISE_TILINGS if problem.precise else TILINGS)[problem.width]
 
 
 def float8_specs(device: Device) -> list[KernelSpec]:
-    """The variants of every width with and without a mask, long sequences and short ones, and one
-    padded head and one float16."""
+    """The variants of every width with and without a mask, long sequences and short ones, precise
+    and not, and one padded head and one float16."""
     if device.arch != _ARCH:
         return []
-    variants = [(width, "bfloat16", causal) for width in WIDTHS for causal in (False, True)]
-    variants += [(80, "bfloat16", True), (128, "float16", True)]
+    many = Float8Problem(4, 4096, 4096, 8, 8, 128, "bfloat16", True)
+    problems = [
+        replace(many, head_dim=width, causal=causal, precise=precise)
+        for width, causal, precise in itertools.product(WIDTHS, (False, True), (False, True))
+    ]
+    problems += [replace(each, seq_len_q=128, seq_len_kv=128) for each in problems if each.causal]
+    problems += [replace(many, head_dim=80), replace(many, out_dtype="float16")]
     specs = []
-    for head_dim, dtype, causal in variants:
-        for length in (4096, 128) if head_dim in WIDTHS and dtype == "bfloat16" else (4096,):
-            problem = Float8Problem(4, length, length, 8, 8, head_dim, dtype, causal)
-            config = plan_float8(problem, device)
-            specs += [config.spec()] + ([] if config.tiling.transposes else [config.values_spec()])
+    for problem in problems:
+        config = plan_float8(problem, device)
+        specs += [config.spec()] + ([] if config.tiling.prepares else [config.values_spec()])
     return list(dict.fromkeys(specs))

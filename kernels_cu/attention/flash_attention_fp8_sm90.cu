@@ -7,20 +7,21 @@
 // Mapping: as flash_attention_sm90.cu: a warpgroup that copies, CONSUMERS that own 64 queries each
 //   and take the keys in tiles of TILE_N, last tile first, the scores of the next tile multiplied
 //   together with the output of this one.
-// Probabilities: rounded to e4m3 (fp8_probabilities.cuh); their sums are of the unrounded ones.
+// Probabilities: rounded to e4m3 (fp8_probabilities.cuh), HALVES to float16, which costs the second
+//   product its double rate; their sums are of the unrounded ones.
 // Precision: Hopper adds float8 products with about 14 bits. After KEPT_TILES tiles a warpgroup
 //   adds its output in float to what it keeps in shared memory, as bfloat16, and begins anew.
-// Values: transposed in slabs (fp8_values.cuh). TRANSPOSES 0: by flash_attention_fp8_values before;
-//   1: by the four copying warps, tile by tile.
+// Values: transposed in slabs or widened to float16 (fp8_values.cuh). PREPARES 0: by
+//   flash_attention_fp8_values before; 1: by the four copying warps, tile by tile.
 // Order of work, masks: as flash_attention_sm90.cu.
-// Shared memory, dynamic: Q stages | K stages | V stages | TRANSPOSES: V as it comes, two stages |
-//   outputs kept: HEAD_DIM / 2 bfloat16 of every consumer, and its two maxima. Q, K in parts of at
+// Shared memory, dynamic: Q stages | K stages | V stages | PREPARES: V as it comes, two stages |
+//   KEPT_TILES: HEAD_DIM / 2 bfloat16 of every consumer, and its two maxima. Q, K in parts of at
 //   most 128 columns, rows swizzled. Static: two barriers a stage.
 // Tensor maps: bytes [batch, seq, heads, head_dim], boxes [1, tile, 1, min(HEAD_DIM, 128)],
 //   swizzled by their rows; rows and columns beyond the tensor read as zero.
 // Macros: DTYPE float16|bfloat16 of out; HEAD_DIM 64|128|256; PADDED 0|1 head_dim is smaller;
-//   CONSUMERS 2|3; TILE_N multiple of 32; STAGES 2..; QUERY_STAGES 1..; KEPT_TILES 1..;
-//   TRANSPOSES 0|1; THREADS = 128 * (CONSUMERS + 1); CAUSAL 0|1.
+//   CONSUMERS 2|3; TILE_N multiple of 32; STAGES 2..; QUERY_STAGES 1..; KEPT_TILES 1.., 0 never;
+//   HALVES 0|1; PREPARES 0|1; THREADS = 128 * (CONSUMERS + 1); CAUSAL 0|1.
 // Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py, of the decoded inputs.
 #include "attention/fp8_copies.cuh"
@@ -48,16 +49,22 @@ constexpr int kConsumerThreads = CONSUMERS * kGroupThreads;
 constexpr int kConsumerWarps = kConsumerThreads / cukit::kWarpSize;
 // Registers of a thread: at the start alike for all, then as many as the producer leaves.
 constexpr int kStartRegisters = 65536 / THREADS / 8 * 8;
-constexpr int kProducerRegisters = TRANSPOSES ? 56 : 24;
+constexpr int kProducerRegisters = PREPARES ? 56 : 24;
 constexpr int kConsumerRegisters =
     (kStartRegisters * (CONSUMERS + 1) - kProducerRegisters) / CONSUMERS / 8 * 8;
 constexpr float kLn2 = 0.6931471805599453f;
+// Float16 has room for what float8 has not.
+constexpr float kGrowth = HALVES ? cukit::kLazyGrowth : cukit::kFp8Growth;
 
 static_assert(THREADS == (CONSUMERS + 1) * kGroupThreads, "a producer and the consumers");
 static_assert(STAGES >= 2, "a warpgroup waits for the next values before it releases the last");
 
-using Copies = cukit::Fp8Copies<kTileM, TILE_N, HEAD_DIM, QUERY_STAGES, STAGES, CAUSAL>;
-using Values = Copies::Values;
+#if HALVES
+using Values = cukit::HalfValues<TILE_N, HEAD_DIM>;
+#else
+using Values = cukit::Fp8Values<TILE_N, HEAD_DIM>;
+#endif
+using Copies = cukit::Fp8Copies<kTileM, TILE_N, Values, QUERY_STAGES, STAGES, CAUSAL>;
 using Rings = Copies::Rings;
 using Tiles = Copies::Tiles;
 
@@ -65,7 +72,11 @@ namespace consumer {
 
 using Scores = float[TILE_N / 2];
 using Outputs = float[HEAD_DIM / 2];
-using Probabilities = unsigned[TILE_N / 32][4];
+// Beside the next scores' product, if there are registers for both.
+constexpr bool kKeepEarly = KEPT_TILES > 0 && HEAD_DIM < 256;
+constexpr bool kKeepLate = KEPT_TILES > 0 && !kKeepEarly;
+constexpr int kStepKeys = HALVES ? 16 : 32;  // of a product
+using Probabilities = unsigned[TILE_N / kStepKeys][4];
 
 // Q and K.
 CUKIT_DEVICE unsigned long long row_descriptor(const unsigned char* tile) {
@@ -74,9 +85,14 @@ CUKIT_DEVICE unsigned long long row_descriptor(const unsigned char* tile) {
   return cukit::matrix_descriptor(tile, kSwizzle, 16, 8 * Copies::kRowBytes);
 }
 
-// V, transposed.
-CUKIT_DEVICE unsigned long long slab_descriptor(const unsigned char* tile) {
+// V, as fp8_values.cuh has it.
+CUKIT_DEVICE unsigned long long value_descriptor(const unsigned char* tile) {
+#if HALVES
+  return cukit::matrix_descriptor(tile, cukit::OperandSwizzle::Bytes128, Values::kHalfPartBytes,
+                                  8 * Values::kHalfRowBytes);
+#else
   return cukit::matrix_descriptor(tile, cukit::OperandSwizzle::None, Values::kSlabBytes, 8 * 16);
+#endif
 }
 
 // scores = Q K^T, started
@@ -94,8 +110,13 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned l
 // out += P V, started
 CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned long long v) {
 #pragma unroll
-  for (int step = 0; step < TILE_N / 32; ++step) {
+  for (int step = 0; step < TILE_N / kStepKeys; ++step) {
+#if HALVES
+    cukit::wgmma<__half, HEAD_DIM, true>(out, p[step], v + step * 16 * Values::kHalfRowBytes / 16,
+                                         true);
+#else
     cukit::wgmma_e4m3<HEAD_DIM>(out, p[step], v + step * 2 * Values::kSlabBytes / 16, true);
+#endif
   }
   cukit::wgmma_commit();
 }
@@ -119,6 +140,14 @@ struct Results {
   float scale_log2;
   Descale q, k, v;
 };
+
+CUKIT_DEVICE void pack(Probabilities& p, const Scores& scores) {
+#if HALVES
+  cukit::pack_probabilities<__half>(p, scores);
+#else
+  cukit::pack_probabilities_fp8(p, scores);
+#endif
+}
 
 // Divides by the sums and writes the warp's sixteen rows.
 CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& rows, const Results& to,
@@ -153,7 +182,7 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
   const unsigned long long q_first =
       row_descriptor(tiles.q + group * kGroupRows * Copies::kRowBytes);
   const unsigned long long k_first = row_descriptor(tiles.k);
-  const unsigned long long v_first = slab_descriptor(tiles.v);
+  const unsigned long long v_first = value_descriptor(tiles.v);
   cukit::Cursor<QUERY_STAGES> q_at;
   cukit::Cursor<STAGES> k_at;
   cukit::Cursor<STAGES> v_at;
@@ -204,18 +233,27 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
     rows.reset();
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.0f;
-    cukit::renew_maxima(rows, shrink, scores, scale_log2, cukit::kFp8Growth);
+    cukit::renew_maxima(rows, shrink, scores, scale_log2, kGrowth);
     cukit::exponentiate_fp8(rows, scores, scale_log2);
     cukit::mbarrier_wait(&rings.v.full[v_at.stage], v_at.parity);
-    cukit::pack_probabilities_fp8(p, scores);
+    pack(p, scores);
 
+    const auto keep = [&] {
+      if (--until_kept > 0) return;
+      until_kept = KEPT_TILES;
+      kept.take(sums, rows, scale_log2);
+    };
     while (--tile >= 0) {
       start_scores();
+      if constexpr (kKeepEarly) {
+        keep();
+        cukit::wgmma_fence();
+      }
       multiply_values(sums, p, values());
       cukit::wgmma_wait<1>(scores);
       receive_scores(tile, unmasked_tiles);
       const bool outgrown =
-          cukit::renew_maxima(rows, shrink, scores, scale_log2, cukit::kFp8Growth);
+          cukit::renew_maxima(rows, shrink, scores, scale_log2, kGrowth);
       cukit::exponentiate_fp8(rows, scores, scale_log2);
       const cukit::Cursor<STAGES> v_done = v_at;
       v_at.advance();
@@ -223,11 +261,8 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
       cukit::wgmma_wait<0>(sums);
       cukit::release(rings.v, v_done);
       if (outgrown) cukit::rescale(sums, shrink);
-      if (--until_kept == 0) {
-        until_kept = KEPT_TILES;
-        kept.take(sums, rows, scale_log2);
-      }
-      cukit::pack_probabilities_fp8(p, scores);
+      if constexpr (kKeepLate) keep();
+      pack(p, scores);
     }
 
     cukit::wgmma_fence();
@@ -235,7 +270,7 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
     cukit::wgmma_wait<0>(sums);
     cukit::release(rings.v, v_at);
     v_at.advance();
-    if (kept.any) kept.add_to(sums, rows, scale_log2);
+    if (KEPT_TILES > 0 && kept.any) kept.add_to(sums, rows, scale_log2);
     finish(sums, rows, results, problem, work.batch_head, work.first_row + lane_row, scale_log2,
            results.v.of(b, kv_head));
   }
@@ -248,7 +283,7 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
 extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_fp8_sm90(
     const __grid_constant__ cukit::TensorMap q,  // [batch, seq_q, heads_q, head_dim]
     const __grid_constant__ cukit::TensorMap k,  // [batch, seq_kv, heads_q / group, head_dim]
-    const __grid_constant__ cukit::TensorMap v,  // as k; TRANSPOSES alone reads it
+    const __grid_constant__ cukit::TensorMap v,  // as k; PREPARES alone reads it
     const unsigned char* __restrict__ slabs,     // of flash_attention_fp8_values, for the others
     T* __restrict__ out,                         // as q
     float* __restrict__ lse,                     // [batch, heads_q, seq_q]
@@ -266,13 +301,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_fp8_sm9
   tiles.k = tiles.q + QUERY_STAGES * Copies::kQueryBytes;
   tiles.v = tiles.k + STAGES * Copies::kKeyBytes;
   tiles.raw = tiles.v + STAGES * Values::kBytes;
-  unsigned char* const kept = tiles.raw + (TRANSPOSES ? Copies::kRawStages * Copies::kKeyBytes : 0);
+  unsigned char* const kept = tiles.raw + (PREPARES ? Copies::kRawStages * Copies::kKeyBytes : 0);
   const cukit::QueryProblem problem{batch * heads_q, heads_q, group, seq_q, seq_kv};
 
   if (threadIdx.x == 0) {
     rings.q.init(kConsumerWarps);
     rings.k.init(kConsumerWarps);
-    rings.v.init(kConsumerWarps, TRANSPOSES ? Copies::kWarps : 1);
+    rings.v.init(kConsumerWarps, PREPARES ? Copies::kWarps : 1);
     rings.raw.init(Copies::kWarps);
     cukit::fence_mbarrier_init();
   }
@@ -281,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_fp8_sm9
   if (threadIdx.x < kGroupThreads) {
     cukit::give_registers<kProducerRegisters>();
     const Copies copies{rings, tiles, &q, &k, problem};
-    if constexpr (TRANSPOSES) {
+    if constexpr (PREPARES) {
       copies.run(&v);
     } else if (threadIdx.x == 0) {
       copies.run(slabs);

@@ -10,9 +10,8 @@
 
 namespace cukit {
 
-template <int TileM, int TileN, int Width, int QueryStages, int Stages, bool Causal>
+template <int TileM, int TileN, typename Values, int QueryStages, int Stages, bool Causal>
 struct Fp8Copies {
-  using Values = Fp8Values<TileN, Width>;
   static constexpr int kRawStages = 2;
   static constexpr int kRowBytes = Values::kRowBytes;
   static constexpr int kParts = Values::kParts;
@@ -138,7 +137,7 @@ struct Fp8Copies {
         if (tile > 0) ask(tile - 1);
         wait_empty(rings.v, v_at);
         mbarrier_wait(&rings.raw.full[raw_at.stage], raw_at.parity);
-        Values::transpose(tiles.raw + raw_at.stage * kKeyBytes,
+        Values::prepare(tiles.raw + raw_at.stage * kKeyBytes,
                           tiles.v + v_at.stage * Values::kBytes, threadIdx.x / kWarpSize, kWarps);
         fence_proxy_async();
         __syncwarp();

@@ -1,7 +1,8 @@
 """Cases of attention of float8 inputs, in the shapes of :mod:`profiling.cases.attention`.
 
-Beside the float8 kernel runs our own for bfloat16, on the same values: what rounding to eight bits
-buys. The floor of these rows is that of 16-bit products; float8 multiplies twice as fast.
+Beside the float8 kernel run the one that keeps probabilities at sixteen bits, and our own for
+bfloat16, all on the same values: what rounding to eight bits buys. The floor of these rows is that
+of 16-bit products; float8 multiplies twice as fast.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ def forward_case(shape: Shape) -> Case:
         return Workload(
             arms={
                 "cukit": lambda: partial(flash_attention, *narrow, causal=shape.causal),
+                "cukit-precise": lambda: partial(
+                    flash_attention, *narrow, causal=shape.causal, precise=True
+                ),
                 "cukit-bfloat16": lambda: partial(flash_attention, *wide, causal=shape.causal),
             },
             expected=lambda: by_key_head(shape, attend, *wide)[0],

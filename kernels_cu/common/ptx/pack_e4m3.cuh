@@ -1,4 +1,4 @@
-// cvt.rn.satfinite.e4m3x2.f32: floats to float8 (sm_89).
+// cvt.rn.satfinite.e4m3x2.f32, cvt.rn.f16x2.e4m3x2: floats to float8, float8 to halves (sm_89).
 #pragma once
 
 #include "common/platform.cuh"
@@ -26,6 +26,26 @@ CUKIT_DEVICE unsigned pack_e4m3(float x0, float x1, float x2, float x3) {
       : "=r"(packed)
       : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
   return packed;
+#endif
+}
+
+// Four e4m3 of a register to two registers of float16, exactly; the lowest address first.
+CUKIT_DEVICE void unpack_e4m3(unsigned (&halves)[2], unsigned packed) {
+#ifdef CUKIT_EMULATE
+  for (int i = 0; i < 2; ++i) {
+    const auto pair = static_cast<__nv_fp8x2_storage_t>(packed >> (16 * i));
+    const __half2_raw raw = __nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3);
+    halves[i] = unsigned{raw.x} | unsigned{raw.y} << 16;
+  }
+#else
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
+      "}\n"
+      : "=r"(halves[0]), "=r"(halves[1])
+      : "r"(packed));
 #endif
 }
 
