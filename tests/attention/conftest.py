@@ -25,18 +25,19 @@ def place(request, monkeypatch) -> Iterator[str]:
         with cukit.backend("emulator", arch="sm_80"):
             yield "emulator"
         return
-    _choose_class(request.param, monkeypatch)
+    choose_class(request.param, monkeypatch)
     yield request.param.split()[0]
 
 
 @pytest.fixture(params=["gpu", "gpu sm80"])
 def gpu(request, monkeypatch) -> str:
     """The two classes of `place` on the GPU."""
-    _choose_class(request.param, monkeypatch)
+    choose_class(request.param, monkeypatch)
     return "gpu"
 
 
-def _choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "gpu sm80": class sm80 serves what the GPU would give to a newer one."""
     if place == "gpu sm80":
         monkeypatch.setattr(flash, "covers", lambda problem, device: False)
         monkeypatch.setattr(flash, "_prepare_forward", flash._prepare_forward.__wrapped__)
