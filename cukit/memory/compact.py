@@ -32,6 +32,8 @@ class Piece(NamedTuple):
     address: int
     size: int
     kind: Literal["movable", "free", "wall"]
+    part: int = 0
+    """Of which reservation. Two of them may lie side by side, and still no buffer lies on both."""
 
     @property
     def end(self) -> int:
@@ -95,7 +97,7 @@ def _whole(
 
 def _pages_of(piece: Piece, page_bytes: int) -> Sequence[tuple[int, int]]:
     """Each page that a piece touches, with the bytes of the piece on it."""
-    address, size, _ = piece
+    address, size = piece.address, piece.size
     first, last = address // page_bytes, (address + size - 1) // page_bytes
     if first == last:
         return ((first, size),)
@@ -189,15 +191,17 @@ def _slide(pieces: Sequence[Piece], plan: Plan) -> None:
 
 
 def _runs(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Start and end of what lies between walls without a gap."""
+    """Start and end of what lies between walls, on one reservation, without a gap."""
     runs: list[tuple[int, int]] = []
+    part = None
     for piece in pieces:
         if piece.kind == "wall":
             continue
-        if runs and runs[-1][1] == piece.address:
+        if runs and runs[-1][1] == piece.address and piece.part == part:
             runs[-1] = (runs[-1][0], piece.end)
         else:
             runs.append((piece.address, piece.end))
+        part = piece.part
     return runs
 
 

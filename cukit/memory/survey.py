@@ -86,16 +86,17 @@ def _holes(arena: Arena) -> Iterator[tuple[int, int]]:
 def pieces(arena: Arena) -> list[Piece]:
     """All mapped bytes as the planner of compaction wants them."""
     found = []
-    for span in arena.spans():
-        if span.state == UNMAPPED:
-            continue
-        kind: Literal["movable", "free", "wall"] = "wall"
-        if span.state == LIVE:
-            if span.holder is not None and not span.holder.pins:
-                kind = "movable"
-        elif span.state == FREE and span.stream is None:
-            kind = "free"
-        found.append(Piece(span.address, span.size, kind))
+    for number, part in enumerate(arena.ranges()):
+        for span in part.spans():
+            if span.state == UNMAPPED:
+                continue
+            kind: Literal["movable", "free", "wall"] = "wall"
+            if span.state == LIVE:
+                if span.holder is not None and not span.holder.pins:
+                    kind = "movable"
+            elif span.state == FREE and span.stream is None:
+                kind = "free"
+            found.append(Piece(span.address, span.size, kind, number))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -51,11 +52,23 @@ class SimulatedProvider(HostProvider):
         self.calls: list[str] = []
         self.fail_in: int | None = None
         """The call with this number from now on raises; 0 is the next."""
+        self.progress: random.Random | None = None
+        """When set, streams come further in the middle of calls, at random, as on a device."""
+        self.adjacent_bytes = 0
+        """When set, this many addresses are given out one reservation right behind the other, as
+        cudaMalloc does, instead of with a gap between them."""
+        self._block: HostProvider | None = None
+        self._addresses: list[tuple[int, int]] = []
+        """(address, size) of what is left of them."""
 
     # Failure ----------------------------------------------------------------------------------
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
+        if self.progress is not None:
+            for stream in list(self.queues):
+                if self.progress.random() < 0.3:
+                    self.run_one(stream)
         if self.fail_in is not None:
             self.fail_in -= 1
             if self.fail_in < 0:
@@ -68,16 +81,46 @@ class SimulatedProvider(HostProvider):
         assert size > 0
         assert size % self.page_bytes == 0
         self._called("reserve")
-        address = super().reserve(size)
+        address = self._reserve_adjacent(size) or super().reserve(size)
         self.segments[address] = size
         return address
+
+    def _reserve_adjacent(self, size: int) -> int:
+        """The lowest addresses that are left; 0 where there are none, or gaps are wanted."""
+        if self.adjacent_bytes and not self._block:
+            self._block = HostProvider(
+                self.adjacent_bytes, page_bytes=self.page_bytes, can_remap=self.can_remap
+            )
+            self._addresses = [(self._block.reserve(self.adjacent_bytes), self.adjacent_bytes)]
+        for number, (address, left) in enumerate(self._addresses):
+            if left >= size:
+                self._addresses[number] = address + size, left - size
+                if not self.can_remap:
+                    self._charge(size)
+                return address
+        return 0
 
     def release(self, address: int, size: int) -> None:
         assert self.segments[address] == size
         assert not any(address <= page < address + size for page in self.page_at)
         self._called("release")
-        super().release(address, size)
+        if address in self._reservations:
+            super().release(address, size)
+        else:
+            self._addresses.append((address, size))
+            self._join_addresses()
+            if not self.can_remap:
+                self.used_bytes -= size
         del self.segments[address]
+
+    def _join_addresses(self) -> None:
+        joined: list[tuple[int, int]] = []
+        for address, size in sorted(self._addresses):
+            if joined and sum(joined[-1]) == address:
+                joined[-1] = joined[-1][0], joined[-1][1] + size
+            else:
+                joined.append((address, size))
+        self._addresses = joined
 
     def create_pages(self, count: int) -> list[Any]:
         assert count > 0

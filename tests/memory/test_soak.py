@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cukit.memory import Provider
+from tests.memory.simulation import SimulatedProvider
 from tests.memory.soak import Soak
 
 MIB = 1 << 20
@@ -17,4 +18,15 @@ def test_soak(provider: Provider, limit: int) -> None:
     soak.run(operations, operations // 10)
     assert soak.pool.statistics().bytes_moved > 0
     assert soak.checked > operations // 2
+    soak.raw.clear()
+
+
+@pytest.mark.parametrize("can_remap", [True, False])
+def test_soak_on_adjacent_reservations(*, can_remap: bool) -> None:
+    """As cudaMalloc gives them out: buffers must not be moved across the border of two."""
+    provider = SimulatedProvider(96 * MIB, page_bytes=2 * MIB, can_remap=can_remap)
+    provider.adjacent_bytes = 192 * MIB
+    soak = Soak(provider, 96 * MIB, seed=1)
+    soak.run(10_000, 500)
+    assert soak.pool.statistics().bytes_moved > 0
     soak.raw.clear()

@@ -8,6 +8,7 @@ use, or unmapped under a kernel, shows as a wrong pattern or an inaccessible pag
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -46,12 +47,25 @@ class PoolMachine(RuleBasedStateMachine):
         defrag=st.booleans(),
         lagging=st.booleans(),
         early=st.booleans(),
+        adjacent=st.booleans(),
+        progress=st.one_of(st.none(), st.integers(0, 1 << 16)),
     )
     def start(
-        self, limit: int | None, growth: float, defrag: bool, lagging: bool, early: bool
+        self,
+        limit: int | None,
+        growth: float,
+        defrag: bool,
+        lagging: bool,
+        early: bool,
+        adjacent: bool,
+        progress: int | None,
     ) -> None:
         self.provider = SimulatedProvider(48 * PAGE, can_remap=self.can_remap)
         self.provider.lagging = lagging
+        if adjacent:
+            self.provider.adjacent_bytes = 96 * PAGE
+        if progress is not None:
+            self.provider.progress = random.Random(progress)
         if early:
             self.provider.early_recorders.add(1)
         config = MemoryPoolConfig(
