@@ -13,6 +13,9 @@ from cukit.memory.blocks import Range
 from cukit.memory.spans import FREE, LIVE, UNMAPPED, SizeIndex, Span
 from cukit.memory.streams import CaptureKey, Streams, StreamState
 
+FITS_WEIGHED = 8
+"""Of each index, when pages are short."""
+
 
 class AddressRange:
     """One reservation: the first of the spans that tile it."""
@@ -218,3 +221,22 @@ class Arena:
         if own is None or common is None:
             return own or common
         return own if (own.size, own.address) <= (common.size, common.address) else common
+
+    def thrifty_fit(self, size: int, state: StreamState) -> tuple[Span | None, int]:
+        """Of the best fits, the one whose start takes the fewest wholly free pages, and how many.
+
+        A block that begins beside another one, on what is left of a page, may need a page less.
+        """
+        page = self.page_bytes
+        found, best = None, (0, 0, 0)
+        for index in (state.index, self.streams.anyone.index):
+            for span in index.at_least(size, FITS_WEIGHED):
+                first = -(-span.address // page)
+                last = min(-(-(span.address + size) // page), span.end // page)
+                pages, used = (
+                    (last - first, first * page - span.address) if last > first else (0, 0)
+                )
+                rank = (pages, used, span.size)
+                if found is None or rank < best:
+                    found, best = span, rank
+        return found, best[0]

@@ -17,6 +17,9 @@ from cukit.memory.config import MemoryPoolConfig
 from cukit.memory.provider import DeviceOutOfMemory, Provider
 from cukit.memory.spans import FREE, UNMAPPED, Span
 
+CROWDED = 0.9
+"""Of its limit: a pool that holds more saves pages."""
+
 
 class Emit(Protocol):
     """Notes an event (blocks.py): what, where, how many bytes, on which stream, who asked."""
@@ -61,6 +64,7 @@ class Pager:
         self._arena = arena
         self._emit = emit
         self.page_bytes = provider.page_bytes
+        self._remaps = provider.can_remap
         self.mapped: dict[int, Any] = {}
         """Page by the address it is mapped at."""
         self.in_hand: list[Any] = []
@@ -69,41 +73,49 @@ class Pager:
         self.peak_reserved_bytes = 0
         self.pages_remapped = 0
 
-    def grow(self, size: int, stream: Hashable) -> bool:
-        """Makes a hole of at least `size` bytes that the stream may use.
+    @property
+    def crowded(self) -> bool:
+        """Whether pages are to be saved: the pool holds nearly what its limit allows."""
+        limit = self._config.max_pool_size
+        return limit is not None and self._remaps and self.reserved_bytes >= CROWDED * limit
 
-        False: the limit or the device forbid it, nothing has changed.
+    def grow(self, size: int, stream: Hashable, fewer_than: int | None = None) -> Span | None:
+        """Makes a hole of at least `size` bytes that the stream may use, and returns it.
+
+        `fewer_than`: only where that takes fewer pages than this, which a neighbour has to allow.
+        None: the limit or the device forbid it, or there is no such place; nothing has changed.
         """
-        if not self._provider.can_remap:
+        if not self._remaps:
             return self._grow_by_segment(size)
         place = self._place(size, stream)
+        if fewer_than is not None and (place is None or place.pages >= fewer_than):
+            return None
         needed = self._pages(size) if place is None else place.pages
         missing = needed - len(self.in_hand)
         spared = () if place is None else place.neighbours
         runs = self._whole_pages(missing, spared) if missing > 0 else []
         missing -= sum(run.pages for run in runs)
         if missing > 0 and not self._create(missing):
-            return False
+            return None
         if place is None:
             place = self._reserve(size)
             if place is None:
-                return False
+                return None
         for run in runs:
             self._unmap(run)
         self.pages_remapped += sum(run.pages for run in runs)
-        self._map(place, stream)
-        return True
+        return self._map(place, stream)
 
     def prepare(self, size: int) -> bool:
         """Takes at least `size` bytes from the device ahead of any request."""
-        return self.grow(size, None)
+        return self.grow(size, None) is not None
 
     def consolidate(self) -> int:
         """Gathers all wholly free pages into one hole; returns how many were remapped.
 
         Nothing free may be in use any more (Streams.all_done).
         """
-        if not self._provider.can_remap:
+        if not self._remaps:
             return 0
         largest = max(self._arena.streams.anyone.index, key=lambda span: span.size, default=None)
         if largest is None:
@@ -133,7 +145,7 @@ class Pager:
     def trim(self) -> int:
         """Hands back every wholly free page, or segment, and every empty range."""
         before = self.reserved_bytes
-        if self._provider.can_remap:
+        if self._remaps:
             for run in self._whole_pages(1 << 62, ()):
                 self._unmap(run)
             if self.in_hand:
@@ -144,11 +156,11 @@ class Pager:
             span = part.first
             if span.next is None and (
                 span.state == UNMAPPED
-                or (span.state == FREE and span.stream is None and not self._provider.can_remap)
+                or (span.state == FREE and span.stream is None and not self._remaps)
             ):
                 self._provider.release(part.address, part.size)
                 self._arena.drop_range(span)
-                if not self._provider.can_remap:
+                if not self._remaps:
                     self.reserved_bytes -= part.size
                 self._emit("segment_free", part.address, part.size, None)
         return before - self.reserved_bytes
@@ -181,14 +193,20 @@ class Pager:
         return -(-size // self.page_bytes)
 
     def _place(self, size: int, stream: Hashable, *, alone: bool = False) -> Place | None:
-        """The unmapped addresses that need the fewest pages to become a hole of `size` bytes."""
-        best: tuple[int, int, int] | None = None
+        """The unmapped addresses that need the fewest pages to become a hole of `size` bytes; of
+        those the ones beside the smallest free neighbours, for larger ones save others a page."""
+        best: tuple[int, int, int, int] | None = None
         found = None
+        page = self.page_bytes
         for hole in self._arena.unmapped.values():
             before = None if alone else self._usable(hole.prev, stream)
             behind = None if alone else self._usable(hole.next, stream)
+            beside = (before.size if before else 0) + (behind.size if behind else 0)
+            if best is not None and -(-(size - beside) // page) > best[0]:
+                continue
             for place in self._fillings(size, hole, before, behind):
-                rank = (place.pages, hole.size, place.address)
+                used = sum(neighbour.size for neighbour in place.neighbours)
+                rank = (place.pages, used, hole.size, place.address)
                 if best is None or rank < best:
                     best, found = rank, place
         return found
@@ -197,17 +215,19 @@ class Pager:
         self, size: int, hole: Span, before: Span | None, behind: Span | None
     ) -> list[Place]:
         places = []
+        page = self.page_bytes
         free_before = before.size if before else 0
         free_behind = behind.size if behind else 0
+        if max(free_before, free_behind) >= size:
+            return []
         pages = self._pages(size - free_before)
-        if pages * self.page_bytes <= hole.size:
+        if pages * page <= hole.size:
             places.append(Place(hole, hole.address, pages, (before,) if before else ()))
         pages = self._pages(size - free_behind)
-        if behind and pages * self.page_bytes <= hole.size:
-            places.append(Place(hole, hole.end - pages * self.page_bytes, pages, (behind,)))
+        if behind and pages * page <= hole.size:
+            places.append(Place(hole, hole.end - pages * page, pages, (behind,)))
         if not places and before and behind and free_before + hole.size + free_behind >= size:
-            pages = hole.size // self.page_bytes
-            places.append(Place(hole, hole.address, pages, (before, behind)))
+            places.append(Place(hole, hole.address, hole.size // page, (before, behind)))
         return places
 
     @staticmethod
@@ -297,8 +317,8 @@ class Pager:
         self.in_hand.extend(self.mapped.pop(address) for address in addresses)
         self._emit("segment_unmap", run.address, size, None)
 
-    def _map(self, place: Place, stream: Hashable) -> None:
-        """Maps pages in hand, and those that growth brought beyond, where they make the hole."""
+    def _map(self, place: Place, stream: Hashable) -> Span:
+        """Maps pages in hand where they make the hole, and returns that."""
         size = place.pages * self.page_bytes
         pages = self.in_hand[-place.pages :]
         self._provider.map_pages(place.address, pages)
@@ -320,9 +340,9 @@ class Pager:
             for one in place.neighbours:
                 if one.stream is None:
                     self._arena.retag(one, stream, span.epoch)
-        self._arena.put_free(span)
+        return self._arena.put_free(span)
 
-    def _grow_by_segment(self, size: int) -> bool:
+    def _grow_by_segment(self, size: int) -> Span | None:
         """One more segment of the driver, for providers that cannot map pages."""
         least = self._pages(size)
         most = least + self._extra_pages(least)
@@ -331,7 +351,7 @@ class Pager:
             most = min(most, room // self.page_bytes)
         for count in dict.fromkeys((most, least)):
             if count < least:
-                return False
+                return None
             segment = count * self.page_bytes
             try:
                 address = self._provider.reserve(segment)
@@ -339,6 +359,5 @@ class Pager:
                 continue
             self._hold_more(segment)
             self._emit("segment_alloc", address, segment, None)
-            self._arena.add_range(address, segment, mapped=True)
-            return True
-        return False
+            return self._arena.add_range(address, segment, mapped=True)
+        return None

@@ -182,11 +182,15 @@ class SizeIndex:
         chunk = self._chunks[number]
         return chunk[bisect_left(chunk, (size,))][2]
 
-    def at_least(self, size: int) -> list[Span]:
-        """All spans of at least `size` bytes, smallest first."""
+    def at_least(self, size: int, most: int | None = None) -> list[Span]:
+        """All spans of at least `size` bytes, or the first `most` of them, smallest first."""
         number = bisect_left(self._lasts, (size,))
         if number == len(self._lasts):
             return []
         chunk = self._chunks[number]
-        found = [entry[2] for entry in chunk[bisect_left(chunk, (size,)) :]]
-        return found + [entry[2] for rest in self._chunks[number + 1 :] for entry in rest]
+        found = [entry[2] for entry in chunk[bisect_left(chunk, (size,)) :][:most]]
+        for chunk in self._chunks[number + 1 :]:
+            if most is not None and len(found) >= most:
+                break
+            found += [entry[2] for entry in chunk]
+        return found[:most]

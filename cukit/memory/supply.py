@@ -12,6 +12,9 @@ from cukit.memory.provider import Provider
 from cukit.memory.spans import PENDING, Span
 from cukit.memory.streams import Streams, StreamState
 
+FEW_PAGES = 16
+"""A request of more is not worth moving pages for to save one."""
+
 
 class Supply:
     """Arena, pages and streams, asked in the order of what costs least.
@@ -21,6 +24,10 @@ class Supply:
     3. what other streams freed, behind an event: no host waits, but work does, so small requests
        rather take a new page;
     4. whole free pages and new ones (Pager.grow).
+
+    When nearly all that the limit allows is held, what is left of pages beside live blocks is what
+    the pool runs out of. Then a request of few pages goes where it takes the fewest wholly free
+    ones, though it costs driver calls to bring pages there.
     """
 
     def __init__(
@@ -41,7 +48,10 @@ class Supply:
         """A live span of `size` bytes, or None. `pressed`: wait for other streams in any case."""
         arena, streams = self._arena, self._streams
         arena.flush(state)
-        span = arena.best_fit(size, state)
+        if self._pager.crowded and not state.private:
+            span = self._thrifty(size, state)
+        else:
+            span = arena.best_fit(size, state)
         if span is None and not state.private:
             self.settle()
             span = arena.best_fit(size, state)
@@ -52,10 +62,19 @@ class Supply:
                 span = self._behind_others(size, state)
         if span is None and not state.private and self.before_growing(size, state):
             span = arena.best_fit(size, state)
-        if span is None and self._pager.grow(size, state.key):
-            span = arena.best_fit(size, state)
-            assert span is not None, "growing made a hole that fits"
+        if span is None:
+            span = self._pager.grow(size, state.key)
         return None if span is None else arena.take(span, size, state.key)
+
+    def _thrifty(self, size: int, state: StreamState) -> Span | None:
+        """A fit that takes as few wholly free pages as any place would, or None."""
+        least = size // self._arena.page_bytes
+        if 0 < least <= FEW_PAGES:
+            self.settle()
+        span, pages = self._arena.thrifty_fit(size, state)
+        if span is None or pages <= least or least > FEW_PAGES:
+            return span
+        return self._pager.grow(size, state.key, fewer_than=pages) or span
 
     def settle(self) -> None:
         """Merges all that is freed, and gives to everybody what streams are done with."""

@@ -21,6 +21,7 @@ class Tour:
 
     def __init__(self, *, can_remap: bool, lagging: bool) -> None:
         self.provider = SimulatedProvider(64 * PAGE, can_remap=can_remap)
+        self.provider.adjacent_bytes = 256 * PAGE  # so that every tour goes the same way
         self.provider.lagging = lagging
         config = MemoryPoolConfig(max_pool_size=40 * PAGE, block_size=PAGE, growth_factor=1.25)
         self.pool = MemoryPool(config, self.provider)

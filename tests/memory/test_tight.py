@@ -1,0 +1,58 @@
+"""Placement when nearly all that the limit allows is held: wholly free pages are saved."""
+
+from __future__ import annotations
+
+import pytest
+
+from cukit.errors import OutOfMemoryError
+from cukit.memory import MemoryPool, MemoryPoolConfig
+from cukit.memory import pager as pager_module
+from tests.memory.invariants import check_invariants
+from tests.memory.simulation import PAGE, SimulatedProvider
+
+TENTH = PAGE // 20 // 512 * 2 * 512
+"""Of a page, nearly: a multiple of 512."""
+
+
+def full_pool() -> tuple[MemoryPool, list[int]]:
+    """Ten pages; what is free is 2.1 of them between live blocks, and half of the last one."""
+    pool = MemoryPool(
+        MemoryPoolConfig(max_pool_size=10 * PAGE, block_size=PAGE), SimulatedProvider(64 * PAGE)
+    )
+    blocks = [pool.allocate(size) for size in (PAGE - TENTH, 2 * PAGE + TENTH, 6 * PAGE, PAGE // 2)]
+    assert blocks == [blocks[0] + at for at in (0, PAGE - TENTH, 3 * PAGE, 9 * PAGE)]
+    pool.free(blocks[1])
+    return pool, blocks
+
+
+def test_a_block_goes_where_it_takes_fewer_pages() -> None:
+    """Behind the last block it needs one page, in the hole it would need two."""
+    pool, blocks = full_pool()
+    assert pool.allocate(PAGE + PAGE // 4) == blocks[3] + PAGE // 2
+    assert pool.statistics().pages_remapped == 1
+    check_invariants(pool)
+    pool.allocate(PAGE)
+    assert pool.statistics().reserved_bytes == 10 * PAGE
+
+
+def test_a_pool_that_is_not_crowded_calls_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the best fit is taken; the same requests do not fit below the same limit."""
+    monkeypatch.setattr(pager_module, "CROWDED", 2.0)
+    pool, blocks = full_pool()
+    assert pool.allocate(PAGE + PAGE // 4) == blocks[1]
+    assert pool.statistics().pages_remapped == 0
+    with pytest.raises(OutOfMemoryError):
+        pool.allocate(PAGE)
+
+
+def test_of_two_holes_the_one_that_costs_less_pages() -> None:
+    """The larger hole begins with half a page that nobody else can use."""
+    pool = MemoryPool(
+        MemoryPoolConfig(max_pool_size=10 * PAGE, block_size=PAGE), SimulatedProvider(64 * PAGE)
+    )
+    sizes = (PAGE, 2 * PAGE, PAGE + PAGE // 2, 2 * PAGE + PAGE // 2, 3 * PAGE)
+    blocks = [pool.allocate(size) for size in sizes]
+    pool.free(blocks[1])
+    pool.free(blocks[3])
+    assert pool.allocate(PAGE + PAGE // 2) == blocks[3]
+    check_invariants(pool)
