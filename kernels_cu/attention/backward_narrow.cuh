@@ -75,47 +75,67 @@ CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsi
   wgmma_commit();
 }
 
-// One lane's: what its copies have added to is the next block's.
-CUKIT_DEVICE void announce(int* added) {
-  bulk_wait<0>();
-  fence_proxy_async_global();
-  if (added != nullptr) add_release(added, 1);
-}
-
-// Adds a warp's sixteen rows of dQ to global memory: the first blocks through shared memory by the copy
-// engine, the rest straight from registers. The copy engine takes bandwidth of shared memory, the
-// others time of the warp. DETERMINISTIC: when it is this block's turn; the next block's is announced
-// with the warp's next tile, for which this one's copy has had time to end.
-CUKIT_DEVICE void add_partly_by_copy(float* sum, const QueryGradient& dq, unsigned char* staging,
-                                     int*& added, int* counter, int turn) {
-  const int lane = threadIdx.x % kWarpSize;
-  if (lane == 0) {
-    bulk_wait_read<0>();
-    if constexpr (DETERMINISTIC) announce(added);
-  }
-  added = counter;
-  __syncwarp();
-  float4* const to = reinterpret_cast<float4*>(staging) + lane;
+// A warp's sixteen rows of dQ to shared memory, from its first block to the last of `blocks`.
+CUKIT_DEVICE void stage_query_gradient(unsigned char* staging, const QueryGradient& dq, int blocks) {
+  float4* const to = reinterpret_cast<float4*>(staging) + threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int n = 0; n < kBulkBlocks; ++n) {
+  for (int n = 0; n < blocks; ++n) {
     to[n * kWarpSize] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
   }
   fence_proxy_async();
   __syncwarp();
+}
+
+// Adds a warp's rows of dQ to global memory: the first blocks through shared memory by the copy engine,
+// the rest straight from registers. The copy engine takes bandwidth of shared memory, the others time of
+// the warp.
+CUKIT_DEVICE void add_partly_by_copy(float* sum, const QueryGradient& dq, unsigned char* staging) {
+  const int lane = threadIdx.x % kWarpSize;
+  if (lane == 0) bulk_wait_read<0>();
+  __syncwarp();
+  stage_query_gradient(staging, dq, kBulkBlocks);
   if (lane == 0) {
-    if constexpr (DETERMINISTIC) {
-      await_turn(counter, turn);
-      fence_proxy_async_global();
-    }
     bulk_add(sum, staging, kBulkBlocks * kQueryBlockBytes);
     bulk_commit();
   }
   add_query_gradient(sum, dq, kBulkBlocks);
 }
 
+// Leaves a warp's rows of dQ to those who add them in turn.
+CUKIT_DEVICE void hand_over(Shared& shared, const QueryGradient& dq, unsigned char* staging, int step) {
+  mbarrier_wait(&shared.dq_read, (step + 1) % 2);
+  stage_query_gradient(staging, dq, kBulkBlocks);
+  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(&shared.dq_staged[step % kAdders]);
+}
+
+// One thread's work, one of kAdders which take the block's tiles of dQ by turns: adds each to global
+// memory when the blocks before have added theirs. The next tile's turn is awaited by the next thread
+// while this one's copy ends.
+CUKIT_DEVICE void add_in_turn(Shared& shared, const Tiles& tiles, const Walk& walk,
+                              float* grad_q_sum, int* turns, int adder) {
+  Position position(walk);
+  for (int step = 0; step < walk.steps; ++step) {
+    if (step % kAdders == adder) {
+      const long long row = position.scratch_row(walk);
+      int* const counter = turn_counter(turns, row, 0);
+      await_turn(counter, turn_of(walk, position.tile));
+      fence_proxy_async_global();
+      mbarrier_wait(&shared.dq_staged[adder], step / kAdders % 2);
+      bulk_add(grad_q_sum + query_block<HEAD_DIM>(row, 0), tiles.dq, TILE_M * HEAD_DIM * 4);
+      bulk_commit();
+      bulk_wait_read<0>();
+      mbarrier_arrive(&shared.dq_read);
+      bulk_wait<0>();
+      fence_proxy_async_global();
+      add_release(counter, 1);
+    }
+    position.advance(walk);
+  }
+}
+
 template <typename MakeResults>
 CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& walk,
-                             const MakeResults& make_results, float* grad_q_sum, int* turns,
+                             const MakeResults& make_results, float* grad_q_sum, int* /*turns*/,
                              float scale_log2) {
   const int group = warp_uniform(threadIdx.x / kGroupThreads) - 1;
   const int warp = threadIdx.x % kGroupThreads / kWarpSize;
@@ -136,8 +156,9 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
   const unsigned long long ds_part =
       outer_descriptor(tiles.scores + (kScoreParts == 2 ? part : 0), kKeyPart);
   const unsigned long long k_part = outer_descriptor(tiles.k + (kParts == 2 ? part : 0), kKeyPart);
-  unsigned char* const staging =
-      tiles.dq + (group * 4 + warp) * kBulkBlocks * kQueryBlockBytes;
+  // DETERMINISTIC: as the tile lies in the scratch.
+  const int rows_before = kScoreParts == 2 ? group * 4 + warp : warp * kParts + group;
+  unsigned char* const staging = tiles.dq + rows_before * kBulkBlocks * kQueryBlockBytes;
 
   KeyGradient dk, dv;
 #pragma unroll
@@ -147,7 +168,6 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
     Cursor<STAGES> at;
     Position position(walk);
     int ds_stage = 0;
-    int* added = nullptr;  // the counter of the tile before
 
     mbarrier_wait(&shared.keys, 0);
     mbarrier_wait(&shared.q.full[0], 0);
@@ -190,9 +210,14 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       const long long row =
           position.scratch_row(walk) + (kScoreParts == 2 ? group * 64 : 0) + warp * 16;
       float* const sum = grad_q_sum + query_block<HEAD_DIM>(row, kParts == 2 ? group * 64 : 0);
-      int* const counter = turn_counter(turns, position.scratch_row(walk), group * 4 + warp);
-      const int turn = turn_of(walk, position.tile);
-      const auto add = [&] { add_partly_by_copy(sum, dq, staging, added, counter, turn); };
+      const int tile = step;
+      const auto add = [&] {
+        if constexpr (DETERMINISTIC) {
+          hand_over(shared, dq, staging, tile);
+        } else {
+          add_partly_by_copy(sum, dq, staging);
+        }
+      };
       ds_stage ^= 1;
       at.advance();
       position.advance(walk);
@@ -214,10 +239,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
     }
     wgmma_wait<0>(dk);
     wgmma_wait<0>(dv);
-    if (lane == 0) {
-      bulk_wait_read<0>();
-      if constexpr (DETERMINISTIC) announce(added);
-    }
+    if (!DETERMINISTIC && lane == 0) bulk_wait_read<0>();
   }
   const Results results = make_results();
   store(results.grad_k, dk, results.scale, results, key, 0);

@@ -18,10 +18,14 @@ constexpr int kKeyPart = TILE_N * kRowBytes;
 constexpr int kQueryBytes = kParts * kQueryPart;
 constexpr int kKeyBytes = kParts * kKeyPart;
 
+constexpr int kAdders = 2;  // threads that add dQ in turn: DETERMINISTIC, narrow heads
+
 // `lse` comes with a stage of Q, `delta` with one of dO.
 struct Shared {
   Ring<STAGES> q;
   Ring<STAGES> grad_out;
+  Mbarrier dq_staged[kAdders];  // the tile that this adder is to add
+  Mbarrier dq_read;             // the copy engine has read the tile
   Mbarrier keys;
   Mbarrier values;
   alignas(16) float lse[STAGES][TILE_M];

@@ -122,6 +122,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   if (threadIdx.x == 0) {
     shared.q.init(kConsumerWarps);
     shared.grad_out.init(kConsumerWarps);
+    for (cukit::Mbarrier& staged : shared.dq_staged) cukit::mbarrier_init(&staged, kConsumerWarps);
+    cukit::mbarrier_init(&shared.dq_read, 1);
     cukit::mbarrier_init(&shared.keys, 1);
     cukit::mbarrier_init(&shared.values, 1);
     cukit::fence_mbarrier_init();
@@ -130,9 +132,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
 
   if (threadIdx.x < backward::kGroupThreads) {
     cukit::give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, walk);
+    const int warp = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize);
+    const bool first_lane = threadIdx.x % cukit::kWarpSize == 0;
+    if (warp == 0) {
+      if (first_lane) backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, walk);
     }
+#if DETERMINISTIC && HEAD_DIM < 256
+    else if (first_lane && warp <= backward::kAdders) {
+      backward::add_in_turn(shared, tiles, walk, grad_q_sum, turns, warp - 1);
+    }
+#endif
   } else {
     cukit::take_registers<kConsumerRegisters>();
     // Worked out once more at the end: registers are short in between.
