@@ -32,7 +32,7 @@ from cukit.core.kernel import NULL, Launch, load_kernel
 
 _ARCH = "sm_90"
 _FEATURES = frozenset({"sinks", "window"})
-_WARPS = 8  # that multiply, of a block
+_ADDERS = 2  # threads of a block that have dQ added, each with counters of its own
 
 
 def covers(problem: AttentionProblem, device: Device) -> bool:
@@ -131,5 +131,5 @@ def prepare_keys(
     turns = 0
     if tiling.in_turn:
         heads, rows = config.scratch_rows(0)
-        turns = _WARPS * (heads * rows // tiling.tile_m + 1)
+        turns = _ADDERS * (heads * rows // tiling.tile_m + 1)
     return MappedKeys(launch, tiling, turns)

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "attention/backward_scores.cuh"
+#include "attention/backward_sums.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/warp_group.cuh"
 #include "common/warp_uniform.cuh"
@@ -20,8 +21,7 @@ namespace cukit::backward {
 constexpr int kScoreParts = TILE_M / 64;
 constexpr int kScoreBytes = kScoreParts * kKeyPart;
 constexpr int kScoreTiles = 2;  // stages of dS
-// Of a warp's eight blocks of dQ, those that the copy engine adds.
-constexpr int kBulkBlocks = HEAD_DIM == 64 || DETERMINISTIC ? 8 : 6;
+constexpr int kGradOutReaders = kConsumers * 4;
 // Operand a of dP: with registers to spare, and shared memory as busy as the tensor cores.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
@@ -75,59 +75,26 @@ CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsi
   wgmma_commit();
 }
 
-// A warp's sixteen rows of dQ to shared memory, from its first block to the last of `blocks`.
-CUKIT_DEVICE void stage_query_gradient(unsigned char* staging, const QueryGradient& dq, int blocks) {
-  float4* const to = reinterpret_cast<float4*>(staging) + threadIdx.x % kWarpSize;
-#pragma unroll
-  for (int n = 0; n < blocks; ++n) {
-    to[n * kWarpSize] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
-  }
-  fence_proxy_async();
-  __syncwarp();
+CUKIT_DEVICE void init_sums(Sums& sums) {
+  for (Mbarrier& staged : sums.staged) mbarrier_init(&staged, kConsumers * 4);
+  mbarrier_init(&sums.read[0], 1);
 }
 
-// Adds a warp's rows of dQ to global memory: the first blocks through shared memory by the copy engine,
-// the rest straight from registers. The copy engine takes bandwidth of shared memory, the others time of
-// the warp.
-CUKIT_DEVICE void add_partly_by_copy(float* sum, const QueryGradient& dq, unsigned char* staging) {
-  const int lane = threadIdx.x % kWarpSize;
-  if (lane == 0) bulk_wait_read<0>();
-  __syncwarp();
-  stage_query_gradient(staging, dq, kBulkBlocks);
-  if (lane == 0) {
-    bulk_add(sum, staging, kBulkBlocks * kQueryBlockBytes);
-    bulk_commit();
-  }
-  add_query_gradient(sum, dq, kBulkBlocks);
-}
-
-// Leaves a warp's rows of dQ to those who add them in turn.
-CUKIT_DEVICE void hand_over(Shared& shared, const QueryGradient& dq, unsigned char* staging, int step) {
-  mbarrier_wait(&shared.dq_read, (step + 1) % 2);
-  stage_query_gradient(staging, dq, kBulkBlocks);
-  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(&shared.dq_staged[step % kAdders]);
-}
-
-// One thread's work, one of kAdders which take the block's tiles of dQ by turns: adds each to global
-// memory when the blocks before have added theirs. The next tile's turn is awaited by the next thread
-// while this one's copy ends.
-CUKIT_DEVICE void add_in_turn(Shared& shared, const Tiles& tiles, const Walk& walk,
-                              float* grad_q_sum, int* turns, int adder) {
+// One thread's work: adds every kAdders-th tile of dQ. While its copy ends, another takes the next tile.
+CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Walk& walk, float* grad_q_sum,
+                         int* turns, int adder) {
   Position position(walk);
   for (int step = 0; step < walk.steps; ++step) {
     if (step % kAdders == adder) {
       const long long row = position.scratch_row(walk);
       int* const counter = turn_counter(turns, row, 0);
-      await_turn(counter, turn_of(walk, position.tile));
-      fence_proxy_async_global();
-      mbarrier_wait(&shared.dq_staged[adder], step / kAdders % 2);
+      begin_turn(counter, turn_of(walk, position.tile));
+      mbarrier_wait(&shared.sums.staged[adder], step / kAdders % 2);
       bulk_add(grad_q_sum + query_block<HEAD_DIM>(row, 0), tiles.dq, TILE_M * HEAD_DIM * 4);
       bulk_commit();
       bulk_wait_read<0>();
-      mbarrier_arrive(&shared.dq_read);
-      bulk_wait<0>();
-      fence_proxy_async_global();
-      add_release(counter, 1);
+      mbarrier_arrive(&shared.sums.read[0]);
+      end_turn(counter);
     }
     position.advance(walk);
   }
@@ -135,8 +102,7 @@ CUKIT_DEVICE void add_in_turn(Shared& shared, const Tiles& tiles, const Walk& wa
 
 template <typename MakeResults>
 CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& walk,
-                             const MakeResults& make_results, float* grad_q_sum, int* /*turns*/,
-                             float scale_log2) {
+                             const MakeResults& make_results, float scale_log2) {
   const int group = warp_uniform(threadIdx.x / kGroupThreads) - 1;
   const int warp = threadIdx.x % kGroupThreads / kWarpSize;
   const int lane = threadIdx.x % kWarpSize;
@@ -156,9 +122,9 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
   const unsigned long long ds_part =
       outer_descriptor(tiles.scores + (kScoreParts == 2 ? part : 0), kKeyPart);
   const unsigned long long k_part = outer_descriptor(tiles.k + (kParts == 2 ? part : 0), kKeyPart);
-  // DETERMINISTIC: as the tile lies in the scratch.
-  const int rows_before = kScoreParts == 2 ? group * 4 + warp : warp * kParts + group;
-  unsigned char* const staging = tiles.dq + rows_before * kBulkBlocks * kQueryBlockBytes;
+  // As the tile lies in the scratch.
+  const int piece = kScoreParts == 2 ? group * 4 + warp : warp * kParts + group;
+  unsigned char* const staging = tiles.dq + piece * kPieceBytes;
 
   KeyGradient dk, dv;
 #pragma unroll
@@ -207,16 +173,10 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
 
       const unsigned long long ds_now = ds_part + ds_stage * (kScoreBytes / 16);
       const Cursor<STAGES> done = at;
-      const long long row =
-          position.scratch_row(walk) + (kScoreParts == 2 ? group * 64 : 0) + warp * 16;
-      float* const sum = grad_q_sum + query_block<HEAD_DIM>(row, kParts == 2 ? group * 64 : 0);
       const int tile = step;
-      const auto add = [&] {
-        if constexpr (DETERMINISTIC) {
-          hand_over(shared, dq, staging, tile);
-        } else {
-          add_partly_by_copy(sum, dq, staging);
-        }
+      const auto hand_over = [&] {
+        mbarrier_wait(&shared.sums.read[0], (tile + 1) % 2);
+        stage_piece(staging, dq, 0, &shared.sums.staged[tile % kAdders]);
       };
       ds_stage ^= 1;
       at.advance();
@@ -224,7 +184,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       if (++step == steps) {
         multiply_scores(dq, ds_now, k_part);
         wgmma_wait<0>(dq);
-        add();
+        hand_over();
         break;
       }
       mbarrier_wait(&shared.q.full[at.stage], at.parity);
@@ -234,12 +194,11 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       wgmma_wait<1>(dq);
       release(shared.q, done);
       release(shared.grad_out, done);
-      add();
+      hand_over();
       wgmma_wait<0>(s);
     }
     wgmma_wait<0>(dk);
     wgmma_wait<0>(dv);
-    if (!DETERMINISTIC && lane == 0) bulk_wait_read<0>();
   }
   const Results results = make_results();
   store(results.grad_k, dk, results.scale, results, key, 0);

@@ -7,9 +7,7 @@
 #pragma once
 
 #include "attention/backward_walk.cuh"
-#include "attention/query_gradient.cuh"
 #include "common/platform.cuh"
-#include "common/ptx/global_order.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/stmatrix.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -27,7 +25,6 @@ using Gradient = T;
 
 constexpr int kGroupThreads = 128;
 constexpr int kConsumers = 2;
-constexpr int kQueryBlockBytes = kQueryBlock * 4;
 
 using Scores = float[TILE_M / 2];
 using Packed = unsigned[TILE_M / 16][4];  // scores as operand a, sixteen queries a step
@@ -117,31 +114,6 @@ CUKIT_DEVICE void store_scores(unsigned char* tile, int first_row, const Packed&
   for (int step = 0; step < TILE_M / 16; ++step) {
     const int within = (step % 4 * 2 + lane / 16) ^ (row % 8);
     stmatrix_x4(to + step / 4 * kKeyPart + within * 16, scores[step]);
-  }
-}
-
-// Whose turn it is to add to the rows of a warp: eight counters a tile of the scratch, the first of all
-// counting the blocks that have begun.
-CUKIT_DEVICE int* turn_counter(int* turns, long long scratch_row, int warp_of_block) {
-  return turns + 8 + scratch_row / TILE_M * 8 + warp_of_block;
-}
-
-// One lane's: the blocks it waits for have begun before its own.
-CUKIT_DEVICE void await_turn(const int* counter, int turn) {
-  while (load_acquire(counter) != turn) {
-  }
-}
-
-// Adds a warp's sixteen rows of dQ, blocks that lie together in the scratch, to global memory straight
-// from registers.
-template <int N>
-CUKIT_DEVICE void add_query_gradient(float* sum, const float (&dq)[N], int first_block = 0) {
-  const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-  for (int n = 0; n < N / 4; ++n) {
-    if (n < first_block) continue;
-    const float four[4] = {dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]};
-    add_to_query_block(sum + n * kQueryBlock, lane, four);
   }
 }
 

@@ -18,14 +18,20 @@ constexpr int kKeyPart = TILE_N * kRowBytes;
 constexpr int kQueryBytes = kParts * kQueryPart;
 constexpr int kKeyBytes = kParts * kKeyPart;
 
-constexpr int kAdders = 2;  // threads that add dQ in turn: DETERMINISTIC, narrow heads
+constexpr int kAdders = 2;
+
+// dQ on its way to global memory: what those who add wait for, and what they wait for.
+struct Sums {
+  Mbarrier staged[kAdders];  // in shared memory there is a tile, or part of one, for this adder
+  Mbarrier read[kAdders];    // the copy engine has read it
+  Mbarrier grad_out_read[STAGES];  // wide heads: the stage of dO may be written to
+};
 
 // `lse` comes with a stage of Q, `delta` with one of dO.
 struct Shared {
   Ring<STAGES> q;
   Ring<STAGES> grad_out;
-  Mbarrier dq_staged[kAdders];  // the tile that this adder is to add
-  Mbarrier dq_read;             // the copy engine has read the tile
+  Sums sums;
   Mbarrier keys;
   Mbarrier values;
   alignas(16) float lse[STAGES][TILE_M];
@@ -58,17 +64,6 @@ struct Walk {
 
   CUKIT_DEVICE int end_tile() const { return WINDOW ? seen_end : tiles; }
 };
-
-// How many blocks add to dQ of a tile before this one, where their order is fixed: the last keys that
-// are seen come first if a query's place decides which, else the first. So they come to it in this
-// order by themselves.
-CUKIT_DEVICE int turn_of(const Walk& walk, int tile) {
-  const int key_tile = walk.first_key / TILE_N;
-  if (!CAUSAL && !WINDOW) return key_tile;
-  const int right = CAUSAL ? 0 : walk.settings.window_right;
-  const int last_seen = (tile * TILE_M + TILE_M - 1 + walk.past + right) / TILE_N;
-  return min(walk.key_tiles - 1, last_seen) - key_tile;
-}
 
 // One tile of queries after the other.
 struct Position {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "attention/backward_scores.cuh"
+#include "attention/backward_sums.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/opaque.cuh"
 #include "common/ptx/warp_group.cuh"
@@ -19,6 +20,7 @@ namespace cukit::backward {
 
 constexpr int kScoreBytes = kKeyPart;
 constexpr int kScoreTiles = 4;  // two stages of P, two of dS
+constexpr int kGradOutReaders = kAdders;
 constexpr int kColumns = HEAD_DIM / kConsumers;
 // Named barriers, two each, as the first warpgroup is ahead by one: P is in shared memory; dS is, and
 // P is no longer read; and one for each warpgroup's own threads.
@@ -91,21 +93,59 @@ constexpr int kGradOutAt = kQueriesAt + STAGES * kQueryBytes;
 constexpr int kProbabilitiesAt = kGradOutAt + STAGES * kQueryBytes;
 constexpr int kDerivativesAt = kProbabilitiesAt + 2 * kScoreBytes;
 
+CUKIT_DEVICE void init_sums(Sums& sums) {
+  for (Mbarrier& staged : sums.staged) mbarrier_init(&staged, 4);
+  for (Mbarrier& read : sums.read) mbarrier_init(&read, 1);
+  for (Mbarrier& read : sums.grad_out_read) mbarrier_init(&read, kConsumers * 4);
+}
+
+// One thread's work: adds a warpgroup's share of dQ, tile after tile, and passes the stage of dO in which
+// it was staged on to the thread that fetches.
+CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Walk& walk, float* grad_q_sum,
+                         int* turns, int adder) {
+  Cursor<STAGES> at;
+  Position position(walk);
+#pragma unroll 1
+  for (int step = 0; step < walk.steps; ++step) {
+    const long long row = position.scratch_row(walk);
+    float* const sum = grad_q_sum + query_block<HEAD_DIM>(row, adder * kColumns);
+    const unsigned char* const staging =
+        tiles.grad_out + at.stage * kQueryBytes + adder * 4 * kPieceBytes;
+    int* const counter = turn_counter(turns, row, adder);
+    begin_turn(counter, turn_of(walk, position.tile));
+#pragma unroll 1
+    for (int part = 0; part < 2; ++part) {
+      mbarrier_wait(&shared.sums.staged[adder], part);
+      for (int warp = 0; warp < 4; ++warp) {
+        bulk_add(sum + query_block<HEAD_DIM>(warp * 16, part * 64), staging + warp * kPieceBytes,
+                 kPieceBytes);
+      }
+      bulk_commit();
+      bulk_wait_read<0>();
+      mbarrier_arrive(part == 0 ? &shared.sums.read[adder] : &shared.grad_out.empty[at.stage]);
+    }
+    end_turn(counter);
+    at.advance();
+    position.advance(walk);
+  }
+}
+
+// A warp is through with what the barrier guards.
+CUKIT_DEVICE void leave(Mbarrier& read) {
+  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(&read);
+}
+
 // What both warpgroups know of their share. Descriptors are sums of `first` and constants: there are
 // no registers to keep them in.
 struct Share {
   int group, warp, lane_column;
   unsigned long long first;  // inner_descriptor of all tiles
-  float* grad_q_sum;
-  int* turns;
 
-  CUKIT_DEVICE Share(const Tiles& tiles, float* grad_q_sum, int* turns, int group)
+  CUKIT_DEVICE Share(const Tiles& tiles, int group)
       : group(group),
         warp(threadIdx.x % kGroupThreads / kWarpSize),
         lane_column(threadIdx.x % 4 * 2),
-        first(inner_descriptor(tiles.k)),
-        grad_q_sum(grad_q_sum),
-        turns(turns) {}
+        first(inner_descriptor(tiles.k)) {}
 
   // The same, of which the compiler derives nothing ahead of time: it would have to spill it.
   CUKIT_DEVICE Share rederived() const {
@@ -140,28 +180,9 @@ struct Share {
     return outer(part * kKeyPart, kKeyPart) + group * (2 * kKeyPart / 16);
   }
 
-  // DETERMINISTIC: before the warp adds to its rows, and after.
-  CUKIT_DEVICE void begin_to_add(int* counter, int turn) const {
-    if constexpr (DETERMINISTIC) {
-      if (threadIdx.x % kWarpSize == 0) await_turn(counter, turn);
-      __syncwarp();
-    }
-  }
-  CUKIT_DEVICE void end_to_add(int* counter) const {
-    if constexpr (DETERMINISTIC) {
-      __threadfence();
-      __syncwarp();
-      if (threadIdx.x % kWarpSize == 0) add_release(counter, 1);
-    }
-  }
-  CUKIT_DEVICE int* counter(const Walk& walk, const Position& position) const {
-    return turn_counter(turns, position.scratch_row(walk), group * 4 + warp);
-  }
-
-  // The warp's rows of the share of dQ.
-  CUKIT_DEVICE float* sum(const Walk& walk, const Position& position) const {
-    return grad_q_sum +
-           query_block<HEAD_DIM>(position.scratch_row(walk) + warp * 16, group * kColumns);
+  // Where a part of the warp's share of dQ is staged: in the tile of dO.
+  CUKIT_DEVICE unsigned char* staging(const Tiles& tiles, int stage) const {
+    return tiles.grad_out + stage * kQueryBytes + (group * 4 + warp) * kPieceBytes;
   }
 };
 
@@ -200,9 +221,6 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
     float dq[kColumns / 2];
     const int parity = step % 2;
     const Cursor<STAGES> now = at;
-    float* const sum = share.sum(walk, position);
-    int* const counter = share.counter(walk, position);
-    const int turn = turn_of(walk, position.tile);
     mbarrier_wait(&shared.grad_out.full[now.stage], now.parity);
     at.advance();
     position.advance(walk);
@@ -216,18 +234,19 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
       wgmma_wait<0>(s);
       hand_over(s, parity ^ 1);
     }
-    named_sync(kDerivatives + parity, kConsumers * kGroupThreads);
     wgmma_wait<0>(dv);
+    leave(shared.sums.grad_out_read[now.stage]);
+    named_sync(kDerivatives + parity, kConsumers * kGroupThreads);
+    mbarrier_wait(&shared.sums.grad_out_read[now.stage], now.parity);
     wgmma_fence();
     multiply_scores(dq, share.queries(parity), share.keys(0));
     multiply_queries(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
     wgmma_wait<1>(dq);
-    share.begin_to_add(counter, turn);
-    add_query_gradient(sum, dq);
-    share.end_to_add(counter);
+    stage_piece(share.staging(tiles, now.stage), dq, 0, &shared.sums.staged[0]);
     wgmma_wait<0>(dk);
     release(shared.q, now);
-    release(shared.grad_out, now);
+    mbarrier_wait(&shared.sums.read[0], step % 2);
+    stage_piece(share.staging(tiles, now.stage), dq, kColumns / 4, &shared.sums.staged[0]);
   }
 }
 
@@ -252,9 +271,6 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
     const Share share = all.rederived();
     const int parity = step % 2;
     const Cursor<STAGES> now = at;
-    float* const sum = share.sum(walk, position);
-    int* const counter = share.counter(walk, position);
-    const int turn = turn_of(walk, position.tile);
     named_sync(kProbabilities + parity, kConsumers * kGroupThreads);
     wgmma_fence();
     multiply_queries(dv, share.scores(kProbabilitiesAt, parity), share.columns(kGradOutAt, now.stage));
@@ -262,11 +278,13 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
                   share.warp * 16, dp, shared.delta[now.stage] + share.lane_column);
     fence_proxy_async();
     wgmma_wait<0>(dv);
+    leave(shared.sums.grad_out_read[now.stage]);
     named_sync(kOwn + 1, kGroupThreads);
     named_arrive(kDerivatives + parity, kConsumers * kGroupThreads);
 
     mbarrier_wait(&shared.q.full[now.stage], now.parity);
-    const bool more = ++step < steps;
+    mbarrier_wait(&shared.sums.grad_out_read[now.stage], now.parity);
+    const bool more = step + 1 < steps;
     if (more) {
       at.advance();
       position.advance(walk);
@@ -275,31 +293,31 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
     wgmma_fence();
     multiply_queries(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
     multiply_scores(dq, share.queries(parity), share.keys(0));
-    // After the last tile this one's once more: a path of its own costs registers.
-    multiply_keys(dp, share.inner(kValuesAt), share.inner(kGradOutAt) + at.stage * kQueryStage);
+    // After the last tile something else, K: a path of its own costs registers.
+    const unsigned long long next =
+        more ? share.inner(kGradOutAt) + at.stage * kQueryStage : share.inner(0);
+    multiply_keys(dp, share.inner(kValuesAt), next);
     wgmma_wait<1>(dq);
-    share.begin_to_add(counter, turn);
-    add_query_gradient(sum, dq);
+    stage_piece(share.staging(tiles, now.stage), dq, 0, &shared.sums.staged[1]);
     wgmma_wait<0>(dp);
     wgmma_fence();
     multiply_scores(dq, share.queries(parity), share.keys(1));
     wgmma_wait<0>(dq);
     wgmma_wait<0>(dk);
     release(shared.q, now);
-    release(shared.grad_out, now);
-    add_query_gradient(sum + 8 * kQueryBlock, dq);
-    share.end_to_add(counter);
+    mbarrier_wait(&shared.sums.read[1], parity);
+    stage_piece(share.staging(tiles, now.stage), dq, 0, &shared.sums.staged[1]);
     if (!more) break;
+    ++step;
   }
 }
 
 template <typename MakeResults>
 CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& walk,
-                             const MakeResults& make_results, float* grad_q_sum, int* turns,
-                             float scale_log2) {
+                             const MakeResults& make_results, float scale_log2) {
   const int group = warp_uniform(threadIdx.x / kGroupThreads) - 1;
   const int steps = warp_uniform(walk.steps);
-  const Share share(tiles, grad_q_sum, turns, group);
+  const Share share(tiles, group);
   KeyGradient dk, dv;
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) dk[i] = dv[i] = 0.0f;

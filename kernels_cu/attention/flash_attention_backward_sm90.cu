@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const __grid_constant__ cukit::TensorMap grad_out,  // as q
     const float* __restrict__ lse_log2,  // [batch * heads * group, seq_q_padded]
     const float* __restrict__ delta,     // as lse_log2
-    int* __restrict__ turns,         // DETERMINISTIC: 8 + 8 a tile of the scratch, zeros at first
+    int* __restrict__ turns,         // DETERMINISTIC: 2 + 2 a tile of the scratch, zeros at first
     float* __restrict__ grad_q_sum,  // [batch * heads * group, seq_q_padded, HEAD_DIM], zeros at first
     Gradient* __restrict__ grad_k,   // [batch, seq_kv, heads, head_dim], contiguous
     Gradient* __restrict__ grad_v,   // as grad_k
@@ -121,9 +121,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
 
   if (threadIdx.x == 0) {
     shared.q.init(kConsumerWarps);
-    shared.grad_out.init(kConsumerWarps);
-    for (cukit::Mbarrier& staged : shared.dq_staged) cukit::mbarrier_init(&staged, kConsumerWarps);
-    cukit::mbarrier_init(&shared.dq_read, 1);
+    shared.grad_out.init(backward::kGradOutReaders);
+    backward::init_sums(shared.sums);
     cukit::mbarrier_init(&shared.keys, 1);
     cukit::mbarrier_init(&shared.values, 1);
     cukit::fence_mbarrier_init();
@@ -136,12 +135,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const bool first_lane = threadIdx.x % cukit::kWarpSize == 0;
     if (warp == 0) {
       if (first_lane) backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, walk);
+    } else if (first_lane && warp <= backward::kAdders) {
+      backward::add_up(shared, tiles, walk, grad_q_sum, turns, warp - 1);
     }
-#if DETERMINISTIC && HEAD_DIM < 256
-    else if (first_lane && warp <= backward::kAdders) {
-      backward::add_in_turn(shared, tiles, walk, grad_q_sum, turns, warp - 1);
-    }
-#endif
   } else {
     cukit::take_registers<kConsumerRegisters>();
     // Worked out once more at the end: registers are short in between.
@@ -155,6 +151,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
       return backward::Results{grad_k + start,     grad_v + start, row_stride,
                                seq_kv - first_key, head_dim,       scale};
     };
-    backward::accumulate(shared, tiles, walk, results, grad_q_sum, turns, scale_log2);
+    backward::accumulate(shared, tiles, walk, results, scale_log2);
   }
 }
