@@ -9,19 +9,19 @@
 //   arXiv:2407.08608.
 // Mapping: a block owns TILE_N keys of one key head and walks over the queries of `group` query heads
 //   in tiles of TILE_M. A thread of its first warpgroup asks the copy engine for K and V, then for Q and
-//   dO, tile after tile (backward_walk.cuh); the other two multiply, each in its way for narrow heads
-//   (backward_narrow.cuh) and wide ones (backward_wide.cuh). Where key heads alone would leave the GPU
-//   half empty, `splits` blocks share a key head, SPLIT is 1 and each writes its own sum in float32
-//   (flash_attention_backward_sum adds them).
-// DETERMINISTIC: blocks add to a tile of dQ in turn (backward_walk.cuh: turn_of). They take their work
-//   in the order in which they begin, and wait only for those that began earlier.
+//   dO, tile after tile (backward_walk.cuh), two more have it add dQ (backward_sums.cuh). The other two
+//   warpgroups multiply, each in its way for narrow heads (backward_narrow.cuh) and wide ones
+//   (backward_wide.cuh). Where key heads alone would leave the GPU half empty, `splits` blocks share a
+//   key head, SPLIT is 1 and each writes its own sum in float32 (flash_attention_backward_sum adds them).
+// DETERMINISTIC: blocks add to a tile of dQ in turn (backward_sums.cuh). They take their work in the
+//   order in which they begin, and wait only for those that began earlier.
 // Else, without a mask, block n starts at query tile n and wraps around, so that the blocks of a head
 //   add to different rows of dQ at any time.
 // Rows of `lse_log2` are +infinity where a query is beyond the last or sees no key: P is then 0.
 // Shared memory, bytes: 4 HEAD_DIM (TILE_N + STAGES TILE_M) + scores + dQ, dynamic:
 //   K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N TILE_M a tile, two tiles (dS) or, for
-//   heads of 256, four (P and dS); dQ: 32 KiB, none for heads of 256. Static: barriers, stages of lse
-//   and delta.
+//   heads of 256, four (P and dS); dQ: 32 KiB, none for heads of 256, which stage it in tiles of dO.
+//   Static: barriers, stages of lse and delta.
 // Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled by
 //   128 bytes; rows and columns beyond the tensor read as zero.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|256; PADDED 0|1 head_dim is smaller than HEAD_DIM;
