@@ -123,6 +123,9 @@ for _class, _halves in (("sm90", 4), ("sm80", 2)):
                 with_options, _width, _NAMES[_part::_halves]
             )
         GROUPS[f"{_class} d{_width} sequences"] = partial(sequences, _width)
+        GROUPS[f"{_class} d{_width} once"] = partial(
+            _attend, {"causal": True}, _width, _width, (70, 135)
+        )
 for _width in (64, 128, 256):
     GROUPS[f"blocks d{_width}"] = partial(whole_blocks, _width)
     GROUPS[f"float8 d{_width}"] = partial(float8, _width)
