@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cukit.attention import flash_attention, flash_attention_backward
 from tests.attention import plain
 from tests.attention.options import OPTIONS, judge, options_of, run
-from tests.contract import random
+from tests.contract import random, to_device, to_host
 
 SEQUENCES = {
     "some empty": ([5, 0, 70, 3, 0], [9, 4, 135, 0, 0]),
@@ -111,6 +112,41 @@ def test_a_sequence_does_not_see_its_neighbours(place, rng):
         np.testing.assert_array_equal(clean[1][:, row], spoilt[1][:, row])
         for name in ("grad_q", "grad_k", "grad_v"):
             np.testing.assert_array_equal(clean[2][1][name][row], spoilt[2][1][name][row])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_captured_graph_serves_other_lengths(gpu, rng, causal):
+    """Nobody but the kernels reads the ends: a replay finds what has been written there since."""
+    import cupy
+
+    total, lengths = 900, [[100, 0, 500, 300], [300, 299, 1, 300], [0, 0, 512, 388]]
+    q, k, v, grad_out = to_device("gpu", *(random(rng, (total, 2, 64), "bfloat16") for _ in "qkvg"))
+    ends = cupy.zeros(5, np.int32)
+    options = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "causal": causal}
+    options |= {"max_seqlen_q": 512, "max_seqlen_kv": 512}
+
+    def attend():
+        out, lse = flash_attention(q, k, v, return_lse=True, **options)
+        arguments = (grad_out, q, k, v, out, lse)
+        return out, lse, *flash_attention_backward(*arguments, deterministic=True, **options)
+
+    def write(each):
+        ends.set(np.cumsum([0, *each]).astype(np.int32))
+
+    write(lengths[0])
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        attend()  # memory for the capture
+        stream.synchronize()
+        stream.begin_capture()
+        captured = attend()
+        graph = stream.end_capture()
+        for each in lengths:
+            write(each)
+            graph.launch(stream)
+            stream.synchronize()
+            replayed = [to_host(x).tobytes() for x in captured]
+            assert replayed == [to_host(x).tobytes() for x in attend()]
 
 
 def test_sequences_equal_a_batch(place, rng):
