@@ -68,9 +68,9 @@ def block_sparse_attention(
         ConfigError: an option's value.
 
     On Hopper, hidden blocks cost nothing where they fill tiles of 128 queries and 128 keys (64 for
-    blocks of fewer keys than 128, or v's head_dim above 192; 112 for head_dim above 128); a tile
-    that holds a visible block costs as if it were visible. Elsewhere blocks are expanded to a mask,
-    which saves no time.
+    blocks of fewer keys than 128, or v's head_dim above 192; else 112 for v's head_dim above 128,
+    80 for q's above 192); a tile that holds a visible block costs as if it were visible. Elsewhere
+    blocks are expanded to a mask, which saves no time.
     Runs on CuPy's current stream, accumulates in float32, is deterministic.
 
     >>> import numpy as np, cukit as ck

@@ -78,7 +78,7 @@ def flash_attention(
         q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim]; on the CPU float32|float64
             too. Any strides with a contiguous last axis, e.g. a transposed view of
             [batch, heads, seq, head_dim] or a slice of a fused projection; on the GPU, strides and
-            start are multiples of 16 bytes.
+            start are multiples of 16 bytes, and positions lie less than 2^26 elements apart.
         k: as q, [batch, seq_len_kv, num_heads_kv, head_dim]; num_heads_kv divides num_heads_q.
         v: as k; its head_dim may differ.
         causal: hide the future: keys right of the one opposite the query.
@@ -108,7 +108,8 @@ def flash_attention(
             overlap the inputs.
         dropout: only 0: dropout is out of scope.
 
-    head_dim is a multiple of 8 up to 256 on the GPU; 64, 96, 128, 192, 256 run without padding.
+    head_dim is a multiple of 8 up to 256 on the GPU; 64, 96, 128, 192, 256 run without padding, on
+    Hopper every multiple of 16.
 
     q, k and v may be NarrowArrays of float8_e4m3 (storage with any strides as above); out is then
     bfloat16, or what `out` is. On Hopper they are multiplied as they are where head_dim is a

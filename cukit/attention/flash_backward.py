@@ -105,8 +105,9 @@ def flash_attention_backward(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
 
-    Runs on CuPy's current stream and accumulates in float32. Scratch: two float32 a query and head,
-    and, unless deterministic, a float32 copy of grad_q.
+    Runs on CuPy's current stream and accumulates in float32. Scratch: two float32 a query and head;
+    a float32 copy of grad_q, on Hopper in any case, elsewhere unless deterministic; where key heads
+    are too few to fill the GPU, several float32 copies of grad_k and grad_v.
     Paper: Dao, FlashAttention-2, arXiv:2307.08691.
 
     >>> import numpy as np, cukit as ck

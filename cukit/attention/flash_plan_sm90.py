@@ -176,6 +176,8 @@ def tilings_of(
     small = block_size is not None and block_size[1] < _WHOLE_TILE
     if small or problem.head_dim_v > _WIDE:
         return tuple(replace(each, tile_n=_SHORT_TILE) for each in tilings)
+    if problem.bias is not None and block_size is None:
+        return tuple(replace(each, tile_n=each.biased_tile_n or each.tile_n) for each in tilings)
     return tilings
 
 

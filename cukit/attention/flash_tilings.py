@@ -65,6 +65,8 @@ class WarpgroupTiling:
     cost: float = 1.0
     """Time of a score, as a multiple of the first tiling's."""
     blocks_per_sm: int = 1
+    biased_tile_n: int | None = None
+    """tile_n where a bias is added, if not the same: its registers would be spilled."""
 
     def shared_bytes(self, width: int, value_width: int) -> int:
         """The stages of Q, of K and of V, in parts of 64 columns."""
@@ -214,8 +216,8 @@ WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
     ),
     (96, 96): (WarpgroupTiling(3, 96, query_stages=1), WarpgroupTiling(2, 128, cost=1.07)),
     (128, 128): (WarpgroupTiling(2, 128),),
-    (192, 128): (WarpgroupTiling(2, 128, query_stages=1),),
-    (192, 192): (WarpgroupTiling(2, 112, query_stages=1),),
+    (192, 128): (WarpgroupTiling(2, 128, query_stages=1, biased_tile_n=112),),
+    (192, 192): (WarpgroupTiling(2, 112, query_stages=1, biased_tile_n=96),),
     (256, 256): (WarpgroupTiling(2, 80, query_stages=1),),
 }
 

@@ -58,6 +58,14 @@ def test_every_pair_of_widths_has_a_tiling(value_dim):
         assert config.value_width % 16 == 0
 
 
+def test_a_bias_takes_shorter_tiles_where_registers_are_short():
+    for head_dim, value_dim, plain, biased in ((192, 192, 112, 96), (192, 128, 128, 112)):
+        problem = replace(PROBLEM, head_dim=head_dim, value_dim=value_dim)
+        assert plan_flash_attention_sm90(problem, H200).tiling.tile_n == plain
+        problem = replace(problem, bias="bfloat16")
+        assert plan_flash_attention_sm90(problem, H200).tiling.tile_n == biased
+
+
 def test_narrow_heads_take_the_tiling_that_wastes_less():
     narrow = replace(PROBLEM, head_dim=64, causal=False)
     assert plan_flash_attention_sm90(narrow, H200).tiling.consumers == 3
