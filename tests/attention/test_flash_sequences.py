@@ -114,6 +114,7 @@ def test_a_sequence_does_not_see_its_neighbours(place, rng):
             np.testing.assert_array_equal(clean[2][1][name][row], spoilt[2][1][name][row])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_captured_graph_serves_other_lengths(gpu, rng, causal):
     """Nobody but the kernels reads the ends: a replay finds what has been written there since."""
