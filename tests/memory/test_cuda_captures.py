@@ -26,6 +26,14 @@ COUNT = MIB
 MakePool = Callable[..., MemoryPool]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Nothing is compiled or loaded during a capture."""
+    words = cupy.empty(1, np.uint32)
+    fill(words, 0, 0)
+    assert intact(words, 0)
+
+
 def settled_bytes(pool: MemoryPool, expected: int) -> int:
     """What the pool holds after trimming. Graphs end on a thread of the driver: waits for that."""
     deadline = time.monotonic() + 10
@@ -39,7 +47,7 @@ def settled_bytes(pool: MemoryPool, expected: int) -> int:
 
 
 def ready(source: Any, stream: Any) -> None:
-    """Everything compiled and loaded that the graphs below need."""
+    """The kernels of the graphs below, compiled and loaded."""
     cupy.sqrt(source * 2 + 1)
     stream.synchronize()
 
@@ -196,7 +204,6 @@ def test_a_buffer_that_a_graph_saw_stays_where_it_is(make_pool: MakePool) -> Non
     pool = make_pool(enable_defrag=False, block_size=32 * MIB)
     stream = cupy.cuda.Stream(non_blocking=True)
     buffers = [pool.allocate_buffer(200_000, stream) for _ in range(30)]
-    fill(cupy.empty(1, np.uint32), 0, 0)
     with stream:
         stream.begin_capture()
         seen = buffers[21].array((50_000,), np.uint32)
