@@ -186,11 +186,10 @@ class Arena:
 
     # Streams ----------------------------------------------------------------------------------
 
-    def flush(self, state: StreamState) -> None:
-        """Merges what waits in the lists of exact sizes: a miss settles what was freed."""
-        waiting = [span for spans in state.bins.values() for span in spans]
-        state.bins.clear()
-        for span in waiting:
+    def flush(self, state: StreamState, least: int = 0) -> None:
+        """Merges what waits in the lists of exact sizes from `least` bytes on."""
+        waiting = [state.bins.pop(size) for size in list(state.bins) if size >= least]
+        for span in (span for spans in waiting for span in spans):
             if span.epoch <= state.done:
                 span.stream = None
             self.put_free(span)

@@ -30,6 +30,9 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
 _DONE = None
 """An event that has been reached already."""
 
+_LATER = object()
+"""The event of a stream that is no more, while the device cannot be waited for."""
+
 
 class _Stream(NamedTuple):
     handle: int
@@ -137,6 +140,10 @@ class CudaDevice:
         if handle in _LEGACY_HANDLES:
             key: Hashable = LEGACY_KEY
             self._streams.setdefault(key, _Stream(0, None, False))
+        elif handle == _PER_THREAD_HANDLE and hasattr(self._of_thread, "key"):
+            return self._of_thread.key  # type: ignore[no-any-return]
+        elif self._runtime.streamIsCapturing(handle):
+            return self._key_in_capture(handle, stream)
         elif handle == _PER_THREAD_HANDLE:
             return self._key_of_thread()
         else:
@@ -153,12 +160,21 @@ class CudaDevice:
             return int(call("cuStreamGetId", handle))
 
     def _key_of_thread(self) -> Hashable:
-        try:
-            return self._of_thread.key  # type: ignore[no-any-return]
-        except AttributeError:
-            key = self._of_thread.key = self._stream_id(_PER_THREAD_HANDLE)
-            self._streams[key] = _Stream(_PER_THREAD_HANDLE, None, True)
-            return key
+        key = self._of_thread.key = self._stream_id(_PER_THREAD_HANDLE)
+        self._streams[key] = _Stream(_PER_THREAD_HANDLE, None, True)
+        return key
+
+    def _key_in_capture(self, handle: int, stream: Any) -> Hashable:
+        """For a stream first met while it is captured, when the driver does not tell its id. Good
+        for this capture; afterwards it stands for a stream of its own, behind the same handle."""
+        key = (self._captures.capture_of(handle), handle)
+        if handle == _PER_THREAD_HANDLE:
+            self._of_thread.key_in_capture = key
+            self._streams[key] = _Stream(handle, None, True)
+        elif key not in self._streams:
+            self._forget_dead()
+            self._streams[key] = _Stream(handle, self._owner(stream), False)
+        return key
 
     def _owner(self, stream: Any) -> weakref.ref[Any] | None:
         """A reference to a stream object that alone decides when the stream is destroyed."""
@@ -177,7 +193,7 @@ class CudaDevice:
         if stream is None or (stream.owner is not None and stream.owner() is None):
             return None
         # Threads get the numbers of dead ones: only their own storage tells them apart.
-        if stream.of_thread and getattr(self._of_thread, "key", None) != key:
+        if stream.of_thread and key not in vars(self._of_thread).values():
             return None
         return stream.handle
 
@@ -202,8 +218,7 @@ class CudaDevice:
     def record(self, stream: Hashable) -> Any:
         handle = self._living_handle(stream)
         if handle is None:  # nothing less is known to cover its work
-            self.synchronize_device()
-            return _DONE
+            return _DONE if self._idle() else _LATER
         with self.current():
             spare = self._spare_events
             event = spare.pop() if spare else self._runtime.eventCreateWithFlags(_NO_TIMING)
@@ -217,6 +232,8 @@ class CudaDevice:
     def is_done(self, event: Any) -> bool:
         if event is _DONE:
             return True
+        if event is _LATER:
+            return self._idle()
         with self.between_captures():
             return bool(self._runtime.eventQuery(event) == 0)
 
@@ -224,19 +241,28 @@ class CudaDevice:
         if event is _DONE:
             return
         handle = self._living_handle(stream)
-        if handle is None:
+        if handle is None or event is _LATER:
             self.synchronize(event)
             return
         with self.current():
             self._runtime.streamWaitEvent(handle, event)
 
     def synchronize(self, event: Any) -> None:
-        if event is not _DONE:
+        if event is _LATER:
+            self.synchronize_device()
+        elif event is not _DONE:
             self._runtime.eventSynchronize(event)
 
     def discard(self, event: Any) -> None:
-        if event is not _DONE:
+        if event is not _DONE and event is not _LATER:
             self._spare_events.append(event)
+
+    def _idle(self) -> bool:
+        """Waits until the device is idle, unless a capture forbids waiting."""
+        if any(self.capture_id(key) is not None for key in list(self._streams)):
+            return False
+        self.synchronize_device()
+        return True
 
     def synchronize_device(self) -> None:
         with self.current():

@@ -10,10 +10,16 @@ from cukit.memory.blocks import Action
 from cukit.memory.pager import Emit, Pager
 from cukit.memory.provider import Provider
 from cukit.memory.spans import PENDING, Span
-from cukit.memory.streams import Streams, StreamState
+from cukit.memory.streams import CaptureKey, Streams, StreamState
 
 FEW_PAGES = 16
 """A request of more is not worth moving pages for to save one."""
+
+
+LARGE_BYTES = 4 << 20
+"""Freed blocks of this size are merged by the next miss of this size, for they make the holes that
+large requests need. Smaller ones wait for a request of their own size as long as anything else
+fits: a program that repeats its sizes would miss with all of them after one miss with one."""
 
 
 class Supply:
@@ -47,11 +53,11 @@ class Supply:
     def obtain(self, size: int, state: StreamState, *, pressed: bool = False) -> Span | None:
         """A live span of `size` bytes, or None. `pressed`: wait for other streams in any case."""
         arena, streams = self._arena, self._streams
-        arena.flush(state)
         if self._pager.crowded and not state.private:
+            arena.flush(state)
             span = self._thrifty(size, state)
         else:
-            span = arena.best_fit(size, state)
+            span = self._own(size, state)
         if span is None and not state.private:
             self.settle()
             span = arena.best_fit(size, state)
@@ -65,6 +71,16 @@ class Supply:
         if span is None:
             span = self._pager.grow(size, state.key)
         return None if span is None else arena.take(span, size, state.key)
+
+    def _own(self, size: int, state: StreamState) -> Span | None:
+        """The best fit that the stream may use at once, or None."""
+        if size >= LARGE_BYTES:
+            self._arena.flush(state, LARGE_BYTES)
+        span = self._arena.best_fit(size, state)
+        if span is None:
+            self._arena.flush(state)
+            span = self._arena.best_fit(size, state)
+        return span
 
     def _thrifty(self, size: int, state: StreamState) -> Span | None:
         """A fit that takes as few wholly free pages as any place would, or None."""
@@ -102,9 +118,12 @@ class Supply:
 
     def capturing(self) -> bool:
         """Whether a stream of the pool takes part in a capture: the host must not wait then."""
-        return any(
-            self._provider.capture_id(state.key) is not None for state in self._streams.public()
-        )
+        keys = {
+            key.stream if isinstance(key, CaptureKey) else key
+            for key in self._streams.states
+            if key is not None
+        }
+        return any(self._provider.capture_id(key) is not None for key in keys)
 
     def _behind_others(self, size: int, state: StreamState) -> Span | None:
         """The best fit among other streams' memory, after making the stream wait for it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,63 @@ def test_a_stream_that_joins_a_capture_has_private_memory_too(make_pool: MakePoo
                 assert all(bool(cupy.isnan(array).all()) for array in outside)
         wanted = np.sqrt(2 * np.arange(COUNT, dtype=np.float32) + 1)
         np.testing.assert_allclose(result.get(), wanted, rtol=1e-6)
+    check_invariants(pool)
+
+
+@pytest.mark.parametrize("per_thread", [False, True])
+def test_a_stream_may_be_new_when_it_is_captured(make_pool: MakePool, *, per_thread: bool) -> None:
+    """The driver does not tell the id of a stream that is captured."""
+    pool = make_pool(max_pool_size=256 * MIB)
+    words = cupy.empty(MIB, np.uint32)
+    kept: list[Any] = []
+
+    def work() -> None:
+        own = cupy.cuda.Stream.ptds if per_thread else cupy.cuda.Stream(non_blocking=True)
+        with pool.use(), own:
+            own.begin_capture()
+            temporary = cupy.empty(MIB, np.uint32)
+            address = temporary.data.ptr
+            fill(temporary, 1)
+            del temporary
+            assert cupy.empty(MIB, np.uint32).data.ptr == address, "reused inside the capture"
+            fill(words, 2)
+            graph = own.end_capture()
+            outside = [cupy.full(MIB, 3, np.uint32) for _ in range(20)]
+            assert address not in {array.data.ptr for array in outside}
+            graph.launch(own)
+            own.synchronize()
+            assert intact(words, 2)
+            assert all(bool((array == 3).all()) for array in outside)
+            kept.append(graph)
+
+    with ThreadPoolExecutor(1) as thread:  # one whose default stream nobody has met
+        thread.submit(work).result()
+    kept.clear()
+    assert settled_bytes(pool, 0) == 0
+    check_invariants(pool)
+
+
+def test_an_array_of_a_dead_stream_may_go_during_a_capture(make_pool: MakePool) -> None:
+    """When its last work is done nobody knows without waiting, and that is forbidden."""
+    pool = make_pool(max_pool_size=64 * MIB)
+    stream, gone = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    with pool.use():
+        with gone:
+            old = cupy.empty(2 * COUNT, np.uint32)
+            fill(old, 1, 20_000_000)
+        del gone
+        with stream:
+            words = cupy.empty(MIB, np.uint32)
+            stream.begin_capture()
+            fill(words, 2)
+            del old
+            graph = stream.end_capture()
+            large = cupy.empty(14 * MIB, np.uint32)  # needs what the old one had
+            fill(large, 5, 0)
+            graph.launch(stream)
+            assert intact(words, 2)
+            cupy.cuda.Device().synchronize()
+            assert intact(large, 5)
     check_invariants(pool)
 
 
