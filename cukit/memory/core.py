@@ -5,7 +5,9 @@ searching or calling the driver. Everything else happens on a miss.
 
 A garbage collection may start inside any of these methods and free memory of this very pool. So the
 lock can be taken again by the thread that holds it, `_busy` tells that it was, and such a free is
-put aside until later.
+put aside until later. Where one stream has the pool for itself, and nobody listens, it makes no
+difference when exactly memory is freed: then destructors always put their frees aside, which needs
+no lock, and the next call of the pool does them.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from cukit.errors import ConfigError, PointerError
 from cukit.memory.arena import Arena
@@ -37,6 +39,9 @@ from cukit.memory.streams import CaptureKey, Streams, StreamState
 from cukit.memory.supply import Supply
 
 LOG = logging.getLogger(__name__)
+
+Free: TypeAlias = int | tuple[int, Any] | Holder
+"""A free to be done: an address, one with a stream, the memory of a buffer."""
 
 ROUND_UP = ALIGNMENT - 1
 ROUND_DOWN = -ALIGNMENT
@@ -59,13 +64,14 @@ class PoolCore:
         self._current_stream = provider.current_stream
         self._stream_key = provider.stream_key
         self._capture_id = provider.capture_id
+        self._uncaptured = provider.uncaptured
         self._lock = threading.RLock()
         self._acquire: Callable[[], object] = self._lock.acquire
         self._acquire_at_once = self._lock.acquire
         """Called with False; `blocking=False` would take twice as long."""
         self._release = self._lock.release
         self._busy = False
-        self._put_aside: deque[tuple[int, Any] | Holder] = deque()
+        self._put_aside: deque[Free] = deque()
         self._live: dict[int, Span] = {}
         self._counters = Counters()
         self._listeners = Listeners(config.call_site_depth)
@@ -83,8 +89,31 @@ class PoolCore:
             config, provider, self._supply, self._pager, self._defragmenter, self._outside
         )
         self._has_buffers = False
+        self.prompt = self._listeners.active
+        """Whether it matters when a destructor's free is done."""
+        self.free_later = self._put_aside.append
+        """Frees an address with the next call of the pool, which has to be kept alive until then:
+        all that the destructor of memory allocated while not `prompt` has to call."""
+        self._parts: tuple[
+            Callable[[], object],
+            Callable[[], object],
+            deque[Free],
+            dict[Hashable, StreamState],
+            dict[int, Span],
+            Counters,
+            Listeners,
+        ] = (
+            self._acquire,
+            self._release,
+            self._put_aside,
+            self._states,
+            self._live,
+            self._counters,
+            self._listeners,
+        )
+        """One attribute instead of seven, where that counts."""
         register_pool(self)
-        parts = (provider, self._streams, self._pager, self._live, os.getpid())
+        parts = (provider, self._streams, self._pager, self._live, self._put_aside, os.getpid())
         weakref.finalize(self, _give_back, *parts).atexit = False
         if config.initial_pool_size and not self._pager.prepare(config.initial_pool_size):
             raise ConfigError(
@@ -100,41 +129,44 @@ class PoolCore:
         Raises OutOfMemoryError, whose text and `report` say what holds the memory.
         """
         key = self._current_stream() if stream is None else self._stream_key(stream)
-        capture = self._capture_id(key)
-        if capture is not None:
-            key = CaptureKey(capture, key)
+        if key not in self._uncaptured:
+            capture = self._capture_id(key)
+            if capture is not None:
+                key = CaptureKey(capture, key)
         rounded = (size + ROUND_UP) & ROUND_DOWN
         if rounded <= 0:
             rounded = self._smallest(size)
-        self._acquire()
+        acquire, release, put_aside, states, live_spans, counters, listeners = self._parts
+        acquire()
         if self._busy:
-            self._release()
+            release()
             raise RuntimeError("memory pool: allocation from inside the pool (by a listener?)")
         self._busy = True
         try:
-            state = self._states.get(key) or self._streams.get(key)
-            cached = state.bins.get(rounded)
-            if cached:
-                span = cached.pop()
-                self._counters.hits += 1
-            else:
-                span = self._find(rounded, state)
-                self._counters.misses += 1
+            if put_aside:
+                self._take_in()
+            try:
+                span: Span | None = states[key].bins[rounded].pop()
+                counters.hits += 1
+            except (KeyError, IndexError):
+                span = None
+            if span is None:
+                span = self._find(rounded, self._streams.get(key))
+                counters.misses += 1
             span.state = LIVE
             span.requested = size
             address = span.address
-            self._live[address] = span
-            counters = self._counters
+            live_spans[address] = span
             live = counters.live_bytes + rounded
             counters.live_bytes = live
             if live > counters.peak_live_bytes:
                 counters.peak_live_bytes = live
-            if self._listeners.active:
-                self._listeners.allocated(span)
+            if listeners.active:
+                listeners.allocated(span)
             return address
         finally:
             self._busy = False
-            self._release()
+            release()
 
     def free(self, address: int, stream: Any = None) -> None:
         """Frees memory after the work queued on `stream` (None: the stream it was allocated on).
@@ -148,6 +180,8 @@ class PoolCore:
             return
         self._busy = True
         try:
+            if self._put_aside:
+                self._take_in()
             span = self._live.get(address)
             if span is None:
                 raise PointerError(explain_pointer(self, address))
@@ -159,34 +193,14 @@ class PoolCore:
 
     def free_from_finalizer(self, address: int) -> None:
         """`free` for destructors: never blocks, never raises; done later if the pool is busy."""
-        if self._acquire_at_once(False):
-            if not self._busy:
-                self._busy = True
-                try:
-                    span = self._live.get(address)
-                    if span is None or not self._put_back(span):
-                        self._put_aside.append((address, None))
-                        self._take_in_quietly()
-                finally:
-                    self._busy = False
-                    self._release()
-                return
-            self._release()
-        self._put_aside.append((address, None))
+        self._put_aside.append(address)
+        if self.prompt:
+            self._take_in_if_idle()
 
     def _free_held(self, holder: Holder) -> None:
         """The same for the memory of a DeviceBuffer."""
         self._put_aside.append(holder)
-        if self._acquire_at_once(False):
-            try:
-                if not self._busy:
-                    self._busy = True
-                    try:
-                        self._take_in_quietly()
-                    finally:
-                        self._busy = False
-            finally:
-                self._release()
+        self._take_in_if_idle()
 
     # Behind the doors -------------------------------------------------------------------------
 
@@ -203,8 +217,13 @@ class PoolCore:
             yield
         finally:
             self._listeners.deliver()
+            self._see_when_to_free()
             self._busy = False
             self._release()
+
+    def _see_when_to_free(self) -> None:
+        """To be called after anything that may bring a new stream, or a listener."""
+        self.prompt = self._streams.mark_at_once or self._listeners.active
 
     @contextmanager
     def _outside(self) -> Iterator[None]:
@@ -266,6 +285,8 @@ class PoolCore:
         except BaseException:
             self._listeners.deliver()
             raise
+        finally:
+            self._see_when_to_free()
 
     def _free_slowly(self, span: Span, stream: Any = None) -> None:
         """`free` with everything that may come into it. Raises before anything has changed."""
@@ -291,50 +312,88 @@ class PoolCore:
             state.bins.setdefault(span.size, []).append(span)
         if self._listeners.active:
             self._listeners.freed(span, completed=not uses)
+        self._see_when_to_free()
 
     def _release_ended_captures(self) -> None:
         """Takes back what belonged to graphs that are destroyed."""
         for capture in self.provider.ended_captures():
             release_capture(capture, self._streams, self._arena, self._live)
 
-    def _take_in_quietly(self) -> None:
+    def _take_in_if_idle(self) -> None:
+        """Does the frees that were put aside, unless somebody is using the pool; never raises."""
+        if not self._acquire_at_once(False):
+            return
         try:
-            self._take_in()
-        except Exception:
-            LOG.exception("memory pool: a free in a destructor failed, left for later")
+            if not self._busy:
+                self._busy = True
+                try:
+                    self._take_in()
+                except Exception:
+                    LOG.exception("memory pool: a free in a destructor failed, left for later")
+                finally:
+                    self._busy = False
+        finally:
+            self._release()
 
     def _take_in(self) -> None:
         """Does the frees that were put aside. One that the driver refuses stays there."""
-        while self._put_aside:
-            item = self._put_aside[0]
-            if isinstance(item, Holder):
-                span, stream = item.span, None
-                span.holder = None
-                try:
-                    if not self._put_back(span):
-                        self._free_slowly(span)
-                except BaseException:
-                    span.holder = item
-                    raise
-            else:
-                address, stream = item
-                found = self._live.get(address)
-                if found is None or found.holder is not None:
-                    LOG.error("free in a destructor: %s", explain_pointer(self, address))
+        _, _, put_aside, states, live, counters, listeners = self._parts
+        while put_aside:
+            item = put_aside[0]
+            span = live.get(item)  # type: ignore[arg-type]
+            if span is None or span.uses or span.holder is not None or listeners.active:
+                self._take_in_slowly(item)
+            else:  # _put_back, for a call costs a third of it
+                state = states[span.stream]
+                size = span.size
+                if size >= state.mark_from:
+                    self._take_in_slowly(item)
                 else:
-                    self._free_slowly(found, stream)
-            self._put_aside.popleft()
+                    del live[item]  # type: ignore[arg-type]
+                    span.state = CACHED
+                    span.epoch = state.epoch
+                    state.dirty = True
+                    counters.live_bytes -= size
+                    try:
+                        state.bins[size].append(span)
+                    except KeyError:
+                        state.bins[size] = [span]
+            put_aside.popleft()
+
+    def _take_in_slowly(self, item: Free) -> None:
+        if isinstance(item, Holder):
+            span = item.span
+            span.holder = None
+            try:
+                if not self._put_back(span):
+                    self._free_slowly(span)
+            except BaseException:
+                span.holder = item
+                raise
+            return
+        address, stream = item if isinstance(item, tuple) else (item, None)
+        found = self._live.get(address)
+        if found is None or found.holder is not None:
+            LOG.error("free in a destructor: %s", explain_pointer(self, address))
+        else:
+            self._free_slowly(found, stream)
 
 
 def _give_back(
-    provider: Provider, streams: Streams, pager: Pager, live: dict[int, Span], process: int
+    provider: Provider,
+    streams: Streams,
+    pager: Pager,
+    live: dict[int, Span],
+    put_aside: deque[Free],
+    process: int,
 ) -> None:
     """What a pool held goes back to the device when nobody has the pool any more.
 
     Not while somebody may still use the memory by its address: raw allocations, captured graphs.
     """
     captured = any(state.private for state in streams.states.values())
-    if live or captured or process != os.getpid():
+    used = live.keys() - set(put_aside)
+    if used or captured or process != os.getpid():
         return
     try:
         provider.synchronize_device()

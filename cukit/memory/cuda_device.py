@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -60,6 +60,8 @@ class CudaDevice:
     Raises:
         UnsupportedDeviceError: no GPU, or no device of that number.
     """
+
+    uncaptured: Container[Hashable] = (LEGACY_KEY,)
 
     def __init__(self, device_id: int | None = None) -> None:
         cupy = require_cupy("the CUDA memory pool")

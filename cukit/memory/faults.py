@@ -49,6 +49,7 @@ def _refuse() -> NoReturn:
 def _after_fork() -> None:
     for pool in list(_pools):
         pool._acquire = _refuse
+        pool._parts = (_refuse, *pool._parts[1:])
         # Held for good: destructors in the child put their frees aside and do no harm.
         pool._busy = True
 

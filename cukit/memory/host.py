@@ -12,7 +12,7 @@ import errno
 import math
 import mmap
 import os
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,8 @@ class HostProvider:
 
     `can_remap=False` behaves as plain cudaMalloc does: segments come and go whole.
     """
+
+    uncaptured: Container[Hashable] = (0,)
 
     def __init__(
         self,

@@ -108,7 +108,7 @@ def _single(pool: MemoryPool) -> Allocator:
     memory_pointer, unowned_memory = cuda.MemoryPointer, cuda.UnownedMemory
     pool_memory = _memory_class()
     device_id = pool.provider.device_id
-    allocate, free = pool.allocate, pool.free_from_finalizer
+    allocate, free, free_later = pool.allocate, pool.free_from_finalizer, pool.free_later
 
     def allocate_pointer(size: int) -> Any:
         if size == 0:
@@ -119,7 +119,8 @@ def _single(pool: MemoryPool) -> Allocator:
             error.__class__ = _out_of_memory_of_both()
             raise
         memory = pool_memory()
-        memory.free = free
+        memory.pool = pool
+        memory.free = free if pool.prompt else free_later
         memory.ptr, memory.size, memory.device_id = address, size, device_id
         return memory_pointer(memory, 0)
 
@@ -132,9 +133,10 @@ def _memory_class() -> Any:
 
     class PoolMemory(require_cupy("a pool").cuda.BaseMemory):  # type: ignore[misc]
         """A destructor, for it is the cheapest: weakref.finalize costs 2 us more (measured, of
-        1 us). It only calls `free_from_finalizer`, which is safe wherever a collection strikes."""
+        1 us). It only calls `free_from_finalizer`, or what that would, safe wherever a collection
+        strikes."""
 
-        __slots__ = ("free",)
+        __slots__ = ("free", "pool")
 
         def __del__(self) -> None:
             self.free(self.ptr)

@@ -50,6 +50,7 @@ class MemoryPool(PoolCore):
 
     def owns(self, address: int) -> bool:
         """Whether a live allocation of this pool starts at the address."""
+        self._take_in_if_idle()
         return address in self._live
 
     def used_on(self, address: int, stream: Any) -> None:

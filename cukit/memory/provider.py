@@ -22,7 +22,7 @@ itself back into a consistent state.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
@@ -51,6 +51,8 @@ class Provider(Protocol):
     device_id: int
     page_bytes: int
     can_remap: bool
+    uncaptured: Container[Hashable]
+    """Keys of streams that never take part in a capture: the pool does not ask `capture_id`."""
 
     # Memory -----------------------------------------------------------------------------------
 

@@ -36,6 +36,8 @@ class SimulatedProvider(HostProvider):
     mapped, no event used after it was discarded, nothing recorded on a stream under capture.
     """
 
+    uncaptured = ()
+
     def __init__(
         self, total_bytes: int = 256 * PAGE, *, page_bytes: int = PAGE, can_remap: bool = True
     ) -> None:
