@@ -5,9 +5,8 @@ searching or calling the driver. Everything else happens on a miss.
 
 A garbage collection may start inside any of these methods and free memory of this very pool. So the
 lock can be taken again by the thread that holds it, `_busy` tells that it was, and such a free is
-put aside until later. Where one stream has the pool for itself, and nobody listens, it makes no
-difference when exactly memory is freed: then destructors always put their frees aside, which needs
-no lock, and the next call of the pool does them.
+put aside until later. Where one stream has the pool for itself and nobody listens, destructors
+always do that: it needs no lock, and the next call of the pool does the free.
 """
 
 from __future__ import annotations
@@ -27,7 +26,9 @@ from cukit.memory.buffer import Holder
 from cukit.memory.capture import release_capture
 from cukit.memory.choose import default_provider
 from cukit.memory.config import ALIGNMENT, MemoryPoolConfig
+from cukit.memory.estate import give_back
 from cukit.memory.faults import explain_pointer, register_pool
+from cukit.memory.interrupts import Uninterrupted, interrupted_as_usual
 from cukit.memory.listeners import Listeners
 from cukit.memory.oom import Ladder
 from cukit.memory.pager import Pager
@@ -92,8 +93,8 @@ class PoolCore:
         self.prompt = self._listeners.active
         """Whether it matters when a destructor's free is done."""
         self.free_later = self._put_aside.append
-        """Frees an address with the next call of the pool, which has to be kept alive until then:
-        all that the destructor of memory allocated while not `prompt` has to call."""
+        """Frees an address with the next call of the pool, which has to live until then: enough
+        for the destructor of memory that was allocated while not `prompt`."""
         self._parts: tuple[
             Callable[[], object],
             Callable[[], object],
@@ -114,7 +115,7 @@ class PoolCore:
         """One attribute instead of seven, where that counts."""
         register_pool(self)
         parts = (provider, self._streams, self._pager, self._live, self._put_aside, os.getpid())
-        weakref.finalize(self, _give_back, *parts).atexit = False
+        weakref.finalize(self, give_back, *parts).atexit = False
         if config.initial_pool_size and not self._pager.prepare(config.initial_pool_size):
             raise ConfigError(
                 f"MemoryPoolConfig: initial_pool_size: the device cannot give "
@@ -129,10 +130,8 @@ class PoolCore:
         Raises OutOfMemoryError, whose text and `report` say what holds the memory.
         """
         key = self._current_stream() if stream is None else self._stream_key(stream)
-        if key not in self._uncaptured:
-            capture = self._capture_id(key)
-            if capture is not None:
-                key = CaptureKey(capture, key)
+        if key not in self._uncaptured and (capture := self._capture_id(key)) is not None:
+            key = CaptureKey(capture, key)
         rounded = (size + ROUND_UP) & ROUND_DOWN
         if rounded <= 0:
             rounded = self._smallest(size)
@@ -145,8 +144,12 @@ class PoolCore:
         try:
             if put_aside:
                 self._take_in()
+            # An interrupt may strike after any call. So there is none between taking the span from
+            # its list and entering it as live.
             try:
-                span: Span | None = states[key].bins[rounded].pop()
+                cached = states[key].bins[rounded]
+                span: Span | None = cached[-1]
+                del cached[-1]
                 counters.hits += 1
             except (KeyError, IndexError):
                 span = None
@@ -186,7 +189,8 @@ class PoolCore:
             if span is None:
                 raise PointerError(explain_pointer(self, address))
             if stream is not None or not self._put_back(span):
-                self._free_slowly(span, stream)
+                with Uninterrupted():
+                    self._free_slowly(span, stream)
         finally:
             self._busy = False
             self._release()
@@ -203,6 +207,12 @@ class PoolCore:
         self._take_in_if_idle()
 
     # Behind the doors -------------------------------------------------------------------------
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """`_locked`, for what must not be broken off in the middle."""
+        with self._locked(), Uninterrupted():
+            yield
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -232,7 +242,8 @@ class PoolCore:
         self._busy = False
         self._release()
         try:
-            yield
+            with interrupted_as_usual():
+                yield
         finally:
             self._acquire()
             self._busy = True
@@ -249,12 +260,12 @@ class PoolCore:
             or self._listeners.active
         ):
             return False
+        cached = state.bins.get(size)
         del self._live[span.address]
         span.state = CACHED
         span.epoch = state.epoch
         state.dirty = True
         self._counters.live_bytes -= size
-        cached = state.bins.get(size)
         if cached is None:
             state.bins[size] = [span]
         else:
@@ -274,19 +285,25 @@ class PoolCore:
 
     def _find(self, size: int, state: StreamState) -> Span:
         """A span of `size` bytes that no list had ready."""
+        span = None
         try:
-            self._release_ended_captures()
-            self._take_in()
-            if len(self._states) > self._streams.most:
-                spans = [*self._live.values(), *(span for span, _ in self._supply.pending)]
-                self._streams.forget_unused({state.key, *(span.stream for span in spans)})
-            size = int(size)
-            return self._supply.obtain(size, state) or self._ladder.climb(size, state)
+            with Uninterrupted():
+                self._release_ended_captures()
+                self._take_in()
+                if len(self._states) > self._streams.most:
+                    spans = [*self._live.values(), *(span for span, _ in self._supply.pending)]
+                    self._streams.forget_unused({state.key, *(span.stream for span in spans)})
+                size = int(size)
+                span = self._supply.obtain(size, state) or self._ladder.climb(size, state)
         except BaseException:
+            if span is not None:  # found, but interrupted: nobody will get it
+                span.epoch, state.dirty = state.epoch, True
+                self._arena.put_free(span)
             self._listeners.deliver()
             raise
         finally:
             self._see_when_to_free()
+        return span
 
     def _free_slowly(self, span: Span, stream: Any = None) -> None:
         """`free` with everything that may come into it. Raises before anything has changed."""
@@ -343,60 +360,41 @@ class PoolCore:
             span = live.get(item)  # type: ignore[arg-type]
             if span is None or span.uses or span.holder is not None or listeners.active:
                 self._take_in_slowly(item)
-            else:  # _put_back, for a call costs a third of it
-                state = states[span.stream]
-                size = span.size
-                if size >= state.mark_from:
-                    self._take_in_slowly(item)
-                else:
-                    del live[item]  # type: ignore[arg-type]
-                    span.state = CACHED
-                    span.epoch = state.epoch
-                    state.dirty = True
-                    counters.live_bytes -= size
-                    try:
-                        state.bins[size].append(span)
-                    except KeyError:
-                        state.bins[size] = [span]
-            put_aside.popleft()
+                continue
+            state = states[span.stream]
+            size = span.size
+            if size >= state.mark_from:
+                self._take_in_slowly(item)
+                continue
+            # As _put_back does; a call would cost a third of it, and let an interrupt in.
+            cached = state.bins.get(size)
+            del live[item]  # type: ignore[arg-type]
+            del put_aside[0]
+            span.state = CACHED
+            span.epoch = state.epoch
+            state.dirty = True
+            counters.live_bytes -= size
+            if cached is None:
+                state.bins[size] = [span]
+            else:
+                cached.append(span)
 
     def _take_in_slowly(self, item: Free) -> None:
-        if isinstance(item, Holder):
-            span = item.span
-            span.holder = None
-            try:
-                if not self._put_back(span):
-                    self._free_slowly(span)
-            except BaseException:
-                span.holder = item
-                raise
-            return
-        address, stream = item if isinstance(item, tuple) else (item, None)
-        found = self._live.get(address)
-        if found is None or found.holder is not None:
-            LOG.error("free in a destructor: %s", explain_pointer(self, address))
-        else:
-            self._free_slowly(found, stream)
-
-
-def _give_back(
-    provider: Provider,
-    streams: Streams,
-    pager: Pager,
-    live: dict[int, Span],
-    put_aside: deque[Free],
-    process: int,
-) -> None:
-    """What a pool held goes back to the device when nobody has the pool any more.
-
-    Not while somebody may still use the memory by its address: raw allocations, captured graphs.
-    """
-    captured = any(state.private for state in streams.states.values())
-    used = live.keys() - set(put_aside)
-    if used or captured or process != os.getpid():
-        return
-    try:
-        provider.synchronize_device()
-        pager.abandon()
-    except Exception:
-        LOG.exception("memory pool: its memory could not be given back")
+        with Uninterrupted():
+            if isinstance(item, Holder):
+                span = item.span
+                span.holder = None
+                try:
+                    if not self._put_back(span):
+                        self._free_slowly(span)
+                except BaseException:
+                    span.holder = item
+                    raise
+            else:
+                address, stream = item if isinstance(item, tuple) else (item, None)
+                found = self._live.get(address)
+                if found is None or found.holder is not None:
+                    LOG.error("free in a destructor: %s", explain_pointer(self, address))
+                else:
+                    self._free_slowly(found, stream)
+            self._put_aside.popleft()

@@ -79,18 +79,18 @@ class MemoryPool(PoolCore):
 
         Waits for the device. Raw allocations and pinned buffers keep their addresses.
         """
-        with self._locked():
+        with self._in_order():
             return self._defragmenter.run(self._current_stream())
 
     def trim(self) -> int:
         """Hands every wholly free page back to the device; returns the bytes. Waits for streams."""
-        with self._locked():
+        with self._in_order():
             self._supply.settle_waiting()
             return self._pager.trim()
 
     def statistics(self) -> PoolStatistics:
         """Numbers of this moment, with peaks and counts since the innermost open scope began."""
-        with self._locked():
+        with self._in_order():
             self._supply.poll_pending()
             return self._counters.statistics(
                 self._defragmenter.survey(),
@@ -123,7 +123,7 @@ class MemoryPool(PoolCore):
 
     def ranges(self) -> list[Range]:
         """Everything the pool holds, in address order, consistent at one moment."""
-        with self._locked():
+        with self._in_order():
             return self._arena.public_ranges()
 
     def snapshot(self) -> dict[str, Any]:
@@ -146,13 +146,13 @@ class MemoryPool(PoolCore):
 
     def release_capture(self, capture_id: int) -> None:
         """The graph of a capture is gone: its private memory goes back to the pool."""
-        with self._locked():
+        with self._in_order():
             self.provider.synchronize_device()
             release_capture(capture_id, self._streams, self._arena, self._live)
 
     def close(self) -> None:
         """Gives everything back to the device. Raises PointerError while anything is live."""
-        with self._locked():
+        with self._in_order():
             if self._live:
                 raise PointerError(
                     f"{self!r}: close with {len(self._live)} live allocations; free them first"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -54,6 +55,9 @@ class SimulatedProvider(HostProvider):
         self.calls: list[str] = []
         self.fail_in: int | None = None
         """The call with this number from now on raises; 0 is the next."""
+        self.fail_with: Callable[[str], BaseException] = InjectedError
+        self.interrupting = False
+        """Whether it is Ctrl-C that strikes then, in the middle of the call, and not a failure."""
         self.progress: random.Random | None = None
         """When set, streams come further in the middle of calls, at random, as on a device."""
         self.adjacent_bytes = 0
@@ -75,7 +79,9 @@ class SimulatedProvider(HostProvider):
             self.fail_in -= 1
             if self.fail_in < 0:
                 self.fail_in = None
-                raise InjectedError(name)
+                if not self.interrupting:
+                    raise self.fail_with(name)
+                signal.raise_signal(signal.SIGINT)
 
     # Memory -----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cukit.errors import CukitError, OutOfMemoryError
+from cukit.errors import CukitError, OutOfMemoryError, PointerError
 from cukit.memory import DeviceBuffer, HostProvider, MemoryPool, MemoryPoolConfig
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE, SimulatedProvider, fill, holds
@@ -214,6 +214,37 @@ def test_a_pool_that_nobody_has_gives_everything_back(*, can_remap: bool) -> Non
     gc.collect()
     assert provider.used_bytes == 0
     assert not provider.segments
+
+
+def test_destructors_free_with_the_next_call() -> None:
+    """No call of the pool sees memory as live that a destructor has freed."""
+    provider = SimulatedProvider()
+    pool = MemoryPool(MemoryPoolConfig(), provider)
+    address = pool.allocate(PAGE)
+    pool.free_from_finalizer(address)
+    assert pool.allocate(PAGE) == address
+    assert pool.statistics().num_hits == 1
+    pool.free_from_finalizer(address)
+    assert not pool.owns(address)
+    address = pool.allocate(PAGE)
+    pool.free_from_finalizer(address)
+    with pytest.raises(PointerError, match="double free"):
+        pool.free(address)
+    pool.allocate(PAGE, stream=1)  # from here on frees are marked where they happen
+    provider.calls.clear()
+    pool.free_from_finalizer(address := pool.allocate(PAGE))
+    assert "record" in provider.calls
+    assert not pool.owns(address)
+    check_invariants(pool)
+
+
+def test_what_destructors_freed_does_not_keep_the_memory() -> None:
+    provider = SimulatedProvider()
+    pool = MemoryPool(MemoryPoolConfig(), provider)
+    pool.free_from_finalizer(pool.allocate(PAGE))
+    del pool
+    gc.collect()
+    assert provider.used_bytes == 0
 
 
 def test_raw_memory_outlives_its_pool() -> None:
