@@ -17,6 +17,7 @@ from cukit.attention.flash_arguments import (
 )
 from cukit.attention.flash_backward_sm90 import (
     MappedKeys,
+    WarpgroupBackwardConfig,
     covers,
     plan_flash_attention_backward_sm90,
     prepare_keys,
@@ -197,6 +198,7 @@ def _prepare_backward(
     problem = problem_of(q, k, v, options, arrays)
     device = current_device()
     mapped = covers(problem, device) and fits_tensor_maps(q, k, v, grad_out)
+    config: FlashAttentionBackwardConfig
     if mapped:
         config = plan_flash_attention_backward_sm90(problem, deterministic, device)
     else:
@@ -224,8 +226,8 @@ def _prepare_backward(
             *(batch, heads_q, seq_q, rows_per_head, rows_q, value_dim),
         ),
     )
-    if mapped:
-        keys: Launch | MappedKeys = prepare_keys(q, options, settings, config, rows[1])
+    if isinstance(config, WarpgroupBackwardConfig):
+        keys: Launch | MappedKeys = prepare_keys(q, k, options, settings, config, rows)
     else:
         keys = Launch(
             load_kernel(config.keys_spec()),

@@ -5,7 +5,7 @@ What it does not cover is served by :mod:`flash_plan`'s class.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +19,7 @@ from cukit.attention.flash_plan import (
     choose_splits,
     plan_flash_attention_backward,
 )
-from cukit.attention.flash_problem import AttentionProblem, ceil_div, width_for
+from cukit.attention.flash_problem import FEATURES, AttentionProblem, ceil_div, width_for
 from cukit.attention.flash_tilings import (
     ITEM_BYTES,
     PART,
@@ -28,10 +28,11 @@ from cukit.attention.flash_tilings import (
 )
 from cukit.core.arrays import Array, empty
 from cukit.core.device import Device
-from cukit.core.kernel import NULL, Launch, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
 
 _ARCH = "sm_90"
-_FEATURES = frozenset({"sinks", "window"})
+_FEATURES = FEATURES - {"value_dim"}
+_SEQUENCE_THREADS = 1024
 _ADDERS = 2  # threads of a block that have dQ added, each with counters of its own
 
 
@@ -41,10 +42,40 @@ def covers(problem: AttentionProblem, device: Device) -> bool:
     return device.arch == _ARCH and problem.features <= _FEATURES and min(sizes) > 0
 
 
+@dataclass(frozen=True)
+class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
+    """How one backward call of this class runs."""
+
+    def sequences_spec(self) -> KernelSpec | None:
+        """The kernel that sorts sequences of different lengths for the one that takes keys."""
+        if not self.problem.varlen:
+            return None
+        # Its queries are our keys: what it makes tiles of.
+        defines = (("TILE_M", self.keys.tile_n), ("THREADS", _SEQUENCE_THREADS))
+        entry = "plan_sequences"
+        return KernelSpec(f"attention/{entry}.cu", entry, defines, _SEQUENCE_THREADS)
+
+    def specs(self) -> tuple[KernelSpec, ...]:
+        """All variants that this configuration launches, in order."""
+        plan = self.sequences_spec()
+        return (*(() if plan is None else (plan,)), *super().specs())
+
+    def most_key_blocks(self, total_kv: int) -> int:
+        """Blocks that take keys; of sequences of different lengths, as many as there can be.
+
+        total_kv: rows of k where sequences lie one behind the other.
+        """
+        problem = self.problem
+        if not problem.varlen:
+            return self.key_blocks
+        tiles = total_kv // self.keys.tile_n + problem.batch
+        return problem.num_heads_kv * self.splits * tiles
+
+
 @cache
 def plan_flash_attention_backward_sm90(
     problem: AttentionProblem, deterministic: bool, device: Device
-) -> FlashAttentionBackwardConfig:
+) -> WarpgroupBackwardConfig:
     """The configuration of a problem that the class covers.
 
     Deterministic or not, dQ is summed up in float32: the kernels before and after are the same.
@@ -55,13 +86,15 @@ def plan_flash_attention_backward_sm90(
     heads = problem.batch * problem.num_heads_kv
     splits = choose_splits(problem.group, heads * tiles, device.num_sms)
     section = 1
+    if problem.varlen:
+        heads = problem.num_heads_kv  # a section is of one sequence
     if problem.bounded:
         # What the blocks of a key head read again and again: Q, dO and the float32 sum of dQ.
         row_bytes = problem.head_dim * (2 * ITEM_BYTES + 4)
         head_bytes = problem.group // splits * problem.seq_len_q * row_bytes
         section = choose_section(heads * splits, tiles, head_bytes, device.num_sms, device)
     general = plan_flash_attention_backward(problem, False, device)
-    return FlashAttentionBackwardConfig(
+    return WarpgroupBackwardConfig(
         kernel_class="sm90",
         problem=problem,
         width=width,
@@ -78,58 +111,90 @@ def plan_flash_attention_backward_sm90(
 class MappedKeys:
     """A launch of `flash_attention_backward_sm90`, for arrays of one description."""
 
-    __slots__ = ("_grad_out", "_k", "_launch", "_q", "_turns", "_v")
+    __slots__ = ("_grad_out", "_k", "_launch", "_plan", "_plan_size", "_q", "_turns", "_v")
 
-    def __init__(self, launch: Launch, tiling: WarpgroupKeyTiling, turns: int) -> None:
-        """`turns`: counters that the blocks need to take turns, 0 if they don't."""
+    def __init__(
+        self,
+        launch: Launch,
+        tiling: WarpgroupKeyTiling,
+        turns: int,
+        plan: Launch | None,
+        plan_size: int,
+        longest: tuple[int, int] | tuple[None, None],
+    ) -> None:
+        """`turns`: counters that the blocks need to take turns, 0 if they don't; `plan`, `longest`:
+        of sequences of different lengths."""
         query_box, key_box = ((1, rows, 1, PART) for rows in (tiling.tile_m, tiling.tile_n))
         self._launch = launch
         self._turns = turns
-        self._q = TensorMaps(query_box)
-        self._k = TensorMaps(key_box)
-        self._v = TensorMaps(key_box)
-        self._grad_out = TensorMaps(query_box)
+        self._plan = plan
+        self._plan_size = plan_size
+        self._q = TensorMaps(query_box, longest[0])
+        self._k = TensorMaps(key_box, longest[1])
+        self._v = TensorMaps(key_box, longest[1])
+        self._grad_out = TensorMaps(query_box, longest[0])
 
     def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
-        """Launches on the current stream; of `rest`, the arrays of options are not needed."""
-        lse_log2, delta, total, grad_k, grad_v, *_ = rest
+        """Launches on the current stream."""
+        lse_log2, delta, total, grad_k, grad_v, *options = rest
+        alibi_slopes, _sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv = options
         turns: Any = NULL
         if self._turns:
             turns = empty(q, (self._turns,), np.int32)
             turns.fill(0)
+        plan: Any = NULL
+        if self._plan is not None:
+            plan = empty(q, (self._plan_size,), np.int32)
+            self._plan(cu_seqlens_kv, cu_seqlens_q, plan)
         self._launch(
             *(self._q(q), self._k(k), self._v(v), self._grad_out(grad_out)),
             *(lse_log2, delta, turns, total, grad_k, grad_v),
+            *(alibi_slopes, bias, mask, cu_seqlens_q, cu_seqlens_kv, plan),
         )
 
 
 def prepare_keys(
     q: Array,
+    k: Array,
     options: ScoreOptions,
     settings: Any,
-    config: FlashAttentionBackwardConfig,
-    rows_per_head: int,
+    config: WarpgroupBackwardConfig,
+    rows: tuple[int, int],
 ) -> MappedKeys:
-    """The launch that computes dK, dV and the sum of dQ; `settings` are score_settings."""
+    """The launch that computes dK, dV and the sum of dQ.
+
+    settings: score_settings; rows: heads of the scratch arrays, and rows that each has.
+    """
     problem, splits = config.problem, config.splits
+    lengths = problem.seq_len_q, problem.seq_len_kv
+    heads = np.int32(problem.num_heads_kv * splits)
+    longest: tuple[int, int] | tuple[None, None] = None, None
+    if problem.varlen:
+        # No sequence has more rows than there are.
+        longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
     scalars = (
         np.int32(problem.batch),
-        np.int32(problem.num_heads_kv * splits),
+        heads,
         np.int32(problem.group // splits),
         np.int32(splits),
-        np.int32(problem.seq_len_q),
-        np.int32(problem.seq_len_kv),
-        np.int32(rows_per_head),
+        np.int32(lengths[0]),
+        np.int32(lengths[1]),
+        np.int32(rows[1]),
         np.int32(problem.head_dim),
         np.int32(config.key_section),
         *scales_of(q, options),
         settings,
     )
-    launch = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), scalars)
+    blocks = config.most_key_blocks(k.shape[0])
+    launch = Launch(load_kernel(config.keys_spec()), (blocks,), scalars)
     tiling = config.keys
     assert isinstance(tiling, WarpgroupKeyTiling)
     turns = 0
     if tiling.in_turn:
-        heads, rows = config.scratch_rows(0)
-        turns = _ADDERS * (heads * rows // tiling.tile_m + 1)
-    return MappedKeys(launch, tiling, turns)
+        turns = _ADDERS * (rows[0] * rows[1] // tiling.tile_m + 1)
+    plan = None
+    plan_spec = config.sequences_spec()
+    if plan_spec is not None:
+        facts = np.int32(problem.batch), heads, np.int32(lengths[0]), np.int32(blocks)
+        plan = Launch(load_kernel(plan_spec), (1,), facts)
+    return MappedKeys(launch, tiling, turns, plan, 2 * problem.batch + 2, longest)

@@ -14,7 +14,7 @@ from cukit.attention.flash_tilings import PART, WarpgroupTiling
 from cukit.core.arrays import Array, address_of, empty
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, Launch, load_kernel
-from cukit.core.tensor_map import encode_tensor_map
+from cukit.core.tensor_map import encode_sequence_map, encode_tensor_map
 
 _MOST_MAPS = 256
 
@@ -26,10 +26,13 @@ class TensorMaps:
     again, so maps are kept by address instead of encoded for every call.
     """
 
-    __slots__ = ("_box", "_known")
+    __slots__ = ("_box", "_known", "_longest")
 
-    def __init__(self, box: tuple[int, ...]) -> None:
+    def __init__(self, box: tuple[int, ...], longest: int | None = None) -> None:
+        """`longest`: of sequences one behind the other, if nothing of the next one is to be seen
+        behind the last row of each (encode_sequence_map)."""
         self._box = box
+        self._longest = longest
         self._known: dict[int, Any] = {}
 
     def __call__(self, array: Array) -> Any:
@@ -37,8 +40,11 @@ class TensorMaps:
         address = address_of(array)
         found = self._known.get(address)
         if found is None:
-            # Sequences one behind the other are those of a single batch.
-            found = encode_tensor_map(array if array.ndim == 4 else array[None], self._box)
+            if self._longest is not None:
+                found = encode_sequence_map(array, self._longest, self._box)
+            else:
+                # Sequences one behind the other are those of a single batch.
+                found = encode_tensor_map(array if array.ndim == 4 else array[None], self._box)
             if len(self._known) >= _MOST_MAPS:
                 self._known.clear()
             self._known[address] = found

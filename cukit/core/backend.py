@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cukit.core.compiler import KernelSpec
     from cukit.core.device import Device
     from cukit.core.kernel import Kernel
+    from cukit.core.tensor_map import TensorView
 
 
 class Backend(Protocol):
@@ -35,7 +36,7 @@ class Backend(Protocol):
         """The kernel, ready to be called with NumPy arrays and scalars."""
 
     def encode_tensor_map(
-        self, array: np.ndarray[Any, Any], box: Sequence[int], swizzle_bytes: int
+        self, view: TensorView, box: Sequence[int], swizzle_bytes: int
     ) -> np.ndarray[Any, Any]:
         """See :func:`cukit.core.tensor_map.encode_tensor_map`, whose checks have passed."""
 

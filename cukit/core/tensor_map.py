@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,16 @@ _MOST_AXES = 5
 _MOST_BOX = 256
 _ALIGNMENT = 16
 _DESCRIPTOR = np.dtype((np.void, 128))
+
+
+class TensorView(NamedTuple):
+    """What a map describes: elements at `address` + position * strides, in bytes."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+    writeable: bool
 
 
 def encode_tensor_map(
@@ -43,17 +53,50 @@ def encode_tensor_map(
         MissingDependencyError: cuda-bindings is not installed.
     """
     _check_tensor(array)
-    _check_box(array, box, swizzle_bytes)
+    _check_box(array.shape, array.itemsize, box, swizzle_bytes)
+    return _encode(_view(array), box, swizzle_bytes)
+
+
+def encode_sequence_map(
+    array: Array, longest: int, box: Sequence[int], *, swizzle_bytes: int = 128
+) -> np.ndarray[Any, Any]:
+    """A map of sequences that lie one behind the other, each with nothing but zeros behind it.
+
+    Row `i` of a sequence of `length` rows that ends before row `end` of the array is found at
+    `[end, longest - length + i, ...]`; what lies behind its last row is outside, and zero, though
+    another sequence may begin there.
+
+    Args:
+        array: [rows, ...], 2 to 4 axes, as encode_tensor_map asks for.
+        longest: no sequence has more rows.
+        box: extents of the map's axes, one more than the array's: [1, rows, ...].
+        swizzle_bytes: as in encode_tensor_map.
+
+    The map begins `longest` rows before the array, and a step along either of its first two axes is
+    a step of a row: no position that is inside leads to what is not the array's.
+    """
+    _check_tensor(array)
+    whole = _view(array)
+    shape = (array.shape[0] + 1, longest, *array.shape[1:])
+    _check_box(shape, array.itemsize, box, swizzle_bytes)
+    row = whole.strides[0]
+    view = whole._replace(
+        address=whole.address - longest * row, shape=shape, strides=(row, *whole.strides)
+    )
+    return _encode(view, box, swizzle_bytes)
+
+
+def _encode(view: TensorView, box: Sequence[int], swizzle_bytes: int) -> np.ndarray[Any, Any]:
     if backend.active is not None:
-        return backend.active.encode_tensor_map(array, box, swizzle_bytes)
+        return backend.active.encode_tensor_map(view, box, swizzle_bytes)
     driver = _driver()
-    rank = array.ndim
+    rank = len(view.shape)
     status, tensor_map = driver.cuTensorMapEncodeTiled(
-        getattr(driver.CUtensorMapDataType, _data_type(array.dtype)),
+        getattr(driver.CUtensorMapDataType, _data_type(view.dtype)),
         rank,
-        int(array.data.ptr),
-        [driver.cuuint64_t(extent) for extent in reversed(array.shape)],
-        [driver.cuuint64_t(stride) for stride in reversed(_strides(array))],
+        view.address,
+        [driver.cuuint64_t(extent) for extent in reversed(view.shape)],
+        [driver.cuuint64_t(stride) for stride in reversed(view.strides[:-1])],
         [driver.cuuint32_t(extent) for extent in reversed(tuple(box))],
         [driver.cuuint32_t(1)] * rank,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -63,7 +106,7 @@ def encode_tensor_map(
     )
     if int(status) != 0:
         raise ArrayLayoutError(
-            f"encode_tensor_map: the driver refused shape {array.shape}, strides {array.strides}, "
+            f"encode_tensor_map: the driver refused shape {view.shape}, strides {view.strides}, "
             f"box {tuple(box)}, swizzle {swizzle_bytes}: {status!r}"
         )
     words = np.array([int(word) for word in tensor_map.opaque], np.uint64)
@@ -107,6 +150,16 @@ def _strides(array: Array) -> list[int]:
     return [stride if extent > 1 else _ALIGNMENT for stride, extent in axes]
 
 
+def _view(array: Array) -> TensorView:
+    return TensorView(
+        address_of(array),
+        array.shape,
+        (*_strides(array), array.itemsize),
+        array.dtype,
+        array.flags.writeable if isinstance(array, np.ndarray) else True,
+    )
+
+
 def _check_tensor(array: Array) -> None:
     if not 2 <= array.ndim <= _MOST_AXES:
         raise ArrayShapeError(f"encode_tensor_map: 2 to 5 axes, got shape {array.shape}")
@@ -122,16 +175,18 @@ def _check_tensor(array: Array) -> None:
         raise ArrayLayoutError("encode_tensor_map: the array must be 16-byte aligned")
 
 
-def _check_box(array: Array, box: Sequence[int], swizzle_bytes: int) -> None:
+def _check_box(
+    shape: tuple[int, ...], itemsize: int, box: Sequence[int], swizzle_bytes: int
+) -> None:
     if swizzle_bytes not in SWIZZLE_BYTES:
         raise ConfigError(
             f"encode_tensor_map: swizzle_bytes must be one of {SWIZZLE_BYTES}, got {swizzle_bytes}"
         )
-    if len(box) != array.ndim or not all(1 <= extent <= _MOST_BOX for extent in box):
+    if len(box) != len(shape) or not all(1 <= extent <= _MOST_BOX for extent in box):
         raise ConfigError(
-            f"encode_tensor_map: box needs {array.ndim} extents of 1..{_MOST_BOX}, got {tuple(box)}"
+            f"encode_tensor_map: box needs {len(shape)} extents of 1..{_MOST_BOX}, got {tuple(box)}"
         )
-    row_bytes = box[-1] * array.itemsize
+    row_bytes = box[-1] * itemsize
     if row_bytes % 16 or (swizzle_bytes and row_bytes > swizzle_bytes):
         raise ConfigError(
             f"encode_tensor_map: a box row has {row_bytes} bytes; expected a multiple of 16"

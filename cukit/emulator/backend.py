@@ -11,6 +11,7 @@ import numpy as np
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device, typical_device
 from cukit.core.kernel import Kernel
+from cukit.core.tensor_map import TensorView
 from cukit.emulator.builder import build_kernel
 from cukit.emulator.kernel import EmulatedKernel
 from cukit.emulator.settings import Settings
@@ -43,10 +44,10 @@ class Emulator:
         return _load(spec, self.device.arch, self.settings.checked, self.settings.debug)
 
     def encode_tensor_map(
-        self, array: np.ndarray[Any, Any], box: Sequence[int], swizzle_bytes: int
+        self, view: TensorView, box: Sequence[int], swizzle_bytes: int
     ) -> np.ndarray[Any, Any]:
         """A description for the emulated copy engine in place of the driver's."""
-        return pack_tensor_map(array, box, swizzle_bytes)
+        return pack_tensor_map(view, box, swizzle_bytes)
 
 
 @functools.cache

@@ -23,7 +23,7 @@ constexpr int kScoreBytes = kScoreParts * kKeyPart;
 constexpr int kScoreTiles = 2;  // stages of dS
 constexpr int kGradOutReaders = kConsumers * 4;
 // Operand a of dP: with registers to spare, and shared memory as busy as the tensor cores.
-constexpr bool kValuesInRegisters = HEAD_DIM == 64;
+constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
 
 static_assert(TILE_N == kConsumers * 64, "a warpgroup's product has 64 rows");
@@ -134,6 +134,11 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
     Cursor<STAGES> at;
     Position position(walk);
     int ds_stage = 0;
+    const auto tile_at = [&](const Position& place) {
+      return TileScores(walk, place.head, warp_uniform(place.tile), warp_row);
+    };
+    Fetched fetched;
+    fetched.ask(tile_at(position));
 
     mbarrier_wait(&shared.keys, 0);
     mbarrier_wait(&shared.q.full[0], 0);
@@ -150,20 +155,22 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       Packed packed;
       QueryGradient dq;
       const unsigned long long stage = at.stage * (kQueryBytes / 16);
+      const ScoreRows slopes(tiles.scores + ds_stage * kScoreBytes, warp_row);
+      const TileScores tile = tile_at(position);
       mbarrier_wait(&shared.grad_out.full[at.stage], at.parity);
-      hide(s, walk, key, warp_uniform(position.tile));
+      prepare(s, slopes, walk, tile, fetched, key, scale_log2);
       wgmma_fence();
       if constexpr (kValuesInRegisters) {
         multiply_rows(dp, v_registers, grad_out_inner + stage);
       } else {
         multiply_keys(dp, v_rows, grad_out_inner + stage);
       }
-      exponentiate(s, packed, shared.lse[at.stage] + lane_column, scale_log2);
+      exponentiate(s, packed, shared.lse[at.stage] + lane_column, slopes, tile, scale_log2);
       wgmma_fence();
       multiply_queries(dv, packed, grad_out_outer + stage);
       wgmma_wait<1>(dp);
       Packed ds;
-      differentiate(ds, packed, dp, shared.delta[at.stage] + lane_column);
+      differentiate(ds, packed, dp, shared.delta[at.stage] + lane_column, slopes);
       store_scores(tiles.scores + ds_stage * kScoreBytes, warp_row, ds);
       fence_proxy_async();
       wgmma_fence();
@@ -173,10 +180,10 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
 
       const unsigned long long ds_now = ds_part + ds_stage * (kScoreBytes / 16);
       const Cursor<STAGES> done = at;
-      const int tile = step;
+      const int index = step;
       const auto hand_over = [&] {
-        mbarrier_wait(&shared.sums.read[0], (tile + 1) % 2);
-        stage_piece(staging, dq, 0, &shared.sums.staged[tile % kAdders]);
+        mbarrier_wait(&shared.sums.read[0], (index + 1) % 2);
+        stage_piece(staging, dq, 0, &shared.sums.staged[index % kAdders]);
       };
       ds_stage ^= 1;
       at.advance();
@@ -187,6 +194,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
         hand_over();
         break;
       }
+      fetched.ask(tile_at(position));
       mbarrier_wait(&shared.q.full[at.stage], at.parity);
       wgmma_fence();
       multiply_scores(dq, ds_now, k_part);

@@ -6,6 +6,7 @@
 // Macros: DTYPE, HEAD_DIM, PADDED, TILE_M, TILE_N, SPLIT, those of score_options.cuh.
 #pragma once
 
+#include "attention/backward_options.cuh"
 #include "attention/backward_walk.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/pack.cuh"
@@ -26,8 +27,6 @@ using Gradient = T;
 constexpr int kGroupThreads = 128;
 constexpr int kConsumers = 2;
 
-using Scores = float[TILE_M / 2];
-using Packed = unsigned[TILE_M / 16][4];  // scores as operand a, sixteen queries a step
 using QueryGradient = float[32];          // 64 queries, 64 columns
 
 // Operands whose inner extent is contiguous: 64 columns of a part.
@@ -73,33 +72,64 @@ CUKIT_DEVICE void mask(Scores& scores, int key, int keys, int opposite,
   }
 }
 
-// scores = exp2(scale * scores - lse), and as operand a.
-CUKIT_DEVICE void exponentiate(Scores& scores, Packed& packed, const float* lse, float scale_log2) {
+// P = exp2(score - lse), as operand a, of what prepare has left.
+CUKIT_DEVICE void exponentiate(Scores& scores, Packed& packed, const float* lse,
+                               const ScoreRows& slopes, const TileScores& tile, float scale_log2) {
+  const float ahead = first_ahead(tile);
 #pragma unroll
-  for (int n = 0; n < TILE_M / 8; ++n) {
-    const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * n);
+  for (int step = 0; step < TILE_M / 16; ++step) {
+    unsigned derivatives[4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float* pair = &scores[4 * n + 2 * half];
-      pair[0] = exp2f(fmaf(pair[0], scale_log2, -row_lse.x));
-      pair[1] = exp2f(fmaf(pair[1], scale_log2, -row_lse.y));
-      packed[n / 2][n % 2 * 2 + half] = pack<T>(pair[0], pair[1]);
+    for (int n = 2 * step; n < 2 * step + 2; ++n) {
+      const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * n);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float* pair = &scores[4 * n + 2 * half];
+        if constexpr (!kScoresModified) {
+          pair[0] = exp2f(fmaf(pair[0], scale_log2, -row_lse.x));
+          pair[1] = exp2f(fmaf(pair[1], scale_log2, -row_lse.y));
+        } else {
+          if constexpr (!BIAS) {
+            const float place = ahead + static_cast<float>(8 * n - 8 * half);
+            float slope[2];
+            pair[0] = modified(pair[0], place, tile, scale_log2, slope[0]);
+            pair[1] = modified(pair[1], place + 1.0f, tile, scale_log2, slope[1]);
+            if constexpr (SOFTCAP) derivatives[n % 2 * 2 + half] = pack<T>(slope[0], slope[1]);
+          }
+          pair[0] = exp2f(pair[0] - row_lse.x);
+          pair[1] = exp2f(pair[1] - row_lse.y);
+        }
+        packed[step][n % 2 * 2 + half] = pack<T>(pair[0], pair[1]);
+      }
     }
+    if constexpr (SOFTCAP && !BIAS) slopes.store(step, derivatives);
   }
 }
 
-// dS = P * (dP - delta), as operand a.
-CUKIT_DEVICE void differentiate(Packed& ds, const Packed& p, const Scores& dp, const float* delta) {
+// dS = P * (dP - delta) * the score's derivative by its product, as operand a.
+CUKIT_DEVICE void differentiate(Packed& ds, const Packed& p, const Scores& dp, const float* delta,
+                                const ScoreRows& slopes) {
+  if constexpr (SOFTCAP) __syncwarp();  // the derivatives lie in shared memory
 #pragma unroll
-  for (int n = 0; n < TILE_M / 8; ++n) {
-    const float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * n);
+  for (int step = 0; step < TILE_M / 16; ++step) {
+    unsigned derivatives[4];
+    if constexpr (SOFTCAP) slopes.load(derivatives, step);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = 4 * n + 2 * half;
-      float pair[2];
-      unpack<T>(pair, p[n / 2][n % 2 * 2 + half]);
-      ds[n / 2][n % 2 * 2 + half] =
-          pack<T>(pair[0] * (dp[i] - row_delta.x), pair[1] * (dp[i + 1] - row_delta.y));
+    for (int n = 2 * step; n < 2 * step + 2; ++n) {
+      const float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * n);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = 4 * n + 2 * half, of_step = n % 2 * 2 + half;
+        float pair[2];
+        unpack<T>(pair, p[step][of_step]);
+        if constexpr (SOFTCAP) {
+          float slope[2];
+          unpack<T>(slope, derivatives[of_step]);
+          pair[0] *= slope[0], pair[1] *= slope[1];
+        }
+        ds[step][of_step] =
+            pack<T>(pair[0] * (dp[i] - row_delta.x), pair[1] * (dp[i + 1] - row_delta.y));
+      }
     }
   }
 }
@@ -118,8 +148,7 @@ CUKIT_DEVICE void store_scores(unsigned char* tile, int first_row, const Packed&
 }
 
 // Hides from the scores of a tile, `key` counting from the block's first, what must not be seen.
-CUKIT_DEVICE void hide(Scores& scores, const Walk& walk, int key, int tile) {
-  const int first_query = tile * TILE_M;
+CUKIT_DEVICE void hide(Scores& scores, const Walk& walk, int key, int first_query) {
   const int right = CAUSAL ? 0 : walk.settings.window_right;
   const int left = walk.settings.window_left;
   if (walk.keys_left < TILE_N ||
@@ -127,6 +156,15 @@ CUKIT_DEVICE void hide(Scores& scores, const Walk& walk, int key, int tile) {
       (WINDOW && walk.first_key < first_query + TILE_M - 1 + walk.past - left)) {
     mask(scores, key, walk.keys_left, walk.first_key + key - walk.past - first_query, walk.settings);
   }
+}
+
+// From products of a tile to what exponentiate takes: hidden ones, and the bias.
+CUKIT_DEVICE void prepare(Scores& scores, const ScoreRows& slopes, const Walk& walk,
+                          const TileScores& tile, Fetched& fetched, int key,
+                          float scale_log2) {
+  if constexpr (MASK) hide_masked(scores, tile, fetched);
+  hide(scores, walk, key, tile.first_query);
+  if constexpr (BIAS) add_bias(scores, slopes, tile, fetched, scale_log2);
 }
 
 // Where gradients of keys go, and how.

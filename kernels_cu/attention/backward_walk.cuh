@@ -48,21 +48,28 @@ struct Tiles {
   unsigned char* dq;        // what warps add to global memory
 };
 
+// Where a tensor map has a sequence: its first row, and the position on the outermost axis.
+struct MapPlace {
+  int row, outer;
+};
+
 // A block's keys, and the tiles of queries that see them: of each head in turn, from start_tile to
 // end_tile - 1 and on from first_tile.
 struct Walk {
+  const ScoreArrays arrays;
   const ScoreSettings& settings;
+  MapPlace map_q, map_kv;
   int batch, key_head, first_key;
   int keys_left;   // to the end of the sequence
   int past;        // query i stands opposite key i + past
   int first_head;  // of q
-  int tiles;       // of queries, of a head
+  int tiles;       // of queries, of a head, in the scratch
   int key_tiles;   // of a key head
   int first_scratch_tile;  // of the first head: tiles of all heads before it
   int first_tile, start_tile, steps;
-  int seen_end;  // WINDOW
+  int seen_end;  // WINDOW, VARLEN
 
-  CUKIT_DEVICE int end_tile() const { return WINDOW ? seen_end : tiles; }
+  CUKIT_DEVICE int end_tile() const { return WINDOW || VARLEN ? seen_end : tiles; }
 };
 
 // One tile of queries after the other.
@@ -85,10 +92,10 @@ struct Position {
 };
 
 CUKIT_DEVICE void fetch_tile(unsigned char* tile, int part_bytes, const TensorMap* map,
-                       Mbarrier* full, int row, int head, int b) {
+                       Mbarrier* full, const MapPlace& place, int row, int head) {
 #pragma unroll 1
   for (int part = 0; part < kParts; ++part) {
-    tma_load_4d(tile + part * part_bytes, map, full, part * 64, head, row, b);
+    tma_load_4d(tile + part * part_bytes, map, full, part * 64, head, place.row + row, place.outer);
   }
 }
 
@@ -105,21 +112,22 @@ CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q,
     const long long statistics = position.scratch_row(walk);
     if (step == 0) {
       mbarrier_arrive_expect(&shared.keys, kKeyBytes);
-      fetch_tile(tiles.k, kKeyPart, k, &shared.keys, walk.first_key, walk.key_head, walk.batch);
+      fetch_tile(tiles.k, kKeyPart, k, &shared.keys, walk.map_kv, walk.first_key, walk.key_head);
     }
     Mbarrier* full = &shared.q.full[at.stage];
     mbarrier_wait(&shared.q.empty[at.stage], at.parity ^ 1);
     mbarrier_arrive_expect(full, kQueryBytes + TILE_M * 4);
-    fetch_tile(tiles.q + at.stage * kQueryBytes, kQueryPart, q, full, row, head, walk.batch);
+    fetch_tile(tiles.q + at.stage * kQueryBytes, kQueryPart, q, full, walk.map_q, row, head);
     bulk_load(shared.lse[at.stage], lse_log2 + statistics, TILE_M * 4, full);
     if (step == 0) {
       mbarrier_arrive_expect(&shared.values, kKeyBytes);
-      fetch_tile(tiles.v, kKeyPart, v, &shared.values, walk.first_key, walk.key_head, walk.batch);
+      fetch_tile(tiles.v, kKeyPart, v, &shared.values, walk.map_kv, walk.first_key, walk.key_head);
     }
     full = &shared.grad_out.full[at.stage];
     mbarrier_wait(&shared.grad_out.empty[at.stage], at.parity ^ 1);
     mbarrier_arrive_expect(full, kQueryBytes + TILE_M * 4);
-    fetch_tile(tiles.grad_out + at.stage * kQueryBytes, kQueryPart, grad_out, full, row, head, walk.batch);
+    fetch_tile(tiles.grad_out + at.stage * kQueryBytes, kQueryPart, grad_out, full, walk.map_q, row,
+               head);
     bulk_load(shared.delta[at.stage], delta + statistics, TILE_M * 4, full);
     at.advance();
     position.advance(walk);

@@ -30,6 +30,7 @@ constexpr int kOwn = 5;
 
 static_assert(TILE_N == 64 && TILE_M == 64, "one product of 64 rows each way");
 static_assert(kColumns == 128, "two parts of 64 columns for each warpgroup");
+static_assert(STAGES == 2, "derivatives of a softcap wait where dS is to be");
 
 using KeyGradient = float[kColumns / 2];
 
@@ -56,6 +57,7 @@ CUKIT_DEVICE void multiply_scores(float (&dq)[N], unsigned long long ds, unsigne
 }
 
 // dS = P * (dP - delta), sixteen queries at a time for want of registers: from one tile to the other.
+// SOFTCAP: times the score's derivative, which lies where dS is to be.
 CUKIT_DEVICE void differentiate(unsigned char* ds_tile, const unsigned char* p_tile, int first_row,
                                 const Scores& dp, const float* delta) {
   const int lane = threadIdx.x % kWarpSize;
@@ -67,6 +69,7 @@ CUKIT_DEVICE void differentiate(unsigned char* ds_tile, const unsigned char* p_t
     const int within = ((step * 2 + lane / 16) ^ (row % 8)) * 16;
     unsigned p[4], ds[4];
     ldmatrix_x4(p, from + within);
+    if constexpr (SOFTCAP) ldmatrix_x4(ds, to + within);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const float2 row_delta = *reinterpret_cast<const float2*>(delta + 16 * step + 8 * n);
@@ -75,6 +78,11 @@ CUKIT_DEVICE void differentiate(unsigned char* ds_tile, const unsigned char* p_t
         const float* g = &dp[8 * step + 4 * n + 2 * half];
         float pair[2];
         unpack<T>(pair, p[2 * n + half]);
+        if constexpr (SOFTCAP) {
+          float slope[2];
+          unpack<T>(slope, ds[2 * n + half]);
+          pair[0] *= slope[0], pair[1] *= slope[1];
+        }
         ds[2 * n + half] =
             pack<T>(pair[0] * (g[0] - row_delta.x), pair[1] * (g[1] - row_delta.y));
       }
@@ -195,17 +203,27 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
   Cursor<STAGES> at;
   Position position(walk);
 
+  const int warp_row = share.warp * 16;
+  const auto tile_at = [&](const Position& place) {
+    return TileScores(walk, place.head, warp_uniform(place.tile), warp_row);
+  };
+  Fetched fetched;
+
   // From the scores of the tile at `position` to P.
   const auto hand_over = [&](Scores& s, int stage) {
-    hide(s, walk, key, warp_uniform(position.tile));
+    const TileScores tile = tile_at(position);
+    // dS of two tiles before is no longer read: the ring of Q has come round since.
+    const ScoreRows slopes(tiles.scores + (2 + stage) * kScoreBytes, warp_row);
     Packed p;
-    exponentiate(s, p, shared.lse[at.stage] + share.lane_column, scale_log2);
-    store_scores(tiles.scores + stage * kScoreBytes, share.warp * 16, p);
+    prepare(s, slopes, walk, tile, fetched, key, scale_log2);
+    exponentiate(s, p, shared.lse[at.stage] + share.lane_column, slopes, tile, scale_log2);
+    store_scores(tiles.scores + stage * kScoreBytes, warp_row, p);
     fence_proxy_async();
     named_sync(kOwn, kGroupThreads);
     named_arrive(kProbabilities + stage, kConsumers * kGroupThreads);
   };
 
+  fetched.ask(tile_at(position));
   mbarrier_wait(&shared.keys, 0);
   mbarrier_wait(&shared.q.full[0], 0);
   {
@@ -228,6 +246,7 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
     multiply_queries(dv, share.scores(kProbabilitiesAt, parity), share.columns(kGradOutAt, now.stage));
     if (step + 1 < steps) {
       Scores s;
+      fetched.ask(tile_at(position));
       mbarrier_wait(&shared.q.full[at.stage], at.parity);
       wgmma_fence();
       multiply_keys(s, share.inner(0), share.inner(kQueriesAt) + at.stage * kQueryStage);

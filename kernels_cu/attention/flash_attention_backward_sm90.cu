@@ -23,19 +23,21 @@
 //   heads of 256, four (P and dS); dQ: 32 KiB, none for heads of 256, which stage it in tiles of dO.
 //   Static: barriers, stages of lse and delta.
 // Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled by
-//   128 bytes; rows and columns beyond the tensor read as zero.
+//   128 bytes; rows and columns beyond the tensor read as zero. VARLEN: maps of sequences, in which
+//   rows beyond a sequence do too (encode_sequence_map); seq_q and seq_kv are their longest.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|256; PADDED 0|1 head_dim is smaller than HEAD_DIM;
 //   TILE_M x TILE_N 128x128 (64), 64x128 (128), 64x64 (256); STAGES 2..; THREADS = 384; CAUSAL 0|1;
 //   SPLIT 0|1; DETERMINISTIC 0|1; those of score_options.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ where asked
 //   for, else its additions come in any order.
 // Reference: cukit/reference/attention.py.
-#include "attention/block_order.cuh"
+#include "attention/backward_work.cuh"
 #if HEAD_DIM == 256
 #include "attention/backward_wide.cuh"
 #else
 #include "attention/backward_narrow.cuh"
 #endif
+#include "attention/scratch_rows.cuh"
 #include "common/ptx/opaque.cuh"
 
 namespace {
@@ -59,13 +61,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const __grid_constant__ cukit::TensorMap k,         // [batch, seq_kv, heads / splits, head_dim]
     const __grid_constant__ cukit::TensorMap v,         // as k
     const __grid_constant__ cukit::TensorMap grad_out,  // as q
-    const float* __restrict__ lse_log2,  // [batch * heads * group, seq_q_padded]
+    const float* __restrict__ lse_log2,  // scratch rows (scratch_rows.cuh)
     const float* __restrict__ delta,     // as lse_log2
     int* __restrict__ turns,         // DETERMINISTIC: 2 + 2 a tile of the scratch, zeros at first
-    float* __restrict__ grad_q_sum,  // [batch * heads * group, seq_q_padded, HEAD_DIM], zeros at first
+    float* __restrict__ grad_q_sum,  // scratch rows of HEAD_DIM, zeros at first
     Gradient* __restrict__ grad_k,   // [batch, seq_kv, heads, head_dim], contiguous
     Gradient* __restrict__ grad_v,   // as grad_k
-    int batch, int heads, int group, int splits, int seq_q, int seq_kv, int seq_q_padded,
+    const float* __restrict__ alibi_slopes,     // score_options.cuh, as all up to cu_seqlens_kv
+    const cukit::bias_t* __restrict__ bias,     //
+    const unsigned char* __restrict__ mask,     //
+    const int* __restrict__ cu_seqlens_q,       // [batch + 1]
+    const int* __restrict__ cu_seqlens_kv,      // [batch + 1]
+    const int* __restrict__ plan,           // VARLEN (backward_work.cuh)
+    int batch, int heads, int group, int splits, int seq_q, int seq_kv, int rows_per_head,
     int head_dim, int section, float scale, float scale_log2,
     const __grid_constant__ cukit::ScoreSettings settings) {
   __shared__ backward::Shared shared;
@@ -78,16 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   tiles.scores = tiles.grad_out + STAGES * backward::kQueryBytes;
   tiles.dq = tiles.scores + backward::kScoreTiles * backward::kScoreBytes;
 
-  const int key_tiles = (seq_kv + TILE_N - 1) / TILE_N;
-  // What divisions yield is not known to be the warp's.
-  const auto work_of = [&](int block) {
-    const cukit::HeadTile work =
-        cukit::head_tile(block, batch * heads, key_tiles, section);
-    // Blocks wait for those with later keys, which therefore begin first.
-    const int tile =
-        (CAUSAL || WINDOW) && DETERMINISTIC ? key_tiles - 1 - work.tile : work.tile;
-    return cukit::HeadTile{cukit::warp_uniform(work.head), cukit::warp_uniform(tile)};
-  };
+  const backward::KeyProblem problem{batch,        heads,         seq_q, seq_kv, section,
+                                     cu_seqlens_q, cu_seqlens_kv, plan};
 #if DETERMINISTIC
   __shared__ int ticket;
   if (threadIdx.x == 0) ticket = atomicAdd(turns, 1);
@@ -95,29 +95,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
 #else
   const int ticket = blockIdx.x;
 #endif
-  const cukit::HeadTile work = work_of(ticket);
-  backward::Walk walk{settings};
-  walk.batch = cukit::warp_uniform(work.head / heads);
-  const int head = work.head - walk.batch * heads;
-  walk.key_head = head / splits;  // which `splits` of the heads share
+  if (!problem.has_work(ticket)) return;
+  const backward::KeyWork work = backward::key_work(problem, ticket);
+  const cukit::Sequence& sequence = work.sequence;
+  backward::Walk walk{{alibi_slopes, nullptr, bias, mask}, settings};
+  walk.batch = work.b;
+  walk.key_head = work.head / splits;  // which `splits` of the heads share
   walk.first_key = work.tile * TILE_N;
-  walk.keys_left = seq_kv - walk.first_key;
-  walk.past = seq_kv - seq_q;
-  walk.first_head = head * group;
-  walk.tiles = seq_q_padded / TILE_M;
-  walk.key_tiles = key_tiles;
-  walk.first_scratch_tile = work.head * group * walk.tiles;
+  walk.keys_left = sequence.seq_kv - walk.first_key;
+  walk.past = sequence.seq_kv - sequence.seq_q;
+  walk.first_head = work.head * group;
+  walk.tiles = rows_per_head / TILE_M;
+  walk.key_tiles = work.key_tiles;
+#if VARLEN
+  walk.map_q = {seq_q - sequence.seq_q, sequence.first_q + sequence.seq_q};
+  walk.map_kv = {seq_kv - sequence.seq_kv, sequence.first_kv + sequence.seq_kv};
+  walk.first_scratch_tile = walk.first_head * walk.tiles +
+                            cukit::scratch_start(work.b, sequence.first_q) / TILE_M;
+#else
+  walk.map_q = walk.map_kv = {0, work.b};
+  walk.first_scratch_tile = (work.b * heads + work.head) * group * walk.tiles;
+#endif
   walk.first_tile = CAUSAL ? min(walk.tiles, max(0, walk.first_key - walk.past) / TILE_M) : 0;
-#if WINDOW
+#if WINDOW || VARLEN
   const cukit::TileRange seen = cukit::query_tiles<TILE_M>(
-      walk.first_key, min(TILE_N, walk.keys_left), walk.past, seq_q, settings);
+      walk.first_key, min(TILE_N, walk.keys_left), walk.past, sequence.seq_q, settings);
   walk.first_tile = seen.begin;
   walk.seen_end = seen.end;
 #endif
   walk.steps = (walk.end_tile() - walk.first_tile) * group;
-  walk.start_tile = CAUSAL || WINDOW || DETERMINISTIC || walk.tiles == 0
+  walk.start_tile = CAUSAL || WINDOW || DETERMINISTIC || walk.end_tile() == 0
                         ? walk.first_tile
-                        : cukit::warp_uniform(work.tile % walk.tiles);
+                        : cukit::warp_uniform(work.tile % walk.end_tile());
 
   if (threadIdx.x == 0) {
     shared.q.init(kConsumerWarps);
@@ -142,14 +151,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     cukit::take_registers<kConsumerRegisters>();
     // Worked out once more at the end: registers are short in between.
     const auto results = [&] {
-      const cukit::HeadTile again = work_of(cukit::opaque(ticket));
+      const backward::KeyWork again = backward::key_work(problem, cukit::opaque(ticket));
       const int first_key = again.tile * TILE_N;
+      const long long first_row =
+          VARLEN ? again.sequence.first_kv : static_cast<long long>(again.b) * seq_kv;
       const long long row_stride = static_cast<long long>(heads) * head_dim;
-      const long long start =
-          (static_cast<long long>(again.head / heads) * seq_kv + first_key) * row_stride +
-          again.head % heads * head_dim;
-      return backward::Results{grad_k + start,     grad_v + start, row_stride,
-                               seq_kv - first_key, head_dim,       scale};
+      const long long start = (first_row + first_key) * row_stride + again.head * head_dim;
+      return backward::Results{
+          grad_k + start, grad_v + start, row_stride, again.sequence.seq_kv - first_key, head_dim,
+          scale};
     };
     backward::accumulate(shared, tiles, walk, results, scale_log2);
   }

@@ -11,7 +11,8 @@ from cukit.attention import flash_attention_backward
 from cukit.reference import attention as reference
 from tests.attention import plain
 from tests.attention.options import OPTIONS, options_of, widened
-from tests.contract import assert_close, poison_pool, random, to_device
+from tests.attention.test_flash_sequences import plain_sequences
+from tests.contract import assert_close, poison_pool, random, to_device, to_host
 
 NAMES = ("grad_q", "grad_k", "grad_v")
 # What users combine, beside tests/attention/options.py.
@@ -19,12 +20,19 @@ EVERY_OPTION: dict[str, dict[str, Any]] = {
     **OPTIONS,
     "window, sinks": {"window_size": (40, 9), "sinks": True},
     "window causal": {"causal": True, "window_size": (70, None)},
+    "alibi causal": {"causal": True, "alibi_slopes": "h"},
+    "bias of floats, softcap": {"bias": "hqk", "bias_dtype": "float32", "softcap": 2.0},
+    "mask causal": {"causal": True, "mask": "bk"},
 }
+# What differs most: whether dQ is added in turn.
 EMULATED = {
-    # name: head_dim, deterministic
-    "window, sinks": (64, True),
-    "window causal": (128, False),
-    "window": (256, True),
+    ("window, sinks", 64): True,
+    ("window causal", 128): False,
+    ("alibi causal", 64): False,
+    ("softcap", 64): False,
+    ("bias, mask", 128): False,
+    ("bias of floats, softcap", 256): False,
+    ("everything", 256): True,
 }
 
 
@@ -43,13 +51,12 @@ def inputs_of(rng, lengths, heads, head_dim, batch=1, dtype="bfloat16"):
     return q, k, v, grad_out
 
 
-def check(place, q, k, v, grad_out, options: dict[str, Any], deterministic=False):
-    """Gradients beside float64, given what an exact forward returns."""
+def gradients(place, q, k, v, grad_out, options: dict[str, Any], deterministic=False):
+    """The kernel's, given what an exact forward returns, and the exact ones."""
     wide_options = {name: widened(value) for name, value in options.items()}
     wide = [x.astype(np.float64) for x in (grad_out, q, k, v)]
     exact, exact_lse = reference.flash_attention(*wide[1:], return_lse=True, **wide_options)
     expected = reference.flash_attention_backward(*wide, exact, exact_lse, **wide_options)
-    low = plain.backward(grad_out, q, k, v, **{"causal": False, **options})
     out, lse = exact.astype(q.dtype), exact_lse.astype(np.float32)
     placed = to_device(place, grad_out, q, k, v, *map(np.ascontiguousarray, (out, lse)))
     placed_options = {
@@ -58,6 +65,13 @@ def check(place, q, k, v, grad_out, options: dict[str, Any], deterministic=False
     }
     poison_pool(place)
     grads = flash_attention_backward(*placed, deterministic=deterministic, **placed_options)
+    return grads, expected
+
+
+def check(place, q, k, v, grad_out, options: dict[str, Any], deterministic=False):
+    """Gradients beside float64."""
+    grads, expected = gradients(place, q, k, v, grad_out, options, deterministic)
+    low = plain.backward(grad_out, q, k, v, **{"causal": False, **options})
     for name, *of_input in zip(NAMES, grads, low, expected, strict=False):
         assert_close(name, *of_input)
 
@@ -67,10 +81,10 @@ def check(place, q, k, v, grad_out, options: dict[str, Any], deterministic=False
 def test_options(hopper, rng, name, head_dim):
     """Several tiles both ways, keys that end inside one, and blocks that see no query."""
     if hopper == "emulator":
-        if EMULATED.get(name, (0, False))[0] != head_dim:
+        if (name, head_dim) not in EMULATED:
             pytest.skip("the emulator runs what differs most; the rest is for the GPU")
-        lengths, heads, batch = (200, 300), (2, 1), 1
-        ways: tuple[bool, ...] = (EMULATED[name][1],)
+        lengths, heads, batch = (150, 272), (2, 1), 1
+        ways: tuple[bool, ...] = (EMULATED[name, head_dim],)
     else:
         lengths, heads, batch = (700, 600), (4, 2), 2
         ways = (False, True)
@@ -78,3 +92,65 @@ def test_options(hopper, rng, name, head_dim):
     options = options_of(rng, EVERY_OPTION[name], batch, heads[0], lengths, "bfloat16")
     for deterministic in ways:
         check(hopper, *inputs, options, deterministic)
+
+
+def sequences_of(rng, lengths, heads, head_dim):
+    """Inputs, and where their sequences end."""
+    ends = [np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in lengths]
+    totals = int(ends[0][-1]), int(ends[1][-1])
+    arrays = [x[0] for x in inputs_of(rng, totals, heads, head_dim)]
+    where = {
+        "cu_seqlens_q": ends[0],
+        "cu_seqlens_kv": ends[1],
+        "max_seqlen_q": max(lengths[0]) + 3,
+        "max_seqlen_kv": max(lengths[1]),
+    }
+    return arrays, where
+
+
+def check_sequences(place, rng, asked, lengths, heads, head_dim, deterministic=False):
+    arrays, where = sequences_of(rng, lengths, heads, head_dim)
+    most = where["max_seqlen_q"], where["max_seqlen_kv"]
+    options = options_of(rng, asked, len(lengths[0]), heads[0], most, "bfloat16")
+    grads, expected = gradients(place, *arrays, {**options, **where}, deterministic)
+    ends = where["cu_seqlens_q"], where["cu_seqlens_kv"]
+    _, low = plain_sequences(*arrays, options, ends)
+    for name, *of_input in zip(NAMES, grads, low, expected, strict=False):
+        assert_close(name, *of_input)
+
+
+FEW = ([5, 0, 140, 3, 0, 70], [9, 4, 135, 0, 0, 150])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "name", "deterministic"),
+    [(128, "causal", False), (64, "window, sinks", True), (256, "causal", True), (64, None, False)],
+)
+def test_sequences_of_any_lengths(hopper, rng, head_dim, name, deterministic):
+    if hopper == "emulator" and name is None:
+        pytest.skip("the rest is for the GPU")
+    asked = {"causal": name == "causal"} if name in (None, "causal") else EVERY_OPTION[name]
+    check_sequences(hopper, rng, asked, FEW, (2, 1), head_dim, deterministic)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_neighbour_full_of_nan_is_not_seen(hopper, rng, head_dim):
+    """Its rows lie in the tiles of the sequence before it, and are multiplied by zeros."""
+    if hopper == "emulator" and head_dim != 64:
+        pytest.skip("the rest is for the GPU")
+    lengths = [20, 25, 15, 140, 9], [20, 25, 15, 40, 200]
+    arrays, where = sequences_of(rng, lengths, (2, 1), head_dim)
+    broken = [x.copy() for x in arrays]
+    for x, name in zip(broken, ("q", "kv", "kv", "q"), strict=True):
+        ends = where[f"cu_seqlens_{name}"]
+        for sequence in (1, 4):
+            x[ends[sequence] : ends[sequence + 1]] = np.nan
+    ways = []
+    with np.errstate(invalid="ignore"):
+        for some in (arrays, broken):
+            ways.append(gradients(hopper, *some, where, deterministic=True)[0])
+    for clean, spoilt, name in zip(*ways, ("q", "kv", "kv"), strict=True):
+        ends = where[f"cu_seqlens_{name}"]
+        for sequence in (0, 2, 3):
+            rows = slice(ends[sequence], ends[sequence + 1])
+            np.testing.assert_array_equal(to_host(clean)[rows], to_host(spoilt)[rows])

@@ -1,0 +1,274 @@
+// Options of the scores in the Hopper backward, which has keys as rows (backward_scores.cuh).
+//
+// A warp's sixteen keys lie side by side in the rows of a bias or a mask, which belong to queries: a
+// lane reads the keys of a query, and the warp exchanges them.
+//
+// Macros: TILE_M, TILE_N, those of score_options.cuh.
+#pragma once
+
+#include "attention/backward_walk.cuh"
+#include "attention/fragment_matrix.cuh"
+#include "attention/score_options.cuh"
+#include "common/platform.cuh"
+#include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/movmatrix.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/ptx/stmatrix.cuh"
+#include "common/types.cuh"
+
+namespace cukit::backward {
+
+constexpr int kWarpKeys = 16;
+
+using Scores = float[TILE_M / 2];
+using Packed = unsigned[TILE_M / 16][4];  // scores as operand a, sixteen queries a step
+
+// A head's options, and where a warp's scores of a tile begin, counted from the sequence's first.
+struct TileScores {
+  HeadScores head;
+  const ScoreSettings& settings;
+  int first_query, first_key;
+
+  // `head` of the block's, `warp_row`: of the keys of the block's first.
+  CUKIT_DEVICE TileScores(const Walk& walk, int head, int tile, int warp_row)
+      : head(walk.arrays, walk.settings, walk.batch, walk.first_head + head,
+             {0, 0, walk.first_key + walk.keys_left - walk.past, walk.first_key + walk.keys_left}),
+        settings(walk.settings),
+        first_query(tile * TILE_M),
+        first_key(walk.first_key + warp_row) {}
+
+  // All keys of the warp exist.
+  CUKIT_DEVICE bool has_all_keys() const { return first_key + kWarpKeys <= head.seq_kv; }
+};
+
+// What a product becomes, but for its bias, in powers of two; -infinity stays. `slope` becomes its
+// derivative by the scaled product; `ahead`: how far the query stands behind the key's own.
+CUKIT_DEVICE float modified(float product, float ahead, const TileScores& tile, float scale_log2,
+                            float& slope) {
+  slope = 1.0f;
+  float value = product * scale_log2;
+  if constexpr (SOFTCAP) {
+    const float t =
+        1.0f - __fdividef(2.0f, 1.0f + exp2f(product * tile.settings.cap_inner));
+    value = product == -infinity() ? product : tile.settings.cap_outer * t;
+    slope = 1.0f - t * t;
+  }
+  // CAUSAL: where the query stands before the key, the score is hidden.
+  if constexpr (ALIBI) value = fmaf(-tile.head.slope_log2, CAUSAL ? ahead : fabsf(ahead), value);
+  return value;
+}
+
+// How far the query of the lane's first score stands behind its key's own.
+CUKIT_DEVICE float first_ahead(const TileScores& tile) {
+  const int lane = threadIdx.x % kWarpSize;
+  return static_cast<float>(tile.first_query + lane % 4 * 2 + tile.head.past - tile.first_key -
+                            lane / 4);
+}
+
+// SOFTCAP: derivatives of scores wait in shared memory, where dS of the same tile is to be, for want of
+// registers. A warp's sixteen keys, sixteen queries a step.
+class ScoreRows {
+ public:
+  CUKIT_DEVICE ScoreRows(const unsigned char* tile, int first_row) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int row = first_row + lane % 16;
+    row_ = shared_address(tile) + row * kRowBytes;
+    swizzle_ = lane / 16 ^ row % 8;
+  }
+
+  CUKIT_DEVICE void store(int step, const unsigned (&scores)[4]) const {
+    stmatrix_x4(at(step), scores);
+  }
+
+  CUKIT_DEVICE void load(unsigned (&scores)[4], int step) const { ldmatrix_x4(scores, at(step)); }
+
+ private:
+  CUKIT_DEVICE unsigned at(int step) const {
+    return row_ + step / 4 * kKeyPart + ((step % 4 * 2) ^ swizzle_) * 16;
+  }
+
+  unsigned row_;
+  int swizzle_;
+};
+
+// Else there are no registers in which it could wait for the scores.
+constexpr bool kBiasAhead = BIAS == 1 && !MASK && !SOFTCAP;
+
+// A lane's share of a tile's bias and mask, asked for before the scores have come. Rows are read in
+// words where they are aligned, and the warp's keys all exist; else element by element, when needed.
+struct Fetched {
+#if BIAS == 1
+  Packed bias;  // lane 4 r + c: keys 2 c and 2 c + 1 of query r, of eight queries by eight keys
+  bool has_bias;
+
+  CUKIT_DEVICE void ask_bias(const TileScores& tile) {
+    const int lane = threadIdx.x % kWarpSize;
+    const HeadScores& head = tile.head;
+    const long long row_stride = tile.settings.bias_row;
+    has_bias = tile.has_all_keys() && tile.settings.bias_column == 1 && row_stride % 2 == 0 &&
+               reinterpret_cast<unsigned long long>(head.bias) % 4 == 0;
+    if (has_bias) {
+      const bias_t* const first = head.bias + tile.first_key + lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < TILE_M / 8; ++n) {
+        const int query = min(tile.first_query + 8 * n + lane / 4, head.seq_q - 1);
+        const bias_t* const row = first + query * row_stride;
+        bias[n / 2][n % 2 * 2] = *reinterpret_cast<const unsigned*>(row);
+        bias[n / 2][n % 2 * 2 + 1] = *reinterpret_cast<const unsigned*>(row + 8);
+      }
+    }
+  }
+
+  // A loop, which takes few registers.
+  CUKIT_DEVICE void read_bias(const TileScores& tile) {
+    const int lane = threadIdx.x % kWarpSize;
+    const HeadScores& head = tile.head;
+    const long long column_stride = tile.settings.bias_column;
+#pragma unroll 1
+    for (int block = 0; block < TILE_M / 4; ++block) {
+      const int query = tile.first_query + block / 2 * 8 + lane / 4;
+      const int key = tile.first_key + block % 2 * 8 + lane % 4 * 2;
+      const bias_t* const from =
+          head.bias + query * tile.settings.bias_row + key * column_stride;
+      const float low = head.exists(query, key) ? to_float(from[0]) : 0.0f;
+      const float high = head.exists(query, key + 1) ? to_float(from[column_stride]) : 0.0f;
+      const unsigned pair = pack<element_t>(low, high);
+#pragma unroll
+      for (int b = 0; b < TILE_M / 4; ++b) {
+        if (b == block) bias[b / 4][b % 4] = pair;
+      }
+    }
+  }
+#endif
+#if MASK
+  uint4 mask[TILE_M / kWarpSize];  // sixteen keys of a query
+  bool has_mask;
+
+  CUKIT_DEVICE void ask_mask(const TileScores& tile) {
+    const HeadScores& head = tile.head;
+    const long long row_stride = tile.settings.mask_row;
+    has_mask = tile.has_all_keys() &&
+               rows_are_aligned(head.mask, row_stride, tile.settings.mask_column);
+    if (has_mask) {
+#pragma unroll
+      for (int part = 0; part < TILE_M / kWarpSize; ++part) {
+        const int query = tile.first_query + part * kWarpSize +
+                          static_cast<int>(threadIdx.x) % kWarpSize;
+        const unsigned char* const row =
+            head.mask + min(query, head.seq_q - 1) * row_stride + tile.first_key;
+        mask[part] = *reinterpret_cast<const uint4*>(row);
+      }
+    }
+  }
+#endif
+
+  CUKIT_DEVICE void ask(const TileScores& tile) {
+#if BIAS == 1
+    if constexpr (kBiasAhead) ask_bias(tile);
+#endif
+#if MASK
+    ask_mask(tile);
+#endif
+  }
+};
+
+// BIAS: products become scores in powers of two, and their derivatives are stored. `biases(n, half)`
+// are those of the lane's two scores there.
+template <typename Biases>
+CUKIT_DEVICE void add_biases(Scores& scores, const ScoreRows& slopes, const TileScores& tile,
+                             float scale_log2, const Biases& biases) {
+  const float ahead = first_ahead(tile);
+#pragma unroll
+  for (int step = 0; step < TILE_M / 16; ++step) {
+    unsigned packed[4];
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+      const int n = 2 * step + block / 2, half = block % 2;
+      const float2 added = biases(n, half);
+      const float place = ahead + static_cast<float>(8 * n - 8 * half);
+      float* const pair = &scores[4 * n + 2 * half];
+      float slope[2];
+      pair[0] = fmaf(added.x, kLog2E, modified(pair[0], place, tile, scale_log2, slope[0]));
+      pair[1] = fmaf(added.y, kLog2E, modified(pair[1], place + 1.0f, tile, scale_log2, slope[1]));
+      if constexpr (SOFTCAP) packed[block] = pack<element_t>(slope[0], slope[1]);
+    }
+    if constexpr (SOFTCAP) slopes.store(step, packed);
+  }
+}
+
+CUKIT_DEVICE void add_bias(Scores& scores, const ScoreRows& slopes, const TileScores& tile,
+                           Fetched& fetched, float scale_log2) {
+#if BIAS == 1
+  if constexpr (!kBiasAhead) fetched.ask_bias(tile);
+  if (!fetched.has_bias) fetched.read_bias(tile);
+  add_biases(scores, slopes, tile, scale_log2, [&](int n, int half) {
+    float pair[2];
+    unpack<element_t>(pair, transpose_8x8(fetched.bias[n / 2][n % 2 * 2 + half]));
+    return make_float2(pair[0], pair[1]);
+  });
+#else
+  const int lane = threadIdx.x % kWarpSize;
+  const HeadScores& head = tile.head;
+  const int first_query = tile.first_query + lane % 4 * 2;
+  const int first_key = tile.first_key + lane / 4;
+  const auto bias = [&](int query, int key) {
+    return head.exists(query, key) ? to_float(head.bias[query * tile.settings.bias_row +
+                                                        key * tile.settings.bias_column])
+                                   : 0.0f;
+  };
+  add_biases(scores, slopes, tile, scale_log2, [&](int n, int half) {
+    if (n % 4 == 0 && half == 0) __syncwarp();  // no more loads in flight than there is room for
+    const int query = first_query + 8 * n, key = first_key + 8 * half;
+    return make_float2(bias(query, key), bias(query + 1, key));
+  });
+#endif
+}
+
+// MASK: -infinity where the byte is 0. A lane has the sixteen keys of a query; it collects, for each of
+// its two keys, the bits of 32 queries.
+CUKIT_DEVICE void hide_masked(Scores& scores, const TileScores& tile, const Fetched& fetched) {
+#if MASK
+  const int lane = threadIdx.x % kWarpSize;
+  const HeadScores& head = tile.head;
+#pragma unroll
+  for (int part = 0; part < TILE_M / kWarpSize; ++part) {
+    unsigned seen[2] = {};
+    if (fetched.has_mask) {
+      const uint4& read = fetched.mask[part];
+      const unsigned words[4] = {read.x, read.y, read.z, read.w};
+#pragma unroll
+      for (int key = 0; key < kWarpKeys; ++key) {
+        const unsigned queries =
+            __ballot_sync(kFullMask, (words[key / 4] & 0xffu << key % 4 * 8) != 0);
+        if (lane / 4 == key % 8) seen[key / 8] = queries;
+      }
+    } else {
+      const int query = min(tile.first_query + part * kWarpSize + lane, head.seq_q - 1);
+      const unsigned char* const row = head.mask + query * tile.settings.mask_row +
+                                       tile.first_key * tile.settings.mask_column;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll 1
+        for (int key = 8 * half; key < 8 * half + 8; ++key) {
+          const unsigned queries =
+              __ballot_sync(kFullMask, tile.first_key + key < head.seq_kv &&
+                                           row[key * tile.settings.mask_column] != 0);
+          if (lane / 4 == key % 8) seen[half] = queries;
+        }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned own = seen[half] >> lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < kWarpSize / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& score = scores[4 * (part * kWarpSize / 8 + n) + 2 * half + i];
+          if (!(own >> (8 * n + i) & 1u)) score = -infinity();
+        }
+    }
+  }
+#endif
+}
+
+}  // namespace cukit::backward
