@@ -24,6 +24,8 @@ constexpr int kScoreTiles = 2;  // stages of dS
 constexpr int kGradOutReaders = kConsumers * 4;
 // Operand a of dP: with registers to spare, and shared memory as busy as the tensor cores.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
+// dP beside the exponentials: unless there are no registers for both.
+constexpr bool kExponentialsFirst = HEAD_DIM == 64 && SOFTCAP;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
 
 static_assert(TILE_N == kConsumers * 64, "a warpgroup's product has 64 rows");
@@ -159,13 +161,15 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       const TileScores tile = tile_at(position);
       mbarrier_wait(&shared.grad_out.full[at.stage], at.parity);
       prepare(s, slopes, walk, tile, fetched, key, scale_log2);
+      const float* const lse = shared.lse[at.stage] + lane_column;
+      if constexpr (kExponentialsFirst) exponentiate(s, packed, lse, slopes, tile, scale_log2);
       wgmma_fence();
       if constexpr (kValuesInRegisters) {
         multiply_rows(dp, v_registers, grad_out_inner + stage);
       } else {
         multiply_keys(dp, v_rows, grad_out_inner + stage);
       }
-      exponentiate(s, packed, shared.lse[at.stage] + lane_column, slopes, tile, scale_log2);
+      if constexpr (!kExponentialsFirst) exponentiate(s, packed, lse, slopes, tile, scale_log2);
       wgmma_fence();
       multiply_queries(dv, packed, grad_out_outer + stage);
       wgmma_wait<1>(dp);

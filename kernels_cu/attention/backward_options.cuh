@@ -91,8 +91,9 @@ class ScoreRows {
   int swizzle_;
 };
 
-// Else there are no registers in which it could wait for the scores.
+// Else there are no registers in which they could wait for the scores.
 constexpr bool kBiasAhead = BIAS == 1 && !MASK && !SOFTCAP;
+constexpr bool kMaskAhead = MASK && !SOFTCAP && !BIAS;
 
 // A lane's share of a tile's bias and mask, asked for before the scores have come. Rows are read in
 // words where they are aligned, and the warp's keys all exist; else element by element, when needed.
@@ -167,7 +168,7 @@ struct Fetched {
     if constexpr (kBiasAhead) ask_bias(tile);
 #endif
 #if MASK
-    ask_mask(tile);
+    if constexpr (kMaskAhead) ask_mask(tile);
 #endif
   }
 };
@@ -226,8 +227,9 @@ CUKIT_DEVICE void add_bias(Scores& scores, const ScoreRows& slopes, const TileSc
 
 // MASK: -infinity where the byte is 0. A lane has the sixteen keys of a query; it collects, for each of
 // its two keys, the bits of 32 queries.
-CUKIT_DEVICE void hide_masked(Scores& scores, const TileScores& tile, const Fetched& fetched) {
+CUKIT_DEVICE void hide_masked(Scores& scores, const TileScores& tile, Fetched& fetched) {
 #if MASK
+  if constexpr (!kMaskAhead) fetched.ask_mask(tile);
   const int lane = threadIdx.x % kWarpSize;
   const HeadScores& head = tile.head;
 #pragma unroll
