@@ -141,6 +141,12 @@ struct Results {
   Descale q, k, v;
 };
 
+CUKIT_DEVICE bool renew(cukit::SoftmaxRows& rows, float (&shrink)[2], const Scores& scores,
+                        float scale_log2) {
+  return cukit::renew_maxima<TILE_N / 2, HEAD_DIM >= 128>(rows, shrink, scores, scale_log2,
+                                                          kGrowth);
+}
+
 CUKIT_DEVICE void pack(Probabilities& p, const Scores& scores) {
 #if HALVES
   cukit::pack_probabilities<__half>(p, scores);
@@ -233,7 +239,7 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
     rows.reset();
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0.0f;
-    cukit::renew_maxima(rows, shrink, scores, scale_log2, kGrowth);
+    renew(rows, shrink, scores, scale_log2);
     cukit::exponentiate_fp8(rows, scores, scale_log2);
     cukit::mbarrier_wait(&rings.v.full[v_at.stage], v_at.parity);
     pack(p, scores);
@@ -253,7 +259,7 @@ CUKIT_DEVICE void run(Rings& rings, const Tiles& tiles, unsigned char* kept_byte
       cukit::wgmma_wait<1>(scores);
       receive_scores(tile, unmasked_tiles);
       const bool outgrown =
-          cukit::renew_maxima(rows, shrink, scores, scale_log2, kGrowth);
+          renew(rows, shrink, scores, scale_log2);
       cukit::exponentiate_fp8(rows, scores, scale_log2);
       const cukit::Cursor<STAGES> v_done = v_at;
       v_at.advance();

@@ -46,19 +46,38 @@ CUKIT_DEVICE void mask_scores(float (&scores)[N], int keys, int visible) {
 
 // Renews the maxima where a row has outgrown its own, and says so to the whole warp: what was summed
 // under them is then to be multiplied by `shrink`.
-template <int N>
+//
+// AsIntegers: floats whose sign is clear are ordered as integers are, of which Hopper compares three
+// at a time. Where all the warp's maxima are such, a negative number, a negative integer too, passes
+// none. Pays for long tiles.
+template <int N, bool AsIntegers = N >= 64>
 CUKIT_DEVICE bool renew_maxima(SoftmaxRows& rows, float (&shrink)[2], const float (&scores)[N],
                                float scale_log2, float growth = kLazyGrowth) {
-  float seen[2];
+  float seen[2] = {rows.max[0], rows.max[1]};
+  if (AsIntegers &&
+      __all_sync(kFullMask, (__float_as_int(seen[0]) | __float_as_int(seen[1])) >= 0)) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      int top = __float_as_int(seen[half]);
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n) {
+        const float* pair = &scores[4 * n + 2 * half];
+        top = max(max(__float_as_int(pair[0]), __float_as_int(pair[1])), top);
+      }
+      seen[half] = __int_as_float(top);
+    }
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n) {
+        const float* pair = &scores[4 * n + 2 * half];
+        seen[half] = fmaxf(seen[half], fmaxf(pair[0], pair[1]));
+      }
+  }
   bool outgrown = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    seen[half] = rows.max[half];
-#pragma unroll
-    for (int n = 0; n < N / 4; ++n) {
-      const float* pair = &scores[4 * n + 2 * half];
-      seen[half] = fmaxf(seen[half], fmaxf(pair[0], pair[1]));
-    }
     // Still -infinity on both sides gives NaN, which is not greater.
     outgrown |= (seen[half] - rows.max[half]) * scale_log2 > growth;
   }
