@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import threading
@@ -29,6 +30,9 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, CUDA_ERROR_OUT_OF_MEMORY
 
 _DONE = None
 """An event that has been reached already."""
+
+_GONE = object()
+_DESTROYED = (201, 400, 709)  # cudaErrorDeviceUninitialized, InvalidResourceHandle, destroyed
 
 _LATER = object()
 """The event of a stream that is no more, while the device cannot be waited for."""
@@ -189,23 +193,34 @@ class CudaDevice:
             if stream.owner is not None and stream.owner() is None:
                 self._streams.pop(key, None)
 
-    def _living_handle(self, key: Hashable) -> int | None:
-        """The stream's handle, or None where it is destroyed or belongs to another thread."""
+    def _ask(self, key: Hashable, call: Callable[[int], Any]) -> Any:
+        """`call(handle)` for a stream, or _GONE if it is destroyed or belongs to another thread."""
         stream = self._streams.get(key)
-        if stream is None or (stream.owner is not None and stream.owner() is None):
-            return None
+        if stream is None:
+            return _GONE
         # Threads get the numbers of dead ones: only their own storage tells them apart.
         if stream.of_thread and key not in vars(self._of_thread).values():
-            return None
-        return stream.handle
+            return _GONE
+        if stream.owner is None:
+            return call(stream.handle)
+        alive = stream.owner()  # and kept so during the call
+        if alive is None or gc.is_finalized(alive):
+            return _GONE
+        try:
+            return call(stream.handle)
+        except RuntimeError as error:
+            # CuPy destroys the handle while the object can still be reached from other threads.
+            if getattr(error, "status", None) in _DESTROYED:
+                return _GONE
+            raise
 
     def _object_of(self, key: Hashable) -> Any:
         """A CuPy stream object for `with`."""
         stream = self._streams.get(key)
         if stream is not None and stream.owner is not None and (alive := stream.owner()):
             return alive
-        handle = self._living_handle(key)
-        if handle is None:
+        handle = self._ask(key, int)
+        if handle is _GONE:
             raise ConfigError(f"stream {key} no longer exists")
         if handle == 0:
             return self._stream_module.Stream.null
@@ -218,18 +233,19 @@ class CudaDevice:
     # Events -----------------------------------------------------------------------------------
 
     def record(self, stream: Hashable) -> Any:
-        handle = self._living_handle(stream)
-        if handle is None:  # nothing less is known to cover its work
-            return _DONE if self._idle() else _LATER
+        spare, runtime = self._spare_events, self._runtime
         with self.current():
-            spare = self._spare_events
-            event = spare.pop() if spare else self._runtime.eventCreateWithFlags(_NO_TIMING)
+            event = spare.pop() if spare else runtime.eventCreateWithFlags(_NO_TIMING)
             try:
-                self._runtime.eventRecord(event, handle)
+                found = self._ask(stream, lambda handle: runtime.eventRecord(event, handle))
             except BaseException:
                 spare.append(event)
                 raise
-        return event
+        if found is not _GONE:
+            return event
+        spare.append(event)
+        # Nothing less is known to cover the work of a stream that is no more.
+        return _DONE if self._idle() else _LATER
 
     def is_done(self, event: Any) -> bool:
         if event is _DONE:
@@ -242,12 +258,13 @@ class CudaDevice:
     def wait(self, stream: Hashable, event: Any) -> None:
         if event is _DONE:
             return
-        handle = self._living_handle(stream)
-        if handle is None or event is _LATER:
-            self.synchronize(event)
-            return
-        with self.current():
-            self._runtime.streamWaitEvent(handle, event)
+        if event is not _LATER:
+            runtime = self._runtime
+            with self.current():
+                found = self._ask(stream, lambda handle: runtime.streamWaitEvent(handle, event))
+            if found is not _GONE:
+                return
+        self.synchronize(event)
 
     def synchronize(self, event: Any) -> None:
         if event is _LATER:
@@ -280,10 +297,10 @@ class CudaDevice:
             return None
         if known.owner is None and stream != self.current_stream():
             return None  # it may be gone, and captures of other threads are theirs to ask about
-        handle = self._living_handle(stream)
-        if handle is None or not self._runtime.streamIsCapturing(handle):
+        capturing = self._ask(stream, self._runtime.streamIsCapturing)
+        if capturing is _GONE or not capturing:
             return None
-        return self._captures.capture_of(handle)
+        return self._captures.capture_of(known.handle)
 
     def ended_captures(self) -> list[int]:
         """Captures whose graphs, and all that was instantiated from them, are destroyed."""

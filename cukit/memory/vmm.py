@@ -63,12 +63,13 @@ class VirtualPages:
 
     def _hand_back(self, pages: Sequence[Any]) -> list[Any]:
         """Releases pages; returns those that the driver refused."""
-        for index, page in enumerate(pages):
+        refused = []
+        for page in pages:
             try:
                 self._driver.release(page)
             except Exception:
-                return list(pages[index:])
-        return []
+                refused.append(page)
+        return refused
 
     def map_pages(self, address: int, pages: Sequence[Any]) -> None:
         mapped = 0

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -302,6 +303,34 @@ def test_threads_hand_arrays_over(make_pool: MakePool) -> None:
     for array, value, _ in box:
         assert intact(array, value)
     box.clear()
+    assert int(wrong[0]) == 0
+    check_invariants(pool)
+
+
+def test_streams_end_while_other_threads_ask_about_them(make_pool: MakePool) -> None:
+    pool = make_pool(max_pool_size=128 * MIB)
+    wrong = cupy.zeros(1, np.uint32)
+    cupy.cuda.Device().synchronize()
+
+    def work(seed: int) -> None:
+        for step in range(150):
+            value = 1000 * seed + step
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream, pool.use():
+                array = cupy.empty(MIB + step, np.uint32)
+                fill(array, value, 5_000)
+                count_wrong(array, value, wrong)
+                del array
+            del stream
+
+    with ThreadPoolExecutor(5) as threads:
+        running = [threads.submit(work, seed) for seed in range(5)]
+        while not all(each.done() for each in running):
+            pool.free(pool.allocate(48 * MIB))  # takes what other streams freed
+            pool.defragment()
+    for each in running:
+        each.result()
+    cupy.cuda.Device().synchronize()
     assert int(wrong[0]) == 0
     check_invariants(pool)
 
