@@ -1,0 +1,222 @@
+"""Streams of the CUDA providers over a stand-in for CuPy: which are gone, and who may wait."""
+# ruff: noqa: N802 - the names are CUDA's
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cukit.memory import cuda_device
+from cukit.memory.cuda_device import LEGACY_KEY, CudaDevice
+
+
+class RefusedError(RuntimeError):
+    """What CuPy raises, with the runtime's number."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+class Runtime:
+    """Streams are numbers; each has an id that is never used again."""
+
+    def __init__(self) -> None:
+        self.ids: dict[int, int] = {}
+        self.capturing: dict[int, int] = {}
+        self.log: list[tuple[str, int]] = []
+        self.events = 0
+        self._last_id = 100
+
+    def open(self, handle: int) -> None:
+        self._last_id += 1
+        self.ids[handle] = self._last_id
+
+    def _use(self, name: str, handle: int) -> None:
+        if handle not in self.ids:
+            raise RefusedError(201)
+        self.log.append((name, handle))
+
+    def getDevice(self) -> int:
+        return 0
+
+    def getDeviceCount(self) -> int:
+        return 1
+
+    def memGetInfo(self) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
+    def eventCreateWithFlags(self, flags: int) -> int:
+        self.events += 1
+        return self.events
+
+    def eventRecord(self, event: int, handle: int) -> None:
+        self._use("record", handle)
+
+    def streamWaitEvent(self, handle: int, event: int) -> None:
+        self._use("wait", handle)
+
+    def streamIsCapturing(self, handle: int) -> bool:
+        self._use("asked", handle)
+        return handle in self.capturing
+
+    def eventSynchronize(self, event: int) -> None:
+        self.log.append(("synchronize", event))
+
+    def deviceSynchronize(self) -> None:
+        assert not self.capturing, "forbidden during a capture"
+        self.log.append(("synchronize", 0))
+
+    def said(self, name: str) -> list[int]:
+        return [value for what, value in self.log if what == name]
+
+
+class Stream:
+    """As CuPy's: its end destroys the handle."""
+
+    def __init__(self, runtime: Runtime, handle: int) -> None:
+        self._runtime, self.ptr = runtime, handle
+        self._foreign_stream_ref = None
+        runtime.open(handle)
+
+    def __del__(self) -> None:
+        del self._runtime.ids[self.ptr]
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    made = Runtime()
+    made.open(2)  # the per-thread one; here it is one for all
+    return made
+
+
+@pytest.fixture
+def device(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaDevice]:
+    module = SimpleNamespace(_BaseStream=Stream, Stream=Stream)
+    cuda = SimpleNamespace(
+        runtime=runtime, stream=module, get_current_stream=lambda device_id: runtime.current
+    )
+    monkeypatch.setattr(cuda_device, "require_cupy", lambda purpose: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(cuda_device, "gpu_available", lambda: True)
+    monkeypatch.setattr(cuda_device, "_STREAMS", {})
+
+    def call(name: str, handle: int) -> int:
+        assert name == "cuStreamGetId"
+        assert handle not in runtime.capturing, "the driver refuses"
+        return runtime.ids[handle] if handle != 2 else 1000 + threading.get_ident()
+
+    monkeypatch.setattr(cuda_device, "call", call)
+    made = CudaDevice()
+    made._captures = SimpleNamespace(capture_of=runtime.capturing.get, ended=list)  # type: ignore
+    runtime.current = Stream(runtime, 50)  # type: ignore[attr-defined]
+    yield made
+    del runtime.current  # type: ignore[attr-defined]
+
+
+def test_a_handle_used_again_is_another_stream(device: CudaDevice, runtime: Runtime) -> None:
+    keys = []
+    for _ in range(3):
+        stream = Stream(runtime, 7)
+        keys.append(device.stream_key(stream))
+        assert device.stream_key(stream) == keys[-1]
+        del stream
+    assert len(set(keys)) == 3
+    assert device.stream_key(0) == device.stream_key(1) == LEGACY_KEY
+
+
+def test_the_work_of_a_dead_stream_is_waited_for_as_a_whole(
+    device: CudaDevice, runtime: Runtime
+) -> None:
+    stream = Stream(runtime, 7)
+    key = device.stream_key(stream)
+    event = device.record(key)
+    assert runtime.said("record") == [7]
+    device.wait(key, event)
+    assert runtime.said("wait") == [7]
+    del stream
+    after = device.record(key)
+    assert runtime.said("record") == [7]
+    assert runtime.said("synchronize") == [0]
+    assert device.is_done(after)
+    device.wait(key, event)  # a dead stream cannot wait, so the host does
+    assert runtime.said("synchronize") == [0, event]
+    assert device.capture_id(key) is None
+    device.discard(after)
+    device.discard(event)
+
+
+def test_a_handle_that_is_destroyed_before_its_object_is_dead_too(
+    device: CudaDevice, runtime: Runtime
+) -> None:
+    stream = Stream(runtime, 7)
+    key = device.stream_key(stream)
+    number = runtime.ids.pop(7)  # as another thread sees it in the middle of the destructor
+    assert device.is_done(device.record(key))
+    assert runtime.said("synchronize") == [0]
+    assert device.capture_id(key) is None
+    runtime.ids[7] = number
+    device.record(key)
+    assert runtime.events == 1, "the first event was not lost"
+
+
+def test_nobody_waits_for_a_dead_stream_during_a_capture(
+    device: CudaDevice, runtime: Runtime
+) -> None:
+    gone, captured = Stream(runtime, 7), Stream(runtime, 8)
+    key = device.stream_key(gone)
+    device.stream_key(captured)
+    del gone
+    runtime.capturing[8] = 41
+    event = device.record(key)
+    assert not device.is_done(event)
+    assert not runtime.said("synchronize")
+    runtime.capturing.clear()
+    assert device.is_done(event)
+    device.synchronize(event)
+    device.wait(device.stream_key(captured), event)
+    assert runtime.said("synchronize") == [0, 0, 0]
+    device.discard(event)
+
+
+def test_a_stream_first_met_in_a_capture(device: CudaDevice, runtime: Runtime) -> None:
+    stream = Stream(runtime, 7)
+    runtime.capturing[7] = 41
+    key = device.stream_key(stream)
+    assert device.stream_key(stream) == key
+    assert device.capture_id(key) == 41
+    assert device.records_late(key)
+    runtime.capturing.clear()
+    later = device.stream_key(stream)
+    assert later != key
+    assert device.capture_id(key) is None
+    device.record(key)
+    assert runtime.said("record") == [7], "the memory of the capture still knows its stream"
+    runtime.capturing[7] = 42
+    assert device.capture_id(later) == 42
+
+
+def test_threads_have_streams_of_their_own(device: CudaDevice, runtime: Runtime) -> None:
+    keys: list[Any] = []
+
+    def meet() -> None:
+        keys.append(device.stream_key(2))
+        device.record(keys[-1])
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    thread.join()
+    assert runtime.said("record") == [2]
+    device.record(keys[0])  # from here it cannot be reached
+    assert runtime.said("record") == [2]
+    assert runtime.said("synchronize") == [0]
+    assert not device.records_late(keys[0])
+    runtime.current = SimpleNamespace(ptr=2)  # type: ignore[attr-defined]
+    runtime.capturing[2] = 43
+    inside = device.current_stream()
+    assert device.capture_id(inside) == 43
+    runtime.capturing.clear()
+    assert device.current_stream() not in (inside, LEGACY_KEY)
