@@ -23,6 +23,9 @@ from cukit.memory.provider import Move
 LEGACY_KEY = 0
 """The legacy default stream; other streams have the driver's ids, which start above."""
 
+BROKEN_CAPTURE = -1
+"""In place of the number of a capture that will not become a graph."""
+
 _LEGACY_HANDLES = (0, 1)
 _PER_THREAD_HANDLE = 2
 _NO_TIMING = 2  # cudaEventDisableTiming
@@ -297,7 +300,12 @@ class CudaDevice:
             return None
         if known.owner is None and stream != self.current_stream():
             return None  # it may be gone, and captures of other threads are theirs to ask about
-        capturing = self._ask(stream, self._runtime.streamIsCapturing)
+        try:
+            capturing = self._ask(stream, self._runtime.streamIsCapturing)
+        except RuntimeError:  # a mistake ended the capture, but nobody has ended it yet
+            if stream == self.current_stream():
+                raise
+            return BROKEN_CAPTURE
         if capturing is _GONE or not capturing:
             return None
         return self._captures.capture_of(known.handle)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cukit.memory import cuda_device
-from cukit.memory.cuda_device import LEGACY_KEY, CudaDevice
+from cukit.memory.cuda_device import BROKEN_CAPTURE, LEGACY_KEY, CudaDevice
 
 
 class RefusedError(RuntimeError):
@@ -20,6 +20,9 @@ class RefusedError(RuntimeError):
     def __init__(self, status: int) -> None:
         super().__init__(f"status {status}")
         self.status = status
+
+
+BROKEN = 666
 
 
 class Runtime:
@@ -62,6 +65,8 @@ class Runtime:
 
     def streamIsCapturing(self, handle: int) -> bool:
         self._use("asked", handle)
+        if self.capturing.get(handle) == BROKEN:
+            raise RuntimeError("the stream was capturing, but an error has invalidated it")
         return handle in self.capturing
 
     def eventSynchronize(self, event: int) -> None:
@@ -180,6 +185,21 @@ def test_nobody_waits_for_a_dead_stream_during_a_capture(
     device.wait(device.stream_key(captured), event)
     assert runtime.said("synchronize") == [0, 0, 0]
     device.discard(event)
+
+
+def test_a_capture_that_broke_off_is_its_own_threads_error(
+    device: CudaDevice, runtime: Runtime
+) -> None:
+    """For everybody else it is a capture: what is asked in its neighbourhood does not fail."""
+    stream, gone = Stream(runtime, 7), Stream(runtime, 8)
+    key, other = device.stream_key(stream), device.stream_key(gone)
+    runtime.capturing[7] = BROKEN
+    assert device.capture_id(key) == BROKEN_CAPTURE
+    del gone
+    assert not device.is_done(device.record(other))
+    runtime.current = stream  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="invalidated"):
+        device.capture_id(key)
 
 
 def test_a_stream_first_met_in_a_capture(device: CudaDevice, runtime: Runtime) -> None:
