@@ -1,13 +1,11 @@
-"""The CUDA provider's pages over a stand-in for the driver, and memory as CuPy gets it."""
+"""The CUDA provider's pages over a stand-in for the driver."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from cukit.errors import ConfigError, OutOfMemoryError
-from cukit.memory import DeviceOutOfMemory, HostProvider, MemoryPool, MemoryPoolConfig
+from cukit.errors import ConfigError
+from cukit.memory import DeviceOutOfMemory
 from cukit.memory.cuda_driver import DriverError
 from cukit.memory.vmm import MOST_PAGES, VirtualPages, choose_page_bytes
 
@@ -143,26 +141,3 @@ def test_page_sizes() -> None:
     assert choose_page_bytes(2 * MIB, MOST_PAGES * 2 * MIB) == 2 * MIB
     assert choose_page_bytes(2 * MIB, MOST_PAGES * 2 * MIB + 1) == 4 * MIB
     assert choose_page_bytes(2 * MIB, 141 << 30) == 16 * MIB
-
-
-def test_memory_for_cupy_is_freed_with_its_last_pointer() -> None:
-    pytest.importorskip("cupy")
-    from cukit.memory import install
-
-    pool = MemoryPool(MemoryPoolConfig(max_pool_size=8 * MIB), HostProvider())
-    allocate: Any = install._single(pool)
-    pointer = allocate(1000)
-    assert (pointer.mem.size, pointer.device_id) == (1000, 0)
-    assert pool.owns(pointer.ptr)
-    inside = pointer + 100
-    del pointer
-    assert pool.statistics().num_live == 1
-    del inside
-    assert pool.statistics().num_live == 0
-    nothing = allocate(0)
-    assert (nothing.ptr, nothing.mem.size, pool.statistics().num_live) == (0, 0, 0)
-    with pytest.raises(OutOfMemoryError, match="above it") as ours:
-        allocate(9 * MIB)
-    import cupy
-
-    assert isinstance(ours.value, cupy.cuda.memory.OutOfMemoryError)
