@@ -135,6 +135,7 @@ def test_a_captured_graph_serves_other_lengths(gpu, rng, causal):
         ends.set(np.cumsum([0, *each]).astype(np.int32))
 
     write(lengths[0])
+    cupy.cuda.Device().synchronize()  # inputs have come: the stream does not wait for others
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         attend()  # memory for the capture
