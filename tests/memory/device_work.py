@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -53,3 +55,20 @@ def intact(words: Any, value: int) -> bool:
     wrong = require_cupy("a test").zeros(1, np.uint32)
     count_wrong(words, value, wrong)
     return int(wrong[0]) == 0
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Runs `work` in a thread of its own and raises what it raised."""
+    mistakes: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:
+            mistakes.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    if mistakes:
+        raise mistakes[0]

@@ -1,13 +1,11 @@
-"""The pool as CuPy's allocator: arrays on several streams, threads and collections."""
+"""The pool as CuPy's allocator: arrays on several streams, and collections at any moment."""
 
 from __future__ import annotations
 
 import gc
 import os
 import random
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,7 @@ import pytest
 
 from cukit.errors import ConfigError, OutOfMemoryError
 from cukit.memory import MemoryPool
-from tests.memory.device_work import count_wrong, fill, intact, words_at
+from tests.memory.device_work import count_wrong, fill, in_thread, intact, words_at
 from tests.memory.invariants import check_invariants
 
 cupy = pytest.importorskip("cupy")
@@ -26,23 +24,6 @@ pytestmark = [
 
 MIB = 1 << 20
 MakePool = Callable[..., MemoryPool]
-
-
-def in_thread(work: Callable[[], None]) -> None:
-    """Runs `work` in a thread of its own and raises what it raised."""
-    mistakes: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            work()
-        except BaseException as error:
-            mistakes.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    if mistakes:
-        raise mistakes[0]
 
 
 def test_installed_it_serves_every_thread_until_it_is_not(make_pool: MakePool) -> None:
@@ -153,81 +134,6 @@ def test_streams_share_memory_in_order(make_pool: MakePool) -> None:
     assert pool.statistics().pending_bytes == 0
 
 
-def test_each_thread_has_its_own_default_stream(make_pool: MakePool) -> None:
-    """They share one handle. What they freed is everybody's once they are gone."""
-    pool = make_pool(max_pool_size=128 * MIB)
-    wrong = cupy.zeros(1, np.uint32)
-    cupy.cuda.Device().synchronize()
-    keys: list[Any] = []
-    handed_over: list[Any] = []
-    together = threading.Barrier(4)
-    mistakes: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        try:
-            with cupy.cuda.Stream.ptds, pool.use():
-                keys.append(pool.provider.current_stream())
-                together.wait(60)
-                for step in range(60):
-                    value = 1000 * seed + step
-                    array = cupy.empty(MIB // 2 + step, np.uint32)
-                    fill(array, value)
-                    count_wrong(array, value, wrong)
-                    if step % 20 == 0:
-                        handed_over.append(array)
-                    del array
-        except BaseException as error:
-            mistakes.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not mistakes
-    assert len(set(keys)) == 4
-    assert int(wrong[0]) == 0
-    handed_over.clear()
-    pool.free(pool.allocate(128 * MIB))
-    check_invariants(pool)
-
-
-def test_a_thread_that_is_gone_is_not_taken_for_its_successor(make_pool: MakePool) -> None:
-    """Threads get the numbers of dead ones, but not their streams."""
-    pool = make_pool(max_pool_size=8 * MIB)
-    box: list[Any] = []
-    numbers: list[int] = []
-    fill(cupy.empty(1, np.uint32), 0)  # compiled before anything is timed
-
-    def leave() -> None:
-        with cupy.cuda.Stream.ptds, pool.use():
-            array = cupy.empty(MIB, np.uint32)
-            fill(array, 1, 200_000_000)  # a tenth of a second
-            box.append(array)
-        numbers.append(threading.get_ident())
-
-    def drop() -> None:
-        with cupy.cuda.Stream.ptds:
-            pool.provider.current_stream()  # makes the thread's own stream known
-            box.clear()
-        numbers.append(threading.get_ident())
-
-    for _ in range(5):
-        numbers.clear()
-        in_thread(leave)
-        in_thread(drop)
-        with pool.use(), cupy.cuda.Stream(non_blocking=True) as stream:
-            array = cupy.empty(MIB, np.uint32)
-            fill(array, 7, 0)
-            stream.synchronize()
-            cupy.cuda.Device().synchronize()
-            assert intact(array, 7), "given away while a dead thread's kernel wrote to it"
-            del array
-        if numbers[0] == numbers[1]:
-            return
-    pytest.fail("no thread got the number of its predecessor: nothing was tested")
-
-
 def test_streams_of_one_handle_are_told_apart(make_pool: MakePool) -> None:
     """The driver gives a destroyed stream's handle to the next one."""
     pool = make_pool(max_pool_size=16 * MIB)
@@ -249,87 +155,6 @@ def test_streams_of_one_handle_are_told_apart(make_pool: MakePool) -> None:
             del array  # freed on a stream that is no more
     assert len(keys) == 40
     assert len(handles) < 40, "no handle came twice: nothing was tested"
-    cupy.cuda.Device().synchronize()
-    assert int(wrong[0]) == 0
-    check_invariants(pool)
-
-
-def test_threads_hand_arrays_over(make_pool: MakePool) -> None:
-    pool = make_pool(max_pool_size=256 * MIB)
-    wrong = cupy.zeros(1, np.uint32)
-    cupy.cuda.Device().synchronize()
-    box: list[tuple[Any, int, Any]] = []
-    mistakes: list[BaseException] = []
-
-    def work(seed: int) -> None:
-        numbers = random.Random(seed)
-        stream = cupy.cuda.Stream(non_blocking=True)
-        try:
-            with stream:
-                for step in range(150):
-                    value = 1000 * seed + step
-                    array = cupy.empty(int(2 ** numbers.uniform(4, 20)), np.uint32)
-                    fill(array, value, 10_000)
-                    if numbers.random() < 0.5:
-                        box.append((array, value, stream.record()))
-                    else:
-                        count_wrong(array, value, wrong)
-                    del array
-                    if len(box) > 10:
-                        try:
-                            array, value, event = box.pop(0)
-                        except IndexError:
-                            continue
-                        stream.wait_event(event)
-                        pool.used_on(array.data.ptr, stream)
-                        count_wrong(array, value, wrong)
-                        del array
-                    if numbers.random() < 0.02:
-                        pool.defragment()
-                stream.synchronize()
-        except BaseException as error:
-            mistakes.append(error)
-
-    pool.install()
-    try:
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        pool.uninstall()
-    assert not mistakes
-    for array, value, _ in box:
-        assert intact(array, value)
-    box.clear()
-    assert int(wrong[0]) == 0
-    check_invariants(pool)
-
-
-def test_streams_end_while_other_threads_ask_about_them(make_pool: MakePool) -> None:
-    pool = make_pool(max_pool_size=128 * MIB)
-    wrong = cupy.zeros(1, np.uint32)
-    cupy.cuda.Device().synchronize()
-
-    def work(seed: int) -> None:
-        for step in range(150):
-            value = 1000 * seed + step
-            stream = cupy.cuda.Stream(non_blocking=True)
-            with stream, pool.use():
-                array = cupy.empty(MIB + step, np.uint32)
-                fill(array, value, 5_000)
-                count_wrong(array, value, wrong)
-                del array
-            del stream
-
-    with ThreadPoolExecutor(5) as threads:
-        running = [threads.submit(work, seed) for seed in range(5)]
-        while not all(each.done() for each in running):
-            pool.free(pool.allocate(48 * MIB))  # takes what other streams freed
-            pool.defragment()
-    for each in running:
-        each.result()
     cupy.cuda.Device().synchronize()
     assert int(wrong[0]) == 0
     check_invariants(pool)

@@ -1,0 +1,181 @@
+"""Threads on the pool of a GPU: their default streams, arrays handed over, streams that end."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cukit.memory import MemoryPool
+from tests.memory.device_work import count_wrong, fill, in_thread, intact
+from tests.memory.invariants import check_invariants
+
+cupy = pytest.importorskip("cupy")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("provider", ["cuda-vmm", "cuda-malloc"], indirect=True),
+]
+
+MIB = 1 << 20
+MakePool = Callable[..., MemoryPool]
+
+
+def test_each_thread_has_its_own_default_stream(make_pool: MakePool) -> None:
+    """They share one handle. What they freed is everybody's once they are gone."""
+    pool = make_pool(max_pool_size=128 * MIB)
+    wrong = cupy.zeros(1, np.uint32)
+    cupy.cuda.Device().synchronize()
+    keys: list[Any] = []
+    handed_over: list[Any] = []
+    together = threading.Barrier(4)
+    mistakes: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            with cupy.cuda.Stream.ptds, pool.use():
+                keys.append(pool.provider.current_stream())
+                together.wait(60)
+                for step in range(60):
+                    value = 1000 * seed + step
+                    array = cupy.empty(MIB // 2 + step, np.uint32)
+                    fill(array, value)
+                    count_wrong(array, value, wrong)
+                    if step % 20 == 0:
+                        handed_over.append(array)
+                    del array
+        except BaseException as error:
+            mistakes.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not mistakes
+    assert len(set(keys)) == 4
+    assert int(wrong[0]) == 0
+    handed_over.clear()
+    pool.free(pool.allocate(128 * MIB))
+    check_invariants(pool)
+
+
+def test_a_thread_that_is_gone_is_not_taken_for_its_successor(make_pool: MakePool) -> None:
+    """Threads get the numbers of dead ones, but not their streams."""
+    pool = make_pool(max_pool_size=8 * MIB)
+    box: list[Any] = []
+    numbers: list[int] = []
+    fill(cupy.empty(1, np.uint32), 0)  # compiled before anything is timed
+
+    def leave() -> None:
+        with cupy.cuda.Stream.ptds, pool.use():
+            array = cupy.empty(MIB, np.uint32)
+            fill(array, 1, 200_000_000)  # a tenth of a second
+            box.append(array)
+        numbers.append(threading.get_ident())
+
+    def drop() -> None:
+        with cupy.cuda.Stream.ptds:
+            pool.provider.current_stream()  # makes the thread's own stream known
+            box.clear()
+        numbers.append(threading.get_ident())
+
+    for _ in range(5):
+        numbers.clear()
+        in_thread(leave)
+        in_thread(drop)
+        with pool.use(), cupy.cuda.Stream(non_blocking=True) as stream:
+            array = cupy.empty(MIB, np.uint32)
+            fill(array, 7, 0)
+            stream.synchronize()
+            cupy.cuda.Device().synchronize()
+            assert intact(array, 7), "given away while a dead thread's kernel wrote to it"
+            del array
+        if numbers[0] == numbers[1]:
+            return
+    pytest.fail("no thread got the number of its predecessor: nothing was tested")
+
+
+def test_threads_hand_arrays_over(make_pool: MakePool) -> None:
+    pool = make_pool(max_pool_size=256 * MIB)
+    wrong = cupy.zeros(1, np.uint32)
+    cupy.cuda.Device().synchronize()
+    box: list[tuple[Any, int, Any]] = []
+    mistakes: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        numbers = random.Random(seed)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        try:
+            with stream:
+                for step in range(150):
+                    value = 1000 * seed + step
+                    array = cupy.empty(int(2 ** numbers.uniform(4, 20)), np.uint32)
+                    fill(array, value, 10_000)
+                    if numbers.random() < 0.5:
+                        box.append((array, value, stream.record()))
+                    else:
+                        count_wrong(array, value, wrong)
+                    del array
+                    if len(box) > 10:
+                        try:
+                            array, value, event = box.pop(0)
+                        except IndexError:
+                            continue
+                        stream.wait_event(event)
+                        pool.used_on(array.data.ptr, stream)
+                        count_wrong(array, value, wrong)
+                        del array
+                    if numbers.random() < 0.02:
+                        pool.defragment()
+                stream.synchronize()
+        except BaseException as error:
+            mistakes.append(error)
+
+    pool.install()
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        pool.uninstall()
+    assert not mistakes
+    for array, value, _ in box:
+        assert intact(array, value)
+    box.clear()
+    assert int(wrong[0]) == 0
+    check_invariants(pool)
+
+
+def test_streams_end_while_other_threads_ask_about_them(make_pool: MakePool) -> None:
+    pool = make_pool(max_pool_size=128 * MIB)
+    wrong = cupy.zeros(1, np.uint32)
+    cupy.cuda.Device().synchronize()
+
+    def work(seed: int) -> None:
+        for step in range(150):
+            value = 1000 * seed + step
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream, pool.use():
+                array = cupy.empty(MIB + step, np.uint32)
+                fill(array, value, 5_000)
+                count_wrong(array, value, wrong)
+                del array
+            del stream
+
+    with ThreadPoolExecutor(5) as threads:
+        running = [threads.submit(work, seed) for seed in range(5)]
+        while not all(each.done() for each in running):
+            pool.free(pool.allocate(48 * MIB))  # takes what other streams freed
+            pool.defragment()
+    for each in running:
+        each.result()
+    cupy.cuda.Device().synchronize()
+    assert int(wrong[0]) == 0
+    check_invariants(pool)
