@@ -92,10 +92,10 @@ def flash_attention_backward(
         max_seqlen_q: as in the forward.
         max_seqlen_kv: as in the forward.
         scale: as in the forward.
-        deterministic: sum grad_q in a fixed order: on Hopper blocks then take turns, elsewhere and
-            with most options there are two more matrix products (about 30 % more time). Otherwise
-            its last bits vary from run to run, because blocks add to it in float32 in the order in
-            which they happen to finish.
+        deterministic: sum grad_q in a fixed order: on Hopper blocks then take turns, elsewhere
+            there are two more matrix products (about 30 % more time). Otherwise its last bits vary
+            from run to run, because blocks add to it in float32 in the order in which they happen
+            to finish.
         dropout: only 0: dropout is out of scope.
 
     Returns:

@@ -19,7 +19,7 @@ from cukit.attention.flash_plan import (
     choose_splits,
     plan_flash_attention_backward,
 )
-from cukit.attention.flash_problem import FEATURES, AttentionProblem, ceil_div, width_for
+from cukit.attention.flash_problem import AttentionProblem, ceil_div, width_for
 from cukit.attention.flash_tilings import (
     ITEM_BYTES,
     PART,
@@ -31,7 +31,7 @@ from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
 
 _ARCH = "sm_90"
-_FEATURES = FEATURES - {"value_dim"}
+_COLUMNS = 32  # that are multiplied, or not, together
 _SEQUENCE_THREADS = 1024
 _ADDERS = 2  # threads of a block that have dQ added, each with counters of its own
 
@@ -39,12 +39,20 @@ _ADDERS = 2  # threads of a block that have dQ added, each with counters of its 
 def covers(problem: AttentionProblem, device: Device) -> bool:
     """Whether class sm90 has a backward for this problem on this device."""
     sizes = (problem.batch, problem.seq_len_q, problem.seq_len_kv, problem.num_heads_q)
-    return device.arch == _ARCH and problem.features <= _FEATURES and min(sizes) > 0
+    return device.arch == _ARCH and min(sizes) > 0
 
 
 @dataclass(frozen=True)
 class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
     """How one backward call of this class runs."""
+
+    def keys_spec(self) -> KernelSpec:
+        """dK, dV and the sum of dQ; of tiles that are wider than heads the rest is left out."""
+        spec = super().keys_spec()
+        heads = {"COLUMNS": self.problem.head_dim, "VALUE_COLUMNS": self.problem.head_dim_v}
+        columns = ((name, ceil_div(n, _COLUMNS) * _COLUMNS) for name, n in heads.items())
+        fewer = tuple((name, n) for name, n in columns if n < self.width)
+        return replace(spec, defines=(*spec.defines, *fewer))
 
     def sequences_spec(self) -> KernelSpec | None:
         """The kernel that sorts sequences of different lengths for the one that takes keys."""
@@ -80,7 +88,8 @@ def plan_flash_attention_backward_sm90(
 
     Deterministic or not, dQ is summed up in float32: the kernels before and after are the same.
     """
-    width = width_for(problem.head_dim, tuple(WARPGROUP_KEY_TILINGS))
+    widest = max(problem.head_dim, problem.head_dim_v)
+    width = width_for(widest, tuple(WARPGROUP_KEY_TILINGS))
     tiling = replace(WARPGROUP_KEY_TILINGS[width], in_turn=deterministic)
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv
@@ -90,7 +99,7 @@ def plan_flash_attention_backward_sm90(
         heads = problem.num_heads_kv  # a section is of one sequence
     if problem.bounded:
         # What the blocks of a key head read again and again: Q, dO and the float32 sum of dQ.
-        row_bytes = problem.head_dim * (2 * ITEM_BYTES + 4)
+        row_bytes = (problem.head_dim + problem.head_dim_v) * ITEM_BYTES + problem.head_dim * 4
         head_bytes = problem.group // splits * problem.seq_len_q * row_bytes
         section = choose_section(heads * splits, tiles, head_bytes, device.num_sms, device)
     general = plan_flash_attention_backward(problem, False, device)
@@ -181,6 +190,7 @@ def prepare_keys(
         np.int32(lengths[1]),
         np.int32(rows[1]),
         np.int32(problem.head_dim),
+        np.int32(problem.head_dim_v),
         np.int32(config.key_section),
         *scales_of(q, options),
         settings,

@@ -31,26 +31,27 @@ constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memo
 static_assert(TILE_N == kConsumers * 64, "a warpgroup's product has 64 rows");
 static_assert(kParts * kScoreParts == kConsumers, "dQ is cut into a part for each warpgroup");
 
-using KeyGradient = float[HEAD_DIM / 2];
+using KeyGradient = float[COLUMNS / 2];
+using ValueGradient = float[VALUE_COLUMNS / 2];
 
-using Rows = unsigned[HEAD_DIM / 16][4];
+using Rows = unsigned[VALUE_COLUMNS / 16][4];
 
-// This warp's sixteen rows of a tile of keys or values as operand a.
+// This warp's sixteen rows of a tile of values as operand a.
 CUKIT_DEVICE void load_rows(Rows& rows, const unsigned char* tile, int first_row) {
   const int lane = threadIdx.x % kWarpSize;
   const int row = first_row + lane % 16;
   const unsigned from = shared_address(tile) + row * kRowBytes;
 #pragma unroll
-  for (int step = 0; step < HEAD_DIM / 16; ++step) {
+  for (int step = 0; step < VALUE_COLUMNS / 16; ++step) {
     const int within = (step % 4 * 2 + lane / 16) ^ (row % 8);
     ldmatrix_x4(rows[step], from + step / 4 * kKeyPart + within * 16);
   }
 }
 
-// As multiply_keys, with the keys or values in registers.
+// As multiply_keys, with the values in registers.
 CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long long queries) {
 #pragma unroll
-  for (int step = 0; step < HEAD_DIM / 16; ++step) {
+  for (int step = 0; step < VALUE_COLUMNS / 16; ++step) {
     const int within = step % 4 * 32;
     wgmma<T, TILE_M>(scores, rows[step], queries + (step / 4 * kQueryPart + within) / 16, step > 0);
   }
@@ -58,11 +59,12 @@ CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long 
 }
 
 // dV += P^T dO or dK += dS^T Q, started.
-CUKIT_DEVICE void multiply_queries(KeyGradient& sums, const Packed& scores,
+template <int N>
+CUKIT_DEVICE void multiply_queries(float (&sums)[N], const Packed& scores,
                                    unsigned long long queries) {
 #pragma unroll
   for (int step = 0; step < TILE_M / 16; ++step) {
-    wgmma<T, HEAD_DIM, true>(sums, scores[step], queries + step * 16 * kRowBytes / 16, true);
+    wgmma<T, 2 * N, true>(sums, scores[step], queries + step * 16 * kRowBytes / 16, true);
   }
   wgmma_commit();
 }
@@ -128,9 +130,12 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
   const int piece = kScoreParts == 2 ? group * 4 + warp : warp * kParts + group;
   unsigned char* const staging = tiles.dq + piece * kPieceBytes;
 
-  KeyGradient dk, dv;
+  KeyGradient dk;
+  ValueGradient dv;
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = dv[i] = 0.0f;
+  for (float& sum : dk) sum = 0.0f;
+#pragma unroll
+  for (float& sum : dv) sum = 0.0f;
   if (steps > 0) {
     Scores s;
     Cursor<STAGES> at;
@@ -145,7 +150,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
     mbarrier_wait(&shared.keys, 0);
     mbarrier_wait(&shared.q.full[0], 0);
     wgmma_fence();
-    multiply_keys(s, k_rows, q_inner);
+    multiply_keys<COLUMNS>(s, k_rows, q_inner);
     mbarrier_wait(&shared.values, 0);
     Rows v_registers;
     if constexpr (kValuesInRegisters) load_rows(v_registers, tiles.v, warp_row);
@@ -167,7 +172,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       if constexpr (kValuesInRegisters) {
         multiply_rows(dp, v_registers, grad_out_inner + stage);
       } else {
-        multiply_keys(dp, v_rows, grad_out_inner + stage);
+        multiply_keys<VALUE_COLUMNS>(dp, v_rows, grad_out_inner + stage);
       }
       if constexpr (!kExponentialsFirst) exponentiate(s, packed, lse, slopes, tile, scale_log2);
       wgmma_fence();
@@ -202,7 +207,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       mbarrier_wait(&shared.q.full[at.stage], at.parity);
       wgmma_fence();
       multiply_scores(dq, ds_now, k_part);
-      multiply_keys(s, k_rows, q_inner + at.stage * (kQueryBytes / 16));
+      multiply_keys<COLUMNS>(s, k_rows, q_inner + at.stage * (kQueryBytes / 16));
       wgmma_wait<1>(dq);
       release(shared.q, done);
       release(shared.grad_out, done);
@@ -213,8 +218,8 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
     wgmma_wait<0>(dv);
   }
   const Results results = make_results();
-  store(results.grad_k, dk, results.scale, results, key, 0);
-  store(results.grad_v, dv, 1.0f, results, key, 0);
+  store<PADDED>(results.k, dk, results.keys_left, key, 0);
+  store<VALUE_PADDED>(results.v, dv, results.keys_left, key, 0);
 }
 
 }  // namespace cukit::backward

@@ -3,7 +3,7 @@
 // Elements lie as wgmma leaves them: 4 n + 2 half + i of a lane is row lane / 4 + 8 half of its warp's
 // sixteen, column 8 n + 2 (lane % 4) + i.
 //
-// Macros: DTYPE, HEAD_DIM, PADDED, TILE_M, TILE_N, SPLIT, those of score_options.cuh.
+// Macros: DTYPE, HEAD_DIM, COLUMNS, VALUE_COLUMNS, TILE_M, TILE_N, SPLIT, those of score_options.cuh.
 #pragma once
 
 #include "attention/backward_options.cuh"
@@ -39,10 +39,11 @@ CUKIT_DEVICE unsigned long long outer_descriptor(const unsigned char* tile, int 
   return matrix_descriptor(tile, OperandSwizzle::Bytes128, part_bytes, 8 * kRowBytes);
 }
 
-// Keys as rows, queries as columns: scores = K Q^T or V dO^T, started.
+// Keys as rows, queries as columns: scores = K Q^T or V dO^T, of `Columns`, started.
+template <int Columns>
 CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long keys, unsigned long long queries) {
 #pragma unroll
-  for (int step = 0; step < HEAD_DIM / 16; ++step) {
+  for (int step = 0; step < Columns / 16; ++step) {
     const int within = step % 4 * 32;
     wgmma<T, TILE_M>(scores, keys + (step / 4 * kKeyPart + within) / 16,
                             queries + (step / 4 * kQueryPart + within) / 16, step > 0);
@@ -167,32 +168,37 @@ CUKIT_DEVICE void prepare(Scores& scores, const ScoreRows& slopes, const Walk& w
   if constexpr (BIAS) add_bias(scores, slopes, tile, fetched, scale_log2);
 }
 
-// Where gradients of keys go, and how.
-struct Results {
-  Gradient* grad_k;
-  Gradient* grad_v;
+// Where a block's gradients of keys or of values go: times `factor`, a row of `columns` each.
+struct Target {
+  Gradient* first;
   long long row_stride;
-  int keys_left, head_dim;
-  float scale;
+  int columns;
+  float factor;
 };
 
-// Stores `factor` times a warp's sixteen keys, 2 N columns from `first_column` on; `first_row` is the
-// lane's first.
-template <int N>
-CUKIT_DEVICE void store(Gradient* to, const float (&sums)[N], float factor, const Results& results,
-                        int first_row, int first_column) {
+struct Results {
+  Target k, v;
+  int keys_left;
+};
+
+// Stores a warp's sixteen keys, 2 N columns from `first_column` on; `first_row` is the lane's first.
+// Padded: columns of the target may end among them.
+template <bool Padded, int N>
+CUKIT_DEVICE void store(const Target& target, const float (&sums)[N], int keys_left, int first_row,
+                        int first_column) {
   const int quad_lane = threadIdx.x % 4;
+  const float factor = target.factor;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = first_row + 8 * half;
-    const bool exists = row < results.keys_left;
-    Gradient* const out = to + row * results.row_stride;
+    const bool exists = row < keys_left;
+    Gradient* const out = target.first + row * target.row_stride;
 #if SPLIT
 #pragma unroll
     for (int n = 0; n < N / 4; ++n) {
       const float* pair = &sums[4 * n + 2 * half];
       const int column = first_column + 8 * n + 2 * quad_lane;
-      if (exists && (!PADDED || column < results.head_dim)) {
+      if (exists && (!Padded || column < target.columns)) {
         *reinterpret_cast<float2*>(out + column) = make_float2(pair[0] * factor, pair[1] * factor);
       }
     }
@@ -207,7 +213,7 @@ CUKIT_DEVICE void store(Gradient* to, const float (&sums)[N], float factor, cons
       }
       transpose_quad(chunk);
       const int column = first_column + 32 * four + 8 * quad_lane;
-      if (exists && (!PADDED || column < results.head_dim)) {
+      if (exists && (!Padded || column < target.columns)) {
         *reinterpret_cast<uint4*>(out + column) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
       }
     }

@@ -1,6 +1,7 @@
 // What a block of the Hopper backward walks over, and the thread that fetches it.
 //
-// Macros: HEAD_DIM, TILE_M queries, TILE_N keys of a tile, STAGES, those of score_options.cuh.
+// Macros: HEAD_DIM columns of a tile; COLUMNS of Q and K and VALUE_COLUMNS of V and dO, multiples of 32,
+//   that are multiplied, as HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of a tile, STAGES, those of score_options.cuh.
 #pragma once
 
 #include "attention/score_options.cuh"
@@ -8,6 +9,13 @@
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ring.cuh"
+
+#ifndef COLUMNS
+#define COLUMNS HEAD_DIM
+#endif
+#ifndef VALUE_COLUMNS
+#define VALUE_COLUMNS HEAD_DIM
+#endif
 
 namespace cukit::backward {
 

@@ -34,13 +34,23 @@ static_assert(STAGES == 2, "derivatives of a softcap wait where dS is to be");
 
 using KeyGradient = float[kColumns / 2];
 
-// This warpgroup's columns of dV += P^T dO or dK += dS^T Q, started.
+// Of `columns`, those that are the warpgroup's.
+constexpr int share_of(int columns, int group) {
+  const int left = columns - group * kColumns;
+  return left < 0 ? 0 : left < kColumns ? left : kColumns;
+}
+
+// A warpgroup's first `Columns` of dV += P^T dO or dK += dS^T Q, started.
+template <int Columns>
 CUKIT_DEVICE void multiply_queries(KeyGradient& sums, unsigned long long scores,
                                    unsigned long long queries) {
+  if constexpr (Columns > 0) {
+    auto& own = reinterpret_cast<float(&)[Columns / 2]>(sums);
 #pragma unroll
-  for (int step = 0; step < TILE_M / 16; ++step) {
-    wgmma<T, kColumns, false, true>(sums, scores + step * 32 / 16,
-                                    queries + step * 16 * kRowBytes / 16, true);
+    for (int step = 0; step < TILE_M / 16; ++step) {
+      wgmma<T, Columns, false, true>(own, scores + step * 32 / 16,
+                                     queries + step * 16 * kRowBytes / 16, true);
+    }
   }
   wgmma_commit();
 }
@@ -229,7 +239,7 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
   {
     Scores s;
     wgmma_fence();
-    multiply_keys(s, share.inner(0), share.inner(kQueriesAt));
+    multiply_keys<COLUMNS>(s, share.inner(0), share.inner(kQueriesAt));
     wgmma_wait<0>(s);
     hand_over(s, 0);
   }
@@ -243,13 +253,13 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
     at.advance();
     position.advance(walk);
     wgmma_fence();
-    multiply_queries(dv, share.scores(kProbabilitiesAt, parity), share.columns(kGradOutAt, now.stage));
+    multiply_queries<share_of(VALUE_COLUMNS, 0)>(dv, share.scores(kProbabilitiesAt, parity), share.columns(kGradOutAt, now.stage));
     if (step + 1 < steps) {
       Scores s;
       fetched.ask(tile_at(position));
       mbarrier_wait(&shared.q.full[at.stage], at.parity);
       wgmma_fence();
-      multiply_keys(s, share.inner(0), share.inner(kQueriesAt) + at.stage * kQueryStage);
+      multiply_keys<COLUMNS>(s, share.inner(0), share.inner(kQueriesAt) + at.stage * kQueryStage);
       wgmma_wait<0>(s);
       hand_over(s, parity ^ 1);
     }
@@ -259,7 +269,7 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
     mbarrier_wait(&shared.sums.grad_out_read[now.stage], now.parity);
     wgmma_fence();
     multiply_scores(dq, share.queries(parity), share.keys(0));
-    multiply_queries(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
+    multiply_queries<share_of(COLUMNS, 0)>(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
     wgmma_wait<1>(dq);
     stage_piece(share.staging(tiles, now.stage), dq, 0, &shared.sums.staged[0]);
     wgmma_wait<0>(dk);
@@ -281,7 +291,7 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
   mbarrier_wait(&shared.keys, 0);
   mbarrier_wait(&shared.grad_out.full[0], 0);
   wgmma_fence();
-  multiply_keys(dp, all.inner(kValuesAt), all.inner(kGradOutAt));
+  multiply_keys<VALUE_COLUMNS>(dp, all.inner(kValuesAt), all.inner(kGradOutAt));
   wgmma_wait<0>(dp);
 
 #pragma unroll 1
@@ -292,7 +302,7 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
     const Cursor<STAGES> now = at;
     named_sync(kProbabilities + parity, kConsumers * kGroupThreads);
     wgmma_fence();
-    multiply_queries(dv, share.scores(kProbabilitiesAt, parity), share.columns(kGradOutAt, now.stage));
+    multiply_queries<share_of(VALUE_COLUMNS, 1)>(dv, share.scores(kProbabilitiesAt, parity), share.columns(kGradOutAt, now.stage));
     differentiate(tiles.scores + (2 + parity) * kScoreBytes, tiles.scores + parity * kScoreBytes,
                   share.warp * 16, dp, shared.delta[now.stage] + share.lane_column);
     fence_proxy_async();
@@ -310,12 +320,12 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
       mbarrier_wait(&shared.grad_out.full[at.stage], at.parity);
     }
     wgmma_fence();
-    multiply_queries(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
+    multiply_queries<share_of(COLUMNS, 1)>(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
     multiply_scores(dq, share.queries(parity), share.keys(0));
     // After the last tile something else, K: a path of its own costs registers.
     const unsigned long long next =
         more ? share.inner(kGradOutAt) + at.stage * kQueryStage : share.inner(0);
-    multiply_keys(dp, share.inner(kValuesAt), next);
+    multiply_keys<VALUE_COLUMNS>(dp, share.inner(kValuesAt), next);
     wgmma_wait<1>(dq);
     stage_piece(share.staging(tiles, now.stage), dq, 0, &shared.sums.staged[1]);
     wgmma_wait<0>(dp);
@@ -349,8 +359,8 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
   }
   const Results results = make_results();
   const int key = share.warp * 16 + threadIdx.x % kWarpSize / 4;
-  store(results.grad_k, dk, results.scale, results, key, group * kColumns);
-  store(results.grad_v, dv, 1.0f, results, key, group * kColumns);
+  store<PADDED>(results.k, dk, results.keys_left, key, group * kColumns);
+  store<VALUE_PADDED>(results.v, dv, results.keys_left, key, group * kColumns);
 }
 
 }  // namespace cukit::backward

@@ -59,14 +59,14 @@ static_assert(THREADS == (backward::kConsumers + 1) * backward::kGroupThreads,
 extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backward_sm90(
     const __grid_constant__ cukit::TensorMap q,         // [batch, seq_q, heads * group, head_dim]
     const __grid_constant__ cukit::TensorMap k,         // [batch, seq_kv, heads / splits, head_dim]
-    const __grid_constant__ cukit::TensorMap v,         // as k
-    const __grid_constant__ cukit::TensorMap grad_out,  // as q
+    const __grid_constant__ cukit::TensorMap v,         // as k, of value_dim
+    const __grid_constant__ cukit::TensorMap grad_out,  // as q, of value_dim
     const float* __restrict__ lse_log2,  // scratch rows (scratch_rows.cuh)
     const float* __restrict__ delta,     // as lse_log2
     int* __restrict__ turns,         // DETERMINISTIC: 2 + 2 a tile of the scratch, zeros at first
     float* __restrict__ grad_q_sum,  // scratch rows of HEAD_DIM, zeros at first
     Gradient* __restrict__ grad_k,   // [batch, seq_kv, heads, head_dim], contiguous
-    Gradient* __restrict__ grad_v,   // as grad_k
+    Gradient* __restrict__ grad_v,   // as grad_k, of value_dim
     const float* __restrict__ alibi_slopes,     // score_options.cuh, as all up to cu_seqlens_kv
     const cukit::bias_t* __restrict__ bias,     //
     const unsigned char* __restrict__ mask,     //
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const int* __restrict__ cu_seqlens_kv,      // [batch + 1]
     const int* __restrict__ plan,           // VARLEN (backward_work.cuh)
     int batch, int heads, int group, int splits, int seq_q, int seq_kv, int rows_per_head,
-    int head_dim, int section, float scale, float scale_log2,
+    int head_dim, int value_dim, int section, float scale, float scale_log2,
     const __grid_constant__ cukit::ScoreSettings settings) {
   __shared__ backward::Shared shared;
   CUKIT_DYNAMIC_SHARED(unsigned char, bytes);
@@ -155,11 +155,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
       const int first_key = again.tile * TILE_N;
       const long long first_row =
           VARLEN ? again.sequence.first_kv : static_cast<long long>(again.b) * seq_kv;
-      const long long row_stride = static_cast<long long>(heads) * head_dim;
-      const long long start = (first_row + first_key) * row_stride + again.head * head_dim;
-      return backward::Results{
-          grad_k + start, grad_v + start, row_stride, again.sequence.seq_kv - first_key, head_dim,
-          scale};
+      const long long row = (first_row + first_key) * heads + again.head;
+      const auto target = [&](Gradient* gradient, int columns, float factor) {
+        return backward::Target{gradient + row * columns, static_cast<long long>(heads) * columns,
+                                columns, factor};
+      };
+      return backward::Results{target(grad_k, head_dim, scale), target(grad_v, value_dim, 1.0f),
+                               again.sequence.seq_kv - first_key};
     };
     backward::accumulate(shared, tiles, walk, results, scale_log2);
   }

@@ -135,7 +135,7 @@ def test_what_the_class_covers():
     assert covers(replace(PROBLEM, sinks=True), H200)
     assert covers(replace(PROBLEM, window=(8, None)), H200)
     assert covers(replace(PROBLEM, softcap=True, alibi=True, bias="float32", varlen=True), H200)
-    assert not covers(replace(PROBLEM, value_dim=64), H200)
+    assert covers(replace(PROBLEM, value_dim=64), H200)
     assert not covers(replace(PROBLEM, seq_len_q=0), H200)
     assert not covers(PROBLEM, typical_device("sm_100"))
 

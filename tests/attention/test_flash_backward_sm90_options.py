@@ -44,10 +44,11 @@ def hopper(device) -> str:
     return device
 
 
-def inputs_of(rng, lengths, heads, head_dim, batch=1, dtype="bfloat16"):
+def inputs_of(rng, lengths, heads, head_dim, batch=1, dtype="bfloat16", value_dim=None):
     (seq_q, seq_kv), (heads_q, heads_kv) = lengths, heads
-    q, grad_out = (random(rng, (batch, seq_q, heads_q, head_dim), dtype) for _ in range(2))
-    k, v = (random(rng, (batch, seq_kv, heads_kv, head_dim), dtype) for _ in range(2))
+    widths = head_dim, value_dim or head_dim
+    q, grad_out = (random(rng, (batch, seq_q, heads_q, width), dtype) for width in widths)
+    k, v = (random(rng, (batch, seq_kv, heads_kv, width), dtype) for width in widths)
     return q, k, v, grad_out
 
 
@@ -92,6 +93,24 @@ def test_options(hopper, rng, name, head_dim):
     options = options_of(rng, EVERY_OPTION[name], batch, heads[0], lengths, "bfloat16")
     for deterministic in ways:
         check(hopper, *inputs, options, deterministic)
+
+
+# Heads of q and k, and of v.
+WIDTHS = [(96, 96), (192, 128), (64, 256), (128, 64), (40, 72), (192, 192), (8, 16), (256, 8)]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
+def test_widths(hopper, rng, head_dim, value_dim):
+    """Columns of a tile that are not multiplied, and those of each warpgroup."""
+    if hopper == "emulator":
+        if (head_dim, value_dim) not in WIDTHS[:3]:
+            pytest.skip("the emulator runs what differs most; the rest is for the GPU")
+        lengths, heads, ways = (150, 150), (2, 1), (head_dim == 192,)
+    else:
+        lengths, heads, ways = (700, 600), (8, 2), (False, True)
+    inputs = inputs_of(rng, lengths, heads, head_dim, value_dim=value_dim)
+    for deterministic in ways:
+        check(hopper, *inputs, {"causal": True}, deterministic)
 
 
 def sequences_of(rng, lengths, heads, head_dim):
