@@ -162,25 +162,25 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       Packed packed;
       QueryGradient dq;
       const unsigned long long stage = at.stage * (kQueryBytes / 16);
-      const ScoreRows slopes(tiles.scores + ds_stage * kScoreBytes, warp_row);
+      const ScoreRows ds_rows(tiles.scores + ds_stage * kScoreBytes, warp_row);
       const TileScores tile = tile_at(position);
       mbarrier_wait(&shared.grad_out.full[at.stage], at.parity);
-      prepare(s, slopes, walk, tile, fetched, key, scale_log2);
+      prepare(s, ds_rows, walk, tile, fetched, key, scale_log2);
       const float* const lse = shared.lse[at.stage] + lane_column;
-      if constexpr (kExponentialsFirst) exponentiate(s, packed, lse, slopes, tile, scale_log2);
+      if constexpr (kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
       wgmma_fence();
       if constexpr (kValuesInRegisters) {
         multiply_rows(dp, v_registers, grad_out_inner + stage);
       } else {
         multiply_keys<VALUE_COLUMNS>(dp, v_rows, grad_out_inner + stage);
       }
-      if constexpr (!kExponentialsFirst) exponentiate(s, packed, lse, slopes, tile, scale_log2);
+      if constexpr (!kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
       wgmma_fence();
       multiply_queries(dv, packed, grad_out_outer + stage);
       wgmma_wait<1>(dp);
       Packed ds;
-      differentiate(ds, packed, dp, shared.delta[at.stage] + lane_column, slopes);
-      store_scores(tiles.scores + ds_stage * kScoreBytes, warp_row, ds);
+      differentiate(ds, packed, dp, shared.delta[at.stage] + lane_column, ds_rows);
+      ds_rows.store(ds);
       fence_proxy_async();
       wgmma_fence();
       multiply_queries(dk, ds, q_outer + stage);

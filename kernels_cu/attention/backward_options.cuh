@@ -65,8 +65,8 @@ CUKIT_DEVICE float first_ahead(const TileScores& tile) {
                             lane / 4);
 }
 
-// SOFTCAP: derivatives of scores wait in shared memory, where dS of the same tile is to be, for want of
-// registers. A warp's sixteen keys, sixteen queries a step.
+// A warp's sixteen keys of a tile of P or dS in shared memory, sixteen queries a step. SOFTCAP: derivatives
+// of scores wait where dS of the same tile is to be, for want of registers.
 class ScoreRows {
  public:
   CUKIT_DEVICE ScoreRows(const unsigned char* tile, int first_row) {
@@ -78,6 +78,11 @@ class ScoreRows {
 
   CUKIT_DEVICE void store(int step, const unsigned (&scores)[4]) const {
     stmatrix_x4(at(step), scores);
+  }
+
+  CUKIT_DEVICE void store(const Packed& scores) const {
+#pragma unroll
+    for (int step = 0; step < TILE_M / 16; ++step) store(step, scores[step]);
   }
 
   CUKIT_DEVICE void load(unsigned (&scores)[4], int step) const { ldmatrix_x4(scores, at(step)); }

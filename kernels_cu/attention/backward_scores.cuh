@@ -135,19 +135,6 @@ CUKIT_DEVICE void differentiate(Packed& ds, const Packed& p, const Scores& dp, c
   }
 }
 
-// A warp's sixteen keys of P or dS to shared memory. `tile` begins a tile of TILE_N keys, `first_row`
-// is the warp's first.
-CUKIT_DEVICE void store_scores(unsigned char* tile, int first_row, const Packed& scores) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int row = first_row + lane % 16;
-  const unsigned to = shared_address(tile) + row * kRowBytes;
-#pragma unroll
-  for (int step = 0; step < TILE_M / 16; ++step) {
-    const int within = (step % 4 * 2 + lane / 16) ^ (row % 8);
-    stmatrix_x4(to + step / 4 * kKeyPart + within * 16, scores[step]);
-  }
-}
-
 // Hides from the scores of a tile, `key` counting from the block's first, what must not be seen.
 CUKIT_DEVICE void hide(Scores& scores, const Walk& walk, int key, int first_query) {
   const int right = CAUSAL ? 0 : walk.settings.window_right;

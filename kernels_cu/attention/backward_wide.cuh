@@ -223,11 +223,11 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
   const auto hand_over = [&](Scores& s, int stage) {
     const TileScores tile = tile_at(position);
     // dS of two tiles before is no longer read: the ring of Q has come round since.
-    const ScoreRows slopes(tiles.scores + (2 + stage) * kScoreBytes, warp_row);
+    const ScoreRows ds_rows(tiles.scores + (2 + stage) * kScoreBytes, warp_row);
     Packed p;
-    prepare(s, slopes, walk, tile, fetched, key, scale_log2);
-    exponentiate(s, p, shared.lse[at.stage] + share.lane_column, slopes, tile, scale_log2);
-    store_scores(tiles.scores + stage * kScoreBytes, warp_row, p);
+    prepare(s, ds_rows, walk, tile, fetched, key, scale_log2);
+    exponentiate(s, p, shared.lse[at.stage] + share.lane_column, ds_rows, tile, scale_log2);
+    ScoreRows(tiles.scores + stage * kScoreBytes, warp_row).store(p);
     fence_proxy_async();
     named_sync(kOwn, kGroupThreads);
     named_arrive(kProbabilities + stage, kConsumers * kGroupThreads);
