@@ -3,8 +3,9 @@
 //   P = exp(scale * Q K^T - lse)      dV = P^T dO      dP = dO V^T
 //   dS = P * (dP - delta)             dK = scale * dS^T Q      dQ = scale * dS K
 //
-// Options of the scores (score_options.cuh) change P as in the forward. Tiles of queries that see none of
-//   a block's keys, as far as CAUSAL and WINDOW say, are not read.
+// Options of the scores (score_options.cuh) change P as in the forward; dS also takes the slope of a
+//   softcap (backward_options.cuh). Tiles of queries that see none of a block's keys, as far as CAUSAL
+//   and WINDOW say, are not read. VARLEN: blocks find their keys by a plan (backward_work.cuh).
 // Papers: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2; Shah et al., "FlashAttention-3",
 //   arXiv:2407.08608.
 // Mapping: a block owns TILE_N keys of one key head and walks over the queries of `group` query heads
@@ -25,7 +26,8 @@
 // Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled by
 //   128 bytes; rows and columns beyond the tensor read as zero. VARLEN: maps of sequences, in which
 //   rows beyond a sequence do too (encode_sequence_map); seq_q and seq_kv are their longest.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|256; PADDED 0|1 head_dim is smaller than HEAD_DIM;
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|256 columns of a tile, of Q and K and of V and dO
+//   alike; PADDED, VALUE_PADDED 0|1 their heads are smaller; COLUMNS, VALUE_COLUMNS (backward_walk.cuh);
 //   TILE_M x TILE_N 128x128 (64), 64x128 (128), 64x64 (256); STAGES 2..; THREADS = 384; CAUSAL 0|1;
 //   SPLIT 0|1; DETERMINISTIC 0|1; those of score_options.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ where asked
