@@ -7,10 +7,12 @@ has the pool for itself that distinction costs more than it brings, so there bot
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Sequence
+from operator import attrgetter
 
 from cukit.memory.blocks import Range
-from cukit.memory.spans import FREE, LIVE, UNMAPPED, SizeIndex, Span
+from cukit.memory.spans import CACHED, FREE, GONE, LIVE, UNMAPPED, SizeIndex, Span
 from cukit.memory.streams import CaptureKey, Streams, StreamState
 
 FITS_WEIGHED = 8
@@ -33,6 +35,38 @@ class AddressRange:
         while span is not None:
             yield span
             span = span.next
+
+    def retile(self, spans: Sequence[Span]) -> list[Span]:
+        """Tiles the range with these spans, in order, and with new free ones between them, which
+        are returned."""
+        free = []
+        before: Span | None = None
+        end = self.address
+        for span in spans:
+            if span.address > end:
+                gap = Span(end, span.address - end, FREE)
+                free.append(gap)
+                before = self._link(before, gap)
+            before = self._link(before, span)
+            end = span.address + span.size
+        if end < self.address + self.size:
+            gap = Span(end, self.address + self.size - end, FREE)
+            free.append(gap)
+            before = self._link(before, gap)
+        assert before is not None
+        before.next = None
+        return free
+
+    def _link(self, before: Span | None, span: Span) -> Span:
+        span.prev = before
+        if before is None:
+            self.first = span
+        else:
+            before.next = span
+        return span
+
+
+_address = attrgetter("address")
 
 
 class Arena:
@@ -183,6 +217,36 @@ class Arena:
             assert cut.next is not None
             self.unmapped[cut.next.address] = cut.next
         return cut
+
+    def place(self, arrivals: dict[int, Span]) -> None:
+        """Puts live spans elsewhere all at once, by new address; the bytes have been moved.
+
+        All streams are idle (Streams.all_done). So everything free, and where the spans come from,
+        becomes memory for everybody, merged as far as it goes. Without arrivals that is all.
+        """
+        leaving = {id(span) for span in arrivals.values()}
+        order = sorted(arrivals)
+        first, free = 0, []
+        for part, spans in [(part, list(part.spans())) for part in self.ranges()]:
+            staying = []
+            for span in spans:
+                if span.state in (FREE, CACHED) and span.stream.__class__ is not CaptureKey:
+                    span.state = GONE
+                elif id(span) not in leaving:
+                    staying.append(span)
+            last = bisect_left(order, part.address + part.size, first)
+            for address in order[first:last]:
+                arrivals[address].address = address
+                staying.append(arrivals[address])
+            if last > first:
+                staying.sort(key=_address)
+            first = last
+            free += part.retile(staying)
+        for state in self.streams.public():
+            state.bins.clear()
+            state.index.replace(())
+            state.settled = state.done
+        self.streams.anyone.index.replace(free)
 
     # Streams ----------------------------------------------------------------------------------
 

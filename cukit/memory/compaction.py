@@ -22,7 +22,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, load_kernel
 from cukit.errors import ArrayLayoutError, ArrayShapeError
-from cukit.memory.provider import Move
+from cukit.memory.provider import Move, Moves
 from cukit.reference import memory as reference
 from cukit.registry import register
 
@@ -35,7 +35,7 @@ TILE_BYTES = _THREADS * _VECS * ACCESS_BYTES
 _uint8 = np.dtype(np.uint8)
 
 
-def batched_copy(memory: Array, moves: Sequence[tuple[int, int, int]]) -> Array:
+def batched_copy(memory: Array, moves: Moves | Sequence[tuple[int, int, int]]) -> Array:
     """Copies runs of bytes within `memory`: `memory[d : d + n] = memory[s : s + n]` for each move.
 
     Destinations may overlap sources where everything slides down: in the order of the sources,
@@ -44,8 +44,8 @@ def batched_copy(memory: Array, moves: Sequence[tuple[int, int, int]]) -> Array:
 
     Args:
         memory: uint8 [bytes], C-contiguous, changed in place.
-        moves: `(destination, source, size)` of each, in bytes; on the GPU multiples of 16, and
-            `memory` 16-byte aligned.
+        moves: `(destination, source, size)` of each, in bytes, best as an int64 array of NumPy
+            [number, 3]; on the GPU multiples of 16, and `memory` 16-byte aligned.
 
     Returns:
         `memory`.
@@ -123,8 +123,8 @@ class MovePlan:
             )
 
 
-def plan_moves(moves: Sequence[tuple[int, int, int]]) -> MovePlan:
-    """Sorts the moves by source, leaves out what does not move, and judges overlaps.
+def plan_moves(moves: Moves | Sequence[tuple[int, int, int]]) -> MovePlan:
+    """Leaves out what does not move, judges overlaps, and sorts by source where there may be any.
 
     Raises ArrayShapeError for negative sizes and ArrayLayoutError for overlaps that are no slide.
     """
@@ -132,10 +132,25 @@ def plan_moves(moves: Sequence[tuple[int, int, int]]) -> MovePlan:
     if (rows[:, 2] < 0).any():
         raise ArrayShapeError(f"{_OP}: a move has a negative size")
     rows = rows[(rows[:, 2] > 0) & (rows[:, 0] != rows[:, 1])]
-    rows = rows[np.argsort(rows[:, 1], kind="stable")]
+    ordered = False
+    if len(rows):
+        destination, source, size = rows.T
+        if _overlap_themselves(destination, size):
+            raise ArrayLayoutError(f"{_OP}: two moves have overlapping destinations")
+        low, high = np.maximum(destination.min(), source.min()), (rows[:, :2].T + size).max(axis=1)
+        if low < high.min():  # else all sources are on one side of all destinations
+            rows = rows[np.argsort(source)]
+            ordered = _has_to_slide(rows)
+    table = np.zeros((len(rows) + 1, 3), np.int64)
+    table[:-1, :2] = rows[:, :2]
+    table[1:, 2] = np.cumsum(rows[:, 2])
+    return MovePlan(table, ordered)
+
+
+def _has_to_slide(rows: npt.NDArray[np.int64]) -> bool:
+    """Whether a destination overlaps a source, by moves that are sorted by their sources. Raises
+    ArrayLayoutError if they overlap in another way than by sliding down."""
     destination, source, size = rows.T
-    if _overlap_themselves(destination, size):
-        raise ArrayLayoutError(f"{_OP}: two moves have overlapping destinations")
     ordered = _overlap(destination, source, size)
     if ordered and not (
         (np.diff(destination) > 0).all()
@@ -145,15 +160,14 @@ def plan_moves(moves: Sequence[tuple[int, int, int]]) -> MovePlan:
         raise ArrayLayoutError(
             f"{_OP}: destinations overlap sources, but not all moves slide down in order"
         )
-    table = np.zeros((len(rows) + 1, 3), np.int64)
-    table[:-1, :2] = rows[:, :2]
-    table[1:, 2] = np.cumsum(size)
-    return MovePlan(table, ordered)
+    return ordered
 
 
 def _overlap_themselves(start: npt.NDArray[np.int64], size: npt.NDArray[np.int64]) -> bool:
-    order = np.argsort(start, kind="stable")
-    return bool((start[order][1:] < (start + size)[order][:-1]).any())
+    if (np.diff(start) < 0).any():
+        order = np.argsort(start)
+        start, size = start[order], size[order]
+    return bool((np.diff(start) < size[:-1]).any())
 
 
 def _overlap(

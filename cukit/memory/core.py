@@ -84,7 +84,7 @@ class PoolCore:
         self._pager = Pager(config, provider, self._arena, emit)
         self._supply = Supply(provider, self._arena, self._pager, self._streams, emit)
         self._defragmenter = Defragmenter(
-            provider, self._arena, self._pager, self._supply, self._live, emit
+            provider, self._arena, self._pager, self._supply, self._live, self._listeners
         )
         self._ladder = Ladder(
             config, provider, self._supply, self._pager, self._defragmenter, self._outside

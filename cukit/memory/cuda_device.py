@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,7 +18,7 @@ from cukit.errors import ConfigError, UnsupportedDeviceError
 from cukit.memory.cuda_captures import CaptureWatch
 from cukit.memory.cuda_driver import call, driver_module
 from cukit.memory.device_copy import DeviceCopy
-from cukit.memory.provider import Move
+from cukit.memory.provider import Moves
 
 LEGACY_KEY = 0
 """The legacy default stream; other streams have the driver's ids, which start above."""
@@ -125,7 +125,7 @@ class CudaDevice:
             free, total = self._runtime.memGetInfo()
         return int(free), int(total)
 
-    def copy(self, moves: Sequence[Move], stream: Hashable) -> None:
+    def copy(self, moves: Moves, stream: Hashable) -> None:
         with self.current():
             self._copy(moves, self._object_of(stream))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 
 from cukit.core.kernel import NULL
 from cukit.memory.compaction import TILE_BYTES, MovePlan, launch_moves, plan_moves
-from cukit.memory.provider import Move
+from cukit.memory.provider import Moves
 
 FEW_MOVES = 4
 """Up to so many are left to the driver's own copies: no table to upload, nothing to compile."""
@@ -35,15 +35,15 @@ class DeviceCopy:
         self._last: Any = None
         """Event behind the last launch that reads the table."""
 
-    def __call__(self, moves: Sequence[Move], stream: Any) -> None:
+    def __call__(self, moves: Moves, stream: Any) -> None:
         """On `stream`, a CuPy stream, on the current device. When it raises, nothing is queued.
 
         Moves may slide, see :func:`cukit.memory.compaction.batched_copy`.
         """
         if len(moves) <= FEW_MOVES and not _overlap(moves):
-            for move in moves:
+            for destination, source, size in moves.tolist():
                 self._cupy.cuda.runtime.memcpyAsync(
-                    move.destination, move.source, move.size, _TO_DEVICE, stream.ptr
+                    destination, source, size, _TO_DEVICE, stream.ptr
                 )
             return
         plan = plan_moves(moves)
@@ -74,12 +74,10 @@ class DeviceCopy:
         self._table = cupy.ndarray((_MOST_MOVES + 1, 3), np.int64, start)
 
 
-def _overlap(moves: Sequence[Move]) -> bool:
-    return any(
-        move.destination < other.source + other.size and other.source < move.destination + move.size
-        for move in moves
-        for other in moves
-    )
+def _overlap(moves: Moves) -> bool:
+    destination, source, size = moves.T
+    apart = (destination + size <= source[:, None]) | ((source + size)[:, None] <= destination)
+    return not apart.all()
 
 
 def _parts(plan: MovePlan) -> Iterator[MovePlan]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from cukit.memory.config import MIB
-from cukit.memory.provider import DeviceOutOfMemory, Move
+from cukit.memory.provider import DeviceOutOfMemory, Moves
 
 # From <sys/mman.h> and <linux/falloc.h>, where Python's mmap module does not name them.
 _MAP_FIXED = 0x10
@@ -147,10 +147,10 @@ class HostProvider:
         """Puts inaccessible addresses in their place."""
         _mmap(address, count * self.page_bytes, _NO_ACCESS, _RESERVED | _MAP_FIXED, -1, 0)
 
-    def copy(self, moves: Sequence[Move], stream: Hashable) -> None:
+    def copy(self, moves: Moves, stream: Hashable) -> None:
         """Done when it returns."""
-        for move in moves:
-            ctypes.memmove(move.destination, move.source, move.size)
+        for destination, source, size in moves.tolist():
+            ctypes.memmove(destination, source, size)
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:
         """A NumPy array over the memory."""

@@ -80,6 +80,15 @@ class Listeners:
         if completed:
             span.call_site = ()
 
+    def moved_away(self, span: Span) -> None:
+        """Notes that a live span leaves its place, as a free."""
+        for action in ("free", "free_completed"):
+            self.emit(action, span.address, span.size, span.stream, span.call_site)
+
+    def moved_here(self, span: Span) -> None:
+        """Notes that it is in its new place, as an allocation."""
+        self.emit("alloc", span.address, span.size, span.stream, span.call_site)
+
     def _note(
         self, action: Action, address: int, size: int, stream: Hashable, site: tuple[Frame, ...]
     ) -> None:

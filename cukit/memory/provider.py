@@ -25,6 +25,9 @@ from __future__ import annotations
 from collections.abc import Container, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
 
 class DeviceOutOfMemory(Exception):  # noqa: N818
     """The device cannot back the request. Never reaches users: the pool tries to make room."""
@@ -36,6 +39,10 @@ class Move(NamedTuple):
     destination: int
     source: int
     size: int
+
+
+Moves = npt.NDArray[np.int64]
+"""Many of them: [number, 3]."""
 
 
 @runtime_checkable
@@ -90,7 +97,7 @@ class Provider(Protocol):
         """
         ...
 
-    def copy(self, moves: Sequence[Move], stream: Hashable) -> None:
+    def copy(self, moves: Moves, stream: Hashable) -> None:
         """Queues all `moves` on a stream, in any order or at once.
 
         No destination overlaps a source or another destination; addresses and sizes are multiples

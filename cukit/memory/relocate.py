@@ -7,9 +7,10 @@ from collections.abc import Hashable
 
 from cukit.memory.arena import Arena
 from cukit.memory.compact import Plan, plan_compaction
-from cukit.memory.pager import Emit, Pager
-from cukit.memory.provider import Move, Provider
-from cukit.memory.spans import LIVE, Span
+from cukit.memory.listeners import Listeners
+from cukit.memory.pager import Pager
+from cukit.memory.provider import Moves, Provider
+from cukit.memory.spans import Span
 from cukit.memory.statistics import DefragmentReport
 from cukit.memory.supply import Supply
 from cukit.memory.survey import Holes, Survey, measure_holes, pieces, survey
@@ -25,14 +26,14 @@ class Defragmenter:
         pager: Pager,
         supply: Supply,
         live: dict[int, Span],
-        emit: Emit,
+        listeners: Listeners,
     ) -> None:
         self._provider = provider
         self._arena = arena
         self._pager = pager
         self._supply = supply
         self._live = live
-        self._emit = emit
+        self._listeners = listeners
         self.count = 0
         self.bytes_moved = 0
 
@@ -56,7 +57,7 @@ class Defragmenter:
         remapped = self._pager.consolidate()
         after = self.holes()
         self.count += 1
-        self._emit("defragment", 0, moved, stream)
+        self._listeners.emit("defragment", 0, moved, stream)
         return DefragmentReport(
             bytes_moved=moved,
             pages_remapped=remapped,
@@ -69,10 +70,9 @@ class Defragmenter:
 
     def compact(self, stream: Hashable) -> int:
         """Moves unpinned buffers; returns the bytes. The device is idle before and after."""
-        layout = pieces(self._arena)
-        if not any(piece.kind == "movable" for piece in layout):
-            return 0
-        plan = plan_compaction(layout, self._pager.page_bytes, remap=self._provider.can_remap)
+        plan = plan_compaction(
+            pieces(self._arena), self._pager.page_bytes, remap=self._provider.can_remap
+        )
         if not plan.relocations:
             return 0
         self._copy(plan, stream)
@@ -81,7 +81,7 @@ class Defragmenter:
         return plan.bytes_moved
 
     def _copy(self, plan: Plan, stream: Hashable) -> None:
-        done: list[list[Move]] = []
+        done: list[Moves] = []
         try:
             for step in plan.steps:
                 self._provider.copy(step, stream)
@@ -94,8 +94,7 @@ class Defragmenter:
         except BaseException:
             # Later steps may have overwritten what earlier ones read: take them back in turn.
             for step in reversed(done):
-                back = [Move(move.source, move.destination, move.size) for move in step]
-                self._provider.copy(back, stream)
+                self._provider.copy(step[:, [1, 0, 2]], stream)
             self._provider.synchronize_device()
             raise
 
@@ -104,31 +103,15 @@ class Defragmenter:
 
         Listeners see a move as a free of the old place and an allocation of the new one.
         """
-        arrivals = []
+        told = self._listeners.active
+        arrivals = {}
         for old, new in plan.relocations.items():
-            span = self._live.pop(old)
-            self._emit("free", old, span.size, span.stream, span.call_site)
-            self._emit("free_completed", old, span.size, span.stream, span.call_site)
-            arrivals.append(
-                (new, span.size, span.requested, span.stream, span.holder, span.call_site)
-            )
-            span.stream, span.epoch = None, 0
-            span.requested, span.holder, span.uses, span.call_site = 0, None, (), ()
-            self._arena.put_free(span)
-        arrivals.sort(key=lambda arrival: arrival[0])
-        holes = sorted(self._arena.streams.anyone.index, key=lambda hole: -hole.address)
-        for address, size, requested, stream, holder, call_site in arrivals:
-            while holes[-1].end <= address:
-                holes.pop()
-            hole = holes.pop()
-            end = hole.end
-            span = self._arena.carve(hole, address, size)
-            if span.end < end:
-                assert span.next is not None
-                holes.append(span.next)
-            span.state, span.stream, span.requested = LIVE, stream, requested
-            span.holder, span.call_site = holder, call_site
-            assert holder is not None
-            holder.span = span
-            self._live[address] = span
-            self._emit("alloc", address, size, stream, call_site)
+            span = arrivals[new] = self._live.pop(old)
+            if told:
+                self._listeners.moved_away(span)
+            span.uses = ()
+        self._arena.place(arrivals)
+        for address in sorted(arrivals):
+            self._live[address] = span = arrivals[address]
+            if told:
+                self._listeners.moved_here(span)

@@ -11,7 +11,7 @@ too (UNMAPPED): mapping and unmapping pages only changes a span's state.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from cukit.memory.blocks import Block, BlockState, Frame
@@ -134,6 +134,13 @@ class SizeIndex:
         self._chunks: list[list[Entry]] = []
         self._lasts: list[Entry] = []
         """The last entry of each chunk."""
+
+    def replace(self, spans: Sequence[Span]) -> None:
+        """Forgets all entries and takes these spans."""
+        entries = sorted([(span.size, span.address, span) for span in spans])
+        step = self.MOST_PER_CHUNK // 2
+        self._chunks = [entries[at : at + step] for at in range(0, len(entries), step)]
+        self._lasts = [chunk[-1] for chunk in self._chunks]
 
     def __bool__(self) -> bool:
         return bool(self._chunks)

@@ -114,7 +114,8 @@ class Supply:
         """Waits until the device is idle; then everything free belongs to everybody."""
         self._provider.synchronize_device()
         self._streams.all_done()
-        self.settle_waiting()
+        self.wait_for_pending()
+        self._arena.place({})
 
     def capturing(self) -> bool:
         """Whether a stream of the pool takes part in a capture: the host must not wait then."""

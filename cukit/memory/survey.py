@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from cukit.memory.arena import Arena
 from cukit.memory.blocks import Frame
-from cukit.memory.compact import Piece
+from cukit.memory.compact import FREE as FREE_BYTES
+from cukit.memory.compact import MOVABLE, WALL, Pieces, cut_at_pages
 from cukit.memory.spans import CACHED, FREE, LIVE, PENDING, UNMAPPED, Span
 from cukit.memory.statistics import StreamStatistics
 from cukit.memory.streams import CaptureKey
@@ -36,10 +39,6 @@ class Survey:
     """Bytes and count of live allocations by call site."""
 
 
-def _reusable(span: Span) -> bool:
-    return span.state in (FREE, CACHED) and not isinstance(span.stream, CaptureKey)
-
-
 class Holes(NamedTuple):
     """Free memory, whoever freed it. Bytes."""
 
@@ -59,45 +58,40 @@ def measure_holes(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Holes:
     page = arena.page_bytes
     free = whole = in_hand_bytes
     largest = 0
-    for address, size in _holes(arena):
-        free += size
-        if size > largest:
-            largest = size
-        if remap and size >= page:
-            whole += max(0, (address + size) // page - -(-address // page)) * page
+    for part in arena.ranges():
+        bounds = [
+            (span.address, span.address + span.size)
+            for span in part.spans()
+            if span.state in (FREE, CACHED) and span.stream.__class__ is not CaptureKey
+        ]
+        if bounds:
+            start, end = np.array(bounds, np.int64).T
+            breaks = np.flatnonzero(end[:-1] != start[1:])
+            start, end = start[np.append(0, breaks + 1)], end[np.append(breaks, -1)]
+            free += int((end - start).sum())
+            largest = max(largest, int((end - start).max()))
+            if remap:
+                pages = np.maximum(end // page - -(-start // page), 0)
+                whole += int(pages.sum()) * page
     return Holes(free, largest, whole)
 
 
-def _holes(arena: Arena) -> Iterator[tuple[int, int]]:
-    """(address, size) of neighbouring free bytes."""
-    for part in arena.ranges():
-        start = end = part.address
-        for span in part.spans():
-            if _reusable(span):
-                if span.address != end:
-                    if end > start:
-                        yield start, end - start
-                    start = span.address
-                end = span.address + span.size
-        if end > start:
-            yield start, end - start
-
-
-def pieces(arena: Arena) -> list[Piece]:
+def pieces(arena: Arena) -> Pieces:
     """All mapped bytes as the planner of compaction wants them."""
-    found = []
-    for number, part in enumerate(arena.ranges()):
-        for span in part.spans():
-            if span.state == UNMAPPED:
-                continue
-            kind: Literal["movable", "free", "wall"] = "wall"
-            if span.state == LIVE:
-                if span.holder is not None and not span.holder.pins:
-                    kind = "movable"
-            elif span.state == FREE and span.stream is None:
-                kind = "free"
-            found.append(Piece(span.address, span.size, kind, number))
-    return found
+    return Pieces.of(
+        [
+            (span.address, span.size, _kind(span), number)
+            for number, part in enumerate(arena.ranges())
+            for span in part.spans()
+            if span.state != UNMAPPED
+        ]
+    )
+
+
+def _kind(span: Span) -> int:
+    if span.state == LIVE:
+        return WALL if span.holder is None or span.holder.pins else MOVABLE
+    return FREE_BYTES if span.state == FREE and span.stream is None else WALL
 
 
 def survey(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Survey:
@@ -131,19 +125,9 @@ def survey(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Survey:
     return result
 
 
-def _freed_by_moving(layout: list[Piece], page: int) -> int:
+def _freed_by_moving(layout: Pieces, page_bytes: int) -> int:
     """Free bytes on pages that hold a movable byte and nothing that stays."""
-    walls: set[int] = set()
-    free: dict[int, int] = defaultdict(int)
-    moving: set[int] = set()
-    for piece in layout:
-        low, high = piece.address // page, (piece.end - 1) // page
-        for number in range(low, high + 1):
-            if piece.kind == "wall":
-                walls.add(number)
-            elif piece.kind == "movable":
-                moving.add(number)
-            else:
-                start = max(piece.address, number * page)
-                free[number] += min(piece.end, (number + 1) * page) - start
-    return sum(free[number] for number in moving - walls)
+    cut = cut_at_pages(layout, page_bytes)
+    kind = layout.kind[cut.piece]
+    pages = np.setdiff1d(cut.page[kind == MOVABLE], cut.page[kind == WALL])
+    return int(cut.size[(kind == FREE_BYTES) & np.isin(cut.page, pages)].sum())

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from cukit.memory import HostProvider, Move
+from cukit.memory.provider import Moves
 
 KIB = 1 << 10
 PAGE = 64 * KIB
@@ -176,12 +177,13 @@ class SimulatedProvider(HostProvider):
         first = address // self.page_bytes * self.page_bytes
         return all(page in self.page_at for page in range(first, address + size, self.page_bytes))
 
-    def copy(self, moves: Sequence[Move], stream: Hashable) -> None:
+    def copy(self, moves: Moves, stream: Hashable) -> None:
         self._called("copy")
-        written = sorted((move.destination, move.destination + move.size) for move in moves)
+        each = [Move(*row) for row in moves.tolist()]
+        written = sorted((move.destination, move.destination + move.size) for move in each)
         for (_, end), (start, _) in pairwise(written):
             assert end <= start, "two destinations overlap"
-        for move in moves:
+        for move in each:
             assert move.size > 0
             assert not (move.size | move.source | move.destination) % 512
             for start, end in written:
@@ -189,7 +191,7 @@ class SimulatedProvider(HostProvider):
                 assert apart, "a destination overlaps a source"
 
         def run() -> bool:
-            for move in moves:
+            for move in each:
                 assert self.accessible(move.source, move.size)
                 assert self.accessible(move.destination, move.size)
             super(SimulatedProvider, self).copy(moves, stream)

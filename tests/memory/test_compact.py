@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cukit.memory.compact import LEAST_GAP, Piece, plan_compaction
+from cukit.memory.compact import FREE, LEAST_GAP, MOVABLE, WALL, Pieces, Plan
+from cukit.memory.compact import plan_compaction as plan_pieces
 
 PAGE = 256 << 10
 UNIT = 16 << 10
+
+CODES = {"movable": MOVABLE, "free": FREE, "wall": WALL}
+
+
+class Piece(NamedTuple):
+    """A row of Pieces."""
+
+    address: int
+    size: int
+    kind: str
+
+    @property
+    def end(self) -> int:
+        return self.address + self.size
+
+
+def plan_compaction(pieces: list[Piece], page_bytes: int, *, remap: bool) -> Plan:
+    rows = [(address, size, CODES[kind], 0) for address, size, kind in pieces]
+    return plan_pieces(Pieces.of(rows), page_bytes, remap=remap)
+
 
 KINDS = st.sampled_from(["movable", "movable", "movable", "free", "free", "wall", "hole"])
 
@@ -27,7 +49,7 @@ def layout(parts: list[tuple[str, int]]) -> list[Piece]:
             last = pieces.pop()
             pieces.append(last._replace(size=last.size + units * UNIT))
         else:
-            pieces.append(Piece(address, units * UNIT, kind))  # type: ignore[arg-type]
+            pieces.append(Piece(address, units * UNIT, kind))
         address += units * UNIT
     return pieces
 
@@ -51,7 +73,7 @@ def test_bytes_arrive_unharmed(parts: list[tuple[str, int]], *, remap: bool) -> 
         before = bytes(memory)
         written: set[int] = set()
         read: set[int] = set()
-        for to, at, size in step:
+        for to, at, size in step.tolist():
             assert (to | at | size) % UNIT == 0
             units = range(to // UNIT, (to + size) // UNIT)
             assert not written & set(units)

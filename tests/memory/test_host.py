@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cukit.memory import DeviceOutOfMemory, HostProvider, Move, Provider
+from cukit.memory import DeviceOutOfMemory, HostProvider, Provider
 
 PAGE = 64 << 10
 
@@ -66,6 +66,6 @@ def test_moves_and_narrow_dtypes() -> None:
     base = provider.reserve(2 * PAGE)
     array = provider.array(base, (256,), ml_dtypes.bfloat16, None)
     array[:] = np.arange(256).astype(ml_dtypes.bfloat16)
-    provider.copy([Move(base + PAGE, base, 512)], 0)
+    provider.copy(np.array([(base + PAGE, base, 512)]), 0)
     moved = provider.array(base + PAGE, (16, 16), ml_dtypes.bfloat16, None)
     assert (moved.ravel() == array).all()
