@@ -11,7 +11,8 @@ Records are of family "memory_pool", with fields beside those of kernels:
                            log's peak of live bytes, and 2 MiB a stream.
     pair                   an allocation and its free, of a size that was freed just before
     remap                  an allocation that only scattered pages can serve
-    defragment             moving all buffers of a pool together; gbps counts bytes read and written
+    defragment             moving all buffers of a pool together; gbps counts bytes read and written,
+                           copy_us and copy_gbps are of the copying kernel alone
     training_step          a step of `cukit distill` whose arrays come from the pool; host_us until
                            it is queued, tokens_per_second. Needs a GPU
 """
@@ -51,6 +52,16 @@ MIB, GIB = 1 << 20, 1 << 30
 
 PAIR_SIZES = {"512 B": 512, "1 MiB": MIB}
 PAIRS, ROUNDS = 20_000, 7
+
+DEFRAGMENTED = (
+    (64 * 1024, 64, None),
+    (MIB, 4096, None),
+    (64 * 1024, 16384, None),
+    (64 * 1024, 65536, None),
+    (16 * MIB, 2048, 64 * MIB),
+)
+"""Bytes of a buffer, how many, bytes of a page (buffers of whole pages are remapped and not moved).
+The first is for a small run."""
 
 
 def logs(small: bool) -> list[str]:
@@ -225,29 +236,62 @@ def _remap_once(total: int, page: int) -> float:
 def defragment_records(small: bool) -> list[Record]:
     """Half of the buffers of a pool are closed, the rest are moved together."""
     records = []
-    for size, count in ((64 * 1024, 64),) if small else ((MIB, 4096), (64 * 1024, 16384)):
-        _defragment_once(size, count)  # compiles the kernel that copies
-        reports = [_defragment_once(size, count) for _ in range(2 if small else 5)]
-        moved = reports[0][1]
-        rounds = [[microseconds] for microseconds, _ in reports]
+    for size, count, page in DEFRAGMENTED[:1] if small else DEFRAGMENTED[1:]:
+        _defragment_once(size, count, page)  # compiles the kernel that copies
+        found = [_defragment_once(size, count, page) for _ in range(2 if small else 5)]
+        moved = found[0][1]
+        rounds = [[microseconds] for microseconds, _, _ in found]
         case = f"{moved // MIB} MiB of {size // 1024} KiB buffers"
         record = _timed("defragment", case, OURS, rounds)
         record["gbps"] = round(2 * moved / record["median_us"] / 1e3, 1)
+        copies = sorted(copy for _, _, copy in found)
+        if copies[0]:
+            record["copy_us"] = round(copies[len(copies) // 2], 3)
+            record["copy_gbps"] = round(2 * moved / record["copy_us"] / 1e3, 1)
         records.append(record)
     return records
 
 
-def _defragment_once(size: int, count: int) -> tuple[float, int]:
-    """Microseconds, and bytes moved."""
-    pool = MemoryPool()
+def _defragment_once(size: int, count: int, page: int | None) -> tuple[float, int, float]:
+    """Microseconds, bytes moved, and of the time that of the copies on the GPU (0 on the host)."""
+    pool = MemoryPool(provider=_provider(page) if page else None)
     buffers = [pool.allocate_buffer(size) for _ in range(count)]
     for buffer in buffers[::2]:
         buffer.close()
-    report = pool.defragment()
+    with _timed_copies() as copies:
+        report = pool.defragment()
+    copied = sum(end() for end in copies)
     for buffer in buffers[1::2]:
         buffer.close()
     pool.close()
-    return report.seconds * 1e6, report.bytes_moved
+    return report.seconds * 1e6, report.bytes_moved, copied
+
+
+@contextmanager
+def _timed_copies() -> Iterator[list[Callable[[], float]]]:
+    """What each copying kernel launched inside takes on the GPU, in microseconds."""
+    found: list[Callable[[], float]] = []
+    if not gpu_available():
+        yield found
+        return
+    import cupy
+
+    from cukit.memory import device_copy
+
+    launch = device_copy.launch_moves
+
+    def timed(*arguments: Any) -> None:
+        begin, end = cupy.cuda.Event(), cupy.cuda.Event()
+        begin.record()
+        launch(*arguments)
+        end.record()
+        found.append(lambda: cupy.cuda.get_elapsed_time(begin, end) * 1e3)
+
+    device_copy.launch_moves = timed
+    try:
+        yield found
+    finally:
+        device_copy.launch_moves = launch
 
 
 def _provider(page_bytes: int) -> Provider:
@@ -322,6 +366,8 @@ def show(record: Record) -> str:
         line += f"  host {record['host_us']:.0f} us  {record['tokens_per_second']:,} tokens/s"
     elif "gbps" in record:
         line += f"  {record['gbps']:.0f} GB/s"
+        if "copy_us" in record:
+            line += f", copies {record['copy_us']:.0f} us, {record['copy_gbps']:.0f} GB/s"
     return line
 
 

@@ -111,6 +111,9 @@ def _calls(records: Sequence[Record]) -> str:
             text = f"{record['median_us'] / 1e3:.2f} ms"
             if record.get("gbps"):
                 text += f" ({numbers.gbps(record['gbps'])})"
+            if record.get("copy_us"):
+                copied = numbers.gbps(record["copy_gbps"])
+                text += f", its copies {record['copy_us'] / 1e3:.2f} ms ({copied})"
             rows.append([f"{op} {case}", text, *[""] * (len(pools) - 1)])
     return markdown(["call", *map(pool_title, pools)], rows, left=1)
 

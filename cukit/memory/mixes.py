@@ -30,6 +30,7 @@ STEP_US = 10
 STANDARD = (
     "random-1000-4096",
     "random-10000-64",
+    "random-10000-16",
     "random-100000-1",
     "serving",
     "streams",

@@ -31,12 +31,12 @@ def scattered_case(block: int, total: int) -> Case:
     """Blocks of one size, taken from all over the lower half to the upper half in order."""
     count = total // block
     order = np.random.default_rng(3).permutation(count)
-    moves = [(total + i * block, int(at) * block, block) for i, at in enumerate(order)]
+    table = np.stack([total + np.arange(count) * block, order * block, np.full(count, block)], 1)
 
     def build() -> Workload:
         memory = integers(0, 256, (2 * total,), "uint8")
-        expected = get_kernel("batched_copy", platform="cpu")(memory.copy(), moves)
-        return Workload({"cukit": lambda: lambda: batched_copy(memory, moves)}, lambda: expected)
+        expected = get_kernel("batched_copy", platform="cpu")(memory.copy(), table)
+        return Workload({"cukit": lambda: lambda: batched_copy(memory, table)}, lambda: expected)
 
     return _case(f"{count} x {block // KIB} KiB scattered", build, total)
 
