@@ -11,8 +11,8 @@ Records are of family "memory_pool", with fields beside those of kernels:
                            log's peak of live bytes, and 2 MiB a stream.
     pair                   an allocation and its free, of a size that was freed just before
     remap                  an allocation that only scattered pages can serve
-    defragment             moving all buffers of a pool together; gbps counts bytes read and written,
-                           copy_us and copy_gbps are of the copying kernel alone
+    defragment             moving all buffers of a pool together; gbps counts bytes read and
+                           written, copy_us and copy_gbps are of the copying kernel alone
     training_step          a step of `cukit distill` whose arrays come from the pool; host_us until
                            it is queued, tokens_per_second. Needs a GPU
 """
