@@ -14,7 +14,7 @@ from cukit.attention.flash_problem import (
     ceil_div,
     feature_defines,
 )
-from cukit.attention.flash_tilings import WarpgroupTiling, warpgroup_tilings
+from cukit.attention.flash_tilings import GROUP_ROWS, WarpgroupTiling, warpgroup_tilings
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 
@@ -23,7 +23,7 @@ _STEP = 16  # columns that are multiplied at a time
 _SEQUENCE_THREADS = 1024
 _LIST_THREADS = 128
 _WARP = 32
-_WIDE = 192  # columns of values
+_NARROW, _WIDE = 96, 192  # columns of values
 _WHOLE_TILE, _SHORT_TILE = 128, 64  # keys
 
 BlockSize = tuple[int, int]
@@ -125,19 +125,33 @@ def covers(problem: AttentionProblem, device: Device) -> bool:
 
 
 def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, slots: int) -> float:
-    """Relative time: scores of a piece of work, in whole tiles, times the rounds until all pieces
-    are done. Sequences of any lengths come in so many pieces that rounds do not count."""
-    rows = range(0, problem.seq_len_q, tiling.tile_m)
-    tiles = len(rows) * ceil_div(problem.seq_len_kv, tiling.tile_n)
-    if problem.causal:
-        past = problem.seq_len_kv - problem.seq_len_q
-        ends = (past + min(row + tiling.tile_m, problem.seq_len_q) for row in rows)
-        tiles = sum(ceil_div(max(1, end), tiling.tile_n) for end in ends)
-    scores = tiling.cost * tiling.tile_m * tiling.tile_n * tiles
+    """Relative time: scores of the largest piece of work, in whole tiles, times the rounds until all
+    pieces are done. Sequences of any lengths come in so many pieces that neither counts.
+
+    Every warpgroup goes as far as its own queries see; one without queries leaves its time unused.
+    """
+    tile, groups = tiling.tile_n, range(0, problem.seq_len_q, GROUP_ROWS)
+    keys = 0
+    for row in groups:
+        first, last = _visible_keys(problem, row, min(row + GROUP_ROWS, problem.seq_len_q) - 1)
+        keys += (ceil_div(last, tile) - first // tile) * tile
+    tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
+    scores = tiling.cost * tiles * tiling.tile_m * keys / len(groups)
     if problem.varlen:
         return scores
     pieces = _pieces(problem, tiling)
-    return scores / pieces * ceil_div(problem.batch * problem.num_heads_q * pieces, slots)
+    largest = min(1.0, (1 if pieces == tiles else 2) / tiles)
+    return scores * largest * ceil_div(problem.batch * problem.num_heads_q * pieces, slots)
+
+
+def _visible_keys(problem: AttentionProblem, first_row: int, last_row: int) -> tuple[int, int]:
+    """Keys from .. up to the first of which and the last of which some of these queries see."""
+    past, window = problem.seq_len_kv - problem.seq_len_q, problem.window or (None, None)
+    left, right = window[0], 0 if problem.causal else window[1]
+    end = problem.seq_len_kv if right is None else last_row + past + right + 1
+    end = max(1, min(end, problem.seq_len_kv))
+    begin = 0 if left is None else first_row + past - left
+    return max(0, min(begin, end - 1)), end
 
 
 def _pieces(problem: AttentionProblem, tiling: WarpgroupTiling, dealt: bool = False) -> int:
@@ -167,17 +181,20 @@ def tilings_of(
     problem: AttentionProblem, block_size: BlockSize | None = None
 ) -> tuple[WarpgroupTiling, ...]:
     """What there is to choose from. Work on single scores wants more registers than three consumers
-    leave, and than wide values leave with long tiles; blocks want tiles that they fill."""
+    leave, and than wide values leave with long tiles; so does a warp that looks after the ends of
+    sequences, beside wide values. Blocks want tiles that they fill."""
     tilings = warpgroup_tilings(problem.head_dim, problem.head_dim_v)
     crowded = problem.mask or problem.bias is not None or problem.alibi or problem.softcap
-    if not crowded and block_size is None:
-        return tilings
-    tilings = tuple(each for each in tilings if each.consumers == 2)
-    small = block_size is not None and block_size[1] < _WHOLE_TILE
-    if small or problem.head_dim_v > _WIDE:
-        return tuple(replace(each, tile_n=_SHORT_TILE) for each in tilings)
-    if problem.bias is not None and block_size is None:
-        return tuple(replace(each, tile_n=each.biased_tile_n or each.tile_n) for each in tilings)
+    if crowded or block_size is not None:
+        tiling = next(each for each in tilings if each.consumers == 2)
+        small = block_size is not None and block_size[1] < _WHOLE_TILE
+        if small or problem.head_dim_v > _WIDE:
+            tiling = replace(tiling, tile_n=_SHORT_TILE)
+        elif problem.bias is not None and block_size is None:
+            tiling = replace(tiling, tile_n=tiling.biased_tile_n or tiling.tile_n)
+        return (tiling,)
+    if problem.varlen and problem.head_dim_v > _NARROW:
+        return tuple(each for each in tilings if each.consumers == 2)
     return tilings
 
 

@@ -25,6 +25,7 @@ UNLIKE_KEY_WIDTHS = (64, 128, 256)
 MAX_HEAD_DIM = HEAD_WIDTHS[-1]
 
 ITEM_BYTES = 2  # float16, bfloat16
+GROUP_ROWS = 64  # queries of a warpgroup of Hopper's forward
 PART = 64  # columns that the copy engine brings at once: rows of 128 swizzled bytes
 _WARP = 32
 _RESERVED_BYTES = KIB  # what the system takes of each block's shared memory
@@ -77,7 +78,7 @@ class WarpgroupTiling:
     @property
     def tile_m(self) -> int:
         """Queries of a tile."""
-        return 64 * self.consumers
+        return GROUP_ROWS * self.consumers
 
     @property
     def threads(self) -> int:
@@ -207,18 +208,28 @@ CROWDED_FORWARD_TILINGS = FORWARD_TILINGS | {
     128: (ForwardTiling(128, 2, 32, 2), ForwardTiling(64, 1, 32, 2)),
 }
 # By the most columns of a key and of a value. Of these the tiling that leaves least work is taken:
-# they all fit Hopper.
+# they all fit Hopper. Short tiles have room for more stages, which four warpgroups need to drift
+# apart; long ones multiply with fewer stops.
 WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
     (64, 64): (
-        WarpgroupTiling(3, 128),
-        WarpgroupTiling(4, 64, cost=1.08),
-        WarpgroupTiling(2, 128, cost=1.2),
+        WarpgroupTiling(3, 128, num_stages=3),
+        WarpgroupTiling(4, 64, num_stages=4, cost=1.04),
+        WarpgroupTiling(2, 128, num_stages=3, cost=1.2),
     ),
-    (96, 96): (WarpgroupTiling(3, 96, query_stages=1), WarpgroupTiling(2, 128, cost=1.07)),
-    (128, 128): (WarpgroupTiling(2, 128),),
+    (96, 96): (
+        WarpgroupTiling(3, 96, num_stages=3, query_stages=1),
+        WarpgroupTiling(2, 128, query_stages=1, cost=1.09),
+    ),
+    (128, 128): (
+        WarpgroupTiling(2, 128, num_stages=3, query_stages=1, biased_tile_n=112),
+        WarpgroupTiling(3, 64, num_stages=4, query_stages=1, cost=0.96),
+    ),
     (192, 128): (WarpgroupTiling(2, 128, query_stages=1, biased_tile_n=112),),
     (192, 192): (WarpgroupTiling(2, 112, query_stages=1, biased_tile_n=96),),
-    (256, 256): (WarpgroupTiling(2, 80, query_stages=1),),
+    (256, 256): (
+        WarpgroupTiling(2, 80, query_stages=1),
+        WarpgroupTiling(2, 64, query_stages=1, cost=1.02),
+    ),
 }
 
 

@@ -140,9 +140,10 @@ CUKIT_DEVICE void multiply_values(Rows& rows, const float (&scores)[M_TILES][kST
   }
 }
 
-// Divides by the sums, leaves the warp's rows in its part of the query tile and returns lse.
+// Divides by the sums, leaves the warp's rows in its part of the query tile and, where lse is not
+// null, their log-sum-exps there.
 CUKIT_DEVICE void finish_rows(Rows& rows, unsigned char* tile, int warp_row, float scale_log2,
-                              float* lse, int rows_left) {
+                              float* lse, long long first_statistic, int rows_left) {
   const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
   for (int r = 0; r < 2 * M_TILES; ++r) {
@@ -151,8 +152,9 @@ CUKIT_DEVICE void finish_rows(Rows& rows, unsigned char* tile, int warp_row, flo
     sum += __shfl_xor_sync(cukit::kFullMask, sum, 2);
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     const int row = warp_row + r * 8 + lane / 4;
-    if (lane % 4 == 0 && row < rows_left) {
-      lse[row] = sum == 0.0f ? -cukit::infinity() : (rows.max[r] * scale_log2 + log2f(sum)) * kLn2;
+    if (lse != nullptr && lane % 4 == 0 && row < rows_left) {
+      lse[first_statistic + row] =
+          sum == 0.0f ? -cukit::infinity() : (rows.max[r] * scale_log2 + log2f(sum)) * kLn2;
     }
 #pragma unroll
     for (int n = 0; n < kOTiles; ++n) {
@@ -170,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const T* __restrict__ k,   // [batch, seq_kv, heads_q / group, head_dim]
     const T* __restrict__ v,   // [batch, seq_kv, heads_q / group, value_dim]
     T* __restrict__ out,       // [batch, seq_q, heads_q, value_dim]
-    float* __restrict__ lse,   // [batch, heads_q, seq_q]; VARLEN: [heads_q, total_q]
+    float* __restrict__ lse,   // [batch, heads_q, seq_q]; VARLEN: [heads_q, total_q]; null: not wanted
     const float* __restrict__ alibi_slopes, const float* __restrict__ sinks,  // ScoreArrays
     const cukit::bias_t* __restrict__ bias, const unsigned char* __restrict__ mask,
     const int* __restrict__ cu_seqlens_q,   // [batch + 1]
@@ -278,9 +280,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   __syncthreads();
   const Place again = place_of(cukit::opaque(blockIdx.x));
   const int rows_to_store = again.sequence.seq_q - again.first_row;
-  lse += cukit::row_statistics(again.b, again.head, heads_q, again.sequence, settings) +
-         again.first_row;
-  finish_rows(rows, shared, warp_row, factor, lse, rows_to_store);
+  const long long first_statistic =
+      cukit::row_statistics(again.b, again.head, heads_q, again.sequence, settings) +
+      again.first_row;
+  finish_rows(rows, shared, warp_row, factor, lse, first_statistic, rows_to_store);
   __syncwarp();
   out += again.b * out_batch + again.head * out_head +
          (again.sequence.first_q + again.first_row) * out_row;

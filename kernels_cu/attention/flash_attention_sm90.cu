@@ -3,14 +3,15 @@
 // are: scale * Q K^T, with whatever options it knows.
 //
 // Papers: Dao, "FlashAttention-2", arXiv:2307.08691; Shah et al., "FlashAttention-3",
-//   arXiv:2407.08608 (warpgroups in turns, the next scores multiplied during this tile's softmax).
+//   arXiv:2407.08608 (warpgroups that copy, the next scores multiplied during this tile's softmax).
 // Mapping: a block walks over tiles of 64 * CONSUMERS queries of a head (query_work.cuh). A thread of
 //   its first warpgroup says which, and asks the copy engine for Q, K and V; each of the others owns
 //   64 queries, with their outputs, maxima and sums in registers, and takes the keys in tiles of
 //   TILE_N, last tile first. A warpgroup has the scores of the next tile and the output of this one
-//   multiplied in one go, and renews maxima and exponentials while the output's product runs;
-//   warpgroups issue their products in turns, so that one's exponentials run beside the others'
-//   products.
+//   multiplied in one go, and renews maxima and exponentials while the output's product runs.
+//   Nothing holds warpgroups together but the stages of K and V: with enough of them they drift
+//   apart, and one's exponentials, or its results' way out, run beside the others' products. Tiles
+//   that a mask hides from all 64 queries of a warpgroup are left out.
 // VARLEN: tiles reach into the next sequence. Its keys are hidden as others are; its values, which
 //   may be NaN, are overwritten by zeros: a warp of the first warpgroup hands on every tile of V.
 // BLOCK_SPARSE: keys come in the tiles that plan_blocks.cu listed for a tile of queries.
@@ -86,13 +87,6 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned
   cukit::wgmma_commit();
 }
 
-CUKIT_DEVICE void take_turn(int group) { cukit::named_sync(kTurn + group, 2 * kGroupThreads); }
-
-CUKIT_DEVICE void pass_turn(int group) {
-  const int next = group + 1 == CONSUMERS ? 0 : group + 1;
-  cukit::named_arrive(kTurn + next, 2 * kGroupThreads);
-}
-
 // Where the results go.
 struct Results {
   T* out;
@@ -106,8 +100,8 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax,
                          const Results& to, const QueryWork& work, int row,
                          const cukit::ScoreSettings& settings) {
   const cukit::Sequence& sequence = work.sequence;
-  float* const lse =
-      to.lse + cukit::row_statistics(work.b, work.head, to.heads_q, sequence, settings);
+  const long long first_statistic =
+      cukit::row_statistics(work.b, work.head, to.heads_q, sequence, settings);
   cukit::ResultRows<T> rows;
   rows.first = to.out + (VARLEN ? 0 : work.b * to.out_batch) + work.head * to.out_head +
                (sequence.first_q + row) * to.out_row;
@@ -120,8 +114,8 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax,
     sum += __shfl_xor_sync(cukit::kFullMask, sum, 2);
     rows.factor[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
     rows.exists[half] = row + 8 * half < sequence.seq_q;
-    if (threadIdx.x % 4 == 0 && rows.exists[half]) {
-      lse[row + 8 * half] =
+    if (to.lse != nullptr && threadIdx.x % 4 == 0 && rows.exists[half]) {
+      to.lse[first_statistic + row + 8 * half] =
           sum == 0.0f ? -cukit::infinity() : (softmax.max[half] * factor + log2f(sum)) * kLn2;
     }
   }
@@ -136,6 +130,7 @@ CUKIT_DEVICE bool next_work(QueryWork& work, Rings& rings, const cukit::Cursor<Q
   cukit::mbarrier_wait(&rings.q.full[at.stage], at.parity);
   __syncwarp();  // together from here on: what lanes then share is the warp's, for the compiler too
   work = rings.work[at.stage];
+  __syncwarp();  // all have read it before one of them gives the stage back
 #else
   if (!queue.next(work)) return false;
 #endif
@@ -151,22 +146,51 @@ CUKIT_DEVICE bool next_work(QueryWork& work, Rings& rings, const cukit::Cursor<Q
 #endif
 }
 
+// Whether the warpgroups of a block see different keys.
+constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE;
+
+// The tiles of keys that a warpgroup's 64 queries see, one at least. All warpgroups go through those
+// of the work; at either end some may be hidden from it. One without queries has nothing to look at.
+CUKIT_DEVICE cukit::TileRange own_keys(const QueryWork& work, int first_row, int past,
+                                       const cukit::ScoreSettings& settings) {
+  const cukit::Sequence& sequence = work.sequence;
+  cukit::TileRange seen = work.keys;
+  const int rows = min(kGroupRows, sequence.seq_q - first_row);
+  if (rows <= 0) {
+    seen.end = work.keys.begin + 1;
+  } else if (kUneven) {
+    seen = cukit::key_tiles<TILE_N>(first_row, rows, past, sequence.seq_kv, settings);
+    seen.end = max(work.keys.begin + 1, min(seen.end, work.keys.end));
+    seen.begin = min(max(seen.begin, work.keys.begin), seen.end - 1);
+  }
+  return {WINDOW ? cukit::warp_uniform(seen.begin) : 0, cukit::warp_uniform(seen.end),
+          WINDOW ? cukit::warp_uniform(seen.whole_begin) : 0, cukit::warp_uniform(seen.whole_end)};
+}
+
+// Gives back a stage that a warp does not read. Not before it has come: until then others may still
+// read what was there before, and a warp is to be counted once a round.
+template <int Stages>
+CUKIT_DEVICE void skip(cukit::Ring<Stages>& ring, cukit::Cursor<Stages>& at) {
+  cukit::mbarrier_wait(&ring.full[at.stage], at.parity);
+  cukit::release(ring, at);
+  at.advance();
+}
+
 CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned char* k_tiles,
                       const unsigned char* v_tiles, const Results& results,
                       const Arguments& arguments, const cukit::ScoreSettings& settings,
                       float scale_log2) {
   const int group = cukit::warp_uniform(threadIdx.x / kGroupThreads) - 1;
   const int lane_row = threadIdx.x % kGroupThreads / cukit::kWarpSize * 16 +
-                       threadIdx.x % cukit::kWarpSize / 4 + group * kGroupRows;
+                       threadIdx.x % cukit::kWarpSize / 4;
   const int lane_column = threadIdx.x % 4 * 2;
   const float factor = cukit::exponent_factor(scale_log2);
-  const unsigned long long q_first = inner_descriptor(q_tiles + group * kGroupRows * kRowBytes);
+  const unsigned long long q_first = inner_descriptor(q_tiles);
   const unsigned long long k_first = inner_descriptor(k_tiles);
   const unsigned long long v_first = outer_descriptor(v_tiles);
   cukit::Cursor<QUERY_STAGES> q_at;
   cukit::Cursor<STAGES> k_at;
   cukit::Cursor<STAGES> v_at;
-  if (group == CONSUMERS - 1) pass_turn(group);
 
   Outputs sums;
   Scores scores;
@@ -177,29 +201,36 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
   const auto values = [&] { return v_first + v_at.stage * (kValueBytes / 16); };
   const auto start_scores = [&] {
     cukit::mbarrier_wait(&rings.k.full[k_at.stage], k_at.parity);
-    take_turn(group);
     cukit::wgmma_fence();
     multiply_keys(scores, q, k_first + k_at.stage * (kKeyBytes / 16));
   };
 
   cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
   QueryWork work{};
+  int part = group;  // of the tile's queries, counted from either end in turn: for equal work
   while (next_work(work, rings, q_at, queue)) {
-    const int row = work.first_row + lane_row;
+    const int first_row = work.first_row + part * kGroupRows;
+    const int row = first_row + lane_row;
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
+    const cukit::TileRange seen = own_keys(work, first_row, past, settings);
     const cukit::HeadScores head(arguments.arrays, settings, work.b, work.head, work.sequence);
     const int seq_kv = cukit::warp_uniform(head.seq_kv);
     const bool bias_aligned = BIAS && cukit::warp_uniform(cukit::rows_are_aligned(
                                           head.bias, settings.bias_row, settings.bias_column));
     const bool mask_aligned = MASK && cukit::warp_uniform(cukit::rows_are_aligned(
                                           head.mask, settings.mask_row, settings.mask_column));
-    int tile = work.keys.end - 1;
+    // In the order in which they come: V a tile behind K.
+    for (int unseen = work.keys.end; unseen > seen.end; --unseen) {
+      skip(rings.k, k_at);
+      if (unseen < work.keys.end) skip(rings.v, v_at);
+    }
+    int tile = seen.end - 1;
     float shrink[2];
-    q = q_first + q_at.stage * (kQueryBytes / 16);
+    q = q_first + (q_at.stage * kQueryBytes + part * kGroupRows * kRowBytes) / 16;
     // The scores of a tile have come.
     const auto receive_scores = [&] {
       int first_key = tile * TILE_N;
-      bool whole = work.keys.whole(tile);
+      bool whole = seen.whole(tile);
 #if BLOCK_SPARSE
       const int listed = cukit::warp_uniform(rings.listed[k_at.stage]);
       __syncwarp();  // all lanes have read it before one of them releases the stage
@@ -208,7 +239,7 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
 #endif
       cukit::release(rings.k, k_at);
       k_at.advance();
-      if (tile == work.keys.begin) {
+      if (tile == seen.begin) {
         cukit::release(rings.q, q_at);
         q_at.advance();
       }
@@ -244,7 +275,6 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
       }
     };
     start_scores();
-    pass_turn(group);
     cukit::wgmma_wait<0>(scores);
     receive_scores();
 #pragma unroll
@@ -256,13 +286,13 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
     for (int i = 0; i < VALUE_DIM / 2; ++i) sums[i] = 0.0f;
     cukit::renew_maxima(rows, shrink, scores, factor);
     cukit::exponentiate(rows, scores, factor);
+    if (seen.end < work.keys.end) skip(rings.v, v_at);
     cukit::mbarrier_wait(&rings.v.full[v_at.stage], v_at.parity);
     cukit::pack_probabilities<T>(p, scores);
 
-    while (--tile >= work.keys.begin) {
+    while (--tile >= seen.begin) {
       start_scores();
       multiply_values(sums, p, values());
-      pass_turn(group);
       cukit::wgmma_wait<1>(scores);
       receive_scores();
       const bool outgrown = cukit::renew_maxima(rows, shrink, scores, factor);
@@ -284,9 +314,13 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
     cukit::wgmma_wait<0>(sums);
     cukit::release(rings.v, v_at);
     v_at.advance();
+    for (int unseen = work.keys.begin; unseen < seen.begin; ++unseen) {
+      skip(rings.k, k_at);
+      skip(rings.v, v_at);
+    }
     finish(sums, rows, factor, results, work, row, settings);
+    if (kUneven) part = CONSUMERS - 1 - part;
   }
-  if (group == 0) take_turn(group);  // the last one was passed on to it
 }
 
 }  // namespace consumer
@@ -298,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const __grid_constant__ cukit::TensorMap k,  // [batch, seq_kv, heads_q / group, head_dim]
     const __grid_constant__ cukit::TensorMap v,  // [batch, seq_kv, heads_q / group, value_dim]
     T* __restrict__ out,                         // [batch, seq_q, heads_q, value_dim]
-    float* __restrict__ lse,                     // [batch, heads_q, seq_q]; VARLEN [heads_q, total_q]
+    float* __restrict__ lse,  // [batch, heads_q, seq_q]; VARLEN [heads_q, total_q]; null: not wanted
     const float* __restrict__ alibi_slopes,      // score_options.cuh, as all up to cu_seqlens_kv
     const float* __restrict__ sinks,             //
     const cukit::bias_t* __restrict__ bias,      //

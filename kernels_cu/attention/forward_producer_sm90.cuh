@@ -42,8 +42,6 @@ constexpr int kConsumerRegisters =
 constexpr bool kGuarded = VALUE_PADDED || VALUE_DIM % 32 != 0;
 constexpr float kLn2 = 0.6931471805599453f;
 
-constexpr int kTurn = 1;  // first of the named barriers for the warpgroups' turns
-
 static_assert(THREADS == (CONSUMERS + 1) * kGroupThreads, "a producer and the consumers");
 static_assert(STAGES >= 2, "a warpgroup waits for the next values before it releases the last");
 static_assert(kQueryPart % 1024 == 0 && kKeyPart % 1024 == 0, "whole periods of the swizzle");
