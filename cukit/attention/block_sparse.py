@@ -21,7 +21,7 @@ from cukit.attention.flash_plan_sm90 import BlockSize, covers, plan_flash_attent
 from cukit.attention.flash_problem import AttentionProblem, ceil_div
 from cukit.core.arrays import Array, adopt, check_array, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import KernelSpec, launch_plan
+from cukit.core.kernel import NULL, KernelSpec, launch_plan
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.reference import block_sparse_attention as reference
 from cukit.registry import register
@@ -103,8 +103,8 @@ def block_sparse_attention(
         )
     if out is None:
         out = empty(q, (*q.shape[:-1], v.shape[-1]))
-    lse = empty(q, lse_shape(q), np.float32)
-    launch(q, k, v, out, lse, *arrays.pointers(), block_mask=block_mask)
+    lse = empty(q, lse_shape(q), np.float32) if return_lse else NULL
+    launch(q, k, v, out, lse, *arrays, block_mask=block_mask)
     return (out, lse) if return_lse else out
 
 

@@ -32,7 +32,7 @@ from cukit.attention.flash_plan_sm90 import covers, specs_of
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.errors import ConfigError
 from cukit.reference import attention as reference
 from cukit.registry import register
@@ -150,8 +150,8 @@ def flash_attention(
         if served is not None:
             return served if return_lse else served[0]
         q, k, v = decode_inputs(q, k, v, descales, out)
-    else:
-        _refuse_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    elif not (q_descale is k_descale is v_descale is None):
+        raise ConfigError(f"{_OP}: q_descale, k_descale and v_descale are for float8 inputs")
     q, k, v = adopt(_OP, q, k, v)
     if not runs_kernel(_OP, q, k, v, out, *arrays):
         check_forward(q, k, v, out, options, arrays)
@@ -162,38 +162,37 @@ def flash_attention(
         if not return_lse:
             return write_out(out, result)
         return write_out(out, result[0]), result[1]
-    launch = _prepare_forward(q, k, v, out, options, *arrays)
+    launch, out_shape, row_shape = _prepare_forward(q, k, v, out, options, *arrays)
     if arrays.varlen:
         check_sequence_ends(_OP, q, k, options, arrays)
     if out is None:
-        out = empty(q, (*q.shape[:-1], v.shape[-1]))
-    lse = empty(q, lse_shape(q), np.float32)
-    launch(q, k, v, out, lse, *arrays.pointers())
+        out = empty(q, out_shape)
+    lse = empty(q, row_shape, np.float32) if return_lse else NULL
+    launch(q, k, v, out, lse, *arrays)
     return (out, lse) if return_lse else out
 
 
-def _refuse_descales(q: Array, **descales: Array | None) -> None:
-    for name, descale in descales.items():
-        if descale is not None:
-            raise ConfigError(f"{_OP}: {name} is for float8 inputs, got {q.dtype.name}")
+Shape = tuple[int, ...]
 
 
 @launch_plan
 def _prepare_forward(
     q: Array, k: Array, v: Array, out: Array | None, options: ScoreOptions, *given: Array | None
-) -> Launch | MappedLaunch:
+) -> tuple[Launch | MappedLaunch, Shape, Shape]:
+    """The launch, and the shapes of out and lse."""
     arrays = ScoreArrays(*given)
+    shapes = (*q.shape[:-1], v.shape[-1]), lse_shape(q)
     check_forward(q, k, v, out, options, arrays)
     check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
     problem, device = problem_of(q, k, v, options, arrays), current_device()
     if covers(problem, device) and fits_tensor_maps(q, k, v):
-        return prepare_mapped(q, k, v, out, options, arrays, problem, device)
+        return prepare_mapped(q, k, v, out, options, arrays, problem, device), *shapes
     config = plan_flash_attention(problem, device)
     scalars = (
         *strides_of(q),
         *strides_of(k),
         *strides_of(v),
-        *(dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out)),
+        *(dense_strides(shapes[0]) if out is None else strides_of(out)),
         np.int32(problem.batch),
         np.int32(problem.num_heads_q),
         np.int32(problem.group),
@@ -205,7 +204,7 @@ def _prepare_forward(
         scales_of(q, options)[1],
         score_settings(q, options, arrays, score_shape(q, k, options, arrays)),
     )
-    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars), *shapes
 
 
 def _forward_specs(device: Device) -> list[KernelSpec]:

@@ -137,8 +137,7 @@ def flash_attention_backward(
     steps = _prepare_backward(grad_out, q, k, v, out, lse, options, bool(deterministic), *arrays)
     if arrays.varlen:
         check_sequence_ends(_OP, q, k, options, arrays)
-    pointers = arrays.pointers()
-    ends_q = pointers[-2]
+    ends_q = arrays.cu_seqlens_q
     statistics = empty(q, (2, *steps.scratch_rows), np.float32)
     lse_log2, delta = statistics[0], statistics[1]
     grad_q, grad_k, grad_v = (empty(x, x.shape) for x in (q, k, v))
@@ -150,14 +149,14 @@ def flash_attention_backward(
         sums = [empty(x, (*x.shape[:-1], steps.splits, x.shape[-1]), np.float32) for x in (k, v)]
 
     steps.prepare(out, grad_out, lse, lse_log2, delta, total, ends_q)
-    steps.keys(q, k, v, grad_out, lse_log2, delta, total, *sums, *pointers)
+    steps.keys(q, k, v, grad_out, lse_log2, delta, total, *sums, *arrays)
     if steps.sums is not None:
         for add, partial, gradient in zip(steps.sums, sums, (grad_k, grad_v), strict=True):
             add(partial, gradient)
     if steps.adds:
         steps.queries(total, grad_q, ends_q)
     else:
-        steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q, *pointers)
+        steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q, *arrays)
     if steps.sinks is None:
         return grad_q, grad_k, grad_v
     grad_sinks = empty(q, arrays.sinks.shape, np.float32)  # type: ignore[union-attr]

@@ -20,7 +20,7 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.device import current_device
-from cukit.core.kernel import NULL, Launch, launch_plan, load_kernel
+from cukit.core.kernel import NULL, Launch, by_value, launch_plan, load_kernel
 from cukit.core.tensor_map import encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 
@@ -50,7 +50,10 @@ class Float8Array(Protocol):
 
 def is_float8(*arrays: Any) -> bool:
     """Whether any is a NarrowArray: attention of such arrays is this module's business."""
-    return any(hasattr(array, "storage") and hasattr(array, "dense") for array in arrays)
+    for array in arrays:  # noqa: SIM110  a generator costs more, and every call comes by
+        if hasattr(array, "storage") and hasattr(array, "dense"):
+            return True
+    return False
 
 
 def refuse_float8(op: str, *arrays: Any) -> None:
@@ -272,7 +275,7 @@ class _Float8Launch:
             prepared,
             out,
             lse,
-            *(NULL if factor is None else factor for factor in factors),
+            *factors,
         )
         return out, lse
 
@@ -280,7 +283,7 @@ class _Float8Launch:
         key = (name, address_of(array))
         found = self._maps.get(key)
         if found is None:
-            found = encode_tensor_map(array, box, swizzle_bytes=box[-1])
+            found = by_value(encode_tensor_map(array, box, swizzle_bytes=box[-1]))
             if len(self._maps) >= _MOST_MAPS:
                 self._maps.clear()
             self._maps[key] = found

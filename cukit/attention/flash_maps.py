@@ -13,10 +13,11 @@ from cukit.attention.flash_problem import AttentionProblem
 from cukit.attention.flash_tilings import PART, WarpgroupTiling
 from cukit.core.arrays import Array, address_of, empty
 from cukit.core.device import Device
-from cukit.core.kernel import NULL, Launch, load_kernel
+from cukit.core.kernel import NULL, Launch, by_value, load_kernel
 from cukit.core.tensor_map import encode_sequence_map, encode_tensor_map
 
 _MOST_MAPS = 256
+_OPTIONAL_POINTERS = len(ScoreArrays._fields) + 2  # the plan and the block mask
 
 
 class TensorMaps:
@@ -45,6 +46,7 @@ class TensorMaps:
             else:
                 # Sequences one behind the other are those of a single batch.
                 found = encode_tensor_map(array if array.ndim == 4 else array[None], self._box)
+            found = by_value(found)
             if len(self._known) >= _MOST_MAPS:
                 self._known.clear()
             self._known[address] = found
@@ -54,11 +56,15 @@ class TensorMaps:
 class MappedLaunch:
     """A launch of `flash_attention_sm90`, for arrays of one description."""
 
-    __slots__ = ("_k", "_launch", "_plan", "_q", "_v")
+    __slots__ = ("_k", "_launch", "_nothing", "_plan", "_q", "_v")
 
-    def __init__(self, launch: Launch, plan: PlannedWork | None, tiling: WarpgroupTiling) -> None:
+    def __init__(
+        self, launch: Launch, plan: PlannedWork | None, tiling: WarpgroupTiling, plain: bool
+    ) -> None:
+        """`plain`: there are no arrays but the inputs and the results."""
         self._launch = launch
         self._plan = plan
+        self._nothing = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS if plain else None
         key_box = (1, tiling.tile_n, 1, PART)
         self._q = TensorMaps((1, tiling.tile_m, 1, PART))
         self._k = TensorMaps(key_box)
@@ -70,24 +76,16 @@ class MappedLaunch:
         k: Array,
         v: Array,
         out: Array,
-        lse: Array,
-        *options: Any,
+        lse: Array | None,
+        *options: Array | None,
         block_mask: Array | None = None,
     ) -> None:
-        """Launches on the current stream; `options` are ScoreArrays.pointers()."""
-        plan: Any = NULL
-        if self._plan is not None:
-            plan = self._plan(q, options, block_mask)
-        self._launch(
-            self._q(q),
-            self._k(k),
-            self._v(v),
-            out,
-            lse,
-            *options,
-            plan,
-            NULL if block_mask is None else block_mask,
-        )
+        """Launches on the current stream; `options` are ScoreArrays."""
+        pointers = self._nothing
+        if pointers is None:
+            plan = NULL if self._plan is None else self._plan(q, options, block_mask)
+            pointers = (*options, plan, block_mask)
+        self._launch(self._q(q), self._k(k), self._v(v), out, lse, *pointers)
 
 
 class PlannedWork:
@@ -153,4 +151,5 @@ def prepare_mapped(
         plan = PlannedWork(
             Launch(load_kernel(plan_spec), grid, facts), config.plan_size(mask_heads)
         )
-    return MappedLaunch(launch, plan, config.tiling)
+    plain = plan is None and all(array is None for array in arrays)
+    return MappedLaunch(launch, plan, config.tiling, plain)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.core.arrays import Array, namespace
-from cukit.core.kernel import NULL
 from cukit.errors import ConfigError
 
 Window = tuple[int | None, int | None]
@@ -78,10 +77,6 @@ class ScoreArrays(NamedTuple):
     def varlen(self) -> bool:
         """Whether the sequences lie one behind the other."""
         return self.cu_seqlens_q is not None or self.cu_seqlens_kv is not None
-
-    def pointers(self) -> tuple[Any, ...]:
-        """As arguments of a kernel."""
-        return tuple(NULL if array is None else array for array in self)
 
 
 def score_options(

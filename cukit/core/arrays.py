@@ -103,23 +103,23 @@ _DLPACK_CUDA = 2
 def describe(*values: Any) -> tuple[Hashable, ...]:
     """Shape, strides, dtype, alignment and device of each array; other values as they are.
 
-    On the path of every launch: one loop and no further calls.
+    On the path of every launch: one loop and, for arrays on the GPU, no further calls.
     """
-    gpu_type = _gpu_type()
-    description: list[Hashable] = []
-    for value in values:
-        kind = type(value)
-        if kind is gpu_type:
-            memory = value.data
-            description += (
-                value.shape, value.strides, value.dtype, memory.ptr % ACCESS_BYTES, memory.device_id
-            )  # fmt: skip
-        elif kind is np.ndarray:
-            alignment = value.ctypes.data % ACCESS_BYTES
-            description += (value.shape, value.strides, value.dtype, alignment, -1)
-        else:
-            description.append(value)
-    return tuple(description)
+    gpu_type: Any = _gpu_type()
+    return tuple(
+        [
+            (a.shape, a.strides, a.dtype, (memory := a.data).ptr % ACCESS_BYTES, memory.device_id)
+            if type(a) is gpu_type
+            else _describe_array(a)
+            if type(a) is np.ndarray
+            else a
+            for a in values
+        ]
+    )
+
+
+def _describe_array(a: np.ndarray[Any, Any]) -> Hashable:
+    return a.shape, a.strides, a.dtype, a.ctypes.data % ACCESS_BYTES, -1
 
 
 def identify(*arrays: Array) -> tuple[Hashable, ...]:
@@ -163,21 +163,19 @@ def runs_kernel(op: str, *arrays: Array | None, minimum_arch: str = "sm_80") -> 
     the reference runs on the CuPy arrays, which is said once per op.
     """
     gpu_type = _gpu_type()
-    on_gpu: Array | None = None
-    on_cpu = False
-    for array in arrays:
-        if type(array) is gpu_type:
-            on_gpu = array
-        elif array is not None:
-            on_cpu = True
-    if on_gpu is None:
+    kinds = set(map(type, arrays))
+    if gpu_type not in kinds:
         return backend.active is not None and _capable(op, minimum_arch, backend.active.key)
-    if on_cpu:
+    if np.ndarray in kinds:
         places = ["GPU" if type(a) is gpu_type else "CPU" for a in arrays if a is not None]
         raise ArrayLayoutError(f"{op}: all arrays must be on one device, got {', '.join(places)}")
     if backend.active is not None:
         raise ArrayLayoutError(f"{op}: the active backend takes NumPy arrays, got CuPy arrays")
-    return _capable(op, minimum_arch, on_gpu.data.device_id)
+    first: Any = None
+    for first in arrays:
+        if first is not None:
+            break
+    return _capable(op, minimum_arch, first.data.device_id)
 
 
 def check_current_device(arrays: Iterable[Any]) -> None:

@@ -14,12 +14,16 @@ from cukit.core.compiler import CompiledKernel, KernelSpec, compile_visibly
 from cukit.core.device import current_device, require_cupy
 from cukit.errors import LaunchError
 
-__all__ = ["NULL", "Kernel", "KernelSpec", "Launch", "launch_plan", "load_kernel"]
+__all__ = ["NULL", "Kernel", "KernelSpec", "Launch", "by_value", "launch_plan", "load_kernel"]
 
-NULL = np.intp(0)
+NULL = None
 """Pass it where a kernel takes an optional pointer that this call does not have."""
 
-Argument = Any  # a CuPy array, a NumPy scalar, or a size-1 structured NumPy array passed by value
+Argument = Any
+"""A CuPy array, NULL, a NumPy scalar or a structured array of one element, or what `by_value` makes
+of the last two."""
+
+_POINTER_BYTES = 8
 
 
 class Kernel:
@@ -74,12 +78,13 @@ def check_arguments(compiled: CompiledKernel, args: tuple[Argument, ...]) -> Non
 
 
 def _argument_bytes(spec: KernelSpec, index: int, argument: Argument) -> int:
-    if isinstance(argument, np.generic):
+    if argument is NULL or hasattr(argument, "__cuda_array_interface__"):
+        return _POINTER_BYTES
+    if isinstance(argument, (np.generic, np.ndarray)):  # an array by value: a tensor map, say
         return argument.nbytes
-    if isinstance(argument, np.ndarray):
-        return argument.nbytes  # by value: a tensor map
-    if hasattr(argument, "__cuda_array_interface__"):
-        return 8
+    wrapper = _by_value_type()
+    if wrapper is not None and isinstance(argument, wrapper):
+        return int(argument.nbytes)
     raise LaunchError(
         f"{spec}: argument {index} is a {type(argument).__name__}; "
         "expected a CuPy array or a NumPy scalar"
@@ -99,6 +104,39 @@ def _load_on(spec: KernelSpec, device_id: int) -> Kernel:
     return Kernel(compile_visibly(spec, current_device().compile_arch))
 
 
+def by_value(value: Argument) -> Argument:
+    """`value`, a NumPy scalar or an array of one element, in the form that costs a launch least.
+
+    For what is passed again and again. CuPy makes an object of its own of every argument at every
+    launch, for a structure at the price of the whole launch; what it made once it takes as it is.
+    An active backend takes values as they are.
+    """
+    wrapper = None if backend.active is not None else _by_value_type()
+    return value if wrapper is None else wrapper(value)
+
+
+@functools.cache
+def _by_value_type() -> Any:
+    """A kind of CuPy's own `CPointer`, the address of an argument.
+
+    None where CuPy has no such class any more: values then go the slow way.
+    """
+    try:
+        from cupy.cuda.function import CPointer
+    except ImportError:
+        return None
+
+    class ByValue(CPointer):  # type: ignore[misc]
+        __slots__ = ("nbytes", "storage")
+
+        def __init__(self, value: Argument) -> None:
+            self.storage = np.array(value, ndmin=1)
+            self.nbytes = self.storage.nbytes
+            super().__init__(self.storage.ctypes.data)
+
+    return ByValue
+
+
 class Launch:
     """Everything of a launch that depends only on the description of its arguments.
 
@@ -114,7 +152,7 @@ class Launch:
     ) -> None:
         self.kernel = kernel
         self.grid = grid
-        self.scalars = scalars
+        self.scalars = tuple(map(by_value, scalars))
         self._idle = 0 in grid
         self._checked = False
 
@@ -150,7 +188,7 @@ def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
             if current_device_id is None:
                 current_device_id = _device_getter()
             device = current_device_id()
-        key = (device, *describe(*args))
+        key = describe(device, *args)
         launch = memory.get(key)
         if launch is None:
             check_current_device(args)

@@ -12,7 +12,7 @@ import numpy as np
 from cukit.core.arrays import Array
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.distill._row_loss import VocabularySplit, row_access_width, split_vocabulary
 
 
@@ -114,8 +114,8 @@ def launch_rows(
         logits,
         targets,
         row_losses,
-        NULL if grad is None else grad,
-        NULL if grad_loss is None else grad_loss,
-        NULL if normalizer is None else normalizer,
+        grad,
+        grad_loss,
+        normalizer,
         then=(np.float32(factor),),
     )

@@ -12,7 +12,7 @@ import numpy as np
 from cukit.core.arrays import Array
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.distill._row_loss import VocabularySplit, row_access_width, split_vocabulary
 
 
@@ -132,12 +132,12 @@ def launch_rows(
     launch(
         student_logits,
         teacher_logits,
-        NULL if targets is None else targets,
+        targets,
         soft_rows,
-        NULL if hard_rows is None else hard_rows,
-        NULL if grad is None else grad,
-        NULL if grad_loss is None else grad_loss,
-        NULL if normalizer is None else normalizer,
+        hard_rows,
+        grad,
+        grad_loss,
+        normalizer,
         then=(
             np.float32(1.0 / temperature),
             np.float32(soft_loss_factor),

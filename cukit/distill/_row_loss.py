@@ -25,7 +25,7 @@ from cukit.core.arrays import (
     is_gpu_array,
 )
 from cukit.core.device import KIB, Device
-from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.errors import ArrayError, ConfigError
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -236,9 +236,9 @@ def total_loss(
     rows = hard_rows if soft_rows is None else soft_rows
     totals = empty(rows, (3,), np.float32)
     _prepare_total(rows)(
-        NULL if soft_rows is None else soft_rows,
-        NULL if hard_rows is None else hard_rows,
-        NULL if normalizer is None else normalizer,
+        soft_rows,
+        hard_rows,
+        normalizer,
         totals,
         then=(np.float32(1.0 / divisor), np.float32(soft_weight), np.float32(hard_weight)),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cukit.core import backend
-from cukit.core.kernel import Argument, Kernel
+from cukit.core.kernel import NULL, Argument, Kernel
 from cukit.emulator.builder import Build
 from cukit.emulator.library import Extent, LaunchRecord, Range, launch, load_entry
 from cukit.emulator.report import describe_fault
@@ -58,7 +58,7 @@ class EmulatedKernel(Kernel):
     def _bytes(self, index: int, argument: Argument) -> int:
         if isinstance(argument, np.generic) or _goes_by_value(argument):
             return int(argument.nbytes)
-        if isinstance(argument, np.ndarray):
+        if argument is NULL or isinstance(argument, np.ndarray):
             return 8
         raise LaunchError(
             f"{self._build.spec}: argument {index} is a {type(argument).__name__}; "
@@ -120,7 +120,9 @@ def _goes_by_value(argument: Argument) -> bool:
 
 def _parameter(argument: Argument) -> np.ndarray[Any, Any]:
     """The bytes that the kernel gets, aligned for any parameter type."""
-    if isinstance(argument, np.ndarray) and not _goes_by_value(argument):
+    if argument is NULL:
+        value = np.zeros(1, np.uint64)
+    elif isinstance(argument, np.ndarray) and not _goes_by_value(argument):
         value = np.array([argument.ctypes.data], np.uint64)
     else:
         value = np.atleast_1d(np.asarray(argument))

@@ -75,12 +75,11 @@ def layer_norm(
     launch = _prepare(x, weight, bias, residual, out, eps)
     if out is None:
         out = empty(x, x.shape)
-    shift = NULL if bias is None else bias
     if residual is None:
-        launch(x, NULL, weight, shift, out, NULL)
+        launch(x, NULL, weight, bias, out, NULL)
         return out
     new_residual = empty(x, x.shape)
-    launch(x, residual, weight, shift, out, new_residual)
+    launch(x, residual, weight, bias, out, new_residual)
     return out, new_residual
 
 
@@ -123,8 +122,7 @@ def layer_norm_backward(
     cols = x.shape[-1]
     grad_x = empty(x, x.shape)
     partial = empty(x, (launch.grid[0], 2 * cols if has_bias else cols), np.float32)
-    added = NULL if grad_residual is None else grad_residual
-    launch(grad_out, x, weight, added, grad_x, partial)
+    launch(grad_out, x, weight, grad_residual, grad_x, partial)
     sums = column_sum(partial, weight.dtype)
     return (grad_x, sums[:cols], sums[cols:]) if has_bias else (grad_x, sums, None)
 

@@ -115,8 +115,7 @@ def rms_norm_backward(
     launch = _prepare_backward(grad_out, x, weight, grad_residual, eps)
     grad_x = empty(x, x.shape)
     partial = empty(x, (launch.grid[0], x.shape[-1]), np.float32)
-    added = NULL if grad_residual is None else grad_residual
-    launch(grad_out, x, weight, added, grad_x, partial)
+    launch(grad_out, x, weight, grad_residual, grad_x, partial)
     return grad_x, column_sum(partial, weight.dtype)
 
 

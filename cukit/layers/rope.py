@@ -25,7 +25,7 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.device import Device
-from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.errors import ArrayShapeError
 from cukit.layers._elementwise import index_type
 from cukit.reference import rope as reference
@@ -146,8 +146,7 @@ def _rotate(
         )
     launch = _prepare(op, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace)
     q_out, k_out = (q, k) if inplace else (empty(q, q.shape), empty(k, k.shape))
-    positions = NULL if position_ids is None else position_ids
-    launch(q, k, cos, sin, positions, q_out, k_out)
+    launch(q, k, cos, sin, position_ids, q_out, k_out)
     return q_out, k_out
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 
 from cukit.core import kernel
 from cukit.core.compiler import KernelSpec, compile_kernel
-from cukit.core.kernel import NULL, Launch, check_arguments, launch_plan
+from cukit.core.kernel import NULL, Launch, by_value, check_arguments, launch_plan
 from cukit.errors import LaunchError
 
 
@@ -87,14 +89,41 @@ class RecordingKernel:
 
 def test_a_launch_checks_its_list_once_and_keeps_the_order_of_arguments():
     kernel = RecordingKernel()
-    launch = Launch(kernel, (4,), ("rows",))
+    launch = Launch(kernel, (4,), (np.int32(7),))
+    (rows,) = launch.scalars
     launch("x", "y", then=("factor",))
     launch("x", "y", then=("other",))
-    assert kernel.checked == [("x", "y", "rows", "factor")]
+    assert kernel.checked == [("x", "y", rows, "factor")]
     assert kernel.launched == [
-        ((4,), (32, 1, 1), ("x", "y", "rows", "factor"), 16),
-        ((4,), (32, 1, 1), ("x", "y", "rows", "other"), 16),
+        ((4,), (32, 1, 1), ("x", "y", rows, "factor"), 16),
+        ((4,), (32, 1, 1), ("x", "y", rows, "other"), 16),
     ]
+
+
+def test_cupy_still_takes_the_address_of_a_value():
+    """Without it launches work, but slowly: CuPy wraps every value anew (core.kernel.by_value)."""
+    function = pytest.importorskip("cupy.cuda.function", reason="it is CuPy's class")
+    settings = np.arange(3.0).view(np.dtype((np.void, 24)))
+    for value in (np.int32(-7), np.int64(1 << 40), np.float32(1.5), settings):
+        wrapped = by_value(value)
+        assert isinstance(wrapped, function.CPointer)
+        assert wrapped.nbytes == value.nbytes
+        assert ctypes.string_at(wrapped.ptr, value.nbytes) == value.tobytes()
+
+
+def test_a_value_is_copied():
+    pytest.importorskip("cupy", reason="without it values stay as they are")
+    value = np.arange(3.0).view(np.dtype((np.void, 24)))
+    before, wrapped = value.tobytes(), by_value(value)
+    value.view(np.float64)[:] = 9.0
+    assert ctypes.string_at(wrapped.ptr, 24) == before
+
+
+def test_values_are_checked_like_scalars(column_sum):
+    rows, cols = by_value(np.int32(1)), by_value(np.int32(2))
+    check_arguments(column_sum, (FakeGpuArray(), by_value(np.intp(0)), rows, cols))
+    with pytest.raises(LaunchError, match=r"passes 4 of \(8, 8, 8, 4\)"):
+        check_arguments(column_sum, (FakeGpuArray(), NULL, by_value(np.int64(1)), cols))
 
 
 def test_an_empty_grid_is_checked_and_not_launched():
