@@ -125,8 +125,8 @@ def covers(problem: AttentionProblem, device: Device) -> bool:
 
 
 def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, slots: int) -> float:
-    """Relative time: scores of the largest piece of work, in whole tiles, times the rounds until all
-    pieces are done. Sequences of any lengths come in so many pieces that neither counts.
+    """Relative time: scores of the largest piece of work, in whole tiles, times the rounds until
+    all pieces are done. Sequences of any lengths come in so many pieces that neither counts.
 
     Every warpgroup goes as far as its own queries see; one without queries leaves its time unused.
     """
