@@ -188,10 +188,10 @@ def tilings_of(
     if crowded or block_size is not None:
         tiling = next(each for each in tilings if each.consumers == 2)
         small = block_size is not None and block_size[1] < _WHOLE_TILE
-        if small or problem.head_dim_v > _WIDE:
-            tiling = replace(tiling, tile_n=_SHORT_TILE)
-        elif problem.bias is not None and block_size is None:
+        if problem.bias is not None and block_size is None:
             tiling = replace(tiling, tile_n=tiling.biased_tile_n or tiling.tile_n)
+        elif small or problem.head_dim_v > _WIDE:
+            tiling = replace(tiling, tile_n=_SHORT_TILE)
         return (tiling,)
     if problem.varlen and problem.head_dim_v > _NARROW:
         return tuple(each for each in tilings if each.consumers == 2)

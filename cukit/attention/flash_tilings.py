@@ -224,10 +224,10 @@ WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
         WarpgroupTiling(2, 128, num_stages=3, query_stages=1, biased_tile_n=112),
         WarpgroupTiling(3, 64, num_stages=4, query_stages=1, cost=0.96),
     ),
-    (192, 128): (WarpgroupTiling(2, 128, query_stages=1, biased_tile_n=112),),
-    (192, 192): (WarpgroupTiling(2, 112, query_stages=1, biased_tile_n=96),),
+    (192, 128): (WarpgroupTiling(2, 128, query_stages=1, biased_tile_n=96),),
+    (192, 192): (WarpgroupTiling(2, 112, query_stages=1, biased_tile_n=80),),
     (256, 256): (
-        WarpgroupTiling(2, 80, query_stages=1),
+        WarpgroupTiling(2, 80, query_stages=1, biased_tile_n=48),
         WarpgroupTiling(2, 64, query_stages=1, cost=1.02),
     ),
 }
