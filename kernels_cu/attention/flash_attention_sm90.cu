@@ -172,6 +172,7 @@ CUKIT_DEVICE cukit::TileRange own_keys(const QueryWork& work, int first_row, int
 template <int Stages>
 CUKIT_DEVICE void skip(cukit::Ring<Stages>& ring, cukit::Cursor<Stages>& at) {
   cukit::mbarrier_wait(&ring.full[at.stage], at.parity);
+  __syncwarp();  // else a lane might look for this round when the next has come
   cukit::release(ring, at);
   at.advance();
 }

@@ -1,0 +1,83 @@
+"""Every tiling of class sm90's forward, with keys that some warpgroups see and others don't."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+import cukit
+from cukit.attention import flash, flash_attention, flash_maps
+from cukit.attention.flash_plan_sm90 import WarpgroupForwardConfig
+from cukit.attention.flash_tilings import WARPGROUP_TILINGS
+from cukit.reference import attention as reference
+from tests.attention import plain
+from tests.contract import assert_close, random, to_device, to_host
+
+_BLOCKS = 3
+TILINGS = [
+    pytest.param(widths, tiling, id=f"{widths[0]}-{tiling.consumers}x{tiling.tile_n}")
+    for widths, tilings in WARPGROUP_TILINGS.items()
+    for tiling in tilings
+]
+
+
+@pytest.fixture
+def force(monkeypatch):
+    """Makes attention run a given tiling in three blocks, whatever its plan says."""
+
+    def choose(tiling):
+        monkeypatch.setattr(
+            flash_maps,
+            "plan_flash_attention_sm90",
+            lambda problem, *_: WarpgroupForwardConfig(problem, tiling, _BLOCKS),
+        )
+        monkeypatch.setattr(flash, "_prepare_forward", flash._prepare_forward.__wrapped__)
+
+    return choose
+
+
+def threads_in_an_order_of_their_own(device):
+    if device == "emulator":
+        return cukit.backend("emulator", arch="sm_90", seed=2)
+    return nullcontext()
+
+
+def check(device, force, rng, tiling, widths, lengths, options):
+    (seq_q, seq_kv), (head_dim, value_dim) = lengths, widths
+    q = random(rng, (1, seq_q, 2, head_dim), "bfloat16")
+    k = random(rng, (1, seq_kv, 1, head_dim), "bfloat16")
+    v = random(rng, (1, seq_kv, 1, value_dim), "bfloat16")
+    force(tiling)
+    placed = to_device(device, q, k, v)
+    with threads_in_an_order_of_their_own(device):
+        out, lse = flash_attention(*placed, **options, return_lse=True)
+        without = flash_attention(*placed, **options)
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    exact, exact_lse = reference.flash_attention(*wide, **options, return_lse=True)
+    low, low_lse = plain.forward(q, k, v, **{"causal": False, **options})
+    assert_close("out", out, low, exact)
+    assert_close("lse", lse, low_lse, exact_lse, 1e-5)
+    np.testing.assert_array_equal(to_host(without).view(np.uint16), to_host(out).view(np.uint16))
+
+
+@pytest.mark.parametrize(("widths", "tiling"), TILINGS)
+def test_warpgroups_go_as_far_as_they_see(device, force, rng, widths, tiling):
+    """Eight tiles of queries for three blocks, two of them with a warpgroup that has none."""
+    if device == "cpu":
+        pytest.skip("the class needs a GPU, or the emulator")
+    rows = 3 * tiling.tile_m + tiling.tile_m // 2 - 10
+    check(device, force, rng, tiling, widths, (rows, rows + 30), {"causal": True})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True, "window_size": (70, None)}, {"window_size": (130, 40)}],
+    ids=["all", "causal window", "window"],
+)
+def test_four_warpgroups(device, force, rng, options):
+    if device == "cpu":
+        pytest.skip("the class needs a GPU, or the emulator")
+    tiling = next(each for each in WARPGROUP_TILINGS[64, 64] if each.consumers == 4)
+    check(device, force, rng, tiling, (64, 64), (600, 640), options)
