@@ -222,7 +222,7 @@ WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
     ),
     (128, 128): (
         WarpgroupTiling(2, 128, num_stages=3, query_stages=1, biased_tile_n=112),
-        WarpgroupTiling(3, 64, num_stages=4, query_stages=1, cost=0.96),
+        WarpgroupTiling(3, 64, num_stages=4, query_stages=1, cost=0.975),
     ),
     (192, 128): (WarpgroupTiling(2, 128, query_stages=1, biased_tile_n=96),),
     (192, 192): (WarpgroupTiling(2, 112, query_stages=1, biased_tile_n=80),),
