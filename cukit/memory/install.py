@@ -106,9 +106,9 @@ def _single(pool: MemoryPool) -> Allocator:
     """The allocator of one device: what every `cupy.empty` runs through."""
     cuda = require_cupy("a pool").cuda
     memory_pointer, unowned_memory = cuda.MemoryPointer, cuda.UnownedMemory
-    pool_memory = _memory_class()
+    late_memory, prompt_memory = _memory_classes()
     device_id = pool.provider.device_id
-    allocate, free, free_later = pool.allocate, pool.free_from_finalizer, pool.free_later
+    allocate = pool.allocate
 
     def allocate_pointer(size: int) -> Any:
         if size == 0:
@@ -118,32 +118,37 @@ def _single(pool: MemoryPool) -> Allocator:
         except OutOfMemoryError as error:
             error.__class__ = _out_of_memory_of_both()
             raise
-        memory = pool_memory()
-        memory.pool = pool
-        memory.free = free if pool.prompt else free_later
-        memory.ptr, memory.size, memory.device_id = address, size, device_id
-        return memory_pointer(memory, 0)
+        memory = prompt_memory if pool.prompt else late_memory
+        return memory_pointer(memory(address, size, pool, device_id), 0)
 
     return allocate_pointer
 
 
 @functools.cache
-def _memory_class() -> Any:
-    """CuPy's kind of memory, which lives as long as CuPy uses it and whose end is the free."""
+def _memory_classes() -> tuple[Any, Any]:
+    """CuPy's kind of memory, owned by a pool, which lives as long as CuPy uses it and whose end is
+    the free: with the pool's next call, or at once.
 
-    class PoolMemory(require_cupy("a pool").cuda.BaseMemory):  # type: ignore[misc]
-        """A destructor, for it is the cheapest: weakref.finalize costs 2 us more (measured, of
-        1 us). It only calls `free_from_finalizer`, or what that would, safe wherever a collection
-        strikes."""
+    By a destructor, for it is the cheapest: weakref.finalize costs 2 us more (measured, of 1 us).
+    It only calls what is safe wherever a collection strikes.
+    """
 
-        __slots__ = ("free", "pool")
+    class LateMemory(require_cupy("a pool").cuda.UnownedMemory):  # type: ignore[misc]
+        __slots__ = ()
 
         def __del__(self) -> None:
-            self.free(self.ptr)
+            self._owner.free_later(self.ptr)
+
+    class PromptMemory(require_cupy("a pool").cuda.UnownedMemory):  # type: ignore[misc]
+        __slots__ = ()
+
+        def __del__(self) -> None:
+            self._owner.free_from_finalizer(self.ptr)
 
     # At exit the process gives everything back, and what frees it may be gone already.
-    atexit.register(delattr, PoolMemory, "__del__")
-    return PoolMemory
+    for memory in (LateMemory, PromptMemory):
+        atexit.register(delattr, memory, "__del__")
+    return LateMemory, PromptMemory
 
 
 @functools.cache
