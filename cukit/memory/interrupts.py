@@ -6,10 +6,21 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
 _Handler = Callable[[int, "FrameType | None"], Any]
+
+_SIGINT = int(signal.SIGINT)
+# The functions in C: around them `signal` makes enums of numbers, which takes ten times as long.
+_in_c: Any = import_module("_signal")
+_get_handler: Callable[[int], Any] = _in_c.getsignal
+_set_handler: Callable[[int, Any], Any] = _in_c.signal
+
+
+def _in_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
 
 
 class Uninterrupted:
@@ -28,11 +39,11 @@ class Uninterrupted:
         self._frame: FrameType | None = None
 
     def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
+        if _in_main_thread():
+            handler = _get_handler(_SIGINT)
             if callable(handler):
                 self._handler = handler
-                signal.signal(signal.SIGINT, self._note)
+                _set_handler(_SIGINT, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._interrupted, self._frame = True, frame
@@ -40,31 +51,31 @@ class Uninterrupted:
     def __exit__(self, *_: object) -> None:
         handler = self._handler
         if handler is not None:
-            signal.signal(signal.SIGINT, handler)
+            _set_handler(_SIGINT, handler)
             self._handler = None
             self._pass_on(handler)
 
     def _pass_on(self, handler: _Handler) -> None:
         if self._interrupted:
             frame, self._interrupted, self._frame = self._frame, False, None
-            handler(signal.SIGINT, frame)
+            handler(_SIGINT, frame)
 
 
 @contextmanager
 def interrupted_as_usual() -> Iterator[None]:
     """Lifts what Uninterrupted does, for code of somebody else in the middle of such a block."""
-    shield = signal.getsignal(signal.SIGINT)
+    shield = _get_handler(_SIGINT)
     holder = getattr(shield, "__self__", None)
     if not isinstance(holder, Uninterrupted) or holder._handler is None:
         yield
         return
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         yield
         return
     handler = holder._handler
-    signal.signal(signal.SIGINT, handler)
+    _set_handler(_SIGINT, handler)
     try:
         holder._pass_on(handler)
         yield
     finally:
-        signal.signal(signal.SIGINT, shield)
+        _set_handler(_SIGINT, shield)
