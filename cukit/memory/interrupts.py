@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -19,10 +18,6 @@ _get_handler: Callable[[int], Any] = _in_c.getsignal
 _set_handler: Callable[[int, Any], Any] = _in_c.signal
 
 
-def _in_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
-
-
 class Uninterrupted:
     """`with Uninterrupted():` an interrupt takes effect at the end of the block.
 
@@ -31,34 +26,41 @@ class Uninterrupted:
     this does nothing. Blocks nest.
     """
 
-    __slots__ = ("_frame", "_handler", "_interrupted")
-
-    def __init__(self) -> None:
-        self._handler: _Handler | None = None
-        self._interrupted = False
-        self._frame: FrameType | None = None
+    _handler: _Handler | None = None
+    _interrupted = False
+    _frame: FrameType | None = None
 
     def __enter__(self) -> None:
-        if _in_main_thread():
-            handler = _get_handler(_SIGINT)
-            if callable(handler):
-                self._handler = handler
+        handler = _get_handler(_SIGINT)
+        if callable(handler):  # else ignored, or the end of the process, or not Python's
+            try:
                 _set_handler(_SIGINT, self._note)
+            except ValueError:  # not the main thread
+                return
+            self._handler = handler
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._interrupted, self._frame = True, frame
 
     def __exit__(self, *_: object) -> None:
-        handler = self._handler
-        if handler is not None:
-            _set_handler(_SIGINT, handler)
-            self._handler = None
-            self._pass_on(handler)
+        if self._handler is not None:
+            _set_handler(_SIGINT, self._handler)
+            if self._interrupted:
+                self.pass_on()
 
-    def _pass_on(self, handler: _Handler) -> None:
-        if self._interrupted:
+    def lift(self) -> bool:
+        """Puts the handler back that was there, if this is the thread that runs it."""
+        try:
+            _set_handler(_SIGINT, self._handler)
+        except ValueError:
+            return False
+        return True
+
+    def pass_on(self) -> None:
+        """Lets an interrupt that came meanwhile take effect."""
+        if self._interrupted and self._handler is not None:
             frame, self._interrupted, self._frame = self._frame, False, None
-            handler(_SIGINT, frame)
+            self._handler(_SIGINT, frame)
 
 
 @contextmanager
@@ -66,16 +68,11 @@ def interrupted_as_usual() -> Iterator[None]:
     """Lifts what Uninterrupted does, for code of somebody else in the middle of such a block."""
     shield = _get_handler(_SIGINT)
     holder = getattr(shield, "__self__", None)
-    if not isinstance(holder, Uninterrupted) or holder._handler is None:
+    if not isinstance(holder, Uninterrupted) or not holder.lift():
         yield
         return
-    if not _in_main_thread():
-        yield
-        return
-    handler = holder._handler
-    _set_handler(_SIGINT, handler)
     try:
-        holder._pass_on(handler)
+        holder.pass_on()
         yield
     finally:
         _set_handler(_SIGINT, shield)

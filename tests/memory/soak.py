@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ def make_provider(name: str, total_bytes: int) -> Provider:
     return HostProvider(total_bytes, can_remap=name == "host")
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--operations", type=int, default=2_000_000)
@@ -156,11 +157,9 @@ def main() -> None:
     parser.add_argument("--limit-mib", type=int, default=64)
     parser.add_argument("--every", type=int, default=20_000, help="between defragmentations")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     limit = options.limit_mib << 20
-    soak = Soak(
-        make_provider(options.provider, 2 * limit), limit, options.seed, whole=options.whole
-    )
+    soak = Soak(make_provider(options.provider, 2 * limit), limit, options.seed)
     start = time.perf_counter()
     soak.run(options.operations, options.every)
     seconds = time.perf_counter() - start

@@ -6,7 +6,7 @@ import pytest
 
 from cukit.memory import Provider
 from tests.memory.simulation import SimulatedProvider
-from tests.memory.soak import Soak
+from tests.memory.soak import Soak, main
 
 MIB = 1 << 20
 
@@ -30,3 +30,8 @@ def test_soak_on_adjacent_reservations(*, can_remap: bool) -> None:
     soak.run(10_000, 500)
     assert soak.pool.statistics().bytes_moved > 0
     soak.raw.clear()
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--operations", "1000", "--limit-mib", "8", "--every", "250"])
+    assert capsys.readouterr().out.startswith("1000 operations in")
