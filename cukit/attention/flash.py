@@ -151,7 +151,7 @@ def flash_attention(
             return served if return_lse else served[0]
         q, k, v = decode_inputs(q, k, v, descales, out)
     elif not (q_descale is k_descale is v_descale is None):
-        raise ConfigError(f"{_OP}: q_descale, k_descale and v_descale are for float8 inputs")
+        _refuse_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, v = adopt(_OP, q, k, v)
     if not runs_kernel(_OP, q, k, v, out, *arrays):
         check_forward(q, k, v, out, options, arrays)
@@ -170,6 +170,11 @@ def flash_attention(
     lse = empty(q, row_shape, np.float32) if return_lse else NULL
     launch(q, k, v, out, lse, *arrays)
     return (out, lse) if return_lse else out
+
+
+def _refuse_descales(q: Array, **descales: Array | None) -> None:
+    name = next(name for name, descale in descales.items() if descale is not None)
+    raise ConfigError(f"{_OP}: {name} is for float8 inputs, got {q.dtype.name}")
 
 
 Shape = tuple[int, ...]
