@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
+from sys import getrefcount
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -35,7 +36,6 @@ _DONE = None
 """An event that has been reached already."""
 
 _GONE = object()
-_DESTROYED = (201, 400, 709)  # cudaErrorDeviceUninitialized, InvalidResourceHandle, destroyed
 
 _LATER = object()
 """The event of a stream that is no more, while the device cannot be waited for."""
@@ -43,15 +43,22 @@ _LATER = object()
 
 class _Stream(NamedTuple):
     handle: int
-    owner: weakref.ref[Any] | None
+    owner: Any | None
     """CuPy's stream object, whose death destroys the stream; None: somebody else's stream."""
     of_thread: bool
     """The default stream of one thread: the handle means another stream in any other thread."""
 
 
+_dropped = _Stream(0, object(), False)
+_REFERENCES_OF_DROPPED = getrefcount(_dropped.owner)
+"""What getrefcount says of an object that only a _Stream holds."""
+
 _STREAMS: dict[int, dict[Hashable, _Stream]] = {}
 """By device: what is behind each key. Common to all providers of a device, as are the keys that
-CuPy's stream objects remember: a second provider meets streams that the first has named."""
+CuPy's stream objects remember: a second provider meets streams that the first has named.
+
+It keeps CuPy's stream objects alive. Else their destructor, in whatever thread, could destroy a
+stream while another thread asks the driver about it, which the driver answers with a crash."""
 
 
 class CudaDevice:
@@ -158,7 +165,7 @@ class CudaDevice:
         else:
             key = self._stream_id(handle)
             if key not in self._streams:
-                self._forget_dead()
+                self._forget_dropped()
                 self._streams[key] = _Stream(handle, self._owner(stream), False)
         if isinstance(stream, self._stream_module._BaseStream):
             setattr(stream, self._name, key)
@@ -181,47 +188,43 @@ class CudaDevice:
             self._of_thread.key_in_capture = key
             self._streams[key] = _Stream(handle, None, True)
         elif key not in self._streams:
-            self._forget_dead()
+            self._forget_dropped()
             self._streams[key] = _Stream(handle, self._owner(stream), False)
         return key
 
-    def _owner(self, stream: Any) -> weakref.ref[Any] | None:
-        """A reference to a stream object that alone decides when the stream is destroyed."""
+    def _owner(self, stream: Any) -> Any | None:
+        """The stream object, if it alone decides when the stream is destroyed."""
         own = isinstance(stream, self._stream_module.Stream)
-        return weakref.ref(stream) if own and stream._foreign_stream_ref is None else None
+        return stream if own and stream._foreign_stream_ref is None else None
 
-    def _forget_dead(self) -> None:
-        """Handles of destroyed streams; asked only when a new stream appears."""
-        for key, stream in list(self._streams.items()):
-            if stream.owner is not None and stream.owner() is None:
-                self._streams.pop(key, None)
+    def _forget_dropped(self) -> None:
+        """Streams that nobody else has any more, which destroys them; called when a new one
+        appears."""
+        owned = [entry for entry in list(self._streams.items()) if entry[1].owner is not None]
+        keys = Counter(id(stream.owner) for _, stream in owned)
+        dropped = [
+            key
+            for key, stream in owned
+            if getrefcount(stream.owner) == _REFERENCES_OF_DROPPED + keys[id(stream.owner)] - 1
+        ]
+        for key in dropped:
+            self._streams.pop(key, None)
 
     def _ask(self, key: Hashable, call: Callable[[int], Any]) -> Any:
         """`call(handle)` for a stream, or _GONE if it is destroyed or belongs to another thread."""
-        stream = self._streams.get(key)
+        stream = self._streams.get(key)  # lives during the call, even if it is forgotten meanwhile
         if stream is None:
             return _GONE
         # Threads get the numbers of dead ones: only their own storage tells them apart.
         if stream.of_thread and key not in vars(self._of_thread).values():
             return _GONE
-        if stream.owner is None:
-            return call(stream.handle)
-        alive = stream.owner()  # and kept so during the call
-        if alive is None or gc.is_finalized(alive):
-            return _GONE
-        try:
-            return call(stream.handle)
-        except RuntimeError as error:
-            # CuPy destroys the handle while the object can still be reached from other threads.
-            if getattr(error, "status", None) in _DESTROYED:
-                return _GONE
-            raise
+        return call(stream.handle)
 
     def _object_of(self, key: Hashable) -> Any:
         """A CuPy stream object for `with`."""
         stream = self._streams.get(key)
-        if stream is not None and stream.owner is not None and (alive := stream.owner()):
-            return alive
+        if stream is not None and stream.owner is not None:
+            return stream.owner
         handle = self._ask(key, int)
         if handle is _GONE:
             raise ConfigError(f"stream {key} no longer exists")

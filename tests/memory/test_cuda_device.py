@@ -129,6 +129,7 @@ def test_a_handle_used_again_is_another_stream(device: CudaDevice, runtime: Runt
         keys.append(device.stream_key(stream))
         assert device.stream_key(stream) == keys[-1]
         del stream
+        device._forget_dropped()
     assert len(set(keys)) == 3
     assert device.stream_key(0) == device.stream_key(1) == LEGACY_KEY
 
@@ -143,6 +144,7 @@ def test_the_work_of_a_dead_stream_is_waited_for_as_a_whole(
     device.wait(key, event)
     assert runtime.said("wait") == [7]
     del stream
+    device._forget_dropped()
     after = device.record(key)
     assert runtime.said("record") == [7]
     assert runtime.said("synchronize") == [0]
@@ -154,18 +156,29 @@ def test_the_work_of_a_dead_stream_is_waited_for_as_a_whole(
     device.discard(event)
 
 
-def test_a_handle_that_is_destroyed_before_its_object_is_dead_too(
+def test_a_stream_lives_until_nobody_else_has_it_and_another_appears(
     device: CudaDevice, runtime: Runtime
 ) -> None:
-    stream = Stream(runtime, 7)
-    key = device.stream_key(stream)
-    number = runtime.ids.pop(7)  # as another thread sees it in the middle of the destructor
-    assert device.is_done(device.record(key))
-    assert runtime.said("synchronize") == [0]
-    assert device.capture_id(key) is None
-    runtime.ids[7] = number
-    device.record(key)
-    assert runtime.events == 1, "the first event was not lost"
+    """Nobody can destroy it while another thread asks the driver about it."""
+    stream, kept = Stream(runtime, 7), Stream(runtime, 8)
+    key, other = device.stream_key(stream), device.stream_key(kept)
+    runtime.capturing[7] = 41
+    del stream._cukit_stream_key_0  # type: ignore[attr-defined]
+    inside = device.stream_key(stream)
+    runtime.capturing.clear()
+    assert len({key, other, inside}) == 3
+    del stream
+    for known in (key, inside):
+        device.discard(device.record(known))
+    assert runtime.said("record") == [7, 7]
+    new = device.stream_key(Stream(runtime, 9))
+    assert sorted(runtime.ids) == [2, 8, 9, 50]
+    for known in (key, inside):
+        assert device.is_done(device.record(known))
+    assert runtime.said("record") == [7, 7]
+    device.record(other)
+    device.record(new)
+    assert runtime.said("record") == [7, 7, 8, 9]
 
 
 def test_nobody_waits_for_a_dead_stream_during_a_capture(
@@ -175,6 +188,7 @@ def test_nobody_waits_for_a_dead_stream_during_a_capture(
     key = device.stream_key(gone)
     device.stream_key(captured)
     del gone
+    device._forget_dropped()
     runtime.capturing[8] = 41
     event = device.record(key)
     assert not device.is_done(event)
@@ -196,6 +210,7 @@ def test_a_capture_that_broke_off_is_its_own_threads_error(
     runtime.capturing[7] = BROKEN
     assert device.capture_id(key) == BROKEN_CAPTURE
     del gone
+    device._forget_dropped()
     assert not device.is_done(device.record(other))
     runtime.current = stream  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="invalidated"):
