@@ -6,7 +6,7 @@ searching or calling the driver. Everything else happens on a miss.
 A garbage collection may start inside any of these methods and free memory of this very pool. So the
 lock can be taken again by the thread that holds it, `_busy` tells that it was, and such a free is
 put aside until later. Where one stream has the pool for itself and nobody listens, destructors
-always do that: it needs no lock, and the next call of the pool does the free.
+always do that, and else for small memory: it needs no lock, and the next call does the free.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cukit.memory.provider import Provider
 from cukit.memory.relocate import Defragmenter
 from cukit.memory.spans import CACHED, LIVE, Span
 from cukit.memory.statistics import Counters
-from cukit.memory.streams import CaptureKey, Streams, StreamState
+from cukit.memory.streams import NEVER, CaptureKey, Streams, StreamState
 from cukit.memory.supply import Supply
 
 LOG = logging.getLogger(__name__)
@@ -90,11 +90,10 @@ class PoolCore:
             config, provider, self._supply, self._pager, self._defragmenter, self._outside
         )
         self._has_buffers = False
-        self.prompt = self._listeners.active
-        """Whether it matters when a destructor's free is done."""
+        self.prompt_from = NEVER
+        """From how many bytes on it matters when a destructor's free is done."""
         self.free_later = self._put_aside.append
-        """Frees an address with the next call of the pool, which has to live until then: enough
-        for the destructor of memory that was allocated while not `prompt`."""
+        """What destructors of smaller memory may call; the pool has to live until its next call."""
         self._parts: tuple[
             Callable[[], object],
             Callable[[], object],
@@ -113,6 +112,7 @@ class PoolCore:
             self._listeners,
         )
         """One attribute instead of seven, where that counts."""
+        self._see_when_to_free()
         register_pool(self)
         parts = (provider, self._streams, self._pager, self._live, self._put_aside, os.getpid())
         weakref.finalize(self, give_back, *parts).atexit = False
@@ -198,7 +198,7 @@ class PoolCore:
     def free_from_finalizer(self, address: int) -> None:
         """`free` for destructors: never blocks, never raises; done later if the pool is busy."""
         self._put_aside.append(address)
-        if self.prompt:
+        if self.prompt_from != NEVER:
             self._take_in_if_idle()
 
     def _free_held(self, holder: Holder) -> None:
@@ -233,7 +233,7 @@ class PoolCore:
 
     def _see_when_to_free(self) -> None:
         """To be called after anything that may bring a new stream, or a listener."""
-        self.prompt = self._streams.mark_at_once or self._listeners.active
+        self.prompt_from = 0 if self._listeners.active else self._streams.mark_from
 
     @contextmanager
     def _outside(self) -> Iterator[None]:

@@ -118,7 +118,7 @@ def _single(pool: MemoryPool) -> Allocator:
         except OutOfMemoryError as error:
             error.__class__ = _out_of_memory_of_both()
             raise
-        memory = prompt_memory if pool.prompt else late_memory
+        memory = late_memory if size < pool.prompt_from else prompt_memory
         return memory_pointer(memory(address, size, pool, device_id), 0)
 
     return allocate_pointer
