@@ -41,8 +41,7 @@ from cukit.memory.supply import Supply
 
 LOG = logging.getLogger(__name__)
 
-Free: TypeAlias = int | tuple[int, Any] | Holder
-"""A free to be done: an address, one with a stream, the memory of a buffer."""
+Free: TypeAlias = int | tuple[int, Any] | Holder  # an address, one with a stream, a buffer's
 
 ROUND_UP = ALIGNMENT - 1
 ROUND_DOWN = -ALIGNMENT
