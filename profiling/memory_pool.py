@@ -394,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed |= record["impl"] == OURS and not record.get("completed", True)
         if results:
             for case in dict.fromkeys(case_key(record) for record in records):
-                results.replace(case, found[case])
+                results.replace(case, found[case], arms=True)
     return 1 if failed else 0
 
 

@@ -204,14 +204,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         named = options.peers.split(",") if options.peers else True
         runner = Runner(peers=False if options.no_peers else named, quick=options.small)
-        return run_cases(cases, runner, out=options.out, whole_family=not options.only)
+        # Cases of a family may come from several modules.
+        known = () if options.only else load_cases(small=options.small)
+        return run_cases(cases, runner, out=options.out, known=known)
     except (ResultsError, CukitError) as error:
         print(error, file=sys.stderr)
         return 2
 
 
-def run_cases(cases: list[Case], runner: Runner, *, out: Path | None, whole_family: bool) -> int:
-    """Run `cases`, print them, and write them to `out` as they come."""
+def run_cases(
+    cases: list[Case], runner: Runner, *, out: Path | None = None, known: Sequence[Case] = ()
+) -> int:
+    """Run `cases`, print them, and write them to `out` as they come.
+
+    known: all cases that there are; others of the families just run are forgotten. None given,
+    nothing is.
+    """
     begin = time.monotonic()
     results = ResultsFile(out, runner.environment) if out else None
     print(runner.environment, flush=True)
@@ -224,9 +232,9 @@ def run_cases(cases: list[Case], runner: Runner, *, out: Path | None, whole_fami
         print(f"    ({time.monotonic() - started:.1f} s)", flush=True)
         if results:
             results.replace(case.key(), records)
-    if results and whole_family:
+    if results and known:
         for family in {case.family for case in cases}:
-            results.keep_only(family, [case.key() for case in cases])
+            results.keep_only(family, [case.key() for case in known])
     seconds = time.monotonic() - begin
     print(f"{len(cases)} cases in {seconds:.0f} s, {len(runner.failures)} failed")
     for failure in runner.failures:

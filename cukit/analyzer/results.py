@@ -90,12 +90,20 @@ class ResultsFile:
             return rest
         return rest | values
 
-    def replace(self, case: CaseKey, records: Sequence[Record]) -> None:
-        """Put what this run measured of a case where its old records stood, and write the file."""
+    def replace(self, case: CaseKey, records: Sequence[Record], *, arms: bool = False) -> None:
+        """Put what this run measured of a case where its old records stood, and write the file.
+
+        arms: replace arm by arm, and leave what others measured; else the whole case.
+        """
+        measured = {record["impl"] for record in records}
+
+        def old(record: Record) -> bool:
+            return case_key(record) == case and (not arms or record["impl"] in measured)
+
         places = [i for i, record in enumerate(self._records) if case_key(record) == case]
         place = places[0] if places else len(self._records)
-        before = [record for record in self._records[:place] if case_key(record) != case]
-        after = [record for record in self._records[place:] if case_key(record) != case]
+        before = [record for record in self._records[:place] if not old(record)]
+        after = [record for record in self._records[place:] if not old(record)]
         self._records = [*before, *records, *after]
         self._write()
 

@@ -62,6 +62,18 @@ def test_a_case_that_failed_keeps_no_old_figures(tmp_path: Path) -> None:
     assert read(path)["records"] == []
 
 
+def test_arms_measured_apart_leave_one_another_alone(tmp_path: Path) -> None:
+    path = tmp_path / "h200.json"
+    ours = record("memory_pool", "replay", 1.0)
+    peer = ours | {"impl": "rmm"}
+    put(ResultsFile(path, environment("aaa")), ours, peer)
+    again = ours | {"median_us": 2.0}
+    ResultsFile(path, environment("bbb")).replace(case_key(ours), [again], arms=True)
+    first, second = read(path)["records"]
+    assert first == again
+    assert (second["impl"], second["commit"]) == ("rmm", "aaa")
+
+
 def test_cases_that_are_gone_are_forgotten(tmp_path: Path) -> None:
     path = tmp_path / "h200.json"
     results = ResultsFile(path, environment("aaa"))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cukit.analyzer.correctness import relative_error
+from cukit.analyzer.results import read
 from profiling.case import Case, PeerMissing, Workload
 from profiling.data import array_module
-from profiling.run import OURS, Runner, load_cases, main, show
+from profiling.run import OURS, Runner, load_cases, main, run_cases, show
 
 SMALL = load_cases(small=True)
 
@@ -50,6 +53,17 @@ def case_of(arms: dict[str, Callable[[], Any]], **options: Any) -> Case:
 
 def ones() -> Any:
     return array_module().ones(4)
+
+
+def test_a_run_forgets_only_cases_that_are_gone(tmp_path: Path) -> None:
+    """A module that is run alone leaves its family's cases of other modules where they are."""
+    path, runner = tmp_path / "results.json", Runner(quick=True)
+    one, other, gone = (
+        replace(case_of({OURS: lambda: ones}), name=name) for name in ("one", "other", "gone")
+    )
+    assert run_cases([one, other, gone], runner, out=path) == 0
+    assert run_cases([one], runner, out=path, known=[one, other]) == 0
+    assert [record["case"] for record in read(path)["records"]] == ["one", "other"]
 
 
 def test_a_wrong_result_is_a_failure_and_is_marked() -> None:
