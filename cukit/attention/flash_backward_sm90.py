@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cukit.attention.flash_maps import TensorMaps
+from cukit.attention.flash_maps import PlannedWork, TensorMaps
 from cukit.attention.flash_options import ScoreOptions, scales_of
 from cukit.attention.flash_plan import (
     FlashAttentionBackwardConfig,
@@ -19,6 +19,7 @@ from cukit.attention.flash_plan import (
     choose_splits,
     plan_flash_attention_backward,
 )
+from cukit.attention.flash_plan_sm90 import sequences_plan_size, sequences_spec
 from cukit.attention.flash_problem import AttentionProblem, ceil_div, width_for
 from cukit.attention.flash_tilings import (
     ITEM_BYTES,
@@ -32,7 +33,6 @@ from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
 
 _ARCH = "sm_90"
 _COLUMNS = 32  # that are multiplied, or not, together
-_SEQUENCE_THREADS = 1024
 _ADDERS = 2  # threads of a block that have dQ added, each with counters of its own
 
 
@@ -56,12 +56,7 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
 
     def sequences_spec(self) -> KernelSpec | None:
         """The kernel that sorts sequences of different lengths for the one that takes keys."""
-        if not self.problem.varlen:
-            return None
-        # Its queries are our keys: what it makes tiles of.
-        defines = (("TILE_M", self.keys.tile_n), ("THREADS", _SEQUENCE_THREADS))
-        entry = "plan_sequences"
-        return KernelSpec(f"attention/{entry}.cu", entry, defines, _SEQUENCE_THREADS)
+        return sequences_spec(self.keys.tile_n) if self.problem.varlen else None
 
     def specs(self) -> tuple[KernelSpec, ...]:
         """All variants that this configuration launches, in order."""
@@ -120,15 +115,14 @@ def plan_flash_attention_backward_sm90(
 class MappedKeys:
     """A launch of `flash_attention_backward_sm90`, for arrays of one description."""
 
-    __slots__ = ("_grad_out", "_k", "_launch", "_plan", "_plan_size", "_q", "_turns", "_v")
+    __slots__ = ("_grad_out", "_k", "_launch", "_plan", "_q", "_turns", "_v")
 
     def __init__(
         self,
         launch: Launch,
         tiling: WarpgroupKeyTiling,
         turns: int,
-        plan: Launch | None,
-        plan_size: int,
+        plan: PlannedWork | None,
         longest: tuple[int, int] | tuple[None, None],
     ) -> None:
         """`turns`: counters that the blocks need to take turns, 0 if they don't; `plan`, `longest`:
@@ -137,7 +131,6 @@ class MappedKeys:
         self._launch = launch
         self._turns = turns
         self._plan = plan
-        self._plan_size = plan_size
         self._q = TensorMaps(query_box, longest[0])
         self._k = TensorMaps(key_box, longest[1])
         self._v = TensorMaps(key_box, longest[1])
@@ -153,8 +146,8 @@ class MappedKeys:
             turns.fill(0)
         plan: Any = NULL
         if self._plan is not None:
-            plan = empty(q, (self._plan_size,), np.int32)
-            self._plan(cu_seqlens_kv, cu_seqlens_q, plan)
+            # Made for queries: here the keys are what tiles are made of.
+            plan = self._plan(q, cu_seqlens_kv, cu_seqlens_q)
         self._launch(
             *(self._q(q), self._k(k), self._v(v), self._grad_out(grad_out)),
             *(lse_log2, delta, turns, total, grad_k, grad_v),
@@ -206,5 +199,7 @@ def prepare_keys(
     plan_spec = config.sequences_spec()
     if plan_spec is not None:
         facts = np.int32(problem.batch), heads, np.int32(lengths[0]), np.int32(blocks)
-        plan = Launch(load_kernel(plan_spec), (1,), facts)
-    return MappedKeys(launch, tiling, turns, plan, 2 * problem.batch + 2, longest)
+        plan = PlannedWork(
+            Launch(load_kernel(plan_spec), (1,), facts), sequences_plan_size(problem.batch)
+        )
+    return MappedKeys(launch, tiling, turns, plan, longest)

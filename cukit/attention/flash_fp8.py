@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from cukit.attention.flash_fp8_plan import Float8Config, Float8Problem, covers, plan_float8
+from cukit.attention.flash_maps import TensorMaps
 from cukit.attention.flash_options import ScoreOptions
 from cukit.core.arrays import (
     Array,
@@ -20,8 +21,7 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.device import current_device
-from cukit.core.kernel import NULL, Launch, by_value, launch_plan, load_kernel
-from cukit.core.tensor_map import encode_tensor_map
+from cukit.core.kernel import NULL, Launch, launch_plan, load_kernel
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 
 OUT_DTYPES = (bfloat16, float16)
@@ -30,8 +30,6 @@ OUT_DTYPES = (bfloat16, float16)
 _OP = "flash_attention"
 _E4M3 = "float8_e4m3"
 _ALIGNMENT = 16
-_MOST_MAPS = 256
-
 
 Descales = tuple[Any, Any, Any]
 
@@ -237,23 +235,24 @@ def _steps(factors: Array | None) -> tuple[int, int]:
 
 
 class _Float8Launch:
-    """The launches of a call, for arrays of one description; tensor maps are kept by address."""
+    """The launches of a call, for arrays of one description."""
 
-    __slots__ = ("_config", "_key_box", "_main", "_maps", "_query_box", "_values")
+    __slots__ = ("_config", "_k", "_main", "_q", "_v", "_values")
 
     def __init__(self, config: Float8Config, scalars: tuple[Any, ...]) -> None:
         problem, tiling = config.problem, config.tiling
         part = min(problem.width, 128)
         self._config = config
-        self._query_box = (1, tiling.tile_m, 1, part)
-        self._key_box = (1, tiling.tile_n, 1, part)
+        key_box = (1, tiling.tile_n, 1, part)
+        self._q = TensorMaps((1, tiling.tile_m, 1, part))
+        self._k = TensorMaps(key_box)
+        self._v = TensorMaps(key_box)
         self._values: Launch | None = None
         if not tiling.prepares:
             tiles, heads, _ = config.values_grid
             kernel = load_kernel(config.values_spec())
             self._values = Launch(kernel, config.values_grid, (np.int32(tiles), np.int32(heads)))
         self._main = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
-        self._maps: dict[tuple[str, int], Any] = {}
 
     def __call__(
         self, q: Array, k: Array, v: Array, out: Array | None, factors: Descales
@@ -263,28 +262,10 @@ class _Float8Launch:
         if out is None:
             out = empty(q, q.shape, bfloat16)
         lse = empty(q, (problem.batch, problem.num_heads_q, problem.seq_len_q), float32)
-        values = self._map("v", v, self._key_box)
+        values = self._v(v)
         prepared = NULL
         if self._values is not None:
             prepared = empty(q, (self._config.values_bytes,), np.uint8)
             self._values(values, prepared)
-        self._main(
-            self._map("q", q, self._query_box),
-            self._map("k", k, self._key_box),
-            values,
-            prepared,
-            out,
-            lse,
-            *factors,
-        )
+        self._main(self._q(q), self._k(k), values, prepared, out, lse, *factors)
         return out, lse
-
-    def _map(self, name: str, array: Array, box: tuple[int, ...]) -> Any:
-        key = (name, address_of(array))
-        found = self._maps.get(key)
-        if found is None:
-            found = by_value(encode_tensor_map(array, box, swizzle_bytes=box[-1]))
-            if len(self._maps) >= _MOST_MAPS:
-                self._maps.clear()
-            self._maps[key] = found
-        return found

@@ -125,16 +125,10 @@ class Float8Config:
 
     @property
     def values_bytes(self) -> int:
-        """Of the transposed values."""
+        """Of the prepared values."""
         tiles, heads, batch = self.values_grid
-        return (
-            (1 + self.tiling.halves)
-            * batch
-            * heads
-            * tiles
-            * self.tiling.tile_n
-            * self.problem.width
-        )
+        item_bytes = 1 + self.tiling.halves
+        return item_bytes * batch * heads * tiles * self.tiling.tile_n * self.problem.width
 
     def values_spec(self) -> KernelSpec:
         """The kernel that prepares the values."""

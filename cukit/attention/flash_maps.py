@@ -45,7 +45,9 @@ class TensorMaps:
                 found = encode_sequence_map(array, self._longest, self._box)
             else:
                 # Sequences one behind the other are those of a single batch.
-                found = encode_tensor_map(array if array.ndim == 4 else array[None], self._box)
+                whole = array if array.ndim == 4 else array[None]
+                row_bytes = self._box[-1] * array.itemsize
+                found = encode_tensor_map(whole, self._box, swizzle_bytes=row_bytes)
             found = by_value(found)
             if len(self._known) >= _MOST_MAPS:
                 self._known.clear()
@@ -83,7 +85,10 @@ class MappedLaunch:
         """Launches on the current stream; `options` are ScoreArrays."""
         pointers = self._nothing
         if pointers is None:
-            plan = NULL if self._plan is None else self._plan(q, options, block_mask)
+            plan: Any = NULL
+            if self._plan is not None:
+                planned = options[-2:] if block_mask is None else (block_mask,)
+                plan = self._plan(q, *planned)
             pointers = (*options, plan, block_mask)
         self._launch(self._q(q), self._k(k), self._v(v), out, lse, *pointers)
 
@@ -97,14 +102,10 @@ class PlannedWork:
         self._launch = launch
         self._size = size
 
-    def __call__(self, like: Array, options: tuple[Any, ...], block_mask: Array | None) -> Array:
-        """The plan, a new array."""
+    def __call__(self, like: Array, *arrays: Array | None) -> Array:
+        """The plan, a new array, made of `arrays`."""
         plan = empty(like, (self._size,), np.int32)
-        if block_mask is None:
-            *_, cu_seqlens_q, cu_seqlens_kv = options
-            self._launch(cu_seqlens_q, cu_seqlens_kv, plan)
-        else:
-            self._launch(block_mask, plan)
+        self._launch(*arrays, plan)
         return plan
 
 

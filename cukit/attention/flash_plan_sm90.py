@@ -77,13 +77,10 @@ class WarpgroupForwardConfig:
         """The kernel that decides, before this one, what its blocks work on: where tiles differ."""
         tiling = self.tiling
         if self.problem.varlen:
-            defines: Defines = (("TILE_M", tiling.tile_m), ("THREADS", _SEQUENCE_THREADS))
-            return KernelSpec(
-                "attention/plan_sequences.cu", "plan_sequences", defines, _SEQUENCE_THREADS
-            )
+            return sequences_spec(tiling.tile_m)
         if self.block_size is None:
             return None
-        defines = (
+        defines: Defines = (
             ("DTYPE", self.problem.dtype),
             ("HEAD_DIM", self.width),
             ("PADDED", False),
@@ -100,7 +97,7 @@ class WarpgroupForwardConfig:
         """int32 elements that the plan takes."""
         problem = self.problem
         if problem.varlen:
-            return 2 * problem.batch + 2
+            return sequences_plan_size(problem.batch)
         entries = 1 + ceil_div(problem.seq_len_kv, self.tiling.tile_n)
         return 1 + mask_heads * ceil_div(problem.seq_len_q, self.tiling.tile_m) * entries
 
@@ -116,6 +113,18 @@ class WarpgroupForwardConfig:
             return ()
         rows, columns = self.block_size
         return ("BLOCK_SPARSE", True), ("BLOCK_Q", rows), ("BLOCK_KV", columns)
+
+
+def sequences_spec(tile_rows: int) -> KernelSpec:
+    """The kernel that sorts sequences of different lengths and adds up their tiles of rows."""
+    defines = (("TILE_M", tile_rows), ("THREADS", _SEQUENCE_THREADS))
+    entry = "plan_sequences"
+    return KernelSpec(f"attention/{entry}.cu", entry, defines, _SEQUENCE_THREADS)
+
+
+def sequences_plan_size(batch: int) -> int:
+    """int32 elements that its plan takes."""
+    return 2 * batch + 2
 
 
 def covers(problem: AttentionProblem, device: Device) -> bool:
