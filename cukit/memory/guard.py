@@ -39,6 +39,9 @@ LARGEST_RECYCLED = 32
 """Pages. Slots up to this size, a power of two, are filled and used again; larger ones fit their
 allocation and are given back."""
 
+MOST_IDLE = MOST_WORN = 4 << 30
+"""Bytes that are kept for what comes next, and that wait for a check; less on a small GPU."""
+
 WORDS = (
     0xFFFFFFFF,  # NaN in every format, -1
     0x7FFF7FFF,  # NaN in every format of 16 bits or more, a huge index
@@ -152,8 +155,8 @@ class GuardedMemory:
         self._device = device
         self._random = random.Random(seed)
         self._page_bytes = driver.granularity()
-        self._most_idle = device.total_bytes // 8
-        self._most_worn = device.total_bytes // 32
+        self._most_idle = min(MOST_IDLE, device.total_bytes // 8)
+        self._most_worn = min(MOST_WORN, device.total_bytes // 32)
         self._lock = threading.Lock()
         self._freed: deque[Slot] = deque()
         self._live: dict[Slot, None] = {}
