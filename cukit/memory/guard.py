@@ -200,6 +200,16 @@ class GuardedMemory:
             self.latest.clear()
         return found
 
+    def trim(self) -> None:
+        """Waits for the device, and gives back to it what is not in use."""
+        with self._lock:
+            self._trim()
+
+    def _trim(self) -> None:
+        self._renew()
+        self._give_back(self._idle())
+        self._ready.clear()
+
     # Slots ------------------------------------------------------------------------------------
 
     def _slot_bytes(self, size: int) -> int:
@@ -226,9 +236,7 @@ class GuardedMemory:
             if capture is not None:  # nothing can be waited for
                 raise
         gc.collect()
-        self._renew()
-        self._give_back(self._idle())
-        self._ready.clear()
+        self._trim()
         return self._create(size)
 
     def _create(self, size: int) -> Slot:

@@ -181,6 +181,15 @@ def test_idle_slots_make_room(memory, driver):
     memory.allocate(2 * PAGE)
 
 
+def test_trim_keeps_what_is_in_use(memory, driver):
+    slots = [memory.allocate(100) for _ in range(4)]
+    for slot in slots[1:]:
+        memory.free(slot)
+    memory.trim()
+    assert list(driver.mapped) == [slots[0].address]
+    assert len(driver.handles) == 1
+
+
 @pytest.mark.parametrize("call", ["reserve", "map", "set_access"])
 def test_a_call_that_fails_leaves_nothing(memory, driver, call):
     driver.refused = call
