@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -180,9 +180,11 @@ def main() -> int:
     start = time.perf_counter()
     print(f"{'tool':10} {'group':44} {'errors':>6} {'time':>7}", flush=True)
     with ThreadPoolExecutor(asked.jobs) as pool:
-        warm = [show(found) for found in pool.map(run, [(WARM_UP, name) for name in chosen])]
-        work = jobs(tools, chosen)
-        clean = [show(found) for found in pool.map(run, work)]
+        passes = [[(WARM_UP, name) for name in chosen], jobs(tools, chosen)]
+        warm, clean = (
+            [show(each.result()) for each in as_completed([pool.submit(run, job) for job in work])]
+            for work in passes
+        )
     seconds = time.perf_counter() - start
     print(f"{sum(clean)} of {len(clean)} clean, {seconds:.0f} s")
     return int(not all((*warm, *clean)))

@@ -12,7 +12,7 @@ from tests.layers.test_embedding import KINDS, ids_of
 from tests.layers.test_rope import SIZES, heads, positions, tables
 from tests.sanitize import Group
 
-NORM_SHAPES = [(1, 8), (3, 3), (5, 257), (37, 264), (7, 4096), (2, 16384), (1, 65536)]
+NORM_SHAPES = [(1, 8), (3, 3), (5, 257), (37, 264), (7, 4096), (2, 16384), (1, 32768)]
 GATED_SHAPES = [(3, 2), (5, 514), (33, 2752)]
 
 
