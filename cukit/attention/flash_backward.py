@@ -256,7 +256,7 @@ def _prepare_backward(
     sums = None
     if splits > 1:
         sums = _sum_launch(config, k), _sum_launch(config, v)
-    if config.deterministic:
+    if not config.sums_queries:
         blocks = config.query_blocks
         scalars: tuple[Any, ...] = (
             structs["QueryGradientParameters"].pack(
@@ -269,7 +269,7 @@ def _prepare_backward(
     else:
         blocks = config.finish_blocks(total_q)
         scalars = (batch, heads_q, seq_q, rows_per_head, head_dim, factor)
-    last = config.queries_spec() if config.deterministic else config.finish_spec()
+    last = config.finish_spec() if config.sums_queries else config.queries_spec()
     queries = Launch(load_kernel(last), (blocks,), scalars)
     sinks = None
     if problem.sinks:
@@ -278,7 +278,7 @@ def _prepare_backward(
         sinks = Launch(load_kernel(config.sinks_spec()), (problem.num_heads_q,), scalars)
     return _BackwardSteps(
         *(prepare, keys, sums, queries, sinks),
-        *(not config.deterministic, rows, config.width, splits),
+        *(config.sums_queries, rows, config.width, splits),
     )
 
 
