@@ -4,11 +4,11 @@
 //   that are multiplied, as HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of a tile, STAGES, those of score_options.cuh.
 #pragma once
 
-#include "attention/score_options.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ring.cuh"
+#include "common/scores/score_options.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS HEAD_DIM
