@@ -126,7 +126,7 @@ def test_damage_fails_the_test_that_did_it(run_suite: Any) -> None:
     assert "guard: on, --guard-seed 7 repeats it" in output
     assert "3 failed, 3 passed, 1 skipped" in output
     written, both, spoilt = re.split(r"\n_{5,} (?=test_\w+ _{5,})", output)[1:]
-    allocated = r"1 byte\(s\) changed[^\n]*, of {} bytes at 0x\w+, allocated in test_it.py::{}\n"
+    allocated = r"1 byte\(s\) changed[^\n]*: {} bytes at 0x\w+, allocated by test_it.py::{}\n"
     assert re.search(allocated.format(100, "test_writes_behind_its_array"), written)
     assert re.search(r"test_it.py:\d+ in test_writes_behind_its_array", written)
     assert "AssertionError: its own failure" in both
