@@ -325,6 +325,13 @@ def test_a_users_kernel_on_the_gpu(analyzer: KernelAnalyzer) -> None:
         assert 50 < analysis.energy.mean_watts < 1500
 
 
+NOT_CHARGED_US = 1.2
+"""Half of what a pair of events adds on an H200, 2.47 us. The kernel's time by events, less their
+overhead, and by CUPTI differ by 0.05 us in the middle of 16 analyses of one process and by 0.12 at
+most; where the overhead was measured on a GPU that had rested, by 0.46. A kernel that is charged
+for the events, in whole or for more than half, differs by 1.2 or more."""
+
+
 @pytest.mark.gpu
 def test_a_short_kernel_on_the_gpu_is_not_charged_for_the_events(analyzer: KernelAnalyzer) -> None:
     n = 1 << 18
@@ -336,7 +343,7 @@ def test_a_short_kernel_on_the_gpu_is_not_charged_for_the_events(analyzer: Kerne
     assert analysis.cold.overhead_us > 0.5
     (launch,) = analysis.launches
     if launch.device_us is not None:
-        assert launch.device_us == pytest.approx(analysis.cold.median_us, abs=0.4)
+        assert abs(launch.device_us - analysis.cold.median_us) < NOT_CHARGED_US
 
 
 @pytest.mark.gpu
