@@ -13,6 +13,7 @@ from cukit.gemm import matmul_tma
 from cukit.gemm.tma import TILINGS, MappedMatmul, MatmulTmaConfig, plan_matmul_tma
 from cukit.reference import gemm as reference
 from tests.contract import (
+    another_order,
     assert_close,
     check_against_reference,
     poisoned,
@@ -28,6 +29,10 @@ LARGE = [(1024, 1000, 520), (4096, 4096, 4096)]
 transposed = partial(reference.matmul, transpose_b=True)
 
 
+def name(tiling):
+    return f"{tiling.tile_m}x{tiling.tile_n}-cluster{tiling.cluster}"
+
+
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_matches_reference(device, rng, m, n, k, dtype):
@@ -35,7 +40,7 @@ def test_matches_reference(device, rng, m, n, k, dtype):
     check_against_reference(matmul_tma, transposed, (a, b), device=device)
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("tiling", TILINGS, ids=name)
 @pytest.mark.parametrize(("m", "n", "k"), [(200, 600, 136), (520, 72, 328)])
 def test_every_tiling(device, rng, tiling, m, n, k):
     """A grid of one block (or cluster) walks over all tiles, ragged on every axis, in groups of 2
@@ -45,8 +50,9 @@ def test_every_tiling(device, rng, tiling, m, n, k):
     a, b = random(rng, (m, k), "bfloat16"), random(rng, (n, k), "bfloat16", scale=k**-0.5)
     out = poisoned(device, (m, n), "bfloat16")
     launch = MappedMatmul(MatmulTmaConfig("bfloat16", tiling, tiling.cluster, 2), m, n, k)
-    for _ in range(2):
-        launch(*to_device(device, a, b), out)
+    for repeat in range(2):
+        with another_order(device, repeat):
+            launch(*to_device(device, a, b), out)
     wide = transposed(a.astype(np.float64), b.astype(np.float64))
     assert_close("out", out, transposed(a, b), wide)
 
@@ -81,7 +87,7 @@ def test_strides_that_tensor_maps_cannot_have(device):
         matmul_tma(a, a)
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("tiling", TILINGS, ids=name)
 def test_tilings_fit_hopper(tiling):
     assert tiling.shared_bytes + KIB <= TYPICAL_DEVICES["sm_90"].shared_bytes_per_block
 
