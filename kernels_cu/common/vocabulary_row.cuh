@@ -15,16 +15,8 @@
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
-#if CLUSTER > 1
-#define CUKIT_CLUSTER_SHAPE __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CUKIT_CLUSTER_SHAPE
-#endif
-
 namespace cukit {
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 // A row that is read twice finds the second time what gradients and spent logits have not pushed out
 // of L2.
 constexpr Cache kFirst = Cache::Kept;

@@ -57,6 +57,21 @@ CUKIT_DEVICE void mbarrier_arrive_remote(Mbarrier* barrier, int rank) {
 #endif
 }
 
+// The same without ordering this thread's ordinary accesses before it (release costs a fence of the
+// whole GPU's memory): for a stage that only wgmma has read, and wgmma_wait has come back.
+CUKIT_DEVICE void mbarrier_arrive_remote_relaxed(Mbarrier* barrier, int rank) {
+#ifdef CUKIT_EMULATE
+  mbarrier_arrive_remote(barrier, rank);
+#else
+  unsigned remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
+               : "=r"(remote)
+               : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(remote)
+               : "memory");
+#endif
+}
+
 // mbarrier.arrive.expect_tx: arrives, and announces `bytes` that copies will bring in this phase.
 CUKIT_DEVICE void mbarrier_arrive_expect(Mbarrier* barrier, unsigned bytes) {
 #ifdef CUKIT_EMULATE
