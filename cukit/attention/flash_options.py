@@ -121,7 +121,7 @@ SCORE_SETTINGS = np.dtype(
         ("cap_outer", np.float32),
     ]
 )
-"""Mirrors `ScoreSettings` in kernels_cu/attention/score_options.cuh, field by field."""
+"""Mirrors `ScoreSettings` in kernels_cu/common/scores/score_options.cuh, field by field."""
 
 
 def score_settings(

@@ -7,13 +7,13 @@
 #pragma once
 
 #include "attention/backward_walk.cuh"
-#include "attention/fragment_matrix.cuh"
-#include "attention/score_options.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/movmatrix.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/stmatrix.cuh"
+#include "common/scores/fragment_matrix.cuh"
+#include "common/scores/score_options.cuh"
 #include "common/types.cuh"
 
 namespace cukit::backward {

@@ -5,11 +5,11 @@
 //   STAGES, those of score_options.cuh.
 #pragma once
 
-#include "attention/score_options.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ring.cuh"
+#include "common/scores/score_options.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS HEAD_DIM

@@ -8,8 +8,8 @@
 #pragma once
 
 #include "attention/block_order.cuh"
-#include "attention/score_options.cuh"
 #include "common/platform.cuh"
+#include "common/scores/score_options.cuh"
 #include "common/warp_uniform.cuh"
 
 namespace cukit::backward {

@@ -17,11 +17,11 @@
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
-#include "attention/fragment_options.cuh"
-#include "attention/score_options.cuh"
 #include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/pack.cuh"
+#include "common/scores/fragment_options.cuh"
+#include "common/scores/score_options.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
 

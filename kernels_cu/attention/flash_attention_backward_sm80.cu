@@ -26,13 +26,13 @@
 //   its additions come in any order (flash_attention_backward_query_sm80.cu is).
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
-#include "attention/fragment_options.cuh"
 #include "attention/query_gradient.cuh"
-#include "attention/score_options.cuh"
 #include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/opaque.cuh"
 #include "common/ptx/pack.cuh"
+#include "common/scores/fragment_options.cuh"
+#include "common/scores/score_options.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
 

@@ -6,11 +6,11 @@
 
 #include "attention/block_lists.cuh"
 #include "attention/query_work.cuh"
-#include "attention/score_options.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ring.cuh"
+#include "common/scores/score_options.cuh"
 #include "common/types.cuh"
 
 namespace {

@@ -10,8 +10,8 @@
 // Macros: those of score_options.cuh; BLOCK_SPARSE 0|1. Sets DEALT 0|1.
 #pragma once
 
-#include "attention/score_options.cuh"
 #include "common/platform.cuh"
+#include "common/scores/score_options.cuh"
 #include "common/warp_uniform.cuh"
 
 #ifndef BLOCK_SPARSE
