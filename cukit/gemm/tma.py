@@ -18,8 +18,9 @@ from cukit.core.arrays import (
     float16,
     runs_kernel,
 )
-from cukit.core.device import Device, current_device
+from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.support import Support
 from cukit.core.tensor_map import encode_tensor_map
 from cukit.errors import ArrayShapeError
 from cukit.reference import gemm as reference
@@ -60,7 +61,7 @@ def matmul_tma(a: Array, b: Array, *, out: Array | None = None) -> Array:
     (2, 3)
     """
     a, b, out = adopt("matmul_tma", a, b, out)
-    if not (runs_kernel("matmul_tma", a, b, out) and current_device().arch == _ARCH):
+    if not runs_kernel("matmul_tma", a, b, out):
         _check(a, b, out)
         return reference.matmul(a, b, transpose_b=True, out=out)
     launch = _prepare(a, b, out)
@@ -132,6 +133,5 @@ register(
     function=matmul_tma,
     reference=reference.matmul,
     specs=_specs,
-    minimum_arch=_ARCH,
-    maximum_arch=_ARCH,
+    support=Support(_ARCH, _ARCH),
 )
