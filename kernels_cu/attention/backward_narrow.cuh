@@ -38,7 +38,7 @@ using Rows = unsigned[VALUE_COLUMNS / 16][4];
 
 // This warp's sixteen rows of a tile of values as operand a.
 CUKIT_DEVICE void load_rows(Rows& rows, const unsigned char* tile, int first_row) {
-  const int lane = threadIdx.x % kWarpSize;
+  const unsigned lane = threadIdx.x % kWarpSize;
   const unsigned from = shared_address(tile);
 #pragma unroll
   for (int step = 0; step < VALUE_COLUMNS / 16; ++step) {

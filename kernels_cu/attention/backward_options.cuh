@@ -70,7 +70,7 @@ CUKIT_DEVICE float first_ahead(const TileScores& tile) {
 class ScoreRows {
  public:
   CUKIT_DEVICE ScoreRows(const unsigned char* tile, int first_row)
-      : tile_(shared_address(tile)), row_(first_row + static_cast<int>(threadIdx.x) % 16) {}
+      : tile_(shared_address(tile)), row_(first_row + threadIdx.x % 16) {}
 
   CUKIT_DEVICE void store(int step, const unsigned (&scores)[4]) const {
     stmatrix_x4(at(step), scores);
@@ -85,11 +85,10 @@ class ScoreRows {
 
  private:
   CUKIT_DEVICE unsigned at(int step) const {
-    return ScoreTile::address(tile_, row_, 2 * step + static_cast<int>(threadIdx.x) / 16 % 2);
+    return ScoreTile::address(tile_, row_, 2 * step + threadIdx.x / 16 % 2);
   }
 
-  unsigned tile_;
-  int row_;
+  unsigned tile_, row_;
 };
 
 // Else there are no registers in which they could wait for the scores.

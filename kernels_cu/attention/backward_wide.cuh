@@ -82,13 +82,13 @@ CUKIT_DEVICE void multiply_scores(float (&dq)[N], unsigned long long ds, unsigne
 // SOFTCAP: times the score's derivative, which lies where dS is to be.
 CUKIT_DEVICE void differentiate(unsigned char* ds_tile, const unsigned char* p_tile, int first_row,
                                 const Scores& dp, const float* delta) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int row = first_row + lane % 16;
+  const unsigned lane = threadIdx.x % kWarpSize;
+  const unsigned row = first_row + lane % 16;
   const unsigned from = shared_address(p_tile);
   const unsigned to = shared_address(ds_tile);
 #pragma unroll
   for (int step = 0; step < TILE_M / 16; ++step) {
-    const int chunk = 2 * step + lane / 16;
+    const unsigned chunk = 2 * step + lane / 16;
     unsigned p[4], ds[4];
     ldmatrix_x4(p, ScoreTile::address(from, row, chunk));
     if constexpr (SOFTCAP) ldmatrix_x4(ds, ScoreTile::address(to, row, chunk));
