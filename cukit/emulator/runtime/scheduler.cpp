@@ -42,11 +42,12 @@ unsigned choose(Cluster& cluster, unsigned bits, unsigned position) {
   return nth_set_bit(bits, random_number(cluster) % __builtin_popcount(bits));
 }
 
-// Takes a ready fiber out of the ready set, near `from` if the seed does not say otherwise.
-Fiber* pick(Cluster& cluster, const Fiber* from) {
+// Takes a ready fiber out of the ready set, near `from` if the seed does not say otherwise; of another
+// warp if there is one and `from` polls, which other warps must be able to end.
+Fiber* pick(Cluster& cluster, const Fiber* from, bool polls = false) {
   Block* block = from != nullptr ? from->block : cluster.blocks[0].get();
   const bool seeded = cluster.launch->seed != 0;
-  const bool stay = !seeded || random_number(cluster) % 16 != 0;
+  const bool stay = (!seeded || random_number(cluster) % 16 != 0) && !polls;
   if (block->ready_warps == 0 || (!stay && cluster.num_blocks > 1)) {
     const unsigned start = seeded ? random_number(cluster) % cluster.num_blocks : block->rank;
     for (unsigned i = 0; i < cluster.num_blocks; ++i) {
@@ -207,7 +208,7 @@ void yield() {
   if (cluster.run->failed()) leave(cluster);
   cluster.run->check_patience(me);
   make_ready(me);
-  switch_from(me, *pick(cluster, &me));
+  switch_from(me, *pick(cluster, &me, true));
 }
 
 void meet(unsigned kind, unsigned mask, const char* name,
