@@ -21,14 +21,8 @@ from cukit.array_api.creation import (
     zeros,
     zeros_like,
 )
-from cukit.core.quantized_array import (
-    NarrowDtype,
-    QuantizedArray,
-    float8_e4m3,
-    float8_e5m2,
-    int4,
-    int8,
-)
+from cukit.core.narrow_dtype import NarrowDtype, float8_e4m3, float8_e5m2, int4, int8
+from cukit.core.quantized_array import QuantizedArray
 
 NarrowArray = QuantizedArray
 """What arrays without scales were called."""

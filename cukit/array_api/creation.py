@@ -14,7 +14,8 @@ from cukit.array_api.narrow import encode
 from cukit.core import backend
 from cukit.core.arrays import KERNEL_DTYPES, Array, adopt, is_gpu_array
 from cukit.core.device import gpu_available, require_cupy
-from cukit.core.quantized_array import NarrowDtype, QuantizedArray
+from cukit.core.narrow_dtype import NarrowDtype
+from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ConfigError, UnsupportedDeviceError
 
 DeviceName = Literal["cpu", "gpu"]

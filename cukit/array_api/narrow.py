@@ -1,7 +1,7 @@
 """Rounding to the codes of a QuantizedArray, and the values of codes.
 
-Kernels convert between codes and numbers. Scales, where an array has any, are applied around them by
-plain array code; ops that take quantised operands apply them on the way.
+Kernels convert between codes and numbers. Plain array code applies scales and zero points before or
+after them; ops that take quantised operands do so in their own kernels.
 """
 
 from __future__ import annotations
@@ -23,14 +23,8 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.quantized_array import (
-    NARROW_DTYPES,
-    Axis,
-    GroupSize,
-    NarrowDtype,
-    QuantizedArray,
-    install_codec,
-)
+from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype
+from cukit.core.quantized_array import Axis, GroupSize, QuantizedArray, install_codec
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.reference import narrow as reference
 from cukit.registry import register
@@ -49,14 +43,13 @@ def encode(
     x: float32|float16|bfloat16 [..., n], any layout.
     """
     (x,) = adopt("encode", x)
-    if x.dtype not in KERNEL_DTYPES:
-        allowed = ", ".join(dtype.name for dtype in KERNEL_DTYPES)
-        raise ArrayDtypeError(f"encode: x must be {allowed}, got {x.dtype.name}")
+    _check_dtype("encode", "x", x.dtype, KERNEL_DTYPES)
+    _check_dtype("encode", "dtype", dtype, NARROW_DTYPES)
     if x.ndim == 0:
         raise ArrayShapeError("encode: x must have at least one axis")
     storage = empty(x, dtype.storage_shape(x.shape), dtype.storage_dtype)
     array = QuantizedArray(storage, dtype, x.shape, scales, zero_points, axis, group_size)
-    if array.scales is not None:
+    if array.block_shape is not None:
         x = reference.quantize(x, array.scales, array.zero_points, array.block_shape)
     if not runs_kernel("encode", x):
         storage[...] = reference.encode(x, dtype.name)
@@ -72,14 +65,19 @@ def decode(array: QuantizedArray, dtype: Any = float32) -> Array:
     Returns float32|float16|bfloat16 [..., n] on the array's device.
     """
     resolved = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
-    if resolved not in KERNEL_DTYPES:
-        allowed = ", ".join(dtype.name for dtype in KERNEL_DTYPES)
-        raise ArrayDtypeError(f"decode: dtype must be {allowed}, got {resolved.name}")
-    if array.scales is None:
+    _check_dtype("decode", "dtype", resolved, KERNEL_DTYPES)
+    _check_dtype("decode", "the array's dtype", array.dtype, NARROW_DTYPES)
+    if array.block_shape is None:
         return _decode_codes(array, resolved)
     codes = _decode_codes(array, float32)
     values = reference.dequantize(codes, array.scales, array.zero_points, array.block_shape)
     return values.astype(resolved, copy=False)
+
+
+def _check_dtype(op: str, name: str, dtype: Any, allowed: tuple[Any, ...]) -> None:
+    if not any(dtype == each for each in allowed):
+        names = ", ".join(each.name for each in allowed)
+        raise ArrayDtypeError(f"{op}: {name} must be {names}, got {getattr(dtype, 'name', dtype)}")
 
 
 def _decode_codes(array: QuantizedArray, dtype: np.dtype[Any]) -> Array:

@@ -114,9 +114,10 @@ def flash_attention(
 
     q, k and v may be QuantizedArrays of float8_e4m3 without scales (storage with any strides as
     above); out is then bfloat16, or what `out` is. On Hopper they are multiplied as they are where
-    head_dim is a multiple of 16 and causal and scale are the only options. Probabilities are rounded
-    to float8 too, which alone is an error of 2 to 3 %; with `precise` to float16, which leaves the
-    rounding of out and is slower. Anything else is decoded first, and as exact as out's dtype allows.
+    head_dim is a multiple of 16 and causal and scale are the only options. Probabilities are
+    rounded to float8 too, which alone is an error of 2 to 3 %; with `precise` to float16, which
+    leaves the rounding of out and is slower. Anything else is decoded first, and as exact as out's
+    dtype allows.
 
     Returns:
         `out` like q, with v's head_dim; with `return_lse` the pair `(out, lse)`, lse float32

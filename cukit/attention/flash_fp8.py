@@ -22,7 +22,8 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import current_device
 from cukit.core.kernel import NULL, Launch, launch_plan, load_kernel
-from cukit.core.quantized_array import QuantizedArray, float8_e4m3, is_float8
+from cukit.core.narrow_dtype import float8_e4m3
+from cukit.core.quantized_array import QuantizedArray, is_float8
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError
 
 OUT_DTYPES = (bfloat16, float16)
@@ -52,8 +53,7 @@ def attend_float8(
 ) -> tuple[Array, Array] | None:
     """(out, lse) from the float8 kernel; None where it does not serve these arrays or options.
 
-    q, k, v: their storage may have any strides that are multiples of 16 bytes, with a contiguous last
-        axis.
+    q, k, v: storage with a contiguous last axis, other strides any multiples of 16 bytes.
     descales: of q, k and v, each None, a number, or float32 [], [heads_kv] or [batch, heads_kv].
     others: the arrays among the options.
     precise: probabilities of sixteen bits.
@@ -92,7 +92,9 @@ def decode_inputs(
     return decoded[0], decoded[1], decoded[2]
 
 
-def _check_inputs(q: QuantizedArray, k: QuantizedArray, v: QuantizedArray, out: Array | None) -> None:
+def _check_inputs(
+    q: QuantizedArray, k: QuantizedArray, v: QuantizedArray, out: Array | None
+) -> None:
     for name, array in (("q", q), ("k", k), ("v", v)):
         if not isinstance(array, QuantizedArray) or array.dtype != float8_e4m3:
             got = getattr(array.dtype, "name", array.dtype)

@@ -1,11 +1,11 @@
 """Arrays of 8-bit and 4-bit codes, with or without scales: one type for every family.
 
-NumPy and CuPy have no dtypes of fewer bits than eight and no float8, so a QuantizedArray pairs bytes
-in memory with what they stand for:
+CuPy has neither float8 nor dtypes of fewer than eight bits, so a QuantizedArray pairs bytes in
+memory with what they stand for:
 
     value = (code - zero_point) * scale
 
-Elements share a scale in blocks, which are described as NumPy describes reductions: `axis` names the
+Blocks of elements share a scale. They are described as NumPy describes reductions: `axis` names the
 axes along which elements share one, `group_size` how many of them do.
 
 | scales of                                  | axis     | group_size | scales.shape for [n, k]    |
@@ -30,6 +30,7 @@ import numpy as np
 
 from cukit.core.arrays import KERNEL_DTYPES, Array, adopt, bfloat16, float32, is_gpu_array
 from cukit.core.device import gpu_available, require_cupy
+from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype
 from cukit.errors import (
     ArrayDtypeError,
     ArrayError,
@@ -40,54 +41,13 @@ from cukit.errors import (
 )
 
 __all__ = [
-    "NARROW_DTYPES",
-    "NarrowDtype",
     "QuantizedArray",
     "block_shape",
-    "float8_e4m3",
-    "float8_e5m2",
     "install_codec",
-    "int4",
-    "int8",
     "is_float8",
     "scales_shape",
 ]
 
-
-@dataclass(frozen=True)
-class NarrowDtype:
-    """What the codes of a QuantizedArray stand for.
-
-    name: `"float8_e4m3"` (finite only: the `fn` variant), `"float8_e5m2"`, `"int8"` or `"int4"`.
-    bits: of one code: 8, 4 or 2. Codes of fewer than eight share bytes along the last axis, the first
-        in the lowest bits.
-    most: largest magnitude that survives on both sides of zero (int4 goes from -8 to 7).
-    integer: whether codes are two's-complement integers, which may have zero points.
-    """
-
-    name: str
-    bits: int
-    most: float
-    integer: bool = False
-
-    @property
-    def storage_dtype(self) -> np.dtype[Any]:
-        """int8 where one code is one integer, else uint8."""
-        return np.dtype(np.int8 if self.integer and self.bits == 8 else np.uint8)
-
-    def storage_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The logical shape with the last axis in bytes, rounded up."""
-        return (*shape[:-1], -(-shape[-1] * self.bits // 8))
-
-    def __repr__(self) -> str:
-        return f"cukit.{self.name}"
-
-
-float8_e4m3 = NarrowDtype("float8_e4m3", 8, 448.0)
-float8_e5m2 = NarrowDtype("float8_e5m2", 8, 57344.0)
-int8 = NarrowDtype("int8", 8, 127.0, integer=True)
-int4 = NarrowDtype("int4", 4, 7.0, integer=True)
-NARROW_DTYPES = (float8_e4m3, float8_e5m2, int8, int4)
 
 SCALE_DTYPES = KERNEL_DTYPES
 ZERO_POINT_DTYPES = (np.dtype(np.int8), *KERNEL_DTYPES)
@@ -100,9 +60,7 @@ _NAME = "QuantizedArray"
 _codec: tuple[Callable[..., QuantizedArray], Callable[..., Array]] | None = None
 
 
-def install_codec(
-    encode: Callable[..., QuantizedArray], decode: Callable[..., Array]
-) -> None:
+def install_codec(encode: Callable[..., QuantizedArray], decode: Callable[..., Array]) -> None:
     """Sets what :meth:`QuantizedArray.encode` and `decode` call.
 
     Core stands below the ops; `cukit.array_api` passes its own on import.
@@ -124,8 +82,9 @@ class QuantizedArray:
     zero_points: None, or int8|float32|float16|bfloat16 in the shape of scales; of integer dtypes.
     axis: with scales: the axis or axes along which elements share a scale; None means all of them.
         Kept as a tuple in ascending order.
-    group_size: with scales: how many consecutive elements along `axis` share a scale, one number for
-        all its axes or one for each; None means all. The last group may be shorter. Kept as a tuple.
+    group_size: with scales: how many consecutive elements along `axis` share a scale, one number
+        for all its axes or one for each; None means all. The last group may be shorter. Kept as a
+        tuple.
 
     Raises ArrayShapeError, ArrayDtypeError, ArrayLayoutError or ConfigError where these do not fit
     together.
@@ -211,7 +170,7 @@ class QuantizedArray:
         return self.decode()
 
     def astype(self, dtype: Any) -> Array:
-        """The values as `dtype`: dense for NumPy's dtypes; for a NarrowDtype codes without scales."""
+        """The values as `dtype`: an array for NumPy's dtypes, codes without scales for ours."""
         if isinstance(dtype, NarrowDtype):
             return self.encode(self.decode(), dtype)
         resolved = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
@@ -232,7 +191,8 @@ class QuantizedArray:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points."""
-        return sum(int(array.nbytes) for array in self._arrays().values() if array is not None)
+        arrays = (self.storage, self.scales, self.zero_points)
+        return sum(int(array.nbytes) for array in arrays if array is not None)
 
     @property
     def device(self) -> Literal["cpu", "gpu"]:
@@ -283,13 +243,10 @@ class QuantizedArray:
         shape = (*storage.shape[:-1], self.shape[-1])
         if self.scales is None:
             return QuantizedArray(storage, self.dtype, shape)
-        groups = _groups_of(index, self.shape[0], self.block_shape[0])
+        grouping = list(zip(*_grouping(self.shape, self.axis, self.group_size), strict=True))
+        groups = _groups_of(index, self.shape[0], dict(grouping).get(0, 1))
         dropped = 0 if isinstance(index, slice) else 1
-        kept = [
-            (axis - dropped, size)
-            for axis, size in zip(self.axis, self.group_size, strict=True)
-            if axis >= dropped
-        ]
+        kept = [(axis - dropped, size) for axis, size in grouping if axis >= dropped]
         return QuantizedArray(
             storage,
             self.dtype,
@@ -312,17 +269,12 @@ class QuantizedArray:
                 parts.append(f"{name}={values[0] if len(values) == 1 else values}")
         return f"{_NAME}({', '.join(parts)})"
 
-    def _arrays(self) -> dict[str, Array | None]:
-        return {
-            "storage": self.storage,
-            "scales": self.scales,
-            "zero_points": self.zero_points,
-        }
-
-    def _map(self, function: Any) -> QuantizedArray:
-        arrays = self._arrays().items()
+    def _map(self, function: Callable[[Array], Array]) -> QuantizedArray:
         return replace(
-            self, **{name: None if array is None else function(array) for name, array in arrays}
+            self,
+            storage=function(self.storage),
+            scales=None if self.scales is None else function(self.scales),
+            zero_points=None if self.zero_points is None else function(self.zero_points),
         )
 
 

@@ -36,7 +36,9 @@ def encode_float8(x: Array, name: str) -> Array:
     """
     xp = array_namespace(x)
     host = np.asarray(x.get() if xp is not np else x, np.float32)
-    return xp.asarray(np.clip(host, -MOST[name], MOST[name]).astype(FLOAT8[name]).view(np.uint8))
+    with np.errstate(invalid="ignore"):  # NaN
+        codes = np.clip(host, -MOST[name], MOST[name]).astype(FLOAT8[name])
+    return xp.asarray(codes.view(np.uint8))
 
 
 def decode_float8(storage: Array, name: str) -> Array:
@@ -87,9 +89,7 @@ def broadcast_factors(factors: Array, shape: tuple[int, ...], block: tuple[int, 
     return factors
 
 
-def quantize(
-    x: Array, scales: Array, zero_points: Array | None, block: tuple[int, ...]
-) -> Array:
+def quantize(x: Array, scales: Array, zero_points: Array | None, block: tuple[int, ...]) -> Array:
     """x / scale + zero_point in float32: what is rounded to codes. Each factor serves a block."""
     scaled = x.astype(np.float32) / broadcast_factors(scales, x.shape, block)
     if zero_points is None:

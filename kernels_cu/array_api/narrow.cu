@@ -41,6 +41,7 @@ constexpr unsigned kMask = (1u << kBits) - 1;
 
 // Codes are made four at a time.
 constexpr int kGroup = 4;
+constexpr int kGroups = VEC > kGroup ? VEC / kGroup : 1;  // of a vector
 using Group = cukit::detail::Word<kGroup / kPerByte>::type;
 
 // NaN becomes 0.
@@ -141,16 +142,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const Index index = first + i * THREADS;
       if (index >= num_vecs) break;
-      cukit::Vec<Group, VEC / kGroup> codes;
+      cukit::Vec<Group, kGroups> codes;
 #pragma unroll
-      for (int j = 0; j < VEC / kGroup; ++j) {
+      for (int j = 0; j < kGroups; ++j) {
         float x[kGroup];
 #pragma unroll
         for (int k = 0; k < kGroup; ++k) x[k] = cukit::to_float(vecs[i][j * kGroup + k]);
         codes[j] = static_cast<Group>(encode_group(x));
       }
-      cukit::store(reinterpret_cast<Group*>(storage) + static_cast<long long>(index) * (VEC / kGroup),
-                   codes);
+      cukit::store(reinterpret_cast<Group*>(storage) + static_cast<long long>(index) * kGroups, codes);
     }
     const long long rest = num_vecs * VEC + threadIdx.x * kPerByte;
     if (blockIdx.x == 0 && rest < extent) {
@@ -174,22 +174,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
     }
   } else {
     const long long num_vecs = extent / VEC;
-    cukit::Vec<Group, VEC / kGroup> codes[VECS_PER_THREAD];
+    cukit::Vec<Group, kGroups> codes[VECS_PER_THREAD];
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const Index index = first + i * THREADS;
       if (index < num_vecs) {
         cukit::load(codes[i], reinterpret_cast<const Group*>(storage) +
-                                  static_cast<long long>(index) * (VEC / kGroup));
+                                  static_cast<long long>(index) * kGroups);
       }
     }
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const Index index = first + i * THREADS;
       if (index >= num_vecs) break;
-      float x[VEC / kGroup][kGroup];
+      float x[kGroups][kGroup];
 #pragma unroll
-      for (int j = 0; j < VEC / kGroup; ++j) decode_group(x[j], codes[i][j]);
+      for (int j = 0; j < kGroups; ++j) decode_group(x[j], codes[i][j]);
       const float* const all = x[0];
       constexpr int kWord = VEC / 4;
       cukit::store_global_16(
