@@ -23,7 +23,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype
+from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype, int4
 from cukit.core.quantized_array import Axis, GroupSize, QuantizedArray, install_codec
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.reference import narrow as reference
@@ -161,12 +161,13 @@ def _prepare(entry: str, values: Array, storage: Array, narrow: NarrowDtype) -> 
 
 
 def _specs(entry: str, device: Device) -> list[KernelSpec]:
-    return [
-        plan_narrow(entry, narrow, dtype, 1, 1 << 20, aligned=aligned).spec()
+    """Every format from and to 32 and 16 bits, and the format with padded rows unaligned."""
+    whole = [
+        plan_narrow(entry, narrow, dtype, 1, 1 << 20)
         for narrow in NARROW_DTYPES
-        for dtype in KERNEL_DTYPES
-        for aligned in (True, False)
+        for dtype in (float32, bfloat16)
     ]
+    return [config.spec() for config in (*whole, plan_narrow(entry, int4, float32, 64, 4097))]
 
 
 register(

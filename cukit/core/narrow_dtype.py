@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+_INT8: np.dtype[Any] = np.dtype(np.int8)
+_UINT8: np.dtype[Any] = np.dtype(np.uint8)
+
 
 @dataclass(frozen=True)
 class NarrowDtype:
@@ -28,7 +31,7 @@ class NarrowDtype:
     @property
     def storage_dtype(self) -> np.dtype[Any]:
         """int8 where one code is one integer, else uint8."""
-        return np.dtype(np.int8 if self.integer and self.bits == 8 else np.uint8)
+        return _INT8 if self.integer and self.bits == 8 else _UINT8
 
     def storage_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The logical shape with the last axis in bytes, rounded up."""

@@ -23,8 +23,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -114,32 +114,30 @@ class QuantizedArray:
                 f"{_NAME}: dtype must be one of {', '.join(d.name for d in NARROW_DTYPES)}, "
                 f"got {self.dtype!r}"
             )
-        for name, array in zip(
-            ("storage", "scales", "zero_points"),
-            adopt(_NAME, self.storage, self.scales, self.zero_points),
-            strict=True,
-        ):
-            object.__setattr__(self, name, array)
-        object.__setattr__(self, "shape", tuple(int(extent) for extent in self.shape))
-        _check_storage(self.storage, self.dtype, self.shape)
-        self._check_scales()
+        storage, scales, zero_points = adopt(_NAME, self.storage, self.scales, self.zero_points)
+        self._set(storage=storage, scales=scales, zero_points=zero_points, shape=tuple(self.shape))
+        _check_storage(storage, self.dtype, self.shape)
+        if scales is not None:
+            self._check_scales()
+            return
+        for name in ("zero_points", "axis", "group_size"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{_NAME}: {name} needs scales, got none")
+
+    def _set(self, **fields: Any) -> None:
+        """Replaces what a caller gave by its normal form: only while the object is made."""
+        self.__dict__.update(fields)
 
     def _check_scales(self) -> None:
-        if self.scales is None:
-            for name in ("zero_points", "axis", "group_size"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(f"{_NAME}: {name} needs scales, got none")
-            return
-        axes, sizes = _grouping(self.shape, self.axis, self.group_size)
-        object.__setattr__(self, "axis", axes)
-        object.__setattr__(self, "group_size", sizes)
-        _check_factors("scales", self.scales, SCALE_DTYPES, self)
+        grouping = _grouping(self.shape, self.axis, self.group_size)
+        self._set(axis=grouping.axis, group_size=grouping.group_size)
+        _check_factors("scales", self.scales, SCALE_DTYPES, self, grouping)
         if self.zero_points is not None:
             if not self.dtype.integer:
                 raise ArrayDtypeError(
                     f"{_NAME}: zero_points are for integer dtypes, got {self.dtype.name}"
                 )
-            _check_factors("zero_points", self.zero_points, ZERO_POINT_DTYPES, self)
+            _check_factors("zero_points", self.zero_points, ZERO_POINT_DTYPES, self, grouping)
 
     @staticmethod
     def encode(
@@ -243,10 +241,11 @@ class QuantizedArray:
         shape = (*storage.shape[:-1], self.shape[-1])
         if self.scales is None:
             return QuantizedArray(storage, self.dtype, shape)
-        grouping = list(zip(*_grouping(self.shape, self.axis, self.group_size), strict=True))
-        groups = _groups_of(index, self.shape[0], dict(grouping).get(0, 1))
+        grouping = _grouping(self.shape, self.axis, self.group_size)
+        groups = _groups_of(index, self.shape[0], grouping.block_shape[0])
         dropped = 0 if isinstance(index, slice) else 1
-        kept = [(axis - dropped, size) for axis, size in grouping if axis >= dropped]
+        sizes = zip(grouping.axis, grouping.group_size, strict=True)
+        kept = [(axis - dropped, size) for axis, size in sizes if axis >= dropped]
         return QuantizedArray(
             storage,
             self.dtype,
@@ -282,16 +281,14 @@ def block_shape(
     shape: Sequence[int], axis: Axis = None, group_size: GroupSize = None
 ) -> tuple[int, ...]:
     """Elements along each axis of `shape` that share a scale."""
-    sizes = dict(zip(*_grouping(shape, axis, group_size), strict=True))
-    return tuple(sizes.get(axis, 1) for axis in range(len(shape)))
+    return _grouping(shape, axis, group_size).block_shape
 
 
 def scales_shape(
     shape: Sequence[int], axis: Axis = None, group_size: GroupSize = None
 ) -> tuple[int, ...]:
     """The shape of the scales of an array of `shape`; see the table of this module."""
-    blocks = block_shape(shape, axis, group_size)
-    return tuple(-(-extent // block) for extent, block in zip(shape, blocks, strict=True))
+    return _grouping(shape, axis, group_size).scales_shape
 
 
 def is_float8(*arrays: Any) -> bool:
@@ -302,30 +299,46 @@ def is_float8(*arrays: Any) -> bool:
     return False
 
 
-def _grouping(
-    shape: Sequence[int], axis: Axis, group_size: GroupSize
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """axis and group_size in full: ascending axes, and a number for each."""
+class _Grouping(NamedTuple):
+    axis: tuple[int, ...]
+    group_size: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    scales_shape: tuple[int, ...]
+
+
+def _grouping(shape: Sequence[int], axis: Axis, group_size: GroupSize) -> _Grouping:
+    """axis and group_size in full, ascending axes and a number for each, and what follows."""
+    axes = None if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
+    if not (group_size is None or isinstance(group_size, int)):
+        group_size = tuple(group_size)
+    return _group(tuple(shape), axes, group_size)
+
+
+@lru_cache(maxsize=4096)
+def _group(
+    shape: tuple[int, ...],
+    axis: tuple[int, ...] | None,
+    group_size: int | tuple[int | None, ...] | None,
+) -> _Grouping:
     ndim = len(shape)
-    given = range(ndim) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
-    if any(not -ndim <= a < ndim for a in given) or len({a % ndim for a in given}) < len(given):
-        raise ConfigError(
-            f"{_NAME}: axis must name different axes of shape {tuple(shape)}, got {axis}"
-        )
-    sizes = (
-        (group_size,) * len(given)
-        if group_size is None or isinstance(group_size, int)
-        else tuple(group_size)
-    )
-    if len(sizes) != len(given) or any(size is not None and size < 1 for size in sizes):
+    axes = tuple(range(ndim)) if axis is None else axis
+    if any(not -ndim <= a < ndim for a in axes) or len({a % ndim for a in axes}) < len(axes):
+        raise ConfigError(f"{_NAME}: axis must name different axes of shape {shape}, got {axis}")
+    sizes = group_size if isinstance(group_size, tuple) else (group_size,) * len(axes)
+    if len(sizes) != len(axes) or any(size is not None and size < 1 for size in sizes):
         raise ConfigError(
             f"{_NAME}: group_size must be None, a positive number, or one of these for each of "
-            f"the axes {tuple(given)}, got {group_size}"
+            f"the axes {axes}, got {group_size}"
         )
-    pairs = sorted((a % ndim, size) for a, size in zip(given, sizes, strict=True))
-    return (
-        tuple(a for a, _ in pairs),
-        tuple(max(1, shape[a]) if size is None else int(size) for a, size in pairs),
+    block = [1] * ndim
+    for a, size in zip(axes, sizes, strict=True):
+        block[a] = max(1, shape[a]) if size is None else int(size)
+    ascending = tuple(sorted(a % ndim for a in axes))
+    return _Grouping(
+        axis=ascending,
+        group_size=tuple(block[a] for a in ascending),
+        block_shape=tuple(block),
+        scales_shape=tuple(-(-n // size) for n, size in zip(shape, block, strict=True)),
     )
 
 
@@ -365,17 +378,20 @@ def _check_storage(storage: Array, dtype: NarrowDtype, shape: tuple[int, ...]) -
 
 
 def _check_factors(
-    name: str, factors: Array, dtypes: Sequence[np.dtype[Any]], array: QuantizedArray
+    name: str,
+    factors: Array,
+    dtypes: Sequence[np.dtype[Any]],
+    array: QuantizedArray,
+    grouping: _Grouping,
 ) -> None:
-    """scales or zero points, once axis and group_size are known."""
+    """Scales or zero points of `array`."""
     if factors.dtype not in dtypes:
         allowed = ", ".join(dtype.name for dtype in dtypes)
         raise ArrayDtypeError(f"{_NAME}: {name} must be {allowed}, got {factors.dtype.name}")
-    expected = scales_shape(array.shape, array.axis, array.group_size)
-    if factors.shape != expected:
+    if factors.shape != grouping.scales_shape:
         raise ArrayShapeError(
-            f"{_NAME}: {name} of shape {array.shape} in blocks of {array.block_shape} must have "
-            f"shape {expected}, got {factors.shape}"
+            f"{_NAME}: {name} of shape {array.shape} in blocks of {grouping.block_shape} must have "
+            f"shape {grouping.scales_shape}, got {factors.shape}"
         )
     if is_gpu_array(factors) != is_gpu_array(array.storage):
         places = ["GPU" if is_gpu_array(a) else "CPU" for a in (array.storage, factors)]
