@@ -95,7 +95,7 @@ def _decode_codes(array: QuantizedArray, dtype: np.dtype[Any]) -> Array:
 install_codec(encode, decode)
 
 _THREADS = 128
-_VECS_PER_THREAD = {"encode": 2, "decode": 4}
+_VECS_PER_THREAD = 2
 _ACCESS_BYTES = 16
 _FORMATS = {"float8_e4m3": "E4M3", "float8_e5m2": "E5M2", "int8": "INT8", "int4": "INT4"}
 
@@ -117,7 +117,7 @@ class NarrowConfig:
             ("FORMAT", self.format),
             ("DTYPE", self.dtype),
             ("VEC", self.vec),
-            ("VECS_PER_THREAD", _VECS_PER_THREAD[self.entry]),
+            ("VECS_PER_THREAD", _VECS_PER_THREAD),
             ("INDEX", self.index),
             ("THREADS", _THREADS),
         )
@@ -141,7 +141,7 @@ def plan_narrow(
     vec = _ACCESS_BYTES // dtype.itemsize if aligned and rows == 1 else 1
     per_byte = 1 if vec > 1 or entry == "decode" else 8 // narrow.bits
     items = rows * (extent // vec if vec > 1 else -(-extent // per_byte))
-    per_block = _THREADS * _VECS_PER_THREAD[entry]
+    per_block = _THREADS * _VECS_PER_THREAD
     num_blocks = max(-(-items // per_block), 1 if rows * extent else 0)
     index = "uint32" if rows * extent + per_block < 2**32 else "uint64"
     return NarrowConfig(entry, _FORMATS[narrow.name], dtype.name, vec, index, num_blocks)

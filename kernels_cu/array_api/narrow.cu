@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const Index index = first + i * THREADS;
       if (index < num_vecs) {
-        cukit::load<cukit::Cache::Kept>(vecs[i], values + static_cast<long long>(index) * VEC);
+        cukit::load(vecs[i], values + static_cast<long long>(index) * VEC);
       }
     }
 #pragma unroll
@@ -179,8 +179,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const Index index = first + i * THREADS;
       if (index < num_vecs) {
-        cukit::load(codes[i], reinterpret_cast<const Group*>(storage) +
-                                  static_cast<long long>(index) * kGroups);
+        cukit::load<cukit::Cache::Streaming>(
+            codes[i],
+            reinterpret_cast<const Group*>(storage) + static_cast<long long>(index) * kGroups);
       }
     }
 #pragma unroll

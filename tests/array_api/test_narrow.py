@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import cukit as ck
 from cukit.array_api import NarrowDtype
+from cukit.array_api import narrow as narrow_module
 from cukit.array_api.narrow import plan_narrow
 from cukit.core.narrow_dtype import NARROW_DTYPES
 from cukit.errors import ArrayDtypeError, ArrayShapeError
@@ -170,6 +172,20 @@ def test_indexing_keeps_the_logical_shape(device, rng):
     np.testing.assert_array_equal(ck.to_numpy(narrow[2]), x[2])
     with pytest.raises(ArrayShapeError, match="one axis"):
         narrow[0][0]
+
+
+@pytest.mark.parametrize("shape", [(3, 997), (2989,)])
+def test_indices_of_64_bits(device, rng, monkeypatch, shape):
+    """What arrays of 2^32 values need. Shapes that no other test has: launches are remembered."""
+
+    def wide(*args, **options):
+        return replace(plan_narrow(*args, **options), index="uint64")
+
+    monkeypatch.setattr(narrow_module, "plan_narrow", wide)
+    x = (rng.standard_normal(shape) * 4).astype(np.float32)
+    array = ck.QuantizedArray.encode(to_device(device, x)[0], ck.int4)
+    np.testing.assert_array_equal(to_host(array.storage), reference.encode(x, "int4"))
+    np.testing.assert_array_equal(ck.to_numpy(array), expected_values(x, ck.int4))
 
 
 def test_plans():
