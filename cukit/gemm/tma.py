@@ -19,7 +19,7 @@ from cukit.core.arrays import (
     float16,
     runs_kernel,
 )
-from cukit.core.device import Device
+from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.map_cache import TensorMapCache
 from cukit.core.support import Support
