@@ -195,6 +195,7 @@ def test_racecheck_takes_a_choice_unless_it_is_asked_for() -> None:
     [
         ("========= ERROR SUMMARY: 0 errors", "0"),
         ("hm\n========= ERROR SUMMARY: 1 error\n", "1"),
+        ("ERROR SUMMARY: 65472 errors\nERROR SUMMARY: 65372 errors were not printed", "65472"),
         ("RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "0"),
         ("RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)", "2 (1 error, 1 warning)"),
         ("Traceback\nValueError: no\n", "Traceback ValueError: no"),
@@ -243,6 +244,8 @@ def test_the_whole_run(monkeypatch, capsys, tmp_path: Path, broken: bool) -> Non
     assert [command[0] for command in commands[:4]] == [sys.executable] * 4
     assert all(command[0] == "/bin/sanitizer" for command in commands[4:])
     assert all("--report-api-errors" in command for command in commands[4:])
+    for command in commands[4:]:
+        assert ("--kernel-name-exclude" in command) == ("initcheck" in command)
     total = len(commands) - 4
     assert f"{total - broken} of {total} clean" in output
     assert len(list((tmp_path / "logs").iterdir())) == len(commands)
