@@ -40,14 +40,7 @@ from cukit.errors import (
     UnsupportedDeviceError,
 )
 
-__all__ = [
-    "QuantizedArray",
-    "block_shape",
-    "install_codec",
-    "is_float8",
-    "scales_shape",
-]
-
+__all__ = ["QuantizedArray", "block_shape", "install_codec", "is_float8", "scales_shape"]
 
 SCALE_DTYPES = KERNEL_DTYPES
 ZERO_POINT_DTYPES = (np.dtype(np.int8), *KERNEL_DTYPES)
