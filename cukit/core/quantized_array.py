@@ -146,7 +146,7 @@ class QuantizedArray:
 
         x: float32|float16|bfloat16 [..., n], any layout. Overflow and infinities become the largest
             finite value; NaN stays NaN in float8 and becomes 0 in integers.
-        The rest as for the class; without scales, x itself is rounded.
+        The rest as for the class; without scales, x itself is rounded. A scale of 0 divides like 1.
         """
         assert _codec is not None
         return _codec[0](x, dtype, scales, zero_points, axis, group_size)
