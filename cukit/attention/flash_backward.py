@@ -24,6 +24,7 @@ from cukit.attention.flash_backward_sm90 import (
 )
 from cukit.attention.flash_fp8 import refuse_float8
 from cukit.attention.flash_options import (
+    PARAMETERS,
     ScoreArrays,
     ScoreOptions,
     Window,
@@ -41,6 +42,7 @@ from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import Array, adopt, empty, runs_kernel
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.parameters import parameter_structs
 from cukit.reference import attention as reference
 from cukit.registry import register
 
@@ -144,17 +146,19 @@ def flash_attention_backward(
     total: Any = NULL
     if steps.adds:
         total = empty(q, (*steps.scratch_rows, steps.width), np.float32)
+    counters: Any = empty(q, (steps.counters,), np.int32) if steps.counters else NULL
     sums = [grad_k, grad_v]
     if steps.splits > 1:
         sums = [empty(x, (*x.shape[:-1], steps.splits, x.shape[-1]), np.float32) for x in (k, v)]
 
-    steps.prepare(out, grad_out, lse, lse_log2, delta, total, ends_q)
-    steps.keys(q, k, v, grad_out, lse_log2, delta, total, *sums, *arrays)
+    steps.prepare(out, grad_out, lse, lse_log2, delta, total, counters, ends_q)
+    scratch = (total, counters) if steps.counters else (total,)
+    steps.keys(q, k, v, grad_out, lse_log2, delta, *scratch, *sums, *arrays)
     if steps.sums is not None:
         for add, partial, gradient in zip(steps.sums, sums, (grad_k, grad_v), strict=True):
             add(partial, gradient)
     if steps.adds:
-        steps.queries(total, grad_q, ends_q)
+        steps.queries(total, counters, grad_q, ends_q)
     else:
         steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q, *arrays)
     if steps.sinks is None:
@@ -175,6 +179,8 @@ class _BackwardSteps(NamedTuple):
     adds: bool
     """Whether dQ is summed up in scratch."""
     scratch_rows: tuple[int, int]
+    counters: int
+    """Of the sum (FlashAttentionBackwardConfig.counters)."""
     width: int
     splits: int
 
@@ -207,15 +213,30 @@ def _prepare_backward(
     splits = config.splits
     settings = score_settings(q, options, arrays, score_shape(q, k, options, arrays))
     factor, factor_log2 = scales_of(q, options)
-    batch, heads_q, seq_q, seq_kv, rows_per_head, head_dim, value_dim = (
+    batch, heads_q, seq_q, rows_per_head, head_dim, value_dim = (
         np.int32(extent)
         for extent in (
-            *(problem.batch, problem.num_heads_q, problem.seq_len_q, problem.seq_len_kv),
+            *(problem.batch, problem.num_heads_q, problem.seq_len_q),
             *(rows[1], problem.head_dim, problem.head_dim_v),
         )
     )
-    strides = (*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(grad_out))
     rows_q = np.int32(total_q)
+    structs = parameter_structs(PARAMETERS)
+    common = {
+        "q": strides_of(q),
+        "k": strides_of(k),
+        "v": strides_of(v),
+        "grad_out": strides_of(grad_out),
+        "batch": problem.batch,
+        "seq_q": problem.seq_len_q,
+        "seq_kv": problem.seq_len_kv,
+        "rows_per_head": rows[1],
+        "head_dim": problem.head_dim,
+        "value_dim": problem.head_dim_v,
+        "scale": factor,
+        "scale_log2": factor_log2,
+        "settings": settings,
+    }
 
     prepare = Launch(
         load_kernel(config.prepare_spec()),
@@ -226,31 +247,34 @@ def _prepare_backward(
         ),
     )
     if isinstance(config, WarpgroupBackwardConfig):
-        keys: Launch | MappedKeys = prepare_keys(q, k, options, settings, config, rows)
+        sms = device.num_sms
+        keys: Launch | MappedKeys = prepare_keys(q, k, options, settings, config, rows, sms)
     else:
-        keys = Launch(
-            load_kernel(config.keys_spec()),
-            (config.key_blocks,),
-            (
-                *(*strides, batch, np.int32(problem.num_heads_kv * splits)),
-                *(np.int32(problem.group // splits), np.int32(splits)),
-                *(seq_q, seq_kv, rows_per_head, head_dim, value_dim, np.int32(config.key_section)),
-                *(factor, factor_log2, settings),
-            ),
+        parameters = structs["KeyGradientParameters"].pack(
+            **common,
+            heads=problem.num_heads_kv * splits,
+            group=problem.group // splits,
+            splits=splits,
+            section=config.key_section,
         )
+        keys = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), (parameters,))
     sums = None
     if splits > 1:
         sums = _sum_launch(config, k), _sum_launch(config, v)
-    if config.deterministic:
+    if not config.sums_queries:
         blocks = config.query_blocks
         scalars: tuple[Any, ...] = (
-            *(*strides, batch, heads_q, np.int32(problem.group), seq_q, seq_kv, rows_per_head),
-            *(head_dim, value_dim, np.int32(config.query_section), factor, factor_log2, settings),
+            structs["QueryGradientParameters"].pack(
+                **common,
+                heads_q=problem.num_heads_q,
+                group=problem.group,
+                section=config.query_section,
+            ),
         )
     else:
         blocks = config.finish_blocks(total_q)
         scalars = (batch, heads_q, seq_q, rows_per_head, head_dim, factor)
-    last = config.queries_spec() if config.deterministic else config.finish_spec()
+    last = config.finish_spec() if config.sums_queries else config.queries_spec()
     queries = Launch(load_kernel(last), (blocks,), scalars)
     sinks = None
     if problem.sinks:
@@ -259,7 +283,7 @@ def _prepare_backward(
         sinks = Launch(load_kernel(config.sinks_spec()), (problem.num_heads_q,), scalars)
     return _BackwardSteps(
         *(prepare, keys, sums, queries, sinks),
-        *(not config.deterministic, rows, config.width, splits),
+        *(config.sums_queries, rows, config.counters(total_q), config.width, splits),
     )
 
 

@@ -104,7 +104,7 @@ def common_defines(
 
 
 def feature_defines(problem: AttentionProblem) -> Defines:
-    """Macros of the options in use (kernels_cu/attention/score_options.cuh)."""
+    """Macros of the options in use (kernels_cu/common/scores/score_options.cuh)."""
     used = problem.features
     names = ("window", "softcap", "alibi", "mask", "sinks", "varlen")
     defines: Defines = tuple((name.upper(), True) for name in names if name in used)

@@ -39,7 +39,9 @@ class Kernel:
         cupy = require_cupy("launching kernels")
         spec = compiled.spec
         raw = cupy.RawModule(path=str(compiled.path)).get_function(spec.entry)
-        if spec.shared_bytes:
+        # CuPy loads a cubin once: specs that differ in their shared memory alone have one function,
+        # whose limit must hold for all of them.
+        if spec.shared_bytes > raw.max_dynamic_shared_size_bytes:
             raw.max_dynamic_shared_size_bytes = spec.shared_bytes
         self.compiled = compiled
         self.function = raw.kernel
@@ -168,6 +170,7 @@ class Launch:
 
 
 _MOST_DESCRIPTIONS = 4096
+_UNPLANNED = object()  # None is a plan too: that of a call which no kernel serves
 
 
 def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,8 +192,8 @@ def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
                 current_device_id = _device_getter()
             device = current_device_id()
         key = describe(device, *args)
-        launch = memory.get(key)
-        if launch is None:
+        launch = memory.get(key, _UNPLANNED)
+        if launch is _UNPLANNED:
             check_current_device(args)
             launch = prepare(*args)
             if len(memory) >= _MOST_DESCRIPTIONS:

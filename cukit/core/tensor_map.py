@@ -21,13 +21,16 @@ _DESCRIPTOR = np.dtype((np.void, 128))
 
 
 class TensorView(NamedTuple):
-    """What a map describes: elements at `address` + position * strides, in bytes."""
+    """What a map describes: elements at `address` + position * strides, in bytes, of an array that
+    takes the bytes from `low` to `high`."""
 
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype[Any]
     writeable: bool
+    low: int
+    high: int
 
 
 def encode_tensor_map(
@@ -73,7 +76,10 @@ def encode_sequence_map(
         swizzle_bytes: as in encode_tensor_map.
 
     The map begins `longest` rows before the array, and a step along either of its first two axes is
-    a step of a row: no position that is inside leads to what is not the array's.
+    a step of a row: no position that is inside leads to what is not the array's. Its own first
+    address may lie in memory that is not mapped, and TMA touches that address when a box is wholly
+    outside the tensor, whatever is outside: rows or columns. So a kernel must ask only for boxes
+    with at least one element inside (seen on Hopper; the emulator reports it).
     """
     _check_tensor(array)
     whole = _view(array)
@@ -151,12 +157,16 @@ def _strides(array: Array) -> list[int]:
 
 
 def _view(array: Array) -> TensorView:
+    low = address_of(array)
+    last = zip(array.shape, array.strides, strict=True)
     return TensorView(
-        address_of(array),
+        low,
         array.shape,
         (*_strides(array), array.itemsize),
         array.dtype,
         array.flags.writeable if isinstance(array, np.ndarray) else True,
+        low,
+        low + sum((extent - 1) * stride for extent, stride in last) + array.itemsize,
     )
 
 

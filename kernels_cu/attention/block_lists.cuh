@@ -6,8 +6,8 @@
 // Macros: BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and keys of a block.
 #pragma once
 
-#include "attention/score_options.cuh"
 #include "common/platform.cuh"
+#include "common/scores/score_options.cuh"
 
 #ifndef BLOCK_SPARSE
 #define BLOCK_SPARSE 0

@@ -26,15 +26,15 @@
 // Reference: cukit/reference/attention.py, of the decoded inputs.
 #include "attention/fp8_copies.cuh"
 #include "attention/fp8_probabilities.cuh"
-#include "attention/fragment_results.cuh"
-#include "attention/online_softmax.cuh"
 #include "attention/query_tiles.cuh"
+#include "common/hopper/store.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_group.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/ring.cuh"
+#include "common/softmax/online_softmax.cuh"
 #include "common/types.cuh"
 #include "common/warp_uniform.cuh"
 

@@ -29,19 +29,18 @@
 // Reference: cukit/reference/attention.py.
 #include "attention/block_lists.cuh"
 #include "attention/forward_producer_sm90.cuh"
-#include "attention/fragment_matrix.cuh"
-#include "attention/fragment_results.cuh"
-#include "attention/fragment_scores.cuh"
-#include "attention/online_softmax.cuh"
 #include "attention/query_work.cuh"
-#include "attention/score_options.cuh"
+#include "common/hopper/pipeline.cuh"
+#include "common/hopper/shared_tile.cuh"
+#include "common/hopper/store.cuh"
+#include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/opaque.cuh"
 #include "common/ptx/tma.cuh"
-#include "common/ptx/warp_group.cuh"
 #include "common/ptx/wgmma.cuh"
-#include "common/ring.cuh"
+#include "common/scores/fragment_matrix.cuh"
+#include "common/scores/fragment_scores.cuh"
+#include "common/scores/score_options.cuh"
+#include "common/softmax/online_softmax.cuh"
 #include "common/types.cuh"
 #include "common/warp_uniform.cuh"
 
@@ -53,27 +52,20 @@ namespace consumer {
 constexpr bool kWholeBlocks =
     BLOCK_KV % 8 == 0 && (TILE_N % BLOCK_KV == 0 || BLOCK_KV % TILE_N == 0);
 
+// Chunks of 32 columns reach beyond the last one of the output.
+constexpr bool kGuarded = VALUE_PADDED || VALUE_DIM % 32 != 0;
+constexpr float kLn2 = 0.6931471805599453f;
+
 using Scores = float[TILE_N / 2];
 using Outputs = float[VALUE_DIM / 2];
 using Probabilities = unsigned[TILE_N / 16][4];
 
-// Row-major operands, contiguous along the inner extent: Q and K.
-CUKIT_DEVICE unsigned long long inner_descriptor(const unsigned char* tile) {
-  return cukit::matrix_descriptor(tile, cukit::OperandSwizzle::Bytes128, 16, 8 * kRowBytes);
-}
-
-// V: contiguous along the columns of the product.
-CUKIT_DEVICE unsigned long long outer_descriptor(const unsigned char* tile) {
-  return cukit::matrix_descriptor(tile, cukit::OperandSwizzle::Bytes128, kKeyPart, 8 * kRowBytes);
-}
-
 // scores = Q K^T, started
 CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned long long k) {
 #pragma unroll
-  for (int step = 0; step < HEAD_DIM / 16; ++step) {
-    const int within = step % 4 * 32;
-    cukit::wgmma<T, TILE_N>(scores, q + (step / 4 * kQueryPart + within) / 16,
-                            k + (step / 4 * kKeyPart + within) / 16, step > 0);
+  for (int step = 0; step < KeyTile::kSteps; ++step) {
+    cukit::wgmma<T, TILE_N>(scores, q + QueryTile::k_step(step), k + KeyTile::k_step(step),
+                            step > 0);
   }
   cukit::wgmma_commit();
 }
@@ -81,8 +73,8 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned l
 // out += P V, started
 CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned long long v) {
 #pragma unroll
-  for (int step = 0; step < TILE_N / 16; ++step) {
-    cukit::wgmma<T, VALUE_DIM, true>(out, p[step], v + step * 16 * kRowBytes / 16, true);
+  for (int step = 0; step < ValueTile::kRowSteps; ++step) {
+    cukit::wgmma<T, VALUE_DIM, true>(out, p[step], v + ValueTile::mn_step(step), true);
   }
   cukit::wgmma_commit();
 }
@@ -124,12 +116,12 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax,
 
 // The next work and its queries, which have come; false if there is none. Work that is dealt lies
 // beside them; else every warp finds it by itself, while its results are on their way out.
-CUKIT_DEVICE bool next_work(QueryWork& work, Rings& rings, const cukit::Cursor<QUERY_STAGES>& at,
+CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, const QueryState& at,
                             cukit::WorkQueue<kTileM, TILE_N>& queue) {
 #if DEALT
-  cukit::mbarrier_wait(&rings.q.full[at.stage], at.parity);
+  pipelines.q.wait(at);
   __syncwarp();  // together from here on: what lanes then share is the warp's, for the compiler too
-  work = rings.work[at.stage];
+  work = pipelines.work[at.index];
   __syncwarp();  // all have read it before one of them gives the stage back
 #else
   if (!queue.next(work)) return false;
@@ -141,7 +133,7 @@ CUKIT_DEVICE bool next_work(QueryWork& work, Rings& rings, const cukit::Cursor<Q
   return work.keys.end > 0;
 #else
   queue.share();
-  cukit::mbarrier_wait(&rings.q.full[at.stage], at.parity);
+  pipelines.q.wait(at);
   return true;
 #endif
 }
@@ -155,7 +147,7 @@ CUKIT_DEVICE cukit::TileRange own_keys(const QueryWork& work, int first_row, int
                                        const cukit::ScoreSettings& settings) {
   const cukit::Sequence& sequence = work.sequence;
   cukit::TileRange seen = work.keys;
-  const int rows = min(kGroupRows, sequence.seq_q - first_row);
+  const int rows = min(cukit::kWarpgroupRows, sequence.seq_q - first_row);
   if (rows <= 0) {
     seen.end = work.keys.begin + 1;
   } else if (kUneven) {
@@ -167,31 +159,19 @@ CUKIT_DEVICE cukit::TileRange own_keys(const QueryWork& work, int first_row, int
           WINDOW ? cukit::warp_uniform(seen.whole_begin) : 0, cukit::warp_uniform(seen.whole_end)};
 }
 
-// Gives back a stage that a warp does not read. Not before it has come: until then others may still
-// read what was there before, and a warp is to be counted once a round.
-template <int Stages>
-CUKIT_DEVICE void skip(cukit::Ring<Stages>& ring, cukit::Cursor<Stages>& at) {
-  cukit::mbarrier_wait(&ring.full[at.stage], at.parity);
-  __syncwarp();  // else a lane might look for this round when the next has come
-  cukit::release(ring, at);
-  at.advance();
-}
-
-CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned char* k_tiles,
-                      const unsigned char* v_tiles, const Results& results,
+CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& results,
                       const Arguments& arguments, const cukit::ScoreSettings& settings,
                       float scale_log2) {
-  const int group = cukit::warp_uniform(threadIdx.x / kGroupThreads) - 1;
-  const int lane_row = threadIdx.x % kGroupThreads / cukit::kWarpSize * 16 +
-                       threadIdx.x % cukit::kWarpSize / 4;
-  const int lane_column = threadIdx.x % 4 * 2;
+  const int group = Block::consumer_group();
+  const int lane_row = cukit::accumulator_row();
+  const int lane_column = cukit::accumulator_column();
   const float factor = cukit::exponent_factor(scale_log2);
-  const unsigned long long q_first = inner_descriptor(q_tiles);
-  const unsigned long long k_first = inner_descriptor(k_tiles);
-  const unsigned long long v_first = outer_descriptor(v_tiles);
-  cukit::Cursor<QUERY_STAGES> q_at;
-  cukit::Cursor<STAGES> k_at;
-  cukit::Cursor<STAGES> v_at;
+  const unsigned long long q_first = QueryTile::k_major(tiles.q);
+  const unsigned long long k_first = KeyTile::k_major(tiles.k);
+  const unsigned long long v_first = ValueTile::mn_major(tiles.v);
+  QueryState q_at;
+  KeyState k_at;
+  KeyState v_at;
 
   Outputs sums;
   Scores scores;
@@ -199,18 +179,18 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
   cukit::SoftmaxRows rows;
   unsigned long long q;
 
-  const auto values = [&] { return v_first + v_at.stage * (kValueBytes / 16); };
+  const auto values = [&] { return v_first + v_at.index * ValueTile::kStage; };
   const auto start_scores = [&] {
-    cukit::mbarrier_wait(&rings.k.full[k_at.stage], k_at.parity);
+    pipelines.k.wait(k_at);
     cukit::wgmma_fence();
-    multiply_keys(scores, q, k_first + k_at.stage * (kKeyBytes / 16));
+    multiply_keys(scores, q, k_first + k_at.index * KeyTile::kStage);
   };
 
   cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
   QueryWork work{};
   int part = group;  // of the tile's queries, counted from either end in turn: for equal work
-  while (next_work(work, rings, q_at, queue)) {
-    const int first_row = work.first_row + part * kGroupRows;
+  while (next_work(work, pipelines, q_at, queue)) {
+    const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
     const cukit::TileRange seen = own_keys(work, first_row, past, settings);
@@ -222,26 +202,27 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
                                           head.mask, settings.mask_row, settings.mask_column));
     // In the order in which they come: V a tile behind K.
     for (int unseen = work.keys.end; unseen > seen.end; --unseen) {
-      skip(rings.k, k_at);
-      if (unseen < work.keys.end) skip(rings.v, v_at);
+      pipelines.k.skip(k_at);
+      if (unseen < work.keys.end) pipelines.v.skip(v_at);
     }
     int tile = seen.end - 1;
     float shrink[2];
-    q = q_first + (q_at.stage * kQueryBytes + part * kGroupRows * kRowBytes) / 16;
+    q = q_first +
+        (q_at.index * QueryTile::kStage + part * QueryTile::rows(cukit::kWarpgroupRows));
     // The scores of a tile have come.
     const auto receive_scores = [&] {
       int first_key = tile * TILE_N;
       bool whole = seen.whole(tile);
 #if BLOCK_SPARSE
-      const int listed = cukit::warp_uniform(rings.listed[k_at.stage]);
+      const int listed = cukit::warp_uniform(pipelines.listed[k_at.index]);
       __syncwarp();  // all lanes have read it before one of them releases the stage
       first_key = listed / 2 * TILE_N;
       whole = listed % 2 == 0;
 #endif
-      cukit::release(rings.k, k_at);
+      pipelines.k.release(k_at);
       k_at.advance();
       if (tile == seen.begin) {
-        cukit::release(rings.q, q_at);
+        pipelines.q.release(q_at);
         q_at.advance();
       }
       const cukit::FragmentPlace at{row, first_key + lane_column};
@@ -287,8 +268,8 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
     for (int i = 0; i < VALUE_DIM / 2; ++i) sums[i] = 0.0f;
     cukit::renew_maxima(rows, shrink, scores, factor);
     cukit::exponentiate(rows, scores, factor);
-    if (seen.end < work.keys.end) skip(rings.v, v_at);
-    cukit::mbarrier_wait(&rings.v.full[v_at.stage], v_at.parity);
+    if (seen.end < work.keys.end) pipelines.v.skip(v_at);
+    pipelines.v.wait(v_at);
     cukit::pack_probabilities<T>(p, scores);
 
     while (--tile >= seen.begin) {
@@ -298,14 +279,12 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
       receive_scores();
       const bool outgrown = cukit::renew_maxima(rows, shrink, scores, factor);
       cukit::exponentiate(rows, scores, factor);
-      const cukit::Cursor<STAGES> v_done = v_at;
+      const KeyState v_done = v_at;
       v_at.advance();
       // Keeps the exponentials before the wait: they have the product to run beside.
-      const float exponentials = fminf(rows.sum[0], rows.sum[1]);
-      cukit::mbarrier_wait(&rings.v.full[v_at.stage],
-                           cukit::ordered_after(v_at.parity, exponentials));
+      pipelines.v.wait_after(v_at, fminf(rows.sum[0], rows.sum[1]));
       cukit::wgmma_wait<0>(sums);
-      cukit::release(rings.v, v_done);
+      pipelines.v.release(v_done);
       if (outgrown) cukit::rescale(sums, shrink);
       cukit::pack_probabilities<T>(p, scores);
     }
@@ -313,11 +292,11 @@ CUKIT_DEVICE void run(Rings& rings, const unsigned char* q_tiles, const unsigned
     cukit::wgmma_fence();
     multiply_values(sums, p, values());
     cukit::wgmma_wait<0>(sums);
-    cukit::release(rings.v, v_at);
+    pipelines.v.release(v_at);
     v_at.advance();
     for (int unseen = work.keys.begin; unseen < seen.begin; ++unseen) {
-      skip(rings.k, k_at);
-      skip(rings.v, v_at);
+      pipelines.k.skip(k_at);
+      pipelines.v.skip(v_at);
     }
     finish(sums, rows, factor, results, work, row, settings);
     if (kUneven) part = CONSUMERS - 1 - part;
@@ -347,39 +326,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     int mask_heads,    // BLOCK_SPARSE: of block_mask, 1 or heads_q
     float scale_log2,  // scale * log2(e)
     const __grid_constant__ cukit::ScoreSettings settings) {
-  __shared__ Rings rings;
+  __shared__ Pipelines pipelines;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
-  unsigned char* const q_tiles = shared;
-  unsigned char* const k_tiles = q_tiles + QUERY_STAGES * kQueryBytes;
-  unsigned char* const v_tiles = k_tiles + STAGES * kKeyBytes;
+  const Tiles tiles(shared);
   const Arguments arguments{{batch, heads_q, seq_q, seq_kv, cu_seqlens_q, cu_seqlens_kv},
                             {plan, plan + 1, plan + 2 + batch},
                             {alibi_slopes, sinks, bias, mask},
                             {plan + 1, block_mask, mask_heads, seq_q, seq_kv},
                             group};
 
-  if (threadIdx.x == 0) {
-    rings.q.init(kConsumerWarps);
-    rings.k.init(kConsumerWarps);
-    rings.v.init(kConsumerWarps);
+  Block::prepare([&] { pipelines.init(); });
+  Block::run(
+      [&] {
+        if (threadIdx.x == 0) {
+          const producer::MappedKeyValues key_values{&k, &v, group};
+          producer::run(pipelines, tiles, &q, key_values, arguments, settings);
+        }
 #if VARLEN
-    for (int stage = 0; stage < STAGES; ++stage) cukit::mbarrier_init(&rings.landed[stage], 1);
+        if (threadIdx.x / cukit::kWarpSize == 1) clearer::run(pipelines, tiles);
 #endif
-    cukit::fence_mbarrier_init();
-  }
-  __syncthreads();
-
-  if (threadIdx.x < kGroupThreads) {
-    cukit::give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      producer::run(rings, q_tiles, k_tiles, v_tiles, {&q, &k, &v}, arguments, settings);
-    }
-#if VARLEN
-    if (threadIdx.x / cukit::kWarpSize == 1) clearer::run(rings, v_tiles);
-#endif
-  } else {
-    cukit::take_registers<kConsumerRegisters>();
-    const consumer::Results results{out, lse, out_batch, out_row, out_head, heads_q, value_dim};
-    consumer::run(rings, q_tiles, k_tiles, v_tiles, results, arguments, settings, scale_log2);
-  }
+      },
+      [&] {
+        const consumer::Results results{out, lse, out_batch, out_row, out_head, heads_q, value_dim};
+        consumer::run(pipelines, tiles, results, arguments, settings, scale_log2);
+      });
 }

@@ -1,67 +1,78 @@
-// The side of flash_attention_sm90 that decides what is worked on and has it copied: tiles in shared
-// memory, their rings, the producer, and the warp that clears what lies behind a sequence.
+// The producer's side of flash_attention_sm90: tiles in shared memory and their pipelines, where keys
+// and values come from, the thread that has them copied, and the warp that clears what lies behind a
+// sequence.
 //
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
 
 #include "attention/block_lists.cuh"
 #include "attention/query_work.cuh"
-#include "attention/score_options.cuh"
+#include "common/hopper/pipeline.cuh"
+#include "common/hopper/shared_tile.cuh"
+#include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
-#include "common/ring.cuh"
+#include "common/scores/score_options.cuh"
 #include "common/types.cuh"
 
 namespace {
 
 using T = cukit::element_t;
 
-constexpr int kGroupThreads = 128;
-constexpr int kGroupRows = 64;
-constexpr int kTileM = CONSUMERS * kGroupRows;
-constexpr int kParts = (HEAD_DIM + 63) / 64;
-constexpr int kValueParts = (VALUE_DIM + 63) / 64;
-constexpr int kRowBytes = 128;  // of a part
-constexpr int kQueryPart = kTileM * kRowBytes;
-constexpr int kKeyPart = TILE_N * kRowBytes;
-constexpr int kQueryBytes = kParts * kQueryPart;
-constexpr int kKeyBytes = kParts * kKeyPart;
-constexpr int kValueBytes = kValueParts * kKeyPart;
-constexpr int kConsumerWarps = CONSUMERS * kGroupThreads / cukit::kWarpSize;
-// Registers of a thread: at the start alike for all, then as many as the producer leaves.
-constexpr int kStartRegisters = 65536 / (THREADS * BLOCKS_PER_SM) / 8 * 8;
-// Two consumers can do with less, for a producer that has more to keep in mind; with three or four
-// it then keeps two or three words of a tile of queries in memory.
+constexpr int kTileM = CONSUMERS * cukit::kWarpgroupRows;
+using QueryTile = cukit::SharedTile<T, kTileM, HEAD_DIM>;
+using KeyTile = cukit::SharedTile<T, TILE_N, HEAD_DIM>;
+using ValueTile = cukit::SharedTile<T, TILE_N, VALUE_DIM>;
+
+// Two consumers can do with fewer registers, for a producer that has more to keep in mind; with three
+// or four it then keeps two or three words of a tile of queries in memory.
 constexpr bool kBusyProducer = DEALT || WINDOW;
 constexpr int kProducerRegisters =
     kBusyProducer && CONSUMERS == 2 ? 40 : VALUE_DIM > 128 ? 24 : 32;
-constexpr int kConsumerRegisters =
-    (kStartRegisters * (CONSUMERS + 1) - kProducerRegisters) / CONSUMERS / 8 * 8;
-// Chunks of 32 columns reach beyond the last one of the output.
-constexpr bool kGuarded = VALUE_PADDED || VALUE_DIM % 32 != 0;
-constexpr float kLn2 = 0.6931471805599453f;
+using Block = cukit::WarpSpecialized<CONSUMERS, kProducerRegisters, BLOCKS_PER_SM>;
 
-static_assert(THREADS == (CONSUMERS + 1) * kGroupThreads, "a producer and the consumers");
+static_assert(THREADS == Block::kThreads, "a producer and the consumers");
 static_assert(STAGES >= 2, "a warpgroup waits for the next values before it releases the last");
-static_assert(kQueryPart % 1024 == 0 && kKeyPart % 1024 == 0, "whole periods of the swizzle");
 
 using cukit::QueryWork;
+using QueryState = cukit::PipelineState<QUERY_STAGES>;
+using KeyState = cukit::PipelineState<STAGES>;  // of K and of V
 
-struct Rings {
-  cukit::Ring<QUERY_STAGES> q;
-  cukit::Ring<STAGES> k;
-  cukit::Ring<STAGES> v;
+struct Pipelines {
+  cukit::Pipeline<QUERY_STAGES> q;
+  cukit::Pipeline<STAGES> k;
+  cukit::Pipeline<STAGES> v;
 #if DEALT
   QueryWork work[QUERY_STAGES];  // goes round with Q
 #endif
 #if VARLEN
-  cukit::Mbarrier landed[STAGES];  // V has come, but not yet been cleared
-  int rows[STAGES];                // of V that belong to the sequence; below 0: no more
+  cukit::StageBarriers<STAGES> landed;  // V has come, but has not been cleared
+  int rows[STAGES];                     // of V that belong to the sequence; below 0: no more
 #endif
 #if BLOCK_SPARSE
   int listed[STAGES];  // goes round with K: twice the tile's number, plus 1 where some key is hidden
 #endif
+
+  // One thread.
+  CUKIT_DEVICE void init() {
+    q.init(Block::kConsumerWarps);
+    k.init(Block::kConsumerWarps);
+    v.init(Block::kConsumerWarps);
+#if VARLEN
+    landed.init(1);
+#endif
+  }
+};
+
+// Dynamic shared memory: the stages of each.
+struct Tiles {
+  unsigned char* q;
+  unsigned char* k;
+  unsigned char* v;
+
+  CUKIT_DEVICE explicit Tiles(unsigned char* shared)
+      : q(shared), k(q + QUERY_STAGES * QueryTile::kBytes), v(k + STAGES * KeyTile::kBytes) {}
 };
 
 // What a launch works on, as it is passed.
@@ -75,44 +86,56 @@ struct Arguments {
 
 namespace producer {
 
-// A stage, once its readers are through with it.
-template <int Stages>
-CUKIT_DEVICE void wait_empty(cukit::Ring<Stages>& ring, const cukit::Cursor<Stages>& at) {
-  cukit::mbarrier_wait(&ring.empty[at.stage], at.parity ^ 1);
-}
+// ---- Key-value sources ----
+//
+// A source says where the tiles of K and V of a sequence come from. It has
+//   Place                             what it knows of a sequence and a key head
+//   place(work)                       worked out once for each tile of queries
+//   load_keys(to, full, place, tile)  one thread: starts the copies of keys tile * TILE_N .. of the
+//   load_values(...)                  sequence to a KeyTile (ValueTile); they report the tile's whole
+//                                     kBytes to `full`
+// Rows behind the sequence's end may hold anything in K. In V they hold zeros, or the kernel is
+// compiled with the clearer.
 
-// Asks for a tile, which is to report to `landed`.
-template <int Parts, int Stages>
-CUKIT_DEVICE void load(cukit::Mbarrier* landed, cukit::Cursor<Stages>& at, unsigned char* tiles,
-                       int part_bytes, const cukit::TensorMap* map, int row, int head, int b) {
-  cukit::Mbarrier* full = &landed[at.stage];
-  cukit::mbarrier_arrive_expect(full, Parts * part_bytes);
-  unsigned char* tile = tiles + at.stage * Parts * part_bytes;
-#pragma unroll 1
-  for (int part = 0; part < Parts; ++part) {
-    cukit::tma_load_4d(tile + part * part_bytes, map, full, part * 64, head, row, b);
-  }
-  at.advance();
-}
-
-struct Maps {
-  const cukit::TensorMap* q;
+// One tensor map for all sequences, [batch, seq_kv, heads_kv, columns]. VARLEN: sequences follow each
+// other in a single batch.
+struct MappedKeyValues {
   const cukit::TensorMap* k;
   const cukit::TensorMap* v;
+  int group;  // heads of queries that share a key head
+
+  struct Place {
+    int head, first_row, batch;
+  };
+
+  CUKIT_DEVICE Place place(const QueryWork& work) const {
+    return {work.head / group, work.sequence.first_kv, VARLEN ? 0 : work.b};
+  }
+
+  CUKIT_DEVICE void load_keys(unsigned char* to, cukit::Mbarrier* full, const Place& place,
+                              int tile) const {
+    KeyTile::load(to, k, full, place.head, place.first_row + tile * TILE_N, place.batch);
+  }
+
+  CUKIT_DEVICE void load_values(unsigned char* to, cukit::Mbarrier* full, const Place& place,
+                                int tile) const {
+    ValueTile::load(to, v, full, place.head, place.first_row + tile * TILE_N, place.batch);
+  }
 };
 
-CUKIT_DEVICE void run(Rings& rings, unsigned char* q_tiles, unsigned char* k_tiles,
-                      unsigned char* v_tiles, const Maps& maps, const Arguments& arguments,
+// ---- The thread that has tiles copied ----
+
+template <typename KeyValues>
+CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::TensorMap* q,
+                      const KeyValues& key_values, const Arguments& arguments,
                       const cukit::ScoreSettings& settings) {
-  cukit::Cursor<QUERY_STAGES> q_at;
-  cukit::Cursor<STAGES> k_at;
-  cukit::Cursor<STAGES> v_at;
+  QueryState q_at;
+  KeyState k_at;
+  KeyState v_at;
   cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
   QueryWork work{};
   while (queue.next(work)) {
-    const int b = VARLEN ? 0 : work.b;  // of the maps
-    const int head = work.head / arguments.group;
-    const int first_kv = work.sequence.first_kv;
+    const typename KeyValues::Place place = key_values.place(work);
 #if BLOCK_SPARSE
     const int* list = arguments.blocks.list<kTileM, TILE_N>(work.head, work.first_row / kTileM);
     work.keys = {0, *list, 0, 0};
@@ -125,52 +148,56 @@ CUKIT_DEVICE void run(Rings& rings, unsigned char* q_tiles, unsigned char* k_til
 #endif
     };
     const auto load_keys = [&](int index) {
-      wait_empty(rings.k, k_at);
+      pipelines.k.acquire(k_at);
 #if BLOCK_SPARSE
-      rings.listed[k_at.stage] = list[1 + index];
+      pipelines.listed[k_at.index] = list[1 + index];
 #endif
       const int tile = tile_of(index);
-      load<kParts>(rings.k.full, k_at, k_tiles, kKeyPart, maps.k, first_kv + tile * TILE_N,
-                   head, b);
+      cukit::Mbarrier* const full = pipelines.k.expect(k_at, KeyTile::kBytes);
+      key_values.load_keys(tiles.k + k_at.index * KeyTile::kBytes, full, place, tile);
+      k_at.advance();
     };
     const auto load_values = [&](int index) {
-      wait_empty(rings.v, v_at);
+      pipelines.v.acquire(v_at);
       const int tile = tile_of(index);
 #if VARLEN
-      rings.rows[v_at.stage] = min(TILE_N, work.sequence.seq_kv - tile * TILE_N);
-      cukit::Mbarrier* const full = rings.landed;
+      pipelines.rows[v_at.index] = min(TILE_N, work.sequence.seq_kv - tile * TILE_N);
+      cukit::Mbarrier* const full = pipelines.landed.expect(v_at, ValueTile::kBytes);
 #else
-      cukit::Mbarrier* const full = rings.v.full;
+      cukit::Mbarrier* const full = pipelines.v.expect(v_at, ValueTile::kBytes);
 #endif
-      load<kValueParts>(full, v_at, v_tiles, kKeyPart, maps.v, first_kv + tile * TILE_N,
-                        head, b);
+      key_values.load_values(tiles.v + v_at.index * ValueTile::kBytes, full, place, tile);
+      v_at.advance();
     };
     const int last = work.keys.end - 1;
-    // Values follow a tile behind their keys.
+    // Values follow a tile behind their keys. One loop in which each load stands once: the compiler
+    // spills with a first and a last load outside.
 #pragma unroll 1
     for (int tile = last; tile >= work.keys.begin - 1; --tile) {
       if (tile >= work.keys.begin) load_keys(tile);
       if (tile < last) {
         load_values(tile + 1);
       } else {
-        wait_empty(rings.q, q_at);
+        pipelines.q.acquire(q_at);
 #if DEALT
-        rings.work[q_at.stage] = work;
+        pipelines.work[q_at.index] = work;
 #endif
-        load<kParts>(rings.q.full, q_at, q_tiles, kQueryPart, maps.q,
-                     work.sequence.first_q + work.first_row, work.head, b);
+        QueryTile::load(tiles.q + q_at.index * QueryTile::kBytes, q,
+                        pipelines.q.expect(q_at, QueryTile::kBytes), work.head,
+                        work.sequence.first_q + work.first_row, VARLEN ? 0 : work.b);
+        q_at.advance();
       }
     }
   }
 #if DEALT
-  wait_empty(rings.q, q_at);
-  rings.work[q_at.stage] = QueryWork{};
-  cukit::mbarrier_arrive(&rings.q.full[q_at.stage]);
+  pipelines.q.acquire(q_at);
+  pipelines.work[q_at.index] = QueryWork{};
+  pipelines.q.commit(q_at);
 #endif
 #if VARLEN
-  wait_empty(rings.v, v_at);
-  rings.rows[v_at.stage] = -1;
-  cukit::mbarrier_arrive(&rings.landed[v_at.stage]);
+  pipelines.v.acquire(v_at);
+  pipelines.rows[v_at.index] = -1;
+  pipelines.landed.arrive(v_at);
 #endif
 }
 
@@ -180,24 +207,25 @@ CUKIT_DEVICE void run(Rings& rings, unsigned char* q_tiles, unsigned char* k_til
 // One warp hands on the tiles of V, with zeros for the rows behind the end of the sequence.
 namespace clearer {
 
-CUKIT_DEVICE void run(Rings& rings, unsigned char* v_tiles) {
+CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles) {
   const int lane = threadIdx.x % cukit::kWarpSize;
-  for (cukit::Cursor<STAGES> at;; at.advance()) {
-    cukit::mbarrier_wait(&rings.landed[at.stage], at.parity);
-    const int rows = rings.rows[at.stage];
+  for (KeyState at;; at.advance()) {
+    pipelines.landed.wait(at);
+    const int rows = pipelines.rows[at.index];
     if (rows < 0) return;
     if (rows < TILE_N) {
-      unsigned char* const tile = v_tiles + at.stage * kValueBytes;
+      unsigned char* const tile = tiles.v + at.index * ValueTile::kBytes;
 #pragma unroll 1
-      for (int part = 0; part < kValueParts; ++part) {
-        for (int byte = rows * kRowBytes + 16 * lane; byte < kKeyPart; byte += 16 * 32) {
-          *reinterpret_cast<uint4*>(tile + part * kKeyPart + byte) = uint4{};
+      for (int part = 0; part < ValueTile::kParts; ++part) {
+        for (int byte = rows * ValueTile::kRowBytes + 16 * lane; byte < ValueTile::kPartBytes;
+             byte += 16 * cukit::kWarpSize) {
+          *reinterpret_cast<uint4*>(tile + part * ValueTile::kPartBytes + byte) = uint4{};
         }
       }
       cukit::fence_proxy_async();
     }
     __syncwarp();
-    if (lane == 0) cukit::mbarrier_arrive(&rings.v.full[at.stage]);
+    if (lane == 0) pipelines.v.commit(at);
   }
 }
 

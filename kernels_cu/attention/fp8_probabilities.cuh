@@ -3,10 +3,10 @@
 // Elements of scores and outputs lie as wgmma leaves them (online_softmax.cuh).
 #pragma once
 
-#include "attention/online_softmax.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/pack_e4m3.cuh"
+#include "common/softmax/online_softmax.cuh"
 
 namespace cukit {
 

@@ -9,8 +9,8 @@
 // Deterministic.
 // Reference: tests/attention/test_block_sparse_attention.py.
 #include "attention/block_lists.cuh"
-#include "attention/score_options.cuh"
 #include "common/platform.cuh"
+#include "common/scores/score_options.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) plan_blocks(
     const unsigned char* __restrict__ block_mask,  // [mask_heads, blocks of queries, of keys]

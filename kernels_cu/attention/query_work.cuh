@@ -10,8 +10,9 @@
 // Macros: those of score_options.cuh; BLOCK_SPARSE 0|1. Sets DEALT 0|1.
 #pragma once
 
-#include "attention/score_options.cuh"
+#include "common/hopper/tile_scheduler.cuh"
 #include "common/platform.cuh"
+#include "common/scores/score_options.cuh"
 #include "common/warp_uniform.cuh"
 
 #ifndef BLOCK_SPARSE
@@ -49,9 +50,7 @@ class WorkQueue {
  public:
   CUKIT_DEVICE WorkQueue(const WorkProblem& problem, const WorkPlan& plan,
                          const ScoreSettings& settings)
-      : problem_(problem), plan_(plan), settings_(settings) {
-    if constexpr (DEALT) index_ = static_cast<int>(blockIdx.x);
-  }
+      : problem_(problem), plan_(plan), settings_(settings) {}
 
   // The lanes of a warp, which walk together: what they have counted is the warp's.
   CUKIT_DEVICE void share() { turn_ = warp_uniform(turn_); }
@@ -59,29 +58,30 @@ class WorkQueue {
   // False when there is no more.
   CUKIT_DEVICE bool next(QueryWork& work) {
     if constexpr (VARLEN) {
-      if (index_ >= plan_.starts[problem_.batch]) return false;
+      const int index = dealt_.tile();
+      if (index >= plan_.starts[problem_.batch]) return false;
       int sequence = 0;  // the last one that starts at or before the index
       for (int end = problem_.batch; end - sequence > 1;) {
         const int middle = (sequence + end) / 2;
-        (plan_.starts[middle] <= index_ ? sequence : end) = middle;
+        (plan_.starts[middle] <= index ? sequence : end) = middle;
       }
       work.b = plan_.order[sequence];
       set_sequence(work);
-      set_tile_of_head(work, index_ - plan_.starts[sequence]);
-      index_ = atomicAdd(plan_.next, 1);
+      set_tile_of_head(work, index - plan_.starts[sequence]);
+      dealt_.draw(plan_.next);
     } else if constexpr (BLOCK_SPARSE) {
       const int tiles = (problem_.seq_q + TileM - 1) / TileM;
       const int per_sequence = problem_.heads_q * tiles;
-      if (index_ >= problem_.batch * per_sequence) return false;
-      work.b = index_ / per_sequence;
+      const int index = dealt_.tile();
+      if (index >= problem_.batch * per_sequence) return false;
+      work.b = index / per_sequence;
       set_sequence(work);
-      set_tile_of_head(work, index_ % per_sequence);
-      index_ = atomicAdd(plan_.next, 1);
+      set_tile_of_head(work, index % per_sequence);
+      dealt_.draw(plan_.next);
     } else {
       const int tiles = (problem_.seq_q + TileM - 1) / TileM;
       const int per_head = kPairs ? (tiles + 1) / 2 : tiles;
-      const int index = (kPairs ? turn_ / 2 : turn_) * static_cast<int>(gridDim.x) +
-                        static_cast<int>(blockIdx.x);
+      const int index = static_tile(kPairs ? turn_ / 2 : turn_);
       if (index >= problem_.batch * problem_.heads_q * per_head) return false;
       const int early = index % per_head;
       const int late = tiles - 1 - early;
@@ -123,8 +123,8 @@ class WorkQueue {
   const WorkProblem& problem_;
   const WorkPlan& plan_;
   const ScoreSettings& settings_;
-  int turn_ = 0;   // works so far
-  int index_ = 0;  // dealt, not yet worked on
+  int turn_ = 0;        // works so far, of the static schedule
+  DynamicTiles dealt_;  // where works are dealt
 };
 
 }  // namespace cukit

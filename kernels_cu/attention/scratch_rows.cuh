@@ -8,8 +8,8 @@
 // Macros: SCRATCH_TILE, as TILE_M where it is not defined; VARLEN (score_options.cuh).
 #pragma once
 
-#include "attention/score_options.cuh"
 #include "common/platform.cuh"
+#include "common/scores/score_options.cuh"
 
 #ifndef SCRATCH_TILE
 #define SCRATCH_TILE TILE_M

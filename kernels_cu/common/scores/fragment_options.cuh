@@ -2,10 +2,10 @@
 // 4 n + 2 half + i of a lane is row lane / 4 + 8 half, column 8 n + 2 (lane % 4) + i.
 #pragma once
 
-#include "attention/fragment_matrix.cuh"
-#include "attention/fragment_scores.cuh"
-#include "attention/score_options.cuh"
 #include "common/platform.cuh"
+#include "common/scores/fragment_matrix.cuh"
+#include "common/scores/fragment_scores.cuh"
+#include "common/scores/score_options.cuh"
 
 namespace cukit {
 

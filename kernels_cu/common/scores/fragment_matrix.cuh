@@ -4,11 +4,11 @@
 // distance of 0 included), in tiles that end before the keys do; fragment_scores.cuh does the rest.
 #pragma once
 
-#include "attention/fragment_scores.cuh"
-#include "attention/score_options.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/quad.cuh"
+#include "common/scores/fragment_scores.cuh"
+#include "common/scores/score_options.cuh"
 #include "common/types.cuh"
 
 namespace cukit {

@@ -1,8 +1,8 @@
 // The options of attention applied to a warpgroup's scores, as online_softmax.cuh lays them out.
 #pragma once
 
-#include "attention/score_options.cuh"
 #include "common/platform.cuh"
+#include "common/scores/score_options.cuh"
 
 namespace cukit {
 

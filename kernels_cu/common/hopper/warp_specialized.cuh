@@ -1,0 +1,77 @@
+// The skeleton of a warp-specialised block (sm_90a): a producer warpgroup that starts copies, and
+// consumer warpgroups that multiply.
+//
+// A block starts with the same number of registers for every thread; the producer warpgroup gives up
+// what it does not need (setmaxnreg), and the consumers share it. setmaxnreg takes effect where the
+// kernel has __launch_bounds__(kThreads, BlocksPerSm) and each role is one branch of a single if/else:
+// run() is that if/else.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/cluster.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/warp_group.cuh"
+#include "common/warp_uniform.cuh"
+
+namespace cukit {
+
+constexpr int kWarpgroupThreads = 128;
+constexpr int kWarpgroupWarps = kWarpgroupThreads / kWarpSize;
+constexpr int kWarpgroupRows = 64;  // of a wgmma
+
+// `ProducerRegisters`: what a thread of the producer warpgroup needs; a multiple of 8, 24 or more.
+template <int Consumers, int ProducerRegisters, int BlocksPerSm = 1>
+struct WarpSpecialized {
+  static constexpr int kThreads = (Consumers + 1) * kWarpgroupThreads;
+  static constexpr int kConsumerWarps = Consumers * kWarpgroupWarps;
+  static constexpr int kStartRegisters = 65536 / (kThreads * BlocksPerSm) / 8 * 8;
+  static constexpr int kConsumerShare =
+      (kStartRegisters * (Consumers + 1) - ProducerRegisters) / Consumers / 8 * 8;
+  static constexpr int kConsumerRegisters = kConsumerShare < 256 ? kConsumerShare : 256;
+
+  static_assert(ProducerRegisters % 8 == 0 && ProducerRegisters >= 24, "as setmaxnreg asks for");
+  static_assert(ProducerRegisters <= kStartRegisters, "the producer gives registers up");
+
+  // Runs `init` in one thread; what it initialises, mbarriers among it, is then visible to the block
+  // and to TMA, and with ClusterSize above 1 to the cluster.
+  template <int ClusterSize = 1, typename Init>
+  CUKIT_DEVICE static void prepare(const Init& init) {
+    if (threadIdx.x == 0) {
+      init();
+      fence_mbarrier_init();
+    }
+    if constexpr (ClusterSize > 1) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // Every thread of the first warpgroup runs `producer`, all others run `consumer`.
+  template <typename Producer, typename Consumer>
+  CUKIT_DEVICE static void run(const Producer& producer, const Consumer& consumer) {
+    if (threadIdx.x < kWarpgroupThreads) {
+      give_registers<ProducerRegisters>();
+      producer();
+    } else {
+      take_registers<kConsumerRegisters>();
+      consumer();
+    }
+  }
+
+  // Index of a consumer's warpgroup, 0 .. Consumers - 1.
+  CUKIT_DEVICE static int consumer_group() {
+    return warp_uniform(threadIdx.x / kWarpgroupThreads) - 1;
+  }
+};
+
+// A lane's first row of its warpgroup's 64 in accumulators of wgmma; its second is 8 rows below.
+CUKIT_DEVICE int accumulator_row() {
+  return threadIdx.x % kWarpgroupThreads / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
+}
+
+// A lane's first column of every eight.
+CUKIT_DEVICE int accumulator_column() { return threadIdx.x % 4 * 2; }
+
+}  // namespace cukit
