@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cukit.core.compiler import KernelSpec
-from cukit.core.device import Device, parse_arch
+from cukit.core.device import Device
+from cukit.core.support import ANY_KERNEL, Support, declare_support
 from cukit.errors import ConfigError
 
 
@@ -22,8 +23,7 @@ class Op:
     reference: plain array code with the same meaning; fallback and oracle.
     specs: representative kernel variants for a device; what `cukit compile` and CI compile.
         Empty for ops that are thin calls to a vendor library.
-    minimum_arch: oldest architecture with a kernel.
-    maximum_arch: newest, where the kernel's instructions were dropped later.
+    support: the architectures that have a kernel.
     """
 
     name: str
@@ -31,14 +31,11 @@ class Op:
     function: Callable[..., Any]
     reference: Callable[..., Any]
     specs: Callable[[Device], list[KernelSpec]]
-    minimum_arch: str = "sm_80"
-    maximum_arch: str | None = None
+    support: Support = ANY_KERNEL
 
     def supports(self, device: Device) -> bool:
         """True where the kernel can run."""
-        capability = device.compute_capability
-        newest = parse_arch(self.maximum_arch) if self.maximum_arch else capability
-        return parse_arch(self.minimum_arch) <= capability <= newest
+        return self.support.reason_against(device) is None
 
     @property
     def has_kernel(self) -> bool:
@@ -63,13 +60,13 @@ def register(
     function: Callable[..., Any],
     reference: Callable[..., Any],
     specs: Callable[[Device], list[KernelSpec]] = no_kernel,
-    minimum_arch: str = "sm_80",
-    maximum_arch: str | None = None,
+    support: Support = ANY_KERNEL,
 ) -> None:
     """Adds an op at import of its module. Raises ConfigError for a name already taken."""
     if name in _OPS:
         raise ConfigError(f"register: the op {name!r} exists already")
-    _OPS[name] = Op(name, family, function, reference, specs, minimum_arch, maximum_arch)
+    _OPS[name] = Op(name, family, function, reference, specs, support)
+    declare_support(name, support)
 
 
 def register_kernel(

@@ -19,6 +19,7 @@ from cukit.attention.flash_fp8 import attend_float8, decode_inputs, is_float8
 from cukit.attention.flash_fp8_plan import float8_specs
 from cukit.attention.flash_maps import MappedLaunch, prepare_mapped
 from cukit.attention.flash_options import (
+    PARAMETERS,
     ScoreArrays,
     ScoreOptions,
     Window,
@@ -33,6 +34,7 @@ from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.parameters import parameter_structs
 from cukit.errors import ConfigError
 from cukit.reference import attention as reference
 from cukit.registry import register
@@ -193,23 +195,23 @@ def _prepare_forward(
     if covers(problem, device) and fits_tensor_maps(q, k, v):
         return prepare_mapped(q, k, v, out, options, arrays, problem, device), *shapes
     config = plan_flash_attention(problem, device)
-    scalars = (
-        *strides_of(q),
-        *strides_of(k),
-        *strides_of(v),
-        *(dense_strides(shapes[0]) if out is None else strides_of(out)),
-        np.int32(problem.batch),
-        np.int32(problem.num_heads_q),
-        np.int32(problem.group),
-        np.int32(problem.seq_len_q),
-        np.int32(problem.seq_len_kv),
-        np.int32(problem.head_dim),
-        np.int32(problem.head_dim_v),
-        np.int32(config.section),
-        scales_of(q, options)[1],
-        score_settings(q, options, arrays, score_shape(q, k, options, arrays)),
+    parameters = parameter_structs(PARAMETERS)["ForwardParameters"].pack(
+        q=strides_of(q),
+        k=strides_of(k),
+        v=strides_of(v),
+        out=dense_strides(shapes[0]) if out is None else strides_of(out),
+        batch=problem.batch,
+        heads_q=problem.num_heads_q,
+        group=problem.group,
+        seq_q=problem.seq_len_q,
+        seq_kv=problem.seq_len_kv,
+        head_dim=problem.head_dim,
+        value_dim=problem.head_dim_v,
+        section=config.section,
+        scale_log2=scales_of(q, options)[1],
+        settings=score_settings(q, options, arrays, score_shape(q, k, options, arrays)),
     )
-    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars), *shapes
+    return Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,)), *shapes
 
 
 def _forward_specs(device: Device) -> list[KernelSpec]:

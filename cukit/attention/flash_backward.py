@@ -24,6 +24,7 @@ from cukit.attention.flash_backward_sm90 import (
 )
 from cukit.attention.flash_fp8 import refuse_float8
 from cukit.attention.flash_options import (
+    PARAMETERS,
     ScoreArrays,
     ScoreOptions,
     Window,
@@ -41,6 +42,7 @@ from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import Array, adopt, empty, runs_kernel
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.parameters import parameter_structs
 from cukit.reference import attention as reference
 from cukit.registry import register
 
@@ -207,15 +209,30 @@ def _prepare_backward(
     splits = config.splits
     settings = score_settings(q, options, arrays, score_shape(q, k, options, arrays))
     factor, factor_log2 = scales_of(q, options)
-    batch, heads_q, seq_q, seq_kv, rows_per_head, head_dim, value_dim = (
+    batch, heads_q, seq_q, rows_per_head, head_dim, value_dim = (
         np.int32(extent)
         for extent in (
-            *(problem.batch, problem.num_heads_q, problem.seq_len_q, problem.seq_len_kv),
+            *(problem.batch, problem.num_heads_q, problem.seq_len_q),
             *(rows[1], problem.head_dim, problem.head_dim_v),
         )
     )
-    strides = (*strides_of(q), *strides_of(k), *strides_of(v), *strides_of(grad_out))
     rows_q = np.int32(total_q)
+    structs = parameter_structs(PARAMETERS)
+    common = {
+        "q": strides_of(q),
+        "k": strides_of(k),
+        "v": strides_of(v),
+        "grad_out": strides_of(grad_out),
+        "batch": problem.batch,
+        "seq_q": problem.seq_len_q,
+        "seq_kv": problem.seq_len_kv,
+        "rows_per_head": rows[1],
+        "head_dim": problem.head_dim,
+        "value_dim": problem.head_dim_v,
+        "scale": factor,
+        "scale_log2": factor_log2,
+        "settings": settings,
+    }
 
     prepare = Launch(
         load_kernel(config.prepare_spec()),
@@ -228,29 +245,31 @@ def _prepare_backward(
     if isinstance(config, WarpgroupBackwardConfig):
         keys: Launch | MappedKeys = prepare_keys(q, k, options, settings, config, rows)
     else:
-        keys = Launch(
-            load_kernel(config.keys_spec()),
-            (config.key_blocks,),
-            (
-                *(*strides, batch, np.int32(problem.num_heads_kv * splits)),
-                *(np.int32(problem.group // splits), np.int32(splits)),
-                *(seq_q, seq_kv, rows_per_head, head_dim, value_dim, np.int32(config.key_section)),
-                *(factor, factor_log2, settings),
-            ),
+        parameters = structs["KeyGradientParameters"].pack(
+            **common,
+            heads=problem.num_heads_kv * splits,
+            group=problem.group // splits,
+            splits=splits,
+            section=config.key_section,
         )
+        keys = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), (parameters,))
     sums = None
     if splits > 1:
         sums = _sum_launch(config, k), _sum_launch(config, v)
-    if config.deterministic:
+    if not config.sums_queries:
         blocks = config.query_blocks
         scalars: tuple[Any, ...] = (
-            *(*strides, batch, heads_q, np.int32(problem.group), seq_q, seq_kv, rows_per_head),
-            *(head_dim, value_dim, np.int32(config.query_section), factor, factor_log2, settings),
+            structs["QueryGradientParameters"].pack(
+                **common,
+                heads_q=problem.num_heads_q,
+                group=problem.group,
+                section=config.query_section,
+            ),
         )
     else:
         blocks = config.finish_blocks(total_q)
         scalars = (batch, heads_q, seq_q, rows_per_head, head_dim, factor)
-    last = config.queries_spec() if config.deterministic else config.finish_spec()
+    last = config.finish_spec() if config.sums_queries else config.queries_spec()
     queries = Launch(load_kernel(last), (blocks,), scalars)
     sinks = None
     if problem.sinks:
@@ -259,7 +278,7 @@ def _prepare_backward(
         sinks = Launch(load_kernel(config.sinks_spec()), (problem.num_heads_q,), scalars)
     return _BackwardSteps(
         *(prepare, keys, sums, queries, sinks),
-        *(not config.deterministic, rows, config.width, splits),
+        *(config.sums_queries, rows, config.width, splits),
     )
 
 

@@ -63,6 +63,11 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
         plan = self.sequences_spec()
         return (*(() if plan is None else (plan,)), *super().specs())
 
+    @property
+    def sums_queries(self) -> bool:
+        """Always: where asked for, blocks take turns to add (backward_sums.cuh)."""
+        return True
+
     def most_key_blocks(self, total_kv: int) -> int:
         """Blocks that take keys; of sequences of different lengths, as many as there can be.
 
@@ -79,10 +84,7 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
 def plan_flash_attention_backward_sm90(
     problem: AttentionProblem, deterministic: bool, device: Device
 ) -> WarpgroupBackwardConfig:
-    """The configuration of a problem that the class covers.
-
-    Deterministic or not, dQ is summed up in float32: the kernels before and after are the same.
-    """
+    """The configuration of a problem that the class covers."""
     widest = max(problem.head_dim, problem.head_dim_v)
     width = width_for(widest, tuple(WARPGROUP_KEY_TILINGS))
     tiling = replace(WARPGROUP_KEY_TILINGS[width], in_turn=deterministic)
@@ -103,7 +105,7 @@ def plan_flash_attention_backward_sm90(
         problem=problem,
         width=width,
         value_width=width,
-        deterministic=False,
+        deterministic=deterministic,
         keys=tiling,
         queries=general.queries,
         splits=splits,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.core.arrays import Array, namespace
+from cukit.core.parameters import parameter_structs
 from cukit.errors import ConfigError
 
 Window = tuple[int | None, int | None]
@@ -16,6 +17,9 @@ Window = tuple[int | None, int | None]
 
 _EVERYTHING = 1 << 29  # wider than any sequence, far from the end of int32
 _LOG2_E = 1.0 / math.log(2.0)
+_MATRIX_AXES = ("batch", "head", "row", "column")
+PARAMETERS = "attention/parameters.cuh"
+"""Where the structs are defined that attention's kernels take by value."""
 
 
 class ScoreOptions(NamedTuple):
@@ -109,46 +113,33 @@ def _integer(value: Any) -> int | None:
     return None if value is None else operator.index(value)
 
 
-SCORE_SETTINGS = np.dtype(
-    [
-        *((f"bias_{axis}", np.int64) for axis in ("batch", "head", "row", "column")),
-        *((f"mask_{axis}", np.int64) for axis in ("batch", "head", "row", "column")),
-        ("window_left", np.int32),
-        ("window_right", np.int32),
-        ("alibi_batch", np.int32),
-        ("total_q", np.int32),
-        ("cap_inner", np.float32),
-        ("cap_outer", np.float32),
-    ]
-)
-"""Mirrors `ScoreSettings` in kernels_cu/common/scores/score_options.cuh, field by field."""
-
-
 def score_settings(
     q: Array, options: ScoreOptions, arrays: ScoreArrays, shape: tuple[int, int, int, int]
 ) -> Any:
-    """The scalars of the options, as one kernel argument that is passed by value.
+    """The `ScoreSettings` of a call, for the parameters of its kernels.
 
     shape: batch, heads_q, seq_q, seq_kv, to which bias and mask are broadcast.
     """
-    settings = np.zeros(1, SCORE_SETTINGS)
+    strides = {f"{name}_{axis}": 0 for name in ("bias", "mask") for axis in _MATRIX_AXES}
     for name, matrix in (("bias", arrays.bias), ("mask", arrays.mask)):
         if matrix is not None:
-            strides = namespace(matrix).broadcast_to(matrix, shape).strides
-            for axis, stride in zip(("batch", "head", "row", "column"), strides, strict=True):
-                settings[f"{name}_{axis}"] = stride // matrix.itemsize
-    settings["window_left"] = _bound(options.left)
-    settings["window_right"] = _bound(options.right)
-    slopes = arrays.alibi_slopes
-    settings["alibi_batch"] = slopes.shape[1] if slopes is not None and slopes.ndim == 2 else 0
-    settings["total_q"] = q.shape[0] if arrays.varlen else 0
+            steps = namespace(matrix).broadcast_to(matrix, shape).strides
+            for axis, step in zip(_MATRIX_AXES, steps, strict=True):
+                strides[f"{name}_{axis}"] = step // matrix.itemsize
+    slopes, inner, outer = arrays.alibi_slopes, 0.0, 0.0
     if options.softcap is not None:
         # tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x))
-        inner = options.factor(q.shape[-1]) / options.softcap
-        settings["cap_inner"] = 2.0 * _LOG2_E * inner
-        settings["cap_outer"] = _LOG2_E * options.softcap
-    # CuPy asks an array for its interface at every launch: named fields would make that slow.
-    return settings.view(np.dtype((np.void, settings.nbytes)))
+        inner = 2.0 * _LOG2_E * options.factor(q.shape[-1]) / options.softcap
+        outer = _LOG2_E * options.softcap
+    return parameter_structs(PARAMETERS)["ScoreSettings"].pack(
+        **strides,
+        window_left=_bound(options.left),
+        window_right=_bound(options.right),
+        alibi_batch=slopes.shape[1] if slopes is not None and slopes.ndim == 2 else 0,
+        total_q=q.shape[0] if arrays.varlen else 0,
+        cap_inner=inner,
+        cap_outer=outer,
+    )
 
 
 def _bound(side: int | None) -> int:

@@ -93,7 +93,7 @@ class FlashAttentionConfig:
 
 @dataclass(frozen=True)
 class FlashAttentionBackwardConfig:
-    """How one backward call runs: prepare, keys, then finish or (deterministic) queries."""
+    """How one backward call runs: prepare, keys, then finish or (not sums_queries) queries."""
 
     kernel_class: str
     problem: AttentionProblem
@@ -108,6 +108,12 @@ class FlashAttentionBackwardConfig:
     """Blocks that share a key head, each with group / splits query heads."""
     key_section: int
     query_section: int
+
+    @property
+    def sums_queries(self) -> bool:
+        """Whether the kernel of the keys adds dQ up in float32 scratch; else dQ has a kernel of its
+        own, which adds in a fixed order."""
+        return not self.deterministic
 
     def scratch_rows(self, total_q: int) -> tuple[int, int]:
         """Heads of the scratch arrays, and the rows that each has: whole tiles.
@@ -134,7 +140,7 @@ class FlashAttentionBackwardConfig:
 
     @property
     def query_blocks(self) -> int:
-        """Blocks of the grid of the deterministic dQ."""
+        """Blocks of the grid of the kernel that computes dQ alone."""
         problem = self.problem
         tiles = ceil_div(problem.seq_len_q, self.queries.tile_m)
         return problem.batch * problem.num_heads_q * tiles
@@ -162,7 +168,7 @@ class FlashAttentionBackwardConfig:
             *self._common_defines(),
             ("THREADS", _ROW_THREADS),
             ("LANES", self._prepare_lanes),
-            ("QUERY_GRADIENT", not self.deterministic),
+            ("QUERY_GRADIENT", self.sums_queries),
             ("TILE_M", self.keys.tile_m),
             *((("VARLEN", True),) if self.problem.varlen else ()),
         )
@@ -183,12 +189,12 @@ class FlashAttentionBackwardConfig:
         return self._row_spec("flash_attention_backward_sum")
 
     def keys_spec(self) -> KernelSpec:
-        """dK and dV; unless deterministic, the sum of dQ as well."""
+        """dK and dV; with sums_queries, the sum of dQ as well."""
         tiling = self.keys
         defines = (
             *self._common_defines(),
             ("CAUSAL", self.problem.causal),
-            ("QUERY_GRADIENT", not self.deterministic),
+            ("QUERY_GRADIENT", self.sums_queries),
             ("SPLIT", self.splits > 1),
             *tiling.defines,
             *feature_defines(self.problem),
@@ -220,7 +226,7 @@ class FlashAttentionBackwardConfig:
 
     def specs(self) -> tuple[KernelSpec, ...]:
         """All variants that this configuration launches, in order."""
-        last = self.queries_spec() if self.deterministic else self.finish_spec()
+        last = self.finish_spec() if self.sums_queries else self.queries_spec()
         splits = (self.sum_spec(),) if self.splits > 1 else ()
         sinks = (self.sinks_spec(),) if self.problem.sinks else ()
         return self.prepare_spec(), self.keys_spec(), *splits, last, *sinks

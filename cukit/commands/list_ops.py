@@ -51,7 +51,7 @@ def describe(op: Op) -> Row:
         family=op.family,
         name=op.name,
         status="kernel" if op.has_kernel else "vendor library",
-        minimum_arch=op.minimum_arch,
+        minimum_arch=op.support.minimum_arch,
         dtypes=_dtypes(op),
         here=_here(op, device),
     )
@@ -59,7 +59,7 @@ def describe(op: Op) -> Row:
 
 def _dtypes(op: Op) -> tuple[str, ...]:
     """Element types that the op's kernels are compiled for."""
-    specs = op.specs(typical_device(op.minimum_arch))
+    specs = op.specs(typical_device(op.support.minimum_arch))
     return tuple(
         dict.fromkeys(
             str(value) for spec in specs for name, value in spec.defines if name == "DTYPE"
@@ -70,6 +70,7 @@ def _dtypes(op: Op) -> tuple[str, ...]:
 def _here(op: Op, device: Device | None) -> str:
     if device is None:
         return "reference (no GPU)"
-    if not op.supports(device):
-        return f"reference ({device.arch} is too old)"
+    reason = op.support.reason_against(device)
+    if reason is not None:
+        return f"reference ({reason})"
     return f"{'kernel' if op.has_kernel else 'vendor library'} ({device.compile_arch})"

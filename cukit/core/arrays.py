@@ -6,7 +6,6 @@ An op takes NumPy arrays, CuPy arrays, or anything that speaks DLPack (adopted w
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cukit.core import backend
-from cukit.core.device import cupy_module, current_device, gpu_available, parse_arch
+from cukit.core.device import cupy_module, gpu_available
+from cukit.core.support import kernel_runs_here
 from cukit.errors import (
     ArrayDtypeError,
     ArrayError,
@@ -155,17 +155,17 @@ def address_of(array: Array) -> int:
     return int(array.ctypes.data if type(array) is np.ndarray else array.data.ptr)
 
 
-def runs_kernel(op: str, *arrays: Array | None, minimum_arch: str = "sm_80") -> bool:
+def runs_kernel(op: str, *arrays: Array | None) -> bool:
     """True when the arrays live on a GPU that can run the op's kernel, False for the reference.
 
     With an active backend (the emulator) NumPy arrays run the kernel, and CuPy arrays are refused.
-    Raises ArrayLayoutError when NumPy and CuPy arrays are mixed. On a GPU older than `minimum_arch`
-    the reference runs on the CuPy arrays, which is said once per op.
+    Raises ArrayLayoutError when NumPy and CuPy arrays are mixed. On a GPU that the op has no kernel
+    for (core.support) the reference runs on the CuPy arrays, with one warning per op.
     """
     gpu_type = _gpu_type()
     kinds = set(map(type, arrays))
     if gpu_type not in kinds:
-        return backend.active is not None and _capable(op, minimum_arch, backend.active.key)
+        return backend.active is not None and kernel_runs_here(op, backend.active.key)
     if np.ndarray in kinds:
         places = ["GPU" if type(a) is gpu_type else "CPU" for a in arrays if a is not None]
         raise ArrayLayoutError(f"{op}: all arrays must be on one device, got {', '.join(places)}")
@@ -175,7 +175,7 @@ def runs_kernel(op: str, *arrays: Array | None, minimum_arch: str = "sm_80") -> 
     for first in arrays:
         if first is not None:
             break
-    return _capable(op, minimum_arch, first.data.device_id)
+    return kernel_runs_here(op, first.data.device_id)
 
 
 def check_current_device(arrays: Iterable[Any]) -> None:
@@ -187,19 +187,6 @@ def check_current_device(arrays: Iterable[Any]) -> None:
                 f"an array lies on GPU {place}, but CuPy's current device is {current}; "
                 f"use `with cupy.cuda.Device({place})`"
             )
-
-
-@functools.cache
-def _capable(op: str, minimum_arch: str, device_key: Hashable) -> bool:
-    device = current_device()
-    capable = device.compute_capability >= parse_arch(minimum_arch)
-    if not capable:
-        warnings.warn(
-            f"{op}: {device.name} is {device.arch}, the kernel needs {minimum_arch}; "
-            "running the reference",
-            stacklevel=4,
-        )
-    return capable
 
 
 def empty(like: Array, shape: Sequence[int], dtype: npt.DTypeLike | None = None) -> Array:

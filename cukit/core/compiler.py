@@ -20,6 +20,7 @@ from pathlib import Path
 
 from cukit.core.cubin import CubinInfo, read_cubin
 from cukit.core.device import INSTALL_GPU_EXTRA, require_cupy
+from cukit.core.parameters import layout_assertions
 from cukit.core.source import closure_hash, kernels_root, read_source
 from cukit.errors import CacheError, CompileError, MissingDependencyError
 
@@ -167,7 +168,8 @@ def _macro(value: MacroValue) -> str:
 
 
 def _key(spec: KernelSpec, options: tuple[str, ...]) -> str:
-    parts = (closure_hash(spec.source), *options, str(nvrtc_version()), _header_version())
+    layouts = layout_assertions(spec.source)
+    parts = (closure_hash(spec.source), layouts, *options, str(nvrtc_version()), _header_version())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -175,7 +177,8 @@ def _run_nvrtc(spec: KernelSpec, options: tuple[str, ...]) -> tuple[bytes, str]:
     nvrtc_version()  # a missing library is reported as such, before anything else
     nvrtc = require_cupy("compiling kernels").cuda.nvrtc
     includes = (f"-I{kernels_root()}", f"-I{cuda_include_folder()}")
-    program = nvrtc.createProgram(read_source(spec.source), spec.source, [], [])
+    text = f"{read_source(spec.source)}\n{layout_assertions(spec.source)}"
+    program = nvrtc.createProgram(text, spec.source, [], [])
     try:
         nvrtc.compileProgram(program, (*options, *includes))
         log = nvrtc.getProgramLog(program)

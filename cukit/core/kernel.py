@@ -168,6 +168,7 @@ class Launch:
 
 
 _MOST_DESCRIPTIONS = 4096
+_UNPLANNED = object()  # None is a plan too: that of a call which no kernel serves
 
 
 def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,8 +190,8 @@ def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
                 current_device_id = _device_getter()
             device = current_device_id()
         key = describe(device, *args)
-        launch = memory.get(key)
-        if launch is None:
+        launch = memory.get(key, _UNPLANNED)
+        if launch is _UNPLANNED:
             check_current_device(args)
             launch = prepare(*args)
             if len(memory) >= _MOST_DESCRIPTIONS:

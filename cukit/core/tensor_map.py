@@ -73,7 +73,10 @@ def encode_sequence_map(
         swizzle_bytes: as in encode_tensor_map.
 
     The map begins `longest` rows before the array, and a step along either of its first two axes is
-    a step of a row: no position that is inside leads to what is not the array's.
+    a step of a row: no position that is inside leads to what is not the array's. Its own first
+    address may lie in memory that is not mapped, and TMA touches that address when a box is wholly
+    outside the tensor, whatever is outside: rows or columns. So a kernel must ask only for boxes
+    with at least one element inside (seen on Hopper; the emulator reports it).
     """
     _check_tensor(array)
     whole = _view(array)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from cukit.core.compiler import KernelSpec, cache_folder, cuda_include_folder
 from cukit.core.device import parse_arch
+from cukit.core.parameters import layout_assertions
 from cukit.core.source import closure_hash, kernels_root
 from cukit.emulator.toolchain import (
     RUNTIME_SOURCES,
@@ -104,7 +105,8 @@ def _translation_unit(spec: KernelSpec) -> str:
     Macros come after the headers of CUDA and of the host, which they are not meant for.
     """
     macros = "".join(f"#define {name} {_macro(value)}\n" for name, value in spec.defines)
-    return f'{macros}#include "{spec.source}"\nCUKIT_EMULATOR_ENTRY({spec.entry})\n'
+    layouts = layout_assertions(spec.source)
+    return f'{macros}#include "{spec.source}"\n{layouts}CUKIT_EMULATOR_ENTRY({spec.entry})\n'
 
 
 def _macro(value: object) -> str:

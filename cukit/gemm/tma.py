@@ -22,6 +22,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.map_cache import TensorMapCache
+from cukit.core.support import Support
 from cukit.core.tensor_map import encode_tensor_map
 from cukit.errors import ArrayShapeError
 from cukit.reference import gemm as reference
@@ -62,7 +63,7 @@ def matmul_tma(a: Array, b: Array, *, out: Array | None = None) -> Array:
     (2, 3)
     """
     a, b, out = adopt("matmul_tma", a, b, out)
-    if not (runs_kernel("matmul_tma", a, b, out) and current_device().arch == _ARCH):
+    if not runs_kernel("matmul_tma", a, b, out):
         _check(a, b, out)
         return reference.matmul(a, b, transpose_b=True, out=out)
     launch = _prepare(a, b, out)
@@ -207,6 +208,5 @@ register(
     function=matmul_tma,
     reference=reference.matmul,
     specs=_specs,
-    minimum_arch=_ARCH,
-    maximum_arch=_ARCH,
+    support=Support(_ARCH, _ARCH),
 )

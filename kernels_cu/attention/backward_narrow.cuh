@@ -69,12 +69,18 @@ CUKIT_DEVICE void multiply_queries(float (&sums)[N], const Packed& scores,
   wgmma_commit();
 }
 
-// This warpgroup's part of dQ = dS K, started.
-CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsigned long long keys) {
+// This warpgroup's part of dQ = dS K, started; zero where its columns have no K.
+CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsigned long long keys,
+                                  int group) {
+  if (kParts == 2 && parts_of(COLUMNS) == 1 && group == 1) {
 #pragma unroll
-  for (int step = 0; step < TILE_N / 16; ++step) {
-    wgmma<T, 64, true, true>(dq, ds + step * 16 * kRowBytes / 16,
-                             keys + step * 16 * kRowBytes / 16, step > 0);
+    for (float& sum : dq) sum = 0.0f;
+  } else {
+#pragma unroll
+    for (int step = 0; step < TILE_N / 16; ++step) {
+      wgmma<T, 64, true, true>(dq, ds + step * 16 * kRowBytes / 16,
+                               keys + step * 16 * kRowBytes / 16, step > 0);
+    }
   }
   wgmma_commit();
 }
@@ -198,7 +204,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       at.advance();
       position.advance(walk);
       if (++step == steps) {
-        multiply_scores(dq, ds_now, k_part);
+        multiply_scores(dq, ds_now, k_part, group);
         wgmma_wait<0>(dq);
         hand_over();
         break;
@@ -206,7 +212,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       fetched.ask(tile_at(position));
       mbarrier_wait(&shared.q.full[at.stage], at.parity);
       wgmma_fence();
-      multiply_scores(dq, ds_now, k_part);
+      multiply_scores(dq, ds_now, k_part, group);
       multiply_keys<COLUMNS>(s, k_rows, q_inner + at.stage * (kQueryBytes / 16));
       wgmma_wait<1>(dq);
       release(shared.q, done);

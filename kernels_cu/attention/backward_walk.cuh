@@ -1,7 +1,8 @@
 // What a block of the Hopper backward walks over, and the thread that fetches it.
 //
 // Macros: HEAD_DIM columns of a tile; COLUMNS of Q and K and VALUE_COLUMNS of V and dO, multiples of 32,
-//   that are multiplied, as HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of a tile, STAGES, those of score_options.cuh.
+//   that are multiplied, as HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of a tile,
+//   STAGES, those of score_options.cuh.
 #pragma once
 
 #include "common/platform.cuh"
@@ -25,6 +26,9 @@ constexpr int kQueryPart = TILE_M * kRowBytes;
 constexpr int kKeyPart = TILE_N * kRowBytes;
 constexpr int kQueryBytes = kParts * kQueryPart;
 constexpr int kKeyBytes = kParts * kKeyPart;
+
+// Parts of a tile that hold any of `columns`. The others are neither fetched nor multiplied.
+constexpr int parts_of(int columns) { return (columns + 63) / 64; }
 
 constexpr int kAdders = 2;
 
@@ -99,10 +103,17 @@ struct Position {
   }
 };
 
+// Fetches the parts of a tile that hold any of `Columns`, and `more_bytes` announced for the same
+// barrier. A box wholly outside the tensor is never asked for: TMA then touches the address where the
+// map begins, which for maps of sequences (encode_sequence_map) need not be mapped memory.
+template <int Columns>
 CUKIT_DEVICE void fetch_tile(unsigned char* tile, int part_bytes, const TensorMap* map,
-                       Mbarrier* full, const MapPlace& place, int row, int head) {
+                             Mbarrier* full, const MapPlace& place, int row, int head,
+                             int more_bytes = 0) {
+  constexpr int kFetched = parts_of(Columns);
+  mbarrier_arrive_expect(full, kFetched * part_bytes + more_bytes);
 #pragma unroll 1
-  for (int part = 0; part < kParts; ++part) {
+  for (int part = 0; part < kFetched; ++part) {
     tma_load_4d(tile + part * part_bytes, map, full, part * 64, head, place.row + row, place.outer);
   }
 }
@@ -119,23 +130,22 @@ CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q,
     const int head = walk.first_head + position.head;
     const long long statistics = position.scratch_row(walk);
     if (step == 0) {
-      mbarrier_arrive_expect(&shared.keys, kKeyBytes);
-      fetch_tile(tiles.k, kKeyPart, k, &shared.keys, walk.map_kv, walk.first_key, walk.key_head);
+      fetch_tile<COLUMNS>(tiles.k, kKeyPart, k, &shared.keys, walk.map_kv, walk.first_key,
+                          walk.key_head);
     }
     Mbarrier* full = &shared.q.full[at.stage];
     mbarrier_wait(&shared.q.empty[at.stage], at.parity ^ 1);
-    mbarrier_arrive_expect(full, kQueryBytes + TILE_M * 4);
-    fetch_tile(tiles.q + at.stage * kQueryBytes, kQueryPart, q, full, walk.map_q, row, head);
+    fetch_tile<COLUMNS>(tiles.q + at.stage * kQueryBytes, kQueryPart, q, full, walk.map_q, row, head,
+                        TILE_M * 4);
     bulk_load(shared.lse[at.stage], lse_log2 + statistics, TILE_M * 4, full);
     if (step == 0) {
-      mbarrier_arrive_expect(&shared.values, kKeyBytes);
-      fetch_tile(tiles.v, kKeyPart, v, &shared.values, walk.map_kv, walk.first_key, walk.key_head);
+      fetch_tile<VALUE_COLUMNS>(tiles.v, kKeyPart, v, &shared.values, walk.map_kv, walk.first_key,
+                                walk.key_head);
     }
     full = &shared.grad_out.full[at.stage];
     mbarrier_wait(&shared.grad_out.empty[at.stage], at.parity ^ 1);
-    mbarrier_arrive_expect(full, kQueryBytes + TILE_M * 4);
-    fetch_tile(tiles.grad_out + at.stage * kQueryBytes, kQueryPart, grad_out, full, walk.map_q, row,
-               head);
+    fetch_tile<VALUE_COLUMNS>(tiles.grad_out + at.stage * kQueryBytes, kQueryPart, grad_out, full,
+                              walk.map_q, row, head, TILE_M * 4);
     bulk_load(shared.delta[at.stage], delta + statistics, TILE_M * 4, full);
     at.advance();
     position.advance(walk);

@@ -34,10 +34,15 @@ static_assert(STAGES == 2, "derivatives of a softcap wait where dS is to be");
 
 using KeyGradient = float[kColumns / 2];
 
+// Of `columns`, those from `first` on, `most` at most.
+constexpr int columns_from(int columns, int first, int most) {
+  const int left = columns - first;
+  return left < 0 ? 0 : left < most ? left : most;
+}
+
 // Of `columns`, those that are the warpgroup's.
 constexpr int share_of(int columns, int group) {
-  const int left = columns - group * kColumns;
-  return left < 0 ? 0 : left < kColumns ? left : kColumns;
+  return columns_from(columns, group * kColumns, kColumns);
 }
 
 // A warpgroup's first `Columns` of dV += P^T dO or dK += dS^T Q, started.
@@ -55,13 +60,18 @@ CUKIT_DEVICE void multiply_queries(KeyGradient& sums, unsigned long long scores,
   wgmma_commit();
 }
 
-// Columns of dQ = dS K, started.
-template <int N>
+// The first `Columns` of a share of dQ = dS K, started; there is no K for the others, which are zero.
+template <int Columns, int N>
 CUKIT_DEVICE void multiply_scores(float (&dq)[N], unsigned long long ds, unsigned long long keys) {
 #pragma unroll
-  for (int step = 0; step < TILE_N / 16; ++step) {
-    wgmma<T, 2 * N, true, true>(dq, ds + step * 16 * kRowBytes / 16,
-                                keys + step * 16 * kRowBytes / 16, step > 0);
+  for (int i = Columns / 2; i < N; ++i) dq[i] = 0.0f;
+  if constexpr (Columns > 0) {
+    auto& own = reinterpret_cast<float(&)[Columns / 2]>(dq);
+#pragma unroll
+    for (int step = 0; step < TILE_N / 16; ++step) {
+      wgmma<T, Columns, true, true>(own, ds + step * 16 * kRowBytes / 16,
+                                    keys + step * 16 * kRowBytes / 16, step > 0);
+    }
   }
   wgmma_commit();
 }
@@ -268,7 +278,7 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
     named_sync(kDerivatives + parity, kConsumers * kGroupThreads);
     mbarrier_wait(&shared.sums.grad_out_read[now.stage], now.parity);
     wgmma_fence();
-    multiply_scores(dq, share.queries(parity), share.keys(0));
+    multiply_scores<share_of(COLUMNS, 0)>(dq, share.queries(parity), share.keys(0));
     multiply_queries<share_of(COLUMNS, 0)>(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
     wgmma_wait<1>(dq);
     stage_piece(share.staging(tiles, now.stage), dq, 0, &shared.sums.staged[0]);
@@ -321,16 +331,17 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
     }
     wgmma_fence();
     multiply_queries<share_of(COLUMNS, 1)>(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
-    multiply_scores(dq, share.queries(parity), share.keys(0));
-    // After the last tile something else, K: a path of its own costs registers.
+    multiply_scores<columns_from(COLUMNS, 128, 64)>(dq, share.queries(parity), share.keys(0));
+    // After the last tile something else, V itself: a path of its own costs registers.
+    const unsigned long long values = share.inner(kValuesAt);
     const unsigned long long next =
-        more ? share.inner(kGradOutAt) + at.stage * kQueryStage : share.inner(0);
-    multiply_keys<VALUE_COLUMNS>(dp, share.inner(kValuesAt), next);
+        more ? share.inner(kGradOutAt) + at.stage * kQueryStage : values;
+    multiply_keys<VALUE_COLUMNS>(dp, values, next);
     wgmma_wait<1>(dq);
     stage_piece(share.staging(tiles, now.stage), dq, 0, &shared.sums.staged[1]);
     wgmma_wait<0>(dp);
     wgmma_fence();
-    multiply_scores(dq, share.queries(parity), share.keys(1));
+    multiply_scores<columns_from(COLUMNS, 192, 64)>(dq, share.queries(parity), share.keys(1));
     wgmma_wait<0>(dq);
     wgmma_wait<0>(dk);
     release(shared.q, now);

@@ -17,6 +17,7 @@
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
+#include "attention/parameters.cuh"
 #include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/pack.cuh"
@@ -66,34 +67,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const cukit::bias_t* __restrict__ bias, const unsigned char* __restrict__ mask,
         const int* __restrict__ cu_seqlens_q,   // [batch + 1]
         const int* __restrict__ cu_seqlens_kv,  // [batch + 1]
-        long long q_batch, long long q_row, long long q_head,  // strides in elements
-        long long k_batch, long long k_row, long long k_head,
-        long long v_batch, long long v_row, long long v_head,
-        long long grad_out_batch, long long grad_out_row, long long grad_out_head,
-        int batch, int heads_q, int group, int most_q, int most_kv,  // VARLEN: longest sequences
-        int rows_per_head, int head_dim, int value_dim, int section, float scale, float scale_log2,
-        const __grid_constant__ cukit::ScoreSettings settings) {
+        const __grid_constant__ cukit::QueryGradientParameters params) {
+  const cukit::ScoreSettings& settings = params.settings;
+  const float scale_log2 = params.scale_log2;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const unsigned q_tile = cukit::shared_address(shared);
   const unsigned grad_out_tile = q_tile + kQueryBytes;
   const unsigned k_tile = grad_out_tile + kGradOutBytes;
   const unsigned v_tile = k_tile + 2 * kKeyBytes;
 
-  const int q_tiles = (most_q + TILE_M - 1) / TILE_M;
-  const cukit::HeadTile work = cukit::head_tile(blockIdx.x, batch * heads_q, q_tiles, section);
-  const int b = work.head / heads_q;
-  const int head = work.head % heads_q;
+  const int q_tiles = (params.seq_q + TILE_M - 1) / TILE_M;
+  const cukit::HeadTile work =
+      cukit::head_tile(blockIdx.x, params.batch * params.heads_q, q_tiles, params.section);
+  const int b = work.head / params.heads_q;
+  const int head = work.head % params.heads_q;
   const cukit::Sequence sequence =
-      cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, most_q, most_kv);
+      cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, params.seq_q, params.seq_kv);
   // Causal: the last queries see the most keys, so they go first.
   const int first_row = (CAUSAL ? q_tiles - 1 - work.tile : work.tile) * TILE_M;
   const int rows_left = sequence.seq_q - first_row;
   if (VARLEN && rows_left <= 0) return;
   const int row_of_q = sequence.first_q + first_row;
-  q += b * q_batch + head * q_head + row_of_q * q_row;
-  grad_out += b * grad_out_batch + head * grad_out_head + row_of_q * grad_out_row;
-  k += b * k_batch + head / group * k_head + sequence.first_kv * k_row;
-  v += b * v_batch + head / group * v_head + sequence.first_kv * v_row;
+  q += cukit::offset_of(params.q, b, row_of_q, head);
+  grad_out += cukit::offset_of(params.grad_out, b, row_of_q, head);
+  k += cukit::offset_of(params.k, b, sequence.first_kv, head / params.group);
+  v += cukit::offset_of(params.v, b, sequence.first_kv, head / params.group);
 
   const cukit::HeadScores options({alibi_slopes, sinks, bias, mask}, settings, b, head, sequence);
   const int seq_kv = sequence.seq_kv;
@@ -102,12 +100,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
   const auto copy_keys = [&](int tile, int stage) {
     const int key = tile * TILE_N;
-    KeyCopy::start(k_tile + stage * kKeyBytes, k + key * k_row, k_row, seq_kv - key, head_dim);
-    ValueCopy::start(v_tile + stage * kValueBytes, v + key * v_row, v_row, seq_kv - key, value_dim);
+    KeyCopy::start(k_tile + stage * kKeyBytes, k + key * params.k.row, params.k.row, seq_kv - key,
+                   params.head_dim);
+    ValueCopy::start(v_tile + stage * kValueBytes, v + key * params.v.row, params.v.row,
+                     seq_kv - key, params.value_dim);
     cukit::cp_async_commit();
   };
-  QueryCopy::start(q_tile, q, q_row, rows_left, head_dim);
-  GradOutCopy::start(grad_out_tile, grad_out, grad_out_row, rows_left, value_dim);
+  QueryCopy::start(q_tile, q, params.q.row, rows_left, params.head_dim);
+  GradOutCopy::start(grad_out_tile, grad_out, params.grad_out.row, rows_left, params.value_dim);
   if (tiles.end > tiles.begin) copy_keys(tiles.begin, 0);
   cukit::cp_async_commit();
 
@@ -124,7 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   for (int half = 0; half < 2; ++half) {
     const int row = warp_row + 8 * half + lane / 4;
     const long long at =
-        cukit::scratch_row(b, head, heads_q, rows_per_head, sequence.first_q) + first_row + row;
+        cukit::scratch_row(b, head, params.heads_q, params.rows_per_head, sequence.first_q) +
+        first_row + row;
     row_lse[half] = row < rows_left ? lse_log2[at] : cukit::infinity();
     row_delta[half] = row < rows_left ? delta[at] : 0.0f;
   }
@@ -197,12 +198,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       const int row = warp_row + 8 * half + lane / 4;
       *reinterpret_cast<unsigned*>(shared + cukit::Swizzle<HEAD_DIM>::offset(row, n) +
                                    lane % 4 * 4) =
-          cukit::pack<T>(dq[0][n][2 * half] * scale, dq[0][n][2 * half + 1] * scale);
+          cukit::pack<T>(dq[0][n][2 * half] * params.scale, dq[0][n][2 * half + 1] * params.scale);
     }
   __syncwarp();
-  const long long row_stride = static_cast<long long>(heads_q) * head_dim;
-  const long long first = VARLEN ? 0 : static_cast<long long>(b) * most_q;
-  T* to = grad_q + (first + row_of_q) * row_stride + head * head_dim;
+  const long long row_stride = static_cast<long long>(params.heads_q) * params.head_dim;
+  const long long first = VARLEN ? 0 : static_cast<long long>(b) * params.seq_q;
+  T* to = grad_q + (first + row_of_q) * row_stride + head * params.head_dim;
   cukit::store_tile<16, HEAD_DIM, cukit::kWarpSize, PADDED>(to, row_stride, shared, warp_row,
-                                                            rows_left, head_dim, lane);
+                                                            rows_left, params.head_dim, lane);
 }

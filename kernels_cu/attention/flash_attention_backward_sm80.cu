@@ -26,6 +26,7 @@
 //   its additions come in any order (flash_attention_backward_query_sm80.cu is).
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
+#include "attention/parameters.cuh"
 #include "attention/query_gradient.cuh"
 #include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
@@ -114,14 +115,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const cukit::bias_t* __restrict__ bias, const unsigned char* __restrict__ mask,
     const int* __restrict__ cu_seqlens_q,   // [batch + 1]
     const int* __restrict__ cu_seqlens_kv,  // [batch + 1]
-    long long q_batch, long long q_row, long long q_head,  // strides in elements
-    long long k_batch, long long k_row, long long k_head,
-    long long v_batch, long long v_row, long long v_head,
-    long long grad_out_batch, long long grad_out_row, long long grad_out_head,
-    int batch, int heads, int group, int splits,
-    int most_q, int most_kv,  // VARLEN: the longest sequences
-    int rows_per_head, int head_dim, int value_dim, int section, float scale, float scale_log2,
-    const __grid_constant__ cukit::ScoreSettings settings) {
+    const __grid_constant__ cukit::KeyGradientParameters params) {
+  const cukit::ScoreSettings& settings = params.settings;
+  const float scale_log2 = params.scale_log2;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const unsigned k_tile = cukit::shared_address(shared);
   const unsigned v_tile = k_tile + kKeyBytes;
@@ -133,15 +129,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   float* const statistics = reinterpret_cast<float*>(p_bytes + 2 * kScoreBytes);
   const unsigned statistics_at = ds_tile + kScoreBytes;
 
-  const int heads_q = heads * group;
+  const int heads_q = params.heads * params.group;
   const auto work_of = [&](int block) {
-    return cukit::head_tile(block, batch * heads, (most_kv + TILE_N - 1) / TILE_N, section);
+    const int key_tiles = (params.seq_kv + TILE_N - 1) / TILE_N;
+    return cukit::head_tile(block, params.batch * params.heads, key_tiles, params.section);
   };
   const cukit::HeadTile work = work_of(blockIdx.x);
-  const int b = work.head / heads;
-  const int key_head = work.head % heads;  // splits of these share a head of k and v
+  const int b = work.head / params.heads;
+  const int key_head = work.head % params.heads;  // splits of these share a head of k and v
   const cukit::Sequence sequence =
-      cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, most_q, most_kv);
+      cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, params.seq_q, params.seq_kv);
   const int first_key = work.tile * TILE_N;
   const int keys_left = sequence.seq_kv - first_key;
   if (VARLEN && keys_left <= 0) return;
@@ -150,14 +147,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const cukit::TileRange tiles =
       cukit::query_tiles<TILE_M>(first_key, min(TILE_N, keys_left), past, seq_q, settings);
   const int tiles_per_head = tiles.end - tiles.begin;
-  const int steps = tiles_per_head * group;
+  const int steps = tiles_per_head * params.group;
   const int turn = CAUSAL || WINDOW || tiles.end == 0 ? 0 : work.tile % tiles.end;
 
-  q += b * q_batch + key_head * group * q_head + sequence.first_q * q_row;
-  grad_out += b * grad_out_batch + key_head * group * grad_out_head +
-              sequence.first_q * grad_out_row;
-  k += b * k_batch + key_head / splits * k_head + (sequence.first_kv + first_key) * k_row;
-  v += b * v_batch + key_head / splits * v_head + (sequence.first_kv + first_key) * v_row;
+  q += cukit::offset_of(params.q, b, sequence.first_q, key_head * params.group);
+  grad_out += cukit::offset_of(params.grad_out, b, sequence.first_q, key_head * params.group);
+  k += cukit::offset_of(params.k, b, sequence.first_kv + first_key, key_head / params.splits);
+  v += cukit::offset_of(params.v, b, sequence.first_kv + first_key, key_head / params.splits);
 
   const auto head_of = [&](int step) { return step / tiles_per_head; };
   const auto tile_of = [&](int step) {
@@ -165,18 +161,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     return tile < tiles.end ? tile : tile - tiles_per_head;
   };
   const auto scratch_row = [&](int step) {
-    return cukit::scratch_row(b, key_head * group + head_of(step), heads_q, rows_per_head,
-                              sequence.first_q) +
+    return cukit::scratch_row(b, key_head * params.group + head_of(step), heads_q,
+                              params.rows_per_head, sequence.first_q) +
            tile_of(step) * TILE_M;
   };
   const auto copy_queries = [&](int step, int stage) {
     const int head = head_of(step);
     const int row = tile_of(step) * TILE_M;
     QueryCopy::start(q_tile + stage * kQueryBytes,
-                     q + head * q_head + row * q_row, q_row, seq_q - row, head_dim);
+                     q + cukit::offset_of(params.q, 0, row, head), params.q.row, seq_q - row,
+                     params.head_dim);
     GradOutCopy::start(grad_out_tile + stage * kGradOutBytes,
-                       grad_out + head * grad_out_head + row * grad_out_row, grad_out_row,
-                       seq_q - row, value_dim);
+                       grad_out + cukit::offset_of(params.grad_out, 0, row, head),
+                       params.grad_out.row, seq_q - row, params.value_dim);
     const int chunk = threadIdx.x;
     if (chunk < TILE_M / 2) {
       const float* from = chunk < TILE_M / 4 ? lse_log2 : delta;
@@ -186,8 +183,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     cukit::cp_async_commit();
   };
 
-  KeyCopy::start(k_tile, k, k_row, keys_left, head_dim);
-  ValueCopy::start(v_tile, v, v_row, keys_left, value_dim);
+  KeyCopy::start(k_tile, k, params.k.row, keys_left, params.head_dim);
+  ValueCopy::start(v_tile, v, params.v.row, keys_left, params.value_dim);
   if (steps > 0) copy_queries(0, 0);
   cukit::cp_async_commit();
 
@@ -239,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
         p, [&](unsigned(&r)[4], int m, int i) { q_left(r, 16 * m, 16 * i, stage_bytes); },
         [&](unsigned(&r)[4], int n, int i) { k_right(r, 8 * n, 16 * i); });
     const cukit::HeadScores options({alibi_slopes, sinks, bias, mask}, settings, b,
-                                    key_head * group + head_of(step), sequence);
+                                    key_head * params.group + head_of(step), sequence);
     const bool whole = keys_left >= TILE_N && tiles.whole(tile);
     const int lane_query = tile * TILE_M + score_row + lane / 4;
     const int lane_key = first_key + score_col + lane % 4 * 2;
@@ -332,15 +329,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 
   const cukit::HeadTile again = work_of(cukit::opaque(blockIdx.x));
   const cukit::Sequence keys_of =
-      cukit::sequence_of(again.head / heads, cu_seqlens_q, cu_seqlens_kv, most_q, most_kv);
+      cukit::sequence_of(again.head / params.heads, cu_seqlens_q, cu_seqlens_kv, params.seq_q,
+                         params.seq_kv);
   const int keys_to_store = keys_of.seq_kv - again.tile * TILE_N;
   const long long first =
-      (VARLEN ? keys_of.first_kv : static_cast<long long>(again.head / heads) * most_kv) +
+      (VARLEN ? keys_of.first_kv
+              : static_cast<long long>(again.head / params.heads) * params.seq_kv) +
       again.tile * TILE_N;
-  const long long key_stride = static_cast<long long>(heads) * head_dim;
-  const long long value_stride = static_cast<long long>(heads) * value_dim;
-  grad_k += first * key_stride + again.head % heads * head_dim;
-  grad_v += first * value_stride + again.head % heads * value_dim;
+  const long long key_stride = static_cast<long long>(params.heads) * params.head_dim;
+  const long long value_stride = static_cast<long long>(params.heads) * params.value_dim;
+  grad_k += first * key_stride + again.head % params.heads * params.head_dim;
+  grad_v += first * value_stride + again.head % params.heads * params.value_dim;
   cukit::cp_async_wait<0>();  // without a step, nobody has waited for K and V
   const auto each_pair = [&](const auto& gradient, int first_col, auto store) {
 #pragma unroll
@@ -357,20 +356,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #if SPLIT
   each_pair(dk, key_col, [&](int row, int column, float low, float high) {
     column += lane % 4 * 2;
-    if (row >= keys_to_store || (PADDED && column >= head_dim)) return;
+    if (row >= keys_to_store || (PADDED && column >= params.head_dim)) return;
     *reinterpret_cast<float2*>(grad_k + row * key_stride + column) =
-        make_float2(low * scale, high * scale);
+        make_float2(low * params.scale, high * params.scale);
   });
   each_pair(dv, value_col, [&](int row, int column, float low, float high) {
     column += lane % 4 * 2;
-    if (row >= keys_to_store || (VALUE_PADDED && column >= value_dim)) return;
+    if (row >= keys_to_store || (VALUE_PADDED && column >= params.value_dim)) return;
     *reinterpret_cast<float2*>(grad_v + row * value_stride + column) = make_float2(low, high);
   });
 #else
   __syncthreads();  // K and V are no longer read: their room takes dK and dV
   each_pair(dk, key_col, [&](int row, int column, float low, float high) {
     const unsigned at = cukit::Swizzle<HEAD_DIM>::offset(row, column / 8) + lane % 4 * 4;
-    *reinterpret_cast<unsigned*>(shared + at) = cukit::pack<T>(low * scale, high * scale);
+    *reinterpret_cast<unsigned*>(shared + at) =
+        cukit::pack<T>(low * params.scale, high * params.scale);
   });
   each_pair(dv, value_col, [&](int row, int column, float low, float high) {
     const unsigned at = cukit::Swizzle<VALUE_DIM>::offset(row, column / 8) + lane % 4 * 4;
@@ -378,8 +378,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   });
   __syncthreads();
   cukit::store_tile<TILE_N, HEAD_DIM, THREADS, PADDED>(grad_k, key_stride, shared, 0, keys_to_store,
-                                                       head_dim, threadIdx.x);
+                                                       params.head_dim, threadIdx.x);
   cukit::store_tile<TILE_N, VALUE_DIM, THREADS, VALUE_PADDED>(
-      grad_v, value_stride, shared + kKeyBytes, 0, keys_to_store, value_dim, threadIdx.x);
+      grad_v, value_stride, shared + kKeyBytes, 0, keys_to_store, params.value_dim, threadIdx.x);
 #endif
 }

@@ -17,6 +17,7 @@
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
+#include "attention/parameters.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/opaque.cuh"
 #include "common/ptx/pack.cuh"
@@ -177,14 +178,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const cukit::bias_t* __restrict__ bias, const unsigned char* __restrict__ mask,
     const int* __restrict__ cu_seqlens_q,   // [batch + 1]
     const int* __restrict__ cu_seqlens_kv,  // [batch + 1]
-    long long q_batch, long long q_row, long long q_head,  // strides in elements
-    long long k_batch, long long k_row, long long k_head,
-    long long v_batch, long long v_row, long long v_head,
-    long long out_batch, long long out_row, long long out_head,
-    int batch, int heads_q, int group, int most_q, int most_kv,  // VARLEN: the longest sequences
-    int head_dim, int value_dim, int section,
-    float scale_log2,  // scale * log2(e)
-    const __grid_constant__ cukit::ScoreSettings settings) {
+    const __grid_constant__ cukit::ForwardParameters params) {
+  const cukit::ScoreSettings& settings = params.settings;
+  const float scale_log2 = params.scale_log2;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const unsigned q_tile = cukit::shared_address(shared);
   const unsigned k_tile = q_tile + kQueryBytes;
@@ -195,22 +191,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     cukit::Sequence sequence;
   };
   const auto place_of = [&](int block) {
-    const int q_tiles = (most_q + TILE_M - 1) / TILE_M;
-    const cukit::HeadTile work = cukit::head_tile(block, batch * heads_q, q_tiles, section);
+    const int q_tiles = (params.seq_q + TILE_M - 1) / TILE_M;
+    const int heads = params.batch * params.heads_q;
+    const cukit::HeadTile work = cukit::head_tile(block, heads, q_tiles, params.section);
     // Causal: the last queries see the most keys, so they go first.
     const int tile = CAUSAL ? q_tiles - 1 - work.tile : work.tile;
-    const int b = work.head / heads_q;
-    return Place{b, work.head % heads_q, tile * TILE_M,
-                 cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, most_q, most_kv)};
+    const int b = work.head / params.heads_q;
+    return Place{b, work.head % params.heads_q, tile * TILE_M,
+                 cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, params.seq_q, params.seq_kv)};
   };
   const Place place = place_of(blockIdx.x);
   const cukit::Sequence& sequence = place.sequence;
   const int first_row = place.first_row;
   const int rows_left = sequence.seq_q - first_row;
   if (VARLEN && rows_left <= 0) return;
-  q += place.b * q_batch + place.head * q_head + (sequence.first_q + first_row) * q_row;
-  k += place.b * k_batch + place.head / group * k_head + sequence.first_kv * k_row;
-  v += place.b * v_batch + place.head / group * v_head + sequence.first_kv * v_row;
+  const int key_head = place.head / params.group;
+  q += cukit::offset_of(params.q, place.b, sequence.first_q + first_row, place.head);
+  k += cukit::offset_of(params.k, place.b, sequence.first_kv, key_head);
+  v += cukit::offset_of(params.v, place.b, sequence.first_kv, key_head);
 
   const cukit::ScoreArrays arrays{alibi_slopes, sinks, bias, mask};
   const cukit::HeadScores head(arrays, settings, place.b, place.head, sequence);
@@ -222,13 +220,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const long long row = static_cast<long long>(tile) * TILE_N;
     const int keys = seq_kv - tile * TILE_N;
     KeyCopy::start(
-        k_tile + stage * kKeyBytes, k + row * k_row, k_row, keys, head_dim);
+        k_tile + stage * kKeyBytes, k + row * params.k.row, params.k.row, keys, params.head_dim);
     ValueCopy::start(
-        v_tile + stage * kValueBytes, v + row * v_row, v_row, keys, value_dim);
+        v_tile + stage * kValueBytes, v + row * params.v.row, params.v.row, keys, params.value_dim);
     cukit::cp_async_commit();
   };
 
-  QueryCopy::start(q_tile, q, q_row, rows_left, head_dim);
+  QueryCopy::start(q_tile, q, params.q.row, rows_left, params.head_dim);
   if (tiles.end > tiles.begin) copy_keys(tiles.end - 1, 0);
   cukit::cp_async_commit();
 
@@ -281,12 +279,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const Place again = place_of(cukit::opaque(blockIdx.x));
   const int rows_to_store = again.sequence.seq_q - again.first_row;
   const long long first_statistic =
-      cukit::row_statistics(again.b, again.head, heads_q, again.sequence, settings) +
+      cukit::row_statistics(again.b, again.head, params.heads_q, again.sequence, settings) +
       again.first_row;
   finish_rows(rows, shared, warp_row, factor, lse, first_statistic, rows_to_store);
   __syncwarp();
-  out += again.b * out_batch + again.head * out_head +
-         (again.sequence.first_q + again.first_row) * out_row;
+  out += cukit::offset_of(params.out, again.b, again.sequence.first_q + again.first_row, again.head);
   cukit::store_tile<kWarpRows, VALUE_DIM, cukit::kWarpSize, VALUE_PADDED>(
-      out, out_row, shared, warp_row, rows_to_store, value_dim, lane);
+      out, params.out.row, shared, warp_row, rows_to_store, params.value_dim, lane);
 }

@@ -4,6 +4,7 @@
 // CUKIT_DEVICE                       qualifiers of a small device function
 // CUKIT_DYNAMIC_SHARED(type, name)   `type* name` = the block's dynamic shared memory, 1024-byte
 //                                    aligned (the largest alignment that a TMA swizzle asks for)
+// CUKIT_OFFSET(type, field)          bytes of a struct before a field, a constant
 #pragma once
 
 #ifdef CUKIT_EMULATE  // the emulated architecture, e.g. 900
@@ -12,6 +13,7 @@
 
 #define CUKIT_DYNAMIC_SHARED(type, name) \
   type* name = reinterpret_cast<type*>(::cukit::emulator::self().dynamic_shared)
+#define CUKIT_OFFSET(type, field) __builtin_offsetof(type, field)
 
 #else
 
@@ -21,6 +23,8 @@
 #define CUKIT_DYNAMIC_SHARED(type, name)                             \
   extern __shared__ __align__(1024) unsigned char cukit_shared_[];   \
   type* name = reinterpret_cast<type*>(cukit_shared_)
+// NVRTC has no offsetof; this is what its compiler makes of one.
+#define CUKIT_OFFSET(type, field) __INTADDR__(&static_cast<type*>(0)->field)
 
 #endif
 

@@ -9,10 +9,12 @@ import pytest
 
 import cukit
 from cukit.attention import block_sparse_attention, flash_attention
+from cukit.attention.flash_options import PARAMETERS
 from cukit.attention.flash_plan_sm90 import plan_flash_attention_sm90
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.device import typical_device
 from cukit.core.kernel import load_kernel
+from cukit.core.parameters import parameter_structs
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.reference import block_sparse_attention as reference
 from tests.contract import assert_close, poison_pool, poisoned, random, to_device, to_host
@@ -179,9 +181,7 @@ def test_lists_name_every_visible_tile_once(device, rng):
 
 
 def _no_settings():
-    from cukit.attention.flash_options import SCORE_SETTINGS
-
-    return np.zeros(1, SCORE_SETTINGS)
+    return np.zeros(1, parameter_structs(PARAMETERS)["ScoreSettings"].dtype)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (1, 2, 4), (3, 2, 3), (1, 1, 2, 3)])

@@ -140,6 +140,13 @@ def test_what_the_class_covers():
     assert not covers(PROBLEM, typical_device("sm_100"))
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_plan_says_whether_it_is_deterministic(deterministic):
+    config = plan_flash_attention_backward_sm90(PROBLEM, deterministic, H200)
+    assert config.deterministic == config.keys.in_turn == deterministic
+    assert config.sums_queries
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_block_fits_an_sm(width):
     tiling = WARPGROUP_KEY_TILINGS[width]

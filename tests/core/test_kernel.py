@@ -71,6 +71,14 @@ def test_plans_are_made_once_per_description(monkeypatch):
     assert prepare(a, 1) == 5
 
 
+def test_a_plan_of_nothing_is_remembered_too(monkeypatch):
+    monkeypatch.setattr(kernel, "_device_getter", lambda: lambda: 0)
+    calls = []
+    prepare = launch_plan(lambda array: calls.append(array.shape))
+    assert prepare(np.zeros(3)) is prepare(np.ones(3)) is None
+    assert calls == [(3,)]
+
+
 class RecordingKernel:
     """Stands for a Kernel: remembers what it was asked to check and to launch."""
 

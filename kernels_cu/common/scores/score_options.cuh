@@ -20,6 +20,7 @@
 #pragma once
 
 #include "common/platform.cuh"
+#include "common/scores/parameters.cuh"
 #include "common/types.cuh"
 
 #ifndef CAUSAL
@@ -60,17 +61,6 @@ using bias_t = float;
 #else
 using bias_t = element_t;
 #endif
-
-// Mirrored by flash_options.SCORE_SETTINGS, field by field. Strides in elements.
-struct ScoreSettings {
-  long long bias_batch, bias_head, bias_row, bias_column;
-  long long mask_batch, mask_head, mask_row, mask_column;
-  int window_left, window_right;
-  int alibi_batch;
-  int total_q;      // VARLEN: rows of q
-  float cap_inner;  // 2 log2(e) scale / c
-  float cap_outer;  // log2(e) c
-};
 
 // Arrays of the options; those that a macro leaves out are null.
 struct ScoreArrays {

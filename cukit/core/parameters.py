@@ -1,0 +1,120 @@
+"""What kernels take by value: structs, defined once in CUDA, packed by name in Python.
+
+A file `parameters.cuh` holds the structs of a family of kernels. Python reads the definitions from
+it, so that there is no second one to keep in step, and every compilation asserts that the compiler
+lays the structs out as Python does. Values are given by name: no position to mistake.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cukit.core.source import include_closure, read_source
+from cukit.errors import LaunchError
+
+PARAMETER_FILE = "parameters.cuh"
+_NAMESPACE = "cukit"
+
+_SCALARS = {
+    "int": np.int32,
+    "unsigned": np.uint32,
+    "long long": np.int64,
+    "unsigned long long": np.uint64,
+    "float": np.float32,
+    "double": np.float64,
+}
+_COMMENT = re.compile(r"//[^\n]*")
+_STRUCT = re.compile(r"\bstruct\s+(\w+)\s*\{([^{}]*)\};")
+_FIELDS = re.compile(r"([\w ]+?)\s+(\w+(?:\s*,\s*\w+)*)$")
+
+
+class ParameterStruct:
+    """One struct of a `parameters.cuh`."""
+
+    __slots__ = ("_raw", "dtype", "name")
+
+    def __init__(self, name: str, dtype: np.dtype[Any]) -> None:
+        self.name = name
+        self.dtype = dtype
+        self._raw = np.dtype((np.void, dtype.itemsize))
+
+    def pack(self, **values: Any) -> np.ndarray[Any, Any]:
+        """An argument for a kernel: an array of one element that is nothing but bytes.
+
+        Each field by its name: a number, or for a struct what its own `pack` returned, or its
+        fields in order. Raises LaunchError where a field is missing or unknown.
+        """
+        names = self.dtype.names or ()
+        if values.keys() != set(names):
+            missing = [name for name in names if name not in values]
+            unknown = [name for name in values if name not in names]
+            raise LaunchError(
+                f"{self.name}: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}; "
+                f"the fields are {', '.join(names)}"
+            )
+        packed = np.zeros(1, self.dtype)
+        for name, value in values.items():
+            packed[name] = _nested(self.dtype[name], value)
+        # CuPy asks an array for its interface at every launch: named fields would make that slow.
+        return packed.view(self._raw)
+
+    def assertions(self) -> str:
+        """C++ that fails to compile where the compiler's layout is another."""
+        full = f"{_NAMESPACE}::{self.name}"
+        offsets = [
+            f"CUKIT_OFFSET({full}, {name}) == {offset}"
+            for name, (_, offset, *_) in (self.dtype.fields or {}).items()
+        ]
+        conditions = " && ".join((f"sizeof({full}) == {self.dtype.itemsize}", *offsets))
+        return f'static_assert({conditions}, "{self.name}: laid out as in Python");\n'
+
+
+def _nested(dtype: np.dtype[Any], value: Any) -> Any:
+    if dtype.names is None:
+        return value
+    return value.view(dtype)[0] if isinstance(value, np.ndarray) else tuple(value)
+
+
+@functools.cache
+def parameter_structs(source: str) -> Mapping[str, ParameterStruct]:
+    """The structs of a file below `kernels_cu/`, e.g. `"attention/parameters.cuh"`, by name, with
+    those of the parameter files that it includes.
+
+    Fields are numbers (int, unsigned, long long, unsigned long long, float, double) or structs
+    defined before, in namespace cukit. Raises LaunchError for anything else.
+    """
+    known: dict[str, ParameterStruct] = {}
+    for file in _parameter_files(source):
+        if file != source:
+            known |= parameter_structs(file)
+    for name, body in _STRUCT.findall(_COMMENT.sub("", read_source(source))):
+        fields: list[tuple[str, Any]] = []
+        for declaration in filter(None, map(str.strip, body.split(";"))):
+            match = _FIELDS.match(" ".join(declaration.split()))
+            kind = match[1] if match else ""
+            if match is None or (kind not in _SCALARS and kind not in known):
+                raise LaunchError(
+                    f"{source}: field {declaration!r} of {name} is neither a number "
+                    f"({', '.join(_SCALARS)}) nor a struct defined before"
+                )
+            dtype = known[kind].dtype if kind in known else _SCALARS[kind]
+            fields += [(field.strip(), dtype) for field in match[2].split(",")]
+        known[name] = ParameterStruct(name, np.dtype(fields, align=True))
+    return known
+
+
+def layout_assertions(source: str) -> str:
+    """What a compilation of `source` appends: assertions for all parameter structs it includes."""
+    structs = {
+        k: v for file in _parameter_files(source) for k, v in parameter_structs(file).items()
+    }
+    return "".join(struct.assertions() for struct in structs.values())
+
+
+def _parameter_files(source: str) -> list[str]:
+    return [name for name in include_closure(source) if name.endswith(f"/{PARAMETER_FILE}")]

@@ -1,0 +1,98 @@
+"""Parameter structs: read from CUDA, packed by name, laid out as the compiler lays them out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cukit.attention.flash_plan import plan_flash_attention
+from cukit.attention.flash_problem import AttentionProblem
+from cukit.core.compiler import compile_kernel
+from cukit.core.device import typical_device
+from cukit.core.parameters import layout_assertions, parameter_structs
+from cukit.errors import CompileError, LaunchError
+
+SOURCES = {
+    "family/inner/parameters.cuh": """
+        namespace cukit {
+        struct Inner { long long row; int head; };  // 4 bytes of padding at the end
+        }""",
+    "family/parameters.cuh": """
+        #include "family/inner/parameters.cuh"
+        namespace cukit {
+        // A comment with a struct of its own: struct Not { int here; };
+        struct Outer {
+          int batch,  // and another
+              heads;
+          Inner q, k;
+          unsigned flags;
+          float scale;
+        };
+        }""",
+    "family/kernel.cu": '#include "family/parameters.cuh"\n',
+}
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    for name, text in SOURCES.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr("cukit.core.source.kernels_root", lambda: tmp_path)
+    parameter_structs.cache_clear()
+    yield tmp_path
+    parameter_structs.cache_clear()
+
+
+def test_definitions_are_read_with_those_they_include(sources):
+    structs = parameter_structs("family/parameters.cuh")
+    assert list(structs) == ["Inner", "Outer"]
+    assert structs["Inner"].dtype.itemsize == 16
+    outer = structs["Outer"].dtype
+    assert outer.names == ("batch", "heads", "q", "k", "flags", "scale")
+    assert [outer.fields[name][1] for name in outer.names] == [0, 4, 8, 24, 40, 44]
+
+
+def test_values_go_where_their_names_say(sources):
+    structs = parameter_structs("family/parameters.cuh")
+    inner = structs["Inner"].pack(row=1 << 40, head=7)
+    packed = structs["Outer"].pack(
+        scale=0.5, flags=9, k=inner, q=(np.int64(3), 4), heads=2, batch=1
+    )
+    assert packed.dtype.type is np.void
+    assert packed.size == 1
+    (value,) = packed.view(structs["Outer"].dtype)
+    assert (value["batch"], value["heads"], value["flags"], value["scale"]) == (1, 2, 9, 0.5)
+    assert (value["q"]["row"], value["q"]["head"]) == (3, 4)
+    assert (value["k"]["row"], value["k"]["head"]) == (1 << 40, 7)
+
+
+def test_missing_and_unknown_names_are_told(sources):
+    inner = parameter_structs("family/parameters.cuh")["Inner"]
+    with pytest.raises(LaunchError, match=r"Inner: missing \['head'\], unknown \['haed'\]"):
+        inner.pack(row=1, haed=2)
+
+
+@pytest.mark.parametrize("field", ["short x", "int x[2]", "Later x", "int* x"])
+def test_what_cannot_be_packed_is_refused(sources, field):
+    (sources / "family/parameters.cuh").write_text(f"struct Odd {{ {field}; }};")
+    with pytest.raises(LaunchError, match=r"family/parameters\.cuh: field .* of Odd"):
+        parameter_structs("family/parameters.cuh")
+
+
+def test_a_source_without_parameters_asserts_nothing():
+    assert layout_assertions("layers/gelu.cu") == ""
+
+
+def test_every_compilation_asserts_the_layout(monkeypatch, kernel_cache):
+    pytest.importorskip("cupy", reason="compiling needs NVRTC, which comes with CuPy")
+    problem = AttentionProblem(1, 64, 64, 1, 1, 64, "bfloat16", False)
+    spec = plan_flash_attention(problem, typical_device("sm_80")).spec()
+    compile_kernel(spec, "sm_80")
+    true = layout_assertions(spec.source)
+    wrong = true.replace("window_left) == 64", "window_left) == 68")
+    assert wrong != true
+    monkeypatch.setattr("cukit.core.compiler.layout_assertions", lambda source: wrong)
+    with pytest.raises(CompileError, match="ScoreSettings: laid out as in Python"):
+        compile_kernel(spec, "sm_80")
