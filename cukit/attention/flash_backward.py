@@ -146,17 +146,19 @@ def flash_attention_backward(
     total: Any = NULL
     if steps.adds:
         total = empty(q, (*steps.scratch_rows, steps.width), np.float32)
+    counters: Any = empty(q, (steps.counters,), np.int32) if steps.counters else NULL
     sums = [grad_k, grad_v]
     if steps.splits > 1:
         sums = [empty(x, (*x.shape[:-1], steps.splits, x.shape[-1]), np.float32) for x in (k, v)]
 
-    steps.prepare(out, grad_out, lse, lse_log2, delta, total, ends_q)
-    steps.keys(q, k, v, grad_out, lse_log2, delta, total, *sums, *arrays)
+    steps.prepare(out, grad_out, lse, lse_log2, delta, total, counters, ends_q)
+    scratch = (total, counters) if steps.counters else (total,)
+    steps.keys(q, k, v, grad_out, lse_log2, delta, *scratch, *sums, *arrays)
     if steps.sums is not None:
         for add, partial, gradient in zip(steps.sums, sums, (grad_k, grad_v), strict=True):
             add(partial, gradient)
     if steps.adds:
-        steps.queries(total, grad_q, ends_q)
+        steps.queries(total, counters, grad_q, ends_q)
     else:
         steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q, *arrays)
     if steps.sinks is None:
@@ -177,6 +179,8 @@ class _BackwardSteps(NamedTuple):
     adds: bool
     """Whether dQ is summed up in scratch."""
     scratch_rows: tuple[int, int]
+    counters: int
+    """Of the sum (FlashAttentionBackwardConfig.counters)."""
     width: int
     splits: int
 
@@ -243,7 +247,8 @@ def _prepare_backward(
         ),
     )
     if isinstance(config, WarpgroupBackwardConfig):
-        keys: Launch | MappedKeys = prepare_keys(q, k, options, settings, config, rows)
+        sms = device.num_sms
+        keys: Launch | MappedKeys = prepare_keys(q, k, options, settings, config, rows, sms)
     else:
         parameters = structs["KeyGradientParameters"].pack(
             **common,
@@ -278,7 +283,7 @@ def _prepare_backward(
         sinks = Launch(load_kernel(config.sinks_spec()), (problem.num_heads_q,), scalars)
     return _BackwardSteps(
         *(prepare, keys, sums, queries, sinks),
-        *(config.sums_queries, rows, config.width, splits),
+        *(config.sums_queries, rows, config.counters(total_q), config.width, splits),
     )
 
 

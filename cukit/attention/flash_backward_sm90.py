@@ -27,13 +27,14 @@ from cukit.attention.flash_tilings import (
     WARPGROUP_KEY_TILINGS,
     WarpgroupKeyTiling,
 )
-from cukit.core.arrays import Array, empty
+from cukit.core.arrays import Array
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
 
 _ARCH = "sm_90"
 _COLUMNS = 32  # that are multiplied, or not, together
 _ADDERS = 2  # threads of a block that have dQ added, each with counters of its own
+_WAVES = 4  # works for each SM at least, if they can be cut so: the last end at different times
 
 
 def covers(problem: AttentionProblem, device: Device) -> bool:
@@ -45,6 +46,11 @@ def covers(problem: AttentionProblem, device: Device) -> bool:
 @dataclass(frozen=True)
 class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
     """How one backward call of this class runs."""
+
+    @property
+    def counters_per_tile(self) -> int:
+        """The first block to reach a tile stores it, so that no zeros are written before."""
+        return _ADDERS
 
     def keys_spec(self) -> KernelSpec:
         """dK, dV and the sum of dQ; of tiles that are wider than heads the rest is left out."""
@@ -90,7 +96,7 @@ def plan_flash_attention_backward_sm90(
     tiling = replace(WARPGROUP_KEY_TILINGS[width], in_turn=deterministic)
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv
-    splits = choose_splits(problem.group, heads * tiles, device.num_sms)
+    splits = choose_splits(problem.group, heads * tiles, _WAVES * device.num_sms)
     section = 1
     if problem.varlen:
         heads = problem.num_heads_kv  # a section is of one sequence
@@ -117,21 +123,18 @@ def plan_flash_attention_backward_sm90(
 class MappedKeys:
     """A launch of `flash_attention_backward_sm90`, for arrays of one description."""
 
-    __slots__ = ("_grad_out", "_k", "_launch", "_plan", "_q", "_turns", "_v")
+    __slots__ = ("_grad_out", "_k", "_launch", "_plan", "_q", "_v")
 
     def __init__(
         self,
         launch: Launch,
         tiling: WarpgroupKeyTiling,
-        turns: int,
         plan: PlannedWork | None,
         longest: tuple[int, int] | tuple[None, None],
     ) -> None:
-        """`turns`: counters that the blocks need to take turns, 0 if they don't; `plan`, `longest`:
-        of sequences of different lengths."""
+        """`plan`, `longest`: of sequences of different lengths."""
         query_box, key_box = ((1, rows, 1, PART) for rows in (tiling.tile_m, tiling.tile_n))
         self._launch = launch
-        self._turns = turns
         self._plan = plan
         self._q = TensorMaps(query_box, longest[0])
         self._k = TensorMaps(key_box, longest[1])
@@ -140,19 +143,15 @@ class MappedKeys:
 
     def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
         """Launches on the current stream."""
-        lse_log2, delta, total, grad_k, grad_v, *options = rest
+        lse_log2, delta, total, counters, grad_k, grad_v, *options = rest
         alibi_slopes, _sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv = options
-        turns: Any = NULL
-        if self._turns:
-            turns = empty(q, (self._turns,), np.int32)
-            turns.fill(0)
         plan: Any = NULL
         if self._plan is not None:
             # Made for queries: here the keys are what tiles are made of.
             plan = self._plan(q, cu_seqlens_kv, cu_seqlens_q)
         self._launch(
             *(self._q(q), self._k(k), self._v(v), self._grad_out(grad_out)),
-            *(lse_log2, delta, turns, total, grad_k, grad_v),
+            *(lse_log2, delta, counters, total, grad_k, grad_v),
             *(alibi_slopes, bias, mask, cu_seqlens_q, cu_seqlens_kv, plan),
         )
 
@@ -164,10 +163,12 @@ def prepare_keys(
     settings: Any,
     config: WarpgroupBackwardConfig,
     rows: tuple[int, int],
+    num_sms: int,
 ) -> MappedKeys:
     """The launch that computes dK, dV and the sum of dQ.
 
-    settings: score_settings; rows: heads of the scratch arrays, and rows that each has.
+    settings: score_settings; rows: heads of the scratch arrays, and rows that each has; num_sms: of
+    the device, each of which gets a block.
     """
     problem, splits = config.problem, config.splits
     lengths = problem.seq_len_q, problem.seq_len_kv
@@ -191,12 +192,10 @@ def prepare_keys(
         settings,
     )
     blocks = config.most_key_blocks(k.shape[0])
-    launch = Launch(load_kernel(config.keys_spec()), (blocks,), scalars)
+    grid = (min(blocks, num_sms),)
+    launch = Launch(load_kernel(config.keys_spec()), grid, scalars)
     tiling = config.keys
     assert isinstance(tiling, WarpgroupKeyTiling)
-    turns = 0
-    if tiling.in_turn:
-        turns = _ADDERS * (rows[0] * rows[1] // tiling.tile_m + 1)
     plan = None
     plan_spec = config.sequences_spec()
     if plan_spec is not None:
@@ -204,4 +203,4 @@ def prepare_keys(
         plan = PlannedWork(
             Launch(load_kernel(plan_spec), (1,), facts), sequences_plan_size(problem.batch)
         )
-    return MappedKeys(launch, tiling, turns, plan, longest)
+    return MappedKeys(launch, tiling, plan, longest)

@@ -126,6 +126,16 @@ class FlashAttentionBackwardConfig:
         rows = total_q + problem.batch * tile if problem.varlen else problem.seq_len_q
         return heads, ceil_div(rows, tile) * tile
 
+    @property
+    def counters_per_tile(self) -> int:
+        """Counters that blocks keep of a tile of the sum of dQ, 0 where it starts with zeros."""
+        return 0
+
+    def counters(self, total_q: int) -> int:
+        """All of them, and as many for the call."""
+        heads, rows = self.scratch_rows(total_q)
+        return self.counters_per_tile * (heads * rows // self.keys.tile_m + 1)
+
     def prepare_blocks(self, total_q: int) -> int:
         """Blocks of the grid of prepare."""
         heads, rows = self.scratch_rows(total_q)
@@ -170,6 +180,7 @@ class FlashAttentionBackwardConfig:
             ("LANES", self._prepare_lanes),
             ("QUERY_GRADIENT", self.sums_queries),
             ("TILE_M", self.keys.tile_m),
+            *((("COUNTERS", self.counters_per_tile),) if self.counters_per_tile else ()),
             *((("VARLEN", True),) if self.problem.varlen else ()),
         )
         source = "attention/flash_attention_backward_rows.cu"

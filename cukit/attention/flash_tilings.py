@@ -244,6 +244,7 @@ def warpgroup_tilings(width: int, value_width: int) -> tuple[WarpgroupTiling, ..
 WARPGROUP_KEY_TILINGS: dict[int, WarpgroupKeyTiling] = {
     64: WarpgroupKeyTiling(128, 128),
     128: WarpgroupKeyTiling(64, 128),
+    192: WarpgroupKeyTiling(64, 64, score_tiles=4, query_gradient_kib=48),
     256: WarpgroupKeyTiling(64, 64, score_tiles=4, query_gradient_kib=0),
 }
 KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {

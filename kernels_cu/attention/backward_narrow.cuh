@@ -18,18 +18,18 @@
 
 namespace cukit::backward {
 
-constexpr int kScoreParts = TILE_M / 64;
-constexpr int kScoreBytes = kScoreParts * kKeyPart;
 constexpr int kScoreTiles = 2;  // stages of dS
-constexpr int kGradOutReaders = kConsumers * 4;
+constexpr int kGradOutReaders = Block::kConsumerWarps;
+constexpr int kStagingBytes = TILE_M * HEAD_DIM * 4;
 // Operand a of dP: with registers to spare, and shared memory as busy as the tensor cores.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
 // dP beside the exponentials: unless there are no registers for both.
 constexpr bool kExponentialsFirst = HEAD_DIM == 64 && SOFTCAP;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
 
-static_assert(TILE_N == kConsumers * 64, "a warpgroup's product has 64 rows");
-static_assert(kParts * kScoreParts == kConsumers, "dQ is cut into a part for each warpgroup");
+static_assert(TILE_N == kConsumers * kWarpgroupRows, "a warpgroup's product has 64 rows");
+static_assert(KeyTile::kParts * ScoreTile::kParts == kConsumers,
+              "dQ is cut into a part for each warpgroup");
 
 using KeyGradient = float[COLUMNS / 2];
 using ValueGradient = float[VALUE_COLUMNS / 2];
@@ -38,13 +38,11 @@ using Rows = unsigned[VALUE_COLUMNS / 16][4];
 
 // This warp's sixteen rows of a tile of values as operand a.
 CUKIT_DEVICE void load_rows(Rows& rows, const unsigned char* tile, int first_row) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int row = first_row + lane % 16;
-  const unsigned from = shared_address(tile) + row * kRowBytes;
+  const unsigned lane = threadIdx.x % kWarpSize;
+  const unsigned from = shared_address(tile);
 #pragma unroll
   for (int step = 0; step < VALUE_COLUMNS / 16; ++step) {
-    const int within = (step % 4 * 2 + lane / 16) ^ (row % 8);
-    ldmatrix_x4(rows[step], from + step / 4 * kKeyPart + within * 16);
+    ldmatrix_x4(rows[step], KeyTile::address(from, first_row + lane % 16, 2 * step + lane / 16));
   }
 }
 
@@ -52,8 +50,7 @@ CUKIT_DEVICE void load_rows(Rows& rows, const unsigned char* tile, int first_row
 CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long long queries) {
 #pragma unroll
   for (int step = 0; step < VALUE_COLUMNS / 16; ++step) {
-    const int within = step % 4 * 32;
-    wgmma<T, TILE_M>(scores, rows[step], queries + (step / 4 * kQueryPart + within) / 16, step > 0);
+    wgmma<T, TILE_M>(scores, rows[step], queries + QueryTile::k_step(step), step > 0);
   }
   wgmma_commit();
 }
@@ -64,7 +61,7 @@ CUKIT_DEVICE void multiply_queries(float (&sums)[N], const Packed& scores,
                                    unsigned long long queries) {
 #pragma unroll
   for (int step = 0; step < TILE_M / 16; ++step) {
-    wgmma<T, 2 * N, true>(sums, scores[step], queries + step * 16 * kRowBytes / 16, true);
+    wgmma<T, 2 * N, true>(sums, scores[step], queries + QueryTile::mn_step(step), true);
   }
   wgmma_commit();
 }
@@ -72,68 +69,78 @@ CUKIT_DEVICE void multiply_queries(float (&sums)[N], const Packed& scores,
 // This warpgroup's part of dQ = dS K, started; zero where its columns have no K.
 CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsigned long long keys,
                                   int group) {
-  if (kParts == 2 && parts_of(COLUMNS) == 1 && group == 1) {
+  if (KeyTile::kParts == 2 && COLUMNS <= 64 && group == 1) {
 #pragma unroll
     for (float& sum : dq) sum = 0.0f;
   } else {
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; ++step) {
-      wgmma<T, 64, true, true>(dq, ds + step * 16 * kRowBytes / 16,
-                               keys + step * 16 * kRowBytes / 16, step > 0);
+      wgmma<T, 64, true, true>(dq, ds + ScoreTile::mn_step(step), keys + KeyTile::mn_step(step),
+                               step > 0);
     }
   }
   wgmma_commit();
 }
 
 CUKIT_DEVICE void init_sums(Sums& sums) {
-  for (Mbarrier& staged : sums.staged) mbarrier_init(&staged, kConsumers * 4);
-  mbarrier_init(&sums.read[0], 1);
+  sums.staged.init(Block::kConsumerWarps);
+  sums.read.init(1);
+}
+
+// There is room for one tile of dQ: its phase changes with every tile.
+CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<kAdders>& sum) {
+  return {0, static_cast<unsigned>(sum.index)};
 }
 
 // One thread's work: adds every kAdders-th tile of dQ. While its copy ends, another takes the next tile.
 CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Walk& walk, float* grad_q_sum,
-                         int* turns, int adder) {
+                         int* turns, int adder, Progress& progress) {
   Position position(walk);
+#pragma unroll 1
   for (int step = 0; step < walk.steps; ++step) {
-    if (step % kAdders == adder) {
+    if (progress.sum.index == adder) {
       const long long row = position.scratch_row(walk);
-      int* const counter = turn_counter(turns, row, 0);
-      begin_turn(counter, turn_of(walk, position.tile));
-      mbarrier_wait(&shared.sums.staged[adder], step / kAdders % 2);
-      bulk_add(grad_q_sum + query_block<HEAD_DIM>(row, 0), tiles.dq, TILE_M * HEAD_DIM * 4);
+      SumAccess access(turns, row, 0);
+      access.begin(walk, position.tile);
+      shared.sums.staged.wait(progress.sum);
+      access.enter();
+      access.add(grad_q_sum + query_block<HEAD_DIM>(row, 0), tiles.dq, kStagingBytes);
       bulk_commit();
       bulk_wait_read<0>();
-      mbarrier_arrive(&shared.sums.read[0]);
-      end_turn(counter);
+      shared.sums.read.arrive(staging_state(progress.sum));
+      access.end();
     }
+    progress.sum.advance();
     position.advance(walk);
   }
 }
 
 template <typename MakeResults>
 CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& walk,
-                             const MakeResults& make_results, float scale_log2) {
-  const int group = warp_uniform(threadIdx.x / kGroupThreads) - 1;
-  const int warp = threadIdx.x % kGroupThreads / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  const int warp_row = group * 64 + warp * 16;
-  const int key = warp_row + lane / 4;
-  const int lane_column = threadIdx.x % 4 * 2;
+                             const MakeResults& make_results, float scale_log2,
+                             Progress& progress) {
+  const int group = Block::consumer_group();
+  const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
+  const int warp_row = group * kWarpgroupRows + warp * 16;
+  const int key = group * kWarpgroupRows + accumulator_row();
+  const int lane_column = accumulator_column();
   const int steps = warp_uniform(walk.steps);
 
-  const unsigned long long k_rows = inner_descriptor(tiles.k + group * 64 * kRowBytes);
-  const unsigned long long v_rows = inner_descriptor(tiles.v + group * 64 * kRowBytes);
-  const unsigned long long q_inner = inner_descriptor(tiles.q);
-  const unsigned long long grad_out_inner = inner_descriptor(tiles.grad_out);
-  const unsigned long long q_outer = outer_descriptor(tiles.q, kQueryPart);
-  const unsigned long long grad_out_outer = outer_descriptor(tiles.grad_out, kQueryPart);
+  constexpr int kGroupRows = KeyTile::rows(kWarpgroupRows);
+  const unsigned long long k_rows = KeyTile::k_major(tiles.k) + group * kGroupRows;
+  const unsigned long long v_rows = KeyTile::k_major(tiles.v) + group * kGroupRows;
+  const unsigned long long q_inner = QueryTile::k_major(tiles.q);
+  const unsigned long long grad_out_inner = QueryTile::k_major(tiles.grad_out);
+  const unsigned long long q_outer = QueryTile::mn_major(tiles.q);
+  const unsigned long long grad_out_outer = QueryTile::mn_major(tiles.grad_out);
   // dQ: with two parts of queries each warpgroup takes one of them, else one of the columns.
-  const int part = group * kKeyPart;
+  constexpr bool kQueriesCut = ScoreTile::kParts == 2;
   const unsigned long long ds_part =
-      outer_descriptor(tiles.scores + (kScoreParts == 2 ? part : 0), kKeyPart);
-  const unsigned long long k_part = outer_descriptor(tiles.k + (kParts == 2 ? part : 0), kKeyPart);
+      ScoreTile::mn_major(tiles.scores) + (kQueriesCut ? group * ScoreTile::kPart : 0);
+  const unsigned long long k_part =
+      KeyTile::mn_major(tiles.k) + (kQueriesCut ? 0 : group * KeyTile::kPart);
   // As the tile lies in the scratch.
-  const int piece = kScoreParts == 2 ? group * 4 + warp : warp * kParts + group;
+  const int piece = kQueriesCut ? group * 4 + warp : warp * KeyTile::kParts + group;
   unsigned char* const staging = tiles.dq + piece * kPieceBytes;
 
   KeyGradient dk;
@@ -144,20 +151,19 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
   for (float& sum : dv) sum = 0.0f;
   if (steps > 0) {
     Scores s;
-    Cursor<STAGES> at;
+    PipelineState<STAGES>& at = progress.at;
     Position position(walk);
-    int ds_stage = 0;
     const auto tile_at = [&](const Position& place) {
       return TileScores(walk, place.head, warp_uniform(place.tile), warp_row);
     };
     Fetched fetched;
     fetched.ask(tile_at(position));
 
-    mbarrier_wait(&shared.keys, 0);
-    mbarrier_wait(&shared.q.full[0], 0);
+    shared.keys.wait(progress.keys);
+    shared.q.wait(at);
     wgmma_fence();
-    multiply_keys<COLUMNS>(s, k_rows, q_inner);
-    mbarrier_wait(&shared.values, 0);
+    multiply_keys<COLUMNS>(s, k_rows, q_inner + at.index * QueryTile::kStage);
+    shared.values.wait(progress.keys);
     Rows v_registers;
     if constexpr (kValuesInRegisters) load_rows(v_registers, tiles.v, warp_row);
     wgmma_wait<0>(s);
@@ -167,12 +173,13 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       Scores dp;
       Packed packed;
       QueryGradient dq;
-      const unsigned long long stage = at.stage * (kQueryBytes / 16);
-      const ScoreRows ds_rows(tiles.scores + ds_stage * kScoreBytes, warp_row);
+      const unsigned long long stage = at.index * QueryTile::kStage;
+      const PipelineState<kAdders> sum = progress.sum;  // dS has as many stages
+      const ScoreRows ds_rows(tiles.scores + sum.index * ScoreTile::kBytes, warp_row);
       const TileScores tile = tile_at(position);
-      mbarrier_wait(&shared.grad_out.full[at.stage], at.parity);
+      shared.grad_out.wait(at);
       prepare(s, ds_rows, walk, tile, fetched, key, scale_log2);
-      const float* const lse = shared.lse[at.stage] + lane_column;
+      const float* const lse = shared.lse[at.index] + lane_column;
       if constexpr (kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
       wgmma_fence();
       if constexpr (kValuesInRegisters) {
@@ -185,41 +192,45 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       multiply_queries(dv, packed, grad_out_outer + stage);
       wgmma_wait<1>(dp);
       Packed ds;
-      differentiate(ds, packed, dp, shared.delta[at.stage] + lane_column, ds_rows);
+      differentiate(ds, packed, dp, shared.delta[at.index] + lane_column, ds_rows);
       ds_rows.store(ds);
       fence_proxy_async();
       wgmma_fence();
       multiply_queries(dk, ds, q_outer + stage);
-      named_sync(kExchange, kConsumers * kGroupThreads);
+      named_sync(kExchange, kConsumers * kWarpgroupThreads);
       wgmma_wait<1>(dv);  // frees the registers of P
 
-      const unsigned long long ds_now = ds_part + ds_stage * (kScoreBytes / 16);
-      const Cursor<STAGES> done = at;
-      const int index = step;
+      const unsigned long long ds_now = ds_part + sum.index * ScoreTile::kStage;
+      const PipelineState<STAGES> done = at;
       const auto hand_over = [&] {
-        mbarrier_wait(&shared.sums.read[0], (index + 1) % 2);
-        stage_piece(staging, dq, 0, &shared.sums.staged[index % kAdders]);
+        shared.sums.read.wait_previous(staging_state(sum));
+        stage_piece(staging, dq, 0);
+        hand_to_adder(shared.sums, sum);
       };
-      ds_stage ^= 1;
       at.advance();
+      progress.sum.advance();
       position.advance(walk);
       if (++step == steps) {
         multiply_scores(dq, ds_now, k_part, group);
         wgmma_wait<0>(dq);
+        shared.q.release(done);
+        shared.grad_out.release(done);
+        shared.keys_read.arrive_warp({});
         hand_over();
         break;
       }
       fetched.ask(tile_at(position));
-      mbarrier_wait(&shared.q.full[at.stage], at.parity);
+      shared.q.wait(at);
       wgmma_fence();
       multiply_scores(dq, ds_now, k_part, group);
-      multiply_keys<COLUMNS>(s, k_rows, q_inner + at.stage * (kQueryBytes / 16));
+      multiply_keys<COLUMNS>(s, k_rows, q_inner + at.index * QueryTile::kStage);
       wgmma_wait<1>(dq);
-      release(shared.q, done);
-      release(shared.grad_out, done);
+      shared.q.release(done);
+      shared.grad_out.release(done);
       hand_over();
       wgmma_wait<0>(s);
     }
+    progress.keys.advance();
     wgmma_wait<0>(dk);
     wgmma_wait<0>(dv);
   }

@@ -69,12 +69,8 @@ CUKIT_DEVICE float first_ahead(const TileScores& tile) {
 // of scores wait where dS of the same tile is to be, for want of registers.
 class ScoreRows {
  public:
-  CUKIT_DEVICE ScoreRows(const unsigned char* tile, int first_row) {
-    const int lane = threadIdx.x % kWarpSize;
-    const int row = first_row + lane % 16;
-    row_ = shared_address(tile) + row * kRowBytes;
-    swizzle_ = lane / 16 ^ row % 8;
-  }
+  CUKIT_DEVICE ScoreRows(const unsigned char* tile, int first_row)
+      : tile_(shared_address(tile)), row_(first_row + threadIdx.x % 16) {}
 
   CUKIT_DEVICE void store(int step, const unsigned (&scores)[4]) const {
     stmatrix_x4(at(step), scores);
@@ -89,11 +85,10 @@ class ScoreRows {
 
  private:
   CUKIT_DEVICE unsigned at(int step) const {
-    return row_ + step / 4 * kKeyPart + ((step % 4 * 2) ^ swizzle_) * 16;
+    return ScoreTile::address(tile_, row_, 2 * step + threadIdx.x / 16 % 2);
   }
 
-  unsigned row_;
-  int swizzle_;
+  unsigned tile_, row_;
 };
 
 // Else there are no registers in which they could wait for the scores.

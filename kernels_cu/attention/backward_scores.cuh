@@ -17,36 +17,21 @@
 
 namespace cukit::backward {
 
-using T = element_t;
 #if SPLIT
 using Gradient = float;
 #else
 using Gradient = T;
 #endif
 
-constexpr int kGroupThreads = 128;
-constexpr int kConsumers = 2;
-
-using QueryGradient = float[32];          // 64 queries, 64 columns
-
-// Operands whose inner extent is contiguous: 64 columns of a part.
-CUKIT_DEVICE unsigned long long inner_descriptor(const unsigned char* tile) {
-  return matrix_descriptor(tile, OperandSwizzle::Bytes128, 16, 8 * kRowBytes);
-}
-
-// Operands whose rows (or columns) of the product are contiguous, parts `part_bytes` apart.
-CUKIT_DEVICE unsigned long long outer_descriptor(const unsigned char* tile, int part_bytes) {
-  return matrix_descriptor(tile, OperandSwizzle::Bytes128, part_bytes, 8 * kRowBytes);
-}
+using QueryGradient = float[32];  // 64 queries, 64 columns
 
 // Keys as rows, queries as columns: scores = K Q^T or V dO^T, of `Columns`, started.
 template <int Columns>
 CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long keys, unsigned long long queries) {
 #pragma unroll
   for (int step = 0; step < Columns / 16; ++step) {
-    const int within = step % 4 * 32;
-    wgmma<T, TILE_M>(scores, keys + (step / 4 * kKeyPart + within) / 16,
-                            queries + (step / 4 * kQueryPart + within) / 16, step > 0);
+    wgmma<T, TILE_M>(scores, keys + KeyTile::k_step(step), queries + QueryTile::k_step(step),
+                     step > 0);
   }
   wgmma_commit();
 }

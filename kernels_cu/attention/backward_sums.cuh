@@ -1,10 +1,13 @@
-// How dQ leaves a block of the Hopper backward: warps that multiply stage it in shared memory, threads of
-// the copying warpgroup (adders) have the copy engine add it to global memory, so that nobody who
-// multiplies waits for memory.
+// How dQ leaves a block of the Hopper backward: consumers stage it in shared memory, threads of the
+// producer warpgroup (adders) have TMA add it to global memory, so that no consumer waits for memory.
 //
-// DETERMINISTIC: blocks add to a tile of queries in a fixed order. An adder awaits its block's turn,
-// the end of its copy, and then announces the next block's. In causal calls blocks come to a tile in
-// this order by themselves.
+// The first block that comes to a tile of the sum stores it, so that nobody has to write zeros before.
+// A counter for each tile (of each adder, where adders share a tile) says how far its sum is:
+//   DETERMINISTIC: how many blocks have added. Blocks add in a fixed order: an adder awaits its block's
+//     turn, the end of its copy, and then announces the next block's. In causal calls blocks come to a
+//     tile in this order by themselves.
+//   else: none has stored (0), one is storing (kStoring), one has stored (kStored).
+// The finishing kernel takes tiles whose counter is 0 for zeros.
 //
 // Macros: HEAD_DIM, TILE_M, TILE_N, CAUSAL, DETERMINISTIC.
 #pragma once
@@ -25,8 +28,7 @@ constexpr int kPieceBytes = kPieceBlocks * kQueryBlockBytes;
 
 // Stages a piece: from accumulators on, `first` being the first of them.
 template <int N>
-CUKIT_DEVICE void stage_piece(unsigned char* staging, const float (&dq)[N], int first,
-                              Mbarrier* staged) {
+CUKIT_DEVICE void stage_piece(unsigned char* staging, const float (&dq)[N], int first) {
   const int lane = threadIdx.x % kWarpSize;
   float4* const to = reinterpret_cast<float4*>(staging) + lane;
 #pragma unroll
@@ -34,9 +36,13 @@ CUKIT_DEVICE void stage_piece(unsigned char* staging, const float (&dq)[N], int 
     const float* four = &dq[first + 4 * n];
     to[n * kWarpSize] = make_float4(four[0], four[1], four[2], four[3]);
   }
+}
+
+// The warp has staged what it has for an adder.
+CUKIT_DEVICE void hand_to_adder(Sums& sums, const PipelineState<kAdders>& at) {
   fence_proxy_async();
   __syncwarp();
-  if (lane == 0) mbarrier_arrive(staged);
+  sums.staged.arrive_warp(at);
 }
 
 // How many blocks add to dQ of a tile before this one, where their order is fixed: the last keys that
@@ -50,28 +56,61 @@ CUKIT_DEVICE int turn_of(const Walk& walk, int tile) {
   return min(walk.key_tiles - 1, last_seen) - key_tile;
 }
 
-// Counts, for each adder, the blocks that have added to a tile. The first of all counts those that have
-// begun.
-CUKIT_DEVICE int* turn_counter(int* turns, long long scratch_row, int adder) {
-  return turns + kAdders + scratch_row / TILE_M * kAdders + adder;
-}
+// An adder's access to a tile of the sum. Other blocks may be waited for: they have begun before, or
+// are storing at this moment.
+class SumAccess {
+ public:
+  // `turns` of the kernel; `adder`: of those that share the tile.
+  CUKIT_DEVICE SumAccess(int* turns, long long scratch_row, int adder)
+      : counter_(turns + kAdders + scratch_row / TILE_M * kAdders + adder) {}
 
-// An adder's, before its copies: the blocks that it waits for have begun before its own.
-CUKIT_DEVICE void begin_turn(const int* counter, int turn) {
-  if constexpr (DETERMINISTIC) {
-    while (load_acquire(counter) != turn) {
+  // Before what is to be added has been staged.
+  CUKIT_DEVICE void begin(const Walk& walk, int tile) {
+    if constexpr (DETERMINISTIC) {
+      const int turn = turn_of(walk, tile);
+      first_ = turn == 0;
+      wait_for(turn);
+    } else {
+      stored_ = load_acquire(counter_) == kStored;
     }
-    fence_proxy_async_global();
   }
-}
 
-// An adder's, after its copies.
-CUKIT_DEVICE void end_turn(int* counter) {
-  if constexpr (DETERMINISTIC) {
-    bulk_wait<0>();
-    fence_proxy_async_global();
-    add_release(counter, 1);
+  // After it has been staged, before the copies.
+  CUKIT_DEVICE void enter() {
+    if constexpr (!DETERMINISTIC) {
+      first_ = !stored_ && atomicCAS(counter_, 0, kStoring) == 0;
+      if (!stored_ && !first_) wait_for(kStored);
+    }
+    if (!first_) fence_proxy_async_global();
   }
-}
+
+  CUKIT_DEVICE void add(float* to, const unsigned char* staged, unsigned bytes) const {
+    if (first_) {
+      bulk_store(to, staged, bytes);
+    } else {
+      bulk_add(to, staged, bytes);
+    }
+  }
+
+  // After the copies.
+  CUKIT_DEVICE void end() {
+    if (DETERMINISTIC || first_) {
+      bulk_wait<0>();
+      fence_proxy_async_global();
+      add_release(counter_, 1);
+    }
+  }
+
+ private:
+  static constexpr int kStoring = 1, kStored = 2;
+
+  CUKIT_DEVICE void wait_for(int value) const {
+    while (load_acquire(counter_) != value) {
+    }
+  }
+
+  int* counter_;
+  bool first_ = false, stored_ = false;
+};
 
 }  // namespace cukit::backward

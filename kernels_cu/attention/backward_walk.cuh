@@ -1,15 +1,21 @@
 // What a block of the Hopper backward walks over, and the thread that fetches it.
 //
+// Blocks are persistent: one for each SM, which takes one work (a tile of keys of a head) after the
+// other. While the consumers end a work, the next one's tiles are already on their way.
+//
 // Macros: HEAD_DIM columns of a tile; COLUMNS of Q and K and VALUE_COLUMNS of V and dO, multiples of 32,
 //   that are multiplied, as HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of a tile,
 //   STAGES, those of score_options.cuh.
 #pragma once
 
+#include "common/hopper/pipeline.cuh"
+#include "common/hopper/shared_tile.cuh"
+#include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
-#include "common/ring.cuh"
 #include "common/scores/score_options.cuh"
+#include "common/types.cuh"
 
 #ifndef COLUMNS
 #define COLUMNS HEAD_DIM
@@ -20,44 +26,48 @@
 
 namespace cukit::backward {
 
-constexpr int kParts = HEAD_DIM / 64;
-constexpr int kRowBytes = 128;  // of a part
-constexpr int kQueryPart = TILE_M * kRowBytes;
-constexpr int kKeyPart = TILE_N * kRowBytes;
-constexpr int kQueryBytes = kParts * kQueryPart;
-constexpr int kKeyBytes = kParts * kKeyPart;
+using T = element_t;
 
-// Parts of a tile that hold any of `columns`. The others are neither fetched nor multiplied.
-constexpr int parts_of(int columns) { return (columns + 63) / 64; }
+constexpr int kConsumers = 2;
+using Block = WarpSpecialized<kConsumers, 24>;
+
+// How tiles lie in shared memory, parts of 64 columns. Parts beyond COLUMNS or VALUE_COLUMNS are
+// neither fetched nor multiplied.
+using KeyTile = SharedTile<T, TILE_N, HEAD_DIM>;
+using QueryTile = SharedTile<T, TILE_M, HEAD_DIM>;
+using ScoreTile = SharedTile<T, TILE_N, TILE_M>;  // P or dS, a key a row
 
 constexpr int kAdders = 2;
 
-// dQ on its way to global memory: what those who add wait for, and what they wait for.
+// dQ on its way to global memory: what the adders wait for, and what waits for them.
 struct Sums {
-  Mbarrier staged[kAdders];  // in shared memory there is a tile, or part of one, for this adder
-  Mbarrier read[kAdders];    // the copy engine has read it
-  Mbarrier grad_out_read[STAGES];  // wide heads: the stage of dO may be written to
+  StageBarriers<kAdders> staged;         // a tile, or part of one, lies in shared memory for an adder
+  StageBarriers<kAdders> read;           // TMA has read it
+  StageBarriers<STAGES> grad_out_read;   // HEAD_DIM 256: the stage of dO may be written to
 };
 
-// `lse` comes with a stage of Q, `delta` with one of dO.
+constexpr int kWorks = 2;  // the one at hand, and the next
+
 struct Shared {
-  Ring<STAGES> q;
-  Ring<STAGES> grad_out;
+  Pipeline<kWorks> works;
+  Pipeline<STAGES> q;         // with lse
+  Pipeline<STAGES> grad_out;  // with delta
   Sums sums;
-  Mbarrier keys;
-  Mbarrier values;
+  StageBarriers<1> keys;       // K has come
+  StageBarriers<1> values;     // V has
+  StageBarriers<1> keys_read;  // both may be overwritten
+  int tickets[kWorks];
   alignas(16) float lse[STAGES][TILE_M];
   alignas(16) float delta[STAGES][TILE_M];
 };
 
-// Tiles in shared memory: parts of 64 columns, rows of 128 swizzled bytes.
 struct Tiles {
   unsigned char* k;
   unsigned char* v;
   unsigned char* q;         // stages
   unsigned char* grad_out;  // stages
   unsigned char* scores;    // P and dS
-  unsigned char* dq;        // what warps add to global memory
+  unsigned char* dq;        // what adders add to global memory
 };
 
 // Where a tensor map has a sequence: its first row, and the position on the outermost axis.
@@ -65,8 +75,8 @@ struct MapPlace {
   int row, outer;
 };
 
-// A block's keys, and the tiles of queries that see them: of each head in turn, from start_tile to
-// end_tile - 1 and on from first_tile.
+// A work: keys of a head, and the tiles of queries that see them: of each query head in turn, from
+// start_tile to end_tile - 1 and on from first_tile.
 struct Walk {
   const ScoreArrays arrays;
   const ScoreSettings& settings;
@@ -103,51 +113,51 @@ struct Position {
   }
 };
 
-// Fetches the parts of a tile that hold any of `Columns`, and `more_bytes` announced for the same
-// barrier. A box wholly outside the tensor is never asked for: TMA then touches the address where the
-// map begins, which for maps of sequences (encode_sequence_map) need not be mapped memory.
-template <int Columns>
-CUKIT_DEVICE void fetch_tile(unsigned char* tile, int part_bytes, const TensorMap* map,
-                             Mbarrier* full, const MapPlace& place, int row, int head,
-                             int more_bytes = 0) {
-  constexpr int kFetched = parts_of(Columns);
-  mbarrier_arrive_expect(full, kFetched * part_bytes + more_bytes);
-#pragma unroll 1
-  for (int part = 0; part < kFetched; ++part) {
-    tma_load_4d(tile + part * part_bytes, map, full, part * 64, head, place.row + row, place.outer);
-  }
-}
+// Where a producer or consumer is, from one work to the next.
+struct Progress {
+  PipelineState<STAGES> at;     // in the tiles of queries
+  PipelineState<kAdders> sum;   // in those of dQ
+  PipelineState<1> keys;        // in the works that have any queries
+};
 
-// One thread's work.
-CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q,
-                      const TensorMap* k, const TensorMap* v,
-                      const TensorMap* grad_out, const float* lse_log2, const float* delta,
-                      const Walk& walk) {
-  Cursor<STAGES> at;
+// One thread's work: starts the copies of a work's tiles.
+CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, const TensorMap* k,
+                        const TensorMap* v, const TensorMap* grad_out, const float* lse_log2,
+                        const float* delta, const Walk& walk, Progress& progress) {
+  // A box wholly outside the tensor is never asked for: TMA then touches the address where the map
+  // begins, which for maps of sequences (encode_sequence_map) need not be mapped memory.
+  using Keys = SharedTile<T, TILE_N, COLUMNS>;
+  using Values = SharedTile<T, TILE_N, VALUE_COLUMNS>;
+  using Queries = SharedTile<T, TILE_M, COLUMNS>;
+  using GradOut = SharedTile<T, TILE_M, VALUE_COLUMNS>;
+  constexpr int kStatistics = TILE_M * 4;
   Position position(walk);
+#pragma unroll 1
   for (int step = 0; step < walk.steps; ++step) {
-    const int row = position.tile * TILE_M;
+    const PipelineState<STAGES>& at = progress.at;
+    const int row = walk.map_q.row + position.tile * TILE_M;
     const int head = walk.first_head + position.head;
     const long long statistics = position.scratch_row(walk);
+    shared.q.acquire(at);
+    Mbarrier* full = shared.q.expect(at, Queries::kBytes + kStatistics);
+    Queries::load(tiles.q + at.index * QueryTile::kBytes, q, full, head, row, walk.map_q.outer);
+    bulk_load(shared.lse[at.index], lse_log2 + statistics, kStatistics, full);
     if (step == 0) {
-      fetch_tile<COLUMNS>(tiles.k, kKeyPart, k, &shared.keys, walk.map_kv, walk.first_key,
-                          walk.key_head);
+      shared.keys_read.wait_previous(progress.keys);
+      Keys::load(tiles.k, k, shared.keys.expect(progress.keys, Keys::kBytes), walk.key_head,
+                 walk.map_kv.row + walk.first_key, walk.map_kv.outer);
     }
-    Mbarrier* full = &shared.q.full[at.stage];
-    mbarrier_wait(&shared.q.empty[at.stage], at.parity ^ 1);
-    fetch_tile<COLUMNS>(tiles.q + at.stage * kQueryBytes, kQueryPart, q, full, walk.map_q, row, head,
-                        TILE_M * 4);
-    bulk_load(shared.lse[at.stage], lse_log2 + statistics, TILE_M * 4, full);
+    shared.grad_out.acquire(at);
+    full = shared.grad_out.expect(at, GradOut::kBytes + kStatistics);
+    GradOut::load(tiles.grad_out + at.index * QueryTile::kBytes, grad_out, full, head, row,
+                  walk.map_q.outer);
+    bulk_load(shared.delta[at.index], delta + statistics, kStatistics, full);
     if (step == 0) {
-      fetch_tile<VALUE_COLUMNS>(tiles.v, kKeyPart, v, &shared.values, walk.map_kv, walk.first_key,
-                                walk.key_head);
+      Values::load(tiles.v, v, shared.values.expect(progress.keys, Values::kBytes), walk.key_head,
+                   walk.map_kv.row + walk.first_key, walk.map_kv.outer);
+      progress.keys.advance();
     }
-    full = &shared.grad_out.full[at.stage];
-    mbarrier_wait(&shared.grad_out.empty[at.stage], at.parity ^ 1);
-    fetch_tile<VALUE_COLUMNS>(tiles.grad_out + at.stage * kQueryBytes, kQueryPart, grad_out, full,
-                              walk.map_q, row, head, TILE_M * 4);
-    bulk_load(shared.delta[at.stage], delta + statistics, TILE_M * 4, full);
-    at.advance();
+    progress.at.advance();
     position.advance(walk);
   }
 }

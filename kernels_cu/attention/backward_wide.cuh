@@ -18,10 +18,12 @@
 
 namespace cukit::backward {
 
-constexpr int kScoreBytes = kKeyPart;
 constexpr int kScoreTiles = 4;  // two stages of P, two of dS
-constexpr int kGradOutReaders = kAdders;
-constexpr int kColumns = HEAD_DIM / kConsumers;
+constexpr int kColumns = 128;   // of the first warpgroup's share; the second has the others
+// Narrower tiles leave room for dQ; wider ones stage it in the tile of dO that has just been read, which
+// the adders then pass on to the producer.
+constexpr bool kOwnStaging = HEAD_DIM == 192;
+constexpr int kGradOutReaders = kOwnStaging ? Block::kConsumerWarps : kAdders;
 // Named barriers, two each, as the first warpgroup is ahead by one: P is in shared memory; dS is, and
 // P is no longer read; and one for each warpgroup's own threads.
 constexpr int kProbabilities = 1;
@@ -29,19 +31,19 @@ constexpr int kDerivatives = 3;
 constexpr int kOwn = 5;
 
 static_assert(TILE_N == 64 && TILE_M == 64, "one product of 64 rows each way");
-static_assert(kColumns == 128, "two parts of 64 columns for each warpgroup");
+static_assert(HEAD_DIM == 192 || HEAD_DIM == 256, "one or two parts for the second warpgroup");
 static_assert(STAGES == 2, "derivatives of a softcap wait where dS is to be");
 
 using KeyGradient = float[kColumns / 2];
 
 // Of `columns`, those from `first` on, `most` at most.
-constexpr int columns_from(int columns, int first, int most) {
+CUKIT_DEVICE constexpr int columns_from(int columns, int first, int most) {
   const int left = columns - first;
   return left < 0 ? 0 : left < most ? left : most;
 }
 
 // Of `columns`, those that are the warpgroup's.
-constexpr int share_of(int columns, int group) {
+CUKIT_DEVICE constexpr int share_of(int columns, int group) {
   return columns_from(columns, group * kColumns, kColumns);
 }
 
@@ -53,8 +55,8 @@ CUKIT_DEVICE void multiply_queries(KeyGradient& sums, unsigned long long scores,
     auto& own = reinterpret_cast<float(&)[Columns / 2]>(sums);
 #pragma unroll
     for (int step = 0; step < TILE_M / 16; ++step) {
-      wgmma<T, Columns, false, true>(own, scores + step * 32 / 16,
-                                     queries + step * 16 * kRowBytes / 16, true);
+      wgmma<T, Columns, false, true>(own, scores + ScoreTile::k_step(step),
+                                     queries + QueryTile::mn_step(step), true);
     }
   }
   wgmma_commit();
@@ -69,8 +71,8 @@ CUKIT_DEVICE void multiply_scores(float (&dq)[N], unsigned long long ds, unsigne
     auto& own = reinterpret_cast<float(&)[Columns / 2]>(dq);
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; ++step) {
-      wgmma<T, Columns, true, true>(own, ds + step * 16 * kRowBytes / 16,
-                                    keys + step * 16 * kRowBytes / 16, step > 0);
+      wgmma<T, Columns, true, true>(own, ds + ScoreTile::mn_step(step),
+                                    keys + KeyTile::mn_step(step), step > 0);
     }
   }
   wgmma_commit();
@@ -80,16 +82,16 @@ CUKIT_DEVICE void multiply_scores(float (&dq)[N], unsigned long long ds, unsigne
 // SOFTCAP: times the score's derivative, which lies where dS is to be.
 CUKIT_DEVICE void differentiate(unsigned char* ds_tile, const unsigned char* p_tile, int first_row,
                                 const Scores& dp, const float* delta) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int row = first_row + lane % 16;
-  const unsigned from = shared_address(p_tile) + row * kRowBytes;
-  const unsigned to = shared_address(ds_tile) + row * kRowBytes;
+  const unsigned lane = threadIdx.x % kWarpSize;
+  const unsigned row = first_row + lane % 16;
+  const unsigned from = shared_address(p_tile);
+  const unsigned to = shared_address(ds_tile);
 #pragma unroll
   for (int step = 0; step < TILE_M / 16; ++step) {
-    const int within = ((step * 2 + lane / 16) ^ (row % 8)) * 16;
+    const unsigned chunk = 2 * step + lane / 16;
     unsigned p[4], ds[4];
-    ldmatrix_x4(p, from + within);
-    if constexpr (SOFTCAP) ldmatrix_x4(ds, to + within);
+    ldmatrix_x4(p, ScoreTile::address(from, row, chunk));
+    if constexpr (SOFTCAP) ldmatrix_x4(ds, ScoreTile::address(to, row, chunk));
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const float2 row_delta = *reinterpret_cast<const float2*>(delta + 16 * step + 8 * n);
@@ -107,73 +109,84 @@ CUKIT_DEVICE void differentiate(unsigned char* ds_tile, const unsigned char* p_t
             pack<T>(pair[0] * (g[0] - row_delta.x), pair[1] * (g[1] - row_delta.y));
       }
     }
-    stmatrix_x4(to + within, ds);
+    stmatrix_x4(ScoreTile::address(to, row, chunk), ds);
   }
 }
 
-constexpr int kScoreStage = kScoreBytes / 16;  // in descriptors
-constexpr int kQueryStage = kQueryBytes / 16;
-
 // Where tiles lie from the first of K on, in bytes.
-constexpr int kValuesAt = kKeyBytes;
-constexpr int kQueriesAt = kValuesAt + kKeyBytes;
-constexpr int kGradOutAt = kQueriesAt + STAGES * kQueryBytes;
-constexpr int kProbabilitiesAt = kGradOutAt + STAGES * kQueryBytes;
-constexpr int kDerivativesAt = kProbabilitiesAt + 2 * kScoreBytes;
+constexpr int kValuesAt = KeyTile::kBytes;
+constexpr int kQueriesAt = kValuesAt + KeyTile::kBytes;
+constexpr int kGradOutAt = kQueriesAt + STAGES * QueryTile::kBytes;
+constexpr int kProbabilitiesAt = kGradOutAt + STAGES * QueryTile::kBytes;
+constexpr int kDerivativesAt = kProbabilitiesAt + 2 * ScoreTile::kBytes;
 
 CUKIT_DEVICE void init_sums(Sums& sums) {
-  for (Mbarrier& staged : sums.staged) mbarrier_init(&staged, 4);
-  for (Mbarrier& read : sums.read) mbarrier_init(&read, 1);
-  for (Mbarrier& read : sums.grad_out_read) mbarrier_init(&read, kConsumers * 4);
+  sums.staged.init(kWarpgroupWarps);
+  sums.read.init(1);
+  sums.grad_out_read.init(Block::kConsumerWarps);
 }
 
-// One thread's work: adds a warpgroup's share of dQ, tile after tile, and passes the stage of dO in which
-// it was staged on to the thread that fetches.
+// One thread's work: adds a warpgroup's share of dQ, tile after tile.
 CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Walk& walk, float* grad_q_sum,
-                         int* turns, int adder) {
-  Cursor<STAGES> at;
+                         int* turns, int adder, Progress& progress) {
   Position position(walk);
 #pragma unroll 1
   for (int step = 0; step < walk.steps; ++step) {
     const long long row = position.scratch_row(walk);
     float* const sum = grad_q_sum + query_block<HEAD_DIM>(row, adder * kColumns);
-    const unsigned char* const staging =
-        tiles.grad_out + at.stage * kQueryBytes + adder * 4 * kPieceBytes;
-    int* const counter = turn_counter(turns, row, adder);
-    begin_turn(counter, turn_of(walk, position.tile));
-#pragma unroll 1
-    for (int part = 0; part < 2; ++part) {
-      mbarrier_wait(&shared.sums.staged[adder], part);
+    SumAccess access(turns, row, adder);
+    access.begin(walk, position.tile);
+    if constexpr (kOwnStaging) {
+      // Parts of a share lie next to each other, here and there.
+      const int parts = adder == 0 ? 2 : 1;
+      const unsigned char* const staging = tiles.dq + adder * 8 * kPieceBytes;
+      shared.sums.staged.wait({adder, progress.sum.phase});
+      access.enter();
       for (int warp = 0; warp < 4; ++warp) {
-        bulk_add(sum + query_block<HEAD_DIM>(warp * 16, part * 64), staging + warp * kPieceBytes,
-                 kPieceBytes);
+        access.add(sum + query_block<HEAD_DIM>(warp * 16, 0), staging + warp * parts * kPieceBytes,
+                   parts * kPieceBytes);
       }
       bulk_commit();
       bulk_wait_read<0>();
-      mbarrier_arrive(part == 0 ? &shared.sums.read[adder] : &shared.grad_out.empty[at.stage]);
+      shared.sums.read.arrive({adder, 0});
+      progress.sum.phase ^= 1;
+    } else {
+      const unsigned char* const staging =
+          tiles.grad_out + progress.at.index * QueryTile::kBytes + adder * 4 * kPieceBytes;
+#pragma unroll 1
+      for (unsigned part = 0; part < 2; ++part) {
+        shared.sums.staged.wait({adder, part});
+        if (part == 0) access.enter();
+        for (int warp = 0; warp < 4; ++warp) {
+          access.add(sum + query_block<HEAD_DIM>(warp * 16, part * 64), staging + warp * kPieceBytes,
+                     kPieceBytes);
+        }
+        bulk_commit();
+        bulk_wait_read<0>();
+        if (part == 0) {
+          shared.sums.read.arrive({adder, 0});
+        } else {
+          shared.grad_out.empty.arrive(progress.at);  // what was staged there has been read
+        }
+      }
     }
-    end_turn(counter);
-    at.advance();
+    access.end();
+    progress.at.advance();
     position.advance(walk);
   }
-}
-
-// A warp is through with what the barrier guards.
-CUKIT_DEVICE void leave(Mbarrier& read) {
-  if (threadIdx.x % kWarpSize == 0) mbarrier_arrive(&read);
 }
 
 // What both warpgroups know of their share. Descriptors are sums of `first` and constants: there are
 // no registers to keep them in.
 struct Share {
   int group, warp, lane_column;
-  unsigned long long first;  // inner_descriptor of all tiles
+  unsigned long long first;  // K-major, of all tiles
 
   CUKIT_DEVICE Share(const Tiles& tiles, int group)
       : group(group),
-        warp(threadIdx.x % kGroupThreads / kWarpSize),
-        lane_column(threadIdx.x % 4 * 2),
-        first(inner_descriptor(tiles.k)) {}
+        warp(threadIdx.x % kWarpgroupThreads / kWarpSize),
+        lane_column(accumulator_column()),
+        first(KeyTile::k_major(tiles.k)) {}
 
   // The same, of which the compiler derives nothing ahead of time: it would have to spill it.
   CUKIT_DEVICE Share rederived() const {
@@ -183,44 +196,71 @@ struct Share {
     return share;
   }
 
-  CUKIT_DEVICE unsigned long long inner(int at) const { return first + at / 16; }
+  CUKIT_DEVICE unsigned long long k_major(int at) const { return first + at / 16; }
 
-  // outer_descriptor: another distance between the parts.
-  CUKIT_DEVICE unsigned long long outer(int at, int part_bytes) const {
-    return first + at / 16 + (static_cast<unsigned long long>(part_bytes / 16 - 1) << 16);
+  // MN-major: another distance between the parts.
+  CUKIT_DEVICE unsigned long long mn_major(int at, int part) const {
+    return first + at / 16 + (static_cast<unsigned long long>(part - 1) << 16);
   }
 
   // P or dS of a stage, keys as rows.
-  CUKIT_DEVICE unsigned long long scores(int at, int parity) const {
-    return inner(at) + parity * kScoreStage;
+  CUKIT_DEVICE unsigned long long scores(int at, int stage) const {
+    return k_major(at) + stage * ScoreTile::kStage;
   }
 
   // The share's columns of a stage of Q or dO.
   CUKIT_DEVICE unsigned long long columns(int at, int stage) const {
-    return outer(at, kQueryPart) + (stage * kQueryStage + group * (2 * kQueryPart / 16));
+    return mn_major(at, QueryTile::kPart) +
+           (stage * QueryTile::kStage + group * (2 * QueryTile::kPart));
   }
 
   // dS of a stage, queries as rows; a part of the share's columns of K.
-  CUKIT_DEVICE unsigned long long queries(int parity) const {
-    return outer(kDerivativesAt, kKeyPart) + parity * kScoreStage;
+  CUKIT_DEVICE unsigned long long queries(int stage) const {
+    return mn_major(kDerivativesAt, ScoreTile::kPart) + stage * ScoreTile::kStage;
   }
   CUKIT_DEVICE unsigned long long keys(int part) const {
-    return outer(part * kKeyPart, kKeyPart) + group * (2 * kKeyPart / 16);
+    return mn_major(part * KeyTile::kPartBytes, KeyTile::kPart) + group * (2 * KeyTile::kPart);
   }
 
-  // Where a part of the warp's share of dQ is staged: in the tile of dO.
-  CUKIT_DEVICE unsigned char* staging(const Tiles& tiles, int stage) const {
-    return tiles.grad_out + stage * kQueryBytes + (group * 4 + warp) * kPieceBytes;
+  // Where a part of the warp's share of dQ is staged.
+  CUKIT_DEVICE unsigned char* staging(const Tiles& tiles, int stage, int part) const {
+    if constexpr (kOwnStaging) {
+      return tiles.dq + (group == 0 ? 2 * warp + part : 8 + warp) * kPieceBytes;
+    } else {
+      return tiles.grad_out + stage * QueryTile::kBytes + (group * 4 + warp) * kPieceBytes;
+    }
+  }
+
+  CUKIT_DEVICE PipelineState<kAdders> sum(const Progress& progress) const {
+    return {group, progress.sum.phase};
   }
 };
 
+// A warp has read a stage of dO.
+CUKIT_DEVICE void leave_grad_out(Shared& shared, const PipelineState<STAGES>& at) {
+  if constexpr (kOwnStaging) {
+    shared.grad_out.release(at);
+  } else {
+    shared.sums.grad_out_read.arrive_warp(at);
+  }
+}
+
+// Before dQ is staged: until there is room for it.
+CUKIT_DEVICE void wait_for_staging(Shared& shared, const PipelineState<STAGES>& at,
+                                   const PipelineState<kAdders>& sum) {
+  if constexpr (kOwnStaging) {
+    shared.sums.read.wait_previous(sum);
+  } else {
+    shared.sums.grad_out_read.wait(at);
+  }
+}
+
 // The first warpgroup.
 CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& shared,
-                                    const Tiles& tiles, const Walk& walk, const Share& all,
-                                    int steps, float scale_log2) {
-  const Share& share = all;
-  const int key = share.warp * 16 + threadIdx.x % kWarpSize / 4;
-  Cursor<STAGES> at;
+                                    const Tiles& tiles, const Walk& walk, const Share& share,
+                                    int steps, float scale_log2, Progress& progress) {
+  const int key = accumulator_row();
+  PipelineState<STAGES>& at = progress.at;
   Position position(walk);
 
   const int warp_row = share.warp * 16;
@@ -229,124 +269,130 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
   };
   Fetched fetched;
 
-  // From the scores of the tile at `position` to P.
-  const auto hand_over = [&](Scores& s, int stage) {
+  // The scores of the tile at `position`, and P of them.
+  const auto hand_over_next = [&] {
+    Scores s;
+    fetched.ask(tile_at(position));
+    shared.q.wait(at);
+    wgmma_fence();
+    multiply_keys<COLUMNS>(s, share.k_major(0),
+                           share.k_major(kQueriesAt) + at.index * QueryTile::kStage);
+    wgmma_wait<0>(s);
     const TileScores tile = tile_at(position);
-    // dS of two tiles before is no longer read: the ring of Q has come round since.
-    const ScoreRows ds_rows(tiles.scores + (2 + stage) * kScoreBytes, warp_row);
+    // dS of two tiles before is no longer read: the pipeline of Q has come round since.
+    const ScoreRows ds_rows(tiles.scores + (2 + at.index) * ScoreTile::kBytes, warp_row);
     Packed p;
     prepare(s, ds_rows, walk, tile, fetched, key, scale_log2);
-    exponentiate(s, p, shared.lse[at.stage] + share.lane_column, ds_rows, tile, scale_log2);
-    ScoreRows(tiles.scores + stage * kScoreBytes, warp_row).store(p);
+    exponentiate(s, p, shared.lse[at.index] + share.lane_column, ds_rows, tile, scale_log2);
+    ScoreRows(tiles.scores + at.index * ScoreTile::kBytes, warp_row).store(p);
     fence_proxy_async();
-    named_sync(kOwn, kGroupThreads);
-    named_arrive(kProbabilities + stage, kConsumers * kGroupThreads);
+    named_sync(kOwn, kWarpgroupThreads);
+    named_arrive(kProbabilities + at.index, kConsumers * kWarpgroupThreads);
   };
 
-  fetched.ask(tile_at(position));
-  mbarrier_wait(&shared.keys, 0);
-  mbarrier_wait(&shared.q.full[0], 0);
-  {
-    Scores s;
-    wgmma_fence();
-    multiply_keys<COLUMNS>(s, share.inner(0), share.inner(kQueriesAt));
-    wgmma_wait<0>(s);
-    hand_over(s, 0);
-  }
+  shared.keys.wait(progress.keys);
+  hand_over_next();
 
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     float dq[kColumns / 2];
-    const int parity = step % 2;
-    const Cursor<STAGES> now = at;
-    mbarrier_wait(&shared.grad_out.full[now.stage], now.parity);
+    const PipelineState<STAGES> now = at;
+    const PipelineState<kAdders> sum = share.sum(progress);
+    shared.grad_out.wait(now);
     at.advance();
     position.advance(walk);
+    progress.sum.phase ^= 1;
     wgmma_fence();
-    multiply_queries<share_of(VALUE_COLUMNS, 0)>(dv, share.scores(kProbabilitiesAt, parity), share.columns(kGradOutAt, now.stage));
-    if (step + 1 < steps) {
-      Scores s;
-      fetched.ask(tile_at(position));
-      mbarrier_wait(&shared.q.full[at.stage], at.parity);
-      wgmma_fence();
-      multiply_keys<COLUMNS>(s, share.inner(0), share.inner(kQueriesAt) + at.stage * kQueryStage);
-      wgmma_wait<0>(s);
-      hand_over(s, parity ^ 1);
-    }
+    multiply_queries<share_of(VALUE_COLUMNS, 0)>(dv, share.scores(kProbabilitiesAt, now.index),
+                                                 share.columns(kGradOutAt, now.index));
+    if (step + 1 < steps) hand_over_next();
     wgmma_wait<0>(dv);
-    leave(shared.sums.grad_out_read[now.stage]);
-    named_sync(kDerivatives + parity, kConsumers * kGroupThreads);
-    mbarrier_wait(&shared.sums.grad_out_read[now.stage], now.parity);
+    leave_grad_out(shared, now);
+    named_sync(kDerivatives + now.index, kConsumers * kWarpgroupThreads);
+    wait_for_staging(shared, now, sum);
     wgmma_fence();
-    multiply_scores<share_of(COLUMNS, 0)>(dq, share.queries(parity), share.keys(0));
-    multiply_queries<share_of(COLUMNS, 0)>(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
+    multiply_scores<share_of(COLUMNS, 0)>(dq, share.queries(now.index), share.keys(0));
+    multiply_queries<share_of(COLUMNS, 0)>(dk, share.scores(kDerivativesAt, now.index),
+                                           share.columns(kQueriesAt, now.index));
     wgmma_wait<1>(dq);
-    stage_piece(share.staging(tiles, now.stage), dq, 0, &shared.sums.staged[0]);
+    stage_piece(share.staging(tiles, now.index, 0), dq, 0);
+    if constexpr (kOwnStaging) stage_piece(share.staging(tiles, now.index, 1), dq, kColumns / 4);
+    hand_to_adder(shared.sums, sum);
     wgmma_wait<0>(dk);
-    release(shared.q, now);
-    mbarrier_wait(&shared.sums.read[0], step % 2);
-    stage_piece(share.staging(tiles, now.stage), dq, kColumns / 4, &shared.sums.staged[0]);
+    shared.q.release(now);
+    if constexpr (!kOwnStaging) {
+      shared.sums.read.wait(sum);
+      stage_piece(share.staging(tiles, now.index, 1), dq, kColumns / 4);
+      hand_to_adder(shared.sums, sum);
+    }
   }
 }
 
 // The second warpgroup.
 CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Shared& shared,
-                                         const Tiles& tiles, const Walk& walk, const Share& all,
-                                         int steps) {
-  Cursor<STAGES> at;
-  Position position(walk);
+                                         const Tiles& tiles, const Share& all, int steps,
+                                         Progress& progress) {
+  PipelineState<STAGES>& at = progress.at;
   Scores dp;
 
-  mbarrier_wait(&shared.values, 0);
-  mbarrier_wait(&shared.keys, 0);
-  mbarrier_wait(&shared.grad_out.full[0], 0);
+  shared.values.wait(progress.keys);
+  shared.keys.wait(progress.keys);
+  shared.grad_out.wait(at);
   wgmma_fence();
-  multiply_keys<VALUE_COLUMNS>(dp, all.inner(kValuesAt), all.inner(kGradOutAt));
+  multiply_keys<VALUE_COLUMNS>(dp, all.k_major(kValuesAt),
+                               all.k_major(kGradOutAt) + at.index * QueryTile::kStage);
   wgmma_wait<0>(dp);
 
 #pragma unroll 1
   for (int step = 0;;) {
     QueryGradient dq;
     const Share share = all.rederived();
-    const int parity = step % 2;
-    const Cursor<STAGES> now = at;
-    named_sync(kProbabilities + parity, kConsumers * kGroupThreads);
+    const PipelineState<STAGES> now = at;
+    const PipelineState<kAdders> sum = share.sum(progress);
+    named_sync(kProbabilities + now.index, kConsumers * kWarpgroupThreads);
     wgmma_fence();
-    multiply_queries<share_of(VALUE_COLUMNS, 1)>(dv, share.scores(kProbabilitiesAt, parity), share.columns(kGradOutAt, now.stage));
-    differentiate(tiles.scores + (2 + parity) * kScoreBytes, tiles.scores + parity * kScoreBytes,
-                  share.warp * 16, dp, shared.delta[now.stage] + share.lane_column);
+    multiply_queries<share_of(VALUE_COLUMNS, 1)>(dv, share.scores(kProbabilitiesAt, now.index),
+                                                 share.columns(kGradOutAt, now.index));
+    differentiate(tiles.scores + (2 + now.index) * ScoreTile::kBytes,
+                  tiles.scores + now.index * ScoreTile::kBytes, share.warp * 16, dp,
+                  shared.delta[now.index] + share.lane_column);
     fence_proxy_async();
     wgmma_wait<0>(dv);
-    leave(shared.sums.grad_out_read[now.stage]);
-    named_sync(kOwn + 1, kGroupThreads);
-    named_arrive(kDerivatives + parity, kConsumers * kGroupThreads);
+    leave_grad_out(shared, now);
+    named_sync(kOwn + 1, kWarpgroupThreads);
+    named_arrive(kDerivatives + now.index, kConsumers * kWarpgroupThreads);
 
-    mbarrier_wait(&shared.q.full[now.stage], now.parity);
-    mbarrier_wait(&shared.sums.grad_out_read[now.stage], now.parity);
+    shared.q.wait(now);
+    wait_for_staging(shared, now, sum);
     const bool more = step + 1 < steps;
-    if (more) {
-      at.advance();
-      position.advance(walk);
-      mbarrier_wait(&shared.grad_out.full[at.stage], at.parity);
-    }
+    at.advance();
+    progress.sum.phase ^= 1;
+    if (more) shared.grad_out.wait(at);
     wgmma_fence();
-    multiply_queries<share_of(COLUMNS, 1)>(dk, share.scores(kDerivativesAt, parity), share.columns(kQueriesAt, now.stage));
-    multiply_scores<columns_from(COLUMNS, 128, 64)>(dq, share.queries(parity), share.keys(0));
+    multiply_queries<share_of(COLUMNS, 1)>(dk, share.scores(kDerivativesAt, now.index),
+                                           share.columns(kQueriesAt, now.index));
+    multiply_scores<columns_from(COLUMNS, 128, 64)>(dq, share.queries(now.index), share.keys(0));
     // After the last tile something else, V itself: a path of its own costs registers.
-    const unsigned long long values = share.inner(kValuesAt);
+    const unsigned long long values = share.k_major(kValuesAt);
     const unsigned long long next =
-        more ? share.inner(kGradOutAt) + at.stage * kQueryStage : values;
+        more ? share.k_major(kGradOutAt) + at.index * QueryTile::kStage : values;
     multiply_keys<VALUE_COLUMNS>(dp, values, next);
     wgmma_wait<1>(dq);
-    stage_piece(share.staging(tiles, now.stage), dq, 0, &shared.sums.staged[1]);
+    stage_piece(share.staging(tiles, now.index, 0), dq, 0);
+    hand_to_adder(shared.sums, sum);
     wgmma_wait<0>(dp);
-    wgmma_fence();
-    multiply_scores<columns_from(COLUMNS, 192, 64)>(dq, share.queries(parity), share.keys(1));
-    wgmma_wait<0>(dq);
+    if constexpr (!kOwnStaging) {
+      wgmma_fence();
+      multiply_scores<columns_from(COLUMNS, 192, 64)>(dq, share.queries(now.index), share.keys(1));
+      wgmma_wait<0>(dq);
+    }
     wgmma_wait<0>(dk);
-    release(shared.q, now);
-    mbarrier_wait(&shared.sums.read[1], parity);
-    stage_piece(share.staging(tiles, now.stage), dq, 0, &shared.sums.staged[1]);
+    shared.q.release(now);
+    if constexpr (!kOwnStaging) {
+      shared.sums.read.wait(sum);
+      stage_piece(share.staging(tiles, now.index, 1), dq, 0);
+      hand_to_adder(shared.sums, sum);
+    }
     if (!more) break;
     ++step;
   }
@@ -354,8 +400,9 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
 
 template <typename MakeResults>
 CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& walk,
-                             const MakeResults& make_results, float scale_log2) {
-  const int group = warp_uniform(threadIdx.x / kGroupThreads) - 1;
+                             const MakeResults& make_results, float scale_log2,
+                             Progress& progress) {
+  const int group = Block::consumer_group();
   const int steps = warp_uniform(walk.steps);
   const Share share(tiles, group);
   KeyGradient dk, dv;
@@ -363,15 +410,18 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
   for (int i = 0; i < kColumns / 2; ++i) dk[i] = dv[i] = 0.0f;
   if (steps > 0) {
     if (group == 0) {
-      accumulate_scores(dk, dv, shared, tiles, walk, share, steps, scale_log2);
+      accumulate_scores(dk, dv, shared, tiles, walk, share, steps, scale_log2, progress);
     } else {
-      accumulate_derivatives(dk, dv, shared, tiles, walk, share, steps);
+      accumulate_derivatives(dk, dv, shared, tiles, share, steps, progress);
     }
+    shared.keys_read.arrive_warp({});
+    progress.keys.advance();
   }
   const Results results = make_results();
-  const int key = share.warp * 16 + threadIdx.x % kWarpSize / 4;
-  store<PADDED>(results.k, dk, results.keys_left, key, group * kColumns);
-  store<VALUE_PADDED>(results.v, dv, results.keys_left, key, group * kColumns);
+  const int key = accumulator_row();
+  constexpr bool kPartial = HEAD_DIM < kConsumers * kColumns;  // the second share
+  store<PADDED || kPartial>(results.k, dk, results.keys_left, key, group * kColumns);
+  store<VALUE_PADDED || kPartial>(results.v, dv, results.keys_left, key, group * kColumns);
 }
 
 }  // namespace cukit::backward

@@ -2,7 +2,8 @@
 //
 // flash_attention_backward_prepare:  delta = sum(dO * O) and lse * log2(e) of every query, padded to
 //   whole tiles: rows beyond the last query, and rows that see no key, get delta = 0 and
-//   lse = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ.
+//   lse = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ, or the counters that say
+//   whether a tile of it has been stored (COUNTERS).
 // flash_attention_backward_finish:   dQ = scale * sum, from blocks (query_gradient.cuh) to rows.
 // flash_attention_backward_sum:      dK or dV from the float32 sums of the blocks that shared a head.
 // flash_attention_backward_sinks:    dsink = -sum over the queries of exp(sink - lse) * delta: a sink
@@ -10,11 +11,14 @@
 //
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, line 4.
 // Mapping: prepare: LANES lanes a row, 16 bytes a lane. finish: a block TILE_M rows of one head, a warp
-//   16x8 blocks. sum: a thread eight elements, splits in order. sinks: a block a head.
+//   16x8 blocks. Both begin with the last rows: prepare leaves in L2 what is read first afterwards, and
+//   finish finds there what was summed up last. sum: a thread eight elements, splits in order. sinks: a
+//   block a head.
 // Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic; of sinks: a float a warp, static.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM 64|96|128|256; PADDED, VALUE_PADDED 0|1 the head
 //   is smaller; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8 (prepare);
-//   QUERY_GRADIENT 0|1 whether there is a sum to zero (prepare); TILE_M multiple of 16; VARLEN 0|1.
+//   QUERY_GRADIENT 0|1 whether there is a sum (prepare); TILE_M multiple of 16; VARLEN 0|1; COUNTERS,
+//   0 where it is not defined: counters for each tile of the sum (backward_sums.cuh).
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/attention.py.
 #include "attention/query_gradient.cuh"
 #include "attention/scratch_rows.cuh"
@@ -23,6 +27,10 @@
 #include "common/reduce.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
+
+#ifndef COUNTERS
+#define COUNTERS 0
+#endif
 
 namespace {
 
@@ -37,11 +45,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_p
     float* __restrict__ lse_log2,    // scratch rows
     float* __restrict__ delta,       // scratch rows
     float* __restrict__ grad_q_sum,  // scratch rows of HEAD_DIM
+    int* __restrict__ counters,      // [1 + tiles of the scratch, COUNTERS]
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
     long long out_batch, long long out_row, long long out_head,  // strides in elements
     long long grad_out_batch, long long grad_out_row, long long grad_out_head,
     int batch, int heads_q, int seq_q, int rows_per_head, int total_q, int value_dim) {
-  const long long row = (static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x) / LANES;
+  const long long block = gridDim.x - 1 - blockIdx.x;
+  const long long row = (block * THREADS + threadIdx.x) / LANES;
   const int lane = threadIdx.x % LANES;
   const int heads = VARLEN ? heads_q : batch * heads_q;
   const bool within = row < static_cast<long long>(heads) * rows_per_head;
@@ -69,7 +79,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_p
     lse_log2[row] = dead ? cukit::infinity() : own * cukit::kLog2E;
     delta[row] = dead ? 0.0f : sum;
   }
-  if (QUERY_GRADIENT && lane < HEAD_DIM / 8) {
+  if constexpr (COUNTERS > 0) {
+    if (lane < COUNTERS && row % TILE_M == 0) {
+      counters[(1 + row / TILE_M) * COUNTERS + lane] = 0;
+      if (row == 0) counters[lane] = 0;
+    }
+  } else if (QUERY_GRADIENT && lane < HEAD_DIM / 8) {
     float4* zeros = reinterpret_cast<float4*>(grad_q_sum + row * HEAD_DIM);
     zeros[lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     zeros[lane + HEAD_DIM / 8] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -78,23 +93,26 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_p
 
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_finish(
     const float* __restrict__ grad_q_sum,  // scratch rows of HEAD_DIM, in blocks
+    const int* __restrict__ counters,      // as in prepare
     T* __restrict__ grad_q,                // [batch, seq_q, heads_q, head_dim], contiguous
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
     int batch, int heads_q, int seq_q, int rows_per_head, int head_dim, float scale) {
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
   constexpr int kColumns = HEAD_DIM / 8;
   const int lane = threadIdx.x % cukit::kWarpSize;
-  const long long first = static_cast<long long>(blockIdx.x) * TILE_M;
+  const long long index = gridDim.x - 1 - blockIdx.x;
+  const long long first = index * TILE_M;
   const cukit::ScratchPlace place =
       cukit::scratch_place(first, batch, heads_q, seq_q, rows_per_head, cu_seqlens_q);
   const int rows = place.seq_q - place.query;
   if (VARLEN && rows <= 0) return;
+  const bool summed = COUNTERS == 0 || counters[(1 + index) * COUNTERS] > 0;
   const float* blocks = grad_q_sum + cukit::query_block<HEAD_DIM>(first, 0);
 #pragma unroll 4
   for (int i = threadIdx.x / cukit::kWarpSize; i < TILE_M / 16 * kColumns;
        i += THREADS / cukit::kWarpSize) {
-    float acc[4];
-    cukit::read_query_block(acc, blocks + i * cukit::kQueryBlock, lane);
+    float acc[4] = {};
+    if (summed) cukit::read_query_block(acc, blocks + i * cukit::kQueryBlock, lane);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = i / kColumns * 16 + half * 8 + lane / 4;

@@ -34,27 +34,20 @@
 //   for, else its additions come in any order.
 // Reference: cukit/reference/attention.py.
 #include "attention/backward_work.cuh"
-#if HEAD_DIM == 256
-#include "attention/backward_wide.cuh"
-#else
+#if HEAD_DIM <= 128
 #include "attention/backward_narrow.cuh"
+#else
+#include "attention/backward_wide.cuh"
 #endif
-#include "attention/scratch_rows.cuh"
 #include "common/ptx/opaque.cuh"
 
 namespace {
 
 namespace backward = cukit::backward;
+using backward::Block;
 using backward::Gradient;
-using T = cukit::element_t;
 
-constexpr int kConsumerWarps =
-    backward::kConsumers * backward::kGroupThreads / cukit::kWarpSize;
-constexpr int kProducerRegisters = 24;
-constexpr int kConsumerRegisters = 240;
-
-static_assert(THREADS == (backward::kConsumers + 1) * backward::kGroupThreads,
-              "a producer and the consumers");
+static_assert(THREADS == Block::kThreads, "a producer and the consumers");
 
 }  // namespace
 
@@ -65,10 +58,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const __grid_constant__ cukit::TensorMap grad_out,  // as q, of value_dim
     const float* __restrict__ lse_log2,  // scratch rows (scratch_rows.cuh)
     const float* __restrict__ delta,     // as lse_log2
-    int* __restrict__ turns,         // DETERMINISTIC: 2 + 2 a tile of the scratch, zeros at first
-    float* __restrict__ grad_q_sum,  // scratch rows of HEAD_DIM, zeros at first
-    Gradient* __restrict__ grad_k,   // [batch, seq_kv, heads, head_dim], contiguous
-    Gradient* __restrict__ grad_v,   // as grad_k, of value_dim
+    int* __restrict__ turns,             // 2 + 2 a tile of the scratch, zeros at first
+    float* __restrict__ grad_q_sum,      // scratch rows of HEAD_DIM
+    Gradient* __restrict__ grad_k,       // [batch, seq_kv, heads, head_dim], contiguous
+    Gradient* __restrict__ grad_v,       // as grad_k, of value_dim
     const float* __restrict__ alibi_slopes,     // score_options.cuh, as all up to cu_seqlens_kv
     const cukit::bias_t* __restrict__ bias,     //
     const unsigned char* __restrict__ mask,     //
@@ -82,89 +75,79 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   CUKIT_DYNAMIC_SHARED(unsigned char, bytes);
   backward::Tiles tiles;
   tiles.k = bytes;
-  tiles.v = tiles.k + backward::kKeyBytes;
-  tiles.q = tiles.v + backward::kKeyBytes;
-  tiles.grad_out = tiles.q + STAGES * backward::kQueryBytes;
-  tiles.scores = tiles.grad_out + STAGES * backward::kQueryBytes;
-  tiles.dq = tiles.scores + backward::kScoreTiles * backward::kScoreBytes;
+  tiles.v = tiles.k + backward::KeyTile::kBytes;
+  tiles.q = tiles.v + backward::KeyTile::kBytes;
+  tiles.grad_out = tiles.q + STAGES * backward::QueryTile::kBytes;
+  tiles.scores = tiles.grad_out + STAGES * backward::QueryTile::kBytes;
+  tiles.dq = tiles.scores + backward::kScoreTiles * backward::ScoreTile::kBytes;
 
-  const backward::KeyProblem problem{batch,        heads,         seq_q, seq_kv, section,
-                                     cu_seqlens_q, cu_seqlens_kv, plan};
-#if DETERMINISTIC
-  __shared__ int ticket;
-  if (threadIdx.x == 0) ticket = atomicAdd(turns, 1);
-  __syncthreads();
-#else
-  const int ticket = blockIdx.x;
-#endif
-  if (!problem.has_work(ticket)) return;
-  const backward::KeyWork work = backward::key_work(problem, ticket);
-  const cukit::Sequence& sequence = work.sequence;
-  backward::Walk walk{{alibi_slopes, nullptr, bias, mask}, settings};
-  walk.batch = work.b;
-  walk.key_head = work.head / splits;  // which `splits` of the heads share
-  walk.first_key = work.tile * TILE_N;
-  walk.keys_left = sequence.seq_kv - walk.first_key;
-  walk.past = sequence.seq_kv - sequence.seq_q;
-  walk.first_head = work.head * group;
-  walk.tiles = rows_per_head / TILE_M;
-  walk.key_tiles = work.key_tiles;
-#if VARLEN
-  walk.map_q = {seq_q - sequence.seq_q, sequence.first_q + sequence.seq_q};
-  walk.map_kv = {seq_kv - sequence.seq_kv, sequence.first_kv + sequence.seq_kv};
-  walk.first_scratch_tile = walk.first_head * walk.tiles +
-                            cukit::scratch_start(work.b, sequence.first_q) / TILE_M;
-#else
-  walk.map_q = walk.map_kv = {0, work.b};
-  walk.first_scratch_tile = (work.b * heads + work.head) * group * walk.tiles;
-#endif
-  walk.first_tile = CAUSAL ? min(walk.tiles, max(0, walk.first_key - walk.past) / TILE_M) : 0;
-#if WINDOW || VARLEN
-  const cukit::TileRange seen = cukit::query_tiles<TILE_M>(
-      walk.first_key, min(TILE_N, walk.keys_left), walk.past, sequence.seq_q, settings);
-  walk.first_tile = seen.begin;
-  walk.seen_end = seen.end;
-#endif
-  walk.steps = (walk.end_tile() - walk.first_tile) * group;
-  walk.start_tile = CAUSAL || WINDOW || DETERMINISTIC || walk.end_tile() == 0
-                        ? walk.first_tile
-                        : cukit::warp_uniform(work.tile % walk.end_tile());
+  const backward::KeyProblem problem{{alibi_slopes, nullptr, bias, mask},
+                                     settings,
+                                     batch,
+                                     heads,
+                                     group,
+                                     splits,
+                                     seq_q,
+                                     seq_kv,
+                                     rows_per_head,
+                                     section,
+                                     cu_seqlens_q,
+                                     cu_seqlens_kv,
+                                     plan};
 
-  if (threadIdx.x == 0) {
-    shared.q.init(kConsumerWarps);
+  Block::prepare([&] {
+    for (const cukit::TensorMap* map : {&q, &k, &v, &grad_out}) cukit::prefetch_tensor_map(map);
+    shared.works.init(Block::kConsumerWarps + backward::kAdders);
+    shared.q.init(Block::kConsumerWarps);
     shared.grad_out.init(backward::kGradOutReaders);
     backward::init_sums(shared.sums);
-    cukit::mbarrier_init(&shared.keys, 1);
-    cukit::mbarrier_init(&shared.values, 1);
-    cukit::fence_mbarrier_init();
-  }
-  __syncthreads();
+    shared.keys.init(1);
+    shared.values.init(1);
+    shared.keys_read.init(Block::kConsumerWarps);
+  });
 
-  if (threadIdx.x < backward::kGroupThreads) {
-    cukit::give_registers<kProducerRegisters>();
-    const int warp = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize);
-    const bool first_lane = threadIdx.x % cukit::kWarpSize == 0;
-    if (warp == 0) {
-      if (first_lane) backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, walk);
-    } else if (first_lane && warp <= backward::kAdders) {
-      backward::add_up(shared, tiles, walk, grad_q_sum, turns, warp - 1);
-    }
-  } else {
-    cukit::take_registers<kConsumerRegisters>();
-    // Worked out once more at the end: registers are short in between.
-    const auto results = [&] {
-      const backward::KeyWork again = backward::key_work(problem, cukit::opaque(ticket));
-      const int first_key = again.tile * TILE_N;
-      const long long first_row =
-          VARLEN ? again.sequence.first_kv : static_cast<long long>(again.b) * seq_kv;
-      const long long row = (first_row + first_key) * heads + again.head;
-      const auto target = [&](Gradient* gradient, int columns, float factor) {
-        return backward::Target{gradient + row * columns, static_cast<long long>(heads) * columns,
-                                columns, factor};
-      };
-      return backward::Results{target(grad_k, head_dim, scale), target(grad_v, value_dim, 1.0f),
-                               again.sequence.seq_kv - first_key};
-    };
-    backward::accumulate(shared, tiles, walk, results, scale_log2);
-  }
+  Block::run(
+      [&] {
+        const int warp = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize);
+        const bool first_lane = threadIdx.x % cukit::kWarpSize == 0;
+        const int works = problem.works();
+        backward::Progress progress;
+        if (warp == 0) {
+          backward::draw_works(shared, turns, works, [&](int ticket) {
+            const backward::Walk walk = problem.walk(problem.work(ticket));
+            if (first_lane) {
+              backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, walk, progress);
+            }
+          });
+        } else if (warp <= backward::kAdders) {
+          backward::take_works(shared, works, [&](int ticket) {
+            const backward::Walk walk = problem.walk(problem.work(ticket));
+            if (first_lane) {
+              backward::add_up(shared, tiles, walk, grad_q_sum, turns, warp - 1, progress);
+            }
+          });
+        }
+      },
+      [&] {
+        backward::Progress progress;
+        backward::take_works(shared, problem.works(), [&](int ticket) {
+          const backward::Walk walk = problem.walk(problem.work(ticket));
+          // Worked out once more at the end: registers are short in between.
+          const auto results = [&] {
+            const backward::KeyWork again = problem.work(cukit::opaque(ticket));
+            const int first_key = again.tile * TILE_N;
+            const long long first_row =
+                VARLEN ? again.sequence.first_kv : static_cast<long long>(again.b) * seq_kv;
+            const long long row = (first_row + first_key) * heads + again.head;
+            const auto target = [&](Gradient* gradient, int columns, float factor) {
+              return backward::Target{gradient + row * columns,
+                                      static_cast<long long>(heads) * columns, columns, factor};
+            };
+            return backward::Results{target(grad_k, head_dim, scale),
+                                     target(grad_v, value_dim, 1.0f),
+                                     again.sequence.seq_kv - first_key};
+          };
+          backward::accumulate(shared, tiles, walk, results, scale_log2, progress);
+        });
+      });
 }

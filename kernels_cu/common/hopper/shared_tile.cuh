@@ -94,9 +94,9 @@ struct SharedTile {
   // ---- Ordinary accesses: ldmatrix, stmatrix, 16-byte loads ----
 
   // Address of a 16-byte chunk of a row, `shared` being that of the tile.
-  CUKIT_DEVICE static unsigned address(unsigned shared, int row, int chunk) {
-    constexpr int kChunks = kRowBytes / 16;
-    const int within = (chunk % kChunks) ^ (row * kRowBytes / 128 % kChunks);
+  CUKIT_DEVICE static unsigned address(unsigned shared, unsigned row, unsigned chunk) {
+    constexpr unsigned kChunks = kRowBytes / 16;
+    const unsigned within = (chunk % kChunks) ^ (row * kRowBytes / 128 % kChunks);
     return shared + chunk / kChunks * kPartBytes + row * kRowBytes + within * 16;
   }
 

@@ -28,7 +28,9 @@ CUKIT_DEVICE void mbarrier_init(Mbarrier* barrier, unsigned arrivals) {
 
 // fence.mbarrier_init: makes initialisations visible to the cluster and to the copy engine.
 CUKIT_DEVICE void fence_mbarrier_init() {
-#ifndef CUKIT_EMULATE
+#ifdef CUKIT_EMULATE
+  emulator::fence_mbarrier_init();
+#else
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 #endif
 }

@@ -1,0 +1,23 @@
+"""Groups for `tests.sanitize`: the narrow types, there and back."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+import cukit as ck
+from tests.array_api.test_narrow import SHAPES
+from tests.contract import random, to_device
+from tests.sanitize import Group
+
+
+def narrow() -> None:
+    rng = np.random.default_rng(3)
+    types = (ck.float8_e4m3, ck.float8_e5m2, ck.int4)
+    for shape, dtype, wide in itertools.product(SHAPES, types, ("float32", "bfloat16")):
+        (placed,) = to_device("gpu", random(rng, shape, wide))
+        ck.asarray(placed, dtype).dense()
+
+
+GROUPS = {"narrow types": Group(narrow, quick=True)}
