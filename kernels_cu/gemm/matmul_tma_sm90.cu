@@ -182,12 +182,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) mat
   const cukit::MatrixTiles tiles{(m + kClusterRows - 1) / kClusterRows, (n + TILE_N - 1) / TILE_N,
                                  group, steps, 1};
 
-  Block::prepare<CLUSTER>([&] {
-    cukit::prefetch_tensor_map(&a);
-    cukit::prefetch_tensor_map(&b);
-    cukit::prefetch_tensor_map(&out);
-    pipeline.init(CLUSTER * Block::kConsumerWarps);
-  });
+  Block::prepare<CLUSTER>([&] { pipeline.init(CLUSTER * Block::kConsumerWarps); });
   Block::run(
       [&] {
         if (threadIdx.x == 0) producer::run(pipeline, stages, {&a, &b}, tiles, m);
