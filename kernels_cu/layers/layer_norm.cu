@@ -16,6 +16,10 @@
 #include "common/types.cuh"
 #include "layers/rows.cuh"
 
+#ifndef LOADS
+#define LOADS Kept
+#endif
+
 namespace {
 
 using T = cukit::element_t;
@@ -48,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const int vec = share.vec(i);
-      if (vec < num_vecs) cukit::load<cukit::Cache::Kept>(values[r][i], x + row * cols + vec * VEC);
+      if (vec < num_vecs) cukit::load<cukit::Cache::LOADS>(values[r][i], x + row * cols + vec * VEC);
     }
   }
   // Rows of one thread share weight and bias: with several they wait in registers from the start.

@@ -15,6 +15,10 @@
 #include "common/types.cuh"
 #include "layers/rows.cuh"
 
+#ifndef LOADS
+#define LOADS Kept
+#endif
+
 namespace {
 
 using T = cukit::element_t;
@@ -46,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const int vec = share.vec(i);
-      if (vec < num_vecs) cukit::load<cukit::Cache::Kept>(values[r][i], x + row * cols + vec * VEC);
+      if (vec < num_vecs) cukit::load<cukit::Cache::LOADS>(values[r][i], x + row * cols + vec * VEC);
     }
   }
   // Rows of one thread share the weight: with several it waits in registers from the start.
