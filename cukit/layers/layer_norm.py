@@ -24,7 +24,14 @@ from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.layers._column_sum import column_sum, column_sum_spec
-from cukit.layers._rows import PassFeed, RowSplit, plan_feed, split_row
+from cukit.layers._rows import (
+    REPRESENTATIVE_COLS,
+    PassFeed,
+    RowSplit,
+    plan_feed,
+    split_feed_row,
+    split_row,
+)
 from cukit.reference import norms as reference
 from cukit.registry import register
 
@@ -191,11 +198,11 @@ def plan_layer_norm_backward(
     split: RowSplit | None = None,
     feed: PassFeed | None = None,
 ) -> LayerNormConfig:
-    """Up to half the threads of the GPU, all resident: few blocks keep the partial sums in L2.
+    """A quarter of the threads of the GPU: their sums take registers, and few blocks write few.
 
     split, feed: to try others.
     """
-    split = split or split_row("layer_norm_backward", cols, itemsize, vec, bytes_in_flight=32)
+    split = split or split_feed_row("layer_norm_backward", cols, itemsize, vec)
     feed = feed or plan_feed(split, vec * itemsize, device)
     num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
     return LayerNormConfig("layer_norm_backward", dtype, residual, bias, split, num_blocks, feed)
@@ -279,9 +286,10 @@ def _prepare_backward(
 def _specs(device: Device) -> list[KernelSpec]:
     return [
         plan_layer_norm(
-            8192, 4096, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, bias
+            8192, cols, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, bias
         ).spec()
         for dtype in KERNEL_DTYPES
+        for cols in REPRESENTATIVE_COLS
         for residual in (False, True)
         for bias in (False, True)
     ]
@@ -290,9 +298,10 @@ def _specs(device: Device) -> list[KernelSpec]:
 def _specs_backward(device: Device) -> list[KernelSpec]:
     norms = [
         plan_layer_norm_backward(
-            8192, 4096, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, bias, device
+            8192, cols, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, bias, device
         ).spec()
         for dtype in KERNEL_DTYPES
+        for cols in REPRESENTATIVE_COLS
         for residual in (False, True)
         for bias in (False, True)
     ]
