@@ -19,8 +19,9 @@ _SHORT_ROW_THREADS = 128
 _SHORT_ROWS_IN_FLIGHT = 2
 _COPY_BYTES = 16
 """Of an asynchronous copy to shared memory that passes L1 by."""
-_FEED_THREADS = 512
-"""Of an SM, where the sums of the columns' gradients take up to 80 registers of a thread."""
+_FEED_THREADS = 1024
+"""Of an SM, for each sum of a column that its threads keep: registers."""
+_SHORT_FEED_THREADS = 256
 
 
 REPRESENTATIVE_COLS = (128, 4096)
@@ -74,19 +75,20 @@ def split_row(op: str, cols: int, itemsize: int, vec: int, vecs_per_thread: int 
     return _split_long_row(op, cols, itemsize, vec, vecs_per_thread, _MOST_THREADS)
 
 
-def split_feed_row(op: str, cols: int, itemsize: int, vec: int) -> RowSplit:
-    """A split for a kernel whose blocks make many passes over two tensors and keep sums for their
-    columns; raises as :func:`split_row`."""
+def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> RowSplit:
+    """A split for a kernel whose blocks make many passes over two tensors and keep sums of their
+    columns, `sums` for each: the more, the fewer threads. Raises as :func:`split_row`."""
     num_vecs = max(1, cols // vec)
-    most = _MOST_SHORT_VECS - 1 if vec * itemsize == _COPY_BYTES else _MOST_SHORT_VECS
-    if _is_short(cols, itemsize, num_vecs, most):
-        split = _split_short_row(num_vecs, vec, _FEED_THREADS // 2, most)
+    most_vecs = _MOST_SHORT_VECS if sums == 1 or vec * itemsize < _COPY_BYTES else 3
+    if _is_short(cols, itemsize, num_vecs, most_vecs):
+        split = _split_short_row(num_vecs, vec, _SHORT_FEED_THREADS, most_vecs)
         return split if split.vecs_per_thread <= 2 else replace(split, rows_per_thread=1)
-    if num_vecs <= 2 * _FEED_THREADS:
-        split = _split_long_row(op, cols, itemsize, vec, 2, _FEED_THREADS)
+    most_threads = _FEED_THREADS // sums
+    if num_vecs <= sums * most_threads:
+        split = _split_long_row(op, cols, itemsize, vec, sums, most_threads)
         return replace(split, rows_per_thread=2)
-    most = _FEED_THREADS if num_vecs <= 4 * _FEED_THREADS else _MOST_THREADS
-    return _split_long_row(op, cols, itemsize, vec, 4, most)
+    most = most_threads if num_vecs <= 2 * sums * most_threads else _MOST_THREADS
+    return _split_long_row(op, cols, itemsize, vec, 2 * sums, most)
 
 
 def _is_short(cols: int, itemsize: int, num_vecs: int, most_vecs: int) -> bool:
@@ -150,15 +152,24 @@ class PassFeed:
         return 4 * vectors * _COPY_BYTES
 
 
-def plan_feed(split: RowSplit, access_bytes: int, device: Device) -> PassFeed:
+def plan_feed(split: RowSplit, access_bytes: int, sums: int, device: Device) -> PassFeed:
     """As many blocks as registers allow; where rows are long, the next pass ahead.
 
-    Short ones keep enough loads in flight without.
+    Short ones keep enough loads in flight without. sums: as in :func:`split_feed_row`.
     """
-    blocks = max(1, _FEED_THREADS // split.threads)
+    if split.lanes <= _WARP:
+        return PassFeed(False, _FEED_THREADS // 2 // split.threads)
+    blocks = max(1, _FEED_THREADS // sums // split.threads)
     feed = PassFeed(True, blocks)
     room = device.shared_bytes_per_sm // blocks - _STATIC_AND_SYSTEM_BYTES
-    long_rows = split.lanes == split.threads and split.threads > _WARP
-    if long_rows and access_bytes == _COPY_BYTES and feed.shared_bytes(split) <= room:
-        return feed
-    return PassFeed(False, blocks)
+    fits = access_bytes == _COPY_BYTES and feed.shared_bytes(split) <= room
+    return feed if fits else replace(feed, ahead=False)
+
+
+def input_cache(total_bytes: int, device: Device) -> str:
+    """How a kernel that sees rows once loads them: the LOADS macro.
+
+    Kept in L2 last, inputs let the outputs leave it in order. Where most of the outputs fit in L2,
+    they had better stay.
+    """
+    return "Cached" if total_bytes <= 1.5 * device.l2_bytes else "Kept"

@@ -28,6 +28,7 @@ from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
     PassFeed,
     RowSplit,
+    input_cache,
     plan_feed,
     split_feed_row,
     split_row,
@@ -144,6 +145,8 @@ class LayerNormConfig:
     bias: bool
     split: RowSplit
     num_blocks: int
+    loads: str | None = None
+    """Of the forward: how the caches treat its inputs."""
     feed: PassFeed | None = None
     """Of the backward, whose blocks make several passes."""
 
@@ -155,6 +158,8 @@ class LayerNormConfig:
             ("RESIDUAL", self.residual),
             ("BIAS", self.bias),
         )
+        if self.loads is not None:
+            defines = (*defines, ("LOADS", self.loads))
         shared_bytes = 0
         if self.feed is not None:
             defines = (*defines, *self.feed.defines())
@@ -172,6 +177,7 @@ def plan_layer_norm(
     vec: int,
     residual: bool,
     bias: bool,
+    device: Device,
     *,
     split: RowSplit | None = None,
 ) -> LayerNormConfig:
@@ -181,7 +187,8 @@ def plan_layer_norm(
     split: to try another one.
     """
     split = split or split_row("layer_norm", cols, itemsize, vec, 4)
-    return LayerNormConfig("layer_norm", dtype, residual, bias, split, split.passes(rows))
+    loads = input_cache((4 if residual else 2) * rows * cols * itemsize, device)
+    return LayerNormConfig("layer_norm", dtype, residual, bias, split, split.passes(rows), loads)
 
 
 @cache
@@ -198,14 +205,17 @@ def plan_layer_norm_backward(
     split: RowSplit | None = None,
     feed: PassFeed | None = None,
 ) -> LayerNormConfig:
-    """A quarter of the threads of the GPU: their sums take registers, and few blocks write few.
+    """A quarter of the threads of the GPU, or half of them: their sums take registers.
 
     split, feed: to try others.
     """
-    split = split or split_feed_row("layer_norm_backward", cols, itemsize, vec)
-    feed = feed or plan_feed(split, vec * itemsize, device)
+    sums = 2 if bias else 1
+    split = split or split_feed_row("layer_norm_backward", cols, itemsize, vec, sums)
+    feed = feed or plan_feed(split, vec * itemsize, sums, device)
     num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
-    return LayerNormConfig("layer_norm_backward", dtype, residual, bias, split, num_blocks, feed)
+    return LayerNormConfig(
+        "layer_norm_backward", dtype, residual, bias, split, num_blocks, feed=feed
+    )
 
 
 def _check(
@@ -250,7 +260,14 @@ def _prepare(
     rows, cols = _rows_and_cols(x)
     vec = access_width(cols, x, weight, bias, residual, out)
     config = plan_layer_norm(
-        rows, cols, x.dtype.name, x.itemsize, vec, residual is not None, bias is not None
+        rows,
+        cols,
+        x.dtype.name,
+        x.itemsize,
+        vec,
+        residual is not None,
+        bias is not None,
+        current_device(),
     )
     scalars = (np.int32(rows), np.int32(cols), np.float32(eps))
     return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
@@ -286,7 +303,7 @@ def _prepare_backward(
 def _specs(device: Device) -> list[KernelSpec]:
     return [
         plan_layer_norm(
-            8192, cols, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, bias
+            8192, cols, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, bias, device
         ).spec()
         for dtype in KERNEL_DTYPES
         for cols in REPRESENTATIVE_COLS

@@ -8,16 +8,12 @@
 //   device memory once.
 // Shared memory: THREADS / 32 floats, static.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16),
-//   VECS_PER_THREAD, ROWS of rows.cuh; RESIDUAL 0|1.
+//   VECS_PER_THREAD, ROWS of rows.cuh; LOADS Cached|Kept|Streaming, of x; RESIDUAL 0|1.
 // Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
 #include "common/types.cuh"
 #include "layers/rows.cuh"
-
-#ifndef LOADS
-#define LOADS Kept
-#endif
 
 namespace {
 

@@ -288,7 +288,7 @@ def test_every_split_of_a_row_agrees(rng, split_as, cluster, cached, threads, di
     check_split("gpu", rng, (3, 20001), distance)
 
 
-@pytest.mark.parametrize("vocab_size", [5, 9, 2003, 2048])
+@pytest.mark.parametrize("vocab_size", [9, 2003])
 @pytest.mark.parametrize("cluster", [1, 4])
 @pytest.mark.parametrize("cached", [0, 1, 16])
 @pytest.mark.parametrize("distance", [0.01, 1.0])
