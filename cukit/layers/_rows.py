@@ -16,12 +16,12 @@ _MOST_SHORT_VECS = 4
 """Accesses of a thread to a row that lies in one warp."""
 _MOST_SHORT_BYTES = 2048
 _SHORT_ROW_THREADS = 128
-_SHORT_ROWS_IN_FLIGHT = 2
 _COPY_BYTES = 16
 """Of an asynchronous copy to shared memory that passes L1 by."""
 _FEED_THREADS = 1024
 """Of an SM, for each sum of a column that its threads keep: registers."""
 _SHORT_FEED_THREADS = 256
+_FEWEST_AHEAD_THREADS = 128
 
 
 REPRESENTATIVE_COLS = (128, 4096)
@@ -62,16 +62,26 @@ class RowSplit:
         )
 
 
-def split_row(op: str, cols: int, itemsize: int, vec: int, vecs_per_thread: int = 2) -> RowSplit:
+def split_row(
+    op: str,
+    cols: int,
+    itemsize: int,
+    vec: int,
+    vecs_per_thread: int = 2,
+    *,
+    short_rows_per_thread: int = 1,
+) -> RowSplit:
     """A split for a kernel that sees a row once: about `vecs_per_thread` accesses a thread in
-    flight, more for very long rows.
+    flight, more for very long rows; of short rows `short_rows_per_thread` at once.
 
     cols: row length in elements, a multiple of `vec`. Raises ArrayShapeError where a row does not
     fit the registers of one block.
     """
     num_vecs = max(1, cols // vec)
     if _is_short(cols, itemsize, num_vecs, _MOST_SHORT_VECS):
-        return _split_short_row(num_vecs, vec, _SHORT_ROW_THREADS, _MOST_SHORT_VECS)
+        split = _split_short_row(num_vecs, vec, _SHORT_ROW_THREADS, _MOST_SHORT_VECS)
+        few = split.vecs_per_thread < _MOST_SHORT_VECS
+        return replace(split, rows_per_thread=short_rows_per_thread if few else 1)
     return _split_long_row(op, cols, itemsize, vec, vecs_per_thread, _MOST_THREADS)
 
 
@@ -82,7 +92,7 @@ def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> Ro
     most_vecs = _MOST_SHORT_VECS if sums == 1 or vec * itemsize < _COPY_BYTES else 3
     if _is_short(cols, itemsize, num_vecs, most_vecs):
         split = _split_short_row(num_vecs, vec, _SHORT_FEED_THREADS, most_vecs)
-        return split if split.vecs_per_thread <= 2 else replace(split, rows_per_thread=1)
+        return replace(split, rows_per_thread=2 if split.vecs_per_thread <= 2 else 1)
     most_threads = _FEED_THREADS // sums
     if num_vecs <= sums * most_threads:
         split = _split_long_row(op, cols, itemsize, vec, sums, most_threads)
@@ -121,8 +131,7 @@ def _split_short_row(num_vecs: int, vec: int, threads: int, most_vecs: int) -> R
 
     choices = [n for n in range(1, most_vecs + 1) if lanes_for(n) <= _WARP]
     per_thread = min(choices, key=lambda n: (n * lanes_for(n), abs(n - 2)))
-    rows = _SHORT_ROWS_IN_FLIGHT if per_thread < _MOST_SHORT_VECS else 1
-    return RowSplit(threads, lanes_for(per_thread), vec, per_thread, rows)
+    return RowSplit(threads, lanes_for(per_thread), vec, per_thread)
 
 
 _STATIC_AND_SYSTEM_BYTES = 4 * KIB
@@ -162,7 +171,8 @@ def plan_feed(split: RowSplit, access_bytes: int, sums: int, device: Device) -> 
     blocks = max(1, _FEED_THREADS // sums // split.threads)
     feed = PassFeed(True, blocks)
     room = device.shared_bytes_per_sm // blocks - _STATIC_AND_SYSTEM_BYTES
-    fits = access_bytes == _COPY_BYTES and feed.shared_bytes(split) <= room
+    large = split.threads >= _FEWEST_AHEAD_THREADS and access_bytes == _COPY_BYTES
+    fits = large and feed.shared_bytes(split) <= room
     return feed if fits else replace(feed, ahead=False)
 
 

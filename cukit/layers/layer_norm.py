@@ -186,8 +186,8 @@ def plan_layer_norm(
 
     split: to try another one.
     """
-    split = split or split_row("layer_norm", cols, itemsize, vec, 4)
-    loads = input_cache((4 if residual else 2) * rows * cols * itemsize, device)
+    split = split or split_row("layer_norm", cols, itemsize, vec, 4, short_rows_per_thread=2)
+    loads = "Kept" if residual else input_cache(2 * rows * cols * itemsize, device)
     return LayerNormConfig("layer_norm", dtype, residual, bias, split, split.passes(rows), loads)
 
 

@@ -176,7 +176,7 @@ def plan_rms_norm(
     split: to try another one.
     """
     split = split or split_row("rms_norm", cols, itemsize, vec)
-    loads = input_cache((4 if residual else 2) * rows * cols * itemsize, device)
+    loads = "Kept" if residual else input_cache(2 * rows * cols * itemsize, device)
     return RmsNormConfig("rms_norm", dtype, residual, split, split.passes(rows), loads)
 
 

@@ -7,7 +7,7 @@
 // Mapping: rows.cuh says how threads share rows; a block makes one pass. Every element is read from
 //   device memory once, and the variance is summed from differences to the mean, without
 //   cancellation.
-// Shared memory: 2 * THREADS / 32 floats, static.
+// Shared memory: 2 * ROWS * THREADS / 32 floats for long rows, static.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16),
 //   VECS_PER_THREAD, ROWS of rows.cuh; LOADS Cached|Kept|Streaming, of x; RESIDUAL 0|1; BIAS 0|1.
 // Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.

@@ -6,7 +6,7 @@
 // Paper: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
 // Mapping: rows.cuh says how threads share rows; a block makes one pass. Every element is read from
 //   device memory once.
-// Shared memory: THREADS / 32 floats, static.
+// Shared memory: ROWS * THREADS / 32 floats for long rows, static.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16),
 //   VECS_PER_THREAD, ROWS of rows.cuh; LOADS Cached|Kept|Streaming, of x; RESIDUAL 0|1.
 // Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
