@@ -185,9 +185,11 @@ def _build_once(target: Path, build: Callable[[], object]) -> bool:
         with contextlib.suppress(OSError):  # a file system without locks: both build, to the same
             fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
         missing = not target.is_file()
-        if missing:
-            build()
-        lock.unlink(missing_ok=True)  # who waits for it finds the target
+        try:
+            if missing:
+                build()
+        finally:
+            lock.unlink(missing_ok=True)  # who waits for it finds the target
     return missing
 
 
