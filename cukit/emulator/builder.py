@@ -182,14 +182,14 @@ def _build_once(target: Path, build: Callable[[], object]) -> bool:
         return False
     lock = target.with_name(f"{target.name}.lock")
     with _opened(lock) as file:
-        with contextlib.suppress(OSError):  # a file system without locks: both build, to the same
+        with contextlib.suppress(OSError):  # without locks both build the same
             fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
         missing = not target.is_file()
         try:
             if missing:
                 build()
         finally:
-            lock.unlink(missing_ok=True)  # who waits for it finds the target
+            lock.unlink(missing_ok=True)  # a process that waits finds the target
     return missing
 
 
