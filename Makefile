@@ -1,7 +1,9 @@
 # From a fresh clone, with Python >= 3.10 and pip alone:
 #
 #   make demo     distil a teacher into a student on real text, on the GPU if there is one
-#   make test     the test-suite (GPU tests run where a GPU is)
+#   make test     the quick tests, under six minutes on two cores: every test, of its cases a few in
+#                 which every value of every parameter occurs (GPU tests run where a GPU is)
+#   make test-all every case: the quick tests, then what they leave out
 #   make lint     ruff and strict mypy
 #   make bench    time every kernel beside its peers (needs a GPU)
 #   make tables   write the measured tables and their picture from profiling/results/
@@ -25,13 +27,23 @@ TEST_EXTRAS := [test,report,$(or $(GPU_EXTRA),compile)]
 DEMO_STAMP := $(VENV)/.installed-demo$(addprefix -,$(GPU_EXTRA))
 TEST_STAMP := $(VENV)/.installed-test$(addprefix -,$(GPU_EXTRA))
 
-.PHONY: demo test lint bench tables clean
+# One process for each core; then the tests marked `gpu` in one process, which has the GPU alone.
+# $(1) selects cases by their marks. pytest exits with 5 where $(ARGS) leaves it no test to run.
+define run_tests
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "$(1) and not gpu" $(ARGS) || [ $$? -eq 5 ]
+	$(if $(GPU_EXTRA),$(BIN)/python -m pytest -m "$(1) and gpu" $(ARGS) || [ $$? -eq 5 ])
+endef
+
+.PHONY: demo test test-all lint bench tables clean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/cukit distill $(ARGS)
 
 test: $(TEST_STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(call run_tests,not slow)
+
+test-all: test
+	$(call run_tests,slow)
 
 lint: $(TEST_STAMP)
 	$(BIN)/ruff check .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 from collections import defaultdict
@@ -15,13 +14,9 @@ import pytest
 import cukit
 from cukit.core.device import gpu_available
 
-pytest_plugins = ("tests.guard",)
+pytest_plugins = ("tests.guard", "tests.quick_run")
 
 os.environ.setdefault("CUKIT_QUIET", "1")  # hundreds of first compiles would drown the report
-
-
-MOST_EMULATED = 1 << 16
-"""Elements of the largest shape that a test parameter may have in the emulator."""
 
 
 def pytest_report_header() -> str:
@@ -77,18 +72,10 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param != "emulator":
         yield request.param
         return
-    shape = getattr(request.node, "callspec", None)
-    sizes = [value for value in (shape.params.values() if shape else ()) if _is_shape(value)]
-    if any(math.prod(size) > MOST_EMULATED for size in sizes):
-        pytest.skip(f"more than {MOST_EMULATED} elements: for the GPU")
     assert request.config.cache is not None
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     with cukit.backend("emulator"):
         yield "emulator"
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(extent, int) for extent in value)
 
 
 @pytest.fixture

@@ -1,31 +1,24 @@
 """Every kernel variant of every op compiles for every architecture, and keeps to its registers.
 
 NVRTC needs no GPU. The cache lives in pytest's own folder: its key covers sources, includes,
-options and compiler, so that a second run only compiles what changed.
+options and compiler, so that a second run only compiles what changed. The quick run compiles every
+kernel for every architecture, and every value of each of its macros for one of them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
 
-from cukit.commands.compile import (
-    DEFAULT_ARCHS,
-    Variant,
-    compile_variant,
-    devices,
-    residency,
-    variants,
-    worker_pool,
-)
-from cukit.core.compiler import CompiledKernel
+from cukit.commands.compile import DEFAULT_ARCHS, Variant, devices, residency, variants
+from cukit.core.compiler import CompiledKernel, compile_kernel
 from cukit.core.source import kernels_root
 from cukit.errors import CompileError
+from tests.quick_run import cover
 
 MEASURING = {f"analyzer/{name}.cu" for name in ("access_probe", "copy", "fma_rate", "spin")}
 """Sources of the analyzer, which no op launches."""
@@ -38,24 +31,15 @@ TUNED_ARCHS = ("sm_80", "sm_90a")
 SPILLS_TUNED_BYTES = 32
 SPILLS_ELSEWHERE_BYTES = 128
 
-Compiled = dict[Variant, "Future[tuple[Variant, CompiledKernel | CompileError]]"]
+
+def properties(variant: Variant) -> list[Hashable]:
+    """What the quick run compiles at least once."""
+    spec = variant.spec
+    kernel = (spec.source, spec.entry)
+    return [(*kernel, variant.arch), *((*kernel, *define) for define in spec.defines)]
 
 
-@pytest.fixture(scope="session")
-def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
-    """A promise for every variant that this run asks for; all cores work on them in order."""
-    cache = request.config.cache
-    assert cache is not None
-    asked = [
-        item.callspec.params["variant"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == "test_compiles_without_spills"
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUKIT_CACHE_DIR", str(cache.mkdir("cukit-kernels")))
-        pool = worker_pool()
-        yield {variant: pool.submit(compile_variant, variant) for variant in asked}
-        pool.shutdown(cancel_futures=True)
+QUICK = cover([properties(variant) for variant in VARIANTS])
 
 
 def facts_of_cubin(compiled: CompiledKernel) -> tuple[int, int, int]:
@@ -78,10 +62,23 @@ def facts_of_log(compiled: CompiledKernel) -> tuple[int, int, int]:
     return int(registers[1]), int(shared[1]) if shared else 0, int(frame[1])
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.arch}-{v.spec}")
-def test_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
-    _, result = compiled[variant].result()
-    assert isinstance(result, CompiledKernel), str(result)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(
+            variant,
+            id=f"{variant.arch}-{variant.spec}",
+            marks=() if index in QUICK else pytest.mark.slow,
+        )
+        for index, variant in enumerate(VARIANTS)
+    ],
+)
+def test_compiles_without_spills(
+    variant: Variant, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert request.config.cache is not None
+    monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
+    result = compile_kernel(variant.spec, variant.arch)
     assert facts_of_cubin(result) == facts_of_log(result)
     spilled = result.info.spill_store_bytes + result.info.spill_load_bytes
     allowed = SPILLS_TUNED_BYTES if variant.arch in TUNED_ARCHS else SPILLS_ELSEWHERE_BYTES
@@ -97,7 +94,7 @@ def test_every_source_belongs_to_an_op() -> None:
 
 def test_a_compile_error_quotes_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cukit.core import source
-    from cukit.core.compiler import KernelSpec, compile_kernel
+    from cukit.core.compiler import KernelSpec
 
     (tmp_path / "broken.cu").write_text(
         'extern "C" __global__ void broken(int n) {\n  int unlucky = nowhere;\n}\n'

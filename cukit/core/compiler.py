@@ -92,8 +92,8 @@ def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
     info = read_cubin(cubin, spec.entry, log)
     record = {"kernel": str(spec), "arch": arch, "compile_ms": compile_ms, "log": log}
     # The record last: a cubin without one is compiled again, never half-trusted.
-    _publish(cubin_path, cubin)
-    _publish(record_path, json.dumps(record, indent=1).encode())
+    publish(cubin_path, cubin)
+    publish(record_path, json.dumps(record, indent=1).encode())
     return CompiledKernel(spec, arch, cubin_path, info, compile_ms, cached=False)
 
 
@@ -191,8 +191,8 @@ def _run_nvrtc(spec: KernelSpec, options: tuple[str, ...]) -> tuple[bytes, str]:
         nvrtc.destroyProgram(program)
 
 
-def _publish(path: Path, data: bytes) -> None:
-    """Writes a file so that readers see all of it or nothing."""
+def publish(path: Path, data: bytes) -> None:
+    """Writes a file of the cache so that readers see all of it or nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)

@@ -1,11 +1,14 @@
 """Compiles kernels and the emulator's runtime to shared libraries, in the kernel cache.
 
 As for cubins, a key covers everything that goes in: the include closure, the macros, the emulator's
-own sources, the compiler's version and flags.
+own sources, the compiler's version and flags. A file that several processes need at the same time
+is built by one of them; the others wait.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import os
@@ -14,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import IO
 
-from cukit.core.compiler import KernelSpec, cache_folder, cuda_include_folder
+from cukit.core.compiler import KernelSpec, cache_folder, cuda_include_folder, publish
 from cukit.core.device import parse_arch
 from cukit.core.parameters import layout_assertions
 from cukit.core.source import closure_hash, kernels_root
@@ -54,12 +58,11 @@ def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Bui
     source = _translation_unit(spec)
     key = _hash(closure_hash(spec.source), source, _sources_hash(), compiler.version, *flags)
     library = _folder() / f"{spec.entry}-{arch}-{key}.so"
-    if not library.is_file():
-        start = time.perf_counter()
-        _compile_kernel(spec, source, library, flags)
-        if not os.environ.get("CUKIT_QUIET"):
-            seconds = time.perf_counter() - start
-            print(f"cukit: compiled {spec} for the emulator in {seconds:.1f} s", file=sys.stderr)
+    start = time.perf_counter()
+    built = _build_once(library, partial(_compile_kernel, spec, source, library, flags))
+    if built and not os.environ.get("CUKIT_QUIET"):
+        seconds = time.perf_counter() - start
+        print(f"cukit: compiled {spec} for the emulator in {seconds:.1f} s", file=sys.stderr)
     return Build(spec, library, _cluster_shape(library, spec.entry))
 
 
@@ -68,13 +71,16 @@ def build_runtime() -> Path:
     compiler = find_compiler()
     flags = runtime_flags()
     library = _folder() / f"runtime-{_hash(_sources_hash(), compiler.version, *flags)}.so"
-    if not library.is_file():
-        with tempfile.TemporaryDirectory() as folder:
-            objects = [Path(folder) / f"{source.stem}.o" for source in _runtime_sources()]
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-                list(pool.map(partial(_compile_source, flags), _runtime_sources(), objects))
-            _publish(library, ["-shared", "-pthread", *map(str, objects)], "the emulator")
+    _build_once(library, partial(_compile_runtime, library, flags))
     return library
+
+
+def _compile_runtime(library: Path, flags: tuple[str, ...]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [Path(folder) / f"{source.stem}.o" for source in _runtime_sources()]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            list(pool.map(partial(_compile_source, flags), _runtime_sources(), objects))
+        _compile_into(library, ["-shared", "-pthread", *map(str, objects)], "the emulator")
 
 
 def _runtime_sources() -> list[Path]:
@@ -89,14 +95,13 @@ def _compile_source(flags: tuple[str, ...], source: Path, target: Path) -> None:
 def _compile_kernel(spec: KernelSpec, source: str, library: Path, flags: tuple[str, ...]) -> None:
     prelude = _precompiled_prelude(flags)
     unit = library.with_suffix(".cpp")
-    _folder().mkdir(parents=True, exist_ok=True)
-    unit.write_text(source, encoding="utf-8")
-    compiled = library.with_suffix(".o")
-    arguments = [*flags, "-include", str(prelude), *include_flags(), "-c", str(unit)]
-    _publish(compiled, arguments, str(spec))
-    # Linked without the flags: a sanitizer's own runtime must stay out.
-    _publish(library, ["-shared", str(compiled)], str(spec))
-    compiled.unlink(missing_ok=True)
+    publish(unit, source.encode())
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = str(Path(folder) / "kernel.o")
+        arguments = [*flags, "-include", str(prelude), *include_flags(), "-c", str(unit)]
+        find_compiler().run([*arguments, "-o", compiled], str(spec))
+        # Linked without the flags: a sanitizer's own runtime must stay out.
+        _compile_into(library, ["-shared", compiled], str(spec))
 
 
 def _translation_unit(spec: KernelSpec) -> str:
@@ -118,16 +123,13 @@ def _precompiled_prelude(flags: tuple[str, ...]) -> Path:
     compiler = find_compiler()
     key = _hash(_sources_hash(), compiler.version, *flags)
     header = _folder() / f"prelude-{key}" / "prelude.h"
+    if not header.is_file():
+        publish(header, _PRELUDE.encode())
+    if "-g3" in flags:
+        return header  # a precompiled one would hide its macros, threadIdx among them, from gdb
     compiled = header.with_suffix(".h.gch")
-    if not compiled.is_file():
-        header.parent.mkdir(parents=True, exist_ok=True)
-        if not header.is_file():
-            header.write_text(_PRELUDE, encoding="utf-8")
-        if "-g3" in flags:
-            return header  # a precompiled one would hide its macros, threadIdx among them, from gdb
-        _publish(
-            compiled, [*flags, *include_flags(), "-x", "c++-header", str(header)], "the prelude"
-        )
+    arguments = [*flags, *include_flags(), "-x", "c++-header", str(header)]
+    _build_once(compiled, lambda: _compile_into(compiled, arguments, "the prelude"))
     return header
 
 
@@ -176,18 +178,47 @@ def _folder() -> Path:
     return cache_folder() / "emulator"
 
 
-def _publish(target: Path, arguments: Iterable[str], what: str) -> None:
+def _build_once(target: Path, build: Callable[[], object]) -> bool:
+    """Runs `build` if `target` is missing and no other process builds it; whether it ran."""
+    if target.is_file():
+        return False
+    lock = target.with_name(f"{target.name}.lock")
+    with _opened(lock) as file:
+        with contextlib.suppress(OSError):  # without locks both build the same
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        missing = not target.is_file()
+        try:
+            if missing:
+                build()
+        finally:
+            lock.unlink(missing_ok=True)  # a process that waits finds the target
+    return missing
+
+
+def _compile_into(target: Path, arguments: Iterable[str], what: str) -> None:
     """Runs the compiler into a file that readers see whole or not at all."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, suffix=target.suffix)
         os.close(descriptor)
     except OSError as error:
-        raise CacheError(
-            f"the kernel cache cannot be written: {error}; set CUKIT_CACHE_DIR to a folder that can"
-        ) from error
+        raise _unwritable(error) from error
     try:
         find_compiler().run([*arguments, "-o", temporary], what)
         os.replace(temporary, target)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _opened(path: Path) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a")
+    except OSError as error:
+        raise _unwritable(error) from error
+
+
+def _unwritable(error: OSError) -> CacheError:
+    return CacheError(
+        f"the kernel cache cannot be written: {error}; set CUKIT_CACHE_DIR to a folder that can"
+    )

@@ -90,7 +90,7 @@ def runtime_flags() -> tuple[str, ...]:
 def kernel_flags(checked: bool, debug: bool, gcc: bool) -> tuple[str, ...]:
     """For a kernel. The sanitizers only instrument: what they call is the emulator's own."""
     flags = [*_LANGUAGE, *_machine_flags()]
-    flags += ["-O0", "-g3"] if debug else ["-O1", "-g"] if checked else ["-O2", "-g1"]
+    flags += ["-O0", "-g3"] if debug else ["-O1" if checked else "-O2", "-g1"]
     if gcc:
         # Constants of templates belong to their kernel: two kernels may have the same names.
         flags.append("-fno-gnu-unique")

@@ -20,6 +20,7 @@ from tests.contract import (
     to_device,
     to_host,
 )
+from tests.quick_run import emulated
 
 # (seq_len_q, seq_len_kv): one key, queries without keys, ends inside a tile, whole tiles.
 LENGTHS = [(1, 1), (239, 1), (1, 239), (113, 203), (203, 113)]
@@ -74,9 +75,8 @@ def check(device, rng, lengths, heads, head_dim, dtype, causal, batch=2):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("lengths", LENGTHS)
+@emulated(lambda heads: heads == (6, 2))  # one kind of group covers the kernels
 def test_ragged_lengths(device, rng, lengths, heads, causal):
-    if device == "emulator" and heads != (6, 2):
-        pytest.skip("one kind of group covers the kernels: the rest is for the GPU")
     check(device, rng, lengths, heads, 64, "bfloat16", causal, batch=2 if device == "gpu" else 1)
 
 
@@ -91,12 +91,11 @@ def test_long_lengths(rng, lengths, heads, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@emulated(lambda head_dim, dtype: head_dim in EMULATED_HEAD_DIMS and dtype == "bfloat16")
 def test_head_dims(device, rng, head_dim, dtype, causal):
     if device == "gpu":
         check(device, rng, (150, 215), (4, 2), head_dim, dtype, causal)
         return
-    if device == "emulator" and (head_dim not in EMULATED_HEAD_DIMS or dtype != "bfloat16"):
-        pytest.skip("a case compiles five kernels: one of each width, the rest is for the GPU")
     check(device, rng, (70, 135), (2, 1), head_dim, dtype, causal, batch=1)
 
 

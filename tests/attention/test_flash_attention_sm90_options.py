@@ -21,6 +21,7 @@ from tests.contract import (
     to_device,
     to_host,
 )
+from tests.quick_run import emulated
 
 LSE_ATOL = 1e-5
 EVERY_OPTION = {
@@ -75,10 +76,9 @@ def check(place, q, k, v, options: dict[str, Any]):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", EVERY_OPTION)
+@emulated(lambda name, head_dim: name in EMULATED and head_dim != 256)
 def test_options(hopper, rng, name, head_dim):
     """Lengths that end inside tiles, and tiles that end before the keys do."""
-    if hopper == "emulator" and (name not in EMULATED or head_dim == 256):
-        pytest.skip("the emulator runs what differs most; the rest is for the GPU")
     lengths = (70, 304) if hopper == "emulator" else (300, 528)
     heads, batch = ((2, 1), 1) if hopper == "emulator" else ((4, 2), 2)
     q, k, v = inputs_of(rng, lengths, heads, head_dim, batch=batch)
@@ -91,9 +91,8 @@ def test_options(hopper, rng, name, head_dim):
     ("head_dim", "value_dim"),
     [(96, 96), (72, 72), (80, 80), (192, 192), (192, 128), (40, 200), (104, 64), (256, 8)],
 )
+@emulated(lambda head_dim, causal: causal == (head_dim == 192))
 def test_widths(hopper, rng, head_dim, value_dim, causal):
-    if hopper == "emulator" and causal != (head_dim == 192):
-        pytest.skip("one mask a width; the rest is for the GPU")
     lengths = (70, 250) if hopper == "emulator" else (300, 528)
     check(hopper, *inputs_of(rng, lengths, (2, 1), head_dim, value_dim), {"causal": causal})
 
@@ -157,9 +156,8 @@ def check_sequences(place, arrays, lengths, **options):
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (30, 20)}])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@emulated(lambda head_dim, options: (head_dim == 256) == ("causal" in options))
 def test_sequences_of_any_lengths(hopper, rng, head_dim, options):
-    if hopper == "emulator" and (head_dim == 256) != bool(options.get("causal")):
-        pytest.skip("one mask a width; the rest is for the GPU")
     heads, repeat = ((2, 1), 1) if hopper == "emulator" else ((4, 2), 9)
     check_sequences(hopper, *sequences_of(rng, heads, head_dim, repeat), **options)
 

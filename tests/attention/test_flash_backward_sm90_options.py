@@ -14,6 +14,7 @@ from tests.attention import plain
 from tests.attention.options import OPTIONS, options_of, widened
 from tests.attention.test_flash_sequences import plain_sequences
 from tests.contract import assert_close, poison_pool, random, to_device, to_host
+from tests.quick_run import emulated
 
 NAMES = ("grad_q", "grad_k", "grad_v")
 # What users combine, beside tests/attention/options.py.
@@ -80,11 +81,10 @@ def check(place, q, k, v, grad_out, options: dict[str, Any], deterministic=False
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", EVERY_OPTION)
+@emulated(lambda name, head_dim: (name, head_dim) in EMULATED)
 def test_options(hopper, rng, name, head_dim):
     """Several tiles both ways, keys that end inside one, and blocks that see no query."""
     if hopper == "emulator":
-        if (name, head_dim) not in EMULATED:
-            pytest.skip("the emulator runs what differs most; the rest is for the GPU")
         lengths, heads, batch = (150, 272), (2, 1), 1
         ways: tuple[bool, ...] = (EMULATED[name, head_dim],)
     else:
@@ -101,11 +101,10 @@ WIDTHS = [(96, 96), (192, 128), (64, 256), (128, 64), (40, 72), (192, 192), (8, 
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
+@emulated(lambda head_dim, value_dim: (head_dim, value_dim) in WIDTHS[:3])
 def test_widths(hopper, rng, head_dim, value_dim):
     """Columns of a tile that are not multiplied, and those of each warpgroup."""
     if hopper == "emulator":
-        if (head_dim, value_dim) not in WIDTHS[:3]:
-            pytest.skip("the emulator runs what differs most; the rest is for the GPU")
         lengths, heads, ways = (150, 150), (2, 1), (head_dim == 192,)
     else:
         lengths, heads, ways = (700, 600), (8, 2), (False, True)
@@ -146,18 +145,16 @@ FEW = ([5, 0, 140, 3, 0, 70], [9, 4, 135, 0, 0, 150])
     ("head_dim", "name", "deterministic"),
     [(128, "causal", False), (64, "window, sinks", True), (256, "causal", True), (64, None, False)],
 )
+@emulated(lambda name: name is not None)
 def test_sequences_of_any_lengths(hopper, rng, head_dim, name, deterministic):
-    if hopper == "emulator" and name is None:
-        pytest.skip("the rest is for the GPU")
     asked = {"causal": name == "causal"} if name in (None, "causal") else EVERY_OPTION[name]
     check_sequences(hopper, rng, asked, FEW, (2, 1), head_dim, deterministic)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
+@emulated(lambda head_dim: head_dim == 64)
 def test_a_neighbour_full_of_nan_is_not_seen(hopper, rng, head_dim):
     """Its rows lie in the tiles of the sequence before it, and are multiplied by zeros."""
-    if hopper == "emulator" and head_dim != 64:
-        pytest.skip("the rest is for the GPU")
     lengths = [20, 25, 15, 140, 9], [20, 25, 15, 40, 200]
     arrays, where = sequences_of(rng, lengths, (2, 1), head_dim)
     broken = [x.copy() for x in arrays]

@@ -15,6 +15,7 @@ from cukit.reference import attention as reference
 from tests.attention import plain
 from tests.attention.options import OPTIONS, judge, options_of, run, widened
 from tests.contract import check_gradient, random, to_device, to_host
+from tests.quick_run import emulated
 
 PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
 EMULATED = ("causal window, sinks", "bias, mask", "everything")
@@ -34,15 +35,12 @@ def check(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value_dim=None,
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+@emulated(lambda name: name in EMULATED)  # a case compiles four kernels: three show every option
 def test_options(place, rng, name):
     if place == "gpu":
         check(place, rng, OPTIONS[name], (150, 215), (4, 2), batch=2)
         check(place, rng, OPTIONS[name], (215, 160), (4, 2), 128, dtype="float16", batch=2)
         return
-    if place == "emulator" and name not in EMULATED:
-        pytest.skip(
-            "a case compiles four kernels: three show every option, the rest is for the GPU"
-        )
     # Rows of 144 elements begin at multiples of sixteen bytes, rows of 135 do not.
     lengths = (70, 144) if name == "bias, mask" else (70, 135)
     check(place, rng, OPTIONS[name], lengths, batch=1 if place == "emulator" else 2)
@@ -72,6 +70,7 @@ def test_ragged_lengths(gpu, rng, lengths, heads, name):
         (192, 192),
     ],
 )
+@emulated(lambda head_dim, value_dim: (head_dim, value_dim) in {(40, 72), (192, 128)})
 def test_heads_of_values_may_differ(place, rng, head_dim, value_dim):
     if place == "gpu":
         for causal in (False, True):
@@ -79,16 +78,13 @@ def test_heads_of_values_may_differ(place, rng, head_dim, value_dim):
             check(place, rng, asked, (150, 215), (4, 2), head_dim, value_dim, batch=2)
         check(place, rng, OPTIONS["everything"], (113, 203), (4, 2), head_dim, value_dim, "float16")
         return
-    if place == "emulator" and (head_dim, value_dim) not in {(40, 72), (192, 128)}:
-        pytest.skip("the rest is for the GPU")
     check(place, rng, {"causal": True}, (70, 135), (2, 1), head_dim, value_dim)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
+@emulated(lambda sinks: sinks)
 def test_rows_that_a_mask_hides_altogether(place, rng, sinks):
     """Zeros, -infinity as lse and no gradient; with a sink, its score as lse."""
-    if place == "emulator" and not sinks:
-        pytest.skip("the rest is for the GPU")
     q, k, v, grad_out = (random(rng, (1, 40, 2, 64), "bfloat16") for _ in range(4))
     mask = rng.random((40, 40)) < 0.5
     mask[5:30] = False

@@ -18,6 +18,7 @@ from cukit.attention.flash_tilings import WARPGROUP_TILINGS, warpgroup_tilings
 from cukit.core.device import KIB, typical_device
 from cukit.core.kernel import load_kernel
 from tests.contract import to_device, to_host
+from tests.quick_run import emulated
 
 H200 = typical_device("sm_90")
 PROBLEM = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
@@ -123,11 +124,10 @@ def plan_sequences(device, lengths_q, lengths_kv, heads, tile_m=128):
 
 
 @pytest.mark.parametrize("count", [1, 37, 2500])
+@emulated(lambda count: count <= 1024)
 def test_every_sequence_is_dealt_once_and_the_long_ones_first(device, rng, count):
     if device == "cpu":
         pytest.skip("the order is made by a kernel")
-    if device == "emulator" and count > 1024:
-        pytest.skip("slow: for the GPU")
     lengths_q = rng.integers(0, 700, count)
     lengths_kv = np.exp(rng.uniform(0, 9.7, count)).astype(int)
     starts, order = plan_sequences(device, lengths_q, lengths_kv, heads=3)

@@ -9,6 +9,7 @@ from cukit.attention import flash_attention, flash_attention_backward
 from tests.attention import plain
 from tests.attention.options import OPTIONS, judge, options_of, run
 from tests.contract import random, to_device, to_host
+from tests.quick_run import emulated
 
 SEQUENCES = {
     "some empty": ([5, 0, 70, 3, 0], [9, 4, 135, 0, 0]),
@@ -71,16 +72,14 @@ def plain_sequences(q, k, v, grad_out, options, ends):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", SEQUENCES)
+@emulated(lambda name: name != "one")
 def test_sequences_of_any_lengths(place, rng, name, causal):
-    if place == "emulator" and name == "one":
-        pytest.skip("the rest is for the GPU")
     check_sequences(place, rng, {"causal": causal}, SEQUENCES[name])
 
 
 @pytest.mark.parametrize("name", ["everything", "causal window, sinks"])
+@emulated(lambda name: name == "everything")
 def test_sequences_with_options(place, rng, name):
-    if place == "emulator" and name != "everything":
-        pytest.skip("the rest is for the GPU")
     check_sequences(place, rng, OPTIONS[name], SEQUENCES["some empty"], room=3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from cukit.core.kernel import KernelSpec, load_kernel
 from cukit.core.source import kernels_root
 from cukit.emulator.builder import build_kernel
 from cukit.emulator.settings import Settings, settings_from
+from cukit.emulator.toolchain import Compiler
 from cukit.errors import CompileError, ConfigError, EmulatorError, LaunchError
 
 COPY = """
@@ -146,6 +148,28 @@ def test_any_edit_compiles_anew(copy_kernel):
     path = Path(copy_kernel.source)
     path.write_text(path.read_text() + "// edited\n")
     assert build_kernel(copy_kernel, "sm_90", True, False).library != first
+
+
+@pytest.mark.emulator
+def test_who_needs_a_kernel_that_is_being_built_waits_for_it(copy_kernel, monkeypatch):
+    build_kernel(copy_kernel, "sm_80", True, False)  # the prelude is there from here on
+    compiled = []
+
+    def run(compiler: Compiler, arguments: list[str], what: str) -> None:
+        compiled.append(what)
+        original(compiler, arguments, what)
+
+    original = Compiler.run
+    monkeypatch.setattr(Compiler, "run", run)
+    path = Path(copy_kernel.source)
+    path.write_text(path.read_text() + "// another\n")
+    with ThreadPoolExecutor(8) as pool:
+        tasks = [pool.submit(build_kernel, copy_kernel, "sm_80", True, False) for _ in range(8)]
+        libraries = {task.result().library for task in tasks}
+    assert len(libraries) == 1
+    assert len(compiled) == 2, "compiled once and linked once"
+    (library,) = libraries
+    assert not list(library.parent.glob(f"{library.name}.*")), "no lock stays"
 
 
 @pytest.mark.emulator

@@ -11,7 +11,13 @@ from tests.memory.soak import Soak, main
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("limit", [24 * MIB, 96 * MIB], ids=["tight", "roomy"])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        pytest.param(24 * MIB, id="tight"),
+        pytest.param(96 * MIB, id="roomy", marks=pytest.mark.slow),
+    ],
+)
 def test_soak(provider: Provider, limit: int) -> None:
     soak = Soak(provider, limit, seed=limit)
     operations = 50_000 if "host" in provider.name else 5_000
