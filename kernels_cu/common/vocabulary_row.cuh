@@ -21,8 +21,6 @@
 
 namespace cukit {
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 // Exponents that no real logit reaches: where the reference of a row without any mass stays.
 constexpr float kNoMass = -1e30f;
 
