@@ -31,6 +31,16 @@ FAMILIES = ("layers", "distill", "gemm", "array_api", "memory", "analyzer", "att
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 WARM_UP = "no tool"
 
+# initcheck does not see what cp.async.bulk writes: kernels that read such results are left out, and
+# copies to the host. The suite's guard covers both, since what nobody wrote is NaN there.
+BULK_READERS = ("flash_attention_backward_finish",)
+OPTIONS = {
+    "initcheck": (
+        *("--check-api-memory-access", "no"),
+        *("--kernel-name-exclude", ",".join(f"kns={name}" for name in BULK_READERS)),
+    )
+}
+
 # One thread of NumPy's library a process: several processes share the cores.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUKIT_QUIET": "1"}
 
@@ -95,7 +105,7 @@ def errors_of(text: str) -> str:
     plain = re.findall(r"ERROR SUMMARY: (\d+) errors?", text)
     if races:
         return races[-1][0] if races[-1][0] == "0" else "{} ({})".format(*races[-1])
-    return plain[-1] if plain else " ".join(text.split())[-100:]
+    return plain[0] if plain else " ".join(text.split())[-100:]
 
 
 def sanitize(sanitizer: str, job: tuple[str, str], *, limit_s: float, logs: Path | None) -> Finding:
@@ -104,7 +114,7 @@ def sanitize(sanitizer: str, job: tuple[str, str], *, limit_s: float, logs: Path
     command = [sys.executable, "-m", "tests.sanitize", "--run", group]
     if tool != WARM_UP:
         options = ["--tool", tool, "--report-api-errors", "no", "--error-exitcode", "1"]
-        command = [sanitizer, *options, *command]
+        command = [sanitizer, *options, *OPTIONS.get(tool, ()), *command]
     start = time.perf_counter()
     try:
         done = subprocess.run(

@@ -126,7 +126,7 @@ def test_damage_fails_the_test_that_did_it(run_suite: Any) -> None:
     assert "guard: on, --guard-seed 7 repeats it" in output
     assert "3 failed, 3 passed, 1 skipped" in output
     written, both, spoilt = re.split(r"\n_{5,} (?=test_\w+ _{5,})", output)[1:]
-    allocated = r"1 byte\(s\) changed[^\n]*, of {} bytes at 0x\w+, allocated in test_it.py::{}\n"
+    allocated = r"1 byte\(s\) changed[^\n]*: {} bytes at 0x\w+, allocated by test_it.py::{}\n"
     assert re.search(allocated.format(100, "test_writes_behind_its_array"), written)
     assert re.search(r"test_it.py:\d+ in test_writes_behind_its_array", written)
     assert "AssertionError: its own failure" in both
@@ -195,6 +195,7 @@ def test_racecheck_takes_a_choice_unless_it_is_asked_for() -> None:
     [
         ("========= ERROR SUMMARY: 0 errors", "0"),
         ("hm\n========= ERROR SUMMARY: 1 error\n", "1"),
+        ("ERROR SUMMARY: 65472 errors\nERROR SUMMARY: 65372 errors were not printed", "65472"),
         ("RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "0"),
         ("RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)", "2 (1 error, 1 warning)"),
         ("Traceback\nValueError: no\n", "Traceback ValueError: no"),
@@ -243,6 +244,8 @@ def test_the_whole_run(monkeypatch, capsys, tmp_path: Path, broken: bool) -> Non
     assert [command[0] for command in commands[:4]] == [sys.executable] * 4
     assert all(command[0] == "/bin/sanitizer" for command in commands[4:])
     assert all("--report-api-errors" in command for command in commands[4:])
+    for command in commands[4:]:
+        assert ("--kernel-name-exclude" in command) == ("initcheck" in command)
     total = len(commands) - 4
     assert f"{total - broken} of {total} clean" in output
     assert len(list((tmp_path / "logs").iterdir())) == len(commands)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cukit.core.arrays import (
+    ACCESS_BYTES,
     KERNEL_DTYPES,
     Array,
     address_of,
@@ -96,18 +97,22 @@ install_codec(encode, decode)
 
 _THREADS = 128
 _VECS_PER_THREAD = 2
-_ACCESS_BYTES = 16
+_ITEMS_PER_THREAD = 8  # of the path for any alignment: bytes or values
 _FORMATS = {"float8_e4m3": "E4M3", "float8_e5m2": "E5M2", "int8": "INT8", "int4": "INT4"}
 
 
 @dataclass(frozen=True)
 class NarrowConfig:
-    """The variant of a conversion: `vec` values an access, 1 where anything may be unaligned."""
+    """The variant of a conversion: `vec` values an access, 1 where anything may be unaligned.
+
+    A thread makes `vecs_per_thread` accesses before it uses the first.
+    """
 
     entry: str
     format: str
     dtype: str
     vec: int
+    vecs_per_thread: int
     index: str
     num_blocks: int
 
@@ -117,7 +122,7 @@ class NarrowConfig:
             ("FORMAT", self.format),
             ("DTYPE", self.dtype),
             ("VEC", self.vec),
-            ("VECS_PER_THREAD", _VECS_PER_THREAD),
+            ("VECS_PER_THREAD", self.vecs_per_thread),
             ("INDEX", self.index),
             ("THREADS", _THREADS),
         )
@@ -135,16 +140,18 @@ def plan_narrow(
 ) -> NarrowConfig:
     """How `entry` ("encode" or "decode") converts `rows` rows of `extent` values of `dtype`.
 
-    aligned: both arrays begin where a vector's access may. More rows than one are such that end in
-        a byte that is not full.
+    rows: 1 where no row ends in a byte that is not full: all values are one row then.
+    aligned: whether both arrays begin where accesses of a vector may.
     """
-    vec = _ACCESS_BYTES // dtype.itemsize if aligned and rows == 1 else 1
+    vec = ACCESS_BYTES // dtype.itemsize if aligned and rows == 1 else 1
     per_byte = 1 if vec > 1 or entry == "decode" else 8 // narrow.bits
     items = rows * (extent // vec if vec > 1 else -(-extent // per_byte))
-    per_block = _THREADS * _VECS_PER_THREAD
+    per_thread = _VECS_PER_THREAD if vec > 1 else _ITEMS_PER_THREAD
+    per_block = _THREADS * per_thread
     num_blocks = max(-(-items // per_block), 1 if rows * extent else 0)
     index = "uint32" if rows * extent + per_block < 2**32 else "uint64"
-    return NarrowConfig(entry, _FORMATS[narrow.name], dtype.name, vec, index, num_blocks)
+    format_name = _FORMATS[narrow.name]
+    return NarrowConfig(entry, format_name, dtype.name, vec, per_thread, index, num_blocks)
 
 
 @launch_plan
@@ -152,8 +159,8 @@ def _prepare(entry: str, values: Array, storage: Array, narrow: NarrowDtype) -> 
     rows, extent = 1, values.size
     if values.shape[-1] * narrow.bits % 8:
         rows, extent = values.size // values.shape[-1], values.shape[-1]
-    codes_bytes = _ACCESS_BYTES // values.itemsize * narrow.bits // 8
-    aligned = address_of(values) % _ACCESS_BYTES == 0 and address_of(storage) % codes_bytes == 0
+    codes_bytes = ACCESS_BYTES // values.itemsize * narrow.bits // 8
+    aligned = address_of(values) % ACCESS_BYTES == 0 and address_of(storage) % codes_bytes == 0
     config = plan_narrow(entry, narrow, values.dtype, rows, extent, aligned=aligned)
     cols = narrow.storage_shape((extent,))[0]
     scalars = (np.int64(rows), np.int64(extent), np.int64(cols))

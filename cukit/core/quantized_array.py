@@ -40,14 +40,7 @@ from cukit.errors import (
     UnsupportedDeviceError,
 )
 
-__all__ = [
-    "QuantizedArray",
-    "block_shape",
-    "install_codec",
-    "is_float8",
-    "scales_shape",
-]
-
+__all__ = ["QuantizedArray", "block_shape", "install_codec", "is_float8", "scales_shape"]
 
 SCALE_DTYPES = KERNEL_DTYPES
 ZERO_POINT_DTYPES = (np.dtype(np.int8), *KERNEL_DTYPES)
@@ -153,7 +146,7 @@ class QuantizedArray:
 
         x: float32|float16|bfloat16 [..., n], any layout. Overflow and infinities become the largest
             finite value; NaN stays NaN in float8 and becomes 0 in integers.
-        The rest as for the class; without scales, x itself is rounded.
+        The rest as for the class; without scales, x itself is rounded. A scale of 0 divides like 1.
         """
         assert _codec is not None
         return _codec[0](x, dtype, scales, zero_points, axis, group_size)

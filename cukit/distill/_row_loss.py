@@ -146,24 +146,23 @@ def split_vocabulary(
     """The split for rows of `vocab_size` of `num_tensors` tensors; None lets it choose.
 
     Three blocks on a multiprocessor overlap one's loads with another's arithmetic: a row goes over
-    as many blocks as bring its share below a third of the shared memory. Where eight do not, two
-    larger blocks keep what they can and read the rest again.
+    as many blocks as bring its share below a third of the shared memory. Where eight do not, three
+    larger ones keep what they can and read the rest again.
     """
     vecs = -(-vocab_size // vec)
     vec_bytes = vec * itemsize * num_tensors
+    share = _share_of_shared_memory(device, 3)
     if cluster is None:
         cluster = 1
         if device.compute_capability[0] in (9, 10) and sweeps > 1:
-            share = _share_of_shared_memory(device, 3)
             while cluster < 8 and -(-vecs // cluster) * vec_bytes > share:
                 cluster *= 2
     per_block = -(-vecs // cluster)
-    blocks = 3 if per_block * vec_bytes <= _share_of_shared_memory(device, 3) else 2
     if threads is None:
-        most = 256 if blocks == 3 else 512
+        most = 384 if sweeps > 1 and per_block * vec_bytes > share else 256
         threads = min(most, max(32, 1 << (per_block // 2 - 1).bit_length()))
     if cached is None:
-        room = _share_of_shared_memory(device, blocks) // (threads * vec_bytes)
+        room = share // (threads * vec_bytes)
         cached = min(room, -(-per_block // threads)) if sweeps > 1 else 0
     return VocabularySplit(threads, vec, cluster, cached, cached * threads * vec_bytes)
 

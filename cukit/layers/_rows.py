@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cukit.core.device import KIB, Device
 from cukit.errors import ArrayShapeError
@@ -14,9 +14,18 @@ _MOST_REGISTERS = 32
 _WARP = 32
 _MOST_SHORT_VECS = 4
 """Accesses of a thread to a row that lies in one warp."""
-_MOST_SHORT_BYTES = 1024
-"""Longer rows are as fast with a block of their own, whose threads hold less each."""
-_SHORT_ROW_THREADS = 256
+_MOST_SHORT_BYTES = 2048
+_SHORT_ROW_THREADS = 128
+_COPY_BYTES = 16
+"""Of an asynchronous copy to shared memory that passes L1 by."""
+_FEED_THREADS = 1024
+"""Of an SM, for each sum of a column that its threads keep: registers."""
+_SHORT_FEED_THREADS = 256
+_FEWEST_AHEAD_THREADS = 128
+
+
+REPRESENTATIVE_COLS = (128, 4096)
+"""Row lengths of either kind: several rows a block, a block a row."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +69,48 @@ def split_row(
     vec: int,
     vecs_per_thread: int = 2,
     *,
-    bytes_in_flight: int = 64,
+    short_rows_per_thread: int = 1,
 ) -> RowSplit:
-    """A split with about `vecs_per_thread` accesses a thread in flight, more for very long rows.
+    """A split for a kernel that sees a row once: about `vecs_per_thread` accesses a thread in
+    flight, more for very long rows; of short rows `short_rows_per_thread` at once.
 
-    cols: row length in elements, a multiple of `vec`.
-    bytes_in_flight: what a thread asks of a tensor at once where rows are short: several rows.
-    Raises ArrayShapeError where a row does not fit the registers of one block.
+    cols: row length in elements, a multiple of `vec`. Raises ArrayShapeError where a row does not
+    fit the registers of one block.
     """
     num_vecs = max(1, cols // vec)
-    if cols * itemsize <= _MOST_SHORT_BYTES and num_vecs <= _WARP * _MOST_SHORT_VECS:
-        return _split_short_row(num_vecs, itemsize, vec, bytes_in_flight)
+    if _is_short(cols, itemsize, num_vecs, _MOST_SHORT_VECS):
+        split = _split_short_row(num_vecs, vec, _SHORT_ROW_THREADS, _MOST_SHORT_VECS)
+        few = split.vecs_per_thread < _MOST_SHORT_VECS
+        return replace(split, rows_per_thread=short_rows_per_thread if few else 1)
+    return _split_long_row(op, cols, itemsize, vec, vecs_per_thread, _MOST_THREADS)
+
+
+def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> RowSplit:
+    """A split for a kernel whose blocks make many passes over two tensors and keep sums of their
+    columns, `sums` for each: the more, the fewer threads. Raises as :func:`split_row`."""
+    num_vecs = max(1, cols // vec)
+    most_vecs = _MOST_SHORT_VECS if sums == 1 or vec * itemsize < _COPY_BYTES else 3
+    if _is_short(cols, itemsize, num_vecs, most_vecs):
+        split = _split_short_row(num_vecs, vec, _SHORT_FEED_THREADS, most_vecs)
+        return replace(split, rows_per_thread=2 if split.vecs_per_thread <= 2 else 1)
+    most_threads = _FEED_THREADS // sums
+    if num_vecs <= sums * most_threads:
+        split = _split_long_row(op, cols, itemsize, vec, sums, most_threads)
+        return replace(split, rows_per_thread=2)
+    most = most_threads if num_vecs <= 2 * sums * most_threads else _MOST_THREADS
+    return _split_long_row(op, cols, itemsize, vec, 2 * sums, most)
+
+
+def _is_short(cols: int, itemsize: int, num_vecs: int, most_vecs: int) -> bool:
+    return cols * itemsize <= _MOST_SHORT_BYTES and num_vecs <= _WARP * most_vecs
+
+
+def _split_long_row(
+    op: str, cols: int, itemsize: int, vec: int, vecs_per_thread: int, most_threads: int
+) -> RowSplit:
+    num_vecs = max(1, cols // vec)
     threads = -(-num_vecs // vecs_per_thread)
-    threads = min(_MOST_THREADS, max(_WARP, -(-threads // _WARP) * _WARP))
+    threads = min(most_threads, max(_WARP, -(-threads // _WARP) * _WARP))
     per_thread = -(-num_vecs // threads)
     registers = per_thread * max(1, vec * itemsize // 4)
     if registers > _MOST_REGISTERS:
@@ -84,21 +122,18 @@ def split_row(
     return RowSplit(threads, threads, vec, per_thread)
 
 
-def _split_short_row(num_vecs: int, itemsize: int, vec: int, bytes_in_flight: int) -> RowSplit:
-    """A power of two of lanes within a warp; of those the one that leaves fewest places empty."""
+def _split_short_row(num_vecs: int, vec: int, threads: int, most_vecs: int) -> RowSplit:
+    """A power of two of lanes within a warp: of those that leave fewest places empty the one with
+    two accesses a lane, or next to that. A reduction over few lanes takes few exchanges."""
 
     def lanes_for(per_thread: int) -> int:
         return 1 << (-(-num_vecs // per_thread) - 1).bit_length()
 
-    choices = [n for n in range(1, _MOST_SHORT_VECS + 1) if lanes_for(n) <= _WARP]
-    per_thread = min(choices, key=lambda n: n * lanes_for(n))
-    in_flight = bytes_in_flight // (per_thread * vec * itemsize)
-    rows_per_thread = 4 if in_flight >= 4 else max(1, in_flight)
-    return RowSplit(_SHORT_ROW_THREADS, lanes_for(per_thread), vec, per_thread, rows_per_thread)
+    choices = [n for n in range(1, most_vecs + 1) if lanes_for(n) <= _WARP]
+    per_thread = min(choices, key=lambda n: (n * lanes_for(n), abs(n - 2)))
+    return RowSplit(threads, lanes_for(per_thread), vec, per_thread)
 
 
-_COPY_BYTES = 16
-"""Of an asynchronous copy to shared memory that passes L1 by."""
 _STATIC_AND_SYSTEM_BYTES = 4 * KIB
 """Of a block's shared memory."""
 
@@ -126,15 +161,25 @@ class PassFeed:
         return 4 * vectors * _COPY_BYTES
 
 
-def plan_feed(split: RowSplit, access_bytes: int, device: Device) -> PassFeed:
-    """Blocks with half the threads of an SM; where rows are long, the next pass ahead.
+def plan_feed(split: RowSplit, access_bytes: int, sums: int, device: Device) -> PassFeed:
+    """As many blocks as registers allow; where rows are long, the next pass ahead.
 
-    Short ones keep enough loads in flight without.
+    Short ones keep enough loads in flight without. sums: as in :func:`split_feed_row`.
     """
-    blocks = max(1, device.max_threads_per_sm // 2 // split.threads)
+    if split.lanes <= _WARP:
+        return PassFeed(False, _FEED_THREADS // 2 // split.threads)
+    blocks = max(1, _FEED_THREADS // sums // split.threads)
     feed = PassFeed(True, blocks)
     room = device.shared_bytes_per_sm // blocks - _STATIC_AND_SYSTEM_BYTES
-    long_rows = split.lanes == split.threads and split.threads > _WARP
-    if long_rows and access_bytes == _COPY_BYTES and feed.shared_bytes(split) <= room:
-        return feed
-    return PassFeed(False, blocks)
+    large = split.threads >= _FEWEST_AHEAD_THREADS and access_bytes == _COPY_BYTES
+    fits = large and feed.shared_bytes(split) <= room
+    return feed if fits else replace(feed, ahead=False)
+
+
+def input_cache(total_bytes: int, device: Device) -> str:
+    """How a kernel that sees rows once loads them: the LOADS macro.
+
+    Kept in L2 last, inputs let the outputs leave it in order. Where most of the outputs fit in L2,
+    they had better stay.
+    """
+    return "Cached" if total_bytes <= 1.5 * device.l2_bytes else "Kept"

@@ -24,7 +24,15 @@ from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.layers._column_sum import column_sum, column_sum_spec
-from cukit.layers._rows import PassFeed, RowSplit, plan_feed, split_row
+from cukit.layers._rows import (
+    REPRESENTATIVE_COLS,
+    PassFeed,
+    RowSplit,
+    input_cache,
+    plan_feed,
+    split_feed_row,
+    split_row,
+)
 from cukit.reference import norms as reference
 from cukit.registry import register
 
@@ -137,6 +145,8 @@ class LayerNormConfig:
     bias: bool
     split: RowSplit
     num_blocks: int
+    loads: str | None = None
+    """Of the forward: how the caches treat its inputs."""
     feed: PassFeed | None = None
     """Of the backward, whose blocks make several passes."""
 
@@ -148,6 +158,8 @@ class LayerNormConfig:
             ("RESIDUAL", self.residual),
             ("BIAS", self.bias),
         )
+        if self.loads is not None:
+            defines = (*defines, ("LOADS", self.loads))
         shared_bytes = 0
         if self.feed is not None:
             defines = (*defines, *self.feed.defines())
@@ -165,6 +177,7 @@ def plan_layer_norm(
     vec: int,
     residual: bool,
     bias: bool,
+    device: Device,
     *,
     split: RowSplit | None = None,
 ) -> LayerNormConfig:
@@ -173,8 +186,9 @@ def plan_layer_norm(
 
     split: to try another one.
     """
-    split = split or split_row("layer_norm", cols, itemsize, vec, 4)
-    return LayerNormConfig("layer_norm", dtype, residual, bias, split, split.passes(rows))
+    split = split or split_row("layer_norm", cols, itemsize, vec, 4, short_rows_per_thread=2)
+    loads = "Kept" if residual else input_cache(2 * rows * cols * itemsize, device)
+    return LayerNormConfig("layer_norm", dtype, residual, bias, split, split.passes(rows), loads)
 
 
 @cache
@@ -191,14 +205,17 @@ def plan_layer_norm_backward(
     split: RowSplit | None = None,
     feed: PassFeed | None = None,
 ) -> LayerNormConfig:
-    """Up to half the threads of the GPU, all resident: few blocks keep the partial sums in L2.
+    """A quarter of the threads of the GPU, or half of them: their sums take registers.
 
     split, feed: to try others.
     """
-    split = split or split_row("layer_norm_backward", cols, itemsize, vec, bytes_in_flight=32)
-    feed = feed or plan_feed(split, vec * itemsize, device)
+    sums = 2 if bias else 1
+    split = split or split_feed_row("layer_norm_backward", cols, itemsize, vec, sums)
+    feed = feed or plan_feed(split, vec * itemsize, sums, device)
     num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
-    return LayerNormConfig("layer_norm_backward", dtype, residual, bias, split, num_blocks, feed)
+    return LayerNormConfig(
+        "layer_norm_backward", dtype, residual, bias, split, num_blocks, feed=feed
+    )
 
 
 def _check(
@@ -243,7 +260,14 @@ def _prepare(
     rows, cols = _rows_and_cols(x)
     vec = access_width(cols, x, weight, bias, residual, out)
     config = plan_layer_norm(
-        rows, cols, x.dtype.name, x.itemsize, vec, residual is not None, bias is not None
+        rows,
+        cols,
+        x.dtype.name,
+        x.itemsize,
+        vec,
+        residual is not None,
+        bias is not None,
+        current_device(),
     )
     scalars = (np.int32(rows), np.int32(cols), np.float32(eps))
     return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
@@ -279,9 +303,10 @@ def _prepare_backward(
 def _specs(device: Device) -> list[KernelSpec]:
     return [
         plan_layer_norm(
-            8192, 4096, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, bias
+            8192, cols, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, bias, device
         ).spec()
         for dtype in KERNEL_DTYPES
+        for cols in REPRESENTATIVE_COLS
         for residual in (False, True)
         for bias in (False, True)
     ]
@@ -290,9 +315,10 @@ def _specs(device: Device) -> list[KernelSpec]:
 def _specs_backward(device: Device) -> list[KernelSpec]:
     norms = [
         plan_layer_norm_backward(
-            8192, 4096, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, bias, device
+            8192, cols, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, bias, device
         ).spec()
         for dtype in KERNEL_DTYPES
+        for cols in REPRESENTATIVE_COLS
         for residual in (False, True)
         for bias in (False, True)
     ]

@@ -24,7 +24,15 @@ from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.layers._column_sum import column_sum, column_sum_spec
-from cukit.layers._rows import PassFeed, RowSplit, plan_feed, split_row
+from cukit.layers._rows import (
+    REPRESENTATIVE_COLS,
+    PassFeed,
+    RowSplit,
+    input_cache,
+    plan_feed,
+    split_feed_row,
+    split_row,
+)
 from cukit.reference import norms as reference
 from cukit.registry import register
 
@@ -129,6 +137,8 @@ class RmsNormConfig:
     residual: bool
     split: RowSplit
     num_blocks: int
+    loads: str | None = None
+    """Of the forward: how the caches treat its inputs."""
     feed: PassFeed | None = None
     """Of the backward, whose blocks make several passes."""
 
@@ -139,6 +149,8 @@ class RmsNormConfig:
             *self.split.defines(),
             ("RESIDUAL", self.residual),
         )
+        if self.loads is not None:
+            defines = (*defines, ("LOADS", self.loads))
         shared_bytes = 0
         if self.feed is not None:
             defines = (*defines, *self.feed.defines())
@@ -155,6 +167,7 @@ def plan_rms_norm(
     itemsize: int,
     vec: int,
     residual: bool,
+    device: Device,
     *,
     split: RowSplit | None = None,
 ) -> RmsNormConfig:
@@ -163,7 +176,8 @@ def plan_rms_norm(
     split: to try another one.
     """
     split = split or split_row("rms_norm", cols, itemsize, vec)
-    return RmsNormConfig("rms_norm", dtype, residual, split, split.passes(rows))
+    loads = "Kept" if residual else input_cache(2 * rows * cols * itemsize, device)
+    return RmsNormConfig("rms_norm", dtype, residual, split, split.passes(rows), loads)
 
 
 @cache
@@ -179,14 +193,15 @@ def plan_rms_norm_backward(
     split: RowSplit | None = None,
     feed: PassFeed | None = None,
 ) -> RmsNormConfig:
-    """Half the threads of the GPU: few blocks keep the partial weight gradients in L2.
+    """A quarter of the threads of the GPU, or half of them: their sums take registers.
 
     split, feed: to try others.
     """
-    split = split or split_row("rms_norm_backward", cols, itemsize, vec, bytes_in_flight=32)
-    feed = feed or plan_feed(split, vec * itemsize, device)
+    sums = 1
+    split = split or split_feed_row("rms_norm_backward", cols, itemsize, vec, sums)
+    feed = feed or plan_feed(split, vec * itemsize, sums, device)
     num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
-    return RmsNormConfig("rms_norm_backward", dtype, residual, split, num_blocks, feed)
+    return RmsNormConfig("rms_norm_backward", dtype, residual, split, num_blocks, feed=feed)
 
 
 def _check(x: Array, weight: Array, residual: Array | None, out: Array | None) -> None:
@@ -219,7 +234,9 @@ def _prepare(
     check_array("rms_norm", "x", x, dtypes=KERNEL_DTYPES)
     rows, cols = _rows_and_cols(x)
     vec = access_width(cols, x, weight, residual, out)
-    config = plan_rms_norm(rows, cols, x.dtype.name, x.itemsize, vec, residual is not None)
+    config = plan_rms_norm(
+        rows, cols, x.dtype.name, x.itemsize, vec, residual is not None, current_device()
+    )
     scalars = (np.int32(rows), np.int32(cols), np.float32(eps))
     return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
 
@@ -241,24 +258,25 @@ def _prepare_backward(
 
 def _specs(device: Device) -> list[KernelSpec]:
     return [
-        plan_rms_norm(8192, 4096, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual).spec()
+        plan_rms_norm(
+            8192, cols, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, device
+        ).spec()
         for dtype in KERNEL_DTYPES
+        for cols in REPRESENTATIVE_COLS
         for residual in (False, True)
     ]
 
 
 def _specs_backward(device: Device) -> list[KernelSpec]:
-    return [
-        spec
+    norms = [
+        plan_rms_norm_backward(
+            8192, cols, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, device
+        ).spec()
         for dtype in KERNEL_DTYPES
+        for cols in REPRESENTATIVE_COLS
         for residual in (False, True)
-        for spec in (
-            plan_rms_norm_backward(
-                8192, 4096, dtype.name, dtype.itemsize, 16 // dtype.itemsize, residual, device
-            ).spec(),
-            column_sum_spec(dtype.name),
-        )
     ]
+    return norms + [column_sum_spec(dtype.name) for dtype in KERNEL_DTYPES]
 
 
 register(

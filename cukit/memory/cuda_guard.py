@@ -34,6 +34,7 @@ from cukit.memory.cuda_driver import (
 )
 from cukit.memory.guard import GuardedMemory
 from cukit.memory.provider import DeviceOutOfMemory
+from cukit.memory.streams import CaptureKey
 
 THREADS = 256
 CHUNK_BYTES = 1 << 16
@@ -64,11 +65,12 @@ class CudaGuardDevice:
         self._pages = cupy.ndarray((_MOST_PAGES, 5), np.int64, start)
         self._damage = cupy.ndarray((_MOST_PAGES, 3), np.int32, start + self._pages.nbytes)
 
-    def capture(self) -> int | None:
-        handle = self._cuda.get_current_stream().ptr
+    def capture(self) -> CaptureKey | None:
+        handle = int(self._cuda.get_current_stream().ptr)
         if handle < _CAPTURABLE_FROM or not self._runtime.streamIsCapturing(handle):
             return None
-        return self._captures.capture_of(handle)
+        capture = self._captures.capture_of(handle)
+        return None if capture is None else CaptureKey(capture, handle)
 
     def ended_captures(self) -> list[int]:
         return self._captures.ended()

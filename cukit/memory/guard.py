@@ -27,6 +27,7 @@ from cukit.memory.blocks import Frame
 from cukit.memory.cuda_driver import VirtualMemoryDriver
 from cukit.memory.listeners import call_site
 from cukit.memory.provider import DeviceOutOfMemory
+from cukit.memory.streams import CaptureKey
 
 ALIGNMENT = 16
 """Of allocations at the end of a slot: what cukit's ops ask of an array. CuPy's own pool aligns to
@@ -71,9 +72,8 @@ class Allocation(NamedTuple):
 
     def __str__(self) -> str:
         where = [f"{frame.filename}:{frame.line} in {frame.name}" for frame in self.call_site]
-        return "\n    ".join(
-            [f"{self.size:,} bytes at {self.address:#x}, allocated in {self.label}", *where]
-        )
+        by = f" by {self.label}" if self.label else ""
+        return "\n    ".join([f"{self.size:,} bytes at {self.address:#x}, allocated{by}", *where])
 
 
 class Damage(NamedTuple):
@@ -88,10 +88,12 @@ class Damage(NamedTuple):
     def __str__(self) -> str:
         size = self.allocation.size
         places = [
-            f"{-place} before its start" if place < 0 else f"{place - size} behind its end"
+            f"{-place} bytes before its start"
+            if place < 0
+            else f"{place - size} bytes past its end"
             for place in (self.first, self.last)
         ]
-        return f"{self.num_bytes} byte(s) changed, {' to '.join(places)}, of {self.allocation}"
+        return f"{self.num_bytes} byte(s) changed, from {' to '.join(places)}: {self.allocation}"
 
 
 class GuardDevice(Protocol):
@@ -99,8 +101,8 @@ class GuardDevice(Protocol):
 
     total_bytes: int
 
-    def capture(self) -> int | None:
-        """The graph capture that the current stream takes part in."""
+    def capture(self) -> CaptureKey | None:
+        """The graph capture that the current stream takes part in, and the stream."""
 
     def ended_captures(self) -> list[int]:
         """Captures whose graphs are gone; each is named once."""
@@ -130,7 +132,7 @@ class Slot:
     begin: int = 0
     """The bytes that allocations may have written since the slot was filled: [begin, end)."""
     end: int = 0
-    capture: int | None = None
+    capture: CaptureKey | None = None
     """The slot is this graph's, freed or not: its launches write to it."""
 
 
@@ -149,8 +151,8 @@ class GuardedMemory:
     """
 
     def __init__(self, driver: VirtualMemoryDriver, device: GuardDevice, seed: int) -> None:
-        self.label = "no test"
-        """Allocations remember it: what the program is about."""
+        self.label = ""
+        """Who allocates: allocations remember it."""
         self._driver = driver
         self._device = device
         self._random = random.Random(seed)
@@ -164,8 +166,9 @@ class GuardedMemory:
         """Freed, to be checked and filled again."""
         self._ready: defaultdict[int, list[Slot]] = defaultdict(list)
         """By size: filled."""
-        self._kept: defaultdict[tuple[int, int], list[Slot]] = defaultdict(list)
-        """By capture and size: freed, but the graph goes on using them."""
+        self._kept: defaultdict[tuple[CaptureKey, int], list[Slot]] = defaultdict(list)
+        """By capture and size: freed, but the graph goes on using them. Allocated again in the same
+        capture, on the same stream, which works on them in this order."""
         self._damage: list[Damage] = []
         self.latest: deque[Allocation] = deque(maxlen=LATEST)
         """Since the last check, freed or not: what a kernel that faults has worked on."""
@@ -218,7 +221,7 @@ class GuardedMemory:
             pages = 1 << (pages - 1).bit_length()
         return pages * self._page_bytes
 
-    def _find(self, size: int, capture: int | None) -> Slot:
+    def _find(self, size: int, capture: CaptureKey | None) -> Slot:
         """A slot with nothing in it."""
         if capture is not None and self._kept[capture, size]:
             return self._kept[capture, size].pop()
@@ -229,7 +232,7 @@ class GuardedMemory:
         slot.capture = capture
         return slot
 
-    def _grow(self, size: int, capture: int | None) -> Slot:
+    def _grow(self, size: int, capture: CaptureKey | None) -> Slot:
         try:
             return self._create(size)
         except DeviceOutOfMemory:
@@ -301,12 +304,12 @@ class GuardedMemory:
         self._give_back(surplus)
 
     def _release_captures(self) -> None:
-        for capture in self._device.ended_captures():
-            for key in [key for key in self._kept if key[0] == capture]:
-                self._worn += self._kept.pop(key)
-            for slot in self._live:
-                if slot.capture == capture:
-                    slot.capture = None
+        ended = set(self._device.ended_captures())
+        for key in [key for key in self._kept if key[0].capture in ended]:
+            self._worn += self._kept.pop(key)
+        for slot in self._live:
+            if slot.capture is not None and slot.capture.capture in ended:
+                slot.capture = None
 
     def _pattern(self) -> int:
         choice = self._random.randrange(len(WORDS) + 3)
@@ -326,7 +329,11 @@ class GuardedMemory:
         damage = self._device.guard_pages(pages, self._page_bytes)
         for slot, start, end in zip(slots, firsts, firsts[1:], strict=False):
             if damage[start:end, 0].any():
-                self._damage.append(self._damage_of(slot, damage[start:end]))
+                found = self._damage_of(slot, damage[start:end])
+                self._damage.append(found)
+                # Told once, though the slot stays in use.
+                slot.begin = min(slot.begin, found.allocation.address + found.first)
+                slot.end = max(slot.end, found.allocation.address + found.last + 1)
 
     def _damage_of(self, slot: Slot, pages: npt.NDArray[np.int32]) -> Damage:
         bad = np.flatnonzero(pages[:, 0])

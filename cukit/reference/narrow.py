@@ -90,8 +90,12 @@ def broadcast_factors(factors: Array, shape: tuple[int, ...], block: tuple[int, 
 
 
 def quantize(x: Array, scales: Array, zero_points: Array | None, block: tuple[int, ...]) -> Array:
-    """x / scale + zero_point in float32: what is rounded to codes. Each factor serves a block."""
-    scaled = x.astype(np.float32) / broadcast_factors(scales, x.shape, block)
+    """x / scale + zero_point in float32: what is rounded to codes. Each factor serves a block.
+
+    A scale of 0, which the largest magnitude of a block of zeros gives, divides like 1.
+    """
+    divisors = scales + (scales == 0).astype(scales.dtype)
+    scaled = x.astype(np.float32) / broadcast_factors(divisors, x.shape, block)
     if zero_points is None:
         return scaled
     return scaled + broadcast_factors(zero_points, x.shape, block)

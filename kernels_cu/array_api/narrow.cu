@@ -50,7 +50,7 @@ CUKIT_DEVICE unsigned encode_integer(float x) {
   return static_cast<unsigned>(min(max(__float2int_rn(x), -kMost - 1), kMost)) & kMask;
 }
 
-CUKIT_DEVICE unsigned encode_group(const float (&x)[kGroup]) {
+CUKIT_DEVICE unsigned encode_group(const float* x) {
   if constexpr (kFloat) {
     const unsigned low = __nv_cvt_float2_to_fp8x2(make_float2(x[0], x[1]), __NV_SATFINITE, kFloat8);
     const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(x[2], x[3]), __NV_SATFINITE, kFloat8);
@@ -63,7 +63,7 @@ CUKIT_DEVICE unsigned encode_group(const float (&x)[kGroup]) {
   }
 }
 
-CUKIT_DEVICE void decode_group(float (&x)[kGroup], unsigned codes) {
+CUKIT_DEVICE void decode_group(float* x, unsigned codes) {
   if constexpr (kFloat) {
 #pragma unroll
     for (int i = 0; i < kGroup; i += 2) {
@@ -112,6 +112,23 @@ CUKIT_DEVICE Index first_index() {
   return static_cast<Index>(blockIdx.x) * (THREADS * VECS_PER_THREAD) + threadIdx.x;
 }
 
+// Row and column of items that are THREADS apart, in rows of `width`, without a division each.
+struct Position {
+  Index width, row, col, rows_step, cols_step;
+
+  CUKIT_DEVICE Position(Index index, Index width)
+      : width(width),
+        row(index / width),
+        col(index % width),
+        rows_step(THREADS / width),
+        cols_step(THREADS % width) {}
+
+  CUKIT_DEVICE void advance() {
+    row += rows_step, col += cols_step;
+    if (col >= width) col -= width, ++row;
+  }
+};
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) encode(
@@ -120,13 +137,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
     long long rows, long long extent, long long cols) {
   const Index first = first_index();
   if constexpr (VEC == 1) {
+    Position at(first, static_cast<Index>(cols));
+    unsigned char bytes[VECS_PER_THREAD];
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i, at.advance()) {
+      if (first + i * THREADS >= rows * cols) continue;
+      const long long col = static_cast<long long>(at.col) * kPerByte;
+      bytes[i] = encode_byte(values + at.row * extent + col, extent - col);
+    }
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const Index index = first + i * THREADS;
-      if (index >= rows * cols) break;
-      const Index row = index / static_cast<Index>(cols);
-      const long long col = (index - row * cols) * kPerByte;
-      storage[index] = encode_byte(values + row * extent + col, extent - col);
+      if (index < rows * cols) storage[index] = bytes[i];
     }
   } else {
     const long long num_vecs = extent / VEC;
@@ -165,12 +187,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
     long long rows, long long extent, long long cols) {
   const Index first = first_index();
   if constexpr (VEC == 1) {
+    Position at(first, static_cast<Index>(extent));
+    T decoded[VECS_PER_THREAD];
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i, at.advance()) {
+      if (first + i * THREADS >= rows * extent) continue;
+      decoded[i] = decode_value(storage + at.row * cols, at.col);
+    }
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const Index index = first + i * THREADS;
-      if (index >= rows * extent) break;
-      const Index row = index / static_cast<Index>(extent);
-      values[index] = decode_value(storage + row * cols, index - row * extent);
+      if (index < rows * extent) values[index] = decoded[i];
     }
   } else {
     const long long num_vecs = extent / VEC;
@@ -188,15 +215,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const Index index = first + i * THREADS;
       if (index >= num_vecs) break;
-      float x[kGroups][kGroup];
+      float x[kGroups * kGroup];
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) decode_group(x[j], codes[i][j]);
-      const float* const all = x[0];
+      for (int j = 0; j < kGroups; ++j) decode_group(x + j * kGroup, codes[i][j]);
       constexpr int kWord = VEC / 4;
-      cukit::store_global_16(
-          reinterpret_cast<uint4*>(values) + index,
-          make_uint4(word_of<T>(all), word_of<T>(all + kWord), word_of<T>(all + 2 * kWord),
-                     word_of<T>(all + 3 * kWord)));
+      cukit::store_global_16(reinterpret_cast<uint4*>(values) + index,
+                             make_uint4(word_of<T>(x), word_of<T>(x + kWord),
+                                        word_of<T>(x + 2 * kWord), word_of<T>(x + 3 * kWord)));
     }
     const long long rest = num_vecs * VEC + threadIdx.x;
     if (blockIdx.x == 0 && rest < extent) values[rest] = decode_value(storage, rest);

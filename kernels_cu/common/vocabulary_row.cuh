@@ -12,9 +12,12 @@
 #pragma once
 
 #include "common/platform.cuh"
+#include "common/ptx/cache_policy.cuh"
 #include "common/ptx/cluster.cuh"
-#include "common/ptx/max_packed.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/min_max_packed.cuh"
 #include "common/ptx/pack.cuh"
+#include "common/ptx/shared_address.cuh"
 #include "common/ptx/store_global.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
@@ -38,7 +41,7 @@ struct Mass {
 
   // Makes room for logits up to `top`.
   CUKIT_DEVICE void cover(float top, float scale) {
-    if (fmaf(top, scale, -reference) > kSlack) {
+    if (exponent(top, scale) > kSlack) {
       const float needed = ceilf(top * scale);
       const float shrink = exp2f(reference - needed);
       sum *= shrink;
@@ -47,8 +50,10 @@ struct Mass {
     }
   }
 
+  CUKIT_DEVICE float exponent(float z, float scale) const { return fmaf(z, scale, -reference); }
+
   // 2^(scale z - reference), of a logit that is covered.
-  CUKIT_DEVICE float term(float z, float scale) const { return exp2f(fmaf(z, scale, -reference)); }
+  CUKIT_DEVICE float term(float z, float scale) const { return exp2f(exponent(z, scale)); }
 };
 
 template <int Lanes = kWarpSize>
@@ -89,10 +94,26 @@ struct RowSlice {
     loose_column = rank > 0 || thread >= loose ? -1 : thread < head ? thread : columns - loose + thread;
   }
 
+  // Whether a column is this thread's.
+  CUKIT_DEVICE bool owns(int column) const {
+    const int offset = column - first_column;
+    return column == loose_column || (offset >= 0 && offset % (THREADS * VEC) < VEC &&
+                                      offset / (THREADS * VEC) < count);
+  }
+
   CUKIT_DEVICE int column(int k) const { return first_column + k * (THREADS * VEC); }
 
   CUKIT_DEVICE void read(Vec<element_t, VEC>& into, const element_t* tensor, int k) const {
     load<Cache::Kept>(into, tensor + base + column(k));
+  }
+
+  // Starts to copy a vector to `slot`, in shared memory, for this thread alone.
+  CUKIT_DEVICE void copy(Vec<element_t, VEC>* slot, const element_t* tensor, int k) const {
+    if constexpr (sizeof(*slot) == 16) {
+      cp_async_16_policy(shared_address(slot), tensor + base + column(k), create_policy_evict_last());
+    } else {
+      read(*slot, tensor, k);
+    }
   }
 
   CUKIT_DEVICE void read_again(Vec<element_t, VEC>& into, const element_t* tensor, int k) const {
@@ -117,36 +138,46 @@ struct RowSlice {
   }
 };
 
-// A batch of neighbours k, k + 1, ... among a thread's vectors: all Batch of them, or the first few.
-template <int Batch>
-struct WholeBatch {
-  int first;
-  CUKIT_DEVICE bool has(int) const { return true; }
-};
-
-template <int Batch>
-struct PartBatch {
+// The neighbours first, first + 1, ... among a thread's vectors, `count` of them or more than a batch.
+struct Batch {
   int first;
   int count;
-  CUKIT_DEVICE bool has(int i) const { return i < count; }
+  CUKIT_DEVICE bool has(int i) const { return i == 0 || i < count; }
 };
 
-// Calls `body` with every batch in order; the last may be a part.
-template <int Batch, typename Body>
-CUKIT_DEVICE void forwards(int count, const Body& body) {
-  int k = 0;
+// Calls `body` with batches of up to N of the vectors begin .. end - 1, in order.
+template <int N, typename Body>
+CUKIT_DEVICE void forwards(int begin, int end, const Body& body) {
 #pragma unroll 1
-  for (; k + Batch <= count; k += Batch) body(WholeBatch<Batch>{k});
-  if (Batch > 1 && k < count) body(PartBatch<Batch>{k, count - k});
+  for (int k = begin; k < end; k += N) body(Batch{k, end - k});
 }
 
-// The same batches from the last to the first: what was read last is the likeliest still in L2.
-template <int Batch, typename Body>
-CUKIT_DEVICE void backwards(int count, const Body& body) {
-  int k = count - count % Batch;
-  if (Batch > 1 && k < count) body(PartBatch<Batch>{k, count - k});
+// The same batches of the vectors 0 .. end - 1 from the last to the first: what was read last is the
+// likeliest still in L2.
+template <int N, typename Body>
+CUKIT_DEVICE void backwards(int end, const Body& body) {
 #pragma unroll 1
-  for (k -= Batch; k >= 0; k -= Batch) body(WholeBatch<Batch>{k});
+  for (int k = (end - 1) / N * N; k >= 0 && end > 0; k -= N) body(Batch{k, end - k});
+}
+
+// Brings the vectors 0 .. count - 1 to shared memory, kAhead batches of N ahead of `body`, which finds
+// its own there. copy(k) starts to copy vector k.
+template <int N, int kAhead, typename Copy, typename Body>
+CUKIT_DEVICE void copied_forwards(int count, const Copy& copy, const Body& body) {
+  const auto start_batch = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (first + i < count) copy(first + i);
+    }
+    cp_async_commit();
+  };
+#pragma unroll
+  for (int ahead = 0; ahead < kAhead; ++ahead) start_batch(ahead * N);
+  forwards<N>(0, count, [&](const Batch& batch) {
+    start_batch(batch.first + kAhead * N);
+    cp_async_wait<kAhead>();
+    body(batch);
+  });
 }
 
 CUKIT_DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
@@ -157,26 +188,39 @@ CUKIT_DEVICE float upstream_scale(const float* grad_loss, long long index, const
   return normalizer != nullptr ? scale / *normalizer : scale;
 }
 
-// The largest of N vectors' elements.
-template <typename T, int VecSize, int N>
-CUKIT_DEVICE float largest(const Vec<T, VecSize> (&vectors)[N]) {
+struct Largest {
+  CUKIT_DEVICE static float of(float a, float b) { return fmaxf(a, b); }
+  template <typename T>
+  CUKIT_DEVICE static unsigned of_packed(unsigned a, unsigned b) { return max_packed<T>(a, b); }
+};
+
+struct Smallest {
+  CUKIT_DEVICE static float of(float a, float b) { return fminf(a, b); }
+  template <typename T>
+  CUKIT_DEVICE static unsigned of_packed(unsigned a, unsigned b) { return min_packed<T>(a, b); }
+};
+
+// The largest or smallest of N vectors' elements.
+template <typename Extreme, typename T, int VecSize, int N>
+CUKIT_DEVICE float extreme(const Vec<T, VecSize> (&vectors)[N]) {
   if constexpr (sizeof(T) == 2 && VecSize % 2 == 0) {
     constexpr int kPairs = VecSize / 2;
-    unsigned top = reinterpret_cast<const unsigned*>(&vectors[0])[0];
+    unsigned found = reinterpret_cast<const unsigned*>(&vectors[0])[0];
 #pragma unroll
     for (int i = 1; i < N * kPairs; ++i) {
-      top = max_packed<T>(top, reinterpret_cast<const unsigned*>(&vectors[i / kPairs])[i % kPairs]);
+      const unsigned pair = reinterpret_cast<const unsigned*>(&vectors[i / kPairs])[i % kPairs];
+      found = Extreme::template of_packed<T>(found, pair);
     }
     float pair[2];
-    unpack<T>(pair, top);
-    return fmaxf(pair[0], pair[1]);
+    unpack<T>(pair, found);
+    return Extreme::of(pair[0], pair[1]);
   } else {
-    float top = to_float(vectors[0][0]);
+    float found = to_float(vectors[0][0]);
 #pragma unroll
     for (int i = 1; i < N * VecSize; ++i) {
-      top = fmaxf(top, to_float(vectors[i / VecSize][i % VecSize]));
+      found = Extreme::of(found, to_float(vectors[i / VecSize][i % VecSize]));
     }
-    return top;
+    return found;
   }
 }
 

@@ -23,6 +23,7 @@ using Single = cukit::Vec<T, 1>;
 using Exchange = cukit::RowExchange<1>;
 
 constexpr int kInFlight = 4;  // accesses that a thread issues before it uses the first
+constexpr int kAhead = 3;     // batches of those on their way to shared memory
 
 // Adds logits that are covered.
 template <int N>
@@ -35,20 +36,14 @@ CUKIT_DEVICE void add(cukit::Mass& mass, const cukit::Vec<T, N>& logits) {
   mass.sum += sum;
 }
 
-// Logits become their gradients; `target` is the index of the target among them, if it is.
+// Logits become their gradients but for the target's share.
 template <int N>
 CUKIT_DEVICE void scale_softmax(cukit::Vec<T, N>& logits, const cukit::Mass& mass,
-                                float scale_of_mass, int target, float scale) {
+                                float scale_of_mass) {
   float z[N];
   cukit::to_floats(z, logits);
 #pragma unroll
   for (int j = 0; j < N; ++j) z[j] = mass.term(z[j], cukit::kLog2E) * scale_of_mass;
-  if (static_cast<unsigned>(target) < N) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      if (j == target) z[j] -= scale;
-    }
-  }
   cukit::from_floats(logits, z);
 }
 
@@ -84,27 +79,37 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) cross_
   Single loose[1];
   if (has_loose) loose[0][0] = logits[slice.base + slice.loose_column];
   Vector* const mine = cache + threadIdx.x;
-  cukit::forwards<kInFlight>(slice.count, [&](const auto& part) {
-    Vector batch[kInFlight];
+  const auto add_batch = [&](const cukit::Batch& batch, auto& vectors) {
+#pragma unroll
+    for (int i = 1; i < kInFlight; ++i) {
+      if (!batch.has(i)) vectors[i] = vectors[0];
+    }
+    masses[0].cover(cukit::extreme<cukit::Largest>(vectors), cukit::kLog2E);
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      if (part.has(i)) {
-        slice.read(batch[i], logits, part.first + i);
-      } else {
-        batch[i] = batch[0];
-      }
+      if (batch.has(i)) add(masses[0], vectors[i]);
     }
-    masses[0].cover(cukit::largest(batch), cukit::kLog2E);
+  };
+  const auto copy = [&](int k) { slice.copy(mine + k * THREADS, logits, k); };
+  const int kept = min(slice.count, CACHED);
+  cukit::copied_forwards<kInFlight, kAhead>(kept, copy, [&](const cukit::Batch& batch) {
+    Vector vectors[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      const int k = part.first + i;
-      if (!part.has(i)) break;
-      if (k < CACHED) mine[k * THREADS] = batch[i];
-      add(masses[0], batch[i]);
+      if (batch.has(i)) vectors[i] = mine[(batch.first + i) * THREADS];
     }
+    add_batch(batch, vectors);
+  });
+  cukit::forwards<kInFlight>(kept, slice.count, [&](const cukit::Batch& batch) {
+    Vector vectors[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (batch.has(i)) slice.read(vectors[i], logits, batch.first + i);
+    }
+    add_batch(batch, vectors);
   });
   if (has_loose) {
-    masses[0].cover(cukit::largest(loose), cukit::kLog2E);
+    masses[0].cover(cukit::extreme<cukit::Largest>(loose), cukit::kLog2E);
     add(masses[0], loose[0]);
   }
   exchange.merge(masses);
@@ -123,30 +128,34 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) cross_
     float scale = factor * cukit::upstream_scale(grad_loss, row * grad_loss_stride, normalizer);
     if (!in_range) scale = cukit::not_a_number();
     const float scale_of_mass = scale / mass.sum;
-    const int target_column = in_range ? static_cast<int>(target) : 0;
-    cukit::backwards<kInFlight>(slice.count, [&](const auto& part) {
-      Vector batch[kInFlight];
+    cukit::backwards<kInFlight>(slice.count, [&](const cukit::Batch& batch) {
+      Vector vectors[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        const int k = part.first + i;
-        if (!part.has(i)) break;
-        if (k < CACHED) {
-          batch[i] = mine[k * THREADS];
+        const int k = batch.first + i;
+        if (!batch.has(i)) continue;
+        if (k < kept) {
+          vectors[i] = mine[k * THREADS];
         } else {
-          slice.read_again(batch[i], logits, k);
+          slice.read_again(vectors[i], logits, k);
         }
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        const int k = part.first + i;
-        if (!part.has(i)) break;
-        scale_softmax(batch[i], mass, scale_of_mass, target_column - slice.column(k), scale);
-        slice.write(grad, k, batch[i]);
+        const int k = batch.first + i;
+        if (!batch.has(i)) continue;
+        scale_softmax(vectors[i], mass, scale_of_mass);
+        slice.write(grad, k, vectors[i]);
       }
     });
     if (has_loose) {
-      scale_softmax(loose[0], mass, scale_of_mass, target_column - slice.loose_column, scale);
+      scale_softmax(loose[0], mass, scale_of_mass);
       grad[slice.base + slice.loose_column] = loose[0][0];
+    }
+    // By the thread that has just written there.
+    if (in_range && slice.owns(static_cast<int>(target))) {
+      const float q = mass.term(target_logit, cukit::kLog2E) * scale_of_mass;
+      grad[slice.base + target] = cukit::from_float<T>(q - scale);
     }
   }
 }

@@ -11,15 +11,14 @@
 // the divergence as sum_v p d. Where that is large next to what it is the difference of, it is the
 // loss, and the second sweep writes q - p. Where it is not, student and teacher are close and both
 // would be rounding errors: the second sweep computes the soft sum above. Every term of it is >= 0:
-// nothing cancels. For |d| < 1/2 the bracket is its Taylor series f, and q - p = p (f - d); beyond,
-// the term is (q - p) + p d.
+// nothing cancels. For small |d| the bracket is a polynomial f, and q - p = p (f - d).
 //
 // Mapping: a cluster of CLUSTER blocks a row, each with its part of the columns. The gradient may
 //   overwrite the student's logits.
 // Shared memory: 2 * CACHED * THREADS * VEC * sizeof(DTYPE) bytes.
 // Macros: DTYPE float32|float16|bfloat16; ID int32|int64 of the targets; THREADS multiple of 32,
 //   32..1024; VEC elements an access (the tensors are aligned to it, rows need not be); CLUSTER
-//   1|2|4|8; CACHED vectors of each row that a thread keeps, an even number; GRAD 0|1; HARD 0|1.
+//   1|2|4|8; CACHED vectors of each row that a thread keeps; GRAD 0|1; HARD 0|1.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
 #include "common/platform.cuh"
@@ -41,29 +40,30 @@ using Single = cukit::Vec<T, 1>;
 // difference of, and of 1: its rounding errors, about 1e-7 of those, are then below 1e-5 of it.
 constexpr float kLeastShare = 1.0f / 16;
 
-// How far apart student and teacher are, for the choice of the second sweep.
-struct FarApart { static constexpr bool kNear = false; };
-struct Close { static constexpr bool kNear = true; };
+// How the second sweep computes q - p, see Row.
+enum class Sweep { Apart, Close, Masked };
+template <Sweep sweep>
+struct Choice { static constexpr Sweep kSweep = sweep; };
 
 constexpr int kInFlight = 2;  // accesses to each tensor that a thread issues before it uses the first
+constexpr int kAhead = 4;     // batches of those on their way to shared memory
 
-// (expm1(-d) + d) / d^2 for |d| < 1/2, to float accuracy.
-CUKIT_DEVICE float remainder_series(float d) {
-  float value = fmaf(d, 1.0f / 40320, -1.0f / 5040);
-  value = fmaf(value, d, 1.0f / 720);
-  value = fmaf(value, d, -1.0f / 120);
-  value = fmaf(value, d, 1.0f / 24);
-  value = fmaf(value, d, -1.0f / 6);
-  return fmaf(value, d, 1.0f / 2);
+// (expm1(-d) + d) / b^2 for d = b log 2 and |b| < kNear, to 1.4e-7 of it: a Chebyshev fit.
+constexpr float kNear = 0.5f;
+
+CUKIT_DEVICE float remainder_series(float b) {
+  float value = fmaf(b, 1.54541539e-04f, -1.33822567e-03f);
+  value = fmaf(value, b, 9.61808038e-03f);
+  value = fmaf(value, b, -5.55037977e-02f);
+  return fmaf(value, b, 2.40226507e-01f);
 }
 
 // What the second sweep needs to know of a row.
 struct Row {
   float scale;  // log2(e) / T
-  float inverse_temperature;
   cukit::Mass student;
   cukit::Mass teacher;
-  float offset;      // log teacher mass - log student mass
+  float offset;      // log2 teacher mass - log2 student mass
   float mass_ratio;  // teacher mass / student mass
   float soft_scale;  // of (q - p) * teacher mass
   cukit::Mass plain;
@@ -72,49 +72,56 @@ struct Row {
 
   // sum_v p d, from the first sweep.
   CUKIT_DEVICE float divergence() const {
-    return fmaf(teacher.moment / teacher.sum, inverse_temperature, -offset);
+    return cukit::kLn2 * fmaf(teacher.moment / teacher.sum, scale, -offset);
   }
 
   // Whether that is accurate. False for NaN, which columns that both rows mask make of the moment.
   CUKIT_DEVICE bool far_apart() const {
-    const float terms = fabsf(teacher.moment / teacher.sum) * inverse_temperature + fabsf(offset);
+    const float terms = fabsf(teacher.moment / teacher.sum) * scale + fabsf(offset);
     return divergence() > (terms + 1.0f) * kLeastShare;
   }
 
-  // (q - p) * teacher mass; with Near also the element's share of the divergence, in that unit.
-  template <bool Near>
-  CUKIT_DEVICE float difference(float student_z, float teacher_z, float& share) const {
-    const float q = student.term(student_z, scale);
-    const float p = teacher.term(teacher_z, scale);
-    const float far = fmaf(q, mass_ratio, -p);
-    if constexpr (!Near) return far;
-    const float d = fmaf(teacher_z - student_z, inverse_temperature, -offset);
-    const float series = d * d * remainder_series(d);
-    // p = 0 makes d infinite or NaN; p d is 0 all the same.
-    const float far_term = p > 0.0f ? fmaf(p, d, far) : far;
-    const bool near = fabsf(d) < 0.5f;
-    share += near ? p * series : far_term;
-    return near ? p * (series - d) : far;
+  // Whether no exponential of the teacher's logits from `lowest` on, and no q / p, leaves the range
+  // of floats: q is at most 2^kSlack / student mass.
+  CUKIT_DEVICE bool ratios_fit(float lowest) const {
+    return teacher.exponent(lowest, scale) > fmaxf(log2f(mass_ratio), 0.0f) - 100.0f;
   }
 
-  // The gradient of N elements; `target` is the index of the target among them, if it is.
-  template <bool Near, int N>
+  // (q - p) * teacher mass of an element. Its share of the divergence, times the teacher's mass, is
+  // added to `share`, except with Sweep::Apart: a sweep for rows whose divergence is known.
+  template <Sweep sweep>
+  CUKIT_DEVICE float difference(float student_z, float teacher_z, float& share) const {
+    const float p = teacher.term(teacher_z, scale);
+    if constexpr (sweep == Sweep::Apart) return fmaf(student.term(student_z, scale), mass_ratio, -p);
+    const float b = fmaf(teacher_z - student_z, scale, -offset);  // d / log 2
+    const float series = b * b * remainder_series(b);
+    const float near = fmaf(b, -cukit::kLn2, series);
+    const bool is_near = fabsf(b) < kNear;
+    if constexpr (sweep == Sweep::Close) {
+      const float far = exp2f(-b) - 1.0f;  // q / p - 1
+      share = fmaf(p, is_near ? series : fmaf(b, cukit::kLn2, far), share);
+      return p * (is_near ? near : far);
+    } else {
+      const float far = fmaf(student.term(student_z, scale), mass_ratio, -p);
+      // p = 0 makes d infinite or NaN; p d is 0 all the same.
+      share += is_near ? p * series : p > 0.0f ? fmaf(p * b, cukit::kLn2, far) : far;
+      return is_near ? p * near : far;
+    }
+  }
+
+  // The gradient of N elements but for `hard_target`, which the target's is less.
+  template <Sweep sweep, int N>
   CUKIT_DEVICE void gradient(cukit::Vec<T, N>& into, const cukit::Vec<T, N>& of_student,
-                             const cukit::Vec<T, N>& of_teacher, int target, float& share) const {
+                             const cukit::Vec<T, N>& of_teacher, float& share,
+                             float hard_target = 0.0f) const {
     float z[N], teacher_z[N], g[N];
     cukit::to_floats(z, of_student);
     cukit::to_floats(teacher_z, of_teacher);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      g[j] = difference<Near>(z[j], teacher_z[j], share) * soft_scale;
+      g[j] = difference<sweep>(z[j], teacher_z[j], share) * soft_scale;
       if constexpr (HARD) {
-        g[j] = fmaf(plain.term(z[j], cukit::kLog2E), hard_scale_of_mass, g[j]);
-      }
-    }
-    if (HARD && static_cast<unsigned>(target) < N) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if (j == target) g[j] -= hard_scale;
+        g[j] = fmaf(plain.term(z[j], cukit::kLog2E), hard_scale_of_mass, g[j]) - hard_target;
       }
     }
     cukit::from_floats(into, g);
@@ -124,15 +131,17 @@ struct Row {
 // The first sweep's share of one thread.
 struct Statistics {
   cukit::Mass student, teacher, plain;
+  float lowest_teacher = cukit::infinity();
   float scale;
 
   template <int N, int Batch>
   CUKIT_DEVICE void cover(const cukit::Vec<T, N> (&of_student)[Batch],
                           const cukit::Vec<T, N> (&of_teacher)[Batch]) {
-    const float top = cukit::largest(of_student);
+    const float top = cukit::extreme<cukit::Largest>(of_student);
     student.cover(top, scale);
     if constexpr (HARD) plain.cover(top, cukit::kLog2E);
-    teacher.cover(cukit::largest(of_teacher), scale);
+    teacher.cover(cukit::extreme<cukit::Largest>(of_teacher), scale);
+    lowest_teacher = fminf(lowest_teacher, cukit::extreme<cukit::Smallest>(of_teacher));
   }
 
   // Elements that are covered.
@@ -184,10 +193,11 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
     return;
   }
   const bool in_range = target >= 0 && target < columns;
-  float target_logit = 0.0f;
-  if constexpr (HARD) {
-    // Before the barriers of the exchange: after them the gradient may overwrite it.
-    if (in_range) target_logit = cukit::to_float(student[slice.base + target]);
+  Single target_student, target_teacher;
+  if (HARD && in_range) {
+    // Before the barriers of the exchange: after them the gradient may overwrite the student's.
+    target_student[0] = student[slice.base + target];
+    target_teacher[0] = teacher[slice.base + target];
   }
 
   Exchange exchange(shared, rank);
@@ -201,29 +211,44 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
   }
   // Thread t keeps its k-th vectors at (2 k + tensor) * THREADS + t.
   Vector* const mine = cache + threadIdx.x;
-  cukit::forwards<kInFlight>(slice.count, [&](const auto& batch) {
-    Vector of_student[kInFlight], of_teacher[kInFlight];
+  const auto slot = [&](int k, int tensor) { return mine + (2 * k + tensor) * THREADS; };
+  const auto add = [&](const cukit::Batch& batch, auto& of_student, auto& of_teacher) {
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (batch.has(i)) {
-        slice.read(of_student[i], student, batch.first + i);
-        slice.read(of_teacher[i], teacher, batch.first + i);
-      } else {
-        of_student[i] = of_student[0];
-        of_teacher[i] = of_teacher[0];
-      }
+    for (int i = 1; i < kInFlight; ++i) {
+      if (batch.has(i)) continue;
+      of_student[i] = of_student[0];
+      of_teacher[i] = of_teacher[0];
     }
     statistics.cover(of_student, of_teacher);
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      const int k = batch.first + i;
-      if (!batch.has(i)) break;
-      if (k < CACHED) {
-        mine[2 * k * THREADS] = of_student[i];
-        mine[(2 * k + 1) * THREADS] = of_teacher[i];
-      }
-      statistics.add(of_student[i], of_teacher[i]);
+      if (batch.has(i)) statistics.add(of_student[i], of_teacher[i]);
     }
+  };
+  const auto copy = [&](int k) {
+    slice.copy(slot(k, kStudent), student, k);
+    slice.copy(slot(k, kTeacher), teacher, k);
+  };
+  const int kept = min(slice.count, CACHED);
+  cukit::copied_forwards<kInFlight, kAhead>(kept, copy, [&](const cukit::Batch& batch) {
+    Vector of_student[kInFlight], of_teacher[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (!batch.has(i)) continue;
+      of_student[i] = *slot(batch.first + i, kStudent);
+      of_teacher[i] = *slot(batch.first + i, kTeacher);
+    }
+    add(batch, of_student, of_teacher);
+  });
+  cukit::forwards<kInFlight>(kept, slice.count, [&](const cukit::Batch& batch) {
+    Vector of_student[kInFlight], of_teacher[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (!batch.has(i)) continue;
+      slice.read(of_student[i], student, batch.first + i);
+      slice.read(of_teacher[i], teacher, batch.first + i);
+    }
+    add(batch, of_student, of_teacher);
   });
   if (has_loose) {
     statistics.cover(loose_student, loose_teacher);
@@ -237,7 +262,6 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
 
   Row soft;
   soft.scale = statistics.scale;
-  soft.inverse_temperature = inverse_temperature;
   soft.student = masses[kStudent];
   soft.teacher = masses[kTeacher];
   const bool active = soft.student.sum != 0.0f && soft.teacher.sum != 0.0f;
@@ -245,8 +269,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
   soft.mass_ratio = 1.0f;
   if (active) {
     soft.mass_ratio = soft.teacher.sum / soft.student.sum;
-    soft.offset = cukit::kLn2 * ((soft.teacher.reference - soft.student.reference) +
-                                 log2f(soft.mass_ratio));
+    soft.offset = (soft.teacher.reference - soft.student.reference) + log2f(soft.mass_ratio);
   }
   const float upstream =
       GRAD ? cukit::upstream_scale(grad_loss, row * grad_loss_stride, normalizer) : 0.0f;
@@ -261,25 +284,24 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
       soft.hard_scale_of_mass = soft.hard_scale / soft.plain.sum;
     }
     if (writes_loss) {
-      const float loss =
-          cukit::kLn2 * cukit::log2_mass_over(soft.plain, target_logit, cukit::kLog2E);
+      const float logit = in_range ? cukit::to_float(target_student[0]) : 0.0f;
+      const float loss = cukit::kLn2 * cukit::log2_mass_over(soft.plain, logit, cukit::kLog2E);
       hard_rows[row] = soft.plain.sum == 0.0f ? 0.0f : in_range ? loss : cukit::not_a_number();
     }
   }
 
-  const int target_column = in_range ? static_cast<int>(target) : 0;
-  const auto second_sweep = [&](auto nearness) {
-    constexpr bool kNear = decltype(nearness)::kNear;
+  const auto second_sweep = [&](auto choice) {
+    constexpr Sweep kSweep = decltype(choice)::kSweep;
     float divergence = 0.0f;
-    cukit::backwards<kInFlight>(slice.count, [&](const auto& batch) {
+    cukit::backwards<kInFlight>(slice.count, [&](const cukit::Batch& batch) {
       Vector of_student[kInFlight], of_teacher[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         const int k = batch.first + i;
-        if (!batch.has(i)) break;
-        if (k < CACHED) {
-          of_student[i] = mine[2 * k * THREADS];
-          of_teacher[i] = mine[(2 * k + 1) * THREADS];
+        if (!batch.has(i)) continue;
+        if (k < kept) {
+          of_student[i] = *slot(k, kStudent);
+          of_teacher[i] = *slot(k, kTeacher);
         } else {
           slice.read_again(of_student[i], student, k);
           slice.read_again(of_teacher[i], teacher, k);
@@ -288,28 +310,36 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         const int k = batch.first + i;
-        if (!batch.has(i)) break;
+        if (!batch.has(i)) continue;
         Vector gradient;
-        const int at = HARD ? target_column - slice.column(k) : 0;
         float part = 0.0f;
-        soft.template gradient<kNear>(gradient, of_student[i], of_teacher[i], at, part);
+        soft.template gradient<kSweep>(gradient, of_student[i], of_teacher[i], part);
         divergence += part;
         if constexpr (GRAD) slice.write(grad, k, gradient);
       }
     });
     if (has_loose) {
       Single gradient;
-      const int at = HARD ? target_column - slice.loose_column : 0;
-      soft.template gradient<kNear>(gradient, loose_student[0], loose_teacher[0], at, divergence);
+      soft.template gradient<kSweep>(gradient, loose_student[0], loose_teacher[0], divergence);
       if constexpr (GRAD) grad[slice.base + slice.loose_column] = gradient[0];
+    }
+    // By the thread that has just written there.
+    if (GRAD && HARD && in_range && slice.owns(static_cast<int>(target))) {
+      Single gradient;
+      float counted = 0.0f;
+      soft.template gradient<kSweep>(gradient, target_student, target_teacher, counted, soft.hard_scale);
+      grad[slice.base + target] = gradient[0];
     }
     return divergence;
   };
   if (active && soft.far_apart()) {
-    if constexpr (GRAD) second_sweep(FarApart{});
+    if constexpr (GRAD) second_sweep(Choice<Sweep::Apart>{});
     if (writes_loss) soft_rows[row] = soft.divergence() * soft_loss_factor;
-  } else {
-    const float divergence = exchange.sum(second_sweep(Close{}));
-    if (writes_loss) soft_rows[row] = active ? divergence * per_mass * soft_loss_factor : 0.0f;
+    return;
   }
+  // Each thread for itself: masked columns lie side by side.
+  const float divergence = exchange.sum(soft.ratios_fit(statistics.lowest_teacher)
+                                            ? second_sweep(Choice<Sweep::Close>{})
+                                            : second_sweep(Choice<Sweep::Masked>{}));
+  if (writes_loss) soft_rows[row] = active ? divergence * per_mass * soft_loss_factor : 0.0f;
 }

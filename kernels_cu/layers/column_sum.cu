@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) column_sum(
 
   float sum = 0.0f;
   if (col < cols) {
-#pragma unroll 4
+#pragma unroll 8
     for (int row = warp; row < rows; row += kWarps) {
       sum += partial[static_cast<long long>(row) * cols + col];
     }

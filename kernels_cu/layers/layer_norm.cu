@@ -7,9 +7,9 @@
 // Mapping: rows.cuh says how threads share rows; a block makes one pass. Every element is read from
 //   device memory once, and the variance is summed from differences to the mean, without
 //   cancellation.
-// Shared memory: 2 * THREADS / 32 floats, static.
+// Shared memory: 2 * ROWS * THREADS / 32 floats for long rows, static.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16),
-//   VECS_PER_THREAD, ROWS of rows.cuh; RESIDUAL 0|1; BIAS 0|1.
+//   VECS_PER_THREAD, ROWS of rows.cuh; LOADS Cached|Kept|Streaming, of x; RESIDUAL 0|1; BIAS 0|1.
 // Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) layer_norm
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const int vec = share.vec(i);
-      if (vec < num_vecs) cukit::load<cukit::Cache::Kept>(values[r][i], x + row * cols + vec * VEC);
+      if (vec < num_vecs) cukit::load<cukit::Cache::LOADS>(values[r][i], x + row * cols + vec * VEC);
     }
   }
   // Rows of one thread share weight and bias: with several they wait in registers from the start.

@@ -10,7 +10,7 @@
 //   `partial`, which column_sum.cu adds up. Mean and rstd are computed again: x is here anyway.
 //   Where a block holds a row, each warp sums around its own mean, and the warps' sums are moved to
 //   the row's mean when they meet (Chan, Golub and LeVeque): one barrier a pass, no cancellation.
-// Shared memory: 9 * ROWS * THREADS / 32 floats, or as many as the columns that LANES threads hold for
+// Shared memory: 8 * ROWS * THREADS / 32 floats, or as many as the columns that LANES threads hold for
 //   every warp, static; with AHEAD that of row_feed.cuh, dynamic.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16, 16 with
 //   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1 of row_feed.cuh; RESIDUAL 0|1 (a gradient to

@@ -6,9 +6,9 @@
 // Paper: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
 // Mapping: rows.cuh says how threads share rows; a block makes one pass. Every element is read from
 //   device memory once.
-// Shared memory: THREADS / 32 floats, static.
+// Shared memory: ROWS * THREADS / 32 floats for long rows, static.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16),
-//   VECS_PER_THREAD, ROWS of rows.cuh; RESIDUAL 0|1.
+//   VECS_PER_THREAD, ROWS of rows.cuh; LOADS Cached|Kept|Streaming, of x; RESIDUAL 0|1.
 // Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
       const int vec = share.vec(i);
-      if (vec < num_vecs) cukit::load<cukit::Cache::Kept>(values[r][i], x + row * cols + vec * VEC);
+      if (vec < num_vecs) cukit::load<cukit::Cache::LOADS>(values[r][i], x + row * cols + vec * VEC);
     }
   }
   // Rows of one thread share the weight: with several it waits in registers from the start.

@@ -8,8 +8,8 @@
 //   takes the passes b, b + gridDim.x, ... A thread owns the same columns in every row, so it keeps
 //   its share of grad_weight in registers. The block writes their sum once, to row b of
 //   `grad_weight_partial`; column_sum.cu adds those rows up.
-// Shared memory: 4 * THREADS / 32 floats, or as many as the columns that LANES threads hold for every
-//   warp, static; with AHEAD that of row_feed.cuh, dynamic.
+// Shared memory: 4 * ROWS * THREADS / 32 floats, or as many as the columns that LANES threads hold for
+//   every warp, static; with AHEAD that of row_feed.cuh, dynamic.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16, 16 with
 //   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1 of row_feed.cuh; RESIDUAL 0|1 (a gradient to
 //   add to grad_x); BLOCKS_PER_SM resident at once, which limits the registers of a thread.

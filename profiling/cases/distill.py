@@ -29,7 +29,7 @@ FAMILY = "distill"
 DTYPE = "bfloat16"
 TEMPERATURE = 2.0
 ROWS_AT_ONCE = 512
-"""Of the expected values, so that the oracle's float32 logits stay small."""
+"""Of float32 copies of logits, so that they stay small."""
 
 LogitsShape = tuple[int, int]
 LOGITS: tuple[LogitsShape, ...] = ((4096, 32768), (4096, 256000))
@@ -47,9 +47,12 @@ def cases(small: bool = False) -> list[Case]:
     logits = SMALL_LOGITS if small else LOGITS
     heads = SMALL_HEADS if small else HEADS
     model = SMALL_MODEL if small else MODEL
+    few_rows = (5, 301) if small else (512, 50257)
     on_logits = (cross_entropy_case, cross_entropy_backward_case, kl_case, kl_backward_case)
     return [
         *(make(*shape) for make in on_logits for shape in logits),
+        cross_entropy_case(*few_rows),
+        *(close_kl_case(*shape) for shape in logits),
         *(make(*shape) for make in (linear_kl_case, linear_cross_entropy_case) for shape in heads),
         adamw_case(model),
         global_norm_case(model),
@@ -95,15 +98,29 @@ def kl_case(tokens: int, vocab_size: int) -> Case:
     return _kl_case("kl_divergence", tokens, vocab_size, forward=True)
 
 
+def close_kl_case(tokens: int, vocab_size: int) -> Case:
+    """Loss and gradient of a student that has come close to its teacher."""
+    return _kl_case("kl_divergence", tokens, vocab_size, forward=True, distance=0.05)
+
+
 def kl_backward_case(tokens: int, vocab_size: int) -> Case:
     """The gradient alone. Peers spend a forward to get it."""
     return _kl_case("kl_divergence_backward", tokens, vocab_size, forward=False)
 
 
-def _kl_case(op: str, tokens: int, vocab_size: int, *, forward: bool) -> Case:
+def _kl_case(
+    op: str, tokens: int, vocab_size: int, *, forward: bool, distance: float | None = None
+) -> Case:
+    """distance: standard deviation of student - teacher; None: they have nothing in common."""
+
     def build() -> Workload:
         student = normal((tokens, vocab_size), DTYPE)
         teacher = normal((tokens, vocab_size), DTYPE)
+        if distance is not None:
+            for start in range(0, tokens, ROWS_AT_ONCE):
+                rows = slice(start, start + ROWS_AT_ONCE)
+                wide = student[rows].astype("float32") + distance * teacher[rows].astype("float32")
+                teacher[rows] = wide.astype(teacher.dtype)
 
         def torch_loss(torch: ModuleType) -> Callable[..., Any]:
             functional = torch.nn.functional
@@ -134,7 +151,8 @@ def _kl_case(op: str, tokens: int, vocab_size: int, *, forward: bool) -> Case:
         return _logits_workload(ours, torch_loss, oracle, (student,), (teacher,), forward)
 
     traffic = 3 * tokens * vocab_size * itemsize(DTYPE)
-    return Case(FAMILY, op, f"{tokens}x{vocab_size}", DTYPE, build, bytes=traffic)
+    name = f"{tokens}x{vocab_size}" + ("" if distance is None else " close")
+    return Case(FAMILY, op, name, DTYPE, build, bytes=traffic)
 
 
 def linear_kl_case(tokens: int, hidden: int, vocab_size: int) -> Case:

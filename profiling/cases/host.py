@@ -49,14 +49,15 @@ def _bare_launch(x: Any, weight: Any, out: Any) -> Call:
         raise PeerMissing("no GPU to launch on")
     (rows, cols), dtype = x.shape, x.dtype.name
     vec = 16 // itemsize(dtype)
-    spec = plan_rms_norm(rows, cols, dtype, itemsize(dtype), vec, False).spec()
+    config = plan_rms_norm(rows, cols, dtype, itemsize(dtype), vec, False, current_device())
+    spec = config.spec()
     compiled = compile_kernel(spec, current_device().compile_arch)
     kernel = xp.RawModule(path=str(compiled.path)).get_function(spec.entry)
     scalars = (np.int32(rows), np.int32(cols), np.float32(EPS))
     arguments = (x, NULL, weight, out, NULL, *scalars)
 
     def call() -> Any:
-        kernel((rows,), (spec.threads,), arguments)
+        kernel((config.num_blocks,), (spec.threads,), arguments)
         return out
 
     return call

@@ -24,11 +24,14 @@ Inputs = Callable[[], tuple[Any, ...]]
 def cases(small: bool = False) -> list[Case]:
     """Every op of the family, bfloat16: most of them on [tokens, hidden]."""
     shapes = ((24, 256),) if small else ((8192, 4096), (16384, 8192))
+    # Norms of single heads, and narrow models.
+    short_rows = ((24, 32),) if small else ((131072, 128), (32768, 512))
     heads = ((12, 4, 2, 32),) if small else ((8192, 32, 8, 128), (16384, 64, 8, 128))
     # A byte-level vocabulary, where runs of equal ids are long, and a large one.
     tables = ((100, 7, 16),) if small else ((100_000, 256, 1024), (16384, 256_000, 2048))
     return [
         *(maker(*shape) for maker in ROW_MAKERS for shape in shapes),
+        *(maker(*shape) for maker in NORM_MAKERS for shape in short_rows),
         *(maker(*shape) for maker in (rope_case, rope_backward_case) for shape in heads),
         *(maker(*table) for maker in (embedding_case, embedding_backward_case) for table in tables),
     ]
@@ -276,12 +279,16 @@ def gelu_backward_case(tokens: int, hidden: int) -> Case:
     )
 
 
-ROW_MAKERS = (
+NORM_MAKERS = (
     rms_norm_case,
-    rms_norm_residual_case,
     rms_norm_backward_case,
     layer_norm_case,
     layer_norm_backward_case,
+)
+
+ROW_MAKERS = (
+    *NORM_MAKERS,
+    rms_norm_residual_case,
     silu_and_mul_case,
     silu_and_mul_backward_case,
     gelu_and_mul_case,

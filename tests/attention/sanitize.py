@@ -115,22 +115,25 @@ def _of_class(name: str) -> dict[str, Group]:
         return Group(partial(_as_class, name, partial(run, *arguments)), **marks)
 
     found = {
-        "d64": group(plain, (64, 64), shares=True),
+        "d64": group(plain, (64, 64)),
         "d80 d96": group(plain, (80, 80), (96, 96)),
-        "d128": group(plain, (128, 128), shares=True, quick=True),
+        "d128": group(plain, (128, 128), quick=True),
         "d192 d192/128": group(plain, (192, 192), (192, 128)),
-        "d256": group(plain, (256, 256), shares=True),
+        "d256": group(plain, (256, 256)),
         "d72/40": group(plain, (72, 40)),
         "d64 options, first half": group(with_options, (64, 64), _NAMES[::2]),
-        "d64 options, second half": group(with_options, (64, 64), _NAMES[1::2], shares=True),
+        "d64 options, second half": group(with_options, (64, 64), _NAMES[1::2]),
     }
     for dims in ((128, 128), (256, 256), (192, 128)):
         title = f"d{dims[0]}" if dims[0] == dims[1] else f"d{dims[0]}/{dims[1]}"
         found[f"{title} options together"] = group(with_options, dims, TOGETHER)
     for dims in ((64, 64), (128, 128), (192, 128), (72, 40), (256, 256)):
         title = f"d{dims[0]}" if dims[0] == dims[1] else f"d{dims[0]}/{dims[1]}"
-        marks = {"shares": dims == (128, 128), "quick": dims == (192, 128)}
-        found[f"{title} many sequences"] = group(sequences, dims, **marks)
+        quick = dims == (192, 128)
+        found[f"{title} many sequences"] = group(sequences, dims, quick=quick)
+    for width in (64, 128, 256):  # small enough for racecheck
+        one = ({"causal": True}, (width, width), (70, 135))
+        found[f"d{width} once"] = group(_attend, *one, shares=True)
     return {f"{name} {title}": each for title, each in found.items()}
 
 
@@ -139,7 +142,7 @@ GROUPS = {
     **_of_class("sm80"),
     **{f"blocks d{width}": Group(partial(whole_blocks, width)) for width in (64, 128, 256)},
     **{
-        f"float8 d{width}": Group(partial(float8, width), shares=width == 128, quick=width == 128)
+        f"float8 d{width}": Group(partial(float8, width), quick=width == 128)
         for width in (64, 128, 256)
     },
 }

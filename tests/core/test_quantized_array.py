@@ -128,6 +128,15 @@ def test_scales_of_every_dtype_keep_the_error_below_half_a_step(device, rng, nar
     assert (error <= full * (step / 2 + narrow.most * rounding)).all()
 
 
+@pytest.mark.parametrize("narrow", NARROW_DTYPES, ids=repr)
+def test_zeros_with_a_scale_of_zero_stay_zeros(device, narrow):
+    x = np.array([[0.0, -0.0, 0.0], [1.0, 2.0, -2.0]], np.float32)
+    scales = np.abs(x).max(axis=1, keepdims=True) / np.float32(2)
+    placed = to_device(device, x, scales)
+    array = ck.QuantizedArray.encode(placed[0], narrow, scales=placed[1], axis=1)
+    np.testing.assert_array_equal(to_host(array.decode()), x)
+
+
 def test_storage_that_does_not_fit_the_shape_is_refused():
     for dtype, shape in itertools.product((*NARROW_DTYPES, INT2), ((5,), (3, 8), (2, 3, 7))):
         quantized(shape, dtype=dtype)

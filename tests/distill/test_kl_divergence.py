@@ -248,26 +248,56 @@ def test_the_gradient_may_overwrite_the_logits(device, rng, vocab_size):
     assert to_host(placed[1]).tobytes() == teacher.tobytes()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("threads", [32, 256, 1024])
-def test_every_split_of_a_row_agrees(rng, monkeypatch, cluster, cached, threads):
-    """However many blocks share a row, and whether they keep it: the same within rounding."""
-    if cluster > 1 and current_device().compute_capability < (9, 0):
-        pytest.skip("clusters came with sm_90")
-    plan = partial(plan_kl_divergence, cluster=cluster, cached=cached, threads=threads)
-    monkeypatch.setattr(_kl_rows, "plan_kl_divergence", plan)
-    ops = sys.modules["cukit.distill.kl_divergence"]
-    monkeypatch.setattr(ops, "_prepare", ops._prepare.__wrapped__)
-    student, teacher = (random(rng, (3, 20001), "bfloat16", scale=2) for _ in range(2))
+@pytest.fixture
+def split_as(monkeypatch):
+    """Makes the op split its rows as told."""
+
+    def choose(**choice):
+        plan = partial(plan_kl_divergence, **choice)
+        monkeypatch.setattr(_kl_rows, "plan_kl_divergence", plan)
+        ops = sys.modules["cukit.distill.kl_divergence"]
+        monkeypatch.setattr(ops, "_prepare", ops._prepare.__wrapped__)
+
+    return choose
+
+
+def check_split(device, rng, shape, distance):
+    """Loss and gradient of a student near the teacher (distance 0.01) or far (1)."""
+    student = random(rng, shape, "bfloat16", scale=2)
+    noise = distance * rng.standard_normal(shape)
+    teacher = (student.astype(np.float64) + noise).astype(student.dtype)
     wide = student.astype(np.float64), teacher.astype(np.float64)
     exact = reference.kl_divergence(*wide, reduction="none", return_grad=True)
-    loss, grad = kl_divergence(
-        *to_device("gpu", student, teacher), reduction="none", return_grad=True
-    )
+    placed = to_device(device, student, teacher)
+    loss, grad = kl_divergence(*placed, reduction="none", return_grad=True)
     np.testing.assert_allclose(to_host(loss), exact[0], rtol=1e-5)
     assert_elements_close(grad, exact[1], softmax(teacher) + np.abs(exact[1]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize("cached", [0, 2])
+@pytest.mark.parametrize("threads", [32, 256, 1024])
+@pytest.mark.parametrize("distance", [0.01, 1.0])
+def test_every_split_of_a_row_agrees(rng, split_as, cluster, cached, threads, distance):
+    """However many blocks share a row, and however much of it they keep: the same within
+    rounding."""
+    if cluster > 1 and current_device().compute_capability < (9, 0):
+        pytest.skip("clusters came with sm_90")
+    split_as(cluster=cluster, cached=cached, threads=threads)
+    check_split("gpu", rng, (3, 20001), distance)
+
+
+@pytest.mark.parametrize("vocab_size", [9, 2003])
+@pytest.mark.parametrize("cluster", [1, 4])
+@pytest.mark.parametrize("cached", [0, 1, 16])
+@pytest.mark.parametrize("distance", [0.01, 1.0])
+def test_rows_of_which_a_part_is_kept(device, rng, split_as, vocab_size, cluster, cached, distance):
+    """Blocks without a vector, threads that keep none, some or all of theirs, loose elements."""
+    if device == "gpu" and cluster > 1 and current_device().compute_capability < (9, 0):
+        pytest.skip("clusters came with sm_90")
+    split_as(cluster=cluster, cached=cached, threads=32)
+    check_split(device, rng, (3, vocab_size), distance)
 
 
 @pytest.mark.gpu
@@ -328,5 +358,4 @@ def test_plan_fits_the_device(vocab_size):
             assert 32 <= split.threads <= 1024
             assert split.cluster == 1 or device.compute_capability[0] in (9, 10)
             assert split.shared_bytes + 2048 <= device.shared_bytes_per_block
-            if split.cached:
-                assert split.shared_bytes * split.cluster >= 2 * vocab_size * itemsize
+            assert split.shared_bytes == split.cached * split.threads * 32

@@ -77,6 +77,59 @@ def test_rows_far_from_zero(device, rng, dtype):
     )
 
 
+@pytest.mark.parametrize("cols", [96, 1000, 4096])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_rows_far_from_zero(device, rng, cols, dtype):
+    """Every warp of a row has another mean, far from zero."""
+    steps = 100 + np.arange(cols) // 32
+    x = (steps + random(rng, (9, cols), "float32")).astype(random(rng, (1,), dtype).dtype)
+    grad_out, weight = random(rng, (9, cols), dtype), random(rng, (cols,), dtype)
+    check_against_reference(
+        layer_norm_backward,
+        reference.layer_norm_backward,
+        (grad_out, x, weight, 1e-5),
+        device=device,
+        names=("grad_x", "grad_weight", "grad_bias"),
+    )
+
+
+# Rows within a warp: every number of lanes and of accesses a lane, places that stay empty; of the
+# rows a block works on at once the last are missing.
+SHORT_ROWS = [
+    *((cols, 0) for cols in (2, 24, 72, 100, 127, 128, 384, 512, 1024)),
+    (64, 1),
+    (200, 1),
+]
+
+
+@pytest.mark.parametrize(("cols", "offset"), SHORT_ROWS)
+def test_short_rows(device, rng, cols, offset):
+    """With an offset of an element no row is aligned to 16 bytes, in any array."""
+
+    def place(rows):
+        flat = random(rng, (offset + rows * cols,), "bfloat16")
+        return flat[offset:].reshape(rows, cols)
+
+    x, residual, grad_out, weight, bias = place(37), place(37), place(37), place(1)[0], place(1)[0]
+
+    def both(x, weight, bias, residual, grad_out):
+        y, total = layer_norm(x, weight, bias, residual=residual)
+        return y, total, *layer_norm_backward(grad_out, x, weight, grad_residual=residual)
+
+    def expected(x, weight, bias, residual, grad_out):
+        y, total = reference.layer_norm(x, weight, bias, residual=residual)
+        grads = reference.layer_norm_backward(grad_out, x, weight, grad_residual=residual)
+        return y, total, *grads
+
+    check_against_reference(
+        both,
+        expected,
+        (x, weight, bias, residual, grad_out),
+        device=device,
+        names=("y", "new_residual", "grad_x", "grad_weight", "grad_bias"),
+    )
+
+
 def test_gradient_by_finite_differences(rng):
     inputs = (rng.standard_normal((3, 7)), rng.standard_normal(7), rng.standard_normal(7))
 
@@ -132,16 +185,17 @@ def test_errors_name_the_argument(arguments, error, message):
         layer_norm(**{**good, **arguments})
 
 
-@pytest.mark.parametrize("cols", [1, 7, 64, 1000, 4096, 8192, 65536])
+@pytest.mark.parametrize("cols", [1, 7, 64, 100, 127, 384, 1000, 4096, 8192, 16384, 65536])
 def test_plan_covers_every_column(cols):
     vec = next(v for v in (8, 4, 2, 1) if cols % v == 0)
     for device in TYPICAL_DEVICES.values():
         for config in (
-            plan_layer_norm(100, cols, "bfloat16", 2, vec, False, True),
+            plan_layer_norm(100, cols, "bfloat16", 2, vec, False, True, device),
             plan_layer_norm_backward(100, cols, "bfloat16", 2, vec, False, True, device),
         ):
             split = config.split
             assert split.threads % 32 == 0
             assert split.threads <= 1024
-            assert split.threads * split.vec * split.vecs_per_thread >= cols
+            assert split.threads % split.lanes == 0
+            assert split.lanes * split.vec * split.vecs_per_thread >= cols
             assert 1 <= config.num_blocks <= 100

@@ -62,6 +62,43 @@ def test_backward_matches_reference(device, rng, shape, dtype, with_residual):
     )
 
 
+# Rows within a warp: every number of lanes and of accesses a lane, places that stay empty; of the
+# rows a block works on at once the last are missing.
+SHORT_ROWS = [
+    *((cols, 0) for cols in (1, 24, 72, 100, 127, 128, 384, 512, 1024)),
+    (64, 1),
+    (200, 1),
+]
+
+
+@pytest.mark.parametrize(("cols", "offset"), SHORT_ROWS)
+def test_short_rows(device, rng, cols, offset):
+    """With an offset of an element no row is aligned to 16 bytes, in any array."""
+
+    def place(rows):
+        flat = random(rng, (offset + rows * cols,), "bfloat16")
+        return flat[offset:].reshape(rows, cols)
+
+    x, residual, grad_out, weight = place(37), place(37), place(37), place(1)[0]
+
+    def both(x, weight, residual, grad_out):
+        y, total = rms_norm(x, weight, residual=residual)
+        return y, total, *rms_norm_backward(grad_out, x, weight, grad_residual=residual)
+
+    def expected(x, weight, residual, grad_out):
+        y, total = reference.rms_norm(x, weight, residual=residual)
+        grads = reference.rms_norm_backward(grad_out, x, weight, grad_residual=residual)
+        return y, total, *grads
+
+    check_against_reference(
+        both,
+        expected,
+        (x, weight, residual, grad_out),
+        device=device,
+        names=("y", "new_residual", "grad_x", "grad_weight"),
+    )
+
+
 def test_gradient_by_finite_differences(rng):
     inputs = (rng.standard_normal((3, 7)), rng.standard_normal(7))
     check_gradient(reference.rms_norm, reference.rms_norm_backward, inputs, rng)
@@ -131,21 +168,22 @@ def test_errors_name_the_argument(arguments, error, message):
         rms_norm(**{**good, **arguments})
 
 
-@pytest.mark.parametrize("cols", [1, 7, 64, 1000, 4096, 8192, 65536])
+@pytest.mark.parametrize("cols", [1, 7, 64, 100, 127, 384, 1000, 4096, 8192, 16384, 65536])
 def test_plan_covers_every_column(cols):
     vec = next(v for v in (8, 4, 2, 1) if cols % v == 0)
     for device in TYPICAL_DEVICES.values():
         for config in (
-            plan_rms_norm(100, cols, "bfloat16", 2, vec, False),
+            plan_rms_norm(100, cols, "bfloat16", 2, vec, False, device),
             plan_rms_norm_backward(100, cols, "bfloat16", 2, vec, False, device),
         ):
             split = config.split
             assert split.threads % 32 == 0
             assert split.threads <= 1024
-            assert split.threads * split.vec * split.vecs_per_thread >= cols
+            assert split.threads % split.lanes == 0
+            assert split.lanes * split.vec * split.vecs_per_thread >= cols
             assert 1 <= config.num_blocks <= 100
 
 
 def test_plan_refuses_rows_that_do_not_fit():
     with pytest.raises(ArrayShapeError, match="takes up to 65536"):
-        plan_rms_norm(1, 65536 * 2, "bfloat16", 2, 8, False)
+        plan_rms_norm(1, 65536 * 2, "bfloat16", 2, 8, False, TYPICAL_DEVICES["sm_90"])

@@ -11,6 +11,7 @@ import numpy as np
 
 from cukit.memory import DeviceOutOfMemory
 from cukit.memory.guard import GAP_PAGES, Slot
+from cukit.memory.streams import CaptureKey
 from cukit.reference import memory as reference
 
 PAGE = 1 << 14
@@ -74,13 +75,13 @@ class Device:
     total_bytes = MOST_PAGES * PAGE
 
     def __init__(self) -> None:
-        self.capturing: int | None = None
+        self.capturing: CaptureKey | None = None
         self.gone: list[int] = []
         self.waits = 0
         self.lost = False
         """As after an illegal access."""
 
-    def capture(self) -> int | None:
+    def capture(self) -> CaptureKey | None:
         return self.capturing
 
     def ended_captures(self) -> list[int]:

@@ -14,6 +14,7 @@ from cukit.core.kernel import load_kernel
 from cukit.memory import DeviceOutOfMemory
 from cukit.memory.cuda_guard import plan_guard_pages
 from cukit.memory.guard import ALIGNMENT, LARGEST_RECYCLED, GuardedMemory, Slot
+from cukit.memory.streams import CaptureKey
 from cukit.reference import memory as reference
 from tests.memory.guard_device import GAP, MOST_PAGES, PAGE, Device, Driver, bytes_at, poke
 
@@ -64,11 +65,21 @@ def test_an_allocation_touches_an_unmapped_address(memory, driver, size):
 @pytest.mark.parametrize(
     ("end", "place", "size", "words"),
     [
-        (False, 1000, 1, "1 byte(s) changed, 0 behind its end to 0 behind its end"),
-        (False, 1003, 40, "40 byte(s) changed, 3 behind its end to 42 behind its end"),
-        (True, -1, 1, "1 byte(s) changed, 1 before its start to 1 before its start"),
-        (True, -5000, 4, "4 byte(s) changed, 5000 before its start to 4997 before its start"),
-        (True, 1003, 2, "2 byte(s) changed, 3 behind its end to 4 behind its end"),
+        (False, 1000, 1, "0 bytes past its end to 0 bytes past its end"),
+        (False, 1003, 40, "3 bytes past its end to 42 bytes past its end"),
+        (
+            True,
+            -1,
+            1,
+            "1 bytes before its start to 1 bytes before its start",
+        ),
+        (
+            True,
+            -5000,
+            4,
+            "5000 bytes before its start to 4997 bytes before its start",
+        ),
+        (True, 1003, 2, "3 bytes past its end to 4 bytes past its end"),
     ],
 )
 @pytest.mark.parametrize("freed", [False, True])
@@ -82,11 +93,11 @@ def test_a_changed_byte_is_reported_with_its_array_and_its_test(
         memory.free(slot)
     memory.label = "tests/test_it.py::test_two"
     (damage,) = memory.check()
-    assert words in str(damage)
-    assert "1,000 bytes at" in str(damage)
-    assert "allocated in tests/test_it.py::test_one" in str(damage)
+    assert str(damage).startswith(f"{size} byte(s) changed, from {words}: 1,000 bytes at")
+    assert "allocated by tests/test_it.py::test_one" in str(damage)
     assert "test_guard.py" in str(damage)
     assert "in at_end" in str(damage), "who allocated it"
+    assert memory.check() == [], "once is enough"
     del others
 
 
@@ -201,12 +212,16 @@ def test_a_call_that_fails_leaves_nothing(memory, driver, call):
 
 
 def test_memory_of_a_graph_is_its_own_until_it_is_gone(memory, device):
-    device.capturing = 7
+    device.capturing = CaptureKey(7, 1)
     first = memory.allocate(100)
     memory.free(first)
     again = memory.allocate(1000)
     assert again is first, "in the same capture it is used again, in the order of the stream"
     memory.free(again)
+    device.capturing = CaptureKey(7, 2)
+    assert memory.allocate(100) is not first
+    device.capturing = CaptureKey(8, 1)
+    assert memory.allocate(100) is not first
     device.capturing = None
     memory.check()
     others = [memory.allocate(100) for _ in range(50)]
@@ -219,7 +234,7 @@ def test_memory_of_a_graph_is_its_own_until_it_is_gone(memory, device):
 
 
 def test_what_outlives_its_graph_is_freed_like_the_rest(memory, device):
-    device.capturing = 7
+    device.capturing = CaptureKey(7, 1)
     slot = memory.allocate(100)
     device.capturing, device.gone = None, [7]
     memory.check()

@@ -17,6 +17,18 @@ CUKIT_DEVICE void cp_async_16(unsigned shared, const void* global, bool valid = 
 #endif
 }
 
+// The same with an L2 eviction priority (createpolicy).
+CUKIT_DEVICE void cp_async_16_policy(unsigned shared, const void* global,
+                                     unsigned long long policy) {
+#ifdef CUKIT_EMULATE
+  emulator::cp_async(shared, global, 16, 16);
+#else
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;\n" ::"r"(shared),
+               "l"(global), "l"(policy)
+               : "memory");
+#endif
+}
+
 // cp.async.commit_group: closes the group of this thread's copies issued since the last one.
 CUKIT_DEVICE void cp_async_commit() {
 #ifdef CUKIT_EMULATE
