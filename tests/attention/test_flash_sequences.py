@@ -77,6 +77,14 @@ def test_sequences_of_any_lengths(place, rng, name, causal):
     check_sequences(place, rng, {"causal": causal}, SEQUENCES[name])
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (72, 40)])
+def test_tiles_wider_than_the_heads(device, rng, head_dim, value_dim):
+    """Parts of a tile beyond the last column are not fetched: TMA would touch the map's base
+    address, which is not the array's. A GPU notices if it is not mapped, the emulator always."""
+    lengths = ([5, 0, 70, 130], [9, 4, 135, 140])
+    check_sequences(device, rng, {"causal": True}, lengths, (2, 1), head_dim, value_dim, room=5)
+
+
 @pytest.mark.parametrize("name", ["everything", "causal window, sinks"])
 @emulated(lambda name: name == "everything")
 def test_sequences_with_options(place, rng, name):

@@ -64,21 +64,34 @@ def test_its_twin_passes(mistake, late):
         np.testing.assert_array_equal(got, swizzled(A))
 
 
-def launch_cluster(planted: int) -> np.ndarray[Any, Any]:
+def launch_cluster(mistake: int, **options: Any) -> np.ndarray[Any, Any]:
     def make() -> tuple[Any, ...]:
-        return encode_tensor_map(A, (64, 64)), np.int32(planted), words(2048)
+        return encode_tensor_map(A, (64, 64)), np.int32(mistake), words(2 * 2048)
 
-    return run(SOURCE, "planted_cluster", make, 128, TILE_BYTES, grid=2)
+    return run(SOURCE, "planted_cluster", make, 128, TILE_BYTES, grid=2, **options)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_copy_to_two_blocks_waits_for_both(late):
+    for seed in (0, 1):
+        got = launch_cluster(0, seed=seed, late=late)
+        np.testing.assert_array_equal(got, np.tile(swizzled(A), 2))
 
 
 def test_other_blocks_too_need_the_fence_of_an_mbarrier():
-    np.testing.assert_array_equal(launch_cluster(0), swizzled(A))
     message = (
         r"missing fence_mbarrier_init: another block of the cluster uses the mbarrier at shared "
         r"address \d+\n  block \((0|1), 0, 0\)[\s\S]*its initialisation by\n  block \((?!\1)"
     )
     with pytest.raises(EmulatorError, match=message):
         launch_cluster(1)
+
+
+def test_a_relaxed_arrival_orders_no_ordinary_reads():
+    with pytest.raises(
+        EmulatorError, match=r"race: write of 8192 bytes by an async[\s\S]*after the read"
+    ):
+        launch_cluster(2)
 
 
 # Boxes outside the tensor. Two sequences of 12 and 20 rows, one behind the other.

@@ -49,6 +49,12 @@ BUGS = {
     + r"[\s\S]*threads 0-127, 192-255 have exited",
     "half_a_warpgroup_waits": r"divergent warpgroup: a thread comes to wgmma\.\w+ while others of "
     r"its warpgroup[\s\S]*threads [\d, -]+ are at wgmma\.\w+ at",
+    "half_a_warpgroup_polls": MISSING.format(
+        "wgmma.mma_async", r"128-255 .* and threads 192-255 do not come"
+    )
+    + r"[\s\S]*a thread polls and nothing happens",
+    "waits_differ": r"divergent warpgroup: wgmma.wait_group 1 by one thread and 0 by the first\n  "
+    r"block \(0, 0, 0\), thread \(224, 0, 0\)",
     "descriptors_differ": r"wgmma.mma_async: all threads of a warpgroup give the same.*\n  block "
     r"\(0, 0, 0\), thread \(224, 0, 0\)",
     "misplaced_warpgroup": MISSING.format("wgmma.fence", r"0-127 .* and threads 0-95 do not come")
@@ -74,7 +80,7 @@ def launch(entry: str, planted: int, **options: Any) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("entry", BUGS)
 def test_the_mistake_is_named(entry, late):
     with pytest.raises(EmulatorError, match=BUGS[entry]) as caught:
-        launch(entry, 1, late=late, seed=int(late))
+        launch(entry, 1, late=late, seed=int(late), patience=0.1)
     assert str(caught.value).startswith("planted_wgmma(): ")
     assert re.search(r"planted_wgmma\.cu:\d+", str(caught.value))
 

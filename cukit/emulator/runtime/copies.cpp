@@ -1,4 +1,5 @@
 // cp.async, and bulk copies that report to mbarriers or are counted in groups.
+#include <algorithm>
 #include <cstring>
 
 #include "block.h"
@@ -125,12 +126,28 @@ void settle(Cluster& cluster, Mbarrier& barrier) {
   barrier.waiters.clear();
 }
 
-void arrive_once(Fiber& me, Mbarrier& barrier) {
+// Who waits for the phase knows what the copies and products did that the thread has waited for, but
+// nothing of the thread's own accesses.
+void release_engines_to(const Fiber& me, Clock** into) {
+  Cluster& cluster = *me.block->cluster;
+  if (*into == nullptr) *into = cluster.clocks.filled(cluster.base_epoch);
+  for (unsigned agent = cluster.first_engine(); agent < cluster.first_engine() + kEngines; ++agent) {
+    (*into)->seen[agent] = std::max((*into)->seen[agent], me.seen->seen[agent]);
+  }
+}
+
+void arrive_once(Fiber& me, Mbarrier& barrier, bool relaxed) {
   if (barrier.pending == 0) {
     fault(format("mbarrier: more arrivals in a phase than the %u it was initialised with\n  ",
                  barrier.expected) + name_of(me) + " " + where(me.call));
   }
-  if (checked()) release_to(me, &barrier.joined);
+  if (checked()) {
+    if (relaxed) {
+      release_engines_to(me, &barrier.joined);
+    } else {
+      release_to(me, &barrier.joined);
+    }
+  }
   --barrier.pending;
   settle(*me.block->cluster, barrier);
 }
@@ -164,7 +181,12 @@ void mbarrier_arrive(std::uint32_t address, unsigned bytes) {
   CUKIT_ENTER(me);
   Mbarrier& barrier = mbarrier_at(me, address, "arrive");
   barrier.transactions += bytes;
-  arrive_once(me, barrier);
+  arrive_once(me, barrier, false);
+}
+
+void mbarrier_arrive_relaxed(std::uint32_t address) {
+  CUKIT_ENTER(me);
+  arrive_once(me, mbarrier_at(me, address, "arrive"), true);
 }
 
 void mbarrier_wait(std::uint32_t address, unsigned parity) {

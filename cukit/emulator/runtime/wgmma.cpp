@@ -2,9 +2,9 @@
 //
 // The rules for registers are those of the PTX ISA (wgmma.fence, wgmma.wait_group). From a product on
 // until its group has been waited for, ordinary code may neither read nor write its accumulators, nor
-// write the registers of its operand a. (To read these is undefined too by the letter; as neither side
-// changes them, it is let pass.) Between an ordinary access to any of them and the product there is a
-// fence, as there is between products of different shapes with the same accumulators, and before a
+// write the registers of its operand a. (The ISA calls reading operand a undefined too; it is allowed
+// here, as neither side changes the registers.) There is a fence between an ordinary access to any of
+// them and the product, between products of different shapes with the same accumulators, and before a
 // warpgroup's first product.
 #include "engines.h"
 #include "matrix.h"
@@ -308,6 +308,11 @@ void complete_wait(Block& block, unsigned number) {
   WarpGroup& group = block.warp_groups[number];
   Fiber* const* const fibers = &block.fibers[number * kThreads];
   const unsigned pending = fibers[0]->argument;
+  for (unsigned i = 1; i < kThreads; ++i) {
+    if (fibers[i]->argument == pending) continue;
+    fault(format("divergent warpgroup: wgmma.wait_group %u by one thread and %u by the first",
+                 fibers[i]->argument, pending) + at(*fibers[i]));
+  }
   std::size_t done = 0;
   while (done < group.products.size() && group.products[done].group + pending < group.open) {
     WarpGroup::Product& product = group.products[done++];

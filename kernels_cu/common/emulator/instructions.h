@@ -50,6 +50,8 @@ void mbarrier_init(std::uint32_t barrier, unsigned arrivals);
 void fence_mbarrier_init();
 // Arrives after announcing `bytes` to come; at a barrier of any block of the cluster.
 void mbarrier_arrive(std::uint32_t barrier, unsigned bytes);
+// The thread's ordinary accesses do not come before it.
+void mbarrier_arrive_relaxed(std::uint32_t barrier);
 void mbarrier_wait(std::uint32_t barrier, unsigned parity);
 
 // cp.async.bulk, and cp.async.bulk.tensor with a map made by the emulator. Blocks named in `blocks`

@@ -63,7 +63,7 @@ CUKIT_DEVICE void mbarrier_arrive_remote(Mbarrier* barrier, int rank) {
 // whole GPU's memory): for a stage that only wgmma has read, and wgmma_wait has come back.
 CUKIT_DEVICE void mbarrier_arrive_remote_relaxed(Mbarrier* barrier, int rank) {
 #ifdef CUKIT_EMULATE
-  mbarrier_arrive_remote(barrier, rank);
+  emulator::mbarrier_arrive_relaxed(emulator::map_to_rank(shared_address(barrier), rank));
 #else
   unsigned remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"

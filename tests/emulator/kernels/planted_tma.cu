@@ -138,23 +138,39 @@ extern "C" __global__ void planted_tma(const __grid_constant__ cukit::TensorMap 
   }
 }
 
-// Two blocks: each arrives at the other's mbarrier, and then writes the tile out.
+// Two blocks: each loads and reads the tile and tells the other; when the first has heard of both, it loads
+// the tile again, for both.
+// `mistake`: 0 none | 1 the mbarrier that the other block arrives at is initialised without a fence | 2 the
+// arrival is relaxed, though ordinary loads have read the tile.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) planted_cluster(
-    const __grid_constant__ cukit::TensorMap map, int planted, unsigned* out) {
+    const __grid_constant__ cukit::TensorMap map, int mistake, unsigned* out) {
   __shared__ Shared shared;
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
   init(shared, true);
   if (threadIdx.x == 0) {
-    cukit::mbarrier_init(&shared.empty, kThreads);
-    if (!planted) cukit::fence_mbarrier_init();
+    cukit::mbarrier_init(&shared.empty, 2 * kThreads);
+    if (mistake != 1) cukit::fence_mbarrier_init();
   }
   cukit::cluster_arrive();
   cukit::cluster_wait();
-  cukit::mbarrier_arrive_remote(&shared.empty, 1 - cukit::cluster_rank());
-  cukit::mbarrier_wait(&shared.empty, 0);
-  const Arguments all{&map, shared, tile, out, false};
+  const int rank = cukit::cluster_rank();
+  const Arguments all{&map, shared, tile, out + rank * kTileBytes / 4, false};
   load(all);
-  if (cukit::cluster_rank() == 0) store(all);
+  store(all);
+  for (int other = 0; other < 2; ++other) {
+    if (mistake == 2) {
+      cukit::mbarrier_arrive_remote_relaxed(&shared.empty, other);
+    } else {
+      cukit::mbarrier_arrive_remote(&shared.empty, other);
+    }
+  }
+  if (threadIdx.x == 0) {
+    cukit::mbarrier_arrive_expect(&shared.full, kTileBytes);
+    cukit::mbarrier_wait(&shared.empty, 0);
+    if (rank == 0) cukit::tma_load_2d_multicast(tile, &map, &shared.full, 0, 0, 3);
+  }
+  cukit::mbarrier_wait(&shared.full, 1);
+  store(all);
   cukit::cluster_arrive();
   cukit::cluster_wait();
 }

@@ -290,6 +290,30 @@ CUKIT_DEVICE void half_a_warpgroup_waits(unsigned char* tile, float* out, bool p
   store(out, sums);
 }
 
+// The others poll.
+CUKIT_DEVICE void half_a_warpgroup_polls(unsigned char* tile, float* out, bool planted) {
+  Sums sums;
+  cukit::wgmma_fence();
+  while (planted && threadIdx.x % 128 >= 64) __nanosleep(100);
+  multiply(sums, tile);
+  cukit::wgmma_commit();
+  cukit::wgmma_wait<0>(sums);
+  store(out, sums);
+}
+
+CUKIT_DEVICE void waits_differ(unsigned char* tile, float* out, bool planted) {
+  Sums sums;
+  cukit::wgmma_fence();
+  multiply(sums, tile);
+  cukit::wgmma_commit();
+  if (planted && threadIdx.x % 128 >= 96) {
+    cukit::wgmma_wait<1>(sums);
+  } else {
+    cukit::wgmma_wait<0>(sums);
+  }
+  store(out, sums);
+}
+
 CUKIT_DEVICE void descriptors_differ(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   const unsigned char* mine = planted && threadIdx.x % 128 >= 96 ? tile + 256 : tile;
@@ -337,6 +361,8 @@ CUKIT_DEVICE void missing_proxy_fence(unsigned char* tile, float* out, bool) {
   X(accumulators_as_operand_a) \
   X(half_a_warpgroup) \
   X(half_a_warpgroup_waits) \
+  X(half_a_warpgroup_polls) \
+  X(waits_differ) \
   X(descriptors_differ) \
   X(misplaced_warpgroup) \
   X(missing_proxy_fence)
