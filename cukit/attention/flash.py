@@ -16,7 +16,6 @@ from cukit.attention.flash_arguments import (
     strides_of,
 )
 from cukit.attention.flash_fp8 import attend_float8, decode_inputs, is_float8
-from cukit.attention.flash_fp8_plan import float8_specs
 from cukit.attention.flash_maps import MappedLaunch, prepare_mapped
 from cukit.attention.flash_options import (
     ScoreArrays,
@@ -28,7 +27,7 @@ from cukit.attention.flash_options import (
     score_settings,
 )
 from cukit.attention.flash_plan import plan_flash_attention, representative_specs
-from cukit.attention.flash_plan_sm90 import covers, specs_of
+from cukit.attention.flash_plan_sm90 import covers, float8_specs, specs_of
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
@@ -146,10 +145,12 @@ def flash_attention(
     refuse_dropout(_OP, dropout)
     if is_float8(q, k, v):
         descales = (q_descale, k_descale, v_descale)
-        served = attend_float8(q, k, v, descales, options, arrays, out, bool(precise))
-        if served is not None:
-            return served if return_lse else served[0]
-        q, k, v = decode_inputs(q, k, v, descales, out)
+        attended = attend_float8(
+            q, k, v, descales, options, arrays, out, bool(precise), return_lse
+        )
+        if attended is not None:
+            return attended if return_lse else attended[0]
+        q, k, v = decode_inputs(q, k, v, descales, arrays, out)
     elif not (q_descale is k_descale is v_descale is None):
         _refuse_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, v = adopt(_OP, q, k, v)

@@ -29,6 +29,7 @@
 // Reference: cukit/reference/attention.py.
 #include "attention/block_lists.cuh"
 #include "attention/forward_producer_sm90.cuh"
+#include "attention/kept_sums.cuh"
 #include "attention/query_work.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/shared_tile.cuh"
@@ -58,13 +59,13 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 using Scores = float[TILE_N / 2];
 using Outputs = float[VALUE_DIM / 2];
-using Probabilities = unsigned[TILE_N / 16][4];
+using Probabilities = Operands::Probabilities;
 
 // scores = Q K^T, started
 CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned long long k) {
 #pragma unroll
   for (int step = 0; step < KeyTile::kSteps; ++step) {
-    cukit::wgmma<T, TILE_N>(scores, q + QueryTile::k_step(step), k + KeyTile::k_step(step),
+    Operands::multiply_keys(scores, q + QueryTile::k_step(step), k + KeyTile::k_step(step),
                             step > 0);
   }
   cukit::wgmma_commit();
@@ -74,10 +75,40 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned l
 CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned long long v) {
 #pragma unroll
   for (int step = 0; step < ValueTile::kRowSteps; ++step) {
-    cukit::wgmma<T, VALUE_DIM, true>(out, p[step], v + ValueTile::mn_step(step), true);
+    Operands::multiply_values(out, p[step], v + ValueTile::mn_step(step));
   }
   cukit::wgmma_commit();
 }
+
+// What is multiplied with for a head.
+struct HeadFactors {
+  float scale_log2;  // products, as far as score_options.cuh does not say otherwise
+  float scores;      // of that, what comes from the inputs' own factors
+  float values;      // outputs
+};
+
+// Factors of float8 inputs, one a batch and key head; null: 1. None of 16-bit inputs.
+struct Descales {
+#if FLOAT8
+  const float* q;
+  const float* k;
+  const float* v;
+  const cukit::Float8Settings& settings;
+#endif
+
+  CUKIT_DEVICE HeadFactors of(int b, int kv_head, float scale_log2) const {
+#if FLOAT8
+    const auto factor = [&](const float* factors, int batch, int head) {
+      return factors == nullptr ? 1.0f : factors[b * batch + kv_head * head];
+    };
+    const float scores = factor(q, settings.q_batch, settings.q_head) *
+                         factor(k, settings.k_batch, settings.k_head);
+    return {scale_log2 * scores, scores, factor(v, settings.v_batch, settings.v_head)};
+#else
+    return {scale_log2, 1.0f, 1.0f};
+#endif
+  }
+};
 
 // Where the results go.
 struct Results {
@@ -89,7 +120,7 @@ struct Results {
 
 // Divides by the sums and writes the warp's sixteen rows; `row` is the lane's first.
 CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax, float factor,
-                         const Results& to, const QueryWork& work, int row,
+                         float descale, const Results& to, const QueryWork& work, int row,
                          const cukit::ScoreSettings& settings) {
   const cukit::Sequence& sequence = work.sequence;
   const long long first_statistic =
@@ -104,11 +135,12 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax,
     float sum = softmax.sum[half];
     sum += __shfl_xor_sync(cukit::kFullMask, sum, 1);
     sum += __shfl_xor_sync(cukit::kFullMask, sum, 2);
-    rows.factor[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+    rows.factor[half] = sum == 0.0f ? 0.0f : descale / sum;
     rows.exists[half] = row + 8 * half < sequence.seq_q;
     if (to.lse != nullptr && threadIdx.x % 4 == 0 && rows.exists[half]) {
       to.lse[first_statistic + row + 8 * half] =
-          sum == 0.0f ? -cukit::infinity() : (softmax.max[half] * factor + log2f(sum)) * kLn2;
+          sum == 0.0f ? -cukit::infinity()
+                      : (softmax.max[half] * factor + (log2f(sum) - Operands::kOffset)) * kLn2;
     }
   }
   cukit::write_rows<kGuarded>(sums, rows);
@@ -159,13 +191,23 @@ CUKIT_DEVICE cukit::TileRange own_keys(const QueryWork& work, int first_row, int
           WINDOW ? cukit::warp_uniform(seen.whole_begin) : 0, cukit::warp_uniform(seen.whole_end)};
 }
 
+CUKIT_DEVICE bool renew(cukit::SoftmaxRows& rows, float (&shrink)[2], const Scores& scores,
+                        float factor) {
+  return cukit::renew_maxima<TILE_N / 2, Operands::kIntegerMaxima>(rows, shrink, scores, factor,
+                                                                   Operands::kGrowth);
+}
+
+// Whether outputs are kept outside the tensor core, and whether that happens beside the product of the
+// next scores: if there are registers for both.
+constexpr bool kKeeps = KEPT_TILES > 0;
+constexpr bool kKeepsEarly = kKeeps && VALUE_DIM < 256;
+
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& results,
-                      const Arguments& arguments, const cukit::ScoreSettings& settings,
-                      float scale_log2) {
+                      const Arguments& arguments, const Descales& descales,
+                      const cukit::ScoreSettings& settings, float scale_log2) {
   const int group = Block::consumer_group();
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
-  const float factor = cukit::exponent_factor(scale_log2);
   const unsigned long long q_first = QueryTile::k_major(tiles.q);
   const unsigned long long k_first = KeyTile::k_major(tiles.k);
   const unsigned long long v_first = ValueTile::mn_major(tiles.v);
@@ -178,6 +220,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
   Probabilities p;
   cukit::SoftmaxRows rows;
   unsigned long long q;
+  cukit::KeptSums<VALUE_DIM / 2, Block::kConsumerWarps * cukit::kWarpSize, KEPT_TILES> kept(
+      tiles.kept, threadIdx.x - cukit::kWarpgroupThreads);
 
   const auto values = [&] { return v_first + v_at.index * ValueTile::kStage; };
   const auto start_scores = [&] {
@@ -193,6 +237,14 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
+    const HeadFactors factors = descales.of(work.b, work.head / arguments.group, scale_log2);
+    const float factor = cukit::exponent_factor(factors.scale_log2);
+#if FLOAT8 && SOFTCAP
+    cukit::ScoreSettings score_settings = settings;
+    score_settings.cap_inner *= factors.scores;
+#else
+    const cukit::ScoreSettings& score_settings = settings;
+#endif
     const cukit::TileRange seen = own_keys(work, first_row, past, settings);
     const cukit::HeadScores head(arguments.arrays, settings, work.b, work.head, work.sequence);
     const int seq_kv = cukit::warp_uniform(head.seq_kv);
@@ -229,9 +281,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       const bool ends = first_key + TILE_N > seq_kv;
       if constexpr (cukit::kScoresModified) {
         if (BIAS && (ends || !bias_aligned)) {
-          cukit::modify_scores<true>(scores, at, head, scale_log2, settings);
+          cukit::modify_scores<true>(scores, at, head, factors.scale_log2, score_settings);
         } else {
-          cukit::modify_scores<false>(scores, at, head, scale_log2, settings);
+          cukit::modify_scores<false>(scores, at, head, factors.scale_log2, score_settings);
           if constexpr (BIAS) {
             cukit::add_rows(scores, head.bias, settings.bias_row, at, head.seq_q);
           }
@@ -261,32 +313,45 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     receive_scores();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      cukit::start_row(rows.max[half], rows.sum[half], arguments.arrays, work.head, scale_log2,
-                       lane_column == 0);
+      cukit::start_row(rows.max[half], rows.sum[half], arguments.arrays, work.head,
+                       factors.scale_log2, lane_column == 0, 1 << Operands::kOffset);
     }
 #pragma unroll
     for (int i = 0; i < VALUE_DIM / 2; ++i) sums[i] = 0.0f;
-    cukit::renew_maxima(rows, shrink, scores, factor);
-    cukit::exponentiate(rows, scores, factor);
+    kept.clear();
+    renew(rows, shrink, scores, factor);
+    cukit::exponentiate<Operands::kOffset>(rows, scores, factor);
     if (seen.end < work.keys.end) pipelines.v.skip(v_at);
     pipelines.v.wait(v_at);
-    cukit::pack_probabilities<T>(p, scores);
+    Operands::pack(p, scores);
 
     while (--tile >= seen.begin) {
       start_scores();
+      if constexpr (kKeepsEarly) {
+        if (kept.due()) kept.take(sums, rows, factor);
+        cukit::wgmma_fence();
+      }
       multiply_values(sums, p, values());
       cukit::wgmma_wait<1>(scores);
       receive_scores();
-      const bool outgrown = cukit::renew_maxima(rows, shrink, scores, factor);
-      cukit::exponentiate(rows, scores, factor);
+      const bool outgrown = renew(rows, shrink, scores, factor);
+      cukit::exponentiate<Operands::kOffset>(rows, scores, factor);
       const KeyState v_done = v_at;
       v_at.advance();
-      // Keeps the exponentials before the wait: they have the product to run beside.
-      pipelines.v.wait_after(v_at, fminf(rows.sum[0], rows.sum[1]));
+      if constexpr (FLOAT8) {
+        pipelines.v.wait(v_at);
+      } else {
+        // Keeps the exponentials before the wait: they have the product to run beside. Float8 gains
+        // where they may sink below it.
+        pipelines.v.wait_after(v_at, fminf(rows.sum[0], rows.sum[1]));
+      }
       cukit::wgmma_wait<0>(sums);
       pipelines.v.release(v_done);
       if (outgrown) cukit::rescale(sums, shrink);
-      cukit::pack_probabilities<T>(p, scores);
+      if constexpr (kKeeps && !kKeepsEarly) {
+        if (kept.due()) kept.take(sums, rows, factor);
+      }
+      Operands::pack(p, scores);
     }
 
     cukit::wgmma_fence();
@@ -298,7 +363,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       pipelines.k.skip(k_at);
       pipelines.v.skip(v_at);
     }
-    finish(sums, rows, factor, results, work, row, settings);
+    if (kKeeps && kept.any) kept.add_to(sums, rows, factor);
+    finish(sums, rows, factor, factors.values, results, work, row, settings);
     if (kUneven) part = CONSUMERS - 1 - part;
   }
 }
@@ -321,11 +387,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const int* __restrict__ cu_seqlens_kv,       // [batch + 1]
     int* __restrict__ plan,                      // VARLEN, BLOCK_SPARSE: query_work.cuh
     const unsigned char* __restrict__ block_mask,  // BLOCK_SPARSE: block_lists.cuh
+#if FLOAT8
+    const unsigned char* __restrict__ prepared,  // V of flash_attention_fp8_values, unless PREPARES
+    const float* __restrict__ q_descale, const float* __restrict__ k_descale,
+    const float* __restrict__ v_descale,  // of a batch and a key head; null: 1
+#endif
     long long out_batch, long long out_row, long long out_head,  // strides in elements
     int batch, int heads_q, int group, int seq_q, int seq_kv, int value_dim,
     int mask_heads,    // BLOCK_SPARSE: of block_mask, 1 or heads_q
     float scale_log2,  // scale * log2(e)
-    const __grid_constant__ cukit::ScoreSettings settings) {
+    const __grid_constant__ cukit::ScoreSettings settings
+#if FLOAT8
+    ,
+    const __grid_constant__ cukit::Float8Settings float8
+#endif
+) {
   __shared__ Pipelines pipelines;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const Tiles tiles(shared);
@@ -339,15 +415,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   Block::run(
       [&] {
         if (threadIdx.x == 0) {
+#if FLOAT8 && !PREPARES
+          const producer::PreparedKeyValues key_values{{&k, &v, group}, prepared, float8.value_tiles};
+#else
           const producer::MappedKeyValues key_values{&k, &v, group};
+#endif
           producer::run(pipelines, tiles, &q, key_values, arguments, settings);
         }
-#if VARLEN
+#if CLEARED
         if (threadIdx.x / cukit::kWarpSize == 1) clearer::run(pipelines, tiles);
+#endif
+#if PREPARES
+        if (threadIdx.x >= cukit::kWarpSize) preparer::run(pipelines, tiles);
 #endif
       },
       [&] {
         const consumer::Results results{out, lse, out_batch, out_row, out_head, heads_q, value_dim};
-        consumer::run(pipelines, tiles, results, arguments, settings, scale_log2);
+#if FLOAT8
+        const consumer::Descales descales{q_descale, k_descale, v_descale, float8};
+#else
+        const consumer::Descales descales{};
+#endif
+        consumer::run(pipelines, tiles, results, arguments, descales, settings, scale_log2);
       });
 }

@@ -100,12 +100,14 @@ CUKIT_DEVICE void rescale(float (&out)[N], const float (&shrink)[2]) {
   for (int i = 0; i < N; ++i) out[i] *= shrink[i / 2 % 2];
 }
 
-// scores = exp2(scale * (scores - max)), added to the sums.
-template <int N>
+// scores = 2^Offset exp2(scale * (scores - max)), added to the sums.
+template <int Offset = 0, int N>
 CUKIT_DEVICE void exponentiate(SoftmaxRows& rows, float (&scores)[N], float scale_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float shift = rows.max[half] == -infinity() ? 0.0f : -rows.max[half] * scale_log2;
+    const float base = Offset == 0 ? -rows.max[half] * scale_log2
+                                   : fmaf(-rows.max[half], scale_log2, static_cast<float>(Offset));
+    const float shift = rows.max[half] == -infinity() ? 0.0f : base;
 #pragma unroll
     for (int n = 0; n < N / 4; ++n) {
       float* pair = &scores[4 * n + 2 * half];
