@@ -97,7 +97,7 @@ def flash_attention(
         max_seqlen_q: at least the longest sequence of q; needed with cu_seqlens.
         max_seqlen_kv: the same for k and v.
         q_descale: factor of float8 inputs: a positive number, or float32 [], [num_heads_kv] or
-            [batch, num_heads_kv].
+            [batch, num_heads_kv]; with cu_seqlens the batch is num_sequences.
         k_descale: as q_descale.
         v_descale: as q_descale; any sign.
         precise: keep the probabilities of float8 inputs at sixteen bits.
@@ -111,10 +111,10 @@ def flash_attention(
     Hopper every multiple of 16.
 
     q, k and v may be NarrowArrays of float8_e4m3 (storage with any strides as above); out is then
-    bfloat16, or what `out` is. On Hopper they are multiplied as they are where head_dim is a
-    multiple of 16 and causal and scale are the only options. Probabilities are rounded to float8
-    too, which alone is an error of 2 to 3 %; with `precise` to float16, which leaves the rounding
-    of out and is slower. Anything else is decoded first, and as exact as out's dtype allows.
+    bfloat16, or what `out` is. On Hopper they are multiplied as they are where head_dim and v's are
+    multiples of 16. Probabilities are rounded to float8 too, which alone is an error of 2 to 3 %;
+    with `precise` to float16, which leaves the rounding of out and is slower. Anything else is
+    decoded first, and as exact as out's dtype allows.
 
     Returns:
         `out` like q, with v's head_dim; with `return_lse` the pair `(out, lse)`, lse float32
@@ -145,9 +145,7 @@ def flash_attention(
     refuse_dropout(_OP, dropout)
     if is_float8(q, k, v):
         descales = (q_descale, k_descale, v_descale)
-        attended = attend_float8(
-            q, k, v, descales, options, arrays, out, bool(precise), return_lse
-        )
+        attended = attend_float8(q, k, v, descales, options, arrays, out, bool(precise), return_lse)
         if attended is not None:
             return attended if return_lse else attended[0]
         q, k, v = decode_inputs(q, k, v, descales, arrays, out)

@@ -36,9 +36,7 @@ def _check_heads(
     """Shapes and dtypes of the three inputs."""
     check_array(op, "q", q, dtypes=dtypes, ndim=3 if varlen else 4, contiguous=False)
     batch, (num_heads_q, head_dim) = q.shape[:-3], q.shape[-2:]
-    check_array(
-        op, "k", k, dtypes=dtypes, shape=(*batch, None, None, head_dim), contiguous=False
-    )
+    check_array(op, "k", k, dtypes=dtypes, shape=(*batch, None, None, head_dim), contiguous=False)
     check_array(op, "v", v, dtypes=dtypes, shape=(*k.shape[:-1], None), contiguous=False)
     check_same_dtype(op, q=q, k=k, v=v)
     num_heads_kv = k.shape[-2]

@@ -93,7 +93,7 @@ class MappedLaunch:
         block_mask: Array | None = None,
         descales: tuple[Array | None, ...] | None = None,
     ) -> None:
-        """Launches on the current stream; `options` are ScoreArrays. `descales`: of float8 inputs."""
+        """Launches on the current stream. options: ScoreArrays; descales: of float8 inputs."""
         pointers = self._nothing
         if pointers is None:
             plan: Any = NULL

@@ -17,19 +17,15 @@ from cukit.attention.flash_problem import (
     feature_defines,
 )
 from cukit.attention.flash_tilings import (
-    FLOAT8_CROWDED_TILINGS,
-    FLOAT8_SHORT_TILINGS,
     FLOAT8_TILINGS,
     GROUP_ROWS,
     MAX_HEAD_DIM,
     PART,
-    PRECISE_CROWDED_TILINGS,
-    PRECISE_SHORT_TILINGS,
     PRECISE_TILINGS,
     Float8Tiling,
     WarpgroupTiling,
+    entry_for,
     float8_part,
-    tiling_for,
     warpgroup_tilings,
 )
 from cukit.core.compiler import KernelSpec
@@ -263,8 +259,7 @@ def tilings_of(
     if problem.float8:
         return (_float8_tiling(problem),)
     tilings = warpgroup_tilings(problem.head_dim, problem.head_dim_v)
-    crowded = problem.mask or problem.bias is not None or problem.alibi or problem.softcap
-    if crowded or block_size is not None:
+    if _per_score(problem) or block_size is not None:
         tiling = next(each for each in tilings if each.consumers == 2)
         small = block_size is not None and block_size[1] < _WHOLE_TILE
         if problem.bias is not None and block_size is None:
@@ -279,21 +274,25 @@ def tilings_of(
 
 def _float8_tiling(problem: AttentionProblem) -> Float8Tiling:
     widths = (problem.head_dim, problem.head_dim_v)
-    crowded = problem.mask or problem.bias is not None or problem.alibi or problem.softcap
-    precise = problem.precise
-    short = None
-    if not crowded:
-        short = tiling_for(PRECISE_SHORT_TILINGS if precise else FLOAT8_SHORT_TILINGS, *widths)
-    if short is not None:
-        readers = ceil_div(problem.seq_len_q, short.tile_m) * problem.group
-        if readers <= _FEW_READERS:
-            return short
-    if crowded:
-        tiling = tiling_for(PRECISE_CROWDED_TILINGS if precise else FLOAT8_CROWDED_TILINGS, *widths)
+    tables = PRECISE_TILINGS if problem.precise else FLOAT8_TILINGS
+    if _per_score(problem):
+        kind = "crowded"
     else:
-        tiling = tiling_for(PRECISE_TILINGS if precise else FLOAT8_TILINGS, *widths)
+        short = entry_for(tables["short"], *widths)
+        if short is not None:
+            readers = ceil_div(problem.seq_len_q, short.tile_m) * problem.group
+            if readers <= _FEW_READERS:
+                return short
+        busy = "busy" in tables and (problem.varlen or problem.window is not None)
+        kind = "busy" if busy else "plain"
+    tiling = entry_for(tables[kind], *widths)
     assert tiling is not None, "covers() asks for widths of at most 256"
     return tiling
+
+
+def _per_score(problem: AttentionProblem) -> bool:
+    """Whether an option changes or hides single scores."""
+    return problem.mask or problem.bias is not None or problem.alibi or problem.softcap
 
 
 def specs_of(problem: AttentionProblem, device: Device) -> list[KernelSpec]:
@@ -313,7 +312,8 @@ def float8_specs(device: Device) -> list[KernelSpec]:
         return []
     problems = [
         replace(many, head_dim=width, causal=causal, precise=precise)
-        for width, causal, precise in itertools.product((64, 128, 256), (False, True), (False, True))
+        for width in (64, 128, 256)
+        for causal, precise in itertools.product((False, True), repeat=2)
     ]
     problems += [replace(each, seq_len_q=128, seq_len_kv=128) for each in problems if each.causal]
     problems += [

@@ -274,50 +274,58 @@ WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
 }
 
 
-# Float8. Tiles as long as the registers allow; options that change single scores ask for shorter ones.
-FLOAT8_TILINGS: dict[tuple[int, int], Float8Tiling] = {
-    (64, 64): Float8Tiling(3, 160, kept_tiles=6),
-    (128, 128): Float8Tiling(2, 224, kept_tiles=4),
-    (256, 256): Float8Tiling(2, 128, query_stages=1, kept_tiles=8),
+# Float8, by the same widths. Tiles are as long as the registers allow; sequences of any lengths and
+# windows ("busy") ask for shorter ones, and so do options that change single scores ("crowded").
+# "short": where few tiles of queries read the same values, a pass over those before would not pay.
+FLOAT8_TILINGS: dict[str, dict[tuple[int, int], Float8Tiling]] = {
+    "plain": {
+        (64, 64): Float8Tiling(3, 160, kept_tiles=6),
+        (128, 128): Float8Tiling(2, 224, kept_tiles=4),
+        (256, 256): Float8Tiling(2, 128, query_stages=1, kept_tiles=8),
+    },
+    "busy": {
+        (64, 64): Float8Tiling(3, 128, kept_tiles=7),
+        (128, 128): Float8Tiling(2, 160, kept_tiles=6),
+        (256, 256): Float8Tiling(2, 96, query_stages=1, kept_tiles=10),
+    },
+    "crowded": {
+        (128, 128): Float8Tiling(2, 128, kept_tiles=7),
+        (256, 256): Float8Tiling(2, 64, query_stages=1, kept_tiles=16),
+    },
+    "short": {
+        (64, 64): Float8Tiling(2, 128, kept_tiles=7, prepares=True),
+        (128, 128): Float8Tiling(2, 160, kept_tiles=6, prepares=True),
+    },
 }
-FLOAT8_CROWDED_TILINGS: dict[tuple[int, int], Float8Tiling] = {
-    (128, 128): Float8Tiling(2, 128, kept_tiles=7),
-    (256, 256): Float8Tiling(2, 64, query_stages=1, kept_tiles=16),
-}
-# Where few tiles of queries read the same values, a pass over those before would not pay.
-FLOAT8_SHORT_TILINGS: dict[tuple[int, int], Float8Tiling] = {
-    (64, 64): Float8Tiling(2, 128, kept_tiles=7, prepares=True),
-    (128, 128): Float8Tiling(2, 160, kept_tiles=6, prepares=True),
-}
-PRECISE_TILINGS: dict[tuple[int, int], Float8Tiling] = {
-    (64, 64): Float8Tiling(3, 128, precise=True),
-    (128, 128): Float8Tiling(2, 128, precise=True),
-    (256, 256): Float8Tiling(2, 96, query_stages=1, precise=True),
-}
-PRECISE_CROWDED_TILINGS: dict[tuple[int, int], Float8Tiling] = {
-    (128, 128): Float8Tiling(2, 128, precise=True),
-    (256, 256): Float8Tiling(2, 64, query_stages=1, precise=True),
-}
-PRECISE_SHORT_TILINGS: dict[tuple[int, int], Float8Tiling] = {
-    (128, 128): Float8Tiling(2, 128, precise=True, prepares=True),
+PRECISE_TILINGS: dict[str, dict[tuple[int, int], Float8Tiling]] = {
+    "plain": {
+        (64, 64): Float8Tiling(3, 128, precise=True),
+        (128, 128): Float8Tiling(2, 128, precise=True),
+        (256, 256): Float8Tiling(2, 96, query_stages=1, precise=True),
+    },
+    "crowded": {
+        (128, 128): Float8Tiling(2, 128, precise=True),
+        (256, 256): Float8Tiling(2, 64, query_stages=1, precise=True),
+    },
+    "short": {
+        (128, 128): Float8Tiling(2, 128, precise=True, prepares=True),
+    },
 }
 
-AnyWarpgroupTiling = TypeVar("AnyWarpgroupTiling")
+Entry = TypeVar("Entry")
 
 
-def tiling_for(
-    tilings: dict[tuple[int, int], AnyWarpgroupTiling], width: int, value_width: int
-) -> AnyWarpgroupTiling | None:
-    """The entry of the narrowest widths that hold these."""
-    for (most, most_values), tiling in tilings.items():
+def entry_for(table: dict[tuple[int, int], Entry], width: int, value_width: int) -> Entry | None:
+    """The entry of the narrowest widths of keys and values that hold these."""
+    for (most, most_values), entry in table.items():
         if width <= most and value_width <= most_values:
-            return tiling
+            return entry
     return None
 
 
 def warpgroup_tilings(width: int, value_width: int) -> tuple[WarpgroupTiling, ...]:
     """The tilings for keys and values of these widths, each at most 256."""
-    tilings = tiling_for(WARPGROUP_TILINGS, width, value_width)
+    tilings = entry_for(WARPGROUP_TILINGS, width, value_width)
     if tilings is None:
         raise ValueError(f"no tiling for widths {width} and {value_width}")
     return tilings

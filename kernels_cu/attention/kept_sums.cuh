@@ -7,24 +7,22 @@
 // Paper: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437.
 #pragma once
 
+#include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/softmax/online_softmax.cuh"
 
 namespace cukit {
 
-// Of N outputs of each of `Threads` threads, as wgmma leaves them. Every thread reads what it has
-// written: nobody waits.
+// Of N outputs of each of `Threads` consumer threads, as wgmma leaves them. Every thread reads what it
+// has written: nobody waits.
 template <int N, int Threads, int Period>
 struct KeptSums {
-  uint4* outputs;  // [N / 8][Threads], eight bfloat16 each
-  float2* maxima;  // [Threads]: what the outputs are relative to
-  int left;        // tiles until the sums are taken
+  unsigned char* shared;  // [N / 8][Threads] of eight bfloat16, [Threads] of two maxima
+  int left;               // tiles until the sums are taken
   bool any;
 
-  CUKIT_DEVICE KeptSums(unsigned char* shared, int thread)
-      : outputs(reinterpret_cast<uint4*>(shared) + thread),
-        maxima(reinterpret_cast<float2*>(shared + N / 8 * Threads * sizeof(uint4)) + thread) {}
+  CUKIT_DEVICE explicit KeptSums(unsigned char* first) : shared(first) {}
 
   // For the next queries.
   CUKIT_DEVICE void clear() {
@@ -41,7 +39,8 @@ struct KeptSums {
 
   // Adds them to `sums`, which are relative to rows.max.
   CUKIT_DEVICE void add_to(float (&sums)[N], const SoftmaxRows& rows, float scale_log2) const {
-    const float2 before = *maxima;
+    const float2 before = *maxima();
+    const uint4* const outputs = this->outputs();
     float shrink[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -64,7 +63,8 @@ struct KeptSums {
   CUKIT_DEVICE void take(float (&sums)[N], const SoftmaxRows& rows, float scale_log2) {
     if (any) add_to(sums, rows, scale_log2);
     any = true;
-    *maxima = make_float2(rows.max[0], rows.max[1]);
+    *maxima() = make_float2(rows.max[0], rows.max[1]);
+    uint4* const outputs = this->outputs();
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {
       unsigned pairs[4];
@@ -76,6 +76,14 @@ struct KeptSums {
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) sums[i] = 0.0f;
+  }
+
+ private:
+  // Worked out where they are needed: registers are short.
+  CUKIT_DEVICE static int thread() { return threadIdx.x - kWarpgroupThreads; }
+  CUKIT_DEVICE uint4* outputs() const { return reinterpret_cast<uint4*>(shared) + thread(); }
+  CUKIT_DEVICE float2* maxima() const {
+    return reinterpret_cast<float2*>(shared + N / 8 * Threads * sizeof(uint4)) + thread();
   }
 };
 
