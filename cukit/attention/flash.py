@@ -16,7 +16,6 @@ from cukit.attention.flash_arguments import (
     strides_of,
 )
 from cukit.attention.flash_fp8 import attend_float8, decode_inputs
-from cukit.attention.flash_fp8_plan import float8_specs
 from cukit.attention.flash_maps import MappedLaunch, prepare_mapped
 from cukit.attention.flash_options import (
     PARAMETERS,
@@ -29,7 +28,7 @@ from cukit.attention.flash_options import (
     score_settings,
 )
 from cukit.attention.flash_plan import plan_flash_attention, representative_specs
-from cukit.attention.flash_plan_sm90 import covers, specs_of
+from cukit.attention.flash_plan_sm90 import covers, float8_specs, specs_of
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
@@ -101,7 +100,7 @@ def flash_attention(
         max_seqlen_q: at least the longest sequence of q; needed with cu_seqlens.
         max_seqlen_kv: the same for k and v.
         q_descale: factor of float8 inputs: a positive number, or float32 [], [num_heads_kv] or
-            [batch, num_heads_kv].
+            [batch, num_heads_kv]; with cu_seqlens the batch is num_sequences.
         k_descale: as q_descale.
         v_descale: as q_descale; any sign.
         precise: keep the probabilities of float8 inputs at sixteen bits.
@@ -116,10 +115,9 @@ def flash_attention(
 
     q, k and v may be QuantizedArrays of float8_e4m3 without scales (storage with any strides as
     above); out is then bfloat16, or what `out` is. On Hopper they are multiplied as they are where
-    head_dim is a multiple of 16 and causal and scale are the only options. Probabilities are
-    rounded to float8 too, which alone is an error of 2 to 3 %; with `precise` to float16, which
-    leaves the rounding of out and is slower. Anything else is decoded first, and as exact as out's
-    dtype allows.
+    head_dim and v's are multiples of 16. Probabilities are rounded to float8 too, which alone is an
+    error of 2 to 3 %; with `precise` to float16, which leaves the rounding of out and is slower.
+    Anything else is decoded first, and as exact as out's dtype allows.
 
     Returns:
         `out` like q, with v's head_dim; with `return_lse` the pair `(out, lse)`, lse float32
@@ -150,10 +148,10 @@ def flash_attention(
     refuse_dropout(_OP, dropout)
     if is_float8(q, k, v):
         descales = (q_descale, k_descale, v_descale)
-        served = attend_float8(q, k, v, descales, options, arrays, out, bool(precise))
-        if served is not None:
-            return served if return_lse else served[0]
-        q, k, v = decode_inputs(q, k, v, descales, out)
+        attended = attend_float8(q, k, v, descales, options, arrays, out, bool(precise), return_lse)
+        if attended is not None:
+            return attended if return_lse else attended[0]
+        q, k, v = decode_inputs(q, k, v, descales, arrays, out)
     elif not (q_descale is k_descale is v_descale is None):
         _refuse_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, v = adopt(_OP, q, k, v)

@@ -30,12 +30,14 @@ _MAX_ROW_STRIDE = (1 << 26) - 1  # offsets of up to 32 rows are 32-bit (TileCopy
 _MAX_MAP_STRIDE = 1 << 40  # bytes
 
 
-def _check_heads(op: str, q: Array, k: Array, v: Array, varlen: bool) -> None:
+def _check_heads(
+    op: str, q: Array, k: Array, v: Array, varlen: bool, dtypes: tuple[Any, ...] = FLOAT_DTYPES
+) -> None:
     """Shapes and dtypes of the three inputs."""
-    check_array(op, "q", q, dtypes=FLOAT_DTYPES, ndim=3 if varlen else 4, contiguous=False)
+    check_array(op, "q", q, dtypes=dtypes, ndim=3 if varlen else 4, contiguous=False)
     batch, (num_heads_q, head_dim) = q.shape[:-3], q.shape[-2:]
-    check_array(op, "k", k, shape=(*batch, None, None, head_dim), contiguous=False)
-    check_array(op, "v", v, shape=(*k.shape[:-1], None), contiguous=False)
+    check_array(op, "k", k, dtypes=dtypes, shape=(*batch, None, None, head_dim), contiguous=False)
+    check_array(op, "v", v, dtypes=dtypes, shape=(*k.shape[:-1], None), contiguous=False)
     check_same_dtype(op, q=q, k=k, v=v)
     num_heads_kv = k.shape[-2]
     if num_heads_kv == 0 or num_heads_q == 0 or num_heads_q % num_heads_kv:
@@ -48,7 +50,10 @@ def _check_heads(op: str, q: Array, k: Array, v: Array, varlen: bool) -> None:
             raise ArrayShapeError(f"{op}: head_dim (the last axis of {name}) must not be 0")
 
 
-def _check_options(op: str, q: Array, k: Array, options: ScoreOptions, arrays: ScoreArrays) -> None:
+def _check_options(
+    op: str, q: Array, k: Array, options: ScoreOptions, arrays: ScoreArrays, dtype: Any = None
+) -> None:
+    """`dtype`: of a bias, beside float32; q's where omitted."""
     batch, heads_q, seq_len_q, seq_len_kv = score_shape(q, k, options, arrays)
     exact = _statistic_dtypes(q)
     slopes, sinks = arrays.alibi_slopes, arrays.sinks
@@ -59,7 +64,7 @@ def _check_options(op: str, q: Array, k: Array, options: ScoreOptions, arrays: S
         check_array(op, "sinks", sinks, dtypes=exact, shape=(heads_q,))
     full = (batch, heads_q, seq_len_q, seq_len_kv)
     if arrays.bias is not None:
-        _check_matrix(op, "bias", arrays.bias, (q.dtype, *exact), full)
+        _check_matrix(op, "bias", arrays.bias, (dtype or q.dtype, *exact), full)
     if arrays.mask is not None:
         _check_matrix(op, "mask", arrays.mask, (np.dtype(bool),), full)
 
@@ -137,17 +142,26 @@ def check_sequence_ends(
 
 
 def check_forward(
-    q: Array, k: Array, v: Array, out: Array | None, options: ScoreOptions, arrays: ScoreArrays
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    options: ScoreOptions,
+    arrays: ScoreArrays,
+    decoded: Any = None,
 ) -> None:
-    """Arguments of the forward, wherever they live."""
+    """Arguments of the forward, wherever they live. `decoded`: q, k and v are the bytes of narrow
+    arrays, and this is the dtype that stands for their values."""
     op = "flash_attention"
     options.check(op)
     _check_sequences(op, options, arrays)
-    _check_heads(op, q, k, v, arrays.varlen)
-    _check_options(op, q, k, options, arrays)
+    stored = FLOAT_DTYPES if decoded is None else (np.dtype(np.uint8),)
+    _check_heads(op, q, k, v, arrays.varlen, stored)
+    _check_options(op, q, k, options, arrays, decoded)
     if out is not None:
         check_array(op, "out", out, shape=(*q.shape[:-1], v.shape[-1]), contiguous=False)
-        check_same_dtype(op, q=q, out=out)
+        if decoded is None:
+            check_same_dtype(op, q=q, out=out)
 
 
 def check_backward(

@@ -8,9 +8,13 @@ import numpy as np
 
 from cukit.attention.flash_arguments import dense_strides, score_shape, strides_of
 from cukit.attention.flash_options import ScoreArrays, ScoreOptions, scales_of, score_settings
-from cukit.attention.flash_plan_sm90 import BlockSize, plan_flash_attention_sm90
+from cukit.attention.flash_plan_sm90 import (
+    BlockSize,
+    WarpgroupForwardConfig,
+    plan_flash_attention_sm90,
+)
 from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.flash_tilings import PART, WarpgroupTiling
+from cukit.attention.flash_tilings import Float8Tiling
 from cukit.core.arrays import Array, empty
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, Launch, by_value, load_kernel
@@ -43,19 +47,25 @@ class TensorMaps(TensorMapCache):
 class MappedLaunch:
     """A launch of `flash_attention_sm90`, for arrays of one description."""
 
-    __slots__ = ("_k", "_launch", "_nothing", "_plan", "_q", "_v")
+    __slots__ = ("_k", "_launch", "_nothing", "_plan", "_q", "_v", "_values")
 
     def __init__(
-        self, launch: Launch, plan: PlannedWork | None, tiling: WarpgroupTiling, plain: bool
+        self,
+        launch: Launch,
+        plan: PlannedWork | None,
+        config: WarpgroupForwardConfig,
+        plain: bool,
+        values: PreparedValues | None = None,
     ) -> None:
         """`plain`: there are no arrays but the inputs and the results."""
         self._launch = launch
         self._plan = plan
+        self._values = values
         self._nothing = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS if plain else None
-        key_box = (1, tiling.tile_n, 1, PART)
-        self._q = TensorMaps((1, tiling.tile_m, 1, PART))
-        self._k = TensorMaps(key_box)
-        self._v = TensorMaps(key_box)
+        tiling, columns = config.tiling, config.box_columns(config.width)
+        self._q = TensorMaps((1, tiling.tile_m, 1, columns))
+        self._k = TensorMaps((1, tiling.tile_n, 1, columns))
+        self._v = TensorMaps((1, tiling.tile_n, 1, config.box_columns(config.value_width)))
 
     def __call__(
         self,
@@ -66,8 +76,9 @@ class MappedLaunch:
         lse: Array | None,
         *options: Array | None,
         block_mask: Array | None = None,
+        descales: tuple[Array | None, ...] | None = None,
     ) -> None:
-        """Launches on the current stream; `options` are ScoreArrays."""
+        """Launches on the current stream. options: ScoreArrays; descales: of float8 inputs."""
         pointers = self._nothing
         if pointers is None:
             plan: Any = NULL
@@ -75,7 +86,11 @@ class MappedLaunch:
                 planned = options[-2:] if block_mask is None else (block_mask,)
                 plan = self._plan(q, *planned)
             pointers = (*options, plan, block_mask)
-        self._launch(self._q(q), self._k(k), self._v(v), out, lse, *pointers)
+        values = self._v(v)
+        if descales is not None:
+            prepared = NULL if self._values is None else self._values(q, values, options[-1])
+            pointers = (*pointers, prepared, *descales)
+        self._launch(self._q(q), self._k(k), values, out, lse, *pointers)
 
 
 class PlannedWork:
@@ -94,6 +109,31 @@ class PlannedWork:
         return plan
 
 
+class PreparedValues:
+    """The launch that prepares the values of float8 inputs for the next one."""
+
+    __slots__ = ("_bytes", "_launch")
+
+    def __init__(self, launch: Launch, num_bytes: int) -> None:
+        self._launch = launch
+        self._bytes = num_bytes
+
+    def __call__(self, like: Array, values: Any, ends: Array | None) -> Array:
+        """The prepared values, a new array. values: tensor map of v; ends: cu_seqlens_kv."""
+        prepared = empty(like, (self._bytes,), np.uint8)
+        self._launch(values, prepared, ends)
+        return prepared
+
+
+FLOAT8_SETTINGS = np.dtype(
+    [
+        *((f"{name}_{axis}", np.int32) for name in "qkv" for axis in ("batch", "head")),
+        ("value_tiles", np.int32),
+    ]
+)
+"""Mirrors `Float8Settings` in kernels_cu/attention/forward_operands.cuh, field by field."""
+
+
 def prepare_mapped(
     q: Array,
     k: Array,
@@ -105,11 +145,15 @@ def prepare_mapped(
     device: Device,
     block_size: BlockSize | None = None,
     mask_heads: int = 1,
+    descales: tuple[Array | None, ...] | None = None,
 ) -> MappedLaunch:
-    """The launch of class sm90 for a problem that it covers; all arguments are checked."""
+    """The launch of class sm90 for a problem that it covers; all arguments are checked.
+
+    descales: of float8 inputs, each float32 [], [heads_kv], [batch, heads_kv] or None.
+    """
     config = plan_flash_attention_sm90(problem, device, block_size)
     settings = score_settings(q, options, arrays, score_shape(q, k, options, arrays))
-    scalars = (
+    scalars: tuple[Any, ...] = (
         *(dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out)),
         np.int32(problem.batch),
         np.int32(problem.num_heads_q),
@@ -121,6 +165,8 @@ def prepare_mapped(
         scales_of(q, options)[1],
         settings,
     )
+    if descales is not None:
+        scalars += (_float8_settings(descales, config.value_tiles(v.shape[-3])),)
     launch = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
     plan = None
     plan_spec = config.plan_spec()
@@ -138,4 +184,28 @@ def prepare_mapped(
             Launch(load_kernel(plan_spec), grid, facts), config.plan_size(mask_heads)
         )
     plain = plan is None and all(array is None for array in arrays)
-    return MappedLaunch(launch, plan, config.tiling, plain)
+    return MappedLaunch(launch, plan, config, plain, _prepare_values(config, v))
+
+
+def _prepare_values(config: WarpgroupForwardConfig, v: Array) -> PreparedValues | None:
+    spec = config.values_spec()
+    if spec is None or not isinstance(config.tiling, Float8Tiling):
+        return None
+    problem = config.problem
+    tiles = config.value_tiles(v.shape[-3])
+    scalars = (np.int32(tiles), np.int32(problem.batch), np.int32(problem.seq_len_kv))
+    launch = Launch(load_kernel(spec), (tiles * problem.num_heads_kv,), scalars)
+    return PreparedValues(
+        launch, tiles * problem.num_heads_kv * config.tiling.value_bytes(config.value_width)
+    )
+
+
+def _float8_settings(descales: tuple[Array | None, ...], value_tiles: int) -> Any:
+    settings = np.zeros(1, FLOAT8_SETTINGS)
+    settings["value_tiles"] = value_tiles
+    for name, factors in zip("qkv", descales, strict=True):
+        if factors is not None and factors.ndim:
+            *batch, head = (stride // factors.itemsize for stride in factors.strides)
+            settings[f"{name}_head"] = head
+            settings[f"{name}_batch"] = batch[0] if batch else 0
+    return settings.view(np.dtype((np.void, settings.nbytes)))

@@ -5,21 +5,38 @@ Every other GPU, and what this class does not cover, is served by :mod:`flash_pl
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import cache
 
 from cukit.attention.flash_problem import (
+    FLOAT8,
     AttentionProblem,
     Defines,
     ceil_div,
     feature_defines,
 )
-from cukit.attention.flash_tilings import GROUP_ROWS, WarpgroupTiling, warpgroup_tilings
+from cukit.attention.flash_tilings import (
+    FLOAT8_TILINGS,
+    GROUP_ROWS,
+    MAX_HEAD_DIM,
+    PART,
+    PRECISE_TILINGS,
+    Float8Tiling,
+    WarpgroupTiling,
+    entry_for,
+    float8_part,
+    warpgroup_tilings,
+)
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 
 _ARCH = "sm_90"
 _STEP = 16  # columns that are multiplied at a time
+_FLOAT8_STEP = 32
+_FLOAT8_ALIGNMENT = 16  # columns: rows are whole chunks of the copy engine
+_VALUES_THREADS = 128
+_FEW_READERS = 8  # tiles of queries that read the same values
 _SEQUENCE_THREADS = 1024
 _LIST_THREADS = 128
 _WARP = 32
@@ -44,18 +61,23 @@ class WarpgroupForwardConfig:
     @property
     def width(self) -> int:
         """Columns of q and k that are multiplied."""
-        return ceil_div(self.problem.head_dim, _STEP) * _STEP
+        step = _FLOAT8_STEP if self.problem.float8 else _STEP
+        return ceil_div(self.problem.head_dim, step) * step
 
     @property
     def value_width(self) -> int:
         """Columns of v that are multiplied."""
         return ceil_div(self.problem.head_dim_v, _STEP) * _STEP
 
+    def box_columns(self, width: int) -> int:
+        """Columns of q and k, or of v, that the copy engine brings at once."""
+        return float8_part(width) if self.problem.float8 else PART
+
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
         tiling, problem = self.tiling, self.problem
         defines: Defines = (
-            ("DTYPE", problem.dtype),
+            ("DTYPE", problem.result_dtype),
             ("HEAD_DIM", self.width),
             ("VALUE_DIM", self.value_width),
             ("VALUE_PADDED", problem.head_dim_v != self.value_width),
@@ -68,6 +90,7 @@ class WarpgroupForwardConfig:
             ("BLOCKS_PER_SM", tiling.blocks_per_sm),
             *feature_defines(problem),
             *self._block_defines(),
+            *self._float8_defines(),
         )
         entry = "flash_attention_sm90"
         shared = tiling.shared_bytes(self.width, self.value_width)
@@ -108,6 +131,41 @@ class WarpgroupForwardConfig:
         tiles = mask_heads * ceil_div(self.problem.seq_len_q, self.tiling.tile_m)
         return ceil_div(tiles, _LIST_THREADS // _WARP)
 
+    def value_tiles(self, total_kv: int) -> int:
+        """Tiles of prepared values of a key head. total_kv: keys of all sequences, one behind the
+        other; each begins with a tile of its own (kernels_cu/attention/float8_values.cuh)."""
+        problem, tile = self.problem, self.tiling.tile_n
+        if problem.varlen:
+            return total_kv // tile + problem.batch
+        return problem.batch * ceil_div(problem.seq_len_kv, tile)
+
+    def values_spec(self) -> KernelSpec | None:
+        """The kernel that prepares the values of float8 inputs before this one."""
+        tiling = self.tiling
+        if not isinstance(tiling, Float8Tiling) or tiling.prepares:
+            return None
+        entry = "flash_attention_fp8_values"
+        defines: Defines = (
+            ("VALUE_DIM", self.value_width),
+            ("TILE_N", tiling.tile_n),
+            ("PRECISE", tiling.precise),
+            ("VARLEN", self.problem.varlen),
+            ("THREADS", _VALUES_THREADS),
+        )
+        shared = tiling.raw_bytes(self.value_width) + tiling.value_bytes(self.value_width)
+        return KernelSpec(f"attention/{entry}.cu", entry, defines, _VALUES_THREADS, shared)
+
+    def _float8_defines(self) -> Defines:
+        tiling = self.tiling
+        if not isinstance(tiling, Float8Tiling):
+            return ()
+        return (
+            ("FLOAT8", True),
+            ("PRECISE", tiling.precise),
+            ("PREPARES", tiling.prepares),
+            ("KEPT_TILES", tiling.kept_tiles),
+        )
+
     def _block_defines(self) -> Defines:
         if self.block_size is None:
             return ()
@@ -128,9 +186,15 @@ def sequences_plan_size(batch: int) -> int:
 
 
 def covers(problem: AttentionProblem, device: Device) -> bool:
-    """Whether class sm90 has a kernel for this problem on this device: no empty array."""
+    """Whether class sm90 has a kernel for this problem on this device: no empty array, and whole
+    chunks of eight bits."""
     sizes = (problem.batch, problem.seq_len_q, problem.seq_len_kv, problem.num_heads_q)
-    return device.arch == _ARCH and min(sizes) > 0
+    if device.arch != _ARCH or min(sizes) == 0:
+        return False
+    widths = (problem.head_dim, problem.head_dim_v)
+    return not problem.float8 or (
+        max(widths) <= MAX_HEAD_DIM and all(width % _FLOAT8_ALIGNMENT == 0 for width in widths)
+    )
 
 
 def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, slots: int) -> float:
@@ -192,9 +256,10 @@ def tilings_of(
     """What there is to choose from. Work on single scores wants more registers than three consumers
     leave, and than wide values leave with long tiles; so does a warp that looks after the ends of
     sequences, beside wide values. Blocks want tiles that they fill."""
+    if problem.float8:
+        return (_float8_tiling(problem),)
     tilings = warpgroup_tilings(problem.head_dim, problem.head_dim_v)
-    crowded = problem.mask or problem.bias is not None or problem.alibi or problem.softcap
-    if crowded or block_size is not None:
+    if _per_score(problem) or block_size is not None:
         tiling = next(each for each in tilings if each.consumers == 2)
         small = block_size is not None and block_size[1] < _WHOLE_TILE
         if problem.bias is not None and block_size is None:
@@ -207,9 +272,57 @@ def tilings_of(
     return tilings
 
 
+def _float8_tiling(problem: AttentionProblem) -> Float8Tiling:
+    widths = (problem.head_dim, problem.head_dim_v)
+    tables = PRECISE_TILINGS if problem.precise else FLOAT8_TILINGS
+    if _per_score(problem):
+        kind = "crowded"
+    else:
+        short = entry_for(tables["short"], *widths)
+        if short is not None:
+            readers = ceil_div(problem.seq_len_q, short.tile_m) * problem.group
+            if readers <= _FEW_READERS:
+                return short
+        busy = "busy" in tables and (problem.varlen or problem.window is not None)
+        kind = "busy" if busy else "plain"
+    tiling = entry_for(tables[kind], *widths)
+    assert tiling is not None, "covers() asks for widths of at most 256"
+    return tiling
+
+
+def _per_score(problem: AttentionProblem) -> bool:
+    """Whether an option changes or hides single scores."""
+    return problem.mask or problem.bias is not None or problem.alibi or problem.softcap
+
+
 def specs_of(problem: AttentionProblem, device: Device) -> list[KernelSpec]:
     """The variants for problems of this width, whichever tiling their lengths ask for."""
     config = plan_flash_attention_sm90(problem, device)
     configs = [replace(config, tiling=tiling) for tiling in tilings_of(problem)]
-    plans = [spec for each in configs if (spec := each.plan_spec()) is not None]
-    return [each.spec() for each in configs] + plans
+    others = [each.plan_spec() for each in configs] + [each.values_spec() for each in configs]
+    return [each.spec() for each in configs] + [spec for spec in others if spec is not None]
+
+
+def float8_specs(device: Device) -> list[KernelSpec]:
+    """The variants of float8 inputs: every width with and without a mask, long sequences and short
+    ones, precise and not; a padded head, unlike widths, a float16 out, and the options in some
+    company."""
+    many = AttentionProblem(4, 4096, 4096, 8, 8, 128, FLOAT8, True, out_dtype="bfloat16")
+    if not covers(many, device):
+        return []
+    problems = [
+        replace(many, head_dim=width, causal=causal, precise=precise)
+        for width in (64, 128, 256)
+        for causal, precise in itertools.product((False, True), repeat=2)
+    ]
+    problems += [replace(each, seq_len_q=128, seq_len_kv=128) for each in problems if each.causal]
+    problems += [
+        replace(many, head_dim=80),
+        replace(many, head_dim=192, value_dim=128),
+        replace(many, out_dtype="float16"),
+        replace(many, window=(256, None), sinks=True, varlen=True),
+        replace(many, seq_len_q=128, window=(256, None), sinks=True, varlen=True),
+        replace(many, head_dim=64, causal=False, mask=True, softcap=True, alibi=True),
+        replace(many, causal=False, bias="float32"),
+    ]
+    return list(dict.fromkeys(spec for each in problems for spec in specs_of(each, device)))

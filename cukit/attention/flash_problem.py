@@ -9,6 +9,9 @@ from cukit.attention.flash_options import Window
 from cukit.attention.flash_tilings import HEAD_WIDTHS, MAX_HEAD_DIM
 from cukit.errors import ArrayShapeError
 
+FLOAT8 = "float8_e4m3"
+"""The dtype of problems whose inputs have eight bits."""
+
 FEATURES = frozenset({"window", "softcap", "alibi", "bias", "mask", "sinks", "varlen", "value_dim"})
 """What a kernel may have to know beyond causal attention with heads of one width."""
 
@@ -37,6 +40,20 @@ class AttentionProblem:
     sinks: bool = False
     varlen: bool = False
     """Sequences of any lengths up to seq_len_q and seq_len_kv, one behind the other."""
+    out_dtype: str | None = None
+    """Of out, and of a bias that is not float32; None: as dtype."""
+    precise: bool = False
+    """Probabilities of float8 inputs keep sixteen bits."""
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of out."""
+        return self.dtype if self.out_dtype is None else self.out_dtype
+
+    @property
+    def float8(self) -> bool:
+        """Whether q, k and v have eight bits."""
+        return self.dtype == FLOAT8
 
     @property
     def features(self) -> frozenset[str]:
@@ -109,7 +126,7 @@ def feature_defines(problem: AttentionProblem) -> Defines:
     names = ("window", "softcap", "alibi", "mask", "sinks", "varlen")
     defines: Defines = tuple((name.upper(), True) for name in names if name in used)
     if problem.bias is not None:
-        defines += (("BIAS", 1 if problem.bias == problem.dtype else 2),)
+        defines += (("BIAS", 1 if problem.bias == problem.result_dtype else 2),)
     return defines
 
 

@@ -28,6 +28,7 @@ ITEM_BYTES = 2  # float16, bfloat16
 GROUP_ROWS = 64  # queries of a warpgroup of Hopper's forward
 PART = 64  # columns that the copy engine brings at once: rows of 128 swizzled bytes
 _WARP = 32
+RAW_STAGES = 2  # of float8 values on their way to being prepared
 _RESERVED_BYTES = KIB  # what the system takes of each block's shared memory
 
 
@@ -84,6 +85,46 @@ class WarpgroupTiling:
     def threads(self) -> int:
         """Threads of a block."""
         return 4 * _WARP * (self.consumers + 1)
+
+
+@dataclass(frozen=True)
+class Float8Tiling(WarpgroupTiling):
+    """The same for float8 inputs, whose values are prepared: transposed or, for probabilities of
+    sixteen bits, widened."""
+
+    kept_tiles: int = 0
+    """Tiles of keys that the tensor core adds up before their sum is kept elsewhere; 0: all."""
+    precise: bool = False
+    """Probabilities and values are multiplied as float16."""
+    prepares: bool = False
+    """Every block prepares the values it reads, tile by tile, instead of a kernel before it."""
+
+    def value_bytes(self, value_width: int) -> int:
+        """A tile of prepared values."""
+        if self.precise:
+            return ITEM_BYTES * self.tile_n * (-(-value_width // PART) * PART)
+        return value_width * self.tile_n
+
+    def shared_bytes(self, width: int, value_width: int) -> int:
+        """The stages of Q, of K, of V as it comes and of V as it is multiplied."""
+        rows = self.query_stages * self.tile_m + self.num_stages * self.tile_n
+        stored = float8_part(width) * -(-width // float8_part(width)) * rows
+        values = self.num_stages * self.value_bytes(value_width)
+        raw = self.prepares * RAW_STAGES * self.raw_bytes(value_width)
+        # Of every consumer's thread: its sums as bfloat16, and two maxima.
+        kept = 4 * _WARP * self.consumers * (value_width // 2 * 2 + 2 * 4)
+        return stored + raw + values + (kept if self.kept_tiles else 0)
+
+    def raw_bytes(self, value_width: int) -> int:
+        """A tile of values as the copy engine brings it."""
+        part = float8_part(value_width)
+        return part * -(-value_width // part) * self.tile_n
+
+
+def float8_part(width: int) -> int:
+    """Columns of eight bits that the copy engine brings at once: rows of 64 or 128 swizzled
+    bytes."""
+    return 64 if width <= 64 else 128
 
 
 @dataclass(frozen=True)
@@ -233,12 +274,61 @@ WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
 }
 
 
+# Float8, by the same widths. Tiles are as long as the registers allow; sequences of any lengths and
+# windows ("busy") ask for shorter ones, and so do options that change single scores ("crowded").
+# "short": where few tiles of queries read the same values, a pass over those before would not pay.
+FLOAT8_TILINGS: dict[str, dict[tuple[int, int], Float8Tiling]] = {
+    "plain": {
+        (64, 64): Float8Tiling(3, 160, kept_tiles=6),
+        (128, 128): Float8Tiling(2, 224, kept_tiles=4),
+        (256, 256): Float8Tiling(2, 128, query_stages=1, kept_tiles=8),
+    },
+    "busy": {
+        (64, 64): Float8Tiling(3, 128, kept_tiles=7),
+        (128, 128): Float8Tiling(2, 160, kept_tiles=6),
+        (256, 256): Float8Tiling(2, 96, query_stages=1, kept_tiles=10),
+    },
+    "crowded": {
+        (128, 128): Float8Tiling(2, 128, kept_tiles=7),
+        (256, 256): Float8Tiling(2, 64, query_stages=1, kept_tiles=16),
+    },
+    "short": {
+        (64, 64): Float8Tiling(2, 128, kept_tiles=7, prepares=True),
+        (128, 128): Float8Tiling(2, 160, kept_tiles=6, prepares=True),
+    },
+}
+PRECISE_TILINGS: dict[str, dict[tuple[int, int], Float8Tiling]] = {
+    "plain": {
+        (64, 64): Float8Tiling(3, 128, precise=True),
+        (128, 128): Float8Tiling(2, 128, precise=True),
+        (256, 256): Float8Tiling(2, 96, query_stages=1, precise=True),
+    },
+    "crowded": {
+        (128, 128): Float8Tiling(2, 128, precise=True),
+        (256, 256): Float8Tiling(2, 64, query_stages=1, precise=True),
+    },
+    "short": {
+        (128, 128): Float8Tiling(2, 128, precise=True, prepares=True),
+    },
+}
+
+Entry = TypeVar("Entry")
+
+
+def entry_for(table: dict[tuple[int, int], Entry], width: int, value_width: int) -> Entry | None:
+    """The entry of the narrowest widths of keys and values that hold these."""
+    for (most, most_values), entry in table.items():
+        if width <= most and value_width <= most_values:
+            return entry
+    return None
+
+
 def warpgroup_tilings(width: int, value_width: int) -> tuple[WarpgroupTiling, ...]:
     """The tilings for keys and values of these widths, each at most 256."""
-    for (most, most_values), tilings in WARPGROUP_TILINGS.items():
-        if width <= most and value_width <= most_values:
-            return tilings
-    raise ValueError(f"no tiling for widths {width} and {value_width}")
+    tilings = entry_for(WARPGROUP_TILINGS, width, value_width)
+    if tilings is None:
+        raise ValueError(f"no tiling for widths {width} and {value_width}")
+    return tilings
 
 
 WARPGROUP_KEY_TILINGS: dict[int, WarpgroupKeyTiling] = {

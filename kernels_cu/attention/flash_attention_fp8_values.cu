@@ -1,61 +1,87 @@
 // Values of float8 attention, made into an operand once for all tiles of queries that read them.
 //
-// Mapping: a block takes TILE_N keys of one head: the copy engine brings them, four warps transpose
-//   or widen them from shared memory to shared memory, the copy engine takes them away in one run.
-// Output: [batch, heads_kv, tiles][tile], a tile as fp8_values.cuh has it: HALVES 0: [TILE_N / 16]
-//   [HEAD_DIM][16] bytes; 1: [HEAD_DIM / 64][TILE_N][64] float16, rows swizzled. Keys and columns
-//   beyond the tensor are zeros.
-// Tensor map: V as bytes [batch, seq_kv, heads_kv, head_dim], swizzled boxes
-//   [1, TILE_N, 1, min(HEAD_DIM, 128)].
-// Shared memory: (HALVES ? 3 : 2) * TILE_N * HEAD_DIM bytes, dynamic. Static: a barrier.
-// Macros: HEAD_DIM 64|128|256; TILE_N multiple of 32, HALVES of 16; HALVES 0|1; THREADS 128.
+// Mapping: a block takes TILE_N keys of one head: TMA brings them, four warps transpose or widen them
+//   from shared memory to shared memory, TMA takes them away in one run.
+// Output: [heads_kv, tiles][tile], a tile as float8_values.cuh has it: PRECISE 0: [TILE_N / 16]
+//   [VALUE_DIM][16] bytes; 1: parts [TILE_N][64] of float16, rows swizzled. Keys behind a sequence's
+//   end and columns beyond the tensor are zeros.
+// Tensor map: V as bytes [batch, seq_kv, heads_kv, value_dim], VARLEN [1, total_kv, ...], swizzled
+//   boxes [1, TILE_N, 1, 64 or 128].
+// Shared memory: the tile as it comes | the prepared tile, dynamic. Static: a barrier.
+// Macros: VALUE_DIM multiple of 16 up to 256; TILE_N multiple of 32; PRECISE 0|1; VARLEN 0|1;
+//   THREADS 128.
 // Architecture: sm_90. Deterministic.
 // Reference: cukit/reference/attention.py.
-#include "attention/fp8_values.cuh"
+#include "attention/float8_values.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 
 namespace {
 
-#if HALVES
-using Values = cukit::HalfValues<TILE_N, HEAD_DIM>;
+#if PRECISE
+using Values = cukit::HalfTile<TILE_N, VALUE_DIM>;
 #else
-using Values = cukit::Fp8Values<TILE_N, HEAD_DIM>;
+using Values = cukit::SlabTile<TILE_N, VALUE_DIM>;
 #endif
-constexpr int kRowsBytes = Values::kParts * Values::kPartBytes;
+using Raw = Values::Raw;
+
+// A tile of a sequence: its first row in the map, and its keys.
+struct Tile {
+  int batch, row, keys;
+};
+
+CUKIT_DEVICE Tile tile_at(int index, const int* ends, int batch, int seq_kv) {
+#if VARLEN
+  int b = 0;  // the last sequence whose first tile is this one or stands before it
+  for (int end = batch; end - b > 1;) {
+    const int middle = (b + end) / 2;
+    (cukit::first_value_tile<TILE_N>(true, middle, ends[middle], 0) <= index ? b : end) = middle;
+  }
+  const int first = (index - cukit::first_value_tile<TILE_N>(true, b, ends[b], 0)) * TILE_N;
+  return {0, ends[b] + first, ends[b + 1] - ends[b] - first};
+#else
+  const int tiles = (seq_kv + TILE_N - 1) / TILE_N;
+  const int first = index % tiles * TILE_N;
+  return {index / tiles, first, seq_kv - first};
+#endif
+}
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_fp8_values(
-    const __grid_constant__ cukit::TensorMap v,  // [batch, seq_kv, heads_kv, head_dim]
-    unsigned char* __restrict__ values,          // gridDim: tiles, heads_kv, batch
-    int tiles, int heads_kv) {
+    const __grid_constant__ cukit::TensorMap v,  // [batch, seq_kv, heads_kv, value_dim]
+    unsigned char* __restrict__ values,          // gridDim: heads_kv * tiles
+    const int* __restrict__ cu_seqlens_kv,       // VARLEN: [batch + 1]
+    int tiles, int batch, int seq_kv) {          // tiles of a head
   __shared__ cukit::Mbarrier full;
-  CUKIT_DYNAMIC_SHARED(unsigned char, rows);
-  unsigned char* const prepared = rows + kRowsBytes;
+  CUKIT_DYNAMIC_SHARED(unsigned char, raw);
+  unsigned char* const prepared = raw + Raw::kBytes;
+  const Tile tile = tile_at(blockIdx.x % tiles, cu_seqlens_kv, batch, seq_kv);
   if (threadIdx.x == 0) {
     cukit::mbarrier_init(&full, 1);
     cukit::fence_mbarrier_init();
   }
   __syncthreads();
-  const int tile = blockIdx.x;
-  const int head = blockIdx.y;
-  const int b = blockIdx.z;
-  if (threadIdx.x == 0) {
-    cukit::mbarrier_arrive_expect(&full, kRowsBytes);
-    for (int part = 0; part < Values::kParts; ++part) {
-      cukit::tma_load_4d(rows + part * Values::kPartBytes, &v, &full, part * Values::kRowBytes,
-                         head, tile * TILE_N, b);
+  if (!VARLEN || tile.keys > 0) {
+    if (threadIdx.x == 0) {
+      cukit::mbarrier_arrive_expect(&full, Raw::kBytes);
+      Raw::load(raw, &v, &full, blockIdx.x / tiles, tile.row, tile.batch);
+    }
+    cukit::mbarrier_wait(&full, 0);
+    Values::prepare(raw, prepared, tile.keys, threadIdx.x / cukit::kWarpSize,
+                    THREADS / cukit::kWarpSize);
+  } else {
+    // Between two sequences; read, but with probabilities of 0, where a sequence has no key.
+    for (int byte = 16 * threadIdx.x; byte < Values::kBytes; byte += 16 * THREADS) {
+      *reinterpret_cast<uint4*>(prepared + byte) = uint4{};
     }
   }
-  cukit::mbarrier_wait(&full, 0);
-  Values::prepare(rows, prepared, threadIdx.x / cukit::kWarpSize, THREADS / cukit::kWarpSize);
   cukit::fence_proxy_async();
   __syncthreads();
   if (threadIdx.x == 0) {
-    const long long index = (static_cast<long long>(b) * heads_kv + head) * tiles + tile;
-    cukit::bulk_store(values + index * Values::kBytes, prepared, Values::kBytes);
+    cukit::bulk_store(values + static_cast<long long>(blockIdx.x) * Values::kBytes, prepared,
+                      Values::kBytes);
     cukit::bulk_commit();
     cukit::bulk_wait_read<0>();
   }

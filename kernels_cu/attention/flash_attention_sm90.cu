@@ -16,25 +16,37 @@
 //   may be NaN, are overwritten by zeros: a warp of the first warpgroup hands on every tile of V.
 // BLOCK_SPARSE: keys come in the tiles that plan_blocks.cu listed for a tile of queries.
 //   A query that sees no key gets out = 0 and lse = -infinity.
-// Shared memory, dynamic: Q stages | K stages | V stages, each in parts of 64 columns, rows of 128
-//   swizzled bytes. Static: barriers, and what the producer says of every stage.
-// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, tile, 1, 64], swizzled by 128
-//   bytes; rows and columns beyond the tensor read as zero.
+// FLOAT8: Q, K and V are e4m3, each with a factor for a batch and key head (forward_operands.cuh).
+//   Probabilities are rounded to e4m3, or with PRECISE to float16; their sums are of the unrounded
+//   ones. V is transposed, or with PRECISE widened to float16, by flash_attention_fp8_values before
+//   or, with PREPARES, by three warps of the first warpgroup, tile by tile. The tensor core adds
+//   float8 products with about 14 bits: after KEPT_TILES tiles a warpgroup adds its outputs to what it
+//   keeps in shared memory (kept_sums.cuh).
+// Shared memory, dynamic: Q stages | K stages | PREPARES: two stages of V as it comes | V stages |
+//   KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima of every consumer thread. Tiles lie in parts of
+//   one swizzle's width (shared_tile.cuh); V prepared for e4m3 as float8_values.cuh has it. Static:
+//   barriers, and what the producer says of every stage.
+// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, tile, 1, part], parts of 64
+//   columns (of eight bits 64 up to 64 columns, else 128), swizzled by their bytes; rows and columns
+//   beyond the tensor read as zero.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM multiples of 16 up to 256: columns of Q and K,
 //   and of V, that are multiplied; VALUE_PADDED 0|1 V has fewer than VALUE_DIM; CONSUMERS 2|3|4;
 //   TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128 * (CONSUMERS + 1);
 //   BLOCKS_PER_SM; those of score_options.cuh; BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and
-//   keys of a block.
+//   keys of a block. FLOAT8 0|1, then HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
+//   KEPT_TILES 1.., 0 never.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_lists.cuh"
 #include "attention/forward_producer_sm90.cuh"
+#include "attention/kept_sums.cuh"
 #include "attention/query_work.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/shared_tile.cuh"
 #include "common/hopper/store.cuh"
 #include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/scores/fragment_matrix.cuh"
@@ -58,13 +70,13 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 using Scores = float[TILE_N / 2];
 using Outputs = float[VALUE_DIM / 2];
-using Probabilities = unsigned[TILE_N / 16][4];
+using Probabilities = Operands::Probabilities;
 
 // scores = Q K^T, started
 CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned long long k) {
 #pragma unroll
   for (int step = 0; step < KeyTile::kSteps; ++step) {
-    cukit::wgmma<T, TILE_N>(scores, q + QueryTile::k_step(step), k + KeyTile::k_step(step),
+    Operands::multiply_keys(scores, q + QueryTile::k_step(step), k + KeyTile::k_step(step),
                             step > 0);
   }
   cukit::wgmma_commit();
@@ -74,10 +86,38 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned l
 CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned long long v) {
 #pragma unroll
   for (int step = 0; step < ValueTile::kRowSteps; ++step) {
-    cukit::wgmma<T, VALUE_DIM, true>(out, p[step], v + ValueTile::mn_step(step), true);
+    Operands::multiply_values(out, p[step], v + ValueTile::mn_step(step));
   }
   cukit::wgmma_commit();
 }
+
+// Factors of float8 inputs, one a batch and key head; null: 1. None of 16-bit inputs.
+struct Descales {
+#if FLOAT8
+  const float* q;
+  const float* k;
+  const float* v;
+  const cukit::Float8Settings& settings;
+
+  // Of the products of q and k.
+  CUKIT_DEVICE float scores(int b, int kv_head) const {
+    return factor(q, b * settings.q_batch + kv_head * settings.q_head) *
+           factor(k, b * settings.k_batch + kv_head * settings.k_head);
+  }
+
+  // Of the outputs.
+  CUKIT_DEVICE float values(int b, int kv_head) const {
+    return factor(v, b * settings.v_batch + kv_head * settings.v_head);
+  }
+
+  CUKIT_DEVICE static float factor(const float* factors, int index) {
+    return factors == nullptr ? 1.0f : factors[index];
+  }
+#else
+  CUKIT_DEVICE float scores(int, int) const { return 1.0f; }
+  CUKIT_DEVICE float values(int, int) const { return 1.0f; }
+#endif
+};
 
 // Where the results go.
 struct Results {
@@ -89,7 +129,7 @@ struct Results {
 
 // Divides by the sums and writes the warp's sixteen rows; `row` is the lane's first.
 CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax, float factor,
-                         const Results& to, const QueryWork& work, int row,
+                         float descale, const Results& to, const QueryWork& work, int row,
                          const cukit::ScoreSettings& settings) {
   const cukit::Sequence& sequence = work.sequence;
   const long long first_statistic =
@@ -104,11 +144,12 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax,
     float sum = softmax.sum[half];
     sum += __shfl_xor_sync(cukit::kFullMask, sum, 1);
     sum += __shfl_xor_sync(cukit::kFullMask, sum, 2);
-    rows.factor[half] = sum == 0.0f ? 0.0f : 1.0f / sum;
+    rows.factor[half] = sum == 0.0f ? 0.0f : descale / sum;
     rows.exists[half] = row + 8 * half < sequence.seq_q;
     if (to.lse != nullptr && threadIdx.x % 4 == 0 && rows.exists[half]) {
       to.lse[first_statistic + row + 8 * half] =
-          sum == 0.0f ? -cukit::infinity() : (softmax.max[half] * factor + log2f(sum)) * kLn2;
+          sum == 0.0f ? -cukit::infinity()
+                      : (softmax.max[half] * factor + (log2f(sum) - Operands::kOffset)) * kLn2;
     }
   }
   cukit::write_rows<kGuarded>(sums, rows);
@@ -159,13 +200,23 @@ CUKIT_DEVICE cukit::TileRange own_keys(const QueryWork& work, int first_row, int
           WINDOW ? cukit::warp_uniform(seen.whole_begin) : 0, cukit::warp_uniform(seen.whole_end)};
 }
 
+CUKIT_DEVICE bool renew(cukit::SoftmaxRows& rows, float (&shrink)[2], const Scores& scores,
+                        float factor) {
+  return cukit::renew_maxima<TILE_N / 2, Operands::kIntegerMaxima>(rows, shrink, scores, factor,
+                                                                   Operands::kGrowth);
+}
+
+// Whether outputs are kept outside the tensor core, and whether that and their rescaling happen beside
+// the product of the next scores: if there are registers for both.
+constexpr bool kKeeps = KEPT_TILES > 0;
+constexpr bool kTendsEarly = kKeeps && VALUE_DIM < 256;
+
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& results,
-                      const Arguments& arguments, const cukit::ScoreSettings& settings,
-                      float scale_log2) {
+                      const Arguments& arguments, const Descales& descales,
+                      const cukit::ScoreSettings& settings, float scale) {
   const int group = Block::consumer_group();
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
-  const float factor = cukit::exponent_factor(scale_log2);
   const unsigned long long q_first = QueryTile::k_major(tiles.q);
   const unsigned long long k_first = KeyTile::k_major(tiles.k);
   const unsigned long long v_first = ValueTile::mn_major(tiles.v);
@@ -178,6 +229,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
   Probabilities p;
   cukit::SoftmaxRows rows;
   unsigned long long q;
+  cukit::KeptSums<VALUE_DIM / 2, Block::kConsumerWarps * cukit::kWarpSize, KEPT_TILES> kept(
+      tiles.kept);
 
   const auto values = [&] { return v_first + v_at.index * ValueTile::kStage; };
   const auto start_scores = [&] {
@@ -193,6 +246,15 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
+    const float descale = descales.scores(work.b, work.head / arguments.group);
+    const float scale_log2 = scale * descale;
+    const float factor = cukit::exponent_factor(scale_log2);
+#if FLOAT8 && SOFTCAP
+    cukit::ScoreSettings score_settings = settings;
+    score_settings.cap_inner *= descale;
+#else
+    const cukit::ScoreSettings& score_settings = settings;
+#endif
     const cukit::TileRange seen = own_keys(work, first_row, past, settings);
     const cukit::HeadScores head(arguments.arrays, settings, work.b, work.head, work.sequence);
     const int seq_kv = cukit::warp_uniform(head.seq_kv);
@@ -229,9 +291,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       const bool ends = first_key + TILE_N > seq_kv;
       if constexpr (cukit::kScoresModified) {
         if (BIAS && (ends || !bias_aligned)) {
-          cukit::modify_scores<true>(scores, at, head, scale_log2, settings);
+          cukit::modify_scores<true>(scores, at, head, scale_log2, score_settings);
         } else {
-          cukit::modify_scores<false>(scores, at, head, scale_log2, settings);
+          cukit::modify_scores<false>(scores, at, head, scale_log2, score_settings);
           if constexpr (BIAS) {
             cukit::add_rows(scores, head.bias, settings.bias_row, at, head.seq_q);
           }
@@ -261,34 +323,48 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     receive_scores();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      cukit::start_row(rows.max[half], rows.sum[half], arguments.arrays, work.head, scale_log2,
-                       lane_column == 0);
+      cukit::start_row(rows.max[half], rows.sum[half], arguments.arrays, work.head,
+                       scale_log2, lane_column == 0, 1 << Operands::kOffset);
     }
 #pragma unroll
     for (int i = 0; i < VALUE_DIM / 2; ++i) sums[i] = 0.0f;
-    cukit::renew_maxima(rows, shrink, scores, factor);
-    cukit::exponentiate(rows, scores, factor);
+    kept.clear();
+    renew(rows, shrink, scores, factor);
+    cukit::exponentiate<Operands::kOffset>(rows, scores, factor);
     if (seen.end < work.keys.end) pipelines.v.skip(v_at);
     pipelines.v.wait(v_at);
-    cukit::pack_probabilities<T>(p, scores);
+    Operands::pack(p, scores);
 
+    bool outgrown = false;
+    const auto tend = [&](bool shrunk) {
+      if (shrunk) cukit::rescale(sums, shrink);
+      if (kKeeps && kept.due()) kept.take(sums, rows, factor);
+      if (kTendsEarly) cukit::wgmma_fence();
+    };
     while (--tile >= seen.begin) {
       start_scores();
+      if constexpr (kTendsEarly) tend(outgrown);
       multiply_values(sums, p, values());
       cukit::wgmma_wait<1>(scores);
       receive_scores();
-      const bool outgrown = cukit::renew_maxima(rows, shrink, scores, factor);
-      cukit::exponentiate(rows, scores, factor);
+      outgrown = renew(rows, shrink, scores, factor);
+      cukit::exponentiate<Operands::kOffset>(rows, scores, factor);
       const KeyState v_done = v_at;
       v_at.advance();
-      // Keeps the exponentials before the wait: they have the product to run beside.
-      pipelines.v.wait_after(v_at, fminf(rows.sum[0], rows.sum[1]));
+      if constexpr (FLOAT8) {
+        pipelines.v.wait(v_at);
+      } else {
+        // Keeps the exponentials before the wait: they have the product to run beside. Float8 gains
+        // where they may sink below it.
+        pipelines.v.wait_after(v_at, fminf(rows.sum[0], rows.sum[1]));
+      }
       cukit::wgmma_wait<0>(sums);
       pipelines.v.release(v_done);
-      if (outgrown) cukit::rescale(sums, shrink);
-      cukit::pack_probabilities<T>(p, scores);
+      if constexpr (!kTendsEarly) tend(outgrown);
+      Operands::pack(p, scores);
     }
 
+    if (kTendsEarly && outgrown) cukit::rescale(sums, shrink);
     cukit::wgmma_fence();
     multiply_values(sums, p, values());
     cukit::wgmma_wait<0>(sums);
@@ -298,7 +374,12 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       pipelines.k.skip(k_at);
       pipelines.v.skip(v_at);
     }
-    finish(sums, rows, factor, results, work, row, settings);
+    if (kKeeps && kept.any) kept.add_to(sums, rows, factor);
+    // Float8 has no register for the row throughout the loop.
+    const int result_row =
+        FLOAT8 ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;
+    finish(sums, rows, factor, descales.values(work.b, work.head / arguments.group), results, work,
+           result_row, settings);
     if (kUneven) part = CONSUMERS - 1 - part;
   }
 }
@@ -321,11 +402,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const int* __restrict__ cu_seqlens_kv,       // [batch + 1]
     int* __restrict__ plan,                      // VARLEN, BLOCK_SPARSE: query_work.cuh
     const unsigned char* __restrict__ block_mask,  // BLOCK_SPARSE: block_lists.cuh
+#if FLOAT8
+    const unsigned char* __restrict__ prepared,  // V of flash_attention_fp8_values, unless PREPARES
+    const float* __restrict__ q_descale, const float* __restrict__ k_descale,
+    const float* __restrict__ v_descale,  // of a batch and a key head; null: 1
+#endif
     long long out_batch, long long out_row, long long out_head,  // strides in elements
     int batch, int heads_q, int group, int seq_q, int seq_kv, int value_dim,
     int mask_heads,    // BLOCK_SPARSE: of block_mask, 1 or heads_q
     float scale_log2,  // scale * log2(e)
-    const __grid_constant__ cukit::ScoreSettings settings) {
+    const __grid_constant__ cukit::ScoreSettings settings
+#if FLOAT8
+    ,
+    const __grid_constant__ cukit::Float8Settings float8
+#endif
+) {
   __shared__ Pipelines pipelines;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const Tiles tiles(shared);
@@ -339,15 +430,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   Block::run(
       [&] {
         if (threadIdx.x == 0) {
+#if FLOAT8 && !PREPARES
+          const producer::PreparedKeyValues key_values{{&k, &v, group}, prepared, float8.value_tiles};
+#else
           const producer::MappedKeyValues key_values{&k, &v, group};
+#endif
           producer::run(pipelines, tiles, &q, key_values, arguments, settings);
         }
-#if VARLEN
+#if CLEARED
         if (threadIdx.x / cukit::kWarpSize == 1) clearer::run(pipelines, tiles);
+#endif
+#if PREPARES
+        if (threadIdx.x >= cukit::kWarpSize) preparer::run(pipelines, tiles);
 #endif
       },
       [&] {
         const consumer::Results results{out, lse, out_batch, out_row, out_head, heads_q, value_dim};
-        consumer::run(pipelines, tiles, results, arguments, settings, scale_log2);
+#if FLOAT8
+        const consumer::Descales descales{q_descale, k_descale, v_descale, float8};
+#else
+        const consumer::Descales descales{};
+#endif
+        consumer::run(pipelines, tiles, results, arguments, descales, settings, scale_log2);
       });
 }

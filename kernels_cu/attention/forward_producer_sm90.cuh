@@ -1,11 +1,12 @@
 // The producer's side of flash_attention_sm90: tiles in shared memory and their pipelines, where keys
-// and values come from, the thread that has them copied, and the warp that clears what lies behind a
-// sequence.
+// and values come from, the thread that has them copied, the warp that clears what lies behind a
+// sequence, and the warps that prepare float8 values.
 //
-// Macros: those of flash_attention_sm90.cu.
+// Macros: those of flash_attention_sm90.cu; 0 where FLOAT8, PRECISE, PREPARES, KEPT_TILES are missing.
 #pragma once
 
 #include "attention/block_lists.cuh"
+#include "attention/forward_operands.cuh"
 #include "attention/query_work.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/shared_tile.cuh"
@@ -20,16 +21,42 @@ namespace {
 
 using T = cukit::element_t;
 
+#ifndef FLOAT8
+#define FLOAT8 0
+#endif
+#ifndef PRECISE
+#define PRECISE 0
+#endif
+#ifndef PREPARES
+#define PREPARES 0
+#endif
+#ifndef KEPT_TILES
+#define KEPT_TILES 0
+#endif
+
+// V is in shared memory as TMA brings it, and zeros are to replace what lies behind a sequence.
+#define CLEARED (VARLEN && !FLOAT8)
+
 constexpr int kTileM = CONSUMERS * cukit::kWarpgroupRows;
-using QueryTile = cukit::SharedTile<T, kTileM, HEAD_DIM>;
-using KeyTile = cukit::SharedTile<T, TILE_N, HEAD_DIM>;
-using ValueTile = cukit::SharedTile<T, TILE_N, VALUE_DIM>;
+#if !FLOAT8
+using Operands = cukit::SixteenBitOperands<T, kTileM, TILE_N, HEAD_DIM, VALUE_DIM>;
+#elif PRECISE
+using Operands = cukit::PreciseFloat8Operands<kTileM, TILE_N, HEAD_DIM, VALUE_DIM>;
+#else
+using Operands = cukit::Float8Operands<kTileM, TILE_N, HEAD_DIM, VALUE_DIM>;
+#endif
+using QueryTile = Operands::QueryTile;
+using KeyTile = Operands::KeyTile;
+using ValueTile = Operands::ValueTile;
 
 // Two consumers can do with fewer registers, for a producer that has more to keep in mind; with three
 // or four it then keeps two or three words of a tile of queries in memory.
 constexpr bool kBusyProducer = DEALT || WINDOW;
 constexpr int kProducerRegisters =
-    kBusyProducer && CONSUMERS == 2 ? 40 : VALUE_DIM > 128 ? 24 : 32;
+    PREPARES                                        ? 56
+    : kBusyProducer && (CONSUMERS == 2 || FLOAT8)   ? 40
+    : VALUE_DIM > 128 || (FLOAT8 && CONSUMERS == 2) ? 24
+                                                    : 32;
 using Block = cukit::WarpSpecialized<CONSUMERS, kProducerRegisters, BLOCKS_PER_SM>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
@@ -38,6 +65,14 @@ static_assert(STAGES >= 2, "a warpgroup waits for the next values before it rele
 using cukit::QueryWork;
 using QueryState = cukit::PipelineState<QUERY_STAGES>;
 using KeyState = cukit::PipelineState<STAGES>;  // of K and of V
+#if PREPARES
+constexpr int kRawStages = 2;
+constexpr int kPreparers = cukit::kWarpgroupWarps - 1;  // warps
+using RawTile = ValueTile::Raw;
+using RawState = cukit::PipelineState<kRawStages>;
+#else
+constexpr int kPreparers = 0;
+#endif
 
 struct Pipelines {
   cukit::Pipeline<QUERY_STAGES> q;
@@ -46,9 +81,13 @@ struct Pipelines {
 #if DEALT
   QueryWork work[QUERY_STAGES];  // goes round with Q
 #endif
-#if VARLEN
+#if CLEARED
   cukit::StageBarriers<STAGES> landed;  // V has come, but has not been cleared
   int rows[STAGES];                     // of V that belong to the sequence; below 0: no more
+#endif
+#if PREPARES
+  cukit::Pipeline<kRawStages> raw;  // V as it comes
+  int rows[kRawStages];             // as above
 #endif
 #if BLOCK_SPARSE
   int listed[STAGES];  // goes round with K: twice the tile's number, plus 1 where some key is hidden
@@ -58,21 +97,35 @@ struct Pipelines {
   CUKIT_DEVICE void init() {
     q.init(Block::kConsumerWarps);
     k.init(Block::kConsumerWarps);
-    v.init(Block::kConsumerWarps);
-#if VARLEN
+    v.init(Block::kConsumerWarps, PREPARES ? kPreparers : 1);
+#if CLEARED
     landed.init(1);
+#endif
+#if PREPARES
+    raw.init(kPreparers);
 #endif
   }
 };
 
-// Dynamic shared memory: the stages of each.
+// Dynamic shared memory: the stages of each, and what consumers keep outside their registers.
 struct Tiles {
   unsigned char* q;
   unsigned char* k;
+  unsigned char* raw;
   unsigned char* v;
+  unsigned char* kept;
 
   CUKIT_DEVICE explicit Tiles(unsigned char* shared)
-      : q(shared), k(q + QUERY_STAGES * QueryTile::kBytes), v(k + STAGES * KeyTile::kBytes) {}
+      : q(shared),
+        k(q + QUERY_STAGES * QueryTile::kBytes),
+        raw(k + STAGES * KeyTile::kBytes),
+        v(raw),
+        kept(nullptr) {
+#if PREPARES
+    v += kRawStages * RawTile::kBytes;
+#endif
+    kept = v + STAGES * ValueTile::kBytes;
+  }
 };
 
 // What a launch works on, as it is passed.
@@ -95,7 +148,13 @@ namespace producer {
 //   load_values(...)                  sequence to a KeyTile (ValueTile); they report the tile's whole
 //                                     kBytes to `full`
 // Rows behind the sequence's end may hold anything in K. In V they hold zeros, or the kernel is
-// compiled with the clearer.
+// compiled with the clearer or the preparers.
+
+#if FLOAT8
+using LoadedValues = ValueTile::Raw;
+#else
+using LoadedValues = ValueTile;
+#endif
 
 // One tensor map for all sequences, [batch, seq_kv, heads_kv, columns]. VARLEN: sequences follow each
 // other in a single batch.
@@ -119,9 +178,43 @@ struct MappedKeyValues {
 
   CUKIT_DEVICE void load_values(unsigned char* to, cukit::Mbarrier* full, const Place& place,
                                 int tile) const {
-    ValueTile::load(to, v, full, place.head, place.first_row + tile * TILE_N, place.batch);
+    LoadedValues::load(to, v, full, place.head, place.first_row + tile * TILE_N, place.batch);
   }
 };
+
+#if FLOAT8 && !PREPARES
+// Keys as above; values that a kernel before has prepared (float8_values.cuh).
+struct PreparedKeyValues {
+  MappedKeyValues mapped;
+  const unsigned char* values;
+  int tiles;  // of a key head
+
+  struct Place {
+    MappedKeyValues::Place mapped;
+    const unsigned char* values;
+  };
+
+  CUKIT_DEVICE Place place(const QueryWork& work) const {
+    const cukit::Sequence& sequence = work.sequence;
+    const int first = cukit::first_value_tile<TILE_N>(VARLEN, work.b, sequence.first_kv,
+                                                      (sequence.seq_kv + TILE_N - 1) / TILE_N);
+    const MappedKeyValues::Place place = mapped.place(work);
+    const long long tile = static_cast<long long>(place.head) * tiles + first;
+    return {place, values + tile * ValueTile::kBytes};
+  }
+
+  CUKIT_DEVICE void load_keys(unsigned char* to, cukit::Mbarrier* full, const Place& place,
+                              int tile) const {
+    mapped.load_keys(to, full, place.mapped, tile);
+  }
+
+  CUKIT_DEVICE void load_values(unsigned char* to, cukit::Mbarrier* full, const Place& place,
+                                int tile) const {
+    cukit::bulk_load(to, place.values + static_cast<long long>(tile) * ValueTile::kBytes,
+                     ValueTile::kBytes, full);
+  }
+};
+#endif
 
 // ---- The thread that has tiles copied ----
 
@@ -131,7 +224,11 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
                       const cukit::ScoreSettings& settings) {
   QueryState q_at;
   KeyState k_at;
+#if PREPARES
+  RawState v_at;
+#else
   KeyState v_at;
+#endif
   cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
   QueryWork work{};
   while (queue.next(work)) {
@@ -158,18 +255,49 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
       k_at.advance();
     };
     const auto load_values = [&](int index) {
+#if PREPARES
+      pipelines.raw.acquire(v_at);
+#else
       pipelines.v.acquire(v_at);
+#endif
       const int tile = tile_of(index);
-#if VARLEN
+#if PREPARES || CLEARED
       pipelines.rows[v_at.index] = min(TILE_N, work.sequence.seq_kv - tile * TILE_N);
+#endif
+#if PREPARES
+      cukit::Mbarrier* const full = pipelines.raw.expect(v_at, RawTile::kBytes);
+      unsigned char* const to = tiles.raw + v_at.index * RawTile::kBytes;
+#else
+#if CLEARED
       cukit::Mbarrier* const full = pipelines.landed.expect(v_at, ValueTile::kBytes);
 #else
       cukit::Mbarrier* const full = pipelines.v.expect(v_at, ValueTile::kBytes);
 #endif
-      key_values.load_values(tiles.v + v_at.index * ValueTile::kBytes, full, place, tile);
+      unsigned char* const to = tiles.v + v_at.index * ValueTile::kBytes;
+#endif
+      key_values.load_values(to, full, place, tile);
       v_at.advance();
     };
+    const auto load_queries = [&] {
+      pipelines.q.acquire(q_at);
+#if DEALT
+      pipelines.work[q_at.index] = work;
+#endif
+      QueryTile::load(tiles.q + q_at.index * QueryTile::kBytes, q,
+                      pipelines.q.expect(q_at, QueryTile::kBytes), work.head,
+                      work.sequence.first_q + work.first_row, VARLEN ? 0 : work.b);
+      q_at.advance();
+    };
     const int last = work.keys.end - 1;
+#if PREPARES
+    // Values come with their keys: they have yet to be prepared.
+#pragma unroll 1
+    for (int tile = last; tile >= work.keys.begin; --tile) {
+      load_keys(tile);
+      if (tile == last) load_queries();
+      load_values(tile);
+    }
+#else
     // Values follow a tile behind their keys. One loop in which each load stands once: the compiler
     // spills with a first and a last load outside.
 #pragma unroll 1
@@ -178,23 +306,21 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
       if (tile < last) {
         load_values(tile + 1);
       } else {
-        pipelines.q.acquire(q_at);
-#if DEALT
-        pipelines.work[q_at.index] = work;
-#endif
-        QueryTile::load(tiles.q + q_at.index * QueryTile::kBytes, q,
-                        pipelines.q.expect(q_at, QueryTile::kBytes), work.head,
-                        work.sequence.first_q + work.first_row, VARLEN ? 0 : work.b);
-        q_at.advance();
+        load_queries();
       }
     }
+#endif
   }
 #if DEALT
   pipelines.q.acquire(q_at);
   pipelines.work[q_at.index] = QueryWork{};
   pipelines.q.commit(q_at);
 #endif
-#if VARLEN
+#if PREPARES
+  pipelines.raw.acquire(v_at);
+  pipelines.rows[v_at.index] = -1;
+  pipelines.raw.commit(v_at);
+#elif CLEARED
   pipelines.v.acquire(v_at);
   pipelines.rows[v_at.index] = -1;
   pipelines.landed.arrive(v_at);
@@ -203,7 +329,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 
 }  // namespace producer
 
-#if VARLEN
+#if CLEARED
 // One warp hands on the tiles of V, with zeros for the rows behind the end of the sequence.
 namespace clearer {
 
@@ -230,6 +356,30 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles) {
 }
 
 }  // namespace clearer
+#endif
+
+#if PREPARES
+// The other warps of the producer's warpgroup make operands of the tiles of V.
+namespace preparer {
+
+CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles) {
+  const int warp = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize) - 1;
+  RawState raw_at;
+  for (KeyState at;; at.advance(), raw_at.advance()) {
+    pipelines.raw.wait(raw_at);
+    const int rows = pipelines.rows[raw_at.index];
+    if (rows < 0) return;
+    pipelines.v.acquire(at);
+    ValueTile::prepare(tiles.raw + raw_at.index * RawTile::kBytes,
+                       tiles.v + at.index * ValueTile::kBytes, rows, warp, kPreparers);
+    cukit::fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % cukit::kWarpSize == 0) pipelines.v.commit(at);
+    pipelines.raw.release(raw_at);
+  }
+}
+
+}  // namespace preparer
 #endif
 
 }  // namespace

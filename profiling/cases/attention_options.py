@@ -62,7 +62,7 @@ def _wide(*arrays: Any) -> tuple[Any, ...]:
     return tuple(array.astype(array_module().float32) for array in arrays)
 
 
-def _by_head(function: Callable[..., Any], *arrays: Any) -> Any:
+def by_head(function: Callable[..., Any], *arrays: Any) -> Any:
     """One head at a time: the scores of all would not fit."""
     heads = range(arrays[0].shape[-2])
     parts = [function(*_wide(*(array[..., h : h + 1, :] for array in arrays))) for h in heads]
@@ -97,7 +97,7 @@ def window_case(seq_len: int, heads: int, head_dim: int, window: int) -> Case:
                 "cukit": lambda: partial(flash_attention, *arrays, **options),
                 "torch-flex": lambda: _flex_arm(visible, seq_len, *arrays),
             },
-            expected=lambda: _by_head(partial(reference.flash_attention, **options), *arrays),
+            expected=lambda: by_head(partial(reference.flash_attention, **options), *arrays),
         )
 
     pairs = (window + 1) * (seq_len - window / 2)
@@ -126,7 +126,7 @@ def block_case(seq_len: int, heads: int, head_dim: int, density: float, block: i
                 "cukit": lambda: partial(block_sparse_attention, *arrays, placed, block_size=block),
                 "torch-flex": flex,
             },
-            expected=lambda: _by_head(expected, *arrays),
+            expected=lambda: by_head(expected, *arrays),
         )
 
     flops = 4 * head_dim * heads * float(mask.sum()) * block * block
@@ -165,7 +165,7 @@ def sequences_case(lengths: list[int], heads: int, head_dim: int, causal: bool) 
                 "cukit": lambda: partial(flash_attention, *arrays, **options),
                 "torch-flash": flash,
             },
-            expected=lambda: _by_head(partial(reference.flash_attention, **options), *arrays),
+            expected=lambda: by_head(partial(reference.flash_attention, **options), *arrays),
         )
 
     flops = 4 * head_dim * heads * sum(length**2 for length in lengths) / (2 if causal else 1)

@@ -18,7 +18,7 @@ def _heads(x: Array, group: int) -> Array:
     return np.repeat(x.astype(np.float32).transpose(0, 2, 1, 3), group, axis=1)
 
 
-def _scores(
+def scores_of(
     q: Array,
     k: Array,
     causal: bool,
@@ -78,7 +78,7 @@ def forward(
     q: Array, k: Array, v: Array, causal: bool, *, sinks: Array | None = None, **options: Any
 ) -> tuple[Array, Array]:
     """(out, lse)"""
-    scores, _ = _scores(q, k, causal, **options)
+    scores, _ = scores_of(q, k, causal, **options)
     weights, lse = _probabilities(scores, q.dtype, sinks)
     out = weights @ _heads(v, q.shape[2] // k.shape[2])
     return out.transpose(0, 2, 1, 3).astype(q.dtype), lse.astype(np.float32)
@@ -97,7 +97,7 @@ def backward(
     """(grad_q, grad_k, grad_v), and grad_sinks if there are sinks"""
     dtype, (batch, seq_kv, heads_kv, width) = q.dtype, k.shape
     group = q.shape[2] // heads_kv
-    scores, slope = _scores(q, k, causal, **options)
+    scores, slope = scores_of(q, k, causal, **options)
     weights, lse = _probabilities(scores, dtype, sinks)
     g = _heads(grad_out, 1)
     grad_weights = (g @ _heads(v, group).swapaxes(-1, -2)).astype(dtype).astype(np.float32)

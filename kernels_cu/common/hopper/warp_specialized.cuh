@@ -67,8 +67,8 @@ struct WarpSpecialized {
 };
 
 // A lane's first row of its warpgroup's 64 in accumulators of wgmma; its second is 8 rows below.
-CUKIT_DEVICE int accumulator_row() {
-  return threadIdx.x % kWarpgroupThreads / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
+CUKIT_DEVICE int accumulator_row(unsigned thread = threadIdx.x) {
+  return thread % kWarpgroupThreads / kWarpSize * 16 + thread % kWarpSize / 4;
 }
 
 // A lane's first column of every eight.

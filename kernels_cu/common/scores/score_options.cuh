@@ -245,16 +245,17 @@ struct HeadScores {
 // ---- Sinks ----
 
 // A row's maximum and sum before its first key, in the units of the scores: those of the sink, which
-// counts as a key that is seen first. A quad of lanes shares a row; one of them counts the sink.
+// counts as a key that is seen first, `unit` being the weight of the maximum. A quad of lanes shares a
+// row; one of them counts the sink.
 CUKIT_DEVICE void start_row(float& maximum, float& sum, const ScoreArrays& arrays, int head,
-                            float scale_log2, bool counts) {
+                            float scale_log2, bool counts, float unit = 1.0f) {
   maximum = -infinity();
   sum = 0.0f;
   if constexpr (SINKS) {
     const float sink = arrays.sinks[head] * kLog2E;
     if (sink > -infinity()) {
       maximum = __fdividef(sink, exponent_factor(scale_log2));
-      sum = counts ? 1.0f : 0.0f;
+      sum = counts ? unit : 0.0f;
     }
   }
 }

@@ -13,36 +13,11 @@ namespace cukit {
 struct SoftmaxRows {
   float max[2];
   float sum[2];  // over this lane's columns; the quad is summed at the end
-
-  CUKIT_DEVICE void reset() {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      max[half] = -infinity();
-      sum[half] = 0.0f;
-    }
-  }
 };
 
 // Softmax does not depend on the value that is subtracted: a maximum is renewed only once it has
 // grown by more than this, in powers of two. Most tiles then rescale nothing.
 constexpr float kLazyGrowth = 8.0f;
-
-// -infinity where the key is not below `keys` or, for half 1 and 0 of the rows, not below
-// `visible` + 8 and `visible`; both count from the tile's first key.
-template <bool Causal, int N>
-CUKIT_DEVICE void mask_scores(float (&scores)[N], int keys, int visible) {
-  const int lane_column = threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int end = (Causal ? min(keys, visible + 8 * half) : keys) - lane_column;
-#pragma unroll
-    for (int n = 0; n < N / 4; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (8 * n + i >= end) scores[4 * n + 2 * half + i] = -infinity();
-      }
-  }
-}
 
 // Renews the maxima where a row has outgrown its own, and says so to the whole warp: what was summed
 // under them is then to be multiplied by `shrink`.
@@ -100,12 +75,14 @@ CUKIT_DEVICE void rescale(float (&out)[N], const float (&shrink)[2]) {
   for (int i = 0; i < N; ++i) out[i] *= shrink[i / 2 % 2];
 }
 
-// scores = exp2(scale * (scores - max)), added to the sums.
-template <int N>
+// scores = 2^Offset exp2(scale * (scores - max)), added to the sums.
+template <int Offset = 0, int N>
 CUKIT_DEVICE void exponentiate(SoftmaxRows& rows, float (&scores)[N], float scale_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float shift = rows.max[half] == -infinity() ? 0.0f : -rows.max[half] * scale_log2;
+    const float base = Offset == 0 ? -rows.max[half] * scale_log2
+                                   : fmaf(-rows.max[half], scale_log2, static_cast<float>(Offset));
+    const float shift = rows.max[half] == -infinity() ? 0.0f : base;
 #pragma unroll
     for (int n = 0; n < N / 4; ++n) {
       float* pair = &scores[4 * n + 2 * half];

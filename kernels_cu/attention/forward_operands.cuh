@@ -1,0 +1,110 @@
+// What the Hopper forward multiplies: the types of Q, K, V and of the probabilities P, how they lie in
+// shared memory, and the two products.
+//
+//   SixteenBitOperands   all float16 or bfloat16, as TMA brings them
+//   Float8Operands       all e4m3: both products at twice the rate. V is transposed first
+//                        (float8_values.cuh), P is scaled by 2^kOffset and rounded
+//   PreciseFloat8Operands  Q and K e4m3; V widened to float16, P rounded to that
+//
+// Scores and outputs lie as wgmma leaves them (common/softmax/online_softmax.cuh).
+#pragma once
+
+#include "attention/float8_values.cuh"
+#include "common/hopper/shared_tile.cuh"
+#include "common/platform.cuh"
+#include "common/ptx/pack_e4m3.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "common/softmax/online_softmax.cuh"
+
+namespace cukit {
+
+// Mirrored by flash_maps.FLOAT8_SETTINGS, field by field. Strides in elements, over batches and key
+// heads, of the factors of Q, K and V; tiles of prepared values of a key head.
+struct Float8Settings {
+  int q_batch, q_head, k_batch, k_head, v_batch, v_head;
+  int value_tiles;
+};
+
+template <typename T, int TileM, int TileN, int HeadDim, int ValueDim>
+struct SixteenBitOperands {
+  using QueryTile = SharedTile<T, TileM, HeadDim>;
+  using KeyTile = SharedTile<T, TileN, HeadDim>;
+  using ValueTile = SharedTile<T, TileN, ValueDim>;
+  using Probabilities = unsigned[TileN / 16][4];
+  static constexpr int kOffset = 0;
+  static constexpr float kGrowth = kLazyGrowth;
+  static constexpr bool kIntegerMaxima = TileN >= 128;
+
+  CUKIT_DEVICE static void multiply_keys(float (&scores)[TileN / 2], unsigned long long q,
+                                         unsigned long long k, bool accumulate) {
+    wgmma<T, TileN>(scores, q, k, accumulate);
+  }
+
+  CUKIT_DEVICE static void multiply_values(float (&out)[ValueDim / 2], const unsigned (&p)[4],
+                                           unsigned long long v) {
+    wgmma<T, ValueDim, true>(out, p, v, true);
+  }
+
+  CUKIT_DEVICE static void pack(Probabilities& p, const float (&scores)[TileN / 2]) {
+    pack_probabilities<T>(p, scores);
+  }
+};
+
+// Q and K of eight bits.
+template <int TileM, int TileN, int HeadDim>
+struct Float8Scores {
+  using QueryTile = ByteTile<TileM, HeadDim>;
+  using KeyTile = ByteTile<TileN, HeadDim>;
+  // With 64 columns comparisons as integers were up to 12 % slower.
+  static constexpr bool kIntegerMaxima = HeadDim > 64;
+
+  CUKIT_DEVICE static void multiply_keys(float (&scores)[TileN / 2], unsigned long long q,
+                                         unsigned long long k, bool accumulate) {
+    wgmma_e4m3<TileN>(scores, q, k, accumulate);
+  }
+};
+
+template <int TileM, int TileN, int HeadDim, int ValueDim>
+struct Float8Operands : Float8Scores<TileM, TileN, HeadDim> {
+  using ValueTile = SlabTile<TileN, ValueDim>;
+  using Probabilities = unsigned[TileN / 32][4];
+  // P is rounded as 2^kOffset times itself, so that small ones use the exponents that e4m3 has: 2^8 is
+  // its largest power of two, 2^-9 its smallest number. The maxima may lag behind by the rest.
+  static constexpr int kOffset = 5;
+  static constexpr float kGrowth = 8.0f - kOffset;
+
+  CUKIT_DEVICE static void multiply_values(float (&out)[ValueDim / 2], const unsigned (&p)[4],
+                                           unsigned long long v) {
+    wgmma_e4m3<ValueDim>(out, p, v, true);
+  }
+
+  // In the order of keys of SlabTile.
+  CUKIT_DEVICE static void pack(Probabilities& p, const float (&scores)[TileN / 2]) {
+#pragma unroll
+    for (int step = 0; step < TileN / 32; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* of = &scores[16 * step + 8 * (i / 2) + 2 * (i % 2)];
+        p[step][i] = pack_e4m3(of[0], of[1], of[4], of[5]);
+      }
+  }
+};
+
+template <int TileM, int TileN, int HeadDim, int ValueDim>
+struct PreciseFloat8Operands : Float8Scores<TileM, TileN, HeadDim> {
+  using ValueTile = HalfTile<TileN, ValueDim>;
+  using Probabilities = unsigned[TileN / 16][4];
+  static constexpr int kOffset = 0;
+  static constexpr float kGrowth = kLazyGrowth;
+
+  CUKIT_DEVICE static void multiply_values(float (&out)[ValueDim / 2], const unsigned (&p)[4],
+                                           unsigned long long v) {
+    wgmma<__half, ValueDim, true>(out, p, v, true);
+  }
+
+  CUKIT_DEVICE static void pack(Probabilities& p, const float (&scores)[TileN / 2]) {
+    pack_probabilities<__half>(p, scores);
+  }
+};
+
+}  // namespace cukit
