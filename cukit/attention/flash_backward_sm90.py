@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cukit.attention.flash_maps import PlannedWork, TensorMaps
-from cukit.attention.flash_options import ScoreOptions, scales_of
+from cukit.attention.flash_options import PARAMETERS, ScoreOptions, scales_of
 from cukit.attention.flash_plan import (
     FlashAttentionBackwardConfig,
     choose_section,
@@ -30,6 +30,7 @@ from cukit.attention.flash_tilings import (
 from cukit.core.arrays import Array
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
+from cukit.core.parameters import parameter_structs
 
 _ARCH = "sm_90"
 _COLUMNS = 32  # that are multiplied, or not, together
@@ -172,34 +173,36 @@ def prepare_keys(
     """
     problem, splits = config.problem, config.splits
     lengths = problem.seq_len_q, problem.seq_len_kv
-    heads = np.int32(problem.num_heads_kv * splits)
+    heads = problem.num_heads_kv * splits
     longest: tuple[int, int] | tuple[None, None] = None, None
     if problem.varlen:
         # No sequence has more rows than there are.
         longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
-    scalars = (
-        np.int32(problem.batch),
-        heads,
-        np.int32(problem.group // splits),
-        np.int32(splits),
-        np.int32(lengths[0]),
-        np.int32(lengths[1]),
-        np.int32(rows[1]),
-        np.int32(problem.head_dim),
-        np.int32(problem.head_dim_v),
-        np.int32(config.key_section),
-        *scales_of(q, options),
-        settings,
+    scale, scale_log2 = scales_of(q, options)
+    parameters = parameter_structs(PARAMETERS)["MappedKeyParameters"].pack(
+        batch=problem.batch,
+        heads=heads,
+        group=problem.group // splits,
+        splits=splits,
+        seq_q=lengths[0],
+        seq_kv=lengths[1],
+        rows_per_head=rows[1],
+        head_dim=problem.head_dim,
+        value_dim=problem.head_dim_v,
+        section=config.key_section,
+        scale=scale,
+        scale_log2=scale_log2,
+        settings=settings,
     )
     blocks = config.most_key_blocks(k.shape[0])
     grid = (min(blocks, num_sms),)
-    launch = Launch(load_kernel(config.keys_spec()), grid, scalars)
+    launch = Launch(load_kernel(config.keys_spec()), grid, (parameters,))
     tiling = config.keys
     assert isinstance(tiling, WarpgroupKeyTiling)
     plan = None
     plan_spec = config.sequences_spec()
     if plan_spec is not None:
-        facts = np.int32(problem.batch), heads, np.int32(lengths[0]), np.int32(blocks)
+        facts = tuple(map(np.int32, (problem.batch, heads, lengths[0], blocks)))
         plan = PlannedWork(
             Launch(load_kernel(plan_spec), (1,), facts), sequences_plan_size(problem.batch)
         )

@@ -32,7 +32,7 @@ constexpr int kOwn = 5;
 
 static_assert(TILE_N == 64 && TILE_M == 64, "one product of 64 rows each way");
 static_assert(HEAD_DIM == 192 || HEAD_DIM == 256, "one or two parts for the second warpgroup");
-static_assert(STAGES == 2, "derivatives of a softcap wait where dS is to be");
+static_assert(STAGES == 2, "as many as of P and of dS");
 
 using KeyGradient = float[kColumns / 2];
 
@@ -140,7 +140,7 @@ CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Walk& walk, f
       // Parts of a share lie next to each other, here and there.
       const int parts = adder == 0 ? 2 : 1;
       const unsigned char* const staging = tiles.dq + adder * 8 * kPieceBytes;
-      shared.sums.staged.wait({adder, progress.sum.phase});
+      shared.sums.staged.wait({adder, static_cast<unsigned>(progress.at.index)});
       access.enter();
       for (int warp = 0; warp < 4; ++warp) {
         access.add(sum + query_block<HEAD_DIM>(warp * 16, 0), staging + warp * parts * kPieceBytes,
@@ -149,7 +149,6 @@ CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Walk& walk, f
       bulk_commit();
       bulk_wait_read<0>();
       shared.sums.read.arrive({adder, 0});
-      progress.sum.phase ^= 1;
     } else {
       const unsigned char* const staging =
           tiles.grad_out + progress.at.index * QueryTile::kBytes + adder * 4 * kPieceBytes;
@@ -231,8 +230,9 @@ struct Share {
     }
   }
 
-  CUKIT_DEVICE PipelineState<kAdders> sum(const Progress& progress) const {
-    return {group, progress.sum.phase};
+  // The phase of its sum changes with every tile, as the stage does.
+  CUKIT_DEVICE PipelineState<kAdders> sum(const PipelineState<STAGES>& at) const {
+    return {group, static_cast<unsigned>(at.index)};
   }
 };
 
@@ -297,11 +297,10 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
   for (int step = 0; step < steps; ++step) {
     float dq[kColumns / 2];
     const PipelineState<STAGES> now = at;
-    const PipelineState<kAdders> sum = share.sum(progress);
+    const PipelineState<kAdders> sum = share.sum(now);
     shared.grad_out.wait(now);
     at.advance();
     position.advance(walk);
-    progress.sum.phase ^= 1;
     wgmma_fence();
     multiply_queries<share_of(VALUE_COLUMNS, 0)>(dv, share.scores(kProbabilitiesAt, now.index),
                                                  share.columns(kGradOutAt, now.index));
@@ -348,7 +347,7 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
     QueryGradient dq;
     const Share share = all.rederived();
     const PipelineState<STAGES> now = at;
-    const PipelineState<kAdders> sum = share.sum(progress);
+    const PipelineState<kAdders> sum = share.sum(now);
     named_sync(kProbabilities + now.index, kConsumers * kWarpgroupThreads);
     wgmma_fence();
     multiply_queries<share_of(VALUE_COLUMNS, 1)>(dv, share.scores(kProbabilitiesAt, now.index),
@@ -366,7 +365,6 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
     wait_for_staging(shared, now, sum);
     const bool more = step + 1 < steps;
     at.advance();
-    progress.sum.phase ^= 1;
     if (more) shared.grad_out.wait(at);
     wgmma_fence();
     multiply_queries<share_of(COLUMNS, 1)>(dk, share.scores(kDerivativesAt, now.index),

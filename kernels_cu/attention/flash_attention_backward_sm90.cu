@@ -68,9 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const int* __restrict__ cu_seqlens_q,       // [batch + 1]
     const int* __restrict__ cu_seqlens_kv,      // [batch + 1]
     const int* __restrict__ plan,           // VARLEN (backward_work.cuh)
-    int batch, int heads, int group, int splits, int seq_q, int seq_kv, int rows_per_head,
-    int head_dim, int value_dim, int section, float scale, float scale_log2,
-    const __grid_constant__ cukit::ScoreSettings settings) {
+    const __grid_constant__ cukit::MappedKeyParameters params) {
   __shared__ backward::Shared shared;
   CUKIT_DYNAMIC_SHARED(unsigned char, bytes);
   backward::Tiles tiles;
@@ -81,19 +79,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   tiles.scores = tiles.grad_out + STAGES * backward::QueryTile::kBytes;
   tiles.dq = tiles.scores + backward::kScoreTiles * backward::ScoreTile::kBytes;
 
-  const backward::KeyProblem problem{{alibi_slopes, nullptr, bias, mask},
-                                     settings,
-                                     batch,
-                                     heads,
-                                     group,
-                                     splits,
-                                     seq_q,
-                                     seq_kv,
-                                     rows_per_head,
-                                     section,
-                                     cu_seqlens_q,
-                                     cu_seqlens_kv,
-                                     plan};
+  const backward::KeyProblem problem{
+      params, {alibi_slopes, nullptr, bias, mask}, cu_seqlens_q, cu_seqlens_kv, plan};
 
   Block::prepare([&] {
     for (const cukit::TensorMap* map : {&q, &k, &v, &grad_out}) cukit::prefetch_tensor_map(map);
@@ -137,17 +124,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
             const backward::KeyWork again = problem.work(cukit::opaque(ticket));
             const int first_key = again.tile * TILE_N;
             const long long first_row =
-                VARLEN ? again.sequence.first_kv : static_cast<long long>(again.b) * seq_kv;
-            const long long row = (first_row + first_key) * heads + again.head;
+                VARLEN ? again.sequence.first_kv : static_cast<long long>(again.b) * params.seq_kv;
+            const long long row = (first_row + first_key) * params.heads + again.head;
             const auto target = [&](Gradient* gradient, int columns, float factor) {
               return backward::Target{gradient + row * columns,
-                                      static_cast<long long>(heads) * columns, columns, factor};
+                                      static_cast<long long>(params.heads) * columns, columns, factor};
             };
-            return backward::Results{target(grad_k, head_dim, scale),
-                                     target(grad_v, value_dim, 1.0f),
+            return backward::Results{target(grad_k, params.head_dim, params.scale),
+                                     target(grad_v, params.value_dim, 1.0f),
                                      again.sequence.seq_kv - first_key};
           };
-          backward::accumulate(shared, tiles, walk, results, scale_log2, progress);
+          backward::accumulate(shared, tiles, walk, results, params.scale_log2, progress);
         });
       });
 }
