@@ -64,7 +64,7 @@ class SumAccess {
   CUKIT_DEVICE SumAccess(int* turns, long long scratch_row, int adder)
       : counter_(turns + kAdders + scratch_row / TILE_M * kAdders + adder) {}
 
-  // Before what is to be added has been staged.
+  // Before what is to be added has been staged: as early as possible, it takes its time.
   CUKIT_DEVICE void begin(const Walk& walk, int tile) {
     if constexpr (DETERMINISTIC) {
       const int turn = turn_of(walk, tile);
@@ -73,15 +73,19 @@ class SumAccess {
     } else {
       stored_ = load_acquire(counter_) == kStored;
     }
+    fence_proxy_async_global();
   }
 
   // After it has been staged, before the copies.
   CUKIT_DEVICE void enter() {
     if constexpr (!DETERMINISTIC) {
-      first_ = !stored_ && atomicCAS(counter_, 0, kStoring) == 0;
-      if (!stored_ && !first_) wait_for(kStored);
+      if (stored_) return;
+      first_ = atomicCAS(counter_, 0, kStoring) == 0;
+      if (!first_) {
+        wait_for(kStored);
+        fence_proxy_async_global();
+      }
     }
-    if (!first_) fence_proxy_async_global();
   }
 
   CUKIT_DEVICE void add(float* to, const unsigned char* staged, unsigned bytes) const {
