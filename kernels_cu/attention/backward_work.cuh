@@ -132,6 +132,7 @@ CUKIT_DEVICE void take_works(Shared& shared, int works, const Consume& consume) 
   for (PipelineState<1> at;; at.advance()) {
     shared.works.wait(at);
     const int ticket = warp_uniform(shared.ticket);
+    __syncwarp();  // all lanes have read it
     shared.works.release(at);
     if (ticket >= works) return;
     consume(ticket);
