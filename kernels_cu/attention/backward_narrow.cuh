@@ -1,13 +1,13 @@
-// The two warpgroups of the Hopper backward for heads up to 128 wide: 64 keys each.
+// The consumers of the Hopper backward for heads up to 128 wide: 64 keys for each warpgroup.
 //
 // dK and dV of its keys stay in a warpgroup's registers; P and dS, keys as rows, are already what the
-// products with dO and Q take from registers. Only dQ needs the dS of all keys, which change hands
-// through shared memory (two stages); each warpgroup computes half of its rows (TILE_M 128) or columns
+// products with dO and Q take from registers. Only dQ needs the dS of all keys, which the warpgroups
+// exchange through shared memory (two stages); each computes half of its rows (TILE_M 128) or columns
 // (TILE_M 64).
 // The scores of the next tile are started before dQ of this one is awaited, so that the tensor cores
-// have work while dQ is added. dP runs beside the exponentials, dV beside dS, dK beside the exchange.
-// What is read while a younger product runs is read in the straight line that started it, and nothing
-// runs where the loop turns: else the compiler has products run one by one.
+// have work while dQ is staged. dP runs beside the exponentials, dV beside dS, dK beside the exchange.
+// Accumulators are read in the basic block that issued the younger wgmma, and nothing is in flight where
+// the loop turns: otherwise ptxas serialises the wgmmas.
 #pragma once
 
 #include "attention/backward_scores.cuh"

@@ -1,12 +1,12 @@
-// The two warpgroups of the Hopper backward for heads of 256 columns: 64 keys together.
+// The consumers of the Hopper backward for heads of more than 128 columns: 64 keys together.
 //
-// The first warpgroup computes P and the second dS, both with keys as rows; they hand them over through
-// shared memory, in two stages: the first is a tile of queries ahead. Each then computes dK, dV and dQ
-// of its half of the columns. The first takes the exponentials of the next tile while the second
-// computes this one's dS; the second has the next dP multiplied while it adds dQ, in two parts of 64
-// columns, for want of registers.
-// What is read while a younger product runs is read in the straight line that started it, and nothing
-// runs where the loop turns: else the compiler has products run one by one.
+// The first warpgroup computes P and the second dS, both with keys as rows; they pass them to each other
+// through shared memory, in two stages: the first is a tile of queries ahead. Each then computes dK, dV
+// and dQ of its share of the columns: 128 for the first, the others for the second. The first takes the
+// exponentials of the next tile while the second computes this one's dS; the second has the next dP
+// multiplied while it stages dQ, 64 columns at a time for want of registers.
+// Accumulators are read in the basic block that issued the younger wgmma, and nothing is in flight where
+// the loop turns: otherwise ptxas serialises the wgmmas.
 #pragma once
 
 #include "attention/backward_scores.cuh"
