@@ -20,7 +20,7 @@ from cukit.attention.flash_plan import (
     plan_flash_attention_backward,
 )
 from cukit.attention.flash_plan_sm90 import sequences_plan_size, sequences_spec
-from cukit.attention.flash_problem import AttentionProblem, ceil_div, width_for
+from cukit.attention.flash_problem import AttentionProblem, Defines, ceil_div, width_for
 from cukit.attention.flash_tilings import (
     ITEM_BYTES,
     PART,
@@ -33,6 +33,7 @@ from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 
 _ARCH = "sm_90"
+_WIDEST = max(WARPGROUP_KEY_TILINGS)
 _COLUMNS = 32  # that are multiplied, or not, together
 _ADDERS = 2  # threads of a block that have dQ added, each with counters of its own
 _WAVES = 4  # works for each SM, at least, where key heads can be split: they end at different times
@@ -50,8 +51,13 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
 
     @property
     def counters_per_tile(self) -> int:
-        """The first block to reach a tile stores it, so that no zeros are written before."""
+        """Whether it has been stored, or how many blocks have added to it."""
         return _ADDERS
+
+    @property
+    def _sum_defines(self) -> Defines:
+        assert isinstance(self.keys, WarpgroupKeyTiling)
+        return ("COUNTERS", self.counters_per_tile), ("ZEROED", self.keys.zeroed)
 
     def keys_spec(self) -> KernelSpec:
         """dK, dV and the sum of dQ; of tiles that are wider than heads the rest is left out."""
@@ -94,7 +100,9 @@ def plan_flash_attention_backward_sm90(
     """The configuration of a problem that the class covers."""
     widest = max(problem.head_dim, problem.head_dim_v)
     width = width_for(widest, tuple(WARPGROUP_KEY_TILINGS))
-    tiling = replace(WARPGROUP_KEY_TILINGS[width], in_turn=deterministic)
+    # Adders of the widest tiles have no time to look at counters where blocks crowd together.
+    zeroed = width == _WIDEST and problem.bounded and not deterministic
+    tiling = replace(WARPGROUP_KEY_TILINGS[width], in_turn=deterministic, zeroed=zeroed)
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv
     splits = choose_splits(problem.group, heads * tiles, _WAVES * device.num_sms)
