@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,8 @@ import pytest
 
 import cukit
 from cukit.core.device import gpu_available
+
+pytest_plugins = ("tests.guard",)
 
 os.environ.setdefault("CUKIT_QUIET", "1")  # hundreds of first compiles would drown the report
 
@@ -25,8 +29,20 @@ def pytest_report_header() -> str:
     return "gpu: " + ("tests run on it" if gpu_available() else "none here, its tests are skipped")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("cukit").addoption(
+        "--shuffle",
+        type=int,
+        metavar="SEED",
+        help="run the files, and the tests of each file, in an order of this number's",
+    )
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU the tests marked `gpu` are skipped, unless CUKIT_REQUIRE_GPU forbids it."""
+    if config.option.shuffle is not None:
+        items[:] = shuffled(items, config.option.shuffle)
     if gpu_available():
         return
     if os.environ.get("CUKIT_REQUIRE_GPU"):
@@ -35,6 +51,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def shuffled(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
+    """File by file, for the sake of what the tests of a file share, in another order."""
+    files: defaultdict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    order, generator = list(files.values()), random.Random(seed)
+    generator.shuffle(order)
+    for each in order:
+        generator.shuffle(each)
+    return [item for each in order for item in each]
 
 
 @pytest.fixture(

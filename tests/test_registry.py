@@ -18,7 +18,7 @@ from profiling.run import load_cases
 ROOT = Path(__file__).parents[1]
 OPS = list(ops())
 
-# Kernels behind the array surface: reached as `ck.asarray(x, dtype=ck.int4)` and `array.dense()`.
+# Kernels behind the array surface: reached as `ck.asarray(x, dtype=ck.int4)` and `array.decode()`.
 INTERNAL = {"encode", "decode"}
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

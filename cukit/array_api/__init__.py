@@ -21,11 +21,16 @@ from cukit.array_api.creation import (
     zeros,
     zeros_like,
 )
-from cukit.array_api.narrow import NarrowArray, NarrowDtype, float8_e4m3, float8_e5m2, int4
+from cukit.core.narrow_dtype import NarrowDtype, float8_e4m3, float8_e5m2, int4, int8
+from cukit.core.quantized_array import QuantizedArray
+
+NarrowArray = QuantizedArray
+"""What arrays without scales were called."""
 
 __all__ = [
     "NarrowArray",
     "NarrowDtype",
+    "QuantizedArray",
     "arange",
     "asarray",
     "default_device",
@@ -36,6 +41,7 @@ __all__ = [
     "full",
     "full_like",
     "int4",
+    "int8",
     "linspace",
     "ones",
     "ones_like",

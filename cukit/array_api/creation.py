@@ -10,10 +10,12 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from cukit.array_api.narrow import NarrowArray, NarrowDtype, encode
+from cukit.array_api.narrow import encode
 from cukit.core import backend
-from cukit.core.arrays import Array, adopt, is_gpu_array
+from cukit.core.arrays import KERNEL_DTYPES, Array, adopt, is_gpu_array
 from cukit.core.device import gpu_available, require_cupy
+from cukit.core.narrow_dtype import NarrowDtype
+from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ConfigError, UnsupportedDeviceError
 
 DeviceName = Literal["cpu", "gpu"]
@@ -49,19 +51,21 @@ def asarray(
     """`obj` as an array on `device`, sharing memory where it is there already.
 
     Args:
-        obj: NumPy or CuPy array, torch or JAX or other DLPack tensor, NarrowArray, nested sequence
-            or number.
-        dtype: None keeps it (Python floats become float32); a narrow dtype quantises to it.
+        obj: NumPy or CuPy array, torch or JAX or other DLPack tensor, QuantizedArray, nested
+            sequence or number.
+        dtype: None keeps it (Python floats become float32); a narrow dtype rounds to it, without
+            scales.
         device: None leaves GPU data on the GPU and moves the rest to the default device.
         copy: True always copies, False raises ValueError where a copy would be needed.
 
     Raises:
         ArrayError: `obj` is no array. UnsupportedDeviceError: `device="gpu"` without one.
     """
-    if isinstance(obj, NarrowArray):
-        obj = obj.dense()
+    if isinstance(obj, QuantizedArray):
+        obj = obj.decode()
     if isinstance(dtype, NarrowDtype):
-        return encode(asarray(obj, np.float32, device=device, copy=copy), dtype)
+        array = asarray(obj, device=device, copy=copy)
+        return encode(array if array.dtype in KERNEL_DTYPES else array.astype(np.float32), dtype)
     if isinstance(obj, (int, float, complex, bool, list, tuple)):
         obj = _from_python(obj)
     (array,) = adopt("asarray", obj)
@@ -84,10 +88,10 @@ def asarray(
 def to_numpy(array: Any) -> np.ndarray[Any, Any]:
     """A NumPy array with the contents of any array; shares memory with a CPU array.
 
-    Waits for the GPU work that produces it. A NarrowArray comes back as its float32 values.
+    Waits for the GPU work that produces it. A QuantizedArray comes back as its float32 values.
     """
-    if isinstance(array, NarrowArray):
-        array = array.dense()
+    if isinstance(array, QuantizedArray):
+        array = array.decode()
     if isinstance(array, (int, float, list, tuple)):
         array = _from_python(array)
     (adopted,) = adopt("to_numpy", array)

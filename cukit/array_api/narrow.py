@@ -1,7 +1,7 @@
-"""Arrays of float8 and int4: bytes in memory that carry the type they stand for.
+"""Rounding to the codes of a QuantizedArray, and the values of codes.
 
-CuPy has no such dtypes, so a NarrowArray pairs uint8 storage with its logical dtype and shape. Ops
-that take quantised operands accept it; everything else works on :meth:`NarrowArray.dense`.
+Kernels convert between codes and numbers. Plain array code applies scales and zero points before or
+after them; ops that take quantised operands do so in their own kernels.
 """
 
 from __future__ import annotations
@@ -11,165 +11,183 @@ from typing import Any
 
 import numpy as np
 
-from cukit.core.arrays import Array, access_width, empty, float32, runs_kernel
+from cukit.core.arrays import (
+    ACCESS_BYTES,
+    KERNEL_DTYPES,
+    Array,
+    address_of,
+    adopt,
+    bfloat16,
+    empty,
+    float32,
+    runs_kernel,
+)
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.errors import ArrayShapeError
+from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype, int4
+from cukit.core.quantized_array import Axis, GroupSize, QuantizedArray, install_codec
+from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.reference import narrow as reference
 from cukit.registry import register
 
 
-@dataclass(frozen=True)
-class NarrowDtype:
-    """A storage format narrower than NumPy's own.
+def encode(
+    x: Array,
+    dtype: NarrowDtype,
+    scales: Array | None = None,
+    zero_points: Array | None = None,
+    axis: Axis = None,
+    group_size: GroupSize = None,
+) -> QuantizedArray:
+    """Rounds `x` to codes: see :meth:`QuantizedArray.encode`.
 
-    name: `"float8_e4m3"` (finite only: the `fn` variant), `"float8_e5m2"` or `"int4"`.
-    bits: of one element. most: largest magnitude that survives (7 on the positive side of int4).
+    x: float32|float16|bfloat16 [..., n], any layout.
     """
-
-    name: str
-    bits: int
-    most: float
-
-    def __repr__(self) -> str:
-        return f"cukit.{self.name}"
-
-
-float8_e4m3 = NarrowDtype("float8_e4m3", 8, 448.0)
-float8_e5m2 = NarrowDtype("float8_e5m2", 8, 57344.0)
-int4 = NarrowDtype("int4", 4, 7.0)
-NARROW_DTYPES = (float8_e4m3, float8_e5m2, int4)
-
-
-@dataclass(frozen=True, eq=False)
-class NarrowArray:
-    """float8 or int4 values.
-
-    storage: uint8, C-contiguous; the logical shape, for int4 with half (rounded up) the last axis.
-    dtype: what the bytes stand for.
-    shape: logical shape.
-    """
-
-    storage: Array
-    dtype: NarrowDtype
-    shape: tuple[int, ...]
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of storage."""
-        return int(self.storage.nbytes)
-
-    def dense(self) -> Array:
-        """The values as float32, on the same device."""
-        return decode(self)
-
-    def astype(self, dtype: Any) -> Array:
-        """The values as `dtype`: dense for NumPy's dtypes, narrow again for a NarrowDtype."""
-        return (
-            encode(decode(self), dtype)
-            if isinstance(dtype, NarrowDtype)
-            else decode(self).astype(dtype)
-        )
-
-    def __getitem__(self, index: int | slice) -> NarrowArray:
-        """Elements of the first axis, without a copy (needs at least two axes)."""
-        if self.ndim < 2:
-            raise ArrayShapeError("a NarrowArray of one axis cannot be indexed; use dense()")
-        storage = self.storage[index]
-        return NarrowArray(storage, self.dtype, (*storage.shape[:-1], self.shape[-1]))
-
-    def __repr__(self) -> str:
-        return f"NarrowArray({self.dtype.name}, shape={self.shape})"
-
-
-def encode(x: Array, dtype: NarrowDtype) -> NarrowArray:
-    """Rounds float32 `x` to `dtype`, ties to even, saturating. No scale is applied.
-
-    x: float32 [..., n], any layout. Overflow and infinities become the largest finite value; NaN
-    stays NaN in float8 and becomes 0 in int4.
-    """
-    contiguous = x if x.flags.c_contiguous else x.copy()
-    if not runs_kernel("encode", contiguous):
-        return NarrowArray(_reference_encode(contiguous, dtype), dtype, x.shape)
+    (x,) = adopt("encode", x)
+    _check_dtype("encode", "x", x.dtype, KERNEL_DTYPES)
+    _check_dtype("encode", "dtype", dtype, NARROW_DTYPES)
     if x.ndim == 0:
-        raise ArrayShapeError("encode: a narrow array has at least one axis")
-    extent = x.shape[-1]
-    packed = extent if dtype.bits == 8 else -(-extent // 2)
-    storage = empty(contiguous, (*x.shape[:-1], packed), np.uint8)
-    _prepare("encode", contiguous, storage, dtype)(contiguous, storage)
-    return NarrowArray(storage, dtype, x.shape)
+        raise ArrayShapeError("encode: x must have at least one axis")
+    storage = empty(x, dtype.storage_shape(x.shape), dtype.storage_dtype)
+    array = QuantizedArray(storage, dtype, x.shape, scales, zero_points, axis, group_size)
+    if array.block_shape is not None:
+        x = reference.quantize(x, array.scales, array.zero_points, array.block_shape)
+    if not runs_kernel("encode", x):
+        storage[...] = reference.encode(x, dtype.name)
+        return array
+    x = x if x.flags.c_contiguous else x.copy(order="C")
+    _prepare("encode", x, storage, dtype)(x, storage)
+    return array
 
 
-def decode(array: NarrowArray) -> Array:
-    """float32 values [..., n] of a NarrowArray, on its device."""
+def decode(array: QuantizedArray, dtype: Any = float32) -> Array:
+    """The values of `array`, scales applied: see :meth:`QuantizedArray.decode`.
+
+    Returns float32|float16|bfloat16 [..., n] on the array's device.
+    """
+    resolved = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
+    _check_dtype("decode", "dtype", resolved, KERNEL_DTYPES)
+    _check_dtype("decode", "the array's dtype", array.dtype, NARROW_DTYPES)
+    if array.block_shape is None:
+        return _decode_codes(array, resolved)
+    codes = _decode_codes(array, float32)
+    values = reference.dequantize(codes, array.scales, array.zero_points, array.block_shape)
+    return values.astype(resolved, copy=False)
+
+
+def _check_dtype(op: str, name: str, dtype: Any, allowed: tuple[Any, ...]) -> None:
+    if not any(dtype == each for each in allowed):
+        names = ", ".join(each.name for each in allowed)
+        raise ArrayDtypeError(f"{op}: {name} must be {names}, got {getattr(dtype, 'name', dtype)}")
+
+
+def _decode_codes(array: QuantizedArray, dtype: np.dtype[Any]) -> Array:
+    """The codes as numbers."""
     storage = array.storage
     if not runs_kernel("decode", storage):
-        return _reference_decode(storage, array.dtype, array.shape[-1])
-    storage = storage if storage.flags.c_contiguous else storage.copy()
-    out = empty(storage, array.shape, float32)
+        values = reference.decode(storage, array.dtype.name, array.shape[-1])
+        return values.astype(dtype, copy=False)
+    storage = storage if storage.flags.c_contiguous else storage.copy(order="C")
+    out = empty(storage, array.shape, dtype)
     _prepare("decode", out, storage, array.dtype)(out, storage)
     return out
 
 
-def _reference_encode(x: Array, dtype: NarrowDtype) -> Array:
-    return reference.encode_int4(x) if dtype is int4 else reference.encode_float8(x, dtype.name)
+install_codec(encode, decode)
+
+_THREADS = 128
+_VECS_PER_THREAD = 2
+_ITEMS_PER_THREAD = 8  # of the path for any alignment: bytes or values
+_FORMATS = {"float8_e4m3": "E4M3", "float8_e5m2": "E5M2", "int8": "INT8", "int4": "INT4"}
 
 
-def _reference_decode(storage: Array, dtype: NarrowDtype, extent: int) -> Array:
-    if dtype is int4:
-        return reference.decode_int4(storage, extent)
-    return reference.decode_float8(storage, dtype.name)
+@dataclass(frozen=True)
+class NarrowConfig:
+    """The variant of a conversion: `vec` values an access, 1 where anything may be unaligned.
+
+    A thread makes `vecs_per_thread` accesses before it uses the first.
+    """
+
+    entry: str
+    format: str
+    dtype: str
+    vec: int
+    vecs_per_thread: int
+    index: str
+    num_blocks: int
+
+    def spec(self) -> KernelSpec:
+        """What is compiled."""
+        defines = (
+            ("FORMAT", self.format),
+            ("DTYPE", self.dtype),
+            ("VEC", self.vec),
+            ("VECS_PER_THREAD", self.vecs_per_thread),
+            ("INDEX", self.index),
+            ("THREADS", _THREADS),
+        )
+        return KernelSpec("array_api/narrow.cu", self.entry, defines, _THREADS)
 
 
-_THREADS = 256
-_BYTES_PER_THREAD = 4
+def plan_narrow(
+    entry: str,
+    narrow: NarrowDtype,
+    dtype: np.dtype[Any],
+    rows: int,
+    extent: int,
+    *,
+    aligned: bool = True,
+) -> NarrowConfig:
+    """How `entry` ("encode" or "decode") converts `rows` rows of `extent` values of `dtype`.
 
-
-def narrow_spec(entry: str, dtype: NarrowDtype, vec: int) -> KernelSpec:
-    """The variant of `entry` ("encode" or "decode") for a format and an access width."""
-    formats = {"float8_e4m3": 0, "float8_e5m2": 1, "int4": 2}
-    defines = (("FORMAT", formats[dtype.name]), ("VEC", vec), ("THREADS", _THREADS))
-    return KernelSpec("array_api/narrow.cu", entry, defines, _THREADS)
+    rows: 1 where no row ends in a byte that is not full: all values are one row then.
+    aligned: whether both arrays begin where accesses of a vector may.
+    """
+    vec = ACCESS_BYTES // dtype.itemsize if aligned and rows == 1 else 1
+    per_byte = 1 if vec > 1 or entry == "decode" else 8 // narrow.bits
+    items = rows * (extent // vec if vec > 1 else -(-extent // per_byte))
+    per_thread = _VECS_PER_THREAD if vec > 1 else _ITEMS_PER_THREAD
+    per_block = _THREADS * per_thread
+    num_blocks = max(-(-items // per_block), 1 if rows * extent else 0)
+    index = "uint32" if rows * extent + per_block < 2**32 else "uint64"
+    format_name = _FORMATS[narrow.name]
+    return NarrowConfig(entry, format_name, dtype.name, vec, per_thread, index, num_blocks)
 
 
 @launch_plan
-def _prepare(entry: str, values: Array, storage: Array, dtype: NarrowDtype) -> Launch:
-    rows, cols = storage.size // max(1, storage.shape[-1]), storage.shape[-1]
-    # A row at a time only where rows end in a half-used byte; otherwise one long run.
-    extent = values.shape[-1]
-    if dtype.bits == 8 or extent % 2 == 0:
-        rows, cols, extent = 1, storage.size, values.size
-    vec = min(_BYTES_PER_THREAD, access_width(cols, storage))
-    blocks = -(-cols // (_THREADS * vec))
-    scalars = (np.int64(rows), np.int64(cols), np.int64(extent))
-    return Launch(load_kernel(narrow_spec(entry, dtype, vec)), (blocks, min(rows, 65535)), scalars)
+def _prepare(entry: str, values: Array, storage: Array, narrow: NarrowDtype) -> Launch:
+    rows, extent = 1, values.size
+    if values.shape[-1] * narrow.bits % 8:
+        rows, extent = values.size // values.shape[-1], values.shape[-1]
+    codes_bytes = ACCESS_BYTES // values.itemsize * narrow.bits // 8
+    aligned = address_of(values) % ACCESS_BYTES == 0 and address_of(storage) % codes_bytes == 0
+    config = plan_narrow(entry, narrow, values.dtype, rows, extent, aligned=aligned)
+    cols = narrow.storage_shape((extent,))[0]
+    scalars = (np.int64(rows), np.int64(extent), np.int64(cols))
+    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
 
 
 def _specs(entry: str, device: Device) -> list[KernelSpec]:
-    return [narrow_spec(entry, dtype, vec) for dtype in NARROW_DTYPES for vec in (1, 4)]
+    """Every format from and to 32 and 16 bits, and the format with padded rows unaligned."""
+    whole = [
+        plan_narrow(entry, narrow, dtype, 1, 1 << 20)
+        for narrow in NARROW_DTYPES
+        for dtype in (float32, bfloat16)
+    ]
+    return [config.spec() for config in (*whole, plan_narrow(entry, int4, float32, 64, 4097))]
 
 
 register(
     name="encode",
     family="array_api",
     function=encode,
-    reference=_reference_encode,
+    reference=reference.encode,
     specs=lambda device: _specs("encode", device),
 )
 register(
     name="decode",
     family="array_api",
     function=decode,
-    reference=_reference_decode,
+    reference=reference.decode,
     specs=lambda device: _specs("decode", device),
 )

@@ -15,7 +15,7 @@ from cukit.attention.flash_arguments import (
     score_shape,
     strides_of,
 )
-from cukit.attention.flash_fp8 import attend_float8, decode_inputs, is_float8
+from cukit.attention.flash_fp8 import attend_float8, decode_inputs
 from cukit.attention.flash_fp8_plan import float8_specs
 from cukit.attention.flash_maps import MappedLaunch, prepare_mapped
 from cukit.attention.flash_options import (
@@ -35,6 +35,7 @@ from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
+from cukit.core.quantized_array import is_float8
 from cukit.errors import ConfigError
 from cukit.reference import attention as reference
 from cukit.registry import register
@@ -113,11 +114,12 @@ def flash_attention(
     head_dim is a multiple of 8 up to 256 on the GPU; 64, 96, 128, 192, 256 run without padding, on
     Hopper every multiple of 16.
 
-    q, k and v may be NarrowArrays of float8_e4m3 (storage with any strides as above); out is then
-    bfloat16, or what `out` is. On Hopper they are multiplied as they are where head_dim is a
-    multiple of 16 and causal and scale are the only options. Probabilities are rounded to float8
-    too, which alone is an error of 2 to 3 %; with `precise` to float16, which leaves the rounding
-    of out and is slower. Anything else is decoded first, and as exact as out's dtype allows.
+    q, k and v may be QuantizedArrays of float8_e4m3 without scales (storage with any strides as
+    above); out is then bfloat16, or what `out` is. On Hopper they are multiplied as they are where
+    head_dim is a multiple of 16 and causal and scale are the only options. Probabilities are
+    rounded to float8 too, which alone is an error of 2 to 3 %; with `precise` to float16, which
+    leaves the rounding of out and is slower. Anything else is decoded first, and as exact as out's
+    dtype allows.
 
     Returns:
         `out` like q, with v's head_dim; with `return_lse` the pair `(out, lse)`, lse float32

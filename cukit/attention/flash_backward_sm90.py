@@ -36,7 +36,7 @@ _ARCH = "sm_90"
 _WIDEST = max(WARPGROUP_KEY_TILINGS)
 _COLUMNS = 32  # that are multiplied, or not, together
 _ADDERS = 2  # threads of a block that have dQ added, each with counters of its own
-_WAVES = 4  # works for each SM, at least, where key heads can be split: they end at different times
+_WAVES = 4  # works for each SM at least, if they can be cut so: the last end at different times
 
 
 def covers(problem: AttentionProblem, device: Device) -> bool:

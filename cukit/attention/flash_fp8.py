@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,36 +22,17 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import current_device
 from cukit.core.kernel import NULL, Launch, launch_plan, load_kernel
-from cukit.errors import ArrayDtypeError, ArrayShapeError
+from cukit.core.narrow_dtype import float8_e4m3
+from cukit.core.quantized_array import QuantizedArray, is_float8
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError
 
 OUT_DTYPES = (bfloat16, float16)
 """What attention of float8 inputs can return."""
 
 _OP = "flash_attention"
-_E4M3 = "float8_e4m3"
 _ALIGNMENT = 16
 
 Descales = tuple[Any, Any, Any]
-
-
-class Float8Array(Protocol):
-    """A `cukit.NarrowArray` of float8_e4m3. Its storage may have any strides that are multiples of
-    16 bytes, with a contiguous last axis."""
-
-    storage: Array
-    dtype: Any
-    shape: tuple[int, ...]
-
-    def dense(self) -> Array:
-        """The values as float32."""
-
-
-def is_float8(*arrays: Any) -> bool:
-    """Whether any is a NarrowArray: attention of such arrays is this module's business."""
-    for array in arrays:  # noqa: SIM110  a generator costs more, and every call comes by
-        if hasattr(array, "storage") and hasattr(array, "dense"):
-            return True
-    return False
 
 
 def refuse_float8(op: str, *arrays: Any) -> None:
@@ -61,9 +42,9 @@ def refuse_float8(op: str, *arrays: Any) -> None:
 
 
 def attend_float8(
-    q: Float8Array,
-    k: Float8Array,
-    v: Float8Array,
+    q: QuantizedArray,
+    k: QuantizedArray,
+    v: QuantizedArray,
     descales: Descales,
     options: ScoreOptions,
     others: tuple[Array | None, ...],
@@ -72,6 +53,7 @@ def attend_float8(
 ) -> tuple[Array, Array] | None:
     """(out, lse) from the float8 kernel; None where it does not serve these arrays or options.
 
+    q, k, v: storage with a contiguous last axis, other strides any multiples of 16 bytes.
     descales: of q, k and v, each None, a number, or float32 [], [heads_kv] or [batch, heads_kv].
     others: the arrays among the options.
     precise: probabilities of sixteen bits.
@@ -89,9 +71,9 @@ def attend_float8(
 
 
 def decode_inputs(
-    q: Float8Array,
-    k: Float8Array,
-    v: Float8Array,
+    q: QuantizedArray,
+    k: QuantizedArray,
+    v: QuantizedArray,
     descales: Descales,
     out: Array | None,
 ) -> tuple[Array, Array, Array]:
@@ -110,20 +92,24 @@ def decode_inputs(
     return decoded[0], decoded[1], decoded[2]
 
 
-def _check_inputs(q: Float8Array, k: Float8Array, v: Float8Array, out: Array | None) -> None:
+def _check_inputs(
+    q: QuantizedArray, k: QuantizedArray, v: QuantizedArray, out: Array | None
+) -> None:
     for name, array in (("q", q), ("k", k), ("v", v)):
-        got = getattr(array.dtype, "name", array.dtype)
-        if not is_float8(array) or got != _E4M3:
+        if not isinstance(array, QuantizedArray) or array.dtype != float8_e4m3:
+            got = getattr(array.dtype, "name", array.dtype)
             raise ArrayDtypeError(
-                f"{_OP}: {name} must be {_E4M3} where another input is float8, got {got}"
+                f"{_OP}: {name} must be {float8_e4m3.name} where another input is float8, got {got}"
             )
+        if array.scales is not None:
+            raise ArrayError(f"{_OP}: {name} has scales; pass them as {name}_descale")
     if out is not None and out.dtype not in OUT_DTYPES:
         raise ArrayDtypeError(
             f"{_OP}: out of float8 inputs must be bfloat16 or float16, got {out.dtype.name}"
         )
 
 
-def _factors(q: Float8Array, k: Float8Array, given: Descales) -> Descales:
+def _factors(q: QuantizedArray, k: QuantizedArray, given: Descales) -> Descales:
     xp = namespace(q.storage)
     return tuple(  # type: ignore[return-value]
         None if factors is None else _factor(name, factors, q, k, xp)
@@ -131,7 +117,7 @@ def _factors(q: Float8Array, k: Float8Array, given: Descales) -> Descales:
     )
 
 
-def _factor(name: str, given: Any, q: Float8Array, k: Float8Array, xp: Any) -> Array:
+def _factor(name: str, given: Any, q: QuantizedArray, k: QuantizedArray, xp: Any) -> Array:
     factors = xp.float32(given) if isinstance(given, (int, float)) else given
     factors = xp.asarray(factors)
     if factors.dtype != float32:

@@ -11,48 +11,33 @@ from cukit.attention.flash_options import ScoreArrays, ScoreOptions, scales_of, 
 from cukit.attention.flash_plan_sm90 import BlockSize, plan_flash_attention_sm90
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.attention.flash_tilings import PART, WarpgroupTiling
-from cukit.core.arrays import Array, address_of, empty
+from cukit.core.arrays import Array, empty
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, Launch, by_value, load_kernel
+from cukit.core.map_cache import TensorMapCache
 from cukit.core.tensor_map import encode_sequence_map, encode_tensor_map
 
-_MOST_MAPS = 256
 _OPTIONAL_POINTERS = len(ScoreArrays._fields) + 2  # the plan and the block mask
 
 
-class TensorMaps:
-    """Tensor maps of arrays of one description, read in boxes of one shape.
+class TensorMaps(TensorMapCache):
+    """Tensor maps of arrays [batch, seq, heads, head_dim], or [seq, heads, head_dim], of one
+    description, read in boxes of one shape."""
 
-    A map holds nothing but that and an address. Memory pools hand out the same addresses again and
-    again, so maps are kept by address instead of encoded for every call.
-    """
-
-    __slots__ = ("_box", "_known", "_longest")
+    __slots__ = ()
 
     def __init__(self, box: tuple[int, ...], longest: int | None = None) -> None:
         """`longest`: of sequences one behind the other, if nothing of the next one is to be seen
         behind the last row of each (encode_sequence_map)."""
-        self._box = box
-        self._longest = longest
-        self._known: dict[int, Any] = {}
 
-    def __call__(self, array: Array) -> Any:
-        """The map of an array [batch, seq, heads, head_dim], or [seq, heads, head_dim]."""
-        address = address_of(array)
-        found = self._known.get(address)
-        if found is None:
-            if self._longest is not None:
-                found = encode_sequence_map(array, self._longest, self._box)
-            else:
-                # Sequences one behind the other are those of a single batch.
-                whole = array if array.ndim == 4 else array[None]
-                row_bytes = self._box[-1] * array.itemsize
-                found = encode_tensor_map(whole, self._box, swizzle_bytes=row_bytes)
-            found = by_value(found)
-            if len(self._known) >= _MOST_MAPS:
-                self._known.clear()
-            self._known[address] = found
-        return found
+        def encode(array: Array) -> Any:
+            if longest is not None:
+                return encode_sequence_map(array, longest, box)
+            # Sequences one behind the other are those of a single batch.
+            whole = array if array.ndim == 4 else array[None]
+            return encode_tensor_map(whole, box, swizzle_bytes=box[-1] * array.itemsize)
+
+        super().__init__(encode)
 
 
 class MappedLaunch:

@@ -39,7 +39,9 @@ class Kernel:
         cupy = require_cupy("launching kernels")
         spec = compiled.spec
         raw = cupy.RawModule(path=str(compiled.path)).get_function(spec.entry)
-        if spec.shared_bytes:
+        # CuPy loads a cubin once: specs that differ in their shared memory alone have one function,
+        # whose limit must hold for all of them.
+        if spec.shared_bytes > raw.max_dynamic_shared_size_bytes:
             raw.max_dynamic_shared_size_bytes = spec.shared_bytes
         self.compiled = compiled
         self.function = raw.kernel

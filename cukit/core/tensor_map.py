@@ -21,13 +21,16 @@ _DESCRIPTOR = np.dtype((np.void, 128))
 
 
 class TensorView(NamedTuple):
-    """What a map describes: elements at `address` + position * strides, in bytes."""
+    """What a map describes: elements at `address` + position * strides, in bytes, of an array that
+    takes the bytes from `low` to `high`."""
 
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: np.dtype[Any]
     writeable: bool
+    low: int
+    high: int
 
 
 def encode_tensor_map(
@@ -154,12 +157,16 @@ def _strides(array: Array) -> list[int]:
 
 
 def _view(array: Array) -> TensorView:
+    low = address_of(array)
+    last = zip(array.shape, array.strides, strict=True)
     return TensorView(
-        address_of(array),
+        low,
         array.shape,
         (*_strides(array), array.itemsize),
         array.dtype,
         array.flags.writeable if isinstance(array, np.ndarray) else True,
+        low,
+        low + sum((extent - 1) * stride for extent, stride in last) + array.itemsize,
     )
 
 

@@ -111,14 +111,14 @@ class VocabularySplit:
     """How the kernels go over one row of logits.
 
     cluster: thread blocks that share a row.
-    cached: the row is read from device memory once and kept in shared memory for the second sweep;
-        otherwise the second sweep reads it again, out of L2 as long as few rows are in flight.
+    cached: as many of its accesses a thread keeps in shared memory for the second sweep; the others
+        are read again, out of L2 as long as few rows are in flight.
     """
 
     threads: int
     vec: int
     cluster: int
-    cached: bool
+    cached: int
     shared_bytes: int
 
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -140,19 +140,16 @@ def split_vocabulary(
     sweeps: int,
     device: Device,
     cluster: int | None = None,
-    cached: bool | None = None,
+    cached: int | None = None,
     threads: int | None = None,
 ) -> VocabularySplit:
     """The split for rows of `vocab_size` of `num_tensors` tensors; None lets it choose.
 
     Three blocks on a multiprocessor overlap one's loads with another's arithmetic: a row goes over
-    as many blocks as bring its share below a third of the shared memory. Where eight do not, and
-    two blocks would not fit either, the row is read twice, by large blocks: the fewer rows are in
-    flight, the surer L2 still holds them.
+    as many blocks as bring its share below a third of the shared memory. Where eight do not, two
+    larger blocks keep what they can and read the rest again.
     """
     vecs = -(-vocab_size // vec)
-    if vocab_size % vec:
-        vecs += 1  # rows begin in the middle of a vector
     vec_bytes = vec * itemsize * num_tensors
     if cluster is None:
         cluster = 1
@@ -161,19 +158,20 @@ def split_vocabulary(
             while cluster < 8 and -(-vecs // cluster) * vec_bytes > share:
                 cluster *= 2
     per_block = -(-vecs // cluster)
-    if cached is None:
-        share = min(device.shared_bytes_per_block - KIB, _share_of_shared_memory(device, 2))
-        cached = sweeps > 1 and per_block * vec_bytes <= share - 512 * vec_bytes
+    blocks = 3 if per_block * vec_bytes <= _share_of_shared_memory(device, 3) else 2
     if threads is None:
-        most = 256 if cached else 512
+        most = 256 if blocks == 3 else 512
         threads = min(most, max(32, 1 << (per_block // 2 - 1).bit_length()))
-    shared_bytes = -(-per_block // threads) * threads * vec_bytes if cached else 0
-    return VocabularySplit(threads, vec, cluster, cached, shared_bytes)
+    if cached is None:
+        room = _share_of_shared_memory(device, blocks) // (threads * vec_bytes)
+        cached = min(room, -(-per_block // threads)) if sweeps > 1 else 0
+    return VocabularySplit(threads, vec, cluster, cached, cached * threads * vec_bytes)
 
 
 def _share_of_shared_memory(device: Device, blocks: int) -> int:
-    """Dynamic shared memory of each of `blocks` blocks; 1 KiB static, 1 KiB the system's."""
-    return device.shared_bytes_per_sm // blocks - 2 * KIB
+    """Dynamic shared memory of each of `blocks` blocks; 2 KiB static, 1 KiB the system's."""
+    share = device.shared_bytes_per_sm // blocks - 3 * KIB
+    return min(share, device.shared_bytes_per_block - 2 * KIB)
 
 
 REPRESENTATIVE_ROWS = (

@@ -24,9 +24,11 @@ def pack_tensor_map(
     boxes = [*reversed(tuple(box))] + [1] * (_MOST_AXES - axes)
     kind = {"f": 1, "V": 2}.get(view.dtype.kind, 0)
     packed = struct.pack(
-        "<QQ5I5q5H3BBBx",
+        "<QQQQ5I5q5H3BBBx",
         _MAGIC,
         view.address,
+        view.low,
+        view.high,
         *extents,
         *strides,
         *boxes,

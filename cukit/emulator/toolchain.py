@@ -96,9 +96,12 @@ def kernel_flags(checked: bool, debug: bool, gcc: bool) -> tuple[str, ...]:
         flags.append("-fno-gnu-unique")
     if checked:
         flags.append("-fsanitize=thread,alignment,null,bounds")
+        # Every variable has its own place on the stack: wgmma's registers are known by it.
         if gcc:
             # Whole structures are loaded and stored at once: their alignment is what is checked.
             flags += ["-fno-tree-sra", "--param=tsan-instrument-func-entry-exit=0"]
+            flags.append("-fstack-reuse=none")
         else:
             flags += ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
+            flags += ["-mllvm", "-no-stack-coloring"]
     return tuple(flags)

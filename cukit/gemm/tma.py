@@ -1,9 +1,10 @@
-"""A matrix product on Hopper's copy engine and tensor cores, without a vendor library."""
+"""A matrix product on Hopper's TMA and tensor cores, without a vendor library."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -18,8 +19,9 @@ from cukit.core.arrays import (
     float16,
     runs_kernel,
 )
-from cukit.core.device import Device
+from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.map_cache import TensorMapCache
 from cukit.core.support import Support
 from cukit.core.tensor_map import encode_tensor_map
 from cukit.errors import ArrayShapeError
@@ -28,19 +30,20 @@ from cukit.registry import register
 
 _DTYPES = (float16, bfloat16)
 _ARCH = "sm_90"
-_TILE_M = _TILE_N = 128
 _TILE_K = 64
 _OUT_BOX = (64, 64)
+_CONSUMERS = 2
 _THREADS = 384
+_ITEM_BYTES = 2
 _STRIDE_ELEMENTS = 8  # strides of a tensor map are multiples of 16 bytes
 
 
 def matmul_tma(a: Array, b: Array, *, out: Array | None = None) -> Array:
     """`out = a b^T`, as a linear layer multiplies: both operands contiguous along k.
 
-    The kernel is written out (kernels_cu/gemm/matmul_tma_sm90.cu): a producer warp, a ring of tiles
-    filled by TMA, two warpgroups of wgmma. It exists on Hopper (sm_90) only; other devices run the
-    reference.
+    A persistent kernel (kernels_cu/gemm/matmul_tma_sm90.cu): a producer warpgroup loads tiles by
+    TMA, two consumer warpgroups multiply them with wgmma. It exists on Hopper (sm_90) only; other
+    devices run the reference.
 
     Args:
         a: float16|bfloat16 [m, k], C-contiguous; float32|float64 on the CPU only.
@@ -53,8 +56,7 @@ def matmul_tma(a: Array, b: Array, *, out: Array | None = None) -> Array:
     Raises:
         ArrayError: dtype, shape or layout of an argument.
 
-    Encodes three tensor maps a call on the host. Runs on CuPy's current stream, accumulates in
-    float32, is deterministic.
+    Runs on CuPy's current stream, accumulates in float32, is deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> ck.matmul_tma(np.ones((2, 8), np.float16), np.ones((3, 8), np.float16)).shape
@@ -68,39 +70,109 @@ def matmul_tma(a: Array, b: Array, *, out: Array | None = None) -> Array:
     if out is None:
         out = empty(a, (a.shape[0], b.shape[0]))
     if out.size:
-        launch(
-            encode_tensor_map(a, (_TILE_M, _TILE_K)),
-            encode_tensor_map(b, (_TILE_N, _TILE_K)),
-            encode_tensor_map(out, _OUT_BOX),
-        )
+        launch(a, b, out)
     return out
 
 
 @dataclass(frozen=True)
+class MatmulTiling:
+    """How the kernel cuts the result into tiles."""
+
+    tile_m: int
+    tile_n: int
+    num_stages: int
+    cluster: int = 1
+    """Blocks that share a tile of b: their tiles of the result lie one below the other."""
+    cost: float = 1.0
+    """Time of a product of one element, as a multiple of the first tiling's."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """The stages of a and b, and pieces of the result on their way to memory."""
+        stages = self.num_stages * (self.tile_m + self.tile_n) * _TILE_K
+        buffers = 2 if self.tile_n % 128 == 0 else 1
+        return _ITEM_BYTES * (stages + _CONSUMERS * buffers * math.prod(_OUT_BOX))
+
+    def tiles(self, m: int, n: int) -> tuple[int, int]:
+        """Tiles of a cluster along each axis of the result."""
+        return -(-m // (self.tile_m * self.cluster)), -(-n // self.tile_n)
+
+
+TILINGS = (
+    MatmulTiling(128, 256, 4, cluster=2),
+    MatmulTiling(128, 256, 4),
+    MatmulTiling(128, 128, 6, cost=1.1),
+    MatmulTiling(128, 64, 8, cost=1.6),
+)
+
+
+@dataclass(frozen=True)
 class MatmulTmaConfig:
-    """Depth of the ring, and the grid."""
+    """How one call runs."""
 
     dtype: str
-    stages: int
-    grid: tuple[int, int]
+    tiling: MatmulTiling
+    num_blocks: int
+    """Blocks of the persistent grid."""
+    group: int
+    """Rows of tiles, of clusters where there are any, that blocks walk over together."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
-        defines = (("DTYPE", self.dtype), ("STAGES", self.stages), ("THREADS", _THREADS))
-        shared_bytes = 2 * (self.stages * (_TILE_M + _TILE_N) * _TILE_K + _TILE_M * _TILE_N)
-        return KernelSpec(
-            "gemm/matmul_tma_sm90.cu", "matmul_tma_sm90", defines, _THREADS, shared_bytes
+        tiling = self.tiling
+        defines = (
+            ("DTYPE", self.dtype),
+            ("TILE_M", tiling.tile_m),
+            ("TILE_N", tiling.tile_n),
+            ("STAGES", tiling.num_stages),
+            ("CLUSTER", tiling.cluster),
+            ("THREADS", _THREADS),
         )
+        entry = "matmul_tma_sm90"
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, _THREADS, tiling.shared_bytes)
 
 
 @cache
-def plan_matmul_tma(m: int, n: int, dtype: str) -> MatmulTmaConfig:
-    """Four steps in flight hide the memory's latency and leave room for the result."""
-    return MatmulTmaConfig(dtype, stages=4, grid=(-(-n // _TILE_N), -(-m // _TILE_M)))
+def plan_matmul_tma(m: int, n: int, dtype: str, num_sms: int) -> MatmulTmaConfig:
+    """The tiling that takes the least time: rounds of tiles times the cost of a tile.
+
+    Groups are chosen so that the tiles in flight form about a square of the result, which reads
+    the fewest rows of a and b.
+    """
+
+    def cost(tiling: MatmulTiling) -> float:
+        tiles_m, tiles_n = tiling.tiles(m, n)
+        rounds = -(-tiles_m * tiles_n // (num_sms // tiling.cluster))
+        return rounds * tiling.tile_m * tiling.tile_n * tiling.cost
+
+    tiling = min(TILINGS, key=cost)
+    tiles_m, tiles_n = tiling.tiles(m, n)
+    clusters = min(tiles_m * tiles_n, num_sms // tiling.cluster)
+    rows = tiling.tile_m * tiling.cluster
+    group = round((clusters * tiling.tile_n / rows) ** 0.5)
+    return MatmulTmaConfig(dtype, tiling, clusters * tiling.cluster, max(1, min(group, tiles_m)))
+
+
+class MappedMatmul:
+    """A launch for arrays of one description, checked before."""
+
+    __slots__ = ("_a", "_b", "_launch", "_out")
+
+    def __init__(self, config: MatmulTmaConfig, m: int, n: int, k: int) -> None:
+        tiling = config.tiling
+        scalars = (np.int32(m), np.int32(n), np.int32(-(-k // _TILE_K)), np.int32(config.group))
+        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+        boxes = (tiling.tile_m, _TILE_K), (tiling.tile_n // tiling.cluster, _TILE_K), _OUT_BOX
+        self._a, self._b, self._out = (
+            TensorMapCache(partial(encode_tensor_map, box=box)) for box in boxes
+        )
+
+    def __call__(self, a: Array, b: Array, out: Array) -> None:
+        self._launch(self._a(a), self._b(b), self._out(out))
 
 
 @launch_plan
-def _prepare(a: Array, b: Array, out: Array | None) -> Launch:
+def _prepare(a: Array, b: Array, out: Array | None) -> MappedMatmul:
     _check(a, b, out)
     check_array("matmul_tma", "a", a, dtypes=_DTYPES)
     (m, k), n = a.shape, b.shape[0]
@@ -109,8 +181,7 @@ def _prepare(a: Array, b: Array, out: Array | None) -> Launch:
             f"matmul_tma: k and n must be multiples of {_STRIDE_ELEMENTS} on the GPU, k not 0, "
             f"got k = {k}, n = {n}"
         )
-    config = plan_matmul_tma(m, n, a.dtype.name)
-    return Launch(load_kernel(config.spec()), config.grid, (np.int32(-(-k // _TILE_K)),))
+    return MappedMatmul(plan_matmul_tma(m, n, a.dtype.name, current_device().num_sms), m, n, k)
 
 
 def _check(a: Array, b: Array, out: Array | None) -> None:
@@ -124,7 +195,11 @@ def _check(a: Array, b: Array, out: Array | None) -> None:
 def _specs(device: Device) -> list[KernelSpec]:
     if device.arch != _ARCH:
         return []
-    return [plan_matmul_tma(4096, 4096, dtype.name).spec() for dtype in _DTYPES]
+    return [
+        MatmulTmaConfig(dtype.name, tiling, device.num_sms, 1).spec()
+        for dtype in _DTYPES
+        for tiling in TILINGS
+    ]
 
 
 register(

@@ -24,7 +24,7 @@ from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.layers._column_sum import column_sum, column_sum_spec
-from cukit.layers._rows import RowSplit, split_row
+from cukit.layers._rows import PassFeed, RowSplit, plan_feed, split_row
 from cukit.reference import norms as reference
 from cukit.registry import register
 
@@ -129,7 +129,7 @@ def layer_norm_backward(
 
 @dataclass(frozen=True)
 class LayerNormConfig:
-    """One way to run layer_norm or its backward: a row split over a block, a number of blocks."""
+    """One way to run layer_norm or its backward: a split of rows over a block, and blocks."""
 
     entry: str
     dtype: str
@@ -137,8 +137,8 @@ class LayerNormConfig:
     bias: bool
     split: RowSplit
     num_blocks: int
-    blocks_per_sm: int | None = None
-    """Of the backward, whose blocks are all resident at once."""
+    feed: PassFeed | None = None
+    """Of the backward, whose blocks make several passes."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -148,9 +148,12 @@ class LayerNormConfig:
             ("RESIDUAL", self.residual),
             ("BIAS", self.bias),
         )
-        if self.blocks_per_sm is not None:
-            defines = (*defines, ("BLOCKS_PER_SM", self.blocks_per_sm))
-        return KernelSpec(f"layers/{self.entry}.cu", self.entry, defines, self.split.threads)
+        shared_bytes = 0
+        if self.feed is not None:
+            defines = (*defines, *self.feed.defines())
+            shared_bytes = self.feed.shared_bytes(self.split)
+        source = f"layers/{self.entry}.cu"
+        return KernelSpec(source, self.entry, defines, self.split.threads, shared_bytes)
 
 
 @cache
@@ -163,11 +166,15 @@ def plan_layer_norm(
     residual: bool,
     bias: bool,
     *,
-    vecs_per_thread: int = 4,
+    split: RowSplit | None = None,
 ) -> LayerNormConfig:
-    """A block a row, and small blocks: two reductions wait less for four warps than for sixteen."""
-    split = split_row("layer_norm", cols, itemsize, vec, vecs_per_thread)
-    return LayerNormConfig("layer_norm", dtype, residual, bias, split, rows)
+    """A block for every pass. Small blocks: two reductions wait less for four warps than for
+    sixteen.
+
+    split: to try another one.
+    """
+    split = split or split_row("layer_norm", cols, itemsize, vec, 4)
+    return LayerNormConfig("layer_norm", dtype, residual, bias, split, split.passes(rows))
 
 
 @cache
@@ -181,24 +188,17 @@ def plan_layer_norm_backward(
     bias: bool,
     device: Device,
     *,
-    vecs_per_thread: int = 2,
-    resident_threads: int | None = None,
+    split: RowSplit | None = None,
+    feed: PassFeed | None = None,
 ) -> LayerNormConfig:
     """Up to half the threads of the GPU, all resident: few blocks keep the partial sums in L2.
 
-    The sums of both gradients of two 16-byte accesses take 80 registers: 768 threads an SM have so
-    many each, 1024 have 64. Blocks of 512 would then lie alone on their SM, which costs more than
-    the few values that 1024 threads spill (400 against 328 us at 16384x8192 on an H200).
+    split, feed: to try others.
     """
-    split = split_row("layer_norm_backward", cols, itemsize, vec, vecs_per_thread)
-    if resident_threads is None:
-        roomy = bias and vec * split.vecs_per_thread > 8 and 768 % split.threads == 0
-        resident_threads = 768 if roomy else 1024
-    blocks_per_sm = max(1, resident_threads // split.threads)
-    num_blocks = min(rows, device.num_sms * blocks_per_sm)
-    return LayerNormConfig(
-        "layer_norm_backward", dtype, residual, bias, split, num_blocks, blocks_per_sm
-    )
+    split = split or split_row("layer_norm_backward", cols, itemsize, vec, bytes_in_flight=32)
+    feed = feed or plan_feed(split, vec * itemsize, device)
+    num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
+    return LayerNormConfig("layer_norm_backward", dtype, residual, bias, split, num_blocks, feed)
 
 
 def _check(

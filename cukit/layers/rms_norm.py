@@ -20,10 +20,11 @@ from cukit.core.arrays import (
     runs_kernel,
     write_out,
 )
+from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.layers._column_sum import column_sum, column_sum_spec
-from cukit.layers._rows import RowSplit, split_row
+from cukit.layers._rows import PassFeed, RowSplit, plan_feed, split_row
 from cukit.reference import norms as reference
 from cukit.registry import register
 
@@ -121,42 +122,71 @@ def rms_norm_backward(
 
 @dataclass(frozen=True)
 class RmsNormConfig:
-    """One way to run rms_norm or its backward: a row split over a block, and a number of blocks."""
+    """One way to run rms_norm or its backward: a split of rows over a block, and blocks."""
 
     entry: str
     dtype: str
     residual: bool
     split: RowSplit
     num_blocks: int
+    feed: PassFeed | None = None
+    """Of the backward, whose blocks make several passes."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
-        return KernelSpec(
-            f"layers/{self.entry}.cu",
-            self.entry,
-            (("DTYPE", self.dtype), *self.split.defines(), ("RESIDUAL", self.residual)),
-            self.split.threads,
+        defines: tuple[tuple[str, MacroValue], ...] = (
+            ("DTYPE", self.dtype),
+            *self.split.defines(),
+            ("RESIDUAL", self.residual),
         )
+        shared_bytes = 0
+        if self.feed is not None:
+            defines = (*defines, *self.feed.defines())
+            shared_bytes = self.feed.shared_bytes(self.split)
+        source = f"layers/{self.entry}.cu"
+        return KernelSpec(source, self.entry, defines, self.split.threads, shared_bytes)
 
 
 @cache
 def plan_rms_norm(
-    rows: int, cols: int, dtype: str, itemsize: int, vec: int, residual: bool
+    rows: int,
+    cols: int,
+    dtype: str,
+    itemsize: int,
+    vec: int,
+    residual: bool,
+    *,
+    split: RowSplit | None = None,
 ) -> RmsNormConfig:
-    """A block a row: enough blocks in flight hide latency, and none waits for another."""
-    split = split_row("rms_norm", cols, itemsize, vec)
-    return RmsNormConfig("rms_norm", dtype, residual, split, rows)
+    """A block for every pass: enough blocks in flight hide latency, and none waits for another.
+
+    split: to try another one.
+    """
+    split = split or split_row("rms_norm", cols, itemsize, vec)
+    return RmsNormConfig("rms_norm", dtype, residual, split, split.passes(rows))
 
 
 @cache
 def plan_rms_norm_backward(
-    rows: int, cols: int, dtype: str, itemsize: int, vec: int, residual: bool, device: Device
+    rows: int,
+    cols: int,
+    dtype: str,
+    itemsize: int,
+    vec: int,
+    residual: bool,
+    device: Device,
+    *,
+    split: RowSplit | None = None,
+    feed: PassFeed | None = None,
 ) -> RmsNormConfig:
-    """Half the threads of the GPU: few blocks keep the partial weight gradients in L2."""
-    split = split_row("rms_norm_backward", cols, itemsize, vec)
-    blocks_per_sm = max(1, device.max_threads_per_sm // 2 // split.threads)
-    num_blocks = min(rows, device.num_sms * blocks_per_sm)
-    return RmsNormConfig("rms_norm_backward", dtype, residual, split, num_blocks)
+    """Half the threads of the GPU: few blocks keep the partial weight gradients in L2.
+
+    split, feed: to try others.
+    """
+    split = split or split_row("rms_norm_backward", cols, itemsize, vec, bytes_in_flight=32)
+    feed = feed or plan_feed(split, vec * itemsize, device)
+    num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
+    return RmsNormConfig("rms_norm_backward", dtype, residual, split, num_blocks, feed)
 
 
 def _check(x: Array, weight: Array, residual: Array | None, out: Array | None) -> None:

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from cukit.memory.cuda_driver import call, driver_module
 
 _SEMAPHORE_BYTES = 64  # sem_t has 32 on 64-bit Linux
+
+
+@contextmanager
+def between_captures() -> Iterator[None]:
+    """Allows calls that CUDA forbids while some stream is captured."""
+    mode = driver_module().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call("cuThreadExchangeStreamCaptureMode", mode)
+    try:
+        yield
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
 
 
 class _Gone:

@@ -16,8 +16,8 @@ import numpy as np
 
 from cukit.core.device import gpu_available, require_cupy
 from cukit.errors import ConfigError, UnsupportedDeviceError
-from cukit.memory.cuda_captures import CaptureWatch
-from cukit.memory.cuda_driver import call, driver_module
+from cukit.memory.cuda_captures import CaptureWatch, between_captures
+from cukit.memory.cuda_driver import call
 from cukit.memory.device_copy import DeviceCopy
 from cukit.memory.provider import Moves
 
@@ -117,15 +117,7 @@ class CudaDevice:
         finally:
             self._runtime.setDevice(before)
 
-    @contextmanager
-    def between_captures(self) -> Iterator[None]:
-        """Allows calls that CUDA forbids while some stream is captured."""
-        mode = driver_module().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        before = call("cuThreadExchangeStreamCaptureMode", mode)
-        try:
-            yield
-        finally:
-            call("cuThreadExchangeStreamCaptureMode", before)
+    between_captures = staticmethod(between_captures)
 
     def memory_info(self) -> tuple[int, int]:
         with self.current():

@@ -1,9 +1,11 @@
-"""Copies within one memory, one after the other."""
+"""Copies within one memory, one after the other; pages that are compared with patterns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 Array = Any
 
@@ -13,3 +15,39 @@ def batched_copy(memory: Array, moves: Iterable[tuple[int, int, int]]) -> Array:
     for destination, source, size in moves:
         memory[destination : destination + size] = memory[source : source + size].copy()
     return memory
+
+
+def guard_pages(memory: Array, pages: Array, page_bytes: int) -> Array:
+    """Bytes of each page that are not as its pattern `before` was, outside `[begin, end)`; then
+    fills it with its pattern `after`, in place.
+
+    memory: uint8. pages: int64 [pages, 5]: address, begin, end, before, after; patterns may be 0,
+    for none. Returns int32 [pages, 3]: how many bytes, page_bytes - the first, the last + 1; zeros
+    for none.
+    """
+    damage = np.zeros((len(pages), 3), np.int32)
+    offsets = np.arange(page_bytes)
+    for found, (address, begin, end, before, after) in zip(damage, pages.tolist(), strict=True):
+        page = memory[address : address + page_bytes]
+        if before:
+            owned = (begin <= address + offsets) & (address + offsets < end)
+            (changed,) = np.nonzero(~owned & (page != guard_pattern(before, page_bytes)))
+            if changed.size:
+                found[:] = changed.size, page_bytes - changed[0], changed[-1] + 1
+        if after:
+            page[:] = guard_pattern(after, page_bytes)
+    return damage
+
+
+def guard_pattern(pattern: int, page_bytes: int) -> Array:
+    """uint8 [page_bytes]: the word `pattern` again and again, or from 2^32 on hashes of places."""
+    words = np.arange(page_bytes // 4, dtype=np.uint32)
+    seed = pattern >> 32
+    if not seed:
+        words[:] = pattern
+    else:
+        words ^= np.uint32(seed)
+        words = (words ^ (words >> 16)) * np.uint32(0x7FEB352D)
+        words = (words ^ (words >> 15)) * np.uint32(0x846CA68B)
+        words ^= words >> 16
+    return words.view(np.uint8)

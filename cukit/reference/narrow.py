@@ -15,6 +15,20 @@ FLOAT8 = {"float8_e4m3": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float
 MOST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}
 
 
+def encode(x: Array, name: str) -> Array:
+    """Codes of `x` [..., n] as the storage of the format `name`."""
+    if name == "int4":
+        return encode_int4(x)
+    return encode_int8(x) if name == "int8" else encode_float8(x, name)
+
+
+def decode(storage: Array, name: str, extent: int) -> Array:
+    """float32 values of storage; `extent` is the length of the last axis of values."""
+    if name == "int4":
+        return decode_int4(storage, extent)
+    return storage.astype(np.float32) if name == "int8" else decode_float8(storage, name)
+
+
 def encode_float8(x: Array, name: str) -> Array:
     """Nearest float8 (ties to even) of each element, saturated to the largest finite, as uint8.
 
@@ -22,7 +36,9 @@ def encode_float8(x: Array, name: str) -> Array:
     """
     xp = array_namespace(x)
     host = np.asarray(x.get() if xp is not np else x, np.float32)
-    return xp.asarray(np.clip(host, -MOST[name], MOST[name]).astype(FLOAT8[name]).view(np.uint8))
+    with np.errstate(invalid="ignore"):  # NaN
+        codes = np.clip(host, -MOST[name], MOST[name]).astype(FLOAT8[name])
+    return xp.asarray(codes.view(np.uint8))
 
 
 def decode_float8(storage: Array, name: str) -> Array:
@@ -38,7 +54,7 @@ def encode_int4(x: Array) -> Array:
     An odd last axis is padded with 0. NaN becomes 0.
     """
     xp = array_namespace(x)
-    values = xp.clip(xp.rint(xp.nan_to_num(x, nan=0.0)), -8, 7).astype(xp.int8)
+    values = xp.minimum(xp.maximum(encode_int8(x), -8), 7)
     if values.shape[-1] % 2:
         padding = [(0, 0)] * (values.ndim - 1) + [(0, 1)]
         values = xp.pad(values, padding)
@@ -51,4 +67,44 @@ def decode_int4(storage: Array, extent: int) -> Array:
     xp = array_namespace(storage)
     pairs = xp.stack((storage & 15, storage >> 4), axis=-1).astype(xp.int8)
     signed = (pairs ^ 8) - 8
-    return signed.reshape(*storage.shape[:-1], -1)[..., :extent].astype(xp.float32)
+    unpacked = signed.reshape(*storage.shape[:-1], 2 * storage.shape[-1])
+    return unpacked[..., :extent].astype(xp.float32)
+
+
+def encode_int8(x: Array) -> Array:
+    """Nearest integer in [-128, 127] (ties to even) as int8. NaN becomes 0."""
+    xp = array_namespace(x)
+    values = x.astype(xp.float32)
+    return xp.clip(xp.rint(xp.where(xp.isnan(values), 0, values)), -128, 127).astype(xp.int8)
+
+
+def broadcast_factors(factors: Array, shape: tuple[int, ...], block: tuple[int, ...]) -> Array:
+    """One factor a block of elements -> float32 that broadcasts against [*shape]."""
+    xp = array_namespace(factors)
+    factors = factors.astype(xp.float32)
+    for axis, (extent, size) in enumerate(zip(shape, block, strict=True)):
+        if 1 < size < extent:
+            kept = (slice(None),) * axis + (slice(extent),)
+            factors = xp.repeat(factors, size, axis=axis)[kept]
+    return factors
+
+
+def quantize(x: Array, scales: Array, zero_points: Array | None, block: tuple[int, ...]) -> Array:
+    """x / scale + zero_point in float32: what is rounded to codes. Each factor serves a block.
+
+    A scale of 0, which the largest magnitude of a block of zeros gives, divides like 1.
+    """
+    divisors = scales + (scales == 0).astype(scales.dtype)
+    scaled = x.astype(np.float32) / broadcast_factors(divisors, x.shape, block)
+    if zero_points is None:
+        return scaled
+    return scaled + broadcast_factors(zero_points, x.shape, block)
+
+
+def dequantize(
+    codes: Array, scales: Array, zero_points: Array | None, block: tuple[int, ...]
+) -> Array:
+    """(code - zero_point) * scale in float32, of codes as float32. Each factor serves a block."""
+    if zero_points is not None:
+        codes = codes - broadcast_factors(zero_points, codes.shape, block)
+    return codes * broadcast_factors(scales, codes.shape, block)

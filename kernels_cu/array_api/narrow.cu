@@ -1,84 +1,229 @@
-// float32 values to float8 or int4 bytes, and back.
+// Numbers to codes of 8 or 4 bits, and back. No scales.
 //
 //   encode: nearest, ties to even, saturating;  decode: exact
 //
-// Formats: float8 e4m3 (finite) and e5m2, Micikevicius et al., arXiv:2209.05433; int4, two to a byte,
-//   the first in the low bits.
-// Mapping: blockIdx.x and a thread's VEC bytes run along a row, blockIdx.y over rows.
+// Formats: float8 e4m3 (finite) and e5m2, Micikevicius et al., arXiv:2209.05433; int8; int4, two to a
+//   byte, the first in the low bits, each row of `extent` values in `cols` whole bytes.
+// Mapping with VEC > 1, for rows that need no padding between them: a block takes THREADS *
+//   VECS_PER_THREAD consecutive vectors of VEC values, thread t the t-th of every THREADS, and asks
+//   for all of them before it uses the first. Consecutive threads touch consecutive 16 bytes of the
+//   values: any wider run per thread leaves holes in what a warp stores at once, and L2 writes the
+//   parts of a sector one by one. Some threads of block 0 also do what follows the last whole vector.
+// Mapping with VEC 1, for any alignment and any padding: one byte at a time (encode) or one value
+//   (decode), in the same order.
 // Shared memory: none.
-// Macros: FORMAT 0 e4m3, 1 e5m2, 2 int4; VEC bytes a thread, 1|2|4, dividing cols; THREADS.
+// Macros: FORMAT E4M3|E5M2|INT8|INT4; DTYPE float32|float16|bfloat16, of the values; VEC 1 or 16 /
+//   sizeof(DTYPE), which asks for values on 16 bytes and storage on the bytes of VEC codes; THREADS;
+//   VECS_PER_THREAD; INDEX uint32|uint64, which must hold the number of values and one block's more.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/narrow.py.
 #include "common/platform.cuh"
+#include "common/index.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/ptx/store_global.cuh"
 #include "common/types.cuh"
 
 #include <cuda_fp8.h>
 
 namespace {
 
-constexpr int kValuesPerByte = FORMAT == 2 ? 2 : 1;
+enum class Format { E4M3, E5M2, INT8, INT4 };
 
-CUKIT_DEVICE unsigned char nibble(float x) {
-  const float bounded = fminf(fmaxf(rintf(x), -8.0f), 7.0f);
-  return static_cast<unsigned char>(x == x ? static_cast<int>(bounded) & 15 : 0);
+using T = cukit::element_t;
+using Index = cukit::index_t;
+
+constexpr Format kFormat = Format::FORMAT;
+constexpr bool kFloat = kFormat == Format::E4M3 || kFormat == Format::E5M2;
+constexpr __nv_fp8_interpretation_t kFloat8 = kFormat == Format::E4M3 ? __NV_E4M3 : __NV_E5M2;
+constexpr int kBits = kFormat == Format::INT4 ? 4 : 8;
+constexpr int kPerByte = 8 / kBits;
+constexpr unsigned kMask = (1u << kBits) - 1;
+
+// Codes are made four at a time.
+constexpr int kGroup = 4;
+constexpr int kGroups = VEC > kGroup ? VEC / kGroup : 1;  // of a vector
+using Group = cukit::detail::Word<kGroup / kPerByte>::type;
+
+// NaN becomes 0.
+CUKIT_DEVICE unsigned encode_integer(float x) {
+  constexpr int kMost = (1 << (kBits - 1)) - 1;
+  return static_cast<unsigned>(min(max(__float2int_rn(x), -kMost - 1), kMost)) & kMask;
 }
 
-CUKIT_DEVICE unsigned char float8(float x) {
-  constexpr __nv_fp8_interpretation_t kFormat = FORMAT == 0 ? __NV_E4M3 : __NV_E5M2;
-  return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, kFormat);
+CUKIT_DEVICE unsigned encode_group(const float* x) {
+  if constexpr (kFloat) {
+    const unsigned low = __nv_cvt_float2_to_fp8x2(make_float2(x[0], x[1]), __NV_SATFINITE, kFloat8);
+    const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(x[2], x[3]), __NV_SATFINITE, kFloat8);
+    return low | high << 16;
+  } else {
+    unsigned codes = 0;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) codes |= encode_integer(x[i]) << (i * kBits);
+    return codes;
+  }
 }
 
-CUKIT_DEVICE float float8_value(unsigned char bits) {
-  constexpr __nv_fp8_interpretation_t kFormat = FORMAT == 0 ? __NV_E4M3 : __NV_E5M2;
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(bits, kFormat)));
+CUKIT_DEVICE void decode_group(float* x, unsigned codes) {
+  if constexpr (kFloat) {
+#pragma unroll
+    for (int i = 0; i < kGroup; i += 2) {
+      const auto pair = static_cast<__nv_fp8x2_storage_t>(codes >> (i * kBits));
+      const float2 both = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, kFloat8)));
+      x[i] = both.x, x[i + 1] = both.y;
+    }
+  } else {
+    constexpr int kUnused = 32 - kBits;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      x[i] = static_cast<float>(static_cast<int>(codes << (kUnused - i * kBits)) >> kUnused);
+    }
+  }
 }
 
-CUKIT_DEVICE float nibble_value(int bits) { return static_cast<float>((bits ^ 8) - 8); }
+// 32 bits of values: one float32, or two of 16 bits.
+template <typename Element>
+CUKIT_DEVICE unsigned word_of(const float* x) {
+  if constexpr (sizeof(Element) == 4) {
+    return __float_as_uint(*x);
+  } else {
+    return cukit::pack<Element>(x[0], x[1]);
+  }
+}
+
+// The byte of values[0] and, where `count` reaches so far, those after it; codes beyond are 0.
+CUKIT_DEVICE unsigned char encode_byte(const T* values, long long count) {
+  float x[kGroup] = {};
+#pragma unroll
+  for (int i = 0; i < kPerByte; ++i) {
+    if (i < count) x[i] = cukit::to_float(values[i]);
+  }
+  return static_cast<unsigned char>(encode_group(x));
+}
+
+// The value at `position` of the codes that begin with `storage`.
+CUKIT_DEVICE T decode_value(const unsigned char* storage, long long position) {
+  float x[kGroup];
+  decode_group(x, storage[position / kPerByte]);
+  return cukit::from_float<T>(kPerByte > 1 && position % kPerByte ? x[1] : x[0]);
+}
+
+// What this thread begins with: a vector, or with VEC 1 a byte (encode) or a value (decode).
+CUKIT_DEVICE Index first_index() {
+  return static_cast<Index>(blockIdx.x) * (THREADS * VECS_PER_THREAD) + threadIdx.x;
+}
+
+// Row and column of items that are THREADS apart, in rows of `width`, without a division each.
+struct Position {
+  Index width, row, col, rows_step, cols_step;
+
+  CUKIT_DEVICE Position(Index index, Index width)
+      : width(width),
+        row(index / width),
+        col(index % width),
+        rows_step(THREADS / width),
+        cols_step(THREADS % width) {}
+
+  CUKIT_DEVICE void advance() {
+    row += rows_step, col += cols_step;
+    if (col >= width) col -= width, ++row;
+  }
+};
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) encode(
-    const float* __restrict__ values,      // [rows, extent]
-    unsigned char* __restrict__ storage,   // [rows, cols]
-    long long rows, long long cols, long long extent) {
-  const long long col = (static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x) * VEC;
-  if (col >= cols) return;
-  for (long long row = blockIdx.y; row < rows; row += gridDim.y) {
-    const float* from = values + row * extent;
-    cukit::Vec<unsigned char, VEC> bytes;
+    const T* __restrict__ values,         // [rows, extent]
+    unsigned char* __restrict__ storage,  // [rows, cols]; VEC > 1: rows is 1
+    long long rows, long long extent, long long cols) {
+  const Index first = first_index();
+  if constexpr (VEC == 1) {
+    Position at(first, static_cast<Index>(cols));
+    unsigned char bytes[VECS_PER_THREAD];
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) {
-      const long long index = (col + i) * kValuesPerByte;
-      if constexpr (FORMAT == 2) {
-        const float second = index + 1 < extent ? from[index + 1] : 0.0f;
-        bytes[i] = nibble(from[index]) | (nibble(second) << 4);
-      } else {
-        bytes[i] = float8(from[index]);
+    for (int i = 0; i < VECS_PER_THREAD; ++i, at.advance()) {
+      if (first + i * THREADS >= rows * cols) continue;
+      const long long col = static_cast<long long>(at.col) * kPerByte;
+      bytes[i] = encode_byte(values + at.row * extent + col, extent - col);
+    }
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      const Index index = first + i * THREADS;
+      if (index < rows * cols) storage[index] = bytes[i];
+    }
+  } else {
+    const long long num_vecs = extent / VEC;
+    cukit::Vec<T, VEC> vecs[VECS_PER_THREAD];
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      const Index index = first + i * THREADS;
+      if (index < num_vecs) {
+        cukit::load(vecs[i], values + static_cast<long long>(index) * VEC);
       }
     }
-    cukit::store(storage + row * cols + col, bytes);
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      const Index index = first + i * THREADS;
+      if (index >= num_vecs) break;
+      cukit::Vec<Group, kGroups> codes;
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) {
+        float x[kGroup];
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k) x[k] = cukit::to_float(vecs[i][j * kGroup + k]);
+        codes[j] = static_cast<Group>(encode_group(x));
+      }
+      cukit::store(reinterpret_cast<Group*>(storage) + static_cast<long long>(index) * kGroups, codes);
+    }
+    const long long rest = num_vecs * VEC + threadIdx.x * kPerByte;
+    if (blockIdx.x == 0 && rest < extent) {
+      storage[rest / kPerByte] = encode_byte(values + rest, extent - rest);
+    }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) decode(
-    float* __restrict__ values,                  // [rows, extent]
-    const unsigned char* __restrict__ storage,   // [rows, cols]
-    long long rows, long long cols, long long extent) {
-  const long long col = (static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x) * VEC;
-  if (col >= cols) return;
-  for (long long row = blockIdx.y; row < rows; row += gridDim.y) {
-    float* to = values + row * extent;
-    cukit::Vec<unsigned char, VEC> bytes;
-    cukit::load(bytes, storage + row * cols + col);
+    T* __restrict__ values,                     // [rows, extent]
+    const unsigned char* __restrict__ storage,  // [rows, cols]; VEC > 1: rows is 1
+    long long rows, long long extent, long long cols) {
+  const Index first = first_index();
+  if constexpr (VEC == 1) {
+    Position at(first, static_cast<Index>(extent));
+    T decoded[VECS_PER_THREAD];
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) {
-      const long long index = (col + i) * kValuesPerByte;
-      if constexpr (FORMAT == 2) {
-        to[index] = nibble_value(bytes[i] & 15);
-        if (index + 1 < extent) to[index + 1] = nibble_value(bytes[i] >> 4);
-      } else {
-        to[index] = float8_value(bytes[i]);
+    for (int i = 0; i < VECS_PER_THREAD; ++i, at.advance()) {
+      if (first + i * THREADS >= rows * extent) continue;
+      decoded[i] = decode_value(storage + at.row * cols, at.col);
+    }
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      const Index index = first + i * THREADS;
+      if (index < rows * extent) values[index] = decoded[i];
+    }
+  } else {
+    const long long num_vecs = extent / VEC;
+    cukit::Vec<Group, kGroups> codes[VECS_PER_THREAD];
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      const Index index = first + i * THREADS;
+      if (index < num_vecs) {
+        cukit::load<cukit::Cache::Streaming>(
+            codes[i],
+            reinterpret_cast<const Group*>(storage) + static_cast<long long>(index) * kGroups);
       }
     }
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      const Index index = first + i * THREADS;
+      if (index >= num_vecs) break;
+      float x[kGroups * kGroup];
+#pragma unroll
+      for (int j = 0; j < kGroups; ++j) decode_group(x + j * kGroup, codes[i][j]);
+      constexpr int kWord = VEC / 4;
+      cukit::store_global_16(reinterpret_cast<uint4*>(values) + index,
+                             make_uint4(word_of<T>(x), word_of<T>(x + kWord),
+                                        word_of<T>(x + 2 * kWord), word_of<T>(x + 3 * kWord)));
+    }
+    const long long rest = num_vecs * VEC + threadIdx.x;
+    if (blockIdx.x == 0 && rest < extent) values[rest] = decode_value(storage, rest);
   }
 }

@@ -38,7 +38,6 @@ constexpr int kQueryBytes = TILE_M * HEAD_DIM * 2;
 constexpr int kKeyBytes = TILE_N * HEAD_DIM * 2;
 constexpr int kValueBytes = TILE_N * VALUE_DIM * 2;
 constexpr float kLazyGrowth = 8.0f;  // in powers of two: probabilities stay below 256
-constexpr float kLn2 = 0.6931471805599453f;
 
 static_assert(TILE_M == THREADS / cukit::kWarpSize * kWarpRows, "every warp owns M_TILES row tiles");
 static_assert(TILE_N % 16 == 0, "keys come in steps of 16");
@@ -155,7 +154,7 @@ CUKIT_DEVICE void finish_rows(Rows& rows, unsigned char* tile, int warp_row, flo
     const int row = warp_row + r * 8 + lane / 4;
     if (lse != nullptr && lane % 4 == 0 && row < rows_left) {
       lse[first_statistic + row] =
-          sum == 0.0f ? -cukit::infinity() : (rows.max[r] * scale_log2 + log2f(sum)) * kLn2;
+          sum == 0.0f ? -cukit::infinity() : (rows.max[r] * scale_log2 + log2f(sum)) * cukit::kLn2;
     }
 #pragma unroll
     for (int n = 0; n < kOTiles; ++n) {

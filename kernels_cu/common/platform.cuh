@@ -34,6 +34,8 @@ namespace cukit {
 
 constexpr int kWarpSize = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
 
 // NVRTC has no <cmath>.
 CUKIT_DEVICE float infinity() { return __int_as_float(0x7f800000); }

@@ -7,6 +7,7 @@
 
 #include "common/platform.cuh"
 #include "common/ptx/cache_policy.cuh"
+#include "common/ptx/pack.cuh"
 
 namespace cukit {
 
@@ -39,6 +40,42 @@ struct alignas(sizeof(T) * N) Vec {
   CUKIT_DEVICE T& operator[](int i) { return data[i]; }
   CUKIT_DEVICE const T& operator[](int i) const { return data[i]; }
 };
+
+template <typename T, int N>
+CUKIT_DEVICE void to_floats(float (&into)[N], const Vec<T, N>& from) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) into[j] = to_float(from[j]);
+}
+
+// A bfloat16 is the upper half of its float: one instruction each, where taking the halves apart
+// first would cost another for every second one.
+template <int N>
+CUKIT_DEVICE void to_floats(float (&into)[N], const Vec<bfloat16, N>& from) {
+  if constexpr (N % 2 == 0) {
+    const unsigned* pairs = reinterpret_cast<const unsigned*>(&from);
+#pragma unroll
+    for (int j = 0; j < N; j += 2) {
+      into[j] = __uint_as_float(pairs[j / 2] << 16);
+      into[j + 1] = __uint_as_float(pairs[j / 2] & 0xffff0000u);
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) into[j] = to_float(from[j]);
+  }
+}
+
+// Rounded to nearest even; 16-bit elements two at a time.
+template <typename T, int N>
+CUKIT_DEVICE void from_floats(Vec<T, N>& into, const float (&from)[N]) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+    unsigned* pairs = reinterpret_cast<unsigned*>(&into);
+#pragma unroll
+    for (int j = 0; j < N; j += 2) pairs[j / 2] = pack<T>(from[j], from[j + 1]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j) into[j] = from_float<T>(from[j]);
+  }
+}
 
 // How a global access treats the caches.
 //   Cached: no hint; the default.

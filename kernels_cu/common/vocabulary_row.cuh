@@ -1,63 +1,63 @@
 // A row of logits, shared out over the threads of a block or of a cluster of blocks, and the sum of
 // its exponentials.
 //
-// Rows begin anywhere, accesses are aligned: vector i covers the columns
-//   i * VEC - shift .. i * VEC - shift + VEC - 1,   shift = (row * row_stride) % VEC,
-// and the first and last may reach past the row. Columns outside read as -inf and are not written.
+// Rows begin anywhere, accesses are aligned: whole vectors go over the threads of all blocks, the
+// fewer than 2 VEC elements beside them one by one over the first threads of block 0:
 //
-// Macros: DTYPE, VEC, THREADS, CLUSTER 1|2|4|8 (above 1: sm_90), CACHED 0|1.
+//   row  [ head: < VEC elements | vectors of VEC elements ... | tail: < VEC elements ]
+//                               ^ aligned
+//
+// Macros: DTYPE, VEC, THREADS, CLUSTER 1|2|4|8 (above 1: sm_90), CACHED: as many of its vectors, from
+// the first, a thread keeps in shared memory for the second sweep; the others are read again.
 #pragma once
 
 #include "common/platform.cuh"
 #include "common/ptx/cluster.cuh"
+#include "common/ptx/max_packed.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/store_global.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
 
-#if CLUSTER > 1
-#define CUKIT_CLUSTER_SHAPE __cluster_dims__(CLUSTER, 1, 1)
-#else
-#define CUKIT_CLUSTER_SHAPE
-#endif
-
 namespace cukit {
 
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-// A row that is read twice finds the second time what gradients and spent logits have not pushed out
-// of L2.
-constexpr Cache kFirst = Cache::Kept;
-constexpr Cache kLast = CACHED ? Cache::Cached : Cache::Streaming;
-// Exponents that no real logit reaches: where the maximum of a row without any mass stays.
+// Exponents that no real logit reaches: where the reference of a row without any mass stays.
 constexpr float kNoMass = -1e30f;
 
-// A row's mass, sum_v 2^(scale z_v), held as sum * 2^reference. The reference is an integer at or
-// just above the largest exponent, so that moving it to another one rounds nothing.
+// A row's mass, sum_v 2^(scale z_v), held as sum * 2^reference, and a moment of it,
+// sum_v 2^(scale z_v) w_v, held likewise. The reference is an integer, so that moving it to another
+// one rounds nothing, and no exponent exceeds it by more than kSlack.
 struct Mass {
+  // A reference that follows the maximum this loosely moves once or twice in a sweep, and terms of
+  // 2^kSlack are as far from overflow as sums over any vocabulary need.
+  static constexpr float kSlack = 24.0f;
+
   float reference = kNoMass;
   float sum = 0.0f;
+  float moment = 0.0f;
 
-  template <int N>
-  CUKIT_DEVICE void add(const float (&z)[N], float scale) {
-    float top = z[0];
-#pragma unroll
-    for (int j = 1; j < N; ++j) top = fmaxf(top, z[j]);
-    const float needed = ceilf(top * scale);
-    if (needed > reference) {
-      sum *= exp2f(reference - needed);
+  // Makes room for logits up to `top`.
+  CUKIT_DEVICE void cover(float top, float scale) {
+    if (fmaf(top, scale, -reference) > kSlack) {
+      const float needed = ceilf(top * scale);
+      const float shrink = exp2f(reference - needed);
+      sum *= shrink;
+      moment *= shrink;
       reference = needed;
     }
-#pragma unroll
-    for (int j = 0; j < N; ++j) sum += exp2f(fmaf(z[j], scale, -reference));
   }
+
+  // 2^(scale z - reference), of a logit that is covered.
+  CUKIT_DEVICE float term(float z, float scale) const { return exp2f(fmaf(z, scale, -reference)); }
 };
 
 template <int Lanes = kWarpSize>
-CUKIT_DEVICE Mass warp_merge(Mass mass) {
+CUKIT_DEVICE Mass warp_merge(const Mass& mass) {
   Mass merged;
   merged.reference = warp_reduce<Max, Lanes>(mass.reference);
-  merged.sum = warp_reduce<Sum, Lanes>(mass.sum * exp2f(mass.reference - merged.reference));
+  const float shrink = exp2f(mass.reference - merged.reference);
+  merged.sum = warp_reduce<Sum, Lanes>(mass.sum * shrink);
+  merged.moment = warp_reduce<Sum, Lanes>(mass.moment * shrink);
   return merged;
 }
 
@@ -66,69 +66,88 @@ CUKIT_DEVICE float log2_mass_over(const Mass& mass, float logit, float scale) {
   return fmaf(-logit, scale, mass.reference) + log2f(mass.sum);
 }
 
-// Where this block stands in its row.
+// What of its row a block and a thread work on. Vectors are numbered within the block; thread t has
+// t + k * THREADS, k < count, in every sweep: what it keeps in shared memory needs no barrier.
 struct RowSlice {
-  long long base;  // of the row, in elements
-  int columns;
-  int shift;
-  int first_vec;  // vectors first_vec .. first_vec + num_vecs - 1 belong to this block
-  int num_vecs;
+  long long base;    // of the row, in elements
+  int first_column;  // of this thread's first vector
+  int count;         // vectors of this thread
+  int loose_column;  // the element beside the vectors that is this thread's, or -1
 
   CUKIT_DEVICE RowSlice(long long row, long long row_stride, int columns, int rank)
-      : base(row * row_stride), columns(columns) {
-    shift = static_cast<int>(base % VEC);
-    const int row_vecs = (columns + shift + VEC - 1) / VEC;
+      : base(row * row_stride) {
+    const int misaligned = static_cast<int>(base % VEC);
+    const int head = min(columns, misaligned == 0 ? 0 : VEC - misaligned);
+    const int row_vecs = (columns - head) / VEC;
     const int share = (row_vecs + CLUSTER - 1) / CLUSTER;
-    first_vec = rank * share;
-    num_vecs = max(0, min(share, row_vecs - first_vec));
+    const int first_vec = rank * share;
+    const int num_vecs = max(0, min(share, row_vecs - first_vec));
+    const int thread = static_cast<int>(threadIdx.x);
+    first_column = head + (first_vec + thread) * VEC;
+    count = (num_vecs - thread + THREADS - 1) / THREADS;
+    const int loose = columns - row_vecs * VEC;
+    loose_column = rank > 0 || thread >= loose ? -1 : thread < head ? thread : columns - loose + thread;
   }
 
-  // Column of the first element of this block's vector `vec`.
-  CUKIT_DEVICE int column(int vec) const { return (first_vec + vec) * VEC - shift; }
-  CUKIT_DEVICE bool whole(int column) const { return column >= 0 && column + VEC <= columns; }
+  CUKIT_DEVICE int column(int k) const { return first_column + k * (THREADS * VEC); }
 
-  template <Cache cache>
-  CUKIT_DEVICE void read(Vec<element_t, VEC>& into, const element_t* tensor, int column) const {
-    if (whole(column)) {
-      load<cache>(into, tensor + base + column);
-      return;
-    }
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      const bool inside = column + j >= 0 && column + j < columns;
-      into[j] = inside ? tensor[base + column + j] : from_float<element_t>(-infinity());
-    }
+  CUKIT_DEVICE void read(Vec<element_t, VEC>& into, const element_t* tensor, int k) const {
+    load<Cache::Kept>(into, tensor + base + column(k));
   }
 
-  CUKIT_DEVICE void write(element_t* tensor, int column, const Vec<element_t, VEC>& from) const {
-    if (whole(column)) {
-      element_t* to = tensor + base + column;
-      if constexpr (sizeof(from) == 16 && kLast == Cache::Cached) {
-        store_global_16(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&from));
-      } else {
-        store<kLast>(to, from);
-      }
-      return;
-    }
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      if (column + j >= 0 && column + j < columns) tensor[base + column + j] = from[j];
-    }
+  CUKIT_DEVICE void read_again(Vec<element_t, VEC>& into, const element_t* tensor, int k) const {
+    load<Cache::Streaming>(into, tensor + base + column(k));
   }
 
-  // Vectors threadIdx.x + k * THREADS, k < count(), are this thread's in every sweep: what it keeps
-  // in shared memory needs no barrier.
-  CUKIT_DEVICE int count() const {
-    return (num_vecs - static_cast<int>(threadIdx.x) + THREADS - 1) / THREADS;
+  CUKIT_DEVICE void write(element_t* tensor, int k, const Vec<element_t, VEC>& from) const {
+    element_t* to = tensor + base + column(k);
+    if constexpr (sizeof(from) == 16) {
+      store_global_16(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&from));
+    } else {
+      store(to, from);
+    }
   }
 
   CUKIT_DEVICE void clear(element_t* tensor) const {
     Vec<element_t, VEC> zeros;
 #pragma unroll
     for (int j = 0; j < VEC; ++j) zeros[j] = from_float<element_t>(0.0f);
-    for (int vec = threadIdx.x; vec < num_vecs; vec += THREADS) write(tensor, column(vec), zeros);
+    for (int k = 0; k < count; ++k) write(tensor, k, zeros);
+    if (loose_column >= 0) tensor[base + loose_column] = zeros[0];
   }
 };
+
+// A batch of neighbours k, k + 1, ... among a thread's vectors: all Batch of them, or the first few.
+template <int Batch>
+struct WholeBatch {
+  int first;
+  CUKIT_DEVICE bool has(int) const { return true; }
+};
+
+template <int Batch>
+struct PartBatch {
+  int first;
+  int count;
+  CUKIT_DEVICE bool has(int i) const { return i < count; }
+};
+
+// Calls `body` with every batch in order; the last may be a part.
+template <int Batch, typename Body>
+CUKIT_DEVICE void forwards(int count, const Body& body) {
+  int k = 0;
+#pragma unroll 1
+  for (; k + Batch <= count; k += Batch) body(WholeBatch<Batch>{k});
+  if (Batch > 1 && k < count) body(PartBatch<Batch>{k, count - k});
+}
+
+// The same batches from the last to the first: what was read last is the likeliest still in L2.
+template <int Batch, typename Body>
+CUKIT_DEVICE void backwards(int count, const Body& body) {
+  int k = count - count % Batch;
+  if (Batch > 1 && k < count) body(PartBatch<Batch>{k, count - k});
+#pragma unroll 1
+  for (k -= Batch; k >= 0; k -= Batch) body(WholeBatch<Batch>{k});
+}
 
 CUKIT_DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
 
@@ -138,39 +157,26 @@ CUKIT_DEVICE float upstream_scale(const float* grad_loss, long long index, const
   return normalizer != nullptr ? scale / *normalizer : scale;
 }
 
-template <typename T, int N>
-CUKIT_DEVICE void to_floats(float (&into)[N], const Vec<T, N>& from) {
+// The largest of N vectors' elements.
+template <typename T, int VecSize, int N>
+CUKIT_DEVICE float largest(const Vec<T, VecSize> (&vectors)[N]) {
+  if constexpr (sizeof(T) == 2 && VecSize % 2 == 0) {
+    constexpr int kPairs = VecSize / 2;
+    unsigned top = reinterpret_cast<const unsigned*>(&vectors[0])[0];
 #pragma unroll
-  for (int j = 0; j < N; ++j) into[j] = to_float(from[j]);
-}
-
-// A bfloat16 is the upper half of its float: one instruction each, where taking the halves apart
-// first would cost another for every second one.
-template <int N>
-CUKIT_DEVICE void to_floats(float (&into)[N], const Vec<bfloat16, N>& from) {
-  if constexpr (N % 2 == 0) {
-    const unsigned* pairs = reinterpret_cast<const unsigned*>(&from);
-#pragma unroll
-    for (int j = 0; j < N; j += 2) {
-      into[j] = __uint_as_float(pairs[j / 2] << 16);
-      into[j + 1] = __uint_as_float(pairs[j / 2] & 0xffff0000u);
+    for (int i = 1; i < N * kPairs; ++i) {
+      top = max_packed<T>(top, reinterpret_cast<const unsigned*>(&vectors[i / kPairs])[i % kPairs]);
     }
+    float pair[2];
+    unpack<T>(pair, top);
+    return fmaxf(pair[0], pair[1]);
   } else {
+    float top = to_float(vectors[0][0]);
 #pragma unroll
-    for (int j = 0; j < N; ++j) into[j] = to_float(from[j]);
-  }
-}
-
-// Rounded to nearest even; 16-bit elements two at a time.
-template <typename T, int N>
-CUKIT_DEVICE void from_floats(Vec<T, N>& into, const float (&from)[N]) {
-  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
-    unsigned* pairs = reinterpret_cast<unsigned*>(&into);
-#pragma unroll
-    for (int j = 0; j < N; j += 2) pairs[j / 2] = pack<T>(from[j], from[j + 1]);
-  } else {
-#pragma unroll
-    for (int j = 0; j < N; ++j) into[j] = from_float<T>(from[j]);
+    for (int i = 1; i < N * VecSize; ++i) {
+      top = fmaxf(top, to_float(vectors[i / VecSize][i % VecSize]));
+    }
+    return top;
   }
 }
 
@@ -182,8 +188,10 @@ class RowExchange {
   struct Shared {
     float references[Masses][32];
     float sums[Masses][32];
+    float moments[Masses][32];
     float cluster_references[Masses][CLUSTER];
     float cluster_sums[Masses][CLUSTER];
+    float cluster_moments[Masses][CLUSTER];
     float losses[CLUSTER];
     float scratch[THREADS / kWarpSize];
   };
@@ -206,6 +214,7 @@ class RowExchange {
         if (lane == 0) {
           shared_.references[i][warp] = masses[i].reference;
           shared_.sums[i][warp] = masses[i].sum;
+          shared_.moments[i][warp] = masses[i].moment;
         }
       }
       __syncthreads();
@@ -213,6 +222,7 @@ class RowExchange {
       for (int i = 0; i < Masses; ++i) {
         masses[i].reference = lane < kWarps ? shared_.references[i][lane] : kNoMass;
         masses[i].sum = lane < kWarps ? shared_.sums[i][lane] : 0.0f;
+        masses[i].moment = lane < kWarps ? shared_.moments[i][lane] : 0.0f;
         masses[i] = warp_merge(masses[i]);
       }
     }
@@ -223,6 +233,7 @@ class RowExchange {
         for (int i = 0; i < Masses; ++i) {
           store_remote(&shared_.cluster_references[i][rank_], threadIdx.x, masses[i].reference);
           store_remote(&shared_.cluster_sums[i][rank_], threadIdx.x, masses[i].sum);
+          store_remote(&shared_.cluster_moments[i][rank_], threadIdx.x, masses[i].moment);
         }
       }
       cluster_arrive();
@@ -231,6 +242,7 @@ class RowExchange {
       for (int i = 0; i < Masses; ++i) {
         masses[i].reference = lane < CLUSTER ? shared_.cluster_references[i][lane] : kNoMass;
         masses[i].sum = lane < CLUSTER ? shared_.cluster_sums[i][lane] : 0.0f;
+        masses[i].moment = lane < CLUSTER ? shared_.cluster_moments[i][lane] : 0.0f;
         masses[i] = warp_merge(masses[i]);
       }
     }

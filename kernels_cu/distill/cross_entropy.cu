@@ -5,11 +5,10 @@
 //
 // Mapping: a cluster of CLUSTER blocks a row, each with its part of the columns. First sweep: the
 //   row's mass. Second sweep (GRAD): the gradient, which may overwrite the logits.
-// Shared memory: with CACHED each thread keeps its vectors of the row between the sweeps,
-//   ceil(ceil((columns / VEC + 1) / CLUSTER) / THREADS) * THREADS * VEC * sizeof(DTYPE) bytes.
+// Shared memory: CACHED * THREADS * VEC * sizeof(DTYPE) bytes.
 // Macros: DTYPE float32|float16|bfloat16; ID int32|int64 of the targets; THREADS multiple of 32,
 //   32..1024; VEC elements an access (the tensors are aligned to it, rows need not be); CLUSTER
-//   1|2|4|8; CACHED 0|1; GRAD 0|1.
+//   1|2|4|8; CACHED vectors of the row that a thread keeps; GRAD 0|1.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
 #include "common/platform.cuh"
@@ -20,9 +19,38 @@ namespace {
 
 using T = cukit::element_t;
 using Vector = cukit::Vec<T, VEC>;
+using Single = cukit::Vec<T, 1>;
 using Exchange = cukit::RowExchange<1>;
 
 constexpr int kInFlight = 4;  // accesses that a thread issues before it uses the first
+
+// Adds logits that are covered.
+template <int N>
+CUKIT_DEVICE void add(cukit::Mass& mass, const cukit::Vec<T, N>& logits) {
+  float z[N];
+  cukit::to_floats(z, logits);
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < N; ++j) sum += mass.term(z[j], cukit::kLog2E);
+  mass.sum += sum;
+}
+
+// Logits become their gradients; `target` is the index of the target among them, if it is.
+template <int N>
+CUKIT_DEVICE void scale_softmax(cukit::Vec<T, N>& logits, const cukit::Mass& mass,
+                                float scale_of_mass, int target, float scale) {
+  float z[N];
+  cukit::to_floats(z, logits);
+#pragma unroll
+  for (int j = 0; j < N; ++j) z[j] = mass.term(z[j], cukit::kLog2E) * scale_of_mass;
+  if (static_cast<unsigned>(target) < N) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (j == target) z[j] -= scale;
+    }
+  }
+  cukit::from_floats(logits, z);
+}
 
 }  // namespace
 
@@ -52,22 +80,32 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) cross_
 
   Exchange exchange(shared, rank);
   cukit::Mass masses[1];
-  const int count = slice.count();
-  for (int start = 0; start < count; start += kInFlight) {
+  const bool has_loose = slice.loose_column >= 0;
+  Single loose[1];
+  if (has_loose) loose[0][0] = logits[slice.base + slice.loose_column];
+  Vector* const mine = cache + threadIdx.x;
+  cukit::forwards<kInFlight>(slice.count, [&](const auto& part) {
     Vector batch[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      const int vec = threadIdx.x + (start + i) * THREADS;
-      if (start + i < count) slice.read<cukit::kFirst>(batch[i], logits, slice.column(vec));
+      if (part.has(i)) {
+        slice.read(batch[i], logits, part.first + i);
+      } else {
+        batch[i] = batch[0];
+      }
     }
+    masses[0].cover(cukit::largest(batch), cukit::kLog2E);
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      if (start + i >= count) break;
-      if constexpr (CACHED) cache[threadIdx.x + (start + i) * THREADS] = batch[i];
-      float z[VEC];
-      cukit::to_floats(z, batch[i]);
-      masses[0].add(z, cukit::kLog2E);
+      const int k = part.first + i;
+      if (!part.has(i)) break;
+      if (k < CACHED) mine[k * THREADS] = batch[i];
+      add(masses[0], batch[i]);
     }
+  });
+  if (has_loose) {
+    masses[0].cover(cukit::largest(loose), cukit::kLog2E);
+    add(masses[0], loose[0]);
   }
   exchange.merge(masses);
   const cukit::Mass mass = masses[0];
@@ -85,34 +123,30 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) cross_
     float scale = factor * cukit::upstream_scale(grad_loss, row * grad_loss_stride, normalizer);
     if (!in_range) scale = cukit::not_a_number();
     const float scale_of_mass = scale / mass.sum;
-    // Backwards: what was read last is the likeliest still in L2.
-    for (int end = count; end > 0; end -= kInFlight) {
+    const int target_column = in_range ? static_cast<int>(target) : 0;
+    cukit::backwards<kInFlight>(slice.count, [&](const auto& part) {
       Vector batch[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        const int vec = threadIdx.x + (end - 1 - i) * THREADS;
-        if (end - 1 - i < 0) break;
-        if constexpr (CACHED) {
-          batch[i] = cache[vec];
+        const int k = part.first + i;
+        if (!part.has(i)) break;
+        if (k < CACHED) {
+          batch[i] = mine[k * THREADS];
         } else {
-          slice.read<cukit::kLast>(batch[i], logits, slice.column(vec));
+          slice.read_again(batch[i], logits, k);
         }
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        if (end - 1 - i < 0) break;
-        const int column = slice.column(threadIdx.x + (end - 1 - i) * THREADS);
-        const bool has_target = target >= column && target < column + VEC;
-        float z[VEC];
-        cukit::to_floats(z, batch[i]);
-#pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-          z[j] = exp2f(fmaf(z[j], cukit::kLog2E, -mass.reference)) * scale_of_mass;
-          if (has_target && column + j == target) z[j] -= scale;
-        }
-        cukit::from_floats(batch[i], z);
-        slice.write(grad, column, batch[i]);
+        const int k = part.first + i;
+        if (!part.has(i)) break;
+        scale_softmax(batch[i], mass, scale_of_mass, target_column - slice.column(k), scale);
+        slice.write(grad, k, batch[i]);
       }
+    });
+    if (has_loose) {
+      scale_softmax(loose[0], mass, scale_of_mass, target_column - slice.loose_column, scale);
+      grad[slice.base + slice.loose_column] = loose[0][0];
     }
   }
 }

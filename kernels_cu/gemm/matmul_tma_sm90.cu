@@ -1,24 +1,32 @@
-// Dense matrix product on Hopper's own units: the copy engine (TMA) feeds wgmma through a ring of
-// tiles in shared memory.
+// Dense matrix product on Hopper: persistent blocks, TMA, wgmma.
 //
 //   out = a b^T
 //
-// Mapping: a block computes TILE_M x TILE_N = 128 x 128 of the result. One warp of the first warpgroup
-//   asks for the tiles of a and b, STAGES steps of TILE_K ahead; each of the other two warpgroups
-//   multiplies 64 rows. `full` barriers say that a step's tiles have come, `empty` ones that both
-//   warpgroups are through with them. The result leaves through shared memory, by the copy engine.
-// Shared memory, bytes: STAGES * 128 * TILE_K * 2 * 2 + 128 * 128 * 2, dynamic: a stages | b stages |
-//   out, all in rows of 128 bytes, swizzled. Static: two barriers a stage.
-// Macros: DTYPE float16|bfloat16; STAGES 2..; THREADS 384.
-// The tensor maps have boxes of 128 x 64 (a, b) and 64 x 64 (out), swizzled by 128 bytes; they read
-// zeros outside their tensors and write nothing there. Architecture: sm_90 (sm_90a) only.
-// Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/gemm.py.
+// Mapping: the blocks of a persistent grid walk over TILE_M x TILE_N tiles of the result, in groups of
+//   `group` rows of tiles (common/hopper/tile_scheduler.cuh). A thread of the first warpgroup loads
+//   TILE_K columns of a and b at a time, up to STAGES ahead and across tiles; each of the two consumer
+//   warpgroups multiplies half of the tile's rows. While a consumer stores its result, the producer
+//   loads the next tile's operands.
+// CLUSTER 2: two neighbouring blocks compute tiles one below the other. Each loads its own tile of a and
+//   half of their common tile of b, which TMA writes to both. A stage is free when the consumers of both
+//   blocks have released it.
+// Shared memory, bytes: STAGES * (TILE_M + TILE_N) * TILE_K * 2 + 2 * buffers * 64 * 64 * 2, dynamic:
+//   stages (a | b) | 64 x 64 pieces of out, two for each consumer where TILE_N is a multiple of 128, else
+//   one; all in rows of 128 bytes, swizzled. Static: two barriers a stage.
+// Macros: DTYPE float16|bfloat16; TILE_M 128|256; TILE_N a multiple of 64 up to 256, with
+//   TILE_M * TILE_N at most 32768 (the accumulators); STAGES 2..; CLUSTER 1|2; THREADS 384.
+// Tensor maps: boxes of [TILE_M, 64] (a), [TILE_N / CLUSTER, 64] (b) and [64, 64] (out), swizzled by 128
+//   bytes; they read zeros outside their tensors and write nothing there.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
+// Reference: cukit/reference/gemm.py.
+#include "common/hopper/pipeline.cuh"
+#include "common/hopper/shared_tile.cuh"
+#include "common/hopper/store.cuh"
+#include "common/hopper/tile_scheduler.cuh"
+#include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
-#include "common/ptx/mbarrier.cuh"
-#include "common/ptx/pack.cuh"
-#include "common/ptx/stmatrix.cuh"
+#include "common/ptx/cluster.cuh"
 #include "common/ptx/tma.cuh"
-#include "common/ptx/warp_group.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/types.cuh"
 
@@ -26,39 +34,66 @@ namespace {
 
 using T = cukit::element_t;
 
-constexpr int kTileM = 128;
-constexpr int kTileN = 128;
+constexpr int kConsumers = 2;
 constexpr int kTileK = 64;  // 128 bytes: a row of the swizzle
-constexpr int kGroupRows = 64;
-constexpr int kGroupThreads = 128;
-constexpr int kConsumerWarps = 8;
-constexpr int kRowBytes = kTileK * sizeof(T);
-constexpr int kTileBytes = kTileM * kRowBytes;            // of a, and of b
-constexpr int kBoxBytes = kGroupRows * kRowBytes;         // 64 x 64 elements of out
-constexpr int kStepBytes = 32;                            // of k, in one wgmma
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
+constexpr int kGroupRows = TILE_M / kConsumers;
+constexpr int kRowTiles = kGroupRows / cukit::kWarpgroupRows;  // products of a consumer
+constexpr int kShare = TILE_N / CLUSTER;                       // rows of b that a block loads
 
-static_assert(THREADS == 3 * kGroupThreads, "a producer and two consumers");
-static_assert(kTileM == kTileN, "both operands have tiles of one size");
+using Block = cukit::WarpSpecialized<kConsumers, 40>;
+using TileA = cukit::SharedTile<T, TILE_M, kTileK>;
+using TileB = cukit::SharedTile<T, TILE_N, kTileK>;
+using Store = cukit::StagedStore<T, TILE_N, 64, TILE_N % 128 == 0 ? 2 : 1>;
+using Pipeline = cukit::Pipeline<STAGES>;
+using State = cukit::PipelineState<STAGES>;
+using Accumulators = float[kRowTiles][TILE_N / 2];
 
-struct Ring {
-  cukit::Mbarrier full[STAGES];
-  cukit::Mbarrier empty[STAGES];
+constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
+
+static_assert(THREADS == Block::kThreads, "a producer and two consumers");
+static_assert(TILE_M * TILE_N <= 32768, "accumulators fit into registers");
+
+// The position of a block's tile in the result.
+struct Place {
+  int m, n;
 };
+
+CUKIT_DEVICE Place place_of(const cukit::MatrixTile& tile) {
+  const int rank = CLUSTER > 1 ? cukit::cluster_rank() : 0;
+  return {(tile.m * CLUSTER + rank) * TILE_M, tile.n * TILE_N};
+}
 
 namespace producer {
 
-CUKIT_DEVICE void load(Ring& ring, unsigned char* a_tiles, unsigned char* b_tiles,
-                       const cukit::TensorMap* a, const cukit::TensorMap* b, int m, int n,
-                       int steps) {
-  for (int step = 0; step < steps; ++step) {
-    const int stage = step % STAGES;
-    const int round = step / STAGES;
-    cukit::mbarrier_wait(&ring.empty[stage], (round & 1) ^ 1);
-    cukit::mbarrier_arrive_expect(&ring.full[stage], 2 * kTileBytes);
-    cukit::tma_load_2d(a_tiles + stage * kTileBytes, a, &ring.full[stage], step * kTileK, m);
-    cukit::tma_load_2d(b_tiles + stage * kTileBytes, b, &ring.full[stage], step * kTileK, n);
+struct Maps {
+  const cukit::TensorMap* a;
+  const cukit::TensorMap* b;
+};
+
+// One thread.
+CUKIT_DEVICE void run(Pipeline& pipeline, unsigned char* stages, const Maps& maps,
+                      const cukit::MatrixTiles& tiles, int rows) {
+  State at;
+  for (int turn = 0;; ++turn) {
+    const int index = cukit::static_tile<CLUSTER>(turn);
+    if (index >= tiles.count()) break;
+    const cukit::MatrixTile tile = tiles.at(index);
+    const Place place = place_of(tile);
+    // The second block of a cluster may have no rows left; what it multiplies is not stored.
+    const int row = place.m < rows ? place.m : 0;
+    for (int step = tile.first_step; step < tile.end_step; ++step) {
+      unsigned char* const stage = stages + at.index * kStageBytes;
+      pipeline.acquire(at);
+      cukit::Mbarrier* const full = pipeline.expect(at, kStageBytes);
+      TileA::load(stage, maps.a, full, step * kTileK, row);
+      if constexpr (CLUSTER > 1) {
+        TileB::load_multicast<kShare>(stage + TileA::kBytes, maps.b, full, step * kTileK, place.n,
+                                      cukit::cluster_rank() * kShare, (1 << CLUSTER) - 1);
+      } else {
+        TileB::load(stage + TileA::kBytes, maps.b, full, step * kTileK, place.n);
+      }
+      at.advance();
+    }
   }
 }
 
@@ -66,91 +101,95 @@ CUKIT_DEVICE void load(Ring& ring, unsigned char* a_tiles, unsigned char* b_tile
 
 namespace consumer {
 
-CUKIT_DEVICE unsigned long long descriptor(const unsigned char* tile) {
-  return cukit::matrix_descriptor(tile, cukit::OperandSwizzle::Bytes128, 16, 8 * kRowBytes);
-}
-
-// One product stays in flight while the next step's tiles are waited for.
-CUKIT_DEVICE void multiply(Ring& ring, float (&acc)[kTileN / 2], const unsigned char* a_tiles,
-                           const unsigned char* b_tiles, int steps) {
-  const bool reports = threadIdx.x % cukit::kWarpSize == 0;
+// A warpgroup's rows of one tile. One step's products stay in flight while the next stage is waited
+// for; the stage before is then released.
+CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline& pipeline, State& at,
+                           unsigned long long a_first, unsigned long long b_first, int steps) {
+  State done;
   for (int step = 0; step < steps; ++step) {
-    const int stage = step % STAGES;
-    cukit::mbarrier_wait(&ring.full[stage], (step / STAGES) & 1);
+    const unsigned long long a = a_first + at.index * (kStageBytes / 16);
+    const unsigned long long b = b_first + at.index * (kStageBytes / 16);
+    pipeline.wait(at);
     cukit::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kRowBytes; k += kStepBytes) {
-      cukit::wgmma<T, kTileN>(acc, descriptor(a_tiles + stage * kTileBytes + k),
-                              descriptor(b_tiles + stage * kTileBytes + k), step > 0 || k > 0);
-    }
+    for (int k = 0; k < TileA::kSteps; ++k)
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        cukit::wgmma<T, TILE_N>(sums[tile],
+                                a + TileA::rows(tile * cukit::kWarpgroupRows) + TileA::k_step(k),
+                                b + TileB::k_step(k), step > 0 || k > 0);
+      }
     cukit::wgmma_commit();
-    cukit::wgmma_wait<1>(acc);
-    if (step > 0 && reports) cukit::mbarrier_arrive(&ring.empty[(step - 1) % STAGES]);
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) cukit::wgmma_wait<1>(sums[tile]);
+    if (step > 0) pipeline.release_to_cluster<CLUSTER>(done);
+    done = at;
+    at.advance();
   }
-  cukit::wgmma_wait<0>(acc);
+#pragma unroll
+  for (int tile = 0; tile < kRowTiles; ++tile) cukit::wgmma_wait<0>(sums[tile]);
+  pipeline.release_to_cluster<CLUSTER>(done);
 }
 
-// The warpgroup's 64 x 128 results: two boxes of 64 x 64 elements in rows of 128 swizzled bytes.
-CUKIT_DEVICE void store(const float (&acc)[kTileN / 2], unsigned char* boxes,
-                        const cukit::TensorMap* out, int m, int n, int group) {
-  const int lane = threadIdx.x % cukit::kWarpSize;
-  const int warp = threadIdx.x % kGroupThreads / cukit::kWarpSize;
-  const int row = 16 * warp + lane % 16;
-  const unsigned row_address = cukit::shared_address(boxes) + row * kRowBytes;
+CUKIT_DEVICE void run(Pipeline& pipeline, const unsigned char* stages, unsigned char* pieces,
+                      const cukit::TensorMap* out, const cukit::MatrixTiles& tiles, int rows,
+                      int columns) {
+  const int group = Block::consumer_group();
+  const unsigned long long a_first = TileA::k_major(stages) + group * TileA::rows(kGroupRows);
+  const unsigned long long b_first = TileB::k_major(stages + TileA::kBytes);
+  State at;
+  Accumulators sums;
+  for (int turn = 0;; ++turn) {
+    const int index = cukit::static_tile<CLUSTER>(turn);
+    if (index >= tiles.count()) break;
+    const cukit::MatrixTile tile = tiles.at(index);
+    const Place place = place_of(tile);
+    multiply(sums, pipeline, at, a_first, b_first, tile.end_step - tile.first_step);
 #pragma unroll
-  for (int pair = 0; pair < kTileN / 16; ++pair) {
-    const float* d = &acc[8 * pair];
-    const unsigned packed[4] = {cukit::pack<T>(d[0], d[1]), cukit::pack<T>(d[2], d[3]),
-                                cukit::pack<T>(d[4], d[5]), cukit::pack<T>(d[6], d[7])};
-    const int chunk = pair % 4 * 2 + lane / 16;
-    cukit::stmatrix_x4(row_address + pair / 4 * kBoxBytes + ((chunk ^ row % 8) << 4), packed);
-  }
-  cukit::fence_proxy_async();
-  cukit::named_sync(1 + group, kGroupThreads);
-  if (threadIdx.x % kGroupThreads == 0) {
-#pragma unroll
-    for (int box = 0; box < 2; ++box) {
-      cukit::tma_store_2d(out, boxes + box * kBoxBytes, n + box * kTileK, m);
+    for (int row_tile = 0; row_tile < kRowTiles; ++row_tile) {
+      const int row = place.m + group * kGroupRows + row_tile * cukit::kWarpgroupRows;
+      Store::store(sums[row_tile], pieces + group * Store::kBytes, out, place.n, row, columns, rows,
+                   1 + group);
     }
-    cukit::bulk_commit();
-    cukit::bulk_wait_read<0>();
   }
+  Store::finish();
 }
 
 }  // namespace consumer
 
+// A block's shared memory belongs to its cluster until all have come here.
+CUKIT_DEVICE void leave_cluster() {
+  if constexpr (CLUSTER > 1) {
+    __syncwarp();
+    cukit::cluster_arrive();
+    cukit::cluster_wait();
+  }
+}
+
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_tma_sm90(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) matmul_tma_sm90(
     const __grid_constant__ cukit::TensorMap a,    // [m, k]
     const __grid_constant__ cukit::TensorMap b,    // [n, k]
     const __grid_constant__ cukit::TensorMap out,  // [m, n]
-    int steps) {                                   // ceil(k / TILE_K), at least 1
-  __shared__ Ring ring;
-  CUKIT_DYNAMIC_SHARED(unsigned char, shared);
-  unsigned char* const a_tiles = shared;
-  unsigned char* const b_tiles = a_tiles + STAGES * kTileBytes;
-  unsigned char* const out_boxes = b_tiles + STAGES * kTileBytes;
-  const int m = blockIdx.y * kTileM;
-  const int n = blockIdx.x * kTileN;
-  const int group = static_cast<int>(threadIdx.x) / kGroupThreads - 1;
+    int m, int n,
+    int steps,    // ceil(k / TILE_K), at least 1
+    int group) {  // rows of tiles (CLUSTER 2: of pairs of tiles) that are walked over together
+  __shared__ Pipeline pipeline;
+  CUKIT_DYNAMIC_SHARED(unsigned char, stages);
+  unsigned char* const pieces = stages + STAGES * kStageBytes;
+  constexpr int kClusterRows = CLUSTER * TILE_M;
+  const cukit::MatrixTiles tiles{(m + kClusterRows - 1) / kClusterRows, (n + TILE_N - 1) / TILE_N,
+                                 group, steps, 1};
 
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; ++stage) {
-      cukit::mbarrier_init(&ring.full[stage], 1);
-      cukit::mbarrier_init(&ring.empty[stage], kConsumerWarps);
-    }
-    cukit::fence_mbarrier_init();
-  }
-  __syncthreads();
-
-  if (group < 0) {
-    cukit::give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) producer::load(ring, a_tiles, b_tiles, &a, &b, m, n, steps);
-  } else {
-    cukit::take_registers<kConsumerRegisters>();
-    float acc[kTileN / 2];
-    consumer::multiply(ring, acc, a_tiles + group * kBoxBytes, b_tiles, steps);
-    consumer::store(acc, out_boxes + group * 2 * kBoxBytes, &out, m + group * kGroupRows, n, group);
-  }
+  Block::prepare<CLUSTER>([&] { pipeline.init(CLUSTER * Block::kConsumerWarps); });
+  Block::run(
+      [&] {
+        if (threadIdx.x == 0) producer::run(pipeline, stages, {&a, &b}, tiles, m);
+        leave_cluster();
+      },
+      [&] {
+        consumer::run(pipeline, stages, pieces, &out, tiles, m, n);
+        leave_cluster();
+      });
 }

@@ -4,18 +4,23 @@
 //   grad_x = rstd * (g - mean(g) - n * mean(g * n)) (+ grad_residual)
 //   grad_weight = sum over rows of grad_out * n,  grad_bias = sum over rows of grad_out
 //
-// Mapping: a block takes rows b, b + gridDim.x, ..., thread t the vectors t, t + THREADS, ... of each,
-//   and keeps its columns' share of the weight and bias gradients in registers until it has done its
-//   last row. The shares go to `partial`, which column_sum.cu adds up. Mean and rstd are computed
-//   again: x is here anyway. Shared memory: 3 * THREADS / 32 floats, static.
-// Macros: DTYPE float32|float16|bfloat16; THREADS multiple of 32, 32..1024; VEC elements an access
-//   (VEC * sizeof(DTYPE) <= 16); VECS_PER_THREAD vectors a thread holds; RESIDUAL 0|1 (a gradient to
+// Mapping: a fixed number of blocks; rows.cuh says how the threads of one share rows, of which block b
+//   takes the passes b, b + gridDim.x, ... A thread owns the same columns in every row and keeps their
+//   share of the weight and bias gradients in registers. The block writes their sums once, to
+//   `partial`, which column_sum.cu adds up. Mean and rstd are computed again: x is here anyway.
+//   Where a block holds a row, each warp sums around its own mean, and the warps' sums are moved to
+//   the row's mean when they meet (Chan, Golub and LeVeque): one barrier a pass, no cancellation.
+// Shared memory: 9 * ROWS * THREADS / 32 floats, or as many as the columns that LANES threads hold for
+//   every warp, static; with AHEAD that of row_feed.cuh, dynamic.
+// Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16, 16 with
+//   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1 of row_feed.cuh; RESIDUAL 0|1 (a gradient to
 //   add to grad_x); BIAS 0|1; BLOCKS_PER_SM resident at once, which limits the registers of a thread.
-// Needs cols % VEC == 0 and cols <= THREADS * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
+// Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
-#include "common/reduce.cuh"
 #include "common/types.cuh"
+#include "layers/row_feed.cuh"
+#include "layers/rows.cuh"
 
 namespace {
 
@@ -23,6 +28,47 @@ using T = cukit::element_t;
 using Vector = cukit::Vec<T, VEC>;
 
 constexpr int kPartials = BIAS ? 2 : 1;
+constexpr int kLanes = cukit::kSumsMeet ? cukit::kWarpSize : LANES;
+
+// Of a row, or of a warp's part of one.
+struct Moments {
+  float mean;
+  float squares;     // sum of (x - mean)^2
+  float grads;       // sum of g
+  float along_mean;  // sum of g (x - mean)
+};
+
+// Brings the warps' moments together. `held` is how many columns warp `lane` of the block holds.
+CUKIT_DEVICE void join_warps(Moments (&rows)[ROWS], float held, float inverse_cols,
+                             Moments* scratch) {
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  if (lane == 0) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) scratch[r * cukit::kWarps + threadIdx.x / cukit::kWarpSize] = rows[r];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    Moments part{0.0f, 0.0f, 0.0f, 0.0f};
+    if (lane < cukit::kWarps) part = scratch[r * cukit::kWarps + lane];
+    const float mean = cukit::warp_reduce<cukit::Sum>(held * part.mean) * inverse_cols;
+    const float shift = part.mean - mean;
+    rows[r].mean = mean;
+    rows[r].squares = cukit::warp_reduce<cukit::Sum>(part.squares + held * shift * shift);
+    rows[r].grads = cukit::warp_reduce<cukit::Sum>(part.grads);
+    rows[r].along_mean = cukit::warp_reduce<cukit::Sum>(part.along_mean + part.grads * shift);
+  }
+}
+
+// How many columns warp `warp` holds.
+CUKIT_DEVICE int columns_of_warp(int warp, int num_vecs) {
+  int vecs = 0;
+#pragma unroll
+  for (int i = 0; i < VECS_PER_THREAD; ++i) {
+    vecs += max(0, min(cukit::kWarpSize, num_vecs - i * THREADS - warp * cukit::kWarpSize));
+  }
+  return vecs * VEC;
+}
 
 }  // namespace
 
@@ -35,85 +81,116 @@ __launch_bounds__(THREADS, BLOCKS_PER_SM) layer_norm_backward(
     T* __restrict__ grad_x,               // [rows, cols]
     float* __restrict__ partial,          // [gridDim.x, kPartials, cols]: of weight, of bias
     int rows, int cols, float eps) {
-  __shared__ float scratch[3 * THREADS / cukit::kWarpSize];
+  __shared__ Moments scratch[2][ROWS * cukit::kScratch];
+  __shared__ float column_scratch[cukit::kColumnScratch];
+  CUKIT_DYNAMIC_SHARED(Vector, slots);
+  const cukit::RowShare share;
   const int num_vecs = cols / VEC;
+  const long long begin = static_cast<long long>(blockIdx.x) * cukit::kPassRows;
+  const long long stride = static_cast<long long>(gridDim.x) * cukit::kPassRows;
+  const cukit::PassWeights<T> weights(weight, num_vecs);
+  cukit::RowFeed feed(x, grad_out, rows, cols, begin, stride, slots);
+  // Columns that enter the mean of this thread's lanes, and those of the warp that it stands for
+  // where the warps meet.
+  const int held = cukit::kSumsMeet ? columns_of_warp(threadIdx.x / cukit::kWarpSize, num_vecs) : cols;
+  const float inverse_held = held > 0 ? 1.0f / held : 0.0f;
+  const int peer = threadIdx.x % cukit::kWarpSize;
+  const float held_by_peer = peer < cukit::kWarps ? columns_of_warp(peer, num_vecs) : 0;
 
+  const float inverse_cols = 1.0f / cols;
   float grad_weight[VECS_PER_THREAD][VEC] = {};
   float grad_bias[VECS_PER_THREAD][VEC] = {};
-  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
-    const long long base = static_cast<long long>(row) * cols;
-    Vector values[VECS_PER_THREAD], grads[VECS_PER_THREAD];
-    float sum = 0.0f;
-
+  int turn = 0;
+  for (long long first_row = begin; first_row < rows; first_row += stride, turn ^= 1) {
+    Vector values[ROWS][VECS_PER_THREAD], grads[ROWS][VECS_PER_THREAD];
+    feed.take(values, grads, first_row);
+    Moments moments[ROWS];
 #pragma unroll
-    for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      const int vec = threadIdx.x + i * THREADS;
-      if (vec >= num_vecs) continue;
-      cukit::load<cukit::Cache::Kept>(values[i], x + base + vec * VEC);
-      cukit::load<cukit::Cache::Kept>(grads[i], grad_out + base + vec * VEC);
+    for (int r = 0; r < ROWS; ++r) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 0; i < VECS_PER_THREAD; ++i) {
+        if (!feed.holds(share.row(first_row, r), share.vec(i))) continue;
+        float v[VEC];
+        cukit::to_floats(v, values[r][i]);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) sum += v[j];
+      }
+      moments[r].mean = cukit::warp_reduce<cukit::Sum, kLanes>(sum) * inverse_held;
+      moments[r].squares = moments[r].grads = moments[r].along_mean = 0.0f;
     }
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      if (threadIdx.x + i * THREADS >= num_vecs) continue;
+      if (share.vec(i) >= num_vecs) continue;
+      float w[VEC];
+      cukit::to_floats(w, weights(i));
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) sum += cukit::to_float(values[i][j]);
-    }
-    const float mean = cukit::block_reduce<cukit::Sum, THREADS>(sum, scratch) / cols;
-
-    float sums[3] = {0.0f, 0.0f, 0.0f};  // (x - mean)^2, g, g (x - mean)
+      for (int r = 0; r < ROWS; ++r) {
+        if (share.row(first_row, r) >= rows) continue;
+        float v[VEC], g[VEC];
+        cukit::to_floats(v, values[r][i]);
+        cukit::to_floats(g, grads[r][i]);
 #pragma unroll
-    for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      const int vec = threadIdx.x + i * THREADS;
-      if (vec >= num_vecs) continue;
-      Vector scale;
-      cukit::load(scale, weight + vec * VEC);
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const float centred = cukit::to_float(values[i][j]) - mean;
-        const float grad = cukit::to_float(grads[i][j]) * cukit::to_float(scale[j]);
-        sums[0] += centred * centred;
-        sums[1] += grad;
-        sums[2] += grad * centred;
+        for (int j = 0; j < VEC; ++j) {
+          const float centred = v[j] - moments[r].mean;
+          const float scaled = g[j] * w[j];
+          moments[r].squares += centred * centred;
+          moments[r].grads += scaled;
+          moments[r].along_mean += scaled * centred;
+        }
       }
     }
-    cukit::block_reduce<cukit::Sum, THREADS>(sums, scratch);
-    const float rstd = rsqrtf(sums[0] / cols + eps);
-    const float mean_grad = sums[1] / cols;
-    const float along_n = sums[2] * rstd / cols;
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      moments[r].squares = cukit::warp_reduce<cukit::Sum, kLanes>(moments[r].squares);
+      moments[r].grads = cukit::warp_reduce<cukit::Sum, kLanes>(moments[r].grads);
+      moments[r].along_mean = cukit::warp_reduce<cukit::Sum, kLanes>(moments[r].along_mean);
+    }
+    if constexpr (cukit::kSumsMeet) join_warps(moments, held_by_peer, inverse_cols, scratch[turn]);
+    cukit::stay_packed(values);
+    cukit::stay_packed(grads);
 
+    float rstd[ROWS], constant[ROWS], along_n[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      rstd[r] = rsqrtf(moments[r].squares * inverse_cols + eps);
+      constant[r] = rstd[r] * moments[r].grads * inverse_cols;
+      along_n[r] = rstd[r] * rstd[r] * moments[r].along_mean * inverse_cols;
+    }
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      const int vec = threadIdx.x + i * THREADS;
+      const int vec = share.vec(i);
       if (vec >= num_vecs) continue;
-      Vector scale, result, add;
-      cukit::load(scale, weight + vec * VEC);
-      if constexpr (RESIDUAL) {
-        cukit::load<cukit::Cache::Kept>(add, grad_residual + base + vec * VEC);
-      }
+      float w[VEC];
+      cukit::to_floats(w, weights(i));
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const float normalised = (cukit::to_float(values[i][j]) - mean) * rstd;
-        const float grad = cukit::to_float(grads[i][j]);
-        const float scaled = grad * cukit::to_float(scale[j]);
-        float grad_value = rstd * (scaled - mean_grad - normalised * along_n);
-        if constexpr (RESIDUAL) grad_value += cukit::to_float(add[j]);
-        result[j] = cukit::from_float<T>(grad_value);
-        grad_weight[i][j] += grad * normalised;
-        grad_bias[i][j] += grad;
+      for (int r = 0; r < ROWS; ++r) {
+        const long long row = share.row(first_row, r);
+        if (row >= rows) continue;
+        float v[VEC], g[VEC], add[VEC];
+        cukit::to_floats(v, values[r][i]);
+        cukit::to_floats(g, grads[r][i]);
+        if constexpr (RESIDUAL) {
+          Vector read;
+          cukit::load<cukit::Cache::Kept>(read, grad_residual + row * cols + vec * VEC);
+          cukit::to_floats(add, read);
+        }
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          const float normalised = (v[j] - moments[r].mean) * rstd[r];
+          grad_weight[i][j] += g[j] * normalised;
+          grad_bias[i][j] += g[j];
+          g[j] = rstd[r] * (g[j] * w[j]) - constant[r] - normalised * along_n[r];
+          if constexpr (RESIDUAL) g[j] += add[j];
+        }
+        Vector result;
+        cukit::from_floats(result, g);
+        cukit::store(grad_x + row * cols + vec * VEC, result);
       }
-      cukit::store(grad_x + base + vec * VEC, result);
     }
   }
 
   float* own = partial + static_cast<long long>(blockIdx.x) * kPartials * cols;
-#pragma unroll
-  for (int i = 0; i < VECS_PER_THREAD; ++i) {
-    const int vec = threadIdx.x + i * THREADS;
-    if (vec >= num_vecs) continue;
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      own[vec * VEC + j] = grad_weight[i][j];
-      if constexpr (BIAS) own[cols + vec * VEC + j] = grad_bias[i][j];
-    }
-  }
+  cukit::write_column_sums(grad_weight, own, cols, column_scratch);
+  if constexpr (BIAS) cukit::write_column_sums(grad_bias, own + cols, cols, column_scratch);
 }

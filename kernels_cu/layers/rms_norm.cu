@@ -4,16 +4,16 @@
 //   y = s * rsqrt(mean(s^2) + eps) * weight
 //
 // Paper: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
-// Mapping: one block a row; thread t holds the vectors t, t + THREADS, ... of its row in registers,
-//   so that every element is read from device memory once. Block b takes rows b, b + gridDim.x, ...
+// Mapping: rows.cuh says how threads share rows; a block makes one pass. Every element is read from
+//   device memory once.
 // Shared memory: THREADS / 32 floats, static.
-// Macros: DTYPE float32|float16|bfloat16; THREADS multiple of 32, 32..1024; VEC elements an access
-//   (VEC * sizeof(DTYPE) <= 16); VECS_PER_THREAD vectors a thread holds; RESIDUAL 0|1.
-// Needs cols % VEC == 0 and cols <= THREADS * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
+// Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16),
+//   VECS_PER_THREAD, ROWS of rows.cuh; RESIDUAL 0|1.
+// Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
-#include "common/reduce.cuh"
 #include "common/types.cuh"
+#include "layers/rows.cuh"
 
 namespace {
 
@@ -29,57 +29,90 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
     T* __restrict__ y,               // [rows, cols]
     T* __restrict__ new_residual,    // [rows, cols], RESIDUAL only
     int rows, int cols, float eps) {
-  __shared__ float scratch[THREADS / cukit::kWarpSize];
+  __shared__ float scratch[ROWS * cukit::kScratch];
+  const cukit::RowShare share;
   const int num_vecs = cols / VEC;
+  const long long first_row = static_cast<long long>(blockIdx.x) * cukit::kPassRows;
 
-  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
-    const long long base = static_cast<long long>(row) * cols;
-    Vector values[VECS_PER_THREAD];
-    float sum_of_squares = 0.0f;
+  const auto holds = [&](int r, int i) {
+    return share.row(first_row, r) < rows && share.vec(i) < num_vecs;
+  };
 
+  Vector values[ROWS][VECS_PER_THREAD];
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const long long row = share.row(first_row, r);
+    if (row >= rows) continue;
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      const int vec = threadIdx.x + i * THREADS;
-      if (vec < num_vecs) cukit::load<cukit::Cache::Kept>(values[i], x + base + vec * VEC);
+      const int vec = share.vec(i);
+      if (vec < num_vecs) cukit::load<cukit::Cache::Kept>(values[r][i], x + row * cols + vec * VEC);
     }
-    if constexpr (RESIDUAL) {
+  }
+  // Rows of one thread share the weight: with several it waits in registers from the start.
+  Vector scale[VECS_PER_THREAD];
+  const auto load_weight = [&] {
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      if (share.vec(i) < num_vecs) cukit::load(scale[i], weight + share.vec(i) * VEC);
+    }
+  };
+  if constexpr (ROWS > 1) load_weight();
+  if constexpr (RESIDUAL) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const long long row = share.row(first_row, r);
+      if (row >= rows) continue;
 #pragma unroll
       for (int i = 0; i < VECS_PER_THREAD; ++i) {
-        const int vec = threadIdx.x + i * THREADS;
+        const int vec = share.vec(i);
         if (vec >= num_vecs) continue;
-        Vector add;
-        cukit::load<cukit::Cache::Kept>(add, residual + base + vec * VEC);
+        Vector read;
+        cukit::load<cukit::Cache::Kept>(read, residual + row * cols + vec * VEC);
+        float v[VEC], add[VEC];
+        cukit::to_floats(v, values[r][i]);
+        cukit::to_floats(add, read);
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-          values[i][j] = cukit::from_float<T>(cukit::to_float(values[i][j]) + cukit::to_float(add[j]));
-        }
-        cukit::store(new_residual + base + vec * VEC, values[i]);
+        for (int j = 0; j < VEC; ++j) v[j] += add[j];
+        cukit::from_floats(values[r][i], v);
+        cukit::store(new_residual + row * cols + vec * VEC, values[r][i]);
       }
     }
-#pragma unroll
-    for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      if (threadIdx.x + i * THREADS >= num_vecs) continue;
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const float value = cukit::to_float(values[i][j]);
-        sum_of_squares += value * value;
-      }
-    }
-    sum_of_squares = cukit::block_reduce<cukit::Sum, THREADS>(sum_of_squares, scratch);
-    const float rstd = rsqrtf(sum_of_squares / cols + eps);
+  }
 
+  float sums[ROWS];  // of squares
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    sums[r] = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      const int vec = threadIdx.x + i * THREADS;
-      if (vec >= num_vecs) continue;
-      Vector scale;
-      cukit::load(scale, weight + vec * VEC);
+      if (!holds(r, i)) continue;
+      float v[VEC];
+      cukit::to_floats(v, values[r][i]);
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const float normalised = cukit::to_float(values[i][j]) * rstd;
-        values[i][j] = cukit::from_float<T>(normalised * cukit::to_float(scale[j]));
-      }
-      cukit::store(y + base + vec * VEC, values[i]);
+      for (int j = 0; j < VEC; ++j) sums[r] += v[j] * v[j];
+    }
+  }
+  cukit::row_sums(sums, scratch);
+  cukit::stay_packed(values);
+
+  if constexpr (ROWS == 1) load_weight();
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const long long row = share.row(first_row, r);
+    if (row >= rows) continue;
+    const float rstd = rsqrtf(sums[r] / cols + eps);
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      const int vec = share.vec(i);
+      if (vec >= num_vecs) continue;
+      float v[VEC], w[VEC];
+      cukit::to_floats(v, values[r][i]);
+      cukit::to_floats(w, scale[i]);
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) v[j] = v[j] * rstd * w[j];
+      cukit::from_floats(values[r][i], v);
+      cukit::store(y + row * cols + vec * VEC, values[r][i]);
     }
   }
 }

@@ -4,17 +4,21 @@
 //   grad_x = r g w - x r^3 d / cols (+ grad_residual)
 //   grad_weight = sum over rows of g x r
 //
-// Mapping: a fixed number of blocks; block b takes rows b, b + gridDim.x, ... A thread owns the same
-//   columns in every row, so it keeps its share of grad_weight in registers and writes it once, to
-//   row b of `grad_weight_partial`; column_sum.cu adds those rows up.
-// Shared memory: 2 * THREADS / 32 floats, static.
-// Macros: DTYPE float32|float16|bfloat16; THREADS multiple of 32, 32..1024; VEC elements an access;
-//   VECS_PER_THREAD vectors a thread holds; RESIDUAL 0|1 (a gradient to add to grad_x).
-// Needs cols % VEC == 0 and cols <= THREADS * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
+// Mapping: a fixed number of blocks; rows.cuh says how the threads of one share rows, of which block b
+//   takes the passes b, b + gridDim.x, ... A thread owns the same columns in every row, so it keeps
+//   its share of grad_weight in registers. The block writes their sum once, to row b of
+//   `grad_weight_partial`; column_sum.cu adds those rows up.
+// Shared memory: 4 * THREADS / 32 floats, or as many as the columns that LANES threads hold for every
+//   warp, static; with AHEAD that of row_feed.cuh, dynamic.
+// Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16, 16 with
+//   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1 of row_feed.cuh; RESIDUAL 0|1 (a gradient to
+//   add to grad_x); BLOCKS_PER_SM resident at once, which limits the registers of a thread.
+// Needs cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
-#include "common/reduce.cuh"
 #include "common/types.cuh"
+#include "layers/row_feed.cuh"
+#include "layers/rows.cuh"
 
 namespace {
 
@@ -23,7 +27,7 @@ using Vector = cukit::Vec<T, VEC>;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) rms_norm_backward(
     const T* __restrict__ grad_out,            // [rows, cols]
     const T* __restrict__ x,                   // [rows, cols]
     const T* __restrict__ weight,              // [cols]
@@ -31,69 +35,84 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm_backward(
     T* __restrict__ grad_x,                    // [rows, cols]
     float* __restrict__ grad_weight_partial,   // [gridDim.x, cols]
     int rows, int cols, float eps) {
-  __shared__ float scratch[2 * THREADS / cukit::kWarpSize];
+  __shared__ float scratch[2][2 * ROWS * cukit::kScratch];
+  __shared__ float column_scratch[cukit::kColumnScratch];
+  CUKIT_DYNAMIC_SHARED(Vector, slots);
+  const cukit::RowShare share;
   const int num_vecs = cols / VEC;
+  const long long begin = static_cast<long long>(blockIdx.x) * cukit::kPassRows;
+  const long long stride = static_cast<long long>(gridDim.x) * cukit::kPassRows;
+  const cukit::PassWeights<T> weights(weight, num_vecs);
+  cukit::RowFeed feed(x, grad_out, rows, cols, begin, stride, slots);
 
+  const float inverse_cols = 1.0f / cols;
   float grad_weight[VECS_PER_THREAD][VEC] = {};
-  for (int row = blockIdx.x; row < rows; row += gridDim.x) {
-    const long long base = static_cast<long long>(row) * cols;
-    Vector values[VECS_PER_THREAD], grads[VECS_PER_THREAD];
-    float sums[2] = {0.0f, 0.0f};  // x^2 and g w x
-
+  int turn = 0;
+  for (long long first_row = begin; first_row < rows; first_row += stride, turn ^= 1) {
+    Vector values[ROWS][VECS_PER_THREAD], grads[ROWS][VECS_PER_THREAD];
+    feed.take(values, grads, first_row);
+    float sums[2 * ROWS];  // x^2 and g w x of each row
+#pragma unroll
+    for (int n = 0; n < 2 * ROWS; ++n) sums[n] = 0.0f;
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      const int vec = threadIdx.x + i * THREADS;
-      if (vec >= num_vecs) continue;
-      cukit::load<cukit::Cache::Kept>(values[i], x + base + vec * VEC);
-      cukit::load<cukit::Cache::Kept>(grads[i], grad_out + base + vec * VEC);
+      if (share.vec(i) >= num_vecs) continue;
+      float w[VEC];
+      cukit::to_floats(w, weights(i));
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        if (share.row(first_row, r) >= rows) continue;
+        float v[VEC], g[VEC];
+        cukit::to_floats(v, values[r][i]);
+        cukit::to_floats(g, grads[r][i]);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          sums[2 * r] += v[j] * v[j];
+          sums[2 * r + 1] += g[j] * w[j] * v[j];
+        }
+      }
+    }
+    cukit::row_sums(sums, scratch[turn]);
+    cukit::stay_packed(values);
+    cukit::stay_packed(grads);
+
+    float rstd[ROWS], along_x[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      rstd[r] = rsqrtf(sums[2 * r] * inverse_cols + eps);
+      along_x[r] = rstd[r] * rstd[r] * rstd[r] * sums[2 * r + 1] * inverse_cols;
     }
 #pragma unroll
     for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      const int vec = threadIdx.x + i * THREADS;
+      const int vec = share.vec(i);
       if (vec >= num_vecs) continue;
-      Vector scale;
-      cukit::load(scale, weight + vec * VEC);
+      float w[VEC];
+      cukit::to_floats(w, weights(i));
 #pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const float value = cukit::to_float(values[i][j]);
-        sums[0] += value * value;
-        sums[1] += cukit::to_float(grads[i][j]) * cukit::to_float(scale[j]) * value;
-      }
-    }
-    cukit::block_reduce<cukit::Sum, THREADS>(sums, scratch);
-    const float rstd = rsqrtf(sums[0] / cols + eps);
-    const float along_x = rstd * rstd * rstd * sums[1] / cols;
-
+      for (int r = 0; r < ROWS; ++r) {
+        const long long row = share.row(first_row, r);
+        if (row >= rows) continue;
+        float v[VEC], g[VEC], add[VEC];
+        cukit::to_floats(v, values[r][i]);
+        cukit::to_floats(g, grads[r][i]);
+        if constexpr (RESIDUAL) {
+          Vector read;
+          cukit::load<cukit::Cache::Kept>(read, grad_residual + row * cols + vec * VEC);
+          cukit::to_floats(add, read);
+        }
 #pragma unroll
-    for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      const int vec = threadIdx.x + i * THREADS;
-      if (vec >= num_vecs) continue;
-      Vector scale, result, add;
-      cukit::load(scale, weight + vec * VEC);
-      if constexpr (RESIDUAL) {
-        cukit::load<cukit::Cache::Kept>(add, grad_residual + base + vec * VEC);
+        for (int j = 0; j < VEC; ++j) {
+          const float scaled = g[j] * rstd[r];
+          grad_weight[i][j] += scaled * v[j];
+          g[j] = scaled * w[j] - v[j] * along_x[r];
+          if constexpr (RESIDUAL) g[j] += add[j];
+        }
+        Vector result;
+        cukit::from_floats(result, g);
+        cukit::store(grad_x + row * cols + vec * VEC, result);
       }
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        const float value = cukit::to_float(values[i][j]);
-        const float grad = cukit::to_float(grads[i][j]);
-        float grad_value = rstd * grad * cukit::to_float(scale[j]) - value * along_x;
-        if constexpr (RESIDUAL) grad_value += cukit::to_float(add[j]);
-        result[j] = cukit::from_float<T>(grad_value);
-        grad_weight[i][j] += grad * value * rstd;
-      }
-      cukit::store(grad_x + base + vec * VEC, result);
     }
   }
-
-  const long long partial_base = static_cast<long long>(blockIdx.x) * cols;
-#pragma unroll
-  for (int i = 0; i < VECS_PER_THREAD; ++i) {
-    const int vec = threadIdx.x + i * THREADS;
-    if (vec >= num_vecs) continue;
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      grad_weight_partial[partial_base + vec * VEC + j] = grad_weight[i][j];
-    }
-  }
+  float* const partial = grad_weight_partial + static_cast<long long>(blockIdx.x) * cols;
+  cukit::write_column_sums(grad_weight, partial, cols, column_scratch);
 }

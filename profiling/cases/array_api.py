@@ -1,4 +1,4 @@
-"""Cases of the narrow dtypes: float32 to one byte or half a byte a value, and back."""
+"""Cases of the narrow dtypes: numbers to one byte or half a byte a value, and back."""
 
 from __future__ import annotations
 
@@ -7,63 +7,97 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from cukit.array_api import NarrowDtype, float8_e4m3, int4
+from cukit.array_api import NarrowDtype, float8_e4m3, int4, int8
 from cukit.array_api.narrow import decode, encode
 from cukit.registry import get_kernel
 from profiling.arms import forward_arms
-from profiling.case import Call, Case, Workload
-from profiling.data import normal
+from profiling.case import Case, Workload, itemsize
+from profiling.data import DTYPES, normal
 
 FAMILY = "array_api"
 
+SPREAD = 3.0
+"""Standard deviation of the values: most of int4's codes occur."""
+
 
 def cases(small: bool = False) -> list[Case]:
-    """float8, which torch has as well, and int4, which it has not."""
+    """float32 and bfloat16 values."""
     tokens, hidden = (24, 256) if small else (16384, 8192)
     return [
-        maker(tokens, hidden, dtype)
+        maker(tokens, hidden, narrow, values)
         for maker in (encode_case, decode_case)
-        for dtype in (float8_e4m3, int4)
+        for values in ("float32", "bfloat16")
+        for narrow in (float8_e4m3, int8, int4)
     ]
 
 
-def _arms(
-    ours: Call, theirs: Callable[[ModuleType], Callable[..., Any]], x: Any, dtype: NarrowDtype
-) -> Any:
-    if dtype is int4:
-        return {"cukit": lambda: ours}
-    return forward_arms(ours, theirs, x)
+def _name(tokens: int, hidden: int, values: str) -> str:
+    return f"{tokens}x{hidden}" + ("" if values == "float32" else f" {values}")
 
 
-def encode_case(tokens: int, hidden: int, dtype: NarrowDtype) -> Case:
-    """float32 in, packed codes out."""
+def _traffic(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> float:
+    return tokens * hidden * (itemsize(values) + narrow.bits / 8)
 
-    def to_float8(torch: ModuleType) -> Callable[..., Any]:
-        return lambda x: x.to(torch.float8_e4m3fn).view(torch.uint8)
+
+def encode_case(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> Case:
+    """Numbers in, packed codes out."""
 
     def build() -> Workload:
-        x = normal((tokens, hidden), "float32")
+        x = normal((tokens, hidden), values, SPREAD)
         return Workload(
-            arms=_arms(lambda: encode(x, dtype).storage, to_float8, x, dtype),
-            expected=partial(get_kernel("encode", platform="cpu"), x, dtype),
+            arms=forward_arms(lambda: encode(x, narrow).storage, partial(_torch_encode, narrow), x),
+            expected=partial(get_kernel("encode", platform="cpu"), x, narrow.name),
         )
 
-    traffic = tokens * hidden * (4 + dtype.bits / 8)
-    return Case(FAMILY, "encode", f"{tokens}x{hidden}", dtype.name, build, bytes=traffic)
+    traffic = _traffic(tokens, hidden, narrow, values)
+    return Case(FAMILY, "encode", _name(tokens, hidden, values), narrow.name, build, bytes=traffic)
 
 
-def decode_case(tokens: int, hidden: int, dtype: NarrowDtype) -> Case:
-    """Packed codes in, float32 out."""
-
-    def from_float8(torch: ModuleType) -> Callable[..., Any]:
-        return lambda codes: codes.view(torch.float8_e4m3fn).float()
+def decode_case(tokens: int, hidden: int, narrow: NarrowDtype, values: str) -> Case:
+    """Packed codes in, numbers out."""
 
     def build() -> Workload:
-        array = encode(normal((tokens, hidden), "float32"), dtype)
+        array = encode(normal((tokens, hidden), "float32", SPREAD), narrow)
+        reference = get_kernel("decode", platform="cpu")
         return Workload(
-            arms=_arms(partial(decode, array), from_float8, array.storage, dtype),
-            expected=partial(get_kernel("decode", platform="cpu"), array.storage, dtype, hidden),
+            arms=forward_arms(
+                partial(decode, array, DTYPES[values]),
+                partial(_torch_decode, narrow, values),
+                array.storage,
+            ),
+            expected=partial(reference, array.storage, narrow.name, hidden),
         )
 
-    traffic = tokens * hidden * (4 + dtype.bits / 8)
-    return Case(FAMILY, "decode", f"{tokens}x{hidden}", dtype.name, build, bytes=traffic)
+    traffic = _traffic(tokens, hidden, narrow, values)
+    return Case(FAMILY, "decode", _name(tokens, hidden, values), narrow.name, build, bytes=traffic)
+
+
+def _torch_encode(narrow: NarrowDtype, torch: ModuleType) -> Callable[..., Any]:
+    def to_float8(x: Any) -> Any:
+        return x.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def to_int8(x: Any) -> Any:
+        return x.float().round().clamp(-128, 127).to(torch.int8)
+
+    def to_int4(x: Any) -> Any:
+        codes = x.float().round().clamp(-8, 7).to(torch.int8).view(torch.uint8)
+        low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+        return (low & 15) | (high << 4)
+
+    return {"float8_e4m3": to_float8, "int8": to_int8, "int4": to_int4}[narrow.name]
+
+
+def _torch_decode(narrow: NarrowDtype, values: str, torch: ModuleType) -> Callable[..., Any]:
+    dtype = getattr(torch, values)
+
+    def from_float8(codes: Any) -> Any:
+        return codes.view(torch.float8_e4m3fn).to(dtype)
+
+    def from_int8(codes: Any) -> Any:
+        return codes.to(dtype)
+
+    def from_int4(codes: Any) -> Any:
+        pairs = torch.stack((codes & 15, codes >> 4), dim=-1).view(torch.int8)
+        return ((pairs ^ 8) - 8).flatten(-2).to(dtype)
+
+    return {"float8_e4m3": from_float8, "int8": from_int8, "int4": from_int4}[narrow.name]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from cukit.array_api import float8_e4m3
-from cukit.array_api.narrow import NarrowArray, encode
+from cukit.array_api import QuantizedArray, float8_e4m3
+from cukit.array_api.narrow import encode
 from cukit.attention import flash_attention
 from cukit.reference import attention as reference
 from profiling.case import Case, Workload
@@ -73,5 +73,5 @@ def forward_case(shape: Shape) -> Case:
     )
 
 
-def _bfloat16(array: NarrowArray) -> Any:
+def _bfloat16(array: QuantizedArray) -> Any:
     return array.dense().astype(DTYPES["bfloat16"])

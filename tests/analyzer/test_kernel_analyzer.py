@@ -325,6 +325,13 @@ def test_a_users_kernel_on_the_gpu(analyzer: KernelAnalyzer) -> None:
         assert 50 < analysis.energy.mean_watts < 1500
 
 
+NOT_CHARGED_US = 1.2
+"""About half of what a pair of events adds on an H200: 2.46 to 2.50 us in 16 calibrations. In as
+many analyses of one process the time by events, less that, lay between 0.12 us below and 0.08 us
+above CUPTI's; the worst that other processes have shown is 0.46 us. A kernel that is charged for
+the events lies 2.5 us above, give or take as much: the bound has 0.7 us to spare on either side."""
+
+
 @pytest.mark.gpu
 def test_a_short_kernel_on_the_gpu_is_not_charged_for_the_events(analyzer: KernelAnalyzer) -> None:
     n = 1 << 18
@@ -336,7 +343,7 @@ def test_a_short_kernel_on_the_gpu_is_not_charged_for_the_events(analyzer: Kerne
     assert analysis.cold.overhead_us > 0.5
     (launch,) = analysis.launches
     if launch.device_us is not None:
-        assert launch.device_us == pytest.approx(analysis.cold.median_us, abs=0.4)
+        assert abs(launch.device_us - analysis.cold.median_us) < NOT_CHARGED_US
 
 
 @pytest.mark.gpu

@@ -139,6 +139,7 @@ def test_the_enqueue_timer_times_the_host_and_not_the_device() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.unguarded
 def test_peak_memory_counts_what_a_call_needs_at_once() -> None:
     import cupy
 

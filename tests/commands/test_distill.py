@@ -108,6 +108,7 @@ GPU = ["--device", "gpu", "--dtype", "bfloat16", "--workers", "1"]
 
 
 @pytest.mark.gpu
+@pytest.mark.unguarded
 def test_a_run_on_a_gpu_has_a_pool_and_ends_the_same_on_cupys(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

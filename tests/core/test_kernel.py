@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,6 +71,18 @@ def test_plans_are_made_once_per_description(monkeypatch):
     assert prepare(np.zeros((3, 2), np.float32).T, 1) == 4
     device_ids[0] = 1
     assert prepare(a, 1) == 5
+
+
+def test_a_spec_with_less_shared_memory_takes_none_from_another(column_sum, monkeypatch):
+    """CuPy gives out one function for a cubin, however often it is asked."""
+    function = SimpleNamespace(kernel=None, max_dynamic_shared_size_bytes=48 << 10)
+    module = SimpleNamespace(get_function=lambda entry: function)
+    cupy = SimpleNamespace(RawModule=lambda path: module)
+    monkeypatch.setattr(kernel, "require_cupy", lambda purpose: cupy)
+    for shared_kib, limit_kib in ((0, 48), (100, 100), (60, 100), (200, 200)):
+        spec = replace(column_sum.spec, shared_bytes=shared_kib << 10)
+        kernel.Kernel(replace(column_sum, spec=spec))
+        assert function.max_dynamic_shared_size_bytes == limit_kib << 10
 
 
 def test_a_plan_of_nothing_is_remembered_too(monkeypatch):

@@ -169,6 +169,19 @@ def test_normalizer_replaces_the_count(device, rng):
         np.testing.assert_allclose(to_host(grad), to_host(total_grad) / 16, rtol=1e-6)
 
 
+@pytest.mark.gpu
+def test_a_smaller_vocabulary_leaves_the_larger_its_shared_memory(rng):
+    """Both run the same cubin, each with the shared memory that its rows take."""
+    for vocab_size in (50257, 40000, 50257):
+        logits, targets = (
+            random(rng, (2, vocab_size), "bfloat16"),
+            targets_for(rng, (2, vocab_size)),
+        )
+        loss, _ = cross_entropy(*to_device("gpu", logits, targets), return_grad=True)
+        expected = reference.cross_entropy(logits.astype(np.float64), targets)
+        np.testing.assert_allclose(to_host(loss), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("vocab_size", [257, 40000, 500001])
 def test_the_gradient_may_overwrite_the_logits(device, rng, vocab_size):
     logits, targets = random(rng, (4, vocab_size), "bfloat16"), targets_for(rng, (4, vocab_size))

@@ -22,6 +22,7 @@ def test_on_the_cpu_there_is_no_pool() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.unguarded
 def test_on_a_gpu_arrays_come_from_the_pool() -> None:
     cupy = pytest.importorskip("cupy")
     memory, theirs = RunMemory(cupy), RunMemory(cupy, "cupy")

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from cukit.array_api import narrow
+from cukit.array_api import NarrowDtype, QuantizedArray, float8_e4m3, float8_e5m2
+from cukit.array_api.narrow import encode
 from cukit.distill.adamw import AdamWState
 from cukit.registry import Op
 from tests.contract import random
@@ -91,7 +92,7 @@ def _adamw(rng: Rng) -> Arguments:
     }
 
 
-def _narrow(rng: Rng) -> Any:
+def _values(rng: Rng) -> Any:
     return random(rng, (5, 37), "float32", 3.0)
 
 
@@ -113,7 +114,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "block_sparse_attention": _blocks,
     "cross_entropy": lambda rng: (_logits(rng), {"return_grad": True}),
     "cross_entropy_backward": lambda rng: ((np.float32(0.5), *_logits(rng)), {}),
-    "decode": lambda rng: ((narrow.encode(_narrow(rng), narrow.float8_e4m3),), {}),
+    "decode": lambda rng: ((encode(_values(rng), float8_e4m3),), {}),
     "embedding": lambda rng: (
         (rng.integers(0, 300, (4, 9)), random(rng, (300, 72), "bfloat16")),
         {},
@@ -122,7 +123,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         (random(rng, (4, 40, 72), "bfloat16"), rng.integers(0, 30, (4, 40)), 300),
         {},
     ),
-    "encode": lambda rng: ((_narrow(rng), narrow.float8_e5m2), {}),
+    "encode": lambda rng: ((_values(rng), float8_e5m2), {}),
     "flash_attention": lambda rng: (
         tuple(_attention(rng)),
         {"causal": True, "return_lse": True},
@@ -161,7 +162,8 @@ def run(
         args, options = _map(args, _widen), _map(options, _widen)
     args, options = _map(args, place), _map(options, place)
     if reference and op.name == "encode":
-        return [args[0].astype(np.float64)] if wide else [_host(op.reference(*args))]
+        x, dtype = args
+        return [x.astype(np.float64)] if wide else [_host(op.reference(x, dtype.name))]
     if reference and op.name == "matmul_tma":
         options = {"transpose_b": True}
     if reference and op.name == "decode":
@@ -178,7 +180,7 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
         return {key: _map(each, function) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_map(each, function) for each in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, narrow.NarrowDtype):
+    if dataclasses.is_dataclass(value) and not isinstance(value, NarrowDtype):
         fields = {f.name: _map(getattr(value, f.name), function) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)
     return value
@@ -189,7 +191,7 @@ def _flat(value: Any) -> list[Any]:
         return []
     if isinstance(value, Sequence):
         return [array for each in value for array in _flat(each)]
-    if isinstance(value, narrow.NarrowArray):
+    if isinstance(value, QuantizedArray):
         return [value.dense()]
     if dataclasses.is_dataclass(value):
         return [array for f in dataclasses.fields(value) for array in _flat(getattr(value, f.name))]

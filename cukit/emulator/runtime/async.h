@@ -61,24 +61,49 @@ struct Mbarrier {
   std::vector<Work> late;         // copies that report here
   std::vector<Landing> landings;
   unsigned engine = 0;
+  const Fiber* initialiser = nullptr;
+  std::uint32_t initialised = 0;  // in this epoch of its
+  const void* initialised_call = nullptr;
   Clock* joined = nullptr;        // of this phase
   Clock* completed = nullptr;     // of the last
 };
 
-// A warp's part of the products of its warpgroup, by group.
+// A warpgroup's products, by group.
 struct WarpGroup {
+  static constexpr unsigned kWarps = 4;
+  static constexpr unsigned kThreads = 128;
+
+  // Threads that have come to an instruction of the whole warpgroup and wait for the others.
+  struct Meeting {
+    const char* name = nullptr;  // null while nobody has come
+    unsigned arrived[kWarps] = {};
+    unsigned count = 0;
+    const void* call = nullptr;
+  };
   struct Product {
     std::uint64_t group;
-    std::uint32_t epoch;
-    Work work;
+    std::uint32_t number;          // of Cluster::register_events
+    std::uint32_t epochs[kWarps];  // of the warps' engines
+    const void* call;
+    std::size_t accumulators;      // where they lie on each thread's stack
+    unsigned count;                // of a thread
+    Work work;                     // empty if done
   };
-  // True values of accumulators that products in flight will change, by the first lane's place.
+  // Accumulators by the shape of the products that used them since the last fence.
+  struct Shaped {
+    std::size_t low, high;  // of the stack
+    unsigned shape;
+  };
+  // True values of accumulators that products in flight will change, by the first thread's place.
   struct Hidden {
     unsigned products = 0;
     std::vector<float> values;
   };
-  std::uint64_t open = 0;
+  Meeting meeting;
+  std::uint64_t open = 0;  // number of the group that products now join
   std::vector<Product> products;
+  std::vector<Shaped> shaped;
+  const void* fence_call = nullptr;
   std::unordered_map<float*, Hidden> hidden;
 };
 

@@ -15,6 +15,7 @@
 #include "common/emulator/entry.h"
 #include "common/emulator/thread.h"
 #include "fiber.h"
+#include "registers.h"
 #include "shadow.h"
 
 namespace cukit::emulator {
@@ -56,6 +57,8 @@ struct Fiber : Thread {
   Clock* fenced = nullptr;         // what it had seen at its last proxy fence
   std::uint32_t epoch = 0;
   std::uint32_t fence_epoch = 0;   // its own accesses up to here are visible to the async proxy
+  std::uint32_t mbarrier_fence_epoch = 0;  // mbarriers that it initialised up to here, to the cluster
+  Registers registers;
 
   CopyGroups copies;               // cp.async
   BulkGroups bulk;                 // cp.async.bulk towards global memory
@@ -63,10 +66,12 @@ struct Fiber : Thread {
 
 // Lanes that have come to one warp collective and wait for the rest of its mask.
 struct Meeting {
+  const char* name;
   void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes);
   unsigned kind;
   unsigned mask;
   unsigned arrived;
+  bool whole;  // an instruction of all lanes, which one that has exited is missing from
 };
 
 struct Warp {
@@ -98,7 +103,7 @@ struct Block {
   unsigned live = 0;
   Barrier barriers[kNamedBarriers];
   std::unordered_map<std::uint32_t, Mbarrier> mbarriers;
-  std::vector<WarpGroup> warp_groups;  // one a warp
+  std::vector<WarpGroup> warp_groups;
 
   // Static shared memory lives at `static_shared` while this block is the resident one of its
   // cluster, and in `static_copy` otherwise.
@@ -167,6 +172,7 @@ struct Cluster {
   std::uint32_t base_epoch = 0;  // every access of earlier clusters is at or before it
   std::uint32_t newest_epoch = 0;
   std::uint32_t engine_epoch[kEngines] = {};
+  std::uint32_t register_events = 0;  // fences and products of wgmma, over all launches
 
   ~Cluster();
   // Runs the cluster of this number to its end, or until any worker finds a fault.
@@ -201,10 +207,21 @@ std::uint32_t random_number(Cluster& cluster);
 // Comes back when every live lane of `mask` has called it with the same arguments; `complete` runs
 // once, before anybody comes back.
 void meet(unsigned kind, unsigned mask, const char* name,
-          void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes));
+          void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes), bool whole = false);
+// The same for an instruction of a whole warp: comes back when all its 32 lanes have called it.
+inline void meet_warp(unsigned kind, const char* name,
+                      void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes)) {
+  meet(kind, ~0u, name, complete, true);
+}
+// The same for an instruction of a warpgroup: for the 128 threads of four warps, from a multiple of
+// four on. Ends the launch if some of them come to another one.
+void meet_warp_group(const char* name, void (*complete)(Block&, unsigned group));
 
 // Everybody has arrived at the cluster barrier, or exited.
 void open_cluster_barrier(Cluster& cluster);
+
+// Instructions of whole warps and warpgroups that wait for threads which have not come: a line each.
+std::string missing_threads(const Cluster& cluster);
 
 // Starts what was put off in the late mode. False if there is nothing that would help.
 bool finish_late_work(Cluster& cluster);

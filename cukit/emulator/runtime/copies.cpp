@@ -78,7 +78,28 @@ namespace {
 
 constexpr std::size_t kMbarrierBytes = 8;
 
-Mbarrier& mbarrier_at(Fiber& me, std::uint32_t address, const char* use) {
+// mbarrier.init is an ordinary write. Threads of the own block know of it after a barrier; TMA, which
+// reports to the mbarrier, and threads of other blocks after a fence too, by the thread that initialised
+// it and before that barrier: fence.mbarrier_init, or, for TMA, a proxy fence.
+void check_initialisation(const Fiber& me, const Mbarrier& barrier, std::uint32_t address,
+                          bool by_engine) {
+  const Fiber& initialiser = *barrier.initialiser;
+  const std::uint32_t epoch = barrier.initialised;
+  if (epoch <= initialiser.mbarrier_fence_epoch) return;
+  if (by_engine) {
+    if (epoch <= initialiser.fence_epoch) return;
+    if (me.fenced != nullptr && epoch <= me.fenced->seen[initialiser.agent]) return;
+  } else if (initialiser.block == me.block) {
+    return;
+  }
+  fault(format("missing fence_mbarrier_init: %s uses the mbarrier at shared address %u",
+               by_engine ? "TMA" : "another block of the cluster", local_address(address)) +
+        "\n  " + name_of(me) + " " + where(me.call) +
+        "\n  no fence_mbarrier_init, before the barrier in between, follows its initialisation by\n  " +
+        name_of(initialiser) + " " + where(barrier.initialised_call));
+}
+
+Mbarrier& mbarrier_at(Fiber& me, std::uint32_t address, const char* use, bool by_engine = false) {
   const Place place = place_of(me, address, kMbarrierBytes);
   const auto found = place.block->mbarriers.find(local_address(address));
   if (found == place.block->mbarriers.end()) {
@@ -87,6 +108,7 @@ Mbarrier& mbarrier_at(Fiber& me, std::uint32_t address, const char* use) {
   }
   if (checked()) {
     check_shared(thread_actor(me), *place.block, place.pointer, kMbarrierBytes, Access::Atomic);
+    check_initialisation(me, found->second, address, by_engine);
   }
   return found->second;
 }
@@ -125,7 +147,17 @@ void mbarrier_init(std::uint32_t address, unsigned arrivals) {
   Mbarrier barrier;
   barrier.expected = barrier.pending = arrivals;
   barrier.engine = address / kMbarrierBytes % kMbarrierEngines;
+  barrier.initialiser = &me;
+  barrier.initialised = me.epoch;
+  barrier.initialised_call = me.call;
   place.block->mbarriers[local_address(address)] = barrier;
+}
+
+void fence_mbarrier_init() {
+  CUKIT_ENTER(me);
+  if (!checked()) return;
+  me.mbarrier_fence_epoch = me.epoch;
+  advance(me);
 }
 
 void mbarrier_arrive(std::uint32_t address, unsigned bytes) {
@@ -161,7 +193,7 @@ void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigne
   Mbarrier& barrier = mbarrier_at(
       me, target.rank == me.block->rank ? local_address(barrier_address)
                                         : map_to_rank(local_address(barrier_address), target.rank),
-      "a copy's report");
+      "a copy's report", true);
   Cluster& cluster = *me.block->cluster;
   if (checked()) {
     const Actor actor = engine_actor(me, barrier.engine);

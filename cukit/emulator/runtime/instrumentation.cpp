@@ -6,6 +6,7 @@
 
 #include "block.h"
 #include "common/emulator/memory.h"
+#include "engines.h"
 
 namespace cukit::emulator {
 
@@ -20,7 +21,11 @@ inline void judge(void* pointer, std::size_t bytes, Access access, const void* c
   if (cukit_emulator_thread == nullptr) return;
   Fiber& me = current();
   me.call = call;
-  check(thread_actor(me), pointer, bytes, access);
+  if (on_stack(me, pointer)) {
+    touch(me, pointer, bytes, access);
+  } else {
+    check(thread_actor(me), pointer, bytes, access);
+  }
 }
 
 }  // namespace

@@ -101,10 +101,12 @@ void work(Run& run) {
 
 std::size_t fiber_bytes() { return (sizeof(Fiber) + 63) / 64 * 64; }
 
+Fiber& fiber_of(const Stack& stack) {
+  return *reinterpret_cast<Fiber*>(stack.high() - fiber_bytes());
+}
+
 Cluster::~Cluster() {
-  for (const auto& stack : stacks) {
-    reinterpret_cast<Fiber*>(stack->high() - fiber_bytes())->~Fiber();
-  }
+  for (const auto& stack : stacks) fiber_of(*stack).~Fiber();
 }
 
 void Cluster::prepare(std::uint64_t number) {
@@ -123,6 +125,10 @@ void Cluster::prepare(std::uint64_t number) {
     std::uint64_t step = 0x9E3779B1u % run->clusters | 1;
     while (std::gcd(step, run->clusters) != 1) step += 2;
     number = (number * step + launch->seed) % run->clusters;
+  }
+  if (register_events > Registers::kMostEvents) {
+    register_events = 0;
+    for (const auto& stack : stacks) fiber_of(*stack).registers.clear();
   }
   base_epoch = newest_epoch;
   newest_epoch = base_epoch + 1;
@@ -190,7 +196,9 @@ void Run::check_patience(Fiber& me) const {
   const auto now = std::chrono::steady_clock::now();
   if (me.polls == kPolls) me.polls_since = now;
   if (now - me.polls_since > std::chrono::duration<double>(launch->patience)) {
-    fault("a thread polls and nothing happens: it waits for something that no other thread does\n  " +
+    const std::string missing = missing_threads(*me.block->cluster);
+    fault((missing.empty() ? "" : missing + "\n") +
+          "a thread polls and nothing happens: it waits for something that no other thread does\n  " +
           name_of(me) + " " + where(me.call));
   }
 }

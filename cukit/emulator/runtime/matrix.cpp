@@ -1,11 +1,13 @@
-// ldmatrix, stmatrix and mma.sync.
+// ldmatrix, stmatrix, movmatrix and mma.sync.
 #include "matrix.h"
+
+#include "engines.h"
 
 namespace cukit::emulator {
 
 namespace {
 
-enum Kind : unsigned { kLoadMatrix = 200, kStoreMatrix = 300, kMma = 400 };
+enum Kind : unsigned { kLoadMatrix = 200, kStoreMatrix = 300, kMoveMatrix = 399, kMma = 400 };
 
 struct MatrixMove {
   unsigned* registers;
@@ -53,6 +55,21 @@ void complete_move(Block& block, Warp& warp, unsigned kind, unsigned) {
   }
 }
 
+// Lane 4 r + c gives elements 2 c and 2 c + 1 of row r and gets those of column r.
+void complete_transposition(Block& block, Warp& warp, unsigned, unsigned) {
+  std::uint32_t columns[8][4] = {};
+  for (unsigned lane = 0; lane < kLanes; ++lane) {
+    const auto pair = static_cast<std::uint32_t>(block.lane(warp, lane).value);
+    const unsigned row = lane / 4;
+    for (unsigned i = 0; i < 2; ++i) {
+      columns[lane % 4 * 2 + i][row / 2] |= (pair >> (16 * i) & 0xffffu) << (row % 2 * 16);
+    }
+  }
+  for (unsigned lane = 0; lane < kLanes; ++lane) {
+    block.lane(warp, lane).value = columns[lane / 4][lane % 4];
+  }
+}
+
 struct MmaOperands {
   void* d;
   const unsigned* a;
@@ -91,23 +108,36 @@ void ldmatrix(unsigned* registers, unsigned count, bool transposed, std::uint32_
   CUKIT_ENTER(me);
   const MatrixMove move{registers, shared};
   me.operands = &move;
-  meet(kLoadMatrix + 2 * count + transposed, ~0u, "ldmatrix", complete_move<true>);
+  use_registers(me, registers, count * sizeof(unsigned), Access::Write);
+  meet_warp(kLoadMatrix + 2 * count + transposed, "ldmatrix", complete_move<true>);
 }
 
 void stmatrix(const unsigned* registers, unsigned count, bool transposed, std::uint32_t shared) {
   CUKIT_ENTER(me);
   const MatrixMove move{const_cast<unsigned*>(registers), shared};
   me.operands = &move;
-  meet(kStoreMatrix + 2 * count + transposed, ~0u, "stmatrix", complete_move<false>);
+  use_registers(me, registers, count * sizeof(unsigned), Access::Read);
+  meet_warp(kStoreMatrix + 2 * count + transposed, "stmatrix", complete_move<false>);
+}
+
+unsigned movmatrix(unsigned pair) {
+  CUKIT_ENTER(me);
+  me.value = pair;
+  meet_warp(kMoveMatrix, "movmatrix", complete_transposition);
+  return static_cast<unsigned>(me.value);
 }
 
 void mma(Number a_type, Number b_type, unsigned k, void* d, const unsigned* a, const unsigned* b) {
   CUKIT_ENTER(me);
   const MmaOperands operands{d, a, b};
   me.operands = &operands;
+  const unsigned registers = k * bytes_of(b_type) / 16;  // of operand b; a has twice as many rows
+  use_registers(me, a, 2 * registers * sizeof(unsigned), Access::Read);
+  use_registers(me, b, registers * sizeof(unsigned), Access::Read);
+  use_registers(me, d, 4 * sizeof(float), Access::Write);
   const unsigned kind =
       kMma + static_cast<unsigned>(a_type) * 512 + static_cast<unsigned>(b_type) * 64 + k;
-  meet(kind, ~0u, "mma.sync", complete_mma);
+  meet_warp(kind, "mma.sync", complete_mma);
 }
 
 }  // namespace cukit::emulator

@@ -26,6 +26,8 @@ struct Run {
 };
 
 std::size_t fiber_bytes();
+// The fiber that lies at the top of its stack.
+Fiber& fiber_of(const Stack& stack);
 void prepare_shared(Block& block, unsigned rank);
 
 }  // namespace cukit::emulator

@@ -5,6 +5,7 @@
 #include <map>
 
 #include "block.h"
+#include "engines.h"
 #include "run.h"
 
 __thread cukit::emulator::Thread* cukit_emulator_thread;
@@ -101,8 +102,65 @@ std::string list_of(const std::vector<unsigned>& threads) {
   return text;
 }
 
+// Adds the threads of a warp that `lanes` names.
+void add_lanes(std::vector<unsigned>& threads, unsigned first, unsigned lanes) {
+  for (; lanes != 0; lanes &= lanes - 1) {
+    threads.push_back(first + static_cast<unsigned>(__builtin_ctz(lanes)));
+  }
+}
+
+// Instructions of whole warps and warpgroups that wait for threads which do not come, a line each.
+std::string missing_threads(const Block& block) {
+  std::string text;
+  const auto add = [&](const char* name, const char* of, unsigned first, unsigned count,
+                       const std::vector<unsigned>& missing) {
+    text += format("%smissing threads: %s is an instruction of %s, here threads %u-%u of block "
+                   "(%u, %u, %u), and threads ", text.empty() ? "" : "\n", name, of, first,
+                   first + count - 1, block.index.x, block.index.y, block.index.z) +
+            list_of(missing) + " do not come to it";
+  };
+  for (const Warp& warp : block.warps) {
+    for (const Meeting& meeting : warp.meetings) {
+      if (!meeting.whole) continue;
+      std::vector<unsigned> missing;
+      add_lanes(missing, warp.first, ~meeting.arrived);
+      add(meeting.name, "all 32 lanes of a warp", warp.first, kLanes, missing);
+    }
+  }
+  for (std::size_t group = 0; group < block.warp_groups.size(); ++group) {
+    const WarpGroup::Meeting& meeting = block.warp_groups[group].meeting;
+    if (meeting.name == nullptr) continue;
+    const auto first = static_cast<unsigned>(group) * WarpGroup::kThreads;
+    std::vector<unsigned> missing;
+    for (unsigned w = 0; w < WarpGroup::kWarps; ++w) {
+      add_lanes(missing, first + w * kLanes, ~meeting.arrived[w]);
+    }
+    add(meeting.name, "a whole warpgroup (four warps, from a multiple of four on)", first,
+        WarpGroup::kThreads, missing);
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string missing_threads(const Cluster& cluster) {
+  std::string text;
+  for (unsigned b = 0; b < cluster.num_blocks; ++b) {
+    const std::string more = missing_threads(*cluster.blocks[b]);
+    if (!more.empty()) text += (text.empty() ? "" : "\n") + more;
+  }
+  return text;
+}
+
+namespace {
+
 [[noreturn]] void deadlock(Cluster& cluster) {
-  std::string text = "deadlock: no thread can go on";
+  std::string text = missing_threads(cluster);
+  if (text.empty()) {
+    text = "deadlock: no thread can go on";
+  } else {
+    text += "; call it where no branch leaves threads out";
+  }
   for (unsigned b = 0; b < cluster.num_blocks; ++b) {
     Block& block = *cluster.blocks[b];
     std::map<std::pair<std::string, const void*>, std::vector<unsigned>> groups;
@@ -138,7 +196,7 @@ Fiber& next_or_deadlock(Cluster& cluster, const Fiber* from) {
 void complete_without(Block& block, Warp& warp) {
   for (std::size_t i = 0; i < warp.meetings.size(); ++i) {
     const Meeting meeting = warp.meetings[i];
-    if ((meeting.mask & warp.live & ~meeting.arrived) != 0) continue;
+    if (meeting.whole || (meeting.mask & warp.live & ~meeting.arrived) != 0) continue;
     warp.meetings.erase(warp.meetings.begin() + static_cast<std::ptrdiff_t>(i--));
     meeting.complete(block, warp, meeting.kind, meeting.arrived);
     make_ready(block, warp, meeting.arrived);
@@ -150,6 +208,9 @@ void complete_without(Block& block, Warp& warp) {
   if (!me.bulk.items.empty()) {
     fault("a thread exits without waiting until its bulk copies have read shared memory\n  " +
           name_of(me) + " " + where(me.call));
+  }
+  if (!me.block->warp_groups[me.index / WarpGroup::kThreads].products.empty()) {
+    exit_before_products(me);
   }
   me.state = State::Exited;
   me.warp->live &= ~(1u << me.lane);
@@ -212,7 +273,7 @@ void yield() {
 }
 
 void meet(unsigned kind, unsigned mask, const char* name,
-          void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes)) {
+          void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes), bool whole) {
   Fiber& me = current();
   Warp& warp = *me.warp;
   const unsigned mine = 1u << me.lane;
@@ -228,11 +289,11 @@ void meet(unsigned kind, unsigned mask, const char* name,
     }
   }
   if (found == nullptr) {
-    warp.meetings.push_back({complete, kind, mask, 0});
+    warp.meetings.push_back({name, complete, kind, mask, 0, whole});
     found = &warp.meetings.back();
   }
   found->arrived |= mine;
-  if ((mask & warp.live & ~found->arrived) != 0) {
+  if (((whole ? ~0u : mask & warp.live) & ~found->arrived) != 0) {
     wait_for(name, mask);
     return;
   }
@@ -240,6 +301,38 @@ void meet(unsigned kind, unsigned mask, const char* name,
   warp.meetings.erase(warp.meetings.begin() + (found - warp.meetings.data()));
   meeting.complete(*me.block, warp, meeting.kind, meeting.arrived);
   make_ready(*me.block, warp, meeting.arrived & ~mine);
+  shuffle_order();
+}
+
+void meet_warp_group(const char* name, void (*complete)(Block&, unsigned group)) {
+  Fiber& me = current();
+  Block& block = *me.block;
+  const unsigned number = me.index / WarpGroup::kThreads;
+  WarpGroup::Meeting& meeting = block.warp_groups[number].meeting;
+  if (meeting.name == nullptr) {
+    meeting.name = name;
+    meeting.call = me.call;
+  } else if (meeting.name != name) {
+    std::vector<unsigned> others;
+    for (unsigned w = 0; w < WarpGroup::kWarps; ++w) {
+      add_lanes(others, number * WarpGroup::kThreads + w * kLanes, meeting.arrived[w]);
+    }
+    fault(format("divergent warpgroup: a thread comes to %s while others of its warpgroup are at "
+                 "another instruction that all 128 threads execute together\n  ", name) +
+          name_of(me) + " " + where(me.call) + "\n  threads " + list_of(others) + " are at " +
+          meeting.name + " " + where(meeting.call));
+  }
+  meeting.arrived[me.index / kLanes % WarpGroup::kWarps] |= 1u << me.lane;
+  if (++meeting.count < WarpGroup::kThreads) {
+    wait_for(name);
+    return;
+  }
+  meeting = {};
+  complete(block, number);
+  for (unsigned w = 0; w < WarpGroup::kWarps; ++w) {
+    Warp& warp = block.warps[number * WarpGroup::kWarps + w];
+    make_ready(block, warp, &warp == me.warp ? ~(1u << me.lane) : ~0u);
+  }
   shuffle_order();
 }
 
@@ -275,7 +368,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
   block.live = threads;
   block.mbarriers.clear();
   block.warp_groups.clear();
-  block.warp_groups.resize((threads + kLanes - 1) / kLanes);
+  block.warp_groups.resize((threads + WarpGroup::kThreads - 1) / WarpGroup::kThreads);
   for (Barrier& barrier : block.barriers) barrier = Barrier{};
   prepare_shared(block, rank);
 
@@ -289,8 +382,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
       new (stacks.back()->high() - fiber_bytes()) Fiber();
     }
     Stack& stack = *stacks[slot];
-    unsigned char* const place = stack.high() - fiber_bytes();
-    Fiber& fiber = *reinterpret_cast<Fiber*>(place);
+    Fiber& fiber = fiber_of(stack);
     fiber.thread_index = {t % launch->block[0], t / launch->block[0] % launch->block[1],
                           t / launch->block[0] / launch->block[1]};
     fiber.block_index = index;
@@ -300,7 +392,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     fiber.cluster_rank = rank;
     fiber.cluster_blocks = num_blocks;
     fiber.dynamic_shared = block.dynamic_shared;
-    fiber.stack_pointer = prepare_stack(place, fiber_main);
+    fiber.stack_pointer = prepare_stack(stack.high() - fiber_bytes(), fiber_main);
     fiber.stack_low = stack.low();
     fiber.block = &block;
     fiber.warp = &block.warps[t / kLanes];
@@ -312,6 +404,8 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     fiber.bulk = BulkGroups{};
     fiber.epoch = base_epoch + 1;
     fiber.fence_epoch = base_epoch;
+    fiber.mbarrier_fence_epoch = base_epoch;
+    fiber.registers.start();
     fiber.fenced = nullptr;
     block.fibers[t] = &fiber;
   }

@@ -2,8 +2,10 @@
 #include "shadow.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "block.h"
+#include "engines.h"
 
 namespace cukit::emulator {
 
@@ -23,7 +25,7 @@ std::string where_offset(const Block& block, std::uint32_t offset) {
 }
 
 std::string name_of_agent(const Cluster& cluster, unsigned agent) {
-  if (agent >= cluster.first_engine()) return "an asynchronous operation";
+  if (agent >= cluster.first_engine()) return name_of_engine(agent - cluster.first_engine());
   const Block& block = *cluster.blocks[agent / cluster.threads];
   return name_of(*block.fibers[agent % cluster.threads]);
 }
@@ -77,7 +79,7 @@ struct Judge {
     if (!ordered(cell.writer, cell.write_epoch) && !(access == Access::Atomic && cell.atomic)) {
       race(i, "write", cell.writer, cell.write_call);
     }
-    if (actor.engine && access == Access::Read) check_proxy(cell, i);
+    if (actor.engine && written) check_proxy(cell, i);
     if (access == Access::Read) {
       if (swizzle != 0 && cell.swizzle != 0 && swizzle != cell.swizzle) wrong_swizzle(cell, i);
       note_reader(cell);
@@ -94,11 +96,15 @@ struct Judge {
     cell.atomic = access == Access::Atomic;
     cell.pending = 0;
     cell.generic = !actor.engine;
-    cell.swizzle = static_cast<std::uint8_t>(swizzle);
+    cell.swizzle = static_cast<std::uint16_t>(swizzle);
   }
 
-  // The async proxy sees what threads wrote only after a proxy fence, by the writer after its write
-  // or by the issuer once it knows of the write.
+  // TMA and wgmma (the async proxy) need a proxy fence between an ordinary write and their own access
+  // to the same bytes, which would else overtake it: to read what was written, and just so to overwrite
+  // it. The fence is executed by the writer after its write, or by the issuer once it knows of the write.
+  // No fence is needed between ordinary reads and a copy that overwrites what was read, if happens-before
+  // orders them (readers arrive at an mbarrier, the producer waits there and starts the copy): a read
+  // that has returned its value cannot be overtaken. Nor where the async proxy accessed the bytes last.
   void check_proxy(const Cell& cell, std::size_t i) const {
     if (!cell.generic || cell.writer >= block.cluster->first_engine()) return;
     const Cluster& cluster = *block.cluster;
@@ -108,7 +114,8 @@ struct Judge {
     if (cell.write_epoch <= writer.fence_epoch) return;
     if (issuer.fenced != nullptr && cell.write_epoch <= issuer.fenced->seen[cell.writer]) return;
     fault(head(actor, "missing fence.proxy.async", bytes, access) + " at " +
-          describe_shared(block, pointer + i) + tail(actor) + "\n  no proxy fence follows the write by\n  " +
+          describe_shared(block, pointer + i) + tail(actor) +
+          "\n  no fence_proxy_async, before the barrier in between, follows the ordinary write by\n  " +
           name_of(writer) + " " + where_offset(block, cell.write_call));
   }
 
@@ -236,7 +243,17 @@ void check_shared(const Actor& actor, Block& block, const void* pointer, std::si
   }
   const Judge judge{actor, block, static_cast<const unsigned char*>(pointer), bytes, access,
                     actor.issuer->seen->seen, block.cluster->base_epoch, swizzle};
-  for (std::size_t i = 0; i < bytes; ++i) judge.one(cells[i], i);
+  // Bytes with the same past have the same future: neighbours mostly do.
+  Cell before = cells[0];
+  judge.one(cells[0], 0);
+  for (std::size_t i = 1; i < bytes; ++i) {
+    if (std::memcmp(&cells[i], &before, sizeof(Cell)) == 0) {
+      cells[i] = cells[i - 1];
+    } else {
+      before = cells[i];
+      judge.one(cells[i], i);
+    }
+  }
 }
 
 void check(const Actor& actor, const void* pointer, std::size_t bytes, Access access) {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "common/emulator/thread.h"
@@ -21,11 +22,12 @@ struct Cell {
   std::uint32_t read_call[2] = {};
   std::uint16_t writer = 0;
   std::uint16_t reader[2] = {};
-  std::uint8_t atomic = 0;   // the last write was
-  std::uint8_t pending = 0;  // a background copy is on its way here
-  std::uint8_t generic = 0;  // the last write was an ordinary one, not the async proxy's
-  std::uint8_t swizzle = 0;  // 16-byte chunks of the pattern it was written in; 0 if nobody said
+  std::uint16_t swizzle = 0;  // 16-byte chunks of the pattern it was written in; 0 if nobody said
+  std::uint16_t atomic = 0;   // the last write was
+  std::uint8_t pending = 0;   // a background copy is on its way here
+  std::uint8_t generic = 0;   // the last write was an ordinary one, not the async proxy's
 };
+static_assert(std::has_unique_object_representations_v<Cell>, "cells are compared as bytes");
 
 struct Shadow {
   std::vector<Cell> static_cells, dynamic_cells;

@@ -21,6 +21,7 @@ constexpr std::uint64_t kMagic = 0x63756B6974746D61ull;
 struct __attribute__((packed)) TensorMap {
   std::uint64_t magic;
   std::uint64_t address;
+  std::uint64_t low, high;  // of the array that the map was made of
   std::uint32_t extent[kMostAxes];
   std::int64_t stride[kMostAxes];  // bytes
   std::uint16_t box[kMostAxes];
@@ -97,6 +98,37 @@ void for_rows(const TensorMap& map, const int* position, const Visit& visit) {
   }
 }
 
+// Ends the launch if the box reaches memory that is not the array's, or may: wherever a box lies wholly
+// outside the tensor, the hardware touches the map's base address (seen on the H200), which a map that
+// begins before its array does not own.
+void check_box(const Fiber& me, const TensorMap& map, const int* position) {
+  bool any = false;
+  for_rows(map, position, [&](unsigned, const unsigned char* row, unsigned first, unsigned count) {
+    if (count == 0) return;
+    any = true;
+    const auto low = reinterpret_cast<std::uintptr_t>(row) + first * map.itemsize;
+    if (low >= map.low && low + count * map.itemsize <= map.high) return;
+    const bool before = low < map.low;
+    fault(format("out of bounds: cp.async.bulk.tensor of a box with a row that begins %llu bytes %s "
+                 "the array of its map\n  ",
+                 static_cast<unsigned long long>(before ? map.low - low : low - map.low),
+                 before ? "before" : "after the start of") +
+          name_of(me) + " " + where(me.call));
+  });
+  if (any || (map.address >= map.low && map.address < map.high)) return;
+  std::string place, extents;
+  for (unsigned axis = 0; axis < map.axes; ++axis) {
+    place += format(axis == 0 ? "%d" : ", %d", position[axis]);
+    extents += format(axis == 0 ? "%u" : ", %u", map.extent[axis]);
+  }
+  fault("out of bounds: cp.async.bulk.tensor of a box wholly outside the tensor touches the map's base "
+        "address, " +
+        format("%lld bytes before the array of the map: leave such boxes out\n  ",
+               static_cast<long long>(map.low - map.address)) +
+        name_of(me) + " " + where(me.call) + "\n  the box begins at (" + place +
+        ") in a tensor of (" + extents + "), innermost axis first");
+}
+
 // Moves `bytes` between a row of the box and linear memory, chunk by chunk.
 template <typename Move>
 void for_chunks(const TensorMap& map, std::uint32_t shared, unsigned char* base, unsigned at,
@@ -140,6 +172,7 @@ void tensor_load(std::uint32_t shared, const void* map_pointer, const int* posit
   const unsigned bytes = box_bytes(map);
   const std::uint32_t local = local_address(shared);
   check_target(me, map, local);
+  if (checked()) check_box(me, map, position);
   struct Position {
     int at[kMostAxes];
   } copied{};
@@ -173,6 +206,7 @@ void tensor_store(const void* map_pointer, std::uint32_t shared, const int* posi
   if (!map.writeable) {
     fault("write to a read-only array: cp.async.bulk.tensor\n  " + name_of(me) + " " + where(me.call));
   }
+  if (checked()) check_box(me, map, position);
   const Place place = place_of(me, shared, bytes);
   struct Position {
     int at[kMostAxes];

@@ -1,4 +1,11 @@
-// wgmma: a warp's quarter of a warpgroup's product, from shared memory described by 64 bits.
+// wgmma: products of four warps, from shared memory described by 64 bits, in the background.
+//
+// The rules for registers are those of the PTX ISA (wgmma.fence, wgmma.wait_group). From a product on
+// until its group has been waited for, ordinary code may neither read nor write its accumulators, nor
+// write the registers of its operand a. (To read these is undefined too by the letter; as neither side
+// changes them, it is let pass.) Between an ordinary access to any of them and the product there is a
+// fence, as there is between products of different shapes with the same accumulators, and before a
+// warpgroup's first product.
 #include "engines.h"
 #include "matrix.h"
 
@@ -6,7 +13,11 @@ namespace cukit::emulator {
 
 namespace {
 
-constexpr unsigned kWgmma = 50000;
+constexpr const char* kFence = "wgmma.fence";
+constexpr const char* kMultiply = "wgmma.mma_async";
+constexpr const char* kCommit = "wgmma.commit_group";
+constexpr const char* kWait = "wgmma.wait_group";
+constexpr unsigned kThreads = WarpGroup::kThreads;
 constexpr unsigned kDepthBytes = 32;
 constexpr unsigned kCoreRows = 8;
 
@@ -18,10 +29,9 @@ struct Descriptor {
   unsigned chunks;  // 16-byte chunks of the swizzle's width; 1 without one
 };
 
-Descriptor decode(const Fiber& fiber, std::uint64_t bits) {
+Descriptor decode(std::uint64_t bits) {
   if (bits >> 49 & 7) not_emulated("wgmma: a matrix descriptor with a base offset");
   constexpr unsigned kChunks[] = {1, 8, 4, 2};
-  static_cast<void>(fiber);
   return {static_cast<std::uint32_t>(bits & 0x3fff) << 4,
           static_cast<std::uint32_t>(bits >> 16 & 0x3fff) << 4,
           static_cast<std::uint32_t>(bits >> 32 & 0x3fff) << 4, kChunks[bits >> 62]};
@@ -78,144 +88,312 @@ void check_matrix(const Fiber& fiber, const Actor& actor, const Descriptor& matr
   }
 }
 
-// One warp's part, with what it needs of its lanes copied.
-struct WarpProduct {
+// A warpgroup's product, with what it needs of its threads copied.
+struct GroupProduct {
   Product product;
-  const Fiber* fiber;     // lane 0, for addresses
-  unsigned first_row;     // of operand a
-  unsigned a[kLanes][4];  // where it comes from registers
-  float* d[kLanes];
+  const Fiber* fiber;  // the first thread, for addresses
+  unsigned a[kThreads][4];  // where it comes from registers
+  float* d[kThreads];
 
   unsigned depth() const { return kDepthBytes / bytes_of(product.b_type); }
 
   void run(float* const* sums) const {
     Operands operands;
     const unsigned k = depth();
-    if (product.registers != nullptr) {
-      for (unsigned lane = 0; lane < kLanes; ++lane) {
-        unpack_a(operands, lane, a[lane], product.a_type, k);
-      }
-    } else {
-      read_matrix(*fiber, decode(*fiber, product.a), first_row, kRows, k, product.a_type,
-                  product.a_transposed,
-                  [&](unsigned row, unsigned i, float value) { operands.a[row][i] = value; });
-    }
-    read_matrix(*fiber, decode(*fiber, product.b), 0, product.n, k, product.b_type,
-                product.b_transposed,
+    read_matrix(*fiber, decode(product.b), 0, product.n, k, product.b_type, product.b_transposed,
                 [&](unsigned column, unsigned i, float value) { operands.b[i][column] = value; });
-    for (unsigned column = 0; column < product.n; column += 8) {
-      float* tile[kLanes];
-      for (unsigned lane = 0; lane < kLanes; ++lane) {
-        tile[lane] = sums[lane] + column / 2;
-        if (!product.accumulate) std::fill_n(tile[lane], 4, 0.0f);  // 0 as an int too
-      }
-      if (is_integer(product.a_type)) {
-        multiply_tile(operands, k, column, reinterpret_cast<std::int32_t* const*>(tile));
+    for (unsigned warp = 0; warp < WarpGroup::kWarps; ++warp) {
+      const unsigned first = warp * kLanes;
+      if (product.registers != nullptr) {
+        for (unsigned lane = 0; lane < kLanes; ++lane) {
+          unpack_a(operands, lane, a[first + lane], product.a_type, k);
+        }
       } else {
-        multiply_tile(operands, k, column, tile);
+        read_matrix(*fiber, decode(product.a), warp * kRows, kRows, k, product.a_type,
+                    product.a_transposed,
+                    [&](unsigned row, unsigned i, float value) { operands.a[row][i] = value; });
+      }
+      for (unsigned column = 0; column < product.n; column += 8) {
+        float* tile[kLanes];
+        for (unsigned lane = 0; lane < kLanes; ++lane) {
+          tile[lane] = sums[first + lane] + column / 2;
+          if (!product.accumulate) std::fill_n(tile[lane], 4, 0.0f);  // 0 as an int too
+        }
+        if (is_integer(product.a_type)) {
+          multiply_tile(operands, k, column, reinterpret_cast<std::int32_t* const*>(tile));
+        } else {
+          multiply_tile(operands, k, column, tile);
+        }
       }
     }
   }
 };
 
 // In the late mode accumulators are NaN until somebody waits; their true values stay here.
-void put_off(WarpGroup& group, const WarpProduct& product, std::uint32_t epoch) {
+Work put_off(WarpGroup& group, const GroupProduct& product) {
   const unsigned count = product.product.n / 2;
   WarpGroup::Hidden& hidden = group.hidden[product.d[0]];
-  if (hidden.products++ == 0) {
-    hidden.values.resize(kLanes * static_cast<std::size_t>(count));
-    for (unsigned lane = 0; lane < kLanes; ++lane) {
-      std::copy_n(product.d[lane], count, &hidden.values[lane * count]);
-      std::memset(product.d[lane], 0xff, count * sizeof(float));
+  if (hidden.products > 0 && hidden.values.size() != kThreads * static_cast<std::size_t>(count)) {
+    // Products of another shape have these accumulators: no longer than until now.
+    for (WarpGroup::Product& earlier : group.products) {
+      if (earlier.work) earlier.work();
+      earlier.work = nullptr;
     }
   }
-  group.products.push_back({group.open, epoch, [&group, product, count] {
+  if (hidden.products++ == 0) {
+    hidden.values.resize(kThreads * static_cast<std::size_t>(count));
+    for (unsigned i = 0; i < kThreads; ++i) {
+      std::copy_n(product.d[i], count, &hidden.values[i * count]);
+      std::memset(product.d[i], 0xff, count * sizeof(float));
+    }
+  }
+  return [&group, product, count] {
     WarpGroup::Hidden& kept = group.hidden[product.d[0]];
-    float* sums[kLanes];
-    for (unsigned lane = 0; lane < kLanes; ++lane) sums[lane] = &kept.values[lane * count];
+    float* sums[kThreads];
+    for (unsigned i = 0; i < kThreads; ++i) sums[i] = &kept.values[i * count];
     product.run(sums);
     if (--kept.products > 0) return;
-    for (unsigned lane = 0; lane < kLanes; ++lane) std::copy_n(sums[lane], count, product.d[lane]);
-  }});
+    for (unsigned i = 0; i < kThreads; ++i) std::copy_n(sums[i], count, product.d[i]);
+  };
 }
 
-void complete_wgmma(Block& block, Warp& warp, unsigned, unsigned) {
-  const unsigned number = warp.first / kLanes;
-  const Fiber& fiber = block.lane(warp, 0);
-  WarpProduct mine;
-  mine.product = *static_cast<const Product*>(fiber.operands);
-  mine.fiber = &fiber;
-  mine.first_row = number % 4 * kRows;
-  for (unsigned lane = 0; lane < kLanes; ++lane) {
-    const auto* product = static_cast<const Product*>(block.lane(warp, lane).operands);
-    mine.d[lane] = static_cast<float*>(product->d);
-    if (product->registers != nullptr) std::copy_n(product->registers, 4, mine.a[lane]);
-  }
-  std::uint32_t epoch = 0;
-  if (checked()) {
-    const Actor actor = engine_actor(fiber, kMbarrierEngines + kStoreEngines + number);
-    epoch = actor.epoch;
-    const Product& p = mine.product;
-    if (p.registers == nullptr) {
-      check_matrix(fiber, actor, decode(fiber, p.a), mine.first_row, kRows, mine.depth(), p.a_type,
-                   p.a_transposed);
+bool alike(const Product& x, const Product& y) {
+  return x.a_type == y.a_type && x.b_type == y.b_type && x.n == y.n && x.a == y.a && x.b == y.b &&
+         x.a_transposed == y.a_transposed && x.b_transposed == y.b_transposed &&
+         x.accumulate == y.accumulate && (x.registers == nullptr) == (y.registers == nullptr);
+}
+
+unsigned product_engine(unsigned warp) { return kMbarrierEngines + kStoreEngines + warp; }
+
+std::size_t place_on_stack(const Fiber& fiber, const void* pointer) {
+  return static_cast<std::size_t>(static_cast<const unsigned char*>(pointer) - fiber.stack_low);
+}
+
+std::string at(const Fiber& fiber) { return "\n  " + name_of(fiber) + " " + where(fiber.call); }
+
+// "accumulator 5", "register 2 of operand a"
+std::string name_of_register(std::size_t i, bool accumulator) {
+  return accumulator ? format("accumulator %zu", i) : format("register %zu of operand a", i);
+}
+
+// What a product in flight is waiting for, and where it was started.
+std::string state_of(const WarpGroup& group, std::uint32_t number) {
+  for (const WarpGroup::Product& product : group.products) {
+    if (product.number != number) continue;
+    const std::string started = "\n  the product was started " + where(product.call);
+    if (product.group == group.open) {
+      return started + "\n  no wgmma_commit has followed it: only committed groups are waited for";
     }
-    check_matrix(fiber, actor, decode(fiber, p.b), 0, p.n, mine.depth(), p.b_type, p.b_transposed);
+    const auto younger = static_cast<unsigned>(group.open - product.group - 1);
+    return started + format("\n  %u groups have been committed since its own: wgmma_wait<%u> or less "
+                            "waits for it", younger, younger);
   }
+  return "";
+}
+
+[[noreturn]] void missing_fence(const Fiber& fiber, const std::string& why,
+                                const void* last_fence) {
+  fault("missing wgmma_fence: " + why + at(fiber) +
+        (last_fence == nullptr ? "\n  the warpgroup has executed none"
+                               : "\n  the last one was executed " + where(last_fence)));
+}
+
+// Registers that the product of this number takes of a thread.
+void take(Fiber& fiber, const WarpGroup& group, const void* pointer, std::size_t count,
+          std::uint32_t number, bool accumulator) {
+  const std::size_t place = place_on_stack(fiber, pointer);
+  if (place >= Stack::kBytes) {
+    fault(std::string("wgmma.mma_async: ") + (accumulator ? "accumulators" : "operand a") +
+          " must be local variables; others are copied to registers before it, and back while it "
+          "runs" + at(fiber));
+  }
+  const std::size_t i = fiber.registers.take(place, count, number, accumulator);
+  if (i == count) return;
+  const std::string name = name_of_register(i, accumulator);
+  if (!fiber.registers.in_flight(place + 4 * i)) {
+    missing_fence(fiber, name + " was touched by ordinary code since the last one: call it between "
+                         "the access and the product", group.fence_call);
+  }
+  fault("wgmma not waited for: " + name + " of a new product is " +
+        (accumulator ? "operand a" : "an accumulator") + " of one in flight" + at(fiber) +
+        state_of(group, fiber.registers.product_at(place + 4 * i)));
+}
+
+// Judges and notes the registers of a product.
+void take_registers(Block& block, unsigned number, const GroupProduct& mine,
+                    WarpGroup::Product& record) {
+  Fiber* const* const fibers = &block.fibers[number * kThreads];
   WarpGroup& group = block.warp_groups[number];
+  if (group.fence_call == nullptr) {
+    missing_fence(*fibers[0], "call it before a warpgroup's first product", nullptr);
+  }
+  const std::size_t low = place_on_stack(*fibers[0], mine.d[0]);
+  const std::size_t high = low + record.count * sizeof(float);
+  const unsigned shape = mine.product.n << 8 | mine.depth();
+  bool known = false;
+  for (const WarpGroup::Shaped& shaped : group.shaped) {
+    if (low >= shaped.high || high <= shaped.low) continue;
+    if (shaped.shape != shape || shaped.low != low) {
+      missing_fence(*fibers[0], format("a product of m64n%uk%u takes accumulators of one of m64n%uk%u: "
+                                       "call it between them", mine.product.n, mine.depth(),
+                                       shaped.shape >> 8, shaped.shape & 0xff), group.fence_call);
+    }
+    known = true;
+  }
+  if (!known) group.shaped.push_back({low, high, shape});
+  record.number = ++block.cluster->register_events;
+  record.accumulators = low;
+  for (unsigned i = 0; i < kThreads; ++i) {
+    const auto* product = static_cast<const Product*>(fibers[i]->operands);
+    if (product->registers != nullptr) {
+      take(*fibers[i], group, product->registers, 4, record.number, false);
+    }
+    take(*fibers[i], group, mine.d[i], record.count, record.number, true);
+  }
+}
+
+void complete_multiply(Block& block, unsigned number) {
+  WarpGroup& group = block.warp_groups[number];
+  Fiber* const* const fibers = &block.fibers[number * kThreads];
+  GroupProduct mine;
+  mine.product = *static_cast<const Product*>(fibers[0]->operands);
+  mine.fiber = fibers[0];
+  for (unsigned i = 0; i < kThreads; ++i) {
+    const auto* product = static_cast<const Product*>(fibers[i]->operands);
+    if (!alike(*product, mine.product)) {
+      fault("wgmma.mma_async: all threads of a warpgroup give the same shape, types, descriptors and "
+            "scale-d; this one differs from the first" + at(*fibers[i]));
+    }
+    mine.d[i] = static_cast<float*>(product->d);
+    if (product->registers != nullptr) std::copy_n(product->registers, 4, mine.a[i]);
+  }
+  WarpGroup::Product record{};
+  record.group = group.open;
+  record.call = mine.fiber->call;
+  record.count = mine.product.n / 2;
+  if (checked()) {
+    take_registers(block, number, mine, record);
+    const Product& p = mine.product;
+    for (unsigned warp = 0; warp < WarpGroup::kWarps; ++warp) {
+      const Fiber& fiber = *fibers[warp * kLanes];
+      const Actor actor = engine_actor(fiber, product_engine(number * WarpGroup::kWarps + warp));
+      record.epochs[warp] = actor.epoch;
+      if (p.registers == nullptr) {
+        check_matrix(fiber, actor, decode(p.a), warp * kRows, kRows, mine.depth(), p.a_type,
+                     p.a_transposed);
+      }
+      check_matrix(fiber, actor, decode(p.b), 0, p.n, mine.depth(), p.b_type, p.b_transposed);
+    }
+  }
   if (block.cluster->launch->late) {
-    put_off(group, mine, epoch);
+    record.work = put_off(group, mine);
   } else {
     mine.run(mine.d);
-    if (checked()) group.products.push_back({group.open, epoch, nullptr});
+    if (!checked()) return;
   }
+  group.products.push_back(std::move(record));
 }
 
-void complete_commit(Block& block, Warp& warp, unsigned, unsigned) {
-  ++block.warp_groups[warp.first / kLanes].open;
-}
-
-void complete_wait(Block& block, Warp& warp, unsigned, unsigned) {
-  const unsigned number = warp.first / kLanes;
+void complete_fence(Block& block, unsigned number) {
+  const std::uint32_t event = ++block.cluster->register_events;
   WarpGroup& group = block.warp_groups[number];
-  const unsigned pending = block.lane(warp, 0).argument;
+  group.shaped.clear();
+  group.fence_call = block.fibers[number * kThreads]->call;
+  for (unsigned i = 0; i < kThreads; ++i) block.fibers[number * kThreads + i]->registers.fence(event);
+}
+
+void complete_commit(Block& block, unsigned number) { ++block.warp_groups[number].open; }
+
+void complete_wait(Block& block, unsigned number) {
+  WarpGroup& group = block.warp_groups[number];
+  Fiber* const* const fibers = &block.fibers[number * kThreads];
+  const unsigned pending = fibers[0]->argument;
   std::size_t done = 0;
   while (done < group.products.size() && group.products[done].group + pending < group.open) {
     WarpGroup::Product& product = group.products[done++];
     if (product.work) product.work();
-    if (checked()) {
-      for (unsigned lane = 0; lane < kLanes; ++lane) {
-        learn_of_engine(block.lane(warp, lane), kMbarrierEngines + kStoreEngines + number,
-                        product.epoch);
-      }
+  }
+  if (done == 0) return;
+  if (checked()) {
+    const WarpGroup::Product& last = group.products[done - 1];
+    for (unsigned i = 0; i < kThreads; ++i) {
+      const unsigned warp = i / kLanes;
+      fibers[i]->registers.land(last.number);
+      learn_of_engine(*fibers[i], product_engine(number * WarpGroup::kWarps + warp),
+                      last.epochs[warp]);
     }
   }
   group.products.erase(group.products.begin(),
                        group.products.begin() + static_cast<std::ptrdiff_t>(done));
 }
 
+// Comes to an instruction of the whole warpgroup.
+void enter(const Fiber& me, const char* name, void (*complete)(Block&, unsigned)) {
+  const unsigned first = me.index / kThreads * kThreads;
+  const auto threads = static_cast<unsigned>(me.block->fibers.size());
+  if (first + kThreads > threads) {
+    fault(format("missing threads: %s is an instruction of a whole warpgroup (four warps, from a "
+                 "multiple of four on), here threads %u-%u, and the block ends after %u", name, first,
+                 first + kThreads - 1, threads) + at(me));
+  }
+  meet_warp_group(name, complete);
+}
+
+// Whether fences, commits and waits make a difference.
+bool noted(const Fiber& me) {
+  const Launch& launch = *me.block->cluster->launch;
+  return launch.checked != 0 || launch.late != 0;
+}
+
 }  // namespace
+
+void touched_in_flight(const Fiber& me, const void* pointer, std::size_t bytes, Access access) {
+  std::size_t place = place_on_stack(me, pointer) / 4 * 4;
+  while (!me.registers.in_flight(place) ||
+         (access == Access::Read && !me.registers.accumulator_at(place))) {
+    place += 4;
+  }
+  const WarpGroup& group = me.block->warp_groups[me.index / kThreads];
+  const std::uint32_t number = me.registers.product_at(place);
+  const bool accumulator = me.registers.accumulator_at(place);
+  std::string name = accumulator ? "an accumulator" : "operand a";
+  for (const WarpGroup::Product& product : group.products) {
+    const std::size_t i = (place - product.accumulators) / 4;
+    if (accumulator && product.number == number && i < product.count) {
+      name = name_of_register(i, true);
+    }
+  }
+  fault(format("wgmma not waited for: %s of %zu bytes of %s in flight",
+               access == Access::Read ? "read" : "write", bytes, name.c_str()) + at(me) +
+        state_of(group, number));
+}
+
+void exit_before_products(const Fiber& me) {
+  const WarpGroup& group = me.block->warp_groups[me.index / kThreads];
+  fault("wgmma not waited for: a thread exits while products of its warpgroup are in flight" + at(me) +
+        state_of(group, group.products.front().number));
+}
 
 void wgmma(const Product& product) {
   CUKIT_ENTER(me);
-  if (me.block->fibers.size() % 128 != 0) {
-    fault("wgmma: the block has no whole warpgroups of 128 threads\n  " + name_of(me) + " " +
-          where(me.call));
-  }
   me.operands = &product;
-  meet(kWgmma + product.n, ~0u, "wgmma.mma_async", complete_wgmma);
+  enter(me, kMultiply, complete_multiply);
+}
+
+void wgmma_fence() {
+  CUKIT_ENTER(me);
+  if (checked()) enter(me, kFence, complete_fence);
 }
 
 void wgmma_commit() {
   CUKIT_ENTER(me);
-  static_cast<void>(me);
-  meet(kWgmma + 1000, ~0u, "wgmma.commit_group", complete_commit);
+  if (noted(me)) enter(me, kCommit, complete_commit);
 }
 
 void wgmma_wait(unsigned pending) {
   CUKIT_ENTER(me);
   me.argument = pending;
-  meet(kWgmma + 1001, ~0u, "wgmma.wait_group", complete_wait);
+  if (noted(me)) enter(me, kWait, complete_wait);
 }
 
 }  // namespace cukit::emulator

@@ -15,6 +15,9 @@ enum class Number : unsigned { F16, BF16, TF32, E4M3, E5M2, S8, U8 };
 void ldmatrix(unsigned* registers, unsigned count, bool transposed, std::uint32_t shared);
 void stmatrix(const unsigned* registers, unsigned count, bool transposed, std::uint32_t shared);
 
+// movmatrix: an 8x8 matrix of 16-bit elements, transposed.
+unsigned movmatrix(unsigned pair);
+
 // mma.sync m16n8k<k>: d += a * b. `d` points to four floats, or four ints for S8 and U8.
 void mma(Number a_type, Number b_type, unsigned k, void* d, const unsigned* a, const unsigned* b);
 
@@ -32,6 +35,7 @@ struct Product {
   bool accumulate;
 };
 void wgmma(const Product& product);
+void wgmma_fence();
 void wgmma_commit();
 void wgmma_wait(unsigned pending);
 
@@ -43,6 +47,7 @@ void cp_async_commit();
 void cp_async_wait(unsigned pending);
 
 void mbarrier_init(std::uint32_t barrier, unsigned arrivals);
+void fence_mbarrier_init();
 // Arrives after announcing `bytes` to come; at a barrier of any block of the cluster.
 void mbarrier_arrive(std::uint32_t barrier, unsigned bytes);
 void mbarrier_wait(std::uint32_t barrier, unsigned parity);

@@ -111,11 +111,16 @@ struct Pipeline {
   // The warp has read the stage. Accesses by wgmma have ended when wgmma_wait says so.
   CUKIT_DEVICE void release(const State& at) { empty.arrive_warp(at); }
 
-  // The same towards every block of a cluster of `Blocks`, whose copies fill this block's stage too.
+  // The same towards every block of a cluster of `Blocks`, whose copies fill this block's stage too. The
+  // stage has been read by wgmma alone.
   template <int Blocks>
   CUKIT_DEVICE void release_to_cluster(const State& at) {
-    const int lane = threadIdx.x % kWarpSize;
-    if (lane < Blocks) mbarrier_arrive_remote(&empty.stage[at.index], lane);
+    if constexpr (Blocks == 1) {
+      release(at);
+    } else {
+      const int lane = threadIdx.x % kWarpSize;
+      if (lane < Blocks) mbarrier_arrive_remote_relaxed(&empty.stage[at.index], lane);
+    }
   }
 
   // Passes over a stage that the warp has no use for. The wait is necessary: until the stage is full,

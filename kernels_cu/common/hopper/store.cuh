@@ -65,6 +65,7 @@ struct StagedStore {
   static constexpr int kBytes = Buffers * Piece::kBytes;
 
   static_assert(Columns % PieceColumns == 0 && PieceColumns % 16 == 0, "whole pieces of stmatrix");
+  static_assert(kPieces % Buffers == 0, "every tile begins with the first buffer");
 
   // All threads of the warpgroup, with a named barrier of its own. The tile begins at (row, column) of
   // a matrix of `rows` x `columns`; what lies outside is not written.

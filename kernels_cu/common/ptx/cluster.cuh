@@ -1,9 +1,17 @@
 // Thread-block clusters (PTX ISA 7.8, sm_90 and up): blocks scheduled together, each able to write
 // the others' shared memory.
+//
+// CUKIT_CLUSTER_SHAPE   qualifier of a kernel whose macro CLUSTER says how many blocks a cluster has
 #pragma once
 
 #include "common/platform.cuh"
 #include "common/ptx/shared_address.cuh"
+
+#if defined(CLUSTER) && CLUSTER > 1
+#define CUKIT_CLUSTER_SHAPE __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CUKIT_CLUSTER_SHAPE
+#endif
 
 namespace cukit {
 

@@ -28,7 +28,9 @@ CUKIT_DEVICE void mbarrier_init(Mbarrier* barrier, unsigned arrivals) {
 
 // fence.mbarrier_init: makes initialisations visible to the cluster and to the copy engine.
 CUKIT_DEVICE void fence_mbarrier_init() {
-#ifndef CUKIT_EMULATE
+#ifdef CUKIT_EMULATE
+  emulator::fence_mbarrier_init();
+#else
   asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
 #endif
 }
@@ -53,6 +55,21 @@ CUKIT_DEVICE void mbarrier_arrive_remote(Mbarrier* barrier, int rank) {
                : "=r"(remote)
                : "r"(shared_address(barrier)), "r"(rank));
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(remote)
+               : "memory");
+#endif
+}
+
+// The same without ordering this thread's ordinary accesses before it (release costs a fence of the
+// whole GPU's memory): for a stage that only wgmma has read, and wgmma_wait has come back.
+CUKIT_DEVICE void mbarrier_arrive_remote_relaxed(Mbarrier* barrier, int rank) {
+#ifdef CUKIT_EMULATE
+  mbarrier_arrive_remote(barrier, rank);
+#else
+  unsigned remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
+               : "=r"(remote)
+               : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(remote)
                : "memory");
 #endif
 }

@@ -9,12 +9,7 @@ namespace cukit {
 // those of column r.
 CUKIT_DEVICE unsigned transpose_8x8(unsigned pair) {
 #ifdef CUKIT_EMULATE
-  const int lane = threadIdx.x % kWarpSize;
-  const int from = lane % 4 * 8 + lane / 8;
-  const unsigned low = __shfl_sync(kFullMask, pair, from);
-  const unsigned high = __shfl_sync(kFullMask, pair, from + 4);
-  const int shift = lane / 4 % 2 * 16;
-  return (low >> shift & 0xffffu) | (high >> shift & 0xffffu) << 16;
+  return emulator::movmatrix(pair);
 #else
   unsigned transposed;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(transposed) : "r"(pair));

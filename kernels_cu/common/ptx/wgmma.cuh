@@ -36,7 +36,9 @@ CUKIT_DEVICE unsigned long long matrix_descriptor(const void* shared, OperandSwi
 
 // wgmma.fence: orders accesses to the accumulators before the products that follow.
 CUKIT_DEVICE void wgmma_fence() {
-#ifndef CUKIT_EMULATE
+#ifdef CUKIT_EMULATE
+  emulator::wgmma_fence();
+#else
   asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 #endif
 }

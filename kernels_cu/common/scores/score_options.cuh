@@ -55,7 +55,6 @@
 namespace cukit {
 
 constexpr bool kScoresModified = SOFTCAP || ALIBI || BIAS;
-constexpr float kLog2E = 1.4426950408889634f;
 
 #if BIAS == 2
 using bias_t = float;

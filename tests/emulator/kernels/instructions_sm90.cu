@@ -142,12 +142,14 @@ extern "C" __global__ void wgmma(const uint4* image,         // IMAGE bytes of s
   constexpr auto kSwizzle = static_cast<cukit::OperandSwizzle>(SWIZZLE);
   const auto a = cukit::matrix_descriptor(shared + a_offset, kSwizzle, a_leading, a_stride);
   const auto b = cukit::matrix_descriptor(shared + b_offset, kSwizzle, b_leading, b_stride);
+#if REGISTERS
+  unsigned from_registers[4];
+  for (int i = 0; i < 4; ++i) from_registers[i] = registers[4 * threadIdx.x + i];
+#endif
   cukit::wgmma_fence();
 #if FLOAT8
   cukit::wgmma_e4m3<64>(d, a, b, true);
 #elif REGISTERS
-  unsigned from_registers[4];
-  for (int i = 0; i < 4; ++i) from_registers[i] = registers[4 * threadIdx.x + i];
   cukit::wgmma<__half, COLUMNS, TRANSPOSED_B>(d, from_registers, b, true);
 #else
   cukit::wgmma<__half, COLUMNS, TRANSPOSED_A, TRANSPOSED_B>(d, a, b, true);

@@ -24,7 +24,6 @@ CUKIT_DEVICE void load_tile(unsigned char* tile, const cukit::TensorMap* map,
 }
 
 // out = tile * tile^T, [64, 64]
-template <bool Waits>
 CUKIT_DEVICE void multiply(const unsigned char* tile, float* out, cukit::OperandSwizzle swizzle) {
   float acc[32];
   cukit::wgmma_fence();
@@ -33,12 +32,11 @@ CUKIT_DEVICE void multiply(const unsigned char* tile, float* out, cukit::Operand
     cukit::wgmma<__half, 64>(acc, descriptor, descriptor, k > 0);
   }
   cukit::wgmma_commit();
-  if (Waits) cukit::wgmma_wait<0>(acc);
+  cukit::wgmma_wait<0>(acc);
   const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
   for (int i = 0; i < 32; ++i) {
     out[(row + 8 * (i / 2 % 2)) * 64 + 8 * (i / 4) + threadIdx.x % 4 * 2 + i % 2] = acc[i];
   }
-  if (!Waits) cukit::wgmma_wait<0>(acc);
 }
 
 }  // namespace
@@ -51,7 +49,7 @@ extern "C" __global__ void missing_mbarrier_wait(const __grid_constant__ cukit::
 #if !BUG
   cukit::mbarrier_wait(&barrier, 0);
 #endif
-  multiply<true>(tile, out, cukit::OperandSwizzle::Bytes128);
+  multiply(tile, out, cukit::OperandSwizzle::Bytes128);
 }
 
 // The tensor map swizzles by 128 bytes.
@@ -60,17 +58,7 @@ extern "C" __global__ void wrong_swizzle(const __grid_constant__ cukit::TensorMa
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
   load_tile(tile, &map, &barrier);
   cukit::mbarrier_wait(&barrier, 0);
-  multiply<true>(tile, out,
-                 BUG ? cukit::OperandSwizzle::Bytes64 : cukit::OperandSwizzle::Bytes128);
-}
-
-extern "C" __global__ void missing_wgmma_wait(const __grid_constant__ cukit::TensorMap map,
-                                              float* out) {
-  __shared__ cukit::Mbarrier barrier;
-  CUKIT_DYNAMIC_SHARED(unsigned char, tile);
-  load_tile(tile, &map, &barrier);
-  cukit::mbarrier_wait(&barrier, 0);
-  multiply<!BUG>(tile, out, cukit::OperandSwizzle::Bytes128);
+  multiply(tile, out, BUG ? cukit::OperandSwizzle::Bytes64 : cukit::OperandSwizzle::Bytes128);
 }
 
 // Overwrites an operand while the product may still read it.
@@ -145,7 +133,7 @@ extern "C" __global__ void mbarrier_never_completes(const __grid_constant__ cuki
     cukit::tma_load_2d(tile, &map, &barrier, 0, 0);
   }
   cukit::mbarrier_wait(&barrier, 0);
-  multiply<true>(tile, out, cukit::OperandSwizzle::Bytes128);
+  multiply(tile, out, cukit::OperandSwizzle::Bytes128);
 }
 
 // Two blocks of a cluster: each sends its rank to the other.

@@ -1,0 +1,48 @@
+"""What the codes of a quantised array stand for: float8, int8 and int4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_INT8: np.dtype[Any] = np.dtype(np.int8)
+_UINT8: np.dtype[Any] = np.dtype(np.uint8)
+
+
+@dataclass(frozen=True)
+class NarrowDtype:
+    """What the codes of a QuantizedArray stand for.
+
+    name: `"float8_e4m3"` (finite only: the `fn` variant), `"float8_e5m2"`, `"int8"` or `"int4"`.
+    bits: of one code, a divisor of 8. Codes of fewer than eight share bytes along the last axis,
+        the first in the lowest bits.
+    most: largest magnitude that survives on both sides of zero (int4 goes from -8 to 7).
+    integer: whether codes are two's-complement integers, which may have zero points.
+    """
+
+    name: str
+    bits: int
+    most: float
+    integer: bool = False
+
+    @property
+    def storage_dtype(self) -> np.dtype[Any]:
+        """int8 where one code is one integer, else uint8."""
+        return _INT8 if self.integer and self.bits == 8 else _UINT8
+
+    def storage_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The logical shape with the last axis in bytes, rounded up."""
+        return (*shape[:-1], -(-shape[-1] * self.bits // 8))
+
+    def __repr__(self) -> str:
+        return f"cukit.{self.name}"
+
+
+float8_e4m3 = NarrowDtype("float8_e4m3", 8, 448.0)
+float8_e5m2 = NarrowDtype("float8_e5m2", 8, 57344.0)
+int8 = NarrowDtype("int8", 8, 127.0, integer=True)
+int4 = NarrowDtype("int4", 4, 7.0, integer=True)
+NARROW_DTYPES = (float8_e4m3, float8_e5m2, int8, int4)

@@ -1,0 +1,347 @@
+"""Guarded memory: every allocation has pages of its own, with unmapped addresses around them.
+
+A slot is a run of pages in the middle of reserved addresses. An allocation lies at the very end or
+at the very start of its slot, so that an access behind it, or before it, leaves the mapped pages
+and faults. The rest of the slot holds a pattern, and changes to that are found when the slot is
+checked. The allocation holds the pattern as well, until it is written to.
+
+Slots are filled before they are given out and checked when the device is idle, never in between: an
+allocation enqueues nothing, whatever stream it is for and whether or not that is captured.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cukit.memory.blocks import Frame
+from cukit.memory.cuda_driver import VirtualMemoryDriver
+from cukit.memory.listeners import call_site
+from cukit.memory.provider import DeviceOutOfMemory
+from cukit.memory.streams import CaptureKey
+
+ALIGNMENT = 16
+"""Of allocations at the end of a slot: what cukit's ops ask of an array. CuPy's own pool aligns to
+512 bytes, behind which an access may reach 511 bytes beyond an array and fault nowhere."""
+
+GAP_PAGES = 16
+"""Unmapped on either side of a slot."""
+
+LARGEST_RECYCLED = 32
+"""Pages. Slots up to this size, a power of two, are filled and used again; larger ones fit their
+allocation and are given back."""
+
+MOST_IDLE = MOST_WORN = 4 << 30
+"""Bytes that are kept for what comes next, and that wait for a check; less on a small GPU."""
+
+WORDS = (
+    0xFFFFFFFF,  # NaN in every format, -1
+    0x7FFF7FFF,  # NaN in every format of 16 bits or more, a huge index
+    0x7F7F7F7F,  # NaN in 8 and 16 bits, 3.4e38 in bfloat16 and float32
+    0x7BFF7BFF,  # the largest finite float16
+    0x7F817F81,  # NaN whose quiet bit is not set
+    0xFFC1FFC1,  # NaN with a sign
+    0x80808080,  # next to -0.0, a hugely negative index
+)
+"""What slots are filled with, or else with hashes: the word `n << 32` stands for those."""
+
+LATEST = 48
+"""Allocations that are listed when an access has faulted."""
+
+CALLS = 8
+"""Frames of the call stack that an allocation remembers."""
+
+
+class Allocation(NamedTuple):
+    """Bytes that were asked for."""
+
+    address: int
+    size: int
+    label: str
+    """What GuardedMemory.label was then."""
+    call_site: tuple[Frame, ...]
+
+    def __str__(self) -> str:
+        where = [f"{frame.filename}:{frame.line} in {frame.name}" for frame in self.call_site]
+        by = f" by {self.label}" if self.label else ""
+        return "\n    ".join([f"{self.size:,} bytes at {self.address:#x}, allocated{by}", *where])
+
+
+class Damage(NamedTuple):
+    """Bytes around an allocation that are not as they were."""
+
+    allocation: Allocation
+    num_bytes: int
+    first: int
+    """The lowest changed byte, from the first byte of the allocation: negative before it."""
+    last: int
+
+    def __str__(self) -> str:
+        size = self.allocation.size
+        places = [
+            f"{-place} bytes before its start"
+            if place < 0
+            else f"{place - size} bytes past its end"
+            for place in (self.first, self.last)
+        ]
+        return f"{self.num_bytes} byte(s) changed, from {' to '.join(places)}: {self.allocation}"
+
+
+class GuardDevice(Protocol):
+    """What guarded memory asks of a device beside addresses and pages."""
+
+    total_bytes: int
+
+    def capture(self) -> CaptureKey | None:
+        """The graph capture that the current stream takes part in, and the stream."""
+
+    def ended_captures(self) -> list[int]:
+        """Captures whose graphs are gone; each is named once."""
+
+    def between_captures(self) -> AbstractContextManager[None]:
+        """Allows what a capture forbids."""
+
+    def synchronize(self) -> None:
+        """Waits for all streams."""
+
+    def fill(self, address: int, size: int, word: int) -> None:
+        """Memory that nobody uses yet. Done on return, on no stream that may be captured."""
+
+    def guard_pages(self, pages: npt.NDArray[np.int64], page_bytes: int) -> npt.NDArray[np.int32]:
+        """As cukit.reference.memory.guard_pages, of memory that nobody uses."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """Pages around one allocation."""
+
+    address: int
+    size: int
+    handle: Any
+    pattern: int
+    allocation: Allocation
+    begin: int = 0
+    """The bytes that allocations may have written since the slot was filled: [begin, end)."""
+    end: int = 0
+    capture: CaptureKey | None = None
+    """The slot is this graph's, freed or not: its launches write to it."""
+
+
+_NOBODY = Allocation(0, 0, "nothing", ())
+
+
+class GuardedMemory:
+    """Allocates from a device so that stray accesses fault or leave traces.
+
+    Args:
+        driver: addresses and pages.
+        device: fills and looks.
+        seed: decides on which side of its slot each allocation lies and what slots hold.
+
+    Calls may come from several threads. `free` may be called in a destructor: it only takes a note.
+    """
+
+    def __init__(self, driver: VirtualMemoryDriver, device: GuardDevice, seed: int) -> None:
+        self.label = ""
+        """Who allocates: allocations remember it."""
+        self._driver = driver
+        self._device = device
+        self._random = random.Random(seed)
+        self._page_bytes = driver.granularity()
+        self._most_idle = min(MOST_IDLE, device.total_bytes // 8)
+        self._most_worn = min(MOST_WORN, device.total_bytes // 32)
+        self._lock = threading.Lock()
+        self._freed: deque[Slot] = deque()
+        self._live: dict[Slot, None] = {}
+        self._worn: list[Slot] = []
+        """Freed, to be checked and filled again."""
+        self._ready: defaultdict[int, list[Slot]] = defaultdict(list)
+        """By size: filled."""
+        self._kept: defaultdict[tuple[CaptureKey, int], list[Slot]] = defaultdict(list)
+        """By capture and size: freed, but the graph goes on using them. Allocated again in the same
+        capture, on the same stream, which works on them in this order."""
+        self._damage: list[Damage] = []
+        self.latest: deque[Allocation] = deque(maxlen=LATEST)
+        """Since the last check, freed or not: what a kernel that faults has worked on."""
+        self.free = self._freed.append
+
+    def allocate(self, size: int) -> Slot:
+        """At least one byte. Raises DeviceOutOfMemory."""
+        site = call_site(CALLS)
+        capture = self._device.capture()
+        with self._lock:
+            self._retire()
+            slot = self._find(self._slot_bytes(size), capture)
+            offset = 0
+            if self._random.random() < 0.5:
+                offset = slot.size - -(-size // ALIGNMENT) * ALIGNMENT
+            address = slot.address + offset
+            slot.begin = min(slot.begin or address, address)
+            slot.end = max(slot.end, address + size)
+            slot.allocation = Allocation(address, size, self.label, site)
+            self._live[slot] = None
+            self.latest.append(slot.allocation)
+        return slot
+
+    def check(self) -> list[Damage]:
+        """Waits for the device, and returns what is damaged since the last call.
+
+        Looks around everything that is allocated or was freed since.
+        """
+        with self._lock:
+            self._renew()
+            found, self._damage = self._damage, []
+            self.latest.clear()
+        return found
+
+    def trim(self) -> None:
+        """Waits for the device, and gives back to it what is not in use."""
+        with self._lock:
+            self._trim()
+
+    def _trim(self) -> None:
+        self._renew()
+        self._give_back(self._idle())
+        self._ready.clear()
+
+    # Slots ------------------------------------------------------------------------------------
+
+    def _slot_bytes(self, size: int) -> int:
+        pages = -(-size // self._page_bytes)
+        if pages <= LARGEST_RECYCLED:
+            pages = 1 << (pages - 1).bit_length()
+        return pages * self._page_bytes
+
+    def _find(self, size: int, capture: CaptureKey | None) -> Slot:
+        """A slot with nothing in it."""
+        if capture is not None and self._kept[capture, size]:
+            return self._kept[capture, size].pop()
+        if capture is None and not self._ready[size] and _bytes(self._worn) > self._most_worn:
+            self._renew()
+        slot = self._ready[size].pop() if self._ready[size] else self._grow(size, capture)
+        slot.begin = slot.end = 0
+        slot.capture = capture
+        return slot
+
+    def _grow(self, size: int, capture: CaptureKey | None) -> Slot:
+        try:
+            return self._create(size)
+        except DeviceOutOfMemory:
+            if capture is not None:  # nothing can be waited for
+                raise
+        gc.collect()
+        self._trim()
+        return self._create(size)
+
+    def _create(self, size: int) -> Slot:
+        driver, gap = self._driver, GAP_PAGES * self._page_bytes
+        word = self._random.choice(WORDS)
+        with self._device.between_captures(), ExitStack() as undo:
+            handle = driver.create(size)
+            undo.callback(driver.release, handle)
+            start = driver.reserve(size + 2 * gap, self._page_bytes)
+            undo.callback(driver.free_addresses, start, size + 2 * gap)
+            driver.map(start + gap, size, handle)
+            undo.callback(driver.unmap, start + gap, size)
+            driver.set_access(start + gap, size)
+            self._device.fill(start + gap, size, word)
+            undo.pop_all()
+        return Slot(start + gap, size, handle, word, _NOBODY)
+
+    def _give_back(self, slots: Sequence[Slot]) -> None:
+        gap = GAP_PAGES * self._page_bytes
+        for slot in slots:
+            self._driver.unmap(slot.address, slot.size)
+            self._driver.release(slot.handle)
+            self._driver.free_addresses(slot.address - gap, slot.size + 2 * gap)
+
+    def _idle(self) -> list[Slot]:
+        return [slot for slots in self._ready.values() for slot in slots]
+
+    def _retire(self) -> None:
+        """What `free` took note of."""
+        while self._freed:
+            slot = self._freed.popleft()
+            del self._live[slot]
+            if slot.capture is None:
+                self._worn.append(slot)
+            else:
+                self._kept[slot.capture, slot.size].append(slot)
+
+    # Checks -----------------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        """Looks around what is in use, and at what was freed; that is ready again then."""
+        self._device.synchronize()
+        self._retire()
+        self._release_captures()
+        worn, self._worn = self._worn, []
+        room = self._most_idle - _bytes(self._idle())
+        again, surplus = [], []
+        for slot in worn:
+            if slot.size <= min(room, LARGEST_RECYCLED * self._page_bytes):
+                room -= slot.size
+                again.append(slot)
+            else:
+                surplus.append(slot)
+        used = [*self._live, *surplus, *(slot for kept in self._kept.values() for slot in kept)]
+        patterns = [self._pattern() for _ in again]
+        slots = [*again, *used]
+        if slots:
+            self._look(slots, [*patterns, *(0 for _ in used)])
+        for slot, pattern in zip(again, patterns, strict=True):
+            slot.pattern = pattern
+            self._ready[slot.size].append(slot)
+        self._give_back(surplus)
+
+    def _release_captures(self) -> None:
+        ended = set(self._device.ended_captures())
+        for key in [key for key in self._kept if key[0].capture in ended]:
+            self._worn += self._kept.pop(key)
+        for slot in self._live:
+            if slot.capture is not None and slot.capture.capture in ended:
+                slot.capture = None
+
+    def _pattern(self) -> int:
+        choice = self._random.randrange(len(WORDS) + 3)
+        return WORDS[choice] if choice < len(WORDS) else self._random.randrange(1, 1 << 31) << 32
+
+    def _look(self, slots: Sequence[Slot], patterns: Sequence[int]) -> None:
+        """patterns: what to fill each slot with, 0 to leave it as it is."""
+        rows = [
+            (slot.address, slot.begin, slot.end, slot.pattern, pattern)
+            for slot, pattern in zip(slots, patterns, strict=True)
+        ]
+        counts = [slot.size // self._page_bytes for slot in slots]
+        pages = np.repeat(np.array(rows, np.int64), counts, axis=0)
+        firsts = np.cumsum([0, *counts])
+        in_slot = np.arange(firsts[-1]) - np.repeat(firsts[:-1], counts)
+        pages[:, 0] += in_slot * self._page_bytes
+        damage = self._device.guard_pages(pages, self._page_bytes)
+        for slot, start, end in zip(slots, firsts, firsts[1:], strict=False):
+            if damage[start:end, 0].any():
+                found = self._damage_of(slot, damage[start:end])
+                self._damage.append(found)
+                # Told once, though the slot stays in use.
+                slot.begin = min(slot.begin, found.allocation.address + found.first)
+                slot.end = max(slot.end, found.allocation.address + found.last + 1)
+
+    def _damage_of(self, slot: Slot, pages: npt.NDArray[np.int32]) -> Damage:
+        bad = np.flatnonzero(pages[:, 0])
+        start = slot.address - slot.allocation.address
+        first = start + int(bad[0] + 1) * self._page_bytes - int(pages[bad[0], 1])
+        last = start + int(bad[-1]) * self._page_bytes + int(pages[bad[-1], 2]) - 1
+        return Damage(slot.allocation, int(pages[:, 0].sum()), first, last)
+
+
+def _bytes(slots: Sequence[Slot]) -> int:
+    return sum(slot.size for slot in slots)

@@ -1,0 +1,86 @@
+// The rows of two tensors, on their way from device memory to the threads that use them.
+//
+// Macros: those of rows.cuh; AHEAD 1: while a pass is worked on, asynchronous copies bring the next
+//   one to shared memory, 4 * ROWS * VECS_PER_THREAD * THREADS vectors of 16 bytes; each thread
+//   copies what it reads itself, so that no barrier is needed. AHEAD 0: plain loads.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/shared_address.cuh"
+#include "common/types.cuh"
+#include "layers/rows.cuh"
+
+namespace cukit {
+
+class RowFeed {
+ public:
+  using T = element_t;
+  using Vector = Vec<T, VEC>;
+  using Rows = Vector[ROWS][VECS_PER_THREAD];
+
+  // `slots` is the dynamic shared memory; passes are `stride` rows apart, the first at `first_row`.
+  CUKIT_DEVICE RowFeed(const T* first, const T* second, int rows, int cols, long long first_row,
+                       long long stride, Vector* slots)
+      : tensors_{first, second}, rows_(rows), cols_(cols), stride_(stride), slots_(slots + threadIdx.x) {
+    if constexpr (AHEAD) copy(first_row);
+  }
+
+  CUKIT_DEVICE bool holds(long long row, int vec) const { return row < rows_ && vec < cols_ / VEC; }
+
+  // The rows of the pass at `first_row`, each pass once and in order.
+  CUKIT_DEVICE void take(Rows& first, Rows& second, long long first_row) {
+    if constexpr (AHEAD) {
+      // Into the half that the pass before this one has used.
+      half_ ^= 1;
+      copy(first_row + stride_);
+      cp_async_wait<1>();
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const long long row = share_.row(first_row, r);
+#pragma unroll
+      for (int i = 0; i < VECS_PER_THREAD; ++i) {
+        if constexpr (AHEAD) {
+          first[r][i] = *slot(half_ ^ 1, 0, r, i);
+          second[r][i] = *slot(half_ ^ 1, 1, r, i);
+        } else if (holds(row, share_.vec(i))) {
+          const long long at = row * cols_ + share_.vec(i) * VEC;
+          load<Cache::Kept>(first[r][i], tensors_[0] + at);
+          load<Cache::Kept>(second[r][i], tensors_[1] + at);
+        }
+      }
+    }
+  }
+
+ private:
+  CUKIT_DEVICE Vector* slot(int half, int tensor, int r, int i) const {
+    return slots_ + (((half * 2 + tensor) * ROWS + r) * VECS_PER_THREAD + i) * THREADS;
+  }
+
+  CUKIT_DEVICE void copy(long long first_row) const {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+      const long long row = share_.row(first_row, r);
+#pragma unroll
+      for (int i = 0; i < VECS_PER_THREAD; ++i) {
+        const bool valid = holds(row, share_.vec(i));
+        const long long at = row * cols_ + share_.vec(i) * VEC;
+#pragma unroll
+        for (int tensor = 0; tensor < 2; ++tensor) {
+          cp_async_16(shared_address(slot(half_, tensor, r, i)), tensors_[tensor] + at, valid);
+        }
+      }
+    }
+    cp_async_commit();
+  }
+
+  const T* tensors_[2];
+  int rows_, cols_;
+  long long stride_;
+  Vector* slots_;
+  int half_ = 0;  // where the last copy went
+  RowShare share_;
+};
+
+}  // namespace cukit

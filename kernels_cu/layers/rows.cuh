@@ -1,0 +1,149 @@
+// How the threads of a block share the rows of a normalisation.
+//
+// LANES neighbouring threads hold a row, lane t of them its vectors t, t + LANES, ...:
+//   LANES == THREADS       a block a row: long rows, whose sums meet in shared memory
+//   LANES <= 32            THREADS / LANES rows a block side by side: short rows, no barrier
+// A thread works on ROWS rows at once, THREADS / LANES apart, so that loads of short rows are in
+// flight together. A pass of a block covers kPassRows neighbouring rows.
+//
+// Macros: THREADS multiple of 32, 32..1024; LANES: THREADS or a power of two up to 32; VEC elements
+//   an access; VECS_PER_THREAD vectors of a row that a thread holds; ROWS.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/opaque.cuh"
+#include "common/reduce.cuh"
+#include "common/types.cuh"
+
+namespace cukit {
+
+static_assert(LANES == THREADS || LANES <= kWarpSize, "a row lies in one warp or fills the block");
+
+constexpr int kGroups = THREADS / LANES;
+constexpr int kPassRows = kGroups * ROWS;
+constexpr int kWarps = THREADS / kWarpSize;
+constexpr bool kSumsMeet = LANES > kWarpSize;  // in shared memory
+constexpr int kScratch = kSumsMeet ? kWarps : 1;  // floats of shared memory for a sum
+
+// This thread's rows and columns.
+struct RowShare {
+  int group = threadIdx.x / LANES;
+  int lane = threadIdx.x % LANES;
+
+  // The r-th of this thread's rows in a pass that begins at `first_row`.
+  CUKIT_DEVICE long long row(long long first_row, int r) const {
+    return first_row + r * kGroups + group;
+  }
+  // The i-th of this thread's vectors in a row.
+  CUKIT_DEVICE int vec(int i) const { return lane + i * LANES; }
+};
+
+// Every thread gets the N sums over its row. `scratch` holds N * kScratch floats of shared memory and
+// must not be written again before another barrier: take turns between two.
+template <int N>
+CUKIT_DEVICE void row_sums(float (&values)[N], float* scratch) {
+  constexpr int kLanes = kSumsMeet ? kWarpSize : LANES;
+#pragma unroll
+  for (int n = 0; n < N; ++n) values[n] = warp_reduce<Sum, kLanes>(values[n]);
+  if constexpr (kSumsMeet) {
+    const int lane = threadIdx.x % kWarpSize;
+    if (lane == 0) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) scratch[n * kWarps + threadIdx.x / kWarpSize] = values[n];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      values[n] = warp_reduce<Sum>(lane < kWarps ? scratch[n * kWarps + lane] : 0.0f);
+    }
+  }
+}
+
+// Vectors stay as they are packed: without this the compiler unpacks an element once and keeps it, as
+// a float of its own, until it is used again behind the sums.
+template <typename T>
+CUKIT_DEVICE void stay_packed(Vec<T, VEC> (&rows)[ROWS][VECS_PER_THREAD]) {
+  if constexpr (sizeof(T) < 4 && sizeof(rows[0][0]) >= 4) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+      for (int i = 0; i < VECS_PER_THREAD; ++i) {
+        unsigned* words = reinterpret_cast<unsigned*>(&rows[r][i]);
+#pragma unroll
+        for (int w = 0; w < static_cast<int>(sizeof(rows[0][0]) / 4); ++w) words[w] = opaque(words[w]);
+      }
+    }
+  }
+}
+
+// The weights of this thread's columns in a kernel that makes many passes: in registers where rows are
+// short, else read in every pass, which L1 serves, to leave the registers to what has no other place.
+template <typename T>
+class PassWeights {
+ public:
+  CUKIT_DEVICE PassWeights(const T* weight, int num_vecs) : weight_(weight) {
+    if constexpr (!kSumsMeet) {
+#pragma unroll
+      for (int i = 0; i < VECS_PER_THREAD; ++i) {
+        if (share_.vec(i) < num_vecs) load(held_[i], weight + share_.vec(i) * VEC);
+      }
+    }
+  }
+
+  // Of the i-th vector, which must be within the row.
+  CUKIT_DEVICE Vec<T, VEC> operator()(int i) const {
+    if constexpr (!kSumsMeet) return held_[i];
+    Vec<T, VEC> read;
+    load(read, weight_ + opaque(share_.vec(i) * VEC));
+    return read;
+  }
+
+ private:
+  const T* weight_;
+  Vec<T, VEC> held_[VECS_PER_THREAD];
+  RowShare share_;
+};
+
+// Writes a block's share of a gradient of the columns, the sum over its groups in a fixed order, to
+// `into` [cols]. `sums` holds the elements of this thread's vectors; `scratch`, shared memory that
+// nobody uses any more, kColumnScratch floats. All threads must call it.
+constexpr int kMostColumns = LANES * VECS_PER_THREAD * VEC;
+constexpr int kColumnScratch = kGroups > 1 ? kWarps * kMostColumns : 1;
+
+CUKIT_DEVICE void write_column_sums(const float (&sums)[VECS_PER_THREAD][VEC], float* into, int cols,
+                                    float* scratch) {
+  const RowShare share;
+  const int num_vecs = cols / VEC;
+  if constexpr (kGroups == 1) {
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      if (share.vec(i) >= num_vecs) continue;
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) into[share.vec(i) * VEC + j] = sums[i][j];
+    }
+  } else {
+    float* own = scratch + threadIdx.x / kWarpSize * kMostColumns;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        float sum = sums[i][j];
+#pragma unroll
+        for (int offset = LANES; offset < kWarpSize; offset *= 2) {
+          sum += __shfl_xor_sync(kFullMask, sum, offset);
+        }
+        if (threadIdx.x % kWarpSize < LANES) own[share.vec(i) * VEC + j] = sum;
+      }
+    }
+    __syncthreads();
+    for (int column = threadIdx.x; column < cols; column += THREADS) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int warp = 0; warp < kWarps; ++warp) sum += scratch[warp * kMostColumns + column];
+      into[column] = sum;
+    }
+  }
+}
+
+}  // namespace cukit

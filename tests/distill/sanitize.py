@@ -1,0 +1,75 @@
+"""Groups for `tests.sanitize`: rows from one column to more than a cluster of blocks keeps."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from cukit import distill
+from cukit.distill import AdamWState
+from tests.contract import random, to_device
+from tests.distill.test_adamw import OPTIONS, SHAPES
+from tests.distill.test_cross_entropy import targets_for
+from tests.sanitize import Group
+
+ROWS = [(2, 1), (5, 7), (9, 1001), (2, 32768), (2, 50257), (1, 131071), (1, 300001)]
+
+
+def _rng() -> np.random.Generator:
+    return np.random.default_rng(3)
+
+
+def cross_entropy() -> None:
+    rng = _rng()
+    for shape, dtype in itertools.product(ROWS, ("float32", "bfloat16")):
+        logits, targets = to_device("gpu", random(rng, shape, dtype), targets_for(rng, shape))
+        for reduction in ("mean", "none"):
+            loss = distill.cross_entropy(logits, targets, reduction=reduction)
+            distill.cross_entropy_backward(loss, logits, targets, reduction=reduction)
+        distill.cross_entropy(logits, targets, return_grad=True, inplace=True)
+
+
+def kl_divergence() -> None:
+    rng = _rng()
+    for shape, dtype in itertools.product(ROWS, ("float32", "bfloat16")):
+        arrays = (random(rng, shape, dtype), random(rng, shape, dtype), targets_for(rng, shape))
+        student, teacher, targets = to_device("gpu", *arrays)
+        options = {"temperature": 2.0, "targets": targets}
+        loss = distill.kl_divergence(student, teacher, **options)
+        distill.kl_divergence_backward(loss, student, teacher, **options)
+        distill.kl_divergence(student, teacher, return_grad=True, reduction="none")
+
+
+def linear_losses() -> None:
+    """Whole vectors of 16 bytes: of other rows cuBLAS reads the padding, and uses none of it."""
+    rng = _rng()
+    for dtype in ("float32", "bfloat16"):
+        arrays = [random(rng, shape, dtype) for shape in ((40, 64), (504, 64), (40, 48), (504, 48))]
+        hidden, weight, teacher, teacher_weight = to_device("gpu", *arrays)
+        (targets,) = to_device("gpu", targets_for(rng, (40, 504)))
+        distill.linear_cross_entropy(hidden, weight, targets, chunk_tokens=16)
+        distill.linear_kl_divergence(
+            hidden, weight, teacher, teacher_weight, targets=targets, hard_weight=0.5,
+            chunk_tokens=16,
+        )  # fmt: skip
+
+
+def optimizer() -> None:
+    rng = _rng()
+    for dtype in ("float32", "bfloat16"):
+        params, grads = (
+            list(to_device("gpu", *(np.asarray(random(rng, shape, dtype)) for shape in SHAPES)))
+            for _ in range(2)
+        )
+        scale = distill.global_norm(grads)
+        state = AdamWState.for_params(params)
+        distill.adamw(params, grads, state, step=1, grad_scale=scale, **OPTIONS)
+
+
+GROUPS = {
+    "cross_entropy": Group(cross_entropy, shares=True, quick=True),
+    "kl_divergence": Group(kl_divergence, shares=True),
+    "linear losses": Group(linear_losses),
+    "optimizer": Group(optimizer, shares=True, quick=True),
+}

@@ -1,0 +1,129 @@
+"""The emulator catches mistakes with wgmma: its registers, groups, fences and warpgroups."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cukit.errors import EmulatorError
+from tests.emulator.test_planted_bugs import KERNELS, PRODUCT, A, empty, run
+
+pytestmark = pytest.mark.emulator
+
+SOURCE = "planted_wgmma.cu"
+THREADS = 256
+IN_FLIGHT = r"wgmma not waited for: {} in flight\n  block .*planted_wgmma\.cu[\s\S]*was started at"
+YOUNGER = r"[\s\S]*{} groups have been committed since its own: wgmma_wait<{}> or less"
+UNFENCED = r"missing wgmma_fence: {}[\s\S]*the last one was executed at"
+MISSING = r"missing threads: {} is an instruction of a whole warpgroup .*, here threads {}"
+
+BUGS = {
+    "accumulators_read_in_flight": IN_FLIGHT.format("read of 4 bytes of accumulator 0")
+    + YOUNGER.format(0, 0),
+    "accumulators_changed_in_flight": IN_FLIGHT.format("write of 4 bytes of accumulator 0"),
+    "operand_a_changed_in_flight": IN_FLIGHT.format("write of 16 bytes of operand a"),
+    "operand_a_read_in_flight": IN_FLIGHT.format("write of 4 bytes of operand a"),
+    "missing_commit": IN_FLIGHT.format("read of 4 bytes of accumulator 0")
+    + "[\\s\\S]*no wgmma_commit has followed it",
+    "commit_too_early": IN_FLIGHT.format("read of 4 bytes of accumulator 0")
+    + "[\\s\\S]*no wgmma_commit has followed it",
+    "lax_wait": IN_FLIGHT.format("read of 4 bytes of accumulator 0") + YOUNGER.format(0, 0),
+    "lax_wait_for_an_operand": r"race: write of 4[\s\S]*after the read by\n  wgmma",
+    "missing_barrier_after_the_wait": r"race: write of 4[\s\S]*after the read by\n  wgmma",
+    "exit_in_flight": "wgmma not waited for: a thread exits while" + r"[\s\S]*" + "was started at",
+    "missing_first_fence": "missing wgmma_fence: call it before a warpgroup's first product",
+    "missing_fence_after_the_accumulators": UNFENCED.format("accumulator 0 was touched"),
+    "missing_fence_after_a_read": UNFENCED.format("accumulator 0 was touched"),
+    "missing_fence_after_operand_a": UNFENCED.format("register 0 of operand a was touched"),
+    "missing_fence_between_shapes": UNFENCED.format(
+        "a product of m64n64k16 takes accumulators of one of m64n32k16"
+    ),
+    "accumulators_as_operand_a": "wgmma not waited for: register 0 of operand a of a new product "
+    "is an accumulator of one in flight",
+    "half_a_warpgroup": MISSING.format(
+        "wgmma.mma_async", r"128-255 .* and threads 192-255 do not come"
+    )
+    + r"[\s\S]*threads 0-127, 192-255 have exited",
+    "half_a_warpgroup_waits": r"divergent warpgroup: a thread comes to wgmma\.\w+ while others of "
+    r"its warpgroup[\s\S]*threads [\d, -]+ are at wgmma\.\w+ at",
+    "descriptors_differ": r"wgmma.mma_async: all threads of a warpgroup give the same.*\n  block "
+    r"\(0, 0, 0\), thread \(224, 0, 0\)",
+    "misplaced_warpgroup": MISSING.format("wgmma.fence", r"0-127 .* and threads 0-95 do not come")
+    + r" to it\n"
+    + MISSING.format("wgmma.fence", r"128-255 .* and threads 224-255 do not come"),
+    "missing_proxy_fence": r"missing fence.proxy.async: read of 16[\s\S]*the ordinary write by",
+}
+
+
+NUMBERS = re.findall(r"^  X\((\w+)\)", (KERNELS / SOURCE).read_text(), re.MULTILINE)
+
+
+def launch(entry: str, planted: int, **options: Any) -> np.ndarray[Any, Any]:
+    number = NUMBERS.index(entry)
+
+    def make() -> tuple[Any, ...]:
+        return A.copy(), np.int32(number), np.int32(planted), empty(4096)
+
+    return run(SOURCE, "planted_wgmma", make, THREADS, A.nbytes, **options)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("entry", BUGS)
+def test_the_mistake_is_named(entry, late):
+    with pytest.raises(EmulatorError, match=BUGS[entry]) as caught:
+        launch(entry, 1, late=late, seed=int(late))
+    assert str(caught.value).startswith("planted_wgmma(): ")
+    assert re.search(r"planted_wgmma\.cu:\d+", str(caught.value))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("entry", BUGS)
+def test_its_twin_passes(entry, late):
+    for seed in (0, 1):
+        np.testing.assert_array_equal(launch(entry, 0, late=late, seed=seed), PRODUCT)
+
+
+@pytest.mark.parametrize("entry", ["accumulators_read_in_flight", "lax_wait"])
+def test_accumulators_read_too_early_are_nan_in_the_late_mode_without_checks(entry):
+    np.testing.assert_array_equal(launch(entry, 1, checked=False), PRODUCT)
+    assert np.isnan(launch(entry, 1, checked=False, late=True)).all()
+
+
+INSTRUCTIONS = ("ldmatrix", "stmatrix", "mma.sync", "movmatrix")
+REGISTERS = np.arange(128, dtype=np.float32).view(np.uint32)
+
+
+def launch_lanes(instruction: str, mistake: int, threads: int = 32) -> np.ndarray[Any, Any]:
+    number = INSTRUCTIONS.index(instruction)
+
+    def make() -> tuple[Any, ...]:
+        return REGISTERS.copy(), np.int32(number), np.int32(mistake), np.zeros_like(REGISTERS)
+
+    return run("planted_lanes.cu", "planted_lanes", make, threads, 0)
+
+
+@pytest.mark.parametrize("mistake", [1, 2])
+@pytest.mark.parametrize("instruction", INSTRUCTIONS)
+def test_missing_lanes_are_named(instruction, mistake):
+    message = (
+        rf"missing threads: {instruction} is an instruction of all 32 lanes of a warp, here "
+        r"threads 0-31 of block \(0, 0, 0\), and threads 16-31 do not come to it"
+    )
+    with pytest.raises(EmulatorError, match=message) as caught:
+        launch_lanes(instruction, mistake)
+    text = str(caught.value)
+    assert re.search(rf"threads 0-15 wait at {instruction} at .*planted_lanes\.cu:\d+", text), text
+    assert f"threads 16-31 {'have exited' if mistake == 1 else 'wait at __syncwarp'}" in text
+
+
+@pytest.mark.parametrize("instruction", INSTRUCTIONS)
+def test_with_all_lanes_they_pass(instruction):
+    np.testing.assert_array_equal(launch_lanes(instruction, 0), REGISTERS)
+
+
+def test_a_block_that_ends_within_a_warp():
+    with pytest.raises(EmulatorError, match=r"ldmatrix is .* and threads 16-31 do not come"):
+        launch_lanes("ldmatrix", 0, threads=16)

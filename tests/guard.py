@@ -1,0 +1,114 @@
+"""Tests on the GPU get guarded memory: a stray access fails the test that makes it.
+
+Everything that CuPy allocates during a test, scratch inside ops included, comes from
+`cukit.memory.guard`. When the test's body is done the device is waited for, so that a fault is
+seen in the test that caused it, and what lies around the test's arrays is checked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from cukit.core.device import gpu_available
+from cukit.errors import UnsupportedDeviceError
+from cukit.memory.guard import GuardedMemory
+
+LOST = """\
+A kernel of this test touched addresses with no memory behind them, or failed otherwise; from here
+on the process cannot use the GPU. CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 makes the driver write a core
+dump, in which cuda-gdb shows the instruction. The latest arrays:"""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("cukit")
+    group.addoption(
+        "--guard",
+        choices=("on", "off"),
+        default="on",
+        help="whether arrays on the GPU lie between unmapped addresses, filled with patterns",
+    )
+    group.addoption(
+        "--guard-seed",
+        type=int,
+        metavar="N",
+        help="decides where arrays lie and what they hold; drawn anew for each run",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.guard_seed is None:  # here, so that worker processes get the same
+        config.option.guard_seed = random.SystemRandom().randrange(1 << 31)
+    if config.option.guard == "on" and gpu_available():
+        config.pluginmanager.register(Guard(config.option.guard_seed), "cukit-guard")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if not config.pluginmanager.has_plugin("cukit-guard"):
+        return "guard: off"
+    return f"guard: on, --guard-seed {config.option.guard_seed} repeats it"
+
+
+def guarded_memory(seed: int) -> Any:
+    """A CudaGuard; None where the GPU cannot have one."""
+    from cukit.memory.cuda_guard import CudaGuard
+
+    try:
+        return CudaGuard(seed)
+    except UnsupportedDeviceError:
+        return None
+
+
+class Guard:
+    """Puts the guard around each test that is not marked `unguarded`."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._made = False
+        self._guard: Any = None
+
+    def _of(self, item: pytest.Item) -> Any:
+        if "unguarded" in item.keywords:
+            return None
+        if not self._made:
+            self._made, self._guard = True, guarded_memory(self._seed)
+        return self._guard
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        guard = self._of(item)
+        if guard is None:
+            return (yield)
+        guard.memory.label = item.nodeid
+        with guard.installed():
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        guard = self._of(item)
+        if guard is None:
+            return (yield)
+        try:
+            result = yield
+        except BaseException:
+            found = report(guard.memory, item)
+            if found:
+                item.add_report_section("call", "guard", found)
+            raise
+        found = report(guard.memory, item)
+        if found:
+            pytest.fail(found, pytrace=False)
+        return result
+
+
+def report(memory: GuardedMemory, item: pytest.Item) -> str:
+    """What is damaged; empty if nothing is. Ends the run where the GPU cannot be used any more."""
+    latest = list(memory.latest)
+    try:
+        return "\n\n".join(map(str, memory.check()))
+    except Exception as error:  # whatever CUDA says: no call succeeds from here on
+        item.session.shouldstop = f"the GPU was lost in {item.nodeid}"
+        return "\n\n".join([f"{error}\n{LOST}", *map(str, latest)])

@@ -1,0 +1,48 @@
+"""Groups for `tests.sanitize`: copies that a pool makes, and the pages of its guard."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cukit.memory import batched_copy
+from cukit.memory.compaction import TILE_BYTES
+from cukit.memory.cuda_guard import CHUNK_BYTES, plan_guard_pages
+from tests.contract import to_device
+from tests.memory.test_batched_copy import SLIDES, bytes_of
+from tests.sanitize import Group
+
+
+def copies() -> None:
+    """Out of one half into the other, slides of several gaps, one of many tiles."""
+    rng = np.random.default_rng(3)
+    size = 1 << 18
+    apart = [(size + 4112 * i, 4096 * i, 16 * (i % 200)) for i in range(60)]
+    batched_copy(*to_device("gpu", bytes_of(rng, 2 * size)), apart)
+    for length, gap in [*SLIDES, (20 * TILE_BYTES, 16)]:
+        count = max(1, min(12, 300_000 // length))
+        moves = [(i * length, i * (length + gap) + gap, length) for i in range(count)]
+        batched_copy(*to_device("gpu", bytes_of(rng, count * (length + gap))), moves)
+
+
+def guard() -> None:
+    """Pages that are filled, then looked at with a changed byte here and there."""
+    import cupy
+
+    from cukit.core.kernel import load_kernel
+
+    kernel = load_kernel(plan_guard_pages(2 * CHUNK_BYTES))
+    memory = cupy.empty(3 * 2 * CHUNK_BYTES, cupy.uint8)
+    pages = np.zeros((3, 5), np.int64)
+    pages[:, 0] = np.arange(3) * 2 * CHUNK_BYTES
+    for before, after in ((0, 7 << 32), (7 << 32, 0xFFFFFFFF), (0xFFFFFFFF, 0)):
+        pages[:, 1:] = 1000, 2005, before, after
+        damage = cupy.zeros((3, 3), cupy.int32)
+        kernel((3, 2), (memory, cupy.asarray(pages), damage))
+        memory[1001:2000] = 1
+        memory[-3] = 5
+
+
+GROUPS = {
+    "batched_copy": Group(copies, shares=True, quick=True),
+    "guard_pages": Group(guard),
+}
