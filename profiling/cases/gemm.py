@@ -19,7 +19,7 @@ from profiling.data import normal
 
 
 def cases(small: bool = False) -> list[Case]:
-    """A square product, and a linear layer of few tokens with its weight as [out, in]."""
+    """Square products, and a linear layer of few tokens with its weight as [out, in]."""
     if small:
         return [
             matmul_case(48, 32, 64, "bfloat16"),
@@ -28,7 +28,7 @@ def cases(small: bool = False) -> list[Case]:
     return [
         matmul_case(4096, 4096, 4096, "bfloat16"),
         matmul_case(128, 16384, 4096, "bfloat16"),
-        matmul_case(4096, 4096, 4096, "bfloat16", matmul_tma),
+        *(matmul_case(size, size, size, "bfloat16", matmul_tma) for size in (2048, 4096, 8192)),
     ]
 
 

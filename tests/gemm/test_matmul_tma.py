@@ -10,7 +10,13 @@ import pytest
 from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.gemm import matmul_tma
-from cukit.gemm.tma import TILINGS, MappedMatmul, MatmulTmaConfig, plan_matmul_tma
+from cukit.gemm.tma import (
+    CLUSTER_TILING,
+    TILINGS,
+    MappedMatmul,
+    MatmulTmaConfig,
+    plan_matmul_tma,
+)
 from cukit.reference import gemm as reference
 from tests.contract import (
     another_order,
@@ -26,6 +32,8 @@ from tests.contract import (
 SHAPES = [(128, 128, 64), (3, 8, 8), (130, 136, 72), (64, 128, 448), (0, 8, 8)]
 LARGE = [(1024, 1000, 520), (4096, 4096, 4096)]
 
+ALL_TILINGS = (*TILINGS, CLUSTER_TILING)
+
 transposed = partial(reference.matmul, transpose_b=True)
 
 
@@ -40,7 +48,7 @@ def test_matches_reference(device, rng, m, n, k, dtype):
     check_against_reference(matmul_tma, transposed, (a, b), device=device)
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=name)
+@pytest.mark.parametrize("tiling", ALL_TILINGS, ids=name)
 @pytest.mark.parametrize(("m", "n", "k"), [(200, 600, 136), (520, 72, 328)])
 def test_every_tiling(device, rng, tiling, m, n, k):
     """A grid of one block (or cluster) walks over all tiles, ragged on every axis, in groups of 2
@@ -87,7 +95,7 @@ def test_strides_that_tensor_maps_cannot_have(device):
         matmul_tma(a, a)
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=name)
+@pytest.mark.parametrize("tiling", ALL_TILINGS, ids=name)
 def test_tilings_fit_hopper(tiling):
     assert tiling.shared_bytes + KIB <= TYPICAL_DEVICES["sm_90"].shared_bytes_per_block
 
@@ -98,6 +106,8 @@ def test_tilings_fit_hopper(tiling):
         (8192, 8192, (128, 256), 132),
         (4096, 4096, (128, 256), 132),
         (128, 8192, (128, 64), 128),
+        (1024, 3072, (128, 192), 128),
+        (4096, 1152, (128, 192), 132),
         (1, 8, (128, 64), 1),
     ],
 )

@@ -25,12 +25,12 @@ struct WarpSpecialized {
   static constexpr int kThreads = (Consumers + 1) * kWarpgroupThreads;
   static constexpr int kConsumerWarps = Consumers * kWarpgroupWarps;
   static constexpr int kStartRegisters = 65536 / (kThreads * BlocksPerSm) / 8 * 8;
-  static constexpr int kConsumerShare =
+  static constexpr int kConsumerRegisters =
       (kStartRegisters * (Consumers + 1) - ProducerRegisters) / Consumers / 8 * 8;
-  static constexpr int kConsumerRegisters = kConsumerShare < 256 ? kConsumerShare : 256;
 
   static_assert(ProducerRegisters % 8 == 0 && ProducerRegisters >= 24, "as setmaxnreg asks for");
   static_assert(ProducerRegisters <= kStartRegisters, "the producer gives registers up");
+  static_assert(kConsumerRegisters < 256, "a thread alone with its SM's registers cannot use more");
 
   // Runs `init` in one thread; what it initialises, mbarriers among it, is then visible to the block
   // and to TMA, and with ClusterSize above 1 to the cluster.
