@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cukit.attention.flash_maps import PlannedWork, TensorMaps
-from cukit.attention.flash_options import ScoreOptions, scales_of
+from cukit.attention.flash_options import PARAMETERS, ScoreOptions, scales_of
 from cukit.attention.flash_plan import (
     FlashAttentionBackwardConfig,
     choose_section,
@@ -20,7 +20,7 @@ from cukit.attention.flash_plan import (
     plan_flash_attention_backward,
 )
 from cukit.attention.flash_plan_sm90 import sequences_plan_size, sequences_spec
-from cukit.attention.flash_problem import AttentionProblem, ceil_div, width_for
+from cukit.attention.flash_problem import AttentionProblem, Defines, ceil_div, width_for
 from cukit.attention.flash_tilings import (
     ITEM_BYTES,
     PART,
@@ -30,8 +30,10 @@ from cukit.attention.flash_tilings import (
 from cukit.core.arrays import Array
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
+from cukit.core.parameters import parameter_structs
 
 _ARCH = "sm_90"
+_WIDEST = max(WARPGROUP_KEY_TILINGS)
 _COLUMNS = 32  # that are multiplied, or not, together
 _ADDERS = 2  # threads of a block that have dQ added, each with counters of its own
 _WAVES = 4  # works for each SM at least, if they can be cut so: the last end at different times
@@ -49,8 +51,13 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
 
     @property
     def counters_per_tile(self) -> int:
-        """The first block to reach a tile stores it, so that no zeros are written before."""
+        """Whether it has been stored, or how many blocks have added to it."""
         return _ADDERS
+
+    @property
+    def _sum_defines(self) -> Defines:
+        assert isinstance(self.keys, WarpgroupKeyTiling)
+        return ("COUNTERS", self.counters_per_tile), ("ZEROED", self.keys.zeroed)
 
     def keys_spec(self) -> KernelSpec:
         """dK, dV and the sum of dQ; of tiles that are wider than heads the rest is left out."""
@@ -93,7 +100,9 @@ def plan_flash_attention_backward_sm90(
     """The configuration of a problem that the class covers."""
     widest = max(problem.head_dim, problem.head_dim_v)
     width = width_for(widest, tuple(WARPGROUP_KEY_TILINGS))
-    tiling = replace(WARPGROUP_KEY_TILINGS[width], in_turn=deterministic)
+    # Adders of the widest tiles have no time to look at counters where blocks crowd together.
+    zeroed = width == _WIDEST and problem.bounded and not deterministic
+    tiling = replace(WARPGROUP_KEY_TILINGS[width], in_turn=deterministic, zeroed=zeroed)
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv
     splits = choose_splits(problem.group, heads * tiles, _WAVES * device.num_sms)
@@ -172,34 +181,36 @@ def prepare_keys(
     """
     problem, splits = config.problem, config.splits
     lengths = problem.seq_len_q, problem.seq_len_kv
-    heads = np.int32(problem.num_heads_kv * splits)
+    heads = problem.num_heads_kv * splits
     longest: tuple[int, int] | tuple[None, None] = None, None
     if problem.varlen:
         # No sequence has more rows than there are.
         longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
-    scalars = (
-        np.int32(problem.batch),
-        heads,
-        np.int32(problem.group // splits),
-        np.int32(splits),
-        np.int32(lengths[0]),
-        np.int32(lengths[1]),
-        np.int32(rows[1]),
-        np.int32(problem.head_dim),
-        np.int32(problem.head_dim_v),
-        np.int32(config.key_section),
-        *scales_of(q, options),
-        settings,
+    scale, scale_log2 = scales_of(q, options)
+    parameters = parameter_structs(PARAMETERS)["MappedKeyParameters"].pack(
+        batch=problem.batch,
+        heads=heads,
+        group=problem.group // splits,
+        splits=splits,
+        seq_q=lengths[0],
+        seq_kv=lengths[1],
+        rows_per_head=rows[1],
+        head_dim=problem.head_dim,
+        value_dim=problem.head_dim_v,
+        section=config.key_section,
+        scale=scale,
+        scale_log2=scale_log2,
+        settings=settings,
     )
     blocks = config.most_key_blocks(k.shape[0])
     grid = (min(blocks, num_sms),)
-    launch = Launch(load_kernel(config.keys_spec()), grid, scalars)
+    launch = Launch(load_kernel(config.keys_spec()), grid, (parameters,))
     tiling = config.keys
     assert isinstance(tiling, WarpgroupKeyTiling)
     plan = None
     plan_spec = config.sequences_spec()
     if plan_spec is not None:
-        facts = np.int32(problem.batch), heads, np.int32(lengths[0]), np.int32(blocks)
+        facts = tuple(map(np.int32, (problem.batch, heads, lengths[0], blocks)))
         plan = PlannedWork(
             Launch(load_kernel(plan_spec), (1,), facts), sequences_plan_size(problem.batch)
         )

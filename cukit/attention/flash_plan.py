@@ -128,8 +128,13 @@ class FlashAttentionBackwardConfig:
 
     @property
     def counters_per_tile(self) -> int:
-        """Counters that blocks keep of a tile of the sum of dQ, 0 where it starts with zeros."""
+        """Counters that blocks keep of a tile of the sum of dQ."""
         return 0
+
+    @property
+    def _sum_defines(self) -> Defines:
+        """How the sum of dQ starts, for prepare and finish."""
+        return ()
 
     def counters(self, total_q: int) -> int:
         """All of them, and as many for the call."""
@@ -180,7 +185,7 @@ class FlashAttentionBackwardConfig:
             ("LANES", self._prepare_lanes),
             ("QUERY_GRADIENT", self.sums_queries),
             ("TILE_M", self.keys.tile_m),
-            *((("COUNTERS", self.counters_per_tile),) if self.counters_per_tile else ()),
+            *self._sum_defines,
             *((("VARLEN", True),) if self.problem.varlen else ()),
         )
         source = "attention/flash_attention_backward_rows.cu"

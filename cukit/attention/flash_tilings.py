@@ -193,6 +193,8 @@ class WarpgroupKeyTiling:
     threads: int = 3 * 4 * _WARP
     in_turn: bool = False
     """Whether blocks add to dQ in a fixed order."""
+    zeroed: bool = False
+    """Whether the sum of dQ starts with zeros; else the first block to reach a tile stores it."""
 
     def shared_bytes(self, width: int, value_width: int) -> int:
         """K, V, stages of Q and dO, P and dS, dQ."""
@@ -210,6 +212,7 @@ class WarpgroupKeyTiling:
             ("STAGES", self.num_stages),
             ("THREADS", self.threads),
             ("DETERMINISTIC", int(self.in_turn)),
+            *((("ZEROED", 1),) if self.zeroed else ()),
         )
 
 

@@ -1,18 +1,19 @@
-// The two warpgroups of the Hopper backward for heads up to 128 wide: 64 keys each.
+// The consumers of the Hopper backward for heads up to 128 wide: 64 keys for each warpgroup.
 //
 // dK and dV of its keys stay in a warpgroup's registers; P and dS, keys as rows, are already what the
-// products with dO and Q take from registers. Only dQ needs the dS of all keys, which change hands
-// through shared memory (two stages); each warpgroup computes half of its rows (TILE_M 128) or columns
+// products with dO and Q take from registers. Only dQ needs the dS of all keys, which the warpgroups
+// exchange through shared memory (two stages); each computes half of its rows (TILE_M 128) or columns
 // (TILE_M 64).
 // The scores of the next tile are started before dQ of this one is awaited, so that the tensor cores
-// have work while dQ is added. dP runs beside the exponentials, dV beside dS, dK beside the exchange.
-// What is read while a younger product runs is read in the straight line that started it, and nothing
-// runs where the loop turns: else the compiler has products run one by one.
+// have work while dQ is staged. dP runs beside the exponentials, dV beside dS, dK beside the exchange.
+// Accumulators are read in the basic block that issued the younger wgmma, and nothing is in flight where
+// the loop turns: otherwise ptxas serialises the wgmmas.
 #pragma once
 
 #include "attention/backward_scores.cuh"
 #include "attention/backward_sums.cuh"
 #include "common/ptx/ldmatrix.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/warp_group.cuh"
 #include "common/warp_uniform.cuh"
 
@@ -27,6 +28,7 @@ constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
 constexpr bool kExponentialsFirst = HEAD_DIM == 64 && SOFTCAP;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
 
+static_assert(STAGES == 2 && kAdders == 2 && kScoreTiles == 2, "one state for all of them");
 static_assert(TILE_N == kConsumers * kWarpgroupRows, "a warpgroup's product has 64 rows");
 static_assert(KeyTile::kParts * ScoreTile::kParts == kConsumers,
               "dQ is cut into a part for each warpgroup");
@@ -87,9 +89,14 @@ CUKIT_DEVICE void init_sums(Sums& sums) {
   sums.read.init(1);
 }
 
+// dS, and the adders, take turns as the stages of Q do.
+CUKIT_DEVICE PipelineState<kAdders> sum_state(const PipelineState<STAGES>& at) {
+  return {at.index, at.phase};
+}
+
 // There is room for one tile of dQ: its phase changes with every tile.
-CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<kAdders>& sum) {
-  return {0, static_cast<unsigned>(sum.index)};
+CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<STAGES>& at) {
+  return {0, static_cast<unsigned>(at.index)};
 }
 
 // One thread's work: adds every kAdders-th tile of dQ. While its copy ends, another takes the next tile.
@@ -98,19 +105,19 @@ CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Walk& walk, f
   Position position(walk);
 #pragma unroll 1
   for (int step = 0; step < walk.steps; ++step) {
-    if (progress.sum.index == adder) {
+    if (progress.at.index == adder) {
       const long long row = position.scratch_row(walk);
       SumAccess access(turns, row, 0);
       access.begin(walk, position.tile);
-      shared.sums.staged.wait(progress.sum);
+      shared.sums.staged.wait(sum_state(progress.at));
       access.enter();
       access.add(grad_q_sum + query_block<HEAD_DIM>(row, 0), tiles.dq, kStagingBytes);
       bulk_commit();
       bulk_wait_read<0>();
-      shared.sums.read.arrive(staging_state(progress.sum));
+      shared.sums.read.arrive(staging_state(progress.at));
       access.end();
     }
-    progress.sum.advance();
+    progress.at.advance();
     position.advance(walk);
   }
 }
@@ -174,8 +181,8 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       Packed packed;
       QueryGradient dq;
       const unsigned long long stage = at.index * QueryTile::kStage;
-      const PipelineState<kAdders> sum = progress.sum;  // dS has as many stages
-      const ScoreRows ds_rows(tiles.scores + sum.index * ScoreTile::kBytes, warp_row);
+      // opaque: addresses that are derived ahead of the loop are spilled.
+      const ScoreRows ds_rows(tiles.scores + at.index * ScoreTile::kBytes, opaque(warp_row));
       const TileScores tile = tile_at(position);
       shared.grad_out.wait(at);
       prepare(s, ds_rows, walk, tile, fetched, key, scale_log2);
@@ -200,15 +207,14 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       named_sync(kExchange, kConsumers * kWarpgroupThreads);
       wgmma_wait<1>(dv);  // frees the registers of P
 
-      const unsigned long long ds_now = ds_part + sum.index * ScoreTile::kStage;
+      const unsigned long long ds_now = ds_part + at.index * ScoreTile::kStage;
       const PipelineState<STAGES> done = at;
       const auto hand_over = [&] {
-        shared.sums.read.wait_previous(staging_state(sum));
+        shared.sums.read.wait_previous(staging_state(done));
         stage_piece(staging, dq, 0);
-        hand_to_adder(shared.sums, sum);
+        hand_to_adder(shared.sums, sum_state(done));
       };
       at.advance();
-      progress.sum.advance();
       position.advance(walk);
       if (++step == steps) {
         multiply_scores(dq, ds_now, k_part, group);

@@ -1,15 +1,15 @@
 // How dQ leaves a block of the Hopper backward: consumers stage it in shared memory, threads of the
 // producer warpgroup (adders) have TMA add it to global memory, so that no consumer waits for memory.
 //
-// The first block that comes to a tile of the sum stores it, so that nobody has to write zeros before.
-// A counter for each tile (of each adder, where adders share a tile) says how far its sum is:
+// The first block that comes to a tile of the sum stores it, so that nobody has to write zeros before;
+// where looking at counters costs more than that, ZEROED is 1, and all blocks add. A counter for each tile (of each adder, where adders share a tile) says how far its sum is:
 //   DETERMINISTIC: how many blocks have added. Blocks add in a fixed order: an adder awaits its block's
 //     turn, the end of its copy, and then announces the next block's. In causal calls blocks come to a
 //     tile in this order by themselves.
-//   else: none has stored (0), one is storing (kStoring), one has stored (kStored).
+//   else, unless ZEROED: none has stored (0), one is storing (kStoring), one has stored (kStored).
 // The finishing kernel takes tiles whose counter is 0 for zeros.
 //
-// Macros: HEAD_DIM, TILE_M, TILE_N, CAUSAL, DETERMINISTIC.
+// Macros: HEAD_DIM, TILE_M, TILE_N, CAUSAL, DETERMINISTIC, ZEROED, 0 where it is not defined.
 #pragma once
 
 #include "attention/backward_walk.cuh"
@@ -17,6 +17,10 @@
 #include "common/platform.cuh"
 #include "common/ptx/global_order.cuh"
 #include "common/ptx/tma.cuh"
+
+#ifndef ZEROED
+#define ZEROED 0
+#endif
 
 namespace cukit::backward {
 
@@ -64,24 +68,30 @@ class SumAccess {
   CUKIT_DEVICE SumAccess(int* turns, long long scratch_row, int adder)
       : counter_(turns + kAdders + scratch_row / TILE_M * kAdders + adder) {}
 
-  // Before what is to be added has been staged.
+  // Before what is to be added has been staged: as early as possible, it takes its time.
   CUKIT_DEVICE void begin(const Walk& walk, int tile) {
     if constexpr (DETERMINISTIC) {
       const int turn = turn_of(walk, tile);
-      first_ = turn == 0;
+      first_ = turn == 0 && !ZEROED;
       wait_for(turn);
+    } else if constexpr (ZEROED) {
+      return;
     } else {
       stored_ = load_acquire(counter_) == kStored;
     }
+    fence_proxy_async_global();
   }
 
   // After it has been staged, before the copies.
   CUKIT_DEVICE void enter() {
-    if constexpr (!DETERMINISTIC) {
-      first_ = !stored_ && atomicCAS(counter_, 0, kStoring) == 0;
-      if (!stored_ && !first_) wait_for(kStored);
+    if constexpr (!DETERMINISTIC && !ZEROED) {
+      if (stored_) return;
+      first_ = atomicCAS(counter_, 0, kStoring) == 0;
+      if (!first_) {
+        wait_for(kStored);
+        fence_proxy_async_global();
+      }
     }
-    if (!first_) fence_proxy_async_global();
   }
 
   CUKIT_DEVICE void add(float* to, const unsigned char* staged, unsigned bytes) const {

@@ -46,17 +46,15 @@ struct Sums {
   StageBarriers<STAGES> grad_out_read;   // HEAD_DIM 256: the stage of dO may be written to
 };
 
-constexpr int kWorks = 2;  // the one at hand, and the next
-
 struct Shared {
-  Pipeline<kWorks> works;
+  Pipeline<1> works;          // a ticket
   Pipeline<STAGES> q;         // with lse
   Pipeline<STAGES> grad_out;  // with delta
   Sums sums;
   StageBarriers<1> keys;       // K has come
   StageBarriers<1> values;     // V has
   StageBarriers<1> keys_read;  // both may be overwritten
-  int tickets[kWorks];
+  int ticket;
   alignas(16) float lse[STAGES][TILE_M];
   alignas(16) float delta[STAGES][TILE_M];
 };
@@ -115,9 +113,8 @@ struct Position {
 
 // Where a producer or consumer is, from one work to the next.
 struct Progress {
-  PipelineState<STAGES> at;     // in the tiles of queries
-  PipelineState<kAdders> sum;   // in those of dQ
-  PipelineState<1> keys;        // in the works that have any queries
+  PipelineState<STAGES> at;  // in the tiles of queries
+  PipelineState<1> keys;     // in the works that have any queries
 };
 
 // One thread's work: starts the copies of a work's tiles.

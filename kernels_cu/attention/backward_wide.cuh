@@ -1,51 +1,24 @@
-// The two warpgroups of the Hopper backward for heads of 256 columns: 64 keys together.
+// The consumers of the Hopper backward for heads of more than 128 columns: 64 keys together.
 //
-// The first warpgroup computes P and the second dS, both with keys as rows; they hand them over through
-// shared memory, in two stages: the first is a tile of queries ahead. Each then computes dK, dV and dQ
-// of its half of the columns. The first takes the exponentials of the next tile while the second
-// computes this one's dS; the second has the next dP multiplied while it adds dQ, in two parts of 64
-// columns, for want of registers.
-// What is read while a younger product runs is read in the straight line that started it, and nothing
-// runs where the loop turns: else the compiler has products run one by one.
+// The first warpgroup computes P and the second dS, both with keys as rows; they pass them to each other
+// through shared memory, in two stages: the first is a tile of queries ahead. Each then computes dK, dV
+// and dQ of its share of the columns: 128 for the first, the others for the second. The first takes the
+// exponentials of the next tile while the second computes this one's dS; the second has the next dP
+// multiplied while it stages dQ, 64 columns at a time for want of registers.
+// Accumulators are read in the basic block that issued the younger wgmma, and nothing is in flight where
+// the loop turns: otherwise ptxas serialises the wgmmas.
 #pragma once
 
 #include "attention/backward_scores.cuh"
+#include "attention/backward_share.cuh"
 #include "attention/backward_sums.cuh"
 #include "common/ptx/ldmatrix.cuh"
-#include "common/ptx/opaque.cuh"
 #include "common/ptx/warp_group.cuh"
 #include "common/warp_uniform.cuh"
 
 namespace cukit::backward {
 
-constexpr int kScoreTiles = 4;  // two stages of P, two of dS
-constexpr int kColumns = 128;   // of the first warpgroup's share; the second has the others
-// Narrower tiles leave room for dQ; wider ones stage it in the tile of dO that has just been read, which
-// the adders then pass on to the producer.
-constexpr bool kOwnStaging = HEAD_DIM == 192;
-constexpr int kGradOutReaders = kOwnStaging ? Block::kConsumerWarps : kAdders;
-// Named barriers, two each, as the first warpgroup is ahead by one: P is in shared memory; dS is, and
-// P is no longer read; and one for each warpgroup's own threads.
-constexpr int kProbabilities = 1;
-constexpr int kDerivatives = 3;
-constexpr int kOwn = 5;
-
-static_assert(TILE_N == 64 && TILE_M == 64, "one product of 64 rows each way");
-static_assert(HEAD_DIM == 192 || HEAD_DIM == 256, "one or two parts for the second warpgroup");
-static_assert(STAGES == 2, "derivatives of a softcap wait where dS is to be");
-
 using KeyGradient = float[kColumns / 2];
-
-// Of `columns`, those from `first` on, `most` at most.
-CUKIT_DEVICE constexpr int columns_from(int columns, int first, int most) {
-  const int left = columns - first;
-  return left < 0 ? 0 : left < most ? left : most;
-}
-
-// Of `columns`, those that are the warpgroup's.
-CUKIT_DEVICE constexpr int share_of(int columns, int group) {
-  return columns_from(columns, group * kColumns, kColumns);
-}
 
 // A warpgroup's first `Columns` of dV += P^T dO or dK += dS^T Q, started.
 template <int Columns>
@@ -113,13 +86,6 @@ CUKIT_DEVICE void differentiate(unsigned char* ds_tile, const unsigned char* p_t
   }
 }
 
-// Where tiles lie from the first of K on, in bytes.
-constexpr int kValuesAt = KeyTile::kBytes;
-constexpr int kQueriesAt = kValuesAt + KeyTile::kBytes;
-constexpr int kGradOutAt = kQueriesAt + STAGES * QueryTile::kBytes;
-constexpr int kProbabilitiesAt = kGradOutAt + STAGES * QueryTile::kBytes;
-constexpr int kDerivativesAt = kProbabilitiesAt + 2 * ScoreTile::kBytes;
-
 CUKIT_DEVICE void init_sums(Sums& sums) {
   sums.staged.init(kWarpgroupWarps);
   sums.read.init(1);
@@ -140,7 +106,7 @@ CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Walk& walk, f
       // Parts of a share lie next to each other, here and there.
       const int parts = adder == 0 ? 2 : 1;
       const unsigned char* const staging = tiles.dq + adder * 8 * kPieceBytes;
-      shared.sums.staged.wait({adder, progress.sum.phase});
+      shared.sums.staged.wait({adder, static_cast<unsigned>(progress.at.index)});
       access.enter();
       for (int warp = 0; warp < 4; ++warp) {
         access.add(sum + query_block<HEAD_DIM>(warp * 16, 0), staging + warp * parts * kPieceBytes,
@@ -149,7 +115,6 @@ CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Walk& walk, f
       bulk_commit();
       bulk_wait_read<0>();
       shared.sums.read.arrive({adder, 0});
-      progress.sum.phase ^= 1;
     } else {
       const unsigned char* const staging =
           tiles.grad_out + progress.at.index * QueryTile::kBytes + adder * 4 * kPieceBytes;
@@ -175,66 +140,6 @@ CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Walk& walk, f
     position.advance(walk);
   }
 }
-
-// What both warpgroups know of their share. Descriptors are sums of `first` and constants: there are
-// no registers to keep them in.
-struct Share {
-  int group, warp, lane_column;
-  unsigned long long first;  // K-major, of all tiles
-
-  CUKIT_DEVICE Share(const Tiles& tiles, int group)
-      : group(group),
-        warp(threadIdx.x % kWarpgroupThreads / kWarpSize),
-        lane_column(accumulator_column()),
-        first(KeyTile::k_major(tiles.k)) {}
-
-  // The same, of which the compiler derives nothing ahead of time: it would have to spill it.
-  CUKIT_DEVICE Share rederived() const {
-    Share share = *this;
-    const unsigned low = opaque(static_cast<unsigned>(first));
-    share.first = (first >> 32 << 32) + low;
-    return share;
-  }
-
-  CUKIT_DEVICE unsigned long long k_major(int at) const { return first + at / 16; }
-
-  // MN-major: another distance between the parts.
-  CUKIT_DEVICE unsigned long long mn_major(int at, int part) const {
-    return first + at / 16 + (static_cast<unsigned long long>(part - 1) << 16);
-  }
-
-  // P or dS of a stage, keys as rows.
-  CUKIT_DEVICE unsigned long long scores(int at, int stage) const {
-    return k_major(at) + stage * ScoreTile::kStage;
-  }
-
-  // The share's columns of a stage of Q or dO.
-  CUKIT_DEVICE unsigned long long columns(int at, int stage) const {
-    return mn_major(at, QueryTile::kPart) +
-           (stage * QueryTile::kStage + group * (2 * QueryTile::kPart));
-  }
-
-  // dS of a stage, queries as rows; a part of the share's columns of K.
-  CUKIT_DEVICE unsigned long long queries(int stage) const {
-    return mn_major(kDerivativesAt, ScoreTile::kPart) + stage * ScoreTile::kStage;
-  }
-  CUKIT_DEVICE unsigned long long keys(int part) const {
-    return mn_major(part * KeyTile::kPartBytes, KeyTile::kPart) + group * (2 * KeyTile::kPart);
-  }
-
-  // Where a part of the warp's share of dQ is staged.
-  CUKIT_DEVICE unsigned char* staging(const Tiles& tiles, int stage, int part) const {
-    if constexpr (kOwnStaging) {
-      return tiles.dq + (group == 0 ? 2 * warp + part : 8 + warp) * kPieceBytes;
-    } else {
-      return tiles.grad_out + stage * QueryTile::kBytes + (group * 4 + warp) * kPieceBytes;
-    }
-  }
-
-  CUKIT_DEVICE PipelineState<kAdders> sum(const Progress& progress) const {
-    return {group, progress.sum.phase};
-  }
-};
 
 // A warp has read a stage of dO.
 CUKIT_DEVICE void leave_grad_out(Shared& shared, const PipelineState<STAGES>& at) {
@@ -297,11 +202,10 @@ CUKIT_DEVICE void accumulate_scores(KeyGradient& dk, KeyGradient& dv, Shared& sh
   for (int step = 0; step < steps; ++step) {
     float dq[kColumns / 2];
     const PipelineState<STAGES> now = at;
-    const PipelineState<kAdders> sum = share.sum(progress);
+    const PipelineState<kAdders> sum = share.sum(now);
     shared.grad_out.wait(now);
     at.advance();
     position.advance(walk);
-    progress.sum.phase ^= 1;
     wgmma_fence();
     multiply_queries<share_of(VALUE_COLUMNS, 0)>(dv, share.scores(kProbabilitiesAt, now.index),
                                                  share.columns(kGradOutAt, now.index));
@@ -348,7 +252,7 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
     QueryGradient dq;
     const Share share = all.rederived();
     const PipelineState<STAGES> now = at;
-    const PipelineState<kAdders> sum = share.sum(progress);
+    const PipelineState<kAdders> sum = share.sum(now);
     named_sync(kProbabilities + now.index, kConsumers * kWarpgroupThreads);
     wgmma_fence();
     multiply_queries<share_of(VALUE_COLUMNS, 1)>(dv, share.scores(kProbabilitiesAt, now.index),
@@ -366,7 +270,6 @@ CUKIT_DEVICE void accumulate_derivatives(KeyGradient& dk, KeyGradient& dv, Share
     wait_for_staging(shared, now, sum);
     const bool more = step + 1 < steps;
     at.advance();
-    progress.sum.phase ^= 1;
     if (more) shared.grad_out.wait(at);
     wgmma_fence();
     multiply_queries<share_of(COLUMNS, 1)>(dk, share.scores(kDerivativesAt, now.index),

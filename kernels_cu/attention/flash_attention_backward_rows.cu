@@ -2,8 +2,8 @@
 //
 // flash_attention_backward_prepare:  delta = sum(dO * O) and lse * log2(e) of every query, padded to
 //   whole tiles: rows beyond the last query, and rows that see no key, get delta = 0 and
-//   lse = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ, or the counters that say
-//   whether a tile of it has been stored (COUNTERS).
+//   lse = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ (ZEROED), and the
+//   counters of its tiles (COUNTERS).
 // flash_attention_backward_finish:   dQ = scale * sum, from blocks (query_gradient.cuh) to rows.
 // flash_attention_backward_sum:      dK or dV from the float32 sums of the blocks that shared a head.
 // flash_attention_backward_sinks:    dsink = -sum over the queries of exp(sink - lse) * delta: a sink
@@ -18,7 +18,8 @@
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM 64|96|128|256; PADDED, VALUE_PADDED 0|1 the head
 //   is smaller; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8 (prepare);
 //   QUERY_GRADIENT 0|1 whether there is a sum (prepare); TILE_M multiple of 16; VARLEN 0|1; COUNTERS,
-//   0 where it is not defined: counters for each tile of the sum (backward_sums.cuh).
+//   0 where it is not defined: counters for each tile of the sum; ZEROED, 1 where it is not defined: the
+//   sum starts with zeros (backward_sums.cuh).
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/attention.py.
 #include "attention/query_gradient.cuh"
 #include "attention/scratch_rows.cuh"
@@ -30,6 +31,9 @@
 
 #ifndef COUNTERS
 #define COUNTERS 0
+#endif
+#ifndef ZEROED
+#define ZEROED 1
 #endif
 
 namespace {
@@ -84,7 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_p
       counters[(1 + row / TILE_M) * COUNTERS + lane] = 0;
       if (row == 0) counters[lane] = 0;
     }
-  } else if (QUERY_GRADIENT && lane < HEAD_DIM / 8) {
+  }
+  if (QUERY_GRADIENT && ZEROED && lane < HEAD_DIM / 8) {
     float4* zeros = reinterpret_cast<float4*>(grad_q_sum + row * HEAD_DIM);
     zeros[lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     zeros[lane + HEAD_DIM / 8] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -106,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_f
       cukit::scratch_place(first, batch, heads_q, seq_q, rows_per_head, cu_seqlens_q);
   const int rows = place.seq_q - place.query;
   if (VARLEN && rows <= 0) return;
-  const bool summed = COUNTERS == 0 || counters[(1 + index) * COUNTERS] > 0;
+  const bool summed = ZEROED || counters[(1 + index) * COUNTERS] > 0;
   const float* blocks = grad_q_sum + cukit::query_block<HEAD_DIM>(first, 0);
 #pragma unroll 4
   for (int i = threadIdx.x / cukit::kWarpSize; i < TILE_M / 16 * kColumns;

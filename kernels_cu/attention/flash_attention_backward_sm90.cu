@@ -8,27 +8,27 @@
 //   and WINDOW say, are not read. VARLEN: blocks find their keys by a plan (backward_work.cuh).
 // Papers: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2; Shah et al., "FlashAttention-3",
 //   arXiv:2407.08608.
-// Mapping: a block owns TILE_N keys of one key head and walks over the queries of `group` query heads
-//   in tiles of TILE_M. A thread of its first warpgroup asks the copy engine for K and V, then for Q and
-//   dO, tile after tile (backward_walk.cuh), two more have it add dQ (backward_sums.cuh). The other two
-//   warpgroups multiply, each in its way for narrow heads (backward_narrow.cuh) and wide ones
-//   (backward_wide.cuh). Where key heads alone would leave the GPU half empty, `splits` blocks share a
-//   key head, SPLIT is 1 and each writes its own sum in float32 (flash_attention_backward_sum adds them).
-// DETERMINISTIC: blocks add to a tile of dQ in turn (backward_sums.cuh). They take their work in the
-//   order in which they begin, and wait only for those that began earlier.
-// Else, without a mask, block n starts at query tile n and wraps around, so that the blocks of a head
-//   add to different rows of dQ at any time.
+// Mapping: persistent blocks, one for each SM. A work is TILE_N keys of one key head; a block walks over
+//   the queries of `group` query heads that see them, in tiles of TILE_M, and takes the next work
+//   (backward_work.cuh). A thread of the producer warpgroup has TMA fetch K, V and, tile after tile, Q
+//   and dO (backward_walk.cuh); two more have it add dQ (backward_sums.cuh). Two consumer warpgroups
+//   multiply, each in its way for narrow heads (backward_narrow.cuh) and wide ones (backward_wide.cuh).
+//   Where key heads alone are too few works, `splits` works share the keys of a head, SPLIT is 1 and
+//   each writes its own sum in float32 (flash_attention_backward_sum adds them).
+// DETERMINISTIC: works add to a tile of dQ in turn (backward_sums.cuh), and wait only for those that
+//   began earlier. Else, without a mask, work n of a head starts at query tile n and wraps around, so
+//   that concurrent works add to different rows of dQ at any time.
 // Rows of `lse_log2` are +infinity where a query is beyond the last or sees no key: P is then 0.
 // Shared memory, bytes: 4 HEAD_DIM (TILE_N + STAGES TILE_M) + scores + dQ, dynamic:
-//   K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N TILE_M a tile, two tiles (dS) or, for
-//   heads of 256, four (P and dS); dQ: 32 KiB, none for heads of 256, which stage it in tiles of dO.
-//   Static: barriers, stages of lse and delta.
+//   K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N TILE_M a tile, two tiles (dS) or, from
+//   192 columns on, four (P and dS). dQ: 4 TILE_M HEAD_DIM; none for heads of 256, which stage it in
+//   tiles of dO. Static: barriers, stages of lse and delta.
 // Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled by
 //   128 bytes; rows and columns beyond the tensor read as zero. VARLEN: maps of sequences, in which
 //   rows beyond a sequence do too (encode_sequence_map); seq_q and seq_kv are their longest.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|256 columns of a tile, of Q and K and of V and dO
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|192|256 columns of a tile, of Q and K and of V and dO
 //   alike; PADDED, VALUE_PADDED 0|1 their heads are smaller; COLUMNS, VALUE_COLUMNS (backward_walk.cuh);
-//   TILE_M x TILE_N 128x128 (64), 64x128 (128), 64x64 (256); STAGES 2..; THREADS = 384; CAUSAL 0|1;
+//   TILE_M x TILE_N 128x128 (64), 64x128 (128), 64x64 (192, 256); STAGES 2; THREADS = 384; CAUSAL 0|1;
 //   SPLIT 0|1; DETERMINISTIC 0|1; those of score_options.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ where asked
 //   for, else its additions come in any order.
@@ -68,9 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const int* __restrict__ cu_seqlens_q,       // [batch + 1]
     const int* __restrict__ cu_seqlens_kv,      // [batch + 1]
     const int* __restrict__ plan,           // VARLEN (backward_work.cuh)
-    int batch, int heads, int group, int splits, int seq_q, int seq_kv, int rows_per_head,
-    int head_dim, int value_dim, int section, float scale, float scale_log2,
-    const __grid_constant__ cukit::ScoreSettings settings) {
+    const __grid_constant__ cukit::MappedKeyParameters params) {
   __shared__ backward::Shared shared;
   CUKIT_DYNAMIC_SHARED(unsigned char, bytes);
   backward::Tiles tiles;
@@ -81,19 +79,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   tiles.scores = tiles.grad_out + STAGES * backward::QueryTile::kBytes;
   tiles.dq = tiles.scores + backward::kScoreTiles * backward::ScoreTile::kBytes;
 
-  const backward::KeyProblem problem{{alibi_slopes, nullptr, bias, mask},
-                                     settings,
-                                     batch,
-                                     heads,
-                                     group,
-                                     splits,
-                                     seq_q,
-                                     seq_kv,
-                                     rows_per_head,
-                                     section,
-                                     cu_seqlens_q,
-                                     cu_seqlens_kv,
-                                     plan};
+  const backward::KeyProblem problem{
+      params, {alibi_slopes, nullptr, bias, mask}, cu_seqlens_q, cu_seqlens_kv, plan};
 
   Block::prepare([&] {
     for (const cukit::TensorMap* map : {&q, &k, &v, &grad_out}) cukit::prefetch_tensor_map(map);
@@ -137,17 +124,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
             const backward::KeyWork again = problem.work(cukit::opaque(ticket));
             const int first_key = again.tile * TILE_N;
             const long long first_row =
-                VARLEN ? again.sequence.first_kv : static_cast<long long>(again.b) * seq_kv;
-            const long long row = (first_row + first_key) * heads + again.head;
+                VARLEN ? again.sequence.first_kv : static_cast<long long>(again.b) * params.seq_kv;
+            const long long row = (first_row + first_key) * params.heads + again.head;
             const auto target = [&](Gradient* gradient, int columns, float factor) {
               return backward::Target{gradient + row * columns,
-                                      static_cast<long long>(heads) * columns, columns, factor};
+                                      static_cast<long long>(params.heads) * columns, columns, factor};
             };
-            return backward::Results{target(grad_k, head_dim, scale),
-                                     target(grad_v, value_dim, 1.0f),
+            return backward::Results{target(grad_k, params.head_dim, params.scale),
+                                     target(grad_v, params.value_dim, 1.0f),
                                      again.sequence.seq_kv - first_key};
           };
-          backward::accumulate(shared, tiles, walk, results, scale_log2, progress);
+          backward::accumulate(shared, tiles, walk, results, params.scale_log2, progress);
         });
       });
 }

@@ -35,6 +35,20 @@ struct KeyGradientParameters {
   ScoreSettings settings;
 };
 
+// flash_attention_backward_sm90, which finds its arrays through tensor maps
+struct MappedKeyParameters {
+  int batch;
+  int heads;   // blocks that share a key head count as heads of their own
+  int group;   // query heads of each
+  int splits;  // blocks that share a key head
+  int seq_q, seq_kv;
+  int rows_per_head;  // of the scratch arrays (scratch_rows.cuh)
+  int head_dim, value_dim;
+  int section;
+  float scale, scale_log2;
+  ScoreSettings settings;
+};
+
 // flash_attention_backward_query_sm80
 struct QueryGradientParameters {
   HeadStrides q, k, v, grad_out;

@@ -82,6 +82,20 @@ def test_whatever_finishes_late(late_emulator, rng, head_dim):
     check(late_emulator, *inputs, True, deterministic=head_dim == 128)
 
 
+@pytest.mark.parametrize("head_dim", WIDTHS)
+def test_queries_without_keys_get_zeros(device, rng, head_dim):
+    """No block comes to their tiles of the sum, which nothing has filled with zeros."""
+    q, k, v, grad_out = inputs_of(rng, (400, 100), (1, 1), head_dim)
+    placed = to_device(device, grad_out, q, k, v)
+    out, lse = flash_attention(*placed[1:], causal=True, return_lse=True)
+    for deterministic in (False, True):
+        poison_pool(device)
+        grad_q, *_ = flash_attention_backward(
+            *placed, out, lse, causal=True, deterministic=deterministic
+        )
+        assert not to_host(grad_q)[:, :300].astype(np.float32).any()
+
+
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_query_heads_are_split_where_key_heads_are_few(device, rng, head_dim):
     """Four blocks share a key head and write sums of their own."""
