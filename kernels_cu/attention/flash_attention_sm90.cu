@@ -39,6 +39,7 @@
 // Reference: cukit/reference/attention.py.
 #include "attention/block_lists.cuh"
 #include "attention/forward_producer_sm90.cuh"
+#include "attention/forward_work_sm90.cuh"
 #include "attention/kept_sums.cuh"
 #include "attention/query_work.cuh"
 #include "common/hopper/pipeline.cuh"
@@ -91,34 +92,6 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned
   cukit::wgmma_commit();
 }
 
-// Factors of float8 inputs, one a batch and key head; null: 1. None of 16-bit inputs.
-struct Descales {
-#if FLOAT8
-  const float* q;
-  const float* k;
-  const float* v;
-  const cukit::Float8Settings& settings;
-
-  // Of the products of q and k.
-  CUKIT_DEVICE float scores(int b, int kv_head) const {
-    return factor(q, b * settings.q_batch + kv_head * settings.q_head) *
-           factor(k, b * settings.k_batch + kv_head * settings.k_head);
-  }
-
-  // Of the outputs.
-  CUKIT_DEVICE float values(int b, int kv_head) const {
-    return factor(v, b * settings.v_batch + kv_head * settings.v_head);
-  }
-
-  CUKIT_DEVICE static float factor(const float* factors, int index) {
-    return factors == nullptr ? 1.0f : factors[index];
-  }
-#else
-  CUKIT_DEVICE float scores(int, int) const { return 1.0f; }
-  CUKIT_DEVICE float values(int, int) const { return 1.0f; }
-#endif
-};
-
 // Where the results go.
 struct Results {
   T* out;
@@ -155,51 +128,6 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax,
   cukit::write_rows<kGuarded>(sums, rows);
 }
 
-// The next work and its queries, which have come; false if there is none. Work that is dealt lies
-// beside them; else every warp finds it by itself, while its results are on their way out.
-CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, const QueryState& at,
-                            cukit::WorkQueue<kTileM, TILE_N>& queue) {
-#if DEALT
-  pipelines.q.wait(at);
-  __syncwarp();  // together from here on: what lanes then share is the warp's, for the compiler too
-  work = pipelines.work[at.index];
-  __syncwarp();  // all have read it before one of them gives the stage back
-#else
-  if (!queue.next(work)) return false;
-#endif
-  work.keys = {cukit::warp_uniform(work.keys.begin), cukit::warp_uniform(work.keys.end),
-               cukit::warp_uniform(work.keys.whole_begin), cukit::warp_uniform(work.keys.whole_end)};
-  if (!WINDOW) work.keys.begin = work.keys.whole_begin = 0;
-#if DEALT
-  return work.keys.end > 0;
-#else
-  queue.share();
-  pipelines.q.wait(at);
-  return true;
-#endif
-}
-
-// Whether the warpgroups of a block see different keys.
-constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE;
-
-// The tiles of keys that a warpgroup's 64 queries see, one at least. All warpgroups go through those
-// of the work; at either end some may be hidden from it. One without queries has nothing to look at.
-CUKIT_DEVICE cukit::TileRange own_keys(const QueryWork& work, int first_row, int past,
-                                       const cukit::ScoreSettings& settings) {
-  const cukit::Sequence& sequence = work.sequence;
-  cukit::TileRange seen = work.keys;
-  const int rows = min(cukit::kWarpgroupRows, sequence.seq_q - first_row);
-  if (rows <= 0) {
-    seen.end = work.keys.begin + 1;
-  } else if (kUneven) {
-    seen = cukit::key_tiles<TILE_N>(first_row, rows, past, sequence.seq_kv, settings);
-    seen.end = max(work.keys.begin + 1, min(seen.end, work.keys.end));
-    seen.begin = min(max(seen.begin, work.keys.begin), seen.end - 1);
-  }
-  return {WINDOW ? cukit::warp_uniform(seen.begin) : 0, cukit::warp_uniform(seen.end),
-          WINDOW ? cukit::warp_uniform(seen.whole_begin) : 0, cukit::warp_uniform(seen.whole_end)};
-}
-
 CUKIT_DEVICE bool renew(cukit::SoftmaxRows& rows, float (&shrink)[2], const Scores& scores,
                         float factor) {
   return cukit::renew_maxima<TILE_N / 2, Operands::kIntegerMaxima>(rows, shrink, scores, factor,
@@ -212,7 +140,7 @@ constexpr bool kKeeps = KEPT_TILES > 0;
 constexpr bool kTendsEarly = kKeeps && VALUE_DIM < 256;
 
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& results,
-                      const Arguments& arguments, const Descales& descales,
+                      const Arguments& arguments, const cukit::Descales& descales,
                       const cukit::ScoreSettings& settings, float scale) {
   const int group = Block::consumer_group();
   const int lane_row = cukit::accumulator_row();
@@ -447,9 +375,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
       [&] {
         const consumer::Results results{out, lse, out_batch, out_row, out_head, heads_q, value_dim};
 #if FLOAT8
-        const consumer::Descales descales{q_descale, k_descale, v_descale, float8};
+        const cukit::Descales descales{q_descale, k_descale, v_descale, float8};
 #else
-        const consumer::Descales descales{};
+        const cukit::Descales descales{};
 #endif
         consumer::run(pipelines, tiles, results, arguments, descales, settings, scale_log2);
       });

@@ -6,6 +6,8 @@
 //                        (float8_values.cuh), P is scaled by 2^kOffset and rounded
 //   PreciseFloat8Operands  Q and K e4m3; V widened to float16, P rounded to that
 //
+// Macros, 0 where a kernel does not define them: FLOAT8, PRECISE, PREPARES 0|1; KEPT_TILES.
+//
 // Scores and outputs lie as wgmma leaves them (common/softmax/online_softmax.cuh).
 #pragma once
 
@@ -16,6 +18,19 @@
 #include "common/ptx/wgmma.cuh"
 #include "common/softmax/online_softmax.cuh"
 
+#ifndef FLOAT8
+#define FLOAT8 0
+#endif
+#ifndef PRECISE
+#define PRECISE 0
+#endif
+#ifndef PREPARES
+#define PREPARES 0
+#endif
+#ifndef KEPT_TILES
+#define KEPT_TILES 0
+#endif
+
 namespace cukit {
 
 // Mirrored by flash_maps.FLOAT8_SETTINGS, field by field. Strides in elements, over batches and key
@@ -23,6 +38,34 @@ namespace cukit {
 struct Float8Settings {
   int q_batch, q_head, k_batch, k_head, v_batch, v_head;
   int value_tiles;
+};
+
+// Factors of float8 inputs, one a batch and key head; null: 1. None of 16-bit inputs.
+struct Descales {
+#if FLOAT8
+  const float* q;
+  const float* k;
+  const float* v;
+  const Float8Settings& settings;
+
+  // Of the products of q and k.
+  CUKIT_DEVICE float scores(int b, int kv_head) const {
+    return factor(q, b * settings.q_batch + kv_head * settings.q_head) *
+           factor(k, b * settings.k_batch + kv_head * settings.k_head);
+  }
+
+  // Of the outputs.
+  CUKIT_DEVICE float values(int b, int kv_head) const {
+    return factor(v, b * settings.v_batch + kv_head * settings.v_head);
+  }
+
+  CUKIT_DEVICE static float factor(const float* factors, int index) {
+    return factors == nullptr ? 1.0f : factors[index];
+  }
+#else
+  CUKIT_DEVICE float scores(int, int) const { return 1.0f; }
+  CUKIT_DEVICE float values(int, int) const { return 1.0f; }
+#endif
 };
 
 template <typename T, int TileM, int TileN, int HeadDim, int ValueDim>

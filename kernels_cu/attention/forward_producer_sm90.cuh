@@ -2,7 +2,7 @@
 // and values come from, the thread that has them copied, the warp that clears what lies behind a
 // sequence, and the warps that prepare float8 values.
 //
-// Macros: those of flash_attention_sm90.cu; 0 where FLOAT8, PRECISE, PREPARES, KEPT_TILES are missing.
+// Macros: those of flash_attention_sm90.cu.
 #pragma once
 
 #include "attention/block_lists.cuh"
@@ -20,19 +20,6 @@
 namespace {
 
 using T = cukit::element_t;
-
-#ifndef FLOAT8
-#define FLOAT8 0
-#endif
-#ifndef PRECISE
-#define PRECISE 0
-#endif
-#ifndef PREPARES
-#define PREPARES 0
-#endif
-#ifndef KEPT_TILES
-#define KEPT_TILES 0
-#endif
 
 // V is in shared memory as TMA brings it, and zeros are to replace what lies behind a sequence.
 #define CLEARED (VARLEN && !FLOAT8)
@@ -278,38 +265,30 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
       key_values.load_values(to, full, place, tile);
       v_at.advance();
     };
-    const auto load_queries = [&] {
-      pipelines.q.acquire(q_at);
-#if DEALT
-      pipelines.work[q_at.index] = work;
-#endif
-      QueryTile::load(tiles.q + q_at.index * QueryTile::kBytes, q,
-                      pipelines.q.expect(q_at, QueryTile::kBytes), work.head,
-                      work.sequence.first_q + work.first_row, VARLEN ? 0 : work.b);
-      q_at.advance();
-    };
     const int last = work.keys.end - 1;
-#if PREPARES
-    // Values come with their keys: they have yet to be prepared.
+    // Values follow a tile behind their keys, or come with them where they have yet to be prepared. One
+    // loop in which each load stands once: the compiler spills with a first and a last load outside.
 #pragma unroll 1
-    for (int tile = last; tile >= work.keys.begin; --tile) {
-      load_keys(tile);
-      if (tile == last) load_queries();
-      load_values(tile);
-    }
-#else
-    // Values follow a tile behind their keys. One loop in which each load stands once: the compiler
-    // spills with a first and a last load outside.
-#pragma unroll 1
-    for (int tile = last; tile >= work.keys.begin - 1; --tile) {
+    for (int tile = last; tile >= work.keys.begin - !PREPARES; --tile) {
       if (tile >= work.keys.begin) load_keys(tile);
       if (tile < last) {
+#if !PREPARES
         load_values(tile + 1);
-      } else {
-        load_queries();
-      }
-    }
 #endif
+      } else {
+        pipelines.q.acquire(q_at);
+#if DEALT
+        pipelines.work[q_at.index] = work;
+#endif
+        QueryTile::load(tiles.q + q_at.index * QueryTile::kBytes, q,
+                        pipelines.q.expect(q_at, QueryTile::kBytes), work.head,
+                        work.sequence.first_q + work.first_row, VARLEN ? 0 : work.b);
+        q_at.advance();
+      }
+#if PREPARES
+      load_values(tile);
+#endif
+    }
   }
 #if DEALT
   pipelines.q.acquire(q_at);
