@@ -6,7 +6,6 @@ What it does not cover is served by :mod:`flash_plan`'s class.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -93,7 +92,6 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
         return problem.num_heads_kv * self.splits * tiles
 
 
-@cache
 def plan_flash_attention_backward_sm90(
     problem: AttentionProblem, deterministic: bool, device: Device
 ) -> WarpgroupBackwardConfig:

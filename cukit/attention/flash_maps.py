@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 
 from cukit.attention.flash_arguments import dense_strides, score_shape, strides_of
-from cukit.attention.flash_options import ScoreArrays, ScoreOptions, scales_of, score_settings
+from cukit.attention.flash_options import (
+    PARAMETERS,
+    ScoreArrays,
+    ScoreOptions,
+    scales_of,
+    score_settings,
+)
 from cukit.attention.flash_plan_sm90 import (
     BlockSize,
     WarpgroupForwardConfig,
@@ -19,6 +25,7 @@ from cukit.core.arrays import Array, empty
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, Launch, by_value, load_kernel
 from cukit.core.map_cache import TensorMapCache
+from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import encode_sequence_map, encode_tensor_map
 
 _OPTIONAL_POINTERS = len(ScoreArrays._fields) + 2  # the plan and the block mask
@@ -125,15 +132,6 @@ class PreparedValues:
         return prepared
 
 
-FLOAT8_SETTINGS = np.dtype(
-    [
-        *((f"{name}_{axis}", np.int32) for name in "qkv" for axis in ("batch", "head")),
-        ("value_tiles", np.int32),
-    ]
-)
-"""Mirrors `Float8Settings` in kernels_cu/attention/forward_operands.cuh, field by field."""
-
-
 def prepare_mapped(
     q: Array,
     k: Array,
@@ -153,21 +151,24 @@ def prepare_mapped(
     """
     config = plan_flash_attention_sm90(problem, device, block_size)
     settings = score_settings(q, options, arrays, score_shape(q, k, options, arrays))
-    scalars: tuple[Any, ...] = (
-        *(dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out)),
-        np.int32(problem.batch),
-        np.int32(problem.num_heads_q),
-        np.int32(problem.group),
-        np.int32(problem.seq_len_q),
-        np.int32(problem.seq_len_kv),
-        np.int32(problem.head_dim_v),
-        np.int32(mask_heads),
-        scales_of(q, options)[1],
-        settings,
+    structs = parameter_structs(PARAMETERS)
+    parameters = structs["MappedForwardParameters"].pack(
+        out=dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out),
+        batch=problem.batch,
+        heads_q=problem.num_heads_q,
+        group=problem.group,
+        seq_q=problem.seq_len_q,
+        seq_kv=problem.seq_len_kv,
+        value_dim=problem.head_dim_v,
+        mask_heads=mask_heads,
+        scale_log2=scales_of(q, options)[1],
+        settings=settings,
+        float8=structs["Float8Settings"].pack(
+            **_descale_strides(descales or (None, None, None)),
+            value_tiles=config.value_tiles(v.shape[-3]) if descales else 0,
+        ),
     )
-    if descales is not None:
-        scalars += (_float8_settings(descales, config.value_tiles(v.shape[-3])),)
-    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
     plan = None
     plan_spec = config.plan_spec()
     if plan_spec is not None:
@@ -200,12 +201,12 @@ def _prepare_values(config: WarpgroupForwardConfig, v: Array) -> PreparedValues 
     )
 
 
-def _float8_settings(descales: tuple[Array | None, ...], value_tiles: int) -> Any:
-    settings = np.zeros(1, FLOAT8_SETTINGS)
-    settings["value_tiles"] = value_tiles
+def _descale_strides(descales: tuple[Array | None, ...]) -> dict[str, int]:
+    """Of the factors of q, k and v, in elements; 0 where one serves all batches or heads."""
+    strides: dict[str, int] = {}
     for name, factors in zip("qkv", descales, strict=True):
-        if factors is not None and factors.ndim:
-            *batch, head = (stride // factors.itemsize for stride in factors.strides)
-            settings[f"{name}_head"] = head
-            settings[f"{name}_batch"] = batch[0] if batch else 0
-    return settings.view(np.dtype((np.void, settings.nbytes)))
+        steps = () if factors is None else factors.strides
+        size = 1 if factors is None else factors.itemsize
+        batch, head = (0,) * (2 - len(steps)) + tuple(step // size for step in steps)
+        strides |= {f"{name}_batch": batch, f"{name}_head": head}
+    return strides

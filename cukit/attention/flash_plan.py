@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from cukit.attention.flash_problem import (
     AttentionProblem,
@@ -290,7 +289,6 @@ def choose_splits(group: int, blocks: int, enough: int) -> int:
     return max(1, group)
 
 
-@cache
 def plan_flash_attention(problem: AttentionProblem, device: Device) -> FlashAttentionConfig:
     """The forward's configuration. Raises UnsupportedDeviceError where nothing fits."""
     width, value_width = problem.width, problem.value_width
@@ -304,7 +302,6 @@ def plan_flash_attention(problem: AttentionProblem, device: Device) -> FlashAtte
     )
 
 
-@cache
 def plan_flash_attention_backward(
     problem: AttentionProblem, deterministic: bool, device: Device
 ) -> FlashAttentionBackwardConfig:

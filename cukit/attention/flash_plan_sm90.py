@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import lru_cache
 
 from cukit.attention.flash_problem import (
     FLOAT8,
@@ -15,6 +15,7 @@ from cukit.attention.flash_problem import (
     Defines,
     ceil_div,
     feature_defines,
+    rounded_length,
 )
 from cukit.attention.flash_tilings import (
     FLOAT8_TILINGS,
@@ -38,6 +39,7 @@ _FLOAT8_ALIGNMENT = 16  # columns: rows are whole chunks of the copy engine
 _VALUES_THREADS = 128
 _FEW_READERS = 8  # tiles of queries that read the same values
 _SEQUENCE_THREADS = 1024
+_MOST_CHOICES = 4096  # of tilings, kept by what they were chosen for
 _LIST_THREADS = 128
 _WARP = 32
 _NARROW, _WIDE = 96, 192  # columns of values
@@ -234,13 +236,20 @@ def _pieces(problem: AttentionProblem, tiling: WarpgroupTiling, dealt: bool = Fa
     return ceil_div(tiles, 2) if pairs else tiles
 
 
-@cache
 def plan_flash_attention_sm90(
     problem: AttentionProblem, device: Device, block_size: BlockSize | None = None
 ) -> WarpgroupForwardConfig:
-    """The configuration of a problem that the class covers."""
+    """The configuration of a problem that the class covers.
+
+    The tiling, which takes weighing, is chosen once for lengths that round to the same.
+    """
     slots = device.num_sms
-    tiling = min(tilings_of(problem, block_size), key=lambda each: _cost(problem, each, slots))
+    rounded = replace(
+        problem,
+        seq_len_q=rounded_length(problem.seq_len_q),
+        seq_len_kv=rounded_length(problem.seq_len_kv),
+    )
+    tiling = _cheapest_tiling(rounded, slots, block_size)
     pieces = _pieces(problem, tiling, block_size is not None)
     return WarpgroupForwardConfig(
         problem=problem,
@@ -248,6 +257,13 @@ def plan_flash_attention_sm90(
         num_blocks=min(problem.batch * problem.num_heads_q * pieces, slots),
         block_size=block_size,
     )
+
+
+@lru_cache(maxsize=_MOST_CHOICES)
+def _cheapest_tiling(
+    problem: AttentionProblem, slots: int, block_size: BlockSize | None
+) -> WarpgroupTiling:
+    return min(tilings_of(problem, block_size), key=lambda each: _cost(problem, each, slots))
 
 
 def tilings_of(

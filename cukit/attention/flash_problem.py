@@ -92,6 +92,16 @@ class AttentionProblem:
         return self.causal or self.window is not None
 
 
+def rounded_length(length: int) -> int:
+    """`length`, rounded up: to 64 up to 1024, above that to one of eight steps an octave.
+
+    What depends on lengths and is slow to work out is worked out for these: a decode step, or
+    sequences that are a little longer than the last, find it done.
+    """
+    step = 64 if length <= 1024 else 1 << ((length - 1).bit_length() - 4)
+    return ceil_div(length, step) * step
+
+
 def width_for(head_dim: int, widths: Sequence[int] = HEAD_WIDTHS) -> int:
     """The smallest of `widths` that holds head_dim."""
     for width in widths:

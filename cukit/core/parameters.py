@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ _SCALARS = {
     "float": np.float32,
     "double": np.float64,
 }
+# NumPy's characters for them, and those that `struct` takes for the same sizes everywhere.
+_CHARACTERS = {"i": "i", "I": "I", "l": "q", "q": "q", "L": "Q", "Q": "Q", "f": "f", "d": "d"}
 _COMMENT = re.compile(r"//[^\n]*")
 _STRUCT = re.compile(r"\bstruct\s+(\w+)\s*\{([^{}]*)\};")
 _FIELDS = re.compile(r"([\w ]+?)\s+(\w+(?:\s*,\s*\w+)*)$")
@@ -36,18 +39,27 @@ _FIELDS = re.compile(r"([\w ]+?)\s+(\w+(?:\s*,\s*\w+)*)$")
 class ParameterStruct:
     """One struct of a `parameters.cuh`."""
 
-    __slots__ = ("_raw", "dtype", "name")
+    __slots__ = ("_layout", "_nested", "_raw", "dtype", "name")
 
-    def __init__(self, name: str, dtype: np.dtype[Any]) -> None:
-        self.name = name
-        self.dtype = dtype
-        self._raw = np.dtype((np.void, dtype.itemsize))
+    def __init__(self, name: str, fields: Mapping[str, np.dtype[Any] | ParameterStruct]) -> None:
+        """fields: numbers, or structs defined before, by name and in order."""
+        self.name: str = name
+        self._nested = [
+            field if isinstance(field, ParameterStruct) else None for field in fields.values()
+        ]
+        types = [
+            (key, field.dtype if isinstance(field, ParameterStruct) else field)
+            for key, field in fields.items()
+        ]
+        self.dtype: np.dtype[Any] = np.dtype(types, align=True)
+        self._raw = np.dtype((np.void, self.dtype.itemsize))
+        self._layout = struct.Struct(_format(self.dtype))
 
     def pack(self, **values: Any) -> np.ndarray[Any, Any]:
         """An argument for a kernel: an array of one element that is nothing but bytes.
 
         Each field by its name: a number, or for a struct what its own `pack` returned, or its
-        fields in order. Raises LaunchError where a field is missing or unknown.
+        fields in order. Raises LaunchError where a field is missing, unknown or out of range.
         """
         names = self.dtype.names or ()
         if values.keys() != set(names):
@@ -57,11 +69,24 @@ class ParameterStruct:
                 f"{self.name}: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}; "
                 f"the fields are {', '.join(names)}"
             )
-        packed = np.zeros(1, self.dtype)
-        for name, value in values.items():
-            packed[name] = _nested(self.dtype[name], value)
         # CuPy asks an array for its interface at every launch: named fields would make that slow.
-        return packed.view(self._raw)
+        return np.frombuffer(self._bytes([values[name] for name in names]), self._raw)
+
+    def _bytes(self, values: Sequence[Any]) -> bytes:
+        """The struct with these fields, in order."""
+        flat = [
+            value if nested is None else nested._as_bytes(value)
+            for nested, value in zip(self._nested, values, strict=True)
+        ]
+        try:
+            return self._layout.pack(*flat)
+        except struct.error as error:
+            raise LaunchError(
+                f"{self.name}: {error}, got {dict(zip(self.dtype.names or (), flat, strict=True))}"
+            ) from None
+
+    def _as_bytes(self, value: Any) -> bytes:
+        return value.tobytes() if isinstance(value, np.ndarray) else self._bytes(value)
 
     def assertions(self) -> str:
         """C++ that fails to compile where the compiler's layout is another."""
@@ -74,10 +99,16 @@ class ParameterStruct:
         return f'static_assert({conditions}, "{self.name}: laid out as in Python");\n'
 
 
-def _nested(dtype: np.dtype[Any], value: Any) -> Any:
-    if dtype.names is None:
-        return value
-    return value.view(dtype)[0] if isinstance(value, np.ndarray) else tuple(value)
+def _format(dtype: np.dtype[Any]) -> str:
+    """The format of a `struct.Struct` laid out as `dtype`; nested structs are bytes."""
+    parts, end = ["<"], 0
+    for name in dtype.names or ():
+        assert dtype.fields is not None
+        field, offset = dtype.fields[name][:2]
+        parts.append("x" * (offset - end))
+        parts.append(f"{field.itemsize}s" if field.names else _CHARACTERS[field.char])
+        end = offset + field.itemsize
+    return "".join([*parts, "x" * (dtype.itemsize - end)])
 
 
 @functools.cache
@@ -93,7 +124,7 @@ def parameter_structs(source: str) -> Mapping[str, ParameterStruct]:
         if file != source:
             known |= parameter_structs(file)
     for name, body in _STRUCT.findall(_COMMENT.sub("", read_source(source))):
-        fields: list[tuple[str, Any]] = []
+        fields: dict[str, np.dtype[Any] | ParameterStruct] = {}
         for declaration in filter(None, map(str.strip, body.split(";"))):
             match = _FIELDS.match(" ".join(declaration.split()))
             kind = match[1] if match else ""
@@ -102,9 +133,9 @@ def parameter_structs(source: str) -> Mapping[str, ParameterStruct]:
                     f"{source}: field {declaration!r} of {name} is neither a number "
                     f"({', '.join(_SCALARS)}) nor a struct defined before"
                 )
-            dtype = known[kind].dtype if kind in known else _SCALARS[kind]
-            fields += [(field.strip(), dtype) for field in match[2].split(",")]
-        known[name] = ParameterStruct(name, np.dtype(fields, align=True))
+            field = known[kind] if kind in known else np.dtype(_SCALARS[kind])
+            fields |= {each.strip(): field for each in match[2].split(",")}
+        known[name] = ParameterStruct(name, fields)
     return known
 
 

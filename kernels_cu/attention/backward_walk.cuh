@@ -29,7 +29,8 @@ namespace cukit::backward {
 using T = element_t;
 
 constexpr int kConsumers = 2;
-using Block = WarpSpecialized<kConsumers, 24>;
+// With 24 registers the threads that fetch and add spill; 32 leave the consumers no more than 40 do.
+using Block = WarpSpecialized<kConsumers, 40>;
 
 // How tiles lie in shared memory, parts of 64 columns. Parts beyond COLUMNS or VALUE_COLUMNS are
 // neither fetched nor multiplied.

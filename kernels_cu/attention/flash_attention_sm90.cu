@@ -41,6 +41,7 @@
 #include "attention/forward_producer_sm90.cuh"
 #include "attention/forward_work_sm90.cuh"
 #include "attention/kept_sums.cuh"
+#include "attention/parameters.cuh"
 #include "attention/query_work.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/shared_tile.cuh"
@@ -96,7 +97,7 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, unsigned
 struct Results {
   T* out;
   float* lse;
-  long long out_batch, out_row, out_head;
+  cukit::HeadStrides strides;
   int heads_q, value_dim;
 };
 
@@ -108,9 +109,9 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax,
   const long long first_statistic =
       cukit::row_statistics(work.b, work.head, to.heads_q, sequence, settings);
   cukit::ResultRows<T> rows;
-  rows.first = to.out + (VARLEN ? 0 : work.b * to.out_batch) + work.head * to.out_head +
-               (sequence.first_q + row) * to.out_row;
-  rows.row_stride = to.out_row;
+  rows.first = to.out +
+               cukit::offset_of(to.strides, VARLEN ? 0 : work.b, sequence.first_q + row, work.head);
+  rows.row_stride = to.strides.row;
   rows.columns = to.value_dim;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -335,35 +336,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const float* __restrict__ q_descale, const float* __restrict__ k_descale,
     const float* __restrict__ v_descale,  // of a batch and a key head; null: 1
 #endif
-    long long out_batch, long long out_row, long long out_head,  // strides in elements
-    int batch, int heads_q, int group, int seq_q, int seq_kv, int value_dim,
-    int mask_heads,    // BLOCK_SPARSE: of block_mask, 1 or heads_q
-    float scale_log2,  // scale * log2(e)
-    const __grid_constant__ cukit::ScoreSettings settings
-#if FLOAT8
-    ,
-    const __grid_constant__ cukit::Float8Settings float8
-#endif
-) {
+    const __grid_constant__ cukit::MappedForwardParameters params) {
   __shared__ Pipelines pipelines;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const Tiles tiles(shared);
-  const Arguments arguments{{batch, heads_q, seq_q, seq_kv, cu_seqlens_q, cu_seqlens_kv},
-                            {plan, plan + 1, plan + 2 + batch},
+  const Arguments arguments{{params.batch, params.heads_q, params.seq_q, params.seq_kv, cu_seqlens_q,
+                             cu_seqlens_kv},
+                            {plan, plan + 1, plan + 2 + params.batch},
                             {alibi_slopes, sinks, bias, mask},
-                            {plan + 1, block_mask, mask_heads, seq_q, seq_kv},
-                            group};
+                            {plan + 1, block_mask, params.mask_heads, params.seq_q, params.seq_kv},
+                            params.group};
 
   Block::prepare([&] { pipelines.init(); });
   Block::run(
       [&] {
         if (threadIdx.x == 0) {
 #if FLOAT8 && !PREPARES
-          const producer::PreparedKeyValues key_values{{&k, &v, group}, prepared, float8.value_tiles};
+          const producer::PreparedKeyValues key_values{
+              {&k, &v, params.group}, prepared, params.float8.value_tiles};
 #else
-          const producer::MappedKeyValues key_values{&k, &v, group};
+          const producer::MappedKeyValues key_values{&k, &v, params.group};
 #endif
-          producer::run(pipelines, tiles, &q, key_values, arguments, settings);
+          producer::run(pipelines, tiles, &q, key_values, arguments, params.settings);
         }
 #if CLEARED
         if (threadIdx.x / cukit::kWarpSize == 1) clearer::run(pipelines, tiles);
@@ -373,12 +367,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #endif
       },
       [&] {
-        const consumer::Results results{out, lse, out_batch, out_row, out_head, heads_q, value_dim};
+        const consumer::Results results{out, lse, params.out, params.heads_q, params.value_dim};
 #if FLOAT8
-        const cukit::Descales descales{q_descale, k_descale, v_descale, float8};
+        const cukit::Descales descales{q_descale, k_descale, v_descale, params.float8};
 #else
         const cukit::Descales descales{};
 #endif
-        consumer::run(pipelines, tiles, results, arguments, descales, settings, scale_log2);
+        consumer::run(pipelines, tiles, results, arguments, descales, params.settings,
+                      params.scale_log2);
       });
 }

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "attention/float8_values.cuh"
+#include "attention/parameters.cuh"
 #include "common/hopper/shared_tile.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/pack_e4m3.cuh"
@@ -32,13 +33,6 @@
 #endif
 
 namespace cukit {
-
-// Mirrored by flash_maps.FLOAT8_SETTINGS, field by field. Strides in elements, over batches and key
-// heads, of the factors of Q, K and V; tiles of prepared values of a key head.
-struct Float8Settings {
-  int q_batch, q_head, k_batch, k_head, v_batch, v_head;
-  int value_tiles;
-};
 
 // Factors of float8 inputs, one a batch and key head; null: 1. None of 16-bit inputs.
 struct Descales {
@@ -113,7 +107,7 @@ struct Float8Operands : Float8Scores<TileM, TileN, HeadDim> {
   using Probabilities = unsigned[TileN / 32][4];
   // P is rounded as 2^kOffset times itself, so that small ones use the exponents that e4m3 has: 2^8 is
   // its largest power of two, 2^-9 its smallest number. The maxima may lag behind by the rest.
-  static constexpr int kOffset = 5;
+  static constexpr int kOffset = 7;
   static constexpr float kGrowth = 8.0f - kOffset;
 
   CUKIT_DEVICE static void multiply_values(float (&out)[ValueDim / 2], const unsigned (&p)[4],

@@ -20,6 +20,26 @@ struct ForwardParameters {
   ScoreSettings settings;
 };
 
+// Float8 inputs of flash_attention_sm90: strides of the factors of q, k and v over batches and key
+// heads, in elements, and tiles of prepared values of a key head.
+struct Float8Settings {
+  int q_batch, q_head, k_batch, k_head, v_batch, v_head;
+  int value_tiles;
+};
+
+// flash_attention_sm90, which finds its inputs through tensor maps
+struct MappedForwardParameters {
+  HeadStrides out;
+  int batch, heads_q;
+  int group;  // query heads that share a key head
+  int seq_q, seq_kv;
+  int value_dim;
+  int mask_heads;    // BLOCK_SPARSE: of block_mask, 1 or heads_q
+  float scale_log2;  // scale * log2(e)
+  ScoreSettings settings;
+  Float8Settings float8;
+};
+
 // flash_attention_backward_sm80
 struct KeyGradientParameters {
   HeadStrides q, k, v, grad_out;

@@ -74,6 +74,24 @@ def test_missing_and_unknown_names_are_told(sources):
         inner.pack(row=1, haed=2)
 
 
+def test_what_does_not_fit_its_field_is_told(sources):
+    inner = parameter_structs("family/parameters.cuh")["Inner"]
+    with pytest.raises(LaunchError, match=r"Inner: .*'head': 2147483648"):
+        inner.pack(row=1, head=1 << 31)
+    with pytest.raises(LaunchError, match=r"Inner: .*'head': None"):
+        inner.pack(row=1, head=None)
+
+
+def test_every_kind_of_number_is_packed(sources):
+    (sources / "family/parameters.cuh").write_text(
+        "struct Kinds { int a; unsigned b; long long c; unsigned long long d; float e; double f; };"
+    )
+    given = {"a": -1, "b": 2, "c": -(1 << 40), "d": 1 << 63, "e": 0.5, "f": 1e300}
+    kinds = parameter_structs("family/parameters.cuh")["Kinds"]
+    (value,) = kinds.pack(**given).view(kinds.dtype)
+    assert {name: value[name] for name in given} == given
+
+
 @pytest.mark.parametrize("field", ["short x", "int x[2]", "Later x", "int* x"])
 def test_what_cannot_be_packed_is_refused(sources, field):
     (sources / "family/parameters.cuh").write_text(f"struct Odd {{ {field}; }};")
