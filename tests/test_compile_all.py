@@ -42,6 +42,11 @@ def properties(variant: Variant) -> list[Hashable]:
 QUICK = cover([properties(variant) for variant in VARIANTS])
 
 
+def log_of(compiled: CompiledKernel) -> str:
+    """What NVRTC and ptxas said."""
+    return str(json.loads(compiled.path.with_suffix(".json").read_text())["log"])
+
+
 def facts_of_cubin(compiled: CompiledKernel) -> tuple[int, int, int]:
     """Registers, static shared memory and stack frame, as the reader finds them in the ELF file."""
     info = compiled.info
@@ -50,8 +55,7 @@ def facts_of_cubin(compiled: CompiledKernel) -> tuple[int, int, int]:
 
 def facts_of_log(compiled: CompiledKernel) -> tuple[int, int, int]:
     """The same in ptxas' own words."""
-    log = json.loads(compiled.path.with_suffix(".json").read_text())["log"]
-    _, _, words = log.partition(f"Function properties for {compiled.info.entry}\n")
+    _, _, words = log_of(compiled).partition(f"Function properties for {compiled.info.entry}\n")
     words, _, _ = words.partition("Function properties")
     registers, shared, frame = (
         re.search(pattern, words)
@@ -63,14 +67,12 @@ def facts_of_log(compiled: CompiledKernel) -> tuple[int, int, int]:
 
 
 def known_spills(variant: Variant) -> int:
-    """Bytes that a variant spills that the loop over tiles does not feel.
+    """Bytes that a variant may spill beyond the rule.
 
-    Hopper's backward, heads of 64 without a mask: words of a block's work, stored and loaded once a
-    work, and one word loaded a tile of queries.
+    Hopper's backward: the producer's threads, which have 24 registers, keep what they know of a
+    block's work in memory. With more, the consumers' wgmmas are serialised (backward_walk.cuh).
     """
-    macros = dict(variant.spec.defines)
-    narrow = variant.spec.entry == "flash_attention_backward_sm90" and macros["HEAD_DIM"] == 64
-    return 52 if narrow and not macros["CAUSAL"] else 0
+    return 192 if variant.spec.entry == "flash_attention_backward_sm90" else 0
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,7 @@ def test_compiles_without_spills(
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     result = compile_kernel(variant.spec, variant.arch)
     assert facts_of_cubin(result) == facts_of_log(result)
+    assert "wgmma.mma_async instructions are serialized" not in log_of(result)
     spilled = result.info.spill_store_bytes + result.info.spill_load_bytes
     allowed = SPILLS_TUNED_BYTES if variant.arch in TUNED_ARCHS else SPILLS_ELSEWHERE_BYTES
     allowed = max(allowed, known_spills(variant))

@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
       first_row, min(TILE_M, rows_left), head.past, seq_kv, settings);
 
   const auto copy_keys = [&](int tile, int stage) {
-    const long long row = static_cast<long long>(tile) * TILE_N;
+    const int row = tile * TILE_N;
     const int keys = seq_kv - tile * TILE_N;
     KeyCopy::start(
         k_tile + stage * kKeyBytes, k + row * params.k.row, params.k.row, keys, params.head_dim);
