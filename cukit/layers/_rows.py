@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from cukit.core.compiler import KernelSpec, MacroValue
 from cukit.core.device import KIB, Device
 from cukit.errors import ArrayShapeError
 
@@ -159,6 +160,41 @@ class PassFeed:
             return 0
         vectors = split.rows_per_thread * split.vecs_per_thread * split.threads
         return 4 * vectors * _COPY_BYTES
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """One way to run a normalisation or its backward: a split of rows over a block, and blocks."""
+
+    entry: str
+    dtype: str
+    residual: bool
+    split: RowSplit
+    num_blocks: int
+    loads: str | None = None
+    """Of a forward: how the caches treat its inputs."""
+    feed: PassFeed | None = None
+    """Of a backward, whose blocks make several passes."""
+    bias: bool | None = None
+    """None: the op knows none."""
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        defines: tuple[tuple[str, MacroValue], ...] = (
+            ("DTYPE", self.dtype),
+            *self.split.defines(),
+            ("RESIDUAL", self.residual),
+        )
+        if self.bias is not None:
+            defines = (*defines, ("BIAS", self.bias))
+        if self.loads is not None:
+            defines = (*defines, ("LOADS", self.loads))
+        shared_bytes = 0
+        if self.feed is not None:
+            defines = (*defines, *self.feed.defines())
+            shared_bytes = self.feed.shared_bytes(self.split)
+        source = f"layers/{self.entry}.cu"
+        return KernelSpec(source, self.entry, defines, self.split.threads, shared_bytes)
 
 
 def plan_feed(split: RowSplit, access_bytes: int, sums: int, device: Device) -> PassFeed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -20,12 +19,12 @@ from cukit.core.arrays import (
     runs_kernel,
     write_out,
 )
-from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.layers._column_sum import column_sum, column_sum_spec
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
+    NormConfig,
     PassFeed,
     RowSplit,
     input_cache,
@@ -135,39 +134,6 @@ def layer_norm_backward(
     return (grad_x, sums[:cols], sums[cols:]) if has_bias else (grad_x, sums, None)
 
 
-@dataclass(frozen=True)
-class LayerNormConfig:
-    """One way to run layer_norm or its backward: a split of rows over a block, and blocks."""
-
-    entry: str
-    dtype: str
-    residual: bool
-    bias: bool
-    split: RowSplit
-    num_blocks: int
-    loads: str | None = None
-    """Of the forward: how the caches treat its inputs."""
-    feed: PassFeed | None = None
-    """Of the backward, whose blocks make several passes."""
-
-    def spec(self) -> KernelSpec:
-        """The kernel variant that this configuration launches."""
-        defines: tuple[tuple[str, MacroValue], ...] = (
-            ("DTYPE", self.dtype),
-            *self.split.defines(),
-            ("RESIDUAL", self.residual),
-            ("BIAS", self.bias),
-        )
-        if self.loads is not None:
-            defines = (*defines, ("LOADS", self.loads))
-        shared_bytes = 0
-        if self.feed is not None:
-            defines = (*defines, *self.feed.defines())
-            shared_bytes = self.feed.shared_bytes(self.split)
-        source = f"layers/{self.entry}.cu"
-        return KernelSpec(source, self.entry, defines, self.split.threads, shared_bytes)
-
-
 @cache
 def plan_layer_norm(
     rows: int,
@@ -180,7 +146,7 @@ def plan_layer_norm(
     device: Device,
     *,
     split: RowSplit | None = None,
-) -> LayerNormConfig:
+) -> NormConfig:
     """A block for every pass. Small blocks: two reductions wait less for four warps than for
     sixteen.
 
@@ -188,7 +154,7 @@ def plan_layer_norm(
     """
     split = split or split_row("layer_norm", cols, itemsize, vec, 4, short_rows_per_thread=2)
     loads = "Kept" if residual else input_cache(2 * rows * cols * itemsize, device)
-    return LayerNormConfig("layer_norm", dtype, residual, bias, split, split.passes(rows), loads)
+    return NormConfig("layer_norm", dtype, residual, split, split.passes(rows), loads, bias=bias)
 
 
 @cache
@@ -204,7 +170,7 @@ def plan_layer_norm_backward(
     *,
     split: RowSplit | None = None,
     feed: PassFeed | None = None,
-) -> LayerNormConfig:
+) -> NormConfig:
     """A quarter of the threads of the GPU, or half of them: their sums take registers.
 
     split, feed: to try others.
@@ -213,8 +179,8 @@ def plan_layer_norm_backward(
     split = split or split_feed_row("layer_norm_backward", cols, itemsize, vec, sums)
     feed = feed or plan_feed(split, vec * itemsize, sums, device)
     num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
-    return LayerNormConfig(
-        "layer_norm_backward", dtype, residual, bias, split, num_blocks, feed=feed
+    return NormConfig(
+        "layer_norm_backward", dtype, residual, split, num_blocks, feed=feed, bias=bias
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -20,12 +19,12 @@ from cukit.core.arrays import (
     runs_kernel,
     write_out,
 )
-from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.layers._column_sum import column_sum, column_sum_spec
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
+    NormConfig,
     PassFeed,
     RowSplit,
     input_cache,
@@ -128,37 +127,6 @@ def rms_norm_backward(
     return grad_x, column_sum(partial, weight.dtype)
 
 
-@dataclass(frozen=True)
-class RmsNormConfig:
-    """One way to run rms_norm or its backward: a split of rows over a block, and blocks."""
-
-    entry: str
-    dtype: str
-    residual: bool
-    split: RowSplit
-    num_blocks: int
-    loads: str | None = None
-    """Of the forward: how the caches treat its inputs."""
-    feed: PassFeed | None = None
-    """Of the backward, whose blocks make several passes."""
-
-    def spec(self) -> KernelSpec:
-        """The kernel variant that this configuration launches."""
-        defines: tuple[tuple[str, MacroValue], ...] = (
-            ("DTYPE", self.dtype),
-            *self.split.defines(),
-            ("RESIDUAL", self.residual),
-        )
-        if self.loads is not None:
-            defines = (*defines, ("LOADS", self.loads))
-        shared_bytes = 0
-        if self.feed is not None:
-            defines = (*defines, *self.feed.defines())
-            shared_bytes = self.feed.shared_bytes(self.split)
-        source = f"layers/{self.entry}.cu"
-        return KernelSpec(source, self.entry, defines, self.split.threads, shared_bytes)
-
-
 @cache
 def plan_rms_norm(
     rows: int,
@@ -170,14 +138,14 @@ def plan_rms_norm(
     device: Device,
     *,
     split: RowSplit | None = None,
-) -> RmsNormConfig:
+) -> NormConfig:
     """A block for every pass: enough blocks in flight hide latency, and none waits for another.
 
     split: to try another one.
     """
     split = split or split_row("rms_norm", cols, itemsize, vec)
     loads = "Kept" if residual else input_cache(2 * rows * cols * itemsize, device)
-    return RmsNormConfig("rms_norm", dtype, residual, split, split.passes(rows), loads)
+    return NormConfig("rms_norm", dtype, residual, split, split.passes(rows), loads)
 
 
 @cache
@@ -192,7 +160,7 @@ def plan_rms_norm_backward(
     *,
     split: RowSplit | None = None,
     feed: PassFeed | None = None,
-) -> RmsNormConfig:
+) -> NormConfig:
     """A quarter of the threads of the GPU, or half of them: their sums take registers.
 
     split, feed: to try others.
@@ -201,7 +169,7 @@ def plan_rms_norm_backward(
     split = split or split_feed_row("rms_norm_backward", cols, itemsize, vec, sums)
     feed = feed or plan_feed(split, vec * itemsize, sums, device)
     num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
-    return RmsNormConfig("rms_norm_backward", dtype, residual, split, num_blocks, feed=feed)
+    return NormConfig("rms_norm_backward", dtype, residual, split, num_blocks, feed=feed)
 
 
 def _check(x: Array, weight: Array, residual: Array | None, out: Array | None) -> None:
