@@ -213,15 +213,13 @@ def _prepare_backward(
     splits = config.splits
     settings = score_settings(q, options, arrays, score_shape(q, k, options, arrays))
     factor, factor_log2 = scales_of(q, options)
-    batch, heads_q, seq_q, rows_per_head, head_dim, value_dim = (
-        np.int32(extent)
-        for extent in (
-            *(problem.batch, problem.num_heads_q, problem.seq_len_q),
-            *(rows[1], problem.head_dim, problem.head_dim_v),
-        )
-    )
-    rows_q = np.int32(total_q)
     structs = parameter_structs(PARAMETERS)
+    rows_of = {
+        "batch": problem.batch,
+        "heads_q": problem.num_heads_q,
+        "seq_q": problem.seq_len_q,
+        "rows_per_head": rows[1],
+    }
     common = {
         "q": strides_of(q),
         "k": strides_of(k),
@@ -242,8 +240,13 @@ def _prepare_backward(
         load_kernel(config.prepare_spec()),
         (config.prepare_blocks(total_q),),
         (
-            *(*strides_of(out), *strides_of(grad_out)),
-            *(batch, heads_q, seq_q, rows_per_head, rows_q, value_dim),
+            structs["RowStatisticsParameters"].pack(
+                **rows_of,
+                out=strides_of(out),
+                grad_out=strides_of(grad_out),
+                total_q=total_q,
+                value_dim=problem.head_dim_v,
+            ),
         ),
     )
     if isinstance(config, WarpgroupBackwardConfig):
@@ -273,13 +276,16 @@ def _prepare_backward(
         )
     else:
         blocks = config.finish_blocks(total_q)
-        scalars = (batch, heads_q, seq_q, rows_per_head, head_dim, factor)
+        summed = structs["QuerySumParameters"].pack(
+            **rows_of, head_dim=problem.head_dim, scale=factor
+        )
+        scalars = (summed,)
     last = config.finish_spec() if config.sums_queries else config.queries_spec()
     queries = Launch(load_kernel(last), (blocks,), scalars)
     sinks = None
     if problem.sinks:
         parts = np.int32(rows[0] // problem.num_heads_q)
-        scalars = (parts, heads_q, rows_per_head)
+        scalars = (parts, np.int32(problem.num_heads_q), np.int32(rows[1]))
         sinks = Launch(load_kernel(config.sinks_spec()), (problem.num_heads_q,), scalars)
     return _BackwardSteps(
         *(prepare, keys, sums, queries, sinks),

@@ -21,6 +21,7 @@
 //   0 where it is not defined: counters for each tile of the sum; ZEROED, 1 where it is not defined: the
 //   sum starts with zeros (backward_sums.cuh).
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/attention.py.
+#include "attention/parameters.cuh"
 #include "attention/query_gradient.cuh"
 #include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
@@ -51,25 +52,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_p
     float* __restrict__ grad_q_sum,  // scratch rows of HEAD_DIM
     int* __restrict__ counters,      // [1 + tiles of the scratch, COUNTERS]
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
-    long long out_batch, long long out_row, long long out_head,  // strides in elements
-    long long grad_out_batch, long long grad_out_row, long long grad_out_head,
-    int batch, int heads_q, int seq_q, int rows_per_head, int total_q, int value_dim) {
+    const __grid_constant__ cukit::RowStatisticsParameters params) {
   const long long block = gridDim.x - 1 - blockIdx.x;
   const long long row = (block * THREADS + threadIdx.x) / LANES;
   const int lane = threadIdx.x % LANES;
-  const int heads = VARLEN ? heads_q : batch * heads_q;
-  const bool within = row < static_cast<long long>(heads) * rows_per_head;
+  const int heads = VARLEN ? params.heads_q : params.batch * params.heads_q;
+  const bool within = row < static_cast<long long>(heads) * params.rows_per_head;
   const cukit::ScratchPlace place = cukit::scratch_place(
-      within ? row : 0, batch, heads_q, seq_q, rows_per_head, cu_seqlens_q);
+      within ? row : 0, params.batch, params.heads_q, params.seq_q, params.rows_per_head,
+      cu_seqlens_q);
   const bool exists = within && place.query < place.seq_q;
   const long long query = place.first_q + place.query;
 
   float sum = 0.0f;
-  if (exists && lane * 8 < value_dim) {
+  if (exists && lane * 8 < params.value_dim) {
     cukit::Vec<T, 8> o, g;
-    cukit::load(o, out + place.b * out_batch + query * out_row + place.head * out_head + lane * 8);
-    cukit::load(g, grad_out + place.b * grad_out_batch + query * grad_out_row +
-                       place.head * grad_out_head + lane * 8);
+    cukit::load(o, out + place.b * params.out.batch + query * params.out.row +
+                       place.head * params.out.head + lane * 8);
+    cukit::load(g, grad_out + place.b * params.grad_out.batch + query * params.grad_out.row +
+                       place.head * params.grad_out.head + lane * 8);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += cukit::to_float(o[i]) * cukit::to_float(g[i]);
   }
@@ -77,8 +78,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_p
   if (!within) return;
 
   if (lane == 0) {
-    const long long head = VARLEN ? place.head : place.b * heads_q + place.head;
-    const float own = exists ? lse[head * (VARLEN ? total_q : seq_q) + query] : -cukit::infinity();
+    const long long head = VARLEN ? place.head : place.b * params.heads_q + place.head;
+    const int rows_of_head = VARLEN ? params.total_q : params.seq_q;
+    const float own = exists ? lse[head * rows_of_head + query] : -cukit::infinity();
     const bool dead = own == -cukit::infinity();
     lse_log2[row] = dead ? cukit::infinity() : own * cukit::kLog2E;
     delta[row] = dead ? 0.0f : sum;
@@ -101,14 +103,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_f
     const int* __restrict__ counters,      // as in prepare
     T* __restrict__ grad_q,                // [batch, seq_q, heads_q, head_dim], contiguous
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
-    int batch, int heads_q, int seq_q, int rows_per_head, int head_dim, float scale) {
+    const __grid_constant__ cukit::QuerySumParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
   constexpr int kColumns = HEAD_DIM / 8;
   const int lane = threadIdx.x % cukit::kWarpSize;
   const long long index = gridDim.x - 1 - blockIdx.x;
   const long long first = index * TILE_M;
   const cukit::ScratchPlace place =
-      cukit::scratch_place(first, batch, heads_q, seq_q, rows_per_head, cu_seqlens_q);
+      cukit::scratch_place(first, params.batch, params.heads_q, params.seq_q,
+                           params.rows_per_head, cu_seqlens_q);
   const int rows = place.seq_q - place.query;
   if (VARLEN && rows <= 0) return;
   const bool summed = ZEROED || counters[(1 + index) * COUNTERS] > 0;
@@ -123,16 +126,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_f
       const int row = i / kColumns * 16 + half * 8 + lane / 4;
       *reinterpret_cast<unsigned*>(tile + cukit::Swizzle<HEAD_DIM>::offset(row, i % kColumns) +
                                    lane % 4 * 4) =
-          cukit::pack<T>(acc[2 * half] * scale, acc[2 * half + 1] * scale);
+          cukit::pack<T>(acc[2 * half] * params.scale, acc[2 * half + 1] * params.scale);
     }
   }
   __syncthreads();
-  const long long row_stride = static_cast<long long>(heads_q) * head_dim;
+  const long long row_stride = static_cast<long long>(params.heads_q) * params.head_dim;
   const long long query = VARLEN ? place.first_q + place.query
-                                 : static_cast<long long>(place.b) * seq_q + place.query;
+                                 : static_cast<long long>(place.b) * params.seq_q + place.query;
   cukit::store_tile<TILE_M, HEAD_DIM, THREADS, PADDED>(
-      grad_q + query * row_stride + place.head * head_dim, row_stride, tile, 0, rows, head_dim,
-      threadIdx.x);
+      grad_q + query * row_stride + place.head * params.head_dim, row_stride, tile, 0, rows,
+      params.head_dim, threadIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_sum(

@@ -69,6 +69,25 @@ struct MappedKeyParameters {
   ScoreSettings settings;
 };
 
+// flash_attention_backward_prepare
+struct RowStatisticsParameters {
+  HeadStrides out, grad_out;
+  int batch, heads_q;
+  int seq_q;
+  int rows_per_head;  // of the scratch arrays (scratch_rows.cuh)
+  int total_q;        // VARLEN: rows of all sequences
+  int value_dim;
+};
+
+// flash_attention_backward_finish
+struct QuerySumParameters {
+  int batch, heads_q;
+  int seq_q;
+  int rows_per_head;
+  int head_dim;
+  float scale;
+};
+
 // flash_attention_backward_query_sm80
 struct QueryGradientParameters {
   HeadStrides q, k, v, grad_out;
