@@ -36,8 +36,6 @@ OUT_DTYPES = (bfloat16, float16)
 """What attention of float8 inputs can return."""
 
 _OP = "flash_attention"
-_NOT_COVERED = object()
-"""Remembered in place of a launch: the inputs are decoded."""
 
 Descales = tuple[Any, Any, Any]
 
@@ -71,7 +69,7 @@ def attend_float8(
     if not runs_kernel(_OP, *stored, *factors, out, *arrays):
         return None
     prepared = _prepare(*stored, out, options, precise, *factors, *arrays)
-    if prepared is _NOT_COVERED:
+    if prepared is None:
         return None
     launch, out_shape, row_shape = prepared
     if arrays.varlen:
@@ -170,8 +168,8 @@ def _prepare(
     k_descale: Array | None,
     v_descale: Array | None,
     *given: Array | None,
-) -> tuple[MappedLaunch, tuple[int, ...], tuple[int, ...]] | object:
-    """The launch, and the shapes of out and lse."""
+) -> tuple[MappedLaunch, tuple[int, ...], tuple[int, ...]] | None:
+    """The launch, and the shapes of out and lse; None where class sm90 does not cover the call."""
     arrays = ScoreArrays(*given)
     dtype = bfloat16 if out is None else out.dtype
     check_forward(q, k, v, out, options, arrays, decoded=dtype)
@@ -182,7 +180,7 @@ def _prepare(
     device = current_device()
     readable = all(_aligned(array) for array in (q, k, v)) and fits_tensor_maps(q, k, v)
     if not (covers(problem, device) and readable and (out is None or _aligned(out))):
-        return _NOT_COVERED
+        return None
     descales = (q_descale, k_descale, v_descale)
     launch = prepare_mapped(q, k, v, out, options, arrays, problem, device, descales=descales)
     return launch, shape, lse_shape(q)
