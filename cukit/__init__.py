@@ -69,6 +69,8 @@ from cukit.errors import (
 )
 from cukit.gemm import (
     matmul,
+    matmul_fp8,
+    matmul_int8,
     matmul_tma,
 )
 from cukit.layers import (
@@ -160,6 +162,8 @@ __all__ = [
     "linear_kl_divergence",
     "linspace",
     "matmul",
+    "matmul_fp8",
+    "matmul_int8",
     "matmul_tma",
     "memory_pool_allocate",
     "memory_pool_free",

@@ -12,4 +12,10 @@ struct GemmParameters {
   int group;  // rows of tiles (with clusters: of clusters) that are walked over together
 };
 
+// The same of 8-bit codes: 0 for a stride means one scale for all rows (of a) or columns (of b).
+struct QuantizedGemmParameters {
+  GemmParameters product;
+  int a_stride, b_stride;
+};
+
 }  // namespace cukit

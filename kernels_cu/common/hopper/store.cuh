@@ -72,29 +72,37 @@ struct StagedStore {
   CUKIT_DEVICE static void store(const float (&sums)[Columns / 2], unsigned char* buffers,
                                  const TensorMap* map, int column, int row, int columns, int rows,
                                  int barrier) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      store_piece(piece, &sums[piece * kPieceSums], buffers, map, column, row, columns, rows, barrier);
+    }
+  }
+
+  // One piece of the tile, pieces in ascending order: `sums` are its own.
+  static constexpr int kPieceSums = PieceColumns / 2;
+  CUKIT_DEVICE static void store_piece(int piece, const float* sums, unsigned char* buffers,
+                                       const TensorMap* map, int column, int row, int columns,
+                                       int rows, int barrier) {
     const int lane = threadIdx.x % kWarpSize;
     const int own_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16 + lane % 16;
     const bool starts = threadIdx.x % kWarpgroupThreads == 0;
+    unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
+    if (starts) bulk_wait_read<Buffers - 1>();
+    named_sync(barrier, kWarpgroupThreads);  // the buffer is free
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
-      if (starts) bulk_wait_read<Buffers - 1>();
-      named_sync(barrier, kWarpgroupThreads);  // the buffer is free
-#pragma unroll
-      for (int pair = 0; pair < PieceColumns / 16; ++pair) {
-        const float* d = &sums[piece * PieceColumns / 2 + 8 * pair];
-        const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
-                                    pack<T>(d[6], d[7])};
-        stmatrix_x4(Piece::address(shared_address(buffer), own_row, 2 * pair + lane / 16), packed);
+    for (int pair = 0; pair < PieceColumns / 16; ++pair) {
+      const float* d = &sums[8 * pair];
+      const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
+                                  pack<T>(d[6], d[7])};
+      stmatrix_x4(Piece::address(shared_address(buffer), own_row, 2 * pair + lane / 16), packed);
+    }
+    fence_proxy_async();
+    named_sync(barrier, kWarpgroupThreads);  // the buffer is written
+    if (starts) {
+      if (row < rows) {
+        Piece::store(map, buffer, column + piece * PieceColumns, row, columns);
       }
-      fence_proxy_async();
-      named_sync(barrier, kWarpgroupThreads);  // the buffer is written
-      if (starts) {
-        if (row < rows) {
-          Piece::store(map, buffer, column + piece * PieceColumns, row, columns);
-        }
-        bulk_commit();  // an empty group counts as one
-      }
+      bulk_commit();  // an empty group counts as one
     }
   }
 
