@@ -189,8 +189,8 @@ struct PromotedProduct {
 
   CUKIT_DEVICE PromotedProduct(const unsigned char* stages, int group, const Scales& scales)
       : stages(stages),
-        a(Shape::TileA::k_major(stages) + group * Shape::TileA::rows(Shape::kGroupRows)),
-        b(Shape::TileB::k_major(stages + Shape::TileA::kBytes)),
+        a(Shape::TileA::descriptor(stages) + group * Shape::TileA::along(Shape::kGroupRows)),
+        b(Shape::TileB::descriptor(stages + Shape::TileA::kBytes)),
         scales(scales) {}
 
   template <int Stages, typename Tile>
@@ -218,8 +218,8 @@ struct PromotedProduct {
 #pragma unroll
     for (int k = 0; k < TileA::kSteps; ++k) {
       wgmma<typename Shape::Element, Shape::kTileN>(
-          partial, a + offset + TileA::rows(row_tile * kWarpgroupRows) + TileA::k_step(k),
-          b + offset + TileB::k_step(k), k > 0);
+          partial, a + offset + TileA::along(row_tile * kWarpgroupRows) + TileA::step(k),
+          b + offset + TileB::step(k), k > 0);
     }
     wgmma_commit();
   }
