@@ -22,7 +22,7 @@ from cukit.gemm.operands_8bit import (
     parts_of,
     row_stride,
 )
-from cukit.gemm.plan_8bit import TILE_K, Product8Bit, configure, plan_matmul_8bit, tilings
+from cukit.gemm.plan_8bit import TILE_K, Product8Bit, plan_matmul_8bit, specs
 from cukit.reference import gemm_8bit as reference
 from cukit.registry import register
 
@@ -147,11 +147,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         for dtype in OUT_DTYPES
         for promoted, blocks in ((False, False), (True, False), (True, True))
     ]
-    return [
-        configure(product, tiling, 8, 8, device.num_sms).spec()
-        for product in products
-        for tiling in tilings(product)
-    ]
+    return specs(products, device.num_sms)
 
 
 register(

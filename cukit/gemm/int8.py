@@ -14,6 +14,7 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayDtypeError, ConfigError
 from cukit.gemm.launch_8bit import Mapped8Bit
 from cukit.gemm.operands_8bit import (
+    OUT_DTYPES,
     Parts,
     check_operands,
     check_result,
@@ -21,7 +22,7 @@ from cukit.gemm.operands_8bit import (
     resolve_dtype,
     row_stride,
 )
-from cukit.gemm.plan_8bit import Product8Bit, configure, plan_matmul_8bit, tilings
+from cukit.gemm.plan_8bit import Product8Bit, plan_matmul_8bit, specs
 from cukit.reference import gemm_8bit as reference
 from cukit.registry import register
 
@@ -154,11 +155,8 @@ def _prepare(*values: Any) -> tuple[Any, np.dtype[Any]]:
 def _specs(device: Device) -> list[KernelSpec]:
     if device.arch != "sm_90":
         return []
-    return [
-        configure(Product8Bit("Int8", out), tiling, 8, 8, device.num_sms).spec()
-        for out in ("bfloat16", "float16", "float32", "int32")
-        for tiling in tilings(Product8Bit("Int8", out))
-    ]
+    names = (*(dtype.name for dtype in OUT_DTYPES), "int32")
+    return specs([Product8Bit("Int8", name) for name in names], device.num_sms)
 
 
 register(

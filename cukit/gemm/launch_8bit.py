@@ -33,7 +33,7 @@ class Mapped8Bit:
         )
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
         self._blocks = config.product.blocks
-        boxes = (tiling.tile_m, TILE_K), (tiling.tile_n // config.cluster, TILE_K)
+        boxes = (tiling.tile_m, TILE_K), (tiling.tile_n // tiling.cluster, TILE_K)
         self._a, self._b = (
             TensorMapCache(partial(encode_tensor_map, box=box)) for box in boxes
         )

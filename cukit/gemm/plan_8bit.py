@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -15,8 +16,8 @@ Code = Literal["Int8", "Float8E4M3"]
 TILE_K = 128
 OUT_BOX = (64, 64)
 _SCALE_STAGE_BYTES = 1024
-_BARRIER_BYTES = 16  # of a stage
-_SHARED_BYTES = 227 * KIB
+_SHARED_PER_BLOCK = 227 * KIB
+_SHARED_PER_SM = 228 * KIB
 _MOST_STAGES = 12
 
 
@@ -43,19 +44,43 @@ class Product8Bit:
 
 @dataclass(frozen=True)
 class Tiling8Bit:
-    """How the kernel cuts the result into tiles."""
+    """A tile of the result, and who computes it.
+
+    splits: blocks (a cluster) that share the steps of k of a tile.
+    cluster: blocks that share a tile of b, theirs lying one below the other.
+    """
 
     tile_m: int
     tile_n: int
+    splits: int = 1
+    cluster: int = 1
+
+    def __str__(self) -> str:
+        name = f"{self.tile_m}x{self.tile_n}"
+        name += f" split {self.splits}" if self.splits > 1 else ""
+        return name + (f" cluster {self.cluster}" if self.cluster > 1 else "")
 
     @property
     def consumers(self) -> int:
         """Warpgroups that multiply."""
         return min(2, self.tile_m // 64)
 
+    @property
+    def blocks_per_sm(self) -> int:
+        """Two of the small blocks, so that one computes while the other starts or stores."""
+        return 2 if self.consumers == 1 and self.tile_n <= 64 else 1
+
     def tiles(self, m: int, n: int) -> tuple[int, int]:
-        """Tiles along each axis of the result."""
-        return -(-m // self.tile_m), -(-n // self.tile_n)
+        """Tiles (of a cluster that shares b) along each axis of the result."""
+        return -(-m // (self.tile_m * self.cluster)), -(-n // self.tile_n)
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Sums of the other blocks that split a tile: a power of two of slices of 8 columns."""
+        slices = self.splits
+        while self.tile_n % (8 * slices):
+            slices //= 2
+        return (self.splits - 1) * self.tile_m * self.tile_n // slices * 4
 
 
 @dataclass(frozen=True)
@@ -65,13 +90,12 @@ class Config8Bit:
     product: Product8Bit
     tiling: Tiling8Bit
     result: ResultPath
-    num_blocks: int
-    """Blocks of the persistent grid."""
-    group: int
-    """Rows of tiles that blocks walk over together."""
-    cluster: int = 1
-    partials: int = 0
+    partials: int
     """Partial sums that a warpgroup keeps: 0 without promotion."""
+    num_blocks: int
+    """Blocks of the grid."""
+    group: int
+    """Rows of tiles, of clusters where there are any, that blocks walk over together."""
 
     @property
     def stage_bytes(self) -> int:
@@ -80,8 +104,10 @@ class Config8Bit:
         return operands + _SCALE_STAGE_BYTES * self.product.blocks
 
     @property
-    def result_bytes(self) -> int:
-        """Pieces of the result on their way to memory."""
+    def epilogue_bytes(self) -> int:
+        """Shared memory behind the stages."""
+        if self.tiling.splits > 1:
+            return self.tiling.exchanged_bytes
         if self.result != ResultPath.STAGED:
             return 0
         buffers = 2 if self.tiling.tile_n % 128 == 0 else 1
@@ -89,84 +115,134 @@ class Config8Bit:
 
     @property
     def num_stages(self) -> int:
-        """As many as shared memory holds."""
-        room = _SHARED_BYTES - KIB - self.result_bytes
-        return min(_MOST_STAGES, room // (self.stage_bytes + _BARRIER_BYTES))
+        """As many as shared memory holds, beside barriers."""
+        room = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.tiling.blocks_per_sm - KIB) - KIB
+        return min(_MOST_STAGES, (room - self.epilogue_bytes) // self.stage_bytes)
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return self.num_stages * self.stage_bytes + self.result_bytes
+        return self.num_stages * self.stage_bytes + self.epilogue_bytes
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
-        threads = 128 * (self.tiling.consumers + 1)
+        tiling = self.tiling
+        threads = 128 * (tiling.consumers + 1)
         defines = (
             ("CODE", self.product.code),
             ("OUT", self.product.out),
-            ("TILE_M", self.tiling.tile_m),
-            ("TILE_N", self.tiling.tile_n),
-            ("CONSUMERS", self.tiling.consumers),
+            ("TILE_M", tiling.tile_m),
+            ("TILE_N", tiling.tile_n),
+            ("CONSUMERS", tiling.consumers),
             ("STAGES", self.num_stages),
-            ("CLUSTER", self.cluster),
+            ("CLUSTER", tiling.cluster * tiling.splits),
+            ("SPLITS", tiling.splits),
             ("PARTIALS", self.partials),
             ("BLOCKS", int(self.product.blocks)),
             ("RESULT", int(self.result)),
+            ("BLOCKS_PER_SM", tiling.blocks_per_sm),
             ("THREADS", threads),
         )
         entry = "matmul_8bit_sm90"
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, threads, self.shared_bytes)
 
 
-def tilings(product: Product8Bit) -> tuple[Tiling8Bit, ...]:
+_WIDE = (256, 224, 192, 160)
+_WIDE_PROMOTED = (192, 160)
+_NARROW = (128, 112, 96, 80, 64, 48, 32, 16)
+_SPLITS = (1, 2, 4, 8)
+
+
+def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
     """What plan_matmul_8bit chooses from: accumulators, and partial sums, fit into registers."""
-    wide = (256, 192) if not product.promoted else (192, 160)
-    narrow = (128, 112, 96, 80, 64, 48, 32, 16)
-    return (
-        *(Tiling8Bit(128, n) for n in wide),
-        Tiling8Bit(256, 128),
-        *(Tiling8Bit(128, n) for n in narrow),
-        *(Tiling8Bit(64, n) for n in narrow),
-    )
+    steps = -(-k // TILE_K)
+    if m > 64:
+        wide = _WIDE_PROMOTED if product.promoted else _WIDE
+        yield from (Tiling8Bit(128, tile_n) for tile_n in wide)
+        yield Tiling8Bit(256, 128)
+    for tile_m in (64,) if m <= 64 else (128, 64):
+        for tile_n in _NARROW:
+            for splits in _SPLITS if m <= _MOST_SPLIT_ROWS else (1,):
+                if splits <= steps and tile_n >= 8 * splits:
+                    yield Tiling8Bit(tile_m, tile_n, splits)
 
 
 def _result_path(product: Product8Bit, tiling: Tiling8Bit, n: int) -> ResultPath:
     if product.out in ("float32", "int32") or n % 8:
         return ResultPath.PAIRS
-    return ResultPath.STAGED if tiling.tile_n % 64 == 0 else ResultPath.ROWS
+    staged = tiling.tile_n % 64 == 0 and tiling.splits == 1
+    return ResultPath.STAGED if staged else ResultPath.ROWS
 
 
 def configure(
     product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms: int
 ) -> Config8Bit:
-    """A launch with these tiles, whose walk keeps about a square of the result in flight."""
+    """Grid and order of tiles: the tiles in flight form about a square of the result."""
     tiles_m, tiles_n = tiling.tiles(m, n)
-    num_blocks = min(tiles_m * tiles_n, num_sms)
-    group = round((num_blocks * tiling.tile_n / tiling.tile_m) ** 0.5)
+    tiles = tiles_m * tiles_n
+    slots = num_sms * tiling.blocks_per_sm // (tiling.splits * tiling.cluster)
+    clusters = tiles if tiling.splits > 1 else min(tiles, slots)
+    rows = tiling.tile_m * tiling.cluster
+    group = round((min(clusters, slots) * tiling.tile_n / rows) ** 0.5)
     beside = tiling.tile_m <= 128 and tiling.tile_n <= 128
     return Config8Bit(
         product,
         tiling,
         _result_path(product, tiling, n),
-        num_blocks,
+        0 if not product.promoted else 2 if beside else 1,
+        clusters * tiling.splits * tiling.cluster,
         max(1, min(group, tiles_m)),
-        partials=0 if not product.promoted else 2 if beside else 1,
     )
+
+
+# ---- The choice ----
+
+_SM_BYTES_PER_US = 80e3
+_SM_MACS_PER_US = 4096 * 1.6e3
+_STEP_US = 0.15
+_START_US = 4.0
+_SPLIT_US = 1.0
+_MEMORY_BYTES_PER_US = 4.1e6
+_MOST_SPLIT_ROWS = 512
+
+
+def cost_us(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, num_sms: int) -> float:
+    """What a tiling is expected to take on an H200."""
+    tiles_m, tiles_n = tiling.tiles(m, n)
+    slots = num_sms * tiling.blocks_per_sm // (tiling.splits * tiling.cluster)
+    rounds = -(-tiles_m * tiles_n // slots)
+    steps = -(-k // TILE_K) / tiling.splits
+    share = tiling.blocks_per_sm if tiles_m * tiles_n * tiling.splits > num_sms else 1
+    macs = tiling.tile_m * tiling.tile_n * TILE_K
+    loaded = (min(m, tiling.tile_m) + tiling.tile_n) * TILE_K
+    step = max(share * macs / _SM_MACS_PER_US, share * loaded / _SM_BYTES_PER_US, _STEP_US)
+    epilogue = share * (0.4 + tiling.tile_m * tiling.tile_n * 3e-5)
+    tile = steps * step + epilogue + (tiling.splits > 1) * _SPLIT_US
+    memory = (m * k + n * k + 2 * m * n) / _MEMORY_BYTES_PER_US
+    return _START_US + max(rounds * tile, memory)
 
 
 @cache
 def plan_matmul_8bit(
     product: Product8Bit, m: int, n: int, k: int, num_sms: int
 ) -> Config8Bit:
-    """The tiles that take the least time: rounds of tiles times the cycles of a tile."""
-
-    def cycles(tiling: Tiling8Bit) -> float:
-        tiles_m, tiles_n = tiling.tiles(m, n)
-        rounds = -(-tiles_m * tiles_n // num_sms)
-        tensor = tiling.tile_m * tiling.tile_n / 32
-        load = (min(m, tiling.tile_m) + tiling.tile_n) * TILE_K / 48
-        step = max(tensor, load, 250.0)
-        return rounds * (-(-k // TILE_K) * step + 1500 + tiling.tile_m * tiling.tile_n / 16)
-
-    best = min(tilings(product), key=cycles)
+    """The tiling that is expected to take the least time."""
+    best = min(
+        candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms)
+    )
     return configure(product, best, m, n, num_sms)
+
+
+def specs(products: Iterable[Product8Bit], num_sms: int) -> list[KernelSpec]:
+    """Kernel variants that stand for all: wide and narrow tiles, splits, every way to memory."""
+    return [
+        configure(product, tiling, 1024, n, num_sms).spec()
+        for product in products
+        for tiling, n in (
+            (Tiling8Bit(128, 192 if product.promoted else 256), 1024),
+            (Tiling8Bit(256, 128), 1024),
+            (Tiling8Bit(128, 112), 1024),
+            (Tiling8Bit(64, 128), 1023),
+            (Tiling8Bit(64, 64, splits=4), 1024),
+        )
+    ]
