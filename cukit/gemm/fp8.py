@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.core.arrays import Array, adopt, check_array, empty, float32, runs_kernel
-from cukit.core.device import Device, current_device
+from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.narrow_dtype import float8_e4m3
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.support import Support
 from cukit.errors import ConfigError
-from cukit.gemm.launch_8bit import Mapped8Bit
+from cukit.gemm.launch_8bit import prepare_8bit
 from cukit.gemm.operands_8bit import (
     OUT_DTYPES,
     Parts,
@@ -22,7 +22,7 @@ from cukit.gemm.operands_8bit import (
     parts_of,
     row_stride,
 )
-from cukit.gemm.plan_8bit import TILE_K, Product8Bit, plan_matmul_8bit, specs
+from cukit.gemm.plan_8bit import TILE_K, Product8Bit, specs
 from cukit.reference import gemm_8bit as reference
 from cukit.registry import register
 
@@ -135,19 +135,16 @@ def _prepare(*values: Any) -> tuple[Any, np.dtype[Any]]:
     if m == 0 or n == 0:
         return None, dtype
     product = Product8Bit("Float8E4M3", dtype.name, not fast_accumulation, a_stride is None)
-    config = plan_matmul_8bit(product, m, n, k, current_device().num_sms)
-    return Mapped8Bit(config, m, n, k, a_stride or 0, b_stride or 0), dtype
+    return prepare_8bit(product, m, n, k, a_stride or 0, b_stride or 0), dtype
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    if device.arch != "sm_90":
-        return []
     products = [
         Product8Bit("Float8E4M3", dtype.name, promoted, blocks)
         for dtype in OUT_DTYPES
         for promoted, blocks in ((False, False), (True, False), (True, True))
     ]
-    return specs(products, device.num_sms)
+    return specs(products, device)
 
 
 register(

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.core.arrays import Array, adopt, check_array, empty, int32, runs_kernel
-from cukit.core.device import Device, current_device
+from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.narrow_dtype import int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayDtypeError, ConfigError
-from cukit.gemm.launch_8bit import Mapped8Bit
+from cukit.gemm.launch_8bit import prepare_8bit
 from cukit.gemm.operands_8bit import (
     OUT_DTYPES,
     Parts,
@@ -22,7 +22,7 @@ from cukit.gemm.operands_8bit import (
     resolve_dtype,
     row_stride,
 )
-from cukit.gemm.plan_8bit import Product8Bit, plan_matmul_8bit, specs
+from cukit.gemm.plan_8bit import Product8Bit, specs
 from cukit.reference import gemm_8bit as reference
 from cukit.registry import register
 
@@ -148,15 +148,12 @@ def _prepare(*values: Any) -> tuple[Any, np.dtype[Any]]:
     if m == 0 or n == 0:
         return None, dtype
     product = Product8Bit("Int8", dtype.name)
-    config = plan_matmul_8bit(product, m, n, k, current_device().num_sms)
-    return Mapped8Bit(config, m, n, k, a_stride, b_stride), dtype
+    return prepare_8bit(product, m, n, k, a_stride, b_stride), dtype
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    if device.arch != "sm_90":
-        return []
     names = (*(dtype.name for dtype in OUT_DTYPES), "int32")
-    return specs([Product8Bit("Int8", name) for name in names], device.num_sms)
+    return specs([Product8Bit("Int8", name) for name in names], device)
 
 
 register(

@@ -1,4 +1,4 @@
-"""How products of 8-bit matrices run on Hopper: tiles, stages, and the path of the result."""
+"""How products of 8-bit matrices run: tiles, stages, the path of the result. Pure; no GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 from functools import cache
 from typing import Literal
 
-from cukit.core.device import KIB
+from cukit.core.device import KIB, Device
 from cukit.core.kernel import KernelSpec
 
 Code = Literal["Int8", "Float8E4M3"]
@@ -223,7 +223,7 @@ def cost_us(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, nu
 
 
 @cache
-def plan_matmul_8bit(
+def plan_matmul_8bit_sm90(
     product: Product8Bit, m: int, n: int, k: int, num_sms: int
 ) -> Config8Bit:
     """The tiling that is expected to take the least time."""
@@ -233,10 +233,73 @@ def plan_matmul_8bit(
     return configure(product, best, m, n, num_sms)
 
 
-def specs(products: Iterable[Product8Bit], num_sms: int) -> list[KernelSpec]:
+# ---- Other architectures ----
+
+
+@dataclass(frozen=True)
+class Config8BitSm80:
+    """How one call runs where there is no TMA: a block for each tile."""
+
+    product: Product8Bit
+    tile_m: int
+    tile_n: int
+    num_blocks: int
+    group: int
+    """Rows of tiles that blocks walk over together."""
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        stage_bytes = (self.tile_m + self.tile_n) * TILE_K
+        defines = (
+            ("CODE", self.product.code),
+            ("OUT", self.product.out),
+            ("TILE_M", self.tile_m),
+            ("TILE_N", self.tile_n),
+            ("STAGES", _STAGES_SM80),
+            ("PARTIALS", int(self.product.promoted)),
+            ("BLOCKS", int(self.product.blocks)),
+            ("THREADS", 256),
+        )
+        entry = "matmul_8bit_sm80"
+        shared_bytes = _STAGES_SM80 * stage_bytes
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, 256, shared_bytes)
+
+
+_STAGES_SM80 = 3
+_TILES_SM80 = ((128, 128), (64, 64), (32, 64))
+
+
+def configure_sm80(
+    product: Product8Bit, tile: tuple[int, int], m: int, n: int, num_sms: int
+) -> Config8BitSm80:
+    """Grid and order of tiles: the tiles in flight form about a square of the result."""
+    tile_m, tile_n = tile
+    tiles_m = -(-m // tile_m)
+    blocks = tiles_m * -(-n // tile_n)
+    group = round((min(blocks, num_sms) * tile_n / tile_m) ** 0.5)
+    return Config8BitSm80(product, tile_m, tile_n, blocks, max(1, min(group, tiles_m)))
+
+
+@cache
+def plan_matmul_8bit_sm80(product: Product8Bit, m: int, n: int, num_sms: int) -> Config8BitSm80:
+    """The largest tiles that give every SM one, else the smallest that hold all rows."""
+    for tile in _TILES_SM80:
+        config = configure_sm80(product, tile, m, n, num_sms)
+        if config.num_blocks >= num_sms:
+            return config
+    return configure_sm80(product, _TILES_SM80[1 if m > 32 else 2], m, n, num_sms)
+
+
+def specs(products: Iterable[Product8Bit], device: Device) -> list[KernelSpec]:
     """Kernel variants that stand for all: wide and narrow tiles, splits, every way to memory."""
+    if device.arch != "sm_90":
+        return [
+            configure_sm80(product, tile, 1024, 1024, device.num_sms).spec()
+            for product in products
+            for tile in _TILES_SM80
+        ]
     return [
-        configure(product, tiling, 1024, n, num_sms).spec()
+        configure(product, tiling, 1024, n, device.num_sms).spec()
         for product in products
         for tiling, n in (
             (Tiling8Bit(128, 192 if product.promoted else 256), 1024),

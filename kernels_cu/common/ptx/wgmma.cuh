@@ -16,6 +16,7 @@
 // group, wgmma_wait before the accumulators are read or the operands overwritten.
 #pragma once
 
+#include "common/codes.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/shared_address.cuh"
 
@@ -75,22 +76,6 @@ CUKIT_DEVICE void wgmma_wait(int (&d)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 #endif
 }
-
-// Operands of eight bits, as element types of tiles and products.
-struct Float8E4M3 {
-  unsigned char code;
-};
-using Int8 = signed char;
-
-// What products of a type are summed up in.
-template <typename T>
-struct AccumulatorOf {
-  using Type = float;
-};
-template <>
-struct AccumulatorOf<Int8> {
-  using Type = int;
-};
 
 namespace detail {
 
