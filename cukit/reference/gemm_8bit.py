@@ -33,7 +33,8 @@ def matmul_int8(
         return _result(sums, None, np.int32, out)
     if a.zero_points is not None:
         sums = sums - a.zero_points.astype(xp.float64) * b.storage.astype(xp.float64).sum(axis=1)
-    scaled = sums * a.scales.astype(xp.float64) * b.scales.astype(xp.float64).T
+    with np.errstate(invalid="ignore"):  # NaN scales
+        scaled = sums * a.scales.astype(xp.float64) * b.scales.astype(xp.float64).T
     return _result(scaled, bias, out_dtype, out)
 
 
@@ -48,7 +49,9 @@ def matmul_fp8(
 ) -> Array:
     """a b^T of float8 arrays, summed in float64: `fast_accumulation` makes no difference."""
     xp = array_namespace(a.storage)
-    return _result(xp.matmul(_values(a), _values(b).T), bias, out_dtype, out)
+    with np.errstate(invalid="ignore"):  # NaN and infinite scales
+        product = xp.matmul(_values(a), _values(b).T)
+    return _result(product, bias, out_dtype, out)
 
 
 def _values(array: Any) -> Array:
@@ -63,10 +66,12 @@ def _result(values: Array, bias: Array | None, out_dtype: Any, out: Array | None
     """The values with bias in the dtype asked for: that of `out`, else `out_dtype`, else bfloat16."""
     if bias is not None:
         values = values + bias.astype(values.dtype)
-    if out is not None:
-        out[...] = values.astype(out.dtype)
-        return out
-    return values.astype(_dtype(out_dtype))
+    with np.errstate(over="ignore"):  # what lies beyond the range becomes infinite
+        result = values.astype(_dtype(out_dtype) if out is None else out.dtype)
+    if out is None:
+        return result
+    out[...] = result
+    return out
 
 
 def _dtype(given: Any) -> Any:
