@@ -19,7 +19,7 @@ _ROWS = 64  # that a warpgroup stores at a time, and columns of 128 bytes
 class LinearSm90:
     """A launch, for arrays that were checked before: call it with them."""
 
-    __slots__ = ("_a", "_b", "_kept", "_launch", "_out", "_up", "config")
+    __slots__ = ("_a", "_b", "_kept", "_kept_up", "_launch", "_out", "_up", "config")
 
     def __init__(self, config: Sm90Config) -> None:
         product, tiling = config.product, config.tiling
@@ -37,10 +37,17 @@ class LinearSm90:
         else:
             out_columns, box = product.n, (_ROWS, tiling.piece_columns(parts))
         self._out = _maps(out_columns, box)
-        self._kept = _maps(out_columns * parts, box)
+        self._kept = _maps(out_columns * parts, box, slice(0, out_columns))
+        self._kept_up = _maps(out_columns * parts, box, slice(out_columns, None))
 
     def __call__(
-        self, a: Array, b: Array, up: Array | None, bias: Array | None, out: Array, kept: Array | None
+        self,
+        a: Array,
+        b: Array,
+        up: Array | None,
+        bias: Array | None,
+        out: Array,
+        kept: Array | None,
     ) -> None:
         """a, b: of the call, as it comes; a transposed tiling exchanges them itself."""
         if self.config.tiling.transposed:
@@ -52,6 +59,7 @@ class LinearSm90:
             map_a if up is None else self._up(up),
             map_out,
             map_out if kept is None else self._kept(kept),
+            map_out if kept is None or up is None else self._kept_up(kept),
             NULL if bias is None else bias,
             out,
             NULL if kept is None else kept,
@@ -64,11 +72,11 @@ def _operand(k: int, major: str, extent: int, tile: int) -> TensorMapCache:
     return _maps(extent, (TILE_K, ROW_BYTES // ITEM_BYTES))
 
 
-def _maps(columns: int, box: tuple[int, int]) -> TensorMapCache:
-    """Maps of matrices with rows of `columns`, whose leading axes are flattened."""
-    return TensorMapCache(partial(_encode, columns, box))
+def _maps(columns: int, box: tuple[int, int], part: slice = slice(None)) -> TensorMapCache:
+    """Maps of some columns of matrices with rows of `columns`, whose leading axes are flattened."""
+    return TensorMapCache(partial(_encode, columns, box, part))
 
 
-def _encode(columns: int, box: tuple[int, int], array: Array) -> Any:
-    matrix = array.reshape(-1, columns)
+def _encode(columns: int, box: tuple[int, int], part: slice, array: Array) -> Any:
+    matrix = array.reshape(-1, columns)[:, part]
     return encode_tensor_map(matrix, box, swizzle_bytes=box[1] * ITEM_BYTES)

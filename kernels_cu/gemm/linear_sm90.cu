@@ -56,13 +56,15 @@ static_assert(PARTS == 1 || !TRANSPOSED, "gate and up are columns of the product
 }  // namespace
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    linear_sm90(const __grid_constant__ cukit::TensorMap a,     // [m, k]; MN-major: [k, m]
-                const __grid_constant__ cukit::TensorMap b,     // [n, k]; MN-major: [k, n]
-                const __grid_constant__ cukit::TensorMap up,    // [n, k]; only with PARTS 2
-                const __grid_constant__ cukit::TensorMap out,   // [m, n]; TRANSPOSED: [n, m]
-                const __grid_constant__ cukit::TensorMap kept,  // [m, PARTS * n]; only with KEEPS
-                const T* bias,                                  // [n], TRANSPOSED: [m]; or null
-                T* out_elements, T* kept_elements,              // of out and kept; only with SPLITS
+    linear_sm90(const __grid_constant__ cukit::TensorMap a,        // [m, k]; MN-major: [k, m]
+                const __grid_constant__ cukit::TensorMap b,        // [n, k]; MN-major: [k, n]
+                const __grid_constant__ cukit::TensorMap up,       // [n, k]; only with PARTS 2
+                const __grid_constant__ cukit::TensorMap out,      // [m, n]; TRANSPOSED: [n, m]
+                const __grid_constant__ cukit::TensorMap kept,     // as out; only with KEEPS
+                const __grid_constant__ cukit::TensorMap kept_up,  // and with PARTS 2
+                const T* bias,     // [n], TRANSPOSED: [m]; or null
+                T* out_elements,   // of out; only with SPLITS
+                T* kept_elements,  // [m, PARTS * n]; only with SPLITS and KEEPS
                 const cukit::GemmParameters p) {
   __shared__ cukit::Pipeline<STAGES> pipeline;
   __shared__ cukit::StageBarriers<1> arrived;
@@ -101,7 +103,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
           Transposed epilogue{behind, &out, p.m, p.n, group, transform, &kept};
           cukit::consume(pipeline, schedule, product, epilogue);
         } else {
-          Staged epilogue{behind, &out, p.m, p.n, group, transform, &kept};
+          Staged epilogue{behind, &out, p.m, p.n, group, transform, &kept, &kept_up};
           cukit::consume(pipeline, schedule, product, epilogue);
         }
         cukit::leave_cluster<kMulticast>();

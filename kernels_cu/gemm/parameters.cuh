@@ -12,4 +12,15 @@ struct GemmParameters {
   int group;  // rows of tiles (with clusters: of clusters) that are walked over together
 };
 
+// The same where tiles and their order are fixed.
+struct DenseParameters {
+  int m, n, k;
+};
+
+// Rows of a gradient, in strips of `strip_rows`.
+struct GradientParameters {
+  int rows, columns;
+  int strip_rows;
+};
+
 }  // namespace cukit

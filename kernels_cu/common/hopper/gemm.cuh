@@ -291,7 +291,8 @@ struct StagedEpilogue {
   int rows, columns;       // of the result
   int group;               // this consumer
   Transform transform;
-  const TensorMap* kept = nullptr;  // [rows, kParts * columns], in boxes of the same shape
+  const TensorMap* kept = nullptr;     // [rows, columns] of the first part, boxes of the same shape
+  const TensorMap* kept_up = nullptr;  // and of the second
 
   template <typename Accumulators>
   CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) const {
@@ -304,8 +305,8 @@ struct StagedEpilogue {
       if constexpr (Transform::kKeeps) {
         Store::template store<0>(sums[row_tile], buffer, kept, column, row, columns, rows, 1 + group);
         if constexpr (Transform::kParts == 2) {
-          Store::template store<kColumns / 2>(sums[row_tile], buffer, kept, columns + column, row,
-                                              2 * columns, rows, 1 + group);
+          Store::template store<kColumns / 2>(sums[row_tile], buffer, kept_up, column, row, columns,
+                                              rows, 1 + group);
         }
       }
       transform(sums[row_tile], row, column);
