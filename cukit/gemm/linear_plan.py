@@ -193,7 +193,8 @@ _EPILOGUE_US = 1.0
 _SPLIT_US = 1.0
 
 _SPLITS = (1, 2, 4, 8)
-_WIDE = tuple(Tiling(128, tile_n) for tile_n in (256, 224, 192, 160, 128, 96, 64))
+_WIDEST = Tiling(128, 256)
+_WIDE = (_WIDEST, *(Tiling(128, tile_n) for tile_n in (224, 192, 160, 128, 96, 64)))
 _SMALL = tuple(Tiling(64, tile_n, consumers=1, blocks_per_sm=2) for tile_n in (128, 64))
 _TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 
@@ -202,6 +203,8 @@ def candidates(product: Product) -> Iterator[Tiling]:
     """Every tiling that suits the product's layouts and leaves at least one step of k a block."""
     steps = -(-product.k // TILE_K)
     tilings = [*_WIDE, *_SMALL]
+    if product.keeps and not product.gated:
+        tilings.remove(_WIDEST)  # too few registers for both results
     if not product.gated and product.major_a == "K":
         tilings += [
             Tiling(
@@ -255,7 +258,8 @@ def plan_sm90(product: Product, num_sms: int) -> Sm90Config:
 
 def representative_configs(product: Product, num_sms: int) -> list[Sm90Config]:
     """A wide tile, a narrow one, split ones, and a transposed one where the product allows it."""
-    tilings = [Tiling(128, 256), Tiling(128, 64), Tiling(128, 128, splits=4)]
+    widest = Tiling(128, 224) if product.keeps and not product.gated else _WIDEST
+    tilings = [widest, Tiling(128, 64), Tiling(128, 128, splits=4)]
     if not product.gated and product.major_a == "K":
         tilings += [
             Tiling(128, 96, transposed=True),

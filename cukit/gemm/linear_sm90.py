@@ -12,7 +12,9 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import encode_tensor_map
 from cukit.gemm.linear_plan import ITEM_BYTES, ROW_BYTES, TILE_K, Sm90Config
 
-_PARAMETERS = parameter_structs("gemm/parameters.cuh")["GemmParameters"]
+_PARAMETERS = parameter_structs("gemm/parameters.cuh")
+_ROW_GROUP = 8  # rows of a period of the swizzle
+_TAIL_BOX = 32
 _ROWS = 64  # that a warpgroup stores at a time, and columns of 128 bytes
 
 
@@ -24,12 +26,21 @@ class LinearSm90:
     def __init__(self, config: Sm90Config) -> None:
         product, tiling = config.product, config.tiling
         steps = -(-product.k // TILE_K)
-        parameters = _PARAMETERS.pack(m=product.m, n=product.n, steps=steps, group=config.group)
         parts = 1 + product.gated
-        box_b = tiling.tile_n // (tiling.cluster * parts)
+        box_a = _box(tiling.tile_m, product.m)
+        box_b = _box(tiling.tile_n // parts, product.n)
+        if tiling.cluster > 1:
+            box_a, box_b = tiling.tile_m, tiling.tile_n // tiling.cluster
+        parameters = _PARAMETERS["LinearParameters"].pack(
+            gemm=_PARAMETERS["GemmParameters"].pack(
+                m=product.m, n=product.n, steps=steps, group=config.group
+            ),
+            box_a=box_a,
+            box_b=box_b,
+        )
         self.config = config
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
-        self._a = _operand(product.k, product.major_a, product.m, tiling.tile_m)
+        self._a = _operand(product.k, product.major_a, product.m, box_a)
         self._b = _operand(product.k, product.major_b, product.n, box_b)
         self._up = _operand(product.k, product.major_b, product.n, box_b)
         if tiling.transposed:
@@ -64,6 +75,16 @@ class LinearSm90:
             out,
             NULL if kept is None else kept,
         )
+
+
+def _box(tile: int, extent: int) -> int:
+    """Rows that one copy loads of a tile: all, or where the last tile has fewer such that few are
+    outside, which TMA is slow to fill."""
+    if extent <= tile:
+        return -(-extent // _ROW_GROUP) * _ROW_GROUP
+    if extent % tile == 0 or tile % _TAIL_BOX:
+        return tile
+    return _TAIL_BOX
 
 
 def _operand(k: int, major: str, extent: int, tile: int) -> TensorMapCache:

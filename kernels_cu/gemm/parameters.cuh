@@ -12,6 +12,12 @@ struct GemmParameters {
   int group;  // rows of tiles (with clusters: of clusters) that are walked over together
 };
 
+// The same, with the boxes in which TMA loads K-major operands.
+struct LinearParameters {
+  GemmParameters gemm;
+  int box_a, box_b;
+};
+
 // The same where tiles and their order are fixed.
 struct DenseParameters {
   int m, n, k;

@@ -53,7 +53,7 @@ transposed = partial(reference.matmul, transpose_b=True)
 # One of each kind: wide, of a width that 64 does not divide, two blocks a multiprocessor, split over
 # clusters of each size, sharing b, and the transposed of those.
 TILINGS = [
-    Tiling(128, 256),
+    Tiling(128, 224),
     Tiling(128, 96),
     Tiling(128, 176),
     Tiling(64, 64, consumers=1, blocks_per_sm=2),

@@ -6,7 +6,8 @@
 //
 // The schedule is DenseTiles with as many splits as the cluster has blocks, and a grid of as many
 // clusters as there are tiles: each computes one, so that the memory which receives is never used
-// twice.
+// twice. Before the first access to another block every thread of the cluster comes to cluster_arrive;
+// store() is where the consumers wait for it, long after.
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -23,12 +24,14 @@ constexpr int slices_of(int columns, int splits) {
   return slices;
 }
 
-// Transform: as for StagedEpilogue. Transposed: the transpose of the product is the result.
+constexpr int slice_columns(int columns, int splits) { return columns / slices_of(columns, splits); }
+
+// Transform: as for StagedEpilogue, of slices. Transposed: the transpose of the product is the result.
 template <typename Shape, typename T, int Splits, bool Transposed, typename Transform = Identity>
 struct SplitEpilogue {
   static constexpr int kColumns = Shape::kTileN / Transform::kParts;  // of the result
   static constexpr int kSlices = slices_of(kColumns, Splits);
-  static constexpr int kSliceColumns = kColumns / kSlices;
+  static constexpr int kSliceColumns = slice_columns(kColumns, Splits);
   static constexpr int kPart = kColumns / 2;             // a thread's accumulators of a part
   static constexpr int kPartSlice = kSliceColumns / 2;  // and of a slice of it
   static constexpr int kSlice = Transform::kParts * kPartSlice;
@@ -45,11 +48,12 @@ struct SplitEpilogue {
   Transform transform;
 
   template <typename Accumulators>
-  CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) const {
+  CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) {
     const int rank = cluster_rank();
     const int thread = threadIdx.x - kWarpgroupThreads;
     const PipelineState<1> once;
     if (thread == 0 && rank < kSlices) arrived->expect(once, kBytes);
+    cluster_wait();
     float own[Shape::kRowTiles][kSlice];
 #pragma unroll
     for (int to = 0; to < kSlices; ++to) {
@@ -72,6 +76,9 @@ struct SplitEpilogue {
       }
     }
     if (rank >= kSlices) return;
+    const int column = tile.n * kColumns + rank * kSliceColumns;
+    const int first_row = Shape::row(tile) + group * Shape::kGroupRows;
+    transform.begin(first_row, column);
     mbarrier_wait_cluster(&arrived->stage[0], 0);
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
@@ -87,15 +94,16 @@ struct SplitEpilogue {
     }
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
-      write(own[row_tile], row, tile.n * kColumns + rank * kSliceColumns);
+      const int row = first_row + row_tile * kWarpgroupRows;
+      if (row_tile > 0) transform.begin(row, column);
+      write(own[row_tile], row, column);
     }
   }
 
   CUKIT_DEVICE void finish() const {}
 
  private:
-  CUKIT_DEVICE void write(float (&sums)[kSlice], int row, int column) const {
+  CUKIT_DEVICE void write(float (&sums)[kSlice], int row, int column) {
     const long long stride = Transposed ? rows : columns;
     transform.prepare(sums, row, column);
     if constexpr (Transform::kKeeps) {
