@@ -21,7 +21,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
-from cukit.layers._column_sum import column_sum, column_sum_spec
+from cukit.core.column_sum import column_sum, column_sum_spec
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
     NormConfig,
