@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -203,9 +204,15 @@ def _emulator() -> str:
 
 
 def _cache_finding() -> Finding:
-    from cukit.core.compiler import cache_folder
+    from cukit.core.file_cache import cache_folder, check_owner
+    from cukit.errors import CacheError
 
     folder = cache_folder()
+    for below in (each for each in (folder / "kernels", folder / "emulator") if each.exists()):
+        try:
+            check_owner(below)
+        except CacheError as error:
+            return Finding("kernel cache", Status.BROKEN, str(error), f"rm -r {quote(str(below))}")
     kernels = list(folder.glob("kernels/*.cubin"))
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     value = f"{folder}, {len(kernels)} kernels, {mebibytes(size)}"
