@@ -29,8 +29,6 @@ SETTINGS = "settings.json"
 CHECKPOINT = "checkpoint.safetensors"
 REPORT = "report.json"
 
-_LOCK = ".lock"
-
 _MOMENT_BYTES = 12
 """A parameter's AdamW state: master copy and two moments, float32."""
 
@@ -45,14 +43,15 @@ def exclusive(folder: Path) -> Iterator[None]:
     """Within the block no other run writes into `folder`. Raises DataError where one does."""
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder}: is a file, not a folder")
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / _LOCK).open("a")
+        descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written to ({error.strerror})") from error
-    with file:
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(
                 f"{folder}: another run is writing there; wait for it, or use another folder"
@@ -60,6 +59,11 @@ def exclusive(folder: Path) -> Iterator[None]:
         except OSError:
             pass  # a network folder without locks
         yield
+    finally:
+        os.close(descriptor)
+        if made:
+            with contextlib.suppress(OSError):  # unless something was written
+                folder.rmdir()
 
 
 def is_finished(folder: Path, settings: DistillSettings, corpus: Corpus) -> bool:
