@@ -235,7 +235,7 @@ class Request:
     """Of a mix."""
 
     def script(self) -> Script:
-        is_file = Path(self.log).exists() or Path(self.log).suffix != ""
+        is_file = os.path.exists(self.log) or Path(self.log).suffix != ""  # a long name is none
         return script_of(read_log(self.log) if is_file else make_log(self.log, self.seed))
 
 
