@@ -56,6 +56,8 @@ class CompiledKernel:
     arch: str
     path: Path
     info: CubinInfo
+    log: str
+    """What NVRTC and ptxas said: registers, spills, warnings."""
     compile_ms: float
     cached: bool
 
@@ -73,7 +75,9 @@ def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
         if found is not None:
             cubin, record = found
             info = read_cubin(cubin, spec.entry, record["log"])
-            return CompiledKernel(spec, arch, path, info, record["compile_ms"], cached=True)
+            return CompiledKernel(
+                spec, arch, path, info, record["log"], record["compile_ms"], cached=True
+            )
     except (ValueError, KeyError, CompileError):
         pass  # written by another version of the cache
     start = time.perf_counter()
@@ -81,7 +85,7 @@ def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
     compile_ms = (time.perf_counter() - start) * 1e3
     info = read_cubin(cubin, spec.entry, log)
     store(path, cubin, kernel=str(spec), arch=arch, compile_ms=compile_ms, log=log)
-    return CompiledKernel(spec, arch, path, info, compile_ms, cached=False)
+    return CompiledKernel(spec, arch, path, info, log, compile_ms, cached=False)
 
 
 def compile_visibly(spec: KernelSpec, arch: str) -> CompiledKernel:

@@ -46,7 +46,9 @@ def _share(a: Array, b: Array) -> bool:
     if a.flags.c_contiguous and b.flags.c_contiguous:
         return True
     try:
-        return bool(np.shares_memory(_shadow(a), _shadow(b), max_work=_MOST_WORK))
+        return bool(
+            np.shares_memory(_shadow(a), _shadow(b), max_work=_MOST_WORK)  # type: ignore[arg-type]
+        )
     except np.exceptions.TooHardError:
         return True
 
