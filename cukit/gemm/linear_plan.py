@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -104,8 +103,8 @@ class Tiling:
     def stage_bytes(self, product: Product) -> int:
         """Of both operands, in rows of 128 bytes."""
         extents = (self.tile_m, product.major_a), (self.tile_n, product.major_b)
-        rows = sum(-(-extent // 64) * 64 if major == "MN" else extent for extent, major in extents)
-        return rows * ROW_BYTES
+        rows = [extent if major == "K" else -(-extent // 64) * 64 for extent, major in extents]
+        return sum(rows) * ROW_BYTES
 
     def num_stages(self, product: Product) -> int:
         """As many as fit into shared memory, beside barriers."""
@@ -185,7 +184,7 @@ def configure(product: Product, tiling: Tiling, num_sms: int) -> Sm90Config:
 
 CLUSTER_TILING = Tiling(128, 256, cluster=2)
 """Half the loads of b, and never faster: the H200's L2 serves both blocks as quickly, and blocks
-that wait for each other lose 0.5 % (profiling/notes/matmul_tma_sm90.md). Not planned."""
+that wait for each other lose 0.5 % (profiling/notes/linear_sm90.md). Not planned."""
 
 
 # ---- The choice ----
@@ -259,7 +258,8 @@ def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
     in_flight = max(1, min(blocks, slots) // tiling.splits)
     rows = min(tiles_m, in_flight)
     columns = min(tiles_n, -(-in_flight // rows))
-    extents = min(rows * tiling.tile_m, computed.m) + min(columns * tiling.tile_n, parts * computed.n)
+    extents = min(rows * tiling.tile_m, computed.m)
+    extents += min(columns * tiling.tile_n, parts * computed.n)
     loading = extents * tiling.splits * tiling.num_stages(computed) * ROW_BYTES
     memory = max(memory, total / loading * _LATENCY_US)
 
@@ -267,7 +267,8 @@ def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
     if tiling.splits > 1:
         split = _SPLIT_US + (rounds - 1) * _SPLIT_ROUND_US
         multiply += rounds * tiling.epilogue_bytes(parts) / _EXCHANGE_BYTES_PER_US
-    return _START_US + (multiply**_BOTH + memory**_BOTH) ** (1 / _BOTH) + split
+    both: float = (multiply**_BOTH + memory**_BOTH) ** (1 / _BOTH)
+    return _START_US + both + split
 
 
 @cache
