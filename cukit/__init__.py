@@ -68,7 +68,13 @@ from cukit.errors import (
     UnsupportedDeviceError,
 )
 from cukit.gemm import (
+    gated_linear,
+    gated_linear_backward,
+    linear,
+    linear_backward,
     matmul,
+    matmul_fp8,
+    matmul_int8,
     matmul_tma,
 )
 from cukit.layers import (
@@ -144,6 +150,8 @@ __all__ = [
     "float8_e5m2",
     "full",
     "full_like",
+    "gated_linear",
+    "gated_linear_backward",
     "gelu",
     "gelu_and_mul",
     "gelu_and_mul_backward",
@@ -156,10 +164,14 @@ __all__ = [
     "kl_divergence_backward",
     "layer_norm",
     "layer_norm_backward",
+    "linear",
+    "linear_backward",
     "linear_cross_entropy",
     "linear_kl_divergence",
     "linspace",
     "matmul",
+    "matmul_fp8",
+    "matmul_int8",
     "matmul_tma",
     "memory_pool_allocate",
     "memory_pool_free",

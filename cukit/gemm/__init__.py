@@ -1,6 +1,19 @@
 """Matrix products."""
 
 from cukit.gemm.dense import matmul
+from cukit.gemm.fp8 import matmul_fp8
+from cukit.gemm.int8 import matmul_int8
+from cukit.gemm.linear import gated_linear, linear
+from cukit.gemm.linear_backward import gated_linear_backward, linear_backward
 from cukit.gemm.tma import matmul_tma
 
-__all__ = ["matmul", "matmul_tma"]
+__all__ = [
+    "gated_linear",
+    "gated_linear_backward",
+    "linear",
+    "linear_backward",
+    "matmul",
+    "matmul_fp8",
+    "matmul_int8",
+    "matmul_tma",
+]

@@ -4,17 +4,71 @@ from __future__ import annotations
 
 import numpy as np
 
-from cukit.gemm import matmul_tma
-from tests.contract import random, to_device
-from tests.gemm.test_matmul_tma import SHAPES
+from cukit.gemm import (
+    gated_linear,
+    gated_linear_backward,
+    linear,
+    linear_backward,
+    matmul_fp8,
+    matmul_int8,
+)
+from cukit.gemm.linear_plan import Product, configure
+from cukit.gemm.linear_sm90 import LinearSm90
+from tests.contract import poisoned, random, to_device
+from tests.gemm.quantized_operands import float8_operand, int8_operand, place
+from tests.gemm.test_fp8 import KINDS
+from tests.gemm.test_linear import SHAPES, TILINGS, operands
 from tests.sanitize import Group
 
 
-def tma() -> None:
+def forward() -> None:
     rng = np.random.default_rng(3)
     for m, n, k in [*SHAPES, (300, 520, 136)]:
         for dtype in ("float16", "bfloat16"):
-            matmul_tma(*to_device("gpu", random(rng, (m, k), dtype), random(rng, (n, k), dtype)))
+            x, w = to_device("gpu", *operands(rng, m, 2 * n, k, dtype))
+            (bias,) = to_device("gpu", random(rng, (2 * n,), dtype))
+            linear(x, w, bias, "gelu_tanh", return_preactivation=True)
+            gated_linear(x, w, return_preactivation=True)
 
 
-GROUPS = {"matmul_tma": Group(tma, shares=True, quick=True)}
+def backward() -> None:
+    rng = np.random.default_rng(3)
+    for m, n, k in [*SHAPES, (300, 520, 136)]:
+        x, w = to_device("gpu", *operands(rng, m, 2 * n, k, "bfloat16"))
+        grad, z = to_device("gpu", *(random(rng, (m, 2 * n), "bfloat16") for _ in range(2)))
+        linear_backward(grad, x, w, z, "silu", with_bias=True)
+        gated_linear_backward(grad[:, :n].copy(), x, w, z)
+
+
+def tilings() -> None:
+    """Split, transposed and shared tiles, which the plan takes for larger products only."""
+    rng = np.random.default_rng(3)
+    m, n, k = 136, 296, 520
+    x, w = to_device("gpu", *operands(rng, m, n, k, "bfloat16"))
+    for tiling in TILINGS:
+        out = poisoned("gpu", (m, n), "bfloat16")
+        LinearSm90(configure(Product(m, n, k, "bfloat16"), tiling, 2))(x, w, None, None, out, None)
+
+
+def eight_bits() -> None:
+    """Narrow tiles that split k, wide ones, and results that no tensor map describes."""
+    rng = np.random.default_rng(4)
+    for m, n, k in [(3, 40, 1300), (130, 137, 1300), (700, 1160, 400)]:
+        a, b = place("gpu", int8_operand(rng, m, k, zero_points=True), int8_operand(rng, n, k))
+        matmul_int8(a, b)
+        for left, right in KINDS.values():
+            matmul_fp8(
+                *place(
+                    "gpu",
+                    float8_operand(rng, m, k, scales=left),
+                    float8_operand(rng, n, k, scales=right),
+                )
+            )
+
+
+GROUPS = {
+    "matmul_8bit": Group(eight_bits, shares=True, quick=True),
+    "linear": Group(forward, shares=True, quick=True),
+    "linear backward": Group(backward),
+    "linear tilings": Group(tilings, shares=True),
+}

@@ -66,7 +66,7 @@ CUKIT_DEVICE void mbarrier_arrive_remote_relaxed(Mbarrier* barrier, int rank) {
   emulator::mbarrier_arrive_relaxed(emulator::map_to_rank(shared_address(barrier), rank));
 #else
   unsigned remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
+  asm("mapa.shared::cluster.u32 %0, %1, %2;\n"
                : "=r"(remote)
                : "r"(shared_address(barrier)), "r"(rank));
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(remote)
@@ -97,6 +97,23 @@ CUKIT_DEVICE void mbarrier_wait(Mbarrier* barrier, unsigned parity) {
       ".reg .pred done;\n"
       "wait:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra wait;\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+// The same for what other blocks of the cluster wrote.
+CUKIT_DEVICE void mbarrier_wait_cluster(Mbarrier* barrier, unsigned parity) {
+#ifdef CUKIT_EMULATE
+  emulator::mbarrier_wait(shared_address(barrier), parity);
+#else
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "wait:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra wait;\n"
       "}\n" ::"r"(shared_address(barrier)),
       "r"(parity)

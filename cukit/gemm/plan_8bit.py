@@ -1,0 +1,348 @@
+"""How products of 8-bit matrices run: tiles, stages, the path of the result. Pure; no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Literal
+
+from cukit.core.device import KIB, Device
+from cukit.core.kernel import KernelSpec
+
+Code = Literal["Int8", "Float8E4M3"]
+
+TILE_K = 128
+_SCALE_STAGE_BYTES = 1024
+_SHARED_PER_BLOCK = 227 * KIB
+_SHARED_PER_SM = 228 * KIB
+_MOST_STAGES = 12
+_MOST_BUFFERS = 4
+
+
+class ResultPath(IntEnum):
+    """How results go to memory (kernels_cu/common/hopper/scaled_epilogue.cuh)."""
+
+    PAIRS = 0
+    ROWS = 1
+    STAGED = 2
+
+
+@dataclass(frozen=True)
+class Product8Bit:
+    """What selects a kernel, beside the extents."""
+
+    code: Code
+    out: str
+    """Name of the result's dtype."""
+    promoted: bool = False
+    """Whether float8 sums of 128 elements of k are added in float32 outside the tensor cores."""
+    blocks: bool = False
+    """Whether scales belong to blocks; else to rows or tensors."""
+
+
+@dataclass(frozen=True)
+class Tiling8Bit:
+    """A tile of the result, and who computes it.
+
+    splits: blocks (a cluster) that share the steps of k of a tile.
+    cluster: blocks that share a tile of b, theirs lying one below the other.
+    consumers: warpgroups that multiply, each its share of the rows.
+    blocks_per_sm: with two, one computes while the other starts or stores.
+    """
+
+    tile_m: int
+    tile_n: int
+    splits: int = 1
+    cluster: int = 1
+    consumers: int = 2
+    blocks_per_sm: int = 1
+
+    def __str__(self) -> str:
+        name = f"{self.tile_m}x{self.tile_n}"
+        name += f" split {self.splits}" if self.splits > 1 else ""
+        return name + (f" cluster {self.cluster}" if self.cluster > 1 else "")
+
+    def tiles(self, m: int, n: int) -> tuple[int, int]:
+        """Tiles (of a cluster that shares b) along each axis of the result."""
+        return -(-m // (self.tile_m * self.cluster)), -(-n // self.tile_n)
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Sums of the other blocks that split a tile: a power of two of slices of 8 columns."""
+        slices = self.splits
+        while self.tile_n % (8 * slices):
+            slices //= 2
+        return (self.splits - 1) * self.tile_m * self.tile_n // slices * 4
+
+
+def piece_columns(tile_n: int) -> int:
+    """Columns of the result that leave in one copy."""
+    return next(width for width in (64, 32, 16) if tile_n % width == 0)
+
+
+@dataclass(frozen=True)
+class Config8Bit:
+    """How one call runs."""
+
+    product: Product8Bit
+    tiling: Tiling8Bit
+    result: ResultPath
+    partials: int
+    """Partial sums that a warpgroup keeps: 0 without promotion."""
+    num_blocks: int
+    """Blocks of the grid."""
+    group: int
+    """Rows of tiles, of clusters where there are any, that blocks walk over together."""
+    buffers: int
+    """Pieces of a consumer's result that are on their way at a time."""
+
+    @property
+    def stage_bytes(self) -> int:
+        """Tiles of a and b, and scales of a."""
+        operands = (self.tiling.tile_m + self.tiling.tile_n) * TILE_K
+        return operands + _SCALE_STAGE_BYTES * self.product.blocks
+
+    @property
+    def epilogue_bytes(self) -> int:
+        """Shared memory behind the stages."""
+        if self.tiling.splits > 1:
+            return self.tiling.exchanged_bytes
+        if self.result != ResultPath.STAGED:
+            return 0
+        return 2 * 64 * piece_columns(self.tiling.tile_n) * self.buffers * self.tiling.consumers
+
+    @property
+    def num_stages(self) -> int:
+        """As many as shared memory holds, beside barriers."""
+        room = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.tiling.blocks_per_sm - KIB) - KIB
+        return min(_MOST_STAGES, (room - self.epilogue_bytes) // self.stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.num_stages * self.stage_bytes + self.epilogue_bytes
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        tiling = self.tiling
+        threads = 128 * (tiling.consumers + 1)
+        defines = (
+            ("CODE", self.product.code),
+            ("OUT", self.product.out),
+            ("TILE_M", tiling.tile_m),
+            ("TILE_N", tiling.tile_n),
+            ("CONSUMERS", tiling.consumers),
+            ("STAGES", self.num_stages),
+            ("CLUSTER", tiling.cluster * tiling.splits),
+            ("SPLITS", tiling.splits),
+            ("PARTIALS", self.partials),
+            ("BLOCKS", int(self.product.blocks)),
+            ("RESULT", int(self.result)),
+            ("BUFFERS", self.buffers),
+            ("BLOCKS_PER_SM", tiling.blocks_per_sm),
+            ("THREADS", threads),
+        )
+        entry = "matmul_8bit_sm90"
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, threads, self.shared_bytes)
+
+
+_WIDE = (256, 224, 192, 160)
+_WIDE_PROMOTED = (192, 160)
+_NARROW = (128, 96, 64, 48, 32, 16)
+_SPLITS = (2, 4)
+
+
+def tiling_of(tile_m: int, tile_n: int, splits: int = 1) -> Tiling8Bit:
+    """A tiling with warpgroups of 64 rows, and two blocks an SM where they are small."""
+    consumers = min(2, tile_m // 64)
+    small = consumers == 1 and tile_n <= 64
+    return Tiling8Bit(tile_m, tile_n, splits, 1, consumers, 2 if small else 1)
+
+
+def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
+    """What plan_matmul_8bit chooses from: accumulators, and partial sums, fit into registers."""
+    if m > 64:
+        wide = _WIDE_PROMOTED if product.promoted else _WIDE
+        yield from (Tiling8Bit(128, tile_n) for tile_n in wide)
+        yield Tiling8Bit(256, 128)
+    for tile_m in (64,) if m <= 64 else (128, 64):
+        yield from (tiling_of(tile_m, tile_n) for tile_n in _NARROW)
+        if m <= _MOST_SPLIT_ROWS:
+            yield from _splits(tile_m, m, n, k)
+
+
+def _splits(tile_m: int, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
+    """Tilings that split k among clusters which all run at a time, every block with a step."""
+    for splits in _SPLITS:
+        for tile_n in _NARROW:
+            tiling = tiling_of(tile_m, tile_n, splits)
+            tiles_m, tiles_n = tiling.tiles(m, n)
+            at_a_time = _CLUSTERS[splits] * tiling.blocks_per_sm
+            if tiles_m * tiles_n <= at_a_time and splits <= -(-k // TILE_K):
+                yield tiling
+
+
+def _result_path(product: Product8Bit, tiling: Tiling8Bit, n: int) -> ResultPath:
+    if product.out in ("float32", "int32") or n % 8:
+        return ResultPath.PAIRS
+    return ResultPath.STAGED if tiling.splits == 1 else ResultPath.ROWS
+
+
+def _promotes_beside(tiling: Tiling8Bit) -> bool:
+    """Whether registers hold two partial sums: one is promoted beside the products of the next."""
+    return tiling.tile_m == 64 * tiling.consumers and tiling.tile_n <= 128
+
+
+def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms: int) -> Config8Bit:
+    """Grid and order of tiles: the tiles in flight form about a square of the result."""
+    tiles_m, tiles_n = tiling.tiles(m, n)
+    tiles = tiles_m * tiles_n
+    slots = num_sms * tiling.blocks_per_sm // (tiling.splits * tiling.cluster)
+    clusters = tiles if tiling.splits > 1 else min(tiles, slots)
+    rows = tiling.tile_m * tiling.cluster
+    group = round((min(clusters, slots) * tiling.tile_n / rows) ** 0.5)
+    partials = 2 if _promotes_beside(tiling) else 1
+    piece = piece_columns(tiling.tile_n)
+    return Config8Bit(
+        product,
+        tiling,
+        _result_path(product, tiling, n),
+        partials if product.promoted else 0,
+        clusters * tiling.splits * tiling.cluster,
+        max(1, min(group, tiles_m)),
+        1 if tiling.tile_m == 256 else min(_MOST_BUFFERS, tiling.tile_n // piece),
+    )
+
+
+# ---- The choice ----
+
+# An H200, measured (profiling/notes/matmul_8bit_sm90.md).
+_START_US = 4.0  # launch, first loads, last stores
+_PRODUCT_US = 2.32e-5  # of an element of a tile in a step
+_ACROSS_BLOCKS = 1.25  # as long where columns of a tile belong to two blocks of scales
+_SM_BYTES_PER_US = 86e3  # from L2
+_STEP_US = {1: 0.28, 2: 0.25}  # of a tile however small, by its warpgroups
+_EPILOGUE_US = 0.5
+_EPILOGUE_ELEMENT_US = 4e-5
+_SPLIT_US = {1: 0.0, 2: 3.5, 4: 6.0}
+_ONE_PARTIAL = 1.06  # as long where a warpgroup waits for its partial sums
+_FIRST_BYTE_US = 5.2  # launch and memory latency
+_MEMORY_BYTES_PER_US = 3.2e6
+_MOST_SPLIT_ROWS = 512
+
+_CLUSTERS = {1: 132, 2: 66, 4: 30}
+"""Clusters of so many blocks that an H200 with 132 SMs runs at a time: its GPCs differ in size."""
+
+
+def cost_us(
+    product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, num_sms: int
+) -> float:
+    """What a tiling is expected to take on an H200."""
+    tiles_m, tiles_n = tiling.tiles(m, n)
+    tiles = tiles_m * tiles_n
+    blocks = tiling.splits * tiling.cluster
+    slots = _CLUSTERS[blocks] * num_sms // _CLUSTERS[1] * tiling.blocks_per_sm
+    rounds = -(-tiles // max(1, slots))
+    share = tiling.blocks_per_sm if tiles * blocks > num_sms else 1  # of an SM, tiles at a time
+    area = tiling.tile_m * tiling.tile_n
+    across = product.blocks and 128 % tiling.tile_n != 0
+    loaded = (min(m, tiling.tile_m) + tiling.tile_n) * TILE_K
+    waits = product.promoted and not _promotes_beside(tiling)
+    product_us = area * _PRODUCT_US * (_ACROSS_BLOCKS if across else _ONE_PARTIAL if waits else 1.0)
+    step = max(
+        share * product_us,
+        share * loaded / _SM_BYTES_PER_US,
+        _STEP_US[tiling.consumers],
+    )
+    steps = -(-k // TILE_K) / tiling.splits
+    tile = steps * step + share * (_EPILOGUE_US + area * _EPILOGUE_ELEMENT_US)
+    busy = _START_US + rounds * tile + _SPLIT_US[tiling.splits]
+    memory = _FIRST_BYTE_US + (m * k + n * k + 2 * m * n) / _MEMORY_BYTES_PER_US
+    return max(busy, memory) + busy / 8  # of those that wait for memory, the one with least to do
+
+
+@cache
+def plan_matmul_8bit_sm90(product: Product8Bit, m: int, n: int, k: int, num_sms: int) -> Config8Bit:
+    """The tiling that is expected to take the least time."""
+    best = min(candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms))
+    return configure(product, best, m, n, num_sms)
+
+
+# ---- Other architectures ----
+
+
+@dataclass(frozen=True)
+class Config8BitSm80:
+    """How one call runs where there is no TMA: a block for each tile."""
+
+    product: Product8Bit
+    tile_m: int
+    tile_n: int
+    num_blocks: int
+    group: int
+    """Rows of tiles that blocks walk over together."""
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        stage_bytes = (self.tile_m + self.tile_n) * TILE_K
+        defines = (
+            ("CODE", self.product.code),
+            ("OUT", self.product.out),
+            ("TILE_M", self.tile_m),
+            ("TILE_N", self.tile_n),
+            ("STAGES", _STAGES_SM80),
+            ("PARTIALS", int(self.product.promoted)),
+            ("BLOCKS", int(self.product.blocks)),
+            ("THREADS", 256),
+        )
+        entry = "matmul_8bit_sm80"
+        shared_bytes = _STAGES_SM80 * stage_bytes
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, 256, shared_bytes)
+
+
+_STAGES_SM80 = 3
+_TILES_SM80 = ((128, 128), (64, 64), (32, 64))
+
+
+def configure_sm80(
+    product: Product8Bit, tile: tuple[int, int], m: int, n: int, num_sms: int
+) -> Config8BitSm80:
+    """Grid and order of tiles: the tiles in flight form about a square of the result."""
+    tile_m, tile_n = tile
+    tiles_m = -(-m // tile_m)
+    blocks = tiles_m * -(-n // tile_n)
+    group = round((min(blocks, num_sms) * tile_n / tile_m) ** 0.5)
+    return Config8BitSm80(product, tile_m, tile_n, blocks, max(1, min(group, tiles_m)))
+
+
+@cache
+def plan_matmul_8bit_sm80(product: Product8Bit, m: int, n: int, num_sms: int) -> Config8BitSm80:
+    """The largest tiles that give every SM one, else the smallest that hold all rows."""
+    for tile in _TILES_SM80:
+        config = configure_sm80(product, tile, m, n, num_sms)
+        if config.num_blocks >= num_sms:
+            return config
+    return configure_sm80(product, _TILES_SM80[1 if m > 32 else 2], m, n, num_sms)
+
+
+def specs(products: Iterable[Product8Bit], device: Device) -> list[KernelSpec]:
+    """Kernel variants that stand for all: wide and narrow tiles, splits, every way to memory."""
+    if device.arch != "sm_90":
+        return [
+            configure_sm80(product, tile, 1024, 1024, device.num_sms).spec()
+            for product in products
+            for tile in _TILES_SM80
+        ]
+    return [
+        configure(product, tiling, 1024, n, device.num_sms).spec()
+        for product in products
+        for tiling, n in (
+            (Tiling8Bit(128, 192 if product.promoted else 256), 1024),
+            (Tiling8Bit(256, 128), 1024),
+            (Tiling8Bit(128, 112), 1024),
+            (tiling_of(64, 128), 1023),
+            (tiling_of(64, 64, splits=4), 1024),
+        )
+    ]
