@@ -29,15 +29,12 @@ constexpr int slice_columns(int columns, int splits) { return columns / slices_o
 // Transform: as for StagedEpilogue, of slices. Transposed: the transpose of the product is the result.
 template <typename Shape, typename T, int Splits, bool Transposed, typename Transform = Identity>
 struct SplitEpilogue {
-  // Parts of a tile's columns; of the transposed product, parts are of its rows.
-  static constexpr int kParts = Transposed ? 1 : Transform::kParts;
-  static constexpr bool kPairedRows = Transposed && Transform::kParts == 2;
-  static constexpr int kColumns = Shape::kTileN / kParts;  // of the result
+  static constexpr int kColumns = Shape::kTileN / Transform::kParts;  // of the result
   static constexpr int kSlices = slices_of(kColumns, Splits);
   static constexpr int kSliceColumns = slice_columns(kColumns, Splits);
   static constexpr int kPart = kColumns / 2;             // a thread's accumulators of a part
   static constexpr int kPartSlice = kSliceColumns / 2;  // and of a slice of it
-  static constexpr int kSlice = kParts * kPartSlice;
+  static constexpr int kSlice = Transform::kParts * kPartSlice;
   static constexpr int kWords = Shape::kRowTiles * kSlice / 4;  // of 16 bytes
   static constexpr int kThreads = Shape::kConsumers * kWarpgroupThreads;
   static constexpr int kBytes = (Splits - 1) * kWords * kThreads * 16;
@@ -46,7 +43,7 @@ struct SplitEpilogue {
   StageBarriers<1>* arrived;  // one arrival
   T* out;
   T* kept;                    // [rows, kParts * columns] of the result
-  int rows, columns;          // of the product; with two parts of each
+  int rows, columns;          // of the product; with kParts 2 of the result
   int group;                  // this consumer
   Transform transform;
 
@@ -80,8 +77,7 @@ struct SplitEpilogue {
     }
     if (rank >= kSlices) return;
     const int column = tile.n * kColumns + rank * kSliceColumns;
-    constexpr int kRows = Shape::kGroupRows / (kPairedRows ? 2 : 1);
-    const int first_row = (tile.m * Shape::kConsumers + group) * kRows;
+    const int first_row = Shape::row(tile) + group * Shape::kGroupRows;
     transform.begin(first_row, column);
     mbarrier_wait_cluster(&arrived->stage[0], 0);
 #pragma unroll
@@ -96,44 +92,30 @@ struct SplitEpilogue {
         to[3] += other.w;
       }
     }
-    if constexpr (kPairedRows) {
-      if constexpr (Transform::kKeeps) {
-        write_part(own[0], kept, 2ll * rows, first_row, column);
-        write_part(own[1], kept + rows, 2ll * rows, first_row, column);
-      }
-      float results[kSlice];
-      transform.combine(results, own[0], own[1]);
-      write_part(results, out, rows, first_row, column);
-    } else {
 #pragma unroll
-      for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-        const int row = first_row + row_tile * kWarpgroupRows;
-        if (row_tile > 0) transform.begin(row, column);
-        write(own[row_tile], row, column);
-      }
+    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
+      const int row = first_row + row_tile * kWarpgroupRows;
+      if (row_tile > 0) transform.begin(row, column);
+      write(own[row_tile], row, column);
     }
   }
 
   CUKIT_DEVICE void finish() const {}
 
  private:
-  template <int First = 0>
-  CUKIT_DEVICE void write_part(const float (&sums)[kSlice], T* to, long long stride, int row,
-                               int column) const {
-    write_pairs<Transposed, kSliceColumns, First>(sums, to, stride, row, column, rows, columns);
-  }
-
   CUKIT_DEVICE void write(float (&sums)[kSlice], int row, int column) {
     const long long stride = Transposed ? rows : columns;
     transform.prepare(sums, row, column);
     if constexpr (Transform::kKeeps) {
-      write_part(sums, kept, kParts * stride, row, column);
+      constexpr int kParts = Transform::kParts;
+      write_pairs<Transposed, kSliceColumns>(sums, kept, kParts * stride, row, column, rows, columns);
       if constexpr (kParts == 2) {
-        write_part<kPartSlice>(sums, kept + columns, 2 * stride, row, column);
+        write_pairs<Transposed, kSliceColumns, kPartSlice>(sums, kept + columns, 2 * stride, row,
+                                                           column, rows, columns);
       }
     }
     transform(sums, row, column);
-    write_part(sums, out, stride, row, column);
+    write_pairs<Transposed, kSliceColumns>(sums, out, stride, row, column, rows, columns);
   }
 };
 
