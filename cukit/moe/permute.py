@@ -31,6 +31,8 @@ from cukit.registry import register
 _PARAMETERS = parameter_structs("moe/parameters.cuh")["PermuteParameters"]
 _MOST_INT32 = 2**31 - 1
 _WARP = 32
+_FEW_THREADS = 128
+"""Blocks of fewer leave a multiprocessor half empty."""
 
 
 def moe_permute(
@@ -170,8 +172,9 @@ class SliceConfig:
 def plan_slices(vecs: int, vecs_per_thread: int, most_threads: int = 256) -> SliceConfig:
     """As few slices as `most_threads` allow, and threads enough for equal shares of a row.
 
-    vecs: accesses of a row. vecs_per_thread: what a thread may have in flight of it.
+    vecs: accesses of a row. vecs_per_thread: at most, in flight at once.
     """
+    vecs_per_thread = max(1, min(vecs_per_thread, vecs // _FEW_THREADS))
     slices = max(1, -(-vecs // (most_threads * vecs_per_thread)))
     share = -(-vecs // (slices * vecs_per_thread))
     return SliceConfig(max(_WARP, -(-share // _WARP) * _WARP), vecs_per_thread, slices)
@@ -293,7 +296,7 @@ def _prepare_backward(grad_out: Array, y: Array, rows: Array, weights: Array) ->
 def _specs_permute(device: Device) -> list[KernelSpec]:
     return [
         _permute_spec(plan_slices(vecs, PERMUTE_VECS), access_bytes)
-        for vecs in (64, 896)
+        for vecs in (128, 896)
         for access_bytes in (2, 16)
     ]
 

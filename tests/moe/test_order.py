@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
+
 import numpy as np
 import pytest
 
@@ -11,16 +13,30 @@ from cukit.moe.order import plan_expert_order
 from tests.contract import another_order, to_device, to_host
 from tests.quick_run import emulated
 
+
 # num_tokens, top_k, num_experts: one token, chunks that end in the middle, experts that nobody
 # chose, more experts than threads of a block, chunks of several rounds.
-SIZES = [(1, 1, 1), (0, 4, 8), (65, 2, 40), (300, 3, 1000), (700, 8, 128), (20_000, 8, 64)]
-SMALL = [size for size in SIZES if size[0] < 1000]
+@dataclass(frozen=True)
+class Size:
+    num_tokens: int
+    top_k: int
+    num_experts: int
+
+
+SIZES = [
+    Size(1, 1, 1),
+    Size(0, 4, 8),
+    Size(65, 2, 40),
+    Size(300, 3, 1000),
+    Size(700, 8, 128),
+    Size(20_000, 8, 64),
+]
 KINDS = ["uniform", "one", "outside"]
 
 
 def choices(rng, kind, size):
     """Expert ids: evenly drawn, all alike, or some outside the experts."""
-    num_tokens, top_k, num_experts = size
+    num_tokens, top_k, num_experts = astuple(size)
     if kind == "one":
         return np.full((num_tokens, top_k), num_experts - 1, np.int32)
     low, high = (-2, num_experts + 3) if kind == "outside" else (0, num_experts)
@@ -45,18 +61,18 @@ def check_order(order, ids, num_experts, capacity):
         seen[expert] += 1
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capacity", [None, 5])
-@emulated(lambda size: size in SMALL)
+@emulated(lambda size: size.num_tokens < 1000)
 def test_places_every_choice(device, rng, size, kind, capacity):
     ids = choices(rng, kind, size)
     (placed,) = to_device(device, ids)
     first = None
     for repeat in range(2):
         with another_order(device, repeat):
-            order = expert_order(placed, size[2], capacity=capacity)
-        check_order(order, ids, size[2], capacity)
+            order = expert_order(placed, size.num_experts, capacity=capacity)
+        check_order(order, ids, size.num_experts, capacity)
         rows = to_host(order.rows)
         assert first is None or (rows == first).all()
         first = rows

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
+
 import numpy as np
 import pytest
 
@@ -26,10 +28,25 @@ from tests.contract import (
 )
 from tests.quick_run import emulated
 
+
 # num_tokens, hidden, top_k: accesses of one element, several accesses a thread, several slices,
 # more choices than are in flight.
-SIZES = [(1, 8, 1), (5, 3, 2), (7, 4104, 8), (3, 9000, 3), (20, 72, 11), (0, 8, 2)]
-LARGE = [(512, 7168, 8)]
+@dataclass(frozen=True)
+class Size:
+    num_tokens: int
+    hidden: int
+    top_k: int
+
+
+SIZES = [
+    Size(1, 8, 1),
+    Size(5, 3, 2),
+    Size(7, 4104, 8),
+    Size(3, 9000, 3),
+    Size(20, 72, 11),
+    Size(0, 8, 2),
+]
+LARGE = [Size(512, 7168, 8)]
 
 
 def order_of(rng, num_tokens, top_k, capacity=None, num_experts=5):
@@ -39,12 +56,12 @@ def order_of(rng, num_tokens, top_k, capacity=None, num_experts=5):
     return rows, rows.size if capacity is None else num_experts * capacity
 
 
-@pytest.mark.parametrize("size", SIZES + LARGE)
+@pytest.mark.parametrize("size", SIZES + LARGE, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capacity", [None, 3])
 @emulated(lambda size: size in SIZES)
 def test_permute_moves_rows(device, rng, size, dtype, capacity):
-    num_tokens, hidden, top_k = size
+    num_tokens, hidden, top_k = astuple(size)
     rows, num_rows = order_of(rng, num_tokens, top_k, capacity)
     x = random(rng, (num_tokens, hidden), dtype)
     placed_x, placed_rows = to_device(device, x, rows)
@@ -58,13 +75,13 @@ def test_permute_moves_rows(device, rng, size, dtype, capacity):
     assert to_host(out).tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("size", SIZES + LARGE)
+@pytest.mark.parametrize("size", SIZES + LARGE, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capacity", [None, 3])
 @pytest.mark.parametrize("weighted", [True, False])
 @emulated(lambda size: size in SIZES)
 def test_unpermute_matches_reference(device, rng, size, dtype, capacity, weighted):
-    num_tokens, hidden, top_k = size
+    num_tokens, hidden, top_k = astuple(size)
     rows, num_rows = order_of(rng, num_tokens, top_k, capacity)
     y = random(rng, (num_rows, hidden), dtype)
     weights = (random(rng, (num_tokens, top_k), "float32"),) if weighted else ()
@@ -77,12 +94,12 @@ def test_unpermute_matches_reference(device, rng, size, dtype, capacity, weighte
     )
 
 
-@pytest.mark.parametrize("size", SIZES + LARGE)
+@pytest.mark.parametrize("size", SIZES + LARGE, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capacity", [None, 3])
 @emulated(lambda size: size in SIZES)
 def test_unpermute_backward_matches_reference(device, rng, size, dtype, capacity):
-    num_tokens, hidden, top_k = size
+    num_tokens, hidden, top_k = astuple(size)
     rows, num_rows = order_of(rng, num_tokens, top_k, capacity)
     used = np.sort(rows[rows >= 0])
 

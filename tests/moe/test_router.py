@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -41,10 +42,26 @@ OPTIONS = [
     Options(biased=True, renormalize=False, capacity=3),
 ]
 
+
 # num_tokens, num_experts, top_k: one block and several, fewer experts than lanes, accesses of one
 # logit, experts in the last lanes missing, the most choices.
-SIZES = [(1, 8, 2), (3, 60, 4), (40, 64, 8), (64, 256, 8), (130, 128, 32), (90, 1000, 6), (0, 8, 2)]
-LARGE = [(4096, 128, 8), (5000, 257, 9)]
+@dataclass(frozen=True)
+class Size:
+    num_tokens: int
+    num_experts: int
+    top_k: int
+
+
+SIZES = [
+    Size(1, 8, 2),
+    Size(3, 60, 4),
+    Size(40, 64, 8),
+    Size(64, 256, 8),
+    Size(130, 128, 32),
+    Size(90, 1000, 6),
+    Size(0, 8, 2),
+]
+LARGE = [Size(4096, 128, 8), Size(5000, 257, 9)]
 
 
 def spread(rng, num_tokens, num_experts, dtype):
@@ -54,12 +71,12 @@ def spread(rng, num_tokens, num_experts, dtype):
     return np.array(rows).reshape(num_tokens, num_experts).astype(dtype_of(dtype))
 
 
-@pytest.mark.parametrize("size", SIZES + LARGE)
+@pytest.mark.parametrize("size", SIZES + LARGE, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @emulated(lambda size: size in SIZES)
 def test_matches_reference(device, rng, size, options, dtype):
-    num_tokens, num_experts, top_k = size
+    num_tokens, num_experts, top_k = astuple(size)
     logits = spread(rng, num_tokens, num_experts, dtype)
     bias = np.zeros(num_experts, np.float32) if options.biased else None
     settings = {
@@ -151,12 +168,12 @@ def test_the_order_is_that_of_expert_order(device, rng):
 # Backward --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", SIZES + LARGE)
+@pytest.mark.parametrize("size", SIZES + LARGE, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @emulated(lambda size: size in SIZES)
 def test_backward_matches_reference(device, rng, size, options, dtype):
-    num_tokens, num_experts, top_k = size
+    num_tokens, num_experts, top_k = astuple(size)
     logits = random(rng, (num_tokens, num_experts), dtype)
     routing = reference.topk_router(
         logits, top_k, scoring=options.scoring, capacity=options.capacity
