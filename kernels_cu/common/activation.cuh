@@ -1,7 +1,7 @@
-// SiLU and GELU, and their slopes, on float.
+// SiLU, GELU, ReLU and no activation, with their slopes, on float.
 //
-// Every function here is x * gate(x) with a gate between 0 and 1. An activation is a type with
-//   value(x)                     x * gate(x)
+// SiLU and GELU are x * gate(x) with a gate between 0 and 1. An activation is a type with
+//   value(x)
 //   value_and_slope(x, &slope)   the same, and its derivative
 // templated on the element type T of the tensor: results rounded to 16 bits get the hardware's fast
 // exponential, float32 results the accurate one.
@@ -108,7 +108,26 @@ struct GeluTanh {
   }
 };
 
-// -DACTIVATION=Silu|GeluErf|GeluTanh
+// NaN stays NaN; the slope at 0 is 0.
+template <typename T>
+struct Relu {
+  CUKIT_DEVICE static float value(float x) { return x < 0.0f ? 0.0f : x; }
+  CUKIT_DEVICE static float value_and_slope(float x, float* slope) {
+    *slope = x > 0.0f ? 1.0f : 0.0f;
+    return value(x);
+  }
+};
+
+template <typename T>
+struct NoActivation {
+  CUKIT_DEVICE static float value(float x) { return x; }
+  CUKIT_DEVICE static float value_and_slope(float x, float* slope) {
+    *slope = 1.0f;
+    return x;
+  }
+};
+
+// -DACTIVATION=Silu|GeluErf|GeluTanh|Relu|NoActivation
 #ifdef ACTIVATION
 template <typename T>
 using activation_t = ACTIVATION<T>;

@@ -8,8 +8,8 @@
 //              void load(unsigned char* stage, Mbarrier* full, const Tile& tile, int step) const
 //   product    how a consumer multiplies the stages of a tile into its accumulators:   Accumulators,
 //              void multiply(Accumulators&, Pipeline&, State&, const Tile&) const
-//   epilogue   what becomes of the accumulators:
-//              void store(Accumulators&, const Tile&) const, void finish() const
+//   epilogue   what becomes of the accumulators:   void store(Accumulators&, const Tile&),
+//              void finish()
 //
 //   producer::            operands.load() -> stage -> product.multiply() -> epilogue.store()
 //   one thread            TMA                wgmma, 1 or 2 warpgroups       stmatrix, TMA
@@ -54,7 +54,7 @@ CUKIT_DEVICE void produce(Pipeline<Stages>& pipeline, unsigned char* stages,
 // All threads of a consumer warpgroup.
 template <int Stages, typename Schedule, typename Product, typename Epilogue>
 CUKIT_DEVICE void consume(Pipeline<Stages>& pipeline, const Schedule& schedule,
-                          const Product& product, const Epilogue& epilogue) {
+                          const Product& product, Epilogue& epilogue) {
   PipelineState<Stages> at;
   typename Schedule::Tile tile;
   typename Product::Accumulators sums;
@@ -94,8 +94,54 @@ struct DenseTiles {
 
 // ---- Operands and product ----
 
-// The shape of a tile, and the layout of a stage: a | b, both K-major, rows of 128 bytes swizzled.
-template <typename T, int TileM, int TileN, int ClusterSize = 1, int Consumers = 2>
+// How an operand lies in memory: rows along k (K-major: [m, k], [n, k]), or along m or n (MN-major:
+// [k, m], [k, n]; 16-bit elements only).
+enum class Major { K, MN };
+
+// An operand's share of a stage: Extent rows (of a) or columns (of b) times TileK steps of k.
+template <typename T, int Extent, int TileK, Major kMajor>
+struct OperandTile;
+
+template <typename T, int Extent, int TileK>
+struct OperandTile<T, Extent, TileK, Major::K> : SharedTile<T, Extent, TileK> {
+  using Tile = SharedTile<T, Extent, TileK>;
+  static constexpr bool kTransposed = false;
+  static constexpr int kSteps = Tile::kSteps;
+
+  // `first`: of the operand's rows (a) or columns (b).
+  CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
+                                int first) {
+    Tile::load(tile, map, full, k, first);
+  }
+  CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
+    return Tile::k_major(tile);
+  }
+  // What is added to the descriptor for rows (columns) further on, and for steps of k.
+  static constexpr int along(int count) { return Tile::rows(count); }
+  static constexpr int step(int index) { return Tile::k_step(index); }
+};
+
+template <typename T, int Extent, int TileK>
+struct OperandTile<T, Extent, TileK, Major::MN> : SharedTile<T, TileK, Extent> {
+  using Tile = SharedTile<T, TileK, Extent>;
+  static constexpr bool kTransposed = true;
+  static constexpr int kSteps = Tile::kRowSteps;
+
+  CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
+                                int first) {
+    Tile::load(tile, map, full, first, k);
+  }
+  CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
+    return Tile::mn_major(tile);
+  }
+  // `count`: a multiple of a part's columns.
+  static constexpr int along(int count) { return count / Tile::kPartColumns * Tile::kPart; }
+  static constexpr int step(int index) { return Tile::mn_step(index); }
+};
+
+// The shape of a tile, and the layout of a stage: a | b, in rows of 128 bytes, swizzled.
+template <typename T, int TileM, int TileN, int ClusterSize = 1, int Consumers = 2,
+          Major MajorA = Major::K, Major MajorB = Major::K>
 struct GemmShape {
   using Element = T;
   static constexpr int kTileM = TileM;
@@ -105,12 +151,13 @@ struct GemmShape {
   static constexpr int kConsumers = Consumers;
   static constexpr int kGroupRows = TileM / Consumers;          // of a consumer
   static constexpr int kRowTiles = kGroupRows / kWarpgroupRows;  // its products in each step of k
-  using TileA = SharedTile<T, TileM, kTileK>;
-  using TileB = SharedTile<T, TileN, kTileK>;
+  using TileA = OperandTile<T, TileM, kTileK, MajorA>;
+  using TileB = OperandTile<T, TileN, kTileK, MajorB>;
   static constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
 
   static_assert(kGroupRows % kWarpgroupRows == 0, "whole products of a warpgroup");
   static_assert(kRowTiles * TileN <= 256, "accumulators fit into registers");
+  static_assert(ClusterSize == 1 || MajorB == Major::K, "blocks share rows of a K-major b");
 
   // First row and column of this block's tile of the result.
   CUKIT_DEVICE static int row(const MatrixTile& tile) {
@@ -120,9 +167,9 @@ struct GemmShape {
   CUKIT_DEVICE static int column(const MatrixTile& tile) { return tile.n * TileN; }
 };
 
-// a [rows, k] and b [columns, k] through tensor maps with boxes of [TileM, kTileK] and
-// [TileN / ClusterSize, kTileK], which read zeros outside their tensors. The blocks of a cluster load a
-// share of their common tile of b each, for all.
+// a and b through tensor maps which read zeros outside their tensors. Boxes of a K-major operand:
+// [TileM, kTileK] and [TileN / ClusterSize, kTileK]; of an MN-major one: [kTileK, 128 bytes]. The
+// blocks of a cluster load a share of their common tile of b each, for all.
 template <typename Shape>
 struct DenseOperands {
   static constexpr int kStageBytes = Shape::kStageBytes;
@@ -149,6 +196,27 @@ struct DenseOperands {
   }
 };
 
+// Two matrices b side by side in each tile: columns of `gate` in its first half, the same columns of
+// `up` in its second. Both K-major [TileN / 2 columns of the result, k], boxes of [TileN / 2, kTileK].
+template <typename Shape>
+struct PairedOperands {
+  static constexpr int kStageBytes = Shape::kStageBytes;
+  static constexpr int kColumns = Shape::kTileN / 2;  // of the result
+  using Half = OperandTile<typename Shape::Element, kColumns, Shape::kTileK, Major::K>;
+  const TensorMap* a;
+  const TensorMap* gate;
+  const TensorMap* up;
+
+  CUKIT_DEVICE void load(unsigned char* stage, Mbarrier* full, const MatrixTile& tile,
+                         int step) const {
+    using TileA = typename Shape::TileA;
+    const int k = step * Shape::kTileK;
+    TileA::load(stage, a, full, k, Shape::row(tile));
+    Half::load(stage + TileA::kBytes, gate, full, k, tile.n * kColumns);
+    Half::load(stage + TileA::kBytes + Half::kBytes, up, full, k, tile.n * kColumns);
+  }
+};
+
 // Both operands from shared memory. One step's products stay in flight while the next stage is waited
 // for; the stage before is then released.
 template <typename Shape>
@@ -157,8 +225,8 @@ struct SharedProduct {
   unsigned long long a, b;  // descriptors of this consumer's operands in stage 0
 
   CUKIT_DEVICE SharedProduct(const unsigned char* stages, int group)
-      : a(Shape::TileA::k_major(stages) + group * Shape::TileA::rows(Shape::kGroupRows)),
-        b(Shape::TileB::k_major(stages + Shape::TileA::kBytes)) {}
+      : a(Shape::TileA::descriptor(stages) + group * Shape::TileA::along(Shape::kGroupRows)),
+        b(Shape::TileB::descriptor(stages + Shape::TileA::kBytes)) {}
 
   template <int Stages, typename Tile>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
@@ -175,9 +243,9 @@ struct SharedProduct {
       for (int k = 0; k < TileA::kSteps; ++k)
 #pragma unroll
         for (int row = 0; row < Shape::kRowTiles; ++row) {
-          wgmma<typename Shape::Element, Shape::kTileN>(
-              sums[row], a + stage + TileA::rows(row * kWarpgroupRows) + TileA::k_step(k),
-              b + stage + TileB::k_step(k), step > 0 || k > 0);
+          wgmma<typename Shape::Element, Shape::kTileN, TileA::kTransposed, TileB::kTransposed>(
+              sums[row], a + stage + TileA::along(row * kWarpgroupRows) + TileA::step(k),
+              b + stage + TileB::step(k), step > 0 || k > 0);
         }
       wgmma_commit();
 #pragma unroll
@@ -194,34 +262,85 @@ struct SharedProduct {
 
 // ---- Epilogue ----
 
-// Leaves accumulators as they are.
+// What becomes of 64 rows of accumulators before they are rounded. (row, column): where they begin in
+// the product.
+//   kParts      columns of the product for one of the result: 2 where halves of a tile are combined
+//   kKeeps      whether the result of prepare() is stored too
+//   prepare()   bias, scales
+//   operator()  activation; with kParts 2 the results are left in the first half
+// Leaves accumulators as they are:
 struct Identity {
+  static constexpr int kParts = 1;
+  static constexpr bool kKeeps = false;
+  template <int N>
+  CUKIT_DEVICE void prepare(float (&)[N], int, int) const {}
   template <int N>
   CUKIT_DEVICE void operator()(float (&)[N], int, int) const {}
 };
 
 // Rounds to T and stores through swizzled shared memory and TMA (common/hopper/store.cuh).
-// `transform(sums, row, column)` changes the accumulators of 64 rows before: bias, activation, scales;
-// row and column are those of the result where the 64 rows begin.
 template <typename Shape, typename T, typename Transform = Identity>
 struct StagedEpilogue {
-  using Store = StagedStore<T, Shape::kTileN, 64, Shape::kTileN % 128 == 0 ? 2 : 1>;
+  static constexpr int kColumns = Shape::kTileN / Transform::kParts;  // of the result
+  static constexpr int kPieceColumns = kColumns % 64 == 0 ? 64 : kColumns % 32 == 0 ? 32 : 16;
+  using Store =
+      StagedStore<T, kColumns, kPieceColumns, (kColumns > kPieceColumns ? 2 : 1)>;
   static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
   unsigned char* buffers;  // kBytes of shared memory
-  const TensorMap* out;    // boxes of [64, 64], swizzled
+  const TensorMap* out;    // boxes of [64, kPieceColumns], swizzled
   int rows, columns;       // of the result
   int group;               // this consumer
   Transform transform;
+  const TensorMap* kept = nullptr;  // [rows, kParts * columns], in boxes of the same shape
 
   template <typename Accumulators>
   CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) const {
+    unsigned char* const buffer = buffers + group * Store::kBytes;
+#pragma unroll
+    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
+      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+      const int column = tile.n * kColumns;
+      transform.prepare(sums[row_tile], row, column);
+      if constexpr (Transform::kKeeps) {
+        Store::template store<0>(sums[row_tile], buffer, kept, column, row, columns, rows, 1 + group);
+        if constexpr (Transform::kParts == 2) {
+          Store::template store<kColumns / 2>(sums[row_tile], buffer, kept, columns + column, row,
+                                              2 * columns, rows, 1 + group);
+        }
+      }
+      transform(sums[row_tile], row, column);
+      Store::template store<0>(sums[row_tile], buffer, out, column, row, columns, rows, 1 + group);
+    }
+  }
+
+  CUKIT_DEVICE void finish() const { Store::finish(); }
+};
+
+// The same for a product whose transpose is the result: rows of a are its columns.
+template <typename Shape, typename T, typename Transform = Identity>
+struct TransposedEpilogue {
+  using Store = TransposedStore<T, Shape::kTileN>;
+  static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
+  unsigned char* buffers;  // kBytes of shared memory
+  const TensorMap* out;    // boxes of [kTileN, 64], swizzled
+  int rows, columns;       // of the product
+  int group;               // this consumer
+  Transform transform;
+  const TensorMap* kept = nullptr;
+
+  template <typename Accumulators>
+  CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) const {
+    unsigned char* const buffer = buffers + group * Store::kBytes;
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
       const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
       const int column = Shape::column(tile);
+      transform.prepare(sums[row_tile], row, column);
+      if constexpr (Transform::kKeeps) {
+        Store::store(sums[row_tile], buffer, kept, row, column, rows, columns, 1 + group);
+      }
       transform(sums[row_tile], row, column);
-      Store::store(sums[row_tile], buffers + group * Store::kBytes, out, column, row, columns, rows,
-                   1 + group);
+      Store::store(sums[row_tile], buffer, out, row, column, rows, columns, 1 + group);
     }
   }
 

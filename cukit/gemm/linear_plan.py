@@ -1,0 +1,244 @@
+"""How a dense product runs on Hopper: tilings, their cost, the choice. Pure; no GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from cukit.core.device import KIB
+from cukit.core.kernel import KernelSpec
+
+ITEM_BYTES = 2
+TILE_K = 64
+ROW_BYTES = TILE_K * ITEM_BYTES
+MAJORS = ("K", "MN")
+ACTIVATIONS = {
+    None: "NoActivation",
+    "relu": "Relu",
+    "gelu": "GeluErf",
+    "gelu_tanh": "GeluTanh",
+    "silu": "Silu",
+}
+"""Names of activations, and those of their types in common/activation.cuh."""
+
+_WARPGROUP = 128
+_MOST_STAGES = 10
+_SHARED_PER_BLOCK = 227 * KIB
+_SHARED_PER_SM = 228 * KIB
+
+
+@dataclass(frozen=True)
+class Product:
+    """What selects a variant: `out [m, n] = f(a b^T + bias)`.
+
+    m, n, k: extents; with `gated`, n counts the columns of the result, half of those of b.
+    major_a, major_b: "K" for operands [m, k] and [n, k], "MN" for [k, m] and [k, n].
+    keeps: the input of `activation` is stored too.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    major_a: str = "K"
+    major_b: str = "K"
+    activation: str | None = None
+    gated: bool = False
+    keeps: bool = False
+
+    def swapped(self) -> Product:
+        """The transposed product, whose result is the transpose of this one's."""
+        return replace(
+            self, m=self.n, n=self.m, major_a=self.major_b, major_b=self.major_a
+        )
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A tile of the product, who computes it, and how the result leaves.
+
+    splits: blocks (a cluster) that share the steps of k of a tile.
+    cluster: blocks that share a tile of b, theirs lying one below the other.
+    transposed: the weight is operand a, and the tokens are the tile's columns.
+    """
+
+    tile_m: int
+    tile_n: int
+    consumers: int = 2
+    splits: int = 1
+    cluster: int = 1
+    transposed: bool = False
+
+    def __str__(self) -> str:
+        name = f"{self.tile_m}x{self.tile_n}"
+        name += f" split {self.splits}" if self.splits > 1 else ""
+        name += f" cluster {self.cluster}" if self.cluster > 1 else ""
+        return name + (" transposed" if self.transposed else "")
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Two of the small blocks, so that one computes while the other starts or stores."""
+        return 3 - self.consumers
+
+    @property
+    def threads(self) -> int:
+        return (self.consumers + 1) * _WARPGROUP
+
+    def piece_columns(self, parts: int) -> int:
+        """Columns of the result that leave in one copy."""
+        columns = self.tile_n // parts
+        return next(width for width in (64, 32, 16) if columns % width == 0)
+
+    def epilogue_bytes(self, parts: int) -> int:
+        """Shared memory behind the stages."""
+        if self.splits > 1:
+            slices = self.splits
+            while self.tile_n // parts % (8 * slices):
+                slices //= 2
+            sums = self.tile_m * self.tile_n // slices
+            return (self.splits - 1) * sums * 4
+        if self.transposed:
+            return self.consumers * self.tile_n * ROW_BYTES
+        piece = self.piece_columns(parts)
+        buffers = 2 if self.tile_n // parts > piece else 1
+        return self.consumers * buffers * 64 * piece * ITEM_BYTES
+
+    def stage_bytes(self, product: Product) -> int:
+        """Of both operands, in rows of 128 bytes."""
+        extents = (self.tile_m, product.major_a), (self.tile_n, product.major_b)
+        rows = sum(-(-extent // 64) * 64 if major == "MN" else extent for extent, major in extents)
+        return rows * ROW_BYTES
+
+    def num_stages(self, product: Product) -> int:
+        """As many as fit into shared memory, beside barriers."""
+        parts = 1 + product.gated
+        limit = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.blocks_per_sm - KIB) - KIB
+        room = limit - self.epilogue_bytes(parts)
+        return min(_MOST_STAGES, room // self.stage_bytes(product))
+
+    def tiles(self, product: Product) -> tuple[int, int]:
+        """Tiles (of a cluster that shares b) along each axis of the product."""
+        columns = self.tile_n // (1 + product.gated)
+        return -(-product.m // (self.tile_m * self.cluster)), -(-product.n // columns)
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """How one call runs. `product` is the one computed: the swapped one of a transposed tiling."""
+
+    product: Product
+    tiling: Tiling
+    num_blocks: int
+    group: int
+    """Rows of tiles, of clusters where there are any, that blocks walk over together."""
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        tiling, product = self.tiling, self.product
+        stages = tiling.num_stages(product)
+        parts = 1 + product.gated
+        defines = (
+            ("DTYPE", product.dtype),
+            ("TILE_M", tiling.tile_m),
+            ("TILE_N", tiling.tile_n),
+            ("STAGES", stages),
+            ("CONSUMERS", tiling.consumers),
+            ("CLUSTER", tiling.cluster * tiling.splits),
+            ("SPLITS", tiling.splits),
+            ("BLOCKS_PER_SM", tiling.blocks_per_sm),
+            ("THREADS", tiling.threads),
+            ("MAJOR_A", product.major_a),
+            ("MAJOR_B", product.major_b),
+            ("TRANSPOSED", tiling.transposed),
+            ("PARTS", parts),
+            ("ACTIVATION", ACTIVATIONS[product.activation]),
+            ("KEEPS", product.keeps),
+        )
+        shared = stages * tiling.stage_bytes(product) + tiling.epilogue_bytes(parts)
+        entry = "linear_sm90"
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiling.threads, shared)
+
+
+def configure(product: Product, tiling: Tiling, num_sms: int) -> Sm90Config:
+    """Grid and order of tiles of a tiling.
+
+    Groups are chosen so that the tiles in flight form about a square of the result, which reads
+    the fewest rows of a and b.
+    """
+    if tiling.transposed:
+        product = product.swapped()
+    tiles_m, tiles_n = tiling.tiles(product)
+    tiles = tiles_m * tiles_n
+    slots = num_sms * tiling.blocks_per_sm
+    clusters = tiles if tiling.splits > 1 else min(tiles, slots // tiling.cluster)
+    blocks = clusters * tiling.splits * tiling.cluster
+    rows = tiling.tile_m * tiling.cluster
+    in_flight = min(clusters, slots // (tiling.splits * tiling.cluster))
+    group = round((in_flight * tiling.tile_n / (1 + product.gated) / rows) ** 0.5)
+    return Sm90Config(product, tiling, blocks, max(1, min(group, tiles_m)))
+
+
+# ---- The choice ----
+
+# An H200, measured (profiling/notes/linear_sm90.md). An SM's operands arrive from L2 at a rate of its
+# own; its tensor cores run at what power leaves of their clock.
+_MEMORY_BYTES_PER_US = 4.1e6
+_SM_BYTES_PER_US = 80e3
+_SM_MACS_PER_US = 2048 * 1.6e3
+_START_US = 4.0
+_EPILOGUE_US = 1.0
+_SPLIT_US = 1.0
+
+_SPLITS = (1, 2, 4, 8)
+_WIDE = tuple(Tiling(128, tile_n) for tile_n in (256, 224, 192, 160, 128, 96, 64))
+_SMALL = tuple(Tiling(64, tile_n, consumers=1) for tile_n in (128, 64))
+_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+
+
+def candidates(product: Product) -> Iterator[Tiling]:
+    """Every tiling that suits the product's layouts and leaves at least one step of k a block."""
+    steps = -(-product.k // TILE_K)
+    tilings = [*_WIDE, *_SMALL]
+    if not product.gated and product.major_a == "K":
+        tilings += [
+            Tiling(tile_m, tokens, consumers=tile_m // 64, transposed=True)
+            for tokens in _TOKENS
+            for tile_m in (128, 64)
+        ]
+    for tiling in tilings:
+        major_n = product.major_a if tiling.transposed else product.major_b
+        if major_n == "MN" and tiling.tile_n % 64:
+            continue
+        for splits in _SPLITS:
+            if splits <= steps and (splits == 1 or tiling.tile_n // (1 + product.gated) >= 16):
+                yield replace(tiling, splits=splits)
+
+
+def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
+    """Time of a product: rounds of tiles, each as long as its products or its operands take, but no
+    less than memory needs for everything."""
+    parts = 1 + product.gated
+    memory = ITEM_BYTES * (
+        product.k * (product.m + parts * product.n) + product.m * product.n
+    ) / _MEMORY_BYTES_PER_US
+    computed = product.swapped() if tiling.transposed else product
+    tiles = math.prod(tiling.tiles(computed)) * tiling.cluster * tiling.splits
+    steps = -(-product.k // TILE_K) / tiling.splits
+    busy = min(tiling.blocks_per_sm, -(-tiles // num_sms))  # blocks that share an SM
+    rows = min(tiling.tile_m, computed.m) + min(tiling.tile_n, parts * computed.n)
+    load = rows * ROW_BYTES / _SM_BYTES_PER_US
+    multiply = tiling.tile_m * tiling.tile_n * TILE_K / _SM_MACS_PER_US
+    rounds = -(-tiles // (num_sms * busy)) * busy
+    stored = tiling.tile_m * tiling.tile_n / (128 * 256)
+    each = steps * max(load, multiply) + _EPILOGUE_US * stored
+    extra = _SPLIT_US if tiling.splits > 1 else 0.0
+    return _START_US + max(rounds * each, memory) + extra
+
+
+@cache
+def plan(product: Product, num_sms: int) -> Sm90Config:
+    """The tiling with the shortest estimate."""
+    tiling = min(candidates(product), key=lambda each: estimate_us(product, each, num_sms))
+    return configure(product, tiling, num_sms)
