@@ -68,6 +68,9 @@ from cukit.errors import (
     UnsupportedDeviceError,
 )
 from cukit.gemm import (
+    grouped_gated_linear,
+    grouped_gemm,
+    grouped_gemm_backward,
     matmul,
     matmul_tma,
 )
@@ -164,6 +167,9 @@ __all__ = [
     "gelu_backward",
     "get_kernel",
     "global_norm",
+    "grouped_gated_linear",
+    "grouped_gemm",
+    "grouped_gemm_backward",
     "int4",
     "int8",
     "kl_divergence",

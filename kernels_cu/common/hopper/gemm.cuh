@@ -113,6 +113,12 @@ struct OperandTile<T, Extent, TileK, Major::K> : SharedTile<T, Extent, TileK> {
                                 int first) {
     Tile::load(tile, map, full, k, first);
   }
+  // Of one of several matrices, which begins at row `origin` of the map; `extent`: of the operand's rows
+  // (columns).
+  CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
+                                int first, const MatrixRow& origin, int extent) {
+    Tile::load(tile, map, full, k, origin.below(first), k + TileK);
+  }
   CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
     return Tile::k_major(tile);
   }
@@ -130,6 +136,10 @@ struct OperandTile<T, Extent, TileK, Major::MN> : SharedTile<T, TileK, Extent> {
   CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
                                 int first) {
     Tile::load(tile, map, full, first, k);
+  }
+  CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
+                                int first, const MatrixRow& origin, int extent) {
+    Tile::load(tile, map, full, first, origin.below(k), extent);
   }
   CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
     return Tile::mn_major(tile);

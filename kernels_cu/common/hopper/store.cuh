@@ -82,6 +82,16 @@ struct StagedStore {
   CUKIT_DEVICE static void store(const float (&sums)[N], unsigned char* buffers,
                                  const TensorMap* map, int column, int row, int columns, int rows,
                                  int barrier) {
+    store_pieces<First>(sums, buffers, barrier, [&](int piece, const unsigned char* buffer) {
+      if (row < rows) Piece::store(map, buffer, column + piece * PieceColumns, row, columns);
+    });
+  }
+
+  // The same with pieces that go to places of their own: one thread calls send(piece, buffer), which
+  // starts the copy of that piece or none.
+  template <int First = 0, int N, typename Send>
+  CUKIT_DEVICE static void store_pieces(const float (&sums)[N], unsigned char* buffers, int barrier,
+                                        const Send& send) {
     static_assert(First + Columns / 2 <= N, "the accumulators exist");
     const int lane = threadIdx.x % kWarpSize;
     const int own_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16 + lane % 16;
@@ -105,9 +115,7 @@ struct StagedStore {
       fence_proxy_async();
       named_sync(barrier, kWarpgroupThreads);  // the buffer is written
       if (starts) {
-        if (row < rows) {
-          Piece::store(map, buffer, column + piece * PieceColumns, row, columns);
-        }
+        send(piece, buffer);
         bulk_commit();  // an empty group counts as one
       }
     }
@@ -133,6 +141,15 @@ struct TransposedStore {
   CUKIT_DEVICE static void store(const float (&sums)[N], unsigned char* buffer,
                                  const TensorMap* map, int column, int row, int columns, int rows,
                                  int barrier) {
+    store_piece(sums, buffer, barrier, [&] {
+      if (row < rows) Piece::store(map, buffer, column, row, columns);
+    });
+  }
+
+  // The same with a place of its own: one thread calls send(), which starts the copy of the buffer.
+  template <int N, typename Send>
+  CUKIT_DEVICE static void store_piece(const float (&sums)[N], unsigned char* buffer, int barrier,
+                                       const Send& send) {
     static_assert(Columns / 2 <= N, "the accumulators exist");
     const int lane = threadIdx.x % kWarpSize;
     const int own_row = lane / 16 * 8 + lane % 8;
@@ -151,7 +168,7 @@ struct TransposedStore {
     fence_proxy_async();
     named_sync(barrier, kWarpgroupThreads);  // the buffer is written
     if (starts) {
-      if (row < rows) Piece::store(map, buffer, column, row, columns);
+      send();
       bulk_commit();
     }
   }
