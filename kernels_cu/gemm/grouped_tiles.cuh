@@ -150,7 +150,8 @@ struct GroupedOperands {
   }
 };
 
-// SharedProduct, for groups that may have no rows to add up.
+// SharedProduct, for groups that may have no rows to add up. Zeros also tell the compiler that the
+// accumulators hold nothing between tiles, while the next one is looked for.
 template <typename Shape>
 struct GroupedProduct : SharedProduct<Shape> {
   using SharedProduct<Shape>::SharedProduct;
@@ -159,14 +160,11 @@ struct GroupedProduct : SharedProduct<Shape> {
   CUKIT_DEVICE void multiply(typename SharedProduct<Shape>::Accumulators& sums,
                              Pipeline<Stages>& pipeline, PipelineState<Stages>& at,
                              const GroupTile& tile) const {
-    if (tile.end_step > 0) {
-      SharedProduct<Shape>::multiply(sums, pipeline, at, tile);
-      return;
-    }
 #pragma unroll
     for (int row = 0; row < Shape::kRowTiles; ++row)
 #pragma unroll
       for (int i = 0; i < Shape::kTileN / 2; ++i) sums[row][i] = 0.0f;
+    if (tile.end_step > 0) SharedProduct<Shape>::multiply(sums, pipeline, at, tile);
   }
 };
 
