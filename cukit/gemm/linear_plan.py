@@ -50,9 +50,7 @@ class Product:
 
     def swapped(self) -> Product:
         """The transposed product, whose result is the transpose of this one's."""
-        return replace(
-            self, m=self.n, n=self.m, major_a=self.major_b, major_b=self.major_a
-        )
+        return replace(self, m=self.n, n=self.m, major_a=self.major_b, major_b=self.major_a)
 
 
 @dataclass(frozen=True)
@@ -220,9 +218,11 @@ def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
     """Time of a product: rounds of tiles, each as long as its products or its operands take, but no
     less than memory needs for everything."""
     parts = 1 + product.gated
-    memory = ITEM_BYTES * (
-        product.k * (product.m + parts * product.n) + product.m * product.n
-    ) / _MEMORY_BYTES_PER_US
+    memory = (
+        ITEM_BYTES
+        * (product.k * (product.m + parts * product.n) + product.m * product.n)
+        / _MEMORY_BYTES_PER_US
+    )
     computed = product.swapped() if tiling.transposed else product
     tiles = math.prod(tiling.tiles(computed)) * tiling.cluster * tiling.splits
     steps = -(-product.k // TILE_K) / tiling.splits

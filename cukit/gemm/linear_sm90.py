@@ -40,7 +40,13 @@ class LinearSm90:
         self._kept = _maps(out_columns * parts, box)
 
     def __call__(
-        self, a: Array, b: Array, up: Array | None, bias: Array | None, out: Array, kept: Array | None
+        self,
+        a: Array,
+        b: Array,
+        up: Array | None,
+        bias: Array | None,
+        out: Array,
+        kept: Array | None,
     ) -> None:
         """a, b: of the call, as it comes; a transposed tiling exchanges them itself."""
         if self.config.tiling.transposed:

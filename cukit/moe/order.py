@@ -30,7 +30,7 @@ _MOST_TABLE = 8192
 """Counters of a block, one for each warp and expert: 32 KiB of shared memory."""
 _FEWEST_BINS = 32
 _MOST_THREADS = 1024
-_SMALLEST_CHUNK = 16
+_SMALLEST_CHUNK = 8
 """Tokens of a block: with fewer, adding up the chunks would take longer than counting them."""
 
 

@@ -39,8 +39,9 @@ _GRADIENT_PARAMETERS = parameter_structs("moe/parameters.cuh")["RouterGradientPa
 _SCORINGS = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 _MOST_CHOICES = 32
 """A lane of a warp holds one."""
-_WHOLE_TOKENS = 64
+_WHOLE_TOKENS = 16
 """Up to as many tokens are routed and ordered by one block, in one launch."""
+_FEW_TOKENS = 4
 _BACKWARD_THREADS = 128
 
 
@@ -211,6 +212,7 @@ class RouterConfig:
             *_scores_defines(self.dtype, self.vec, self.scoring, self.renormalize, self.losses),
             ("BIASED", self.biased),
             ("WHOLE", self.whole),
+            ("MOST_CHOICES", _WHOLE_TOKENS * _MOST_CHOICES),
         )
         return KernelSpec("moe/topk_router.cu", "topk_router", defines, self.order.threads)
 
@@ -234,7 +236,7 @@ def plan_topk_router(
     order = plan_expert_order(num_tokens, num_experts, num_sms)
     whole = num_tokens <= _WHOLE_TOKENS
     if whole:
-        threads = min(order.threads, 128 if num_tokens <= 4 else 1024)
+        threads = min(order.threads, 32 * _FEW_TOKENS if num_tokens <= _FEW_TOKENS else 512)
         order = OrderConfig(order.bins, threads, max(1, num_tokens), 1)
     vec = min(vec, order.bins // 32)
     return RouterConfig(order, dtype, vec, _SCORINGS[scoring], renormalize, biased, losses, whole)
@@ -276,7 +278,7 @@ def _prepare(
     route = Launch(load_kernel(config.spec()), grid, scalars)
     if config.whole:
         return _Launches(route, None, 1)
-    place = Launch(load_kernel(order.place_spec(losses)), grid, scalars)
+    place = Launch(load_kernel(order.place_spec(losses)), (order.num_chunks + losses,), scalars)
     return _Launches(route, place, order.num_chunks)
 
 
@@ -373,7 +375,7 @@ def _check_kernel(op: str, logits: Array, top_k: int) -> None:
 def _specs(device: Device) -> list[KernelSpec]:
     common = [
         plan_topk_router(tokens, experts, device.num_sms, dtype.name, 16 // dtype.itemsize)
-        for tokens in (1, 32, 4096)
+        for tokens in (1, 16, 4096)
         for experts in (8, 128, 256)
         for dtype in KERNEL_DTYPES
     ]
@@ -382,7 +384,7 @@ def _specs(device: Device) -> list[KernelSpec]:
             tokens, 1024, device.num_sms, "float32", 4, scoring, renormalize, biased, losses
         )
         for tokens, scoring, renormalize, biased, losses in (
-            (64, "softmax", True, False, True),
+            (16, "softmax", True, False, True),
             (4096, "softmax", False, True, True),
             (4096, "sigmoid", True, True, False),
             (4096, "sigmoid", False, False, True),

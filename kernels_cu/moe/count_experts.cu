@@ -13,7 +13,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_experts(
   __shared__ int bins[BINS];
   for (int bin = threadIdx.x; bin < BINS; bin += THREADS) bins[bin] = 0;
   __syncthreads();
-  cukit::count_choices(bins, experts, cukit::Choices(p, blockIdx.x), p.num_experts);
+  const cukit::Choices choices(p, blockIdx.x);
+  for (int i = choices.first + threadIdx.x; i < choices.end; i += THREADS) {
+    const unsigned expert = experts[i];
+    if (expert < p.num_experts) atomicAdd(&bins[expert], 1);
+  }
   __syncthreads();
   for (int bin = threadIdx.x; bin < p.num_experts; bin += THREADS) {
     counts[blockIdx.x * p.num_experts + bin] = bins[bin];

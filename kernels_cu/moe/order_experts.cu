@@ -1,9 +1,10 @@
 // Second half of expert order: offsets of the experts, a row for every choice, and the router's losses.
 //
-// Mapping: a block a chunk of tokens; the first also writes what there is one of. Shared memory:
-//   4 * BINS * (THREADS / 32 + 1) bytes for the order, reused for the losses; static.
-// Macros: moe/expert_order.cuh; LOSSES 0|1. Minimum architecture: sm_80. Deterministic.
-// Reference: cukit/reference/moe.py, expert_order and topk_router.
+// Mapping: a block a chunk of tokens; the first also writes what there is one of. LOSSES: one block more,
+//   for the losses alone.
+// Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, static. Macros: moe/expert_order.cuh; LOSSES 0|1.
+// Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/moe.py, expert_order and
+//   topk_router.
 #include "common/platform.cuh"
 #include "moe/expert_order.cuh"
 #include "moe/router_losses.cuh"
@@ -20,12 +21,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_experts(
     const __grid_constant__ cukit::RoutingParameters p) {
   __shared__ cukit::OrderTables tables;
   const cukit::OrderResult result{rows, counts, offsets, weights};
-  const int chunks = gridDim.x;
-  cukit::sum_counts(tables, chunk_counts, chunks, blockIdx.x, p.num_experts);
-  if (LOSSES && blockIdx.x == 0) {
+  const int chunks = gridDim.x - LOSSES;
+  const int chunk = blockIdx.x;
+  const cukit::Choices choices(p, chunk);
+  const int* const own = experts + choices.first;
+  cukit::clear_tables(tables, choices);
+  __syncthreads();
+  cukit::sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
+  if (LOSSES && chunk == chunks) {
     __shared__ float scratch[cukit::kWarps];
+    __syncthreads();
     cukit::write_losses(losses, tables.totals, chunk_sums, chunks, p, scratch);
+    return;
   }
-  cukit::scan_totals(tables, result, p.num_experts, blockIdx.x == 0);
-  cukit::place_choices(tables, experts, cukit::Choices(p, blockIdx.x), p, result);
+  cukit::count_warps(tables, own, choices, p.num_experts);
+  __syncthreads();
+  cukit::scan_tables(tables, choices, result, p.num_experts, chunk == 0);
+  cukit::place_choices(tables, own, choices, p, result);
 }

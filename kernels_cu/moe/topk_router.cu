@@ -11,9 +11,9 @@
 // Mapping: a block a chunk of tokens, a warp a token at a time (router_scores.cuh). A choice takes one
 //   maximum over the warp, of the logits as ordered integers. WHOLE: the grid is one block, which goes on
 //   to order the choices itself; otherwise order_experts.cu does, from `chunk_counts`.
-// Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, with WHOLE and LOSSES 4 * BINS + 4 more; static.
-// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1. top_k is at most
-//   32. Minimum architecture: sm_80. Computes in float; deterministic.
+// Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, with WHOLE 4 * MOST_CHOICES more; static.
+// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1; MOST_CHOICES,
+//   num_tokens * top_k at most where WHOLE. top_k is at most 32. Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/moe.py, topk_router.
 #include "common/platform.cuh"
 #include "common/types.cuh"
@@ -105,16 +105,15 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
   best.find(keys);
   for (int slot = 0; slot < p.top_k; ++slot) {
     const unsigned key = __reduce_max_sync(kFullMask, best.key);
-    const int winner = __ffs(__ballot_sync(kFullMask, best.key == key)) - 1;
-    const int expert = __shfl_sync(kFullMask, best.expert, winner);
+    const int expert = __reduce_min_sync(kFullMask, best.key == key ? best.expert : BINS);
     if (lane == slot) {
       choice.expert = expert;
       choice.score = number_of(key);
     }
-    if (lane == winner) {
+    if (lane == expert / kPerLane) {
 #pragma unroll
       for (int j = 0; j < kPerLane; ++j) {
-        if (lane * kPerLane + j == expert) keys[j] = kTaken;
+        if (expert % kPerLane == j) keys[j] = kTaken;
       }
       best.find(keys);
     }
@@ -176,6 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) topk_router(
     float* __restrict__ losses,      // [2]: balance, z; with LOSSES
     const __grid_constant__ cukit::RoutingParameters p) {
   __shared__ cukit::OrderTables tables;
+  __shared__ int chosen[WHOLE ? MOST_CHOICES : 1];
   const int lane = threadIdx.x % kWarpSize;
   for (int bin = threadIdx.x; bin < BINS; bin += THREADS) tables.totals[bin] = 0;
   __syncthreads();
@@ -199,6 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) topk_router(
       const int at = token * p.top_k + lane;
       weights[at] = choice.score;
       experts[at] = choice.expert;
+      if constexpr (WHOLE) chosen[at] = choice.expert;
       atomicAdd(&tables.totals[choice.expert], 1);
     }
   }
@@ -213,10 +214,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) topk_router(
       cukit::write_losses(losses, tables.totals, chunk_sums, 1, p,
                           reinterpret_cast<float*>(tables.ranks));
     }
-    for (int bin = threadIdx.x; bin < BINS; bin += THREADS) tables.ranks[bin] = 0;
     const cukit::OrderResult result{rows, counts, offsets, weights};
-    cukit::scan_totals(tables, result, p.num_experts, true);
-    cukit::place_choices(tables, experts, cukit::Choices(p, 0), p, result);
+    const cukit::Choices choices(p, 0);
+    for (int i = threadIdx.x; i < max(choices.warps, 1) * BINS; i += THREADS) tables.ranks[i] = 0;
+    __syncthreads();
+    cukit::count_warps(tables, chosen, choices, p.num_experts);
+    __syncthreads();
+    cukit::scan_tables(tables, choices, result, p.num_experts, true);
+    cukit::place_choices(tables, chosen, choices, p, result);
   } else {
     for (int bin = threadIdx.x; bin < p.num_experts; bin += THREADS) {
       chunk_counts[blockIdx.x * p.num_experts + bin] = tables.totals[bin];
