@@ -90,5 +90,5 @@ def _groups(expert_offsets: Array | None, expert_counts: Array | None) -> Iterat
         return
     assert expert_counts is not None
     for group, count in enumerate(expert_counts.tolist()):
-        if count > 0:
+        if count > 0:  # beyond the capacity a slice ends by itself
             yield group, (group, slice(0, count))

@@ -137,9 +137,10 @@ def expert_order(experts: Array, num_experts: int, *, capacity: int | None = Non
     )
 
 
-def moe_permute(x: Array, rows: Array, num_rows: int) -> Array:
+def moe_permute(x: Array, rows: Array, num_rows: int | None = None) -> Array:
     """`y[rows[t, s]] = x[t]`; other rows of `y [num_rows, hidden]` are zero."""
     xp = array_namespace(x)
+    num_rows = rows.size if num_rows is None else num_rows
     token, choice = xp.nonzero(rows >= 0)
     permuted = xp.zeros((num_rows, x.shape[1]), x.dtype)
     permuted[rows[token, choice]] = x[token]

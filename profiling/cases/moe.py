@@ -48,7 +48,7 @@ def router_case(num_tokens: int, num_experts: int, top_k: int, losses: bool = Fa
     def torch_router(torch: ModuleType) -> Callable[..., Any]:
         def function(logits: Any) -> Any:
             scores = torch.softmax(logits, dim=-1)
-            weights, experts = torch.topk(scores, top_k, dim=-1)
+            weights, _ = torch.topk(scores, top_k, dim=-1)
             return weights / weights.sum(dim=-1, keepdim=True)
 
         return function
