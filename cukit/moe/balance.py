@@ -66,7 +66,7 @@ def balance_experts(
 
     >>> placement = balance_experts([90, 10, 20, 40], num_slots=6, num_devices=2)
     >>> placement.replicas, placement.experts, placement.device_loads
-    (array([2, 1, 1, 2], dtype=int32), array([0, 3, 1, 0, 3, 2], dtype=int32), array([75., 85.]))
+    (array([3, 1, 1, 1], dtype=int32), array([3, 0, 1, 0, 0, 2], dtype=int32), array([80., 80.]))
     """
     array = np.asarray(loads, np.float64)
     if array.ndim not in (1, 2) or array.shape[-1] == 0:
@@ -114,7 +114,7 @@ def replicate(loads: npt.ArrayLike, num_slots: int) -> Ids:
     """Replicas of each expert: one each, then one more where each replica has the most to do.
 
     >>> replicate([90, 10, 20, 40], 6)
-    array([2, 1, 1, 2], dtype=int32)
+    array([3, 1, 1, 1], dtype=int32)
     """
     experts = np.asarray(loads, np.float64)
     replicas = np.ones(experts.size, np.int32)

@@ -9,6 +9,7 @@ from typing import Any
 
 from cukit import moe
 from cukit.reference import moe as reference
+from cukit.reference import moe_ffn as ffn_reference
 from profiling.arms import forward_arms
 from profiling.case import Case, Workload, itemsize
 from profiling.data import integers, normal
@@ -20,9 +21,10 @@ DTYPE = "bfloat16"
 def cases(small: bool = False) -> list[Case]:
     """Routing of a decoded token, of a batch and of a prompt; rows as wide as DeepSeek-V3's."""
     if small:
-        routings, rows = [(5, 16, 2), (70, 16, 2)], [(6, 64, 2, 4)]
+        routings, rows, layer = [(5, 16, 2), (70, 16, 2)], [(6, 64, 2, 4)], (20, 64, 32, 8, 2)
     else:
         routings, rows = [(1, 128, 8), (64, 256, 8), (4096, 128, 8)], [(4096, 7168, 8, 128)]
+        layer = (8192, 4096, 1536, 64, 8)
     last = routings[-1]
     return [
         *(router_case(*shape) for shape in routings),
@@ -39,6 +41,8 @@ def cases(small: bool = False) -> list[Case]:
             )
             for shape in rows
         ),
+        ffn_case(*layer),
+        ffn_backward_case(*layer),
     ]
 
 
@@ -177,6 +181,75 @@ def unpermute_backward_case(num_tokens: int, hidden: int, top_k: int, num_expert
 
     # Rows are read, and their gradients written.
     return _row_case("moe_unpermute_backward", num_tokens, hidden, top_k, build, passes=2)
+
+
+def ffn_case(num_tokens: int, hidden: int, width: int, num_experts: int, top_k: int) -> Case:
+    """A SwiGLU layer of experts; beside torch's own grouped products."""
+
+    def torch_ffn(torch: ModuleType) -> Callable[..., Any]:
+        silu = torch.nn.functional.silu
+
+        def function(x: Any, rows: Any, weights: Any, ends: Any, gate_up: Any, down: Any) -> Any:
+            source = torch.argsort(rows.reshape(-1)) // top_k
+            joined = torch._grouped_mm(x[source], gate_up.transpose(1, 2), offs=ends)
+            gated = silu(joined[:, :width]) * joined[:, width:]
+            out = torch._grouped_mm(gated, down.transpose(1, 2), offs=ends)
+            return (out[rows.long()] * weights.to(out.dtype)[..., None]).sum(dim=1)
+
+        return function
+
+    def build() -> Workload:
+        x, routing, gate_up, down = _layer(num_tokens, hidden, width, num_experts, top_k)
+        ends = routing.expert_offsets[1:]
+        arrays = (x, routing.rows, routing.weights, ends, gate_up, down)
+        arms = forward_arms(partial(moe.moe_ffn, x, routing, gate_up, down), torch_ffn, *arrays)
+        del arms["torch-compile"]  # it cannot see through the grouped product
+        return Workload(arms, partial(ffn_reference.moe_ffn, x, routing, gate_up, down))
+
+    return _layer_case("moe_ffn", num_tokens, hidden, width, num_experts, top_k, build)
+
+
+def ffn_backward_case(
+    num_tokens: int, hidden: int, width: int, num_experts: int, top_k: int
+) -> Case:
+    """Gradients of tokens, routing weights and experts."""
+
+    def build() -> Workload:
+        x, routing, gate_up, down = _layer(num_tokens, hidden, width, num_experts, top_k)
+        _, kept = moe.moe_ffn(x, routing, gate_up, down, keep=True)
+        arrays = (normal(x.shape, DTYPE), kept, routing, gate_up, down)
+        return Workload(
+            arms={"cukit": lambda: partial(moe.moe_ffn_backward, *arrays)},
+            expected=partial(ffn_reference.moe_ffn_backward, *arrays),
+        )
+
+    shape = (num_tokens, hidden, width, num_experts, top_k)
+    return _layer_case("moe_ffn_backward", *shape, build, products=2)
+
+
+def _layer(num_tokens: int, hidden: int, width: int, num_experts: int, top_k: int) -> Any:
+    """Tokens, their routing, and the weights of the experts."""
+    routing = moe.topk_router(normal((num_tokens, num_experts), "float32"), top_k)
+    gate_up = normal((num_experts, 2 * width, hidden), DTYPE, scale=hidden**-0.5)
+    down = normal((num_experts, hidden, width), DTYPE, scale=width**-0.5)
+    return normal((num_tokens, hidden), DTYPE), routing, gate_up, down
+
+
+def _layer_case(
+    op: str,
+    num_tokens: int,
+    hidden: int,
+    width: int,
+    num_experts: int,
+    top_k: int,
+    build: Callable[[], Workload],
+    products: int = 1,
+) -> Case:
+    rows = num_tokens * top_k
+    name = f"{num_tokens}x{hidden}, {num_experts} of 3x{width} top {top_k}"
+    flops = 2.0 * products * rows * 3 * width * hidden
+    moved = products * (2 * num_tokens + num_experts * 3 * width) * hidden * itemsize(DTYPE)
+    return Case(FAMILY, op, name, DTYPE, build, flops=flops, bytes=moved)
 
 
 def _rows(num_tokens: int, top_k: int, num_experts: int) -> Any:
