@@ -72,6 +72,8 @@ from cukit.gemm import (
     grouped_gemm,
     grouped_gemm_backward,
     matmul,
+    matmul_fp8,
+    matmul_int8,
     matmul_tma,
 )
 from cukit.layers import (
@@ -180,6 +182,8 @@ __all__ = [
     "linear_kl_divergence",
     "linspace",
     "matmul",
+    "matmul_fp8",
+    "matmul_int8",
     "matmul_tma",
     "memory_pool_allocate",
     "memory_pool_free",

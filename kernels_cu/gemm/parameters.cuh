@@ -12,6 +12,19 @@ struct GemmParameters {
   int group;  // rows of tiles (with clusters: of clusters) that are walked over together
 };
 
+// The same of 8-bit codes: 0 for a stride means one scale for all rows (of a) or columns (of b). Scales
+// of blocks: a_stride is that between steps of k.
+struct QuantizedGemmParameters {
+  GemmParameters product;
+  int a_stride, b_stride;
+};
+
+// Where operands lie that no tensor map describes.
+struct RowStrides {
+  long long a_row_bytes, b_row_bytes;
+  int k;
+};
+
 // Products of groups of rows, each group with a matrix of its own (grouped_gemm_sm90).
 struct GroupedParameters {
   int m, n;       // extents that all groups share; the ragged one is 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cukit.gemm import matmul_tma
+from cukit.gemm import matmul_fp8, matmul_int8, matmul_tma
 from tests.contract import random, to_device
+from tests.gemm.quantized_operands import float8_operand, int8_operand, place
+from tests.gemm.test_fp8 import KINDS
 from tests.gemm.test_matmul_tma import SHAPES
 from tests.sanitize import Group
 
@@ -17,4 +19,18 @@ def tma() -> None:
             matmul_tma(*to_device("gpu", random(rng, (m, k), dtype), random(rng, (n, k), dtype)))
 
 
-GROUPS = {"matmul_tma": Group(tma, shares=True, quick=True)}
+def eight_bits() -> None:
+    """Narrow tiles that split k, wide ones, and results that no tensor map describes."""
+    rng = np.random.default_rng(4)
+    for m, n, k in [(3, 40, 1300), (130, 137, 1300), (700, 1160, 400)]:
+        a, b = place("gpu", int8_operand(rng, m, k, zero_points=True), int8_operand(rng, n, k))
+        matmul_int8(a, b)
+        for left, right in KINDS.values():
+            operands = (float8_operand(rng, m, k, scales=left), float8_operand(rng, n, k, scales=right))
+            matmul_fp8(*place("gpu", *operands))
+
+
+GROUPS = {
+    "matmul_tma": Group(tma, shares=True, quick=True),
+    "matmul_8bit": Group(eight_bits, shares=True, quick=True),
+}

@@ -4,7 +4,8 @@
 //   schedule   which tiles this block computes:   bool tile(int turn, Tile& tile) const
 //              A Tile has first_step and end_step, its range of steps along k, and whatever
 //              the other parts need to find their data.
-//   operands   what a stage holds and how it gets there, one thread:   kStageBytes,
+//   operands   what a stage holds and how it gets there, one thread:   kStageBytes; kLoadedBytes,
+//              which copies bring (kStageBytes may have padding);
 //              void load(unsigned char* stage, Mbarrier* full, const Tile& tile, int step) const
 //   product    how a consumer multiplies the stages of a tile into its accumulators:   Accumulators,
 //              void multiply(Accumulators&, Pipeline&, State&, const Tile&) const
@@ -44,7 +45,7 @@ CUKIT_DEVICE void produce(Pipeline<Stages>& pipeline, unsigned char* stages,
   for (int turn = 0; schedule.tile(turn, tile); ++turn) {
     for (int step = tile.first_step; step < tile.end_step; ++step) {
       pipeline.acquire(at);
-      Mbarrier* const full = pipeline.expect(at, Operands::kStageBytes);
+      Mbarrier* const full = pipeline.expect(at, Operands::kLoadedBytes);
       operands.load(stages + at.index * Operands::kStageBytes, full, tile, step);
       at.advance();
     }
@@ -183,6 +184,7 @@ struct GemmShape {
 template <typename Shape>
 struct DenseOperands {
   static constexpr int kStageBytes = Shape::kStageBytes;
+  static constexpr int kLoadedBytes = kStageBytes;
   const TensorMap* a;
   const TensorMap* b;
   int rows;
@@ -211,6 +213,7 @@ struct DenseOperands {
 template <typename Shape>
 struct PairedOperands {
   static constexpr int kStageBytes = Shape::kStageBytes;
+  static constexpr int kLoadedBytes = kStageBytes;
   static constexpr int kColumns = Shape::kTileN / 2;  // of the result
   using Half = OperandTile<typename Shape::Element, kColumns, Shape::kTileK, Major::K>;
   const TensorMap* a;
@@ -231,7 +234,8 @@ struct PairedOperands {
 // for; the stage before is then released.
 template <typename Shape>
 struct SharedProduct {
-  using Accumulators = float[Shape::kRowTiles][Shape::kTileN / 2];
+  using Sum = typename AccumulatorOf<typename Shape::Element>::Type;
+  using Accumulators = Sum[Shape::kRowTiles][Shape::kTileN / 2];
   unsigned long long a, b;  // descriptors of this consumer's operands in stage 0
 
   CUKIT_DEVICE SharedProduct(const unsigned char* stages, int group)

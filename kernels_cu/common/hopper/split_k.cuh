@@ -23,34 +23,35 @@ constexpr int slices_of(int columns, int splits) {
   return slices;
 }
 
-// Transform: as for StagedEpilogue. Transposed: the transpose of the product is the result.
-template <typename Shape, typename T, int Splits, bool Transposed, typename Transform = Identity>
-struct SplitEpilogue {
-  static constexpr int kColumns = Shape::kTileN / Transform::kParts;  // of the result
+// The exchange. Parts: as of Transform (common/hopper/gemm.cuh), each of which is cut into slices.
+template <typename Shape, typename Sum, int Splits, int Parts = 1>
+struct SplitSums {
+  static constexpr int kColumns = Shape::kTileN / Parts;  // of the result
   static constexpr int kSlices = slices_of(kColumns, Splits);
   static constexpr int kSliceColumns = kColumns / kSlices;
-  static constexpr int kPart = kColumns / 2;             // a thread's accumulators of a part
+  static constexpr int kPart = kColumns / 2;            // a thread's accumulators of a part
   static constexpr int kPartSlice = kSliceColumns / 2;  // and of a slice of it
-  static constexpr int kSlice = Transform::kParts * kPartSlice;
+  static constexpr int kSlice = Parts * kPartSlice;
   static constexpr int kWords = Shape::kRowTiles * kSlice / 4;  // of 16 bytes
   static constexpr int kThreads = Shape::kConsumers * kWarpgroupThreads;
   static constexpr int kBytes = (Splits - 1) * kWords * kThreads * 16;
+  using Slice = Sum[Shape::kRowTiles][kSlice];
 
   float4* received;           // kBytes of shared memory: [Splits - 1][kWords][kThreads]
   StageBarriers<1>* arrived;  // one arrival
-  T* out;
-  T* kept;                    // [rows, kParts * columns] of the result
-  int rows, columns;          // of the product; with kParts 2 of the result
-  int group;                  // this consumer
-  Transform transform;
 
+  // Columns of the result before those of this block's slice.
+  CUKIT_DEVICE static int first_column(const MatrixTile& tile) {
+    return tile.n * kColumns + cluster_rank() * kSliceColumns;
+  }
+
+  // Turns this block's sums of the tile into the whole sums of its slice: false where it has none.
   template <typename Accumulators>
-  CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) const {
+  CUKIT_DEVICE bool exchange(Slice& own, const Accumulators& sums) const {
     const int rank = cluster_rank();
     const int thread = threadIdx.x - kWarpgroupThreads;
     const PipelineState<1> once;
     if (thread == 0 && rank < kSlices) arrived->expect(once, kBytes);
-    float own[Shape::kRowTiles][kSlice];
 #pragma unroll
     for (int to = 0; to < kSlices; ++to) {
       // Block `to` keeps the sums of block to + 1 + i in place i.
@@ -60,35 +61,69 @@ struct SplitEpilogue {
         const int row_tile = word * 4 / kSlice;
         const int within = word * 4 % kSlice;  // of the slice
         const int from = within / kPartSlice * kPart + to * kPartSlice + within % kPartSlice;
-        const float* const four = &sums[row_tile][from];
+        const Sum* const four = &sums[row_tile][from];
         if (to == rank) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) own[row_tile][within + i] = four[i];
         } else {
-          store_async_remote(&received[(place * kWords + word) * kThreads + thread], to,
-                             make_float4(four[0], four[1], four[2], four[3]),
-                             &arrived->stage[0]);
+          store_async_remote(
+              &received[(place * kWords + word) * kThreads + thread], to,
+              make_float4(bits(four[0]), bits(four[1]), bits(four[2]), bits(four[3])),
+              &arrived->stage[0]);
         }
       }
     }
-    if (rank >= kSlices) return;
+    if (rank >= kSlices) return false;
     mbarrier_wait_cluster(&arrived->stage[0], 0);
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
-      float* const to = &own[word * 4 / kSlice][word * 4 % kSlice];
+      Sum* const to = &own[word * 4 / kSlice][word * 4 % kSlice];
 #pragma unroll
       for (int place = 0; place < Splits - 1; ++place) {
         const float4 other = received[(place * kWords + word) * kThreads + thread];
-        to[0] += other.x;
-        to[1] += other.y;
-        to[2] += other.z;
-        to[3] += other.w;
+        add(to[0], other.x);
+        add(to[1], other.y);
+        add(to[2], other.z);
+        add(to[3], other.w);
       }
     }
+    return true;
+  }
+
+ private:
+  // Sums of integers travel as floats with their bits.
+  CUKIT_DEVICE static float bits(float sum) { return sum; }
+  CUKIT_DEVICE static float bits(int sum) { return __int_as_float(sum); }
+  CUKIT_DEVICE static void add(float& to, float sum) { to += sum; }
+  CUKIT_DEVICE static void add(int& to, float sum) { to += __float_as_int(sum); }
+};
+
+// Transform: as for StagedEpilogue. Transposed: the transpose of the product is the result.
+template <typename Shape, typename T, int Splits, bool Transposed, typename Transform = Identity>
+struct SplitEpilogue {
+  using Sums = SplitSums<Shape, float, Splits, Transform::kParts>;
+  static constexpr int kColumns = Sums::kColumns;  // of the result
+  static constexpr int kSliceColumns = Sums::kSliceColumns;
+  static constexpr int kPartSlice = Sums::kPartSlice;
+  static constexpr int kSlice = Sums::kSlice;
+  static constexpr int kBytes = Sums::kBytes;
+
+  float4* received;           // kBytes of shared memory
+  StageBarriers<1>* arrived;  // one arrival
+  T* out;
+  T* kept;                    // [rows, kParts * columns] of the result
+  int rows, columns;          // of the product; with kParts 2 of the result
+  int group;                  // this consumer
+  Transform transform;
+
+  template <typename Accumulators>
+  CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) const {
+    typename Sums::Slice own;
+    if (!Sums{received, arrived}.exchange(own, sums)) return;
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
       const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
-      write(own[row_tile], row, tile.n * kColumns + rank * kSliceColumns);
+      write(own[row_tile], row, Sums::first_column(tile));
     }
   }
 

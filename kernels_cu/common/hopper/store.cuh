@@ -93,31 +93,46 @@ struct StagedStore {
   CUKIT_DEVICE static void store_pieces(const float (&sums)[N], unsigned char* buffers, int barrier,
                                         const Send& send) {
     static_assert(First + Columns / 2 <= N, "the accumulators exist");
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      store_piece(piece, &sums[First + piece * PieceColumns / 2], buffers, barrier, send);
+    }
+  }
+
+  // The same of one piece; all pieces of a tile in their order. `sums`: the piece's own.
+  CUKIT_DEVICE static void store_piece(int piece, const float* sums, unsigned char* buffers,
+                                       const TensorMap* map, int column, int row, int columns,
+                                       int rows, int barrier) {
+    store_piece(piece, sums, buffers, barrier, [&](int, const unsigned char* buffer) {
+      if (row < rows) Piece::store(map, buffer, column + piece * PieceColumns, row, columns);
+    });
+  }
+
+  template <typename Send>
+  CUKIT_DEVICE static void store_piece(int piece, const float* sums, unsigned char* buffers,
+                                       int barrier, const Send& send) {
     const int lane = threadIdx.x % kWarpSize;
     const int own_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16 + lane % 16;
     const bool starts = threadIdx.x % kWarpgroupThreads == 0;
+    unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
+    if (starts) {
+      // The last tile's pieces have long been read; a new tile begins with the first buffer.
+      if (piece == 0) bulk_wait_read<0>();
+      if (piece >= Buffers) bulk_wait_read<Buffers - 1>();
+    }
+    named_sync(barrier, kWarpgroupThreads);  // the buffer is free
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
-      if (starts) {
-        // The last tile's pieces have long been read; a new tile begins with the first buffer.
-        if (piece == 0) bulk_wait_read<0>();
-        if (piece >= Buffers) bulk_wait_read<Buffers - 1>();
-      }
-      named_sync(barrier, kWarpgroupThreads);  // the buffer is free
-#pragma unroll
-      for (int pair = 0; pair < PieceColumns / 16; ++pair) {
-        const float* d = &sums[First + piece * PieceColumns / 2 + 8 * pair];
-        const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
-                                    pack<T>(d[6], d[7])};
-        stmatrix_x4(Piece::address(shared_address(buffer), own_row, 2 * pair + lane / 16), packed);
-      }
-      fence_proxy_async();
-      named_sync(barrier, kWarpgroupThreads);  // the buffer is written
-      if (starts) {
-        send(piece, buffer);
-        bulk_commit();  // an empty group counts as one
-      }
+    for (int pair = 0; pair < PieceColumns / 16; ++pair) {
+      const float* d = &sums[8 * pair];
+      const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
+                                  pack<T>(d[6], d[7])};
+      stmatrix_x4(Piece::address(shared_address(buffer), own_row, 2 * pair + lane / 16), packed);
+    }
+    fence_proxy_async();
+    named_sync(barrier, kWarpgroupThreads);  // the buffer is written
+    if (starts) {
+      send(piece, buffer);
+      bulk_commit();  // an empty group counts as one
     }
   }
 

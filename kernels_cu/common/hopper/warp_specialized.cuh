@@ -4,7 +4,7 @@
 // A block starts with the same number of registers for every thread; the producer warpgroup gives up
 // what it does not need (setmaxnreg), and the consumers share it. setmaxnreg takes effect where the
 // kernel has __launch_bounds__(kThreads, BlocksPerSm) and each role is one branch of a single if/else:
-// run() is that if/else.
+// run() is that if/else. A single consumer can have all registers it can address without that.
 #pragma once
 
 #include "common/platform.cuh"
@@ -28,9 +28,11 @@ struct WarpSpecialized {
   static constexpr int kConsumerRegisters =
       (kStartRegisters * (Consumers + 1) - ProducerRegisters) / Consumers / 8 * 8;
 
+  static constexpr bool kMovesRegisters = kStartRegisters < 256;
+
   static_assert(ProducerRegisters % 8 == 0 && ProducerRegisters >= 24, "as setmaxnreg asks for");
   static_assert(ProducerRegisters <= kStartRegisters, "the producer gives registers up");
-  static_assert(kConsumerRegisters < 256, "a thread alone with its SM's registers cannot use more");
+  static_assert(kConsumerRegisters < 256 || !kMovesRegisters, "registers that a thread can address");
 
   // Runs `init` in one thread; what it initialises, mbarriers among it, is then visible to the block
   // and to TMA, and with ClusterSize above 1 to the cluster.
@@ -52,10 +54,10 @@ struct WarpSpecialized {
   template <typename Producer, typename Consumer>
   CUKIT_DEVICE static void run(const Producer& producer, const Consumer& consumer) {
     if (threadIdx.x < kWarpgroupThreads) {
-      give_registers<ProducerRegisters>();
+      if constexpr (kMovesRegisters) give_registers<ProducerRegisters>();
       producer();
     } else {
-      take_registers<kConsumerRegisters>();
+      if constexpr (kMovesRegisters) take_registers<kConsumerRegisters>();
       consumer();
     }
   }

@@ -17,7 +17,18 @@ CUKIT_DEVICE void cp_async_16(unsigned shared, const void* global, bool valid = 
 #endif
 }
 
-// The same with an L2 eviction priority (createpolicy).
+// The same of the first `present` bytes; the rest of the destination becomes zeros.
+CUKIT_DEVICE void cp_async_16_partial(unsigned shared, const void* global, int present) {
+#ifdef CUKIT_EMULATE
+  emulator::cp_async(shared, global, 16, present);
+#else
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(global),
+               "r"(present)
+               : "memory");
+#endif
+}
+
+// cp_async_16 with an L2 eviction priority (createpolicy).
 CUKIT_DEVICE void cp_async_16_policy(unsigned shared, const void* global,
                                      unsigned long long policy) {
 #ifdef CUKIT_EMULATE

@@ -16,6 +16,7 @@
 // group, wgmma_wait before the accumulators are read or the operands overwritten.
 #pragma once
 
+#include "common/codes.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/shared_address.cuh"
 
@@ -65,12 +66,27 @@ CUKIT_DEVICE void wgmma_wait(float (&d)[N]) {
 #endif
 }
 
+template <int Pending, int N>
+CUKIT_DEVICE void wgmma_wait(int (&d)[N]) {
+#ifdef CUKIT_EMULATE
+  emulator::wgmma_wait(Pending);
+#else
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(Pending) : "memory");
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
+#endif
+}
+
 namespace detail {
 
 template <typename T>
 constexpr bool kIsHalf = false;
 template <>
 constexpr bool kIsHalf<__half> = true;
+template <typename T>
+constexpr bool kIsInteger = false;
+template <>
+constexpr bool kIsInteger<Int8> = true;
 
 #ifdef CUKIT_EMULATE
 template <typename T>
@@ -81,7 +97,8 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
 
 #ifndef CUKIT_EMULATE
 
-// Accumulators by their numbers, eight more in each line, and as operands of the statement.
+// Accumulators by their numbers, eight more in each line, and as operands of the statement with the
+// constraint `c`: "+f" or "+r".
 #define CUKIT_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define CUKIT_D16 CUKIT_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CUKIT_D24 CUKIT_D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -98,25 +115,25 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
 #define CUKIT_D112 CUKIT_D104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define CUKIT_D120 CUKIT_D112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define CUKIT_D128 CUKIT_D120 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define CUKIT_OUT(i)                                                                          \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-      "+f"(d[i + 6]), "+f"(d[i + 7])
-#define CUKIT_OUT8 CUKIT_OUT(0)
-#define CUKIT_OUT16 CUKIT_OUT8, CUKIT_OUT(8)
-#define CUKIT_OUT24 CUKIT_OUT16, CUKIT_OUT(16)
-#define CUKIT_OUT32 CUKIT_OUT24, CUKIT_OUT(24)
-#define CUKIT_OUT40 CUKIT_OUT32, CUKIT_OUT(32)
-#define CUKIT_OUT48 CUKIT_OUT40, CUKIT_OUT(40)
-#define CUKIT_OUT56 CUKIT_OUT48, CUKIT_OUT(48)
-#define CUKIT_OUT64 CUKIT_OUT56, CUKIT_OUT(56)
-#define CUKIT_OUT72 CUKIT_OUT64, CUKIT_OUT(64)
-#define CUKIT_OUT80 CUKIT_OUT72, CUKIT_OUT(72)
-#define CUKIT_OUT88 CUKIT_OUT80, CUKIT_OUT(80)
-#define CUKIT_OUT96 CUKIT_OUT88, CUKIT_OUT(88)
-#define CUKIT_OUT104 CUKIT_OUT96, CUKIT_OUT(96)
-#define CUKIT_OUT112 CUKIT_OUT104, CUKIT_OUT(104)
-#define CUKIT_OUT120 CUKIT_OUT112, CUKIT_OUT(112)
-#define CUKIT_OUT128 CUKIT_OUT120, CUKIT_OUT(120)
+#define CUKIT_OUT(c, i)                                                                 \
+  c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), \
+      c(d[i + 7])
+#define CUKIT_OUT8(c) CUKIT_OUT(c, 0)
+#define CUKIT_OUT16(c) CUKIT_OUT8(c), CUKIT_OUT(c, 8)
+#define CUKIT_OUT24(c) CUKIT_OUT16(c), CUKIT_OUT(c, 16)
+#define CUKIT_OUT32(c) CUKIT_OUT24(c), CUKIT_OUT(c, 24)
+#define CUKIT_OUT40(c) CUKIT_OUT32(c), CUKIT_OUT(c, 32)
+#define CUKIT_OUT48(c) CUKIT_OUT40(c), CUKIT_OUT(c, 40)
+#define CUKIT_OUT56(c) CUKIT_OUT48(c), CUKIT_OUT(c, 48)
+#define CUKIT_OUT64(c) CUKIT_OUT56(c), CUKIT_OUT(c, 56)
+#define CUKIT_OUT72(c) CUKIT_OUT64(c), CUKIT_OUT(c, 64)
+#define CUKIT_OUT80(c) CUKIT_OUT72(c), CUKIT_OUT(c, 72)
+#define CUKIT_OUT88(c) CUKIT_OUT80(c), CUKIT_OUT(c, 80)
+#define CUKIT_OUT96(c) CUKIT_OUT88(c), CUKIT_OUT(c, 88)
+#define CUKIT_OUT104(c) CUKIT_OUT96(c), CUKIT_OUT(c, 96)
+#define CUKIT_OUT112(c) CUKIT_OUT104(c), CUKIT_OUT(c, 104)
+#define CUKIT_OUT120(c) CUKIT_OUT112(c), CUKIT_OUT(c, 112)
+#define CUKIT_OUT128(c) CUKIT_OUT120(c), CUKIT_OUT(c, 120)
 
 // For each number of columns: row(columns, registers, the numbers of the seven operands after them).
 #define CUKIT_WGMMA_COLUMNS(row, types) \
@@ -138,39 +155,45 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
   row(types, 256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
 // The instruction `name`, with accumulators, operand a and b, accumulate flag and the immediates
-// (signs, then transpositions) by their numbers.
+// (signs, then transpositions; integers have none) by their numbers.
 #define CUKIT_WGMMA(name, registers, a_operand, b_operand, flag, immediates, out, ...)          \
   asm volatile(                                                                                 \
       "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag ", 0;\n"                         \
-      "wgmma.mma_async.sync.aligned." name " {" registers "}, " a_operand ", " b_operand ", accumulate, " immediates ";\n}\n"      \
+      "wgmma.mma_async.sync.aligned." name " {" registers "}, " a_operand ", " b_operand ", accumulate" immediates ";\n}\n"      \
       : out                                                                                     \
       : __VA_ARGS__)
 
 // 16-bit operands, both from shared memory, and operand a from registers.
 #define CUKIT_WGMMA_SHARED(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
   if constexpr (N == columns) {                                                                    \
-    CUKIT_WGMMA("m64n" #columns "k16" types, CUKIT_D##count, p0, p1, p2, "1, 1, " p3 ", " p4,      \
-                CUKIT_OUT##count, "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),     \
+    CUKIT_WGMMA("m64n" #columns "k16" types, CUKIT_D##count, p0, p1, p2, ", 1, 1, " p3 ", " p4,    \
+                CUKIT_OUT##count("+f"), "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(TransposedA)),     \
                 "n"(int(TransposedB)));                                                            \
   }
 #define CUKIT_WGMMA_REGISTERS(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
   if constexpr (N == columns) {                                                                    \
     CUKIT_WGMMA("m64n" #columns "k16" types, CUKIT_D##count,                                       \
-                "{" p0 ", " p1 ", " p2 ", " p3 "}", p4, p5, "1, 1, " p6, CUKIT_OUT##count,         \
+                "{" p0 ", " p1 ", " p2 ", " p3 "}", p4, p5, ", 1, 1, " p6, CUKIT_OUT##count("+f"), \
                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),          \
                 "n"(int(TransposedB)));                                                            \
   }
 // 8-bit operands, which are always K-major.
 #define CUKIT_WGMMA_SHARED_BYTES(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
   if constexpr (N == columns) {                                                                    \
-    CUKIT_WGMMA("m64n" #columns "k32" types, CUKIT_D##count, p0, p1, p2, "1, 1", CUKIT_OUT##count, \
-                "l"(a), "l"(b), "r"(int(accumulate)));                                             \
+    CUKIT_WGMMA("m64n" #columns "k32" types, CUKIT_D##count, p0, p1, p2, ", 1, 1",                 \
+                CUKIT_OUT##count("+f"), "l"(a), "l"(b), "r"(int(accumulate)));                     \
   }
 #define CUKIT_WGMMA_REGISTER_BYTES(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
   if constexpr (N == columns) {                                                                    \
     CUKIT_WGMMA("m64n" #columns "k32" types, CUKIT_D##count,                                       \
-                "{" p0 ", " p1 ", " p2 ", " p3 "}", p4, p5, "1, 1", CUKIT_OUT##count, "r"(a[0]),   \
-                "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));                    \
+                "{" p0 ", " p1 ", " p2 ", " p3 "}", p4, p5, ", 1, 1", CUKIT_OUT##count("+f"),      \
+                "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));         \
+  }
+// The same of integers, which have no signs.
+#define CUKIT_WGMMA_SHARED_INTEGERS(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
+  if constexpr (N == columns) {                                                                    \
+    CUKIT_WGMMA("m64n" #columns "k32" types, CUKIT_D##count, p0, p1, p2, "",                       \
+                CUKIT_OUT##count("+r"), "l"(a), "l"(b), "r"(int(accumulate)));                     \
   }
 
 #endif
@@ -178,22 +201,55 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
 template <int N>
 constexpr bool kColumnsOfWgmma = N % 16 == 0 && N >= 16 && N <= 256;
 
-// wgmma.mma_async m64n<N>k16, float16 or bfloat16 operands, float accumulators: d = a b, or d += a b.
-// a and b are matrix descriptors; TransposedA and TransposedB: MN-major.
-template <typename T, int N, bool TransposedA = false, bool TransposedB = false>
-CUKIT_DEVICE void wgmma(float (&d)[N / 2], unsigned long long a, unsigned long long b,
-                        bool accumulate) {
+// wgmma.mma_async m64n<N>k32, float8 (e4m3) operands, K-major.
+template <int N>
+CUKIT_DEVICE void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned long long b,
+                             bool accumulate) {
   static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
 #ifdef CUKIT_EMULATE
-  emulator::wgmma({detail::kNumber<T>, detail::kNumber<T>, N, d, nullptr, a, b, TransposedA,
-                   TransposedB, accumulate});
+  emulator::wgmma({emulator::Number::E4M3, emulator::Number::E4M3, N, d, nullptr, a, b, false,
+                   false, accumulate});
 #else
-  if constexpr (detail::kIsHalf<T>) {
-    CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_SHARED, ".f32.f16.f16")
-  } else {
-    CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_SHARED, ".f32.bf16.bf16")
-  }
+  CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_SHARED_BYTES, ".f32.e4m3.e4m3")
 #endif
+}
+
+// wgmma.mma_async m64n<N>k32, signed 8-bit integers, K-major: exact, sums wrap.
+template <int N>
+CUKIT_DEVICE void wgmma_s8(int (&d)[N / 2], unsigned long long a, unsigned long long b,
+                           bool accumulate) {
+  static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
+#ifdef CUKIT_EMULATE
+  emulator::wgmma({emulator::Number::S8, emulator::Number::S8, N, d, nullptr, a, b, false, false,
+                   accumulate});
+#else
+  CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_SHARED_INTEGERS, ".s32.s8.s8")
+#endif
+}
+
+// d = a b, or d += a b, of any element type: 16-bit operands (wgmma.mma_async m64n<N>k16), TransposedA
+// and TransposedB: MN-major; or 8-bit ones, as above. a and b are matrix descriptors.
+template <typename T, int N, bool TransposedA = false, bool TransposedB = false>
+CUKIT_DEVICE void wgmma(typename AccumulatorOf<T>::Type (&d)[N / 2], unsigned long long a,
+                        unsigned long long b, bool accumulate) {
+  static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
+  static_assert(sizeof(T) == 2 || !(TransposedA || TransposedB), "8-bit operands are K-major");
+  if constexpr (detail::kIsInteger<T>) {
+    wgmma_s8<N>(d, a, b, accumulate);
+  } else if constexpr (sizeof(T) == 1) {
+    wgmma_e4m3<N>(d, a, b, accumulate);
+  } else {
+#ifdef CUKIT_EMULATE
+    emulator::wgmma({detail::kNumber<T>, detail::kNumber<T>, N, d, nullptr, a, b, TransposedA,
+                     TransposedB, accumulate});
+#else
+    if constexpr (detail::kIsHalf<T>) {
+      CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_SHARED, ".f32.f16.f16")
+    } else {
+      CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_SHARED, ".f32.bf16.bf16")
+    }
+#endif
+  }
 }
 
 // The same with operand a from registers, four of each thread.
@@ -213,20 +269,7 @@ CUKIT_DEVICE void wgmma(float (&d)[N / 2], const unsigned (&a)[4], unsigned long
 #endif
 }
 
-// wgmma.mma_async m64n<N>k32, float8 (e4m3) operands, K-major.
-template <int N>
-CUKIT_DEVICE void wgmma_e4m3(float (&d)[N / 2], unsigned long long a, unsigned long long b,
-                             bool accumulate) {
-  static_assert(kColumnsOfWgmma<N>, "columns that there is a wrapper for");
-#ifdef CUKIT_EMULATE
-  emulator::wgmma({emulator::Number::E4M3, emulator::Number::E4M3, N, d, nullptr, a, b, false,
-                   false, accumulate});
-#else
-  CUKIT_WGMMA_COLUMNS(CUKIT_WGMMA_SHARED_BYTES, ".f32.e4m3.e4m3")
-#endif
-}
-
-// The same with operand a from registers, four of each thread.
+// wgmma_e4m3 with operand a from registers, four of each thread.
 template <int N>
 CUKIT_DEVICE void wgmma_e4m3(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,
                              bool accumulate) {

@@ -1,0 +1,157 @@
+"""Products of float8 matrices with scales of tensors, rows or blocks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.core.arrays import Array, adopt, check_array, empty, float32, runs_kernel
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec, launch_plan
+from cukit.core.narrow_dtype import float8_e4m3
+from cukit.core.quantized_array import QuantizedArray
+from cukit.core.support import Support
+from cukit.errors import ConfigError
+from cukit.gemm.launch_8bit import prepare_8bit
+from cukit.gemm.operands_8bit import (
+    OUT_DTYPES,
+    Parts,
+    check_operands,
+    check_result,
+    parts_of,
+    row_stride,
+)
+from cukit.gemm.plan_8bit import TILE_K, Product8Bit, specs
+from cukit.reference import gemm_8bit as reference
+from cukit.registry import register
+
+_OP = "matmul_fp8"
+
+
+def matmul_fp8(
+    a: QuantizedArray,
+    b: QuantizedArray,
+    *,
+    bias: Array | None = None,
+    out_dtype: Any = None,
+    out: Array | None = None,
+    fast_accumulation: bool = False,
+) -> Array:
+    """The product `a b^T` of float8 matrices, summed in float32.
+
+    `out[i, j] = sum_k a[i, k] a_scale[i, k] b[j, k] b_scale[j, k] + bias[j]`
+
+    Args:
+        a: float8_e4m3 [m, k]; activations. Scales float32: one for all or one for each row; or one
+            for each 128 elements of a row, [m, ceil(k / 128)], best column by column in memory with
+            columns at multiples of 16 bytes (`quantize(..., scale_layout="column")`), else copied
+            so; or none.
+        b: float8_e4m3 [n, k]; weights. Scales like those of `a`; where `a` has one for 128 elements,
+            one for each block of 128 x 128, [ceil(n / 128), ceil(k / 128)].
+        bias: dtype of the result, [n].
+        out_dtype: bfloat16 (default), float16 or float32.
+        out: where to write, [m, n]; must not overlap the operands.
+        fast_accumulation: leave all sums to Hopper's tensor cores, which keep about 14 bits of
+            float8 products; else only sums of 128 products, which are then added in float32. Not for
+            scales of blocks.
+
+    Returns:
+        `out` or a new array [m, n].
+
+    Raises:
+        ArrayError: dtype, shape or layout of an argument.
+        ConfigError: combinations of scales other than those above; fast_accumulation with blocks.
+
+    Any m, n and k; rows of codes that do not begin at multiples of 16 bytes are copied first. A scale
+    of 0 makes 0 of finite codes. NaN codes and NaN or infinite scales make the results that they
+    contribute to NaN (or infinite) and no others; results beyond the dtype's range become infinite.
+    Runs on CuPy's current stream, is deterministic.
+
+    Blocks of scales and their promotion: DeepSeek-AI, "DeepSeek-V3 Technical Report",
+    arXiv:2412.19437, section 3.3.
+
+    >>> import numpy as np, cukit as ck
+    >>> x = ck.QuantizedArray.encode(np.eye(3, dtype=np.float32), ck.float8_e4m3)
+    >>> ck.matmul_fp8(x, x, out_dtype=np.float32)[0]
+    array([1., 0., 0.], dtype=float32)
+    """
+    left, right = parts_of(_OP, "a", a, float8_e4m3), parts_of(_OP, "b", b, float8_e4m3)
+    bias, out = adopt(_OP, bias, out)
+    if not runs_kernel(_OP, *left[:2], *right[:2], bias, out):
+        _check(a, b, bias, out, out_dtype, fast_accumulation)
+        return reference.matmul_fp8(a, b, bias=bias, out_dtype=out_dtype, out=out)
+    launch, dtype = _prepare(*left, *right, bias, out, out_dtype, fast_accumulation)
+    if out is None:
+        out = empty(left.storage, (a.shape[0], b.shape[0]), dtype)
+    if launch is not None:
+        launch(left.storage, right.storage, out, left.scales, right.scales, bias=bias)
+    return out
+
+
+class _Product(NamedTuple):
+    """A checked call."""
+
+    m: int
+    n: int
+    k: int
+    dtype: np.dtype[Any]
+    a_stride: int | None
+    """None where scales belong to blocks."""
+    b_stride: int | None
+
+
+def _check(
+    a: QuantizedArray,
+    b: QuantizedArray,
+    bias: Array | None,
+    out: Array | None,
+    out_dtype: Any,
+    fast_accumulation: bool,
+) -> _Product:
+    m, n, k = check_operands(_OP, a, b, float8_e4m3)
+    dtype = check_result(_OP, m, n, bias, out, out_dtype)
+    strides = row_stride(_OP, "a", a), row_stride(_OP, "b", b)
+    if None not in strides:
+        return _Product(m, n, k, dtype, *strides)
+    blocks = (a.block_shape, b.block_shape)
+    if blocks != ((1, TILE_K), (TILE_K, TILE_K)):
+        raise ConfigError(
+            f"{_OP}: scales must belong to tensors or rows, or to blocks of (1, 128) of a and "
+            f"(128, 128) of b, got {blocks[0]} and {blocks[1]}"
+        )
+    if fast_accumulation:
+        raise ConfigError(f"{_OP}: fast_accumulation is for scales of tensors or rows")
+    check_array(_OP, "the scales of b", b.scales, dtypes=(float32,))
+    return _Product(m, n, k, dtype, None, None)
+
+
+@launch_plan
+def _prepare(*values: Any) -> tuple[Any, np.dtype[Any]]:
+    """The launch (None for an empty result), and the result's dtype."""
+    a, b = Parts(*values[:4]), Parts(*values[4:8])
+    *others, fast_accumulation = values[8:]
+    m, n, k, dtype, a_stride, b_stride = _check(a.whole(), b.whole(), *others, fast_accumulation)
+    if m == 0 or n == 0:
+        return None, dtype
+    product = Product8Bit("Float8E4M3", dtype.name, not fast_accumulation, a_stride is None)
+    return prepare_8bit(product, m, n, k, a_stride or 0, b_stride or 0), dtype
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    products = [
+        Product8Bit("Float8E4M3", dtype.name, promoted, blocks)
+        for dtype in OUT_DTYPES
+        for promoted, blocks in ((False, False), (True, False), (True, True))
+    ]
+    return specs(products, device)
+
+
+register(
+    name=_OP,
+    family="gemm",
+    function=matmul_fp8,
+    reference=reference.matmul_fp8,
+    specs=_specs,
+    support=Support("sm_89"),
+)

@@ -1,0 +1,165 @@
+"""Products of int8 matrices with scales (W8A8), exact sums."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.core.arrays import Array, adopt, check_array, empty, int32, runs_kernel
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec, launch_plan
+from cukit.core.narrow_dtype import int8
+from cukit.core.quantized_array import QuantizedArray
+from cukit.errors import ArrayDtypeError, ConfigError
+from cukit.gemm.launch_8bit import prepare_8bit
+from cukit.gemm.operands_8bit import (
+    OUT_DTYPES,
+    Parts,
+    check_operands,
+    check_result,
+    parts_of,
+    resolve_dtype,
+    row_stride,
+)
+from cukit.gemm.plan_8bit import Product8Bit, specs
+from cukit.reference import gemm_8bit as reference
+from cukit.registry import register
+
+_OP = "matmul_int8"
+_INT8 = np.dtype(np.int8)
+
+
+def matmul_int8(
+    a: QuantizedArray,
+    b: QuantizedArray,
+    *,
+    bias: Array | None = None,
+    column_sums: Array | None = None,
+    out_dtype: Any = None,
+    out: Array | None = None,
+) -> Array:
+    """The product `a b^T` of int8 matrices, summed exactly in int32.
+
+    `out[i, j] = (sum_k a[i, k] b[j, k] - zero[i] sum_k b[j, k]) * a_scale[i] * b_scale[j] + bias[j]`
+
+    Args:
+        a: int8 [m, k]; activations. Scales float32, one for each row or one for all, or none;
+            zero points int8 like the scales, or none.
+        b: int8 [n, k]; weights. Scales like those of `a`; no zero points.
+        bias: dtype of the result, [n].
+        column_sums: int32 [n], the sums of each row of `b.storage`: only read where `a` has zero
+            points, and computed by each call where not given.
+        out_dtype: bfloat16 (default), float16 or float32.
+        out: where to write, [m, n]; must not overlap the operands.
+
+    Returns:
+        `out` or a new array [m, n]; without scales the exact sums as int32, for which there are no
+        bias and no other dtype.
+
+    Raises:
+        ArrayError: dtype, shape or layout of an argument.
+        ConfigError: scales of one operand only, or groups of scales along k; a bias without scales.
+
+    k may be up to 131,000 (65,000 with zero points) before sums can leave int32; they wrap around.
+    Any m, n and k; rows of codes that do not begin at multiples of 16 bytes are copied first. A NaN
+    scale makes its row or column NaN, and results beyond the dtype's range become infinite. Runs on
+    CuPy's current stream, is deterministic.
+
+    >>> import numpy as np, cukit as ck
+    >>> codes = np.arange(6, dtype=np.int8).reshape(2, 3)
+    >>> a = ck.QuantizedArray(codes, ck.int8, (2, 3))
+    >>> ck.matmul_int8(a, a)
+    array([[ 5, 14],
+           [14, 50]], dtype=int32)
+    """
+    left, right = parts_of(_OP, "a", a, int8), parts_of(_OP, "b", b, int8)
+    bias, column_sums, out = adopt(_OP, bias, column_sums, out)
+    others = (column_sums, bias, out)
+    if not runs_kernel(_OP, *left[:3], *right[:3], *others):
+        _check(a, b, *others, out_dtype)
+        return reference.matmul_int8(a, b, bias=bias, out_dtype=out_dtype, out=out)
+    launch, dtype = _prepare(*left, *right, *others, out_dtype)
+    if out is None:
+        out = empty(left.storage, (a.shape[0], b.shape[0]), dtype)
+    if left.zero_points is not None and column_sums is None:
+        column_sums = right.storage.sum(axis=1, dtype=int32)
+    if launch is not None:
+        launch(left.storage, right.storage, out, left.scales, right.scales,
+               left.zero_points, column_sums, bias)  # fmt: skip
+    return out
+
+
+class _Product(NamedTuple):
+    """A checked call."""
+
+    m: int
+    n: int
+    k: int
+    dtype: np.dtype[Any]
+    a_stride: int
+    b_stride: int
+
+
+def _check(
+    a: QuantizedArray,
+    b: QuantizedArray,
+    column_sums: Array | None,
+    bias: Array | None,
+    out: Array | None,
+    out_dtype: Any,
+) -> _Product:
+    m, n, k = check_operands(_OP, a, b, int8)
+    if a.scales is None:
+        if bias is not None:
+            raise ConfigError(f"{_OP}: bias needs operands with scales")
+        dtype = int32 if out is None and out_dtype is None else resolve_dtype(
+            out_dtype if out is None else out.dtype
+        )
+        if dtype != int32:
+            raise ArrayDtypeError(
+                f"{_OP}: without scales the result is int32, got {dtype.name}"
+            )
+        if out is not None:
+            check_array(_OP, "out", out, dtypes=(int32,), shape=(m, n))
+        return _Product(m, n, k, dtype, 0, 0)
+    strides = row_stride(_OP, "a", a), row_stride(_OP, "b", b)
+    for name, array, stride in zip("ab", (a, b), strides, strict=True):
+        if stride is None:
+            raise ConfigError(
+                f"{_OP}: {name} must have one scale for each row or one for all, got blocks of "
+                f"{array.block_shape}"
+            )
+    if b.zero_points is not None:
+        raise ConfigError(f"{_OP}: b must not have zero points")
+    if a.zero_points is not None:
+        check_array(_OP, "the zero points of a", a.zero_points, dtypes=(_INT8,))
+        if column_sums is not None:
+            check_array(_OP, "column_sums", column_sums, dtypes=(int32,), shape=(n,))
+    dtype = check_result(_OP, m, n, bias, out, out_dtype)
+    return _Product(m, n, k, dtype, *strides)
+
+
+@launch_plan
+def _prepare(*values: Any) -> tuple[Any, np.dtype[Any]]:
+    """The launch (None for an empty result), and the result's dtype."""
+    a, b = Parts(*values[:4]), Parts(*values[4:8])
+    m, n, k, dtype, a_stride, b_stride = _check(a.whole(), b.whole(), *values[8:])
+    if m == 0 or n == 0:
+        return None, dtype
+    product = Product8Bit("Int8", dtype.name)
+    return prepare_8bit(product, m, n, k, a_stride, b_stride), dtype
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    names = (*(dtype.name for dtype in OUT_DTYPES), "int32")
+    return specs([Product8Bit("Int8", name) for name in names], device)
+
+
+register(
+    name=_OP,
+    family="gemm",
+    function=matmul_int8,
+    reference=reference.matmul_int8,
+    specs=_specs,
+)

@@ -1,0 +1,161 @@
+"""Launches of products of 8-bit matrices: tensor maps, aligned copies, arguments."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+
+from cukit.core.arrays import ACCESS_BYTES, Array, address_of, empty, float32
+from cukit.core.device import current_device
+from cukit.core.kernel import Launch, load_kernel
+from cukit.core.map_cache import TensorMapCache
+from cukit.core.parameters import parameter_structs
+from cukit.core.tensor_map import encode_tensor_map
+from cukit.gemm.plan_8bit import (
+    OUT_BOX,
+    TILE_K,
+    Config8Bit,
+    Config8BitSm80,
+    Product8Bit,
+    ResultPath,
+    plan_matmul_8bit_sm80,
+    plan_matmul_8bit_sm90,
+)
+
+_STRUCTS = parameter_structs("gemm/parameters.cuh")
+
+
+def prepare_8bit(
+    product: Product8Bit, m: int, n: int, k: int, a_stride: int, b_stride: int
+) -> Mapped8Bit | Strided8Bit:
+    """The launch of a checked call on the current device.
+
+    a_stride, b_stride: 1 where each row of `a` (of `b`) has a scale, 0 where all share one.
+    """
+    device = current_device()
+    if device.arch != "sm_90":
+        config = plan_matmul_8bit_sm80(product, m, n, device.num_sms)
+        return Strided8Bit(config, m, n, k, a_stride, b_stride)
+    tuned = plan_matmul_8bit_sm90(product, m, n, k, device.num_sms)
+    return Mapped8Bit(tuned, m, n, k, a_stride, b_stride)
+
+
+class Mapped8Bit:
+    """A launch on Hopper for arrays of one description."""
+
+    __slots__ = ("_a", "_b", "_blocks", "_launch", "_out", "_scales")
+
+    def __init__(
+        self, config: Config8Bit, m: int, n: int, k: int, a_stride: int = 0, b_stride: int = 0
+    ) -> None:
+        tiling = config.tiling
+        parameters = _parameters(m, n, k, config.group, a_stride, b_stride)
+        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
+        self._blocks = config.product.blocks
+        boxes = (tiling.tile_m, TILE_K), (tiling.tile_n // tiling.cluster, TILE_K)
+        self._a, self._b = (TensorMapCache(partial(encode_tensor_map, box=box)) for box in boxes)
+        staged = config.result == ResultPath.STAGED
+        self._out = TensorMapCache(partial(encode_tensor_map, box=OUT_BOX)) if staged else None
+        self._scales = TensorMapCache(
+            lambda scales: encode_tensor_map(scales.T, (1, tiling.tile_m), swizzle_bytes=0)
+        )
+
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        a_scales: Array | None,
+        b_scales: Array | None,
+        zero_points: Array | None = None,
+        column_sums: Array | None = None,
+        bias: Array | None = None,
+    ) -> None:
+        a, b = aligned_rows(a), aligned_rows(b)
+        maps = [self._a(a), self._b(b)]
+        if self._out is not None:
+            maps.append(self._out(out))
+        if self._blocks:
+            a_scales = scale_columns(a_scales)
+            self._launch(*maps, self._scales(a_scales), b_scales, bias, out)
+        else:
+            self._launch(*maps, a_scales, b_scales, zero_points, column_sums, bias, out)
+
+
+class Strided8Bit:
+    """A launch on other architectures for arrays of one description."""
+
+    __slots__ = ("_blocks", "_extents", "_kernel", "_launches")
+
+    def __init__(
+        self, config: Config8BitSm80, m: int, n: int, k: int, a_stride: int = 0, b_stride: int = 0
+    ) -> None:
+        self._blocks = config.product.blocks
+        self._kernel = load_kernel(config.spec()), (config.num_blocks,)
+        self._extents = (m, n, k, config.group, a_stride, b_stride)
+        self._launches: dict[tuple[int, ...], Launch] = {}
+
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        a_scales: Array | None,
+        b_scales: Array | None,
+        zero_points: Array | None = None,
+        column_sums: Array | None = None,
+        bias: Array | None = None,
+    ) -> None:
+        a, b = aligned_rows(a), aligned_rows(b)
+        if self._blocks:
+            a_scales = scale_columns(a_scales)
+            launch = self._launch(a.strides[0], b.strides[0], a_scales.strides[1] // 4)
+            launch(a, b, a_scales, b_scales, bias, out)
+        else:
+            launch = self._launch(a.strides[0], b.strides[0], self._extents[4])
+            launch(a, b, a_scales, b_scales, zero_points, column_sums, bias, out)
+
+    def _launch(self, a_row_bytes: int, b_row_bytes: int, a_stride: int) -> Launch:
+        """The launch for arrays with these strides: one of a call's description."""
+        key = (a_row_bytes, b_row_bytes, a_stride)
+        found = self._launches.get(key)
+        if found is None:
+            m, n, k, group, _, b_stride = self._extents
+            parameters = _parameters(m, n, k, group, a_stride, b_stride)
+            rows = _STRUCTS["RowStrides"].pack(
+                a_row_bytes=a_row_bytes, b_row_bytes=b_row_bytes, k=k
+            )
+            found = self._launches[key] = Launch(*self._kernel, (parameters, rows))
+        return found
+
+
+def _parameters(m: int, n: int, k: int, group: int, a_stride: int, b_stride: int) -> Any:
+    product = _STRUCTS["GemmParameters"].pack(m=m, n=n, steps=-(-k // TILE_K), group=group)
+    return _STRUCTS["QuantizedGemmParameters"].pack(
+        product=product, a_stride=a_stride, b_stride=b_stride
+    )
+
+
+def aligned_rows(codes: Array) -> Array:
+    """`codes` [rows, k], or a copy whose rows begin at multiples of 16 bytes as TMA asks for."""
+    if codes.strides[0] % ACCESS_BYTES == 0 and address_of(codes) % ACCESS_BYTES == 0:
+        return codes
+    rows, k = codes.shape
+    wide = empty(codes, (rows, -(-k // ACCESS_BYTES) * ACCESS_BYTES))
+    wide[:, :k] = codes
+    return wide[:, :k]
+
+
+def scale_columns(scales: Array) -> Array:
+    """`scales` [rows, steps], or a copy that lies column by column at multiples of 16 bytes."""
+    rows, steps = scales.shape
+    along_rows, along_steps = scales.strides
+    aligned = (steps == 1 or along_steps % ACCESS_BYTES == 0) and (
+        address_of(scales) % ACCESS_BYTES == 0
+    )
+    if along_rows == scales.itemsize and aligned:
+        return scales
+    columns = empty(scales, (steps, -(-rows // 4) * 4), float32)
+    columns[:, :rows] = scales.T
+    return columns[:, :rows].T

@@ -1,0 +1,112 @@
+"""Checks of the operands of products of 8-bit matrices, shared by int8 and float8."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.core.arrays import (
+    Array,
+    bfloat16,
+    check_array,
+    float16,
+    float32,
+)
+from cukit.core.narrow_dtype import NarrowDtype
+from cukit.core.quantized_array import QuantizedArray
+from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+
+OUT_DTYPES = (bfloat16, float16, float32)
+
+
+class Parts(NamedTuple):
+    """A QuantizedArray as arrays and a hashable rest: what a launch plan remembers."""
+
+    storage: Array
+    scales: Array | None
+    zero_points: Array | None
+    form: tuple[Hashable, ...]
+
+    def whole(self) -> QuantizedArray:
+        """The array again."""
+        dtype, shape, axis, group_size = self.form
+        return QuantizedArray(
+            self.storage, dtype, shape, self.scales, self.zero_points, axis, group_size
+        )  # type: ignore[arg-type]
+
+
+def parts_of(op: str, name: str, array: Any, dtype: NarrowDtype) -> Parts:
+    """Raises ArrayDtypeError for anything but a QuantizedArray."""
+    if not isinstance(array, QuantizedArray):
+        raise ArrayDtypeError(
+            f"{op}: {name} must be a QuantizedArray of {dtype.name}, got {type(array).__name__}"
+        )
+    form = (array.dtype, array.shape, array.axis, array.group_size)
+    return Parts(array.storage, array.scales, array.zero_points, form)
+
+
+def check_operands(
+    op: str, a: QuantizedArray, b: QuantizedArray, dtype: NarrowDtype
+) -> tuple[int, int, int]:
+    """(m, n, k) of a [m, k] and b [n, k], which hold codes of `dtype`."""
+    for name, array in (("a", a), ("b", b)):
+        if array.dtype != dtype:
+            raise ArrayDtypeError(f"{op}: {name} must be {dtype.name}, got {array.dtype.name}")
+        if array.ndim != 2:
+            raise ArrayShapeError(f"{op}: {name} must have 2 axes, got shape {array.shape}")
+        storage = array.storage
+        check_array(op, f"{name}.storage", storage, dtypes=(storage.dtype,), contiguous=False)
+        if array.scales is not None and array.scales.dtype != float32:
+            raise ArrayDtypeError(
+                f"{op}: the scales of {name} must be float32, got {array.scales.dtype.name}"
+            )
+    (m, k), (n, inner) = a.shape, b.shape
+    if k != inner:
+        raise ArrayShapeError(
+            f"{op}: a of shape {a.shape} and b of shape {b.shape} do not match: inner extents {k} "
+            f"and {inner}"
+        )
+    if k == 0:
+        raise ArrayShapeError(f"{op}: k must be at least 1, got 0")
+    if (a.scales is None) != (b.scales is None):
+        raise ConfigError(
+            f"{op}: both operands have scales or neither, got "
+            f"{'none' if a.scales is None else 'some'} of a and "
+            f"{'none' if b.scales is None else 'some'} of b"
+        )
+    return m, n, k
+
+
+def row_stride(op: str, name: str, array: QuantizedArray) -> int | None:
+    """1 where each row has a scale, 0 where all share one, None where neither is true."""
+    block = array.block_shape
+    if block is None:
+        return 0
+    rows, k = array.shape
+    if block[1] < k:
+        return None
+    check_array(op, f"the scales of {name}", array.scales, dtypes=(float32,))
+    return 1 if block[0] == 1 else 0 if block[0] >= rows else None
+
+
+def check_result(
+    op: str, m: int, n: int, bias: Array | None, out: Array | None, out_dtype: Any
+) -> np.dtype[Any]:
+    """The dtype of the result; `bias` has it too."""
+    dtype = out.dtype if out is not None else resolve_dtype(out_dtype)
+    if dtype not in OUT_DTYPES:
+        allowed = ", ".join(each.name for each in OUT_DTYPES)
+        name = "out_dtype" if out is None else "out"
+        raise ArrayDtypeError(f"{op}: {name} must be {allowed}, got {dtype.name}")
+    if out is not None:
+        check_array(op, "out", out, dtypes=OUT_DTYPES, shape=(m, n))
+    if bias is not None:
+        check_array(op, "bias", bias, dtypes=(dtype,), shape=(n,))
+    return dtype
+
+
+def resolve_dtype(given: Any) -> np.dtype[Any]:
+    """bfloat16 unless something else is given."""
+    return bfloat16 if given is None or given == "bfloat16" else np.dtype(given)

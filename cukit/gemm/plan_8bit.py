@@ -1,0 +1,311 @@
+"""How products of 8-bit matrices run: tiles, stages, the path of the result. Pure; no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Literal
+
+from cukit.core.device import KIB, Device
+from cukit.core.kernel import KernelSpec
+
+Code = Literal["Int8", "Float8E4M3"]
+
+TILE_K = 128
+OUT_BOX = (64, 64)
+_SCALE_STAGE_BYTES = 1024
+_SHARED_PER_BLOCK = 227 * KIB
+_SHARED_PER_SM = 228 * KIB
+_MOST_STAGES = 12
+
+
+class ResultPath(IntEnum):
+    """How results go to memory (kernels_cu/common/hopper/scaled_epilogue.cuh)."""
+
+    PAIRS = 0
+    ROWS = 1
+    STAGED = 2
+
+
+@dataclass(frozen=True)
+class Product8Bit:
+    """What selects a kernel, beside the extents."""
+
+    code: Code
+    out: str
+    """Name of the result's dtype."""
+    promoted: bool = False
+    """Whether float8 sums of 128 elements of k are added in float32 outside the tensor cores."""
+    blocks: bool = False
+    """Whether scales belong to blocks; else to rows or tensors."""
+
+
+@dataclass(frozen=True)
+class Tiling8Bit:
+    """A tile of the result, and who computes it.
+
+    splits: blocks (a cluster) that share the steps of k of a tile.
+    cluster: blocks that share a tile of b, theirs lying one below the other.
+    """
+
+    tile_m: int
+    tile_n: int
+    splits: int = 1
+    cluster: int = 1
+
+    def __str__(self) -> str:
+        name = f"{self.tile_m}x{self.tile_n}"
+        name += f" split {self.splits}" if self.splits > 1 else ""
+        return name + (f" cluster {self.cluster}" if self.cluster > 1 else "")
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return min(2, self.tile_m // 64)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Two of the small blocks, so that one computes while the other starts or stores."""
+        return 2 if self.consumers == 1 and self.tile_n <= 64 else 1
+
+    def tiles(self, m: int, n: int) -> tuple[int, int]:
+        """Tiles (of a cluster that shares b) along each axis of the result."""
+        return -(-m // (self.tile_m * self.cluster)), -(-n // self.tile_n)
+
+    @property
+    def exchanged_bytes(self) -> int:
+        """Sums of the other blocks that split a tile: a power of two of slices of 8 columns."""
+        slices = self.splits
+        while self.tile_n % (8 * slices):
+            slices //= 2
+        return (self.splits - 1) * self.tile_m * self.tile_n // slices * 4
+
+
+@dataclass(frozen=True)
+class Config8Bit:
+    """How one call runs."""
+
+    product: Product8Bit
+    tiling: Tiling8Bit
+    result: ResultPath
+    partials: int
+    """Partial sums that a warpgroup keeps: 0 without promotion."""
+    num_blocks: int
+    """Blocks of the grid."""
+    group: int
+    """Rows of tiles, of clusters where there are any, that blocks walk over together."""
+
+    @property
+    def stage_bytes(self) -> int:
+        """Tiles of a and b, and scales of a."""
+        operands = (self.tiling.tile_m + self.tiling.tile_n) * TILE_K
+        return operands + _SCALE_STAGE_BYTES * self.product.blocks
+
+    @property
+    def epilogue_bytes(self) -> int:
+        """Shared memory behind the stages."""
+        if self.tiling.splits > 1:
+            return self.tiling.exchanged_bytes
+        if self.result != ResultPath.STAGED:
+            return 0
+        buffers = 2 if self.tiling.tile_n % 128 == 0 else 1
+        return 2 * OUT_BOX[0] * OUT_BOX[1] * buffers * self.tiling.consumers
+
+    @property
+    def num_stages(self) -> int:
+        """As many as shared memory holds, beside barriers."""
+        room = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.tiling.blocks_per_sm - KIB) - KIB
+        return min(_MOST_STAGES, (room - self.epilogue_bytes) // self.stage_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.num_stages * self.stage_bytes + self.epilogue_bytes
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        tiling = self.tiling
+        threads = 128 * (tiling.consumers + 1)
+        defines = (
+            ("CODE", self.product.code),
+            ("OUT", self.product.out),
+            ("TILE_M", tiling.tile_m),
+            ("TILE_N", tiling.tile_n),
+            ("CONSUMERS", tiling.consumers),
+            ("STAGES", self.num_stages),
+            ("CLUSTER", tiling.cluster * tiling.splits),
+            ("SPLITS", tiling.splits),
+            ("PARTIALS", self.partials),
+            ("BLOCKS", int(self.product.blocks)),
+            ("RESULT", int(self.result)),
+            ("BLOCKS_PER_SM", tiling.blocks_per_sm),
+            ("THREADS", threads),
+        )
+        entry = "matmul_8bit_sm90"
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, threads, self.shared_bytes)
+
+
+_WIDE = (256, 224, 192, 160)
+_WIDE_PROMOTED = (192, 160)
+_NARROW = (128, 112, 96, 80, 64, 48, 32, 16)
+_SPLITS = (1, 2, 4, 8)
+
+
+def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
+    """What plan_matmul_8bit chooses from: accumulators, and partial sums, fit into registers."""
+    steps = -(-k // TILE_K)
+    if m > 64:
+        wide = _WIDE_PROMOTED if product.promoted else _WIDE
+        yield from (Tiling8Bit(128, tile_n) for tile_n in wide)
+        yield Tiling8Bit(256, 128)
+    for tile_m in (64,) if m <= 64 else (128, 64):
+        for tile_n in _NARROW:
+            for splits in _SPLITS if m <= _MOST_SPLIT_ROWS else (1,):
+                if splits <= steps and tile_n >= 8 * splits:
+                    yield Tiling8Bit(tile_m, tile_n, splits)
+
+
+def _result_path(product: Product8Bit, tiling: Tiling8Bit, n: int) -> ResultPath:
+    if product.out in ("float32", "int32") or n % 8:
+        return ResultPath.PAIRS
+    staged = tiling.tile_n % 64 == 0 and tiling.splits == 1
+    return ResultPath.STAGED if staged else ResultPath.ROWS
+
+
+def configure(
+    product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms: int
+) -> Config8Bit:
+    """Grid and order of tiles: the tiles in flight form about a square of the result."""
+    tiles_m, tiles_n = tiling.tiles(m, n)
+    tiles = tiles_m * tiles_n
+    slots = num_sms * tiling.blocks_per_sm // (tiling.splits * tiling.cluster)
+    clusters = tiles if tiling.splits > 1 else min(tiles, slots)
+    rows = tiling.tile_m * tiling.cluster
+    group = round((min(clusters, slots) * tiling.tile_n / rows) ** 0.5)
+    beside = tiling.tile_m <= 128 and tiling.tile_n <= 128
+    return Config8Bit(
+        product,
+        tiling,
+        _result_path(product, tiling, n),
+        0 if not product.promoted else 2 if beside else 1,
+        clusters * tiling.splits * tiling.cluster,
+        max(1, min(group, tiles_m)),
+    )
+
+
+# ---- The choice ----
+
+_SM_BYTES_PER_US = 80e3
+_SM_MACS_PER_US = 4096 * 1.6e3
+_STEP_US = 0.15
+_START_US = 4.0
+_SPLIT_US = 1.0
+_MEMORY_BYTES_PER_US = 4.1e6
+_MOST_SPLIT_ROWS = 512
+
+
+def cost_us(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, num_sms: int) -> float:
+    """What a tiling is expected to take on an H200."""
+    tiles_m, tiles_n = tiling.tiles(m, n)
+    slots = num_sms * tiling.blocks_per_sm // (tiling.splits * tiling.cluster)
+    rounds = -(-tiles_m * tiles_n // slots)
+    steps = -(-k // TILE_K) / tiling.splits
+    share = tiling.blocks_per_sm if tiles_m * tiles_n * tiling.splits > num_sms else 1
+    macs = tiling.tile_m * tiling.tile_n * TILE_K
+    loaded = (min(m, tiling.tile_m) + tiling.tile_n) * TILE_K
+    step = max(share * macs / _SM_MACS_PER_US, share * loaded / _SM_BYTES_PER_US, _STEP_US)
+    epilogue = share * (0.4 + tiling.tile_m * tiling.tile_n * 3e-5)
+    tile = steps * step + epilogue + (tiling.splits > 1) * _SPLIT_US
+    memory = (m * k + n * k + 2 * m * n) / _MEMORY_BYTES_PER_US
+    return _START_US + max(rounds * tile, memory)
+
+
+@cache
+def plan_matmul_8bit_sm90(
+    product: Product8Bit, m: int, n: int, k: int, num_sms: int
+) -> Config8Bit:
+    """The tiling that is expected to take the least time."""
+    best = min(
+        candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms)
+    )
+    return configure(product, best, m, n, num_sms)
+
+
+# ---- Other architectures ----
+
+
+@dataclass(frozen=True)
+class Config8BitSm80:
+    """How one call runs where there is no TMA: a block for each tile."""
+
+    product: Product8Bit
+    tile_m: int
+    tile_n: int
+    num_blocks: int
+    group: int
+    """Rows of tiles that blocks walk over together."""
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        stage_bytes = (self.tile_m + self.tile_n) * TILE_K
+        defines = (
+            ("CODE", self.product.code),
+            ("OUT", self.product.out),
+            ("TILE_M", self.tile_m),
+            ("TILE_N", self.tile_n),
+            ("STAGES", _STAGES_SM80),
+            ("PARTIALS", int(self.product.promoted)),
+            ("BLOCKS", int(self.product.blocks)),
+            ("THREADS", 256),
+        )
+        entry = "matmul_8bit_sm80"
+        shared_bytes = _STAGES_SM80 * stage_bytes
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, 256, shared_bytes)
+
+
+_STAGES_SM80 = 3
+_TILES_SM80 = ((128, 128), (64, 64), (32, 64))
+
+
+def configure_sm80(
+    product: Product8Bit, tile: tuple[int, int], m: int, n: int, num_sms: int
+) -> Config8BitSm80:
+    """Grid and order of tiles: the tiles in flight form about a square of the result."""
+    tile_m, tile_n = tile
+    tiles_m = -(-m // tile_m)
+    blocks = tiles_m * -(-n // tile_n)
+    group = round((min(blocks, num_sms) * tile_n / tile_m) ** 0.5)
+    return Config8BitSm80(product, tile_m, tile_n, blocks, max(1, min(group, tiles_m)))
+
+
+@cache
+def plan_matmul_8bit_sm80(product: Product8Bit, m: int, n: int, num_sms: int) -> Config8BitSm80:
+    """The largest tiles that give every SM one, else the smallest that hold all rows."""
+    for tile in _TILES_SM80:
+        config = configure_sm80(product, tile, m, n, num_sms)
+        if config.num_blocks >= num_sms:
+            return config
+    return configure_sm80(product, _TILES_SM80[1 if m > 32 else 2], m, n, num_sms)
+
+
+def specs(products: Iterable[Product8Bit], device: Device) -> list[KernelSpec]:
+    """Kernel variants that stand for all: wide and narrow tiles, splits, every way to memory."""
+    if device.arch != "sm_90":
+        return [
+            configure_sm80(product, tile, 1024, 1024, device.num_sms).spec()
+            for product in products
+            for tile in _TILES_SM80
+        ]
+    return [
+        configure(product, tiling, 1024, n, device.num_sms).spec()
+        for product in products
+        for tiling, n in (
+            (Tiling8Bit(128, 192 if product.promoted else 256), 1024),
+            (Tiling8Bit(256, 128), 1024),
+            (Tiling8Bit(128, 112), 1024),
+            (Tiling8Bit(64, 128), 1023),
+            (Tiling8Bit(64, 64, splits=4), 1024),
+        )
+    ]

@@ -1,0 +1,147 @@
+// Epilogues of products of quantised matrices on Hopper: scales, zero points, bias
+// (common/quant/scaled_result.cuh), then one of three ways to memory (sm_90a).
+//
+//   Pairs    any type, any number of columns
+//   Rows     16-bit results from registers, 64 bytes of a row at a time: columns a multiple of 8
+//   Staged   16-bit results through swizzled shared memory and TMA: columns a multiple of 8, tiles a
+//            multiple of 64 wide
+//
+// ScaledEpilogue writes whole tiles; ScaledSplitEpilogue, Pairs or Rows, what the blocks of a cluster
+// have summed up together (common/hopper/split_k.cuh).
+#pragma once
+
+#include "common/hopper/gemm.cuh"
+#include "common/hopper/split_k.cuh"
+#include "common/hopper/store.cuh"
+#include "common/hopper/warp_specialized.cuh"
+#include "common/platform.cuh"
+#include "common/quant/scaled_result.cuh"
+
+namespace cukit {
+
+enum class ResultPath { Pairs, Rows, Staged };
+
+// Where Staged pieces of 64 columns go: StagedStore with this tile's place.
+template <typename Store>
+struct StagedPlace {
+  unsigned char* buffers;
+  const TensorMap* map;
+  int row, column, rows, columns, barrier;
+
+  CUKIT_DEVICE void store(int piece, const float* values) const {
+    Store::store_piece(piece, values, buffers, map, column, row, columns, rows, barrier);
+  }
+};
+
+struct NoPlace {
+  CUKIT_DEVICE void store(int, const float*) const {}
+};
+
+// Scales and writes 64 rows of sums that begin at (row, column), 2 N columns wide, some columns at a
+// time: the factors of all would take too many registers.
+template <ResultPath Path, typename Out, typename Sum, int N, typename Place = NoPlace>
+CUKIT_DEVICE void write_result(const ScaledResult<Out>& result, const Sum (&sums)[N], int row,
+                               int column, const Place& place = {}) {
+  constexpr int kColumns = 2 * N;
+  constexpr int kPiece = Path == ResultPath::Staged ? 64
+                         : kColumns % 32 == 0       ? 32
+                         : kColumns % 16 == 0       ? 16
+                                                    : 8;
+  const int own_row = row + accumulator_row();
+  const int end = min(column + kColumns, result.columns);
+#pragma unroll
+  for (int piece = 0; piece < kColumns / kPiece; ++piece) {
+    const int first = column + piece * kPiece;
+    const int own_column = first + accumulator_column();
+    Sum own[kPiece / 2];
+#pragma unroll
+    for (int i = 0; i < kPiece / 2; ++i) own[i] = sums[piece * (kPiece / 2) + i];
+    if constexpr (kIsExact<Out>) {
+      result.write_pairs(own, own_row, own_column, end);
+    } else {
+      float values[kPiece / 2];
+      result.scale(values, own, own_row, own_column);
+      if constexpr (Path == ResultPath::Staged) {
+        place.store(piece, values);
+      } else if constexpr (Path == ResultPath::Rows) {
+        const bool exists[2] = {own_row < result.rows, own_row + 8 < result.rows};
+        write_rows<true>(
+            values, ResultRows<Out>{{1.0f, 1.0f},
+                                    {exists[0], exists[1]},
+                                    result.out + static_cast<long long>(own_row) * result.columns + first,
+                                    result.columns,
+                                    min(kPiece, end - first)});
+      } else {
+        result.write_pairs(values, own_row, own_column, end);
+      }
+    }
+  }
+}
+
+template <typename Shape, typename Out, ResultPath Path>
+struct ScaledEpilogue {
+  static constexpr int kBytes = 0;
+  ScaledResult<Out> result;
+  int group;  // this consumer
+
+  template <typename Accumulators>
+  CUKIT_DEVICE void store(const Accumulators& sums, const MatrixTile& tile) const {
+#pragma unroll
+    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
+      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+      write_result<Path>(result, sums[row_tile], row, Shape::column(tile));
+    }
+  }
+
+  CUKIT_DEVICE void finish() const {}
+};
+
+template <typename Shape, typename Out>
+struct ScaledEpilogue<Shape, Out, ResultPath::Staged> {
+  using Store = StagedStore<Out, Shape::kTileN, 64, Shape::kTileN % 128 == 0 ? 2 : 1>;
+  static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
+  ScaledResult<Out> result;
+  int group;               // this consumer
+  unsigned char* buffers;  // kBytes of shared memory
+  const TensorMap* map;    // of the result: boxes of [64, 64], swizzled
+
+  template <typename Accumulators>
+  CUKIT_DEVICE void store(const Accumulators& sums, const MatrixTile& tile) const {
+    const int column = Shape::column(tile);
+#pragma unroll
+    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
+      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+      const StagedPlace<Store> place{buffers + group * Store::kBytes, map,            row,
+                                     column,                          result.rows,    result.columns,
+                                     1 + group};
+      write_result<ResultPath::Staged>(result, sums[row_tile], row, column, place);
+    }
+  }
+
+  CUKIT_DEVICE void finish() const { Store::finish(); }
+};
+
+template <typename Shape, typename Out, ResultPath Path, int Splits>
+struct ScaledSplitEpilogue {
+  using Sum = typename AccumulatorOf<typename Shape::Element>::Type;
+  using Sums = SplitSums<Shape, Sum, Splits>;
+  static constexpr int kBytes = Sums::kBytes;
+  ScaledResult<Out> result;
+  int group;  // this consumer
+  Sums sums;  // kBytes of shared memory
+
+  template <typename Accumulators>
+  CUKIT_DEVICE void store(const Accumulators& partial, const MatrixTile& tile) const {
+    typename Sums::Slice own;
+    if (!sums.exchange(own, partial)) return;
+#pragma unroll
+    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
+      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+      write_result<Path>(result, own[row_tile], row, Sums::first_column(tile));
+    }
+  }
+
+  CUKIT_DEVICE void finish() const {}
+};
+
+}  // namespace cukit

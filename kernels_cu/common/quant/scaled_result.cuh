@@ -1,0 +1,112 @@
+// Results of products of quantised matrices: scales, zero points and bias, and their way to memory.
+//
+//   value = (sum - zero_point[row] * column_sum[column]) * a_scale[row] * b_scale[column] + bias[column]
+//
+// A lane has accumulators of two rows, 8 apart, as tensor cores leave them: element 4 n + 2 half + i is
+// row + 8 half, column + 8 n + i, with the lane's first row and its first, even column.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/opaque.cuh"
+#include "common/types.cuh"
+
+namespace cukit {
+
+// Factors of rows or columns: one for each, one for all (stride 0), or none (null: 1).
+struct ScaleVector {
+  const float* scales;
+  int stride;
+
+  CUKIT_DEVICE float at(int index, int count) const {
+    if (scales == nullptr) return 1.0f;
+    return index < count ? __ldg(scales + index * stride) : 0.0f;
+  }
+};
+
+// Whether results of this type are the integer sums themselves.
+template <typename Out>
+constexpr bool kIsExact = false;
+template <>
+constexpr bool kIsExact<int> = true;
+
+// What the result of a product is made of beside the sums. `Out` is its type.
+template <typename Out>
+struct ScaledResult {
+  ScaleVector a, b;
+  const signed char* zero_points;  // of rows of a, as a.scales, or null
+  const int* column_sums;          // of b's codes along k: with zero_points
+  const Out* bias;                 // of columns, or null
+  Out* out;                        // [rows, columns]
+  int rows, columns;
+
+  // Turns sums into values, in float.
+  template <typename Sum, int N>
+  CUKIT_DEVICE void scale(float (&values)[N], const Sum (&sums)[N], int row, int column) const {
+    const float row_scale[2] = {a.at(row, rows), a.at(row + 8, rows)};
+    int zero_point[2] = {};
+    if (zero_points != nullptr) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (row + 8 * half < rows) zero_point[half] = zero_points[(row + 8 * half) * a.stride];
+      }
+    }
+    // The factors of 16 columns at a time: those of all columns would take too many registers.
+#pragma unroll
+    for (int n = 0; n < N / 4; ++n) {
+      if (n % 2 == 0) column = static_cast<int>(opaque(column));
+      float column_scale[2], offset[2];
+      int column_sum[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int at = column + 8 * n + i;
+        column_scale[i] = b.at(at, columns);
+        column_sum[i] = zero_points != nullptr && at < columns ? __ldg(column_sums + at) : 0;
+        offset[i] = bias != nullptr && at < columns ? to_float(bias[at]) : 0.0f;
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int element = 4 * n + 2 * half + i;
+          const Sum sum = centred(sums[element], zero_point[half], column_sum[i]);
+          values[element] =
+              static_cast<float>(sum) * row_scale[half] * column_scale[i] + offset[i];
+        }
+    }
+  }
+
+  // Writes values, two neighbours at a time where rows have an even number of columns; columns from
+  // `end` on belong to others.
+  template <typename Value, int N>
+  CUKIT_DEVICE void write_pairs(const Value (&values)[N], int row, int column, int end) const {
+    const bool even = columns % 2 == 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + 8 * half >= rows) continue;
+      Out* const to = out + static_cast<long long>(row + 8 * half) * columns;
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n) {
+        const int at = column + 8 * n;
+        Vec<Out, 2> pair;
+        pair[0] = rounded(values[4 * n + 2 * half]);
+        pair[1] = rounded(values[4 * n + 2 * half + 1]);
+        if (even) {
+          if (at < end) store(to + at, pair);
+        } else {
+          if (at < end) to[at] = pair[0];
+          if (at + 1 < end) to[at + 1] = pair[1];
+        }
+      }
+    }
+  }
+
+ private:
+  CUKIT_DEVICE static float centred(float sum, int, int) { return sum; }
+  CUKIT_DEVICE static int centred(int sum, int zero_point, int column_sum) {
+    return sum - zero_point * column_sum;
+  }
+  CUKIT_DEVICE static Out rounded(float value) { return from_float<Out>(value); }
+  CUKIT_DEVICE static int rounded(int value) { return value; }
+};
+
+}  // namespace cukit

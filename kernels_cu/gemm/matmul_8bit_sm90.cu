@@ -1,0 +1,137 @@
+// Products of 8-bit matrices on Hopper: int8 and float8 (e4m3), scaled by tensor, row or block.
+//
+//   out = (a - zero_point) b^T * a_scale * b_scale + bias
+//
+// Mapping: as matmul_tma_sm90.cu: a persistent grid walks over TILE_M x TILE_N tiles of the result; a
+//   producer thread, CONSUMERS warpgroups of TILE_M / CONSUMERS rows each; a step is 128 of k.
+// Product, by PARTIALS:
+//   0   one sum over all of k in the tensor cores: exact for int8; for float8 with about 14 bits
+//   1|2 float8 sums of 128 of k, added in float (common/hopper/promoted_product.cuh)
+// Scales, by BLOCKS:
+//   0   of rows of a and b or of the tensors, with zero points and bias in the epilogue
+//   1   of 128 elements of a row of a and of 128 x 128 blocks of b, in the sums (PARTIALS 1|2); bias
+// CLUSTER 2, SPLITS 1: two neighbouring blocks compute tiles one below the other and share that of b.
+// SPLITS = CLUSTER > 1: the blocks of a cluster split the steps of k of one tile and add their sums
+//   through distributed shared memory (common/hopper/split_k.cuh); one tile a cluster, every block has
+//   a step.
+// Shared memory, bytes: STAGES * ((TILE_M + TILE_N) * 128 + BLOCKS * 1024), dynamic: stages (a | b |
+//   scales of a); then for RESULT 2 CONSUMERS * buffers * 8192: 64 x 64 pieces of out, two for each
+//   consumer where TILE_N is a multiple of 128, else one; for SPLITS the sums of the others. Static: two
+//   barriers a stage, one of the split.
+// Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the sums of int8); TILE_M
+//   64|128|256; TILE_N a multiple of 16 up to 256; CONSUMERS 1|2; STAGES 2..; CLUSTER, SPLITS 1|2|4|8;
+//   PARTIALS 0|1|2; BLOCKS 0|1; RESULT 0 Pairs, 1 Rows, 2 Staged (common/hopper/scaled_epilogue.cuh),
+//   not 2 with SPLITS; BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1).
+// Tensor maps: boxes of [TILE_M, 128] (a), [TILE_N / CLUSTER, 128] (b) and [64, 64] (out, RESULT 2),
+//   swizzled by 128 bytes; with BLOCKS [1, TILE_M] (scales of a, [ceil(k / 128), m]).
+// Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
+// Reference: cukit/reference/gemm_8bit.py.
+#include "common/hopper/gemm.cuh"
+#include "common/hopper/promoted_product.cuh"
+#include "common/hopper/scaled_epilogue.cuh"
+#include "common/index.cuh"
+#include "common/platform.cuh"
+#include "common/types.cuh"
+#include "gemm/parameters.cuh"
+
+namespace {
+
+using Code = cukit::CODE;
+using Out = cukit::OUT;
+constexpr auto kPath = static_cast<cukit::ResultPath>(RESULT);
+
+constexpr int kMulticast = SPLITS > 1 ? 1 : CLUSTER;
+using Shape = cukit::GemmShape<Code, TILE_M, TILE_N, kMulticast, CONSUMERS>;
+using Block = cukit::WarpSpecialized<CONSUMERS, 40, BLOCKS_PER_SM>;
+
+static_assert(THREADS == Block::kThreads, "a producer and the consumers");
+static_assert(!BLOCKS || PARTIALS > 0, "scales of blocks belong to partial sums");
+static_assert(SPLITS == 1 || SPLITS == CLUSTER, "a cluster splits k, or shares b");
+
+#if BLOCKS
+using Scales = cukit::BlockScales<Shape>;
+using Operands = cukit::BlockScaledOperands<Shape>;
+#else
+using Scales = cukit::UnitScales;
+using Operands = cukit::DenseOperands<Shape>;
+#endif
+
+}  // namespace
+
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    matmul_8bit_sm90(
+        const __grid_constant__ cukit::TensorMap a,  // [m, k]
+        const __grid_constant__ cukit::TensorMap b,  // [n, k]
+#if RESULT == 2
+        const __grid_constant__ cukit::TensorMap out_map,  // [m, n]
+#endif
+#if BLOCKS
+        const __grid_constant__ cukit::TensorMap a_scales,  // [ceil(k / 128), m]
+        const float* __restrict__ b_scales,                 // [ceil(n / 128), ceil(k / 128)]
+#else
+        const float* __restrict__ a_scales,           // [m], [1] or null: 1
+        const float* __restrict__ b_scales,           // [n], [1] or null: 1
+        const signed char* __restrict__ zero_points,  // as a_scales, or null: 0
+        const int* __restrict__ column_sums,          // [n]: of b along k, with zero_points
+#endif
+        const Out* __restrict__ bias,  // [n] or null
+        Out* __restrict__ out,         // [m, n]
+        const cukit::QuantizedGemmParameters p) {
+  __shared__ cukit::Pipeline<STAGES> pipeline;
+  CUKIT_DYNAMIC_SHARED(unsigned char, stages);
+  const cukit::GemmParameters& size = p.product;
+  constexpr int kRows = kMulticast * TILE_M;
+  const cukit::DenseTiles<kMulticast> schedule{{(size.m + kRows - 1) / kRows,
+                                                (size.n + TILE_N - 1) / TILE_N, size.group,
+                                                size.steps, SPLITS}};
+#if SPLITS > 1
+  __shared__ cukit::StageBarriers<1> arrived;
+#endif
+
+  Block::prepare<CLUSTER>([&] {
+    pipeline.init(kMulticast * Block::kConsumerWarps);
+#if SPLITS > 1
+    arrived.init(1);
+#endif
+  });
+  Block::run(
+      [&] {
+#if BLOCKS
+        const Operands operands{{&a, &b, size.m}, &a_scales};
+#else
+        const Operands operands{&a, &b, size.m};
+#endif
+        if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
+        cukit::leave_cluster<kMulticast>();
+      },
+      [&] {
+        const int group = Block::consumer_group();
+#if BLOCKS
+        const cukit::ScaledResult<Out> result{{nullptr, 0}, {nullptr, 0}, nullptr, nullptr,
+                                              bias,         out,          size.m,  size.n};
+        const int column_blocks = (size.n + cukit::kScaleBlock - 1) / cukit::kScaleBlock;
+        const Scales scales{b_scales, size.steps, column_blocks, group};
+#else
+        const cukit::ScaledResult<Out> result{
+            {a_scales, p.a_stride}, {b_scales, p.b_stride}, zero_points, column_sums,
+            bias,                   out,                    size.m,      size.n};
+        const Scales scales{};
+#endif
+        unsigned char* const behind = stages + STAGES * Operands::kStageBytes;
+#if SPLITS > 1
+        using Epilogue = cukit::ScaledSplitEpilogue<Shape, Out, kPath, SPLITS>;
+        Epilogue epilogue{result, group, {reinterpret_cast<float4*>(behind), &arrived}};
+#elif RESULT == 2
+        cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, group, behind, &out_map};
+#else
+        cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, group};
+#endif
+#if PARTIALS
+        const cukit::PromotedProduct<Shape, Scales, PARTIALS> product(stages, group, scales);
+#else
+        const cukit::SharedProduct<Shape> product(stages, group);
+#endif
+        cukit::consume(pipeline, schedule, product, epilogue);
+        cukit::leave_cluster<kMulticast>();
+      });
+}
