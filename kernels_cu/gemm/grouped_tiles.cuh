@@ -130,6 +130,7 @@ struct GroupedTiles {
 template <typename Shape, Ragged kRagged, int Parts>
 struct GroupedOperands {
   static constexpr int kStageBytes = Shape::kStageBytes;
+  static constexpr int kLoadedBytes = kStageBytes;
   const TensorMap* a;
   const TensorMap* b;
   int m, n;  // extents that all groups share
