@@ -3,6 +3,7 @@
 from cukit.gemm.dense import matmul
 from cukit.gemm.fp8 import matmul_fp8
 from cukit.gemm.grouped import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
+from cukit.gemm.grouped_fp8 import grouped_gemm_fp8
 from cukit.gemm.int8 import matmul_int8
 from cukit.gemm.tma import matmul_tma
 
@@ -10,6 +11,7 @@ __all__ = [
     "grouped_gated_linear",
     "grouped_gemm",
     "grouped_gemm_backward",
+    "grouped_gemm_fp8",
     "matmul",
     "matmul_fp8",
     "matmul_int8",

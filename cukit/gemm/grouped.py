@@ -32,7 +32,7 @@ from cukit.gemm.linear_plan import ITEM_BYTES, ROW_BYTES, TILE_K, Product
 from cukit.reference import grouped_gemm as reference
 from cukit.registry import register
 
-_PARAMETERS = parameter_structs("gemm/parameters.cuh")["GroupedParameters"]
+GROUPED_PARAMETERS = parameter_structs("gemm/parameters.cuh")["GroupedParameters"]
 _DTYPES = (float16, bfloat16)
 _ARCH = "sm_90"
 _STRIDE_ELEMENTS = 8  # strides of a tensor map are multiples of 16 bytes
@@ -196,7 +196,7 @@ def grouped_gated_linear(
     return y if joined is None else (y, joined)
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Where the rows of groups are."""
 
     groups: int
@@ -210,9 +210,9 @@ class GroupedLaunch:
 
     __slots__ = ("_launch", "_maps", "config")
 
-    def __init__(self, config: GroupedConfig, layout: _Layout) -> None:
+    def __init__(self, config: GroupedConfig, layout: Layout) -> None:
         product, tiling, ragged = config.product, config.tiling, config.ragged
-        parameters = _PARAMETERS.pack(
+        parameters = GROUPED_PARAMETERS.pack(
             m=0 if ragged == "m" else product.m,
             n=0 if ragged == "n" else product.n,
             steps=0 if ragged == "k" else -(-product.k // TILE_K),
@@ -231,7 +231,7 @@ class GroupedLaunch:
         # a, b and the result: those with the rows of groups, those with a matrix for each.
         ragged_ones = {"m": (True, False, True), "n": (False, True, True), "k": (True, True, False)}
         self._maps = [
-            TensorMapCache(partial(_encode, layout.longest if rows else None, box))
+            TensorMapCache(partial(encode_groups, layout.longest if rows else None, box))
             for rows, box in zip(
                 (*ragged_ones[ragged], True),
                 (box_a, box_b, box_out, box_out),
@@ -254,9 +254,9 @@ def _box(major: str, tile: int) -> tuple[int, int]:
     return (tile, TILE_K) if major == "K" else (TILE_K, ROW_BYTES // ITEM_BYTES)
 
 
-def _encode(longest: int | None, box: tuple[int, int], array: Array) -> Any:
+def encode_groups(longest: int | None, box: tuple[int, int], array: Array) -> Any:
     """A map [matrices, rows, columns]: of matrices, or of sequences of up to `longest` rows."""
-    swizzle = box[1] * ITEM_BYTES
+    swizzle = box[1] * array.itemsize
     if longest is None:
         return encode_tensor_map(array, (1, *box), swizzle_bytes=swizzle)
     rows = array.reshape(-1, array.shape[-1])
@@ -270,24 +270,32 @@ def _either(expert_offsets: Array | None, expert_counts: Array | None) -> Array:
 # Checks and plans ------------------------------------------------------------------------------
 
 
-def _check_layout(
-    op: str, x: Array, weights: Array, expert_offsets: Array | None, expert_counts: Array | None
-) -> _Layout:
+def layout_of(
+    op: str, x: Array, groups: int, expert_offsets: Array | None, expert_counts: Array | None
+) -> Layout:
+    """Checks shape and layout of `x` and the argument that says where groups are."""
     if (expert_offsets is None) == (expert_counts is None):
         raise ConfigError(f"{op}: give either expert_offsets or expert_counts")
-    check_array(op, "weights", weights, dtypes=FLOAT_DTYPES, ndim=3)
-    groups = weights.shape[0]
     if expert_offsets is not None:
-        check_array(op, "x", x, dtypes=FLOAT_DTYPES, ndim=2)
+        check_array(op, "x", x, dtypes=(x.dtype,), ndim=2)
         check_array(op, "expert_offsets", expert_offsets, dtypes=(int32,), shape=(groups + 1,))
-        layout = _Layout(groups, x.shape[0], x.shape[0], False)
+        layout = Layout(groups, x.shape[0], x.shape[0], False)
     else:
-        check_array(op, "x", x, dtypes=FLOAT_DTYPES, shape=(groups, None, None))
+        check_array(op, "x", x, dtypes=(x.dtype,), shape=(groups, None, None))
         check_array(op, "expert_counts", expert_counts, dtypes=(int32,), shape=(groups,))
-        layout = _Layout(groups, groups * x.shape[1], x.shape[1], True)
-    check_same_dtype(op, x=x, weights=weights)
+        layout = Layout(groups, groups * x.shape[1], x.shape[1], True)
     if layout.rows > _MOST_INT32:
         raise ArrayShapeError(f"{op}: at most {_MOST_INT32} rows, got {layout.rows}")
+    return layout
+
+
+def _check_layout(
+    op: str, x: Array, weights: Array, expert_offsets: Array | None, expert_counts: Array | None
+) -> Layout:
+    check_array(op, "weights", weights, dtypes=FLOAT_DTYPES, ndim=3)
+    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
+    layout = layout_of(op, x, weights.shape[0], expert_offsets, expert_counts)
+    check_same_dtype(op, x=x, weights=weights)
     return layout
 
 
@@ -307,7 +315,7 @@ def _check(
     expert_counts: Array | None,
     out: Array | None,
     transpose_weights: bool,
-) -> _Layout:
+) -> Layout:
     layout = _check_layout(op, x, weights, expert_offsets, expert_counts)
     _check_inner(op, x, weights, 1 if transpose_weights else 2)
     if out is not None:
@@ -323,7 +331,7 @@ def _check_backward(
     weights: Array,
     expert_offsets: Array | None,
     expert_counts: Array | None,
-) -> _Layout:
+) -> Layout:
     op = "grouped_gemm_backward"
     layout = _check_layout(op, x, weights, expert_offsets, expert_counts)
     _check_inner(op, x, weights, 2)
@@ -334,7 +342,7 @@ def _check_backward(
 
 def _check_gated(
     x: Array, weights: Array, expert_offsets: Array | None, expert_counts: Array | None
-) -> _Layout:
+) -> Layout:
     op = "grouped_gated_linear"
     layout = _check_layout(op, x, weights, expert_offsets, expert_counts)
     _check_inner(op, x, weights, 2)
@@ -357,7 +365,7 @@ def _check_kernel(op: str, x: Array, groups: int, **extents: int) -> None:
             )
 
 
-def _launch(problem: GroupedProblem, layout: _Layout) -> GroupedLaunch:
+def _launch(problem: GroupedProblem, layout: Layout) -> GroupedLaunch:
     return GroupedLaunch(grouped_plan.plan(problem, current_device().num_sms), layout)
 
 

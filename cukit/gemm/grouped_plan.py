@@ -22,7 +22,7 @@ from cukit.gemm.linear_plan import (
 )
 
 MOST_GROUPS = 512
-_STATIC_BYTES = 3072
+STATIC_BYTES = 3072
 """Tiles before each group, and barriers."""
 
 
@@ -60,7 +60,7 @@ class GroupedConfig:
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
         tiling, product = self.tiling, self.product
-        stages = tiling.num_stages(product, _STATIC_BYTES)
+        stages = tiling.num_stages(product, STATIC_BYTES)
         parts = 1 + product.gated
         defines = (
             ("DTYPE", product.dtype),
@@ -101,7 +101,7 @@ def candidates(problem: GroupedProblem) -> Iterator[Tiling]:
         ]
     for tiling in tilings:
         computed = product.swapped() if tiling.transposed else product
-        if tiling.num_stages(computed, _STATIC_BYTES) >= _FEWEST_STAGES:
+        if tiling.num_stages(computed, STATIC_BYTES) >= _FEWEST_STAGES:
             yield tiling
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from cukit.reference import activations
 from cukit.reference._xp import array_namespace, upcast, working_dtype
+from cukit.reference.gemm_8bit import quantized_values, result_dtype
 
 Array = Any
 
@@ -78,6 +79,26 @@ def grouped_gated_linear(
         approximate = "tanh" if activation == "gelu_tanh" else "none"
         gated = activations.gelu_and_mul(joined, approximate=approximate)
     return gated.astype(x.dtype, copy=False)
+
+
+def grouped_gemm_fp8(
+    x: Any,
+    weights: Any,
+    expert_offsets: Array | None = None,
+    *,
+    expert_counts: Array | None = None,
+    out_dtype: Any = None,
+    out: Array | None = None,
+) -> Array:
+    """`grouped_gemm` of float8 arrays with scales of blocks, in float64."""
+    y = grouped_gemm(
+        quantized_values(x), quantized_values(weights), expert_offsets, expert_counts=expert_counts
+    )
+    y = y.astype(result_dtype(out_dtype) if out is None else out.dtype)
+    if out is None:
+        return y
+    out[...] = y
+    return out
 
 
 def _groups(expert_offsets: Array | None, expert_counts: Array | None) -> Iterator[tuple[int, Any]]:

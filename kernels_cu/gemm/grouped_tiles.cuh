@@ -28,6 +28,9 @@ struct GroupTile {
   int group;
   int length;      // rows of the group
   MatrixRow rows;  // the group's first, in the maps of ragged matrices
+
+  // The group's first row among all rows.
+  CUKIT_DEVICE int first_row() const { return rows.matrix - length; }
 };
 
 // Where the rows of groups are.

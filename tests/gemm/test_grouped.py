@@ -10,7 +10,7 @@ import pytest
 from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm import grouped_gated_linear, grouped_gemm, grouped_gemm_backward, grouped_plan
-from cukit.gemm.grouped import GroupedLaunch, _Layout
+from cukit.gemm.grouped import GroupedLaunch, Layout
 from cukit.gemm.grouped_plan import GroupedProblem
 from cukit.gemm.linear_plan import Product
 from cukit.reference import grouped_gemm as reference
@@ -69,7 +69,7 @@ class Groups:
     @property
     def layout(self):
         rows = int(np.prod(self.lead))
-        return _Layout(len(self.counts), rows, self.lead[-1], self.set_aside)
+        return Layout(len(self.counts), rows, self.lead[-1], self.set_aside)
 
 
 def check(device, groups, function, expected, names):
