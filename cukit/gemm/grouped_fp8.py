@@ -171,8 +171,8 @@ TILINGS = tuple(
     for tile_m, tile_n in ((128, 128), (256, 128), (128, 64), (64, 128), (64, 64), (64, 32))
 )
 # An H200 (profiling/notes/grouped_gemm_sm90.md): bytes that an SM receives from L2, float8 products
-# of its tensor cores (fewer where a warpgroup waits for its one partial sum), the least time of a step
-# of 128 of k, what a tile costs beside its steps.
+# of its tensor cores (fewer where a warpgroup waits for its one partial sum), the least time of a
+# step of 128 of k, what a tile costs beside its steps.
 _SM_BYTES_PER_US = 80e3
 _SM_MACS_PER_US = 4096 * 1.6e3
 _WAITING = 0.75
