@@ -86,6 +86,11 @@ class GroupedConfig:
 _WIDE = (*(Tiling(128, tile_n) for tile_n in (256, 192, 128, 64)), Tiling(256, 128))
 _SMALL = tuple(Tiling(64, tile_n, consumers=1) for tile_n in (128, 64))
 _FEWEST_STAGES = 3
+_MANY_ROUNDS = 8
+"""With more the last round, which leaves multiprocessors idle, does not matter."""
+# Measured on an H200 (profiling/notes/grouped_gemm_sm90.md).
+_TRANSPOSED = 0.97
+_BESIDE_MEMORY = 0.1
 _ROWS = (16, 32, 64, 128, 192, 256)
 
 
@@ -109,13 +114,13 @@ def estimate_us(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> float:
     """Time of a product: rounds of tiles, each as long as its products or its operands take, but no
     less than memory needs for everything. A group's last tile is half empty on average."""
     product, each = problem.product, problem.rows_each
-    parts = 1 + product.gated
-    columns = product.n * parts
+    columns = product.n * (1 + product.gated)
     if problem.ragged == "m":
         moved = product.k * (product.m + problem.groups * columns) + product.m * product.n
-        extent = tiling.tile_n if tiling.transposed else tiling.tile_m
-        ragged_tiles = problem.groups * min(each, each / extent + (0.5 if each > 1 else 0))
-        other = tiling.tile_m if tiling.transposed else tiling.tile_n
+        extent, other = tiling.tile_m, tiling.tile_n
+        if tiling.transposed:
+            extent, other = other, extent
+        ragged_tiles = problem.groups * (each if each < 1 else max(1.0, each / extent + 0.5))
         tiles = ragged_tiles * -(-columns // other)
         steps = float(-(-product.k // TILE_K))
         filled = min(extent, each) + min(other, columns)
@@ -129,12 +134,16 @@ def estimate_us(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> float:
     load = filled * ROW_BYTES / _SM_BYTES_PER_US
     multiply = tiling.tile_m * tiling.tile_n * TILE_K / _SM_MACS_PER_US
     busy = min(tiling.blocks_per_sm, -(-tiles // num_sms))  # blocks that share an SM
-    rounds = (
-        max(1.0, tiles / num_sms) if tiles > 8 * num_sms else -(-tiles // (num_sms * busy)) * busy
-    )
+    rounds = tiles / num_sms
+    if tiles < _MANY_ROUNDS * num_sms:
+        rounds = -(-tiles // (num_sms * busy)) * busy
     stored = tiling.tile_m * tiling.tile_n / (128 * 256)
     computed = rounds * (steps * max(load, multiply) + _EPILOGUE_US * stored)
-    return _START_US + max(computed, ITEM_BYTES * moved / _MEMORY_BYTES_PER_US)
+    if tiling.transposed and product.major_b == "K":
+        computed *= _TRANSPOSED
+    memory = ITEM_BYTES * moved / _MEMORY_BYTES_PER_US
+    # Of tilings that memory holds up alike the one with the least to do is the safest.
+    return _START_US + max(computed, memory) + _BESIDE_MEMORY * computed
 
 
 def configure(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> GroupedConfig:

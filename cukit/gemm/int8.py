@@ -113,13 +113,13 @@ def _check(
     if a.scales is None:
         if bias is not None:
             raise ConfigError(f"{_OP}: bias needs operands with scales")
-        dtype = int32 if out is None and out_dtype is None else resolve_dtype(
-            out_dtype if out is None else out.dtype
+        dtype = (
+            int32
+            if out is None and out_dtype is None
+            else resolve_dtype(out_dtype if out is None else out.dtype)
         )
         if dtype != int32:
-            raise ArrayDtypeError(
-                f"{_OP}: without scales the result is int32, got {dtype.name}"
-            )
+            raise ArrayDtypeError(f"{_OP}: without scales the result is int32, got {dtype.name}")
         if out is not None:
             check_array(_OP, "out", out, dtypes=(int32,), shape=(m, n))
         return _Product(m, n, k, dtype, 0, 0)

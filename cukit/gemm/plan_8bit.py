@@ -174,9 +174,7 @@ def _result_path(product: Product8Bit, tiling: Tiling8Bit, n: int) -> ResultPath
     return ResultPath.STAGED if staged else ResultPath.ROWS
 
 
-def configure(
-    product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms: int
-) -> Config8Bit:
+def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms: int) -> Config8Bit:
     """Grid and order of tiles: the tiles in flight form about a square of the result."""
     tiles_m, tiles_n = tiling.tiles(m, n)
     tiles = tiles_m * tiles_n
@@ -206,7 +204,9 @@ _MEMORY_BYTES_PER_US = 4.1e6
 _MOST_SPLIT_ROWS = 512
 
 
-def cost_us(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, num_sms: int) -> float:
+def cost_us(
+    product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, num_sms: int
+) -> float:
     """What a tiling is expected to take on an H200."""
     tiles_m, tiles_n = tiling.tiles(m, n)
     slots = num_sms * tiling.blocks_per_sm // (tiling.splits * tiling.cluster)
@@ -223,13 +223,9 @@ def cost_us(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, nu
 
 
 @cache
-def plan_matmul_8bit_sm90(
-    product: Product8Bit, m: int, n: int, k: int, num_sms: int
-) -> Config8Bit:
+def plan_matmul_8bit_sm90(product: Product8Bit, m: int, n: int, k: int, num_sms: int) -> Config8Bit:
     """The tiling that is expected to take the least time."""
-    best = min(
-        candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms)
-    )
+    best = min(candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms))
     return configure(product, best, m, n, num_sms)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -9,7 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from cukit.gemm import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
+import cukit as ck
+from cukit.gemm import (
+    grouped_gated_linear,
+    grouped_gemm,
+    grouped_gemm_backward,
+    grouped_gemm_fp8,
+)
 from cukit.reference import activations
 from cukit.reference import grouped_gemm as reference
 from profiling import peers
@@ -28,6 +35,7 @@ def cases(small: bool = False) -> list[Case]:
             forward_case(3, 20, 32, 64, set_aside=True),
             backward_case(3, 20, 32, 64),
             gated_case(3, 20, 32, 64),
+            fp8_case(3, 20, 32, 64),
         ]
     return [
         forward_case(4, 8192, 6144, 7168),
@@ -36,6 +44,9 @@ def cases(small: bool = False) -> list[Case]:
         forward_case(32, 192, 6144, 7168, set_aside=True),
         backward_case(8, 4096, 7168, 3072),
         gated_case(32, 1024, 2048, 7168),
+        fp8_case(4, 8192, 6144, 7168),
+        fp8_case(8, 4096, 7168, 3072),
+        fp8_case(32, 192, 6144, 7168, set_aside=True),
     ]
 
 
@@ -131,6 +142,50 @@ def gated_case(groups: int, rows: int, n: int, k: int) -> Case:
     return _case(
         "grouped_gated_linear", f"{groups} x {rows}, 2x{n}x{k}", build, groups, rows, 2 * n, k
     )
+
+
+def fp8_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False) -> Case:
+    """y[r] = weights[g] x[r] of float8 codes with scales of blocks."""
+    counts = counts_of(groups, rows)
+
+    def build() -> Workload:
+        xp = array_module()
+        lead = (groups, int(counts.max())) if set_aside else (groups * rows,)
+        steps, blocks = -(-k // 128), -(-n // 128)
+        ones = xp.ones((steps, -(-math.prod(lead) // 4) * 4), xp.float32)
+        x = ck.QuantizedArray.encode(
+            normal((*lead, k), DTYPE),
+            ck.float8_e4m3,
+            scales=ones[:, : math.prod(lead)].T.reshape(*lead, steps),
+            axis=-1,
+            group_size=128,
+        )
+        weights = ck.QuantizedArray.encode(
+            normal((groups, n, k), DTYPE),
+            ck.float8_e4m3,
+            scales=xp.ones((groups, blocks, steps), xp.float32),
+            axis=(1, 2),
+            group_size=128,
+        )
+        out = xp.zeros((*lead, n), normal((1,), DTYPE).dtype)
+        where: dict[str, Any] = (
+            {"expert_counts": xp.asarray(counts)}
+            if set_aside
+            else {"expert_offsets": _offsets(counts)}
+        )
+
+        def expected() -> Any:
+            wide = (array.decode("bfloat16") for array in (x, weights))
+            return reference.grouped_gemm(*wide, **where)
+
+        return Workload(
+            {"cukit": lambda: partial(grouped_gemm_fp8, x, weights, **where, out=out)}, expected
+        )
+
+    name = f"{groups} x {rows}, {n}x{k}{' set aside' if set_aside else ''}"
+    moved = groups * rows * (2 * n + k) + groups * n * k
+    flops = 2.0 * groups * rows * n * k
+    return Case(FAMILY, "grouped_gemm_fp8", name, "float8_e4m3", build, flops=flops, bytes=moved)
 
 
 def _case(

@@ -64,6 +64,15 @@ def _grouped_backward(rng: Rng) -> Arguments:
     return (random(rng, (70, 48), "bfloat16"), x, weights, offsets), {}
 
 
+def _grouped_fp8(rng: Rng) -> Arguments:
+    x, weights, offsets = _groups(rng)
+    scales = rng.uniform(0.5, 2, (70, 1)).astype(np.float32)
+    codes = encode(x[:, :64].copy(), float8_e4m3, scales=scales, axis=1, group_size=128)
+    scales = rng.uniform(0.5, 2, (3, 1, 1)).astype(np.float32)
+    own = encode(weights[..., :64].copy(), float8_e4m3, scales=scales, axis=(1, 2), group_size=128)
+    return (codes, own, offsets), {"out_dtype": np.float16}
+
+
 def _routing(rng: Rng, tokens: int = 20) -> Any:
     from cukit.reference.moe import topk_router
 
@@ -194,6 +203,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "grouped_gated_linear": lambda rng: (_groups(rng), {}),
     "grouped_gemm": lambda rng: (_groups(rng), {}),
     "grouped_gemm_backward": _grouped_backward,
+    "grouped_gemm_fp8": _grouped_fp8,
     "moe_ffn": lambda rng: ((random(rng, (20, 72), "bfloat16"), *_experts(rng)), {}),
     "moe_ffn_backward": _ffn_backward,
     "moe_permute": lambda rng: (
