@@ -13,7 +13,6 @@ from cukit.core.map_cache import TensorMapCache
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import encode_tensor_map
 from cukit.gemm.plan_8bit import (
-    OUT_BOX,
     TILE_K,
     Config8Bit,
     Config8BitSm80,
@@ -44,7 +43,7 @@ def prepare_8bit(
 class Mapped8Bit:
     """A launch on Hopper for arrays of one description."""
 
-    __slots__ = ("_a", "_b", "_blocks", "_launch", "_out", "_scales")
+    __slots__ = ("_a", "_b", "_blocks", "_launch", "_out", "_scales", "_staged")
 
     def __init__(
         self, config: Config8Bit, m: int, n: int, k: int, a_stride: int = 0, b_stride: int = 0
@@ -55,8 +54,11 @@ class Mapped8Bit:
         self._blocks = config.product.blocks
         boxes = (tiling.tile_m, TILE_K), (tiling.tile_n // tiling.cluster, TILE_K)
         self._a, self._b = (TensorMapCache(partial(encode_tensor_map, box=box)) for box in boxes)
-        staged = config.result == ResultPath.STAGED
-        self._out = TensorMapCache(partial(encode_tensor_map, box=OUT_BOX)) if staged else None
+        self._staged = config.result == ResultPath.STAGED
+        piece = config.piece_columns
+        self._out = TensorMapCache(
+            partial(encode_tensor_map, box=(64, piece), swizzle_bytes=2 * piece)
+        )
         self._scales = TensorMapCache(
             lambda scales: encode_tensor_map(scales.T, (1, tiling.tile_m), swizzle_bytes=0)
         )
@@ -74,7 +76,7 @@ class Mapped8Bit:
     ) -> None:
         a, b = aligned_rows(a), aligned_rows(b)
         maps = [self._a(a), self._b(b)]
-        if self._out is not None:
+        if self._staged:
             maps.append(self._out(out))
         if self._blocks:
             a_scales = scale_columns(a_scales)

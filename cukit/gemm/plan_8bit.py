@@ -14,7 +14,6 @@ from cukit.core.kernel import KernelSpec
 Code = Literal["Int8", "Float8E4M3"]
 
 TILE_K = 128
-OUT_BOX = (64, 64)
 _SCALE_STAGE_BYTES = 1024
 _SHARED_PER_BLOCK = 227 * KIB
 _SHARED_PER_SM = 228 * KIB
@@ -48,27 +47,21 @@ class Tiling8Bit:
 
     splits: blocks (a cluster) that share the steps of k of a tile.
     cluster: blocks that share a tile of b, theirs lying one below the other.
+    consumers: warpgroups that multiply, each its share of the rows.
+    blocks_per_sm: with two, one computes while the other starts or stores.
     """
 
     tile_m: int
     tile_n: int
     splits: int = 1
     cluster: int = 1
+    consumers: int = 2
+    blocks_per_sm: int = 1
 
     def __str__(self) -> str:
         name = f"{self.tile_m}x{self.tile_n}"
         name += f" split {self.splits}" if self.splits > 1 else ""
         return name + (f" cluster {self.cluster}" if self.cluster > 1 else "")
-
-    @property
-    def consumers(self) -> int:
-        """Warpgroups that multiply."""
-        return min(2, self.tile_m // 64)
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """Two of the small blocks, so that one computes while the other starts or stores."""
-        return 2 if self.consumers == 1 and self.tile_n <= 64 else 1
 
     def tiles(self, m: int, n: int) -> tuple[int, int]:
         """Tiles (of a cluster that shares b) along each axis of the result."""
@@ -96,6 +89,8 @@ class Config8Bit:
     """Blocks of the grid."""
     group: int
     """Rows of tiles, of clusters where there are any, that blocks walk over together."""
+    buffers: int = 2
+    """Pieces of a consumer's result that are on their way at a time."""
 
     @property
     def stage_bytes(self) -> int:
@@ -110,8 +105,12 @@ class Config8Bit:
             return self.tiling.exchanged_bytes
         if self.result != ResultPath.STAGED:
             return 0
-        buffers = 2 if self.tiling.tile_n % 128 == 0 else 1
-        return 2 * OUT_BOX[0] * OUT_BOX[1] * buffers * self.tiling.consumers
+        return 2 * 64 * self.piece_columns * self.buffers * self.tiling.consumers
+
+    @property
+    def piece_columns(self) -> int:
+        """Columns of the result that leave in one copy."""
+        return next(width for width in (64, 32, 16) if self.tiling.tile_n % width == 0)
 
     @property
     def num_stages(self) -> int:
@@ -140,6 +139,7 @@ class Config8Bit:
             ("PARTIALS", self.partials),
             ("BLOCKS", int(self.product.blocks)),
             ("RESULT", int(self.result)),
+            ("BUFFERS", self.buffers),
             ("BLOCKS_PER_SM", tiling.blocks_per_sm),
             ("THREADS", threads),
         )
@@ -153,6 +153,13 @@ _NARROW = (128, 112, 96, 80, 64, 48, 32, 16)
 _SPLITS = (1, 2, 4, 8)
 
 
+def tiling_of(tile_m: int, tile_n: int, splits: int = 1) -> Tiling8Bit:
+    """A tiling with warpgroups of 64 rows, and two blocks an SM where they are small."""
+    consumers = min(2, tile_m // 64)
+    small = consumers == 1 and tile_n <= 64
+    return Tiling8Bit(tile_m, tile_n, splits, 1, consumers, 2 if small else 1)
+
+
 def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
     """What plan_matmul_8bit chooses from: accumulators, and partial sums, fit into registers."""
     steps = -(-k // TILE_K)
@@ -164,14 +171,13 @@ def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8
         for tile_n in _NARROW:
             for splits in _SPLITS if m <= _MOST_SPLIT_ROWS else (1,):
                 if splits <= steps and tile_n >= 8 * splits:
-                    yield Tiling8Bit(tile_m, tile_n, splits)
+                    yield tiling_of(tile_m, tile_n, splits)
 
 
 def _result_path(product: Product8Bit, tiling: Tiling8Bit, n: int) -> ResultPath:
     if product.out in ("float32", "int32") or n % 8:
         return ResultPath.PAIRS
-    staged = tiling.tile_n % 64 == 0 and tiling.splits == 1
-    return ResultPath.STAGED if staged else ResultPath.ROWS
+    return ResultPath.STAGED if tiling.splits == 1 else ResultPath.ROWS
 
 
 def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms: int) -> Config8Bit:
@@ -182,7 +188,7 @@ def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms:
     clusters = tiles if tiling.splits > 1 else min(tiles, slots)
     rows = tiling.tile_m * tiling.cluster
     group = round((min(clusters, slots) * tiling.tile_n / rows) ** 0.5)
-    beside = tiling.tile_m <= 128 and tiling.tile_n <= 128
+    beside = tiling.tile_m == 64 * tiling.consumers and tiling.tile_n <= 128
     return Config8Bit(
         product,
         tiling,
@@ -301,7 +307,7 @@ def specs(products: Iterable[Product8Bit], device: Device) -> list[KernelSpec]:
             (Tiling8Bit(128, 192 if product.promoted else 256), 1024),
             (Tiling8Bit(256, 128), 1024),
             (Tiling8Bit(128, 112), 1024),
-            (Tiling8Bit(64, 128), 1023),
-            (Tiling8Bit(64, 64, splits=4), 1024),
+            (tiling_of(64, 128), 1023),
+            (tiling_of(64, 64, splits=4), 1024),
         )
     ]

@@ -15,15 +15,15 @@
 //   through distributed shared memory (common/hopper/split_k.cuh); one tile a cluster, every block has
 //   a step.
 // Shared memory, bytes: STAGES * ((TILE_M + TILE_N) * 128 + BLOCKS * 1024), dynamic: stages (a | b |
-//   scales of a); then for RESULT 2 CONSUMERS * buffers * 8192: 64 x 64 pieces of out, two for each
-//   consumer where TILE_N is a multiple of 128, else one; for SPLITS the sums of the others. Static: two
-//   barriers a stage, one of the split.
+//   scales of a); then for RESULT 2 CONSUMERS * BUFFERS * 64 * piece * 2: pieces of out of 64, 32 or 16
+//   columns, the widest that divides TILE_N; for SPLITS the sums of the others. Static: two barriers a
+//   stage, one of the split.
 // Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the sums of int8); TILE_M
 //   64|128|256; TILE_N a multiple of 16 up to 256; CONSUMERS 1|2; STAGES 2..; CLUSTER, SPLITS 1|2|4|8;
 //   PARTIALS 0|1|2; BLOCKS 0|1; RESULT 0 Pairs, 1 Rows, 2 Staged (common/hopper/scaled_epilogue.cuh),
-//   not 2 with SPLITS; BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1).
-// Tensor maps: boxes of [TILE_M, 128] (a), [TILE_N / CLUSTER, 128] (b) and [64, 64] (out, RESULT 2),
-//   swizzled by 128 bytes; with BLOCKS [1, TILE_M] (scales of a, [ceil(k / 128), m]).
+//   not 2 with SPLITS; BUFFERS 1..; BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1).
+// Tensor maps: boxes of [TILE_M, 128] (a), [TILE_N / CLUSTER, 128] (b) and [64, piece] (out, RESULT 2),
+//   swizzled by the bytes of their rows; with BLOCKS [1, TILE_M] (scales of a, [ceil(k / 128), m]).
 // Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
 // Reference: cukit/reference/gemm_8bit.py.
 #include "common/hopper/gemm.cuh"
@@ -122,9 +122,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         using Epilogue = cukit::ScaledSplitEpilogue<Shape, Out, kPath, SPLITS>;
         Epilogue epilogue{result, group, {reinterpret_cast<float4*>(behind), &arrived}};
 #elif RESULT == 2
-        cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, group, behind, &out_map};
+        cukit::ScaledEpilogue<Shape, Out, kPath, BUFFERS> epilogue{result, group, behind, &out_map};
 #else
-        cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, group};
+        cukit::ScaledEpilogue<Shape, Out, kPath, BUFFERS> epilogue{result, group};
 #endif
 #if PARTIALS
         const cukit::PromotedProduct<Shape, Scales, PARTIALS> product(stages, group, scales);

@@ -9,7 +9,13 @@ import cukit
 from cukit.errors import ArrayDtypeError, ConfigError
 from cukit.gemm import matmul_fp8
 from cukit.gemm.launch_8bit import Mapped8Bit
-from cukit.gemm.plan_8bit import Product8Bit, Tiling8Bit, configure, plan_matmul_8bit_sm90
+from cukit.gemm.plan_8bit import (
+    Product8Bit,
+    Tiling8Bit,
+    configure,
+    plan_matmul_8bit_sm90,
+    tiling_of,
+)
 from cukit.reference import gemm_8bit as reference
 from tests.contract import another_order, poisoned, to_device, to_host
 from tests.gemm.quantized_operands import absolute_product, float8_operand, place
@@ -94,8 +100,8 @@ TILINGS = [
     Tiling8Bit(128, 192),
     Tiling8Bit(128, 160),
     Tiling8Bit(128, 112),
-    Tiling8Bit(64, 128),
-    Tiling8Bit(64, 48, splits=2),
+    tiling_of(64, 128),
+    tiling_of(64, 48, splits=2),
 ]
 
 

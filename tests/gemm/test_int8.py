@@ -20,6 +20,7 @@ from cukit.gemm.plan_8bit import (
     configure,
     plan_matmul_8bit_sm80,
     plan_matmul_8bit_sm90,
+    tiling_of,
 )
 from cukit.reference import gemm_8bit as reference
 from tests.contract import BFLOAT16, another_order, assert_close, poisoned, to_device, to_host
@@ -77,7 +78,7 @@ def test_other_architectures(rng, arch):
         Tiling8Bit(128, 256),
         Tiling8Bit(256, 128),
         Tiling8Bit(128, 112),
-        Tiling8Bit(64, 64, splits=4),
+        tiling_of(64, 64, splits=4),
         Tiling8Bit(128, 64, splits=2),
         Tiling8Bit(128, 128, cluster=2),
     ],

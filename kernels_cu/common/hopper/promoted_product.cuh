@@ -178,8 +178,6 @@ struct PromotedProduct {
 
   static_assert(sizeof(typename Shape::Element) == 1 && Shape::kTileK == kPromotedDepth,
                 "a step is what is summed up between promotions");
-  static_assert(Shape::kCluster == 1 || Scales::kStageBytes == 0,
-                "a stage that ordinary loads read is released within its block");
   static_assert(Partials == 1 || (Partials == 2 && Shape::kRowTiles == 1 && Shape::kTileN <= 128),
                 "partial sums that registers hold");
 

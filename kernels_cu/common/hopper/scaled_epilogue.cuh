@@ -3,8 +3,7 @@
 //
 //   Pairs    any type, any number of columns
 //   Rows     16-bit results from registers, 64 bytes of a row at a time: columns a multiple of 8
-//   Staged   16-bit results through swizzled shared memory and TMA: columns a multiple of 8, tiles a
-//            multiple of 64 wide
+//   Staged   16-bit results through swizzled shared memory and TMA: columns a multiple of 8
 //
 // ScaledEpilogue writes whole tiles; ScaledSplitEpilogue, Pairs or Rows, what the blocks of a cluster
 // have summed up together (common/hopper/split_k.cuh).
@@ -21,19 +20,22 @@ namespace cukit {
 
 enum class ResultPath { Pairs, Rows, Staged };
 
-// Where Staged pieces of 64 columns go: StagedStore with this tile's place.
+// Where pieces of 64 rows go: StagedStore, and the place of these rows.
 template <typename Store>
 struct StagedPlace {
+  static constexpr int kColumns = Store::Piece::kColumns;  // of a piece
   unsigned char* buffers;
   const TensorMap* map;
+  int first;  // number of the first piece
   int row, column, rows, columns, barrier;
 
   CUKIT_DEVICE void store(int piece, const float* values) const {
-    Store::store_piece(piece, values, buffers, map, column, row, columns, rows, barrier);
+    Store::store_piece(first + piece, values, buffers, map, column, row, columns, rows, barrier);
   }
 };
 
 struct NoPlace {
+  static constexpr int kColumns = 0;
   CUKIT_DEVICE void store(int, const float*) const {}
 };
 
@@ -43,7 +45,7 @@ template <ResultPath Path, typename Out, typename Sum, int N, typename Place = N
 CUKIT_DEVICE void write_result(const ScaledResult<Out>& result, const Sum (&sums)[N], int row,
                                int column, const Place& place = {}) {
   constexpr int kColumns = 2 * N;
-  constexpr int kPiece = Path == ResultPath::Staged ? 64
+  constexpr int kPiece = Path == ResultPath::Staged ? Place::kColumns
                          : kColumns % 32 == 0       ? 32
                          : kColumns % 16 == 0       ? 16
                                                     : 8;
@@ -78,7 +80,8 @@ CUKIT_DEVICE void write_result(const ScaledResult<Out>& result, const Sum (&sums
   }
 }
 
-template <typename Shape, typename Out, ResultPath Path>
+// Buffers: pieces of a consumer that are on their way at a time, of Staged.
+template <typename Shape, typename Out, ResultPath Path, int Buffers>
 struct ScaledEpilogue {
   static constexpr int kBytes = 0;
   ScaledResult<Out> result;
@@ -96,14 +99,15 @@ struct ScaledEpilogue {
   CUKIT_DEVICE void finish() const {}
 };
 
-template <typename Shape, typename Out>
-struct ScaledEpilogue<Shape, Out, ResultPath::Staged> {
-  using Store = StagedStore<Out, Shape::kTileN, 64, Shape::kTileN % 128 == 0 ? 2 : 1>;
+template <typename Shape, typename Out, int Buffers>
+struct ScaledEpilogue<Shape, Out, ResultPath::Staged, Buffers> {
+  static constexpr int kPiece = Shape::kTileN % 64 == 0 ? 64 : Shape::kTileN % 32 == 0 ? 32 : 16;
+  using Store = StagedStore<Out, Shape::kTileN, kPiece, Buffers>;
   static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
   ScaledResult<Out> result;
   int group;               // this consumer
   unsigned char* buffers;  // kBytes of shared memory
-  const TensorMap* map;    // of the result: boxes of [64, 64], swizzled
+  const TensorMap* map;    // of the result: boxes of [64, kPiece], swizzled
 
   template <typename Accumulators>
   CUKIT_DEVICE void store(const Accumulators& sums, const MatrixTile& tile) const {
@@ -111,8 +115,13 @@ struct ScaledEpilogue<Shape, Out, ResultPath::Staged> {
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
       const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
-      const StagedPlace<Store> place{buffers + group * Store::kBytes, map,            row,
-                                     column,                          result.rows,    result.columns,
+      const StagedPlace<Store> place{buffers + group * Store::kBytes,
+                                     map,
+                                     row_tile * Store::kPieces,
+                                     row,
+                                     column,
+                                     result.rows,
+                                     result.columns,
                                      1 + group};
       write_result<ResultPath::Staged>(result, sums[row_tile], row, column, place);
     }

@@ -99,12 +99,14 @@ struct StagedStore {
     }
   }
 
-  // The same of one piece; all pieces of a tile in their order. `sums`: the piece's own.
+  // The same of one piece. Pieces come in their order; those of several row tiles, each of kPieces, may
+  // be numbered through. `sums`: the piece's own.
   CUKIT_DEVICE static void store_piece(int piece, const float* sums, unsigned char* buffers,
                                        const TensorMap* map, int column, int row, int columns,
                                        int rows, int barrier) {
     store_piece(piece, sums, buffers, barrier, [&](int, const unsigned char* buffer) {
-      if (row < rows) Piece::store(map, buffer, column + piece * PieceColumns, row, columns);
+      if (row >= rows) return;
+      Piece::store(map, buffer, column + piece % kPieces * PieceColumns, row, columns);
     });
   }
 
@@ -117,8 +119,11 @@ struct StagedStore {
     unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
     if (starts) {
       // The last tile's pieces have long been read; a new tile begins with the first buffer.
-      if (piece == 0) bulk_wait_read<0>();
-      if (piece >= Buffers) bulk_wait_read<Buffers - 1>();
+      if (piece == 0) {
+        bulk_wait_read<0>();
+      } else if (piece >= Buffers) {
+        bulk_wait_read<Buffers - 1>();
+      }
     }
     named_sync(barrier, kWarpgroupThreads);  // the buffer is free
 #pragma unroll

@@ -7,7 +7,6 @@
 #pragma once
 
 #include "common/platform.cuh"
-#include "common/ptx/opaque.cuh"
 #include "common/types.cuh"
 
 namespace cukit {
@@ -50,10 +49,8 @@ struct ScaledResult {
         if (row + 8 * half < rows) zero_point[half] = zero_points[(row + 8 * half) * a.stride];
       }
     }
-    // The factors of 16 columns at a time: those of all columns would take too many registers.
 #pragma unroll
     for (int n = 0; n < N / 4; ++n) {
-      if (n % 2 == 0) column = static_cast<int>(opaque(column));
       float column_scale[2], offset[2];
       int column_sum[2];
 #pragma unroll
