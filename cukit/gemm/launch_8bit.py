@@ -12,6 +12,7 @@ from cukit.core.kernel import Launch, load_kernel
 from cukit.core.map_cache import TensorMapCache
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import encode_tensor_map
+from cukit.gemm.linear_sm90 import box_rows
 from cukit.gemm.plan_8bit import (
     TILE_K,
     Config8Bit,
@@ -49,11 +50,16 @@ class Mapped8Bit:
         self, config: Config8Bit, m: int, n: int, k: int, a_stride: int = 0, b_stride: int = 0
     ) -> None:
         tiling = config.tiling
-        parameters = _parameters(m, n, k, config.group, a_stride, b_stride)
+        if tiling.cluster > 1:
+            boxes = tiling.tile_m, tiling.tile_n // tiling.cluster
+        else:
+            boxes = box_rows(tiling.tile_m, m), box_rows(tiling.tile_n, n)
+        parameters = _parameters((m, n, k), config.group, boxes, (a_stride, b_stride))
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
         self._blocks = config.product.blocks
-        boxes = (tiling.tile_m, TILE_K), (tiling.tile_n // tiling.cluster, TILE_K)
-        self._a, self._b = (TensorMapCache(partial(encode_tensor_map, box=box)) for box in boxes)
+        self._a, self._b = (
+            TensorMapCache(partial(encode_tensor_map, box=(rows, TILE_K))) for rows in boxes
+        )
         self._staged = config.result == ResultPath.STAGED
         piece = config.piece_columns
         self._out = TensorMapCache(
@@ -124,7 +130,7 @@ class Strided8Bit:
         found = self._launches.get(key)
         if found is None:
             m, n, k, group, _, b_stride = self._extents
-            parameters = _parameters(m, n, k, group, a_stride, b_stride)
+            parameters = _parameters((m, n, k), group, (0, 0), (a_stride, b_stride))
             rows = _STRUCTS["RowStrides"].pack(
                 a_row_bytes=a_row_bytes, b_row_bytes=b_row_bytes, k=k
             )
@@ -132,10 +138,14 @@ class Strided8Bit:
         return found
 
 
-def _parameters(m: int, n: int, k: int, group: int, a_stride: int, b_stride: int) -> Any:
-    product = _STRUCTS["GemmParameters"].pack(m=m, n=n, steps=-(-k // TILE_K), group=group)
-    return _STRUCTS["QuantizedGemmParameters"].pack(
-        product=product, a_stride=a_stride, b_stride=b_stride
+def _parameters(
+    extents: tuple[int, int, int], group: int, boxes: tuple[int, int], strides: tuple[int, int]
+) -> Any:
+    m, n, k = extents
+    gemm = _STRUCTS["GemmParameters"].pack(m=m, n=n, steps=-(-k // TILE_K), group=group)
+    linear = _STRUCTS["LinearParameters"].pack(gemm=gemm, box_a=boxes[0], box_b=boxes[1])
+    return _STRUCTS["QuantizedParameters"].pack(
+        linear=linear, a_stride=strides[0], b_stride=strides[1]
     )
 
 

@@ -22,6 +22,7 @@ ACTIVATIONS = {
     "silu": "Silu",
 }
 """Names of activations, and those of their types in common/activation.cuh."""
+GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 _WARPGROUP = 128
 _MOST_STAGES = 10
@@ -68,17 +69,14 @@ class Tiling:
     splits: int = 1
     cluster: int = 1
     transposed: bool = False
+    blocks_per_sm: int = 1
 
     def __str__(self) -> str:
         name = f"{self.tile_m}x{self.tile_n}"
         name += f" split {self.splits}" if self.splits > 1 else ""
         name += f" cluster {self.cluster}" if self.cluster > 1 else ""
+        name += f" x{self.blocks_per_sm}" if self.blocks_per_sm > 1 else ""
         return name + (" transposed" if self.transposed else "")
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """Two of the small blocks, so that one computes while the other starts or stores."""
-        return 3 - self.consumers
 
     @property
     def threads(self) -> int:
@@ -178,6 +176,11 @@ def configure(product: Product, tiling: Tiling, num_sms: int) -> Sm90Config:
     return Sm90Config(product, tiling, blocks, max(1, min(group, tiles_m)))
 
 
+CLUSTER_TILING = Tiling(128, 256, cluster=2)
+"""Half the loads of b, and never faster: the H200's L2 serves both blocks as quickly, and blocks
+that wait for each other lose 0.5 % (profiling/notes/matmul_tma_sm90.md). Not planned."""
+
+
 # ---- The choice ----
 
 # An H200, measured (profiling/notes/linear_sm90.md). An SM's operands arrive from L2 at a rate of its
@@ -190,8 +193,9 @@ _EPILOGUE_US = 1.0
 _SPLIT_US = 1.0
 
 _SPLITS = (1, 2, 4, 8)
-_WIDE = tuple(Tiling(128, tile_n) for tile_n in (256, 224, 192, 160, 128, 96, 64))
-_SMALL = tuple(Tiling(64, tile_n, consumers=1) for tile_n in (128, 64))
+_WIDEST = Tiling(128, 256)
+_WIDE = (_WIDEST, *(Tiling(128, tile_n) for tile_n in (224, 192, 160, 128, 96, 64)))
+_SMALL = tuple(Tiling(64, tile_n, consumers=1, blocks_per_sm=2) for tile_n in (128, 64))
 _TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 
 
@@ -199,9 +203,17 @@ def candidates(product: Product) -> Iterator[Tiling]:
     """Every tiling that suits the product's layouts and leaves at least one step of k a block."""
     steps = -(-product.k // TILE_K)
     tilings = [*_WIDE, *_SMALL]
+    if product.keeps and not product.gated:
+        tilings.remove(_WIDEST)  # too few registers for both results
     if not product.gated and product.major_a == "K":
         tilings += [
-            Tiling(tile_m, tokens, consumers=tile_m // 64, transposed=True)
+            Tiling(
+                tile_m,
+                tokens,
+                consumers=tile_m // 64,
+                transposed=True,
+                blocks_per_sm=3 - tile_m // 64,
+            )
             for tokens in _TOKENS
             for tile_m in (128, 64)
         ]
@@ -238,7 +250,19 @@ def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
 
 
 @cache
-def plan(product: Product, num_sms: int) -> Sm90Config:
+def plan_sm90(product: Product, num_sms: int) -> Sm90Config:
     """The tiling with the shortest estimate."""
     tiling = min(candidates(product), key=lambda each: estimate_us(product, each, num_sms))
     return configure(product, tiling, num_sms)
+
+
+def representative_configs(product: Product, num_sms: int) -> list[Sm90Config]:
+    """A wide tile, a narrow one, split ones, and a transposed one where the product allows it."""
+    widest = Tiling(128, 224) if product.keeps and not product.gated else _WIDEST
+    tilings = [widest, Tiling(128, 64), Tiling(128, 128, splits=4)]
+    if not product.gated and product.major_a == "K":
+        tilings += [
+            Tiling(128, 96, transposed=True),
+            Tiling(64, 16, consumers=1, splits=2, transposed=True, blocks_per_sm=2),
+        ]
+    return [configure(product, tiling, num_sms) for tiling in tilings]

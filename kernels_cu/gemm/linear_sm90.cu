@@ -43,11 +43,13 @@ constexpr int kMulticast = SPLITS > 1 ? 1 : CLUSTER;
 using Shape = cukit::GemmShape<T, TILE_M, TILE_N, kMulticast, CONSUMERS, Major::MAJOR_A,
                                Major::MAJOR_B>;
 using Block = cukit::WarpSpecialized<CONSUMERS, 40, BLOCKS_PER_SM>;
+template <int Columns>
 using Transform =
-    cukit::LinearTransform<T, cukit::ACTIVATION<T>, PARTS, KEEPS != 0, TRANSPOSED != 0>;
-using Staged = cukit::StagedEpilogue<Shape, T, Transform>;
-using Transposed = cukit::TransposedEpilogue<Shape, T, Transform>;
-using Split = cukit::SplitEpilogue<Shape, T, SPLITS, TRANSPOSED != 0, Transform>;
+    cukit::LinearTransform<T, cukit::ACTIVATION<T>, PARTS, KEEPS != 0, Columns, TRANSPOSED != 0>;
+using Staged = cukit::StagedEpilogue<Shape, T, Transform<TILE_N / PARTS>>;
+using Transposed = cukit::TransposedEpilogue<Shape, T, Transform<TILE_N>>;
+using Split = cukit::SplitEpilogue<Shape, T, SPLITS, TRANSPOSED != 0,
+                                   Transform<cukit::slice_columns(TILE_N / PARTS, SPLITS)>>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
 static_assert(SPLITS == 1 || SPLITS == CLUSTER, "a cluster splits k, or shares b");
@@ -56,14 +58,17 @@ static_assert(PARTS == 1 || !TRANSPOSED, "gate and up are columns of the product
 }  // namespace
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    linear_sm90(const __grid_constant__ cukit::TensorMap a,     // [m, k]; MN-major: [k, m]
-                const __grid_constant__ cukit::TensorMap b,     // [n, k]; MN-major: [k, n]
-                const __grid_constant__ cukit::TensorMap up,    // [n, k]; only with PARTS 2
-                const __grid_constant__ cukit::TensorMap out,   // [m, n]; TRANSPOSED: [n, m]
-                const __grid_constant__ cukit::TensorMap kept,  // [m, PARTS * n]; only with KEEPS
-                const T* bias,                                  // [n], TRANSPOSED: [m]; or null
-                T* out_elements, T* kept_elements,              // of out and kept; only with SPLITS
-                const cukit::GemmParameters p) {
+    linear_sm90(const __grid_constant__ cukit::TensorMap a,        // [m, k]; MN-major: [k, m]
+                const __grid_constant__ cukit::TensorMap b,        // [n, k]; MN-major: [k, n]
+                const __grid_constant__ cukit::TensorMap up,       // [n, k]; only with PARTS 2
+                const __grid_constant__ cukit::TensorMap out,      // [m, n]; TRANSPOSED: [n, m]
+                const __grid_constant__ cukit::TensorMap kept,     // as out; only with KEEPS
+                const __grid_constant__ cukit::TensorMap kept_up,  // and with PARTS 2
+                const T* bias,     // [n], TRANSPOSED: [m]; or null
+                T* out_elements,   // of out; only with SPLITS
+                T* kept_elements,  // [m, PARTS * n]; only with SPLITS and KEEPS
+                const cukit::LinearParameters parameters) {
+  const cukit::GemmParameters& p = parameters.gemm;
   __shared__ cukit::Pipeline<STAGES> pipeline;
   __shared__ cukit::StageBarriers<1> arrived;
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
@@ -73,35 +78,43 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
                                                 (p.n + kColumns - 1) / kColumns, p.group, p.steps,
                                                 SPLITS}};
 
-  Block::prepare<CLUSTER>([&] {
+  const auto operands = [&] {
+    if constexpr (PARTS == 2) {
+      return cukit::PairedOperands<Shape>{&a, &b, &up, p.m, p.n, parameters.box_a, parameters.box_b};
+    } else {
+      return cukit::DenseOperands<Shape>{&a, &b, p.m, p.n, parameters.box_a, parameters.box_b};
+    }
+  }();
+  if constexpr (kMulticast == 1) operands.template clear_rest<STAGES>(stages);
+  Block::prepare<kMulticast>([&] {
     pipeline.init(kMulticast * Block::kConsumerWarps);
     arrived.init(1);
   });
+  if constexpr (SPLITS > 1) cukit::cluster_arrive();  // the epilogue waits for the others
   Block::run(
       [&] {
-        if (threadIdx.x == 0) {
-          if constexpr (PARTS == 2) {
-            cukit::produce(pipeline, stages, schedule, cukit::PairedOperands<Shape>{&a, &b, &up});
-          } else {
-            cukit::produce(pipeline, stages, schedule, cukit::DenseOperands<Shape>{&a, &b, p.m});
-          }
-        }
+        if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
         cukit::leave_cluster<kMulticast>();
+        if constexpr (SPLITS > 1) {
+          __syncwarp();
+          cukit::cluster_wait();
+        }
       },
       [&] {
         const int group = Block::consumer_group();
         const cukit::SharedProduct<Shape> product(stages, group);
         unsigned char* const behind = stages + STAGES * Shape::kStageBytes;
-        const Transform transform{bias, TRANSPOSED ? p.m : p.n};
+        const int features = TRANSPOSED ? p.m : p.n;
         if constexpr (SPLITS > 1) {
           Split epilogue{reinterpret_cast<float4*>(behind), &arrived, out_elements, kept_elements,
-                         p.m, p.n, group, transform};
+                         p.m, p.n, group, {bias, features}};
           cukit::consume(pipeline, schedule, product, epilogue);
         } else if constexpr (TRANSPOSED) {
-          Transposed epilogue{behind, &out, p.m, p.n, group, transform, &kept};
+          Transposed epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept};
           cukit::consume(pipeline, schedule, product, epilogue);
         } else {
-          Staged epilogue{behind, &out, p.m, p.n, group, transform, &kept};
+          Staged epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept,
+                          &kept_up};
           cukit::consume(pipeline, schedule, product, epilogue);
         }
         cukit::leave_cluster<kMulticast>();

@@ -116,9 +116,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) matmul_8bit_sm80(
 #endif
     const Out* __restrict__ bias,  // [n] or null
     Out* __restrict__ out,         // [m, n]
-    const cukit::QuantizedGemmParameters p, const cukit::RowStrides rows) {
+    const cukit::QuantizedParameters p, const cukit::RowStrides rows) {
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
-  const cukit::GemmParameters& size = p.product;
+  const cukit::GemmParameters& size = p.linear.gemm;
   const cukit::MatrixTiles tiles{(size.m + TILE_M - 1) / TILE_M, (size.n + TILE_N - 1) / TILE_N,
                                  size.group, size.steps, 1};
   const cukit::MatrixTile tile = tiles.at(blockIdx.x);

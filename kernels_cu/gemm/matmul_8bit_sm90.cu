@@ -76,10 +76,10 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
 #endif
         const Out* __restrict__ bias,  // [n] or null
         Out* __restrict__ out,         // [m, n]
-        const cukit::QuantizedGemmParameters p) {
+        const cukit::QuantizedParameters p) {
   __shared__ cukit::Pipeline<STAGES> pipeline;
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
-  const cukit::GemmParameters& size = p.product;
+  const cukit::GemmParameters& size = p.linear.gemm;
   constexpr int kRows = kMulticast * TILE_M;
   const cukit::DenseTiles<kMulticast> schedule{{(size.m + kRows - 1) / kRows,
                                                 (size.n + TILE_N - 1) / TILE_N, size.group,
@@ -88,21 +88,29 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   __shared__ cukit::StageBarriers<1> arrived;
 #endif
 
-  Block::prepare<CLUSTER>([&] {
+  const cukit::DenseOperands<Shape, Operands::kStageBytes> matrices{
+      &a, &b, size.m, size.n, p.linear.box_a, p.linear.box_b};
+#if BLOCKS
+  const Operands operands{matrices, &a_scales};
+#else
+  const Operands& operands = matrices;
+#endif
+  if constexpr (kMulticast == 1) operands.clear_rest<STAGES>(stages);
+  Block::prepare<kMulticast>([&] {
     pipeline.init(kMulticast * Block::kConsumerWarps);
 #if SPLITS > 1
     arrived.init(1);
 #endif
   });
+  if constexpr (SPLITS > 1) cukit::cluster_arrive();  // the epilogue waits for the others
   Block::run(
       [&] {
-#if BLOCKS
-        const Operands operands{{&a, &b, size.m}, &a_scales};
-#else
-        const Operands operands{&a, &b, size.m};
-#endif
         if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
         cukit::leave_cluster<kMulticast>();
+        if constexpr (SPLITS > 1) {
+          __syncwarp();
+          cukit::cluster_wait();
+        }
       },
       [&] {
         const int group = Block::consumer_group();

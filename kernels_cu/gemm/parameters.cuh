@@ -12,10 +12,27 @@ struct GemmParameters {
   int group;  // rows of tiles (with clusters: of clusters) that are walked over together
 };
 
-// The same of 8-bit codes: 0 for a stride means one scale for all rows (of a) or columns (of b). Scales
+// The same, with the boxes in which TMA loads K-major operands.
+struct LinearParameters {
+  GemmParameters gemm;
+  int box_a, box_b;
+};
+
+// The same where tiles and their order are fixed.
+struct DenseParameters {
+  int m, n, k;
+};
+
+// Rows of a gradient, in strips of `strip_rows`.
+struct GradientParameters {
+  int rows, columns;
+  int strip_rows;
+};
+
+// A product of 8-bit codes: 0 for a stride means one scale for all rows (of a) or columns (of b). Scales
 // of blocks: a_stride is that between steps of k.
-struct QuantizedGemmParameters {
-  GemmParameters product;
+struct QuantizedParameters {
+  LinearParameters linear;
   int a_stride, b_stride;
 };
 

@@ -7,29 +7,54 @@ import itertools
 import numpy as np
 
 from cukit.gemm import (
+    gated_linear,
+    gated_linear_backward,
     grouped_gated_linear,
     grouped_gemm,
     grouped_gemm_backward,
     grouped_gemm_fp8,
+    linear,
+    linear_backward,
     matmul_fp8,
     matmul_int8,
-    matmul_tma,
 )
-from tests.contract import random, to_device
+from cukit.gemm.linear_plan import Product, configure
+from cukit.gemm.linear_sm90 import LinearSm90
+from tests.contract import poisoned, random, to_device
+from tests.gemm import test_grouped, test_grouped_fp8
 from tests.gemm.quantized_operands import float8_operand, int8_operand, place
 from tests.gemm.test_fp8 import KINDS
-from tests.gemm.test_grouped import GROUPS as GROUPED
-from tests.gemm.test_grouped import Groups
-from tests.gemm.test_grouped_fp8 import operands, placed
-from tests.gemm.test_matmul_tma import SHAPES
+from tests.gemm.test_linear import SHAPES, TILINGS, operands
 from tests.sanitize import Group
 
 
-def tma() -> None:
+def forward() -> None:
     rng = np.random.default_rng(3)
     for m, n, k in [*SHAPES, (300, 520, 136)]:
         for dtype in ("float16", "bfloat16"):
-            matmul_tma(*to_device("gpu", random(rng, (m, k), dtype), random(rng, (n, k), dtype)))
+            x, w = to_device("gpu", *operands(rng, m, 2 * n, k, dtype))
+            (bias,) = to_device("gpu", random(rng, (2 * n,), dtype))
+            linear(x, w, bias, "gelu_tanh", return_preactivation=True)
+            gated_linear(x, w, return_preactivation=True)
+
+
+def backward() -> None:
+    rng = np.random.default_rng(3)
+    for m, n, k in [*SHAPES, (300, 520, 136)]:
+        x, w = to_device("gpu", *operands(rng, m, 2 * n, k, "bfloat16"))
+        grad, z = to_device("gpu", *(random(rng, (m, 2 * n), "bfloat16") for _ in range(2)))
+        linear_backward(grad, x, w, z, "silu", with_bias=True)
+        gated_linear_backward(grad[:, :n].copy(), x, w, z)
+
+
+def tilings() -> None:
+    """Split, transposed and shared tiles, which the plan takes for larger products only."""
+    rng = np.random.default_rng(3)
+    m, n, k = 136, 296, 520
+    x, w = to_device("gpu", *operands(rng, m, n, k, "bfloat16"))
+    for tiling in TILINGS:
+        out = poisoned("gpu", (m, n), "bfloat16")
+        LinearSm90(configure(Product(m, n, k, "bfloat16"), tiling, 2))(x, w, None, None, out, None)
 
 
 def eight_bits() -> None:
@@ -39,18 +64,20 @@ def eight_bits() -> None:
         a, b = place("gpu", int8_operand(rng, m, k, zero_points=True), int8_operand(rng, n, k))
         matmul_int8(a, b)
         for left, right in KINDS.values():
-            operands = (
-                float8_operand(rng, m, k, scales=left),
-                float8_operand(rng, n, k, scales=right),
+            matmul_fp8(
+                *place(
+                    "gpu",
+                    float8_operand(rng, m, k, scales=left),
+                    float8_operand(rng, n, k, scales=right),
+                )
             )
-            matmul_fp8(*place("gpu", *operands))
 
 
 def grouped() -> None:
     """Both layouts, rows as rows and as columns, gradients; float8."""
     rng = np.random.default_rng(3)
-    for counts, set_aside in itertools.product(GROUPED.values(), (False, True)):
-        groups = Groups(rng, counts, set_aside, 72, "bfloat16")
+    for counts, set_aside in itertools.product(test_grouped.GROUPS.values(), (False, True)):
+        groups = test_grouped.Groups(rng, counts, set_aside, 72, "bfloat16")
         where = groups.where("gpu")
         weights = random(rng, (len(counts), 136, 72), "bfloat16")
         grad = groups.rows(rng, 136, "bfloat16")
@@ -58,12 +85,14 @@ def grouped() -> None:
         grouped_gemm(x, weights, **where)
         grouped_gated_linear(x, weights, **where, keep=True)
         grouped_gemm_backward(grad, x, weights, **where)
-        codes, matrices = (placed("gpu", array) for array in operands(rng, groups, 136, 208))
-        grouped_gemm_fp8(codes, matrices, **where)
+        pair = test_grouped_fp8.operands(rng, groups, 136, 208)
+        grouped_gemm_fp8(*(test_grouped_fp8.placed("gpu", each) for each in pair), **where)
 
 
 GROUPS = {
     "grouped": Group(grouped, shares=True),
-    "matmul_tma": Group(tma, shares=True, quick=True),
     "matmul_8bit": Group(eight_bits, shares=True, quick=True),
+    "linear": Group(forward, shares=True, quick=True),
+    "linear backward": Group(backward),
+    "linear tilings": Group(tilings, shares=True),
 }

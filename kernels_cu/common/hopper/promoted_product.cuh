@@ -4,7 +4,7 @@
 // The tensor cores add float8 products with about 14 bits: each is cut below the largest number of the
 // sum. Sums of 128 products lose little to that; sums over all of k would lose more with every step.
 //
-//   PartialScales   what a partial sum is multiplied with:   kPadding, kLoadedBytes,
+//   PartialScales   what a partial sum is multiplied with:   kStageBytes behind the operands,
 //                   Cursor, at the start of a tile: factors(stage, step, row_tile), and
 //                   promote(sums, partial, factors)
 //     UnitScales    nothing: tensor- and row-wise scales belong to the epilogue
@@ -34,7 +34,6 @@ constexpr int kScaleBlock = 128;     // columns of b that share a scale
 // Partial sums are added as they are.
 struct UnitScales {
   static constexpr int kStageBytes = 0;
-  static constexpr int kLoadedBytes = 0;
 
   struct Factors {};
 
@@ -157,14 +156,22 @@ struct BlockScales {
 template <typename Shape>
 struct BlockScaledOperands {
   static constexpr int kStageBytes = Shape::kStageBytes + BlockScales<Shape>::kStageBytes;
-  static constexpr int kLoadedBytes = Shape::kStageBytes + BlockScales<Shape>::kLoadedBytes;
-  DenseOperands<Shape> operands;
+  DenseOperands<Shape, kStageBytes> operands;
   const TensorMap* scales;
+
+  CUKIT_DEVICE int bytes(const MatrixTile& tile) const {
+    return operands.bytes(tile) + BlockScales<Shape>::kLoadedBytes;
+  }
+
+  template <int Stages>
+  CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
+    operands.template clear_rest<Stages>(stages);
+  }
 
   CUKIT_DEVICE void load(unsigned char* stage, Mbarrier* full, const MatrixTile& tile,
                          int step) const {
     operands.load(stage, full, tile, step);
-    tma_load_2d(stage + Shape::kStageBytes, scales, full, Shape::row(tile), step);
+    tma_load_2d(stage + Shape::kStageBytes, scales, full, operands.row(tile), step);
   }
 };
 

@@ -142,7 +142,7 @@ struct ScaledSplitEpilogue {
   template <typename Accumulators>
   CUKIT_DEVICE void store(const Accumulators& partial, const MatrixTile& tile) const {
     typename Sums::Slice own;
-    if (!sums.exchange(own, partial)) return;
+    if (!sums.exchange(own, partial, [] {})) return;
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
       const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;

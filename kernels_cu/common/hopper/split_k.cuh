@@ -6,7 +6,8 @@
 //
 // The schedule is DenseTiles with as many splits as the cluster has blocks, and a grid of as many
 // clusters as there are tiles: each computes one, so that the memory which receives is never used
-// twice.
+// twice. Before the first access to another block every thread of the cluster comes to cluster_arrive;
+// store() is where the consumers wait for it, long after.
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -23,12 +24,14 @@ constexpr int slices_of(int columns, int splits) {
   return slices;
 }
 
+constexpr int slice_columns(int columns, int splits) { return columns / slices_of(columns, splits); }
+
 // The exchange. Parts: as of Transform (common/hopper/gemm.cuh), each of which is cut into slices.
 template <typename Shape, typename Sum, int Splits, int Parts = 1>
 struct SplitSums {
   static constexpr int kColumns = Shape::kTileN / Parts;  // of the result
   static constexpr int kSlices = slices_of(kColumns, Splits);
-  static constexpr int kSliceColumns = kColumns / kSlices;
+  static constexpr int kSliceColumns = slice_columns(kColumns, Splits);
   static constexpr int kPart = kColumns / 2;            // a thread's accumulators of a part
   static constexpr int kPartSlice = kSliceColumns / 2;  // and of a slice of it
   static constexpr int kSlice = Parts * kPartSlice;
@@ -46,12 +49,14 @@ struct SplitSums {
   }
 
   // Turns this block's sums of the tile into the whole sums of its slice: false where it has none.
-  template <typename Accumulators>
-  CUKIT_DEVICE bool exchange(Slice& own, const Accumulators& sums) const {
+  // `meanwhile` is called while the sums of the others are on their way.
+  template <typename Accumulators, typename Meanwhile>
+  CUKIT_DEVICE bool exchange(Slice& own, const Accumulators& sums, const Meanwhile& meanwhile) const {
     const int rank = cluster_rank();
     const int thread = threadIdx.x - kWarpgroupThreads;
     const PipelineState<1> once;
     if (thread == 0 && rank < kSlices) arrived->expect(once, kBytes);
+    cluster_wait();
 #pragma unroll
     for (int to = 0; to < kSlices; ++to) {
       // Block `to` keeps the sums of block to + 1 + i in place i.
@@ -74,6 +79,7 @@ struct SplitSums {
       }
     }
     if (rank >= kSlices) return false;
+    meanwhile();
     mbarrier_wait_cluster(&arrived->stage[0], 0);
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
@@ -98,11 +104,10 @@ struct SplitSums {
   CUKIT_DEVICE static void add(int& to, float sum) { to += __float_as_int(sum); }
 };
 
-// Transform: as for StagedEpilogue. Transposed: the transpose of the product is the result.
+// Transform: as for StagedEpilogue, of slices. Transposed: the transpose of the product is the result.
 template <typename Shape, typename T, int Splits, bool Transposed, typename Transform = Identity>
 struct SplitEpilogue {
   using Sums = SplitSums<Shape, float, Splits, Transform::kParts>;
-  static constexpr int kColumns = Sums::kColumns;  // of the result
   static constexpr int kSliceColumns = Sums::kSliceColumns;
   static constexpr int kPartSlice = Sums::kPartSlice;
   static constexpr int kSlice = Sums::kSlice;
@@ -117,20 +122,24 @@ struct SplitEpilogue {
   Transform transform;
 
   template <typename Accumulators>
-  CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) const {
+  CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) {
+    const int column = Sums::first_column(tile);
+    const int first_row = Shape::row(tile) + group * Shape::kGroupRows;
     typename Sums::Slice own;
-    if (!Sums{received, arrived}.exchange(own, sums)) return;
+    const auto begin = [&] { transform.begin(first_row, column); };
+    if (!Sums{received, arrived}.exchange(own, sums, begin)) return;
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
-      write(own[row_tile], row, Sums::first_column(tile));
+      const int row = first_row + row_tile * kWarpgroupRows;
+      if (row_tile > 0) transform.begin(row, column);
+      write(own[row_tile], row, column);
     }
   }
 
   CUKIT_DEVICE void finish() const {}
 
  private:
-  CUKIT_DEVICE void write(float (&sums)[kSlice], int row, int column) const {
+  CUKIT_DEVICE void write(float (&sums)[kSlice], int row, int column) {
     const long long stride = Transposed ? rows : columns;
     transform.prepare(sums, row, column);
     if constexpr (Transform::kKeeps) {
