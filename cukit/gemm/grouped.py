@@ -228,15 +228,17 @@ class GroupedLaunch:
         box_b = _box(product.major_b, tiling.tile_n // parts)
         piece = tiling.piece_columns(parts)
         box_out = (tiling.tile_n, 64) if tiling.transposed else (64, piece)
-        # a, b and the result: those with the rows of groups, those with a matrix for each.
-        ragged_ones = {"m": (True, False, True), "n": (False, True, True), "k": (True, True, False)}
+        # a, b and the result, by what they hold: rows of groups, or a matrix for each group.
+        rows, sequences = partial(encode_rows, None), partial(encode_rows, layout.longest)
+        kinds = {
+            "m": (rows, encode_matrices, sequences),
+            "n": (encode_matrices, rows, sequences),
+            "k": (sequences, sequences, encode_matrices),
+        }[ragged]
+        boxes = (box_a, box_b, box_out, box_out)
         self._maps = [
-            TensorMapCache(partial(encode_groups, layout.longest if rows else None, box))
-            for rows, box in zip(
-                (*ragged_ones[ragged], True),
-                (box_a, box_b, box_out, box_out),
-                strict=True,
-            )
+            TensorMapCache(partial(encode, box))
+            for encode, box in zip((*kinds, kinds[2]), boxes, strict=True)
         ]
 
     def __call__(self, a: Array, b: Array, out: Array, kept: Array | None, ends: Array) -> None:
@@ -254,12 +256,17 @@ def _box(major: str, tile: int) -> tuple[int, int]:
     return (tile, TILE_K) if major == "K" else (TILE_K, ROW_BYTES // ITEM_BYTES)
 
 
-def encode_groups(longest: int | None, box: tuple[int, int], array: Array) -> Any:
-    """A map [matrices, rows, columns]: of matrices, or of sequences of up to `longest` rows."""
+def encode_matrices(box: tuple[int, int], array: Array) -> Any:
+    """A map of a matrix for each group."""
+    return encode_tensor_map(array, (1, *box), swizzle_bytes=box[1] * array.itemsize)
+
+
+def encode_rows(longest: int | None, box: tuple[int, int], array: Array) -> Any:
+    """A map of all rows, [1, rows, columns], or of sequences of up to `longest` rows."""
+    rows = array.reshape(-1, array.shape[-1])
     swizzle = box[1] * array.itemsize
     if longest is None:
-        return encode_tensor_map(array, (1, *box), swizzle_bytes=swizzle)
-    rows = array.reshape(-1, array.shape[-1])
+        return encode_tensor_map(rows[None], (1, *box), swizzle_bytes=swizzle)
     return encode_sequence_map(rows, longest, (1, *box), swizzle_bytes=swizzle)
 
 

@@ -28,7 +28,13 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.core.support import Support
 from cukit.core.tensor_map import encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
-from cukit.gemm.grouped import GROUPED_PARAMETERS, Layout, encode_groups, layout_of
+from cukit.gemm.grouped import (
+    GROUPED_PARAMETERS,
+    Layout,
+    encode_matrices,
+    encode_rows,
+    layout_of,
+)
 from cukit.gemm.grouped_plan import MOST_GROUPS, STATIC_BYTES
 from cukit.gemm.launch_8bit import scale_columns
 from cukit.gemm.operands_8bit import Parts, parts_of
@@ -231,13 +237,11 @@ class GroupedFp8Launch:
             set_aside=layout.set_aside,
         )
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
-        boxes = {
-            "_x": (layout.longest, (tiling.tile_m, TILE_K)),
-            "_weights": (None, (tiling.tile_n, TILE_K)),
-            "_out": (layout.longest, (_PIECE, _piece(tiling))),
-        }
-        for name, (longest, box) in boxes.items():
-            setattr(self, name, TensorMapCache(partial(encode_groups, longest, box)))
+        of_rows, of_matrices = (tiling.tile_m, TILE_K), (tiling.tile_n, TILE_K)
+        of_out = (_PIECE, _piece(tiling))
+        self._x = TensorMapCache(partial(encode_rows, None, of_rows))
+        self._weights = TensorMapCache(partial(encode_matrices, of_matrices))
+        self._out = TensorMapCache(partial(encode_rows, layout.longest, of_out))
         self._scales = TensorMapCache(
             lambda scales: encode_tensor_map(scales.T, (1, tiling.tile_m), swizzle_bytes=0)
         )

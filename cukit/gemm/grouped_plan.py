@@ -8,11 +8,6 @@ from functools import cache
 
 from cukit.core.kernel import KernelSpec
 from cukit.gemm.linear_plan import (
-    _EPILOGUE_US,
-    _MEMORY_BYTES_PER_US,
-    _SM_BYTES_PER_US,
-    _SM_MACS_PER_US,
-    _START_US,
     ACTIVATIONS,
     ITEM_BYTES,
     ROW_BYTES,
@@ -84,11 +79,17 @@ class GroupedConfig:
 
 
 _WIDE = (*(Tiling(128, tile_n) for tile_n in (256, 192, 128, 64)), Tiling(256, 128))
-_SMALL = tuple(Tiling(64, tile_n, consumers=1) for tile_n in (128, 64))
+_SMALL = tuple(Tiling(64, tile_n, consumers=1, blocks_per_sm=2) for tile_n in (128, 64))
 _FEWEST_STAGES = 3
 _MANY_ROUNDS = 8
 """With more the last round, which leaves multiprocessors idle, does not matter."""
-# Measured on an H200 (profiling/notes/grouped_gemm_sm90.md).
+# Measured on an H200 (profiling/notes/grouped_gemm_sm90.md). An SM's operands arrive from L2 at a
+# rate of its own; its tensor cores run at what power leaves of their clock.
+_MEMORY_BYTES_PER_US = 4.1e6
+_SM_BYTES_PER_US = 80e3
+_SM_MACS_PER_US = 2048 * 1.6e3
+_START_US = 4.0
+_EPILOGUE_US = 1.0
 _TRANSPOSED = 0.97
 _BESIDE_MEMORY = 0.1
 _ROWS = (16, 32, 64, 128, 192, 256)
@@ -99,11 +100,7 @@ def candidates(problem: GroupedProblem) -> Iterator[Tiling]:
     product = problem.product
     tilings = [each for each in (*_WIDE, *_SMALL) if not product.gated or each.tile_n >= 128]
     if problem.ragged == "m" and not product.gated:
-        tilings += [
-            Tiling(tile_m, rows, consumers=tile_m // 64, transposed=True)
-            for rows in _ROWS
-            for tile_m in (128, 64)
-        ]
+        tilings += [Tiling(128, rows, transposed=True) for rows in _ROWS]
     for tiling in tilings:
         computed = product.swapped() if tiling.transposed else product
         if tiling.num_stages(computed, STATIC_BYTES) >= _FEWEST_STAGES:

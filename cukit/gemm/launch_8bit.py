@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-
 from cukit.core.arrays import ACCESS_BYTES, Array, address_of, empty, float32
 from cukit.core.device import current_device
 from cukit.core.kernel import Launch, load_kernel

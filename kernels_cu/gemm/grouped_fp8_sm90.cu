@@ -35,10 +35,12 @@ static_assert(THREADS == Block::kThreads, "a producer and the consumers");
 
 struct Operands {
   static constexpr int kStageBytes = Shape::kStageBytes + Blocks::kStageBytes;
-  static constexpr int kLoadedBytes = Shape::kStageBytes + Blocks::kLoadedBytes;
   cukit::GroupedOperands<Shape, Ragged::M, 1> operands;
   const cukit::TensorMap* scales;
 
+  CUKIT_DEVICE int bytes(const GroupTile&) const {
+    return Shape::kStageBytes + Blocks::kLoadedBytes;
+  }
   CUKIT_DEVICE void load(unsigned char* stage, cukit::Mbarrier* full, const GroupTile& tile,
                          int step) const {
     operands.load(stage, full, tile, step);

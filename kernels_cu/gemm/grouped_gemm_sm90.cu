@@ -31,7 +31,7 @@ constexpr Ragged kRagged = Ragged::RAGGED;
 using Shape =
     cukit::GemmShape<T, TILE_M, TILE_N, 1, CONSUMERS, Major::MAJOR_A, Major::MAJOR_B>;
 using Block = cukit::WarpSpecialized<CONSUMERS, 40, BLOCKS_PER_SM>;
-using Transform = cukit::LinearTransform<T, cukit::ACTIVATION<T>, PARTS, KEEPS != 0, false>;
+using Transform = cukit::LinearTransform<T, cukit::ACTIVATION<T>, PARTS, KEEPS != 0, TILE_N / PARTS, false>;
 using Epilogue = cukit::GroupedEpilogue<Shape, T, kRagged, Transform>;
 using Schedule = cukit::GroupedTiles<kRagged, TILE_M, TILE_N / PARTS>;
 using Operands = cukit::GroupedOperands<Shape, kRagged, PARTS>;

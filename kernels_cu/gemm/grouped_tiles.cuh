@@ -3,9 +3,11 @@
 // Row r of group g is multiplied by matrix g. Groups lie one behind the other (offsets[groups + 1]), or
 // each has `longest` rows set aside, of which it uses counts[g]. Both are read on the device alone.
 //
-// A ragged matrix, whose rows are those of the groups, comes as a map of sequences (encode_sequence_map
-// in cukit/core/tensor_map.py): what lies behind the last row of a group reads as zero and is not
-// written, though another group may begin there.
+// Ragged matrices, whose rows are those of the groups, come as maps of sequences (encode_sequence_map in
+// cukit/core/tensor_map.py) where it matters what lies behind the last row of a group: there a result is
+// not written, though another group may begin, and k reads zeros. Other operands are maps of all rows:
+// a tile may hold rows of the next group, whose products are not stored, and which TMA loads faster than
+// zeros.
 //
 //   Ragged     product                                     groups are along
 //   M          x[rows, k]  times  weights[g][n, k]         rows of a and of the result
@@ -133,7 +135,6 @@ struct GroupedTiles {
 template <typename Shape, Ragged kRagged, int Parts>
 struct GroupedOperands {
   static constexpr int kStageBytes = Shape::kStageBytes;
-  static constexpr int kLoadedBytes = kStageBytes;
   const TensorMap* a;
   const TensorMap* b;
   int m, n;  // extents that all groups share
@@ -142,14 +143,15 @@ struct GroupedOperands {
     using TileA = typename Shape::TileA;
     const int k = step * Shape::kTileK;
     const MatrixRow own{tile.group, 0};
-    TileA::load(stage, a, full, k, tile.m, kRagged == Ragged::N ? own : tile.rows, m);
+    const MatrixRow rows = kRagged == Ragged::K ? tile.rows : MatrixRow{0, tile.first_row()};
+    TileA::load(stage, a, full, k, tile.m, kRagged == Ragged::N ? own : rows, m);
     unsigned char* const second = stage + TileA::kBytes;
     if constexpr (Parts == 2) {
       using Half = OperandTile<typename Shape::Element, Shape::kTileN / 2, Shape::kTileK, Major::K>;
       Half::load(second, b, full, k, tile.n, own, n);
       Half::load(second + Half::kBytes, b, full, k, n + tile.n, own, n);
     } else {
-      Shape::TileB::load(second, b, full, k, tile.n, kRagged == Ragged::M ? own : tile.rows, n);
+      Shape::TileB::load(second, b, full, k, tile.n, kRagged == Ragged::M ? own : rows, n);
     }
   }
 };
@@ -188,11 +190,12 @@ struct GroupedEpilogue {
   Transform transform;
 
   template <typename Accumulators>
-  CUKIT_DEVICE void store(Accumulators& sums, const GroupTile& tile) const {
+  CUKIT_DEVICE void store(Accumulators& sums, const GroupTile& tile) {
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
       const int row = tile.m + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
       if (row >= (kRagged == Ragged::M ? tile.length : m)) break;
+      transform.begin(row, tile.n);
       transform.prepare(sums[row_tile], row, tile.n);
       if constexpr (Transform::kKeeps) {
         send<0>(sums[row_tile], kept, tile, row, tile.n, Transform::kParts * n);
