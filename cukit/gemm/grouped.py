@@ -22,6 +22,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.map_cache import TensorMapCache
+from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.support import Support
 from cukit.core.tensor_map import encode_sequence_map, encode_tensor_map
@@ -65,7 +66,8 @@ def grouped_gemm(
             at most 512 groups, and k and n are multiples of 8.
         expert_offsets: int32 [groups + 1], ascending from 0 to at most `rows`.
         expert_counts: int32 [groups]; counts beyond the capacity count as the capacity.
-        out: where to write; dtype of `x`, [rows, n] or [groups, capacity, n].
+        out: where to write; dtype of `x`, [rows, n] or [groups, capacity, n]. It must not overlap an
+            input.
 
     Returns:
         `y`. On the GPU rows of no group are not written.
@@ -88,6 +90,7 @@ def grouped_gemm(
     x, weights, expert_offsets, expert_counts, out = adopt(
         op, x, weights, expert_offsets, expert_counts, out
     )
+    check_overlap(op, out, x=x, weights=weights)
     if not runs_kernel(op, x, weights, expert_offsets, expert_counts, out):
         _check(op, x, weights, expert_offsets, expert_counts, out, transpose_weights)
         y = reference.grouped_gemm(

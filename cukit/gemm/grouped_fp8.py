@@ -24,6 +24,7 @@ from cukit.core.device import KIB, Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.map_cache import TensorMapCache
 from cukit.core.narrow_dtype import float8_e4m3
+from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.support import Support
 from cukit.core.tensor_map import encode_tensor_map
@@ -73,7 +74,7 @@ def grouped_gemm_fp8(
             groups.
         expert_offsets, expert_counts: as for :func:`grouped_gemm`.
         out_dtype: bfloat16 (default) or float16.
-        out: where to write, [rows, n] or [groups, capacity, n].
+        out: where to write, [rows, n] or [groups, capacity, n]. It must not overlap an input.
 
     Returns:
         `out` or a new array. On the GPU rows of no group are not written.
@@ -99,6 +100,7 @@ def grouped_gemm_fp8(
         parts_of(_OP, name, array, float8_e4m3) for name, array in (("x", x), ("weights", weights))
     )
     expert_offsets, expert_counts, out = adopt(_OP, expert_offsets, expert_counts, out)
+    check_overlap(_OP, out, x=left.storage, weights=right.storage)
     if not runs_kernel(_OP, *left[:2], *right[:2], expert_offsets, expert_counts, out):
         _, dtype = _check(x, weights, expert_offsets, expert_counts, out, out_dtype)
         y = reference.grouped_gemm_fp8(

@@ -23,6 +23,7 @@ from cukit.core.arrays import (
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.reference import moe as reference
@@ -45,7 +46,7 @@ def moe_permute(
         rows: int32 [num_tokens, top_k], from :func:`topk_router` or :func:`expert_order`; -1 for
             none. All others are distinct and below `num_rows`.
         num_rows: rows of `y`: num_tokens * top_k (default), or num_experts * capacity.
-        out: where to write `y`; dtype of `x`, [num_rows, hidden].
+        out: where to write `y`; dtype of `x`, [num_rows, hidden]. It must not overlap an input.
 
     Returns:
         `y`, [num_rows, hidden], dtype of `x`. Rows that no choice has are not written.
@@ -61,6 +62,7 @@ def moe_permute(
     array([1., 2., 1., 2.], dtype=float32)
     """
     x, rows, out = adopt("moe_permute", x, rows, out)
+    check_overlap("moe_permute", out, x=x, rows=rows)
     if num_rows is None:
         num_rows = rows.size
     if not runs_kernel("moe_permute", x, rows, out):
@@ -98,7 +100,7 @@ def moe_unpermute(
         y: float32|float16|bfloat16 [num_rows, hidden], C-contiguous; float64 on the CPU only.
         rows: int32 [num_tokens, top_k], as in :func:`moe_permute`; choices with -1 are left out.
         weights: float32 [num_tokens, top_k]; None for the plain sum.
-        out: where to write `x`; dtype of `y`, [num_tokens, hidden].
+        out: where to write `x`; dtype of `y`, [num_tokens, hidden]. It must not overlap an input.
 
     Returns:
         `x`, [num_tokens, hidden], dtype of `y`.
@@ -145,6 +147,7 @@ def moe_unpermute_backward(
 
 def _unpermute(op: str, y: Array, rows: Array, weights: Array | None, out: Array | None) -> Array:
     y, rows, weights, out = adopt(op, y, rows, weights, out)
+    check_overlap(op, out, y=y, rows=rows, weights=weights)
     if not runs_kernel(op, y, rows, weights, out):
         _check_unpermute(op, y, rows, weights, out)
         return write_out(out, reference.moe_unpermute(y, rows, weights))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cukit.core.device import KIB, TYPICAL_DEVICES
-from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm import grouped_gated_linear, grouped_gemm, grouped_gemm_backward, grouped_plan
 from cukit.gemm.grouped import GroupedLaunch, Layout
 from cukit.gemm.grouped_plan import GroupedProblem
@@ -275,7 +275,8 @@ X, WEIGHTS, OFFSETS = np.ones((4, 8), np.float16), np.ones((2, 16, 8), np.float1
         ({"weights": WEIGHTS.astype(np.float32)}, ArrayDtypeError, "weights must have the dtype"),
         ({"expert_offsets": np.zeros(4, np.int32)}, ArrayShapeError, "expert_offsets must have"),
         ({"expert_offsets": np.zeros(3)}, ArrayDtypeError, "expert_offsets must be int32"),
-        ({"out": X}, ArrayShapeError, r"out must have shape \(4, 16\)"),
+        ({"out": np.ones((4, 8), np.float16)}, ArrayShapeError, r"out must have shape \(4, 16\)"),
+        ({"out": X}, ArrayLayoutError, "out overlaps x in memory"),
     ],
 )
 def test_errors_name_the_argument(arguments, error, message):

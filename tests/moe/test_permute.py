@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import pytest
 
-from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.moe import (
     moe_permute,
     moe_permute_backward,
@@ -161,7 +161,9 @@ def test_errors_name_the_argument():
     with pytest.raises(ArrayShapeError, match=r"moe_unpermute: weights must have shape \(3, 2\)"):
         moe_unpermute(x, rows, np.zeros((2, 2), np.float32))
     with pytest.raises(ArrayShapeError, match=r"out must have shape \(3, 8\)"):
-        moe_unpermute(x, rows, out=x[:2])
+        moe_unpermute(x, rows, out=x[:2].copy())
+    with pytest.raises(ArrayLayoutError, match="moe_unpermute: out overlaps y in memory"):
+        moe_unpermute(x, rows, out=x)
     with pytest.raises(ArrayShapeError, match=r"grad_out must have shape \(3, 8\)"):
         moe_unpermute_backward(x[:2], x, rows, np.zeros((3, 2), np.float32))
 
