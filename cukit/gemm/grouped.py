@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -66,8 +67,8 @@ def grouped_gemm(
             at most 512 groups, and k and n are multiples of 8.
         expert_offsets: int32 [groups + 1], ascending from 0 to at most `rows`.
         expert_counts: int32 [groups]; counts beyond the capacity count as the capacity.
-        out: where to write; dtype of `x`, [rows, n] or [groups, capacity, n]. It must not overlap an
-            input.
+        out: where to write; dtype of `x`, [rows, n] or [groups, capacity, n]. It must not overlap
+            an input.
 
     Returns:
         `y`. On the GPU rows of no group are not written.
@@ -185,9 +186,9 @@ def grouped_gated_linear(
         raise ConfigError(
             f"{op}: activation must be one of {', '.join(_GATES)}, got {activation!r}"
         )
-    groups = {"expert_offsets": expert_offsets, "expert_counts": expert_counts}
     if not runs_kernel(op, x, weights, expert_offsets, expert_counts):
         _check_gated(x, weights, expert_offsets, expert_counts)
+        groups: dict[str, Any] = {"expert_offsets": expert_offsets, "expert_counts": expert_counts}
         y = reference.grouped_gated_linear(x, weights, **groups, activation=activation)
         return (y, reference.grouped_gemm(x, weights, **groups)) if keep else y
     launch = _prepare_gated(x, weights, expert_offsets, expert_counts, activation, keep)
@@ -233,15 +234,16 @@ class GroupedLaunch:
         box_out = (tiling.tile_n, 64) if tiling.transposed else (64, piece)
         # a, b and the result, by what they hold: rows of groups, or a matrix for each group.
         rows, sequences = partial(encode_rows, None), partial(encode_rows, layout.longest)
-        kinds = {
+        kinds: dict[str, tuple[Callable[..., Any], ...]] = {
             "m": (rows, encode_matrices, sequences),
             "n": (encode_matrices, rows, sequences),
             "k": (sequences, sequences, encode_matrices),
-        }[ragged]
+        }
+        encoders = (*kinds[ragged], kinds[ragged][2])
         boxes = (box_a, box_b, box_out, box_out)
         self._maps = [
             TensorMapCache(partial(encode, box))
-            for encode, box in zip((*kinds, kinds[2]), boxes, strict=True)
+            for encode, box in zip(encoders, boxes, strict=True)
         ]
 
     def __call__(self, a: Array, b: Array, out: Array, kept: Array | None, ends: Array) -> None:

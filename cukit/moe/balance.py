@@ -77,12 +77,11 @@ def balance_experts(
     _check(array, num_slots, num_devices, num_nodes, num_groups)
     layers = np.atleast_2d(array)
     placed = [_place(layer, num_slots, num_devices, num_nodes, num_groups) for layer in layers]
-    experts = np.stack([each for each, _ in placed])
+    experts = np.stack([each for each, _ in placed]).astype(np.int32)
     device_loads = np.stack([each for _, each in placed])
-    replicas = np.stack([np.bincount(each, minlength=array.shape[-1]) for each in experts])
-    result = ExpertPlacement(
-        experts.astype(np.int32), replicas.astype(np.int32), _slots(experts, replicas), device_loads
-    )
+    counts = [np.bincount(each, minlength=array.shape[-1]) for each in experts]
+    replicas = np.stack(counts).astype(np.int32)
+    result = ExpertPlacement(experts, replicas, _slots(experts, replicas), device_loads)
     return result if array.ndim == 2 else ExpertPlacement(*(part[0] for part in result))
 
 

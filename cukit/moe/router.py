@@ -166,7 +166,7 @@ def topk_router_backward(
     arrays = adopt("topk_router_backward", grad_weights, logits, experts, rows, expert_counts)
     grad_weights, logits, experts, rows, expert_counts = arrays
     if not runs_kernel("topk_router_backward", *arrays):
-        _check_backward(*arrays, scoring)
+        _check_backward(grad_weights, logits, experts, rows, expert_counts, scoring)
         return reference.topk_router_backward(
             *arrays,
             scoring=scoring,

@@ -11,7 +11,7 @@ from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.moe import expert_order
 from cukit.moe.order import plan_expert_order
 from tests.contract import another_order, to_device, to_host
-from tests.quick_run import emulated
+from tests.quick_run import possible
 
 
 # num_tokens, top_k, num_experts: one token, chunks that end in the middle, experts that nobody
@@ -64,7 +64,7 @@ def check_order(order, ids, num_experts, capacity):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capacity", [None, 5])
-@emulated(lambda size: size.num_tokens < 1000)
+@possible(lambda device, size: device == "gpu" or size.num_tokens < 1000)
 def test_places_every_choice(device, rng, size, kind, capacity):
     ids = choices(rng, kind, size)
     (placed,) = to_device(device, ids)

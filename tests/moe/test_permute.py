@@ -26,7 +26,7 @@ from tests.contract import (
     to_device,
     to_host,
 )
-from tests.quick_run import emulated
+from tests.quick_run import possible
 
 
 # num_tokens, hidden, top_k: accesses of one element, several accesses a thread, several slices,
@@ -59,7 +59,7 @@ def order_of(rng, num_tokens, top_k, capacity=None, num_experts=5):
 @pytest.mark.parametrize("size", SIZES + LARGE, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capacity", [None, 3])
-@emulated(lambda size: size in SIZES)
+@possible(lambda device, size: device == "gpu" or size in SIZES)
 def test_permute_moves_rows(device, rng, size, dtype, capacity):
     num_tokens, hidden, top_k = astuple(size)
     rows, num_rows = order_of(rng, num_tokens, top_k, capacity)
@@ -79,7 +79,7 @@ def test_permute_moves_rows(device, rng, size, dtype, capacity):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capacity", [None, 3])
 @pytest.mark.parametrize("weighted", [True, False])
-@emulated(lambda size: size in SIZES)
+@possible(lambda device, size: device == "gpu" or size in SIZES)
 def test_unpermute_matches_reference(device, rng, size, dtype, capacity, weighted):
     num_tokens, hidden, top_k = astuple(size)
     rows, num_rows = order_of(rng, num_tokens, top_k, capacity)
@@ -97,7 +97,7 @@ def test_unpermute_matches_reference(device, rng, size, dtype, capacity, weighte
 @pytest.mark.parametrize("size", SIZES + LARGE, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capacity", [None, 3])
-@emulated(lambda size: size in SIZES)
+@possible(lambda device, size: device == "gpu" or size in SIZES)
 def test_unpermute_backward_matches_reference(device, rng, size, dtype, capacity):
     num_tokens, hidden, top_k = astuple(size)
     rows, num_rows = order_of(rng, num_tokens, top_k, capacity)
