@@ -17,6 +17,7 @@ from cukit.core.arrays import (
     write_out,
 )
 from cukit.core.kernel import launch_plan
+from cukit.core.overlap import check_overlap
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm.linear_launch import linear_specs, prepare_linear
 from cukit.gemm.linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, Product
@@ -73,6 +74,7 @@ def linear(
     if launch is None:
         result = reference.linear(x, w, bias, activation, return_preactivation=return_preactivation)
         return _written(out, result)
+    check_overlap("linear", out, x=x, w=w, bias=bias)
     shape = (*x.shape[:-1], w.shape[0])
     y = empty(x, shape) if out is None else out
     z = empty(x, shape) if return_preactivation else None
@@ -112,6 +114,7 @@ def gated_linear(
     >>> ck.gated_linear(np.ones((2, 8), np.float32), np.ones((6, 8), np.float32)).round(1)[0]
     array([64., 64., 64.], dtype=float32)
     """
+    gate: Array
     gate, up = w if isinstance(w, tuple) else (w, None)
     x, gate, up, out = adopt("gated_linear", x, gate, up, out)
     launch = None
@@ -125,6 +128,7 @@ def gated_linear(
             x, weights, activation, return_preactivation=return_preactivation
         )
         return _written(out, result)
+    check_overlap("gated_linear", out, x=x, w_gate=gate, w_up=up)
     if up is None:
         half = gate.shape[0] // 2
         gate, up = gate[:half], gate[half:]

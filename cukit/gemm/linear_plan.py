@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -104,8 +103,8 @@ class Tiling:
     def stage_bytes(self, product: Product) -> int:
         """Of both operands, in rows of 128 bytes."""
         extents = (self.tile_m, product.major_a), (self.tile_n, product.major_b)
-        rows = sum(-(-extent // 64) * 64 if major == "MN" else extent for extent, major in extents)
-        return rows * ROW_BYTES
+        rows = [extent if major == "K" else -(-extent // 64) * 64 for extent, major in extents]
+        return sum(rows) * ROW_BYTES
 
     def num_stages(self, product: Product, static_bytes: int = KIB) -> int:
         """As many as fit into shared memory, beside barriers and the like."""
@@ -113,6 +112,13 @@ class Tiling:
         limit = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.blocks_per_sm - KIB) - static_bytes
         room = limit - self.epilogue_bytes(parts)
         return min(_MOST_STAGES, room // self.stage_bytes(product))
+
+    def slots(self, num_sms: int) -> int:
+        """Blocks that run at a time. A cluster of four or more has to fit into one GPC, which leaves
+        about one SM in eleven idle."""
+        blocks = self.splits * self.cluster
+        usable = num_sms * 10 // 11 if blocks >= 4 else num_sms
+        return usable // blocks * blocks * self.blocks_per_sm
 
     def tiles(self, product: Product) -> tuple[int, int]:
         """Tiles (of a cluster that shares b) along each axis of the product."""
@@ -167,86 +173,102 @@ def configure(product: Product, tiling: Tiling, num_sms: int) -> Sm90Config:
         product = product.swapped()
     tiles_m, tiles_n = tiling.tiles(product)
     tiles = tiles_m * tiles_n
-    slots = num_sms * tiling.blocks_per_sm
-    clusters = tiles if tiling.splits > 1 else min(tiles, slots // tiling.cluster)
+    at_a_time = tiling.slots(num_sms) // (tiling.splits * tiling.cluster)
+    in_flight = min(tiles, at_a_time)
+    clusters = tiles if tiling.splits > 1 else in_flight
     blocks = clusters * tiling.splits * tiling.cluster
     rows = tiling.tile_m * tiling.cluster
-    in_flight = min(clusters, slots // (tiling.splits * tiling.cluster))
     group = round((in_flight * tiling.tile_n / (1 + product.gated) / rows) ** 0.5)
     return Sm90Config(product, tiling, blocks, max(1, min(group, tiles_m)))
 
 
 CLUSTER_TILING = Tiling(128, 256, cluster=2)
 """Half the loads of b, and never faster: the H200's L2 serves both blocks as quickly, and blocks
-that wait for each other lose 0.5 % (profiling/notes/matmul_tma_sm90.md). Not planned."""
+that wait for each other lose 0.5 % (profiling/notes/linear_sm90.md). Not planned."""
 
 
 # ---- The choice ----
 
-# An H200, measured (profiling/notes/linear_sm90.md). An SM's operands arrive from L2 at a rate of its
-# own; its tensor cores run at what power leaves of their clock.
-_MEMORY_BYTES_PER_US = 4.1e6
-_SM_BYTES_PER_US = 80e3
-_SM_MACS_PER_US = 2048 * 1.6e3
-_START_US = 4.0
-_EPILOGUE_US = 1.0
-_SPLIT_US = 1.0
+# Fitted to an H200, cold L2 (profiling/notes/linear_sm90.md).
+_START_US = 4.33
+_MEMORY_BYTES_PER_US = 4.07e6
+_FIRST_BYTES_PER_US = 2.66e6
+"""The first bytes of a cold start come more slowly."""
+_FIRST_BYTES = 40e6
+_LATENCY_US = 0.94
+"""Of memory: bytes in flight over the latency bound the rate too."""
+_MACS_PER_US = 2048 * 1520.0
+_STEP_US = 0.018
+_SHARED_STEP_US = 0.069
+"""Per step of k, beside the products: of a block alone on its multiprocessor, and of two."""
+_EXCHANGE_BYTES_PER_US = 12.9e3
+"""Between the blocks of a cluster."""
+_SPLIT_US = 0.9
+_SPLIT_ROUND_US = 0.75
+_BOTH = 2.62
+"""Norm by which the times of products and of memory add up: they overlap, not wholly."""
 
 _SPLITS = (1, 2, 4, 8)
+_FEWEST_STAGES = 3
 _WIDEST = Tiling(128, 256)
-_WIDE = (_WIDEST, *(Tiling(128, tile_n) for tile_n in (224, 192, 160, 128, 96, 64)))
-_SMALL = tuple(Tiling(64, tile_n, consumers=1, blocks_per_sm=2) for tile_n in (128, 64))
-_TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+_WIDE = (_WIDEST, *(Tiling(128, tile_n) for tile_n in (224, 192, 160, 128, 96, 64, 48, 32)))
+_SMALL = tuple(Tiling(64, tile_n, consumers=1, blocks_per_sm=2) for tile_n in (128, 96, 64))
+_FEW = tuple(
+    Tiling(tile_m, tokens, consumers=consumers, transposed=True, blocks_per_sm=3 - consumers)
+    for tokens in (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)
+    for tile_m, consumers in ((128, 2), (64, 1))
+)
 
 
 def candidates(product: Product) -> Iterator[Tiling]:
-    """Every tiling that suits the product's layouts and leaves at least one step of k a block."""
+    """Every tiling that suits the product's layouts and leaves each block a step of k."""
     steps = -(-product.k // TILE_K)
     tilings = [*_WIDE, *_SMALL]
     if product.keeps and not product.gated:
         tilings.remove(_WIDEST)  # too few registers for both results
     if not product.gated and product.major_a == "K":
-        tilings += [
-            Tiling(
-                tile_m,
-                tokens,
-                consumers=tile_m // 64,
-                transposed=True,
-                blocks_per_sm=3 - tile_m // 64,
-            )
-            for tokens in _TOKENS
-            for tile_m in (128, 64)
-        ]
+        tilings += _FEW
     for tiling in tilings:
-        major_n = product.major_a if tiling.transposed else product.major_b
-        if major_n == "MN" and tiling.tile_n % 64:
+        computed = product.swapped() if tiling.transposed else product
+        if tiling.tile_n % (64 if computed.major_b == "MN" else 32 if product.gated else 16):
             continue
         for splits in _SPLITS:
-            if splits <= steps and (splits == 1 or tiling.tile_n // (1 + product.gated) >= 16):
-                yield replace(tiling, splits=splits)
+            each = replace(tiling, splits=splits)
+            if splits <= steps and each.num_stages(computed) >= _FEWEST_STAGES:
+                yield each
 
 
 def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
-    """Time of a product: rounds of tiles, each as long as its products or its operands take, but no
-    less than memory needs for everything."""
+    """Time of a product: of its rounds of tiles, and of what memory needs for everything."""
     parts = 1 + product.gated
-    memory = (
-        ITEM_BYTES
-        * (product.k * (product.m + parts * product.n) + product.m * product.n)
-        / _MEMORY_BYTES_PER_US
-    )
     computed = product.swapped() if tiling.transposed else product
-    tiles = math.prod(tiling.tiles(computed)) * tiling.cluster * tiling.splits
+    tiles_m, tiles_n = tiling.tiles(computed)
+    blocks = tiles_m * tiles_n * tiling.cluster * tiling.splits
+    slots = tiling.slots(num_sms)
+    sharing = max(1, min(tiling.blocks_per_sm, -(-blocks // num_sms)))  # blocks that share an SM
+    rounds = -(-blocks // (slots // tiling.blocks_per_sm * sharing))
     steps = -(-product.k // TILE_K) / tiling.splits
-    busy = min(tiling.blocks_per_sm, -(-tiles // num_sms))  # blocks that share an SM
-    rows = min(tiling.tile_m, computed.m) + min(tiling.tile_n, parts * computed.n)
-    load = rows * ROW_BYTES / _SM_BYTES_PER_US
-    multiply = tiling.tile_m * tiling.tile_n * TILE_K / _SM_MACS_PER_US
-    rounds = -(-tiles // (num_sms * busy)) * busy
-    stored = tiling.tile_m * tiling.tile_n / (128 * 256)
-    each = steps * max(load, multiply) + _EPILOGUE_US * stored
-    extra = _SPLIT_US if tiling.splits > 1 else 0.0
-    return _START_US + max(rounds * each, memory) + extra
+    step = tiling.tile_m * tiling.tile_n * TILE_K / _MACS_PER_US
+    step += _STEP_US if sharing == 1 else _SHARED_STEP_US
+    multiply = rounds * sharing * steps * step
+
+    total = ITEM_BYTES * (product.k * (product.m + parts * product.n) + product.m * product.n)
+    first = min(total, _FIRST_BYTES)
+    memory = first / _FIRST_BYTES_PER_US + (total - first) / _MEMORY_BYTES_PER_US
+    in_flight = max(1, min(blocks, slots) // tiling.splits)
+    rows = min(tiles_m, in_flight)
+    columns = min(tiles_n, -(-in_flight // rows))
+    extents = min(rows * tiling.tile_m, computed.m)
+    extents += min(columns * tiling.tile_n, parts * computed.n)
+    loading = extents * tiling.splits * tiling.num_stages(computed) * ROW_BYTES
+    memory = max(memory, total / loading * _LATENCY_US)
+
+    split = 0.0
+    if tiling.splits > 1:
+        split = _SPLIT_US + (rounds - 1) * _SPLIT_ROUND_US
+        multiply += rounds * tiling.epilogue_bytes(parts) / _EXCHANGE_BYTES_PER_US
+    both: float = (multiply**_BOTH + memory**_BOTH) ** (1 / _BOTH)
+    return _START_US + both + split
 
 
 @cache

@@ -1,8 +1,8 @@
 """Cases of `cukit.gemm`.
 
-`matmul` is cuBLAS on both sides: what shows is what we add around it. `linear` and its relatives are
-kernels of ours beside cuBLAS, eagerly with the activation as a kernel of its own, compiled, and with
-cuBLASLt's fused epilogue where there is one.
+`matmul` is cuBLAS on both sides: what shows is what we add around it. `linear` and its relatives
+are kernels of ours beside cuBLAS: eagerly with the activation as a kernel of its own, compiled, and
+with cuBLASLt's fused epilogue where there is one.
 """
 
 from __future__ import annotations
@@ -130,12 +130,11 @@ def linear_case(extents: Extents, activation: str | None = None) -> Case:
     def build() -> Workload:
         x, w = _operands(extents)
         arrays = (x, w) if activation is None else (x, w, normal((extents[1],), "bfloat16"))
-        arms = forward_arms(partial(linear, *arrays, activation=activation), torch_linear, *arrays)
+        bias = arrays[2] if len(arrays) == 3 else None
+        arms = forward_arms(partial(linear, x, w, bias, activation), torch_linear, *arrays)
         if activation == "gelu_tanh":
             arms["cublaslt"] = lambda: peers.forward(cublas_lt(peers.torch()), *arrays)
-        return Workload(
-            arms=arms, expected=partial(reference.linear, *arrays, activation=activation)
-        )
+        return Workload(arms=arms, expected=partial(reference.linear, x, w, bias, activation))
 
     name = _name(extents, activation)
     return _case("linear", name, extents, build, products=1, of_x=1, of_w=1, of_y=1)
