@@ -10,6 +10,7 @@ from cukit.core.arrays import Array, adopt, check_array, empty, float32, runs_ke
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.narrow_dtype import float8_e4m3
+from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.support import Support
 from cukit.errors import ConfigError
@@ -78,6 +79,7 @@ def matmul_fp8(
     """
     left, right = parts_of(_OP, "a", a, float8_e4m3), parts_of(_OP, "b", b, float8_e4m3)
     bias, out = adopt(_OP, bias, out)
+    check_overlap(_OP, out, a=a.storage, b=b.storage, bias=bias)
     if not runs_kernel(_OP, *left[:2], *right[:2], bias, out):
         _check(a, b, bias, out, out_dtype, fast_accumulation)
         return reference.matmul_fp8(a, b, bias=bias, out_dtype=out_dtype, out=out)

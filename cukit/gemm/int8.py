@@ -10,6 +10,7 @@ from cukit.core.arrays import Array, adopt, check_array, empty, int32, runs_kern
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.narrow_dtype import int8
+from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayDtypeError, ConfigError
 from cukit.gemm.launch_8bit import prepare_8bit
@@ -76,6 +77,7 @@ def matmul_int8(
     left, right = parts_of(_OP, "a", a, int8), parts_of(_OP, "b", b, int8)
     bias, column_sums, out = adopt(_OP, bias, column_sums, out)
     others = (column_sums, bias, out)
+    check_overlap(_OP, out, a=a.storage, b=b.storage, bias=bias)
     if not runs_kernel(_OP, *left[:3], *right[:3], *others):
         _check(a, b, *others, out_dtype)
         return reference.matmul_int8(a, b, bias=bias, out_dtype=out_dtype, out=out)

@@ -18,6 +18,7 @@ from cukit.gemm.plan_8bit import (
     Config8BitSm80,
     Product8Bit,
     ResultPath,
+    piece_columns,
     plan_matmul_8bit_sm80,
     plan_matmul_8bit_sm90,
 )
@@ -60,7 +61,7 @@ class Mapped8Bit:
             TensorMapCache(partial(encode_tensor_map, box=(rows, TILE_K))) for rows in boxes
         )
         self._staged = config.result == ResultPath.STAGED
-        piece = config.piece_columns
+        piece = piece_columns(tiling.tile_n)
         self._out = TensorMapCache(
             partial(encode_tensor_map, box=(64, piece), swizzle_bytes=2 * piece)
         )

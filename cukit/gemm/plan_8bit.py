@@ -18,6 +18,7 @@ _SCALE_STAGE_BYTES = 1024
 _SHARED_PER_BLOCK = 227 * KIB
 _SHARED_PER_SM = 228 * KIB
 _MOST_STAGES = 12
+_MOST_BUFFERS = 4
 
 
 class ResultPath(IntEnum):
@@ -76,6 +77,11 @@ class Tiling8Bit:
         return (self.splits - 1) * self.tile_m * self.tile_n // slices * 4
 
 
+def piece_columns(tile_n: int) -> int:
+    """Columns of the result that leave in one copy."""
+    return next(width for width in (64, 32, 16) if tile_n % width == 0)
+
+
 @dataclass(frozen=True)
 class Config8Bit:
     """How one call runs."""
@@ -89,7 +95,7 @@ class Config8Bit:
     """Blocks of the grid."""
     group: int
     """Rows of tiles, of clusters where there are any, that blocks walk over together."""
-    buffers: int = 2
+    buffers: int
     """Pieces of a consumer's result that are on their way at a time."""
 
     @property
@@ -105,12 +111,7 @@ class Config8Bit:
             return self.tiling.exchanged_bytes
         if self.result != ResultPath.STAGED:
             return 0
-        return 2 * 64 * self.piece_columns * self.buffers * self.tiling.consumers
-
-    @property
-    def piece_columns(self) -> int:
-        """Columns of the result that leave in one copy."""
-        return next(width for width in (64, 32, 16) if self.tiling.tile_n % width == 0)
+        return 2 * 64 * piece_columns(self.tiling.tile_n) * self.buffers * self.tiling.consumers
 
     @property
     def num_stages(self) -> int:
@@ -149,8 +150,8 @@ class Config8Bit:
 
 _WIDE = (256, 224, 192, 160)
 _WIDE_PROMOTED = (192, 160)
-_NARROW = (128, 112, 96, 80, 64, 48, 32, 16)
-_SPLITS = (1, 2, 4, 8)
+_NARROW = (128, 96, 64, 48, 32, 16)
+_SPLITS = (2, 4)
 
 
 def tiling_of(tile_m: int, tile_n: int, splits: int = 1) -> Tiling8Bit:
@@ -162,16 +163,25 @@ def tiling_of(tile_m: int, tile_n: int, splits: int = 1) -> Tiling8Bit:
 
 def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
     """What plan_matmul_8bit chooses from: accumulators, and partial sums, fit into registers."""
-    steps = -(-k // TILE_K)
     if m > 64:
         wide = _WIDE_PROMOTED if product.promoted else _WIDE
         yield from (Tiling8Bit(128, tile_n) for tile_n in wide)
         yield Tiling8Bit(256, 128)
     for tile_m in (64,) if m <= 64 else (128, 64):
+        yield from (tiling_of(tile_m, tile_n) for tile_n in _NARROW)
+        if m <= _MOST_SPLIT_ROWS:
+            yield from _splits(tile_m, m, n, k)
+
+
+def _splits(tile_m: int, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
+    """Tilings that split k among clusters which all run at a time, every block with a step."""
+    for splits in _SPLITS:
         for tile_n in _NARROW:
-            for splits in _SPLITS if m <= _MOST_SPLIT_ROWS else (1,):
-                if splits <= steps and tile_n >= 8 * splits:
-                    yield tiling_of(tile_m, tile_n, splits)
+            tiling = tiling_of(tile_m, tile_n, splits)
+            tiles_m, tiles_n = tiling.tiles(m, n)
+            at_a_time = _CLUSTERS[splits] * tiling.blocks_per_sm
+            if tiles_m * tiles_n <= at_a_time and splits <= -(-k // TILE_K):
+                yield tiling
 
 
 def _result_path(product: Product8Bit, tiling: Tiling8Bit, n: int) -> ResultPath:
@@ -180,7 +190,14 @@ def _result_path(product: Product8Bit, tiling: Tiling8Bit, n: int) -> ResultPath
     return ResultPath.STAGED if tiling.splits == 1 else ResultPath.ROWS
 
 
-def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms: int) -> Config8Bit:
+def _promotes_beside(tiling: Tiling8Bit) -> bool:
+    """Whether registers hold two partial sums: one is promoted beside the products of the next."""
+    return tiling.tile_m == 64 * tiling.consumers and tiling.tile_n <= 128
+
+
+def configure(
+    product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms: int
+) -> Config8Bit:
     """Grid and order of tiles: the tiles in flight form about a square of the result."""
     tiles_m, tiles_n = tiling.tiles(m, n)
     tiles = tiles_m * tiles_n
@@ -188,50 +205,74 @@ def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms:
     clusters = tiles if tiling.splits > 1 else min(tiles, slots)
     rows = tiling.tile_m * tiling.cluster
     group = round((min(clusters, slots) * tiling.tile_n / rows) ** 0.5)
-    beside = tiling.tile_m == 64 * tiling.consumers and tiling.tile_n <= 128
+    partials = 2 if _promotes_beside(tiling) else 1
+    piece = piece_columns(tiling.tile_n)
     return Config8Bit(
         product,
         tiling,
         _result_path(product, tiling, n),
-        0 if not product.promoted else 2 if beside else 1,
+        partials if product.promoted else 0,
         clusters * tiling.splits * tiling.cluster,
         max(1, min(group, tiles_m)),
+        1 if tiling.tile_m == 256 else min(_MOST_BUFFERS, tiling.tile_n // piece),
     )
 
 
 # ---- The choice ----
 
-_SM_BYTES_PER_US = 80e3
-_SM_MACS_PER_US = 4096 * 1.6e3
-_STEP_US = 0.15
+# An H200, measured (profiling/notes/matmul_8bit_sm90.md): what a product waits for even where one tile
+# is little work; an SM's tensor cores at what power leaves of their clock; what arrives from L2 at one
+# SM; a step of k; a tile's epilogue; the exchange of a split; memory.
 _START_US = 4.0
-_SPLIT_US = 1.0
-_MEMORY_BYTES_PER_US = 4.1e6
+_PRODUCT_US = 2.32e-5  # of an element of a tile in a step
+_ACROSS_BLOCKS = 1.25  # as long where columns of a tile belong to two blocks of scales
+_SM_BYTES_PER_US = 86e3
+_STEP_US = {1: 0.28, 2: 0.25}  # by warpgroups
+_EPILOGUE_US = 0.5
+_EPILOGUE_ELEMENT_US = 4e-5
+_SPLIT_US = {1: 0.0, 2: 3.5, 4: 6.0}
+_ONE_PARTIAL = 1.06  # as long where a warpgroup waits for its partial sums
+_FIRST_BYTE_US = 5.2
+_MEMORY_BYTES_PER_US = 3.2e6
 _MOST_SPLIT_ROWS = 512
 
+_CLUSTERS = {1: 132, 2: 66, 4: 30}
+"""Clusters of so many blocks that an H200 with 132 SMs runs at a time: its GPCs differ in size."""
 
-def cost_us(
-    product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, num_sms: int
-) -> float:
+
+def cost_us(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, num_sms: int) -> float:
     """What a tiling is expected to take on an H200."""
     tiles_m, tiles_n = tiling.tiles(m, n)
-    slots = num_sms * tiling.blocks_per_sm // (tiling.splits * tiling.cluster)
-    rounds = -(-tiles_m * tiles_n // slots)
-    steps = -(-k // TILE_K) / tiling.splits
-    share = tiling.blocks_per_sm if tiles_m * tiles_n * tiling.splits > num_sms else 1
-    macs = tiling.tile_m * tiling.tile_n * TILE_K
+    tiles = tiles_m * tiles_n
+    blocks = tiling.splits * tiling.cluster
+    slots = _CLUSTERS[blocks] * num_sms // _CLUSTERS[1] * tiling.blocks_per_sm
+    rounds = -(-tiles // max(1, slots))
+    share = tiling.blocks_per_sm if tiles * blocks > num_sms else 1  # of an SM, tiles at a time
+    area = tiling.tile_m * tiling.tile_n
+    across = product.blocks and 128 % tiling.tile_n != 0
     loaded = (min(m, tiling.tile_m) + tiling.tile_n) * TILE_K
-    step = max(share * macs / _SM_MACS_PER_US, share * loaded / _SM_BYTES_PER_US, _STEP_US)
-    epilogue = share * (0.4 + tiling.tile_m * tiling.tile_n * 3e-5)
-    tile = steps * step + epilogue + (tiling.splits > 1) * _SPLIT_US
-    memory = (m * k + n * k + 2 * m * n) / _MEMORY_BYTES_PER_US
-    return _START_US + max(rounds * tile, memory)
+    waits = product.promoted and not _promotes_beside(tiling)
+    product_us = area * _PRODUCT_US * (_ACROSS_BLOCKS if across else _ONE_PARTIAL if waits else 1.0)
+    step = max(
+        share * product_us,
+        share * loaded / _SM_BYTES_PER_US,
+        _STEP_US[tiling.consumers],
+    )
+    steps = -(-k // TILE_K) / tiling.splits
+    tile = steps * step + share * (_EPILOGUE_US + area * _EPILOGUE_ELEMENT_US)
+    busy = _START_US + rounds * tile + _SPLIT_US[tiling.splits]
+    memory = _FIRST_BYTE_US + (m * k + n * k + 2 * m * n) / _MEMORY_BYTES_PER_US
+    return max(busy, memory) + busy / 8  # of those that wait for memory, the one with least to do
 
 
 @cache
-def plan_matmul_8bit_sm90(product: Product8Bit, m: int, n: int, k: int, num_sms: int) -> Config8Bit:
+def plan_matmul_8bit_sm90(
+    product: Product8Bit, m: int, n: int, k: int, num_sms: int
+) -> Config8Bit:
     """The tiling that is expected to take the least time."""
-    best = min(candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms))
+    best = min(
+        candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms)
+    )
     return configure(product, best, m, n, num_sms)
 
 

@@ -194,12 +194,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) matmul_8bit_sm80(
 #endif
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
+    constexpr int kSums = 4 * kColumnTiles;
     if constexpr (cukit::kIsExact<Out>) {
-      result.write_pairs(sums[m], own_row + 16 * m, own_column, size.n);
+      result.write_pairs<kSums>(sums[m], 0, own_row + 16 * m, own_column, size.n);
     } else {
-      float values[4 * kColumnTiles];
-      result.scale(values, sums[m], own_row + 16 * m, own_column);
-      result.write_pairs(values, own_row + 16 * m, own_column, size.n);
+      float values[kSums];
+      result.scale(values, sums[m], 0, own_row + 16 * m, own_column);
+      result.write_pairs<kSums>(values, 0, own_row + 16 * m, own_column, size.n);
     }
   }
 }

@@ -236,9 +236,9 @@ struct PromotedProduct {
       pipeline.wait(at);
 #pragma unroll
       for (int row = 0; row < Shape::kRowTiles; ++row) {
-        const auto factors = cursor.factors(stages + at.index * kStageBytes, step, row);
         Partial partial;
         start(partial, at.index, row);
+        const auto factors = cursor.factors(stages + at.index * kStageBytes, step, row);
         wgmma_wait<0>(partial);
         if (row == Shape::kRowTiles - 1) {
           pipeline.template release_to_cluster<Shape::kCluster>(at);
@@ -262,8 +262,8 @@ struct PromotedProduct {
     // The products of a step, whose sums go to `partial`.
     const auto begin = [&](Partial& partial, Factors& factors) {
       pipeline.wait(at);
-      factors = cursor.factors(stages + at.index * kStageBytes, step, 0);
       start(partial, at.index, 0);
+      factors = cursor.factors(stages + at.index * kStageBytes, step, 0);
       at.advance();
       ++step;
     };

@@ -20,52 +20,26 @@ namespace cukit {
 
 enum class ResultPath { Pairs, Rows, Staged };
 
-// Where pieces of 64 rows go: StagedStore, and the place of these rows.
-template <typename Store>
-struct StagedPlace {
-  static constexpr int kColumns = Store::Piece::kColumns;  // of a piece
-  unsigned char* buffers;
-  const TensorMap* map;
-  int first;  // number of the first piece
-  int row, column, rows, columns, barrier;
-
-  CUKIT_DEVICE void store(int piece, const float* values) const {
-    Store::store_piece(first + piece, values, buffers, map, column, row, columns, rows, barrier);
-  }
-};
-
-struct NoPlace {
-  static constexpr int kColumns = 0;
-  CUKIT_DEVICE void store(int, const float*) const {}
-};
-
-// Scales and writes 64 rows of sums that begin at (row, column), 2 N columns wide, some columns at a
-// time: the factors of all would take too many registers.
-template <ResultPath Path, typename Out, typename Sum, int N, typename Place = NoPlace>
+// Scales and writes 64 rows of sums that begin at (row, column), 2 N columns wide, from registers; some
+// columns at a time: the factors of all would take too many.
+template <ResultPath Path, typename Out, typename Sum, int N>
 CUKIT_DEVICE void write_result(const ScaledResult<Out>& result, const Sum (&sums)[N], int row,
-                               int column, const Place& place = {}) {
+                               int column) {
   constexpr int kColumns = 2 * N;
-  constexpr int kPiece = Path == ResultPath::Staged ? Place::kColumns
-                         : kColumns % 32 == 0       ? 32
-                         : kColumns % 16 == 0       ? 16
-                                                    : 8;
+  constexpr int kPiece = kColumns % 32 == 0 ? 32 : kColumns % 16 == 0 ? 16 : 8;
   const int own_row = row + accumulator_row();
   const int end = min(column + kColumns, result.columns);
 #pragma unroll
   for (int piece = 0; piece < kColumns / kPiece; ++piece) {
     const int first = column + piece * kPiece;
     const int own_column = first + accumulator_column();
-    Sum own[kPiece / 2];
-#pragma unroll
-    for (int i = 0; i < kPiece / 2; ++i) own[i] = sums[piece * (kPiece / 2) + i];
+    constexpr int kCount = kPiece / 2;
     if constexpr (kIsExact<Out>) {
-      result.write_pairs(own, own_row, own_column, end);
+      result.template write_pairs<kCount>(sums, piece * kCount, own_row, own_column, end);
     } else {
-      float values[kPiece / 2];
-      result.scale(values, own, own_row, own_column);
-      if constexpr (Path == ResultPath::Staged) {
-        place.store(piece, values);
-      } else if constexpr (Path == ResultPath::Rows) {
+      float values[kCount];
+      result.scale(values, sums, piece * kCount, own_row, own_column);
+      if constexpr (Path == ResultPath::Rows) {
         const bool exists[2] = {own_row < result.rows, own_row + 8 < result.rows};
         write_rows<true>(
             values, ResultRows<Out>{{1.0f, 1.0f},
@@ -74,7 +48,7 @@ CUKIT_DEVICE void write_result(const ScaledResult<Out>& result, const Sum (&sums
                                     result.columns,
                                     min(kPiece, end - first)});
       } else {
-        result.write_pairs(values, own_row, own_column, end);
+        result.template write_pairs<kCount>(values, 0, own_row, own_column, end);
       }
     }
   }
@@ -111,19 +85,26 @@ struct ScaledEpilogue<Shape, Out, ResultPath::Staged, Buffers> {
 
   template <typename Accumulators>
   CUKIT_DEVICE void store(const Accumulators& sums, const MatrixTile& tile) const {
+    unsigned char* const own = buffers + group * Store::kBytes;
     const int column = Shape::column(tile);
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
       const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
-      const StagedPlace<Store> place{buffers + group * Store::kBytes,
-                                     map,
-                                     row_tile * Store::kPieces,
-                                     row,
-                                     column,
-                                     result.rows,
-                                     result.columns,
-                                     1 + group};
-      write_result<ResultPath::Staged>(result, sums[row_tile], row, column, place);
+#pragma unroll
+      for (int first = 0; first < Store::kPieces; first += Buffers) {
+        const int count = first + Buffers <= Store::kPieces ? Buffers : Store::kPieces - first;
+        Store::acquire(1 + group);
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+          const int piece = first + i;
+          float values[kPiece / 2];
+          result.scale(values, sums[row_tile], piece * (kPiece / 2), row + accumulator_row(),
+                       column + piece * kPiece + accumulator_column());
+          Store::write(values, own + i * Store::Piece::kBytes);
+        }
+        Store::send(count, own, map, column + first * kPiece, row, result.columns, result.rows,
+                    1 + group);
+      }
     }
   }
 

@@ -87,45 +87,42 @@ struct StagedStore {
     });
   }
 
-  // The same with pieces that go to places of their own: one thread calls send(piece, buffer), which
+  // The same with pieces that go to places of their own: one thread calls start(piece, buffer), which
   // starts the copy of that piece or none.
-  template <int First = 0, int N, typename Send>
+  template <int First = 0, int N, typename Start>
   CUKIT_DEVICE static void store_pieces(const float (&sums)[N], unsigned char* buffers, int barrier,
-                                        const Send& send) {
+                                        const Start& start) {
     static_assert(First + Columns / 2 <= N, "the accumulators exist");
+    const bool starts = threadIdx.x % kWarpgroupThreads == 0;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      store_piece(piece, &sums[First + piece * PieceColumns / 2], buffers, barrier, send);
-    }
-  }
-
-  // The same of one piece. Pieces come in their order; those of several row tiles, each of kPieces, may
-  // be numbered through. `sums`: the piece's own.
-  CUKIT_DEVICE static void store_piece(int piece, const float* sums, unsigned char* buffers,
-                                       const TensorMap* map, int column, int row, int columns,
-                                       int rows, int barrier) {
-    store_piece(piece, sums, buffers, barrier, [&](int, const unsigned char* buffer) {
-      if (row >= rows) return;
-      Piece::store(map, buffer, column + piece % kPieces * PieceColumns, row, columns);
-    });
-  }
-
-  template <typename Send>
-  CUKIT_DEVICE static void store_piece(int piece, const float* sums, unsigned char* buffers,
-                                       int barrier, const Send& send) {
-    const int lane = threadIdx.x % kWarpSize;
-    const int own_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16 + lane % 16;
-    const bool starts = threadIdx.x % kWarpgroupThreads == 0;
-    unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
-    if (starts) {
-      // The last tile's pieces have long been read; a new tile begins with the first buffer.
-      if (piece == 0) {
-        bulk_wait_read<0>();
-      } else if (piece >= Buffers) {
-        bulk_wait_read<Buffers - 1>();
+      unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
+      if (starts) {
+        // The last tile's pieces have long been read; a new tile begins with the first buffer.
+        if (piece == 0) bulk_wait_read<0>();
+        if (piece >= Buffers) bulk_wait_read<Buffers - 1>();
+      }
+      named_sync(barrier, kWarpgroupThreads);  // the buffer is free
+      write(&sums[First + piece * PieceColumns / 2], buffer);
+      fence_proxy_async();
+      named_sync(barrier, kWarpgroupThreads);  // the buffer is written
+      if (starts) {
+        start(piece, buffer);
+        bulk_commit();  // an empty group counts as one
       }
     }
-    named_sync(barrier, kWarpgroupThreads);  // the buffer is free
+  }
+
+  // The same in steps, for pieces that are computed one by one: before the first of `Buffers` pieces (or
+  // the last few) acquire(), write() for each, then send().
+  CUKIT_DEVICE static void acquire(int barrier) {
+    if (threadIdx.x % kWarpgroupThreads == 0) bulk_wait_read<0>();
+    named_sync(barrier, kWarpgroupThreads);  // the buffers are free
+  }
+
+  CUKIT_DEVICE static void write(const float* sums, unsigned char* buffer) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int own_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16 + lane % 16;
 #pragma unroll
     for (int pair = 0; pair < PieceColumns / 16; ++pair) {
       const float* d = &sums[8 * pair];
@@ -133,11 +130,21 @@ struct StagedStore {
                                   pack<T>(d[6], d[7])};
       stmatrix_x4(Piece::address(shared_address(buffer), own_row, 2 * pair + lane / 16), packed);
     }
+  }
+
+  // Columns of `count` pieces begin at `column`.
+  CUKIT_DEVICE static void send(int count, unsigned char* buffers, const TensorMap* map, int column,
+                                int row, int columns, int rows, int barrier) {
     fence_proxy_async();
-    named_sync(barrier, kWarpgroupThreads);  // the buffer is written
-    if (starts) {
-      send(piece, buffer);
-      bulk_commit();  // an empty group counts as one
+    named_sync(barrier, kWarpgroupThreads);  // the buffers are written
+    if (threadIdx.x % kWarpgroupThreads == 0) {
+      for (int piece = 0; piece < count; ++piece) {
+        if (row < rows) {
+          Piece::store(map, buffers + piece * Piece::kBytes, column + piece * PieceColumns, row,
+                       columns);
+        }
+      }
+      bulk_commit();
     }
   }
 

@@ -38,9 +38,10 @@ struct ScaledResult {
   Out* out;                        // [rows, columns]
   int rows, columns;
 
-  // Turns sums into values, in float.
-  template <typename Sum, int N>
-  CUKIT_DEVICE void scale(float (&values)[N], const Sum (&sums)[N], int row, int column) const {
+  // Turns sums, from number `first` on, into values in float.
+  template <typename Sum, int N, int All>
+  CUKIT_DEVICE void scale(float (&values)[N], const Sum (&sums)[All], int first, int row,
+                          int column) const {
     const float row_scale[2] = {a.at(row, rows), a.at(row + 8, rows)};
     int zero_point[2] = {};
     if (zero_points != nullptr) {
@@ -65,28 +66,29 @@ struct ScaledResult {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int element = 4 * n + 2 * half + i;
-          const Sum sum = centred(sums[element], zero_point[half], column_sum[i]);
+          const Sum sum = centred(sums[first + element], zero_point[half], column_sum[i]);
           values[element] =
               static_cast<float>(sum) * row_scale[half] * column_scale[i] + offset[i];
         }
     }
   }
 
-  // Writes values, two neighbours at a time where rows have an even number of columns; columns from
-  // `end` on belong to others.
-  template <typename Value, int N>
-  CUKIT_DEVICE void write_pairs(const Value (&values)[N], int row, int column, int end) const {
+  // Writes Count values, from number `first` on, two neighbours at a time where rows have an even number
+  // of columns; columns from `end` on belong to others.
+  template <int Count, typename Value, int All>
+  CUKIT_DEVICE void write_pairs(const Value (&values)[All], int first, int row, int column,
+                                int end) const {
     const bool even = columns % 2 == 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (row + 8 * half >= rows) continue;
       Out* const to = out + static_cast<long long>(row + 8 * half) * columns;
 #pragma unroll
-      for (int n = 0; n < N / 4; ++n) {
+      for (int n = 0; n < Count / 4; ++n) {
         const int at = column + 8 * n;
         Vec<Out, 2> pair;
-        pair[0] = rounded(values[4 * n + 2 * half]);
-        pair[1] = rounded(values[4 * n + 2 * half + 1]);
+        pair[0] = rounded(values[first + 4 * n + 2 * half]);
+        pair[1] = rounded(values[first + 4 * n + 2 * half + 1]);
         if (even) {
           if (at < end) store(to + at, pair);
         } else {
