@@ -50,6 +50,8 @@ _ALIGNMENT = 16  # of rows of codes: strides of a tensor map are multiples of 16
 _COLUMNS = 8  # of the result, for the same reason
 _SCALE_STAGE_BYTES = 1024
 _PIECE = 64
+_PARTIALS = 2  # sums that a warpgroup keeps: one is promoted beside the products of the next
+_EARLY_ROWS = 4  # of scales, which TMA loads from multiples of 16 bytes on
 _MOST_STAGES = 8
 _FEWEST_STAGES = 3
 
@@ -155,7 +157,7 @@ class GroupedFp8Config:
             ("TILE_N", tiling.tile_n),
             ("STAGES", self.num_stages),
             ("CONSUMERS", tiling.consumers),
-            ("PARTIALS", _partials(tiling)),
+            ("PARTIALS", _PARTIALS),
             ("BLOCKS_PER_SM", tiling.blocks_per_sm),
             ("THREADS", threads),
             ("GROUPS", 64 if self.groups <= 64 else MOST_GROUPS),
@@ -165,25 +167,18 @@ class GroupedFp8Config:
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, threads, shared)
 
 
-def _partials(tiling: Tiling8Bit) -> int:
-    """Partial sums that a warpgroup keeps: two where registers hold them."""
-    return 2 if tiling.tile_m <= 128 and tiling.tile_n <= 128 else 1
-
-
 def _piece(tiling: Tiling8Bit) -> int:
     return next(width for width in (64, 32, 16) if tiling.tile_n % width == 0)
 
 
 TILINGS = tuple(
     tiling_of(tile_m, tile_n)
-    for tile_m, tile_n in ((128, 128), (256, 128), (128, 64), (64, 128), (64, 64), (64, 32))
+    for tile_m, tile_n in ((128, 128), (128, 64), (64, 128), (64, 64), (64, 32))
 )
 # An H200 (profiling/notes/grouped_gemm_sm90.md): bytes that an SM receives from L2, float8 products
-# of its tensor cores (fewer where a warpgroup waits for its one partial sum), the least time of a
-# step of 128 of k, what a tile costs beside its steps.
+# of its tensor cores, the least time of a step of 128 of k, what a tile costs beside its steps.
 _SM_BYTES_PER_US = 80e3
 _SM_MACS_PER_US = 4096 * 1.6e3
-_WAITING = 0.75
 _STEP_US = 0.15
 _TILE_US = 1.0
 
@@ -205,7 +200,7 @@ def estimate_us(rows: int, groups: int, n: int, k: int, tiling: Tiling8Bit, num_
     tiles_m = groups * min(each, each / tiling.tile_m + (0.5 if each > 1 else 0))
     tiles = tiles_m * -(-n // tiling.tile_n)
     loaded = (min(each, tiling.tile_m) + tiling.tile_n) * TILE_K
-    macs = tiling.tile_m * tiling.tile_n * TILE_K / (1 if _partials(tiling) == 2 else _WAITING)
+    macs = tiling.tile_m * tiling.tile_n * TILE_K
     share = tiling.blocks_per_sm if tiles > num_sms else 1
     step = max(share * loaded / _SM_BYTES_PER_US, share * macs / _SM_MACS_PER_US, _STEP_US)
     slots = num_sms * tiling.blocks_per_sm
@@ -245,7 +240,9 @@ class GroupedFp8Launch:
         self._weights = TensorMapCache(partial(encode_matrices, of_matrices))
         self._out = TensorMapCache(partial(encode_rows, layout.longest, of_out))
         self._scales = TensorMapCache(
-            lambda scales: encode_tensor_map(scales.T, (1, tiling.tile_m), swizzle_bytes=0)
+            lambda scales: encode_tensor_map(
+                scales.T, (1, tiling.tile_m + _EARLY_ROWS), swizzle_bytes=0
+            )
         )
 
     def __call__(

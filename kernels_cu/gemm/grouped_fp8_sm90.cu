@@ -6,10 +6,10 @@
 //   products are promoted (common/hopper/promoted_product.cuh), as in matmul_8bit_sm90.cu.
 // Shared memory, dynamic: STAGES * ((TILE_M + TILE_N) * 128 + 1024), stages (x | weights | scales of x);
 //   then the buffers of StagedEpilogue. Static: two barriers a stage, 4 * (GROUPS + 1) bytes.
-// Macros: OUT float16|bfloat16; TILE_M 64|128|256; TILE_N a multiple of 16 up to 256; STAGES; CONSUMERS
+// Macros: OUT float16|bfloat16; TILE_M 64|128; TILE_N a multiple of 16 up to 256; STAGES; CONSUMERS
 //   1|2; PARTIALS 1|2; BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1); GROUPS.
 // Tensor maps: x, weights and out as grouped_tiles.cuh says, swizzled by 128 bytes; scales of x
-//   [ceil(k / 128), rows] in boxes of [1, TILE_M].
+//   [ceil(k / 128), rows] in boxes of [1, TILE_M + 4].
 // Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
 // Reference: cukit/reference/grouped_gemm.py, grouped_gemm_fp8.
 #include "common/codes.cuh"
@@ -33,18 +33,26 @@ using Blocks = cukit::BlockScales<Shape>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
 
+// TMA begins at multiples of 16 bytes, groups at any row: boxes of scales begin up to three rows early.
+constexpr int kScaleRows = TILE_M + 4;
+
+CUKIT_DEVICE int rows_early(const GroupTile& tile) { return (tile.first_row() + tile.m) % 4; }
+
 struct Operands {
   static constexpr int kStageBytes = Shape::kStageBytes + Blocks::kStageBytes;
+  static constexpr int kScaleBytes = kScaleRows * static_cast<int>(sizeof(float));
   cukit::GroupedOperands<Shape, Ragged::M, 1> operands;
   const cukit::TensorMap* scales;
 
-  CUKIT_DEVICE int bytes(const GroupTile&) const {
-    return Shape::kStageBytes + Blocks::kLoadedBytes;
-  }
+  static_assert(kScaleBytes <= Blocks::kStageBytes, "behind the operands of a stage");
+
+  CUKIT_DEVICE int bytes(const GroupTile&) const { return Shape::kStageBytes + kScaleBytes; }
+
   CUKIT_DEVICE void load(unsigned char* stage, cukit::Mbarrier* full, const GroupTile& tile,
                          int step) const {
     operands.load(stage, full, tile, step);
-    cukit::tma_load_2d(stage + Shape::kStageBytes, scales, full, tile.first_row() + tile.m, step);
+    const int row = tile.first_row() + tile.m - rows_early(tile);
+    cukit::tma_load_2d(stage + Shape::kStageBytes, scales, full, row, step);
   }
 };
 
@@ -60,9 +68,18 @@ struct Scales {
     return own;
   }
 
-  struct Cursor : Blocks::Cursor {
+  class Cursor : public Blocks::Cursor {
+   public:
     CUKIT_DEVICE Cursor(const Scales& scales, const GroupTile& tile)
-        : Blocks::Cursor(scales.of(tile.group), {tile.m / TILE_M, tile.n / TILE_N, 0, tile.end_step}) {}
+        : Blocks::Cursor(scales.of(tile.group), {tile.m / TILE_M, tile.n / TILE_N, 0, tile.end_step}),
+          early_bytes_(rows_early(tile) * static_cast<int>(sizeof(float))) {}
+
+    CUKIT_DEVICE Factors factors(const unsigned char* stage, int step, int row_tile) {
+      return Blocks::Cursor::factors(stage + early_bytes_, step, row_tile);
+    }
+
+   private:
+    int early_bytes_;
   };
 };
 

@@ -79,8 +79,8 @@ def grouped() -> None:
     for counts, set_aside in itertools.product(test_grouped.GROUPS.values(), (False, True)):
         groups = test_grouped.Groups(rng, counts, set_aside, 72, "bfloat16")
         where = groups.where("gpu")
-        weights = random(rng, (len(counts), 136, 72), "bfloat16")
-        grad = groups.rows(rng, 136, "bfloat16")
+        weights = random(rng, (len(counts), 144, 72), "bfloat16")
+        grad = groups.rows(rng, 144, "bfloat16")
         x, weights, grad = to_device("gpu", groups.x, weights, grad)
         grouped_gemm(x, weights, **where)
         grouped_gated_linear(x, weights, **where, keep=True)

@@ -2,7 +2,8 @@
 //
 // One thread starts a copy. Towards shared memory it reports to an mbarrier, where its bytes were
 // announced; towards global memory it belongs to the thread's bulk group. Positions are elements,
-// innermost axis first. What lies outside the tensor reads as zero and is not written.
+// innermost axis first; the innermost is that of a multiple of 16 bytes. What lies outside the tensor
+// reads as zero and is not written.
 #pragma once
 
 #include "common/platform.cuh"
