@@ -233,11 +233,11 @@ class GroupedLaunch:
         piece = tiling.piece_columns(parts)
         box_out = (tiling.tile_n, 64) if tiling.transposed else (64, piece)
         # a, b and the result, by what they hold: rows of groups, or a matrix for each group.
-        rows, sequences = partial(encode_rows, None), partial(encode_rows, layout.longest)
+        encode_rows = partial(encode_groups, layout.longest)
         kinds: dict[str, tuple[Callable[..., Any], ...]] = {
-            "m": (rows, encode_matrices, sequences),
-            "n": (encode_matrices, rows, sequences),
-            "k": (sequences, sequences, encode_matrices),
+            "m": (encode_rows, encode_matrices, encode_rows),
+            "n": (encode_matrices, encode_rows, encode_rows),
+            "k": (encode_rows, encode_rows, encode_matrices),
         }
         encoders = (*kinds[ragged], kinds[ragged][2])
         boxes = (box_a, box_b, box_out, box_out)
@@ -266,13 +266,10 @@ def encode_matrices(box: tuple[int, int], array: Array) -> Any:
     return encode_tensor_map(array, (1, *box), swizzle_bytes=box[1] * array.itemsize)
 
 
-def encode_rows(longest: int | None, box: tuple[int, int], array: Array) -> Any:
-    """A map of all rows, [1, rows, columns], or of sequences of up to `longest` rows."""
+def encode_groups(longest: int, box: tuple[int, int], array: Array) -> Any:
+    """A map of the rows of groups: sequences of up to `longest` rows."""
     rows = array.reshape(-1, array.shape[-1])
-    swizzle = box[1] * array.itemsize
-    if longest is None:
-        return encode_tensor_map(rows[None], (1, *box), swizzle_bytes=swizzle)
-    return encode_sequence_map(rows, longest, (1, *box), swizzle_bytes=swizzle)
+    return encode_sequence_map(rows, longest, (1, *box), swizzle_bytes=box[1] * array.itemsize)
 
 
 def _either(expert_offsets: Array | None, expert_counts: Array | None) -> Array:

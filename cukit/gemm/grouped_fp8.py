@@ -32,8 +32,8 @@ from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm.grouped import (
     GROUPED_PARAMETERS,
     Layout,
+    encode_groups,
     encode_matrices,
-    encode_rows,
     layout_of,
 )
 from cukit.gemm.grouped_plan import MOST_GROUPS, STATIC_BYTES
@@ -236,9 +236,9 @@ class GroupedFp8Launch:
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
         of_rows, of_matrices = (tiling.tile_m, TILE_K), (tiling.tile_n, TILE_K)
         of_out = (_PIECE, _piece(tiling))
-        self._x = TensorMapCache(partial(encode_rows, None, of_rows))
+        self._x = TensorMapCache(partial(encode_groups, layout.longest, of_rows))
         self._weights = TensorMapCache(partial(encode_matrices, of_matrices))
-        self._out = TensorMapCache(partial(encode_rows, layout.longest, of_out))
+        self._out = TensorMapCache(partial(encode_groups, layout.longest, of_out))
         self._scales = TensorMapCache(
             lambda scales: encode_tensor_map(
                 scales.T, (1, tiling.tile_m + _EARLY_ROWS), swizzle_bytes=0

@@ -4,10 +4,9 @@
 // each has `longest` rows set aside, of which it uses counts[g]. Both are read on the device alone.
 //
 // Ragged matrices, whose rows are those of the groups, come as maps of sequences (encode_sequence_map in
-// cukit/core/tensor_map.py) where it matters what lies behind the last row of a group: there a result is
-// not written, though another group may begin, and k reads zeros. Other operands are maps of all rows:
-// a tile may hold rows of the next group, whose products are not stored, and which TMA loads faster than
-// zeros.
+// cukit/core/tensor_map.py): what lies behind the last row of a group reads as zero and is not written,
+// though another group may begin there. Zeros also cost the tensor cores less power than the next group's
+// rows.
 //
 //   Ragged     product                                     groups are along
 //   M          x[rows, k]  times  weights[g][n, k]         rows of a and of the result
@@ -143,15 +142,14 @@ struct GroupedOperands {
     using TileA = typename Shape::TileA;
     const int k = step * Shape::kTileK;
     const MatrixRow own{tile.group, 0};
-    const MatrixRow rows = kRagged == Ragged::K ? tile.rows : MatrixRow{0, tile.first_row()};
-    TileA::load(stage, a, full, k, tile.m, kRagged == Ragged::N ? own : rows, m);
+    TileA::load(stage, a, full, k, tile.m, kRagged == Ragged::N ? own : tile.rows, m);
     unsigned char* const second = stage + TileA::kBytes;
     if constexpr (Parts == 2) {
       using Half = OperandTile<typename Shape::Element, Shape::kTileN / 2, Shape::kTileK, Major::K>;
       Half::load(second, b, full, k, tile.n, own, n);
       Half::load(second + Half::kBytes, b, full, k, n + tile.n, own, n);
     } else {
-      Shape::TileB::load(second, b, full, k, tile.n, kRagged == Ragged::M ? own : rows, n);
+      Shape::TileB::load(second, b, full, k, tile.n, kRagged == Ragged::M ? own : tile.rows, n);
     }
   }
 };
