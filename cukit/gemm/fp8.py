@@ -48,14 +48,14 @@ def matmul_fp8(
             for each 128 elements of a row, [m, ceil(k / 128)], best column by column in memory with
             columns at multiples of 16 bytes (`quantize(..., scale_layout="column")`), else copied
             so; or none.
-        b: float8_e4m3 [n, k]; weights. Scales like those of `a`; where `a` has one for 128 elements,
-            one for each block of 128 x 128, [ceil(n / 128), ceil(k / 128)].
+        b: float8_e4m3 [n, k]; weights. Scales like those of `a`; where `a` has one for 128
+            elements, one for each block of 128 x 128, [ceil(n / 128), ceil(k / 128)].
         bias: dtype of the result, [n].
         out_dtype: bfloat16 (default), float16 or float32.
         out: where to write, [m, n]; must not overlap the operands.
         fast_accumulation: leave all sums to Hopper's tensor cores, which keep about 14 bits of
-            float8 products; else only sums of 128 products, which are then added in float32. Not for
-            scales of blocks.
+            float8 products; else only sums of 128 products, which are then added in float32. Not
+            for scales of blocks.
 
     Returns:
         `out` or a new array [m, n].
@@ -64,9 +64,10 @@ def matmul_fp8(
         ArrayError: dtype, shape or layout of an argument.
         ConfigError: combinations of scales other than those above; fast_accumulation with blocks.
 
-    Any m, n and k; rows of codes that do not begin at multiples of 16 bytes are copied first. A scale
-    of 0 makes 0 of finite codes. NaN codes and NaN or infinite scales make the results that they
-    contribute to NaN (or infinite) and no others; results beyond the dtype's range become infinite.
+    Any m, n and k; rows of codes that do not begin at multiples of 16 bytes are copied first. A
+    scale of 0 makes 0 of finite codes. NaN codes and NaN or infinite scales make the results that
+    they contribute to NaN (or infinite) and no others; results beyond the dtype's range become
+    infinite.
     Runs on CuPy's current stream, is deterministic.
 
     Blocks of scales and their promotion: DeepSeek-AI, "DeepSeek-V3 Technical Report",
@@ -132,8 +133,10 @@ def _check(
 def _prepare(*values: Any) -> tuple[Any, np.dtype[Any]]:
     """The launch (None for an empty result), and the result's dtype."""
     a, b = Parts(*values[:4]), Parts(*values[4:8])
-    *others, fast_accumulation = values[8:]
-    m, n, k, dtype, a_stride, b_stride = _check(a.whole(), b.whole(), *others, fast_accumulation)
+    bias, out, out_dtype, fast_accumulation = values[8:]
+    m, n, k, dtype, a_stride, b_stride = _check(
+        a.whole(), b.whole(), bias, out, out_dtype, fast_accumulation
+    )
     if m == 0 or n == 0:
         return None, dtype
     product = Product8Bit("Float8E4M3", dtype.name, not fast_accumulation, a_stride is None)

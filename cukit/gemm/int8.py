@@ -20,7 +20,6 @@ from cukit.gemm.operands_8bit import (
     check_operands,
     check_result,
     parts_of,
-    resolve_dtype,
     row_stride,
 )
 from cukit.gemm.plan_8bit import Product8Bit, specs
@@ -42,7 +41,7 @@ def matmul_int8(
 ) -> Array:
     """The product `a b^T` of int8 matrices, summed exactly in int32.
 
-    `out[i, j] = (sum_k a[i, k] b[j, k] - zero[i] sum_k b[j, k]) * a_scale[i] * b_scale[j] + bias[j]`
+    `out[i, j] = sum_k (a[i, k] - zero[i]) b[j, k] * a_scale[i] * b_scale[j] + bias[j]`
 
     Args:
         a: int8 [m, k]; activations. Scales float32, one for each row or one for all, or none;
@@ -115,23 +114,13 @@ def _check(
     if a.scales is None:
         if bias is not None:
             raise ConfigError(f"{_OP}: bias needs operands with scales")
-        dtype = (
-            int32
-            if out is None and out_dtype is None
-            else resolve_dtype(out_dtype if out is None else out.dtype)
-        )
+        dtype = np.dtype(int32 if out_dtype is None else out_dtype) if out is None else out.dtype
         if dtype != int32:
             raise ArrayDtypeError(f"{_OP}: without scales the result is int32, got {dtype.name}")
         if out is not None:
             check_array(_OP, "out", out, dtypes=(int32,), shape=(m, n))
         return _Product(m, n, k, dtype, 0, 0)
-    strides = row_stride(_OP, "a", a), row_stride(_OP, "b", b)
-    for name, array, stride in zip("ab", (a, b), strides, strict=True):
-        if stride is None:
-            raise ConfigError(
-                f"{_OP}: {name} must have one scale for each row or one for all, got blocks of "
-                f"{array.block_shape}"
-            )
+    a_stride, b_stride = (_row_stride(name, array) for name, array in (("a", a), ("b", b)))
     if b.zero_points is not None:
         raise ConfigError(f"{_OP}: b must not have zero points")
     if a.zero_points is not None:
@@ -139,7 +128,17 @@ def _check(
         if column_sums is not None:
             check_array(_OP, "column_sums", column_sums, dtypes=(int32,), shape=(n,))
     dtype = check_result(_OP, m, n, bias, out, out_dtype)
-    return _Product(m, n, k, dtype, *strides)
+    return _Product(m, n, k, dtype, a_stride, b_stride)
+
+
+def _row_stride(name: str, array: QuantizedArray) -> int:
+    stride = row_stride(_OP, name, array)
+    if stride is None:
+        raise ConfigError(
+            f"{_OP}: {name} must have one scale for each row or one for all, got blocks of "
+            f"{array.block_shape}"
+        )
+    return stride
 
 
 @launch_plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from cukit.core.arrays import (
     float32,
 )
 from cukit.core.narrow_dtype import NarrowDtype
-from cukit.core.quantized_array import QuantizedArray
+from cukit.core.quantized_array import Axis, GroupSize, QuantizedArray
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 
 OUT_DTYPES = (bfloat16, float16, float32)
@@ -27,14 +26,14 @@ class Parts(NamedTuple):
     storage: Array
     scales: Array | None
     zero_points: Array | None
-    form: tuple[Hashable, ...]
+    form: tuple[NarrowDtype, tuple[int, ...], Axis, GroupSize]
 
     def whole(self) -> QuantizedArray:
         """The array again."""
         dtype, shape, axis, group_size = self.form
         return QuantizedArray(
             self.storage, dtype, shape, self.scales, self.zero_points, axis, group_size
-        )  # type: ignore[arg-type]
+        )
 
 
 def parts_of(op: str, name: str, array: Any, dtype: NarrowDtype) -> Parts:

@@ -195,9 +195,7 @@ def _promotes_beside(tiling: Tiling8Bit) -> bool:
     return tiling.tile_m == 64 * tiling.consumers and tiling.tile_n <= 128
 
 
-def configure(
-    product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms: int
-) -> Config8Bit:
+def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms: int) -> Config8Bit:
     """Grid and order of tiles: the tiles in flight form about a square of the result."""
     tiles_m, tiles_n = tiling.tiles(m, n)
     tiles = tiles_m * tiles_n
@@ -220,19 +218,17 @@ def configure(
 
 # ---- The choice ----
 
-# An H200, measured (profiling/notes/matmul_8bit_sm90.md): what a product waits for even where one tile
-# is little work; an SM's tensor cores at what power leaves of their clock; what arrives from L2 at one
-# SM; a step of k; a tile's epilogue; the exchange of a split; memory.
-_START_US = 4.0
+# An H200, measured (profiling/notes/matmul_8bit_sm90.md).
+_START_US = 4.0  # launch, first loads, last stores
 _PRODUCT_US = 2.32e-5  # of an element of a tile in a step
 _ACROSS_BLOCKS = 1.25  # as long where columns of a tile belong to two blocks of scales
-_SM_BYTES_PER_US = 86e3
-_STEP_US = {1: 0.28, 2: 0.25}  # by warpgroups
+_SM_BYTES_PER_US = 86e3  # from L2
+_STEP_US = {1: 0.28, 2: 0.25}  # of a tile however small, by its warpgroups
 _EPILOGUE_US = 0.5
 _EPILOGUE_ELEMENT_US = 4e-5
 _SPLIT_US = {1: 0.0, 2: 3.5, 4: 6.0}
 _ONE_PARTIAL = 1.06  # as long where a warpgroup waits for its partial sums
-_FIRST_BYTE_US = 5.2
+_FIRST_BYTE_US = 5.2  # launch and memory latency
 _MEMORY_BYTES_PER_US = 3.2e6
 _MOST_SPLIT_ROWS = 512
 
@@ -240,7 +236,9 @@ _CLUSTERS = {1: 132, 2: 66, 4: 30}
 """Clusters of so many blocks that an H200 with 132 SMs runs at a time: its GPCs differ in size."""
 
 
-def cost_us(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, num_sms: int) -> float:
+def cost_us(
+    product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, num_sms: int
+) -> float:
     """What a tiling is expected to take on an H200."""
     tiles_m, tiles_n = tiling.tiles(m, n)
     tiles = tiles_m * tiles_n
@@ -266,13 +264,9 @@ def cost_us(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, nu
 
 
 @cache
-def plan_matmul_8bit_sm90(
-    product: Product8Bit, m: int, n: int, k: int, num_sms: int
-) -> Config8Bit:
+def plan_matmul_8bit_sm90(product: Product8Bit, m: int, n: int, k: int, num_sms: int) -> Config8Bit:
     """The tiling that is expected to take the least time."""
-    best = min(
-        candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms)
-    )
+    best = min(candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms))
     return configure(product, best, m, n, num_sms)
 
 

@@ -64,7 +64,7 @@ def quantized_values(array: Any) -> Array:
 
 
 def _result(values: Array, bias: Array | None, out_dtype: Any, out: Array | None) -> Array:
-    """The values with bias in the dtype asked for: that of `out`, else `out_dtype`, else bfloat16."""
+    """The values with bias, in the dtype of `out`, else in `out_dtype`, else in bfloat16."""
     if bias is not None:
         values = values + bias.astype(values.dtype)
     with np.errstate(over="ignore"):  # what lies beyond the range becomes infinite

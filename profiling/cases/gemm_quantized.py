@@ -1,5 +1,5 @@
-"""Cases of products of 8-bit matrices in `cukit.gemm`: int8, and float8 with scales of tensors, rows
-and blocks, beside torch's own (cuBLASLt)."""
+"""Cases of products of 8-bit matrices in `cukit.gemm`: int8, and float8 with scales of tensors,
+rows and blocks, beside torch's own (cuBLASLt)."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def int8_case(m: int, n: int, k: int, *, scaled: bool) -> Case:
 
 
 def float8_case(m: int, n: int, k: int, kind: str) -> Case:
-    """a [m, k] times the transpose of b [n, k], to bfloat16; scales by "tensor", "row" or "blocks"."""
+    """a [m, k] times the transpose of b [n, k], to bfloat16.
+
+    kind: of scales: "tensor", "row" or "blocks".
+    """
 
     def build() -> Workload:
         a, b = _float8_operand(m, k, kind), _float8_operand(n, k, kind, weight=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cukit.array_api import NarrowDtype, QuantizedArray, float8_e4m3, float8_e5m2
+from cukit.array_api import NarrowDtype, QuantizedArray, float8_e4m3, float8_e5m2, int8
 from cukit.array_api.narrow import encode
 from cukit.distill.adamw import AdamWState
 from cukit.registry import Op
@@ -225,6 +225,14 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "linear_backward": lambda rng: (
         (*_rows(rng, (70, 136), (70, 72), (136, 72), (70, 136)), "silu"),
         {"with_bias": True},
+    ),
+    "matmul_fp8": lambda rng: (
+        tuple(encode(x, float8_e4m3) for x in _rows(rng, (70, 272), (136, 272))),
+        {"out_dtype": np.float32},
+    ),
+    "matmul_int8": lambda rng: (
+        tuple(encode(8 * x, int8) for x in _rows(rng, (70, 272), (136, 272), dtype="float32")),
+        {},
     ),
     "matmul_tma": lambda rng: (tuple(_rows(rng, (70, 72), (136, 72))), {}),
     "rms_norm": lambda rng: (tuple(_rows(rng, (37, 264), (264,))), {}),

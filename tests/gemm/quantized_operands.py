@@ -37,8 +37,8 @@ def float8_operand(
 ) -> QuantizedArray:
     """Normal numbers as float8 codes [rows, k].
 
-    scales: None, "tensor", "row", "columns" (of 128 elements of a row, column by column in memory) or
-        "blocks" (of 128 x 128).
+    scales: None, "tensor", "row", "columns" (of 128 elements of a row, column by column in memory)
+        or "blocks" (of 128 x 128).
     """
     values = rng.standard_normal((rows, k)) * scale
     codes = values.astype(FLOAT8).view(np.uint8)

@@ -77,7 +77,7 @@ def test_scales_row_by_row_are_copied(device, rng):
 
 
 def test_fast_accumulation(device, rng):
-    """Sums of one sign, the worst for the tensor cores: each of k / 32 additions is cut at 14 bits."""
+    """Sums of one sign, the worst for tensor cores: each of k / 32 additions is cut at 14 bits."""
     k = 1024
     a, b = operands(rng, 64, 128, k, "row")
     a.storage[...] &= 0x7F
@@ -108,8 +108,8 @@ TILINGS = [
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 @pytest.mark.parametrize("kind", ["blocks", pytest.param("row", marks=pytest.mark.slow)])
 def test_every_kind_of_tiling(device, rng, tiling, kind):
-    """A grid of one block (or cluster) walks over all tiles; more than 32 steps of k, an odd number;
-    tiles begin anywhere in blocks of scales."""
+    """A grid of one block (or cluster) walks over all tiles; more than 32 steps of k, an odd
+    number; tiles begin anywhere in blocks of scales."""
     if device == "cpu":
         pytest.skip("a choice of the kernel")
     m, n, k = 200, 456, 35 * 128 - 16
