@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import pytest
 
-FAMILIES = ("layers", "distill", "gemm", "array_api", "memory", "analyzer", "attention")
+FAMILIES = (*("layers", "distill", "gemm", "moe", "array_api", "memory", "analyzer", "attention"),)
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 WARM_UP = "no tool"
 

@@ -20,7 +20,7 @@ LONGEST_FILE = 500
 
 BASE = {"errors"}
 OPS = BASE | {"core", "reference", "registry", "gemm"}
-MODELS = OPS | {"layers", "attention", "array_api"}
+MODELS = OPS | {"layers", "attention", "moe", "array_api"}
 LOOP = MODELS | {"models", "distill", "memory"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layers": OPS,
     "attention": OPS,
     "gemm": OPS,
+    "moe": OPS | {"layers"},
     "distill (ops)": OPS | {"distill"},
     "models": MODELS,
     "distill": LOOP,

@@ -2,6 +2,8 @@
 
 from cukit.gemm.dense import matmul
 from cukit.gemm.fp8 import matmul_fp8
+from cukit.gemm.grouped import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
+from cukit.gemm.grouped_fp8 import grouped_gemm_fp8
 from cukit.gemm.int8 import matmul_int8
 from cukit.gemm.linear import gated_linear, linear
 from cukit.gemm.linear_backward import gated_linear_backward, linear_backward
@@ -10,6 +12,10 @@ from cukit.gemm.tma import matmul_tma
 __all__ = [
     "gated_linear",
     "gated_linear_backward",
+    "grouped_gated_linear",
+    "grouped_gemm",
+    "grouped_gemm_backward",
+    "grouped_gemm_fp8",
     "linear",
     "linear_backward",
     "matmul",

@@ -106,10 +106,10 @@ class Tiling:
         rows = [extent if major == "K" else -(-extent // 64) * 64 for extent, major in extents]
         return sum(rows) * ROW_BYTES
 
-    def num_stages(self, product: Product) -> int:
-        """As many as fit into shared memory, beside barriers."""
+    def num_stages(self, product: Product, static_bytes: int = KIB) -> int:
+        """As many as fit into shared memory, beside barriers and the like."""
         parts = 1 + product.gated
-        limit = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.blocks_per_sm - KIB) - KIB
+        limit = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.blocks_per_sm - KIB) - static_bytes
         room = limit - self.epilogue_bytes(parts)
         return min(_MOST_STAGES, room // self.stage_bytes(product))
 

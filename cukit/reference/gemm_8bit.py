@@ -50,11 +50,12 @@ def matmul_fp8(
     """a b^T of float8 arrays, summed in float64: `fast_accumulation` makes no difference."""
     xp = array_namespace(a.storage)
     with np.errstate(invalid="ignore"):  # NaN and infinite scales
-        product = xp.matmul(_values(a), _values(b).T)
+        product = xp.matmul(quantized_values(a), quantized_values(b).T)
     return _result(product, bias, out_dtype, out)
 
 
-def _values(array: Any) -> Array:
+def quantized_values(array: Any) -> Array:
+    """What a QuantizedArray stands for, in float64."""
     xp = array_namespace(array.storage)
     codes = decode(array.storage, array.dtype.name, array.shape[-1]).astype(xp.float64)
     if array.scales is None:
@@ -67,12 +68,13 @@ def _result(values: Array, bias: Array | None, out_dtype: Any, out: Array | None
     if bias is not None:
         values = values + bias.astype(values.dtype)
     with np.errstate(over="ignore"):  # what lies beyond the range becomes infinite
-        result = values.astype(_dtype(out_dtype) if out is None else out.dtype)
+        result = values.astype(result_dtype(out_dtype) if out is None else out.dtype)
     if out is None:
         return result
     out[...] = result
     return out
 
 
-def _dtype(given: Any) -> Any:
+def result_dtype(given: Any) -> Any:
+    """bfloat16 unless another is given."""
     return ml_dtypes.bfloat16 if given is None or given == "bfloat16" else given

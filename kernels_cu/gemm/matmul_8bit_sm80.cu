@@ -102,7 +102,7 @@ CUKIT_DEVICE void clear_sums(Sums& sums) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) matmul_8bit_sm80(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_8bit_sm80(
     const unsigned char* __restrict__ a,  // [m, k], rows a_row_bytes apart
     const unsigned char* __restrict__ b,  // [n, k], rows b_row_bytes apart
 #if BLOCKS

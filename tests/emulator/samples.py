@@ -53,6 +53,63 @@ def _attention_backward(rng: Rng) -> Arguments:
     return (random(rng, q.shape, "bfloat16"), q, k, v, out, lse), options
 
 
+def _groups(rng: Rng) -> tuple[Any, ...]:
+    """Rows of three groups, one of them empty, and a matrix for each."""
+    x, weights = _rows(rng, (70, 72), (3, 48, 72))
+    return x, weights, np.array([0, 66, 66, 70], np.int32)
+
+
+def _grouped_backward(rng: Rng) -> Arguments:
+    x, weights, offsets = _groups(rng)
+    return (random(rng, (70, 48), "bfloat16"), x, weights, offsets), {}
+
+
+def _grouped_fp8(rng: Rng) -> Arguments:
+    x, weights, offsets = _groups(rng)
+    scales = rng.uniform(0.5, 2, (70, 1)).astype(np.float32)
+    codes = encode(x[:, :64].copy(), float8_e4m3, scales=scales, axis=1, group_size=128)
+    scales = rng.uniform(0.5, 2, (3, 1, 1)).astype(np.float32)
+    own = encode(weights[..., :64].copy(), float8_e4m3, scales=scales, axis=(1, 2), group_size=128)
+    return (codes, own, offsets), {"out_dtype": np.float16}
+
+
+def _routing(rng: Rng, tokens: int = 20) -> Any:
+    from cukit.reference.moe import topk_router
+
+    return topk_router(random(rng, (tokens, 9), "float32"), 2)
+
+
+def _router_backward(rng: Rng) -> Arguments:
+    logits, routing = random(rng, (20, 9), "float32"), _routing(rng)
+    grad = random(rng, (20, 2), "float32")
+    losses = {"grad_balance_loss": 1.0, "grad_z_loss": 1.0}
+    return (grad, logits, routing.experts, routing.rows, routing.expert_counts), losses
+
+
+def _expert_rows(rng: Rng) -> tuple[Any, Any, Any]:
+    """Rows of 20 tokens' two choices, in expert order, and their weights."""
+    routing = _routing(rng)
+    return random(rng, (40, 72), "bfloat16"), routing.rows, routing.weights
+
+
+def _unpermute_backward(rng: Rng) -> Arguments:
+    return (random(rng, (20, 72), "bfloat16"), *_expert_rows(rng)), {}
+
+
+def _experts(rng: Rng) -> tuple[Any, Any, Any]:
+    gate_up, down = _rows(rng, (9, 48, 72), (9, 72, 24))
+    return _routing(rng), gate_up, down
+
+
+def _ffn_backward(rng: Rng) -> Arguments:
+    from cukit.reference.moe_ffn import moe_ffn
+
+    x, grad = _rows(rng, (20, 72), (20, 72))
+    experts = _experts(rng)
+    _, activations = moe_ffn(x, *experts, keep=True)
+    return (grad, activations, *experts), {}
+
+
 def _logits(rng: Rng) -> tuple[Any, Any]:
     targets = rng.integers(0, 1003, 5)
     targets[3] = -100
@@ -147,6 +204,22 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         (*_linear(rng), rng.integers(0, 500, 40)),
         {"chunk_tokens": 16},
     ),
+    "expert_order": lambda rng: ((rng.integers(-1, 10, (20, 2)).astype(np.int32), 9), {}),
+    "grouped_gated_linear": lambda rng: (_groups(rng), {}),
+    "grouped_gemm": lambda rng: (_groups(rng), {}),
+    "grouped_gemm_backward": _grouped_backward,
+    "grouped_gemm_fp8": _grouped_fp8,
+    "moe_ffn": lambda rng: ((random(rng, (20, 72), "bfloat16"), *_experts(rng)), {}),
+    "moe_ffn_backward": _ffn_backward,
+    "moe_permute": lambda rng: (
+        (random(rng, (20, 72), "bfloat16"), _routing(rng).rows),
+        {"num_rows": 40},
+    ),
+    "moe_permute_backward": lambda rng: (_expert_rows(rng)[:2], {}),
+    "moe_unpermute": lambda rng: (_expert_rows(rng), {}),
+    "moe_unpermute_backward": _unpermute_backward,
+    "topk_router": lambda rng: ((random(rng, (20, 9), "float32"), 2), {"losses": True}),
+    "topk_router_backward": _router_backward,
     "linear_kl_divergence": _linear_divergence,
     "linear": lambda rng: ((*_rows(rng, (70, 72), (136, 72), (136,)), "gelu"), {}),
     "linear_backward": lambda rng: (
@@ -176,7 +249,7 @@ def run(
 ) -> list[np.ndarray[Any, Any]]:
     """Results of the op's sample, or of its reference (in float64 where `wide`), on the host."""
     args, options = SAMPLES[op.name](np.random.default_rng(5))
-    if wide:
+    if wide and not any(isinstance(value, QuantizedArray) for value in args):
         args, options = _map(args, _widen), _map(options, _widen)
     args, options = _map(args, place), _map(options, place)
     if reference and op.name == "encode":
@@ -196,6 +269,8 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
         return function(value)
     if isinstance(value, dict):
         return {key: _map(each, function) for key, each in value.items()}
+    if hasattr(value, "_make"):  # a NamedTuple
+        return value._make(_map(each, function) for each in value)
     if isinstance(value, (list, tuple)):
         return type(value)(_map(each, function) for each in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, NarrowDtype):

@@ -137,6 +137,14 @@ def test_a_box_wholly_outside_touches_the_base_of_its_map(x, z):
         read_box(True, x, z, 12)
 
 
+@pytest.mark.parametrize("x", [1, 6, -2])
+def test_a_box_begins_at_a_multiple_of_16_bytes(x):
+    """Hopper stops with an illegal instruction."""
+    message = rf"misaligned: .* begins {4 * x} bytes into the rows of its tensor"
+    with pytest.raises(EmulatorError, match=message):
+        read_box(False, x, 0, 0)
+
+
 def test_rows_before_the_array():
     """A sequence of 12 rows at the array's start, read as though it had 16."""
     with pytest.raises(EmulatorError, match="begins 256 bytes before the array of its map"):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from cukit.gemm import (
     gated_linear,
     gated_linear_backward,
+    grouped_gated_linear,
+    grouped_gemm,
+    grouped_gemm_backward,
+    grouped_gemm_fp8,
     linear,
     linear_backward,
     matmul_fp8,
@@ -15,6 +21,7 @@ from cukit.gemm import (
 from cukit.gemm.linear_plan import Product, configure
 from cukit.gemm.linear_sm90 import LinearSm90
 from tests.contract import poisoned, random, to_device
+from tests.gemm import test_grouped, test_grouped_fp8
 from tests.gemm.quantized_operands import float8_operand, int8_operand, place
 from tests.gemm.test_fp8 import KINDS
 from tests.gemm.test_linear import SHAPES, TILINGS, operands
@@ -66,7 +73,24 @@ def eight_bits() -> None:
             )
 
 
+def grouped() -> None:
+    """Both layouts, rows as rows and as columns, gradients; float8."""
+    rng = np.random.default_rng(3)
+    for counts, set_aside in itertools.product(test_grouped.GROUPS.values(), (False, True)):
+        groups = test_grouped.Groups(rng, counts, set_aside, 72, "bfloat16")
+        where = groups.where("gpu")
+        weights = random(rng, (len(counts), 144, 72), "bfloat16")
+        grad = groups.rows(rng, 144, "bfloat16")
+        x, weights, grad = to_device("gpu", groups.x, weights, grad)
+        grouped_gemm(x, weights, **where)
+        grouped_gated_linear(x, weights, **where, keep=True)
+        grouped_gemm_backward(grad, x, weights, **where)
+        pair = test_grouped_fp8.operands(rng, groups, 136, 208)
+        grouped_gemm_fp8(*(test_grouped_fp8.placed("gpu", each) for each in pair), **where)
+
+
 GROUPS = {
+    "grouped": Group(grouped, shares=True),
     "matmul_8bit": Group(eight_bits, shares=True, quick=True),
     "linear": Group(forward, shares=True, quick=True),
     "linear backward": Group(backward),

@@ -102,6 +102,13 @@ void for_rows(const TensorMap& map, const int* position, const Visit& visit) {
 // which the hardware touches when a box lies wholly outside the tensor (seen on the H200 for loads; stores
 // were not measured and are held to the same). A map that begins before its array does not own its base.
 void check_box(const Fiber& me, const TensorMap& map, const int* position) {
+  const long long into_row = static_cast<long long>(position[0]) * map.itemsize;
+  if (into_row % 16 != 0) {
+    fault(format("misaligned: cp.async.bulk.tensor of a box that begins %lld bytes into the rows of its "
+                 "tensor, which must be a multiple of 16\n  ",
+                 into_row) +
+          name_of(me) + " " + where(me.call));
+  }
   bool any = false;
   for_rows(map, position, [&](unsigned, const unsigned char* row, unsigned first, unsigned count) {
     if (count == 0) return;

@@ -151,6 +151,12 @@ struct OperandTile<T, Extent, TileK, Major::K> : SharedTile<T, Extent, TileK> {
   CUKIT_DEVICE static int bytes(int count, int box) {
     return (count + box - 1) / box * box * Tile::kRowBytes;
   }
+  // Of one of several matrices, which begins at row `origin` of the map; `extent`: of the operand's rows
+  // (columns).
+  CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
+                                int first, const MatrixRow& origin, int extent) {
+    Tile::load(tile, map, full, k, origin.below(first), k + TileK);
+  }
   CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
     return Tile::k_major(tile);
   }
@@ -173,6 +179,10 @@ struct OperandTile<T, Extent, TileK, Major::MN> : SharedTile<T, TileK, Extent> {
   }
   CUKIT_DEVICE static int bytes(int count, int) {
     return (count + Tile::kPartColumns - 1) / Tile::kPartColumns * Tile::kPartBytes;
+  }
+  CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
+                                int first, const MatrixRow& origin, int extent) {
+    Tile::load(tile, map, full, first, origin.below(k), extent);
   }
   CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
     return Tile::mn_major(tile);

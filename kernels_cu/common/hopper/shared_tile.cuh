@@ -33,6 +33,13 @@ constexpr int swizzle_bytes(OperandSwizzle swizzle) {
                                               : 16;
 }
 
+// A row of one of several matrices, in a map [matrices, rows, columns].
+struct MatrixRow {
+  int matrix, row;
+
+  CUKIT_DEVICE MatrixRow below(int rows) const { return {matrix, row + rows}; }
+};
+
 template <typename T, int Rows, int Columns, OperandSwizzle Swizzle = OperandSwizzle::Bytes128>
 struct SharedTile {
   static constexpr int kRows = Rows;
@@ -55,6 +62,18 @@ struct SharedTile {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       tma_load_2d(tile + part * kPartBytes, map, full, column + part * kPartColumns, row);
+    }
+  }
+
+  // The same of a map [matrices, rows, columns]. Parts that begin outside hold what another part does:
+  // a map of sequences must not be asked for boxes without an element inside.
+  CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full,
+                                int column, const MatrixRow& at, int columns) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int first = column + part * kPartColumns;
+      tma_load_3d(tile + part * kPartBytes, map, full, first < columns ? first : column, at.row,
+                  at.matrix);
     }
   }
 
@@ -88,6 +107,18 @@ struct SharedTile {
     for (int part = 0; part < kParts; ++part) {
       const int first = column + part * kPartColumns;
       if (first < columns) tma_store_2d(map, tile + part * kPartBytes, first, row);
+    }
+  }
+
+  // The same to a map [matrices, rows, columns].
+  CUKIT_DEVICE static void store(const TensorMap* map, const unsigned char* tile, int column,
+                                 const MatrixRow& at, int columns) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int first = column + part * kPartColumns;
+      if (first < columns) {
+        tma_store_3d(map, tile + part * kPartBytes, first, at.row, at.matrix);
+      }
     }
   }
 

@@ -74,14 +74,23 @@ struct StagedStore {
   static constexpr int kPieces = Columns / PieceColumns;
   static constexpr int kBytes = Buffers * Piece::kBytes;
 
-  static_assert(Columns % PieceColumns == 0 && PieceColumns % 16 == 0, "whole pieces of stmatrix");
-
   // All threads of the warpgroup, with a named barrier of its own. The tile begins at (row, column) of
   // a matrix of `rows` x `columns`; what lies outside is not written. First: of the accumulators.
   template <int First = 0, int N>
   CUKIT_DEVICE static void store(const float (&sums)[N], unsigned char* buffers,
                                  const TensorMap* map, int column, int row, int columns, int rows,
                                  int barrier) {
+    store_pieces<First>(sums, buffers, barrier, [&](int piece, const unsigned char* buffer) {
+      if (row < rows) Piece::store(map, buffer, column + piece * PieceColumns, row, columns);
+    });
+  }
+
+  // The same with pieces that go to places of their own: one thread calls start(piece, buffer), which
+  // starts the copy of that piece or none.
+  template <int First = 0, int N, typename Start>
+  CUKIT_DEVICE static void store_pieces(const float (&sums)[N], unsigned char* buffers, int barrier,
+                                        const Start& start) {
+    static_assert(Columns % PieceColumns == 0 && PieceColumns % 16 == 0, "whole pieces of stmatrix");
     static_assert(First + Columns / 2 <= N, "the accumulators exist");
     const bool starts = threadIdx.x % kWarpgroupThreads == 0;
 #pragma unroll
@@ -94,7 +103,12 @@ struct StagedStore {
       }
       named_sync(barrier, kWarpgroupThreads);  // the buffer is free
       write(&sums[First + piece * PieceColumns / 2], buffer);
-      send(1, buffer, map, column + piece * PieceColumns, row, columns, rows, barrier);
+      fence_proxy_async();
+      named_sync(barrier, kWarpgroupThreads);  // the buffer is written
+      if (starts) {
+        start(piece, buffer);
+        bulk_commit();  // an empty group counts as one
+      }
     }
   }
 
@@ -153,6 +167,15 @@ struct TransposedStore {
   CUKIT_DEVICE static void store(const float (&sums)[N], unsigned char* buffer,
                                  const TensorMap* map, int column, int row, int columns, int rows,
                                  int barrier) {
+    store_piece(sums, buffer, barrier, [&] {
+      if (row < rows) Piece::store(map, buffer, column, row, columns);
+    });
+  }
+
+  // The same with a place of its own: one thread calls send(), which starts the copy of the buffer.
+  template <int N, typename Send>
+  CUKIT_DEVICE static void store_piece(const float (&sums)[N], unsigned char* buffer, int barrier,
+                                       const Send& send) {
     static_assert(Columns / 2 <= N, "the accumulators exist");
     const int lane = threadIdx.x % kWarpSize;
     const int own_row = lane / 16 * 8 + lane % 8;
@@ -171,7 +194,7 @@ struct TransposedStore {
     fence_proxy_async();
     named_sync(barrier, kWarpgroupThreads);  // the buffer is written
     if (starts) {
-      if (row < rows) Piece::store(map, buffer, column, row, columns);
+      send();
       bulk_commit();
     }
   }

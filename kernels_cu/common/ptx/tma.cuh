@@ -2,7 +2,8 @@
 //
 // One thread starts a copy. Towards shared memory it reports to an mbarrier, where its bytes were
 // announced; towards global memory it belongs to the thread's bulk group. Positions are elements,
-// innermost axis first. What lies outside the tensor reads as zero and is not written.
+// innermost axis first; the innermost is that of a multiple of 16 bytes. What lies outside the tensor
+// reads as zero and is not written.
 #pragma once
 
 #include "common/platform.cuh"
@@ -64,6 +65,21 @@ CUKIT_DEVICE void tma_load_2d_multicast(void* shared, const TensorMap* map, Mbar
 #endif
 }
 
+// cp.async.bulk.tensor.3d to shared memory, as tma_load_2d.
+CUKIT_DEVICE void tma_load_3d(void* shared, const TensorMap* map, Mbarrier* barrier, int x, int y,
+                              int z) {
+#ifdef CUKIT_EMULATE
+  const int position[] = {x, y, z};
+  emulator::tensor_load(shared_address(shared), map, position, 3, shared_address(barrier), 0);
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];\n" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+#endif
+}
+
 // cp.async.bulk.tensor.4d to shared memory, as tma_load_2d.
 CUKIT_DEVICE void tma_load_4d(void* shared, const TensorMap* map, Mbarrier* barrier, int x, int y,
                               int z, int w) {
@@ -89,6 +105,19 @@ CUKIT_DEVICE void tma_store_2d(const TensorMap* map, const void* shared, int x, 
                    map),
                "r"(shared_address(shared)), "r"(x), "r"(y)
                : "memory");
+#endif
+}
+
+// cp.async.bulk.tensor.3d from shared memory, as tma_store_2d.
+CUKIT_DEVICE void tma_store_3d(const TensorMap* map, const void* shared, int x, int y, int z) {
+#ifdef CUKIT_EMULATE
+  const int position[] = {x, y, z};
+  emulator::tensor_store(map, shared_address(shared), position, 3, false);
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(map),
+      "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z)
+      : "memory");
 #endif
 }
 

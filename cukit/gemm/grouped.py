@@ -1,0 +1,472 @@
+"""Products of groups of rows, each group with a matrix of its own: the experts of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    Array,
+    adopt,
+    bfloat16,
+    check_array,
+    check_same_dtype,
+    empty,
+    float16,
+    int32,
+    runs_kernel,
+    write_out,
+)
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.map_cache import TensorMapCache
+from cukit.core.overlap import check_overlap
+from cukit.core.parameters import parameter_structs
+from cukit.core.support import Support
+from cukit.core.tensor_map import encode_sequence_map, encode_tensor_map
+from cukit.errors import ArrayShapeError, ConfigError
+from cukit.gemm import grouped_plan
+from cukit.gemm.grouped_plan import MOST_GROUPS, GroupedConfig, GroupedProblem
+from cukit.gemm.linear_plan import ITEM_BYTES, ROW_BYTES, TILE_K, Product
+from cukit.reference import grouped_gemm as reference
+from cukit.registry import register
+
+GROUPED_PARAMETERS = parameter_structs("gemm/parameters.cuh")["GroupedParameters"]
+_DTYPES = (float16, bfloat16)
+_ARCH = "sm_90"
+_STRIDE_ELEMENTS = 8  # strides of a tensor map are multiples of 16 bytes
+_MOST_INT32 = 2**31 - 1
+_GATES = ("silu", "gelu", "gelu_tanh")
+
+
+def grouped_gemm(
+    x: Array,
+    weights: Array,
+    expert_offsets: Array | None = None,
+    *,
+    expert_counts: Array | None = None,
+    transpose_weights: bool = False,
+    out: Array | None = None,
+) -> Array:
+    """Multiplies each group of rows by a matrix of its own: `y[r] = weights[g] x[r]`.
+
+    Groups may have any number of rows, 0 and 1 among them; nothing is padded. Either they lie one
+    behind the other, or each has rows set aside:
+
+    | layout     | x                        | rows of group g                            |
+    | ---------- | ------------------------ | ------------------------------------------ |
+    | contiguous | [rows, k]                | expert_offsets[g] to expert_offsets[g + 1] |
+    | set aside  | [groups, capacity, k]    | the first expert_counts[g] of x[g]         |
+
+    Args:
+        x: float16|bfloat16, see above, C-contiguous; float32|float64 on the CPU only.
+        weights: dtype of `x`, [groups, n, k]; [groups, k, n] with `transpose_weights`. On the GPU
+            at most 512 groups, and k and n are multiples of 8.
+        expert_offsets: int32 [groups + 1], ascending from 0 to at most `rows`.
+        expert_counts: int32 [groups]; counts beyond the capacity count as the capacity.
+        out: where to write; dtype of `x`, [rows, n] or [groups, capacity, n]. It must not overlap
+            an input.
+
+    Returns:
+        `y`. On the GPU rows of no group are not written.
+
+    Raises:
+        ArrayError: dtype, shape or layout of an argument.
+        ConfigError: neither or both of `expert_offsets` and `expert_counts`, too many groups.
+
+    Runs on CuPy's current stream. Offsets and counts are read on the device alone: there is no
+    synchronisation, and a graph may capture the call. Accumulates in float32, deterministic.
+    The kernel needs Hopper (sm_90); other devices run the reference, which reads the offsets.
+    Paper: Gale et al., "MegaBlocks", arXiv:2211.15841.
+
+    >>> import numpy as np, cukit as ck
+    >>> x, weights = np.ones((3, 8), np.float16), np.arange(2).repeat(8).reshape(2, 1, 8)
+    >>> ck.grouped_gemm(x, weights.astype(np.float16), np.array([0, 1, 3], np.int32)).ravel()
+    array([0., 8., 8.], dtype=float16)
+    """
+    op = "grouped_gemm"
+    x, weights, expert_offsets, expert_counts, out = adopt(
+        op, x, weights, expert_offsets, expert_counts, out
+    )
+    check_overlap(op, out, x=x, weights=weights)
+    if not runs_kernel(op, x, weights, expert_offsets, expert_counts, out):
+        _check(op, x, weights, expert_offsets, expert_counts, out, transpose_weights)
+        y = reference.grouped_gemm(
+            x,
+            weights,
+            expert_offsets,
+            expert_counts=expert_counts,
+            transpose_weights=transpose_weights,
+        )
+        return write_out(out, y)
+    launch = _prepare(x, weights, expert_offsets, expert_counts, out, transpose_weights)
+    if out is None:
+        out = empty(x, (*x.shape[:-1], weights.shape[2 if transpose_weights else 1]))
+    if out.size:
+        launch(x, weights, out, None, _either(expert_offsets, expert_counts))
+    return out
+
+
+def grouped_gemm_backward(
+    grad_out: Array,
+    x: Array,
+    weights: Array,
+    expert_offsets: Array | None = None,
+    *,
+    expert_counts: Array | None = None,
+) -> tuple[Array, Array]:
+    """Gradients of :func:`grouped_gemm` with respect to `x` and `weights`.
+
+    `grad_x[r] = weights[g]^T grad_out[r]`; `grad_weights[g]` is the sum of `grad_out[r]^T x[r]`
+    over the rows of the group, 0 where it has none.
+
+    Args:
+        grad_out: gradient of `y`, [rows, n] or [groups, capacity, n], dtype of `x`.
+        x, weights, expert_offsets, expert_counts: the forward's, `weights` as [groups, n, k].
+
+    Returns:
+        `(grad_x, grad_weights)`, shapes and dtypes of `x` and `weights`; on the GPU rows of no
+        group are not written.
+
+    Raises:
+        ArrayError, ConfigError: as :func:`grouped_gemm`.
+    """
+    op = "grouped_gemm_backward"
+    grad_out, x, weights, expert_offsets, expert_counts = adopt(
+        op, grad_out, x, weights, expert_offsets, expert_counts
+    )
+    if not runs_kernel(op, grad_out, x, weights, expert_offsets, expert_counts):
+        _check_backward(grad_out, x, weights, expert_offsets, expert_counts)
+        return reference.grouped_gemm_backward(
+            grad_out, x, weights, expert_offsets, expert_counts=expert_counts
+        )
+    of_x, of_weights = _prepare_backward(grad_out, x, weights, expert_offsets, expert_counts)
+    grad_x, grad_weights = empty(x, x.shape), empty(weights, weights.shape)
+    ends = _either(expert_offsets, expert_counts)
+    if x.size and grad_out.size:
+        of_x(grad_out, weights, grad_x, None, ends)
+        of_weights(grad_out, x, grad_weights, None, ends)
+    else:
+        grad_weights.fill(0)
+    return grad_x, grad_weights
+
+
+def grouped_gated_linear(
+    x: Array,
+    weights: Array,
+    expert_offsets: Array | None = None,
+    *,
+    expert_counts: Array | None = None,
+    activation: str = "silu",
+    keep: bool = False,
+) -> Array | tuple[Array, Array]:
+    """The gated layer of each group in one pass: `y[r] = f(gate[g] x[r]) * (up[g] x[r])`.
+
+    Args:
+        x, expert_offsets, expert_counts: as for :func:`grouped_gemm`.
+        weights: dtype of `x`, [groups, 2 n, k]: the rows of gate, then those of up.
+        activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
+        keep: also return what the activation is applied to, for the backward.
+
+    Returns:
+        `y`, [rows, n] or [groups, capacity, n]; with `keep` also `joined`, the product
+        `weights[g] x[r]` with 2 n columns, rounded to the dtype of `x`.
+
+    Raises:
+        ArrayError, ConfigError: as :func:`grouped_gemm`.
+
+    Papers: Shazeer, arXiv:2002.05202. The rest as :func:`grouped_gemm`.
+    """
+    op = "grouped_gated_linear"
+    x, weights, expert_offsets, expert_counts = adopt(op, x, weights, expert_offsets, expert_counts)
+    if activation not in _GATES:
+        raise ConfigError(
+            f"{op}: activation must be one of {', '.join(_GATES)}, got {activation!r}"
+        )
+    if not runs_kernel(op, x, weights, expert_offsets, expert_counts):
+        _check_gated(x, weights, expert_offsets, expert_counts)
+        groups: dict[str, Any] = {"expert_offsets": expert_offsets, "expert_counts": expert_counts}
+        y = reference.grouped_gated_linear(x, weights, **groups, activation=activation)
+        return (y, reference.grouped_gemm(x, weights, **groups)) if keep else y
+    launch = _prepare_gated(x, weights, expert_offsets, expert_counts, activation, keep)
+    columns = weights.shape[1]
+    y = empty(x, (*x.shape[:-1], columns // 2))
+    joined = empty(x, (*x.shape[:-1], columns)) if keep else None
+    if y.size:
+        launch(x, weights, y, joined, _either(expert_offsets, expert_counts))
+    return y if joined is None else (y, joined)
+
+
+class Layout(NamedTuple):
+    """Where the rows of groups are."""
+
+    groups: int
+    rows: int  # of all groups together
+    longest: int  # no group has more
+    set_aside: bool
+
+
+class GroupedLaunch:
+    """A launch, for arrays that were checked before."""
+
+    __slots__ = ("_launch", "_maps", "config")
+
+    def __init__(self, config: GroupedConfig, layout: Layout) -> None:
+        product, tiling, ragged = config.product, config.tiling, config.ragged
+        parameters = GROUPED_PARAMETERS.pack(
+            m=0 if ragged == "m" else product.m,
+            n=0 if ragged == "n" else product.n,
+            steps=0 if ragged == "k" else -(-product.k // TILE_K),
+            group=config.raster,
+            groups=layout.groups,
+            longest=layout.longest,
+            set_aside=layout.set_aside,
+        )
+        self.config = config
+        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
+        parts = 1 + product.gated
+        box_a = _box(product.major_a, tiling.tile_m)
+        box_b = _box(product.major_b, tiling.tile_n // parts)
+        piece = tiling.piece_columns(parts)
+        box_out = (tiling.tile_n, 64) if tiling.transposed else (64, piece)
+        # a, b and the result, by what they hold: rows of groups, or a matrix for each group.
+        encode_rows = partial(encode_groups, layout.longest)
+        kinds: dict[str, tuple[Callable[..., Any], ...]] = {
+            "m": (encode_rows, encode_matrices, encode_rows),
+            "n": (encode_matrices, encode_rows, encode_rows),
+            "k": (encode_rows, encode_rows, encode_matrices),
+        }
+        encoders = (*kinds[ragged], kinds[ragged][2])
+        boxes = (box_a, box_b, box_out, box_out)
+        self._maps = [
+            TensorMapCache(partial(encode, box))
+            for encode, box in zip(encoders, boxes, strict=True)
+        ]
+
+    def __call__(self, a: Array, b: Array, out: Array, kept: Array | None, ends: Array) -> None:
+        """a, b: of the call, as it comes; a transposed tiling exchanges them itself."""
+        if self.config.tiling.transposed:
+            a, b = b, a
+        map_a, map_b, map_out, map_kept = self._maps
+        placed = map_out(out)
+        self._launch(
+            map_a(a), map_b(b), placed, placed if kept is None else map_kept(kept), ends,
+        )  # fmt: skip
+
+
+def _box(major: str, tile: int) -> tuple[int, int]:
+    return (tile, TILE_K) if major == "K" else (TILE_K, ROW_BYTES // ITEM_BYTES)
+
+
+def encode_matrices(box: tuple[int, int], array: Array) -> Any:
+    """A map of a matrix for each group."""
+    return encode_tensor_map(array, (1, *box), swizzle_bytes=box[1] * array.itemsize)
+
+
+def encode_groups(longest: int, box: tuple[int, int], array: Array) -> Any:
+    """A map of the rows of groups: sequences of up to `longest` rows."""
+    rows = array.reshape(-1, array.shape[-1])
+    return encode_sequence_map(rows, longest, (1, *box), swizzle_bytes=box[1] * array.itemsize)
+
+
+def _either(expert_offsets: Array | None, expert_counts: Array | None) -> Array:
+    return expert_counts if expert_offsets is None else expert_offsets
+
+
+# Checks and plans ------------------------------------------------------------------------------
+
+
+def layout_of(
+    op: str, x: Array, groups: int, expert_offsets: Array | None, expert_counts: Array | None
+) -> Layout:
+    """Checks shape and layout of `x` and the argument that says where groups are."""
+    if (expert_offsets is None) == (expert_counts is None):
+        raise ConfigError(f"{op}: give either expert_offsets or expert_counts")
+    if expert_offsets is not None:
+        check_array(op, "x", x, dtypes=(x.dtype,), ndim=2)
+        check_array(op, "expert_offsets", expert_offsets, dtypes=(int32,), shape=(groups + 1,))
+        layout = Layout(groups, x.shape[0], x.shape[0], False)
+    else:
+        check_array(op, "x", x, dtypes=(x.dtype,), shape=(groups, None, None))
+        check_array(op, "expert_counts", expert_counts, dtypes=(int32,), shape=(groups,))
+        layout = Layout(groups, groups * x.shape[1], x.shape[1], True)
+    if layout.rows > _MOST_INT32:
+        raise ArrayShapeError(f"{op}: at most {_MOST_INT32} rows, got {layout.rows}")
+    return layout
+
+
+def _check_layout(
+    op: str, x: Array, weights: Array, expert_offsets: Array | None, expert_counts: Array | None
+) -> Layout:
+    check_array(op, "weights", weights, dtypes=FLOAT_DTYPES, ndim=3)
+    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
+    layout = layout_of(op, x, weights.shape[0], expert_offsets, expert_counts)
+    check_same_dtype(op, x=x, weights=weights)
+    return layout
+
+
+def _check_inner(op: str, x: Array, weights: Array, axis: int) -> None:
+    if x.shape[-1] != weights.shape[axis]:
+        raise ArrayShapeError(
+            f"{op}: x of shape {x.shape} and weights of shape {weights.shape} do not match: "
+            f"{x.shape[-1]} columns and {weights.shape[axis]} (axis {axis})"
+        )
+
+
+def _check(
+    op: str,
+    x: Array,
+    weights: Array,
+    expert_offsets: Array | None,
+    expert_counts: Array | None,
+    out: Array | None,
+    transpose_weights: bool,
+) -> Layout:
+    layout = _check_layout(op, x, weights, expert_offsets, expert_counts)
+    _check_inner(op, x, weights, 1 if transpose_weights else 2)
+    if out is not None:
+        columns = weights.shape[2 if transpose_weights else 1]
+        check_array(op, "out", out, shape=(*x.shape[:-1], columns))
+        check_same_dtype(op, x=x, out=out)
+    return layout
+
+
+def _check_backward(
+    grad_out: Array,
+    x: Array,
+    weights: Array,
+    expert_offsets: Array | None,
+    expert_counts: Array | None,
+) -> Layout:
+    op = "grouped_gemm_backward"
+    layout = _check_layout(op, x, weights, expert_offsets, expert_counts)
+    _check_inner(op, x, weights, 2)
+    check_array(op, "grad_out", grad_out, shape=(*x.shape[:-1], weights.shape[1]))
+    check_same_dtype(op, x=x, grad_out=grad_out)
+    return layout
+
+
+def _check_gated(
+    x: Array, weights: Array, expert_offsets: Array | None, expert_counts: Array | None
+) -> Layout:
+    op = "grouped_gated_linear"
+    layout = _check_layout(op, x, weights, expert_offsets, expert_counts)
+    _check_inner(op, x, weights, 2)
+    if weights.shape[1] % 2:
+        raise ArrayShapeError(
+            f"{op}: weights hold gate and up one behind the other, so axis 1 must be even; "
+            f"got shape {weights.shape}"
+        )
+    return layout
+
+
+def _check_kernel(op: str, x: Array, groups: int, **extents: int) -> None:
+    check_array(op, "x", x, dtypes=_DTYPES)
+    if groups > MOST_GROUPS:
+        raise ConfigError(f"{op}: at most {MOST_GROUPS} groups on the GPU, got {groups}")
+    for name, extent in extents.items():
+        if extent == 0 or extent % _STRIDE_ELEMENTS:
+            raise ArrayShapeError(
+                f"{op}: {name} must be a multiple of {_STRIDE_ELEMENTS} on the GPU, got {extent}"
+            )
+
+
+def _launch(problem: GroupedProblem, layout: Layout) -> GroupedLaunch:
+    return GroupedLaunch(grouped_plan.plan(problem, current_device().num_sms), layout)
+
+
+@launch_plan
+def _prepare(
+    x: Array,
+    weights: Array,
+    expert_offsets: Array | None,
+    expert_counts: Array | None,
+    out: Array | None,
+    transpose_weights: bool,
+) -> GroupedLaunch:
+    op = "grouped_gemm"
+    layout = _check(op, x, weights, expert_offsets, expert_counts, out, transpose_weights)
+    k, n = weights.shape[1:] if transpose_weights else weights.shape[:0:-1]
+    _check_kernel(op, x, layout.groups, k=k, n=n)
+    major = "MN" if transpose_weights else "K"
+    product = Product(layout.rows, n, k, x.dtype.name, major_b=major)
+    return _launch(GroupedProblem(product, layout.groups), layout)
+
+
+@launch_plan
+def _prepare_backward(
+    grad_out: Array,
+    x: Array,
+    weights: Array,
+    expert_offsets: Array | None,
+    expert_counts: Array | None,
+) -> tuple[GroupedLaunch, GroupedLaunch]:
+    op = "grouped_gemm_backward"
+    layout = _check_backward(grad_out, x, weights, expert_offsets, expert_counts)
+    groups, n, k = weights.shape
+    _check_kernel(op, x, groups, k=k, n=n)
+    of_x = Product(layout.rows, k, n, x.dtype.name, major_b="MN")
+    of_weights = replace(of_x, m=n, n=k, k=layout.rows, major_a="MN")
+    return (
+        _launch(GroupedProblem(of_x, groups), layout),
+        _launch(GroupedProblem(of_weights, groups, ragged="k"), layout),
+    )
+
+
+@launch_plan
+def _prepare_gated(
+    x: Array,
+    weights: Array,
+    expert_offsets: Array | None,
+    expert_counts: Array | None,
+    activation: str,
+    keep: bool,
+) -> GroupedLaunch:
+    layout = _check_gated(x, weights, expert_offsets, expert_counts)
+    groups, columns, k = weights.shape
+    _check_kernel("grouped_gated_linear", x, groups, k=k, n=columns // 2)
+    product = Product(
+        layout.rows, columns // 2, k, x.dtype.name, activation=activation, gated=True, keeps=keep
+    )
+    return _launch(GroupedProblem(product, groups), layout)
+
+
+def _specs(kind: str, device: Device) -> list[KernelSpec]:
+    """Variants of each kind of problem: "forward", "gated" or "backward"."""
+    if device.arch != _ARCH:
+        return []
+
+    def belongs(problem: GroupedProblem) -> bool:
+        product = problem.product
+        if product.gated:
+            return kind == "gated"
+        return kind == ("forward" if product.major_b == "K" else "backward")
+
+    # Every tiling in bfloat16; in float16, which is compiled alike, what the plan chooses.
+    wide = [each for each in grouped_plan.representative("bfloat16") if belongs(each)]
+    half = [each for each in grouped_plan.representative("float16") if belongs(each)]
+    configs = [
+        grouped_plan.configure(problem, tiling, device.num_sms)
+        for problem in wide
+        for tiling in grouped_plan.candidates(problem)
+    ]
+    configs += [grouped_plan.plan(problem, device.num_sms) for problem in half]
+    return list(dict.fromkeys(config.spec() for config in configs))
+
+
+for _function, _reference, _kind in (
+    (grouped_gemm, reference.grouped_gemm, "forward"),
+    (grouped_gemm_backward, reference.grouped_gemm_backward, "backward"),
+    (grouped_gated_linear, reference.grouped_gated_linear, "gated"),
+):
+    register(
+        name=_function.__name__,
+        family="gemm",
+        function=_function,
+        reference=_reference,
+        specs=partial(_specs, _kind),
+        support=Support(_ARCH, _ARCH),
+    )

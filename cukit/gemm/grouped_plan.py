@@ -1,0 +1,184 @@
+"""How products of groups of rows run on Hopper: the choice of a tiling. Pure; no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from cukit.core.kernel import KernelSpec
+from cukit.gemm.linear_plan import (
+    ACTIVATIONS,
+    ITEM_BYTES,
+    ROW_BYTES,
+    TILE_K,
+    Product,
+    Tiling,
+)
+
+MOST_GROUPS = 512
+STATIC_BYTES = 3072
+"""Tiles before each group, and barriers."""
+
+
+@dataclass(frozen=True)
+class GroupedProblem:
+    """What selects a variant.
+
+    product: extents that all groups share, m of rows or k of sums being those of all groups
+        together (`ragged`); operand a holds the rows of "m", both operands those of "k".
+    ragged: "m", `out[r] = f(a[r] b[g]^T)`, or "k", `out[g] = sum of a[r]^T b[r]`.
+    """
+
+    product: Product
+    groups: int
+    ragged: str = "m"
+
+    @property
+    def rows_each(self) -> float:
+        """Of a group, were all alike."""
+        return (self.product.m if self.ragged == "m" else self.product.k) / self.groups
+
+
+@dataclass(frozen=True)
+class GroupedConfig:
+    """How one call runs. `product`: the one computed, swapped where rows are a tile's columns."""
+
+    product: Product
+    ragged: str
+    groups: int
+    tiling: Tiling
+    num_blocks: int
+    raster: int
+    """Rows of tiles that blocks walk over together."""
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        tiling, product = self.tiling, self.product
+        stages = tiling.num_stages(product, STATIC_BYTES)
+        parts = 1 + product.gated
+        defines = (
+            ("DTYPE", product.dtype),
+            ("RAGGED", self.ragged.upper()),
+            ("TILE_M", tiling.tile_m),
+            ("TILE_N", tiling.tile_n),
+            ("STAGES", stages),
+            ("CONSUMERS", tiling.consumers),
+            ("BLOCKS_PER_SM", tiling.blocks_per_sm),
+            ("THREADS", tiling.threads),
+            ("MAJOR_A", product.major_a),
+            ("MAJOR_B", product.major_b),
+            ("PARTS", parts),
+            ("ACTIVATION", ACTIVATIONS[product.activation]),
+            ("KEEPS", product.keeps),
+            ("GROUPS", 64 if self.groups <= 64 else MOST_GROUPS),
+        )
+        shared = stages * tiling.stage_bytes(product) + tiling.epilogue_bytes(parts)
+        entry = "grouped_gemm_sm90"
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiling.threads, shared)
+
+
+_WIDE = (*(Tiling(128, tile_n) for tile_n in (256, 192, 128, 64)), Tiling(256, 128))
+_SMALL = tuple(Tiling(64, tile_n, consumers=1, blocks_per_sm=2) for tile_n in (128, 64))
+_FEWEST_STAGES = 3
+_MANY_ROUNDS = 8
+"""With more the last round, which leaves multiprocessors idle, does not matter."""
+# Measured on an H200 (profiling/notes/grouped_gemm_sm90.md). An SM's operands arrive from L2 at a
+# rate of its own; its tensor cores run at what power leaves of their clock.
+_MEMORY_BYTES_PER_US = 4.1e6
+_SM_BYTES_PER_US = 80e3
+_SM_MACS_PER_US = 2048 * 1.6e3
+_START_US = 4.0
+_EPILOGUE_US = 1.0
+_TRANSPOSED = 0.98
+_BESIDE_MEMORY = 0.1
+_ROWS = (16, 32, 64, 128, 192, 256)
+
+
+def candidates(problem: GroupedProblem) -> Iterator[Tiling]:
+    """Every tiling that suits the layouts."""
+    product = problem.product
+    tilings = [each for each in (*_WIDE, *_SMALL) if not product.gated or each.tile_n >= 128]
+    if problem.ragged == "m" and not product.gated:
+        tilings += [Tiling(128, rows, transposed=True) for rows in _ROWS]
+    for tiling in tilings:
+        computed = product.swapped() if tiling.transposed else product
+        if tiling.num_stages(computed, STATIC_BYTES) >= _FEWEST_STAGES:
+            yield tiling
+
+
+def estimate_us(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> float:
+    """Time of a product: rounds of tiles, each as long as its products or its operands take, but no
+    less than memory needs for everything. A group's last tile is half empty on average."""
+    product, each = problem.product, problem.rows_each
+    columns = product.n * (1 + product.gated)
+    if problem.ragged == "m":
+        moved = product.k * (product.m + problem.groups * columns) + product.m * product.n
+        extent, other = tiling.tile_m, tiling.tile_n
+        if tiling.transposed:
+            extent, other = other, extent
+        ragged_tiles = problem.groups * (each if each < 1 else max(1.0, each / extent + 0.5))
+        tiles = ragged_tiles * -(-columns // other)
+        steps = float(-(-product.k // TILE_K))
+        filled = min(extent, each) + min(other, columns)
+    else:
+        moved = product.k * (product.m + product.n) + problem.groups * product.m * product.n
+        tiles = float(
+            problem.groups * -(-product.m // tiling.tile_m) * -(-product.n // tiling.tile_n)
+        )
+        steps = each / TILE_K + 0.5
+        filled = min(tiling.tile_m, product.m) + min(tiling.tile_n, product.n)
+    load = filled * ROW_BYTES / _SM_BYTES_PER_US
+    multiply = tiling.tile_m * tiling.tile_n * TILE_K / _SM_MACS_PER_US
+    busy = min(tiling.blocks_per_sm, -(-tiles // num_sms))  # blocks that share an SM
+    rounds = tiles / num_sms
+    if tiles < _MANY_ROUNDS * num_sms:
+        rounds = -(-tiles // (num_sms * busy)) * busy
+    stored = tiling.tile_m * tiling.tile_n / (128 * 256)
+    computed = rounds * (steps * max(load, multiply) + _EPILOGUE_US * stored)
+    if tiling.transposed and product.major_b == "K":
+        computed *= _TRANSPOSED
+    memory = ITEM_BYTES * moved / _MEMORY_BYTES_PER_US
+    # Of tilings that memory holds up alike the one with the least to do is the safest.
+    return _START_US + max(computed, memory) + _BESIDE_MEMORY * computed
+
+
+def configure(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> GroupedConfig:
+    """Grid and order of tiles of a tiling."""
+    product, ragged = problem.product, problem.ragged
+    if tiling.transposed:
+        product, ragged = product.swapped(), "n"
+    tiles_m, tiles_n = tiling.tiles(product)
+    if ragged == "m":
+        tiles = (tiles_m + problem.groups) * tiles_n
+    elif ragged == "n":
+        tiles = tiles_m * (tiles_n + problem.groups)
+    else:
+        tiles = problem.groups * tiles_m * tiles_n
+    blocks = min(tiles, num_sms * tiling.blocks_per_sm)
+    raster = round((blocks * tiling.tile_n / (1 + product.gated) / tiling.tile_m) ** 0.5)
+    return GroupedConfig(product, ragged, problem.groups, tiling, max(1, blocks), max(1, raster))
+
+
+@cache
+def plan(problem: GroupedProblem, num_sms: int) -> GroupedConfig:
+    """The tiling with the shortest estimate."""
+    tiling = min(candidates(problem), key=lambda each: estimate_us(problem, each, num_sms))
+    return configure(problem, tiling, num_sms)
+
+
+def representative(dtype: str) -> list[GroupedProblem]:
+    """One problem for each kind of variant: forward, gated, both gradients, few rows a group."""
+    product = Product(32768, 6144, 7168, dtype)
+    few = replace(product, m=1024)
+    return [
+        GroupedProblem(product, 4),
+        GroupedProblem(replace(product, major_b="MN"), 4),
+        GroupedProblem(replace(product, activation="silu", gated=True), 128),
+        GroupedProblem(replace(product, activation="silu", gated=True, keeps=True), 128),
+        GroupedProblem(few, 32),
+        GroupedProblem(replace(few, major_b="MN"), 32),
+        GroupedProblem(
+            Product(6144, 7168, 32768, dtype, major_a="MN", major_b="MN"), 8, ragged="k"
+        ),
+    ]

@@ -1,0 +1,32 @@
+"""Mixture of experts: routing, expert order, and layers of experts."""
+
+from cukit.moe.balance import ExpertPlacement, balance_experts
+from cukit.moe.ffn import moe_ffn, moe_ffn_backward
+from cukit.moe.order import expert_order
+from cukit.moe.permute import (
+    moe_permute,
+    moe_permute_backward,
+    moe_unpermute,
+    moe_unpermute_backward,
+)
+from cukit.moe.router import topk_router, topk_router_backward
+from cukit.reference.moe import ExpertOrder, Routing
+from cukit.reference.moe_ffn import ExpertActivations, ExpertGradients
+
+__all__ = [
+    "ExpertActivations",
+    "ExpertGradients",
+    "ExpertOrder",
+    "ExpertPlacement",
+    "Routing",
+    "balance_experts",
+    "expert_order",
+    "moe_ffn",
+    "moe_ffn_backward",
+    "moe_permute",
+    "moe_permute_backward",
+    "moe_unpermute",
+    "moe_unpermute_backward",
+    "topk_router",
+    "topk_router_backward",
+]

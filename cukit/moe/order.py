@@ -1,0 +1,178 @@
+"""Expert order: a row for each choice of a token, so that every expert's rows are neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from cukit.core.arrays import (
+    Array,
+    adopt,
+    check_array,
+    empty,
+    int32,
+    runs_kernel,
+)
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.parameters import parameter_structs
+from cukit.errors import ArrayShapeError, ConfigError
+from cukit.reference import moe as reference
+from cukit.reference.moe import ExpertOrder
+from cukit.registry import register
+
+_PARAMETERS = parameter_structs("moe/parameters.cuh")["RoutingParameters"]
+_MOST_INT32 = 2**31 - 1
+MOST_EXPERTS = 1024
+_MOST_TABLE = 8192
+"""Counters of a block, one for each warp and expert: 32 KiB of shared memory."""
+_FEWEST_BINS = 32
+_MOST_THREADS = 1024
+_SMALLEST_CHUNK = 8
+"""Tokens of a block: with fewer, adding up the chunks would take longer than counting them."""
+
+
+def expert_order(experts: Array, num_experts: int, *, capacity: int | None = None) -> ExpertOrder:
+    """Sorts choices by expert, stably: which row each gets, and where each expert's rows begin.
+
+    Without a capacity the experts' rows lie one behind the other:
+    `rows = expert_offsets[expert] + rank`, where the rank of a choice is the number of earlier
+    choices of the same expert. With one, every expert has a block of `capacity` rows:
+    `rows = expert * capacity + rank`, and choices whose rank reaches it are dropped.
+
+    Args:
+        experts: int32 [num_tokens, top_k], C-contiguous. Ids outside [0, num_experts) get no row.
+        num_experts: 1 to 1024 on the GPU.
+        capacity: rows of each expert, or None for as many as it was chosen.
+
+    Returns:
+        `ExpertOrder(rows, expert_counts, expert_offsets)`, int32 [num_tokens, top_k],
+        [num_experts] and [num_experts + 1]. `rows` is -1 where a choice has no row; counts and
+        offsets include dropped choices.
+
+    Raises:
+        ArrayError: dtype, shape or layout of an argument.
+        ConfigError: `num_experts` or `capacity` out of range.
+
+    Runs on CuPy's current stream, without synchronisation; deterministic.
+
+    >>> import numpy as np, cukit as ck
+    >>> order = ck.expert_order(np.array([[2, 0], [2, 1]], np.int32), 3)
+    >>> order.rows, order.expert_offsets
+    (array([[2, 0],
+           [3, 1]], dtype=int32), array([0, 1, 2, 4], dtype=int32))
+    """
+    (experts,) = adopt("expert_order", experts)
+    if not runs_kernel("expert_order", experts):
+        _check(experts, num_experts, capacity)
+        return reference.expert_order(experts, num_experts, capacity=capacity)
+    count, place, chunks = _prepare(experts, num_experts, capacity)
+    order = ExpertOrder(
+        empty(experts, experts.shape),
+        empty(experts, (num_experts,)),
+        empty(experts, (num_experts + 1,)),
+    )
+    counts = empty(experts, (chunks, num_experts))
+    count(experts, counts)
+    place(experts, counts, NULL, *order, NULL, NULL)
+    return order
+
+
+@dataclass(frozen=True)
+class OrderConfig:
+    """Chunks of `chunk` tokens, a block of `threads` threads for each; tables of `bins` experts."""
+
+    bins: int
+    threads: int
+    chunk: int
+    num_chunks: int
+
+    def count_spec(self) -> KernelSpec:
+        """The kernel that counts the choices of each chunk."""
+        return KernelSpec("moe/count_experts.cu", "count_experts", self.defines(), self.threads)
+
+    def place_spec(self, losses: bool = False) -> KernelSpec:
+        """The kernel that gives each choice its row; with `losses` those of a router too."""
+        defines = (*self.defines(), ("LOSSES", losses))
+        return KernelSpec("moe/order_experts.cu", "order_experts", defines, self.threads)
+
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """The macros of kernels_cu/moe/expert_order.cuh."""
+        return ("BINS", self.bins), ("THREADS", self.threads)
+
+
+@cache
+def plan_expert_order(num_tokens: int, num_experts: int, num_sms: int) -> OrderConfig:
+    """A chunk for each multiprocessor: every block adds up the counts of all chunks."""
+    bins = max(_FEWEST_BINS, 1 << (num_experts - 1).bit_length())
+    threads = min(_MOST_THREADS, _MOST_TABLE // bins * 32)
+    chunk = max(_SMALLEST_CHUNK, -(-num_tokens // num_sms))
+    return OrderConfig(bins, threads, chunk, max(1, -(-num_tokens // chunk)))
+
+
+def check_experts(op: str, num_experts: int, num_choices: int, capacity: int | None) -> None:
+    """What every op that orders choices asks of them."""
+    if num_experts < 1:
+        raise ConfigError(f"{op}: num_experts must be at least 1, got {num_experts}")
+    if capacity is not None and not 1 <= capacity <= _MOST_INT32 // num_experts:
+        raise ConfigError(
+            f"{op}: capacity must be None or 1 to {_MOST_INT32 // num_experts} rows, got {capacity}"
+        )
+    if num_choices > _MOST_INT32:
+        raise ArrayShapeError(f"{op}: at most {_MOST_INT32} choices, got {num_choices}")
+
+
+def check_expert_limit(op: str, num_experts: int) -> None:
+    """What the kernels ask beyond that."""
+    if num_experts > MOST_EXPERTS:
+        raise ConfigError(
+            f"{op}: num_experts must be at most {MOST_EXPERTS} on the GPU, got {num_experts}"
+        )
+
+
+def _check(experts: Array, num_experts: int, capacity: int | None) -> None:
+    check_array("expert_order", "experts", experts, dtypes=(int32,), ndim=2)
+    check_experts("expert_order", num_experts, experts.size, capacity)
+
+
+@launch_plan
+def _prepare(experts: Array, num_experts: int, capacity: int | None) -> tuple[Launch, Launch, int]:
+    _check(experts, num_experts, capacity)
+    check_expert_limit("expert_order", num_experts)
+    num_tokens, top_k = experts.shape
+    config = plan_expert_order(num_tokens, num_experts, current_device().num_sms)
+    parameters = routing_parameters(num_tokens, num_experts, top_k, config.chunk, capacity)
+    count, place = (
+        Launch(load_kernel(spec), (config.num_chunks,), (parameters,))
+        for spec in (config.count_spec(), config.place_spec())
+    )
+    return count, place, config.num_chunks
+
+
+def routing_parameters(
+    num_tokens: int, num_experts: int, top_k: int, chunk: int, capacity: int | None
+) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+    """The scalars of the kernels."""
+    return _PARAMETERS.pack(
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        top_k=top_k,
+        chunk=chunk,
+        capacity=capacity or 0,
+    )
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    configs = [plan_expert_order(4096, experts, device.num_sms) for experts in (32, 128, 256, 1024)]
+    return [spec for config in configs for spec in (config.count_spec(), config.place_spec())]
+
+
+register(
+    name="expert_order",
+    family="moe",
+    function=expert_order,
+    reference=reference.expert_order,
+    specs=_specs,
+)

@@ -1,0 +1,121 @@
+// Products of groups of rows of float8 codes with a matrix for each group, on Hopper; scales of blocks.
+//
+//   out[r] = sum over k of x[r, k] x_scale[r, k / 128] weights[g][:, k] scale[g][:/128, k / 128]
+//
+// Mapping: blocks walk over the tiles of all groups (gemm/grouped_tiles.cuh, RAGGED M); sums of 128
+//   products are promoted (common/hopper/promoted_product.cuh), as in matmul_8bit_sm90.cu.
+// Shared memory, dynamic: STAGES * ((TILE_M + TILE_N) * 128 + 1024), stages (x | weights | scales of x);
+//   then the buffers of StagedEpilogue. Static: two barriers a stage, 4 * (GROUPS + 1) bytes.
+// Macros: OUT float16|bfloat16; TILE_M 64|128; TILE_N a multiple of 16 up to 256; STAGES; CONSUMERS
+//   1|2; PARTIALS 1|2; BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1); GROUPS.
+// Tensor maps: x, weights and out as grouped_tiles.cuh says, swizzled by 128 bytes; scales of x
+//   [ceil(k / 128), rows] in boxes of [1, TILE_M + 4].
+// Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
+// Reference: cukit/reference/grouped_gemm.py, grouped_gemm_fp8.
+#include "common/codes.cuh"
+#include "common/hopper/promoted_product.cuh"
+#include "common/platform.cuh"
+#include "common/types.cuh"
+#include "gemm/grouped_tiles.cuh"
+#include "gemm/parameters.cuh"
+
+namespace {
+
+using cukit::GroupTile;
+using cukit::Ragged;
+
+using Out = cukit::OUT;
+using Shape = cukit::GemmShape<cukit::Float8E4M3, TILE_M, TILE_N, 1, CONSUMERS>;
+using Block = cukit::WarpSpecialized<CONSUMERS, 40, BLOCKS_PER_SM>;
+using Schedule = cukit::GroupedTiles<Ragged::M, TILE_M, TILE_N>;
+using Epilogue = cukit::GroupedEpilogue<Shape, Out, Ragged::M, cukit::Identity>;
+using Blocks = cukit::BlockScales<Shape>;
+
+static_assert(THREADS == Block::kThreads, "a producer and the consumers");
+
+// TMA begins at multiples of 16 bytes, groups at any row: boxes of scales begin up to three rows early.
+constexpr int kScaleRows = TILE_M + 4;
+
+CUKIT_DEVICE int rows_early(const GroupTile& tile) { return (tile.first_row() + tile.m) % 4; }
+
+struct Operands {
+  static constexpr int kStageBytes = Shape::kStageBytes + Blocks::kStageBytes;
+  static constexpr int kScaleBytes = kScaleRows * static_cast<int>(sizeof(float));
+  cukit::GroupedOperands<Shape, Ragged::M, 1> operands;
+  const cukit::TensorMap* scales;
+
+  static_assert(kScaleBytes <= Blocks::kStageBytes, "behind the operands of a stage");
+
+  CUKIT_DEVICE int bytes(const GroupTile&) const { return Shape::kStageBytes + kScaleBytes; }
+
+  CUKIT_DEVICE void load(unsigned char* stage, cukit::Mbarrier* full, const GroupTile& tile,
+                         int step) const {
+    operands.load(stage, full, tile, step);
+    const int row = tile.first_row() + tile.m - rows_early(tile);
+    cukit::tma_load_2d(stage + Shape::kStageBytes, scales, full, row, step);
+  }
+};
+
+// BlockScales with a matrix of scales for each group.
+struct Scales {
+  static constexpr int kStageBytes = Blocks::kStageBytes;
+  using Factors = Blocks::Factors;
+  Blocks first;  // those of group 0
+
+  CUKIT_DEVICE Blocks of(int group) const {
+    Blocks own = first;
+    own.b += static_cast<long long>(group) * own.rows * own.row_stride;
+    return own;
+  }
+
+  class Cursor : public Blocks::Cursor {
+   public:
+    CUKIT_DEVICE Cursor(const Scales& scales, const GroupTile& tile)
+        : Blocks::Cursor(scales.of(tile.group), {tile.m / TILE_M, tile.n / TILE_N, 0, tile.end_step}),
+          early_bytes_(rows_early(tile) * static_cast<int>(sizeof(float))) {}
+
+    CUKIT_DEVICE Factors factors(const unsigned char* stage, int step, int row_tile) {
+      return Blocks::Cursor::factors(stage + early_bytes_, step, row_tile);
+    }
+
+   private:
+    int early_bytes_;
+  };
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    grouped_fp8_sm90(const __grid_constant__ cukit::TensorMap x,
+                     const __grid_constant__ cukit::TensorMap weights,
+                     const __grid_constant__ cukit::TensorMap out,
+                     const __grid_constant__ cukit::TensorMap x_scales,
+                     const float* __restrict__ scales,  // [groups, ceil(n / 128), ceil(k / 128)]
+                     const int* __restrict__ ends,      // offsets [groups + 1], or counts [groups]
+                     const __grid_constant__ cukit::GroupedParameters p) {
+  __shared__ cukit::Pipeline<STAGES> pipeline;
+  __shared__ int starts[GROUPS + 1];
+  CUKIT_DYNAMIC_SHARED(unsigned char, stages);
+  const cukit::Groups groups{ends, p.longest, p.set_aside != 0};
+  if (threadIdx.x < cukit::kWarpSize) {
+    cukit::count_tiles<GROUPS>(starts, groups, p.groups, TILE_M);
+  }
+  const Schedule schedule{p, groups, starts};
+
+  Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
+  Block::run(
+      [&] {
+        if (threadIdx.x == 0) {
+          const Operands operands{{&x, &weights, 0, p.n}, &x_scales};
+          cukit::produce(pipeline, stages, schedule, operands);
+        }
+      },
+      [&] {
+        const int group = Block::consumer_group();
+        const int blocks = (p.n + cukit::kScaleBlock - 1) / cukit::kScaleBlock;
+        const Scales factors{{scales, p.steps, blocks, group}};
+        const cukit::PromotedProduct<Shape, Scales, PARTIALS> product(stages, group, factors);
+        Epilogue epilogue{stages + STAGES * Operands::kStageBytes, &out, nullptr, 0, p.n, group, {}};
+        cukit::consume(pipeline, schedule, product, epilogue);
+      });
+}

@@ -1,0 +1,234 @@
+// Products of groups of rows: the parts of common/hopper/gemm.cuh that know of groups.
+//
+// Row r of group g is multiplied by matrix g. Groups lie one behind the other (offsets[groups + 1]), or
+// each has `longest` rows set aside, of which it uses counts[g]. Both are read on the device alone.
+//
+// Ragged matrices, whose rows are those of the groups, come as maps of sequences (encode_sequence_map in
+// cukit/core/tensor_map.py): what lies behind the last row of a group reads as zero and is not written,
+// though another group may begin there. Zeros also cost the tensor cores less power than the next group's
+// rows.
+//
+//   Ragged     product                                     groups are along
+//   M          x[rows, k]  times  weights[g][n, k]         rows of a and of the result
+//   N          weights[g][m, k]  times  x[rows, k]         rows of b, columns of the product
+//   K          grad[rows, m]^T  times  x[rows, n]          k, for a result [g][m, n]
+#pragma once
+
+#include "common/hopper/gemm.cuh"
+#include "common/platform.cuh"
+#include "gemm/parameters.cuh"
+
+namespace cukit {
+
+enum class Ragged { M, N, K };
+
+// A tile of the product of one group.
+struct GroupTile {
+  int m, n;  // first row and column
+  int first_step, end_step;
+  int group;
+  int length;      // rows of the group
+  MatrixRow rows;  // the group's first, in the maps of ragged matrices
+
+  // The group's first row among all rows.
+  CUKIT_DEVICE int first_row() const { return rows.matrix - length; }
+};
+
+// Where the rows of groups are.
+struct Groups {
+  const int* ends;  // offsets[groups + 1], or counts[groups] with rows set aside
+  int longest;
+  bool set_aside;
+
+  CUKIT_DEVICE int length(int group) const {
+    return set_aside ? min(ends[group], longest) : ends[group + 1] - ends[group];
+  }
+  // The first row of a group in a map of sequences.
+  CUKIT_DEVICE MatrixRow first(int group, int length) const {
+    const int end = set_aside ? group * longest + length : ends[group + 1];
+    return {end, longest - length};
+  }
+};
+
+// Fills starts[groups + 1]: tiles of `extent` rows of the groups before each. One warp, at most
+// MostGroups groups.
+template <int MostGroups>
+CUKIT_DEVICE void count_tiles(int* starts, const Groups& rows, int groups, int extent) {
+  constexpr int kPerLane = (MostGroups + kWarpSize - 1) / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
+  int tiles[kPerLane];
+  int sum = 0;
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) {
+    const int group = lane * kPerLane + j;
+    tiles[j] = group < groups ? (rows.length(group) + extent - 1) / extent : 0;
+    sum += tiles[j];
+  }
+  int upto = sum;
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const int other = __shfl_up_sync(kFullMask, upto, distance);
+    if (lane >= distance) upto += other;
+  }
+  int before = upto - sum;
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) {
+    const int group = lane * kPerLane + j;
+    if (group <= groups) starts[group] = before;
+    before += tiles[j];
+  }
+  if (lane == kWarpSize - 1 && groups == MostGroups) starts[groups] = before;
+}
+
+// Tiles of all groups under the static schedule, group by group. `columns`: of the result in a tile.
+template <Ragged kRagged, int TileM, int Columns>
+struct GroupedTiles {
+  using Tile = GroupTile;
+  const GroupedParameters& p;
+  Groups groups;
+  const int* starts;  // of count_tiles; not needed where k is ragged
+
+  CUKIT_DEVICE bool tile(int turn, Tile& tile) const {
+    int index = static_tile(turn);
+    MatrixTiles tiles{(p.m + TileM - 1) / TileM, (p.n + Columns - 1) / Columns, p.group, p.steps, 1};
+    if constexpr (kRagged == Ragged::K) {
+      tile.group = index / tiles.count();
+      if (tile.group >= p.groups) return false;
+      index -= tile.group * tiles.count();
+    } else {
+      const int others = kRagged == Ragged::M ? tiles.tiles_n : tiles.tiles_m;
+      const int at = index / others;
+      if (at >= starts[p.groups]) return false;
+      tile.group = last_start(at);
+      const int own = starts[tile.group + 1] - starts[tile.group];
+      (kRagged == Ragged::M ? tiles.tiles_m : tiles.tiles_n) = own;
+      index -= starts[tile.group] * others;
+    }
+    const MatrixTile found = tiles.at(index);
+    tile.length = groups.length(tile.group);
+    tile.rows = groups.first(tile.group, tile.length);
+    tile.m = found.m * TileM;
+    tile.n = found.n * Columns;
+    tile.first_step = 0;
+    tile.end_step = kRagged == Ragged::K ? (tile.length + kDepth - 1) / kDepth : p.steps;
+    return true;
+  }
+
+ private:
+  static constexpr int kDepth = 64;  // rows of 16-bit elements in a step of k
+
+  // The last group that begins at tile `at` or before: the one that has it, since groups without tiles
+  // begin where the next one does.
+  CUKIT_DEVICE int last_start(int at) const {
+    int low = 0, high = p.groups;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (starts[middle] <= at ? low : high) = middle;
+    }
+    return low;
+  }
+};
+
+// a and b through maps [matrices, rows, columns], with boxes as for DenseOperands. Parts 2: b is two
+// matrices, one behind the other, whose columns share each tile as in PairedOperands.
+template <typename Shape, Ragged kRagged, int Parts>
+struct GroupedOperands {
+  static constexpr int kStageBytes = Shape::kStageBytes;
+  const TensorMap* a;
+  const TensorMap* b;
+  int m, n;  // extents that all groups share
+
+  CUKIT_DEVICE void load(unsigned char* stage, Mbarrier* full, const GroupTile& tile, int step) const {
+    using TileA = typename Shape::TileA;
+    const int k = step * Shape::kTileK;
+    const MatrixRow own{tile.group, 0};
+    TileA::load(stage, a, full, k, tile.m, kRagged == Ragged::N ? own : tile.rows, m);
+    unsigned char* const second = stage + TileA::kBytes;
+    if constexpr (Parts == 2) {
+      using Half = OperandTile<typename Shape::Element, Shape::kTileN / 2, Shape::kTileK, Major::K>;
+      Half::load(second, b, full, k, tile.n, own, n);
+      Half::load(second + Half::kBytes, b, full, k, n + tile.n, own, n);
+    } else {
+      Shape::TileB::load(second, b, full, k, tile.n, kRagged == Ragged::M ? own : tile.rows, n);
+    }
+  }
+};
+
+// SharedProduct, for groups that may have no rows to add up. Zeros also tell the compiler that the
+// accumulators hold nothing between tiles, while the next one is looked for.
+template <typename Shape>
+struct GroupedProduct : SharedProduct<Shape> {
+  using SharedProduct<Shape>::SharedProduct;
+
+  template <int Stages>
+  CUKIT_DEVICE void multiply(typename SharedProduct<Shape>::Accumulators& sums,
+                             Pipeline<Stages>& pipeline, PipelineState<Stages>& at,
+                             const GroupTile& tile) const {
+#pragma unroll
+    for (int row = 0; row < Shape::kRowTiles; ++row)
+#pragma unroll
+      for (int i = 0; i < Shape::kTileN / 2; ++i) sums[row][i] = 0.0f;
+    if (tile.end_step > 0) SharedProduct<Shape>::multiply(sums, pipeline, at, tile);
+  }
+};
+
+// StagedEpilogue, for results of groups; where n is ragged TransposedEpilogue.
+template <typename Shape, typename T, Ragged kRagged, typename Transform>
+struct GroupedEpilogue {
+  static constexpr bool kTransposed = kRagged == Ragged::N;
+  using Plain = StagedEpilogue<Shape, T, Transform>;
+  using Turned = TransposedEpilogue<Shape, T, Transform>;
+  static constexpr int kColumns = Plain::kColumns;
+  static constexpr int kBytes = kTransposed ? Turned::kBytes : Plain::kBytes;
+  unsigned char* buffers;  // kBytes of shared memory
+  const TensorMap* out;    // boxes [1, 64, kPieceColumns]; transposed: [1, kTileN, 64]
+  const TensorMap* kept;   // kParts times as many columns
+  int m, n;                // extents that all groups share
+  int group;               // this consumer
+  Transform transform;
+
+  template <typename Accumulators>
+  CUKIT_DEVICE void store(Accumulators& sums, const GroupTile& tile) {
+#pragma unroll
+    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
+      const int row = tile.m + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+      if (row >= (kRagged == Ragged::M ? tile.length : m)) break;
+      transform.begin(row, tile.n);
+      transform.prepare(sums[row_tile], row, tile.n);
+      if constexpr (Transform::kKeeps) {
+        send<0>(sums[row_tile], kept, tile, row, tile.n, Transform::kParts * n);
+        if constexpr (Transform::kParts == 2) {
+          send<kColumns / 2>(sums[row_tile], kept, tile, row, n + tile.n, 2 * n);
+        }
+      }
+      transform(sums[row_tile], row, tile.n);
+      send<0>(sums[row_tile], out, tile, row, tile.n, n);
+    }
+  }
+
+  CUKIT_DEVICE void finish() const { Plain::Store::finish(); }
+
+ private:
+  template <int First, int N>
+  CUKIT_DEVICE void send(const float (&sums)[N], const TensorMap* map, const GroupTile& tile, int row,
+                         int column, int columns) const {
+    if constexpr (kTransposed) {
+      using Store = typename Turned::Store;
+      unsigned char* const buffer = buffers + group * Store::kBytes;
+      Store::store_piece(sums, buffer, 1 + group, [&] {
+        Store::Piece::store(map, buffer, row, tile.rows.below(tile.n), m);
+      });
+    } else {
+      using Store = typename Plain::Store;
+      const MatrixRow origin = kRagged == Ragged::K ? MatrixRow{tile.group, 0} : tile.rows;
+      Store::template store_pieces<First>(
+          sums, buffers + group * Store::kBytes, 1 + group,
+          [&](int piece, const unsigned char* buffer) {
+            Store::Piece::store(map, buffer, column + piece * Plain::kPieceColumns,
+                                origin.below(row), columns);
+          });
+    }
+  }
+};
+
+}  // namespace cukit

@@ -1,0 +1,25 @@
+// First half of expert order: how often each expert was chosen in each chunk of tokens.
+//
+// Mapping: a block a chunk. Shared memory: 4 * BINS bytes, static. Macros: moe/expert_order.cuh.
+// Minimum architecture: sm_80. Integer counts: deterministic. Reference: cukit/reference/moe.py,
+//   expert_order.
+#include "common/platform.cuh"
+#include "moe/expert_order.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS) count_experts(
+    const int* __restrict__ experts,  // [num_tokens, top_k]
+    int* __restrict__ counts,         // [chunks, num_experts]
+    const __grid_constant__ cukit::RoutingParameters p) {
+  __shared__ int bins[BINS];
+  for (int bin = threadIdx.x; bin < BINS; bin += THREADS) bins[bin] = 0;
+  __syncthreads();
+  const cukit::Choices choices(p, blockIdx.x);
+  for (int i = choices.first + threadIdx.x; i < choices.end; i += THREADS) {
+    const unsigned expert = experts[i];
+    if (expert < p.num_experts) atomicAdd(&bins[expert], 1);
+  }
+  __syncthreads();
+  for (int bin = threadIdx.x; bin < p.num_experts; bin += THREADS) {
+    counts[blockIdx.x * p.num_experts + bin] = bins[bin];
+  }
+}

@@ -1,0 +1,230 @@
+// Router: the top_k experts of every token, their weights, and how often each expert was chosen.
+//
+//   score = softmax(logits) or sigmoid(logits)
+//   experts = the top_k largest of logits, or with a bias of score + bias; ties to the lowest expert
+//   weights = score[experts], with `renormalize` divided by their sum
+//
+// Papers: Shazeer et al., arXiv:1701.06538; DeepSeek-V3, arXiv:2412.19437 (sigmoid, bias).
+// NaN ranks below all other logits; where a row's softmax is undefined its weights are NaN, and its
+// experts are valid all the same.
+//
+// Mapping: a block a chunk of tokens, a warp a token at a time (router_scores.cuh). A choice takes one
+//   maximum over the warp, of the logits as ordered integers. WHOLE: the grid is one block, which goes on
+//   to order the choices itself; otherwise order_experts.cu does, from `chunk_counts`.
+// Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, with WHOLE 4 * MOST_CHOICES more; static.
+// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1; MOST_CHOICES,
+//   num_tokens * top_k at most where WHOLE. top_k is at most 32. Minimum architecture: sm_80. Computes in float; deterministic.
+// Reference: cukit/reference/moe.py, topk_router.
+#include "common/platform.cuh"
+#include "common/types.cuh"
+#include "moe/expert_order.cuh"
+#include "moe/router_losses.cuh"
+#include "moe/router_scores.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+using cukit::kFullMask;
+using cukit::kPerLane;
+using cukit::kWarps;
+using cukit::kWarpSize;
+
+constexpr unsigned kTaken = 0;  // below every key
+constexpr unsigned kNotANumber = 1;
+
+// Larger for larger numbers; NaN is the least.
+CUKIT_DEVICE unsigned key_of(float x) {
+  const unsigned bits = __float_as_uint(x);
+  return x != x ? kNotANumber : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+CUKIT_DEVICE float number_of(unsigned key) {
+  if (key == kNotANumber) return __uint_as_float(0x7fffffffu);
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+// A lane's best expert that is left.
+struct Best {
+  unsigned key;
+  int expert;
+
+  CUKIT_DEVICE void find(const unsigned (&keys)[kPerLane]) {
+    key = kTaken;
+    expert = 0;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      if (keys[j] > key) {
+        key = keys[j];
+        expert = threadIdx.x % kWarpSize * kPerLane + j;
+      }
+    }
+  }
+};
+
+// Sums over the tokens of a warp.
+struct TokenSums {
+  float probability[kPerLane] = {};  // of each expert of the lane
+  float z = 0.0f;
+
+  CUKIT_DEVICE void add(const float (&logits)[kPerLane], const float (&scores)[kPerLane],
+                        const cukit::RowSoftmax& softmax) {
+    float total = 1.0f;
+    if constexpr (cukit::kScoring == cukit::Scoring::Sigmoid) {
+      total = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) total += scores[j];
+      total = cukit::nonzero(cukit::warp_reduce<cukit::Sum>(total));
+    }
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) probability[j] += scores[j] / total;
+    const float log_sum_exp = softmax.log_sum_exp();
+    z += log_sum_exp * log_sum_exp;
+  }
+};
+
+// A token's choices: lane s of the first top_k ends up with choice s.
+struct Choice {
+  int expert = 0;
+  float score = 0.0f;
+};
+
+CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores)[kPerLane],
+                           const cukit::RowSoftmax& softmax, const float* bias,
+                           const cukit::RoutingParameters& p) {
+  const int lane = threadIdx.x % kWarpSize;
+  unsigned keys[kPerLane];
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) {
+    const int expert = lane * kPerLane + j;
+    const bool exists = expert < p.num_experts;
+    const float ranked = BIASED ? scores[j] + (exists ? bias[expert] : 0.0f) + 0.0f : logits[j];
+    keys[j] = exists ? key_of(ranked) : kTaken;
+  }
+  Choice choice;
+  Best best;
+  best.find(keys);
+  for (int slot = 0; slot < p.top_k; ++slot) {
+    const unsigned key = __reduce_max_sync(kFullMask, best.key);
+    const int expert = __reduce_min_sync(kFullMask, best.key == key ? best.expert : BINS);
+    if (lane == slot) {
+      choice.expert = expert;
+      choice.score = number_of(key);
+    }
+    if (lane == expert / kPerLane) {
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) {
+        if (expert % kPerLane == j) keys[j] = kTaken;
+      }
+      best.find(keys);
+    }
+  }
+  if constexpr (BIASED) {
+    // What was ranked is not the weight: fetch the score from the lane that holds it.
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      const float score = __shfl_sync(kFullMask, scores[j], choice.expert / kPerLane);
+      if (choice.expert % kPerLane == j) choice.score = score;
+    }
+  } else if constexpr (cukit::kScoring == cukit::Scoring::Softmax) {
+    choice.score = softmax.probability(choice.score);
+  } else {
+    choice.score = cukit::sigmoid(choice.score);
+  }
+  if (lane >= p.top_k) choice.score = 0.0f;
+  if constexpr (RENORMALIZE) {
+    choice.score /= cukit::nonzero(cukit::warp_reduce<cukit::Sum>(choice.score));
+  }
+  return choice;
+}
+
+// Adds the warps' sums in a fixed order to into[num_experts + 1]. All threads; `scratch` holds
+// kWarps * BINS floats.
+CUKIT_DEVICE void write_sums(float* into, const TokenSums& sums, float* scratch, int num_experts) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x / kWarpSize;
+  __shared__ float z[kWarps];
+#pragma unroll
+  for (int j = 0; j < kPerLane; ++j) {
+    scratch[warp * BINS + lane * kPerLane + j] = sums.probability[j];
+  }
+  if (lane == 0) z[warp] = sums.z;
+  __syncthreads();
+  for (int column = threadIdx.x; column <= num_experts; column += THREADS) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      sum += column < num_experts ? scratch[w * BINS + column] : z[w];
+    }
+    into[column] = sum;
+  }
+  __syncthreads();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) topk_router(
+    const T* __restrict__ logits,    // [num_tokens, num_experts]
+    const float* __restrict__ bias,  // [num_experts], with BIASED
+    float* weights,                  // [num_tokens, top_k]
+    int* experts,                    // [num_tokens, top_k]
+    int* __restrict__ chunk_counts,  // [chunks, num_experts], without WHOLE
+    float* chunk_sums,               // [chunks, num_experts + 1], with LOSSES
+    int* __restrict__ rows,          // [num_tokens, top_k], with WHOLE as what follows
+    int* __restrict__ counts,        // [num_experts]
+    int* __restrict__ offsets,       // [num_experts + 1]
+    float* __restrict__ losses,      // [2]: balance, z; with LOSSES
+    const __grid_constant__ cukit::RoutingParameters p) {
+  __shared__ cukit::OrderTables tables;
+  __shared__ int chosen[WHOLE ? MOST_CHOICES : 1];
+  const int lane = threadIdx.x % kWarpSize;
+  for (int bin = threadIdx.x; bin < BINS; bin += THREADS) tables.totals[bin] = 0;
+  __syncthreads();
+
+  TokenSums sums;
+  const int end = min((static_cast<int>(blockIdx.x) + 1) * p.chunk, p.num_tokens);
+  for (int token = blockIdx.x * p.chunk + threadIdx.x / kWarpSize; token < end; token += kWarps) {
+    float row[kPerLane], scores[kPerLane];
+    cukit::load_logits(row, logits + static_cast<long long>(token) * p.num_experts, p.num_experts);
+    const cukit::RowSoftmax softmax(row);
+    if constexpr (BIASED || LOSSES) {
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) {
+        scores[j] = cukit::kScoring == cukit::Scoring::Softmax ? softmax.probability(row[j])
+                                                               : cukit::sigmoid(row[j]);
+      }
+    }
+    if constexpr (LOSSES) sums.add(row, scores, softmax);
+    const Choice choice = choose(row, scores, softmax, bias, p);
+    if (lane < p.top_k) {
+      const int at = token * p.top_k + lane;
+      weights[at] = choice.score;
+      experts[at] = choice.expert;
+      if constexpr (WHOLE) chosen[at] = choice.expert;
+      atomicAdd(&tables.totals[choice.expert], 1);
+    }
+  }
+
+  if constexpr (LOSSES) {
+    write_sums(chunk_sums + blockIdx.x * (p.num_experts + 1), sums,
+               reinterpret_cast<float*>(tables.ranks), p.num_experts);
+  }
+  __syncthreads();
+  if constexpr (WHOLE) {
+    if constexpr (LOSSES) {
+      cukit::write_losses(losses, tables.totals, chunk_sums, 1, p,
+                          reinterpret_cast<float*>(tables.ranks));
+    }
+    const cukit::OrderResult result{rows, counts, offsets, weights};
+    const cukit::Choices choices(p, 0);
+    for (int i = threadIdx.x; i < max(choices.warps, 1) * BINS; i += THREADS) tables.ranks[i] = 0;
+    __syncthreads();
+    cukit::count_warps(tables, chosen, choices, p.num_experts);
+    __syncthreads();
+    cukit::scan_tables(tables, choices, result, p.num_experts, true);
+    cukit::place_choices(tables, chosen, choices, p, result);
+  } else {
+    for (int bin = threadIdx.x; bin < p.num_experts; bin += THREADS) {
+      chunk_counts[blockIdx.x * p.num_experts + bin] = tables.totals[bin];
+    }
+  }
+}
