@@ -99,26 +99,32 @@ CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<STAGES>& a
   return {0, static_cast<unsigned>(at.index)};
 }
 
-// One thread's work: adds every kAdders-th tile of dQ. While its copy ends, another takes the next tile.
-CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Walk& walk, float* grad_q_sum,
-                         int* turns, int adder, Progress& progress) {
-  Position position(walk);
+// One warp: adds every kAdders-th tile of dQ. While its copy ends, another takes the next tile.
+CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Work& work,
+                         const ScoreSettings& settings, float* grad_q_sum, int* turns, int adder, Progress& progress) {
+  const bool first_lane = threadIdx.x % kWarpSize == 0;
+  Position position(work);
 #pragma unroll 1
-  for (int step = 0; step < walk.steps; ++step) {
+  for (int step = 0; step < work.steps; ++step) {
     if (progress.at.index == adder) {
-      const long long row = position.scratch_row(walk);
+      const long long row = position.scratch_row(work);
+      float* const sum = grad_q_sum + query_block<HEAD_DIM>(row, 0);
       SumAccess access(turns, row, 0);
-      access.begin(walk, position.tile);
+      access.begin(work, settings, position.tile);
       shared.sums.staged.wait(sum_state(progress.at));
-      access.enter();
-      access.add(grad_q_sum + query_block<HEAD_DIM>(row, 0), tiles.dq, kStagingBytes);
-      bulk_commit();
-      bulk_wait_read<0>();
-      shared.sums.read.arrive(staging_state(progress.at));
-      access.end();
+      __syncwarp();
+      if (first_lane) {
+        access.enter();
+        access.add(sum, tiles.dq, kStagingBytes);
+        bulk_commit();
+        bulk_wait_read<0>();
+        shared.sums.read.arrive(staging_state(progress.at));
+        access.end();
+      }
+      __syncwarp();
     }
     progress.at.advance();
-    position.advance(walk);
+    position.advance(work);
   }
 }
 

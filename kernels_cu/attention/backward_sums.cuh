@@ -52,26 +52,28 @@ CUKIT_DEVICE void hand_to_adder(Sums& sums, const PipelineState<kAdders>& at) {
 // How many blocks add to dQ of a tile before this one, where their order is fixed: the last keys that
 // are seen come first if a query's place decides which, else the first. So they come to it in this
 // order by themselves.
-CUKIT_DEVICE int turn_of(const Walk& walk, int tile) {
-  const int key_tile = walk.first_key / TILE_N;
+CUKIT_DEVICE int turn_of(const Work& work, const ScoreSettings& settings, int tile) {
+  const int key_tile = work.first_key / TILE_N;
   if (!CAUSAL && !WINDOW) return key_tile;
-  const int right = CAUSAL ? 0 : walk.settings.window_right;
-  const int last_seen = (tile * TILE_M + TILE_M - 1 + walk.past + right) / TILE_N;
-  return min(walk.key_tiles - 1, last_seen) - key_tile;
+  const int right = CAUSAL ? 0 : settings.window_right;
+  const int last_seen = (tile * TILE_M + TILE_M - 1 + work.past + right) / TILE_N;
+  return min(work.key_tiles - 1, last_seen) - key_tile;
 }
 
 // An adder's access to a tile of the sum. Other blocks may be waited for: they have begun before, or
 // are storing at this moment.
 class SumAccess {
  public:
+  SumAccess() = default;
+
   // `turns` of the kernel; `adder`: of those that share the tile.
   CUKIT_DEVICE SumAccess(int* turns, long long scratch_row, int adder)
       : counter_(turns + kAdders + scratch_row / TILE_M * kAdders + adder) {}
 
   // Before what is to be added has been staged: as early as possible, it takes its time.
-  CUKIT_DEVICE void begin(const Walk& walk, int tile) {
+  CUKIT_DEVICE void begin(const Work& work, const ScoreSettings& settings, int tile) {
     if constexpr (DETERMINISTIC) {
-      const int turn = turn_of(walk, tile);
+      const int turn = turn_of(work, settings, tile);
       first_ = turn == 0 && !ZEROED;
       wait_for(turn);
     } else if constexpr (ZEROED) {
@@ -103,7 +105,7 @@ class SumAccess {
   }
 
   // After the copies.
-  CUKIT_DEVICE void end() {
+  CUKIT_DEVICE void end() const {
     if (DETERMINISTIC || first_) {
       bulk_wait<0>();
       fence_proxy_async_global();
@@ -119,7 +121,7 @@ class SumAccess {
     }
   }
 
-  int* counter_;
+  int* counter_ = nullptr;
   bool first_ = false, stored_ = false;
 };
 

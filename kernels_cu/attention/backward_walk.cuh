@@ -48,19 +48,6 @@ struct Sums {
   StageBarriers<STAGES> grad_out_read;   // HEAD_DIM 256: the stage of dO may be written to
 };
 
-struct Shared {
-  Pipeline<1> works;          // a ticket
-  Pipeline<STAGES> q;         // with lse
-  Pipeline<STAGES> grad_out;  // with delta
-  Sums sums;
-  StageBarriers<1> keys;       // K has come
-  StageBarriers<1> values;     // V has
-  StageBarriers<1> keys_read;  // both may be overwritten
-  int ticket;
-  alignas(16) float lse[STAGES][TILE_M];
-  alignas(16) float delta[STAGES][TILE_M];
-};
-
 struct Tiles {
   unsigned char* k;
   unsigned char* v;
@@ -76,22 +63,43 @@ struct MapPlace {
 };
 
 // A work: keys of a head, and the tiles of queries that see them: of each query head in turn, from
-// start_tile to end_tile - 1 and on from first_tile.
-struct Walk {
-  const ScoreArrays arrays;
-  const ScoreSettings& settings;
+// start_tile to end_tile - 1 and on from first_tile. The producer works it out for all others.
+struct Work {
   MapPlace map_q, map_kv;
   int batch, key_head, first_key;
+  int head;        // key_head, or one of those that share it
+  int key_row;     // of first_key, in k
   int keys_left;   // to the end of the sequence
   int past;        // query i stands opposite key i + past
   int first_head;  // of q
   int tiles;       // of queries, of a head, in the scratch
   int key_tiles;   // of a key head
   int first_scratch_tile;  // of the first head: tiles of all heads before it
-  int first_tile, start_tile, steps;
-  int seen_end;  // WINDOW, VARLEN
+  int first_tile, start_tile, end_tile, steps;
+};
 
-  CUKIT_DEVICE int end_tile() const { return WINDOW || VARLEN ? seen_end : tiles; }
+// A work, in the hands of one who does it.
+struct Walk : Work {
+  const ScoreArrays arrays;
+  const ScoreSettings& settings;
+
+  CUKIT_DEVICE Walk(const Work& work, const ScoreArrays& arrays, const ScoreSettings& settings)
+      : Work(work), arrays(arrays), settings(settings) {}
+};
+
+constexpr int kWorks = 2;  // the one at hand, and the next
+
+struct Shared {
+  Pipeline<kWorks> works;
+  Pipeline<STAGES> q;         // with lse
+  Pipeline<STAGES> grad_out;  // with delta
+  Sums sums;
+  StageBarriers<1> keys;       // K has come
+  StageBarriers<1> values;     // V has
+  StageBarriers<1> keys_read;  // both may be overwritten
+  Work work[kWorks];          // no steps and no keys: there is none left
+  alignas(16) float lse[STAGES][TILE_M];
+  alignas(16) float delta[STAGES][TILE_M];
 };
 
 // One tile of queries after the other.
@@ -99,17 +107,17 @@ struct Position {
   int head = 0;
   int tile;
 
-  CUKIT_DEVICE explicit Position(const Walk& walk) : tile(walk.start_tile) {}
+  CUKIT_DEVICE explicit Position(const Work& work) : tile(work.start_tile) {}
 
   // First row of the scratch arrays.
-  CUKIT_DEVICE long long scratch_row(const Walk& walk) const {
-    return (static_cast<long long>(walk.first_scratch_tile) +
-            static_cast<long long>(head) * walk.tiles + tile) * TILE_M;
+  CUKIT_DEVICE long long scratch_row(const Work& work) const {
+    return (static_cast<long long>(work.first_scratch_tile) +
+            static_cast<long long>(head) * work.tiles + tile) * TILE_M;
   }
 
-  CUKIT_DEVICE void advance(const Walk& walk) {
-    if (++tile == walk.end_tile()) tile = walk.first_tile;
-    if (tile == walk.start_tile) ++head;
+  CUKIT_DEVICE void advance(const Work& work) {
+    if (++tile == work.end_tile) tile = work.first_tile;
+    if (tile == work.start_tile) ++head;
   }
 };
 
@@ -119,10 +127,11 @@ struct Progress {
   PipelineState<1> keys;     // in the works that have any queries
 };
 
-// One thread's work: starts the copies of a work's tiles.
+// One warp: starts the copies of a work's tiles. It stays together, so that what it counts lies in
+// uniform registers; and no lane may miss a phase that the first one's copies bring to an end.
 CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, const TensorMap* k,
                         const TensorMap* v, const TensorMap* grad_out, const float* lse_log2,
-                        const float* delta, const Walk& walk, Progress& progress) {
+                        const float* delta, const Work& work, Progress& progress) {
   // A box wholly outside the tensor is never asked for: TMA then touches the address where the map
   // begins, which for maps of sequences (encode_sequence_map) need not be mapped memory.
   using Keys = SharedTile<T, TILE_N, COLUMNS>;
@@ -130,34 +139,46 @@ CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, 
   using Queries = SharedTile<T, TILE_M, COLUMNS>;
   using GradOut = SharedTile<T, TILE_M, VALUE_COLUMNS>;
   constexpr int kStatistics = TILE_M * 4;
-  Position position(walk);
+  const bool first_lane = threadIdx.x % kWarpSize == 0;
+  Position position(work);
 #pragma unroll 1
-  for (int step = 0; step < walk.steps; ++step) {
+  for (int step = 0; step < work.steps; ++step) {
     const PipelineState<STAGES>& at = progress.at;
-    const int row = walk.map_q.row + position.tile * TILE_M;
-    const int head = walk.first_head + position.head;
-    const long long statistics = position.scratch_row(walk);
+    const int row = work.map_q.row + position.tile * TILE_M;
+    const int head = work.first_head + position.head;
+    const long long statistics = position.scratch_row(work);
     shared.q.acquire(at);
-    Mbarrier* full = shared.q.expect(at, Queries::kBytes + kStatistics);
-    Queries::load(tiles.q + at.index * QueryTile::kBytes, q, full, head, row, walk.map_q.outer);
-    bulk_load(shared.lse[at.index], lse_log2 + statistics, kStatistics, full);
+    __syncwarp();
+    if (first_lane) {
+      Mbarrier* const full = shared.q.expect(at, Queries::kBytes + kStatistics);
+      Queries::load(tiles.q + at.index * QueryTile::kBytes, q, full, head, row, work.map_q.outer);
+      bulk_load(shared.lse[at.index], lse_log2 + statistics, kStatistics, full);
+    }
     if (step == 0) {
       shared.keys_read.wait_previous(progress.keys);
-      Keys::load(tiles.k, k, shared.keys.expect(progress.keys, Keys::kBytes), walk.key_head,
-                 walk.map_kv.row + walk.first_key, walk.map_kv.outer);
+      __syncwarp();
+      if (first_lane) {
+        Keys::load(tiles.k, k, shared.keys.expect(progress.keys, Keys::kBytes), work.key_head,
+                   work.map_kv.row + work.first_key, work.map_kv.outer);
+      }
     }
     shared.grad_out.acquire(at);
-    full = shared.grad_out.expect(at, GradOut::kBytes + kStatistics);
-    GradOut::load(tiles.grad_out + at.index * QueryTile::kBytes, grad_out, full, head, row,
-                  walk.map_q.outer);
-    bulk_load(shared.delta[at.index], delta + statistics, kStatistics, full);
+    __syncwarp();
+    if (first_lane) {
+      Mbarrier* const full = shared.grad_out.expect(at, GradOut::kBytes + kStatistics);
+      GradOut::load(tiles.grad_out + at.index * QueryTile::kBytes, grad_out, full, head, row,
+                    work.map_q.outer);
+      bulk_load(shared.delta[at.index], delta + statistics, kStatistics, full);
+    }
     if (step == 0) {
-      Values::load(tiles.v, v, shared.values.expect(progress.keys, Values::kBytes), walk.key_head,
-                   walk.map_kv.row + walk.first_key, walk.map_kv.outer);
+      if (first_lane) {
+        Values::load(tiles.v, v, shared.values.expect(progress.keys, Values::kBytes), work.key_head,
+                     work.map_kv.row + work.first_key, work.map_kv.outer);
+      }
       progress.keys.advance();
     }
     progress.at.advance();
-    position.advance(walk);
+    position.advance(work);
   }
 }
 

@@ -92,52 +92,74 @@ CUKIT_DEVICE void init_sums(Sums& sums) {
   sums.grad_out_read.init(Block::kConsumerWarps);
 }
 
-// One thread's work: adds a warpgroup's share of dQ, tile after tile.
-CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Walk& walk, float* grad_q_sum,
-                         int* turns, int adder, Progress& progress) {
-  Position position(walk);
+// One warp: adds a warpgroup's share of dQ, tile after tile.
+CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Work& work,
+                         const ScoreSettings& settings, float* grad_q_sum, int* turns, int adder,
+                         Progress& progress) {
+  const bool first_lane = threadIdx.x % kWarpSize == 0;
+  Position position(work);
+  SumAccess access;
+  // Of the next tile: while TMA reads this one's, unless other blocks wait for it to be added.
+  const auto begin = [&] {
+    access = SumAccess(turns, position.scratch_row(work), adder);
+    access.begin(work, settings, position.tile);
+  };
+  if (!DETERMINISTIC && work.steps > 0) begin();
 #pragma unroll 1
-  for (int step = 0; step < walk.steps; ++step) {
-    const long long row = position.scratch_row(walk);
-    float* const sum = grad_q_sum + query_block<HEAD_DIM>(row, adder * kColumns);
-    SumAccess access(turns, row, adder);
-    access.begin(walk, position.tile);
+  for (int step = 0; step < work.steps; ++step) {
+    if constexpr (DETERMINISTIC) begin();
+    const PipelineState<STAGES> at = progress.at;
+    float* const sum =
+        grad_q_sum + query_block<HEAD_DIM>(position.scratch_row(work), adder * kColumns);
+    progress.at.advance();
+    position.advance(work);
     if constexpr (kOwnStaging) {
       // Parts of a share lie next to each other, here and there.
       const int parts = adder == 0 ? 2 : 1;
       const unsigned char* const staging = tiles.dq + adder * 8 * kPieceBytes;
-      shared.sums.staged.wait({adder, static_cast<unsigned>(progress.at.index)});
-      access.enter();
-      for (int warp = 0; warp < 4; ++warp) {
-        access.add(sum + query_block<HEAD_DIM>(warp * 16, 0), staging + warp * parts * kPieceBytes,
-                   parts * kPieceBytes);
-      }
-      bulk_commit();
-      bulk_wait_read<0>();
-      shared.sums.read.arrive({adder, 0});
-    } else {
-      const unsigned char* const staging =
-          tiles.grad_out + progress.at.index * QueryTile::kBytes + adder * 4 * kPieceBytes;
-#pragma unroll 1
-      for (unsigned part = 0; part < 2; ++part) {
-        shared.sums.staged.wait({adder, part});
-        if (part == 0) access.enter();
+      shared.sums.staged.wait({adder, static_cast<unsigned>(at.index)});
+      __syncwarp();
+      if (first_lane) {
+        access.enter();
         for (int warp = 0; warp < 4; ++warp) {
-          access.add(sum + query_block<HEAD_DIM>(warp * 16, part * 64), staging + warp * kPieceBytes,
-                     kPieceBytes);
+          access.add(sum + query_block<HEAD_DIM>(warp * 16, 0),
+                     staging + warp * parts * kPieceBytes, parts * kPieceBytes);
         }
         bulk_commit();
-        bulk_wait_read<0>();
-        if (part == 0) {
-          shared.sums.read.arrive({adder, 0});
-        } else {
-          shared.grad_out.empty.arrive(progress.at);  // what was staged there has been read
+      }
+    } else {
+      const unsigned char* const staging =
+          tiles.grad_out + at.index * QueryTile::kBytes + adder * 4 * kPieceBytes;
+#pragma unroll
+      for (unsigned part = 0; part < 2; ++part) {
+        shared.sums.staged.wait({adder, part});
+        __syncwarp();
+        if (first_lane) {
+          if (part == 0) access.enter();
+#pragma unroll
+          for (int warp = 0; warp < 4; ++warp) {
+            access.add(sum + query_block<HEAD_DIM>(warp * 16, part * 64),
+                       staging + warp * kPieceBytes, kPieceBytes);
+          }
+          bulk_commit();
+          if (part == 0) {
+            bulk_wait_read<0>();
+            shared.sums.read.arrive({adder, 0});
+          }
         }
       }
     }
-    access.end();
-    progress.at.advance();
-    position.advance(walk);
+    const SumAccess now = access;
+    if (!DETERMINISTIC && step + 1 < work.steps) begin();
+    if (first_lane) {
+      bulk_wait_read<0>();
+      if constexpr (kOwnStaging) {
+        shared.sums.read.arrive({adder, 0});
+      } else {
+        shared.grad_out.empty.arrive(at);  // what was staged there has been read
+      }
+      now.end();
+    }
   }
 }
 
