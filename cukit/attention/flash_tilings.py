@@ -193,8 +193,6 @@ class WarpgroupKeyTiling:
     threads: int = 3 * 4 * _WARP
     in_turn: bool = False
     """Whether blocks add to dQ in a fixed order."""
-    zeroed: bool = False
-    """Whether the sum of dQ starts with zeros; else the first block to reach a tile stores it."""
 
     def shared_bytes(self, width: int, value_width: int) -> int:
         """K, V, stages of Q and dO, P and dS, dQ."""
@@ -212,7 +210,36 @@ class WarpgroupKeyTiling:
             ("STAGES", self.num_stages),
             ("THREADS", self.threads),
             ("DETERMINISTIC", int(self.in_turn)),
-            *((("ZEROED", 1),) if self.zeroed else ()),
+        )
+
+
+@dataclass(frozen=True)
+class WarpgroupQueryTiling:
+    """dQ of Hopper's wide heads: a block takes tile_m queries and walks over tile_n keys; one
+    warpgroup copies, two multiply."""
+
+    tile_m: int = 2 * GROUP_ROWS
+    tile_n: int = 64
+    key_stages: int = 2
+    value_stages: int = 2
+    threads: int = 3 * 4 * _WARP
+
+    def shared_bytes(self, width: int, value_width: int) -> int:
+        """Q, dO, the stages of K and of V, in parts of 64 columns."""
+        columns, value_columns = (-(-each // PART) * PART for each in (width, value_width))
+        rows = self.tile_m + self.key_stages * self.tile_n
+        value_rows = self.tile_m + self.value_stages * self.tile_n
+        return ITEM_BYTES * (columns * rows + value_columns * value_rows)
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """Macros of the kernel."""
+        return (
+            ("TILE_M", self.tile_m),
+            ("TILE_N", self.tile_n),
+            ("KEY_STAGES", self.key_stages),
+            ("VALUE_STAGES", self.value_stages),
+            ("THREADS", self.threads),
         )
 
 
@@ -232,6 +259,16 @@ class QueryTiling:
     def threads(self) -> int:
         """Threads of a block."""
         return self.tile_m // 16 * _WARP
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """Macros of the kernel."""
+        return (
+            ("TILE_M", self.tile_m),
+            ("TILE_N", self.tile_n),
+            ("THREADS", self.threads),
+            ("BLOCKS_PER_SM", self.blocks_per_sm),
+        )
 
 
 FORWARD_TILINGS: dict[int, tuple[ForwardTiling, ...]] = {
@@ -337,8 +374,12 @@ def warpgroup_tilings(width: int, value_width: int) -> tuple[WarpgroupTiling, ..
 WARPGROUP_KEY_TILINGS: dict[int, WarpgroupKeyTiling] = {
     64: WarpgroupKeyTiling(128, 128),
     128: WarpgroupKeyTiling(64, 128),
-    192: WarpgroupKeyTiling(64, 64, score_tiles=4, query_gradient_kib=48),
+    192: WarpgroupKeyTiling(64, 64, score_tiles=4, query_gradient_kib=0),
     256: WarpgroupKeyTiling(64, 64, score_tiles=4, query_gradient_kib=0),
+}
+WARPGROUP_QUERY_TILINGS: dict[int, WarpgroupQueryTiling] = {
+    192: WarpgroupQueryTiling(),
+    256: WarpgroupQueryTiling(value_stages=1),
 }
 KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {
     64: (KeyTiling(128, 128, 8, 4, 4, 4), KeyTiling(64, 128, 8, 2, 4, 2)),

@@ -20,7 +20,6 @@
 namespace cukit::backward {
 
 constexpr int kScoreTiles = 2;  // stages of dS
-constexpr int kGradOutReaders = Block::kConsumerWarps;
 constexpr int kStagingBytes = TILE_M * HEAD_DIM * 4;
 // Operand a of dP: with registers to spare, and shared memory as busy as the tensor cores.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
@@ -205,7 +204,8 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       multiply_queries(dv, packed, grad_out_outer + stage);
       wgmma_wait<1>(dp);
       Packed ds;
-      differentiate(ds, packed, dp, shared.delta[at.index] + lane_column, ds_rows);
+      differentiate(dp, packed, shared.delta[at.index] + lane_column, ds_rows);
+      pack_scores(ds, dp);
       ds_rows.store(ds);
       fence_proxy_async();
       wgmma_fence();

@@ -83,6 +83,11 @@ class ScoreRows {
 
   CUKIT_DEVICE void load(unsigned (&scores)[4], int step) const { ldmatrix_x4(scores, at(step)); }
 
+  CUKIT_DEVICE void load(Packed& scores) const {
+#pragma unroll
+    for (int step = 0; step < TILE_M / 16; ++step) load(scores[step], step);
+  }
+
  private:
   CUKIT_DEVICE unsigned at(int step) const {
     return ScoreTile::address(tile_, row_, 2 * step + threadIdx.x / 16 % 2);

@@ -92,8 +92,8 @@ CUKIT_DEVICE void exponentiate(Scores& scores, Packed& packed, const float* lse,
   }
 }
 
-// dS = P * (dP - delta) * the score's derivative by its product, as operand a.
-CUKIT_DEVICE void differentiate(Packed& ds, const Packed& p, const Scores& dp, const float* delta,
+// dS = P * (dP - delta) * the score's derivative by its product, in place of dP.
+CUKIT_DEVICE void differentiate(Scores& dp, const Packed& p, const float* delta,
                                 const ScoreRows& slopes) {
   if constexpr (SOFTCAP) __syncwarp();  // the derivatives lie in shared memory
 #pragma unroll
@@ -105,7 +105,8 @@ CUKIT_DEVICE void differentiate(Packed& ds, const Packed& p, const Scores& dp, c
       const float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * n);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int i = 4 * n + 2 * half, of_step = n % 2 * 2 + half;
+        float* const own = &dp[4 * n + 2 * half];
+        const int of_step = n % 2 * 2 + half;
         float pair[2];
         unpack<T>(pair, p[step][of_step]);
         if constexpr (SOFTCAP) {
@@ -113,11 +114,21 @@ CUKIT_DEVICE void differentiate(Packed& ds, const Packed& p, const Scores& dp, c
           unpack<T>(slope, derivatives[of_step]);
           pair[0] *= slope[0], pair[1] *= slope[1];
         }
-        ds[step][of_step] =
-            pack<T>(pair[0] * (dp[i] - row_delta.x), pair[1] * (dp[i + 1] - row_delta.y));
+        own[0] = pair[0] * (own[0] - row_delta.x);
+        own[1] = pair[1] * (own[1] - row_delta.y);
       }
     }
   }
+}
+
+// As operand a.
+CUKIT_DEVICE void pack_scores(Packed& packed, const Scores& scores) {
+#pragma unroll
+  for (int step = 0; step < TILE_M / 16; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      packed[step][i] = pack<T>(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
+    }
 }
 
 // Hides from the scores of a tile, `key` counting from the block's first, what must not be seen.

@@ -1,15 +1,15 @@
 // How dQ leaves a block of the Hopper backward: consumers stage it in shared memory, threads of the
 // producer warpgroup (adders) have TMA add it to global memory, so that no consumer waits for memory.
 //
-// The first block that comes to a tile of the sum stores it, so that nobody has to write zeros before;
-// where looking at counters costs more than that, ZEROED is 1, and all blocks add. A counter for each tile (of each adder, where adders share a tile) says how far its sum is:
+// The first block that comes to a tile of the sum stores it, so that nobody has to write zeros before. A
+// counter for each tile says how far its sum is:
 //   DETERMINISTIC: how many blocks have added. Blocks add in a fixed order: an adder awaits its block's
 //     turn, the end of its copy, and then announces the next block's. In causal calls blocks come to a
 //     tile in this order by themselves.
-//   else, unless ZEROED: none has stored (0), one is storing (kStoring), one has stored (kStored).
+//   else: none has stored (0), one is storing (kStoring), one has stored (kStored).
 // The finishing kernel takes tiles whose counter is 0 for zeros.
 //
-// Macros: HEAD_DIM, TILE_M, TILE_N, CAUSAL, DETERMINISTIC, ZEROED, 0 where it is not defined.
+// Macros: HEAD_DIM, TILE_M, TILE_N, CAUSAL, DETERMINISTIC.
 #pragma once
 
 #include "attention/backward_walk.cuh"
@@ -17,10 +17,6 @@
 #include "common/platform.cuh"
 #include "common/ptx/global_order.cuh"
 #include "common/ptx/tma.cuh"
-
-#ifndef ZEROED
-#define ZEROED 0
-#endif
 
 namespace cukit::backward {
 
@@ -74,10 +70,8 @@ class SumAccess {
   CUKIT_DEVICE void begin(const Work& work, const ScoreSettings& settings, int tile) {
     if constexpr (DETERMINISTIC) {
       const int turn = turn_of(work, settings, tile);
-      first_ = turn == 0 && !ZEROED;
+      first_ = turn == 0;
       wait_for(turn);
-    } else if constexpr (ZEROED) {
-      return;
     } else {
       stored_ = load_acquire(counter_) == kStored;
     }
@@ -86,7 +80,7 @@ class SumAccess {
 
   // After it has been staged, before the copies.
   CUKIT_DEVICE void enter() {
-    if constexpr (!DETERMINISTIC && !ZEROED) {
+    if constexpr (!DETERMINISTIC) {
       if (stored_) return;
       first_ = atomicCAS(counter_, 0, kStoring) == 0;
       if (!first_) {

@@ -5,7 +5,7 @@
 //
 // Macros: HEAD_DIM columns of a tile; COLUMNS of Q and K and VALUE_COLUMNS of V and dO, multiples of 32,
 //   that are multiplied, as HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of a tile,
-//   STAGES, those of score_options.cuh.
+//   STAGES; QUERY_GRADIENT 0|1 dQ is summed up too; those of score_options.cuh.
 #pragma once
 
 #include "common/hopper/pipeline.cuh"
@@ -39,14 +39,17 @@ using KeyTile = SharedTile<T, TILE_N, HEAD_DIM>;
 using QueryTile = SharedTile<T, TILE_M, HEAD_DIM>;
 using ScoreTile = SharedTile<T, TILE_N, TILE_M>;  // P or dS, a key a row
 
+#if QUERY_GRADIENT
 constexpr int kAdders = 2;
 
 // dQ on its way to global memory: what the adders wait for, and what waits for them.
 struct Sums {
-  StageBarriers<kAdders> staged;         // a tile, or part of one, lies in shared memory for an adder
-  StageBarriers<kAdders> read;           // TMA has read it
-  StageBarriers<STAGES> grad_out_read;   // HEAD_DIM 256: the stage of dO may be written to
+  StageBarriers<kAdders> staged;  // a tile lies in shared memory for an adder
+  StageBarriers<kAdders> read;    // TMA has read it
 };
+#else
+constexpr int kAdders = 0;
+#endif
 
 struct Tiles {
   unsigned char* k;
@@ -93,7 +96,9 @@ struct Shared {
   Pipeline<kWorks> works;
   Pipeline<STAGES> q;         // with lse
   Pipeline<STAGES> grad_out;  // with delta
+#if QUERY_GRADIENT
   Sums sums;
+#endif
   StageBarriers<1> keys;       // K has come
   StageBarriers<1> values;     // V has
   StageBarriers<1> keys_read;  // both may be overwritten

@@ -84,8 +84,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     for (const cukit::TensorMap* map : {&q, &k, &v, &grad_out}) cukit::prefetch_tensor_map(map);
     shared.works.init(Block::kConsumerWarps + backward::kAdders);
     shared.q.init(Block::kConsumerWarps);
-    shared.grad_out.init(backward::kGradOutReaders);
+    shared.grad_out.init(Block::kConsumerWarps);
+#if QUERY_GRADIENT
     backward::init_sums(shared.sums);
+#endif
     shared.keys.init(1);
     shared.values.init(1);
     shared.keys_read.init(Block::kConsumerWarps);
@@ -99,11 +101,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
           backward::draw_works(shared, problem, turns, [&](const backward::Work& work) {
             backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, work, progress);
           });
+#if QUERY_GRADIENT
         } else if (warp <= backward::kAdders) {
           backward::take_works(shared, [&](const backward::Work& work, const backward::Work&) {
             backward::add_up(shared, tiles, work, params.settings, grad_q_sum, turns, warp - 1,
                              progress);
           });
+#endif
         }
       },
       [&] {
