@@ -21,6 +21,7 @@ from cukit.attention.flash_plan import (
 from cukit.attention.flash_plan_sm90 import sequences_plan_size, sequences_spec
 from cukit.attention.flash_problem import AttentionProblem, Defines, ceil_div, width_for
 from cukit.attention.flash_tilings import (
+    FLOAT_BYTES,
     ITEM_BYTES,
     PART,
     WARPGROUP_KEY_TILINGS,
@@ -33,7 +34,6 @@ from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 
 _ARCH = "sm_90"
-_WIDEST_SUMS = 128  # columns of heads whose dQ is summed up beside dK and dV
 _COLUMNS = 32  # that are multiplied, or not, together
 _ADDERS = 2  # threads of a block that have dQ added, each with counters of its own
 _WAVES = 4  # works for each SM at least, if they can be cut so: the last end at different times
@@ -56,7 +56,8 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
 
     @property
     def _sum_defines(self) -> Defines:
-        return ("COUNTERS", self.counters_per_tile), ("ZEROED", False)
+        counters = self.counters_per_tile
+        return ("COUNTERS", counters), ("ZEROED", False), ("TRANSPOSED", self.width > PART)
 
     def _narrowed(self, spec: KernelSpec) -> KernelSpec:
         """Of tiles that are wider than heads the rest is left out."""
@@ -91,7 +92,8 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
     @property
     def sums_queries(self) -> bool:
         """Of narrow heads; where asked for, blocks take turns to add (backward_sums.cuh)."""
-        return self.width <= _WIDEST_SUMS
+        assert isinstance(self.keys, WarpgroupKeyTiling)
+        return self.keys.sums_queries
 
     def most_key_blocks(self, total_kv: int) -> int:
         """Blocks that take keys; of sequences of different lengths, as many as there can be.
@@ -123,8 +125,11 @@ def plan_flash_attention_backward_sm90(
     """The configuration of a problem that the class covers."""
     widest = max(problem.head_dim, problem.head_dim_v)
     width = width_for(widest, tuple(WARPGROUP_KEY_TILINGS))
-    in_turn = deterministic and width <= _WIDEST_SUMS
-    tiling = replace(WARPGROUP_KEY_TILINGS[width], in_turn=in_turn)
+    tiling = WARPGROUP_KEY_TILINGS[width]
+    tiling = replace(tiling, in_turn=deterministic and tiling.sums_queries)
+    import os
+    if width == 128 and os.environ.get("M80"):
+        tiling = replace(tiling, tile_m=80)
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv
     splits = choose_splits(problem.group, heads * tiles, _WAVES * device.num_sms)
@@ -133,7 +138,7 @@ def plan_flash_attention_backward_sm90(
         heads = problem.num_heads_kv  # a section is of one sequence
     if problem.bounded:
         # What the blocks of a key head read again and again: Q, dO and, if any, the sum of dQ.
-        sum_bytes = problem.head_dim * 4 if width <= _WIDEST_SUMS else 0
+        sum_bytes = problem.head_dim * FLOAT_BYTES * tiling.sums_queries
         row_bytes = (problem.head_dim + problem.head_dim_v) * ITEM_BYTES + sum_bytes
         head_bytes = problem.group // splits * problem.seq_len_q * row_bytes
         section = choose_section(heads * splits, tiles, head_bytes, device.num_sms, device)

@@ -25,6 +25,7 @@ UNLIKE_KEY_WIDTHS = (64, 128, 256)
 MAX_HEAD_DIM = HEAD_WIDTHS[-1]
 
 ITEM_BYTES = 2  # float16, bfloat16
+FLOAT_BYTES = 4
 GROUP_ROWS = 64  # queries of a warpgroup of Hopper's forward
 PART = 64  # columns that the copy engine brings at once: rows of 128 swizzled bytes
 _WARP = 32
@@ -187,8 +188,8 @@ class WarpgroupKeyTiling:
     tile_n: int
     score_tiles: int = 2
     """Of P and dS, in shared memory."""
-    query_gradient_kib: int = 32
-    """For dQ on its way to global memory."""
+    sums_queries: bool = True
+    """Whether dQ is summed up too, and leaves through shared memory."""
     num_stages: int = 2
     threads: int = 3 * 4 * _WARP
     in_turn: bool = False
@@ -199,7 +200,7 @@ class WarpgroupKeyTiling:
         rows = self.tile_n + self.num_stages * self.tile_m
         tiles = ITEM_BYTES * (width + value_width) * rows
         scores = self.score_tiles * ITEM_BYTES * self.tile_m * self.tile_n
-        return tiles + scores + self.query_gradient_kib * KIB
+        return tiles + scores + self.sums_queries * FLOAT_BYTES * self.tile_m * width
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -374,8 +375,8 @@ def warpgroup_tilings(width: int, value_width: int) -> tuple[WarpgroupTiling, ..
 WARPGROUP_KEY_TILINGS: dict[int, WarpgroupKeyTiling] = {
     64: WarpgroupKeyTiling(128, 128),
     128: WarpgroupKeyTiling(64, 128),
-    192: WarpgroupKeyTiling(64, 64, score_tiles=4, query_gradient_kib=0),
-    256: WarpgroupKeyTiling(64, 64, score_tiles=4, query_gradient_kib=0),
+    192: WarpgroupKeyTiling(64, 64, score_tiles=4, sums_queries=False),
+    256: WarpgroupKeyTiling(64, 64, score_tiles=4, sums_queries=False),
 }
 WARPGROUP_QUERY_TILINGS: dict[int, WarpgroupQueryTiling] = {
     192: WarpgroupQueryTiling(),

@@ -2,8 +2,8 @@
 //
 // dK and dV of its keys stay in a warpgroup's registers; P and dS, keys as rows, are already what the
 // products with dO and Q take from registers. Only dQ needs the dS of all keys, which the warpgroups
-// exchange through shared memory (two stages); each computes half of its rows (TILE_M 128) or columns
-// (TILE_M 64).
+// exchange through shared memory (two stages): with 64 columns each computes dQ of 64 queries, with 128
+// the transpose of dQ of 64 columns, so that queries need not be a multiple of 64.
 // The scores of the next tile are started before dQ of this one is awaited, so that the tensor cores
 // have work while dQ is staged. dP runs beside the exponentials, dV beside dS, dK beside the exchange.
 // Accumulators are read in the basic block that issued the younger wgmma, and nothing is in flight where
@@ -29,8 +29,11 @@ constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memo
 
 static_assert(STAGES == 2 && kAdders == 2 && kScoreTiles == 2, "one state for all of them");
 static_assert(TILE_N == kConsumers * kWarpgroupRows, "a warpgroup's product has 64 rows");
-static_assert(KeyTile::kParts * ScoreTile::kParts == kConsumers,
+constexpr bool kTransposed = KeyTile::kParts == kConsumers;
+static_assert(kTransposed || TILE_M == kConsumers * kWarpgroupRows,
               "dQ is cut into a part for each warpgroup");
+
+using QueryGradient = float[kTransposed ? TILE_M / 2 : KeyTile::kPartColumns / 2];
 
 using KeyGradient = float[COLUMNS / 2];
 using ValueGradient = float[VALUE_COLUMNS / 2];
@@ -67,17 +70,20 @@ CUKIT_DEVICE void multiply_queries(float (&sums)[N], const Packed& scores,
   wgmma_commit();
 }
 
-// This warpgroup's part of dQ = dS K, started; zero where its columns have no K.
+// This warpgroup's part of dQ = dS K, or of its transpose K^T dS^T, started; zero where its columns
+// have no K.
 CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsigned long long keys,
                                   int group) {
-  if (KeyTile::kParts == 2 && COLUMNS <= 64 && group == 1) {
+  if (kTransposed && COLUMNS <= 64 && group == 1) {
 #pragma unroll
     for (float& sum : dq) sum = 0.0f;
   } else {
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; ++step) {
-      wgmma<T, 64, true, true>(dq, ds + ScoreTile::mn_step(step), keys + KeyTile::mn_step(step),
-                               step > 0);
+      const unsigned long long ds_step = ds + ScoreTile::k_step(step);
+      const unsigned long long keys_step = keys + KeyTile::mn_step(step);
+      wgmma<T, 2 * sizeof(QueryGradient) / sizeof(float), kTransposed, !kTransposed>(
+          dq, kTransposed ? keys_step : ds_step, kTransposed ? ds_step : keys_step, step > 0);
     }
   }
   wgmma_commit();
@@ -145,15 +151,12 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
   const unsigned long long grad_out_inner = QueryTile::k_major(tiles.grad_out);
   const unsigned long long q_outer = QueryTile::mn_major(tiles.q);
   const unsigned long long grad_out_outer = QueryTile::mn_major(tiles.grad_out);
-  // dQ: with two parts of queries each warpgroup takes one of them, else one of the columns.
-  constexpr bool kQueriesCut = ScoreTile::kParts == 2;
   const unsigned long long ds_part =
-      ScoreTile::mn_major(tiles.scores) + (kQueriesCut ? group * ScoreTile::kPart : 0);
+      ScoreTile::k_major(tiles.scores) + (kTransposed ? 0 : group * kGroupRows);
   const unsigned long long k_part =
-      KeyTile::mn_major(tiles.k) + (kQueriesCut ? 0 : group * KeyTile::kPart);
-  // As the tile lies in the scratch.
-  const int piece = kQueriesCut ? group * 4 + warp : warp * KeyTile::kParts + group;
-  unsigned char* const staging = tiles.dq + piece * kPieceBytes;
+      KeyTile::mn_major(tiles.k) + (kTransposed ? group * KeyTile::kPart : 0);
+  unsigned char* const staging =
+      tiles.dq + (group * kWarpgroupWarps + warp) * (kStagingBytes / Block::kConsumerWarps);
 
   KeyGradient dk;
   ValueGradient dv;
@@ -187,7 +190,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       QueryGradient dq;
       const unsigned long long stage = at.index * QueryTile::kStage;
       // opaque: addresses that are derived ahead of the loop are spilled.
-      const ScoreRows ds_rows(tiles.scores + at.index * ScoreTile::kBytes, opaque(warp_row));
+      const ScoreKeys ds_rows(tiles.scores + at.index * ScoreTile::kBytes, opaque(warp_row));
       const TileScores tile = tile_at(position);
       shared.grad_out.wait(at);
       prepare(s, ds_rows, walk, tile, fetched, key, scale_log2);
@@ -217,7 +220,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       const PipelineState<STAGES> done = at;
       const auto hand_over = [&] {
         shared.sums.read.wait_previous(staging_state(done));
-        stage_piece(staging, dq, 0);
+        stage_blocks(staging, dq);
         hand_to_adder(shared.sums, sum_state(done));
       };
       at.advance();
@@ -235,6 +238,8 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       shared.q.wait(at);
       wgmma_fence();
       multiply_scores(dq, ds_now, k_part, group);
+      wgmma_wait<1>(dk);  // frees the registers of dS
+      wgmma_fence();
       multiply_keys<COLUMNS>(s, k_rows, q_inner + at.index * QueryTile::kStage);
       wgmma_wait<1>(dq);
       shared.q.release(done);

@@ -65,15 +65,16 @@ CUKIT_DEVICE float first_ahead(const TileScores& tile) {
                             lane / 4);
 }
 
-// A warp's sixteen keys of a tile of P or dS in shared memory, sixteen queries a step. SOFTCAP: derivatives
-// of scores wait where dS of the same tile is to be, for want of registers.
-class ScoreRows {
+// A warp's sixteen keys of a tile of P or dS in shared memory, sixteen queries a step. There a query is a
+// row. SOFTCAP: derivatives of scores wait where dS of the same tile is to be, for want of registers.
+class ScoreKeys {
  public:
-  CUKIT_DEVICE ScoreRows(const unsigned char* tile, int first_row)
-      : tile_(shared_address(tile)), row_(first_row + threadIdx.x % 16) {}
+  // `first_key`: the warp's, of the block's.
+  CUKIT_DEVICE ScoreKeys(const unsigned char* tile, int first_key)
+      : tile_(shared_address(tile)), chunk_(first_key / 8 + threadIdx.x / 8 % 2) {}
 
   CUKIT_DEVICE void store(int step, const unsigned (&scores)[4]) const {
-    stmatrix_x4(at(step), scores);
+    stmatrix_x4_trans(at(step), scores);
   }
 
   CUKIT_DEVICE void store(const Packed& scores) const {
@@ -81,7 +82,9 @@ class ScoreRows {
     for (int step = 0; step < TILE_M / 16; ++step) store(step, scores[step]);
   }
 
-  CUKIT_DEVICE void load(unsigned (&scores)[4], int step) const { ldmatrix_x4(scores, at(step)); }
+  CUKIT_DEVICE void load(unsigned (&scores)[4], int step) const {
+    ldmatrix_x4_trans(scores, at(step));
+  }
 
   CUKIT_DEVICE void load(Packed& scores) const {
 #pragma unroll
@@ -90,10 +93,10 @@ class ScoreRows {
 
  private:
   CUKIT_DEVICE unsigned at(int step) const {
-    return ScoreTile::address(tile_, row_, 2 * step + threadIdx.x / 16 % 2);
+    return ScoreTile::address(tile_, 16 * step + threadIdx.x / 16 % 2 * 8 + threadIdx.x % 8, chunk_);
   }
 
-  unsigned tile_, row_;
+  unsigned tile_, chunk_;
 };
 
 // Else there are no registers in which they could wait for the scores.
@@ -181,7 +184,7 @@ struct Fetched {
 // BIAS: products become scores in powers of two, and their derivatives are stored. `biases(n, half)`
 // are those of the lane's two scores there.
 template <typename Biases>
-CUKIT_DEVICE void add_biases(Scores& scores, const ScoreRows& slopes, const TileScores& tile,
+CUKIT_DEVICE void add_biases(Scores& scores, const ScoreKeys& slopes, const TileScores& tile,
                              float scale_log2, const Biases& biases) {
   const float ahead = first_ahead(tile);
 #pragma unroll
@@ -202,7 +205,7 @@ CUKIT_DEVICE void add_biases(Scores& scores, const ScoreRows& slopes, const Tile
   }
 }
 
-CUKIT_DEVICE void add_bias(Scores& scores, const ScoreRows& slopes, const TileScores& tile,
+CUKIT_DEVICE void add_bias(Scores& scores, const ScoreKeys& slopes, const TileScores& tile,
                            Fetched& fetched, float scale_log2) {
 #if BIAS == 1
   if constexpr (!kBiasAhead) fetched.ask_bias(tile);

@@ -23,8 +23,6 @@ using Gradient = float;
 using Gradient = T;
 #endif
 
-using QueryGradient = float[32];  // 64 queries, 64 columns
-
 // Keys as rows, queries as columns: scores = K Q^T or V dO^T, of `Columns`, started.
 template <int Columns>
 CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long keys, unsigned long long queries) {
@@ -60,7 +58,7 @@ CUKIT_DEVICE void mask(Scores& scores, int key, int keys, int opposite,
 
 // P = exp2(score - lse), as operand a, of what prepare has left.
 CUKIT_DEVICE void exponentiate(Scores& scores, Packed& packed, const float* lse,
-                               const ScoreRows& slopes, const TileScores& tile, float scale_log2) {
+                               const ScoreKeys& slopes, const TileScores& tile, float scale_log2) {
   const float ahead = first_ahead(tile);
 #pragma unroll
   for (int step = 0; step < TILE_M / 16; ++step) {
@@ -94,7 +92,7 @@ CUKIT_DEVICE void exponentiate(Scores& scores, Packed& packed, const float* lse,
 
 // dS = P * (dP - delta) * the score's derivative by its product, in place of dP.
 CUKIT_DEVICE void differentiate(Scores& dp, const Packed& p, const float* delta,
-                                const ScoreRows& slopes) {
+                                const ScoreKeys& slopes) {
   if constexpr (SOFTCAP) __syncwarp();  // the derivatives lie in shared memory
 #pragma unroll
   for (int step = 0; step < TILE_M / 16; ++step) {
@@ -143,7 +141,7 @@ CUKIT_DEVICE void hide(Scores& scores, const Walk& walk, int key, int first_quer
 }
 
 // From products of a tile to what exponentiate takes: hidden ones, and the bias.
-CUKIT_DEVICE void prepare(Scores& scores, const ScoreRows& slopes, const Walk& walk,
+CUKIT_DEVICE void prepare(Scores& scores, const ScoreKeys& slopes, const Walk& walk,
                           const TileScores& tile, Fetched& fetched, int key,
                           float scale_log2) {
   if constexpr (MASK) hide_masked(scores, tile, fetched);

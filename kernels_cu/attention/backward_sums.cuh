@@ -22,19 +22,13 @@ namespace cukit::backward {
 
 constexpr int kQueryBlockBytes = kQueryBlock * 4;
 
-// A warp's part of dQ, sixteen queries, that it stages at once: 64 columns.
-constexpr int kPieceBlocks = 8;
-constexpr int kPieceBytes = kPieceBlocks * kQueryBlockBytes;
-
-// Stages a piece: from accumulators on, `first` being the first of them.
+// Stages what a warp has of dQ, block after block.
 template <int N>
-CUKIT_DEVICE void stage_piece(unsigned char* staging, const float (&dq)[N], int first) {
-  const int lane = threadIdx.x % kWarpSize;
-  float4* const to = reinterpret_cast<float4*>(staging) + lane;
+CUKIT_DEVICE void stage_blocks(unsigned char* staging, const float (&dq)[N]) {
+  float4* const to = reinterpret_cast<float4*>(staging) + threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int n = 0; n < kPieceBlocks; ++n) {
-    const float* four = &dq[first + 4 * n];
-    to[n * kWarpSize] = make_float4(four[0], four[1], four[2], four[3]);
+  for (int n = 0; n < N / 4; ++n) {
+    to[n * kWarpSize] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
   }
 }
 

@@ -37,7 +37,7 @@ using Block = WarpSpecialized<kConsumers, 24>;
 // neither fetched nor multiplied.
 using KeyTile = SharedTile<T, TILE_N, HEAD_DIM>;
 using QueryTile = SharedTile<T, TILE_M, HEAD_DIM>;
-using ScoreTile = SharedTile<T, TILE_N, TILE_M>;  // P or dS, a key a row
+using ScoreTile = SharedTile<T, TILE_M, TILE_N>;  // P or dS, a query a row
 
 #if QUERY_GRADIENT
 constexpr int kAdders = 2;

@@ -36,11 +36,11 @@ CUKIT_DEVICE void multiply_queries(float (&sums)[N], const Packed& scores,
 }
 
 // The rows of P of a stage that the warp owns, and of the derivatives.
-CUKIT_DEVICE ScoreRows probabilities(const Tiles& tiles, int stage, int warp_row) {
-  return ScoreRows(tiles.scores + stage * ScoreTile::kBytes, warp_row);
+CUKIT_DEVICE ScoreKeys probabilities(const Tiles& tiles, int stage, int warp_row) {
+  return ScoreKeys(tiles.scores + stage * ScoreTile::kBytes, warp_row);
 }
-CUKIT_DEVICE ScoreRows derivatives(const Tiles& tiles, int stage, int warp_row) {
-  return ScoreRows(tiles.scores + (SOFTCAP ? 2 + stage : stage) * ScoreTile::kBytes, warp_row);
+CUKIT_DEVICE ScoreKeys derivatives(const Tiles& tiles, int stage, int warp_row) {
+  return ScoreKeys(tiles.scores + (SOFTCAP ? 2 + stage : stage) * ScoreTile::kBytes, warp_row);
 }
 
 // The first warpgroup. steps > 0.
@@ -66,7 +66,7 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
   // pipeline of Q has come round since.
   const auto hand_over = [&] {
     const TileScores tile = tile_at_position();
-    const ScoreRows slopes = derivatives(tiles, at.index, warp_row);
+    const ScoreKeys slopes = derivatives(tiles, at.index, warp_row);
     Packed packed;
     prepare(s, slopes, walk, tile, fetched, key, scale_log2);
     exponentiate(s, packed, shared.lse[at.index] + accumulator_column(), slopes, tile, scale_log2);
