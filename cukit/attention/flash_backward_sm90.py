@@ -22,6 +22,7 @@ from cukit.attention.flash_plan_sm90 import sequences_plan_size, sequences_spec
 from cukit.attention.flash_problem import AttentionProblem, Defines, ceil_div, width_for
 from cukit.attention.flash_tilings import (
     FLOAT_BYTES,
+    GROUP_ROWS,
     ITEM_BYTES,
     PART,
     WARPGROUP_KEY_TILINGS,
@@ -72,7 +73,9 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
 
     def queries_spec(self) -> KernelSpec:
         """dQ of wide heads."""
-        return self._narrowed(super().queries_spec())
+        spec = self._narrowed(super().queries_spec())
+        widths = self.problem.head_dim, self.problem.head_dim_v
+        return replace(spec, shared_bytes=self.queries.shared_bytes(*widths))
 
     def sequences_spec(self) -> KernelSpec | None:
         """The kernel that sorts sequences of different lengths for the one that takes keys."""
@@ -128,8 +131,24 @@ def plan_flash_attention_backward_sm90(
     tiling = WARPGROUP_KEY_TILINGS[width]
     tiling = replace(tiling, in_turn=deterministic and tiling.sums_queries)
     import os
-    if width == 128 and os.environ.get("M80"):
-        tiling = replace(tiling, tile_m=80)
+    arm = os.environ.get("ARM", "").split(",")
+    query_tiling = WARPGROUP_QUERY_TILINGS.get(width)
+    for a in arm:
+        name, _, value = a.partition("=")
+        if name == "m" and width == 128:
+            tiling = replace(tiling, tile_m=int(value))
+        if name == "early" and width > 128:
+            tiling = replace(tiling, early=int(value))
+        if name == "stages" and width > 128:
+            tiling = replace(tiling, num_stages=int(value), score_tiles=int(value))
+        if name == "qearly" and width > 128:
+            query_tiling = replace(query_tiling, early=int(value))
+        if name == "qn" and width > 128:
+            query_tiling = replace(query_tiling, tile_n=int(value))
+        if name == "qk" and width > 128:
+            query_tiling = replace(query_tiling, key_stages=int(value))
+        if name == "qv" and width > 128:
+            query_tiling = replace(query_tiling, value_stages=int(value))
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv
     splits = choose_splits(problem.group, heads * tiles, _WAVES * device.num_sms)
@@ -150,7 +169,7 @@ def plan_flash_attention_backward_sm90(
         value_width=width,
         deterministic=deterministic,
         keys=tiling,
-        queries=WARPGROUP_QUERY_TILINGS.get(width, general.queries),
+        queries=query_tiling or general.queries,
         splits=splits,
         key_section=section,
         query_section=1,
@@ -163,10 +182,11 @@ class InputMaps:
     __slots__ = ("_grad_out", "_k", "_q", "_v")
 
     def __init__(
-        self, tiling: WarpgroupKeyTiling, longest: tuple[int, int] | tuple[None, None]
+        self, rows: tuple[int, int], longest: tuple[int, int] | tuple[None, None]
     ) -> None:
-        """`longest`: of sequences of different lengths."""
-        query_box, key_box = ((1, rows, 1, PART) for rows in (tiling.tile_m, tiling.tile_n))
+        """`rows`: queries and keys that are read at once; `longest`: of sequences of different
+        lengths."""
+        query_box, key_box = ((1, each, 1, PART) for each in rows)
         self._q = TensorMaps(query_box, longest[0])
         self._k = TensorMaps(key_box, longest[1])
         self._v = TensorMaps(key_box, longest[1])
@@ -246,9 +266,7 @@ def prepare_mapped_gradients(
     if problem.varlen:
         # No sequence has more rows than there are.
         longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
-    tiling = config.keys
-    assert isinstance(tiling, WarpgroupKeyTiling)
-    maps = InputMaps(tiling, longest)
+    maps = InputMaps((config.keys.tile_m, config.keys.tile_n), longest)
     scale, scale_log2 = scales_of(q, options)
     common = {
         "batch": problem.batch,
@@ -284,6 +302,7 @@ def prepare_mapped_gradients(
     plan = _planned_work(
         config.query_sequences_spec(), problem.batch, problem.num_heads_q, lengths[1], blocks
     )
+    maps = InputMaps((GROUP_ROWS, config.queries.tile_n), longest)
     return keys, MappedQueries(launch, maps, plan)
 
 

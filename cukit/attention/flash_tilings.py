@@ -191,6 +191,7 @@ class WarpgroupKeyTiling:
     sums_queries: bool = True
     """Whether dQ is summed up too, and leaves through shared memory."""
     num_stages: int = 2
+    early: int = 0
     threads: int = 3 * 4 * _WARP
     in_turn: bool = False
     """Whether blocks add to dQ in a fixed order."""
@@ -211,6 +212,7 @@ class WarpgroupKeyTiling:
             ("STAGES", self.num_stages),
             ("THREADS", self.threads),
             ("DETERMINISTIC", int(self.in_turn)),
+            ("EARLY", self.early),
         )
 
 
@@ -223,6 +225,7 @@ class WarpgroupQueryTiling:
     tile_n: int = 64
     key_stages: int = 2
     value_stages: int = 2
+    early: int = 0
     threads: int = 3 * 4 * _WARP
 
     def shared_bytes(self, width: int, value_width: int) -> int:
@@ -236,6 +239,7 @@ class WarpgroupQueryTiling:
     def defines(self) -> tuple[tuple[str, int], ...]:
         """Macros of the kernel."""
         return (
+            ("EARLY", self.early),
             ("TILE_M", self.tile_m),
             ("TILE_N", self.tile_n),
             ("KEY_STAGES", self.key_stages),

@@ -18,11 +18,10 @@
 namespace cukit::backward {
 
 // Two stages of P; SOFTCAP: two of the derivatives of its scores.
-constexpr int kScoreTiles = SOFTCAP ? 4 : 2;
+constexpr int kScoreTiles = SOFTCAP ? 2 * STAGES : STAGES;
 constexpr int kProbabilities = 1;  // named barriers, one a stage: P is in shared memory
 
 static_assert(TILE_N == kWarpgroupRows, "one product of 64 rows");
-static_assert(STAGES == 2, "as many as of P");
 
 // dV += P^T dO or dK += dS^T Q, started.
 template <int N>
@@ -40,7 +39,7 @@ CUKIT_DEVICE ScoreKeys probabilities(const Tiles& tiles, int stage, int warp_row
   return ScoreKeys(tiles.scores + stage * ScoreTile::kBytes, warp_row);
 }
 CUKIT_DEVICE ScoreKeys derivatives(const Tiles& tiles, int stage, int warp_row) {
-  return ScoreKeys(tiles.scores + (SOFTCAP ? 2 + stage : stage) * ScoreTile::kBytes, warp_row);
+  return ScoreKeys(tiles.scores + (SOFTCAP ? STAGES + stage : stage) * ScoreTile::kBytes, warp_row);
 }
 
 // The first warpgroup. steps > 0.
@@ -64,10 +63,9 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
   };
   // The scores have come: P of them, for both warpgroups. P of two tiles before is no longer read: the
   // pipeline of Q has come round since.
-  const auto hand_over = [&] {
+  const auto hand_over = [&](Packed& packed) {
     const TileScores tile = tile_at_position();
     const ScoreKeys slopes = derivatives(tiles, at.index, warp_row);
-    Packed packed;
     prepare(s, slopes, walk, tile, fetched, key, scale_log2);
     exponentiate(s, packed, shared.lse[at.index] + accumulator_column(), slopes, tile, scale_log2);
     probabilities(tiles, at.index, warp_row).store(packed);
@@ -81,24 +79,37 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
   wgmma_fence();
   multiply_keys<COLUMNS>(s, keys, queries + at.index * QueryTile::kStage);
   wgmma_wait<0>(s);
-  hand_over();
-  probabilities(tiles, at.index, warp_row).load(p);
+  hand_over(p);
 #pragma unroll 1
   for (int step = 1; step < steps; ++step) {
     const PipelineState<STAGES> now = at;
     at.advance();
     position.advance(walk);
     fetched.ask(tile_at_position());
+#if EARLY
     shared.q.wait(at);
     shared.grad_out.wait(now);
     wgmma_fence();
     multiply_keys<COLUMNS>(s, keys, queries + at.index * QueryTile::kStage);
     multiply_queries(dv, p, grad_out + now.index * QueryTile::kStage);
     wgmma_wait<1>(s);
-    hand_over();
+    Packed packed;
+    hand_over(packed);
     wgmma_wait<0>(dv);
     shared.grad_out.release(now);
     probabilities(tiles, at.index, warp_row).load(p);
+#else
+    shared.grad_out.wait(now);
+    wgmma_fence();
+    multiply_queries(dv, p, grad_out + now.index * QueryTile::kStage);
+    shared.q.wait(at);
+    wgmma_fence();
+    multiply_keys<COLUMNS>(s, keys, queries + at.index * QueryTile::kStage);
+    wgmma_wait<1>(dv);
+    shared.grad_out.release(now);
+    wgmma_wait<0>(s);
+    hand_over(p);
+#endif
   }
   shared.grad_out.wait(at);
   wgmma_fence();
@@ -142,6 +153,7 @@ CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& t
   for (int step = 1; step < steps; ++step) {
     const PipelineState<STAGES> now = at;
     at.advance();
+#if EARLY
     shared.grad_out.wait(at);
     shared.q.wait(now);
     wgmma_fence();
@@ -152,6 +164,19 @@ CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& t
     wgmma_wait<0>(dk);
     shared.q.release(now);
     pack_scores(ds, dp);
+#else
+    shared.q.wait(now);
+    wgmma_fence();
+    multiply_queries(dk, ds, queries + now.index * QueryTile::kStage);
+    shared.grad_out.wait(at);
+    wgmma_fence();
+    multiply_keys<VALUE_COLUMNS>(dp, values, grad_out + at.index * QueryTile::kStage);
+    wgmma_wait<1>(dk);
+    shared.q.release(now);
+    wgmma_wait<0>(dp);
+    receive();
+    pack_scores(ds, dp);
+#endif
   }
   shared.q.wait(at);
   wgmma_fence();

@@ -64,7 +64,6 @@ using ValueTile = cukit::SharedTile<T, TILE_N, VALUE_COLUMNS>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
 static_assert(TILE_M == kConsumers * cukit::kWarpgroupRows, "64 queries for each consumer");
-static_assert(TILE_N == 64, "the boxes of the tensor maps");
 
 using cukit::QueryWork;
 using QueryState = cukit::PipelineState<1>;
@@ -243,6 +242,16 @@ CUKIT_DEVICE void consume(Shared& shared, const Tiles& tiles, const Arguments& a
       multiply<GradOutTile, ValueTile>(dp, grad_out, v_rows + v_at.index * ValueTile::kStage);
     };
     // The scores have come, then dP: dS in their place.
+    const auto differentiate_in_place = [&] {
+      const cukit::FragmentPlace at{row, tile * TILE_N + cukit::accumulator_column()};
+      const bool whole = seen.whole(tile);
+      rows.exponentiate(s, at, whole, tile * TILE_N + TILE_N > work.sequence.seq_kv);
+      cukit::wgmma_wait<1>(dp);
+      shared.v.release(v_at);
+      v_at.advance();
+#pragma unroll
+      for (int e = 0; e < TILE_N / 2; ++e) s[e] = rows.gradient(s, dp, e, at, whole);
+    };
     const auto differentiate = [&] {
       const cukit::FragmentPlace at{row, tile * TILE_N + cukit::accumulator_column()};
       const bool whole = seen.whole(tile);
@@ -271,6 +280,25 @@ CUKIT_DEVICE void consume(Shared& shared, const Tiles& tiles, const Arguments& a
     while (--tile >= seen.begin) {
       const KeyState done = k_at;
       k_at.advance();
+#if EARLY
+      shared.k.wait(k_at);
+      shared.v.wait(v_at);
+      cukit::wgmma_fence();
+      start_scores();
+      start_derivatives();
+      multiply_keys(dq, ds, k_columns + done.index * KeyTile::kStage);
+      cukit::wgmma_wait<2>(s);
+      differentiate_in_place();
+      cukit::wgmma_wait<0>(dq);
+      shared.k.release(done);
+#pragma unroll
+      for (int step = 0; step < TILE_N / 16; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          ds[step][i] = cukit::pack<T>(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
+        }
+      continue;
+#endif
       shared.k.wait(k_at);
       shared.v.wait(v_at);
       cukit::wgmma_fence();
