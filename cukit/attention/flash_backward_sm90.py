@@ -60,22 +60,21 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
         counters = self.counters_per_tile
         return ("COUNTERS", counters), ("ZEROED", False), ("TRANSPOSED", self.width > PART)
 
-    def _narrowed(self, spec: KernelSpec) -> KernelSpec:
+    def _narrowed(self, spec: KernelSpec, tiling: Any) -> KernelSpec:
         """Of tiles that are wider than heads the rest is left out."""
         heads = {"COLUMNS": self.problem.head_dim, "VALUE_COLUMNS": self.problem.head_dim_v}
-        columns = ((name, ceil_div(n, _COLUMNS) * _COLUMNS) for name, n in heads.items())
-        fewer = tuple((name, n) for name, n in columns if n < self.width)
-        return replace(spec, defines=(*spec.defines, *fewer))
+        columns = {name: ceil_div(n, _COLUMNS) * _COLUMNS for name, n in heads.items()}
+        fewer = tuple((name, n) for name, n in columns.items() if n < self.width)
+        shared = tiling.shared_bytes(*columns.values())
+        return replace(spec, defines=(*spec.defines, *fewer), shared_bytes=shared)
 
     def keys_spec(self) -> KernelSpec:
         """dK and dV; with sums_queries, the sum of dQ as well."""
-        return self._narrowed(super().keys_spec())
+        return self._narrowed(super().keys_spec(), self.keys)
 
     def queries_spec(self) -> KernelSpec:
         """dQ of wide heads."""
-        spec = self._narrowed(super().queries_spec())
-        widths = self.problem.head_dim, self.problem.head_dim_v
-        return replace(spec, shared_bytes=self.queries.shared_bytes(*widths))
+        return self._narrowed(super().queries_spec(), self.queries)
 
     def sequences_spec(self) -> KernelSpec | None:
         """The kernel that sorts sequences of different lengths for the one that takes keys."""
@@ -136,6 +135,10 @@ def plan_flash_attention_backward_sm90(
     for a in arm:
         name, _, value = a.partition("=")
         if name == "m" and width == 128:
+            tiling = replace(tiling, tile_m=int(value))
+        if name == "apart" and width == 192 and problem.head_dim_v <= 128:
+            tiling = replace(tiling, tile_n=128, num_stages=int(value), score_tiles=int(problem.softcap))
+        if name == "am" and tiling.tile_n == 128 and width > 128:
             tiling = replace(tiling, tile_m=int(value))
         if name == "early" and width > 128:
             tiling = replace(tiling, early=int(value))

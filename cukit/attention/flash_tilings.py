@@ -197,11 +197,13 @@ class WarpgroupKeyTiling:
     """Whether blocks add to dQ in a fixed order."""
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """K, V, stages of Q and dO, P and dS, dQ."""
+        """K, V, stages of Q and dO, P and dS, in parts of 64 columns, and dQ."""
+        columns, value_columns = (-(-each // PART) * PART for each in (width, value_width))
         rows = self.tile_n + self.num_stages * self.tile_m
-        tiles = ITEM_BYTES * (width + value_width) * rows
+        tiles = ITEM_BYTES * (columns + value_columns) * rows
         scores = self.score_tiles * ITEM_BYTES * self.tile_m * self.tile_n
-        return tiles + scores + self.sums_queries * FLOAT_BYTES * self.tile_m * width
+        wider = max(columns, value_columns)
+        return tiles + scores + self.sums_queries * FLOAT_BYTES * self.tile_m * wider
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:

@@ -29,11 +29,11 @@ constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memo
 
 static_assert(STAGES == 2 && kAdders == 2 && kScoreTiles == 2, "one state for all of them");
 static_assert(TILE_N == kConsumers * kWarpgroupRows, "a warpgroup's product has 64 rows");
-constexpr bool kTransposed = KeyTile::kParts == kConsumers;
+constexpr bool kTransposed = HEAD_DIM == 128;
 static_assert(kTransposed || TILE_M == kConsumers * kWarpgroupRows,
               "dQ is cut into a part for each warpgroup");
 
-using QueryGradient = float[kTransposed ? TILE_M / 2 : KeyTile::kPartColumns / 2];
+using QueryGradient = float[kTransposed ? TILE_M / 2 : HEAD_DIM / 2];
 
 using KeyGradient = float[COLUMNS / 2];
 using ValueGradient = float[VALUE_COLUMNS / 2];
@@ -46,7 +46,7 @@ CUKIT_DEVICE void load_rows(Rows& rows, const unsigned char* tile, int first_row
   const unsigned from = shared_address(tile);
 #pragma unroll
   for (int step = 0; step < VALUE_COLUMNS / 16; ++step) {
-    ldmatrix_x4(rows[step], KeyTile::address(from, first_row + lane % 16, 2 * step + lane / 16));
+    ldmatrix_x4(rows[step], ValueTile::address(from, first_row + lane % 16, 2 * step + lane / 16));
   }
 }
 
@@ -55,17 +55,6 @@ CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long 
 #pragma unroll
   for (int step = 0; step < VALUE_COLUMNS / 16; ++step) {
     wgmma<T, TILE_M>(scores, rows[step], queries + QueryTile::k_step(step), step > 0);
-  }
-  wgmma_commit();
-}
-
-// dV += P^T dO or dK += dS^T Q, started.
-template <int N>
-CUKIT_DEVICE void multiply_queries(float (&sums)[N], const Packed& scores,
-                                   unsigned long long queries) {
-#pragma unroll
-  for (int step = 0; step < TILE_M / 16; ++step) {
-    wgmma<T, 2 * N, true>(sums, scores[step], queries + QueryTile::mn_step(step), true);
   }
   wgmma_commit();
 }
@@ -146,11 +135,11 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
 
   constexpr int kGroupRows = KeyTile::rows(kWarpgroupRows);
   const unsigned long long k_rows = KeyTile::k_major(tiles.k) + group * kGroupRows;
-  const unsigned long long v_rows = KeyTile::k_major(tiles.v) + group * kGroupRows;
+  const unsigned long long v_rows = ValueTile::k_major(tiles.v) + group * kGroupRows;
   const unsigned long long q_inner = QueryTile::k_major(tiles.q);
-  const unsigned long long grad_out_inner = QueryTile::k_major(tiles.grad_out);
+  const unsigned long long grad_out_inner = GradOutTile::k_major(tiles.grad_out);
   const unsigned long long q_outer = QueryTile::mn_major(tiles.q);
-  const unsigned long long grad_out_outer = QueryTile::mn_major(tiles.grad_out);
+  const unsigned long long grad_out_outer = GradOutTile::mn_major(tiles.grad_out);
   const unsigned long long ds_part =
       ScoreTile::k_major(tiles.scores) + (kTransposed ? 0 : group * kGroupRows);
   const unsigned long long k_part =
@@ -188,7 +177,8 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       Scores dp;
       Packed packed;
       QueryGradient dq;
-      const unsigned long long stage = at.index * QueryTile::kStage;
+      const unsigned long long q_now = q_outer + at.index * QueryTile::kStage;
+      const unsigned long long grad_out_stage = at.index * GradOutTile::kStage;
       // opaque: addresses that are derived ahead of the loop are spilled.
       const ScoreKeys ds_rows(tiles.scores + at.index * ScoreTile::kBytes, opaque(warp_row));
       const TileScores tile = tile_at(position);
@@ -198,13 +188,13 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       if constexpr (kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
       wgmma_fence();
       if constexpr (kValuesInRegisters) {
-        multiply_rows(dp, v_registers, grad_out_inner + stage);
+        multiply_rows(dp, v_registers, grad_out_inner + grad_out_stage);
       } else {
-        multiply_keys<VALUE_COLUMNS>(dp, v_rows, grad_out_inner + stage);
+        multiply_keys<VALUE_COLUMNS>(dp, v_rows, grad_out_inner + grad_out_stage);
       }
       if constexpr (!kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
       wgmma_fence();
-      multiply_queries(dv, packed, grad_out_outer + stage);
+      multiply_queries(dv, packed, grad_out_outer + grad_out_stage);
       wgmma_wait<1>(dp);
       Packed ds;
       differentiate(dp, packed, shared.delta[at.index] + lane_column, ds_rows);
@@ -212,7 +202,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       ds_rows.store(ds);
       fence_proxy_async();
       wgmma_fence();
-      multiply_queries(dk, ds, q_outer + stage);
+      multiply_queries(dk, ds, q_now);
       named_sync(kExchange, kConsumers * kWarpgroupThreads);
       wgmma_wait<1>(dv);  // frees the registers of P
 

@@ -34,6 +34,17 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long keys, unsigne
   wgmma_commit();
 }
 
+// dV += P^T dO or dK += dS^T Q, started.
+template <int N>
+CUKIT_DEVICE void multiply_queries(float (&sums)[N], const Packed& scores,
+                                   unsigned long long queries) {
+#pragma unroll
+  for (int step = 0; step < TILE_M / 16; ++step) {
+    wgmma<T, 2 * N, true>(sums, scores[step], queries + QueryTile::mn_step(step), true);
+  }
+  wgmma_commit();
+}
+
 // -infinity where the key is not below `keys`, or the query does not see it: both rows of a lane,
 // `opposite` being the query that stands opposite the first of them, counted from the tile's first.
 CUKIT_DEVICE void mask(Scores& scores, int key, int keys, int opposite,

@@ -33,10 +33,11 @@ constexpr int kConsumers = 2;
 // than 240 and the compiler has their products run one by one: 20 % slower.
 using Block = WarpSpecialized<kConsumers, 24>;
 
-// How tiles lie in shared memory, parts of 64 columns. Parts beyond COLUMNS or VALUE_COLUMNS are
-// neither fetched nor multiplied.
-using KeyTile = SharedTile<T, TILE_N, HEAD_DIM>;
-using QueryTile = SharedTile<T, TILE_M, HEAD_DIM>;
+// How tiles lie in shared memory, parts of 64 columns. Steps within tiles of as many rows are alike.
+using KeyTile = SharedTile<T, TILE_N, COLUMNS>;
+using ValueTile = SharedTile<T, TILE_N, VALUE_COLUMNS>;
+using QueryTile = SharedTile<T, TILE_M, COLUMNS>;
+using GradOutTile = SharedTile<T, TILE_M, VALUE_COLUMNS>;
 using ScoreTile = SharedTile<T, TILE_M, TILE_N>;  // P or dS, a query a row
 
 #if QUERY_GRADIENT
@@ -139,10 +140,6 @@ CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, 
                         const float* delta, const Work& work, Progress& progress) {
   // A box wholly outside the tensor is never asked for: TMA then touches the address where the map
   // begins, which for maps of sequences (encode_sequence_map) need not be mapped memory.
-  using Keys = SharedTile<T, TILE_N, COLUMNS>;
-  using Values = SharedTile<T, TILE_N, VALUE_COLUMNS>;
-  using Queries = SharedTile<T, TILE_M, COLUMNS>;
-  using GradOut = SharedTile<T, TILE_M, VALUE_COLUMNS>;
   constexpr int kStatistics = TILE_M * 4;
   const bool first_lane = threadIdx.x % kWarpSize == 0;
   Position position(work);
@@ -155,30 +152,30 @@ CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, 
     shared.q.acquire(at);
     __syncwarp();
     if (first_lane) {
-      Mbarrier* const full = shared.q.expect(at, Queries::kBytes + kStatistics);
-      Queries::load(tiles.q + at.index * QueryTile::kBytes, q, full, head, row, work.map_q.outer);
+      Mbarrier* const full = shared.q.expect(at, QueryTile::kBytes + kStatistics);
+      QueryTile::load(tiles.q + at.index * QueryTile::kBytes, q, full, head, row, work.map_q.outer);
       bulk_load(shared.lse[at.index], lse_log2 + statistics, kStatistics, full);
     }
     if (step == 0) {
       shared.keys_read.wait_previous(progress.keys);
       __syncwarp();
       if (first_lane) {
-        Keys::load(tiles.k, k, shared.keys.expect(progress.keys, Keys::kBytes), work.key_head,
-                   work.map_kv.row + work.first_key, work.map_kv.outer);
+        KeyTile::load(tiles.k, k, shared.keys.expect(progress.keys, KeyTile::kBytes), work.key_head,
+                      work.map_kv.row + work.first_key, work.map_kv.outer);
       }
     }
     shared.grad_out.acquire(at);
     __syncwarp();
     if (first_lane) {
-      Mbarrier* const full = shared.grad_out.expect(at, GradOut::kBytes + kStatistics);
-      GradOut::load(tiles.grad_out + at.index * QueryTile::kBytes, grad_out, full, head, row,
-                    work.map_q.outer);
+      Mbarrier* const full = shared.grad_out.expect(at, GradOutTile::kBytes + kStatistics);
+      GradOutTile::load(tiles.grad_out + at.index * GradOutTile::kBytes, grad_out, full, head, row,
+                        work.map_q.outer);
       bulk_load(shared.delta[at.index], delta + statistics, kStatistics, full);
     }
     if (step == 0) {
       if (first_lane) {
-        Values::load(tiles.v, v, shared.values.expect(progress.keys, Values::kBytes), work.key_head,
-                     work.map_kv.row + work.first_key, work.map_kv.outer);
+        ValueTile::load(tiles.v, v, shared.values.expect(progress.keys, ValueTile::kBytes),
+                        work.key_head, work.map_kv.row + work.first_key, work.map_kv.outer);
       }
       progress.keys.advance();
     }

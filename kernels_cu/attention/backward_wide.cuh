@@ -23,17 +23,6 @@ constexpr int kProbabilities = 1;  // named barriers, one a stage: P is in share
 
 static_assert(TILE_N == kWarpgroupRows, "one product of 64 rows");
 
-// dV += P^T dO or dK += dS^T Q, started.
-template <int N>
-CUKIT_DEVICE void multiply_queries(float (&sums)[N], const Packed& scores,
-                                   unsigned long long queries) {
-#pragma unroll
-  for (int step = 0; step < TILE_M / 16; ++step) {
-    wgmma<T, 2 * N, true>(sums, scores[step], queries + QueryTile::mn_step(step), true);
-  }
-  wgmma_commit();
-}
-
 // The rows of P of a stage that the warp owns, and of the derivatives.
 CUKIT_DEVICE ScoreKeys probabilities(const Tiles& tiles, int stage, int warp_row) {
   return ScoreKeys(tiles.scores + stage * ScoreTile::kBytes, warp_row);
@@ -51,7 +40,7 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
   const int warp_row = key / 16 * 16;
   const unsigned long long keys = KeyTile::k_major(tiles.k);
   const unsigned long long queries = QueryTile::k_major(tiles.q);
-  const unsigned long long grad_out = QueryTile::mn_major(tiles.grad_out);
+  const unsigned long long grad_out = GradOutTile::mn_major(tiles.grad_out);
   PipelineState<STAGES>& at = progress.at;
   Position position(walk);
   Scores s;
@@ -91,7 +80,7 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
     shared.grad_out.wait(now);
     wgmma_fence();
     multiply_keys<COLUMNS>(s, keys, queries + at.index * QueryTile::kStage);
-    multiply_queries(dv, p, grad_out + now.index * QueryTile::kStage);
+    multiply_queries(dv, p, grad_out + now.index * GradOutTile::kStage);
     wgmma_wait<1>(s);
     Packed packed;
     hand_over(packed);
@@ -101,7 +90,7 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
 #else
     shared.grad_out.wait(now);
     wgmma_fence();
-    multiply_queries(dv, p, grad_out + now.index * QueryTile::kStage);
+    multiply_queries(dv, p, grad_out + now.index * GradOutTile::kStage);
     shared.q.wait(at);
     wgmma_fence();
     multiply_keys<COLUMNS>(s, keys, queries + at.index * QueryTile::kStage);
@@ -113,7 +102,7 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
   }
   shared.grad_out.wait(at);
   wgmma_fence();
-  multiply_queries(dv, p, grad_out + at.index * QueryTile::kStage);
+  multiply_queries(dv, p, grad_out + at.index * GradOutTile::kStage);
   wgmma_wait<0>(dv);
   shared.grad_out.release(at);
   at.advance();
@@ -124,8 +113,8 @@ template <int N>
 CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& tiles, int steps,
                                   Progress& progress) {
   const int warp_row = accumulator_row() / 16 * 16;
-  const unsigned long long values = KeyTile::k_major(tiles.v);
-  const unsigned long long grad_out = QueryTile::k_major(tiles.grad_out);
+  const unsigned long long values = ValueTile::k_major(tiles.v);
+  const unsigned long long grad_out = GradOutTile::k_major(tiles.grad_out);
   const unsigned long long queries = QueryTile::mn_major(tiles.q);
   PipelineState<STAGES>& at = progress.at;
   Scores dp;
@@ -145,7 +134,7 @@ CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& t
   shared.values.wait(progress.keys);
   shared.grad_out.wait(at);
   wgmma_fence();
-  multiply_keys<VALUE_COLUMNS>(dp, values, grad_out + at.index * QueryTile::kStage);
+  multiply_keys<VALUE_COLUMNS>(dp, values, grad_out + at.index * GradOutTile::kStage);
   wgmma_wait<0>(dp);
   receive();
   pack_scores(ds, dp);
@@ -157,7 +146,7 @@ CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& t
     shared.grad_out.wait(at);
     shared.q.wait(now);
     wgmma_fence();
-    multiply_keys<VALUE_COLUMNS>(dp, values, grad_out + at.index * QueryTile::kStage);
+    multiply_keys<VALUE_COLUMNS>(dp, values, grad_out + at.index * GradOutTile::kStage);
     multiply_queries(dk, ds, queries + now.index * QueryTile::kStage);
     wgmma_wait<1>(dp);
     receive();
@@ -170,7 +159,7 @@ CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& t
     multiply_queries(dk, ds, queries + now.index * QueryTile::kStage);
     shared.grad_out.wait(at);
     wgmma_fence();
-    multiply_keys<VALUE_COLUMNS>(dp, values, grad_out + at.index * QueryTile::kStage);
+    multiply_keys<VALUE_COLUMNS>(dp, values, grad_out + at.index * GradOutTile::kStage);
     wgmma_wait<1>(dk);
     shared.q.release(now);
     wgmma_wait<0>(dp);

@@ -36,6 +36,8 @@
 #include "attention/backward_work.cuh"
 #if HEAD_DIM <= 128
 #include "attention/backward_narrow.cuh"
+#elif TILE_N == 128
+#include "attention/backward_apart.cuh"
 #else
 #include "attention/backward_wide.cuh"
 #endif
@@ -73,9 +75,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   backward::Tiles tiles;
   tiles.k = bytes;
   tiles.v = tiles.k + backward::KeyTile::kBytes;
-  tiles.q = tiles.v + backward::KeyTile::kBytes;
+  tiles.q = tiles.v + backward::ValueTile::kBytes;
   tiles.grad_out = tiles.q + STAGES * backward::QueryTile::kBytes;
-  tiles.scores = tiles.grad_out + STAGES * backward::QueryTile::kBytes;
+  tiles.scores = tiles.grad_out + STAGES * backward::GradOutTile::kBytes;
   tiles.dq = tiles.scores + backward::kScoreTiles * backward::ScoreTile::kBytes;
 
   const backward::KeyProblem problem{params, cu_seqlens_q, cu_seqlens_kv, plan};
