@@ -140,11 +140,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const bool whole = tiles.whole(tile);
     float p[1][TILE_N / 8][4], dp[1][TILE_N / 8][4];
     multiply<HEAD_DIM>(p, q_left, at_stage(k_right, kKeyBytes));
-    rows.exponentiate(cukit::flat(p[0]), at, whole, tile * TILE_N + TILE_N > seq_kv);
+    rows.weigh(cukit::flat(p[0]), at, whole, tile * TILE_N + TILE_N > seq_kv);
     multiply<VALUE_DIM>(dp, do_left, at_stage(v_right, kValueBytes));
     const auto keys = at_stage(k_again, kKeyBytes);
     const auto score_gradient = [&](int e) {
-      return rows.gradient(cukit::flat(p[0]), cukit::flat(dp[0]), e, at, whole);
+      return rows.gradient(cukit::flat(p[0])[e], cukit::flat(dp[0])[e], e);
     };
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; ++step) {

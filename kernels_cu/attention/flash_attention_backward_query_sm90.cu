@@ -10,10 +10,9 @@
 // Mapping: a block walks over tiles of 128 queries of a head (query_work.cuh). A thread of its first
 //   warpgroup says which, and has TMA fetch Q, dO and, tile after tile, K and V; each of the two others
 //   owns 64 queries, with their dQ in registers, and takes the keys in tiles of TILE_N, last tile first.
-//   A warpgroup has dQ of the last tile, the scores and dP of this one multiplied in one go; P is
-//   computed beside dP, and dS feeds its product from registers. Nothing holds the warpgroups together
-//   but the stages of K and V: they drift apart, and one's exponentials run beside the other's products.
-//   Tiles that a mask hides from all 64 queries of a warpgroup are left out.
+//   dS of a tile, which feeds its product from registers, is computed beside the product of the next
+//   scores, and their exponentials beside that of dQ. Nothing holds the warpgroups together but the
+//   stages of K and V. Tiles that a mask hides from all 64 queries of a warpgroup are left out.
 // Shared memory, dynamic: Q | dO | K stages | V stages, in parts of 64 columns (shared_tile.cuh).
 //   Static: barriers, the work.
 // Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, 64, 1, 64], swizzled by 128
@@ -35,6 +34,7 @@
 #include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -126,6 +126,13 @@ CUKIT_DEVICE void produce(Shared& shared, const Tiles& tiles, const Maps& maps, 
   ValueState v_at;
   QueryWork work{};
   while (queue.next(work)) {
+    if (VARLEN && work.sequence.seq_kv == 0) {
+      shared.queries.acquire(q_at);
+      shared.work = work;
+      shared.queries.commit(q_at);
+      q_at.advance();
+      continue;
+    }
     const MapPlace place(work, params.seq_q, params.seq_kv);
     const int key_head = work.head / params.group;
     const int last = work.keys.end - 1;
@@ -196,133 +203,140 @@ struct Arguments {
   cukit::ScoreArrays arrays;
 };
 
-CUKIT_DEVICE void consume(Shared& shared, const Tiles& tiles, const Arguments& arguments,
-                          const cukit::MappedQueryParameters& params) {
+// Where a consumer is in the pipelines.
+struct Progress {
+  QueryState queries;
+  KeyState k;
+  ValueState v;
+};
+
+// dQ of a warpgroup's 64 queries, which are part `part` of the work's and see the tiles `seen`. `row`: the
+// lane's first.
+CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& tiles,
+                             const QueryWork& work, const cukit::TileRange& seen, int part, int row,
+                             const cukit::QueryRows& rows, Progress& progress) {
+  const unsigned long long q = QueryTile::k_major(tiles.q) + part * QueryTile::kStage;
+  const unsigned long long grad_out =
+      GradOutTile::k_major(tiles.grad_out) + part * GradOutTile::kStage;
   const unsigned long long k_rows = KeyTile::k_major(tiles.k);
   const unsigned long long k_columns = KeyTile::mn_major(tiles.k);
   const unsigned long long v_rows = ValueTile::k_major(tiles.v);
+  KeyState& k_at = progress.k;
+  ValueState& v_at = progress.v;
+  int tile = seen.end - 1;
+  Packed weights, ds;
+
+  const auto skip = [&](int tiles_unseen) {
+    for (int i = 0; i < tiles_unseen; ++i) {
+      shared.k.skip(k_at);
+      shared.v.skip(v_at);
+    }
+  };
+  const auto start_scores = [&](Scores& s) {
+    shared.k.wait(k_at);
+    cukit::wgmma_fence();
+    multiply<QueryTile, KeyTile>(s, cukit::opaque(q), k_rows + cukit::warp_uniform(k_at.index) * KeyTile::kStage);
+  };
+  const auto start_derivatives = [&](Scores& dp) {
+    shared.v.wait(v_at);
+    cukit::wgmma_fence();
+    multiply<GradOutTile, ValueTile>(dp, cukit::opaque(grad_out), v_rows + cukit::warp_uniform(v_at.index) * ValueTile::kStage);
+  };
+  // The scores have come.
+  const auto weigh = [&](Scores& s) {
+    const int key = tile * TILE_N;
+    rows.weigh(s, {row, key + cukit::accumulator_column()}, seen.whole(tile),
+               key + TILE_N > work.sequence.seq_kv);
+#pragma unroll
+    for (int i = 0; i < TILE_N / 4; ++i) {
+      weights[i / 4][i % 4] = cukit::pack<T>(s[2 * i], s[2 * i + 1]);
+    }
+  };
+  // dP has come.
+  const auto differentiate = [&](const Scores& dp) {
+    shared.v.release(v_at);
+    v_at.advance();
+#pragma unroll
+    for (int i = 0; i < TILE_N / 4; ++i) {
+      float pair[2];
+      cukit::unpack<T>(pair, weights[i / 4][i % 4]);
+      ds[i / 4][i % 4] = cukit::pack<T>(rows.gradient(pair[0], dp[2 * i], 2 * i),
+                                        rows.gradient(pair[1], dp[2 * i + 1], 2 * i + 1));
+    }
+  };
+
+  skip(work.keys.end - seen.end);
+  {
+    Scores s;
+    start_scores(s);
+    cukit::wgmma_wait<0>(s);
+    weigh(s);
+  }
+#pragma unroll 1
+  while (--tile >= seen.begin) {
+    Scores s, dp;
+    const KeyState now = k_at;
+    k_at.advance();
+    start_derivatives(dp);
+    start_scores(s);
+    cukit::wgmma_wait<1>(dp);
+    differentiate(dp);
+    cukit::wgmma_fence();
+    multiply_keys(dq, ds, k_columns + now.index * KeyTile::kStage);
+    cukit::wgmma_wait<1>(s);
+    weigh(s);
+    cukit::wgmma_wait<0>(dq);
+    shared.k.release(now);
+  }
+  {
+    Scores dp;
+    start_derivatives(dp);
+    cukit::wgmma_wait<0>(dp);
+    differentiate(dp);
+  }
+  shared.queries.release(progress.queries);
+  cukit::wgmma_fence();
+  multiply_keys(dq, ds, k_columns + k_at.index * KeyTile::kStage);
+  cukit::wgmma_wait<0>(dq);
+  shared.k.release(k_at);
+  k_at.advance();
+  skip(seen.begin - work.keys.begin);
+}
+
+CUKIT_DEVICE void consume(Shared& shared, const Tiles& tiles, const Arguments& arguments,
+                          const cukit::MappedQueryParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
-  QueryState q_at;
-  KeyState k_at;
-  ValueState v_at;
+  Progress progress;
   int part = Block::consumer_group();  // of the tile's queries, from either end in turn: equal work
 
   while (true) {
-    shared.queries.wait(q_at);
+    shared.queries.wait(progress.queries);
     __syncwarp();
-    const QueryWork work = shared.work;
+    const QueryWork work = cukit::warp_uniform_ints(shared.work);
     __syncwarp();  // all lanes have read it before one of them releases it
-    if (cukit::warp_uniform(work.keys.end) == 0) return;
+    if (work.keys.end == 0) return;
+    const cukit::Sequence& sequence = work.sequence;
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
-    const int row = first_row + cukit::accumulator_row();
-    const cukit::TileRange seen = cukit::own_keys<TILE_N>(work, first_row, settings);
-    const cukit::HeadScores head(arguments.arrays, settings, work.b, work.head, work.sequence);
-    const cukit::QueryRows rows(
-        head, settings, params.scale_log2, arguments.lse_log2, arguments.delta,
-        cukit::scratch_row(work.b, work.head, params.heads_q, params.rows_per_head,
-                           work.sequence.first_q),
-        row);
-    const unsigned long long q = QueryTile::k_major(tiles.q) + part * QueryTile::kStage;
-    const unsigned long long grad_out =
-        GradOutTile::k_major(tiles.grad_out) + part * GradOutTile::kStage;
-    const auto skip = [&] {
-      shared.k.skip(k_at);
-      shared.v.skip(v_at);
-    };
-    for (int unseen = cukit::warp_uniform(work.keys.end); unseen > seen.end; --unseen) skip();
-
-    int tile = seen.end - 1;
-    Scores s, dp;
-    Packed ds;
     QueryGradient dq = {};
-    const auto start_scores = [&] {
-      multiply<QueryTile, KeyTile>(s, q, k_rows + k_at.index * KeyTile::kStage);
-    };
-    const auto start_derivatives = [&] {
-      multiply<GradOutTile, ValueTile>(dp, grad_out, v_rows + v_at.index * ValueTile::kStage);
-    };
-    // The scores have come, then dP: dS in their place.
-    const auto differentiate_in_place = [&] {
-      const cukit::FragmentPlace at{row, tile * TILE_N + cukit::accumulator_column()};
-      const bool whole = seen.whole(tile);
-      rows.exponentiate(s, at, whole, tile * TILE_N + TILE_N > work.sequence.seq_kv);
-      cukit::wgmma_wait<1>(dp);
-      shared.v.release(v_at);
-      v_at.advance();
-#pragma unroll
-      for (int e = 0; e < TILE_N / 2; ++e) s[e] = rows.gradient(s, dp, e, at, whole);
-    };
-    const auto differentiate = [&] {
-      const cukit::FragmentPlace at{row, tile * TILE_N + cukit::accumulator_column()};
-      const bool whole = seen.whole(tile);
-      rows.exponentiate(s, at, whole, tile * TILE_N + TILE_N > work.sequence.seq_kv);
-      cukit::wgmma_wait<0>(dp);
-      shared.v.release(v_at);
-      v_at.advance();
-#pragma unroll
-      for (int step = 0; step < TILE_N / 16; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int e = 8 * step + 2 * i;
-          ds[step][i] = cukit::pack<T>(rows.gradient(s, dp, e, at, whole),
-                                       rows.gradient(s, dp, e + 1, at, whole));
-        }
-    };
-
-    shared.k.wait(k_at);
-    shared.v.wait(v_at);
-    cukit::wgmma_fence();
-    start_scores();
-    start_derivatives();
-    cukit::wgmma_wait<1>(s);
-    differentiate();
-#pragma unroll 1
-    while (--tile >= seen.begin) {
-      const KeyState done = k_at;
-      k_at.advance();
-#if EARLY
-      shared.k.wait(k_at);
-      shared.v.wait(v_at);
-      cukit::wgmma_fence();
-      start_scores();
-      start_derivatives();
-      multiply_keys(dq, ds, k_columns + done.index * KeyTile::kStage);
-      cukit::wgmma_wait<2>(s);
-      differentiate_in_place();
-      cukit::wgmma_wait<0>(dq);
-      shared.k.release(done);
-#pragma unroll
-      for (int step = 0; step < TILE_N / 16; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          ds[step][i] = cukit::pack<T>(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
-        }
-      continue;
-#endif
-      shared.k.wait(k_at);
-      shared.v.wait(v_at);
-      cukit::wgmma_fence();
-      multiply_keys(dq, ds, k_columns + done.index * KeyTile::kStage);
-      start_scores();
-      cukit::wgmma_wait<1>(dq);  // frees the registers of dS
-      shared.k.release(done);
-      cukit::wgmma_fence();
-      start_derivatives();
-      cukit::wgmma_wait<1>(s);
-      differentiate();
+    if (!VARLEN || sequence.seq_kv > 0) {
+      const cukit::HeadScores head(arguments.arrays, settings, work.b, work.head, sequence);
+      const long long first_scratch_row = cukit::scratch_row(
+          work.b, work.head, params.heads_q, params.rows_per_head, sequence.first_q);
+      const cukit::QueryRows rows(head, settings, params.scale_log2, arguments.lse_log2,
+                                  arguments.delta, first_scratch_row,
+                                  first_row + cukit::accumulator_row());
+      accumulate(dq, shared, tiles, work, cukit::own_keys<TILE_N>(work, first_row, settings), part,
+                 first_row + cukit::accumulator_row(), rows, progress);
+    } else {
+      shared.queries.release(progress.queries);
     }
-    shared.queries.release(q_at);
-    q_at.advance();
-    cukit::wgmma_fence();
-    multiply_keys(dq, ds, k_columns + k_at.index * KeyTile::kStage);
-    cukit::wgmma_wait<0>(dq);
-    shared.k.release(k_at);
-    k_at.advance();
-    for (int unseen = cukit::warp_uniform(work.keys.begin); unseen < seen.begin; ++unseen) skip();
+    progress.queries.advance();
 
+    // Worked out once more: registers are short in between.
+    const int row = first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x));
     const long long row_stride = static_cast<long long>(params.heads_q) * params.head_dim;
-    const long long first = VARLEN ? work.sequence.first_q
-                                   : static_cast<long long>(work.b) * params.seq_q;
+    const long long first =
+        VARLEN ? sequence.first_q : static_cast<long long>(work.b) * params.seq_q;
     cukit::ResultRows<T> results;
     results.first = arguments.grad_q + (first + row) * row_stride + work.head * params.head_dim;
     results.row_stride = row_stride;
@@ -330,10 +344,10 @@ CUKIT_DEVICE void consume(Shared& shared, const Tiles& tiles, const Arguments& a
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       results.factor[half] = params.scale;
-      results.exists[half] = row + 8 * half < work.sequence.seq_q;
+      results.exists[half] = row + 8 * half < sequence.seq_q;
     }
     cukit::write_rows<PADDED>(dq, results);
-    if (cukit::kUneven) part = kConsumers - 1 - part;
+    if (cukit::kUneven) part = cukit::warp_uniform(kConsumers - 1 - part);
   }
 }
 

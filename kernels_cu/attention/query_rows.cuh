@@ -31,12 +31,21 @@ struct QueryRows {
     }
   }
 
-  // Products become probabilities; with SOFTCAP they stay, as its derivative is of them. `whole`, `ends`
-  // as in apply_options.
+  // Products become weights: P, with SOFTCAP times the derivative of the score. `whole`, `ends` as in
+  // apply_options.
   template <int N>
-  CUKIT_DEVICE void exponentiate(float (&scores)[N], const FragmentPlace& at, bool whole,
-                                 bool ends) const {
-    if constexpr (!SOFTCAP) {
+  CUKIT_DEVICE void weigh(float (&scores)[N], const FragmentPlace& at, bool whole, bool ends) const {
+    if constexpr (SOFTCAP) {
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        const int row = at.row + 8 * (e / 2 % 2), column = at.column + 8 * (e / 4) + e % 2;
+        float slope;
+        const float value = head.score(scores[e], row, column, scale_log2, settings, slope);
+        const Span seen = visible_keys(row, head.past, head.seq_kv, settings);
+        const bool hidden = !whole && head.hidden(seen, row, column, settings);
+        scores[e] = hidden ? 0.0f : exp2f(value - lse[e / 2 % 2]) * slope;
+      }
+    } else {
       apply_options(scores, at, head, scale_log2, settings, whole, ends);
       const float factor = exponent_factor(scale_log2);
 #pragma unroll
@@ -46,22 +55,9 @@ struct QueryRows {
     }
   }
 
-  // Element e of dS, of what exponentiate has left.
-  template <int N>
-  CUKIT_DEVICE float gradient(const float (&scores)[N], const float (&dp)[N], int e,
-                              const FragmentPlace& at, bool whole) const {
-    const int half = e / 2 % 2;
-    const float difference = dp[e] - delta[half];
-    if constexpr (SOFTCAP) {
-      float slope;
-      const int row = at.row + 8 * half, column = at.column + 8 * (e / 4) + e % 2;
-      const float value = head.score(scores[e], row, column, scale_log2, settings, slope);
-      const Span seen = visible_keys(row, head.past, head.seq_kv, settings);
-      if (!whole && head.hidden(seen, row, column, settings)) return 0.0f;
-      return exp2f(value - lse[half]) * difference * slope;
-    } else {
-      return scores[e] * difference;
-    }
+  // Element e of dS.
+  CUKIT_DEVICE float gradient(float weight, float dp, int e) const {
+    return weight * (dp - delta[e / 2 % 2]);
   }
 };
 
