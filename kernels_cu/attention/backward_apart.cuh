@@ -45,11 +45,11 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
     const auto start_scores = [&](Scores& s) {
       shared.q.wait(at);
       wgmma_fence();
-      multiply_keys<COLUMNS>(s, keys, q_rows + at.index * QueryTile::kStage);
+      multiply_keys<COLUMNS>(s, opaque_descriptor(keys), q_rows + warp_uniform(at.index) * QueryTile::kStage);
     };
     const auto start_keys = [&] {
       wgmma_fence();
-      multiply_queries(dk, ds, q_columns + at.index * QueryTile::kStage);
+      multiply_queries(dk, ds, q_columns + warp_uniform(at.index) * QueryTile::kStage);
     };
     // The scores have come: P, its product with dO, and dS.
     const auto differentiate_scores = [&](Scores& s) {
@@ -61,8 +61,8 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       prepare(s, slopes, walk, tile, fetched, key, scale_log2);
       exponentiate(s, p, shared.lse[at.index] + accumulator_column(), slopes, tile, scale_log2);
       wgmma_fence();
-      multiply_keys<VALUE_COLUMNS>(dp, values, grad_out_rows + at.index * GradOutTile::kStage);
-      multiply_queries(dv, p, grad_out_columns + at.index * GradOutTile::kStage);
+      multiply_keys<VALUE_COLUMNS>(dp, opaque_descriptor(values), grad_out_rows + warp_uniform(at.index) * GradOutTile::kStage);
+      multiply_queries(dv, p, grad_out_columns + warp_uniform(at.index) * GradOutTile::kStage);
       wgmma_wait<1>(dp);
       differentiate(dp, p, shared.delta[at.index] + accumulator_column(), slopes);
       wgmma_wait<0>(dv);

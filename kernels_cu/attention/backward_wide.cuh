@@ -12,6 +12,7 @@
 
 #include "attention/backward_scores.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/warp_group.cuh"
 #include "common/warp_uniform.cuh"
 
@@ -66,7 +67,7 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
   shared.keys.wait(progress.keys);
   shared.q.wait(at);
   wgmma_fence();
-  multiply_keys<COLUMNS>(s, keys, queries + at.index * QueryTile::kStage);
+  multiply_keys<COLUMNS>(s, opaque_descriptor(keys), queries + warp_uniform(at.index) * QueryTile::kStage);
   wgmma_wait<0>(s);
   hand_over(p);
 #pragma unroll 1
@@ -79,8 +80,8 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
     shared.q.wait(at);
     shared.grad_out.wait(now);
     wgmma_fence();
-    multiply_keys<COLUMNS>(s, keys, queries + at.index * QueryTile::kStage);
-    multiply_queries(dv, p, grad_out + now.index * GradOutTile::kStage);
+    multiply_keys<COLUMNS>(s, opaque_descriptor(keys), queries + warp_uniform(at.index) * QueryTile::kStage);
+    multiply_queries(dv, p, grad_out + warp_uniform(now.index) * GradOutTile::kStage);
     wgmma_wait<1>(s);
     Packed packed;
     hand_over(packed);
@@ -90,10 +91,10 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
 #else
     shared.grad_out.wait(now);
     wgmma_fence();
-    multiply_queries(dv, p, grad_out + now.index * GradOutTile::kStage);
+    multiply_queries(dv, p, grad_out + warp_uniform(now.index) * GradOutTile::kStage);
     shared.q.wait(at);
     wgmma_fence();
-    multiply_keys<COLUMNS>(s, keys, queries + at.index * QueryTile::kStage);
+    multiply_keys<COLUMNS>(s, opaque_descriptor(keys), queries + warp_uniform(at.index) * QueryTile::kStage);
     wgmma_wait<1>(dv);
     shared.grad_out.release(now);
     wgmma_wait<0>(s);
@@ -102,7 +103,7 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
   }
   shared.grad_out.wait(at);
   wgmma_fence();
-  multiply_queries(dv, p, grad_out + at.index * GradOutTile::kStage);
+  multiply_queries(dv, p, grad_out + warp_uniform(at.index) * GradOutTile::kStage);
   wgmma_wait<0>(dv);
   shared.grad_out.release(at);
   at.advance();
@@ -134,7 +135,7 @@ CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& t
   shared.values.wait(progress.keys);
   shared.grad_out.wait(at);
   wgmma_fence();
-  multiply_keys<VALUE_COLUMNS>(dp, values, grad_out + at.index * GradOutTile::kStage);
+  multiply_keys<VALUE_COLUMNS>(dp, opaque_descriptor(values), grad_out + warp_uniform(at.index) * GradOutTile::kStage);
   wgmma_wait<0>(dp);
   receive();
   pack_scores(ds, dp);
@@ -146,8 +147,8 @@ CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& t
     shared.grad_out.wait(at);
     shared.q.wait(now);
     wgmma_fence();
-    multiply_keys<VALUE_COLUMNS>(dp, values, grad_out + at.index * GradOutTile::kStage);
-    multiply_queries(dk, ds, queries + now.index * QueryTile::kStage);
+    multiply_keys<VALUE_COLUMNS>(dp, opaque_descriptor(values), grad_out + warp_uniform(at.index) * GradOutTile::kStage);
+    multiply_queries(dk, ds, queries + warp_uniform(now.index) * QueryTile::kStage);
     wgmma_wait<1>(dp);
     receive();
     wgmma_wait<0>(dk);
@@ -156,10 +157,10 @@ CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& t
 #else
     shared.q.wait(now);
     wgmma_fence();
-    multiply_queries(dk, ds, queries + now.index * QueryTile::kStage);
+    multiply_queries(dk, ds, queries + warp_uniform(now.index) * QueryTile::kStage);
     shared.grad_out.wait(at);
     wgmma_fence();
-    multiply_keys<VALUE_COLUMNS>(dp, values, grad_out + at.index * GradOutTile::kStage);
+    multiply_keys<VALUE_COLUMNS>(dp, opaque_descriptor(values), grad_out + warp_uniform(at.index) * GradOutTile::kStage);
     wgmma_wait<1>(dk);
     shared.q.release(now);
     wgmma_wait<0>(dp);
@@ -169,7 +170,7 @@ CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& t
   }
   shared.q.wait(at);
   wgmma_fence();
-  multiply_queries(dk, ds, queries + at.index * QueryTile::kStage);
+  multiply_queries(dk, ds, queries + warp_uniform(at.index) * QueryTile::kStage);
   wgmma_wait<0>(dk);
   shared.q.release(at);
   at.advance();

@@ -235,12 +235,12 @@ CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& til
   const auto start_scores = [&](Scores& s) {
     shared.k.wait(k_at);
     cukit::wgmma_fence();
-    multiply<QueryTile, KeyTile>(s, cukit::opaque(q), k_rows + cukit::warp_uniform(k_at.index) * KeyTile::kStage);
+    multiply<QueryTile, KeyTile>(s, cukit::opaque_descriptor(q), k_rows + cukit::warp_uniform(k_at.index) * KeyTile::kStage);
   };
   const auto start_derivatives = [&](Scores& dp) {
     shared.v.wait(v_at);
     cukit::wgmma_fence();
-    multiply<GradOutTile, ValueTile>(dp, cukit::opaque(grad_out), v_rows + cukit::warp_uniform(v_at.index) * ValueTile::kStage);
+    multiply<GradOutTile, ValueTile>(dp, cukit::opaque_descriptor(grad_out), v_rows + cukit::warp_uniform(v_at.index) * ValueTile::kStage);
   };
   // The scores have come.
   const auto weigh = [&](Scores& s) {

@@ -16,7 +16,7 @@ CUKIT_DEVICE unsigned opaque(unsigned value) {
 }
 
 // The same of an operand's descriptor, whose high word never changes.
-CUKIT_DEVICE unsigned long long opaque(unsigned long long descriptor) {
+CUKIT_DEVICE unsigned long long opaque_descriptor(unsigned long long descriptor) {
   return (descriptor >> 32 << 32) + opaque(static_cast<unsigned>(descriptor));
 }
 
