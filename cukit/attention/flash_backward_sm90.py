@@ -140,6 +140,8 @@ def plan_flash_attention_backward_sm90(
             tiling = replace(tiling, tile_n=128, num_stages=int(value), score_tiles=int(problem.softcap))
         if name == "am" and tiling.tile_n == 128 and width > 128:
             tiling = replace(tiling, tile_m=int(value))
+        if name == "wait":
+            tiling = replace(tiling, waitdk=int(value))
         if name == "early" and width > 128:
             tiling = replace(tiling, early=int(value))
         if name == "stages" and width > 128:

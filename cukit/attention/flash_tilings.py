@@ -191,6 +191,7 @@ class WarpgroupKeyTiling:
     sums_queries: bool = True
     """Whether dQ is summed up too, and leaves through shared memory."""
     num_stages: int = 2
+    waitdk: int = 0
     early: int = 0
     threads: int = 3 * 4 * _WARP
     in_turn: bool = False
@@ -215,6 +216,7 @@ class WarpgroupKeyTiling:
             ("THREADS", self.threads),
             ("DETERMINISTIC", int(self.in_turn)),
             ("EARLY", self.early),
+            ("WAITDK", self.waitdk),
         )
 
 

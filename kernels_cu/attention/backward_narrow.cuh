@@ -201,6 +201,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       pack_scores(ds, dp);
       ds_rows.store(ds);
       fence_proxy_async();
+#if WAITDK < 2
       wgmma_fence();
       multiply_queries(dk, ds, q_now);
       named_sync(kExchange, kConsumers * kWarpgroupThreads);
@@ -228,14 +229,51 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       shared.q.wait(at);
       wgmma_fence();
       multiply_scores(dq, ds_now, k_part, group);
+#if WAITDK
       wgmma_wait<1>(dk);  // frees the registers of dS
       wgmma_fence();
-      multiply_keys<COLUMNS>(s, k_rows, q_inner + at.index * QueryTile::kStage);
+#endif
+      Scores next;
+      multiply_keys<COLUMNS>(next, k_rows, q_inner + at.index * QueryTile::kStage);
       wgmma_wait<1>(dq);
       shared.q.release(done);
       shared.grad_out.release(done);
       hand_over();
-      wgmma_wait<0>(s);
+      wgmma_wait<0>(next);
+#pragma unroll
+      for (int i = 0; i < TILE_M / 2; ++i) s[i] = next[i];
+#else
+      named_sync(kExchange, kConsumers * kWarpgroupThreads);
+      const unsigned long long ds_now = ds_part + at.index * ScoreTile::kStage;
+      const PipelineState<STAGES> done = at;
+      at.advance();
+      position.advance(walk);
+      wgmma_fence();
+      multiply_scores(dq, ds_now, k_part, group);
+      multiply_queries(dk, ds, q_now);
+      wgmma_wait<1>(dv);
+      wgmma_wait<1>(dq);
+      shared.grad_out.release(done);
+      shared.sums.read.wait_previous(staging_state(done));
+      stage_blocks(staging, dq);
+      hand_to_adder(shared.sums, sum_state(done));
+      if (++step == steps) {
+        wgmma_wait<0>(dk);
+        shared.q.release(done);
+        shared.keys_read.arrive_warp({});
+        break;
+      }
+      fetched.ask(tile_at(position));
+      shared.q.wait(at);
+      wgmma_fence();
+      Scores next;
+      multiply_keys<COLUMNS>(next, k_rows, q_inner + at.index * QueryTile::kStage);
+      wgmma_wait<1>(dk);
+      shared.q.release(done);
+      wgmma_wait<0>(next);
+#pragma unroll
+      for (int i = 0; i < TILE_M / 2; ++i) s[i] = next[i];
+#endif
     }
     progress.keys.advance();
     wgmma_wait<0>(dk);
