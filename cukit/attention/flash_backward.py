@@ -254,9 +254,7 @@ def _prepare_backward(
         sms = device.num_sms
         keys: Launch | MappedKeys
         mapped_queries: MappedQueries | None
-        keys, mapped_queries = prepare_mapped_gradients(
-            q, k, options, settings, config, rows, sms
-        )
+        keys, mapped_queries = prepare_mapped_gradients(q, k, options, settings, config, rows, sms)
     else:
         parameters = structs["KeyGradientParameters"].pack(
             **common,

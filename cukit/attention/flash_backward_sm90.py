@@ -58,7 +58,7 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
     @property
     def _sum_defines(self) -> Defines:
         counters = self.counters_per_tile
-        return ("COUNTERS", counters), ("ZEROED", False), ("TRANSPOSED", self.width > PART)
+        return ("COUNTERS", counters), ("ZEROED", False), ("TRANSPOSED", self.keys.tile_m % GROUP_ROWS != 0)
 
     def _narrowed(self, spec: KernelSpec, tiling: Any) -> KernelSpec:
         """Of tiles that are wider than heads the rest is left out."""
@@ -108,7 +108,6 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
         tiles = total_kv // self.keys.tile_n + problem.batch
         return problem.num_heads_kv * self.splits * tiles
 
-
     def most_query_blocks(self, total_q: int) -> int:
         """Blocks that take queries, of the kernel that computes dQ alone; as most_key_blocks.
 
@@ -128,32 +127,12 @@ def plan_flash_attention_backward_sm90(
     widest = max(problem.head_dim, problem.head_dim_v)
     width = width_for(widest, tuple(WARPGROUP_KEY_TILINGS))
     tiling = WARPGROUP_KEY_TILINGS[width]
-    tiling = replace(tiling, in_turn=deterministic and tiling.sums_queries)
+    if problem.softcap:
+        tiling = tiling.softcapped()
     import os
-    arm = os.environ.get("ARM", "").split(",")
-    query_tiling = WARPGROUP_QUERY_TILINGS.get(width)
-    for a in arm:
-        name, _, value = a.partition("=")
-        if name == "m" and width == 128:
-            tiling = replace(tiling, tile_m=int(value))
-        if name == "apart" and width == 192 and problem.head_dim_v <= 128:
-            tiling = replace(tiling, tile_n=128, num_stages=int(value), score_tiles=int(problem.softcap))
-        if name == "am" and tiling.tile_n == 128 and width > 128:
-            tiling = replace(tiling, tile_m=int(value))
-        if name == "wait":
-            tiling = replace(tiling, waitdk=int(value))
-        if name == "early" and width > 128:
-            tiling = replace(tiling, early=int(value))
-        if name == "stages" and width > 128:
-            tiling = replace(tiling, num_stages=int(value), score_tiles=int(value))
-        if name == "qearly" and width > 128:
-            query_tiling = replace(query_tiling, early=int(value))
-        if name == "qn" and width > 128:
-            query_tiling = replace(query_tiling, tile_n=int(value))
-        if name == "qk" and width > 128:
-            query_tiling = replace(query_tiling, key_stages=int(value))
-        if name == "qv" and width > 128:
-            query_tiling = replace(query_tiling, value_stages=int(value))
+    if width == 128 and os.environ.get("ARM") == "m=80":
+        tiling = replace(tiling, tile_m=80)
+    tiling = replace(tiling, in_turn=deterministic and tiling.sums_queries)
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv
     splits = choose_splits(problem.group, heads * tiles, _WAVES * device.num_sms)
@@ -174,7 +153,7 @@ def plan_flash_attention_backward_sm90(
         value_width=width,
         deterministic=deterministic,
         keys=tiling,
-        queries=query_tiling or general.queries,
+        queries=WARPGROUP_QUERY_TILINGS.get(width, general.queries),
         splits=splits,
         key_section=section,
         query_section=1,
@@ -186,9 +165,7 @@ class InputMaps:
 
     __slots__ = ("_grad_out", "_k", "_q", "_v")
 
-    def __init__(
-        self, rows: tuple[int, int], longest: tuple[int, int] | tuple[None, None]
-    ) -> None:
+    def __init__(self, rows: tuple[int, int], longest: tuple[int, int] | tuple[None, None]) -> None:
         """`rows`: queries and keys that are read at once; `longest`: of sequences of different
         lengths."""
         query_box, key_box = ((1, each, 1, PART) for each in rows)

@@ -186,25 +186,27 @@ class WarpgroupKeyTiling:
 
     tile_m: int
     tile_n: int
+    num_stages: int = 2
     score_tiles: int = 2
-    """Of P and dS, in shared memory."""
+    """Of dS or, where dQ is not summed up, of P, in shared memory."""
     sums_queries: bool = True
     """Whether dQ is summed up too, and leaves through shared memory."""
-    num_stages: int = 2
-    waitdk: int = 0
-    early: int = 0
     threads: int = 3 * 4 * _WARP
     in_turn: bool = False
     """Whether blocks add to dQ in a fixed order."""
 
+    def softcapped(self) -> WarpgroupKeyTiling:
+        """The same where derivatives of the scores lie beside P: they take the place of a stage."""
+        return self if self.sums_queries else replace(self, num_stages=2, score_tiles=4)
+
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """K, V, stages of Q and dO, P and dS, in parts of 64 columns, and dQ."""
+        """K, V, stages of Q and dO, P or dS, in parts of 64 columns, and dQ."""
         columns, value_columns = (-(-each // PART) * PART for each in (width, value_width))
         rows = self.tile_n + self.num_stages * self.tile_m
         tiles = ITEM_BYTES * (columns + value_columns) * rows
         scores = self.score_tiles * ITEM_BYTES * self.tile_m * self.tile_n
-        wider = max(columns, value_columns)
-        return tiles + scores + self.sums_queries * FLOAT_BYTES * self.tile_m * wider
+        widest = max(columns, value_columns)
+        return tiles + scores + self.sums_queries * FLOAT_BYTES * self.tile_m * widest
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -215,8 +217,6 @@ class WarpgroupKeyTiling:
             ("STAGES", self.num_stages),
             ("THREADS", self.threads),
             ("DETERMINISTIC", int(self.in_turn)),
-            ("EARLY", self.early),
-            ("WAITDK", self.waitdk),
         )
 
 
@@ -229,7 +229,6 @@ class WarpgroupQueryTiling:
     tile_n: int = 64
     key_stages: int = 2
     value_stages: int = 2
-    early: int = 0
     threads: int = 3 * 4 * _WARP
 
     def shared_bytes(self, width: int, value_width: int) -> int:
@@ -243,7 +242,6 @@ class WarpgroupQueryTiling:
     def defines(self) -> tuple[tuple[str, int], ...]:
         """Macros of the kernel."""
         return (
-            ("EARLY", self.early),
             ("TILE_M", self.tile_m),
             ("TILE_N", self.tile_n),
             ("KEY_STAGES", self.key_stages),
@@ -383,11 +381,11 @@ def warpgroup_tilings(width: int, value_width: int) -> tuple[WarpgroupTiling, ..
 WARPGROUP_KEY_TILINGS: dict[int, WarpgroupKeyTiling] = {
     64: WarpgroupKeyTiling(128, 128),
     128: WarpgroupKeyTiling(64, 128),
-    192: WarpgroupKeyTiling(64, 64, score_tiles=4, sums_queries=False),
-    256: WarpgroupKeyTiling(64, 64, score_tiles=4, sums_queries=False),
+    192: WarpgroupKeyTiling(64, 64, num_stages=3, score_tiles=3, sums_queries=False),
+    256: WarpgroupKeyTiling(64, 64, sums_queries=False),
 }
 WARPGROUP_QUERY_TILINGS: dict[int, WarpgroupQueryTiling] = {
-    192: WarpgroupQueryTiling(),
+    192: WarpgroupQueryTiling(key_stages=3),
     256: WarpgroupQueryTiling(value_stages=1),
 }
 KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {

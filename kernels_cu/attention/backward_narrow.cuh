@@ -2,8 +2,8 @@
 //
 // dK and dV of its keys stay in a warpgroup's registers; P and dS, keys as rows, are already what the
 // products with dO and Q take from registers. Only dQ needs the dS of all keys, which the warpgroups
-// exchange through shared memory (two stages): with 64 columns each computes dQ of 64 queries, with 128
-// the transpose of dQ of 64 columns, so that queries need not be a multiple of 64.
+// exchange through shared memory (two stages); each computes half of its rows (TILE_M 128), or 64 of its
+// columns (TILE_M 64), or their transpose, of any queries that are a multiple of 16.
 // The scores of the next tile are started before dQ of this one is awaited, so that the tensor cores
 // have work while dQ is staged. dP runs beside the exponentials, dV beside dS, dK beside the exchange.
 // Accumulators are read in the basic block that issued the younger wgmma, and nothing is in flight where
@@ -29,11 +29,11 @@ constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memo
 
 static_assert(STAGES == 2 && kAdders == 2 && kScoreTiles == 2, "one state for all of them");
 static_assert(TILE_N == kConsumers * kWarpgroupRows, "a warpgroup's product has 64 rows");
-constexpr bool kTransposed = HEAD_DIM == 128;
-static_assert(kTransposed || TILE_M == kConsumers * kWarpgroupRows,
+constexpr bool kQueriesCut = TILE_M == kConsumers * kWarpgroupRows;
+static_assert(kQueriesCut || HEAD_DIM == kConsumers * KeyTile::kPartColumns,
               "dQ is cut into a part for each warpgroup");
 
-using QueryGradient = float[kTransposed ? TILE_M / 2 : HEAD_DIM / 2];
+using QueryGradient = float[kTransposed ? TILE_M / 2 : KeyTile::kPartColumns / 2];
 
 using KeyGradient = float[COLUMNS / 2];
 using ValueGradient = float[VALUE_COLUMNS / 2];
@@ -63,16 +63,19 @@ CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long 
 // have no K.
 CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsigned long long keys,
                                   int group) {
-  if (kTransposed && COLUMNS <= 64 && group == 1) {
+  constexpr int kColumns = 2 * sizeof(QueryGradient) / sizeof(float);
+  if (!kQueriesCut && COLUMNS <= 64 && group == 1) {
 #pragma unroll
     for (float& sum : dq) sum = 0.0f;
   } else {
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; ++step) {
-      const unsigned long long ds_step = ds + ScoreTile::k_step(step);
       const unsigned long long keys_step = keys + KeyTile::mn_step(step);
-      wgmma<T, 2 * sizeof(QueryGradient) / sizeof(float), kTransposed, !kTransposed>(
-          dq, kTransposed ? keys_step : ds_step, kTransposed ? ds_step : keys_step, step > 0);
+      if constexpr (kTransposed) {
+        wgmma<T, kColumns, true, false>(dq, keys_step, ds + ScoreTile::k_step(step), step > 0);
+      } else {
+        wgmma<T, kColumns, true, true>(dq, ds + ScoreTile::mn_step(step), keys_step, step > 0);
+      }
     }
   }
   wgmma_commit();
@@ -141,11 +144,14 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
   const unsigned long long q_outer = QueryTile::mn_major(tiles.q);
   const unsigned long long grad_out_outer = GradOutTile::mn_major(tiles.grad_out);
   const unsigned long long ds_part =
-      ScoreTile::k_major(tiles.scores) + (kTransposed ? 0 : group * kGroupRows);
+      kTransposed ? ScoreTile::k_major(tiles.scores)
+                  : ScoreTile::mn_major(tiles.scores) + (kQueriesCut ? group * ScoreTile::kPart : 0);
   const unsigned long long k_part =
-      KeyTile::mn_major(tiles.k) + (kTransposed ? group * KeyTile::kPart : 0);
-  unsigned char* const staging =
-      tiles.dq + (group * kWarpgroupWarps + warp) * (kStagingBytes / Block::kConsumerWarps);
+      KeyTile::mn_major(tiles.k) + (kQueriesCut ? 0 : group * KeyTile::kPart);
+  // As the tile lies in the scratch: sixteen queries or, transposed, columns of all others together.
+  const int piece =
+      kQueriesCut || kTransposed ? group * kWarpgroupWarps + warp : warp * kConsumers + group;
+  unsigned char* const staging = tiles.dq + piece * (kStagingBytes / Block::kConsumerWarps);
 
   KeyGradient dk;
   ValueGradient dv;
@@ -201,48 +207,6 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       pack_scores(ds, dp);
       ds_rows.store(ds);
       fence_proxy_async();
-#if WAITDK < 2
-      wgmma_fence();
-      multiply_queries(dk, ds, q_now);
-      named_sync(kExchange, kConsumers * kWarpgroupThreads);
-      wgmma_wait<1>(dv);  // frees the registers of P
-
-      const unsigned long long ds_now = ds_part + at.index * ScoreTile::kStage;
-      const PipelineState<STAGES> done = at;
-      const auto hand_over = [&] {
-        shared.sums.read.wait_previous(staging_state(done));
-        stage_blocks(staging, dq);
-        hand_to_adder(shared.sums, sum_state(done));
-      };
-      at.advance();
-      position.advance(walk);
-      if (++step == steps) {
-        multiply_scores(dq, ds_now, k_part, group);
-        wgmma_wait<0>(dq);
-        shared.q.release(done);
-        shared.grad_out.release(done);
-        shared.keys_read.arrive_warp({});
-        hand_over();
-        break;
-      }
-      fetched.ask(tile_at(position));
-      shared.q.wait(at);
-      wgmma_fence();
-      multiply_scores(dq, ds_now, k_part, group);
-#if WAITDK
-      wgmma_wait<1>(dk);  // frees the registers of dS
-      wgmma_fence();
-#endif
-      Scores next;
-      multiply_keys<COLUMNS>(next, k_rows, q_inner + at.index * QueryTile::kStage);
-      wgmma_wait<1>(dq);
-      shared.q.release(done);
-      shared.grad_out.release(done);
-      hand_over();
-      wgmma_wait<0>(next);
-#pragma unroll
-      for (int i = 0; i < TILE_M / 2; ++i) s[i] = next[i];
-#else
       named_sync(kExchange, kConsumers * kWarpgroupThreads);
       const unsigned long long ds_now = ds_part + at.index * ScoreTile::kStage;
       const PipelineState<STAGES> done = at;
@@ -266,14 +230,20 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       fetched.ask(tile_at(position));
       shared.q.wait(at);
       wgmma_fence();
-      Scores next;
-      multiply_keys<COLUMNS>(next, k_rows, q_inner + at.index * QueryTile::kStage);
-      wgmma_wait<1>(dk);
-      shared.q.release(done);
-      wgmma_wait<0>(next);
+      const auto receive_scores = [&](Scores& scores) {
+        multiply_keys<COLUMNS>(scores, k_rows, q_inner + at.index * QueryTile::kStage);
+        wgmma_wait<1>(dk);
+        shared.q.release(done);
+        wgmma_wait<0>(scores);
+      };
+      if constexpr (kTransposed) {
+        Scores next;  // elsewhere than the last: else ptxas lacks registers
+        receive_scores(next);
 #pragma unroll
-      for (int i = 0; i < TILE_M / 2; ++i) s[i] = next[i];
-#endif
+        for (int i = 0; i < TILE_M / 2; ++i) s[i] = next[i];
+      } else {
+        receive_scores(s);
+      }
     }
     progress.keys.advance();
     wgmma_wait<0>(dk);

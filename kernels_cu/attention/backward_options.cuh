@@ -65,16 +65,20 @@ CUKIT_DEVICE float first_ahead(const TileScores& tile) {
                             lane / 4);
 }
 
-// A warp's sixteen keys of a tile of P or dS in shared memory, sixteen queries a step. There a query is a
-// row. SOFTCAP: derivatives of scores wait where dS of the same tile is to be, for want of registers.
+// A warp's sixteen keys of a tile of P or dS in shared memory, sixteen queries a step. SOFTCAP: derivatives
+// of scores wait where dS of the same tile is to be, for want of registers.
 class ScoreKeys {
  public:
   // `first_key`: the warp's, of the block's.
   CUKIT_DEVICE ScoreKeys(const unsigned char* tile, int first_key)
-      : tile_(shared_address(tile)), chunk_(first_key / 8 + threadIdx.x / 8 % 2) {}
+      : tile_(shared_address(tile)), first_key_(first_key) {}
 
   CUKIT_DEVICE void store(int step, const unsigned (&scores)[4]) const {
-    stmatrix_x4_trans(at(step), scores);
+    if constexpr (kTransposed) {
+      stmatrix_x4_trans(at(step), scores);
+    } else {
+      stmatrix_x4(at(step), scores);
+    }
   }
 
   CUKIT_DEVICE void store(const Packed& scores) const {
@@ -83,7 +87,11 @@ class ScoreKeys {
   }
 
   CUKIT_DEVICE void load(unsigned (&scores)[4], int step) const {
-    ldmatrix_x4_trans(scores, at(step));
+    if constexpr (kTransposed) {
+      ldmatrix_x4_trans(scores, at(step));
+    } else {
+      ldmatrix_x4(scores, at(step));
+    }
   }
 
   CUKIT_DEVICE void load(Packed& scores) const {
@@ -92,11 +100,18 @@ class ScoreKeys {
   }
 
  private:
+  // Of the lane's row of eight by eight: the second matrix has the next eight keys, the third queries.
   CUKIT_DEVICE unsigned at(int step) const {
-    return ScoreTile::address(tile_, 16 * step + threadIdx.x / 16 % 2 * 8 + threadIdx.x % 8, chunk_);
+    const unsigned lane = threadIdx.x % kWarpSize;
+    if constexpr (kTransposed) {
+      return ScoreTile::address(tile_, 16 * step + lane / 16 * 8 + lane % 8,
+                                first_key_ / 8 + lane / 8 % 2);
+    } else {
+      return ScoreTile::address(tile_, first_key_ + lane % 16, 2 * step + lane / 16);
+    }
   }
 
-  unsigned tile_, chunk_;
+  unsigned tile_, first_key_;
 };
 
 // Else there are no registers in which they could wait for the scores.

@@ -38,7 +38,11 @@ using KeyTile = SharedTile<T, TILE_N, COLUMNS>;
 using ValueTile = SharedTile<T, TILE_N, VALUE_COLUMNS>;
 using QueryTile = SharedTile<T, TILE_M, COLUMNS>;
 using GradOutTile = SharedTile<T, TILE_M, VALUE_COLUMNS>;
-using ScoreTile = SharedTile<T, TILE_M, TILE_N>;  // P or dS, a query a row
+// Where queries are no multiple of what a warpgroup multiplies, dQ is multiplied transposed.
+constexpr bool kTransposed = TILE_M % kWarpgroupRows != 0;
+// P or dS: a key a row or, transposed, a query.
+using ScoreTile =
+    SharedTile<T, kTransposed ? TILE_M : TILE_N, kTransposed ? TILE_N : TILE_M>;
 
 #if QUERY_GRADIENT
 constexpr int kAdders = 2;

@@ -2,11 +2,14 @@
 //
 // The first warpgroup computes P and sums up dV, the second computes dS and sums up dK. Both have keys
 // as rows: P and dS leave the tensor cores as what the products with dO and Q take from registers. The
-// second reads P from shared memory, two stages of it, each thread what its counterpart has written.
-// Either warpgroup has its next scores multiplied in one go with its sum, and exponentials or dS of the
-// next tile run beside the sum's product. What the next such product takes from registers is put there
-// only when this one has been awaited: otherwise ptxas serialises the wgmmas.
-// dQ, which would need as much traffic to L2 as all inputs together, has a kernel of its own
+// second reads P from shared memory, a stage for each of Q, each thread what its counterpart has written.
+// With three stages either warpgroup starts its next scores before its sum, so that exponentials or dS of
+// the next tile run beside the sum's product. With two, the stage that the next scores need is freed by
+// the sums of the last tile: a warpgroup starts its sum first, and what it computes runs beside the
+// other's products.
+// Registers that a product reads are written when the one before has been awaited: otherwise ptxas
+// serialises the wgmmas.
+// dQ, whose additions would take L2 longer than all its other work, has a kernel of its own
 // (flash_attention_backward_query_sm90.cu).
 #pragma once
 
@@ -18,9 +21,10 @@
 
 namespace cukit::backward {
 
-// Two stages of P; SOFTCAP: two of the derivatives of its scores.
+// Stages of P; SOFTCAP: and of the derivatives of its scores.
 constexpr int kScoreTiles = SOFTCAP ? 2 * STAGES : STAGES;
 constexpr int kProbabilities = 1;  // named barriers, one a stage: P is in shared memory
+constexpr bool kScoresFirst = STAGES > 2;
 
 static_assert(TILE_N == kWarpgroupRows, "one product of 64 rows");
 
@@ -51,7 +55,18 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
   const auto tile_at_position = [&] {
     return TileScores(walk, position.head, warp_uniform(position.tile), warp_row);
   };
-  // The scores have come: P of them, for both warpgroups. P of two tiles before is no longer read: the
+  const auto start_scores = [&] {
+    shared.q.wait(at);
+    wgmma_fence();
+    multiply_keys<COLUMNS>(s, opaque_descriptor(keys),
+                           queries + warp_uniform(at.index) * QueryTile::kStage);
+  };
+  const auto start_values = [&](const PipelineState<STAGES>& of) {
+    shared.grad_out.wait(of);
+    wgmma_fence();
+    multiply_queries(dv, p, grad_out + warp_uniform(of.index) * GradOutTile::kStage);
+  };
+  // The scores have come: P of them, for both warpgroups. What the stage held is no longer read: the
   // pipeline of Q has come round since.
   const auto hand_over = [&](Packed& packed) {
     const TileScores tile = tile_at_position();
@@ -65,9 +80,7 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
 
   fetched.ask(tile_at_position());
   shared.keys.wait(progress.keys);
-  shared.q.wait(at);
-  wgmma_fence();
-  multiply_keys<COLUMNS>(s, opaque_descriptor(keys), queries + warp_uniform(at.index) * QueryTile::kStage);
+  start_scores();
   wgmma_wait<0>(s);
   hand_over(p);
 #pragma unroll 1
@@ -76,34 +89,25 @@ CUKIT_DEVICE void accumulate_values(float (&dv)[N], Shared& shared, const Tiles&
     at.advance();
     position.advance(walk);
     fetched.ask(tile_at_position());
-#if EARLY
-    shared.q.wait(at);
-    shared.grad_out.wait(now);
-    wgmma_fence();
-    multiply_keys<COLUMNS>(s, opaque_descriptor(keys), queries + warp_uniform(at.index) * QueryTile::kStage);
-    multiply_queries(dv, p, grad_out + warp_uniform(now.index) * GradOutTile::kStage);
-    wgmma_wait<1>(s);
-    Packed packed;
-    hand_over(packed);
-    wgmma_wait<0>(dv);
-    shared.grad_out.release(now);
-    probabilities(tiles, at.index, warp_row).load(p);
-#else
-    shared.grad_out.wait(now);
-    wgmma_fence();
-    multiply_queries(dv, p, grad_out + warp_uniform(now.index) * GradOutTile::kStage);
-    shared.q.wait(at);
-    wgmma_fence();
-    multiply_keys<COLUMNS>(s, opaque_descriptor(keys), queries + warp_uniform(at.index) * QueryTile::kStage);
-    wgmma_wait<1>(dv);
-    shared.grad_out.release(now);
-    wgmma_wait<0>(s);
-    hand_over(p);
-#endif
+    if constexpr (kScoresFirst) {
+      start_scores();
+      start_values(now);
+      wgmma_wait<1>(s);
+      Packed packed;
+      hand_over(packed);
+      wgmma_wait<0>(dv);
+      shared.grad_out.release(now);
+      probabilities(tiles, at.index, warp_row).load(p);
+    } else {
+      start_values(now);
+      start_scores();
+      wgmma_wait<1>(dv);
+      shared.grad_out.release(now);
+      wgmma_wait<0>(s);
+      hand_over(p);
+    }
   }
-  shared.grad_out.wait(at);
-  wgmma_fence();
-  multiply_queries(dv, p, grad_out + warp_uniform(at.index) * GradOutTile::kStage);
+  start_values(at);
   wgmma_wait<0>(dv);
   shared.grad_out.release(at);
   at.advance();
@@ -121,6 +125,17 @@ CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& t
   Scores dp;
   Packed ds;
 
+  const auto start_derivatives = [&] {
+    shared.grad_out.wait(at);
+    wgmma_fence();
+    multiply_keys<VALUE_COLUMNS>(dp, opaque_descriptor(values),
+                                 grad_out + warp_uniform(at.index) * GradOutTile::kStage);
+  };
+  const auto start_keys = [&](const PipelineState<STAGES>& of) {
+    shared.q.wait(of);
+    wgmma_fence();
+    multiply_queries(dk, ds, queries + warp_uniform(of.index) * QueryTile::kStage);
+  };
   // dP has come: dS of it.
   const auto receive = [&] {
     named_sync(kProbabilities + at.index, kConsumers * kWarpgroupThreads);
@@ -133,9 +148,7 @@ CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& t
   };
 
   shared.values.wait(progress.keys);
-  shared.grad_out.wait(at);
-  wgmma_fence();
-  multiply_keys<VALUE_COLUMNS>(dp, opaque_descriptor(values), grad_out + warp_uniform(at.index) * GradOutTile::kStage);
+  start_derivatives();
   wgmma_wait<0>(dp);
   receive();
   pack_scores(ds, dp);
@@ -143,34 +156,24 @@ CUKIT_DEVICE void accumulate_keys(float (&dk)[N], Shared& shared, const Tiles& t
   for (int step = 1; step < steps; ++step) {
     const PipelineState<STAGES> now = at;
     at.advance();
-#if EARLY
-    shared.grad_out.wait(at);
-    shared.q.wait(now);
-    wgmma_fence();
-    multiply_keys<VALUE_COLUMNS>(dp, opaque_descriptor(values), grad_out + warp_uniform(at.index) * GradOutTile::kStage);
-    multiply_queries(dk, ds, queries + warp_uniform(now.index) * QueryTile::kStage);
-    wgmma_wait<1>(dp);
-    receive();
-    wgmma_wait<0>(dk);
-    shared.q.release(now);
+    if constexpr (kScoresFirst) {
+      start_derivatives();
+      start_keys(now);
+      wgmma_wait<1>(dp);
+      receive();
+      wgmma_wait<0>(dk);
+      shared.q.release(now);
+    } else {
+      start_keys(now);
+      start_derivatives();
+      wgmma_wait<1>(dk);
+      shared.q.release(now);
+      wgmma_wait<0>(dp);
+      receive();
+    }
     pack_scores(ds, dp);
-#else
-    shared.q.wait(now);
-    wgmma_fence();
-    multiply_queries(dk, ds, queries + warp_uniform(now.index) * QueryTile::kStage);
-    shared.grad_out.wait(at);
-    wgmma_fence();
-    multiply_keys<VALUE_COLUMNS>(dp, opaque_descriptor(values), grad_out + warp_uniform(at.index) * GradOutTile::kStage);
-    wgmma_wait<1>(dk);
-    shared.q.release(now);
-    wgmma_wait<0>(dp);
-    receive();
-    pack_scores(ds, dp);
-#endif
   }
-  shared.q.wait(at);
-  wgmma_fence();
-  multiply_queries(dk, ds, queries + warp_uniform(at.index) * QueryTile::kStage);
+  start_keys(at);
   wgmma_wait<0>(dk);
   shared.q.release(at);
   at.advance();

@@ -36,8 +36,6 @@
 #include "attention/backward_work.cuh"
 #if HEAD_DIM <= 128
 #include "attention/backward_narrow.cuh"
-#elif TILE_N == 128
-#include "attention/backward_apart.cuh"
 #else
 #include "attention/backward_wide.cuh"
 #endif
