@@ -29,6 +29,7 @@ from cukit.attention.flash_tilings import (
     KeyTiling,
     QueryTiling,
     WarpgroupKeyTiling,
+    WarpgroupQueryTiling,
     first_fit,
 )
 from cukit.core.compiler import KernelSpec
@@ -102,7 +103,7 @@ class FlashAttentionBackwardConfig:
     """Width of the tiles of v and out."""
     deterministic: bool
     keys: KeyTiling | WarpgroupKeyTiling
-    queries: QueryTiling
+    queries: QueryTiling | WarpgroupQueryTiling
     splits: int
     """Blocks that share a key head, each with group / splits query heads."""
     key_section: int
@@ -224,10 +225,7 @@ class FlashAttentionBackwardConfig:
         defines = (
             *self._common_defines(),
             ("CAUSAL", self.problem.causal),
-            ("TILE_M", tiling.tile_m),
-            ("TILE_N", tiling.tile_n),
-            ("THREADS", tiling.threads),
-            ("BLOCKS_PER_SM", tiling.blocks_per_sm),
+            *tiling.defines,
             *feature_defines(self.problem),
             *((("SCRATCH_TILE", self.keys.tile_m),) if self.problem.varlen else ()),
         )

@@ -5,7 +5,7 @@
 //
 // Macros: HEAD_DIM columns of a tile; COLUMNS of Q and K and VALUE_COLUMNS of V and dO, multiples of 32,
 //   that are multiplied, as HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of a tile,
-//   STAGES, those of score_options.cuh.
+//   STAGES; QUERY_GRADIENT 0|1 dQ is summed up too; those of score_options.cuh.
 #pragma once
 
 #include "common/hopper/pipeline.cuh"
@@ -33,33 +33,28 @@ constexpr int kConsumers = 2;
 // than 240 and the compiler has their products run one by one: 20 % slower.
 using Block = WarpSpecialized<kConsumers, 24>;
 
-// How tiles lie in shared memory, parts of 64 columns. Parts beyond COLUMNS or VALUE_COLUMNS are
-// neither fetched nor multiplied.
-using KeyTile = SharedTile<T, TILE_N, HEAD_DIM>;
-using QueryTile = SharedTile<T, TILE_M, HEAD_DIM>;
-using ScoreTile = SharedTile<T, TILE_N, TILE_M>;  // P or dS, a key a row
+// How tiles lie in shared memory, parts of 64 columns. Steps within tiles of as many rows are alike.
+using KeyTile = SharedTile<T, TILE_N, COLUMNS>;
+using ValueTile = SharedTile<T, TILE_N, VALUE_COLUMNS>;
+using QueryTile = SharedTile<T, TILE_M, COLUMNS>;
+using GradOutTile = SharedTile<T, TILE_M, VALUE_COLUMNS>;
+// Where queries are no multiple of what a warpgroup multiplies, dQ is multiplied transposed.
+constexpr bool kTransposed = TILE_M % kWarpgroupRows != 0;
+// P or dS: a key a row or, transposed, a query.
+using ScoreTile =
+    SharedTile<T, kTransposed ? TILE_M : TILE_N, kTransposed ? TILE_N : TILE_M>;
 
+#if QUERY_GRADIENT
 constexpr int kAdders = 2;
 
 // dQ on its way to global memory: what the adders wait for, and what waits for them.
 struct Sums {
-  StageBarriers<kAdders> staged;         // a tile, or part of one, lies in shared memory for an adder
-  StageBarriers<kAdders> read;           // TMA has read it
-  StageBarriers<STAGES> grad_out_read;   // HEAD_DIM 256: the stage of dO may be written to
+  StageBarriers<kAdders> staged;  // a tile lies in shared memory for an adder
+  StageBarriers<kAdders> read;    // TMA has read it
 };
-
-struct Shared {
-  Pipeline<1> works;          // a ticket
-  Pipeline<STAGES> q;         // with lse
-  Pipeline<STAGES> grad_out;  // with delta
-  Sums sums;
-  StageBarriers<1> keys;       // K has come
-  StageBarriers<1> values;     // V has
-  StageBarriers<1> keys_read;  // both may be overwritten
-  int ticket;
-  alignas(16) float lse[STAGES][TILE_M];
-  alignas(16) float delta[STAGES][TILE_M];
-};
+#else
+constexpr int kAdders = 0;
+#endif
 
 struct Tiles {
   unsigned char* k;
@@ -76,22 +71,45 @@ struct MapPlace {
 };
 
 // A work: keys of a head, and the tiles of queries that see them: of each query head in turn, from
-// start_tile to end_tile - 1 and on from first_tile.
-struct Walk {
-  const ScoreArrays arrays;
-  const ScoreSettings& settings;
+// start_tile to end_tile - 1 and on from first_tile. The producer works it out for all others.
+struct Work {
   MapPlace map_q, map_kv;
   int batch, key_head, first_key;
+  int head;        // key_head, or one of those that share it
+  int key_row;     // of first_key, in k
   int keys_left;   // to the end of the sequence
   int past;        // query i stands opposite key i + past
   int first_head;  // of q
   int tiles;       // of queries, of a head, in the scratch
   int key_tiles;   // of a key head
   int first_scratch_tile;  // of the first head: tiles of all heads before it
-  int first_tile, start_tile, steps;
-  int seen_end;  // WINDOW, VARLEN
+  int first_tile, start_tile, end_tile, steps;
+};
 
-  CUKIT_DEVICE int end_tile() const { return WINDOW || VARLEN ? seen_end : tiles; }
+// A work, in the hands of one who does it.
+struct Walk : Work {
+  const ScoreArrays arrays;
+  const ScoreSettings& settings;
+
+  CUKIT_DEVICE Walk(const Work& work, const ScoreArrays& arrays, const ScoreSettings& settings)
+      : Work(work), arrays(arrays), settings(settings) {}
+};
+
+constexpr int kWorks = 2;  // the one at hand, and the next
+
+struct Shared {
+  Pipeline<kWorks> works;
+  Pipeline<STAGES> q;         // with lse
+  Pipeline<STAGES> grad_out;  // with delta
+#if QUERY_GRADIENT
+  Sums sums;
+#endif
+  StageBarriers<1> keys;       // K has come
+  StageBarriers<1> values;     // V has
+  StageBarriers<1> keys_read;  // both may be overwritten
+  Work work[kWorks];          // no steps and no keys: there is none left
+  alignas(16) float lse[STAGES][TILE_M];
+  alignas(16) float delta[STAGES][TILE_M];
 };
 
 // One tile of queries after the other.
@@ -99,17 +117,17 @@ struct Position {
   int head = 0;
   int tile;
 
-  CUKIT_DEVICE explicit Position(const Walk& walk) : tile(walk.start_tile) {}
+  CUKIT_DEVICE explicit Position(const Work& work) : tile(work.start_tile) {}
 
   // First row of the scratch arrays.
-  CUKIT_DEVICE long long scratch_row(const Walk& walk) const {
-    return (static_cast<long long>(walk.first_scratch_tile) +
-            static_cast<long long>(head) * walk.tiles + tile) * TILE_M;
+  CUKIT_DEVICE long long scratch_row(const Work& work) const {
+    return (static_cast<long long>(work.first_scratch_tile) +
+            static_cast<long long>(head) * work.tiles + tile) * TILE_M;
   }
 
-  CUKIT_DEVICE void advance(const Walk& walk) {
-    if (++tile == walk.end_tile()) tile = walk.first_tile;
-    if (tile == walk.start_tile) ++head;
+  CUKIT_DEVICE void advance(const Work& work) {
+    if (++tile == work.end_tile) tile = work.first_tile;
+    if (tile == work.start_tile) ++head;
   }
 };
 
@@ -119,45 +137,54 @@ struct Progress {
   PipelineState<1> keys;     // in the works that have any queries
 };
 
-// One thread's work: starts the copies of a work's tiles.
+// One warp: starts the copies of a work's tiles. It stays together, so that what it counts lies in
+// uniform registers; and no lane may miss a phase that the first one's copies bring to an end.
 CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, const TensorMap* k,
                         const TensorMap* v, const TensorMap* grad_out, const float* lse_log2,
-                        const float* delta, const Walk& walk, Progress& progress) {
+                        const float* delta, const Work& work, Progress& progress) {
   // A box wholly outside the tensor is never asked for: TMA then touches the address where the map
   // begins, which for maps of sequences (encode_sequence_map) need not be mapped memory.
-  using Keys = SharedTile<T, TILE_N, COLUMNS>;
-  using Values = SharedTile<T, TILE_N, VALUE_COLUMNS>;
-  using Queries = SharedTile<T, TILE_M, COLUMNS>;
-  using GradOut = SharedTile<T, TILE_M, VALUE_COLUMNS>;
   constexpr int kStatistics = TILE_M * 4;
-  Position position(walk);
+  const bool first_lane = threadIdx.x % kWarpSize == 0;
+  Position position(work);
 #pragma unroll 1
-  for (int step = 0; step < walk.steps; ++step) {
+  for (int step = 0; step < work.steps; ++step) {
     const PipelineState<STAGES>& at = progress.at;
-    const int row = walk.map_q.row + position.tile * TILE_M;
-    const int head = walk.first_head + position.head;
-    const long long statistics = position.scratch_row(walk);
+    const int row = work.map_q.row + position.tile * TILE_M;
+    const int head = work.first_head + position.head;
+    const long long statistics = position.scratch_row(work);
     shared.q.acquire(at);
-    Mbarrier* full = shared.q.expect(at, Queries::kBytes + kStatistics);
-    Queries::load(tiles.q + at.index * QueryTile::kBytes, q, full, head, row, walk.map_q.outer);
-    bulk_load(shared.lse[at.index], lse_log2 + statistics, kStatistics, full);
+    __syncwarp();
+    if (first_lane) {
+      Mbarrier* const full = shared.q.expect(at, QueryTile::kBytes + kStatistics);
+      QueryTile::load(tiles.q + at.index * QueryTile::kBytes, q, full, head, row, work.map_q.outer);
+      bulk_load(shared.lse[at.index], lse_log2 + statistics, kStatistics, full);
+    }
     if (step == 0) {
       shared.keys_read.wait_previous(progress.keys);
-      Keys::load(tiles.k, k, shared.keys.expect(progress.keys, Keys::kBytes), walk.key_head,
-                 walk.map_kv.row + walk.first_key, walk.map_kv.outer);
+      __syncwarp();
+      if (first_lane) {
+        KeyTile::load(tiles.k, k, shared.keys.expect(progress.keys, KeyTile::kBytes), work.key_head,
+                      work.map_kv.row + work.first_key, work.map_kv.outer);
+      }
     }
     shared.grad_out.acquire(at);
-    full = shared.grad_out.expect(at, GradOut::kBytes + kStatistics);
-    GradOut::load(tiles.grad_out + at.index * QueryTile::kBytes, grad_out, full, head, row,
-                  walk.map_q.outer);
-    bulk_load(shared.delta[at.index], delta + statistics, kStatistics, full);
+    __syncwarp();
+    if (first_lane) {
+      Mbarrier* const full = shared.grad_out.expect(at, GradOutTile::kBytes + kStatistics);
+      GradOutTile::load(tiles.grad_out + at.index * GradOutTile::kBytes, grad_out, full, head, row,
+                        work.map_q.outer);
+      bulk_load(shared.delta[at.index], delta + statistics, kStatistics, full);
+    }
     if (step == 0) {
-      Values::load(tiles.v, v, shared.values.expect(progress.keys, Values::kBytes), walk.key_head,
-                   walk.map_kv.row + walk.first_key, walk.map_kv.outer);
+      if (first_lane) {
+        ValueTile::load(tiles.v, v, shared.values.expect(progress.keys, ValueTile::kBytes),
+                        work.key_head, work.map_kv.row + work.first_key, work.map_kv.outer);
+      }
       progress.keys.advance();
     }
     progress.at.advance();
-    position.advance(walk);
+    position.advance(work);
   }
 }
 

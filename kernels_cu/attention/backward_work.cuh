@@ -17,16 +17,9 @@
 
 namespace cukit::backward {
 
-struct KeyWork {
-  Sequence sequence;
-  int b, head, tile;
-  int key_tiles;  // of the sequence
-};
-
 // A call. Whole warps ask.
 struct KeyProblem {
   const MappedKeyParameters& call;
-  const ScoreArrays arrays;
   const int* cu_seqlens_q;
   const int* cu_seqlens_kv;
   const int* plan;  // VARLEN: [2 * batch + 2], plan_sequences.cu
@@ -36,8 +29,9 @@ struct KeyProblem {
     return call.batch * call.heads * ((call.seq_kv + TILE_N - 1) / TILE_N);
   }
 
-  CUKIT_DEVICE KeyWork work(int ticket) const {
-    KeyWork work;
+  CUKIT_DEVICE Work work(int ticket) const {
+    Work work;
+    Sequence sequence{0, 0, call.seq_q, call.seq_kv};
     HeadTile found;
     if constexpr (VARLEN) {
       const int* const starts = plan + 1;
@@ -47,96 +41,91 @@ struct KeyProblem {
         const int middle = (place + end) / 2;
         (starts[middle] <= ticket ? place : end) = middle;
       }
-      work.b = warp_uniform(order[place]);
-      const Sequence all = sequence_of(work.b, cu_seqlens_q, cu_seqlens_kv, 0, 0);
-      work.sequence = {warp_uniform(all.first_q), warp_uniform(all.first_kv),
-                       warp_uniform(all.seq_q), warp_uniform(all.seq_kv)};
-      work.key_tiles = (work.sequence.seq_kv + TILE_N - 1) / TILE_N;
+      work.batch = order[place];
+      sequence = sequence_of(work.batch, cu_seqlens_q, cu_seqlens_kv, 0, 0);
+      work.key_tiles = (sequence.seq_kv + TILE_N - 1) / TILE_N;
       found = head_tile(ticket - starts[place], call.heads, work.key_tiles, call.section);
-      work.head = warp_uniform(found.head);
+      work.head = found.head;
     } else {
-      work.sequence = {0, 0, call.seq_q, call.seq_kv};
-      work.key_tiles = (call.seq_kv + TILE_N - 1) / TILE_N;
+      work.key_tiles = (sequence.seq_kv + TILE_N - 1) / TILE_N;
       found = head_tile(ticket, call.batch * call.heads, work.key_tiles, call.section);
-      // What divisions yield is not known to be the warp's.
-      const int head = warp_uniform(found.head);
-      work.b = warp_uniform(head / call.heads);
-      work.head = head - work.b * call.heads;
+      work.batch = found.head / call.heads;
+      work.head = found.head - work.batch * call.heads;
     }
-    // Blocks wait for those with later keys, which therefore begin first.
-    work.tile = warp_uniform((CAUSAL || WINDOW) && DETERMINISTIC ? work.key_tiles - 1 - found.tile
-                                                                 : found.tile);
-    return work;
-  }
-
-  CUKIT_DEVICE Walk walk(const KeyWork& work) const {
-    const Sequence& sequence = work.sequence;
-    Walk walk{arrays, call.settings};
-    walk.batch = work.b;
-    walk.key_head = work.head / call.splits;
-    walk.first_key = work.tile * TILE_N;
-    walk.keys_left = sequence.seq_kv - walk.first_key;
-    walk.past = sequence.seq_kv - sequence.seq_q;
-    walk.first_head = work.head * call.group;
-    walk.tiles = call.rows_per_head / TILE_M;
-    walk.key_tiles = work.key_tiles;
+    // Works wait for those with later keys, which therefore begin first.
+    const int tile =
+        (CAUSAL || WINDOW) && DETERMINISTIC ? work.key_tiles - 1 - found.tile : found.tile;
+    work.key_head = work.head / call.splits;
+    work.first_key = tile * TILE_N;
+    work.keys_left = sequence.seq_kv - work.first_key;
+    work.past = sequence.seq_kv - sequence.seq_q;
+    work.first_head = work.head * call.group;
+    work.tiles = call.rows_per_head / TILE_M;
     if constexpr (VARLEN) {
-      walk.map_q = {call.seq_q - sequence.seq_q, sequence.first_q + sequence.seq_q};
-      walk.map_kv = {call.seq_kv - sequence.seq_kv, sequence.first_kv + sequence.seq_kv};
-      walk.first_scratch_tile =
-          walk.first_head * walk.tiles + scratch_start(work.b, sequence.first_q) / TILE_M;
+      work.map_q = {call.seq_q - sequence.seq_q, sequence.first_q + sequence.seq_q};
+      work.map_kv = {call.seq_kv - sequence.seq_kv, sequence.first_kv + sequence.seq_kv};
+      work.key_row = sequence.first_kv + work.first_key;
+      work.first_scratch_tile =
+          work.first_head * work.tiles + scratch_start(work.batch, sequence.first_q) / TILE_M;
     } else {
-      walk.map_q = walk.map_kv = {0, work.b};
-      walk.first_scratch_tile = (work.b * call.heads + work.head) * call.group * walk.tiles;
+      work.map_q = work.map_kv = {0, work.batch};
+      work.key_row = work.batch * call.seq_kv + work.first_key;
+      work.first_scratch_tile = (work.batch * call.heads + work.head) * call.group * work.tiles;
     }
-    walk.first_tile = CAUSAL ? min(walk.tiles, max(0, walk.first_key - walk.past) / TILE_M) : 0;
+    work.first_tile = CAUSAL ? min(work.tiles, max(0, work.first_key - work.past) / TILE_M) : 0;
+    work.end_tile = work.tiles;
     if constexpr (WINDOW || VARLEN) {
-      const TileRange seen = query_tiles<TILE_M>(walk.first_key, min(TILE_N, walk.keys_left),
-                                                 walk.past, sequence.seq_q, call.settings);
-      walk.first_tile = seen.begin;
-      walk.seen_end = seen.end;
+      const TileRange seen = query_tiles<TILE_M>(work.first_key, min(TILE_N, work.keys_left),
+                                                 work.past, sequence.seq_q, call.settings);
+      work.first_tile = seen.begin;
+      work.end_tile = seen.end;
     }
-    walk.steps = (walk.end_tile() - walk.first_tile) * call.group;
-    walk.start_tile = CAUSAL || WINDOW || DETERMINISTIC || walk.end_tile() == 0
-                          ? walk.first_tile
-                          : warp_uniform(work.tile % walk.end_tile());
-    return walk;
+    work.steps = (work.end_tile - work.first_tile) * call.group;
+    work.start_tile = CAUSAL || WINDOW || DETERMINISTIC || work.end_tile == 0
+                          ? work.first_tile
+                          : tile % work.end_tile;
+    return work;
   }
 };
 
 // ---- How the works of a block pass through its warps ----
 
-// The first warp of the producers: draws tickets from a counter that starts with 0, until there is no
-// work left, passes them on and calls `produce(ticket)` for each. The next one is drawn when all other
-// warps have begun with the one before.
+constexpr int kNoWork = -1;  // steps
+
+// The first warp of the producers: draws tickets from a counter that starts with 0, passes the works on
+// and calls `produce(work)` for each, until there is none left.
 template <typename Produce>
-CUKIT_DEVICE void draw_works(Shared& shared, int* counter, int works, const Produce& produce) {
-  for (PipelineState<1> at;; at.advance()) {
+CUKIT_DEVICE void draw_works(Shared& shared, const KeyProblem& problem, int* counter,
+                             const Produce& produce) {
+  const int works = problem.works();
+  for (PipelineState<kWorks> at;; at.advance()) {
+    Work& work = shared.work[at.index];
     shared.works.acquire(at);
-    int ticket = 0;
     if (threadIdx.x == 0) {
-      ticket = atomicAdd(counter, 1);
-      shared.ticket = ticket;
+      const int ticket = atomicAdd(counter, 1);
+      if (ticket < works) {
+        work = problem.work(ticket);
+      } else {
+        work.steps = kNoWork;
+      }
       shared.works.commit(at);
     }
-    ticket = warp_uniform(ticket);
-    if (ticket >= works) return;
-    produce(ticket);
     __syncwarp();
+    if (warp_uniform(work.steps) == kNoWork) return;
+    produce(warp_uniform_ints(work));
   }
 }
 
-// Every other warp.
+// Every other warp: calls `consume(work, shared work)` for each.
 template <typename Consume>
-CUKIT_DEVICE void take_works(Shared& shared, int works, const Consume& consume) {
-  for (PipelineState<1> at;; at.advance()) {
+CUKIT_DEVICE void take_works(Shared& shared, const Consume& consume) {
+  for (PipelineState<kWorks> at;; at.advance()) {
     shared.works.wait(at);
-    const int ticket = warp_uniform(shared.ticket);
-    __syncwarp();  // all lanes have read it
-    shared.works.release(at);
-    if (ticket >= works) return;
-    consume(ticket);
+    const Work& work = shared.work[at.index];
+    if (warp_uniform(work.steps) == kNoWork) return;
+    consume(warp_uniform_ints(work), work);
     __syncwarp();
+    shared.works.release(at);
   }
 }
 

@@ -19,12 +19,14 @@
 //   is smaller; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8 (prepare);
 //   QUERY_GRADIENT 0|1 whether there is a sum (prepare); TILE_M multiple of 16; VARLEN 0|1; COUNTERS,
 //   0 where it is not defined: counters for each tile of the sum; ZEROED, 1 where it is not defined: the
-//   sum starts with zeros (backward_sums.cuh).
+//   sum starts with zeros (backward_sums.cuh); TRANSPOSED, 0 where it is not defined: the sum's blocks
+//   are of its transpose (query_gradient.cuh).
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"
 #include "attention/query_gradient.cuh"
 #include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/movmatrix.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/reduce.cuh"
 #include "common/tile.cuh"
@@ -35,6 +37,9 @@
 #endif
 #ifndef ZEROED
 #define ZEROED 1
+#endif
+#ifndef TRANSPOSED
+#define TRANSPOSED 0
 #endif
 
 namespace {
@@ -123,10 +128,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_f
     if (summed) cukit::read_query_block(acc, blocks + i * cukit::kQueryBlock, lane);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = i / kColumns * 16 + half * 8 + lane / 4;
-      *reinterpret_cast<unsigned*>(tile + cukit::Swizzle<HEAD_DIM>::offset(row, i % kColumns) +
-                                   lane % 4 * 4) =
+      unsigned pair =
           cukit::pack<T>(acc[2 * half] * params.scale, acc[2 * half + 1] * params.scale);
+#if TRANSPOSED
+      pair = cukit::transpose_8x8(pair);
+      const int row = i % (TILE_M / 8) * 8, chunk = i / (TILE_M / 8) * 2 + half;
+#else
+      const int row = i / kColumns * 16 + half * 8, chunk = i % kColumns;
+#endif
+      *reinterpret_cast<unsigned*>(
+          tile + cukit::Swizzle<HEAD_DIM>::offset(row + lane / 4, chunk) + lane % 4 * 4) = pair;
     }
   }
   __syncthreads();

@@ -39,7 +39,6 @@
 #else
 #include "attention/backward_wide.cuh"
 #endif
-#include "common/ptx/opaque.cuh"
 
 namespace {
 
@@ -74,20 +73,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   backward::Tiles tiles;
   tiles.k = bytes;
   tiles.v = tiles.k + backward::KeyTile::kBytes;
-  tiles.q = tiles.v + backward::KeyTile::kBytes;
+  tiles.q = tiles.v + backward::ValueTile::kBytes;
   tiles.grad_out = tiles.q + STAGES * backward::QueryTile::kBytes;
-  tiles.scores = tiles.grad_out + STAGES * backward::QueryTile::kBytes;
+  tiles.scores = tiles.grad_out + STAGES * backward::GradOutTile::kBytes;
   tiles.dq = tiles.scores + backward::kScoreTiles * backward::ScoreTile::kBytes;
 
-  const backward::KeyProblem problem{
-      params, {alibi_slopes, nullptr, bias, mask}, cu_seqlens_q, cu_seqlens_kv, plan};
+  const backward::KeyProblem problem{params, cu_seqlens_q, cu_seqlens_kv, plan};
 
   Block::prepare([&] {
     for (const cukit::TensorMap* map : {&q, &k, &v, &grad_out}) cukit::prefetch_tensor_map(map);
     shared.works.init(Block::kConsumerWarps + backward::kAdders);
     shared.q.init(Block::kConsumerWarps);
-    shared.grad_out.init(backward::kGradOutReaders);
+    shared.grad_out.init(Block::kConsumerWarps);
+#if QUERY_GRADIENT
     backward::init_sums(shared.sums);
+#endif
     shared.keys.init(1);
     shared.values.init(1);
     shared.keys_read.init(Block::kConsumerWarps);
@@ -96,43 +96,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
   Block::run(
       [&] {
         const int warp = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize);
-        const bool first_lane = threadIdx.x % cukit::kWarpSize == 0;
-        const int works = problem.works();
         backward::Progress progress;
         if (warp == 0) {
-          backward::draw_works(shared, turns, works, [&](int ticket) {
-            const backward::Walk walk = problem.walk(problem.work(ticket));
-            if (first_lane) {
-              backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, walk, progress);
-            }
+          backward::draw_works(shared, problem, turns, [&](const backward::Work& work) {
+            backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, work, progress);
           });
+#if QUERY_GRADIENT
         } else if (warp <= backward::kAdders) {
-          backward::take_works(shared, works, [&](int ticket) {
-            const backward::Walk walk = problem.walk(problem.work(ticket));
-            if (first_lane) {
-              backward::add_up(shared, tiles, walk, grad_q_sum, turns, warp - 1, progress);
-            }
+          backward::take_works(shared, [&](const backward::Work& work, const backward::Work&) {
+            backward::add_up(shared, tiles, work, params.settings, grad_q_sum, turns, warp - 1,
+                             progress);
           });
+#endif
         }
       },
       [&] {
         backward::Progress progress;
-        backward::take_works(shared, problem.works(), [&](int ticket) {
-          const backward::Walk walk = problem.walk(problem.work(ticket));
-          // Worked out once more at the end: registers are short in between.
+        backward::take_works(shared, [&](const backward::Work& own, const backward::Work& work) {
+          const backward::Walk walk(own, {alibi_slopes, nullptr, bias, mask}, params.settings);
+          // At the end, read anew: registers are short in between.
           const auto results = [&] {
-            const backward::KeyWork again = problem.work(cukit::opaque(ticket));
-            const int first_key = again.tile * TILE_N;
-            const long long first_row =
-                VARLEN ? again.sequence.first_kv : static_cast<long long>(again.b) * params.seq_kv;
-            const long long row = (first_row + first_key) * params.heads + again.head;
+            const long long row = static_cast<long long>(work.key_row) * params.heads + work.head;
             const auto target = [&](Gradient* gradient, int columns, float factor) {
               return backward::Target{gradient + row * columns,
-                                      static_cast<long long>(params.heads) * columns, columns, factor};
+                                      static_cast<long long>(params.heads) * columns, columns,
+                                      factor};
             };
             return backward::Results{target(grad_k, params.head_dim, params.scale),
-                                     target(grad_v, params.value_dim, 1.0f),
-                                     again.sequence.seq_kv - first_key};
+                                     target(grad_v, params.value_dim, 1.0f), work.keys_left};
           };
           backward::accumulate(shared, tiles, walk, results, params.scale_log2, progress);
         });
