@@ -1,0 +1,134 @@
+// Block-sparse times dense on Hopper: persistent blocks, TMA, wgmma.
+//
+//   out = op(s) op(d)             s: block-sparse, d: dense
+//   out = (op(s) op(d))^T         OUT_TRANSPOSED: how a dense matrix times a sparse one is computed
+//
+// Mapping: a tile of the result has the rows of one block row of op(s) and COLUMNS columns
+//   (gemm/bsr_sm90.cuh). A thread of the first warpgroup loads the stored blocks of that row one behind
+//   the other, each with the rows of op(d) that it multiplies, TILE_K of k at a time, up to STAGES
+//   ahead and across tiles. The host deals the tiles to the blocks of the grid, so that all end at about
+//   the same time; tiles that run at one time share their columns of d, which L2 then holds.
+// Shared memory, bytes, dynamic: STAGES * (BLOCK + COLUMNS) * TILE_K * 2 + 2 * buffers * 64 * 64 * 2: stages
+//   (a | b), 64 x 64 pieces of out, two for each consumer of more than 64 columns, else one; all
+//   swizzled. Static: two barriers a stage.
+// Macros: DTYPE float16|bfloat16; BLOCK 64|128; COLUMNS a multiple of 128 up to 512 (BLOCK 64) or 256
+//   (BLOCK 128); TILE_K 32|64; SPARSE_TRANSPOSED, DENSE_TRANSPOSED, OUT_TRANSPOSED 0|1; STAGES 2..;
+//   THREADS 384.
+// Tensor maps, swizzled by the bytes of their boxes' rows: values [blocks * BLOCK, BLOCK], boxes of
+//   [BLOCK, TILE_K], SPARSE_TRANSPOSED [TILE_K, 64]; d, boxes of [TILE_K, 64] from [k, n],
+//   DENSE_TRANSPOSED [columns of a consumer, TILE_K] from [n, k]; out, boxes of [64, 64].
+// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
+// Reference: cukit/reference/bsr.py.
+#include "common/platform.cuh"
+#include "common/types.cuh"
+#include "gemm/bsr_sm90.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+using Shape = cukit::BsrShape<T, BLOCK, COLUMNS, TILE_K, SPARSE_TRANSPOSED, !DENSE_TRANSPOSED>;
+using Block = cukit::WarpSpecialized<Shape::kConsumers, 40>;
+using Store = cukit::StagedStore<T, Shape::kWidth, 64, Shape::kBuffers, OUT_TRANSPOSED>;
+
+static_assert(THREADS == Block::kThreads, "a producer and two consumers");
+
+struct Tile {
+  int row;     // first row of op(s)
+  int column;  // first column of op(d)
+  int entry;   // first of the row's blocks
+  int first_step, end_step;
+
+  CUKIT_DEVICE static Tile of(const int4& item) {
+    return {item.x * BLOCK, item.y, item.z, 0, (item.w - item.z) * Shape::kBlockSteps};
+  }
+};
+
+struct Operands {
+  static constexpr int kStageBytes = Shape::kStageBytes;
+  const cukit::TensorMap* values;
+  const cukit::TensorMap* dense;
+  const int2* entries;
+  int columns;  // of op(d)
+
+  CUKIT_DEVICE void load(unsigned char* stage, cukit::Mbarrier* full, const Tile& tile,
+                         int step) const {
+    using TileA = Shape::TileA::Tile;
+    using TileB = Shape::TileB::Tile;
+    const int2 entry = entries[tile.entry + step / Shape::kBlockSteps];
+    const int within = step % Shape::kBlockSteps * TILE_K;
+    const int block = entry.y * BLOCK;
+    const int k = entry.x * BLOCK + within;
+    if constexpr (SPARSE_TRANSPOSED) {
+      TileA::load(stage, values, full, 0, block + within);
+    } else {
+      TileA::load(stage, values, full, within, block);
+    }
+#pragma unroll
+    for (int group = 0; group < Shape::kColumnGroups; ++group) {
+      unsigned char* const b = stage + TileA::kBytes + group * TileB::kBytes;
+      const int column = tile.column + group * Shape::kWidth;
+      if constexpr (DENSE_TRANSPOSED) {
+        // A consumer may have no columns left; what it multiplies is not stored.
+        TileB::load(b, dense, full, k, column < columns ? column : 0);
+      } else {
+#pragma unroll
+        for (int part = 0; part < TileB::kParts; ++part) {
+          const int first = column + part * 64;
+          cukit::tma_load_2d(b + part * TileB::kPartBytes, dense, full,
+                             first < columns ? first : 0, k);
+        }
+      }
+    }
+  }
+};
+
+struct Epilogue {
+  unsigned char* buffers;
+  const cukit::TensorMap* out;
+  int rows, columns;  // of op(s) op(d)
+  int consumer;
+
+  CUKIT_DEVICE void store(const float (&sums)[Shape::kWidth / 2], const Tile& tile) const {
+    const int row = tile.row + Shape::row_group(consumer) * cukit::kWarpgroupRows;
+    const int column = tile.column + Shape::column_group(consumer) * Shape::kWidth;
+    if constexpr (OUT_TRANSPOSED) {
+      Store::store(sums, buffers + consumer * Store::kBytes, out, row, column, rows, columns,
+                   1 + consumer);
+    } else {
+      Store::store(sums, buffers + consumer * Store::kBytes, out, column, row, columns, rows,
+                   1 + consumer);
+    }
+  }
+
+  CUKIT_DEVICE void finish() const { Store::finish(); }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
+    const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
+    const __grid_constant__ cukit::TensorMap dense,   // [k, n]; DENSE_TRANSPOSED [n, k]
+    const __grid_constant__ cukit::TensorMap out,     // [m, n]; OUT_TRANSPOSED [n, m]
+    const int4* __restrict__ work,     // [turns, blocks of the grid]: block row, first column, entries
+                                       // from and to
+    const int2* __restrict__ entries,  // [blocks + 1]: block column of op(s), number of the block; the
+                                       // last is outside both, and stands for the blocks of a row
+                                       // that has none: TMA reads zeros there
+    const int m, const int n) {
+  __shared__ cukit::Pipeline<STAGES> pipeline;
+  CUKIT_DYNAMIC_SHARED(unsigned char, stages);
+  const cukit::ListedTiles<Tile> schedule{work};
+
+  Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
+  Block::run(
+      [&] {
+        const Operands operands{&values, &dense, entries, n};
+        if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
+      },
+      [&] {
+        const int consumer = Block::consumer_group();
+        const cukit::BsrProduct<Shape> product(stages, consumer);
+        const Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &out, m, n, consumer};
+        cukit::consume(pipeline, schedule, product, epilogue);
+      });
+}

@@ -1,0 +1,125 @@
+// What the block-sparse products on Hopper share: the shape of a tile, its product and its schedule
+// (sm_90a; the skeleton is common/hopper/gemm.cuh).
+//
+// A tile has the rows of one block row, and columns of which each block of that row needs its own
+// rows of the other operand: nothing is shared between block rows. So a tile is as wide as the
+// accumulators allow, which reads each stored block least often:
+//   blocks of 64   both consumers have the same 64 rows, and half of the columns each;
+//   blocks of 128  each consumer has 64 of the rows, and all columns.
+// A stage holds TileK steps of k of both operands, a | b, b in one part for each consumer that has
+// columns of its own. Either operand may be K-major or MN-major; the tiles of both lie as TMA finds
+// them.
+#pragma once
+
+#include "common/hopper/gemm.cuh"
+#include "common/platform.cuh"
+
+namespace cukit {
+
+// Of a row of TileK 16-bit elements.
+template <int TileK>
+constexpr OperandSwizzle kRowSwizzle =
+    TileK == 64 ? OperandSwizzle::Bytes128 : OperandSwizzle::Bytes64;
+
+// A operand of wgmma, Extent of m or n by TileK of k. Transposed: MN-major, as it lies in a matrix
+// whose rows run along k.
+template <typename T, int Extent, int TileK, bool Transposed>
+struct OperandTile : SharedTile<T, Extent, TileK, kRowSwizzle<TileK>> {
+  using Tile = SharedTile<T, Extent, TileK, kRowSwizzle<TileK>>;
+  // 64 of m or n further on.
+  static constexpr int kNext = Tile::rows(64);
+  static constexpr int step(int k) { return Tile::k_step(k); }
+  CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
+    return Tile::k_major(tile);
+  }
+};
+
+template <typename T, int Extent, int TileK>
+struct OperandTile<T, Extent, TileK, true> : SharedTile<T, TileK, Extent> {
+  using Tile = SharedTile<T, TileK, Extent>;
+  static constexpr int kNext = Tile::kPart;
+  static constexpr int step(int k) { return Tile::mn_step(k); }
+  CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
+    return Tile::mn_major(tile);
+  }
+};
+
+// TransposedA, TransposedB: MN-major.
+template <typename T, int Block, int Columns, int TileK, bool TransposedA, bool TransposedB>
+struct BsrShape {
+  using Element = T;
+  static constexpr int kBlock = Block;
+  static constexpr int kColumns = Columns;
+  static constexpr int kTileK = TileK;
+  static constexpr int kSteps = TileK / 16;  // products of a stage
+  static constexpr int kBlockSteps = Block / TileK;
+  static constexpr int kConsumers = 2;
+  static constexpr int kRowGroups = Block / kWarpgroupRows;
+  static constexpr int kColumnGroups = kConsumers / kRowGroups;
+  static constexpr int kWidth = Columns / kColumnGroups;  // columns of a consumer
+  static constexpr int kBuffers = kWidth > 64 ? 2 : 1;     // pieces on their way to memory
+  static constexpr bool kTransposedA = TransposedA;
+  static constexpr bool kTransposedB = TransposedB;
+  using TileA = OperandTile<T, Block, TileK, TransposedA>;
+  using TileB = OperandTile<T, kWidth, TileK, TransposedB>;  // of a consumer
+  static constexpr int kStageBytes = TileA::kBytes + kColumnGroups * TileB::kBytes;
+
+  static_assert(Block == 64 || Block == 128, "the rows of one consumer or of both");
+  static_assert(kWidth % 64 == 0 && kWidth <= 256, "products of a warpgroup");
+
+  CUKIT_DEVICE static int row_group(int consumer) { return kRowGroups == 1 ? 0 : consumer; }
+  CUKIT_DEVICE static int column_group(int consumer) { return kRowGroups == 1 ? consumer : 0; }
+};
+
+// Both operands from shared memory, as SharedProduct.
+template <typename Shape>
+struct BsrProduct {
+  using Accumulators = float[Shape::kWidth / 2];
+  unsigned long long a, b;  // descriptors of this consumer's operands in stage 0
+
+  CUKIT_DEVICE BsrProduct(const unsigned char* stages, int consumer)
+      : a(Shape::TileA::descriptor(stages) + Shape::row_group(consumer) * Shape::TileA::kNext),
+        b(Shape::TileB::descriptor(stages + Shape::TileA::kBytes) +
+          Shape::column_group(consumer) * Shape::TileB::Tile::kStage) {}
+
+  template <int Stages, typename Tile>
+  CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
+                             PipelineState<Stages>& at, const Tile& tile) const {
+    const int steps = tile.end_step - tile.first_step;
+    PipelineState<Stages> done;
+    for (int step = 0; step < steps; ++step) {
+      const unsigned long long stage = at.index * (Shape::kStageBytes / 16);
+      pipeline.wait(at);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < Shape::kSteps; ++k) {
+        wgmma<typename Shape::Element, Shape::kWidth, Shape::kTransposedA, Shape::kTransposedB>(
+            sums, a + stage + Shape::TileA::step(k), b + stage + Shape::TileB::step(k),
+            step > 0 || k > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<1>(sums);
+      if (step > 0) pipeline.release(done);
+      done = at;
+      at.advance();
+    }
+    wgmma_wait<0>(sums);
+    pipeline.release(done);
+  }
+};
+
+// Work that was dealt out on the host: turn t of block b is work[t * blocks + b], until a row below 0.
+template <typename WorkTile>
+struct ListedTiles {
+  using Tile = WorkTile;
+  const int4* work;
+
+  CUKIT_DEVICE bool tile(int turn, Tile& tile) const {
+    const int4 item = work[static_cast<long long>(turn) * gridDim.x + blockIdx.x];
+    if (item.x < 0) return false;
+    tile = Tile::of(item);
+    return true;
+  }
+};
+
+}  // namespace cukit
