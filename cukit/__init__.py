@@ -68,6 +68,11 @@ from cukit.errors import (
     UnsupportedDeviceError,
 )
 from cukit.gemm import (
+    BlockPattern,
+    BlockSparseMatrix,
+    bsr_from_mask,
+    bsr_matmul,
+    create_sparse_mask,
     matmul,
     matmul_tma,
 )
@@ -107,6 +112,8 @@ __all__ = [
     "ArrayError",
     "ArrayLayoutError",
     "ArrayShapeError",
+    "BlockPattern",
+    "BlockSparseMatrix",
     "CacheError",
     "CompileError",
     "ConfigError",
@@ -131,6 +138,9 @@ __all__ = [
     "backend",
     "batched_copy",
     "block_sparse_attention",
+    "bsr_from_mask",
+    "bsr_matmul",
+    "create_sparse_mask",
     "cross_entropy",
     "cross_entropy_backward",
     "default_device",

@@ -19,7 +19,7 @@ from cukit.core.arrays import (
     namespace,
 )
 from cukit.core.kernel import launch_plan
-from cukit.errors import ArrayError, ArrayLayoutError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -233,7 +233,9 @@ class BlockSparseMatrix:
         if pattern is None:
             assert block_size is not None
             _check_shape(dense.shape, block_size)
-            pattern = BlockPattern.from_mask((_blocks(dense, block_size) != 0).any((2, 3)), block_size)
+            pattern = BlockPattern.from_mask(
+                (_blocks(dense, block_size) != 0).any((2, 3)), block_size
+            )
         if dense.shape != pattern.shape:
             raise ArrayShapeError(
                 f"BlockSparseMatrix: dense must have the pattern's shape {pattern.shape}, got "
@@ -384,9 +386,3 @@ def _check_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
             f"got {tuple(shape)}"
         )
     return int(shape[0]), int(shape[1])
-
-
-def same_place(op: str, matrix: BlockSparseMatrix, dense: Array) -> None:
-    """Raises ArrayLayoutError unless both are on the GPU or both on the host."""
-    if is_gpu_array(matrix.values) != is_gpu_array(dense):
-        raise ArrayLayoutError(f"{op}: the sparse and the dense matrix must be on one device")

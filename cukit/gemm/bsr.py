@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from cukit.core.arrays import (
     FLOAT_DTYPES,
@@ -20,26 +17,23 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import KernelSpec, Launch, load_kernel
-from cukit.core.map_cache import TensorMapCache
-from cukit.core.tensor_map import encode_tensor_map
+from cukit.core.kernel import KernelSpec
 from cukit.errors import ArrayShapeError, ConfigError
-from cukit.gemm.block_sparse import BlockPattern, BlockSparseMatrix
+from cukit.gemm.block_sparse import BLOCK_SIZES, BlockPattern, BlockSparseMatrix
+from cukit.gemm.bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
 from cukit.gemm.bsr_plan import (
     TILINGS,
     BsrMatmulConfig,
     BsrSampledConfig,
-    choose_sampled_tiling,
-    choose_tiling,
-    matmul_work,
-    sampled_work,
+    Transposed,
+    plan_bsr_matmul,
+    plan_bsr_sampled,
 )
 from cukit.reference import bsr as reference
 from cukit.registry import register
 
 _OP = "bsr_matmul"
 _DTYPES = (float16, bfloat16)
-_HOPPER = "sm_90"
 _STRIDE_ELEMENTS = 8  # rows are multiples of 16 bytes
 
 
@@ -99,131 +93,19 @@ def bsr_matmul(
     if pattern is not None:
         return _sample(a, b, transpose_a, transpose_b, pattern, out)
     if isinstance(a, BlockSparseMatrix):
-        return _multiply(a, b, out, _Roles("a", "b", transpose_a, transpose_b, False))
+        return _multiply(a, b, out, _Roles("a", "b", Transposed(transpose_a, transpose_b, False)))
     # The transpose of the product is the transposed sparse matrix times the transposed dense one.
-    return _multiply(b, a, out, _Roles("b", "a", not transpose_b, not transpose_a, True))
+    transposed = Transposed(not transpose_b, not transpose_a, True)
+    return _multiply(b, a, out, _Roles("b", "a", transposed))
 
 
 class _Roles(NamedTuple):
-    """A product as op(sparse) @ op(dense), of which `out` is the transpose if so said."""
+    """A product as op(sparse) @ op(dense), of which `out` may be the transpose."""
 
     sparse: str
     """The operand's name."""
     dense: str
-    sparse_transposed: bool
-    dense_transposed: bool
-    out_transposed: bool
-
-
-def _multiply(
-    matrix: BlockSparseMatrix, dense: Array, out: Array | None, roles: _Roles
-) -> Array:
-    dense, out = adopt(_OP, dense, out)
-    if not runs_kernel(_OP, matrix.values, dense, out):
-        _check_product(matrix.pattern, matrix.values, dense, out, roles)
-        a, b = (dense, matrix) if roles.out_transposed else (matrix, dense)
-        transpose_a = roles.sparse_transposed if a is matrix else not roles.dense_transposed
-        transpose_b = roles.dense_transposed if a is matrix else not roles.sparse_transposed
-        return reference.bsr_matmul(
-            a, b, transpose_a=transpose_a, transpose_b=transpose_b, out=out
-        )
-    planned = matrix.pattern.launcher(_prepare_matmul)(matrix.values, dense, out, roles)
-    result = empty(dense, planned.shape) if out is None else out
-    if result.size:
-        planned.launch(matrix.values, dense, result)
-    return result
-
-
-def _check_product(
-    pattern: BlockPattern, values: Array, dense: Array, out: Array | None, roles: _Roles
-) -> tuple[int, ...]:
-    """Raises an ArrayError where the arrays do not fit; returns the shape of the result."""
-    check_array(_OP, roles.dense, dense, dtypes=FLOAT_DTYPES)
-    leading = roles.out_transposed and roles.dense_transposed  # a dense `a`, as it is
-    if dense.ndim < 2 or (dense.ndim > 2 and not leading):
-        raise ArrayShapeError(f"{_OP}: {roles.dense} must have two axes, got shape {dense.shape}")
-    check_same_dtype(_OP, **{roles.sparse: values, roles.dense: dense, "out": out})
-    m, k = pattern.shape[::-1] if roles.sparse_transposed else pattern.shape
-    inner = dense.shape[-1] if roles.dense_transposed else dense.shape[0]
-    if inner != k:
-        raise ArrayShapeError(
-            f"{_OP}: {roles.sparse} of shape {pattern.shape} and {roles.dense} of shape "
-            f"{dense.shape} do not match: inner extents {k} and {inner}"
-        )
-    others = dense.shape[:-1] if roles.dense_transposed else dense.shape[1:]
-    shape = (*others, m) if roles.out_transposed else (m, *others)
-    if out is not None:
-        check_array(_OP, "out", out, shape=shape)
-    return shape
-
-
-class MappedBsrMatmul:
-    """A launch of the Hopper kernel for arrays of one description, checked before.
-
-    m, n: rows and columns of op(sparse) @ op(dense). xp: the namespace of its arrays.
-    """
-
-    __slots__ = ("_dense", "_entries", "_launch", "_out", "_values", "_work")
-
-    def __init__(
-        self, config: BsrMatmulConfig, pattern: BlockPattern, m: int, n: int, xp: Any
-    ) -> None:
-        tiling = config.tiling
-        indptr, entries = pattern.entries(config.sparse_transposed)
-        work = matmul_work(indptr, n, tiling, current_device())
-        outside = [[pattern.grid[not config.sparse_transposed], pattern.num_blocks]]
-        entries = np.concatenate([entries, outside]).astype(np.int32)
-        self._entries, self._work = xp.asarray(entries), xp.asarray(work)
-        self._launch = Launch(
-            load_kernel(config.spec()), (work.shape[1],), (np.int32(m), np.int32(n))
-        )
-        k_major, mn_major = (tiling.block, tiling.tile_k), (tiling.tile_k, 64)
-        self._values = _maps(mn_major if config.sparse_transposed else k_major)
-        self._dense = _maps((tiling.width, tiling.tile_k) if config.dense_transposed else mn_major)
-        self._out = _maps((64, 64))
-
-    def __call__(self, values: Array, dense: Array, out: Array) -> None:
-        self._launch(
-            self._values(_rows(values)),
-            self._dense(_rows(dense)),
-            self._out(_rows(out)),
-            self._work,
-            self._entries,
-        )
-
-
-class MappedBsrSampled:
-    """As MappedBsrMatmul, for the blocks of a dense product; k: its inner extent."""
-
-    __slots__ = ("_a", "_b", "_columns", "_launch", "_values", "_work")
-
-    def __init__(self, config: BsrSampledConfig, pattern: BlockPattern, k: int, xp: Any) -> None:
-        tiling = config.tiling
-        work = sampled_work(pattern.indptr, k, tiling, current_device())
-        self._columns, self._work = xp.asarray(pattern.indices), xp.asarray(work)
-        self._launch = Launch(load_kernel(config.spec()), (work.shape[1],))
-        k_major, mn_major = (tiling.block, tiling.tile_k), (tiling.tile_k, 64)
-        self._a = _maps(mn_major if config.a_transposed else k_major)
-        self._b = _maps(k_major if config.b_transposed else mn_major)
-        self._values = _maps((64, 64))
-
-    def __call__(self, a: Array, b: Array, values: Array) -> None:
-        self._launch(
-            self._a(_rows(a)),
-            self._b(b),
-            self._values(_rows(values)),
-            self._work,
-            self._columns,
-        )
-
-
-def _maps(box: tuple[int, int]) -> TensorMapCache:
-    return TensorMapCache(partial(encode_tensor_map, box=box, swizzle_bytes=2 * box[1]))
-
-
-def _rows(array: Array) -> Array:
-    """All axes but the last flattened: blocks of values lie one below the other."""
-    return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])
+    transposed: Transposed
 
 
 class _Planned(NamedTuple):
@@ -233,36 +115,183 @@ class _Planned(NamedTuple):
     launch: Any
 
 
-def _prepare_matmul(
+def _multiply(matrix: BlockSparseMatrix, dense: Array, out: Array | None, roles: _Roles) -> Array:
+    dense, out = adopt(_OP, dense, out)
+    if not runs_kernel(_OP, matrix.values, dense, out):
+        _check_product(matrix.pattern, matrix.values, dense, out, roles)
+        sparse_transposed, dense_transposed, out_transposed = roles.transposed
+        if out_transposed:
+            a, transpose_a, b, transpose_b = (
+                dense,
+                not dense_transposed,
+                matrix,
+                not sparse_transposed,
+            )
+        else:
+            a, transpose_a, b, transpose_b = matrix, sparse_transposed, dense, dense_transposed
+        return reference.bsr_matmul(a, b, transpose_a=transpose_a, transpose_b=transpose_b, out=out)
+    planned = matrix.pattern.launcher(_prepare_product)(matrix.values, dense, out, roles)
+    result = empty(dense, planned.shape) if out is None else out
+    if result.size:
+        planned.launch(matrix.values, dense, result)
+    return result
+
+
+def _prepare_product(
     pattern: BlockPattern, values: Array, dense: Array, out: Array | None, roles: _Roles
 ) -> _Planned:
     shape = _check_product(pattern, values, dense, out, roles)
-    check_array(_OP, roles.dense, dense, dtypes=_DTYPES)
-    _check_strides(**{roles.dense: dense.shape, "the result": shape})
-    if not pattern.num_blocks:
-        return _Planned(shape, _zeros)
-    m = pattern.shape[roles.sparse_transposed]
-    n = _size(dense) // pattern.shape[not roles.sparse_transposed]
-    device = current_device()
-    transposed = (roles.sparse_transposed, roles.dense_transposed, roles.out_transposed)
-    tiling = choose_tiling(pattern.block_size, m // pattern.block_size, n, device.num_sms)
-    config = BsrMatmulConfig(dense.dtype.name, tiling, *transposed)
-    return _Planned(shape, MappedBsrMatmul(config, pattern, m, n, namespace(dense)))
+    _check_for_kernel(**{roles.dense: dense})
+    _check_last_axis("the result", shape)
+    m, k = pattern.shape[::-1] if roles.transposed.sparse else pattern.shape
+    if not pattern.num_blocks or not dense.size:
+        return _Planned(shape, _fill_with_zeros)
+    n = dense.size // k
+    block, device = pattern.block_size, current_device()
+    config = plan_bsr_matmul(block, m // block, n, dense.dtype.name, roles.transposed, device)
+    launch = MatmulSm80 if config.tiling is None else MatmulSm90
+    return _Planned(shape, launch(config, pattern, m, n, namespace(dense)))
 
 
-def _size(array: Array) -> int:
-    size: int = array.size
-    return size
+def _check_product(
+    pattern: BlockPattern, values: Array, dense: Array, out: Array | None, roles: _Roles
+) -> tuple[int, ...]:
+    """Raises an ArrayError where the arrays do not fit; returns the shape of the result."""
+    check_array(_OP, roles.dense, dense, dtypes=FLOAT_DTYPES)
+    transposed = roles.transposed
+    leading = transposed.out and transposed.dense  # a dense `a` as it is
+    if dense.ndim < 2 or (dense.ndim > 2 and not leading):
+        raise ArrayShapeError(f"{_OP}: {roles.dense} must have two axes, got shape {dense.shape}")
+    check_same_dtype(_OP, **{roles.sparse: values, roles.dense: dense, "out": out})
+    m, k = pattern.shape[::-1] if transposed.sparse else pattern.shape
+    inner = dense.shape[-1] if transposed.dense else dense.shape[0]
+    if inner != k:
+        raise ArrayShapeError(
+            f"{_OP}: {roles.sparse} of shape {pattern.shape} and {roles.dense} of shape "
+            f"{dense.shape} do not match: inner extents {k} and {inner}"
+        )
+    others = dense.shape[:-1] if transposed.dense else dense.shape[1:]
+    shape = (*others, m) if transposed.out else (m, *others)
+    if out is not None:
+        check_array(_OP, "out", out, shape=shape)
+    return shape
 
 
-def _check_strides(**shapes: tuple[int, ...]) -> None:
-    for name, shape in shapes.items():
-        if shape[-1] % _STRIDE_ELEMENTS:
-            raise ArrayShapeError(
-                f"{_OP}: the last axis of {name} must be a multiple of {_STRIDE_ELEMENTS} on the "
-                f"GPU, got shape {shape}"
-            )
+def _sample(
+    a: Array,
+    b: Array,
+    transpose_a: bool,
+    transpose_b: bool,
+    pattern: BlockPattern | BlockSparseMatrix,
+    out: Any,
+) -> BlockSparseMatrix:
+    a, b = adopt(_OP, a, b)
+    chosen = pattern.pattern if isinstance(pattern, BlockSparseMatrix) else pattern
+    if out is not None and (not isinstance(out, BlockSparseMatrix) or out.pattern is not chosen):
+        raise ConfigError(f"{_OP}: out must be a BlockSparseMatrix of the pattern")
+    values = None if out is None else out.values
+    if not runs_kernel(_OP, a, b, values):
+        _check_sampled(chosen, a, b, values, transpose_a, transpose_b)
+        values = reference.bsr_matmul(
+            a, b, transpose_a=transpose_a, transpose_b=transpose_b, pattern=chosen, out=values
+        )
+        return BlockSparseMatrix(values, chosen) if out is None else out
+    launch = chosen.launcher(_prepare_sampled)(a, b, values, transpose_a, transpose_b)
+    result = out
+    if result is None:
+        size = chosen.block_size
+        result = BlockSparseMatrix(empty(a, (chosen.num_blocks, size, size)), chosen)
+    if result.values.size:
+        launch(a, b, result.values)
+    return result
 
 
-def _zeros(values: Array, dense: Array, out: Array) -> None:
+def _prepare_sampled(
+    pattern: BlockPattern,
+    a: Array,
+    b: Array,
+    values: Array | None,
+    transpose_a: bool,
+    transpose_b: bool,
+) -> Any:
+    k = _check_sampled(pattern, a, b, values, transpose_a, transpose_b)
+    _check_for_kernel(a=a, b=b)
+    if not k:
+        return _fill_with_zeros
+    dtype, device = a.dtype.name, current_device()
+    config = plan_bsr_sampled(
+        pattern.indptr, pattern.block_size, dtype, transpose_a, transpose_b, device
+    )
+    launch = SampledSm80 if config.tiling is None else SampledSm90
+    return launch(config, pattern, k, namespace(a))
+
+
+def _check_sampled(
+    pattern: BlockPattern,
+    a: Array,
+    b: Array,
+    values: Array | None,
+    transpose_a: bool,
+    transpose_b: bool,
+) -> int:
+    """Raises an ArrayError where the arrays do not fit; returns the inner extent."""
+    for name, array in (("a", a), ("b", b)):
+        check_array(_OP, name, array, dtypes=FLOAT_DTYPES)
+        if array.ndim < 2 or (array.ndim > 2 and (name == "b" or transpose_a)):
+            raise ArrayShapeError(f"{_OP}: {name} must have two axes, got shape {array.shape}")
+    check_same_dtype(_OP, a=a, b=b, out=values)
+    k_a, k_b = a.shape[0 if transpose_a else -1], b.shape[1 if transpose_b else 0]
+    m, n = a.size // max(k_a, 1), b.shape[0 if transpose_b else 1]
+    if k_a != k_b:
+        raise ArrayShapeError(
+            f"{_OP}: a of shape {a.shape} (transpose_a={transpose_a}) and b of shape {b.shape} "
+            f"(transpose_b={transpose_b}) do not match: inner extents {k_a} and {k_b}"
+        )
+    if k_a and (m, n) != pattern.shape:
+        raise ArrayShapeError(
+            f"{_OP}: the product of a and b must have the pattern's shape {pattern.shape}, got "
+            f"{(m, n)}"
+        )
+    return int(k_a)
+
+
+def _check_for_kernel(**arrays: Array) -> None:
+    for name, array in arrays.items():
+        check_array(_OP, name, array, dtypes=_DTYPES)
+        _check_last_axis(name, array.shape)
+
+
+def _check_last_axis(name: str, shape: tuple[int, ...]) -> None:
+    if shape[-1] % _STRIDE_ELEMENTS:
+        raise ArrayShapeError(
+            f"{_OP}: the last axis of {name} must be a multiple of {_STRIDE_ELEMENTS} on the GPU, "
+            f"got shape {shape}"
+        )
+
+
+def _fill_with_zeros(_a: Array, _b: Array, out: Array) -> None:
     out.fill(0)
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    """Both orders of the operands of each kernel; of the Hopper kernels every tiling."""
+    specs = []
+    for block in BLOCK_SIZES:
+        tilings = TILINGS.get(block, ()) if device.arch == "sm_90" else ()
+        for tiling in tilings or (None,):
+            for flag in (False, True):
+                transposed = Transposed(flag, flag, flag)
+                specs += [
+                    BsrMatmulConfig("bfloat16", block, transposed, tiling).spec(),
+                    BsrSampledConfig("bfloat16", block, flag, not flag, tiling).spec(),
+                ]
+    return specs
+
+
+register(
+    name=_OP,
+    family="gemm",
+    function=bsr_matmul,
+    reference=reference.bsr_matmul,
+    specs=_specs,
+)

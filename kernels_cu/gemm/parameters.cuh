@@ -12,4 +12,10 @@ struct GemmParameters {
   int group;  // rows of tiles (with clusters: of clusters) that are walked over together
 };
 
+// Block-sparse products: out [m, n], inner extent k, of which one matrix is sparse.
+struct BsrParameters {
+  int m, n, k;
+  int groups;  // of block rows
+};
+
 }  // namespace cukit

@@ -1,0 +1,128 @@
+"""Launches of the block-sparse kernels, each for one pattern and arrays of one description."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cukit.core.arrays import Array
+from cukit.core.device import current_device
+from cukit.core.kernel import Launch, load_kernel
+from cukit.core.map_cache import TensorMapCache
+from cukit.core.parameters import parameter_structs
+from cukit.core.tensor_map import encode_tensor_map
+from cukit.gemm.block_sparse import BlockPattern
+from cukit.gemm.bsr_plan import TILE_SM80, BsrMatmulConfig, BsrSampledConfig, BsrTiling
+from cukit.gemm.bsr_schedule import group_rows, matmul_work, sampled_pieces, sampled_work
+
+_PARAMETERS = parameter_structs("gemm/parameters.cuh")["BsrParameters"]
+
+
+class MatmulSm90:
+    """op(sparse) @ op(dense) [m, n] on Hopper. xp: the namespace of the arrays."""
+
+    __slots__ = ("_dense", "_entries", "_launch", "_out", "_values", "_work")
+
+    def __init__(
+        self, config: BsrMatmulConfig, pattern: BlockPattern, m: int, n: int, xp: Any
+    ) -> None:
+        tiling, transposed = config.tiling, config.transposed
+        assert tiling is not None
+        indptr, entries = pattern.entries(transposed.sparse)
+        outside = [[pattern.grid[not transposed.sparse], pattern.num_blocks]]
+        entries = np.concatenate([entries, np.array(outside, np.int32)])
+        num_sms = current_device().num_sms
+        work = matmul_work(indptr, n, tiling.block, tiling.columns, num_sms)
+        self._entries, self._work = xp.asarray(entries), xp.asarray(work)
+        grid = (work.shape[1],)
+        self._launch = Launch(load_kernel(config.spec()), grid, (np.int32(m), np.int32(n)))
+        self._values = _maps(*_boxes(tiling, tiling.block, not transposed.sparse))
+        self._dense = _maps(*_boxes(tiling, tiling.width, transposed.dense))
+        self._out = _maps(64, 64)
+
+    def __call__(self, values: Array, dense: Array, out: Array) -> None:
+        self._launch(
+            self._values(_rows(values)),
+            self._dense(_rows(dense)),
+            self._out(_rows(out)),
+            self._work,
+            self._entries,
+        )
+
+
+class SampledSm90:
+    """The blocks of op(a) @ op(b), inner extent k, on Hopper."""
+
+    __slots__ = ("_a", "_b", "_columns", "_launch", "_values", "_work")
+
+    def __init__(self, config: BsrSampledConfig, pattern: BlockPattern, k: int, xp: Any) -> None:
+        tiling = config.tiling
+        assert tiling is not None
+        steps, most = -(-k // tiling.tile_k), tiling.columns // tiling.block
+        work = sampled_work(pattern.indptr, steps, most, current_device().num_sms)
+        self._columns, self._work = xp.asarray(pattern.indices), xp.asarray(work)
+        self._launch = Launch(load_kernel(config.spec()), (work.shape[1],))
+        self._a = _maps(*_boxes(tiling, tiling.block, not config.a_transposed))
+        self._b = _maps(*_boxes(tiling, tiling.block, config.b_transposed))
+        self._values = _maps(64, 64)
+
+    def __call__(self, a: Array, b: Array, values: Array) -> None:
+        self._launch(
+            self._a(_rows(a)), self._b(b), self._values(_rows(values)), self._work, self._columns
+        )
+
+
+class MatmulSm80:
+    """op(sparse) @ op(dense) [m, n] on any GPU."""
+
+    __slots__ = ("_index", "_launch")
+
+    def __init__(
+        self, config: BsrMatmulConfig, pattern: BlockPattern, m: int, n: int, xp: Any
+    ) -> None:
+        block = config.block
+        indptr, entries = pattern.entries(config.transposed.sparse)
+        k = pattern.shape[not config.transposed.sparse]
+        groups = group_rows(indptr, entries, k // block, TILE_SM80 // block)
+        order = np.argsort(-np.diff(groups.starts), kind="stable").astype(np.int32)
+        self._index = tuple(map(xp.asarray, (order, *groups)))
+        parameters = _PARAMETERS.pack(m=m, n=n, k=k, groups=order.size)
+        grid = (order.size * -(-n // TILE_SM80),)
+        self._launch = Launch(load_kernel(config.spec()), grid, (parameters,))
+
+    def __call__(self, values: Array, dense: Array, out: Array) -> None:
+        self._launch(values, dense, out, *self._index)
+
+
+class SampledSm80:
+    """The blocks of op(a) @ op(b), inner extent k, on any GPU."""
+
+    __slots__ = ("_index", "_launch")
+
+    def __init__(self, config: BsrSampledConfig, pattern: BlockPattern, k: int, xp: Any) -> None:
+        (m, n), slots = pattern.shape, TILE_SM80 // config.block
+        groups = group_rows(*pattern.entries(False), n // config.block, slots)
+        tiles = sampled_pieces(groups.starts, slots)
+        self._index = tuple(map(xp.asarray, (tiles, groups.columns, groups.numbers)))
+        parameters = _PARAMETERS.pack(m=m, n=n, k=k, groups=groups.starts.size - 1)
+        self._launch = Launch(load_kernel(config.spec()), (len(tiles),), (parameters,))
+
+    def __call__(self, a: Array, b: Array, values: Array) -> None:
+        self._launch(a, b, values, *self._index)
+
+
+def _boxes(tiling: BsrTiling, extent: int, k_major: bool) -> tuple[int, int]:
+    """A box of an operand whose last axis is k, or whose first is."""
+    return (extent, tiling.tile_k) if k_major else (tiling.tile_k, 64)
+
+
+def _maps(rows: int, columns: int) -> TensorMapCache:
+    encode = partial(encode_tensor_map, box=(rows, columns), swizzle_bytes=2 * columns)
+    return TensorMapCache(encode)
+
+
+def _rows(array: Array) -> Array:
+    """All axes but the last flattened: blocks of values lie one below the other."""
+    return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])
