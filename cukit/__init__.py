@@ -75,6 +75,7 @@ from cukit.gemm import (
     create_sparse_mask,
     matmul,
     matmul_tma,
+    tree_matmul,
 )
 from cukit.layers import (
     embedding,
@@ -183,6 +184,7 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_backward",
     "to_numpy",
+    "tree_matmul",
     "xp",
     "xp_namespace",
     "zeros",

@@ -9,6 +9,7 @@ from cukit.gemm.block_sparse import (
 from cukit.gemm.bsr import bsr_matmul
 from cukit.gemm.dense import matmul
 from cukit.gemm.tma import matmul_tma
+from cukit.gemm.tree import tree_matmul
 
 __all__ = [
     "BlockPattern",
@@ -18,4 +19,5 @@ __all__ = [
     "create_sparse_mask",
     "matmul",
     "matmul_tma",
+    "tree_matmul",
 ]

@@ -23,7 +23,7 @@ _PARAMETERS = parameter_structs("gemm/parameters.cuh")["BsrParameters"]
 class MatmulSm90:
     """op(sparse) @ op(dense) [m, n] on Hopper. xp: the namespace of the arrays."""
 
-    __slots__ = ("_dense", "_entries", "_launch", "_out", "_values", "_work")
+    __slots__ = ("_dense", "_entries", "_launch", "_values", "_work")
 
     def __init__(
         self, config: BsrMatmulConfig, pattern: BlockPattern, m: int, n: int, xp: Any
@@ -36,17 +36,17 @@ class MatmulSm90:
         num_sms = current_device().num_sms
         work = matmul_work(indptr, n, tiling.block, tiling.columns, num_sms)
         self._entries, self._work = xp.asarray(entries), xp.asarray(work)
-        grid = (work.shape[1],)
-        self._launch = Launch(load_kernel(config.spec()), grid, (np.int32(m), np.int32(n)))
+        num_blocks, turns, _ = work.shape
+        scalars = (np.int32(m), np.int32(n), np.int32(turns))
+        self._launch = Launch(load_kernel(config.spec()), (num_blocks,), scalars)
         self._values = _maps(*_boxes(tiling, tiling.block, not transposed.sparse))
         self._dense = _maps(*_boxes(tiling, tiling.width, transposed.dense))
-        self._out = _maps(64, 64)
 
     def __call__(self, values: Array, dense: Array, out: Array) -> None:
         self._launch(
             self._values(_rows(values)),
             self._dense(_rows(dense)),
-            self._out(_rows(out)),
+            out,
             self._work,
             self._entries,
         )
@@ -55,7 +55,7 @@ class MatmulSm90:
 class SampledSm90:
     """The blocks of op(a) @ op(b), inner extent k, on Hopper."""
 
-    __slots__ = ("_a", "_b", "_columns", "_launch", "_values", "_work")
+    __slots__ = ("_a", "_b", "_columns", "_launch", "_work")
 
     def __init__(self, config: BsrSampledConfig, pattern: BlockPattern, k: int, xp: Any) -> None:
         tiling = config.tiling
@@ -63,15 +63,13 @@ class SampledSm90:
         steps, most = -(-k // tiling.tile_k), tiling.columns // tiling.block
         work = sampled_work(pattern.indptr, steps, most, current_device().num_sms)
         self._columns, self._work = xp.asarray(pattern.indices), xp.asarray(work)
-        self._launch = Launch(load_kernel(config.spec()), (work.shape[1],))
+        num_blocks, turns, _ = work.shape
+        self._launch = Launch(load_kernel(config.spec()), (num_blocks,), (np.int32(turns),))
         self._a = _maps(*_boxes(tiling, tiling.block, not config.a_transposed))
         self._b = _maps(*_boxes(tiling, tiling.block, config.b_transposed))
-        self._values = _maps(64, 64)
 
     def __call__(self, a: Array, b: Array, values: Array) -> None:
-        self._launch(
-            self._a(_rows(a)), self._b(b), self._values(_rows(values)), self._work, self._columns
-        )
+        self._launch(self._a(_rows(a)), self._b(b), values, self._work, self._columns)
 
 
 class MatmulSm80:

@@ -19,7 +19,7 @@ _HOPPER = "sm_90"
 _SMALLEST_BLOCK_SM90 = 64  # rows of a wgmma
 _ITEM_BYTES = 2
 _CONSUMERS = 2
-_BOX = 64  # rows and columns of a piece on its way to memory
+_WARPGROUP_ROWS = 64
 _THREADS_SM90 = 384
 _THREADS_SM80 = 256
 _STAGES_SM80 = 3
@@ -38,19 +38,17 @@ class BsrTiling:
     @property
     def width(self) -> int:
         """Columns of one consumer warpgroup."""
-        return self.columns // (_CONSUMERS * _BOX // self.block)
+        return self.columns // (_CONSUMERS * _WARPGROUP_ROWS // self.block)
 
     @property
     def shared_bytes(self) -> int:
-        """The stages of both operands, and pieces of the result on their way to memory."""
-        stages = self.num_stages * (self.block + self.columns) * self.tile_k
-        buffers = 2 if self.width > _BOX else 1
-        return _ITEM_BYTES * (stages + _CONSUMERS * buffers * _BOX * _BOX)
+        """The stages of both operands."""
+        return _ITEM_BYTES * self.num_stages * (self.block + self.columns) * self.tile_k
 
 
 TILINGS = {
-    64: (BsrTiling(64, 512, 32, 5), BsrTiling(64, 256, 64, 4), BsrTiling(64, 128, 64, 7)),
-    128: (BsrTiling(128, 256, 64, 4), BsrTiling(128, 128, 64, 6)),
+    64: (BsrTiling(64, 512, 64, 3), BsrTiling(64, 256, 64, 5), BsrTiling(64, 128, 64, 8)),
+    128: (BsrTiling(128, 256, 64, 4), BsrTiling(128, 128, 64, 7)),
 }
 """By block size, widest first."""
 

@@ -22,7 +22,7 @@ def deal_tiles(items: HostArray, costs: HostArray, num_blocks: int) -> HostArray
     items: int32 [tiles, 4]: what a block has to know of a tile. costs: int [tiles], in any unit.
     Each tile goes to the block that is free first, in the order given.
 
-    Returns int32 [turns, blocks, 4]: what each block does at each turn; a first number of -1 says
+    Returns int32 [blocks, turns, 4]: what each block does, turn by turn; a first number of -1 says
     that nothing is left. At most `num_blocks` blocks.
     """
     num_blocks = max(1, min(num_blocks, len(items)))
@@ -31,10 +31,10 @@ def deal_tiles(items: HostArray, costs: HostArray, num_blocks: int) -> HostArray
     free = [(0, block) for block in range(num_blocks)]
     for index, cost in enumerate(costs.tolist()):
         at, block = free[0]
-        places[index] = turns[block], block
+        places[index] = block, turns[block]
         turns[block] += 1
         heapq.heapreplace(free, (at + cost, block))
-    work = np.full((int(turns.max(initial=0)) + 1, num_blocks, 4), -1, np.int32)
+    work = np.full((num_blocks, int(turns.max(initial=0)) + 1, 4), -1, np.int32)
     work[places[:, 0], places[:, 1]] = items
     return work
 

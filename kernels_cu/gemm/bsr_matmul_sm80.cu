@@ -122,7 +122,7 @@ CUKIT_DEVICE void write_tile(const cukit::BsrAccumulators& sums, unsigned char* 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) bsr_matmul_sm80(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) bsr_matmul_sm80(
     const T* __restrict__ values,      // [blocks, BLOCK, BLOCK]
     const T* __restrict__ dense,       // [k, n]; DENSE_TRANSPOSED [n, k]
     T* __restrict__ out,               // [m, n]; OUT_TRANSPOSED [n, m]

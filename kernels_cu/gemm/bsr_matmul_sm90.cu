@@ -8,15 +8,14 @@
 //   the other, each with the rows of op(d) that it multiplies, TILE_K of k at a time, up to STAGES
 //   ahead and across tiles. The host deals the tiles to the blocks of the grid, so that all end at about
 //   the same time; tiles that run at one time share their columns of d, which L2 then holds.
-// Shared memory, bytes, dynamic: STAGES * (BLOCK + COLUMNS) * TILE_K * 2 + 2 * buffers * 64 * 64 * 2: stages
-//   (a | b), 64 x 64 pieces of out, two for each consumer of more than 64 columns, else one; all
-//   swizzled. Static: two barriers a stage.
+// Shared memory, bytes, dynamic: STAGES * (BLOCK + COLUMNS) * TILE_K * 2: stages (a | b), swizzled.
+//   Static: two barriers a stage.
 // Macros: DTYPE float16|bfloat16; BLOCK 64|128; COLUMNS a multiple of 128 up to 512 (BLOCK 64) or 256
 //   (BLOCK 128); TILE_K 32|64; SPARSE_TRANSPOSED, DENSE_TRANSPOSED, OUT_TRANSPOSED 0|1; STAGES 2..;
 //   THREADS 384.
 // Tensor maps, swizzled by the bytes of their boxes' rows: values [blocks * BLOCK, BLOCK], boxes of
 //   [BLOCK, TILE_K], SPARSE_TRANSPOSED [TILE_K, 64]; d, boxes of [TILE_K, 64] from [k, n],
-//   DENSE_TRANSPOSED [columns of a consumer, TILE_K] from [n, k]; out, boxes of [64, 64].
+//   DENSE_TRANSPOSED [columns of a consumer, TILE_K] from [n, k].
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/bsr.py.
 #include "common/platform.cuh"
@@ -28,7 +27,6 @@ namespace {
 using T = cukit::element_t;
 using Shape = cukit::BsrShape<T, BLOCK, COLUMNS, TILE_K, SPARSE_TRANSPOSED, !DENSE_TRANSPOSED>;
 using Block = cukit::WarpSpecialized<Shape::kConsumers, 40>;
-using Store = cukit::StagedStore<T, Shape::kWidth, 64, Shape::kBuffers, OUT_TRANSPOSED>;
 
 static_assert(THREADS == Block::kThreads, "a producer and two consumers");
 
@@ -83,24 +81,25 @@ struct Operands {
 };
 
 struct Epilogue {
-  unsigned char* buffers;
-  const cukit::TensorMap* out;
+  T* out;
   int rows, columns;  // of op(s) op(d)
   int consumer;
 
   CUKIT_DEVICE void store(const float (&sums)[Shape::kWidth / 2], const Tile& tile) const {
-    const int row = tile.row + Shape::row_group(consumer) * cukit::kWarpgroupRows;
-    const int column = tile.column + Shape::column_group(consumer) * Shape::kWidth;
+    const int first_row = tile.row + Shape::row_group(consumer) * cukit::kWarpgroupRows;
+    const int first_column = tile.column + Shape::column_group(consumer) * Shape::kWidth;
+    const auto place = [&](int row, int column) {
+      const long long i = first_row + row, j = first_column + column;
+      return j >= columns ? nullptr : OUT_TRANSPOSED ? out + j * rows + i : out + i * columns + j;
+    };
     if constexpr (OUT_TRANSPOSED) {
-      Store::store(sums, buffers + consumer * Store::kBytes, out, row, column, rows, columns,
-                   1 + consumer);
+      cukit::store_columns<T>(sums, place);
     } else {
-      Store::store(sums, buffers + consumer * Store::kBytes, out, column, row, columns, rows,
-                   1 + consumer);
+      cukit::store_rows<T>(sums, place);
     }
   }
 
-  CUKIT_DEVICE void finish() const { Store::finish(); }
+  CUKIT_DEVICE void finish() const {}
 };
 
 }  // namespace
@@ -108,16 +107,16 @@ struct Epilogue {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
     const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
     const __grid_constant__ cukit::TensorMap dense,   // [k, n]; DENSE_TRANSPOSED [n, k]
-    const __grid_constant__ cukit::TensorMap out,     // [m, n]; OUT_TRANSPOSED [n, m]
-    const int4* __restrict__ work,     // [turns, blocks of the grid]: block row, first column, entries
+    T* __restrict__ out,                              // [m, n]; OUT_TRANSPOSED [n, m]
+    const int4* __restrict__ work,     // [blocks of the grid, turns]: block row, first column, entries
                                        // from and to
     const int2* __restrict__ entries,  // [blocks + 1]: block column of op(s), number of the block; the
                                        // last is outside both, and stands for the blocks of a row
                                        // that has none: TMA reads zeros there
-    const int m, const int n) {
+    const int m, const int n, const int turns) {
   __shared__ cukit::Pipeline<STAGES> pipeline;
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
-  const cukit::ListedTiles<Tile> schedule{work};
+  const cukit::ListedTiles<Tile> schedule{work, turns};
 
   Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
   Block::run(
@@ -128,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
       [&] {
         const int consumer = Block::consumer_group();
         const cukit::BsrProduct<Shape> product(stages, consumer);
-        const Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &out, m, n, consumer};
+        const Epilogue epilogue{out, m, n, consumer};
         cukit::consume(pipeline, schedule, product, epilogue);
       });
 }

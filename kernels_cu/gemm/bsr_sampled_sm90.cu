@@ -11,8 +11,7 @@
 //   B_TRANSPOSED 0|1.
 // Tensor maps, swizzled by the bytes of their boxes' rows: a, boxes of [BLOCK, TILE_K] from [m, k],
 //   A_TRANSPOSED [TILE_K, 64] from [k, m]; b, boxes of [TILE_K, 64] from [k, n], B_TRANSPOSED
-//   [BLOCK, TILE_K] from [n, k]; values [blocks * BLOCK, BLOCK], boxes of [64, 64]. Steps beyond k read
-//   zeros.
+//   [BLOCK, TILE_K] from [n, k]. Steps beyond k read zeros.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/bsr.py.
 #include "common/platform.cuh"
@@ -24,7 +23,6 @@ namespace {
 using T = cukit::element_t;
 using Shape = cukit::BsrShape<T, BLOCK, COLUMNS, TILE_K, A_TRANSPOSED, !B_TRANSPOSED>;
 using Block = cukit::WarpSpecialized<Shape::kConsumers, 40>;
-using Store = cukit::StagedStore<T, Shape::kWidth, 64, Shape::kBuffers>;
 
 static_assert(THREADS == Block::kThreads, "a producer and two consumers");
 
@@ -80,25 +78,21 @@ struct Operands {
 };
 
 struct Epilogue {
-  unsigned char* buffers;
-  const cukit::TensorMap* values;
+  T* values;
   int consumer;
 
   CUKIT_DEVICE void store(const float (&sums)[Shape::kWidth / 2], const Tile& tile) const {
-    const int first = Shape::column_group(consumer) * Shape::kWidth;
-    Store::store_pieces(
-        sums, buffers + consumer * Store::kBytes, 1 + consumer,
-        [&](int piece, const unsigned char* buffer) {
-          const int column = first + piece * 64;
-          if (column / BLOCK < tile.count) {
-            cukit::tma_store_2d(values, buffer, column % BLOCK,
-                                (tile.entry + column / BLOCK) * BLOCK +
-                                    Shape::row_group(consumer) * cukit::kWarpgroupRows);
-          }
-        });
+    const int first_row = Shape::row_group(consumer) * cukit::kWarpgroupRows;
+    const int first_column = Shape::column_group(consumer) * Shape::kWidth;
+    cukit::store_rows<T>(sums, [&](int row, int column) -> T* {
+      const int slot = (first_column + column) / BLOCK;
+      if (slot >= tile.count) return nullptr;
+      const long long block_row = static_cast<long long>(tile.entry + slot) * BLOCK + first_row + row;
+      return values + block_row * BLOCK + (first_column + column) % BLOCK;
+    });
   }
 
-  CUKIT_DEVICE void finish() const { Store::finish(); }
+  CUKIT_DEVICE void finish() const {}
 };
 
 }  // namespace
@@ -106,12 +100,13 @@ struct Epilogue {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_sampled_sm90(
     const __grid_constant__ cukit::TensorMap a,       // [m, k]; A_TRANSPOSED [k, m]
     const __grid_constant__ cukit::TensorMap b,       // [k, n]; B_TRANSPOSED [n, k]
-    const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
-    const int4* __restrict__ work,  // [turns, blocks of the grid]: block row, first block, count, steps
-    const int* __restrict__ block_columns) {  // [blocks]
+    T* __restrict__ values,                           // [blocks, BLOCK, BLOCK]
+    const int4* __restrict__ work,  // [blocks of the grid, turns]: block row, first block, count, steps
+    const int* __restrict__ block_columns,  // [blocks]
+    const int turns) {
   __shared__ cukit::Pipeline<STAGES> pipeline;
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
-  const cukit::ListedTiles<Tile> schedule{work};
+  const cukit::ListedTiles<Tile> schedule{work, turns};
 
   Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
   Block::run(
@@ -122,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_sampled_sm90(
       [&] {
         const int consumer = Block::consumer_group();
         const cukit::BsrProduct<Shape> product(stages, consumer);
-        const Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &values, consumer};
+        const Epilogue epilogue{values, consumer};
         cukit::consume(pipeline, schedule, product, epilogue);
       });
 }

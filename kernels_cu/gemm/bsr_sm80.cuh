@@ -42,9 +42,11 @@ struct BsrOperandTile {
   template <typename Visit>
   CUKIT_DEVICE static void for_chunks(unsigned tile, const Visit& visit) {
     constexpr int kChunks = kCols / 8;
+    // Opaque: positions are derived anew for each stage, which keeping them would take registers for.
+    const int thread = static_cast<int>(opaque(threadIdx.x));
 #pragma unroll
     for (int i = 0; i < kRows * kChunks / kBsrThreads; ++i) {
-      const int index = i * kBsrThreads + static_cast<int>(threadIdx.x);
+      const int index = i * kBsrThreads + thread;
       const int row = index / kChunks;
       const int chunk = index % kChunks;
       const unsigned at = tile + Swizzle<kCols>::offset(row, chunk);

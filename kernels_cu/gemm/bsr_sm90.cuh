@@ -13,6 +13,9 @@
 
 #include "common/hopper/gemm.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/movmatrix.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/quad.cuh"
 
 namespace cukit {
 
@@ -57,7 +60,6 @@ struct BsrShape {
   static constexpr int kRowGroups = Block / kWarpgroupRows;
   static constexpr int kColumnGroups = kConsumers / kRowGroups;
   static constexpr int kWidth = Columns / kColumnGroups;  // columns of a consumer
-  static constexpr int kBuffers = kWidth > 64 ? 2 : 1;     // pieces on their way to memory
   static constexpr bool kTransposedA = TransposedA;
   static constexpr bool kTransposedB = TransposedB;
   using TileA = OperandTile<T, Block, TileK, TransposedA>;
@@ -108,14 +110,61 @@ struct BsrProduct {
   }
 };
 
-// Work that was dealt out on the host: turn t of block b is work[t * blocks + b], until a row below 0.
+// Stores 64 x Columns accumulators straight from registers: tiles are short here, and a way through
+// shared memory, on whose buffers a warpgroup has to wait, would cost more than whole lines gain.
+// place(row, column): where the elements from there on go, null: nowhere. Eight go there at a time.
+template <typename T, int N, typename Place>
+CUKIT_DEVICE void store_rows(const float (&sums)[N], const Place& place) {
+  const int quad_lane = threadIdx.x % 4;
+#pragma unroll
+  for (int four = 0; four < N / 16; ++four)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      unsigned chunk[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float* pair = &sums[4 * (4 * four + n) + 2 * half];
+        chunk[n] = pack<T>(pair[0], pair[1]);
+      }
+      transpose_quad(chunk);
+      T* const to = place(accumulator_row() + 8 * half, 32 * four + 8 * quad_lane);
+      if (to != nullptr) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+      }
+    }
+}
+
+// The same to a matrix that is the transpose: eight elements of one column go to place(row, column).
+template <typename T, int N, typename Place>
+CUKIT_DEVICE void store_columns(const float (&sums)[N], const Place& place) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
+#pragma unroll
+  for (int pair = 0; pair < N / 8; ++pair) {
+    unsigned chunk[4];  // rows 0-7 and 8-15 of eight columns, then of the next eight
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      chunk[n] = transpose_8x8(pack<T>(sums[8 * pair + 2 * n], sums[8 * pair + 2 * n + 1]));
+    }
+    transpose_quad(chunk);
+    const int part = lane % 4;
+    T* const to = place(16 * warp + part % 2 * 8, 16 * pair + part / 2 * 8 + lane / 4);
+    if (to != nullptr) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+    }
+  }
+}
+
+// Work that was dealt out on the host: what a block does is a row of work, which ends with a number
+// below 0.
 template <typename WorkTile>
 struct ListedTiles {
   using Tile = WorkTile;
-  const int4* work;
+  const int4* work;  // [blocks, turns]
+  int turns;
 
   CUKIT_DEVICE bool tile(int turn, Tile& tile) const {
-    const int4 item = work[static_cast<long long>(turn) * gridDim.x + blockIdx.x];
+    const int4 item = work[static_cast<long long>(blockIdx.x) * turns + turn];
     if (item.x < 0) return false;
     tile = Tile::of(item);
     return true;

@@ -58,12 +58,9 @@ CUKIT_DEVICE void write_rows(const float (&sums)[N], const ResultRows<T>& rows) 
 
 // Stores 64 x Columns accumulators in pieces of 64 x PieceColumns, through `Buffers` buffers of shared
 // memory that belong to the warpgroup: while TMA reads one, the next piece is written to another.
-// Transposed: the accumulators' rows run along the columns of the matrix, and so do a piece's.
-template <typename T, int Columns, int PieceColumns, int Buffers, bool Transposed = false>
+template <typename T, int Columns, int PieceColumns, int Buffers>
 struct StagedStore {
-  // The boxes of the tensor map.
-  using Piece = SharedTile<T, Transposed ? PieceColumns : kWarpgroupRows,
-                           Transposed ? kWarpgroupRows : PieceColumns>;
+  using Piece = SharedTile<T, kWarpgroupRows, PieceColumns>;  // the boxes of the tensor map
   static constexpr int kPieces = Columns / PieceColumns;
   static constexpr int kBytes = Buffers * Piece::kBytes;
 
@@ -75,18 +72,8 @@ struct StagedStore {
   CUKIT_DEVICE static void store(const float (&sums)[Columns / 2], unsigned char* buffers,
                                  const TensorMap* map, int column, int row, int columns, int rows,
                                  int barrier) {
-    store_pieces(sums, buffers, barrier, [&](int piece, const unsigned char* buffer) {
-      const int piece_row = Transposed ? row + piece * PieceColumns : row;
-      const int piece_column = Transposed ? column : column + piece * PieceColumns;
-      if (piece_row < rows) Piece::store(map, buffer, piece_column, piece_row, columns);
-    });
-  }
-
-  // The same with pieces that go to places of their own: one thread calls send(piece, buffer), which
-  // starts the copy of that piece or none.
-  template <typename Send>
-  CUKIT_DEVICE static void store_pieces(const float (&sums)[Columns / 2], unsigned char* buffers,
-                                        int barrier, const Send& send) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int own_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16 + lane % 16;
     const bool starts = threadIdx.x % kWarpgroupThreads == 0;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
@@ -98,26 +85,16 @@ struct StagedStore {
         const float* d = &sums[piece * PieceColumns / 2 + 8 * pair];
         const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
                                     pack<T>(d[6], d[7])};
-        write_pair(shared_address(buffer), pair, packed);
+        stmatrix_x4(Piece::address(shared_address(buffer), own_row, 2 * pair + lane / 16), packed);
       }
       fence_proxy_async();
       named_sync(barrier, kWarpgroupThreads);  // the buffer is written
       if (starts) {
-        send(piece, buffer);
+        if (row < rows) {
+          Piece::store(map, buffer, column + piece * PieceColumns, row, columns);
+        }
         bulk_commit();  // an empty group counts as one
       }
-    }
-  }
-
-  // 16 columns of the warp's 16 rows, the pair-th of the piece.
-  CUKIT_DEVICE static void write_pair(unsigned buffer, int pair, const unsigned (&packed)[4]) {
-    const int lane = threadIdx.x % kWarpSize;
-    const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
-    if constexpr (Transposed) {
-      const int row = 16 * pair + lane % 8 + lane / 16 * 8;
-      stmatrix_x4_trans(Piece::address(buffer, row, 2 * warp + lane / 8 % 2), packed);
-    } else {
-      stmatrix_x4(Piece::address(buffer, 16 * warp + lane % 16, 2 * pair + lane / 16), packed);
     }
   }
 
