@@ -8,6 +8,13 @@ from cukit.gemm.block_sparse import (
 )
 from cukit.gemm.bsr import bsr_matmul
 from cukit.gemm.dense import matmul
+from cukit.gemm.depth_routing import (
+    depth_combine,
+    depth_combine_backward,
+    depth_gather,
+    depth_router,
+    depth_router_backward,
+)
 from cukit.gemm.tma import matmul_tma
 from cukit.gemm.tree import tree_matmul
 
@@ -17,6 +24,11 @@ __all__ = [
     "bsr_from_mask",
     "bsr_matmul",
     "create_sparse_mask",
+    "depth_combine",
+    "depth_combine_backward",
+    "depth_gather",
+    "depth_router",
+    "depth_router_backward",
     "matmul",
     "matmul_tma",
     "tree_matmul",

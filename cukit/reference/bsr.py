@@ -19,8 +19,11 @@ def bsr_matmul(
     pattern: Any = None,
     out: Any = None,
 ) -> Any:
-    """op(a) @ op(b), where one of them has `to_dense`; with a pattern (or a matrix that has one) its
-    blocks of the product of two dense matrices."""
+    """op(a) @ op(b), where one of them has `to_dense`.
+
+    With a pattern, or a matrix that has one: [num_blocks, size, size], its blocks of the product of
+    two dense matrices.
+    """
     left, right = (x.to_dense() if hasattr(x, "to_dense") else x for x in (a, b))
     if pattern is None:
         return matmul(left, right, transpose_a=transpose_a, transpose_b=transpose_b, out=out)

@@ -75,7 +75,7 @@ def half_of(k: int, leaf: int) -> int:
 
 
 def _strassen(xp: Any, a: Array, b: Array, leaf: int) -> Array:
-    """Strassen, "Gaussian elimination is not optimal" (1969): seven products of halves for eight."""
+    """Seven products of halves in place of eight."""
     m, k, n = a.shape[0] // 2, a.shape[1] // 2, b.shape[1] // 2
     a11, a12, a21, a22 = a[:m, :k], a[:m, k:], a[m:, :k], a[m:, k:]
     b11, b12, b21, b22 = b[:k, :n], b[:k, n:], b[k:, :n], b[k:, n:]
