@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cukit.reference._xp import array_namespace
+from cukit.reference._xp import array_namespace, working_dtype
 from cukit.reference.gemm import matmul
 
 Array = Any
@@ -28,8 +28,14 @@ def bsr_matmul(
     if pattern is None:
         return matmul(left, right, transpose_a=transpose_a, transpose_b=transpose_b, out=out)
     pattern = getattr(pattern, "pattern", pattern)
-    product = matmul(left, right, transpose_a=transpose_a, transpose_b=transpose_b)
-    values = blocks_of(product, pattern)
+    product = matmul(
+        left,
+        right,
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        out_dtype=working_dtype(left, right),
+    )
+    values = blocks_of(product, pattern).astype(left.dtype, copy=False)
     if out is None:
         return values
     out[...] = values

@@ -30,8 +30,7 @@ def depth_router(logits: Array, capacity: int) -> DepthRouting:
     order = xp.argsort(-wide, axis=1, kind="stable")
     indices = xp.sort(order[:, :capacity], axis=1).astype(np.int32)
     slots = xp.full(logits.shape, -1, np.int32)
-    numbers = xp.broadcast_to(xp.arange(capacity, dtype=np.int32), indices.shape)
-    xp.put_along_axis(slots, indices.astype(np.int64), numbers, axis=1)
+    slots[xp.arange(len(logits))[:, None], indices] = xp.arange(capacity, dtype=np.int32)
     chosen = xp.take_along_axis(wide, indices.astype(np.int64), axis=1)
     return DepthRouting(indices, slots, 1 / (1 + xp.exp(-chosen)))
 
@@ -49,7 +48,9 @@ def depth_router_backward(
 def depth_gather(x: Array, indices: Array) -> Array:
     """The rows of x [batch, seq_len, hidden] at indices [batch, capacity]."""
     xp = array_namespace(x)
-    return xp.take_along_axis(x, indices[:, :, None].astype(np.int64), axis=1)
+    bits = x.view(np.uint16) if x.itemsize == 2 else x  # CuPy indexes no bfloat16
+    chosen = xp.take_along_axis(bits, indices[:, :, None].astype(np.int64), axis=1)
+    return chosen.view(x.dtype)
 
 
 def depth_combine(x: Array, y: Array, weights: Array, slots: Array) -> Array:

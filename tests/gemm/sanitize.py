@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
-from cukit.gemm import matmul_tma
+from cukit import gemm
+from cukit.gemm import BlockSparseMatrix, bsr_matmul, matmul_tma
 from tests.contract import random, to_device
+from tests.gemm import test_bsr
 from tests.gemm.test_matmul_tma import SHAPES
 from tests.sanitize import Group
 
@@ -17,4 +21,39 @@ def tma() -> None:
             matmul_tma(*to_device("gpu", random(rng, (m, k), dtype), random(rng, (n, k), dtype)))
 
 
-GROUPS = {"matmul_tma": Group(tma, shares=True, quick=True)}
+def block_sparse(block: int) -> None:
+    """All three products, in both orders of each operand; rows without blocks, ragged columns."""
+    rng = np.random.default_rng(4)
+    pattern = test_bsr.pattern_of(block)
+    (values,) = to_device("gpu", test_bsr.values_of(rng, pattern, "bfloat16"))
+    matrix = BlockSparseMatrix(values, pattern)
+    m, n = pattern.shape
+    for first, second in ((False, False), (True, True), (True, False)):
+        inner, k = (m, n)[not first], 104
+        x = random(rng, (72, inner) if second else (inner, 72), "bfloat16")
+        a = random(rng, (k, m) if first else (m, k), "bfloat16")
+        b = random(rng, (n, k) if second else (k, n), "bfloat16")
+        x, a, b = to_device("gpu", x, a, b)
+        bsr_matmul(matrix, x, transpose_a=first, transpose_b=second)
+        bsr_matmul(x.T.copy(), matrix, transpose_a=second, transpose_b=not first)
+        bsr_matmul(a, b, transpose_a=first, transpose_b=second, pattern=pattern)
+
+
+def depth() -> None:
+    rng = np.random.default_rng(5)
+    logits, x = random(rng, (2, 1500), "float32"), random(rng, (2, 1500, 40), "bfloat16")
+    logits, x = to_device("gpu", logits, x)
+    routing = gemm.depth_router(logits, 700)
+    y = gemm.depth_gather(x, routing.indices)
+    out = gemm.depth_combine(x, y, routing.weights, routing.slots)
+    _, grad = gemm.depth_combine_backward(out, y, routing.weights, routing.indices)
+    gemm.depth_router_backward(grad, routing.weights, routing.slots)
+
+
+GROUPS = {
+    "matmul_tma": Group(tma, shares=True, quick=True),
+    "bsr_matmul sm90": Group(partial(block_sparse, 64), shares=True, quick=True),
+    "bsr_matmul sm90 128": Group(partial(block_sparse, 128), shares=True),
+    "bsr_matmul": Group(partial(block_sparse, 16), shares=True, quick=True),
+    "depth": Group(depth, shares=True),
+}

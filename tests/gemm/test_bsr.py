@@ -7,7 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_matmul
+from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_matmul, create_sparse_mask
 from cukit.gemm.bsr_launch import MatmulSm90, SampledSm90
 from cukit.gemm.bsr_plan import (
     TILINGS,
@@ -23,6 +24,7 @@ from tests.contract import (
     poisoned,
     random,
     to_device,
+    to_host,
 )
 
 # Blocks of both kernels, with an empty block row, block rows of unlike length, and a ragged last
@@ -142,3 +144,75 @@ def test_every_tiling_of_a_sampled_product(device, rng, tiling):
     SampledSm90(config, pattern, k, xp)(*to_device(device, a, b), values)
     wide = reference.bsr_matmul(a.astype(np.float64), b.astype(np.float64), pattern=pattern)
     assert_close("values", values, reference.bsr_matmul(a, b, pattern=pattern), wide)
+
+
+def test_nothing_to_multiply(device):
+    empty = BlockPattern.from_mask(np.zeros((2, 3), bool), 64)
+    (x,) = to_device(device, np.ones((5, 192), np.float16))
+    (values,) = to_device(device, np.ones((0, 64, 64), np.float16))
+    weight = BlockSparseMatrix(values, empty)
+    assert not to_host(bsr_matmul(x, weight, transpose_b=True)).any()
+    full = pattern_of(64)
+    none = to_device(device, np.ones((0, full.shape[0]), np.float16))[0]
+    (kept,) = to_device(device, np.ones((full.num_blocks, 64, 64), np.float16))
+    assert bsr_matmul(none, BlockSparseMatrix(kept, full)).shape == (0, full.shape[1])
+    left, right = to_device(
+        device, np.ones((full.shape[0], 0), np.float16), np.ones((0, full.shape[1]), np.float16)
+    )
+    assert not to_host(bsr_matmul(left, right, pattern=full).values).any()
+
+
+def test_out_is_filled_and_returned(device, rng):
+    pattern = pattern_of(64)
+    x = random(rng, (16, pattern.shape[0]), "float16")
+    values = values_of(rng, pattern, "float16")
+    placed_x, placed = to_device(device, x, values)
+    weight = BlockSparseMatrix(placed, pattern)
+    out = poisoned(device, (16, pattern.shape[1]), "float16")
+    assert bsr_matmul(placed_x, weight, out=out) is out
+    np.testing.assert_array_equal(to_host(out), to_host(bsr_matmul(placed_x, weight)))
+    grad = BlockSparseMatrix(poisoned(device, values.shape, "float16"), pattern)
+    options = {"transpose_a": True, "pattern": weight}
+    assert bsr_matmul(placed_x, out, out=grad, **options) is grad
+    again = bsr_matmul(placed_x, out, **options)
+    np.testing.assert_array_equal(to_host(grad.values), to_host(again.values))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_large(rng, block):
+    """More tiles than the grid has blocks, in many turns."""
+    pattern = BlockPattern.from_mask(create_sparse_mask((2048, 4096), block, 0.2), block)
+    x = random(rng, (4104, 4096), "bfloat16", scale=4096**-0.5)
+    check_against_reference(
+        lambda x, values: bsr_matmul(x, BlockSparseMatrix(values, pattern), transpose_b=True),
+        lambda x, values: reference.bsr_matmul(
+            x, BlockSparseMatrix(values, pattern), transpose_b=True
+        ),
+        (x, random(rng, (pattern.num_blocks, block, block), "bfloat16")),
+        device="gpu",
+    )
+
+
+def test_errors_name_the_argument(device):
+    pattern = BlockPattern.from_mask(np.ones((2, 3), bool), 16)
+    values, x = to_device(device, np.ones((6, 16, 16), np.float16), np.ones((4, 48), np.float16))
+    weight = BlockSparseMatrix(values, pattern)
+    for arguments, error, message in [
+        ((x, weight), ArrayShapeError, r"b of shape \(32, 48\) and a of shape \(4, 48\) do not"),
+        ((weight, x), ArrayShapeError, "inner extents 48 and 4"),
+        ((x.astype(np.float32), weight), ArrayDtypeError, "a must have the dtype of b"),
+        ((weight, weight), ConfigError, "one of a and b must be dense"),
+        ((x, x), ConfigError, "two dense operands need a pattern"),
+    ]:
+        with pytest.raises(error, match=f"bsr_matmul: .*{message}"):
+            bsr_matmul(*arguments)
+    with pytest.raises(ConfigError, match="a pattern is for two dense operands"):
+        bsr_matmul(x, weight, pattern=pattern)
+    with pytest.raises(ArrayShapeError, match=r"the pattern's shape \(32, 48\), got \(4, 4\)"):
+        bsr_matmul(x, x, transpose_b=True, pattern=pattern)
+    with pytest.raises(ConfigError, match="out must be a BlockSparseMatrix of the pattern"):
+        bsr_matmul(x, x, transpose_b=True, pattern=pattern, out=weight.values)
+    if device != "cpu":
+        with pytest.raises(ArrayShapeError, match="the last axis of b must be a multiple of 8"):
+            bsr_matmul(weight, x[:3].T.copy())
