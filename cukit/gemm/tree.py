@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from cukit.core.arrays import (
@@ -40,14 +42,15 @@ def tree_matmul(
     leaf: int = 512,
     strassen: bool = False,
     out: Array | None = None,
+    out_dtype: Any = None,
 ) -> Array:
     """`a @ op(b)`, its sums split in halves down to at most `leaf` terms and added pairwise.
 
     The rounding error of a sum of k terms grows with k where a single accumulator takes them one
     by one, and with leaf + log2(k / leaf) here. It pays for long sums whose terms do not cancel,
-    such as those of all-positive operands, and for tensor cores, whose accumulators truncate
-    instead of rounding. With operands and a result of 16 bits, the rounding of the result exceeds
-    either error up to a k of many thousands: then `matmul` is as good, and faster.
+    such as those of all-positive operands, and most on tensor cores, whose accumulators truncate
+    instead of rounding. A result of 16 bits is rounded by more than either error up to a k of many
+    thousands: then `matmul` is as good, and faster.
 
     Args:
         a: float32|float16|bfloat16|float64 [..., k], C-contiguous but for gaps between rows.
@@ -58,7 +61,8 @@ def tree_matmul(
             eight. All extents even; float32 and float64 only, because sums of the operands' halves
             are multiplied, which 16 bits would round. Its error is bounded in the norm of the
             matrices, not element by element: small elements beside large ones lose digits.
-        out: written in place; dtype of `a`, [..., n]. Must not overlap an operand.
+        out: written in place; dtype of `a` or float32, [..., n]. Must not overlap an operand.
+        out_dtype: of the result where no `out` is given: the dtype of `a` (default) or float32.
 
     Returns:
         `out` or a new array [..., n].
@@ -81,13 +85,20 @@ def tree_matmul(
     if leaf < 1:
         raise ConfigError(f"{_OP}: leaf must be at least 1, got {leaf}")
     on_kernel = runs_kernel(_OP, a, b, out)
-    _check(a, b, transpose_b, strassen, out)
+    dtype = np.dtype(a.dtype if out_dtype is None else out_dtype) if out is None else out.dtype
+    _check(a, b, transpose_b, strassen, out, dtype)
     if not on_kernel:
         return reference.tree_matmul(
-            a, b, transpose_b=transpose_b, leaf=leaf, strassen=strassen, out=out
+            a,
+            b,
+            transpose_b=transpose_b,
+            leaf=leaf,
+            strassen=strassen,
+            out=out,
+            out_dtype=dtype,
         )
     n = b.shape[0] if transpose_b else b.shape[1]
-    result = empty(a, (*a.shape[:-1], n)) if out is None else out
+    result = empty(a, (*a.shape[:-1], n), dtype) if out is None else out
     if not result.size:
         return result
     if strassen:
@@ -162,10 +173,20 @@ def _strassen(a: Array, b: Array, transpose_b: bool, leaf: int, out: Array) -> N
     into[m:, n:] = p1 - p2 + p3 + p6
 
 
-def _check(a: Array, b: Array, transpose_b: bool, strassen: bool, out: Array | None) -> None:
+def _check(
+    a: Array,
+    b: Array,
+    transpose_b: bool,
+    strassen: bool,
+    out: Array | None,
+    dtype: np.dtype[Any],
+) -> None:
     check_array(_OP, "a", a, dtypes=FLOAT_DTYPES, contiguous=False)
     check_array(_OP, "b", b, dtypes=FLOAT_DTYPES, ndim=2, contiguous=False)
-    check_same_dtype(_OP, a=a, b=b, out=out)
+    check_same_dtype(_OP, a=a, b=b)
+    if dtype != a.dtype and (dtype != float32 or a.dtype == float64):
+        name = "out_dtype" if out is None else "out"
+        raise ArrayDtypeError(f"{_OP}: {name} must be {a.dtype.name} or float32, got {dtype.name}")
     if a.ndim < 2:
         raise ArrayShapeError(f"{_OP}: a must have at least two axes, got shape {a.shape}")
     n, k = b.shape if transpose_b else b.shape[::-1]

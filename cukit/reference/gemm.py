@@ -46,14 +46,15 @@ def tree_matmul(
     leaf: int = 512,
     strassen: bool = False,
     out: Array | None = None,
+    out_dtype: Any = None,
 ) -> Array:
     """a @ b, the sum over k split in halves down to at most `leaf` terms; see cukit.gemm.tree."""
     xp = array_namespace(a)
     left, right = upcast(working_dtype(a, b), _rows(a), b.T if transpose_b else b)
     product = _strassen(xp, left, right, leaf) if strassen else _halves(xp, left, right, leaf)
-    product = product.reshape(*a.shape[:-1], product.shape[1]).astype(a.dtype, copy=False)
+    product = product.reshape(*a.shape[:-1], product.shape[1])
     if out is None:
-        return product
+        return product.astype(a.dtype if out_dtype is None else out_dtype, copy=False)
     out[...] = product
     return out
 

@@ -21,6 +21,15 @@ def test_matches_reference(device, rng, dtype, transpose_b, k):
     check_against_reference(tree_matmul, reference.tree_matmul, (a, b), device=device, **options)
 
 
+def test_float32_from_16_bits(device, rng):
+    a, b = random(rng, (16, 200), "bfloat16"), random(rng, (24, 200), "bfloat16")
+    options = {"transpose_b": True, "leaf": 64, "out_dtype": np.float32}
+    got = tree_matmul(*to_device(device, a, b), **options)
+    np.testing.assert_allclose(
+        to_host(got), a.astype(np.float64) @ b.astype(np.float64).T, rtol=1e-5, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_strassen_matches_a_product(device, rng, transpose_b):
     a, b = random(rng, (6, 40), "float32"), random(rng, (40, 10), "float32")
@@ -52,8 +61,7 @@ def test_no_worse_than_cublas_on_long_sums(rng):
     placed = to_device("gpu", a, a)
     exact = a.astype(np.float64) @ a.astype(np.float64).T
     plain = matmul(*placed, transpose_b=True, out_dtype=np.float32)
-    wide = [x.astype(np.float32) for x in placed]
-    tree = tree_matmul(*wide, transpose_b=True)
+    tree = tree_matmul(*placed, transpose_b=True, out_dtype=np.float32)
     errors = [np.abs(to_host(x) - exact).max() for x in (tree, plain)]
     assert errors[0] <= errors[1]
 
@@ -68,6 +76,7 @@ A, B = np.ones((2, 4), np.float32), np.ones((4, 6), np.float32)
         ({"b": B.astype(np.float16)}, ArrayDtypeError, "b must have the dtype of a"),
         ({"a": A[0]}, ArrayShapeError, "at least two axes"),
         ({"out": np.ones((2, 5), np.float32)}, ArrayShapeError, "out must have shape"),
+        ({"out_dtype": np.float64}, ArrayDtypeError, "out_dtype must be float32"),
         ({"leaf": 0}, ConfigError, "leaf must be at least 1, got 0"),
         ({"a": A[:1], "strassen": True}, ArrayShapeError, "even extents, got 1 x 4 x 6"),
         (
