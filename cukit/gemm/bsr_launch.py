@@ -23,7 +23,7 @@ _PARAMETERS = parameter_structs("gemm/parameters.cuh")["BsrParameters"]
 class MatmulSm90:
     """op(sparse) @ op(dense) [m, n] on Hopper. xp: the namespace of the arrays."""
 
-    __slots__ = ("_dense", "_entries", "_launch", "_values", "_work")
+    __slots__ = ("_dense", "_entries", "_launch", "_out", "_values", "_work")
 
     def __init__(
         self, config: BsrMatmulConfig, pattern: BlockPattern, m: int, n: int, xp: Any
@@ -40,12 +40,14 @@ class MatmulSm90:
         scalars = (np.int32(m), np.int32(n), np.int32(turns))
         self._launch = Launch(load_kernel(config.spec()), (num_blocks,), scalars)
         self._values = _maps(*_boxes(tiling, tiling.block, not transposed.sparse))
+        self._out = _maps(64, 64)
         self._dense = _maps(*_boxes(tiling, tiling.width, transposed.dense))
 
     def __call__(self, values: Array, dense: Array, out: Array) -> None:
         self._launch(
             self._values(_rows(values)),
             self._dense(_rows(dense)),
+            self._out(_rows(out)),
             out,
             self._work,
             self._entries,
@@ -55,7 +57,7 @@ class MatmulSm90:
 class SampledSm90:
     """The blocks of op(a) @ op(b), inner extent k, on Hopper."""
 
-    __slots__ = ("_a", "_b", "_columns", "_launch", "_work")
+    __slots__ = ("_a", "_b", "_columns", "_launch", "_out", "_work")
 
     def __init__(self, config: BsrSampledConfig, pattern: BlockPattern, k: int, xp: Any) -> None:
         tiling = config.tiling
@@ -66,10 +68,18 @@ class SampledSm90:
         num_blocks, turns, _ = work.shape
         self._launch = Launch(load_kernel(config.spec()), (num_blocks,), (np.int32(turns),))
         self._a = _maps(*_boxes(tiling, tiling.block, not config.a_transposed))
+        self._out = _maps(64, 64)
         self._b = _maps(*_boxes(tiling, tiling.block, config.b_transposed))
 
     def __call__(self, a: Array, b: Array, values: Array) -> None:
-        self._launch(self._a(_rows(a)), self._b(b), values, self._work, self._columns)
+        self._launch(
+            self._a(_rows(a)),
+            self._b(b),
+            self._out(_rows(values)),
+            values,
+            self._work,
+            self._columns,
+        )
 
 
 class MatmulSm80:

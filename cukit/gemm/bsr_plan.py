@@ -34,6 +34,7 @@ class BsrTiling:
     columns: int
     tile_k: int
     num_stages: int
+    direct: bool = False
 
     @property
     def width(self) -> int:
@@ -43,12 +44,13 @@ class BsrTiling:
     @property
     def shared_bytes(self) -> int:
         """The stages of both operands."""
-        return _ITEM_BYTES * self.num_stages * (self.block + self.columns) * self.tile_k
+        stages = self.num_stages * (self.block + self.columns) * self.tile_k
+        return _ITEM_BYTES * (stages + (0 if self.direct else self.block * self.columns))
 
 
 TILINGS = {
-    64: (BsrTiling(64, 512, 64, 3), BsrTiling(64, 256, 64, 5), BsrTiling(64, 128, 64, 8)),
-    128: (BsrTiling(128, 256, 64, 4), BsrTiling(128, 128, 64, 7)),
+    64: (BsrTiling(64, 512, 32, 4), BsrTiling(64, 256, 64, 4), BsrTiling(64, 128, 64, 8)),
+    128: (BsrTiling(128, 256, 64, 3), BsrTiling(128, 128, 64, 6)),
 }
 """By block size, widest first."""
 
@@ -109,6 +111,7 @@ def _spec(
         ("COLUMNS", tiling.columns),
         ("TILE_K", tiling.tile_k),
         ("STAGES", tiling.num_stages),
+        ("DIRECT", tiling.direct),
         ("THREADS", _THREADS_SM90),
     )
     shared_bytes = tiling.shared_bytes

@@ -80,7 +80,11 @@ struct Operands {
   }
 };
 
+using Store = cukit::TileStore<T, Shape::kWidth, OUT_TRANSPOSED>;
+
 struct Epilogue {
+  unsigned char* buffers;
+  const cukit::TensorMap* out_map;
   T* out;
   int rows, columns;  // of op(s) op(d)
   int consumer;
@@ -88,6 +92,7 @@ struct Epilogue {
   CUKIT_DEVICE void store(const float (&sums)[Shape::kWidth / 2], const Tile& tile) const {
     const int first_row = tile.row + Shape::row_group(consumer) * cukit::kWarpgroupRows;
     const int first_column = tile.column + Shape::column_group(consumer) * Shape::kWidth;
+#if DIRECT
     const auto place = [&](int row, int column) {
       const long long i = first_row + row, j = first_column + column;
       return j >= columns ? nullptr : OUT_TRANSPOSED ? out + j * rows + i : out + i * columns + j;
@@ -97,9 +102,21 @@ struct Epilogue {
     } else {
       cukit::store_rows<T>(sums, place);
     }
+#else
+    Store::store(sums, buffers + consumer * Store::kBytes, 1 + consumer,
+                 [&](int piece, const unsigned char* buffer) {
+                   const int column = first_column + piece * 64;
+                   if (column >= columns) return;
+                   if constexpr (OUT_TRANSPOSED) {
+                     cukit::tma_store_2d(out_map, buffer, first_row, column);
+                   } else {
+                     cukit::tma_store_2d(out_map, buffer, column, first_row);
+                   }
+                 });
+#endif
   }
 
-  CUKIT_DEVICE void finish() const {}
+  CUKIT_DEVICE void finish() const { Store::finish(); }
 };
 
 }  // namespace
@@ -107,6 +124,7 @@ struct Epilogue {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
     const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
     const __grid_constant__ cukit::TensorMap dense,   // [k, n]; DENSE_TRANSPOSED [n, k]
+    const __grid_constant__ cukit::TensorMap out_map,
     T* __restrict__ out,                              // [m, n]; OUT_TRANSPOSED [n, m]
     const int4* __restrict__ work,     // [blocks of the grid, turns]: block row, first column, entries
                                        // from and to
@@ -127,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
       [&] {
         const int consumer = Block::consumer_group();
         const cukit::BsrProduct<Shape> product(stages, consumer);
-        const Epilogue epilogue{out, m, n, consumer};
+        const Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &out_map, out, m, n, consumer};
         cukit::consume(pipeline, schedule, product, epilogue);
       });
 }

@@ -77,22 +77,37 @@ struct Operands {
   }
 };
 
+using Store = cukit::TileStore<T, Shape::kWidth, false>;
+
 struct Epilogue {
+  unsigned char* buffers;
+  const cukit::TensorMap* values_map;
   T* values;
   int consumer;
 
   CUKIT_DEVICE void store(const float (&sums)[Shape::kWidth / 2], const Tile& tile) const {
     const int first_row = Shape::row_group(consumer) * cukit::kWarpgroupRows;
     const int first_column = Shape::column_group(consumer) * Shape::kWidth;
+#if DIRECT
     cukit::store_rows<T>(sums, [&](int row, int column) -> T* {
       const int slot = (first_column + column) / BLOCK;
       if (slot >= tile.count) return nullptr;
       const long long block_row = static_cast<long long>(tile.entry + slot) * BLOCK + first_row + row;
       return values + block_row * BLOCK + (first_column + column) % BLOCK;
     });
+#else
+    Store::store(sums, buffers + consumer * Store::kBytes, 1 + consumer,
+                 [&](int piece, const unsigned char* buffer) {
+                   const int column = first_column + piece * 64;
+                   const int slot = column / BLOCK;
+                   if (slot >= tile.count) return;
+                   cukit::tma_store_2d(values_map, buffer, column % BLOCK,
+                                       (tile.entry + slot) * BLOCK + first_row);
+                 });
+#endif
   }
 
-  CUKIT_DEVICE void finish() const {}
+  CUKIT_DEVICE void finish() const { Store::finish(); }
 };
 
 }  // namespace
@@ -100,6 +115,7 @@ struct Epilogue {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_sampled_sm90(
     const __grid_constant__ cukit::TensorMap a,       // [m, k]; A_TRANSPOSED [k, m]
     const __grid_constant__ cukit::TensorMap b,       // [k, n]; B_TRANSPOSED [n, k]
+    const __grid_constant__ cukit::TensorMap values_map,
     T* __restrict__ values,                           // [blocks, BLOCK, BLOCK]
     const int4* __restrict__ work,  // [blocks of the grid, turns]: block row, first block, count, steps
     const int* __restrict__ block_columns,  // [blocks]
@@ -117,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_sampled_sm90(
       [&] {
         const int consumer = Block::consumer_group();
         const cukit::BsrProduct<Shape> product(stages, consumer);
-        const Epilogue epilogue{values, consumer};
+        const Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &values_map, values, consumer};
         cukit::consume(pipeline, schedule, product, epilogue);
       });
 }

@@ -15,6 +15,7 @@
 #include "common/platform.cuh"
 #include "common/ptx/movmatrix.cuh"
 #include "common/ptx/pack.cuh"
+#include "common/ptx/stmatrix.cuh"
 #include "common/quad.cuh"
 
 namespace cukit {
@@ -154,6 +155,53 @@ CUKIT_DEVICE void store_columns(const float (&sums)[N], const Place& place) {
     }
   }
 }
+
+// Stores 64 x Columns accumulators through shared memory and TMA, 64 x 64 at a time. The buffer holds all
+// of them, so that a warpgroup waits for nothing but the copies of its last tile.
+// Transposed: the accumulators' rows run along the columns of the matrix, and so do a piece's.
+template <typename T, int Columns, bool Transposed>
+struct TileStore {
+  using Piece = SharedTile<T, 64, 64>;  // the boxes of the tensor map
+  static constexpr int kBytes = Columns / 64 * Piece::kBytes;
+
+  // All threads of the warpgroup, with a named barrier of its own; one thread calls send(piece, buffer),
+  // which starts the copy of that piece or none.
+  template <typename Send>
+  CUKIT_DEVICE static void store(const float (&sums)[Columns / 2], unsigned char* buffer, int barrier,
+                                 const Send& send) {
+    const bool starts = threadIdx.x % kWarpgroupThreads == 0;
+    const int lane = threadIdx.x % kWarpSize;
+    const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
+    if (starts) bulk_wait_read<0>();
+    named_sync(barrier, kWarpgroupThreads);  // the buffer is free
+#pragma unroll
+    for (int pair = 0; pair < Columns / 16; ++pair) {
+      const float* d = &sums[8 * pair];
+      const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
+                                  pack<T>(d[6], d[7])};
+      const unsigned piece = shared_address(buffer) + pair / 4 * Piece::kBytes;
+      if constexpr (Transposed) {
+        const int row = 16 * (pair % 4) + lane % 8 + lane / 16 * 8;
+        stmatrix_x4_trans(Piece::address(piece, row, 2 * warp + lane / 8 % 2), packed);
+      } else {
+        const int chunk = 2 * (pair % 4) + lane / 16;
+        stmatrix_x4(Piece::address(piece, 16 * warp + lane % 16, chunk), packed);
+      }
+    }
+    fence_proxy_async();
+    named_sync(barrier, kWarpgroupThreads);  // the buffer is written
+    if (starts) {
+#pragma unroll
+      for (int piece = 0; piece < Columns / 64; ++piece) send(piece, buffer + piece * Piece::kBytes);
+      bulk_commit();
+    }
+  }
+
+  // Before the block exits: TMA has read the buffer.
+  CUKIT_DEVICE static void finish() {
+    if (threadIdx.x % kWarpgroupThreads == 0) bulk_wait_read<0>();
+  }
+};
 
 // Work that was dealt out on the host: what a block does is a row of work, which ends with a number
 // below 0.
