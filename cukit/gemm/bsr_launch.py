@@ -23,23 +23,24 @@ _PARAMETERS = parameter_structs("gemm/parameters.cuh")["BsrParameters"]
 class MatmulSm90:
     """op(sparse) @ op(dense) [m, n] on Hopper. xp: the namespace of the arrays."""
 
-    __slots__ = ("_dense", "_entries", "_launch", "_out", "_values", "_work")
+    __slots__ = ("_dense", "_index", "_launch", "_out", "_values")
 
     def __init__(
         self, config: BsrMatmulConfig, pattern: BlockPattern, m: int, n: int, xp: Any
     ) -> None:
         tiling, transposed = config.tiling, config.transposed
         assert tiling is not None
-        indptr, entries = pattern.entries(transposed.sparse)
-        outside = [[pattern.grid[not transposed.sparse], pattern.num_blocks]]
-        entries = np.concatenate([entries, np.array(outside, np.int32)])
+        k = pattern.shape[not transposed.sparse]
+        groups = group_rows(*pattern.entries(transposed.sparse), k // tiling.block, tiling.slots)
         num_sms = current_device().num_sms
-        work = matmul_work(indptr, n, tiling.block, tiling.columns, num_sms)
-        self._entries, self._work = xp.asarray(entries), xp.asarray(work)
+        work = matmul_work(groups.starts, n, tiling.block, tiling.columns, num_sms)
+        columns = np.append(groups.columns, np.int32(-1))
+        numbers = np.append(groups.numbers, np.full((1, tiling.slots), -1, np.int32), axis=0)
+        self._index = tuple(map(xp.asarray, (work, columns, numbers)))
         num_blocks, turns, _ = work.shape
         scalars = (np.int32(m), np.int32(n), np.int32(turns))
         self._launch = Launch(load_kernel(config.spec()), (num_blocks,), scalars)
-        self._values = _maps(*_boxes(tiling, tiling.block, not transposed.sparse))
+        self._values = _maps(*_boxes(tiling, tiling.block, not transposed.sparse, tiling.block))
         self._out = _maps(64, 64)
         self._dense = _maps(*_boxes(tiling, tiling.width, transposed.dense))
 
@@ -49,8 +50,7 @@ class MatmulSm90:
             self._dense(_rows(dense)),
             self._out(_rows(out)),
             out,
-            self._work,
-            self._entries,
+            *self._index,
         )
 
 
@@ -121,9 +121,9 @@ class SampledSm80:
         self._launch(a, b, values, *self._index)
 
 
-def _boxes(tiling: BsrTiling, extent: int, k_major: bool) -> tuple[int, int]:
+def _boxes(tiling: BsrTiling, extent: int, k_major: bool, width: int = 64) -> tuple[int, int]:
     """A box of an operand whose last axis is k, or whose first is."""
-    return (extent, tiling.tile_k) if k_major else (tiling.tile_k, 64)
+    return (extent, tiling.tile_k) if k_major else (tiling.tile_k, min(width, 64))
 
 
 def _maps(rows: int, columns: int) -> TensorMapCache:

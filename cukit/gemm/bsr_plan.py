@@ -16,10 +16,9 @@ TILE_SM80 = 128
 """Rows and columns of a tile of the kernels for any GPU."""
 
 _HOPPER = "sm_90"
-_SMALLEST_BLOCK_SM90 = 64  # rows of a wgmma
 _ITEM_BYTES = 2
 _CONSUMERS = 2
-_WARPGROUP_ROWS = 64
+_WARPGROUP_ROWS = 64  # of a wgmma
 _THREADS_SM90 = 384
 _THREADS_SM80 = 256
 _STAGES_SM80 = 3
@@ -37,18 +36,30 @@ class BsrTiling:
     direct: bool = False
 
     @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return max(self.block, _WARPGROUP_ROWS)
+
+    @property
+    def slots(self) -> int:
+        """Block rows of a tile."""
+        return self.rows // self.block
+
+    @property
     def width(self) -> int:
         """Columns of one consumer warpgroup."""
-        return self.columns // (_CONSUMERS * _WARPGROUP_ROWS // self.block)
+        return self.columns // (_CONSUMERS * _WARPGROUP_ROWS // self.rows)
 
     @property
     def shared_bytes(self) -> int:
         """The stages of both operands."""
-        stages = self.num_stages * (self.block + self.columns) * self.tile_k
-        return _ITEM_BYTES * (stages + (0 if self.direct else self.block * self.columns))
+        stages = self.num_stages * (self.rows + self.columns) * self.tile_k
+        return _ITEM_BYTES * (stages + (0 if self.direct else self.rows * self.columns))
 
 
 TILINGS = {
+    16: (BsrTiling(16, 512, 16, 8), BsrTiling(16, 256, 16, 16)),
+    32: (BsrTiling(32, 512, 32, 4), BsrTiling(32, 256, 32, 8)),
     64: (BsrTiling(64, 512, 32, 4), BsrTiling(64, 256, 64, 4), BsrTiling(64, 128, 64, 8)),
     128: (BsrTiling(128, 256, 64, 3), BsrTiling(128, 128, 64, 6)),
 }
@@ -127,10 +138,10 @@ def plan_bsr_matmul(
     block_rows, n: of the product sparse @ dense.
     """
     tiling = None
-    if _has_wgmma(device, block):
+    if device.arch == _HOPPER:
         *wide, tiling = TILINGS[block]
         for candidate in reversed(wide):
-            if block_rows * -(-n // candidate.columns) >= 2 * device.num_sms:
+            if block_rows // candidate.slots * -(-n // candidate.columns) >= 2 * device.num_sms:
                 tiling = candidate
     return BsrMatmulConfig(dtype, block, transposed, tiling)
 
@@ -149,13 +160,11 @@ def plan_bsr_sampled(
         tiles = -(-np.diff(indptr) // (tiling.columns // block))
         return float(tiles.sum() * tiling.columns * _COLUMN_COST[tiling.width])
 
-    tiling = min(TILINGS[block], key=columns) if _has_wgmma(device, block) else None
+    tiling = None
+    if device.arch == _HOPPER and block >= _WARPGROUP_ROWS:
+        tiling = min(TILINGS[block], key=columns)
     return BsrSampledConfig(dtype, block, a_transposed, b_transposed, tiling)
 
 
 _COLUMN_COST = {256: 1.0, 128: 1.1, 64: 1.7}
 """Time of a column of a tile, by the columns of a consumer: narrow products wait for operand a."""
-
-
-def _has_wgmma(device: Device, block: int) -> bool:
-    return device.arch == _HOPPER and block >= _SMALLEST_BLOCK_SM90

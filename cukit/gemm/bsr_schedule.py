@@ -42,8 +42,10 @@ def deal_tiles(items: HostArray, costs: HostArray, num_blocks: int) -> HostArray
 def matmul_work(
     indptr: HostArray, n: int, block: int, tile_columns: int, num_blocks: int
 ) -> HostArray:
-    """The tiles of a sparse times dense product, dealt out: block row, first column, and entries
-    from and to. A row without blocks has one entry, which follows all others.
+    """The tiles of a sparse times dense product, dealt out: group of rows, first column, and entries
+    from and to. A group without entries has one that follows all others.
+
+    indptr: entries before each group, of one block row or several.
 
     Tiles of the same columns come one after another, the longest rows first: those that run at one
     time then read the same columns of the dense matrix, and the last are short.

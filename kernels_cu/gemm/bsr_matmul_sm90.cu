@@ -3,18 +3,21 @@
 //   out = op(s) op(d)             s: block-sparse, d: dense
 //   out = (op(s) op(d))^T         OUT_TRANSPOSED: how a dense matrix times a sparse one is computed
 //
-// Mapping: a tile of the result has the rows of one block row of op(s) and COLUMNS columns
-//   (gemm/bsr_sm90.cuh). A thread of the first warpgroup loads the stored blocks of that row one behind
-//   the other, each with the rows of op(d) that it multiplies, TILE_K of k at a time, up to STAGES
-//   ahead and across tiles. The host deals the tiles to the blocks of the grid, so that all end at about
-//   the same time; tiles that run at one time share their columns of d, which L2 then holds.
+// Mapping: a tile of the result has the rows of a group of block rows of op(s), of one where blocks have
+//   64 rows or more, and COLUMNS columns (gemm/bsr_sm90.cuh). An entry of a group is a block column
+//   that any of its rows has. A thread of the first warpgroup loads the blocks of each entry with the
+//   rows of op(d) that they multiply, TILE_K of k at a time, up to STAGES ahead and across tiles.
+//   Missing blocks have the number -1: TMA reads zeros there. So has the entry after the last, which
+//   stands for those of a group that has none.
+//   The host deals the tiles to the blocks of the grid, so that all end at about the same time; tiles
+//   that run at one time share their columns of d, which L2 then holds.
 // Shared memory, bytes, dynamic: STAGES * (BLOCK + COLUMNS) * TILE_K * 2: stages (a | b), swizzled.
 //   Static: two barriers a stage.
-// Macros: DTYPE float16|bfloat16; BLOCK 64|128; COLUMNS a multiple of 128 up to 512 (BLOCK 64) or 256
-//   (BLOCK 128); TILE_K 32|64; SPARSE_TRANSPOSED, DENSE_TRANSPOSED, OUT_TRANSPOSED 0|1; STAGES 2..;
+// Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; COLUMNS a multiple of 128 up to 512, or 256
+//   (BLOCK 128); TILE_K 16|32|64, at most BLOCK; SPARSE_TRANSPOSED, DENSE_TRANSPOSED, OUT_TRANSPOSED 0|1; STAGES 2..;
 //   THREADS 384.
 // Tensor maps, swizzled by the bytes of their boxes' rows: values [blocks * BLOCK, BLOCK], boxes of
-//   [BLOCK, TILE_K], SPARSE_TRANSPOSED [TILE_K, 64]; d, boxes of [TILE_K, 64] from [k, n],
+//   [BLOCK, TILE_K], SPARSE_TRANSPOSED [TILE_K, up to 64]; d, boxes of [TILE_K, 64] from [k, n],
 //   DENSE_TRANSPOSED [columns of a consumer, TILE_K] from [n, k].
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/bsr.py.
@@ -33,47 +36,60 @@ static_assert(THREADS == Block::kThreads, "a producer and two consumers");
 struct Tile {
   int row;     // first row of op(s)
   int column;  // first column of op(d)
-  int entry;   // first of the row's blocks
+  int entry;   // first of the group's entries
   int first_step, end_step;
 
   CUKIT_DEVICE static Tile of(const int4& item) {
-    return {item.x * BLOCK, item.y, item.z, 0, (item.w - item.z) * Shape::kBlockSteps};
+    return {item.x * Shape::kRows, item.y, item.z, 0, (item.w - item.z) * Shape::kBlockSteps};
   }
 };
 
 struct Operands {
   static constexpr int kStageBytes = Shape::kStageBytes;
+  using TileA = Shape::TileA::Tile;
+  using TileB = Shape::TileB::Tile;
   const cukit::TensorMap* values;
   const cukit::TensorMap* dense;
-  const int2* entries;
+  const int* block_columns;
+  const int* numbers;
   int columns;  // of op(d)
 
   CUKIT_DEVICE void load(unsigned char* stage, cukit::Mbarrier* full, const Tile& tile,
                          int step) const {
-    using TileA = Shape::TileA::Tile;
-    using TileB = Shape::TileB::Tile;
-    const int2 entry = entries[tile.entry + step / Shape::kBlockSteps];
+    const int entry = tile.entry + step / Shape::kBlockSteps;
     const int within = step % Shape::kBlockSteps * TILE_K;
-    const int block = entry.y * BLOCK;
-    const int k = entry.x * BLOCK + within;
-    if constexpr (SPARSE_TRANSPOSED) {
-      TileA::load(stage, values, full, 0, block + within);
-    } else {
-      TileA::load(stage, values, full, within, block);
+    load_dense(stage + TileA::kBytes, full, tile.column, block_columns[entry] * BLOCK + within);
+#pragma unroll
+    for (int slot = 0; slot < Shape::kSlots; ++slot) {
+      const int row = numbers[entry * Shape::kSlots + slot] * BLOCK;
+      if constexpr (SPARSE_TRANSPOSED) {
+        constexpr int kParts = TileA::kParts / Shape::kSlots;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          cukit::tma_load_2d(stage + (slot * kParts + part) * TileA::kPartBytes, values, full,
+                             part * TileA::kPartColumns, row + within);
+        }
+      } else {
+        cukit::tma_load_2d(stage + slot * BLOCK * TileA::kRowBytes, values, full, within, row);
+      }
     }
+  }
+
+  CUKIT_DEVICE void load_dense(unsigned char* stage_b, cukit::Mbarrier* full, int first_column,
+                               int k) const {
 #pragma unroll
     for (int group = 0; group < Shape::kColumnGroups; ++group) {
-      unsigned char* const b = stage + TileA::kBytes + group * TileB::kBytes;
-      const int column = tile.column + group * Shape::kWidth;
+      unsigned char* const b = stage_b + group * TileB::kBytes;
+      const int column = first_column + group * Shape::kWidth;
+      // Columns that do not exist are multiplied as well, but not stored.
       if constexpr (DENSE_TRANSPOSED) {
-        // A consumer may have no columns left; what it multiplies is not stored.
         TileB::load(b, dense, full, k, column < columns ? column : 0);
       } else {
 #pragma unroll
         for (int part = 0; part < TileB::kParts; ++part) {
           const int first = column + part * 64;
-          cukit::tma_load_2d(b + part * TileB::kPartBytes, dense, full,
-                             first < columns ? first : 0, k);
+          cukit::tma_load_2d(b + part * TileB::kPartBytes, dense, full, first < columns ? first : 0,
+                             k);
         }
       }
     }
@@ -128,9 +144,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
     T* __restrict__ out,                              // [m, n]; OUT_TRANSPOSED [n, m]
     const int4* __restrict__ work,     // [blocks of the grid, turns]: block row, first column, entries
                                        // from and to
-    const int2* __restrict__ entries,  // [blocks + 1]: block column of op(s), number of the block; the
-                                       // last is outside both, and stands for the blocks of a row
-                                       // that has none: TMA reads zeros there
+    const int* __restrict__ block_columns,  // [entries + 1]: of op(s)
+    const int* __restrict__ numbers,        // [entries + 1, kSlots]: the blocks there
     const int m, const int n, const int turns) {
   __shared__ cukit::Pipeline<STAGES> pipeline;
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
@@ -139,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
   Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
   Block::run(
       [&] {
-        const Operands operands{&values, &dense, entries, n};
+        const Operands operands{&values, &dense, block_columns, numbers, n};
         if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
       },
       [&] {

@@ -1,11 +1,13 @@
 // What the block-sparse products on Hopper share: the shape of a tile, its product and its schedule
 // (sm_90a; the skeleton is common/hopper/gemm.cuh).
 //
-// A tile has the rows of one block row, and columns of which each block of that row needs its own
-// rows of the other operand: nothing is shared between block rows. So a tile is as wide as the
-// accumulators allow, which reads each stored block least often:
+// A tile has the rows of one block row, and is as wide as the accumulators allow, which reads each
+// stored block least often:
+//   blocks of 128  each consumer has 64 of the rows, and all columns;
 //   blocks of 64   both consumers have the same 64 rows, and half of the columns each;
-//   blocks of 128  each consumer has 64 of the rows, and all columns.
+//   smaller blocks the same, the 64 rows being those of kSlots neighbouring block rows. Block columns
+//                  that any of them has are multiplied with all, missing blocks being zeros: wgmma has
+//                  64 rows, and the rows of the other operand are loaded once for all slots.
 // A stage holds TileK steps of k of both operands, a | b, b in one part for each consumer that has
 // columns of its own. Either operand may be K-major or MN-major; the tiles of both lie as TMA finds
 // them.
@@ -20,14 +22,15 @@
 
 namespace cukit {
 
-// Of a row of TileK 16-bit elements.
-template <int TileK>
-constexpr OperandSwizzle kRowSwizzle =
-    TileK == 64 ? OperandSwizzle::Bytes128 : OperandSwizzle::Bytes64;
+// The swizzle of rows of Elements 16-bit elements.
+template <int Elements>
+constexpr OperandSwizzle kRowSwizzle = Elements == 64   ? OperandSwizzle::Bytes128
+                                       : Elements == 32 ? OperandSwizzle::Bytes64
+                                                        : OperandSwizzle::Bytes32;
 
-// A operand of wgmma, Extent of m or n by TileK of k. Transposed: MN-major, as it lies in a matrix
-// whose rows run along k.
-template <typename T, int Extent, int TileK, bool Transposed>
+// An operand of wgmma, Extent of m or n by TileK of k. Transposed: MN-major, as it lies in a matrix
+// whose rows run along k, in parts of PartExtent.
+template <typename T, int Extent, int TileK, bool Transposed, int PartExtent = 64>
 struct OperandTile : SharedTile<T, Extent, TileK, kRowSwizzle<TileK>> {
   using Tile = SharedTile<T, Extent, TileK, kRowSwizzle<TileK>>;
   // 64 of m or n further on.
@@ -38,10 +41,11 @@ struct OperandTile : SharedTile<T, Extent, TileK, kRowSwizzle<TileK>> {
   }
 };
 
-template <typename T, int Extent, int TileK>
-struct OperandTile<T, Extent, TileK, true> : SharedTile<T, TileK, Extent> {
-  using Tile = SharedTile<T, TileK, Extent>;
-  static constexpr int kNext = Tile::kPart;
+template <typename T, int Extent, int TileK, int PartExtent>
+struct OperandTile<T, Extent, TileK, true, PartExtent>
+    : SharedTile<T, TileK, Extent, kRowSwizzle<PartExtent>> {
+  using Tile = SharedTile<T, TileK, Extent, kRowSwizzle<PartExtent>>;
+  static constexpr int kNext = 64 / PartExtent * Tile::kPart;
   static constexpr int step(int k) { return Tile::mn_step(k); }
   CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
     return Tile::mn_major(tile);
@@ -52,22 +56,25 @@ struct OperandTile<T, Extent, TileK, true> : SharedTile<T, TileK, Extent> {
 template <typename T, int Block, int Columns, int TileK, bool TransposedA, bool TransposedB>
 struct BsrShape {
   using Element = T;
-  static constexpr int kBlock = Block;
+  static constexpr int kRows = Block < kWarpgroupRows ? kWarpgroupRows : Block;
+  static constexpr int kSlots = kRows / Block;  // block rows
   static constexpr int kColumns = Columns;
   static constexpr int kTileK = TileK;
   static constexpr int kSteps = TileK / 16;  // products of a stage
   static constexpr int kBlockSteps = Block / TileK;
   static constexpr int kConsumers = 2;
-  static constexpr int kRowGroups = Block / kWarpgroupRows;
+  static constexpr int kRowGroups = kRows / kWarpgroupRows;
   static constexpr int kColumnGroups = kConsumers / kRowGroups;
   static constexpr int kWidth = Columns / kColumnGroups;  // columns of a consumer
   static constexpr bool kTransposedA = TransposedA;
   static constexpr bool kTransposedB = TransposedB;
-  using TileA = OperandTile<T, Block, TileK, TransposedA>;
+  static constexpr int kPartA = Block < 64 ? Block : 64;
+  using TileA = OperandTile<T, kRows, TileK, TransposedA, kPartA>;
   using TileB = OperandTile<T, kWidth, TileK, TransposedB>;  // of a consumer
   static constexpr int kStageBytes = TileA::kBytes + kColumnGroups * TileB::kBytes;
 
-  static_assert(Block == 64 || Block == 128, "the rows of one consumer or of both");
+  static_assert(kRowGroups <= 2, "the rows of one consumer or of both");
+  static_assert(Block % TileK == 0, "a stage holds no more than a block's steps of k");
   static_assert(kWidth % 64 == 0 && kWidth <= 256, "products of a warpgroup");
 
   CUKIT_DEVICE static int row_group(int consumer) { return kRowGroups == 1 ? 0 : consumer; }
