@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, NamedTuple
 
 from cukit.core.arrays import (
@@ -22,6 +23,8 @@ from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm.block_sparse import BLOCK_SIZES, BlockPattern, BlockSparseMatrix
 from cukit.gemm.bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
 from cukit.gemm.bsr_plan import (
+    SAMPLED_TILINGS,
+    SLOTS_SM90,
     TILINGS,
     BsrMatmulConfig,
     BsrSampledConfig,
@@ -29,6 +32,7 @@ from cukit.gemm.bsr_plan import (
     plan_bsr_matmul,
     plan_bsr_sampled,
 )
+from cukit.gemm.bsr_schedule import group_rows
 from cukit.reference import bsr as reference
 from cukit.registry import register
 
@@ -219,9 +223,9 @@ def _prepare_sampled(
     if not k:
         return _fill_with_zeros
     dtype, device = a.dtype.name, current_device()
-    config = plan_bsr_sampled(
-        pattern.indptr, pattern.block_size, dtype, transpose_a, transpose_b, device
-    )
+    block = pattern.block_size
+    starts = group_rows(*pattern.entries(False), pattern.grid[1], SLOTS_SM90[block]).starts
+    config = plan_bsr_sampled(starts, block, dtype, transpose_a, transpose_b, device)
     launch = SampledSm80 if config.tiling is None else SampledSm90
     return launch(config, pattern, k, namespace(a))
 
@@ -274,17 +278,19 @@ def _fill_with_zeros(_a: Array, _b: Array, out: Array) -> None:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Both orders of the operands of each kernel; of the Hopper kernels every tiling."""
+    """Every tiling on Hopper, every block size elsewhere, with both orders of the operands."""
+    hopper = device.arch == "sm_90"
     specs = []
-    for block in BLOCK_SIZES:
-        tilings = TILINGS.get(block, ()) if device.arch == "sm_90" else ()
-        for tiling in tilings or (None,):
-            for flag in (False, True):
-                transposed = Transposed(flag, flag, flag)
-                specs += [
-                    BsrMatmulConfig("bfloat16", block, transposed, tiling).spec(),
-                    BsrSampledConfig("bfloat16", block, flag, not flag, tiling).spec(),
-                ]
+    for block, flag in product(BLOCK_SIZES, (False, True)):
+        transposed = Transposed(flag, flag, flag)
+        specs += [
+            BsrMatmulConfig("bfloat16", block, transposed, tiling).spec()
+            for tiling in (TILINGS[block] if hopper else (None,))
+        ]
+        specs += [
+            BsrSampledConfig("bfloat16", block, flag, not flag, tiling).spec()
+            for tiling in (SAMPLED_TILINGS[block] if hopper else (None,))
+        ]
     return specs
 
 

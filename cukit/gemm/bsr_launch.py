@@ -57,29 +57,24 @@ class MatmulSm90:
 class SampledSm90:
     """The blocks of op(a) @ op(b), inner extent k, on Hopper."""
 
-    __slots__ = ("_a", "_b", "_columns", "_launch", "_out", "_work")
+    __slots__ = ("_a", "_b", "_index", "_launch", "_values")
 
     def __init__(self, config: BsrSampledConfig, pattern: BlockPattern, k: int, xp: Any) -> None:
         tiling = config.tiling
         assert tiling is not None
-        steps, most = -(-k // tiling.tile_k), tiling.columns // tiling.block
-        work = sampled_work(pattern.indptr, steps, most, current_device().num_sms)
-        self._columns, self._work = xp.asarray(pattern.indices), xp.asarray(work)
+        block = tiling.block
+        groups = group_rows(*pattern.entries(False), pattern.grid[1], tiling.slots)
+        steps, most = -(-k // tiling.tile_k), tiling.columns // block
+        work = sampled_work(groups.starts, steps, most, current_device().num_sms)
+        self._index = tuple(map(xp.asarray, (work, groups.columns, groups.numbers)))
         num_blocks, turns, _ = work.shape
         self._launch = Launch(load_kernel(config.spec()), (num_blocks,), (np.int32(turns),))
-        self._a = _maps(*_boxes(tiling, tiling.block, not config.a_transposed))
-        self._out = _maps(64, 64)
-        self._b = _maps(*_boxes(tiling, tiling.block, config.b_transposed))
+        self._a = _maps(*_boxes(tiling, tiling.rows, not config.a_transposed))
+        self._b = _maps(*_boxes(tiling, block, config.b_transposed, block))
+        self._values = _maps(min(block, 64), min(block, 64))
 
     def __call__(self, a: Array, b: Array, values: Array) -> None:
-        self._launch(
-            self._a(_rows(a)),
-            self._b(b),
-            self._out(_rows(values)),
-            values,
-            self._work,
-            self._columns,
-        )
+        self._launch(self._a(_rows(a)), self._b(b), self._values(_rows(values)), *self._index)
 
 
 class MatmulSm80:

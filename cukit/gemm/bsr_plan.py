@@ -63,7 +63,20 @@ TILINGS = {
     64: (BsrTiling(64, 512, 32, 4), BsrTiling(64, 256, 64, 4), BsrTiling(64, 128, 64, 8)),
     128: (BsrTiling(128, 256, 64, 3), BsrTiling(128, 128, 64, 6)),
 }
-"""By block size, widest first."""
+"""Of sparse times dense, by block size, widest first."""
+
+SAMPLED_TILINGS = {
+    block: (
+        BsrTiling(block, 512, 32, 4),
+        BsrTiling(block, 256, 64, 4),
+        BsrTiling(block, 128, 64, 8),
+    )
+    for block in (16, 32, 64)
+} | {128: TILINGS[128]}
+"""Of the blocks of a dense product."""
+
+SLOTS_SM90 = {block: tilings[0].slots for block, tilings in TILINGS.items()}
+"""Block rows of a tile."""
 
 
 class Transposed(NamedTuple):
@@ -147,22 +160,23 @@ def plan_bsr_matmul(
 
 
 def plan_bsr_sampled(
-    indptr: HostArray,
+    starts: HostArray,
     block: int,
     dtype: str,
     a_transposed: bool,
     b_transposed: bool,
     device: Device,
 ) -> BsrSampledConfig:
-    """On Hopper the tiling that computes the fewest columns, those of no block among them."""
+    """On Hopper the tiling that computes the fewest columns, those of no block among them.
+
+    starts: entries before each group of `SLOTS_SM90[block]` block rows.
+    """
 
     def columns(tiling: BsrTiling) -> float:
-        tiles = -(-np.diff(indptr) // (tiling.columns // block))
+        tiles = -(-np.diff(starts) // (tiling.columns // block))
         return float(tiles.sum() * tiling.columns * _COLUMN_COST[tiling.width])
 
-    tiling = None
-    if device.arch == _HOPPER and block >= _WARPGROUP_ROWS:
-        tiling = min(TILINGS[block], key=columns)
+    tiling = min(SAMPLED_TILINGS[block], key=columns) if device.arch == _HOPPER else None
     return BsrSampledConfig(dtype, block, a_transposed, b_transposed, tiling)
 
 

@@ -63,10 +63,10 @@ def matmul_work(
 
 
 def sampled_work(indptr: HostArray, steps: int, most: int, num_blocks: int) -> HostArray:
-    """The tiles of a sampled product, dealt out: block row, first block, number of blocks, steps.
+    """The tiles of a sampled product, dealt out: group of rows, first entry, entries, steps.
 
-    A block row is cut into as few tiles of at most `most` blocks as there can be, of about as many
-    blocks each.
+    A group is cut into as few tiles of at most `most` entries as there can be, of about as many
+    entries each. indptr: entries before each group, of one block row or several.
     """
     counts = np.diff(indptr)
     pieces = -(-counts // most)

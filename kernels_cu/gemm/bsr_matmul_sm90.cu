@@ -28,10 +28,14 @@
 namespace {
 
 using T = cukit::element_t;
-using Shape = cukit::BsrShape<T, BLOCK, COLUMNS, TILE_K, SPARSE_TRANSPOSED, !DENSE_TRANSPOSED>;
+constexpr int kBlockSteps = BLOCK / TILE_K;
+
+using Shape = cukit::BsrShape<T, BLOCK, COLUMNS, TILE_K, SPARSE_TRANSPOSED, (BLOCK < 64 ? BLOCK : 64),
+                              !DENSE_TRANSPOSED, 64>;
 using Block = cukit::WarpSpecialized<Shape::kConsumers, 40>;
 
 static_assert(THREADS == Block::kThreads, "a producer and two consumers");
+static_assert(BLOCK % TILE_K == 0, "a stage holds no more than a block's steps of k");
 
 struct Tile {
   int row;     // first row of op(s)
@@ -40,7 +44,7 @@ struct Tile {
   int first_step, end_step;
 
   CUKIT_DEVICE static Tile of(const int4& item) {
-    return {item.x * Shape::kRows, item.y, item.z, 0, (item.w - item.z) * Shape::kBlockSteps};
+    return {item.x * Shape::kRows, item.y, item.z, 0, (item.w - item.z) * kBlockSteps};
   }
 };
 
@@ -56,8 +60,8 @@ struct Operands {
 
   CUKIT_DEVICE void load(unsigned char* stage, cukit::Mbarrier* full, const Tile& tile,
                          int step) const {
-    const int entry = tile.entry + step / Shape::kBlockSteps;
-    const int within = step % Shape::kBlockSteps * TILE_K;
+    const int entry = tile.entry + step / kBlockSteps;
+    const int within = step % kBlockSteps * TILE_K;
     load_dense(stage + TileA::kBytes, full, tile.column, block_columns[entry] * BLOCK + within);
 #pragma unroll
     for (int slot = 0; slot < Shape::kSlots; ++slot) {
@@ -96,7 +100,7 @@ struct Operands {
   }
 };
 
-using Store = cukit::TileStore<T, Shape::kWidth, OUT_TRANSPOSED>;
+using Store = cukit::TileStore<T, Shape::kWidth, 64, OUT_TRANSPOSED>;
 
 struct Epilogue {
   unsigned char* buffers;

@@ -52,8 +52,9 @@ struct OperandTile<T, Extent, TileK, true, PartExtent>
   }
 };
 
-// TransposedA, TransposedB: MN-major.
-template <typename T, int Block, int Columns, int TileK, bool TransposedA, bool TransposedB>
+// TransposedA, TransposedB: MN-major, in parts of PartA and PartB.
+template <typename T, int Block, int Columns, int TileK, bool TransposedA, int PartA,
+          bool TransposedB, int PartB>
 struct BsrShape {
   using Element = T;
   static constexpr int kRows = Block < kWarpgroupRows ? kWarpgroupRows : Block;
@@ -61,20 +62,17 @@ struct BsrShape {
   static constexpr int kColumns = Columns;
   static constexpr int kTileK = TileK;
   static constexpr int kSteps = TileK / 16;  // products of a stage
-  static constexpr int kBlockSteps = Block / TileK;
   static constexpr int kConsumers = 2;
   static constexpr int kRowGroups = kRows / kWarpgroupRows;
   static constexpr int kColumnGroups = kConsumers / kRowGroups;
   static constexpr int kWidth = Columns / kColumnGroups;  // columns of a consumer
   static constexpr bool kTransposedA = TransposedA;
   static constexpr bool kTransposedB = TransposedB;
-  static constexpr int kPartA = Block < 64 ? Block : 64;
-  using TileA = OperandTile<T, kRows, TileK, TransposedA, kPartA>;
-  using TileB = OperandTile<T, kWidth, TileK, TransposedB>;  // of a consumer
+  using TileA = OperandTile<T, kRows, TileK, TransposedA, PartA>;
+  using TileB = OperandTile<T, kWidth, TileK, TransposedB, PartB>;  // of a consumer
   static constexpr int kStageBytes = TileA::kBytes + kColumnGroups * TileB::kBytes;
 
   static_assert(kRowGroups <= 2, "the rows of one consumer or of both");
-  static_assert(Block % TileK == 0, "a stage holds no more than a block's steps of k");
   static_assert(kWidth % 64 == 0 && kWidth <= 256, "products of a warpgroup");
 
   CUKIT_DEVICE static int row_group(int consumer) { return kRowGroups == 1 ? 0 : consumer; }
@@ -163,13 +161,16 @@ CUKIT_DEVICE void store_columns(const float (&sums)[N], const Place& place) {
   }
 }
 
-// Stores 64 x Columns accumulators through shared memory and TMA, 64 x 64 at a time. The buffer holds all
-// of them, so that a warpgroup waits for nothing but the copies of its last tile.
-// Transposed: the accumulators' rows run along the columns of the matrix, and so do a piece's.
-template <typename T, int Columns, bool Transposed>
+// Stores 64 x Columns accumulators through shared memory and TMA, PieceColumns at a time. The buffer
+// holds all of them, so that a warpgroup waits for nothing but the copies of its last tile.
+// Transposed, pieces of 64 columns only: the accumulators' rows run along the columns of the matrix.
+template <typename T, int Columns, int PieceColumns = 64, bool Transposed = false>
 struct TileStore {
-  using Piece = SharedTile<T, 64, 64>;  // the boxes of the tensor map
-  static constexpr int kBytes = Columns / 64 * Piece::kBytes;
+  using Piece = SharedTile<T, 64, PieceColumns, kRowSwizzle<PieceColumns>>;
+  static constexpr int kPieces = Columns / PieceColumns;
+  static constexpr int kBytes = kPieces * Piece::kBytes;
+
+  static_assert(!Transposed || PieceColumns == 64, "a piece's rows are columns");
 
   // All threads of the warpgroup, with a named barrier of its own; one thread calls send(piece, buffer),
   // which starts the copy of that piece or none.
@@ -186,12 +187,13 @@ struct TileStore {
       const float* d = &sums[8 * pair];
       const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
                                   pack<T>(d[6], d[7])};
-      const unsigned piece = shared_address(buffer) + pair / 4 * Piece::kBytes;
+      constexpr int kPairs = PieceColumns / 16;
+      const unsigned piece = shared_address(buffer) + pair / kPairs * Piece::kBytes;
       if constexpr (Transposed) {
-        const int row = 16 * (pair % 4) + lane % 8 + lane / 16 * 8;
+        const int row = 16 * (pair % kPairs) + lane % 8 + lane / 16 * 8;
         stmatrix_x4_trans(Piece::address(piece, row, 2 * warp + lane / 8 % 2), packed);
       } else {
-        const int chunk = 2 * (pair % 4) + lane / 16;
+        const int chunk = 2 * (pair % kPairs) + lane / 16;
         stmatrix_x4(Piece::address(piece, 16 * warp + lane % 16, chunk), packed);
       }
     }
@@ -199,7 +201,7 @@ struct TileStore {
     named_sync(barrier, kWarpgroupThreads);  // the buffer is written
     if (starts) {
 #pragma unroll
-      for (int piece = 0; piece < Columns / 64; ++piece) send(piece, buffer + piece * Piece::kBytes);
+      for (int piece = 0; piece < kPieces; ++piece) send(piece, buffer + piece * Piece::kBytes);
       bulk_commit();
     }
   }

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_from_mask, create_sparse_mask
-from cukit.gemm.bsr_plan import TILINGS, Transposed, plan_bsr_matmul, plan_bsr_sampled
+from cukit.gemm.bsr_plan import (
+    SAMPLED_TILINGS,
+    TILINGS,
+    Transposed,
+    plan_bsr_matmul,
+    plan_bsr_sampled,
+)
 from cukit.gemm.bsr_schedule import (
     deal_tiles,
     group_rows,
@@ -187,7 +193,10 @@ def test_groups_of_rows_list_each_block_once(mask, size):
 # ---- Plans ----
 
 
-@pytest.mark.parametrize("tiling", [each for tilings in TILINGS.values() for each in tilings])
+@pytest.mark.parametrize(
+    "tiling",
+    [each for tilings in (*TILINGS.values(), *SAMPLED_TILINGS.values()) for each in tilings],
+)
 def test_tilings_fit_hopper(tiling):
     assert tiling.shared_bytes + KIB <= HOPPER.shared_bytes_per_block
 
@@ -200,7 +209,8 @@ def test_tilings_fit_hopper(tiling):
         (64, 128, 64, HOPPER, 128),
         (128, 64, 4096, HOPPER, 256),
         (128, 64, 512, HOPPER, 128),
-        (32, 256, 4096, HOPPER, None),
+        (32, 256, 4096, HOPPER, 512),
+        (16, 512, 512, HOPPER, 256),
         (64, 128, 4096, A100, None),
     ],
 )
@@ -212,7 +222,7 @@ def test_the_plan(block, block_rows, n, device, columns):
 
 @pytest.mark.parametrize(("counts", "columns"), [([8, 8], 512), ([4, 4], 256), ([1, 2], 128)])
 def test_the_plan_of_a_sampled_product_computes_few_columns(counts, columns):
-    indptr = np.concatenate([[0], np.cumsum(counts)])
-    config = plan_bsr_sampled(indptr, 64, "bfloat16", False, False, HOPPER)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    config = plan_bsr_sampled(starts, 64, "bfloat16", False, False, HOPPER)
     assert config.tiling is not None
     assert config.tiling.columns == columns

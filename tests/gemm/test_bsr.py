@@ -9,8 +9,9 @@ import pytest
 
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_matmul, create_sparse_mask
-from cukit.gemm.bsr_launch import MatmulSm90, SampledSm90
+from cukit.gemm.bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
 from cukit.gemm.bsr_plan import (
+    SAMPLED_TILINGS,
     TILINGS,
     BsrMatmulConfig,
     BsrSampledConfig,
@@ -36,6 +37,7 @@ MASKS = {
     128: [[1, 1], [0, 0], [0, 1]],
 }
 HOPPER = [tiling for tilings in TILINGS.values() for tiling in tilings]
+HOPPER_SAMPLED = [tiling for tilings in SAMPLED_TILINGS.values() for tiling in tilings]
 
 
 def pattern_of(block):
@@ -130,12 +132,48 @@ def test_every_tiling(device, rng, tiling, flag):
     assert_close("out", out, *(x.T if flag else x for x in (plain, wide)))
 
 
-@pytest.mark.parametrize("tiling", HOPPER, ids=name)
+@pytest.mark.parametrize("block", MASKS)
+@pytest.mark.parametrize("flag", [False, True])
+def test_the_kernels_for_any_gpu(device, rng, block, flag):
+    """Which Hopper does not plan."""
+    if device == "cpu":
+        pytest.skip("a choice of the kernel")
+    xp = np if device == "emulator" else __import__("cupy")
+    pattern, n, k = pattern_of(block), 136, 200
+    values = values_of(rng, pattern, "bfloat16")
+    rows, inner = pattern.shape[::-1] if flag else pattern.shape
+    dense = random(rng, (n, inner) if flag else (inner, n), "bfloat16")
+    out = poisoned(device, (n, rows) if flag else (rows, n), "bfloat16")
+    config = BsrMatmulConfig("bfloat16", block, Transposed(flag, flag, flag), None)
+    launch = MatmulSm80(config, pattern, rows, n, xp)
+    a = random(rng, (k, pattern.shape[0]) if flag else (pattern.shape[0], k), "bfloat16")
+    b = random(rng, (k, pattern.shape[1]) if flag else (pattern.shape[1], k), "bfloat16")
+    sampled = poisoned(device, values.shape, "bfloat16")
+    sampled_config = BsrSampledConfig("bfloat16", block, flag, not flag, None)
+    sampled_launch = SampledSm80(sampled_config, pattern, k, xp)
+    for repeat in range(2):
+        with another_order(device, repeat):
+            launch(*to_device(device, values, dense), out)
+            sampled_launch(*to_device(device, a, b), sampled)
+    options = {"transpose_a": flag, "transpose_b": flag}
+    wide = reference.bsr_matmul(
+        BlockSparseMatrix(values.astype(np.float64), pattern), dense.astype(np.float64), **options
+    )
+    wide = wide.T if flag else wide
+    assert_close("out", out, wide.astype(values.dtype), wide)
+    options = {"transpose_a": flag, "transpose_b": not flag, "pattern": pattern}
+    wide = reference.bsr_matmul(a.astype(np.float64), b.astype(np.float64), **options)
+    assert_close("values", sampled, wide.astype(values.dtype), wide)
+
+
+@pytest.mark.parametrize("tiling", HOPPER_SAMPLED, ids=name)
 def test_every_tiling_of_a_sampled_product(device, rng, tiling):
     if device == "cpu":
         pytest.skip("a choice of the kernel")
     block = tiling.block
-    pattern = BlockPattern.from_mask(np.ones((2, tiling.columns // block + 1), bool), block)
+    mask = np.ones((2 * tiling.slots, tiling.columns // block + 1), bool)
+    mask[0, ::3] = False
+    pattern = BlockPattern.from_mask(mask, block)
     (m, n), k = pattern.shape, 8 * tiling.tile_k + 8
     a, b = random(rng, (m, k), "bfloat16", scale=k**-0.5), random(rng, (k, n), "bfloat16")
     values = poisoned(device, (pattern.num_blocks, block, block), "bfloat16")
