@@ -42,7 +42,7 @@ def deal_tiles(items: HostArray, costs: HostArray, num_blocks: int) -> HostArray
 def matmul_work(
     indptr: HostArray, n: int, block: int, tile_columns: int, num_blocks: int
 ) -> HostArray:
-    """The tiles of a sparse times dense product, dealt out: group, first column, entries from and to.
+    """The tiles of sparse times dense, dealt out: group, first column, entries from and to.
 
     A group without entries has one that follows all others.
 
