@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cukit.core.arrays import Array
+from cukit.core.arrays import Array, bfloat16
 from cukit.core.device import current_device
 from cukit.core.kernel import Launch, load_kernel
 from cukit.core.map_cache import TensorMapCache
@@ -23,7 +23,7 @@ _PARAMETERS = parameter_structs("gemm/parameters.cuh")["BsrParameters"]
 class MatmulSm90:
     """op(sparse) @ op(dense) [m, n] on Hopper. xp: the namespace of the arrays."""
 
-    __slots__ = ("_dense", "_index", "_launch", "_out", "_values")
+    __slots__ = ("_dense", "_index", "_launch", "_out", "_values", "_zeros")
 
     def __init__(
         self, config: BsrMatmulConfig, pattern: BlockPattern, m: int, n: int, xp: Any
@@ -37,6 +37,7 @@ class MatmulSm90:
         columns = np.append(groups.columns, np.int32(-1))
         numbers = np.append(groups.numbers, np.full((1, tiling.slots), -1, np.int32), axis=0)
         self._index = tuple(map(xp.asarray, (work, columns, numbers)))
+        self._zeros = xp.zeros((tiling.block, tiling.block), _dtype(config.dtype))
         num_blocks, turns, _ = work.shape
         scalars = (np.int32(m), np.int32(n), np.int32(turns))
         self._launch = Launch(load_kernel(config.spec()), (num_blocks,), scalars)
@@ -47,6 +48,7 @@ class MatmulSm90:
     def __call__(self, values: Array, dense: Array, out: Array) -> None:
         self._launch(
             self._values(_rows(values)),
+            self._values(self._zeros),
             self._dense(_rows(dense)),
             self._out(_rows(out)),
             out,
@@ -119,6 +121,10 @@ class SampledSm80:
 def _boxes(tiling: BsrTiling, extent: int, k_major: bool, width: int = 64) -> tuple[int, int]:
     """A box of an operand whose last axis is k, or whose first is."""
     return (extent, tiling.tile_k) if k_major else (tiling.tile_k, min(width, 64))
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    return bfloat16 if name == "bfloat16" else np.dtype(name)
 
 
 def _maps(rows: int, columns: int) -> TensorMapCache:

@@ -34,6 +34,7 @@ class BsrTiling:
     tile_k: int
     num_stages: int
     direct: bool = False
+    zeros: bool = True
 
     @property
     def rows(self) -> int:
@@ -136,6 +137,7 @@ def _spec(
         ("TILE_K", tiling.tile_k),
         ("STAGES", tiling.num_stages),
         ("DIRECT", tiling.direct),
+        ("ZEROS", tiling.zeros),
         ("THREADS", _THREADS_SM90),
     )
     shared_bytes = tiling.shared_bytes

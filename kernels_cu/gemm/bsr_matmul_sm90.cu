@@ -53,6 +53,7 @@ struct Operands {
   using TileA = Shape::TileA::Tile;
   using TileB = Shape::TileB::Tile;
   const cukit::TensorMap* values;
+  const cukit::TensorMap* zeros;
   const cukit::TensorMap* dense;
   const int* block_columns;
   const int* numbers;
@@ -65,16 +66,23 @@ struct Operands {
     load_dense(stage + TileA::kBytes, full, tile.column, block_columns[entry] * BLOCK + within);
 #pragma unroll
     for (int slot = 0; slot < Shape::kSlots; ++slot) {
-      const int row = numbers[entry * Shape::kSlots + slot] * BLOCK;
+      const int number = numbers[entry * Shape::kSlots + slot];
+#if ZEROS
+      const cukit::TensorMap* const from = number < 0 ? zeros : values;
+      const int row = max(number, 0) * BLOCK;
+#else
+      const cukit::TensorMap* const from = values;
+      const int row = number * BLOCK;
+#endif
       if constexpr (SPARSE_TRANSPOSED) {
         constexpr int kParts = TileA::kParts / Shape::kSlots;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          cukit::tma_load_2d(stage + (slot * kParts + part) * TileA::kPartBytes, values, full,
+          cukit::tma_load_2d(stage + (slot * kParts + part) * TileA::kPartBytes, from, full,
                              part * TileA::kPartColumns, row + within);
         }
       } else {
-        cukit::tma_load_2d(stage + slot * BLOCK * TileA::kRowBytes, values, full, within, row);
+        cukit::tma_load_2d(stage + slot * BLOCK * TileA::kRowBytes, from, full, within, row);
       }
     }
   }
@@ -143,6 +151,7 @@ struct Epilogue {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
     const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
+    const __grid_constant__ cukit::TensorMap zeros,   // [BLOCK, BLOCK], as the values
     const __grid_constant__ cukit::TensorMap dense,   // [k, n]; DENSE_TRANSPOSED [n, k]
     const __grid_constant__ cukit::TensorMap out_map,
     T* __restrict__ out,                              // [m, n]; OUT_TRANSPOSED [n, m]
@@ -158,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
   Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
   Block::run(
       [&] {
-        const Operands operands{&values, &dense, block_columns, numbers, n};
+        const Operands operands{&values, &zeros, &dense, block_columns, numbers, n};
         if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
       },
       [&] {
