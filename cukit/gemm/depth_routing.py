@@ -298,7 +298,7 @@ def _row_spec(entry: str, dtype: str, vec: int) -> KernelSpec:
     return KernelSpec(f"gemm/{entry}.cu", entry, defines, _THREADS)
 
 
-def _row_specs(entry: str) -> Any:
+def row_specs(entry: str) -> Any:
     def specs(device: Device) -> list[KernelSpec]:
         return [_row_spec(entry, "bfloat16", _REPRESENTATIVE_VEC), _row_spec(entry, "float32", 1)]
 
@@ -324,19 +324,19 @@ register(
     family="gemm",
     function=depth_gather,
     reference=reference.depth_gather,
-    specs=_row_specs("depth_gather"),
+    specs=row_specs("depth_gather"),
 )
 register(
     name="depth_combine",
     family="gemm",
     function=depth_combine,
     reference=reference.depth_combine,
-    specs=_row_specs("depth_combine"),
+    specs=row_specs("depth_combine"),
 )
 register(
     name="depth_combine_backward",
     family="gemm",
     function=depth_combine_backward,
     reference=reference.depth_combine_backward,
-    specs=_row_specs("depth_combine_backward"),
+    specs=row_specs("depth_combine_backward"),
 )
