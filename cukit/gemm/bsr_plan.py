@@ -35,6 +35,7 @@ class BsrTiling:
     num_stages: int
     direct: bool = False
     zeros: bool = True
+    cluster: int = 1
 
     @property
     def rows(self) -> int:
@@ -138,6 +139,7 @@ def _spec(
         ("STAGES", tiling.num_stages),
         ("DIRECT", tiling.direct),
         ("ZEROS", tiling.zeros),
+        *((("CLUSTER", tiling.cluster),) if op == "bsr_matmul" else ()),
         ("THREADS", _THREADS_SM90),
     )
     shared_bytes = tiling.shared_bytes

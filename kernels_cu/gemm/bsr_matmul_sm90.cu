@@ -22,6 +22,7 @@
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/bsr.py.
 #include "common/platform.cuh"
+#include "common/ptx/cluster.cuh"
 #include "common/types.cuh"
 #include "gemm/bsr_sm90.cuh"
 
@@ -44,7 +45,9 @@ struct Tile {
   int first_step, end_step;
 
   CUKIT_DEVICE static Tile of(const int4& item) {
-    return {item.x * Shape::kRows, item.y, item.z, 0, (item.w - item.z) * kBlockSteps};
+    const int rank = CLUSTER > 1 ? cukit::cluster_rank() : 0;
+    return {item.x * Shape::kRows, item.y + rank * COLUMNS, item.z, 0,
+            (item.w - item.z) * kBlockSteps};
   }
 };
 
@@ -64,6 +67,10 @@ struct Operands {
     const int entry = tile.entry + step / kBlockSteps;
     const int within = step % kBlockSteps * TILE_K;
     load_dense(stage + TileA::kBytes, full, tile.column, block_columns[entry] * BLOCK + within);
+    if constexpr (CLUSTER > 1) {
+      load_share(stage, full, numbers[entry] * BLOCK, within);
+      return;
+    }
 #pragma unroll
     for (int slot = 0; slot < Shape::kSlots; ++slot) {
       const int number = numbers[entry * Shape::kSlots + slot];
@@ -84,6 +91,20 @@ struct Operands {
       } else {
         cukit::tma_load_2d(stage + slot * BLOCK * TileA::kRowBytes, from, full, within, row);
       }
+    }
+  }
+
+  // Half of a block, for both blocks of the cluster.
+  CUKIT_DEVICE void load_share(unsigned char* stage, cukit::Mbarrier* full, int row,
+                               int within) const {
+    constexpr int kShare = TileA::kRows / CLUSTER;
+    const int first = cukit::cluster_rank() * kShare;
+    if constexpr (SPARSE_TRANSPOSED) {
+      TileA::template load_multicast<kShare>(stage, values, full, 0, row + within, first,
+                                             (1 << CLUSTER) - 1);
+    } else {
+      TileA::template load_multicast<kShare>(stage, values, full, within, row, first,
+                                             (1 << CLUSTER) - 1);
     }
   }
 
@@ -149,7 +170,7 @@ struct Epilogue {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
     const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
     const __grid_constant__ cukit::TensorMap zeros,   // [BLOCK, BLOCK], as the values
     const __grid_constant__ cukit::TensorMap dense,   // [k, n]; DENSE_TRANSPOSED [n, k]
@@ -162,18 +183,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
     const int m, const int n, const int turns) {
   __shared__ cukit::Pipeline<STAGES> pipeline;
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
-  const cukit::ListedTiles<Tile> schedule{work, turns};
+  const cukit::ListedTiles<Tile, CLUSTER> schedule{work, turns};
 
-  Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
+  Block::prepare<CLUSTER>([&] { pipeline.init(CLUSTER * Block::kConsumerWarps); });
   Block::run(
       [&] {
         const Operands operands{&values, &zeros, &dense, block_columns, numbers, n};
         if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
+        cukit::leave_cluster<CLUSTER>();
       },
       [&] {
         const int consumer = Block::consumer_group();
-        const cukit::BsrProduct<Shape> product(stages, consumer);
+        const cukit::BsrProduct<Shape, CLUSTER> product(stages, consumer);
         const Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &out_map, out, m, n, consumer};
         cukit::consume(pipeline, schedule, product, epilogue);
+        cukit::leave_cluster<CLUSTER>();
       });
 }

@@ -80,7 +80,7 @@ struct BsrShape {
 };
 
 // Both operands from shared memory, as SharedProduct.
-template <typename Shape>
+template <typename Shape, int ClusterSize = 1>
 struct BsrProduct {
   using Accumulators = float[Shape::kWidth / 2];
   unsigned long long a, b;  // descriptors of this consumer's operands in stage 0
@@ -107,12 +107,12 @@ struct BsrProduct {
       }
       wgmma_commit();
       wgmma_wait<1>(sums);
-      if (step > 0) pipeline.release(done);
+      if (step > 0) pipeline.template release_to_cluster<ClusterSize>(done);
       done = at;
       at.advance();
     }
     wgmma_wait<0>(sums);
-    pipeline.release(done);
+    pipeline.template release_to_cluster<ClusterSize>(done);
   }
 };
 
@@ -212,16 +212,16 @@ struct TileStore {
   }
 };
 
-// Work that was dealt out on the host: what a block does is a row of work, which ends with a number
+// Work that was dealt out on the host: what a cluster does is a row of work, which ends with a number
 // below 0.
-template <typename WorkTile>
+template <typename WorkTile, int ClusterSize = 1>
 struct ListedTiles {
   using Tile = WorkTile;
-  const int4* work;  // [blocks, turns]
+  const int4* work;  // [clusters, turns]
   int turns;
 
   CUKIT_DEVICE bool tile(int turn, Tile& tile) const {
-    const int4 item = work[static_cast<long long>(blockIdx.x) * turns + turn];
+    const int4 item = work[static_cast<long long>(blockIdx.x / ClusterSize) * turns + turn];
     if (item.x < 0) return false;
     tile = Tile::of(item);
     return true;
