@@ -58,7 +58,11 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
     @property
     def _sum_defines(self) -> Defines:
         counters = self.counters_per_tile
-        return ("COUNTERS", counters), ("ZEROED", False), ("TRANSPOSED", self.keys.tile_m % GROUP_ROWS != 0)
+        return (
+            ("COUNTERS", counters),
+            ("ZEROED", False),
+            ("TRANSPOSED", self.keys.tile_m % GROUP_ROWS != 0),
+        )
 
     def _narrowed(self, spec: KernelSpec, tiling: Any) -> KernelSpec:
         """Of tiles that are wider than heads the rest is left out."""
@@ -130,6 +134,7 @@ def plan_flash_attention_backward_sm90(
     if problem.softcap:
         tiling = tiling.softcapped()
     import os
+
     if width == 128 and os.environ.get("ARM") == "m=80":
         tiling = replace(tiling, tile_m=80)
     tiling = replace(tiling, in_turn=deterministic and tiling.sums_queries)

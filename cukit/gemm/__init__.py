@@ -1,6 +1,20 @@
 """Matrix products."""
 
+from cukit.gemm.block_sparse import (
+    BlockPattern,
+    BlockSparseMatrix,
+    bsr_from_mask,
+    create_sparse_mask,
+)
+from cukit.gemm.bsr import bsr_matmul
 from cukit.gemm.dense import matmul
+from cukit.gemm.depth_routing import (
+    depth_combine,
+    depth_combine_backward,
+    depth_gather,
+    depth_router,
+    depth_router_backward,
+)
 from cukit.gemm.fp8 import matmul_fp8
 from cukit.gemm.grouped import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
 from cukit.gemm.grouped_fp8 import grouped_gemm_fp8
@@ -8,8 +22,19 @@ from cukit.gemm.int8 import matmul_int8
 from cukit.gemm.linear import gated_linear, linear
 from cukit.gemm.linear_backward import gated_linear_backward, linear_backward
 from cukit.gemm.tma import matmul_tma
+from cukit.gemm.tree import tree_matmul
 
 __all__ = [
+    "BlockPattern",
+    "BlockSparseMatrix",
+    "bsr_from_mask",
+    "bsr_matmul",
+    "create_sparse_mask",
+    "depth_combine",
+    "depth_combine_backward",
+    "depth_gather",
+    "depth_router",
+    "depth_router_backward",
     "gated_linear",
     "gated_linear_backward",
     "grouped_gated_linear",
@@ -22,4 +47,5 @@ __all__ = [
     "matmul_fp8",
     "matmul_int8",
     "matmul_tma",
+    "tree_matmul",
 ]

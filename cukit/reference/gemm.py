@@ -116,3 +116,57 @@ def _product(x: Array, w: Array) -> Array:
 
 def _rows(array: Array) -> Array:
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
+
+
+def tree_matmul(
+    a: Array,
+    b: Array,
+    *,
+    transpose_b: bool = False,
+    leaf: int = 512,
+    strassen: bool = False,
+    out: Array | None = None,
+    out_dtype: Any = None,
+) -> Array:
+    """a @ b, the sum over k split in halves down to at most `leaf` terms; see cukit.gemm.tree."""
+    xp = array_namespace(a)
+    left, right = upcast(working_dtype(a, b), _rows(a), b.T if transpose_b else b)
+    product = _strassen(xp, left, right, leaf) if strassen else _halves(xp, left, right, leaf)
+    product = product.reshape(*a.shape[:-1], product.shape[1])
+    if out is None:
+        return product.astype(a.dtype if out_dtype is None else out_dtype, copy=False)
+    out[...] = product
+    return out
+
+
+def _halves(xp: Any, a: Array, b: Array, leaf: int) -> Array:
+    k = a.shape[1]
+    if k <= leaf:
+        return xp.matmul(a, b)
+    middle = half_of(k, leaf)
+    return _halves(xp, a[:, :middle], b[:middle], leaf) + _halves(
+        xp, a[:, middle:], b[middle:], leaf
+    )
+
+
+def half_of(k: int, leaf: int) -> int:
+    """Where a sum of k terms, more than a leaf's, is split: after half of its leaves."""
+    leaves = -(-k // leaf)
+    return (leaves + 1) // 2 * leaf
+
+
+def _strassen(xp: Any, a: Array, b: Array, leaf: int) -> Array:
+    """Seven products of halves in place of eight."""
+    m, k, n = a.shape[0] // 2, a.shape[1] // 2, b.shape[1] // 2
+    a11, a12, a21, a22 = a[:m, :k], a[:m, k:], a[m:, :k], a[m:, k:]
+    b11, b12, b21, b22 = b[:k, :n], b[:k, n:], b[k:, :n], b[k:, n:]
+    p1 = _halves(xp, a11 + a22, b11 + b22, leaf)
+    p2 = _halves(xp, a21 + a22, b11, leaf)
+    p3 = _halves(xp, a11, b12 - b22, leaf)
+    p4 = _halves(xp, a22, b21 - b11, leaf)
+    p5 = _halves(xp, a11 + a12, b22, leaf)
+    p6 = _halves(xp, a21 - a11, b11 + b12, leaf)
+    p7 = _halves(xp, a12 - a22, b21 + b22, leaf)
+    upper = xp.concatenate([p1 + p4 - p5 + p7, p3 + p5], axis=1)
+    lower = xp.concatenate([p2 + p4, p1 - p2 + p3 + p6], axis=1)
+    return xp.concatenate([upper, lower], axis=0)

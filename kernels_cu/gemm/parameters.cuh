@@ -52,4 +52,10 @@ struct GroupedParameters {
   int set_aside;  // 1: group g has `longest` rows of its own; 0: groups lie one behind the other
 };
 
+// Block-sparse products: out [m, n], inner extent k, of which one matrix is sparse.
+struct BsrParameters {
+  int m, n, k;
+  int groups;  // of block rows
+};
+
 }  // namespace cukit

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 
+from cukit import gemm
 from cukit.gemm import (
+    BlockSparseMatrix,
+    bsr_matmul,
     gated_linear,
     gated_linear_backward,
     grouped_gated_linear,
@@ -21,7 +25,7 @@ from cukit.gemm import (
 from cukit.gemm.linear_plan import Product, configure
 from cukit.gemm.linear_sm90 import LinearSm90
 from tests.contract import poisoned, random, to_device
-from tests.gemm import test_grouped, test_grouped_fp8
+from tests.gemm import test_bsr, test_grouped, test_grouped_fp8
 from tests.gemm.quantized_operands import float8_operand, int8_operand, place
 from tests.gemm.test_fp8 import KINDS
 from tests.gemm.test_linear import SHAPES, TILINGS, operands
@@ -89,10 +93,43 @@ def grouped() -> None:
         grouped_gemm_fp8(*(test_grouped_fp8.placed("gpu", each) for each in pair), **where)
 
 
+def block_sparse(block: int) -> None:
+    """All three products, in both orders of each operand; rows without blocks, ragged columns."""
+    rng = np.random.default_rng(4)
+    pattern = test_bsr.pattern_of(block)
+    (values,) = to_device("gpu", test_bsr.values_of(rng, pattern, "bfloat16"))
+    matrix = BlockSparseMatrix(values, pattern)
+    m, n = pattern.shape
+    for first, second in ((False, False), (True, True), (True, False)):
+        inner, k = (m, n)[not first], 104
+        x = random(rng, (72, inner) if second else (inner, 72), "bfloat16")
+        a = random(rng, (k, m) if first else (m, k), "bfloat16")
+        b = random(rng, (n, k) if second else (k, n), "bfloat16")
+        x, a, b = to_device("gpu", x, a, b)
+        bsr_matmul(matrix, x, transpose_a=first, transpose_b=second)
+        bsr_matmul(x.T.copy(), matrix, transpose_a=second, transpose_b=not first)
+        bsr_matmul(a, b, transpose_a=first, transpose_b=second, pattern=pattern)
+
+
+def depth() -> None:
+    rng = np.random.default_rng(5)
+    logits, x = random(rng, (2, 1500), "float32"), random(rng, (2, 1500, 40), "bfloat16")
+    logits, x = to_device("gpu", logits, x)
+    routing = gemm.depth_router(logits, 700)
+    y = gemm.depth_gather(x, routing.indices)
+    out = gemm.depth_combine(x, y, routing.weights, routing.slots)
+    _, grad = gemm.depth_combine_backward(out, y, routing.weights, routing.indices)
+    gemm.depth_router_backward(grad, routing.weights, routing.slots)
+
+
 GROUPS = {
     "grouped": Group(grouped, shares=True),
     "matmul_8bit": Group(eight_bits, shares=True, quick=True),
     "linear": Group(forward, shares=True, quick=True),
     "linear backward": Group(backward),
     "linear tilings": Group(tilings, shares=True),
+    "bsr_matmul sm90": Group(partial(block_sparse, 64), shares=True, quick=True),
+    "bsr_matmul sm90 128": Group(partial(block_sparse, 128), shares=True),
+    "bsr_matmul": Group(partial(block_sparse, 16), shares=True, quick=True),
+    "depth": Group(depth, shares=True),
 }

@@ -1,0 +1,188 @@
+"""Plans of block-sparse products: which kernel, and how it cuts the result into tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec
+
+HostArray = np.ndarray[Any, Any]
+
+TILE_SM80 = 128
+"""Rows and columns of a tile of the kernels for any GPU."""
+
+_HOPPER = "sm_90"
+_ITEM_BYTES = 2
+_CONSUMERS = 2
+_WARPGROUP_ROWS = 64  # of a wgmma
+_THREADS_SM90 = 384
+_THREADS_SM80 = 256
+_STAGES_SM80 = 3
+_STAGE_BYTES_SM80 = 2 * TILE_SM80 * 64 * _ITEM_BYTES
+
+
+@dataclass(frozen=True)
+class BsrTiling:
+    """How the Hopper kernels cut the result into tiles: block rows by columns."""
+
+    block: int
+    columns: int
+    tile_k: int
+    num_stages: int
+    direct: bool = False
+    zeros: bool = True
+    cluster: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return max(self.block, _WARPGROUP_ROWS)
+
+    @property
+    def slots(self) -> int:
+        """Block rows of a tile."""
+        return self.rows // self.block
+
+    @property
+    def width(self) -> int:
+        """Columns of one consumer warpgroup."""
+        return self.columns // (_CONSUMERS * _WARPGROUP_ROWS // self.rows)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The stages of both operands."""
+        stages = self.num_stages * (self.rows + self.columns) * self.tile_k
+        return _ITEM_BYTES * (stages + (0 if self.direct else self.rows * self.columns))
+
+
+TILINGS = {
+    16: (BsrTiling(16, 512, 16, 8), BsrTiling(16, 256, 16, 16)),
+    32: (BsrTiling(32, 512, 32, 4), BsrTiling(32, 256, 32, 8)),
+    64: (BsrTiling(64, 512, 32, 4), BsrTiling(64, 256, 64, 4), BsrTiling(64, 128, 64, 8)),
+    128: (BsrTiling(128, 256, 64, 3), BsrTiling(128, 128, 64, 6)),
+}
+"""Of sparse times dense, by block size, widest first."""
+
+SAMPLED_TILINGS = {
+    block: (
+        BsrTiling(block, 512, 32, 4),
+        BsrTiling(block, 256, 64, 4),
+        BsrTiling(block, 128, 64, 8),
+    )
+    for block in (16, 32, 64)
+} | {128: TILINGS[128]}
+"""Of the blocks of a dense product."""
+
+SLOTS_SM90 = {block: tilings[0].slots for block, tilings in TILINGS.items()}
+"""Block rows of a tile."""
+
+
+class Transposed(NamedTuple):
+    """How a product sparse @ dense finds its matrices."""
+
+    sparse: bool
+    dense: bool
+    out: bool
+
+
+@dataclass(frozen=True)
+class BsrMatmulConfig:
+    """How one sparse times dense product runs."""
+
+    dtype: str
+    block: int
+    transposed: Transposed
+    tiling: BsrTiling | None
+    """Of the Hopper kernel; None: the kernel for any GPU."""
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        flags = {
+            f"{name.upper()}_TRANSPOSED": value for name, value in self.transposed._asdict().items()
+        }
+        return _spec("bsr_matmul", self.dtype, self.block, self.tiling, flags)
+
+
+@dataclass(frozen=True)
+class BsrSampledConfig:
+    """How one product of dense matrices, of which blocks are wanted, runs."""
+
+    dtype: str
+    block: int
+    a_transposed: bool
+    b_transposed: bool
+    tiling: BsrTiling | None
+    """As of BsrMatmulConfig."""
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        flags = {"A_TRANSPOSED": self.a_transposed, "B_TRANSPOSED": self.b_transposed}
+        return _spec("bsr_sampled", self.dtype, self.block, self.tiling, flags)
+
+
+def _spec(
+    op: str, dtype: str, block: int, tiling: BsrTiling | None, flags: dict[str, bool]
+) -> KernelSpec:
+    common = (("DTYPE", dtype), ("BLOCK", block), *flags.items())
+    if tiling is None:
+        defines = (*common, ("STAGES", _STAGES_SM80), ("THREADS", _THREADS_SM80))
+        shared_bytes = _STAGES_SM80 * _STAGE_BYTES_SM80
+        return KernelSpec(f"gemm/{op}_sm80.cu", f"{op}_sm80", defines, _THREADS_SM80, shared_bytes)
+    defines = (
+        *common,
+        ("COLUMNS", tiling.columns),
+        ("TILE_K", tiling.tile_k),
+        ("STAGES", tiling.num_stages),
+        ("DIRECT", tiling.direct),
+        ("ZEROS", tiling.zeros),
+        *((("CLUSTER", tiling.cluster),) if op == "bsr_matmul" else ()),
+        ("THREADS", _THREADS_SM90),
+    )
+    shared_bytes = tiling.shared_bytes
+    return KernelSpec(f"gemm/{op}_sm90.cu", f"{op}_sm90", defines, _THREADS_SM90, shared_bytes)
+
+
+def plan_bsr_matmul(
+    block: int, block_rows: int, n: int, dtype: str, transposed: Transposed, device: Device
+) -> BsrMatmulConfig:
+    """On Hopper the widest tiles of which there are two for each SM, else the narrowest.
+
+    Wide tiles read each stored block least often; with few of them, some SMs would be idle.
+    block_rows, n: of the product sparse @ dense.
+    """
+    tiling = None
+    if device.arch == _HOPPER:
+        *wide, tiling = TILINGS[block]
+        for candidate in reversed(wide):
+            if block_rows // candidate.slots * -(-n // candidate.columns) >= 2 * device.num_sms:
+                tiling = candidate
+    return BsrMatmulConfig(dtype, block, transposed, tiling)
+
+
+def plan_bsr_sampled(
+    starts: HostArray,
+    block: int,
+    dtype: str,
+    a_transposed: bool,
+    b_transposed: bool,
+    device: Device,
+) -> BsrSampledConfig:
+    """On Hopper the tiling that computes the fewest columns, those of no block among them.
+
+    starts: entries before each group of `SLOTS_SM90[block]` block rows.
+    """
+
+    def columns(tiling: BsrTiling) -> float:
+        tiles = -(-np.diff(starts) // (tiling.columns // block))
+        return float(tiles.sum() * tiling.columns * _COLUMN_COST[tiling.width])
+
+    tiling = min(SAMPLED_TILINGS[block], key=columns) if device.arch == _HOPPER else None
+    return BsrSampledConfig(dtype, block, a_transposed, b_transposed, tiling)
+
+
+_COLUMN_COST = {256: 1.0, 128: 1.1, 64: 1.7}
+"""Time of a column of a tile, by the columns of a consumer: narrow products wait for operand a."""

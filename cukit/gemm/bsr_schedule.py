@@ -1,0 +1,115 @@
+"""Schedules of block-sparse products: the order of a pattern's tiles, and who computes them.
+
+Plain NumPy, once for each pattern and shape.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any, NamedTuple
+
+import numpy as np
+
+HostArray = np.ndarray[Any, Any]
+
+_EPILOGUE = 128
+"""Time of a tile's epilogue, in rows of the dense matrix that are multiplied meanwhile."""
+
+
+def deal_tiles(items: HostArray, costs: HostArray, num_blocks: int) -> HostArray:
+    """Gives tiles to the blocks of a grid, so that all end at about the same time.
+
+    items: int32 [tiles, 4]: what a block has to know of a tile. costs: int [tiles], in any unit.
+    Each tile goes to the block that is free first, in the order given.
+
+    Returns int32 [blocks, turns, 4]: what each block does, turn by turn; a first number of -1 says
+    that nothing is left. At most `num_blocks` blocks.
+    """
+    num_blocks = max(1, min(num_blocks, len(items)))
+    turns = np.zeros(num_blocks, np.int64)
+    places = np.empty((len(items), 2), np.int64)
+    free = [(0, block) for block in range(num_blocks)]
+    for index, cost in enumerate(costs.tolist()):
+        at, block = free[0]
+        places[index] = block, turns[block]
+        turns[block] += 1
+        heapq.heapreplace(free, (at + cost, block))
+    work = np.full((num_blocks, int(turns.max(initial=0)) + 1, 4), -1, np.int32)
+    work[places[:, 0], places[:, 1]] = items
+    return work
+
+
+def matmul_work(
+    indptr: HostArray, n: int, block: int, tile_columns: int, num_blocks: int
+) -> HostArray:
+    """The tiles of sparse times dense, dealt out: group, first column, entries from and to.
+
+    A group without entries has one that follows all others.
+
+    indptr: entries before each group, of one block row or several.
+
+    Tiles of the same columns come one after another, the longest rows first: those that run at one
+    time then read the same columns of the dense matrix, and the last are short.
+    """
+    counts = np.diff(indptr)
+    rows = np.argsort(-counts, kind="stable")
+    starts = np.arange(0, n, tile_columns)
+    items = np.empty((starts.size, rows.size, 4), np.int32)
+    items[..., 0] = rows
+    items[..., 1] = starts[:, None]
+    items[..., 2] = np.where(counts[rows], indptr[rows], indptr[-1])
+    items[..., 3] = np.where(counts[rows], indptr[rows + 1], indptr[-1] + 1)
+    costs = np.tile(counts[rows] * block + _EPILOGUE, starts.size)
+    return deal_tiles(items.reshape(-1, 4), costs, num_blocks)
+
+
+def sampled_work(indptr: HostArray, steps: int, most: int, num_blocks: int) -> HostArray:
+    """The tiles of a sampled product, dealt out: group of rows, first entry, entries, steps.
+
+    A group is cut into as few tiles of at most `most` entries as there can be, of about as many
+    entries each. indptr: entries before each group, of one block row or several.
+    """
+    counts = np.diff(indptr)
+    pieces = -(-counts // most)
+    rows = np.repeat(np.arange(counts.size), pieces)
+    within = np.arange(rows.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first = counts[rows] * within // pieces[rows]
+    end = counts[rows] * (within + 1) // pieces[rows]
+    items = np.stack([rows, indptr[rows] + first, end - first, np.full_like(rows, steps)], axis=1)
+    return deal_tiles(items.astype(np.int32), np.ones(rows.size, np.int64), num_blocks)
+
+
+class RowGroups(NamedTuple):
+    """A pattern in groups of neighbouring block rows: what the rows of a group have in common is
+    read once."""
+
+    starts: HostArray
+    """int32 [groups + 1]: entries before each group."""
+    columns: HostArray
+    """int32 [entries]: a block column that any row of the group has; ascending in each group."""
+    numbers: HostArray
+    """int32 [entries, rows of a group]: the number of each row's block there, or -1."""
+
+
+def group_rows(indptr: HostArray, entries: HostArray, num_columns: int, size: int) -> RowGroups:
+    """Groups of `size` block rows; entries: block column and number of each block, by rows."""
+    counts = np.diff(indptr)
+    num_groups = -(-counts.size // size)
+    rows = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
+    keys, places = np.unique(rows // size * num_columns + entries[:, 0], return_inverse=True)
+    numbers = np.full((keys.size, size), -1, np.int32)
+    numbers[places.ravel(), rows % size] = entries[:, 1]
+    starts = np.searchsorted(keys, np.arange(num_groups + 1, dtype=np.int64) * num_columns)
+    columns = keys % max(num_columns, 1)
+    return RowGroups(starts.astype(np.int32), columns.astype(np.int32), numbers)
+
+
+def sampled_pieces(starts: HostArray, most: int) -> HostArray:
+    """int32 [tiles, 4]: group, entries from and to, 0: at most `most` entries a tile."""
+    counts = np.diff(starts)
+    groups = np.repeat(np.arange(counts.size), -(-counts // most))
+    first_tiles = np.concatenate([[0], np.cumsum(-(-counts // most))])[:-1]
+    within = np.arange(groups.size) - np.repeat(first_tiles, -(-counts // most))
+    begin = starts[groups] + within * most
+    end = np.minimum(begin + most, starts[groups + 1])
+    return np.stack([groups, begin, end, np.zeros_like(begin)], axis=1).astype(np.int32)

@@ -1,0 +1,342 @@
+"""Mixture of depths: a block of layers works on the tokens that a router chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    KERNEL_DTYPES,
+    Array,
+    access_width,
+    adopt,
+    check_array,
+    check_same_dtype,
+    empty,
+    float32,
+    float64,
+    int32,
+    runs_kernel,
+    write_out,
+)
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.errors import ArrayDtypeError, ConfigError
+from cukit.reference import depth as reference
+from cukit.reference.depth import DepthRouting
+from cukit.registry import register
+
+_THREADS = 256
+_SELECT_THREADS = 1024
+_REPRESENTATIVE_VEC = 8
+
+
+def depth_router(logits: Array, capacity: int) -> DepthRouting:
+    """Chooses the `capacity` tokens of each sequence with the largest logits.
+
+    The router of a mixture of depths (Raposo et al., arXiv:2404.02258). Every sequence sends the
+    same number of tokens through a block, so that all shapes are known before:
+
+        routing = depth_router(x @ router_weight, capacity)
+        y = block(depth_gather(x, routing.indices))
+        x = depth_combine(x, y, routing.weights, routing.slots)
+
+    Args:
+        logits: float32|float16|bfloat16|float64 [batch, seq_len], C-contiguous. Of equal logits the
+            first are chosen; NaN comes after every number.
+        capacity: 1 to seq_len.
+
+    Returns:
+        `DepthRouting(indices, slots, weights)`: int32 [batch, capacity], positions of the chosen,
+        ascending; int32 [batch, seq_len], their places in `indices`, -1 for the others; float32
+        (float64 for float64) [batch, capacity], the sigmoids of their logits.
+
+    Raises:
+        ArrayError: dtype, shape or layout of the logits.
+        ConfigError: the capacity.
+
+    Runs on CuPy's current stream without synchronisation; deterministic. That later tokens decide
+    whether earlier ones are chosen is right for training and prefill; a decoder needs a threshold.
+
+    >>> import numpy as np, cukit as ck
+    >>> routing = ck.depth_router(np.array([[1.0, 3.0, 2.0, 3.0]], np.float32), 2)
+    >>> routing.indices, routing.slots
+    (array([[1, 3]], dtype=int32), array([[-1,  0, -1,  1]], dtype=int32))
+    """
+    (logits,) = adopt("depth_router", logits)
+    if not runs_kernel("depth_router", logits):
+        _check_router(logits, capacity)
+        return reference.depth_router(logits, capacity)
+    launch = _prepare_router(logits, capacity)
+    shape = (logits.shape[0], capacity)
+    indices, slots = empty(logits, shape, np.int32), empty(logits, logits.shape, np.int32)
+    weights = empty(logits, shape, np.float32)
+    launch(logits, indices, slots, weights)
+    return DepthRouting(indices, slots, weights)
+
+
+def depth_router_backward(
+    grad_weights: Array, weights: Array, slots: Array, *, dtype: Any = None
+) -> Array:
+    """The gradient of :func:`depth_router`'s logits, from that of its weights.
+
+    Args:
+        grad_weights: float32 (float64 on the CPU) [batch, capacity].
+        weights, slots: as the router returned them.
+        dtype: of the result, float32|float16|bfloat16; that of `weights` where not given.
+
+    Returns:
+        [batch, seq_len]; zero for the tokens that were not chosen.
+
+    Raises:
+        ArrayError: dtype, shape or layout of an argument.
+    """
+    op = "depth_router_backward"
+    grad_weights, weights, slots = adopt(op, grad_weights, weights, slots)
+    result_dtype = np.dtype(weights.dtype if dtype is None else dtype)
+    if not runs_kernel(op, grad_weights, weights, slots):
+        _check_router_backward(grad_weights, weights, slots, result_dtype)
+        return reference.depth_router_backward(grad_weights, weights, slots, result_dtype)
+    launch = _prepare_router_backward(grad_weights, weights, slots, result_dtype)
+    grad_logits = empty(weights, slots.shape, result_dtype)
+    launch(grad_weights, weights, slots, grad_logits)
+    return grad_logits
+
+
+def depth_gather(x: Array, indices: Array) -> Array:
+    """The chosen rows, `out[b, i] = x[b, indices[b, i]]`.
+
+    Its gradient is `depth_combine(zeros, grad_out, ones, slots)`.
+
+    Args:
+        x: float32|float16|bfloat16|float64 [batch, seq_len, hidden], C-contiguous.
+        indices: int32 [batch, capacity], of :func:`depth_router`; not checked on the GPU.
+
+    Returns:
+        A new array [batch, capacity, hidden]. Raises ArrayError: dtype, shape or layout.
+    """
+    x, indices = adopt("depth_gather", x, indices)
+    if not runs_kernel("depth_gather", x, indices):
+        _check_gather(x, indices)
+        return reference.depth_gather(x, indices)
+    launch = _prepare_gather(x, indices)
+    out = empty(x, (*indices.shape, x.shape[2]))
+    launch(x, indices, out)
+    return out
+
+
+def depth_combine(
+    x: Array, y: Array, weights: Array, slots: Array, *, out: Array | None = None
+) -> Array:
+    """Adds a block's results to the stream: `x + weight * y` at the chosen tokens, `x` elsewhere.
+
+    Args:
+        x: float32|float16|bfloat16|float64 [batch, seq_len, hidden], C-contiguous.
+        y: dtype of `x`, [batch, capacity, hidden].
+        weights, slots: of :func:`depth_router`.
+        out: written in place; as `x`, which it may be.
+
+    Returns:
+        `out` or a new array. Raises ArrayError: dtype, shape or layout of an argument.
+    """
+    op = "depth_combine"
+    x, y, weights, slots, out = adopt(op, x, y, weights, slots, out)
+    if not runs_kernel(op, x, y, weights, slots, out):
+        _check_combine(x, y, weights, slots, out)
+        return write_out(out, reference.depth_combine(x, y, weights, slots))
+    launch = _prepare_combine(x, y, weights, slots, out)
+    result = empty(x, x.shape) if out is None else out
+    launch(x, y, weights, slots, result)
+    return result
+
+
+def depth_combine_backward(
+    grad_out: Array, y: Array, weights: Array, indices: Array
+) -> tuple[Array, Array]:
+    """Gradients of :func:`depth_combine` for `y` and `weights`; that of `x` is `grad_out`.
+
+    Args:
+        grad_out: float32|float16|bfloat16|float64 [batch, seq_len, hidden], C-contiguous.
+        y, weights: the forward's, [batch, capacity, hidden] and [batch, capacity].
+        indices: of :func:`depth_router`.
+
+    Returns:
+        `(grad_y, grad_weights)`, as `y` and `weights`. Raises ArrayError: dtype, shape or layout.
+    """
+    op = "depth_combine_backward"
+    grad_out, y, weights, indices = adopt(op, grad_out, y, weights, indices)
+    if not runs_kernel(op, grad_out, y, weights, indices):
+        _check_combine_backward(grad_out, y, weights, indices)
+        return reference.depth_combine_backward(grad_out, y, weights, indices)
+    launch = _prepare_combine_backward(grad_out, y, weights, indices)
+    grad_y, grad_weights = empty(y, y.shape), empty(weights, weights.shape)
+    launch(grad_out, y, weights, indices, grad_y, grad_weights)
+    return grad_y, grad_weights
+
+
+# ---- Checks and launches ----
+
+
+def _check_router(logits: Array, capacity: int) -> None:
+    check_array("depth_router", "logits", logits, dtypes=FLOAT_DTYPES, ndim=2)
+    if not 1 <= capacity <= logits.shape[1]:
+        raise ConfigError(
+            f"depth_router: capacity must be 1 to seq_len = {logits.shape[1]}, got {capacity}"
+        )
+
+
+@launch_plan
+def _prepare_router(logits: Array, capacity: int) -> Launch:
+    _check_router(logits, capacity)
+    check_array("depth_router", "logits", logits, dtypes=KERNEL_DTYPES)
+    batch, seq_len = logits.shape
+    scalars = (np.int32(seq_len), np.int32(capacity))
+    return Launch(load_kernel(_router_spec(logits.dtype.name)), (batch,), scalars)
+
+
+def _check_router_backward(
+    grad_weights: Array, weights: Array, slots: Array, dtype: np.dtype[Any]
+) -> None:
+    op = "depth_router_backward"
+    _check_routing(op, weights, "slots", slots, slots.shape[0])
+    check_array(op, "grad_weights", grad_weights, dtypes=(weights.dtype,), shape=weights.shape)
+    if dtype not in FLOAT_DTYPES:
+        raise ArrayDtypeError(f"{op}: dtype must be a float, got {dtype.name}")
+
+
+@launch_plan
+def _prepare_router_backward(
+    grad_weights: Array, weights: Array, slots: Array, dtype: np.dtype[Any]
+) -> Launch:
+    op = "depth_router_backward"
+    _check_router_backward(grad_weights, weights, slots, dtype)
+    check_array(op, "weights", weights, dtypes=(float32,))
+    tokens, seq_len = slots.size, slots.shape[1]
+    scalars = (np.int64(tokens), np.int32(seq_len), np.int32(weights.shape[1]))
+    spec = _router_backward_spec(dtype.name)
+    return Launch(load_kernel(spec), (-(-tokens // _THREADS),), scalars)
+
+
+def _check_gather(x: Array, indices: Array) -> None:
+    check_array("depth_gather", "x", x, dtypes=FLOAT_DTYPES, ndim=3)
+    check_array("depth_gather", "indices", indices, dtypes=(int32,), shape=(x.shape[0], None))
+
+
+@launch_plan
+def _prepare_gather(x: Array, indices: Array) -> Launch:
+    _check_gather(x, indices)
+    return _row_launch("depth_gather", x, (x,), indices.size, x.shape[1], indices.shape[1])
+
+
+def _check_combine(x: Array, y: Array, weights: Array, slots: Array, out: Array | None) -> None:
+    op = "depth_combine"
+    check_array(op, "x", x, dtypes=FLOAT_DTYPES, ndim=3)
+    check_array(op, "y", y, shape=(x.shape[0], None, x.shape[2]))
+    if out is not None:
+        check_array(op, "out", out, shape=x.shape)
+    check_same_dtype(op, x=x, y=y, out=out)
+    _check_routing(op, weights, "slots", slots, x.shape[0], seq_len=x.shape[1])
+    check_array(op, "weights", weights, shape=y.shape[:2])
+
+
+@launch_plan
+def _prepare_combine(x: Array, y: Array, weights: Array, slots: Array, out: Array | None) -> Launch:
+    _check_combine(x, y, weights, slots, out)
+    rows = (x, y) if out is None else (x, y, out)
+    return _row_launch("depth_combine", x, rows, slots.size, x.shape[1], y.shape[1])
+
+
+def _check_combine_backward(grad_out: Array, y: Array, weights: Array, indices: Array) -> None:
+    op = "depth_combine_backward"
+    check_array(op, "grad_out", grad_out, dtypes=FLOAT_DTYPES, ndim=3)
+    check_array(op, "y", y, shape=(grad_out.shape[0], None, grad_out.shape[2]))
+    check_same_dtype(op, grad_out=grad_out, y=y)
+    _check_routing(op, weights, "indices", indices, y.shape[0], seq_len=y.shape[1])
+    check_array(op, "weights", weights, shape=y.shape[:2])
+
+
+@launch_plan
+def _prepare_combine_backward(grad_out: Array, y: Array, weights: Array, indices: Array) -> Launch:
+    _check_combine_backward(grad_out, y, weights, indices)
+    op, shape = "depth_combine_backward", grad_out.shape
+    return _row_launch(op, y, (grad_out, y), indices.size, shape[1], y.shape[1])
+
+
+def _check_routing(
+    op: str, weights: Array, name: str, numbers: Array, batch: int, seq_len: int | None = None
+) -> None:
+    check_array(op, "weights", weights, dtypes=(float32, float64), shape=(batch, None))
+    check_array(op, name, numbers, dtypes=(int32,), shape=(batch, seq_len))
+
+
+def _row_launch(
+    entry: str, like: Array, rows: tuple[Array, ...], blocks: int, seq_len: int, capacity: int
+) -> Launch:
+    """A kernel with a block for each of `blocks` rows, as long as those of `rows`."""
+    check_array(entry, "x", like, dtypes=KERNEL_DTYPES)
+    hidden = like.shape[-1]
+    spec = _row_spec(entry, like.dtype.name, access_width(hidden, *rows))
+    scalars = (np.int32(seq_len), np.int32(capacity), np.int32(hidden))
+    return Launch(load_kernel(spec), (blocks,), scalars)
+
+
+def _router_spec(dtype: str) -> KernelSpec:
+    defines = (("DTYPE", dtype), ("THREADS", _SELECT_THREADS))
+    return KernelSpec("gemm/depth_router.cu", "depth_router", defines, _SELECT_THREADS)
+
+
+def _router_backward_spec(dtype: str) -> KernelSpec:
+    entry = "depth_router_backward"
+    defines = (("DTYPE", dtype), ("THREADS", _THREADS))
+    return KernelSpec(f"gemm/{entry}.cu", entry, defines, _THREADS)
+
+
+def _row_spec(entry: str, dtype: str, vec: int) -> KernelSpec:
+    defines = (("DTYPE", dtype), ("VEC", vec), ("THREADS", _THREADS))
+    return KernelSpec(f"gemm/{entry}.cu", entry, defines, _THREADS)
+
+
+def row_specs(entry: str) -> Any:
+    def specs(device: Device) -> list[KernelSpec]:
+        return [_row_spec(entry, "bfloat16", _REPRESENTATIVE_VEC), _row_spec(entry, "float32", 1)]
+
+    return specs
+
+
+register(
+    name="depth_router",
+    family="gemm",
+    function=depth_router,
+    reference=reference.depth_router,
+    specs=lambda device: [_router_spec("float32"), _router_spec("bfloat16")],
+)
+register(
+    name="depth_router_backward",
+    family="gemm",
+    function=depth_router_backward,
+    reference=reference.depth_router_backward,
+    specs=lambda device: [_router_backward_spec("float32"), _router_backward_spec("bfloat16")],
+)
+register(
+    name="depth_gather",
+    family="gemm",
+    function=depth_gather,
+    reference=reference.depth_gather,
+    specs=row_specs("depth_gather"),
+)
+register(
+    name="depth_combine",
+    family="gemm",
+    function=depth_combine,
+    reference=reference.depth_combine,
+    specs=row_specs("depth_combine"),
+)
+register(
+    name="depth_combine_backward",
+    family="gemm",
+    function=depth_combine_backward,
+    reference=reference.depth_combine_backward,
+    specs=row_specs("depth_combine_backward"),
+)

@@ -1,0 +1,78 @@
+"""Layers that only some tokens pass through: by a depth of their own, or the best of a router."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.reference._xp import array_namespace, upcast, working_dtype
+
+Array = Any
+
+
+class DepthRouting(NamedTuple):
+    """The tokens of each sequence that a router sends through a block."""
+
+    indices: Array
+    """int32 [batch, capacity]: their positions, ascending."""
+    slots: Array
+    """int32 [batch, seq_len]: where each token is among them; -1 for the others."""
+    weights: Array
+    """float32 [batch, capacity] (float64 for float64 logits): what the block's result is multiplied
+    with."""
+
+
+def depth_router(logits: Array, capacity: int) -> DepthRouting:
+    """The `capacity` tokens with the largest logits; of equals the first, NaN after all others."""
+    xp = array_namespace(logits)
+    (wide,) = upcast(working_dtype(logits), logits)
+    order = xp.argsort(-wide, axis=1, kind="stable")
+    indices = xp.sort(order[:, :capacity], axis=1).astype(np.int32)
+    slots = xp.full(logits.shape, -1, np.int32)
+    slots[xp.arange(len(logits))[:, None], indices] = xp.arange(capacity, dtype=np.int32)
+    chosen = xp.take_along_axis(wide, indices.astype(np.int64), axis=1)
+    return DepthRouting(indices, slots, 1 / (1 + xp.exp(-chosen)))
+
+
+def depth_router_backward(
+    grad_weights: Array, weights: Array, slots: Array, dtype: Any = None
+) -> Array:
+    """The gradient of the logits: that of the sigmoid for chosen tokens, else zero."""
+    xp = array_namespace(weights)
+    grad = grad_weights * weights * (1 - weights)
+    at = xp.take_along_axis(grad, xp.maximum(slots, 0).astype(np.int64), axis=1)
+    return xp.where(slots >= 0, at, 0).astype(weights.dtype if dtype is None else dtype)
+
+
+def depth_gather(x: Array, indices: Array) -> Array:
+    """The rows of x [batch, seq_len, hidden] at indices [batch, capacity]."""
+    xp = array_namespace(x)
+    bits = x.view(np.uint16) if x.itemsize == 2 else x  # CuPy indexes no bfloat16
+    chosen = xp.take_along_axis(bits, indices[:, :, None].astype(np.int64), axis=1)
+    return chosen.view(x.dtype)
+
+
+def depth_combine(x: Array, y: Array, weights: Array, slots: Array) -> Array:
+    """x, plus weights * y at the tokens that have a slot."""
+    xp = array_namespace(x)
+    wide, rows, factors = upcast(working_dtype(x), x, y, weights)
+    at = xp.maximum(slots, 0)[:, :, None].astype(np.int64)
+    added = xp.take_along_axis(rows * factors[:, :, None], at, axis=1)
+    return (wide + xp.where(slots[:, :, None] >= 0, added, 0)).astype(x.dtype, copy=False)
+
+
+def depth_combine_backward(
+    grad_out: Array, y: Array, weights: Array, indices: Array
+) -> tuple[Array, Array]:
+    """Gradients of y and of weights; that of x is grad_out itself."""
+    grad, rows, factors = upcast(working_dtype(grad_out), grad_out, y, weights)
+    chosen = depth_gather(grad, indices)
+    grad_y = (chosen * factors[:, :, None]).astype(y.dtype, copy=False)
+    return grad_y, (chosen * rows).sum(axis=2).astype(weights.dtype, copy=False)
+
+
+def create_adaptive_depth_mask(depth: Array, num_layers: int) -> Array:
+    """bool [num_layers, tokens]: whether a token passes through each layer."""
+    xp = array_namespace(depth)
+    return depth[None] >= xp.arange(1, num_layers + 1, dtype=depth.dtype)[:, None]

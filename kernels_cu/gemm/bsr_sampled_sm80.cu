@@ -1,0 +1,132 @@
+// The blocks of a dense product that a pattern names, on any GPU.
+//
+//   values[number of (i, j)] = block (i, j) of op(a) op(b)     for each block of the pattern
+//
+// Mapping: a block a tile of 128 x 128 (gemm/bsr_sm80.cuh): 128 / BLOCK neighbouring block rows, and as
+//   many block columns that any of them has, gathered side by side. Blocks of the tile that the pattern
+//   does not name are loaded with the others, but not multiplied.
+// Shared memory, bytes: STAGES * 32768, dynamic: stages (a | b).
+// Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; A_TRANSPOSED, B_TRANSPOSED 0|1; STAGES 2..;
+//   THREADS 256.
+// Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
+// Reference: cukit/reference/bsr.py.
+#include "common/platform.cuh"
+#include "common/types.cuh"
+#include "gemm/bsr_sm80.cuh"
+#include "gemm/parameters.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+using TileA = cukit::BsrOperandTile<A_TRANSPOSED>;
+using TileB = cukit::BsrOperandTile<!B_TRANSPOSED>;
+
+constexpr int kSlots = cukit::kBsrTile / BLOCK;  // block rows, and block columns, of a tile
+constexpr int kPairs = cukit::kBsrColumnTiles / 2;
+constexpr unsigned kPairMask = (1u << kPairs) - 1;
+
+static_assert(THREADS == cukit::kBsrThreads, "eight warps");
+
+// Lane m * kPairs + pair: the block that row tile m and pair of column tiles `pair` of its warp belong
+// to; -1 where the pattern has none.
+CUKIT_DEVICE int block_number(const int* numbers, int entry, int end) {
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  const int slot = (cukit::bsr_warp_row() + lane / kPairs * 16) / BLOCK;
+  const int at = entry + (cukit::bsr_warp_column() + lane % kPairs * 16) / BLOCK;
+  const bool exists = lane < cukit::kBsrRowTiles * kPairs && at < end;
+  return exists ? numbers[static_cast<long long>(at) * kSlots + slot] : -1;
+}
+
+// `bits`: of the lanes of block_number with a block.
+CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& sums, const cukit::BsrLeft<A_TRANSPOSED>& a,
+                                 const cukit::BsrRight<!B_TRANSPOSED>& b, unsigned bits, int bytes) {
+  if (bits == 0) return;
+#pragma unroll
+  for (int k = 0; k < cukit::kBsrTileK; k += 16) {
+    unsigned right[kPairs][4];
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) b.load(right[pair], 16 * pair, k, bytes);
+#pragma unroll
+    for (int m = 0; m < cukit::kBsrRowTiles; ++m) {
+      if ((bits >> (m * kPairs) & kPairMask) == 0) continue;
+      unsigned left[4];
+      a.load(left, 16 * m, k, bytes);
+#pragma unroll
+      for (int n = 0; n < cukit::kBsrColumnTiles; ++n) {
+        if (bits >> (m * kPairs + n / 2) & 1) {
+          cukit::mma_16x8x16<T>(sums[m][n], left, right[n / 2][n % 2 * 2],
+                                right[n / 2][n % 2 * 2 + 1]);
+        }
+      }
+    }
+  }
+}
+
+CUKIT_DEVICE void store_blocks(const cukit::BsrAccumulators& sums, T* values, int number) {
+  const int lane = threadIdx.x % cukit::kWarpSize;
+#pragma unroll
+  for (int m = 0; m < cukit::kBsrRowTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < cukit::kBsrColumnTiles; ++n) {
+      const int block = __shfl_sync(cukit::kFullMask, number, m * kPairs + n / 2);
+      if (block < 0) continue;
+      const int row = (cukit::bsr_warp_row() + 16 * m) % BLOCK + lane / 4;
+      const int column = (cukit::bsr_warp_column() + 8 * n) % BLOCK + lane % 4 * 2;
+      T* const to = values + (static_cast<long long>(block) * BLOCK + row) * BLOCK + column;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        *reinterpret_cast<unsigned*>(to + 8 * half * BLOCK) =
+            cukit::pack<T>(sums[m][n][2 * half], sums[m][n][2 * half + 1]);
+      }
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) bsr_sampled_sm80(
+    const T* __restrict__ a,          // [m, k]; A_TRANSPOSED [k, m]
+    const T* __restrict__ b,          // [k, n]; B_TRANSPOSED [n, k]
+    T* __restrict__ values,           // [blocks, BLOCK, BLOCK]
+    const int4* __restrict__ work,    // [gridDim.x]: group of block rows, entries from and to, 0
+    const int* __restrict__ columns,  // [entries]: block column
+    const int* __restrict__ numbers,  // [entries, kSlots]: the blocks there; -1 where there is none
+    const cukit::BsrParameters p) {
+  CUKIT_DYNAMIC_SHARED(unsigned char, shared);
+  const unsigned stages = cukit::shared_address(shared);
+  const int4 tile = work[blockIdx.x];
+  const int first_row = tile.x * cukit::kBsrTile;
+  const int number = block_number(numbers, tile.y, tile.z);
+  const unsigned bits = __ballot_sync(cukit::kFullMask, number >= 0);
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  const int lane_column = tile.y + lane < tile.z ? columns[tile.y + lane] : -1;
+
+  const cukit::BsrLeft<A_TRANSPOSED> left(stages);
+  const cukit::BsrRight<!B_TRANSPOSED> right(stages + cukit::kBsrOperandBytes);
+  cukit::BsrAccumulators sums;
+  cukit::clear(sums);
+  cukit::bsr_stages<STAGES>(
+      (p.k + cukit::kBsrTileK - 1) / cukit::kBsrTileK,
+      [&](int stage, int buffer) {
+        const unsigned at_stage = stages + buffer * cukit::kBsrStageBytes;
+        const int first_k = stage * cukit::kBsrTileK;
+        TileA::for_chunks(at_stage, [&](unsigned at, int tile_row, int tile_k) {
+          const long long row = first_row + tile_row, k = first_k + tile_k;
+          const bool inside = row < p.m && k < p.k;
+          const long long element = A_TRANSPOSED ? k * p.m + row : row * p.k + k;
+          cukit::cp_async_16(at, a + (inside ? element : 0), inside);
+        });
+        TileB::for_chunks(at_stage + cukit::kBsrOperandBytes,
+                          [&](unsigned at, int tile_column, int tile_k) {
+          const int block = __shfl_sync(cukit::kFullMask, lane_column, tile_column / BLOCK);
+          const long long column = block * static_cast<long long>(BLOCK) + tile_column % BLOCK;
+          const long long k = first_k + tile_k;
+          const bool inside = block >= 0 && k < p.k;
+          const long long element = B_TRANSPOSED ? column * p.k + k : k * p.n + column;
+          cukit::cp_async_16(at, b + (inside ? element : 0), inside);
+        });
+      },
+      [&](int, int buffer) {
+        multiply_stage(sums, left, right, bits, buffer * cukit::kBsrStageBytes);
+      });
+  store_blocks(sums, values, number);
+}

@@ -1,0 +1,138 @@
+// The blocks of a dense product that a pattern names, on Hopper: persistent blocks, TMA, wgmma.
+//
+//   values[number of (i, j)] = block (i, j) of op(a) op(b)     for each block of the pattern
+//
+// Mapping: a tile has up to COLUMNS / BLOCK entries of a group of block rows, as in bsr_matmul_sm90: the
+//   rows of op(a) are multiplied with the columns of op(b) that the entries have, gathered side by
+//   side, and of the result the blocks that exist are stored. Where a tile has fewer entries, its last
+//   is loaded repeatedly. The host deals the tiles to the blocks of the grid.
+// Shared memory, bytes: as bsr_matmul_sm90.
+// Macros: DTYPE, BLOCK, COLUMNS, STAGES, THREADS: as bsr_matmul_sm90. TILE_K 32|64; A_TRANSPOSED,
+//   B_TRANSPOSED 0|1.
+// Tensor maps, swizzled by the bytes of their boxes' rows: a, boxes of [BLOCK, TILE_K] from [m, k],
+//   A_TRANSPOSED [TILE_K, 64] from [k, m]; b, boxes of [TILE_K, up to 64] from [k, n],
+//   B_TRANSPOSED [BLOCK, TILE_K] from [n, k]; values [blocks * BLOCK, BLOCK], boxes of up to [64, 64]. Steps beyond k read zeros.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
+// Reference: cukit/reference/bsr.py.
+#include "common/platform.cuh"
+#include "common/types.cuh"
+#include "gemm/bsr_sm90.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+
+constexpr int kPart = BLOCK < 64 ? BLOCK : 64;  // columns of a block that lie together
+
+using Shape =
+    cukit::BsrShape<T, BLOCK, COLUMNS, TILE_K, A_TRANSPOSED, 64, !B_TRANSPOSED, kPart>;
+using Block = cukit::WarpSpecialized<Shape::kConsumers, 40>;
+using Store = cukit::TileStore<T, Shape::kWidth, kPart>;
+
+static_assert(THREADS == Block::kThreads, "a producer and two consumers");
+
+struct Tile {
+  int row;    // first row of op(a)
+  int entry;  // first of the tile's entries
+  int count;  // of entries
+  int first_step, end_step;
+
+  CUKIT_DEVICE static Tile of(const int4& item) {
+    return {item.x * Shape::kRows, item.y, item.z, 0, item.w};
+  }
+};
+
+struct Operands {
+  static constexpr int kStageBytes = Shape::kStageBytes;
+  using TileA = Shape::TileA::Tile;
+  using TileB = Shape::TileB::Tile;
+  const cukit::TensorMap* a;
+  const cukit::TensorMap* b;
+  const int* block_columns;
+
+  CUKIT_DEVICE void load(unsigned char* stage, cukit::Mbarrier* full, const Tile& tile,
+                         int step) const {
+    const int k = step * TILE_K;
+    if constexpr (A_TRANSPOSED) {
+      TileA::load(stage, a, full, tile.row, k);
+    } else {
+      TileA::load(stage, a, full, k, tile.row);
+    }
+#pragma unroll
+    for (int slot = 0; slot < COLUMNS / BLOCK; ++slot) {
+      const int column = block_columns[tile.entry + min(slot, tile.count - 1)] * BLOCK;
+      load_columns(stage + TileA::kBytes, slot * BLOCK, full, column, k);
+    }
+  }
+
+  // The columns of an entry, which are `first` and on of the tile.
+  CUKIT_DEVICE void load_columns(unsigned char* stage_b, int first, cukit::Mbarrier* full,
+                                 int column, int k) const {
+    unsigned char* const tile = stage_b + first / Shape::kWidth * TileB::kBytes;
+    const int within = first % Shape::kWidth;
+    if constexpr (B_TRANSPOSED) {
+      cukit::tma_load_2d(tile + within * TileB::kRowBytes, b, full, k, column);
+    } else {
+#pragma unroll
+      for (int part = 0; part < BLOCK / kPart; ++part) {
+        cukit::tma_load_2d(tile + (within / kPart + part) * TileB::kPartBytes, b, full,
+                           column + kPart * part, k);
+      }
+    }
+  }
+};
+
+struct Epilogue {
+  unsigned char* buffers;
+  const cukit::TensorMap* values;
+  const int* numbers;
+  int consumer;
+
+  CUKIT_DEVICE void store(const float (&sums)[Shape::kWidth / 2], const Tile& tile) const {
+    const int first_row = Shape::row_group(consumer) * cukit::kWarpgroupRows;
+    const int first_column = Shape::column_group(consumer) * Shape::kWidth;
+    Store::store(sums, buffers + consumer * Store::kBytes, 1 + consumer,
+                 [&](int piece, const unsigned char* buffer) {
+                   const int column = first_column + piece * kPart;
+                   const int slot = column / BLOCK;
+                   if (slot >= tile.count) return;
+#pragma unroll
+                   for (int row = 0; row < Shape::kSlots; ++row) {
+                     const int number = numbers[(tile.entry + slot) * Shape::kSlots + row];
+                     if (number < 0) continue;
+                     cukit::tma_store_2d(values, buffer + row * BLOCK * Store::Piece::kRowBytes,
+                                         column % BLOCK, number * BLOCK + first_row);
+                   }
+                 });
+  }
+
+  CUKIT_DEVICE void finish() const { Store::finish(); }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_sampled_sm90(
+    const __grid_constant__ cukit::TensorMap a,       // [m, k]; A_TRANSPOSED [k, m]
+    const __grid_constant__ cukit::TensorMap b,       // [k, n]; B_TRANSPOSED [n, k]
+    const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
+    const int4* __restrict__ work,  // [blocks of the grid, turns]: group, first entry, entries, steps
+    const int* __restrict__ block_columns,  // [entries]
+    const int* __restrict__ numbers,        // [entries, kSlots]: the blocks there, -1 for none
+    const int turns) {
+  __shared__ cukit::Pipeline<STAGES> pipeline;
+  CUKIT_DYNAMIC_SHARED(unsigned char, stages);
+  const cukit::ListedTiles<Tile> schedule{work, turns};
+
+  Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
+  Block::run(
+      [&] {
+        const Operands operands{&a, &b, block_columns};
+        if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
+      },
+      [&] {
+        const int consumer = Block::consumer_group();
+        const cukit::BsrProduct<Shape> product(stages, consumer);
+        const Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &values, numbers, consumer};
+        cukit::consume(pipeline, schedule, product, epilogue);
+      });
+}

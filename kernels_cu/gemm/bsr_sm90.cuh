@@ -1,0 +1,231 @@
+// What the block-sparse products on Hopper share: the shape of a tile, its product and its schedule
+// (sm_90a; the skeleton is common/hopper/gemm.cuh).
+//
+// A tile has the rows of one block row, and is as wide as the accumulators allow, which reads each
+// stored block least often:
+//   blocks of 128  each consumer has 64 of the rows, and all columns;
+//   blocks of 64   both consumers have the same 64 rows, and half of the columns each;
+//   smaller blocks the same, the 64 rows being those of kSlots neighbouring block rows. Block columns
+//                  that any of them has are multiplied with all, missing blocks being zeros: wgmma has
+//                  64 rows, and the rows of the other operand are loaded once for all slots.
+// A stage holds TileK steps of k of both operands, a | b, b in one part for each consumer that has
+// columns of its own. Either operand may be K-major or MN-major; the tiles of both lie as TMA finds
+// them.
+#pragma once
+
+#include "common/hopper/gemm.cuh"
+#include "common/platform.cuh"
+#include "common/ptx/movmatrix.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/ptx/stmatrix.cuh"
+#include "common/quad.cuh"
+
+namespace cukit {
+
+// The swizzle of rows of Elements 16-bit elements.
+template <int Elements>
+constexpr OperandSwizzle kRowSwizzle = Elements == 64   ? OperandSwizzle::Bytes128
+                                       : Elements == 32 ? OperandSwizzle::Bytes64
+                                                        : OperandSwizzle::Bytes32;
+
+// An operand of wgmma, Extent of m or n by TileK of k. Transposed: MN-major, as it lies in a matrix
+// whose rows run along k, in parts of PartExtent.
+template <typename T, int Extent, int TileK, bool Transposed, int PartExtent = 64>
+struct OperandTile : SharedTile<T, Extent, TileK, kRowSwizzle<TileK>> {
+  using Tile = SharedTile<T, Extent, TileK, kRowSwizzle<TileK>>;
+  // 64 of m or n further on.
+  static constexpr int kNext = Tile::rows(64);
+  static constexpr int step(int k) { return Tile::k_step(k); }
+  CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
+    return Tile::k_major(tile);
+  }
+};
+
+template <typename T, int Extent, int TileK, int PartExtent>
+struct OperandTile<T, Extent, TileK, true, PartExtent>
+    : SharedTile<T, TileK, Extent, kRowSwizzle<PartExtent>> {
+  using Tile = SharedTile<T, TileK, Extent, kRowSwizzle<PartExtent>>;
+  static constexpr int kNext = 64 / PartExtent * Tile::kPart;
+  static constexpr int step(int k) { return Tile::mn_step(k); }
+  CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
+    return Tile::mn_major(tile);
+  }
+};
+
+// TransposedA, TransposedB: MN-major, in parts of PartA and PartB.
+template <typename T, int Block, int Columns, int TileK, bool TransposedA, int PartA,
+          bool TransposedB, int PartB>
+struct BsrShape {
+  using Element = T;
+  static constexpr int kRows = Block < kWarpgroupRows ? kWarpgroupRows : Block;
+  static constexpr int kSlots = kRows / Block;  // block rows
+  static constexpr int kColumns = Columns;
+  static constexpr int kTileK = TileK;
+  static constexpr int kSteps = TileK / 16;  // products of a stage
+  static constexpr int kConsumers = 2;
+  static constexpr int kRowGroups = kRows / kWarpgroupRows;
+  static constexpr int kColumnGroups = kConsumers / kRowGroups;
+  static constexpr int kWidth = Columns / kColumnGroups;  // columns of a consumer
+  static constexpr bool kTransposedA = TransposedA;
+  static constexpr bool kTransposedB = TransposedB;
+  using TileA = OperandTile<T, kRows, TileK, TransposedA, PartA>;
+  using TileB = OperandTile<T, kWidth, TileK, TransposedB, PartB>;  // of a consumer
+  static constexpr int kStageBytes = TileA::kBytes + kColumnGroups * TileB::kBytes;
+
+  static_assert(kRowGroups <= 2, "the rows of one consumer or of both");
+  static_assert(kWidth % 64 == 0 && kWidth <= 256, "products of a warpgroup");
+
+  CUKIT_DEVICE static int row_group(int consumer) { return kRowGroups == 1 ? 0 : consumer; }
+  CUKIT_DEVICE static int column_group(int consumer) { return kRowGroups == 1 ? consumer : 0; }
+};
+
+// Both operands from shared memory, as SharedProduct.
+template <typename Shape, int ClusterSize = 1>
+struct BsrProduct {
+  using Accumulators = float[Shape::kWidth / 2];
+  unsigned long long a, b;  // descriptors of this consumer's operands in stage 0
+
+  CUKIT_DEVICE BsrProduct(const unsigned char* stages, int consumer)
+      : a(Shape::TileA::descriptor(stages) + Shape::row_group(consumer) * Shape::TileA::kNext),
+        b(Shape::TileB::descriptor(stages + Shape::TileA::kBytes) +
+          Shape::column_group(consumer) * Shape::TileB::Tile::kStage) {}
+
+  template <int Stages, typename Tile>
+  CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
+                             PipelineState<Stages>& at, const Tile& tile) const {
+    const int steps = tile.end_step - tile.first_step;
+    PipelineState<Stages> done;
+    for (int step = 0; step < steps; ++step) {
+      const unsigned long long stage = at.index * (Shape::kStageBytes / 16);
+      pipeline.wait(at);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < Shape::kSteps; ++k) {
+        wgmma<typename Shape::Element, Shape::kWidth, Shape::kTransposedA, Shape::kTransposedB>(
+            sums, a + stage + Shape::TileA::step(k), b + stage + Shape::TileB::step(k),
+            step > 0 || k > 0);
+      }
+      wgmma_commit();
+      wgmma_wait<1>(sums);
+      if (step > 0) pipeline.template release_to_cluster<ClusterSize>(done);
+      done = at;
+      at.advance();
+    }
+    wgmma_wait<0>(sums);
+    pipeline.template release_to_cluster<ClusterSize>(done);
+  }
+};
+
+// Stores 64 x Columns accumulators straight from registers: tiles are short here, and a way through
+// shared memory, on whose buffers a warpgroup has to wait, would cost more than whole lines gain.
+// place(row, column): where the elements from there on go, null: nowhere. Eight go there at a time.
+template <typename T, int N, typename Place>
+CUKIT_DEVICE void store_rows(const float (&sums)[N], const Place& place) {
+  const int quad_lane = threadIdx.x % 4;
+#pragma unroll
+  for (int four = 0; four < N / 16; ++four)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      unsigned chunk[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float* pair = &sums[4 * (4 * four + n) + 2 * half];
+        chunk[n] = pack<T>(pair[0], pair[1]);
+      }
+      transpose_quad(chunk);
+      T* const to = place(accumulator_row() + 8 * half, 32 * four + 8 * quad_lane);
+      if (to != nullptr) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+      }
+    }
+}
+
+// The same to a matrix that is the transpose: eight elements of one column go to place(row, column).
+template <typename T, int N, typename Place>
+CUKIT_DEVICE void store_columns(const float (&sums)[N], const Place& place) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
+#pragma unroll
+  for (int pair = 0; pair < N / 8; ++pair) {
+    unsigned chunk[4];  // rows 0-7 and 8-15 of eight columns, then of the next eight
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      chunk[n] = transpose_8x8(pack<T>(sums[8 * pair + 2 * n], sums[8 * pair + 2 * n + 1]));
+    }
+    transpose_quad(chunk);
+    const int part = lane % 4;
+    T* const to = place(16 * warp + part % 2 * 8, 16 * pair + part / 2 * 8 + lane / 4);
+    if (to != nullptr) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
+    }
+  }
+}
+
+// Stores 64 x Columns accumulators through shared memory and TMA, PieceColumns at a time. The buffer
+// holds all of them, so that a warpgroup waits for nothing but the copies of its last tile.
+// Transposed, pieces of 64 columns only: the accumulators' rows run along the columns of the matrix.
+template <typename T, int Columns, int PieceColumns = 64, bool Transposed = false>
+struct TileStore {
+  using Piece = SharedTile<T, 64, PieceColumns, kRowSwizzle<PieceColumns>>;
+  static constexpr int kPieces = Columns / PieceColumns;
+  static constexpr int kBytes = kPieces * Piece::kBytes;
+
+  static_assert(!Transposed || PieceColumns == 64, "a piece's rows are columns");
+
+  // All threads of the warpgroup, with a named barrier of its own; one thread calls send(piece, buffer),
+  // which starts the copy of that piece or none.
+  template <typename Send>
+  CUKIT_DEVICE static void store(const float (&sums)[Columns / 2], unsigned char* buffer, int barrier,
+                                 const Send& send) {
+    const bool starts = threadIdx.x % kWarpgroupThreads == 0;
+    const int lane = threadIdx.x % kWarpSize;
+    const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
+    if (starts) bulk_wait_read<0>();
+    named_sync(barrier, kWarpgroupThreads);  // the buffer is free
+#pragma unroll
+    for (int pair = 0; pair < Columns / 16; ++pair) {
+      const float* d = &sums[8 * pair];
+      const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
+                                  pack<T>(d[6], d[7])};
+      constexpr int kPairs = PieceColumns / 16;
+      const unsigned piece = shared_address(buffer) + pair / kPairs * Piece::kBytes;
+      if constexpr (Transposed) {
+        const int row = 16 * (pair % kPairs) + lane % 8 + lane / 16 * 8;
+        stmatrix_x4_trans(Piece::address(piece, row, 2 * warp + lane / 8 % 2), packed);
+      } else {
+        const int chunk = 2 * (pair % kPairs) + lane / 16;
+        stmatrix_x4(Piece::address(piece, 16 * warp + lane % 16, chunk), packed);
+      }
+    }
+    fence_proxy_async();
+    named_sync(barrier, kWarpgroupThreads);  // the buffer is written
+    if (starts) {
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) send(piece, buffer + piece * Piece::kBytes);
+      bulk_commit();
+    }
+  }
+
+  // Before the block exits: TMA has read the buffer.
+  CUKIT_DEVICE static void finish() {
+    if (threadIdx.x % kWarpgroupThreads == 0) bulk_wait_read<0>();
+  }
+};
+
+// Work that was dealt out on the host: what a cluster does is a row of work, which ends with a number
+// below 0.
+template <typename WorkTile, int ClusterSize = 1>
+struct ListedTiles {
+  using Tile = WorkTile;
+  const int4* work;  // [clusters, turns]
+  int turns;
+
+  CUKIT_DEVICE bool tile(int turn, Tile& tile) const {
+    const int4 item = work[static_cast<long long>(blockIdx.x / ClusterSize) * turns + turn];
+    if (item.x < 0) return false;
+    tile = Tile::of(item);
+    return true;
+  }
+};
+
+}  // namespace cukit

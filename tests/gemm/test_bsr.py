@@ -1,0 +1,256 @@
+"""bsr_matmul: sparse times dense, dense times sparse, and blocks of a dense product."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_matmul, create_sparse_mask
+from cukit.gemm.bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
+from cukit.gemm.bsr_plan import (
+    SAMPLED_TILINGS,
+    TILINGS,
+    BsrMatmulConfig,
+    BsrSampledConfig,
+    Transposed,
+)
+from cukit.reference import bsr as reference
+from tests.contract import (
+    another_order,
+    assert_close,
+    check_against_reference,
+    poisoned,
+    random,
+    to_device,
+    to_host,
+)
+
+# Blocks of both kernels, with an empty block row, block rows of unlike length, and a ragged last
+# group of rows. (mask, block size)
+MASKS = {
+    16: [[1, 0, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]] * 2,
+    32: [[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 0, 1]],
+    64: [[1, 0, 1, 1, 1], [0, 0, 0, 0, 0], [1, 1, 0, 0, 0]],
+    128: [[1, 1], [0, 0], [0, 1]],
+}
+HOPPER = [tiling for tilings in TILINGS.values() for tiling in tilings]
+HOPPER_SAMPLED = [tiling for tilings in SAMPLED_TILINGS.values() for tiling in tilings]
+
+
+def pattern_of(block):
+    return BlockPattern.from_mask(np.array(MASKS[block], bool), block)
+
+
+def values_of(rng, pattern, dtype):
+    shape = (pattern.num_blocks, pattern.block_size, pattern.block_size)
+    return random(rng, shape, dtype, scale=max(pattern.shape) ** -0.5)
+
+
+def name(tiling):
+    return f"{tiling.block}-{tiling.columns}"
+
+
+@pytest.mark.parametrize("block", MASKS)
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_sparse_times_dense(device, rng, block, transpose_a, transpose_b):
+    pattern = pattern_of(block)
+    inner = pattern.shape[not transpose_a]
+    dense = random(rng, (72, inner) if transpose_b else (inner, 72), "bfloat16")
+    options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    check_against_reference(
+        lambda values, b: bsr_matmul(BlockSparseMatrix(values, pattern), b, **options),
+        lambda values, b: reference.bsr_matmul(BlockSparseMatrix(values, pattern), b, **options),
+        (values_of(rng, pattern, "bfloat16"), dense),
+        device=device,
+    )
+
+
+@pytest.mark.parametrize("block", MASKS)
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_dense_times_sparse(device, rng, block, transpose_b):
+    """Of activations [batch, seq_len, features], as in a sparse linear layer and its backward."""
+    pattern = pattern_of(block)
+    x = random(rng, (3, 11, pattern.shape[transpose_b]), "float16")
+    check_against_reference(
+        lambda x, values: bsr_matmul(
+            x, BlockSparseMatrix(values, pattern), transpose_b=transpose_b
+        ),
+        lambda x, values: reference.bsr_matmul(
+            x, BlockSparseMatrix(values, pattern), transpose_b=transpose_b
+        ),
+        (x, values_of(rng, pattern, "float16")),
+        device=device,
+    )
+
+
+@pytest.mark.parametrize("block", MASKS)
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_blocks_of_a_dense_product(device, rng, block, transpose_a, transpose_b):
+    """The inner extent is no multiple of a step."""
+    pattern = pattern_of(block)
+    (m, n), k = pattern.shape, 104
+    a = random(rng, (k, m) if transpose_a else (m, k), "bfloat16", scale=k**-0.5)
+    b = random(rng, (n, k) if transpose_b else (k, n), "bfloat16")
+    options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "pattern": pattern}
+    check_against_reference(
+        lambda a, b: bsr_matmul(a, b, **options).values,
+        partial(reference.bsr_matmul, **options),
+        (a, b),
+        device=device,
+    )
+
+
+@pytest.mark.parametrize("tiling", HOPPER, ids=name)
+@pytest.mark.parametrize("flag", [False, True])
+def test_every_tiling(device, rng, tiling, flag):
+    """Wider results than a tile, more tiles than blocks of the grid, more steps than stages."""
+    if device == "cpu":
+        pytest.skip("a choice of the kernel")
+    pattern = pattern_of(tiling.block)
+    m, k = pattern.shape[::-1] if flag else pattern.shape
+    n = tiling.columns + 40
+    values = values_of(rng, pattern, "bfloat16")
+    dense = random(rng, (n, k) if flag else (k, n), "bfloat16")
+    out = poisoned(device, (n, m) if flag else (m, n), "bfloat16")
+    config = BsrMatmulConfig("bfloat16", tiling.block, Transposed(flag, flag, flag), tiling)
+    placed = to_device(device, values, dense)
+    xp = np if device == "emulator" else __import__("cupy")
+    launch = MatmulSm90(config, pattern, m, n, xp)
+    for repeat in range(2):
+        with another_order(device, repeat):
+            launch(*placed, out)
+    options = {"transpose_a": flag, "transpose_b": flag}
+    plain = reference.bsr_matmul(BlockSparseMatrix(values, pattern), dense, **options)
+    wide = reference.bsr_matmul(
+        BlockSparseMatrix(values.astype(np.float64), pattern), dense.astype(np.float64), **options
+    )
+    assert_close("out", out, *(x.T if flag else x for x in (plain, wide)))
+
+
+@pytest.mark.parametrize("block", MASKS)
+@pytest.mark.parametrize("flag", [False, True])
+def test_the_kernels_for_any_gpu(device, rng, block, flag):
+    """Which Hopper does not plan."""
+    if device == "cpu":
+        pytest.skip("a choice of the kernel")
+    xp = np if device == "emulator" else __import__("cupy")
+    pattern, n, k = pattern_of(block), 136, 200
+    values = values_of(rng, pattern, "bfloat16")
+    rows, inner = pattern.shape[::-1] if flag else pattern.shape
+    dense = random(rng, (n, inner) if flag else (inner, n), "bfloat16")
+    out = poisoned(device, (n, rows) if flag else (rows, n), "bfloat16")
+    config = BsrMatmulConfig("bfloat16", block, Transposed(flag, flag, flag), None)
+    launch = MatmulSm80(config, pattern, rows, n, xp)
+    a = random(rng, (k, pattern.shape[0]) if flag else (pattern.shape[0], k), "bfloat16")
+    b = random(rng, (k, pattern.shape[1]) if flag else (pattern.shape[1], k), "bfloat16")
+    sampled = poisoned(device, values.shape, "bfloat16")
+    sampled_config = BsrSampledConfig("bfloat16", block, flag, not flag, None)
+    sampled_launch = SampledSm80(sampled_config, pattern, k, xp)
+    for repeat in range(2):
+        with another_order(device, repeat):
+            launch(*to_device(device, values, dense), out)
+            sampled_launch(*to_device(device, a, b), sampled)
+    options = {"transpose_a": flag, "transpose_b": flag}
+    wide = reference.bsr_matmul(
+        BlockSparseMatrix(values.astype(np.float64), pattern), dense.astype(np.float64), **options
+    )
+    wide = wide.T if flag else wide
+    assert_close("out", out, wide.astype(values.dtype), wide)
+    options = {"transpose_a": flag, "transpose_b": not flag, "pattern": pattern}
+    wide = reference.bsr_matmul(a.astype(np.float64), b.astype(np.float64), **options)
+    assert_close("values", sampled, wide.astype(values.dtype), wide)
+
+
+@pytest.mark.parametrize("tiling", HOPPER_SAMPLED, ids=name)
+def test_every_tiling_of_a_sampled_product(device, rng, tiling):
+    if device == "cpu":
+        pytest.skip("a choice of the kernel")
+    block = tiling.block
+    mask = np.ones((2 * tiling.slots, tiling.columns // block + 1), bool)
+    mask[0, ::3] = False
+    pattern = BlockPattern.from_mask(mask, block)
+    (m, n), k = pattern.shape, 8 * tiling.tile_k + 8
+    a, b = random(rng, (m, k), "bfloat16", scale=k**-0.5), random(rng, (k, n), "bfloat16")
+    values = poisoned(device, (pattern.num_blocks, block, block), "bfloat16")
+    config = BsrSampledConfig("bfloat16", block, False, False, tiling)
+    xp = np if device == "emulator" else __import__("cupy")
+    SampledSm90(config, pattern, k, xp)(*to_device(device, a, b), values)
+    wide = reference.bsr_matmul(a.astype(np.float64), b.astype(np.float64), pattern=pattern)
+    assert_close("values", values, reference.bsr_matmul(a, b, pattern=pattern), wide)
+
+
+def test_nothing_to_multiply(device):
+    empty = BlockPattern.from_mask(np.zeros((2, 3), bool), 64)
+    (x,) = to_device(device, np.ones((5, 192), np.float16))
+    (values,) = to_device(device, np.ones((0, 64, 64), np.float16))
+    weight = BlockSparseMatrix(values, empty)
+    assert not to_host(bsr_matmul(x, weight, transpose_b=True)).any()
+    full = pattern_of(64)
+    none = to_device(device, np.ones((0, full.shape[0]), np.float16))[0]
+    (kept,) = to_device(device, np.ones((full.num_blocks, 64, 64), np.float16))
+    assert bsr_matmul(none, BlockSparseMatrix(kept, full)).shape == (0, full.shape[1])
+    left, right = to_device(
+        device, np.ones((full.shape[0], 0), np.float16), np.ones((0, full.shape[1]), np.float16)
+    )
+    assert not to_host(bsr_matmul(left, right, pattern=full).values).any()
+
+
+def test_out_is_filled_and_returned(device, rng):
+    pattern = pattern_of(64)
+    x = random(rng, (16, pattern.shape[0]), "float16")
+    values = values_of(rng, pattern, "float16")
+    placed_x, placed = to_device(device, x, values)
+    weight = BlockSparseMatrix(placed, pattern)
+    out = poisoned(device, (16, pattern.shape[1]), "float16")
+    assert bsr_matmul(placed_x, weight, out=out) is out
+    np.testing.assert_array_equal(to_host(out), to_host(bsr_matmul(placed_x, weight)))
+    grad = BlockSparseMatrix(poisoned(device, values.shape, "float16"), pattern)
+    options = {"transpose_a": True, "pattern": weight}
+    assert bsr_matmul(placed_x, out, out=grad, **options) is grad
+    again = bsr_matmul(placed_x, out, **options)
+    np.testing.assert_array_equal(to_host(grad.values), to_host(again.values))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_large(rng, block):
+    """More tiles than the grid has blocks, in many turns."""
+    pattern = BlockPattern.from_mask(create_sparse_mask((2048, 4096), block, 0.2), block)
+    x = random(rng, (4104, 4096), "bfloat16", scale=4096**-0.5)
+    check_against_reference(
+        lambda x, values: bsr_matmul(x, BlockSparseMatrix(values, pattern), transpose_b=True),
+        lambda x, values: reference.bsr_matmul(
+            x, BlockSparseMatrix(values, pattern), transpose_b=True
+        ),
+        (x, random(rng, (pattern.num_blocks, block, block), "bfloat16")),
+        device="gpu",
+    )
+
+
+def test_errors_name_the_argument(device):
+    pattern = BlockPattern.from_mask(np.ones((2, 3), bool), 16)
+    values, x = to_device(device, np.ones((6, 16, 16), np.float16), np.ones((4, 48), np.float16))
+    weight = BlockSparseMatrix(values, pattern)
+    for arguments, error, message in [
+        ((x, weight), ArrayShapeError, r"b of shape \(32, 48\) and a of shape \(4, 48\) do not"),
+        ((weight, x), ArrayShapeError, "inner extents 48 and 4"),
+        ((x.astype(np.float32), weight), ArrayDtypeError, "a must have the dtype of b"),
+        ((weight, weight), ConfigError, "one of a and b must be dense"),
+        ((x, x), ConfigError, "two dense operands need a pattern"),
+    ]:
+        with pytest.raises(error, match=f"bsr_matmul: .*{message}"):
+            bsr_matmul(*arguments)
+    with pytest.raises(ConfigError, match="a pattern is for two dense operands"):
+        bsr_matmul(x, weight, pattern=pattern)
+    with pytest.raises(ArrayShapeError, match=r"the pattern's shape \(32, 48\), got \(4, 4\)"):
+        bsr_matmul(x, x, transpose_b=True, pattern=pattern)
+    with pytest.raises(ConfigError, match="out must be a BlockSparseMatrix of the pattern"):
+        bsr_matmul(x, x, transpose_b=True, pattern=pattern, out=weight.values)
+    if device != "cpu":
+        with pytest.raises(ArrayShapeError, match="the last axis of b must be a multiple of 8"):
+            bsr_matmul(weight, x[:3].T.copy())
