@@ -129,11 +129,28 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax,
   cukit::write_rows<kGuarded>(sums, rows);
 }
 
+#ifdef RENEW_HALVES
+CUKIT_DEVICE unsigned renew(cukit::SoftmaxRows& rows, float (&shrink)[2], const Scores& scores,
+                        float factor) {
+  return cukit::renew_halves<TILE_N / 2, Operands::kIntegerMaxima>(rows, shrink, scores, factor,
+                                                                   Operands::kGrowth);
+}
+CUKIT_DEVICE void rescale_by(Outputs& sums, const float (&shrink)[2], unsigned renewed) {
+  if (renewed & 1) cukit::rescale_half<0>(sums, shrink);
+  if (renewed & 2) cukit::rescale_half<1>(sums, shrink);
+}
+using Renewed = unsigned;
+#else
+using Renewed = bool;
+CUKIT_DEVICE void rescale_by(Outputs& sums, const float (&shrink)[2], bool renewed) {
+  if (renewed) cukit::rescale(sums, shrink);
+}
 CUKIT_DEVICE bool renew(cukit::SoftmaxRows& rows, float (&shrink)[2], const Scores& scores,
                         float factor) {
   return cukit::renew_maxima<TILE_N / 2, Operands::kIntegerMaxima>(rows, shrink, scores, factor,
                                                                    Operands::kGrowth);
 }
+#endif
 
 // Whether outputs are kept outside the tensor core, and whether that and their rescaling happen beside
 // the product of the next scores: if there are registers for both.
@@ -264,9 +281,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     pipelines.v.wait(v_at);
     Operands::pack(p, scores);
 
-    bool outgrown = false;
-    const auto tend = [&](bool shrunk) {
-      if (shrunk) cukit::rescale(sums, shrink);
+    Renewed outgrown = 0;
+    const auto tend = [&](Renewed shrunk) {
+      rescale_by(sums, shrink, shrunk);
       if (kKeeps && kept.due()) kept.take(sums, rows, factor);
       if (kTendsEarly) cukit::wgmma_fence();
     };
@@ -293,7 +310,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       Operands::pack(p, scores);
     }
 
-    if (kTendsEarly && outgrown) cukit::rescale(sums, shrink);
+    if (kTendsEarly) rescale_by(sums, shrink, outgrown);
     cukit::wgmma_fence();
     multiply_values(sums, p, values());
     cukit::wgmma_wait<0>(sums);

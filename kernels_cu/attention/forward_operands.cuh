@@ -107,8 +107,12 @@ struct Float8Operands : Float8Scores<TileM, TileN, HeadDim> {
   using Probabilities = unsigned[TileN / 32][4];
   // P is rounded as 2^kOffset times itself, so that small ones use the exponents that e4m3 has: 2^8 is
   // its largest power of two, 2^-9 its smallest number. The maxima may lag behind by the rest.
-  static constexpr int kOffset = 7;
-  static constexpr float kGrowth = 8.0f - kOffset;
+#ifndef F8_OFFSET
+#define F8_OFFSET 7
+#define F8_GROWTH 100
+#endif
+  static constexpr int kOffset = F8_OFFSET;
+  static constexpr float kGrowth = F8_GROWTH / 100.0f;
 
   CUKIT_DEVICE static void multiply_values(float (&out)[ValueDim / 2], const unsigned (&p)[4],
                                            unsigned long long v) {

@@ -38,6 +38,77 @@ struct RowShare {
   CUKIT_DEVICE int vec(int i) const { return lane + i * LANES; }
 };
 
+#ifndef PIECE
+#define PIECE VEC
+#endif
+
+// A row in memory as vectors of VEC elements on 16-byte boundaries. Rows that are not whole vectors
+// long, of a multiple of PIECE elements, begin within a vector; their first and their last one are
+// shared with other rows, and accessed PIECE elements at a time.
+struct RowVectors {
+  static_assert(VEC % PIECE == 0, "vectors consist of pieces");
+  int first;  // element of the first vector that is the row's first
+  int end;    // the same of the first element behind the row, counted from the first vector
+
+  CUKIT_DEVICE RowVectors(long long row, int cols)
+      : first(PIECE == VEC ? 0 : static_cast<int>(row % VEC) * cols % VEC), end(first + cols) {}
+
+  CUKIT_DEVICE bool has(int vec) const {
+    return PIECE == VEC ? vec < end / VEC : vec * VEC < end;
+  }
+
+  // `from`: the row, or what is as long. Elements beside the row become zeros.
+  template <Cache cache = Cache::Cached, typename T>
+  CUKIT_DEVICE void load_from(Vec<T, VEC>& into, const T* from, int vec) const {
+    if (whole(vec)) return load<cache>(into, from + (vec * VEC - first));
+    into = {};
+#pragma unroll
+    for (int piece = 0; piece < VEC; piece += PIECE) {
+      const int element = vec * VEC + piece;
+      if (element < first || element >= end) continue;
+      Vec<T, PIECE> part;
+      load(part, from + (element - first));
+#pragma unroll
+      for (int j = 0; j < PIECE; ++j) into[piece + j] = part[j];
+    }
+  }
+
+  template <typename T>
+  CUKIT_DEVICE void store_to(T* to, const Vec<T, VEC>& from, int vec) const {
+    if (whole(vec)) return store(to + (vec * VEC - first), from);
+#pragma unroll
+    for (int piece = 0; piece < VEC; piece += PIECE) {
+      const int element = vec * VEC + piece;
+      if (element < first || element >= end) continue;
+      Vec<T, PIECE> part;
+#pragma unroll
+      for (int j = 0; j < PIECE; ++j) part[j] = from[piece + j];
+      store(to + (element - first), part);
+    }
+  }
+
+  // Of a vector of columns, which begins wherever the row does.
+  template <typename T>
+  CUKIT_DEVICE void load_columns(Vec<T, VEC>& into, const T* columns, int vec) const {
+    if constexpr (PIECE == VEC) return load(into, columns + vec * VEC);
+    into = {};
+#pragma unroll
+    for (int piece = 0; piece < VEC; piece += PIECE) {
+      const int element = vec * VEC + piece;
+      if (element < first || element >= end) continue;
+      Vec<T, PIECE> part;
+      load(part, columns + (element - first));
+#pragma unroll
+      for (int j = 0; j < PIECE; ++j) into[piece + j] = part[j];
+    }
+  }
+
+ private:
+  CUKIT_DEVICE bool whole(int vec) const {
+    return PIECE == VEC || (vec * VEC >= first && (vec + 1) * VEC <= end);
+  }
+};
+
 // Every thread gets the N sums over its row. `scratch` holds N * kScratch floats of shared memory and
 // must not be written again before another barrier: take turns between two.
 template <int N>
