@@ -18,10 +18,11 @@ FEATURES = frozenset({"window", "softcap", "alibi", "bias", "mask", "sinks", "va
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """One call of attention, forward or backward."""
+    """Calls of attention, forward or backward, that run the same kernels."""
 
     batch: int
     seq_len_q: int
+    """Of one call, or rounded up for all that round to the same (rounded_length)."""
     seq_len_kv: int
     num_heads_q: int
     num_heads_kv: int

@@ -232,7 +232,7 @@ def check_array(
                 f"{op}: {name} must be C-contiguous, got strides {array.strides} "
                 f"for shape {array.shape}"
             )
-    elif array.size and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+    elif array.strides[-1] != array.itemsize and array.size and array.shape[-1] > 1:
         raise ArrayLayoutError(
             f"{op}: the last axis of {name} must be contiguous, got strides {array.strides}"
         )
@@ -248,12 +248,15 @@ def write_out(out: Array | None, value: Array) -> Array:
 
 def check_same_dtype(op: str, **arrays: Array | None) -> None:
     """All arrays (None skipped) have the dtype of the first."""
-    present = {name: array for name, array in arrays.items() if array is not None}
-    (first, reference), *others = present.items()
-    for name, array in others:
-        if array.dtype != reference.dtype:
+    first, dtype = "", None
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        if dtype is None:
+            first, dtype = name, array.dtype
+        elif array.dtype != dtype:
             raise ArrayDtypeError(
-                f"{op}: {name} must have the dtype of {first} ({reference.dtype.name}), "
+                f"{op}: {name} must have the dtype of {first} ({dtype.name}), "
                 f"got {array.dtype.name}"
             )
 

@@ -39,11 +39,13 @@ _FIELDS = re.compile(r"([\w ]+?)\s+(\w+(?:\s*,\s*\w+)*)$")
 class ParameterStruct:
     """One struct of a `parameters.cuh`."""
 
-    __slots__ = ("_layout", "_nested", "_raw", "dtype", "name")
+    __slots__ = ("_given", "_layout", "_names", "_nested", "_raw", "dtype", "name")
 
     def __init__(self, name: str, fields: Mapping[str, np.dtype[Any] | ParameterStruct]) -> None:
         """fields: numbers, or structs defined before, by name and in order."""
         self.name: str = name
+        self._names = tuple(fields)
+        self._given = fields.keys()
         self._nested = [
             field if isinstance(field, ParameterStruct) else None for field in fields.values()
         ]
@@ -61,8 +63,8 @@ class ParameterStruct:
         Each field by its name: a number, or for a struct what its own `pack` returned, or its
         fields in order. Raises LaunchError where a field is missing, unknown or out of range.
         """
-        names = self.dtype.names or ()
-        if values.keys() != set(names):
+        names = self._names
+        if values.keys() != self._given:
             missing = [name for name in names if name not in values]
             unknown = [name for name in values if name not in names]
             raise LaunchError(
@@ -82,7 +84,7 @@ class ParameterStruct:
             return self._layout.pack(*flat)
         except struct.error as error:
             raise LaunchError(
-                f"{self.name}: {error}, got {dict(zip(self.dtype.names or (), flat, strict=True))}"
+                f"{self.name}: {error}, got {dict(zip(self._names, flat, strict=True))}"
             ) from None
 
     def _as_bytes(self, value: Any) -> bytes:

@@ -19,10 +19,9 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.map_cache import TensorMapCache
 from cukit.core.parameters import parameter_structs
 from cukit.core.support import Support
-from cukit.core.tensor_map import encode_tensor_map
+from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayShapeError
 from cukit.reference import gemm as reference
 from cukit.registry import register

@@ -86,11 +86,14 @@ def test_work_on_single_scores_takes_the_tiling_with_most_registers():
 
 
 def test_blocks_of_class_sm90():
-    assert plan_flash_attention_sm90(PROBLEM, H200).num_blocks == 132
+    def num_blocks(problem):
+        return plan_flash_attention_sm90(problem, H200).num_blocks(problem.seq_len_q)
+
+    assert num_blocks(PROBLEM) == 132
     few = replace(PROBLEM, batch=1, num_heads_q=8, seq_len_q=130)
-    assert plan_flash_attention_sm90(few, H200).num_blocks == 8, "a pair of tiles each"
-    assert plan_flash_attention_sm90(replace(few, causal=False), H200).num_blocks == 16
-    assert plan_flash_attention_sm90(replace(few, window=(64, None)), H200).num_blocks == 16
+    assert num_blocks(few) == 8, "a pair of tiles each"
+    assert num_blocks(replace(few, causal=False)) == 16
+    assert num_blocks(replace(few, window=(64, None))) == 16
 
 
 def test_what_is_planned_on_the_gpu():
@@ -99,11 +102,11 @@ def test_what_is_planned_on_the_gpu():
     config = plan_flash_attention_sm90(varlen, H200)
     assert config.plan_spec().entry == "plan_sequences"
     assert config.plan_spec() in specs_of(varlen, H200)
-    assert config.plan_size() == 2 * 4 + 2
+    assert config.plan_size(4096, 4096) == 2 * 4 + 2
     blocks = plan_flash_attention_sm90(PROBLEM, H200, (128, 128))
     assert blocks.plan_spec().entry == "plan_blocks"
-    assert blocks.plan_size(3) == 1 + 3 * 32 * 33
-    assert blocks.plan_blocks(3) * 4 >= 3 * 32
+    assert blocks.plan_size(4096, 4096, 3) == 1 + 3 * 32 * 33
+    assert blocks.plan_blocks(4096, 3) * 4 >= 3 * 32
 
 
 def plan_sequences(device, lengths_q, lengths_kv, heads, tile_m=128):
@@ -115,10 +118,10 @@ def plan_sequences(device, lengths_q, lengths_kv, heads, tile_m=128):
     ends = [
         np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in (lengths_q, lengths_kv)
     ]
-    placed = to_device(device, *ends, np.full(config.plan_size(), -1, np.int32))
+    placed = to_device(device, *ends, np.full(config.plan_size(0, 0), -1, np.int32))
     facts = (count, heads, max(lengths_kv), 132)
     kernel = load_kernel(config.plan_spec())
-    kernel((config.plan_blocks(),), (*placed, *(np.int32(fact) for fact in facts)))
+    kernel((config.plan_blocks(0),), (*placed, *(np.int32(fact) for fact in facts)))
     plan = to_host(placed[2])
     assert plan[0] == 132
     return plan[1 : count + 2], plan[count + 2 :]
