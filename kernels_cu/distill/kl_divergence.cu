@@ -2,9 +2,9 @@
 // the student's logits; optionally the cross-entropy on a target mixed into both.
 //
 //   p = softmax(teacher / T),  q = softmax(student / T),  d = log p - log q
-//   soft = sum_v p (expm1(-d) + d) * soft_loss_factor
+//   soft = sum_v p (expm1(-d) + d) * factors.soft_loss
 //   hard = log sum_v exp z_v - z_target, z = student                                 (HARD)
-//   grad = ((q - p) * soft_factor + (softmax(z) - onehot(target)) * hard_factor)
+//   grad = ((q - p) * factors.soft_gradient + (softmax(z) - onehot(target)) * factors.hard_gradient)
 //          * grad_loss / normalizer
 //
 // First sweep: both rows' masses, and the teacher's mass weighted with teacher - student, which gives
@@ -24,6 +24,7 @@
 #include "common/platform.cuh"
 #include "common/index.cuh"
 #include "common/vocabulary_row.cuh"
+#include "distill/parameters.cuh"
 
 namespace {
 
@@ -177,22 +178,21 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
     T* grad,                                  // as `student`, or the same; GRAD only
     const float* __restrict__ grad_loss,      // [rows] (stride 1) or scalar (stride 0), or null
     const float* __restrict__ normalizer,     // scalar or null
-    long long ignore_index, long long row_stride, int columns, int grad_loss_stride,
-    float inverse_temperature, float soft_loss_factor, float soft_factor, float hard_factor) {
+    const cukit::LogitRows rows, const cukit::DivergenceFactors factors) {
   __shared__ Exchange::Shared shared;
   CUKIT_DYNAMIC_SHARED(Vector, cache);
   const long long row = blockIdx.x / CLUSTER;
   const int rank = blockIdx.x % CLUSTER;
-  const cukit::RowSlice slice(row, row_stride, columns, rank);
+  const cukit::RowSlice slice(row, rows.row_stride, rows.columns, rank);
   const bool writes_loss = rank == 0 && threadIdx.x == 0;
   const long long target = targets != nullptr ? targets[row] : 0;
-  if (targets != nullptr && target == ignore_index) {
+  if (targets != nullptr && target == rows.ignore_index) {
     if (writes_loss) soft_rows[row] = 0.0f;
     if (HARD && writes_loss) hard_rows[row] = 0.0f;
     if constexpr (GRAD) slice.clear(grad);
     return;
   }
-  const bool in_range = target >= 0 && target < columns;
+  const bool in_range = target >= 0 && target < rows.columns;
   Single target_student, target_teacher;
   if (HARD && in_range) {
     // Before the barriers of the exchange: after them the gradient may overwrite the student's.
@@ -202,7 +202,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
 
   Exchange exchange(shared, rank);
   Statistics statistics;
-  statistics.scale = cukit::kLog2E * inverse_temperature;
+  statistics.scale = cukit::kLog2E * factors.inverse_temperature;
   const bool has_loose = slice.loose_column >= 0;
   Single loose_student[1], loose_teacher[1];
   if (has_loose) {
@@ -272,15 +272,15 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
     soft.offset = (soft.teacher.reference - soft.student.reference) + log2f(soft.mass_ratio);
   }
   const float upstream =
-      GRAD ? cukit::upstream_scale(grad_loss, row * grad_loss_stride, normalizer) : 0.0f;
+      GRAD ? cukit::upstream_scale(grad_loss, row * rows.grad_loss_stride, normalizer) : 0.0f;
   const float per_mass = active ? 1.0f / soft.teacher.sum : 0.0f;
-  soft.soft_scale = soft_factor * upstream * per_mass;
+  soft.soft_scale = factors.soft_gradient * upstream * per_mass;
   soft.hard_scale = 0.0f;
   soft.hard_scale_of_mass = 0.0f;
   if constexpr (HARD) {
     soft.plain = masses[kPlain];
     if (soft.plain.sum != 0.0f) {
-      soft.hard_scale = in_range ? hard_factor * upstream : cukit::not_a_number();
+      soft.hard_scale = in_range ? factors.hard_gradient * upstream : cukit::not_a_number();
       soft.hard_scale_of_mass = soft.hard_scale / soft.plain.sum;
     }
     if (writes_loss) {
@@ -334,12 +334,12 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
   };
   if (active && soft.far_apart()) {
     if constexpr (GRAD) second_sweep(Choice<Sweep::Apart>{});
-    if (writes_loss) soft_rows[row] = soft.divergence() * soft_loss_factor;
+    if (writes_loss) soft_rows[row] = soft.divergence() * factors.soft_loss;
     return;
   }
   // Each thread for itself: masked columns lie side by side.
   const float divergence = exchange.sum(soft.ratios_fit(statistics.lowest_teacher)
                                             ? second_sweep(Choice<Sweep::Close>{})
                                             : second_sweep(Choice<Sweep::Masked>{}));
-  if (writes_loss) soft_rows[row] = active ? divergence * per_mass * soft_loss_factor : 0.0f;
+  if (writes_loss) soft_rows[row] = active ? divergence * per_mass * factors.soft_loss : 0.0f;
 }
