@@ -207,8 +207,7 @@ def _view(array: Array) -> TensorView:
             f"encode_tensor_map: the last axis must be contiguous, got strides {strides}"
         )
     steps = [
-        stride if extent > 1 else _ALIGNMENT
-        for stride, extent in zip(strides, shape, strict=True)
+        stride if extent > 1 else _ALIGNMENT for stride, extent in zip(strides, shape, strict=True)
     ]
     steps[-1] = itemsize
     for step in steps[:-1]:

@@ -41,8 +41,8 @@ using Single = cukit::Vec<T, 1>;
 // difference of, and of 1: its rounding errors, about 1e-7 of those, are then below 1e-5 of it.
 constexpr float kLeastShare = 1.0f / 16;
 
-// How the second sweep computes q - p, see Row.
-enum class Sweep { Apart, Close, Masked };
+// How the second sweep computes q - p, see Row. Near: a vector of a close row in which all |b| < kNear.
+enum class Sweep { Apart, Close, Near, Masked };
 template <Sweep sweep>
 struct Choice { static constexpr Sweep kSweep = sweep; };
 
@@ -88,15 +88,24 @@ struct Row {
     return teacher.exponent(lowest, scale) > fmaxf(log2f(mass_ratio), 0.0f) - 100.0f;
   }
 
+  // d / log 2 of an element.
+  CUKIT_DEVICE float distance(float student_z, float teacher_z) const {
+    return fmaf(teacher_z - student_z, scale, -offset);
+  }
+
   // (q - p) * teacher mass of an element. Its share of the divergence, times the teacher's mass, is
   // added to `share`, except with Sweep::Apart: a sweep for rows whose divergence is known.
   template <Sweep sweep>
   CUKIT_DEVICE float difference(float student_z, float teacher_z, float& share) const {
     const float p = teacher.term(teacher_z, scale);
     if constexpr (sweep == Sweep::Apart) return fmaf(student.term(student_z, scale), mass_ratio, -p);
-    const float b = fmaf(teacher_z - student_z, scale, -offset);  // d / log 2
+    const float b = distance(student_z, teacher_z);
     const float series = b * b * remainder_series(b);
     const float near = fmaf(b, -cukit::kLn2, series);
+    if constexpr (sweep == Sweep::Near) {
+      share = fmaf(p, series, share);
+      return p * near;
+    }
     const bool is_near = fabsf(b) < kNear;
     if constexpr (sweep == Sweep::Close) {
       const float far = exp2f(-b) - 1.0f;  // q / p - 1
@@ -110,6 +119,13 @@ struct Row {
     }
   }
 
+  template <Sweep sweep, int N>
+  CUKIT_DEVICE void differences(float (&into)[N], const float (&of_student)[N],
+                                const float (&of_teacher)[N], float& share) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) into[j] = difference<sweep>(of_student[j], of_teacher[j], share);
+  }
+
   // The gradient of N elements but for `hard_target`, which the target's is less.
   template <Sweep sweep, int N>
   CUKIT_DEVICE void gradient(cukit::Vec<T, N>& into, const cukit::Vec<T, N>& of_student,
@@ -118,9 +134,18 @@ struct Row {
     float z[N], teacher_z[N], g[N];
     cukit::to_floats(z, of_student);
     cukit::to_floats(teacher_z, of_teacher);
+    if constexpr (sweep == Sweep::Close) {
+      float widest = 0.0f;
+#pragma unroll
+      for (int j = 0; j < N; ++j) widest = fmaxf(widest, fabsf(distance(z[j], teacher_z[j])));
+      widest < kNear ? differences<Sweep::Near>(g, z, teacher_z, share)
+                     : differences<Sweep::Close>(g, z, teacher_z, share);
+    } else {
+      differences<sweep>(g, z, teacher_z, share);
+    }
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      g[j] = difference<sweep>(z[j], teacher_z[j], share) * soft_scale;
+      g[j] *= soft_scale;
       if constexpr (HARD) {
         g[j] = fmaf(plain.term(z[j], cukit::kLog2E), hard_scale_of_mass, g[j]) - hard_target;
       }

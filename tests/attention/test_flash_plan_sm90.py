@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cukit.attention import flash_plan_sm90
 from cukit.attention.flash_plan_sm90 import (
     covers,
     plan_flash_attention_sm90,
@@ -152,19 +151,3 @@ def test_lengths_round_up_in_small_steps():
     assert rounded == sorted(rounded)
     assert [rounded_length(up) for up in rounded] == rounded
     assert {64, 1024, 2048, 4096, 16384} <= set(rounded)
-
-
-def test_decode_steps_weigh_tilings_once_for_many_lengths(monkeypatch):
-    weighed = []
-    cost = flash_plan_sm90._cost
-    monkeypatch.setattr(flash_plan_sm90, "_cost", lambda *given: weighed.append(1) or cost(*given))
-    flash_plan_sm90._cheapest_tiling.cache_clear()
-    decode = replace(PROBLEM, batch=1, seq_len_q=1)
-    plans = [
-        plan_flash_attention_sm90(replace(decode, seq_len_kv=length), H200)
-        for length in range(1, 8193)
-    ]
-    tilings = len(tilings_of(decode))
-    assert len(weighed) == tilings * len({rounded_length(length) for length in range(1, 8193)})
-    assert len(weighed) < 100
-    assert [plan.problem.seq_len_kv for plan in plans] == list(range(1, 8193))
