@@ -88,13 +88,14 @@ class MappedLaunch:
         boxes: tuple[tuple[int, ...], ...],
         plan: PlannedWork | None,
         values: PlannedWork | None,
-        plain: bool,
+        nothing: tuple[Any, ...] | None,
     ) -> None:
-        """boxes: of q, k and v; `plain`: there are no arrays but the inputs and the results."""
+        """boxes: of q, k and v; nothing: what stands for all optional arrays where there are none
+        and no plan."""
         self._launch = launch
         self._plan = plan
         self._values = values
-        self._nothing = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS if plain else None
+        self._nothing = nothing
         self._q, self._k, self._v = map(TensorMaps, boxes)
 
     def __call__(
@@ -128,6 +129,7 @@ class MappedForward:
 
     def __init__(self, config: WarpgroupForwardConfig) -> None:
         self._config = config
+        self._nothing = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS
         self._kernel = load_kernel(config.spec())
         self._plan_kernel = _load(config.plan_spec())
         self._values_kernel = _load(config.values_spec())
@@ -195,7 +197,7 @@ class MappedForward:
                 np.uint8,
             )
         plain = plan is None and all(array is None for array in arrays)
-        return MappedLaunch(launch, self._boxes, plan, values, plain)
+        return MappedLaunch(launch, self._boxes, plan, values, self._nothing if plain else None)
 
 
 @launch_plan

@@ -180,7 +180,10 @@ def runs_kernel(op: str, *arrays: Array | None) -> bool:
 
 def check_current_device(arrays: Iterable[Any]) -> None:
     """Raises ArrayLayoutError unless all CuPy arrays lie on CuPy's current device."""
-    for place in {int(array.data.device_id) for array in arrays if is_gpu_array(array)}:
+    gpu_type = _gpu_type()
+    if gpu_type is None:
+        return
+    for place in {array.data.device_id for array in arrays if isinstance(array, gpu_type)}:
         current = cupy_module().cuda.runtime.getDevice()  # type: ignore[union-attr]
         if place != current:
             raise ArrayLayoutError(
@@ -218,14 +221,17 @@ def check_array(
     if ndim is not None and array.ndim != ndim:
         raise ArrayShapeError(f"{op}: {name} must have {ndim} axes, got shape {array.shape}")
     if shape is not None:
-        if len(shape) != array.ndim:
-            raise ArrayShapeError(f"{op}: {name} must have shape {_show(shape)}, got {array.shape}")
-        for axis, (want, got) in enumerate(zip(shape, array.shape, strict=True)):
+        extents = array.shape
+        if len(shape) != len(extents):
+            raise ArrayShapeError(f"{op}: {name} must have shape {_show(shape)}, got {extents}")
+        axis = 0
+        for want, got in zip(shape, extents, strict=True):
             if want is not None and want != got:
                 raise ArrayShapeError(
-                    f"{op}: {name} must have shape {_show(shape)}, got {array.shape} "
+                    f"{op}: {name} must have shape {_show(shape)}, got {extents} "
                     f"(axis {axis}: {got} instead of {want})"
                 )
+            axis += 1
     if contiguous:
         if not array.flags.c_contiguous:
             raise ArrayLayoutError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -112,19 +113,18 @@ def encode_sequence_map(
 
 def _encode(view: TensorView, box: Box, swizzle_bytes: int) -> np.ndarray[Any, Any]:
     address, shape, strides, array = view
-    given = _driver_arguments(array.dtype, tuple(box), len(shape), swizzle_bytes)
+    given = _driver_arguments(array.dtype, box, len(shape), swizzle_bytes)
     if backend.active is not None:
         return backend.active.encode_tensor_map(view, box, swizzle_bytes)
-    words = (ctypes.c_uint64 * (2 * _WORDS))()  # room to begin on 64 bytes
-    start = -ctypes.addressof(words) % 64
-    axes = len(shape)
+    room = _Room()
+    start = -ctypes.addressof(room) % _MAP_ALIGNMENT
     status = _driver_function()(
-        ctypes.addressof(words) + start,
+        ctypes.addressof(room) + start,
         given.dtype,
-        axes,
+        len(shape),
         address,
-        (ctypes.c_uint64 * axes)(*reversed(shape)),
-        (ctypes.c_uint64 * (axes - 1))(*strides[-2::-1]),
+        given.extents.pack(*shape[::-1]),
+        given.strides.pack(*strides[-2::-1]),
         given.box,
         given.steps,
         _NO_INTERLEAVE,
@@ -135,9 +135,9 @@ def _encode(view: TensorView, box: Box, swizzle_bytes: int) -> np.ndarray[Any, A
     if status != 0:
         raise ArrayLayoutError(
             f"encode_tensor_map: the driver refused shape {shape}, strides {strides}, "
-            f"box {tuple(box)}, swizzle {swizzle_bytes}: CUDA error {status}"
+            f"box {box}, swizzle {swizzle_bytes}: CUDA error {status}"
         )
-    return np.frombuffer(words, _DESCRIPTOR, 1, start)
+    return np.frombuffer(room, _DESCRIPTOR, 1, start)
 
 
 # cuda.h: members of CUtensorMapDataType by NumPy's names, and of the other enumerations.
@@ -154,15 +154,18 @@ _DATA_TYPES = {
 _NO_INTERLEAVE = 0
 _PROMOTE_TO_256_BYTES = 3  # in L2
 _FILL_WITH_ZEROS = 0
-_WORDS = 16  # of eight bytes in a map
+_MAP_ALIGNMENT = 64
+_Room = ctypes.c_char * (_DESCRIPTOR.itemsize + _MAP_ALIGNMENT)
 
 
 class _DriverArguments(NamedTuple):
     """What of a map does not depend on the array, as the driver takes it."""
 
     dtype: int
-    box: Any
-    steps: Any
+    extents: struct.Struct
+    strides: struct.Struct
+    box: bytes
+    steps: bytes
     swizzle: int
 
 
@@ -175,11 +178,12 @@ def _driver_arguments(
             f"encode_tensor_map: dtype must be one of {', '.join(_DATA_TYPES)}, got {dtype.name}"
         )
     _check_box(axes, dtype.itemsize, box, swizzle_bytes)
-    integers = ctypes.c_uint32 * axes
     return _DriverArguments(
         _DATA_TYPES[dtype.name],
-        integers(*reversed(box)),
-        integers(*[1] * axes),
+        struct.Struct(f"{axes}Q"),
+        struct.Struct(f"{axes - 1}Q"),
+        struct.pack(f"{axes}I", *reversed(box)),
+        struct.pack(f"{axes}I", *[1] * axes),
         SWIZZLE_BYTES.index(swizzle_bytes),
     )
 
@@ -187,9 +191,9 @@ def _driver_arguments(
 @functools.cache
 def _driver_function() -> Any:
     """`cuTensorMapEncodeTiled`. Through cuda-bindings, which makes an object of every number, a map
-    takes five times as long as through ctypes."""
+    takes five times as long as through ctypes. It returns at once, so the interpreter stays locked."""
     try:
-        function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+        function = ctypes.PyDLL("libcuda.so.1").cuTensorMapEncodeTiled
     except (OSError, AttributeError) as error:
         raise UnsupportedDeviceError(f"TMA needs a driver of CUDA 12 or newer: {error}") from error
     number, pointer = ctypes.c_uint32, ctypes.c_void_p
