@@ -129,28 +129,11 @@ CUKIT_DEVICE void finish(const Outputs& sums, const cukit::SoftmaxRows& softmax,
   cukit::write_rows<kGuarded>(sums, rows);
 }
 
-#ifdef RENEW_HALVES
-CUKIT_DEVICE unsigned renew(cukit::SoftmaxRows& rows, float (&shrink)[2], const Scores& scores,
-                        float factor) {
-  return cukit::renew_halves<TILE_N / 2, Operands::kIntegerMaxima>(rows, shrink, scores, factor,
-                                                                   Operands::kGrowth);
-}
-CUKIT_DEVICE void rescale_by(Outputs& sums, const float (&shrink)[2], unsigned renewed) {
-  if (renewed & 1) cukit::rescale_half<0>(sums, shrink);
-  if (renewed & 2) cukit::rescale_half<1>(sums, shrink);
-}
-using Renewed = unsigned;
-#else
-using Renewed = bool;
-CUKIT_DEVICE void rescale_by(Outputs& sums, const float (&shrink)[2], bool renewed) {
-  if (renewed) cukit::rescale(sums, shrink);
-}
 CUKIT_DEVICE bool renew(cukit::SoftmaxRows& rows, float (&shrink)[2], const Scores& scores,
                         float factor) {
   return cukit::renew_maxima<TILE_N / 2, Operands::kIntegerMaxima>(rows, shrink, scores, factor,
                                                                    Operands::kGrowth);
 }
-#endif
 
 // Whether outputs are kept outside the tensor core, and whether that and their rescaling happen beside
 // the product of the next scores: if there are registers for both.
@@ -281,10 +264,23 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     pipelines.v.wait(v_at);
     Operands::pack(p, scores);
 
-    Renewed outgrown = 0;
-    const auto tend = [&](Renewed shrunk) {
-      rescale_by(sums, shrink, shrunk);
-      if (kKeeps && kept.due()) kept.take(sums, rows, factor);
+    bool outgrown = false;
+    const auto tend = [&](bool shrunk) {
+#if F8_SKIP
+      if (kKeeps && kept.due()) {
+        // Relative to the maxima before they were renewed: as good, and nothing is rescaled.
+        float max[2];
+        for (int half = 0; half < 2; ++half) {
+          max[half] = shrunk ? rows.max[half] + log2f(shrink[half]) / factor : rows.max[half];
+        }
+        kept.take(sums, max, factor);
+      } else if (shrunk) {
+        cukit::rescale(sums, shrink);
+      }
+#else
+      if (shrunk) cukit::rescale(sums, shrink);
+      if (kKeeps && kept.due()) kept.take(sums, rows.max, factor);
+#endif
       if (kTendsEarly) cukit::wgmma_fence();
     };
     while (--tile >= seen.begin) {
@@ -310,7 +306,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       Operands::pack(p, scores);
     }
 
-    if (kTendsEarly) rescale_by(sums, shrink, outgrown);
+    if (kTendsEarly && outgrown) cukit::rescale(sums, shrink);
     cukit::wgmma_fence();
     multiply_values(sums, p, values());
     cukit::wgmma_wait<0>(sums);
@@ -320,7 +316,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       pipelines.k.skip(k_at);
       pipelines.v.skip(v_at);
     }
-    if (kKeeps && kept.any) kept.add_to(sums, rows, factor);
+    if (kKeeps && kept.any) kept.add_to(sums, rows.max, factor);
     // Float8 has no register for the row throughout the loop.
     const int result_row =
         FLOAT8 ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;

@@ -108,8 +108,8 @@ struct Float8Operands : Float8Scores<TileM, TileN, HeadDim> {
   // P is rounded as 2^kOffset times itself, so that small ones use the exponents that e4m3 has: 2^8 is
   // its largest power of two, 2^-9 its smallest number. The maxima may lag behind by the rest.
 #ifndef F8_OFFSET
-#define F8_OFFSET 7
-#define F8_GROWTH 100
+#define F8_OFFSET 8
+#define F8_GROWTH 0
 #endif
   static constexpr int kOffset = F8_OFFSET;
   static constexpr float kGrowth = F8_GROWTH / 100.0f;

@@ -31,52 +31,52 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
     int rows, int cols, float eps) {
   __shared__ float scratch[ROWS * cukit::kScratch];
   const cukit::RowShare share;
+  const int num_vecs = cols / VEC;
   const long long first_row = static_cast<long long>(blockIdx.x) * cukit::kPassRows;
 
-  // work(vectors, vec, i) for each vector of the r-th row that this thread holds
-  const auto for_each = [&](int r, const auto& work) {
-    const long long row = share.row(first_row, r);
-    if (row >= rows) return;
-    const cukit::RowVectors vectors(row, cols);
-#pragma unroll
-    for (int i = 0; i < VECS_PER_THREAD; ++i) {
-      if (vectors.has(share.vec(i))) work(vectors, share.vec(i), i);
-    }
+  const auto holds = [&](int r, int i) {
+    return share.row(first_row, r) < rows && share.vec(i) < num_vecs;
   };
 
   Vector values[ROWS][VECS_PER_THREAD];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    const T* from = x + share.row(first_row, r) * cols;
-    for_each(r, [&](const cukit::RowVectors& row, int vec, int i) {
-      row.load_from<cukit::Cache::LOADS>(values[r][i], from, vec);
-    });
+    const long long row = share.row(first_row, r);
+    if (row >= rows) continue;
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      const int vec = share.vec(i);
+      if (vec < num_vecs) cukit::load<cukit::Cache::LOADS>(values[r][i], x + row * cols + vec * VEC);
+    }
   }
-  // Rows of one thread share the weight, if they begin alike: with several it waits in registers from
-  // the start.
+  // Rows of one thread share the weight: with several it waits in registers from the start.
   Vector scale[VECS_PER_THREAD];
-  const auto load_weight = [&](int r) {
-    for_each(r, [&](const cukit::RowVectors& row, int vec, int i) {
-      row.load_columns(scale[i], weight, vec);
-    });
+  const auto load_weight = [&] {
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      if (share.vec(i) < num_vecs) cukit::load(scale[i], weight + share.vec(i) * VEC);
+    }
   };
-  constexpr bool kEarlyWeight = ROWS > 1 && PIECE == VEC;
-  if constexpr (kEarlyWeight) load_weight(0);
+  if constexpr (ROWS > 1) load_weight();
   if constexpr (RESIDUAL) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const long long offset = share.row(first_row, r) * cols;
-      for_each(r, [&](const cukit::RowVectors& row, int vec, int i) {
+      const long long row = share.row(first_row, r);
+      if (row >= rows) continue;
+#pragma unroll
+      for (int i = 0; i < VECS_PER_THREAD; ++i) {
+        const int vec = share.vec(i);
+        if (vec >= num_vecs) continue;
         Vector read;
-        row.load_from<cukit::Cache::Kept>(read, residual + offset, vec);
+        cukit::load<cukit::Cache::Kept>(read, residual + row * cols + vec * VEC);
         float v[VEC], add[VEC];
         cukit::to_floats(v, values[r][i]);
         cukit::to_floats(add, read);
 #pragma unroll
         for (int j = 0; j < VEC; ++j) v[j] += add[j];
         cukit::from_floats(values[r][i], v);
-        row.store_to(new_residual + offset, values[r][i], vec);
-      });
+        cukit::store(new_residual + row * cols + vec * VEC, values[r][i]);
+      }
     }
   }
 
@@ -84,29 +84,35 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     sums[r] = 0.0f;
-    for_each(r, [&](const cukit::RowVectors&, int, int i) {
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      if (!holds(r, i)) continue;
       float v[VEC];
       cukit::to_floats(v, values[r][i]);
 #pragma unroll
       for (int j = 0; j < VEC; ++j) sums[r] += v[j] * v[j];
-    });
+    }
   }
   cukit::row_sums(sums, scratch);
   cukit::stay_packed(values);
 
+  if constexpr (ROWS == 1) load_weight();
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    if constexpr (!kEarlyWeight) load_weight(r);
+    const long long row = share.row(first_row, r);
+    if (row >= rows) continue;
     const float rstd = rsqrtf(sums[r] / cols + eps);
-    T* to = y + share.row(first_row, r) * cols;
-    for_each(r, [&](const cukit::RowVectors& row, int vec, int i) {
+#pragma unroll
+    for (int i = 0; i < VECS_PER_THREAD; ++i) {
+      const int vec = share.vec(i);
+      if (vec >= num_vecs) continue;
       float v[VEC], w[VEC];
       cukit::to_floats(v, values[r][i]);
       cukit::to_floats(w, scale[i]);
 #pragma unroll
       for (int j = 0; j < VEC; ++j) v[j] = v[j] * rstd * w[j];
       cukit::from_floats(values[r][i], v);
-      row.store_to(to, values[r][i], vec);
-    });
+      cukit::store(y + row * cols + vec * VEC, values[r][i]);
+    }
   }
 }

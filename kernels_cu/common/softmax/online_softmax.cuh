@@ -50,13 +50,16 @@ CUKIT_DEVICE bool renew_maxima(SoftmaxRows& rows, float (&shrink)[2], const floa
         seen[half] = fmaxf(seen[half], fmaxf(pair[0], pair[1]));
       }
   }
-  bool outgrown = false;
+#ifndef F8_ALWAYS
+#define F8_ALWAYS 0
+#endif
+  bool outgrown = F8_ALWAYS;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // Still -infinity on both sides gives NaN, which is not greater.
     outgrown |= (seen[half] - rows.max[half]) * scale_log2 > growth;
   }
-  if (!__any_sync(kFullMask, outgrown)) return false;
+  if (!F8_ALWAYS && !__any_sync(kFullMask, outgrown)) return false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     seen[half] = fmaxf(seen[half], __shfl_xor_sync(kFullMask, seen[half], 1));
@@ -68,77 +71,6 @@ CUKIT_DEVICE bool renew_maxima(SoftmaxRows& rows, float (&shrink)[2], const floa
   }
   return true;
 }
-
-#ifdef RENEW_HALVES
-#ifndef ERR_SHARE
-#define ERR_SHARE 0
-#endif
-// Experiment: each half of the warp's rows by itself.
-template <int N, bool AsIntegers = N >= 64>
-CUKIT_DEVICE unsigned renew_halves(SoftmaxRows& rows, float (&shrink)[2], const float (&scores)[N],
-                               float scale_log2, float growth = kLazyGrowth) {
-  float seen[2] = {rows.max[0], rows.max[1]};
-  if (AsIntegers &&
-      __all_sync(kFullMask, (__float_as_int(seen[0]) | __float_as_int(seen[1])) >= 0)) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int top = __float_as_int(seen[half]);
-#pragma unroll
-      for (int n = 0; n < N / 4; ++n) {
-        const float* pair = &scores[4 * n + 2 * half];
-        top = max(max(__float_as_int(pair[0]), __float_as_int(pair[1])), top);
-      }
-      seen[half] = __int_as_float(top);
-    }
-  } else {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int n = 0; n < N / 4; ++n) {
-        const float* pair = &scores[4 * n + 2 * half];
-        seen[half] = fmaxf(seen[half], fmaxf(pair[0], pair[1]));
-      }
-  }
-  bool outgrown[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float g = (seen[half] - rows.max[half]) * scale_log2;
-    outgrown[half] = ERR_SHARE ? g > 0.0f : g > growth;
-  }
-  if (!__any_sync(kFullMask, outgrown[0] | outgrown[1])) return 0;
-#if ERR_SHARE
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float g = (seen[half] - rows.max[half]) * scale_log2;
-    const float x = exp2f(g + 7.0f);
-    const float r = (x + 201326592.0f) - 201326592.0f;
-    outgrown[half] = g > growth || fabsf(r - x) > (4e-6f * ERR_SHARE) * rows.sum[half];
-  }
-#endif
-  unsigned renewed = 0;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (!__any_sync(kFullMask, outgrown[half])) continue;
-    renewed |= 1 << half;
-    seen[half] = fmaxf(seen[half], __shfl_xor_sync(kFullMask, seen[half], 1));
-    seen[half] = fmaxf(seen[half], __shfl_xor_sync(kFullMask, seen[half], 2));
-    const float base = seen[half] == -infinity() ? 0.0f : seen[half];
-    shrink[half] = exp2f((rows.max[half] - base) * scale_log2);
-    rows.max[half] = seen[half];
-    rows.sum[half] *= shrink[half];
-  }
-  return renewed;
-}
-
-template <int Half, int N>
-CUKIT_DEVICE void rescale_half(float (&out)[N], const float (&shrink)[2]) {
-#pragma unroll
-  for (int i = 0; i < N / 4; ++i) {
-    out[4 * i + 2 * Half] *= shrink[Half];
-    out[4 * i + 2 * Half + 1] *= shrink[Half];
-  }
-}
-#endif
 
 template <int N>
 CUKIT_DEVICE void rescale(float (&out)[N], const float (&shrink)[2]) {
