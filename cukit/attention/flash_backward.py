@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,12 +203,9 @@ def _prepare_backward(
     check_kernel_layout(_OP, grad_out=grad_out, q=q, k=k, v=v, out=out)
     problem = problem_of(q, k, v, options, arrays)
     device = current_device()
-    mapped = covers(problem, device) and fits_tensor_maps(q, k, v, grad_out)
-    config: FlashAttentionBackwardConfig
-    if mapped:
-        config = plan_flash_attention_backward_sm90(problem, deterministic, device)
-    else:
-        config = plan_flash_attention_backward(problem, deterministic, device)
+    rounded = problem_of(q, k, v, options, arrays, rounded=True)
+    planned = _plan(rounded, deterministic, fits_tensor_maps(q, k, v, grad_out))
+    config = replace(planned, problem=problem)
     total_q = q.shape[0] if problem.varlen else 0
     rows = config.scratch_rows(total_q)
     splits = config.splits
@@ -291,6 +289,17 @@ def _prepare_backward(
         *(prepare, keys, sums, queries, sinks),
         *(config.sums_queries, rows, config.counters(total_q), config.width, splits),
     )
+
+
+@launch_plan
+def _plan(
+    problem: AttentionProblem, deterministic: bool, mappable: bool
+) -> FlashAttentionBackwardConfig:
+    """The configuration for all calls whose lengths round to those of `problem`."""
+    device = current_device()
+    if mappable and covers(problem, device):
+        return plan_flash_attention_backward_sm90(problem, deterministic, device)
+    return plan_flash_attention_backward(problem, deterministic, device)
 
 
 def _sum_launch(config: FlashAttentionBackwardConfig, x: Array) -> Launch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from cukit.attention.flash_options import Window
 from cukit.attention.flash_tilings import HEAD_WIDTHS, MAX_HEAD_DIM
@@ -56,7 +57,7 @@ class AttentionProblem:
         """Whether q, k and v have eight bits."""
         return self.dtype == FLOAT8
 
-    @property
+    @cached_property
     def features(self) -> frozenset[str]:
         """The members of FEATURES that this call uses."""
         used = {"value_dim"} if self.head_dim_v != self.head_dim else set()

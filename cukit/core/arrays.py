@@ -224,14 +224,12 @@ def check_array(
         extents = array.shape
         if len(shape) != len(extents):
             raise ArrayShapeError(f"{op}: {name} must have shape {_show(shape)}, got {extents}")
-        axis = 0
-        for want, got in zip(shape, extents, strict=True):
+        for axis, (want, got) in enumerate(zip(shape, extents, strict=True)):
             if want is not None and want != got:
                 raise ArrayShapeError(
                     f"{op}: {name} must have shape {_show(shape)}, got {extents} "
                     f"(axis {axis}: {got} instead of {want})"
                 )
-            axis += 1
     if contiguous:
         if not array.flags.c_contiguous:
             raise ArrayLayoutError(

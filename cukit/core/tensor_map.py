@@ -190,8 +190,8 @@ def _driver_arguments(
 
 @functools.cache
 def _driver_function() -> Any:
-    """`cuTensorMapEncodeTiled`. Through cuda-bindings, which makes an object of every number, a map
-    takes five times as long as through ctypes. It returns at once, so the interpreter stays locked."""
+    """`cuTensorMapEncodeTiled`. cuda-bindings makes an object of every number, which takes longer
+    than the call. The call returns at once: the interpreter stays locked."""
     try:
         function = ctypes.PyDLL("libcuda.so.1").cuTensorMapEncodeTiled
     except (OSError, AttributeError) as error:
