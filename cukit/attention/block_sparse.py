@@ -14,7 +14,7 @@ from cukit.attention.flash_arguments import (
     lse_shape,
     problem_of,
 )
-from cukit.attention.flash_maps import MappedLaunch, mapped_forward
+from cukit.attention.flash_maps import MappedForward, MappedLaunch, mapped_forward
 from cukit.attention.flash_options import ScoreArrays, ScoreOptions, Window, score_options
 from cukit.attention.flash_plan import plan_flash_attention
 from cukit.attention.flash_plan_sm90 import BlockSize, covers, plan_flash_attention_sm90
@@ -160,7 +160,9 @@ def _prepare(
     _check(q, k, v, block_mask, size, out, options, arrays)
     check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
     problem = problem_of(q, k, v, options, arrays, rounded=True)
-    mapped = mapped_forward(problem, size) if fits_tensor_maps(q, k, v) else None
+    mapped: MappedForward | None = None
+    if fits_tensor_maps(q, k, v):
+        mapped = mapped_forward(problem, size)
     if mapped is None:
         return None
     heads = block_mask.shape[0] if block_mask.ndim == 3 else 1

@@ -180,7 +180,7 @@ def runs_kernel(op: str, *arrays: Array | None) -> bool:
 
 def check_current_device(arrays: Iterable[Any]) -> None:
     """Raises ArrayLayoutError unless all CuPy arrays lie on CuPy's current device."""
-    gpu_type = _gpu_type()
+    gpu_type: Any = _gpu_type()
     if gpu_type is None:
         return
     for place in {array.data.device_id for array in arrays if isinstance(array, gpu_type)}:

@@ -116,7 +116,7 @@ def _encode(view: TensorView, box: Box, swizzle_bytes: int) -> np.ndarray[Any, A
     given = _driver_arguments(array.dtype, box, len(shape), swizzle_bytes)
     if backend.active is not None:
         return backend.active.encode_tensor_map(view, box, swizzle_bytes)
-    room = _Room()
+    room: Any = _Room()
     start = -ctypes.addressof(room) % _MAP_ALIGNMENT
     status = _driver_function()(
         ctypes.addressof(room) + start,
@@ -137,7 +137,8 @@ def _encode(view: TensorView, box: Box, swizzle_bytes: int) -> np.ndarray[Any, A
             f"encode_tensor_map: the driver refused shape {shape}, strides {strides}, "
             f"box {box}, swizzle {swizzle_bytes}: CUDA error {status}"
         )
-    return np.frombuffer(room, _DESCRIPTOR, 1, start)
+    encoded: np.ndarray[Any, Any] = np.frombuffer(room, _DESCRIPTOR, 1, start)
+    return encoded
 
 
 # cuda.h: members of CUtensorMapDataType by NumPy's names, and of the other enumerations.
