@@ -218,11 +218,13 @@ def _prepare_backward(
         "seq_q": problem.seq_len_q,
         "rows_per_head": rows[1],
     }
-    common = {
+    strides = {
         "q": strides_of(q),
         "k": strides_of(k),
         "v": strides_of(v),
         "grad_out": strides_of(grad_out),
+    }
+    common = {
         "batch": problem.batch,
         "seq_q": problem.seq_len_q,
         "seq_kv": problem.seq_len_kv,
@@ -251,13 +253,14 @@ def _prepare_backward(
         sms = device.num_sms
         keys: Launch | MappedKeys = prepare_keys(q, k, options, settings, config, rows, sms)
     else:
-        parameters = structs["KeyGradientParameters"].pack(
+        work = structs["MappedKeyParameters"].pack(
             **common,
             heads=problem.num_heads_kv * splits,
             group=problem.group // splits,
             splits=splits,
             section=config.key_section,
         )
+        parameters = structs["KeyGradientParameters"].pack(**strides, work=work)
         keys = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), (parameters,))
     sums = None
     if splits > 1:
@@ -266,6 +269,7 @@ def _prepare_backward(
         blocks = config.query_blocks
         scalars: tuple[Any, ...] = (
             structs["QueryGradientParameters"].pack(
+                **strides,
                 **common,
                 heads_q=problem.num_heads_q,
                 group=problem.group,
