@@ -266,21 +266,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 
     bool outgrown = false;
     const auto tend = [&](bool shrunk) {
-#if F8_SKIP
-      if (kKeeps && kept.due()) {
-        // Relative to the maxima before they were renewed: as good, and nothing is rescaled.
-        float max[2];
-        for (int half = 0; half < 2; ++half) {
-          max[half] = shrunk ? rows.max[half] + log2f(shrink[half]) / factor : rows.max[half];
-        }
-        kept.take(sums, max, factor);
-      } else if (shrunk) {
-        cukit::rescale(sums, shrink);
-      }
-#else
       if (shrunk) cukit::rescale(sums, shrink);
-      if (kKeeps && kept.due()) kept.take(sums, rows.max, factor);
-#endif
+      if (kKeeps && kept.due()) kept.take(sums, rows, factor);
       if (kTendsEarly) cukit::wgmma_fence();
     };
     while (--tile >= seen.begin) {
@@ -316,7 +303,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       pipelines.k.skip(k_at);
       pipelines.v.skip(v_at);
     }
-    if (kKeeps && kept.any) kept.add_to(sums, rows.max, factor);
+    if (kKeeps && kept.any) kept.add_to(sums, rows, factor);
     // Float8 has no register for the row throughout the loop.
     const int result_row =
         FLOAT8 ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;

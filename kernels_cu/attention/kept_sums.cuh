@@ -37,14 +37,14 @@ struct KeptSums {
     return true;
   }
 
-  // Adds them to `sums`, which are relative to `maxima`.
-  CUKIT_DEVICE void add_to(float (&sums)[N], const float (&max)[2], float scale_log2) const {
+  // Adds them to `sums`, which are relative to rows.max.
+  CUKIT_DEVICE void add_to(float (&sums)[N], const SoftmaxRows& rows, float scale_log2) const {
     const float2 before = *maxima();
     const uint4* const outputs = this->outputs();
     float shrink[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float base = max[half] == -infinity() ? 0.0f : max[half];
+      const float base = rows.max[half] == -infinity() ? 0.0f : rows.max[half];
       shrink[half] = exp2f(((half == 0 ? before.x : before.y) - base) * scale_log2);
     }
 #pragma unroll
@@ -60,10 +60,10 @@ struct KeptSums {
   }
 
   // Takes `sums` in and leaves zeros.
-  CUKIT_DEVICE void take(float (&sums)[N], const float (&max)[2], float scale_log2) {
-    if (any) add_to(sums, max, scale_log2);
+  CUKIT_DEVICE void take(float (&sums)[N], const SoftmaxRows& rows, float scale_log2) {
+    if (any) add_to(sums, rows, scale_log2);
     any = true;
-    *maxima() = make_float2(max[0], max[1]);
+    *maxima() = make_float2(rows.max[0], rows.max[1]);
     uint4* const outputs = this->outputs();
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) {

@@ -50,16 +50,13 @@ CUKIT_DEVICE bool renew_maxima(SoftmaxRows& rows, float (&shrink)[2], const floa
         seen[half] = fmaxf(seen[half], fmaxf(pair[0], pair[1]));
       }
   }
-#ifndef F8_ALWAYS
-#define F8_ALWAYS 0
-#endif
-  bool outgrown = F8_ALWAYS;
+  bool outgrown = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // Still -infinity on both sides gives NaN, which is not greater.
     outgrown |= (seen[half] - rows.max[half]) * scale_log2 > growth;
   }
-  if (!F8_ALWAYS && !__any_sync(kFullMask, outgrown)) return false;
+  if (!__any_sync(kFullMask, outgrown)) return false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     seen[half] = fmaxf(seen[half], __shfl_xor_sync(kFullMask, seen[half], 1));
