@@ -224,7 +224,7 @@ def _prepare_backward(
         "v": strides_of(v),
         "grad_out": strides_of(grad_out),
     }
-    common = {
+    numbers = {
         "batch": problem.batch,
         "seq_q": problem.seq_len_q,
         "seq_kv": problem.seq_len_kv,
@@ -235,6 +235,7 @@ def _prepare_backward(
         "scale_log2": factor_log2,
         "settings": settings,
     }
+    common = strides | numbers
 
     prepare = Launch(
         load_kernel(config.prepare_spec()),
@@ -254,7 +255,7 @@ def _prepare_backward(
         keys: Launch | MappedKeys = prepare_keys(q, k, options, settings, config, rows, sms)
     else:
         work = structs["MappedKeyParameters"].pack(
-            **common,
+            **numbers,
             heads=problem.num_heads_kv * splits,
             group=problem.group // splits,
             splits=splits,
@@ -269,7 +270,6 @@ def _prepare_backward(
         blocks = config.query_blocks
         scalars: tuple[Any, ...] = (
             structs["QueryGradientParameters"].pack(
-                **strides,
                 **common,
                 heads_q=problem.num_heads_q,
                 group=problem.group,
