@@ -14,13 +14,13 @@ from cukit.attention.flash_arguments import (
     lse_shape,
     problem_of,
 )
-from cukit.attention.flash_maps import MappedLaunch, prepare_mapped
+from cukit.attention.flash_maps import MappedForward, MappedLaunch, mapped_forward
 from cukit.attention.flash_options import ScoreArrays, ScoreOptions, Window, score_options
 from cukit.attention.flash_plan import plan_flash_attention
 from cukit.attention.flash_plan_sm90 import BlockSize, covers, plan_flash_attention_sm90
 from cukit.attention.flash_problem import AttentionProblem, ceil_div
 from cukit.core.arrays import Array, adopt, check_array, empty, runs_kernel, write_out
-from cukit.core.device import Device, current_device
+from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, launch_plan
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.reference import block_sparse_attention as reference
@@ -159,11 +159,14 @@ def _prepare(
     arrays = ScoreArrays(alibi_slopes, sinks, bias, None, None, None)
     _check(q, k, v, block_mask, size, out, options, arrays)
     check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
-    problem, device = problem_of(q, k, v, options, arrays), current_device()
-    if not (covers(problem, device) and fits_tensor_maps(q, k, v)):
+    problem = problem_of(q, k, v, options, arrays, rounded=True)
+    mapped: MappedForward | None = None
+    if fits_tensor_maps(q, k, v):
+        mapped = mapped_forward(problem, size)
+    if mapped is None:
         return None
     heads = block_mask.shape[0] if block_mask.ndim == 3 else 1
-    return prepare_mapped(q, k, v, out, options, arrays, problem, device, size, heads)
+    return mapped.launch(q, k, v, out, options, arrays, heads)
 
 
 def _specs(device: Device) -> list[KernelSpec]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from cukit.attention.flash_options import ScoreArrays, ScoreOptions
-from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention.flash_problem import AttentionProblem, rounded_length
 from cukit.attention.flash_tilings import MAX_HEAD_DIM
 from cukit.core.arrays import (
     ACCESS_BYTES,
@@ -28,6 +29,7 @@ ATTENTION_DTYPES = (float16, bfloat16)
 _HEAD_DIM_STEP = 8  # elements in one 16-byte access
 _MAX_ROW_STRIDE = (1 << 26) - 1  # offsets of up to 32 rows are 32-bit (TileCopy)
 _MAX_MAP_STRIDE = 1 << 40  # bytes
+_MOST_PROBLEMS = 4096
 
 
 def _check_heads(
@@ -214,22 +216,27 @@ def check_kernel_layout(op: str, **arrays: Array | None) -> None:
     for name, array in arrays.items():
         if array is None:
             continue
-        check_array(op, name, array, dtypes=ATTENTION_DTYPES, contiguous=False)
-        head_dim = array.shape[-1]
+        if array.dtype not in ATTENTION_DTYPES:
+            check_array(op, name, array, dtypes=ATTENTION_DTYPES, contiguous=False)
+        *extents, head_dim = array.shape
         if head_dim % _HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
             raise ArrayShapeError(
                 f"{op}: head_dim (the last axis of {name}) must be a multiple of {_HEAD_DIM_STEP} "
                 f"up to {MAX_HEAD_DIM} on the GPU, got {head_dim}"
             )
-        strides = [s for s, n in zip(array.strides[:-1], array.shape[:-1], strict=True) if n > 1]
-        if address_of(array) % ACCESS_BYTES or any(stride % ACCESS_BYTES for stride in strides):
+        strides = array.strides
+        odd = address_of(array)
+        for stride, extent in zip(strides, extents, strict=False):
+            if extent > 1:
+                odd |= stride
+        if odd % ACCESS_BYTES:
             raise ArrayLayoutError(
                 f"{op}: the start and the strides of {name} must be multiples of {ACCESS_BYTES} "
-                f"bytes on the GPU, got strides {array.strides}; "
+                f"bytes on the GPU, got strides {strides}; "
                 f"pass cupy.ascontiguousarray({name})"
             )
-        row_stride = array.strides[-3] // array.itemsize
-        if array.shape[-3] > 1 and abs(row_stride) > _MAX_ROW_STRIDE:
+        row_stride = strides[-3] // array.itemsize
+        if abs(row_stride) > _MAX_ROW_STRIDE and extents[-2] > 1:
             raise ArrayLayoutError(
                 f"{op}: neighbouring positions (axis {array.ndim - 3}) of {name} must lie within "
                 f"{_MAX_ROW_STRIDE} elements on the GPU, got {row_stride}"
@@ -238,32 +245,42 @@ def check_kernel_layout(op: str, **arrays: Array | None) -> None:
 
 def fits_tensor_maps(*arrays: Array) -> bool:
     """Whether the copy engine can walk the arrays: something in each, every axis forwards."""
-    return all(
-        array.size > 0
-        and all(
-            0 < stride < _MAX_MAP_STRIDE
-            for stride, extent in zip(array.strides[:-1], array.shape[:-1], strict=True)
-            if extent > 1
-        )
-        for array in arrays
-    )
+    for array in arrays:
+        for stride, extent in zip(array.strides, array.shape, strict=True):
+            if extent == 0 or (extent > 1 and not 0 < stride < _MAX_MAP_STRIDE):
+                return False
+    return True
 
 
 def problem_of(
-    q: Array, k: Array, v: Array, options: ScoreOptions, arrays: ScoreArrays
+    q: Array,
+    k: Array,
+    v: Array,
+    options: ScoreOptions,
+    arrays: ScoreArrays,
+    *,
+    rounded: bool = False,
+    dtype: str | None = None,
+    out_dtype: str | None = None,
+    precise: bool = False,
 ) -> AttentionProblem:
-    """What a plan needs to know of a call."""
+    """What a plan needs to know of a call; `rounded`: of all whose lengths round to the same.
+
+    dtype, out_dtype, precise: of float8 inputs, whose arrays hold bytes.
+    """
     batch, heads_q, seq_len_q, seq_len_kv = score_shape(q, k, options, arrays)
+    if rounded:
+        seq_len_q, seq_len_kv = rounded_length(seq_len_q), rounded_length(seq_len_kv)
     causal, window = options.visible
     head_dim, value_dim = q.shape[-1], v.shape[-1]
-    return AttentionProblem(
+    return _known_problem(
         batch,
         seq_len_q,
         seq_len_kv,
         heads_q,
         k.shape[-2],
         head_dim,
-        q.dtype.name,
+        dtype or q.dtype.name,
         causal,
         value_dim=None if value_dim == head_dim else value_dim,
         window=window,
@@ -273,20 +290,26 @@ def problem_of(
         mask=arrays.mask is not None,
         sinks=arrays.sinks is not None,
         varlen=arrays.varlen,
+        out_dtype=out_dtype,
+        precise=precise,
     )
 
 
-Strides = tuple[np.int64, np.int64, np.int64]
+# Making one takes as long as all checks of a call.
+_known_problem = lru_cache(maxsize=_MOST_PROBLEMS)(AttentionProblem)
+
+
+Strides = tuple[int, int, int]
 
 
 def strides_of(array: Array) -> Strides:
     """Batch, row and head strides in elements. Sequences one behind the other have no batch."""
-    *batch, row, head = (stride // array.itemsize for stride in array.strides[:-1])
-    return np.int64(batch[0] if batch else 0), np.int64(row), np.int64(head)
+    *batch, row, head, _ = (stride // array.itemsize for stride in array.strides)
+    return batch[0] if batch else 0, row, head
 
 
 def dense_strides(shape: tuple[int, ...]) -> Strides:
     """The same of a C-contiguous array."""
     *batch, rows, heads, head_dim = shape
     row = heads * head_dim
-    return np.int64(rows * row if batch else 0), np.int64(row), np.int64(head_dim)
+    return rows * row if batch else 0, row, head_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,12 +204,9 @@ def _prepare_backward(
     check_kernel_layout(_OP, grad_out=grad_out, q=q, k=k, v=v, out=out)
     problem = problem_of(q, k, v, options, arrays)
     device = current_device()
-    mapped = covers(problem, device) and fits_tensor_maps(q, k, v, grad_out)
-    config: FlashAttentionBackwardConfig
-    if mapped:
-        config = plan_flash_attention_backward_sm90(problem, deterministic, device)
-    else:
-        config = plan_flash_attention_backward(problem, deterministic, device)
+    rounded = problem_of(q, k, v, options, arrays, rounded=True)
+    planned = _plan(rounded, deterministic, fits_tensor_maps(q, k, v, grad_out))
+    config = replace(planned, problem=problem)
     total_q = q.shape[0] if problem.varlen else 0
     rows = config.scratch_rows(total_q)
     splits = config.splits
@@ -221,11 +219,13 @@ def _prepare_backward(
         "seq_q": problem.seq_len_q,
         "rows_per_head": rows[1],
     }
-    common = {
+    strides = {
         "q": strides_of(q),
         "k": strides_of(k),
         "v": strides_of(v),
         "grad_out": strides_of(grad_out),
+    }
+    numbers = {
         "batch": problem.batch,
         "seq_q": problem.seq_len_q,
         "seq_kv": problem.seq_len_kv,
@@ -236,6 +236,7 @@ def _prepare_backward(
         "scale_log2": factor_log2,
         "settings": settings,
     }
+    common = strides | numbers
 
     prepare = Launch(
         load_kernel(config.prepare_spec()),
@@ -256,13 +257,14 @@ def _prepare_backward(
         mapped_queries: MappedQueries | None
         keys, mapped_queries = prepare_mapped_gradients(q, k, options, settings, config, rows, sms)
     else:
-        parameters = structs["KeyGradientParameters"].pack(
-            **common,
+        work = structs["MappedKeyParameters"].pack(
+            **numbers,
             heads=problem.num_heads_kv * splits,
             group=problem.group // splits,
             splits=splits,
             section=config.key_section,
         )
+        parameters = structs["KeyGradientParameters"].pack(**strides, work=work)
         keys = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), (parameters,))
         mapped_queries = None
     sums = None
@@ -295,6 +297,17 @@ def _prepare_backward(
         *(prepare, keys, sums, queries, sinks),
         *(config.sums_queries, rows, config.counters(total_q), config.width, splits),
     )
+
+
+@launch_plan
+def _plan(
+    problem: AttentionProblem, deterministic: bool, mappable: bool
+) -> FlashAttentionBackwardConfig:
+    """The configuration for all calls whose lengths round to those of `problem`."""
+    device = current_device()
+    if mappable and covers(problem, device):
+        return plan_flash_attention_backward_sm90(problem, deterministic, device)
+    return plan_flash_attention_backward(problem, deterministic, device)
 
 
 def _sum_launch(config: FlashAttentionBackwardConfig, x: Array) -> Launch:

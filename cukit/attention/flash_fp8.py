@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from cukit.attention.flash_arguments import (
@@ -12,9 +11,8 @@ from cukit.attention.flash_arguments import (
     lse_shape,
     problem_of,
 )
-from cukit.attention.flash_maps import MappedLaunch, prepare_mapped
+from cukit.attention.flash_maps import MappedLaunch, mapped_forward
 from cukit.attention.flash_options import ScoreArrays, ScoreOptions
-from cukit.attention.flash_plan_sm90 import covers
 from cukit.attention.flash_problem import FLOAT8
 from cukit.core.arrays import (
     ACCESS_BYTES,
@@ -27,7 +25,6 @@ from cukit.core.arrays import (
     namespace,
     runs_kernel,
 )
-from cukit.core.device import current_device
 from cukit.core.kernel import NULL, launch_plan
 from cukit.core.quantized_array import QuantizedArray, is_float8
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError
@@ -173,21 +170,28 @@ def _prepare(
     arrays = ScoreArrays(*given)
     dtype = bfloat16 if out is None else out.dtype
     check_forward(q, k, v, out, options, arrays, decoded=dtype)
-    shape = (*q.shape[:-1], v.shape[-1])
-    problem = replace(
-        problem_of(q, k, v, options, arrays), dtype=FLOAT8, out_dtype=dtype.name, precise=precise
+    if not all(_aligned(array) for array in (q, k, v, out)) or not fits_tensor_maps(q, k, v):
+        return None
+    mapped = mapped_forward(
+        problem_of(
+            *(q, k, v, options, arrays),
+            rounded=True,
+            dtype=FLOAT8,
+            out_dtype=dtype.name,
+            precise=precise,
+        )
     )
-    device = current_device()
-    readable = all(_aligned(array) for array in (q, k, v)) and fits_tensor_maps(q, k, v)
-    if not (covers(problem, device) and readable and (out is None or _aligned(out))):
+    if mapped is None:
         return None
     descales = (q_descale, k_descale, v_descale)
-    launch = prepare_mapped(q, k, v, out, options, arrays, problem, device, descales=descales)
-    return launch, shape, lse_shape(q)
+    launch = mapped.launch(q, k, v, out, options, arrays, descales=descales)
+    return launch, (*q.shape[:-1], v.shape[-1]), lse_shape(q)
 
 
-def _aligned(array: Array) -> bool:
+def _aligned(array: Array | None) -> bool:
     """Whether every row can be accessed 16 bytes at a time."""
+    if array is None:
+        return True
     axes = zip(array.strides[:-1], array.shape[:-1], strict=True)
     return (
         (array.shape[-1] == 1 or array.strides[-1] == array.itemsize)

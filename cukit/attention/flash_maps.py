@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cukit.attention.flash_arguments import dense_strides, score_shape, strides_of
 from cukit.attention.flash_options import (
@@ -17,17 +19,21 @@ from cukit.attention.flash_options import (
 from cukit.attention.flash_plan_sm90 import (
     BlockSize,
     WarpgroupForwardConfig,
+    covers,
     plan_flash_attention_sm90,
 )
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.attention.flash_tilings import Float8Tiling
 from cukit.core.arrays import Array, empty
-from cukit.core.device import Device
-from cukit.core.kernel import NULL, Launch, by_value, load_kernel
-from cukit.core.map_cache import TensorMapCache
+from cukit.core.device import current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, by_value, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
-from cukit.core.tensor_map import encode_sequence_map, encode_tensor_map
+from cukit.core.tensor_map import TensorMapCache, encode_sequence_map, encode_tensor_map
 
+_NO_FLOAT8 = parameter_structs(PARAMETERS)["Float8Settings"].pack(
+    **dict.fromkeys(("q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head"), 0),
+    value_tiles=0,
+)
 _OPTIONAL_POINTERS = len(ScoreArrays._fields) + 2  # the plan and the block mask
 
 
@@ -40,15 +46,35 @@ class TensorMaps(TensorMapCache):
     def __init__(self, box: tuple[int, ...], longest: int | None = None) -> None:
         """`longest`: of sequences one behind the other, if nothing of the next one is to be seen
         behind the last row of each (encode_sequence_map)."""
+        super().__init__(
+            partial(_encode_rows, box=box)
+            if longest is None
+            else partial(encode_sequence_map, longest=longest, box=box)
+        )
 
-        def encode(array: Array) -> Any:
-            if longest is not None:
-                return encode_sequence_map(array, longest, box)
-            # Sequences one behind the other are those of a single batch.
-            whole = array if array.ndim == 4 else array[None]
-            return encode_tensor_map(whole, box, swizzle_bytes=box[-1] * array.itemsize)
 
-        super().__init__(encode)
+def _encode_rows(array: Array, box: tuple[int, ...]) -> Any:
+    # Sequences one behind the other are those of a single batch.
+    whole = array if array.ndim == 4 else array[None]
+    return encode_tensor_map(whole, box, swizzle_bytes=box[-1] * array.itemsize)
+
+
+class PlannedWork:
+    """The launch that fills a new array for the next one: with what its blocks work on, or with
+    values that they multiply."""
+
+    __slots__ = ("_dtype", "_launch", "_size")
+
+    def __init__(self, launch: Launch, size: int, dtype: npt.DTypeLike = np.int32) -> None:
+        self._launch = launch
+        self._size = size
+        self._dtype = dtype
+
+    def __call__(self, like: Array, *arrays: Any) -> Array:
+        """The new array, made of `arrays`."""
+        filled = empty(like, (self._size,), self._dtype)
+        self._launch(*arrays, filled)
+        return filled
 
 
 class MappedLaunch:
@@ -59,20 +85,18 @@ class MappedLaunch:
     def __init__(
         self,
         launch: Launch,
+        boxes: tuple[tuple[int, ...], ...],
         plan: PlannedWork | None,
-        config: WarpgroupForwardConfig,
-        plain: bool,
-        values: PreparedValues | None = None,
+        values: PlannedWork | None,
+        nothing: tuple[Any, ...] | None,
     ) -> None:
-        """`plain`: there are no arrays but the inputs and the results."""
+        """boxes: of q, k and v; nothing: what stands for all optional arrays where there are none
+        and no plan."""
         self._launch = launch
         self._plan = plan
         self._values = values
-        self._nothing = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS if plain else None
-        tiling, columns = config.tiling, config.box_columns(config.width)
-        self._q = TensorMaps((1, tiling.tile_m, 1, columns))
-        self._k = TensorMaps((1, tiling.tile_n, 1, columns))
-        self._v = TensorMaps((1, tiling.tile_n, 1, config.box_columns(config.value_width)))
+        self._nothing = nothing
+        self._q, self._k, self._v = map(TensorMaps, boxes)
 
     def __call__(
         self,
@@ -100,113 +124,103 @@ class MappedLaunch:
         self._launch(self._q(q), self._k(k), values, out, lse, *pointers)
 
 
-class PlannedWork:
-    """The launch that decides what the blocks of the next one work on."""
+class MappedForward:
+    """Hopper's forward of a problem, into which a call fills its lengths, strides and options."""
 
-    __slots__ = ("_launch", "_size")
-
-    def __init__(self, launch: Launch, size: int) -> None:
-        self._launch = launch
-        self._size = size
-
-    def __call__(self, like: Array, *arrays: Array | None) -> Array:
-        """The plan, a new array, made of `arrays`."""
-        plan = empty(like, (self._size,), np.int32)
-        self._launch(*arrays, plan)
-        return plan
-
-
-class PreparedValues:
-    """The launch that prepares the values of float8 inputs for the next one."""
-
-    __slots__ = ("_bytes", "_launch")
-
-    def __init__(self, launch: Launch, num_bytes: int) -> None:
-        self._launch = launch
-        self._bytes = num_bytes
-
-    def __call__(self, like: Array, values: Any, ends: Array | None) -> Array:
-        """The prepared values, a new array. values: tensor map of v; ends: cu_seqlens_kv."""
-        prepared = empty(like, (self._bytes,), np.uint8)
-        self._launch(values, prepared, ends)
-        return prepared
-
-
-def prepare_mapped(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array | None,
-    options: ScoreOptions,
-    arrays: ScoreArrays,
-    problem: AttentionProblem,
-    device: Device,
-    block_size: BlockSize | None = None,
-    mask_heads: int = 1,
-    descales: tuple[Array | None, ...] | None = None,
-) -> MappedLaunch:
-    """The launch of class sm90 for a problem that it covers; all arguments are checked.
-
-    descales: of float8 inputs, each float32 [], [heads_kv], [batch, heads_kv] or None.
-    """
-    config = plan_flash_attention_sm90(problem, device, block_size)
-    settings = score_settings(q, options, arrays, score_shape(q, k, options, arrays))
-    structs = parameter_structs(PARAMETERS)
-    parameters = structs["MappedForwardParameters"].pack(
-        out=dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out),
-        batch=problem.batch,
-        heads_q=problem.num_heads_q,
-        group=problem.group,
-        seq_q=problem.seq_len_q,
-        seq_kv=problem.seq_len_kv,
-        value_dim=problem.head_dim_v,
-        mask_heads=mask_heads,
-        scale_log2=scales_of(q, options)[1],
-        settings=settings,
-        float8=structs["Float8Settings"].pack(
-            **_descale_strides(descales or (None, None, None)),
-            value_tiles=config.value_tiles(v.shape[-3]) if descales else 0,
-        ),
-    )
-    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
-    plan = None
-    plan_spec = config.plan_spec()
-    if plan_spec is not None:
-        blocks = np.int32(config.num_blocks)
-        if problem.varlen:
-            longest = np.int32(problem.seq_len_kv)
-            heads = np.int32(problem.num_heads_q)
-            facts: tuple[Any, ...] = (np.int32(problem.batch), heads, longest, blocks)
-        else:
-            lengths = np.int32(problem.seq_len_q), np.int32(problem.seq_len_kv)
-            facts = (np.int32(mask_heads), *lengths, blocks, settings)
-        grid = (config.plan_blocks(mask_heads),)
-        plan = PlannedWork(
-            Launch(load_kernel(plan_spec), grid, facts), config.plan_size(mask_heads)
+    def __init__(self, config: WarpgroupForwardConfig) -> None:
+        self._config = config
+        self._nothing = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS
+        self._kernel = load_kernel(config.spec())
+        self._plan_kernel = _load(config.plan_spec())
+        self._values_kernel = _load(config.values_spec())
+        tiling, columns = config.tiling, config.box_columns(config.width)
+        value_columns = config.box_columns(config.value_width)
+        self._boxes = (
+            (1, tiling.tile_m, 1, columns),
+            (1, tiling.tile_n, 1, columns),
+            (1, tiling.tile_n, 1, value_columns),
         )
-    plain = plan is None and all(array is None for array in arrays)
-    return MappedLaunch(launch, plan, config, plain, _prepare_values(config, v))
+
+    def launch(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array | None,
+        options: ScoreOptions,
+        arrays: ScoreArrays,
+        mask_heads: int = 1,
+        descales: tuple[Array | None, ...] | None = None,
+    ) -> MappedLaunch:
+        """The launch for these arrays, which are checked.
+
+        mask_heads: of a block mask. descales: of float8 inputs, each float32 [], [heads_kv],
+        [batch, heads_kv] or None.
+        """
+        config = self._config
+        problem = config.problem
+        shape = score_shape(q, k, options, arrays)
+        batch, heads_q, seq_len_q, seq_len_kv = shape
+        settings = score_settings(q, options, arrays, shape)
+        blocks, structs = config.num_blocks(seq_len_q), parameter_structs(PARAMETERS)
+        tiles = config.value_tiles(v.shape[-3]) if descales else 0
+        parameters = structs["MappedForwardParameters"].pack(
+            out=dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out),
+            batch=batch,
+            heads_q=heads_q,
+            group=problem.group,
+            seq_q=seq_len_q,
+            seq_kv=seq_len_kv,
+            value_dim=problem.head_dim_v,
+            mask_heads=mask_heads,
+            scale_log2=scales_of(q, options)[1],
+            settings=settings,
+            float8=_float8_settings(descales, tiles) if descales else _NO_FLOAT8,
+        )
+        launch = Launch(self._kernel, (blocks,), (parameters,))
+        plan = values = None
+        if self._plan_kernel is not None:
+            size = config.plan_size(seq_len_q, seq_len_kv, mask_heads)
+            facts = (mask_heads, seq_len_q, seq_len_kv, blocks)
+            if problem.varlen:
+                facts = (batch, heads_q, seq_len_kv, blocks)
+            scalars = (*map(np.int32, facts), *(() if problem.varlen else (settings,)))
+            grid = (config.plan_blocks(seq_len_q, mask_heads),)
+            plan = PlannedWork(Launch(self._plan_kernel, grid, scalars), size)
+        if self._values_kernel is not None:
+            assert isinstance(config.tiling, Float8Tiling)
+            count = tiles * problem.num_heads_kv
+            scalars = tuple(map(np.int32, (tiles, batch, seq_len_kv)))
+            values = PlannedWork(
+                Launch(self._values_kernel, (count,), scalars),
+                count * config.tiling.value_bytes(config.value_width),
+                np.uint8,
+            )
+        plain = plan is None and all(array is None for array in arrays)
+        return MappedLaunch(launch, self._boxes, plan, values, self._nothing if plain else None)
 
 
-def _prepare_values(config: WarpgroupForwardConfig, v: Array) -> PreparedValues | None:
-    spec = config.values_spec()
-    if spec is None or not isinstance(config.tiling, Float8Tiling):
+@launch_plan
+def mapped_forward(
+    problem: AttentionProblem, block_size: BlockSize | None = None
+) -> MappedForward | None:
+    """Hopper's forward of a problem, loaded once; None where class sm90 does not cover it."""
+    device = current_device()
+    if not covers(problem, device):
         return None
-    problem = config.problem
-    tiles = config.value_tiles(v.shape[-3])
-    scalars = (np.int32(tiles), np.int32(problem.batch), np.int32(problem.seq_len_kv))
-    launch = Launch(load_kernel(spec), (tiles * problem.num_heads_kv,), scalars)
-    return PreparedValues(
-        launch, tiles * problem.num_heads_kv * config.tiling.value_bytes(config.value_width)
-    )
+    return MappedForward(plan_flash_attention_sm90(problem, device, block_size))
 
 
-def _descale_strides(descales: tuple[Array | None, ...]) -> dict[str, int]:
-    """Of the factors of q, k and v, in elements; 0 where one serves all batches or heads."""
-    strides: dict[str, int] = {}
-    for name, factors in zip("qkv", descales, strict=True):
+def _load(spec: KernelSpec | None) -> Any:
+    return None if spec is None else load_kernel(spec)
+
+
+def _float8_settings(descales: tuple[Array | None, ...], value_tiles: int) -> tuple[int, ...]:
+    """Strides of the factors of q, k and v over batches and heads, in elements, 0 where one serves
+    all; then tiles of prepared values of a key head."""
+    strides: tuple[int, ...] = ()
+    for factors in descales:
         steps = () if factors is None else factors.strides
         size = 1 if factors is None else factors.itemsize
-        batch, head = (0,) * (2 - len(steps)) + tuple(step // size for step in steps)
-        strides |= {f"{name}_batch": batch, f"{name}_head": head}
-    return strides
+        strides += (0,) * (2 - len(steps)) + tuple(step // size for step in steps)
+    return *strides, value_tiles

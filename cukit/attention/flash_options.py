@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ Window = tuple[int | None, int | None]
 
 _EVERYTHING = 1 << 29  # wider than any sequence, far from the end of int32
 _LOG2_E = 1.0 / math.log(2.0)
+_MOST_SETTINGS = 256  # kept: most do not depend on lengths
 _MATRIX_AXES = ("batch", "head", "row", "column")
 PARAMETERS = "attention/parameters.cuh"
 """Where the structs are defined that attention's kernels take by value."""
@@ -120,23 +122,46 @@ def score_settings(
 
     shape: batch, heads_q, seq_q, seq_kv, to which bias and mask are broadcast.
     """
-    strides = {f"{name}_{axis}": 0 for name in ("bias", "mask") for axis in _MATRIX_AXES}
-    for name, matrix in (("bias", arrays.bias), ("mask", arrays.mask)):
-        if matrix is not None:
-            steps = namespace(matrix).broadcast_to(matrix, shape).strides
-            for axis, step in zip(_MATRIX_AXES, steps, strict=True):
-                strides[f"{name}_{axis}"] = step // matrix.itemsize
-    slopes, inner, outer = arrays.alibi_slopes, 0.0, 0.0
+    slopes = arrays.alibi_slopes
+    return _settings(
+        options,
+        q.shape[-1],
+        slopes.shape[1] if slopes is not None and slopes.ndim == 2 else 0,
+        q.shape[0] if arrays.varlen else 0,
+        _matrix_strides(arrays.bias, shape),
+        _matrix_strides(arrays.mask, shape),
+    )
+
+
+def _matrix_strides(matrix: Array | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """In elements, of a matrix broadcast to `shape`."""
+    if matrix is None:
+        return (0,) * len(_MATRIX_AXES)
+    steps = namespace(matrix).broadcast_to(matrix, shape).strides
+    return tuple(step // matrix.itemsize for step in steps)
+
+
+@lru_cache(maxsize=_MOST_SETTINGS)
+def _settings(
+    options: ScoreOptions,
+    head_dim: int,
+    alibi_batch: int,
+    total_q: int,
+    bias: tuple[int, ...],
+    mask: tuple[int, ...],
+) -> Any:
+    inner = outer = 0.0
     if options.softcap is not None:
         # tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x))
-        inner = 2.0 * _LOG2_E * options.factor(q.shape[-1]) / options.softcap
+        inner = 2.0 * _LOG2_E * options.factor(head_dim) / options.softcap
         outer = _LOG2_E * options.softcap
     return parameter_structs(PARAMETERS)["ScoreSettings"].pack(
-        **strides,
+        **{f"bias_{axis}": step for axis, step in zip(_MATRIX_AXES, bias, strict=True)},
+        **{f"mask_{axis}": step for axis, step in zip(_MATRIX_AXES, mask, strict=True)},
         window_left=_bound(options.left),
         window_right=_bound(options.right),
-        alibi_batch=slopes.shape[1] if slopes is not None and slopes.ndim == 2 else 0,
-        total_q=q.shape[0] if arrays.varlen else 0,
+        alibi_batch=alibi_batch,
+        total_q=total_q,
         cap_inner=inner,
         cap_outer=outer,
     )

@@ -65,12 +65,10 @@ class FlashAttentionConfig:
     section: int
     """Heads whose blocks run together (kernels_cu/attention/block_order.cuh)."""
 
-    @property
-    def num_blocks(self) -> int:
+    def num_blocks(self, seq_len_q: int) -> int:
         """Blocks of the grid."""
         problem = self.problem
-        tiles = ceil_div(problem.seq_len_q, self.tiling.tile_m)
-        return problem.batch * problem.num_heads_q * tiles
+        return problem.batch * problem.num_heads_q * ceil_div(seq_len_q, self.tiling.tile_m)
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""

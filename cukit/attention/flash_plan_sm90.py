@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from cukit.attention.flash_problem import (
     FLOAT8,
@@ -15,7 +14,6 @@ from cukit.attention.flash_problem import (
     Defines,
     ceil_div,
     feature_defines,
-    rounded_length,
 )
 from cukit.attention.flash_tilings import (
     FLOAT8_TILINGS,
@@ -39,7 +37,6 @@ _FLOAT8_ALIGNMENT = 16  # columns: rows are whole chunks of the copy engine
 _VALUES_THREADS = 128
 _FEW_READERS = 8  # tiles of queries that read the same values
 _SEQUENCE_THREADS = 1024
-_MOST_CHOICES = 4096  # of tilings, kept by what they were chosen for
 _LIST_THREADS = 128
 _WARP = 32
 _NARROW, _WIDE = 96, 192  # columns of values
@@ -55,10 +52,16 @@ class WarpgroupForwardConfig:
 
     problem: AttentionProblem
     tiling: WarpgroupTiling
-    num_blocks: int
-    """Blocks of the grid: they walk over the tiles (kernels_cu/attention/query_work.cuh)."""
+    slots: int
+    """Blocks that the GPU runs at once."""
     block_size: BlockSize | None = None
     """Of the block mask, if there is one."""
+
+    def num_blocks(self, seq_len_q: int) -> int:
+        """Blocks of the grid: they walk over the tiles (kernels_cu/attention/query_work.cuh)."""
+        problem = self.problem
+        pieces = _pieces(problem, self.tiling, seq_len_q, self.block_size is not None)
+        return min(problem.batch * problem.num_heads_q * pieces, self.slots)
 
     @property
     def width(self) -> int:
@@ -118,28 +121,26 @@ class WarpgroupForwardConfig:
         )
         return KernelSpec("attention/plan_blocks.cu", "plan_blocks", defines, _LIST_THREADS)
 
-    def plan_size(self, mask_heads: int = 1) -> int:
+    def plan_size(self, seq_len_q: int, seq_len_kv: int, mask_heads: int = 1) -> int:
         """int32 elements that the plan takes."""
-        problem = self.problem
-        if problem.varlen:
-            return sequences_plan_size(problem.batch)
-        entries = 1 + ceil_div(problem.seq_len_kv, self.tiling.tile_n)
-        return 1 + mask_heads * ceil_div(problem.seq_len_q, self.tiling.tile_m) * entries
+        if self.problem.varlen:
+            return sequences_plan_size(self.problem.batch)
+        entries = 1 + ceil_div(seq_len_kv, self.tiling.tile_n)
+        return 1 + mask_heads * ceil_div(seq_len_q, self.tiling.tile_m) * entries
 
-    def plan_blocks(self, mask_heads: int = 1) -> int:
+    def plan_blocks(self, seq_len_q: int, mask_heads: int = 1) -> int:
         """Blocks of the grid that makes the plan."""
         if self.problem.varlen:
             return 1
-        tiles = mask_heads * ceil_div(self.problem.seq_len_q, self.tiling.tile_m)
+        tiles = mask_heads * ceil_div(seq_len_q, self.tiling.tile_m)
         return ceil_div(tiles, _LIST_THREADS // _WARP)
 
-    def value_tiles(self, total_kv: int) -> int:
-        """Tiles of prepared values of a key head. total_kv: keys of all sequences, one behind the
-        other; each begins with a tile of its own (kernels_cu/attention/float8_values.cuh)."""
-        problem, tile = self.problem, self.tiling.tile_n
-        if problem.varlen:
-            return total_kv // tile + problem.batch
-        return problem.batch * ceil_div(problem.seq_len_kv, tile)
+    def value_tiles(self, rows_kv: int) -> int:
+        """Tiles of prepared values of a key head. rows_kv: keys of a sequence; where sequences lie
+        one behind the other, of all of them: each begins with a tile of its own
+        (kernels_cu/attention/float8_values.cuh)."""
+        batch, tile = self.problem.batch, self.tiling.tile_n
+        return rows_kv // tile + batch if self.problem.varlen else batch * ceil_div(rows_kv, tile)
 
     def values_spec(self) -> KernelSpec | None:
         """The kernel that prepares the values of float8 inputs before this one."""
@@ -214,7 +215,7 @@ def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, slots: int) -> flo
     scores = tiling.cost * tiles * tiling.tile_m * keys / len(groups)
     if problem.varlen:
         return scores
-    pieces = _pieces(problem, tiling)
+    pieces = _pieces(problem, tiling, problem.seq_len_q)
     largest = min(1.0, (1 if pieces == tiles else 2) / tiles)
     return scores * largest * ceil_div(problem.batch * problem.num_heads_q * pieces, slots)
 
@@ -229,9 +230,11 @@ def _visible_keys(problem: AttentionProblem, first_row: int, last_row: int) -> t
     return max(0, min(begin, end - 1)), end
 
 
-def _pieces(problem: AttentionProblem, tiling: WarpgroupTiling, dealt: bool = False) -> int:
+def _pieces(
+    problem: AttentionProblem, tiling: WarpgroupTiling, seq_len_q: int, dealt: bool = False
+) -> int:
     """What a head is cut into: tiles or, where only a causal mask makes them differ, pairs."""
-    tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
+    tiles = ceil_div(seq_len_q, tiling.tile_m)
     pairs = problem.causal and problem.window is None and not problem.varlen and not dealt
     return ceil_div(tiles, 2) if pairs else tiles
 
@@ -239,31 +242,11 @@ def _pieces(problem: AttentionProblem, tiling: WarpgroupTiling, dealt: bool = Fa
 def plan_flash_attention_sm90(
     problem: AttentionProblem, device: Device, block_size: BlockSize | None = None
 ) -> WarpgroupForwardConfig:
-    """The configuration of a problem that the class covers.
-
-    The tiling, which takes weighing, is chosen once for lengths that round to the same.
-    """
+    """The configuration of a problem that the class covers."""
     slots = device.num_sms
-    rounded = replace(
-        problem,
-        seq_len_q=rounded_length(problem.seq_len_q),
-        seq_len_kv=rounded_length(problem.seq_len_kv),
-    )
-    tiling = _cheapest_tiling(rounded, slots, block_size)
-    pieces = _pieces(problem, tiling, block_size is not None)
-    return WarpgroupForwardConfig(
-        problem=problem,
-        tiling=tiling,
-        num_blocks=min(problem.batch * problem.num_heads_q * pieces, slots),
-        block_size=block_size,
-    )
-
-
-@lru_cache(maxsize=_MOST_CHOICES)
-def _cheapest_tiling(
-    problem: AttentionProblem, slots: int, block_size: BlockSize | None
-) -> WarpgroupTiling:
-    return min(tilings_of(problem, block_size), key=lambda each: _cost(problem, each, slots))
+    tilings = tilings_of(problem, block_size)
+    tiling = min(tilings, key=lambda each: _cost(problem, each, slots))
+    return WarpgroupForwardConfig(problem, tiling, slots, block_size)
 
 
 def tilings_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from cukit.attention.flash_options import Window
 from cukit.attention.flash_tilings import HEAD_WIDTHS, MAX_HEAD_DIM
@@ -18,10 +19,11 @@ FEATURES = frozenset({"window", "softcap", "alibi", "bias", "mask", "sinks", "va
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """One call of attention, forward or backward."""
+    """Calls of attention, forward or backward, that run the same kernels."""
 
     batch: int
     seq_len_q: int
+    """Of one call, or rounded up for all that round to the same (rounded_length)."""
     seq_len_kv: int
     num_heads_q: int
     num_heads_kv: int
@@ -55,7 +57,7 @@ class AttentionProblem:
         """Whether q, k and v have eight bits."""
         return self.dtype == FLOAT8
 
-    @property
+    @cached_property
     def features(self) -> frozenset[str]:
         """The members of FEATURES that this call uses."""
         used = {"value_dim"} if self.head_dim_v != self.head_dim else set()

@@ -341,7 +341,7 @@ FLOAT8_TILINGS: dict[str, dict[tuple[int, int], Float8Tiling]] = {
     },
     "short": {
         (64, 64): Float8Tiling(2, 128, kept_tiles=7, prepares=True),
-        (128, 128): Float8Tiling(2, 160, kept_tiles=6, prepares=True),
+        (128, 128): Float8Tiling(2, 128, num_stages=3, kept_tiles=7, prepares=True),
     },
 }
 PRECISE_TILINGS: dict[str, dict[tuple[int, int], Float8Tiling]] = {

@@ -180,7 +180,10 @@ def runs_kernel(op: str, *arrays: Array | None) -> bool:
 
 def check_current_device(arrays: Iterable[Any]) -> None:
     """Raises ArrayLayoutError unless all CuPy arrays lie on CuPy's current device."""
-    for place in {int(array.data.device_id) for array in arrays if is_gpu_array(array)}:
+    gpu_type: Any = _gpu_type()
+    if gpu_type is None:
+        return
+    for place in {array.data.device_id for array in arrays if isinstance(array, gpu_type)}:
         current = cupy_module().cuda.runtime.getDevice()  # type: ignore[union-attr]
         if place != current:
             raise ArrayLayoutError(
@@ -218,12 +221,13 @@ def check_array(
     if ndim is not None and array.ndim != ndim:
         raise ArrayShapeError(f"{op}: {name} must have {ndim} axes, got shape {array.shape}")
     if shape is not None:
-        if len(shape) != array.ndim:
-            raise ArrayShapeError(f"{op}: {name} must have shape {_show(shape)}, got {array.shape}")
-        for axis, (want, got) in enumerate(zip(shape, array.shape, strict=True)):
+        extents = array.shape
+        if len(shape) != len(extents):
+            raise ArrayShapeError(f"{op}: {name} must have shape {_show(shape)}, got {extents}")
+        for axis, (want, got) in enumerate(zip(shape, extents, strict=True)):
             if want is not None and want != got:
                 raise ArrayShapeError(
-                    f"{op}: {name} must have shape {_show(shape)}, got {array.shape} "
+                    f"{op}: {name} must have shape {_show(shape)}, got {extents} "
                     f"(axis {axis}: {got} instead of {want})"
                 )
     if contiguous:
@@ -232,7 +236,7 @@ def check_array(
                 f"{op}: {name} must be C-contiguous, got strides {array.strides} "
                 f"for shape {array.shape}"
             )
-    elif array.size and array.shape[-1] > 1 and array.strides[-1] != array.itemsize:
+    elif array.strides[-1] != array.itemsize and array.size and array.shape[-1] > 1:
         raise ArrayLayoutError(
             f"{op}: the last axis of {name} must be contiguous, got strides {array.strides}"
         )
@@ -248,12 +252,15 @@ def write_out(out: Array | None, value: Array) -> Array:
 
 def check_same_dtype(op: str, **arrays: Array | None) -> None:
     """All arrays (None skipped) have the dtype of the first."""
-    present = {name: array for name, array in arrays.items() if array is not None}
-    (first, reference), *others = present.items()
-    for name, array in others:
-        if array.dtype != reference.dtype:
+    first, dtype = "", None
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        if dtype is None:
+            first, dtype = name, array.dtype
+        elif array.dtype != dtype:
             raise ArrayDtypeError(
-                f"{op}: {name} must have the dtype of {first} ({reference.dtype.name}), "
+                f"{op}: {name} must have the dtype of {first} ({dtype.name}), "
                 f"got {array.dtype.name}"
             )
 

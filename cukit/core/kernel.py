@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -71,7 +72,13 @@ class Kernel:
 def check_arguments(compiled: CompiledKernel, args: tuple[Argument, ...]) -> None:
     """Compares sizes with the cubin's parameters: a wrong list would be silent corruption."""
     expected = compiled.info.parameter_bytes
-    got = tuple(_argument_bytes(compiled.spec, i, argument) for i, argument in enumerate(args))
+    wrapper = _by_value_type()
+    got = tuple(
+        [
+            argument.nbytes if type(argument) is wrapper else _bytes_of(compiled.spec, i, argument)
+            for i, argument in enumerate(args)
+        ]
+    )
     if got != expected:
         raise LaunchError(
             f"{compiled.spec}: the kernel takes {len(expected)} parameters of {expected} bytes, "
@@ -79,17 +86,15 @@ def check_arguments(compiled: CompiledKernel, args: tuple[Argument, ...]) -> Non
         )
 
 
-def _argument_bytes(spec: KernelSpec, index: int, argument: Argument) -> int:
-    if argument is NULL or hasattr(argument, "__cuda_array_interface__"):
+def _bytes_of(spec: KernelSpec, index: int, argument: Argument) -> int:
+    kind = type(argument)
+    # Of the class: an array makes its interface anew for every question.
+    if argument is NULL or hasattr(kind, "__cuda_array_interface__"):
         return _POINTER_BYTES
-    if isinstance(argument, (np.generic, np.ndarray)):  # an array by value: a tensor map, say
-        return argument.nbytes
-    wrapper = _by_value_type()
-    if wrapper is not None and isinstance(argument, wrapper):
-        return int(argument.nbytes)
+    if issubclass(kind, (np.generic, np.ndarray)):
+        return int(argument.nbytes)  # an array by value is a structure, a tensor map say
     raise LaunchError(
-        f"{spec}: argument {index} is a {type(argument).__name__}; "
-        "expected a CuPy array or a NumPy scalar"
+        f"{spec}: argument {index} is a {kind.__name__}; expected a CuPy array or a NumPy scalar"
     )
 
 
@@ -132,9 +137,9 @@ def _by_value_type() -> Any:
         __slots__ = ("nbytes", "storage")
 
         def __init__(self, value: Argument) -> None:
-            self.storage = np.array(value, ndmin=1)
-            self.nbytes = self.storage.nbytes
-            super().__init__(self.storage.ctypes.data)
+            self.nbytes = value.nbytes
+            self.storage = ctypes.create_string_buffer(value.tobytes(), self.nbytes)
+            super().__init__(ctypes.addressof(self.storage))
 
     return ByValue
 

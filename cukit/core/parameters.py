@@ -39,13 +39,16 @@ _FIELDS = re.compile(r"([\w ]+?)\s+(\w+(?:\s*,\s*\w+)*)$")
 class ParameterStruct:
     """One struct of a `parameters.cuh`."""
 
-    __slots__ = ("_layout", "_nested", "_raw", "dtype", "name")
+    __slots__ = ("_layout", "_names", "_nested", "_raw", "dtype", "name")
 
     def __init__(self, name: str, fields: Mapping[str, np.dtype[Any] | ParameterStruct]) -> None:
         """fields: numbers, or structs defined before, by name and in order."""
         self.name: str = name
+        self._names = fields.keys()
         self._nested = [
-            field if isinstance(field, ParameterStruct) else None for field in fields.values()
+            (index, field)
+            for index, field in enumerate(fields.values())
+            if isinstance(field, ParameterStruct)
         ]
         types = [
             (key, field.dtype if isinstance(field, ParameterStruct) else field)
@@ -61,8 +64,8 @@ class ParameterStruct:
         Each field by its name: a number, or for a struct what its own `pack` returned, or its
         fields in order. Raises LaunchError where a field is missing, unknown or out of range.
         """
-        names = self.dtype.names or ()
-        if values.keys() != set(names):
+        names = self._names
+        if values.keys() != names:
             missing = [name for name in names if name not in values]
             unknown = [name for name in values if name not in names]
             raise LaunchError(
@@ -74,15 +77,14 @@ class ParameterStruct:
 
     def _bytes(self, values: Sequence[Any]) -> bytes:
         """The struct with these fields, in order."""
-        flat = [
-            value if nested is None else nested._as_bytes(value)
-            for nested, value in zip(self._nested, values, strict=True)
-        ]
+        flat = list(values)
+        for index, nested in self._nested:
+            flat[index] = nested._as_bytes(flat[index])
         try:
             return self._layout.pack(*flat)
         except struct.error as error:
             raise LaunchError(
-                f"{self.name}: {error}, got {dict(zip(self.dtype.names or (), flat, strict=True))}"
+                f"{self.name}: {error}, got {dict(zip(self._names, flat, strict=True))}"
             ) from None
 
     def _as_bytes(self, value: Any) -> bytes:

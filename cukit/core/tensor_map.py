@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import ModuleType
+import ctypes
+import functools
+import struct
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cukit.core import backend
 from cukit.core.arrays import Array, address_of
-from cukit.core.device import INSTALL_GPU_EXTRA
-from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError, MissingDependencyError
+from cukit.core.kernel import by_value
+from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError, UnsupportedDeviceError
 
 SWIZZLE_BYTES = (0, 32, 64, 128)
 _MOST_AXES = 5
 _MOST_BOX = 256
+_MOST_MAPS = 256
 _ALIGNMENT = 16
 _DESCRIPTOR = np.dtype((np.void, 128))
 
+Box = tuple[int, ...]
+
 
 class TensorView(NamedTuple):
-    """What a map describes: elements at `address` + position * strides, in bytes, of an array that
-    takes the bytes from `low` to `high`."""
+    """What a map describes: elements at `address` + position * strides, in bytes, which belong to
+    `array`."""
 
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: np.dtype[Any]
-    writeable: bool
-    low: int
-    high: int
+    array: Array
 
 
-def encode_tensor_map(
-    array: Array, box: Sequence[int], *, swizzle_bytes: int = 128
-) -> np.ndarray[Any, Any]:
+class TensorMapCache:
+    """Tensor maps of arrays of one description, by address.
+
+    A map holds nothing but that and the address; encoding one takes as long as a launch. Memory
+    pools hand out the same addresses again and again.
+    """
+
+    __slots__ = ("_encode", "_known")
+
+    def __init__(self, encode: Callable[[Array], Any]) -> None:
+        """`encode`: from an array to its map."""
+        self._encode = encode
+        self._known: dict[int, Any] = {}
+
+    def __call__(self, array: Array) -> Any:
+        """The map of an array, in the form that a launch takes."""
+        address = address_of(array)
+        found = self._known.get(address)
+        if found is None:
+            found = by_value(self._encode(array))
+            if len(self._known) >= _MOST_MAPS:
+                self._known.clear()
+            self._known[address] = found
+        return found
+
+
+def encode_tensor_map(array: Array, box: Box, *, swizzle_bytes: int = 128) -> np.ndarray[Any, Any]:
     """A `CUtensorMap` over `array`, passed by value to a kernel (`const __grid_constant__`).
 
     Args:
@@ -53,15 +79,12 @@ def encode_tensor_map(
 
     Raises:
         ArrayLayoutError, ArrayShapeError, ConfigError: the rules above.
-        MissingDependencyError: cuda-bindings is not installed.
     """
-    _check_tensor(array)
-    _check_box(array.shape, array.itemsize, box, swizzle_bytes)
     return _encode(_view(array), box, swizzle_bytes)
 
 
 def encode_sequence_map(
-    array: Array, longest: int, box: Sequence[int], *, swizzle_bytes: int = 128
+    array: Array, longest: int, box: Box, *, swizzle_bytes: int = 128
 ) -> np.ndarray[Any, Any]:
     """A map of sequences that lie one behind the other, each with nothing but zeros behind it.
 
@@ -81,120 +104,136 @@ def encode_sequence_map(
     outside the tensor, whatever is outside: rows or columns. So a kernel must ask only for boxes
     with at least one element inside (seen on Hopper; the emulator reports it).
     """
-    _check_tensor(array)
-    whole = _view(array)
-    shape = (array.shape[0] + 1, longest, *array.shape[1:])
-    _check_box(shape, array.itemsize, box, swizzle_bytes)
-    row = whole.strides[0]
-    view = whole._replace(
-        address=whole.address - longest * row, shape=shape, strides=(row, *whole.strides)
-    )
+    address, (rows, *others), strides, _ = _view(array)
+    row = strides[0]
+    shape = (rows + 1, longest, *others)
+    view = TensorView(address - longest * row, shape, (row, *strides), array)
     return _encode(view, box, swizzle_bytes)
 
 
-def _encode(view: TensorView, box: Sequence[int], swizzle_bytes: int) -> np.ndarray[Any, Any]:
+def _encode(view: TensorView, box: Box, swizzle_bytes: int) -> np.ndarray[Any, Any]:
+    address, shape, strides, array = view
+    given = _driver_arguments(array.dtype, box, len(shape), swizzle_bytes)
     if backend.active is not None:
         return backend.active.encode_tensor_map(view, box, swizzle_bytes)
-    driver = _driver()
-    rank = len(view.shape)
-    status, tensor_map = driver.cuTensorMapEncodeTiled(
-        getattr(driver.CUtensorMapDataType, _data_type(view.dtype)),
-        rank,
-        view.address,
-        [driver.cuuint64_t(extent) for extent in reversed(view.shape)],
-        [driver.cuuint64_t(stride) for stride in reversed(view.strides[:-1])],
-        [driver.cuuint32_t(extent) for extent in reversed(tuple(box))],
-        [driver.cuuint32_t(1)] * rank,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        getattr(driver.CUtensorMapSwizzle, _swizzle_name(swizzle_bytes)),
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    room: Any = _Room()
+    start = -ctypes.addressof(room) % _MAP_ALIGNMENT
+    status = _driver_function()(
+        ctypes.addressof(room) + start,
+        given.dtype,
+        len(shape),
+        address,
+        given.extents.pack(*shape[::-1]),
+        given.strides.pack(*strides[-2::-1]),
+        given.box,
+        given.steps,
+        _NO_INTERLEAVE,
+        given.swizzle,
+        _PROMOTE_TO_256_BYTES,
+        _FILL_WITH_ZEROS,
     )
-    if int(status) != 0:
+    if status != 0:
         raise ArrayLayoutError(
-            f"encode_tensor_map: the driver refused shape {view.shape}, strides {view.strides}, "
-            f"box {tuple(box)}, swizzle {swizzle_bytes}: {status!r}"
+            f"encode_tensor_map: the driver refused shape {shape}, strides {strides}, "
+            f"box {box}, swizzle {swizzle_bytes}: CUDA error {status}"
         )
-    words = np.array([int(word) for word in tensor_map.opaque], np.uint64)
-    return words.view(_DESCRIPTOR)
+    encoded: np.ndarray[Any, Any] = np.frombuffer(room, _DESCRIPTOR, 1, start)
+    return encoded
 
 
-def _driver() -> ModuleType:
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise MissingDependencyError(f"TMA needs cuda-bindings: {INSTALL_GPU_EXTRA}") from error
-    return driver  # type: ignore[no-any-return]
+# cuda.h: members of CUtensorMapDataType by NumPy's names, and of the other enumerations.
+_DATA_TYPES = {
+    "uint8": 0,
+    "int8": 0,
+    "uint16": 1,
+    "int32": 3,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+}
+_NO_INTERLEAVE = 0
+_PROMOTE_TO_256_BYTES = 3  # in L2
+_FILL_WITH_ZEROS = 0
+_MAP_ALIGNMENT = 64
+_Room = ctypes.c_char * (_DESCRIPTOR.itemsize + _MAP_ALIGNMENT)
 
 
-def _swizzle_name(swizzle_bytes: int) -> str:
-    suffix = f"{swizzle_bytes}B" if swizzle_bytes else "NONE"
-    return f"CU_TENSOR_MAP_SWIZZLE_{suffix}"
+class _DriverArguments(NamedTuple):
+    """What of a map does not depend on the array, as the driver takes it."""
+
+    dtype: int
+    extents: struct.Struct
+    strides: struct.Struct
+    box: bytes
+    steps: bytes
+    swizzle: int
 
 
-def _data_type(dtype: np.dtype[Any]) -> str:
-    names = {
-        "float32": "FLOAT32",
-        "float16": "FLOAT16",
-        "bfloat16": "BFLOAT16",
-        "uint8": "UINT8",
-        "int8": "UINT8",
-        "int32": "INT32",
-        "uint16": "UINT16",
-        "float64": "FLOAT64",
-    }
-    if dtype.name not in names:
+@functools.lru_cache(maxsize=256)
+def _driver_arguments(
+    dtype: np.dtype[Any], box: Box, axes: int, swizzle_bytes: int
+) -> _DriverArguments:
+    if dtype.name not in _DATA_TYPES:
         raise ConfigError(
-            f"encode_tensor_map: dtype must be one of {', '.join(names)}, got {dtype.name}"
+            f"encode_tensor_map: dtype must be one of {', '.join(_DATA_TYPES)}, got {dtype.name}"
         )
-    return f"CU_TENSOR_MAP_DATA_TYPE_{names[dtype.name]}"
+    _check_box(axes, dtype.itemsize, box, swizzle_bytes)
+    return _DriverArguments(
+        _DATA_TYPES[dtype.name],
+        struct.Struct(f"{axes}Q"),
+        struct.Struct(f"{axes - 1}Q"),
+        struct.pack(f"{axes}I", *reversed(box)),
+        struct.pack(f"{axes}I", *[1] * axes),
+        SWIZZLE_BYTES.index(swizzle_bytes),
+    )
 
 
-def _strides(array: Array) -> list[int]:
-    """Of all axes but the last; one that is never stepped along gets any the driver accepts."""
-    axes = zip(array.strides[:-1], array.shape[:-1], strict=True)
-    return [stride if extent > 1 else _ALIGNMENT for stride, extent in axes]
+@functools.cache
+def _driver_function() -> Any:
+    """`cuTensorMapEncodeTiled`. cuda-bindings makes an object of every number, which takes longer
+    than the call. The call returns at once: the interpreter stays locked."""
+    try:
+        function = ctypes.PyDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise UnsupportedDeviceError(f"TMA needs a driver of CUDA 12 or newer: {error}") from error
+    number, pointer = ctypes.c_uint32, ctypes.c_void_p
+    function.argtypes = (pointer, number, number, pointer, *[pointer] * 4, *[number] * 4)
+    return function
 
 
 def _view(array: Array) -> TensorView:
-    low = address_of(array)
-    last = zip(array.shape, array.strides, strict=True)
-    return TensorView(
-        low,
-        array.shape,
-        (*_strides(array), array.itemsize),
-        array.dtype,
-        array.flags.writeable if isinstance(array, np.ndarray) else True,
-        low,
-        low + sum((extent - 1) * stride for extent, stride in last) + array.itemsize,
-    )
-
-
-def _check_tensor(array: Array) -> None:
-    if not 2 <= array.ndim <= _MOST_AXES:
-        raise ArrayShapeError(f"encode_tensor_map: 2 to 5 axes, got shape {array.shape}")
-    if array.strides[-1] != array.itemsize:
+    """The whole array. An axis that is never stepped along gets any stride the driver accepts."""
+    shape, strides, itemsize = array.shape, array.strides, array.itemsize
+    if not 2 <= len(shape) <= _MOST_AXES:
+        raise ArrayShapeError(f"encode_tensor_map: 2 to 5 axes, got shape {shape}")
+    if strides[-1] != itemsize:
         raise ArrayLayoutError(
-            f"encode_tensor_map: the last axis must be contiguous, got strides {array.strides}"
+            f"encode_tensor_map: the last axis must be contiguous, got strides {strides}"
         )
-    if any(stride % _ALIGNMENT or stride < 0 for stride in _strides(array)):
-        raise ArrayLayoutError(
-            f"encode_tensor_map: strides must be multiples of 16 bytes, got {array.strides}"
-        )
-    if address_of(array) % _ALIGNMENT:
+    steps = [
+        stride if extent > 1 else _ALIGNMENT for stride, extent in zip(strides, shape, strict=True)
+    ]
+    steps[-1] = itemsize
+    for step in steps[:-1]:
+        if step % _ALIGNMENT or step < 0:
+            raise ArrayLayoutError(
+                f"encode_tensor_map: strides must be multiples of 16 bytes, got {strides}"
+            )
+    address = address_of(array)
+    if address % _ALIGNMENT:
         raise ArrayLayoutError("encode_tensor_map: the array must be 16-byte aligned")
+    return TensorView(address, shape, tuple(steps), array)
 
 
-def _check_box(
-    shape: tuple[int, ...], itemsize: int, box: Sequence[int], swizzle_bytes: int
-) -> None:
+def _check_box(axes: int, itemsize: int, box: Box, swizzle_bytes: int) -> None:
     if swizzle_bytes not in SWIZZLE_BYTES:
         raise ConfigError(
             f"encode_tensor_map: swizzle_bytes must be one of {SWIZZLE_BYTES}, got {swizzle_bytes}"
         )
-    if len(box) != len(shape) or not all(1 <= extent <= _MOST_BOX for extent in box):
+    if len(box) != axes or not all(1 <= extent <= _MOST_BOX for extent in box):
         raise ConfigError(
-            f"encode_tensor_map: box needs {len(shape)} extents of 1..{_MOST_BOX}, got {tuple(box)}"
+            f"encode_tensor_map: box needs {axes} extents of 1..{_MOST_BOX}, got {box}"
         )
     row_bytes = box[-1] * itemsize
     if row_bytes % 16 or (swizzle_bytes and row_bytes > swizzle_bytes):

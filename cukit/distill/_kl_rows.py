@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
-
-import numpy as np
 
 from cukit.core.arrays import Array
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import KernelSpec, Launch, by_value, launch_plan, load_kernel
+from cukit.core.parameters import parameter_structs
 from cukit.distill._row_loss import VocabularySplit, row_access_width, split_vocabulary
+
+_STRUCTS = parameter_structs("distill/parameters.cuh")
+_MOST_FACTORS = 256  # sets of factors, kept in the form that a launch takes
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,13 @@ def plan_launch(
     )
     stride = 1 if grad_loss is not None and grad_loss.ndim else 0
     grid = (math.prod(student_logits.shape[:-1]) * config.split.cluster,)
-    scalars = (
-        np.int64(ignore_index),
-        np.int64(row_stride),
-        np.int32(vocab_size),
-        np.int32(stride),
+    rows = _STRUCTS["LogitRows"].pack(
+        ignore_index=ignore_index,
+        row_stride=row_stride,
+        columns=vocab_size,
+        grad_loss_stride=stride,
     )
-    return Launch(load_kernel(config.spec()), grid, scalars)
+    return Launch(load_kernel(config.spec()), grid, (rows,))
 
 
 def launch_rows(
@@ -138,10 +140,19 @@ def launch_rows(
         grad,
         grad_loss,
         normalizer,
-        then=(
-            np.float32(1.0 / temperature),
-            np.float32(soft_loss_factor),
-            np.float32(soft_factor / temperature),
-            np.float32(hard_factor),
-        ),
+        then=(_factors(temperature, soft_loss_factor, soft_factor, hard_factor),),
+    )
+
+
+@lru_cache(maxsize=_MOST_FACTORS)
+def _factors(
+    temperature: float, soft_loss_factor: float, soft_factor: float, hard_factor: float
+) -> Any:
+    return by_value(
+        _STRUCTS["DivergenceFactors"].pack(
+            inverse_temperature=1.0 / temperature,
+            soft_loss=soft_loss_factor,
+            soft_gradient=soft_factor / temperature,
+            hard_gradient=hard_factor,
+        )
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cukit.core.arrays import address_of
 from cukit.core.tensor_map import TensorView
 
 _MAGIC = 0x63756B6974746D61
@@ -18,25 +19,28 @@ def pack_tensor_map(
     view: TensorView, box: Sequence[int], swizzle_bytes: int
 ) -> np.ndarray[Any, Any]:
     """The 128 bytes that runtime/tensor_map.cpp reads: axes innermost first, as the hardware's."""
-    axes = len(view.shape)
+    array, axes = view.array, len(view.shape)
+    low = address_of(array)
+    steps = zip(array.shape, array.strides, strict=True)
+    high = low + sum((extent - 1) * stride for extent, stride in steps) + array.itemsize
     extents = [*reversed(view.shape)] + [1] * (_MOST_AXES - axes)
     strides = [*reversed(view.strides)] + [0] * (_MOST_AXES - axes)
     boxes = [*reversed(tuple(box))] + [1] * (_MOST_AXES - axes)
-    kind = {"f": 1, "V": 2}.get(view.dtype.kind, 0)
+    kind = {"f": 1, "V": 2}.get(array.dtype.kind, 0)
     packed = struct.pack(
         "<QQQQ5I5q5H3BBBx",
         _MAGIC,
         view.address,
-        view.low,
-        view.high,
+        low,
+        high,
         *extents,
         *strides,
         *boxes,
         axes,
-        view.dtype.itemsize,
+        array.itemsize,
         swizzle_bytes // 16,
         kind,
-        int(view.writeable),
+        int(array.flags.writeable),
     )
     words = np.frombuffer(packed.ljust(128, b"\0"), np.uint64)
     packed_map: np.ndarray[Any, Any] = words.copy().view(np.dtype((np.void, 128)))

@@ -22,11 +22,10 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.map_cache import TensorMapCache
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.support import Support
-from cukit.core.tensor_map import encode_sequence_map, encode_tensor_map
+from cukit.core.tensor_map import TensorMapCache, encode_sequence_map, encode_tensor_map
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm import grouped_plan
 from cukit.gemm.grouped_plan import MOST_GROUPS, GroupedConfig, GroupedProblem

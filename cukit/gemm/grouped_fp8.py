@@ -22,12 +22,11 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import KIB, Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.map_cache import TensorMapCache
 from cukit.core.narrow_dtype import float8_e4m3
 from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.support import Support
-from cukit.core.tensor_map import encode_tensor_map
+from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm.grouped import (
     GROUPED_PARAMETERS,

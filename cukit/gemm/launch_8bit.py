@@ -8,9 +8,8 @@ from typing import Any
 from cukit.core.arrays import ACCESS_BYTES, Array, address_of, empty, float32
 from cukit.core.device import current_device
 from cukit.core.kernel import Launch, load_kernel
-from cukit.core.map_cache import TensorMapCache
 from cukit.core.parameters import parameter_structs
-from cukit.core.tensor_map import encode_tensor_map
+from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.gemm.linear_sm90 import box_rows
 from cukit.gemm.plan_8bit import (
     TILE_K,

@@ -7,9 +7,8 @@ from typing import Any
 
 from cukit.core.arrays import Array
 from cukit.core.kernel import NULL, Launch, load_kernel
-from cukit.core.map_cache import TensorMapCache
 from cukit.core.parameters import parameter_structs
-from cukit.core.tensor_map import encode_tensor_map
+from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.gemm.linear_plan import ITEM_BYTES, ROW_BYTES, TILE_K, Sm90Config
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")

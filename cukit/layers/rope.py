@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
-
-import numpy as np
 
 from cukit.core.arrays import (
     ACCESS_BYTES,
@@ -26,10 +23,13 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.parameters import parameter_structs
 from cukit.errors import ArrayShapeError
 from cukit.layers._elementwise import index_type
 from cukit.reference import rope as reference
 from cukit.registry import register
+
+_PARAMETERS = parameter_structs("layers/parameters.cuh")["RopeParameters"]
 
 
 def rope(
@@ -308,14 +308,14 @@ def _prepare(
         positions=0 if position_ids is None else position_ids.ndim,
         position_dtype="int32" if position_ids is None else position_ids.dtype.name,
     )
-    strides = (*_element_strides(q), *_element_strides(k))
-    scalars: tuple[Any, ...] = (
-        *map(np.int64, strides),
-        np.int32(batch * seq_len),
-        np.int32(seq_len),
-        np.int32(max_positions),
+    parameters = _PARAMETERS.pack(
+        q=_element_strides(q),
+        k=_element_strides(k),
+        num_tokens=batch * seq_len,
+        seq_len=seq_len,
+        max_positions=max_positions,
     )
-    return Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+    return Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
 
 
 def _element_strides(x: Array) -> tuple[int, ...]:

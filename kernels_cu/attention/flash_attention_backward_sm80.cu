@@ -115,7 +115,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const cukit::bias_t* __restrict__ bias, const unsigned char* __restrict__ mask,
     const int* __restrict__ cu_seqlens_q,   // [batch + 1]
     const int* __restrict__ cu_seqlens_kv,  // [batch + 1]
-    const __grid_constant__ cukit::KeyGradientParameters params) {
+    const __grid_constant__ cukit::KeyGradientParameters arrays) {
+  const cukit::MappedKeyParameters& params = arrays.work;
   const cukit::ScoreSettings& settings = params.settings;
   const float scale_log2 = params.scale_log2;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
@@ -150,10 +151,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const int steps = tiles_per_head * params.group;
   const int turn = CAUSAL || WINDOW || tiles.end == 0 ? 0 : work.tile % tiles.end;
 
-  q += cukit::offset_of(params.q, b, sequence.first_q, key_head * params.group);
-  grad_out += cukit::offset_of(params.grad_out, b, sequence.first_q, key_head * params.group);
-  k += cukit::offset_of(params.k, b, sequence.first_kv + first_key, key_head / params.splits);
-  v += cukit::offset_of(params.v, b, sequence.first_kv + first_key, key_head / params.splits);
+  q += cukit::offset_of(arrays.q, b, sequence.first_q, key_head * params.group);
+  grad_out += cukit::offset_of(arrays.grad_out, b, sequence.first_q, key_head * params.group);
+  k += cukit::offset_of(arrays.k, b, sequence.first_kv + first_key, key_head / params.splits);
+  v += cukit::offset_of(arrays.v, b, sequence.first_kv + first_key, key_head / params.splits);
 
   const auto head_of = [&](int step) { return step / tiles_per_head; };
   const auto tile_of = [&](int step) {
@@ -169,11 +170,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const int head = head_of(step);
     const int row = tile_of(step) * TILE_M;
     QueryCopy::start(q_tile + stage * kQueryBytes,
-                     q + cukit::offset_of(params.q, 0, row, head), params.q.row, seq_q - row,
+                     q + cukit::offset_of(arrays.q, 0, row, head), arrays.q.row, seq_q - row,
                      params.head_dim);
     GradOutCopy::start(grad_out_tile + stage * kGradOutBytes,
-                       grad_out + cukit::offset_of(params.grad_out, 0, row, head),
-                       params.grad_out.row, seq_q - row, params.value_dim);
+                       grad_out + cukit::offset_of(arrays.grad_out, 0, row, head),
+                       arrays.grad_out.row, seq_q - row, params.value_dim);
     const int chunk = threadIdx.x;
     if (chunk < TILE_M / 2) {
       const float* from = chunk < TILE_M / 4 ? lse_log2 : delta;
@@ -183,8 +184,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     cukit::cp_async_commit();
   };
 
-  KeyCopy::start(k_tile, k, params.k.row, keys_left, params.head_dim);
-  ValueCopy::start(v_tile, v, params.v.row, keys_left, params.value_dim);
+  KeyCopy::start(k_tile, k, arrays.k.row, keys_left, params.head_dim);
+  ValueCopy::start(v_tile, v, arrays.v.row, keys_left, params.value_dim);
   if (steps > 0) copy_queries(0, 0);
   cukit::cp_async_commit();
 

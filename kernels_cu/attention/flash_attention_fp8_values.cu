@@ -51,8 +51,8 @@ CUKIT_DEVICE Tile tile_at(int index, const int* ends, int batch, int seq_kv) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_fp8_values(
     const __grid_constant__ cukit::TensorMap v,  // [batch, seq_kv, heads_kv, value_dim]
-    unsigned char* __restrict__ values,          // gridDim: heads_kv * tiles
     const int* __restrict__ cu_seqlens_kv,       // VARLEN: [batch + 1]
+    unsigned char* __restrict__ values,          // gridDim: heads_kv * tiles
     int tiles, int batch, int seq_kv) {          // tiles of a head
   __shared__ cukit::Mbarrier full;
   CUKIT_DYNAMIC_SHARED(unsigned char, raw);

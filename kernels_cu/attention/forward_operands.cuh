@@ -106,9 +106,10 @@ struct Float8Operands : Float8Scores<TileM, TileN, HeadDim> {
   using ValueTile = SlabTile<TileN, ValueDim>;
   using Probabilities = unsigned[TileN / 32][4];
   // P is rounded as 2^kOffset times itself, so that small ones use the exponents that e4m3 has: 2^8 is
-  // its largest power of two, 2^-9 its smallest number. The maxima may lag behind by the rest.
-  static constexpr int kOffset = 7;
-  static constexpr float kGrowth = 8.0f - kOffset;
+  // its largest power of two, 2^-9 its smallest number. Maxima are renewed with every score above
+  // them: the largest probability of a row is then a power of two, which e4m3 holds exactly.
+  static constexpr int kOffset = 8;
+  static constexpr float kGrowth = 0.0f;
 
   CUKIT_DEVICE static void multiply_values(float (&out)[ValueDim / 2], const unsigned (&p)[4],
                                            unsigned long long v) {

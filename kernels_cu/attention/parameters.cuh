@@ -40,21 +40,6 @@ struct MappedForwardParameters {
   Float8Settings float8;
 };
 
-// flash_attention_backward_sm80
-struct KeyGradientParameters {
-  HeadStrides q, k, v, grad_out;
-  int batch;
-  int heads;   // blocks that share a key head count as heads of their own
-  int group;   // query heads of each
-  int splits;  // blocks that share a key head
-  int seq_q, seq_kv;
-  int rows_per_head;  // of the scratch arrays (scratch_rows.cuh)
-  int head_dim, value_dim;
-  int section;
-  float scale, scale_log2;
-  ScoreSettings settings;
-};
-
 // flash_attention_backward_sm90, which finds its arrays through tensor maps
 struct MappedKeyParameters {
   int batch;
@@ -67,6 +52,12 @@ struct MappedKeyParameters {
   int section;
   float scale, scale_log2;
   ScoreSettings settings;
+};
+
+// flash_attention_backward_sm80
+struct KeyGradientParameters {
+  HeadStrides q, k, v, grad_out;
+  MappedKeyParameters work;
 };
 
 // flash_attention_backward_prepare

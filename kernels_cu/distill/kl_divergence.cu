@@ -2,9 +2,9 @@
 // the student's logits; optionally the cross-entropy on a target mixed into both.
 //
 //   p = softmax(teacher / T),  q = softmax(student / T),  d = log p - log q
-//   soft = sum_v p (expm1(-d) + d) * soft_loss_factor
+//   soft = sum_v p (expm1(-d) + d) * factors.soft_loss
 //   hard = log sum_v exp z_v - z_target, z = student                                 (HARD)
-//   grad = ((q - p) * soft_factor + (softmax(z) - onehot(target)) * hard_factor)
+//   grad = ((q - p) * factors.soft_gradient + (softmax(z) - onehot(target)) * factors.hard_gradient)
 //          * grad_loss / normalizer
 //
 // First sweep: both rows' masses, and the teacher's mass weighted with teacher - student, which gives
@@ -24,6 +24,7 @@
 #include "common/platform.cuh"
 #include "common/index.cuh"
 #include "common/vocabulary_row.cuh"
+#include "distill/parameters.cuh"
 
 namespace {
 
@@ -40,8 +41,8 @@ using Single = cukit::Vec<T, 1>;
 // difference of, and of 1: its rounding errors, about 1e-7 of those, are then below 1e-5 of it.
 constexpr float kLeastShare = 1.0f / 16;
 
-// How the second sweep computes q - p, see Row.
-enum class Sweep { Apart, Close, Masked };
+// How the second sweep computes q - p, see Row. Near: a vector of a close row in which all |b| < kNear.
+enum class Sweep { Apart, Close, Near, Masked };
 template <Sweep sweep>
 struct Choice { static constexpr Sweep kSweep = sweep; };
 
@@ -87,15 +88,24 @@ struct Row {
     return teacher.exponent(lowest, scale) > fmaxf(log2f(mass_ratio), 0.0f) - 100.0f;
   }
 
+  // d / log 2 of an element.
+  CUKIT_DEVICE float distance(float student_z, float teacher_z) const {
+    return fmaf(teacher_z - student_z, scale, -offset);
+  }
+
   // (q - p) * teacher mass of an element. Its share of the divergence, times the teacher's mass, is
   // added to `share`, except with Sweep::Apart: a sweep for rows whose divergence is known.
   template <Sweep sweep>
   CUKIT_DEVICE float difference(float student_z, float teacher_z, float& share) const {
     const float p = teacher.term(teacher_z, scale);
     if constexpr (sweep == Sweep::Apart) return fmaf(student.term(student_z, scale), mass_ratio, -p);
-    const float b = fmaf(teacher_z - student_z, scale, -offset);  // d / log 2
+    const float b = distance(student_z, teacher_z);
     const float series = b * b * remainder_series(b);
     const float near = fmaf(b, -cukit::kLn2, series);
+    if constexpr (sweep == Sweep::Near) {
+      share = fmaf(p, series, share);
+      return p * near;
+    }
     const bool is_near = fabsf(b) < kNear;
     if constexpr (sweep == Sweep::Close) {
       const float far = exp2f(-b) - 1.0f;  // q / p - 1
@@ -109,6 +119,13 @@ struct Row {
     }
   }
 
+  template <Sweep sweep, int N>
+  CUKIT_DEVICE void differences(float (&into)[N], const float (&of_student)[N],
+                                const float (&of_teacher)[N], float& share) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) into[j] = difference<sweep>(of_student[j], of_teacher[j], share);
+  }
+
   // The gradient of N elements but for `hard_target`, which the target's is less.
   template <Sweep sweep, int N>
   CUKIT_DEVICE void gradient(cukit::Vec<T, N>& into, const cukit::Vec<T, N>& of_student,
@@ -117,9 +134,18 @@ struct Row {
     float z[N], teacher_z[N], g[N];
     cukit::to_floats(z, of_student);
     cukit::to_floats(teacher_z, of_teacher);
+    if constexpr (sweep == Sweep::Close) {
+      float widest = 0.0f;
+#pragma unroll
+      for (int j = 0; j < N; ++j) widest = fmaxf(widest, fabsf(distance(z[j], teacher_z[j])));
+      widest < kNear ? differences<Sweep::Near>(g, z, teacher_z, share)
+                     : differences<Sweep::Close>(g, z, teacher_z, share);
+    } else {
+      differences<sweep>(g, z, teacher_z, share);
+    }
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      g[j] = difference<sweep>(z[j], teacher_z[j], share) * soft_scale;
+      g[j] *= soft_scale;
       if constexpr (HARD) {
         g[j] = fmaf(plain.term(z[j], cukit::kLog2E), hard_scale_of_mass, g[j]) - hard_target;
       }
@@ -177,22 +203,21 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
     T* grad,                                  // as `student`, or the same; GRAD only
     const float* __restrict__ grad_loss,      // [rows] (stride 1) or scalar (stride 0), or null
     const float* __restrict__ normalizer,     // scalar or null
-    long long ignore_index, long long row_stride, int columns, int grad_loss_stride,
-    float inverse_temperature, float soft_loss_factor, float soft_factor, float hard_factor) {
+    const cukit::LogitRows rows, const cukit::DivergenceFactors factors) {
   __shared__ Exchange::Shared shared;
   CUKIT_DYNAMIC_SHARED(Vector, cache);
   const long long row = blockIdx.x / CLUSTER;
   const int rank = blockIdx.x % CLUSTER;
-  const cukit::RowSlice slice(row, row_stride, columns, rank);
+  const cukit::RowSlice slice(row, rows.row_stride, rows.columns, rank);
   const bool writes_loss = rank == 0 && threadIdx.x == 0;
   const long long target = targets != nullptr ? targets[row] : 0;
-  if (targets != nullptr && target == ignore_index) {
+  if (targets != nullptr && target == rows.ignore_index) {
     if (writes_loss) soft_rows[row] = 0.0f;
     if (HARD && writes_loss) hard_rows[row] = 0.0f;
     if constexpr (GRAD) slice.clear(grad);
     return;
   }
-  const bool in_range = target >= 0 && target < columns;
+  const bool in_range = target >= 0 && target < rows.columns;
   Single target_student, target_teacher;
   if (HARD && in_range) {
     // Before the barriers of the exchange: after them the gradient may overwrite the student's.
@@ -202,7 +227,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
 
   Exchange exchange(shared, rank);
   Statistics statistics;
-  statistics.scale = cukit::kLog2E * inverse_temperature;
+  statistics.scale = cukit::kLog2E * factors.inverse_temperature;
   const bool has_loose = slice.loose_column >= 0;
   Single loose_student[1], loose_teacher[1];
   if (has_loose) {
@@ -272,15 +297,15 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
     soft.offset = (soft.teacher.reference - soft.student.reference) + log2f(soft.mass_ratio);
   }
   const float upstream =
-      GRAD ? cukit::upstream_scale(grad_loss, row * grad_loss_stride, normalizer) : 0.0f;
+      GRAD ? cukit::upstream_scale(grad_loss, row * rows.grad_loss_stride, normalizer) : 0.0f;
   const float per_mass = active ? 1.0f / soft.teacher.sum : 0.0f;
-  soft.soft_scale = soft_factor * upstream * per_mass;
+  soft.soft_scale = factors.soft_gradient * upstream * per_mass;
   soft.hard_scale = 0.0f;
   soft.hard_scale_of_mass = 0.0f;
   if constexpr (HARD) {
     soft.plain = masses[kPlain];
     if (soft.plain.sum != 0.0f) {
-      soft.hard_scale = in_range ? hard_factor * upstream : cukit::not_a_number();
+      soft.hard_scale = in_range ? factors.hard_gradient * upstream : cukit::not_a_number();
       soft.hard_scale_of_mass = soft.hard_scale / soft.plain.sum;
     }
     if (writes_loss) {
@@ -334,12 +359,12 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
   };
   if (active && soft.far_apart()) {
     if constexpr (GRAD) second_sweep(Choice<Sweep::Apart>{});
-    if (writes_loss) soft_rows[row] = soft.divergence() * soft_loss_factor;
+    if (writes_loss) soft_rows[row] = soft.divergence() * factors.soft_loss;
     return;
   }
   // Each thread for itself: masked columns lie side by side.
   const float divergence = exchange.sum(soft.ratios_fit(statistics.lowest_teacher)
                                             ? second_sweep(Choice<Sweep::Close>{})
                                             : second_sweep(Choice<Sweep::Masked>{}));
-  if (writes_loss) soft_rows[row] = active ? divergence * per_mass * soft_loss_factor : 0.0f;
+  if (writes_loss) soft_rows[row] = active ? divergence * per_mass * factors.soft_loss : 0.0f;
 }

@@ -22,6 +22,7 @@
 #include "common/platform.cuh"
 #include "common/index.cuh"
 #include "common/types.cuh"
+#include "layers/parameters.cuh"
 
 namespace {
 
@@ -33,17 +34,15 @@ constexpr int kGroups = (kHeads + HEADS_PER_THREAD - 1) / HEADS_PER_THREAD;
 constexpr int kHalf = HALF_VECS * VEC;
 constexpr int kResidentThreads = 512;  // on an SM, which leaves a thread the registers for its heads
 
-struct Strides {
-  long long batch, token, head;
-};
+using Strides = cukit::TokenStrides;
 
 // Element offset of head `head` of one tensor. Outputs that are not in place are contiguous.
-CUKIT_DEVICE long long offset_in(Strides strides, int batch, int index, int head) {
+CUKIT_DEVICE long long offset_in(const Strides& strides, int batch, int index, int head) {
   return batch * strides.batch + index * strides.token + head * strides.head;
 }
 
 template <int Heads>
-CUKIT_DEVICE long long offset_out(Strides strides, int batch, int index, long long token, int head) {
+CUKIT_DEVICE long long offset_out(const Strides& strides, int batch, int index, long long token, int head) {
   if constexpr (INPLACE) return offset_in(strides, batch, index, head);
   return (token * Heads + head) * HEAD_DIM;
 }
@@ -90,18 +89,14 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
     const cukit::id_t* __restrict__ position_ids,  // see POSITIONS
     T* __restrict__ q_out,                         // as q; q itself if INPLACE
     T* __restrict__ k_out,                         // as k; k itself if INPLACE
-    long long q_stride_batch, long long q_stride_token, long long q_stride_head,  // in elements
-    long long k_stride_batch, long long k_stride_token, long long k_stride_head,
-    int num_tokens, int seq_len, int max_positions) {
+    const cukit::RopeParameters params) {
   const cukit::index_t item = static_cast<cukit::index_t>(blockIdx.x) * THREADS + threadIdx.x;
   const int lane = item % kLanes;
   const int group = item / kLanes % kGroups;
   const cukit::index_t token = item / (kLanes * kGroups);
-  if (token >= num_tokens) return;
-  const int batch = static_cast<int>(token) / seq_len;
-  const int index = static_cast<int>(token) - batch * seq_len;
-  const Strides q_strides{q_stride_batch, q_stride_token, q_stride_head};
-  const Strides k_strides{k_stride_batch, k_stride_token, k_stride_head};
+  if (token >= params.num_tokens) return;
+  const int batch = static_cast<int>(token) / params.seq_len;
+  const int index = static_cast<int>(token) - batch * params.seq_len;
 
   const bool turns = lane < HALF_VECS;
   // Where the lane's accesses begin within a head; a copying lane has the first one only.
@@ -113,8 +108,8 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
   for (int i = 0; i < HEADS_PER_THREAD; ++i) {
     const int head = group + i * kGroups;
     if (head >= kHeads) continue;
-    const T* from = head < HEADS_Q ? q + offset_in(q_strides, batch, index, head)
-                                   : k + offset_in(k_strides, batch, index, head - HEADS_Q);
+    const T* from = head < HEADS_Q ? q + offset_in(params.q, batch, index, head)
+                                   : k + offset_in(params.k, batch, index, head - HEADS_Q);
     cukit::load<cukit::Cache::Kept>(pairs[i][0], from + first);
     if (turns) cukit::load<cukit::Cache::Kept>(pairs[i][1], from + second);
   }
@@ -124,7 +119,7 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
     long long position = index;
     if constexpr (POSITIONS == 1) position = position_ids[index];
     if constexpr (POSITIONS == 2) position = position_ids[token];
-    if (position >= 0 && position < max_positions) {
+    if (position >= 0 && position < params.max_positions) {
       load_angles(cosines, cos + position * kHalf, lane);
       load_angles(sines, sin + position * kHalf, lane);
     } else {
@@ -138,8 +133,8 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
     const int head = group + i * kGroups;
     if (head >= kHeads) continue;
     T* to = head < HEADS_Q
-                ? q_out + offset_out<HEADS_Q>(q_strides, batch, index, token, head)
-                : k_out + offset_out<HEADS_K>(k_strides, batch, index, token, head - HEADS_Q);
+                ? q_out + offset_out<HEADS_Q>(params.q, batch, index, token, head)
+                : k_out + offset_out<HEADS_K>(params.k, batch, index, token, head - HEADS_Q);
     if (turns) {
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {

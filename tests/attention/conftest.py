@@ -39,9 +39,9 @@ def gpu(request, monkeypatch) -> str:
 def choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """ "gpu sm80": class sm80 serves what the GPU would give to a newer one."""
     if place == "gpu sm80":
-        monkeypatch.setattr(flash, "covers", lambda problem, device: False)
+        monkeypatch.setattr(flash, "mapped_forward", lambda problem: None)
         monkeypatch.setattr(flash, "_prepare_forward", flash._prepare_forward.__wrapped__)
         monkeypatch.setattr(flash_backward, "covers", lambda problem, device: False)
-        monkeypatch.setattr(
-            flash_backward, "_prepare_backward", flash_backward._prepare_backward.__wrapped__
-        )
+        for remembered in ("_plan", "_prepare_backward"):
+            bare = getattr(flash_backward, remembered).__wrapped__
+            monkeypatch.setattr(flash_backward, remembered, bare)

@@ -157,11 +157,11 @@ def test_lists_name_every_visible_tile_once(device, rng):
     mask = rng.random((3, 8, 22)) < 0.1
     visible = reference.expand_blocks(mask, size, 500, 700)[0]
     visible &= np.arange(700) <= np.arange(500)[:, None] + 200
-    plan = to_device(device, np.full(config.plan_size(3), -1, np.int32))[0]
+    plan = to_device(device, np.full(config.plan_size(500, 700, 3), -1, np.int32))[0]
     settings = _no_settings()
     facts = (np.int32(3), np.int32(500), np.int32(700), np.int32(7), settings)
     kernel = load_kernel(config.plan_spec())
-    kernel((config.plan_blocks(3),), (to_device(device, mask)[0], plan, *facts))
+    kernel((config.plan_blocks(500, 3),), (to_device(device, mask)[0], plan, *facts))
     plan = to_host(plan)
     assert plan[0] == 7
     lists = plan[1:].reshape(3, -(-500 // tile_m), 1 + -(-700 // tile_n))

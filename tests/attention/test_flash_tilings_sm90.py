@@ -33,7 +33,8 @@ def force(monkeypatch):
             "plan_flash_attention_sm90",
             lambda problem, *_: WarpgroupForwardConfig(problem, tiling, _BLOCKS),
         )
-        monkeypatch.setattr(flash, "_prepare_forward", flash._prepare_forward.__wrapped__)
+        for remembered in ("mapped_forward", "_prepare_forward"):
+            monkeypatch.setattr(flash, remembered, getattr(flash, remembered).__wrapped__)
 
     return choose
 

@@ -39,3 +39,32 @@ def test_rules_are_named(matrix):
         encode_tensor_map(matrix.T, (64, 64))
     with pytest.raises(ArrayLayoutError, match="multiples of 16 bytes"):
         encode_tensor_map(matrix.ravel()[: 255 * 127].reshape(255, 127), (64, 64))
+
+
+def test_descriptors_are_those_of_cuda_bindings(matrix):
+    """Which knows the driver's enumerations by name."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    for array, kind, box, width in (
+        (matrix, "FLOAT16", (64, 64), 128),
+        (matrix.view("float32"), "FLOAT32", (8, 16), 64),
+        (matrix.view("uint8").reshape(16, 16, 256), "UINT8", (1, 16, 32), 32),
+        (matrix.view("int32"), "INT32", (256, 4), 0),
+    ):
+        axes = len(box)
+        status, expected = driver.cuTensorMapEncodeTiled(
+            getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"),
+            axes,
+            array.data.ptr,
+            [driver.cuuint64_t(extent) for extent in reversed(array.shape)],
+            [driver.cuuint64_t(stride) for stride in reversed(array.strides[:-1])],
+            [driver.cuuint32_t(extent) for extent in reversed(box)],
+            [driver.cuuint32_t(1)] * axes,
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{f'{width}B' if width else 'NONE'}"),
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        assert int(status) == 0
+        words = np.array([int(word) for word in expected.opaque], np.uint64)
+        assert encode_tensor_map(array, box, swizzle_bytes=width).tobytes() == words.tobytes()

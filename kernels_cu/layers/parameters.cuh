@@ -1,0 +1,21 @@
+// What kernels of layers take by value, beside their arrays.
+//
+// cukit/core/parameters.py reads these definitions; each compilation asserts that both agree.
+#pragma once
+
+namespace cukit {
+
+// Of an array [batch, seq_len, heads, head_dim], head_dim contiguous, in elements.
+struct TokenStrides {
+  long long batch, token, head;
+};
+
+// rope
+struct RopeParameters {
+  TokenStrides q, k;
+  int num_tokens;  // of all batches
+  int seq_len;
+  int max_positions;  // rows of the tables
+};
+
+}  // namespace cukit

@@ -1,0 +1,103 @@
+"""Calls whose lengths differ from those before: what they plan, load and launch."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cukit as ck
+from cukit.core import backend
+from cukit.core.device import typical_device
+from cukit.core.quantized_array import QuantizedArray
+
+LENGTHS = range(1025, 1400)
+MOST_LOADED = 4  # variants of one kernel: lengths round to one of 1152, 1280, 1408
+
+
+class Recorder:
+    """A backend that runs nothing: it remembers the kernels it was asked for, and launches."""
+
+    def __init__(self, arch):
+        self.device = typical_device(arch)
+        self.key = (self, arch)
+        self.loaded = []
+        self.launches = []
+
+    def poison(self, array):
+        pass
+
+    def load_kernel(self, spec):
+        self.loaded.append(spec)
+
+        def function(grid, block, args, shared_bytes):
+            self.launches.append((spec, grid, args))
+
+        return SimpleNamespace(
+            block=(spec.threads, 1, 1), shared_bytes=0, function=function, check=lambda args: None
+        )
+
+    def encode_tensor_map(self, view, box, swizzle_bytes):
+        return np.frombuffer(repr((view.shape, view.strides, box)).encode().ljust(128), "V128", 1)
+
+
+@pytest.fixture(params=["sm_90", "sm_80"])
+def recorder(request):
+    recorder = Recorder(request.param)
+    before = backend.activate(recorder)
+    yield recorder
+    backend.activate(before)
+
+
+def cache(dtype=ml_dtypes.bfloat16):
+    return np.zeros((2, LENGTHS.stop, 2, 64), dtype)
+
+
+def decode(keys, length, **options):
+    return ck.flash_attention(keys[:, :1], keys[:, :length], keys[:, :length], **options)
+
+
+def test_a_new_length_loads_nothing_where_one_like_it_was_seen(recorder):
+    keys = cache()
+    for length in LENGTHS:
+        decode(keys, length, causal=True)
+    assert len(recorder.loaded) <= MOST_LOADED
+    assert len(recorder.launches) == len(LENGTHS)
+
+
+def test_every_length_has_a_launch_of_its_own(recorder):
+    keys = cache()
+    for length in (1100, 1101, 1100):
+        decode(keys, length)
+    bytes_of = [
+        [arg.tobytes() for arg in args if getattr(arg, "dtype", None) and arg.dtype.type is np.void]
+        for _, _, args in recorder.launches
+    ]
+    first, other, again = bytes_of
+    assert first != other
+    assert first == again
+
+
+def test_sequences_block_masks_and_float8_load_nothing_either(recorder):
+    if recorder.device.arch != "sm_90":
+        pytest.skip("class sm80 has but one kernel for each")
+    keys = cache()
+    flat = keys.reshape(-1, 2, 64)
+    codes = cache(np.uint8)
+    for length in LENGTHS:
+        ends = np.array([0, 5, length], np.int32)
+        rows = flat[:length]
+        most = {"max_seqlen_q": length, "max_seqlen_kv": length}
+        ck.flash_attention(rows, rows, rows, cu_seqlens_q=ends, cu_seqlens_kv=ends, **most)
+        part = codes[:, :length]
+        narrow = QuantizedArray(part, ck.float8_e4m3, part.shape)
+        ck.flash_attention(narrow, narrow, narrow)
+        mask = np.ones((-(-length // 128),) * 2, bool)
+        part = keys[:, :length]
+        ck.block_sparse_attention(part, part, part, mask)
+    names = [spec.entry for spec in recorder.loaded]
+    assert {"plan_sequences", "plan_blocks", "flash_attention_fp8_values"} < set(names)
+    assert max(map(names.count, set(names))) <= 3 * MOST_LOADED
+    assert len(recorder.launches) == 6 * len(LENGTHS)
