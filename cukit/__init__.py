@@ -68,8 +68,11 @@ from cukit.errors import (
     UnsupportedDeviceError,
 )
 from cukit.gemm import (
+    PackedWeight,
     matmul,
     matmul_tma,
+    pack_weight,
+    quantized_linear,
 )
 from cukit.layers import (
     embedding,
@@ -121,6 +124,7 @@ __all__ = [
     "NarrowArray",
     "NarrowDtype",
     "OutOfMemoryError",
+    "PackedWeight",
     "PointerError",
     "QuantizedArray",
     "UnsupportedDeviceError",
@@ -165,6 +169,8 @@ __all__ = [
     "memory_pool_free",
     "ones",
     "ones_like",
+    "pack_weight",
+    "quantized_linear",
     "register_kernel",
     "rms_norm",
     "rms_norm_backward",

@@ -12,4 +12,12 @@ struct GemmParameters {
   int group;  // rows of tiles (with clusters: of clusters) that are walked over together
 };
 
+// A product of activations x [tokens, k] with a packed weight [rows, k]: out [tokens, rows].
+struct WeightOnlyParameters {
+  int tokens, rows;
+  int steps;        // blocks of the weight along k, at least 1
+  int group;        // rows of tiles that are walked over together
+  int whole_tiles;  // tiles that one block computes alone; all blocks share the steps of the others
+};
+
 }  // namespace cukit

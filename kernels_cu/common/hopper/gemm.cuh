@@ -4,7 +4,8 @@
 //   schedule   which tiles this block computes:   bool tile(int turn, Tile& tile) const
 //              A Tile has first_step and end_step, its range of steps along k, and whatever
 //              the other parts need to find their data.
-//   operands   what a stage holds and how it gets there, one thread:   kStageBytes,
+//   operands   what a stage holds and how it gets there, one thread:   kStageBytes (of shared memory),
+//              kLoadBytes (that copies report),
 //              void load(unsigned char* stage, Mbarrier* full, const Tile& tile, int step) const
 //   product    how a consumer multiplies the stages of a tile into its accumulators:   Accumulators,
 //              void multiply(Accumulators&, Pipeline&, State&, const Tile&) const
@@ -44,7 +45,7 @@ CUKIT_DEVICE void produce(Pipeline<Stages>& pipeline, unsigned char* stages,
   for (int turn = 0; schedule.tile(turn, tile); ++turn) {
     for (int step = tile.first_step; step < tile.end_step; ++step) {
       pipeline.acquire(at);
-      Mbarrier* const full = pipeline.expect(at, Operands::kStageBytes);
+      Mbarrier* const full = pipeline.expect(at, Operands::kLoadBytes);
       operands.load(stages + at.index * Operands::kStageBytes, full, tile, step);
       at.advance();
     }
@@ -126,6 +127,7 @@ struct GemmShape {
 template <typename Shape>
 struct DenseOperands {
   static constexpr int kStageBytes = Shape::kStageBytes;
+  static constexpr int kLoadBytes = kStageBytes;
   const TensorMap* a;
   const TensorMap* b;
   int rows;

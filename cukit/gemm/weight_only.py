@@ -1,0 +1,241 @@
+"""Linear layers whose weight is int4 or int8."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cukit.core import backend
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    Array,
+    address_of,
+    adopt,
+    bfloat16,
+    check_array,
+    check_same_dtype,
+    empty,
+    float16,
+    float32,
+    is_gpu_array,
+    namespace,
+    runs_kernel,
+    write_out,
+)
+from cukit.core.device import Device, current_device, require_cupy
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.map_cache import TensorMapCache
+from cukit.core.narrow_dtype import int4, int8
+from cukit.core.parameters import parameter_structs
+from cukit.core.quantized_array import QuantizedArray
+from cukit.core.support import Support
+from cukit.core.tensor_map import encode_tensor_map
+from cukit.errors import ArrayError, ArrayShapeError
+from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription, pack_weight
+from cukit.gemm.weight_only_plan import WeightOnlyConfig, plan_weight_only
+from cukit.reference import weight_only as reference
+from cukit.registry import register
+
+_PARAMETERS = parameter_structs("gemm/parameters.cuh")["WeightOnlyParameters"]
+_OP = "quantized_linear"
+_DTYPES = (float16, bfloat16)
+_ARCH = "sm_90"
+_ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
+
+
+def quantized_linear(
+    x: Array,
+    weight: PackedWeight | QuantizedArray,
+    bias: Array | None = None,
+    *,
+    out: Array | None = None,
+) -> Array:
+    """`out = x weight^T + bias` with a weight of int4 or int8 codes, decoded on the fly.
+
+    Codes less their zero points are exact in the tensor cores; the scale of a group multiplies its
+    sum in float32. So the result is as near to the product with the dequantised weight as a product
+    in float32 that is rounded once, to the dtype of `x`.
+
+    Args:
+        x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only. Where k is not
+            a multiple of 8, a padded copy is made.
+        weight: [n, k], from `pack_weight`. A QuantizedArray is packed at every call: pack it once.
+        bias: dtype of `x`, [n].
+        out: where to write; dtype of `x`, [..., n]. It must not overlap the inputs.
+
+    Returns:
+        `out`, [..., n], dtype of `x`.
+
+    Raises:
+        ArrayError, ConfigError: dtype, shape or layout of an argument.
+
+    An infinity or NaN in `x` makes the whole row of the result NaN or infinite, as in the product
+    with the dequantised weight. Runs on CuPy's current stream, accumulates in float32 in an order
+    that depends on shapes and device alone: deterministic. Frantar et al., "MARLIN: Mixed-Precision
+    Auto-Regressive Parallel Inference on Large Language Models", describe products of this kind.
+
+    >>> import numpy as np, cukit as ck
+    >>> scales = np.full((3, 1), 0.5, np.float16)
+    >>> weight = ck.QuantizedArray.encode(np.ones((3, 64), np.float32), ck.int4, scales=scales,
+    ...                                   axis=1, group_size=64)
+    >>> ck.quantized_linear(np.ones((2, 64), np.float16), ck.pack_weight(weight))
+    array([[64., 64., 64.],
+           [64., 64., 64.]], dtype=float16)
+    """
+    x, bias, out = adopt(_OP, x, bias, out)
+    packed = pack_weight(weight) if isinstance(weight, QuantizedArray) else weight
+    if not isinstance(packed, PackedWeight):
+        raise ArrayError(
+            f"{_OP}: weight must be a PackedWeight or a QuantizedArray, got {type(weight).__name__}"
+        )
+    blocks, row_scales = packed.arrays
+    if not runs_kernel(_OP, x, blocks, bias, out):
+        return _run_reference(x, packed, bias, out)
+    launch = _prepare(x, blocks, row_scales, bias, out, packed.description)
+    if out is None:
+        out = empty(x, (*x.shape[:-1], packed.shape[0]))
+    if out.size:
+        launch(x, blocks, row_scales, bias, out)
+    return out
+
+
+def _run_reference(x: Array, packed: PackedWeight, bias: Array | None, out: Array | None) -> Array:
+    _check(x, bias, out, packed.description)
+    weight = packed.unpack()
+    result = reference.quantized_linear(
+        x,
+        weight.storage,
+        weight.scales,
+        weight.zero_points,
+        bias,
+        name=weight.dtype.name,
+        shape=packed.shape,
+        block=weight.block_shape,  # type: ignore[arg-type]
+    )
+    return write_out(out, result)
+
+
+class WeightOnlyLaunch:
+    """A launch for arrays of one description, checked before."""
+
+    __slots__ = ("_config", "_launch", "_map", "_padded")
+
+    def __init__(self, config: WeightOnlyConfig, tokens: int) -> None:
+        n, k = config.weight.shape
+        parameters = _PARAMETERS.pack(
+            tokens=tokens,
+            rows=n,
+            steps=config.weight.steps,
+            group=config.group,
+            whole_tiles=config.whole_tiles,
+        )
+        self._config = config
+        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
+        self._padded = (tokens, -(-k // _ROW_ELEMENTS) * _ROW_ELEMENTS) if k % _ROW_ELEMENTS else None
+        self._map = TensorMapCache(
+            partial(_encode_rows, tokens=tokens, columns=k, box=(config.tokens, 64))
+        )
+
+    def __call__(
+        self, x: Array, blocks: Array, row_scales: Array | None, bias: Array | None, out: Array
+    ) -> None:
+        config = self._config
+        if self._padded is not None:
+            padded = empty(x, self._padded)
+            padded[:, : config.weight.shape[1]] = x.reshape(self._padded[0], -1)
+            x = padded
+        pieces: Any = NULL
+        counters: Any = NULL
+        if config.shared_tiles:
+            pieces = empty(x, (config.piece_bytes // 4,), float32)
+            counters = _counters(x, config.counters)
+        self._launch(
+            self._map(x),
+            blocks,
+            NULL if row_scales is None else row_scales,
+            NULL if bias is None else bias,
+            out,
+            pieces,
+            counters,
+        )
+
+
+def _encode_rows(array: Array, *, tokens: int, columns: int, box: tuple[int, int]) -> Any:
+    """The map of x as [tokens, columns]: padding beyond `columns` is outside."""
+    return encode_tensor_map(array.reshape(tokens, -1)[:, :columns], box)
+
+
+_zeros: dict[tuple[Any, int], Array] = {}
+
+
+def _counters(like: Array, count: int) -> Array:
+    """At least `count` zeros, which every launch leaves as zeros; kernels of one stream share them."""
+    if backend.active is not None or not is_gpu_array(like):
+        return np.zeros(count, np.int32)
+    cupy = require_cupy("launching kernels")
+    key = (like.data.device_id, cupy.cuda.get_current_stream().ptr)
+    found = _zeros.get(key)
+    if found is None or found.size < count:
+        found = _zeros[key] = cupy.zeros(max(count, 4096), cupy.int32)
+    return found
+
+
+@launch_plan
+def _prepare(
+    x: Array,
+    blocks: Array,
+    row_scales: Array | None,
+    bias: Array | None,
+    out: Array | None,
+    weight: WeightDescription,
+) -> WeightOnlyLaunch:
+    _check(x, bias, out, weight)
+    check_array(_OP, "x", x, dtypes=_DTYPES)
+    if address_of(x) % 16:
+        raise ArrayError(f"{_OP}: x must be 16-byte aligned")
+    tokens = math.prod(x.shape[:-1])
+    config = plan_weight_only(max(tokens, 1), weight, x.dtype.name, current_device().num_sms)
+    return WeightOnlyLaunch(config, tokens)
+
+
+def _check(x: Array, bias: Array | None, out: Array | None, weight: WeightDescription) -> None:
+    n, k = weight.shape
+    check_array(_OP, "x", x, dtypes=FLOAT_DTYPES)
+    if x.ndim == 0 or x.shape[-1] != k:
+        raise ArrayShapeError(f"{_OP}: x must have shape (..., {k}), got {x.shape}")
+    if bias is not None:
+        check_array(_OP, "bias", bias, shape=(n,))
+    if out is not None:
+        check_array(_OP, "out", out, shape=(*x.shape[:-1], n))
+    check_same_dtype(_OP, x=x, bias=bias, out=out)
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    if device.arch != _ARCH:
+        return []
+    weights = [
+        WeightDescription(int4, (8192, 8192), 128, bfloat16, False),
+        WeightDescription(int4, (8192, 8192), 64, float16, True),
+        WeightDescription(int4, (8192, 8192), 32, float32, True),
+        WeightDescription(int8, (8192, 8192), None, bfloat16, False),
+        WeightDescription(int8, (8192, 8192), 128, bfloat16, False),
+    ]
+    return [
+        plan_weight_only(tokens, weight, dtype.name, device.num_sms).spec()
+        for weight in weights
+        for dtype in _DTYPES
+        for tokens in (1, 32, 64, 128)
+    ]
+
+
+register(
+    name=_OP,
+    family="gemm",
+    function=quantized_linear,
+    reference=reference.quantized_linear,
+    specs=_specs,
+    support=Support(_ARCH, _ARCH),
+)
