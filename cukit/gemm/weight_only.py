@@ -121,7 +121,7 @@ def _run_reference(x: Array, packed: PackedWeight, bias: Array | None, out: Arra
 class WeightOnlyLaunch:
     """A launch for arrays of one description, checked before."""
 
-    __slots__ = ("_config", "_launch", "_map", "_padded")
+    __slots__ = ("_config", "_launch", "_map", "_out", "_padded")
 
     def __init__(self, config: WeightOnlyConfig, tokens: int) -> None:
         n, k = config.weight.shape
@@ -134,9 +134,14 @@ class WeightOnlyLaunch:
         )
         self._config = config
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
-        self._padded = (tokens, -(-k // _ROW_ELEMENTS) * _ROW_ELEMENTS) if k % _ROW_ELEMENTS else None
+        self._padded = (
+            (tokens, -(-k // _ROW_ELEMENTS) * _ROW_ELEMENTS) if k % _ROW_ELEMENTS else None
+        )
         self._map = TensorMapCache(
             partial(_encode_rows, tokens=tokens, columns=k, box=(config.tokens, 64))
+        )
+        self._out = TensorMapCache(
+            partial(_encode_rows, tokens=tokens, columns=n, box=(config.piece_tokens, 64))
         )
 
     def __call__(
@@ -152,8 +157,10 @@ class WeightOnlyLaunch:
         if config.shared_tiles:
             pieces = empty(x, (config.piece_bytes // 4,), float32)
             counters = _counters(x, config.counters)
+        rows = self._map(x)
         self._launch(
-            self._map(x),
+            rows,
+            self._out(out) if config.mapped_out else rows,
             blocks,
             NULL if row_scales is None else row_scales,
             NULL if bias is None else bias,

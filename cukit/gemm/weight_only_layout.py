@@ -126,7 +126,8 @@ def pack_weight(weight: QuantizedArray) -> PackedWeight:
     blocks = _pack_int4(codes) if weight.dtype == int4 else _pack_int8(codes)
     if description.group_size is None:
         return PackedWeight(description, _in_pairs([blocks]), weight.scales[:, 0].copy())  # type: ignore[index]
-    parts = [blocks, _pack_scales(_spread(weight.scales, repeats, description), description)]
+    scales = weight.scales.view(f"uint{8 * weight.scales.itemsize}")  # type: ignore[union-attr]
+    parts = [blocks, _pack_scales(_spread(scales, repeats, description), description)]
     if weight.zero_points is not None:
         parts.append(_pack_zeros(_spread(weight.zero_points, repeats, description), description))
     return PackedWeight(description, _in_pairs(parts), None)
@@ -200,7 +201,9 @@ def _pack_int4(codes: Array) -> Array:
     """Codes [n, k] -> bytes [row block, step, 4096]."""
     xp = namespace(codes)
     # row block, warp, half, row | step, chunk, k16 step, eight, lane of the quad, column
-    split = codes.reshape(-1, _WARPS, _HALVES, _ROWS, codes.shape[1] // BLOCK_COLUMNS, 2, 4, 2, 4, 2)
+    split = codes.reshape(
+        -1, _WARPS, _HALVES, _ROWS, codes.shape[1] // BLOCK_COLUMNS, 2, 4, 2, 4, 2
+    )
     words = xp.zeros(split[:, :, 0, :, :, :, :, 0, :, 0].shape, np.uint32)
     for half in range(2):
         for eight in range(2):
@@ -217,7 +220,9 @@ def _pack_int4(codes: Array) -> Array:
 def _pack_int8(codes: Array) -> Array:
     """Codes [n, k] -> bytes [row block, step, 8192]."""
     # row block, warp, half, row | step, k32 step, k16 step, eight, lane of the quad, column
-    split = codes.reshape(-1, _WARPS, _HALVES, _ROWS, codes.shape[1] // BLOCK_COLUMNS, 4, 2, 2, 4, 2)
+    split = codes.reshape(
+        -1, _WARPS, _HALVES, _ROWS, codes.shape[1] // BLOCK_COLUMNS, 4, 2, 2, 4, 2
+    )
     ordered = namespace(codes).ascontiguousarray(split.transpose(0, 4, 5, 1, 3, 8, 6, 7, 9, 2))
     return ordered.reshape(*ordered.shape[:2], -1)
 
@@ -270,7 +275,11 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
     storage = _as_storage(codes, weight.dtype)
     if weight.group_size is None:
         return QuantizedArray(
-            storage, weight.dtype, weight.shape, packed.row_scales[:, None].copy(), axis=1  # type: ignore[index]
+            storage,
+            weight.dtype,
+            weight.shape,
+            packed.row_scales[:, None].copy(),
+            axis=1,  # type: ignore[index]
         )
     groups = -(-k // weight.group_size)
     shape = (2 * pairs, steps, weight.groups, _WARPS, _ROWS, _HALVES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,6 +18,8 @@ _TOKEN_STEP = 16
 _FEW_TOKENS = 16
 """Up to so many, four consumers share a tile of x: more warps to decode."""
 _MOST_STAGES = 12
+_MAPPED_TOKENS = 64
+_ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
 _SHARED_BYTES = 226 * KIB
 _STAGE_ALIGNMENT = 1024
 
@@ -31,6 +34,8 @@ class WeightOnlyConfig:
     """Of a tile."""
     consumers: int
     """Warpgroups that multiply, with 64 rows of the weight each."""
+    mapped_out: bool
+    """Whether TMA stores the result."""
     num_stages: int
     num_blocks: int
     """Blocks of the persistent grid."""
@@ -58,6 +63,11 @@ class WeightOnlyConfig:
         """Counters of pieces that have arrived."""
         return self.shared_tiles * self.consumers
 
+    @property
+    def piece_tokens(self) -> int:
+        """Tokens that TMA stores at a time."""
+        return _piece_tokens(self.tokens)
+
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
         threads = _WARPGROUP * (self.consumers + 1)
@@ -69,17 +79,27 @@ class WeightOnlyConfig:
             ("SCALE", self.weight.scale_dtype.name),
             ("TOKENS", self.tokens),
             ("CONSUMERS", self.consumers),
+            ("MAPPED_OUT", int(self.mapped_out)),
             ("STAGES", self.num_stages),
             ("THREADS", threads),
         )
         entry = "weight_only_sm90"
         shared = self.num_stages * self.stage_bytes
+        shared += _staging_bytes(self.tokens, self.consumers) if self.mapped_out else 0
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, threads, shared)
 
 
 def _stage_bytes(tokens: int, consumers: int, block_bytes: int) -> int:
     used = tokens * BLOCK_COLUMNS * 2 + consumers * block_bytes
     return -(-used // _STAGE_ALIGNMENT) * _STAGE_ALIGNMENT
+
+
+def _piece_tokens(tokens: int) -> int:
+    return math.gcd(tokens, 64)
+
+
+def _staging_bytes(tokens: int, consumers: int) -> int:
+    return consumers * _piece_tokens(tokens) * BLOCK_ROWS * 2
 
 
 @cache
@@ -112,6 +132,8 @@ def plan_weight_only(
         shared = left if share else 0
     # A tile of x has bytes_x / bytes_w times the bytes of one of the weight; the tiles in flight read
     # the fewest where rows * bytes_w equals columns * bytes_x.
+    mapped_out = tile_tokens >= _MAPPED_TOKENS and weight.shape[0] % _ROW_ELEMENTS == 0
+    room = _SHARED_BYTES - (_staging_bytes(tile_tokens, consumers) if mapped_out else 0)
     ratio = tile_tokens * 16 / (rows * weight.dtype.bits)
     group = max(1, round((blocks * ratio) ** 0.5))
     return WeightOnlyConfig(
@@ -119,10 +141,8 @@ def plan_weight_only(
         weight,
         tile_tokens,
         consumers,
-        min(
-            _MOST_STAGES,
-            _SHARED_BYTES // _stage_bytes(tile_tokens, consumers, weight.block_bytes),
-        ),
+        mapped_out,
+        min(_MOST_STAGES, room // _stage_bytes(tile_tokens, consumers, weight.block_bytes)),
         blocks if shared else min(blocks, tiles),
         min(group, -(-weight.shape[0] // rows)),
         tiles - shared,

@@ -15,10 +15,12 @@
 // Pieces of a tile: each block writes its sums to `pieces` and counts itself; the last to arrive adds
 //   all of them up in the order of k. No block waits for another.
 // Shared memory, bytes: STAGES * round_up(TOKENS * 256 + CONSUMERS * block bytes, 1024), dynamic: stages
-//   (x | blocks of the weight). Static: two barriers a stage, a word for each consumer.
+//   (x | blocks of the weight); with MAPPED_OUT, behind them, a piece of out, [kPieceTokens, 64] in rows
+//   of 128 bytes, swizzled, for each consumer. Static: two barriers a stage, a word for each consumer.
 // Macros: DTYPE float16|bfloat16 (x, bias, out); BITS 4|8; GROUP 32|64|128, or 0 for one scale a row;
 //   ZERO_POINTS 0|1 (int4 with groups); SCALE float16|bfloat16|float32; TOKENS a multiple of 16 up to 128;
-//   CONSUMERS 2|4; STAGES 2..; THREADS 128 * (CONSUMERS + 1).
+//   CONSUMERS 2|4; MAPPED_OUT 0|1: out is stored by TMA, which asks for rows of a multiple of 16 bytes;
+//   STAGES 2..; THREADS 128 * (CONSUMERS + 1).
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/hopper/gemm.cuh"
@@ -152,14 +154,20 @@ struct Product {
   }
 };
 
+// Tokens of a piece of out on its way through shared memory.
+constexpr int kPieceTokens = TOKENS % 64 == 0 ? 64 : TOKENS % 32 == 0 ? 32 : 16;
+using Store = cukit::TransposedStore<T, TOKENS, kPieceTokens, 1>;
+
 struct Epilogue {
   Schedule schedule;
-  T* out;             // [tokens, rows]
-  const T* bias;      // [rows] or null
-  const Scale* scales;  // GROUP 0: [rows]
-  float4* pieces;     // [2 blocks][CONSUMERS][TOKENS / 8][128 threads]
-  int* arrivals;      // [shared tiles][CONSUMERS], zeros; they are zeros again when the kernel ends
-  int* last;          // shared memory, a word of this consumer
+  const cukit::TensorMap* map;  // MAPPED_OUT: of out
+  T* out;                       // [tokens, rows]
+  const T* bias;                // [rows] or null
+  const Scale* scales;          // GROUP 0: [rows]
+  float4* pieces;  // [2 blocks][CONSUMERS][TOKENS / 8][128 threads]
+  int* arrivals;   // [shared tiles][CONSUMERS], zeros; they are zeros again when the kernel ends
+  int* last;               // shared memory, a word of this consumer
+  unsigned char* staging;  // shared memory, MAPPED_OUT: Store::kBytes of this consumer
   int tokens, rows;
   int group;  // this consumer
 
@@ -168,7 +176,9 @@ struct Epilogue {
     write(sums, tile);
   }
 
-  CUKIT_DEVICE void finish() const {}
+  CUKIT_DEVICE void finish() const {
+    if constexpr (MAPPED_OUT) Store::finish();
+  }
 
  private:
   CUKIT_DEVICE float4* piece(int block, int shared) const {
@@ -219,27 +229,40 @@ struct Epilogue {
     return true;
   }
 
-  CUKIT_DEVICE void write(const Sums& sums, const Tile& tile) const {
-    const int first_row =
-        (tile.m * CONSUMERS + group) * cukit::kBlockRows + cukit::accumulator_row();
-    const int first_token = tile.n * TOKENS + cukit::accumulator_column();
+  CUKIT_DEVICE void write(Sums& sums, const Tile& tile) const {
+    const int group_row = (tile.m * CONSUMERS + group) * cukit::kBlockRows;
+    const int first_row = group_row + cukit::accumulator_row();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + 8 * half;
-      if (row >= rows) continue;
-      const float offset = bias ? cukit::to_float(bias[row]) : 0.0f;
-      const float scale = GROUP ? 1.0f : cukit::to_float(scales[row]);
+      const float offset = bias && row < rows ? cukit::to_float(bias[row]) : 0.0f;
+      const float scale = GROUP || row >= rows ? 1.0f : cukit::to_float(scales[row]);
 #pragma unroll
       for (int n = 0; n < TOKENS / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int token = first_token + 8 * n + i;
-          if (token < tokens) {
-            const float value = sums[4 * n + 2 * half + i];
-            out[static_cast<long long>(token) * rows + row] =
-                cukit::from_float<T>(GROUP ? value + offset : value * scale + offset);
-          }
+          float& sum = sums[4 * n + 2 * half + i];
+          sum = GROUP ? sum + offset : sum * scale + offset;
         }
+    }
+    if constexpr (MAPPED_OUT) {
+      if (group_row < rows) {
+        Store::store(sums, staging, map, group_row, tile.n * TOKENS, rows, tokens, 1 + group);
+      }
+    } else {
+      write_singly(sums, tile, first_row);
+    }
+  }
+
+  CUKIT_DEVICE void write_singly(const Sums& sums, const Tile& tile, int first_row) const {
+    const int first_token = tile.n * TOKENS + cukit::accumulator_column();
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) {
+      const int row = first_row + i / 2 % 2 * 8;
+      const int token = first_token + i / 4 * 8 + i % 2;
+      if (row < rows && token < tokens) {
+        out[static_cast<long long>(token) * rows + row] = cukit::from_float<T>(sums[i]);
+      }
     }
   }
 };
@@ -247,7 +270,8 @@ struct Epilogue {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_only_sm90(
-    const __grid_constant__ cukit::TensorMap x,  // [tokens, k]
+    const __grid_constant__ cukit::TensorMap x,    // [tokens, k]
+    const __grid_constant__ cukit::TensorMap map,  // MAPPED_OUT: out, in boxes of a piece
     const unsigned char* __restrict__ weight,    // [ceil(rows / 128)][steps][2][block bytes]
     const Scale* __restrict__ scales,            // GROUP 0: [rows]
     const T* __restrict__ bias,                  // [rows] or null
@@ -272,8 +296,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_only_sm90(
       [&] {
         const int group = Block::consumer_group();
         const Product product(stages, group);
-        const Epilogue epilogue{schedule, out,      bias,     scales, pieces, arrivals,
-                                last + group, p.tokens, p.rows, group};
+        unsigned char* const staging =
+            stages + STAGES * Operands::kStageBytes + group * Store::kBytes;
+        const Epilogue epilogue{schedule, &map,         out,     bias,     scales, pieces,
+                                arrivals, last + group, staging, p.tokens, p.rows, group};
         cukit::consume(pipeline, schedule, product, epilogue);
       });
 }

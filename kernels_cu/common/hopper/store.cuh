@@ -7,6 +7,7 @@
 //                For warpgroups that end at different times (attention).
 //   StagedStore  through swizzled shared memory (stmatrix) and TMA: whole cache lines, the copy runs
 //                in the background. For tiles of a matrix.
+//   TransposedStore  the same for accumulators whose 64 rows are columns of the matrix.
 #pragma once
 
 #include "common/hopper/shared_tile.cuh"
@@ -56,6 +57,26 @@ CUKIT_DEVICE void write_rows(const float (&sums)[N], const ResultRows<T>& rows) 
   }
 }
 
+namespace detail {
+
+// One piece on its way through a buffer of the warpgroup's shared memory: `write` fills the buffer, by
+// all threads, `store` starts the copy, in one thread.
+template <int Buffers, typename Write, typename Store>
+CUKIT_DEVICE void stage_piece(int barrier, const Write& write, const Store& store) {
+  const bool starts = threadIdx.x % kWarpgroupThreads == 0;
+  if (starts) bulk_wait_read<Buffers - 1>();
+  named_sync(barrier, kWarpgroupThreads);  // the buffer is free
+  write();
+  fence_proxy_async();
+  named_sync(barrier, kWarpgroupThreads);  // the buffer is written
+  if (starts) {
+    store();
+    bulk_commit();  // an empty group counts as one
+  }
+}
+
+}  // namespace detail
+
 // Stores 64 x Columns accumulators in pieces of 64 x PieceColumns, through `Buffers` buffers of shared
 // memory that belong to the warpgroup: while TMA reads one, the next piece is written to another.
 template <typename T, int Columns, int PieceColumns, int Buffers>
@@ -74,27 +95,71 @@ struct StagedStore {
                                  int barrier) {
     const int lane = threadIdx.x % kWarpSize;
     const int own_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16 + lane % 16;
-    const bool starts = threadIdx.x % kWarpgroupThreads == 0;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
-      if (starts) bulk_wait_read<Buffers - 1>();
-      named_sync(barrier, kWarpgroupThreads);  // the buffer is free
+      detail::stage_piece<Buffers>(
+          barrier,
+          [&] {
 #pragma unroll
-      for (int pair = 0; pair < PieceColumns / 16; ++pair) {
-        const float* d = &sums[piece * PieceColumns / 2 + 8 * pair];
-        const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
-                                    pack<T>(d[6], d[7])};
-        stmatrix_x4(Piece::address(shared_address(buffer), own_row, 2 * pair + lane / 16), packed);
-      }
-      fence_proxy_async();
-      named_sync(barrier, kWarpgroupThreads);  // the buffer is written
-      if (starts) {
-        if (row < rows) {
-          Piece::store(map, buffer, column + piece * PieceColumns, row, columns);
-        }
-        bulk_commit();  // an empty group counts as one
-      }
+            for (int pair = 0; pair < PieceColumns / 16; ++pair) {
+              const float* d = &sums[piece * PieceColumns / 2 + 8 * pair];
+              const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]),
+                                          pack<T>(d[4], d[5]), pack<T>(d[6], d[7])};
+              stmatrix_x4(Piece::address(shared_address(buffer), own_row, 2 * pair + lane / 16),
+                          packed);
+            }
+          },
+          [&] {
+            if (row < rows) {
+              Piece::store(map, buffer, column + piece * PieceColumns, row, columns);
+            }
+          });
+    }
+  }
+
+  // Before the block exits: TMA has read the last buffers.
+  CUKIT_DEVICE static void finish() {
+    if (threadIdx.x % kWarpgroupThreads == 0) bulk_wait_read<0>();
+  }
+};
+
+// Stores 64 x Rows accumulators of the transposed matrix in pieces of PieceRows x 64.
+template <typename T, int Rows, int PieceRows, int Buffers>
+struct TransposedStore {
+  using Piece = SharedTile<T, PieceRows, kWarpgroupRows>;  // the boxes of the tensor map
+  static constexpr int kPieces = Rows / PieceRows;
+  static constexpr int kBytes = Buffers * Piece::kBytes;
+
+  static_assert(Rows % PieceRows == 0 && PieceRows % 16 == 0, "whole pieces of stmatrix");
+  static_assert(kPieces % Buffers == 0, "every tile begins with the first buffer");
+
+  // As StagedStore::store.
+  CUKIT_DEVICE static void store(const float (&sums)[Rows / 2], unsigned char* buffers,
+                                 const TensorMap* map, int column, int row, int columns, int rows,
+                                 int barrier) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int own_row = lane % 8 + lane / 16 * 8;
+    const int own_chunk = threadIdx.x % kWarpgroupThreads / kWarpSize * 2 + lane / 8 % 2;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
+      detail::stage_piece<Buffers>(
+          barrier,
+          [&] {
+#pragma unroll
+            for (int pair = 0; pair < PieceRows / 16; ++pair) {
+              const float* d = &sums[piece * PieceRows / 2 + 8 * pair];
+              const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]),
+                                          pack<T>(d[4], d[5]), pack<T>(d[6], d[7])};
+              stmatrix_x4_trans(
+                  Piece::address(shared_address(buffer), 16 * pair + own_row, own_chunk), packed);
+            }
+          },
+          [&] {
+            const int first = row + piece * PieceRows;
+            if (first < rows) Piece::store(map, buffer, column, first, columns);
+          });
     }
   }
 
