@@ -10,33 +10,33 @@ import numpy as np
 
 from cukit.core import backend
 from cukit.core.arrays import (
+    ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
     address_of,
     adopt,
     bfloat16,
     check_array,
-    check_same_dtype,
     empty,
     float16,
     float32,
     is_gpu_array,
-    namespace,
     runs_kernel,
     write_out,
 )
 from cukit.core.device import Device, current_device, require_cupy
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.map_cache import TensorMapCache
-from cukit.core.narrow_dtype import int4, int8
+from cukit.core.narrow_dtype import float8_e4m3, int4, int8
 from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.support import Support
 from cukit.core.tensor_map import encode_tensor_map
-from cukit.errors import ArrayError, ArrayShapeError
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError
 from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription, pack_weight
 from cukit.gemm.weight_only_plan import WeightOnlyConfig, plan_weight_only
 from cukit.reference import weight_only as reference
+from cukit.reference.narrow import decode
 from cukit.registry import register
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")["WeightOnlyParameters"]
@@ -44,30 +44,36 @@ _OP = "quantized_linear"
 _DTYPES = (float16, bfloat16)
 _ARCH = "sm_90"
 _ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
+_FLOAT8_ELEMENTS = 16
 
 
 def quantized_linear(
-    x: Array,
+    x: Array | QuantizedArray,
     weight: PackedWeight | QuantizedArray,
     bias: Array | None = None,
     *,
     out: Array | None = None,
+    out_dtype: Any = None,
 ) -> Array:
     """`out = x weight^T + bias` with a weight of int4 or int8 codes, decoded on the fly.
 
     Codes less their zero points are exact in the tensor cores; the scale of a group multiplies its
     sum in float32. So the result is as near to the product with the dequantised weight as a product
-    in float32 that is rounded once, to the dtype of `x`.
+    in float32 that is rounded once, to the dtype of the result.
 
     Args:
         x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only. Where k is not
-            a multiple of 8, a padded copy is made.
-        weight: [n, k], from `pack_weight`. A QuantizedArray is packed at every call: pack it once.
-        bias: dtype of `x`, [n].
-        out: where to write; dtype of `x`, [..., n]. It must not overlap the inputs.
+            a multiple of 8, a padded copy is made. Or a QuantizedArray of float8_e4m3 [m, k], k a
+            multiple of 16, without scales, with one, or with one for each row, in float32.
+        weight: [n, k], from `pack_weight` (for float8, with `x_dtype=float8_e4m3`). A
+            QuantizedArray is packed at every call: pack it once.
+        bias: dtype of the result, [n].
+        out: where to write; [..., n]. It must not overlap the inputs.
+        out_dtype: of the result where no `out` is given: float16|bfloat16. Default: the dtype of
+            `x`; for float8 bfloat16.
 
     Returns:
-        `out`, [..., n], dtype of `x`.
+        `out`, [..., n].
 
     Raises:
         ArrayError, ConfigError: dtype, shape or layout of an argument.
@@ -85,26 +91,60 @@ def quantized_linear(
     array([[64., 64., 64.],
            [64., 64., 64.]], dtype=float16)
     """
+    token_scales = None
+    if isinstance(x, QuantizedArray):
+        _check_float8(x)
+        x, token_scales, x_dtype = x.storage, x.scales, x.dtype
+    else:
+        x_dtype = None
     x, bias, out = adopt(_OP, x, bias, out)
-    packed = pack_weight(weight) if isinstance(weight, QuantizedArray) else weight
+    packed = pack_weight(weight, x_dtype=x_dtype) if isinstance(weight, QuantizedArray) else weight
     if not isinstance(packed, PackedWeight):
         raise ArrayError(
             f"{_OP}: weight must be a PackedWeight or a QuantizedArray, got {type(weight).__name__}"
         )
+    if out is not None:
+        dtype = out.dtype
+    elif out_dtype is not None:
+        dtype = np.dtype(out_dtype)
+    else:
+        dtype = bfloat16 if x_dtype is not None else x.dtype
     blocks, row_scales = packed.arrays
     if not runs_kernel(_OP, x, blocks, bias, out):
-        return _run_reference(x, packed, bias, out)
-    launch = _prepare(x, blocks, row_scales, bias, out, packed.description)
+        return _run_reference(x, token_scales, packed, bias, out, dtype)
+    launch = _prepare(x, token_scales, blocks, row_scales, bias, out, dtype, packed.description)
     if out is None:
-        out = empty(x, (*x.shape[:-1], packed.shape[0]))
+        out = empty(x, (*x.shape[:-1], packed.shape[0]), dtype)
     if out.size:
-        launch(x, blocks, row_scales, bias, out)
+        launch(x, token_scales, blocks, row_scales, bias, out)
     return out
 
 
-def _run_reference(x: Array, packed: PackedWeight, bias: Array | None, out: Array | None) -> Array:
-    _check(x, bias, out, packed.description)
+def _check_float8(x: QuantizedArray) -> None:
+    if x.dtype != float8_e4m3:
+        raise ArrayDtypeError(f"{_OP}: a quantised x must be float8_e4m3, got {x.dtype.name}")
+    if x.ndim != 2:
+        raise ArrayShapeError(f"{_OP}: a quantised x must have 2 axes, got shape {x.shape}")
+    if x.scales is not None and (x.scales.dtype != float32 or x.scales.shape[1] != 1):
+        raise ArrayError(
+            f"{_OP}: scales of x must be float32, one or one for each row, "
+            f"got {x.scales.dtype.name} {x.scales.shape}"
+        )
+
+
+def _run_reference(
+    x: Array,
+    token_scales: Array | None,
+    packed: PackedWeight,
+    bias: Array | None,
+    out: Array | None,
+    dtype: np.dtype[Any],
+) -> Array:
+    _check(x, bias, out, dtype, packed.description)
     weight = packed.unpack()
+    if packed.description.float8:
+        x = decode(x, "float8_e4m3", x.shape[-1])
+        x = x if token_scales is None else x * token_scales
     result = reference.quantized_linear(
         x,
         weight.storage,
@@ -114,6 +154,7 @@ def _run_reference(x: Array, packed: PackedWeight, bias: Array | None, out: Arra
         name=weight.dtype.name,
         shape=packed.shape,
         block=weight.block_shape,  # type: ignore[arg-type]
+        out_dtype=dtype,
     )
     return write_out(out, result)
 
@@ -123,29 +164,33 @@ class WeightOnlyLaunch:
 
     __slots__ = ("_config", "_launch", "_map", "_out", "_padded")
 
-    def __init__(self, config: WeightOnlyConfig, tokens: int) -> None:
+    def __init__(self, config: WeightOnlyConfig, tokens: int, token_stride: int = 0) -> None:
         n, k = config.weight.shape
         parameters = _PARAMETERS.pack(
             tokens=tokens,
             rows=n,
             steps=config.weight.steps,
             group=config.group,
+            token_stride=token_stride,
             whole_tiles=config.whole_tiles,
         )
         self._config = config
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
-        self._padded = (
-            (tokens, -(-k // _ROW_ELEMENTS) * _ROW_ELEMENTS) if k % _ROW_ELEMENTS else None
-        )
-        self._map = TensorMapCache(
-            partial(_encode_rows, tokens=tokens, columns=k, box=(config.tokens, 64))
-        )
+        self._padded = (tokens, -(-k // _ROW_ELEMENTS) * _ROW_ELEMENTS) if k % _ROW_ELEMENTS else None
+        box = (config.tokens, config.x_columns)
+        self._map = TensorMapCache(partial(_encode_rows, tokens=tokens, columns=k, box=box))
         self._out = TensorMapCache(
             partial(_encode_rows, tokens=tokens, columns=n, box=(config.piece_tokens, 64))
         )
 
     def __call__(
-        self, x: Array, blocks: Array, row_scales: Array | None, bias: Array | None, out: Array
+        self,
+        x: Array,
+        token_scales: Array | None,
+        blocks: Array,
+        row_scales: Array | None,
+        bias: Array | None,
+        out: Array,
     ) -> None:
         config = self._config
         if self._padded is not None:
@@ -163,6 +208,7 @@ class WeightOnlyLaunch:
             self._out(out) if config.mapped_out else rows,
             blocks,
             NULL if row_scales is None else row_scales,
+            NULL if token_scales is None else token_scales,
             NULL if bias is None else bias,
             out,
             pieces,
@@ -193,31 +239,49 @@ def _counters(like: Array, count: int) -> Array:
 @launch_plan
 def _prepare(
     x: Array,
+    token_scales: Array | None,
     blocks: Array,
     row_scales: Array | None,
     bias: Array | None,
     out: Array | None,
+    dtype: np.dtype[Any],
     weight: WeightDescription,
 ) -> WeightOnlyLaunch:
-    _check(x, bias, out, weight)
-    check_array(_OP, "x", x, dtypes=_DTYPES)
-    if address_of(x) % 16:
-        raise ArrayError(f"{_OP}: x must be 16-byte aligned")
+    _check(x, bias, out, dtype, weight)
+    if dtype not in _DTYPES:
+        raise ArrayDtypeError(f"{_OP}: the result must be float16 or bfloat16, got {dtype.name}")
+    if address_of(x) % ACCESS_BYTES:
+        raise ArrayLayoutError(f"{_OP}: x must be 16-byte aligned")
     tokens = math.prod(x.shape[:-1])
-    config = plan_weight_only(max(tokens, 1), weight, x.dtype.name, current_device().num_sms)
-    return WeightOnlyLaunch(config, tokens)
+    config = plan_weight_only(max(tokens, 1), weight, dtype.name, current_device().num_sms)
+    stride = int(token_scales is not None and token_scales.shape[0] > 1)
+    return WeightOnlyLaunch(config, tokens, stride)
 
 
-def _check(x: Array, bias: Array | None, out: Array | None, weight: WeightDescription) -> None:
+def _check(
+    x: Array, bias: Array | None, out: Array | None, dtype: np.dtype[Any], weight: WeightDescription
+) -> None:
     n, k = weight.shape
-    check_array(_OP, "x", x, dtypes=FLOAT_DTYPES)
+    if weight.float8 != (x.dtype == np.uint8):
+        packed_for = "float8_e4m3" if weight.float8 else "16-bit elements"
+        raise ArrayDtypeError(
+            f"{_OP}: the weight is packed for x of {packed_for}, got "
+            f"{'float8_e4m3' if x.dtype == np.uint8 else x.dtype.name}"
+        )
     if x.ndim == 0 or x.shape[-1] != k:
         raise ArrayShapeError(f"{_OP}: x must have shape (..., {k}), got {x.shape}")
-    if bias is not None:
-        check_array(_OP, "bias", bias, shape=(n,))
-    if out is not None:
-        check_array(_OP, "out", out, shape=(*x.shape[:-1], n))
-    check_same_dtype(_OP, x=x, bias=bias, out=out)
+    if weight.float8 and k % _FLOAT8_ELEMENTS:
+        raise ArrayShapeError(
+            f"{_OP}: k must be a multiple of {_FLOAT8_ELEMENTS} for float8, got {k}"
+        )
+    check_array(_OP, "x", x, dtypes=(np.dtype(np.uint8),) if weight.float8 else FLOAT_DTYPES)
+    if not weight.float8 and x.dtype != dtype:
+        raise ArrayDtypeError(
+            f"{_OP}: the result must have the dtype of x ({x.dtype.name}), got {dtype.name}"
+        )
+    for name, array, shape in (("bias", bias, (n,)), ("out", out, (*x.shape[:-1], n))):
+        if array is not None:
+            check_array(_OP, name, array, dtypes=(dtype,), shape=shape)
 
 
 def _specs(device: Device) -> list[KernelSpec]:
@@ -229,6 +293,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         WeightDescription(int4, (8192, 8192), 32, float32, True),
         WeightDescription(int8, (8192, 8192), None, bfloat16, False),
         WeightDescription(int8, (8192, 8192), 128, bfloat16, False),
+        WeightDescription(int4, (8192, 8192), 128, bfloat16, True, float8=True),
     ]
     return [
         plan_weight_only(tokens, weight, dtype.name, device.num_sms).spec()

@@ -7,6 +7,7 @@ loaded, with array operations on whichever device the weight is on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.core.arrays import KERNEL_DTYPES, Array, is_gpu_array, namespace
-from cukit.core.narrow_dtype import NarrowDtype, int4, int8
+from cukit.core.narrow_dtype import NarrowDtype, float8_e4m3, int4, int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 
@@ -40,11 +41,18 @@ class WeightDescription(NamedTuple):
     """Columns that share a scale: 32, 64 or 128; None: a row has one scale."""
     scale_dtype: np.dtype[Any]
     has_zero_points: bool
+    float8: bool = False
+    """Whether the codes are ordered for activations of float8, not of 16-bit elements."""
 
     @property
     def groups(self) -> int:
         """Groups of a block's columns."""
         return 0 if self.group_size is None else BLOCK_COLUMNS // self.group_size
+
+    @property
+    def order(self) -> str:
+        """How the codes of a block are ordered."""
+        return "int4 x float8" if self.float8 else self.dtype.name
 
     @property
     def block_bytes(self) -> int:
@@ -104,12 +112,14 @@ class PackedWeight:
         return f"PackedWeight({weight.dtype.name}, shape={weight.shape}, group={group}{zeros})"
 
 
-def pack_weight(weight: QuantizedArray) -> PackedWeight:
+def pack_weight(weight: QuantizedArray, *, x_dtype: NarrowDtype | None = None) -> PackedWeight:
     """Puts a quantised weight into the order of the weight-only kernels: offline, once.
 
     weight: int4|int8 [n, k] with scales float16|bfloat16|float32 for groups of 32, 64, 128 or a
         multiple of 128 columns, or one for each row (`axis=1`); int4 may have integer zero points
         from -8 to 7 (their values are read: a synchronisation on the GPU).
+    x_dtype: None for activations of float16 or bfloat16; float8_e4m3 for those (int4 in groups of
+        columns only).
 
     Returns arrays on the device of `weight`, of the same bytes but for padding to 128 rows and
     columns. Raises ArrayError or ConfigError, naming what does not fit.
@@ -121,9 +131,9 @@ def pack_weight(weight: QuantizedArray) -> PackedWeight:
     >>> ck.pack_weight(codes)
     PackedWeight(int4, shape=(2, 64), group=64)
     """
-    description, repeats = _describe(weight)
+    description, repeats = _describe(weight, x_dtype)
     codes = _pad(_codes(weight), 0, _OFFSET[weight.dtype.name])
-    blocks = _pack_int4(codes) if weight.dtype == int4 else _pack_int8(codes)
+    blocks = _ORDERS[description.order].pack(codes)
     if description.group_size is None:
         return PackedWeight(description, _in_pairs([blocks]), weight.scales[:, 0].copy())  # type: ignore[index]
     scales = weight.scales.view(f"uint{8 * weight.scales.itemsize}")  # type: ignore[union-attr]
@@ -133,7 +143,9 @@ def pack_weight(weight: QuantizedArray) -> PackedWeight:
     return PackedWeight(description, _in_pairs(parts), None)
 
 
-def _describe(weight: QuantizedArray) -> tuple[WeightDescription, int]:
+def _describe(
+    weight: QuantizedArray, x_dtype: NarrowDtype | None
+) -> tuple[WeightDescription, int]:
     """What is packed, and how many groups of a block share a scale."""
     if not isinstance(weight, QuantizedArray):
         raise ArrayError(
@@ -159,12 +171,22 @@ def _describe(weight: QuantizedArray) -> tuple[WeightDescription, int]:
         if weight.dtype == int8:
             raise ConfigError("pack_weight: int8 weights must not have zero points")
         _check_zero_points(weight.zero_points)
-    by_row = whole and weight.zero_points is None
+    if x_dtype not in (None, float8_e4m3) or (x_dtype == float8_e4m3 and weight.dtype != int4):
+        raise ConfigError(
+            "pack_weight: x_dtype must be None or, for an int4 weight, float8_e4m3, "
+            f"got {x_dtype!r} for {weight.dtype.name}"
+        )
+    by_row = whole and weight.zero_points is None and x_dtype is None
     group = None if by_row else min(size, BLOCK_COLUMNS) if not whole else BLOCK_COLUMNS
     repeats = 1 if by_row or size in GROUP_SIZES else -(-size // BLOCK_COLUMNS)
     n, k = weight.shape
     description = WeightDescription(
-        weight.dtype, (n, k), group, weight.scales.dtype, weight.zero_points is not None
+        weight.dtype,
+        (n, k),
+        group,
+        weight.scales.dtype,
+        weight.zero_points is not None,
+        x_dtype is not None,
     )
     assert weight.scales.dtype in KERNEL_DTYPES
     return description, repeats
@@ -227,6 +249,22 @@ def _pack_int8(codes: Array) -> Array:
     return ordered.reshape(*ordered.shape[:2], -1)
 
 
+def _pack_int4_float8(codes: Array) -> Array:
+    """Codes [n, k] -> bytes [row block, step, 4096]."""
+    xp = namespace(codes)
+    # row block, warp, half, row | step, chunk, k32 step, sixteen, lane of the quad, column
+    split = codes.reshape(-1, _WARPS, _HALVES, _ROWS, codes.shape[1] // BLOCK_COLUMNS, 2, 2, 2, 4, 4)
+    words = xp.zeros(split[:, :, 0, ..., 0].shape, np.uint32)
+    for half in range(2):
+        for column in range(4):
+            code = split[:, :, half, ..., column].astype(np.uint32)
+            words |= (code & np.uint32(7)) << np.uint32(4 * (column + 4 * half))
+            words |= (code >> np.uint32(3)) << np.uint32(8 * column + 7 - 4 * half)
+    # row block, warp, row, step, chunk, k32 step, sixteen, lane -> row block, step, chunk, warp, ...
+    ordered = xp.ascontiguousarray(words.transpose(0, 3, 4, 1, 2, 7, 5, 6))
+    return ordered.view(np.uint8).reshape(*ordered.shape[:2], -1)
+
+
 def _spread(factors: Array, repeats: int, description: WeightDescription) -> Array:
     """Scales or zero points [n, groups] for every group of every block, padded with zeros."""
     xp = namespace(factors)
@@ -271,8 +309,8 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
     blocks = packed.blocks.reshape(pairs, steps, 2, size // 2).transpose(0, 2, 1, 3)
     blocks = xp.ascontiguousarray(blocks).reshape(2 * pairs, steps, size // 2)
     code_bytes = BLOCK_ROWS * BLOCK_COLUMNS * weight.dtype.bits // 8
-    codes = _unpack_codes(xp.ascontiguousarray(blocks[..., :code_bytes]), weight.dtype)[:n, :k]
-    storage = _as_storage(codes, weight.dtype)
+    codes = _ORDERS[weight.order].unpack(xp.ascontiguousarray(blocks[..., :code_bytes]))
+    storage = _as_storage(codes[:n, :k], weight.dtype)
     if weight.group_size is None:
         return QuantizedArray(
             storage,
@@ -307,23 +345,53 @@ def _join_rows(split: Array) -> Array:
     return rows.reshape(split.shape[0] * BLOCK_ROWS, -1)
 
 
-def _unpack_codes(blocks: Array, dtype: NarrowDtype) -> Array:
-    """Bytes [row block, step, bytes] -> unsigned codes [n, k]."""
+def _unpack_int4(blocks: Array) -> Array:
+    """The way back of `_pack_int4`."""
     xp = namespace(blocks)
-    rows, steps, _ = blocks.shape
-    if dtype == int8:
-        split = blocks.reshape(rows, steps, 4, _WARPS, _ROWS, 4, 2, 2, 2, _HALVES)
-        ordered = split.transpose(0, 3, 9, 4, 1, 2, 6, 7, 5, 8)
-        return ordered.reshape(rows * BLOCK_ROWS, steps * BLOCK_COLUMNS)
     words = blocks.view(np.uint32)
     words = (words >> np.uint32(_FIRST_FIELD)) | (words << np.uint32(32 - _FIRST_FIELD))
-    words = words.reshape(rows, steps, 2, _WARPS, _ROWS, 4, 4)
     shifts = xp.arange(0, 32, 4, dtype=np.uint32)
     fields = (words[..., None] >> shifts & np.uint32(15)).astype(np.uint8)
     # row block, step, chunk, warp, row, lane, k16 step, column, eight, half
-    split = fields.reshape(*words.shape, 2, 2, 2)
-    ordered = split.transpose(0, 3, 9, 4, 1, 2, 6, 8, 5, 7)
-    return ordered.reshape(rows * BLOCK_ROWS, steps * BLOCK_COLUMNS)
+    split = fields.reshape(*blocks.shape[:2], 2, _WARPS, _ROWS, 4, 4, 2, 2, _HALVES)
+    return _matrix(split.transpose(0, 3, 9, 4, 1, 2, 6, 8, 5, 7))
+
+
+def _unpack_int8(blocks: Array) -> Array:
+    """The way back of `_pack_int8`."""
+    split = blocks.reshape(*blocks.shape[:2], 4, _WARPS, _ROWS, 4, 2, 2, 2, _HALVES)
+    return _matrix(split.transpose(0, 3, 9, 4, 1, 2, 6, 7, 5, 8))
+
+
+def _unpack_int4_float8(blocks: Array) -> Array:
+    """The way back of `_pack_int4_float8`."""
+    xp = namespace(blocks)
+    words = blocks.view(np.uint32)[..., None]
+    lower = words >> xp.arange(0, 32, 4, dtype=np.uint32) & np.uint32(7)
+    flags = xp.asarray([7, 15, 23, 31, 3, 11, 19, 27], np.uint32)
+    codes = (lower | (words >> flags & np.uint32(1)) << np.uint32(3)).astype(np.uint8)
+    # row block, step, chunk, warp, row, lane, k32 step, sixteen, half, column
+    split = codes.reshape(*blocks.shape[:2], 2, _WARPS, _ROWS, 4, 2, 2, _HALVES, 4)
+    return _matrix(split.transpose(0, 3, 8, 4, 1, 2, 6, 7, 5, 9))
+
+
+def _matrix(split: Array) -> Array:
+    """Row block, warp, half, row, step and places within a step -> [n, k]."""
+    return split.reshape(split.shape[0] * BLOCK_ROWS, split.shape[4] * BLOCK_COLUMNS)
+
+
+class _Order(NamedTuple):
+    """The order of a block's codes: unsigned codes [n, k] to bytes and back."""
+
+    pack: Callable[[Array], Array]
+    unpack: Callable[[Array], Array]
+
+
+_ORDERS = {
+    "int4": _Order(_pack_int4, _unpack_int4),
+    "int8": _Order(_pack_int8, _unpack_int8),
+    "int4 x float8": _Order(_pack_int4_float8, _unpack_int4_float8),
+}
 
 
 def _as_storage(codes: Array, dtype: NarrowDtype) -> Array:

@@ -19,6 +19,7 @@ _FEW_TOKENS = 16
 """Up to so many, four consumers share a tile of x: more warps to decode."""
 _MOST_STAGES = 12
 _MAPPED_TOKENS = 64
+_ORDERED_TOKENS = 64
 _ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
 _SHARED_BYTES = 226 * KIB
 _STAGE_ALIGNMENT = 1024
@@ -36,6 +37,8 @@ class WeightOnlyConfig:
     """Warpgroups that multiply, with 64 rows of the weight each."""
     mapped_out: bool
     """Whether TMA stores the result."""
+    ordered: bool
+    """Whether the consumers issue their products in turns."""
     num_stages: int
     num_blocks: int
     """Blocks of the persistent grid."""
@@ -49,7 +52,7 @@ class WeightOnlyConfig:
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage: x, then the blocks of the weight."""
-        return _stage_bytes(self.tokens, self.consumers, self.weight.block_bytes)
+        return _stage_bytes(self.tokens, self.consumers, self.weight)
 
     @property
     def piece_bytes(self) -> int:
@@ -64,6 +67,11 @@ class WeightOnlyConfig:
         return self.shared_tiles * self.consumers
 
     @property
+    def x_columns(self) -> int:
+        """Columns of x that a row of 128 bytes in shared memory holds."""
+        return 128 // _x_bytes(self.weight)
+
+    @property
     def piece_tokens(self) -> int:
         """Tokens that TMA stores at a time."""
         return _piece_tokens(self.tokens)
@@ -73,6 +81,7 @@ class WeightOnlyConfig:
         threads = _WARPGROUP * (self.consumers + 1)
         defines = (
             ("DTYPE", self.dtype),
+            ("FLOAT8", int(self.weight.float8)),
             ("BITS", self.weight.dtype.bits),
             ("GROUP", self.weight.group_size or 0),
             ("ZERO_POINTS", int(self.weight.has_zero_points)),
@@ -80,6 +89,7 @@ class WeightOnlyConfig:
             ("TOKENS", self.tokens),
             ("CONSUMERS", self.consumers),
             ("MAPPED_OUT", int(self.mapped_out)),
+            ("ORDERED", int(self.ordered)),
             ("STAGES", self.num_stages),
             ("THREADS", threads),
         )
@@ -89,8 +99,13 @@ class WeightOnlyConfig:
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, threads, shared)
 
 
-def _stage_bytes(tokens: int, consumers: int, block_bytes: int) -> int:
-    used = tokens * BLOCK_COLUMNS * 2 + consumers * block_bytes
+def _x_bytes(weight: WeightDescription) -> int:
+    """Of an element of x."""
+    return 1 if weight.float8 else 2
+
+
+def _stage_bytes(tokens: int, consumers: int, weight: WeightDescription) -> int:
+    used = tokens * BLOCK_COLUMNS * _x_bytes(weight) + consumers * weight.block_bytes
     return -(-used // _STAGE_ALIGNMENT) * _STAGE_ALIGNMENT
 
 
@@ -134,7 +149,7 @@ def plan_weight_only(
     # the fewest where rows * bytes_w equals columns * bytes_x.
     mapped_out = tile_tokens >= _MAPPED_TOKENS and weight.shape[0] % _ROW_ELEMENTS == 0
     room = _SHARED_BYTES - (_staging_bytes(tile_tokens, consumers) if mapped_out else 0)
-    ratio = tile_tokens * 16 / (rows * weight.dtype.bits)
+    ratio = tile_tokens * 8 * _x_bytes(weight) / (rows * weight.dtype.bits)
     group = max(1, round((blocks * ratio) ** 0.5))
     return WeightOnlyConfig(
         dtype,
@@ -142,7 +157,8 @@ def plan_weight_only(
         tile_tokens,
         consumers,
         mapped_out,
-        min(_MOST_STAGES, room // _stage_bytes(tile_tokens, consumers, weight.block_bytes)),
+        consumers == 2 and tile_tokens >= _ORDERED_TOKENS,
+        min(_MOST_STAGES, room // _stage_bytes(tile_tokens, consumers, weight)),
         blocks if shared else min(blocks, tiles),
         min(group, -(-weight.shape[0] // rows)),
         tiles - shared,
@@ -159,7 +175,7 @@ def _sharing_pays(
     tokens: int, consumers: int, weight: WeightDescription, left: int, blocks: int
 ) -> bool:
     """Whether cutting the last `left` tiles among `blocks` saves time."""
-    products = consumers * 4 * tokens  # cycles of the tensor cores in a step
+    products = consumers * 2 * tokens * _x_bytes(weight)  # cycles of the tensor cores in a step
     step = max(products, consumers * weight.block_bytes // _BYTES_A_CYCLE)
     saved = (weight.steps - -(-left * weight.steps // blocks)) * step
     piece = consumers * BLOCK_ROWS * tokens * 4

@@ -17,6 +17,7 @@ struct WeightOnlyParameters {
   int tokens, rows;
   int steps;        // blocks of the weight along k, at least 1
   int group;        // rows of tiles that are walked over together
+  int token_stride;  // of the scales of x, of float8: 0 where one serves all tokens
   int whole_tiles;  // tiles that one block computes alone; all blocks share the steps of the others
 };
 
