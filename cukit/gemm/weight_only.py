@@ -30,7 +30,6 @@ from cukit.core.map_cache import TensorMapCache
 from cukit.core.narrow_dtype import float8_e4m3, int4, int8
 from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
-from cukit.core.support import Support
 from cukit.core.tensor_map import encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError
 from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription, pack_weight
@@ -166,9 +165,11 @@ class WeightOnlyLaunch:
 
     def __init__(self, config: WeightOnlyConfig, tokens: int, token_stride: int = 0) -> None:
         n, k = config.weight.shape
+        columns = -(-k // _ROW_ELEMENTS) * _ROW_ELEMENTS
         parameters = _PARAMETERS.pack(
             tokens=tokens,
             rows=n,
+            columns=columns,
             steps=config.weight.steps,
             group=config.group,
             token_stride=token_stride,
@@ -176,11 +177,12 @@ class WeightOnlyLaunch:
         )
         self._config = config
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
-        self._padded = (tokens, -(-k // _ROW_ELEMENTS) * _ROW_ELEMENTS) if k % _ROW_ELEMENTS else None
-        box = (config.tokens, config.x_columns)
+        self._padded = (tokens, columns) if k < columns else None
+        tiling = config.tiling
+        box = (tiling.tokens, 128 // config.weight.x_bytes)
         self._map = TensorMapCache(partial(_encode_rows, tokens=tokens, columns=k, box=box))
         self._out = TensorMapCache(
-            partial(_encode_rows, tokens=tokens, columns=n, box=(config.piece_tokens, 64))
+            partial(_encode_rows, tokens=tokens, columns=n, box=(tiling.piece_tokens, 64))
         )
 
     def __call__(
@@ -195,21 +197,28 @@ class WeightOnlyLaunch:
         config = self._config
         if self._padded is not None:
             padded = empty(x, self._padded)
-            padded[:, : config.weight.shape[1]] = x.reshape(self._padded[0], -1)
+            k = config.weight.shape[1]
+            padded[:, :k] = x.reshape(self._padded[0], -1)
+            padded[:, k:] = 0
             x = padded
         pieces: Any = NULL
         counters: Any = NULL
         if config.shared_tiles:
             pieces = empty(x, (config.piece_bytes // 4,), float32)
             counters = _counters(x, config.counters)
+        scales = NULL if row_scales is None else row_scales
+        offsets = NULL if bias is None else bias
+        if not config.tiling.hopper:
+            self._launch(x, blocks, scales, offsets, out, pieces, counters)
+            return
         rows = self._map(x)
         self._launch(
             rows,
-            self._out(out) if config.mapped_out else rows,
+            self._out(out) if config.tiling.mapped_out else rows,
             blocks,
-            NULL if row_scales is None else row_scales,
+            scales,
             NULL if token_scales is None else token_scales,
-            NULL if bias is None else bias,
+            offsets,
             out,
             pieces,
             counters,
@@ -253,7 +262,7 @@ def _prepare(
     if address_of(x) % ACCESS_BYTES:
         raise ArrayLayoutError(f"{_OP}: x must be 16-byte aligned")
     tokens = math.prod(x.shape[:-1])
-    config = plan_weight_only(max(tokens, 1), weight, dtype.name, current_device().num_sms)
+    config = plan_weight_only(max(tokens, 1), weight, dtype.name, current_device())
     stride = int(token_scales is not None and token_scales.shape[0] > 1)
     return WeightOnlyLaunch(config, tokens, stride)
 
@@ -285,18 +294,18 @@ def _check(
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    if device.arch != _ARCH:
-        return []
+    size = (8192, 8192)
     weights = [
-        WeightDescription(int4, (8192, 8192), 128, bfloat16, False),
-        WeightDescription(int4, (8192, 8192), 64, float16, True),
-        WeightDescription(int4, (8192, 8192), 32, float32, True),
-        WeightDescription(int8, (8192, 8192), None, bfloat16, False),
-        WeightDescription(int8, (8192, 8192), 128, bfloat16, False),
-        WeightDescription(int4, (8192, 8192), 128, bfloat16, True, float8=True),
+        WeightDescription(int4, size, 128, bfloat16, False),
+        WeightDescription(int4, size, 64, float16, True),
+        WeightDescription(int4, size, 32, float32, True),
+        WeightDescription(int8, size, None, bfloat16, False),
+        WeightDescription(int8, size, 128, bfloat16, False),
     ]
+    if device.arch == _ARCH:
+        weights.append(WeightDescription(int4, size, 128, bfloat16, True, float8=True))
     return [
-        plan_weight_only(tokens, weight, dtype.name, device.num_sms).spec()
+        plan_weight_only(tokens, weight, dtype.name, device).spec()
         for weight in weights
         for dtype in _DTYPES
         for tokens in (1, 32, 64, 128)
@@ -309,5 +318,4 @@ register(
     function=quantized_linear,
     reference=reference.quantized_linear,
     specs=_specs,
-    support=Support(_ARCH, _ARCH),
 )

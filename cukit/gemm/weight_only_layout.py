@@ -50,6 +50,11 @@ class WeightDescription(NamedTuple):
         return 0 if self.group_size is None else BLOCK_COLUMNS // self.group_size
 
     @property
+    def x_bytes(self) -> int:
+        """Of an element of the activations."""
+        return 1 if self.float8 else 2
+
+    @property
     def order(self) -> str:
         """How the codes of a block are ordered."""
         return "int4 x float8" if self.float8 else self.dtype.name

@@ -3,26 +3,68 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from cukit.core.compiler import KernelSpec
-from cukit.core.device import KIB
+from cukit.core.device import KIB, Device
 from cukit.gemm.weight_only_layout import BLOCK_COLUMNS, BLOCK_ROWS, WeightDescription
 
-__all__ = ["WeightOnlyConfig", "plan_weight_only"]
+__all__ = ["WeightOnlyConfig", "WeightOnlyTiling", "plan_weight_only"]
 
+_HOPPER = "sm_90"
 _WARPGROUP = 128
-_MOST_TOKENS = 128
 _TOKEN_STEP = 16
-_FEW_TOKENS = 16
-"""Up to so many, four consumers share a tile of x: more warps to decode."""
-_MOST_STAGES = 12
-_MAPPED_TOKENS = 64
-_ORDERED_TOKENS = 64
 _ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
-_SHARED_BYTES = 226 * KIB
 _STAGE_ALIGNMENT = 1024
+_RESERVED_BYTES = KIB  # of shared memory: barriers and the system's own
+
+
+@dataclass(frozen=True)
+class WeightOnlyTiling:
+    """How a kernel cuts the result into tiles, and how it computes one."""
+
+    hopper: bool
+    """TMA and wgmma (weight_only_sm90.cu), or cp.async and mma.sync (weight_only_sm80.cu)."""
+    tokens: int
+    """Of a tile."""
+    consumers: int
+    """Groups of four warps that multiply, with 64 rows of the weight each."""
+    num_stages: int
+    mapped_out: bool = False
+    """Whether TMA stores the result."""
+    ordered: bool = False
+    """Whether the consumers issue their products in turns."""
+    fold: bool = False
+    blocks_per_sm: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight of a tile."""
+        return self.consumers * BLOCK_ROWS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return _WARPGROUP * (self.consumers + int(self.hopper))
+
+    @property
+    def piece_tokens(self) -> int:
+        """Tokens that TMA stores at a time."""
+        return math.gcd(self.tokens, 64)
+
+    def stage_bytes(self, weight: WeightDescription) -> int:
+        """Shared memory of a stage: x, then the blocks of the weight."""
+        used = self.tokens * BLOCK_COLUMNS * weight.x_bytes + self.consumers * weight.block_bytes
+        return -(-used // _STAGE_ALIGNMENT) * _STAGE_ALIGNMENT if self.hopper else used
+
+    def staging_bytes(self) -> int:
+        """Shared memory of pieces of the result on their way to memory."""
+        return self.consumers * self.piece_tokens * BLOCK_ROWS * 2 if self.mapped_out else 0
+
+    def shared_bytes(self, weight: WeightDescription) -> int:
+        """Dynamic shared memory of a block."""
+        return self.num_stages * self.stage_bytes(weight) + self.staging_bytes()
 
 
 @dataclass(frozen=True)
@@ -31,15 +73,7 @@ class WeightOnlyConfig:
 
     dtype: str
     weight: WeightDescription
-    tokens: int
-    """Of a tile."""
-    consumers: int
-    """Warpgroups that multiply, with 64 rows of the weight each."""
-    mapped_out: bool
-    """Whether TMA stores the result."""
-    ordered: bool
-    """Whether the consumers issue their products in turns."""
-    num_stages: int
+    tiling: WeightOnlyTiling
     num_blocks: int
     """Blocks of the persistent grid."""
     group: int
@@ -50,119 +84,130 @@ class WeightOnlyConfig:
     """Tiles whose steps all blocks share."""
 
     @property
-    def stage_bytes(self) -> int:
-        """Shared memory of a stage: x, then the blocks of the weight."""
-        return _stage_bytes(self.tokens, self.consumers, self.weight)
-
-    @property
     def piece_bytes(self) -> int:
         """Scratch memory for pieces of tiles: two places a block."""
-        if not self.shared_tiles:
-            return 0
-        return 2 * self.num_blocks * self.consumers * BLOCK_ROWS * self.tokens * 4
+        tiling = self.tiling
+        return 2 * self.num_blocks * tiling.rows * tiling.tokens * 4 if self.shared_tiles else 0
 
     @property
     def counters(self) -> int:
         """Counters of pieces that have arrived."""
-        return self.shared_tiles * self.consumers
-
-    @property
-    def x_columns(self) -> int:
-        """Columns of x that a row of 128 bytes in shared memory holds."""
-        return 128 // _x_bytes(self.weight)
-
-    @property
-    def piece_tokens(self) -> int:
-        """Tokens that TMA stores at a time."""
-        return _piece_tokens(self.tokens)
+        return self.shared_tiles * self.tiling.consumers
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
-        threads = _WARPGROUP * (self.consumers + 1)
-        defines = (
+        tiling, weight = self.tiling, self.weight
+        defines: tuple[tuple[str, int | str], ...] = (
             ("DTYPE", self.dtype),
-            ("FLOAT8", int(self.weight.float8)),
-            ("BITS", self.weight.dtype.bits),
-            ("GROUP", self.weight.group_size or 0),
-            ("ZERO_POINTS", int(self.weight.has_zero_points)),
-            ("SCALE", self.weight.scale_dtype.name),
-            ("TOKENS", self.tokens),
-            ("CONSUMERS", self.consumers),
-            ("MAPPED_OUT", int(self.mapped_out)),
-            ("ORDERED", int(self.ordered)),
-            ("STAGES", self.num_stages),
-            ("THREADS", threads),
+            ("FLOAT8", int(weight.float8)),
+            ("BITS", weight.dtype.bits),
+            ("GROUP", weight.group_size or 0),
+            ("ZERO_POINTS", int(weight.has_zero_points)),
+            ("SCALE", weight.scale_dtype.name),
+            ("FOLD", int(tiling.fold)),
+            ("TOKENS", tiling.tokens),
+            ("CONSUMERS", tiling.consumers),
+            ("STAGES", tiling.num_stages),
+            ("THREADS", tiling.threads),
         )
-        entry = "weight_only_sm90"
-        shared = self.num_stages * self.stage_bytes
-        shared += _staging_bytes(self.tokens, self.consumers) if self.mapped_out else 0
-        return KernelSpec(f"gemm/{entry}.cu", entry, defines, threads, shared)
-
-
-def _x_bytes(weight: WeightDescription) -> int:
-    """Of an element of x."""
-    return 1 if weight.float8 else 2
-
-
-def _stage_bytes(tokens: int, consumers: int, weight: WeightDescription) -> int:
-    used = tokens * BLOCK_COLUMNS * _x_bytes(weight) + consumers * weight.block_bytes
-    return -(-used // _STAGE_ALIGNMENT) * _STAGE_ALIGNMENT
-
-
-def _piece_tokens(tokens: int) -> int:
-    return math.gcd(tokens, 64)
-
-
-def _staging_bytes(tokens: int, consumers: int) -> int:
-    return consumers * _piece_tokens(tokens) * BLOCK_ROWS * 2
+        entry = "weight_only_sm80"
+        if tiling.hopper:
+            entry = "weight_only_sm90"
+            defines += (("MAPPED_OUT", int(tiling.mapped_out)), ("ORDERED", int(tiling.ordered)))
+        shared = tiling.shared_bytes(weight)
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiling.threads, shared)
 
 
 @cache
 def plan_weight_only(
+    tokens: int, weight: WeightDescription, dtype: str, device: Device
+) -> WeightOnlyConfig:
+    """The tiling for so many tokens, and the tiles that are shared; see `WeightOnlyConfig`."""
+    if device.arch == _HOPPER:
+        tiling = _hopper_tiling(tokens, weight, device)
+    else:
+        tiling = _sm80_tiling(tokens, weight, device)
+    return configure(tokens, weight, dtype, device, tiling)
+
+
+def _tile_tokens(tokens: int, most: int) -> int:
+    """Tiles of equal numbers of tokens, the fewest that hold `most` each."""
+    across = -(-tokens // most)
+    return -(-tokens // (across * _TOKEN_STEP)) * _TOKEN_STEP
+
+
+def _stages(tiling: WeightOnlyTiling, weight: WeightDescription, room: int, most: int) -> int:
+    return min(most, (room - tiling.staging_bytes()) // tiling.stage_bytes(weight))
+
+
+def _hopper_tiling(tokens: int, weight: WeightDescription, device: Device) -> WeightOnlyTiling:
+    tile = _tile_tokens(tokens, 128)
+    return hopper_tiling(tile, 4 if tile <= 16 else 2, weight, device)
+
+
+def hopper_tiling(
+    tokens: int,
+    consumers: int,
+    weight: WeightDescription,
+    device: Device,
+    *,
+    stages: int = 12,
+    fold: bool = False,
+    ordered: bool | None = None,
+) -> WeightOnlyTiling:
+    """A tiling for Hopper with as many stages, up to `stages`, as there is room for."""
+    wide = tokens >= 64
+    turns = consumers == 2 and wide and weight.group_size is not None and not fold
+    tiling = WeightOnlyTiling(
+        True,
+        tokens,
+        consumers,
+        0,
+        mapped_out=wide and weight.shape[0] % _ROW_ELEMENTS == 0,
+        ordered=turns if ordered is None else ordered,
+        fold=fold,
+    )
+    room = device.shared_bytes_per_block - _RESERVED_BYTES
+    return replace(tiling, num_stages=_stages(tiling, weight, room, stages))
+
+
+def _sm80_tiling(tokens: int, weight: WeightDescription, device: Device) -> WeightOnlyTiling:
+    return sm80_tiling(_tile_tokens(tokens, 64), weight, device)
+
+
+def sm80_tiling(
+    tokens: int, weight: WeightDescription, device: Device, *, blocks: int = 0, stages: int = 4
+) -> WeightOnlyTiling:
+    """A tiling for mma.sync with `blocks` blocks a multiprocessor, by default two for few tokens."""
+    blocks = blocks or (2 if tokens <= 32 else 1)
+    tiling = WeightOnlyTiling(False, tokens, 2, 0, blocks_per_sm=blocks)
+    room = min(device.shared_bytes_per_block, device.shared_bytes_per_sm // blocks)
+    return replace(tiling, num_stages=_stages(tiling, weight, room - _RESERVED_BYTES, stages))
+
+
+def configure(
     tokens: int,
     weight: WeightDescription,
     dtype: str,
-    num_sms: int,
-    tile_tokens: int = 0,
-    consumers: int = 0,
-    share: int = -1,
+    device: Device,
+    tiling: WeightOnlyTiling,
+    *,
+    share: bool | None = None,
 ) -> WeightOnlyConfig:
-    """Tiles of equal numbers of tokens, the fewest that hold 128 each; see `WeightOnlyConfig`.
-
-    Tiles that leave multiprocessors idle in a last round are cut along k instead, unless adding the
-    pieces up takes longer than the round that is saved.
-    """
-    if not tile_tokens:
-        across = -(-tokens // _MOST_TOKENS)
-        tile_tokens = -(-tokens // (across * _TOKEN_STEP)) * _TOKEN_STEP
-    if not consumers:
-        consumers = 4 if tile_tokens <= _FEW_TOKENS else 2
-    rows = consumers * BLOCK_ROWS
-    tiles_n = -(-tokens // tile_tokens)
-    tiles = -(-weight.shape[0] // rows) * tiles_n
-    blocks = min(num_sms, tiles * weight.steps)
+    """A call with this tiling. Tiles that leave blocks idle in a last round are cut along k unless
+    adding the pieces up takes longer than the round that is saved; `share` decides it otherwise."""
+    tiles_m = -(-weight.shape[0] // tiling.rows)
+    tiles = tiles_m * -(-tokens // tiling.tokens)
+    blocks = min(device.num_sms * tiling.blocks_per_sm, tiles * weight.steps)
     left = tiles % blocks
-    shared = left if left and _sharing_pays(tile_tokens, consumers, weight, left, blocks) else 0
-    if share >= 0:
-        shared = left if share else 0
-    # A tile of x has bytes_x / bytes_w times the bytes of one of the weight; the tiles in flight read
-    # the fewest where rows * bytes_w equals columns * bytes_x.
-    mapped_out = tile_tokens >= _MAPPED_TOKENS and weight.shape[0] % _ROW_ELEMENTS == 0
-    room = _SHARED_BYTES - (_staging_bytes(tile_tokens, consumers) if mapped_out else 0)
-    ratio = tile_tokens * 8 * _x_bytes(weight) / (rows * weight.dtype.bits)
-    group = max(1, round((blocks * ratio) ** 0.5))
+    if share is None:
+        share = left > 0 and _sharing_pays(tiling, weight, left, blocks)
+    shared = left if share else 0
+    # The tiles in flight read the fewest bytes where their rows of the weight and of x have as many.
+    ratio = tiling.tokens * 8 * weight.x_bytes / (tiling.rows * weight.dtype.bits)
+    group = max(1, min(round((blocks * ratio) ** 0.5), tiles_m))
     return WeightOnlyConfig(
-        dtype,
-        weight,
-        tile_tokens,
-        consumers,
-        mapped_out,
-        consumers == 2 and tile_tokens >= _ORDERED_TOKENS,
-        min(_MOST_STAGES, room // _stage_bytes(tile_tokens, consumers, weight)),
-        blocks if shared else min(blocks, tiles),
-        min(group, -(-weight.shape[0] // rows)),
-        tiles - shared,
-        shared,
+        dtype, weight, tiling, blocks if shared else min(blocks, tiles), group, tiles - shared, shared
     )
 
 
@@ -172,11 +217,11 @@ _ARRIVAL_CYCLES = 3000
 
 
 def _sharing_pays(
-    tokens: int, consumers: int, weight: WeightDescription, left: int, blocks: int
+    tiling: WeightOnlyTiling, weight: WeightDescription, left: int, blocks: int
 ) -> bool:
     """Whether cutting the last `left` tiles among `blocks` saves time."""
-    products = consumers * 2 * tokens * _x_bytes(weight)  # cycles of the tensor cores in a step
-    step = max(products, consumers * weight.block_bytes // _BYTES_A_CYCLE)
+    products = tiling.consumers * 2 * tiling.tokens * weight.x_bytes  # cycles of tensor cores a step
+    step = max(products, tiling.consumers * weight.block_bytes // _BYTES_A_CYCLE)
     saved = (weight.steps - -(-left * weight.steps // blocks)) * step
-    piece = consumers * BLOCK_ROWS * tokens * 4
+    piece = tiling.rows * tiling.tokens * 4
     return saved > _ARRIVAL_CYCLES + 4 * piece // _PIECE_BYTES_A_CYCLE

@@ -53,6 +53,18 @@ CUKIT_DEVICE constexpr unsigned e4m3_integers(int first) {
          e4m3_integer(first + 3) << 24;
 }
 
+// a * b, two elements at a time.
+CUKIT_DEVICE unsigned multiply_pairs(__half, unsigned a, unsigned b) {
+  const __half2 product =
+      __hmul2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
+  return *reinterpret_cast<const unsigned*>(&product);
+}
+CUKIT_DEVICE unsigned multiply_pairs(__nv_bfloat16, unsigned a, unsigned b) {
+  const __nv_bfloat162 product =
+      __hmul2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
+  return *reinterpret_cast<const unsigned*>(&product);
+}
+
 }  // namespace detail
 
 // int4 to 16-bit elements. Eight codes, each + 8, are a word: field i of the lower half is the first and

@@ -46,6 +46,8 @@ constexpr int kChunkSteps = kChunk / Codes::kStepColumns;
 constexpr int kChunks = cukit::kBlockColumns / kChunk;
 constexpr int kGroupChunks = GROUP ? GROUP / kChunk : kChunks;
 
+constexpr bool kSumsByGroup = GROUP != 0 && !FOLD;
+
 using Operand = unsigned[kChunkSteps][4];
 
 // A chunk of a block in shared memory -> operand a.
@@ -56,6 +58,21 @@ CUKIT_DEVICE void decode(Operand& a, const unsigned char* block, int chunk,
   const Codes::Zeros zeros = Weight::zeros(block, chunk / kGroupChunks, tables);
 #pragma unroll
   for (int i = 0; i < kChunkSteps; ++i) Codes::decode(a[i], &words[i * Codes::kWords], zeros);
+  if constexpr (FOLD) {
+    float scale[2];
+    Weight::scales(scale, block, chunk / kGroupChunks);
+    const unsigned factors[2] = {cukit::pack<T>(scale[0], scale[0]),
+                                 cukit::pack<T>(scale[1], scale[1])};
+#pragma unroll
+    for (int i = 0; i < kChunkSteps; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a[i][j] = cukit::detail::multiply_pairs(T(), a[i][j], factors[j % 2]);
+  }
+}
+
+CUKIT_DEVICE void clear(Sums& sums) {
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;
 }
 
 CUKIT_DEVICE void add_scaled(Sums& sums, const Sums& group_sums, const float (&scale)[2]) {
@@ -154,8 +171,7 @@ struct Epilogue {
     if (!*last) return false;
     // Only the first block may have its piece in its second place: there its share ends.
     const float4* from = piece(schedule.place(first, tile.shared));
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;
+    clear(sums);
 #pragma unroll(TOKENS <= 32 ? 4 : 1)
     for (int block = first; block < end; ++block) {
 #pragma unroll

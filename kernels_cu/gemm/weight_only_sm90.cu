@@ -106,8 +106,7 @@ struct Product {
     Operand a[2];
     float scale[2];
     State done;
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;
+    clear(sums);
     for (int step = tile.first_step; step < tile.end_step; ++step) {
       pipeline.wait(at);
       const unsigned char* const block = weight + at.index * Operands::kStageBytes;
@@ -115,15 +114,15 @@ struct Product {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         decode(a[chunk % 2], block, chunk, tables);
-        const bool begins = GROUP && chunk % kGroupChunks == 0;
+        const bool begins = kSumsByGroup && chunk % kGroupChunks == 0;
         if (begins && (chunk > 0 || step > tile.first_step)) {
           cukit::wgmma_wait<0>(group_sums);
           if (chunk == 0) pipeline.release(done);
           add_scaled(sums, group_sums, scale);
         }
-        if (kOrdered && (begins || (!GROUP && chunk == 0))) turns.wait();
+        if (kOrdered && (begins || (!kSumsByGroup && chunk == 0))) turns.wait();
         if (begins) Weight::scales(scale, block, chunk / kGroupChunks);
-        Sums& into = GROUP ? group_sums : sums;
+        Sums& into = kSumsByGroup ? group_sums : sums;
         cukit::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kChunkSteps; ++i) {
@@ -132,15 +131,15 @@ struct Product {
         }
         cukit::wgmma_commit();
         if (kOrdered && (chunk + 1) % kGroupChunks == 0) turns.pass();
-        if (!(GROUP && kGroupChunks == 1)) {
+        if (!(kSumsByGroup && kGroupChunks == 1)) {
           cukit::wgmma_wait<1>(into);
-          if (!GROUP && chunk == 0 && step > tile.first_step) pipeline.release(done);
+          if (!kSumsByGroup && chunk == 0 && step > tile.first_step) pipeline.release(done);
         }
       }
       done = at;
       at.advance();
     }
-    if constexpr (GROUP != 0) {
+    if constexpr (kSumsByGroup) {
       cukit::wgmma_wait<0>(group_sums);
       add_scaled(sums, group_sums, scale);
     } else {
@@ -222,7 +221,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_only_sm90(
                                 p.tokens <= TOKENS ? cukit::create_policy_evict_first()
                                                    : cukit::create_policy_evict_normal(),
                                 p.steps, pairs};
-        if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
+        if (threadIdx.x == 0) {
+          cukit::prefetch_tensor_map(&x);
+          cukit::produce(pipeline, stages, schedule, operands);
+        }
       },
       [&] {
         const int group = Block::consumer_group();
