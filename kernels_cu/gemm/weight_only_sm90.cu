@@ -117,7 +117,7 @@ struct Product {
         const bool begins = kSumsByGroup && chunk % kGroupChunks == 0;
         if (begins && (chunk > 0 || step > tile.first_step)) {
           cukit::wgmma_wait<0>(group_sums);
-          if (chunk == 0) pipeline.release(done);
+          if (chunk == 0) release(pipeline, done);
           add_scaled(sums, group_sums, scale);
         }
         if (kOrdered && (begins || (!kSumsByGroup && chunk == 0))) turns.wait();
@@ -133,7 +133,7 @@ struct Product {
         if (kOrdered && (chunk + 1) % kGroupChunks == 0) turns.pass();
         if (!(kSumsByGroup && kGroupChunks == 1)) {
           cukit::wgmma_wait<1>(into);
-          if (!kSumsByGroup && chunk == 0 && step > tile.first_step) pipeline.release(done);
+          if (!kSumsByGroup && chunk == 0 && step > tile.first_step) release(pipeline, done);
         }
       }
       done = at;
@@ -145,10 +145,16 @@ struct Product {
     } else {
       cukit::wgmma_wait<0>(sums);
     }
-    pipeline.release(done);
+    release(pipeline, done);
   }
 
  private:
+  // Every lane has read its codes and scales by ordinary loads.
+  CUKIT_DEVICE static void release(Pipeline& pipeline, const State& done) {
+    __syncwarp();
+    pipeline.release(done);
+  }
+
   CUKIT_DEVICE static void product(Sums& into, const unsigned (&a)[4], unsigned long long tokens,
                                    bool accumulate) {
     if constexpr (FLOAT8) {
