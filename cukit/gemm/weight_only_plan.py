@@ -16,7 +16,6 @@ _HOPPER = "sm_90"
 _WARPGROUP = 128
 _TOKEN_STEP = 16
 _ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
-_STAGE_ALIGNMENT = 1024
 _RESERVED_BYTES = KIB  # of shared memory: barriers and the system's own
 
 
@@ -51,12 +50,11 @@ class WeightOnlyTiling:
     @property
     def piece_tokens(self) -> int:
         """Tokens that TMA stores at a time."""
-        return math.gcd(self.tokens, 64)
+        return math.gcd(self.tokens, 64 if self.tokens <= 128 else 32)
 
     def stage_bytes(self, weight: WeightDescription) -> int:
         """Shared memory of a stage: x, then the blocks of the weight."""
-        used = self.tokens * BLOCK_COLUMNS * weight.x_bytes + self.consumers * weight.block_bytes
-        return -(-used // _STAGE_ALIGNMENT) * _STAGE_ALIGNMENT if self.hopper else used
+        return self.tokens * BLOCK_COLUMNS * weight.x_bytes + self.consumers * weight.block_bytes
 
     def staging_bytes(self) -> int:
         """Shared memory of pieces of the result on their way to memory."""

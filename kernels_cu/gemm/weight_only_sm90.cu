@@ -12,10 +12,10 @@
 //   by TMA. Consumer warpgroup i has rows 64 i .. 64 i + 63 of the tile.
 // Scales: a group's products are summed by the tensor cores from zero, then added to the accumulators
 //   times the scale, in float. The next chunk of codes is decoded while products are in flight.
-// Shared memory, bytes: STAGES * round_up(TOKENS * 128 * sizeof(x) + CONSUMERS * block bytes, 1024),
-//   dynamic: stages (x | blocks of the weight); with MAPPED_OUT, behind them, a piece of out,
-//   [kPieceTokens, 64] in rows of 128 bytes, swizzled, for each consumer. Static: two barriers a stage, a
-//   word for each consumer, tables of float8 numbers.
+// Shared memory, bytes: STAGES * (TOKENS * 128 * sizeof(x) + CONSUMERS * block bytes), dynamic: stages of
+//   x, swizzled rows of 128 bytes | with MAPPED_OUT a piece of out, [kPieceTokens, 64] in such rows, for
+//   each consumer | stages of the weight's blocks. Static: two barriers a stage, a word for each
+//   consumer, tables of float8 numbers.
 // Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 128, CONSUMERS 2|4; MAPPED_OUT
 //   0|1: out is stored by TMA, which asks for rows of a multiple of 16 bytes; ORDERED 0|1 (two consumers):
 //   they issue products in turns; STAGES 2..; THREADS
@@ -45,9 +45,19 @@ constexpr bool kOrdered = ORDERED;
 
 static_assert(THREADS == Block::kThreads, "a producer and its consumers");
 
+// Tokens of a piece of out on its way through shared memory.
+constexpr int kPieceTokens = TOKENS > 128 ? 32 : TOKENS % 64 == 0 ? 64 : TOKENS % 32 == 0 ? 32 : 16;
+using Store = cukit::TransposedStore<T, TOKENS, kPieceTokens, 1>;
+
+// Shared memory: stages of x | pieces of out | stages of the weight.
+constexpr int kPieces = STAGES * TileX::kBytes;
+constexpr int kWeights = kPieces + (MAPPED_OUT ? CONSUMERS * Store::kBytes : 0);
+
 struct Operands {
-  static constexpr int kLoadBytes = TileX::kBytes + CONSUMERS * Weight::kBytes;
-  static constexpr int kStageBytes = (kLoadBytes + 1023) / 1024 * 1024;
+  static constexpr int kStageBytes = TileX::kBytes;
+  static constexpr int kWeightBytes = CONSUMERS * Weight::kBytes;
+  static constexpr int kLoadBytes = kStageBytes + kWeightBytes;
+  unsigned char* stages;  // the first
   const cukit::TensorMap* x;
   const unsigned char* weight;
   unsigned long long policy;  // of the weight's lines in L2
@@ -57,13 +67,14 @@ struct Operands {
                          int step) const {
     constexpr unsigned kPairBytes = 2 * Weight::kBytes;
     TileX::load(stage, x, full, step * cukit::kBlockColumns, tile.n * TOKENS);
+    unsigned char* const to = stages + kWeights + (stage - stages) / kStageBytes * kWeightBytes;
 #pragma unroll
     for (int i = 0; i < CONSUMERS / 2; ++i) {
       // Beyond the last rows: another pair, whose product is not stored.
       const unsigned pair = min(tile.m * (CONSUMERS / 2) + i, pairs - 1);
       const unsigned char* const from =
           weight + (pair * steps + step) * static_cast<unsigned long long>(kPairBytes);
-      cukit::bulk_load_policy(stage + TileX::kBytes + i * kPairBytes, from, kPairBytes, full, policy);
+      cukit::bulk_load_policy(to + i * kPairBytes, from, kPairBytes, full, policy);
     }
   }
 };
@@ -96,7 +107,7 @@ struct Product {
   Turns turns;
 
   CUKIT_DEVICE Product(const unsigned char* stages, const unsigned char* tables, int group)
-      : weight(stages + TileX::kBytes + group * Weight::kBytes),
+      : weight(stages + kWeights + group * Weight::kBytes),
         tables(tables),
         x(TileX::k_major(stages)),
         turns{group} {}
@@ -109,7 +120,7 @@ struct Product {
     clear(sums);
     for (int step = tile.first_step; step < tile.end_step; ++step) {
       pipeline.wait(at);
-      const unsigned char* const block = weight + at.index * Operands::kStageBytes;
+      const unsigned char* const block = weight + at.index * Operands::kWeightBytes;
       const unsigned long long tokens = x + at.index * (Operands::kStageBytes / 16);
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -165,10 +176,6 @@ struct Product {
   }
 };
 
-// Tokens of a piece of out on its way through shared memory.
-constexpr int kPieceTokens = TOKENS % 64 == 0 ? 64 : TOKENS % 32 == 0 ? 32 : 16;
-using Store = cukit::TransposedStore<T, TOKENS, kPieceTokens, 1>;
-
 struct Results {
   Epilogue epilogue;
   const cukit::TensorMap* map;  // MAPPED_OUT: of out
@@ -223,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_only_sm90(
       [&] {
         const int pairs = (p.rows + 2 * cukit::kBlockRows - 1) / (2 * cukit::kBlockRows);
         // A weight that is read once must not drive out of L2 what is read again.
-        const Operands operands{&x, weight,
+        const Operands operands{stages, &x, weight,
                                 p.tokens <= TOKENS ? cukit::create_policy_evict_first()
                                                    : cukit::create_policy_evict_normal(),
                                 p.steps, pairs};
@@ -235,8 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_only_sm90(
       [&] {
         const int group = Block::consumer_group();
         const Product product(stages, tables, group);
-        unsigned char* const staging =
-            stages + STAGES * Operands::kStageBytes + group * Store::kBytes;
+        unsigned char* const staging = stages + kPieces + group * Store::kBytes;
         const Results results{{schedule, bias, scales, token_scales, p.token_stride, pieces, arrivals,
                                last + group, p.tokens, p.rows, group},
                               &map,
