@@ -35,7 +35,6 @@ from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArraySha
 from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription, pack_weight
 from cukit.gemm.weight_only_plan import WeightOnlyConfig, plan_weight_only
 from cukit.reference import weight_only as reference
-from cukit.reference.narrow import decode
 from cukit.registry import register
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")["WeightOnlyParameters"]
@@ -90,12 +89,11 @@ def quantized_linear(
     array([[64., 64., 64.],
            [64., 64., 64.]], dtype=float16)
     """
-    token_scales = None
+    token_scales = x_dtype = quantized_x = None
     if isinstance(x, QuantizedArray):
         _check_float8(x)
+        quantized_x = x
         x, token_scales, x_dtype = x.storage, x.scales, x.dtype
-    else:
-        x_dtype = None
     x, bias, out = adopt(_OP, x, bias, out)
     packed = pack_weight(weight, x_dtype=x_dtype) if isinstance(weight, QuantizedArray) else weight
     if not isinstance(packed, PackedWeight):
@@ -105,18 +103,27 @@ def quantized_linear(
     if out is not None:
         dtype = out.dtype
     elif out_dtype is not None:
-        dtype = np.dtype(out_dtype)
+        dtype = np.dtype(bfloat16 if out_dtype == "bfloat16" else out_dtype)
     else:
-        dtype = bfloat16 if x_dtype is not None else x.dtype
+        dtype = x.dtype if x_dtype is None else bfloat16
     blocks, row_scales = packed.arrays
-    if not runs_kernel(_OP, x, blocks, bias, out):
-        return _run_reference(x, token_scales, packed, bias, out, dtype)
+    if not runs_kernel(_OP, x, blocks, bias, out) or not _has_kernel(packed.description):
+        _check(x, bias, out, dtype, packed.description)
+        result = reference.quantized_linear(
+            x if quantized_x is None else quantized_x, packed.unpack(), bias, out_dtype=dtype
+        )
+        return write_out(out, result)
     launch = _prepare(x, token_scales, blocks, row_scales, bias, out, dtype, packed.description)
     if out is None:
         out = empty(x, (*x.shape[:-1], packed.shape[0]), dtype)
     if out.size:
         launch(x, token_scales, blocks, row_scales, bias, out)
     return out
+
+
+def _has_kernel(weight: WeightDescription) -> bool:
+    """float8 is multiplied by Hopper's kernel only; elsewhere the reference runs."""
+    return not weight.float8 or current_device().arch == _ARCH
 
 
 def _check_float8(x: QuantizedArray) -> None:
@@ -129,33 +136,6 @@ def _check_float8(x: QuantizedArray) -> None:
             f"{_OP}: scales of x must be float32, one or one for each row, "
             f"got {x.scales.dtype.name} {x.scales.shape}"
         )
-
-
-def _run_reference(
-    x: Array,
-    token_scales: Array | None,
-    packed: PackedWeight,
-    bias: Array | None,
-    out: Array | None,
-    dtype: np.dtype[Any],
-) -> Array:
-    _check(x, bias, out, dtype, packed.description)
-    weight = packed.unpack()
-    if packed.description.float8:
-        x = decode(x, "float8_e4m3", x.shape[-1])
-        x = x if token_scales is None else x * token_scales
-    result = reference.quantized_linear(
-        x,
-        weight.storage,
-        weight.scales,
-        weight.zero_points,
-        bias,
-        name=weight.dtype.name,
-        shape=packed.shape,
-        block=weight.block_shape,  # type: ignore[arg-type]
-        out_dtype=dtype,
-    )
-    return write_out(out, result)
 
 
 class WeightOnlyLaunch:
@@ -208,7 +188,10 @@ class WeightOnlyLaunch:
             counters = _counters(x, config.counters)
         scales = NULL if row_scales is None else row_scales
         offsets = NULL if bias is None else bias
-        if not config.tiling.hopper:
+        if config.tiling.kernel == "few":
+            self._launch(x, blocks, scales, offsets, out)
+            return
+        if config.tiling.kernel == "sm80":
             self._launch(x, blocks, scales, offsets, out, pieces, counters)
             return
         rows = self._map(x)
@@ -234,7 +217,7 @@ _zeros: dict[tuple[Any, int], Array] = {}
 
 
 def _counters(like: Array, count: int) -> Array:
-    """At least `count` zeros, which every launch leaves as zeros; kernels of one stream share them."""
+    """At least `count` zeros, which every launch leaves as such; a stream's launches share them."""
     if backend.active is not None or not is_gpu_array(like):
         return np.zeros(count, np.int32)
     cupy = require_cupy("launching kernels")

@@ -1,8 +1,8 @@
 """Quantised weights in the order in which tensor cores take them.
 
-A weight [n, k] is cut into blocks of 64 rows x 128 columns, each contiguous with its scales and zero
-points; kernels_cu/gemm/weight_codes.cuh describes a block. Packing is done once, when a model is
-loaded, with array operations on whichever device the weight is on.
+A weight [n, k] is cut into blocks of 64 rows x 128 columns, each contiguous with its scales and
+zero points; kernels_cu/gemm/weight_codes.cuh describes a block. Packing is done once, when a model
+is loaded, with array operations on whichever device the weight is on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.core.arrays import KERNEL_DTYPES, Array, is_gpu_array, namespace
+from cukit.core.arrays import KERNEL_DTYPES, Array, namespace
 from cukit.core.narrow_dtype import NarrowDtype, float8_e4m3, int4, int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
@@ -148,9 +148,7 @@ def pack_weight(weight: QuantizedArray, *, x_dtype: NarrowDtype | None = None) -
     return PackedWeight(description, _in_pairs(parts), None)
 
 
-def _describe(
-    weight: QuantizedArray, x_dtype: NarrowDtype | None
-) -> tuple[WeightDescription, int]:
+def _describe(weight: QuantizedArray, x_dtype: NarrowDtype | None) -> tuple[WeightDescription, int]:
     """What is packed, and how many groups of a block share a scale."""
     if not isinstance(weight, QuantizedArray):
         raise ArrayError(
@@ -239,7 +237,7 @@ def _pack_int4(codes: Array) -> Array:
                 field = split[:, :, half, :, :, :, :, eight, :, column].astype(np.uint32)
                 words |= field << np.uint32(shift)
     words = (words << np.uint32(_FIRST_FIELD)) | (words >> np.uint32(32 - _FIRST_FIELD))
-    # row block, warp, row, step, chunk, k16 step, lane -> row block, step, chunk, warp, row, lane, k16
+    # row block, warp, row, step, chunk, k16 step, lane: the step first, the k16 step last
     ordered = xp.ascontiguousarray(words.transpose(0, 3, 4, 1, 2, 6, 5))
     return ordered.view(np.uint8).reshape(*ordered.shape[:2], -1)
 
@@ -258,14 +256,16 @@ def _pack_int4_float8(codes: Array) -> Array:
     """Codes [n, k] -> bytes [row block, step, 4096]."""
     xp = namespace(codes)
     # row block, warp, half, row | step, chunk, k32 step, sixteen, lane of the quad, column
-    split = codes.reshape(-1, _WARPS, _HALVES, _ROWS, codes.shape[1] // BLOCK_COLUMNS, 2, 2, 2, 4, 4)
+    split = codes.reshape(
+        -1, _WARPS, _HALVES, _ROWS, codes.shape[1] // BLOCK_COLUMNS, 2, 2, 2, 4, 4
+    )
     words = xp.zeros(split[:, :, 0, ..., 0].shape, np.uint32)
     for half in range(2):
         for column in range(4):
             code = split[:, :, half, ..., column].astype(np.uint32)
             words |= (code & np.uint32(7)) << np.uint32(4 * (column + 4 * half))
             words |= (code >> np.uint32(3)) << np.uint32(8 * column + 7 - 4 * half)
-    # row block, warp, row, step, chunk, k32 step, sixteen, lane -> row block, step, chunk, warp, ...
+    # row block, warp, row, step, chunk, k32 step, sixteen, lane: likewise
     ordered = xp.ascontiguousarray(words.transpose(0, 3, 4, 1, 2, 7, 5, 6))
     return ordered.view(np.uint8).reshape(*ordered.shape[:2], -1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import KIB, Device
@@ -15,6 +16,7 @@ __all__ = ["WeightOnlyConfig", "WeightOnlyTiling", "plan_weight_only"]
 _HOPPER = "sm_90"
 _WARPGROUP = 128
 _TOKEN_STEP = 16
+FEW_TOKENS = 8
 _ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
 _RESERVED_BYTES = KIB  # of shared memory: barriers and the system's own
 
@@ -23,8 +25,9 @@ _RESERVED_BYTES = KIB  # of shared memory: barriers and the system's own
 class WeightOnlyTiling:
     """How a kernel cuts the result into tiles, and how it computes one."""
 
-    hopper: bool
-    """TMA and wgmma (weight_only_sm90.cu), or cp.async and mma.sync (weight_only_sm80.cu)."""
+    kernel: Literal["sm90", "sm80", "few"]
+    """weight_only_sm90.cu: TMA and wgmma; _sm80.cu: cp.async and mma.sync; _few.cu: mma.sync, and
+    codes straight from memory, for up to eight tokens."""
     tokens: int
     """Of a tile."""
     consumers: int
@@ -36,16 +39,20 @@ class WeightOnlyTiling:
     """Whether the consumers issue their products in turns."""
     fold: bool = False
     blocks_per_sm: int = 1
+    strips: int = 0
+    """"few": sixteens of rows of a block."""
+    warps: int = 0
+    """"few": warps that share the columns."""
 
     @property
     def rows(self) -> int:
         """Rows of the weight of a tile."""
-        return self.consumers * BLOCK_ROWS
+        return 16 * self.strips or self.consumers * BLOCK_ROWS
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return _WARPGROUP * (self.consumers + int(self.hopper))
+        return 32 * self.warps or _WARPGROUP * (self.consumers + int(self.kernel == "sm90"))
 
     @property
     def piece_tokens(self) -> int:
@@ -105,13 +112,15 @@ class WeightOnlyConfig:
             ("FOLD", int(tiling.fold)),
             ("TOKENS", tiling.tokens),
             ("CONSUMERS", tiling.consumers),
-            ("STAGES", tiling.num_stages),
             ("THREADS", tiling.threads),
         )
-        entry = "weight_only_sm80"
-        if tiling.hopper:
-            entry = "weight_only_sm90"
+        if tiling.kernel == "few":
+            defines += (("STRIPS", tiling.strips),)
+        else:
+            defines += (("STAGES", tiling.num_stages),)
+        if tiling.kernel == "sm90":
             defines += (("MAPPED_OUT", int(tiling.mapped_out)), ("ORDERED", int(tiling.ordered)))
+        entry = f"weight_only_{tiling.kernel}"
         shared = tiling.shared_bytes(weight)
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiling.threads, shared)
 
@@ -157,7 +166,7 @@ def hopper_tiling(
     wide = tokens >= 64
     turns = consumers == 2 and wide and weight.group_size is not None and not fold
     tiling = WeightOnlyTiling(
-        True,
+        "sm90",
         tokens,
         consumers,
         0,
@@ -176,11 +185,16 @@ def _sm80_tiling(tokens: int, weight: WeightDescription, device: Device) -> Weig
 def sm80_tiling(
     tokens: int, weight: WeightDescription, device: Device, *, blocks: int = 0, stages: int = 4
 ) -> WeightOnlyTiling:
-    """A tiling for mma.sync with `blocks` blocks a multiprocessor, by default two for few tokens."""
+    """A tiling for mma.sync, with `blocks` blocks a multiprocessor: two for few tokens."""
     blocks = blocks or (2 if tokens <= 32 else 1)
-    tiling = WeightOnlyTiling(False, tokens, 2, 0, blocks_per_sm=blocks)
+    tiling = WeightOnlyTiling("sm80", tokens, 2, 0, blocks_per_sm=blocks)
     room = min(device.shared_bytes_per_block, device.shared_bytes_per_sm // blocks)
     return replace(tiling, num_stages=_stages(tiling, weight, room - _RESERVED_BYTES, stages))
+
+
+def few_tiling(strips: int, warps: int) -> WeightOnlyTiling:
+    """A tiling for up to eight tokens."""
+    return WeightOnlyTiling("few", FEW_TOKENS, 1, 0, strips=strips, warps=warps)
 
 
 def configure(
@@ -195,17 +209,27 @@ def configure(
     """A call with this tiling. Tiles that leave blocks idle in a last round are cut along k unless
     adding the pieces up takes longer than the round that is saved; `share` decides it otherwise."""
     tiles_m = -(-weight.shape[0] // tiling.rows)
+    if tiling.kernel == "few":
+        return WeightOnlyConfig(dtype, weight, tiling, tiles_m, 1, tiles_m, 0)
     tiles = tiles_m * -(-tokens // tiling.tokens)
     blocks = min(device.num_sms * tiling.blocks_per_sm, tiles * weight.steps)
     left = tiles % blocks
-    if share is None:
-        share = left > 0 and _sharing_pays(tiling, weight, left, blocks)
+    if left * weight.steps < blocks:
+        share = False  # a block would have no step
+    elif share is None:
+        share = _sharing_pays(tiling, weight, left, blocks)
     shared = left if share else 0
-    # The tiles in flight read the fewest bytes where their rows of the weight and of x have as many.
+    # Tiles in flight read the fewest bytes where as many are of the weight as of x.
     ratio = tiling.tokens * 8 * weight.x_bytes / (tiling.rows * weight.dtype.bits)
     group = max(1, min(round((blocks * ratio) ** 0.5), tiles_m))
     return WeightOnlyConfig(
-        dtype, weight, tiling, blocks if shared else min(blocks, tiles), group, tiles - shared, shared
+        dtype,
+        weight,
+        tiling,
+        blocks if shared else min(blocks, tiles),
+        group,
+        tiles - shared,
+        shared,
     )
 
 
@@ -218,7 +242,9 @@ def _sharing_pays(
     tiling: WeightOnlyTiling, weight: WeightDescription, left: int, blocks: int
 ) -> bool:
     """Whether cutting the last `left` tiles among `blocks` saves time."""
-    products = tiling.consumers * 2 * tiling.tokens * weight.x_bytes  # cycles of tensor cores a step
+    products = (
+        tiling.consumers * 2 * tiling.tokens * weight.x_bytes
+    )  # cycles of tensor cores a step
     step = max(products, tiling.consumers * weight.block_bytes // _BYTES_A_CYCLE)
     saved = (weight.steps - -(-left * weight.steps // blocks)) * step
     piece = tiling.rows * tiling.tokens * 4

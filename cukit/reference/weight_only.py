@@ -11,31 +11,36 @@ from cukit.reference._xp import array_namespace, working_dtype
 from cukit.reference.narrow import decode, dequantize
 
 Array = Any
+Quantized = Any
+"""What has the attributes of a QuantizedArray."""
 
 
 def quantized_linear(
-    x: Array,
-    codes: Array,
-    scales: Array,
-    zero_points: Array | None,
+    x: Array | Quantized,
+    weight: Quantized,
     bias: Array | None = None,
     *,
-    name: str,
-    shape: tuple[int, int],
-    block: tuple[int, int],
     out_dtype: Any = None,
 ) -> Array:
-    """x [..., k] times the transpose of the weight [n, k] that `codes` stand for, plus bias [n].
+    """x [..., k] times the transpose of the dequantised weight [n, k], plus bias [n].
 
-    codes: storage of the format `name` ("int4", "int8") for a weight of `shape`; a scale and a zero
-    point serve `block` elements. Summed in float64 where x is float64, else in float32.
+    Summed in float64 where x is float64, else in float32; rounded to `out_dtype`, by default the
+    dtype of x.
     """
-    xp = array_namespace(x)
-    weight = dequantize(decode(codes, name, shape[1]), scales, zero_points, block)
-    wide = working_dtype(x)
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(wide)
-    product = xp.matmul(rows, weight.astype(wide).T)
+    rows = _values(x) if hasattr(x, "storage") else x
+    xp = array_namespace(rows)
+    wide = working_dtype(rows)
+    flat = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]).astype(wide)
+    product = xp.matmul(flat, _values(weight).astype(wide).T)
     if bias is not None:
         product = product + bias.astype(wide)
-    result_dtype = x.dtype if out_dtype is None else np.dtype(out_dtype)
-    return product.reshape(*x.shape[:-1], shape[0]).astype(result_dtype, copy=False)
+    dtype = rows.dtype if out_dtype is None else np.dtype(out_dtype)
+    return product.reshape(*rows.shape[:-1], weight.shape[0]).astype(dtype, copy=False)
+
+
+def _values(array: Quantized) -> Array:
+    """float32 values of a quantised array."""
+    codes = decode(array.storage, array.dtype.name, array.shape[-1])
+    if array.scales is None:
+        return codes
+    return dequantize(codes, array.scales, array.zero_points, array.block_shape)

@@ -85,11 +85,11 @@ struct Int4Codes {
   };
 
   // `both`: the zero points + 8 of the rows. A field of a zero point reads as one of a code does.
-  CUKIT_DEVICE static Zeros zeros(unsigned both, const unsigned char* = nullptr) {
+  CUKIT_DEVICE static Zeros zeros(unsigned both, const unsigned char*) {
     return {{(both & 15u) * 0x00080008u | exponent(T()),
              (both >> 4) * 0x00080008u | exponent(T())}};
   }
-  CUKIT_DEVICE static Zeros no_zeros() { return zeros(0x88); }
+  CUKIT_DEVICE static Zeros no_zeros() { return zeros(0x88, nullptr); }
 
   CUKIT_DEVICE static void decode(unsigned (&a)[4], const unsigned* words, const Zeros& zeros) {
 #pragma unroll
@@ -232,17 +232,25 @@ struct WeightBlock {
     }
   }
 
-  // The scales of the lane's two rows.
-  CUKIT_DEVICE static void scales(float (&to)[2], const unsigned char* block, int group) {
+  // The scales of the two rows of thread `thread` of the 128 that share a block.
+  CUKIT_DEVICE static Vec<Scale, 2> scale_pair(const unsigned char* block, int group, int thread) {
     const auto* const pairs = reinterpret_cast<const Vec<Scale, 2>*>(block + kScales);
-    to_floats(to, pairs[group * kBlockRows / 2 + threadIdx.x % 128 / 4]);
+    return pairs[group * kBlockRows / 2 + thread / 4];
+  }
+  CUKIT_DEVICE static void scales(float (&to)[2], const unsigned char* block, int group) {
+    to_floats(to, scale_pair(block, group, threadIdx.x % 128));
   }
 
-  // What the lane's two rows subtract; `tables`: shared memory that Codes::prepare has filled.
-  CUKIT_DEVICE static typename Codes::Zeros zeros(const unsigned char* block, int group,
-                                                  const unsigned char* tables) {
+  // Their zero points + 8, a byte.
+  CUKIT_DEVICE static unsigned char zero_points(const unsigned char* block, int group, int thread) {
+    if constexpr (!ZeroPoints) return 0;
+    return block[kZeros + group * kBlockRows / 2 + thread / 4];
+  }
+
+  // What two rows subtract. `both`: their zero points + 8; `tables`: what Codes::prepare has filled.
+  CUKIT_DEVICE static typename Codes::Zeros zeros(unsigned both, const unsigned char* tables) {
     if constexpr (ZeroPoints) {
-      return Codes::zeros(block[kZeros + group * kBlockRows / 2 + threadIdx.x % 128 / 4], tables);
+      return Codes::zeros(both, tables);
     } else {
       return Codes::no_zeros();
     }

@@ -55,7 +55,8 @@ CUKIT_DEVICE void decode(Operand& a, const unsigned char* block, int chunk,
                          const unsigned char* tables) {
   unsigned words[kChunkSteps * Codes::kWords];
   Weight::load<kChunkSteps>(words, block, chunk * kChunkSteps);
-  const Codes::Zeros zeros = Weight::zeros(block, chunk / kGroupChunks, tables);
+  const Codes::Zeros zeros = Weight::zeros(
+      Weight::zero_points(block, chunk / kGroupChunks, threadIdx.x % 128), tables);
 #pragma unroll
   for (int i = 0; i < kChunkSteps; ++i) Codes::decode(a[i], &words[i * Codes::kWords], zeros);
   if constexpr (FOLD) {

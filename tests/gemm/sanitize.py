@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cukit.gemm import matmul_tma
+from cukit.gemm import matmul_tma, pack_weight, quantized_linear
 from tests.contract import random, to_device
 from tests.gemm.test_matmul_tma import SHAPES
+from tests.gemm.test_weight_only import FORMATS, float8, quantized
 from tests.sanitize import Group
 
 
@@ -17,4 +18,17 @@ def tma() -> None:
             matmul_tma(*to_device("gpu", random(rng, (m, k), dtype), random(rng, (n, k), dtype)))
 
 
-GROUPS = {"matmul_tma": Group(tma, shares=True, quick=True)}
+def weight_only() -> None:
+    rng = np.random.default_rng(3)
+    for form in FORMATS:
+        packed = pack_weight(quantized(rng, 200, 264, form).to_device("gpu"))
+        for m, dtype in ((3, "float16"), (150, "bfloat16")):
+            quantized_linear(*to_device("gpu", random(rng, (m, 264), dtype)), packed)
+    weight = quantized(rng, 200, 272, "int4 g64 zero points").to_device("gpu")
+    quantized_linear(float8(rng, 70, 272).to_device("gpu"), weight)
+
+
+GROUPS = {
+    "matmul_tma": Group(tma, shares=True, quick=True),
+    "quantized_linear": Group(weight_only, shares=True, quick=True),
+}
