@@ -16,6 +16,7 @@ __all__ = ["WeightOnlyConfig", "WeightOnlyTiling", "plan_weight_only"]
 _HOPPER = "sm_90"
 _WARPGROUP = 128
 _TOKEN_STEP = 16
+_MOST_TOKENS = 256
 FEW_TOKENS = 8
 _ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
 _RESERVED_BYTES = KIB  # of shared memory: barriers and the system's own
@@ -35,8 +36,6 @@ class WeightOnlyTiling:
     num_stages: int
     mapped_out: bool = False
     """Whether TMA stores the result."""
-    ordered: bool = False
-    """Whether the consumers issue their products in turns."""
     fold: bool = False
     blocks_per_sm: int = 1
     strips: int = 0
@@ -119,7 +118,7 @@ class WeightOnlyConfig:
         else:
             defines += (("STAGES", tiling.num_stages),)
         if tiling.kernel == "sm90":
-            defines += (("MAPPED_OUT", int(tiling.mapped_out)), ("ORDERED", int(tiling.ordered)))
+            defines += (("MAPPED_OUT", int(tiling.mapped_out)),)
         entry = f"weight_only_{tiling.kernel}"
         shared = tiling.shared_bytes(weight)
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiling.threads, shared)
@@ -129,27 +128,34 @@ class WeightOnlyConfig:
 def plan_weight_only(
     tokens: int, weight: WeightDescription, dtype: str, device: Device
 ) -> WeightOnlyConfig:
-    """The tiling for so many tokens, and the tiles that are shared; see `WeightOnlyConfig`."""
-    if device.arch == _HOPPER:
-        tiling = _hopper_tiling(tokens, weight, device)
-    else:
-        tiling = _sm80_tiling(tokens, weight, device)
-    return configure(tokens, weight, dtype, device, tiling)
+    """The tiling that is expected to take the least time; see `WeightOnlyConfig`."""
+    configs = [
+        configure(tokens, weight, dtype, device, tiling)
+        for tiling in _candidates(tokens, weight, device)
+    ]
+    return min(configs, key=_cycles)
 
 
-def _tile_tokens(tokens: int, most: int) -> int:
-    """Tiles of equal numbers of tokens, the fewest that hold `most` each."""
-    across = -(-tokens // most)
+def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[WeightOnlyTiling]:
+    """Tilings to choose from: tiles of equal numbers of tokens."""
+    if tokens <= FEW_TOKENS and not weight.float8:
+        return [few_tiling(2, 8)]
+    if device.arch != _HOPPER:
+        return [sm80_tiling(_tile_tokens(tokens, -(-tokens // 64)), weight, device)]
+    if tokens <= 64:
+        tile = _tile_tokens(tokens, 1)
+        return [hopper_tiling(tile, 4 if tile <= 32 else 2, weight, device)]
+    fold = weight.group_size is not None and not weight.float8
+    fewest = -(-tokens // _MOST_TOKENS)
+    return [
+        hopper_tiling(_tile_tokens(tokens, across), 2, weight, device, fold=fold)
+        for across in range(fewest, fewest + 3)
+    ]
+
+
+def _tile_tokens(tokens: int, across: int) -> int:
+    """Tokens of each of so many tiles."""
     return -(-tokens // (across * _TOKEN_STEP)) * _TOKEN_STEP
-
-
-def _stages(tiling: WeightOnlyTiling, weight: WeightDescription, room: int, most: int) -> int:
-    return min(most, (room - tiling.staging_bytes()) // tiling.stage_bytes(weight))
-
-
-def _hopper_tiling(tokens: int, weight: WeightDescription, device: Device) -> WeightOnlyTiling:
-    tile = _tile_tokens(tokens, 128)
-    return hopper_tiling(tile, 4 if tile <= 16 else 2, weight, device)
 
 
 def hopper_tiling(
@@ -158,28 +164,21 @@ def hopper_tiling(
     weight: WeightDescription,
     device: Device,
     *,
-    stages: int = 12,
+    stages: int = 0,
     fold: bool = False,
-    ordered: bool | None = None,
 ) -> WeightOnlyTiling:
     """A tiling for Hopper with as many stages, up to `stages`, as there is room for."""
-    wide = tokens >= 64
-    turns = consumers == 2 and wide and weight.group_size is not None and not fold
+    stages = stages or (6 if tokens <= 32 else 8)
     tiling = WeightOnlyTiling(
         "sm90",
         tokens,
         consumers,
         0,
-        mapped_out=wide and weight.shape[0] % _ROW_ELEMENTS == 0,
-        ordered=turns if ordered is None else ordered,
+        mapped_out=tokens >= 64 and weight.shape[0] % _ROW_ELEMENTS == 0,
         fold=fold,
     )
     room = device.shared_bytes_per_block - _RESERVED_BYTES
     return replace(tiling, num_stages=_stages(tiling, weight, room, stages))
-
-
-def _sm80_tiling(tokens: int, weight: WeightDescription, device: Device) -> WeightOnlyTiling:
-    return sm80_tiling(_tile_tokens(tokens, 64), weight, device)
 
 
 def sm80_tiling(
@@ -190,6 +189,10 @@ def sm80_tiling(
     tiling = WeightOnlyTiling("sm80", tokens, 2, 0, blocks_per_sm=blocks)
     room = min(device.shared_bytes_per_block, device.shared_bytes_per_sm // blocks)
     return replace(tiling, num_stages=_stages(tiling, weight, room - _RESERVED_BYTES, stages))
+
+
+def _stages(tiling: WeightOnlyTiling, weight: WeightDescription, room: int, most: int) -> int:
+    return min(most, (room - tiling.staging_bytes()) // tiling.stage_bytes(weight))
 
 
 def few_tiling(strips: int, warps: int) -> WeightOnlyTiling:
@@ -214,38 +217,39 @@ def configure(
     tiles = tiles_m * -(-tokens // tiling.tokens)
     blocks = min(device.num_sms * tiling.blocks_per_sm, tiles * weight.steps)
     left = tiles % blocks
-    if left * weight.steps < blocks:
-        share = False  # a block would have no step
-    elif share is None:
-        share = _sharing_pays(tiling, weight, left, blocks)
-    shared = left if share else 0
-    # Tiles in flight read the fewest bytes where as many are of the weight as of x.
+    # With fewer steps than blocks to share, a block would have none.
+    possible = left * weight.steps >= blocks
+    group = _raster_group(tiling, weight, blocks, tiles_m)
+    config = WeightOnlyConfig(dtype, weight, tiling, min(blocks, tiles), group, tiles, 0)
+    shared = replace(config, num_blocks=blocks, whole_tiles=tiles - left, shared_tiles=left)
+    if share is None:
+        share = _cycles(shared) < _cycles(config)
+    return shared if share and possible and left else config
+
+
+def _raster_group(
+    tiling: WeightOnlyTiling, weight: WeightDescription, blocks: int, tiles_m: int
+) -> int:
+    """Tiles in flight read the fewest bytes where as many are of the weight as of x."""
     ratio = tiling.tokens * 8 * weight.x_bytes / (tiling.rows * weight.dtype.bits)
-    group = max(1, min(round((blocks * ratio) ** 0.5), tiles_m))
-    return WeightOnlyConfig(
-        dtype,
-        weight,
-        tiling,
-        blocks if shared else min(blocks, tiles),
-        group,
-        tiles - shared,
-        shared,
-    )
+    return max(1, min(round((blocks * ratio) ** 0.5), tiles_m))
 
 
-_BYTES_A_CYCLE = 18  # of device memory, a multiprocessor's share on an H200
-_PIECE_BYTES_A_CYCLE = 24  # of L2
+# Measured on an H200, in cycles.
+_LEAST_CYCLES = 300  # of a consumer in a step: to read and decode a block of the weight
+_STEP_CYCLES = 180  # beside products
+_CYCLES_A_TOKEN = 3.7
 _ARRIVAL_CYCLES = 3000
+_PIECE_BYTES_A_CYCLE = 6  # written, and read by who adds them up
 
 
-def _sharing_pays(
-    tiling: WeightOnlyTiling, weight: WeightDescription, left: int, blocks: int
-) -> bool:
-    """Whether cutting the last `left` tiles among `blocks` saves time."""
-    products = (
-        tiling.consumers * 2 * tiling.tokens * weight.x_bytes
-    )  # cycles of tensor cores a step
-    step = max(products, tiling.consumers * weight.block_bytes // _BYTES_A_CYCLE)
-    saved = (weight.steps - -(-left * weight.steps // blocks)) * step
-    piece = tiling.rows * tiling.tokens * 4
-    return saved > _ARRIVAL_CYCLES + 4 * piece // _PIECE_BYTES_A_CYCLE
+def _cycles(config: WeightOnlyConfig) -> float:
+    """How long the kernel is expected to take: a model for choosing among tilings."""
+    tiling, steps = config.tiling, config.weight.steps
+    consumer = max(_LEAST_CYCLES, _STEP_CYCLES + _CYCLES_A_TOKEN * tiling.tokens)
+    step = tiling.consumers * consumer
+    cycles = -(-config.whole_tiles // config.num_blocks) * steps * step
+    if config.shared_tiles:
+        cycles += -(-config.shared_tiles * steps // config.num_blocks) * step
+        cycles += _ARRIVAL_CYCLES + tiling.rows * tiling.tokens * 4 / _PIECE_BYTES_A_CYCLE
+    return cycles

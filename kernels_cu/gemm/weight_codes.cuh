@@ -18,6 +18,7 @@
 
 #include "common/platform.cuh"
 #include "common/ptx/lop3.cuh"
+#include "common/ptx/prmt.cuh"
 #include "common/types.cuh"
 
 namespace cukit {
@@ -189,9 +190,9 @@ struct Int4Float8Codes {
   // Four bytes of a table: the lower three bits of each index are nibbles of `index`, the highest is the
   // highest of a byte of `upper`.
   CUKIT_DEVICE static unsigned look_up(const unsigned (&table)[4], unsigned index, unsigned upper) {
-    const unsigned low = __byte_perm(table[0], table[1], index);
-    const unsigned high = __byte_perm(table[2], table[3], index);
-    const unsigned chosen = __byte_perm(upper, upper, 0xba98);  // a byte's sign, eight times
+    const unsigned low = permute_bytes(table[0], table[1], index);
+    const unsigned high = permute_bytes(table[2], table[3], index);
+    const unsigned chosen = byte_signs(upper);
     return (high & chosen) | (low & ~chosen);
   }
 };

@@ -17,8 +17,7 @@
 //   each consumer | stages of the weight's blocks. Static: two barriers a stage, a word for each
 //   consumer, tables of float8 numbers.
 // Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 128, CONSUMERS 2|4; MAPPED_OUT
-//   0|1: out is stored by TMA, which asks for rows of a multiple of 16 bytes; ORDERED 0|1 (two consumers):
-//   they issue products in turns; STAGES 2..; THREADS
+//   0|1: out is stored by TMA, which asks for rows of a multiple of 16 bytes; STAGES 2..; THREADS
 //   128 * (CONSUMERS + 1).
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
@@ -40,8 +39,6 @@ using TileX = cukit::SharedTile<ElementOf<FLOAT8>::type, TOKENS, cukit::kBlockCo
 using Block = cukit::WarpSpecialized<CONSUMERS, 40>;
 using Pipeline = cukit::Pipeline<STAGES>;
 using State = cukit::PipelineState<STAGES>;
-
-constexpr bool kOrdered = ORDERED;
 
 static_assert(THREADS == Block::kThreads, "a producer and its consumers");
 
@@ -79,41 +76,71 @@ struct Operands {
   }
 };
 
-// Two consumers issue the products of a group in turns: while those of one run, the other adds scaled
-// sums and decodes.
-struct Turns {
-  int group;
-
-  // Before the first turn.
-  CUKIT_DEVICE void begin() const {
-    if (kOrdered && group == 1) cukit::named_arrive(kFirst, 256);
-  }
-  CUKIT_DEVICE void wait() const { cukit::named_sync(kFirst + group, 256); }
-  CUKIT_DEVICE void pass() const { cukit::named_arrive(kFirst + 1 - group, 256); }
-  // After the last.
-  CUKIT_DEVICE void end() const {
-    if (kOrdered && group == 0) cukit::named_sync(kFirst, 256);
-  }
-
- private:
-  static constexpr int kFirst = 1 + CONSUMERS;  // behind the barriers of the epilogue
-};
-
-struct Product {
+// Halves: the tokens are multiplied one half after the other.
+template <bool Halves>
+struct DecodedProduct {
   using Accumulators = Sums;
   const unsigned char* weight;  // this consumer's block in stage 0
   const unsigned char* tables;  // Codes::kTableBytes
   unsigned long long x;         // descriptor of stage 0
-  Turns turns;
 
-  CUKIT_DEVICE Product(const unsigned char* stages, const unsigned char* tables, int group)
+  CUKIT_DEVICE DecodedProduct(const unsigned char* stages, const unsigned char* tables, int group)
       : weight(stages + kWeights + group * Weight::kBytes),
         tables(tables),
-        x(TileX::k_major(stages)),
-        turns{group} {}
+        x(TileX::k_major(stages)) {}
 
   CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
-    Sums group_sums;  // GROUP: of the group in flight
+    if constexpr (Halves) {
+      multiply_halves(sums, pipeline, at, tile);
+    } else {
+      multiply_whole(sums, pipeline, at, tile);
+    }
+  }
+
+ private:
+  // A group is decoded once and multiplied by one half of the tokens, then by the other: there are no
+  // registers for the sums of all tokens twice. Meanwhile the other consumer's products run.
+  CUKIT_DEVICE void multiply_halves(Sums& sums, Pipeline& pipeline, State& at,
+                                    const Tile& tile) const {
+    constexpr int kHalf = TOKENS / 2;
+    constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
+    float group_sums[kHalf / 2];
+    float scale[2];
+    clear(sums);
+    for (int step = tile.first_step; step < tile.end_step; ++step) {
+      pipeline.wait(at);
+      const unsigned char* const block = weight + at.index * Operands::kWeightBytes;
+      const unsigned long long tokens = x + at.index * (Operands::kStageBytes / 16);
+#pragma unroll
+      for (int group = 0; group < Weight::kGroups; ++group) {
+        Operand a[kGroupChunks];
+#pragma unroll
+        for (int i = 0; i < kGroupChunks; ++i) decode(a[i], block, group * kGroupChunks + i, tables);
+        Weight::scales(scale, block, group);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          cukit::wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kGroupSteps; ++i) {
+            const int k = TileX::k_step(group * kGroupSteps + i) + TileX::rows(half * kHalf);
+            product(group_sums, a[i / kChunkSteps][i % kChunkSteps], tokens + k, i > 0);
+          }
+          cukit::wgmma_commit();
+          cukit::wgmma_wait<0>(group_sums);
+#pragma unroll
+          for (int i = 0; i < kHalf / 2; ++i) {
+            sums[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_sums[i];
+          }
+        }
+      }
+      release(pipeline, at);
+      at.advance();
+    }
+  }
+
+  CUKIT_DEVICE void multiply_whole(Sums& sums, Pipeline& pipeline, State& at,
+                                   const Tile& tile) const {
+    Sums group_sums;  // of the group in flight
     Operand a[2];
     float scale[2];
     State done;
@@ -131,7 +158,6 @@ struct Product {
           if (chunk == 0) release(pipeline, done);
           add_scaled(sums, group_sums, scale);
         }
-        if (kOrdered && (begins || (!kSumsByGroup && chunk == 0))) turns.wait();
         if (begins) Weight::scales(scale, block, chunk / kGroupChunks);
         Sums& into = kSumsByGroup ? group_sums : sums;
         cukit::wgmma_fence();
@@ -141,7 +167,6 @@ struct Product {
           product(into, a[chunk % 2][i], tokens + k, !(begins && i == 0));
         }
         cukit::wgmma_commit();
-        if (kOrdered && (chunk + 1) % kGroupChunks == 0) turns.pass();
         if (!(kSumsByGroup && kGroupChunks == 1)) {
           cukit::wgmma_wait<1>(into);
           if (!kSumsByGroup && chunk == 0 && step > tile.first_step) release(pipeline, done);
@@ -159,22 +184,24 @@ struct Product {
     release(pipeline, done);
   }
 
- private:
   // Every lane has read its codes and scales by ordinary loads.
   CUKIT_DEVICE static void release(Pipeline& pipeline, const State& done) {
     __syncwarp();
     pipeline.release(done);
   }
 
-  CUKIT_DEVICE static void product(Sums& into, const unsigned (&a)[4], unsigned long long tokens,
-                                   bool accumulate) {
+  template <int N>
+  CUKIT_DEVICE static void product(float (&into)[N], const unsigned (&a)[4],
+                                   unsigned long long tokens, bool accumulate) {
     if constexpr (FLOAT8) {
-      cukit::wgmma_e4m3<TOKENS>(into, a, tokens, accumulate);
+      cukit::wgmma_e4m3<2 * N>(into, a, tokens, accumulate);
     } else {
-      cukit::wgmma<T, TOKENS>(into, a, tokens, accumulate);
+      cukit::wgmma<T, 2 * N>(into, a, tokens, accumulate);
     }
   }
 };
+
+using Product = DecodedProduct<(kSumsByGroup && TOKENS > 128)>;
 
 struct Results {
   Epilogue epilogue;
@@ -248,8 +275,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_only_sm90(
                               &map,
                               staging,
                               out};
-        product.turns.begin();
         cukit::consume(pipeline, schedule, product, results);
-        product.turns.end();
       });
 }
