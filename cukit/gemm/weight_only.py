@@ -20,7 +20,6 @@ from cukit.core.arrays import (
     empty,
     float16,
     float32,
-    is_gpu_array,
     runs_kernel,
     write_out,
 )
@@ -43,6 +42,7 @@ _DTYPES = (float16, bfloat16)
 _ARCH = "sm_90"
 _ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
 _FLOAT8_ELEMENTS = 16
+_LEAST_COUNTERS = 4096
 
 
 def quantized_linear(
@@ -55,9 +55,10 @@ def quantized_linear(
 ) -> Array:
     """`out = x weight^T + bias` with a weight of int4 or int8 codes, decoded on the fly.
 
-    Codes less their zero points are exact in the tensor cores; the scale of a group multiplies its
-    sum in float32. So the result is as near to the product with the dequantised weight as a product
-    in float32 that is rounded once, to the dtype of the result.
+    Codes less their zero points are exact in the tensor cores, and the scale of a group multiplies
+    its sum in float32: the result is the product with the dequantised weight in float32, rounded
+    once to the dtype of the result. With more than 64 tokens of 16-bit elements, Hopper's kernel
+    multiplies the codes of groups by their scales first, rounded to the dtype of `x`.
 
     Args:
         x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only. Where k is not
@@ -217,14 +218,21 @@ _zeros: dict[tuple[Any, int], Array] = {}
 
 
 def _counters(like: Array, count: int) -> Array:
-    """At least `count` zeros, which every launch leaves as such; a stream's launches share them."""
-    if backend.active is not None or not is_gpu_array(like):
+    """At least `count` zeros, which every launch leaves as zeros: a stream's launches share them.
+
+    A graph gets its own, and with them the node that clears them at every replay: its replays may
+    run on any stream.
+    """
+    if backend.active is not None:
         return np.zeros(count, np.int32)
     cupy = require_cupy("launching kernels")
-    key = (like.data.device_id, cupy.cuda.get_current_stream().ptr)
+    stream = cupy.cuda.get_current_stream().ptr
+    if cupy.cuda.runtime.streamIsCapturing(stream):
+        return cupy.zeros(count, cupy.int32)
+    key = (like.data.device_id, stream)
     found = _zeros.get(key)
     if found is None or found.size < count:
-        found = _zeros[key] = cupy.zeros(max(count, 4096), cupy.int32)
+        found = _zeros[key] = cupy.zeros(max(count, _LEAST_COUNTERS), cupy.int32)
     return found
 
 

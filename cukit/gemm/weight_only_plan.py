@@ -17,6 +17,7 @@ _HOPPER = "sm_90"
 _WARPGROUP = 128
 _TOKEN_STEP = 16
 _MOST_TOKENS = 256
+_WHOLE_TOKENS = 128
 FEW_TOKENS = 8
 _ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
 _RESERVED_BYTES = KIB  # of shared memory: barriers and the system's own
@@ -154,8 +155,9 @@ def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[
 
 
 def _tile_tokens(tokens: int, across: int) -> int:
-    """Tokens of each of so many tiles."""
-    return -(-tokens // (across * _TOKEN_STEP)) * _TOKEN_STEP
+    """Tokens of each of so many tiles; wide ones have halves that are whole steps."""
+    step = _TOKEN_STEP if tokens <= _WHOLE_TOKENS * across else 2 * _TOKEN_STEP
+    return -(-tokens // (across * step)) * step
 
 
 def hopper_tiling(
