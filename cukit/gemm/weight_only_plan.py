@@ -40,9 +40,9 @@ class WeightOnlyTiling:
     fold: bool = False
     blocks_per_sm: int = 1
     strips: int = 0
-    """"few": sixteens of rows of a block."""
+    """Of "few": sixteens of rows of a block."""
     warps: int = 0
-    """"few": warps that share the columns."""
+    """Of "few": warps that share the columns."""
 
     @property
     def rows(self) -> int:
@@ -60,7 +60,9 @@ class WeightOnlyTiling:
         return math.gcd(self.tokens, 64 if self.tokens <= 128 else 32)
 
     def stage_bytes(self, weight: WeightDescription) -> int:
-        """Shared memory of a stage: x, then the blocks of the weight."""
+        """Shared memory of a stage: x, then the blocks of the weight; of "few", the codes."""
+        if self.kernel == "few":
+            return self.warps * self.rows * BLOCK_COLUMNS * weight.dtype.bits // 8
         return self.tokens * BLOCK_COLUMNS * weight.x_bytes + self.consumers * weight.block_bytes
 
     def staging_bytes(self) -> int:
@@ -112,12 +114,11 @@ class WeightOnlyConfig:
             ("FOLD", int(tiling.fold)),
             ("TOKENS", tiling.tokens),
             ("CONSUMERS", tiling.consumers),
+            ("STAGES", tiling.num_stages),
             ("THREADS", tiling.threads),
         )
         if tiling.kernel == "few":
-            defines += (("STRIPS", tiling.strips),)
-        else:
-            defines += (("STAGES", tiling.num_stages),)
+            defines += (("STRIPS", tiling.strips), ("BLOCKS", tiling.blocks_per_sm))
         if tiling.kernel == "sm90":
             defines += (("MAPPED_OUT", int(tiling.mapped_out)),)
         entry = f"weight_only_{tiling.kernel}"
@@ -140,7 +141,7 @@ def plan_weight_only(
 def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[WeightOnlyTiling]:
     """Tilings to choose from: tiles of equal numbers of tokens."""
     if tokens <= FEW_TOKENS and not weight.float8:
-        return [few_tiling(2, 8)]
+        return [few_tiling(2 if weight.dtype.bits == 4 else 1, 8, weight, device)]
     if device.arch != _HOPPER:
         return [sm80_tiling(_tile_tokens(tokens, -(-tokens // 64)), weight, device)]
     if tokens <= 64:
@@ -197,9 +198,22 @@ def _stages(tiling: WeightOnlyTiling, weight: WeightDescription, room: int, most
     return min(most, (room - tiling.staging_bytes()) // tiling.stage_bytes(weight))
 
 
-def few_tiling(strips: int, warps: int) -> WeightOnlyTiling:
-    """A tiling for up to eight tokens."""
-    return WeightOnlyTiling("few", FEW_TOKENS, 1, 0, strips=strips, warps=warps)
+def few_tiling(
+    strips: int,
+    warps: int,
+    weight: WeightDescription,
+    device: Device,
+    *,
+    stages: int = 4,
+    blocks: int = 3,
+) -> WeightOnlyTiling:
+    """A tiling for up to eight tokens, with up to `blocks` blocks a multiprocessor."""
+    tiling = WeightOnlyTiling("few", FEW_TOKENS, 1, 0, strips=strips, warps=warps)
+    least = 2 * tiling.stage_bytes(weight) + _RESERVED_BYTES
+    blocks = max(1, min(blocks, device.shared_bytes_per_sm // least))
+    room = device.shared_bytes_per_sm // blocks - _RESERVED_BYTES
+    stages = _stages(tiling, weight, room, stages)
+    return replace(tiling, num_stages=stages, blocks_per_sm=blocks)
 
 
 def configure(
@@ -239,10 +253,10 @@ def _raster_group(
 
 # Measured on an H200, in cycles.
 _LEAST_CYCLES = 300  # of a consumer in a step: to read and decode a block of the weight
-_STEP_CYCLES = 180  # beside products
+_STEP_CYCLES = 200  # beside products
 _CYCLES_A_TOKEN = 3.7
 _ARRIVAL_CYCLES = 3000
-_PIECE_BYTES_A_CYCLE = 6  # written, and read by who adds them up
+_PIECE_BYTES_A_CYCLE = 10  # written, and read by who adds them up
 
 
 def _cycles(config: WeightOnlyConfig) -> float:

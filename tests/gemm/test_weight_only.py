@@ -120,7 +120,7 @@ TILINGS = {
     ),
     "128 tokens, int8": ("int8 rows", 300, partial(hopper_tiling, 128, 2)),
     "48 tokens, float8": ("float8", 110, partial(hopper_tiling, 48, 2)),
-    "160 tokens in halves, float8": ("float8", 330, partial(hopper_tiling, 160, 2)),
+    "192 tokens in parts, float8": ("float8", 330, partial(hopper_tiling, 192, 2)),
     "mma.sync": ("int4 g32 zero points", 70, partial(sm80_tiling, 32)),
 }
 
@@ -171,7 +171,8 @@ def test_few_tokens(device, rng, form, strips, warps):
     weight, x = quantized(rng, n, k, form), random(rng, (m, k), "bfloat16")
     bias = random(rng, (n,), "bfloat16")
     packed = pack_weight(weight.to_device("gpu") if device == "gpu" else weight)
-    config = configure(m, packed.description, "bfloat16", HOPPER, few_tiling(strips, warps))
+    tiling = few_tiling(strips, warps, packed.description, HOPPER, stages=2)
+    config = configure(m, packed.description, "bfloat16", HOPPER, tiling)
     launch = WeightOnlyLaunch(config, m)
     out = poisoned(device, (m, n), "bfloat16")
     launch(*to_device(device, x, None), *packed.arrays, *to_device(device, bias), out)
@@ -344,7 +345,7 @@ def test_plans_fit_the_device(arch, weight):
     device = TYPICAL_DEVICES[arch]
     for tokens in (1, 17, 64, 65, 129, 1000, 8192):
         config = plan_weight_only(tokens, weight, "bfloat16", device)
-        assert config.tiling.num_stages >= 2 or config.tiling.kernel == "few"
+        assert config.tiling.num_stages >= 2
         assert config.tiling.shared_bytes(weight) <= device.shared_bytes_per_block
         tiles = config.whole_tiles + config.shared_tiles
         assert tiles * config.tiling.rows * config.tiling.tokens >= weight.shape[0] * tokens

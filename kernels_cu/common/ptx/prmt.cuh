@@ -10,7 +10,7 @@ namespace cukit {
 // (of which the lower sixteen bits count), or, with the nibble's highest bit, that byte's sign.
 CUKIT_DEVICE unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
 #ifdef CUKIT_EMULATE
-  return __byte_perm(low, high, selector);
+  return emulator::permute_bytes(low, high, selector);
 #else
   unsigned result;
   asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
