@@ -18,7 +18,10 @@ _WARPGROUP = 128
 _TOKEN_STEP = 16
 _MOST_TOKENS = 256
 _WHOLE_TOKENS = 128
+_TILE_ALIGNMENT = 128
 FEW_TOKENS = 8
+_FEW_ELEMENTS = 2**27
+"""Of a weight; beyond, Hopper's tiles of 16 tokens are faster from three tokens on."""
 _ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
 _RESERVED_BYTES = KIB  # of shared memory: barriers and the system's own
 
@@ -60,10 +63,9 @@ class WeightOnlyTiling:
         return math.gcd(self.tokens, 64 if self.tokens <= 128 else 32)
 
     def stage_bytes(self, weight: WeightDescription) -> int:
-        """Shared memory of a stage: x, then the blocks of the weight; of "few", the codes."""
-        if self.kernel == "few":
-            return self.warps * self.rows * BLOCK_COLUMNS * weight.dtype.bits // 8
-        return self.tokens * BLOCK_COLUMNS * weight.x_bytes + self.consumers * weight.block_bytes
+        """Shared memory of a stage: x and the blocks of the weight."""
+        used = self.tokens * BLOCK_COLUMNS * weight.x_bytes + self.consumers * weight.block_bytes
+        return -(-used // _TILE_ALIGNMENT) * _TILE_ALIGNMENT if self.kernel == "sm80" else used
 
     def staging_bytes(self) -> int:
         """Shared memory of pieces of the result on their way to memory."""
@@ -114,11 +116,12 @@ class WeightOnlyConfig:
             ("FOLD", int(tiling.fold)),
             ("TOKENS", tiling.tokens),
             ("CONSUMERS", tiling.consumers),
-            ("STAGES", tiling.num_stages),
             ("THREADS", tiling.threads),
         )
         if tiling.kernel == "few":
-            defines += (("STRIPS", tiling.strips), ("BLOCKS", tiling.blocks_per_sm))
+            defines += (("STRIPS", tiling.strips),)
+        else:
+            defines += (("STAGES", tiling.num_stages),)
         if tiling.kernel == "sm90":
             defines += (("MAPPED_OUT", int(tiling.mapped_out)),)
         entry = f"weight_only_{tiling.kernel}"
@@ -140,8 +143,10 @@ def plan_weight_only(
 
 def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[WeightOnlyTiling]:
     """Tilings to choose from: tiles of equal numbers of tokens."""
-    if tokens <= FEW_TOKENS and not weight.float8:
-        return [few_tiling(2 if weight.dtype.bits == 4 else 1, 8, weight, device)]
+    n, k = weight.shape
+    few = FEW_TOKENS if n * k <= _FEW_ELEMENTS or device.arch != _HOPPER else 2
+    if tokens <= few and not weight.float8:
+        return [few_tiling(8 // weight.dtype.bits, 8)]
     if device.arch != _HOPPER:
         return [sm80_tiling(_tile_tokens(tokens, -(-tokens // 64)), weight, device)]
     if tokens <= 64:
@@ -198,22 +203,9 @@ def _stages(tiling: WeightOnlyTiling, weight: WeightDescription, room: int, most
     return min(most, (room - tiling.staging_bytes()) // tiling.stage_bytes(weight))
 
 
-def few_tiling(
-    strips: int,
-    warps: int,
-    weight: WeightDescription,
-    device: Device,
-    *,
-    stages: int = 4,
-    blocks: int = 3,
-) -> WeightOnlyTiling:
-    """A tiling for up to eight tokens, with up to `blocks` blocks a multiprocessor."""
-    tiling = WeightOnlyTiling("few", FEW_TOKENS, 1, 0, strips=strips, warps=warps)
-    least = 2 * tiling.stage_bytes(weight) + _RESERVED_BYTES
-    blocks = max(1, min(blocks, device.shared_bytes_per_sm // least))
-    room = device.shared_bytes_per_sm // blocks - _RESERVED_BYTES
-    stages = _stages(tiling, weight, room, stages)
-    return replace(tiling, num_stages=stages, blocks_per_sm=blocks)
+def few_tiling(strips: int, warps: int) -> WeightOnlyTiling:
+    """A tiling for up to eight tokens."""
+    return WeightOnlyTiling("few", FEW_TOKENS, 1, 0, strips=strips, warps=warps)
 
 
 def configure(

@@ -2,23 +2,19 @@
 //
 //   out[m, n] = sum_k x[m, k] scale[n, k / GROUP] (code[n, k] - zero_point[n, k / GROUP]) + bias[n]
 //
-// Up to eight tokens are one column tile of mma.sync, and reading the weight is all that takes time.
+// Up to eight tokens are one column tile of mma.sync, and reading the weight is all that takes time. Its
+// codes go straight from memory to registers: no shared memory, barrier or other block stands between.
 //
 // Mapping: a block has STRIPS * 16 rows and all of k, which its warps share: warp w has the steps of 128
-//   columns w, w + WARPS, ... Each lane copies the codes that it will decode by cp.async, STAGES steps
-//   ahead, and reads them from where it put them: nobody waits for anybody. In the end the warps' sums
-//   are added up in shared memory, in the order of the warps.
-// Shared memory, bytes: WARPS * max(STAGES * STRIPS * 16 * 128 * BITS / 8, STRIPS * 512), dynamic: stages
-//   of codes of each warp, then the warps' sums.
-// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS 8, CONSUMERS 1; STRIPS 1|2; STAGES 2..;
-//   THREADS 32 * WARPS; BLOCKS: of an SM.
+//   columns w, w + WARPS, ... It loads a step's codes, scales and x while it multiplies the step before.
+//   In the end the warps' sums are added up in shared memory, in the order of the warps.
+// Shared memory, bytes: WARPS * STRIPS * 512, static.
+// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS 8, CONSUMERS 1; STRIPS 1|2; THREADS 32 * WARPS.
 // Architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/platform.cuh"
 #include "common/ptx/cache_policy.cuh"
-#include "common/ptx/cp_async.cuh"
 #include "common/ptx/mma.cuh"
-#include "common/ptx/shared_address.cuh"
 #include "common/types.cuh"
 #include "gemm/parameters.cuh"
 #include "gemm/weight_only.cuh"
@@ -30,11 +26,9 @@ constexpr int kSteps = cukit::kBlockColumns / 16;   // of mma.sync in a block of
 constexpr int kChunkWords = kSteps * Codes::kWords;  // of a lane
 constexpr int kGroups = GROUP ? Weight::kGroups : 1;
 
-constexpr int kChunks16 = kChunkWords / 4;           // 16-byte chunks of a lane in 16 rows
-constexpr int kStageBytes = STRIPS * kChunks16 * 16 * cukit::kWarpSize;  // of a warp
-
-// What a lane holds of a step, beside the codes.
-struct Factors {
+// What a lane holds of a step.
+struct Step {
+  unsigned words[STRIPS][kChunkWords];
   cukit::Vec<Scale, 2> scales[STRIPS][kGroups];
   unsigned char zeros[STRIPS][kGroups];
   unsigned x[kSteps][2];
@@ -44,42 +38,32 @@ struct Source {
   const unsigned char* block;  // the first of this block's rows
   const T* x;                  // the lane's token, from the lane's first column on; null: no such token
   int strip;                   // the first of this block's, of the four of 64 rows
-  int columns, steps;
+  int columns;
   unsigned long long policy;
 
-  CUKIT_DEVICE const unsigned char* at(int step) const {
-    return block + static_cast<long long>(step) * 2 * Weight::kBytes;
-  }
-  // Which of the 128 threads that share a block this lane stands for.
-  CUKIT_DEVICE int thread(int i) const {
-    return (strip + i) * cukit::kWarpSize + threadIdx.x % cukit::kWarpSize;
-  }
-
-  // Starts the copy of a step's codes, a group of cp.async; of none behind the last step.
-  CUKIT_DEVICE void copy(unsigned stage, int step) const {
-    if (step < steps) {
+  CUKIT_DEVICE void load(Step& to, int step) const {
+    const unsigned char* const from = block + static_cast<long long>(step) * 2 * Weight::kBytes;
+    const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
-      for (int i = 0; i < STRIPS; ++i)
+    for (int i = 0; i < STRIPS; ++i) {
+      const int thread = (strip + i) * cukit::kWarpSize + lane;
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks16; ++chunk) {
-          cukit::cp_async_16_policy(stage + (i * kChunks16 + chunk) * 16 * cukit::kWarpSize,
-                                    at(step) + (chunk * 128 + thread(i)) * 16, policy);
-        }
-    }
-    cukit::cp_async_commit();
-  }
-
-  CUKIT_DEVICE void load(Factors& to, int step) const {
-    if (step >= steps) return;
-#pragma unroll
-    for (int i = 0; i < STRIPS; ++i)
+      for (int chunk = 0; chunk < kChunkWords / 4; ++chunk) {
+        const uint4 four = cukit::load_global_16(
+            reinterpret_cast<const uint4*>(from) + chunk * 128 + thread, policy);
+        to.words[i][4 * chunk] = four.x;
+        to.words[i][4 * chunk + 1] = four.y;
+        to.words[i][4 * chunk + 2] = four.z;
+        to.words[i][4 * chunk + 3] = four.w;
+      }
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         if constexpr (GROUP != 0) {
-          to.scales[i][group] = Weight::scale_pair(at(step), group, thread(i));
+          to.scales[i][group] = Weight::scale_pair(from, group, thread);
         }
-        to.zeros[i][group] = Weight::zero_points(at(step), group, thread(i));
+        to.zeros[i][group] = Weight::zero_points(from, group, thread);
       }
+    }
     const int column = step * cukit::kBlockColumns;
     const int left = x == nullptr ? 0 : columns - column;
     const unsigned* const pairs = reinterpret_cast<const unsigned*>(x + column);
@@ -94,48 +78,38 @@ struct Source {
 
 using StripSums = float[STRIPS][4];
 
-CUKIT_DEVICE void multiply(StripSums& sums, const unsigned char* stage, const Factors& factors) {
+CUKIT_DEVICE void multiply(StripSums& sums, const Step& step) {
 #pragma unroll
-  for (int strip = 0; strip < STRIPS; ++strip) {
-    unsigned words[kChunkWords];
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks16; ++chunk) {
-      const uint4 four = reinterpret_cast<const uint4*>(stage)[(strip * kChunks16 + chunk) * 32];
-      words[4 * chunk] = four.x;
-      words[4 * chunk + 1] = four.y;
-      words[4 * chunk + 2] = four.z;
-      words[4 * chunk + 3] = four.w;
-    }
+  for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
       float products[4] = {};
-      const Codes::Zeros zeros = Weight::zeros(factors.zeros[strip][group], nullptr);
+      const Codes::Zeros zeros = Weight::zeros(step.zeros[strip][group], nullptr);
 #pragma unroll
       for (int i = group * (kSteps / kGroups); i < (group + 1) * (kSteps / kGroups); ++i) {
         unsigned a[4];
-        Codes::decode(a, &words[i * Codes::kWords], zeros);
-        cukit::mma_16x8x16<T>(GROUP ? products : sums[strip], a, factors.x[i][0], factors.x[i][1]);
+        Codes::decode(a, &step.words[strip][i * Codes::kWords], zeros);
+        cukit::mma_16x8x16<T>(GROUP ? products : sums[strip], a, step.x[i][0], step.x[i][1]);
       }
       if constexpr (GROUP != 0) {
         float scale[2];
-        cukit::to_floats(scale, factors.scales[strip][group]);
+        cukit::to_floats(scale, step.scales[strip][group]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[strip][i] += scale[i / 2] * products[i];
       }
     }
-  }
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) weight_only_few(
+extern "C" __global__ void __launch_bounds__(THREADS) weight_only_few(
     const T* __restrict__ x,                   // [tokens, columns]
     const unsigned char* __restrict__ weight,  // [ceil(rows / 128)][steps][2][block bytes]
     const Scale* __restrict__ scales,          // GROUP 0: [rows]
     const T* __restrict__ bias,                // [rows] or null
     T* __restrict__ out,                       // [tokens, rows]
     const cukit::WeightOnlyParameters p) {
-  CUKIT_DYNAMIC_SHARED(unsigned char, shared);
+  __shared__ float4 shares[kWarps][STRIPS][cukit::kWarpSize];
   constexpr int kRows = STRIPS * 16;
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int warp = threadIdx.x / cukit::kWarpSize;
@@ -147,46 +121,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) weight_only_few(
       token < p.tokens ? x + static_cast<long long>(token) * p.columns + lane % 4 * 2 : nullptr,
       first_row % cukit::kBlockRows / 16,
       p.columns,
-      p.steps,
       cukit::create_policy_evict_first(),
   };
 
   StripSums sums = {};
-  Factors factors[2];
-  const unsigned char* const stages = shared + warp * STAGES * kStageBytes + lane * 16;
-#pragma unroll
-  for (int ahead = 0; ahead < STAGES; ++ahead) {
-    source.copy(cukit::shared_address(stages + ahead * kStageBytes), warp + ahead * kWarps);
-  }
-  source.load(factors[0], warp);
-  int index = 0;
-  for (int first = warp; first < p.steps; first += 2 * kWarps) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int step = first + i * kWarps;
-      const unsigned char* const stage = stages + index * kStageBytes;
-      source.load(factors[1 - i], step + kWarps);
-      cukit::cp_async_wait<STAGES - 1>();
-      if (step < p.steps) multiply(sums, stage, factors[i]);
-      source.copy(cukit::shared_address(stage), step + STAGES * kWarps);
-      index = index + 1 == STAGES ? 0 : index + 1;
+  Step steps[2];
+  if (warp < p.steps) source.load(steps[0], warp);
+  for (int step = warp; step < p.steps; step += 2 * kWarps) {
+    if (step + kWarps < p.steps) source.load(steps[1], step + kWarps);
+    multiply(sums, steps[0]);
+    if (step + kWarps < p.steps) {
+      if (step + 2 * kWarps < p.steps) source.load(steps[0], step + 2 * kWarps);
+      multiply(sums, steps[1]);
     }
   }
 
-  __syncthreads();  // all stages have been read
-  float4* const shares = reinterpret_cast<float4*>(shared);
 #pragma unroll
   for (int i = 0; i < STRIPS; ++i) {
-    shares[(warp * STRIPS + i) * cukit::kWarpSize + lane] =
-        make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
+    shares[warp][i][lane] = make_float4(sums[i][0], sums[i][1], sums[i][2], sums[i][3]);
   }
   __syncthreads();
   for (int index = threadIdx.x; index < kRows * TOKENS; index += THREADS) {
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) {
-      sum += reinterpret_cast<const float*>(shares)[i * kRows * TOKENS + index];
-    }
+    for (int i = 0; i < kWarps; ++i) sum += reinterpret_cast<const float*>(shares[i])[index];
     const int of_lane = index % 4;
     const int row = first_row + index / 128 * 16 + index % 128 / 16 + of_lane / 2 * 8;
     const int column = index / 4 % 4 * 2 + of_lane % 2;

@@ -10,7 +10,7 @@
 //   threads copy a step of k, 128 columns, by cp.async, STAGES - 1 steps ahead. Warp w has rows 16 w ..
 //   16 w + 15 of the tile: it decodes its part of the packed weight into operand a
 //   (gemm/weight_codes.cuh) and multiplies it by every token.
-// Shared memory, bytes: STAGES * (TOKENS * 256 + CONSUMERS * block bytes), dynamic: stages (x, swizzled
+// Shared memory, bytes: STAGES * round_up(TOKENS * 256 + CONSUMERS * block bytes, 128), dynamic: stages (x, swizzled
 //   rows of 256 bytes | blocks of the weight). Static: a word for each consumer.
 // Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS a multiple of 16, CONSUMERS 2; STAGES 2..;
 //   THREADS 128 * CONSUMERS.
@@ -28,7 +28,7 @@ namespace {
 
 constexpr int kTileBytes = TOKENS * cukit::kBlockColumns * 2;
 constexpr int kWeightBytes = CONSUMERS * Weight::kBytes;
-constexpr int kStageBytes = kTileBytes + kWeightBytes;
+constexpr int kStageBytes = (kTileBytes + kWeightBytes + 127) / 128 * 128;  // tiles are aligned
 
 using CopyX = cukit::TileCopy<TOKENS, cukit::kBlockColumns, THREADS, true>;
 using OperandX = cukit::RightNK<cukit::kBlockColumns>;

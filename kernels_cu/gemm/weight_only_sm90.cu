@@ -76,10 +76,9 @@ struct Operands {
   }
 };
 
-// InParts: the tokens are multiplied in parts.
-template <bool InParts>
+// Halves: the tokens are multiplied one half after the other.
+template <bool Halves>
 struct DecodedProduct {
-  static constexpr int kParts = 4;
   using Accumulators = Sums;
   const unsigned char* weight;  // this consumer's block in stage 0
   const unsigned char* tables;  // Codes::kTableBytes
@@ -91,22 +90,21 @@ struct DecodedProduct {
         x(TileX::k_major(stages)) {}
 
   CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
-    if constexpr (InParts) {
-      multiply_parts(sums, pipeline, at, tile);
+    if constexpr (Halves) {
+      multiply_halves(sums, pipeline, at, tile);
     } else {
       multiply_whole(sums, pipeline, at, tile);
     }
   }
 
  private:
-  // A group is decoded once and multiplied by one part of the tokens after the other: there are no
-  // registers for the sums of all tokens twice. While a part's products are in flight, the scaled sums of
-  // the part before are added.
-  CUKIT_DEVICE void multiply_parts(Sums& sums, Pipeline& pipeline, State& at,
-                                   const Tile& tile) const {
-    constexpr int kPart = TOKENS / kParts;
+  // A group is decoded once and multiplied by one half of the tokens, then by the other: there are no
+  // registers for the sums of all tokens twice. Meanwhile the other consumer's products run.
+  CUKIT_DEVICE void multiply_halves(Sums& sums, Pipeline& pipeline, State& at,
+                                    const Tile& tile) const {
+    constexpr int kHalf = TOKENS / 2;
     constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
-    float part_sums[2][kPart / 2];
+    float group_sums[kHalf / 2];
     float scale[2];
     clear(sums);
     for (int step = tile.first_step; step < tile.end_step; ++step) {
@@ -120,32 +118,24 @@ struct DecodedProduct {
         for (int i = 0; i < kGroupChunks; ++i) decode(a[i], block, group * kGroupChunks + i, tables);
         Weight::scales(scale, block, group);
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
+        for (int half = 0; half < 2; ++half) {
           cukit::wgmma_fence();
 #pragma unroll
           for (int i = 0; i < kGroupSteps; ++i) {
-            const int k = TileX::k_step(group * kGroupSteps + i) + TileX::rows(part * kPart);
-            product(part_sums[part % 2], a[i / kChunkSteps][i % kChunkSteps], tokens + k, i > 0);
+            const int k = TileX::k_step(group * kGroupSteps + i) + TileX::rows(half * kHalf);
+            product(group_sums, a[i / kChunkSteps][i % kChunkSteps], tokens + k, i > 0);
           }
           cukit::wgmma_commit();
-          if (part > 0) {
-            cukit::wgmma_wait<1>(part_sums[(part - 1) % 2]);
-            add_part(sums, part_sums[(part - 1) % 2], part - 1, scale);
+          cukit::wgmma_wait<0>(group_sums);
+#pragma unroll
+          for (int i = 0; i < kHalf / 2; ++i) {
+            sums[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_sums[i];
           }
         }
-        cukit::wgmma_wait<0>(part_sums[(kParts - 1) % 2]);
-        add_part(sums, part_sums[(kParts - 1) % 2], kParts - 1, scale);
       }
       release(pipeline, at);
       at.advance();
     }
-  }
-
-  template <int N>
-  CUKIT_DEVICE static void add_part(Sums& sums, const float (&part_sums)[N], int part,
-                                    const float (&scale)[2]) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) sums[part * N + i] += scale[i / 2 % 2] * part_sums[i];
   }
 
   CUKIT_DEVICE void multiply_whole(Sums& sums, Pipeline& pipeline, State& at,
