@@ -70,6 +70,7 @@ from cukit.errors import (
 from cukit.gemm import (
     BlockPattern,
     BlockSparseMatrix,
+    PackedWeight,
     bsr_from_mask,
     bsr_matmul,
     create_sparse_mask,
@@ -90,6 +91,8 @@ from cukit.gemm import (
     matmul_fp8,
     matmul_int8,
     matmul_tma,
+    pack_weight,
+    quantized_linear,
     tree_matmul,
 )
 from cukit.layers import (
@@ -156,6 +159,7 @@ __all__ = [
     "NarrowArray",
     "NarrowDtype",
     "OutOfMemoryError",
+    "PackedWeight",
     "PointerError",
     "QuantizedArray",
     "UnsupportedDeviceError",
@@ -226,6 +230,8 @@ __all__ = [
     "moe_unpermute_backward",
     "ones",
     "ones_like",
+    "pack_weight",
+    "quantized_linear",
     "register_kernel",
     "rms_norm",
     "rms_norm_backward",

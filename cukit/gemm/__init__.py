@@ -49,3 +49,7 @@ __all__ = [
     "matmul_tma",
     "tree_matmul",
 ]
+from cukit.gemm.weight_only import quantized_linear
+from cukit.gemm.weight_only_layout import PackedWeight, pack_weight
+
+__all__ = ["PackedWeight", "matmul", "matmul_tma", "pack_weight", "quantized_linear"]

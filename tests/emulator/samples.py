@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cukit.array_api import NarrowDtype, QuantizedArray, float8_e4m3, float8_e5m2, int8
+from cukit.array_api import NarrowDtype, QuantizedArray, float8_e4m3, float8_e5m2, int4, int8
 from cukit.array_api.narrow import encode
 from cukit.distill.adamw import AdamWState
 from cukit.registry import Op
@@ -153,6 +153,16 @@ def _values(rng: Rng) -> Any:
     return random(rng, (5, 37), "float32", 3.0)
 
 
+def _quantized_linear(rng: Rng) -> Arguments:
+    x, weight, bias = _rows(rng, (20, 264), (136, 264), (136,))
+    scales = rng.uniform(0.1, 0.3, (136, 3)).astype(np.float16)
+    zero_points = rng.integers(-8, 8, (136, 3)).astype(np.int8)
+    codes = QuantizedArray.encode(
+        weight, int4, scales=scales, zero_points=zero_points, axis=1, group_size=128
+    )
+    return (x, codes, bias), {}
+
+
 def _slides(rng: Rng) -> Arguments:
     """Holes of several sizes are closed, in memory of more than one block."""
     memory = rng.integers(0, 256, 150_000).astype(np.uint8)
@@ -235,6 +245,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         {},
     ),
     "matmul_tma": lambda rng: (tuple(_rows(rng, (70, 72), (136, 72))), {}),
+    "quantized_linear": _quantized_linear,
     "rms_norm": lambda rng: (tuple(_rows(rng, (37, 264), (264,))), {}),
     "rms_norm_backward": _norm_backward,
     "rope": _rope,
@@ -267,6 +278,8 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     """`value` with `function` applied to every array in it."""
     if isinstance(value, np.ndarray):
         return function(value)
+    if isinstance(value, QuantizedArray) and function is _widen:
+        return value  # its values are exact in float32
     if isinstance(value, dict):
         return {key: _map(each, function) for key, each in value.items()}
     if hasattr(value, "_make"):  # a NamedTuple

@@ -21,6 +21,8 @@ from cukit.gemm import (
     linear_backward,
     matmul_fp8,
     matmul_int8,
+    pack_weight,
+    quantized_linear,
 )
 from cukit.gemm.linear_plan import Product, configure
 from cukit.gemm.linear_sm90 import LinearSm90
@@ -29,6 +31,7 @@ from tests.gemm import test_bsr, test_grouped, test_grouped_fp8
 from tests.gemm.quantized_operands import float8_operand, int8_operand, place
 from tests.gemm.test_fp8 import KINDS
 from tests.gemm.test_linear import SHAPES, TILINGS, operands
+from tests.gemm.test_weight_only import FORMATS, float8, quantized
 from tests.sanitize import Group
 
 
@@ -122,6 +125,16 @@ def depth() -> None:
     gemm.depth_router_backward(grad, routing.weights, routing.slots)
 
 
+def weight_only() -> None:
+    rng = np.random.default_rng(3)
+    for form in FORMATS:
+        packed = pack_weight(quantized(rng, 200, 264, form).to_device("gpu"))
+        for m, dtype in ((3, "float16"), (150, "bfloat16")):
+            quantized_linear(*to_device("gpu", random(rng, (m, 264), dtype)), packed)
+    weight = quantized(rng, 200, 272, "int4 g64 zero points").to_device("gpu")
+    quantized_linear(float8(rng, 70, 272).to_device("gpu"), weight)
+
+
 GROUPS = {
     "grouped": Group(grouped, shares=True),
     "matmul_8bit": Group(eight_bits, shares=True, quick=True),
@@ -132,4 +145,5 @@ GROUPS = {
     "bsr_matmul sm90 128": Group(partial(block_sparse, 128), shares=True),
     "bsr_matmul": Group(partial(block_sparse, 16), shares=True, quick=True),
     "depth": Group(depth, shares=True),
+    "quantized_linear": Group(weight_only, shares=True, quick=True),
 }

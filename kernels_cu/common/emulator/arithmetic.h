@@ -42,16 +42,26 @@ inline unsigned __brev(unsigned x) {
   for (int i = 0; i < 32; ++i) reversed |= (x >> i & 1u) << (31 - i);
   return reversed;
 }
-inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+namespace cukit::emulator {
+
+// prmt.b32: with the highest bit of its nibble of the selector a byte is a sign, eight times.
+inline unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
   const std::uint64_t bytes = static_cast<std::uint64_t>(high) << 32 | low;
   unsigned result = 0;
   for (int i = 0; i < 4; ++i) {
     const unsigned choice = selector >> (4 * i);
     unsigned byte = static_cast<unsigned>(bytes >> (8 * (choice & 7))) & 0xffu;
-    if (choice & 8) byte = byte & 0x80u ? 0xffu : 0u;  // replicates the sign
+    if (choice & 8) byte = byte & 0x80u ? 0xffu : 0u;
     result |= byte << (8 * i);
   }
   return result;
+}
+
+}  // namespace cukit::emulator
+
+// CUDA's function clears that bit.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  return ::cukit::emulator::permute_bytes(low, high, selector & 0x7777u);
 }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((static_cast<std::uint64_t>(high) << 32 | low) << (shift & 31) >> 32);

@@ -153,30 +153,34 @@ struct StagedStore {
   }
 };
 
-// Stores the transpose of 64 x Columns accumulators, Columns rows of 64, through one buffer of the
-// warpgroup.
-template <typename T, int Columns>
+// Stores the transpose of 64 x Columns accumulators, Columns rows of 64, in pieces of PieceColumns rows
+// through one buffer of the warpgroup.
+template <typename T, int Columns, int PieceColumns = Columns>
 struct TransposedStore {
-  using Piece = SharedTile<T, Columns, kWarpgroupRows>;  // the box of the tensor map
+  using Piece = SharedTile<T, PieceColumns, kWarpgroupRows>;  // the box of the tensor map
   static constexpr int kBytes = Piece::kBytes;
 
-  static_assert(sizeof(T) == 2 && Columns % 16 == 0, "whole matrices of stmatrix");
+  static_assert(sizeof(T) == 2 && PieceColumns % 16 == 0, "whole matrices of stmatrix");
+  static_assert(Columns % PieceColumns == 0, "whole pieces");
 
   // As StagedStore::store; (row, column) of the transpose, which has `rows` x `columns`.
   template <int N>
   CUKIT_DEVICE static void store(const float (&sums)[N], unsigned char* buffer,
                                  const TensorMap* map, int column, int row, int columns, int rows,
                                  int barrier) {
-    store_piece(sums, buffer, barrier, [&] {
-      if (row < rows) Piece::store(map, buffer, column, row, columns);
-    });
+    static_assert(Columns / 2 <= N, "the accumulators exist");
+#pragma unroll
+    for (int first = 0; first < Columns; first += PieceColumns) {
+      store_piece(&sums[first / 2], buffer, barrier, [&] {
+        if (row + first < rows) Piece::store(map, buffer, column, row + first, columns);
+      });
+    }
   }
 
-  // The same with a place of its own: one thread calls send(), which starts the copy of the buffer.
-  template <int N, typename Send>
-  CUKIT_DEVICE static void store_piece(const float (&sums)[N], unsigned char* buffer, int barrier,
+  // One piece with a place of its own: one thread calls send(), which starts the copy of the buffer.
+  template <typename Send>
+  CUKIT_DEVICE static void store_piece(const float* sums, unsigned char* buffer, int barrier,
                                        const Send& send) {
-    static_assert(Columns / 2 <= N, "the accumulators exist");
     const int lane = threadIdx.x % kWarpSize;
     const int own_row = lane / 16 * 8 + lane % 8;
     const int own_chunk = threadIdx.x % kWarpgroupThreads / kWarpSize * 2 + lane / 8 % 2;
@@ -184,7 +188,7 @@ struct TransposedStore {
     if (starts) bulk_wait_read<0>();
     named_sync(barrier, kWarpgroupThreads);  // the buffer is free
 #pragma unroll
-    for (int pair = 0; pair < Columns / 16; ++pair) {
+    for (int pair = 0; pair < PieceColumns / 16; ++pair) {
       const float* d = &sums[8 * pair];
       const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
                                   pack<T>(d[6], d[7])};

@@ -17,6 +17,28 @@ CUKIT_DEVICE unsigned long long create_policy_evict_last() {
 #endif
 }
 
+// The same for lines that are the first to be evicted: of data that is read once.
+CUKIT_DEVICE unsigned long long create_policy_evict_first() {
+#ifdef CUKIT_EMULATE
+  return 0;
+#else
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+#endif
+}
+
+// The same for lines that nothing is known of.
+CUKIT_DEVICE unsigned long long create_policy_evict_normal() {
+#ifdef CUKIT_EMULATE
+  return 0;
+#else
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+#endif
+}
+
 // ld.global.L2::cache_hint, 16 bytes. `global` is 16-byte aligned.
 CUKIT_DEVICE uint4 load_global_16(const uint4* global, unsigned long long policy) {
 #ifdef CUKIT_EMULATE

@@ -148,6 +148,20 @@ CUKIT_DEVICE void bulk_load(void* shared, const void* global, unsigned bytes, Mb
 #endif
 }
 
+// The same with an L2 eviction priority (common/ptx/cache_policy.cuh).
+CUKIT_DEVICE void bulk_load_policy(void* shared, const void* global, unsigned bytes,
+                                   Mbarrier* barrier, unsigned long long policy) {
+#ifdef CUKIT_EMULATE
+  emulator::bulk_load(shared_address(shared), global, bytes, shared_address(barrier));
+#else
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;\n" ::"r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+      : "memory");
+#endif
+}
+
 // cp.async.bulk from shared memory.
 CUKIT_DEVICE void bulk_store(void* global, const void* shared, unsigned bytes) {
 #ifdef CUKIT_EMULATE

@@ -1,0 +1,263 @@
+"""How a product with a quantised weight runs: a pure choice from shapes, dtypes and device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from cukit.core.compiler import KernelSpec
+from cukit.core.device import KIB, Device
+from cukit.gemm.weight_only_layout import BLOCK_COLUMNS, BLOCK_ROWS, WeightDescription
+
+__all__ = ["WeightOnlyConfig", "WeightOnlyTiling", "plan_weight_only"]
+
+_HOPPER = "sm_90"
+_WARPGROUP = 128
+_TOKEN_STEP = 16
+_MOST_TOKENS = 256
+_WHOLE_TOKENS = 128
+_TILE_ALIGNMENT = 128
+FEW_TOKENS = 8
+_FEW_ELEMENTS = 2**27
+"""Of a weight; beyond, Hopper's tiles of 16 tokens are faster from three tokens on."""
+_ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
+_RESERVED_BYTES = KIB  # of shared memory: barriers and the system's own
+
+
+@dataclass(frozen=True)
+class WeightOnlyTiling:
+    """How a kernel cuts the result into tiles, and how it computes one."""
+
+    kernel: Literal["sm90", "sm80", "few"]
+    """weight_only_sm90.cu: TMA and wgmma; _sm80.cu: cp.async and mma.sync; _few.cu: mma.sync, and
+    codes straight from memory, for up to eight tokens."""
+    tokens: int
+    """Of a tile."""
+    consumers: int
+    """Groups of four warps that multiply, with 64 rows of the weight each."""
+    num_stages: int
+    mapped_out: bool = False
+    """Whether TMA stores the result."""
+    fold: bool = False
+    blocks_per_sm: int = 1
+    strips: int = 0
+    """Of "few": sixteens of rows of a block."""
+    warps: int = 0
+    """Of "few": warps that share the columns."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight of a tile."""
+        return 16 * self.strips or self.consumers * BLOCK_ROWS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps or _WARPGROUP * (self.consumers + int(self.kernel == "sm90"))
+
+    @property
+    def piece_tokens(self) -> int:
+        """Tokens that TMA stores at a time."""
+        return math.gcd(self.tokens, 64 if self.tokens <= 128 else 32)
+
+    def stage_bytes(self, weight: WeightDescription) -> int:
+        """Shared memory of a stage: x and the blocks of the weight."""
+        used = self.tokens * BLOCK_COLUMNS * weight.x_bytes + self.consumers * weight.block_bytes
+        return -(-used // _TILE_ALIGNMENT) * _TILE_ALIGNMENT if self.kernel == "sm80" else used
+
+    def staging_bytes(self) -> int:
+        """Shared memory of pieces of the result on their way to memory."""
+        return self.consumers * self.piece_tokens * BLOCK_ROWS * 2 if self.mapped_out else 0
+
+    def shared_bytes(self, weight: WeightDescription) -> int:
+        """Dynamic shared memory of a block."""
+        return self.num_stages * self.stage_bytes(weight) + self.staging_bytes()
+
+
+@dataclass(frozen=True)
+class WeightOnlyConfig:
+    """How one call runs."""
+
+    dtype: str
+    weight: WeightDescription
+    tiling: WeightOnlyTiling
+    num_blocks: int
+    """Blocks of the persistent grid."""
+    group: int
+    """Rows of tiles that are walked over together."""
+    whole_tiles: int
+    """Tiles that one block computes alone."""
+    shared_tiles: int
+    """Tiles whose steps all blocks share."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Scratch memory for pieces of tiles: two places a block."""
+        tiling = self.tiling
+        return 2 * self.num_blocks * tiling.rows * tiling.tokens * 4 if self.shared_tiles else 0
+
+    @property
+    def counters(self) -> int:
+        """Counters of pieces that have arrived."""
+        return self.shared_tiles * self.tiling.consumers
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        tiling, weight = self.tiling, self.weight
+        defines: tuple[tuple[str, int | str], ...] = (
+            ("DTYPE", self.dtype),
+            ("FLOAT8", int(weight.float8)),
+            ("BITS", weight.dtype.bits),
+            ("GROUP", weight.group_size or 0),
+            ("ZERO_POINTS", int(weight.has_zero_points)),
+            ("SCALE", weight.scale_dtype.name),
+            ("FOLD", int(tiling.fold)),
+            ("TOKENS", tiling.tokens),
+            ("CONSUMERS", tiling.consumers),
+            ("THREADS", tiling.threads),
+        )
+        if tiling.kernel == "few":
+            defines += (("STRIPS", tiling.strips),)
+        else:
+            defines += (("STAGES", tiling.num_stages),)
+        if tiling.kernel == "sm90":
+            defines += (("MAPPED_OUT", int(tiling.mapped_out)),)
+        entry = f"weight_only_{tiling.kernel}"
+        shared = tiling.shared_bytes(weight)
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiling.threads, shared)
+
+
+@cache
+def plan_weight_only(
+    tokens: int, weight: WeightDescription, dtype: str, device: Device
+) -> WeightOnlyConfig:
+    """The tiling that is expected to take the least time; see `WeightOnlyConfig`."""
+    configs = [
+        configure(tokens, weight, dtype, device, tiling)
+        for tiling in _candidates(tokens, weight, device)
+    ]
+    return min(configs, key=_cycles)
+
+
+def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[WeightOnlyTiling]:
+    """Tilings to choose from: tiles of equal numbers of tokens."""
+    n, k = weight.shape
+    few = FEW_TOKENS if n * k <= _FEW_ELEMENTS or device.arch != _HOPPER else 2
+    if tokens <= few and not weight.float8:
+        return [few_tiling(8 // weight.dtype.bits, 8)]
+    if device.arch != _HOPPER:
+        return [sm80_tiling(_tile_tokens(tokens, -(-tokens // 64)), weight, device)]
+    if tokens <= 64:
+        tile = _tile_tokens(tokens, 1)
+        return [hopper_tiling(tile, 4 if tile <= 32 else 2, weight, device)]
+    fold = weight.group_size is not None and not weight.float8
+    fewest = -(-tokens // _MOST_TOKENS)
+    return [
+        hopper_tiling(_tile_tokens(tokens, across), 2, weight, device, fold=fold)
+        for across in range(fewest, fewest + 3)
+    ]
+
+
+def _tile_tokens(tokens: int, across: int) -> int:
+    """Tokens of each of so many tiles; wide ones have halves that are whole steps."""
+    step = _TOKEN_STEP if tokens <= _WHOLE_TOKENS * across else 2 * _TOKEN_STEP
+    return -(-tokens // (across * step)) * step
+
+
+def hopper_tiling(
+    tokens: int,
+    consumers: int,
+    weight: WeightDescription,
+    device: Device,
+    *,
+    stages: int = 0,
+    fold: bool = False,
+) -> WeightOnlyTiling:
+    """A tiling for Hopper with as many stages, up to `stages`, as there is room for."""
+    stages = stages or (6 if tokens <= 32 else 8)
+    tiling = WeightOnlyTiling(
+        "sm90",
+        tokens,
+        consumers,
+        0,
+        mapped_out=tokens >= 64 and weight.shape[0] % _ROW_ELEMENTS == 0,
+        fold=fold,
+    )
+    room = device.shared_bytes_per_block - _RESERVED_BYTES
+    return replace(tiling, num_stages=_stages(tiling, weight, room, stages))
+
+
+def sm80_tiling(
+    tokens: int, weight: WeightDescription, device: Device, *, blocks: int = 0, stages: int = 4
+) -> WeightOnlyTiling:
+    """A tiling for mma.sync, with `blocks` blocks a multiprocessor: two for few tokens."""
+    blocks = blocks or (2 if tokens <= 32 else 1)
+    tiling = WeightOnlyTiling("sm80", tokens, 2, 0, blocks_per_sm=blocks)
+    room = min(device.shared_bytes_per_block, device.shared_bytes_per_sm // blocks)
+    return replace(tiling, num_stages=_stages(tiling, weight, room - _RESERVED_BYTES, stages))
+
+
+def _stages(tiling: WeightOnlyTiling, weight: WeightDescription, room: int, most: int) -> int:
+    return min(most, (room - tiling.staging_bytes()) // tiling.stage_bytes(weight))
+
+
+def few_tiling(strips: int, warps: int) -> WeightOnlyTiling:
+    """A tiling for up to eight tokens."""
+    return WeightOnlyTiling("few", FEW_TOKENS, 1, 0, strips=strips, warps=warps)
+
+
+def configure(
+    tokens: int,
+    weight: WeightDescription,
+    dtype: str,
+    device: Device,
+    tiling: WeightOnlyTiling,
+    *,
+    share: bool | None = None,
+) -> WeightOnlyConfig:
+    """A call with this tiling. Tiles that leave blocks idle in a last round are cut along k unless
+    adding the pieces up takes longer than the round that is saved; `share` decides it otherwise."""
+    tiles_m = -(-weight.shape[0] // tiling.rows)
+    if tiling.kernel == "few":
+        return WeightOnlyConfig(dtype, weight, tiling, tiles_m, 1, tiles_m, 0)
+    tiles = tiles_m * -(-tokens // tiling.tokens)
+    blocks = min(device.num_sms * tiling.blocks_per_sm, tiles * weight.steps)
+    left = tiles % blocks
+    # With fewer steps than blocks to share, a block would have none.
+    possible = left * weight.steps >= blocks
+    group = _raster_group(tiling, weight, blocks, tiles_m)
+    config = WeightOnlyConfig(dtype, weight, tiling, min(blocks, tiles), group, tiles, 0)
+    shared = replace(config, num_blocks=blocks, whole_tiles=tiles - left, shared_tiles=left)
+    if share is None:
+        share = _cycles(shared) < _cycles(config)
+    return shared if share and possible and left else config
+
+
+def _raster_group(
+    tiling: WeightOnlyTiling, weight: WeightDescription, blocks: int, tiles_m: int
+) -> int:
+    """Tiles in flight read the fewest bytes where as many are of the weight as of x."""
+    ratio = tiling.tokens * 8 * weight.x_bytes / (tiling.rows * weight.dtype.bits)
+    return max(1, min(round((blocks * ratio) ** 0.5), tiles_m))
+
+
+# Measured on an H200, in cycles.
+_LEAST_CYCLES = 300  # of a consumer in a step: to read and decode a block of the weight
+_STEP_CYCLES = 200  # beside products
+_CYCLES_A_TOKEN = 3.7
+_ARRIVAL_CYCLES = 3000
+_PIECE_BYTES_A_CYCLE = 10  # written, and read by who adds them up
+
+
+def _cycles(config: WeightOnlyConfig) -> float:
+    """How long the kernel is expected to take: a model for choosing among tilings."""
+    tiling, steps = config.tiling, config.weight.steps
+    consumer = max(_LEAST_CYCLES, _STEP_CYCLES + _CYCLES_A_TOKEN * tiling.tokens)
+    step = tiling.consumers * consumer
+    cycles = -(-config.whole_tiles // config.num_blocks) * steps * step
+    if config.shared_tiles:
+        cycles += -(-config.shared_tiles * steps // config.num_blocks) * step
+        cycles += _ARRIVAL_CYCLES + tiling.rows * tiling.tokens * 4 / _PIECE_BYTES_A_CYCLE
+    return cycles

@@ -1,0 +1,261 @@
+// Quantised weights in the order in which tensor cores take them: the blocks of a packed weight, and
+// their way into registers.
+//
+// A block is 64 rows (output features) x 128 columns (k) of the weight, contiguous in memory:
+//   codes        a lane's codes of consecutive steps lie side by side, so that it reads 16 bytes
+//   scales       Scale [128 / Group][4 warps][8][2]: rows g and g + 8 of a warp are neighbours
+//   zero points  a byte [128 / Group][4 warps][8], row g in the lower half; only with ZeroPoints
+// Blocks come in pairs of 128 rows, one behind the other; pairs follow each other along k. Rows and
+// columns beyond the weight are zeros. cukit/gemm/weight_only_layout.py writes this order.
+//
+// A step is 32 bytes of the other operand along k: 16 columns of 16-bit elements, 32 of float8. Lane l,
+// with g = l / 4 and t = l % 4, has operand A of wgmma and of mma.sync: a[0] row g, a[1] row g + 8, the
+// E = 2 or 4 columns from E t on; a[2] a[3] the columns 4 E further.
+//
+// Codes become numbers exactly: (code - zero point), without the scale, which multiplies the sums of a
+// group in float. Nothing is rounded before the accumulators.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/lop3.cuh"
+#include "common/ptx/prmt.cuh"
+#include "common/types.cuh"
+
+namespace cukit {
+
+constexpr int kBlockRows = 64;
+constexpr int kBlockColumns = 128;
+
+namespace detail {
+
+// a - b, two elements at a time.
+CUKIT_DEVICE unsigned subtract_pairs(__half, unsigned a, unsigned b) {
+  const __half2 difference =
+      __hsub2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
+  return *reinterpret_cast<const unsigned*>(&difference);
+}
+CUKIT_DEVICE unsigned subtract_pairs(__nv_bfloat16, unsigned a, unsigned b) {
+  const __nv_bfloat162 difference =
+      __hsub2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
+  return *reinterpret_cast<const unsigned*>(&difference);
+}
+
+// An integer from -15 to 15 as e4m3.
+CUKIT_DEVICE constexpr unsigned e4m3_integer(int value) {
+  const int magnitude = value < 0 ? -value : value;
+  const int exponent = magnitude >= 8 ? 3 : magnitude >= 4 ? 2 : magnitude >= 2 ? 1 : 0;
+  const int mantissa = (magnitude << (3 - exponent)) & 7;
+  return (value < 0 ? 0x80u : 0u) | (magnitude ? (exponent + 7) << 3 | mantissa : 0);
+}
+
+// Four integers from `first` on.
+CUKIT_DEVICE constexpr unsigned e4m3_integers(int first) {
+  return e4m3_integer(first) | e4m3_integer(first + 1) << 8 | e4m3_integer(first + 2) << 16 |
+         e4m3_integer(first + 3) << 24;
+}
+
+// a * b, two elements at a time.
+CUKIT_DEVICE unsigned multiply_pairs(__half, unsigned a, unsigned b) {
+  const __half2 product =
+      __hmul2(*reinterpret_cast<__half2*>(&a), *reinterpret_cast<__half2*>(&b));
+  return *reinterpret_cast<const unsigned*>(&product);
+}
+CUKIT_DEVICE unsigned multiply_pairs(__nv_bfloat16, unsigned a, unsigned b) {
+  const __nv_bfloat162 product =
+      __hmul2(*reinterpret_cast<__nv_bfloat162*>(&a), *reinterpret_cast<__nv_bfloat162*>(&b));
+  return *reinterpret_cast<const unsigned*>(&product);
+}
+
+}  // namespace detail
+
+// int4 to 16-bit elements. Eight codes, each + 8, are a word: field i of the lower half is the first and
+// of the upper half the second column of a[i]. Fields are 4 bits wide and begin at bit 3, round the
+// word's end: field 0 then is the four highest bits of a mantissa of bfloat16, and the middle of
+// float16's. With the exponent or-ed in it reads 16 + code (128 + code in float16).
+template <typename T>
+struct Int4Codes {
+  static constexpr int kBits = 4;
+  static constexpr int kStepColumns = 16;
+  static constexpr int kWords = 1;  // of a lane in a step
+  static constexpr int kTableBytes = 0;
+  static constexpr unsigned kField = 0x00780078u;
+
+  // What is subtracted from the lane's two rows.
+  struct Zeros {
+    unsigned row[2];
+  };
+
+  // `both`: the zero points + 8 of the rows. A field of a zero point reads as one of a code does.
+  CUKIT_DEVICE static Zeros zeros(unsigned both, const unsigned char*) {
+    return {{(both & 15u) * 0x00080008u | exponent(T()),
+             (both >> 4) * 0x00080008u | exponent(T())}};
+  }
+  CUKIT_DEVICE static Zeros no_zeros() { return zeros(0x88, nullptr); }
+
+  CUKIT_DEVICE static void decode(unsigned (&a)[4], const unsigned* words, const Zeros& zeros) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned shifted = __funnelshift_r(words[0], words[0], 4 * i);
+      a[i] = detail::subtract_pairs(T(), and_or(shifted, kField, exponent(T())), zeros.row[i % 2]);
+    }
+  }
+
+ private:
+  CUKIT_DEVICE static unsigned exponent(__nv_bfloat16) { return 0x41804180u; }  // 16
+  CUKIT_DEVICE static unsigned exponent(__half) { return 0x58005800u; }         // 128
+};
+
+// int8 to 16-bit elements. Four codes, each + 128, are a word; byte r + 2 p of word j is column p of
+// a[r + 2 j].
+template <typename T>
+struct Int8Codes {
+  static constexpr int kBits = 8;
+  static constexpr int kStepColumns = 16;
+  static constexpr int kWords = 2;
+  static constexpr int kTableBytes = 0;
+
+  struct Zeros {};
+
+  CUKIT_DEVICE static Zeros no_zeros() { return {}; }
+
+  CUKIT_DEVICE static void decode(unsigned (&a)[4], const unsigned* words, const Zeros&) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = pair(T(), words[i / 2] >> (8 * (i % 2)));
+  }
+
+ private:
+  // Bytes 0 and 2 of a word, - 128. float16: 1024 + code is exact.
+  CUKIT_DEVICE static unsigned pair(__half, unsigned word) {
+    return detail::subtract_pairs(__half(), and_or(word, 0x00ff00ffu, 0x64006400u), 0x64806480u);
+  }
+  // bfloat16: the lower seven bits over 128, less 128 or, where the eighth is not set, 256.
+  CUKIT_DEVICE static unsigned pair(__nv_bfloat16, unsigned word) {
+    return detail::subtract_pairs(__nv_bfloat16(), and_or(word, 0x007f007fu, 0x43004300u),
+                                  and_xor(word, 0x00800080u, 0x43804380u));
+  }
+};
+
+// int4 to float8 (e4m3), which holds all integers from -16 to 16: a table of sixteen bytes for each row,
+// number u being u - 8 less the row's zero point. Eight codes, each + 8, are a word: the lower three bits
+// of code c of a[2 j] are nibble c, of a[2 j + 1] nibble 4 + c, of word j; their highest bits are bit
+// 8 c + 7 and bit 8 c + 3.
+struct Int4Float8Codes {
+  static constexpr int kBits = 4;
+  static constexpr int kStepColumns = 32;
+  static constexpr int kWords = 2;
+  static constexpr int kTableBytes = 16 * 16;  // shared memory: the table of each zero point
+
+  struct Zeros {
+    unsigned table[2][4];
+  };
+
+  // Fills the tables; threads of one warp at least, `thread` of `threads`.
+  CUKIT_DEVICE static void prepare(unsigned char* tables, int thread, int threads) {
+    for (int i = thread; i < kTableBytes; i += threads) tables[i] = detail::e4m3_integer(i % 16 - i / 16);
+  }
+
+  CUKIT_DEVICE static Zeros zeros(unsigned both, const unsigned char* tables) {
+    Zeros zeros;
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const unsigned zero = row == 0 ? both & 15u : both >> 4;
+      const uint4 words = reinterpret_cast<const uint4*>(tables)[zero];
+      zeros.table[row][0] = words.x;
+      zeros.table[row][1] = words.y;
+      zeros.table[row][2] = words.z;
+      zeros.table[row][3] = words.w;
+    }
+    return zeros;
+  }
+
+  CUKIT_DEVICE static Zeros no_zeros() {
+    constexpr unsigned kTable[4] = {detail::e4m3_integers(-8), detail::e4m3_integers(-4),
+                                    detail::e4m3_integers(0), detail::e4m3_integers(4)};
+    Zeros zeros;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) zeros.table[0][i] = zeros.table[1][i] = kTable[i];
+    return zeros;
+  }
+
+  CUKIT_DEVICE static void decode(unsigned (&a)[4], const unsigned* words, const Zeros& zeros) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const unsigned index = words[j] & 0x77777777u;
+      a[2 * j] = look_up(zeros.table[0], index, words[j]);
+      a[2 * j + 1] = look_up(zeros.table[1], index >> 16, words[j] << 4);
+    }
+  }
+
+ private:
+  // Four bytes of a table: the lower three bits of each index are nibbles of `index`, the highest is the
+  // highest of a byte of `upper`.
+  CUKIT_DEVICE static unsigned look_up(const unsigned (&table)[4], unsigned index, unsigned upper) {
+    const unsigned low = permute_bytes(table[0], table[1], index);
+    const unsigned high = permute_bytes(table[2], table[3], index);
+    const unsigned chosen = byte_signs(upper);
+    return (high & chosen) | (low & ~chosen);
+  }
+};
+
+// The layout of a block. Group: columns that share a scale, 32, 64 or 128, or 0 where a row has one
+// scale, which the block then does not hold.
+template <typename Codes, typename Scale, int Group, bool ZeroPoints>
+struct WeightBlock {
+  static constexpr int kCodeBytes = kBlockRows * kBlockColumns * Codes::kBits / 8;
+  static constexpr int kGroups = Group ? kBlockColumns / Group : 0;
+  static constexpr int kScales = kCodeBytes;  // bytes before
+  static constexpr int kZeros = kScales + kGroups * kBlockRows * static_cast<int>(sizeof(Scale));
+  static constexpr int kBytes = kZeros + (ZeroPoints ? kGroups * kBlockRows / 2 : 0);
+
+  static_assert(kBytes % 16 == 0, "as bulk copies ask for");
+
+  // The lane's words of steps `first` .. `first` + Steps - 1. A 16-byte chunk holds 4 / kWords steps.
+  template <int Steps>
+  CUKIT_DEVICE static void load(unsigned (&words)[Steps * Codes::kWords], const unsigned char* block,
+                                int first) {
+    constexpr int kChunkSteps = 4 / Codes::kWords;
+    const int thread = threadIdx.x % 128;
+    if constexpr (Steps >= kChunkSteps) {
+#pragma unroll
+      for (int chunk = 0; chunk < Steps / kChunkSteps; ++chunk) {
+        const uint4 four = *reinterpret_cast<const uint4*>(
+            block + ((first / kChunkSteps + chunk) * 128 + thread) * 16);
+        words[4 * chunk] = four.x;
+        words[4 * chunk + 1] = four.y;
+        words[4 * chunk + 2] = four.z;
+        words[4 * chunk + 3] = four.w;
+      }
+    } else {
+      const uint2 two = *reinterpret_cast<const uint2*>(
+          block + (first / kChunkSteps * 128 + thread) * 16 + first % kChunkSteps * 4 * Codes::kWords);
+      words[0] = two.x;
+      words[1] = two.y;
+    }
+  }
+
+  // The scales of the two rows of thread `thread` of the 128 that share a block.
+  CUKIT_DEVICE static Vec<Scale, 2> scale_pair(const unsigned char* block, int group, int thread) {
+    const auto* const pairs = reinterpret_cast<const Vec<Scale, 2>*>(block + kScales);
+    return pairs[group * kBlockRows / 2 + thread / 4];
+  }
+  CUKIT_DEVICE static void scales(float (&to)[2], const unsigned char* block, int group) {
+    to_floats(to, scale_pair(block, group, threadIdx.x % 128));
+  }
+
+  // Their zero points + 8, a byte.
+  CUKIT_DEVICE static unsigned char zero_points(const unsigned char* block, int group, int thread) {
+    if constexpr (!ZeroPoints) return 0;
+    return block[kZeros + group * kBlockRows / 2 + thread / 4];
+  }
+
+  // What two rows subtract. `both`: their zero points + 8; `tables`: what Codes::prepare has filled.
+  CUKIT_DEVICE static typename Codes::Zeros zeros(unsigned both, const unsigned char* tables) {
+    if constexpr (ZeroPoints) {
+      return Codes::zeros(both, tables);
+    } else {
+      return Codes::no_zeros();
+    }
+  }
+};
+
+}  // namespace cukit

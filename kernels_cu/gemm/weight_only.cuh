@@ -1,0 +1,194 @@
+// What the kernels of products with a quantised weight share: the macros' types, and the epilogue, which
+// adds up the pieces of tiles that several blocks have computed.
+//
+// Macros: DTYPE float16|bfloat16 (bias, out, and x unless FLOAT8); FLOAT8 0|1: x is float8 (e4m3); BITS
+//   4|8 (8 only without FLOAT8); GROUP 32|64|128, or 0 for one scale a row; ZERO_POINTS 0|1 (int4 with
+//   groups); SCALE float16|bfloat16|float32; TOKENS, of a tile; CONSUMERS: warpgroups with 64 rows of
+//   the weight each.
+#pragma once
+
+#include "common/hopper/tile_scheduler.cuh"
+#include "common/hopper/warp_specialized.cuh"
+#include "common/platform.cuh"
+#include "common/ptx/warp_group.cuh"
+#include "common/types.cuh"
+#include "gemm/weight_codes.cuh"
+
+namespace {
+
+using cukit::bfloat16;
+using cukit::float16;
+using cukit::float32;
+using T = cukit::element_t;
+using Scale = SCALE;
+
+template <int Bits, bool Float8>
+struct CodesOf;
+template <>
+struct CodesOf<4, false> { using type = cukit::Int4Codes<T>; };
+template <>
+struct CodesOf<8, false> { using type = cukit::Int8Codes<T>; };
+template <>
+struct CodesOf<4, true> { using type = cukit::Int4Float8Codes; };
+
+using Codes = CodesOf<BITS, FLOAT8>::type;
+using Weight = cukit::WeightBlock<Codes, Scale, GROUP, ZERO_POINTS>;
+using Schedule = cukit::StreamKTiles;
+using Tile = cukit::StreamKTile;
+
+// A lane's sums of 64 rows x TOKENS: element 4 n + 2 half + i is row accumulator_row() + 8 half, token
+// 8 n + accumulator_column() + i.
+using Sums = float[TOKENS / 2];
+
+// Columns that are decoded at a time, between them the products of the chunk before.
+constexpr int kChunk = GROUP == 32 ? 32 : 64;
+constexpr int kChunkSteps = kChunk / Codes::kStepColumns;
+constexpr int kChunks = cukit::kBlockColumns / kChunk;
+constexpr int kGroupChunks = GROUP ? GROUP / kChunk : kChunks;
+
+constexpr bool kSumsByGroup = GROUP != 0 && !FOLD;
+
+using Operand = unsigned[kChunkSteps][4];
+
+// A chunk of a block in shared memory -> operand a.
+CUKIT_DEVICE void decode(Operand& a, const unsigned char* block, int chunk,
+                         const unsigned char* tables) {
+  unsigned words[kChunkSteps * Codes::kWords];
+  Weight::load<kChunkSteps>(words, block, chunk * kChunkSteps);
+  const Codes::Zeros zeros = Weight::zeros(
+      Weight::zero_points(block, chunk / kGroupChunks, threadIdx.x % 128), tables);
+#pragma unroll
+  for (int i = 0; i < kChunkSteps; ++i) Codes::decode(a[i], &words[i * Codes::kWords], zeros);
+  if constexpr (FOLD) {
+    float scale[2];
+    Weight::scales(scale, block, chunk / kGroupChunks);
+    const unsigned factors[2] = {cukit::pack<T>(scale[0], scale[0]),
+                                 cukit::pack<T>(scale[1], scale[1])};
+#pragma unroll
+    for (int i = 0; i < kChunkSteps; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a[i][j] = cukit::detail::multiply_pairs(T(), a[i][j], factors[j % 2]);
+  }
+}
+
+CUKIT_DEVICE void clear(Sums& sums) {
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; ++i) sums[i] = 0.0f;
+}
+
+CUKIT_DEVICE void add_scaled(Sums& sums, const Sums& group_sums, const float (&scale)[2]) {
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; ++i) sums[i] += scale[i / 2 % 2] * group_sums[i];
+}
+
+// What becomes of a tile's sums. Pieces of a tile: each block writes its sums to `pieces` and counts
+// itself; the last to arrive adds all of them up in the order of k. No block waits for another.
+struct Epilogue {
+  Schedule schedule;
+  const T* bias;              // [rows] or null
+  const Scale* scales;        // GROUP 0: [rows]
+  const float* token_scales;  // FLOAT8: [tokens], or one where the stride is 0
+  int token_stride;
+  float4* pieces;  // [2 blocks][CONSUMERS][TOKENS / 8][128 threads]
+  int* arrivals;   // [shared tiles][CONSUMERS], zeros; they are zeros again when the kernel ends
+  int* last;       // shared memory, a word of this consumer
+  int tokens, rows;
+  int group;  // this consumer
+
+  // Whether the sums are those of the whole tile now.
+  CUKIT_DEVICE bool complete(Sums& sums, const Tile& tile) const {
+    return !schedule.in_pieces(tile) || collect(sums, tile);
+  }
+
+  // The first of this consumer's rows.
+  CUKIT_DEVICE int first_row(const Tile& tile) const {
+    return (tile.m * CONSUMERS + group) * cukit::kBlockRows;
+  }
+
+  // Scales that are not a group's, and the bias.
+  CUKIT_DEVICE void finish(Sums& sums, const Tile& tile) const {
+    const int first_token = tile.n * TOKENS + cukit::accumulator_column();
+    float scale[2], offset[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row(tile) + cukit::accumulator_row() + 8 * half;
+      const bool exists = row < rows;
+      offset[half] = bias && exists ? cukit::to_float(bias[row]) : 0.0f;
+      scale[half] = !GROUP && exists ? cukit::to_float(scales[row]) : 1.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) {
+      const int half = i / 2 % 2;
+      float factor = scale[half];
+      if constexpr (FLOAT8) {
+        const int token = first_token + i / 4 * 8 + i % 2;
+        if (token < tokens) factor *= token_scales[token * token_stride];
+      }
+      sums[i] = GROUP && !FLOAT8 ? sums[i] + offset[half] : sums[i] * factor + offset[half];
+    }
+  }
+
+  // Element by element: for few tokens, and for rows that TMA cannot address.
+  CUKIT_DEVICE void store(T* out, const Sums& sums, const Tile& tile) const {
+    const int lane_row = first_row(tile) + cukit::accumulator_row();
+    const int first_token = tile.n * TOKENS + cukit::accumulator_column();
+#pragma unroll
+    for (int i = 0; i < TOKENS / 2; ++i) {
+      const int row = lane_row + i / 2 % 2 * 8;
+      const int token = first_token + i / 4 * 8 + i % 2;
+      if (row < rows && token < tokens) {
+        out[static_cast<long long>(token) * rows + row] = cukit::from_float<T>(sums[i]);
+      }
+    }
+  }
+
+ private:
+  CUKIT_DEVICE float4* piece(int place) const {
+    return pieces + (place * CONSUMERS + group) * (TOKENS / 8) * 128 + threadIdx.x % 128;
+  }
+
+  // Adds the pieces of the tile up, in the block that is last to bring one; false in the others.
+  CUKIT_DEVICE bool collect(Sums& sums, const Tile& tile) const {
+    const int used = min((tokens - tile.n * TOKENS + 7) / 8, TOKENS / 8);  // eights of tokens
+    const int first = schedule.first_block(tile.shared);
+    const int end = schedule.last_block(tile.shared) + 1;
+    float4* const own = piece(schedule.place(blockIdx.x, tile.shared));
+#pragma unroll
+    for (int n = 0; n < TOKENS / 8; ++n) {
+      if (n < used) {
+        own[n * 128] = make_float4(sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]);
+      }
+    }
+    cukit::named_sync(1 + group, 128);
+    if (threadIdx.x % 128 == 0) {
+      int* const counter = arrivals + tile.shared * CONSUMERS + group;
+      __threadfence();
+      const bool is_last = atomicAdd(counter, 1) == end - first - 1;
+      __threadfence();
+      if (is_last) *counter = 0;
+      *last = is_last;
+    }
+    cukit::named_sync(1 + group, 128);
+    if (!*last) return false;
+    // Only the first block may have its piece in its second place: there its share ends.
+    const float4* from = piece(schedule.place(first, tile.shared));
+    clear(sums);
+#pragma unroll(TOKENS <= 32 ? 4 : 1)
+    for (int block = first; block < end; ++block) {
+#pragma unroll
+      for (int n = 0; n < TOKENS / 8; ++n) {
+        if (n < used) {
+          const float4 four = __ldcg(from + n * 128);
+          sums[4 * n] += four.x;
+          sums[4 * n + 1] += four.y;
+          sums[4 * n + 2] += four.z;
+          sums[4 * n + 3] += four.w;
+        }
+      }
+      from = piece(2 * (block + 1));
+    }
+    return true;
+  }
+};
+
+}  // namespace
