@@ -25,11 +25,10 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device, current_device, require_cupy
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.map_cache import TensorMapCache
 from cukit.core.narrow_dtype import float8_e4m3, int4, int8
 from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
-from cukit.core.tensor_map import encode_tensor_map
+from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError
 from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription, pack_weight
 from cukit.gemm.weight_only_plan import WeightOnlyConfig, plan_weight_only
