@@ -103,7 +103,7 @@ class Tiling:
     def stage_bytes(self, product: Product) -> int:
         """Of both operands, in rows of 128 bytes."""
         extents = (self.tile_m, product.major_a), (self.tile_n, product.major_b)
-        rows = [extent if major == "K" else -(-extent // 64) * 64 for extent, major in extents]
+        rows = (e if major == "K" else -(-e // 64) * 64 for e, major in extents)
         return sum(rows) * ROW_BYTES
 
     def num_stages(self, product: Product, static_bytes: int = KIB) -> int:
@@ -190,34 +190,46 @@ that wait for each other lose 0.5 % (profiling/notes/linear_sm90.md). Not planne
 # ---- The choice ----
 
 # Fitted to an H200, cold L2 (profiling/notes/linear_sm90.md).
-_START_US = 4.33
-_MEMORY_BYTES_PER_US = 4.07e6
-_FIRST_BYTES_PER_US = 2.66e6
+_START_US = 3.76
+_MEMORY_BYTES_PER_US = 4.0e6
+_FIRST_BYTES_PER_US = 2.59e6
 """The first bytes of a cold start come more slowly."""
 _FIRST_BYTES = 40e6
-_LATENCY_US = 0.94
+_LATENCY_US = 1.06
 """Of memory: bytes in flight over the latency bound the rate too."""
-_MACS_PER_US = 2048 * 1520.0
-_STEP_US = 0.018
-_SHARED_STEP_US = 0.069
+_MACS_PER_US = 2048 * 1742.0
+_STEP_US = 0.005
+_SHARED_STEP_US = 0.062
 """Per step of k, beside the products: of a block alone on its multiprocessor, and of two."""
-_EXCHANGE_BYTES_PER_US = 12.9e3
+_LOAD_BYTES_PER_US = 489e3
+"""What loads of operands from L2 add to the products."""
+_SM_BYTES_PER_US = 45e3
+"""That one multiprocessor receives from memory."""
+_EXCHANGE_BYTES_PER_US = 12.6e3
 """Between the blocks of a cluster."""
-_SPLIT_US = 0.9
-_SPLIT_ROUND_US = 0.75
-_BOTH = 2.62
+_SPLIT_US = 1.36
+_SPLIT_ROUND_US = 0.53
+_BOTH = 2.8
 """Norm by which the times of products and of memory add up: they overlap, not wholly."""
 
 _SPLITS = (1, 2, 4, 8)
 _FEWEST_STAGES = 3
 _WIDEST = Tiling(128, 256)
-_WIDE = (_WIDEST, *(Tiling(128, tile_n) for tile_n in (224, 192, 160, 128, 96, 64, 48, 32)))
+_WIDE = (_WIDEST, *(Tiling(128, tile_n) for tile_n in (224, 192, 160, 128, 96, 64)))
 _SMALL = tuple(Tiling(64, tile_n, consumers=1, blocks_per_sm=2) for tile_n in (128, 96, 64))
 _FEW = tuple(
     Tiling(tile_m, tokens, consumers=consumers, transposed=True, blocks_per_sm=3 - consumers)
     for tokens in (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)
     for tile_m, consumers in ((128, 2), (64, 1))
 )
+
+
+def _suits(tiling: Tiling, tokens: int) -> bool:
+    """Whether a transposed tiling is worth a look: few tiles of tokens, none mostly empty. The
+    weight is read by each."""
+    columns = -(-tokens // tiling.tile_n)
+    empty = columns * tiling.tile_n - tokens
+    return tokens <= 384 and columns <= (1 if tokens <= 64 else 2) and empty < max(16, tokens)
 
 
 def candidates(product: Product) -> Iterator[Tiling]:
@@ -231,6 +243,8 @@ def candidates(product: Product) -> Iterator[Tiling]:
     for tiling in tilings:
         computed = product.swapped() if tiling.transposed else product
         if tiling.tile_n % (64 if computed.major_b == "MN" else 32 if product.gated else 16):
+            continue
+        if tiling.transposed and not _suits(tiling, computed.n):
             continue
         for splits in _SPLITS:
             each = replace(tiling, splits=splits)
@@ -250,6 +264,8 @@ def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
     steps = -(-product.k // TILE_K) / tiling.splits
     step = tiling.tile_m * tiling.tile_n * TILE_K / _MACS_PER_US
     step += _STEP_US if sharing == 1 else _SHARED_STEP_US
+    loaded = min(tiling.tile_m, computed.m) + min(tiling.tile_n, parts * computed.n)
+    step += loaded * ROW_BYTES / _LOAD_BYTES_PER_US
     multiply = rounds * sharing * steps * step
 
     total = ITEM_BYTES * (product.k * (product.m + parts * product.n) + product.m * product.n)
@@ -261,7 +277,8 @@ def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
     extents = min(rows * tiling.tile_m, computed.m)
     extents += min(columns * tiling.tile_n, parts * computed.n)
     loading = extents * tiling.splits * tiling.num_stages(computed) * ROW_BYTES
-    memory = max(memory, total / loading * _LATENCY_US)
+    busy_sms = min(blocks, num_sms)
+    memory = max(memory, total / loading * _LATENCY_US, total / (busy_sms * _SM_BYTES_PER_US))
 
     split = 0.0
     if tiling.splits > 1:

@@ -8,7 +8,6 @@
 #pragma once
 
 #include "common/platform.cuh"
-#include "common/ptx/tanh.cuh"
 
 namespace cukit {
 
@@ -106,28 +105,6 @@ struct GeluTanh {
                         fmaf(3.0f * detail::kCubic, bounded * bounded, 1.0f);
     *slope = fmaf(bounded * gate * (1.0f - gate), inner, gate);
     return x * gate;
-  }
-};
-
-// SiLU and GELU's tanh form for epilogues of matrix products, which wait for every instruction: a gate
-// of 0.5 + 0.5 tanh costs half the special-function instructions of a sigmoid. Its absolute error is
-// at most 2.5e-4, where a unit in the last place of a bfloat16 near 1 is 7.8e-3; far below zero, where
-// the gate vanishes, the sigmoid keeps more digits.
-template <typename T>
-struct SiluTanh {
-  CUKIT_DEVICE static float value(float x) {
-    const float half = 0.5f * x;
-    return fmaf(half, tanh_approximate(half), half);
-  }
-};
-
-template <typename T>
-struct GeluTanhFast {
-  CUKIT_DEVICE static float value(float x) {
-    constexpr float kScale = 0.5f * detail::kTwiceSqrt2OverPi;
-    const float half = 0.5f * x;
-    const float inner = x * fmaf(kScale * detail::kCubic, x * x, kScale);
-    return fmaf(half, tanh_approximate(inner), half);
   }
 };
 

@@ -378,9 +378,10 @@ def test_the_plan_is_the_cheapest_candidate(m, n, k):
 @pytest.mark.parametrize(
     ("m", "n", "k", "tiling"),
     [
-        (8192, 8192, 8192, "128x256"),
+        (8192, 8192, 8192, "128x224"),
         (4096, 4096, 4096, "128x256"),
-        (1, 4096, 28672, "64x16 transposed x2"),
+        (1, 28672, 4096, "128x16 transposed"),
+        (128, 4096, 14336, "128x64 split 2"),
     ],
 )
 def test_the_plan(m, n, k, tiling):
