@@ -17,10 +17,11 @@ from cukit.attention.flash_arguments import (
 )
 from cukit.attention.flash_backward_sm90 import (
     MappedKeys,
+    MappedQueries,
     WarpgroupBackwardConfig,
     covers,
     plan_flash_attention_backward_sm90,
-    prepare_keys,
+    prepare_mapped_gradients,
 )
 from cukit.attention.flash_fp8 import refuse_float8
 from cukit.attention.flash_options import (
@@ -97,7 +98,7 @@ def flash_attention_backward(
         deterministic: sum grad_q in a fixed order: on Hopper blocks then take turns, elsewhere
             there are two more matrix products (about 30 % more time). Otherwise its last bits vary
             from run to run, because blocks add to it in float32 in the order in which they happen
-            to finish.
+            to finish. On Hopper heads of more than 128 columns are deterministic in any case.
         dropout: only 0: dropout is out of scope.
 
     Returns:
@@ -109,8 +110,9 @@ def flash_attention_backward(
         ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
 
     Runs on CuPy's current stream and accumulates in float32. Scratch: two float32 a query and head;
-    a float32 copy of grad_q, on Hopper in any case, elsewhere unless deterministic; where key heads
-    are too few to fill the GPU, several float32 copies of grad_k and grad_v.
+    a float32 copy of grad_q, on Hopper for heads of up to 128 columns, elsewhere unless
+    deterministic; where key heads are too few to fill the GPU, several float32 copies of grad_k and
+    grad_v.
     Paper: Dao, FlashAttention-2, arXiv:2307.08691.
 
     >>> import numpy as np, cukit as ck
@@ -174,7 +176,7 @@ class _BackwardSteps(NamedTuple):
     prepare: Launch
     keys: Launch | MappedKeys
     sums: tuple[Launch, Launch] | None
-    queries: Launch
+    queries: Launch | MappedQueries
     sinks: Launch | None
     adds: bool
     """Whether dQ is summed up in scratch."""
@@ -251,7 +253,9 @@ def _prepare_backward(
     )
     if isinstance(config, WarpgroupBackwardConfig):
         sms = device.num_sms
-        keys: Launch | MappedKeys = prepare_keys(q, k, options, settings, config, rows, sms)
+        keys: Launch | MappedKeys
+        mapped_queries: MappedQueries | None
+        keys, mapped_queries = prepare_mapped_gradients(q, k, options, settings, config, rows, sms)
     else:
         parameters = structs["KeyGradientParameters"].pack(
             **common,
@@ -261,27 +265,28 @@ def _prepare_backward(
             section=config.key_section,
         )
         keys = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), (parameters,))
+        mapped_queries = None
     sums = None
     if splits > 1:
         sums = _sum_launch(config, k), _sum_launch(config, v)
-    if not config.sums_queries:
-        blocks = config.query_blocks
-        scalars: tuple[Any, ...] = (
-            structs["QueryGradientParameters"].pack(
-                **common,
-                heads_q=problem.num_heads_q,
-                group=problem.group,
-                section=config.query_section,
-            ),
-        )
-    else:
-        blocks = config.finish_blocks(total_q)
+    queries: Launch | MappedQueries
+    if mapped_queries is not None:
+        queries = mapped_queries
+    elif config.sums_queries:
         summed = structs["QuerySumParameters"].pack(
             **rows_of, head_dim=problem.head_dim, scale=factor
         )
-        scalars = (summed,)
-    last = config.finish_spec() if config.sums_queries else config.queries_spec()
-    queries = Launch(load_kernel(last), (blocks,), scalars)
+        blocks = config.finish_blocks(total_q)
+        queries = Launch(load_kernel(config.finish_spec()), (blocks,), (summed,))
+    else:
+        parameters = structs["QueryGradientParameters"].pack(
+            **common,
+            heads_q=problem.num_heads_q,
+            group=problem.group,
+            section=config.query_section,
+        )
+        spec = config.queries_spec()
+        queries = Launch(load_kernel(spec), (config.query_blocks,), (parameters,))
     sinks = None
     if problem.sinks:
         parts = np.int32(rows[0] // problem.num_heads_q)

@@ -21,9 +21,14 @@ from cukit.attention.flash_plan import (
 from cukit.attention.flash_plan_sm90 import sequences_plan_size, sequences_spec
 from cukit.attention.flash_problem import AttentionProblem, Defines, ceil_div, width_for
 from cukit.attention.flash_tilings import (
+    FLOAT_BYTES,
+    GROUP_ROWS,
     ITEM_BYTES,
+    LONG_KEY_TILING,
+    LONG_KEY_WIDTH,
     PART,
     WARPGROUP_KEY_TILINGS,
+    WARPGROUP_QUERY_TILINGS,
     WarpgroupKeyTiling,
 )
 from cukit.core.arrays import Array
@@ -32,9 +37,9 @@ from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 
 _ARCH = "sm_90"
-_WIDEST = max(WARPGROUP_KEY_TILINGS)
 _COLUMNS = 32  # that are multiplied, or not, together
-_ADDERS = 2  # threads of a block that have dQ added, each with counters of its own
+_LONG = 8192  # queries of a causal call for which long tiles of queries pay
+_SIMPLE = frozenset({"value_dim", "sinks"})  # features for which they have the registers
 _WAVES = 4  # works for each SM at least, if they can be cut so: the last end at different times
 
 
@@ -49,36 +54,50 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
     """How one backward call of this class runs."""
 
     @property
-    def counters_per_tile(self) -> int:
-        """Whether it has been stored, or how many blocks have added to it."""
-        return _ADDERS
+    def counted(self) -> bool:
+        """Always: the counter of the call deals the works."""
+        return True
 
     @property
     def _sum_defines(self) -> Defines:
-        assert isinstance(self.keys, WarpgroupKeyTiling)
-        return ("COUNTERS", self.counters_per_tile), ("ZEROED", self.keys.zeroed)
+        return ("COUNTED", True), ("TRANSPOSED", self.width > PART)
+
+    def _narrowed(self, spec: KernelSpec, tiling: Any) -> KernelSpec:
+        """Of tiles that are wider than heads the rest is left out."""
+        heads = {"COLUMNS": self.problem.head_dim, "VALUE_COLUMNS": self.problem.head_dim_v}
+        columns = {name: ceil_div(n, _COLUMNS) * _COLUMNS for name, n in heads.items()}
+        fewer = tuple((name, n) for name, n in columns.items() if n < self.width)
+        shared = tiling.shared_bytes(*columns.values())
+        return replace(spec, defines=(*spec.defines, *fewer), shared_bytes=shared)
 
     def keys_spec(self) -> KernelSpec:
-        """dK, dV and the sum of dQ; of tiles that are wider than heads the rest is left out."""
-        spec = super().keys_spec()
-        heads = {"COLUMNS": self.problem.head_dim, "VALUE_COLUMNS": self.problem.head_dim_v}
-        columns = ((name, ceil_div(n, _COLUMNS) * _COLUMNS) for name, n in heads.items())
-        fewer = tuple((name, n) for name, n in columns if n < self.width)
-        return replace(spec, defines=(*spec.defines, *fewer))
+        """dK and dV; with sums_queries, the sum of dQ as well."""
+        return self._narrowed(super().keys_spec(), self.keys)
+
+    def queries_spec(self) -> KernelSpec:
+        """dQ of wide heads."""
+        return self._narrowed(super().queries_spec(), self.queries)
 
     def sequences_spec(self) -> KernelSpec | None:
         """The kernel that sorts sequences of different lengths for the one that takes keys."""
         return sequences_spec(self.keys.tile_n) if self.problem.varlen else None
 
+    def query_sequences_spec(self) -> KernelSpec | None:
+        """The same for the one that takes queries."""
+        return sequences_spec(self.queries.tile_m) if self.problem.varlen else None
+
     def specs(self) -> tuple[KernelSpec, ...]:
         """All variants that this configuration launches, in order."""
-        plan = self.sequences_spec()
-        return (*(() if plan is None else (plan,)), *super().specs())
+        plans = [self.sequences_spec()]
+        if not self.sums_queries:
+            plans.append(self.query_sequences_spec())
+        return (*(plan for plan in plans if plan is not None), *super().specs())
 
     @property
     def sums_queries(self) -> bool:
-        """Always: where asked for, blocks take turns to add (backward_sums.cuh)."""
-        return True
+        """Of narrow heads; where asked for, blocks take turns to add (backward_sums.cuh)."""
+        assert isinstance(self.keys, WarpgroupKeyTiling)
+        return self.keys.sums_queries
 
     def most_key_blocks(self, total_kv: int) -> int:
         """Blocks that take keys; of sequences of different lengths, as many as there can be.
@@ -91,6 +110,17 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
         tiles = total_kv // self.keys.tile_n + problem.batch
         return problem.num_heads_kv * self.splits * tiles
 
+    def most_query_blocks(self, total_q: int) -> int:
+        """Blocks that take queries, of the kernel that computes dQ alone; as most_key_blocks.
+
+        total_q: rows of q where sequences lie one behind the other.
+        """
+        problem = self.problem
+        if not problem.varlen:
+            return self.query_blocks
+        tiles = total_q // self.queries.tile_m + problem.batch
+        return problem.num_heads_q * tiles
+
 
 def plan_flash_attention_backward_sm90(
     problem: AttentionProblem, deterministic: bool, device: Device
@@ -98,9 +128,13 @@ def plan_flash_attention_backward_sm90(
     """The configuration of a problem that the class covers."""
     widest = max(problem.head_dim, problem.head_dim_v)
     width = width_for(widest, tuple(WARPGROUP_KEY_TILINGS))
-    # Adders of the widest tiles have no time to look at counters where blocks crowd together.
-    zeroed = width == _WIDEST and problem.bounded and not deterministic
-    tiling = replace(WARPGROUP_KEY_TILINGS[width], in_turn=deterministic, zeroed=zeroed)
+    tiling = WARPGROUP_KEY_TILINGS[width]
+    long = not problem.bounded or problem.seq_len_q >= _LONG
+    if width == LONG_KEY_WIDTH and long and problem.features <= _SIMPLE:
+        tiling = LONG_KEY_TILING
+    if problem.softcap:
+        tiling = tiling.softcapped()
+    tiling = replace(tiling, in_turn=deterministic and tiling.sums_queries)
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv
     splits = choose_splits(problem.group, heads * tiles, _WAVES * device.num_sms)
@@ -108,8 +142,9 @@ def plan_flash_attention_backward_sm90(
     if problem.varlen:
         heads = problem.num_heads_kv  # a section is of one sequence
     if problem.bounded:
-        # What the blocks of a key head read again and again: Q, dO and the float32 sum of dQ.
-        row_bytes = (problem.head_dim + problem.head_dim_v) * ITEM_BYTES + problem.head_dim * 4
+        # What the blocks of a key head read again and again: Q, dO and, if any, the sum of dQ.
+        sum_bytes = problem.head_dim * FLOAT_BYTES * tiling.sums_queries
+        row_bytes = (problem.head_dim + problem.head_dim_v) * ITEM_BYTES + sum_bytes
         head_bytes = problem.group // splits * problem.seq_len_q * row_bytes
         section = choose_section(heads * splits, tiles, head_bytes, device.num_sms, device)
     general = plan_flash_attention_backward(problem, False, device)
@@ -120,33 +155,41 @@ def plan_flash_attention_backward_sm90(
         value_width=width,
         deterministic=deterministic,
         keys=tiling,
-        queries=general.queries,
+        queries=WARPGROUP_QUERY_TILINGS.get(width, general.queries),
         splits=splits,
         key_section=section,
-        query_section=general.query_section,
+        query_section=1,
     )
+
+
+class InputMaps:
+    """Tensor maps of q, k, v and grad_out, for arrays of one description."""
+
+    __slots__ = ("_grad_out", "_k", "_q", "_v")
+
+    def __init__(self, rows: tuple[int, int], longest: tuple[int, int] | tuple[None, None]) -> None:
+        """`rows`: queries and keys that are read at once; `longest`: of sequences of different
+        lengths."""
+        query_box, key_box = ((1, each, 1, PART) for each in rows)
+        self._q = TensorMaps(query_box, longest[0])
+        self._k = TensorMaps(key_box, longest[1])
+        self._v = TensorMaps(key_box, longest[1])
+        self._grad_out = TensorMaps(query_box, longest[0])
+
+    def __call__(self, q: Array, k: Array, v: Array, grad_out: Array) -> tuple[Any, ...]:
+        return self._q(q), self._k(k), self._v(v), self._grad_out(grad_out)
 
 
 class MappedKeys:
     """A launch of `flash_attention_backward_sm90`, for arrays of one description."""
 
-    __slots__ = ("_grad_out", "_k", "_launch", "_plan", "_q", "_v")
+    __slots__ = ("_launch", "_maps", "_plan")
 
-    def __init__(
-        self,
-        launch: Launch,
-        tiling: WarpgroupKeyTiling,
-        plan: PlannedWork | None,
-        longest: tuple[int, int] | tuple[None, None],
-    ) -> None:
-        """`plan`, `longest`: of sequences of different lengths."""
-        query_box, key_box = ((1, rows, 1, PART) for rows in (tiling.tile_m, tiling.tile_n))
+    def __init__(self, launch: Launch, maps: InputMaps, plan: PlannedWork | None) -> None:
+        """`plan`: of sequences of different lengths."""
         self._launch = launch
+        self._maps = maps
         self._plan = plan
-        self._q = TensorMaps(query_box, longest[0])
-        self._k = TensorMaps(key_box, longest[1])
-        self._v = TensorMaps(key_box, longest[1])
-        self._grad_out = TensorMaps(query_box, longest[0])
 
     def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
         """Launches on the current stream."""
@@ -157,13 +200,36 @@ class MappedKeys:
             # Made for queries: here the keys are what tiles are made of.
             plan = self._plan(q, cu_seqlens_kv, cu_seqlens_q)
         self._launch(
-            *(self._q(q), self._k(k), self._v(v), self._grad_out(grad_out)),
+            *self._maps(q, k, v, grad_out),
             *(lse_log2, delta, counters, total, grad_k, grad_v),
             *(alibi_slopes, bias, mask, cu_seqlens_q, cu_seqlens_kv, plan),
         )
 
 
-def prepare_keys(
+class MappedQueries:
+    """A launch of `flash_attention_backward_query_sm90`, for arrays of one description."""
+
+    __slots__ = ("_launch", "_maps", "_plan")
+
+    def __init__(self, launch: Launch, maps: InputMaps, plan: PlannedWork | None) -> None:
+        """`plan`: of sequences of different lengths."""
+        self._launch = launch
+        self._maps = maps
+        self._plan = plan
+
+    def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
+        """Launches on the current stream."""
+        lse_log2, delta, grad_q, *options = rest
+        alibi_slopes, _sinks, bias, mask, *ends = options
+        plan: Any = NULL if self._plan is None else self._plan(q, *ends)
+        self._launch(
+            *self._maps(q, k, v, grad_out),
+            *(lse_log2, delta, grad_q),
+            *(alibi_slopes, bias, mask, *ends, plan),
+        )
+
+
+def prepare_mapped_gradients(
     q: Array,
     k: Array,
     options: ScoreOptions,
@@ -171,8 +237,8 @@ def prepare_keys(
     config: WarpgroupBackwardConfig,
     rows: tuple[int, int],
     num_sms: int,
-) -> MappedKeys:
-    """The launch that computes dK, dV and the sum of dQ.
+) -> tuple[MappedKeys, MappedQueries | None]:
+    """The launches that compute dK and dV, and either the sum of dQ or, with another, dQ.
 
     settings: score_settings; rows: heads of the scratch arrays, and rows that each has; num_sms: of
     the device, each of which gets a block.
@@ -184,32 +250,50 @@ def prepare_keys(
     if problem.varlen:
         # No sequence has more rows than there are.
         longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
+    maps = InputMaps((config.keys.tile_m, config.keys.tile_n), longest)
     scale, scale_log2 = scales_of(q, options)
-    parameters = parameter_structs(PARAMETERS)["MappedKeyParameters"].pack(
-        batch=problem.batch,
+    common = {
+        "batch": problem.batch,
+        "seq_q": lengths[0],
+        "seq_kv": lengths[1],
+        "rows_per_head": rows[1],
+        "head_dim": problem.head_dim,
+        "scale": scale,
+        "scale_log2": scale_log2,
+        "settings": settings,
+    }
+    structs = parameter_structs(PARAMETERS)
+    parameters = structs["MappedKeyParameters"].pack(
+        **common,
         heads=heads,
         group=problem.group // splits,
         splits=splits,
-        seq_q=lengths[0],
-        seq_kv=lengths[1],
-        rows_per_head=rows[1],
-        head_dim=problem.head_dim,
         value_dim=problem.head_dim_v,
         section=config.key_section,
-        scale=scale,
-        scale_log2=scale_log2,
-        settings=settings,
     )
     blocks = config.most_key_blocks(k.shape[0])
     grid = (min(blocks, num_sms),)
     launch = Launch(load_kernel(config.keys_spec()), grid, (parameters,))
-    tiling = config.keys
-    assert isinstance(tiling, WarpgroupKeyTiling)
-    plan = None
-    plan_spec = config.sequences_spec()
-    if plan_spec is not None:
-        facts = tuple(map(np.int32, (problem.batch, heads, lengths[0], blocks)))
-        plan = PlannedWork(
-            Launch(load_kernel(plan_spec), (1,), facts), sequences_plan_size(problem.batch)
-        )
-    return MappedKeys(launch, tiling, plan, longest)
+    plan = _planned_work(config.sequences_spec(), problem.batch, heads, lengths[0], blocks)
+    keys = MappedKeys(launch, maps, plan)
+    if config.sums_queries:
+        return keys, None
+    parameters = structs["MappedQueryParameters"].pack(
+        **common, heads_q=problem.num_heads_q, group=problem.group
+    )
+    blocks = min(config.most_query_blocks(q.shape[0]), num_sms)
+    launch = Launch(load_kernel(config.queries_spec()), (blocks,), (parameters,))
+    plan = _planned_work(
+        config.query_sequences_spec(), problem.batch, problem.num_heads_q, lengths[1], blocks
+    )
+    maps = InputMaps((GROUP_ROWS, config.queries.tile_n), longest)
+    return keys, MappedQueries(launch, maps, plan)
+
+
+def _planned_work(
+    spec: KernelSpec | None, batch: int, heads: int, longest: int, blocks: int
+) -> PlannedWork | None:
+    if spec is None:
+        return None
+    facts = tuple(map(np.int32, (batch, heads, longest, blocks)))
+    return PlannedWork(Launch(load_kernel(spec), (1,), facts), sequences_plan_size(batch))

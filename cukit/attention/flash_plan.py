@@ -29,6 +29,7 @@ from cukit.attention.flash_tilings import (
     KeyTiling,
     QueryTiling,
     WarpgroupKeyTiling,
+    WarpgroupQueryTiling,
     first_fit,
 )
 from cukit.core.compiler import KernelSpec
@@ -102,7 +103,7 @@ class FlashAttentionBackwardConfig:
     """Width of the tiles of v and out."""
     deterministic: bool
     keys: KeyTiling | WarpgroupKeyTiling
-    queries: QueryTiling
+    queries: QueryTiling | WarpgroupQueryTiling
     splits: int
     """Blocks that share a key head, each with group / splits query heads."""
     key_section: int
@@ -126,19 +127,19 @@ class FlashAttentionBackwardConfig:
         return heads, ceil_div(rows, tile) * tile
 
     @property
-    def counters_per_tile(self) -> int:
-        """Counters that blocks keep of a tile of the sum of dQ."""
-        return 0
+    def counted(self) -> bool:
+        """Whether counters say how far each tile of the sum of dQ is; else it starts with zeros."""
+        return False
 
     @property
     def _sum_defines(self) -> Defines:
-        """How the sum of dQ starts, for prepare and finish."""
+        """What else prepare and finish have to know of the sum of dQ."""
         return ()
 
     def counters(self, total_q: int) -> int:
-        """All of them, and as many for the call."""
+        """Those of the tiles, and one for the call."""
         heads, rows = self.scratch_rows(total_q)
-        return self.counters_per_tile * (heads * rows // self.keys.tile_m + 1)
+        return 1 + heads * rows // self.keys.tile_m if self.counted else 0
 
     def prepare_blocks(self, total_q: int) -> int:
         """Blocks of the grid of prepare."""
@@ -224,10 +225,7 @@ class FlashAttentionBackwardConfig:
         defines = (
             *self._common_defines(),
             ("CAUSAL", self.problem.causal),
-            ("TILE_M", tiling.tile_m),
-            ("TILE_N", tiling.tile_n),
-            ("THREADS", tiling.threads),
-            ("BLOCKS_PER_SM", tiling.blocks_per_sm),
+            *tiling.defines,
             *feature_defines(self.problem),
             *((("SCRATCH_TILE", self.keys.tile_m),) if self.problem.varlen else ()),
         )

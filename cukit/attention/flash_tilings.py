@@ -25,6 +25,7 @@ UNLIKE_KEY_WIDTHS = (64, 128, 256)
 MAX_HEAD_DIM = HEAD_WIDTHS[-1]
 
 ITEM_BYTES = 2  # float16, bfloat16
+FLOAT_BYTES = 4
 GROUP_ROWS = 64  # queries of a warpgroup of Hopper's forward
 PART = 64  # columns that the copy engine brings at once: rows of 128 swizzled bytes
 _WARP = 32
@@ -185,23 +186,27 @@ class WarpgroupKeyTiling:
 
     tile_m: int
     tile_n: int
-    score_tiles: int = 2
-    """Of P and dS, in shared memory."""
-    query_gradient_kib: int = 32
-    """For dQ on its way to global memory."""
     num_stages: int = 2
+    score_tiles: int = 2
+    """Of dS or, where dQ is not summed up, of P, in shared memory."""
+    sums_queries: bool = True
+    """Whether dQ is summed up too, and leaves through shared memory."""
     threads: int = 3 * 4 * _WARP
     in_turn: bool = False
     """Whether blocks add to dQ in a fixed order."""
-    zeroed: bool = False
-    """Whether the sum of dQ starts with zeros; else the first block to reach a tile stores it."""
+
+    def softcapped(self) -> WarpgroupKeyTiling:
+        """The same where derivatives of the scores lie beside P: they take the place of a stage."""
+        return self if self.sums_queries else replace(self, num_stages=2, score_tiles=4)
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """K, V, stages of Q and dO, P and dS, dQ."""
+        """K, V, stages of Q and dO, P or dS, in parts of 64 columns, and dQ."""
+        columns, value_columns = (-(-each // PART) * PART for each in (width, value_width))
         rows = self.tile_n + self.num_stages * self.tile_m
-        tiles = ITEM_BYTES * (width + value_width) * rows
+        tiles = ITEM_BYTES * (columns + value_columns) * rows
         scores = self.score_tiles * ITEM_BYTES * self.tile_m * self.tile_n
-        return tiles + scores + self.query_gradient_kib * KIB
+        widest = max(columns, value_columns)
+        return tiles + scores + self.sums_queries * FLOAT_BYTES * self.tile_m * widest
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -212,7 +217,36 @@ class WarpgroupKeyTiling:
             ("STAGES", self.num_stages),
             ("THREADS", self.threads),
             ("DETERMINISTIC", int(self.in_turn)),
-            *((("ZEROED", 1),) if self.zeroed else ()),
+        )
+
+
+@dataclass(frozen=True)
+class WarpgroupQueryTiling:
+    """dQ of Hopper's wide heads: a block takes tile_m queries and walks over tile_n keys; one
+    warpgroup copies, two multiply."""
+
+    tile_m: int = 2 * GROUP_ROWS
+    tile_n: int = 64
+    key_stages: int = 2
+    value_stages: int = 2
+    threads: int = 3 * 4 * _WARP
+
+    def shared_bytes(self, width: int, value_width: int) -> int:
+        """Q, dO, the stages of K and of V, in parts of 64 columns."""
+        columns, value_columns = (-(-each // PART) * PART for each in (width, value_width))
+        rows = self.tile_m + self.key_stages * self.tile_n
+        value_rows = self.tile_m + self.value_stages * self.tile_n
+        return ITEM_BYTES * (columns * rows + value_columns * value_rows)
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """Macros of the kernel."""
+        return (
+            ("TILE_M", self.tile_m),
+            ("TILE_N", self.tile_n),
+            ("KEY_STAGES", self.key_stages),
+            ("VALUE_STAGES", self.value_stages),
+            ("THREADS", self.threads),
         )
 
 
@@ -232,6 +266,16 @@ class QueryTiling:
     def threads(self) -> int:
         """Threads of a block."""
         return self.tile_m // 16 * _WARP
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        """Macros of the kernel."""
+        return (
+            ("TILE_M", self.tile_m),
+            ("TILE_N", self.tile_n),
+            ("THREADS", self.threads),
+            ("BLOCKS_PER_SM", self.blocks_per_sm),
+        )
 
 
 FORWARD_TILINGS: dict[int, tuple[ForwardTiling, ...]] = {
@@ -337,8 +381,15 @@ def warpgroup_tilings(width: int, value_width: int) -> tuple[WarpgroupTiling, ..
 WARPGROUP_KEY_TILINGS: dict[int, WarpgroupKeyTiling] = {
     64: WarpgroupKeyTiling(128, 128),
     128: WarpgroupKeyTiling(64, 128),
-    192: WarpgroupKeyTiling(64, 64, score_tiles=4, query_gradient_kib=48),
-    256: WarpgroupKeyTiling(64, 64, score_tiles=4, query_gradient_kib=0),
+    192: WarpgroupKeyTiling(64, 64, num_stages=3, score_tiles=3, sums_queries=False),
+    256: WarpgroupKeyTiling(64, 64, sums_queries=False),
+}
+LONG_KEY_WIDTH = 128
+LONG_KEY_TILING = WarpgroupKeyTiling(80, 128)
+"""For heads of this width: fewer reads of shared memory a query, more queries that see no key."""
+WARPGROUP_QUERY_TILINGS: dict[int, WarpgroupQueryTiling] = {
+    192: WarpgroupQueryTiling(key_stages=3),
+    256: WarpgroupQueryTiling(value_stages=1),
 }
 KEY_TILINGS: dict[int, tuple[KeyTiling, ...]] = {
     64: (KeyTiling(128, 128, 8, 4, 4, 4), KeyTiling(64, 128, 8, 2, 4, 2)),

@@ -2,10 +2,10 @@
 //
 // dK and dV of its keys stay in a warpgroup's registers; P and dS, keys as rows, are already what the
 // products with dO and Q take from registers. Only dQ needs the dS of all keys, which the warpgroups
-// exchange through shared memory (two stages); each computes half of its rows (TILE_M 128) or columns
-// (TILE_M 64).
-// The scores of the next tile are started before dQ of this one is awaited, so that the tensor cores
-// have work while dQ is staged. dP runs beside the exponentials, dV beside dS, dK beside the exchange.
+// exchange through shared memory (two stages): with 64 columns each computes dQ of 64 queries, with 128
+// the transpose of dQ of 64 columns.
+// dP runs beside the exponentials, dV beside dS. Then, with 64 columns, dK runs beside the exchange, and
+// the next scores beside the staging of dQ; with 128, dQ comes first and is staged beside dK.
 // Accumulators are read in the basic block that issued the younger wgmma, and nothing is in flight where
 // the loop turns: otherwise ptxas serialises the wgmmas.
 #pragma once
@@ -20,7 +20,6 @@
 namespace cukit::backward {
 
 constexpr int kScoreTiles = 2;  // stages of dS
-constexpr int kGradOutReaders = Block::kConsumerWarps;
 constexpr int kStagingBytes = TILE_M * HEAD_DIM * 4;
 // Operand a of dP: with registers to spare, and shared memory as busy as the tensor cores.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
@@ -30,8 +29,10 @@ constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memo
 
 static_assert(STAGES == 2 && kAdders == 2 && kScoreTiles == 2, "one state for all of them");
 static_assert(TILE_N == kConsumers * kWarpgroupRows, "a warpgroup's product has 64 rows");
-static_assert(KeyTile::kParts * ScoreTile::kParts == kConsumers,
+static_assert(kTransposed || TILE_M == kConsumers * kWarpgroupRows,
               "dQ is cut into a part for each warpgroup");
+
+using QueryGradient = float[kTransposed ? TILE_M / 2 : KeyTile::kPartColumns / 2];
 
 using KeyGradient = float[COLUMNS / 2];
 using ValueGradient = float[VALUE_COLUMNS / 2];
@@ -44,7 +45,7 @@ CUKIT_DEVICE void load_rows(Rows& rows, const unsigned char* tile, int first_row
   const unsigned from = shared_address(tile);
 #pragma unroll
   for (int step = 0; step < VALUE_COLUMNS / 16; ++step) {
-    ldmatrix_x4(rows[step], KeyTile::address(from, first_row + lane % 16, 2 * step + lane / 16));
+    ldmatrix_x4(rows[step], ValueTile::address(from, first_row + lane % 16, 2 * step + lane / 16));
   }
 }
 
@@ -57,28 +58,23 @@ CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long 
   wgmma_commit();
 }
 
-// dV += P^T dO or dK += dS^T Q, started.
-template <int N>
-CUKIT_DEVICE void multiply_queries(float (&sums)[N], const Packed& scores,
-                                   unsigned long long queries) {
-#pragma unroll
-  for (int step = 0; step < TILE_M / 16; ++step) {
-    wgmma<T, 2 * N, true>(sums, scores[step], queries + QueryTile::mn_step(step), true);
-  }
-  wgmma_commit();
-}
-
-// This warpgroup's part of dQ = dS K, started; zero where its columns have no K.
+// This warpgroup's part of dQ = dS K, or of its transpose K^T dS^T, started; zero where its columns
+// have no K.
 CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsigned long long keys,
                                   int group) {
-  if (KeyTile::kParts == 2 && COLUMNS <= 64 && group == 1) {
+  constexpr int kColumns = 2 * sizeof(QueryGradient) / sizeof(float);
+  if (kTransposed && COLUMNS <= 64 && group == 1) {
 #pragma unroll
     for (float& sum : dq) sum = 0.0f;
   } else {
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; ++step) {
-      wgmma<T, 64, true, true>(dq, ds + ScoreTile::mn_step(step), keys + KeyTile::mn_step(step),
-                               step > 0);
+      const unsigned long long keys_step = keys + KeyTile::mn_step(step);
+      if constexpr (kTransposed) {
+        wgmma<T, kColumns, true, false>(dq, keys_step, ds + ScoreTile::k_step(step), step > 0);
+      } else {
+        wgmma<T, kColumns, true, true>(dq, ds + ScoreTile::mn_step(step), keys_step, step > 0);
+      }
     }
   }
   wgmma_commit();
@@ -101,15 +97,15 @@ CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<STAGES>& a
 
 // One warp: adds every kAdders-th tile of dQ. While its copy ends, another takes the next tile.
 CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Work& work,
-                         const ScoreSettings& settings, float* grad_q_sum, int* turns, int adder, Progress& progress) {
+                         const ScoreSettings& settings, float* grad_q_sum, int* counters, int adder,
+                         Progress& progress) {
   const bool first_lane = threadIdx.x % kWarpSize == 0;
   Position position(work);
 #pragma unroll 1
   for (int step = 0; step < work.steps; ++step) {
     if (progress.at.index == adder) {
-      const long long row = position.scratch_row(work);
-      float* const sum = grad_q_sum + query_block<HEAD_DIM>(row, 0);
-      SumAccess access(turns, row, 0);
+      float* const sum = grad_q_sum + query_block<HEAD_DIM>(position.scratch_row(work), 0);
+      SumAccess access(counters, position.scratch_tile(work));
       access.begin(work, settings, position.tile);
       shared.sums.staged.wait(sum_state(progress.at));
       __syncwarp();
@@ -141,20 +137,19 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
 
   constexpr int kGroupRows = KeyTile::rows(kWarpgroupRows);
   const unsigned long long k_rows = KeyTile::k_major(tiles.k) + group * kGroupRows;
-  const unsigned long long v_rows = KeyTile::k_major(tiles.v) + group * kGroupRows;
+  const unsigned long long v_rows = ValueTile::k_major(tiles.v) + group * kGroupRows;
   const unsigned long long q_inner = QueryTile::k_major(tiles.q);
-  const unsigned long long grad_out_inner = QueryTile::k_major(tiles.grad_out);
+  const unsigned long long grad_out_inner = GradOutTile::k_major(tiles.grad_out);
   const unsigned long long q_outer = QueryTile::mn_major(tiles.q);
-  const unsigned long long grad_out_outer = QueryTile::mn_major(tiles.grad_out);
-  // dQ: with two parts of queries each warpgroup takes one of them, else one of the columns.
-  constexpr bool kQueriesCut = ScoreTile::kParts == 2;
+  const unsigned long long grad_out_outer = GradOutTile::mn_major(tiles.grad_out);
   const unsigned long long ds_part =
-      ScoreTile::mn_major(tiles.scores) + (kQueriesCut ? group * ScoreTile::kPart : 0);
+      kTransposed ? ScoreTile::k_major(tiles.scores)
+                  : ScoreTile::mn_major(tiles.scores) + group * ScoreTile::kPart;
   const unsigned long long k_part =
-      KeyTile::mn_major(tiles.k) + (kQueriesCut ? 0 : group * KeyTile::kPart);
+      KeyTile::mn_major(tiles.k) + (kTransposed ? group * KeyTile::kPart : 0);
   // As the tile lies in the scratch.
-  const int piece = kQueriesCut ? group * 4 + warp : warp * KeyTile::kParts + group;
-  unsigned char* const staging = tiles.dq + piece * kPieceBytes;
+  unsigned char* const staging =
+      tiles.dq + (group * kWarpgroupWarps + warp) * (kStagingBytes / Block::kConsumerWarps);
 
   KeyGradient dk;
   ValueGradient dv;
@@ -186,9 +181,10 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       Scores dp;
       Packed packed;
       QueryGradient dq;
-      const unsigned long long stage = at.index * QueryTile::kStage;
+      const unsigned long long q_now = q_outer + at.index * QueryTile::kStage;
+      const unsigned long long grad_out_stage = at.index * GradOutTile::kStage;
       // opaque: addresses that are derived ahead of the loop are spilled.
-      const ScoreRows ds_rows(tiles.scores + at.index * ScoreTile::kBytes, opaque(warp_row));
+      const ScoreKeys ds_rows(tiles.scores + at.index * ScoreTile::kBytes, opaque(warp_row));
       const TileScores tile = tile_at(position);
       shared.grad_out.wait(at);
       prepare(s, ds_rows, walk, tile, fetched, key, scale_log2);
@@ -196,52 +192,80 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       if constexpr (kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
       wgmma_fence();
       if constexpr (kValuesInRegisters) {
-        multiply_rows(dp, v_registers, grad_out_inner + stage);
+        multiply_rows(dp, v_registers, grad_out_inner + grad_out_stage);
       } else {
-        multiply_keys<VALUE_COLUMNS>(dp, v_rows, grad_out_inner + stage);
+        multiply_keys<VALUE_COLUMNS>(dp, v_rows, grad_out_inner + grad_out_stage);
       }
       if constexpr (!kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
       wgmma_fence();
-      multiply_queries(dv, packed, grad_out_outer + stage);
+      multiply_queries(dv, packed, grad_out_outer + grad_out_stage);
       wgmma_wait<1>(dp);
       Packed ds;
-      differentiate(ds, packed, dp, shared.delta[at.index] + lane_column, ds_rows);
+      differentiate(dp, packed, shared.delta[at.index] + lane_column, ds_rows);
+      pack_scores(ds, dp);
       ds_rows.store(ds);
       fence_proxy_async();
-      wgmma_fence();
-      multiply_queries(dk, ds, q_outer + stage);
-      named_sync(kExchange, kConsumers * kWarpgroupThreads);
-      wgmma_wait<1>(dv);  // frees the registers of P
-
-      const unsigned long long ds_now = ds_part + at.index * ScoreTile::kStage;
-      const PipelineState<STAGES> done = at;
-      const auto hand_over = [&] {
-        shared.sums.read.wait_previous(staging_state(done));
-        stage_piece(staging, dq, 0);
-        hand_to_adder(shared.sums, sum_state(done));
-      };
+      const PipelineState<STAGES> now = at;
+      const unsigned long long ds_now = ds_part + now.index * ScoreTile::kStage;
       at.advance();
       position.advance(walk);
-      if (++step == steps) {
+      const auto exchange = [&] { named_sync(kExchange, kConsumers * kWarpgroupThreads); };
+      const auto hand_over = [&] {
+        shared.sums.read.wait_previous(staging_state(now));
+        stage_blocks(staging, dq);
+        hand_to_adder(shared.sums, sum_state(now));
+      };
+      const bool last = ++step == steps;
+      if constexpr (kTransposed) {
+        exchange();
+        wgmma_fence();
         multiply_scores(dq, ds_now, k_part, group);
-        wgmma_wait<0>(dq);
-        shared.q.release(done);
-        shared.grad_out.release(done);
-        shared.keys_read.arrive_warp({});
+        multiply_queries(dk, ds, q_now);
+        wgmma_wait<1>(dv);
+        wgmma_wait<1>(dq);
+        shared.grad_out.release(now);
         hand_over();
-        break;
+        if (last) {
+          wgmma_wait<0>(dk);
+          shared.q.release(now);
+          break;
+        }
+        fetched.ask(tile_at(position));
+        shared.q.wait(at);
+        wgmma_fence();
+        Scores next;  // not where the last scores lay: ptxas would lack registers
+        multiply_keys<COLUMNS>(next, k_rows, q_inner + at.index * QueryTile::kStage);
+        wgmma_wait<1>(dk);
+        shared.q.release(now);
+        wgmma_wait<0>(next);
+#pragma unroll
+        for (int i = 0; i < TILE_M / 2; ++i) s[i] = next[i];
+      } else {
+        wgmma_fence();
+        multiply_queries(dk, ds, q_now);
+        exchange();
+        wgmma_wait<1>(dv);  // frees the registers of P
+        if (last) {
+          multiply_scores(dq, ds_now, k_part, group);
+          wgmma_wait<0>(dq);
+          shared.q.release(now);
+          shared.grad_out.release(now);
+          hand_over();
+          break;
+        }
+        fetched.ask(tile_at(position));
+        shared.q.wait(at);
+        wgmma_fence();
+        multiply_scores(dq, ds_now, k_part, group);
+        multiply_keys<COLUMNS>(s, k_rows, q_inner + at.index * QueryTile::kStage);
+        wgmma_wait<1>(dq);
+        shared.q.release(now);
+        shared.grad_out.release(now);
+        hand_over();
+        wgmma_wait<0>(s);
       }
-      fetched.ask(tile_at(position));
-      shared.q.wait(at);
-      wgmma_fence();
-      multiply_scores(dq, ds_now, k_part, group);
-      multiply_keys<COLUMNS>(s, k_rows, q_inner + at.index * QueryTile::kStage);
-      wgmma_wait<1>(dq);
-      shared.q.release(done);
-      shared.grad_out.release(done);
-      hand_over();
-      wgmma_wait<0>(s);
     }
+    shared.keys_read.arrive_warp({});
     progress.keys.advance();
     wgmma_wait<0>(dk);
     wgmma_wait<0>(dv);

@@ -67,13 +67,18 @@ CUKIT_DEVICE float first_ahead(const TileScores& tile) {
 
 // A warp's sixteen keys of a tile of P or dS in shared memory, sixteen queries a step. SOFTCAP: derivatives
 // of scores wait where dS of the same tile is to be, for want of registers.
-class ScoreRows {
+class ScoreKeys {
  public:
-  CUKIT_DEVICE ScoreRows(const unsigned char* tile, int first_row)
-      : tile_(shared_address(tile)), row_(first_row + threadIdx.x % 16) {}
+  // `first_key`: the warp's, of the block's.
+  CUKIT_DEVICE ScoreKeys(const unsigned char* tile, int first_key)
+      : tile_(shared_address(tile)), first_key_(first_key) {}
 
   CUKIT_DEVICE void store(int step, const unsigned (&scores)[4]) const {
-    stmatrix_x4(at(step), scores);
+    if constexpr (kTransposed) {
+      stmatrix_x4_trans(at(step), scores);
+    } else {
+      stmatrix_x4(at(step), scores);
+    }
   }
 
   CUKIT_DEVICE void store(const Packed& scores) const {
@@ -81,14 +86,32 @@ class ScoreRows {
     for (int step = 0; step < TILE_M / 16; ++step) store(step, scores[step]);
   }
 
-  CUKIT_DEVICE void load(unsigned (&scores)[4], int step) const { ldmatrix_x4(scores, at(step)); }
-
- private:
-  CUKIT_DEVICE unsigned at(int step) const {
-    return ScoreTile::address(tile_, row_, 2 * step + threadIdx.x / 16 % 2);
+  CUKIT_DEVICE void load(unsigned (&scores)[4], int step) const {
+    if constexpr (kTransposed) {
+      ldmatrix_x4_trans(scores, at(step));
+    } else {
+      ldmatrix_x4(scores, at(step));
+    }
   }
 
-  unsigned tile_, row_;
+  CUKIT_DEVICE void load(Packed& scores) const {
+#pragma unroll
+    for (int step = 0; step < TILE_M / 16; ++step) load(scores[step], step);
+  }
+
+ private:
+  // Of the lane's row of eight by eight: the second matrix has the next eight keys, the third queries.
+  CUKIT_DEVICE unsigned at(int step) const {
+    const unsigned lane = threadIdx.x % kWarpSize;
+    if constexpr (kTransposed) {
+      return ScoreTile::address(tile_, 16 * step + lane / 16 * 8 + lane % 8,
+                                first_key_ / 8 + lane / 8 % 2);
+    } else {
+      return ScoreTile::address(tile_, first_key_ + lane % 16, 2 * step + lane / 16);
+    }
+  }
+
+  unsigned tile_, first_key_;
 };
 
 // Else there are no registers in which they could wait for the scores.
@@ -176,7 +199,7 @@ struct Fetched {
 // BIAS: products become scores in powers of two, and their derivatives are stored. `biases(n, half)`
 // are those of the lane's two scores there.
 template <typename Biases>
-CUKIT_DEVICE void add_biases(Scores& scores, const ScoreRows& slopes, const TileScores& tile,
+CUKIT_DEVICE void add_biases(Scores& scores, const ScoreKeys& slopes, const TileScores& tile,
                              float scale_log2, const Biases& biases) {
   const float ahead = first_ahead(tile);
 #pragma unroll
@@ -197,7 +220,7 @@ CUKIT_DEVICE void add_biases(Scores& scores, const ScoreRows& slopes, const Tile
   }
 }
 
-CUKIT_DEVICE void add_bias(Scores& scores, const ScoreRows& slopes, const TileScores& tile,
+CUKIT_DEVICE void add_bias(Scores& scores, const ScoreKeys& slopes, const TileScores& tile,
                            Fetched& fetched, float scale_log2) {
 #if BIAS == 1
   if constexpr (!kBiasAhead) fetched.ask_bias(tile);

@@ -23,8 +23,6 @@ using Gradient = float;
 using Gradient = T;
 #endif
 
-using QueryGradient = float[32];  // 64 queries, 64 columns
-
 // Keys as rows, queries as columns: scores = K Q^T or V dO^T, of `Columns`, started.
 template <int Columns>
 CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long keys, unsigned long long queries) {
@@ -32,6 +30,17 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long keys, unsigne
   for (int step = 0; step < Columns / 16; ++step) {
     wgmma<T, TILE_M>(scores, keys + KeyTile::k_step(step), queries + QueryTile::k_step(step),
                      step > 0);
+  }
+  wgmma_commit();
+}
+
+// dV += P^T dO or dK += dS^T Q, started.
+template <int N>
+CUKIT_DEVICE void multiply_queries(float (&sums)[N], const Packed& scores,
+                                   unsigned long long queries) {
+#pragma unroll
+  for (int step = 0; step < TILE_M / 16; ++step) {
+    wgmma<T, 2 * N, true>(sums, scores[step], queries + QueryTile::mn_step(step), true);
   }
   wgmma_commit();
 }
@@ -60,7 +69,7 @@ CUKIT_DEVICE void mask(Scores& scores, int key, int keys, int opposite,
 
 // P = exp2(score - lse), as operand a, of what prepare has left.
 CUKIT_DEVICE void exponentiate(Scores& scores, Packed& packed, const float* lse,
-                               const ScoreRows& slopes, const TileScores& tile, float scale_log2) {
+                               const ScoreKeys& slopes, const TileScores& tile, float scale_log2) {
   const float ahead = first_ahead(tile);
 #pragma unroll
   for (int step = 0; step < TILE_M / 16; ++step) {
@@ -92,9 +101,9 @@ CUKIT_DEVICE void exponentiate(Scores& scores, Packed& packed, const float* lse,
   }
 }
 
-// dS = P * (dP - delta) * the score's derivative by its product, as operand a.
-CUKIT_DEVICE void differentiate(Packed& ds, const Packed& p, const Scores& dp, const float* delta,
-                                const ScoreRows& slopes) {
+// dS = P * (dP - delta) * the score's derivative by its product, in place of dP.
+CUKIT_DEVICE void differentiate(Scores& dp, const Packed& p, const float* delta,
+                                const ScoreKeys& slopes) {
   if constexpr (SOFTCAP) __syncwarp();  // the derivatives lie in shared memory
 #pragma unroll
   for (int step = 0; step < TILE_M / 16; ++step) {
@@ -105,7 +114,8 @@ CUKIT_DEVICE void differentiate(Packed& ds, const Packed& p, const Scores& dp, c
       const float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * n);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int i = 4 * n + 2 * half, of_step = n % 2 * 2 + half;
+        float* const own = &dp[4 * n + 2 * half];
+        const int of_step = n % 2 * 2 + half;
         float pair[2];
         unpack<T>(pair, p[step][of_step]);
         if constexpr (SOFTCAP) {
@@ -113,11 +123,21 @@ CUKIT_DEVICE void differentiate(Packed& ds, const Packed& p, const Scores& dp, c
           unpack<T>(slope, derivatives[of_step]);
           pair[0] *= slope[0], pair[1] *= slope[1];
         }
-        ds[step][of_step] =
-            pack<T>(pair[0] * (dp[i] - row_delta.x), pair[1] * (dp[i + 1] - row_delta.y));
+        own[0] = pair[0] * (own[0] - row_delta.x);
+        own[1] = pair[1] * (own[1] - row_delta.y);
       }
     }
   }
+}
+
+// As operand a.
+CUKIT_DEVICE void pack_scores(Packed& packed, const Scores& scores) {
+#pragma unroll
+  for (int step = 0; step < TILE_M / 16; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      packed[step][i] = pack<T>(scores[8 * step + 2 * i], scores[8 * step + 2 * i + 1]);
+    }
 }
 
 // Hides from the scores of a tile, `key` counting from the block's first, what must not be seen.
@@ -132,7 +152,7 @@ CUKIT_DEVICE void hide(Scores& scores, const Walk& walk, int key, int first_quer
 }
 
 // From products of a tile to what exponentiate takes: hidden ones, and the bias.
-CUKIT_DEVICE void prepare(Scores& scores, const ScoreRows& slopes, const Walk& walk,
+CUKIT_DEVICE void prepare(Scores& scores, const ScoreKeys& slopes, const Walk& walk,
                           const TileScores& tile, Fetched& fetched, int key,
                           float scale_log2) {
   if constexpr (MASK) hide_masked(scores, tile, fetched);

@@ -1,15 +1,15 @@
 // How dQ leaves a block of the Hopper backward: consumers stage it in shared memory, threads of the
 // producer warpgroup (adders) have TMA add it to global memory, so that no consumer waits for memory.
 //
-// The first block that comes to a tile of the sum stores it, so that nobody has to write zeros before;
-// where looking at counters costs more than that, ZEROED is 1, and all blocks add. A counter for each tile (of each adder, where adders share a tile) says how far its sum is:
+// The first block that comes to a tile of the sum stores it, so that nobody has to write zeros before. A
+// counter for each tile says how far its sum is:
 //   DETERMINISTIC: how many blocks have added. Blocks add in a fixed order: an adder awaits its block's
 //     turn, the end of its copy, and then announces the next block's. In causal calls blocks come to a
 //     tile in this order by themselves.
-//   else, unless ZEROED: none has stored (0), one is storing (kStoring), one has stored (kStored).
+//   else: none has stored (0), one is storing (kStoring), one has stored (kStored).
 // The finishing kernel takes tiles whose counter is 0 for zeros.
 //
-// Macros: HEAD_DIM, TILE_M, TILE_N, CAUSAL, DETERMINISTIC, ZEROED, 0 where it is not defined.
+// Macros: HEAD_DIM, TILE_M, TILE_N, CAUSAL, DETERMINISTIC.
 #pragma once
 
 #include "attention/backward_walk.cuh"
@@ -18,27 +18,17 @@
 #include "common/ptx/global_order.cuh"
 #include "common/ptx/tma.cuh"
 
-#ifndef ZEROED
-#define ZEROED 0
-#endif
-
 namespace cukit::backward {
 
 constexpr int kQueryBlockBytes = kQueryBlock * 4;
 
-// A warp's part of dQ, sixteen queries, that it stages at once: 64 columns.
-constexpr int kPieceBlocks = 8;
-constexpr int kPieceBytes = kPieceBlocks * kQueryBlockBytes;
-
-// Stages a piece: from accumulators on, `first` being the first of them.
+// Stages what a warp has of dQ, block after block.
 template <int N>
-CUKIT_DEVICE void stage_piece(unsigned char* staging, const float (&dq)[N], int first) {
-  const int lane = threadIdx.x % kWarpSize;
-  float4* const to = reinterpret_cast<float4*>(staging) + lane;
+CUKIT_DEVICE void stage_blocks(unsigned char* staging, const float (&dq)[N]) {
+  float4* const to = reinterpret_cast<float4*>(staging) + threadIdx.x % kWarpSize;
 #pragma unroll
-  for (int n = 0; n < kPieceBlocks; ++n) {
-    const float* four = &dq[first + 4 * n];
-    to[n * kWarpSize] = make_float4(four[0], four[1], four[2], four[3]);
+  for (int n = 0; n < N / 4; ++n) {
+    to[n * kWarpSize] = make_float4(dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
   }
 }
 
@@ -64,20 +54,15 @@ CUKIT_DEVICE int turn_of(const Work& work, const ScoreSettings& settings, int ti
 // are storing at this moment.
 class SumAccess {
  public:
-  SumAccess() = default;
-
-  // `turns` of the kernel; `adder`: of those that share the tile.
-  CUKIT_DEVICE SumAccess(int* turns, long long scratch_row, int adder)
-      : counter_(turns + kAdders + scratch_row / TILE_M * kAdders + adder) {}
+  // `counters` of the kernel: one for the works, then those of the tiles.
+  CUKIT_DEVICE SumAccess(int* counters, int scratch_tile) : counter_(counters + 1 + scratch_tile) {}
 
   // Before what is to be added has been staged: as early as possible, it takes its time.
   CUKIT_DEVICE void begin(const Work& work, const ScoreSettings& settings, int tile) {
     if constexpr (DETERMINISTIC) {
       const int turn = turn_of(work, settings, tile);
-      first_ = turn == 0 && !ZEROED;
+      first_ = turn == 0;
       wait_for(turn);
-    } else if constexpr (ZEROED) {
-      return;
     } else {
       stored_ = load_acquire(counter_) == kStored;
     }
@@ -86,7 +71,7 @@ class SumAccess {
 
   // After it has been staged, before the copies.
   CUKIT_DEVICE void enter() {
-    if constexpr (!DETERMINISTIC && !ZEROED) {
+    if constexpr (!DETERMINISTIC) {
       if (stored_) return;
       first_ = atomicCAS(counter_, 0, kStoring) == 0;
       if (!first_) {
@@ -105,7 +90,7 @@ class SumAccess {
   }
 
   // After the copies.
-  CUKIT_DEVICE void end() const {
+  CUKIT_DEVICE void end() {
     if (DETERMINISTIC || first_) {
       bulk_wait<0>();
       fence_proxy_async_global();
@@ -121,7 +106,7 @@ class SumAccess {
     }
   }
 
-  int* counter_ = nullptr;
+  int* counter_;
   bool first_ = false, stored_ = false;
 };
 

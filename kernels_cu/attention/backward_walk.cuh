@@ -5,7 +5,7 @@
 //
 // Macros: HEAD_DIM columns of a tile; COLUMNS of Q and K and VALUE_COLUMNS of V and dO, multiples of 32,
 //   that are multiplied, as HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of a tile,
-//   STAGES, those of score_options.cuh.
+//   STAGES; QUERY_GRADIENT 0|1 dQ is summed up too; those of score_options.cuh.
 #pragma once
 
 #include "common/hopper/pipeline.cuh"
@@ -33,20 +33,28 @@ constexpr int kConsumers = 2;
 // than 240 and the compiler has their products run one by one: 20 % slower.
 using Block = WarpSpecialized<kConsumers, 24>;
 
-// How tiles lie in shared memory, parts of 64 columns. Parts beyond COLUMNS or VALUE_COLUMNS are
-// neither fetched nor multiplied.
-using KeyTile = SharedTile<T, TILE_N, HEAD_DIM>;
-using QueryTile = SharedTile<T, TILE_M, HEAD_DIM>;
-using ScoreTile = SharedTile<T, TILE_N, TILE_M>;  // P or dS, a key a row
+// How tiles lie in shared memory, parts of 64 columns. Steps within tiles of as many rows are alike.
+using KeyTile = SharedTile<T, TILE_N, COLUMNS>;
+using ValueTile = SharedTile<T, TILE_N, VALUE_COLUMNS>;
+using QueryTile = SharedTile<T, TILE_M, COLUMNS>;
+using GradOutTile = SharedTile<T, TILE_M, VALUE_COLUMNS>;
+// dQ is multiplied transposed: queries need not be a multiple of 64.
+constexpr bool kTransposed = HEAD_DIM == 128;
+// P or dS: a key a row or, transposed, a query.
+using ScoreTile =
+    SharedTile<T, kTransposed ? TILE_M : TILE_N, kTransposed ? TILE_N : TILE_M>;
 
+#if QUERY_GRADIENT
 constexpr int kAdders = 2;
 
 // dQ on its way to global memory: what the adders wait for, and what waits for them.
 struct Sums {
-  StageBarriers<kAdders> staged;         // a tile, or part of one, lies in shared memory for an adder
-  StageBarriers<kAdders> read;           // TMA has read it
-  StageBarriers<STAGES> grad_out_read;   // HEAD_DIM 256: the stage of dO may be written to
+  StageBarriers<kAdders> staged;  // a tile lies in shared memory for an adder
+  StageBarriers<kAdders> read;    // TMA has read it
 };
+#else
+constexpr int kAdders = 0;
+#endif
 
 struct Tiles {
   unsigned char* k;
@@ -93,7 +101,9 @@ struct Shared {
   Pipeline<kWorks> works;
   Pipeline<STAGES> q;         // with lse
   Pipeline<STAGES> grad_out;  // with delta
+#if QUERY_GRADIENT
   Sums sums;
+#endif
   StageBarriers<1> keys;       // K has come
   StageBarriers<1> values;     // V has
   StageBarriers<1> keys_read;  // both may be overwritten
@@ -109,10 +119,12 @@ struct Position {
 
   CUKIT_DEVICE explicit Position(const Work& work) : tile(work.start_tile) {}
 
-  // First row of the scratch arrays.
+  // Of the scratch arrays: the tile, and its first row.
+  CUKIT_DEVICE int scratch_tile(const Work& work) const {
+    return work.first_scratch_tile + head * work.tiles + tile;
+  }
   CUKIT_DEVICE long long scratch_row(const Work& work) const {
-    return (static_cast<long long>(work.first_scratch_tile) +
-            static_cast<long long>(head) * work.tiles + tile) * TILE_M;
+    return static_cast<long long>(scratch_tile(work)) * TILE_M;
   }
 
   CUKIT_DEVICE void advance(const Work& work) {
@@ -134,10 +146,6 @@ CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, 
                         const float* delta, const Work& work, Progress& progress) {
   // A box wholly outside the tensor is never asked for: TMA then touches the address where the map
   // begins, which for maps of sequences (encode_sequence_map) need not be mapped memory.
-  using Keys = SharedTile<T, TILE_N, COLUMNS>;
-  using Values = SharedTile<T, TILE_N, VALUE_COLUMNS>;
-  using Queries = SharedTile<T, TILE_M, COLUMNS>;
-  using GradOut = SharedTile<T, TILE_M, VALUE_COLUMNS>;
   constexpr int kStatistics = TILE_M * 4;
   const bool first_lane = threadIdx.x % kWarpSize == 0;
   Position position(work);
@@ -150,30 +158,30 @@ CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, 
     shared.q.acquire(at);
     __syncwarp();
     if (first_lane) {
-      Mbarrier* const full = shared.q.expect(at, Queries::kBytes + kStatistics);
-      Queries::load(tiles.q + at.index * QueryTile::kBytes, q, full, head, row, work.map_q.outer);
+      Mbarrier* const full = shared.q.expect(at, QueryTile::kBytes + kStatistics);
+      QueryTile::load(tiles.q + at.index * QueryTile::kBytes, q, full, head, row, work.map_q.outer);
       bulk_load(shared.lse[at.index], lse_log2 + statistics, kStatistics, full);
     }
     if (step == 0) {
       shared.keys_read.wait_previous(progress.keys);
       __syncwarp();
       if (first_lane) {
-        Keys::load(tiles.k, k, shared.keys.expect(progress.keys, Keys::kBytes), work.key_head,
-                   work.map_kv.row + work.first_key, work.map_kv.outer);
+        KeyTile::load(tiles.k, k, shared.keys.expect(progress.keys, KeyTile::kBytes), work.key_head,
+                      work.map_kv.row + work.first_key, work.map_kv.outer);
       }
     }
     shared.grad_out.acquire(at);
     __syncwarp();
     if (first_lane) {
-      Mbarrier* const full = shared.grad_out.expect(at, GradOut::kBytes + kStatistics);
-      GradOut::load(tiles.grad_out + at.index * QueryTile::kBytes, grad_out, full, head, row,
-                    work.map_q.outer);
+      Mbarrier* const full = shared.grad_out.expect(at, GradOutTile::kBytes + kStatistics);
+      GradOutTile::load(tiles.grad_out + at.index * GradOutTile::kBytes, grad_out, full, head, row,
+                        work.map_q.outer);
       bulk_load(shared.delta[at.index], delta + statistics, kStatistics, full);
     }
     if (step == 0) {
       if (first_lane) {
-        Values::load(tiles.v, v, shared.values.expect(progress.keys, Values::kBytes), work.key_head,
-                     work.map_kv.row + work.first_key, work.map_kv.outer);
+        ValueTile::load(tiles.v, v, shared.values.expect(progress.keys, ValueTile::kBytes),
+                        work.key_head, work.map_kv.row + work.first_key, work.map_kv.outer);
       }
       progress.keys.advance();
     }

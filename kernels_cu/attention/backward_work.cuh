@@ -92,18 +92,6 @@ struct KeyProblem {
 
 constexpr int kNoWork = -1;  // steps
 
-// A work as all lanes of a warp read it, so that the compiler knows that it is the same for them: it
-// then lies in uniform registers, where copies expect their operands.
-CUKIT_DEVICE Work uniform(const Work& work) {
-  static_assert(sizeof(Work) % sizeof(int) == 0, "nothing but int");
-  Work own;
-#pragma unroll
-  for (unsigned i = 0; i < sizeof(Work) / sizeof(int); ++i) {
-    reinterpret_cast<int*>(&own)[i] = warp_uniform(reinterpret_cast<const int*>(&work)[i]);
-  }
-  return own;
-}
-
 // The first warp of the producers: draws tickets from a counter that starts with 0, passes the works on
 // and calls `produce(work)` for each, until there is none left.
 template <typename Produce>
@@ -124,7 +112,7 @@ CUKIT_DEVICE void draw_works(Shared& shared, const KeyProblem& problem, int* cou
     }
     __syncwarp();
     if (warp_uniform(work.steps) == kNoWork) return;
-    produce(uniform(work));
+    produce(warp_uniform_ints(work));
   }
 }
 
@@ -135,7 +123,7 @@ CUKIT_DEVICE void take_works(Shared& shared, const Consume& consume) {
     shared.works.wait(at);
     const Work& work = shared.work[at.index];
     if (warp_uniform(work.steps) == kNoWork) return;
-    consume(uniform(work), work);
+    consume(warp_uniform_ints(work), work);
     __syncwarp();
     shared.works.release(at);
   }

@@ -18,10 +18,10 @@
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
 #include "attention/parameters.cuh"
+#include "attention/query_rows.cuh"
 #include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/pack.cuh"
-#include "common/scores/fragment_options.cuh"
 #include "common/scores/score_options.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
@@ -119,16 +119,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   const cukit::RightNK<VALUE_DIM> v_right(v_tile, 0, 0);
   const cukit::RightKN<HEAD_DIM> k_again(k_tile, 0, 0);
 
-  float row_lse[2], row_delta[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = warp_row + 8 * half + lane / 4;
-    const long long at =
-        cukit::scratch_row(b, head, params.heads_q, params.rows_per_head, sequence.first_q) +
-        first_row + row;
-    row_lse[half] = row < rows_left ? lse_log2[at] : cukit::infinity();
-    row_delta[half] = row < rows_left ? delta[at] : 0.0f;
-  }
+  const int lane_row = first_row + warp_row + lane / 4;
+  const cukit::QueryRows rows(
+      options, settings, scale_log2, lse_log2, delta,
+      cukit::scratch_row(b, head, params.heads_q, params.rows_per_head, sequence.first_q), lane_row);
 
   float dq[1][HEAD_DIM / 8][4];
   cukit::clear(dq);
@@ -142,32 +136,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       return operand;
     };
 
-    const int lane_row = first_row + warp_row + lane / 4;
-    const int lane_key = tile * TILE_N + lane % 4 * 2;
+    const cukit::FragmentPlace at{lane_row, tile * TILE_N + lane % 4 * 2};
     const bool whole = tiles.whole(tile);
     float p[1][TILE_N / 8][4], dp[1][TILE_N / 8][4];
     multiply<HEAD_DIM>(p, q_left, at_stage(k_right, kKeyBytes));
-    if constexpr (!SOFTCAP) {
-      cukit::apply_options(cukit::flat(p[0]), {lane_row, lane_key}, options, scale_log2, settings,
-                           whole, tile * TILE_N + TILE_N > seq_kv);
-    }
+    rows.weigh(cukit::flat(p[0]), at, whole, tile * TILE_N + TILE_N > seq_kv);
     multiply<VALUE_DIM>(dp, do_left, at_stage(v_right, kValueBytes));
     const auto keys = at_stage(k_again, kKeyBytes);
-    // P (dP - delta), times a softcap's derivative, which is only known with the product.
-    const auto score_gradient = [&](int n, int half, int i) {
-      const float score = p[0][n][2 * half + i];
-      const float difference = dp[0][n][2 * half + i] - row_delta[half];
-      if constexpr (SOFTCAP) {
-        float slope;
-        const int row = lane_row + 8 * half, column = lane_key + 8 * n + i;
-        const float value = options.score(score, row, column, scale_log2, settings, slope);
-        const cukit::Span seen = cukit::visible_keys(row, options.past, seq_kv, settings);
-        if (!whole && options.hidden(seen, row, column, settings)) return 0.0f;
-        return exp2f(value - row_lse[half]) * difference * slope;
-      } else {
-        const float factor = cukit::exponent_factor(scale_log2);
-        return exp2f(fmaf(score, factor, -row_lse[half])) * difference;
-      }
+    const auto score_gradient = [&](int e) {
+      return rows.gradient(cukit::flat(p[0])[e], cukit::flat(dp[0])[e], e);
     };
 #pragma unroll
     for (int step = 0; step < TILE_N / 16; ++step) {
@@ -176,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       for (int n = 0; n < 2; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          ds[2 * n + half] = cukit::pack<T>(score_gradient(2 * step + n, half, 0),
-                                            score_gradient(2 * step + n, half, 1));
+          const int e = 4 * (2 * step + n) + 2 * half;
+          ds[2 * n + half] = cukit::pack<T>(score_gradient(e), score_gradient(e + 1));
         }
       cukit::warp_product<T, 1>(
           dq,

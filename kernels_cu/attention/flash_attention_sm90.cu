@@ -184,7 +184,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 #else
     const cukit::ScoreSettings& score_settings = settings;
 #endif
-    const cukit::TileRange seen = own_keys(work, first_row, past, settings);
+    const cukit::TileRange seen = cukit::own_keys<TILE_N>(work, first_row, settings);
     const cukit::HeadScores head(arguments.arrays, settings, work.b, work.head, work.sequence);
     const int seq_kv = cukit::warp_uniform(head.seq_kv);
     const bool bias_aligned = BIAS && cukit::warp_uniform(cukit::rows_are_aligned(
@@ -309,7 +309,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
         FLOAT8 ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;
     finish(sums, rows, factor, descales.values(work.b, work.head / arguments.group), results, work,
            result_row, settings);
-    if (kUneven) part = CONSUMERS - 1 - part;
+    if (cukit::kUneven) part = CONSUMERS - 1 - part;
   }
 }
 

@@ -1,5 +1,4 @@
-// What the consumers of flash_attention_sm90 work on: the next tile of queries, and the tiles of keys
-// that a warpgroup's share of them sees.
+// What the consumers of flash_attention_sm90 work on: the next tile of queries.
 //
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
@@ -37,27 +36,6 @@ CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, const QuerySt
   pipelines.q.wait(at);
   return true;
 #endif
-}
-
-// Whether the warpgroups of a block see different keys.
-constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE;
-
-// The tiles of keys that a warpgroup's 64 queries see, one at least. All warpgroups go through those
-// of the work; at either end some may be hidden from it. One without queries has nothing to look at.
-CUKIT_DEVICE cukit::TileRange own_keys(const QueryWork& work, int first_row, int past,
-                                       const cukit::ScoreSettings& settings) {
-  const cukit::Sequence& sequence = work.sequence;
-  cukit::TileRange seen = work.keys;
-  const int rows = min(cukit::kWarpgroupRows, sequence.seq_q - first_row);
-  if (rows <= 0) {
-    seen.end = work.keys.begin + 1;
-  } else if (kUneven) {
-    seen = cukit::key_tiles<TILE_N>(first_row, rows, past, sequence.seq_kv, settings);
-    seen.end = max(work.keys.begin + 1, min(seen.end, work.keys.end));
-    seen.begin = min(max(seen.begin, work.keys.begin), seen.end - 1);
-  }
-  return {WINDOW ? cukit::warp_uniform(seen.begin) : 0, cukit::warp_uniform(seen.end),
-          WINDOW ? cukit::warp_uniform(seen.whole_begin) : 0, cukit::warp_uniform(seen.whole_end)};
 }
 
 }  // namespace consumer

@@ -100,4 +100,14 @@ struct QueryGradientParameters {
   ScoreSettings settings;
 };
 
+// flash_attention_backward_query_sm90, which finds its arrays through tensor maps
+struct MappedQueryParameters {
+  int batch, heads_q, group;
+  int seq_q, seq_kv;
+  int rows_per_head;
+  int head_dim;
+  float scale, scale_log2;
+  ScoreSettings settings;
+};
+
 }  // namespace cukit

@@ -3,6 +3,8 @@
 // Per head it holds ceil(seq_q / tile) * tile rows of HEAD_DIM as 16x8 blocks, row of blocks by row of
 // blocks; within a block, lane by lane, the four accumulators that mma.sync gives the lane. A warp
 // then adds a block as one coalesced access.
+//
+// Transposed: within a tile, 16x8 blocks of the tile's transpose, columns of the head by queries.
 #pragma once
 
 #include "common/platform.cuh"

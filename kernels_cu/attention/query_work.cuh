@@ -11,6 +11,7 @@
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
+#include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
 #include "common/scores/score_options.cuh"
 #include "common/warp_uniform.cuh"
@@ -126,5 +127,30 @@ class WorkQueue {
   int turn_ = 0;        // works so far, of the static schedule
   DynamicTiles dealt_;  // where works are dealt
 };
+
+// ---- A warpgroup's share of a tile ----
+
+// Whether the warpgroups of a block see different keys.
+constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE;
+
+// The tiles of keys that a warpgroup's 64 queries see, one at least. All warpgroups go through those
+// of the work; at either end some may be hidden from it. One without queries has nothing to look at.
+template <int TileN>
+CUKIT_DEVICE TileRange own_keys(const QueryWork& work, int first_row,
+                                const ScoreSettings& settings) {
+  const Sequence& sequence = work.sequence;
+  TileRange seen = work.keys;
+  const int rows = min(kWarpgroupRows, sequence.seq_q - first_row);
+  if (rows <= 0) {
+    seen.end = work.keys.begin + 1;
+  } else if (kUneven) {
+    const int past = sequence.seq_kv - sequence.seq_q;
+    seen = key_tiles<TileN>(first_row, rows, past, sequence.seq_kv, settings);
+    seen.end = max(work.keys.begin + 1, min(seen.end, work.keys.end));
+    seen.begin = min(max(seen.begin, work.keys.begin), seen.end - 1);
+  }
+  return {WINDOW ? warp_uniform(seen.begin) : 0, warp_uniform(seen.end),
+          WINDOW ? warp_uniform(seen.whole_begin) : 0, warp_uniform(seen.whole_end)};
+}
 
 }  // namespace cukit

@@ -15,6 +15,11 @@ CUKIT_DEVICE unsigned opaque(unsigned value) {
   return value;
 }
 
+// The same of an operand's descriptor, whose high word never changes.
+CUKIT_DEVICE unsigned long long opaque_descriptor(unsigned long long descriptor) {
+  return (descriptor >> 32 << 32) + opaque(static_cast<unsigned>(descriptor));
+}
+
 // `value`, but not before `awaited`, which is never below -1, is known: an instruction that is given
 // the result stays behind the computation of `awaited`, which the compiler else might put off.
 CUKIT_DEVICE unsigned ordered_after(unsigned value, float awaited) {

@@ -1,0 +1,64 @@
+// dS of the kernels that compute dQ alone: of queries as rows.
+//
+// Scores lie as in fragment_scores.cuh.
+//
+// Macros: those of score_options.cuh and scratch_rows.cuh.
+#pragma once
+
+#include "attention/scratch_rows.cuh"
+#include "common/platform.cuh"
+#include "common/scores/fragment_options.cuh"
+#include "common/scores/score_options.cuh"
+
+namespace cukit {
+
+// A lane's two rows.
+struct QueryRows {
+  const HeadScores& head;
+  const ScoreSettings& settings;
+  float scale_log2;
+  float lse[2], delta[2];
+
+  // `first`: of the scratch rows, that of the sequence's first query; `row`: the lane's first.
+  CUKIT_DEVICE QueryRows(const HeadScores& head, const ScoreSettings& settings, float scale_log2,
+                         const float* lse_log2, const float* deltas, long long first, int row)
+      : head(head), settings(settings), scale_log2(scale_log2) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool exists = row + 8 * half < head.seq_q;
+      lse[half] = exists ? lse_log2[first + row + 8 * half] : infinity();
+      delta[half] = exists ? deltas[first + row + 8 * half] : 0.0f;
+    }
+  }
+
+  // Products become weights: P, with SOFTCAP times the derivative of the score. `whole`, `ends` as in
+  // apply_options.
+  template <int N>
+  CUKIT_DEVICE void weigh(float (&scores)[N], const FragmentPlace& at, bool whole, bool ends) const {
+    if constexpr (SOFTCAP) {
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        const int row = at.row + 8 * (e / 2 % 2), column = at.column + 8 * (e / 4) + e % 2;
+        float slope;
+        const float value = head.score(scores[e], row, column, scale_log2, settings, slope);
+        const Span seen = visible_keys(row, head.past, head.seq_kv, settings);
+        const bool hidden = !whole && head.hidden(seen, row, column, settings);
+        scores[e] = hidden ? 0.0f : exp2f(value - lse[e / 2 % 2]) * slope;
+      }
+    } else {
+      apply_options(scores, at, head, scale_log2, settings, whole, ends);
+      const float factor = exponent_factor(scale_log2);
+#pragma unroll
+      for (int e = 0; e < N; ++e) {
+        scores[e] = exp2f(fmaf(scores[e], factor, -lse[e / 2 % 2]));
+      }
+    }
+  }
+
+  // Element e of dS.
+  CUKIT_DEVICE float gradient(float weight, float dp, int e) const {
+    return weight * (dp - delta[e / 2 % 2]);
+  }
+};
+
+}  // namespace cukit
