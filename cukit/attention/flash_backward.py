@@ -99,7 +99,7 @@ def flash_attention_backward(
         deterministic: sum grad_q in a fixed order: on Hopper blocks then take turns, elsewhere
             there are two more matrix products (about 30 % more time). Otherwise its last bits vary
             from run to run, because blocks add to it in float32 in the order in which they happen
-            to finish.
+            to finish. On Hopper heads of more than 128 columns are deterministic in any case.
         dropout: only 0: dropout is out of scope.
 
     Returns:
@@ -111,8 +111,9 @@ def flash_attention_backward(
         ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
 
     Runs on CuPy's current stream and accumulates in float32. Scratch: two float32 a query and head;
-    a float32 copy of grad_q, on Hopper in any case, elsewhere unless deterministic; where key heads
-    are too few to fill the GPU, several float32 copies of grad_k and grad_v.
+    a float32 copy of grad_q, on Hopper for heads of up to 128 columns, elsewhere unless
+    deterministic; where key heads are too few to fill the GPU, several float32 copies of grad_k and
+    grad_v.
     Paper: Dao, FlashAttention-2, arXiv:2307.08691.
 
     >>> import numpy as np, cukit as ck

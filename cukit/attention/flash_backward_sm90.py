@@ -24,6 +24,8 @@ from cukit.attention.flash_tilings import (
     FLOAT_BYTES,
     GROUP_ROWS,
     ITEM_BYTES,
+    LONG_KEY_TILING,
+    LONG_KEY_WIDTH,
     PART,
     WARPGROUP_KEY_TILINGS,
     WARPGROUP_QUERY_TILINGS,
@@ -36,7 +38,8 @@ from cukit.core.parameters import parameter_structs
 
 _ARCH = "sm_90"
 _COLUMNS = 32  # that are multiplied, or not, together
-_ADDERS = 2  # threads of a block that have dQ added, each with counters of its own
+_LONG = 8192  # queries of a causal call for which long tiles of queries pay
+_SIMPLE = frozenset({"value_dim", "sinks"})  # features for which they have the registers
 _WAVES = 4  # works for each SM at least, if they can be cut so: the last end at different times
 
 
@@ -51,18 +54,13 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
     """How one backward call of this class runs."""
 
     @property
-    def counters_per_tile(self) -> int:
-        """Whether it has been stored, or how many blocks have added to it."""
-        return _ADDERS
+    def counted(self) -> bool:
+        """Always: the counter of the call deals the works."""
+        return True
 
     @property
     def _sum_defines(self) -> Defines:
-        counters = self.counters_per_tile
-        return (
-            ("COUNTERS", counters),
-            ("ZEROED", False),
-            ("TRANSPOSED", self.keys.tile_m % GROUP_ROWS != 0),
-        )
+        return ("COUNTED", True), ("TRANSPOSED", self.width > PART)
 
     def _narrowed(self, spec: KernelSpec, tiling: Any) -> KernelSpec:
         """Of tiles that are wider than heads the rest is left out."""
@@ -131,12 +129,11 @@ def plan_flash_attention_backward_sm90(
     widest = max(problem.head_dim, problem.head_dim_v)
     width = width_for(widest, tuple(WARPGROUP_KEY_TILINGS))
     tiling = WARPGROUP_KEY_TILINGS[width]
+    long = not problem.bounded or problem.seq_len_q >= _LONG
+    if width == LONG_KEY_WIDTH and long and problem.features <= _SIMPLE:
+        tiling = LONG_KEY_TILING
     if problem.softcap:
         tiling = tiling.softcapped()
-    import os
-
-    if width == 128 and os.environ.get("ARM") == "m=80":
-        tiling = replace(tiling, tile_m=80)
     tiling = replace(tiling, in_turn=deterministic and tiling.sums_queries)
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv

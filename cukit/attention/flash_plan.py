@@ -125,19 +125,19 @@ class FlashAttentionBackwardConfig:
         return heads, ceil_div(rows, tile) * tile
 
     @property
-    def counters_per_tile(self) -> int:
-        """Counters that blocks keep of a tile of the sum of dQ."""
-        return 0
+    def counted(self) -> bool:
+        """Whether counters say how far each tile of the sum of dQ is; else it starts with zeros."""
+        return False
 
     @property
     def _sum_defines(self) -> Defines:
-        """How the sum of dQ starts, for prepare and finish."""
+        """What else prepare and finish have to know of the sum of dQ."""
         return ()
 
     def counters(self, total_q: int) -> int:
-        """All of them, and as many for the call."""
+        """Those of the tiles, and one for the call."""
         heads, rows = self.scratch_rows(total_q)
-        return self.counters_per_tile * (heads * rows // self.keys.tile_m + 1)
+        return 1 + heads * rows // self.keys.tile_m if self.counted else 0
 
     def prepare_blocks(self, total_q: int) -> int:
         """Blocks of the grid of prepare."""

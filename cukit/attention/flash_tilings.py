@@ -384,6 +384,9 @@ WARPGROUP_KEY_TILINGS: dict[int, WarpgroupKeyTiling] = {
     192: WarpgroupKeyTiling(64, 64, num_stages=3, score_tiles=3, sums_queries=False),
     256: WarpgroupKeyTiling(64, 64, sums_queries=False),
 }
+LONG_KEY_WIDTH = 128
+LONG_KEY_TILING = WarpgroupKeyTiling(80, 128)
+"""For heads of this width: fewer reads of shared memory a query, more queries that see no key."""
 WARPGROUP_QUERY_TILINGS: dict[int, WarpgroupQueryTiling] = {
     192: WarpgroupQueryTiling(key_stages=3),
     256: WarpgroupQueryTiling(value_stages=1),

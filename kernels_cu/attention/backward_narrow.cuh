@@ -2,10 +2,10 @@
 //
 // dK and dV of its keys stay in a warpgroup's registers; P and dS, keys as rows, are already what the
 // products with dO and Q take from registers. Only dQ needs the dS of all keys, which the warpgroups
-// exchange through shared memory (two stages); each computes half of its rows (TILE_M 128), or 64 of its
-// columns (TILE_M 64), or their transpose, of any queries that are a multiple of 16.
-// The scores of the next tile are started before dQ of this one is awaited, so that the tensor cores
-// have work while dQ is staged. dP runs beside the exponentials, dV beside dS, dK beside the exchange.
+// exchange through shared memory (two stages): with 64 columns each computes dQ of 64 queries, with 128
+// the transpose of dQ of 64 columns.
+// dP runs beside the exponentials, dV beside dS. Then, with 64 columns, dK runs beside the exchange, and
+// the next scores beside the staging of dQ; with 128, dQ comes first and is staged beside dK.
 // Accumulators are read in the basic block that issued the younger wgmma, and nothing is in flight where
 // the loop turns: otherwise ptxas serialises the wgmmas.
 #pragma once
@@ -29,8 +29,7 @@ constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memo
 
 static_assert(STAGES == 2 && kAdders == 2 && kScoreTiles == 2, "one state for all of them");
 static_assert(TILE_N == kConsumers * kWarpgroupRows, "a warpgroup's product has 64 rows");
-constexpr bool kQueriesCut = TILE_M == kConsumers * kWarpgroupRows;
-static_assert(kQueriesCut || HEAD_DIM == kConsumers * KeyTile::kPartColumns,
+static_assert(kTransposed || TILE_M == kConsumers * kWarpgroupRows,
               "dQ is cut into a part for each warpgroup");
 
 using QueryGradient = float[kTransposed ? TILE_M / 2 : KeyTile::kPartColumns / 2];
@@ -64,7 +63,7 @@ CUKIT_DEVICE void multiply_rows(Scores& scores, const Rows& rows, unsigned long 
 CUKIT_DEVICE void multiply_scores(QueryGradient& dq, unsigned long long ds, unsigned long long keys,
                                   int group) {
   constexpr int kColumns = 2 * sizeof(QueryGradient) / sizeof(float);
-  if (!kQueriesCut && COLUMNS <= 64 && group == 1) {
+  if (kTransposed && COLUMNS <= 64 && group == 1) {
 #pragma unroll
     for (float& sum : dq) sum = 0.0f;
   } else {
@@ -98,15 +97,15 @@ CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<STAGES>& a
 
 // One warp: adds every kAdders-th tile of dQ. While its copy ends, another takes the next tile.
 CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Work& work,
-                         const ScoreSettings& settings, float* grad_q_sum, int* turns, int adder, Progress& progress) {
+                         const ScoreSettings& settings, float* grad_q_sum, int* counters, int adder,
+                         Progress& progress) {
   const bool first_lane = threadIdx.x % kWarpSize == 0;
   Position position(work);
 #pragma unroll 1
   for (int step = 0; step < work.steps; ++step) {
     if (progress.at.index == adder) {
-      const long long row = position.scratch_row(work);
-      float* const sum = grad_q_sum + query_block<HEAD_DIM>(row, 0);
-      SumAccess access(turns, row, 0);
+      float* const sum = grad_q_sum + query_block<HEAD_DIM>(position.scratch_row(work), 0);
+      SumAccess access(counters, position.scratch_tile(work));
       access.begin(work, settings, position.tile);
       shared.sums.staged.wait(sum_state(progress.at));
       __syncwarp();
@@ -145,13 +144,12 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
   const unsigned long long grad_out_outer = GradOutTile::mn_major(tiles.grad_out);
   const unsigned long long ds_part =
       kTransposed ? ScoreTile::k_major(tiles.scores)
-                  : ScoreTile::mn_major(tiles.scores) + (kQueriesCut ? group * ScoreTile::kPart : 0);
+                  : ScoreTile::mn_major(tiles.scores) + group * ScoreTile::kPart;
   const unsigned long long k_part =
-      KeyTile::mn_major(tiles.k) + (kQueriesCut ? 0 : group * KeyTile::kPart);
-  // As the tile lies in the scratch: sixteen queries or, transposed, columns of all others together.
-  const int piece =
-      kQueriesCut || kTransposed ? group * kWarpgroupWarps + warp : warp * kConsumers + group;
-  unsigned char* const staging = tiles.dq + piece * (kStagingBytes / Block::kConsumerWarps);
+      KeyTile::mn_major(tiles.k) + (kTransposed ? group * KeyTile::kPart : 0);
+  // As the tile lies in the scratch.
+  unsigned char* const staging =
+      tiles.dq + (group * kWarpgroupWarps + warp) * (kStagingBytes / Block::kConsumerWarps);
 
   KeyGradient dk;
   ValueGradient dv;
@@ -207,44 +205,67 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       pack_scores(ds, dp);
       ds_rows.store(ds);
       fence_proxy_async();
-      named_sync(kExchange, kConsumers * kWarpgroupThreads);
-      const unsigned long long ds_now = ds_part + at.index * ScoreTile::kStage;
-      const PipelineState<STAGES> done = at;
+      const PipelineState<STAGES> now = at;
+      const unsigned long long ds_now = ds_part + now.index * ScoreTile::kStage;
       at.advance();
       position.advance(walk);
-      wgmma_fence();
-      multiply_scores(dq, ds_now, k_part, group);
-      multiply_queries(dk, ds, q_now);
-      wgmma_wait<1>(dv);
-      wgmma_wait<1>(dq);
-      shared.grad_out.release(done);
-      shared.sums.read.wait_previous(staging_state(done));
-      stage_blocks(staging, dq);
-      hand_to_adder(shared.sums, sum_state(done));
-      if (++step == steps) {
-        wgmma_wait<0>(dk);
-        shared.q.release(done);
-        shared.keys_read.arrive_warp({});
-        break;
-      }
-      fetched.ask(tile_at(position));
-      shared.q.wait(at);
-      wgmma_fence();
-      const auto receive_scores = [&](Scores& scores) {
-        multiply_keys<COLUMNS>(scores, k_rows, q_inner + at.index * QueryTile::kStage);
-        wgmma_wait<1>(dk);
-        shared.q.release(done);
-        wgmma_wait<0>(scores);
+      const auto exchange = [&] { named_sync(kExchange, kConsumers * kWarpgroupThreads); };
+      const auto hand_over = [&] {
+        shared.sums.read.wait_previous(staging_state(now));
+        stage_blocks(staging, dq);
+        hand_to_adder(shared.sums, sum_state(now));
       };
+      const bool last = ++step == steps;
       if constexpr (kTransposed) {
-        Scores next;  // elsewhere than the last: else ptxas lacks registers
-        receive_scores(next);
+        exchange();
+        wgmma_fence();
+        multiply_scores(dq, ds_now, k_part, group);
+        multiply_queries(dk, ds, q_now);
+        wgmma_wait<1>(dv);
+        wgmma_wait<1>(dq);
+        shared.grad_out.release(now);
+        hand_over();
+        if (last) {
+          wgmma_wait<0>(dk);
+          shared.q.release(now);
+          break;
+        }
+        fetched.ask(tile_at(position));
+        shared.q.wait(at);
+        wgmma_fence();
+        Scores next;  // not where the last scores lay: ptxas would lack registers
+        multiply_keys<COLUMNS>(next, k_rows, q_inner + at.index * QueryTile::kStage);
+        wgmma_wait<1>(dk);
+        shared.q.release(now);
+        wgmma_wait<0>(next);
 #pragma unroll
         for (int i = 0; i < TILE_M / 2; ++i) s[i] = next[i];
       } else {
-        receive_scores(s);
+        wgmma_fence();
+        multiply_queries(dk, ds, q_now);
+        exchange();
+        wgmma_wait<1>(dv);  // frees the registers of P
+        if (last) {
+          multiply_scores(dq, ds_now, k_part, group);
+          wgmma_wait<0>(dq);
+          shared.q.release(now);
+          shared.grad_out.release(now);
+          hand_over();
+          break;
+        }
+        fetched.ask(tile_at(position));
+        shared.q.wait(at);
+        wgmma_fence();
+        multiply_scores(dq, ds_now, k_part, group);
+        multiply_keys<COLUMNS>(s, k_rows, q_inner + at.index * QueryTile::kStage);
+        wgmma_wait<1>(dq);
+        shared.q.release(now);
+        shared.grad_out.release(now);
+        hand_over();
+        wgmma_wait<0>(s);
       }
     }
+    shared.keys_read.arrive_warp({});
     progress.keys.advance();
     wgmma_wait<0>(dk);
     wgmma_wait<0>(dv);

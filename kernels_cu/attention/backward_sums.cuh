@@ -54,11 +54,8 @@ CUKIT_DEVICE int turn_of(const Work& work, const ScoreSettings& settings, int ti
 // are storing at this moment.
 class SumAccess {
  public:
-  SumAccess() = default;
-
-  // `turns` of the kernel; `adder`: of those that share the tile.
-  CUKIT_DEVICE SumAccess(int* turns, long long scratch_row, int adder)
-      : counter_(turns + kAdders + scratch_row / TILE_M * kAdders + adder) {}
+  // `counters` of the kernel: one for the works, then those of the tiles.
+  CUKIT_DEVICE SumAccess(int* counters, int scratch_tile) : counter_(counters + 1 + scratch_tile) {}
 
   // Before what is to be added has been staged: as early as possible, it takes its time.
   CUKIT_DEVICE void begin(const Work& work, const ScoreSettings& settings, int tile) {
@@ -93,7 +90,7 @@ class SumAccess {
   }
 
   // After the copies.
-  CUKIT_DEVICE void end() const {
+  CUKIT_DEVICE void end() {
     if (DETERMINISTIC || first_) {
       bulk_wait<0>();
       fence_proxy_async_global();
@@ -109,7 +106,7 @@ class SumAccess {
     }
   }
 
-  int* counter_ = nullptr;
+  int* counter_;
   bool first_ = false, stored_ = false;
 };
 

@@ -38,8 +38,8 @@ using KeyTile = SharedTile<T, TILE_N, COLUMNS>;
 using ValueTile = SharedTile<T, TILE_N, VALUE_COLUMNS>;
 using QueryTile = SharedTile<T, TILE_M, COLUMNS>;
 using GradOutTile = SharedTile<T, TILE_M, VALUE_COLUMNS>;
-// Where queries are no multiple of what a warpgroup multiplies, dQ is multiplied transposed.
-constexpr bool kTransposed = TILE_M % kWarpgroupRows != 0;
+// dQ is multiplied transposed: queries need not be a multiple of 64.
+constexpr bool kTransposed = HEAD_DIM == 128;
 // P or dS: a key a row or, transposed, a query.
 using ScoreTile =
     SharedTile<T, kTransposed ? TILE_M : TILE_N, kTransposed ? TILE_N : TILE_M>;
@@ -119,10 +119,12 @@ struct Position {
 
   CUKIT_DEVICE explicit Position(const Work& work) : tile(work.start_tile) {}
 
-  // First row of the scratch arrays.
+  // Of the scratch arrays: the tile, and its first row.
+  CUKIT_DEVICE int scratch_tile(const Work& work) const {
+    return work.first_scratch_tile + head * work.tiles + tile;
+  }
   CUKIT_DEVICE long long scratch_row(const Work& work) const {
-    return (static_cast<long long>(work.first_scratch_tile) +
-            static_cast<long long>(head) * work.tiles + tile) * TILE_M;
+    return static_cast<long long>(scratch_tile(work)) * TILE_M;
   }
 
   CUKIT_DEVICE void advance(const Work& work) {

@@ -2,8 +2,8 @@
 //
 // flash_attention_backward_prepare:  delta = sum(dO * O) and lse * log2(e) of every query, padded to
 //   whole tiles: rows beyond the last query, and rows that see no key, get delta = 0 and
-//   lse = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ (ZEROED), and the
-//   counters of its tiles (COUNTERS).
+//   lse = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ or, COUNTED, the counters of
+//   its tiles.
 // flash_attention_backward_finish:   dQ = scale * sum, from blocks (query_gradient.cuh) to rows.
 // flash_attention_backward_sum:      dK or dV from the float32 sums of the blocks that shared a head.
 // flash_attention_backward_sinks:    dsink = -sum over the queries of exp(sink - lse) * delta: a sink
@@ -17,10 +17,10 @@
 // Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic; of sinks: a float a warp, static.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM 64|96|128|256; PADDED, VALUE_PADDED 0|1 the head
 //   is smaller; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8 (prepare);
-//   QUERY_GRADIENT 0|1 whether there is a sum (prepare); TILE_M multiple of 16; VARLEN 0|1; COUNTERS,
-//   0 where it is not defined: counters for each tile of the sum; ZEROED, 1 where it is not defined: the
-//   sum starts with zeros (backward_sums.cuh); TRANSPOSED, 0 where it is not defined: the sum's blocks
-//   are of its transpose (query_gradient.cuh).
+//   QUERY_GRADIENT 0|1 whether there is a sum (prepare); TILE_M multiple of 16; VARLEN 0|1; COUNTED, 0
+//   where it is not defined: counters tell which tiles of the sum have been stored (backward_sums.cuh),
+//   else it starts with zeros; TRANSPOSED, 0 where it is not defined: the sum's blocks are of its
+//   transpose (query_gradient.cuh).
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"
 #include "attention/query_gradient.cuh"
@@ -32,11 +32,8 @@
 #include "common/tile.cuh"
 #include "common/types.cuh"
 
-#ifndef COUNTERS
-#define COUNTERS 0
-#endif
-#ifndef ZEROED
-#define ZEROED 1
+#ifndef COUNTED
+#define COUNTED 0
 #endif
 #ifndef TRANSPOSED
 #define TRANSPOSED 0
@@ -55,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_p
     float* __restrict__ lse_log2,    // scratch rows
     float* __restrict__ delta,       // scratch rows
     float* __restrict__ grad_q_sum,  // scratch rows of HEAD_DIM
-    int* __restrict__ counters,      // [1 + tiles of the scratch, COUNTERS]
+    int* __restrict__ counters,      // COUNTED: [1 + tiles of the scratch]
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
     const __grid_constant__ cukit::RowStatisticsParameters params) {
   const long long block = gridDim.x - 1 - blockIdx.x;
@@ -90,13 +87,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_p
     lse_log2[row] = dead ? cukit::infinity() : own * cukit::kLog2E;
     delta[row] = dead ? 0.0f : sum;
   }
-  if constexpr (COUNTERS > 0) {
-    if (lane < COUNTERS && row % TILE_M == 0) {
-      counters[(1 + row / TILE_M) * COUNTERS + lane] = 0;
-      if (row == 0) counters[lane] = 0;
-    }
+  if (COUNTED && lane == 0 && row % TILE_M == 0) {
+    counters[1 + row / TILE_M] = 0;
+    if (row == 0) counters[0] = 0;
   }
-  if (QUERY_GRADIENT && ZEROED && lane < HEAD_DIM / 8) {
+  if (QUERY_GRADIENT && !COUNTED && lane < HEAD_DIM / 8) {
     float4* zeros = reinterpret_cast<float4*>(grad_q_sum + row * HEAD_DIM);
     zeros[lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     zeros[lane + HEAD_DIM / 8] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -119,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_f
                            params.rows_per_head, cu_seqlens_q);
   const int rows = place.seq_q - place.query;
   if (VARLEN && rows <= 0) return;
-  const bool summed = ZEROED || counters[(1 + index) * COUNTERS] > 0;
+  const bool summed = !COUNTED || counters[1 + index] > 0;
   const float* blocks = grad_q_sum + cukit::query_block<HEAD_DIM>(first, 0);
 #pragma unroll 4
   for (int i = threadIdx.x / cukit::kWarpSize; i < TILE_M / 16 * kColumns;

@@ -1,4 +1,5 @@
-// Gradients of exact attention on Hopper's own units: dK and dV, and dQ summed up in float32.
+// Gradients of exact attention on Hopper's own units: dK and dV and, of narrow heads, dQ summed up in
+// float32.
 //
 //   P = exp(scale * Q K^T - lse)      dV = P^T dO      dP = dO V^T
 //   dS = P * (dP - delta)             dK = scale * dS^T Q      dQ = scale * dS K
@@ -10,26 +11,28 @@
 //   arXiv:2407.08608.
 // Mapping: persistent blocks, one for each SM. A work is TILE_N keys of one key head; a block walks over
 //   the queries of `group` query heads that see them, in tiles of TILE_M, and takes the next work
-//   (backward_work.cuh). A thread of the producer warpgroup has TMA fetch K, V and, tile after tile, Q
-//   and dO (backward_walk.cuh); two more have it add dQ (backward_sums.cuh). Two consumer warpgroups
-//   multiply, each in its way for narrow heads (backward_narrow.cuh) and wide ones (backward_wide.cuh).
+//   (backward_work.cuh). A warp of the producer warpgroup has TMA fetch K, V and, tile after tile, Q
+//   and dO (backward_walk.cuh); QUERY_GRADIENT: two more have it add dQ (backward_sums.cuh). Two
+//   consumer warpgroups multiply, in one way for narrow heads, with dQ (backward_narrow.cuh), and in
+//   another for wide ones (backward_wide.cuh), whose dQ flash_attention_backward_query_sm90 computes.
 //   Where key heads alone are too few works, `splits` works share the keys of a head, SPLIT is 1 and
 //   each writes its own sum in float32 (flash_attention_backward_sum adds them).
 // DETERMINISTIC: works add to a tile of dQ in turn (backward_sums.cuh), and wait only for those that
 //   began earlier. Else, without a mask, work n of a head starts at query tile n and wraps around, so
 //   that concurrent works add to different rows of dQ at any time.
 // Rows of `lse_log2` are +infinity where a query is beyond the last or sees no key: P is then 0.
-// Shared memory, bytes: 4 HEAD_DIM (TILE_N + STAGES TILE_M) + scores + dQ, dynamic:
-//   K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N TILE_M a tile, two tiles (dS) or, from
-//   192 columns on, four (P and dS). dQ: 4 TILE_M HEAD_DIM; none for heads of 256, which stage it in
-//   tiles of dO. Static: barriers, stages of lse and delta.
+// Shared memory, bytes: 2 (columns of K + columns of V) (TILE_N + STAGES TILE_M) + scores + dQ, dynamic,
+//   columns in parts of 64: K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N TILE_M a tile,
+//   two tiles (dS) or, of wide heads, STAGES (P), and with SOFTCAP as many more. dQ: 4 TILE_M HEAD_DIM,
+//   of narrow heads. Static: barriers, works, stages of lse and delta.
 // Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled by
 //   128 bytes; rows and columns beyond the tensor read as zero. VARLEN: maps of sequences, in which
 //   rows beyond a sequence do too (encode_sequence_map); seq_q and seq_kv are their longest.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|192|256 columns of a tile, of Q and K and of V and dO
 //   alike; PADDED, VALUE_PADDED 0|1 their heads are smaller; COLUMNS, VALUE_COLUMNS (backward_walk.cuh);
-//   TILE_M x TILE_N 128x128 (64), 64x128 (128), 64x64 (192, 256); STAGES 2; THREADS = 384; CAUSAL 0|1;
-//   SPLIT 0|1; DETERMINISTIC 0|1; those of score_options.cuh.
+//   TILE_M x TILE_N 128x128 (64), 64x128 or 80x128 (128), 64x64 (192, 256); STAGES 2 or, from 192
+//   columns on, 2|3; QUERY_GRADIENT 1 up to 128 columns, else 0; THREADS = 384; CAUSAL 0|1; SPLIT 0|1;
+//   DETERMINISTIC 0|1; those of score_options.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ where asked
 //   for, else its additions come in any order.
 // Reference: cukit/reference/attention.py.
@@ -57,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const __grid_constant__ cukit::TensorMap grad_out,  // as q, of value_dim
     const float* __restrict__ lse_log2,  // scratch rows (scratch_rows.cuh)
     const float* __restrict__ delta,     // as lse_log2
-    int* __restrict__ turns,             // 2 + 2 a tile of the scratch, zeros at first
+    int* __restrict__ counters,          // works, then tiles of the scratch: zeros at first
     float* __restrict__ grad_q_sum,      // scratch rows of HEAD_DIM
     Gradient* __restrict__ grad_k,       // [batch, seq_kv, heads, head_dim], contiguous
     Gradient* __restrict__ grad_v,       // as grad_k, of value_dim
@@ -98,13 +101,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
         const int warp = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize);
         backward::Progress progress;
         if (warp == 0) {
-          backward::draw_works(shared, problem, turns, [&](const backward::Work& work) {
+          backward::draw_works(shared, problem, counters, [&](const backward::Work& work) {
             backward::fetch(shared, tiles, &q, &k, &v, &grad_out, lse_log2, delta, work, progress);
           });
 #if QUERY_GRADIENT
         } else if (warp <= backward::kAdders) {
           backward::take_works(shared, [&](const backward::Work& work, const backward::Work&) {
-            backward::add_up(shared, tiles, work, params.settings, grad_q_sum, turns, warp - 1,
+            backward::add_up(shared, tiles, work, params.settings, grad_q_sum, counters, warp - 1,
                              progress);
           });
 #endif

@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 
 import cukit
-from cukit.attention import flash_attention, flash_attention_backward
+from cukit.attention import flash_attention, flash_attention_backward, flash_backward_sm90
 from cukit.attention.flash_backward_sm90 import covers, plan_flash_attention_backward_sm90
 from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.flash_tilings import WARPGROUP_KEY_TILINGS
+from cukit.attention.flash_tilings import (
+    LONG_KEY_TILING,
+    LONG_KEY_WIDTH,
+    WARPGROUP_KEY_TILINGS,
+    WARPGROUP_QUERY_TILINGS,
+)
 from cukit.core.device import KIB, typical_device
 from cukit.reference import attention as reference
 from tests.attention import plain
@@ -68,6 +73,12 @@ def test_many_tiles_both_ways(device, rng, head_dim, causal):
     check(device, *inputs_of(rng, (270, 150), (1, 1), head_dim), causal)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_long_tiles_of_queries_with_a_causal_mask(device, rng, monkeypatch, deterministic):
+    monkeypatch.setattr(flash_backward_sm90, "_LONG", 0)
+    check(device, *inputs_of(rng, (271, 151), (2, 1), 128), True, deterministic)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_blocks_take_turns(device, rng, head_dim, causal):
@@ -84,7 +95,7 @@ def test_whatever_finishes_late(late_emulator, rng, head_dim):
 
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_queries_without_keys_get_zeros(device, rng, head_dim):
-    """No block comes to their tiles of the sum, which nothing has filled with zeros."""
+    """Where dQ is summed up no block comes to their tiles, which nothing has filled with zeros."""
     q, k, v, grad_out = inputs_of(rng, (400, 100), (1, 1), head_dim)
     placed = to_device(device, grad_out, q, k, v)
     out, lse = flash_attention(*placed[1:], causal=True, return_lse=True)
@@ -159,12 +170,29 @@ def test_the_plan_says_whether_it_is_deterministic(deterministic):
     config = plan_flash_attention_backward_sm90(PROBLEM, deterministic, H200)
     assert config.deterministic == config.keys.in_turn == deterministic
     assert config.sums_queries
+    wide = plan_flash_attention_backward_sm90(replace(PROBLEM, head_dim=192), deterministic, H200)
+    assert wide.deterministic == deterministic
+    assert not wide.keys.in_turn
+    assert not wide.sums_queries
+
+
+def test_long_calls_get_longer_tiles_of_queries():
+    def tile_m(**changes):
+        problem = replace(PROBLEM, **changes)
+        return plan_flash_attention_backward_sm90(problem, False, H200).keys.tile_m
+
+    assert tile_m() == tile_m(seq_len_q=16384, mask=True) == 64
+    assert tile_m(causal=False) == tile_m(seq_len_q=16384) == 80
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_block_fits_an_sm(width):
+    tilings = [WARPGROUP_KEY_TILINGS[width], WARPGROUP_KEY_TILINGS[width].softcapped()]
+    tilings += [LONG_KEY_TILING] if width == LONG_KEY_WIDTH else []
+    tilings += [WARPGROUP_QUERY_TILINGS[width]] if width in WARPGROUP_QUERY_TILINGS else []
+    for tiling in tilings:
+        assert tiling.shared_bytes(width, width) + STATIC_BYTES <= H200.shared_bytes_per_block
     tiling = WARPGROUP_KEY_TILINGS[width]
-    assert tiling.shared_bytes(width, width) + STATIC_BYTES <= H200.shared_bytes_per_block
     config = plan_flash_attention_backward_sm90(replace(PROBLEM, head_dim=width - 8), False, H200)
     assert config.width == width
     assert config.scratch_rows(0)[1] % tiling.tile_m == 0
