@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukit.core.compiler import MacroValue
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 
@@ -18,7 +19,9 @@ TILE_SM80 = 128
 _HOPPER = "sm_90"
 _ITEM_BYTES = 2
 _CONSUMERS = 2
+_BOX = 64  # rows and columns of a piece on its way to memory
 _WARPGROUP_ROWS = 64  # of a wgmma
+_ROW_ELEMENTS = 64  # of a row of 128 bytes
 _THREADS_SM90 = 384
 _THREADS_SM80 = 256
 _STAGES_SM80 = 3
@@ -33,9 +36,6 @@ class BsrTiling:
     columns: int
     tile_k: int
     num_stages: int
-    direct: bool = False
-    zeros: bool = True
-    cluster: int = 1
 
     @property
     def rows(self) -> int:
@@ -54,24 +54,25 @@ class BsrTiling:
 
     @property
     def shared_bytes(self) -> int:
-        """The stages of both operands."""
+        """The stages of both operands, and pieces of the result on their way to memory."""
         stages = self.num_stages * (self.rows + self.columns) * self.tile_k
-        return _ITEM_BYTES * (stages + (0 if self.direct else self.rows * self.columns))
+        buffers = 2 if self.width > _BOX else 1
+        return _ITEM_BYTES * (stages + _CONSUMERS * buffers * _BOX * _BOX)
 
 
 TILINGS = {
     16: (BsrTiling(16, 512, 16, 8), BsrTiling(16, 256, 16, 16)),
-    32: (BsrTiling(32, 512, 32, 4), BsrTiling(32, 256, 32, 8)),
-    64: (BsrTiling(64, 512, 32, 4), BsrTiling(64, 256, 64, 4), BsrTiling(64, 128, 64, 8)),
-    128: (BsrTiling(128, 256, 64, 3), BsrTiling(128, 128, 64, 6)),
+    32: (BsrTiling(32, 512, 32, 5), BsrTiling(32, 256, 32, 8)),
+    64: (BsrTiling(64, 512, 32, 5), BsrTiling(64, 256, 64, 4), BsrTiling(64, 128, 64, 7)),
+    128: (BsrTiling(128, 256, 64, 4), BsrTiling(128, 128, 64, 6)),
 }
 """Of sparse times dense, by block size, widest first."""
 
 SAMPLED_TILINGS = {
     block: (
-        BsrTiling(block, 512, 32, 4),
+        BsrTiling(block, 512, 32, 5),
         BsrTiling(block, 256, 64, 4),
-        BsrTiling(block, 128, 64, 8),
+        BsrTiling(block, 128, 64, 7),
     )
     for block in (16, 32, 64)
 } | {128: TILINGS[128]}
@@ -127,7 +128,11 @@ class BsrSampledConfig:
 def _spec(
     op: str, dtype: str, block: int, tiling: BsrTiling | None, flags: dict[str, bool]
 ) -> KernelSpec:
-    common = (("DTYPE", dtype), ("BLOCK", block), *flags.items())
+    common: tuple[tuple[str, MacroValue], ...] = (
+        ("DTYPE", dtype),
+        ("BLOCK", block),
+        *flags.items(),
+    )
     if tiling is None:
         defines = (*common, ("STAGES", _STAGES_SM80), ("THREADS", _THREADS_SM80))
         shared_bytes = _STAGES_SM80 * _STAGE_BYTES_SM80
@@ -137,9 +142,6 @@ def _spec(
         ("COLUMNS", tiling.columns),
         ("TILE_K", tiling.tile_k),
         ("STAGES", tiling.num_stages),
-        ("DIRECT", tiling.direct),
-        ("ZEROS", tiling.zeros),
-        *((("CLUSTER", tiling.cluster),) if op == "bsr_matmul" else ()),
         ("THREADS", _THREADS_SM90),
     )
     shared_bytes = tiling.shared_bytes
@@ -151,12 +153,14 @@ def plan_bsr_matmul(
 ) -> BsrMatmulConfig:
     """On Hopper the widest tiles of which there are two for each SM, else the narrowest.
 
-    Wide tiles read each stored block least often; with few of them, some SMs would be idle.
+    Wide tiles read each stored block least often; with few of them, some SMs would be idle. A
+    transposed dense operand is read in rows of tile_k, which are to have 128 bytes if blocks do.
     block_rows, n: of the product sparse @ dense.
     """
     tiling = None
     if device.arch == _HOPPER:
-        *wide, tiling = TILINGS[block]
+        row = min(block, _ROW_ELEMENTS) if transposed.dense else 0
+        *wide, tiling = (each for each in TILINGS[block] if each.tile_k >= row)
         for candidate in reversed(wide):
             if block_rows // candidate.slots * -(-n // candidate.columns) >= 2 * device.num_sms:
                 tiling = candidate

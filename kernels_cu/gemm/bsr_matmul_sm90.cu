@@ -7,22 +7,22 @@
 //   64 rows or more, and COLUMNS columns (gemm/bsr_sm90.cuh). An entry of a group is a block column
 //   that any of its rows has. A thread of the first warpgroup loads the blocks of each entry with the
 //   rows of op(d) that they multiply, TILE_K of k at a time, up to STAGES ahead and across tiles.
-//   Missing blocks have the number -1: TMA reads zeros there. So has the entry after the last, which
-//   stands for those of a group that has none.
+//   Missing blocks have the number -1 and are loaded from a block of zeros. The entry after the last has
+//   none, and stands for those of a group without any: its rows of d are outside, where TMA reads zeros.
 //   The host deals the tiles to the blocks of the grid, so that all end at about the same time; tiles
 //   that run at one time share their columns of d, which L2 then holds.
-// Shared memory, bytes, dynamic: STAGES * (BLOCK + COLUMNS) * TILE_K * 2: stages (a | b), swizzled.
-//   Static: two barriers a stage.
+// Shared memory, bytes, dynamic: STAGES * (rows + COLUMNS) * TILE_K * 2 + 2 * buffers * 64 * 64 * 2, rows
+//   being 64 or BLOCK: stages (a | b), then 64 x 64 pieces of out, two for each consumer of more than 64
+//   columns, else one; all swizzled. Static: two barriers a stage.
 // Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; COLUMNS a multiple of 128 up to 512, or 256
 //   (BLOCK 128); TILE_K 16|32|64, at most BLOCK; SPARSE_TRANSPOSED, DENSE_TRANSPOSED, OUT_TRANSPOSED 0|1; STAGES 2..;
 //   THREADS 384.
 // Tensor maps, swizzled by the bytes of their boxes' rows: values [blocks * BLOCK, BLOCK], boxes of
 //   [BLOCK, TILE_K], SPARSE_TRANSPOSED [TILE_K, up to 64]; d, boxes of [TILE_K, 64] from [k, n],
-//   DENSE_TRANSPOSED [columns of a consumer, TILE_K] from [n, k].
+//   DENSE_TRANSPOSED [columns of a consumer, TILE_K] from [n, k]; out, boxes of [64, 64].
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/bsr.py.
 #include "common/platform.cuh"
-#include "common/ptx/cluster.cuh"
 #include "common/types.cuh"
 #include "gemm/bsr_sm90.cuh"
 
@@ -45,9 +45,7 @@ struct Tile {
   int first_step, end_step;
 
   CUKIT_DEVICE static Tile of(const int4& item) {
-    const int rank = CLUSTER > 1 ? cukit::cluster_rank() : 0;
-    return {item.x * Shape::kRows, item.y + rank * COLUMNS, item.z, 0,
-            (item.w - item.z) * kBlockSteps};
+    return {item.x * Shape::kRows, item.y, item.z, 0, (item.w - item.z) * kBlockSteps};
   }
 };
 
@@ -62,25 +60,18 @@ struct Operands {
   const int* numbers;
   int columns;  // of op(d)
 
+  CUKIT_DEVICE int bytes(const Tile&) const { return kStageBytes; }
+
   CUKIT_DEVICE void load(unsigned char* stage, cukit::Mbarrier* full, const Tile& tile,
                          int step) const {
     const int entry = tile.entry + step / kBlockSteps;
     const int within = step % kBlockSteps * TILE_K;
     load_dense(stage + TileA::kBytes, full, tile.column, block_columns[entry] * BLOCK + within);
-    if constexpr (CLUSTER > 1) {
-      load_share(stage, full, numbers[entry] * BLOCK, within);
-      return;
-    }
 #pragma unroll
     for (int slot = 0; slot < Shape::kSlots; ++slot) {
       const int number = numbers[entry * Shape::kSlots + slot];
-#if ZEROS
       const cukit::TensorMap* const from = number < 0 ? zeros : values;
       const int row = max(number, 0) * BLOCK;
-#else
-      const cukit::TensorMap* const from = values;
-      const int row = number * BLOCK;
-#endif
       if constexpr (SPARSE_TRANSPOSED) {
         constexpr int kParts = TileA::kParts / Shape::kSlots;
 #pragma unroll
@@ -91,20 +82,6 @@ struct Operands {
       } else {
         cukit::tma_load_2d(stage + slot * BLOCK * TileA::kRowBytes, from, full, within, row);
       }
-    }
-  }
-
-  // Half of a block, for both blocks of the cluster.
-  CUKIT_DEVICE void load_share(unsigned char* stage, cukit::Mbarrier* full, int row,
-                               int within) const {
-    constexpr int kShare = TileA::kRows / CLUSTER;
-    const int first = cukit::cluster_rank() * kShare;
-    if constexpr (SPARSE_TRANSPOSED) {
-      TileA::template load_multicast<kShare>(stage, values, full, 0, row + within, first,
-                                             (1 << CLUSTER) - 1);
-    } else {
-      TileA::template load_multicast<kShare>(stage, values, full, within, row, first,
-                                             (1 << CLUSTER) - 1);
     }
   }
 
@@ -129,40 +106,27 @@ struct Operands {
   }
 };
 
-using Store = cukit::TileStore<T, Shape::kWidth, 64, OUT_TRANSPOSED>;
+using Store = cukit::PieceStore<T, Shape::kWidth, 64, OUT_TRANSPOSED>;
 
 struct Epilogue {
   unsigned char* buffers;
-  const cukit::TensorMap* out_map;
-  T* out;
-  int rows, columns;  // of op(s) op(d)
+  const cukit::TensorMap* out;
+  int columns;  // of op(d)
   int consumer;
 
   CUKIT_DEVICE void store(const float (&sums)[Shape::kWidth / 2], const Tile& tile) const {
-    const int first_row = tile.row + Shape::row_group(consumer) * cukit::kWarpgroupRows;
+    const int row = tile.row + Shape::row_group(consumer) * cukit::kWarpgroupRows;
     const int first_column = tile.column + Shape::column_group(consumer) * Shape::kWidth;
-#if DIRECT
-    const auto place = [&](int row, int column) {
-      const long long i = first_row + row, j = first_column + column;
-      return j >= columns ? nullptr : OUT_TRANSPOSED ? out + j * rows + i : out + i * columns + j;
-    };
-    if constexpr (OUT_TRANSPOSED) {
-      cukit::store_columns<T>(sums, place);
-    } else {
-      cukit::store_rows<T>(sums, place);
-    }
-#else
     Store::store(sums, buffers + consumer * Store::kBytes, 1 + consumer,
                  [&](int piece, const unsigned char* buffer) {
                    const int column = first_column + piece * 64;
                    if (column >= columns) return;
                    if constexpr (OUT_TRANSPOSED) {
-                     cukit::tma_store_2d(out_map, buffer, first_row, column);
+                     cukit::tma_store_2d(out, buffer, row, column);
                    } else {
-                     cukit::tma_store_2d(out_map, buffer, column, first_row);
+                     cukit::tma_store_2d(out, buffer, column, row);
                    }
                  });
-#endif
   }
 
   CUKIT_DEVICE void finish() const { Store::finish(); }
@@ -170,33 +134,30 @@ struct Epilogue {
 
 }  // namespace
 
-extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
+extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
     const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
     const __grid_constant__ cukit::TensorMap zeros,   // [BLOCK, BLOCK], as the values
     const __grid_constant__ cukit::TensorMap dense,   // [k, n]; DENSE_TRANSPOSED [n, k]
-    const __grid_constant__ cukit::TensorMap out_map,
-    T* __restrict__ out,                              // [m, n]; OUT_TRANSPOSED [n, m]
+    const __grid_constant__ cukit::TensorMap out,     // [m, n]; OUT_TRANSPOSED [n, m]
     const int4* __restrict__ work,     // [blocks of the grid, turns]: block row, first column, entries
                                        // from and to
     const int* __restrict__ block_columns,  // [entries + 1]: of op(s)
     const int* __restrict__ numbers,        // [entries + 1, kSlots]: the blocks there
-    const int m, const int n, const int turns) {
+    const int n, const int turns) {
   __shared__ cukit::Pipeline<STAGES> pipeline;
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
-  const cukit::ListedTiles<Tile, CLUSTER> schedule{work, turns};
+  const cukit::ListedTiles<Tile> schedule{work, turns};
 
-  Block::prepare<CLUSTER>([&] { pipeline.init(CLUSTER * Block::kConsumerWarps); });
+  Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
   Block::run(
       [&] {
         const Operands operands{&values, &zeros, &dense, block_columns, numbers, n};
         if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
-        cukit::leave_cluster<CLUSTER>();
       },
       [&] {
         const int consumer = Block::consumer_group();
-        const cukit::BsrProduct<Shape, CLUSTER> product(stages, consumer);
-        const Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &out_map, out, m, n, consumer};
+        const cukit::BsrProduct<Shape> product(stages, consumer);
+        const Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &out, n, consumer};
         cukit::consume(pipeline, schedule, product, epilogue);
-        cukit::leave_cluster<CLUSTER>();
       });
 }

@@ -6,7 +6,7 @@
 //   rows of op(a) are multiplied with the columns of op(b) that the entries have, gathered side by
 //   side, and of the result the blocks that exist are stored. Where a tile has fewer entries, its last
 //   is loaded repeatedly. The host deals the tiles to the blocks of the grid.
-// Shared memory, bytes: as bsr_matmul_sm90.
+// Shared memory, bytes: as bsr_matmul_sm90, pieces of 64 x min(BLOCK, 64).
 // Macros: DTYPE, BLOCK, COLUMNS, STAGES, THREADS: as bsr_matmul_sm90. TILE_K 32|64; A_TRANSPOSED,
 //   B_TRANSPOSED 0|1.
 // Tensor maps, swizzled by the bytes of their boxes' rows: a, boxes of [BLOCK, TILE_K] from [m, k],
@@ -27,7 +27,7 @@ constexpr int kPart = BLOCK < 64 ? BLOCK : 64;  // columns of a block that lie t
 using Shape =
     cukit::BsrShape<T, BLOCK, COLUMNS, TILE_K, A_TRANSPOSED, 64, !B_TRANSPOSED, kPart>;
 using Block = cukit::WarpSpecialized<Shape::kConsumers, 40>;
-using Store = cukit::TileStore<T, Shape::kWidth, kPart>;
+using Store = cukit::PieceStore<T, Shape::kWidth, kPart>;
 
 static_assert(THREADS == Block::kThreads, "a producer and two consumers");
 
@@ -49,6 +49,8 @@ struct Operands {
   const cukit::TensorMap* a;
   const cukit::TensorMap* b;
   const int* block_columns;
+
+  CUKIT_DEVICE int bytes(const Tile&) const { return kStageBytes; }
 
   CUKIT_DEVICE void load(unsigned char* stage, cukit::Mbarrier* full, const Tile& tile,
                          int step) const {

@@ -15,10 +15,8 @@
 
 #include "common/hopper/gemm.cuh"
 #include "common/platform.cuh"
-#include "common/ptx/movmatrix.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/stmatrix.cuh"
-#include "common/quad.cuh"
 
 namespace cukit {
 
@@ -31,7 +29,7 @@ constexpr OperandSwizzle kRowSwizzle = Elements == 64   ? OperandSwizzle::Bytes1
 // An operand of wgmma, Extent of m or n by TileK of k. Transposed: MN-major, as it lies in a matrix
 // whose rows run along k, in parts of PartExtent.
 template <typename T, int Extent, int TileK, bool Transposed, int PartExtent = 64>
-struct OperandTile : SharedTile<T, Extent, TileK, kRowSwizzle<TileK>> {
+struct StagedOperand : SharedTile<T, Extent, TileK, kRowSwizzle<TileK>> {
   using Tile = SharedTile<T, Extent, TileK, kRowSwizzle<TileK>>;
   // 64 of m or n further on.
   static constexpr int kNext = Tile::rows(64);
@@ -42,7 +40,7 @@ struct OperandTile : SharedTile<T, Extent, TileK, kRowSwizzle<TileK>> {
 };
 
 template <typename T, int Extent, int TileK, int PartExtent>
-struct OperandTile<T, Extent, TileK, true, PartExtent>
+struct StagedOperand<T, Extent, TileK, true, PartExtent>
     : SharedTile<T, TileK, Extent, kRowSwizzle<PartExtent>> {
   using Tile = SharedTile<T, TileK, Extent, kRowSwizzle<PartExtent>>;
   static constexpr int kNext = 64 / PartExtent * Tile::kPart;
@@ -68,8 +66,8 @@ struct BsrShape {
   static constexpr int kWidth = Columns / kColumnGroups;  // columns of a consumer
   static constexpr bool kTransposedA = TransposedA;
   static constexpr bool kTransposedB = TransposedB;
-  using TileA = OperandTile<T, kRows, TileK, TransposedA, PartA>;
-  using TileB = OperandTile<T, kWidth, TileK, TransposedB, PartB>;  // of a consumer
+  using TileA = StagedOperand<T, kRows, TileK, TransposedA, PartA>;
+  using TileB = StagedOperand<T, kWidth, TileK, TransposedB, PartB>;  // of a consumer
   static constexpr int kStageBytes = TileA::kBytes + kColumnGroups * TileB::kBytes;
 
   static_assert(kRowGroups <= 2, "the rows of one consumer or of both");
@@ -80,7 +78,7 @@ struct BsrShape {
 };
 
 // Both operands from shared memory, as SharedProduct.
-template <typename Shape, int ClusterSize = 1>
+template <typename Shape>
 struct BsrProduct {
   using Accumulators = float[Shape::kWidth / 2];
   unsigned long long a, b;  // descriptors of this consumer's operands in stage 0
@@ -107,121 +105,83 @@ struct BsrProduct {
       }
       wgmma_commit();
       wgmma_wait<1>(sums);
-      if (step > 0) pipeline.template release_to_cluster<ClusterSize>(done);
+      if (step > 0) pipeline.release(done);
       done = at;
       at.advance();
     }
     wgmma_wait<0>(sums);
-    pipeline.template release_to_cluster<ClusterSize>(done);
+    pipeline.release(done);
   }
 };
 
-// Stores 64 x Columns accumulators straight from registers: tiles are short here, and a way through
-// shared memory, on whose buffers a warpgroup has to wait, would cost more than whole lines gain.
-// place(row, column): where the elements from there on go, null: nowhere. Eight go there at a time.
-template <typename T, int N, typename Place>
-CUKIT_DEVICE void store_rows(const float (&sums)[N], const Place& place) {
-  const int quad_lane = threadIdx.x % 4;
-#pragma unroll
-  for (int four = 0; four < N / 16; ++four)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      unsigned chunk[4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float* pair = &sums[4 * (4 * four + n) + 2 * half];
-        chunk[n] = pack<T>(pair[0], pair[1]);
-      }
-      transpose_quad(chunk);
-      T* const to = place(accumulator_row() + 8 * half, 32 * four + 8 * quad_lane);
-      if (to != nullptr) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
-      }
-    }
-}
-
-// The same to a matrix that is the transpose: eight elements of one column go to place(row, column).
-template <typename T, int N, typename Place>
-CUKIT_DEVICE void store_columns(const float (&sums)[N], const Place& place) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
-#pragma unroll
-  for (int pair = 0; pair < N / 8; ++pair) {
-    unsigned chunk[4];  // rows 0-7 and 8-15 of eight columns, then of the next eight
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      chunk[n] = transpose_8x8(pack<T>(sums[8 * pair + 2 * n], sums[8 * pair + 2 * n + 1]));
-    }
-    transpose_quad(chunk);
-    const int part = lane % 4;
-    T* const to = place(16 * warp + part % 2 * 8, 16 * pair + part / 2 * 8 + lane / 4);
-    if (to != nullptr) {
-      *reinterpret_cast<uint4*>(to) = make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]);
-    }
-  }
-}
-
-// Stores 64 x Columns accumulators through shared memory and TMA, PieceColumns at a time. The buffer
-// holds all of them, so that a warpgroup waits for nothing but the copies of its last tile.
+// Stores 64 x Columns accumulators through shared memory and TMA, PieceColumns at a time: while TMA reads
+// one buffer, the next piece is written to the other.
 // Transposed, pieces of 64 columns only: the accumulators' rows run along the columns of the matrix.
 template <typename T, int Columns, int PieceColumns = 64, bool Transposed = false>
-struct TileStore {
-  using Piece = SharedTile<T, 64, PieceColumns, kRowSwizzle<PieceColumns>>;
+struct PieceStore {
+  using Piece = SharedTile<T, kWarpgroupRows, PieceColumns, kRowSwizzle<PieceColumns>>;
   static constexpr int kPieces = Columns / PieceColumns;
-  static constexpr int kBytes = kPieces * Piece::kBytes;
+  static constexpr int kBuffers = kPieces > 1 ? 2 : 1;
+  static constexpr int kBytes = kBuffers * Piece::kBytes;
 
   static_assert(!Transposed || PieceColumns == 64, "a piece's rows are columns");
 
   // All threads of the warpgroup, with a named barrier of its own; one thread calls send(piece, buffer),
   // which starts the copy of that piece or none.
   template <typename Send>
-  CUKIT_DEVICE static void store(const float (&sums)[Columns / 2], unsigned char* buffer, int barrier,
+  CUKIT_DEVICE static void store(const float (&sums)[Columns / 2], unsigned char* buffers, int barrier,
                                  const Send& send) {
     const bool starts = threadIdx.x % kWarpgroupThreads == 0;
-    const int lane = threadIdx.x % kWarpSize;
-    const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
-    if (starts) bulk_wait_read<0>();
-    named_sync(barrier, kWarpgroupThreads);  // the buffer is free
 #pragma unroll
-    for (int pair = 0; pair < Columns / 16; ++pair) {
-      const float* d = &sums[8 * pair];
-      const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
-                                  pack<T>(d[6], d[7])};
-      constexpr int kPairs = PieceColumns / 16;
-      const unsigned piece = shared_address(buffer) + pair / kPairs * Piece::kBytes;
-      if constexpr (Transposed) {
-        const int row = 16 * (pair % kPairs) + lane % 8 + lane / 16 * 8;
-        stmatrix_x4_trans(Piece::address(piece, row, 2 * warp + lane / 8 % 2), packed);
-      } else {
-        const int chunk = 2 * (pair % kPairs) + lane / 16;
-        stmatrix_x4(Piece::address(piece, 16 * warp + lane % 16, chunk), packed);
+    for (int piece = 0; piece < kPieces; ++piece) {
+      unsigned char* const buffer = buffers + piece % kBuffers * Piece::kBytes;
+      if (starts) bulk_wait_read<kBuffers - 1>();
+      named_sync(barrier, kWarpgroupThreads);  // the buffer is free
+#pragma unroll
+      for (int pair = 0; pair < PieceColumns / 16; ++pair) {
+        const float* d = &sums[piece * PieceColumns / 2 + 8 * pair];
+        const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
+                                    pack<T>(d[6], d[7])};
+        write_pair(shared_address(buffer), pair, packed);
       }
-    }
-    fence_proxy_async();
-    named_sync(barrier, kWarpgroupThreads);  // the buffer is written
-    if (starts) {
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) send(piece, buffer + piece * Piece::kBytes);
-      bulk_commit();
+      fence_proxy_async();
+      named_sync(barrier, kWarpgroupThreads);  // the buffer is written
+      if (starts) {
+        send(piece, buffer);
+        bulk_commit();  // an empty group counts as one
+      }
     }
   }
 
-  // Before the block exits: TMA has read the buffer.
+  // Before the block exits: TMA has read the buffers.
   CUKIT_DEVICE static void finish() {
     if (threadIdx.x % kWarpgroupThreads == 0) bulk_wait_read<0>();
   }
+
+ private:
+  // 16 columns of the warp's 16 rows, the pair-th of the piece.
+  CUKIT_DEVICE static void write_pair(unsigned buffer, int pair, const unsigned (&packed)[4]) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
+    if constexpr (Transposed) {
+      const int row = 16 * pair + lane % 8 + lane / 16 * 8;
+      stmatrix_x4_trans(Piece::address(buffer, row, 2 * warp + lane / 8 % 2), packed);
+    } else {
+      stmatrix_x4(Piece::address(buffer, 16 * warp + lane % 16, 2 * pair + lane / 16), packed);
+    }
+  }
 };
 
-// Work that was dealt out on the host: what a cluster does is a row of work, which ends with a number
+// Work that was dealt out on the host: what a block does is a row of work, which ends with a number
 // below 0.
-template <typename WorkTile, int ClusterSize = 1>
+template <typename WorkTile>
 struct ListedTiles {
   using Tile = WorkTile;
-  const int4* work;  // [clusters, turns]
+  const int4* work;  // [blocks, turns]
   int turns;
 
   CUKIT_DEVICE bool tile(int turn, Tile& tile) const {
-    const int4 item = work[static_cast<long long>(blockIdx.x / ClusterSize) * turns + turn];
+    const int4 item = work[static_cast<long long>(blockIdx.x) * turns + turn];
     if (item.x < 0) return false;
     tile = Tile::of(item);
     return true;

@@ -220,6 +220,15 @@ def test_the_plan(block, block_rows, n, device, columns):
     assert (None if tiling is None else tiling.columns) == columns
 
 
+def test_activations_are_read_in_whole_lines():
+    """A transposed dense operand: rows of 64 elements, where blocks have as many."""
+    for block, tile_k in ((16, 16), (32, 32), (64, 64), (128, 64)):
+        transposed = Transposed(False, True, True)
+        config = plan_bsr_matmul(block, 8192 // block, 8192, "bfloat16", transposed, HOPPER)
+        assert config.tiling is not None
+        assert config.tiling.tile_k == tile_k
+
+
 @pytest.mark.parametrize(("counts", "columns"), [([8, 8], 512), ([4, 4], 256), ([1, 2], 128)])
 def test_the_plan_of_a_sampled_product_computes_few_columns(counts, columns):
     starts = np.concatenate([[0], np.cumsum(counts)])
