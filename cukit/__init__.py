@@ -95,6 +95,10 @@ from cukit.memory import (
     memory_pool_allocate,
     memory_pool_free,
 )
+from cukit.quantization import (
+    dequantize,
+    quantize,
+)
 from cukit.registry import (
     get_kernel,
     register_kernel,
@@ -134,6 +138,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "default_device",
+    "dequantize",
     "embedding",
     "embedding_backward",
     "empty",
@@ -165,6 +170,7 @@ __all__ = [
     "memory_pool_free",
     "ones",
     "ones_like",
+    "quantize",
     "register_kernel",
     "rms_norm",
     "rms_norm_backward",
