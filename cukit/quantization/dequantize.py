@@ -27,6 +27,7 @@ from cukit.errors import ArrayDtypeError, ArrayError
 from cukit.quantization.matrices import Matrices, matrices_of, scale_strides
 from cukit.quantization.plan import FORMATS
 from cukit.reference import quantize as reference
+from cukit.reference.narrow import dequantize as apply_factors
 from cukit.registry import register
 
 _THREADS = 256
@@ -49,7 +50,9 @@ def dequantize(array: QuantizedArray, dtype: Any = float32, *, out: Array | None
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
 
-    Computed in float32 and rounded once. Runs on CuPy's current stream, deterministic. Also as
+    Computed in float32 and rounded once; subnormal float32 becomes 0 on the GPU. One kernel for blocks
+    of the last two axes, of all axes and of whole leading axes; others are decoded by a kernel and
+    multiplied in plain array code. Runs on CuPy's current stream, deterministic. Also as
     :meth:`QuantizedArray.decode`.
 
     >>> import numpy as np, cukit as ck
@@ -82,6 +85,10 @@ def dequantize(array: QuantizedArray, dtype: Any = float32, *, out: Array | None
         out = empty(storage, array.shape, dtype)
     details = (array.dtype, array.block_shape)
     launch = _prepare(out, storage, scales, zero_points, *details)
+    if launch is None and matrices_of(array.shape, array.block_shape) is None:
+        codes = QuantizedArray(storage, array.dtype, array.shape).decode()
+        out[...] = apply_factors(codes, scales, zero_points, array.block_shape)
+        return out
     if launch is None:
         scales, zero_points = (
             None if f is None else f.copy(order="C") for f in (scales, zero_points)
@@ -165,7 +172,9 @@ def _prepare(
     narrow: NarrowDtype,
     block: tuple[int, ...],
 ) -> Launch | None:
-    matrices = matrices_of("dequantize", out.shape, block)
+    matrices = matrices_of(out.shape, block)
+    if matrices is None:
+        return None
     strides = scale_strides(matrices, scales)
     if strides is None or (
         zero_points is not None and strides != scale_strides(matrices, zero_points)
@@ -193,7 +202,8 @@ def _specs(device: Device) -> list[KernelSpec]:
     """Rows, groups with zero points, tiles; any alignment and any block."""
 
     def spec(narrow: NarrowDtype, block: tuple[int, int], *args: Any, **options: Any) -> KernelSpec:
-        matrices = matrices_of("dequantize", (4096, 4096), block)
+        matrices = matrices_of((4096, 4096), block)
+        assert matrices is not None
         return plan_dequantize(matrices, narrow, bfloat16, *args, **options).spec()
 
     return [

@@ -11,7 +11,6 @@ import numpy as np
 from cukit.core.arrays import Array, address_of
 from cukit.core.narrow_dtype import NarrowDtype
 from cukit.core.parameters import parameter_structs
-from cukit.errors import ConfigError
 
 _BLOCKED = "BlockedMatrices"
 PARAMETERS = "quantization/parameters.cuh"
@@ -47,7 +46,7 @@ class Matrices(NamedTuple):
         return self.num_matrices * self.rows * self.cols
 
     def pack(
-        self, dtype: NarrowDtype, scale_strides: tuple[int, int, int], padding: int = 0
+        self, dtype: NarrowDtype, scale_strides: tuple[int, int, int]
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
         """The kernels' argument. scale_strides: elements from a matrix, row, column to the next."""
         matrix, down, across = scale_strides
@@ -57,29 +56,29 @@ class Matrices(NamedTuple):
             block_rows=self.block_rows, block_cols=self.block_cols,
             blocks_down=self.blocks_down, blocks_across=self.blocks_across,
             num_blocks=self.num_blocks, scale_matrix=matrix, scale_down=down, scale_across=across,
-            padding=padding,
         )  # fmt: skip
 
 
-def matrices_of(op: str, shape: Sequence[int], block: Sequence[int]) -> Matrices:
+def matrices_of(shape: Sequence[int], block: Sequence[int]) -> Matrices | None:
     """The array of `shape`, none of whose extents is 0, with a scale for each `block`.
 
-    Blocks may span the last axis, the second last, and all axes before where they span the second
-    last as a whole too. Raises ConfigError for others.
+    None where blocks span other axes than the last, the one before it, and all further ones as a
+    whole.
     """
+    shape, block = list(shape), list(block)
+    # [tokens, heads, channels] in blocks of tokens are columns of [tokens, heads * channels]. Codes
+    # of several rows may only become one row where no row ends inside a byte.
+    while len(shape) > 2 and block[-1] == block[-2] == 1 and shape[-1] % 2 == 0:
+        shape[-2:], block[-2:] = [shape[-2] * shape[-1]], [1]
     *leading, cols = shape
     *leading_block, block_cols = block
     if all(size == 1 for size in leading_block):
         return Matrices(1, math.prod(leading), cols, 1, block_cols)
-    whole = [min(size, n) == n for size, n in zip(leading_block, leading, strict=True)]
-    if all(whole):
+    if all(size >= n for size, n in zip(leading_block, leading, strict=True)):
         rows = math.prod(leading)
         return Matrices(1, rows, cols, rows, block_cols)
     if any(size != 1 for size in leading_block[:-1]):
-        raise ConfigError(
-            f"{op}: axis must name the last axis, the last two or all of them, got blocks of "
-            f"{tuple(block)} of shape {tuple(shape)}"
-        )
+        return None
     return Matrices(
         math.prod(leading[:-1]), leading[-1], cols, min(leading_block[-1], leading[-1]), block_cols
     )

@@ -96,32 +96,31 @@ def quantize(
     """
     (x,) = adopt("quantize", x)
     scale_dtype = np.dtype(bfloat16 if scale_dtype == "bfloat16" else scale_dtype)
-    padded = out is None and scale_layout == "column"
+    if out is not None:
+        scale_dtype = _check_out(x, dtype, axis, group_size, zero_points, out)
+    _check(x, dtype, zero_points, clip, scale_dtype, power_of_two, scale_layout)
     if out is None:
-        _check(x, dtype, zero_points, clip, scale_dtype, power_of_two, scale_layout)
         out = _allocate(x, dtype, axis, group_size, zero_points, scale_dtype, scale_layout)
-    else:
-        _check(x, dtype, zero_points, clip, out.scales.dtype, power_of_two, scale_layout)  # type: ignore[union-attr]
-        _check_out(x, dtype, axis, group_size, zero_points, out)
     block = out.block_shape
     assert block is not None
+    assert out.scales is not None
     if not x.size:
-        out.scales[...] = 1  # type: ignore[index]
+        out.scales[...] = 1
         return out
     if not runs_kernel("quantize", x, out.storage):
         _matrices(x.shape, dtype, block, clip)
         codes, scales, zeros = reference.quantize(
             x, dtype.name, block, zero_points=zero_points, clip=clip,
-            scale_dtype=out.scales.dtype, power_of_two=power_of_two,  # type: ignore[union-attr]
+            scale_dtype=out.scales.dtype, power_of_two=power_of_two,
         )  # fmt: skip
         out.storage[...] = codes
-        out.scales[...] = scales  # type: ignore[index]
+        out.scales[...] = scales
         if zeros is not None:
             out.zero_points[...] = zeros  # type: ignore[index]
         return out
     x = x if x.flags.c_contiguous else x.copy(order="C")
     arrays = (x, out.storage, out.scales, out.zero_points)
-    _prepare(*arrays, dtype, block, clip, power_of_two, padded)(*arrays)
+    _prepare(*arrays, dtype, block, clip, power_of_two)(*arrays)
     return out
 
 
@@ -184,8 +183,8 @@ def _allocate(
             )
         padded = -(-rows // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
         memory = empty(x, (columns, padded), scale_dtype)
-        if type(memory) is np.ndarray:
-            memory[:, rows:] = 0  # the kernel does it on the GPU
+        if padded > rows:
+            memory[:, rows:] = 0
         scales = memory[:, :rows].T.reshape(shape)
     return QuantizedArray(
         empty(x, dtype.storage_shape(x.shape), dtype.storage_dtype),
@@ -205,7 +204,8 @@ def _check_out(
     group_size: GroupSize,
     zero_points: bool,
     out: QuantizedArray,
-) -> None:
+) -> np.dtype[Any]:
+    """The dtype of its scales."""
     if not isinstance(out, QuantizedArray) or out.scales is None:
         raise ArrayDtypeError(f"quantize: out must be a QuantizedArray with scales, got {out!r}")
     expected = (dtype, x.shape, scales_shape(x.shape, axis, group_size), zero_points)
@@ -217,13 +217,20 @@ def _check_out(
         )
     if not out.storage.flags.c_contiguous:
         raise ArrayLayoutError("quantize: the codes of out must be C-contiguous")
+    scale_dtype: np.dtype[Any] = out.scales.dtype
+    return scale_dtype
 
 
 def _matrices(
     shape: tuple[int, ...], dtype: NarrowDtype, block: tuple[int, ...], clip: str
 ) -> Matrices:
-    """What the kernels see. Raises ConfigError where two blocks of values would share a byte."""
-    matrices = matrices_of("quantize", shape, block)
+    """What kernels see. Raises ConfigError for blocks of other axes, or that share a byte."""
+    matrices = matrices_of(shape, block)
+    if matrices is None:
+        raise ConfigError(
+            f"quantize: axis must name the last axis, the last two or all of them, got blocks of "
+            f"{block} of shape {shape}"
+        )
     in_columns = matrices.block_cols == 1 < matrices.block_rows and clip == "absmax"
     shares = matrices.block_cols * dtype.bits % 8 and matrices.block_cols < matrices.cols
     if shares and not in_columns:
@@ -244,7 +251,6 @@ def _prepare(
     block: tuple[int, ...],
     clip: str,
     power_of_two: bool,
-    padded: bool,
 ) -> Any:
     matrices = _matrices(x.shape, dtype, block, clip)
     strides = scale_strides(matrices, scales)
@@ -266,8 +272,7 @@ def _prepare(
     config = plan_quantize(matrices, rounding, x.itemsize, num_sms, aligned=aligned)
     if config.kernel == "tensor":
         return _TensorLaunch(config, matrices, dtype)
-    padding = strides[2] - matrices.rows if padded else 0
-    parameters = matrices.pack(dtype, strides, padding)
+    parameters = matrices.pack(dtype, strides)
     return Launch(load_kernel(config.specs()[0]), (config.num_blocks,), (parameters,))
 
 
@@ -300,7 +305,8 @@ def _specs(device: Device) -> list[KernelSpec]:
     def specs(
         narrow: NarrowDtype, block: tuple[int, int], *, aligned: bool = True, **options: Any
     ) -> tuple[KernelSpec, ...]:
-        matrices = matrices_of("quantize", (4096, 4096), block)
+        matrices = matrices_of((4096, 4096), block)
+        assert matrices is not None
         rounding = Rounding(narrow.name, "bfloat16", options.pop("scales", "float32"), **options)
         return plan_quantize(matrices, rounding, 2, device.num_sms, aligned=aligned).specs()
 

@@ -113,11 +113,18 @@ def _factors(
         return _round_scales(high / np.float32(narrow.MOST[name]), scale_dtype, power_of_two), None
     most = INTEGERS[name]
     levels = np.float32(2 * most + 1)
-    scales = _round_scales(high / levels - low / levels, scale_dtype, power_of_two)
+    steps = _flush(high / levels) + _flush(-low / levels)
+    scales = _round_scales(steps, scale_dtype, power_of_two)
     with np.errstate(invalid="ignore"):  # infinities
         steps = xp.rint(-low * (np.float32(1) / scales.astype(np.float32)))
     zeros = xp.clip(xp.nan_to_num(steps, nan=most + 1) - (most + 1), -most - 1, most)
     return scales, zeros.astype(np.int8)
+
+
+def _flush(x: Array) -> Array:
+    """Subnormal numbers (here none is negative) become 0, as in the kernels."""
+    xp = array_namespace(x)
+    return xp.where(x < SMALLEST_SCALE, xp.zeros_like(x), x)
 
 
 def _round_scales(scales: Array, dtype: Any, power_of_two: bool) -> Array:
@@ -125,6 +132,7 @@ def _round_scales(scales: Array, dtype: Any, power_of_two: bool) -> Array:
     everything that is not finite."""
     xp = array_namespace(scales)
     finite = xp.isfinite(scales)
+    scales = _flush(scales)
     if power_of_two:
         bits = scales.astype(np.float32).view(np.uint32)
         scales = ((bits + np.uint32(0x7FFFFF)) & np.uint32(0x7F800000)).view(np.float32)

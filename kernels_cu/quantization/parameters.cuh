@@ -11,12 +11,11 @@ namespace cukit {
 //   blocks_*      blocks of a matrix along each axis
 //   num_blocks    of all matrices
 //   scale_*       elements from the scale of a block to that of the next matrix, row, column
-//   padding       scales after those of the last row of blocks that are set to 0
 struct BlockedMatrices {
   long long num_matrices, rows, cols, storage_cols;
   long long block_rows, block_cols;
   long long blocks_down, blocks_across, num_blocks;
-  long long scale_matrix, scale_down, scale_across, padding;
+  long long scale_matrix, scale_down, scale_across;
 };
 
 // Tensors [num_tensors, size] with a scale each. A grid has parts * num_tensors thread blocks.

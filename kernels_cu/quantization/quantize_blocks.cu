@@ -102,15 +102,9 @@ class Block {
                                          const cukit::BlockedMatrices& at, long long id,
                                          const Factors& factors) {
     const Place place(at, id);
-    scales += place.matrix * at.scale_matrix + place.down * at.scale_down +
-              place.across * at.scale_across;
-    *scales = factors.scale;
+    scales[place.matrix * at.scale_matrix + place.down * at.scale_down +
+           place.across * at.scale_across] = factors.scale;
     if constexpr (ZERO_POINTS) zero_points[id] = static_cast<signed char>(factors.zero_point);
-    if (place.down + 1 == at.blocks_down) {
-      for (long long i = 1; i <= at.padding; ++i) {
-        scales[i * at.scale_down] = cukit::from_float<cukit::scale_t>(0.0f);
-      }
-    }
   }
 
  private:

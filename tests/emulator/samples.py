@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cukit.array_api import NarrowDtype, QuantizedArray, float8_e4m3, float8_e5m2
+from cukit.array_api import NarrowDtype, QuantizedArray, float8_e4m3, float8_e5m2, int4, int8
 from cukit.array_api.narrow import encode
 from cukit.distill.adamw import AdamWState
 from cukit.registry import Op
@@ -96,6 +96,12 @@ def _values(rng: Rng) -> Any:
     return random(rng, (5, 37), "float32", 3.0)
 
 
+def _quantized(rng: Rng) -> Any:
+    codes = random(rng, (6, 77), "float32", 3.0)
+    factors = rng.uniform(0.5, 2, (6, 3)).astype(np.float32), np.ones((6, 3), np.int8)
+    return QuantizedArray(encode(codes, int4).storage, int4, (6, 77), *factors, -1, 32)
+
+
 def _slides(rng: Rng) -> Arguments:
     """Holes of several sizes are closed, in memory of more than one block."""
     memory = rng.integers(0, 256, 150_000).astype(np.uint8)
@@ -115,6 +121,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "cross_entropy": lambda rng: (_logits(rng), {"return_grad": True}),
     "cross_entropy_backward": lambda rng: ((np.float32(0.5), *_logits(rng)), {}),
     "decode": lambda rng: ((encode(_values(rng), float8_e4m3),), {}),
+    "dequantize": lambda rng: ((_quantized(rng),), {}),
     "embedding": lambda rng: (
         (rng.integers(0, 300, (4, 9)), random(rng, (300, 72), "bfloat16")),
         {},
@@ -144,6 +151,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     ),
     "linear_kl_divergence": _linear_divergence,
     "matmul_tma": lambda rng: (tuple(_rows(rng, (70, 72), (136, 72))), {}),
+    "quantize": lambda rng: ((_values(rng), int8), {"group_size": 32}),
     "rms_norm": lambda rng: (tuple(_rows(rng, (37, 264), (264,))), {}),
     "rms_norm_backward": _norm_backward,
     "rope": _rope,
@@ -158,6 +166,8 @@ def run(
 ) -> list[np.ndarray[Any, Any]]:
     """Results of the op's sample, or of its reference (in float64 where `wide`), on the host."""
     args, options = SAMPLES[op.name](np.random.default_rng(5))
+    if reference and op.name in ("quantize", "dequantize"):  # on the CPU; the same to the bit
+        return [array.astype(np.float64) for array in _flat(op.function(*args, **options))]
     if wide:
         args, options = _map(args, _widen), _map(options, _widen)
     args, options = _map(args, place), _map(options, place)
