@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Protocol
 
+from cukit.core.files import read_arrays, write_json
 from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
 from cukit.distill.data import Corpus, Windows, check_length, validation_batches
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
@@ -27,7 +28,6 @@ from cukit.distill.terms import HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.trainer import StepStatistics, Trainer
 from cukit.errors import ConfigError, DataError, OutOfMemoryError
 from cukit.models import Transformer, TransformerConfig, generate, load_model, save_model
-from cukit.models.files import read_arrays, write_json
 from cukit.models.parameters import namespace_for
 
 SAMPLE_PROMPT = "def "

@@ -50,10 +50,10 @@ def dequantize(array: QuantizedArray, dtype: Any = float32, *, out: Array | None
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
 
-    Computed in float32 and rounded once; subnormal float32 becomes 0 on the GPU. One kernel for blocks
-    of the last two axes, of all axes and of whole leading axes; others are decoded by a kernel and
-    multiplied in plain array code. Runs on CuPy's current stream, deterministic. Also as
-    :meth:`QuantizedArray.decode`.
+    Computed in float32 and rounded once; subnormal float32 becomes 0 on the GPU. One kernel for
+    blocks of the last two axes, of all axes and of whole leading axes; others are decoded by a
+    kernel and multiplied in plain array code. Runs on CuPy's current stream, deterministic. Also
+    as :meth:`QuantizedArray.decode`.
 
     >>> import numpy as np, cukit as ck
     >>> array = ck.quantize(np.array([[0.5, -1.0], [4.0, 2.0]], np.float32), ck.float8_e4m3)

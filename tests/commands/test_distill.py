@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from cukit.cli import run
+from cukit.core import files
 from cukit.distill import pipeline
-from cukit.models import files
 
 TINY = [
     "--device", "cpu", "--teacher-hidden", "32", "--teacher-layers", "1", "--teacher-steps", "6",

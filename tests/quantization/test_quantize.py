@@ -1,4 +1,4 @@
-"""quantize and dequantize: codes, scales and zero points agree with the references to the bit."""
+"""quantize: codes, scales, zero points and their values agree with the references to the bit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import cukit as ck
 from cukit.core.device import typical_device
 from cukit.core.kernel import KernelSpec
 from cukit.core.quantized_array import block_shape
-from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError, ConfigError
-from cukit.quantization.dequantize import plan_dequantize
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.quantization.matrices import matrices_of
 from cukit.quantization.plan import Rounding, plan_quantize
 from cukit.reference import quantize as reference
@@ -257,16 +256,6 @@ def test_any_layout_of_values(device, rng, view):
     assert_same("scales", array.scales, scales)
 
 
-def test_factors_of_any_layout_are_applied(device, rng):
-    codes = rng.integers(-128, 128, (6, 64)).astype(np.int8)
-    scales = rng.uniform(0.5, 2, (4, 6)).astype(np.float32).T
-    zeros = rng.integers(-9, 9, (6, 4)).astype(np.int8)
-    placed = to_device(device, codes, np.ascontiguousarray(scales.T), zeros)
-    array = ck.QuantizedArray(placed[0], ck.int8, (6, 64), placed[1].T, placed[2], -1, 16)
-    want = reference.dequantize(codes, "int8", 64, scales, zeros, (1, 16))
-    assert_same("values", ck.dequantize(array), want)
-
-
 def test_quantize_and_encode_agree(device, rng):
     """With the same scales the codes are the same: one definition of rounding."""
     x = to_device(device, values(rng, (9, 96)))[0]
@@ -343,18 +332,6 @@ def test_errors_name_the_argument(arguments, error, message):
         ck.quantize(arguments.pop("x"), arguments.pop("dtype"), **arguments)
 
 
-def test_dequantize_names_what_is_wrong():
-    array = ck.quantize(X, ck.int8)
-    with pytest.raises(ArrayError, match="dequantize: array must be a QuantizedArray, got ndarray"):
-        ck.dequantize(X)
-    with pytest.raises(ArrayDtypeError, match=r"dtype must be float32, .* got int32"):
-        ck.dequantize(array, np.int32)
-    with pytest.raises(ArrayShapeError, match="out must have shape"):
-        ck.dequantize(array, out=np.ones((4, 7), np.float32))
-    with pytest.raises(ArrayLayoutError, match="out must be C-contiguous"):
-        ck.dequantize(array, out=np.ones((8, 4), np.float32).T)
-
-
 def plan(shape, block, itemsize=2, **options):
     rounding = Rounding("int8", "bfloat16", "float32", **options)
     num_sms = typical_device("sm_90").num_sms
@@ -375,14 +352,3 @@ def test_plans_hold_blocks_in_registers_and_keep_four_loads_in_flight():
     assert plan((64, 64), (64, 64)).kernel == "blocks"
     assert plan((8192, 8192), (8192, 1)).kernel == "columns"
     assert plan((8192, 8192), (8192, 8192), clip="mse").kernel == "blocks"
-
-
-def test_plans_of_dequantize():
-    config = plan_dequantize(
-        matrices_of((4096, 4096), (1, 128)), ck.int4, np.dtype(np.float16), "float16"
-    )
-    assert (config.block, config.one_scale, config.index) == ((1, 128), True, "uint32")
-    assert config.num_blocks == 4096 * 4096 // 8 // 1024
-    ragged = matrices_of((70_000, 65_536), (1, 12))
-    config = plan_dequantize(ragged, ck.int4, np.dtype(np.float16), "float16", aligned=False)
-    assert (config.block, config.one_scale, config.index) == ((1, 0), False, "uint64")
