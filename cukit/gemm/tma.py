@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from functools import cache, partial
 
-import numpy as np
-
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
@@ -22,12 +20,14 @@ from cukit.core.arrays import (
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.map_cache import TensorMapCache
+from cukit.core.parameters import parameter_structs
 from cukit.core.support import Support
 from cukit.core.tensor_map import encode_tensor_map
 from cukit.errors import ArrayShapeError
 from cukit.reference import gemm as reference
 from cukit.registry import register
 
+_PARAMETERS = parameter_structs("gemm/parameters.cuh")["GemmParameters"]
 _DTYPES = (float16, bfloat16)
 _ARCH = "sm_90"
 _TILE_K = 64
@@ -166,8 +166,8 @@ class MappedMatmul:
 
     def __init__(self, config: MatmulTmaConfig, m: int, n: int, k: int) -> None:
         tiling = config.tiling
-        scalars = (np.int32(m), np.int32(n), np.int32(-(-k // _TILE_K)), np.int32(config.group))
-        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), scalars)
+        parameters = _PARAMETERS.pack(m=m, n=n, steps=-(-k // _TILE_K), group=config.group)
+        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
         boxes = (tiling.tile_m, _TILE_K), (tiling.tile_n // tiling.cluster, _TILE_K), _OUT_BOX
         self._a, self._b, self._out = (
             TensorMapCache(partial(encode_tensor_map, box=box)) for box in boxes
