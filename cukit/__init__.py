@@ -68,6 +68,7 @@ from cukit.errors import (
     UnsupportedDeviceError,
 )
 from cukit.gemm import (
+    gemv,
     matmul,
     matmul_tma,
 )
@@ -158,6 +159,7 @@ __all__ = [
     "gelu_and_mul",
     "gelu_and_mul_backward",
     "gelu_backward",
+    "gemv",
     "get_kernel",
     "global_norm",
     "int4",

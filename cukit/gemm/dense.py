@@ -68,8 +68,8 @@ def matmul(
     """
     a, b, out = adopt("matmul", a, b, out)
     on_gpu = runs_kernel("matmul", a, b, out) and is_gpu_array(a)
-    plan = _recall_plan if on_gpu else _plan
-    product = plan(a, b, out, transpose_a, transpose_b, accumulate, out_dtype)
+    plan = _recall_plan if on_gpu else plan_product
+    product = plan("matmul", a, b, out, transpose_a, transpose_b, accumulate, out_dtype)
     if not on_gpu:
         return reference.matmul(
             a,
@@ -89,7 +89,7 @@ def matmul(
     return result
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """A checked call."""
 
     shape: tuple[int, ...]
@@ -98,7 +98,8 @@ class _Product(NamedTuple):
     empty_sum: bool
 
 
-def _plan(
+def plan_product(
+    op: str,
     a: Array,
     b: Array,
     out: Array | None,
@@ -106,38 +107,39 @@ def _plan(
     transpose_b: bool,
     accumulate: bool,
     out_dtype: Any,
-) -> _Product:
-    left, right = _layout("a", a, transpose_a), _layout("b", b, transpose_b)
+) -> Product:
+    """Checks a call of `op`, and finds the layouts of its operands and of the result."""
+    left, right = _layout(op, "a", a, transpose_a), _layout(op, "b", b, transpose_b)
     m, k = (left.columns, left.rows) if transpose_a else (left.rows, left.columns)
     n, inner = (right.rows, right.columns) if transpose_b else (right.columns, right.rows)
     if k != inner:
         raise ArrayShapeError(
-            f"matmul: a of shape {a.shape} (transpose_a={transpose_a}) and b of shape {b.shape} "
+            f"{op}: a of shape {a.shape} (transpose_a={transpose_a}) and b of shape {b.shape} "
             f"(transpose_b={transpose_b}) do not match: inner extents {k} and {inner}"
         )
-    check_same_dtype("matmul", a=a, b=b)
+    check_same_dtype(op, a=a, b=b)
     shape = (m, n) if transpose_a else (*a.shape[:-1], n)
     if accumulate and out is None:
-        raise ConfigError("matmul: accumulate=True needs out")
+        raise ConfigError(f"{op}: accumulate=True needs out")
     dtype = out.dtype if out is not None else np.dtype(a.dtype if out_dtype is None else out_dtype)
     if dtype != a.dtype and (dtype != float32 or a.dtype == float64):
         name = "out_dtype" if out is None else "out"
-        raise ArrayDtypeError(f"matmul: {name} must be {a.dtype.name} or float32, got {dtype.name}")
+        raise ArrayDtypeError(f"{op}: {name} must be {a.dtype.name} or float32, got {dtype.name}")
     target = Matrix(m, n, max(n, 1))
     if out is not None:
-        check_array("matmul", "out", out, shape=shape, contiguous=False)
-        target = _layout("out", out)
-    return _Product(shape, dtype, (left, right, target), k == 0)
+        check_array(op, "out", out, shape=shape, contiguous=False)
+        target = _layout(op, "out", out)
+    return Product(shape, dtype, (left, right, target), k == 0)
 
 
-_recall_plan = launch_plan(_plan)
+_recall_plan = launch_plan(plan_product)
 
 
-def _layout(name: str, array: Array, transposed: bool = False) -> Matrix:
+def _layout(op: str, name: str, array: Array, transposed: bool = False) -> Matrix:
     """The array as rows of its last axis, or ArrayLayoutError where no single stride does it."""
-    check_array("matmul", name, array, dtypes=FLOAT_DTYPES, contiguous=False)
+    check_array(op, name, array, dtypes=FLOAT_DTYPES, contiguous=False)
     if array.ndim == 0:
-        raise ArrayShapeError(f"matmul: {name} must have at least one axis")
+        raise ArrayShapeError(f"{op}: {name} must have at least one axis")
     *leading_extents, columns = array.shape
     rows = 1
     stride = 0
@@ -148,14 +150,14 @@ def _layout(name: str, array: Array, transposed: bool = False) -> Matrix:
             stride = step
         elif step != stride * rows:
             raise ArrayLayoutError(
-                f"matmul: the leading axes of {name} must collapse into one, got strides "
+                f"{op}: the leading axes of {name} must collapse into one, got strides "
                 f"{array.strides} for shape {array.shape}"
             )
         rows *= extent
     leading = stride // array.itemsize if rows > 1 else columns
     if array.size and (leading < columns or (rows > 1 and stride % array.itemsize)):
         raise ArrayLayoutError(
-            f"matmul: the rows of {name} must not overlap or run backwards, got strides "
+            f"{op}: the rows of {name} must not overlap or run backwards, got strides "
             f"{array.strides} for shape {array.shape}"
         )
     return Matrix(rows, columns, max(leading, 1), transposed)

@@ -12,4 +12,10 @@ struct GemmParameters {
   int group;  // rows of tiles (with clusters: of clusters) that are walked over together
 };
 
+// A product out [tokens, columns] = x [tokens, depth] w [depth, columns]; distances in elements.
+struct GemvParameters {
+  long long x_token, x_depth, w_leading, out_token, out_column;
+  int tokens, columns, depth;
+};
+
 }  // namespace cukit

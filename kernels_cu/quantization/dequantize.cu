@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) dequantize(
     const unsigned char* __restrict__ storage,  // [num_matrices, rows, storage_cols]
     const Scale* __restrict__ scales,           // [num_matrices, blocks_down, blocks_across], any strides
     const ZeroPoint* __restrict__ zero_points,  // with the strides of scales; null for none
-    const cukit::BlockedMatrices at) {
+    const __grid_constant__ cukit::BlockedMatrices at) {
   const Index rows = static_cast<Index>(at.rows);
   const Index block_rows = BLOCK_ROWS ? BLOCK_ROWS : static_cast<Index>(at.block_rows);
   const Index block_cols = BLOCK_COLS ? BLOCK_COLS : static_cast<Index>(at.block_cols);

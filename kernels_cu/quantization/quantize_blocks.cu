@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_blocks(
     unsigned char* __restrict__ storage,     // [num_matrices, rows, storage_cols]
     cukit::scale_t* __restrict__ scales,     // [num_matrices, blocks_down, blocks_across], any strides
     signed char* __restrict__ zero_points,   // like scales but contiguous; null without ZERO_POINTS
-    const cukit::BlockedMatrices matrices) {
+    const __grid_constant__ cukit::BlockedMatrices matrices) {
   __shared__ int bits_scratch[kWarpTeams ? 1 : THREADS / cukit::kWarpSize];
   __shared__ float error_scratch[kWarpTeams ? 1 : THREADS / cukit::kWarpSize];
   const int lane = threadIdx.x % TEAM;

@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
     unsigned char* __restrict__ storage,    // [num_matrices, rows, storage_cols]
     cukit::scale_t* __restrict__ scales,    // [num_matrices, blocks_down, cols]
     signed char* __restrict__ zero_points,  // like scales; null without ZERO_POINTS
-    const cukit::BlockedMatrices at) {
+    const __grid_constant__ cukit::BlockedMatrices at) {
   __shared__ int shared[Extremes::kCount][kDeep][kWidth];
   const int across = threadIdx.x % COLS_THREADS * kValues;
   const int deep = threadIdx.x / COLS_THREADS;

@@ -50,7 +50,7 @@ CUKIT_DEVICE void combine(Extremes& extremes, int* scratch) {
 extern "C" __global__ void __launch_bounds__(THREADS) tensor_extremes(
     const T* __restrict__ x,    // [num_tensors, size]
     int* __restrict__ partial,  // [num_tensors, parts, 1 or with ZERO_POINTS 2]
-    const cukit::WholeTensors at) {
+    const __grid_constant__ cukit::WholeTensors at) {
   __shared__ int scratch[Extremes::kCount * THREADS / cukit::kWarpSize];
   Extremes extremes;
   rounds<false>(x + blockIdx.y * at.size, at, [&](const cukit::Values (&values)[ITEMS], long long) {
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tensor_codes(
     cukit::scale_t* __restrict__ scales,    // [num_tensors]
     signed char* __restrict__ zero_points,  // [num_tensors]; null without ZERO_POINTS
     const int* __restrict__ partial,        // of tensor_extremes
-    const cukit::WholeTensors at) {
+    const __grid_constant__ cukit::WholeTensors at) {
   __shared__ int scratch[Extremes::kCount * THREADS / cukit::kWarpSize];
   const int* parts = partial + static_cast<long long>(blockIdx.y) * at.parts * Extremes::kCount;
   Extremes extremes;

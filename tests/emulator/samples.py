@@ -140,6 +140,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "gelu_and_mul": lambda rng: (tuple(_rows(rng, (7, 400))), {}),
     "gelu_and_mul_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 400))), {}),
     "gelu_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 200))), {}),
+    "gemv": lambda rng: (tuple(_rows(rng, (3, 264), (264, 72))), {}),
     "global_norm": lambda rng: ((_rows(rng, (300,), (17, 20)),), {}),
     "kl_divergence": _divergence,
     "kl_divergence_backward": _divergence_backward,
