@@ -59,6 +59,7 @@ class QuantizeConfig:
     items: vectors of 16 bytes that a thread loads at once.
     held: whether a block of values stays in registers.
     num_blocks: thread blocks; of "tensor" for each tensor.
+    flat: whether blocks of values are parts of rows that they divide, without a byte of padding.
     """
 
     kernel: str
@@ -71,6 +72,7 @@ class QuantizeConfig:
     held: bool
     block: tuple[int, int]
     num_blocks: int
+    flat: bool = False
 
     def specs(self) -> tuple[KernelSpec, ...]:
         """What is launched, in order."""
@@ -91,6 +93,7 @@ class QuantizeConfig:
                 ("TEAM", self.team),
                 ("UNITS", self.units),
                 ("HELD", int(self.held)),
+                ("FLAT", int(self.flat)),
                 ("BLOCK_ROWS", self.block[0]),
                 ("BLOCK_COLS", self.block[1]),
                 ("CANDIDATES", CLIP_CANDIDATES[self.rounding.clip]),
@@ -130,9 +133,10 @@ def _plan_blocks(
     vectors = matrices.block_rows * -(-matrices.block_cols // values)
     held = True
     if vectors <= _WARP * _VECTORS:
+        # Finding a scale costs a thread as much as ten values: several blocks share a thread's.
         threads, team = _THREADS, min(_WARP, _power_of_two(vectors))
         items = -(-vectors // team)
-        units = max(1, _VECTORS // items) if rounding.clip == "absmax" else 1
+        units = min(team, max(1, _VECTORS // items)) if rounding.clip == "absmax" else 1
     else:
         wanted = _VECTORS if vectors <= _VECTORS * 512 else _MOST_VECTORS
         threads = min(_MOST_THREADS, max(2 * _WARP, _power_of_two(-(-vectors // wanted))))
@@ -140,6 +144,8 @@ def _plan_blocks(
         if items > _MOST_VECTORS:
             held, items = False, _VECTORS
     teams = threads // team * units
+    whole_bytes = rounding.format != "int4" or matrices.cols % 2 == 0
+    flat = matrices.block_rows == 1 and matrices.cols % matrices.block_cols == 0 and whole_bytes
     tile = matrices.block_rows > 1 and matrices.block_cols != matrices.cols
     block = (
         matrices.block_rows if matrices.block_rows == 1 or tile else 0,
@@ -148,6 +154,7 @@ def _plan_blocks(
     return QuantizeConfig(
         "blocks", rounding, aligned, threads, team, units, items, held, block,
         -(-matrices.num_blocks // teams),
+        flat,
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ CUKIT_DEVICE unsigned char encode_byte(const T* values, long long count) {
   float x[kGroup] = {};
 #pragma unroll
   for (int i = 0; i < kPerByte; ++i) {
-    if (i < count) x[i] = cukit::to_float(values[i]);
+    if (i < count) x[i] = cukit::without_nan(cukit::to_float(values[i]));
   }
   return static_cast<unsigned char>(cukit::encode_group(x));
 }
@@ -124,7 +124,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
       for (int j = 0; j < kGroups; ++j) {
         float x[kGroup];
 #pragma unroll
-        for (int k = 0; k < kGroup; ++k) x[k] = cukit::to_float(vecs[i][j * kGroup + k]);
+        for (int k = 0; k < kGroup; ++k) {
+          x[k] = cukit::without_nan(cukit::to_float(vecs[i][j * kGroup + k]));
+        }
         codes[j] = static_cast<Group>(cukit::encode_group(x));
       }
       cukit::store(reinterpret_cast<Group*>(storage) + static_cast<long long>(index) * kGroups, codes);

@@ -49,11 +49,13 @@ CUKIT_DEVICE void store_values(element_t* x, const float (&values)[kValues], lon
   }
 }
 
-CUKIT_DEVICE Codes encode_values(const float (&x)[kValues]) {
+// Integer codes are 0 unless `finite`.
+CUKIT_DEVICE Codes encode_values(const float (&x)[kValues], bool finite = true) {
+  const unsigned kept = kFloatCodes || finite ? ~0u : 0u;
   Codes codes;
 #pragma unroll
   for (int i = 0; i < kValues / kGroup; ++i) {
-    codes[i] = static_cast<CodeGroup>(encode_group(x + i * kGroup));
+    codes[i] = static_cast<CodeGroup>(encode_group(x + i * kGroup) & kept);
   }
   return codes;
 }

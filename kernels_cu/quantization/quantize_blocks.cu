@@ -10,9 +10,10 @@
 //   TEAM vectors apart, all loaded before the first is used. HELD 0: blocks that do not fit into the
 //   registers of a team are swept in parts, and read again for every sweep, out of L2.
 // Shared memory: THREADS / 32 words an extreme, static, for teams beyond a warp.
-// Macros: those of quantization/scales.cuh and quantization/access.cuh; BLOCK_ROWS, BLOCK_COLS: extents of a
-//   block, 0 for any; THREADS; TEAM a power of two up to 32, or THREADS; UNITS, 1 where TEAM is
-//   THREADS; ITEMS; HELD 0|1; CANDIDATES 1, or more for integer formats.
+// Macros: those of quantization/scales.cuh and quantization/access.cuh; BLOCK_ROWS, BLOCK_COLS: extents
+//   of a block, 0 for any; FLAT 0|1: blocks are parts of rows, whose bytes they divide; THREADS; TEAM a
+//   power of two up to 32, or THREADS; UNITS up to TEAM, 1 where TEAM is THREADS or CANDIDATES above 1;
+//   ITEMS; HELD 0|1; CANDIDATES 1, or more for integer formats.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
@@ -50,25 +51,48 @@ CUKIT_DEVICE Number team_reduce(Number value, Number* scratch) {
   }
 }
 
+// A block among the others.
+struct Place {
+  long long matrix, down, across;
+
+  CUKIT_DEVICE Place(const cukit::BlockedMatrices& at, long long id) {
+    // 32 bits: a division of 64 takes about a hundred instructions.
+    const unsigned blocks_across = static_cast<unsigned>(at.blocks_across);
+    const unsigned blocks_down = static_cast<unsigned>(at.blocks_down);
+    const unsigned row_of_blocks = static_cast<unsigned>(id) / blocks_across;
+    // Blocks of one row: all matrices are one.
+    matrix = BLOCK_ROWS == 1 ? 0 : row_of_blocks / blocks_down;
+    down = row_of_blocks - matrix * blocks_down;
+    across = static_cast<unsigned>(id) - row_of_blocks * blocks_across;
+  }
+};
+
 // A block of values: where it lies, and what a thread holds of it.
 class Block {
  public:
   Block() = default;
 
   CUKIT_DEVICE Block(const cukit::BlockedMatrices& at, long long id, int lane) : lane_(lane) {
-    const Place place(at, id);
-    const Extent block_cols = cols(at);
-    const long long first_row = place.matrix * at.rows + place.down * rows(at);
-    const long long first_col = place.across * static_cast<long long>(block_cols);
-    first_value_ = first_row * at.cols + first_col;
-    first_byte_ = first_row * at.storage_cols + first_col / cukit::kCodesPerByte;
-    width_ = static_cast<Extent>(min(static_cast<long long>(block_cols), at.cols - first_col));
-    const long long rows_left = at.rows - place.down * rows(at);
-    rows_ = id < at.num_blocks ? static_cast<Extent>(min(rows(at), rows_left)) : 0;
+    const bool exists = id < at.num_blocks;
+    const long long block_rows = BLOCK_ROWS ? BLOCK_ROWS : at.block_rows;
+    const Extent block_cols = BLOCK_COLS ? BLOCK_COLS : static_cast<Extent>(at.block_cols);
     items_across_ = (block_cols + kValues - 1) / kValues;
+    if constexpr (FLAT) {
+      first_value_ = id * block_cols;
+      first_byte_ = first_value_ / cukit::kCodesPerByte;
+      width_ = block_cols;
+      rows_ = exists;
+    } else {
+      const Place place(at, id);
+      const long long first_row = place.matrix * at.rows + place.down * block_rows;
+      const long long first_col = place.across * static_cast<long long>(block_cols);
+      first_value_ = first_row * at.cols + first_col;
+      first_byte_ = first_row * at.storage_cols + first_col / cukit::kCodesPerByte;
+      width_ = static_cast<Extent>(min(static_cast<long long>(block_cols), at.cols - first_col));
+      const long long rows_left = at.rows - place.down * block_rows;
+      rows_ = exists ? static_cast<Extent>(min(block_rows, rows_left)) : 0;
+    }
   }
-
-  CUKIT_DEVICE bool exists() const { return rows_ > 0; }
 
   CUKIT_DEVICE void load(const T* x, const cukit::BlockedMatrices& at) {
     if constexpr (HELD) load_part(x, at, lane_);
@@ -97,44 +121,11 @@ class Block {
     cukit::store_codes(storage, codes, vector.count);
   }
 
-  // One thread of the team does this.
-  CUKIT_DEVICE static void store_factors(cukit::scale_t* scales, signed char* zero_points,
-                                         const cukit::BlockedMatrices& at, long long id,
-                                         const Factors& factors) {
-    const Place place(at, id);
-    scales[place.matrix * at.scale_matrix + place.down * at.scale_down +
-           place.across * at.scale_across] = factors.scale;
-    if constexpr (ZERO_POINTS) zero_points[id] = static_cast<signed char>(factors.zero_point);
-  }
-
  private:
-  // Of a block among the others.
-  struct Place {
-    long long matrix, down, across;
-
-    CUKIT_DEVICE Place(const cukit::BlockedMatrices& at, long long id) {
-      // 32 bits: a division of 64 takes about a hundred instructions.
-      const unsigned blocks_across = static_cast<unsigned>(at.blocks_across);
-      const unsigned blocks_down = static_cast<unsigned>(at.blocks_down);
-      const unsigned row_of_blocks = static_cast<unsigned>(id) / blocks_across;
-      // Blocks of one row: all matrices are one.
-      matrix = BLOCK_ROWS == 1 ? 0 : row_of_blocks / blocks_down;
-      down = row_of_blocks - matrix * blocks_down;
-      across = static_cast<unsigned>(id) - row_of_blocks * blocks_across;
-    }
-  };
-
   // A vector of the block; `count` of its values exist, none if it is not above 0.
   struct Vector {
     Extent row, col, count;
   };
-
-  CUKIT_DEVICE static long long rows(const cukit::BlockedMatrices& at) {
-    return BLOCK_ROWS ? BLOCK_ROWS : at.block_rows;
-  }
-  CUKIT_DEVICE static Extent cols(const cukit::BlockedMatrices& at) {
-    return BLOCK_COLS ? BLOCK_COLS : static_cast<Extent>(at.block_cols);
-  }
 
   CUKIT_DEVICE Vector vector_of(Extent item) const {
     const Extent across = BLOCK_COLS ? (BLOCK_COLS + kValues - 1) / kValues : items_across_;
@@ -158,6 +149,27 @@ class Block {
   int lane_;
 };
 
+// The part of the range with the least error, for a team; every thread of the block must call it.
+CUKIT_DEVICE float best_part(Block& block, const Extremes& extremes, const T* x,
+                             const cukit::BlockedMatrices& at, float* scratch) {
+  float least = cukit::infinity();
+  float best = 1.0f;
+  for (int candidate = 0; candidate < CANDIDATES; ++candidate) {
+    const float part = 1.0f - candidate * kClipStep;
+    const Factors clipped = cukit::factors_of(extremes, part);
+    float error = 0.0f;
+    block.sweep(x, at, [&](const cukit::Values& values, Extent) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        error += cukit::squared_error(clipped, cukit::to_float(values[i]));
+      }
+    });
+    error = team_reduce<cukit::Sum>(error, scratch);
+    if (error < least) least = error, best = part;
+  }
+  return best;
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) quantize_blocks(
@@ -177,45 +189,48 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_blocks(
     blocks[u] = Block(matrices, first + u * kTeams, lane);
     blocks[u].load(x, matrices);
   }
+  // Thread u of a team finds the factors of its block u, which the others get from there.
+  const int own = lane % UNITS;
+  Extremes own_extremes;
 #pragma unroll
   for (int u = 0; u < UNITS; ++u) {
-    Block& block = blocks[u];
     Extremes extremes;
-    block.sweep(x, matrices, [&](const cukit::Values& values, Extent) {
+    blocks[u].sweep(x, matrices, [&](const cukit::Values& values, Extent) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) extremes.take(cukit::to_float(values[i]));
     });
 #pragma unroll
     for (int i = 0; i < Extremes::kCount; ++i) {
-      extremes.bits[i] = team_reduce<cukit::MaxBits>(extremes.bits[i], bits_scratch);
+      const int most = team_reduce<cukit::MaxBits>(extremes.bits[i], bits_scratch);
+      if (u == own) own_extremes.bits[i] = most;
     }
-    Factors factors = cukit::factors_of(extremes);
-    if constexpr (CANDIDATES > 1) {
-      float least = cukit::infinity();
-      float part = 1.0f;
-      for (int candidate = 0; candidate < CANDIDATES; ++candidate) {
-        const float tried = 1.0f - candidate * kClipStep;
-        const Factors clipped = cukit::factors_of(extremes, tried);
-        float error = 0.0f;
-        block.sweep(x, matrices, [&](const cukit::Values& values, Extent) {
+  }
+  float part = 1.0f;
+  if constexpr (CANDIDATES > 1) {
+    part = best_part(blocks[0], own_extremes, x, matrices, error_scratch);
+  }
+  const Factors factors = cukit::factors_of(own_extremes, part);
+  const long long id = first + own * kTeams;
+  if (lane < UNITS && id < matrices.num_blocks) {
+    const Place place(matrices, id);
+    scales[place.matrix * matrices.scale_matrix + place.down * matrices.scale_down +
+           place.across * matrices.scale_across] = factors.scale;
+    if constexpr (ZERO_POINTS) zero_points[id] = static_cast<signed char>(factors.inverse.zero_point);
+  }
 #pragma unroll
-          for (int i = 0; i < kValues; ++i) {
-            error += cukit::squared_error(clipped, cukit::to_float(values[i]));
-          }
-        });
-        error = team_reduce<cukit::Sum>(error, error_scratch);
-        if (error < least) least = error, part = tried;
+  for (int u = 0; u < UNITS; ++u) {
+    cukit::Inverse inverse = factors.inverse;
+    if constexpr (UNITS > 1) {
+      inverse.scale = __shfl_sync(cukit::kFullMask, inverse.scale, u, TEAM);
+      if constexpr (ZERO_POINTS) {
+        inverse.zero_point = __shfl_sync(cukit::kFullMask, inverse.zero_point, u, TEAM);
       }
-      factors = cukit::factors_of(extremes, part);
     }
-    if (lane == 0 && block.exists()) {
-      Block::store_factors(scales, zero_points, matrices, first + u * kTeams, factors);
-    }
-    block.sweep(x, matrices, [&](const cukit::Values& values, Extent item) {
+    blocks[u].sweep(x, matrices, [&](const cukit::Values& values, Extent item) {
       float scaled[kValues];
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) scaled[i] = factors.scaled(cukit::to_float(values[i]));
-      block.store_codes(storage, matrices, cukit::encode_values(scaled), item);
+      for (int i = 0; i < kValues; ++i) scaled[i] = inverse.scaled(cukit::to_float(values[i]));
+      blocks[u].store_codes(storage, matrices, cukit::encode_values(scaled, inverse.finite()), item);
     });
   }
 }

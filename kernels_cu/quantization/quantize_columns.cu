@@ -90,14 +90,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
     if (deep == 0 && i < count) {
       scales[scale + i] = factors[i].scale;
       if constexpr (ZERO_POINTS) {
-        zero_points[scale + i] = static_cast<signed char>(factors[i].zero_point);
+        zero_points[scale + i] = static_cast<signed char>(factors[i].inverse.zero_point);
       }
     }
   }
   sweep([&](const cukit::Values& values, long long row) {
     float scaled[kValues];
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) scaled[i] = factors[i].scaled(cukit::to_float(values[i]));
+    for (int i = 0; i < kValues; ++i) {
+      scaled[i] = cukit::without_nan(factors[i].inverse.scaled(cukit::to_float(values[i])));
+    }
     cukit::store_codes(storage + row * at.storage_cols, cukit::encode_values(scaled),
                        row < rows ? count : 0);
   });

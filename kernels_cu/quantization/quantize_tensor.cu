@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) tensor_codes(
   const cukit::Factors factors = cukit::factors_of(extremes);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     scales[blockIdx.y] = factors.scale;
-    if constexpr (ZERO_POINTS) zero_points[blockIdx.y] = static_cast<signed char>(factors.zero_point);
+    if constexpr (ZERO_POINTS) zero_points[blockIdx.y] = static_cast<signed char>(factors.inverse.zero_point);
   }
   unsigned char* codes = storage + blockIdx.y * at.code_bytes;
   rounds<true>(x + blockIdx.y * at.size, at,
@@ -97,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) tensor_codes(
       const long long index = first + j * THREADS * kValues;
       float scaled[kValues];
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) scaled[i] = factors.scaled(cukit::to_float(values[j][i]));
-      cukit::store_codes(codes + index / cukit::kCodesPerByte, cukit::encode_values(scaled),
+      for (int i = 0; i < kValues; ++i) scaled[i] = factors.inverse.scaled(cukit::to_float(values[j][i]));
+      cukit::store_codes(codes + index / cukit::kCodesPerByte, cukit::encode_values(scaled, factors.inverse.finite()),
                          at.size - index);
     }
   });

@@ -57,19 +57,26 @@ struct Extremes {
   }
 };
 
-// A scale, as it is stored, and what codes are made with.
-struct Factors {
-  scale_t scale;
-  float inverse;
+// What codes are made with: NaN in a block that is not finite.
+struct Inverse {
+  float scale;
   float zero_point;
 
-  CUKIT_DEVICE float value() const { return to_float(scale); }
+  CUKIT_DEVICE bool finite() const { return scale == scale; }
 
   // What is rounded to a code.
   CUKIT_DEVICE float scaled(float x) const {
-    const float multiple = __fmul_rn(x, inverse);
+    const float multiple = __fmul_rn(x, scale);
     return ZERO_POINTS ? __fadd_rn(multiple, zero_point) : multiple;
   }
+};
+
+// A scale, as it is stored, and its inverse.
+struct Factors {
+  scale_t scale;
+  Inverse inverse;
+
+  CUKIT_DEVICE float value() const { return to_float(scale); }
 };
 
 CUKIT_DEVICE Factors factors_of(const Extremes& extremes, float part = 1.0f) {
@@ -87,20 +94,19 @@ CUKIT_DEVICE Factors factors_of(const Extremes& extremes, float part = 1.0f) {
   factors.scale = from_float<scale_t>(fminf(scale, kLargest<scale_t>));
   if (factors.value() < kSmallestScale) factors.scale = from_float<scale_t>(1.0f);
   if (!extremes.finite()) factors.scale = from_float<scale_t>(__int_as_float(0x7fc00000));
-  factors.inverse = 1.0f / factors.value();
-  factors.zero_point = 0.0f;
+  factors.inverse = {1.0f / factors.value(), 0.0f};
   if constexpr (ZERO_POINTS) {
-    const float steps = rintf(__fmul_rn(extremes.extreme(1, part), factors.inverse));
+    const float steps = rintf(__fmul_rn(extremes.extreme(1, part), factors.inverse.scale));
     const float zero_point = fminf(fmaxf(steps - (kMostCode + 1), -kMostCode - 1), kMostCode);
-    factors.zero_point = extremes.finite() ? zero_point : 0.0f;
+    if (extremes.finite()) factors.inverse.zero_point = zero_point;
   }
   return factors;
 }
 
 // (x - its value after rounding to a code) squared; integer codes only.
 CUKIT_DEVICE float squared_error(const Factors& factors, float x) {
-  const float code = rintf(fminf(fmaxf(factors.scaled(x), -kMostCode - 1), kMostCode));
-  const float error = (code - factors.zero_point) * factors.value() - x;
+  const float code = rintf(fminf(fmaxf(factors.inverse.scaled(x), -kMostCode - 1), kMostCode));
+  const float error = (code - factors.inverse.zero_point) * factors.value() - x;
   return error * error;
 }
 

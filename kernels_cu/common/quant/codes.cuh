@@ -28,22 +28,39 @@ constexpr int kMostInteger = (1 << (kCodeBits - 1)) - 1;
 constexpr int kGroup = 4;
 using CodeGroup = detail::Word<kGroup / kCodesPerByte>::type;
 
-// NaN becomes 0.
-CUKIT_DEVICE unsigned encode_integer(float x) {
-  return static_cast<unsigned>(min(max(__float2int_rn(x), -kMostInteger - 1), kMostInteger)) &
-         kCodeMask;
-}
+namespace detail {
 
+// 1.5 * 2^23: a float as large counts in steps of one, so that adding rounds to an integer, half to
+// even, which then is the lowest bits of the sum. Conversions take eight times as long.
+constexpr float kUnits = 12582912.0f;
+constexpr unsigned kUnitsBits = 0x4b400000u;
+
+// A 1 in each of the four codes of a group.
+constexpr unsigned kOnes = kCodeBits == 8 ? 0x01010101u : 0x1111u;
+constexpr unsigned kSigns = kOnes << (kCodeBits - 1);
+
+}  // namespace detail
+
+// x, or 0 where integer codes have nothing for it.
+CUKIT_DEVICE float without_nan(float x) { return kFloatCodes || x == x ? x : 0.0f; }
+
+// Integer codes of NaN may be any: see without_nan.
 CUKIT_DEVICE unsigned encode_group(const float* x) {
   if constexpr (kFloatCodes) {
     const unsigned low = __nv_cvt_float2_to_fp8x2(make_float2(x[0], x[1]), __NV_SATFINITE, kFloat8);
     const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(x[2], x[3]), __NV_SATFINITE, kFloat8);
     return low | high << 16;
   } else {
-    unsigned codes = 0;
+    // Of codes raised to 0 ... 2^bits - 1 a sum is as good as joining their bits, and what all the
+    // floats have in common is taken off at once. Flipping the signs lowers the codes again.
+    constexpr float kLow = -kMostInteger - 1, kRaised = detail::kUnits + kMostInteger + 1;
+    unsigned sum = 0u - detail::kUnitsBits * detail::kOnes;
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) codes |= encode_integer(x[i]) << (i * kCodeBits);
-    return codes;
+    for (int i = 0; i < kGroup; ++i) {
+      const float inside = fminf(fmaxf(x[i], kLow), static_cast<float>(kMostInteger));
+      sum += __float_as_uint(__fadd_rn(inside, kRaised)) << (i * kCodeBits);
+    }
+    return sum ^ detail::kSigns;
   }
 }
 
@@ -56,10 +73,12 @@ CUKIT_DEVICE void decode_group(float* x, unsigned codes) {
       x[i] = both.x, x[i + 1] = both.y;
     }
   } else {
-    constexpr int kUnused = 32 - kCodeBits;
+    constexpr float kRaised = detail::kUnits + kMostInteger + 1;
+    const unsigned raised = codes ^ detail::kSigns;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      x[i] = static_cast<float>(static_cast<int>(codes << (kUnused - i * kCodeBits)) >> kUnused);
+      const unsigned code = raised >> (i * kCodeBits) & kCodeMask;
+      x[i] = __uint_as_float(detail::kUnitsBits | code) - kRaised;
     }
   }
 }
