@@ -7,7 +7,6 @@ kernel for every architecture, and every value of each of its macros for one of 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -42,11 +41,6 @@ def properties(variant: Variant) -> list[Hashable]:
 QUICK = cover([properties(variant) for variant in VARIANTS])
 
 
-def log_of(compiled: CompiledKernel) -> str:
-    """What NVRTC and ptxas said."""
-    return str(json.loads(compiled.path.with_suffix(".json").read_text())["log"])
-
-
 def facts_of_cubin(compiled: CompiledKernel) -> tuple[int, int, int]:
     """Registers, static shared memory and stack frame, as the reader finds them in the ELF file."""
     info = compiled.info
@@ -55,7 +49,7 @@ def facts_of_cubin(compiled: CompiledKernel) -> tuple[int, int, int]:
 
 def facts_of_log(compiled: CompiledKernel) -> tuple[int, int, int]:
     """The same in ptxas' own words."""
-    _, _, words = log_of(compiled).partition(f"Function properties for {compiled.info.entry}\n")
+    _, _, words = compiled.log.partition(f"Function properties for {compiled.info.entry}\n")
     words, _, _ = words.partition("Function properties")
     registers, shared, frame = (
         re.search(pattern, words)
@@ -93,7 +87,7 @@ def test_compiles_without_spills(
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(request.config.cache.mkdir("cukit-kernels")))
     result = compile_kernel(variant.spec, variant.arch)
     assert facts_of_cubin(result) == facts_of_log(result)
-    assert "wgmma.mma_async instructions are serialized" not in log_of(result)
+    assert "wgmma.mma_async instructions are serialized" not in result.log
     spilled = result.info.spill_store_bytes + result.info.spill_load_bytes
     allowed = SPILLS_TUNED_BYTES if variant.arch in TUNED_ARCHS else SPILLS_ELSEWHERE_BYTES
     allowed = max(allowed, known_spills(variant))

@@ -6,7 +6,6 @@ Either file is what `cukit bench --out` wrote, or an analysis. The rule is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +119,13 @@ def read_cases(content: Mapping[str, Any], impl: str = OURS) -> Cases:
     """The times in a results file or an analysis, by name. Raises DataError for anything else."""
     try:
         if "records" in content:
-            records = (record for record in content["records"] if record["impl"] == impl)
+            records = [record for record in content["records"] if record["impl"] == impl]
+            unranged = [_record_name(record) for record in records if "range_us" not in record]
+            if unranged:
+                raise DataError(
+                    f"{len(unranged)} records without range_us, the first {unranged[0]}: written "
+                    "by an older version of cukit; measure these cases again"
+                )
             return {_record_name(record): _record_case(record) for record in records}
         if "analyses" in content:
             return {
@@ -139,12 +144,7 @@ def _record_name(record: Mapping[str, Any]) -> str:
 
 def _record_case(record: Mapping[str, Any]) -> Case:
     median = float(record["median_us"])
-    if "range_us" in record:
-        low, high = (float(value) for value in record["range_us"])
-    else:
-        # Files from before ranges were kept: the usual notch of a box plot, at about 95%.
-        half = 1.57 * float(record["iqr_us"]) / math.sqrt(record["samples"])
-        low, high = median - half, median + half
+    low, high = (float(value) for value in record["range_us"])
     timer = str(record.get("timer", GpuTimer.name))
     return Case(Estimate(median, low, high), bool(record["correct"]), timer)
 

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cukit.analyzer.json_file import read_json
 from cukit.errors import DataError
 
 Record = dict[str, Any]
@@ -47,9 +48,11 @@ def read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {"environment": {}, "records": []}
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         return {"environment": dict(content["environment"]), "records": list(content["records"])}
-    except (ValueError, KeyError, TypeError) as error:
+    except DataError as error:
+        raise ResultsError(f"{path} is no results file: {error}") from None
+    except (KeyError, TypeError) as error:
         raise ResultsError(f"{path} is no results file: {error!r}") from None
 
 

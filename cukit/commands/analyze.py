@@ -24,7 +24,10 @@ from cukit.analyzer.script import Script
 from cukit.analyzer.static import KernelSource
 from cukit.analyzer.trace_summary import analyses_of, timeline_of, total_us
 from cukit.commands._console import stdout, table
+from cukit.commands.compile import devices, variants
+from cukit.core.compiler import KernelSpec
 from cukit.core.device import cupy_module, current_device, gpu_available
+from cukit.core.source import kernels_root
 from cukit.errors import ConfigError, CukitError, DataError
 
 _ENTRY = re.compile(r"__global__[^;{(]*?\b(\w+)\s*\(")
@@ -78,12 +81,16 @@ def analyze(
     kernel is described from its code, which needs no GPU. Exit code 1 if the script raises.
     """
     try:
-        found = _find(target, entry, option or ())
-        single = _is_kernel(found)
+        specs = [] if option else _own_variants(Path(target), entry, arch)
+        found = None if specs else _find(target, entry, option or ())
+        single = bool(specs) or _is_kernel(found)
         if single:
             here = current_device().arch if gpu_available() else "sm_90"
             analyzer = KernelAnalyzer(arch=arch or here)
-            analyzer.analyze(found, grid, block, shared_bytes=shared, name=entry)
+            for spec in specs:
+                analyzer.analyze(spec, grid)
+            if not specs:
+                analyzer.analyze(found, grid, block, shared_bytes=shared, name=entry)
             report = analyzer.report()
         else:
             report = _trace(target, found, repeat, counters=counters)
@@ -112,7 +119,19 @@ def _find(target: str, entry: str | None, options: Sequence[str]) -> Any:
             raise ConfigError("a cubin may hold several kernels: name one with --entry")
         return path
     code = path.read_text(encoding="utf-8")
-    return KernelSource(entry or find_entry(code, target), code, tuple(options))
+    # Quoted includes: beside the file, as for any compiler, and cukit's own headers.
+    folders = (path.resolve().parent, kernels_root())
+    includes = (f"-I{folder}" for folder in folders)
+    return KernelSource(entry or find_entry(code, target), code, (*options, *includes))
+
+
+def _own_variants(path: Path, entry: str | None, arch: str | None) -> list[KernelSpec]:
+    """What cukit compiles of one of its own sources; nothing for another file."""
+    if path.suffix != ".cu" or not path.resolve().is_relative_to(kernels_root()):
+        return []
+    source = path.resolve().relative_to(kernels_root()).as_posix()
+    specs = [variant.spec for variant in variants(devices(arch)[:1])]
+    return [spec for spec in specs if spec.source == source and entry in (None, spec.entry)]
 
 
 def _is_kernel(found: Any) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cukit.analyzer.comparison import OURS, CaseComparison, Comparison, compare_results
+from cukit.analyzer.json_file import read_json
 from cukit.analyzer.statistics import TOLERANCE, Verdict
 from cukit.commands._console import print_json, stdout, table
 from cukit.errors import DataError
@@ -48,10 +48,7 @@ def compare(
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error})") from None
+    content = read_json(path)
     if not isinstance(content, dict):
         raise DataError(f"{path}: neither results of `cukit bench` nor an analysis")
     return content

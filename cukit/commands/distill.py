@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -12,12 +13,20 @@ from rich.console import Console
 
 from cukit.analyzer.report import generate_report
 from cukit.analyzer.report.numbers import printable
+from cukit.analyzer.report.terminal import print_report
 from cukit.commands._console import stdout
 from cukit.commands.distill_display import ProgressDisplay, show_plan, show_report
 from cukit.core.device import current_device, gpu_available
 from cukit.distill.data import VOCAB_SIZE, read_corpus
 from cukit.distill.pipeline import DistillRun, Interrupted
-from cukit.distill.run_folder import REPORT, check_resumable, start_run, stored_run
+from cukit.distill.run_folder import (
+    REPORT,
+    check_resumable,
+    exclusive,
+    is_finished,
+    start_run,
+    stored_run,
+)
 from cukit.distill.run_memory import POOLS
 from cukit.distill.settings import DEFAULTS
 from cukit.errors import ConfigError, DataError, MissingDependencyError
@@ -151,21 +160,38 @@ def distill(
     else:
         settings = DEFAULTS[_place(device or "auto")].with_options(**options)
         corpus = read_corpus(text or [])
+        if not overwrite and is_finished(output, settings, corpus):
+            _show_finished(output)
+            return
     display = ProgressDisplay(Console(stderr=True))
     run = DistillRun(settings, corpus, output, display, pool=pool)
-    if not resume:
-        start_run(output, settings, corpus, text or [], overwrite=overwrite)
-    show_plan(stdout(), settings, corpus, _device_name(settings.device))
-    try:
-        report = run.run()
-    except (Interrupted, KeyboardInterrupt):
-        display.close()
-        print(f"stopped; `cukit distill -o {output} --resume` goes on", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
-    finally:
-        display.close()
-    show_report(stdout(), report, output)
-    _write_page(output)
+    with exclusive(output):
+        if not resume:
+            start_run(output, settings, corpus, text or [], overwrite=overwrite)
+        show_plan(stdout(), settings, corpus, _device_name(settings.device))
+        try:
+            report = run.run()
+        except (Interrupted, KeyboardInterrupt):
+            display.close()
+            command = f"cukit distill -o {quote(str(output))} --resume"
+            print(f"stopped; `{command}` goes on", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+        finally:
+            display.close()
+        show_report(stdout(), report, output)
+        _write_page(output)
+
+
+def _show_finished(folder: Path) -> None:
+    """The result that is already there, and how to get another."""
+    made = generate_report([folder / REPORT], title="cukit distill")
+    print_report(stdout(), made.title, made.sections)
+    stdout().print(
+        f"\nThis run is finished, in {folder}. --overwrite runs it again, -o NAME runs it in "
+        "another folder.",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _write_page(folder: Path) -> None:

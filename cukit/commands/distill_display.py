@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 from rich.markup import escape
@@ -142,7 +143,7 @@ def show_report(console: Console, report: DistillReport, folder: Path) -> None:
     console.print(
         f"{report.seconds:.0f} s in all, peak memory {report.peak_memory_bytes / 1e6:,.0f} MB. "
         f"Models and report.json are in {escape(str(folder))}; talk to the student with\n"
-        f"  cukit generate {escape(str(folder / 'student.safetensors'))} --prompt 'import '",
+        f"  cukit generate {escape(quote(str(folder / 'student.safetensors')))} --prompt 'import '",
         soft_wrap=True,
     )
 

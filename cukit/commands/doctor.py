@@ -8,14 +8,16 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
 from cukit.commands._console import mebibytes, print_json, stdout, table
+from cukit.core import backend
 from cukit.core.device import INSTALL_GPU_EXTRA
 from cukit.core.driver import Driver, find_driver
-from cukit.errors import MissingDependencyError
+from cukit.errors import ConfigError, MissingDependencyError
 
 # What each part of GPU work is installed from, for each CUDA major version.
 PACKAGES = {
@@ -96,9 +98,20 @@ def examine() -> list[Finding]:
         _cache_finding(),
         _compiler_finding(wanted=gpu_wanted),
         _look("emulator", _emulator, INSTALL_COMPILER, wanted=False),
-        Finding("NumPy arrays", Status.OK, "run the references on the CPU"),
+        _numpy_finding(),
         _kernels_finding(wanted=gpu_wanted),
     ]
+
+
+def _numpy_finding() -> Finding:
+    try:
+        where = "the references on the CPU"
+        if backend.active is not None:
+            where = f"kernels for {backend.active.device.name} in the emulator"
+    except ConfigError as error:
+        remedy = "unset CUKIT_BACKEND, or set it to emulator"
+        return Finding("NumPy arrays", Status.BROKEN, str(error), remedy)
+    return Finding("NumPy arrays", Status.OK, f"run {where}")
 
 
 def _cuda_major(driver: Driver) -> int:
@@ -203,9 +216,15 @@ def _emulator() -> str:
 
 
 def _cache_finding() -> Finding:
-    from cukit.core.compiler import cache_folder
+    from cukit.core.file_cache import cache_folder, check_owner
+    from cukit.errors import CacheError
 
     folder = cache_folder()
+    for below in (each for each in (folder / "kernels", folder / "emulator") if each.exists()):
+        try:
+            check_owner(below)
+        except CacheError as error:
+            return Finding("kernel cache", Status.BROKEN, str(error), f"rm -r {quote(str(below))}")
     kernels = list(folder.glob("kernels/*.cubin"))
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     value = f"{folder}, {len(kernels)} kernels, {mebibytes(size)}"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cukit.analyzer.report import DEFAULT_TITLE, Source, generate_report
+from cukit.analyzer.report import DEFAULT_TITLE, Source, check_suffix, generate_report
 from cukit.analyzer.report.terminal import print_report
 from cukit.commands._console import stdout
 from cukit.commands.compile import build, devices, facts, variants
@@ -51,6 +51,8 @@ def report(
         raise ConfigError(
             "--arch and --op choose kernels to describe; with results they mean nothing"
         )
+    for path in output or ():
+        check_suffix(path)  # before every kernel is compiled
     sources: list[Source] = list(results or [])
     if not sources:
         sources.append(facts(*build(variants(devices(arch), op), quiet=quiet)))

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 import re
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from cukit.core.cubin import CubinInfo, read_cubin
 from cukit.core.device import INSTALL_GPU_EXTRA, require_cupy
+from cukit.core.file_cache import cache_folder, recall, store
 from cukit.core.parameters import layout_assertions
 from cukit.core.source import closure_hash, kernels_root, read_source
-from cukit.errors import CacheError, CompileError, MissingDependencyError
+from cukit.errors import CompileError, MissingDependencyError
 
 MacroValue = int | float | str | bool
 
@@ -57,44 +56,36 @@ class CompiledKernel:
     arch: str
     path: Path
     info: CubinInfo
+    log: str
+    """What NVRTC and ptxas said: registers, spills, warnings."""
     compile_ms: float
     cached: bool
-
-
-def cache_folder() -> Path:
-    """`$CUKIT_CACHE_DIR`, else `$XDG_CACHE_HOME/cukit`, else `~/.cache/cukit`."""
-    explicit = os.environ.get("CUKIT_CACHE_DIR")
-    if explicit:
-        return Path(explicit)
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "cukit"
 
 
 def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
     """Compiles `spec` for `arch` (e.g. `"sm_90a"`), or finds it in the cache.
 
     Raises CompileError with NVRTC's log, MissingDependencyError without NVRTC or CUDA's headers,
-    CacheError when the cache folder cannot be written.
+    CacheError when the cache folder cannot be written, or others can write to it.
     """
     options = _options(spec, arch)
-    folder = cache_folder() / "kernels"
-    cubin_path = folder / f"{spec.entry}-{arch}-{_key(spec, options)}.cubin"
-    record_path = cubin_path.with_suffix(".json")
+    path = cache_folder() / "kernels" / f"{spec.entry}-{arch}-{_key(spec, options)}.cubin"
     try:
-        record = json.loads(record_path.read_text(encoding="utf-8"))
-        info = read_cubin(cubin_path.read_bytes(), spec.entry, record["log"])
-        return CompiledKernel(spec, arch, cubin_path, info, record["compile_ms"], cached=True)
-    except (OSError, ValueError, KeyError, CompileError):
-        pass  # absent, or a damaged file from elsewhere: compiled anew and replaced
+        found = recall(path)
+        if found is not None:
+            cubin, record = found
+            info = read_cubin(cubin, spec.entry, record["log"])
+            return CompiledKernel(
+                spec, arch, path, info, record["log"], record["compile_ms"], cached=True
+            )
+    except (ValueError, KeyError, CompileError):
+        pass  # written by another version of the cache
     start = time.perf_counter()
     cubin, log = _run_nvrtc(spec, options)
     compile_ms = (time.perf_counter() - start) * 1e3
     info = read_cubin(cubin, spec.entry, log)
-    record = {"kernel": str(spec), "arch": arch, "compile_ms": compile_ms, "log": log}
-    # The record last: a cubin without one is compiled again, never half-trusted.
-    publish(cubin_path, cubin)
-    publish(record_path, json.dumps(record, indent=1).encode())
-    return CompiledKernel(spec, arch, cubin_path, info, compile_ms, cached=False)
+    store(path, cubin, kernel=str(spec), arch=arch, compile_ms=compile_ms, log=log)
+    return CompiledKernel(spec, arch, path, info, log, compile_ms, cached=False)
 
 
 def compile_visibly(spec: KernelSpec, arch: str) -> CompiledKernel:
@@ -189,17 +180,3 @@ def _run_nvrtc(spec: KernelSpec, options: tuple[str, ...]) -> tuple[bytes, str]:
         raise CompileError(f"{spec} does not compile ({error})\n{log}") from None
     finally:
         nvrtc.destroyProgram(program)
-
-
-def publish(path: Path, data: bytes) -> None:
-    """Writes a file of the cache so that readers see all of it or nothing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise CacheError(
-            f"the kernel cache cannot be written: {error}; set CUKIT_CACHE_DIR to a folder that can"
-        ) from error

@@ -6,11 +6,13 @@ running Python's standard library: a few megabytes of real, human-written text o
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +26,14 @@ SEPARATOR = b"\0"
 
 VALIDATION_SHARE = 0.05
 """Of the bytes, at least; whole files."""
+
+# Byte-order marks; UTF-32's first, for it begins with that of UTF-16.
+_WIDE_ENCODINGS = (
+    (codecs.BOM_UTF32_LE, "UTF-32LE"),
+    (codecs.BOM_UTF32_BE, "UTF-32BE"),
+    (codecs.BOM_UTF16_LE, "UTF-16LE"),
+    (codecs.BOM_UTF16_BE, "UTF-16BE"),
+)
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
 _SKIPPED_IN_STDLIB = {"test", "tests", "idle_test", "encodings"}  # tables and fixtures, not prose
@@ -170,6 +180,8 @@ def _files_of(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
             yield from ((file, False) for file in found)
         elif not path.exists():
             raise DataError(f"{path}: no such file or folder")
+        elif not path.is_file():
+            raise DataError(f"{path}: is a device or a pipe, not a file or folder")
         else:
             yield path, True
 
@@ -198,9 +210,15 @@ def _read_text(file: Path, named: bool) -> bytes:
     if named and not content:
         raise DataError(f"{file}: is empty")
     if SEPARATOR in content:
-        if named:
-            raise DataError(f"{file}: is not a text file (it holds NUL bytes)")
-        return b""
+        if not named:
+            return b""
+        for mark, encoding in _WIDE_ENCODINGS:
+            if content.startswith(mark):
+                raise DataError(
+                    f"{file}: is text in {encoding}; convert it first: "
+                    f"iconv -f {encoding} -t UTF-8 {quote(str(file))} > converted.txt"
+                )
+        raise DataError(f"{file}: is not a text file (it holds NUL bytes)")
     return content
 
 

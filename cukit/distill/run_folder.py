@@ -10,10 +10,12 @@ report.json                written last, by `cukit distill` as report.html too
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,42 @@ def model_file(folder: Path, phase: str) -> Path:
     return folder / f"{phase}.safetensors"
 
 
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Within the block no other run writes into `folder`. Raises DataError where one does."""
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder}: is a file, not a folder")
+    made = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written to ({error.strerror})") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                f"{folder}: another run is writing there; wait for it, or use another folder"
+            ) from None
+        except OSError:
+            pass  # a network folder without locks
+        yield
+    finally:
+        os.close(descriptor)
+        if made:
+            with contextlib.suppress(OSError):  # unless something was written
+                folder.rmdir()
+
+
+def is_finished(folder: Path, settings: DistillSettings, corpus: Corpus) -> bool:
+    """Whether `folder` holds the result of a run with these settings on this text."""
+    if not (folder / REPORT).exists():
+        return False
+    stored, _, facts = stored_run(folder)
+    return not stored.changed(settings) and facts.get("fingerprint") == corpus.fingerprint
+
+
 def start_run(
     folder: Path,
     settings: DistillSettings,
@@ -47,8 +85,6 @@ def start_run(
     """Make the folder ready for a new run, or raise DataError and leave everything as it was."""
     own_files = [folder / name for name in (SETTINGS, CHECKPOINT, REPORT)]
     own_files += [model_file(folder, phase) for phase in PHASES]
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder}: is a file, not a folder")
     present = [file for file in own_files if file.exists()]
     if present and not overwrite:
         raise DataError(

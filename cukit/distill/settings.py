@@ -14,6 +14,9 @@ from cukit.models import TransformerConfig
 # Attention has no float32 kernel, and float16 gradients underflow without loss scaling.
 _DTYPES = {"cpu": ("float32", "float64", "bfloat16"), "gpu": ("bfloat16",)}
 
+# Beyond these the softened distributions are uniform, or one-hot, in float32.
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 1000.0
+
 
 @dataclass(frozen=True)
 class DistillSettings:
@@ -74,7 +77,12 @@ class DistillSettings:
             raise ConfigError(f"--seed: expected 0 or more, got {self.seed}")
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"--alpha: expected a share between 0 and 1, got {self.alpha}")
-        for name in ("temperature", "lr", "teacher_lr", "max_grad_norm"):
+        if not _LEAST_TEMPERATURE <= self.temperature <= _MOST_TEMPERATURE:
+            raise ConfigError(
+                f"--temperature: expected {_LEAST_TEMPERATURE} to {_MOST_TEMPERATURE}, "
+                f"got {self.temperature}"
+            )
+        for name in ("lr", "teacher_lr", "max_grad_norm"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{_option(name)}: expected more than 0")
         for name in ("hidden_weight", "weight_decay", "warmup_share"):

@@ -1,14 +1,11 @@
 """Compiles kernels and the emulator's runtime to shared libraries, in the kernel cache.
 
 As for cubins, a key covers everything that goes in: the include closure, the macros, the emulator's
-own sources, the compiler's version and flags. A file that several processes need at the same time
-is built by one of them; the others wait.
+own sources, the compiler's version and flags.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
 import hashlib
 import os
@@ -17,15 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO
 
-from cukit.core.compiler import KernelSpec, cache_folder, cuda_include_folder, publish
+from cukit.core.compiler import KernelSpec, cuda_include_folder
 from cukit.core.device import parse_arch
+from cukit.core.file_cache import Record, build_once, cache_folder
 from cukit.core.parameters import layout_assertions
 from cukit.core.source import closure_hash, kernels_root
 from cukit.emulator.toolchain import (
@@ -36,7 +33,6 @@ from cukit.emulator.toolchain import (
     kernel_flags,
     runtime_flags,
 )
-from cukit.errors import CacheError
 
 _CLUSTER_SECTION = "cukit_cluster_"
 _PRELUDE = '#include "common/platform.cuh"\n#include <common/emulator/entry.h>\n'
@@ -59,11 +55,12 @@ def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Bui
     key = _hash(closure_hash(spec.source), source, _sources_hash(), compiler.version, *flags)
     library = _folder() / f"{spec.entry}-{arch}-{key}.so"
     start = time.perf_counter()
-    built = _build_once(library, partial(_compile_kernel, spec, source, library, flags))
+    _, record, built = build_once(library, partial(_compile_kernel, spec, source, flags))
     if built and not os.environ.get("CUKIT_QUIET"):
         seconds = time.perf_counter() - start
         print(f"cukit: compiled {spec} for the emulator in {seconds:.1f} s", file=sys.stderr)
-    return Build(spec, library, _cluster_shape(library, spec.entry))
+    x, y, z = record["cluster"]
+    return Build(spec, library, (x, y, z))
 
 
 def build_runtime() -> Path:
@@ -71,16 +68,16 @@ def build_runtime() -> Path:
     compiler = find_compiler()
     flags = runtime_flags()
     library = _folder() / f"runtime-{_hash(_sources_hash(), compiler.version, *flags)}.so"
-    _build_once(library, partial(_compile_runtime, library, flags))
+    build_once(library, partial(_compile_runtime, flags))
     return library
 
 
-def _compile_runtime(library: Path, flags: tuple[str, ...]) -> None:
+def _compile_runtime(flags: tuple[str, ...]) -> tuple[bytes, Record]:
     with tempfile.TemporaryDirectory() as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in _runtime_sources()]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(partial(_compile_source, flags), _runtime_sources(), objects))
-        _compile_into(library, ["-shared", "-pthread", *map(str, objects)], "the emulator")
+        return _output_of(["-shared", "-pthread", *map(str, objects)], "the emulator"), {}
 
 
 def _runtime_sources() -> list[Path]:
@@ -92,16 +89,16 @@ def _compile_source(flags: tuple[str, ...], source: Path, target: Path) -> None:
     find_compiler().run([*arguments, "-o", str(target)], source.name)
 
 
-def _compile_kernel(spec: KernelSpec, source: str, library: Path, flags: tuple[str, ...]) -> None:
+def _compile_kernel(spec: KernelSpec, source: str, flags: tuple[str, ...]) -> tuple[bytes, Record]:
     prelude = _precompiled_prelude(flags)
-    unit = library.with_suffix(".cpp")
-    publish(unit, source.encode())
     with tempfile.TemporaryDirectory() as folder:
-        compiled = str(Path(folder) / "kernel.o")
+        unit, compiled = Path(folder) / f"{spec.entry}.cpp", str(Path(folder) / "kernel.o")
+        unit.write_text(source, encoding="utf-8")
         arguments = [*flags, "-include", str(prelude), *include_flags(), "-c", str(unit)]
         find_compiler().run([*arguments, "-o", compiled], str(spec))
         # Linked without the flags: a sanitizer's own runtime must stay out.
-        _compile_into(library, ["-shared", compiled], str(spec))
+        library = _output_of(["-shared", compiled], str(spec))
+        return library, {"kernel": str(spec), "cluster": _cluster_shape(compiled, spec.entry)}
 
 
 def _translation_unit(spec: KernelSpec) -> str:
@@ -122,14 +119,15 @@ def _precompiled_prelude(flags: tuple[str, ...]) -> Path:
     """CUDA's headers, parsed once for each set of flags: most of the time of a small kernel."""
     compiler = find_compiler()
     key = _hash(_sources_hash(), compiler.version, *flags)
-    header = _folder() / f"prelude-{key}" / "prelude.h"
-    if not header.is_file():
-        publish(header, _PRELUDE.encode())
+    header = _folder() / f"prelude-{key}.h"
+    build_once(header, lambda: (_PRELUDE.encode(), {}))
     if "-g3" in flags:
         return header  # a precompiled one would hide its macros, threadIdx among them, from gdb
-    compiled = header.with_suffix(".h.gch")
     arguments = [*flags, *include_flags(), "-x", "c++-header", str(header)]
-    _build_once(compiled, lambda: _compile_into(compiled, arguments, "the prelude"))
+    build_once(
+        header.with_name(f"{header.name}.gch"),
+        lambda: (_output_of(arguments, "the prelude"), {}),
+    )
     return header
 
 
@@ -143,12 +141,12 @@ def _arch_flag(arch: str) -> str:
     return f"-DCUKIT_EMULATE={major * 100 + minor * 10}"
 
 
-def _cluster_shape(library: Path, entry: str) -> tuple[int, int, int]:
+def _cluster_shape(compiled: str, entry: str) -> tuple[int, int, int]:
     """`__cluster_dims__` of the kernel: the name of its section (common/emulator/platform.h)."""
-    if _CLUSTER_SECTION.encode() not in library.read_bytes():
+    if _CLUSTER_SECTION.encode() not in Path(compiled).read_bytes():
         return 1, 1, 1
     names = subprocess.run(
-        ["nm", "-f", "sysv", str(library)], capture_output=True, text=True, check=True
+        ["nm", "-f", "sysv", compiled], capture_output=True, text=True, check=True
     ).stdout
     shape = re.search(rf"^{entry} *\|.*{_CLUSTER_SECTION}(\d+)_(\d+)_(\d+)$", names, re.MULTILINE)
     return (int(shape[1]), int(shape[2]), int(shape[3])) if shape else (1, 1, 1)
@@ -178,47 +176,9 @@ def _folder() -> Path:
     return cache_folder() / "emulator"
 
 
-def _build_once(target: Path, build: Callable[[], object]) -> bool:
-    """Runs `build` if `target` is missing and no other process builds it; whether it ran."""
-    if target.is_file():
-        return False
-    lock = target.with_name(f"{target.name}.lock")
-    with _opened(lock) as file:
-        with contextlib.suppress(OSError):  # without locks both build the same
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
-        missing = not target.is_file()
-        try:
-            if missing:
-                build()
-        finally:
-            lock.unlink(missing_ok=True)  # a process that waits finds the target
-    return missing
-
-
-def _compile_into(target: Path, arguments: Iterable[str], what: str) -> None:
-    """Runs the compiler into a file that readers see whole or not at all."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, suffix=target.suffix)
-        os.close(descriptor)
-    except OSError as error:
-        raise _unwritable(error) from error
-    try:
-        find_compiler().run([*arguments, "-o", temporary], what)
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def _opened(path: Path) -> IO[str]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a")
-    except OSError as error:
-        raise _unwritable(error) from error
-
-
-def _unwritable(error: OSError) -> CacheError:
-    return CacheError(
-        f"the kernel cache cannot be written: {error}; set CUKIT_CACHE_DIR to a folder that can"
-    )
+def _output_of(arguments: Iterable[str], what: str) -> bytes:
+    """What the compiler writes when it is run with `arguments`."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        find_compiler().run([*arguments, "-o", str(output)], what)
+        return output.read_bytes()

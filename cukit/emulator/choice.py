@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from cukit.core.backend import Backend, activate
 from cukit.emulator.backend import Emulator
@@ -43,10 +43,24 @@ def backend(name: str, **options: Any) -> Iterator[None]:
 
 
 def activate_from_environment() -> None:
-    """What CUKIT_BACKEND asks for."""
+    """What CUKIT_BACKEND asks for. A wrong value raises on first use, not on import: `cukit doctor`
+    and `--help` still run."""
     name = os.environ.get("CUKIT_BACKEND")
     if name:
-        activate(_choose(name))
+        try:
+            activate(_choose(name))
+        except ConfigError as error:
+            activate(cast(Backend, _Misconfigured(f"CUKIT_BACKEND={name}: {error}")))
+
+
+class _Misconfigured:
+    """Stands in for a backend that the environment describes wrongly."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConfigError(self._message)
 
 
 def _choose(name: str, **options: Any) -> Backend | None:

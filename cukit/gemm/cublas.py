@@ -18,6 +18,7 @@ from cukit.gemm import host
 _DATA_TYPES = {float32: 0, float64: 1, float16: 2, bfloat16: 14}
 _COMPUTE_32F = 68
 _COMPUTE_64F = 70
+_COMPUTE_32F_FAST_TF32 = 77
 _DEFAULT_ALGORITHM = -1
 # Without it a product that cuBLAS splits over k may add its partial sums in 16 bits.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
@@ -64,17 +65,19 @@ def gemm(
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
+    tf32: bool = False,
 ) -> None:
     """out = alpha * op(a) @ op(b) + beta * out, summed in float32 (float64 for float64).
 
-    layouts: of `a`, `b` and `out`, which must fit and not overlap; nothing is checked here. No
-    TF32: float32 operands are multiplied as such.
+    layouts: of `a`, `b` and `out`, which must fit and not overlap; nothing is checked here.
+    tf32: round float32 operands to TF32; otherwise they are multiplied as such.
     """
     if type(out) is np.ndarray:
         host.gemm(a, b, out, layouts, alpha, beta)
         return
     left, right, target = layouts
     wide = a.dtype == float64
+    compute = _COMPUTE_64F if wide else _COMPUTE_32F_FAST_TF32 if tf32 else _COMPUTE_32F
     with _exact_sums() as (cublas, handle):
         # cuBLAS is column-major and so sees every matrix transposed: out^T = op(b)^T op(a)^T.
         cublas.gemmEx(
@@ -85,7 +88,7 @@ def gemm(
             a.data.ptr, _DATA_TYPES[a.dtype], left.leading,
             _coefficient(beta, wide).ctypes.data,
             out.data.ptr, _DATA_TYPES[out.dtype], target.leading,
-            _COMPUTE_64F if wide else _COMPUTE_32F, _DEFAULT_ALGORITHM,
+            compute, _DEFAULT_ALGORITHM,
         )  # fmt: skip
 
 

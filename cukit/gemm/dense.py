@@ -1,4 +1,4 @@
-"""Dense matrix products: cuBLAS on the GPU, NumPy on the CPU."""
+"""Checked products: cuBLAS on the GPU, NumPy on the CPU."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from cukit.core.kernel import launch_plan
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm.cublas import Matrix, gemm
 from cukit.reference import gemm as reference
-from cukit.registry import register
 
 
-def matmul(
+def multiply(
     a: Array,
     b: Array,
     *,
@@ -34,37 +33,11 @@ def matmul(
     out: Array | None = None,
     accumulate: bool = False,
     out_dtype: Any = None,
+    tf32: bool = False,
 ) -> Array:
-    """The matrix product `op(a) @ op(b)`, summed in float32 whatever the dtype.
+    """The product of :func:`cukit.matmul`, by cuBLAS on the GPU and by the reference elsewhere.
 
-    All axes of an operand but its last are flattened to rows, so that activations
-    `[batch, seq_len, features]` go in as they are, and `transpose_a` sums over every token.
-
-    Args:
-        a: float32|float16|bfloat16|float64 [..., k]; [..., m] with `transpose_a`, whose rows are k.
-        b: dtype of `a`, [k, n]; [n, k] with `transpose_b`.
-        transpose_a, transpose_b: multiply by the transpose.
-        out: written in place; dtype of `a`, or float32. Must not overlap an operand.
-        accumulate: add to what `out` holds.
-        out_dtype: of the result where no `out` is given: the dtype of `a` (default) or float32.
-
-    Any array may have gaps between its rows, as long as its last axis is contiguous and its leading
-    axes collapse into one stride.
-
-    Returns:
-        `out` or a new array [..., n]; [m, n] with `transpose_a`.
-
-    Raises:
-        ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: `accumulate` without `out`.
-
-    On the GPU this is cuBLAS, without TF32 for float32 and without partial sums in 16 bits; on
-    CuPy's current stream, of which CuPy does not let cuBLAS be captured into a graph. Deterministic
-    on one stream.
-
-    >>> import numpy as np, cukit as ck
-    >>> ck.matmul(np.ones((2, 3, 4), np.float32), np.ones((4, 5), np.float32)).shape
-    (2, 3, 5)
+    tf32: on the GPU, multiply float32 operands in TF32.
     """
     a, b, out = adopt("matmul", a, b, out)
     on_gpu = runs_kernel("matmul", a, b, out) and is_gpu_array(a)
@@ -85,7 +58,7 @@ def matmul(
         if not accumulate:
             result.fill(0)
     elif result.size:
-        gemm(a, b, result, product.layouts, beta=float(accumulate))
+        gemm(a, b, result, product.layouts, beta=float(accumulate), tf32=tf32)
     return result
 
 
@@ -161,6 +134,3 @@ def _layout(op: str, name: str, array: Array, transposed: bool = False) -> Matri
             f"{array.strides} for shape {array.shape}"
         )
     return Matrix(rows, columns, max(leading, 1), transposed)
-
-
-register(name="matmul", family="gemm", function=matmul, reference=reference.matmul)

@@ -25,6 +25,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.overlap import check_overlap
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.layers._elementwise import ElementwiseConfig, plan_elementwise
 from cukit.layers._id_sort import plan_id_sort, sort_ids
@@ -58,6 +59,7 @@ def embedding(ids: Array, weight: Array, *, out: Array | None = None) -> Array:
            [0.]], dtype=float32)
     """
     ids, weight, out = adopt("embedding", ids, weight, out)
+    check_overlap("embedding", out, ids=ids, weight=weight)
     if not runs_kernel("embedding", ids, weight, out):
         _check(ids, weight, out)
         return write_out(out, reference.embedding(ids, weight))

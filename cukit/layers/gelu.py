@@ -20,6 +20,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.overlap import check_overlap
 from cukit.layers._approximate import check_approximate, gelu_macro, gelu_macros
 from cukit.layers._elementwise import ElementwiseConfig, plan_elementwise
 from cukit.reference import activations as reference
@@ -49,6 +50,7 @@ def gelu(x: Array, *, approximate: str = "none", out: Array | None = None) -> Ar
     array([-0.159,  0.   ,  0.841], dtype=float32)
     """
     x, out = adopt("gelu", x, out)
+    check_overlap("gelu", out, itself="x", x=x)
     if not runs_kernel("gelu", x, out):
         _check("gelu", x, approximate, out=out)
         return write_out(out, reference.gelu(x, approximate=approximate))

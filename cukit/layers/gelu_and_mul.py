@@ -7,6 +7,7 @@ from functools import partial
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan
+from cukit.core.overlap import check_overlap
 from cukit.layers._approximate import check_approximate, gelu_macro, gelu_macros
 from cukit.layers._gated import (
     check_gated,
@@ -43,6 +44,7 @@ def gelu_and_mul(x: Array, *, approximate: str = "tanh", out: Array | None = Non
     array([[0.   , 1.682]], dtype=float32)
     """
     x, out = adopt("gelu_and_mul", x, out)
+    check_overlap("gelu_and_mul", out, x=x)
     if not runs_kernel("gelu_and_mul", x, out):
         check_approximate("gelu_and_mul", approximate)
         check_gated("gelu_and_mul", x, out=out)

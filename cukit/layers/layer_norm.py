@@ -21,6 +21,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.overlap import check_overlap
 from cukit.layers._column_sum import column_sum, column_sum_spec
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
@@ -73,6 +74,7 @@ def layer_norm(
     array([[-1.,  1.]], dtype=float32)
     """
     x, weight, bias, residual, out = adopt("layer_norm", x, weight, bias, residual, out)
+    check_overlap("layer_norm", out, itself="x", x=x, weight=weight, bias=bias, residual=residual)
     if not runs_kernel("layer_norm", x, weight, bias, residual, out):
         _check(x, weight, bias, residual, out)
         result = reference.layer_norm(x, weight, bias, eps, residual)

@@ -21,6 +21,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.overlap import check_overlap
 from cukit.layers._column_sum import column_sum, column_sum_spec
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
@@ -71,6 +72,7 @@ def rms_norm(
     array([[0.849, 1.131]], dtype=float32)
     """
     x, weight, residual, out = adopt("rms_norm", x, weight, residual, out)
+    check_overlap("rms_norm", out, itself="x", x=x, weight=weight, residual=residual)
     if not runs_kernel("rms_norm", x, weight, residual, out):
         _check(x, weight, residual, out)
         result = reference.rms_norm(x, weight, eps, residual)

@@ -6,6 +6,7 @@ from functools import partial
 
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.kernel import Launch, launch_plan
+from cukit.core.overlap import check_overlap
 from cukit.layers._gated import (
     check_gated,
     gated_specs,
@@ -40,6 +41,7 @@ def silu_and_mul(x: Array, *, out: Array | None = None) -> Array:
     array([[0.   , 1.462]], dtype=float32)
     """
     x, out = adopt("silu_and_mul", x, out)
+    check_overlap("silu_and_mul", out, x=x)
     if not runs_kernel("silu_and_mul", x, out):
         check_gated("silu_and_mul", x, out=out)
         return write_out(out, reference.silu_and_mul(x))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cukit.errors import ArrayShapeError, PointerError
 
@@ -73,6 +73,8 @@ class DeviceBuffer:
         self.pool = pool
         self.size = size
         self._holder = holder
+        self._pins: list[None] = []
+        """One for each `pin` of the user; the holder's are these and those of arrays."""
         self._finalizer = weakref.finalize(self, holder.close)
         self._finalizer.atexit = False
 
@@ -90,12 +92,16 @@ class DeviceBuffer:
 
         Raises PointerError when the buffer is closed.
         """
-        return self.pool._pin(self._holder)
+        address = self.pool._pin(self._holder)
+        self._pins.append(None)
+        return address
 
     def unpin(self) -> None:
-        """Takes one `pin` back. Raises PointerError when there is none."""
-        if not self._holder.pins:
-            raise PointerError(f"{self!r}: unpin without pin")
+        """Takes one `pin` back. Raises PointerError when there is none; arrays keep theirs."""
+        try:
+            self._pins.pop()
+        except IndexError:
+            raise PointerError(f"{self!r}: unpin without pin") from None
         self._holder.unpin()
 
     @contextmanager
@@ -112,7 +118,7 @@ class DeviceBuffer:
 
         The array, and every view of it, pins the buffer and keeps its memory.
         """
-        address = self.pin()
+        address = self.pool._pin(self._holder)
         owner = _Pin(self, self._holder)
         array = self.pool.provider.array(address, shape, dtype, owner)
         if array.nbytes > self.size:
@@ -124,6 +130,10 @@ class DeviceBuffer:
     def close(self) -> None:
         """Frees the memory; if arrays over it live, the last of them does. Twice is once."""
         self._holder.close()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Neither copied nor pickled: two owners would free the same memory."""
+        raise PointerError(f"{self!r} cannot be copied; copy an array over it instead")
 
     def __enter__(self) -> DeviceBuffer:
         return self

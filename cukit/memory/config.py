@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,6 +42,20 @@ class MemoryPoolConfig:
     """Called with the missing bytes as the last resort; returns True if it freed something."""
 
     def __post_init__(self) -> None:
+        for name in ("initial_pool_size", "max_pool_size", "block_size", "call_site_depth"):
+            value = getattr(self, name)
+            if name == "max_pool_size" and value is None:
+                continue
+            try:
+                object.__setattr__(self, name, operator.index(value))
+            except TypeError:
+                _check(name, value, "a whole number", False)
+        for name in ("growth_factor", "defrag_threshold"):
+            value = getattr(self, name)
+            _check(name, value, "a number", isinstance(value, (int, float)))
+        callback = self.on_out_of_memory
+        legal = callback is None or callable(callback)
+        _check("on_out_of_memory", callback, "None or a function", legal)
         _check(
             "initial_pool_size", self.initial_pool_size, "at least 0", self.initial_pool_size >= 0
         )

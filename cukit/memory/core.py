@@ -12,6 +12,7 @@ always do that, and else for small memory: it needs no lock, and the next call d
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import threading
 import weakref
@@ -45,6 +46,16 @@ Free: TypeAlias = int | tuple[int, Any] | Holder  # an address, one with a strea
 
 ROUND_UP = ALIGNMENT - 1
 ROUND_DOWN = -ALIGNMENT
+
+
+def _whole(size: Any) -> int:
+    """A size as a Python int: NumPy's integers would wrap around when they are rounded up."""
+    try:
+        return operator.index(size)
+    except TypeError:
+        raise ConfigError(
+            f"memory pool: size: expected a whole number of bytes, got {size!r}"
+        ) from None
 
 
 class PoolCore:
@@ -86,7 +97,7 @@ class PoolCore:
             provider, self._arena, self._pager, self._supply, self._live, self._listeners
         )
         self._ladder = Ladder(
-            config, provider, self._supply, self._pager, self._defragmenter, self._outside
+            config, provider, self._supply, self._pager, self._defragmenter, self._outside, emit
         )
         self._has_buffers = False
         self.prompt_from = NEVER
@@ -131,6 +142,8 @@ class PoolCore:
         key = self._current_stream() if stream is None else self._stream_key(stream)
         if key not in self._uncaptured and (capture := self._capture_id(key)) is not None:
             key = CaptureKey(capture, key)
+        if type(size) is not int:
+            size = _whole(size)
         rounded = (size + ROUND_UP) & ROUND_DOWN
         if rounded <= 0:
             rounded = self._smallest(size)
@@ -292,7 +305,6 @@ class PoolCore:
                 if len(self._states) > self._streams.most:
                     spans = [*self._live.values(), *(span for span, _ in self._supply.pending)]
                     self._streams.forget_unused({state.key, *(span.stream for span in spans)})
-                size = int(size)
                 span = self._supply.obtain(size, state) or self._ladder.climb(size, state)
         except BaseException:
             if span is not None:  # found, but interrupted: nobody will get it

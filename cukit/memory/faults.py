@@ -22,6 +22,8 @@ def register_pool(pool: PoolCore) -> None:
 
 def explain_pointer(pool: PoolCore, address: int) -> str:
     """Why `address` cannot be freed."""
+    if not isinstance(address, int):
+        return f"memory pool: free of {address!r}: expected the address that allocate returned"
     what = f"memory pool: free of {address:#x}"
     span = pool._arena.locate(address)
     if span is not None and span.state == LIVE:

@@ -12,6 +12,7 @@ import errno
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Container, Hashable, Sequence
 from typing import Any
 
@@ -49,6 +50,17 @@ def _mmap(address: int | None, size: int, access: int, flags: int, file: int, of
     return int(got)
 
 
+_providers: weakref.WeakSet[HostProvider] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for provider in list(_providers):
+        provider.make_private()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class HostProvider:
     """See the module. `total_bytes`: how much memory the pretended device has (None: the host's).
 
@@ -75,6 +87,9 @@ class HostProvider:
         self._file_pages = 0
         self._unused: list[int] = []
         self._reservations: dict[int, tuple[int, int]] = {}
+        self._mapped: dict[int, int] = {}
+        """Offset in the file of the page at each address."""
+        _providers.add(self)
 
     def __del__(self) -> None:
         for base, size in self._reservations.values():
@@ -142,10 +157,23 @@ class HostProvider:
             at, flags = address + start * self.page_bytes, mmap.MAP_SHARED | _MAP_FIXED
             _mmap(at, step * self.page_bytes, _READ_WRITE, flags, self._file, pages[start])
             start = position
+        self._mapped.update(zip(self._page_addresses(address, len(pages)), pages, strict=True))
 
     def unmap_pages(self, address: int, count: int) -> None:
         """Puts inaccessible addresses in their place."""
         _mmap(address, count * self.page_bytes, _NO_ACCESS, _RESERVED | _MAP_FIXED, -1, 0)
+        for page in self._page_addresses(address, count):
+            del self._mapped[page]
+
+    def _page_addresses(self, address: int, count: int) -> range:
+        return range(address, address + count * self.page_bytes, self.page_bytes)
+
+    def make_private(self) -> None:
+        """In a forked child: what arrays write there must not reach the parent, which has the same
+        file mapped."""
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        for address, offset in self._mapped.items():
+            _mmap(address, self.page_bytes, _READ_WRITE, flags, self._file, offset)
 
     def copy(self, moves: Moves, stream: Hashable) -> None:
         """Done when it returns."""

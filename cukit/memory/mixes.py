@@ -27,6 +27,10 @@ FIRST_ADDRESS = 0x7F00_0000_0000
 ALIGNMENT = 512
 STEP_US = 10
 
+MOST_ALLOCATIONS = 10_000_000
+MOST_MIB = 1 << 20
+_MOST_DIGITS = 9  # more than any legal number has
+
 STANDARD = (
     "random-1000-4096",
     "random-10000-64",
@@ -71,26 +75,18 @@ def make_log(name: str, seed: int = 0) -> list[LogEvent]:
     return tape.events
 
 
-def is_mix(name: str) -> bool:
-    """Whether `make_log` knows the name."""
-    try:
-        _maker(name)
-    except ConfigError:
-        return False
-    return True
-
-
 def _maker(name: str) -> Callable[[Tape, random.Random], None]:
     if name in _MAKERS:
         return _MAKERS[name]
     kind, *numbers = name.split("-")
     if kind == "random" and len(numbers) == 2 and all(n.isascii() and n.isdigit() for n in numbers):
-        count, largest = map(int, numbers)
-        if count and largest:
+        count, largest = (int(number[:_MOST_DIGITS]) for number in numbers)
+        if 0 < count <= MOST_ALLOCATIONS and 0 < largest <= MOST_MIB:
             return partial(_random, count=count, largest=largest * MIB)
+    shown = name if len(name) <= 40 else f"{name[:40]}..."
     raise ConfigError(
-        f"{name!r} is no mix: expected random-N-M (N allocations of at most M MiB), "
-        + " or ".join(sorted(_MAKERS))
+        f"{shown!r} is no mix: expected random-N-M (N allocations of at most M MiB, N up to "
+        f"{MOST_ALLOCATIONS}, M up to {MOST_MIB}), " + " or ".join(sorted(_MAKERS))
     )
 
 

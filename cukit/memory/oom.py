@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cukit.errors import OutOfMemoryError
 from cukit.memory.blocks import Frame
 from cukit.memory.config import MemoryPoolConfig
-from cukit.memory.pager import Pager
+from cukit.memory.pager import Emit, Pager
 from cukit.memory.provider import Provider
 from cukit.memory.relocate import Defragmenter
 from cukit.memory.spans import Span
@@ -89,12 +89,14 @@ class Ladder:
         pager: Pager,
         defragmenter: Defragmenter,
         outside: Callable[[], AbstractContextManager[None]],
+        emit: Emit,
     ) -> None:
         self._config = config
         self._provider = provider
         self._supply = supply
         self._pager = pager
         self._defragmenter = defragmenter
+        self._emit = emit
         self._outside = outside
         """Unlocks the pool for a while, and takes in what was freed meanwhile."""
         self.failures = 0
@@ -120,6 +122,7 @@ class Ladder:
             if span is not None:
                 return span
         self.failures += 1
+        self._emit("oom", 0, size, state.key)
         report = self.report(size)
         error = OutOfMemoryError(str(report))
         error.report = report

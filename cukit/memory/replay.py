@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from cukit.errors import CukitError, MissingDependencyError, UnsupportedDeviceError
 from cukit.memory.log import LogAction, LogEvent, read_log
-from cukit.memory.mixes import is_mix, make_log
+from cukit.memory.mixes import make_log
 
 PAGE_BYTES = 2 << 20
 TIGHT = 1.05
@@ -235,8 +235,8 @@ class Request:
     """Of a mix."""
 
     def script(self) -> Script:
-        made = is_mix(self.log) and not Path(self.log).exists()
-        return script_of(make_log(self.log, self.seed) if made else read_log(self.log))
+        is_file = os.path.exists(self.log) or Path(self.log).suffix != ""  # a long name is none
+        return script_of(read_log(self.log) if is_file else make_log(self.log, self.seed))
 
 
 def replay_apart(pool: str, requests: Sequence[Request]) -> list[ReplayResult]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 from cukit.errors import ConfigError
 from cukit.models.parameters import host_array
 from cukit.models.transformer import Transformer
+
+MOST_TOKENS = 1_000_000
+"""A call returns when the last token is drawn: more than this is a slip of the keyboard."""
 
 
 def generate(
@@ -40,10 +44,10 @@ def generate(
         raise ConfigError("prompt: expected at least one token")
     if not all(0 <= token < config.vocab_size for token in prompt):
         raise ConfigError(f"prompt: tokens must lie in 0..{config.vocab_size - 1}")
-    if num_tokens < 0:
-        raise ConfigError(f"num_tokens: expected 0 or more, got {num_tokens}")
-    if temperature < 0:
-        raise ConfigError(f"temperature: expected 0 or more, got {temperature}")
+    if not 0 <= num_tokens <= MOST_TOKENS:
+        raise ConfigError(f"num_tokens: expected 0 to {MOST_TOKENS}, got {num_tokens}")
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise ConfigError(f"temperature: expected a finite number from 0 on, got {temperature}")
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k: expected 1 or more, got {top_k}")
 

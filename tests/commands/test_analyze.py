@@ -15,6 +15,7 @@ from cukit.analyzer.trace_summary import analyses_of, total_us
 from cukit.cli import run
 from cukit.commands import analyze as command
 from cukit.core.device import cupy_module, typical_device
+from cukit.core.source import kernels_root
 
 Capture = pytest.CaptureFixture[str]
 
@@ -185,6 +186,14 @@ def test_a_source_file_is_described_for_any_architecture(tmp_path: Path, capsys:
     assert "scale" in capsys.readouterr().out
     assert run(["analyze", str(source)]) == 2
     assert "256 threads a block, but __launch_bounds__" in capsys.readouterr().err
+
+
+def test_a_source_of_cukit_is_described_in_the_variants_that_run(capsys: Capture) -> None:
+    source = kernels_root() / "layers" / "rms_norm.cu"
+    assert run(["analyze", str(source), "--arch", "sm_80"]) == 0
+    output = capsys.readouterr().out
+    assert "rms_norm(DTYPE=bfloat16" in output
+    assert "0×0×0" not in output
 
 
 def test_a_cubin_needs_the_name_of_a_kernel(tmp_path: Path, capsys: Capture) -> None:

@@ -19,6 +19,7 @@ import pytest
 from cukit.cli import run
 from cukit.core import files
 from cukit.distill import pipeline
+from cukit.distill.run_folder import exclusive
 
 TINY = [
     "--device", "cpu", "--teacher-hidden", "32", "--teacher-layers", "1", "--teacher-steps", "6",
@@ -358,10 +359,51 @@ def test_a_folder_with_a_run_is_not_overwritten_unasked(
     shutil.copytree(finished, folder)
     before = model_bytes(folder)
     arguments = ["-o", str(folder), "--text", str(text), *TINY]
-    assert "--resume goes on with it" in complaint(capsys, "distill", *arguments)
+    capsys.readouterr()
+    assert run(["distill", *arguments]) == 0  # the same run again: its result is shown
+    shown = capsys.readouterr().out
+    assert "This run is finished" in shown
+    assert "bits per byte" in shown
+    other = complaint(capsys, "distill", *arguments, "--seed", "3")
+    assert "--resume goes on with it" in other
     assert model_bytes(folder) == before
     assert run(["distill", *arguments, "--overwrite", "--seed", "3"]) == 0
     assert model_bytes(folder) != before
+
+
+def test_a_folder_in_use_is_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    with exclusive(folder):
+        message = complaint(capsys, "distill", "-o", str(folder), "--text", str(text), *TINY)
+    assert "another run is writing there" in message
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["distill", "--temperature", "1e300"], "--temperature: expected 0.01 to 1000"),
+        (["distill", "--text", os.devnull], "is a device or a pipe"),
+        (["generate", "{model}", "--temperature", "nan"], "expected a finite number"),
+        (["generate", "{model}", "--tokens", "100000000000"], "expected 0 to 1000000"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_it_starts(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments, message
+) -> None:
+    filled = [argument.format(model=finished) for argument in arguments]
+    place = ["-o", str(tmp_path / "run"), "--device", "cpu"] if "distill" in filled else []
+    assert message in complaint(capsys, *filled, *place)
+
+
+def test_text_in_utf_16_says_how_to_convert_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a b.txt").write_text("hello", encoding="utf-16")
+    message = complaint(capsys, "distill", "--text", str(tmp_path / "a b.txt"), "--device", "cpu")
+    assert f"iconv -f UTF-16LE -t UTF-8 '{tmp_path}/a b.txt'" in message
 
 
 def test_resume_with_other_settings_or_text(

@@ -47,6 +47,31 @@ def test_without_results_the_kernels_are_described(tmp_path: Path, capsys: Captu
     assert "As compiled for sm_80" in text
 
 
+def test_a_report_overwrites_no_source_and_is_written_whole_or_not_at_all(
+    results: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    before = results.read_text()
+    assert run(["report", str(results), "-o", str(results)]) == 2
+    assert "is one of the results" in capsys.readouterr().err
+    assert results.read_text() == before
+    page, trace = tmp_path / "r.html", tmp_path / "r.trace.json"  # these results have no trace
+    assert run(["report", str(results), "-o", str(page), "-o", str(trace)]) == 2
+    assert not page.exists()
+
+
+@pytest.mark.parametrize("number", ["Infinity", "NaN", "1e999", "9" * 5000])
+def test_numbers_out_of_range(number: str, results: Path, tmp_path: Path, capsys: Capture) -> None:
+    content = json.loads(results.read_text())
+    content["records"][0]["median_us"] = "HERE"
+    results.write_text(json.dumps(content).replace('"HERE"', number))
+    for command in ("report", "compare"):
+        files = [str(results)] * (2 if command == "compare" else 1)
+        assert run([command, *files]) == 2
+        error = capsys.readouterr().err
+        assert "is out of range" in error
+        assert len(error) < 300
+
+
 def test_mistakes(results: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "odd.json").write_text("{}")
     for arguments, complaint in (

@@ -20,7 +20,7 @@ def test_agrees_with_ptxas(device):
         "layers/column_sum.cu", "column_sum", (("DTYPE", "bfloat16"), ("THREADS", 512)), 512
     )
     compiled = compile_kernel(spec, device.compile_arch)
-    log = compiled.path.with_suffix(".json").read_text()
+    log = compiled.log
     registers, shared = re.search(r"Used (\d+) registers.*?(\d+) bytes smem", log).groups()
     assert compiled.info.registers == int(registers)
     assert compiled.info.static_shared_bytes == int(shared) == 2048

@@ -20,6 +20,8 @@ from cukit.emulator.settings import Settings, settings_from
 from cukit.emulator.toolchain import Compiler
 from cukit.errors import CompileError, ConfigError, EmulatorError, LaunchError
 
+ROOT = Path(__file__).parents[2]
+
 COPY = """
 #include "common/platform.cuh"
 extern "C" __global__ void copy(const float* x, float* out, int count) {
@@ -71,7 +73,7 @@ def test_the_environment_switches_it_on():
         env={"PATH": "/usr/bin:/bin", "CUKIT_BACKEND": "emulator", "CUKIT_EMULATOR_ARCH": "sm_80"},
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
     )
     assert done.stdout.strip() == "A100", done.stderr
 
@@ -168,8 +170,35 @@ def test_who_needs_a_kernel_that_is_being_built_waits_for_it(copy_kernel, monkey
         libraries = {task.result().library for task in tasks}
     assert len(libraries) == 1
     assert len(compiled) == 2, "compiled once and linked once"
-    (library,) = libraries
-    assert not list(library.parent.glob(f"{library.name}.*")), "no lock stays"
+
+
+FIRST_USE = """
+import sys
+import numpy as np
+import cukit
+from cukit.core.kernel import KernelSpec, load_kernel
+x, out = np.ones(8, np.float32), np.zeros(8, np.float32)
+with cukit.backend("emulator"):
+    load_kernel(KernelSpec(sys.argv[1], "copy", (), 32))((1,), (x, out, np.int32(8)))
+print(out.sum())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.emulator
+def test_a_fresh_cache_shared_by_processes_and_damaged_later(copy_kernel, kernel_cache):
+    """Three processes fill one cache; then every file in it is cut short, and a fourth heals it."""
+
+    def use_it() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", FIRST_USE, copy_kernel.source]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+    with ThreadPoolExecutor(3) as pool:
+        done = [task.result() for task in [pool.submit(use_it) for _ in range(3)]]
+    for number, path in enumerate(sorted((kernel_cache / "emulator").iterdir())):
+        path.write_bytes(path.read_bytes()[: 1000 * (number % 2)])
+    for process in (*done, use_it()):
+        assert process.stdout.strip() == "8.0", process.stderr
 
 
 @pytest.mark.emulator

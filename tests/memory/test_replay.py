@@ -265,3 +265,9 @@ def test_the_command_says_what_did_not_fit(capsys: pytest.CaptureFixture[str]) -
 def test_mistakes(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mix", ["random-999999999999-4", "random-10-" + "9" * 5000, "randm-1-1"])
+def test_a_mix_that_cannot_be_is_refused(mix: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no mix: expected random-N-M"):
+        Request(mix).script()

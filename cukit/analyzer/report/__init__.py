@@ -84,18 +84,21 @@ class Report:
         return trace_json(spans, max_bytes)
 
     def write(self, path: Path) -> None:
-        """In the form that the suffix names: .html, .txt, .json, .trace.json; or ConfigError."""
-        check_suffix(path)
-        if path.name.endswith(TRACE_SUFFIX):
-            content = self.to_trace()
-        elif path.suffix == ".json":
-            content = self.to_json()
-        elif path.suffix == ".txt":
-            content = self.to_text()
-        else:
-            content = self.to_html()
+        """In the form that the suffix names, as `content_for`."""
+        content = self.content_for(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, encoding="utf-8")
+
+    def content_for(self, path: Path) -> str:
+        """The form that the suffix names: .html, .txt, .json, .trace.json; or ConfigError."""
+        check_suffix(path)
+        if path.name.endswith(TRACE_SUFFIX):
+            return self.to_trace()
+        if path.suffix == ".json":
+            return self.to_json()
+        if path.suffix == ".txt":
+            return self.to_text()
+        return self.to_html()
 
 
 def check_suffix(path: Path) -> None:
@@ -114,9 +117,19 @@ def generate_report(
     Raises DataError for results that are none or damaged, ConfigError for another suffix,
     MissingDependencyError for HTML without Jinja2.
     """
-    for output in outputs:
-        check_suffix(Path(output))
+    read = [Path(source) for source in results if isinstance(source, (Path, str))]
+    for output in map(Path, outputs):
+        check_suffix(output)
+        if any(_same_file(output, source) for source in read):
+            raise ConfigError(f"{output}: is one of the results that the report is made from")
     report = Report(read_documents(results), title)
-    for output in outputs:
-        report.write(Path(output))
+    # All forms are made before the first is written: one that fails leaves no others behind.
+    contents = [(Path(output), report.content_for(Path(output))) for output in outputs]
+    for output, content in contents:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(content, encoding="utf-8")
     return report
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    return a.exists() and b.exists() and a.samefile(b)

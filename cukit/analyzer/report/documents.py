@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cukit.analyzer.json_file import read_json
 from cukit.analyzer.report.benchmarks import BenchmarkResults
 from cukit.analyzer.report.layout import Section
 from cukit.analyzer.report.section_analysis import analysis_section
@@ -91,13 +92,7 @@ def _read(source: Source) -> list[Document]:
     if isinstance(source, Mapping):
         return _recognise(source, "results")
     path = Path(source)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error})") from None
-    return _recognise(content, str(path))
+    return _recognise(read_json(path), str(path))
 
 
 def _recognise(content: Any, source: str) -> list[Document]:

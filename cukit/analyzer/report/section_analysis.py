@@ -203,7 +203,7 @@ def _launches(launches: Sequence[LaunchAnalysis]) -> Table:
         rows.append(
             (
                 Cell(launch.name, tone="code"),
-                Cell("×".join(map(str, launch.grid))),
+                Cell("×".join(map(str, launch.grid)) if all(launch.grid) else ""),
                 Cell("×".join(map(str, launch.block))),
                 cell(resources.registers if resources else None, str),
                 cell(shared, numbers.num_bytes),

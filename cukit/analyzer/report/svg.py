@@ -104,10 +104,11 @@ class Scale:
 
     def _decades(self, at_most: int) -> list[float]:
         """1, 2, 5, 10, 20, ... where that is few enough, else powers of ten."""
+        slack = (self.high / self.low) ** 0.001  # a thousandth of the axis
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         for leading, every in (((1, 2, 5), 1), *(((1,), every) for every in range(1, 100))):
             found = [m * 10.0**e for e in range(first, last + 1, every) for m in leading]
-            found = [value for value in found if self.low * 0.999 <= value <= self.high * 1.001]
+            found = [value for value in found if self.low / slack <= value <= self.high * slack]
             if len(found) <= at_most:
                 break
         return found

@@ -1,0 +1,47 @@
+"""Reads JSON that others may have written or damaged: what comes back holds finite numbers only."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cukit.errors import DataError
+
+_MOST_DIGITS = 19
+"""Of an integer: what 64 bits hold."""
+
+
+def read_json(path: Path) -> Any:
+    """The content of a file. Raises DataError: unreadable, not JSON, or a number out of range."""
+    try:
+        return json.loads(
+            path.read_text(encoding="utf-8"),
+            parse_int=_integer,
+            parse_float=_float,
+            parse_constant=_refuse,
+        )
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except RecursionError:
+        raise DataError(f"{path}: not JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error})") from None
+
+
+def _integer(text: str) -> int:
+    if len(text.lstrip("-")) > _MOST_DIGITS:
+        _refuse(text)
+    return int(text)
+
+
+def _float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        _refuse(text)
+    return number
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ValueError(f"the number {text[:24]}{'...' if len(text) > 24 else ''} is out of range")

@@ -1,0 +1,153 @@
+"""The kernel cache on disk: cubins, and the emulator's shared libraries.
+
+Code from the cache runs in the user's process, so the cache trusts only what it wrote:
+
+- Folders belong to the user (or root) and only the owner may write to them; they are created with
+  mode 0700 whatever the umask. Symbolic links are not followed.
+- Each file has a record beside it, `NAME.json`, with the SHA-256 of its contents. A file without a
+  record, or with other contents, is built again.
+- Files appear under their names complete or not at all, the record last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from cukit.errors import CacheError
+
+Record = dict[str, Any]
+
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_folder() -> Path:
+    """`$CUKIT_CACHE_DIR`, else `$XDG_CACHE_HOME/cukit`, else `~/.cache/cukit`."""
+    explicit = os.environ.get("CUKIT_CACHE_DIR")
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "cukit"
+
+
+def recall(path: Path) -> tuple[bytes, Record] | None:
+    """Contents and record of a cached file; None if it is missing or damaged.
+
+    Raises CacheError where someone else could have written it.
+    """
+    record_path = _record_path(path)
+    try:
+        check_owner(path.parent)
+        for file in (path, record_path):
+            check_owner(file)
+        data = path.read_bytes()
+        record = json.loads(record_path.read_text(encoding="utf-8"))
+        if record["sha256"] == hashlib.sha256(data).hexdigest():
+            return data, record
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def store(path: Path, data: bytes, **facts: Any) -> None:
+    """Writes a cached file, and its record with `facts`. Raises CacheError where it cannot."""
+    with _explained():
+        make_private_folder(path.parent)
+        _publish(path, data)
+        record = {"sha256": hashlib.sha256(data).hexdigest(), **facts}
+        _publish(_record_path(path), json.dumps(record, indent=1).encode())
+
+
+def build_once(path: Path, build: Callable[[], tuple[bytes, Record]]) -> tuple[bytes, Record, bool]:
+    """Contents and record of a cached file, and whether this call built it.
+
+    Of several processes that need the file at the same time, one builds it and the others wait.
+    """
+    found = recall(path)
+    if found is not None:
+        return *found, False
+    with _locked(path):
+        found = recall(path)
+        if found is not None:
+            return *found, False
+        data, facts = build()
+        store(path, data, **facts)
+    return data, facts, True
+
+
+def make_private_folder(folder: Path) -> None:
+    """Creates a folder of the cache, or checks the one that is there."""
+    with _explained():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)  # a umask only takes bits away
+        check_owner(folder)
+
+
+def check_owner(path: Path) -> None:
+    """Raises CacheError unless only the user (or root) can have written `path`, itself no link.
+
+    OSError if it is not there.
+    """
+    status = os.lstat(path)
+    if stat.S_ISLNK(status.st_mode):
+        problem = "is a symbolic link"
+    elif status.st_uid not in (os.geteuid(), 0):
+        problem = f"belongs to another user (uid {status.st_uid})"
+    elif status.st_mode & _OTHERS_MAY_WRITE:
+        problem = f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    else:
+        return
+    raise CacheError(
+        f"the kernel cache is not safe to load code from: {path} {problem}; delete it, or set "
+        "CUKIT_CACHE_DIR to a folder of your own"
+    )
+
+
+def _record_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
+
+
+def _publish(path: Path, data: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)  # replaces a link itself, not what it points to
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a cached file; without locks (some network folders) two build the same."""
+    with _explained():
+        make_private_folder(path.parent)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path.with_name(f".{path.name}.lock"), flags, 0o600)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)  # the file stays: removing it would let two processes hold the lock
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turns an OSError into a CacheError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(
+            f"the kernel cache cannot be written: {error}; set CUKIT_CACHE_DIR to a folder that can"
+        ) from error

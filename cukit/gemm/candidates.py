@@ -1,0 +1,241 @@
+"""Every way to compute a product, what it can do, and a model of the time it takes.
+
+`plan_matmul` ranks them: a pure function of a product's description and of the device. A kernel joins
+with one `MatmulKernel` in KERNELS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from cukit.core.arrays import Array
+from cukit.core.device import Device
+from cukit.gemm.dense import multiply
+from cukit.gemm.gemv import MOST_TOKENS, gemv
+from cukit.gemm.tma import matmul_tma, plan_matmul_tma
+
+PRECISIONS: Mapping[str, tuple[str, ...]] = {
+    "float64": ("float64",),
+    "float32": ("float32", "tf32", "bfloat16"),
+    "float16": ("float16",),
+    "bfloat16": ("bfloat16",),
+}
+"""Arithmetic that operands of a dtype may be multiplied in, the most exact first."""
+
+_ITEMSIZE = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class MatmulProblem:
+    """What decides between kernels: [m, k] times [k, n].
+
+    dtype, out: of the operands and of the result.
+    flat: both operands are C-contiguous and have two axes.
+    aligned: rows of both begin on 16 bytes.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    out: str
+    transpose_a: bool = False
+    transpose_b: bool = False
+    accumulate: bool = False
+    flat: bool = True
+    aligned: bool = True
+
+    @property
+    def flops(self) -> float:
+        """Of multiplications and additions."""
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> float:
+        """Operands read once, the result written once."""
+        operands = (self.m + self.n) * self.k * _ITEMSIZE[self.dtype]
+        return operands + self.m * self.n * _ITEMSIZE[self.out] * (2 if self.accumulate else 1)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What large products reach: GB/s of memory, TFLOP/s by arithmetic."""
+
+    memory: float
+    half: float
+    tf32: float
+    float32: float
+    float64: float
+
+    def flops_us(self, problem: MatmulProblem, precision: str) -> float:
+        """Microseconds of the multiplications."""
+        rate = getattr(self, "half" if precision in ("float16", "bfloat16") else precision)
+        return float(problem.flops / rate / 1e6)
+
+    def bytes_us(self, size: float) -> float:
+        """Microseconds of `size` bytes."""
+        return size / self.memory / 1e3
+
+
+# Of the typical devices, by compute capability; products scale with the number of SMs.
+_RATES = {
+    (8, 0): (108, Rates(1400, 270, 130, 18, 17)),
+    (8, 6): (82, Rates(850, 65, 33, 30, 0.5)),
+    (8, 9): (128, Rates(930, 150, 75, 70, 1.2)),
+    (9, 0): (132, Rates(4300, 760, 380, 52, 58)),
+    (10, 0): (148, Rates(7000, 1500, 700, 70, 38)),
+    (12, 0): (170, Rates(1600, 200, 100, 95, 1.5)),
+}
+
+
+def rates_of(device: Device) -> Rates:
+    """Of the closest known architecture that is not newer."""
+    known = [each for each in _RATES if each <= device.compute_capability] or [min(_RATES)]
+    sms, rates = _RATES[max(known)]
+    share = device.num_sms / sms
+    return Rates(
+        rates.memory, rates.half * share, rates.tf32 * share, rates.float32 * share,
+        rates.float64 * share,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MatmulKernel:
+    """One way to multiply.
+
+    precisions: arithmetic that it knows.
+    reason_against: why it cannot do a problem on a device, or None.
+    time_us: the model of its time on the device.
+    run: `(a, b, precision, transpose_a=, transpose_b=, out=, accumulate=, out_dtype=) -> result`;
+        operands come in the dtype of the arithmetic.
+    """
+
+    name: str
+    precisions: tuple[str, ...]
+    reason_against: Callable[[MatmulProblem, Device], str | None]
+    time_us: Callable[[MatmulProblem, str, Device, Rates], float]
+    run: Callable[..., Array]
+
+
+def _cublas_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates) -> float:
+    """Its heuristics and short products cost about 8 us on an H200, whatever the product."""
+    memory = rates.bytes_us(problem.bytes) / 0.93
+    return 8 + max(memory, rates.flops_us(problem, precision))
+
+
+def _run_cublas(a: Array, b: Array, precision: str, **options: Any) -> Array:
+    return multiply(a, b, tf32=precision == "tf32", **options)
+
+
+def _gemv_reason(problem: MatmulProblem, device: Device) -> str | None:
+    if min(problem.m, problem.n) > MOST_TOKENS:
+        return f"more than {MOST_TOKENS} rows and columns"
+    if problem.accumulate:
+        return "it does not accumulate"
+    return None
+
+
+def _gemv_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates) -> float:
+    """Bound by memory, unless strips of columns are too few for the device."""
+    wide = max(problem.m, problem.n)
+    filled = min(1.0, wide * 8 / (8 * device.num_sms))
+    return 3 + rates.bytes_us(problem.bytes) / (0.9 if problem.aligned else 0.3) / filled
+
+
+def _run_gemv(a: Array, b: Array, precision: str, accumulate: bool = False, **options: Any) -> Array:
+    return gemv(a, b, **options)
+
+
+def _tma_reason(problem: MatmulProblem, device: Device) -> str | None:
+    if device.arch != "sm_90":
+        return f"it is for sm_90, not {device.arch}"
+    if problem.transpose_a or not problem.transpose_b or not problem.flat:
+        return "it multiplies contiguous a [m, k] and b [n, k]"
+    if problem.k == 0 or problem.k % 8 or problem.n % 8:
+        return "k and n are no multiples of 8"
+    if problem.accumulate or problem.out != problem.dtype:
+        return "it neither accumulates nor changes the dtype"
+    return None
+
+
+def _tma_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates) -> float:
+    config = plan_matmul_tma(problem.m, problem.n, problem.dtype, device.num_sms)
+    tiles_m, tiles_n = config.tiling.tiles(problem.m, problem.n)
+    rounds = -(-tiles_m * tiles_n // device.num_sms)
+    tile = replace(problem, m=config.tiling.tile_m, n=config.tiling.tile_n)
+    products = rounds * rates.flops_us(tile, precision) * device.num_sms * config.tiling.cost
+    return 4 + max(products, rates.bytes_us(problem.bytes) / 0.8)
+
+
+def _run_tma(
+    a: Array, b: Array, precision: str, out: Array | None = None, **options: Any
+) -> Array:
+    return matmul_tma(a, b, out=out)
+
+
+KERNELS: tuple[MatmulKernel, ...] = (
+    MatmulKernel(
+        "cublas",
+        ("float64", "float32", "tf32", "float16", "bfloat16"),
+        lambda problem, device: None,
+        _cublas_us,
+        _run_cublas,
+    ),
+    MatmulKernel("gemv", ("float16", "bfloat16"), _gemv_reason, _gemv_us, _run_gemv),
+    MatmulKernel("matmul_tma", ("float16", "bfloat16"), _tma_reason, _tma_us, _run_tma),
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A candidate for a product.
+
+    time_us: of the model, or `measured`; converting the operands included.
+    reason: why it cannot be taken; None for those that can.
+    """
+
+    kernel: str
+    precision: str
+    time_us: float
+    measured: bool = False
+    reason: str | None = None
+
+
+Times = Mapping[tuple[str, str], float]
+"""Measured microseconds by (kernel, precision)."""
+
+
+@lru_cache(maxsize=4096)
+def _modelled(problem: MatmulProblem, device: Device) -> tuple[Estimate, ...]:
+    rates = rates_of(device)
+    estimates = []
+    for precision in PRECISIONS[problem.dtype]:
+        converts = precision not in (problem.dtype, "tf32")
+        narrowed = replace(problem, dtype=precision) if converts else problem
+        size = (problem.m + problem.n) * problem.k
+        both = _ITEMSIZE[problem.dtype] + _ITEMSIZE[precision]
+        converting = 6 + rates.bytes_us(size * both) / 0.9 if converts else 0.0
+        for kernel in KERNELS:
+            if precision in kernel.precisions:
+                reason = kernel.reason_against(narrowed, device)
+                model = 0.0 if reason else kernel.time_us(narrowed, precision, device, rates)
+                estimates.append(
+                    Estimate(kernel.name, precision, converting + model, reason=reason)
+                )
+    return tuple(estimates)
+
+
+def plan_matmul(
+    problem: MatmulProblem, device: Device, times: Times | None = None
+) -> tuple[Estimate, ...]:
+    """All candidates, the fastest first, then those that cannot be taken."""
+    estimates = [
+        replace(each, time_us=times[each.kernel, each.precision], measured=True)
+        if times and not each.reason and (each.kernel, each.precision) in times
+        else each
+        for each in _modelled(problem, device)
+    ]
+    return tuple(sorted(estimates, key=lambda each: (each.reason is not None, each.time_us)))

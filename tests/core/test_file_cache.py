@@ -1,0 +1,109 @@
+"""The kernel cache: whole files or none, and none that others may have written."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cukit.core.file_cache import build_once, cache_folder, make_private_folder, recall, store
+from cukit.errors import CacheError
+
+
+@pytest.fixture
+def path(kernel_cache) -> Path:
+    return cache_folder() / "kernels" / "k.cubin"
+
+
+def test_what_was_stored_is_recalled(path):
+    assert recall(path) is None
+    store(path, b"code", entry="k")
+    data, record = recall(path)
+    assert data == b"code"
+    assert record["entry"] == "k"
+
+
+@pytest.mark.parametrize("damaged", ["k.cubin", "k.cubin.json"])
+@pytest.mark.parametrize("contents", [b"", b"cod", b"\x00{", None])
+def test_damage_is_built_again(path, damaged, contents):
+    store(path, b"code")
+    file = path.with_name(damaged)
+    file.unlink() if contents is None else file.write_bytes(contents)
+    assert recall(path) is None
+    assert build_once(path, lambda: (b"anew", {})) == (b"anew", {}, True)
+    assert recall(path)[0] == b"anew"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes of POSIX")
+@pytest.mark.parametrize("mode", [0o020, 0o002])
+@pytest.mark.parametrize("name", ["k.cubin", "k.cubin.json", "."])
+def test_what_others_may_write_is_refused(path, name, mode):
+    store(path, b"code")
+    target = path.parent / name
+    target.chmod(target.stat().st_mode | mode)
+    with pytest.raises(CacheError, match=r"can be written by others \(mode \d+\); delete it"):
+        recall(path)
+
+
+def test_links_are_neither_read_nor_written_through(path, tmp_path):
+    store(path, b"code")
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"code")
+    path.unlink()
+    path.symlink_to(victim)
+    with pytest.raises(CacheError, match="is a symbolic link"):
+        recall(path)
+    store(path, b"other")
+    assert victim.read_bytes() == b"code"
+    assert not path.is_symlink()
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (cache_folder() / "emulator").symlink_to(elsewhere)
+    with pytest.raises(CacheError, match="is a symbolic link"):
+        make_private_folder(cache_folder() / "emulator")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root may give away")
+def test_files_of_another_user_are_refused(path):
+    store(path, b"code")
+    os.chown(path, 12345, -1)
+    with pytest.raises(CacheError, match="belongs to another user"):
+        recall(path)
+
+
+def test_folders_are_private_whatever_the_umask(path):
+    before = os.umask(0)
+    try:
+        store(path, b"code")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+
+
+def test_one_of_many_builds(path):
+    built = []
+
+    def build():
+        built.append(1)
+        return b"code", {}
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: build_once(path, build), range(16)))
+    assert {data for data, *_ in found} == {b"code"}
+    assert len(built) == 1
+
+
+def test_a_failed_build_leaves_nothing(path):
+    def build():
+        raise RuntimeError("compiler")
+
+    with pytest.raises(RuntimeError, match="compiler"):
+        build_once(path, build)
+    assert recall(path) is None
+    assert build_once(path, lambda: (b"code", {}))[2]

@@ -1,0 +1,117 @@
+"""What users may hand in wrongly: options, sizes, addresses, buffers, forks."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cukit.errors import ConfigError, OutOfMemoryError, PointerError
+from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initial_pool_size": -1}, "initial_pool_size: expected at least 0, got -1"),
+        ({"max_pool_size": 0}, "max_pool_size: expected None or at least 1, got 0"),
+        (
+            {"initial_pool_size": 4096, "max_pool_size": 512},
+            "max_pool_size: expected None or at least 4096, got 512",
+        ),
+        ({"block_size": 3 << 20}, "block_size: expected a power of two from 512 on"),
+        ({"block_size": 256}, "block_size: expected a power of two from 512 on"),
+        ({"growth_factor": 0.9}, "growth_factor: expected between 1 and 16"),
+        ({"defrag_threshold": 0.0}, "defrag_threshold: expected above 0 and at most 1"),
+        ({"call_site_depth": -1}, "call_site_depth: expected at least 0"),
+        ({"max_pool_size": "8G"}, "max_pool_size: expected a whole number, got '8G'"),
+        ({"initial_pool_size": 1.5}, "initial_pool_size: expected a whole number, got 1.5"),
+        ({"growth_factor": "2"}, "growth_factor: expected a number, got '2'"),
+        ({"on_out_of_memory": 3}, "on_out_of_memory: expected None or a function, got 3"),
+    ],
+)
+def test_illegal(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"MemoryPoolConfig: {message}"):
+        MemoryPoolConfig(**options)
+
+
+def test_a_limit_below_one_page() -> None:
+    with pytest.raises(ConfigError, match="max_pool_size: expected at least a page of 2097152"):
+        MemoryPool(MemoryPoolConfig(max_pool_size=1 << 20), HostProvider(4 << 20))
+
+
+def test_an_initial_size_beyond_the_device() -> None:
+    with pytest.raises(ConfigError, match="the device cannot give 8388608 bytes"):
+        MemoryPool(MemoryPoolConfig(initial_pool_size=8 << 20), HostProvider(4 << 20))
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int16, np.int32, np.uint8, np.uint64, np.int64])
+def test_sizes_of_every_integer_type(kind: type[Any]) -> None:
+    pool = MemoryPool(provider=HostProvider(1 << 34))
+    size = kind(min(np.iinfo(kind).max, (1 << 31) - 1))
+    address = pool.allocate(size)
+    assert pool.statistics().live_bytes == -(-int(size) // 512) * 512
+    pool.free(address)
+
+
+@pytest.mark.parametrize("size", [1.5, "8", None, np.float32(8)])
+def test_sizes_that_are_no_whole_numbers(size: Any) -> None:
+    pool = MemoryPool(provider=HostProvider(4 << 20))
+    with pytest.raises(ConfigError, match="size: expected a whole number of bytes"):
+        pool.allocate(size)
+    assert pool.statistics().num_live == 0
+
+
+@pytest.mark.parametrize("address", [None, "a", 1.5])
+def test_a_free_of_no_address(address: Any) -> None:
+    pool = MemoryPool(provider=HostProvider(4 << 20))
+    with pytest.raises(PointerError, match="expected the address that allocate returned"):
+        pool.free(address)
+
+
+def test_a_failed_allocation_is_an_event_of_its_own() -> None:
+    pool = MemoryPool(MemoryPoolConfig(max_pool_size=4 << 20), HostProvider())
+    events: list[Any] = []
+    pool.add_listener(events.append)
+    with pytest.raises(OutOfMemoryError):
+        pool.allocate(8 << 20)
+    assert [(event.action, event.size) for event in events] == [("oom", 8 << 20)]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_buffers_have_one_owner(duplicate: Any) -> None:
+    pool = MemoryPool(provider=HostProvider(4 << 20))
+    with (
+        pool.allocate_buffer(512) as buffer,
+        pytest.raises(PointerError, match="cannot be copied"),
+    ):
+        duplicate(buffer)
+    assert pool.statistics().num_live == 0
+
+
+def test_arrays_keep_their_pins() -> None:
+    pool = MemoryPool(provider=HostProvider(4 << 20))
+    buffer = pool.allocate_buffer(512)
+    array = buffer.array((128,), "float32")
+    with pytest.raises(PointerError, match="unpin without pin"):
+        buffer.unpin()
+    buffer.close()
+    assert pool.statistics().num_live == 1
+    del array
+    assert pool.statistics().num_live == 0
+
+
+def test_a_forked_child_writes_into_memory_of_its_own() -> None:
+    pool = MemoryPool(provider=HostProvider(4 << 20))
+    array = pool.allocate_buffer(512).array((128,), "float32")
+    array[:] = 1
+    child = os.fork()
+    if child == 0:
+        array[:] = 2
+        os._exit(0 if array[0] == 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert array[0] == 1
