@@ -68,9 +68,12 @@ from cukit.errors import (
     UnsupportedDeviceError,
 )
 from cukit.gemm import (
+    MatmulPlan,
+    explain_matmul,
     gemv,
     matmul,
     matmul_tma,
+    tune_matmul,
 )
 from cukit.layers import (
     embedding,
@@ -124,6 +127,7 @@ __all__ = [
     "DeviceBuffer",
     "EmulatorError",
     "LaunchError",
+    "MatmulPlan",
     "MemoryPool",
     "MemoryPoolConfig",
     "MissingDependencyError",
@@ -149,6 +153,7 @@ __all__ = [
     "embedding_backward",
     "empty",
     "empty_like",
+    "explain_matmul",
     "flash_attention",
     "flash_attention_backward",
     "float8_e4m3",
@@ -189,6 +194,7 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_backward",
     "to_numpy",
+    "tune_matmul",
     "xp",
     "xp_namespace",
     "zeros",

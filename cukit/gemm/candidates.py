@@ -1,7 +1,7 @@
 """Every way to compute a product, what it can do, and a model of the time it takes.
 
-`plan_matmul` ranks them: a pure function of a product's description and of the device. A kernel joins
-with one `MatmulKernel` in KERNELS.
+`plan_matmul` ranks them: a pure function of a product's description and of the device. A kernel
+joins with one `MatmulKernel` in KERNELS.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _gemv_us(problem: MatmulProblem, precision: str, device: Device, rates: Rate
     return 3 + rates.bytes_us(problem.bytes) / (0.9 if problem.aligned else 0.3) / filled
 
 
-def _run_gemv(a: Array, b: Array, precision: str, accumulate: bool = False, **options: Any) -> Array:
+def _run_gemv(a: Array, b: Array, precision: str, accumulate: bool, **options: Any) -> Array:
     return gemv(a, b, **options)
 
 
@@ -170,9 +170,7 @@ def _tma_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates
     return 4 + max(products, rates.bytes_us(problem.bytes) / 0.8)
 
 
-def _run_tma(
-    a: Array, b: Array, precision: str, out: Array | None = None, **options: Any
-) -> Array:
+def _run_tma(a: Array, b: Array, precision: str, out: Array | None = None, **options: Any) -> Array:
     return matmul_tma(a, b, out=out)
 
 
