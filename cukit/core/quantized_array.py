@@ -148,7 +148,10 @@ class QuantizedArray:
         The rest as for the class; without scales, x itself is rounded. A scale of 0 divides like 1.
         `quantize` chooses the scales too.
         """
-        return _conversions["encode"](x, dtype, scales, zero_points, axis, group_size)
+        array: QuantizedArray = _conversions["encode"](
+            x, dtype, scales, zero_points, axis, group_size
+        )
+        return array
 
     def decode(self, dtype: Any = float32) -> Array:
         """The values, scales applied, as float32, float16 or bfloat16 on the same device."""

@@ -114,14 +114,14 @@ def operands_of(layouts: tuple[Matrix, Matrix, Matrix]) -> Operands:
         raise ArrayShapeError(
             f"gemv: the product must have at most {MOST_TOKENS} rows or columns, got [{m}, {n}]"
         )
-    a_strides = (1, left.leading) if left.transposed else (left.leading, 1)
-    b_strides = (1, right.leading) if right.transposed else (right.leading, 1)
     if m <= n:
+        x_token, x_depth = (1, left.leading) if left.transposed else (left.leading, 1)
         return Operands(
-            m, n, k, *a_strides, right.leading, not right.transposed, target.leading, 1, False
+            m, n, k, x_token, x_depth, right.leading, not right.transposed, target.leading, 1, False
         )
+    x_depth, x_token = (1, right.leading) if right.transposed else (right.leading, 1)
     return Operands(
-        n, m, k, *reversed(b_strides), left.leading, left.transposed, 1, target.leading, True
+        n, m, k, x_token, x_depth, left.leading, left.transposed, 1, target.leading, True
     )
 
 
@@ -220,7 +220,7 @@ def _prepare(
     product = plan_product("gemv", a, b, out, transpose_a, transpose_b, False, out_dtype)
     operands = operands_of(product.layouts)
     _check_dtype(a)
-    lengths = (operands.depth, operands.w_leading, operands.x_token)
+    lengths: tuple[int, ...] = (operands.depth, operands.w_leading, operands.x_token)
     if operands.along_columns:
         lengths = (*lengths, operands.columns)
     aligned = (

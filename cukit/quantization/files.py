@@ -56,7 +56,7 @@ def save_quantized(
 
     for name, array in arrays.items():
         if not isinstance(array, QuantizedArray):
-            (plain,) = adopt("save_quantized", array)
+            plain: Any = adopt("save_quantized", array)[0]
             add(name, plain.get() if is_gpu_array(plain) else plain)
             continue
         host = array.to_device("cpu")
@@ -91,12 +91,13 @@ def load_quantized(
         for name, layout in layouts.items():
             dtype = _BY_NAME[layout["dtype"]]
             codes = content.pop(name).view(dtype.storage_dtype)
-            factors = [content.pop(f"{name}.{part}", None) for part in _PARTS]
+            scales, zero_points = (content.pop(f"{name}.{part}", None) for part in _PARTS)
             arrays[name] = QuantizedArray(
                 codes,
                 dtype,
                 layout["shape"],
-                *factors,
+                scales,
+                zero_points,
                 layout.get("axis"),
                 layout.get("group_size"),
             )

@@ -19,7 +19,7 @@ SMALLEST_SCALE = 2.0**-126
 
 def largest(dtype: Any) -> float:
     """The largest finite number of a floating dtype, bfloat16 included."""
-    return float(ml_dtypes.finfo(dtype).max)
+    return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
 def encode(x: Array, name: str) -> Array:

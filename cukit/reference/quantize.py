@@ -44,7 +44,7 @@ def quantize(
     if not zero_points:
         high = xp.maximum(high, -low)
         low = None
-    best = None
+    best: Any = None
     for i in range(CLIP_CANDIDATES if clip == "mse" else 1):
         part = np.float32(1 - i * CLIP_STEP)
         scales, zeros = _factors(high * part, None if low is None else low * part, name,
@@ -64,7 +64,6 @@ def quantize(
             None if new is None else xp.where(better, new, old)
             for new, old in zip((error, scales, zeros), best, strict=True)
         )
-    assert best is not None
     _, scales, zeros = best
     return narrow.encode(narrow.quantize(x, scales, zeros, block), name), scales, zeros
 

@@ -132,7 +132,7 @@ def dequantize_case(
 
 
 def _torch_quantize(
-    narrow: NarrowDtype, block: tuple[int, int], zero_points: bool, torch: ModuleType
+    narrow: NarrowDtype, block: tuple[int, ...], zero_points: bool, torch: ModuleType
 ) -> Callable[..., Any]:
     most = narrow.most
 
@@ -163,7 +163,7 @@ def _torch_quantize(
     return run
 
 
-def _torchao_quantize(block: tuple[int, int]) -> Callable[..., Any]:
+def _torchao_quantize(block: tuple[int, ...]) -> Callable[..., Any]:
     kernels = peers.optional("torchao.kernel.blockwise_quantization")
     try:
         name = "fp8_blockwise_act_quant" if block[0] == 1 else "fp8_blockwise_weight_quant"
@@ -180,7 +180,7 @@ def _torchao_quantize(block: tuple[int, int]) -> Callable[..., Any]:
 
 
 def _torch_dequantize(
-    narrow: NarrowDtype, block: tuple[int, int], torch: ModuleType
+    narrow: NarrowDtype, block: tuple[int, ...], torch: ModuleType
 ) -> Callable[..., Any]:
     dtype = getattr(torch, VALUES)
 
