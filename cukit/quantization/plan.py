@@ -59,6 +59,7 @@ class QuantizeConfig:
     items: vectors of 16 bytes that a thread loads at once.
     held: whether a block of values stays in registers.
     num_blocks: thread blocks; of "tensor" for each tensor.
+    resident: thread blocks that the registers of an SM must hold.
     flat: whether blocks of values are parts of rows that they divide, without a byte of padding.
     """
 
@@ -73,6 +74,7 @@ class QuantizeConfig:
     block: tuple[int, int]
     num_blocks: int
     flat: bool = False
+    resident: int = 1
 
     def specs(self) -> tuple[KernelSpec, ...]:
         """What is launched, in order."""
@@ -92,6 +94,7 @@ class QuantizeConfig:
             defines += (
                 ("TEAM", self.team),
                 ("UNITS", self.units),
+                ("RESIDENT", self.resident),
                 ("HELD", int(self.held)),
                 ("FLAT", int(self.flat)),
                 ("BLOCK_ROWS", self.block[0]),
