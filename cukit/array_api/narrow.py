@@ -1,7 +1,7 @@
 """Rounding to the codes of a QuantizedArray, and the values of codes.
 
 Kernels convert between codes and numbers without scales; `cukit.quantization` chooses and applies
-those. Only `encode` with given scales uses them, in plain array code.
+those.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype, int4
 from cukit.core.quantized_array import Axis, GroupSize, QuantizedArray, install_conversions
 from cukit.errors import ArrayDtypeError, ArrayShapeError
+from cukit.quantization.dequantize import encode_scaled
 from cukit.reference import narrow as reference
 from cukit.registry import register
 
@@ -51,7 +52,8 @@ def encode(
     storage = empty(x, dtype.storage_shape(x.shape), dtype.storage_dtype)
     array = QuantizedArray(storage, dtype, x.shape, scales, zero_points, axis, group_size)
     if array.block_shape is not None:
-        x = reference.quantize(x, array.scales, array.zero_points, array.block_shape)
+        encode_scaled(x, array)
+        return array
     if not runs_kernel("encode", x):
         storage[...] = reference.encode(x, dtype.name)
         return array

@@ -1,4 +1,4 @@
-"""Codes and scales to numbers."""
+"""Codes and scales to numbers, and numbers to the codes of given scales."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from cukit.core.quantized_array import QuantizedArray, install_conversions
 from cukit.errors import ArrayDtypeError, ArrayError
 from cukit.quantization.matrices import Matrices, matrices_of, scale_strides
 from cukit.quantization.plan import FORMATS
+from cukit.reference import narrow as narrow_reference
 from cukit.reference import quantize as reference
-from cukit.reference.narrow import dequantize as apply_factors
 from cukit.registry import register
 
 _THREADS = 256
@@ -83,25 +83,54 @@ def dequantize(array: QuantizedArray, dtype: Any = float32, *, out: Array | None
     storage = storage if storage.flags.c_contiguous else storage.copy(order="C")
     if out is None:
         out = empty(storage, array.shape, dtype)
-    details = (array.dtype, array.block_shape)
-    launch = _prepare(out, storage, scales, zero_points, *details)
-    if launch is None and matrices_of(array.shape, array.block_shape) is None:
+    if matrices_of(array.shape, array.block_shape) is None:
         codes = QuantizedArray(storage, array.dtype, array.shape).decode()
-        out[...] = apply_factors(codes, scales, zero_points, array.block_shape)
-        return out
+        out[...] = narrow_reference.dequantize(codes, scales, zero_points, array.block_shape)
+    else:
+        _launch("dequantize", out, storage, array)
+    return out
+
+
+def encode_scaled(x: Array, array: QuantizedArray) -> None:
+    """Fills `array`, whose scales are given, with the codes of `x`.
+
+    x: float32|float16|bfloat16, of the shape of `array` and on its device, any layout. The codes of
+        `array` are C-contiguous. See :meth:`QuantizedArray.encode`.
+    """
+    assert array.block_shape is not None
+    scales, zero_points, block = array.scales, array.zero_points, array.block_shape
+    if not x.size:
+        return
+    if not runs_kernel("dequantize", x, array.storage) or matrices_of(x.shape, block) is None:
+        scaled = narrow_reference.quantize(x, scales, zero_points, block)
+        array.storage[...] = QuantizedArray.encode(scaled, array.dtype).storage
+        return
+    x = x if x.flags.c_contiguous else x.copy(order="C")
+    _launch("encode_scaled", x, array.storage, array)
+
+
+def _launch(entry: str, values: Array, storage: Array, array: QuantizedArray) -> None:
+    """Runs a kernel on arrays whose factors have any strides."""
+    scales, zero_points = array.scales, array.zero_points
+    details = (array.dtype, array.block_shape)
+    launch = _prepare(entry, values, storage, scales, zero_points, *details)
     if launch is None:
         scales, zero_points = (
-            None if f is None else f.copy(order="C") for f in (scales, zero_points)
+            None if factors is None else factors.copy(order="C")
+            for factors in (scales, zero_points)
         )
-        launch = _prepare(out, storage, scales, zero_points, *details)
-    launch(out, storage, scales, zero_points)
-    return out
+        launch = _prepare(entry, values, storage, scales, zero_points, *details)
+    launch(values, storage, scales, zero_points)
 
 
 @dataclass(frozen=True)
 class DequantizeConfig:
-    """How one call runs: a grid of thread blocks that take `threads * items` vectors each."""
+    """How one call runs: a grid of thread blocks that take THREADS * ITEMS vectors each.
 
+    entry: `"dequantize"` or `"encode_scaled"`.
+    """
+
+    entry: str
     format: str
     dtype: str
     scale_dtype: str
@@ -127,7 +156,7 @@ class DequantizeConfig:
             ("THREADS", _THREADS),
             ("ITEMS", _ITEMS),
         )
-        return KernelSpec("quantization/dequantize.cu", "dequantize", defines, _THREADS)
+        return KernelSpec("quantization/scaled_codes.cu", self.entry, defines, _THREADS)
 
 
 def plan_dequantize(
@@ -138,6 +167,7 @@ def plan_dequantize(
     zero_point_dtype: str | None = None,
     *,
     aligned: bool = True,
+    entry: str = "dequantize",
 ) -> DequantizeConfig:
     """The kernel for `matrices` of codes of `narrow`, to values of `dtype`.
 
@@ -151,6 +181,7 @@ def plan_dequantize(
         for extent in (matrices.block_rows, matrices.block_cols)
     )
     return DequantizeConfig(
+        entry=entry,
         format=narrow.name,
         dtype=dtype.name,
         scale_dtype=scale_dtype,
@@ -165,14 +196,15 @@ def plan_dequantize(
 
 @launch_plan
 def _prepare(
-    out: Array,
+    entry: str,
+    values: Array,
     storage: Array,
     scales: Array,
     zero_points: Array | None,
     narrow: NarrowDtype,
     block: tuple[int, ...],
 ) -> Launch | None:
-    matrices = matrices_of(out.shape, block)
+    matrices = matrices_of(values.shape, block)
     if matrices is None:
         return None
     strides = scale_strides(matrices, scales)
@@ -180,19 +212,20 @@ def _prepare(
         zero_points is not None and strides != scale_strides(matrices, zero_points)
     ):
         return None
-    vector = ACCESS_BYTES // out.itemsize
+    vector = ACCESS_BYTES // values.itemsize
     aligned = (
         matrices.cols % vector == 0
-        and address_of(out) % ACCESS_BYTES == 0
+        and address_of(values) % ACCESS_BYTES == 0
         and address_of(storage) % (vector * narrow.bits // 8) == 0
     )
     config = plan_dequantize(
         matrices,
         narrow,
-        out.dtype,
+        values.dtype,
         scales.dtype.name,
         None if zero_points is None else zero_points.dtype.name,
         aligned=aligned,
+        entry=entry,
     )
     parameters = matrices.pack(narrow, strides)
     return Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
@@ -211,6 +244,8 @@ def _specs(device: Device) -> list[KernelSpec]:
         spec(int4, (1, 128), "bfloat16", "int8"),
         spec(int4, (1, 12), "float16", aligned=False),
         spec(float8_e4m3, (128, 128), "float32"),
+        spec(float8_e4m3, (4096, 4096), "float32", entry="encode_scaled"),
+        spec(int4, (1, 12), "float16", "int8", aligned=False, entry="encode_scaled"),
     ]
 
 
