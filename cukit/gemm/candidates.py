@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 from cukit.core.arrays import Array
 from cukit.core.device import Device
-from cukit.gemm.dense import multiply
-from cukit.gemm.gemv import MOST_TOKENS, gemv
-from cukit.gemm.tma import matmul_tma, plan_matmul_tma
+from cukit.gemm.dense import Product, carry_out, plan_product
+from cukit.gemm.gemv import MOST_TOKENS, prepare_gemv
+from cukit.gemm.tma import plan_matmul_tma, prepare_matmul_tma
 
 PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "float64": ("float64",),
@@ -102,6 +102,20 @@ def rates_of(device: Device) -> Rates:
     )  # fmt: skip
 
 
+class MatmulOptions(NamedTuple):
+    """Options of a product, in the order of `plan_product`."""
+
+    transpose_a: bool
+    transpose_b: bool
+    accumulate: bool
+    out_dtype: Any
+
+
+Run = Callable[[Array, Array, Array | None], Array]
+"""Multiplies a and b, arrays of the description that it was prepared for, into `out` or a new
+array."""
+
+
 @dataclass(frozen=True)
 class MatmulKernel:
     """One way to multiply.
@@ -109,15 +123,15 @@ class MatmulKernel:
     precisions: arithmetic that it knows.
     reason_against: why it cannot do a problem on a device, or None.
     time_us: the model of its time on the device.
-    run: `(a, b, precision, transpose_a=, transpose_b=, out=, accumulate=, out_dtype=) -> result`;
-        operands come in the dtype of the arithmetic.
+    prepare: from arrays (operands in the dtype of the arithmetic), precision and options to what
+        multiplies arrays of the same description: `run(a, b, out)`.
     """
 
     name: str
     precisions: tuple[str, ...]
     reason_against: Callable[[MatmulProblem, Device], str | None]
     time_us: Callable[[MatmulProblem, str, Device, Rates], float]
-    run: Callable[..., Array]
+    prepare: Callable[[Array, Array, Array | None, str, MatmulOptions], Run]
 
 
 def _cublas_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates) -> float:
@@ -126,8 +140,19 @@ def _cublas_us(problem: MatmulProblem, precision: str, device: Device, rates: Ra
     return 8 + max(memory, rates.flops_us(problem, precision))
 
 
-def _run_cublas(a: Array, b: Array, precision: str, **options: Any) -> Array:
-    return multiply(a, b, tf32=precision == "tf32", **options)
+def _prepare_cublas(
+    a: Array, b: Array, out: Array | None, precision: str, options: MatmulOptions
+) -> Run:
+    product = plan_product("matmul", a, b, out, *options)
+    return partial(
+        _carry_out, product, {"accumulate": options.accumulate, "tf32": precision == "tf32"}
+    )
+
+
+def _carry_out(
+    product: Product, how: dict[str, bool], a: Array, b: Array, out: Array | None
+) -> Array:
+    return carry_out(product, a, b, out, **how)
 
 
 def _gemv_reason(problem: MatmulProblem, device: Device) -> str | None:
@@ -145,8 +170,11 @@ def _gemv_us(problem: MatmulProblem, precision: str, device: Device, rates: Rate
     return 3 + rates.bytes_us(problem.bytes) / (0.9 if problem.aligned else 0.3) / filled
 
 
-def _run_gemv(a: Array, b: Array, precision: str, accumulate: bool, **options: Any) -> Array:
-    return gemv(a, b, **options)
+def _prepare_gemv(
+    a: Array, b: Array, out: Array | None, precision: str, options: MatmulOptions
+) -> Run:
+    run: Run = prepare_gemv(a, b, out, options.transpose_a, options.transpose_b, options.out_dtype)
+    return run
 
 
 def _tma_reason(problem: MatmulProblem, device: Device) -> str | None:
@@ -170,8 +198,11 @@ def _tma_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates
     return 4 + max(products, rates.bytes_us(problem.bytes) / 0.8)
 
 
-def _run_tma(a: Array, b: Array, precision: str, out: Array | None = None, **options: Any) -> Array:
-    return matmul_tma(a, b, out=out)
+def _prepare_tma(
+    a: Array, b: Array, out: Array | None, precision: str, options: MatmulOptions
+) -> Run:
+    run: Run = prepare_matmul_tma(a, b, out)
+    return run
 
 
 KERNELS: tuple[MatmulKernel, ...] = (
@@ -180,10 +211,10 @@ KERNELS: tuple[MatmulKernel, ...] = (
         ("float64", "float32", "tf32", "float16", "bfloat16"),
         lambda problem, device: None,
         _cublas_us,
-        _run_cublas,
+        _prepare_cublas,
     ),
-    MatmulKernel("gemv", ("float16", "bfloat16"), _gemv_reason, _gemv_us, _run_gemv),
-    MatmulKernel("matmul_tma", ("float16", "bfloat16"), _tma_reason, _tma_us, _run_tma),
+    MatmulKernel("gemv", ("float16", "bfloat16"), _gemv_reason, _gemv_us, _prepare_gemv),
+    MatmulKernel("matmul_tma", ("float16", "bfloat16"), _tma_reason, _tma_us, _prepare_tma),
 )
 
 

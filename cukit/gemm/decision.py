@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,23 +10,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.core import backend
-from cukit.core.arrays import ACCESS_BYTES, Array, address_of, bfloat16, describe, is_gpu_array
+from cukit.core.arrays import ACCESS_BYTES, Array, address_of, bfloat16, runs_kernel
 from cukit.core.device import current_device
+from cukit.core.kernel import launch_plan
 from cukit.errors import ConfigError
 from cukit.gemm import measured_times
 from cukit.gemm.candidates import (
     KERNELS,
     PRECISIONS,
     Estimate,
+    MatmulOptions,
     MatmulProblem,
+    Run,
     plan_matmul,
 )
-from cukit.gemm.dense import Product, multiply, plan_product
+from cukit.gemm.dense import Product, plan_product
 from cukit.gemm.sampled_error import sampled_error
+from cukit.reference import gemm as reference
 
 _LOG = logging.getLogger("cukit.gemm")
 _BY_NAME = {kernel.name: kernel for kernel in KERNELS}
-_MOST_DECISIONS = 4096
 
 
 @dataclass(frozen=True)
@@ -61,44 +63,10 @@ class MatmulPlan:
 
 
 class Decision(NamedTuple):
-    """A plan, and what carries it out: `run(a, b, out)`."""
+    """A plan, and what carries it out."""
 
     plan: MatmulPlan
-    run: Callable[[Array, Array, Array | None], Array]
-
-
-_decisions: dict[Hashable, Decision] = {}
-
-
-def recall(
-    a: Array,
-    b: Array,
-    out: Array | None,
-    transpose_a: bool,
-    transpose_b: bool,
-    accumulate: bool,
-    out_dtype: Any,
-    precision: str,
-    rtol: float | None,
-) -> Decision:
-    """The decision for operands of this description; made, with a sample of errors, the first time.
-
-    The arrays are of NumPy or CuPy. A repeated call costs one look-up.
-    """
-    options = (transpose_a, transpose_b, accumulate, out_dtype, precision, rtol)
-    key = (backend.active and backend.active.key, *describe(a, b, out, *options))
-    decision = _decisions.get(key)
-    if decision is None:
-        decision = decide(a, b, out, *options)
-        if len(_decisions) >= _MOST_DECISIONS:
-            _decisions.clear()
-        _decisions[key] = decision
-    return decision
-
-
-def forget_decisions() -> None:
-    """Makes `matmul` choose, and sample errors, anew: for other data, or after `tune_matmul`."""
-    _decisions.clear()
+    run: Run
 
 
 def decide(
@@ -113,14 +81,9 @@ def decide(
     rtol: float | None,
 ) -> Decision:
     """Chooses, logs the choice at level DEBUG of the logger "cukit.gemm", and returns it."""
-    product = plan_product("matmul", a, b, out, transpose_a, transpose_b, accumulate, out_dtype)
+    options = MatmulOptions(transpose_a, transpose_b, accumulate, out_dtype)
+    product = plan_product("matmul", a, b, out, *options)
     problem = describe_problem(product, a, b, accumulate)
-    options = {
-        "transpose_a": transpose_a,
-        "transpose_b": transpose_b,
-        "accumulate": accumulate,
-        "out_dtype": product.dtype if out is None else None,
-    }
     own = PRECISIONS[problem.dtype]
     if precision != "auto" and precision not in own:
         raise ConfigError(
@@ -129,9 +92,9 @@ def decide(
         )
     if rtol is not None and not rtol >= 0:
         raise ConfigError(f"matmul: rtol must not be negative, got {rtol}")
-    if not is_gpu_array(a) and backend.active is None:
+    if not runs_kernel("matmul", a, b, out):
         plan = MatmulPlan(problem, "reference", own[0], rtol)
-        return Decision(plan, partial(_run, multiply, options, None))
+        return Decision(plan, partial(_run_reference, options))
     device = current_device()
     estimates = plan_matmul(problem, device, measured_times.recall(device, problem))
     errors: dict[str, float] = {}
@@ -147,42 +110,52 @@ def decide(
             )
         return errors[candidate] <= rtol
 
-    chosen = None
-    for each in estimates:
-        if each.reason is None and allows(each.precision):
-            chosen = each
-            break
-    assert chosen is not None  # cuBLAS does everything in the operands' own precision
+    # cuBLAS does everything in the operands' own precision.
+    chosen = next(each for each in estimates if each.reason is None and allows(each.precision))
     plan = MatmulPlan(
         problem, chosen.kernel, chosen.precision, rtol, tuple(errors.items()), estimates
     )
     _LOG.debug("%s", plan)
-    return Decision(plan, runner(chosen, problem, options))
+    return Decision(plan, prepare(chosen, a, b, out, options))
 
 
-def runner(
-    estimate: Estimate, problem: MatmulProblem, options: dict[str, Any]
-) -> Callable[[Array, Array, Array | None], Array]:
-    """What carries out a candidate."""
+_recall = launch_plan(decide)
+
+
+def recall(a: Array, b: Array, out: Array | None, *options: Any) -> Decision:
+    """`decide`, once for each description of operands on a device with kernels."""
+    if type(a) is np.ndarray and backend.active is None:
+        return decide(a, b, out, *options)
+    decision: Decision = _recall(a, b, out, *options)
+    return decision
+
+
+def forget_decisions() -> None:
+    """Makes `matmul` choose, and sample errors, anew: for other data, or after `tune_matmul`."""
+    _recall.forget()  # type: ignore[attr-defined]
+
+
+def prepare(
+    estimate: Estimate, a: Array, b: Array, out: Array | None, options: MatmulOptions
+) -> Run:
+    """What carries out a candidate for arrays of this description."""
     kernel = _BY_NAME[estimate.kernel]
-    options = {**options, "precision": estimate.precision}
-    operand_dtype = None
-    if estimate.precision not in (problem.dtype, "tf32"):
-        operand_dtype = bfloat16 if estimate.precision == "bfloat16" else estimate.precision
-    return partial(_run, kernel.run, options, operand_dtype)
+    if estimate.precision in (a.dtype.name, "tf32"):
+        return kernel.prepare(a, b, out, estimate.precision, options)
+    dtype = bfloat16 if estimate.precision == "bfloat16" else np.dtype(estimate.precision)
+    out_dtype = a.dtype if options.out_dtype is None and out is None else options.out_dtype
+    options = options._replace(out_dtype=out_dtype)
+    narrow = a.astype(dtype), b.astype(dtype)
+    run = kernel.prepare(*narrow, out, estimate.precision, options)
+    return partial(_run_narrowed, run, dtype)
 
 
-def _run(
-    function: Callable[..., Array],
-    options: dict[str, Any],
-    operand_dtype: Any,
-    a: Array,
-    b: Array,
-    out: Array | None,
-) -> Array:
-    if operand_dtype is not None:
-        a, b = a.astype(operand_dtype), b.astype(operand_dtype)
-    return function(a, b, out=out, **options)
+def _run_narrowed(run: Run, dtype: Any, a: Array, b: Array, out: Array | None) -> Array:
+    return run(a.astype(dtype), b.astype(dtype), out)
+
+
+def _run_reference(options: MatmulOptions, a: Array, b: Array, out: Array | None) -> Array:
+    return reference.matmul(a, b, out=out, **options._asdict())
 
 
 def describe_problem(product: Product, a: Array, b: Array, accumulate: bool) -> MatmulProblem:

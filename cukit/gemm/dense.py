@@ -53,6 +53,13 @@ def multiply(
             accumulate=accumulate,
             out_dtype=product.dtype,
         )
+    return carry_out(product, a, b, out, accumulate=accumulate, tf32=tf32)
+
+
+def carry_out(
+    product: Product, a: Array, b: Array, out: Array | None, *, accumulate: bool, tf32: bool
+) -> Array:
+    """A checked product by cuBLAS; in the emulator by NumPy."""
     result = empty(a, product.shape, product.dtype) if out is None else out
     if product.empty_sum:
         if not accumulate:

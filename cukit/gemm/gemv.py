@@ -83,12 +83,7 @@ def gemv(
         return reference.matmul(
             a, b, transpose_a=transpose_a, transpose_b=transpose_b, out=out, out_dtype=product.dtype
         )
-    prepared = _prepare(a, b, out, transpose_a, transpose_b, out_dtype)
-    if out is None:
-        out = empty(a, prepared.shape, prepared.dtype)
-    if out.size:
-        prepared.launch(*((b, a) if prepared.swapped else (a, b)), out)
-    return out
+    return prepare_gemv(a, b, out, transpose_a, transpose_b, out_dtype)(a, b, out)
 
 
 class Operands(NamedTuple):
@@ -199,19 +194,31 @@ def plan_gemv(
     return GemvConfig(dtype, out, major, tokens, stages, cluster, aligned, strips * cluster)
 
 
-class _Prepared(NamedTuple):
-    """A checked call."""
+class PreparedGemv(NamedTuple):
+    """A checked call, for arrays of one description."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     swapped: bool
     launch: Launch
 
+    def __call__(self, a: Array, b: Array, out: Array | None) -> Array:
+        """Launches the kernel; `out` or a new array."""
+        if out is None:
+            out = empty(a, self.shape, self.dtype)
+        if out.size:
+            if self.swapped:
+                self.launch(b, a, out)
+            else:
+                self.launch(a, b, out)
+        return out
+
 
 @launch_plan
-def _prepare(
+def prepare_gemv(
     a: Array, b: Array, out: Array | None, transpose_a: bool, transpose_b: bool, out_dtype: Any
-) -> _Prepared:
+) -> PreparedGemv:
+    """Checks, plan and kernel of a call."""
     product = plan_product("gemv", a, b, out, transpose_a, transpose_b, False, out_dtype)
     operands = operands_of(product.layouts)
     _check_dtype(a)
@@ -232,7 +239,7 @@ def _prepare(
         tokens=operands.tokens, columns=operands.columns, depth=operands.depth,
     )  # fmt: skip
     launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
-    return _Prepared(product.shape, product.dtype, operands.swapped, launch)
+    return PreparedGemv(product.shape, product.dtype, operands.swapped, launch)
 
 
 def _check_dtype(a: Array) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from cukit.core.arrays import Array, adopt, foreign_namespace, is_gpu_array, runs_kernel
 from cukit.core.device import current_device, require_cupy
 from cukit.errors import ConfigError, UnsupportedDeviceError
 from cukit.gemm import measured_times
-from cukit.gemm.decision import Decision, MatmulPlan, decide, forget_decisions, recall, runner
+from cukit.gemm.candidates import MatmulOptions
+from cukit.gemm.decision import (
+    MatmulPlan,
+    decide,
+    forget_decisions,
+    prepare,
+    recall,
+)
 from cukit.gemm.dense import multiply
 from cukit.reference import gemm as reference
 from cukit.registry import register
@@ -110,7 +118,8 @@ def explain_matmul(
     >>> print(ck.explain_matmul(np.ones((2, 4), np.float32), np.ones((4, 3), np.float32)))
     [2, 4] x [4, 3] float32: reference in float32
     """
-    return _decide(a, b, out, transpose_a, transpose_b, accumulate, out_dtype, precision, rtol).plan
+    a, b, out = adopt("matmul", a, b, out)
+    return decide(a, b, out, transpose_a, transpose_b, accumulate, out_dtype, precision, rtol).plan
 
 
 def tune_matmul(
@@ -133,28 +142,17 @@ def tune_matmul(
     a, b, out = adopt("tune_matmul", a, b, out)
     if not is_gpu_array(a) or not runs_kernel("matmul", a, b, out):
         raise UnsupportedDeviceError("tune_matmul: times are measured on a GPU, the arrays are not")
-    options: dict[str, Any] = {
-        "transpose_a": transpose_a,
-        "transpose_b": transpose_b,
-        "accumulate": accumulate,
-        "out_dtype": out_dtype,
-    }
-    plan = explain_matmul(a, b, out=out, **options)
+    options = MatmulOptions(transpose_a, transpose_b, accumulate, out_dtype)
+    plan = explain_matmul(a, b, out=out, **options._asdict())
     target = out.copy() if accumulate and out is not None else out
     times = {}
     for each in plan.estimates:
         if each.reason is None:
-            run = runner(each, plan.problem, options)
-            times[each.kernel, each.precision] = _median_us(lambda run=run: run(a, b, target))
+            run = prepare(each, a, b, target, options)
+            times[each.kernel, each.precision] = _median_us(partial(run, a, b, target))
     measured_times.remember(current_device(), plan.problem, times)
     forget_decisions()
-    return explain_matmul(a, b, out=out, **options)
-
-
-def _decide(a: Array, b: Array, out: Array | None, *options: Any) -> Decision:
-    a, b, out = adopt("matmul", a, b, out)
-    runs_kernel("matmul", a, b, out)
-    return decide(a, b, out, *options)
+    return explain_matmul(a, b, out=out, **options._asdict())
 
 
 def _median_us(call: Any) -> float:

@@ -66,12 +66,7 @@ def matmul_tma(a: Array, b: Array, *, out: Array | None = None) -> Array:
     if not runs_kernel("matmul_tma", a, b, out):
         _check(a, b, out)
         return reference.matmul(a, b, transpose_b=True, out=out)
-    launch = _prepare(a, b, out)
-    if out is None:
-        out = empty(a, (a.shape[0], b.shape[0]))
-    if out.size:
-        launch(a, b, out)
-    return out
+    return prepare_matmul_tma(a, b, out)(a, b, out)
 
 
 @dataclass(frozen=True)
@@ -173,12 +168,18 @@ class MappedMatmul:
             TensorMapCache(partial(encode_tensor_map, box=box)) for box in boxes
         )
 
-    def __call__(self, a: Array, b: Array, out: Array) -> None:
-        self._launch(self._a(a), self._b(b), self._out(out))
+    def __call__(self, a: Array, b: Array, out: Array | None) -> Array:
+        """Launches the kernel; `out` or a new array."""
+        if out is None:
+            out = empty(a, (a.shape[0], b.shape[0]))
+        if out.size:
+            self._launch(self._a(a), self._b(b), self._out(out))
+        return out
 
 
 @launch_plan
-def _prepare(a: Array, b: Array, out: Array | None) -> MappedMatmul:
+def prepare_matmul_tma(a: Array, b: Array, out: Array | None) -> MappedMatmul:
+    """Checks, plan, kernel and tensor maps of a call."""
     _check(a, b, out)
     check_array("matmul_tma", "a", a, dtypes=_DTYPES)
     (m, k), n = a.shape, b.shape[0]
