@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -30,15 +30,12 @@ from cukit.registry import register
 MOST_TOKENS = 16
 DTYPES = (float16, bfloat16)
 _VECTOR = 8
-_STRIP = {0: 16, 1: 256}
-"""Columns of a thread block, by `major`."""
-_WARPS = {0: 4, 1: 8}
-_STAGE_DEPTH = {0: 128, 1: 32}
-_SHARED_BYTES = 104 * KIB
-"""Of a thread block: two of them fit on an SM of an H200, and leave room for L1."""
-_MOST_STAGES = 6
+_WARPS = 8
 _MOST_CLUSTER = 8
 _CLUSTER_ARCH = (9, 0)
+_RING_BYTES = 104 * KIB
+"""Of a thread block: two of them fit on an SM of an H200, and leave room for L1."""
+_MOST_STAGES = 8
 
 
 def gemv(
@@ -129,7 +126,8 @@ class GemvConfig:
 
     major: 0 where w is contiguous along the depth, 1 along the columns.
     tokens: rows of x that the kernel has registers for.
-    stages: parts of the depth that wait in shared memory.
+    tiles: of 8 columns, of a thread block, where major is 0.
+    stages: steps of each warp that wait in shared memory.
     cluster: thread blocks that share the depth.
     """
 
@@ -137,6 +135,7 @@ class GemvConfig:
     out: str
     major: int
     tokens: int
+    tiles: int
     stages: int
     cluster: int
     aligned: bool
@@ -149,25 +148,25 @@ class GemvConfig:
             ("OUT", self.out),
             ("MAJOR", self.major),
             ("TOKENS", self.tokens),
+            ("TILES", self.tiles),
             ("STAGES", self.stages),
+            ("WARPS", _WARPS),
             ("CLUSTER", self.cluster),
             ("ALIGNED", int(self.aligned)),
         )
-        threads = 32 * _WARPS[self.major]
-        return KernelSpec("gemm/gemv.cu", "gemv", defines, threads, self.shared_bytes)
+        return KernelSpec("gemm/gemv.cu", "gemv", defines, 32 * _WARPS, self.shared_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        """The stages, or the sums of the warps that take their place."""
-        slots = 2 if self.major else _WARPS[0]
-        sums = 4 * slots * self.tokens * _STRIP[self.major]
-        return max(sums, self.stages * _stage_bytes(self.major, self.tokens) * int(self.aligned))
+        """The ring, or the sums of the warps that take its place."""
+        columns = 64 if self.major else 8 * self.tiles
+        sums = 4 * _WARPS * self.tokens * columns
+        return max(sums, self.stages * _stage_bytes(self) if self.aligned else 0)
 
 
-def _stage_bytes(major: int, tokens: int) -> int:
-    """Of all warps: a part of the depth of w and of x."""
-    each = 2 * _STAGE_DEPTH[major] * (_STRIP[major] + tokens)
-    return each if major else each * _WARPS[0]
+def _stage_bytes(config: GemvConfig) -> int:
+    pieces = (4 if config.major else config.tiles) + config.tokens // 8
+    return _WARPS * 32 * ACCESS_BYTES * pieces
 
 
 @lru_cache(maxsize=1024)
@@ -180,18 +179,24 @@ def plan_gemv(
     """
     tokens = 8 if operands.tokens <= 8 else MOST_TOKENS
     major = int(operands.along_columns)
-    strips = -(-operands.columns // _STRIP[major])
+    tiles = 1
+    if not major:
+        # More tiles share what is loaded of x; fewer fill the device.
+        while tiles < 4 and operands.columns >= 16 * tiles * (device.num_sms - 8):
+            tiles *= 2
+    strips = -(-operands.columns // (64 if major else 8 * tiles))
     cluster = 1
     if device.compute_capability >= _CLUSTER_ARCH:
-        # Stages that one thread block would go through; a split leaves at least four to each.
-        depth = operands.depth // (_STAGE_DEPTH[major] * (1 if major else _WARPS[0]))
+        steps = operands.depth // ((16 if major else 32) * _WARPS)  # of a warp without a cluster
         while (
-            cluster < _MOST_CLUSTER and strips * cluster < device.num_sms and depth >= 8 * cluster
+            cluster < _MOST_CLUSTER
+            and strips * cluster * 4 < device.num_sms * 3
+            and steps >= 8 * cluster
         ):
             cluster *= 2
-    room = min(_SHARED_BYTES, device.shared_bytes_per_block - 16 * KIB)
-    stages = min(_MOST_STAGES, room // _stage_bytes(major, tokens))
-    return GemvConfig(dtype, out, major, tokens, stages, cluster, aligned, strips * cluster)
+    config = GemvConfig(dtype, out, major, tokens, tiles, 1, cluster, aligned, strips * cluster)
+    room = min(_RING_BYTES, device.shared_bytes_per_block - 8 * KIB)
+    return replace(config, stages=min(_MOST_STAGES, room // _stage_bytes(config)))
 
 
 class PreparedGemv(NamedTuple):

@@ -15,6 +15,8 @@ _THREADS = 256
 _MOST_THREADS = 1024
 _VECTORS = 4
 """Loads of 16 bytes that a thread has in flight: fewer do not fill an H200's bandwidth."""
+_SHARED_VECTORS = 2
+"""Vectors of a small block that a thread holds."""
 _MOST_VECTORS = 8
 """Vectors that a thread keeps in registers where a block is large."""
 _SHARED_TENSOR = 1 << 16
@@ -59,7 +61,6 @@ class QuantizeConfig:
     items: vectors of 16 bytes that a thread loads at once.
     held: whether a block of values stays in registers.
     num_blocks: thread blocks; of "tensor" for each tensor.
-    resident: thread blocks that the registers of an SM must hold.
     flat: whether blocks of values are parts of rows that they divide, without a byte of padding.
     """
 
@@ -74,7 +75,6 @@ class QuantizeConfig:
     block: tuple[int, int]
     num_blocks: int
     flat: bool = False
-    resident: int = 1
 
     def specs(self) -> tuple[KernelSpec, ...]:
         """What is launched, in order."""
@@ -94,7 +94,6 @@ class QuantizeConfig:
             defines += (
                 ("TEAM", self.team),
                 ("UNITS", self.units),
-                ("RESIDENT", self.resident),
                 ("HELD", int(self.held)),
                 ("FLAT", int(self.flat)),
                 ("BLOCK_ROWS", self.block[0]),
@@ -136,12 +135,15 @@ def _plan_blocks(
     vectors = matrices.block_rows * -(-matrices.block_cols // values)
     held = True
     if vectors <= _WARP * _VECTORS:
-        # Finding a scale costs a thread as much as ten values: several blocks share a thread's.
-        threads, team = _THREADS, min(_WARP, _power_of_two(vectors))
+        # A thread holds a few vectors of each block: finding a scale costs as much as ten values.
+        items = min(_SHARED_VECTORS, vectors)
+        threads, team = _THREADS, min(_WARP, _power_of_two(-(-vectors // items)))
         items = -(-vectors // team)
         units = min(team, max(1, _VECTORS // items)) if rounding.clip == "absmax" else 1
     else:
-        wanted = _VECTORS if vectors <= _VECTORS * 512 else _MOST_VECTORS
+        # Tiles are sparser in registers: fewer vectors a thread.
+        most = _MOST_VECTORS if matrices.block_rows == 1 else _VECTORS
+        wanted = most if vectors <= most * 512 else _MOST_VECTORS
         threads = min(_MOST_THREADS, max(2 * _WARP, _power_of_two(-(-vectors // wanted))))
         team, units, items = threads, 1, -(-vectors // threads)
         if items > _MOST_VECTORS:

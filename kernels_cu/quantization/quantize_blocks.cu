@@ -13,7 +13,7 @@
 // Macros: those of quantization/scales.cuh and quantization/access.cuh; BLOCK_ROWS, BLOCK_COLS: extents
 //   of a block, 0 for any; FLAT 0|1: blocks are parts of rows, whose bytes they divide; THREADS; TEAM a
 //   power of two up to 32, or THREADS; UNITS up to TEAM, 1 where TEAM is THREADS or CANDIDATES above 1;
-//   ITEMS; RESIDENT: thread blocks that registers must leave room for; HELD 0|1; CANDIDATES 1, or more for integer formats.
+//   ITEMS; HELD 0|1; CANDIDATES 1, or more for integer formats.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
@@ -32,17 +32,10 @@ using T = cukit::element_t;
 
 // What registers hold is counted in 32 bits.
 template <bool Held>
-struct Counting {
-  using Extent = int;
-  using Count = unsigned;
-};
+struct ExtentOf { using type = int; };
 template <>
-struct Counting<false> {
-  using Extent = long long;
-  using Count = unsigned long long;
-};
-using Extent = Counting<HELD>::Extent;
-using Count = Counting<HELD>::Count;
+struct ExtentOf<false> { using type = long long; };
+using Extent = ExtentOf<HELD>::type;
 
 constexpr int kTeams = THREADS / TEAM;
 constexpr bool kWarpTeams = TEAM <= cukit::kWarpSize;
@@ -88,8 +81,7 @@ class Block {
       first_value_ = id * block_cols;
       first_byte_ = first_value_ / cukit::kCodesPerByte;
       width_ = block_cols;
-      rows_ = exists ? 1 : 0;
-      if (!exists) width_ = 0;
+      rows_ = exists;
     } else {
       const Place place(at, id);
       const long long first_row = place.matrix * at.rows + place.down * block_rows;
@@ -99,7 +91,6 @@ class Block {
       width_ = static_cast<Extent>(min(static_cast<long long>(block_cols), at.cols - first_col));
       const long long rows_left = at.rows - place.down * block_rows;
       rows_ = exists ? static_cast<Extent>(min(block_rows, rows_left)) : 0;
-      if (!exists) width_ = 0;
     }
   }
 
@@ -107,61 +98,48 @@ class Block {
     if constexpr (HELD) load_part(x, at, lane_);
   }
 
-  // Calls f(values, vector) for every vector of this thread.
+  // Calls f(values, item) for every vector of this thread.
   template <typename F>
   CUKIT_DEVICE void sweep(const T* x, const cukit::BlockedMatrices& at, F f) {
     if constexpr (HELD) {
 #pragma unroll
-      for (int j = 0; j < ITEMS; ++j) f(values_[j], vector_of(at, lane_, j));
+      for (int j = 0; j < ITEMS; ++j) f(values_[j], lane_ + j * TEAM);
     } else {
       const Extent items = rows_ * items_across_;
       for (Extent first = lane_; first < items; first += TEAM * ITEMS) {
         load_part(x, at, first);
 #pragma unroll
-        for (int j = 0; j < ITEMS; ++j) f(values_[j], vector_of(at, first, j));
+        for (int j = 0; j < ITEMS; ++j) f(values_[j], first + j * TEAM);
       }
     }
   }
 
-  // Where a vector and its codes begin; `count` of its values exist, none if it is not above 0.
-  struct Vector {
-    long long value, byte;
-    Extent count;
-  };
+  CUKIT_DEVICE void store_codes(unsigned char* storage, const cukit::BlockedMatrices& at,
+                                const cukit::Codes& codes, Extent item) const {
+    const Vector vector = vector_of(item);
+    storage += first_byte_ + vector.row * at.storage_cols + vector.col / cukit::kCodesPerByte;
+    cukit::store_codes(storage, codes, vector.count);
+  }
 
  private:
-  // The vector TEAM * j after number `first` of the block. What depends on j alone is constant, so
-  // that the vectors of a thread have one address between them.
-  CUKIT_DEVICE Vector vector_of(const cukit::BlockedMatrices& at, Extent first, int j) const {
-    constexpr Count kAcross = BLOCK_COLS ? (BLOCK_COLS + kValues - 1) / kValues : 1;
-    if constexpr (BLOCK_ROWS == 1) {
-      const long long col = static_cast<long long>(first) * kValues + j * TEAM * kValues;
-      return {first_value_ + col, first_byte_ + col / cukit::kCodesPerByte,
-              width_ - static_cast<Extent>(col)};
-    } else if constexpr (BLOCK_COLS > 0 && TEAM % kAcross == 0) {
-      const Count row = static_cast<Count>(first) / kAcross;
-      const Extent col = (static_cast<Count>(first) - row * kAcross) * kValues;
-      constexpr long long kRows = TEAM / kAcross;
-      return {first_value_ + row * at.cols + col + j * kRows * at.cols,
-              first_byte_ + row * at.storage_cols + col / cukit::kCodesPerByte +
-                  j * kRows * at.storage_cols,
-              static_cast<Extent>(row + j * kRows) < rows_ ? width_ - col : 0};
-    } else {
-      const Count item = first + j * TEAM;
-      const Count across = items_across_;
-      const Extent row = item / across;
-      const Extent col = (item - row * across) * kValues;
-      return {first_value_ + row * at.cols + col,
-              first_byte_ + row * at.storage_cols + col / cukit::kCodesPerByte,
-              row < rows_ ? width_ - col : 0};
-    }
+  // A vector of the block; `count` of its values exist, none if it is not above 0.
+  struct Vector {
+    Extent row, col, count;
+  };
+
+  CUKIT_DEVICE Vector vector_of(Extent item) const {
+    const Extent across = BLOCK_COLS ? (BLOCK_COLS + kValues - 1) / kValues : items_across_;
+    const Extent row = BLOCK_ROWS == 1 ? 0 : item / across;
+    const Extent col = (item - row * across) * kValues;
+    return {row, col, row < rows_ ? width_ - col : 0};
   }
 
   CUKIT_DEVICE void load_part(const T* x, const cukit::BlockedMatrices& at, Extent first) {
 #pragma unroll
     for (int j = 0; j < ITEMS; ++j) {
-      const Vector vector = vector_of(at, first, j);
-      values_[j] = cukit::load_values(x + vector.value, vector.count);
+      const Vector vector = vector_of(first + j * TEAM);
+      const long long index = first_value_ + vector.row * at.cols + vector.col;
+      values_[j] = cukit::load_values(x + index, vector.count);
     }
   }
 
@@ -180,7 +158,7 @@ CUKIT_DEVICE float best_part(Block& block, const Extremes& extremes, const T* x,
     const float part = 1.0f - candidate * kClipStep;
     const Factors clipped = cukit::factors_of(extremes, part);
     float error = 0.0f;
-    block.sweep(x, at, [&](const cukit::Values& values, const Block::Vector&) {
+    block.sweep(x, at, [&](const cukit::Values& values, Extent) {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
         error += cukit::squared_error(clipped, cukit::to_float(values[i]));
@@ -194,7 +172,7 @@ CUKIT_DEVICE float best_part(Block& block, const Extremes& extremes, const T* x,
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) quantize_blocks(
+extern "C" __global__ void __launch_bounds__(THREADS) quantize_blocks(
     const T* __restrict__ x,                 // [num_matrices, rows, cols]
     unsigned char* __restrict__ storage,     // [num_matrices, rows, storage_cols]
     cukit::scale_t* __restrict__ scales,     // [num_matrices, blocks_down, blocks_across], any strides
@@ -216,11 +194,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) quantize_blocks(
   Extremes own_extremes;
 #pragma unroll
   for (int u = 0; u < UNITS; ++u) {
-    cukit::ExtremesOfVectors found;
-    blocks[u].sweep(x, matrices, [&](const cukit::Values& values, const Block::Vector&) {
-      found.take(values);
+    Extremes extremes;
+    blocks[u].sweep(x, matrices, [&](const cukit::Values& values, Extent) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) extremes.take(cukit::to_float(values[i]));
     });
-    const Extremes extremes = found.result();
 #pragma unroll
     for (int i = 0; i < Extremes::kCount; ++i) {
       const int most = team_reduce<cukit::MaxBits>(extremes.bits[i], bits_scratch);
@@ -248,12 +226,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) quantize_blocks(
         inverse.zero_point = __shfl_sync(cukit::kFullMask, inverse.zero_point, u, TEAM);
       }
     }
-    blocks[u].sweep(x, matrices, [&](const cukit::Values& values, const Block::Vector& vector) {
+    blocks[u].sweep(x, matrices, [&](const cukit::Values& values, Extent item) {
       float scaled[kValues];
 #pragma unroll
       for (int i = 0; i < kValues; ++i) scaled[i] = inverse.scaled(cukit::to_float(values[i]));
-      cukit::store_codes(storage + vector.byte, cukit::encode_values(scaled, inverse.finite()),
-                         vector.count);
+      blocks[u].store_codes(storage, matrices, cukit::encode_values(scaled, inverse.finite()), item);
     });
   }
 }

@@ -52,12 +52,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) tensor_extremes(
     int* __restrict__ partial,  // [num_tensors, parts, 1 or with ZERO_POINTS 2]
     const __grid_constant__ cukit::WholeTensors at) {
   __shared__ int scratch[Extremes::kCount * THREADS / cukit::kWarpSize];
-  cukit::ExtremesOfVectors found;
+  Extremes extremes;
   rounds<false>(x + blockIdx.y * at.size, at, [&](const cukit::Values (&values)[ITEMS], long long) {
 #pragma unroll
-    for (int j = 0; j < ITEMS; ++j) found.take(values[j]);
+    for (int j = 0; j < ITEMS; ++j) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) extremes.take(cukit::to_float(values[j][i]));
+    }
   });
-  Extremes extremes = found.result();
   combine(extremes, scratch);
   if (threadIdx.x < Extremes::kCount) {
     const long long part = static_cast<long long>(blockIdx.y) * at.parts + blockIdx.x;

@@ -14,8 +14,6 @@
 #pragma once
 
 #include "common/platform.cuh"
-#include "common/ptx/min_max_packed.cuh"
-#include "common/ptx/pack.cuh"
 #include "common/quant/codes.cuh"
 #include "common/reduce.cuh"
 #include "common/types.cuh"
@@ -57,48 +55,6 @@ struct Extremes {
     constexpr int kInfinity = 0x7f800000;
     return bits[0] < kInfinity && bits[kCount - 1] < kInfinity;
   }
-};
-
-// Extremes of many vectors. Values of 16 bits are compared two at a time and converted only at the
-// end: fewer instructions, and no float of a value that is needed again later to keep or to spill.
-class ExtremesOfVectors {
- public:
-  template <typename T, int N>
-  CUKIT_DEVICE void take(const Vec<T, N>& values) {
-    if constexpr (sizeof(T) == 2) {
-      const unsigned* pairs = reinterpret_cast<const unsigned*>(&values);
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) {
-        if constexpr (ZERO_POINTS) {
-          pairs_[0] = max_packed_nan<T>(pairs_[0], pairs[i]);
-          pairs_[1] = max_packed_nan<T>(pairs_[1], pairs[i] ^ 0x80008000u);
-        } else {
-          pairs_[0] = max_packed_nan<T>(pairs_[0], pairs[i] & 0x7fff7fffu);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) extremes_.take(to_float(values[i]));
-    }
-  }
-
-  CUKIT_DEVICE Extremes result() const {
-    Extremes extremes = extremes_;
-    if constexpr (sizeof(element_t) == 2) {
-#pragma unroll
-      for (int i = 0; i < Extremes::kCount; ++i) {
-        float both[2];
-        unpack<element_t>(both, pairs_[i]);
-        extremes.bits[i] = max(__float_as_int(both[0]) & 0x7fffffff,
-                               __float_as_int(both[1]) & 0x7fffffff);
-      }
-    }
-    return extremes;
-  }
-
- private:
-  unsigned pairs_[Extremes::kCount] = {};
-  Extremes extremes_;
 };
 
 // What codes are made with: NaN in a block that is not finite.

@@ -93,11 +93,12 @@ def test_plans_split_the_depth_only_where_columns_are_few():
         operands = Operands(1, columns, depth, depth, 1, depth, along, columns, 1, False)
         return plan_gemv(operands, "bfloat16", "bfloat16", typical_device(arch))
 
-    for along, few in ((False, 512), (True, 4096)):
-        assert plan(1 << 16, 8192, along).cluster == 1
-        assert plan(few, 8192, along).cluster > 1
-        assert plan(few, 8192, along, "sm_80").cluster == 1
-        assert plan(few, 64, along).cluster == 1
+    for along in (False, True):
+        assert plan(28672, 8192, along).cluster == 1
+        assert plan(512, 8192, along).cluster > 1
+        assert plan(512, 8192, along, "sm_80").cluster == 1
+        assert plan(512, 64, along).cluster == 1
+    assert [plan(n, 8192, False).tiles for n in (1024, 2048, 4096, 8192)] == [1, 2, 4, 4]
     for arch in ("sm_80", "sm_86", "sm_90"):
         config = plan(8192, 8192, True, arch)
         assert config.stages >= 3

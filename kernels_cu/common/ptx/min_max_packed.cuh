@@ -12,10 +12,6 @@ CUKIT_DEVICE unsigned min_packed(unsigned a, unsigned b);
 template <typename T>
 CUKIT_DEVICE unsigned max_packed(unsigned a, unsigned b);
 
-// max.NaN: the larger, NaN where either is.
-template <typename T>
-CUKIT_DEVICE unsigned max_packed_nan(unsigned a, unsigned b);
-
 #ifdef CUKIT_EMULATE
 
 template <typename T>
@@ -32,18 +28,6 @@ CUKIT_DEVICE unsigned max_packed(unsigned a, unsigned b) {
   unpack<T>(left, a);
   unpack<T>(right, b);
   return pack<T>(fmaxf(left[0], right[0]), fmaxf(left[1], right[1]));
-}
-
-template <typename T>
-CUKIT_DEVICE unsigned max_packed_nan(unsigned a, unsigned b) {
-  float left[2], right[2], larger[2];
-  unpack<T>(left, a);
-  unpack<T>(right, b);
-  for (int i = 0; i < 2; ++i) {
-    const bool ordered = left[i] == left[i] && right[i] == right[i];
-    larger[i] = ordered ? fmaxf(left[i], right[i]) : __int_as_float(0x7fffffff);
-  }
-  return pack<T>(larger[0], larger[1]);
 }
 
 #else
@@ -73,20 +57,6 @@ template <>
 CUKIT_DEVICE unsigned max_packed<__nv_bfloat16>(unsigned a, unsigned b) {
   unsigned larger;
   asm("max.bf16x2 %0, %1, %2;\n" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
-}
-
-template <>
-CUKIT_DEVICE unsigned max_packed_nan<__half>(unsigned a, unsigned b) {
-  unsigned larger;
-  asm("max.NaN.f16x2 %0, %1, %2;\n" : "=r"(larger) : "r"(a), "r"(b));
-  return larger;
-}
-
-template <>
-CUKIT_DEVICE unsigned max_packed_nan<__nv_bfloat16>(unsigned a, unsigned b) {
-  unsigned larger;
-  asm("max.NaN.bf16x2 %0, %1, %2;\n" : "=r"(larger) : "r"(a), "r"(b));
   return larger;
 }
 
