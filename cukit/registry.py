@@ -43,7 +43,7 @@ class Op:
         return self.specs is not no_kernel
 
 
-FAMILIES = ("array_api", "layers", "attention", "gemm", "moe", "distill", "memory")
+FAMILIES = ("array_api", "quantization", "layers", "attention", "gemm", "moe", "distill", "memory")
 
 _OPS: dict[str, Op] = {}
 

@@ -27,7 +27,10 @@ from typing import NamedTuple
 
 import pytest
 
-FAMILIES = (*("layers", "distill", "gemm", "moe", "array_api", "memory", "analyzer", "attention"),)
+FAMILIES = (
+    "layers", "distill", "gemm", "moe", "array_api", "quantization", "memory", "analyzer",
+    "attention",
+)  # fmt: skip
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 WARM_UP = "no tool"
 

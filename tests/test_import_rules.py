@@ -1,8 +1,8 @@
 """Who may import whom: the walls of the house.
 
 errors stands below all; core and the references on it; op families on those, never on one another
-(but any may multiply matrices); models on the ops; the distillation loop, the analyzer and the
-commands on top. Lazy imports inside functions count like any other.
+(but any may quantise and multiply matrices); models on the ops; the distillation loop, the analyzer
+and the commands on top. Lazy imports inside functions count like any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KERNELS = ROOT / "kernels_cu"
 LONGEST_FILE = 500
 
 BASE = {"errors"}
-OPS = BASE | {"core", "reference", "registry", "gemm"}
+OPS = BASE | {"core", "reference", "registry", "gemm", "quantization"}
 MODELS = OPS | {"layers", "attention", "moe", "array_api"}
 LOOP = MODELS | {"models", "distill", "memory"}
 
@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": OPS,
     "gemm": OPS,
     "moe": OPS | {"layers"},
+    "quantization": OPS,
     "distill (ops)": OPS | {"distill"},
     "models": MODELS,
     "distill": LOOP,

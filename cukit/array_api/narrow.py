@@ -1,7 +1,7 @@
 """Rounding to the codes of a QuantizedArray, and the values of codes.
 
-Kernels convert between codes and numbers. Plain array code applies scales and zero points before or
-after them; ops that take quantised operands do so in their own kernels.
+Kernels convert between codes and numbers without scales; `cukit.quantization` chooses and applies
+those.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from cukit.core.arrays import (
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype, int4
-from cukit.core.quantized_array import Axis, GroupSize, QuantizedArray, install_codec
+from cukit.core.quantized_array import Axis, GroupSize, QuantizedArray, install_conversions
 from cukit.errors import ArrayDtypeError, ArrayShapeError
+from cukit.quantization.dequantize import encode_scaled
 from cukit.reference import narrow as reference
 from cukit.registry import register
 
@@ -51,7 +52,8 @@ def encode(
     storage = empty(x, dtype.storage_shape(x.shape), dtype.storage_dtype)
     array = QuantizedArray(storage, dtype, x.shape, scales, zero_points, axis, group_size)
     if array.block_shape is not None:
-        x = reference.quantize(x, array.scales, array.zero_points, array.block_shape)
+        encode_scaled(x, array)
+        return array
     if not runs_kernel("encode", x):
         storage[...] = reference.encode(x, dtype.name)
         return array
@@ -61,18 +63,21 @@ def encode(
 
 
 def decode(array: QuantizedArray, dtype: Any = float32) -> Array:
-    """The values of `array`, scales applied: see :meth:`QuantizedArray.decode`.
+    """The codes of `array` as numbers; its values where it has no scales.
 
     Returns float32|float16|bfloat16 [..., n] on the array's device.
     """
     resolved = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
     _check_dtype("decode", "dtype", resolved, KERNEL_DTYPES)
     _check_dtype("decode", "the array's dtype", array.dtype, NARROW_DTYPES)
-    if array.block_shape is None:
-        return _decode_codes(array, resolved)
-    codes = _decode_codes(array, float32)
-    values = reference.dequantize(codes, array.scales, array.zero_points, array.block_shape)
-    return values.astype(resolved, copy=False)
+    storage = array.storage
+    if not runs_kernel("decode", storage):
+        values = reference.decode(storage, array.dtype.name, array.shape[-1])
+        return values.astype(resolved, copy=False)
+    storage = storage if storage.flags.c_contiguous else storage.copy(order="C")
+    out = empty(storage, array.shape, resolved)
+    _prepare("decode", out, storage, array.dtype)(out, storage)
+    return out
 
 
 def _check_dtype(op: str, name: str, dtype: Any, allowed: tuple[Any, ...]) -> None:
@@ -81,19 +86,7 @@ def _check_dtype(op: str, name: str, dtype: Any, allowed: tuple[Any, ...]) -> No
         raise ArrayDtypeError(f"{op}: {name} must be {names}, got {getattr(dtype, 'name', dtype)}")
 
 
-def _decode_codes(array: QuantizedArray, dtype: np.dtype[Any]) -> Array:
-    """The codes as numbers."""
-    storage = array.storage
-    if not runs_kernel("decode", storage):
-        values = reference.decode(storage, array.dtype.name, array.shape[-1])
-        return values.astype(dtype, copy=False)
-    storage = storage if storage.flags.c_contiguous else storage.copy(order="C")
-    out = empty(storage, array.shape, dtype)
-    _prepare("decode", out, storage, array.dtype)(out, storage)
-    return out
-
-
-install_codec(encode, decode)
+install_conversions(encode=encode, decode=decode)
 
 _THREADS = 128
 _VECS_PER_THREAD = 2

@@ -128,6 +128,14 @@ def distill(
     eval_windows: Annotated[
         int | None, typer.Option(help="Validation windows at most.", rich_help_panel=_RUN)
     ] = None,
+    quantize: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Judge the student with weights in this format too: int8, int4 or fp8; repeat "
+            "for more. A finished run is judged with --resume.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     pool: Annotated[
         str,
         typer.Option(help="Memory pool on the GPU: cukit or cupy.", rich_help_panel=_RUN),
@@ -160,11 +168,11 @@ def distill(
     else:
         settings = DEFAULTS[_place(device or "auto")].with_options(**options)
         corpus = read_corpus(text or [])
-        if not overwrite and is_finished(output, settings, corpus):
+        if not overwrite and not quantize and is_finished(output, settings, corpus):
             _show_finished(output)
             return
     display = ProgressDisplay(Console(stderr=True))
-    run = DistillRun(settings, corpus, output, display, pool=pool)
+    run = DistillRun(settings, corpus, output, display, pool=pool, quantize=quantize or ())
     with exclusive(output):
         if not resume:
             start_run(output, settings, corpus, text or [], overwrite=overwrite)

@@ -128,6 +128,8 @@ def show_plan(
 def show_report(console: Console, report: DistillReport, folder: Path) -> None:
     """Tables of the outcome, the sample, and the verdict last."""
     console.print(_models_table(report))
+    if report.quantized:
+        console.print(_quantized_table(report))
     console.print(_ops_table(report))
     console.print(
         Panel(
@@ -184,6 +186,27 @@ def _models_table(report: DistillReport) -> Table:
             f"{result.accuracy:.1%}",
             f"{report.training[phase].tokens_per_second:,.0f}",
             style="bold" if phase == best else "",
+        )
+    return table
+
+
+def _quantized_table(report: DistillReport) -> Table:
+    table = Table(title="the distilled student's layers, quantised", title_justify="left")
+    table.add_column("weights")
+    for heading in ("bits a weight", "bits per byte", "change", "KL to teacher (bits)"):
+        table.add_column(heading, justify="right")
+    plain = report.evaluations["student"]
+    table.add_row(
+        report.settings.dtype, "", f"{plain.bits_per_byte:.4f}", "", f"{plain.teacher_kl_bits:.4f}"
+    )
+    for each in report.quantized:
+        result = each.evaluation
+        table.add_row(
+            each.format,
+            f"{each.bits_per_weight:.2f}",
+            f"{result.bits_per_byte:.4f}",
+            f"{result.bits_per_byte - plain.bits_per_byte:+.4f}",
+            f"{result.teacher_kl_bits:.4f}",
         )
     return table
 

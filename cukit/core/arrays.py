@@ -100,6 +100,22 @@ def _adopt_one(op: str, array: Any) -> Array:
 _DLPACK_CUDA = 2
 
 
+def foreign_namespace(array: Any) -> Any:
+    """The array-API namespace of an array that ops can only hand back to its own library.
+
+    None for NumPy and CuPy arrays, for those on a CUDA device, which DLPack brings in, and for what
+    does not follow the standard.
+    """
+    if type(array) in _passing_types() or not hasattr(array, "__array_namespace__"):
+        return None
+    if isinstance(array, _known_types()):
+        return None
+    device = getattr(array, "__dlpack_device__", None)
+    if device is not None and int(device()[0]) == _DLPACK_CUDA:
+        return None
+    return array.__array_namespace__()
+
+
 def describe(*values: Any) -> tuple[Hashable, ...]:
     """Shape, strides, dtype, alignment and device of each array; other values as they are.
 

@@ -183,6 +183,7 @@ def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
     Checks, plan, kernel look-up and scalars of an op run once per description; a repeated call
     costs one dictionary look-up. `prepare` must not keep or read the contents of the arrays.
+    `.forget()` of the result drops what is remembered.
     """
     memory: dict[Hashable, Any] = {}
     current_device_id: Callable[[], int] | None = None
@@ -206,6 +207,7 @@ def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
             memory[key] = launch
         return launch
 
+    recall.forget = memory.clear  # type: ignore[attr-defined]
     return recall
 
 

@@ -40,7 +40,7 @@ from cukit.errors import (
     UnsupportedDeviceError,
 )
 
-__all__ = ["QuantizedArray", "block_shape", "install_codec", "is_float8", "scales_shape"]
+__all__ = ["QuantizedArray", "block_shape", "install_conversions", "is_float8", "scales_shape"]
 
 SCALE_DTYPES = KERNEL_DTYPES
 ZERO_POINT_DTYPES = (np.dtype(np.int8), *KERNEL_DTYPES)
@@ -50,16 +50,15 @@ GroupSize = int | Sequence[int | None] | None
 
 _NAME = "QuantizedArray"
 
-_codec: tuple[Callable[..., QuantizedArray], Callable[..., Array]] | None = None
+_conversions: dict[str, Callable[..., Any]] = {}
 
 
-def install_codec(encode: Callable[..., QuantizedArray], decode: Callable[..., Array]) -> None:
-    """Sets what :meth:`QuantizedArray.encode` and `decode` call.
+def install_conversions(**functions: Callable[..., Any]) -> None:
+    """Sets what :meth:`QuantizedArray.encode` and `decode` call: `encode`, `decode`, `dequantize`.
 
-    Core stands below the ops; `cukit.array_api` passes its own on import.
+    Core stands below the ops; they pass their own on import.
     """
-    global _codec
-    _codec = (encode, decode)
+    _conversions.update(functions)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -147,14 +146,18 @@ class QuantizedArray:
         x: float32|float16|bfloat16 [..., n], any layout. Overflow and infinities become the largest
             finite value; NaN stays NaN in float8 and becomes 0 in integers.
         The rest as for the class; without scales, x itself is rounded. A scale of 0 divides like 1.
+        `quantize` chooses the scales too.
         """
-        assert _codec is not None
-        return _codec[0](x, dtype, scales, zero_points, axis, group_size)
+        array: QuantizedArray = _conversions["encode"](
+            x, dtype, scales, zero_points, axis, group_size
+        )
+        return array
 
     def decode(self, dtype: Any = float32) -> Array:
         """The values, scales applied, as float32, float16 or bfloat16 on the same device."""
-        assert _codec is not None
-        return _codec[1](self, dtype)
+        return _conversions["decode" if self.scales is None else "dequantize"](self, dtype)
+
+    dequantize = decode
 
     def dense(self) -> Array:
         """`decode()` to float32."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from cukit.core.files import read_arrays, write_arrays
 from cukit.distill.trainer import Trainer
 from cukit.errors import DataError
-from cukit.models.files import read_arrays, write_arrays
 
 
 def save_checkpoint(path: Path, trainer: Trainer, **extra: Any) -> None:

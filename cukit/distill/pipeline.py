@@ -6,18 +6,20 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, Protocol
 
+from cukit.core.files import read_arrays, write_json
 from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
 from cukit.distill.data import Corpus, Windows, check_length, validation_batches
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
 from cukit.distill.evaluation import evaluate
 from cukit.distill.host_workers import keep_freed_memory, one_thread_each
 from cukit.distill.op_timer import time_by_op
+from cukit.distill.quantized_student import check_formats, evaluate_quantized
 from cukit.distill.report import PHASES, DistillReport, TrainingRecord
 from cukit.distill.run_folder import CHECKPOINT, REPORT, model_file
 from cukit.distill.run_memory import POOLS, RunMemory
@@ -27,7 +29,6 @@ from cukit.distill.terms import HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.trainer import StepStatistics, Trainer
 from cukit.errors import ConfigError, DataError, OutOfMemoryError
 from cukit.models import Transformer, TransformerConfig, generate, load_model, save_model
-from cukit.models.files import read_arrays, write_json
 from cukit.models.parameters import namespace_for
 
 SAMPLE_PROMPT = "def "
@@ -63,9 +64,11 @@ class DistillRun:
         output: the folder that `start_run` made ready, or one with a run to resume.
         observer: told about every step.
         pool: what the arrays come from on a GPU, one of `run_memory.POOLS`.
+        quantize: formats to judge the distilled student's weights in, of
+            `quantized_student.FORMATS`.
 
     Raises:
-        ConfigError: `pool`.
+        ConfigError: `pool`, `quantize`.
         DataError: either side of the split is too short for one window.
     """
 
@@ -77,11 +80,14 @@ class DistillRun:
         observer: Observer,
         *,
         pool: str = POOLS[0],
+        quantize: Sequence[str] = (),
     ) -> None:
+        check_formats(quantize)
         check_length(corpus.train, settings.seq_len, "training text")
         check_length(corpus.validation, settings.seq_len, "validation text")
         self.settings, self.corpus = settings, corpus
         self.output, self.observer = output, observer
+        self._formats = tuple(quantize)
         self.xp: ModuleType = namespace_for(settings.device)
         self._checkpoint = output / CHECKPOINT
         self._memory = RunMemory(self.xp, pool)
@@ -137,6 +143,15 @@ class DistillRun:
             )
             for phase in PHASES
         }
+        if self._formats:
+            self.observer.message("evaluating quantised weights")
+        quantized = evaluate_quantized(
+            models["student"],
+            teacher,
+            self._validation,
+            self._formats,
+            workers=self.settings.workers,
+        )
         sample = generate(
             models["student"],
             list(SAMPLE_PROMPT.encode()),
@@ -163,6 +178,7 @@ class DistillRun:
             peak_memory_bytes=self._memory.peak_bytes(),
             seconds=time.perf_counter() - started,
             pool=self._memory.statistics(),
+            quantized=quantized,
         )
         write_json(self.output / REPORT, report.to_dict())
         return report

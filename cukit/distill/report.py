@@ -7,6 +7,7 @@ from typing import Any
 
 from cukit.distill.evaluation import Evaluation
 from cukit.distill.op_timer import OpTime
+from cukit.distill.quantized_student import QuantizedEvaluation
 from cukit.distill.settings import DistillSettings
 from cukit.memory import PoolStatistics
 
@@ -52,6 +53,8 @@ class DistillReport:
     seconds: float
     pool: PoolStatistics | None = None
     """Of the memory pool that the run had for itself."""
+    quantized: list[QuantizedEvaluation] = field(default_factory=list)
+    """The distilled student in the formats that were asked for."""
 
     @property
     def gain_bits_per_byte(self) -> float:
@@ -104,6 +107,15 @@ class DistillReport:
             "settings": self.settings.to_dict(),
             "corpus": self.corpus,
             "models": models,
+            "quantized": [
+                {
+                    "format": each.format,
+                    "weight_bytes": each.weight_bytes,
+                    "bits_per_weight": each.bits_per_weight,
+                    **asdict(each.evaluation),
+                }
+                for each in self.quantized
+            ],
             "milliseconds_per_step_by_op": [asdict(entry) for entry in self.op_times],
             "peak_memory_bytes": self.peak_memory_bytes,
             "pool": _pool_facts(self.pool),

@@ -19,11 +19,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cukit.core.files import write_json
 from cukit.distill.data import Corpus
 from cukit.distill.report import PHASES
 from cukit.distill.settings import DistillSettings
 from cukit.errors import ConfigError, DataError
-from cukit.models.files import write_json
 
 SETTINGS = "settings.json"
 CHECKPOINT = "checkpoint.safetensors"

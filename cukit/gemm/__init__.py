@@ -7,6 +7,7 @@ from cukit.gemm.block_sparse import (
     create_sparse_mask,
 )
 from cukit.gemm.bsr import bsr_matmul
+from cukit.gemm.decision import MatmulPlan, forget_decisions
 from cukit.gemm.dense import matmul
 from cukit.gemm.depth_routing import (
     depth_combine,
@@ -16,17 +17,23 @@ from cukit.gemm.depth_routing import (
     depth_router_backward,
 )
 from cukit.gemm.fp8 import matmul_fp8
+from cukit.gemm.gemv import gemv
 from cukit.gemm.grouped import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
 from cukit.gemm.grouped_fp8 import grouped_gemm_fp8
 from cukit.gemm.int8 import matmul_int8
 from cukit.gemm.linear import gated_linear, linear
 from cukit.gemm.linear_backward import gated_linear_backward, linear_backward
+from cukit.gemm.matmul import explain_matmul, matmul, tune_matmul
 from cukit.gemm.tma import matmul_tma
 from cukit.gemm.tree import tree_matmul
+from cukit.gemm.weight_only import quantized_linear
+from cukit.gemm.weight_only_layout import PackedWeight, pack_weight
 
 __all__ = [
     "BlockPattern",
     "BlockSparseMatrix",
+    "MatmulPlan",
+    "PackedWeight",
     "bsr_from_mask",
     "bsr_matmul",
     "create_sparse_mask",
@@ -35,8 +42,11 @@ __all__ = [
     "depth_gather",
     "depth_router",
     "depth_router_backward",
+    "explain_matmul",
+    "forget_decisions",
     "gated_linear",
     "gated_linear_backward",
+    "gemv",
     "grouped_gated_linear",
     "grouped_gemm",
     "grouped_gemm_backward",
@@ -47,9 +57,8 @@ __all__ = [
     "matmul_fp8",
     "matmul_int8",
     "matmul_tma",
+    "pack_weight",
+    "quantized_linear",
     "tree_matmul",
+    "tune_matmul",
 ]
-from cukit.gemm.weight_only import quantized_linear
-from cukit.gemm.weight_only_layout import PackedWeight, pack_weight
-
-__all__ = ["PackedWeight", "matmul", "matmul_tma", "pack_weight", "quantized_linear"]

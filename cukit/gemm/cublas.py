@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +16,7 @@ from cukit.gemm import host
 _DATA_TYPES = {float32: 0, float64: 1, float16: 2, bfloat16: 14}
 _COMPUTE_32F = 68
 _COMPUTE_64F = 70
+_COMPUTE_32F_FAST_TF32 = 77
 _DEFAULT_ALGORITHM = -1
 # Without it a product that cuBLAS splits over k may add its partial sums in 16 bits.
 _DISALLOW_REDUCED_PRECISION_REDUCTION = 16
@@ -51,9 +50,10 @@ def _handle_getter() -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _coefficient(value: float, wide: bool) -> np.ndarray[Any, Any]:
-    """A scalar in host memory, kept alive by the cache: cuBLAS takes its address."""
-    return np.array(value, np.float64 if wide else np.float32)
+def _coefficient(value: float, wide: bool) -> tuple[int, np.ndarray[Any, Any]]:
+    """The address of a scalar in host memory, and the array that the cache keeps alive for it."""
+    scalar = np.array(value, np.float64 if wide else np.float32)
+    return scalar.ctypes.data, scalar
 
 
 def gemm(
@@ -64,39 +64,34 @@ def gemm(
     *,
     alpha: float = 1.0,
     beta: float = 0.0,
+    tf32: bool = False,
 ) -> None:
     """out = alpha * op(a) @ op(b) + beta * out, summed in float32 (float64 for float64).
 
-    layouts: of `a`, `b` and `out`, which must fit and not overlap; nothing is checked here. No
-    TF32: float32 operands are multiplied as such.
+    layouts: of `a`, `b` and `out`, which must fit and not overlap; nothing is checked here.
+    tf32: round float32 operands to TF32; otherwise they are multiplied as such.
     """
     if type(out) is np.ndarray:
         host.gemm(a, b, out, layouts, alpha, beta)
         return
     left, right, target = layouts
     wide = a.dtype == float64
-    with _exact_sums() as (cublas, handle):
-        # cuBLAS is column-major and so sees every matrix transposed: out^T = op(b)^T op(a)^T.
-        cublas.gemmEx(
-            handle, int(right.transposed), int(left.transposed),
-            target.columns, target.rows, left.rows if left.transposed else left.columns,
-            _coefficient(alpha, wide).ctypes.data,
-            b.data.ptr, _DATA_TYPES[b.dtype], right.leading,
-            a.data.ptr, _DATA_TYPES[a.dtype], left.leading,
-            _coefficient(beta, wide).ctypes.data,
-            out.data.ptr, _DATA_TYPES[out.dtype], target.leading,
-            _COMPUTE_64F if wide else _COMPUTE_32F, _DEFAULT_ALGORITHM,
-        )  # fmt: skip
-
-
-@contextmanager
-def _exact_sums() -> Iterator[tuple[Any, int]]:
-    """cuBLAS and its handle, in a mode that adds no partial sums in 16 bits."""
+    compute = _COMPUTE_64F if wide else _COMPUTE_32F_FAST_TF32 if tf32 else _COMPUTE_32F
     cublas = _library()
     handle = _handle_getter()()
     mode = cublas.getMathMode(handle)
     cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
     try:
-        yield cublas, handle
+        # cuBLAS is column-major and so sees every matrix transposed: out^T = op(b)^T op(a)^T.
+        cublas.gemmEx(
+            handle, int(right.transposed), int(left.transposed),
+            target.columns, target.rows, left.rows if left.transposed else left.columns,
+            _coefficient(alpha, wide)[0],
+            b.data.ptr, _DATA_TYPES[b.dtype], right.leading,
+            a.data.ptr, _DATA_TYPES[a.dtype], left.leading,
+            _coefficient(beta, wide)[0],
+            out.data.ptr, _DATA_TYPES[out.dtype], target.leading,
+            compute, _DEFAULT_ALGORITHM,
+        )  # fmt: skip
     finally:
         cublas.setMathMode(handle, mode)

@@ -1,4 +1,4 @@
-"""Dense matrix products: cuBLAS on the GPU, NumPy on the CPU."""
+"""Checked products: cuBLAS on the GPU, NumPy on the CPU."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from cukit.core.kernel import launch_plan
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm.cublas import Matrix, gemm
 from cukit.reference import gemm as reference
-from cukit.registry import register
 
 
-def matmul(
+def multiply(
     a: Array,
     b: Array,
     *,
@@ -34,42 +33,16 @@ def matmul(
     out: Array | None = None,
     accumulate: bool = False,
     out_dtype: Any = None,
+    tf32: bool = False,
 ) -> Array:
-    """The matrix product `op(a) @ op(b)`, summed in float32 whatever the dtype.
+    """The product of :func:`cukit.matmul`, by cuBLAS on the GPU and by the reference elsewhere.
 
-    All axes of an operand but its last are flattened to rows, so that activations
-    `[batch, seq_len, features]` go in as they are, and `transpose_a` sums over every token.
-
-    Args:
-        a: float32|float16|bfloat16|float64 [..., k]; [..., m] with `transpose_a`, whose rows are k.
-        b: dtype of `a`, [k, n]; [n, k] with `transpose_b`.
-        transpose_a, transpose_b: multiply by the transpose.
-        out: written in place; dtype of `a`, or float32. Must not overlap an operand.
-        accumulate: add to what `out` holds.
-        out_dtype: of the result where no `out` is given: the dtype of `a` (default) or float32.
-
-    Any array may have gaps between its rows, as long as its last axis is contiguous and its leading
-    axes collapse into one stride.
-
-    Returns:
-        `out` or a new array [..., n]; [m, n] with `transpose_a`.
-
-    Raises:
-        ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: `accumulate` without `out`.
-
-    On the GPU this is cuBLAS, without TF32 for float32 and without partial sums in 16 bits; on
-    CuPy's current stream, of which CuPy does not let cuBLAS be captured into a graph. Deterministic
-    on one stream.
-
-    >>> import numpy as np, cukit as ck
-    >>> ck.matmul(np.ones((2, 3, 4), np.float32), np.ones((4, 5), np.float32)).shape
-    (2, 3, 5)
+    tf32: on the GPU, multiply float32 operands in TF32.
     """
     a, b, out = adopt("matmul", a, b, out)
     on_gpu = runs_kernel("matmul", a, b, out) and is_gpu_array(a)
-    plan = _recall_plan if on_gpu else _plan
-    product = plan(a, b, out, transpose_a, transpose_b, accumulate, out_dtype)
+    plan = _recall_plan if on_gpu else plan_product
+    product = plan("matmul", a, b, out, transpose_a, transpose_b, accumulate, out_dtype)
     if not on_gpu:
         return reference.matmul(
             a,
@@ -80,16 +53,23 @@ def matmul(
             accumulate=accumulate,
             out_dtype=product.dtype,
         )
+    return carry_out(product, a, b, out, accumulate=accumulate, tf32=tf32)
+
+
+def carry_out(
+    product: Product, a: Array, b: Array, out: Array | None, *, accumulate: bool, tf32: bool
+) -> Array:
+    """A checked product by cuBLAS; in the emulator by NumPy."""
     result = empty(a, product.shape, product.dtype) if out is None else out
     if product.empty_sum:
         if not accumulate:
             result.fill(0)
     elif result.size:
-        gemm(a, b, result, product.layouts, beta=float(accumulate))
+        gemm(a, b, result, product.layouts, beta=float(accumulate), tf32=tf32)
     return result
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """A checked call."""
 
     shape: tuple[int, ...]
@@ -98,7 +78,8 @@ class _Product(NamedTuple):
     empty_sum: bool
 
 
-def _plan(
+def plan_product(
+    op: str,
     a: Array,
     b: Array,
     out: Array | None,
@@ -106,38 +87,39 @@ def _plan(
     transpose_b: bool,
     accumulate: bool,
     out_dtype: Any,
-) -> _Product:
-    left, right = _layout("a", a, transpose_a), _layout("b", b, transpose_b)
+) -> Product:
+    """Checks a call of `op`, and finds the layouts of its operands and of the result."""
+    left, right = _layout(op, "a", a, transpose_a), _layout(op, "b", b, transpose_b)
     m, k = (left.columns, left.rows) if transpose_a else (left.rows, left.columns)
     n, inner = (right.rows, right.columns) if transpose_b else (right.columns, right.rows)
     if k != inner:
         raise ArrayShapeError(
-            f"matmul: a of shape {a.shape} (transpose_a={transpose_a}) and b of shape {b.shape} "
+            f"{op}: a of shape {a.shape} (transpose_a={transpose_a}) and b of shape {b.shape} "
             f"(transpose_b={transpose_b}) do not match: inner extents {k} and {inner}"
         )
-    check_same_dtype("matmul", a=a, b=b)
+    check_same_dtype(op, a=a, b=b)
     shape = (m, n) if transpose_a else (*a.shape[:-1], n)
     if accumulate and out is None:
-        raise ConfigError("matmul: accumulate=True needs out")
+        raise ConfigError(f"{op}: accumulate=True needs out")
     dtype = out.dtype if out is not None else np.dtype(a.dtype if out_dtype is None else out_dtype)
     if dtype != a.dtype and (dtype != float32 or a.dtype == float64):
         name = "out_dtype" if out is None else "out"
-        raise ArrayDtypeError(f"matmul: {name} must be {a.dtype.name} or float32, got {dtype.name}")
+        raise ArrayDtypeError(f"{op}: {name} must be {a.dtype.name} or float32, got {dtype.name}")
     target = Matrix(m, n, max(n, 1))
     if out is not None:
-        check_array("matmul", "out", out, shape=shape, contiguous=False)
-        target = _layout("out", out)
-    return _Product(shape, dtype, (left, right, target), k == 0)
+        check_array(op, "out", out, shape=shape, contiguous=False)
+        target = _layout(op, "out", out)
+    return Product(shape, dtype, (left, right, target), k == 0)
 
 
-_recall_plan = launch_plan(_plan)
+_recall_plan = launch_plan(plan_product)
 
 
-def _layout(name: str, array: Array, transposed: bool = False) -> Matrix:
+def _layout(op: str, name: str, array: Array, transposed: bool = False) -> Matrix:
     """The array as rows of its last axis, or ArrayLayoutError where no single stride does it."""
-    check_array("matmul", name, array, dtypes=FLOAT_DTYPES, contiguous=False)
+    check_array(op, name, array, dtypes=FLOAT_DTYPES, contiguous=False)
     if array.ndim == 0:
-        raise ArrayShapeError(f"matmul: {name} must have at least one axis")
+        raise ArrayShapeError(f"{op}: {name} must have at least one axis")
     *leading_extents, columns = array.shape
     rows = 1
     stride = 0
@@ -148,17 +130,14 @@ def _layout(name: str, array: Array, transposed: bool = False) -> Matrix:
             stride = step
         elif step != stride * rows:
             raise ArrayLayoutError(
-                f"matmul: the leading axes of {name} must collapse into one, got strides "
+                f"{op}: the leading axes of {name} must collapse into one, got strides "
                 f"{array.strides} for shape {array.shape}"
             )
         rows *= extent
     leading = stride // array.itemsize if rows > 1 else columns
     if array.size and (leading < columns or (rows > 1 and stride % array.itemsize)):
         raise ArrayLayoutError(
-            f"matmul: the rows of {name} must not overlap or run backwards, got strides "
+            f"{op}: the rows of {name} must not overlap or run backwards, got strides "
             f"{array.strides} for shape {array.shape}"
         )
     return Matrix(rows, columns, max(leading, 1), transposed)
-
-
-register(name="matmul", family="gemm", function=matmul, reference=reference.matmul)

@@ -114,6 +114,24 @@ def _product(x: Array, w: Array) -> Array:
     return array_namespace(x).matmul(left, right.T)
 
 
+def matmul_standard(
+    xp: Any,
+    a: Array,
+    b: Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    out_dtype: Any = None,
+) -> Array:
+    """op(a) @ op(b) with nothing but what the array API standard has: `xp` is its namespace."""
+    left, right = (xp.reshape(x, (math.prod(x.shape[:-1]), x.shape[-1])) for x in (a, b))
+    left = xp.matrix_transpose(left) if transpose_a else left
+    product = xp.matmul(left, xp.matrix_transpose(right) if transpose_b else right)
+    if not transpose_a:
+        product = xp.reshape(product, (*a.shape[:-1], product.shape[1]))
+    return product if out_dtype is None else xp.astype(product, out_dtype)
+
+
 def _rows(array: Array) -> Array:
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 

@@ -12,7 +12,14 @@ from cukit.reference._xp import array_namespace
 Array = Any
 
 FLOAT8 = {"float8_e4m3": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
-MOST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}
+MOST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "int4": 7.0}
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal float32: the reciprocal of less may be infinite."""
+
+
+def largest(dtype: Any) -> float:
+    """The largest finite number of a floating dtype, bfloat16 included."""
+    return float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
 
 
 def encode(x: Array, name: str) -> Array:
@@ -90,12 +97,16 @@ def broadcast_factors(factors: Array, shape: tuple[int, ...], block: tuple[int, 
 
 
 def quantize(x: Array, scales: Array, zero_points: Array | None, block: tuple[int, ...]) -> Array:
-    """x / scale + zero_point in float32: what is rounded to codes. Each factor serves a block.
+    """x * (1 / scale) + zero_point in float32: what is rounded to codes. A factor serves a block.
 
-    A scale of 0, which the largest magnitude of a block of zeros gives, divides like 1.
+    A scale of 0, which the largest magnitude of a block of zeros gives, divides like 1, and so does
+    every other below SMALLEST_SCALE.
     """
-    divisors = scales + (scales == 0).astype(scales.dtype)
-    scaled = x.astype(np.float32) / broadcast_factors(divisors, x.shape, block)
+    xp = array_namespace(x)
+    wide = scales.astype(np.float32)
+    inverses = 1 / xp.where(xp.abs(wide) < SMALLEST_SCALE, np.float32(1), wide)
+    with np.errstate(invalid="ignore"):  # infinities
+        scaled = x.astype(np.float32) * broadcast_factors(inverses, x.shape, block)
     if zero_points is None:
         return scaled
     return scaled + broadcast_factors(zero_points, x.shape, block)

@@ -21,64 +21,19 @@
 #include "common/index.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/store_global.cuh"
+#include "common/quant/codes.cuh"
 #include "common/types.cuh"
 
-#include <cuda_fp8.h>
-
 namespace {
-
-enum class Format { E4M3, E5M2, INT8, INT4 };
 
 using T = cukit::element_t;
 using Index = cukit::index_t;
 
-constexpr Format kFormat = Format::FORMAT;
-constexpr bool kFloat = kFormat == Format::E4M3 || kFormat == Format::E5M2;
-constexpr __nv_fp8_interpretation_t kFloat8 = kFormat == Format::E4M3 ? __NV_E4M3 : __NV_E5M2;
-constexpr int kBits = kFormat == Format::INT4 ? 4 : 8;
-constexpr int kPerByte = 8 / kBits;
-constexpr unsigned kMask = (1u << kBits) - 1;
+constexpr int kPerByte = cukit::kCodesPerByte;
 
-// Codes are made four at a time.
-constexpr int kGroup = 4;
+using cukit::kGroup;
+using Group = cukit::CodeGroup;
 constexpr int kGroups = VEC > kGroup ? VEC / kGroup : 1;  // of a vector
-using Group = cukit::detail::Word<kGroup / kPerByte>::type;
-
-// NaN becomes 0.
-CUKIT_DEVICE unsigned encode_integer(float x) {
-  constexpr int kMost = (1 << (kBits - 1)) - 1;
-  return static_cast<unsigned>(min(max(__float2int_rn(x), -kMost - 1), kMost)) & kMask;
-}
-
-CUKIT_DEVICE unsigned encode_group(const float* x) {
-  if constexpr (kFloat) {
-    const unsigned low = __nv_cvt_float2_to_fp8x2(make_float2(x[0], x[1]), __NV_SATFINITE, kFloat8);
-    const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(x[2], x[3]), __NV_SATFINITE, kFloat8);
-    return low | high << 16;
-  } else {
-    unsigned codes = 0;
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) codes |= encode_integer(x[i]) << (i * kBits);
-    return codes;
-  }
-}
-
-CUKIT_DEVICE void decode_group(float* x, unsigned codes) {
-  if constexpr (kFloat) {
-#pragma unroll
-    for (int i = 0; i < kGroup; i += 2) {
-      const auto pair = static_cast<__nv_fp8x2_storage_t>(codes >> (i * kBits));
-      const float2 both = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, kFloat8)));
-      x[i] = both.x, x[i + 1] = both.y;
-    }
-  } else {
-    constexpr int kUnused = 32 - kBits;
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
-      x[i] = static_cast<float>(static_cast<int>(codes << (kUnused - i * kBits)) >> kUnused);
-    }
-  }
-}
 
 // 32 bits of values: one float32, or two of 16 bits.
 template <typename Element>
@@ -95,15 +50,15 @@ CUKIT_DEVICE unsigned char encode_byte(const T* values, long long count) {
   float x[kGroup] = {};
 #pragma unroll
   for (int i = 0; i < kPerByte; ++i) {
-    if (i < count) x[i] = cukit::to_float(values[i]);
+    if (i < count) x[i] = cukit::without_nan(cukit::to_float(values[i]));
   }
-  return static_cast<unsigned char>(encode_group(x));
+  return static_cast<unsigned char>(cukit::encode_group(x));
 }
 
 // The value at `position` of the codes that begin with `storage`.
 CUKIT_DEVICE T decode_value(const unsigned char* storage, long long position) {
   float x[kGroup];
-  decode_group(x, storage[position / kPerByte]);
+  cukit::decode_group(x, storage[position / kPerByte]);
   return cukit::from_float<T>(kPerByte > 1 && position % kPerByte ? x[1] : x[0]);
 }
 
@@ -169,8 +124,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode(
       for (int j = 0; j < kGroups; ++j) {
         float x[kGroup];
 #pragma unroll
-        for (int k = 0; k < kGroup; ++k) x[k] = cukit::to_float(vecs[i][j * kGroup + k]);
-        codes[j] = static_cast<Group>(encode_group(x));
+        for (int k = 0; k < kGroup; ++k) {
+          x[k] = cukit::without_nan(cukit::to_float(vecs[i][j * kGroup + k]));
+        }
+        codes[j] = static_cast<Group>(cukit::encode_group(x));
       }
       cukit::store(reinterpret_cast<Group*>(storage) + static_cast<long long>(index) * kGroups, codes);
     }
@@ -217,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode(
       if (index >= num_vecs) break;
       float x[kGroups * kGroup];
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) decode_group(x + j * kGroup, codes[i][j]);
+      for (int j = 0; j < kGroups; ++j) cukit::decode_group(x + j * kGroup, codes[i][j]);
       constexpr int kWord = VEC / 4;
       cukit::store_global_16(reinterpret_cast<uint4*>(values) + index,
                              make_uint4(word_of<T>(x), word_of<T>(x + kWord),

@@ -15,9 +15,16 @@ struct Max {
   CUKIT_DEVICE static float combine(float a, float b) { return fmaxf(a, b); }
 };
 
+// Of the bits of floats whose sign is 0: NaN is above infinity, which is above every number, so that
+// no NaN is lost. From 0 on.
+struct MaxBits {
+  CUKIT_DEVICE static int identity() { return 0; }
+  CUKIT_DEVICE static int combine(int a, int b) { return max(a, b); }
+};
+
 // Every lane gets the result over `Lanes` neighbouring lanes (a power of two).
-template <typename Op, int Lanes = kWarpSize>
-CUKIT_DEVICE float warp_reduce(float value) {
+template <typename Op, int Lanes = kWarpSize, typename T>
+CUKIT_DEVICE T warp_reduce(T value) {
 #pragma unroll
   for (int offset = Lanes / 2; offset > 0; offset /= 2) {
     value = Op::combine(value, __shfl_xor_sync(kFullMask, value, offset));
@@ -26,9 +33,9 @@ CUKIT_DEVICE float warp_reduce(float value) {
 }
 
 // Every thread of the block gets all N results. All threads must call it. `scratch` holds
-// N * Threads / 32 floats of shared memory; it may be reused at once (the second barrier).
-template <typename Op, int Threads, int N>
-CUKIT_DEVICE void block_reduce(float (&values)[N], float* scratch) {
+// N * Threads / 32 values in shared memory; it may be reused at once (the second barrier).
+template <typename Op, int Threads, int N, typename T>
+CUKIT_DEVICE void block_reduce(T (&values)[N], T* scratch) {
   static_assert(Threads % kWarpSize == 0, "whole warps only");
   constexpr int kWarps = Threads / kWarpSize;
 #pragma unroll
@@ -44,16 +51,16 @@ CUKIT_DEVICE void block_reduce(float (&values)[N], float* scratch) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       // Each warp reduces the warps' results again: one read a lane instead of kWarps a thread.
-      const float partial = lane < kWarps ? scratch[n * kWarps + lane] : Op::identity();
+      const T partial = lane < kWarps ? scratch[n * kWarps + lane] : Op::identity();
       values[n] = warp_reduce<Op>(partial);
     }
     __syncthreads();
   }
 }
 
-template <typename Op, int Threads>
-CUKIT_DEVICE float block_reduce(float value, float* scratch) {
-  float values[1] = {value};
+template <typename Op, int Threads, typename T>
+CUKIT_DEVICE T block_reduce(T value, T* scratch) {
+  T values[1] = {value};
   block_reduce<Op, Threads>(values, scratch);
   return values[0];
 }

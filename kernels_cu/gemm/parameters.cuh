@@ -68,4 +68,10 @@ struct WeightOnlyParameters {
   int whole_tiles;  // tiles that one block computes alone; all blocks share the steps of the others
 };
 
+// A product out [tokens, columns] = x [tokens, depth] w [depth, columns]; distances in elements.
+struct GemvParameters {
+  long long x_token, x_depth, w_leading, out_token, out_column;
+  int tokens, columns, depth;
+};
+
 }  // namespace cukit

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from cukit.cli import run
+from cukit.core import files
 from cukit.distill import pipeline
 from cukit.distill.run_folder import exclusive
-from cukit.models import files
 
 TINY = [
     "--device", "cpu", "--teacher-hidden", "32", "--teacher-layers", "1", "--teacher-steps", "6",
@@ -93,6 +93,27 @@ def test_report_holds_what_was_promised(finished: Path) -> None:
             *(f"{model}.safetensors" for model in MODELS),
         ]
     )
+
+
+def test_quantised_students_are_judged(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After the fact too: nothing is trained again."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    formats = ("int8", "int4", "fp8")
+    asked = [word for name in formats for word in ("--quantize", name)]
+    assert run(["distill", "-o", str(folder), "--resume", *asked]) == 0
+    assert model_bytes(folder) == model_bytes(finished)
+    assert "quantised" in capsys.readouterr().out
+    report = json.loads((folder / "report.json").read_text())
+    plain = report["models"]["student"]["bits_per_byte"]
+    found = {each["format"]: each for each in report["quantized"]}
+    assert tuple(found) == formats
+    for name, bound in zip(formats, (0.01, 0.3, 0.05), strict=True):
+        assert abs(found[name]["bits_per_byte"] - plain) < bound
+        assert 4 < found[name]["bits_per_weight"] < 13  # rows of 16 weights share a scale
+    assert "quantised" in (folder / "report.html").read_text()
 
 
 def test_without_jinja_there_is_no_page_and_a_word_on_why(
@@ -267,6 +288,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--dtype", "int4"], "dtype"),
         (["--device", "tpu"], "--device"),
         (["--pool", "jemalloc"], "--pool: expected cukit or cupy"),
+        (["--quantize", "int2"], "--quantize: expected one of int8, int4, fp8"),
+        (["--quantize", "fp8", "--quantize", "fp8"], "a format is named twice"),
         (["--seq-len", "100000"], "too short for windows of 100000"),
         (["--resume", "--overwrite"], "exclude each other"),
         (["--steps", "many"], "--steps"),

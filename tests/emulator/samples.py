@@ -161,6 +161,10 @@ def _quantized_linear(rng: Rng) -> Arguments:
         weight, int4, scales=scales, zero_points=zero_points, axis=1, group_size=128
     )
     return (x, codes, bias), {}
+def _quantized(rng: Rng) -> Any:
+    codes = random(rng, (6, 77), "float32", 3.0)
+    factors = rng.uniform(0.5, 2, (6, 3)).astype(np.float32), np.ones((6, 3), np.int8)
+    return QuantizedArray(encode(codes, int4).storage, int4, (6, 77), *factors, -1, 32)
 
 
 def _slides(rng: Rng) -> Arguments:
@@ -182,6 +186,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "cross_entropy": lambda rng: (_logits(rng), {"return_grad": True}),
     "cross_entropy_backward": lambda rng: ((np.float32(0.5), *_logits(rng)), {}),
     "decode": lambda rng: ((encode(_values(rng), float8_e4m3),), {}),
+    "dequantize": lambda rng: ((_quantized(rng),), {}),
     "embedding": lambda rng: (
         (rng.integers(0, 300, (4, 9)), random(rng, (300, 72), "bfloat16")),
         {},
@@ -205,6 +210,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "gelu_and_mul": lambda rng: (tuple(_rows(rng, (7, 400))), {}),
     "gelu_and_mul_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 400))), {}),
     "gelu_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 200))), {}),
+    "gemv": lambda rng: (tuple(_rows(rng, (3, 264), (264, 72))), {}),
     "global_norm": lambda rng: ((_rows(rng, (300,), (17, 20)),), {}),
     "kl_divergence": _divergence,
     "kl_divergence_backward": _divergence_backward,
@@ -246,6 +252,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     ),
     "matmul_tma": lambda rng: (tuple(_rows(rng, (70, 72), (136, 72))), {}),
     "quantized_linear": _quantized_linear,
+    "quantize": lambda rng: ((_values(rng), int8), {"group_size": 32}),
     "rms_norm": lambda rng: (tuple(_rows(rng, (37, 264), (264,))), {}),
     "rms_norm_backward": _norm_backward,
     "rope": _rope,
@@ -261,6 +268,9 @@ def run(
     """Results of the op's sample, or of its reference (in float64 where `wide`), on the host."""
     args, options = SAMPLES[op.name](np.random.default_rng(5))
     if wide and not any(isinstance(value, QuantizedArray) for value in args):
+    if reference and op.name in ("quantize", "dequantize"):  # on the CPU; the same to the bit
+        return [array.astype(np.float64) for array in _flat(op.function(*args, **options))]
+    if wide:
         args, options = _map(args, _widen), _map(options, _widen)
     args, options = _map(args, place), _map(options, place)
     if reference and op.name == "encode":

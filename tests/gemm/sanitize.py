@@ -13,6 +13,7 @@ from cukit.gemm import (
     bsr_matmul,
     gated_linear,
     gated_linear_backward,
+    gemv,
     grouped_gated_linear,
     grouped_gemm,
     grouped_gemm_backward,
@@ -30,6 +31,7 @@ from tests.contract import poisoned, random, to_device
 from tests.gemm import test_bsr, test_grouped, test_grouped_fp8
 from tests.gemm.quantized_operands import float8_operand, int8_operand, place
 from tests.gemm.test_fp8 import KINDS
+from tests.gemm.test_gemv import SIZES as GEMV_SIZES
 from tests.gemm.test_linear import SHAPES, TILINGS, operands
 from tests.gemm.test_weight_only import FORMATS, float8, quantized
 from tests.sanitize import Group
@@ -135,7 +137,18 @@ def weight_only() -> None:
     quantized_linear(float8(rng, 70, 272).to_device("gpu"), weight)
 
 
+def few_tokens() -> None:
+    rng = np.random.default_rng(3)
+    for (m, n, k), transpose in itertools.product(GEMV_SIZES, (False, True)):
+        a, b = (
+            random(rng, (m, k), "bfloat16"),
+            random(rng, (n, k) if transpose else (k, n), "bfloat16"),
+        )
+        gemv(*to_device("gpu", a, b), transpose_b=transpose)
+
+
 GROUPS = {
+    "gemv": Group(few_tokens, shares=True, quick=True),
     "grouped": Group(grouped, shares=True),
     "matmul_8bit": Group(eight_bits, shares=True, quick=True),
     "linear": Group(forward, shares=True, quick=True),

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from cukit.core.files import read_arrays
 from cukit.errors import DataError
 from cukit.models import load_model, save_model
-from cukit.models.files import read_arrays
 from tests.models.small import small_model
 
 

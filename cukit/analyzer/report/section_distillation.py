@@ -39,6 +39,7 @@ def distillation_section(run: dict[str, Any]) -> Section:
         _tiles(run),
         _quality(models),
         _models_table(models),
+        *_quantized(run),
         *_curves(run),
         _breakdown(run["milliseconds_per_step_by_op"]),
         _ops_table(run["milliseconds_per_step_by_op"]),
@@ -109,6 +110,29 @@ def _models_table(models: Mapping[str, Any]) -> Table:
     header = (Column("model"), *(Column(name, numeric=True) for name in (*columns, *more)))
     emphasis = (list(models).index(best),)
     return Table(header, tuple(rows), "Models on validation text", emphasis)
+
+
+def _quantized(run: dict[str, Any]) -> list[Block]:
+    """The student in other formats, for runs that were asked for them."""
+    found = run.get("quantized") or []
+    if not found:
+        return []
+    plain = run["models"]["student"]["bits_per_byte"]
+    rows = [
+        (
+            Cell(each["format"]),
+            Cell(f"{each['bits_per_weight']:.2f}", each["bits_per_weight"]),
+            Cell(numbers.num_bytes(each["weight_bytes"]), each["weight_bytes"]),
+            Cell(f"{each['bits_per_byte']:.4f}", each["bits_per_byte"]),
+            Cell(f"{each['bits_per_byte'] - plain:+.4f}", each["bits_per_byte"] - plain),
+            Cell(f"{each['teacher_kl_bits']:.4f}", each["teacher_kl_bits"]),
+        )
+        for each in found
+    ]
+    names = ("bits a weight", "bytes", "bits per byte", "change", "KL to teacher (bits)")
+    header = (Column("weights"), *(Column(name, numeric=True) for name in names))
+    title = f"The distilled student's layers, quantised ({plain:.4f} bits per byte before)"
+    return [Table(header, tuple(rows), title)]
 
 
 def _curves(run: dict[str, Any]) -> list[Block]:

@@ -28,6 +28,19 @@ CUKIT_DEVICE void cp_async_16_partial(unsigned shared, const void* global, int p
 #endif
 }
 
+// cp.async.ca, 8 or 16 bytes, through L1: of what other threads of this SM read too.
+template <int Bytes>
+CUKIT_DEVICE void cp_async_cached(unsigned shared, const void* global, bool valid) {
+  static_assert(Bytes == 8 || Bytes == 16, "two sizes of copies");
+#ifdef CUKIT_EMULATE
+  emulator::cp_async(shared, global, Bytes, valid ? Bytes : 0);
+#else
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;\n" ::"r"(shared), "l"(global),
+               "n"(Bytes), "r"(valid ? Bytes : 0)
+               : "memory");
+#endif
+}
+
 // cp_async_16 with an L2 eviction priority (createpolicy).
 CUKIT_DEVICE void cp_async_16_policy(unsigned shared, const void* global,
                                      unsigned long long policy) {

@@ -1,0 +1,301 @@
+"""Every way to compute a product, what it can do, and a model of the time it takes.
+
+`plan_matmul` ranks them: a pure function of a product's description and of the device. A kernel
+joins with one `MatmulKernel` in KERNELS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+from cukit.core.arrays import Array, empty
+from cukit.core.device import Device
+from cukit.gemm.dense import Product, carry_out, plan_product
+from cukit.gemm.gemv import MOST_TOKENS, prepare_gemv
+from cukit.gemm.linear_launch import plan_linear, prepare_linear
+from cukit.gemm.linear_plan import Product as LinearProduct
+from cukit.gemm.linear_plan import Sm90Config, estimate_us
+
+PRECISIONS: Mapping[str, tuple[str, ...]] = {
+    "float64": ("float64",),
+    "float32": ("float32", "tf32", "bfloat16"),
+    "float16": ("float16",),
+    "bfloat16": ("bfloat16",),
+}
+"""Arithmetic that operands of a dtype may be multiplied in, the most exact first."""
+
+_ITEMSIZE = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class MatmulProblem:
+    """What decides between kernels: [m, k] times [k, n].
+
+    dtype, out: of the operands and of the result.
+    flat: both operands are C-contiguous and have two axes.
+    aligned: rows of both begin on 16 bytes.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    out: str
+    transpose_a: bool = False
+    transpose_b: bool = False
+    accumulate: bool = False
+    flat: bool = True
+    aligned: bool = True
+
+    @property
+    def flops(self) -> float:
+        """Of multiplications and additions."""
+        return 2.0 * self.m * self.n * self.k
+
+    @property
+    def bytes(self) -> float:
+        """Operands read once, the result written once."""
+        operands = (self.m + self.n) * self.k * _ITEMSIZE[self.dtype]
+        return operands + self.m * self.n * _ITEMSIZE[self.out] * (2 if self.accumulate else 1)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What large products reach: GB/s of memory, TFLOP/s by arithmetic."""
+
+    memory: float
+    half: float
+    tf32: float
+    float32: float
+    float64: float
+
+    def flops_us(self, problem: MatmulProblem, precision: str) -> float:
+        """Microseconds of the multiplications."""
+        rate = getattr(self, "half" if precision in ("float16", "bfloat16") else precision)
+        return float(problem.flops / rate / 1e6)
+
+    def bytes_us(self, size: float) -> float:
+        """Microseconds of `size` bytes."""
+        return size / self.memory / 1e3
+
+
+# Of the typical devices, by compute capability; products scale with the number of SMs.
+_RATES = {
+    (8, 0): (108, Rates(1400, 270, 130, 18, 17)),
+    (8, 6): (82, Rates(850, 65, 33, 30, 0.5)),
+    (8, 9): (128, Rates(930, 150, 75, 70, 1.2)),
+    (9, 0): (132, Rates(4300, 760, 380, 52, 58)),
+    (10, 0): (148, Rates(7000, 1500, 700, 70, 38)),
+    (12, 0): (170, Rates(1600, 200, 100, 95, 1.5)),
+}
+
+
+def rates_of(device: Device) -> Rates:
+    """Of the closest known architecture that is not newer."""
+    known = [each for each in _RATES if each <= device.compute_capability] or [min(_RATES)]
+    sms, rates = _RATES[max(known)]
+    share = device.num_sms / sms
+    return Rates(
+        rates.memory, rates.half * share, rates.tf32 * share, rates.float32 * share,
+        rates.float64 * share,
+    )  # fmt: skip
+
+
+class MatmulOptions(NamedTuple):
+    """Options of a product, in the order of `plan_product`."""
+
+    transpose_a: bool
+    transpose_b: bool
+    accumulate: bool
+    out_dtype: Any
+
+
+Run = Callable[[Array, Array, Array | None], Array]
+"""Multiplies a and b, arrays of the description that it was prepared for, into `out` or a new
+array."""
+
+
+@dataclass(frozen=True)
+class MatmulKernel:
+    """One way to multiply.
+
+    precisions: arithmetic that it knows.
+    reason_against: why it cannot do a problem on a device, or None.
+    time_us: the model of its time on the device.
+    prepare: from arrays (operands in the dtype of the arithmetic), precision and options to what
+        multiplies arrays of the same description: `run(a, b, out)`.
+    """
+
+    name: str
+    precisions: tuple[str, ...]
+    reason_against: Callable[[MatmulProblem, Device], str | None]
+    time_us: Callable[[MatmulProblem, str, Device, Rates], float]
+    prepare: Callable[[Array, Array, Array | None, str, MatmulOptions], Run]
+
+
+def _cublas_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates) -> float:
+    """About 8 us on an H200 for anything short; long ones reach 90 % of the bandwidth."""
+    memory = rates.bytes_us(problem.bytes) / 0.9
+    return 8 + max(memory, rates.flops_us(problem, precision))
+
+
+def _prepare_cublas(
+    a: Array, b: Array, out: Array | None, precision: str, options: MatmulOptions
+) -> Run:
+    product = plan_product("matmul", a, b, out, *options)
+    return partial(
+        _carry_out, product, {"accumulate": options.accumulate, "tf32": precision == "tf32"}
+    )
+
+
+def _carry_out(
+    product: Product, how: dict[str, bool], a: Array, b: Array, out: Array | None
+) -> Array:
+    return carry_out(product, a, b, out, **how)
+
+
+def _gemv_reason(problem: MatmulProblem, device: Device) -> str | None:
+    if min(problem.m, problem.n) > MOST_TOKENS:
+        return f"more than {MOST_TOKENS} rows and columns"
+    if problem.accumulate:
+        return "it does not accumulate"
+    return None
+
+
+def _gemv_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates) -> float:
+    """Two microseconds ahead of cuBLAS at the start, and behind it where weights are long.
+
+    Shares of the bandwidth as measured on an H200: rows of weights along the depth, along the
+    columns, and of any alignment.
+    """
+    few_rows = problem.m <= problem.n
+    along_depth = problem.transpose_b if few_rows else not problem.transpose_a
+    share = (0.75 if along_depth else 0.45) if problem.aligned else 0.2
+    filled = min(1.0, max(problem.m, problem.n) / device.num_sms)
+    return 6 + rates.bytes_us(problem.bytes) / share / filled
+
+
+def _prepare_gemv(
+    a: Array, b: Array, out: Array | None, precision: str, options: MatmulOptions
+) -> Run:
+    run: Run = prepare_gemv(a, b, out, options.transpose_a, options.transpose_b, options.out_dtype)
+    return run
+
+
+def _linear_reason(problem: MatmulProblem, device: Device) -> str | None:
+    if not problem.flat:
+        return "it multiplies contiguous matrices"
+    if min(problem.m, problem.n, problem.k) == 0:
+        return "there is nothing to multiply"
+    if problem.accumulate or problem.out != problem.dtype:
+        return "it neither accumulates nor changes the dtype"
+    return None
+
+
+def _linear_product(problem: MatmulProblem) -> LinearProduct:
+    return LinearProduct(
+        problem.m,
+        problem.n,
+        problem.k,
+        problem.dtype,
+        "MN" if problem.transpose_a else "K",
+        "K" if problem.transpose_b else "MN",
+    )
+
+
+_GENERAL_SHARE = 0.6
+"""Of cuBLAS's speed that the kernel for any GPU and any stride reaches."""
+
+
+def _linear_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates) -> float:
+    product = _linear_product(problem)
+    config = plan_linear(product, problem.aligned, device)
+    if isinstance(config, Sm90Config):
+        return estimate_us(product, config.tiling, device.num_sms)
+    return _cublas_us(problem, precision, device, rates) / _GENERAL_SHARE
+
+
+def _prepare_linear(
+    a: Array, b: Array, out: Array | None, precision: str, options: MatmulOptions
+) -> Run:
+    plan = plan_product("matmul", a, b, out, *options)
+    (k, m) = a.shape if options.transpose_a else a.shape[::-1]
+    n = b.shape[0] if options.transpose_b else b.shape[1]
+    major_a, major_b = "MN" if options.transpose_a else "K", "K" if options.transpose_b else "MN"
+    product = LinearProduct(m, n, k, a.dtype.name, major_a, major_b)
+    launch = prepare_linear(product, a, b, out)
+
+    def run(a: Array, b: Array, out: Array | None) -> Array:
+        result = empty(a, plan.shape, plan.dtype) if out is None else out
+        launch(a, b, None, None, result, None)
+        return result
+
+    return run
+
+
+KERNELS: tuple[MatmulKernel, ...] = (
+    MatmulKernel(
+        "cublas",
+        ("float64", "float32", "tf32", "float16", "bfloat16"),
+        lambda problem, device: None,
+        _cublas_us,
+        _prepare_cublas,
+    ),
+    MatmulKernel("gemv", ("float16", "bfloat16"), _gemv_reason, _gemv_us, _prepare_gemv),
+    MatmulKernel("linear", ("float16", "bfloat16"), _linear_reason, _linear_us, _prepare_linear),
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A candidate for a product.
+
+    time_us: of the model, or `measured`; converting the operands included.
+    reason: why it cannot be taken; None for those that can.
+    """
+
+    kernel: str
+    precision: str
+    time_us: float
+    measured: bool = False
+    reason: str | None = None
+
+
+Times = Mapping[tuple[str, str], float]
+"""Measured microseconds by (kernel, precision)."""
+
+
+@lru_cache(maxsize=4096)
+def _modelled(problem: MatmulProblem, device: Device) -> tuple[Estimate, ...]:
+    rates = rates_of(device)
+    estimates = []
+    for precision in PRECISIONS[problem.dtype]:
+        converts = precision not in (problem.dtype, "tf32")
+        narrowed = replace(problem, dtype=precision) if converts else problem
+        size = (problem.m + problem.n) * problem.k
+        both = _ITEMSIZE[problem.dtype] + _ITEMSIZE[precision]
+        converting = 6 + rates.bytes_us(size * both) / 0.9 if converts else 0.0
+        for kernel in KERNELS:
+            if precision in kernel.precisions:
+                reason = kernel.reason_against(narrowed, device)
+                model = 0.0 if reason else kernel.time_us(narrowed, precision, device, rates)
+                estimates.append(
+                    Estimate(kernel.name, precision, converting + model, reason=reason)
+                )
+    return tuple(estimates)
+
+
+def plan_matmul(
+    problem: MatmulProblem, device: Device, times: Times | None = None
+) -> tuple[Estimate, ...]:
+    """All candidates, the fastest first, then those that cannot be taken."""
+    estimates = [
+        replace(each, time_us=times[each.kernel, each.precision], measured=True)
+        if times and not each.reason and (each.kernel, each.precision) in times
+        else each
+        for each in _modelled(problem, device)
+    ]
+    return tuple(sorted(estimates, key=lambda each: (each.reason is not None, each.time_us)))

@@ -1,0 +1,180 @@
+"""Choosing a kernel and an arithmetic for a product, once for each description of its operands."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.core import backend
+from cukit.core.arrays import ACCESS_BYTES, Array, address_of, bfloat16, runs_kernel
+from cukit.core.device import current_device
+from cukit.core.kernel import launch_plan
+from cukit.errors import ConfigError
+from cukit.gemm import measured_times
+from cukit.gemm.candidates import (
+    KERNELS,
+    PRECISIONS,
+    Estimate,
+    MatmulOptions,
+    MatmulProblem,
+    Run,
+    plan_matmul,
+)
+from cukit.gemm.dense import Product, plan_product
+from cukit.gemm.sampled_error import sampled_error
+from cukit.reference import gemm as reference
+
+_LOG = logging.getLogger("cukit.gemm")
+_BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+
+
+@dataclass(frozen=True)
+class MatmulPlan:
+    """What `matmul` decided, and between what.
+
+    kernel: name of the one that runs; `"reference"` for arrays on the CPU.
+    precision: of the multiplications.
+    rtol: what was allowed; None where nothing but the operands' own precision was.
+    errors: sampled errors of the precisions that were looked at.
+    estimates: all candidates, the fastest first, then those that cannot be taken.
+    """
+
+    problem: MatmulProblem
+    kernel: str
+    precision: str
+    rtol: float | None
+    errors: tuple[tuple[str, float], ...] = ()
+    estimates: tuple[Estimate, ...] = ()
+
+    def __str__(self) -> str:
+        problem, errors = self.problem, dict(self.errors)
+        shape = f"[{problem.m}, {problem.k}] x [{problem.k}, {problem.n}] {problem.dtype}"
+        lines = [f"{shape}: {self.kernel} in {self.precision}"]
+        for each in self.estimates:
+            error = f"error {errors[each.precision]:.1e}" if each.precision in errors else ""
+            kind = "measured" if each.measured else "modelled"
+            verdict = each.reason or f"{each.time_us:8.1f} us {kind:<9}{error}"
+            lines.append(f"  {each.kernel:<12}{each.precision:<10}{verdict}".rstrip())
+        return "\n".join(lines)
+
+
+class Decision(NamedTuple):
+    """A plan, and what carries it out."""
+
+    plan: MatmulPlan
+    run: Run
+
+
+def decide(
+    a: Array,
+    b: Array,
+    out: Array | None,
+    transpose_a: bool,
+    transpose_b: bool,
+    accumulate: bool,
+    out_dtype: Any,
+    precision: str,
+    rtol: float | None,
+) -> Decision:
+    """Chooses, logs the choice at level DEBUG of the logger "cukit.gemm", and returns it."""
+    options = MatmulOptions(transpose_a, transpose_b, accumulate, out_dtype)
+    product = plan_product("matmul", a, b, out, *options)
+    problem = describe_problem(product, a, b, accumulate)
+    own = PRECISIONS[problem.dtype]
+    if precision != "auto" and precision not in own:
+        raise ConfigError(
+            f"matmul: precision of {problem.dtype} operands must be auto, {', '.join(own)}, "
+            f"got {precision!r}"
+        )
+    if rtol is not None and not rtol >= 0:
+        raise ConfigError(f"matmul: rtol must not be negative, got {rtol}")
+    if not runs_kernel("matmul", a, b, out):
+        plan = MatmulPlan(problem, "reference", own[0], rtol)
+        return Decision(plan, partial(_run_reference, options))
+    device = current_device()
+    estimates = plan_matmul(problem, device, measured_times.recall(device, problem))
+    errors: dict[str, float] = {}
+
+    def allows(candidate: str) -> bool:
+        if precision != "auto":
+            return candidate == precision
+        if candidate == own[0] or rtol is None:
+            return candidate == own[0]
+        if candidate not in errors:
+            errors[candidate] = sampled_error(
+                a, b, candidate, transpose_a=transpose_a, transpose_b=transpose_b
+            )
+        return errors[candidate] <= rtol
+
+    # cuBLAS does everything in the operands' own precision.
+    chosen = next(each for each in estimates if each.reason is None and allows(each.precision))
+    plan = MatmulPlan(
+        problem, chosen.kernel, chosen.precision, rtol, tuple(errors.items()), estimates
+    )
+    _LOG.debug("%s", plan)
+    return Decision(plan, prepare(chosen, a, b, out, options))
+
+
+_recall = launch_plan(decide)
+
+
+def recall(a: Array, b: Array, out: Array | None, *options: Any) -> Decision:
+    """`decide`, once for each description of operands on a device with kernels."""
+    if type(a) is np.ndarray and backend.active is None:
+        return decide(a, b, out, *options)
+    decision: Decision = _recall(a, b, out, *options)
+    return decision
+
+
+def forget_decisions() -> None:
+    """Makes `matmul` choose, and sample errors, anew: for other data, or after `tune_matmul`."""
+    _recall.forget()  # type: ignore[attr-defined]
+
+
+def prepare(
+    estimate: Estimate, a: Array, b: Array, out: Array | None, options: MatmulOptions
+) -> Run:
+    """What carries out a candidate for arrays of this description."""
+    kernel = _BY_NAME[estimate.kernel]
+    if estimate.precision in (a.dtype.name, "tf32"):
+        return kernel.prepare(a, b, out, estimate.precision, options)
+    dtype = bfloat16 if estimate.precision == "bfloat16" else np.dtype(estimate.precision)
+    out_dtype = a.dtype if options.out_dtype is None and out is None else options.out_dtype
+    options = options._replace(out_dtype=out_dtype)
+    narrow = a.astype(dtype), b.astype(dtype)
+    run = kernel.prepare(*narrow, out, estimate.precision, options)
+    return partial(_run_narrowed, run, dtype)
+
+
+def _run_narrowed(run: Run, dtype: Any, a: Array, b: Array, out: Array | None) -> Array:
+    return run(a.astype(dtype), b.astype(dtype), out)
+
+
+def _run_reference(options: MatmulOptions, a: Array, b: Array, out: Array | None) -> Array:
+    return reference.matmul(a, b, out=out, **options._asdict())
+
+
+def describe_problem(product: Product, a: Array, b: Array, accumulate: bool) -> MatmulProblem:
+    """The description of a checked product."""
+    left, right, target = product.layouts
+    aligned = all(
+        layout.leading * array.itemsize % ACCESS_BYTES == 0
+        and address_of(array) % ACCESS_BYTES == 0
+        for layout, array in ((left, a), (right, b))
+    )
+    return MatmulProblem(
+        m=target.rows,
+        n=target.columns,
+        k=left.rows if left.transposed else left.columns,
+        dtype=a.dtype.name,
+        out=np.dtype(product.dtype).name,
+        transpose_a=left.transposed,
+        transpose_b=right.transposed,
+        accumulate=accumulate,
+        flat=all(array.ndim == 2 and array.flags.c_contiguous for array in (a, b)),
+        aligned=aligned,
+    )

@@ -1,0 +1,194 @@
+"""The matrix product: one function for every array, layout, kernel and precision."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from cukit.core.arrays import Array, adopt, foreign_namespace, is_gpu_array, runs_kernel
+from cukit.core.device import current_device, require_cupy
+from cukit.errors import ConfigError, UnsupportedDeviceError
+from cukit.gemm import measured_times
+from cukit.gemm.candidates import MatmulOptions
+from cukit.gemm.decision import (
+    MatmulPlan,
+    decide,
+    forget_decisions,
+    prepare,
+    recall,
+)
+from cukit.gemm.dense import multiply
+from cukit.reference import gemm as reference
+from cukit.registry import register
+
+_MEASURED_CALLS = 7
+
+
+def matmul(
+    a: Array,
+    b: Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    out: Array | None = None,
+    accumulate: bool = False,
+    out_dtype: Any = None,
+    precision: str | None = None,
+    rtol: float | None = None,
+    return_plan: bool = False,
+) -> Any:
+    """The matrix product `op(a) @ op(b)`, summed in float32 whatever the dtype.
+
+    All axes of an operand but its last are flattened to rows, so that activations
+    `[batch, seq_len, features]` go in as they are, and `transpose_a` sums over every token.
+
+    Args:
+        a: float32|float16|bfloat16|float64 [..., k]; [..., m] with `transpose_a`, whose rows are k.
+        b: dtype of `a`, [k, n]; [n, k] with `transpose_b`.
+        transpose_a, transpose_b: multiply by the transpose.
+        out: written in place; dtype of `a`, or float32. Must not overlap an operand.
+        accumulate: add to what `out` holds.
+        out_dtype: of the result where no `out` is given: the dtype of `a` (default) or float32.
+        precision: None, cuBLAS in the operands' own precision. `"auto"`, the fastest kernel in the
+            fastest arithmetic that `rtol` allows. Or the arithmetic by name, in the fastest kernel:
+            the dtype of `a`, for float32 operands also `"tf32"` and `"bfloat16"`.
+        rtol: with `"auto"`: largest ||row - exact row|| / ||exact row|| of a coarser arithmetic.
+            None, the operands' own precision: nothing is sampled.
+        return_plan: also return the :class:`MatmulPlan`: the choice, and what it was made from.
+
+    Any array may have gaps between its rows, as long as its last axis is contiguous and its leading
+    axes collapse into one stride. Arrays of other libraries that follow the array API standard
+    (JAX, also on a TPU) are multiplied by their own library; `out` is for NumPy and CuPy arrays.
+
+    Returns:
+        `out` or a new array [..., n]; [m, n] with `transpose_a`; with `return_plan` a pair.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: `accumulate` without `out`; an unknown precision, a negative rtol.
+
+    `"auto"` decides once for each description of the operands (shapes, strides, dtypes, rtol) and
+    then costs a look-up. The first call ranks kernels by a cost model, or by times from
+    :func:`tune_matmul`; where rtol allows a coarser arithmetic it multiplies 8 rows and 256 columns
+    in float64 to see what that loses, which synchronises and cannot be captured into a graph. Data
+    that come later are taken to be alike: `cukit.gemm.forget_decisions()` samples anew.
+
+    On the GPU without TF32 for float32 and without partial sums in 16 bits, unless asked for; on
+    CuPy's current stream. CuPy does not let cuBLAS be captured into a graph; the other kernels can
+    be. Deterministic on one stream.
+
+    >>> import numpy as np, cukit as ck
+    >>> ck.matmul(np.ones((2, 3, 4), np.float32), np.ones((4, 5), np.float32)).shape
+    (2, 3, 5)
+    """
+    xp = foreign_namespace(a)
+    if xp is not None:
+        return _standard(xp, a, b, out, transpose_a, transpose_b, out_dtype, return_plan)
+    if precision is None:
+        if rtol is not None or return_plan:
+            raise ConfigError("matmul: rtol and return_plan go with precision='auto'")
+        return multiply(
+            a, b, transpose_a=transpose_a, transpose_b=transpose_b, out=out, accumulate=accumulate,
+            out_dtype=out_dtype,
+        )  # fmt: skip
+    a, b, out = adopt("matmul", a, b, out)
+    decision = recall(a, b, out, transpose_a, transpose_b, accumulate, out_dtype, precision, rtol)
+    result = decision.run(a, b, out)
+    return (result, decision.plan) if return_plan else result
+
+
+def explain_matmul(
+    a: Array,
+    b: Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    out: Array | None = None,
+    accumulate: bool = False,
+    out_dtype: Any = None,
+    precision: str = "auto",
+    rtol: float | None = None,
+) -> MatmulPlan:
+    """What :func:`matmul` would choose for these operands, and why; nothing is multiplied.
+
+    Arguments and errors as for `matmul`. Print the plan to see every candidate with its time, its
+    sampled error or the reason against it.
+
+    >>> import numpy as np, cukit as ck
+    >>> print(ck.explain_matmul(np.ones((2, 4), np.float32), np.ones((4, 3), np.float32)))
+    [2, 4] x [4, 3] float32: reference in float32
+    """
+    a, b, out = adopt("matmul", a, b, out)
+    return decide(a, b, out, transpose_a, transpose_b, accumulate, out_dtype, precision, rtol).plan
+
+
+def tune_matmul(
+    a: Array,
+    b: Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    out: Array | None = None,
+    accumulate: bool = False,
+    out_dtype: Any = None,
+) -> MatmulPlan:
+    """Times every candidate for these operands; `matmul(precision="auto")` then goes by that.
+
+    Arguments as for :func:`matmul`. Operands should be in the state that they are in when they are
+    multiplied: what fits into L2 is timed out of L2. Medians of seven calls, kept in the kernel
+    cache for later processes. Returns the new plan. Raises UnsupportedDeviceError for arrays that
+    are not on a GPU.
+    """
+    a, b, out = adopt("tune_matmul", a, b, out)
+    if not is_gpu_array(a) or not runs_kernel("matmul", a, b, out):
+        raise UnsupportedDeviceError("tune_matmul: times are measured on a GPU, the arrays are not")
+    options = MatmulOptions(transpose_a, transpose_b, accumulate, out_dtype)
+    plan = explain_matmul(a, b, out=out, **options._asdict())
+    target = out.copy() if accumulate and out is not None else out
+    times = {}
+    for each in plan.estimates:
+        if each.reason is None:
+            run = prepare(each, a, b, target, options)
+            times[each.kernel, each.precision] = _median_us(partial(run, a, b, target))
+    measured_times.remember(current_device(), plan.problem, times)
+    forget_decisions()
+    return explain_matmul(a, b, out=out, **options._asdict())
+
+
+def _median_us(call: Any) -> float:
+    """Of single calls, by CUDA events."""
+    cuda = require_cupy("measuring products").cuda
+    call()
+    samples = []
+    for _ in range(_MEASURED_CALLS):
+        start, end = cuda.Event(), cuda.Event()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        samples.append(cuda.get_elapsed_time(start, end) * 1e3)
+    return float(sorted(samples)[_MEASURED_CALLS // 2])
+
+
+def _standard(
+    xp: Any,
+    a: Array,
+    b: Array,
+    out: Array | None,
+    transpose_a: bool,
+    transpose_b: bool,
+    out_dtype: Any,
+    return_plan: bool,
+) -> Any:
+    """The product of arrays of another library, by itself."""
+    if out is not None or return_plan:
+        raise ConfigError(
+            "matmul: out and return_plan are for NumPy and CuPy arrays, "
+            f"got {type(a).__module__}.{type(a).__name__}"
+        )
+    return reference.matmul_standard(
+        xp, a, b, transpose_a=transpose_a, transpose_b=transpose_b, out_dtype=out_dtype
+    )
+
+
+register(name="matmul", family="gemm", function=matmul, reference=reference.matmul)

@@ -1,0 +1,112 @@
+"""Quantised arrays on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from cukit.core.arrays import Array, adopt, is_gpu_array
+from cukit.core.device import gpu_available, require_cupy
+from cukit.core.files import read_arrays, write_arrays
+from cukit.core.narrow_dtype import NARROW_DTYPES
+from cukit.core.quantized_array import QuantizedArray
+from cukit.errors import ConfigError, DataError, UnsupportedDeviceError
+
+_BY_NAME = {dtype.name: dtype for dtype in NARROW_DTYPES}
+# What other readers of the file call the codes; int4 is bytes to them.
+_FLOAT8: dict[str, Any] = {
+    "float8_e4m3": ml_dtypes.float8_e4m3fn,
+    "float8_e5m2": ml_dtypes.float8_e5m2,
+}
+_PARTS = ("scales", "zero_points")
+
+
+def save_quantized(
+    path: str | Path,
+    arrays: Mapping[str, QuantizedArray | Array],
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes quantised and plain arrays to one safetensors file, all or nothing.
+
+    path: of the file; an existing one is replaced.
+    arrays: by name. A quantised array becomes `name` (its codes), `name.scales` and
+        `name.zero_points`; how they belong together is in the file's header.
+    metadata: anything that JSON can hold; `load_quantized` returns it.
+    Raises ConfigError where two names collide, DataError where the file cannot be written.
+
+    >>> import numpy as np, cukit as ck, tempfile, pathlib
+    >>> weight = ck.quantize(np.eye(4, dtype=np.float32), ck.int4, group_size=2)
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "weights.safetensors")
+    >>> ck.save_quantized(path, {"weight": weight, "bias": np.zeros(4)}, {"step": 3})
+    >>> arrays, metadata = ck.load_quantized(path)
+    >>> arrays["weight"], metadata
+    (QuantizedArray(int4, shape=(4, 4), scales=float32 (4, 2), axis=1, group_size=2), {'step': 3})
+    """
+    content: dict[str, np.ndarray[Any, Any]] = {}
+    layouts: dict[str, dict[str, Any]] = {}
+
+    def add(name: str, array: np.ndarray[Any, Any]) -> None:
+        if name in content:
+            raise ConfigError(f"save_quantized: two arrays would be called {name!r}")
+        content[name] = np.ascontiguousarray(array)
+
+    for name, array in arrays.items():
+        if not isinstance(array, QuantizedArray):
+            plain: Any = adopt("save_quantized", array)[0]
+            add(name, plain.get() if is_gpu_array(plain) else plain)
+            continue
+        host = array.to_device("cpu")
+        codes = np.ascontiguousarray(host.storage)
+        add(name, codes.view(_FLOAT8.get(array.dtype.name, codes.dtype)))
+        layouts[name] = {"dtype": array.dtype.name, "shape": array.shape}
+        if host.scales is not None:
+            layouts[name] |= {"axis": host.axis, "group_size": host.group_size}
+        for part in _PARTS:
+            if getattr(host, part) is not None:
+                add(f"{name}.{part}", getattr(host, part))
+    write_arrays(Path(path), content, {"quantized": layouts, "metadata": dict(metadata or {})})
+
+
+def load_quantized(
+    path: str | Path, device: Literal["cpu", "gpu"] = "cpu"
+) -> tuple[dict[str, QuantizedArray | Array], dict[str, Any]]:
+    """The arrays and the metadata that :func:`save_quantized` wrote.
+
+    device: where the arrays are to be, `"cpu"` or `"gpu"`.
+    Raises DataError for a file that is absent, damaged or foreign, UnsupportedDeviceError where
+    there is no GPU.
+    """
+    if device not in ("cpu", "gpu"):
+        raise ConfigError(f"load_quantized: device must be 'cpu' or 'gpu', got {device!r}")
+    if device == "gpu" and not gpu_available():
+        raise UnsupportedDeviceError("load_quantized: device='gpu', but no GPU is here")
+    content, description = read_arrays(Path(path))
+    try:
+        layouts, metadata = description["quantized"], description["metadata"]
+        arrays: dict[str, QuantizedArray | Array] = {}
+        for name, layout in layouts.items():
+            dtype = _BY_NAME[layout["dtype"]]
+            codes = content.pop(name).view(dtype.storage_dtype)
+            scales, zero_points = (content.pop(f"{name}.{part}", None) for part in _PARTS)
+            arrays[name] = QuantizedArray(
+                codes,
+                dtype,
+                layout["shape"],
+                scales,
+                zero_points,
+                layout.get("axis"),
+                layout.get("group_size"),
+            )
+    except KeyError as error:
+        raise DataError(f"{path}: holds no quantised arrays (no {error})") from error
+    arrays |= content
+    if device == "gpu":
+        cupy = require_cupy("GPU arrays")
+        for name, array in arrays.items():
+            quantized = isinstance(array, QuantizedArray)
+            arrays[name] = array.to_device("gpu") if quantized else cupy.asarray(array)
+    return arrays, metadata

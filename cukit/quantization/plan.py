@@ -1,0 +1,181 @@
+"""Which kernel quantises an array, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cukit.core.kernel import KernelSpec
+from cukit.quantization.matrices import Matrices
+
+FORMATS = {"float8_e4m3": "E4M3", "float8_e5m2": "E5M2", "int8": "INT8", "int4": "INT4"}
+_VECTOR_BYTES = 16
+_WARP = 32
+_THREADS = 256
+_MOST_THREADS = 1024
+_VECTORS = 4
+"""Loads of 16 bytes that a thread has in flight: fewer do not fill an H200's bandwidth."""
+_SHARED_VECTORS = 2
+"""Vectors of a small block that a thread holds."""
+_MOST_VECTORS = 8
+"""Vectors that a thread keeps in registers where a block is large."""
+_SHARED_TENSOR = 1 << 16
+"""Values from which on a block of values is worth several thread blocks."""
+_TENSOR_THREADS = 512
+_COLUMN_THREADS = 8
+"""Vectors side by side of one thread block over columns: 128 bytes, a line of the cache."""
+
+CLIP_CANDIDATES = {"absmax": 1, "mse": 16}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What the codes and the factors look like: everything that is not a matter of speed."""
+
+    format: str
+    dtype: str
+    scale_dtype: str
+    zero_points: bool = False
+    power_of_two: bool = False
+    clip: str = "absmax"
+
+    def defines(self) -> tuple[tuple[str, str | int], ...]:
+        """Macros of every kernel."""
+        return (
+            ("FORMAT", FORMATS[self.format]),
+            ("DTYPE", self.dtype),
+            ("SCALE", self.scale_dtype),
+            ("ZERO_POINTS", int(self.zero_points)),
+            ("POWER_OF_TWO", int(self.power_of_two)),
+        )
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """How one call runs.
+
+    kernel: `"blocks"`, one pass; `"tensor"`, two launches over blocks that many thread blocks
+        share; `"columns"`, two sweeps of one launch.
+    team: threads that share a block of values ("columns": vectors side by side).
+    units: blocks of values that a team serves.
+    items: vectors of 16 bytes that a thread loads at once.
+    held: whether a block of values stays in registers.
+    num_blocks: thread blocks; of "tensor" for each tensor.
+    flat: whether blocks of values are parts of rows that they divide, without a byte of padding.
+    """
+
+    kernel: str
+    rounding: Rounding
+    aligned: bool
+    threads: int
+    team: int
+    units: int
+    items: int
+    held: bool
+    block: tuple[int, int]
+    num_blocks: int
+    flat: bool = False
+
+    def specs(self) -> tuple[KernelSpec, ...]:
+        """What is launched, in order."""
+        defines = (
+            *self.rounding.defines(),
+            ("ALIGNED", int(self.aligned)),
+            ("THREADS", self.threads),
+            ("ITEMS", self.items),
+        )
+        if self.kernel == "tensor":
+            entries: tuple[str, ...] = ("tensor_extremes", "tensor_codes")
+        else:
+            entries = (f"quantize_{self.kernel}",)
+        if self.kernel == "columns":
+            defines += (("COLS_THREADS", self.team),)
+        if self.kernel == "blocks":
+            defines += (
+                ("TEAM", self.team),
+                ("UNITS", self.units),
+                ("HELD", int(self.held)),
+                ("FLAT", int(self.flat)),
+                ("BLOCK_ROWS", self.block[0]),
+                ("BLOCK_COLS", self.block[1]),
+                ("CANDIDATES", CLIP_CANDIDATES[self.rounding.clip]),
+            )
+        source = f"quantization/quantize_{self.kernel}.cu"
+        return tuple(KernelSpec(source, entry, defines, self.threads) for entry in entries)
+
+
+@lru_cache(maxsize=1024)
+def plan_quantize(
+    matrices: Matrices, rounding: Rounding, itemsize: int, num_sms: int, *, aligned: bool = True
+) -> QuantizeConfig:
+    """The kernel for `matrices` of values of `itemsize` bytes.
+
+    aligned: whether rows and blocks begin on 16 bytes of values, and their codes likewise.
+    """
+    values = _VECTOR_BYTES // itemsize
+    if matrices.block_cols == 1 < matrices.block_rows and rounding.clip == "absmax":
+        return _plan_columns(matrices, rounding, values, aligned)
+    block_size = matrices.block_rows * matrices.block_cols
+    whole = matrices.block_cols == matrices.cols and matrices.rows % matrices.block_rows == 0
+    few = matrices.num_blocks < num_sms and block_size >= _SHARED_TENSOR
+    padded = matrices.cols % 2 and rounding.format == "int4" and matrices.block_rows > 1
+    if whole and few and not padded and rounding.clip == "absmax":
+        a_round = _TENSOR_THREADS * _VECTORS * values
+        most = -(-num_sms * 2048 // _TENSOR_THREADS // matrices.num_blocks)
+        parts = min(-(-block_size // a_round), most)
+        return QuantizeConfig(
+            "tensor", rounding, aligned, _TENSOR_THREADS, 1, 1, _VECTORS, False, (0, 0), parts
+        )
+    return _plan_blocks(matrices, rounding, values, aligned)
+
+
+def _plan_blocks(
+    matrices: Matrices, rounding: Rounding, values: int, aligned: bool
+) -> QuantizeConfig:
+    vectors = matrices.block_rows * -(-matrices.block_cols // values)
+    held = True
+    if vectors <= _WARP * _VECTORS:
+        # A thread holds a few vectors of each block: finding a scale costs as much as ten values.
+        items = min(_SHARED_VECTORS, vectors)
+        threads, team = _THREADS, min(_WARP, _power_of_two(-(-vectors // items)))
+        items = -(-vectors // team)
+        units = min(team, max(1, _VECTORS // items)) if rounding.clip == "absmax" else 1
+    else:
+        # Tiles are sparser in registers: fewer vectors a thread.
+        most = _MOST_VECTORS if matrices.block_rows == 1 else _VECTORS
+        wanted = most if vectors <= most * 512 else _MOST_VECTORS
+        threads = min(_MOST_THREADS, max(2 * _WARP, _power_of_two(-(-vectors // wanted))))
+        team, units, items = threads, 1, -(-vectors // threads)
+        if items > _MOST_VECTORS:
+            held, items = False, _VECTORS
+    teams = threads // team * units
+    whole_bytes = rounding.format != "int4" or matrices.cols % 2 == 0
+    flat = matrices.block_rows == 1 and matrices.cols % matrices.block_cols == 0 and whole_bytes
+    tile = matrices.block_rows > 1 and matrices.block_cols != matrices.cols
+    block = (
+        matrices.block_rows if matrices.block_rows == 1 or tile else 0,
+        matrices.block_cols if vectors <= _WARP or tile else 0,
+    )
+    return QuantizeConfig(
+        "blocks", rounding, aligned, threads, team, units, items, held, block,
+        -(-matrices.num_blocks // teams),
+        flat,
+    )  # fmt: skip
+
+
+def _plan_columns(
+    matrices: Matrices, rounding: Rounding, values: int, aligned: bool
+) -> QuantizeConfig:
+    deep = _THREADS // _COLUMN_THREADS
+    threads = _THREADS if matrices.block_rows <= deep * _VECTORS else 2 * _THREADS
+    strips = -(-matrices.cols // (_COLUMN_THREADS * values))
+    num_blocks = strips * matrices.blocks_down * matrices.num_matrices
+    return QuantizeConfig(
+        "columns", rounding, aligned, threads, _COLUMN_THREADS, 1, _VECTORS, False, (0, 0),
+        num_blocks,
+    )  # fmt: skip
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest power of two not below `number`."""
+    return 1 << (number - 1).bit_length()

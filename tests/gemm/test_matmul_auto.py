@@ -1,0 +1,265 @@
+"""matmul(precision=...): plans, sampled errors, and results whatever was chosen."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cukit as ck
+from cukit.core.device import typical_device
+from cukit.errors import ConfigError, UnsupportedDeviceError
+from cukit.gemm import forget_decisions, measured_times
+from cukit.gemm.candidates import MatmulProblem, plan_matmul
+from cukit.gemm.sampled_error import sampled_error
+from tests.contract import random, to_device, to_host
+
+H200 = typical_device("sm_90")
+
+
+@pytest.fixture(autouse=True)
+def fresh_decisions(tmp_path, monkeypatch):
+    """No decision and no measurement of another test's."""
+    monkeypatch.setattr(measured_times, "cache_folder", lambda: tmp_path)
+    measured_times.forget()
+    forget_decisions()
+    yield
+    measured_times.forget()
+    forget_decisions()
+
+
+def best(problem, device=H200, times=None):
+    return plan_matmul(problem, device, times)[0]
+
+
+def linear(m, n, k, dtype="bfloat16", **options):
+    return MatmulProblem(m, n, k, dtype, options.pop("out", dtype), transpose_b=True, **options)
+
+
+def test_short_products_of_few_tokens_go_to_gemv():
+    """Where it was measured to be ahead of cuBLAS on an H200."""
+    for tokens in (1, 8, 16):
+        assert best(linear(tokens, 1024, 8192)).kernel == "gemv"
+        assert best(MatmulProblem(4096, tokens, 1024, "bfloat16", "bfloat16")).kernel == "gemv"
+    assert best(linear(1, 8192, 28672)).kernel == "cublas"
+    assert best(MatmulProblem(1, 4096, 4096, "bfloat16", "bfloat16")).kernel == "cublas"
+    assert best(linear(17, 4096, 1024)).kernel != "gemv"
+    assert best(linear(1, 4096, 4096, aligned=False)).kernel == "cublas"
+    assert best(linear(1, 1024, 4096, accumulate=True)).kernel == "cublas"
+
+
+def test_kernels_are_left_out_for_a_reason():
+    def reasons(problem, device=H200):
+        return {each.kernel: each.reason for each in plan_matmul(problem, device)}
+
+    assert reasons(linear(64, 64, 64))["linear"] is None
+    assert "contiguous" in reasons(linear(64, 64, 64, flat=False))["linear"]
+    assert "accumulates" in reasons(linear(64, 64, 64, accumulate=True))["linear"]
+    assert "accumulate" in reasons(linear(8, 64, 64, accumulate=True))["gemv"]
+    assert reasons(MatmulProblem(3, 3, 3, "float64", "float64")) == {"cublas": None}
+
+
+def test_coarser_arithmetic_is_faster_only_where_products_are_large():
+    def order(m, n, k):
+        kept = [e for e in plan_matmul(linear(m, n, k, "float32"), H200) if e.reason is None]
+        return [each.precision for each in kept]
+
+    assert order(4096, 4096, 4096)[0] == "bfloat16"
+    assert order(4096, 4096, 4096)[-1] == "float32"
+    assert order(64, 64, 64)[0] in ("float32", "tf32")
+
+
+def test_measured_times_overrule_the_model():
+    problem = linear(4096, 4096, 4096)
+    slow = {("cublas", "bfloat16"): 300.0}
+    chosen = best(problem, times=slow)
+    assert chosen.kernel == "linear"
+    times = {**slow, ("linear", "bfloat16"): 400.0}
+    assert best(problem, times=times) == plan_matmul(problem, H200, times)[0]
+    assert best(problem, times=times).measured
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_every_device_has_a_kernel_for_everything(arch):
+    for dtype in ("float32", "float64", "float16", "bfloat16"):
+        for m, n, k in ((1, 1, 1), (0, 5, 3), (3, 5, 0), (4096, 4096, 4096)):
+            chosen = best(linear(m, n, k, dtype), typical_device(arch))
+            assert chosen.reason is None
+            assert chosen.time_us > 0
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 40, 72), (70, 136, 64), (40, 5, 24)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_results_are_those_of_matmul(device, rng, dtype, m, n, k, transpose_a, transpose_b):
+    a = random(rng, (k, m) if transpose_a else (m, k), dtype)
+    b = random(rng, (n, k) if transpose_b else (k, n), dtype)
+    options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    placed = to_device(device, a, b)
+    for _ in range(2):  # decided, then remembered
+        out, plan = ck.matmul(*placed, **options, precision="auto", return_plan=True)
+        want = to_host(ck.matmul(*placed, **options)).astype(np.float32)
+        np.testing.assert_allclose(to_host(out).astype(np.float32), want, rtol=1e-2, atol=1e-1)
+        assert out.dtype == a.dtype
+    assert plan.precision == dtype
+    assert not plan.errors
+    assert plan.kernel == "reference" if device == "cpu" else plan.estimates
+
+
+def test_leading_axes_out_and_accumulation(device, rng):
+    a, b = random(rng, (2, 3, 64), "bfloat16"), random(rng, (40, 64), "bfloat16")
+    placed = to_device(device, a, b)
+    out = ck.matmul(*placed, transpose_b=True, precision="auto")
+    assert out.shape == (2, 3, 40)
+    target = to_device(device, np.ones((2, 3, 40), np.float32))[0]
+    again = ck.matmul(*placed, transpose_b=True, out=target, accumulate=True, precision="auto")
+    assert again is target
+    want = 1 + np.einsum("abk,nk->abn", a.astype(np.float64), b.astype(np.float64))
+    np.testing.assert_allclose(to_host(target), want, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("rtol", "expected"), [(None, "float32"), (1e-6, "float32"), (2e-3, "tf32"), (0.1, "bfloat16")]
+)
+def test_the_coarsest_arithmetic_within_rtol(rng, rtol, expected):
+    """In the emulator, whose device is an H200: plans only, at a size where it matters."""
+    a = np.broadcast_to(random(rng, (1, 512), "float32"), (4096, 512)).copy()
+    b = random(rng, (4096, 512), "float32")
+    with ck.backend("emulator", arch="sm_90"):
+        plan = ck.explain_matmul(a, b, transpose_b=True, rtol=rtol)
+    assert plan.precision == expected
+    assert all(error >= 0 for _, error in plan.errors)
+    assert f"{plan.kernel} in {expected}" in str(plan)
+
+
+def test_a_product_in_bfloat16_stays_within_rtol(device, rng):
+    """By name: the arithmetic is the asked one on every device with kernels."""
+    a, b = random(rng, (5, 64), "float32"), random(rng, (48, 64), "float32")
+    exact = a.astype(np.float64) @ b.T.astype(np.float64)
+    for precision, bound in (("bfloat16", 8e-3), ("tf32", 2e-3), ("float32", 1e-6)):
+        out = to_host(ck.matmul(*to_device(device, a, b), transpose_b=True, precision=precision))
+        assert out.dtype == np.float32
+        error = np.linalg.norm(out - exact, axis=1) / np.linalg.norm(exact, axis=1)
+        assert error.max() <= bound
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_sampled_errors(place, rng):
+    a, b = random(rng, (300, 128), "float32"), random(rng, (500, 128), "float32")
+    placed = to_device(place, a, b)
+    errors = {
+        precision: sampled_error(*placed, precision, transpose_a=False, transpose_b=True)
+        for precision in ("tf32", "bfloat16")
+    }
+    assert 1e-4 < errors["tf32"] < 2e-3
+    assert 1e-3 < errors["bfloat16"] < 1e-2
+    transposed = to_device(place, a.T.copy(), b.T.copy())
+    again = sampled_error(*transposed, "tf32", transpose_a=True, transpose_b=False)
+    assert again == pytest.approx(errors["tf32"], rel=1e-6)
+    zeros = to_device(place, np.zeros_like(a), b)
+    assert sampled_error(*zeros, "bfloat16", transpose_a=False, transpose_b=True) == 0
+    broken = to_device(place, np.full_like(a, np.inf), b)
+    error = sampled_error(*broken, "bfloat16", transpose_a=False, transpose_b=True)
+    assert not error <= 1  # never within any rtol
+
+
+def test_a_decision_is_made_once(monkeypatch, rng, caplog):
+    from cukit.gemm import decision
+
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(args)
+        return sampled_error(*args, **options)
+
+    monkeypatch.setattr(decision, "sampled_error", counted)
+    a, b = random(rng, (512, 64), "float32"), random(rng, (64, 512), "float32")
+    with ck.backend("emulator"), caplog.at_level(logging.DEBUG, "cukit.gemm"):
+        for _ in range(3):
+            ck.matmul(a, b, precision="auto", rtol=1e-6)
+    assert len(calls) <= 2  # one for each coarser arithmetic
+    assert len(caplog.records) == 1
+    assert "cublas in float32" in caplog.text
+
+
+def test_measured_times_outlive_the_process(tmp_path):
+    problem = linear(64, 64, 64)
+    measured_times.remember(H200, problem, {("cublas", "bfloat16"): 5.0})
+    measured_times.forget()
+    assert measured_times.recall(H200, problem) == {("cublas", "bfloat16"): 5.0}
+    assert measured_times.recall(typical_device("sm_80"), problem) is None
+    (tmp_path / "matmul_times.json").write_text("[1")
+    measured_times.forget()
+    assert measured_times.recall(H200, problem) is None
+
+
+@pytest.mark.gpu
+def test_tuning_measures_every_candidate(rng):
+    a, b = to_device("gpu", random(rng, (64, 256), "float32"), random(rng, (128, 256), "float32"))
+    plan = ck.tune_matmul(a, b, transpose_b=True)
+    assert all(each.measured for each in plan.estimates if each.reason is None)
+    _, after = ck.matmul(a, b, transpose_b=True, precision="auto", return_plan=True)
+    assert after.estimates == plan.estimates
+
+
+class Strict:
+    """An array of a library of which only what the standard demands of a product is known."""
+
+    def __init__(self, array):
+        self._array = np.asarray(array)
+        self.shape, self.dtype = self._array.shape, self._array.dtype
+
+    def __array_namespace__(self, api_version=None):
+        def wrapped(function):
+            return lambda x, *args: Strict(function(x._array, *args))
+
+        return SimpleNamespace(
+            reshape=wrapped(np.reshape),
+            matrix_transpose=wrapped(np.matrix_transpose),
+            astype=wrapped(np.astype),
+            matmul=lambda x, y: Strict(x._array @ y._array),
+            float64=np.float64,
+            asarray=Strict,
+        )
+
+
+@pytest.mark.parametrize("library", ["stand-in", "array_api_strict"])
+def test_arrays_of_the_standard(rng, library):
+    """They are multiplied by their own library."""
+    if library == "stand-in":
+        xp = Strict(0).__array_namespace__()
+    else:
+        xp = pytest.importorskip("array_api_strict")
+
+    def values(array):
+        return array._array if isinstance(array, Strict) else np.asarray(array)
+
+    host_a, host_b = random(rng, (2, 3, 8), "float32"), random(rng, (5, 8), "float32")
+    a, b = xp.asarray(host_a), xp.asarray(host_b)
+    for options in ({}, {"precision": "auto", "rtol": 1e-2}):
+        out = ck.matmul(a, b, transpose_b=True, **options)
+        assert type(out) is type(a)
+        np.testing.assert_allclose(values(out), host_a @ host_b.T, rtol=1e-5, atol=1e-6)
+    out = ck.matmul(a, a, transpose_a=True, out_dtype=xp.float64)
+    assert out.dtype == xp.float64
+    assert out.shape == (8, 8)
+    with pytest.raises(ConfigError, match="out and return_plan are for NumPy and CuPy arrays"):
+        ck.matmul(a, b, transpose_b=True, precision="auto", return_plan=True)
+
+
+def test_errors_name_the_argument():
+    a, b = np.ones((2, 4), np.float32), np.ones((4, 3), np.float32)
+    with pytest.raises(ConfigError, match="precision of float32 operands must be auto, float32"):
+        ck.matmul(a, b, precision="int8")
+    with pytest.raises(ConfigError, match="precision of bfloat16 operands must be auto, bfloat16"):
+        ck.matmul(a.astype(ml_dtypes.bfloat16), b.astype(ml_dtypes.bfloat16), precision="tf32")
+    with pytest.raises(ConfigError, match="rtol must not be negative"):
+        ck.matmul(a, b, precision="auto", rtol=-1.0)
+    with pytest.raises(ConfigError, match="rtol and return_plan go with precision='auto'"):
+        ck.matmul(a, b, rtol=1e-3)
+    with pytest.raises(UnsupportedDeviceError, match="measured on a GPU"):
+        ck.tune_matmul(a, b)

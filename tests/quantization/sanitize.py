@@ -1,0 +1,31 @@
+"""Groups for `tests.sanitize`: every granularity and format, there and back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import cukit as ck
+from tests.contract import random, to_device
+from tests.quantization.test_quantize import GRANULARITIES, OPTIONS
+from tests.sanitize import Group
+
+
+def granularities() -> None:
+    rng = np.random.default_rng(3)
+    for shape, granularity in GRANULARITIES.values():
+        (x,) = to_device("gpu", random(rng, shape, "bfloat16"))
+        for dtype, options in list(OPTIONS.values())[1:5]:
+            ck.dequantize(ck.quantize(x, dtype, **granularity, **options), "bfloat16")
+
+
+def searched_clips() -> None:
+    rng = np.random.default_rng(3)
+    for shape in ((5, 96), (3, 2056), (3, 101)):
+        (x,) = to_device("gpu", random(rng, shape, "float32"))
+        ck.quantize(x, ck.int4, clip="mse", zero_points=True)
+
+
+GROUPS = {
+    "granularities": Group(granularities, shares=True, quick=True),
+    "searched clips": Group(searched_clips, shares=True),
+}
