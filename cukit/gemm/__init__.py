@@ -8,7 +8,6 @@ from cukit.gemm.block_sparse import (
 )
 from cukit.gemm.bsr import bsr_matmul
 from cukit.gemm.decision import MatmulPlan, forget_decisions
-from cukit.gemm.dense import matmul
 from cukit.gemm.depth_routing import (
     depth_combine,
     depth_combine_backward,

@@ -161,6 +161,8 @@ def _quantized_linear(rng: Rng) -> Arguments:
         weight, int4, scales=scales, zero_points=zero_points, axis=1, group_size=128
     )
     return (x, codes, bias), {}
+
+
 def _quantized(rng: Rng) -> Any:
     codes = random(rng, (6, 77), "float32", 3.0)
     factors = rng.uniform(0.5, 2, (6, 3)).astype(np.float32), np.ones((6, 3), np.int8)
@@ -267,10 +269,9 @@ def run(
 ) -> list[np.ndarray[Any, Any]]:
     """Results of the op's sample, or of its reference (in float64 where `wide`), on the host."""
     args, options = SAMPLES[op.name](np.random.default_rng(5))
-    if wide and not any(isinstance(value, QuantizedArray) for value in args):
     if reference and op.name in ("quantize", "dequantize"):  # on the CPU; the same to the bit
         return [array.astype(np.float64) for array in _flat(op.function(*args, **options))]
-    if wide:
+    if wide and not any(isinstance(value, QuantizedArray) for value in args):
         args, options = _map(args, _widen), _map(options, _widen)
     args, options = _map(args, place), _map(options, place)
     if reference and op.name == "encode":
