@@ -240,7 +240,7 @@ def _raster_group(
 ) -> int:
     """Tiles in flight read the fewest bytes where as many are of the weight as of x."""
     ratio = tiling.tokens * 8 * weight.x_bytes / (tiling.rows * weight.dtype.bits)
-    return max(1, min(round((blocks * ratio) ** 0.5), tiles_m))
+    return max(1, min(round(math.sqrt(blocks * ratio)), tiles_m))
 
 
 # Measured on an H200, in cycles.
