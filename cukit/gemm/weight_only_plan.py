@@ -41,7 +41,7 @@ class WeightOnlyTiling:
     mapped_out: bool = False
     """Whether TMA stores the result."""
     fold: bool = False
-    """Whether codes are multiplied by their scales before the product, rounded to the dtype of x."""
+    """Whether codes are multiplied by their scales first, rounded to the dtype of x."""
     blocks_per_sm: int = 1
     strips: int = 0
     """Of "few": sixteens of rows of a block."""

@@ -17,10 +17,9 @@
 //   x, swizzled rows of 128 bytes | with MAPPED_OUT a piece of out, [kPieceTokens, 64] in such rows, for
 //   each consumer | stages of the weight's blocks. Static: two barriers a stage, a word for each
 //   consumer, tables of float8 numbers.
-// Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 256 (of 32
-//   beyond 128), CONSUMERS 2|4; MAPPED_OUT
-//   0|1: out is stored by TMA, which asks for rows of a multiple of 16 bytes; STAGES 2..; THREADS
-//   128 * (CONSUMERS + 1).
+// Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 256 (of 32 beyond 128), CONSUMERS
+//   2|4; MAPPED_OUT 0|1: out is stored by TMA, which asks for rows of a multiple of 16 bytes; STAGES 2..;
+//   THREADS 128 * (CONSUMERS + 1).
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/hopper/gemm.cuh"
