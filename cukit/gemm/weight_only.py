@@ -100,6 +100,7 @@ def quantized_linear(
         raise ArrayError(
             f"{_OP}: weight must be a PackedWeight or a QuantizedArray, got {type(weight).__name__}"
         )
+    assert x is not None
     if out is not None:
         dtype = out.dtype
     elif out_dtype is not None:
@@ -298,7 +299,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         plan_weight_only(tokens, weight, dtype.name, device).spec()
         for weight in weights
         for dtype in _DTYPES
-        for tokens in (1, 32, 64, 128)
+        for tokens in (1, 32, 64, 1024)
     ]
 
 

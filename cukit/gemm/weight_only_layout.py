@@ -317,13 +317,9 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
     codes = _ORDERS[weight.order].unpack(xp.ascontiguousarray(blocks[..., :code_bytes]))
     storage = _as_storage(codes[:n, :k], weight.dtype)
     if weight.group_size is None:
-        return QuantizedArray(
-            storage,
-            weight.dtype,
-            weight.shape,
-            packed.row_scales[:, None].copy(),
-            axis=1,  # type: ignore[index]
-        )
+        assert packed.row_scales is not None
+        row_scales = packed.row_scales[:, None].copy()
+        return QuantizedArray(storage, weight.dtype, weight.shape, row_scales, axis=1)
     groups = -(-k // weight.group_size)
     shape = (2 * pairs, steps, weight.groups, _WARPS, _ROWS, _HALVES)
     end = code_bytes + weight.groups * BLOCK_ROWS * weight.scale_dtype.itemsize

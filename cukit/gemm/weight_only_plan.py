@@ -41,6 +41,7 @@ class WeightOnlyTiling:
     mapped_out: bool = False
     """Whether TMA stores the result."""
     fold: bool = False
+    """Whether codes are multiplied by their scales first, rounded to the dtype of x."""
     blocks_per_sm: int = 1
     strips: int = 0
     """Of "few": sixteens of rows of a block."""
@@ -240,7 +241,7 @@ def _raster_group(
 ) -> int:
     """Tiles in flight read the fewest bytes where as many are of the weight as of x."""
     ratio = tiling.tokens * 8 * weight.x_bytes / (tiling.rows * weight.dtype.bits)
-    return max(1, min(round((blocks * ratio) ** 0.5), tiles_m))
+    return max(1, min(round(math.sqrt(blocks * ratio)), tiles_m))
 
 
 # Measured on an H200, in cycles.

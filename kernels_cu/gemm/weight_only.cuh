@@ -3,8 +3,9 @@
 //
 // Macros: DTYPE float16|bfloat16 (bias, out, and x unless FLOAT8); FLOAT8 0|1: x is float8 (e4m3); BITS
 //   4|8 (8 only without FLOAT8); GROUP 32|64|128, or 0 for one scale a row; ZERO_POINTS 0|1 (int4 with
-//   groups); SCALE float16|bfloat16|float32; TOKENS, of a tile; CONSUMERS: warpgroups with 64 rows of
-//   the weight each.
+//   groups); SCALE float16|bfloat16|float32; FOLD 0|1: codes are multiplied by their scales before the
+//   product, rounded to T, instead of the sums of a group in float; TOKENS, of a tile; CONSUMERS:
+//   warpgroups with 64 rows of the weight each.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"

@@ -11,14 +11,15 @@
 //   of the first warpgroup loads a step of k, 128 columns: blocks of the packed weight by bulk copies, x
 //   by TMA. Consumer warpgroup i has rows 64 i .. 64 i + 63 of the tile.
 // Scales: a group's products are summed by the tensor cores from zero, then added to the accumulators
-//   times the scale, in float. The next chunk of codes is decoded while products are in flight.
+//   times the scale, in float. The next chunk of codes is decoded while products are in flight. With
+//   FOLD a tile may have 256 tokens, since it needs no second set of sums.
 // Shared memory, bytes: STAGES * (TOKENS * 128 * sizeof(x) + CONSUMERS * block bytes), dynamic: stages of
 //   x, swizzled rows of 128 bytes | with MAPPED_OUT a piece of out, [kPieceTokens, 64] in such rows, for
 //   each consumer | stages of the weight's blocks. Static: two barriers a stage, a word for each
 //   consumer, tables of float8 numbers.
-// Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 128, CONSUMERS 2|4; MAPPED_OUT
-//   0|1: out is stored by TMA, which asks for rows of a multiple of 16 bytes; STAGES 2..; THREADS
-//   128 * (CONSUMERS + 1).
+// Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 256 (of 32 beyond 128), CONSUMERS
+//   2|4; MAPPED_OUT 0|1: out is stored by TMA, which asks for rows of a multiple of 16 bytes; STAGES 2..;
+//   THREADS 128 * (CONSUMERS + 1).
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/hopper/gemm.cuh"
