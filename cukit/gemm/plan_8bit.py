@@ -158,9 +158,9 @@ _SPLITS = (2, 4)
 def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
     """What plan_matmul_8bit chooses from: accumulators, and partial sums, fit into registers."""
     if m > 64:
-        yield Tiling8Bit(256, 128)
         if not product.promoted:
             yield Tiling8Bit(128, 256)
+        yield Tiling8Bit(256, 128)
         if not product.blocks:  # of which a tile of 192 columns has parts of two
             yield Tiling8Bit(128, 192)
     for tile_m in (64,) if m <= 64 else (128, 64):
@@ -239,9 +239,7 @@ def cost_us(
     tiles = tiles_m * tiles_n
     slots = _CLUSTERS[tiling.splits] * num_sms // _CLUSTERS[1] * tiling.blocks_per_sm
     rounds = -(-tiles // max(1, slots))
-    share = (
-        tiling.blocks_per_sm if tiles * tiling.splits > num_sms else 1
-    )  # of an SM, tiles at a time
+    share = tiling.blocks_per_sm if tiles * tiling.splits > num_sms else 1  # of an SM
     area = tiling.tile_m * tiling.tile_n
     across = product.blocks and 128 % tiling.tile_n != 0
     loaded = (min(m, tiling.tile_m) + tiling.tile_n) * TILE_K
