@@ -81,32 +81,23 @@ class Tiling:
     def threads(self) -> int:
         return (self.consumers + 1) * _WARPGROUP
 
-    def tile_rows(self, parts: int) -> int:
-        """Of the result, in a tile of the product with one or two `parts`: half of the rows of a
-        transposed one, half of the columns else."""
-        return self.tile_m // (parts if self.transposed else 1)
-
-    def tile_columns(self, parts: int) -> int:
-        """As `tile_rows`."""
-        return self.tile_n // (1 if self.transposed else parts)
-
     def piece_columns(self, parts: int) -> int:
         """Columns of the result that leave in one copy."""
-        columns = self.tile_columns(parts)
+        columns = self.tile_n // parts
         return next(width for width in (64, 32, 16) if columns % width == 0)
 
     def epilogue_bytes(self, parts: int) -> int:
         """Shared memory behind the stages."""
         if self.splits > 1:
             slices = self.splits
-            while self.tile_columns(parts) % (8 * slices):
+            while self.tile_n // parts % (8 * slices):
                 slices //= 2
             sums = self.tile_m * self.tile_n // slices
             return (self.splits - 1) * sums * 4
         if self.transposed:
             return self.consumers * self.tile_n * ROW_BYTES
         piece = self.piece_columns(parts)
-        buffers = 2 if self.tile_columns(parts) > piece else 1
+        buffers = 2 if self.tile_n // parts > piece else 1
         return self.consumers * buffers * 64 * piece * ITEM_BYTES
 
     def stage_bytes(self, product: Product) -> int:
@@ -131,9 +122,8 @@ class Tiling:
 
     def tiles(self, product: Product) -> tuple[int, int]:
         """Tiles (of a cluster that shares b) along each axis of the product."""
-        parts = 1 + product.gated
-        rows, columns = self.tile_rows(parts) * self.cluster, self.tile_columns(parts)
-        return -(-product.m // rows), -(-product.n // columns)
+        columns = self.tile_n // (1 + product.gated)
+        return -(-product.m // (self.tile_m * self.cluster)), -(-product.n // columns)
 
 
 @dataclass(frozen=True)
@@ -187,7 +177,8 @@ def configure(product: Product, tiling: Tiling, num_sms: int) -> Sm90Config:
     in_flight = min(tiles, at_a_time)
     clusters = tiles if tiling.splits > 1 else in_flight
     blocks = clusters * tiling.splits * tiling.cluster
-    group = round((in_flight * tiling.tile_n / (tiling.tile_m * tiling.cluster)) ** 0.5)
+    rows = tiling.tile_m * tiling.cluster
+    group = round((in_flight * tiling.tile_n / (1 + product.gated) / rows) ** 0.5)
     return Sm90Config(product, tiling, blocks, max(1, min(group, tiles_m)))
 
 
@@ -227,26 +218,19 @@ _FEW = tuple(
     for tokens in (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)
     for tile_m, consumers in ((128, 2), (64, 1))
 )
-_FEW_GATED = tuple(
-    Tiling(128 * consumers, tokens, consumers, transposed=True, blocks_per_sm=3 - consumers)
-    for tokens in (16, 32, 48, 64, 96, 128)
-    for consumers in (2, 1)
-)
 
 
 def candidates(product: Product) -> Iterator[Tiling]:
     """Every tiling that suits the product's layouts and leaves each block a step of k."""
     steps = -(-product.k // TILE_K)
-    parts = 1 + product.gated
     tilings = [*_WIDE, *_SMALL]
     if product.keeps and not product.gated:
         tilings.remove(_WIDEST)  # too few registers for both results
-    if product.major_a == "K":
-        tilings += _FEW_GATED if product.gated else _FEW
+    if not product.gated and product.major_a == "K":
+        tilings += _FEW
     for tiling in tilings:
         computed = product.swapped() if tiling.transposed else product
-        unit = 64 if computed.major_b == "MN" else 16
-        if tiling.tile_columns(parts) % unit:
+        if tiling.tile_n % (64 if computed.major_b == "MN" else 32 if product.gated else 16):
             continue
         for splits in _SPLITS:
             each = replace(tiling, splits=splits)

@@ -27,10 +27,8 @@ class LinearSm90:
         product, tiling = config.product, config.tiling
         steps = -(-product.k // TILE_K)
         parts = 1 + product.gated
-        box_a = box_rows(tiling.tile_rows(parts), product.m)
-        box_b = box_rows(tiling.tile_columns(parts), product.n)
-        if tiling.transposed and product.gated:
-            box_a = _ROWS
+        box_a = box_rows(tiling.tile_m, product.m)
+        box_b = box_rows(tiling.tile_n // parts, product.n)
         if tiling.cluster > 1:
             box_a, box_b = tiling.tile_m, tiling.tile_n // tiling.cluster
         parameters = _PARAMETERS["LinearParameters"].pack(
@@ -44,7 +42,7 @@ class LinearSm90:
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
         self._a = _operand(product.k, product.major_a, product.m, box_a)
         self._b = _operand(product.k, product.major_b, product.n, box_b)
-        self._up = self._a if tiling.transposed else self._b
+        self._up = _operand(product.k, product.major_b, product.n, box_b)
         if tiling.transposed:
             out_columns, box = product.m, (tiling.tile_n, _ROWS)
         else:

@@ -25,7 +25,7 @@ import numpy as np
 from cukit.attention import flash_attention, flash_attention_backward
 from cukit.core.arrays import Array
 from cukit.errors import ArrayError, ConfigError
-from cukit.gemm import gated_linear, matmul
+from cukit.gemm import matmul
 from cukit.layers import (
     embedding,
     embedding_backward,
@@ -205,7 +205,8 @@ class Transformer:
             x_in = x
             delta = matmul(_rows(attention_out), weight["o_proj"], transpose_b=True)
             mlp_in, x = self._norm(x, delta, weight["mlp_norm"])
-            mlp_act, gate_up = _swiglu(mlp_in, weight["gate_up_proj"], keep)
+            gate_up = matmul(mlp_in, weight["gate_up_proj"], transpose_b=True)
+            mlp_act = silu_and_mul(gate_up)
             delta = matmul(mlp_act, weight["down_proj"], transpose_b=True)
             if keep:
                 layers.append(
@@ -353,20 +354,6 @@ def _rope_angles(config: TransformerConfig) -> np.ndarray[Any, Any]:
 def _rows(array: Array) -> Array:
     """[batch, seq_len, heads, head_dim] -> [batch * seq_len, heads * head_dim]."""
     return array.reshape(array.shape[0] * array.shape[1], -1)
-
-
-def _swiglu(x: Array, w: Array, keep: bool) -> tuple[Array, Array | None]:
-    """silu(x W_gate) * (x W_up), and with `keep` both products side by side.
-
-    16-bit arrays in one kernel, which exists for no others.
-    """
-    if x.dtype.itemsize == 2:
-        if not keep:
-            return gated_linear(x, w), None
-        act, gate_up = gated_linear(x, w, return_preactivation=True)
-        return act, gate_up
-    gate_up = matmul(x, w, transpose_b=True)
-    return silu_and_mul(gate_up), gate_up
 
 
 def _add_product(gradient: Array, grad_out: Array, inputs: Array) -> None:

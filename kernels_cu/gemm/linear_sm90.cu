@@ -12,7 +12,6 @@
 // TRANSPOSED 1: the transpose of the product is stored. For few tokens: the weight is a, and the
 //   tokens are the columns of a narrow tile.
 // PARTS 2: half of a tile's columns are of gate, half the same ones of up, so that one thread has both.
-//   TRANSPOSED: half of a consumer's rows.
 // CLUSTER 2, SPLITS 1: two neighbouring blocks compute tiles one below the other. Each loads its own
 //   tile of a and half of their common tile of b, which TMA writes to both.
 // SPLITS = CLUSTER > 1: the blocks of a cluster split the steps of k of one tile and add their sums
@@ -21,8 +20,7 @@
 //   rows), a | b | a | ..; then the epilogue's: buffers of StagedEpilogue or TransposedEpilogue, or
 //   what SplitEpilogue receives. Static: two barriers a stage, one of the epilogue.
 // Macros: DTYPE float16|bfloat16; TILE_M, TILE_N, STAGES; CONSUMERS 1|2 of at least 64 rows each, with
-//   TILE_M / CONSUMERS / 64 * TILE_N at most 256 (the accumulators), 128 rows each with TRANSPOSED and
-//   PARTS 2; CLUSTER, SPLITS 1|2|4|8;
+//   TILE_M / CONSUMERS / 64 * TILE_N at most 256 (the accumulators); CLUSTER, SPLITS 1|2|4|8;
 //   BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1); MAJOR_A, MAJOR_B K|MN; TRANSPOSED 0|1; PARTS 1|2;
 //   ACTIVATION NoActivation|Relu|GeluErf|GeluTanh|Silu; KEEPS 0|1.
 // Tensor maps: boxes as DenseOperands (PARTS 2: PairedOperands) and the epilogues say, swizzled; they
@@ -45,27 +43,24 @@ constexpr int kMulticast = SPLITS > 1 ? 1 : CLUSTER;
 using Shape = cukit::GemmShape<T, TILE_M, TILE_N, kMulticast, CONSUMERS, Major::MAJOR_A,
                                Major::MAJOR_B>;
 using Block = cukit::WarpSpecialized<CONSUMERS, 40, BLOCKS_PER_SM>;
-// Of the result, in a tile.
-constexpr int kRows = kMulticast * TILE_M / (TRANSPOSED ? PARTS : 1);
-constexpr int kColumns = TILE_N / (TRANSPOSED ? 1 : PARTS);
-
 template <int Columns>
 using Transform =
     cukit::LinearTransform<T, cukit::ACTIVATION<T>, PARTS, KEEPS != 0, Columns, TRANSPOSED != 0>;
-using Staged = cukit::StagedEpilogue<Shape, T, Transform<kColumns>>;
-using Transposed = cukit::TransposedEpilogue<Shape, T, Transform<kColumns>>;
+using Staged = cukit::StagedEpilogue<Shape, T, Transform<TILE_N / PARTS>>;
+using Transposed = cukit::TransposedEpilogue<Shape, T, Transform<TILE_N>>;
 using Split = cukit::SplitEpilogue<Shape, T, SPLITS, TRANSPOSED != 0,
-                                   Transform<cukit::slice_columns(kColumns, SPLITS)>>;
+                                   Transform<cukit::slice_columns(TILE_N / PARTS, SPLITS)>>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
 static_assert(SPLITS == 1 || SPLITS == CLUSTER, "a cluster splits k, or shares b");
+static_assert(PARTS == 1 || !TRANSPOSED, "gate and up are columns of the product");
 
 }  // namespace
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS_PER_SM)
     linear_sm90(const __grid_constant__ cukit::TensorMap a,        // [m, k]; MN-major: [k, m]
                 const __grid_constant__ cukit::TensorMap b,        // [n, k]; MN-major: [k, n]
-                const __grid_constant__ cukit::TensorMap up,       // as the gate: b, TRANSPOSED a; PARTS 2
+                const __grid_constant__ cukit::TensorMap up,       // [n, k]; only with PARTS 2
                 const __grid_constant__ cukit::TensorMap out,      // [m, n]; TRANSPOSED: [n, m]
                 const __grid_constant__ cukit::TensorMap kept,     // as out; only with KEEPS
                 const __grid_constant__ cukit::TensorMap kept_up,  // and with PARTS 2
@@ -77,14 +72,14 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   __shared__ cukit::Pipeline<STAGES> pipeline;
   __shared__ cukit::StageBarriers<1> arrived;
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
+  constexpr int kRows = kMulticast * TILE_M;
+  constexpr int kColumns = TILE_N / PARTS;
   const cukit::DenseTiles<kMulticast> schedule{{(p.m + kRows - 1) / kRows,
                                                 (p.n + kColumns - 1) / kColumns, p.group, p.steps,
                                                 SPLITS}};
 
   const auto operands = [&] {
-    if constexpr (PARTS == 2 && TRANSPOSED) {
-      return cukit::PairedRows<Shape>{&a, &up, &b, p.m, p.n, parameters.box_b};
-    } else if constexpr (PARTS == 2) {
+    if constexpr (PARTS == 2) {
       return cukit::PairedOperands<Shape>{&a, &b, &up, p.m, p.n, parameters.box_a, parameters.box_b};
     } else {
       return cukit::DenseOperands<Shape>{&a, &b, p.m, p.n, parameters.box_a, parameters.box_b};
@@ -115,7 +110,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
                          p.m, p.n, group, {bias, features}};
           cukit::consume(pipeline, schedule, product, epilogue);
         } else if constexpr (TRANSPOSED) {
-          Transposed epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept, &kept_up};
+          Transposed epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept};
           cukit::consume(pipeline, schedule, product, epilogue);
         } else {
           Staged epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept,

@@ -46,13 +46,6 @@ struct LinearTransform {
     }
   }
 
-  template <int N>
-  CUKIT_DEVICE void combine(float (&results)[N], const float (&gate)[N],
-                            const float (&up)[N]) const {
-#pragma unroll
-    for (int i = 0; i < N; ++i) results[i] = Activation::value(gate[i]) * up[i];
-  }
-
  private:
   CUKIT_DEVICE void load_bias(int row, int column) {
     if (bias == nullptr) return;

@@ -190,14 +190,7 @@ def linear_results(x, w, bias, dtype):
 
 @pytest.mark.parametrize(
     "tiling",
-    [
-        Tiling(128, 256),
-        Tiling(128, 96),
-        Tiling(128, 128, splits=4),
-        Tiling(256, 48, transposed=True),
-        Tiling(128, 16, consumers=1, transposed=True, blocks_per_sm=2),
-        Tiling(256, 32, splits=2, transposed=True),
-    ],
+    [Tiling(128, 256), Tiling(128, 96), Tiling(128, 128, splits=4)],
     ids=str,
 )
 def test_every_gated_tiling(device, rng, tiling):
@@ -262,27 +255,6 @@ def test_large(rng, m, n, k):
 def test_any_number_of_tokens(rng, m):
     x, w = operands(rng, m, 520, 1096, "bfloat16")
     check_against_reference(linear, reference.linear, (x, w), device="gpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("m", "n", "k"), [(256, 4096, 1024), (1, 512, 2048), (5, 7, 9)])
-def test_calls_can_be_captured_in_a_graph(rng, m, n, k):
-    import cupy
-
-    x, w = to_device("gpu", *operands(rng, m, n, k, "bfloat16"))
-    later = to_device("gpu", *operands(rng, m, n, k, "bfloat16"))[0]
-    out = poisoned("gpu", (m, n), "bfloat16")
-    expected = linear(later, w, None, "silu")
-    cupy.cuda.Device().synchronize()  # inputs have come: the stream does not wait for others
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        stream.begin_capture()
-        linear(x, w, None, "silu", out=out)
-        graph = stream.end_capture()
-        x[...] = later
-        graph.launch(stream)
-        stream.synchronize()
-    assert to_host(out).tobytes() == to_host(expected).tobytes()
 
 
 @pytest.mark.parametrize("op", ["linear", "matmul_tma"])

@@ -329,51 +329,6 @@ struct PairedOperands {
   }
 };
 
-// The same for the transposed product: two matrices a. A consumer's first 64 rows are of gate, its
-// second the same ones of up; both in boxes of [64, kTileK].
-template <typename Shape>
-struct PairedRows {
-  static constexpr int kStageBytes = Shape::kStageBytes;
-  using TileB = typename Shape::TileB;
-  using Half = OperandTile<typename Shape::Element, kWarpgroupRows, Shape::kTileK, Major::K>;
-  const TensorMap* gate;
-  const TensorMap* up;
-  const TensorMap* b;
-  int rows, columns;  // of the result
-  int box_b;
-
-  CUKIT_DEVICE int tile_columns(const MatrixTile& tile) const {
-    return min(Shape::kTileN, columns - Shape::column(tile));
-  }
-
-  CUKIT_DEVICE int bytes(const MatrixTile& tile) const {
-    return Shape::TileA::kBytes + TileB::bytes(tile_columns(tile), box_b);
-  }
-
-  // As of DenseOperands.
-  template <int Stages>
-  CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
-    const int least = TileB::bytes((columns - 1) % Shape::kTileN + 1, box_b);
-    clear_bytes<Stages>(stages + Shape::TileA::kBytes, kStageBytes, least, TileB::kBytes);
-    fence_proxy_async();
-  }
-
-  CUKIT_DEVICE void load(unsigned char* stage, Mbarrier* full, const MatrixTile& tile,
-                         int step) const {
-    static_assert(Shape::kRowTiles == 2, "one of gate, one of up");
-    const int k = step * Shape::kTileK;
-    for (int group = 0; group < Shape::kConsumers; ++group) {
-      const int row = (tile.m * Shape::kConsumers + group) * kWarpgroupRows;
-      const int first = row < rows ? row : 0;  // of a tile with fewer consumers' rows left
-      unsigned char* const halves = stage + 2 * group * Half::kBytes;
-      Half::load(halves, gate, full, k, first);
-      Half::load(halves + Half::kBytes, up, full, k, first);
-    }
-    TileB::load(stage + Shape::TileA::kBytes, b, full, k, Shape::column(tile), tile_columns(tile),
-                box_b);
-  }
-};
-
 // Both operands from shared memory. One step's products stay in flight while the next stage is waited
 // for; the stage before is then released.
 template <typename Shape>
@@ -427,7 +382,6 @@ struct SharedProduct {
 //   begin()     loads what prepare() needs, while the products run
 //   prepare()   bias, scales
 //   operator()  activation; with kParts 2 the results are left in the first half
-//   combine()   with kParts 2, of the transposed product: results from the rows of both parts
 // Leaves accumulators as they are:
 struct Identity {
   static constexpr int kParts = 1;
@@ -483,60 +437,40 @@ struct StagedEpilogue {
   CUKIT_DEVICE void finish() const { Store::finish(); }
 };
 
-// The same for a product whose transpose is the result: rows of a are its columns. With kParts 2 the
-// rows of a are PairedRows.
+// The same for a product whose transpose is the result: rows of a are its columns.
 template <typename Shape, typename T, typename Transform = Identity>
 struct TransposedEpilogue {
   using Store = TransposedStore<T, Shape::kTileN>;
   static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
-  static constexpr int kRows = Shape::kGroupRows / Transform::kParts;  // of the result, a consumer's
   unsigned char* buffers;  // kBytes of shared memory
   const TensorMap* out;    // boxes of [kTileN, 64], swizzled
-  int rows, columns;       // of the product; with kParts 2 of each part
+  int rows, columns;       // of the product
   int group;               // this consumer
   Transform transform;
-  const TensorMap* kept = nullptr;     // as of StagedEpilogue
-  const TensorMap* kept_up = nullptr;
-
-  CUKIT_DEVICE int row(const MatrixTile& tile) const {
-    return (tile.m * Shape::kConsumers + group) * kRows;
-  }
+  const TensorMap* kept = nullptr;
 
   CUKIT_DEVICE void begin(const MatrixTile& tile) {
-    transform.begin(row(tile), Shape::column(tile));
+    transform.begin(Shape::row(tile) + group * Shape::kGroupRows, Shape::column(tile));
   }
 
   template <typename Accumulators>
   CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) {
-    const int column = Shape::column(tile);
-    if constexpr (Transform::kParts == 2) {
-      if constexpr (Transform::kKeeps) {
-        write(sums[0], kept, row(tile), column);
-        write(sums[1], kept_up, row(tile), column);
-      }
-      float results[Shape::kTileN / 2];
-      transform.combine(results, sums[0], sums[1]);
-      write(results, out, row(tile), column);
-    } else {
+    unsigned char* const buffer = buffers + group * Store::kBytes;
 #pragma unroll
-      for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-        const int first = row(tile) + row_tile * kWarpgroupRows;
-        if (row_tile > 0) transform.begin(first, column);
-        transform.prepare(sums[row_tile], first, column);
-        if constexpr (Transform::kKeeps) write(sums[row_tile], kept, first, column);
-        transform(sums[row_tile], first, column);
-        write(sums[row_tile], out, first, column);
+    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
+      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+      const int column = Shape::column(tile);
+      if (row_tile > 0) transform.begin(row, column);
+      transform.prepare(sums[row_tile], row, column);
+      if constexpr (Transform::kKeeps) {
+        Store::store(sums[row_tile], buffer, kept, row, column, rows, columns, 1 + group);
       }
+      transform(sums[row_tile], row, column);
+      Store::store(sums[row_tile], buffer, out, row, column, rows, columns, 1 + group);
     }
   }
 
   CUKIT_DEVICE void finish() const { Store::finish(); }
-
- private:
-  CUKIT_DEVICE void write(const float (&sums)[Shape::kTileN / 2], const TensorMap* map, int row,
-                          int column) const {
-    Store::store(sums, buffers + group * Store::kBytes, map, row, column, rows, columns, 1 + group);
-  }
 };
 
 }  // namespace cukit

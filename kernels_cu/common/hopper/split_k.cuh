@@ -107,10 +107,7 @@ struct SplitSums {
 // Transform: as for StagedEpilogue, of slices. Transposed: the transpose of the product is the result.
 template <typename Shape, typename T, int Splits, bool Transposed, typename Transform = Identity>
 struct SplitEpilogue {
-  // Parts of a tile's columns; of the transposed product, parts are of its rows.
-  static constexpr int kParts = Transposed ? 1 : Transform::kParts;
-  static constexpr bool kPairedRows = Transposed && Transform::kParts == 2;
-  using Sums = SplitSums<Shape, float, Splits, kParts>;
+  using Sums = SplitSums<Shape, float, Splits, Transform::kParts>;
   static constexpr int kSliceColumns = Sums::kSliceColumns;
   static constexpr int kPartSlice = Sums::kPartSlice;
   static constexpr int kSlice = Sums::kSlice;
@@ -120,56 +117,41 @@ struct SplitEpilogue {
   StageBarriers<1>* arrived;  // one arrival
   T* out;
   T* kept;                    // [rows, kParts * columns] of the result
-  int rows, columns;          // of the product; with two parts of each
+  int rows, columns;          // of the product; with kParts 2 of the result
   int group;                  // this consumer
   Transform transform;
 
   template <typename Accumulators>
   CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) {
-    constexpr int kRows = Shape::kGroupRows / (kPairedRows ? 2 : 1);
-    const int first_row = (tile.m * Shape::kConsumers + group) * kRows;
     const int column = Sums::first_column(tile);
+    const int first_row = Shape::row(tile) + group * Shape::kGroupRows;
     typename Sums::Slice own;
     const auto begin = [&] { transform.begin(first_row, column); };
     if (!Sums{received, arrived}.exchange(own, sums, begin)) return;
-    if constexpr (kPairedRows) {
-      if constexpr (Transform::kKeeps) {
-        write_part(own[0], kept, 2ll * rows, first_row, column);
-        write_part(own[1], kept + rows, 2ll * rows, first_row, column);
-      }
-      float results[kSlice];
-      transform.combine(results, own[0], own[1]);
-      write_part(results, out, rows, first_row, column);
-    } else {
 #pragma unroll
-      for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-        const int row = first_row + row_tile * kWarpgroupRows;
-        if (row_tile > 0) transform.begin(row, column);
-        write(own[row_tile], row, column);
-      }
+    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
+      const int row = first_row + row_tile * kWarpgroupRows;
+      if (row_tile > 0) transform.begin(row, column);
+      write(own[row_tile], row, column);
     }
   }
 
   CUKIT_DEVICE void finish() const {}
 
  private:
-  template <int First = 0>
-  CUKIT_DEVICE void write_part(const float (&sums)[kSlice], T* to, long long stride, int row,
-                               int column) const {
-    write_pairs<Transposed, kSliceColumns, First>(sums, to, stride, row, column, rows, columns);
-  }
-
   CUKIT_DEVICE void write(float (&sums)[kSlice], int row, int column) {
     const long long stride = Transposed ? rows : columns;
     transform.prepare(sums, row, column);
     if constexpr (Transform::kKeeps) {
-      write_part(sums, kept, kParts * stride, row, column);
+      constexpr int kParts = Transform::kParts;
+      write_pairs<Transposed, kSliceColumns>(sums, kept, kParts * stride, row, column, rows, columns);
       if constexpr (kParts == 2) {
-        write_part<kPartSlice>(sums, kept + columns, 2 * stride, row, column);
+        write_pairs<Transposed, kSliceColumns, kPartSlice>(sums, kept + columns, 2 * stride, row,
+                                                           column, rows, columns);
       }
     }
     transform(sums, row, column);
-    write_part(sums, out, stride, row, column);
+    write_pairs<Transposed, kSliceColumns>(sums, out, stride, row, column, rows, columns);
   }
 };
 

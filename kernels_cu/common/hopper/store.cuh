@@ -74,13 +74,14 @@ struct StagedStore {
   static constexpr int kPieces = Columns / PieceColumns;
   static constexpr int kBytes = Buffers * Piece::kBytes;
 
+  static_assert(Columns % PieceColumns == 0 && PieceColumns % 16 == 0, "whole pieces of stmatrix");
+
   // All threads of the warpgroup, with a named barrier of its own. The tile begins at (row, column) of
   // a matrix of `rows` x `columns`; what lies outside is not written. First: of the accumulators.
   template <int First = 0, int N>
   CUKIT_DEVICE static void store(const float (&sums)[N], unsigned char* buffers,
                                  const TensorMap* map, int column, int row, int columns, int rows,
                                  int barrier) {
-    static_assert(Columns % PieceColumns == 0 && PieceColumns % 16 == 0, "whole pieces of stmatrix");
     static_assert(First + Columns / 2 <= N, "the accumulators exist");
     const bool starts = threadIdx.x % kWarpgroupThreads == 0;
 #pragma unroll
