@@ -49,10 +49,7 @@ class Mapped8Bit:
         self, config: Config8Bit, m: int, n: int, k: int, a_stride: int = 0, b_stride: int = 0
     ) -> None:
         tiling = config.tiling
-        if tiling.cluster > 1:
-            boxes = tiling.tile_m, tiling.tile_n // tiling.cluster
-        else:
-            boxes = box_rows(tiling.tile_m, m), box_rows(tiling.tile_n, n)
+        boxes = box_rows(tiling.tile_m, m), box_rows(tiling.tile_n, n)
         parameters = _parameters((m, n, k), config.group, boxes, (a_stride, b_stride))
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
         self._blocks = config.product.blocks

@@ -47,26 +47,29 @@ class Tiling8Bit:
     """A tile of the result, and who computes it.
 
     splits: blocks (a cluster) that share the steps of k of a tile.
-    cluster: blocks that share a tile of b, theirs lying one below the other.
-    consumers: warpgroups that multiply, each its share of the rows.
-    blocks_per_sm: with two, one computes while the other starts or stores.
     """
 
     tile_m: int
     tile_n: int
     splits: int = 1
-    cluster: int = 1
-    consumers: int = 2
-    blocks_per_sm: int = 1
 
     def __str__(self) -> str:
         name = f"{self.tile_m}x{self.tile_n}"
-        name += f" split {self.splits}" if self.splits > 1 else ""
-        return name + (f" cluster {self.cluster}" if self.cluster > 1 else "")
+        return name + (f" split {self.splits}" if self.splits > 1 else "")
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply, each its share of the rows."""
+        return min(2, self.tile_m // 64)
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Two of the small blocks, so that one computes while the other starts or stores."""
+        return 2 if self.consumers == 1 and self.tile_n <= 64 else 1
 
     def tiles(self, m: int, n: int) -> tuple[int, int]:
-        """Tiles (of a cluster that shares b) along each axis of the result."""
-        return -(-m // (self.tile_m * self.cluster)), -(-n // self.tile_n)
+        """Tiles along each axis of the result."""
+        return -(-m // self.tile_m), -(-n // self.tile_n)
 
     @property
     def exchanged_bytes(self) -> int:
@@ -94,7 +97,7 @@ class Config8Bit:
     num_blocks: int
     """Blocks of the grid."""
     group: int
-    """Rows of tiles, of clusters where there are any, that blocks walk over together."""
+    """Rows of tiles that blocks walk over together."""
     buffers: int
     """Pieces of a consumer's result that are on their way at a time."""
 
@@ -135,7 +138,7 @@ class Config8Bit:
             ("TILE_N", tiling.tile_n),
             ("CONSUMERS", tiling.consumers),
             ("STAGES", self.num_stages),
-            ("CLUSTER", tiling.cluster * tiling.splits),
+            ("CLUSTER", tiling.splits),
             ("SPLITS", tiling.splits),
             ("PARTIALS", self.partials),
             ("BLOCKS", int(self.product.blocks)),
@@ -148,27 +151,20 @@ class Config8Bit:
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, threads, self.shared_bytes)
 
 
-_WIDE = (256, 224, 192, 160)
-_WIDE_PROMOTED = (192, 160)
 _NARROW = (128, 96, 64, 48, 32, 16)
 _SPLITS = (2, 4)
-
-
-def tiling_of(tile_m: int, tile_n: int, splits: int = 1) -> Tiling8Bit:
-    """A tiling with warpgroups of 64 rows, and two blocks an SM where they are small."""
-    consumers = min(2, tile_m // 64)
-    small = consumers == 1 and tile_n <= 64
-    return Tiling8Bit(tile_m, tile_n, splits, 1, consumers, 2 if small else 1)
 
 
 def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
     """What plan_matmul_8bit chooses from: accumulators, and partial sums, fit into registers."""
     if m > 64:
-        wide = _WIDE_PROMOTED if product.promoted else _WIDE
-        yield from (Tiling8Bit(128, tile_n) for tile_n in wide)
+        if not product.promoted:
+            yield Tiling8Bit(128, 256)
         yield Tiling8Bit(256, 128)
+        if not product.blocks:  # of which a tile of 192 columns has parts of two
+            yield Tiling8Bit(128, 192)
     for tile_m in (64,) if m <= 64 else (128, 64):
-        yield from (tiling_of(tile_m, tile_n) for tile_n in _NARROW)
+        yield from (Tiling8Bit(tile_m, tile_n) for tile_n in _NARROW)
         if m <= _MOST_SPLIT_ROWS:
             yield from _splits(tile_m, m, n, k)
 
@@ -177,7 +173,7 @@ def _splits(tile_m: int, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
     """Tilings that split k among clusters which all run at a time, every block with a step."""
     for splits in _SPLITS:
         for tile_n in _NARROW:
-            tiling = tiling_of(tile_m, tile_n, splits)
+            tiling = Tiling8Bit(tile_m, tile_n, splits)
             tiles_m, tiles_n = tiling.tiles(m, n)
             at_a_time = _CLUSTERS[splits] * tiling.blocks_per_sm
             if tiles_m * tiles_n <= at_a_time and splits <= -(-k // TILE_K):
@@ -199,10 +195,9 @@ def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms:
     """Grid and order of tiles: the tiles in flight form about a square of the result."""
     tiles_m, tiles_n = tiling.tiles(m, n)
     tiles = tiles_m * tiles_n
-    slots = num_sms * tiling.blocks_per_sm // (tiling.splits * tiling.cluster)
+    slots = num_sms * tiling.blocks_per_sm // tiling.splits
     clusters = tiles if tiling.splits > 1 else min(tiles, slots)
-    rows = tiling.tile_m * tiling.cluster
-    group = round((min(clusters, slots) * tiling.tile_n / rows) ** 0.5)
+    group = round((min(clusters, slots) * tiling.tile_n / tiling.tile_m) ** 0.5)
     partials = 2 if _promotes_beside(tiling) else 1
     piece = piece_columns(tiling.tile_n)
     return Config8Bit(
@@ -210,9 +205,9 @@ def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms:
         tiling,
         _result_path(product, tiling, n),
         partials if product.promoted else 0,
-        clusters * tiling.splits * tiling.cluster,
+        clusters * tiling.splits,
         max(1, min(group, tiles_m)),
-        1 if tiling.tile_m == 256 else min(_MOST_BUFFERS, tiling.tile_n // piece),
+        min(_MOST_BUFFERS, tiling.tile_n // piece),
     )
 
 
@@ -227,7 +222,7 @@ _STEP_US = {1: 0.28, 2: 0.25}  # of a tile however small, by its warpgroups
 _EPILOGUE_US = 0.5
 _EPILOGUE_ELEMENT_US = 4e-5
 _SPLIT_US = {1: 0.0, 2: 3.5, 4: 6.0}
-_ONE_PARTIAL = 1.06  # as long where a warpgroup waits for its partial sums
+_ONE_PARTIAL = {False: 1.02, True: 1.06}  # where a warpgroup waits for its sums; by blocks
 _FIRST_BYTE_US = 5.2  # launch and memory latency
 _MEMORY_BYTES_PER_US = 3.2e6
 _MOST_SPLIT_ROWS = 512
@@ -242,15 +237,17 @@ def cost_us(
     """What a tiling is expected to take on an H200."""
     tiles_m, tiles_n = tiling.tiles(m, n)
     tiles = tiles_m * tiles_n
-    blocks = tiling.splits * tiling.cluster
-    slots = _CLUSTERS[blocks] * num_sms // _CLUSTERS[1] * tiling.blocks_per_sm
+    slots = _CLUSTERS[tiling.splits] * num_sms // _CLUSTERS[1] * tiling.blocks_per_sm
     rounds = -(-tiles // max(1, slots))
-    share = tiling.blocks_per_sm if tiles * blocks > num_sms else 1  # of an SM, tiles at a time
+    share = tiling.blocks_per_sm if tiles * tiling.splits > num_sms else 1  # of an SM
     area = tiling.tile_m * tiling.tile_n
     across = product.blocks and 128 % tiling.tile_n != 0
     loaded = (min(m, tiling.tile_m) + tiling.tile_n) * TILE_K
-    waits = product.promoted and not _promotes_beside(tiling)
-    product_us = area * _PRODUCT_US * (_ACROSS_BLOCKS if across else _ONE_PARTIAL if waits else 1.0)
+    product_us = area * _PRODUCT_US
+    if across:
+        product_us *= _ACROSS_BLOCKS
+    elif product.promoted and not _promotes_beside(tiling):
+        product_us *= _ONE_PARTIAL[product.blocks]
     step = max(
         share * product_us,
         share * loaded / _SM_BYTES_PER_US,
@@ -342,7 +339,7 @@ def specs(products: Iterable[Product8Bit], device: Device) -> list[KernelSpec]:
             (Tiling8Bit(128, 192 if product.promoted else 256), 1024),
             (Tiling8Bit(256, 128), 1024),
             (Tiling8Bit(128, 112), 1024),
-            (tiling_of(64, 128), 1023),
-            (tiling_of(64, 64, splits=4), 1024),
+            (Tiling8Bit(64, 128), 1023),
+            (Tiling8Bit(64, 64, splits=4), 1024),
         )
     ]

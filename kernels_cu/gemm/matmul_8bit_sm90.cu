@@ -10,8 +10,7 @@
 // Scales, by BLOCKS:
 //   0   of rows of a and b or of the tensors, with zero points and bias in the epilogue
 //   1   of 128 elements of a row of a and of 128 x 128 blocks of b, in the sums (PARTIALS 1|2); bias
-// CLUSTER 2, SPLITS 1: two neighbouring blocks compute tiles one below the other and share that of b.
-// SPLITS = CLUSTER > 1: the blocks of a cluster split the steps of k of one tile and add their sums
+// SPLITS > 1: the blocks of a cluster split the steps of k of one tile and add their sums
 //   through distributed shared memory (common/hopper/split_k.cuh); one tile a cluster, every block has
 //   a step.
 // Shared memory, bytes: STAGES * ((TILE_M + TILE_N) * 128 + BLOCKS * 1024), dynamic: stages (a | b |
@@ -19,10 +18,10 @@
 //   columns, the widest that divides TILE_N; for SPLITS the sums of the others. Static: two barriers a
 //   stage, one of the split.
 // Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the sums of int8); TILE_M
-//   64|128|256; TILE_N a multiple of 16 up to 256; CONSUMERS 1|2; STAGES 2..; CLUSTER, SPLITS 1|2|4|8;
+//   64|128|256; TILE_N a multiple of 16 up to 256; CONSUMERS 1|2; STAGES 2..; SPLITS 1|2|4|8; CLUSTER = SPLITS;
 //   PARTIALS 0|1|2; BLOCKS 0|1; RESULT 0 Pairs, 1 Rows, 2 Staged (common/hopper/scaled_epilogue.cuh),
 //   not 2 with SPLITS; BUFFERS 1..; BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1).
-// Tensor maps: boxes of [TILE_M, 128] (a), [TILE_N / CLUSTER, 128] (b) and [64, piece] (out, RESULT 2),
+// Tensor maps: boxes of [box_a, 128] (a), [box_b, 128] (b) and [64, piece] (out, RESULT 2),
 //   swizzled by the bytes of their rows; with BLOCKS [1, TILE_M] (scales of a, [ceil(k / 128), m]).
 // Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
 // Reference: cukit/reference/gemm_8bit.py.
@@ -40,13 +39,12 @@ using Code = cukit::CODE;
 using Out = cukit::OUT;
 constexpr auto kPath = static_cast<cukit::ResultPath>(RESULT);
 
-constexpr int kMulticast = SPLITS > 1 ? 1 : CLUSTER;
-using Shape = cukit::GemmShape<Code, TILE_M, TILE_N, kMulticast, CONSUMERS>;
+using Shape = cukit::GemmShape<Code, TILE_M, TILE_N, 1, CONSUMERS>;
 using Block = cukit::WarpSpecialized<CONSUMERS, 40, BLOCKS_PER_SM>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
 static_assert(!BLOCKS || PARTIALS > 0, "scales of blocks belong to partial sums");
-static_assert(SPLITS == 1 || SPLITS == CLUSTER, "a cluster splits k, or shares b");
+static_assert(SPLITS == CLUSTER, "a cluster splits k");
 
 #if BLOCKS
 using Scales = cukit::BlockScales<Shape>;
@@ -80,10 +78,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   __shared__ cukit::Pipeline<STAGES> pipeline;
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   const cukit::GemmParameters& size = p.linear.gemm;
-  constexpr int kRows = kMulticast * TILE_M;
-  const cukit::DenseTiles<kMulticast> schedule{{(size.m + kRows - 1) / kRows,
-                                                (size.n + TILE_N - 1) / TILE_N, size.group,
-                                                size.steps, SPLITS}};
+  const cukit::DenseTiles<> schedule{{(size.m + TILE_M - 1) / TILE_M,
+                                      (size.n + TILE_N - 1) / TILE_N, size.group, size.steps,
+                                      SPLITS}};
 #if SPLITS > 1
   __shared__ cukit::StageBarriers<1> arrived;
 #endif
@@ -95,9 +92,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
 #else
   const Operands& operands = matrices;
 #endif
-  if constexpr (kMulticast == 1) operands.clear_rest<STAGES>(stages);
-  Block::prepare<kMulticast>([&] {
-    pipeline.init(kMulticast * Block::kConsumerWarps);
+  operands.clear_rest<STAGES>(stages);
+  Block::prepare([&] {
+    pipeline.init(Block::kConsumerWarps);
 #if SPLITS > 1
     arrived.init(1);
 #endif
@@ -106,7 +103,6 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   Block::run(
       [&] {
         if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
-        cukit::leave_cluster<kMulticast>();
         if constexpr (SPLITS > 1) {
           __syncwarp();
           cukit::cluster_wait();
@@ -140,6 +136,5 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         const cukit::SharedProduct<Shape> product(stages, group);
 #endif
         cukit::consume(pipeline, schedule, product, epilogue);
-        cukit::leave_cluster<kMulticast>();
       });
 }

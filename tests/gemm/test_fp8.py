@@ -14,7 +14,6 @@ from cukit.gemm.plan_8bit import (
     Tiling8Bit,
     configure,
     plan_matmul_8bit_sm90,
-    tiling_of,
 )
 from cukit.reference import gemm_8bit as reference
 from tests.contract import another_order, poisoned, to_device, to_host
@@ -98,17 +97,16 @@ def test_other_architectures(rng, arch, kind):
 TILINGS = [
     Tiling8Bit(256, 128),
     Tiling8Bit(128, 192),
-    Tiling8Bit(128, 160),
     Tiling8Bit(128, 112),
-    tiling_of(64, 128),
-    tiling_of(64, 48, splits=2),
+    Tiling8Bit(64, 128),
+    Tiling8Bit(64, 48, splits=2),
 ]
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 @pytest.mark.parametrize("kind", ["blocks", pytest.param("row", marks=pytest.mark.slow)])
 def test_every_kind_of_tiling(device, rng, tiling, kind):
-    """A grid of one block (or cluster) walks over all tiles; more than 32 steps of k, an odd
+    """A grid of one block walks over all tiles; more than 32 steps of k, an odd
     number; tiles begin anywhere in blocks of scales."""
     if device == "cpu":
         pytest.skip("a choice of the kernel")

@@ -20,7 +20,6 @@ from cukit.gemm.plan_8bit import (
     configure,
     plan_matmul_8bit_sm80,
     plan_matmul_8bit_sm90,
-    tiling_of,
 )
 from cukit.reference import gemm_8bit as reference
 from tests.contract import BFLOAT16, another_order, assert_close, poisoned, to_device, to_host
@@ -78,20 +77,19 @@ def test_other_architectures(rng, arch):
         Tiling8Bit(128, 256),
         Tiling8Bit(256, 128),
         Tiling8Bit(128, 112),
-        tiling_of(64, 64, splits=4),
+        Tiling8Bit(64, 64, splits=4),
         Tiling8Bit(128, 64, splits=2),
-        Tiling8Bit(128, 128, cluster=2),
     ],
     ids=str,
 )
 def test_every_kind_of_tiling(device, rng, tiling):
-    """A grid of one block (or cluster) walks over all tiles, ragged on every axis."""
+    """A grid of one block walks over all tiles, ragged on every axis."""
     if device == "cpu":
         pytest.skip("a choice of the kernel")
     m, n, k = 200, 328, 700
     a, b = int8_operand(rng, m, k, zero_points=True), int8_operand(rng, n, k)
     out = poisoned(device, (m, n), "bfloat16")
-    config = configure(Product8Bit("Int8", "bfloat16"), tiling, m, n, tiling.cluster)
+    config = configure(Product8Bit("Int8", "bfloat16"), tiling, m, n, 1)
     sums = b.storage.sum(axis=1, dtype=np.int32)
     left, right = place(device, a, b)
     arguments = (left.scales, right.scales, left.zero_points, *to_device(device, sums))
@@ -179,7 +177,7 @@ def test_plans_fit_hopper(m, n, k):
     assert config.shared_bytes + KIB <= hopper.shared_bytes_per_block
     assert blocks * (config.shared_bytes + 2 * KIB) <= hopper.shared_bytes_per_sm
     assert 1 <= config.tiling.splits <= -(-k // 128)
-    assert config.num_blocks % (config.tiling.splits * config.tiling.cluster) == 0
+    assert config.num_blocks % config.tiling.splits == 0
 
 
 def test_the_plan_of_large_products():

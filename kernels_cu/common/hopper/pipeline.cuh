@@ -15,7 +15,6 @@
 #pragma once
 
 #include "common/platform.cuh"
-#include "common/ptx/cluster.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/opaque.cuh"
 
@@ -112,19 +111,15 @@ struct Pipeline {
   // The warp has read the stage. Accesses by wgmma have ended when wgmma_wait says so.
   CUKIT_DEVICE void release(const State& at) { empty.arrive_warp(at); }
 
-  // The same towards every block of a cluster of `Blocks`, whose copies fill this block's stage too.
-  // Ordinary loads may have read what this block's own copies bring; the rest was read by wgmma alone.
+  // The same towards every block of a cluster of `Blocks`, whose copies fill this block's stage too. The
+  // stage has been read by wgmma alone.
   template <int Blocks>
   CUKIT_DEVICE void release_to_cluster(const State& at) {
     if constexpr (Blocks == 1) {
       release(at);
     } else {
       const int lane = threadIdx.x % kWarpSize;
-      if (lane == cluster_rank()) {
-        empty.arrive(at);
-      } else if (lane < Blocks) {
-        mbarrier_arrive_remote_relaxed(&empty.stage[at.index], lane);
-      }
+      if (lane < Blocks) mbarrier_arrive_remote_relaxed(&empty.stage[at.index], lane);
     }
   }
 

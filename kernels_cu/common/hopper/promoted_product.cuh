@@ -185,6 +185,7 @@ struct PromotedProduct {
 
   static_assert(sizeof(typename Shape::Element) == 1 && Shape::kTileK == kPromotedDepth,
                 "a step is what is summed up between promotions");
+  static_assert(Shape::kCluster == 1, "a stage that ordinary loads read is released within its block");
   static_assert(Partials == 1 || (Partials == 2 && Shape::kRowTiles == 1 && Shape::kTileN <= 128),
                 "partial sums that registers hold");
 
@@ -240,9 +241,7 @@ struct PromotedProduct {
         start(partial, at.index, row);
         const auto factors = cursor.factors(stages + at.index * kStageBytes, step, row);
         wgmma_wait<0>(partial);
-        if (row == Shape::kRowTiles - 1) {
-          pipeline.template release_to_cluster<Shape::kCluster>(at);
-        }
+        if (row == Shape::kRowTiles - 1) pipeline.release(at);
         cursor.promote(sums[row], partial, factors);
       }
       at.advance();
@@ -269,7 +268,7 @@ struct PromotedProduct {
     };
     // The oldest step has been multiplied, into `partial`.
     const auto finish = [&](const Partial& partial, const Factors& factors) {
-      pipeline.template release_to_cluster<Shape::kCluster>(done);
+      pipeline.release(done);
       done.advance();
       cursor.promote(sums[0], partial, factors);
     };

@@ -22,7 +22,7 @@ CUKIT_DEVICE int cluster_rank() {
   return static_cast<int>(emulator::self().cluster_rank);
 #else
   unsigned rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 #endif
 }

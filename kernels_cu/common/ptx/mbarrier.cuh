@@ -66,7 +66,7 @@ CUKIT_DEVICE void mbarrier_arrive_remote_relaxed(Mbarrier* barrier, int rank) {
   emulator::mbarrier_arrive_relaxed(emulator::map_to_rank(shared_address(barrier), rank));
 #else
   unsigned remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;\n"
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n"
                : "=r"(remote)
                : "r"(shared_address(barrier)), "r"(rank));
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(remote)
