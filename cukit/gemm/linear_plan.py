@@ -114,8 +114,10 @@ class Tiling:
         return min(_MOST_STAGES, room // self.stage_bytes(product))
 
     def slots(self, num_sms: int) -> int:
-        """Blocks that run at a time. A cluster of four or more has to fit into one GPC, which leaves
-        about one SM in eleven idle."""
+        """Blocks that run at a time.
+
+        A cluster lies within one GPC, so that clusters of four leave one SM in eleven idle.
+        """
         blocks = self.splits * self.cluster
         usable = num_sms * 10 // 11 if blocks >= 4 else num_sms
         return usable // blocks * blocks * self.blocks_per_sm

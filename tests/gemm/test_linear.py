@@ -1,4 +1,4 @@
-"""Linear layers: every tiling, layout and epilogue, forward and backward, plans, errors."""
+"""Linear layers: every tiling, layout and epilogue, plans, errors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm import (
     gated_linear,
-    gated_linear_backward,
     linear,
-    linear_backward,
-    matmul_tma,
 )
 from cukit.gemm.linear_launch import plan_linear
 from cukit.gemm.linear_plan import (
@@ -35,7 +32,6 @@ from tests.contract import (
     another_order,
     assert_close,
     check_against_reference,
-    check_gradient,
     poisoned,
     random,
     to_device,
@@ -103,61 +99,6 @@ def test_gated_linear_matches_reference(device, rng, m, n, k, dtype, activation)
         names=("y", "z"),
         return_preactivation=True,
     )
-
-
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_linear_backward_matches_reference(device, rng, m, n, k, dtype, activation):
-    x, w = operands(rng, m, n, k, dtype)
-    grad_out = random(rng, (m, n), dtype)
-    z = None if activation is None else random(rng, (m, n), dtype)
-    check_against_reference(
-        linear_backward,
-        reference.linear_backward,
-        (grad_out, x, w, z, activation),
-        device=device,
-        names=("grad_x", "grad_w", "grad_bias"),
-        with_bias=True,
-    )
-
-
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
-def test_gated_linear_backward_matches_reference(device, rng, m, n, k, dtype, activation):
-    x, w = operands(rng, m, 2 * n, k, dtype)
-    inputs = random(rng, (m, n), dtype), x, w, random(rng, (m, 2 * n), dtype), activation
-    check_against_reference(
-        gated_linear_backward,
-        reference.gated_linear_backward,
-        inputs,
-        device=device,
-        names=("grad_x", "grad_w"),
-    )
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_reference_s_gradients(rng, activation):
-    x, w, bias = rng.standard_normal((5, 6)), rng.standard_normal((4, 6)), rng.standard_normal(4)
-
-    def backward(grad_out, x, w, bias):
-        _, z = reference.linear(x, w, bias, activation, return_preactivation=True)
-        z = None if activation is None else z
-        return reference.linear_backward(grad_out, x, w, z, activation, with_bias=True)
-
-    forward = partial(reference.linear, activation=activation)
-    check_gradient(forward, backward, (x, w, bias), rng)
-
-
-@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
-def test_the_gated_reference_s_gradients(rng, activation):
-    def backward(grad_out, x, w):
-        _, z = reference.gated_linear(x, w, activation, return_preactivation=True)
-        return reference.gated_linear_backward(grad_out, x, w, z, activation)
-
-    inputs = rng.standard_normal((5, 6)), rng.standard_normal((8, 6))
-    check_gradient(partial(reference.gated_linear, activation=activation), backward, inputs, rng)
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
@@ -257,13 +198,11 @@ def test_any_number_of_tokens(rng, m):
     check_against_reference(linear, reference.linear, (x, w), device="gpu")
 
 
-@pytest.mark.parametrize("op", ["linear", "matmul_tma"])
-def test_out_is_filled_and_returned(device, rng, op):
-    function = {"linear": linear, "matmul_tma": matmul_tma}[op]
+def test_out_is_filled_and_returned(device, rng):
     x, w = to_device(device, *operands(rng, 20, 40, 64, "float16"))
     out = poisoned(device, (20, 40), "float16")
-    assert function(x, w, out=out) is out
-    np.testing.assert_array_equal(to_host(out), to_host(function(x, w)))
+    assert linear(x, w, out=out) is out
+    np.testing.assert_array_equal(to_host(out), to_host(linear(x, w)))
 
 
 def test_weights_of_gate_and_up_may_lie_apart(device, rng):
@@ -323,13 +262,6 @@ X, W = np.ones((4, 16), np.float16), np.ones((6, 16), np.float16)
         (lambda: gated_linear(X, W[:5].copy()), ArrayShapeError, "an even number"),
         (lambda: gated_linear(X, (W, W[:2])), ArrayShapeError, r"w_up must have shape \(6, 16\)"),
         (lambda: gated_linear(X, W, None), ConfigError, "got None"),
-        (lambda: linear_backward(X, X, W), ArrayShapeError, r"grad_out must have shape \(4, 6\)"),
-        (
-            lambda: linear_backward(X[:, :6].copy(), X, W, None, "relu"),
-            ConfigError,
-            "preactivation goes with an activation",
-        ),
-        (lambda: matmul_tma(X, W[:, :8].copy()), ArrayShapeError, r"matmul_tma: b must have shape"),
     ],
 )
 def test_errors_name_the_argument(call, error, message):
