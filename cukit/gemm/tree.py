@@ -24,7 +24,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
-from cukit.gemm.dense import matmul
+from cukit.gemm.matmul import matmul
 from cukit.reference import gemm as reference
 from cukit.reference.gemm import half_of
 from cukit.registry import register
