@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukit.core.compiler import MacroValue
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 
@@ -127,7 +128,11 @@ class BsrSampledConfig:
 def _spec(
     op: str, dtype: str, block: int, tiling: BsrTiling | None, flags: dict[str, bool]
 ) -> KernelSpec:
-    common = (("DTYPE", dtype), ("BLOCK", block), *flags.items())
+    common: tuple[tuple[str, MacroValue], ...] = (
+        ("DTYPE", dtype),
+        ("BLOCK", block),
+        *flags.items(),
+    )
     if tiling is None:
         defines = (*common, ("STAGES", _STAGES_SM80), ("THREADS", _THREADS_SM80))
         shared_bytes = _STAGES_SM80 * _STAGE_BYTES_SM80

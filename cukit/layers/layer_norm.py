@@ -19,10 +19,10 @@ from cukit.core.arrays import (
     runs_kernel,
     write_out,
 )
+from cukit.core.column_sum import column_sum, column_sum_spec
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
-from cukit.layers._column_sum import column_sum, column_sum_spec
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
     NormConfig,

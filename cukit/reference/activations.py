@@ -69,6 +69,35 @@ def gelu_backward(grad_out: Array, x: Array, *, approximate: str = "none") -> Ar
     return (grad_out.astype(wide.dtype, copy=False) * slope).astype(x.dtype)
 
 
+def activate(z: Array, name: str | None) -> Array:
+    """The activation of a linear layer by its name: None, relu, gelu, gelu_tanh or silu.
+
+    `z` in the dtype that is computed in.
+    """
+    if name is None:
+        return z
+    if name == "relu":
+        return array_namespace(z).maximum(z, 0)
+    if name == "silu":
+        return z * _sigmoid(z)
+    return _gelu(z, _APPROXIMATE[name])
+
+
+def activation_slope(z: Array, name: str | None) -> Array:
+    """Derivative of `activate` at `z`; at 0 that of ReLU is 0."""
+    if name is None:
+        return array_namespace(z).ones_like(z)
+    if name == "relu":
+        return (z > 0).astype(z.dtype)
+    if name == "silu":
+        sigmoid = _sigmoid(z)
+        return sigmoid * (1 + z * (1 - sigmoid))
+    return _gelu_slope(z, _APPROXIMATE[name])
+
+
+_APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
 def _split(x: Array) -> tuple[Array, Array]:
     wide = x.astype(working_dtype(x), copy=False)
     hidden = x.shape[-1] // 2

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from cukit.reference._xp import array_namespace, upcast, working_dtype
+from cukit.reference.activations import activate, activation_slope
 
 Array = Any
 
@@ -32,6 +33,85 @@ def matmul(
         product = product + out.astype(product.dtype, copy=False)
     out[...] = product.astype(out.dtype, copy=False)
     return out
+
+
+def linear(
+    x: Array,
+    w: Array,
+    bias: Array | None = None,
+    activation: str | None = None,
+    *,
+    return_preactivation: bool = False,
+) -> Any:
+    """`f(x w^T + bias)`, and on request what f is applied to."""
+    z = _product(x, w)
+    if bias is not None:
+        z = z + bias.astype(z.dtype, copy=False)
+    y = activate(z, activation).astype(x.dtype, copy=False)
+    return (y, z.astype(x.dtype, copy=False)) if return_preactivation else y
+
+
+def gated_linear(
+    x: Array,
+    w: Array | tuple[Array, Array],
+    activation: str = "silu",
+    *,
+    return_preactivation: bool = False,
+) -> Any:
+    """`f(x gate^T) * (x up^T)`, and on request both factors' products side by side."""
+    xp = array_namespace(x)
+    half = 0 if isinstance(w, tuple) else w.shape[0] // 2
+    w_gate, w_up = w if isinstance(w, tuple) else (w[:half], w[half:])
+    gate, up = _product(x, w_gate), _product(x, w_up)
+    y = (activate(gate, activation) * up).astype(x.dtype, copy=False)
+    if not return_preactivation:
+        return y
+    return y, xp.concatenate([gate, up], axis=-1).astype(x.dtype, copy=False)
+
+
+def linear_backward(
+    grad_out: Array,
+    x: Array,
+    w: Array,
+    preactivation: Array | None = None,
+    activation: str | None = None,
+    *,
+    with_bias: bool = False,
+) -> tuple[Array, ...]:
+    """Gradients of `linear` with respect to `x`, `w` and, with `with_bias`, the bias."""
+    grad = grad_out
+    if activation is not None:
+        (outer, z) = upcast(working_dtype(x), grad_out, preactivation)
+        grad = (outer * activation_slope(z, activation)).astype(x.dtype, copy=False)
+    grad_w = _product(_rows(grad).T, _rows(x).T).astype(x.dtype, copy=False)
+    grad_x = _product(grad, w.T).astype(x.dtype, copy=False)
+    if not with_bias:
+        return grad_x, grad_w
+    sums = _rows(grad).astype(working_dtype(x), copy=False).sum(axis=0)
+    return grad_x, grad_w, sums.astype(x.dtype, copy=False)
+
+
+def gated_linear_backward(
+    grad_out: Array,
+    x: Array,
+    w: Array,
+    preactivation: Array,
+    activation: str = "silu",
+) -> tuple[Array, Array]:
+    """Gradients of `gated_linear` with respect to `x` and `w`, gate's rows before up's."""
+    half = w.shape[0] // 2
+    outer, z = upcast(working_dtype(x), grad_out, preactivation)
+    gate, up = z[..., :half], z[..., half:]
+    grad_gate = outer * up * activation_slope(gate, activation)
+    grad = array_namespace(x).concatenate([grad_gate, outer * activate(gate, activation)], axis=-1)
+    grad_x, grad_w = linear_backward(grad.astype(x.dtype, copy=False), x, w)
+    return grad_x, grad_w
+
+
+def _product(x: Array, w: Array) -> Array:
+    """x w^T in the dtype that is computed in."""
+    left, right = upcast(working_dtype(x, w), x, w)
+    return array_namespace(x).matmul(left, right.T)
 
 
 def _rows(array: Array) -> Array:

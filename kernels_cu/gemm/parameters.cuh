@@ -18,4 +18,21 @@ struct BsrParameters {
   int groups;  // of block rows
 };
 
+// The same, with the boxes in which TMA loads K-major operands.
+struct LinearParameters {
+  GemmParameters gemm;
+  int box_a, box_b;
+};
+
+// The same where tiles and their order are fixed.
+struct DenseParameters {
+  int m, n, k;
+};
+
+// Rows of a gradient, in strips of `strip_rows`.
+struct GradientParameters {
+  int rows, columns;
+  int strip_rows;
+};
+
 }  // namespace cukit

@@ -129,6 +129,11 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         {"causal": True, "return_lse": True},
     ),
     "flash_attention_backward": _attention_backward,
+    "gated_linear": lambda rng: (tuple(_rows(rng, (70, 72), (272, 72))), {}),
+    "gated_linear_backward": lambda rng: (
+        tuple(_rows(rng, (70, 136), (70, 72), (272, 72), (70, 272))),
+        {},
+    ),
     "gelu": lambda rng: (tuple(_rows(rng, (7, 200))), {}),
     "gelu_and_mul": lambda rng: (tuple(_rows(rng, (7, 400))), {}),
     "gelu_and_mul_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 400))), {}),
@@ -143,6 +148,11 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         {"chunk_tokens": 16},
     ),
     "linear_kl_divergence": _linear_divergence,
+    "linear": lambda rng: ((*_rows(rng, (70, 72), (136, 72), (136,)), "gelu"), {}),
+    "linear_backward": lambda rng: (
+        (*_rows(rng, (70, 136), (70, 72), (136, 72), (70, 136)), "silu"),
+        {"with_bias": True},
+    ),
     "matmul_tma": lambda rng: (tuple(_rows(rng, (70, 72), (136, 72))), {}),
     "rms_norm": lambda rng: (tuple(_rows(rng, (37, 264), (264,))), {}),
     "rms_norm_backward": _norm_backward,

@@ -7,18 +7,30 @@ from functools import partial
 import numpy as np
 
 from cukit import gemm
-from cukit.gemm import BlockSparseMatrix, bsr_matmul, matmul_tma
-from tests.contract import random, to_device
+from cukit.gemm import (
+    BlockSparseMatrix,
+    bsr_matmul,
+    gated_linear,
+    gated_linear_backward,
+    linear,
+    linear_backward,
+)
+from cukit.gemm.linear_plan import Product, configure
+from cukit.gemm.linear_sm90 import LinearSm90
+from tests.contract import poisoned, random, to_device
 from tests.gemm import test_bsr
-from tests.gemm.test_matmul_tma import SHAPES
+from tests.gemm.test_linear import SHAPES, TILINGS, operands
 from tests.sanitize import Group
 
 
-def tma() -> None:
+def forward() -> None:
     rng = np.random.default_rng(3)
     for m, n, k in [*SHAPES, (300, 520, 136)]:
         for dtype in ("float16", "bfloat16"):
-            matmul_tma(*to_device("gpu", random(rng, (m, k), dtype), random(rng, (n, k), dtype)))
+            x, w = to_device("gpu", *operands(rng, m, 2 * n, k, dtype))
+            (bias,) = to_device("gpu", random(rng, (2 * n,), dtype))
+            linear(x, w, bias, "gelu_tanh", return_preactivation=True)
+            gated_linear(x, w, return_preactivation=True)
 
 
 def block_sparse(block: int) -> None:
@@ -50,8 +62,29 @@ def depth() -> None:
     gemm.depth_router_backward(grad, routing.weights, routing.slots)
 
 
+def backward() -> None:
+    rng = np.random.default_rng(3)
+    for m, n, k in [*SHAPES, (300, 520, 136)]:
+        x, w = to_device("gpu", *operands(rng, m, 2 * n, k, "bfloat16"))
+        grad, z = to_device("gpu", *(random(rng, (m, 2 * n), "bfloat16") for _ in range(2)))
+        linear_backward(grad, x, w, z, "silu", with_bias=True)
+        gated_linear_backward(grad[:, :n].copy(), x, w, z)
+
+
+def tilings() -> None:
+    """Split, transposed and shared tiles, which the plan takes for larger products only."""
+    rng = np.random.default_rng(3)
+    m, n, k = 136, 296, 520
+    x, w = to_device("gpu", *operands(rng, m, n, k, "bfloat16"))
+    for tiling in TILINGS:
+        out = poisoned("gpu", (m, n), "bfloat16")
+        LinearSm90(configure(Product(m, n, k, "bfloat16"), tiling, 2))(x, w, None, None, out, None)
+
+
 GROUPS = {
-    "matmul_tma": Group(tma, shares=True, quick=True),
+    "linear": Group(forward, shares=True, quick=True),
+    "linear backward": Group(backward),
+    "linear tilings": Group(tilings, shares=True),
     "bsr_matmul sm90": Group(partial(block_sparse, 64), shares=True, quick=True),
     "bsr_matmul sm90 128": Group(partial(block_sparse, 128), shares=True),
     "bsr_matmul": Group(partial(block_sparse, 16), shares=True, quick=True),

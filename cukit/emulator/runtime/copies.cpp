@@ -1,5 +1,6 @@
 // cp.async, and bulk copies that report to mbarriers or are counted in groups.
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "block.h"
@@ -362,6 +363,17 @@ void store_remote(std::uint32_t address, std::uint32_t value) {
   const Place place = place_of(me, address, 4);
   if (checked()) check_shared(thread_actor(me), *place.block, place.pointer, 4, Access::Write);
   std::memcpy(place.pointer, &value, 4);
+}
+
+void store_async(std::uint32_t address, const void* value, std::uint32_t barrier) {
+  CUKIT_ENTER(me);
+  constexpr unsigned kBytes = 16;
+  if (address % kBytes != 0) misaligned(me, "st.async", address, kBytes);
+  const Place place = place_of(me, address, kBytes);
+  std::array<unsigned char, kBytes> bytes;
+  std::memcpy(bytes.data(), value, kBytes);
+  land_later(me, *place.block, barrier, place.pointer, kBytes, 0,
+             [to = place.pointer, bytes] { std::memcpy(to, bytes.data(), kBytes); });
 }
 
 }  // namespace cukit::emulator

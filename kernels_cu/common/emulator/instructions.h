@@ -72,5 +72,7 @@ void fence_proxy_async();
 
 // st.shared::cluster of 4 bytes.
 void store_remote(std::uint32_t address, std::uint32_t value);
+// st.async of 16 bytes; reported to the mbarrier that has the place of `barrier` in the same block.
+void store_async(std::uint32_t address, const void* value, std::uint32_t barrier);
 
 }  // namespace cukit::emulator

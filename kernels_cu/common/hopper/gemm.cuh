@@ -5,11 +5,13 @@
 //              A Tile has first_step and end_step, its range of steps along k, and whatever
 //              the other parts need to find their data.
 //   operands   what a stage holds and how it gets there, one thread:   kStageBytes,
+//              int bytes(const Tile& tile) const where load() fetches fewer,
 //              void load(unsigned char* stage, Mbarrier* full, const Tile& tile, int step) const
 //   product    how a consumer multiplies the stages of a tile into its accumulators:   Accumulators,
 //              void multiply(Accumulators&, Pipeline&, State&, const Tile&) const
-//   epilogue   what becomes of the accumulators:
-//              void store(Accumulators&, const Tile&) const, void finish() const
+//   epilogue   what becomes of the accumulators:   void begin(const Tile&), which may be missing: what
+//              is loaded while the products run;   void store(Accumulators&, const Tile&),
+//              void finish()
 //
 //   producer::            operands.load() -> stage -> product.multiply() -> epilogue.store()
 //   one thread            TMA                wgmma, 1 or 2 warpgroups       stmatrix, TMA
@@ -35,6 +37,30 @@ namespace cukit {
 
 // ---- The skeleton ----
 
+namespace detail {
+
+// operands.bytes(tile), where there is one: what load() fetches.
+template <typename Operands, typename Tile>
+CUKIT_DEVICE auto stage_bytes(const Operands& operands, const Tile& tile, int)
+    -> decltype(operands.bytes(tile)) {
+  return operands.bytes(tile);
+}
+template <typename Operands, typename Tile>
+CUKIT_DEVICE int stage_bytes(const Operands&, const Tile&, long) {
+  return Operands::kStageBytes;
+}
+
+// epilogue.begin(tile), where there is one.
+template <typename Epilogue, typename Tile>
+CUKIT_DEVICE auto begin_tile(Epilogue& epilogue, const Tile& tile, int)
+    -> decltype(epilogue.begin(tile)) {
+  epilogue.begin(tile);
+}
+template <typename Epilogue, typename Tile>
+CUKIT_DEVICE void begin_tile(Epilogue&, const Tile&, long) {}
+
+}  // namespace detail
+
 // One thread of the producer warpgroup. `stages`: Stages * Operands::kStageBytes of shared memory.
 template <int Stages, typename Schedule, typename Operands>
 CUKIT_DEVICE void produce(Pipeline<Stages>& pipeline, unsigned char* stages,
@@ -42,9 +68,10 @@ CUKIT_DEVICE void produce(Pipeline<Stages>& pipeline, unsigned char* stages,
   PipelineState<Stages> at;
   typename Schedule::Tile tile;
   for (int turn = 0; schedule.tile(turn, tile); ++turn) {
+    const int bytes = detail::stage_bytes(operands, tile, 0);
     for (int step = tile.first_step; step < tile.end_step; ++step) {
       pipeline.acquire(at);
-      Mbarrier* const full = pipeline.expect(at, Operands::kStageBytes);
+      Mbarrier* const full = pipeline.expect(at, bytes);
       operands.load(stages + at.index * Operands::kStageBytes, full, tile, step);
       at.advance();
     }
@@ -54,11 +81,12 @@ CUKIT_DEVICE void produce(Pipeline<Stages>& pipeline, unsigned char* stages,
 // All threads of a consumer warpgroup.
 template <int Stages, typename Schedule, typename Product, typename Epilogue>
 CUKIT_DEVICE void consume(Pipeline<Stages>& pipeline, const Schedule& schedule,
-                          const Product& product, const Epilogue& epilogue) {
+                          const Product& product, Epilogue& epilogue) {
   PipelineState<Stages> at;
   typename Schedule::Tile tile;
   typename Product::Accumulators sums;
   for (int turn = 0; schedule.tile(turn, tile); ++turn) {
+    detail::begin_tile(epilogue, tile, 0);
     product.multiply(sums, pipeline, at, tile);
     epilogue.store(sums, tile);
   }
@@ -94,8 +122,80 @@ struct DenseTiles {
 
 // ---- Operands and product ----
 
-// The shape of a tile, and the layout of a stage: a | b, both K-major, rows of 128 bytes swizzled.
-template <typename T, int TileM, int TileN, int ClusterSize = 1, int Consumers = 2>
+// How an operand lies in memory: rows along k (K-major: [m, k], [n, k]), or along m or n (MN-major:
+// [k, m], [k, n]; 16-bit elements only).
+enum class Major { K, MN };
+
+// An operand's share of a stage: Extent rows (of a) or columns (of b) times TileK steps of k.
+//
+// load() fetches `count` of the rows (columns) from `first` on, K-major in boxes of `box`, which divides
+// Extent or is the only one; bytes() arrive. A tile's rest keeps what it held before, which only
+// reaches results that are not stored: TMA takes several times longer for rows outside a tensor than
+// for rows inside. So that the rest holds something, clear_rest() comes before everything.
+template <typename T, int Extent, int TileK, Major kMajor>
+struct OperandTile;
+
+template <typename T, int Extent, int TileK>
+struct OperandTile<T, Extent, TileK, Major::K> : SharedTile<T, Extent, TileK> {
+  using Tile = SharedTile<T, Extent, TileK>;
+  static constexpr bool kTransposed = false;
+  static constexpr int kSteps = Tile::kSteps;
+  static_assert(Tile::kParts == 1, "a step of k is one row of the swizzle");
+
+  CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
+                                int first, int count = Extent, int box = Extent) {
+    for (int at = 0; at < count; at += box) {
+      tma_load_2d(tile + at * Tile::kRowBytes, map, full, k, first + at);
+    }
+  }
+  CUKIT_DEVICE static int bytes(int count, int box) {
+    return (count + box - 1) / box * box * Tile::kRowBytes;
+  }
+  CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
+    return Tile::k_major(tile);
+  }
+  // What is added to the descriptor for rows (columns) further on, and for steps of k.
+  static constexpr int along(int count) { return Tile::rows(count); }
+  static constexpr int step(int index) { return Tile::k_step(index); }
+};
+
+template <typename T, int Extent, int TileK>
+struct OperandTile<T, Extent, TileK, Major::MN> : SharedTile<T, TileK, Extent> {
+  using Tile = SharedTile<T, TileK, Extent>;
+  static constexpr bool kTransposed = true;
+  static constexpr int kSteps = Tile::kRowSteps;
+
+  CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
+                                int first, int count = Extent, int = Extent) {
+    for (int part = 0; part * Tile::kPartColumns < count; ++part) {
+      tma_load_2d(tile + part * Tile::kPartBytes, map, full, first + part * Tile::kPartColumns, k);
+    }
+  }
+  CUKIT_DEVICE static int bytes(int count, int) {
+    return (count + Tile::kPartColumns - 1) / Tile::kPartColumns * Tile::kPartBytes;
+  }
+  CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile) {
+    return Tile::mn_major(tile);
+  }
+  // `count`: a multiple of a part's columns.
+  static constexpr int along(int count) { return count / Tile::kPartColumns * Tile::kPart; }
+  static constexpr int step(int index) { return Tile::mn_step(index); }
+};
+
+// Zeros for the bytes from `begin` to `end` of Stages tiles, one in each stage. All threads of the
+// block; products see them after fence_proxy_async and a barrier.
+template <int Stages>
+CUKIT_DEVICE void clear_bytes(unsigned char* tile, int stage_bytes, int begin, int end) {
+  for (int stage = 0; stage < Stages; ++stage) {
+    for (int at = begin + 16 * threadIdx.x; at < end; at += 16 * blockDim.x) {
+      *reinterpret_cast<uint4*>(tile + stage * stage_bytes + at) = make_uint4(0, 0, 0, 0);
+    }
+  }
+}
+
+// The shape of a tile, and the layout of a stage: a | b, in rows of 128 bytes, swizzled.
+template <typename T, int TileM, int TileN, int ClusterSize = 1, int Consumers = 2,
+          Major MajorA = Major::K, Major MajorB = Major::K>
 struct GemmShape {
   using Element = T;
   static constexpr int kTileM = TileM;
@@ -105,12 +205,13 @@ struct GemmShape {
   static constexpr int kConsumers = Consumers;
   static constexpr int kGroupRows = TileM / Consumers;          // of a consumer
   static constexpr int kRowTiles = kGroupRows / kWarpgroupRows;  // its products in each step of k
-  using TileA = SharedTile<T, TileM, kTileK>;
-  using TileB = SharedTile<T, TileN, kTileK>;
+  using TileA = OperandTile<T, TileM, kTileK, MajorA>;
+  using TileB = OperandTile<T, TileN, kTileK, MajorB>;
   static constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
 
   static_assert(kGroupRows % kWarpgroupRows == 0, "whole products of a warpgroup");
   static_assert(kRowTiles * TileN <= 256, "accumulators fit into registers");
+  static_assert(ClusterSize == 1 || MajorB == Major::K, "blocks share rows of a K-major b");
 
   // First row and column of this block's tile of the result.
   CUKIT_DEVICE static int row(const MatrixTile& tile) {
@@ -120,32 +221,110 @@ struct GemmShape {
   CUKIT_DEVICE static int column(const MatrixTile& tile) { return tile.n * TileN; }
 };
 
-// a [rows, k] and b [columns, k] through tensor maps with boxes of [TileM, kTileK] and
-// [TileN / ClusterSize, kTileK], which read zeros outside their tensors. The blocks of a cluster load a
-// share of their common tile of b each, for all.
+// a and b through tensor maps which read zeros outside their tensors. Boxes of a K-major operand:
+// [box_a, kTileK] and [box_b, kTileK] (with clusters [kTileN / kCluster, kTileK]); of an MN-major one:
+// [kTileK, 128 bytes]. The blocks of a cluster load a share of their common tile of b each, for all.
 template <typename Shape>
 struct DenseOperands {
   static constexpr int kStageBytes = Shape::kStageBytes;
   const TensorMap* a;
   const TensorMap* b;
   int rows;
+  int columns = 1 << 30;
+  int box_a = Shape::kTileM;
+  int box_b = Shape::kTileN;
+
+  using TileA = typename Shape::TileA;
+  using TileB = typename Shape::TileB;
+
+  // The second block of a cluster may have no rows left; what it multiplies is not stored.
+  CUKIT_DEVICE int row(const MatrixTile& tile) const {
+    return Shape::row(tile) < rows ? Shape::row(tile) : 0;
+  }
+  CUKIT_DEVICE int tile_rows(const MatrixTile& tile) const {
+    return min(Shape::kTileM, rows - row(tile));
+  }
+  CUKIT_DEVICE int tile_columns(const MatrixTile& tile) const {
+    return min(Shape::kTileN, columns - Shape::column(tile));
+  }
+
+  CUKIT_DEVICE int bytes(const MatrixTile& tile) const {
+    const int bytes_b = Shape::kCluster > 1 ? TileB::kBytes : TileB::bytes(tile_columns(tile), box_b);
+    return TileA::bytes(tile_rows(tile), box_a) + bytes_b;
+  }
+
+  // Zeros where load() leaves stages as they are in the last tiles. All threads, before any load.
+  template <int Stages>
+  CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
+    const int least_a = TileA::bytes((rows - 1) % Shape::kTileM + 1, box_a);
+    const int least_b = TileB::bytes((columns - 1) % Shape::kTileN + 1, box_b);
+    clear_bytes<Stages>(stages, kStageBytes, least_a, TileA::kBytes);
+    clear_bytes<Stages>(stages + TileA::kBytes, kStageBytes, least_b, TileB::kBytes);
+    fence_proxy_async();
+  }
 
   CUKIT_DEVICE void load(unsigned char* stage, Mbarrier* full, const MatrixTile& tile,
                          int step) const {
-    using TileA = typename Shape::TileA;
-    using TileB = typename Shape::TileB;
     constexpr int kCluster = Shape::kCluster;
-    // The second block of a cluster may have no rows left; what it multiplies is not stored.
-    const int row = Shape::row(tile) < rows ? Shape::row(tile) : 0;
     const int column = Shape::column(tile);
-    TileA::load(stage, a, full, step * Shape::kTileK, row);
+    const int k = step * Shape::kTileK;
+    TileA::load(stage, a, full, k, row(tile), tile_rows(tile), box_a);
     if constexpr (kCluster > 1) {
       constexpr int kShare = Shape::kTileN / kCluster;
-      TileB::template load_multicast<kShare>(stage + TileA::kBytes, b, full, step * Shape::kTileK,
-                                             column, cluster_rank() * kShare, (1 << kCluster) - 1);
+      TileB::template load_multicast<kShare>(stage + TileA::kBytes, b, full, k, column,
+                                             cluster_rank() * kShare, (1 << kCluster) - 1);
     } else {
-      TileB::load(stage + TileA::kBytes, b, full, step * Shape::kTileK, column);
+      TileB::load(stage + TileA::kBytes, b, full, k, column, tile_columns(tile), box_b);
     }
+  }
+};
+
+// Two matrices b side by side in each tile: columns of `gate` in its first half, the same columns of
+// `up` in its second. Both K-major [columns of the result, k], boxes of [box_b, kTileK].
+template <typename Shape>
+struct PairedOperands {
+  static constexpr int kStageBytes = Shape::kStageBytes;
+  static constexpr int kColumns = Shape::kTileN / 2;  // of the result
+  using TileA = typename Shape::TileA;
+  using Half = OperandTile<typename Shape::Element, kColumns, Shape::kTileK, Major::K>;
+  const TensorMap* a;
+  const TensorMap* gate;
+  const TensorMap* up;
+  int rows, columns;  // of the result
+  int box_a, box_b;
+
+  CUKIT_DEVICE int tile_rows(const MatrixTile& tile) const {
+    return min(Shape::kTileM, rows - Shape::row(tile));
+  }
+  CUKIT_DEVICE int tile_columns(const MatrixTile& tile) const {
+    return min(kColumns, columns - tile.n * kColumns);
+  }
+
+  CUKIT_DEVICE int bytes(const MatrixTile& tile) const {
+    return TileA::bytes(tile_rows(tile), box_a) + 2 * Half::bytes(tile_columns(tile), box_b);
+  }
+
+  // As of DenseOperands.
+  template <int Stages>
+  CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
+    const int least_a = TileA::bytes((rows - 1) % Shape::kTileM + 1, box_a);
+    const int least_b = Half::bytes((columns - 1) % kColumns + 1, box_b);
+    clear_bytes<Stages>(stages, kStageBytes, least_a, TileA::kBytes);
+    for (int half = 0; half < 2; ++half) {
+      clear_bytes<Stages>(stages + TileA::kBytes + half * Half::kBytes, kStageBytes, least_b,
+                          Half::kBytes);
+    }
+    fence_proxy_async();
+  }
+
+  CUKIT_DEVICE void load(unsigned char* stage, Mbarrier* full, const MatrixTile& tile,
+                         int step) const {
+    const int k = step * Shape::kTileK;
+    const int column = tile.n * kColumns;
+    unsigned char* const b = stage + TileA::kBytes;
+    TileA::load(stage, a, full, k, Shape::row(tile), tile_rows(tile), box_a);
+    Half::load(b, gate, full, k, column, tile_columns(tile), box_b);
+    Half::load(b + Half::kBytes, up, full, k, column, tile_columns(tile), box_b);
   }
 };
 
@@ -157,8 +336,8 @@ struct SharedProduct {
   unsigned long long a, b;  // descriptors of this consumer's operands in stage 0
 
   CUKIT_DEVICE SharedProduct(const unsigned char* stages, int group)
-      : a(Shape::TileA::k_major(stages) + group * Shape::TileA::rows(Shape::kGroupRows)),
-        b(Shape::TileB::k_major(stages + Shape::TileA::kBytes)) {}
+      : a(Shape::TileA::descriptor(stages) + group * Shape::TileA::along(Shape::kGroupRows)),
+        b(Shape::TileB::descriptor(stages + Shape::TileA::kBytes)) {}
 
   template <int Stages, typename Tile>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
@@ -175,9 +354,9 @@ struct SharedProduct {
       for (int k = 0; k < TileA::kSteps; ++k)
 #pragma unroll
         for (int row = 0; row < Shape::kRowTiles; ++row) {
-          wgmma<typename Shape::Element, Shape::kTileN>(
-              sums[row], a + stage + TileA::rows(row * kWarpgroupRows) + TileA::k_step(k),
-              b + stage + TileB::k_step(k), step > 0 || k > 0);
+          wgmma<typename Shape::Element, Shape::kTileN, TileA::kTransposed, TileB::kTransposed>(
+              sums[row], a + stage + TileA::along(row * kWarpgroupRows) + TileA::step(k),
+              b + stage + TileB::step(k), step > 0 || k > 0);
         }
       wgmma_commit();
 #pragma unroll
@@ -194,34 +373,98 @@ struct SharedProduct {
 
 // ---- Epilogue ----
 
-// Leaves accumulators as they are.
+// What becomes of 64 rows of accumulators before they are rounded. (row, column): where they begin in
+// the product.
+//   kParts      columns of the product for one of the result: 2 where halves of a tile are combined
+//   kKeeps      whether the result of prepare() is stored too
+//   begin()     loads what prepare() needs, while the products run
+//   prepare()   bias, scales
+//   operator()  activation; with kParts 2 the results are left in the first half
+// Leaves accumulators as they are:
 struct Identity {
+  static constexpr int kParts = 1;
+  static constexpr bool kKeeps = false;
+  CUKIT_DEVICE void begin(int, int) const {}
+  template <int N>
+  CUKIT_DEVICE void prepare(float (&)[N], int, int) const {}
   template <int N>
   CUKIT_DEVICE void operator()(float (&)[N], int, int) const {}
 };
 
 // Rounds to T and stores through swizzled shared memory and TMA (common/hopper/store.cuh).
-// `transform(sums, row, column)` changes the accumulators of 64 rows before: bias, activation, scales;
-// row and column are those of the result where the 64 rows begin.
 template <typename Shape, typename T, typename Transform = Identity>
 struct StagedEpilogue {
-  using Store = StagedStore<T, Shape::kTileN, 64, Shape::kTileN % 128 == 0 ? 2 : 1>;
+  static constexpr int kColumns = Shape::kTileN / Transform::kParts;  // of the result
+  static constexpr int kPieceColumns = kColumns % 64 == 0 ? 64 : kColumns % 32 == 0 ? 32 : 16;
+  using Store =
+      StagedStore<T, kColumns, kPieceColumns, (kColumns > kPieceColumns ? 2 : 1)>;
   static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
   unsigned char* buffers;  // kBytes of shared memory
-  const TensorMap* out;    // boxes of [64, 64], swizzled
+  const TensorMap* out;    // boxes of [64, kPieceColumns], swizzled
   int rows, columns;       // of the result
   int group;               // this consumer
   Transform transform;
+  const TensorMap* kept = nullptr;     // [rows, columns] of the first part, boxes of the same shape
+  const TensorMap* kept_up = nullptr;  // and of the second
+
+  CUKIT_DEVICE void begin(const MatrixTile& tile) {
+    transform.begin(Shape::row(tile) + group * Shape::kGroupRows, tile.n * kColumns);
+  }
 
   template <typename Accumulators>
-  CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) const {
+  CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) {
+    unsigned char* const buffer = buffers + group * Store::kBytes;
+#pragma unroll
+    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
+      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+      const int column = tile.n * kColumns;
+      if (row_tile > 0) transform.begin(row, column);
+      transform.prepare(sums[row_tile], row, column);
+      if constexpr (Transform::kKeeps) {
+        Store::template store<0>(sums[row_tile], buffer, kept, column, row, columns, rows, 1 + group);
+        if constexpr (Transform::kParts == 2) {
+          Store::template store<kColumns / 2>(sums[row_tile], buffer, kept_up, column, row, columns,
+                                              rows, 1 + group);
+        }
+      }
+      transform(sums[row_tile], row, column);
+      Store::template store<0>(sums[row_tile], buffer, out, column, row, columns, rows, 1 + group);
+    }
+  }
+
+  CUKIT_DEVICE void finish() const { Store::finish(); }
+};
+
+// The same for a product whose transpose is the result: rows of a are its columns.
+template <typename Shape, typename T, typename Transform = Identity>
+struct TransposedEpilogue {
+  using Store = TransposedStore<T, Shape::kTileN>;
+  static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
+  unsigned char* buffers;  // kBytes of shared memory
+  const TensorMap* out;    // boxes of [kTileN, 64], swizzled
+  int rows, columns;       // of the product
+  int group;               // this consumer
+  Transform transform;
+  const TensorMap* kept = nullptr;
+
+  CUKIT_DEVICE void begin(const MatrixTile& tile) {
+    transform.begin(Shape::row(tile) + group * Shape::kGroupRows, Shape::column(tile));
+  }
+
+  template <typename Accumulators>
+  CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) {
+    unsigned char* const buffer = buffers + group * Store::kBytes;
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
       const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
       const int column = Shape::column(tile);
+      if (row_tile > 0) transform.begin(row, column);
+      transform.prepare(sums[row_tile], row, column);
+      if constexpr (Transform::kKeeps) {
+        Store::store(sums[row_tile], buffer, kept, row, column, rows, columns, 1 + group);
+      }
       transform(sums[row_tile], row, column);
-      Store::store(sums[row_tile], buffers + group * Store::kBytes, out, column, row, columns, rows,
-                   1 + group);
+      Store::store(sums[row_tile], buffer, out, row, column, rows, columns, 1 + group);
     }
   }
 

@@ -6,7 +6,8 @@
 //   write_rows   straight from registers, 64 bytes of a row at a time: no shared memory, no barrier.
 //                For warpgroups that end at different times (attention).
 //   StagedStore  through swizzled shared memory (stmatrix) and TMA: whole cache lines, the copy runs
-//                in the background. For tiles of a matrix.
+//                in the background. For tiles of a matrix. TransposedStore: of its transpose.
+//   write_pairs  from registers, two elements at a time: for a few columns.
 #pragma once
 
 #include "common/hopper/shared_tile.cuh"
@@ -17,6 +18,7 @@
 #include "common/ptx/tma.cuh"
 #include "common/ptx/warp_group.cuh"
 #include "common/quad.cuh"
+#include "common/types.cuh"
 
 namespace cukit {
 
@@ -56,33 +58,46 @@ CUKIT_DEVICE void write_rows(const float (&sums)[N], const ResultRows<T>& rows) 
   }
 }
 
+// Swizzle of rows of `bytes`, of those that TMA has.
+constexpr OperandSwizzle row_swizzle(int bytes) {
+  return bytes == 128 ? OperandSwizzle::Bytes128
+         : bytes == 64 ? OperandSwizzle::Bytes64
+                       : OperandSwizzle::Bytes32;
+}
+
 // Stores 64 x Columns accumulators in pieces of 64 x PieceColumns, through `Buffers` buffers of shared
 // memory that belong to the warpgroup: while TMA reads one, the next piece is written to another.
 template <typename T, int Columns, int PieceColumns, int Buffers>
 struct StagedStore {
-  using Piece = SharedTile<T, kWarpgroupRows, PieceColumns>;  // the boxes of the tensor map
+  using Piece = SharedTile<T, kWarpgroupRows, PieceColumns,  // the boxes of the tensor map
+                           row_swizzle(PieceColumns * static_cast<int>(sizeof(T)))>;
   static constexpr int kPieces = Columns / PieceColumns;
   static constexpr int kBytes = Buffers * Piece::kBytes;
 
   static_assert(Columns % PieceColumns == 0 && PieceColumns % 16 == 0, "whole pieces of stmatrix");
-  static_assert(kPieces % Buffers == 0, "every tile begins with the first buffer");
 
   // All threads of the warpgroup, with a named barrier of its own. The tile begins at (row, column) of
-  // a matrix of `rows` x `columns`; what lies outside is not written.
-  CUKIT_DEVICE static void store(const float (&sums)[Columns / 2], unsigned char* buffers,
+  // a matrix of `rows` x `columns`; what lies outside is not written. First: of the accumulators.
+  template <int First = 0, int N>
+  CUKIT_DEVICE static void store(const float (&sums)[N], unsigned char* buffers,
                                  const TensorMap* map, int column, int row, int columns, int rows,
                                  int barrier) {
+    static_assert(First + Columns / 2 <= N, "the accumulators exist");
     const int lane = threadIdx.x % kWarpSize;
     const int own_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16 + lane % 16;
     const bool starts = threadIdx.x % kWarpgroupThreads == 0;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
-      if (starts) bulk_wait_read<Buffers - 1>();
+      if (starts) {
+        // The last tile's pieces have long been read; a new tile begins with the first buffer.
+        if (piece == 0) bulk_wait_read<0>();
+        if (piece >= Buffers) bulk_wait_read<Buffers - 1>();
+      }
       named_sync(barrier, kWarpgroupThreads);  // the buffer is free
 #pragma unroll
       for (int pair = 0; pair < PieceColumns / 16; ++pair) {
-        const float* d = &sums[piece * PieceColumns / 2 + 8 * pair];
+        const float* d = &sums[First + piece * PieceColumns / 2 + 8 * pair];
         const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
                                     pack<T>(d[6], d[7])};
         stmatrix_x4(Piece::address(shared_address(buffer), own_row, 2 * pair + lane / 16), packed);
@@ -103,5 +118,70 @@ struct StagedStore {
     if (threadIdx.x % kWarpgroupThreads == 0) bulk_wait_read<0>();
   }
 };
+
+// Stores the transpose of 64 x Columns accumulators, Columns rows of 64, through one buffer of the
+// warpgroup.
+template <typename T, int Columns>
+struct TransposedStore {
+  using Piece = SharedTile<T, Columns, kWarpgroupRows>;  // the box of the tensor map
+  static constexpr int kBytes = Piece::kBytes;
+
+  static_assert(sizeof(T) == 2 && Columns % 16 == 0, "whole matrices of stmatrix");
+
+  // As StagedStore::store; (row, column) of the transpose, which has `rows` x `columns`.
+  template <int N>
+  CUKIT_DEVICE static void store(const float (&sums)[N], unsigned char* buffer,
+                                 const TensorMap* map, int column, int row, int columns, int rows,
+                                 int barrier) {
+    static_assert(Columns / 2 <= N, "the accumulators exist");
+    const int lane = threadIdx.x % kWarpSize;
+    const int own_row = lane / 16 * 8 + lane % 8;
+    const int own_chunk = threadIdx.x % kWarpgroupThreads / kWarpSize * 2 + lane / 8 % 2;
+    const bool starts = threadIdx.x % kWarpgroupThreads == 0;
+    if (starts) bulk_wait_read<0>();
+    named_sync(barrier, kWarpgroupThreads);  // the buffer is free
+#pragma unroll
+    for (int pair = 0; pair < Columns / 16; ++pair) {
+      const float* d = &sums[8 * pair];
+      const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
+                                  pack<T>(d[6], d[7])};
+      stmatrix_x4_trans(Piece::address(shared_address(buffer), 16 * pair + own_row, own_chunk),
+                        packed);
+    }
+    fence_proxy_async();
+    named_sync(barrier, kWarpgroupThreads);  // the buffer is written
+    if (starts) {
+      if (row < rows) Piece::store(map, buffer, column, row, columns);
+      bulk_commit();
+    }
+  }
+
+  CUKIT_DEVICE static void finish() {
+    if (threadIdx.x % kWarpgroupThreads == 0) bulk_wait_read<0>();
+  }
+};
+
+// Writes accumulators First .. First + Columns / 2 of a lane, which begin at (row, column) of a matrix
+// of `rows` x `columns`. `columns` and `stride` are even unless Transposed, where element (i, j) goes
+// to out[j * stride + i].
+template <bool Transposed, int Columns, int First = 0, typename T, int N>
+CUKIT_DEVICE void write_pairs(const float (&sums)[N], T* out, long long stride, int row, int column,
+                              int rows, int columns) {
+  static_assert(sizeof(T) == 2 && First + Columns / 2 <= N, "16-bit elements that exist");
+#pragma unroll
+  for (int n = 0; n < Columns / 8; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* pair = &sums[First + 4 * n + 2 * half];
+      const int i = row + accumulator_row() + 8 * half;
+      const int j = column + 8 * n + accumulator_column();
+      if constexpr (Transposed) {
+        if (i < rows && j < columns) out[j * stride + i] = from_float<T>(pair[0]);
+        if (i < rows && j + 1 < columns) out[(j + 1) * stride + i] = from_float<T>(pair[1]);
+      } else if (i < rows && j < columns) {
+        *reinterpret_cast<unsigned*>(out + i * stride + j) = pack<T>(pair[0], pair[1]);
+      }
+    }
+}
 
 }  // namespace cukit

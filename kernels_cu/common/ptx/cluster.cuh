@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/platform.cuh"
+#include "common/ptx/mbarrier.cuh"
 #include "common/ptx/shared_address.cuh"
 
 #if defined(CLUSTER) && CLUSTER > 1
@@ -56,6 +57,29 @@ CUKIT_DEVICE void store_remote(float* local, int rank, float value) {
                : "=r"(remote)
                : "r"(shared_address(local)), "r"(rank));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+#endif
+}
+
+// st.async: as store_remote, 16 bytes in the background; they are reported to the barrier that has the
+// place of `barrier` in that block. Addresses are 16-byte aligned.
+CUKIT_DEVICE void store_async_remote(float4* local, int rank, const float4& value,
+                                     Mbarrier* barrier) {
+#ifdef CUKIT_EMULATE
+  emulator::store_async(emulator::map_to_rank(shared_address(local), rank), &value,
+                        shared_address(barrier));
+#else
+  unsigned remote, remote_barrier;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(remote)
+               : "r"(shared_address(local)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(remote_barrier)
+               : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::
+          "r"(remote),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(remote_barrier)
+      : "memory");
 #endif
 }
 

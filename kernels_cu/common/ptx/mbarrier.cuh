@@ -104,4 +104,21 @@ CUKIT_DEVICE void mbarrier_wait(Mbarrier* barrier, unsigned parity) {
 #endif
 }
 
+// The same for what other blocks of the cluster wrote.
+CUKIT_DEVICE void mbarrier_wait_cluster(Mbarrier* barrier, unsigned parity) {
+#ifdef CUKIT_EMULATE
+  emulator::mbarrier_wait(shared_address(barrier), parity);
+#else
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "wait:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra wait;\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
 }  // namespace cukit

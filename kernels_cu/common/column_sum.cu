@@ -1,4 +1,4 @@
-// Sums the rows of a float matrix: the second stage of every weight gradient of a norm.
+// Sums the rows of a float matrix: the second stage of gradients that are summed over rows.
 //
 //   out[c] = sum_r partial[r, c]
 //

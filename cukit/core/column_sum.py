@@ -1,4 +1,4 @@
-"""Second stage of the norms' weight gradients: sums the partial rows that the blocks wrote."""
+"""Second stage of gradients that are summed over rows: adds the partial rows that blocks wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COLUMNS_PER_BLOCK = 32
 def column_sum_spec(dtype: str) -> KernelSpec:
     """The variant that writes elements of `dtype`."""
     return KernelSpec(
-        "layers/column_sum.cu", "column_sum", (("DTYPE", dtype), ("THREADS", 512)), threads=512
+        "common/column_sum.cu", "column_sum", (("DTYPE", dtype), ("THREADS", 512)), threads=512
     )
 
 

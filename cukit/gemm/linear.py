@@ -1,0 +1,239 @@
+"""Linear layers: a dense product with bias, activation or gating in its epilogue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    Array,
+    adopt,
+    bfloat16,
+    check_array,
+    check_same_dtype,
+    empty,
+    float16,
+    runs_kernel,
+    write_out,
+)
+from cukit.core.kernel import launch_plan
+from cukit.core.overlap import check_overlap
+from cukit.errors import ArrayShapeError, ConfigError
+from cukit.gemm.linear_launch import linear_specs, prepare_linear
+from cukit.gemm.linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, Product
+from cukit.reference import gemm as reference
+from cukit.registry import register
+
+KERNEL_DTYPES = (float16, bfloat16)
+
+Weights = Array | tuple[Array, Array]
+
+
+def linear(
+    x: Array,
+    w: Array,
+    bias: Array | None = None,
+    activation: str | None = None,
+    *,
+    out: Array | None = None,
+    return_preactivation: bool = False,
+) -> Any:
+    """A linear layer, `y = f(x w^T + bias)`, in one kernel.
+
+    Args:
+        x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only.
+        w: dtype of `x`, [n, k].
+        bias: dtype of `x`, [n].
+        activation: None, `"relu"`, `"gelu"` (exact: its error function within 2.5e-7),
+            `"gelu_tanh"` or `"silu"`.
+        out: where to write `y`; dtype of `x`, [..., n]. It must not overlap the operands.
+        return_preactivation: also return `z = x w^T + bias`, which the backward needs.
+
+    Returns:
+        `y`, [..., n], dtype of `x`; with `return_preactivation` the pair `(y, z)`.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: an unknown activation.
+
+    Hopper runs TMA and wgmma (kernels_cu/gemm/linear_sm90.cu) with tiles that `plan_linear` chooses
+    for the shape; other GPUs, and rows that are not multiples of 16 bytes, run mma.sync. On CuPy's
+    current stream, without other allocations than the results: capturable in a CUDA graph.
+    Accumulates in float32 in a fixed order: deterministic.
+
+    >>> import numpy as np, cukit as ck
+    >>> ck.linear(np.ones((2, 8), np.float32), -np.ones((3, 8), np.float32), None, "relu").sum()
+    np.float32(0.0)
+    """
+    x, w, bias, out = adopt("linear", x, w, bias, out)
+    launch = None
+    if runs_kernel("linear", x, w, bias, out):
+        launch = _prepare_linear(x, w, bias, activation, out, return_preactivation)
+    else:
+        _check_linear(x, w, bias, activation, out)
+    if launch is None:
+        result = reference.linear(x, w, bias, activation, return_preactivation=return_preactivation)
+        return _written(out, result)
+    check_overlap("linear", out, x=x, w=w, bias=bias)
+    shape = (*x.shape[:-1], w.shape[0])
+    y = empty(x, shape) if out is None else out
+    z = empty(x, shape) if return_preactivation else None
+    launch(x, w, None, bias, y, z)
+    return y if z is None else (y, z)
+
+
+def gated_linear(
+    x: Array,
+    w: Weights,
+    activation: str = "silu",
+    *,
+    out: Array | None = None,
+    return_preactivation: bool = False,
+) -> Any:
+    """A gated linear layer, `y = f(x gate^T) * (x up^T)`, in one kernel: SwiGLU, GeGLU.
+
+    Args:
+        x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only.
+        w: dtype of `x`: [2n, k], the gate's rows before those of the up projection, or the pair
+            `(w_gate, w_up)` of arrays [n, k].
+        activation: of the gate: `"silu"`, `"gelu"`, `"gelu_tanh"` or `"relu"`.
+        out: where to write `y`; dtype of `x`, [..., n]. It must not overlap the operands.
+        return_preactivation: also return `z = [x gate^T | x up^T]`, which the backward needs.
+
+    Returns:
+        `y`, [..., n], dtype of `x`; with `return_preactivation` the pair `(y, z)`, z [..., 2n].
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: an unknown activation.
+
+    Both products share their tiles of `x`. Kernels, streams and determinism as :func:`linear`.
+    Paper: Shazeer, arXiv:2002.05202.
+
+    >>> import numpy as np, cukit as ck
+    >>> ck.gated_linear(np.ones((2, 8), np.float32), np.ones((6, 8), np.float32)).round(1)[0]
+    array([64., 64., 64.], dtype=float32)
+    """
+    gate: Array
+    gate, up = w if isinstance(w, tuple) else (w, None)
+    x, gate, up, out = adopt("gated_linear", x, gate, up, out)
+    launch = None
+    if runs_kernel("gated_linear", x, gate, up, out):
+        launch = _prepare_gated(x, gate, up, activation, out, return_preactivation)
+    else:
+        _check_gated(x, gate, up, activation, out)
+    if launch is None:
+        weights = gate if up is None else (gate, up)
+        result = reference.gated_linear(
+            x, weights, activation, return_preactivation=return_preactivation
+        )
+        return _written(out, result)
+    check_overlap("gated_linear", out, x=x, w_gate=gate, w_up=up)
+    if up is None:
+        half = gate.shape[0] // 2
+        gate, up = gate[:half], gate[half:]
+    n = gate.shape[0]
+    y = empty(x, (*x.shape[:-1], n)) if out is None else out
+    z = empty(x, (*x.shape[:-1], 2 * n)) if return_preactivation else None
+    launch(x, gate, up, None, y, z)
+    return y if z is None else (y, z)
+
+
+def _written(out: Array | None, result: Any) -> Any:
+    """What the reference returned, its first array in `out` if there is one."""
+    if isinstance(result, tuple):
+        return write_out(out, result[0]), result[1]
+    return write_out(out, result)
+
+
+@launch_plan
+def _prepare_linear(
+    x: Array, w: Array, bias: Array | None, activation: str | None, out: Array | None, keeps: bool
+) -> Any:
+    _check_linear(x, w, bias, activation, out)
+    check_array("linear", "x", x, dtypes=KERNEL_DTYPES)
+    n, k = w.shape
+    if w.size == 0 or x.size == 0:
+        return None  # nothing to multiply: the reference
+    product = Product(x.size // k, n, k, x.dtype.name, activation=activation, keeps=keeps)
+    return prepare_linear(product, x, w, bias, out)
+
+
+@launch_plan
+def _prepare_gated(
+    x: Array, gate: Array, up: Array | None, activation: str, out: Array | None, keeps: bool
+) -> Any:
+    _check_gated(x, gate, up, activation, out)
+    check_array("gated_linear", "x", x, dtypes=KERNEL_DTYPES)
+    n, k = gate.shape
+    if up is None:
+        n //= 2
+        up = gate[n:]
+    if up.size == 0 or x.size == 0:
+        return None  # nothing to multiply: the reference
+    product = Product(
+        x.size // k, n, k, x.dtype.name, activation=activation, gated=True, keeps=keeps
+    )
+    return prepare_linear(product, x, gate, up, out)
+
+
+def check_activation(op: str, activation: str | None, allowed: tuple[str | None, ...]) -> None:
+    """Raises ConfigError for a name that is not among those allowed."""
+    if activation not in allowed:
+        names = ", ".join(map(repr, allowed))
+        raise ConfigError(f"{op}: activation must be one of {names}, got {activation!r}")
+
+
+def check_weight(op: str, name: str, x: Array, w: Array, rows: int | None = None) -> None:
+    """`x` [..., k] and the weight [rows, k]."""
+    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
+    if x.ndim == 0:
+        raise ArrayShapeError(f"{op}: x must have at least one axis")
+    check_array(op, name, w, shape=(rows, x.shape[-1]))
+
+
+def _check_linear(
+    x: Array, w: Array, bias: Array | None, activation: str | None, out: Array | None
+) -> None:
+    check_activation("linear", activation, tuple(ACTIVATIONS))
+    check_weight("linear", "w", x, w)
+    if bias is not None:
+        check_array("linear", "bias", bias, shape=(w.shape[0],))
+    if out is not None:
+        check_array("linear", "out", out, shape=(*x.shape[:-1], w.shape[0]))
+    check_same_dtype("linear", x=x, w=w, bias=bias, out=out)
+
+
+def _check_gated(
+    x: Array, gate: Array, up: Array | None, activation: str, out: Array | None
+) -> None:
+    check_activation("gated_linear", activation, GATED_ACTIVATIONS)
+    check_weight("gated_linear", "w" if up is None else "w_gate", x, gate)
+    n = gate.shape[0]
+    if up is not None:
+        check_weight("gated_linear", "w_up", x, up, n)
+    elif n % 2:
+        raise ArrayShapeError(
+            f"gated_linear: w holds the rows of gate and up, an even number; got shape {gate.shape}"
+        )
+    else:
+        n //= 2
+    if out is not None:
+        check_array("gated_linear", "out", out, shape=(*x.shape[:-1], n))
+    check_same_dtype("gated_linear", x=x, w=gate, w_up=up, out=out)
+
+
+register(
+    name="linear",
+    family="gemm",
+    function=linear,
+    reference=reference.linear,
+    specs=linear_specs,
+)
+register(
+    name="gated_linear",
+    family="gemm",
+    function=gated_linear,
+    reference=reference.gated_linear,
+    specs=lambda device: linear_specs(device, gated=True),
+)

@@ -1,0 +1,290 @@
+"""How a dense product runs on Hopper: tilings, their cost, the choice. Pure; no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from cukit.core.device import KIB
+from cukit.core.kernel import KernelSpec
+
+ITEM_BYTES = 2
+TILE_K = 64
+ROW_BYTES = TILE_K * ITEM_BYTES
+MAJORS = ("K", "MN")
+ACTIVATIONS = {
+    None: "NoActivation",
+    "relu": "Relu",
+    "gelu": "GeluErf",
+    "gelu_tanh": "GeluTanh",
+    "silu": "Silu",
+}
+"""Names of activations, and those of their types in common/activation.cuh."""
+GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+_WARPGROUP = 128
+_MOST_STAGES = 10
+_SHARED_PER_BLOCK = 227 * KIB
+_SHARED_PER_SM = 228 * KIB
+
+
+@dataclass(frozen=True)
+class Product:
+    """What selects a variant: `out [m, n] = f(a b^T + bias)`.
+
+    m, n, k: extents; with `gated`, n counts the columns of the result, half of those of b.
+    major_a, major_b: "K" for operands [m, k] and [n, k], "MN" for [k, m] and [k, n].
+    keeps: the input of `activation` is stored too.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    major_a: str = "K"
+    major_b: str = "K"
+    activation: str | None = None
+    gated: bool = False
+    keeps: bool = False
+
+    def swapped(self) -> Product:
+        """The transposed product, whose result is the transpose of this one's."""
+        return replace(self, m=self.n, n=self.m, major_a=self.major_b, major_b=self.major_a)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A tile of the product, who computes it, and how the result leaves.
+
+    splits: blocks (a cluster) that share the steps of k of a tile.
+    cluster: blocks that share a tile of b, theirs lying one below the other.
+    transposed: the weight is operand a, and the tokens are the tile's columns.
+    """
+
+    tile_m: int
+    tile_n: int
+    consumers: int = 2
+    splits: int = 1
+    cluster: int = 1
+    transposed: bool = False
+    blocks_per_sm: int = 1
+
+    def __str__(self) -> str:
+        name = f"{self.tile_m}x{self.tile_n}"
+        name += f" split {self.splits}" if self.splits > 1 else ""
+        name += f" cluster {self.cluster}" if self.cluster > 1 else ""
+        name += f" x{self.blocks_per_sm}" if self.blocks_per_sm > 1 else ""
+        return name + (" transposed" if self.transposed else "")
+
+    @property
+    def threads(self) -> int:
+        return (self.consumers + 1) * _WARPGROUP
+
+    def piece_columns(self, parts: int) -> int:
+        """Columns of the result that leave in one copy."""
+        columns = self.tile_n // parts
+        return next(width for width in (64, 32, 16) if columns % width == 0)
+
+    def epilogue_bytes(self, parts: int) -> int:
+        """Shared memory behind the stages."""
+        if self.splits > 1:
+            slices = self.splits
+            while self.tile_n // parts % (8 * slices):
+                slices //= 2
+            sums = self.tile_m * self.tile_n // slices
+            return (self.splits - 1) * sums * 4
+        if self.transposed:
+            return self.consumers * self.tile_n * ROW_BYTES
+        piece = self.piece_columns(parts)
+        buffers = 2 if self.tile_n // parts > piece else 1
+        return self.consumers * buffers * 64 * piece * ITEM_BYTES
+
+    def stage_bytes(self, product: Product) -> int:
+        """Of both operands, in rows of 128 bytes."""
+        extents = (self.tile_m, product.major_a), (self.tile_n, product.major_b)
+        rows = [extent if major == "K" else -(-extent // 64) * 64 for extent, major in extents]
+        return sum(rows) * ROW_BYTES
+
+    def num_stages(self, product: Product) -> int:
+        """As many as fit into shared memory, beside barriers."""
+        parts = 1 + product.gated
+        limit = min(_SHARED_PER_BLOCK, _SHARED_PER_SM // self.blocks_per_sm - KIB) - KIB
+        room = limit - self.epilogue_bytes(parts)
+        return min(_MOST_STAGES, room // self.stage_bytes(product))
+
+    def slots(self, num_sms: int) -> int:
+        """Blocks that run at a time. A cluster of four or more has to fit into one GPC, which leaves
+        about one SM in eleven idle."""
+        blocks = self.splits * self.cluster
+        usable = num_sms * 10 // 11 if blocks >= 4 else num_sms
+        return usable // blocks * blocks * self.blocks_per_sm
+
+    def tiles(self, product: Product) -> tuple[int, int]:
+        """Tiles (of a cluster that shares b) along each axis of the product."""
+        columns = self.tile_n // (1 + product.gated)
+        return -(-product.m // (self.tile_m * self.cluster)), -(-product.n // columns)
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """How one call runs. `product` is the one computed: the swapped one of a transposed tiling."""
+
+    product: Product
+    tiling: Tiling
+    num_blocks: int
+    group: int
+    """Rows of tiles, of clusters where there are any, that blocks walk over together."""
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
+        tiling, product = self.tiling, self.product
+        stages = tiling.num_stages(product)
+        parts = 1 + product.gated
+        defines = (
+            ("DTYPE", product.dtype),
+            ("TILE_M", tiling.tile_m),
+            ("TILE_N", tiling.tile_n),
+            ("STAGES", stages),
+            ("CONSUMERS", tiling.consumers),
+            ("CLUSTER", tiling.cluster * tiling.splits),
+            ("SPLITS", tiling.splits),
+            ("BLOCKS_PER_SM", tiling.blocks_per_sm),
+            ("THREADS", tiling.threads),
+            ("MAJOR_A", product.major_a),
+            ("MAJOR_B", product.major_b),
+            ("TRANSPOSED", tiling.transposed),
+            ("PARTS", parts),
+            ("ACTIVATION", ACTIVATIONS[product.activation]),
+            ("KEEPS", product.keeps),
+        )
+        shared = stages * tiling.stage_bytes(product) + tiling.epilogue_bytes(parts)
+        entry = "linear_sm90"
+        return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiling.threads, shared)
+
+
+def configure(product: Product, tiling: Tiling, num_sms: int) -> Sm90Config:
+    """Grid and order of tiles of a tiling.
+
+    Groups are chosen so that the tiles in flight form about a square of the result, which reads
+    the fewest rows of a and b.
+    """
+    if tiling.transposed:
+        product = product.swapped()
+    tiles_m, tiles_n = tiling.tiles(product)
+    tiles = tiles_m * tiles_n
+    at_a_time = tiling.slots(num_sms) // (tiling.splits * tiling.cluster)
+    in_flight = min(tiles, at_a_time)
+    clusters = tiles if tiling.splits > 1 else in_flight
+    blocks = clusters * tiling.splits * tiling.cluster
+    rows = tiling.tile_m * tiling.cluster
+    group = round((in_flight * tiling.tile_n / (1 + product.gated) / rows) ** 0.5)
+    return Sm90Config(product, tiling, blocks, max(1, min(group, tiles_m)))
+
+
+CLUSTER_TILING = Tiling(128, 256, cluster=2)
+"""Half the loads of b, and never faster: the H200's L2 serves both blocks as quickly, and blocks
+that wait for each other lose 0.5 % (profiling/notes/linear_sm90.md). Not planned."""
+
+
+# ---- The choice ----
+
+# Fitted to an H200, cold L2 (profiling/notes/linear_sm90.md).
+_START_US = 4.33
+_MEMORY_BYTES_PER_US = 4.07e6
+_FIRST_BYTES_PER_US = 2.66e6
+"""The first bytes of a cold start come more slowly."""
+_FIRST_BYTES = 40e6
+_LATENCY_US = 0.94
+"""Of memory: bytes in flight over the latency bound the rate too."""
+_MACS_PER_US = 2048 * 1520.0
+_STEP_US = 0.018
+_SHARED_STEP_US = 0.069
+"""Per step of k, beside the products: of a block alone on its multiprocessor, and of two."""
+_EXCHANGE_BYTES_PER_US = 12.9e3
+"""Between the blocks of a cluster."""
+_SPLIT_US = 0.9
+_SPLIT_ROUND_US = 0.75
+_BOTH = 2.62
+"""Norm by which the times of products and of memory add up: they overlap, not wholly."""
+
+_SPLITS = (1, 2, 4, 8)
+_FEWEST_STAGES = 3
+_WIDEST = Tiling(128, 256)
+_WIDE = (_WIDEST, *(Tiling(128, tile_n) for tile_n in (224, 192, 160, 128, 96, 64, 48, 32)))
+_SMALL = tuple(Tiling(64, tile_n, consumers=1, blocks_per_sm=2) for tile_n in (128, 96, 64))
+_FEW = tuple(
+    Tiling(tile_m, tokens, consumers=consumers, transposed=True, blocks_per_sm=3 - consumers)
+    for tokens in (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)
+    for tile_m, consumers in ((128, 2), (64, 1))
+)
+
+
+def candidates(product: Product) -> Iterator[Tiling]:
+    """Every tiling that suits the product's layouts and leaves each block a step of k."""
+    steps = -(-product.k // TILE_K)
+    tilings = [*_WIDE, *_SMALL]
+    if product.keeps and not product.gated:
+        tilings.remove(_WIDEST)  # too few registers for both results
+    if not product.gated and product.major_a == "K":
+        tilings += _FEW
+    for tiling in tilings:
+        computed = product.swapped() if tiling.transposed else product
+        if tiling.tile_n % (64 if computed.major_b == "MN" else 32 if product.gated else 16):
+            continue
+        for splits in _SPLITS:
+            each = replace(tiling, splits=splits)
+            if splits <= steps and each.num_stages(computed) >= _FEWEST_STAGES:
+                yield each
+
+
+def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
+    """Time of a product: of its rounds of tiles, and of what memory needs for everything."""
+    parts = 1 + product.gated
+    computed = product.swapped() if tiling.transposed else product
+    tiles_m, tiles_n = tiling.tiles(computed)
+    blocks = tiles_m * tiles_n * tiling.cluster * tiling.splits
+    slots = tiling.slots(num_sms)
+    sharing = max(1, min(tiling.blocks_per_sm, -(-blocks // num_sms)))  # blocks that share an SM
+    rounds = -(-blocks // (slots // tiling.blocks_per_sm * sharing))
+    steps = -(-product.k // TILE_K) / tiling.splits
+    step = tiling.tile_m * tiling.tile_n * TILE_K / _MACS_PER_US
+    step += _STEP_US if sharing == 1 else _SHARED_STEP_US
+    multiply = rounds * sharing * steps * step
+
+    total = ITEM_BYTES * (product.k * (product.m + parts * product.n) + product.m * product.n)
+    first = min(total, _FIRST_BYTES)
+    memory = first / _FIRST_BYTES_PER_US + (total - first) / _MEMORY_BYTES_PER_US
+    in_flight = max(1, min(blocks, slots) // tiling.splits)
+    rows = min(tiles_m, in_flight)
+    columns = min(tiles_n, -(-in_flight // rows))
+    extents = min(rows * tiling.tile_m, computed.m)
+    extents += min(columns * tiling.tile_n, parts * computed.n)
+    loading = extents * tiling.splits * tiling.num_stages(computed) * ROW_BYTES
+    memory = max(memory, total / loading * _LATENCY_US)
+
+    split = 0.0
+    if tiling.splits > 1:
+        split = _SPLIT_US + (rounds - 1) * _SPLIT_ROUND_US
+        multiply += rounds * tiling.epilogue_bytes(parts) / _EXCHANGE_BYTES_PER_US
+    both: float = (multiply**_BOTH + memory**_BOTH) ** (1 / _BOTH)
+    return _START_US + both + split
+
+
+@cache
+def plan_sm90(product: Product, num_sms: int) -> Sm90Config:
+    """The tiling with the shortest estimate."""
+    tiling = min(candidates(product), key=lambda each: estimate_us(product, each, num_sms))
+    return configure(product, tiling, num_sms)
+
+
+def representative_configs(product: Product, num_sms: int) -> list[Sm90Config]:
+    """A wide tile, a narrow one, split ones, and a transposed one where the product allows it."""
+    widest = Tiling(128, 224) if product.keeps and not product.gated else _WIDEST
+    tilings = [widest, Tiling(128, 64), Tiling(128, 128, splits=4)]
+    if not product.gated and product.major_a == "K":
+        tilings += [
+            Tiling(128, 96, transposed=True),
+            Tiling(64, 16, consumers=1, splits=2, transposed=True, blocks_per_sm=2),
+        ]
+    return [configure(product, tiling, num_sms) for tiling in tilings]

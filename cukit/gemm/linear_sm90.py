@@ -1,0 +1,103 @@
+"""Launches of kernels_cu/gemm/linear_sm90.cu for arrays of one description."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from cukit.core.arrays import Array
+from cukit.core.kernel import NULL, Launch, load_kernel
+from cukit.core.map_cache import TensorMapCache
+from cukit.core.parameters import parameter_structs
+from cukit.core.tensor_map import encode_tensor_map
+from cukit.gemm.linear_plan import ITEM_BYTES, ROW_BYTES, TILE_K, Sm90Config
+
+_PARAMETERS = parameter_structs("gemm/parameters.cuh")
+_ROW_GROUP = 8  # rows of a period of the swizzle
+_TAIL_BOX = 32
+_ROWS = 64  # that a warpgroup stores at a time, and columns of 128 bytes
+
+
+class LinearSm90:
+    """A launch, for arrays that were checked before: call it with them."""
+
+    __slots__ = ("_a", "_b", "_kept", "_kept_up", "_launch", "_out", "_up", "config")
+
+    def __init__(self, config: Sm90Config) -> None:
+        product, tiling = config.product, config.tiling
+        steps = -(-product.k // TILE_K)
+        parts = 1 + product.gated
+        box_a = _box(tiling.tile_m, product.m)
+        box_b = _box(tiling.tile_n // parts, product.n)
+        if tiling.cluster > 1:
+            box_a, box_b = tiling.tile_m, tiling.tile_n // tiling.cluster
+        parameters = _PARAMETERS["LinearParameters"].pack(
+            gemm=_PARAMETERS["GemmParameters"].pack(
+                m=product.m, n=product.n, steps=steps, group=config.group
+            ),
+            box_a=box_a,
+            box_b=box_b,
+        )
+        self.config = config
+        self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
+        self._a = _operand(product.k, product.major_a, product.m, box_a)
+        self._b = _operand(product.k, product.major_b, product.n, box_b)
+        self._up = _operand(product.k, product.major_b, product.n, box_b)
+        if tiling.transposed:
+            out_columns, box = product.m, (tiling.tile_n, _ROWS)
+        else:
+            out_columns, box = product.n, (_ROWS, tiling.piece_columns(parts))
+        self._out = _maps(out_columns, box)
+        self._kept = _maps(out_columns * parts, box, slice(0, out_columns))
+        self._kept_up = _maps(out_columns * parts, box, slice(out_columns, None))
+
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        up: Array | None,
+        bias: Array | None,
+        out: Array,
+        kept: Array | None,
+    ) -> None:
+        """a, b: of the call, as it comes; a transposed tiling exchanges them itself."""
+        if self.config.tiling.transposed:
+            a, b = b, a
+        map_a, map_out = self._a(a), self._out(out)
+        self._launch(
+            map_a,
+            self._b(b),
+            map_a if up is None else self._up(up),
+            map_out,
+            map_out if kept is None else self._kept(kept),
+            map_out if kept is None or up is None else self._kept_up(kept),
+            NULL if bias is None else bias,
+            out,
+            NULL if kept is None else kept,
+        )
+
+
+def _box(tile: int, extent: int) -> int:
+    """Rows that one copy loads of a tile: all, or where the last tile has fewer such that few are
+    outside, which TMA is slow to fill."""
+    if extent <= tile:
+        return -(-extent // _ROW_GROUP) * _ROW_GROUP
+    if extent % tile == 0 or tile % _TAIL_BOX:
+        return tile
+    return _TAIL_BOX
+
+
+def _operand(k: int, major: str, extent: int, tile: int) -> TensorMapCache:
+    if major == "K":
+        return _maps(k, (tile, TILE_K))
+    return _maps(extent, (TILE_K, ROW_BYTES // ITEM_BYTES))
+
+
+def _maps(columns: int, box: tuple[int, int], part: slice = slice(None)) -> TensorMapCache:
+    """Maps of some columns of matrices with rows of `columns`, whose leading axes are flattened."""
+    return TensorMapCache(partial(_encode, columns, box, part))
+
+
+def _encode(columns: int, box: tuple[int, int], part: slice, array: Array) -> Any:
+    matrix = array.reshape(-1, columns)[:, part]
+    return encode_tensor_map(matrix, box, swizzle_bytes=box[1] * ITEM_BYTES)

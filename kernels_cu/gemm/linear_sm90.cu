@@ -1,0 +1,122 @@
+// Dense matrix products with an epilogue, on Hopper: persistent blocks, TMA, wgmma.
+//
+//   out = f(a b^T + bias)                       f: none, ReLU, GELU, SiLU
+//   out = f(a gate^T) * (a up^T)                PARTS 2: SwiGLU, GeGLU
+//
+// and on request what f is applied to, which the backward needs.
+//
+// Mapping: blocks walk over TILE_M x TILE_N tiles of the product, in groups of `group` rows of tiles
+//   (common/hopper/tile_scheduler.cuh). A thread of the first warpgroup loads TILE_K steps of both
+//   operands at a time, up to STAGES ahead and across tiles; each consumer warpgroup multiplies its
+//   share of the tile's rows. While a consumer stores its result, the producer loads the next tile.
+// TRANSPOSED 1: the transpose of the product is stored. For few tokens: the weight is a, and the
+//   tokens are the columns of a narrow tile.
+// PARTS 2: half of a tile's columns are of gate, half the same ones of up, so that one thread has both.
+// CLUSTER 2, SPLITS 1: two neighbouring blocks compute tiles one below the other. Each loads its own
+//   tile of a and half of their common tile of b, which TMA writes to both.
+// SPLITS = CLUSTER > 1: the blocks of a cluster split the steps of k of one tile and add their sums
+//   through distributed shared memory (common/hopper/split_k.cuh); one tile a cluster.
+// Shared memory, dynamic: STAGES * (TILE_M + TILE_N) * 128 bytes (MN-major operands: rounded up to 64
+//   rows), a | b | a | ..; then the epilogue's: buffers of StagedEpilogue or TransposedEpilogue, or
+//   what SplitEpilogue receives. Static: two barriers a stage, one of the epilogue.
+// Macros: DTYPE float16|bfloat16; TILE_M, TILE_N, STAGES; CONSUMERS 1|2 of at least 64 rows each, with
+//   TILE_M / CONSUMERS / 64 * TILE_N at most 256 (the accumulators); CLUSTER, SPLITS 1|2|4|8;
+//   BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1); MAJOR_A, MAJOR_B K|MN; TRANSPOSED 0|1; PARTS 1|2;
+//   ACTIVATION NoActivation|Relu|GeluErf|GeluTanh|Silu; KEEPS 0|1.
+// Tensor maps: boxes as DenseOperands (PARTS 2: PairedOperands) and the epilogues say, swizzled; they
+//   read zeros outside their tensors and write nothing there.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
+// Reference: cukit/reference/gemm.py.
+#include "common/hopper/gemm.cuh"
+#include "common/hopper/split_k.cuh"
+#include "common/platform.cuh"
+#include "common/types.cuh"
+#include "gemm/linear_transform.cuh"
+#include "gemm/parameters.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+using cukit::Major;
+
+constexpr int kMulticast = SPLITS > 1 ? 1 : CLUSTER;
+using Shape = cukit::GemmShape<T, TILE_M, TILE_N, kMulticast, CONSUMERS, Major::MAJOR_A,
+                               Major::MAJOR_B>;
+using Block = cukit::WarpSpecialized<CONSUMERS, 40, BLOCKS_PER_SM>;
+template <int Columns>
+using Transform =
+    cukit::LinearTransform<T, cukit::ACTIVATION<T>, PARTS, KEEPS != 0, Columns, TRANSPOSED != 0>;
+using Staged = cukit::StagedEpilogue<Shape, T, Transform<TILE_N / PARTS>>;
+using Transposed = cukit::TransposedEpilogue<Shape, T, Transform<TILE_N>>;
+using Split = cukit::SplitEpilogue<Shape, T, SPLITS, TRANSPOSED != 0,
+                                   Transform<cukit::slice_columns(TILE_N / PARTS, SPLITS)>>;
+
+static_assert(THREADS == Block::kThreads, "a producer and the consumers");
+static_assert(SPLITS == 1 || SPLITS == CLUSTER, "a cluster splits k, or shares b");
+static_assert(PARTS == 1 || !TRANSPOSED, "gate and up are columns of the product");
+
+}  // namespace
+
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    linear_sm90(const __grid_constant__ cukit::TensorMap a,        // [m, k]; MN-major: [k, m]
+                const __grid_constant__ cukit::TensorMap b,        // [n, k]; MN-major: [k, n]
+                const __grid_constant__ cukit::TensorMap up,       // [n, k]; only with PARTS 2
+                const __grid_constant__ cukit::TensorMap out,      // [m, n]; TRANSPOSED: [n, m]
+                const __grid_constant__ cukit::TensorMap kept,     // as out; only with KEEPS
+                const __grid_constant__ cukit::TensorMap kept_up,  // and with PARTS 2
+                const T* bias,     // [n], TRANSPOSED: [m]; or null
+                T* out_elements,   // of out; only with SPLITS
+                T* kept_elements,  // [m, PARTS * n]; only with SPLITS and KEEPS
+                const cukit::LinearParameters parameters) {
+  const cukit::GemmParameters& p = parameters.gemm;
+  __shared__ cukit::Pipeline<STAGES> pipeline;
+  __shared__ cukit::StageBarriers<1> arrived;
+  CUKIT_DYNAMIC_SHARED(unsigned char, stages);
+  constexpr int kRows = kMulticast * TILE_M;
+  constexpr int kColumns = TILE_N / PARTS;
+  const cukit::DenseTiles<kMulticast> schedule{{(p.m + kRows - 1) / kRows,
+                                                (p.n + kColumns - 1) / kColumns, p.group, p.steps,
+                                                SPLITS}};
+
+  const auto operands = [&] {
+    if constexpr (PARTS == 2) {
+      return cukit::PairedOperands<Shape>{&a, &b, &up, p.m, p.n, parameters.box_a, parameters.box_b};
+    } else {
+      return cukit::DenseOperands<Shape>{&a, &b, p.m, p.n, parameters.box_a, parameters.box_b};
+    }
+  }();
+  if constexpr (kMulticast == 1) operands.template clear_rest<STAGES>(stages);
+  Block::prepare<kMulticast>([&] {
+    pipeline.init(kMulticast * Block::kConsumerWarps);
+    arrived.init(1);
+  });
+  if constexpr (SPLITS > 1) cukit::cluster_arrive();  // the epilogue waits for the others
+  Block::run(
+      [&] {
+        if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
+        cukit::leave_cluster<kMulticast>();
+        if constexpr (SPLITS > 1) {
+          __syncwarp();
+          cukit::cluster_wait();
+        }
+      },
+      [&] {
+        const int group = Block::consumer_group();
+        const cukit::SharedProduct<Shape> product(stages, group);
+        unsigned char* const behind = stages + STAGES * Shape::kStageBytes;
+        const int features = TRANSPOSED ? p.m : p.n;
+        if constexpr (SPLITS > 1) {
+          Split epilogue{reinterpret_cast<float4*>(behind), &arrived, out_elements, kept_elements,
+                         p.m, p.n, group, {bias, features}};
+          cukit::consume(pipeline, schedule, product, epilogue);
+        } else if constexpr (TRANSPOSED) {
+          Transposed epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept};
+          cukit::consume(pipeline, schedule, product, epilogue);
+        } else {
+          Staged epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept,
+                          &kept_up};
+          cukit::consume(pipeline, schedule, product, epilogue);
+        }
+        cukit::leave_cluster<kMulticast>();
+      });
+}

@@ -1,0 +1,405 @@
+"""Linear layers: every tiling, layout and epilogue, forward and backward, plans, errors."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from cukit.core.device import KIB, TYPICAL_DEVICES
+from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.gemm import (
+    gated_linear,
+    gated_linear_backward,
+    linear,
+    linear_backward,
+    matmul_tma,
+)
+from cukit.gemm.linear_launch import plan_linear
+from cukit.gemm.linear_plan import (
+    ACTIVATIONS,
+    CLUSTER_TILING,
+    GATED_ACTIVATIONS,
+    Product,
+    Tiling,
+    candidates,
+    configure,
+    estimate_us,
+    plan_sm90,
+)
+from cukit.gemm.linear_sm80 import LinearSm80, Sm80Config
+from cukit.gemm.linear_sm90 import LinearSm90
+from cukit.reference import gemm as reference
+from tests.contract import (
+    another_order,
+    assert_close,
+    check_against_reference,
+    check_gradient,
+    poisoned,
+    random,
+    to_device,
+    to_host,
+)
+
+# (m, n, k): one tile, a corner of one, ragged edges, more steps than stages, odd extents, no rows.
+SHAPES = [(128, 128, 64), (3, 8, 8), (130, 136, 72), (64, 128, 712), (5, 7, 9), (130, 71, 65)]
+LARGE = [(1024, 1000, 520), (4096, 4096, 4096), (300, 3001, 2999)]
+DTYPES = ["float16", "bfloat16"]
+HOPPER = TYPICAL_DEVICES["sm_90"]
+
+transposed = partial(reference.matmul, transpose_b=True)
+
+# One of each kind: wide, of a width that 64 does not divide, two blocks a multiprocessor, split
+# over clusters of each size, sharing b, and the transposed of those.
+TILINGS = [
+    Tiling(128, 224),
+    Tiling(128, 96),
+    Tiling(128, 176),
+    Tiling(64, 64, consumers=1, blocks_per_sm=2),
+    Tiling(128, 128, splits=2),
+    Tiling(64, 128, consumers=1, splits=4, blocks_per_sm=2),
+    Tiling(128, 64, splits=8),
+    Tiling(128, 128, cluster=2),
+    Tiling(128, 80, transposed=True),
+    Tiling(64, 16, consumers=1, splits=4, transposed=True, blocks_per_sm=2),
+    Tiling(128, 48, splits=2, transposed=True),
+]
+
+
+def operands(rng, m, n, k, dtype, *, weights=1):
+    return (
+        random(rng, (m, k), dtype),
+        *(random(rng, (n, k), dtype, scale=k**-0.5) for _ in range(weights)),
+    )
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_linear_matches_reference(device, rng, m, n, k, dtype, activation):
+    x, w = operands(rng, m, n, k, dtype)
+    bias = random(rng, (n,), dtype)
+    check_against_reference(
+        linear,
+        reference.linear,
+        (x, w, bias, activation),
+        device=device,
+        names=("y", "z"),
+        return_preactivation=True,
+    )
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
+def test_gated_linear_matches_reference(device, rng, m, n, k, dtype, activation):
+    x, w = operands(rng, m, 2 * n, k, dtype)
+    check_against_reference(
+        gated_linear,
+        reference.gated_linear,
+        (x, w, activation),
+        device=device,
+        names=("y", "z"),
+        return_preactivation=True,
+    )
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_linear_backward_matches_reference(device, rng, m, n, k, dtype, activation):
+    x, w = operands(rng, m, n, k, dtype)
+    grad_out = random(rng, (m, n), dtype)
+    z = None if activation is None else random(rng, (m, n), dtype)
+    check_against_reference(
+        linear_backward,
+        reference.linear_backward,
+        (grad_out, x, w, z, activation),
+        device=device,
+        names=("grad_x", "grad_w", "grad_bias"),
+        with_bias=True,
+    )
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
+def test_gated_linear_backward_matches_reference(device, rng, m, n, k, dtype, activation):
+    x, w = operands(rng, m, 2 * n, k, dtype)
+    inputs = random(rng, (m, n), dtype), x, w, random(rng, (m, 2 * n), dtype), activation
+    check_against_reference(
+        gated_linear_backward,
+        reference.gated_linear_backward,
+        inputs,
+        device=device,
+        names=("grad_x", "grad_w"),
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_reference_s_gradients(rng, activation):
+    x, w, bias = rng.standard_normal((5, 6)), rng.standard_normal((4, 6)), rng.standard_normal(4)
+
+    def backward(grad_out, x, w, bias):
+        _, z = reference.linear(x, w, bias, activation, return_preactivation=True)
+        z = None if activation is None else z
+        return reference.linear_backward(grad_out, x, w, z, activation, with_bias=True)
+
+    forward = partial(reference.linear, activation=activation)
+    check_gradient(forward, backward, (x, w, bias), rng)
+
+
+@pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
+def test_the_gated_reference_s_gradients(rng, activation):
+    def backward(grad_out, x, w):
+        _, z = reference.gated_linear(x, w, activation, return_preactivation=True)
+        return reference.gated_linear_backward(grad_out, x, w, z, activation)
+
+    inputs = rng.standard_normal((5, 6)), rng.standard_normal((8, 6))
+    check_gradient(partial(reference.gated_linear, activation=activation), backward, inputs, rng)
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(200, 296, 136), (136, 72, 520)])
+def test_every_tiling(device, rng, tiling, m, n, k):
+    """A small grid walks over all tiles, ragged on every axis, in groups that do not divide them; a
+    cluster's second block has no rows in the last."""
+    if device == "cpu" or tiling.splits > -(-k // 64):
+        pytest.skip("a choice of the kernel")
+    x, w = operands(rng, m, n, k, "bfloat16")
+    bias = random(rng, (n,), "bfloat16")
+    y, z = (poisoned(device, (m, n), "bfloat16") for _ in range(2))
+    product = Product(m, n, k, "bfloat16", activation="silu", keeps=True)
+    launch = LinearSm90(configure(product, tiling, 2))
+    placed_x, placed_w, placed_bias = to_device(device, x, w, bias)
+    for repeat in range(2):
+        with another_order(device, repeat):
+            launch(placed_x, placed_w, None, placed_bias, y, z)
+    results = ((*map(to_host, (y, z)),), linear_results(x, w, bias, np.float32))
+    for name, got, low, wide in zip(
+        "yz", *results, linear_results(x, w, bias, np.float64), strict=True
+    ):
+        assert_close(name, got, low.astype(x.dtype), wide)
+
+
+def linear_results(x, w, bias, dtype):
+    wide = (array.astype(dtype) for array in (x, w, bias))
+    return reference.linear(*wide, "silu", return_preactivation=True)
+
+
+@pytest.mark.parametrize(
+    "tiling",
+    [Tiling(128, 256), Tiling(128, 96), Tiling(128, 128, splits=4)],
+    ids=str,
+)
+def test_every_gated_tiling(device, rng, tiling):
+    """Extents that tiles do not divide: what is beyond the gate's columns belongs to up."""
+    if device == "cpu":
+        pytest.skip("a choice of the kernel")
+    m, n, k = 200, 136, 264
+    x, gate, up = operands(rng, m, n, k, "float16", weights=2)
+    y, z = poisoned(device, (m, n), "float16"), poisoned(device, (m, 2 * n), "float16")
+    product = Product(m, n, k, "float16", activation="silu", gated=True, keeps=True)
+    placed = to_device(device, x, gate, up)
+    LinearSm90(configure(product, tiling, 2))(*placed, None, y, z)
+    for name, got, low, wide in zip(
+        "yz",
+        map(to_host, (y, z)),
+        reference.gated_linear(x, (gate, up), return_preactivation=True),
+        reference.gated_linear(
+            x.astype(float), (gate.astype(float), up.astype(float)), return_preactivation=True
+        ),
+        strict=True,
+    ):
+        assert_close(name, got, low, wide)
+
+
+@pytest.mark.parametrize("major_a", ["K", "MN"])
+@pytest.mark.parametrize("major_b", ["K", "MN"])
+@pytest.mark.parametrize("kernel", ["sm90", "sm90 transposed", "sm80", "sm80 unaligned"])
+def test_every_layout(device, rng, major_a, major_b, kernel):
+    if device == "cpu":
+        pytest.skip("a choice of the kernel")
+    if kernel == "sm90 transposed" and major_a == "MN":
+        pytest.skip("few tokens lie K-major")
+    m, n, k = (137, 71, 201) if kernel == "sm80 unaligned" else (136, 200, 328)
+    a, b = operands(rng, m, n, k, "bfloat16")
+    product = Product(m, n, k, "bfloat16", major_a, major_b)
+    launch = {
+        "sm90": lambda: LinearSm90(configure(product, Tiling(128, 128), 2)),
+        "sm90 transposed": lambda: LinearSm90(
+            configure(product, Tiling(128, 48, transposed=True), 2)
+        ),
+        "sm80": lambda: LinearSm80(Sm80Config(product, 64, aligned=True)),
+        "sm80 unaligned": lambda: LinearSm80(Sm80Config(product, 128, aligned=False)),
+    }[kernel]()
+    as_stored = (
+        np.ascontiguousarray(array if major == "K" else array.T)
+        for array, major in ((a, major_a), (b, major_b))
+    )
+    out = poisoned(device, (m, n), "bfloat16")
+    launch(*to_device(device, *as_stored), None, None, out, None)
+    assert_close("out", out, transposed(a, b), transposed(a.astype(float), b.astype(float)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("m", "n", "k"), LARGE)
+def test_large(rng, m, n, k):
+    x, w = operands(rng, m, n, k, "bfloat16")
+    check_against_reference(linear, reference.linear, (x, w), device="gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", range(1, 130))
+def test_any_number_of_tokens(rng, m):
+    x, w = operands(rng, m, 520, 1096, "bfloat16")
+    check_against_reference(linear, reference.linear, (x, w), device="gpu")
+
+
+@pytest.mark.parametrize("op", ["linear", "matmul_tma"])
+def test_out_is_filled_and_returned(device, rng, op):
+    function = {"linear": linear, "matmul_tma": matmul_tma}[op]
+    x, w = to_device(device, *operands(rng, 20, 40, 64, "float16"))
+    out = poisoned(device, (20, 40), "float16")
+    assert function(x, w, out=out) is out
+    np.testing.assert_array_equal(to_host(out), to_host(function(x, w)))
+
+
+def test_weights_of_gate_and_up_may_lie_apart(device, rng):
+    x, gate, up = to_device(device, *operands(rng, 9, 24, 40, "bfloat16", weights=2))
+    whole = np.concatenate([to_host(gate), to_host(up)])
+    together = gated_linear(x, *to_device(device, whole))
+    np.testing.assert_array_equal(to_host(gated_linear(x, (gate, up))), to_host(together))
+
+
+def test_leading_axes_are_rows(device, rng):
+    x, w = to_device(device, random(rng, (2, 3, 16), "float16"), random(rng, (8, 16), "float16"))
+    y = linear(x, w)
+    assert y.shape == (2, 3, 8)
+    np.testing.assert_array_equal(to_host(y).reshape(6, 8), to_host(linear(x.reshape(6, 16), w)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_to_sum(device, dtype):
+    x, w, bias = to_device(
+        device,
+        random(np.random.default_rng(0), (3, 0), dtype),
+        random(np.random.default_rng(0), (5, 0), dtype),
+        -np.ones(5, random(np.random.default_rng(0), (1,), dtype).dtype),
+    )
+    assert (to_host(linear(x, w, bias)) == -1).all()
+    assert (to_host(linear(x, w, bias, "relu")) == 0).all()
+    assert linear(x[:0], w).shape == (0, 5)
+
+
+def test_nan_and_infinity_pass_through(device):
+    x = np.zeros((4, 16), np.float16)
+    x[0, 0], x[1, 0] = np.nan, np.inf
+    w = np.zeros((8, 16), np.float16)
+    w[:, 0] = 1
+    for activation in ("relu", "silu", "gelu", "gelu_tanh"):
+        y = to_host(linear(*to_device(device, x, w), None, activation))
+        assert np.isnan(y[0]).all()
+        assert np.isposinf(y[1]).all()
+        assert (y[2:] == 0).all()
+
+
+X, W = np.ones((4, 16), np.float16), np.ones((6, 16), np.float16)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: linear(X, W[:, :8].copy()),
+            ArrayShapeError,
+            r"linear: w must have shape \(any, 16\)",
+        ),
+        (lambda: linear(X, W.astype(np.float32)), ArrayDtypeError, "w must have the dtype of x"),
+        (lambda: linear(X, W, X), ArrayShapeError, r"bias must have shape \(6\)"),
+        (lambda: linear(X, W, None, "tanh"), ConfigError, "one of None, 'relu', .* got 'tanh'"),
+        (lambda: linear(X, W, out=X), ArrayShapeError, r"out must have shape \(4, 6\)"),
+        (lambda: gated_linear(X, W[:5].copy()), ArrayShapeError, "an even number"),
+        (lambda: gated_linear(X, (W, W[:2])), ArrayShapeError, r"w_up must have shape \(6, 16\)"),
+        (lambda: gated_linear(X, W, None), ConfigError, "got None"),
+        (lambda: linear_backward(X, X, W), ArrayShapeError, r"grad_out must have shape \(4, 6\)"),
+        (
+            lambda: linear_backward(X[:, :6].copy(), X, W, None, "relu"),
+            ConfigError,
+            "preactivation goes with an activation",
+        ),
+        (lambda: matmul_tma(X, W[:, :8].copy()), ArrayShapeError, r"matmul_tma: b must have shape"),
+    ],
+)
+def test_errors_name_the_argument(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_kernels_take_16_bit_floats(device):
+    if device == "cpu":
+        pytest.skip("a rule of the kernel")
+    x = to_device(device, X.astype(np.float32))[0]
+    with pytest.raises(ArrayDtypeError, match="linear: x must be float16, bfloat16"):
+        linear(x, x)
+
+
+ANY_PRODUCT = [
+    Product(128, 4096, 4096, "bfloat16"),
+    Product(128, 4096, 4096, "bfloat16", gated=True, activation="silu", keeps=True),
+    Product(128, 4096, 4096, "bfloat16", "MN", "MN"),
+]
+
+
+@pytest.mark.parametrize("product", ANY_PRODUCT, ids=["plain", "gated", "transposed"])
+def test_candidates_fit_hopper(product):
+    for tiling in (*candidates(product), CLUSTER_TILING):
+        config = configure(product, tiling, HOPPER.num_sms)
+        shared = (config.spec().shared_bytes + KIB) * tiling.blocks_per_sm
+        assert shared <= HOPPER.shared_bytes_per_block + KIB * (tiling.blocks_per_sm - 1), tiling
+        assert tiling.num_stages(config.product) >= 2, tiling
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 8), (1, 4096, 4096), (77, 1000, 64), (8192,) * 3])
+def test_the_plan_is_the_cheapest_candidate(m, n, k):
+    product = Product(m, n, k, "bfloat16")
+    config = plan_sm90(product, 132)
+    costs = [estimate_us(product, tiling, 132) for tiling in candidates(product)]
+    assert estimate_us(product, config.tiling, 132) == min(costs)
+    tiling, computed = config.tiling, config.product
+    tiles_m, tiles_n = tiling.tiles(computed)
+    assert 1 <= config.group <= tiles_m
+    assert config.num_blocks % (tiling.splits * tiling.cluster) == 0
+    assert config.num_blocks <= tiles_m * tiles_n * tiling.splits * tiling.cluster
+    assert tiling.splits <= -(-k // 64)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "tiling"),
+    [
+        (8192, 8192, 8192, "128x256"),
+        (4096, 4096, 4096, "128x256"),
+        (1, 4096, 28672, "64x16 transposed x2"),
+    ],
+)
+def test_the_plan(m, n, k, tiling):
+    assert str(plan_sm90(Product(m, n, k, "bfloat16"), 132).tiling) == tiling
+
+
+@pytest.mark.parametrize(
+    ("arch", "n", "k", "aligned", "expected"),
+    [
+        ("sm_90", 4096, 4096, True, "linear_sm90"),
+        ("sm_90", 4097, 4096, True, "linear_sm80"),
+        ("sm_90", 4096, 4097, True, "linear_sm80"),
+        ("sm_90", 4096, 4096, False, "linear_sm80"),
+        ("sm_80", 4096, 4096, True, "linear_sm80"),
+        ("sm_120", 4096, 4096, True, "linear_sm80"),
+    ],
+)
+def test_which_kernel(arch, n, k, aligned, expected):
+    config = plan_linear(Product(64, n, k, "float16"), aligned, TYPICAL_DEVICES[arch])
+    assert config.spec().entry == expected
+    if expected == "linear_sm80":
+        assert config.aligned == (aligned and k == 4096)
