@@ -1,5 +1,6 @@
 """Matrix products."""
 
+from cukit.gemm.adaptive import adaptive_depth, adaptive_depth_backward, create_adaptive_depth_mask
 from cukit.gemm.block_sparse import (
     BlockPattern,
     BlockSparseMatrix,
@@ -33,8 +34,11 @@ __all__ = [
     "BlockSparseMatrix",
     "MatmulPlan",
     "PackedWeight",
+    "adaptive_depth",
+    "adaptive_depth_backward",
     "bsr_from_mask",
     "bsr_matmul",
+    "create_adaptive_depth_mask",
     "create_sparse_mask",
     "depth_combine",
     "depth_combine_backward",

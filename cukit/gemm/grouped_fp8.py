@@ -38,7 +38,7 @@ from cukit.gemm.grouped import (
 from cukit.gemm.grouped_plan import MOST_GROUPS, STATIC_BYTES
 from cukit.gemm.launch_8bit import scale_columns
 from cukit.gemm.operands_8bit import Parts, parts_of
-from cukit.gemm.plan_8bit import TILE_K, Tiling8Bit, tiling_of
+from cukit.gemm.plan_8bit import TILE_K, Tiling8Bit
 from cukit.reference import grouped_gemm as reference
 from cukit.registry import register
 
@@ -171,7 +171,7 @@ def _piece(tiling: Tiling8Bit) -> int:
 
 
 TILINGS = tuple(
-    tiling_of(tile_m, tile_n)
+    Tiling8Bit(tile_m, tile_n)
     for tile_m, tile_n in ((128, 128), (128, 64), (64, 128), (64, 64), (64, 32))
 )
 # An H200 (profiling/notes/grouped_gemm_sm90.md): bytes that an SM receives from L2, float8 products

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.reference._xp import array_namespace, upcast, working_dtype
+from cukit.reference.gemm import linear, linear_backward
 
 Array = Any
 
@@ -76,3 +77,36 @@ def create_adaptive_depth_mask(depth: Array, num_layers: int) -> Array:
     """bool [num_layers, tokens]: whether a token passes through each layer."""
     xp = array_namespace(depth)
     return depth[None] >= xp.arange(1, num_layers + 1, dtype=depth.dtype)[:, None]
+
+
+def adaptive_depth(x: Array, weights: Array, depth: Array, activation: str | None = None) -> Array:
+    """Every token through its own layers: all of them, and the result of those it asks for."""
+    xp = array_namespace(x)
+    for mask, weight in zip(create_adaptive_depth_mask(depth, len(weights)), weights, strict=True):
+        x = xp.where(mask[:, None], linear(x, weight, None, activation), x)
+    return x
+
+
+def adaptive_depth_backward(
+    grad_out: Array,
+    x: Array,
+    weights: Array,
+    depth: Array,
+    activation: str | None = None,
+) -> tuple[Array, Array]:
+    """Gradients of x and weights."""
+    xp = array_namespace(x)
+    masks = create_adaptive_depth_mask(depth, len(weights))
+    states = []
+    for mask, weight in zip(masks, weights, strict=True):
+        y, z = linear(x, weight, None, activation, return_preactivation=True)
+        states.append((x, z))
+        x = xp.where(mask[:, None], y, x)
+    grad, grad_weights = grad_out, xp.empty_like(weights)
+    for layer in reversed(range(len(weights))):
+        here = xp.where(masks[layer][:, None], grad, 0).astype(grad.dtype, copy=False)
+        before, grad_weights[layer] = linear_backward(
+            here, states[layer][0], weights[layer], states[layer][1], activation
+        )
+        grad = xp.where(masks[layer][:, None], before, grad)
+    return grad, grad_weights

@@ -11,6 +11,8 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from cukit import gemm
 from cukit.gemm import BlockPattern, BlockSparseMatrix, create_sparse_mask
 from cukit.reference import bsr as bsr_reference
@@ -19,7 +21,7 @@ from cukit.reference import gemm as gemm_reference
 from profiling import peers
 from profiling.arms import forward_arms
 from profiling.case import Call, Case, Workload, itemsize
-from profiling.data import normal
+from profiling.data import array_module, normal
 
 FAMILY = "gemm"
 DTYPE = "bfloat16"
@@ -36,6 +38,8 @@ def cases(small: bool = False) -> list[Case]:
             *(maker(*SMALL_SHAPE, 32, 0.3) for maker in SPARSE_MAKERS),
             tree_case(16, 24, 600, "float32"),
             *(maker(2, 40, 8, 32) for maker in DEPTH_MAKERS),
+            adaptive_case(40, 16, 3),
+            adaptive_backward_case(40, 16, 3),
         ]
     densities = [(block, density) for block in (64, 128) for density in (0.1, 0.5)]
     return [
@@ -44,6 +48,8 @@ def cases(small: bool = False) -> list[Case]:
         *(sampled_case(*SPARSE_SHAPE, block, 0.1) for block in (64, 128)),
         tree_case(4096, 4096, 16384, "bfloat16"),
         *(maker(8, 4096, 512, 4096) for maker in DEPTH_MAKERS),
+        adaptive_case(8192, 4096, 4),
+        adaptive_backward_case(8192, 4096, 4),
     ]
 
 
@@ -298,3 +304,69 @@ DEPTH_MAKERS = (
     combine_case,
     combine_backward_case,
 )
+
+
+# ---- A depth for each token ----
+
+
+def _adaptive_inputs(tokens: int, hidden: int, layers: int) -> tuple[Any, Any, Any]:
+    depth = np.random.default_rng(0).integers(0, layers + 1, tokens)
+    weights = normal((layers, hidden, hidden), DTYPE, scale=hidden**-0.5)
+    return normal((tokens, hidden), DTYPE), weights, depth
+
+
+def _adaptive_case(
+    op: str, tokens: int, hidden: int, layers: int, products: int, build: Callable[[], Workload]
+) -> Case:
+    """Depths are uniform: a token passes through half of the layers. The peer runs all of them."""
+    return Case(
+        family=FAMILY,
+        op=op,
+        name=f"{tokens}x{hidden} {layers} layers",
+        dtype=DTYPE,
+        build=build,
+        flops=products * tokens * hidden * hidden * layers,
+    )
+
+
+def adaptive_case(tokens: int, hidden: int, layers: int) -> Case:
+    """Against the same layers on all tokens, and a choice afterwards."""
+
+    def build() -> Workload:
+        x, weights, depth = _adaptive_inputs(tokens, hidden, layers)
+        masks = array_module().asarray(depth_reference.create_adaptive_depth_mask(depth, layers))
+
+        def torch_all(torch: ModuleType) -> Callable[..., Any]:
+            chosen = peers.to_torch(masks)[:, :, None]
+
+            def run(x: Any, weights: Any) -> Any:
+                for layer in range(layers):
+                    y = torch.nn.functional.silu(x @ weights[layer].T)
+                    x = torch.where(chosen[layer], y, x)
+                return x
+
+            return run
+
+        arms = forward_arms(
+            partial(gemm.adaptive_depth, x, weights, depth, "silu"), torch_all, x, weights
+        )
+        placed = array_module().asarray(depth)
+        expected = partial(depth_reference.adaptive_depth, x, weights, placed, "silu")
+        return Workload(arms=arms, expected=expected, tolerance=3e-2)
+
+    return _adaptive_case("adaptive_depth", tokens, hidden, layers, 1, build)
+
+
+def adaptive_backward_case(tokens: int, hidden: int, layers: int) -> Case:
+    def build() -> Workload:
+        x, weights, depth = _adaptive_inputs(tokens, hidden, layers)
+        grad = normal((tokens, hidden), DTYPE)
+        _, states = gemm.adaptive_depth(x, weights, depth, "silu", return_states=True)
+        ours = partial(gemm.adaptive_depth_backward, grad, weights, states, "silu")
+        placed = array_module().asarray(depth)
+        expected = partial(
+            depth_reference.adaptive_depth_backward, grad, x, weights, placed, "silu"
+        )
+        return Workload(arms={"cukit": lambda: ours}, expected=expected, tolerance=3e-2)
+
+    return _adaptive_case("adaptive_depth_backward", tokens, hidden, layers, 2, build)
