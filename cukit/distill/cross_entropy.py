@@ -79,7 +79,7 @@ def cross_entropy(
     """
     logits, targets = adopt("cross_entropy", logits, targets)
     normalizer, grad_loss = adopt_scalars("cross_entropy", normalizer, grad_loss)
-    check_options("cross_entropy", reduction, normalizer)
+    check_options("cross_entropy", reduction, normalizer, ignore_index)
     arrays = (logits, targets, *arrays_among(normalizer, grad_loss))
     if not runs_kernel("cross_entropy", *arrays):
         _check("cross_entropy", logits, targets, grad_loss, ignore_index, reduction)
@@ -130,7 +130,7 @@ def cross_entropy_backward(
     """
     logits, targets = adopt("cross_entropy_backward", logits, targets)
     normalizer, grad_loss = adopt_scalars("cross_entropy_backward", normalizer, grad_loss)
-    check_options("cross_entropy_backward", reduction, normalizer)
+    check_options("cross_entropy_backward", reduction, normalizer, ignore_index)
     arrays = (logits, targets, *arrays_among(normalizer, grad_loss))
     if not runs_kernel("cross_entropy_backward", *arrays):
         _check("cross_entropy_backward", logits, targets, grad_loss, ignore_index, reduction)

@@ -94,7 +94,7 @@ def kl_divergence(
         "kl_divergence", student_logits, teacher_logits, targets
     )
     normalizer, grad_loss = adopt_scalars("kl_divergence", normalizer, grad_loss)
-    check_options("kl_divergence", reduction, normalizer, temperature)
+    check_options("kl_divergence", reduction, normalizer, ignore_index, temperature)
     inputs = (student_logits, teacher_logits, targets)
     if not runs_kernel("kl_divergence", *inputs, *arrays_among(normalizer, grad_loss)):
         _check("kl_divergence", *inputs, grad_loss, ignore_index, reduction)
@@ -163,7 +163,7 @@ def kl_divergence_backward(
     op = "kl_divergence_backward"
     student_logits, teacher_logits, targets = adopt(op, student_logits, teacher_logits, targets)
     normalizer, grad_loss = adopt_scalars(op, normalizer, grad_loss)
-    check_options(op, reduction, normalizer, temperature)
+    check_options(op, reduction, normalizer, ignore_index, temperature)
     inputs = (student_logits, teacher_logits, targets)
     if not runs_kernel(op, *inputs, *arrays_among(normalizer, grad_loss)):
         _check(op, *inputs, grad_loss, ignore_index, reduction)

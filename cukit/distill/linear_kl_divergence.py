@@ -18,6 +18,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
+from cukit.core.scalars import check_number
 from cukit.distill._kl_rows import launch_rows, plan_kl_divergence, prepare_rows
 from cukit.distill._linear_loss import (
     HeadGradients,
@@ -111,7 +112,9 @@ def linear_kl_divergence(
         _OP, hidden, weight, teacher_hidden, teacher_weight, targets, grad_weight
     )
     (normalizer,) = adopt_scalars(_OP, normalizer)
-    check_options(_OP, "mean", normalizer, temperature)
+    check_options(_OP, "mean", normalizer, ignore_index, temperature)
+    for name, value in (("soft_weight", soft_weight), ("hard_weight", hard_weight)):
+        check_number(_OP, name, value)
     check_chunk_tokens(_OP, chunk_tokens)
     hard = hard_weight != 0.0
     if hard and targets is None:

@@ -1,0 +1,75 @@
+"""One checker for scalar options, as core.arrays has one for arrays: name, what came, what is
+allowed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cukit.errors import ConfigError
+
+
+def check_number(
+    op: str,
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float | None = None,
+) -> None:
+    """Raises ConfigError unless `value` is a finite real number, no bool, in [least, most].
+
+    above: and greater than this.
+    """
+    legal = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    legal = legal and math.isfinite(value) and least <= value <= most
+    if legal and (above is None or value > above):
+        return
+    raise ConfigError(
+        f"{op}: {name} must be {_range('a finite number', least, most, above)}, got {value!r}"
+    )
+
+
+def check_integer(
+    op: str, name: str, value: Any, *, least: float = -math.inf, most: float = math.inf
+) -> None:
+    """Raises ConfigError unless `value` is an integer (Python's or NumPy's, no bool) in
+    [least, most]."""
+    try:
+        legal = not isinstance(value, (bool, np.bool_)) and least <= operator.index(value) <= most
+    except TypeError:
+        legal = False
+    if not legal:
+        raise ConfigError(
+            f"{op}: {name} must be {_range('an integer', least, most, None)}, got {value!r}"
+        )
+
+
+def check_flag(op: str, name: str, value: Any) -> None:
+    """Raises ConfigError unless `value` is True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ConfigError(f"{op}: {name} must be True or False, got {value!r}")
+
+
+def check_choice(op: str, name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises ConfigError unless `value` is one of `choices`, strings or None."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        allowed = ", ".join(map(repr, choices))
+        raise ConfigError(f"{op}: {name} must be one of {allowed}, got {value!r}")
+
+
+def _range(kind: str, least: float, most: float, above: float | None) -> str:
+    limits = []
+    if above is not None:
+        limits.append(f"above {above:g}")
+    elif least > -math.inf:
+        limits.append(f"of {least:g} or more")
+    if most < math.inf:
+        limits.append(f"{'and ' if limits else ''}at most {most:g}")
+    return " ".join([kind, *limits])
