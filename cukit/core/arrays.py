@@ -82,6 +82,10 @@ def adopt(op: str, *arrays: Any) -> tuple[Array | None, ...]:
 
 
 def _adopt_one(op: str, array: Any) -> Array:
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArrayError(f"{op}: masked arrays are not supported; fill them first (array.filled)")
+    if isinstance(array, np.ndarray):
+        return array.view(np.ndarray)  # np.matrix and other subclasses have rules of their own
     if isinstance(array, _known_types()):
         return array
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
@@ -212,6 +216,8 @@ def check_array(
     shape: required extents, None for any. contiguous: require C order; otherwise only the last axis
     has to be contiguous.
     """
+    if not isinstance(array, _known_types()):
+        raise ArrayError(f"{op}: {name} must be an array, got {type(array).__name__}")
     if array.dtype not in dtypes:
         allowed = ", ".join(dtype.name for dtype in dtypes)
         raise ArrayDtypeError(f"{op}: {name} must be {allowed}, got {array.dtype.name}")
