@@ -164,6 +164,7 @@ def test_references_refuse_or_work(op: Op) -> None:
     try_wrong_inputs(op, 300)
 
 
+@pytest.mark.slow
 @pytest.mark.emulator
 @pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
 def test_kernels_refuse_or_work(op: Op) -> None:

@@ -209,6 +209,7 @@ def check_array(
     dtypes: Sequence[np.dtype[Any]] = FLOAT_DTYPES,
     shape: Sequence[int | None] | None = None,
     ndim: int | None = None,
+    least_ndim: int = 0,
     contiguous: bool = True,
 ) -> None:
     """Raises an ArrayError that names op, argument, expectation and what came.
@@ -223,6 +224,11 @@ def check_array(
         raise ArrayDtypeError(f"{op}: {name} must be {allowed}, got {array.dtype.name}")
     if ndim is not None and array.ndim != ndim:
         raise ArrayShapeError(f"{op}: {name} must have {ndim} axes, got shape {array.shape}")
+    if array.ndim < least_ndim:
+        axes = "axis" if least_ndim == 1 else "axes"
+        raise ArrayShapeError(
+            f"{op}: {name} must have at least {least_ndim} {axes}, got shape {array.shape}"
+        )
     if shape is not None:
         if len(shape) != array.ndim:
             raise ArrayShapeError(f"{op}: {name} must have shape {_show(shape)}, got {array.shape}")
@@ -242,6 +248,18 @@ def check_array(
         raise ArrayLayoutError(
             f"{op}: the last axis of {name} must be contiguous, got strides {array.strides}"
         )
+
+
+def check_arrays(op: str, name: str, arrays: Any) -> None:
+    """Raises ArrayError unless `arrays` is a list or tuple of NumPy or CuPy arrays."""
+    if not isinstance(arrays, (list, tuple)):
+        raise ArrayError(f"{op}: {name} must be a list of arrays, got {type(arrays).__name__}")
+    known = _known_types()
+    for index, array in enumerate(arrays):
+        if type(array) not in known:
+            raise ArrayError(
+                f"{op}: {name}[{index}] must be a NumPy or CuPy array, got {type(array).__name__}"
+            )
 
 
 def write_out(out: Array | None, value: Array) -> Array:

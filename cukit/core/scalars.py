@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from cukit.errors import ConfigError
+from cukit.core.arrays import FLOAT_DTYPES, bfloat16
+from cukit.errors import ArrayDtypeError, ConfigError
 
 
 def check_number(
@@ -67,9 +68,29 @@ def check_choice(op: str, name: str, value: Any, choices: Sequence[Any]) -> None
 def _range(kind: str, least: float, most: float, above: float | None) -> str:
     limits = []
     if above is not None:
-        limits.append(f"above {above:g}")
+        limits.append(f"above {_show(above)}")
     elif least > -math.inf:
-        limits.append(f"of {least:g} or more")
+        limits.append(f"of {_show(least)} or more")
     if most < math.inf:
-        limits.append(f"{'and ' if limits else ''}at most {most:g}")
+        limits.append(f"{'and ' if limits else ''}at most {_show(most)}")
     return " ".join([kind, *limits])
+
+
+def _show(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
+
+
+def check_dtype(
+    op: str, name: str, value: Any, allowed: Sequence[np.dtype[Any]] = FLOAT_DTYPES
+) -> np.dtype[Any]:
+    """`value` as a dtype, whatever form NumPy takes it in. Raises ArrayDtypeError unless it is one
+    of `allowed`."""
+    try:
+        dtype = bfloat16 if isinstance(value, str) and value == "bfloat16" else np.dtype(value)
+    except (TypeError, ValueError):
+        dtype = None
+    if value is None or dtype not in allowed:
+        names = ", ".join(each.name for each in allowed)
+        shown = value if dtype is None or value is None else dtype.name
+        raise ArrayDtypeError(f"{op}: {name} must be {names}, got {shown!r}")
+    return dtype

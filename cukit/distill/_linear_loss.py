@@ -60,7 +60,7 @@ def check_head(
     op: str, prefix: str, hidden: Array, weight: Array, rows: int | None, vocab_size: int | None
 ) -> None:
     """hidden [..., hidden_size] and weight [vocab_size, hidden_size] of one dtype."""
-    check_array(op, f"{prefix}hidden", hidden, dtypes=FLOAT_DTYPES)
+    check_array(op, f"{prefix}hidden", hidden, dtypes=FLOAT_DTYPES, least_ndim=1)
     check_array(op, f"{prefix}weight", weight, shape=(vocab_size, hidden.shape[-1]))
     check_same_dtype(op, **{f"{prefix}hidden": hidden, f"{prefix}weight": weight})
     if rows is not None and math.prod(hidden.shape[:-1]) != rows:

@@ -17,6 +17,7 @@ from cukit.core.arrays import (
     Array,
     address_of,
     check_array,
+    check_arrays,
     float32,
     float64,
     identify,
@@ -108,7 +109,11 @@ def adamw(
     """
     (grad_scale,) = adopt_scalars(_OP, grad_scale)
     _check_options(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
+    if not isinstance(state, AdamWState):
+        raise ConfigError(f"{_OP}: state must be an AdamWState, got {type(state).__name__}")
     lists = (params, grads, state.master, state.exp_avg, state.exp_avg_sq)
+    for name, column in zip(("params", "grads"), lists[:2], strict=True):
+        check_arrays(_OP, name, column)
     if len({len(arrays) for arrays in lists}) != 1:
         raise ArrayShapeError(
             f"{_OP}: params, grads and state must be of one length, got {[len(x) for x in lists]}"

@@ -22,7 +22,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
-from cukit.core.scalars import check_number
+from cukit.core.scalars import check_flag, check_number
 from cukit.layers._column_sum import column_sum, column_sum_spec
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
@@ -124,11 +124,11 @@ def layer_norm_backward(
     op = "layer_norm_backward"
     grad_out, x, weight, grad_residual = adopt(op, grad_out, x, weight, grad_residual)
     if not runs_kernel(op, grad_out, x, weight, grad_residual):
-        _check_backward(grad_out, x, weight, grad_residual, eps)
+        _check_backward(grad_out, x, weight, grad_residual, eps, has_bias)
         return reference.layer_norm_backward(
             grad_out, x, weight, eps, has_bias=has_bias, grad_residual=grad_residual
         )
-    launch = _prepare_backward(grad_out, x, weight, grad_residual, eps, bool(has_bias))
+    launch = _prepare_backward(grad_out, x, weight, grad_residual, eps, has_bias)
     cols = x.shape[-1]
     grad_x = empty(x, x.shape)
     partial = empty(x, (launch.grid[0], 2 * cols if has_bias else cols), np.float32)
@@ -199,8 +199,14 @@ def _check(
 
 
 def _check_backward(
-    grad_out: Array, x: Array, weight: Array, grad_residual: Array | None, eps: float
+    grad_out: Array,
+    x: Array,
+    weight: Array,
+    grad_residual: Array | None,
+    eps: float,
+    has_bias: bool,
 ) -> None:
+    check_flag("layer_norm_backward", "has_bias", has_bias)
     others = {"grad_out": grad_out, "grad_residual": grad_residual}
     _check_rows("layer_norm_backward", x, weight, None, others, eps)
 
@@ -219,7 +225,7 @@ def _check_rows(
     if bias is not None:
         check_array(op, "bias", bias, shape=x.shape[-1:])
     for name, array in like_x.items():
-        if array is not None:
+        if array is not None or name == "grad_out":
             check_array(op, name, array, shape=x.shape)
     check_same_dtype(op, x=x, weight=weight, bias=bias, **like_x)
 
@@ -264,7 +270,7 @@ def _prepare_backward(
     eps: float,
     has_bias: bool,
 ) -> Launch:
-    _check_backward(grad_out, x, weight, grad_residual, eps)
+    _check_backward(grad_out, x, weight, grad_residual, eps, has_bias)
     check_array("layer_norm_backward", "x", x, dtypes=KERNEL_DTYPES)
     rows, cols = _rows_and_cols(x)
     vec = access_width(cols, grad_out, x, weight, grad_residual)

@@ -194,7 +194,7 @@ def _check_rows(
     check_array(op, "x", x, dtypes=FLOAT_DTYPES)
     check_array(op, "weight", weight, shape=x.shape[-1:])
     for name, array in like_x.items():
-        if array is not None:
+        if array is not None or name == "grad_out":
             check_array(op, name, array, shape=x.shape)
     check_same_dtype(op, x=x, weight=weight, **like_x)
 
