@@ -118,7 +118,7 @@ def _named(options: ScoreOptions, arrays: ScoreArrays) -> dict[str, Any]:
 
 def _pair(block_size: int | BlockSize) -> BlockSize:
     pair = isinstance(block_size, Sequence) and len(block_size) == 2
-    sizes = tuple(block_size) if pair else (block_size, block_size)
+    sizes: Any = block_size if pair else (block_size, block_size)
     for size in sizes:
         check_integer(_OP, "block_size (one or two)", size, least=1)
     return int(sizes[0]), int(sizes[1])

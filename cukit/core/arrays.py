@@ -217,7 +217,8 @@ def check_array(
     shape: required extents, None for any. contiguous: require C order; otherwise only the last axis
     has to be contiguous.
     """
-    if not isinstance(array, _known_types()):
+    known: Any = _known_types()
+    if not isinstance(array, known):
         raise ArrayError(f"{op}: {name} must be an array, got {type(array).__name__}")
     if array.dtype not in dtypes:
         allowed = ", ".join(dtype.name for dtype in dtypes)

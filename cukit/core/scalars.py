@@ -89,7 +89,7 @@ def check_dtype(
         dtype = bfloat16 if isinstance(value, str) and value == "bfloat16" else np.dtype(value)
     except (TypeError, ValueError):
         dtype = None
-    if value is None or dtype not in allowed:
+    if value is None or dtype is None or dtype not in allowed:  # to NumPy None is float64
         names = ", ".join(each.name for each in allowed)
         shown = value if dtype is None or value is None else dtype.name
         raise ArrayDtypeError(f"{op}: {name} must be {names}, got {shown!r}")

@@ -7,8 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
-from cukit.errors import ConfigError
+from cukit.core.scalars import (
+    check_choice,
+    check_dtype,
+    check_flag,
+    check_integer,
+    check_number,
+)
+from cukit.errors import ArrayDtypeError, ConfigError
 
 
 @pytest.mark.parametrize("value", [0, 1.5, np.float32(2), np.int64(3)])
@@ -52,3 +58,15 @@ def test_what_is_no_choice(value):
     check_choice("op", "reduction", "mean", ("mean", "sum"))
     with pytest.raises(ConfigError, match="op: reduction must be one of 'mean', 'sum', got "):
         check_choice("op", "reduction", value, ("mean", "sum"))
+
+
+@pytest.mark.parametrize("value", ["float32", np.float32, np.dtype("float32"), "<f4"])
+def test_dtypes_in_every_form(value):
+    assert check_dtype("op", "dtype", value) == np.float32
+    assert check_dtype("op", "dtype", "bfloat16").name == "bfloat16"
+
+
+@pytest.mark.parametrize("value", [None, "int32", "no", 7, np.ones(2), [1], object()])
+def test_what_is_no_dtype(value):
+    with pytest.raises(ArrayDtypeError, match="op: dtype must be float32, float16, bfloat16, fl"):
+        check_dtype("op", "dtype", value)
