@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from cukit.attention.flash_problem import AttentionProblem, ceil_div
 from cukit.core.arrays import Array, adopt, check_array, empty, runs_kernel, write_out
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, launch_plan
-from cukit.errors import ArrayShapeError, ConfigError
+from cukit.core.scalars import check_integer
+from cukit.errors import ArrayShapeError
 from cukit.reference import block_sparse_attention as reference
 from cukit.registry import register
 
@@ -115,12 +117,11 @@ def _named(options: ScoreOptions, arrays: ScoreArrays) -> dict[str, Any]:
 
 
 def _pair(block_size: int | BlockSize) -> BlockSize:
-    sizes = (block_size, block_size) if isinstance(block_size, int) else tuple(block_size)
-    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ConfigError(
-            f"{_OP}: block_size must be a positive integer or two of them, got {block_size}"
-        )
-    return sizes[0], sizes[1]
+    pair = isinstance(block_size, Sequence) and len(block_size) == 2
+    sizes: Any = block_size if pair else (block_size, block_size)
+    for size in sizes:
+        check_integer(_OP, "block_size (one or two)", size, least=1)
+    return int(sizes[0]), int(sizes[1])
 
 
 def _check(

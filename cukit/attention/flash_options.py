@@ -180,7 +180,7 @@ def scales_of(q: Array, options: ScoreOptions) -> tuple[np.float32, np.float32]:
 def refuse_dropout(op: str, dropout: float) -> None:
     """Dropout inside attention is not built: its mask would have to be drawn again, bit by bit, in
     the backward."""
-    if dropout:
+    if not (isinstance(dropout, (int, float)) and dropout == 0):
         raise ConfigError(
             f"{op}: dropout is out of scope, got dropout={dropout}; "
             "drop parts of the output or of the residual instead"

@@ -82,6 +82,10 @@ def adopt(op: str, *arrays: Any) -> tuple[Array | None, ...]:
 
 
 def _adopt_one(op: str, array: Any) -> Array:
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArrayError(f"{op}: masked arrays are not supported; fill them first (array.filled)")
+    if isinstance(array, np.ndarray):
+        return array.view(np.ndarray)  # np.matrix and other subclasses have rules of their own
     if isinstance(array, _known_types()):
         return array
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
@@ -224,6 +228,7 @@ def check_array(
     dtypes: Sequence[np.dtype[Any]] = FLOAT_DTYPES,
     shape: Sequence[int | None] | None = None,
     ndim: int | None = None,
+    least_ndim: int = 0,
     contiguous: bool = True,
 ) -> None:
     """Raises an ArrayError that names op, argument, expectation and what came.
@@ -231,11 +236,19 @@ def check_array(
     shape: required extents, None for any. contiguous: require C order; otherwise only the last axis
     has to be contiguous.
     """
+    known: Any = _known_types()
+    if not isinstance(array, known):
+        raise ArrayError(f"{op}: {name} must be an array, got {type(array).__name__}")
     if array.dtype not in dtypes:
         allowed = ", ".join(dtype.name for dtype in dtypes)
         raise ArrayDtypeError(f"{op}: {name} must be {allowed}, got {array.dtype.name}")
     if ndim is not None and array.ndim != ndim:
         raise ArrayShapeError(f"{op}: {name} must have {ndim} axes, got shape {array.shape}")
+    if array.ndim < least_ndim:
+        axes = "axis" if least_ndim == 1 else "axes"
+        raise ArrayShapeError(
+            f"{op}: {name} must have at least {least_ndim} {axes}, got shape {array.shape}"
+        )
     if shape is not None:
         extents = array.shape
         if len(shape) != len(extents):
@@ -256,6 +269,18 @@ def check_array(
         raise ArrayLayoutError(
             f"{op}: the last axis of {name} must be contiguous, got strides {array.strides}"
         )
+
+
+def check_arrays(op: str, name: str, arrays: Any) -> None:
+    """Raises ArrayError unless `arrays` is a list or tuple of NumPy or CuPy arrays."""
+    if not isinstance(arrays, (list, tuple)):
+        raise ArrayError(f"{op}: {name} must be a list of arrays, got {type(arrays).__name__}")
+    known = _known_types()
+    for index, array in enumerate(arrays):
+        if type(array) not in known:
+            raise ArrayError(
+                f"{op}: {name}[{index}] must be a NumPy or CuPy array, got {type(array).__name__}"
+            )
 
 
 def write_out(out: Array | None, value: Array) -> Array:

@@ -198,7 +198,10 @@ def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
                 current_device_id = _device_getter()
             device = current_device_id()
         key = describe(device, *args)
-        launch = memory.get(key, _UNPLANNED)
+        try:
+            launch = memory.get(key, _UNPLANNED)
+        except TypeError:  # an option that cannot be hashed: the checks name it
+            return prepare(*args)
         if launch is _UNPLANNED:
             check_current_device(args)
             launch = prepare(*args)

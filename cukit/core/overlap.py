@@ -14,20 +14,28 @@ _MOST_WORK = 10_000
 """Of the exact test for arrays with gaps; what takes longer counts as an overlap."""
 
 
-def check_overlap(op: str, out: Array | None, *, itself: str = "", **inputs: Array | None) -> None:
+def check_overlap(
+    op: str,
+    out: Array | None,
+    *,
+    name: str = "out",
+    itself: str = "",
+    **inputs: Array | None,
+) -> None:
     """Raises ArrayLayoutError if `out` shares memory with one of `inputs`, which may be None.
 
+    name: what the op calls `out`.
     itself: the input that `out` may be (same address, shape and strides): for kernels whose threads
         write only elements that no other thread reads.
     """
     if out is None or out.size == 0:
         return
-    for name, array in inputs.items():
-        if array is None or (name == itself and _same(out, array)):
+    for key, array in inputs.items():
+        if array is None or (key == itself and _same(out, array)):
             continue
         if _share(out, array):
-            allowed = f"; out may be {name} itself" if name == itself else ""
-            raise ArrayLayoutError(f"{op}: out overlaps {name} in memory{allowed}")
+            allowed = f"; {name} may be {key} itself" if key == itself else ""
+            raise ArrayLayoutError(f"{op}: {name} overlaps {key} in memory{allowed}")
 
 
 def _same(a: Array, b: Array) -> bool:

@@ -15,7 +15,8 @@ from cukit.core.arrays import (
     empty,
     float32,
 )
-from cukit.errors import ArrayShapeError, ConfigError
+from cukit.core.scalars import check_integer
+from cukit.errors import ArrayShapeError
 from cukit.gemm.cublas import Matrix, gemm
 
 _FEWEST_TOKENS = 1024
@@ -59,7 +60,7 @@ def check_head(
     op: str, prefix: str, hidden: Array, weight: Array, rows: int | None, vocab_size: int | None
 ) -> None:
     """hidden [..., hidden_size] and weight [vocab_size, hidden_size] of one dtype."""
-    check_array(op, f"{prefix}hidden", hidden, dtypes=FLOAT_DTYPES)
+    check_array(op, f"{prefix}hidden", hidden, dtypes=FLOAT_DTYPES, least_ndim=1)
     check_array(op, f"{prefix}weight", weight, shape=(vocab_size, hidden.shape[-1]))
     check_same_dtype(op, **{f"{prefix}hidden": hidden, f"{prefix}weight": weight})
     if rows is not None and math.prod(hidden.shape[:-1]) != rows:
@@ -77,8 +78,8 @@ def check_grad_weight(op: str, weight: Array, grad_weight: Array | None) -> None
 
 def check_chunk_tokens(op: str, chunk_tokens: int | None) -> None:
     """Raises ConfigError for a chunk without tokens."""
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ConfigError(f"{op}: chunk_tokens must be 1 or more, got {chunk_tokens}")
+    if chunk_tokens is not None:
+        check_integer(op, "chunk_tokens", chunk_tokens, least=1)
 
 
 def exact_boost(divisor: float, tokens: int, divisor_on_gpu: bool) -> float:

@@ -26,6 +26,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import KIB, Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
 from cukit.errors import ArrayError, ConfigError
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -33,18 +34,26 @@ REDUCTIONS = ("mean", "sum", "none")
 _TOTAL_THREADS = 1024
 
 
-def check_options(op: str, reduction: str, normalizer: Any, temperature: float = 1.0) -> None:
+def check_options(
+    op: str,
+    reduction: str,
+    normalizer: Any,
+    ignore_index: int,
+    temperature: float = 1.0,
+    **flags: bool,
+) -> None:
     """Raises ConfigError for an option outside its legal values."""
-    if reduction not in REDUCTIONS:
-        raise ConfigError(f"{op}: reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    for name, flag in flags.items():
+        check_flag(op, name, flag)
+    check_choice(op, "reduction", reduction, REDUCTIONS)
+    check_integer(op, "ignore_index", ignore_index, least=-(1 << 31), most=(1 << 31) - 1)
     if normalizer is not None:
         if reduction != "mean":
             raise ConfigError(f"{op}: normalizer goes with reduction='mean', got {reduction!r}")
         check_scalar(op, "normalizer", normalizer)
         if isinstance(normalizer, numbers.Real) and not float(normalizer) > 0:
             raise ConfigError(f"{op}: normalizer must be above 0, got {normalizer}")
-    if not (math.isfinite(temperature) and temperature > 0):
-        raise ConfigError(f"{op}: temperature must be a finite number above 0, got {temperature}")
+    check_number(op, "temperature", temperature, above=0)
 
 
 def check_scalar(op: str, name: str, value: Any) -> None:
@@ -74,8 +83,6 @@ def check_targets(
 ) -> None:
     """Index array of `row_shape`; its values too where it names classes (`vocab_size`) and lies on
     the CPU. A kernel cannot raise and makes a bad row NaN."""
-    if targets is None:
-        return
     check_array(op, "targets", targets, dtypes=INDEX_DTYPES, shape=row_shape)
     if vocab_size is not None and isinstance(targets, np.ndarray):
         bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))

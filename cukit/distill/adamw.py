@@ -17,6 +17,7 @@ from cukit.core.arrays import (
     Array,
     address_of,
     check_array,
+    check_arrays,
     float32,
     float64,
     identify,
@@ -25,6 +26,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, load_kernel
+from cukit.core.scalars import check_integer, check_number
 from cukit.distill._row_loss import adopt_scalars, arrays_among, check_scalar
 from cukit.distill._tensor_table import CHUNK, TensorTable, build_table
 from cukit.distill.global_norm import clip_scale, global_norm
@@ -107,7 +109,11 @@ def adamw(
     """
     (grad_scale,) = adopt_scalars(_OP, grad_scale)
     _check_options(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
+    if not isinstance(state, AdamWState):
+        raise ConfigError(f"{_OP}: state must be an AdamWState, got {type(state).__name__}")
     lists = (params, grads, state.master, state.exp_avg, state.exp_avg_sq)
+    for name, column in zip(("params", "grads"), lists[:2], strict=True):
+        check_arrays(_OP, name, column)
     if len({len(arrays) for arrays in lists}) != 1:
         raise ArrayShapeError(
             f"{_OP}: params, grads and state must be of one length, got {[len(x) for x in lists]}"
@@ -207,13 +213,12 @@ def _check_options(
     grad_scale: Any,
 ) -> None:
     for name, value in (("beta1", beta1), ("beta2", beta2)):
-        if not 0 <= value < 1:
-            raise ConfigError(f"{_OP}: {name} must lie in 0..1 and below 1, got {value}")
+        check_number(_OP, name, value, least=0, most=1)
+        if value == 1:
+            raise ConfigError(f"{_OP}: {name} must be below 1, got {value}")
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{_OP}: {name} must be a finite number of 0 or more, got {value}")
-    if step < 1:
-        raise ConfigError(f"{_OP}: step counts from 1, got {step}")
+        check_number(_OP, name, value, least=0)
+    check_integer(_OP, "step", step, least=1)
     if grad_scale is not None:
         check_scalar(_OP, "grad_scale", grad_scale)
 

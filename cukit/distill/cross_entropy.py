@@ -79,7 +79,14 @@ def cross_entropy(
     """
     logits, targets = adopt("cross_entropy", logits, targets)
     normalizer, grad_loss = adopt_scalars("cross_entropy", normalizer, grad_loss)
-    check_options("cross_entropy", reduction, normalizer)
+    check_options(
+        "cross_entropy",
+        reduction,
+        normalizer,
+        ignore_index,
+        return_grad=return_grad,
+        inplace=inplace,
+    )
     arrays = (logits, targets, *arrays_among(normalizer, grad_loss))
     if not runs_kernel("cross_entropy", *arrays):
         _check("cross_entropy", logits, targets, grad_loss, ignore_index, reduction)
@@ -130,7 +137,7 @@ def cross_entropy_backward(
     """
     logits, targets = adopt("cross_entropy_backward", logits, targets)
     normalizer, grad_loss = adopt_scalars("cross_entropy_backward", normalizer, grad_loss)
-    check_options("cross_entropy_backward", reduction, normalizer)
+    check_options("cross_entropy_backward", reduction, normalizer, ignore_index, inplace=inplace)
     arrays = (logits, targets, *arrays_among(normalizer, grad_loss))
     if not runs_kernel("cross_entropy_backward", *arrays):
         _check("cross_entropy_backward", logits, targets, grad_loss, ignore_index, reduction)
@@ -195,7 +202,7 @@ def _launch(
 def _check(
     op: str, logits: Array, targets: Array, grad_loss: Any, ignore_index: int, reduction: str
 ) -> None:
-    check_array(op, "logits", logits, dtypes=FLOAT_DTYPES)
+    check_array(op, "logits", logits, dtypes=FLOAT_DTYPES, least_ndim=1)
     check_targets(op, targets, logits.shape[:-1], logits.shape[-1], ignore_index)
     check_grad_loss(op, grad_loss, reduction, logits.shape[:-1])
 

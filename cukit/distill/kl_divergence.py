@@ -94,7 +94,16 @@ def kl_divergence(
         "kl_divergence", student_logits, teacher_logits, targets
     )
     normalizer, grad_loss = adopt_scalars("kl_divergence", normalizer, grad_loss)
-    check_options("kl_divergence", reduction, normalizer, temperature)
+    check_options(
+        "kl_divergence",
+        reduction,
+        normalizer,
+        ignore_index,
+        temperature,
+        scale_by_temperature_squared=scale_by_temperature_squared,
+        return_grad=return_grad,
+        inplace=inplace,
+    )
     inputs = (student_logits, teacher_logits, targets)
     if not runs_kernel("kl_divergence", *inputs, *arrays_among(normalizer, grad_loss)):
         _check("kl_divergence", *inputs, grad_loss, ignore_index, reduction)
@@ -163,7 +172,15 @@ def kl_divergence_backward(
     op = "kl_divergence_backward"
     student_logits, teacher_logits, targets = adopt(op, student_logits, teacher_logits, targets)
     normalizer, grad_loss = adopt_scalars(op, normalizer, grad_loss)
-    check_options(op, reduction, normalizer, temperature)
+    check_options(
+        op,
+        reduction,
+        normalizer,
+        ignore_index,
+        temperature,
+        scale_by_temperature_squared=scale_by_temperature_squared,
+        inplace=inplace,
+    )
     inputs = (student_logits, teacher_logits, targets)
     if not runs_kernel(op, *inputs, *arrays_among(normalizer, grad_loss)):
         _check(op, *inputs, grad_loss, ignore_index, reduction)
@@ -250,7 +267,8 @@ def _check(
     check_array(op, "teacher_logits", teacher_logits, shape=student_logits.shape)
     check_same_dtype(op, student_logits=student_logits, teacher_logits=teacher_logits)
     row_shape = student_logits.shape[:-1]
-    check_targets(op, targets, row_shape, None, ignore_index)
+    if targets is not None:
+        check_targets(op, targets, row_shape, None, ignore_index)
     check_grad_loss(op, grad_loss, reduction, row_shape)
 
 

@@ -80,7 +80,7 @@ def linear_cross_entropy(
     """
     hidden, weight, targets, grad_weight = adopt(_OP, hidden, weight, targets, grad_weight)
     (normalizer,) = adopt_scalars(_OP, normalizer)
-    check_options(_OP, "mean", normalizer)
+    check_options(_OP, "mean", normalizer, ignore_index)
     check_chunk_tokens(_OP, chunk_tokens)
     on_gpu = runs_kernel(_OP, hidden, weight, targets, grad_weight, *arrays_among(normalizer))
     check_head(_OP, "", hidden, weight, None, None)

@@ -18,6 +18,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
+from cukit.core.scalars import check_number
 from cukit.distill._kl_rows import launch_rows, plan_kl_divergence, prepare_rows
 from cukit.distill._linear_loss import (
     HeadGradients,
@@ -111,7 +112,16 @@ def linear_kl_divergence(
         _OP, hidden, weight, teacher_hidden, teacher_weight, targets, grad_weight
     )
     (normalizer,) = adopt_scalars(_OP, normalizer)
-    check_options(_OP, "mean", normalizer, temperature)
+    check_options(
+        _OP,
+        "mean",
+        normalizer,
+        ignore_index,
+        temperature,
+        scale_by_temperature_squared=scale_by_temperature_squared,
+    )
+    for name, value in (("soft_weight", soft_weight), ("hard_weight", hard_weight)):
+        check_number(_OP, name, value)
     check_chunk_tokens(_OP, chunk_tokens)
     hard = hard_weight != 0.0
     if hard and targets is None:
@@ -197,7 +207,8 @@ def _check(
     rows = math.prod(hidden.shape[:-1])
     check_head(_OP, "teacher_", teacher_hidden, teacher_weight, rows, vocab_size)
     check_same_dtype(_OP, hidden=hidden, teacher_hidden=teacher_hidden)
-    check_targets(_OP, targets, hidden.shape[:-1], vocab_size if hard else None, ignore_index)
+    if targets is not None:
+        check_targets(_OP, targets, hidden.shape[:-1], vocab_size if hard else None, ignore_index)
     check_grad_weight(_OP, weight, grad_weight)
 
 

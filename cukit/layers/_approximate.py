@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from cukit.errors import ConfigError
+from cukit.core.scalars import check_choice
 
 _ACTIVATIONS = {"none": "GeluErf", "tanh": "GeluTanh"}
 
 
 def check_approximate(op: str, approximate: str) -> None:
     """Raises ConfigError for anything but `"none"` and `"tanh"`."""
-    if approximate not in _ACTIVATIONS:
-        raise ConfigError(f"{op}: approximate must be 'none' or 'tanh', got {approximate!r}")
+    check_choice(op, "approximate", approximate, tuple(_ACTIVATIONS))
 
 
 def gelu_macro(approximate: str) -> tuple[str, str]:

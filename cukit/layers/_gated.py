@@ -37,7 +37,7 @@ def check_gated(op: str, x: Array, **like_result: Array | None) -> None:
             f"got shape {x.shape}"
         )
     for name, array in like_result.items():
-        if array is not None:
+        if array is not None or name == "grad_out":
             check_array(op, name, array, shape=half_shape(x))
     check_same_dtype(op, x=x, **like_result)
 

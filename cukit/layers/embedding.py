@@ -26,6 +26,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
+from cukit.core.scalars import check_dtype, check_integer
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.layers._elementwise import ElementwiseConfig, plan_elementwise
 from cukit.layers._id_sort import plan_id_sort, sort_ids
@@ -40,7 +41,7 @@ def embedding(ids: Array, weight: Array, *, out: Array | None = None) -> Array:
 
     Args:
         ids: int32|int64, any shape, C-contiguous. An id outside the table gives a row of NaN on the
-            GPU and an IndexError on the CPU.
+            GPU and an ArrayError on the CPU.
         weight: float32|float16|bfloat16 [num_embeddings, hidden], C-contiguous. float64 on the CPU
             only.
         out: where to write `y`; dtype of `weight`, [..., hidden].
@@ -78,7 +79,7 @@ def embedding_backward(
     Args:
         grad_out: gradient of `y`, float32|float16|bfloat16 [..., hidden], C-contiguous.
         ids: as in the forward. Ids outside the table are passed over on the GPU and are an
-            IndexError on the CPU.
+            ArrayError on the CPU.
         num_embeddings: rows of `weight`.
         dtype: of the result, by default that of `grad_out`; float32 keeps the full sums.
 
@@ -91,10 +92,12 @@ def embedding_backward(
     Deterministic: ids are sorted and the rows of each added in the order of their tokens, in
     float32, without atomics on floats. Extra memory: up to 24 bytes a token, 1/16 of `grad_out`.
     """
-    grad_out, ids = adopt("embedding_backward", grad_out, ids)
-    result_dtype = grad_out.dtype if dtype is None else np.dtype(dtype)
+    op = "embedding_backward"
+    grad_out, ids = adopt(op, grad_out, ids)
+    check_array(op, "grad_out", grad_out, dtypes=FLOAT_DTYPES, least_ndim=1)
+    result_dtype = grad_out.dtype if dtype is None else check_dtype(op, "dtype", dtype)
     if not runs_kernel("embedding_backward", grad_out, ids):
-        _check_backward(grad_out, ids, num_embeddings, result_dtype)
+        _check_backward(grad_out, ids, num_embeddings)
         return reference.embedding_backward(grad_out, ids, num_embeddings, dtype=result_dtype)
     sums, join, parts_shape = _prepare_backward(grad_out, ids, num_embeddings, result_dtype)
     keys, tokens = sort_ids(ids, num_embeddings)
@@ -182,17 +185,11 @@ def _check(ids: Array, weight: Array, out: Array | None) -> None:
     check_same_dtype("embedding", weight=weight, out=out)
 
 
-def _check_backward(grad_out: Array, ids: Array, num_embeddings: int, dtype: np.dtype[Any]) -> None:
+def _check_backward(grad_out: Array, ids: Array, num_embeddings: int) -> None:
     op = "embedding_backward"
     check_array(op, "ids", ids, dtypes=INDEX_DTYPES)
     check_array(op, "grad_out", grad_out, dtypes=FLOAT_DTYPES, shape=(*ids.shape, None))
-    if not 0 <= num_embeddings <= _MOST_INT32:
-        raise ArrayShapeError(
-            f"{op}: num_embeddings must be 0 to {_MOST_INT32}, got {num_embeddings}"
-        )
-    if dtype not in FLOAT_DTYPES:
-        allowed = ", ".join(each.name for each in FLOAT_DTYPES)
-        raise ArrayDtypeError(f"{op}: dtype must be {allowed}, got {dtype.name}")
+    check_integer(op, "num_embeddings", num_embeddings, least=0, most=_MOST_INT32)
 
 
 @launch_plan
@@ -212,7 +209,7 @@ def _prepare(ids: Array, weight: Array, out: Array | None) -> Launch:
 def _prepare_backward(
     grad_out: Array, ids: Array, num_embeddings: int, dtype: np.dtype[Any]
 ) -> tuple[Launch, Launch, tuple[int, int, int]]:
-    _check_backward(grad_out, ids, num_embeddings, dtype)
+    _check_backward(grad_out, ids, num_embeddings)
     check_array("embedding_backward", "grad_out", grad_out, dtypes=KERNEL_DTYPES)
     if dtype not in KERNEL_DTYPES:
         raise ArrayDtypeError(f"embedding_backward: dtype {dtype.name} exists on the CPU only")

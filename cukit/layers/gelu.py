@@ -89,7 +89,7 @@ def _check(op: str, x: Array, approximate: str, **like_x: Array | None) -> None:
     check_approximate(op, approximate)
     check_array(op, "x", x, dtypes=FLOAT_DTYPES)
     for name, array in like_x.items():
-        if array is not None:
+        if array is not None or name == "grad_out":
             check_array(op, name, array, shape=x.shape)
     check_same_dtype(op, x=x, **like_x)
 

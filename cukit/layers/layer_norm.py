@@ -23,6 +23,7 @@ from cukit.core.column_sum import column_sum, column_sum_spec
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
+from cukit.core.scalars import check_flag, check_number
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
     NormConfig,
@@ -76,7 +77,7 @@ def layer_norm(
     x, weight, bias, residual, out = adopt("layer_norm", x, weight, bias, residual, out)
     check_overlap("layer_norm", out, itself="x", x=x, weight=weight, bias=bias, residual=residual)
     if not runs_kernel("layer_norm", x, weight, bias, residual, out):
-        _check(x, weight, bias, residual, out)
+        _check(x, weight, bias, residual, out, eps)
         result = reference.layer_norm(x, weight, bias, eps, residual)
         if residual is None:
             return write_out(out, result)
@@ -123,11 +124,11 @@ def layer_norm_backward(
     op = "layer_norm_backward"
     grad_out, x, weight, grad_residual = adopt(op, grad_out, x, weight, grad_residual)
     if not runs_kernel(op, grad_out, x, weight, grad_residual):
-        _check_backward(grad_out, x, weight, grad_residual)
+        _check_backward(grad_out, x, weight, grad_residual, eps, has_bias)
         return reference.layer_norm_backward(
             grad_out, x, weight, eps, has_bias=has_bias, grad_residual=grad_residual
         )
-    launch = _prepare_backward(grad_out, x, weight, grad_residual, eps, bool(has_bias))
+    launch = _prepare_backward(grad_out, x, weight, grad_residual, eps, has_bias)
     cols = x.shape[-1]
     grad_x = empty(x, x.shape)
     partial = empty(x, (launch.grid[0], 2 * cols if has_bias else cols), np.float32)
@@ -187,25 +188,44 @@ def plan_layer_norm_backward(
 
 
 def _check(
-    x: Array, weight: Array, bias: Array | None, residual: Array | None, out: Array | None
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    residual: Array | None,
+    out: Array | None,
+    eps: float,
 ) -> None:
-    _check_rows("layer_norm", x, weight, bias, {"residual": residual, "out": out})
+    _check_rows("layer_norm", x, weight, bias, {"residual": residual, "out": out}, eps)
 
 
-def _check_backward(grad_out: Array, x: Array, weight: Array, grad_residual: Array | None) -> None:
+def _check_backward(
+    grad_out: Array,
+    x: Array,
+    weight: Array,
+    grad_residual: Array | None,
+    eps: float,
+    has_bias: bool,
+) -> None:
+    check_flag("layer_norm_backward", "has_bias", has_bias)
     others = {"grad_out": grad_out, "grad_residual": grad_residual}
-    _check_rows("layer_norm_backward", x, weight, None, others)
+    _check_rows("layer_norm_backward", x, weight, None, others, eps)
 
 
 def _check_rows(
-    op: str, x: Array, weight: Array, bias: Array | None, like_x: dict[str, Array | None]
+    op: str,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    like_x: dict[str, Array | None],
+    eps: float,
 ) -> None:
+    check_number(op, "eps", eps, least=0)
     check_array(op, "x", x, dtypes=FLOAT_DTYPES)
     check_array(op, "weight", weight, shape=x.shape[-1:])
     if bias is not None:
         check_array(op, "bias", bias, shape=x.shape[-1:])
     for name, array in like_x.items():
-        if array is not None:
+        if array is not None or name == "grad_out":
             check_array(op, name, array, shape=x.shape)
     check_same_dtype(op, x=x, weight=weight, bias=bias, **like_x)
 
@@ -223,7 +243,7 @@ def _prepare(
     out: Array | None,
     eps: float,
 ) -> Launch:
-    _check(x, weight, bias, residual, out)
+    _check(x, weight, bias, residual, out, eps)
     check_array("layer_norm", "x", x, dtypes=KERNEL_DTYPES)
     rows, cols = _rows_and_cols(x)
     vec = access_width(cols, x, weight, bias, residual, out)
@@ -250,7 +270,7 @@ def _prepare_backward(
     eps: float,
     has_bias: bool,
 ) -> Launch:
-    _check_backward(grad_out, x, weight, grad_residual)
+    _check_backward(grad_out, x, weight, grad_residual, eps, has_bias)
     check_array("layer_norm_backward", "x", x, dtypes=KERNEL_DTYPES)
     rows, cols = _rows_and_cols(x)
     vec = access_width(cols, grad_out, x, weight, grad_residual)

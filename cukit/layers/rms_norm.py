@@ -23,6 +23,7 @@ from cukit.core.column_sum import column_sum, column_sum_spec
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
+from cukit.core.scalars import check_number
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
     NormConfig,
@@ -62,7 +63,8 @@ def rms_norm(
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument; more than 65536 columns (fewer
-            for float32 or rows that are not 16-byte aligned).
+            for float32 or rows that are not 16-byte aligned); `out` overlaps an input.
+        ConfigError: `eps` is negative or no number.
 
     Runs on CuPy's current stream, accumulates in float32, is deterministic.
     Paper: Zhang and Sennrich, arXiv:1910.07467.
@@ -74,7 +76,7 @@ def rms_norm(
     x, weight, residual, out = adopt("rms_norm", x, weight, residual, out)
     check_overlap("rms_norm", out, itself="x", x=x, weight=weight, residual=residual)
     if not runs_kernel("rms_norm", x, weight, residual, out):
-        _check(x, weight, residual, out)
+        _check(x, weight, residual, out, eps)
         result = reference.rms_norm(x, weight, eps, residual)
         if residual is None:
             return write_out(out, result)
@@ -120,7 +122,7 @@ def rms_norm_backward(
         "rms_norm_backward", grad_out, x, weight, grad_residual
     )
     if not runs_kernel("rms_norm_backward", grad_out, x, weight, grad_residual):
-        _check_backward(grad_out, x, weight, grad_residual)
+        _check_backward(grad_out, x, weight, grad_residual, eps)
         return reference.rms_norm_backward(grad_out, x, weight, eps, grad_residual=grad_residual)
     launch = _prepare_backward(grad_out, x, weight, grad_residual, eps)
     grad_x = empty(x, x.shape)
@@ -174,20 +176,25 @@ def plan_rms_norm_backward(
     return NormConfig("rms_norm_backward", dtype, residual, split, num_blocks, feed=feed)
 
 
-def _check(x: Array, weight: Array, residual: Array | None, out: Array | None) -> None:
-    _check_rows("rms_norm", x, weight, {"residual": residual, "out": out})
+def _check(x: Array, weight: Array, residual: Array | None, out: Array | None, eps: float) -> None:
+    _check_rows("rms_norm", x, weight, {"residual": residual, "out": out}, eps)
 
 
-def _check_backward(grad_out: Array, x: Array, weight: Array, grad_residual: Array | None) -> None:
+def _check_backward(
+    grad_out: Array, x: Array, weight: Array, grad_residual: Array | None, eps: float
+) -> None:
     others = {"grad_out": grad_out, "grad_residual": grad_residual}
-    _check_rows("rms_norm_backward", x, weight, others)
+    _check_rows("rms_norm_backward", x, weight, others, eps)
 
 
-def _check_rows(op: str, x: Array, weight: Array, like_x: dict[str, Array | None]) -> None:
+def _check_rows(
+    op: str, x: Array, weight: Array, like_x: dict[str, Array | None], eps: float
+) -> None:
+    check_number(op, "eps", eps, least=0)
     check_array(op, "x", x, dtypes=FLOAT_DTYPES)
     check_array(op, "weight", weight, shape=x.shape[-1:])
     for name, array in like_x.items():
-        if array is not None:
+        if array is not None or name == "grad_out":
             check_array(op, name, array, shape=x.shape)
     check_same_dtype(op, x=x, weight=weight, **like_x)
 
@@ -200,7 +207,7 @@ def _rows_and_cols(x: Array) -> tuple[int, int]:
 def _prepare(
     x: Array, weight: Array, residual: Array | None, out: Array | None, eps: float
 ) -> Launch:
-    _check(x, weight, residual, out)
+    _check(x, weight, residual, out, eps)
     check_array("rms_norm", "x", x, dtypes=KERNEL_DTYPES)
     rows, cols = _rows_and_cols(x)
     vec = access_width(cols, x, weight, residual, out)
@@ -215,7 +222,7 @@ def _prepare(
 def _prepare_backward(
     grad_out: Array, x: Array, weight: Array, grad_residual: Array | None, eps: float
 ) -> Launch:
-    _check_backward(grad_out, x, weight, grad_residual)
+    _check_backward(grad_out, x, weight, grad_residual, eps)
     check_array("rms_norm_backward", "x", x, dtypes=KERNEL_DTYPES)
     rows, cols = _rows_and_cols(x)
     vec = access_width(cols, grad_out, x, weight, grad_residual)

@@ -23,7 +23,9 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_flag, check_integer
 from cukit.errors import ArrayShapeError
 from cukit.layers._elementwise import index_type
 from cukit.reference import rope as reference
@@ -55,7 +57,7 @@ def rope(
         k: [batch, seq_len, num_heads_k, head_dim], dtype of `q`; strides of its own.
         cos, sin: float32 [max_positions, rotary_dim / 2], C-contiguous.
         position_ids: int32|int64 [batch, seq_len] or [seq_len], by default 0, 1, 2, ... A position
-            outside the tables gives NaN on the GPU and an IndexError on the CPU.
+            outside the tables gives NaN on the GPU and an ArrayError on the CPU.
         interleaved: which elements form a pair.
         rotary_dim: leading elements of a head that turn, the others stay; even, by default what
             `cos` says.
@@ -132,8 +134,11 @@ def _rotate(
     inplace: bool,
 ) -> tuple[Array, Array]:
     q, k, cos, sin, position_ids = adopt(op, q, k, cos, sin, position_ids)
+    if inplace is True:
+        check_overlap(op, q, name="q", k=k, cos=cos, sin=sin)
+        check_overlap(op, k, name="k", cos=cos, sin=sin)
     if not runs_kernel(op, q, k, cos, sin, position_ids):
-        _check(op, q, k, cos, sin, position_ids, rotary_dim)
+        _check(op, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace)
         return _REFERENCES[op](
             q,
             k,
@@ -248,8 +253,12 @@ def _check(
     cos: Array,
     sin: Array,
     position_ids: Array | None,
+    interleaved: bool,
     rotary_dim: int | None,
+    inplace: bool,
 ) -> None:
+    check_flag(op, "interleaved", interleaved)
+    check_flag(op, "inplace", inplace)
     check_array(op, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
     batch, seq_len, _, head_dim = q.shape
     check_array(op, "k", k, shape=(batch, seq_len, None, head_dim), contiguous=False)
@@ -257,6 +266,8 @@ def _check(
     check_array(op, "cos", cos, dtypes=(float32, float64), ndim=2)
     check_array(op, "sin", sin, dtypes=(float32, float64), shape=cos.shape)
     max_positions, half = cos.shape
+    if rotary_dim is not None:
+        check_integer(op, "rotary_dim", rotary_dim, least=2)
     if rotary_dim is not None and rotary_dim != 2 * half:
         raise ArrayShapeError(
             f"{op}: cos must have shape (any, rotary_dim / 2) = (any, {rotary_dim / 2:g}), "
@@ -272,6 +283,7 @@ def _check(
                 f"{op}: cos must have a row for each of the {seq_len} positions, got {cos.shape}"
             )
         return
+    check_array(op, "position_ids", position_ids, dtypes=INDEX_DTYPES)
     shape = (seq_len,) if position_ids.ndim == 1 else (batch, seq_len)
     check_array(op, "position_ids", position_ids, dtypes=INDEX_DTYPES, shape=shape)
 
@@ -288,7 +300,7 @@ def _prepare(
     rotary_dim: int | None,
     inplace: bool,
 ) -> Launch:
-    _check(op, q, k, cos, sin, position_ids, rotary_dim)
+    _check(op, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace)
     check_array(op, "q", q, dtypes=KERNEL_DTYPES, ndim=4, contiguous=False)
     check_array(op, "cos", cos, dtypes=(float32,))
     check_array(op, "sin", sin, dtypes=(float32,))

@@ -35,6 +35,22 @@ TILE_BYTES = _THREADS * _VECS * ACCESS_BYTES
 _uint8 = np.dtype(np.uint8)
 
 
+def _moves_array(moves: Any) -> Moves:
+    """int64 [number, 3], or an ArrayError that says what came."""
+    try:
+        table = np.asarray(moves)
+    except ValueError:
+        table = np.empty(0, object)
+    if table.size == 0 and isinstance(moves, (list, tuple, np.ndarray)):
+        return np.empty((0, 3), np.int64)
+    legal = table.ndim == 2 and table.shape[1] == 3 and table.dtype.kind in "iu"
+    if not legal or (table.dtype == np.uint64 and (table > np.iinfo(np.int64).max).any()):
+        raise ArrayShapeError(
+            f"{_OP}: moves must be integers [number, 3], got {table.dtype.name} {table.shape}"
+        )
+    return table.astype(np.int64, copy=False)
+
+
 def batched_copy(memory: Array, moves: Moves | Sequence[tuple[int, int, int]]) -> Array:
     """Copies runs of bytes within `memory`: `memory[d : d + n] = memory[s : s + n]` for each move.
 
@@ -62,7 +78,7 @@ def batched_copy(memory: Array, moves: Moves | Sequence[tuple[int, int, int]]) -
     """
     (memory,) = adopt(_OP, memory)
     check_array(_OP, "memory", memory, dtypes=(_uint8,), ndim=1)
-    plan = plan_moves(moves)
+    plan = plan_moves(_moves_array(moves))
     table = plan.table[:-1]
     if table.size and (table[:, :2].min() < 0 or (plan.ends > memory.size).any()):
         raise ArrayShapeError(f"{_OP}: a move leaves memory of {memory.size} bytes")

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from cukit.errors import ArrayError
+
 Array = Any
 
 
@@ -28,8 +30,8 @@ def upcast(dtype: Any, *arrays: Array | None) -> tuple[Any, ...]:
 
 
 def check_range(name: str, index: Array, extent: int) -> None:
-    """Raises IndexError for an index outside [0, extent): array indexing takes negative ones."""
+    """Raises ArrayError for an index outside [0, extent): array indexing takes negative ones."""
     if index.size and (int(index.min()) < 0 or int(index.max()) >= extent):
-        raise IndexError(
+        raise ArrayError(
             f"{name} must be 0 to {extent - 1}, got {int(index.min())} to {int(index.max())}"
         )

@@ -142,7 +142,7 @@ def _erfc(x: Array) -> Array:
     """The complementary error function; NumPy has none, so there the C library's, per element."""
     xp = array_namespace(x)
     if xp.__name__ == "numpy":
-        return xp.frompyfunc(math.erfc, 1, 1)(x).astype(x.dtype)
+        return xp.asarray(xp.frompyfunc(math.erfc, 1, 1)(x), x.dtype)
     from cupyx.scipy.special import erfc
 
     return erfc(x)

@@ -229,7 +229,7 @@ GOOD = {
         ({"targets": np.array([0, 1, 5]), "hard_weight": 1.0}, ArrayError, "targets must lie in"),
         ({"hard_weight": 1.0}, ConfigError, "hard_weight=1.0 needs targets"),
         ({"temperature": -1.0}, ConfigError, "temperature must be"),
-        ({"chunk_tokens": 0}, ConfigError, "chunk_tokens must be 1 or more"),
+        ({"chunk_tokens": 0}, ConfigError, "chunk_tokens must be an integer of 1 or more"),
         ({"grad_weight": np.ones((5, 5), np.float32)}, ArrayShapeError, "grad_weight must have"),
     ],
 )

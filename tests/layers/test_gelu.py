@@ -133,7 +133,7 @@ def test_memory_that_is_not_16_byte_aligned(device, rng):
 
 def test_errors():
     x = np.ones((2, 4), np.float32)
-    with pytest.raises(ConfigError, match="gelu: approximate must be 'none' or 'tanh'"):
+    with pytest.raises(ConfigError, match="gelu: approximate must be one of 'none', 'tanh'"):
         gelu(x, approximate="sigmoid")
     with pytest.raises(ArrayDtypeError, match="gelu: x must be float32"):
         gelu(x.astype(np.int32))

@@ -67,7 +67,9 @@ def test_out_is_filled_and_returned(device, rng):
 
 def test_errors():
     x = np.ones((2, 4), np.float32)
-    with pytest.raises(ConfigError, match="gelu_and_mul: approximate must be 'none' or 'tanh'"):
+    with pytest.raises(
+        ConfigError, match="gelu_and_mul: approximate must be one of 'none', 'tanh'"
+    ):
         gelu_and_mul(x, approximate="sigmoid")
     with pytest.raises(ConfigError, match="gelu_and_mul_backward: approximate must be"):
         gelu_and_mul_backward(x[:, :2].copy(), x, approximate="sigmoid")

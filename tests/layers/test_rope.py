@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError
 from cukit.layers import rope, rope_backward
 from cukit.layers.rope import plan_rope
 from cukit.reference import rope as reference
@@ -176,7 +176,7 @@ def test_positions_outside_the_tables_give_nan(rng, position):
 
 def test_positions_outside_the_tables_raise_on_the_cpu():
     q = np.ones((1, 2, 1, 4), np.float32)
-    with pytest.raises(IndexError, match="position_ids must be 0 to 2, got -1 to 1"):
+    with pytest.raises(ArrayError, match="position_ids must be 0 to 2, got -1 to 1"):
         rope(q, q, *tables(3, 4), np.array([1, -1]))
 
 

@@ -1,0 +1,96 @@
+"""One checker for scalar options, as core.arrays has one for arrays: name, what came, what is
+allowed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cukit.core.arrays import FLOAT_DTYPES, bfloat16
+from cukit.errors import ArrayDtypeError, ConfigError
+
+
+def check_number(
+    op: str,
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float | None = None,
+) -> None:
+    """Raises ConfigError unless `value` is a finite real number, no bool, in [least, most].
+
+    above: and greater than this.
+    """
+    legal = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    legal = legal and math.isfinite(value) and least <= value <= most
+    if legal and (above is None or value > above):
+        return
+    raise ConfigError(
+        f"{op}: {name} must be {_range('a finite number', least, most, above)}, got {value!r}"
+    )
+
+
+def check_integer(
+    op: str, name: str, value: Any, *, least: float = -math.inf, most: float = math.inf
+) -> None:
+    """Raises ConfigError unless `value` is an integer (Python's or NumPy's, no bool) in
+    [least, most]."""
+    try:
+        legal = not isinstance(value, (bool, np.bool_)) and least <= operator.index(value) <= most
+    except TypeError:
+        legal = False
+    if not legal:
+        raise ConfigError(
+            f"{op}: {name} must be {_range('an integer', least, most, None)}, got {value!r}"
+        )
+
+
+def check_flag(op: str, name: str, value: Any) -> None:
+    """Raises ConfigError unless `value` is True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ConfigError(f"{op}: {name} must be True or False, got {value!r}")
+
+
+def check_choice(op: str, name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Raises ConfigError unless `value` is one of `choices`, strings or None."""
+    if not (value is None or isinstance(value, str)) or value not in choices:
+        allowed = ", ".join(map(repr, choices))
+        raise ConfigError(f"{op}: {name} must be one of {allowed}, got {value!r}")
+
+
+def _range(kind: str, least: float, most: float, above: float | None) -> str:
+    limits = []
+    if above is not None:
+        limits.append(f"above {_show(above)}")
+    elif least > -math.inf:
+        limits.append(f"of {_show(least)} or more")
+    if most < math.inf:
+        limits.append(f"{'and ' if limits else ''}at most {_show(most)}")
+    return " ".join([kind, *limits])
+
+
+def _show(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
+
+
+def check_dtype(
+    op: str, name: str, value: Any, allowed: Sequence[np.dtype[Any]] = FLOAT_DTYPES
+) -> np.dtype[Any]:
+    """`value` as a dtype, whatever form NumPy takes it in. Raises ArrayDtypeError unless it is one
+    of `allowed`."""
+    try:
+        dtype = bfloat16 if isinstance(value, str) and value == "bfloat16" else np.dtype(value)
+    except (TypeError, ValueError):
+        dtype = None
+    if value is None or dtype is None or dtype not in allowed:  # to NumPy None is float64
+        names = ", ".join(each.name for each in allowed)
+        shown = value if dtype is None or value is None else dtype.name
+        raise ArrayDtypeError(f"{op}: {name} must be {names}, got {shown!r}")
+    return dtype

@@ -1,0 +1,172 @@
+"""Wrong inputs of every kind to every op: each call ends in a CukitError or in a result, never in
+another error, and changes no argument that it is not meant to change."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cukit
+from cukit.errors import CukitError
+from cukit.registry import Op, ops
+from tests.emulator.samples import SAMPLES
+
+KERNEL_OPS = [op for op in ops() if op.has_kernel]
+
+WRITES = {"adamw": {"params", "state"}, "batched_copy": {"memory"}}
+"""Arguments that an op is there to change. Beside these: `out`, `grad_weight`, and what
+`inplace=True` names."""
+WRITTEN_ON_REQUEST = {"out", "grad_weight"}
+
+SCALARS = (
+    None, True, 0, -1, 7, 1 << 40, 1.5, float("nan"), float("inf"), -0.0, "no", b"no", [], [1], {},
+    object(), np.float32(0.5), np.int64(3), np.ones(2), np.array(1.0), 1j, np.datetime64("now"),
+)  # fmt: skip
+
+ARRAYS: tuple[Callable[[np.ndarray[Any, Any]], Any], ...] = (
+    lambda a: None,
+    lambda a: 3.0,
+    lambda a: "text",
+    lambda a: [1, 2],
+    lambda a: a.tolist(),
+    lambda a: a.astype(np.float32),
+    lambda a: a.astype(np.float64),
+    lambda a: a.astype(np.int32),
+    lambda a: a.astype(np.uint8),
+    lambda a: a.astype(np.float32).astype(np.complex64),
+    lambda a: a.astype(bool),
+    lambda a: a.astype(object),
+    lambda a: a.astype(np.float32).astype(">f4"),
+    lambda a: np.zeros(a.shape, "S3"),
+    lambda a: np.zeros(a.shape, [("x", np.float32)]),
+    lambda a: a[..., :-1] if a.ndim else a,
+    lambda a: np.ascontiguousarray(a[..., :-1]) if a.ndim else a,
+    lambda a: a[:-1].copy() if a.ndim else a,
+    lambda a: a[None].copy(),
+    lambda a: a.ravel().copy(),
+    lambda a: a[:0].copy() if a.ndim else a,
+    lambda a: a[..., :0].copy() if a.ndim else a,
+    lambda a: a[..., ::2] if a.ndim else a,
+    lambda a: a[::-1] if a.ndim else a,
+    lambda a: a.T,
+    np.asfortranarray,
+    lambda a: np.broadcast_to(a.ravel()[:1], a.shape),
+    lambda a: np.array(a.ravel()[0]),
+    lambda a: np.ma.masked_array(a, mask=np.zeros(a.shape, bool)),
+    lambda a: np.asmatrix(a.reshape(-1, a.shape[-1])) if a.ndim else a,
+    lambda a: np.full(a.shape, np.iinfo(a.dtype).max if a.dtype.kind in "iu" else np.nan, a.dtype),
+    lambda a: np.lib.stride_tricks.as_strided(a, a.shape, (0,) * a.ndim, writeable=False),
+)
+
+
+def mutations(value: Any, rng: np.random.Generator) -> Any:
+    """Something wrong, or at least odd, in place of `value`."""
+    if isinstance(value, np.ndarray):
+        return ARRAYS[rng.integers(len(ARRAYS))](value)
+    if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
+        changed = list(value)
+        which = int(rng.integers(len(value)))
+        changed[which] = mutations(value[which], rng)
+        return changed if rng.random() < 0.8 else changed[:-1]
+    return SCALARS[rng.integers(len(SCALARS))]
+
+
+def calls(op: Op, count: int) -> Iterator[tuple[dict[str, Any], str]]:
+    """Arguments with one or two of them replaced, and their names."""
+    rng = np.random.default_rng(zlib.crc32(op.name.encode()))
+    signature = inspect.signature(op.function)
+    args, kwargs = SAMPLES[op.name](rng)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    for _ in range(count):
+        arguments = copy.deepcopy(dict(bound.arguments))
+        names = rng.choice(
+            list(arguments), size=min(len(arguments), int(rng.integers(1, 3))), replace=False
+        )
+        for name in names:
+            arguments[name] = mutations(arguments[name], rng)
+        yield arguments, ", ".join(names)
+
+
+def contents(value: Any) -> Any:
+    """What a call could change."""
+    if isinstance(value, np.ndarray):
+        return (
+            value.dtype.str,
+            value.shape,
+            value.tobytes() if value.dtype != object else str(value),
+        )
+    if isinstance(value, (list, tuple)):
+        return [contents(each) for each in value]
+    if hasattr(value, "__dict__"):
+        return {key: contents(each) for key, each in vars(value).items()}
+    return repr(value)
+
+
+def show(arguments: dict[str, Any], names: str) -> str:
+    described = {}
+    for name in names.split(", "):
+        value = arguments[name]
+        array = isinstance(value, np.ndarray)
+        described[name] = (
+            f"{type(value).__name__} {value.dtype} {value.shape} {value.strides}"
+            if array
+            else repr(value)[:80]
+        )
+    return ", ".join(f"{name}={text}" for name, text in described.items())
+
+
+def try_wrong_inputs(op: Op, count: int) -> None:
+    positional = [
+        p.name
+        for p in inspect.signature(op.function).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    complaints = []
+    for arguments, names in calls(op, count):
+        before = {key: contents(value) for key, value in arguments.items()}
+        args = [arguments[name] for name in positional]
+        options = {k: v for k, v in arguments.items() if k not in positional}
+        failed = True
+        try:
+            with warnings.catch_warnings(), np.errstate(all="ignore"):
+                warnings.simplefilter("ignore")
+                op.function(*args, **options)
+            failed = False
+        except CukitError:
+            pass
+        except Exception as error:
+            complaints.append(
+                f"{show(arguments, names)}: {type(error).__name__}: {str(error)[:200]}"
+            )
+        allowed = WRITES.get(op.name, set()) | WRITTEN_ON_REQUEST
+        if arguments.get("inplace") is True or op.name == "batched_copy":
+            allowed = set(arguments)
+        after = {key: contents(value) for key, value in arguments.items()}
+        changed = [key for key in arguments if before[key] != after[key]]
+        wrong = changed if failed else [key for key in changed if key not in allowed]
+        if wrong:
+            complaints.append(f"{show(arguments, names)}: changed {', '.join(wrong)}")
+    assert not complaints, f"{op.name}: {len(complaints)} of {count}:\n" + "\n".join(
+        complaints[:40]
+    )
+
+
+@pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
+def test_references_refuse_or_work(op: Op) -> None:
+    try_wrong_inputs(op, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.emulator
+@pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
+def test_kernels_refuse_or_work(op: Op) -> None:
+    with cukit.backend("emulator"):
+        try_wrong_inputs(op, 30)
