@@ -17,7 +17,7 @@ cupy = pytest.importorskip("cupy", reason="reading cubins needs NVRTC to make so
 @pytest.mark.parametrize("device", TYPICAL_DEVICES.values(), ids=lambda device: device.arch)
 def test_agrees_with_ptxas(device):
     spec = KernelSpec(
-        "layers/column_sum.cu", "column_sum", (("DTYPE", "bfloat16"), ("THREADS", 512)), 512
+        "common/column_sum.cu", "column_sum", (("DTYPE", "bfloat16"), ("THREADS", 512)), 512
     )
     compiled = compile_kernel(spec, device.compile_arch)
     log = compiled.log
@@ -35,7 +35,7 @@ def test_counts_spills():
         "ptxas         .     0 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads\n"
     )
     spec = KernelSpec(
-        "layers/column_sum.cu", "column_sum", (("DTYPE", "float32"), ("THREADS", 512)), 512
+        "common/column_sum.cu", "column_sum", (("DTYPE", "float32"), ("THREADS", 512)), 512
     )
     info = read_cubin(compile_kernel(spec, "sm_80").path.read_bytes(), "column_sum", log)
     assert (info.spill_store_bytes, info.spill_load_bytes) == (12, 16)

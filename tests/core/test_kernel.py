@@ -26,7 +26,7 @@ def column_sum():
     """Parameters: two pointers and two ints."""
     pytest.importorskip("cupy", reason="compiling needs NVRTC, which comes with CuPy")
     spec = KernelSpec(
-        "layers/column_sum.cu", "column_sum", (("DTYPE", "float32"), ("THREADS", 512)), 512
+        "common/column_sum.cu", "column_sum", (("DTYPE", "float32"), ("THREADS", 512)), 512
     )
     return compile_kernel(spec, "sm_80")
 
