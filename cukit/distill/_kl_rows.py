@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
+from cukit.core import backend
 from cukit.core.arrays import Array
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
@@ -140,14 +141,23 @@ def launch_rows(
         grad,
         grad_loss,
         normalizer,
-        then=(_factors(temperature, soft_loss_factor, soft_factor, hard_factor),),
+        then=(
+            _factors(
+                backend.active is None, temperature, soft_loss_factor, soft_factor, hard_factor
+            ),
+        ),
     )
 
 
 @lru_cache(maxsize=_MOST_FACTORS)
 def _factors(
-    temperature: float, soft_loss_factor: float, soft_factor: float, hard_factor: float
+    on_gpu: bool,
+    temperature: float,
+    soft_loss_factor: float,
+    soft_factor: float,
+    hard_factor: float,
 ) -> Any:
+    """on_gpu: what a launch takes by value there is not what a backend takes."""
     return by_value(
         _STRUCTS["DivergenceFactors"].pack(
             inverse_temperature=1.0 / temperature,

@@ -21,6 +21,10 @@ every_op = pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
 AGREEMENT = 4
 
 
+# Hopper's tensor cores keep 14 bits of sums of float8 products; the emulator's are exact.
+SHORT_SUMS = {"matmul_fp8": 2.0**-10}
+
+
 def here(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.copy()
 
@@ -59,7 +63,8 @@ def test_the_gpu_agrees_with_the_emulator(op: Op):
     for i, (gpu, cpu) in enumerate(zip(run(op, cupy.asarray), emulated, strict=True)):
         assert gpu.dtype == cpu.dtype
         scale = max(1.0, float(np.abs(cpu.astype(np.float64)).max(initial=0.0)))
-        atol = AGREEMENT * ATOL.get(cpu.dtype.name, 0.0) * scale
+        allowed = max(AGREEMENT * ATOL.get(cpu.dtype.name, 0.0), SHORT_SUMS.get(op.name, 0.0))
+        atol = allowed * scale
         np.testing.assert_allclose(
             gpu.astype(np.float64), cpu.astype(np.float64), rtol=0, atol=atol, err_msg=f"result {i}"
         )
