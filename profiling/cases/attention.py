@@ -94,6 +94,8 @@ def cases(small: bool = False) -> list[Case]:
     found += [forward_case(shape, "bfloat16") for shape in further]
     if not small:
         found.append(forward_case(Shape(16, 512, 32, 32, 64, False), "float16"))
+        wide = (Shape(4, 4096, 16, 16, 192, True, 128), Shape(1, 12000, 16, 1, 192, True))
+        found += [backward_case(shape, "bfloat16") for shape in wide]
     return found
 
 
