@@ -19,7 +19,7 @@ from cukit.core.arrays import (
 from cukit.core.kernel import launch_plan
 from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_choice, check_flag
-from cukit.errors import ArrayShapeError
+from cukit.errors import ArrayError, ArrayShapeError
 from cukit.gemm.linear_launch import linear_specs, prepare_linear
 from cukit.gemm.linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, Product
 from cukit.reference import gemm as reference
@@ -117,6 +117,8 @@ def gated_linear(
     array([64., 64., 64.], dtype=float32)
     """
     gate: Array
+    if isinstance(w, tuple) and len(w) != 2:
+        raise ArrayError(f"gated_linear: w must be an array or a pair of them, got {len(w)}")
     gate, up = w if isinstance(w, tuple) else (w, None)
     x, gate, up, out = adopt("gated_linear", x, gate, up, out)
     check_flag("gated_linear", "return_preactivation", return_preactivation)
