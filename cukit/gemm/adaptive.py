@@ -17,10 +17,12 @@ from cukit.core.arrays import (
     is_gpu_array,
     namespace,
 )
+from cukit.core.scalars import check_choice, check_flag
 from cukit.errors import ArrayError
 from cukit.gemm.depth_routing import depth_gather, row_specs
 from cukit.gemm.linear import linear
 from cukit.gemm.linear_backward import linear_backward
+from cukit.gemm.linear_plan import ACTIVATIONS
 from cukit.reference import depth as reference
 from cukit.reference.depth import create_adaptive_depth_mask
 from cukit.registry import register
@@ -84,6 +86,8 @@ def adaptive_depth(
     array([1., 8., 2., 4.], dtype=float32)
     """
     x, weights, depth = adopt("adaptive_depth", x, weights, depth)
+    check_choice("adaptive_depth", "activation", activation, tuple(ACTIVATIONS))
+    check_flag("adaptive_depth", "return_states", return_states)
     check_array("adaptive_depth", "x", x, dtypes=FLOAT_DTYPES, ndim=2)
     check_array("adaptive_depth", "weights", weights, shape=(None, x.shape[1], x.shape[1]))
     check_array("adaptive_depth", "depth", depth, dtypes=INDEX_DTYPES, shape=x.shape[:1])
@@ -131,6 +135,11 @@ def adaptive_depth_backward(
     """
     op = "adaptive_depth_backward"
     grad_out, weights = adopt(op, grad_out, weights)
+    check_choice(op, "activation", activation, tuple(ACTIVATIONS))
+    if not isinstance(states, DepthStates):
+        raise ArrayError(
+            f"{op}: states must be the DepthStates of the forward, got {type(states).__name__}"
+        )
     tokens = states.order.shape[1]
     check_array(op, "grad_out", grad_out, dtypes=FLOAT_DTYPES, shape=(tokens, None))
     hidden = grad_out.shape[1]

@@ -19,6 +19,8 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec
+from cukit.core.overlap import check_overlap
+from cukit.core.scalars import check_flag
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm.block_sparse import BLOCK_SIZES, BlockPattern, BlockSparseMatrix
 from cukit.gemm.bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
@@ -87,6 +89,8 @@ def bsr_matmul(
     >>> ck.bsr_matmul(np.ones((3, 64), np.float32), weight, transpose_b=True)[0, ::16]
     array([16., 16.], dtype=float32)
     """
+    check_flag(_OP, "transpose_a", transpose_a)
+    check_flag(_OP, "transpose_b", transpose_b)
     sparse = [x for x in (a, b) if isinstance(x, BlockSparseMatrix)]
     if len(sparse) == 2:
         raise ConfigError(f"{_OP}: one of a and b must be dense")
@@ -121,6 +125,7 @@ class _Planned(NamedTuple):
 
 def _multiply(matrix: BlockSparseMatrix, dense: Array, out: Array | None, roles: _Roles) -> Array:
     dense, out = adopt(_OP, dense, out)
+    check_overlap(_OP, out, **{roles.sparse: matrix.values, roles.dense: dense})
     if not runs_kernel(_OP, matrix.values, dense, out):
         _check_product(matrix.pattern, matrix.values, dense, out, roles)
         sparse_transposed, dense_transposed, out_transposed = roles.transposed
@@ -191,9 +196,15 @@ def _sample(
 ) -> BlockSparseMatrix:
     a, b = adopt(_OP, a, b)
     chosen = pattern.pattern if isinstance(pattern, BlockSparseMatrix) else pattern
+    if not isinstance(chosen, BlockPattern):
+        raise ConfigError(
+            f"{_OP}: pattern must be a BlockPattern or a BlockSparseMatrix, got "
+            f"{type(pattern).__name__}"
+        )
     if out is not None and (not isinstance(out, BlockSparseMatrix) or out.pattern is not chosen):
         raise ConfigError(f"{_OP}: out must be a BlockSparseMatrix of the pattern")
     values = None if out is None else out.values
+    check_overlap(_OP, values, a=a, b=b)
     if not runs_kernel(_OP, a, b, values):
         _check_sampled(chosen, a, b, values, transpose_a, transpose_b)
         values = reference.bsr_matmul(

@@ -19,7 +19,9 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.kernel import launch_plan
-from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
+from cukit.core.overlap import check_overlap
+from cukit.core.scalars import check_dtype, check_flag
+from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm.cublas import Matrix, gemm
 from cukit.reference import gemm as reference
 
@@ -40,6 +42,8 @@ def multiply(
     tf32: on the GPU, multiply float32 operands in TF32.
     """
     a, b, out = adopt("matmul", a, b, out)
+    flags = {"transpose_a": transpose_a, "transpose_b": transpose_b, "accumulate": accumulate}
+    check_call("matmul", a, b, out, **flags)
     on_gpu = runs_kernel("matmul", a, b, out) and is_gpu_array(a)
     plan = _recall_plan if on_gpu else plan_product
     product = plan("matmul", a, b, out, transpose_a, transpose_b, accumulate, out_dtype)
@@ -54,6 +58,13 @@ def multiply(
             out_dtype=product.dtype,
         )
     return carry_out(product, a, b, out, accumulate=accumulate, tf32=tf32)
+
+
+def check_call(op: str, a: Array, b: Array, out: Array | None, **flags: bool) -> None:
+    """What plans cannot remember: flags are bools, not equals of one; `out` is beside operands."""
+    for name, flag in flags.items():
+        check_flag(op, name, flag)
+    check_overlap(op, out, a=a, b=b)
 
 
 def carry_out(
@@ -101,10 +112,7 @@ def plan_product(
     shape = (m, n) if transpose_a else (*a.shape[:-1], n)
     if accumulate and out is None:
         raise ConfigError(f"{op}: accumulate=True needs out")
-    dtype = out.dtype if out is not None else np.dtype(a.dtype if out_dtype is None else out_dtype)
-    if dtype != a.dtype and (dtype != float32 or a.dtype == float64):
-        name = "out_dtype" if out is None else "out"
-        raise ArrayDtypeError(f"{op}: {name} must be {a.dtype.name} or float32, got {dtype.name}")
+    dtype = result_dtype(op, a, out, out_dtype)
     target = Matrix(m, n, max(n, 1))
     if out is not None:
         check_array(op, "out", out, shape=shape, contiguous=False)
@@ -115,11 +123,19 @@ def plan_product(
 _recall_plan = launch_plan(plan_product)
 
 
+def result_dtype(op: str, a: Array, out: Array | None, out_dtype: Any) -> np.dtype[Any]:
+    """The dtype of `out`, or `out_dtype`: that of `a` (default), or float32 for a narrower one."""
+    if out is None and out_dtype is None:
+        return a.dtype  # type: ignore[no-any-return]
+    allowed = (a.dtype,) if a.dtype in (float32, float64) else (a.dtype, float32)
+    if out is None:
+        return check_dtype(op, "out_dtype", out_dtype, allowed)
+    return check_dtype(op, "out", out.dtype, allowed)
+
+
 def _layout(op: str, name: str, array: Array, transposed: bool = False) -> Matrix:
     """The array as rows of its last axis, or ArrayLayoutError where no single stride does it."""
-    check_array(op, name, array, dtypes=FLOAT_DTYPES, contiguous=False)
-    if array.ndim == 0:
-        raise ArrayShapeError(f"{op}: {name} must have at least one axis")
+    check_array(op, name, array, dtypes=FLOAT_DTYPES, least_ndim=1, contiguous=False)
     *leading_extents, columns = array.shape
     rows = 1
     stride = 0

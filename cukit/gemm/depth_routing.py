@@ -23,7 +23,8 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.errors import ArrayDtypeError, ConfigError
+from cukit.core.overlap import check_overlap
+from cukit.core.scalars import check_dtype, check_integer
 from cukit.reference import depth as reference
 from cukit.reference.depth import DepthRouting
 from cukit.registry import register
@@ -31,6 +32,7 @@ from cukit.registry import register
 _THREADS = 256
 _SELECT_THREADS = 1024
 _REPRESENTATIVE_VEC = 8
+_WEIGHT_DTYPES = (float32, float64)
 
 
 def depth_router(logits: Array, capacity: int) -> DepthRouting:
@@ -66,8 +68,8 @@ def depth_router(logits: Array, capacity: int) -> DepthRouting:
     (array([[1, 3]], dtype=int32), array([[-1,  0, -1,  1]], dtype=int32))
     """
     (logits,) = adopt("depth_router", logits)
+    _check_router(logits, capacity)
     if not runs_kernel("depth_router", logits):
-        _check_router(logits, capacity)
         return reference.depth_router(logits, capacity)
     launch = _prepare_router(logits, capacity)
     shape = (logits.shape[0], capacity)
@@ -84,7 +86,7 @@ def depth_router_backward(
 
     Args:
         grad_weights: float32 (float64 on the CPU) [batch, capacity].
-        weights, slots: as the router returned them.
+        weights, slots: as the router returned them; a slot outside [0, capacity) is none.
         dtype: of the result, float32|float16|bfloat16; that of `weights` where not given.
 
     Returns:
@@ -95,9 +97,9 @@ def depth_router_backward(
     """
     op = "depth_router_backward"
     grad_weights, weights, slots = adopt(op, grad_weights, weights, slots)
-    result_dtype = np.dtype(weights.dtype if dtype is None else dtype)
+    _check_router_backward(grad_weights, weights, slots)
+    result_dtype = weights.dtype if dtype is None else check_dtype(op, "dtype", dtype)
     if not runs_kernel(op, grad_weights, weights, slots):
-        _check_router_backward(grad_weights, weights, slots, result_dtype)
         return reference.depth_router_backward(grad_weights, weights, slots, result_dtype)
     launch = _prepare_router_backward(grad_weights, weights, slots, result_dtype)
     grad_logits = empty(weights, slots.shape, result_dtype)
@@ -112,7 +114,8 @@ def depth_gather(x: Array, indices: Array) -> Array:
 
     Args:
         x: float32|float16|bfloat16|float64 [batch, seq_len, hidden], C-contiguous.
-        indices: int32 [batch, capacity], of :func:`depth_router`; not checked on the GPU.
+        indices: int32 [batch, capacity], of :func:`depth_router`. An index outside the sequence
+            gives a row of NaN on the GPU and an ArrayError on the CPU.
 
     Returns:
         A new array [batch, capacity, hidden]. Raises ArrayError: dtype, shape or layout.
@@ -135,7 +138,7 @@ def depth_combine(
     Args:
         x: float32|float16|bfloat16|float64 [batch, seq_len, hidden], C-contiguous.
         y: dtype of `x`, [batch, capacity, hidden].
-        weights, slots: of :func:`depth_router`.
+        weights, slots: of :func:`depth_router`; a slot outside [0, capacity) is none.
         out: written in place; as `x`, which it may be.
 
     Returns:
@@ -143,6 +146,7 @@ def depth_combine(
     """
     op = "depth_combine"
     x, y, weights, slots, out = adopt(op, x, y, weights, slots, out)
+    check_overlap(op, out, itself="x", x=x, y=y, weights=weights, slots=slots)
     if not runs_kernel(op, x, y, weights, slots, out):
         _check_combine(x, y, weights, slots, out)
         return write_out(out, reference.depth_combine(x, y, weights, slots))
@@ -160,7 +164,7 @@ def depth_combine_backward(
     Args:
         grad_out: float32|float16|bfloat16|float64 [batch, seq_len, hidden], C-contiguous.
         y, weights: the forward's, [batch, capacity, hidden] and [batch, capacity].
-        indices: of :func:`depth_router`.
+        indices: of :func:`depth_router`, as for :func:`depth_gather`.
 
     Returns:
         `(grad_y, grad_weights)`, as `y` and `weights`. Raises ArrayError: dtype, shape or layout.
@@ -181,29 +185,22 @@ def depth_combine_backward(
 
 def _check_router(logits: Array, capacity: int) -> None:
     check_array("depth_router", "logits", logits, dtypes=FLOAT_DTYPES, ndim=2)
-    if not 1 <= capacity <= logits.shape[1]:
-        raise ConfigError(
-            f"depth_router: capacity must be 1 to seq_len = {logits.shape[1]}, got {capacity}"
-        )
+    check_integer("depth_router", "capacity", capacity, least=1, most=logits.shape[1])
 
 
 @launch_plan
 def _prepare_router(logits: Array, capacity: int) -> Launch:
-    _check_router(logits, capacity)
     check_array("depth_router", "logits", logits, dtypes=KERNEL_DTYPES)
     batch, seq_len = logits.shape
     scalars = (np.int32(seq_len), np.int32(capacity))
     return Launch(load_kernel(_router_spec(logits.dtype.name)), (batch,), scalars)
 
 
-def _check_router_backward(
-    grad_weights: Array, weights: Array, slots: Array, dtype: np.dtype[Any]
-) -> None:
+def _check_router_backward(grad_weights: Array, weights: Array, slots: Array) -> None:
     op = "depth_router_backward"
-    _check_routing(op, weights, "slots", slots, slots.shape[0])
+    check_array(op, "weights", weights, dtypes=_WEIGHT_DTYPES, ndim=2)
+    check_array(op, "slots", slots, dtypes=(int32,), shape=(weights.shape[0], None))
     check_array(op, "grad_weights", grad_weights, dtypes=(weights.dtype,), shape=weights.shape)
-    if dtype not in FLOAT_DTYPES:
-        raise ArrayDtypeError(f"{op}: dtype must be a float, got {dtype.name}")
 
 
 @launch_plan
@@ -211,8 +208,10 @@ def _prepare_router_backward(
     grad_weights: Array, weights: Array, slots: Array, dtype: np.dtype[Any]
 ) -> Launch:
     op = "depth_router_backward"
-    _check_router_backward(grad_weights, weights, slots, dtype)
+    _check_router_backward(grad_weights, weights, slots)
     check_array(op, "weights", weights, dtypes=(float32,))
+    if dtype not in KERNEL_DTYPES:
+        check_dtype(op, "dtype", dtype, KERNEL_DTYPES)
     tokens, seq_len = slots.size, slots.shape[1]
     scalars = (np.int64(tokens), np.int32(seq_len), np.int32(weights.shape[1]))
     spec = _router_backward_spec(dtype.name)
@@ -237,13 +236,14 @@ def _check_combine(x: Array, y: Array, weights: Array, slots: Array, out: Array 
     if out is not None:
         check_array(op, "out", out, shape=x.shape)
     check_same_dtype(op, x=x, y=y, out=out)
-    _check_routing(op, weights, "slots", slots, x.shape[0], seq_len=x.shape[1])
-    check_array(op, "weights", weights, shape=y.shape[:2])
+    check_array(op, "weights", weights, dtypes=_WEIGHT_DTYPES, shape=y.shape[:2])
+    check_array(op, "slots", slots, dtypes=(int32,), shape=x.shape[:2])
 
 
 @launch_plan
 def _prepare_combine(x: Array, y: Array, weights: Array, slots: Array, out: Array | None) -> Launch:
     _check_combine(x, y, weights, slots, out)
+    check_array("depth_combine", "weights", weights, dtypes=(float32,))
     rows = (x, y) if out is None else (x, y, out)
     return _row_launch("depth_combine", x, rows, slots.size, x.shape[1], y.shape[1])
 
@@ -253,22 +253,16 @@ def _check_combine_backward(grad_out: Array, y: Array, weights: Array, indices: 
     check_array(op, "grad_out", grad_out, dtypes=FLOAT_DTYPES, ndim=3)
     check_array(op, "y", y, shape=(grad_out.shape[0], None, grad_out.shape[2]))
     check_same_dtype(op, grad_out=grad_out, y=y)
-    _check_routing(op, weights, "indices", indices, y.shape[0], seq_len=y.shape[1])
-    check_array(op, "weights", weights, shape=y.shape[:2])
+    check_array(op, "weights", weights, dtypes=_WEIGHT_DTYPES, shape=y.shape[:2])
+    check_array(op, "indices", indices, dtypes=(int32,), shape=y.shape[:2])
 
 
 @launch_plan
 def _prepare_combine_backward(grad_out: Array, y: Array, weights: Array, indices: Array) -> Launch:
     _check_combine_backward(grad_out, y, weights, indices)
+    check_array("depth_combine_backward", "weights", weights, dtypes=(float32,))
     op, shape = "depth_combine_backward", grad_out.shape
     return _row_launch(op, y, (grad_out, y), indices.size, shape[1], y.shape[1])
-
-
-def _check_routing(
-    op: str, weights: Array, name: str, numbers: Array, batch: int, seq_len: int | None = None
-) -> None:
-    check_array(op, "weights", weights, dtypes=(float32, float64), shape=(batch, None))
-    check_array(op, name, numbers, dtypes=(int32,), shape=(batch, seq_len))
 
 
 def _row_launch(

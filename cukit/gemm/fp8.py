@@ -12,6 +12,7 @@ from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.narrow_dtype import float8_e4m3
 from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray
+from cukit.core.scalars import check_flag
 from cukit.core.support import Support
 from cukit.errors import ConfigError
 from cukit.gemm.launch_8bit import prepare_8bit
@@ -80,10 +81,11 @@ def matmul_fp8(
     """
     left, right = parts_of(_OP, "a", a, float8_e4m3), parts_of(_OP, "b", b, float8_e4m3)
     bias, out = adopt(_OP, bias, out)
+    check_flag(_OP, "fast_accumulation", fast_accumulation)
     check_overlap(_OP, out, a=a.storage, b=b.storage, bias=bias)
     if not runs_kernel(_OP, *left[:2], *right[:2], bias, out):
-        _check(a, b, bias, out, out_dtype, fast_accumulation)
-        return reference.matmul_fp8(a, b, bias=bias, out_dtype=out_dtype, out=out)
+        dtype = _check(a, b, bias, out, out_dtype, fast_accumulation).dtype
+        return reference.matmul_fp8(a, b, bias=bias, out_dtype=dtype, out=out)
     launch, dtype = _prepare(*left, *right, bias, out, out_dtype, fast_accumulation)
     if out is None:
         out = empty(left.storage, (a.shape[0], b.shape[0]), dtype)

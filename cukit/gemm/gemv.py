@@ -23,7 +23,7 @@ from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.gemm.cublas import Matrix
-from cukit.gemm.dense import plan_product
+from cukit.gemm.dense import check_call, plan_product
 from cukit.reference import gemm as reference
 from cukit.registry import register
 
@@ -73,6 +73,7 @@ def gemv(
     array([[8., 8., 8.]], dtype=float16)
     """
     a, b, out = adopt("gemv", a, b, out)
+    check_call("gemv", a, b, out, transpose_a=transpose_a, transpose_b=transpose_b)
     if not runs_kernel("gemv", a, b, out):
         product = plan_product("gemv", a, b, out, transpose_a, transpose_b, False, out_dtype)
         operands_of(product.layouts)

@@ -24,6 +24,7 @@ from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_choice, check_flag
 from cukit.core.support import Support
 from cukit.core.tensor_map import TensorMapCache, encode_sequence_map, encode_tensor_map
 from cukit.errors import ArrayShapeError, ConfigError
@@ -90,7 +91,10 @@ def grouped_gemm(
     x, weights, expert_offsets, expert_counts, out = adopt(
         op, x, weights, expert_offsets, expert_counts, out
     )
-    check_overlap(op, out, x=x, weights=weights)
+    check_flag(op, "transpose_weights", transpose_weights)
+    check_overlap(
+        op, out, x=x, weights=weights, expert_offsets=expert_offsets, expert_counts=expert_counts
+    )
     if not runs_kernel(op, x, weights, expert_offsets, expert_counts, out):
         _check(op, x, weights, expert_offsets, expert_counts, out, transpose_weights)
         y = reference.grouped_gemm(
@@ -181,10 +185,8 @@ def grouped_gated_linear(
     """
     op = "grouped_gated_linear"
     x, weights, expert_offsets, expert_counts = adopt(op, x, weights, expert_offsets, expert_counts)
-    if activation not in _GATES:
-        raise ConfigError(
-            f"{op}: activation must be one of {', '.join(_GATES)}, got {activation!r}"
-        )
+    check_choice(op, "activation", activation, _GATES)
+    check_flag(op, "keep", keep)
     if not runs_kernel(op, x, weights, expert_offsets, expert_counts):
         _check_gated(x, weights, expert_offsets, expert_counts)
         groups: dict[str, Any] = {"expert_offsets": expert_offsets, "expert_counts": expert_counts}

@@ -25,6 +25,7 @@ from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.narrow_dtype import float8_e4m3
 from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray
+from cukit.core.scalars import check_dtype
 from cukit.core.support import Support
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
@@ -276,13 +277,12 @@ def _check(
     _check_scales("x", x, (1,) * (x.ndim - 1) + (TILE_K,))
     _check_scales("weights", weights, (1, TILE_K, TILE_K))
     check_array(_OP, "the scales of weights", weights.scales, dtypes=(float32,))
-    dtype = out.dtype if out is not None else np.dtype(bfloat16 if out_dtype is None else out_dtype)
-    if dtype not in _OUT_DTYPES:
-        name = "out_dtype" if out is None else "out"
-        raise ArrayDtypeError(f"{_OP}: {name} must be bfloat16 or float16, got {dtype.name}")
     if out is not None:
         check_array(_OP, "out", out, dtypes=_OUT_DTYPES, shape=(*x.shape[:-1], weights.shape[1]))
-    return layout, dtype
+        return layout, out.dtype
+    if out_dtype is None:
+        return layout, bfloat16
+    return layout, check_dtype(_OP, "out_dtype", out_dtype, _OUT_DTYPES)
 
 
 def _check_scales(name: str, array: QuantizedArray, block: tuple[int, ...]) -> None:

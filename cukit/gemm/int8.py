@@ -12,7 +12,8 @@ from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.narrow_dtype import int8
 from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray
-from cukit.errors import ArrayDtypeError, ConfigError
+from cukit.core.scalars import check_dtype
+from cukit.errors import ConfigError
 from cukit.gemm.launch_8bit import prepare_8bit
 from cukit.gemm.operands_8bit import (
     OUT_DTYPES,
@@ -76,10 +77,10 @@ def matmul_int8(
     left, right = parts_of(_OP, "a", a, int8), parts_of(_OP, "b", b, int8)
     bias, column_sums, out = adopt(_OP, bias, column_sums, out)
     others = (column_sums, bias, out)
-    check_overlap(_OP, out, a=a.storage, b=b.storage, bias=bias)
+    check_overlap(_OP, out, a=a.storage, b=b.storage, bias=bias, column_sums=column_sums)
     if not runs_kernel(_OP, *left[:3], *right[:3], *others):
-        _check(a, b, *others, out_dtype)
-        return reference.matmul_int8(a, b, bias=bias, out_dtype=out_dtype, out=out)
+        dtype = _check(a, b, *others, out_dtype).dtype
+        return reference.matmul_int8(a, b, bias=bias, out_dtype=dtype, out=out)
     launch, dtype = _prepare(*left, *right, *others, out_dtype)
     if out is None:
         out = empty(left.storage, (a.shape[0], b.shape[0]), dtype)
@@ -114,12 +115,11 @@ def _check(
     if a.scales is None:
         if bias is not None:
             raise ConfigError(f"{_OP}: bias needs operands with scales")
-        dtype = np.dtype(int32 if out_dtype is None else out_dtype) if out is None else out.dtype
-        if dtype != int32:
-            raise ArrayDtypeError(f"{_OP}: without scales the result is int32, got {dtype.name}")
+        if out_dtype is not None:
+            check_dtype(_OP, "out_dtype without scales", out_dtype, (int32,))
         if out is not None:
-            check_array(_OP, "out", out, dtypes=(int32,), shape=(m, n))
-        return _Product(m, n, k, dtype, 0, 0)
+            check_array(_OP, "out without scales", out, dtypes=(int32,), shape=(m, n))
+        return _Product(m, n, k, int32, 0, 0)
     a_stride, b_stride = (_row_stride(name, array) for name, array in (("a", a), ("b", b)))
     if b.zero_points is not None:
         raise ConfigError(f"{_OP}: b must not have zero points")

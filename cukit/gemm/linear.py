@@ -18,7 +18,8 @@ from cukit.core.arrays import (
 )
 from cukit.core.kernel import launch_plan
 from cukit.core.overlap import check_overlap
-from cukit.errors import ArrayShapeError, ConfigError
+from cukit.core.scalars import check_choice, check_flag
+from cukit.errors import ArrayError, ArrayShapeError
 from cukit.gemm.linear_launch import linear_specs, prepare_linear
 from cukit.gemm.linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, Product
 from cukit.reference import gemm as reference
@@ -66,15 +67,16 @@ def linear(
     np.float32(0.0)
     """
     x, w, bias, out = adopt("linear", x, w, bias, out)
+    check_flag("linear", "return_preactivation", return_preactivation)
     launch = None
     if runs_kernel("linear", x, w, bias, out):
         launch = _prepare_linear(x, w, bias, activation, out, return_preactivation)
     else:
         _check_linear(x, w, bias, activation, out)
+    check_overlap("linear", out, x=x, w=w, bias=bias)
     if launch is None:
         result = reference.linear(x, w, bias, activation, return_preactivation=return_preactivation)
         return _written(out, result)
-    check_overlap("linear", out, x=x, w=w, bias=bias)
     shape = (*x.shape[:-1], w.shape[0])
     y = empty(x, shape) if out is None else out
     z = empty(x, shape) if return_preactivation else None
@@ -115,20 +117,23 @@ def gated_linear(
     array([64., 64., 64.], dtype=float32)
     """
     gate: Array
+    if isinstance(w, tuple) and len(w) != 2:
+        raise ArrayError(f"gated_linear: w must be an array or a pair of them, got {len(w)}")
     gate, up = w if isinstance(w, tuple) else (w, None)
     x, gate, up, out = adopt("gated_linear", x, gate, up, out)
+    check_flag("gated_linear", "return_preactivation", return_preactivation)
     launch = None
     if runs_kernel("gated_linear", x, gate, up, out):
         launch = _prepare_gated(x, gate, up, activation, out, return_preactivation)
     else:
         _check_gated(x, gate, up, activation, out)
+    check_overlap("gated_linear", out, x=x, w_gate=gate, w_up=up)
     if launch is None:
         weights = gate if up is None else (gate, up)
         result = reference.gated_linear(
             x, weights, activation, return_preactivation=return_preactivation
         )
         return _written(out, result)
-    check_overlap("gated_linear", out, x=x, w_gate=gate, w_up=up)
     if up is None:
         half = gate.shape[0] // 2
         gate, up = gate[:half], gate[half:]
@@ -177,25 +182,16 @@ def _prepare_gated(
     return prepare_linear(product, x, gate, up, out)
 
 
-def check_activation(op: str, activation: str | None, allowed: tuple[str | None, ...]) -> None:
-    """Raises ConfigError for a name that is not among those allowed."""
-    if activation not in allowed:
-        names = ", ".join(map(repr, allowed))
-        raise ConfigError(f"{op}: activation must be one of {names}, got {activation!r}")
-
-
 def check_weight(op: str, name: str, x: Array, w: Array, rows: int | None = None) -> None:
     """`x` [..., k] and the weight [rows, k]."""
-    check_array(op, "x", x, dtypes=FLOAT_DTYPES)
-    if x.ndim == 0:
-        raise ArrayShapeError(f"{op}: x must have at least one axis")
+    check_array(op, "x", x, dtypes=FLOAT_DTYPES, least_ndim=1)
     check_array(op, name, w, shape=(rows, x.shape[-1]))
 
 
 def _check_linear(
     x: Array, w: Array, bias: Array | None, activation: str | None, out: Array | None
 ) -> None:
-    check_activation("linear", activation, tuple(ACTIVATIONS))
+    check_choice("linear", "activation", activation, tuple(ACTIVATIONS))
     check_weight("linear", "w", x, w)
     if bias is not None:
         check_array("linear", "bias", bias, shape=(w.shape[0],))
@@ -207,7 +203,7 @@ def _check_linear(
 def _check_gated(
     x: Array, gate: Array, up: Array | None, activation: str, out: Array | None
 ) -> None:
-    check_activation("gated_linear", activation, GATED_ACTIVATIONS)
+    check_choice("gated_linear", "activation", activation, GATED_ACTIVATIONS)
     check_weight("gated_linear", "w" if up is None else "w_gate", x, gate)
     n = gate.shape[0]
     if up is not None:

@@ -18,8 +18,9 @@ from cukit.core.column_sum import column_sum, column_sum_spec
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_choice, check_flag
 from cukit.errors import ConfigError
-from cukit.gemm.linear import KERNEL_DTYPES, check_activation, check_weight
+from cukit.gemm.linear import KERNEL_DTYPES, check_weight
 from cukit.gemm.linear_launch import prepare_linear, product_specs
 from cukit.gemm.linear_plan import ACTIVATIONS, GATED_ACTIVATIONS, Product
 from cukit.reference import gemm as reference
@@ -61,6 +62,7 @@ def linear_backward(
     and `x` as they lie. Deterministic: no atomics.
     """
     grad_out, x, w, preactivation = adopt("linear_backward", grad_out, x, w, preactivation)
+    check_flag("linear_backward", "with_bias", with_bias)
     arguments = (grad_out, x, w, preactivation, activation)
     if not runs_kernel("linear_backward", grad_out, x, w, preactivation):
         _check(*arguments)
@@ -208,22 +210,22 @@ def _products(grad: Array, x: Array, w: Array, rows: int, n: int, k: int) -> tup
 
 def _check(grad_out: Array, x: Array, w: Array, z: Array | None, activation: str | None) -> None:
     op = "linear_backward"
-    check_activation(op, activation, tuple(ACTIVATIONS))
+    check_choice(op, "activation", activation, tuple(ACTIVATIONS))
     if (activation is None) != (z is None):
         raise ConfigError(
             f"{op}: preactivation goes with an activation, got activation={activation!r} and "
             f"preactivation {'of shape ' + str(z.shape) if z is not None else None}"
         )
     check_weight(op, "w", x, w)
-    for name, array in (("grad_out", grad_out), ("preactivation", z)):
-        if array is not None:
-            check_array(op, name, array, shape=(*x.shape[:-1], w.shape[0]))
+    check_array(op, "grad_out", grad_out, shape=(*x.shape[:-1], w.shape[0]))
+    if z is not None:
+        check_array(op, "preactivation", z, shape=(*x.shape[:-1], w.shape[0]))
     check_same_dtype(op, x=x, w=w, grad_out=grad_out, preactivation=z)
 
 
 def _check_gated(grad_out: Array, x: Array, w: Array, z: Array, activation: str) -> None:
     op = "gated_linear_backward"
-    check_activation(op, activation, GATED_ACTIVATIONS)
+    check_choice(op, "activation", activation, GATED_ACTIVATIONS)
     check_weight(op, "w", x, w)
     if w.shape[0] % 2:
         raise ConfigError(f"{op}: w holds the rows of gate and up, an even number; got {w.shape}")

@@ -17,7 +17,7 @@ from cukit.gemm.decision import (
     prepare,
     recall,
 )
-from cukit.gemm.dense import multiply
+from cukit.gemm.dense import check_call, multiply
 from cukit.reference import gemm as reference
 from cukit.registry import register
 
@@ -92,6 +92,8 @@ def matmul(
             out_dtype=out_dtype,
         )  # fmt: skip
     a, b, out = adopt("matmul", a, b, out)
+    flags = {"transpose_a": transpose_a, "transpose_b": transpose_b, "accumulate": accumulate}
+    check_call("matmul", a, b, out, **flags)
     decision = recall(a, b, out, transpose_a, transpose_b, accumulate, out_dtype, precision, rtol)
     result = decision.run(a, b, out)
     return (result, decision.plan) if return_plan else result

@@ -15,6 +15,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.narrow_dtype import NarrowDtype
 from cukit.core.quantized_array import Axis, GroupSize, QuantizedArray
+from cukit.core.scalars import check_dtype
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 
 OUT_DTYPES = (bfloat16, float16, float32)
@@ -94,18 +95,10 @@ def check_result(
     op: str, m: int, n: int, bias: Array | None, out: Array | None, out_dtype: Any
 ) -> np.dtype[Any]:
     """The dtype of the result; `bias` has it too."""
-    dtype = out.dtype if out is not None else resolve_dtype(out_dtype)
-    if dtype not in OUT_DTYPES:
-        allowed = ", ".join(each.name for each in OUT_DTYPES)
-        name = "out_dtype" if out is None else "out"
-        raise ArrayDtypeError(f"{op}: {name} must be {allowed}, got {dtype.name}")
     if out is not None:
         check_array(op, "out", out, dtypes=OUT_DTYPES, shape=(m, n))
+    given = out_dtype if out is None else out.dtype
+    dtype = bfloat16 if given is None else check_dtype(op, "out_dtype", given, OUT_DTYPES)
     if bias is not None:
         check_array(op, "bias", bias, dtypes=(dtype,), shape=(n,))
     return dtype
-
-
-def resolve_dtype(given: Any) -> np.dtype[Any]:
-    """bfloat16 unless something else is given."""
-    return bfloat16 if given is None or given == "bfloat16" else np.dtype(given)

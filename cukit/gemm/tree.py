@@ -23,7 +23,9 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.core.scalars import check_integer
+from cukit.errors import ArrayDtypeError, ArrayShapeError
+from cukit.gemm.dense import check_call, result_dtype
 from cukit.gemm.matmul import matmul
 from cukit.reference import gemm as reference
 from cukit.reference.gemm import half_of
@@ -82,11 +84,10 @@ def tree_matmul(
     10485.8
     """
     a, b, out = adopt(_OP, a, b, out)
-    if leaf < 1:
-        raise ConfigError(f"{_OP}: leaf must be at least 1, got {leaf}")
+    check_call(_OP, a, b, out, transpose_b=transpose_b, strassen=strassen)
+    check_integer(_OP, "leaf", leaf, least=1)
     on_kernel = runs_kernel(_OP, a, b, out)
-    dtype = np.dtype(a.dtype if out_dtype is None else out_dtype) if out is None else out.dtype
-    _check(a, b, transpose_b, strassen, out, dtype)
+    dtype = _check(a, b, transpose_b, strassen, out, out_dtype)
     if not on_kernel:
         return reference.tree_matmul(
             a,
@@ -179,16 +180,13 @@ def _check(
     transpose_b: bool,
     strassen: bool,
     out: Array | None,
-    dtype: np.dtype[Any],
-) -> None:
-    check_array(_OP, "a", a, dtypes=FLOAT_DTYPES, contiguous=False)
+    out_dtype: Any,
+) -> np.dtype[Any]:
+    """Raises where the arguments do not fit; returns the dtype of the result."""
+    check_array(_OP, "a", a, dtypes=FLOAT_DTYPES, least_ndim=2, contiguous=False)
     check_array(_OP, "b", b, dtypes=FLOAT_DTYPES, ndim=2, contiguous=False)
     check_same_dtype(_OP, a=a, b=b)
-    if dtype != a.dtype and (dtype != float32 or a.dtype == float64):
-        name = "out_dtype" if out is None else "out"
-        raise ArrayDtypeError(f"{_OP}: {name} must be {a.dtype.name} or float32, got {dtype.name}")
-    if a.ndim < 2:
-        raise ArrayShapeError(f"{_OP}: a must have at least two axes, got shape {a.shape}")
+    dtype = result_dtype(_OP, a, out, out_dtype)
     n, k = b.shape if transpose_b else b.shape[::-1]
     if a.shape[-1] != k:
         raise ArrayShapeError(
@@ -203,6 +201,7 @@ def _check(
         m = a.size // max(a.shape[-1], 1)
         if m % 2 or n % 2 or k % 2:
             raise ArrayShapeError(f"{_OP}: strassen needs even extents, got {m} x {k} x {n}")
+    return dtype
 
 
 def _specs(device: Device) -> list[KernelSpec]:

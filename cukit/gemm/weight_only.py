@@ -26,8 +26,10 @@ from cukit.core.arrays import (
 from cukit.core.device import Device, current_device, require_cupy
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.narrow_dtype import float8_e4m3, int4, int8
+from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
+from cukit.core.scalars import check_dtype
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError
 from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription, pack_weight
@@ -100,14 +102,16 @@ def quantized_linear(
         raise ArrayError(
             f"{_OP}: weight must be a PackedWeight or a QuantizedArray, got {type(weight).__name__}"
         )
-    assert x is not None
+    if x is None:
+        raise ArrayError(f"{_OP}: x must be an array or a QuantizedArray, got None")
     if out is not None:
         dtype = out.dtype
     elif out_dtype is not None:
-        dtype = np.dtype(bfloat16 if out_dtype == "bfloat16" else out_dtype)
+        dtype = check_dtype(_OP, "out_dtype", out_dtype)
     else:
         dtype = x.dtype if x_dtype is None else bfloat16
     blocks, row_scales = packed.arrays
+    check_overlap(_OP, out, x=x, token_scales=token_scales, weight=blocks, bias=bias)
     if not runs_kernel(_OP, x, blocks, bias, out) or not _has_kernel(packed.description):
         _check(x, bias, out, dtype, packed.description)
         result = reference.quantized_linear(
@@ -279,6 +283,7 @@ def _check(
         raise ArrayDtypeError(
             f"{_OP}: the result must have the dtype of x ({x.dtype.name}), got {dtype.name}"
         )
+    check_dtype(_OP, "out_dtype" if out is None else "out", dtype)
     for name, array, shape in (("bias", bias, (n,)), ("out", out, (*x.shape[:-1], n))):
         if array is not None:
             check_array(_OP, name, array, dtypes=(dtype,), shape=shape)

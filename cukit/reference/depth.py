@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.reference._xp import array_namespace, upcast, working_dtype
+from cukit.reference._xp import array_namespace, check_range, upcast, working_dtype
 from cukit.reference.gemm import linear, linear_backward
 
 Array = Any
@@ -40,15 +40,26 @@ def depth_router_backward(
     grad_weights: Array, weights: Array, slots: Array, dtype: Any = None
 ) -> Array:
     """The gradient of the logits: that of the sigmoid for chosen tokens, else zero."""
-    xp = array_namespace(weights)
     grad = grad_weights * weights * (1 - weights)
-    at = xp.take_along_axis(grad, xp.maximum(slots, 0).astype(np.int64), axis=1)
-    return xp.where(slots >= 0, at, 0).astype(weights.dtype if dtype is None else dtype)
+    return _at_slots(grad[:, :, None], slots)[:, :, 0].astype(
+        weights.dtype if dtype is None else dtype
+    )
+
+
+def _at_slots(rows: Array, slots: Array) -> Array:
+    """The rows of [batch, capacity, hidden] at slots [batch, seq_len]; zeros for a slot outside
+    [0, capacity)."""
+    xp = array_namespace(rows)
+    batch, capacity, hidden = rows.shape
+    padded = xp.concatenate([rows, xp.zeros((batch, 1, hidden), rows.dtype)], axis=1)
+    at = xp.where((slots >= 0) & (slots < capacity), slots, capacity).astype(np.int64)
+    return xp.take_along_axis(padded, at[:, :, None], axis=1)
 
 
 def depth_gather(x: Array, indices: Array) -> Array:
     """The rows of x [batch, seq_len, hidden] at indices [batch, capacity]."""
     xp = array_namespace(x)
+    check_range("indices", indices, x.shape[1])
     bits = x.view(np.uint16) if x.itemsize == 2 else x  # CuPy indexes no bfloat16
     chosen = xp.take_along_axis(bits, indices[:, :, None].astype(np.int64), axis=1)
     return chosen.view(x.dtype)
@@ -56,11 +67,9 @@ def depth_gather(x: Array, indices: Array) -> Array:
 
 def depth_combine(x: Array, y: Array, weights: Array, slots: Array) -> Array:
     """x, plus weights * y at the tokens that have a slot."""
-    xp = array_namespace(x)
     wide, rows, factors = upcast(working_dtype(x), x, y, weights)
-    at = xp.maximum(slots, 0)[:, :, None].astype(np.int64)
-    added = xp.take_along_axis(rows * factors[:, :, None], at, axis=1)
-    return (wide + xp.where(slots[:, :, None] >= 0, added, 0)).astype(x.dtype, copy=False)
+    added = _at_slots(rows * factors[:, :, None], slots)
+    return (wide + added).astype(x.dtype, copy=False)
 
 
 def depth_combine_backward(

@@ -1,6 +1,6 @@
 // Mixture of depths: what a block made of its tokens is added to the stream of all.
 //
-//   out = x + weight * y for the tokens that have a slot, else x
+//   out = x + weight * y for the tokens with a slot in [0, capacity), else x
 //
 // Mapping: a block a token. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16; VEC elements of an access; THREADS.
@@ -18,13 +18,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) depth_combine(
   const long long token = blockIdx.x;
   const int slot = slots[token];
   const long long row = token / seq_len * capacity + slot;
-  const float weight = slot >= 0 ? weights[row] : 0.0f;
+  const bool chosen = slot >= 0 && slot < capacity;
+  const float weight = chosen ? weights[row] : 0.0f;
   x += token * hidden;
   out += token * hidden;
   for (int i = threadIdx.x * VEC; i < hidden; i += THREADS * VEC) {
     cukit::Vec<cukit::element_t, VEC> values;
     cukit::load(values, x + i);
-    if (slot >= 0) {
+    if (chosen) {
       cukit::Vec<cukit::element_t, VEC> added;
       cukit::load(added, y + row * hidden + i);
       float sums[VEC], terms[VEC];

@@ -2,6 +2,8 @@
 //
 //   grad_y[b, i] = weight * grad_out[b, indices[b, i]]        grad_weight = sum(y * grad_out)
 //
+// NaN for an index outside the sequence.
+//
 // Mapping: a block a row of y. Shared memory: THREADS / 32 floats, static.
 // Macros: DTYPE float32|float16|bfloat16; VEC elements of an access; THREADS.
 // Minimum architecture: sm_80. Sums in float in a fixed order: deterministic.
@@ -21,14 +23,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) depth_combine_backward(
   __shared__ float scratch[THREADS / cukit::kWarpSize];
   const long long row = blockIdx.x;
   const float weight = weights[row];
-  grad_out += (row / capacity * seq_len + indices[row]) * hidden;
+  const int index = indices[row];
+  const bool inside = index >= 0 && index < seq_len;
+  grad_out += (row / capacity * seq_len + index) * hidden;
   float sum = 0.0f;
   for (int i = threadIdx.x * VEC; i < hidden; i += THREADS * VEC) {
     cukit::Vec<cukit::element_t, VEC> grads, values;
-    cukit::load(grads, grad_out + i);
     cukit::load(values, y + row * hidden + i);
     float grad[VEC], value[VEC];
-    cukit::to_floats(grad, grads);
+    if (inside) {
+      cukit::load(grads, grad_out + i);
+      cukit::to_floats(grad, grads);
+    } else {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) grad[j] = __int_as_float(0x7fffffff);
+    }
     cukit::to_floats(value, values);
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {

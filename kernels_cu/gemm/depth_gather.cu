@@ -1,6 +1,6 @@
 // Mixture of depths: the rows of the tokens that a block is to work on.
 //
-//   out[b, i] = x[b, indices[b, i]]
+//   out[b, i] = x[b, indices[b, i]], or NaN for an index outside the sequence
 //
 // Mapping: a block a row. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16; VEC elements of an access; THREADS.
@@ -14,11 +14,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) depth_gather(
     cukit::element_t* __restrict__ out,        // [batch, capacity, hidden]
     int seq_len, int capacity, int hidden) {   // hidden: a multiple of VEC
   const long long row = blockIdx.x;
-  x += (row / capacity * seq_len + indices[row]) * hidden;
+  const int index = indices[row];
+  const bool inside = index >= 0 && index < seq_len;
+  x += (row / capacity * seq_len + index) * hidden;
   out += row * hidden;
   for (int i = threadIdx.x * VEC; i < hidden; i += THREADS * VEC) {
     cukit::Vec<cukit::element_t, VEC> values;
-    cukit::load(values, x + i);
+    if (inside) {
+      cukit::load(values, x + i);
+    } else {
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        values[j] = cukit::from_float<cukit::element_t>(__int_as_float(0x7fffffff));
+      }
+    }
     cukit::store(out + i, values);
   }
 }

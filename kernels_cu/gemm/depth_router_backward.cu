@@ -1,6 +1,6 @@
 // Mixture of depths: the gradient of the router's logits.
 //
-//   grad_logits = grad_weight * weight * (1 - weight) of the tokens that were chosen, else 0
+//   grad_logits = grad_weight * weight * (1 - weight) of the tokens with a slot in [0, capacity), else 0
 //
 // Mapping: a thread a token. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16, of grad_logits; THREADS.
@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) depth_router_backward(
   if (token >= tokens) return;
   const int slot = slots[token];
   float grad = 0.0f;
-  if (slot >= 0) {
+  if (slot >= 0 && slot < capacity) {
     const long long at = token / seq_len * capacity + slot;
     grad = grad_weights[at] * weights[at] * (1.0f - weights[at]);
   }

@@ -15,6 +15,7 @@ import numpy as np
 from cukit.array_api import NarrowDtype, QuantizedArray, float8_e4m3, float8_e5m2, int4, int8
 from cukit.array_api.narrow import encode
 from cukit.distill.adamw import AdamWState
+from cukit.gemm import BlockSparseMatrix, adaptive_depth, bsr_from_mask
 from cukit.registry import Op
 from tests.contract import random
 
@@ -176,6 +177,58 @@ def _slides(rng: Rng) -> Arguments:
     return (memory, moves), {}
 
 
+def _block_sparse_product(rng: Rng) -> Arguments:
+    """A weight with an empty row of blocks, and rows that are no whole tile."""
+    mask = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)
+    x, weight = _rows(rng, (40, 48), (48, 48))
+    return (x, bsr_from_mask(weight, mask, 16)), {"transpose_b": True}
+
+
+def _depth(rng: Rng) -> tuple[Any, Any, Any]:
+    """Logits, rows of the stream and rows of the block: five of nineteen tokens are chosen."""
+    logits = random(rng, (2, 19), "float32")
+    return logits, *_rows(rng, (2, 19, 72), (2, 5, 72))
+
+
+def _depth_routing(logits: np.ndarray[Any, Any]) -> Any:
+    from cukit.reference.depth import depth_router
+
+    return depth_router(logits, 5)
+
+
+def _depth_gather(rng: Rng) -> Arguments:
+    logits, x, _ = _depth(rng)
+    return (x, _depth_routing(logits).indices), {}
+
+
+def _depth_combine(rng: Rng) -> Arguments:
+    logits, x, y = _depth(rng)
+    routing = _depth_routing(logits)
+    return (x, y, routing.weights, routing.slots), {}
+
+
+def _depth_combine_backward(rng: Rng) -> Arguments:
+    logits, grad_out, y = _depth(rng)
+    routing = _depth_routing(logits)
+    return (grad_out, y, routing.weights, routing.indices), {}
+
+
+def _depth_router_backward(rng: Rng) -> Arguments:
+    routing = _depth_routing(_depth(rng)[0])
+    return (random(rng, (2, 5), "float32"), routing.weights, routing.slots), {}
+
+
+def _adaptive_depth(rng: Rng) -> Arguments:
+    x, weights = _rows(rng, (21, 24), (3, 24, 24))
+    return (x, weights, rng.integers(0, 4, 21).astype(np.int32), "silu"), {}
+
+
+def _adaptive_depth_backward(rng: Rng) -> Arguments:
+    (x, weights, depth, activation), _ = _adaptive_depth(rng)
+    _, states = adaptive_depth(x, weights, depth, activation, return_states=True)
+    return (random(rng, x.shape, "bfloat16"), weights, states, activation), {}
+
+
 def _blocks(rng: Rng) -> Arguments:
     mask = rng.random((2, 2, 3)) < 0.6
     return (*_attention(rng), mask), {"block_size": (48, 64), "return_lse": True}
@@ -183,11 +236,19 @@ def _blocks(rng: Rng) -> Arguments:
 
 SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "adamw": _adamw,
+    "adaptive_depth": _adaptive_depth,
+    "adaptive_depth_backward": _adaptive_depth_backward,
     "batched_copy": _slides,
     "block_sparse_attention": _blocks,
+    "bsr_matmul": _block_sparse_product,
     "cross_entropy": lambda rng: (_logits(rng), {"return_grad": True}),
     "cross_entropy_backward": lambda rng: ((np.float32(0.5), *_logits(rng)), {}),
     "decode": lambda rng: ((encode(_values(rng), float8_e4m3),), {}),
+    "depth_combine": _depth_combine,
+    "depth_combine_backward": _depth_combine_backward,
+    "depth_gather": _depth_gather,
+    "depth_router": lambda rng: ((_depth(rng)[0], 5), {}),
+    "depth_router_backward": _depth_router_backward,
     "dequantize": lambda rng: ((_quantized(rng),), {}),
     "embedding": lambda rng: (
         (rng.integers(0, 300, (4, 9)), random(rng, (300, 72), "bfloat16")),
@@ -261,6 +322,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "rope_backward": _rope,
     "silu_and_mul": lambda rng: (tuple(_rows(rng, (7, 400))), {}),
     "silu_and_mul_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 400))), {}),
+    "tree_matmul": lambda rng: (tuple(_rows(rng, (7, 100), (100, 24))), {"leaf": 16}),
 }
 
 
@@ -271,6 +333,9 @@ def run(
     args, options = SAMPLES[op.name](np.random.default_rng(5))
     if reference and op.name in ("quantize", "dequantize"):  # on the CPU; the same to the bit
         return [array.astype(np.float64) for array in _flat(op.function(*args, **options))]
+    if reference and op.name == "adaptive_depth_backward":  # which goes through the layers itself
+        (x, weights, depth, activation), _ = _adaptive_depth(np.random.default_rng(5))
+        args = (args[0], x, weights, depth, activation)
     if wide and not any(isinstance(value, QuantizedArray) for value in args):
         args, options = _map(args, _widen), _map(options, _widen)
     args, options = _map(args, place), _map(options, place)
@@ -291,6 +356,8 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
         return function(value)
     if isinstance(value, QuantizedArray) and function is _widen:
         return value  # its values are exact in float32
+    if isinstance(value, BlockSparseMatrix):
+        return value.with_values(function(value.values))
     if isinstance(value, dict):
         return {key: _map(each, function) for key, each in value.items()}
     if hasattr(value, "_make"):  # a NamedTuple

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_matmul, create_sparse_mask
 from cukit.gemm.bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
 from cukit.gemm.bsr_plan import (
@@ -251,6 +251,10 @@ def test_errors_name_the_argument(device):
         bsr_matmul(x, x, transpose_b=True, pattern=pattern)
     with pytest.raises(ConfigError, match="out must be a BlockSparseMatrix of the pattern"):
         bsr_matmul(x, x, transpose_b=True, pattern=pattern, out=weight.values)
+    with pytest.raises(ConfigError, match="pattern must be a BlockPattern"):
+        bsr_matmul(x, x, transpose_b=True, pattern=np.ones((2, 3), bool))
+    with pytest.raises(ArrayLayoutError, match="out overlaps b in memory"):
+        bsr_matmul(x, weight, transpose_b=True, out=values.ravel()[:128].reshape(4, 32))
     if device != "cpu":
         with pytest.raises(ArrayShapeError, match="the last axis of b must be a multiple of 8"):
             bsr_matmul(weight, x[:3].T.copy())

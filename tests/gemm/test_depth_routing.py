@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.gemm import (
     depth_combine,
     depth_combine_backward,
@@ -127,12 +127,56 @@ def test_gradients_of_the_whole_way(rng):
     check_gradient(forward, backward, (x, logits), rng)
 
 
+def test_slots_outside_the_capacity_are_none(device, rng):
+    routing = routing_of(rng)
+    slots = routing.slots.copy()
+    slots[:, ::5] = CAPACITY
+    slots[:, 1::5] = -(2**31)
+    inputs = (*_combined(rng), routing.weights, slots)
+    check_against_reference(depth_combine, reference.depth_combine, inputs, device=device)
+    inputs = (random(rng, (BATCH, CAPACITY), "float32"), routing.weights, slots)
+    check_against_reference(
+        depth_router_backward, reference.depth_router_backward, inputs, device=device
+    )
+
+
+def test_indices_outside_the_sequence(device, rng):
+    """Rows of NaN from the kernels; the CPU refuses them."""
+    x, y = _combined(rng)
+    routing = routing_of(rng)
+    indices = routing.indices.copy()
+    indices[1, :2] = SEQ_LEN, -1
+    x, y, weights, indices = to_device(device, x, y, routing.weights, indices)
+    calls = (
+        lambda: depth_gather(x, indices),
+        lambda: depth_combine_backward(x, y, weights, indices)[0],
+        lambda: depth_combine_backward(x, y, weights, indices)[1],
+    )
+    for call in calls:
+        if device == "cpu":
+            with pytest.raises(ArrayError, match=f"indices must be 0 to {SEQ_LEN - 1}, got -1"):
+                call()
+            continue
+        wrong = np.isnan(to_host(call()).astype(np.float32)).reshape(BATCH, CAPACITY, -1)
+        assert wrong[1, :2].all()
+        assert wrong.sum() == wrong[1, :2].size
+
+
+def _combined(rng):
+    return random(rng, (BATCH, SEQ_LEN, 24), "bfloat16"), random(
+        rng, (BATCH, CAPACITY, 24), "bfloat16"
+    )
+
+
 def test_errors_name_the_argument():
     logits = np.zeros((2, 4), np.float32)
     routing = depth_router(logits, 2)
     x, y = np.zeros((2, 4, 8), np.float32), np.zeros((2, 2, 8), np.float32)
     for capacity in (0, 5):
-        with pytest.raises(ConfigError, match=f"capacity must be 1 to seq_len = 4, got {capacity}"):
+        with pytest.raises(
+            ConfigError,
+            match=f"capacity must be an integer .* at most 4, got {capacity}",
+        ):
             depth_router(logits, capacity)
     with pytest.raises(ArrayShapeError, match="depth_router: logits must have 2 axes"):
         depth_router(logits[0], 1)

@@ -120,7 +120,7 @@ WEIGHTS = ck.QuantizedArray.encode(
         ({"x": np.ones((4, 16))}, ArrayDtypeError, "x must be a QuantizedArray"),
         ({"expert_offsets": None}, ConfigError, "either expert_offsets or expert_counts"),
         ({"weights": X}, ArrayShapeError, "weights has shape"),
-        ({"out_dtype": np.float32}, ArrayDtypeError, "out_dtype must be bfloat16 or float16"),
+        ({"out_dtype": np.float32}, ArrayDtypeError, "out_dtype must be bfloat16, float16"),
         (
             {"x": ck.QuantizedArray.encode(np.ones((4, 16), np.float32), ck.float8_e4m3)},
             ConfigError,

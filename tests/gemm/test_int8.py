@@ -151,7 +151,11 @@ PLAIN = QuantizedArray(np.zeros((4, 16), np.int8), int8, (4, 16))
         ({"a": A.storage}, ArrayDtypeError, "a must be a QuantizedArray of int8, got ndarray"),
         ({"b": int8_operand(np.random.default_rng(0), 4, 8)}, ArrayShapeError, "extents 16 and 8"),
         ({"b": PLAIN}, ConfigError, "both operands have scales or neither"),
-        ({"a": PLAIN, "b": PLAIN, "out_dtype": np.float32}, ArrayDtypeError, "result is int32"),
+        (
+            {"a": PLAIN, "b": PLAIN, "out_dtype": np.float32},
+            ArrayDtypeError,
+            "out_dtype without scales must be int32",
+        ),
         ({"out_dtype": np.float64}, ArrayDtypeError, "out_dtype must be bfloat16, float16"),
         ({"bias": np.ones(4, np.float32)}, ArrayDtypeError, "bias must be bfloat16"),
         ({"out": np.ones((4, 3), np.float32)}, ArrayShapeError, "out must have shape"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cukit.core.device import KIB, TYPICAL_DEVICES
-from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm import (
     gated_linear,
     linear,
@@ -259,6 +259,16 @@ X, W = np.ones((4, 16), np.float16), np.ones((6, 16), np.float16)
         (lambda: linear(X, W, X), ArrayShapeError, r"bias must have shape \(6\)"),
         (lambda: linear(X, W, None, "tanh"), ConfigError, "one of None, 'relu', .* got 'tanh'"),
         (lambda: linear(X, W, out=X), ArrayShapeError, r"out must have shape \(4, 6\)"),
+        (
+            lambda: linear(X, W, out=W.ravel()[:24].reshape(4, 6)),
+            ArrayLayoutError,
+            "out overlaps w in memory",
+        ),
+        (
+            lambda: linear(X, W, return_preactivation=1),
+            ConfigError,
+            "return_preactivation must be True or False, got 1",
+        ),
         (lambda: gated_linear(X, W[:5].copy()), ArrayShapeError, "an even number"),
         (lambda: gated_linear(X, (W, W[:2])), ArrayShapeError, r"w_up must have shape \(6, 16\)"),
         (lambda: gated_linear(X, W, None), ConfigError, "got None"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm import matmul, tree_matmul
 from cukit.reference import gemm as reference
 from tests.contract import check_against_reference, poisoned, random, to_device, to_host
@@ -74,10 +74,12 @@ A, B = np.ones((2, 4), np.float32), np.ones((4, 6), np.float32)
     [
         ({"b": np.ones((5, 6), np.float32)}, ArrayShapeError, "inner extents 4 and 5"),
         ({"b": B.astype(np.float16)}, ArrayDtypeError, "b must have the dtype of a"),
-        ({"a": A[0]}, ArrayShapeError, "at least two axes"),
+        ({"a": A[0]}, ArrayShapeError, "at least 2 axes"),
         ({"out": np.ones((2, 5), np.float32)}, ArrayShapeError, "out must have shape"),
         ({"out_dtype": np.float64}, ArrayDtypeError, "out_dtype must be float32"),
-        ({"leaf": 0}, ConfigError, "leaf must be at least 1, got 0"),
+        ({"out": B.ravel()[:12].reshape(2, 6)}, ArrayLayoutError, "out overlaps b in memory"),
+        ({"strassen": 1}, ConfigError, "strassen must be True or False, got 1"),
+        ({"leaf": 0}, ConfigError, "leaf must be an integer of 1 or more, got 0"),
         ({"a": A[:1], "strassen": True}, ArrayShapeError, "even extents, got 1 x 4 x 6"),
         (
             {"a": A.astype(np.float16), "b": B.astype(np.float16), "strassen": True},

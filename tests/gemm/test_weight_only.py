@@ -11,7 +11,7 @@ import pytest
 import cukit as ck
 from cukit.core.arrays import bfloat16
 from cukit.core.device import TYPICAL_DEVICES, current_device, typical_device
-from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm import pack_weight, quantized_linear
 from cukit.gemm.weight_only import WeightOnlyLaunch
 from cukit.gemm.weight_only_layout import WeightDescription
@@ -315,7 +315,9 @@ X = np.ones((2, 128), np.float16)
         ({"bias": np.ones(3, np.float16)}, ArrayShapeError, "bias must have shape"),
         ({"bias": np.ones(4, np.float32)}, ArrayDtypeError, "bias must be float16"),
         ({"out": np.ones((2, 5), np.float16)}, ArrayShapeError, "out must have shape"),
+        ({"out": X.ravel()[:8].reshape(2, 4)}, ArrayLayoutError, "out overlaps x in memory"),
         ({"out_dtype": np.float32}, ArrayDtypeError, "must have the dtype of x"),
+        ({"out_dtype": "no"}, ArrayDtypeError, "out_dtype must be float32"),
         (
             {"weight": pack_weight(plain(), x_dtype=ck.float8_e4m3)},
             ArrayDtypeError,
