@@ -181,7 +181,8 @@ def flash_attention(
 
 def _refuse_descales(q: Array, **descales: Array | None) -> None:
     name = next(name for name, descale in descales.items() if descale is not None)
-    raise ConfigError(f"{_OP}: {name} is for float8 inputs, got {q.dtype.name}")
+    given = getattr(q, "dtype", type(q).__name__)
+    raise ConfigError(f"{_OP}: {name} is for float8 inputs, got {given}")
 
 
 Shape = tuple[int, ...]

@@ -309,7 +309,7 @@ X = np.ones((4, 8), np.float32)
         ({"x": [1.0]}, ArrayError, "got list"),
         ({"dtype": "int8"}, ArrayDtypeError, "dtype must be float8_e4m3, .* got 'int8'"),
         ({"scale_dtype": np.float64}, ArrayDtypeError, "scale_dtype must be .* got float64"),
-        ({"clip": "best"}, ConfigError, "clip must be 'absmax' or 'mse', got 'best'"),
+        ({"clip": "best"}, ConfigError, "clip must be one of 'absmax', 'mse', got 'best'"),
         ({"clip": "mse", "dtype": ck.float8_e4m3}, ArrayDtypeError, "clip='mse' is for integer"),
         ({"zero_points": True, "dtype": ck.float8_e4m3}, ArrayDtypeError, "zero_points are for"),
         ({"power_of_two": True, "scale_dtype": np.float16}, ConfigError, "power_of_two needs"),
