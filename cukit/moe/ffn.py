@@ -70,7 +70,7 @@ def moe_ffn(
     _check_parts(op, "routing", routing, Routing)
     x, gate_up, down, *arrays = adopt(op, x, gate_up, down, *routing)
     routing = Routing(*arrays)
-    _check(op, x, routing, gate_up, down, capacity)
+    capacity = _check(op, x, routing, gate_up, down, capacity)
     groups = groups_of(routing, capacity)
     num_experts, hidden = down.shape[:2]
     rows = routing.rows
@@ -116,7 +116,7 @@ def moe_ffn_backward(
     _check_parts(op, "activations", activations, ExpertActivations)
     grad_out, gate_up, down, *arrays = adopt(op, grad_out, gate_up, down, *routing)
     routing = Routing(*arrays)
-    _check(op, grad_out, routing, gate_up, down, capacity)
+    capacity = _check(op, grad_out, routing, gate_up, down, capacity)
     groups = groups_of(routing, capacity)
     activations = ExpertActivations(*adopt(op, *activations))
     rows, hidden = routing.rows, grad_out.shape[1]
@@ -141,13 +141,13 @@ def _check_parts(op: str, name: str, value: Any, kind: type) -> None:
 
 def _check(
     op: str, x: Array, routing: Routing, gate_up: Array, down: Array, capacity: int | None
-) -> None:
+) -> int | None:
+    """`capacity` as Python's integer."""
     name = "x" if op == "moe_ffn" else "grad_out"
     check_array(op, "routing.rows", routing.rows, dtypes=(int32,), ndim=2)
     check_array(op, "routing.expert_counts", routing.expert_counts, dtypes=(int32,), ndim=1)
     num_experts = routing.expert_counts.shape[0]
     check_expert_count(op, num_experts)
-    check_capacity(op, capacity, num_experts)
     check_array(op, name, x, shape=(routing.rows.shape[0], None))
     check_array(op, "gate_up", gate_up, shape=(num_experts, None, x.shape[1]))
     if gate_up.shape[1] % 2:
@@ -158,6 +158,7 @@ def _check(
     width = gate_up.shape[1] // 2
     check_array(op, "down", down, shape=(num_experts, x.shape[1], width))
     check_same_dtype(op, **{name: x}, gate_up=gate_up, down=down)
+    return check_capacity(op, capacity, num_experts)
 
 
 def _check_activations(

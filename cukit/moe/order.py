@@ -67,7 +67,8 @@ def expert_order(experts: Array, num_experts: int, *, capacity: int | None = Non
     """
     (experts,) = adopt("expert_order", experts)
     check_expert_count("expert_order", num_experts)
-    check_capacity("expert_order", capacity, num_experts)
+    num_experts = int(num_experts)
+    capacity = check_capacity("expert_order", capacity, num_experts)
     if not runs_kernel("expert_order", experts):
         _check(experts)
         return reference.expert_order(experts, num_experts, capacity=capacity)
@@ -120,10 +121,13 @@ def check_expert_count(op: str, num_experts: int) -> None:
     check_integer(op, "num_experts", num_experts, least=1, most=_MOST_INT32)
 
 
-def check_capacity(op: str, capacity: int | None, num_experts: int) -> None:
-    """Raises ConfigError unless `capacity` is None or rows of all experts can be numbered."""
-    if capacity is not None:
-        check_integer(op, "capacity", capacity, least=1, most=_MOST_INT32 // num_experts)
+def check_capacity(op: str, capacity: int | None, num_experts: int) -> int | None:
+    """`capacity` as Python's integer. Raises ConfigError unless the rows of all experts can be
+    numbered."""
+    if capacity is None:
+        return None
+    check_integer(op, "capacity", capacity, least=1, most=_MOST_INT32 // num_experts)
+    return int(capacity)
 
 
 def check_choices(op: str, num_choices: int) -> None:

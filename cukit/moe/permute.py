@@ -67,6 +67,7 @@ def moe_permute(
     check_overlap("moe_permute", out, x=x, rows=rows)
     if num_rows is not None:
         check_integer("moe_permute", "num_rows", num_rows, least=0, most=_MOST_INT32)
+        num_rows = int(num_rows)
     if not runs_kernel("moe_permute", x, rows, out):
         _check_permute(x, rows, num_rows, out)
         return write_out(out, reference.moe_permute(x, rows, num_rows))

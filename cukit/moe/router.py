@@ -108,8 +108,7 @@ def topk_router(
     check_integer("topk_router", "top_k", top_k, least=1)
     check_flag("topk_router", "losses", losses)
     _check_scoring("topk_router", scoring, renormalize)
-    if capacity is not None:
-        check_integer("topk_router", "capacity", capacity, least=1)
+    top_k, capacity = int(top_k), check_capacity("topk_router", capacity, 1)
     if not runs_kernel("topk_router", logits, bias):
         _check(logits, top_k, bias, capacity)
         return reference.topk_router(

@@ -32,6 +32,7 @@ from cukit.reference import quantize as reference
 from cukit.registry import register
 
 SCALE_LAYOUTS = ("row", "column")
+_CLIPS = tuple(CLIP_CANDIDATES)
 _COLUMN_MULTIPLE = 4  # scales: TMA strides are multiples of 16 bytes
 
 
@@ -102,7 +103,7 @@ def quantize(
     check_narrow_dtype("quantize", "dtype", dtype)
     check_flag("quantize", "zero_points", zero_points)
     check_flag("quantize", "power_of_two", power_of_two)
-    check_choice("quantize", "clip", clip, tuple(CLIP_CANDIDATES))
+    check_choice("quantize", "clip", clip, _CLIPS)
     check_choice("quantize", "scale_layout", scale_layout, SCALE_LAYOUTS)
     scale_dtype = check_dtype("quantize", "scale_dtype", scale_dtype, SCALE_DTYPES)
     if out is not None:

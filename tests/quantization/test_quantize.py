@@ -305,10 +305,10 @@ X = np.ones((4, 8), np.float32)
     ("arguments", "error", "message"),
     [
         ({"x": X.astype(np.int32)}, ArrayDtypeError, "x must be float32, .* got int32"),
-        ({"x": np.ones((), np.float32)}, ArrayShapeError, "x must have at least one axis"),
+        ({"x": np.ones((), np.float32)}, ArrayShapeError, "x must have at least 1 axis"),
         ({"x": [1.0]}, ArrayError, "got list"),
         ({"dtype": "int8"}, ArrayDtypeError, "dtype must be float8_e4m3, .* got 'int8'"),
-        ({"scale_dtype": np.float64}, ArrayDtypeError, "scale_dtype must be .* got float64"),
+        ({"scale_dtype": np.float64}, ArrayDtypeError, "scale_dtype must be .* got 'float64'"),
         ({"clip": "best"}, ConfigError, "clip must be one of 'absmax', 'mse', got 'best'"),
         ({"clip": "mse", "dtype": ck.float8_e4m3}, ArrayDtypeError, "clip='mse' is for integer"),
         ({"zero_points": True, "dtype": ck.float8_e4m3}, ArrayDtypeError, "zero_points are for"),
