@@ -159,7 +159,7 @@ def flash_attention(
         attended = attend_float8(q, k, v, descales, options, arrays, out, bool(precise), return_lse)
         if attended is not None:
             return attended if return_lse else attended[0]
-        q, k, v = decode_inputs(q, k, v, descales, arrays, out)
+        q, k, v = decode_inputs(q, k, v, descales, options, arrays, out)
     elif not (q_descale is k_descale is v_descale is None):
         _refuse_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, v = adopt(_OP, q, k, v)
