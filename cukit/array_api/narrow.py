@@ -18,15 +18,17 @@ from cukit.core.arrays import (
     address_of,
     adopt,
     bfloat16,
+    check_array,
     empty,
     float32,
     runs_kernel,
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype, int4
+from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype, check_narrow_dtype, int4
 from cukit.core.quantized_array import Axis, GroupSize, QuantizedArray, install_conversions
-from cukit.errors import ArrayDtypeError, ArrayShapeError
+from cukit.core.scalars import check_dtype
+from cukit.errors import ArrayError
 from cukit.quantization.dequantize import encode_scaled
 from cukit.reference import narrow as reference
 from cukit.registry import register
@@ -45,10 +47,8 @@ def encode(
     x: float32|float16|bfloat16 [..., n], any layout.
     """
     (x,) = adopt("encode", x)
-    _check_dtype("encode", "x", x.dtype, KERNEL_DTYPES)
-    _check_dtype("encode", "dtype", dtype, NARROW_DTYPES)
-    if x.ndim == 0:
-        raise ArrayShapeError("encode: x must have at least one axis")
+    check_array("encode", "x", x, dtypes=KERNEL_DTYPES, least_ndim=1, contiguous=None)
+    check_narrow_dtype("encode", "dtype", dtype)
     storage = empty(x, dtype.storage_shape(x.shape), dtype.storage_dtype)
     array = QuantizedArray(storage, dtype, x.shape, scales, zero_points, axis, group_size)
     if array.block_shape is not None:
@@ -67,9 +67,10 @@ def decode(array: QuantizedArray, dtype: Any = float32) -> Array:
 
     Returns float32|float16|bfloat16 [..., n] on the array's device.
     """
-    resolved = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
-    _check_dtype("decode", "dtype", resolved, KERNEL_DTYPES)
-    _check_dtype("decode", "the array's dtype", array.dtype, NARROW_DTYPES)
+    if not isinstance(array, QuantizedArray):
+        raise ArrayError(f"decode: array must be a QuantizedArray, got {type(array).__name__}")
+    resolved = check_dtype("decode", "dtype", dtype, KERNEL_DTYPES)
+    check_narrow_dtype("decode", "the array's dtype", array.dtype)
     storage = array.storage
     if not runs_kernel("decode", storage):
         values = reference.decode(storage, array.dtype.name, array.shape[-1])
@@ -78,12 +79,6 @@ def decode(array: QuantizedArray, dtype: Any = float32) -> Array:
     out = empty(storage, array.shape, resolved)
     _prepare("decode", out, storage, array.dtype)(out, storage)
     return out
-
-
-def _check_dtype(op: str, name: str, dtype: Any, allowed: tuple[Any, ...]) -> None:
-    if not any(dtype == each for each in allowed):
-        names = ", ".join(each.name for each in allowed)
-        raise ArrayDtypeError(f"{op}: {name} must be {names}, got {getattr(dtype, 'name', dtype)}")
 
 
 install_conversions(encode=encode, decode=decode)

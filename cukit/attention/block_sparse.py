@@ -23,7 +23,7 @@ from cukit.attention.flash_problem import AttentionProblem, ceil_div
 from cukit.core.arrays import Array, adopt, check_array, empty, runs_kernel, write_out
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, launch_plan
-from cukit.core.scalars import check_integer
+from cukit.core.scalars import check_flag, check_integer
 from cukit.errors import ArrayShapeError
 from cukit.reference import block_sparse_attention as reference
 from cukit.registry import register
@@ -88,6 +88,7 @@ def block_sparse_attention(
     arrays = ScoreArrays(alibi_slopes, sinks, bias, None, None, None)
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
     size = _pair(block_size)
+    check_flag(_OP, "return_lse", return_lse)
     if not runs_kernel(_OP, q, k, v, block_mask, out, *arrays):
         _check(q, k, v, block_mask, size, out, options, arrays)
         result = reference.block_sparse_attention(

@@ -39,6 +39,7 @@ from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, Kernel, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import is_float8
+from cukit.core.scalars import check_flag
 from cukit.errors import ConfigError
 from cukit.reference import attention as reference
 from cukit.registry import register
@@ -151,12 +152,14 @@ def flash_attention(
     arrays = ScoreArrays(*given)
     options = score_options(_OP, causal, window_size, softcap, scale, max_seqlen_q, max_seqlen_kv)
     refuse_dropout(_OP, dropout)
+    check_flag(_OP, "precise", precise)
+    check_flag(_OP, "return_lse", return_lse)
     if is_float8(q, k, v):
         descales = (q_descale, k_descale, v_descale)
         attended = attend_float8(q, k, v, descales, options, arrays, out, bool(precise), return_lse)
         if attended is not None:
             return attended if return_lse else attended[0]
-        q, k, v = decode_inputs(q, k, v, descales, arrays, out)
+        q, k, v = decode_inputs(q, k, v, descales, options, arrays, out)
     elif not (q_descale is k_descale is v_descale is None):
         _refuse_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, v = adopt(_OP, q, k, v)
@@ -181,7 +184,8 @@ def flash_attention(
 
 def _refuse_descales(q: Array, **descales: Array | None) -> None:
     name = next(name for name, descale in descales.items() if descale is not None)
-    raise ConfigError(f"{_OP}: {name} is for float8 inputs, got {q.dtype.name}")
+    given = getattr(q, "dtype", type(q).__name__)
+    raise ConfigError(f"{_OP}: {name} is for float8 inputs, got {given}")
 
 
 Shape = tuple[int, ...]
@@ -193,9 +197,9 @@ def _prepare_forward(
 ) -> tuple[Launch | MappedLaunch, Shape, Shape]:
     """The launch, and the shapes of out and lse."""
     arrays = ScoreArrays(*given)
-    shapes = (*q.shape[:-1], v.shape[-1]), lse_shape(q)
     check_forward(q, k, v, out, options, arrays)
     check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
+    shapes = (*q.shape[:-1], v.shape[-1]), lse_shape(q)
     problem = problem_of(q, k, v, options, arrays, rounded=True)
     mapped = mapped_forward(problem) if fits_tensor_maps(q, k, v) else None
     if mapped is not None:

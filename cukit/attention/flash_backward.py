@@ -45,6 +45,7 @@ from cukit.core.arrays import Array, adopt, empty, runs_kernel
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_flag
 from cukit.reference import attention as reference
 from cukit.registry import register
 
@@ -132,6 +133,7 @@ def flash_attention_backward(
     arrays = ScoreArrays(*given)
     options = score_options(_OP, causal, window_size, softcap, scale, max_seqlen_q, max_seqlen_kv)
     refuse_dropout(_OP, dropout)
+    check_flag(_OP, "deterministic", deterministic)
     if not runs_kernel(_OP, grad_out, q, k, v, out, lse, *arrays):
         check_backward(grad_out, q, k, v, out, lse, options, arrays)
         check_sequence_ends(_OP, q, k, options, arrays)

@@ -60,7 +60,7 @@ def attend_float8(
     descales: of q, k and v, each None, a number, or float32 [], [heads_kv] or [batch, heads_kv].
     precise: probabilities of sixteen bits.
     """
-    _check_inputs(q, k, v, out)
+    _check_inputs(q, k, v, out, arrays.varlen)
     factors = _factors(q, k, descales, arrays)
     stored = (q.storage, k.storage, v.storage)
     if not runs_kernel(_OP, *stored, *factors, out, *arrays):
@@ -83,12 +83,13 @@ def decode_inputs(
     k: QuantizedArray,
     v: QuantizedArray,
     descales: Descales,
+    options: ScoreOptions,
     arrays: ScoreArrays,
     out: Array | None,
 ) -> tuple[Array, Array, Array]:
     """q, k and v times their descales, in the dtype of `out` (bfloat16 where there is none)."""
-    _check_inputs(q, k, v, out)
     dtype = bfloat16 if out is None else out.dtype
+    check_forward(q.storage, k.storage, v.storage, out, options, arrays, decoded=dtype)
     ends = (arrays.cu_seqlens_q, arrays.cu_seqlens_kv, arrays.cu_seqlens_kv)
     factors = _factors(q, k, descales, arrays)
     decoded = []
@@ -112,14 +113,18 @@ def _sequences(ends: Array, rows: Array) -> Array:
 
 
 def _check_inputs(
-    q: QuantizedArray, k: QuantizedArray, v: QuantizedArray, out: Array | None
+    q: QuantizedArray, k: QuantizedArray, v: QuantizedArray, out: Array | None, varlen: bool
 ) -> None:
+    ndim = 3 if varlen else 4
     for name, array in (("q", q), ("k", k), ("v", v)):
-        got = getattr(array.dtype, "name", array.dtype)
+        dtype = getattr(array, "dtype", type(array))
+        got = getattr(dtype, "name", dtype)
         if not is_float8(array) or got != FLOAT8:
             raise ArrayDtypeError(
                 f"{_OP}: {name} must be {FLOAT8} where another input is float8, got {got}"
             )
+        if array.ndim != ndim:
+            raise ArrayShapeError(f"{_OP}: {name} must have {ndim} axes, got shape {array.shape}")
         if array.scales is not None:
             raise ArrayError(f"{_OP}: {name} has scales; pass them as {name}_descale")
     if out is not None and out.dtype not in OUT_DTYPES:
@@ -133,7 +138,7 @@ def _factors(
 ) -> Descales:
     xp = namespace(q.storage)
     ends = arrays.cu_seqlens_kv
-    batch = q.shape[0] if ends is None else len(ends) - 1
+    batch = q.shape[0] if ends is None else ends.size - 1
     return tuple(  # type: ignore[return-value]
         None if factors is None else _factor(name, factors, batch, k.shape[-2], xp)
         for name, factors in zip(("q_descale", "k_descale", "v_descale"), given, strict=True)
@@ -141,8 +146,12 @@ def _factors(
 
 
 def _factor(name: str, given: Any, batch: int, heads: int, xp: Any) -> Array:
-    factors = xp.float32(given) if isinstance(given, (int, float)) else given
-    factors = xp.asarray(factors)
+    try:
+        factors = xp.asarray(xp.float32(given) if isinstance(given, (int, float)) else given)
+    except (TypeError, ValueError):
+        raise ArrayError(
+            f"{_OP}: {name} must be a number or an array, got {type(given).__name__}"
+        ) from None
     if factors.dtype != float32:
         raise ArrayDtypeError(f"{_OP}: {name} must be float32, got {factors.dtype.name}")
     if factors.shape not in ((), (1,), (heads,), (batch, heads)):

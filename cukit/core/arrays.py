@@ -229,12 +229,12 @@ def check_array(
     shape: Sequence[int | None] | None = None,
     ndim: int | None = None,
     least_ndim: int = 0,
-    contiguous: bool = True,
+    contiguous: bool | None = True,
 ) -> None:
     """Raises an ArrayError that names op, argument, expectation and what came.
 
-    shape: required extents, None for any. contiguous: require C order; otherwise only the last axis
-    has to be contiguous.
+    shape: required extents, None for any. contiguous: True requires C order, False that the last
+    axis is contiguous, None takes any strides.
     """
     known: Any = _known_types()
     if not isinstance(array, known):
@@ -259,6 +259,8 @@ def check_array(
                     f"{op}: {name} must have shape {_show(shape)}, got {extents} "
                     f"(axis {axis}: {got} instead of {want})"
                 )
+    if contiguous is None:
+        return
     if contiguous:
         if not array.flags.c_contiguous:
             raise ArrayLayoutError(

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from cukit.errors import ArrayDtypeError
+
 _INT8: np.dtype[Any] = np.dtype(np.int8)
 _UINT8: np.dtype[Any] = np.dtype(np.uint8)
 
@@ -46,3 +48,12 @@ float8_e5m2 = NarrowDtype("float8_e5m2", 8, 57344.0)
 int8 = NarrowDtype("int8", 8, 127.0, integer=True)
 int4 = NarrowDtype("int4", 4, 7.0, integer=True)
 NARROW_DTYPES = (float8_e4m3, float8_e5m2, int8, int4)
+
+
+def check_narrow_dtype(op: str, name: str, value: Any) -> None:
+    """Raises ArrayDtypeError unless `value` is one of NARROW_DTYPES."""
+    if not isinstance(value, NarrowDtype) or value not in NARROW_DTYPES:
+        names = ", ".join(each.name for each in NARROW_DTYPES)
+        raise ArrayDtypeError(
+            f"{op}: {name} must be {names}, got {getattr(value, 'name', repr(value))}"
+        )

@@ -21,14 +21,23 @@ axes along which elements share one, `group_size` how many of them do.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cukit.core.arrays import KERNEL_DTYPES, Array, adopt, bfloat16, float32, is_gpu_array
+from cukit.core.arrays import (
+    KERNEL_DTYPES,
+    Array,
+    adopt,
+    bfloat16,
+    check_array,
+    float32,
+    is_gpu_array,
+)
 from cukit.core.device import gpu_available, require_cupy
 from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype
 from cukit.errors import (
@@ -99,6 +108,8 @@ class QuantizedArray:
     zero_points: Array | None = None
     axis: Axis = None
     group_size: GroupSize = None
+    block_shape: tuple[int, ...] | None = field(default=None, init=False)
+    """Elements along each axis that share a scale; None without scales."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, NarrowDtype):
@@ -107,7 +118,8 @@ class QuantizedArray:
                 f"got {self.dtype!r}"
             )
         storage, scales, zero_points = adopt(_NAME, self.storage, self.scales, self.zero_points)
-        self._set(storage=storage, scales=scales, zero_points=zero_points, shape=tuple(self.shape))
+        shape = tuple(self.shape)
+        self._set(storage=storage, scales=scales, zero_points=zero_points, shape=shape)
         _check_storage(storage, self.dtype, self.shape)
         if scales is not None:
             self._check_scales()
@@ -122,7 +134,11 @@ class QuantizedArray:
 
     def _check_scales(self) -> None:
         grouping = _grouping(self.shape, self.axis, self.group_size)
-        self._set(axis=grouping.axis, group_size=grouping.group_size)
+        self._set(
+            axis=grouping.axis,
+            group_size=grouping.group_size,
+            block_shape=grouping.block_shape,
+        )
         _check_factors("scales", self.scales, SCALE_DTYPES, self, grouping)
         if self.zero_points is not None:
             if not self.dtype.integer:
@@ -192,13 +208,6 @@ class QuantizedArray:
     def device(self) -> Literal["cpu", "gpu"]:
         """Where the arrays are, as `asarray` calls it."""
         return "gpu" if is_gpu_array(self.storage) else "cpu"
-
-    @cached_property
-    def block_shape(self) -> tuple[int, ...] | None:
-        """Elements along each axis that share a scale; None without scales."""
-        if self.scales is None:
-            return None
-        return block_shape(self.shape, self.axis, self.group_size)
 
     def copy(self) -> QuantizedArray:
         """The same in memory of its own, C-contiguous."""
@@ -304,10 +313,35 @@ class _Grouping(NamedTuple):
 
 def _grouping(shape: Sequence[int], axis: Axis, group_size: GroupSize) -> _Grouping:
     """axis and group_size in full, ascending axes and a number for each, and what follows."""
-    axes = None if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
-    if not (group_size is None or isinstance(group_size, int)):
-        group_size = tuple(group_size)
-    return _group(tuple(shape), axes, group_size)
+    axes = None if axis is None else _integers("axis", axis)
+    sizes = None if group_size is None else _integers("group_size", group_size, optional=True)
+    return _group(tuple(shape), (axes,) if isinstance(axes, int) else axes, sizes)
+
+
+def _integers(name: str, value: Any, *, optional: bool = False) -> Any:
+    """`value`, an integer or several of them, as int or a tuple of int; optional: or of None.
+
+    Raises ConfigError for anything else.
+    """
+    if type(value) is int:
+        return value
+    several = isinstance(value, (list, tuple, range))
+    try:
+        plain = tuple(
+            None if each is None and optional else _index(each)
+            for each in (value if several else (value,))
+        )
+    except TypeError:
+        raise ConfigError(
+            f"{_NAME}: {name} must be None, an integer or several, got {value!r}"
+        ) from None
+    return plain if several else plain[0]
+
+
+def _index(value: Any) -> int:
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError
+    return operator.index(value)
 
 
 @lru_cache(maxsize=4096)
@@ -360,11 +394,8 @@ def _groups_of(index: int | slice, extent: int, size: int) -> int | slice:
 def _check_storage(storage: Array, dtype: NarrowDtype, shape: tuple[int, ...]) -> None:
     if not shape:
         raise ArrayShapeError(f"{_NAME}: shape must have at least one axis, got ()")
-    if storage.dtype != dtype.storage_dtype:
-        raise ArrayDtypeError(
-            f"{_NAME}: storage of {dtype.name} must be {dtype.storage_dtype.name}, "
-            f"got {storage.dtype.name}"
-        )
+    name = f"storage of {dtype.name}"
+    check_array(_NAME, name, storage, dtypes=(dtype.storage_dtype,), contiguous=None)
     expected = dtype.storage_shape(shape)
     if storage.shape != expected:
         raise ArrayShapeError(
@@ -381,9 +412,7 @@ def _check_factors(
     grouping: _Grouping,
 ) -> None:
     """Scales or zero points of `array`."""
-    if factors.dtype not in dtypes:
-        allowed = ", ".join(dtype.name for dtype in dtypes)
-        raise ArrayDtypeError(f"{_NAME}: {name} must be {allowed}, got {factors.dtype.name}")
+    check_array(_NAME, name, factors, dtypes=dtypes, contiguous=None)
     if factors.shape != grouping.scales_shape:
         raise ArrayShapeError(
             f"{_NAME}: {name} of shape {array.shape} in blocks of {grouping.block_shape} must have "

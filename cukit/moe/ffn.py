@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
-from cukit.core.arrays import Array, adopt, check_array, check_same_dtype
+from cukit.core.arrays import Array, adopt, check_array, check_same_dtype, int32
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
-from cukit.errors import ArrayShapeError, ConfigError
+from cukit.core.scalars import check_flag
+from cukit.errors import ArrayError, ArrayShapeError
 from cukit.gemm import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
 from cukit.layers import silu_and_mul_backward
+from cukit.moe.order import check_capacity, check_expert_count
 from cukit.moe.permute import (
     moe_permute,
     moe_permute_backward,
@@ -52,6 +55,7 @@ def moe_ffn(
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
+        ConfigError: `capacity` or `keep` out of range.
 
     Runs on CuPy's current stream, without synchronisation; deterministic. Products need Hopper
     (:func:`grouped_gemm`).
@@ -62,9 +66,11 @@ def moe_ffn(
     array([[3.523, 3.523]])
     """
     op = "moe_ffn"
+    check_flag(op, "keep", keep)
+    _check_parts(op, "routing", routing, Routing)
     x, gate_up, down, *arrays = adopt(op, x, gate_up, down, *routing)
     routing = Routing(*arrays)
-    _check(op, x, routing, gate_up, down, capacity)
+    capacity = _check(op, x, routing, gate_up, down, capacity)
     groups = groups_of(routing, capacity)
     num_experts, hidden = down.shape[:2]
     rows = routing.rows
@@ -103,15 +109,19 @@ def moe_ffn_backward(
         The :class:`ExpertGradients`; experts without tokens have gradients of zero.
 
     Raises:
-        ArrayError: as :func:`moe_ffn`.
+        ArrayError, ConfigError: as :func:`moe_ffn`.
     """
     op = "moe_ffn_backward"
+    _check_parts(op, "routing", routing, Routing)
+    _check_parts(op, "activations", activations, ExpertActivations)
     grad_out, gate_up, down, *arrays = adopt(op, grad_out, gate_up, down, *routing)
     routing = Routing(*arrays)
-    _check(op, grad_out, routing, gate_up, down, capacity)
+    capacity = _check(op, grad_out, routing, gate_up, down, capacity)
     groups = groups_of(routing, capacity)
-    permuted, joined, gated, out = activations
+    activations = ExpertActivations(*adopt(op, *activations))
     rows, hidden = routing.rows, grad_out.shape[1]
+    _check_activations(op, activations, grad_out, rows, down, capacity)
+    permuted, joined, gated, out = activations
     grad_rows, grad_weights = moe_unpermute_backward(
         grad_out, out.reshape(-1, hidden), rows, routing.weights
     )
@@ -124,11 +134,20 @@ def moe_ffn_backward(
     return ExpertGradients(grad_x, grad_weights, grad_gate_up, grad_down)
 
 
+def _check_parts(op: str, name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ArrayError(f"{op}: {name} must be {kind.__name__}, got {type(value).__name__}")
+
+
 def _check(
     op: str, x: Array, routing: Routing, gate_up: Array, down: Array, capacity: int | None
-) -> None:
+) -> int | None:
+    """`capacity` as Python's integer."""
     name = "x" if op == "moe_ffn" else "grad_out"
+    check_array(op, "routing.rows", routing.rows, dtypes=(int32,), ndim=2)
+    check_array(op, "routing.expert_counts", routing.expert_counts, dtypes=(int32,), ndim=1)
     num_experts = routing.expert_counts.shape[0]
+    check_expert_count(op, num_experts)
     check_array(op, name, x, shape=(routing.rows.shape[0], None))
     check_array(op, "gate_up", gate_up, shape=(num_experts, None, x.shape[1]))
     if gate_up.shape[1] % 2:
@@ -139,8 +158,24 @@ def _check(
     width = gate_up.shape[1] // 2
     check_array(op, "down", down, shape=(num_experts, x.shape[1], width))
     check_same_dtype(op, **{name: x}, gate_up=gate_up, down=down)
-    if capacity is not None and capacity < 1:
-        raise ConfigError(f"{op}: capacity must be None or at least 1, got {capacity}")
+    return check_capacity(op, capacity, num_experts)
+
+
+def _check_activations(
+    op: str,
+    activations: ExpertActivations,
+    grad_out: Array,
+    rows: Array,
+    down: Array,
+    capacity: int | None,
+) -> None:
+    num_experts, hidden, width = down.shape
+    leading = (rows.size,) if capacity is None else (num_experts, capacity)
+    columns = {"permuted": hidden, "joined": 2 * width, "gated": width, "out": hidden}
+    for name, extent in columns.items():
+        array = getattr(activations, name)
+        check_array(op, f"activations.{name}", array, shape=(*leading, extent))
+        check_same_dtype(op, grad_out=grad_out, **{f"activations.{name}": array})
 
 
 def _specs(ops: tuple[str, ...], device: Device) -> list[KernelSpec]:

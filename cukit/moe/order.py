@@ -18,6 +18,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_integer
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.reference import moe as reference
 from cukit.reference.moe import ExpertOrder
@@ -65,8 +66,11 @@ def expert_order(experts: Array, num_experts: int, *, capacity: int | None = Non
            [3, 1]], dtype=int32), array([0, 1, 2, 4], dtype=int32))
     """
     (experts,) = adopt("expert_order", experts)
+    check_expert_count("expert_order", num_experts)
+    num_experts = int(num_experts)
+    capacity = check_capacity("expert_order", capacity, num_experts)
     if not runs_kernel("expert_order", experts):
-        _check(experts, num_experts, capacity)
+        _check(experts)
         return reference.expert_order(experts, num_experts, capacity=capacity)
     count, place, chunks = _prepare(experts, num_experts, capacity)
     order = ExpertOrder(
@@ -112,14 +116,22 @@ def plan_expert_order(num_tokens: int, num_experts: int, num_sms: int) -> OrderC
     return OrderConfig(bins, threads, chunk, max(1, -(-num_tokens // chunk)))
 
 
-def check_experts(op: str, num_experts: int, num_choices: int, capacity: int | None) -> None:
-    """What every op that orders choices asks of them."""
-    if num_experts < 1:
-        raise ConfigError(f"{op}: num_experts must be at least 1, got {num_experts}")
-    if capacity is not None and not 1 <= capacity <= _MOST_INT32 // num_experts:
-        raise ConfigError(
-            f"{op}: capacity must be None or 1 to {_MOST_INT32 // num_experts} rows, got {capacity}"
-        )
+def check_expert_count(op: str, num_experts: int) -> None:
+    """Raises ConfigError unless offsets of as many experts fit into int32."""
+    check_integer(op, "num_experts", num_experts, least=1, most=_MOST_INT32)
+
+
+def check_capacity(op: str, capacity: int | None, num_experts: int) -> int | None:
+    """`capacity` as Python's integer. Raises ConfigError unless the rows of all experts can be
+    numbered."""
+    if capacity is None:
+        return None
+    check_integer(op, "capacity", capacity, least=1, most=_MOST_INT32 // num_experts)
+    return int(capacity)
+
+
+def check_choices(op: str, num_choices: int) -> None:
+    """Raises ArrayShapeError where choices cannot be numbered."""
     if num_choices > _MOST_INT32:
         raise ArrayShapeError(f"{op}: at most {_MOST_INT32} choices, got {num_choices}")
 
@@ -132,14 +144,14 @@ def check_expert_limit(op: str, num_experts: int) -> None:
         )
 
 
-def _check(experts: Array, num_experts: int, capacity: int | None) -> None:
+def _check(experts: Array) -> None:
     check_array("expert_order", "experts", experts, dtypes=(int32,), ndim=2)
-    check_experts("expert_order", num_experts, experts.size, capacity)
+    check_choices("expert_order", experts.size)
 
 
 @launch_plan
 def _prepare(experts: Array, num_experts: int, capacity: int | None) -> tuple[Launch, Launch, int]:
-    _check(experts, num_experts, capacity)
+    _check(experts)
     check_expert_limit("expert_order", num_experts)
     num_tokens, top_k = experts.shape
     config = plan_expert_order(num_tokens, num_experts, current_device().num_sms)

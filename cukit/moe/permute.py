@@ -25,7 +25,8 @@ from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
-from cukit.errors import ArrayShapeError, ConfigError
+from cukit.core.scalars import check_integer
+from cukit.errors import ArrayShapeError
 from cukit.reference import moe as reference
 from cukit.registry import register
 
@@ -53,6 +54,7 @@ def moe_permute(
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
+        ConfigError: `num_rows` out of range.
 
     Runs on CuPy's current stream. Moves bytes: exact.
 
@@ -63,14 +65,15 @@ def moe_permute(
     """
     x, rows, out = adopt("moe_permute", x, rows, out)
     check_overlap("moe_permute", out, x=x, rows=rows)
-    if num_rows is None:
-        num_rows = rows.size
+    if num_rows is not None:
+        check_integer("moe_permute", "num_rows", num_rows, least=0, most=_MOST_INT32)
+        num_rows = int(num_rows)
     if not runs_kernel("moe_permute", x, rows, out):
         _check_permute(x, rows, num_rows, out)
         return write_out(out, reference.moe_permute(x, rows, num_rows))
     launch = _prepare_permute(x, rows, num_rows, out)
     if out is None:
-        out = empty(x, (num_rows, x.shape[1]))
+        out = empty(x, (rows.size if num_rows is None else num_rows, x.shape[1]))
     launch(x, rows, out)
     return out
 
@@ -223,14 +226,13 @@ def _check_rows(op: str, rows: Array, weights: Array | None) -> None:
         check_array(op, "weights", weights, dtypes=(float32, float64), shape=rows.shape)
 
 
-def _check_permute(x: Array, rows: Array, num_rows: int, out: Array | None) -> None:
+def _check_permute(x: Array, rows: Array, num_rows: int | None, out: Array | None) -> None:
     op = "moe_permute"
     _check_rows(op, rows, None)
     check_array(op, "x", x, dtypes=FLOAT_DTYPES, shape=(rows.shape[0], None))
-    if not 0 <= num_rows <= _MOST_INT32:
-        raise ConfigError(f"{op}: num_rows must be 0 to {_MOST_INT32}, got {num_rows}")
     if out is not None:
-        check_array(op, "out", out, shape=(num_rows, x.shape[1]))
+        extent = rows.size if num_rows is None else num_rows
+        check_array(op, "out", out, shape=(extent, x.shape[1]))
     check_same_dtype(op, x=x, out=out)
 
 
@@ -247,7 +249,8 @@ def _check_unpermute(
 
 def _check_backward(grad_out: Array, y: Array, rows: Array, weights: Array) -> None:
     op = "moe_unpermute_backward"
-    _check_rows(op, rows, weights)
+    _check_rows(op, rows, None)
+    check_array(op, "weights", weights, dtypes=(float32, float64), shape=rows.shape)
     check_array(op, "y", y, dtypes=FLOAT_DTYPES, ndim=2)
     check_array(op, "grad_out", grad_out, shape=(rows.shape[0], y.shape[1]))
     check_same_dtype(op, y=y, grad_out=grad_out)
@@ -260,7 +263,7 @@ def _launch(spec: KernelSpec, grid: tuple[int, ...], rows: Array, vecs: int) -> 
 
 
 @launch_plan
-def _prepare_permute(x: Array, rows: Array, num_rows: int, out: Array | None) -> Launch:
+def _prepare_permute(x: Array, rows: Array, num_rows: int | None, out: Array | None) -> Launch:
     _check_permute(x, rows, num_rows, out)
     check_array("moe_permute", "x", x, dtypes=KERNEL_DTYPES)
     hidden = x.shape[1]

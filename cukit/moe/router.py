@@ -23,11 +23,14 @@ from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
 from cukit.errors import ConfigError
 from cukit.moe.order import (
     OrderConfig,
+    check_capacity,
+    check_choices,
+    check_expert_count,
     check_expert_limit,
-    check_experts,
     plan_expert_order,
     routing_parameters,
 )
@@ -102,8 +105,12 @@ def topk_router(
            [0.75 , 0.25 ]], dtype=float32), array([0, 1, 3, 4], dtype=int32))
     """
     logits, bias = adopt("topk_router", logits, bias)
+    check_integer("topk_router", "top_k", top_k, least=1)
+    check_flag("topk_router", "losses", losses)
+    _check_scoring("topk_router", scoring, renormalize)
+    top_k, capacity = int(top_k), check_capacity("topk_router", capacity, 1)
     if not runs_kernel("topk_router", logits, bias):
-        _check(logits, top_k, scoring, bias, capacity)
+        _check(logits, top_k, bias, capacity)
         return reference.topk_router(
             logits,
             top_k,
@@ -165,8 +172,11 @@ def topk_router_backward(
     """
     arrays = adopt("topk_router_backward", grad_weights, logits, experts, rows, expert_counts)
     grad_weights, logits, experts, rows, expert_counts = arrays
+    _check_scoring("topk_router_backward", scoring, renormalize)
+    check_number("topk_router_backward", "grad_balance_loss", grad_balance_loss)
+    check_number("topk_router_backward", "grad_z_loss", grad_z_loss)
     if not runs_kernel("topk_router_backward", *arrays):
-        _check_backward(grad_weights, logits, experts, rows, expert_counts, scoring)
+        _check_backward(grad_weights, logits, experts, rows, expert_counts)
         return reference.topk_router_backward(
             *arrays,
             scoring=scoring,
@@ -258,7 +268,7 @@ def _prepare(
     capacity: int | None,
     losses: bool,
 ) -> _Launches:
-    _check(logits, top_k, scoring, bias, capacity)
+    _check(logits, top_k, bias, capacity)
     _check_kernel("topk_router", logits, top_k)
     num_tokens, num_experts = logits.shape
     config = plan_topk_router(
@@ -293,7 +303,7 @@ def _prepare_backward(
     renormalize: bool,
     losses: bool,
 ) -> Launch:
-    _check_backward(grad_weights, logits, experts, rows, expert_counts, scoring)
+    _check_backward(grad_weights, logits, experts, rows, expert_counts)
     num_tokens, num_experts = logits.shape
     _check_kernel("topk_router_backward", logits, experts.shape[1])
     check_array("topk_router_backward", "grad_weights", grad_weights, dtypes=(float32,))
@@ -327,14 +337,14 @@ def _scores_defines(
     )
 
 
-def _check(
-    logits: Array, top_k: int, scoring: str, bias: Array | None, capacity: int | None
-) -> None:
+def _check(logits: Array, top_k: int, bias: Array | None, capacity: int | None) -> None:
     op = "topk_router"
     check_array(op, "logits", logits, dtypes=FLOAT_DTYPES, ndim=2)
     num_tokens, num_experts = logits.shape
-    check_experts(op, num_experts, num_tokens * top_k, capacity)
-    _check_options(op, top_k, num_experts, scoring)
+    check_expert_count(op, num_experts)
+    check_capacity(op, capacity, num_experts)
+    _check_top_k(op, top_k, num_experts)
+    check_choices(op, num_tokens * top_k)
     if bias is not None:
         check_array(op, "bias", bias, dtypes=(float32, float64), shape=(num_experts,))
 
@@ -345,7 +355,6 @@ def _check_backward(
     experts: Array,
     rows: Array,
     expert_counts: Array,
-    scoring: str,
 ) -> None:
     op = "topk_router_backward"
     check_array(op, "logits", logits, dtypes=FLOAT_DTYPES, ndim=2)
@@ -355,14 +364,17 @@ def _check_backward(
     check_array(op, "expert_counts", expert_counts, dtypes=(int32,), shape=(num_experts,))
     dtypes = (float32, float64)
     check_array(op, "grad_weights", grad_weights, dtypes=dtypes, shape=experts.shape)
-    _check_options(op, experts.shape[1], num_experts, scoring)
+    _check_top_k(op, experts.shape[1], num_experts)
 
 
-def _check_options(op: str, top_k: int, num_experts: int, scoring: Any) -> None:
+def _check_scoring(op: str, scoring: Any, renormalize: Any) -> None:
+    check_choice(op, "scoring", scoring, tuple(_SCORINGS))
+    check_flag(op, "renormalize", renormalize)
+
+
+def _check_top_k(op: str, top_k: int, num_experts: int) -> None:
     if not 1 <= top_k <= num_experts:
         raise ConfigError(f"{op}: top_k must be 1 to {num_experts} (num_experts), got {top_k}")
-    if scoring not in _SCORINGS:
-        raise ConfigError(f"{op}: scoring must be 'softmax' or 'sigmoid', got {scoring!r}")
 
 
 def _check_kernel(op: str, logits: Array, top_k: int) -> None:

@@ -12,6 +12,7 @@ from cukit.core.arrays import (
     KERNEL_DTYPES,
     Array,
     address_of,
+    adopt,
     bfloat16,
     check_array,
     empty,
@@ -21,9 +22,17 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype, float8_e4m3, int4, int8
+from cukit.core.narrow_dtype import (
+    NarrowDtype,
+    check_narrow_dtype,
+    float8_e4m3,
+    int4,
+    int8,
+)
+from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray, install_conversions
-from cukit.errors import ArrayDtypeError, ArrayError
+from cukit.core.scalars import check_dtype
+from cukit.errors import ArrayError
 from cukit.quantization.matrices import Matrices, matrices_of, scale_strides
 from cukit.quantization.plan import FORMATS
 from cukit.reference import narrow as narrow_reference
@@ -42,7 +51,7 @@ def dequantize(array: QuantizedArray, dtype: Any = float32, *, out: Array | None
     Args:
         array: QuantizedArray [..., k], with or without scales.
         dtype: of the result: float32, float16 or bfloat16.
-        out: written in place; [..., k] of `dtype`, C-contiguous.
+        out: written in place; [..., k] of `dtype`, C-contiguous, apart from the memory of `array`.
 
     Returns:
         `out` or a new array [..., k] on the device of `array`.
@@ -63,15 +72,18 @@ def dequantize(array: QuantizedArray, dtype: Any = float32, *, out: Array | None
     """
     if not isinstance(array, QuantizedArray):
         raise ArrayError(f"dequantize: array must be a QuantizedArray, got {type(array).__name__}")
-    dtype = np.dtype(bfloat16 if dtype == "bfloat16" else dtype)
-    if dtype not in KERNEL_DTYPES:
-        names = ", ".join(each.name for each in KERNEL_DTYPES)
-        raise ArrayDtypeError(f"dequantize: dtype must be {names}, got {dtype.name}")
-    if array.dtype not in NARROW_DTYPES:
-        names = ", ".join(each.name for each in NARROW_DTYPES)
-        raise ArrayDtypeError(f"dequantize: array must be {names}, got {array.dtype!r}")
+    dtype = check_dtype("dequantize", "dtype", dtype, KERNEL_DTYPES)
+    check_narrow_dtype("dequantize", "array", array.dtype)
     if out is not None:
+        (out,) = adopt("dequantize", out)
         check_array("dequantize", "out", out, dtypes=(dtype,), shape=array.shape)
+        check_overlap(
+            "dequantize",
+            out,
+            storage=array.storage,
+            scales=array.scales,
+            zero_points=array.zero_points,
+        )
     if array.block_shape is None:
         return write_out(out, array.decode(dtype))
     storage, scales, zero_points = array.storage, array.scales, array.zero_points

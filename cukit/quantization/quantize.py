@@ -12,7 +12,7 @@ from cukit.core.arrays import (
     Array,
     address_of,
     adopt,
-    bfloat16,
+    check_array,
     empty,
     float16,
     float32,
@@ -20,9 +20,11 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype, float8_e4m3, int4, int8
+from cukit.core.narrow_dtype import NarrowDtype, check_narrow_dtype, float8_e4m3, int4, int8
+from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import SCALE_DTYPES, Axis, GroupSize, QuantizedArray, scales_shape
+from cukit.core.scalars import check_choice, check_dtype, check_flag
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.quantization.matrices import PARAMETERS, Matrices, matrices_of, scale_strides
 from cukit.quantization.plan import CLIP_CANDIDATES, QuantizeConfig, Rounding, plan_quantize
@@ -30,6 +32,7 @@ from cukit.reference import quantize as reference
 from cukit.registry import register
 
 SCALE_LAYOUTS = ("row", "column")
+_CLIPS = tuple(CLIP_CANDIDATES)
 _COLUMN_MULTIPLE = 4  # scales: TMA strides are multiples of 16 bytes
 
 
@@ -66,7 +69,8 @@ def quantize(
         scale_layout: `"column"` stores float32 scales of groups of a row [..., k] as
             [ceil(k / group_size), rows], rows padded with zeros to a multiple of 4, as TMA wants
             them; `scales` is a view of that.
-        out: filled and returned; what `quantize` with the same options would return.
+        out: filled and returned; what `quantize` with the same options would return, in memory that
+            `x` does not share.
 
     Returns:
         QuantizedArray of the shape of `x`; scales and zero points have one element a block.
@@ -95,10 +99,16 @@ def quantize(
            [0.0315]], dtype=float32)
     """
     (x,) = adopt("quantize", x)
-    scale_dtype = np.dtype(bfloat16 if scale_dtype == "bfloat16" else scale_dtype)
+    check_array("quantize", "x", x, dtypes=KERNEL_DTYPES, least_ndim=1, contiguous=None)
+    check_narrow_dtype("quantize", "dtype", dtype)
+    check_flag("quantize", "zero_points", zero_points)
+    check_flag("quantize", "power_of_two", power_of_two)
+    check_choice("quantize", "clip", clip, _CLIPS)
+    check_choice("quantize", "scale_layout", scale_layout, SCALE_LAYOUTS)
+    scale_dtype = check_dtype("quantize", "scale_dtype", scale_dtype, SCALE_DTYPES)
     if out is not None:
         scale_dtype = _check_out(x, dtype, axis, group_size, zero_points, out)
-    _check(x, dtype, zero_points, clip, scale_dtype, power_of_two, scale_layout)
+    _check_together(dtype, zero_points, clip, scale_dtype, power_of_two, scale_layout)
     if out is None:
         out = _allocate(x, dtype, axis, group_size, zero_points, scale_dtype, scale_layout)
     block = out.block_shape
@@ -124,8 +134,7 @@ def quantize(
     return out
 
 
-def _check(
-    x: Array,
+def _check_together(
     dtype: NarrowDtype,
     zero_points: bool,
     clip: str,
@@ -133,21 +142,6 @@ def _check(
     power_of_two: bool,
     scale_layout: str,
 ) -> None:
-    if x.dtype not in KERNEL_DTYPES:
-        names = ", ".join(each.name for each in KERNEL_DTYPES)
-        raise ArrayDtypeError(f"quantize: x must be {names}, got {x.dtype.name}")
-    if x.ndim == 0:
-        raise ArrayShapeError("quantize: x must have at least one axis")
-    if dtype not in NARROW_DTYPES:
-        names = ", ".join(each.name for each in NARROW_DTYPES)
-        raise ArrayDtypeError(f"quantize: dtype must be {names}, got {dtype!r}")
-    if scale_dtype not in SCALE_DTYPES:
-        names = ", ".join(each.name for each in SCALE_DTYPES)
-        raise ArrayDtypeError(f"quantize: scale_dtype must be {names}, got {scale_dtype.name}")
-    if clip not in CLIP_CANDIDATES:
-        raise ConfigError(f"quantize: clip must be 'absmax' or 'mse', got {clip!r}")
-    if scale_layout not in SCALE_LAYOUTS:
-        raise ConfigError(f"quantize: scale_layout must be 'row' or 'column', got {scale_layout!r}")
     if zero_points and not dtype.integer:
         raise ArrayDtypeError(f"quantize: zero_points are for integer dtypes, got {dtype.name}")
     if clip == "mse" and not dtype.integer:
@@ -217,6 +211,9 @@ def _check_out(
         )
     if not out.storage.flags.c_contiguous:
         raise ArrayLayoutError("quantize: the codes of out must be C-contiguous")
+    check_overlap("quantize", out.storage, name="the codes of out", x=x)
+    check_overlap("quantize", out.scales, name="the scales of out", x=x)
+    check_overlap("quantize", out.zero_points, name="the zero points of out", x=x)
     scale_dtype: np.dtype[Any] = out.scales.dtype
     return scale_dtype
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.reference._xp import array_namespace, working_dtype
+from cukit.reference._xp import array_namespace, check_range, working_dtype
 
 Array = Any
 
@@ -87,6 +87,7 @@ def topk_router_backward(
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
         return xp.zeros_like(logits)
+    check_range("experts", experts, num_experts)
     wide = logits.astype(working_dtype(logits), copy=False)
     scores = _scores(wide, scoring)
     grad = xp.where(rows < 0, 0, grad_weights).astype(wide.dtype, copy=False)
@@ -142,6 +143,7 @@ def moe_permute(x: Array, rows: Array, num_rows: int | None = None) -> Array:
     xp = array_namespace(x)
     num_rows = rows.size if num_rows is None else num_rows
     token, choice = xp.nonzero(rows >= 0)
+    check_range("rows", rows[token, choice], num_rows)
     permuted = xp.zeros((num_rows, x.shape[1]), x.dtype)
     permuted[rows[token, choice]] = x[token]
     return permuted
@@ -157,6 +159,7 @@ def moe_unpermute(y: Array, rows: Array, weights: Array | None = None) -> Array:
     xp = array_namespace(y)
     wide = working_dtype(y)
     total = xp.zeros((rows.shape[0], y.shape[1]), wide)
+    check_range("rows", rows[rows >= 0], y.shape[0])
     for choice in range(rows.shape[1]):
         token = xp.flatnonzero(rows[:, choice] >= 0)
         part = y[rows[token, choice]].astype(wide, copy=False)
@@ -174,6 +177,7 @@ def moe_unpermute_backward(
     wide = working_dtype(y)
     grad_y = xp.zeros_like(y)
     grad_weights = xp.zeros_like(weights)
+    check_range("rows", rows[rows >= 0], y.shape[0])
     for choice in range(rows.shape[1]):
         token = xp.flatnonzero(rows[:, choice] >= 0)
         row = rows[token, choice]

@@ -84,6 +84,7 @@ def dequantize(
 def _in_blocks(x: Array, block: tuple[int, ...]) -> Array:
     """x, filled up with zeros to whole blocks, as [blocks along each axis..., elements]."""
     xp = array_namespace(x)
+    block = tuple(min(size, n) for size, n in zip(block, x.shape, strict=True))
     counts = [-(-n // size) for n, size in zip(x.shape, block, strict=True)]
     padding = [(0, c * s - n) for c, s, n in zip(counts, block, x.shape, strict=True)]
     split = [extent for pair in zip(counts, block, strict=True) for extent in pair]

@@ -210,9 +210,9 @@ def test_dtypes_without_codes_are_refused(device):
         ck.QuantizedArray.encode(x, NarrowDtype("int2", 2, 1.0, integer=True))
     with pytest.raises(ArrayDtypeError, match=r"dtype must be float8_e4m3, .* got int8"):
         ck.QuantizedArray.encode(x, np.dtype(np.int8))
-    with pytest.raises(ArrayDtypeError, match=r"dtype must be float32, .* got float64"):
+    with pytest.raises(ArrayDtypeError, match=r"dtype must be float32, .* got 'float64'"):
         ck.asarray(x, ck.int4).decode(np.float64)
-    with pytest.raises(ArrayShapeError, match="x must have at least one axis"):
+    with pytest.raises(ArrayShapeError, match="x must have at least 1 axis"):
         ck.QuantizedArray.encode(x[:1].reshape(()), ck.int4)
 
 

@@ -156,7 +156,7 @@ def test_errors_name_the_argument():
         moe_permute(x[:2], rows)
     with pytest.raises(ArrayDtypeError, match="moe_permute: rows must be int32"):
         moe_permute(x, rows.astype(np.int64))
-    with pytest.raises(ConfigError, match="num_rows must be 0 to"):
+    with pytest.raises(ConfigError, match="num_rows must be an integer of 0 or more"):
         moe_permute(x, rows, num_rows=-1)
     with pytest.raises(ArrayShapeError, match=r"moe_unpermute: weights must have shape \(3, 2\)"):
         moe_unpermute(x, rows, np.zeros((2, 2), np.float32))

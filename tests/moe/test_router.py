@@ -232,7 +232,7 @@ def test_errors_name_the_argument():
         topk_router(logits[0], 2)
     with pytest.raises(ConfigError, match=r"top_k must be 1 to 8 \(num_experts\), got 9"):
         topk_router(logits, 9)
-    with pytest.raises(ConfigError, match="scoring must be 'softmax' or 'sigmoid', got 'relu'"):
+    with pytest.raises(ConfigError, match="must be one of 'softmax', 'sigmoid', got 'relu'"):
         topk_router(logits, 2, scoring="relu")
     with pytest.raises(ArrayShapeError, match=r"bias must have shape \(8\)"):
         topk_router(logits, 2, bias=np.zeros(7, np.float32))

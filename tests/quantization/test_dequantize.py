@@ -29,7 +29,7 @@ def test_dequantize_names_what_is_wrong():
     array = ck.quantize(X, ck.int8)
     with pytest.raises(ArrayError, match="dequantize: array must be a QuantizedArray, got ndarray"):
         ck.dequantize(X)
-    with pytest.raises(ArrayDtypeError, match=r"dtype must be float32, .* got int32"):
+    with pytest.raises(ArrayDtypeError, match=r"dtype must be float32, .* got 'int32'"):
         ck.dequantize(array, np.int32)
     with pytest.raises(ArrayShapeError, match="out must have shape"):
         ck.dequantize(array, out=np.ones((4, 7), np.float32))
