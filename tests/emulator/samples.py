@@ -365,7 +365,8 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_map(each, function) for each in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, NarrowDtype):
-        fields = {f.name: _map(getattr(value, f.name), function) for f in dataclasses.fields(value)}
+        given = [f.name for f in dataclasses.fields(value) if f.init]
+        fields = {name: _map(getattr(value, name), function) for name in given}
         return dataclasses.replace(value, **fields)
     return value
 
