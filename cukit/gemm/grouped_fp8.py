@@ -96,7 +96,7 @@ def grouped_gemm_fp8(
     ...     np.ones((2, 8, 16), np.float32), ck.float8_e4m3,
     ...     scales=np.full((2, 1, 1), 2, np.float32), axis=(1, 2), group_size=128)
     >>> ck.grouped_gemm_fp8(x, w, np.array([0, 1, 3], np.int32), out_dtype=np.float16)[0, :2]
-    array([32., 32.], dtype=float16)
+    array([16., 16.], dtype=float16)
     """
     left, right = (
         parts_of(_OP, name, array, float8_e4m3) for name, array in (("x", x), ("weights", weights))

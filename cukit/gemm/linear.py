@@ -118,7 +118,9 @@ def gated_linear(
     """
     gate: Array
     if isinstance(w, tuple) and len(w) != 2:
-        raise ArrayError(f"gated_linear: w must be an array or a pair of them, got {len(w)}")
+        raise ArrayError(
+            f"gated_linear: w must be an array or a pair of them, got {len(w)} of them"
+        )
     gate, up = w if isinstance(w, tuple) else (w, None)
     x, gate, up, out = adopt("gated_linear", x, gate, up, out)
     check_flag("gated_linear", "return_preactivation", return_preactivation)

@@ -80,7 +80,7 @@ def tree_matmul(
 
     >>> import numpy as np, cukit as ck
     >>> ones = np.full((1, 1 << 20), 0.1, np.float32)
-    >>> float(ck.tree_matmul(ones, ones, transpose_b=True, leaf=64)[0, 0].round(1))
+    >>> round(float(ck.tree_matmul(ones, ones, transpose_b=True, leaf=64)[0, 0]), 1)
     10485.8
     """
     a, b, out = adopt(_OP, a, b, out)

@@ -134,7 +134,7 @@ def pack_weight(weight: QuantizedArray, *, x_dtype: NarrowDtype | None = None) -
     >>> codes = ck.QuantizedArray.encode(np.ones((2, 64), np.float32), ck.int4, scales=scales,
     ...                                  axis=1, group_size=64)
     >>> ck.pack_weight(codes)
-    PackedWeight(int4, shape=(2, 64), group=64)
+    PackedWeight(int4, shape=(2, 64), group=row)
     """
     description, repeats = _describe(weight, x_dtype)
     codes = _pad(_codes(weight), 0, _OFFSET[weight.dtype.name])
