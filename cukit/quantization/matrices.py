@@ -72,6 +72,7 @@ def matrices_of(shape: Sequence[int], block: Sequence[int]) -> Matrices | None:
         shape[-2:], block[-2:] = [shape[-2] * shape[-1]], [1]
     *leading, cols = shape
     *leading_block, block_cols = block
+    block_cols = min(block_cols, cols)
     if all(size == 1 for size in leading_block):
         return Matrices(1, math.prod(leading), cols, 1, block_cols)
     if all(size >= n for size, n in zip(leading_block, leading, strict=True)):

@@ -259,9 +259,10 @@ def _prepare(
         dtype.name, x.dtype.name, scales.dtype.name, zero_points is not None, power_of_two, clip
     )
     vector = ACCESS_BYTES // x.itemsize
+    columns = matrices.block_cols == 1 < matrices.block_rows and clip == "absmax"
     aligned = (
         matrices.cols % vector == 0
-        and (matrices.block_cols % vector == 0 or matrices.block_cols in (1, matrices.cols))
+        and (matrices.block_cols % vector == 0 or matrices.block_cols == matrices.cols or columns)
         and address_of(x) % ACCESS_BYTES == 0
         and address_of(storage) % (vector * dtype.bits // 8) == 0
     )
