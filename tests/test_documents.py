@@ -40,7 +40,7 @@ def test_the_readmes_examples_run(code: str, tmp_path: Path) -> None:
 
 
 def test_there_is_an_example_for_each_surface() -> None:
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
 
 
 @page_by_name

@@ -116,17 +116,18 @@ def compare_results(
 
 
 def read_cases(content: Mapping[str, Any], impl: str = OURS) -> Cases:
-    """The times in a results file or an analysis, by name. Raises DataError for anything else."""
+    """The times in a results file or an analysis, by name. Raises DataError for anything else.
+
+    Records without `range_us`, of older versions of cukit, are left out.
+    """
     try:
         if "records" in content:
-            records = [record for record in content["records"] if record["impl"] == impl]
-            unranged = [_record_name(record) for record in records if "range_us" not in record]
-            if unranged:
-                raise DataError(
-                    f"{len(unranged)} records without range_us, the first {unranged[0]}: written "
-                    "by an older version of cukit; measure these cases again"
-                )
-            return {_record_name(record): _record_case(record) for record in records}
+            records = (record for record in content["records"] if record["impl"] == impl)
+            return {
+                _record_name(record): _record_case(record)
+                for record in records
+                if "range_us" in record
+            }
         if "analyses" in content:
             return {
                 analysis["name"]: Case(_cold(analysis["cold"]), correct=True)
@@ -168,8 +169,15 @@ def _gpu(content: Mapping[str, Any]) -> str:
 
 
 def _notes(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
-    """Differences of driver, CUDA, versions and clocks."""
+    """Records that cannot be judged; differences of driver, CUDA, versions and clocks."""
     notes = []
+    for name, content in (("base", base), ("new", new)):
+        unranged = [r for r in content.get("records", ()) if "range_us" not in r]
+        if unranged:
+            notes.append(
+                f"{len(unranged)} records of {name} have no range_us (an older version of cukit) "
+                f"and are left out, the first {_record_name(unranged[0])}"
+            )
     before, after = base["environment"], new["environment"]
     for key in ("driver", "cuda"):
         if before.get(key) != after.get(key):

@@ -102,7 +102,7 @@ def _show(found: Comparison) -> None:
     for name in found.only_in_new:
         console.print(f"only in new: {name}", markup=False)
     for note in found.notes:
-        console.print(f"the machines differ: {note}", markup=False)
+        console.print(note, markup=False)
     verdicts = [_verdict(case) for case in found.cases]
     counted = (f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
     console.print(", ".join(counted))

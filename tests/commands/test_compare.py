@@ -99,11 +99,19 @@ def test_cases_of_one_file_alone_and_other_machines_are_said(
         assert note in text
 
 
-def test_records_without_a_range_are_named() -> None:
+def test_records_without_a_range_are_left_out_by_name() -> None:
     old = results(5)
     del old["records"][2]["range_us"]
-    with pytest.raises(DataError, match=r"1 records without range_us, the first layers/flash"):
-        compare_results(old, results(7))
+    found = compare_results(old, results(7))
+    assert len(found.cases) == 2
+    assert found.notes[0].startswith("1 records of base have no range_us")
+    assert "flash_attention" in found.notes[0]
+
+
+def test_the_published_results_compare_with_themselves(capsys: Capture) -> None:
+    published = str(Path(__file__).parents[2] / "profiling" / "results" / "h200.json")
+    assert run(["compare", published, published]) == 0
+    assert " SAME" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_host_clocks_differ_from_process_to_process() -> None:

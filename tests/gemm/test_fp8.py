@@ -96,11 +96,12 @@ def test_other_architectures(rng, arch, kind):
 
 
 TILINGS = [
-    Tiling8Bit(256, 128),
-    Tiling8Bit(128, 192),
-    Tiling8Bit(128, 112),
-    Tiling8Bit(64, 128),
     Tiling8Bit(64, 48, splits=2),
+    Tiling8Bit(128, 112),
+    *(
+        pytest.param(tiling, marks=pytest.mark.slow)
+        for tiling in (Tiling8Bit(256, 128), Tiling8Bit(128, 192), Tiling8Bit(64, 128))
+    ),
 ]
 
 
