@@ -18,6 +18,9 @@ _WARPGROUP = 128
 _TOKEN_STEP = 16
 _MOST_TOKENS = 256
 _WHOLE_TOKENS = 128
+_SHORTEST_GROUP = 32
+"""With groups this short ptxas runs products one after another where codes are multiplied by their
+scales first, and in tiles of more than _WHOLE_TOKENS tokens."""
 _TILE_ALIGNMENT = 128
 FEW_TOKENS = 8
 _FEW_ELEMENTS = 2**27
@@ -153,8 +156,10 @@ def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[
     if tokens <= 64:
         tile = _tile_tokens(tokens, 1)
         return [hopper_tiling(tile, 4 if tile <= 32 else 2, weight, device)]
-    fold = weight.group_size is not None and not weight.float8
-    fewest = -(-tokens // _MOST_TOKENS)
+    shortest = weight.group_size == _SHORTEST_GROUP
+    fold = weight.group_size is not None and not weight.float8 and not shortest
+    most = _WHOLE_TOKENS if shortest else _MOST_TOKENS
+    fewest = -(-tokens // most)
     return [
         hopper_tiling(_tile_tokens(tokens, across), 2, weight, device, fold=fold)
         for across in range(fewest, fewest + 3)
