@@ -118,7 +118,7 @@ def compare_results(
 def read_cases(content: Mapping[str, Any], impl: str = OURS) -> Cases:
     """The times in a results file or an analysis, by name. Raises DataError for anything else.
 
-    Records without `range_us`, of older versions of cukit, are left out.
+    Records without `range_us` (those of older versions, replays of memory pools) are left out.
     """
     try:
         if "records" in content:
@@ -175,8 +175,8 @@ def _notes(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
         unranged = [r for r in content.get("records", ()) if "range_us" not in r]
         if unranged:
             notes.append(
-                f"{len(unranged)} records of {name} have no range_us (an older version of cukit) "
-                f"and are left out, the first {_record_name(unranged[0])}"
+                f"{len(unranged)} records of {name} have no range_us and are left out, the first "
+                f"{_record_name(unranged[0])}"
             )
     before, after = base["environment"], new["environment"]
     for key in ("driver", "cuda"):
