@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
-from cukit.core import backend
 from cukit.core.arrays import Array
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
@@ -16,7 +15,6 @@ from cukit.core.parameters import parameter_structs
 from cukit.distill._row_loss import VocabularySplit, row_access_width, split_vocabulary
 
 _STRUCTS = parameter_structs("distill/parameters.cuh")
-_MOST_FACTORS = 256  # sets of factors, kept in the form that a launch takes
 
 
 @dataclass(frozen=True)
@@ -141,23 +139,14 @@ def launch_rows(
         grad,
         grad_loss,
         normalizer,
-        then=(
-            _factors(
-                backend.active is None, temperature, soft_loss_factor, soft_factor, hard_factor
-            ),
-        ),
+        then=(_factors(temperature, soft_loss_factor, soft_factor, hard_factor),),
     )
 
 
-@lru_cache(maxsize=_MOST_FACTORS)
+@launch_plan
 def _factors(
-    on_gpu: bool,
-    temperature: float,
-    soft_loss_factor: float,
-    soft_factor: float,
-    hard_factor: float,
+    temperature: float, soft_loss_factor: float, soft_factor: float, hard_factor: float
 ) -> Any:
-    """on_gpu: what a launch takes by value there is not what a backend takes."""
     return by_value(
         _STRUCTS["DivergenceFactors"].pack(
             inverse_temperature=1.0 / temperature,
