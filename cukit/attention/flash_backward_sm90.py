@@ -180,8 +180,8 @@ class InputMaps:
         return self._q(q), self._k(k), self._v(v), self._grad_out(grad_out)
 
 
-class MappedKeys:
-    """A launch of `flash_attention_backward_sm90`, for arrays of one description."""
+class _MappedGradients:
+    """A launch for arrays of one description."""
 
     __slots__ = ("_launch", "_maps", "_plan")
 
@@ -190,6 +190,12 @@ class MappedKeys:
         self._launch = launch
         self._maps = maps
         self._plan = plan
+
+
+class MappedKeys(_MappedGradients):
+    """A launch of `flash_attention_backward_sm90`."""
+
+    __slots__ = ()
 
     def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
         """Launches on the current stream."""
@@ -206,16 +212,10 @@ class MappedKeys:
         )
 
 
-class MappedQueries:
-    """A launch of `flash_attention_backward_query_sm90`, for arrays of one description."""
+class MappedQueries(_MappedGradients):
+    """A launch of `flash_attention_backward_query_sm90`."""
 
-    __slots__ = ("_launch", "_maps", "_plan")
-
-    def __init__(self, launch: Launch, maps: InputMaps, plan: PlannedWork | None) -> None:
-        """`plan`: of sequences of different lengths."""
-        self._launch = launch
-        self._maps = maps
-        self._plan = plan
+    __slots__ = ()
 
     def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
         """Launches on the current stream."""
