@@ -85,9 +85,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """In the form that the suffix names, as `content_for`."""
-        content = self.content_for(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
+        _write(path, self.content_for(path))
 
     def content_for(self, path: Path) -> str:
         """The form that the suffix names: .html, .txt, .json, .trace.json; or ConfigError."""
@@ -126,9 +124,13 @@ def generate_report(
     # All forms are made before the first is written: one that fails leaves no others behind.
     contents = [(Path(output), report.content_for(Path(output))) for output in outputs]
     for output, content in contents:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(content, encoding="utf-8")
+        _write(output, content)
     return report
+
+
+def _write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content, encoding="utf-8")
 
 
 def _same_file(a: Path, b: Path) -> bool:
