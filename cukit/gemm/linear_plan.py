@@ -69,12 +69,14 @@ class Tiling:
     cluster: int = 1
     transposed: bool = False
     blocks_per_sm: int = 1
+    overlapped: bool = False
 
     def __str__(self) -> str:
         name = f"{self.tile_m}x{self.tile_n}"
         name += f" split {self.splits}" if self.splits > 1 else ""
         name += f" cluster {self.cluster}" if self.cluster > 1 else ""
         name += f" x{self.blocks_per_sm}" if self.blocks_per_sm > 1 else ""
+        name += " overlapped" if self.overlapped else ""
         return name + (" transposed" if self.transposed else "")
 
     @property
@@ -89,11 +91,8 @@ class Tiling:
     def epilogue_bytes(self, parts: int) -> int:
         """Shared memory behind the stages."""
         if self.splits > 1:
-            slices = self.splits
-            while self.tile_n // parts % (8 * slices):
-                slices //= 2
-            sums = self.tile_m * self.tile_n // slices
-            return (self.splits - 1) * sums * 4
+            slice_columns = -(-self.tile_n // (8 * parts * self.splits)) * 8
+            return (self.splits - 1) * self.tile_m * slice_columns * parts * 4
         if self.transposed:
             return self.consumers * self.tile_n * ROW_BYTES
         piece = self.piece_columns(parts)
@@ -156,6 +155,7 @@ class Sm90Config:
             ("MAJOR_A", product.major_a),
             ("MAJOR_B", product.major_b),
             ("TRANSPOSED", tiling.transposed),
+            ("OVERLAPPED", tiling.overlapped),
             ("PARTS", parts),
             ("ACTIVATION", ACTIVATIONS[product.activation]),
             ("KEEPS", product.keeps),

@@ -47,6 +47,7 @@ template <int Columns>
 using Transform =
     cukit::LinearTransform<T, cukit::ACTIVATION<T>, PARTS, KEEPS != 0, Columns, TRANSPOSED != 0>;
 using Staged = cukit::StagedEpilogue<Shape, T, Transform<TILE_N / PARTS>>;
+using Overlapped = cukit::OverlappedEpilogue<Shape, T, Transform<32>>;
 using Transposed = cukit::TransposedEpilogue<Shape, T, Transform<TILE_N>>;
 using Split = cukit::SplitEpilogue<Shape, T, SPLITS, TRANSPOSED != 0,
                                    Transform<cukit::slice_columns(TILE_N / PARTS, SPLITS)>>;
@@ -105,18 +106,20 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         const cukit::SharedProduct<Shape> product(stages, group);
         unsigned char* const behind = stages + STAGES * Shape::kStageBytes;
         const int features = TRANSPOSED ? p.m : p.n;
-        if constexpr (SPLITS > 1) {
-          Split epilogue{reinterpret_cast<float4*>(behind), &arrived, out_elements, kept_elements,
-                         p.m, p.n, group, {bias, features}};
-          cukit::consume(pipeline, schedule, product, epilogue);
-        } else if constexpr (TRANSPOSED) {
-          Transposed epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept};
-          cukit::consume(pipeline, schedule, product, epilogue);
-        } else {
-          Staged epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept,
-                          &kept_up};
-          cukit::consume(pipeline, schedule, product, epilogue);
-        }
+#if SPLITS > 1
+        Split epilogue{reinterpret_cast<float4*>(behind), &arrived, out_elements, kept_elements, p.m,
+                       p.n, group, {bias, features}};
+        cukit::consume(pipeline, schedule, product, epilogue);
+#elif OVERLAPPED
+        Overlapped epilogue{behind, &out, p.m, p.n, group, {bias, features}};
+        cukit::consume_overlapped(pipeline, schedule, product, epilogue);
+#elif TRANSPOSED
+        Transposed epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept};
+        cukit::consume(pipeline, schedule, product, epilogue);
+#else
+        Staged epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept, &kept_up};
+        cukit::consume(pipeline, schedule, product, epilogue);
+#endif
         cukit::leave_cluster<kMulticast>();
       });
 }

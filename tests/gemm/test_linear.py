@@ -47,7 +47,7 @@ HOPPER = TYPICAL_DEVICES["sm_90"]
 transposed = partial(reference.matmul, transpose_b=True)
 
 # One of each kind: wide, of a width that 64 does not divide, two blocks a multiprocessor, split
-# over clusters of each size, sharing b, and the transposed of those.
+# over clusters of each size, also with slices of unlike widths, sharing b, and the transposed of those.
 TILINGS = [
     Tiling(128, 224),
     Tiling(128, 96),
@@ -56,6 +56,7 @@ TILINGS = [
     Tiling(128, 128, splits=2),
     Tiling(64, 128, consumers=1, splits=4, blocks_per_sm=2),
     Tiling(128, 64, splits=8),
+    Tiling(128, 80, splits=4),
     Tiling(128, 128, cluster=2),
     Tiling(128, 80, transposed=True),
     Tiling(64, 16, consumers=1, splits=4, transposed=True, blocks_per_sm=2),
@@ -122,6 +123,29 @@ def test_every_tiling(device, rng, tiling, m, n, k):
         "yz", *results, linear_results(x, w, bias, np.float64), strict=True
     ):
         assert_close(name, got, low.astype(x.dtype), wide)
+
+
+@pytest.mark.parametrize("tile_n", [160, 192])
+@pytest.mark.parametrize("activation", [None, "gelu_tanh"])
+def test_overlapped_tiles(device, rng, tile_n, activation):
+    """Blocks with one, two and more tiles, ragged on every axis."""
+    if device == "cpu":
+        pytest.skip("a choice of the kernel")
+    m, n, k = 136, 552, 392
+    x, w = operands(rng, m, n, k, "bfloat16")
+    bias = random(rng, (n,), "bfloat16")
+    product = Product(m, n, k, "bfloat16", activation=activation)
+    tiling = Tiling(128, tile_n, overlapped=True)
+    placed = to_device(device, x, w)
+    low, wide = (
+        reference.linear(*(array.astype(dtype) for array in (x, w, bias)), activation)
+        for dtype in (np.float32, np.float64)
+    )
+    for num_sms in (2, 5, 132):
+        y = poisoned(device, (m, n), "bfloat16")
+        launch = LinearSm90(configure(product, tiling, num_sms))
+        launch(*placed, None, *to_device(device, bias), y, None)
+        assert_close("y", to_host(y), low.astype(x.dtype), wide)
 
 
 def linear_results(x, w, bias, dtype):

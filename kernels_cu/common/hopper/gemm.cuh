@@ -93,6 +93,41 @@ CUKIT_DEVICE void consume(Pipeline<Stages>& pipeline, const Schedule& schedule,
   epilogue.finish();
 }
 
+// The same, where a tile is stored in steps beside the products of the next: consumers that stay busy
+// through the epilogue, at the price of two tiles' accumulators.
+//   product.multiply(.., beside) calls beside(step) for its first Epilogue::kSteps steps, while their
+//   products run; a tile has at least as many steps of k.
+//   epilogue.store_step(const Accumulators&, const Tile&, int step)
+template <int Stages, typename Schedule, typename Product, typename Epilogue>
+CUKIT_DEVICE void consume_overlapped(Pipeline<Stages>& pipeline, const Schedule& schedule,
+                                     const Product& product, Epilogue& epilogue) {
+  using Sums = typename Product::Accumulators;
+  constexpr int kSteps = Epilogue::kSteps;
+  PipelineState<Stages> at;
+  typename Schedule::Tile tile, before;
+  Sums even, odd;
+  int turn = 0;
+  // Multiplies `tile` beside the end of the one before: false where there is no tile.
+  const auto next = [&](Sums& sums, const Sums& stored) {
+    before = tile;
+    const bool exists = schedule.tile(++turn, tile);
+    if (exists) {
+      product.template multiply<kSteps>(
+          sums, pipeline, at, tile, [&](int step) { epilogue.store_step(stored, before, step); });
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) epilogue.store_step(stored, before, step);
+    }
+    return exists;
+  };
+  if (schedule.tile(0, tile)) {
+    product.multiply(even, pipeline, at, tile);
+    while (next(odd, even) && next(even, odd)) {
+    }
+  }
+  epilogue.finish();
+}
+
 // The shared memory of a block belongs to its cluster until every block has come here.
 template <int ClusterSize>
 CUKIT_DEVICE void leave_cluster() {
@@ -354,32 +389,53 @@ struct SharedProduct {
   template <int Stages, typename Tile>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
                              PipelineState<Stages>& at, const Tile& tile) const {
-    using TileA = typename Shape::TileA;
-    using TileB = typename Shape::TileB;
+    multiply<0>(sums, pipeline, at, tile, [](int) {});
+  }
+
+  // Calls beside(step) for the first `Beside` steps, of which there are at least as many.
+  template <int Beside, int Stages, typename Tile, typename Call>
+  CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
+                             PipelineState<Stages>& at, const Tile& tile, const Call& beside) const {
     const int steps = tile.end_step - tile.first_step;
     PipelineState<Stages> done;
-    for (int step = 0; step < steps; ++step) {
-      const unsigned long long stage = at.index * (Shape::kStageBytes / 16);
-      pipeline.wait(at);
-      wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < TileA::kSteps; ++k)
-#pragma unroll
-        for (int row = 0; row < Shape::kRowTiles; ++row) {
-          wgmma<typename Shape::Element, Shape::kTileN, TileA::kTransposed, TileB::kTransposed>(
-              sums[row], a + stage + TileA::along(row * kWarpgroupRows) + TileA::step(k),
-              b + stage + TileB::step(k), step > 0 || k > 0);
-        }
-      wgmma_commit();
-#pragma unroll
-      for (int row = 0; row < Shape::kRowTiles; ++row) wgmma_wait<1>(sums[row]);
-      if (step > 0) pipeline.template release_to_cluster<Shape::kCluster>(done);
-      done = at;
-      at.advance();
+    for (int step = 0; step < Beside; ++step) {
+      multiply_step(sums, pipeline, at, done, step > 0);
+      beside(step);
+    }
+    for (int step = Beside; step < steps; ++step) {
+      multiply_step(sums, pipeline, at, done, step > 0);
     }
 #pragma unroll
     for (int row = 0; row < Shape::kRowTiles; ++row) wgmma_wait<0>(sums[row]);
     pipeline.template release_to_cluster<Shape::kCluster>(done);
+  }
+
+ private:
+  // Starts a step's products and waits for those of the step before, whose stage is `done`.
+  template <int Stages>
+  CUKIT_DEVICE void multiply_step(Accumulators& sums, Pipeline<Stages>& pipeline,
+                                  PipelineState<Stages>& at, PipelineState<Stages>& done,
+                                  bool accumulates) const {
+    using TileA = typename Shape::TileA;
+    using TileB = typename Shape::TileB;
+    const unsigned long long stage = at.index * (Shape::kStageBytes / 16);
+    pipeline.wait(at);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < TileA::kSteps; ++k)
+#pragma unroll
+      for (int row = 0; row < Shape::kRowTiles; ++row) {
+        wgmma<typename Shape::Element, Shape::kTileN, TileA::kTransposed, TileB::kTransposed>(
+            sums[row], a + stage + TileA::along(row * kWarpgroupRows) + TileA::step(k),
+            b + stage + TileB::step(k), accumulates || k > 0);
+      }
+    wgmma_commit();
+#pragma unroll
+    for (int row = 0; row < Shape::kRowTiles; ++row) wgmma_wait<1>(sums[row]);
+    if (accumulates) pipeline.template release_to_cluster<Shape::kCluster>(done);
+    done = at;
+    at.advance();
   }
 };
 
@@ -442,6 +498,42 @@ struct StagedEpilogue {
       transform(sums[row_tile], row, column);
       Store::template store<0>(sums[row_tile], buffer, out, column, row, columns, rows, 1 + group);
     }
+  }
+
+  CUKIT_DEVICE void finish() const { Store::finish(); }
+};
+
+// The same in steps of kStepColumns, for consume_overlapped(). Transform: of as many columns; it works
+// on copies.
+template <typename Shape, typename T, typename Transform>
+struct OverlappedEpilogue {
+  static constexpr int kStepColumns = 32;
+  static constexpr int kSteps = Shape::kTileN / kStepColumns;
+  static constexpr int kPieceColumns = Shape::kTileN % 64 == 0 ? 64 : 32;
+  using Store = StagedStore<T, Shape::kTileN, kPieceColumns, 2>;
+  static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
+  static_assert(Shape::kTileN % kStepColumns == 0, "whole steps");
+  static_assert(Shape::kRowTiles == 1, "accumulators of two tiles fit into registers");
+  unsigned char* buffers;  // kBytes of shared memory
+  const TensorMap* out;    // boxes of [64, kPieceColumns], swizzled
+  int rows, columns;       // of the result
+  int group;               // this consumer
+  Transform transform;
+
+  template <typename Accumulators>
+  CUKIT_DEVICE void store_step(const Accumulators& sums, const MatrixTile& tile, int step) {
+    constexpr int kValues = kStepColumns / 2;  // of a thread
+    const int row = Shape::row(tile) + group * Shape::kGroupRows;
+    const int first = step * kStepColumns;
+    const int column = tile.n * Shape::kTileN + first;
+    float values[kValues];
+    transform.begin(row, column);
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) values[i] = sums[0][step * kValues + i];
+    transform.prepare(values, row, column);
+    transform(values, row, column);
+    Store::template store_part<kStepColumns>(values, buffers + group * Store::kBytes, out, column,
+                                             row, columns, rows, 1 + group, first);
   }
 
   CUKIT_DEVICE void finish() const { Store::finish(); }
