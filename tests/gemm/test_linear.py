@@ -56,7 +56,7 @@ TILINGS = [
     Tiling(128, 128, splits=2),
     Tiling(64, 128, consumers=1, splits=4, blocks_per_sm=2),
     Tiling(128, 64, splits=8),
-    Tiling(128, 80, splits=4),
+    Tiling(128, 80, splits=3),
     Tiling(128, 128, cluster=2),
     Tiling(128, 80, transposed=True),
     Tiling(64, 16, consumers=1, splits=4, transposed=True, blocks_per_sm=2),
