@@ -24,7 +24,7 @@ ACTIVATIONS = {
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 _WARPGROUP = 128
-_MOST_STAGES = 10
+_MOST_STAGES = 14
 _SHARED_PER_BLOCK = 227 * KIB
 _SHARED_PER_SM = 228 * KIB
 
