@@ -86,13 +86,6 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       return cukit::DenseOperands<Shape>{&a, &b, p.m, p.n, parameters.box_a, parameters.box_b};
     }
   }();
-#ifdef PREFETCH
-  if (threadIdx.x == 0) {
-    cukit::prefetch_tensor_map(&a);
-    cukit::prefetch_tensor_map(&b);
-    if constexpr (SPLITS == 1) cukit::prefetch_tensor_map(&out);
-  }
-#endif
   if constexpr (kMulticast == 1) operands.template clear_rest<STAGES>(stages);
   Block::prepare<kMulticast>([&] {
     pipeline.init(kMulticast * Block::kConsumerWarps);

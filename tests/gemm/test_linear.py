@@ -63,6 +63,9 @@ TILINGS = [
     Tiling(128, 48, splits=2, transposed=True),
 ]
 
+OVERLAPPED = [Tiling(128, tile_n, overlapped=True) for tile_n in (160, 192)]
+"""They store nothing but the result."""
+
 
 def operands(rng, m, n, k, dtype, *, weights=1):
     return (
@@ -125,9 +128,9 @@ def test_every_tiling(device, rng, tiling, m, n, k):
         assert_close(name, got, low.astype(x.dtype), wide)
 
 
-@pytest.mark.parametrize("tile_n", [160, 192])
+@pytest.mark.parametrize("tiling", OVERLAPPED, ids=str)
 @pytest.mark.parametrize("activation", [None, "gelu_tanh"])
-def test_overlapped_tiles(device, rng, tile_n, activation):
+def test_overlapped_tiles(device, rng, tiling, activation):
     """Blocks with one, two and more tiles, ragged on every axis."""
     if device == "cpu":
         pytest.skip("a choice of the kernel")
@@ -135,7 +138,6 @@ def test_overlapped_tiles(device, rng, tile_n, activation):
     x, w = operands(rng, m, n, k, "bfloat16")
     bias = random(rng, (n,), "bfloat16")
     product = Product(m, n, k, "bfloat16", activation=activation)
-    tiling = Tiling(128, tile_n, overlapped=True)
     placed = to_device(device, x, w)
     low, wide = (
         reference.linear(*(array.astype(dtype) for array in (x, w, bias)), activation)
@@ -344,10 +346,12 @@ def test_the_plan_is_the_cheapest_candidate(m, n, k):
 @pytest.mark.parametrize(
     ("m", "n", "k", "tiling"),
     [
-        (8192, 8192, 8192, "128x224"),
+        (8192, 8192, 8192, "128x256"),
         (4096, 4096, 4096, "128x256"),
-        (1, 28672, 4096, "128x16 transposed"),
+        (8192, 3072, 2048, "128x192 overlapped"),
+        (1, 28672, 4096, "128x16 x2 transposed"),
         (128, 4096, 14336, "128x64 split 2"),
+        (256, 2048, 2048, "64x128 split 2 transposed"),
     ],
 )
 def test_the_plan(m, n, k, tiling):

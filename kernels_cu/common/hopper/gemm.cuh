@@ -179,12 +179,18 @@ struct OperandTile<T, Extent, TileK, Major::K> : SharedTile<T, Extent, TileK> {
 
   CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
                                 int first, int count = Extent, int box = Extent) {
+    if (count <= box) {
+      tma_load_2d(tile, map, full, k, first);
+      return;
+    }
     for (int at = 0; at < count; at += box) {
       tma_load_2d(tile + at * Tile::kRowBytes, map, full, k, first + at);
     }
   }
   CUKIT_DEVICE static int bytes(int count, int box) {
-    return (count + box - 1) / box * box * Tile::kRowBytes;
+    // A division would keep a block from its first load.
+    const int boxes = count <= box ? 1 : (count + box - 1) / box;
+    return boxes * box * Tile::kRowBytes;
   }
   // Of one of several matrices, which begins at row `origin` of the map; `extent`: of the operand's rows
   // (columns).
@@ -302,6 +308,7 @@ struct DenseOperands {
   // Zeros where load() leaves stages as they are in the last tiles. All threads, before any load.
   template <int Stages>
   CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
+    if (rows % Shape::kTileM == 0 && columns % Shape::kTileN == 0) return;
     const int least_a = TileA::bytes((rows - 1) % Shape::kTileM + 1, box_a);
     const int least_b = TileB::bytes((columns - 1) % Shape::kTileN + 1, box_b);
     clear_bytes<Stages>(stages, kStageBytes, least_a, TileA::kBytes);
@@ -353,6 +360,7 @@ struct PairedOperands {
   // As of DenseOperands.
   template <int Stages>
   CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
+    if (rows % Shape::kTileM == 0 && columns % kColumns == 0) return;
     const int least_a = TileA::bytes((rows - 1) % Shape::kTileM + 1, box_a);
     const int least_b = Half::bytes((columns - 1) % kColumns + 1, box_b);
     clear_bytes<Stages>(stages, kStageBytes, least_a, TileA::kBytes);
