@@ -211,7 +211,7 @@ _NEIGHBOURS = 1.21
 """How much longer that is where blocks that start together load the same columns of b."""
 _STEP_NORM = 1.95
 """Norm by which products, loads and latency add up: they overlap, not wholly."""
-_END_US = 5.1e-5
+_END_US = 6e-5
 """Of the end of a tile, per element."""
 _EXCHANGE_BYTES_PER_US = 27e3
 """Between the blocks of a cluster."""
@@ -256,7 +256,7 @@ def _suits(tiling: Tiling, tokens: int) -> bool:
     weight is read by each."""
     columns = -(-tokens // tiling.tile_n)
     empty = columns * tiling.tile_n - tokens
-    most = 1 if tokens <= 64 else 2 if tiling.tile_n < 96 else 4
+    most = 1 if tokens <= 64 else 2 if tiling.tile_n < 80 else 4
     return tokens <= 512 and columns <= most and empty < max(16, tokens)
 
 
