@@ -64,6 +64,8 @@ class Tiling:
     splits: blocks (a cluster) that share the steps of k of a tile.
     cluster: blocks that share a tile of b, theirs lying one below the other.
     transposed: the weight is operand a, and the tokens are the tile's columns.
+    blocks_per_sm: for which shared memory has room.
+    overlapped: a tile's results are stored beside the first products of the next.
     """
 
     tile_m: int
