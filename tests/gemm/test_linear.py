@@ -47,7 +47,7 @@ HOPPER = TYPICAL_DEVICES["sm_90"]
 transposed = partial(reference.matmul, transpose_b=True)
 
 # One of each kind: wide, of a width that 64 does not divide, two blocks a multiprocessor, split
-# over clusters of each size, also in slices of unlike widths, sharing b, and the transposed of those.
+# over clusters of each size, also in unlike slices, sharing b, and the transposed of those.
 TILINGS = [
     Tiling(128, 224),
     Tiling(128, 96),
