@@ -11,6 +11,7 @@ from cukit.memory.pager import Pager
 from cukit.memory.provider import Provider
 from cukit.memory.spans import Span
 from cukit.memory.streams import Streams
+from cukit.memory.ties import Tie
 
 LOG = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ def give_back(
     Not while somebody may still use the memory by its address: raw allocations, captured graphs.
     """
     captured = any(state.private for state in streams.states.values())
-    used = live.keys() - set(put_aside)
+    freed = {item.target if isinstance(item, Tie) else item for item in put_aside}
+    used = [at for at, span in live.items() if not freed & {at, span, span.holder}]
     if used or captured or process != os.getpid():
         return
     try:

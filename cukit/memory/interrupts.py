@@ -23,7 +23,7 @@ class Uninterrupted:
 
     That is, the handler of SIGINT (which raises KeyboardInterrupt, unless the program has set
     another one) is called then. Python runs handlers in the main thread only, so in other threads
-    this does nothing. Blocks nest.
+    this does nothing; nor inside another such block, whose end is the later one.
     """
 
     _handler: _Handler | None = None
@@ -32,7 +32,8 @@ class Uninterrupted:
 
     def __enter__(self) -> None:
         handler = _get_handler(_SIGINT)
-        if callable(handler):  # else ignored, or the end of the process, or not Python's
+        # Not callable: ignored, or the end of the process, or not Python's.
+        if callable(handler) and not isinstance(_owner_of(handler), Uninterrupted):
             try:
                 _set_handler(_SIGINT, self._note)
             except ValueError:  # not the main thread
@@ -63,11 +64,15 @@ class Uninterrupted:
             self._handler(_SIGINT, frame)
 
 
+def _owner_of(handler: Any) -> Any:
+    return getattr(handler, "__self__", None)
+
+
 @contextmanager
 def interrupted_as_usual() -> Iterator[None]:
     """Lifts what Uninterrupted does, for code of somebody else in the middle of such a block."""
     shield = _get_handler(_SIGINT)
-    holder = getattr(shield, "__self__", None)
+    holder = _owner_of(shield)
     if not isinstance(holder, Uninterrupted) or not holder.lift():
         yield
         return
