@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from cukit.errors import ConfigError, PointerError
 from cukit.memory.arena import Arena
@@ -33,7 +33,7 @@ from cukit.memory.choose import default_provider
 from cukit.memory.config import ALIGNMENT, MemoryPoolConfig
 from cukit.memory.estate import give_back
 from cukit.memory.faults import explain_pointer, register_pool
-from cukit.memory.interrupts import Uninterrupted, interrupted_as_usual
+from cukit.memory.interrupts import InterruptedAsUsual, Uninterrupted
 from cukit.memory.listeners import Listeners
 from cukit.memory.oom import Ladder
 from cukit.memory.pager import Pager
@@ -46,6 +46,8 @@ from cukit.memory.supply import Supply
 from cukit.memory.ties import BufferTie, PinTie, Tie
 
 LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Free: TypeAlias = Tie | int | tuple[int, Any] | Holder
 """An owner that is gone, an address, one with a stream, a buffer's memory."""
@@ -331,19 +333,19 @@ class PoolCore:
                 self._busy = False
                 self._release()
 
-    @contextmanager
-    def _outside(self) -> Iterator[None]:
-        """Unlocks for code that may use the pool, in the middle of an allocation."""
+    def _outside(self, action: Callable[[], T]) -> T:
+        """Calls what may use the pool, in the middle of an allocation: unlocked meanwhile."""
         self._listeners.deliver()
         self._busy = False
         self._release()
         try:
-            with interrupted_as_usual():
-                yield
+            with InterruptedAsUsual():
+                result = action()
         finally:
             self._acquire()
             self._busy = True
         self._take_in()
+        return result
 
     def _smallest(self, size: int) -> int:
         if size < 0:

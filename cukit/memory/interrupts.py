@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -49,6 +48,12 @@ class Uninterrupted:
             if self._interrupted:
                 self.pass_on()
 
+    def pass_on(self) -> None:
+        """Lets an interrupt that came meanwhile take effect."""
+        if self._interrupted and self._handler is not None:
+            frame, self._interrupted, self._frame = self._frame, False, None
+            self._handler(_SIGINT, frame)
+
     def lift(self) -> bool:
         """Puts the handler back that was there, if this is the thread that runs it."""
         try:
@@ -57,27 +62,31 @@ class Uninterrupted:
             return False
         return True
 
-    def pass_on(self) -> None:
-        """Lets an interrupt that came meanwhile take effect."""
-        if self._interrupted and self._handler is not None:
-            frame, self._interrupted, self._frame = self._frame, False, None
-            self._handler(_SIGINT, frame)
+    def lower(self) -> None:
+        """Undoes `lift`."""
+        _set_handler(_SIGINT, self._note)
+
+
+class InterruptedAsUsual:
+    """Lifts what Uninterrupted does, for code of somebody else in the middle of such a block."""
+
+    _shield: Uninterrupted | None = None
+
+    def __enter__(self) -> None:
+        # No generator: one that is interrupted on its way into the block ends at some later time.
+        shield = _owner_of(_get_handler(_SIGINT))
+        if isinstance(shield, Uninterrupted) and shield.lift():
+            self._shield = shield
+            try:
+                shield.pass_on()
+            except BaseException:
+                shield.lower()
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        if self._shield is not None:
+            self._shield.lower()
 
 
 def _owner_of(handler: Any) -> Any:
     return getattr(handler, "__self__", None)
-
-
-@contextmanager
-def interrupted_as_usual() -> Iterator[None]:
-    """Lifts what Uninterrupted does, for code of somebody else in the middle of such a block."""
-    shield = _get_handler(_SIGINT)
-    holder = _owner_of(shield)
-    if not isinstance(holder, Uninterrupted) or not holder.lift():
-        yield
-        return
-    try:
-        holder.pass_on()
-        yield
-    finally:
-        _set_handler(_SIGINT, shield)

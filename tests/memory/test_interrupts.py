@@ -12,7 +12,7 @@ import pytest
 
 from cukit.errors import PointerError
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.interrupts import Uninterrupted, interrupted_as_usual
+from cukit.memory.interrupts import InterruptedAsUsual, Uninterrupted
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider
 from tests.memory.test_failures import Tour, intact, slid_pool
@@ -116,7 +116,7 @@ def test_blocks_nest_and_lift() -> None:
 
     def lifted() -> None:
         signal.raise_signal(signal.SIGINT)
-        with interrupted_as_usual():
+        with InterruptedAsUsual():
             done.append("never")
 
     with pytest.raises(KeyboardInterrupt):
@@ -131,7 +131,7 @@ def test_other_threads_and_other_handlers_are_left_alone() -> None:
     seen: list[object] = []
 
     def work() -> None:
-        with Uninterrupted(), interrupted_as_usual():
+        with Uninterrupted(), InterruptedAsUsual():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
