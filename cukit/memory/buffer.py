@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cukit.errors import ArrayShapeError, PointerError
@@ -38,9 +38,12 @@ class Holder:
         """Given back, or waiting for that."""
 
     def unpin(self, pin: object) -> bool:
-        """Takes this pin away; returns whether that was the last of a closed buffer, so that the
-        memory is to be given back now. Raises ValueError."""
-        del self.pins[[id(one) for one in self.pins].index(id(pin))]
+        """Takes this pin away if it is there; returns whether that was the last of a closed buffer,
+        so that the memory is to be given back now."""
+        for place, one in enumerate(self.pins):
+            if one is pin:
+                del self.pins[place]
+                break
         return self.closed and self.close()
 
     def close(self) -> bool:
@@ -98,16 +101,14 @@ class DeviceBuffer:
         try:
             return self.pool._pin(self._holder, USER)
         except KeyboardInterrupt:  # pinned already: nobody will get the address
-            with suppress(ValueError):
-                self._unpin(USER)
+            self._unpin(USER)
             raise
 
     def unpin(self) -> None:
         """Takes one `pin` back. Raises PointerError when there is none; arrays keep theirs."""
-        try:
-            self._unpin(USER)
-        except ValueError:
-            raise PointerError(f"{self!r}: unpin without pin") from None
+        if USER not in self._holder.pins:
+            raise PointerError(f"{self!r}: unpin without pin")
+        self._unpin(USER)
 
     @contextmanager
     def pinned(self) -> Iterator[int]:
@@ -116,8 +117,11 @@ class DeviceBuffer:
         try:
             yield self.pool._pin(self._holder, pin)
         finally:
-            with suppress(ValueError):  # interrupted before it was there
+            try:
                 self._unpin(pin)
+            except KeyboardInterrupt:  # before it began
+                self._unpin(pin)
+                raise
 
     def _unpin(self, pin: object) -> None:
         with Uninterrupted():

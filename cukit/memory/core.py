@@ -161,6 +161,7 @@ class PoolCore:
         try:
             acquire()
             if self._busy:
+                release()
                 raise RuntimeError("memory pool: allocation from inside the pool (by a listener?)")
             opened = self._busy = True
             if put_aside:
@@ -230,7 +231,10 @@ class PoolCore:
             try:
                 found = live_spans[address]
             except (KeyError, TypeError):
-                raise PointerError(explain_pointer(self, address)) from None
+                why = explain_pointer(self, address)
+                self._busy = False
+                release()
+                raise PointerError(why) from None
             state = states[found.stream]
             size = found.size
             if (
@@ -241,7 +245,12 @@ class PoolCore:
                 or listeners.active
             ):
                 with Uninterrupted():
-                    self._free_slowly(found, stream)
+                    try:
+                        self._free_slowly(found, stream)
+                    except BaseException:
+                        self._busy = False
+                        release()
+                        raise
             else:
                 cached = state.bins.get(size)
                 span = found
@@ -268,7 +277,7 @@ class PoolCore:
         self._take_in_if_idle()
 
     def _break_off(self, opened: bool, span: Span | None) -> None:
-        """Closes the books after an exception. `opened`: this call has opened them. `span`: what
+        """Closes the books after an interrupt, if they are still open. `opened`: this call has opened them. `span`: what
         was to be freed, or what nobody will be given: it is free then."""
         with Uninterrupted():
             lock = self._lock
@@ -365,9 +374,9 @@ class PoolCore:
         """
         hit = False
         with Uninterrupted():
-            self._release_ended_captures()
-            self._take_in()
             try:
+                self._release_ended_captures()
+                self._take_in()
                 state = self._streams.get(key)
                 cached = state.bins.get(rounded)
                 if cached:
@@ -382,8 +391,12 @@ class PoolCore:
                 counters.peak_live_bytes = max(counters.peak_live_bytes, counters.live_bytes)
                 if self._listeners.active:
                     self._listeners.allocated(span)
-            finally:
+            except BaseException:
                 self._listeners.deliver()
+                self._busy = False
+                self._release()
+                raise
+            self._listeners.deliver()
         if hit:
             self._counters.hits += 1
         else:

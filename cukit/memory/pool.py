@@ -115,17 +115,25 @@ class MemoryPool(PoolCore):
         """
         final: list[PoolStatistics] = []
         opened = False
+
+        def close() -> None:
+            if opened and not final:
+                with Uninterrupted():
+                    final.append(self.statistics())
+                    with self._in_order():
+                        self._counters.close_scope(self._pager)
+
         try:
             with self._in_order():
                 self._counters.open_scope(self._pager, self._facts())
                 opened = True
             yield lambda: final[0] if final else self.statistics()
         finally:
-            if opened:
-                with Uninterrupted():
-                    final.append(self.statistics())
-                    with self._in_order():
-                        self._counters.close_scope(self._pager)
+            try:
+                close()
+            except KeyboardInterrupt:  # before it began
+                close()
+                raise
 
     def ranges(self) -> list[Range]:
         """Everything the pool holds, in address order, consistent at one moment."""
