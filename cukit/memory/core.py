@@ -3,14 +3,13 @@
 A request of a size that was freed before on the same stream is served from a list, without merging,
 searching or calling the driver. Everything else happens on a miss.
 
-Destructors only note their frees, which the next call of the pool does (:mod:`cukit.memory.ties`).
-Other code may be run by a garbage collection inside any of these methods and use this very pool. So
-the lock can be taken again by the thread that holds it, `_busy` tells that it was, and a free is put
-aside then, too.
+Destructors only note their frees, for the next call of the pool to do (ties.py). Other code may be
+run by a garbage collection inside any of these methods and use this very pool. So the lock can be
+taken again by the thread that holds it, `_busy` tells that it was, and a free is then put aside.
 
-Ctrl-C: what takes long runs inside Uninterrupted. That costs as much as the quick calls themselves,
-so these are interrupted wherever Python does that, and `_break_off` undoes an allocation, finishes a
-free, and unlocks.
+Ctrl-C: what takes long runs inside Uninterrupted, which costs as much as a quick call does. So
+those are interrupted wherever Python looks for signals (behind calls, at the start of functions),
+and `_break_off` then undoes an allocation, finishes a free, and unlocks.
 """
 
 from __future__ import annotations
@@ -277,8 +276,11 @@ class PoolCore:
         self._take_in_if_idle()
 
     def _break_off(self, opened: bool, span: Span | None) -> None:
-        """Closes the books after an interrupt, if they are still open. `opened`: this call has opened them. `span`: what
-        was to be freed, or what nobody will be given: it is free then."""
+        """Closes the books after an interrupt, if they are open still.
+
+        opened: this call has opened them.
+        span: what was to be freed, or will not reach the caller: it is free then.
+        """
         with Uninterrupted():
             lock = self._lock
             if not opened:
