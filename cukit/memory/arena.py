@@ -72,9 +72,11 @@ _address = attrgetter("address")
 class Arena:
     """Every span of a pool, and the free ones by stream and size."""
 
-    def __init__(self, streams: Streams, page_bytes: int) -> None:
+    def __init__(self, streams: Streams, page_bytes: int, *, saves_pages: bool = False) -> None:
+        """`saves_pages`: see `_start`."""
         self.streams = streams
         self.page_bytes = page_bytes
+        self._saves_pages = saves_pages
         self._ranges: dict[int, AddressRange] = {}
         self.unmapped: dict[int, Span] = {}
 
@@ -134,14 +136,36 @@ class Arena:
         return self.streams.states[span.stream].index
 
     def take(self, span: Span, size: int, stream: Hashable) -> Span:
-        """Makes the first `size` bytes of a FREE span live on a stream."""
-        self.index(span).remove(span)
-        if span.size > size:
-            rest = span.split(size)
-            self.index(rest).add(rest)
+        """Makes `size` bytes of a FREE span, the first ones or see `_start`, live on a stream."""
+        start = span.address
+        if self._saves_pages and self.page_bytes <= size < span.size:
+            start = self._start(span, size)
+        span = self.carve(span, start, size)
         span.state = LIVE
         span.stream = stream
         return span
+
+    def _start(self, span: Span, size: int) -> int:
+        """Where in a free span a block of a page or more begins: at the span's start, or so that
+        the block begins or ends with a page. What takes the fewest wholly free pages, then what
+        leaves the least of them.
+
+        A page with a live byte stays where it is. A block with an end inside a page keeps a page
+        that its neighbours give up, and a block with both ends there keeps two.
+        """
+        page, begin, end = self.page_bytes, span.address, span.end
+        first, last = -(-begin // page), end // page
+        best, found = None, begin
+        for start in (begin, first * page, -(-(begin + size) // page) * page - size):
+            if start + size > end:
+                continue
+            low, high = max(start // page, first), min(-(-(start + size) // page), last)
+            pages = max(high - low, 0)
+            inside = min(start + size, last * page) - max(start, first * page)
+            rank = (pages, pages * page - inside, start)
+            if best is None or rank < best:
+                best, found = rank, start
+        return found
 
     def carve(self, span: Span, address: int, size: int) -> Span:
         """Cuts `size` bytes at `address` out of a FREE span and of its index. What is left of the

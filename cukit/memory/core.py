@@ -32,7 +32,7 @@ from cukit.memory.choose import default_provider
 from cukit.memory.config import ALIGNMENT, MemoryPoolConfig
 from cukit.memory.estate import give_back
 from cukit.memory.faults import explain_pointer, register_pool
-from cukit.memory.interrupts import InterruptedAsUsual, Uninterrupted
+from cukit.memory.interrupts import Uninterrupted
 from cukit.memory.listeners import Listeners
 from cukit.memory.oom import Ladder
 from cukit.memory.pager import Pager
@@ -96,7 +96,11 @@ class PoolCore:
         emit = self._listeners.emit
         self._streams = Streams(provider)
         self._states = self._streams.states
-        self._arena = Arena(self._streams, provider.page_bytes)
+        self._arena = Arena(
+            self._streams,
+            provider.page_bytes,
+            saves_pages=limit is not None and provider.can_remap,
+        )
         self._pager = Pager(config, provider, self._arena, emit)
         self._supply = Supply(provider, self._arena, self._pager, self._streams, emit)
         self._defragmenter = Defragmenter(
@@ -350,8 +354,7 @@ class PoolCore:
         self._busy = False
         self._release()
         try:
-            with InterruptedAsUsual():
-                result = action()
+            result = action()
         finally:
             self._acquire()
             self._busy = True

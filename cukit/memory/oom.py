@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory.blocks import Frame
 from cukit.memory.config import MemoryPoolConfig
+from cukit.memory.interrupts import InterruptedAsUsual
 from cukit.memory.pager import Emit, Pager
 from cukit.memory.provider import Provider
 from cukit.memory.relocate import Defragmenter
@@ -152,7 +152,12 @@ class Ladder:
     def _ask(self, size: int) -> bool:
         callback = self._config.on_out_of_memory
         assert callback is not None
-        return bool(self._outside(partial(callback, size)))
+
+        def ask() -> bool:
+            with InterruptedAsUsual():
+                return bool(callback(size))
+
+        return bool(self._outside(ask))
 
     def report(self, size: int) -> OutOfMemoryReport:
         """The facts, and what may help."""
