@@ -72,11 +72,9 @@ _address = attrgetter("address")
 class Arena:
     """Every span of a pool, and the free ones by stream and size."""
 
-    def __init__(self, streams: Streams, page_bytes: int, *, saves_pages: bool = False) -> None:
-        """`saves_pages`: see `_start`."""
+    def __init__(self, streams: Streams, page_bytes: int) -> None:
         self.streams = streams
         self.page_bytes = page_bytes
-        self._saves_pages = saves_pages
         self._ranges: dict[int, AddressRange] = {}
         self.unmapped: dict[int, Span] = {}
 
@@ -135,10 +133,12 @@ class Arena:
         """The index that a free span belongs into."""
         return self.streams.states[span.stream].index
 
-    def take(self, span: Span, size: int, stream: Hashable) -> Span:
-        """Makes `size` bytes of a FREE span, the first ones or see `_start`, live on a stream."""
+    def take(
+        self, span: Span, size: int, stream: Hashable, *, saving_pages: bool = False
+    ) -> Span:
+        """Makes `size` bytes of a FREE span live on a stream: the first ones, or see `_start`."""
         start = span.address
-        if self._saves_pages and self.page_bytes <= size < span.size:
+        if saving_pages and self.page_bytes <= size < span.size:
             start = self._start(span, size)
         span = self.carve(span, start, size)
         span.state = LIVE

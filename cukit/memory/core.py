@@ -96,11 +96,7 @@ class PoolCore:
         emit = self._listeners.emit
         self._streams = Streams(provider)
         self._states = self._streams.states
-        self._arena = Arena(
-            self._streams,
-            provider.page_bytes,
-            saves_pages=limit is not None and provider.can_remap,
-        )
+        self._arena = Arena(self._streams, provider.page_bytes)
         self._pager = Pager(config, provider, self._arena, emit)
         self._supply = Supply(provider, self._arena, self._pager, self._streams, emit)
         self._defragmenter = Defragmenter(

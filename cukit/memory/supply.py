@@ -70,7 +70,9 @@ class Supply:
             span = arena.best_fit(size, state)
         if span is None:
             span = self._pager.grow(size, state.key)
-        return None if span is None else arena.take(span, size, state.key)
+        if span is None:
+            return None
+        return arena.take(span, size, state.key, saving_pages=self._pager.full)
 
     def _own(self, size: int, state: StreamState) -> Span | None:
         """The best fit that the stream may use at once, or None."""
