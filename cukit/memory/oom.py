@@ -135,7 +135,6 @@ class Ladder:
 
     def _compact(self, state: StreamState) -> None:
         if not self._supply.capturing():
-            self._supply.stop_the_world()
             self._defragmenter.compact(state.key)
 
     def _trim(self, state: StreamState) -> None:

@@ -113,11 +113,10 @@ class Supply:
                 self._arena.settle(state)
 
     def stop_the_world(self) -> None:
-        """Waits until the device is idle; then everything free belongs to everybody."""
+        """Waits until the device is idle: everything free may be used by everybody."""
         self._provider.synchronize_device()
         self._streams.all_done()
         self.wait_for_pending()
-        self._arena.place({})
 
     def capturing(self) -> bool:
         """Whether a stream of the pool takes part in a capture: the host must not wait then."""
