@@ -14,7 +14,7 @@ import numpy as np
 
 from cukit.memory.blocks import Range
 from cukit.memory.compact import Ints
-from cukit.memory.spans import CACHED, FREE, GONE, LIVE, UNMAPPED, SizeIndex, Span
+from cukit.memory.spans import FREE, GONE, LIVE, UNMAPPED, SizeIndex, Span
 from cukit.memory.streams import CaptureKey, Streams, StreamState
 from cukit.memory.walk import Walk
 

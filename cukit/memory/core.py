@@ -174,7 +174,7 @@ class PoolCore:
                     and not (freed.uses or listeners.active)
                 ):  # just what is wanted, and live in the books: from its last owner to the next
                     span = freed
-                    del put_aside[0]
+                    put_aside.popleft()
                     counters.hits += 1
                 else:
                     self._take_in()
