@@ -202,14 +202,16 @@ def _take(holes: list[tuple[int, int]], size: int, count: int) -> list[int]:
         alike = bisect_left(holes, (length + 1,), position) - position
         taken = holes[position : position + min(alike, -(-count // each))]
         del holes[position : position + len(taken)]
-        rests = []
-        for _, address in taken:
-            blocks = min(each, count)
-            count -= blocks
-            end = address + blocks * size
-            found.extend(range(address, end, size))
-            if blocks * size < length:
-                rests.append((length - blocks * size, end))
+        each = min(each, count)
+        blocks = [address + n * size for _, address in taken for n in range(each)][:count]
+        found += blocks
+        count -= len(blocks)
+        filled = [each] * (len(taken) - 1) + [len(blocks) - each * (len(taken) - 1)]
+        rests = [
+            (length - full * size, address + full * size)
+            for (_, address), full in zip(taken, filled, strict=True)
+            if full * size < length
+        ]
         if len(rests) < 16:
             for rest in rests:
                 insort(holes, rest)
