@@ -138,7 +138,7 @@ class PoolCore:
 
     # Allocating and freeing -------------------------------------------------------------------
 
-    def allocate(self, size: int, stream: Any = None, _owner: Any = None) -> Any:
+    def allocate(self, size: int, stream: Any = None, _owner: Any = None) -> int:
         """Returns the address of `size` bytes, a multiple of 512, usable on `stream`.
 
         Raises OutOfMemoryError, whose text and `report` say what holds the memory.
@@ -205,7 +205,7 @@ class PoolCore:
             memory = _owner(span.address, size, self, self._device_id)
             span.tie = tie = Tie(memory, self.free_from_finalizer)
             tie.target = span
-            return memory
+            return memory  # type: ignore[no-any-return]
         except BaseException:
             self._break_off(opened, found[0] if found else span)
             raise
