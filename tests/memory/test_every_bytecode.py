@@ -94,6 +94,7 @@ class Bytecodes:
     def run(self, action: Callable[[], Any]) -> None:
         """Raises KeyboardInterrupt, unless there is no such bytecode in the action."""
         before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 asks for it when tracing begins
         sys.settrace(self)
         try:
             action()

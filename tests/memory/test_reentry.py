@@ -247,6 +247,19 @@ def test_what_destructors_freed_does_not_keep_the_memory() -> None:
     assert provider.used_bytes == 0
 
 
+def test_a_pool_that_ends_during_a_capture_waits() -> None:
+    """Its memory goes back with the next pool that ends."""
+    provider = SimulatedProvider()
+    MemoryPool(MemoryPoolConfig(initial_pool_size=PAGE), provider)
+    provider.captures[7] = 1
+    gc.collect()
+    assert provider.used_bytes > 0
+    provider.captures.clear()
+    MemoryPool(MemoryPoolConfig(), SimulatedProvider())
+    gc.collect()
+    assert provider.used_bytes == 0
+
+
 def test_raw_memory_outlives_its_pool() -> None:
     provider = SimulatedProvider()
     address = MemoryPool(MemoryPoolConfig(), provider).allocate(PAGE)
