@@ -102,6 +102,7 @@ from cukit.gemm import (
     tree_matmul,
     tune_matmul,
 )
+from cukit.kv_cache import KVCacheBlock, KVCacheManager
 from cukit.layers import (
     embedding,
     embedding_backward,
@@ -167,6 +168,8 @@ __all__ = [
     "DataError",
     "DeviceBuffer",
     "EmulatorError",
+    "KVCacheBlock",
+    "KVCacheManager",
     "LaunchError",
     "MatmulPlan",
     "MemoryPool",
