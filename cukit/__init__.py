@@ -35,6 +35,7 @@ from cukit.attention import (
     block_sparse_attention,
     flash_attention,
     flash_attention_backward,
+    paged_attention,
 )
 from cukit.distill import (
     adamw,
@@ -258,6 +259,7 @@ __all__ = [
     "ones",
     "ones_like",
     "pack_weight",
+    "paged_attention",
     "quantization_report",
     "quantize",
     "quantized_linear",

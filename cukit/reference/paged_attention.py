@@ -1,0 +1,62 @@
+"""Attention over a cache in blocks: the keys and values of each request, gathered."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cukit.reference._xp import array_namespace, working_dtype
+from cukit.reference.attention import flash_attention
+
+Array = Any
+
+
+def paged_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    *,
+    causal: bool = True,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    scale: float | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """flash_attention, request by request, over the rows that the block table names."""
+    xp = array_namespace(q)
+    batch, seq_q, heads_q, _ = q.shape
+    block_size = k_cache.shape[1]
+    out = xp.zeros((batch, seq_q, heads_q, v_cache.shape[-1]), dtype=q.dtype)
+    lse = xp.full((batch, heads_q, seq_q), -math.inf, dtype=working_dtype(q, k_cache, v_cache))
+    for b, length in enumerate(np.asarray(_host(seq_lens)).tolist()):
+        places = xp.arange(first_key(length, seq_q, window_size), length)
+        blocks = block_table[b][places // block_size]
+        rows = blocks, places % block_size
+        out[b : b + 1], lse[b : b + 1] = flash_attention(
+            q[b : b + 1],
+            k_cache[rows][None],
+            v_cache[rows][None],
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            sinks=sinks,
+            scale=scale,
+            return_lse=True,
+        )
+    return (out, lse) if return_lse else out
+
+
+def first_key(seq_len: Any, seq_q: int, window_size: tuple[int | None, int | None] | None) -> Any:
+    """The first key that a query sees. Those before it may have left the cache."""
+    left = None if window_size is None else window_size[0]
+    return 0 * seq_len if left is None else np.maximum(0, seq_len - seq_q - left)
+
+
+def _host(array: Array) -> Array:
+    return array.get() if hasattr(array, "get") else array

@@ -1,0 +1,523 @@
+// Attention over keys and values in blocks of a cache, for few queries a request.
+//
+// out = softmax(scale * Q K^T + mask) V as in flash_attention_sm80.cu, where key j of request b is
+// row j % block_size of block block_table[b][j / block_size]. The queries are the last of a request.
+//
+// Paper: Kwon et al., arXiv:2309.06180 (paged keys); Dao et al., Flash-Decoding (split keys).
+// Mapping: the rows of a problem are the queries of all heads that share a key head, so a key is
+//   read once for the group. Tiles of TILE = 16 * WARPS keys; a warp owns 16 keys of each, with
+//   sums, maxima and outputs of its own and a ring of STAGES copies that no other warp waits for.
+//   paged_work.cuh shares out the tiles. A piece that is not all of its problem goes to `partial`;
+//   the block that finishes a problem last adds up its pieces, in their order.
+// Shared memory, dynamic: WARPS * STAGES * 64 * HEAD_DIM bytes, each warp's keys and values, where
+//   eight rows of every warp lie on their way into a sum; M_TILES * 32 * HEAD_DIM bytes of queries.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|192|256; PADDED 0|1 head_dim is smaller (the rest
+//   is zeros); M_TILES 1|2, of 16 rows; WARPS; STAGES; UNIT_TILES 0, or tiles a unit; BLOCKS_PER_SM;
+//   CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
+// Minimum architecture: sm_80. Accumulates in float in a fixed order for given lengths and grid;
+//   with UNIT_TILES the order of a request depends on its own length alone.
+// Reference: cukit/reference/paged_attention.py.
+#include "attention/paged_work.cuh"
+#include "attention/parameters.cuh"
+#include "common/platform.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/scores/score_options.cuh"
+#include "common/softmax/online_softmax.cuh"
+#include "common/tile.cuh"
+#include "common/types.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+
+constexpr int kStep = 16;  // keys of a warp
+constexpr int kTile = kStep * WARPS;
+constexpr int kThreads = cukit::kWarpSize * WARPS;
+constexpr int kRows = 16 * M_TILES;
+constexpr int kKTiles = HEAD_DIM / 16;
+constexpr int kOTiles = HEAD_DIM / 8;
+constexpr int kPartBytes = kStep * HEAD_DIM * 2;  // a warp's keys of a tile, or its values
+constexpr int kStageBytes = 2 * kPartBytes;
+constexpr int kMergePitch = HEAD_DIM + 8;  // floats: eight rows fall into different banks
+
+using Place = cukit::Place<kTile, UNIT_TILES>;
+using QOperand = cukit::LeftMK<HEAD_DIM>;
+using KOperand = cukit::RightNK<HEAD_DIM>;
+using VOperand = cukit::RightKN<HEAD_DIM>;
+
+struct Arrays {
+  const T* q;              // [batch, seq_q, heads_q, head_dim]
+  const T* k;              // [blocks, block_size, heads_kv, head_dim]
+  const T* v;              // the same, [..., value_dim]
+  T* out;                  // [batch, seq_q, heads_q, value_dim]
+  float* lse;              // [batch, heads_q, seq_q] or null
+  const int* block_table;  // [batch, table_row]
+  const int* seq_lens;     // [batch]
+  const float* sinks;      // [heads_q]
+};
+
+// The rows of a problem: number r is query r / group of head head_kv * group + r % group.
+struct Rows {
+  int b, first, count, head_kv;
+
+  CUKIT_DEVICE Rows(const Place& place, const cukit::PagedParameters& params) {
+    const int tile = place.problem / params.heads_kv;
+    b = place.b;
+    first = tile * kRows;
+    count = min(kRows, params.group * params.seq_q - first);
+    head_kv = place.problem % params.heads_kv;
+  }
+  CUKIT_DEVICE int query(int row, const cukit::PagedParameters& params) const {
+    return (first + row) / params.group;
+  }
+  CUKIT_DEVICE int head(int row, const cukit::PagedParameters& params) const {
+    return head_kv * params.group + (first + row) % params.group;
+  }
+};
+
+// A run of tiles of one problem, which a block works through.
+struct Piece {
+  Place place;  // its first unit
+  int begin, end;  // tiles of the request
+  bool whole;      // all of the problem
+};
+
+// The units of the batch that a block takes, piece by piece.
+struct Share {
+  Place place;
+  int index, end;  // units of the batch
+
+  CUKIT_DEVICE bool done() const { return index >= end; }
+
+  CUKIT_DEVICE Piece piece() const {
+    const int left = place.request.units - place.unit;
+    const int units = UNIT_TILES ? 1 : min(left, end - index);
+    const int step = UNIT_TILES ? UNIT_TILES : 1;
+    const int last = place.request.first_tile + place.request.tiles;
+    const int begin = place.request.first_tile + place.unit * step;
+    return {place, begin, min(last, begin + units * step), units == place.request.units};
+  }
+
+  CUKIT_DEVICE void advance(const int* seq_lens, const cukit::PagedParameters& params) {
+    const int left = place.request.units - place.unit;
+    const int units = UNIT_TILES ? 1 : min(left, end - index);
+    index += units;
+    place.unit += units;
+    if (place.unit == place.request.units && !done()) place.next_problem(seq_lens, params);
+  }
+};
+
+// Copies a warp's keys and values, tile after tile of a share, ahead of their use.
+class Loader {
+ public:
+  CUKIT_DEVICE Loader(const Share& share, unsigned ring, const Arrays& arrays,
+                      const cukit::PagedParameters& params)
+      : share_(share), ring_(ring), stage_(0), more_(!share.done()) {
+    if (more_) {
+      open_piece(params);
+      look_up(arrays, params);
+    }
+  }
+
+  // Starts the copies of the next tile, or none after the last; one group either way.
+  CUKIT_DEVICE void start(const Arrays& arrays, const cukit::PagedParameters& params) {
+    if (more_) {
+      copy(arrays, params);
+      stage_ = stage_ + 1 == STAGES ? 0 : stage_ + 1;
+      if (++tile_ == piece_end_) {
+        share_.advance(arrays.seq_lens, params);
+        more_ = !share_.done();
+        if (more_) open_piece(params);
+      }
+      if (more_) look_up(arrays, params);
+    }
+    cukit::cp_async_commit();
+  }
+
+ private:
+  CUKIT_DEVICE void open_piece(const cukit::PagedParameters& params) {
+    const Piece piece = share_.piece();
+    tile_ = piece.begin;
+    piece_end_ = piece.end;
+    const Rows rows(piece.place, params);
+    head_kv_ = rows.head_kv;
+    // What no row sees is not read: a window's blocks may have been given to others.
+    const int past = piece.place.request.seq_kv - params.seq_q;
+    const int last = params.seq_q - 1;
+    const int seq_kv = piece.place.request.seq_kv;
+    first_key_ = max(0, cukit::visible_keys(0, past, seq_kv, params.settings).begin);
+    last_key_ = cukit::visible_keys(last, past, seq_kv, params.settings).end;
+  }
+
+  // The block of this lane's key (lanes l and l + 16 share one), a step before it is needed.
+  CUKIT_DEVICE void look_up(const Arrays& arrays, const cukit::PagedParameters& params) {
+    const int lane = threadIdx.x % cukit::kWarpSize;
+    const int key = tile_ * kTile + threadIdx.x / cukit::kWarpSize * kStep + lane % kStep;
+    block_ = -1;
+    if (key >= first_key_ && key < last_key_) {
+      row_ = key % params.block_size;
+      block_ = arrays.block_table[static_cast<long long>(share_.place.b) * params.table_row +
+                                  key / params.block_size];
+    }
+  }
+
+  CUKIT_DEVICE void copy(const Arrays& arrays, const cukit::PagedParameters& params) {
+    constexpr int kChunks = HEAD_DIM / 8;
+    const int lane = threadIdx.x % cukit::kWarpSize;
+    const unsigned keys = ring_ + stage_ * kStageBytes;
+    const long long k_row = cukit::offset_of(params.k, block_, row_, head_kv_);
+    const long long v_row = cukit::offset_of(params.v, block_, row_, head_kv_);
+#pragma unroll
+    for (int i = 0; i < kStep * kChunks / cukit::kWarpSize; ++i) {
+      const int index = i * cukit::kWarpSize + lane;
+      const int row = index / kChunks;
+      const int chunk = index % kChunks;
+      const bool known = __shfl_sync(cukit::kFullMask, block_, row) >= 0;
+      const long long from_k = __shfl_sync(cukit::kFullMask, k_row, row) + chunk * 8;
+      const long long from_v = __shfl_sync(cukit::kFullMask, v_row, row) + chunk * 8;
+      const unsigned to = keys + cukit::Swizzle<HEAD_DIM>::offset(row, chunk);
+      const bool k_valid = known && (!PADDED || chunk * 8 < params.head_dim);
+      const bool v_valid = known && (!VALUE_PADDED || chunk * 8 < params.value_dim);
+      cukit::cp_async_16(to, arrays.k + (k_valid ? from_k : 0), k_valid);
+      cukit::cp_async_16(to + kPartBytes, arrays.v + (v_valid ? from_v : 0), v_valid);
+    }
+  }
+
+  Share share_;
+  unsigned ring_;
+  int stage_;
+  bool more_;
+  int tile_, piece_end_, head_kv_, first_key_, last_key_;
+  int block_, row_ = 0;
+};
+
+// What a warp has summed up over its keys of a piece.
+struct Sums {
+  float out[M_TILES][kOTiles][4];
+  cukit::SoftmaxRows rows[M_TILES];
+};
+
+// The rows of a problem into shared memory; zeros where there are none.
+CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arrays& arrays,
+                               const cukit::PagedParameters& params) {
+  constexpr int kChunks = HEAD_DIM / 8;
+  for (int index = threadIdx.x; index < kRows * kChunks; index += kThreads) {
+    const int row = index / kChunks;
+    const int chunk = index % kChunks;
+    uint4 value = make_uint4(0, 0, 0, 0);
+    if (row < rows.count && (!PADDED || chunk * 8 < params.head_dim)) {
+      value = *reinterpret_cast<const uint4*>(
+          arrays.q + chunk * 8 +
+          cukit::offset_of(params.q, rows.b, rows.query(row, params), rows.head(row, params)));
+    }
+    *reinterpret_cast<uint4*>(tile + cukit::Swizzle<HEAD_DIM>::offset(row, chunk)) = value;
+  }
+  __syncthreads();
+}
+
+// scores = Q K^T, with what is hidden at -infinity.
+CUKIT_DEVICE void score(float (&scores)[M_TILES][2][4], const QOperand& q, unsigned keys,
+                        int first_key, const Rows& rows, int seq_kv,
+                        const cukit::PagedParameters& params) {
+  const KOperand k(keys, 0, 0);
+  cukit::clear(scores);
+  cukit::warp_product<T, kKTiles>(
+      scores,
+      [&](unsigned(&r)[4], int m, int step) { q(r, 16 * m, 16 * step); },
+      [&](unsigned(&r)[4], int n, int step) { k(r, 8 * n, 16 * step); });
+
+  const cukit::ScoreSettings& settings = params.settings;
+  const int past = seq_kv - params.seq_q;
+  const int last = params.seq_q - 1;
+  const bool all_seen = first_key >= cukit::visible_keys(last, past, seq_kv, settings).begin &&
+                        first_key + kStep <= cukit::visible_keys(0, past, seq_kv, settings).end;
+  if (all_seen && !cukit::kScoresModified) return;
+  const cukit::HeadScores head({}, settings, 0, 0, {0, 0, params.seq_q, seq_kv});
+  const int lane = threadIdx.x % cukit::kWarpSize;
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = rows.query(16 * m + 8 * half + lane / 4, params);
+      const cukit::Span seen = cukit::visible_keys(query, past, seq_kv, settings);
+#pragma unroll
+      for (int n = 0; n < 2; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& value = scores[m][n][2 * half + i];
+          const int key = first_key + 8 * n + lane % 4 * 2 + i;
+          value = head.score(value, query, key, params.scale_log2, settings);
+          if (head.hidden(seen, query, key, settings)) value = -cukit::infinity();
+        }
+    }
+}
+
+// Adds sixteen keys of a warp.
+CUKIT_DEVICE void add_keys(Sums& sums, float (&scores)[M_TILES][2][4], unsigned values,
+                           float factor) {
+  unsigned p[M_TILES][1][4];
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m) {
+    float(&own)[8] = reinterpret_cast<float(&)[8]>(scores[m]);
+    float shrink[2];
+    if (cukit::renew_maxima(sums.rows[m], shrink, own, factor)) {
+      cukit::rescale(reinterpret_cast<float(&)[4 * kOTiles]>(sums.out[m]), shrink);
+    }
+    cukit::exponentiate(sums.rows[m], own, factor);
+    cukit::pack_probabilities<T>(p[m], own);
+  }
+  const VOperand v(values, 0, 0);
+  cukit::warp_product<T, 1>(
+      sums.out,
+      [&](unsigned(&r)[4], int m, int) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) r[i] = p[m][0][i];
+      },
+      [&](unsigned(&r)[4], int n, int) { v(r, 0, 8 * n); });
+}
+
+// Maximum and sum of a row, in powers of two.
+struct Statistics {
+  float max, sum;
+};
+
+// What a row's sums are multiplied with to become its output; its log-sum-exp is stored.
+CUKIT_DEVICE float finish_row(const Statistics& row, const Rows& rows, int number,
+                              const Arrays& arrays, const cukit::PagedParameters& params,
+                              bool stores) {
+  float sink = -cukit::infinity();
+  if constexpr (SINKS) sink = arrays.sinks[rows.head(number, params)] * cukit::kLog2E;
+  const float top = fmaxf(row.max, sink);
+  if (top == -cukit::infinity()) {
+    if (stores && arrays.lse != nullptr) {
+      arrays.lse[(static_cast<long long>(rows.b) * params.heads_q + rows.head(number, params)) *
+                     params.seq_q + rows.query(number, params)] = -cukit::infinity();
+    }
+    return 0.0f;
+  }
+  const float weight = exp2f(row.max - top);
+  const float total = fmaf(row.sum, weight, SINKS ? exp2f(sink - top) : 0.0f);
+  if (stores && arrays.lse != nullptr) {
+    arrays.lse[(static_cast<long long>(rows.b) * params.heads_q + rows.head(number, params)) *
+                   params.seq_q + rows.query(number, params)] = (top + log2f(total)) * cukit::kLn2;
+  }
+  return weight / total;
+}
+
+// The sums of pieces: of slot s, kRows * HEAD_DIM floats of outputs and then kRows Statistics.
+struct Partial {
+  float* memory;
+
+  CUKIT_DEVICE float* out(long long slot) const {
+    return memory + slot * (kRows * (HEAD_DIM + 2));
+  }
+  CUKIT_DEVICE Statistics* statistics(long long slot) const {
+    return reinterpret_cast<Statistics*>(out(slot) + kRows * HEAD_DIM);
+  }
+};
+
+CUKIT_DEVICE float* merge_row(unsigned char* merge, int warp, int row) {
+  return reinterpret_cast<float*>(merge + warp * STAGES * kStageBytes) + row * kMergePitch;
+}
+
+// Two columns of a row, to where they belong.
+CUKIT_DEVICE void store_pair(float low, float high, const Rows& rows, int row, int column,
+                             const Arrays& arrays, const cukit::PagedParameters& params) {
+  if (VALUE_PADDED && column >= params.value_dim) return;
+  T* to = arrays.out + cukit::offset_of(params.out, rows.b, rows.query(row, params),
+                                        rows.head(row, params)) + column;
+  *reinterpret_cast<unsigned*>(to) = cukit::pack<T>(low, high);
+}
+
+// Adds the warps' sums: into the output, or into a slot of `partial`. `merge`: each warp's stage that
+// was read last, as nothing is copied there before the next tile.
+CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long long slot,
+                              float factor, unsigned char* merge, Statistics (*statistics)[kRows],
+                              const Partial& partial, const Arrays& arrays,
+                              const cukit::PagedParameters& params) {
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  const int warp = threadIdx.x / cukit::kWarpSize;
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = sums.rows[m].sum[half];
+      sum += __shfl_xor_sync(cukit::kFullMask, sum, 1);
+      sum += __shfl_xor_sync(cukit::kFullMask, sum, 2);
+      if (lane % 4 == 0) {
+        statistics[warp][16 * m + 8 * half + lane / 4] = {sums.rows[m].max[half] * factor, sum};
+      }
+    }
+  __syncthreads();
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int first = 16 * m + 8 * half;
+      if (first >= rows.count) break;
+      // Of this lane's row: the maximum of all warps, and what this warp's outputs shrink by.
+      float top = -cukit::infinity();
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) top = fmaxf(top, statistics[w][first + lane / 4].max);
+      const float own = statistics[warp][first + lane / 4].max;
+      const float shrink = own == -cukit::infinity() ? 0.0f : exp2f(own - top);
+#pragma unroll
+      for (int n = 0; n < kOTiles; ++n) {
+        float* to = merge_row(merge, warp, lane / 4) + 8 * n + lane % 4 * 2;
+        const float* from = &sums.out[m][n][2 * half];
+        *reinterpret_cast<float2*>(to) = make_float2(from[0] * shrink, from[1] * shrink);
+      }
+      __syncthreads();
+      for (int pair = threadIdx.x; pair < 8 * HEAD_DIM / 2; pair += kThreads) {
+        const int row = pair / (HEAD_DIM / 2);
+        const int column = pair % (HEAD_DIM / 2) * 2;
+        const int number = first + row;
+        if (number >= rows.count) break;
+        float2 total = make_float2(0.0f, 0.0f);
+        Statistics all{-cukit::infinity(), 0.0f};
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) all.max = fmaxf(all.max, statistics[w][number].max);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+          const float2 part =
+              *reinterpret_cast<const float2*>(merge_row(merge, w, row) + column);
+          total.x += part.x;
+          total.y += part.y;
+          const float max = statistics[w][number].max;
+          if (max > -cukit::infinity()) all.sum += statistics[w][number].sum * exp2f(max - all.max);
+        }
+        if (whole) {
+          const float by = finish_row(all, rows, number, arrays, params, column == 0);
+          store_pair(total.x * by, total.y * by, rows, number, column, arrays, params);
+        } else {
+          *reinterpret_cast<float2*>(partial.out(slot) + number * HEAD_DIM + column) = total;
+          if (column == 0) partial.statistics(slot)[number] = all;
+        }
+      }
+      __syncthreads();
+    }
+}
+
+// Adds the pieces of a problem, slots first(0) .. first(count - 1), into its output.
+template <typename Slot>
+CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const Partial& partial,
+                               const Arrays& arrays, const cukit::PagedParameters& params) {
+  for (int pair = threadIdx.x; pair < rows.count * HEAD_DIM / 2; pair += kThreads) {
+    const int row = pair / (HEAD_DIM / 2);
+    const int column = pair % (HEAD_DIM / 2) * 2;
+    Statistics all{-cukit::infinity(), 0.0f};
+    for (int i = 0; i < count; ++i) {
+      all.max = fmaxf(all.max, __ldcg(&partial.statistics(slot_of(i))[row].max));
+    }
+    float2 total = make_float2(0.0f, 0.0f);
+    for (int i = 0; i < count; ++i) {
+      const float2 own = __ldcg(reinterpret_cast<const float2*>(&partial.statistics(slot_of(i))[row]));
+      if (own.x == -cukit::infinity()) continue;
+      const float2 part = __ldcg(
+          reinterpret_cast<const float2*>(partial.out(slot_of(i)) + row * HEAD_DIM + column));
+      const float weight = exp2f(own.x - all.max);
+      all.sum += own.y * weight;
+      total.x += part.x * weight;
+      total.y += part.y * weight;
+    }
+    const float by = finish_row(all, rows, row, arrays, params, column == 0);
+    store_pair(total.x * by, total.y * by, rows, row, column, arrays, params);
+  }
+}
+
+// Counts a finished piece; true for the block that finishes its problem. The counter is left at 0.
+CUKIT_DEVICE bool finishes(int* counter, int pieces) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(counter, 1) == pieces - 1;
+    if (last) *counter = 0;
+  }
+  __syncthreads();
+  __threadfence();
+  return last;
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
+    const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ out,
+    float* __restrict__ lse, const int* __restrict__ block_table, const int* __restrict__ seq_lens,
+    const float* __restrict__ sinks,
+    float* partial_memory,  // see Partial: two slots a block, or one a unit
+    int* counters,          // zeros: one a block, or one a problem
+    const __grid_constant__ cukit::PagedParameters params) {
+  CUKIT_DYNAMIC_SHARED(unsigned char, shared);
+  __shared__ Statistics statistics[WARPS][kRows];
+  const Arrays arrays{q, k, v, out, lse, block_table, seq_lens, sinks};
+  const Partial partial{partial_memory};
+  const int warp = threadIdx.x / cukit::kWarpSize;
+  const unsigned ring = cukit::shared_address(shared) + warp * STAGES * kStageBytes;
+  unsigned char* query_tile = shared + WARPS * STAGES * kStageBytes;
+  const QOperand q_operand(cukit::shared_address(query_tile), 0, 0);
+  const float factor = cukit::exponent_factor(params.scale_log2);
+
+  const int total = Place::count(seq_lens, params);
+  const int share_units = (total + gridDim.x - 1) / gridDim.x;
+  const int first_unit = blockIdx.x * share_units;
+  if (first_unit >= total) return;
+  Share share{Place::find(first_unit, seq_lens, params), first_unit,
+              min(total, first_unit + share_units)};
+
+  Loader loader(share, ring, arrays, params);
+#pragma unroll
+  for (int i = 0; i < STAGES - 1; ++i) loader.start(arrays, params);
+
+  int stage = 0;
+  while (!share.done()) {
+    const Piece piece = share.piece();
+    const Rows rows(piece.place, params);
+    const int seq_kv = piece.place.request.seq_kv;
+    load_queries(query_tile, rows, arrays, params);
+    Sums sums;
+    cukit::clear(sums.out);
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m) {
+      sums.rows[m] = {{-cukit::infinity(), -cukit::infinity()}, {0.0f, 0.0f}};
+    }
+    for (int tile = piece.begin; tile < piece.end; ++tile) {
+      cukit::cp_async_wait<STAGES - 2>();
+      __syncwarp();  // every lane's copies have arrived, and all have left the stage that is next
+      loader.start(arrays, params);
+      const unsigned keys = ring + stage * kStageBytes;
+      float scores[M_TILES][2][4];
+      score(scores, q_operand, keys, tile * kTile + warp * kStep, rows, seq_kv, params);
+      add_keys(sums, scores, keys + kPartBytes, factor);
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+
+    unsigned char* merge = shared + (stage == 0 ? STAGES - 1 : stage - 1) * kStageBytes;
+    const int problem_first = share.index - piece.place.unit;  // its first unit
+    const int problem_last = problem_first + piece.place.request.units - 1;
+    if constexpr (UNIT_TILES > 0) {
+      merge_warps(sums, rows, piece.whole, share.index, factor, merge, statistics, partial, arrays,
+                  params);
+      int* counter = counters + piece.place.b * params.problems + piece.place.problem;
+      if (!piece.whole && finishes(counter, piece.place.request.units)) {
+        merge_pieces(rows, piece.place.request.units, [&](int i) { return problem_first + i; },
+                     partial, arrays, params);
+      }
+    } else {
+      // A block's first piece may be the end of a problem, its last one the beginning of another.
+      const int first_block = problem_first / share_units;
+      const int blocks = problem_last / share_units - first_block + 1;
+      const auto slot_of = [&](int i) {
+        const bool begins_inside = i == 0 && problem_first % share_units != 0;
+        return 2LL * (first_block + i) + begins_inside;
+      };
+      const int own = blockIdx.x - first_block;
+      merge_warps(sums, rows, piece.whole, slot_of(own), factor, merge, statistics, partial, arrays,
+                  params);
+      if (!piece.whole && finishes(counters + first_block, blocks)) {
+        merge_pieces(rows, blocks, slot_of, partial, arrays, params);
+      }
+    }
+    share.advance(seq_lens, params);
+  }
+}
