@@ -41,7 +41,7 @@ from cukit.registry import register
 
 _OP = "paged_attention"
 _STEP = 16
-_WARPS = 4
+_MOST_WARPS = 4
 _HEAD_DIMS = (64, 96, 128, 192, 256)
 _UNIT_KEYS = 1024
 """Keys of a unit of a batch-invariant call: a fixed number, whatever the device."""
@@ -206,6 +206,7 @@ class PagedConfig:
     """How a call runs.
 
     head_dim: columns of the tiles. row_tiles: of 16 * m_tiles query rows, of a key head.
+    warps: of a thread block; each has its own 16 keys of a tile.
     stages: copies of 16 keys and values that a warp has under way or in use.
     unit_tiles: tiles of keys of a unit, in a batch-invariant call; 0 otherwise.
     """
@@ -216,6 +217,7 @@ class PagedConfig:
     value_padded: bool
     m_tiles: int
     row_tiles: int
+    warps: int
     stages: int
     unit_tiles: int
     blocks_per_sm: int
@@ -234,7 +236,7 @@ class PagedConfig:
             ("VALUE_DIM", self.head_dim),
             ("VALUE_PADDED", int(self.value_padded)),
             ("M_TILES", self.m_tiles),
-            ("WARPS", _WARPS),
+            ("WARPS", self.warps),
             ("STAGES", self.stages),
             ("UNIT_TILES", self.unit_tiles),
             ("BLOCKS_PER_SM", self.blocks_per_sm),
@@ -243,15 +245,15 @@ class PagedConfig:
             ("SOFTCAP", int(self.softcap)),
             ("SINKS", int(self.sinks)),
         )
-        ring = self.stages * _stage_bytes(self.head_dim)
+        ring = self.warps * self.stages * _stage_bytes(self.head_dim)
         shared = ring + _query_bytes(self.head_dim, self.m_tiles)
-        return KernelSpec("attention/paged_attention.cu", _OP, defines, 32 * _WARPS, shared)
+        return KernelSpec("attention/paged_attention.cu", _OP, defines, 32 * self.warps, shared)
 
     def slots(self, batch: int, problems: int, most_keys: int) -> tuple[int, int]:
         """Sums of pieces, and counters, that a call may need at most."""
         if not self.unit_tiles:
             return 2 * self.num_blocks, self.num_blocks
-        units = -(-most_keys // (self.unit_tiles * _STEP * _WARPS)) + 1
+        units = -(-most_keys // _UNIT_KEYS) + 1
         return batch * problems * units, batch * problems
 
     @property
@@ -261,7 +263,8 @@ class PagedConfig:
 
 
 def _stage_bytes(head_dim: int) -> int:
-    return _WARPS * _STEP * head_dim * 2 * 2
+    """A warp's keys and values of one tile."""
+    return _STEP * head_dim * 2 * 2
 
 
 def _query_bytes(head_dim: int, m_tiles: int) -> int:
@@ -282,7 +285,7 @@ def plan_paged_attention(
     sinks: bool = False,
     batch_invariant: bool = False,
 ) -> PagedConfig:
-    """Two thread blocks on an SM where two stages of each fit, and as many stages as fit.
+    """Two thread blocks on an SM for narrow heads, and as many warps and then stages as fit.
 
     rows: query rows that share a key head: heads of the group times queries of a request.
     """
@@ -291,6 +294,9 @@ def plan_paged_attention(
     blocks = 2 if width <= 128 else 1
     room = device.shared_bytes_per_sm // blocks - _RESERVED_BYTES
     room = min(room, device.shared_bytes_per_block) - _query_bytes(width, m_tiles)
+    warps = _MOST_WARPS
+    while 2 * warps * _stage_bytes(width) > room:
+        warps //= 2
     return PagedConfig(
         dtype=dtype,
         head_dim=width,
@@ -298,8 +304,9 @@ def plan_paged_attention(
         value_padded=value_dim < width,
         m_tiles=m_tiles,
         row_tiles=-(-rows // (16 * m_tiles)),
-        stages=max(2, min(8, room // _stage_bytes(width))),
-        unit_tiles=_UNIT_KEYS // (_STEP * _WARPS) if batch_invariant else 0,
+        warps=warps,
+        stages=min(8, room // (warps * _stage_bytes(width))),
+        unit_tiles=_UNIT_KEYS // (_STEP * warps) if batch_invariant else 0,
         blocks_per_sm=blocks,
         num_blocks=blocks * device.num_sms,
         causal=causal,
