@@ -43,6 +43,7 @@ _OP = "paged_attention"
 _STEP = 16
 _MOST_WARPS = 4
 _HEAD_DIMS = (64, 96, 128, 192, 256)
+_MOST_TEAM = 8
 _UNIT_KEYS = 1024
 """Keys of a unit of a batch-invariant call: a fixed number, whatever the device."""
 _RESERVED_BYTES = 3072
@@ -209,6 +210,7 @@ class PagedConfig:
     warps: of a thread block; each has its own 16 keys of a tile.
     stages: copies of 16 keys and values that a warp has under way or in use.
     unit_tiles: tiles of keys of a unit, in a batch-invariant call; 0 otherwise.
+    team: thread blocks that work on neighbouring heads of the same keys.
     """
 
     dtype: str
@@ -220,6 +222,7 @@ class PagedConfig:
     warps: int
     stages: int
     unit_tiles: int
+    team: int
     blocks_per_sm: int
     num_blocks: int
     causal: bool
@@ -239,6 +242,7 @@ class PagedConfig:
             ("WARPS", self.warps),
             ("STAGES", self.stages),
             ("UNIT_TILES", self.unit_tiles),
+            ("TEAM", self.team),
             ("BLOCKS_PER_SM", self.blocks_per_sm),
             ("CAUSAL", int(self.causal)),
             ("WINDOW", int(self.window)),
@@ -275,6 +279,7 @@ def _query_bytes(head_dim: int, m_tiles: int) -> int:
 def plan_paged_attention(
     head_dim: int,
     value_dim: int,
+    heads_kv: int,
     rows: int,
     dtype: str,
     device: Device,
@@ -297,6 +302,10 @@ def plan_paged_attention(
     warps = _MOST_WARPS
     while 2 * warps * _stage_bytes(width) > room:
         warps //= 2
+    # The largest team, among those that leave the fewest thread blocks idle.
+    num_blocks = blocks * device.num_sms
+    sizes = [size for size in range(1, _MOST_TEAM + 1) if heads_kv % size == 0]
+    team = min(sizes, key=lambda size: (num_blocks % size * 50 // num_blocks, -size))
     return PagedConfig(
         dtype=dtype,
         head_dim=width,
@@ -307,8 +316,9 @@ def plan_paged_attention(
         warps=warps,
         stages=min(8, room // (warps * _stage_bytes(width))),
         unit_tiles=_UNIT_KEYS // (_STEP * warps) if batch_invariant else 0,
+        team=team,
         blocks_per_sm=blocks,
-        num_blocks=blocks * device.num_sms,
+        num_blocks=num_blocks // team * team,
         causal=causal,
         window=window,
         softcap=softcap,
@@ -369,7 +379,7 @@ def _prepare(
     group = heads_q // heads_kv
     causal, window = options.visible
     config = plan_paged_attention(
-        head_dim, value_dim, group * seq_q, q.dtype.name, current_device(),
+        head_dim, value_dim, heads_kv, group * seq_q, q.dtype.name, current_device(),
         causal=causal, window=window is not None, softcap=options.softcap is not None,
         sinks=sinks is not None, batch_invariant=batch_invariant,
     )  # fmt: skip
@@ -406,7 +416,8 @@ def _specs(device: Device) -> list[KernelSpec]:
     """Each width, tile of rows and option."""
 
     def spec(head_dim: int, rows: int = 4, **options: Any) -> KernelSpec:
-        return plan_paged_attention(head_dim, head_dim, rows, "bfloat16", device, **options).spec()
+        shape = head_dim, head_dim, 8, rows
+        return plan_paged_attention(*shape, "bfloat16", device, **options).spec()
 
     return [
         *(spec(width) for width in _HEAD_DIMS),

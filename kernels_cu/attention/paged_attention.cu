@@ -12,8 +12,8 @@
 // Shared memory, dynamic: WARPS * STAGES * 64 * HEAD_DIM bytes, each warp's keys and values, where
 //   eight rows of every warp lie on their way into a sum; M_TILES * 32 * HEAD_DIM bytes of queries.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|192|256; PADDED 0|1 head_dim is smaller (the rest
-//   is zeros); M_TILES 1|2, of 16 rows; WARPS; STAGES; UNIT_TILES 0, or tiles a unit; BLOCKS_PER_SM;
-//   CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
+//   is zeros); M_TILES 1|2, of 16 rows; WARPS; STAGES; UNIT_TILES 0, or tiles a unit; TEAM a divisor
+//   of the key heads and of the grid; BLOCKS_PER_SM; CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order for given lengths and grid;
 //   with UNIT_TILES the order of a request depends on its own length alone.
 // Reference: cukit/reference/paged_attention.py.
@@ -37,6 +37,7 @@ constexpr int kRows = 16 * M_TILES;
 constexpr int kKTiles = HEAD_DIM / 16;
 constexpr int kOTiles = HEAD_DIM / 8;
 constexpr int kPartBytes = kStep * HEAD_DIM * 2;  // a warp's keys of a tile, or its values
+constexpr int kLeastShare = UNIT_TILES ? 1 : 2;  // pieces of a tile would cost more than they save
 constexpr int kStageBytes = 2 * kPartBytes;
 constexpr int kMergePitch = HEAD_DIM + 8;  // floats: eight rows fall into different banks
 
@@ -61,11 +62,12 @@ struct Rows {
   int b, first, count, head_kv;
 
   CUKIT_DEVICE Rows(const Place& place, const cukit::PagedParameters& params) {
-    const int tile = place.problem / params.heads_kv;
+    const int problem = place.problem * TEAM + blockIdx.x % TEAM;
+    const int tile = problem / params.heads_kv;
     b = place.b;
     first = tile * kRows;
     count = min(kRows, params.group * params.seq_q - first);
-    head_kv = place.problem % params.heads_kv;
+    head_kv = problem % params.heads_kv;
   }
   CUKIT_DEVICE int query(int row, const cukit::PagedParameters& params) const {
     return (first + row) / params.group;
@@ -398,30 +400,51 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long lon
     }
 }
 
-// Adds the pieces of a problem, slots first(0) .. first(count - 1), into its output.
+// Adds the pieces of a problem, of slots slot_of(0) .. slot_of(count - 1), into its output.
 template <typename Slot>
 CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const Partial& partial,
                                const Arrays& arrays, const cukit::PagedParameters& params) {
-  for (int pair = threadIdx.x; pair < rows.count * HEAD_DIM / 2; pair += kThreads) {
-    const int row = pair / (HEAD_DIM / 2);
-    const int column = pair % (HEAD_DIM / 2) * 2;
+  constexpr int kAtOnce = 8;  // loads under way
+  for (int index = threadIdx.x; index < rows.count * HEAD_DIM / 4; index += kThreads) {
+    const int row = index / (HEAD_DIM / 4);
+    const int column = index % (HEAD_DIM / 4) * 4;
     Statistics all{-cukit::infinity(), 0.0f};
-    for (int i = 0; i < count; ++i) {
-      all.max = fmaxf(all.max, __ldcg(&partial.statistics(slot_of(i))[row].max));
-    }
-    float2 total = make_float2(0.0f, 0.0f);
-    for (int i = 0; i < count; ++i) {
-      const float2 own = __ldcg(reinterpret_cast<const float2*>(&partial.statistics(slot_of(i))[row]));
-      if (own.x == -cukit::infinity()) continue;
-      const float2 part = __ldcg(
-          reinterpret_cast<const float2*>(partial.out(slot_of(i)) + row * HEAD_DIM + column));
-      const float weight = exp2f(own.x - all.max);
-      all.sum += own.y * weight;
-      total.x += part.x * weight;
-      total.y += part.y * weight;
+    float total[4] = {};
+    for (int first = 0; first < count; first += kAtOnce) {
+      float2 own[kAtOnce];
+      float4 part[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        own[i] = make_float2(-cukit::infinity(), 0.0f);
+        part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (first + i < count) {
+          const long long slot = slot_of(first + i);
+          own[i] = __ldcg(reinterpret_cast<const float2*>(partial.statistics(slot) + row));
+          part[i] = __ldcg(
+              reinterpret_cast<const float4*>(partial.out(slot) + row * HEAD_DIM + column));
+        }
+      }
+      float top = all.max;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, own[i].x);
+      if (top == -cukit::infinity()) continue;
+      const float shrink = exp2f(all.max - top);
+      all = {top, all.sum * shrink};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) total[j] *= shrink;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float weight = exp2f(own[i].x - top);
+        all.sum = fmaf(own[i].y, weight, all.sum);
+        total[0] = fmaf(part[i].x, weight, total[0]);
+        total[1] = fmaf(part[i].y, weight, total[1]);
+        total[2] = fmaf(part[i].z, weight, total[2]);
+        total[3] = fmaf(part[i].w, weight, total[3]);
+      }
     }
     const float by = finish_row(all, rows, row, arrays, params, column == 0);
-    store_pair(total.x * by, total.y * by, rows, row, column, arrays, params);
+    store_pair(total[0] * by, total[1] * by, rows, row, column, arrays, params);
+    store_pair(total[2] * by, total[3] * by, rows, row, column + 2, arrays, params);
   }
 }
 
@@ -458,9 +481,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
   const QOperand q_operand(cukit::shared_address(query_tile), 0, 0);
   const float factor = cukit::exponent_factor(params.scale_log2);
 
+  const int teams = gridDim.x / TEAM;
+  const int team = blockIdx.x / TEAM;
+  const int member = blockIdx.x % TEAM;
   const int total = Place::count(seq_lens, params);
-  const int share_units = (total + gridDim.x - 1) / gridDim.x;
-  const int first_unit = blockIdx.x * share_units;
+  const int share_units = max(kLeastShare, (total + teams - 1) / teams);
+  const int first_unit = team * share_units;
   if (first_unit >= total) return;
   Share share{Place::find(first_unit, seq_lens, params), first_unit,
               min(total, first_unit + share_units)};
@@ -495,28 +521,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     unsigned char* merge = shared + (stage == 0 ? STAGES - 1 : stage - 1) * kStageBytes;
     const int problem_first = share.index - piece.place.unit;  // its first unit
     const int problem_last = problem_first + piece.place.request.units - 1;
-    if constexpr (UNIT_TILES > 0) {
-      merge_warps(sums, rows, piece.whole, share.index, factor, merge, statistics, partial, arrays,
-                  params);
-      int* counter = counters + piece.place.b * params.problems + piece.place.problem;
-      if (!piece.whole && finishes(counter, piece.place.request.units)) {
-        merge_pieces(rows, piece.place.request.units, [&](int i) { return problem_first + i; },
-                     partial, arrays, params);
-      }
-    } else {
-      // A block's first piece may be the end of a problem, its last one the beginning of another.
-      const int first_block = problem_first / share_units;
-      const int blocks = problem_last / share_units - first_block + 1;
-      const auto slot_of = [&](int i) {
-        const bool begins_inside = i == 0 && problem_first % share_units != 0;
-        return 2LL * (first_block + i) + begins_inside;
-      };
-      const int own = blockIdx.x - first_block;
-      merge_warps(sums, rows, piece.whole, slot_of(own), factor, merge, statistics, partial, arrays,
-                  params);
-      if (!piece.whole && finishes(counters + first_block, blocks)) {
-        merge_pieces(rows, blocks, slot_of, partial, arrays, params);
-      }
+    // Slots and counters of a piece. Without UNIT_TILES they are its block's: the first piece of a
+    // block may be the end of a problem, its last one the beginning of another.
+    const int first_team = problem_first / share_units;
+    const int pieces = UNIT_TILES ? piece.place.request.units
+                                  : problem_last / share_units - first_team + 1;
+    const auto slot_of = [&](int i) {
+      if constexpr (UNIT_TILES > 0) return static_cast<long long>(problem_first + i) * TEAM + member;
+      const bool begins_inside = i == 0 && problem_first % share_units != 0;
+      return 2LL * ((first_team + i) * TEAM + member) + begins_inside;
+    };
+    const int own = UNIT_TILES ? piece.place.unit : team - first_team;
+    const int counter =
+        UNIT_TILES ? (piece.place.b * (params.problems / TEAM) + piece.place.problem) * TEAM + member
+                   : first_team * TEAM + member;
+    merge_warps(sums, rows, piece.whole, slot_of(own), factor, merge, statistics, partial, arrays,
+                params);
+    if (!piece.whole && finishes(counters + counter, pieces)) {
+      merge_pieces(rows, pieces, slot_of, partial, arrays, params);
     }
     share.advance(seq_lens, params);
   }

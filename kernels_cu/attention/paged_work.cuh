@@ -1,13 +1,16 @@
 // What a thread block of paged attention works on: an equal share of all tiles of keys.
 //
-// A problem is one request, one key head and one tile of its query rows. All problems lie one behind
-// the other, request by request; each has at least one tile, so that its output is written. Block i
-// takes tiles i * share .. (i + 1) * share - 1 of all of them, in pieces that end where a problem
-// does. So blocks are equally busy whatever the lengths, and nothing is planned on the host: a
-// captured graph replays with other lengths.
+// A problem is one request, one tile of its query rows and one key head. Blocks come in teams of TEAM:
+// the block of number r in its team works on heads r, r + TEAM, ..., so that a team reads neighbouring
+// heads of the same keys at about the same time, which lie side by side in memory.
+//
+// For a team all problems lie one behind the other, request by request, TEAM heads at once; each has
+// at least one tile, so that its output is written. Team i takes tiles i * share .. (i + 1) * share - 1
+// of all of them, in pieces that end where a problem does. So blocks are equally busy whatever the
+// lengths, and nothing is planned on the host: a captured graph replays with other lengths.
 //
 // With UNIT_TILES > 0 (batch-invariant) a problem is cut after every UNIT_TILES of its own tiles
-// instead, and blocks share units: the sums of a request do not depend on what else is in the batch.
+// instead, and teams share units: the sums of a request do not depend on what else is in the batch.
 #pragma once
 
 #include "attention/parameters.cuh"
@@ -46,7 +49,7 @@ template <int Tile, int UnitTiles>
 struct Place {
   using Request_ = Request<Tile, UnitTiles>;
 
-  int b, problem;  // problem: key head and row tile of the request
+  int b, problem;  // problem: of the request, among those of a block
   int unit;        // of the problem
   Request_ request;
 
@@ -60,7 +63,7 @@ struct Place {
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
       total += __shfl_xor_sync(kFullMask, total, offset);
     }
-    return total * params.problems;
+    return total * (params.problems / TEAM);
   }
 
   // Where unit number `index` of the batch lies.
@@ -68,7 +71,7 @@ struct Place {
     const int lane = threadIdx.x % kWarpSize;
     int before = 0;
     for (int first = 0;; first += kWarpSize) {
-      const int own = Request_(first + lane, seq_lens, params).units * params.problems;
+      const int own = Request_(first + lane, seq_lens, params).units * (params.problems / TEAM);
       const int scan = inclusive_scan(own);
       const unsigned behind = __ballot_sync(kFullMask, before + scan > index);
       if (behind != 0) {
@@ -86,7 +89,7 @@ struct Place {
   // The first unit of the next problem.
   CUKIT_DEVICE void next_problem(const int* seq_lens, const PagedParameters& params) {
     unit = 0;
-    if (++problem == params.problems) {
+    if (++problem == params.problems / TEAM) {
       problem = 0;
       ++b;
       request = Request_(b, seq_lens, params);
