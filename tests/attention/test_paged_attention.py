@@ -20,6 +20,10 @@ DTYPES = (float16, bfloat16)
 ROUNDING = {float16: 2.0**-11, bfloat16: 2.0**-8}
 
 
+def array_module(device: str) -> Any:
+    return pytest.importorskip("cupy") if device == "gpu" else np
+
+
 class Cache:
     """A cache whose blocks lie in any order; what no request's keys are is NaN."""
 
@@ -75,9 +79,7 @@ class Cache:
 
     def check(self, device: str, tolerance: float = 2.0, **options: Any) -> None:
         """Result and lse, and the same bits again."""
-        xp = np
-        if device == "gpu":
-            import cupy as xp
+        xp = array_module(device)
         arrays = [xp.asarray(a) for a in (self.q, self.k, self.v, self.table, self.lengths)]
         given = {n: xp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
         out, lse = ck.paged_attention(*arrays, return_lse=True, **given)
@@ -100,7 +102,9 @@ class Cache:
 @pytest.mark.parametrize("block_size", [1, 5, 16, 64, 256])
 @pytest.mark.parametrize("lengths", [[1], [64], [0, 7, 200, 0, 65], [300, 1, 1, 1, 130, 64, 33]])
 @emulated(lambda lengths, block_size: len(lengths) == 5 or block_size == 5)
-def test_any_lengths_and_blocks(device: str, dtype: Any, block_size: int, lengths: list[int]):
+def test_any_lengths_and_blocks(
+    device: str, dtype: Any, block_size: int, lengths: list[int]
+) -> None:
     Cache(lengths, block_size=block_size, dtype=dtype).check(device)
 
 
@@ -109,7 +113,7 @@ def test_any_lengths_and_blocks(device: str, dtype: Any, block_size: int, length
     ("heads_q", "heads_kv", "seq_q"), [(1, 1, 1), (5, 1, 3), (8, 2, 5), (40, 1, 1)]
 )
 @emulated(lambda head_dim, heads_q: (head_dim == 80) == (heads_q == 5) or heads_q == 40 == head_dim)
-def test_any_heads(device: str, head_dim: int, heads_q: int, heads_kv: int, seq_q: int):
+def test_any_heads(device: str, head_dim: int, heads_q: int, heads_kv: int, seq_q: int) -> None:
     shape = {"head_dim": head_dim, "heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq_q}
     Cache([70, 2, 0, 129], **shape).check(device)
 
@@ -128,23 +132,21 @@ def test_any_heads(device: str, head_dim: int, heads_q: int, heads_kv: int, seq_
     ],
     ids=str,
 )
-def test_options(device: str, options: dict[str, Any], batch_invariant: bool):
+def test_options(device: str, options: dict[str, Any], batch_invariant: bool) -> None:
     hidden = 32 if "window_size" in options else 0
     cache = Cache([90, 200, 70, 0], seq_q=2, hidden=hidden, block_size=8)
     cache.check(device, batch_invariant=batch_invariant, **options)
 
 
-def test_values_may_be_narrower(device: str):
+def test_values_may_be_narrower(device: str) -> None:
     Cache([90, 3], head_dim=96, value_dim=64).check(device)
 
 
 @pytest.mark.parametrize("length", [1, 1023, 1024, 1025, 5000])
 @emulated(lambda length: length == 1025)
-def test_a_request_does_not_feel_the_batch(device: str, length: int):
+def test_a_request_does_not_feel_the_batch(device: str, length: int) -> None:
     """Bit for bit, alone and among others, in another place of another cache."""
-    xp = np
-    if device == "gpu":
-        import cupy as xp
+    xp = array_module(device)
     alone = Cache([length], seed=1)
     among = Cache([7, length, 2600 if device == "gpu" else 70, 0], seed=2)
     places = np.arange(length)
@@ -162,7 +164,7 @@ def test_a_request_does_not_feel_the_batch(device: str, length: int):
     assert (results[0][0] == results[1][1]).all()
 
 
-def test_a_slab_of_the_manager(device: str):
+def test_a_slab_of_the_manager(device: str) -> None:
     """Views of a slab that holds two layers, written at the manager's slots."""
     cache = ck.KVCacheManager(32, 16, num_layers=2, num_heads_kv=2, head_dim=64)
     xp = namespace(cache.slab.array)
@@ -176,8 +178,8 @@ def test_a_slab_of_the_manager(device: str):
     cache.values(1)[blocks, places] = rows[1]
     q = xp.asarray(generator.standard_normal((1, 1, 4, 64), np.float32).astype(np.float16))
     table, lengths = map(xp.asarray, cache.block_table(["a"]))
-    out = ck.paged_attention(q, cache.keys(1), cache.values(1), table, lengths)
-    dense = ck.flash_attention(q, rows[:1], rows[1:], causal=True)
+    out: Any = ck.paged_attention(q, cache.keys(1), cache.values(1), table, lengths)
+    dense: Any = ck.flash_attention(q, rows[:1], rows[1:], causal=True)
     assert float(abs(out.astype(np.float32) - dense.astype(np.float32)).max()) < 2e-3
 
 
@@ -197,8 +199,8 @@ def test_a_slab_of_the_manager(device: str):
     ],
     ids=str,
 )
-def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str):
-    arguments = {
+def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {
         "q": np.zeros((1, 1, 4, 64), np.float32),
         "k_cache": np.zeros((4, 16, 2, 64), np.float32),
         "v_cache": np.zeros((4, 16, 2, 64), np.float32),
@@ -211,7 +213,7 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
 
 
 @pytest.mark.gpu
-def test_a_graph_replays_with_other_lengths():
+def test_a_graph_replays_with_other_lengths() -> None:
     import cupy
 
     cache = Cache([100, 700, 3], seed=3)
@@ -231,7 +233,9 @@ def test_a_graph_replays_with_other_lengths():
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
-def test_a_few_thread_blocks_share_problems(num_blocks: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_few_thread_blocks_share_problems(
+    num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shares that begin and end inside problems, and hold whole ones."""
     plan = paged.plan_paged_attention
     monkeypatch.setattr(
@@ -239,16 +243,16 @@ def test_a_few_thread_blocks_share_problems(num_blocks: int, monkeypatch: pytest
         "plan_paged_attention",
         lambda *a, **k: replace(plan(*a, **k), num_blocks=2 * num_blocks),
     )
-    paged._prepare.forget()
+    paged._prepare.forget()  # type: ignore[attr-defined]
     try:
         with ck.backend("emulator"):
             Cache([500, 3, 150, 0, 70], heads_q=6, heads_kv=2).check("emulator")
     finally:
-        paged._prepare.forget()
+        paged._prepare.forget()  # type: ignore[attr-defined]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads_q", [8, 32])
-def test_large_batches_of_unequal_lengths(heads_q: int):
+def test_large_batches_of_unequal_lengths(heads_q: int) -> None:
     lengths = np.random.default_rng(5).zipf(1.3, 40).clip(0, 9000).tolist()
     Cache([*lengths, 20000], heads_q=heads_q, heads_kv=2, head_dim=128).check("gpu")
