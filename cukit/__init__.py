@@ -35,6 +35,7 @@ from cukit.attention import (
     block_sparse_attention,
     flash_attention,
     flash_attention_backward,
+    merge_attention_states,
     paged_attention,
 )
 from cukit.distill import (
@@ -250,6 +251,7 @@ __all__ = [
     "matmul_tma",
     "memory_pool_allocate",
     "memory_pool_free",
+    "merge_attention_states",
     "moe_ffn",
     "moe_ffn_backward",
     "moe_permute",

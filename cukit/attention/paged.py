@@ -33,6 +33,7 @@ from cukit.core.arrays import (
 from cukit.core.counters import zero_counters
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_flag
 from cukit.errors import ArrayShapeError, ConfigError
@@ -119,6 +120,7 @@ def paged_attention(
     check_flag(_OP, "causal", causal)
     check_flag(_OP, "batch_invariant", batch_invariant)
     check_flag(_OP, "return_lse", return_lse)
+    check_overlap(_OP, out, q=q, k_cache=k_cache, v_cache=v_cache)
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
     if not runs_kernel(_OP, q, k_cache, v_cache, block_table, seq_lens, sinks, out):
         _check(q, k_cache, v_cache, block_table, seq_lens, sinks, out, options)

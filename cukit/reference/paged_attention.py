@@ -52,6 +52,23 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+def merge_attention_states(
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array
+) -> tuple[Array, Array]:
+    """Both outputs, weighted by what their keys weigh."""
+    xp = array_namespace(out_a)
+    top = xp.maximum(lse_a, lse_b)
+    base = xp.where(top == -math.inf, 0, top)
+    weights = [xp.exp(lse - base).swapaxes(1, 2)[..., None] for lse in (lse_a, lse_b)]
+    total = weights[0] + weights[1]
+    # A side without keys has no output that counts, not even a NaN.
+    sides = [xp.where(w == 0, 0, w * out) for w, out in zip(weights, (out_a, out_b), strict=True)]
+    out = (sides[0] + sides[1]) / xp.where(total == 0, 1, total)
+    whole = total[..., 0].swapaxes(1, 2)
+    lse = xp.where(whole == 0, -math.inf, base + xp.log(xp.where(whole == 0, 1, whole)))
+    return out.astype(out_a.dtype, copy=False), lse.astype(lse_a.dtype, copy=False)
+
+
 def first_key(seq_len: Any, seq_q: int, window_size: tuple[int | None, int | None] | None) -> Any:
     """The first key that a query sees. Those before it may have left the cache."""
     left = None if window_size is None else window_size[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cukit.attention import paged_attention
+from cukit.attention import merge_attention_states, paged_attention
 from cukit.reference import paged_attention as reference
 from profiling import peers
 from profiling.case import Call, Case, Workload, itemsize
@@ -44,7 +44,8 @@ class Shape:
 def cases(small: bool = False) -> list[Case]:
     """Long and short requests, few and many, of equal and very unequal lengths."""
     if small:
-        return [_case(Shape("2x20", (20, 20), 4, 2, 16)), _case(Shape("mixed", (3, 40), 4, 1, 24))]
+        mixed = Shape("mixed", (3, 40), 4, 1, 24)
+        return [_case(Shape("2x20", (20, 20), 4, 2, 16)), _case(mixed), _merge_case(2, 3, 4, 16)]
     batches = ((1, 4096), (1, 32768), (16, 16384), (32, 4096), (128, 2048))
     shapes = [
         Shape(f"{batch}x{length}", (length,) * batch, block_size=block_size)
@@ -60,7 +61,8 @@ def cases(small: bool = False) -> list[Case]:
         Shape("32x8192", (8192,) * 32, 32, 8, 64),
         Shape("32x4096", (4096,) * 32, 16, 4, 256),
     ]
-    return [_case(shape) for shape in shapes]
+    merges = [_merge_case(128, 1, 32, 128), _merge_case(1, 16384, 32, 128)]
+    return [_case(shape) for shape in shapes] + merges
 
 
 def _case(shape: Shape) -> Case:
@@ -98,6 +100,40 @@ def _case(shape: Shape) -> Case:
         dtype="bfloat16",
         build=build,
         bytes=rows * shape.head_dim * itemsize("bfloat16"),
+    )
+
+
+def _merge_case(batch: int, seq_len: int, heads: int, head_dim: int) -> Case:
+    def build() -> Workload:
+        shape = batch, seq_len, heads, head_dim
+        outs = [normal(shape, "bfloat16") for _ in range(2)]
+        lses = [normal((batch, heads, seq_len), "float32") for _ in range(2)]
+        arguments = outs[0], lses[0], outs[1], lses[1]
+
+        def torch_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
+            lse = peers.torch().logaddexp(lse_a, lse_b)
+            weights = [(x - lse).exp().transpose(1, 2)[..., None] for x in (lse_a, lse_b)]
+            return (weights[0] * out_a + weights[1] * out_b).to(out_a.dtype), lse
+
+        def expected() -> Any:
+            xp = array_module()
+            wide = [array.astype(xp.float32) for array in arguments]
+            return reference.merge_attention_states(*wide)
+
+        arms = {
+            "cukit": lambda: partial(merge_attention_states, *arguments),
+            "torch-compile": lambda: peers.forward(torch_merge, *arguments, compiled=True),
+        }
+        return Workload(arms=arms, expected=expected)
+
+    rows = batch * seq_len * heads
+    return Case(
+        family="attention",
+        op="merge_attention_states",
+        name=f"{batch}x{seq_len}x{heads}x{head_dim}",
+        dtype="bfloat16",
+        build=build,
+        bytes=3 * rows * (head_dim * itemsize("bfloat16") + itemsize("float32")),
     )
 
 
