@@ -67,14 +67,15 @@ def merge_attention_states(
 def _check(
     out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, contiguous: bool = True
 ) -> None:
-    dense = {"contiguous": contiguous}
-    check_array(_OP, "out_a", out_a, dtypes=FLOAT_DTYPES, ndim=4, **dense)
+    check_array(_OP, "out_a", out_a, dtypes=FLOAT_DTYPES, ndim=4, contiguous=contiguous)
     batch, seq, heads, _ = out_a.shape
-    check_array(_OP, "out_b", out_b, dtypes=FLOAT_DTYPES, shape=out_a.shape, **dense)
+    check_array(_OP, "out_b", out_b, dtypes=FLOAT_DTYPES, shape=out_a.shape, contiguous=contiguous)
     check_same_dtype(_OP, out_a=out_a, out_b=out_b)
     exact = np.dtype(np.float64) if out_a.dtype == np.float64 else float32
     for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_array(_OP, name, lse, dtypes=(exact,), shape=(batch, heads, seq), **dense)
+        check_array(
+            _OP, name, lse, dtypes=(exact,), shape=(batch, heads, seq), contiguous=contiguous
+        )
 
 
 class PreparedMerge(NamedTuple):

@@ -17,10 +17,8 @@
 // Minimum architecture: sm_80. Accumulates in float in a fixed order for given lengths and grid;
 //   with UNIT_TILES the order of a request depends on its own length alone.
 // Reference: cukit/reference/paged_attention.py.
-#include "attention/paged_work.cuh"
-#include "attention/parameters.cuh"
+#include "attention/paged_sums.cuh"
 #include "common/platform.cuh"
-#include "common/ptx/pack.cuh"
 #include "common/scores/score_options.cuh"
 #include "common/softmax/online_softmax.cuh"
 #include "common/tile.cuh"
@@ -28,54 +26,13 @@
 
 namespace {
 
-using T = cukit::element_t;
+using namespace cukit::paged;
 
-constexpr int kStep = 16;  // keys of a warp
-constexpr int kTile = kStep * WARPS;
-constexpr int kThreads = cukit::kWarpSize * WARPS;
-constexpr int kRows = 16 * M_TILES;
 constexpr int kKTiles = HEAD_DIM / 16;
-constexpr int kOTiles = HEAD_DIM / 8;
-constexpr int kPartBytes = kStep * HEAD_DIM * 2;  // a warp's keys of a tile, or its values
-constexpr int kLeastShare = UNIT_TILES ? 1 : 2;  // pieces of a tile would cost more than they save
-constexpr int kStageBytes = 2 * kPartBytes;
-constexpr int kMergePitch = HEAD_DIM + 8;  // floats: eight rows fall into different banks
 
-using Place = cukit::Place<kTile, UNIT_TILES>;
 using QOperand = cukit::LeftMK<HEAD_DIM>;
 using KOperand = cukit::RightNK<HEAD_DIM>;
 using VOperand = cukit::RightKN<HEAD_DIM>;
-
-struct Arrays {
-  const T* q;              // [batch, seq_q, heads_q, head_dim]
-  const T* k;              // [blocks, block_size, heads_kv, head_dim]
-  const T* v;              // the same, [..., value_dim]
-  T* out;                  // [batch, seq_q, heads_q, value_dim]
-  float* lse;              // [batch, heads_q, seq_q] or null
-  const int* block_table;  // [batch, table_row]
-  const int* seq_lens;     // [batch]
-  const float* sinks;      // [heads_q]
-};
-
-// The rows of a problem: number r is query r / group of head head_kv * group + r % group.
-struct Rows {
-  int b, first, count, head_kv;
-
-  CUKIT_DEVICE Rows(const Place& place, const cukit::PagedParameters& params) {
-    const int problem = place.problem * TEAM + blockIdx.x % TEAM;
-    const int tile = problem / params.heads_kv;
-    b = place.b;
-    first = tile * kRows;
-    count = min(kRows, params.group * params.seq_q - first);
-    head_kv = problem % params.heads_kv;
-  }
-  CUKIT_DEVICE int query(int row, const cukit::PagedParameters& params) const {
-    return (first + row) / params.group;
-  }
-  CUKIT_DEVICE int head(int row, const cukit::PagedParameters& params) const {
-    return head_kv * params.group + (first + row) % params.group;
-  }
-};
 
 // A run of tiles of one problem, which a block works through.
 struct Piece {
@@ -193,12 +150,6 @@ class Loader {
   int block_, row_ = 0;
 };
 
-// What a warp has summed up over its keys of a piece.
-struct Sums {
-  float out[M_TILES][kOTiles][4];
-  cukit::SoftmaxRows rows[M_TILES];
-};
-
 // The rows of a problem into shared memory; zeros where there are none.
 CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arrays& arrays,
                                const cukit::PagedParameters& params) {
@@ -276,190 +227,6 @@ CUKIT_DEVICE void add_keys(Sums& sums, float (&scores)[M_TILES][2][4], unsigned 
         for (int i = 0; i < 4; ++i) r[i] = p[m][0][i];
       },
       [&](unsigned(&r)[4], int n, int) { v(r, 0, 8 * n); });
-}
-
-// Maximum and sum of a row, in powers of two.
-struct Statistics {
-  float max, sum;
-};
-
-// What a row's sums are multiplied with to become its output; its log-sum-exp is stored.
-CUKIT_DEVICE float finish_row(const Statistics& row, const Rows& rows, int number,
-                              const Arrays& arrays, const cukit::PagedParameters& params,
-                              bool stores) {
-  float sink = -cukit::infinity();
-  if constexpr (SINKS) sink = arrays.sinks[rows.head(number, params)] * cukit::kLog2E;
-  const float top = fmaxf(row.max, sink);
-  if (top == -cukit::infinity()) {
-    if (stores && arrays.lse != nullptr) {
-      arrays.lse[(static_cast<long long>(rows.b) * params.heads_q + rows.head(number, params)) *
-                     params.seq_q + rows.query(number, params)] = -cukit::infinity();
-    }
-    return 0.0f;
-  }
-  const float weight = exp2f(row.max - top);
-  const float total = fmaf(row.sum, weight, SINKS ? exp2f(sink - top) : 0.0f);
-  if (stores && arrays.lse != nullptr) {
-    arrays.lse[(static_cast<long long>(rows.b) * params.heads_q + rows.head(number, params)) *
-                   params.seq_q + rows.query(number, params)] = (top + log2f(total)) * cukit::kLn2;
-  }
-  return weight / total;
-}
-
-// The sums of pieces: of slot s, kRows * HEAD_DIM floats of outputs and then kRows Statistics.
-struct Partial {
-  float* memory;
-
-  CUKIT_DEVICE float* out(long long slot) const {
-    return memory + slot * (kRows * (HEAD_DIM + 2));
-  }
-  CUKIT_DEVICE Statistics* statistics(long long slot) const {
-    return reinterpret_cast<Statistics*>(out(slot) + kRows * HEAD_DIM);
-  }
-};
-
-CUKIT_DEVICE float* merge_row(unsigned char* merge, int warp, int row) {
-  return reinterpret_cast<float*>(merge + warp * STAGES * kStageBytes) + row * kMergePitch;
-}
-
-// Two columns of a row, to where they belong.
-CUKIT_DEVICE void store_pair(float low, float high, const Rows& rows, int row, int column,
-                             const Arrays& arrays, const cukit::PagedParameters& params) {
-  if (VALUE_PADDED && column >= params.value_dim) return;
-  T* to = arrays.out + cukit::offset_of(params.out, rows.b, rows.query(row, params),
-                                        rows.head(row, params)) + column;
-  *reinterpret_cast<unsigned*>(to) = cukit::pack<T>(low, high);
-}
-
-// Adds the warps' sums: into the output, or into a slot of `partial`. `merge`: each warp's stage that
-// was read last, as nothing is copied there before the next tile.
-CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long long slot,
-                              float factor, unsigned char* merge, Statistics (*statistics)[kRows],
-                              const Partial& partial, const Arrays& arrays,
-                              const cukit::PagedParameters& params) {
-  const int lane = threadIdx.x % cukit::kWarpSize;
-  const int warp = threadIdx.x / cukit::kWarpSize;
-#pragma unroll
-  for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum = sums.rows[m].sum[half];
-      sum += __shfl_xor_sync(cukit::kFullMask, sum, 1);
-      sum += __shfl_xor_sync(cukit::kFullMask, sum, 2);
-      if (lane % 4 == 0) {
-        statistics[warp][16 * m + 8 * half + lane / 4] = {sums.rows[m].max[half] * factor, sum};
-      }
-    }
-  __syncthreads();
-#pragma unroll
-  for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int first = 16 * m + 8 * half;
-      if (first >= rows.count) break;
-      // Of this lane's row: the maximum of all warps, and what this warp's outputs shrink by.
-      float top = -cukit::infinity();
-#pragma unroll
-      for (int w = 0; w < WARPS; ++w) top = fmaxf(top, statistics[w][first + lane / 4].max);
-      const float own = statistics[warp][first + lane / 4].max;
-      const float shrink = own == -cukit::infinity() ? 0.0f : exp2f(own - top);
-#pragma unroll
-      for (int n = 0; n < kOTiles; ++n) {
-        float* to = merge_row(merge, warp, lane / 4) + 8 * n + lane % 4 * 2;
-        const float* from = &sums.out[m][n][2 * half];
-        *reinterpret_cast<float2*>(to) = make_float2(from[0] * shrink, from[1] * shrink);
-      }
-      __syncthreads();
-      for (int pair = threadIdx.x; pair < 8 * HEAD_DIM / 2; pair += kThreads) {
-        const int row = pair / (HEAD_DIM / 2);
-        const int column = pair % (HEAD_DIM / 2) * 2;
-        const int number = first + row;
-        if (number >= rows.count) break;
-        float2 total = make_float2(0.0f, 0.0f);
-        Statistics all{-cukit::infinity(), 0.0f};
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) all.max = fmaxf(all.max, statistics[w][number].max);
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-          const float2 part =
-              *reinterpret_cast<const float2*>(merge_row(merge, w, row) + column);
-          total.x += part.x;
-          total.y += part.y;
-          const float max = statistics[w][number].max;
-          if (max > -cukit::infinity()) all.sum += statistics[w][number].sum * exp2f(max - all.max);
-        }
-        if (whole) {
-          const float by = finish_row(all, rows, number, arrays, params, column == 0);
-          store_pair(total.x * by, total.y * by, rows, number, column, arrays, params);
-        } else {
-          *reinterpret_cast<float2*>(partial.out(slot) + number * HEAD_DIM + column) = total;
-          if (column == 0) partial.statistics(slot)[number] = all;
-        }
-      }
-      __syncthreads();
-    }
-}
-
-// Adds the pieces of a problem, of slots slot_of(0) .. slot_of(count - 1), into its output.
-template <typename Slot>
-CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const Partial& partial,
-                               const Arrays& arrays, const cukit::PagedParameters& params) {
-  constexpr int kAtOnce = 8;  // loads under way
-  for (int index = threadIdx.x; index < rows.count * HEAD_DIM / 4; index += kThreads) {
-    const int row = index / (HEAD_DIM / 4);
-    const int column = index % (HEAD_DIM / 4) * 4;
-    Statistics all{-cukit::infinity(), 0.0f};
-    float total[4] = {};
-    for (int first = 0; first < count; first += kAtOnce) {
-      float2 own[kAtOnce];
-      float4 part[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        own[i] = make_float2(-cukit::infinity(), 0.0f);
-        part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (first + i < count) {
-          const long long slot = slot_of(first + i);
-          own[i] = __ldcg(reinterpret_cast<const float2*>(partial.statistics(slot) + row));
-          part[i] = __ldcg(
-              reinterpret_cast<const float4*>(partial.out(slot) + row * HEAD_DIM + column));
-        }
-      }
-      float top = all.max;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, own[i].x);
-      if (top == -cukit::infinity()) continue;
-      const float shrink = exp2f(all.max - top);
-      all = {top, all.sum * shrink};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) total[j] *= shrink;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const float weight = exp2f(own[i].x - top);
-        all.sum = fmaf(own[i].y, weight, all.sum);
-        total[0] = fmaf(part[i].x, weight, total[0]);
-        total[1] = fmaf(part[i].y, weight, total[1]);
-        total[2] = fmaf(part[i].z, weight, total[2]);
-        total[3] = fmaf(part[i].w, weight, total[3]);
-      }
-    }
-    const float by = finish_row(all, rows, row, arrays, params, column == 0);
-    store_pair(total[0] * by, total[1] * by, rows, row, column, arrays, params);
-    store_pair(total[2] * by, total[3] * by, rows, row, column + 2, arrays, params);
-  }
-}
-
-// Counts a finished piece; true for the block that finishes its problem. The counter is left at 0.
-CUKIT_DEVICE bool finishes(int* counter, int pieces) {
-  __shared__ bool last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(counter, 1) == pieces - 1;
-    if (last) *counter = 0;
-  }
-  __syncthreads();
-  __threadfence();
-  return last;
 }
 
 }  // namespace

@@ -120,7 +120,7 @@ def _merge_case(batch: int, seq_len: int, heads: int, head_dim: int) -> Case:
             wide = [array.astype(xp.float32) for array in arguments]
             return reference.merge_attention_states(*wide)
 
-        arms = {
+        arms: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(merge_attention_states, *arguments),
             "torch-compile": lambda: peers.forward(torch_merge, *arguments, compiled=True),
         }

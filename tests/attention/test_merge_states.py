@@ -56,6 +56,6 @@ def test_what_is_refused(device: str) -> None:
     states, *_ = parts(bfloat16)
     placed = to_device(device, *states)
     with pytest.raises(ArrayShapeError, match="lse_b"):
-        ck.merge_attention_states(*placed[:3], placed[3][:1])
+        ck.merge_attention_states(placed[0], placed[1], placed[2], placed[3][:1])
     with pytest.raises(ArrayDtypeError, match="out_b"):
-        ck.merge_attention_states(*placed[:2], placed[2].astype(np.float16), placed[3])
+        ck.merge_attention_states(placed[0], placed[1], placed[2].astype(np.float16), placed[3])
