@@ -9,14 +9,17 @@
 //   sums, maxima and outputs of its own and a ring of STAGES copies that no other warp waits for.
 //   paged_work.cuh shares out the tiles. A piece that is not all of its problem goes to `partial`;
 //   the block that finishes a problem last adds up its pieces, in their order.
-// Shared memory, dynamic: WARPS * STAGES * 64 * HEAD_DIM bytes, each warp's keys and values, where
-//   eight rows of every warp lie on their way into a sum; M_TILES * 32 * HEAD_DIM bytes of queries.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|192|256; PADDED 0|1 head_dim is smaller (the rest
-//   is zeros); M_TILES 1|2, of 16 rows; WARPS; STAGES; UNIT_TILES 0, or tiles a unit; TEAM a divisor
-//   of the key heads and of the grid; BLOCKS_PER_SM; CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
-// Minimum architecture: sm_80. Accumulates in float in a fixed order for given lengths and grid;
-//   with UNIT_TILES the order of a request depends on its own length alone.
+// Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (64 * HEAD_DIM; of
+//   codes half of that and 128), where eight rows of every warp lie on their way into a sum;
+//   M_TILES * 32 * HEAD_DIM bytes of queries.
+// Macros: DTYPE float16|bfloat16; CODE of keys and values: 0 as DTYPE, 1 e4m3, 2 int8;
+//   HEAD_DIM 64|96|128|192|256, without 96 for codes; PADDED 0|1 head_dim is smaller (the rest is
+//   zeros); M_TILES 1|2, of 16 rows; WARPS; STAGES; UNIT_TILES 0, or tiles a unit; TEAM a divisor of
+//   the key heads and of the grid; BLOCKS_PER_SM; CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
+// Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
+//   and grid; with UNIT_TILES the order of a request depends on its own length alone.
 // Reference: cukit/reference/paged_attention.py.
+#include "attention/paged_operands.cuh"
 #include "attention/paged_sums.cuh"
 #include "common/platform.cuh"
 #include "common/scores/score_options.cuh"
@@ -27,12 +30,6 @@
 namespace {
 
 using namespace cukit::paged;
-
-constexpr int kKTiles = HEAD_DIM / 16;
-
-using QOperand = cukit::LeftMK<HEAD_DIM>;
-using KOperand = cukit::RightNK<HEAD_DIM>;
-using VOperand = cukit::RightKN<HEAD_DIM>;
 
 // A run of tiles of one problem, which a block works through.
 struct Piece {
@@ -121,7 +118,8 @@ class Loader {
   }
 
   CUKIT_DEVICE void copy(const Arrays& arrays, const cukit::PagedParameters& params) {
-    constexpr int kChunks = HEAD_DIM / 8;
+    constexpr int kChunks = kTileColumns / 8;
+    constexpr int kElements = 128 / kBits;  // of a chunk
     const int lane = threadIdx.x % cukit::kWarpSize;
     const unsigned keys = ring_ + stage_ * kStageBytes;
     const long long k_row = cukit::offset_of(params.k, block_, row_, head_kv_);
@@ -131,14 +129,24 @@ class Loader {
       const int index = i * cukit::kWarpSize + lane;
       const int row = index / kChunks;
       const int chunk = index % kChunks;
+      const int column = chunk * kElements;
       const bool known = __shfl_sync(cukit::kFullMask, block_, row) >= 0;
-      const long long from_k = __shfl_sync(cukit::kFullMask, k_row, row) + chunk * 8;
-      const long long from_v = __shfl_sync(cukit::kFullMask, v_row, row) + chunk * 8;
-      const unsigned to = keys + cukit::Swizzle<HEAD_DIM>::offset(row, chunk);
-      const bool k_valid = known && (!PADDED || chunk * 8 < params.head_dim);
-      const bool v_valid = known && (!VALUE_PADDED || chunk * 8 < params.value_dim);
+      const long long from_k = __shfl_sync(cukit::kFullMask, k_row, row) + column;
+      const long long from_v = __shfl_sync(cukit::kFullMask, v_row, row) + column;
+      const unsigned to = keys + cukit::Swizzle<kTileColumns>::offset(row, chunk);
+      const bool k_valid = known && (!PADDED || column < params.head_dim);
+      const bool v_valid = known && (!VALUE_PADDED || column < params.value_dim);
       cukit::cp_async_16(to, arrays.k + (k_valid ? from_k : 0), k_valid);
       cukit::cp_async_16(to + kPartBytes, arrays.v + (v_valid ? from_v : 0), v_valid);
+    }
+    if constexpr (CODE != 0) {
+      const bool of_keys = lane < kStep;
+      const float* from = of_keys ? arrays.k_scales : arrays.v_scales;
+      const bool known = block_ >= 0;
+      if (known) {
+        from += cukit::offset_of(of_keys ? params.k_scales : params.v_scales, block_, row_, head_kv_);
+      }
+      cukit::cp_async_cached<4>(keys + 2 * kPartBytes + lane * 4, from, known);
     }
   }
 
@@ -153,31 +161,44 @@ class Loader {
 // The rows of a problem into shared memory; zeros where there are none.
 CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arrays& arrays,
                                const cukit::PagedParameters& params) {
-  constexpr int kChunks = HEAD_DIM / 8;
-  for (int index = threadIdx.x; index < kRows * kChunks; index += kThreads) {
-    const int row = index / kChunks;
-    const int chunk = index % kChunks;
-    uint4 value = make_uint4(0, 0, 0, 0);
-    if (row < rows.count && (!PADDED || chunk * 8 < params.head_dim)) {
-      value = *reinterpret_cast<const uint4*>(
-          arrays.q + chunk * 8 +
-          cukit::offset_of(params.q, rows.b, rows.query(row, params), rows.head(row, params)));
+  constexpr int kPairs = HEAD_DIM / 16;  // of chunks
+  for (int index = threadIdx.x; index < kRows * kPairs; index += kThreads) {
+    const int row = index / kPairs;
+    const int column = index % kPairs * 16;
+    uint4 columns[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
+    if (row < rows.count) {
+      const T* from = arrays.q + cukit::offset_of(params.q, rows.b, rows.query(row, params),
+                                                  rows.head(row, params));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (!PADDED || column + 8 * i < params.head_dim) {
+          columns[i] = *reinterpret_cast<const uint4*>(from + column + 8 * i);
+        }
+      }
     }
-    *reinterpret_cast<uint4*>(tile + cukit::Swizzle<HEAD_DIM>::offset(row, chunk)) = value;
+    uint4 chunks[2];
+    order_queries(chunks, columns);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      *reinterpret_cast<uint4*>(tile + cukit::Swizzle<HEAD_DIM>::offset(row, column / 8 + i)) =
+          chunks[i];
+    }
   }
   __syncthreads();
 }
 
 // scores = Q K^T, with what is hidden at -infinity.
+// `scales`: of the lane's keys, with CODE.
 CUKIT_DEVICE void score(float (&scores)[M_TILES][2][4], const QOperand& q, unsigned keys,
-                        int first_key, const Rows& rows, int seq_kv,
+                        const float (&scales)[2][2], int first_key, const Rows& rows, int seq_kv,
                         const cukit::PagedParameters& params) {
-  const KOperand k(keys, 0, 0);
-  cukit::clear(scores);
-  cukit::warp_product<T, kKTiles>(
-      scores,
-      [&](unsigned(&r)[4], int m, int step) { q(r, 16 * m, 16 * step); },
-      [&](unsigned(&r)[4], int n, int step) { k(r, 8 * n, 16 * step); });
+  multiply_keys(scores, q, KOperand(keys, 0, 0));
+  if constexpr (CODE != 0) {
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) scores[m][i / 4][i % 4] *= scales[i / 4][i % 2];
+  }
 
   const cukit::ScoreSettings& settings = params.settings;
   const int past = seq_kv - params.seq_q;
@@ -205,9 +226,46 @@ CUKIT_DEVICE void score(float (&scores)[M_TILES][2][4], const QOperand& q, unsig
     }
 }
 
+// A lane's share of sixteen scales: element [n][i] is of key 8 n + 2 (lane % 4) + i.
+CUKIT_DEVICE void load_scales(float (&scales)[2][2], const unsigned char* from) {
+  if constexpr (CODE != 0) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int key = 8 * n + threadIdx.x % cukit::kWarpSize % 4 * 2;
+      const float2 pair = reinterpret_cast<const float2*>(from)[key / 2];
+      scales[n][0] = pair.x;
+      scales[n][1] = pair.y;
+    }
+  }
+}
+
+// The scales of values as multiples of the warp's unit, which is renewed where a scale has outgrown
+// it: probabilities times these multiples fit float16 whatever the scales.
+CUKIT_DEVICE void take_unit(Sums& sums, float (&scales)[2][2]) {
+  constexpr float kGrowth = 16.0f;
+  float top = fmaxf(fmaxf(fabsf(scales[0][0]), fabsf(scales[0][1])),
+                    fmaxf(fabsf(scales[1][0]), fabsf(scales[1][1])));
+  top = fmaxf(top, __shfl_xor_sync(cukit::kFullMask, top, 1));
+  top = fmaxf(top, __shfl_xor_sync(cukit::kFullMask, top, 2));
+  if (top > kGrowth * sums.unit) {
+    const float shrink = sums.unit / top;
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+      for (int n = 0; n < kOTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums.out[m][n][i] *= shrink;
+    sums.unit = top;
+  }
+  const float inverse = sums.unit > 0.0f ? 1.0f / sums.unit : 0.0f;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) scales[i / 2][i % 2] *= inverse;
+}
+
 // Adds sixteen keys of a warp.
 CUKIT_DEVICE void add_keys(Sums& sums, float (&scores)[M_TILES][2][4], unsigned values,
-                           float factor) {
+                           float (&scales)[2][2], float factor) {
+  if constexpr (CODE != 0) take_unit(sums, scales);
   unsigned p[M_TILES][1][4];
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m) {
@@ -217,22 +275,20 @@ CUKIT_DEVICE void add_keys(Sums& sums, float (&scores)[M_TILES][2][4], unsigned 
       cukit::rescale(reinterpret_cast<float(&)[4 * kOTiles]>(sums.out[m]), shrink);
     }
     cukit::exponentiate(sums.rows[m], own, factor);
-    cukit::pack_probabilities<T>(p[m], own);
-  }
-  const VOperand v(values, 0, 0);
-  cukit::warp_product<T, 1>(
-      sums.out,
-      [&](unsigned(&r)[4], int m, int) {
+    if constexpr (CODE != 0) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) r[i] = p[m][0][i];
-      },
-      [&](unsigned(&r)[4], int n, int) { v(r, 0, 8 * n); });
+      for (int i = 0; i < 8; ++i) own[i] *= scales[i / 4][i % 2];
+    }
+    cukit::pack_probabilities<product_t>(p[m], own);
+  }
+  multiply_values(sums.out, p, VOperand(values, 0, 0));
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
-    const T* __restrict__ q, const T* __restrict__ k, const T* __restrict__ v, T* __restrict__ out,
+    const T* __restrict__ q, const cache_t* __restrict__ k, const cache_t* __restrict__ v,
+    const float* __restrict__ k_scales, const float* __restrict__ v_scales, T* __restrict__ out,
     float* __restrict__ lse, const int* __restrict__ block_table, const int* __restrict__ seq_lens,
     const float* __restrict__ sinks,
     float* partial_memory,  // see Partial: two slots a block, or one a unit
@@ -240,10 +296,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     const __grid_constant__ cukit::PagedParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ Statistics statistics[WARPS][kRows];
-  const Arrays arrays{q, k, v, out, lse, block_table, seq_lens, sinks};
+  const Arrays arrays{q, k, v, k_scales, v_scales, out, lse, block_table, seq_lens, sinks};
   const Partial partial{partial_memory};
   const int warp = threadIdx.x / cukit::kWarpSize;
-  const unsigned ring = cukit::shared_address(shared) + warp * STAGES * kStageBytes;
+  const unsigned char* warp_ring = shared + warp * STAGES * kStageBytes;
+  const unsigned ring = cukit::shared_address(warp_ring);
   unsigned char* query_tile = shared + WARPS * STAGES * kStageBytes;
   const QOperand q_operand(cukit::shared_address(query_tile), 0, 0);
   const float factor = cukit::exponent_factor(params.scale_log2);
@@ -270,6 +327,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     load_queries(query_tile, rows, arrays, params);
     Sums sums;
     cukit::clear(sums.out);
+    sums.unit = 0.0f;
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m) {
       sums.rows[m] = {{-cukit::infinity(), -cukit::infinity()}, {0.0f, 0.0f}};
@@ -279,9 +337,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
       __syncwarp();  // every lane's copies have arrived, and all have left the stage that is next
       loader.start(arrays, params);
       const unsigned keys = ring + stage * kStageBytes;
+      const unsigned char* scales = warp_ring + stage * kStageBytes + 2 * kPartBytes;
+      float key_scales[2][2];
+      float value_scales[2][2];
+      load_scales(key_scales, scales);
+      load_scales(value_scales, scales + 4 * kStep);
       float scores[M_TILES][2][4];
-      score(scores, q_operand, keys, tile * kTile + warp * kStep, rows, seq_kv, params);
-      add_keys(sums, scores, keys + kPartBytes, factor);
+      score(scores, q_operand, keys, key_scales, tile * kTile + warp * kStep, rows, seq_kv, params);
+      add_keys(sums, scores, keys + kPartBytes, value_scales, factor);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 

@@ -12,23 +12,37 @@
 namespace cukit::paged {
 
 using T = element_t;
+#if CODE == 0
+using cache_t = T;
+using product_t = T;
+#else
+using cache_t = unsigned char;
+using product_t = __half;
+#endif
 
 constexpr int kStep = 16;  // keys of a warp
 constexpr int kTile = kStep * WARPS;
 constexpr int kThreads = kWarpSize * WARPS;
 constexpr int kRows = 16 * M_TILES;
 constexpr int kOTiles = HEAD_DIM / 8;
-constexpr int kPartBytes = kStep * HEAD_DIM * 2;  // a warp's keys of a tile, or its values
+constexpr int kBits = 8 * sizeof(cache_t);
+constexpr int kTileColumns = HEAD_DIM * kBits / 16;     // of keys and values, in units of 16 bits
+constexpr int kPartBytes = kStep * kTileColumns * 2;    // a warp's keys of a tile, or its values
+constexpr int kScaleBytes = CODE ? 2 * kStep * 4 : 0;   // of its keys, then of its values
 constexpr int kLeastShare = UNIT_TILES ? 1 : 2;  // pieces of a tile would cost more than they save
-constexpr int kStageBytes = 2 * kPartBytes;
-constexpr int kMergePitch = HEAD_DIM + 8;  // floats: eight rows fall into different banks
+constexpr int kStageBytes = 2 * kPartBytes + kScaleBytes;
+constexpr int kMergePitch = HEAD_DIM + kBits / 2;  // floats: neighbouring rows use different banks
+
+static_assert(8 * kMergePitch * 4 <= kStageBytes, "sums of eight rows lie in a stage");
 
 using Place = cukit::Place<kTile, UNIT_TILES>;
 
 struct Arrays {
   const T* q;              // [batch, seq_q, heads_q, head_dim]
-  const T* k;              // [blocks, block_size, heads_kv, head_dim]
-  const T* v;              // the same, [..., value_dim]
+  const cache_t* k;        // [blocks, block_size, heads_kv, head_dim]
+  const cache_t* v;        // the same, [..., value_dim]
+  const float* k_scales;   // with CODE: [blocks, block_size, heads_kv], or 1 instead of an axis
+  const float* v_scales;   // the same
   T* out;                  // [batch, seq_q, heads_q, value_dim]
   float* lse;              // [batch, heads_q, seq_q] or null
   const int* block_table;  // [batch, table_row]

@@ -6,6 +6,7 @@
 // Macros: those of paged_attention.cu.
 #pragma once
 
+#include "attention/paged_operands.cuh"
 #include "attention/paged_rows.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/softmax/online_softmax.cuh"
@@ -16,6 +17,7 @@ namespace cukit::paged {
 struct Sums {
   float out[M_TILES][kOTiles][4];
   SoftmaxRows rows[M_TILES];
+  float unit;  // CODE: what `out` is to be multiplied with, about the largest scale of the values
 };
 
 // Maximum and sum of a row, in powers of two.
@@ -102,12 +104,11 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long lon
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) top = fmaxf(top, statistics[w][first + lane / 4].max);
       const float own = statistics[warp][first + lane / 4].max;
-      const float shrink = own == -infinity() ? 0.0f : exp2f(own - top);
+      const float unit = CODE ? sums.unit : 1.0f;
+      const float shrink = own == -infinity() ? 0.0f : exp2f(own - top) * unit;
 #pragma unroll
-      for (int n = 0; n < kOTiles; ++n) {
-        float* to = merge_row(merge, warp, lane / 4) + 8 * n + lane % 4 * 2;
-        const float* from = &sums.out[m][n][2 * half];
-        *reinterpret_cast<float2*>(to) = make_float2(from[0] * shrink, from[1] * shrink);
+      for (int n = 0; n < kOTiles / 2; ++n) {
+        store_columns(merge_row(merge, warp, lane / 4), sums.out[m], n, half, shrink);
       }
       __syncthreads();
       for (int pair = threadIdx.x; pair < 8 * HEAD_DIM / 2; pair += kThreads) {

@@ -40,9 +40,10 @@ struct MappedForwardParameters {
   Float8Settings float8;
 };
 
-// paged_attention. Strides of k and v: over blocks of the cache, their rows and heads.
+// paged_attention. Strides of k, v and their scales: over blocks of the cache, their rows and heads.
 struct PagedParameters {
   HeadStrides q, k, v, out;
+  HeadStrides k_scales, v_scales;  // 0 along axes that share a scale
   int batch, heads_q, heads_kv;
   int group;      // query heads that share a key head
   int seq_q;      // of every request

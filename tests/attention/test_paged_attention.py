@@ -138,6 +138,54 @@ def test_options(device: str, options: dict[str, Any], batch_invariant: bool) ->
     cache.check(device, batch_invariant=batch_invariant, **options)
 
 
+@pytest.mark.parametrize("codes", [ck.int8, ck.float8_e4m3], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("shared", ["none", "cache", "head", "key"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@emulated(lambda head_dim, shared: head_dim in (80, 128) and shared in ("none", "key"))
+def test_caches_of_codes(device: str, codes: Any, shared: str, head_dim: int) -> None:
+    """Scales a thousandfold apart, in poisoned caches; against the decoded values in float64."""
+    xp = array_module(device)
+    cache = Cache([70, 2, 0, 129, 700], heads_q=6, heads_kv=2, head_dim=head_dim, dtype=float16)
+    generator = np.random.default_rng(1)
+    shape = {"none": None, "cache": (1,) * 4, "head": (1, 1, 2, 1), "key": (*cache.k.shape[:3], 1)}
+    given, values = [], []
+    for array, most in ((cache.k, 3.0), (cache.v, 300.0)):
+        unused = np.isnan(array)
+        scales = None
+        axes = {"cache": None, "head": (0, 1, 3), "key": 3}.get(shared)
+        if shape[shared] is not None:
+            spread = generator.uniform(-3, 0, shape[shared])
+            scales = (most * 10**spread / 100).astype(np.float32)
+        codes_of = ck.QuantizedArray.encode(
+            np.nan_to_num(array.astype(np.float32)) * (1 if scales is None else 60 * scales),
+            codes, scales=scales, axis=axes,
+        )  # fmt: skip
+        values.append(np.asarray(codes_of.dense(), np.float64))
+        storage = codes_of.storage.copy()
+        storage[unused] = 0x7F
+        if scales is not None and shared == "key":
+            scales[unused[..., :1]] = np.nan
+        given.append(
+            ck.QuantizedArray(
+                xp.asarray(storage),
+                codes,
+                storage.shape,
+                scales=None if scales is None else xp.asarray(scales),
+                axis=axes,
+            )  # fmt: skip
+        )
+    cache.k, cache.v = values
+    want, want_lse = cache.expected()
+    arrays = [xp.asarray(a) for a in (cache.q, cache.table, cache.lengths)]
+    out, lse = ck.paged_attention(arrays[0], *given, *arrays[1:], return_lse=True)
+    host = np.asarray if xp is np else xp.asnumpy
+    got = host(out).astype(np.float64)
+    assert np.isfinite(got).all()
+    assert np.abs(got - want).max() <= 2.0**-9 * np.abs(want).max()
+    seen = ~np.isneginf(want_lse)
+    np.testing.assert_allclose(host(lse)[seen], want_lse[seen], atol=1e-3, rtol=1e-4)
+
+
 def test_values_may_be_narrower(device: str) -> None:
     Cache([90, 3], head_dim=96, value_dim=64).check(device)
 
