@@ -61,7 +61,8 @@ def merge_attention_states(
     if not runs_kernel(_OP, *arrays):
         _check(*arrays, contiguous=False)
         return reference.merge_attention_states(*arrays)
-    return _prepare(*arrays)(*arrays)
+    merged: tuple[Array, Array] = _prepare(*arrays)(*arrays)
+    return merged
 
 
 def _check(

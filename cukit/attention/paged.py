@@ -160,7 +160,9 @@ def paged_attention(
             return_lse=True,
         )
         return (write_out(out, result), lse) if return_lse else write_out(out, result)
-    return _prepare(*arrays, codes, options, bool(batch_invariant))(*arrays, bool(return_lse))
+    prepared = _prepare(*arrays, codes, options, bool(batch_invariant))
+    attended: Array | tuple[Array, Array] = prepared(*arrays, bool(return_lse))
+    return attended
 
 
 _CODES = {"": 0, "float8_e4m3": 1, "int8": 2}
@@ -368,14 +370,15 @@ def plan_paged_attention(
     sinks: bool = False,
     batch_invariant: bool = False,
 ) -> PagedConfig:
-    """Two thread blocks on an SM for narrow heads, and as many warps and then stages as fit.
+    """Two thread blocks on an SM for narrow heads, three where codes are decoded, and as many warps
+    and then stages as fit.
 
     rows: query rows that share a key head: heads of the group times queries of a request.
     """
     widths = _CODE_HEAD_DIMS if codes else _HEAD_DIMS
     width = next(each for each in widths if each >= head_dim)
     m_tiles = 1 if rows <= 16 or width > 128 else 2
-    blocks = 2 if width <= 128 else 1
+    blocks = 1 if width > 128 else 3 if codes and m_tiles == 1 else 2
     room = device.shared_bytes_per_sm // blocks - _RESERVED_BYTES
     room = min(room, device.shared_bytes_per_block) - _query_bytes(width, m_tiles)
     warps = _MOST_WARPS
@@ -536,12 +539,12 @@ def _scale_strides(scales: Array | None) -> tuple[int, int, int]:
     return block, row, head
 
 
-_ones: dict[Any, Array] = {}
+_ones: dict[int | None, Array] = {}
 
 
 def _one(like: Array) -> Array:
     """1, where a cache has no scales."""
-    key = getattr(like, "device", None)
+    key = like.device.id if is_gpu_array(like) else None
     found = _ones.get(key)
     if found is None:
         found = _ones[key] = namespace(like).ones(1, np.float32)

@@ -29,7 +29,7 @@ constexpr int kBits = 8 * sizeof(cache_t);
 constexpr int kTileColumns = HEAD_DIM * kBits / 16;     // of keys and values, in units of 16 bits
 constexpr int kPartBytes = kStep * kTileColumns * 2;    // a warp's keys of a tile, or its values
 constexpr int kScaleBytes = CODE ? 2 * kStep * 4 : 0;   // of its keys, then of its values
-constexpr int kLeastShare = UNIT_TILES ? 1 : 2;  // pieces of a tile would cost more than they save
+constexpr int kLeastShare = UNIT_TILES ? 1 : 4;  // smaller pieces cost more than they save
 constexpr int kStageBytes = 2 * kPartBytes + kScaleBytes;
 constexpr int kMergePitch = HEAD_DIM + kBits / 2;  // floats: neighbouring rows use different banks
 

@@ -172,7 +172,7 @@ def test_caches_of_codes(device: str, codes: Any, shared: str, head_dim: int) ->
                 storage.shape,
                 scales=None if scales is None else xp.asarray(scales),
                 axis=axes,
-            )  # fmt: skip
+            )
         )
     cache.k, cache.v = values
     want, want_lse = cache.expected()
