@@ -6,14 +6,16 @@ import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
 
 from cukit.analyzer.occupancy import Occupancy, occupancy
+from cukit.analyzer.sass import instruction_mix, memory_access
 from cukit.commands._console import print_json, stdout, table
 from cukit.core.compiler import CompiledKernel, KernelSpec, compile_kernel
+from cukit.core.cubin import kernel_code
 from cukit.core.device import (
     Device,
     current_device,
@@ -32,6 +34,8 @@ class Variant:
 
     spec: KernelSpec
     device: Device
+    op: str = field(default="", compare=False)
+    """The first op that launches it; others may."""
 
     @property
     def arch(self) -> str:
@@ -118,7 +122,7 @@ def variants(on: Sequence[Device], names: Sequence[str] | None = None) -> list[V
     chosen = [get_op(name) for name in names] if names else list(ops())
     return list(
         dict.fromkeys(
-            Variant(spec, device)
+            Variant(spec, device, op.name)
             for device in on
             for op in chosen
             if op.supports(device)
@@ -167,7 +171,9 @@ def residency(variant: Variant, compiled: CompiledKernel) -> Occupancy:
 
 def _record(variant: Variant, compiled: CompiledKernel) -> dict[str, Any]:
     info, resident = compiled.info, residency(variant, compiled)
+    code = kernel_code(compiled.path.read_bytes(), variant.spec.entry)
     return {
+        "op": variant.op,
         "kernel": variant.spec.entry,
         "source": variant.spec.source,
         "defines": dict(variant.spec.defines),
@@ -175,11 +181,15 @@ def _record(variant: Variant, compiled: CompiledKernel) -> dict[str, Any]:
         "threads": variant.spec.threads,
         "registers": info.registers,
         "spill_bytes": info.spill_store_bytes + info.spill_load_bytes,
+        "spill_store_bytes": info.spill_store_bytes,
+        "spill_load_bytes": info.spill_load_bytes,
         "static_shared_bytes": info.static_shared_bytes,
         "dynamic_shared_bytes": variant.spec.shared_bytes,
         "blocks_per_sm": resident.blocks,
         "occupancy": resident.fraction,
         "limiter": resident.limiter,
+        "memory_access": asdict(memory_access(code)),
+        "instruction_mix": asdict(instruction_mix(code, variant.device.compute_capability)),
         "compile_ms": round(compiled.compile_ms, 1),
         "cached": compiled.cached,
     }

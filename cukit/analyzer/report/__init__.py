@@ -40,7 +40,7 @@ class Report:
 
         Raises DataError for a damaged document.
         """
-        found = [document.section() for document in self.documents]
+        found = [document.section(number) for number, document in enumerate(self.documents, 1)]
         titles = [section.title for section in found]
         return tuple(
             replace(section, title=f"{section.title} {titles[: number + 1].count(section.title)}")

@@ -23,7 +23,7 @@ from cukit.analyzer.report.layout import Section
 from cukit.analyzer.report.section_analysis import analysis_section
 from cukit.analyzer.report.section_benchmarks import benchmark_section
 from cukit.analyzer.report.section_distillation import distillation_section
-from cukit.analyzer.report.section_kernels import kernel_section
+from cukit.analyzer.report.section_kernels import ANCHOR, kernel_section
 from cukit.analyzer.schema import AnalysisReport
 from cukit.analyzer.schema_json import from_json
 from cukit.errors import DataError
@@ -50,8 +50,11 @@ class Document:
     source: str
     content: Mapping[str, Any]
 
-    def section(self) -> Section:
-        """The chapter it becomes. Raises DataError where something is missing or misshapen."""
+    def section(self, number: int = 1) -> Section:
+        """The chapter it becomes, the `number`-th of its report.
+
+        Raises DataError where something is missing or misshapen.
+        """
         content = dict(self.content)
         try:
             if self.kind == "benchmarks":
@@ -66,7 +69,7 @@ class Document:
                 from cukit.analyzer.report.section_memory import memory_section
 
                 return memory_section(content)
-            return kernel_section(content)
+            return kernel_section(content, f"{ANCHOR}-{number}")
         except DataError as error:
             raise DataError(f"{self.source}: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

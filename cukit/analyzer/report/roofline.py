@@ -14,8 +14,9 @@ from html import escape
 from cukit.analyzer.report import numbers, svg
 
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 22.0, 26.0, 44.0
-LABEL = 24.0
-"""Height that a label above a line takes, and one below the line over it."""
+ABOVE, BELOW = -7.0, 15.0
+"""From a line to the baseline of its label."""
+LABEL_HEIGHT = 13.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Roof:
     label: str
     measured: bool
     """A ceiling that this machine reached; else the datasheet's."""
+    class_: str = ""
+    """The colour of the points that it holds for; nothing for a roof of all."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Point:
 
     flops_per_byte: float
     tflops: float
-    series: int
+    class_: str
     description: str
     hollow: bool = False
     """For what stands there to be compared with."""
@@ -57,10 +60,9 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point], *, title: str, widt
         # Of slopes that lie close the lowest has its label below.
         below = number == 0 and len(memory) > 1
         parts += _slope(roof, x, y, top, label_dy=16.0 if below else -7.0)
-    for roof in compute:
-        # Of ceilings that lie close the lower has its label below.
-        close = any(0 < y(roof.value) - y(other.value) < LABEL for other in compute)
-        parts += _flat(roof, x, y, memory, label_dy=15.0 if close else -7.0)
+    taken: list[Box] = []
+    for roof in sorted(compute, key=lambda roof: -roof.value):
+        parts += _flat(roof, x, y, memory, taken)
     # What is compared with lies below what is measured.
     parts += [_dot(p, x, y) for p in sorted(points, key=lambda p: not p.hollow)]
     return svg.figure(width, height, title, parts)
@@ -85,7 +87,8 @@ def _frame(x: svg.Scale, y: svg.Scale) -> list[str]:
     parts = []
     for value in x.ticks(int((x.stop - x.start) / 60)):
         parts.append(svg.line(x(value), y.stop, x(value), y.start, "grid"))
-        parts.append(svg.text(numbers.tick(value), x(value), y.start + 16, "tick", "middle"))
+        label = numbers.tick(value)
+        parts.append(svg.tick(label, x(value), y.start + 16, svg.EDGE, x.stop + RIGHT - svg.EDGE))
     for value in y.ticks(8):
         parts.append(svg.line(x.start, y(value), x.stop, y(value), "grid"))
         parts.append(svg.text(numbers.tick(value), x.start - 7, y(value) + 4, "tick", "end"))
@@ -112,29 +115,55 @@ def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float, *, label_dy: floa
     return [svg.line(x1, y1, x2, y2, _style(roof)), label]
 
 
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
+
+
 def _flat(
-    roof: Roof, x: svg.Scale, y: svg.Scale, memory: Sequence[Roof], *, label_dy: float
+    roof: Roof, x: svg.Scale, y: svg.Scale, memory: Sequence[Roof], taken: list[Box]
 ) -> list[str]:
+    """A ceiling's line, and its label where no other one stands; adds the label to `taken`."""
     fastest = max((m.value for m in _of_same_origin(roof, memory)), default=None)
     ridge = x.low if fastest is None else max(x.low, 1e3 * roof.value / fastest)
     height = y(roof.value)
+    width = 1.1 * svg.text_width(roof.label, svg.TICK_SIZE)
+    places = [
+        (end, height + offset)
+        for end in (x.stop, x.stop - 1.2 * width, x.stop - 2.4 * width)
+        for offset in (ABOVE, BELOW)
+    ]
+
+    def box(place: tuple[float, float]) -> Box:
+        right, baseline = place
+        return right - width, baseline - LABEL_HEIGHT + 3, right, baseline + 3
+
+    def is_free(place: tuple[float, float]) -> bool:
+        left, top, right, bottom = box(place)
+        return all(
+            left >= other[2] or right <= other[0] or top >= other[3] or bottom <= other[1]
+            for other in taken
+        )
+
+    place = next(filter(is_free, places), places[0])
+    taken.append(box(place))
     return [
         svg.line(x(ridge), height, x.stop, height, _style(roof)),
-        svg.text(roof.label, x.stop, height + label_dy, "tick strong", "end"),
+        svg.text(roof.label, *place, "tick strong", "end"),
     ]
 
 
 def _style(roof: Roof) -> str:
-    return "roof" if roof.measured else "roof datasheet"
+    origin = "roof" if roof.measured else "roof datasheet"
+    return f"{origin} {roof.class_}".rstrip()
 
 
 def _dot(point: Point, x: svg.Scale, y: svg.Scale) -> str:
-    class_ = f"{svg.colour(point.series)} {'hollow' if point.hollow else 'dot'}"
+    class_ = f"{point.class_} {'hollow' if point.hollow else 'dot'}"
     return svg.element(
         "circle",
         svg.tip(point.description),
         cx=x(point.flops_per_byte),
         cy=y(point.tflops),
-        r=4.0 if point.hollow else 5.0,
+        r=3.5 if point.hollow else 4.5,
         class_=class_,
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cukit.analyzer.report import numbers
+from cukit.analyzer import peaks
+from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.bars import Bar, Group, Mark, bar_chart
 from cukit.analyzer.report.benchmarks import (
     EQUAL,
@@ -31,7 +32,7 @@ from cukit.analyzer.report.layout import (
     cell,
 )
 from cukit.analyzer.report.memory_pools import pool_blocks
-from cukit.analyzer.report.roofline import Point, Roof, roofline
+from cukit.analyzer.report.precision_roofline import roofline_blocks
 from cukit.analyzer.statistics import NOISY_INTERVAL
 
 FASTEST_PEER = "fastest peer"
@@ -42,8 +43,7 @@ def benchmark_section(results: BenchmarkResults) -> Section:
     blocks: list[Block] = [Paragraph(results.verdict, lead=True), _tiles(results)]
     if summary := summary_figure(results.cases):
         blocks.append(summary)
-    if roof := _roofline(results):
-        blocks.append(roof)
+    blocks += roofline_blocks(results)
     for family in results.families:
         cases = results.of_family(family)
         ops = dict.fromkeys(case.op for case in cases)
@@ -86,7 +86,7 @@ def summary_figure(cases: Sequence[Case]) -> Figure | None:
         "Share of the best conceivable speed: the larger of bytes over measured copy bandwidth and "
         "FLOPs over measured matrix rate is the floor of the time. Longer is faster; the times "
         "stand beside the bars.",
-        ((0, OURS), (1, FASTEST_PEER)),
+        ((svg.colour(0), OURS), (svg.colour(1), FASTEST_PEER)),
     )
 
 
@@ -119,50 +119,12 @@ def _share_bar(series: int, case: Case, record: Record) -> Bar:
     return Bar(series, 100 * share, note, f"{about}: {time}, {numbers.percent(share)} of the floor")
 
 
-def _roofline(results: BenchmarkResults) -> Figure | None:
-    """Every record that declares FLOPs and bytes, below the ceilings of its own run."""
-    ops = tuple(dict.fromkeys(case.op for case in results.cases if _has_both(case)))
-    # The second colour is the peers' elsewhere.
-    series = {op: number + (number > 0) for number, op in enumerate(ops)}
-    copy, gemm = results.ceiling("copy_gbps"), results.ceiling("bf16_gemm_tflops")
-    if not ops or copy is None or gemm is None:
-        return None
-    roofs = (
-        Roof("bandwidth", copy, f"copy {numbers.gbps(copy)}", measured=True),
-        Roof("compute", gemm, f"bf16 product {gemm:.0f} TFLOP/s", measured=True),
-    )
-    points = [
-        Point(
-            1e3 * record["tflops"] / record["gbps"],
-            record["tflops"],
-            series[record["op"]],
-            f"{impl_title(record['impl'])}, {record['op']} {record['case']} {record['dtype']}: "
-            f"{numbers.tflops(record['tflops'])}, {numbers.microseconds(record['median_us'])}",
-            hollow=not is_ours(record["impl"]),
-        )
-        for record in results.records
-        if record["correct"] and record.get("tflops") and record.get("gbps")
-    ]
-    return Figure(
-        "Roofline",
-        lambda width: roofline(roofs, points, title="Roofline of the benchmark cases", width=width),
-        "Ceilings as measured in the same run. Filled: cukit; rings: peers. FLOPs and bytes are "
-        "those that the op cannot do without, so traffic beyond them shows as a lower point.",
-        tuple((number, op) for op, number in series.items()),
-    )
-
-
-def _has_both(case: Case) -> bool:
-    return any(r["correct"] and r.get("tflops") and r.get("gbps") for r in case.records)
-
-
 def _op_figure(cases: Sequence[Case], results: BenchmarkResults) -> Figure:
     """Bars of all cases of an op: rates where work is declared, else calls per second."""
     # One colour for an implementation throughout its family.
     series = {impl: number for number, impl in enumerate(results.impls_of(cases[0].family))}
     present = {record["impl"] for case in cases for record in case.records}
-    field, unit, ceiling = _measure(cases, results)
-    mark = Mark(ceiling, "measured ceiling") if ceiling else None
+    field, unit, mark = _measure(cases, results)
     groups = []
     for case in cases:
         bars = [
@@ -183,19 +145,27 @@ def _op_figure(cases: Sequence[Case], results: BenchmarkResults) -> Figure:
         lambda width: bar_chart(
             groups, title=f"{op}: {unit} of each implementation", unit=unit, width=width, mark=mark
         ),
-        legend=tuple((n, impl_title(impl)) for impl, n in series.items() if impl in present),
+        legend=tuple(
+            (svg.colour(n), impl_title(impl)) for impl, n in series.items() if impl in present
+        ),
     )
 
 
 def _measure(
     cases: Sequence[Case], results: BenchmarkResults
-) -> tuple[str | None, str, float | None]:
-    """The field that an op's speed is shown in, its unit, and the measured ceiling for it."""
+) -> tuple[str | None, str, Mark | None]:
+    """The field that an op's speed is shown in, its unit, and the ceiling for it."""
     records = [record for case in cases for record in case.records if record["correct"]]
     if records and all(record.get("tflops") for record in records):
-        return "tflops", "TFLOP/s", results.ceiling("bf16_gemm_tflops")
+        used = {peaks.precision_of(r["dtype"], r["case"], r["impl"]) for r in records}
+        known = peaks.peaks(results.environment).get(used.pop() or "") if len(used) == 1 else None
+        if not known:  # bars of several precisions have no ceiling in common
+            return "tflops", "TFLOP/s", None
+        origin = "measured ceiling" if known[0].measured else "datasheet"
+        return "tflops", "TFLOP/s", Mark(known[0].tflops, origin)
     if records and all(record.get("gbps") for record in records):
-        return "gbps", "GB/s", results.ceiling("copy_gbps")
+        copy = results.ceiling("copy_gbps")
+        return "gbps", "GB/s", Mark(copy, "measured ceiling") if copy else None
     return None, "calls per second", None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cukit.analyzer.report import numbers
+from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.bars import Bar, Group, bar_chart
 from cukit.analyzer.report.layout import (
     Block,
@@ -150,7 +150,7 @@ def _curves(run: dict[str, Any]) -> list[Block]:
         "Nats per byte, on training batches. The distilled student minimises another loss than the "
         f"others, {alpha:g} parts of divergence from its teacher to {1 - alpha:.4g} of "
         f"cross-entropy{states}: its height is not to be compared with theirs, its shape is.",
-        tuple((curve.series, curve.name) for curve in curves),
+        tuple((svg.colour(curve.series), curve.name) for curve in curves),
     )
     return [figure] if curves else []
 
