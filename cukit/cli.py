@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 import cukit
+from cukit.analyzer.report.numbers import printable
 from cukit.commands.analyze import analyze
 from cukit.commands.bench import bench
 from cukit.commands.compare import compare
@@ -81,7 +82,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"cukit: {message}", file=sys.stderr)
+    print(f"cukit: {printable(message)}", file=sys.stderr)
     return code
 
 

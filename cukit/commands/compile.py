@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ import typer
 
 from cukit.analyzer.occupancy import Occupancy, occupancy
 from cukit.analyzer.sass import instruction_mix, memory_access
-from cukit.commands._console import print_json, stdout, table
+from cukit.commands._console import print_json, stdout, table, tracked
 from cukit.core.compiler import CompiledKernel, KernelSpec, compile_kernel
 from cukit.core.cubin import kernel_code
 from cukit.core.device import (
@@ -74,9 +75,12 @@ def compile_kernels(
 def build(
     wanted: Sequence[Variant], jobs: int | None = None, *, quiet: bool = False
 ) -> tuple[dict[Variant, CompiledKernel], dict[Variant, str]]:
-    """Compiles with a bar on stderr; the kernels in the order of `wanted`, and what NVRTC said of
-    those that do not compile."""
-    results = dict(_progress(compile_all(wanted, jobs), len(wanted), quiet=quiet))
+    """Compiles with progress on stderr; the kernels in the order of `wanted`, and what NVRTC said
+    of those that do not compile."""
+    # In random order, so that the time of those that are done tells that of the rest.
+    order = random.Random(0).sample(wanted, len(wanted))
+    doing = f"compiling for {', '.join(dict.fromkeys(variant.arch for variant in wanted))}"
+    results = dict(tracked(compile_all(order, jobs), len(wanted), doing, quiet=quiet))
     compiled: dict[Variant, CompiledKernel] = {}
     errors: dict[Variant, str] = {}
     for variant in wanted:
@@ -227,20 +231,3 @@ def _show(rows: Sequence[tuple[Variant, CompiledKernel]], errors: Mapping[Varian
     )
     for variant, log in errors.items():
         console.print(f"\n[bold red]{variant.arch}[/] {escape(log)}")
-
-
-def _progress(
-    results: Iterator[tuple[Variant, CompiledKernel | CompileError]], total: int, *, quiet: bool
-) -> Iterator[tuple[Variant, CompiledKernel | CompileError]]:
-    """The results, with a bar on stderr while they come."""
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(
-        results,
-        description="compiling",
-        total=total,
-        console=Console(stderr=True),
-        transient=True,
-        disable=quiet,
-    )

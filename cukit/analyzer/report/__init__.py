@@ -16,6 +16,7 @@ from typing import Any
 from cukit.analyzer.report import html
 from cukit.analyzer.report.documents import SCHEMA, VERSION, Document, Source, read_documents
 from cukit.analyzer.report.layout import Section
+from cukit.analyzer.report.numbers import printable
 from cukit.analyzer.report.terminal import as_text
 from cukit.analyzer.report.trace import MAX_BYTES, spans_of, trace_json
 from cukit.errors import ConfigError
@@ -120,7 +121,7 @@ def generate_report(
         check_suffix(output)
         if any(_same_file(output, source) for source in read):
             raise ConfigError(f"{output}: is one of the results that the report is made from")
-    report = Report(read_documents(results), title)
+    report = Report(read_documents(results), printable(title))
     # All forms are made before the first is written: one that fails leaves no others behind.
     contents = [(Path(output), report.content_for(Path(output))) for output in outputs]
     for output, content in contents:

@@ -20,6 +20,7 @@ from typing import Any
 from cukit.analyzer.json_file import read_json
 from cukit.analyzer.report.benchmarks import BenchmarkResults
 from cukit.analyzer.report.layout import Section
+from cukit.analyzer.report.numbers import all_printable, printable
 from cukit.analyzer.report.section_analysis import analysis_section
 from cukit.analyzer.report.section_benchmarks import benchmark_section
 from cukit.analyzer.report.section_distillation import distillation_section
@@ -44,7 +45,10 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Document:
-    """One set of results, as JSON has it, and where it came from."""
+    """One set of results, as JSON has it, and where it came from.
+
+    The content is kept as it is; chapters are made from its printable text.
+    """
 
     kind: str
     source: str
@@ -55,7 +59,7 @@ class Document:
 
         Raises DataError where something is missing or misshapen.
         """
-        content = dict(self.content)
+        content = all_printable(self.content)
         try:
             if self.kind == "benchmarks":
                 records = tuple(content["records"])
@@ -77,7 +81,7 @@ class Document:
 
     def analysis(self) -> AnalysisReport:
         """The content of an analysis, typed."""
-        return from_json(json.dumps(self.content))
+        return from_json(json.dumps(all_printable(self.content)))
 
 
 Source = Path | str | Mapping[str, Any] | AnalysisReport
@@ -104,7 +108,7 @@ def _recognise(content: Any, source: str) -> list[Document]:
             return _reopen(content, source)
         for kind, keys in KEYS.items():
             if all(key in content for key in keys):
-                return [Document(kind, source, content)]
+                return [Document(kind, printable(source), content)]
     raise DataError(
         f"{source}: none of the results that a report is made from: benchmark results, "
         "`cukit compile --json`, an analysis, report.json of `cukit distill`, or a snapshot of a "
@@ -118,6 +122,8 @@ def _reopen(content: Mapping[str, Any], source: str) -> list[Document]:
             f"{source}: report version {content.get('version')}; this cukit reads {VERSION}"
         )
     try:
-        return [Document(d["kind"], d["source"], d["content"]) for d in content["documents"]]
+        return [
+            Document(d["kind"], printable(d["source"]), d["content"]) for d in content["documents"]
+        ]
     except (KeyError, TypeError) as error:
         raise DataError(f"{source}: damaged report: {error!r}") from None

@@ -29,7 +29,10 @@ def packed(index: Index) -> dict[str, Any]:
     details: dict[Detail, int] = {}
     rows = [
         [
-            [found.setdefault(v, len(found)) for found, v in zip(values, entry.facets, strict=True)],
+            [
+                found.setdefault(v, len(found))
+                for found, v in zip(values, entry.facets, strict=True)
+            ],
             list(entry.flags),
             [details.setdefault(detail, len(details)) for detail in entry.details],
         ]

@@ -65,7 +65,7 @@ def roofline_blocks(results: BenchmarkResults) -> list[Block]:
         "Each precision has the roof of its colour. Solid: measured in the same run; dashed: the "
         "datasheet. Filled: cukit; rings: peers. FLOPs and bytes are those that the op cannot do "
         "without, so traffic beyond them shows as a lower point.",
-        tuple((svg.colour(COLOURS[name]), name) for name in present),
+        tuple((svg.colour(COLOURS[name]), _legend(name, known[name])) for name in present),
     )
     return [figure, *_above(placed, copy, known, results)]
 
@@ -90,10 +90,14 @@ def _roofs(
         for peak in found:
             lines.setdefault((peak.tflops, peak.measured), []).append(name)
     for (rate, measured), names in lines.items():
-        origin = "measured" if measured else "datasheet"
-        label = f"{', '.join(names)} {origin} {rate:,.0f}"
-        roofs.append(Roof("compute", rate, label, measured, svg.colour(COLOURS[names[0]])))
+        colour = svg.colour(COLOURS[names[0]])
+        roofs.append(Roof("compute", rate, f"{rate:,.0f}", measured, colour))
     return roofs
+
+
+def _legend(precision: str, found: Sequence[Peak]) -> str:
+    rates = [f"{'measured' if peak.measured else 'datasheet'} {peak.tflops:,.0f}" for peak in found]
+    return f"{precision}: {', '.join(rates)} TFLOP/s"
 
 
 def _above(
@@ -146,7 +150,7 @@ def _above(
         Paragraph(
             f"{len(rows)} {many} above a measured ceiling, by {rows[0][5].text[1:]} at most. A "
             "measured ceiling is the rate of one program, a copy or a large square product of "
-            "cuBLAS, at the clocks that the GPU held for it. The dashed line is the hardware's limit."
+            "cuBLAS, at the clocks that the GPU held for it. The hardware's limit is dashed."
         ),
         Fold("Points above a measured ceiling", (Table(header, tuple(rows)),)),
     ]

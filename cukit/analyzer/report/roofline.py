@@ -13,9 +13,8 @@ from html import escape
 
 from cukit.analyzer.report import numbers, svg
 
-LEFT, RIGHT, TOP, BOTTOM = 52.0, 22.0, 26.0, 44.0
-ABOVE, BELOW = -7.0, 15.0
-"""From a line to the baseline of its label."""
+LEFT, RIGHT, TOP, BOTTOM = 52.0, 44.0, 26.0, 44.0
+"""Ceilings are labelled in the right margin, where no kernel stands."""
 LABEL_HEIGHT = 13.0
 
 
@@ -26,6 +25,7 @@ class Roof:
     kind: str
     value: float
     label: str
+    """A few letters for a ceiling; words for a bandwidth, whose line has room."""
     measured: bool
     """A ceiling that this machine reached; else the datasheet's."""
     class_: str = ""
@@ -55,16 +55,16 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point], *, title: str, widt
     highest = max([p.tflops for p in points] + [roof.value for roof in compute])
     y = svg.Scale(lowest / 1.5, highest * 1.6, height - BOTTOM, TOP, logarithmic=True)
     parts = _frame(x, y)
-    for number, roof in enumerate(sorted(memory, key=lambda roof: roof.value)):
+    for roof in memory:
         top = max((c.value for c in _of_same_origin(roof, compute)), default=y.high)
-        # Of slopes that lie close the lowest has its label below.
-        below = number == 0 and len(memory) > 1
-        parts += _slope(roof, x, y, top, label_dy=16.0 if below else -7.0)
-    taken: list[Box] = []
-    for roof in sorted(compute, key=lambda roof: -roof.value):
-        parts += _flat(roof, x, y, memory, taken)
+        parts.append(_slope(roof, x, y, top))
+    if memory:
+        parts.append(_slope_label(memory, x, y, highest))
+    for roof, baseline in _placed(compute, y):
+        parts += _flat(roof, x, y, memory, baseline)
+    size = 1.0 if width >= 600 else 0.75
     # What is compared with lies below what is measured.
-    parts += [_dot(p, x, y) for p in sorted(points, key=lambda p: not p.hollow)]
+    parts += [_dot(p, x, y, size) for p in sorted(points, key=lambda p: not p.hollow)]
     return svg.figure(width, height, title, parts)
 
 
@@ -97,58 +97,50 @@ def _frame(x: svg.Scale, y: svg.Scale) -> list[str]:
     return parts
 
 
-def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float, *, label_dy: float) -> list[str]:
+def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float) -> str:
     """The bandwidth's line, from the left or lower edge up to the highest roof."""
     first = max(x.low, 1e3 * y.low / roof.value)
     last = min(1e3 * top / roof.value, x.high)
-    x1, y1 = x(first), y(first * roof.value / 1e3)
-    x2, y2 = x(last), y(last * roof.value / 1e3)
+    ends = (x(first), y(first * roof.value / 1e3), x(last), y(last * roof.value / 1e3))
+    return svg.line(*ends, _style(roof))
+
+
+def _slope_label(memory: Sequence[Roof], x: svg.Scale, y: svg.Scale, top: float) -> str:
+    """The names of all bandwidths, along the highest of them, above which nothing stands."""
+    ordered = sorted(memory, key=lambda roof: -roof.value)
+    fastest = ordered[0].value
+    first, last = max(x.low, 1e3 * y.low / fastest), min(1e3 * top / fastest, x.high)
+    x1, y1 = x(first), y(first * fastest / 1e3)
+    x2, y2 = x(last), y(last * fastest / 1e3)
     angle = math.degrees(math.atan2(y2 - y1, x2 - x1))
-    label_x, label_y = x1 + 0.4 * (x2 - x1), y1 + 0.4 * (y2 - y1) + label_dy
-    label = svg.element(
+    middle_x, middle_y = x1 + 0.45 * (x2 - x1), y1 + 0.45 * (y2 - y1) - 8
+    return svg.element(
         "text",
-        escape(roof.label),
+        escape(", ".join(roof.label for roof in ordered)),
         class_="tick strong",
         text_anchor="middle",
-        transform=f"translate({label_x:.1f} {label_y:.1f}) rotate({angle:.1f})",
+        transform=f"translate({middle_x:.1f} {middle_y:.1f}) rotate({angle:.1f})",
     )
-    return [svg.line(x1, y1, x2, y2, _style(roof)), label]
 
 
-Box = tuple[float, float, float, float]
-"""Left, top, right, bottom."""
+def _placed(compute: Sequence[Roof], y: svg.Scale) -> list[tuple[Roof, float]]:
+    """Every ceiling with the baseline of its label: beside its line, or below its neighbour."""
+    found: list[tuple[Roof, float]] = []
+    for roof in sorted(compute, key=lambda roof: -roof.value):
+        lowest = found[-1][1] + LABEL_HEIGHT if found else 0.0
+        found.append((roof, max(y(roof.value) + 4, lowest)))
+    return found
 
 
 def _flat(
-    roof: Roof, x: svg.Scale, y: svg.Scale, memory: Sequence[Roof], taken: list[Box]
+    roof: Roof, x: svg.Scale, y: svg.Scale, memory: Sequence[Roof], baseline: float
 ) -> list[str]:
-    """A ceiling's line, and its label where no other one stands; adds the label to `taken`."""
     fastest = max((m.value for m in _of_same_origin(roof, memory)), default=None)
     ridge = x.low if fastest is None else max(x.low, 1e3 * roof.value / fastest)
     height = y(roof.value)
-    width = 1.1 * svg.text_width(roof.label, svg.TICK_SIZE)
-    places = [
-        (end, height + offset)
-        for end in (x.stop, x.stop - 1.2 * width, x.stop - 2.4 * width)
-        for offset in (ABOVE, BELOW)
-    ]
-
-    def box(place: tuple[float, float]) -> Box:
-        right, baseline = place
-        return right - width, baseline - LABEL_HEIGHT + 3, right, baseline + 3
-
-    def is_free(place: tuple[float, float]) -> bool:
-        left, top, right, bottom = box(place)
-        return all(
-            left >= other[2] or right <= other[0] or top >= other[3] or bottom <= other[1]
-            for other in taken
-        )
-
-    place = next(filter(is_free, places), places[0])
-    taken.append(box(place))
     return [
         svg.line(x(ridge), height, x.stop, height, _style(roof)),
-        svg.text(roof.label, *place, "tick strong", "end"),
+        svg.text(roof.label, x.stop + 6, baseline, "tick strong"),
     ]
 
 
@@ -157,13 +149,13 @@ def _style(roof: Roof) -> str:
     return f"{origin} {roof.class_}".rstrip()
 
 
-def _dot(point: Point, x: svg.Scale, y: svg.Scale) -> str:
+def _dot(point: Point, x: svg.Scale, y: svg.Scale, size: float) -> str:
     class_ = f"{point.class_} {'hollow' if point.hollow else 'dot'}"
     return svg.element(
         "circle",
         svg.tip(point.description),
         cx=x(point.flops_per_byte),
         cy=y(point.tflops),
-        r=3.5 if point.hollow else 4.5,
+        r=size * (3.5 if point.hollow else 4.5),
         class_=class_,
     )

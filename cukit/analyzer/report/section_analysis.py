@@ -122,14 +122,26 @@ def _roofline(report: AnalysisReport) -> Figure | None:
         for value, measured in bandwidths
         if value
     ]
-    for table, measured in ((ceilings.measured_tflops, True), (ceilings.datasheet_tflops, False)):
+    tables = ((ceilings.measured_tflops, True), (ceilings.datasheet_tflops, False))
+    for table, measured in tables:
         roofs += [
-            Roof("compute", table[pipe], f"{pipe} {_word(measured)} {table[pipe]:.0f}", measured)
+            Roof("compute", table[pipe], f"{table[pipe]:,.0f}", measured)
             for pipe in pipes
             if pipe in table
         ]
     if not placed or {roof.kind for roof in roofs} != {"bandwidth", "compute"}:
         return None
+    limits = "; ".join(
+        f"{pipe} {', '.join(rates)}"
+        for pipe in pipes
+        if (
+            rates := [
+                f"{_word(measured)} {table[pipe]:,.0f}"
+                for table, measured in tables
+                if pipe in table
+            ]
+        )
+    )
     points = []
     for series, analysis in enumerate(placed):
         work = analysis.throughput
@@ -143,7 +155,7 @@ def _roofline(report: AnalysisReport) -> Figure | None:
         lambda width: roofline(
             roofs, points, title="Roofline of the analysed kernels", width=width
         ),
-        "Solid: what this machine reached; dashed: its datasheet.",
+        f"Solid: what this machine reached; dashed: its datasheet. Ceilings in TFLOP/s: {limits}.",
         tuple((svg.colour(series), analysis.name) for series, analysis in enumerate(placed)),
     )
 

@@ -43,14 +43,14 @@ def distillation_section(run: dict[str, Any]) -> Section:
         *_curves(run),
         _breakdown(run["milliseconds_per_step_by_op"]),
         _ops_table(run["milliseconds_per_step_by_op"]),
-        Code(numbers.printable(run["sample"]), "The distilled student writes"),
+        Code(run["sample"], "The distilled student writes"),
     ]
     if pool := run.get("pool"):
         blocks.append(_pool_table(pool))
     blocks.append(Fold("Settings", (_settings(run["settings"]),)))
     corpus = run["corpus"]
     subtitle = (
-        f"{numbers.printable(corpus['text'])}: {corpus['train_bytes'] / 1e6:.1f} MB to train on, "
+        f"{corpus['text']}: {corpus['train_bytes'] / 1e6:.1f} MB to train on, "
         f"{corpus['validation_bytes'] / 1e6:.1f} MB to judge by · {run['settings']['device']}, "
         f"{run['settings']['dtype']} · {numbers.seconds(run['seconds'])}"
     )

@@ -65,11 +65,11 @@ COLUMNS = (
     Column("occupancy", numeric=True),
     Column("limited by", minor=True),
     Column("instructions", numeric=True, minor=True),
-    Column("16-byte accesses", numeric=True, minor=True),
+    Column("16-byte", numeric=True, minor=True),
     Column("advice", minor=True),
 )
 
-FACETS = ("op", "kernel", "architecture", "limited by")
+FACETS = ("op", "family", "kernel", "architecture", "limited by")
 
 FLAGS = (
     ("spills", "spills registers"),
@@ -277,21 +277,22 @@ def _width_figure(variants: Sequence[Variant]) -> Figure:
     def stack(family: str, chosen: Sequence[Variant]) -> Stack:
         counts = {bits: sum(variant.widths[bits] for variant in chosen) for bits in WIDTHS}
         parts = tuple(
-            Part(svg.shade(place), _bytes_a_thread(bits), counts[bits])
+            Part(svg.shade(place), _num_bytes(bits), counts[bits])
             for place, bits in enumerate(WIDTHS)
         )
         return Stack(family, f"{sum(counts.values()):,}", parts)
 
     families = _by([v for v in variants if sum(v.widths.values())], lambda v: v.family)
     return stacked_figure(
-        "Width of global loads, stores and asynchronous copies",
-        "Share of these instructions in the code. TMA moves whole tiles and is not among them.",
+        "Width of global accesses, by thread",
+        "Share of the loads, stores and asynchronous copies in the code. TMA, which moves whole "
+        "tiles, is not among them.",
         [stack(family, chosen) for family, chosen in families.items()],
     )
 
 
-def _bytes_a_thread(bits: int) -> str:
-    return f"{bits // 8} byte{'s' if bits > 8 else ''} a thread"
+def _num_bytes(bits: int) -> str:
+    return f"{bits // 8} byte{'s' if bits > 8 else ''}"
 
 
 def _spill_figure(variants: Sequence[Variant]) -> Figure:
@@ -335,6 +336,7 @@ def _table(variants: Sequence[Variant], anchor: str) -> Table:
             Entry(
                 (
                     variant.op,
+                    variant.family,
                     str(variant.record["kernel"]),
                     str(variant.record["arch"]),
                     str(variant.record["limiter"]),
@@ -384,7 +386,9 @@ def _details(variant: Variant) -> list[Detail]:
         parts = tuple((mix_class(name), name, count) for name, count in ordered_mix(mix))
         found.append(Shares("Instructions in the code", parts))
     if accesses := _accesses(variant.launch.memory_access):
-        found.append(Facts("Memory accesses in the code", accesses, ("access", "instructions")))
+        found.append(
+            Facts("Memory accesses in the code", accesses, ("access of a thread", "count"))
+        )
     if resident := variant.launch.occupancy:
         first, second = resident.by_threads[:2]
         found.append(
@@ -406,7 +410,7 @@ def _accesses(access: MemoryAccess | None) -> tuple[tuple[str, ...], ...]:
     if access is None:
         return ()
     rows = [
-        (f"{width.operation}, {_bytes_a_thread(width.bits)}", f"{width.instructions:,}")
+        (f"{width.operation}, {_num_bytes(width.bits)}", f"{width.instructions:,}")
         for width in access.widths
     ]
     for what, count in (("bulk copy (TMA)", access.bulk_copies), ("atomic", access.atomics)):
@@ -426,7 +430,7 @@ def _origin(variant: Variant) -> tuple[tuple[str, ...], ...]:
 
 
 def _architectures(variants: Sequence[Variant]) -> Table:
-    names = ("multiprocessors", "registers each", "shared each", "warps each")
+    names = ("SMs", "registers/SM", "shared/SM", "warps/SM")
     counts = ("variants", "that spill", "median registers", "median occupancy")
     rows = []
     for arch, chosen in _by(variants, lambda variant: str(variant.record["arch"])).items():

@@ -15,7 +15,7 @@ from importlib.resources import files
 NUM_COLOURS = 8
 """Classes `colour-0` to `colour-7`; 0 is ours."""
 
-WIDE, HALF, NARROW = 960.0, 560.0, 360.0
+WIDE, HALF, NARROW = 960.0, 640.0, 360.0
 """Widths that figures are drawn for: a desk, half of one, and a phone."""
 
 NUM_SHADES = 5

@@ -5,7 +5,7 @@
 // a row. Everything is put into the page as text, never as markup.
 
 const LONG = 25; // rows from which a table can be searched
-const FEW = 60; // rows up to which groups are open by themselves
+const FEW = 120; // rows up to which groups are open by themselves
 const UNITS = { k: 2 ** 10, m: 2 ** 20, g: 2 ** 30 };
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -111,7 +111,10 @@ class Explorer {
         this.show();
       });
       choices.append(this.grouping.parentElement, this.toggle);
-      tools.append(chips, choices);
+      // On a phone these stay closed until they are asked for.
+      const more = make("details", {}, make("summary", {}, "choose and group"), choices);
+      more.open = matchMedia("(min-width: 40.01rem)").matches;
+      tools.append(chips, more);
     }
     tools.append(this.count);
     this.table.parentElement.before(tools);
@@ -279,9 +282,9 @@ class Explorer {
     const button = make("button", { type: "button", "aria-expanded": open }, name);
     const title = make("th", { scope: "rowgroup" }, button, " ");
     title.append(make("small", {}, records.length.toLocaleString("en")));
-    const row = make("tr", { class: "group" }, title);
+    const row = make("tr", { class: open ? "group open" : "group" }, title);
     for (const [number, header] of this.columns.entries()) {
-      if (number) row.append(make("td", { class: header.className }, range(records, number)));
+      if (number) row.append(range(records, number, header.className));
     }
     row.addEventListener("click", () => {
       this.opened.set(name, !open);
@@ -346,7 +349,7 @@ function compare(value, sign, number) {
 }
 
 // The least and the largest of a column of numbers, as its cells write them.
-function range(records, column) {
+function range(records, column, className) {
   let [low, high] = [null, null];
   for (const each of records) {
     const cell = each.row.cells[column];
@@ -355,9 +358,12 @@ function range(records, column) {
     if (!low || value < low.value) low = { value, cell };
     if (!high || value > high.value) high = { value, cell };
   }
-  if (!low) return "";
+  const found = make("td", { class: className });
+  if (!low) return found;
   const [from, to] = [low, high].map(({ cell }) => cell.firstChild.textContent.trim());
-  return from === to ? from : `${from} – ${to}`;
+  found.textContent = from === to ? from : `${from} – ${to}`;
+  if (high.cell.classList.contains("bad")) found.classList.add("bad");
+  return found;
 }
 
 function bar(parts) {
