@@ -27,8 +27,8 @@ TONES = {"good": "green", "bad": "red", "quiet": "dim"}
 
 TEXT_WIDTH = 160
 
-FOLDED_ROWS = 40
-"""Tables behind a fold longer than this are left to the page."""
+FEW_ROWS = 40
+"""Tables behind a fold longer than this are left to the page, those with an index told by group."""
 
 
 def as_text(title: str, sections: Iterable[Section]) -> str:
@@ -66,10 +66,10 @@ def _print(console: Console, block: Block, *, folded: bool = False) -> None:
             console.print(
                 Text.assemble((f"{tile.value:>12}  ", TONES.get(tile.tone, "bold")), tile.label)
             )
-    elif isinstance(block, Table) and block.index is not None:
+    elif isinstance(block, Table) and block.index is not None and len(block.rows) > FEW_ROWS:
         console.print(Padding(_groups(block, block.index), (1, 0, 0, 0), expand=False))
     elif isinstance(block, Table):
-        if folded and len(block.rows) > FOLDED_ROWS:
+        if folded and len(block.rows) > FEW_ROWS:
             console.print(Text(f"  {len(block.rows)} rows: see the page", style="dim"))
         else:
             console.print(Padding(_table(block), (1, 0, 0, 0), expand=False))

@@ -15,7 +15,7 @@ from cukit.analyzer.report.layout import Table
 from cukit.analyzer.report.terminal import TEXT_WIDTH
 from cukit.errors import ConfigError, DataError, MissingDependencyError
 from tests.analyzer.report import samples
-from tests.analyzer.report.pages import SVG, Page, all_text, drawings
+from tests.analyzer.report.pages import SVG, Page, all_text, drawings, extents
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_page_asks_for_nothing(page: Page) -> None:
 
 def test_names_are_text_and_never_markup(page: Page, report: Report) -> None:
     assert samples.HOSTILE not in page.markup
-    assert page.tags.count("script") == 1
+    assert page.tags.count("script") == 2, "our own, and the index of the kernels"
     assert page.markup.startswith("<!doctype html>")
     assert "&lt;script&gt;" in page.markup
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", page.markup)
@@ -72,7 +72,7 @@ def test_names_are_text_and_never_markup(page: Page, report: Report) -> None:
 
 def test_every_drawing_is_valid_and_named(page: Page) -> None:
     found = drawings(page.markup)
-    assert len(found) == 24
+    assert len(found) == 31
     for drawing in found:
         assert drawing.tag == f"{SVG}svg"
         assert drawing.attrib["aria-label"]
@@ -82,6 +82,9 @@ def test_every_drawing_is_valid_and_named(page: Page) -> None:
             assert 0 <= x <= width
             assert 0 <= y <= height
             assert x + float(mark.get("width", 0)) <= width
+        for left, right in extents(drawing):
+            assert left >= -1
+            assert right <= width + 1
 
 
 def test_times_in_the_page_are_those_of_the_json(page: Page) -> None:
@@ -119,10 +122,10 @@ def test_bars_are_as_long_as_their_values(page: Page) -> None:
 
 
 def test_static_facts_of_kernels(page: Page) -> None:
-    spilling = page.numbers("rms_norm", "DTYPE=float32")
-    assert spilling == [512, 128, 24, 64, 0.25]
+    spilling = page.numbers("rms_norm sm_90a DTYPE=float32")
+    assert spilling == [512, 128, 24, 64, 0.25, 500, 0.5]
     labels = [d.attrib["aria-label"] for d in drawings(page.markup)]
-    assert "rms_norm: occupancy over threads in a block" in labels
+    assert "Theoretical occupancy of the variants" in labels
 
 
 def test_an_analysis_shows_what_is_known_and_what_is_missing(page: Page) -> None:
