@@ -180,7 +180,8 @@ def largest_cases(cases: Sequence[Case]) -> list[Case]:
     """
 
     def rank(case: Case) -> tuple[bool, float]:
-        return case.fastest_peer is not None, case.floor_us or 0.0
+        # Floors follow from rounded rates: the same work may differ in the last digits.
+        return case.fastest_peer is not None, float(f"{case.floor_us or 0.0:.3g}")
 
     largest: dict[tuple[str, str], Case] = {}
     for case in cases:
