@@ -24,7 +24,7 @@ from cukit.analyzer.report.numbers import all_printable, printable
 from cukit.analyzer.report.section_analysis import analysis_section
 from cukit.analyzer.report.section_benchmarks import benchmark_section
 from cukit.analyzer.report.section_distillation import distillation_section
-from cukit.analyzer.report.section_kernels import ANCHOR, kernel_section
+from cukit.analyzer.report.section_kernels import kernel_section
 from cukit.analyzer.schema import AnalysisReport
 from cukit.analyzer.schema_json import from_json
 from cukit.errors import DataError
@@ -63,7 +63,8 @@ class Document:
         try:
             if self.kind == "benchmarks":
                 records = tuple(content["records"])
-                return benchmark_section(BenchmarkResults(content["environment"], records))
+                found = BenchmarkResults(content["environment"], records)
+                return benchmark_section(found, f"cases-{number}")
             if self.kind == "analysis":
                 return analysis_section(self.analysis())
             if self.kind == "distillation":
@@ -73,7 +74,7 @@ class Document:
                 from cukit.analyzer.report.section_memory import memory_section
 
                 return memory_section(content)
-            return kernel_section(content, f"{ANCHOR}-{number}")
+            return kernel_section(content, f"variants-{number}")
         except DataError as error:
             raise DataError(f"{self.source}: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cukit.analyzer import peaks
 from cukit.analyzer.report import numbers, svg
@@ -22,8 +23,11 @@ from cukit.analyzer.report.layout import (
     Block,
     Cell,
     Column,
+    Entry,
+    Facts,
     Figure,
     Fold,
+    Index,
     Paragraph,
     Section,
     Table,
@@ -37,25 +41,37 @@ from cukit.analyzer.statistics import NOISY_INTERVAL
 
 FASTEST_PEER = "fastest peer"
 
+FLAGS = (
+    ("slower", "slower than the fastest peer"),
+    ("faster", "faster"),
+    ("alone", "without a peer"),
+    ("wrong", "with a wrong result"),
+    ("noisy", "noisy"),
+)
 
-def benchmark_section(results: BenchmarkResults) -> Section:
-    """Verdict, summary over the ops, roofline, and every case in tables and bars."""
-    blocks: list[Block] = [Paragraph(results.verdict, lead=True), _tiles(results)]
+
+def benchmark_section(results: BenchmarkResults, anchor: str = "cases") -> Section:
+    """Verdict, summary over the ops, roofline, and every case in a table and in bars.
+
+    anchor: of the table, unique in a report.
+    """
+    blocks: list[Block] = [Paragraph(results.verdict, lead=True), _tiles(results, anchor)]
     if summary := summary_figure(results.cases):
         blocks.append(summary)
     blocks += roofline_blocks(results)
+    if results.cases:
+        blocks.append(_table(results.cases, anchor))
     for family in results.families:
         cases = results.of_family(family)
         ops = dict.fromkeys(case.op for case in cases)
         figures = [_op_figure([case for case in cases if case.op == op], results) for op in ops]
-        blocks.append(_table(family, cases, results.impls_of(family)))
         blocks.append(Fold(f"Every case of {family} in bars", tuple(figures)))
         blocks.append(Fold(f"Every time of {family} and its spread", (_times(cases),)))
     blocks += pool_blocks(results.memory_pools)
     return Section("Benchmarks", results.machine, tuple(blocks))
 
 
-def _tiles(results: BenchmarkResults) -> Tiles:
+def _tiles(results: BenchmarkResults, anchor: str) -> Tiles:
     speeds = [case.speed for case in results.cases if case.speed is not None]
     floors = [
         share
@@ -63,7 +79,8 @@ def _tiles(results: BenchmarkResults) -> Tiles:
         if case.ours and (share := case.share_of_floor(case.ours)) is not None
     ]
     wrong = sum(not record["correct"] for record in results.records if is_ours(record["impl"]))
-    tiles = [Tile(str(len(results.cases)), "cases")]
+    flagged = [flag for case in results.cases for flag in _flags(case)]
+    tiles = [Tile(str(len(results.cases)), "cases", leads_to=f"#{anchor}" if results.cases else "")]
     if speeds:
         mean = math.exp(sum(map(math.log, speeds)) / len(speeds))
         tone = "good" if mean > 1 + EQUAL else "bad" if mean < 1 - EQUAL else ""
@@ -71,6 +88,9 @@ def _tiles(results: BenchmarkResults) -> Tiles:
     if floors:
         middle = sorted(floors)[len(floors) // 2]
         tiles.append(Tile(numbers.percent(middle), "of the best conceivable speed, median case"))
+    if slower := flagged.count("slower"):
+        label = "cases slower than the fastest peer"
+        tiles.append(Tile(str(slower), label, leads_to=f"#{anchor}?flag=slower"))
     tiles.append(Tile(str(wrong), "wrong results of ours", "bad" if wrong else ""))
     return Tiles(tuple(tiles))
 
@@ -169,17 +189,76 @@ def _measure(
     return None, "calls per second", None
 
 
-def _table(family: str, cases: Sequence[Case], impls: Sequence[str]) -> Table:
-    columns = [Column("op"), Column("case")]
-    columns += [Column(impl_title(impl), numeric=True) for impl in impls]
-    columns += [Column("× fastest peer", numeric=True), Column("of the floor", numeric=True)]
-    rows = []
-    for case in cases:
-        by_impl = {record["impl"]: record for record in case.records}
-        times = [_time_cell(by_impl.get(impl)) for impl in impls]
-        names = [Cell(case.op, tone="code"), Cell(f"{case.name} {case.dtype}")]
-        rows.append((*names, *times, _speed_cell(case.speed), _floor_cell(case)))
-    return Table(tuple(columns), tuple(rows), family)
+def _table(cases: Sequence[Case], anchor: str) -> Table:
+    """Ours beside the fastest peer; a row opens on every implementation."""
+    counted = {flag for case in cases for flag in _flags(case)}
+    index = Index(
+        anchor,
+        "cases",
+        ("op", "family", "dtype"),
+        tuple((flag, title) for flag, title in FLAGS if flag in counted),
+        tuple(
+            Entry((case.op, case.family, case.dtype), _flags(case), (_implementations(case),))
+            for case in cases
+        ),
+    )
+    columns = (
+        Column("case"),
+        Column(OURS, numeric=True),
+        Column(FASTEST_PEER, numeric=True),
+        Column("speedup", numeric=True),
+        Column("of floor", numeric=True),
+        Column("TFLOP/s", numeric=True, minor=True),
+        Column("bandwidth", numeric=True, minor=True),
+    )
+    return Table(columns, tuple(map(_row, cases)), "Every case", index=index)
+
+
+def _row(case: Case) -> tuple[Cell, ...]:
+    by_impl = {record["impl"]: record for record in case.records}
+    peer, ours = case.fastest_peer, case.ours or {}
+    peer_cell = _time_cell(peer)
+    if peer is not None:
+        peer_cell = replace(peer_cell, note=impl_title(peer["impl"]))
+    return (
+        Cell(f"{case.name} {case.dtype}"),
+        _time_cell(by_impl.get(OURS)),
+        peer_cell,
+        _speed_cell(case.speed),
+        _floor_cell(case),
+        cell(ours.get("tflops"), numbers.digits),
+        cell(ours.get("gbps"), numbers.gbps),
+    )
+
+
+def _flags(case: Case) -> tuple[str, ...]:
+    speed = case.speed
+    found = {
+        "faster": speed is not None and speed > 1 + EQUAL,
+        "slower": speed is not None and speed < 1 - EQUAL,
+        "alone": speed is None,
+        "wrong": any(not record["correct"] for record in case.records),
+        "noisy": any(_is_noisy(record) for record in case.records),
+    }
+    return tuple(flag for flag, holds in found.items() if holds)
+
+
+def _implementations(case: Case) -> Facts:
+    """Beside every time what one needs to believe it."""
+    header = ("implementation", "median", "IQR", "believed between", "samples", "error", "result")
+    rows = tuple(
+        (
+            impl_title(record["impl"]),
+            numbers.microseconds(record["median_us"]),
+            numbers.microseconds(record["iqr_us"]),
+            _interval(record).text,
+            str(record.get("samples", "")),
+            "" if record.get("error") is None else f"{record['error']:.1e}",
+            "right" if record["correct"] else "wrong",
+        )
+        for record in sorted(case.records, key=lambda record: float(record["median_us"]))
+    )
+    return Facts("Implementations, the fastest first", rows, header)
 
 
 def _times(cases: Sequence[Case]) -> Table:
@@ -217,8 +296,13 @@ def _interval(record: Record) -> Cell:
     if "range_us" not in record:
         return Cell("")
     low, high = record["range_us"]
-    noisy = " (noisy)" if high - low > NOISY_INTERVAL * record["median_us"] else ""
+    noisy = " (noisy)" if _is_noisy(record) else ""
     return Cell(f"{numbers.digits(low)} to {numbers.microseconds(high)}{noisy}", low)
+
+
+def _is_noisy(record: Record) -> bool:
+    low, high = record.get("range_us") or (0.0, 0.0)
+    return bool(high - low > NOISY_INTERVAL * record["median_us"])
 
 
 def _time_cell(record: Record | None) -> Cell:

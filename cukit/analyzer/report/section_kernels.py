@@ -53,9 +53,6 @@ from cukit.core.device import Device, typical_device
 Kernel = Mapping[str, Any]
 """One entry of `cukit compile --json`."""
 
-ANCHOR = "variants"
-"""Followed by the number of the chapter, where the table of all variants stands."""
-
 COLUMNS = (
     Column("kernel"),
     Column("threads", numeric=True, minor=True),
@@ -151,7 +148,7 @@ class Variant:
         return tuple(flag for flag, holds in found.items() if holds)
 
 
-def kernel_section(compiled: Mapping[str, Any], anchor: str = ANCHOR) -> Section:
+def kernel_section(compiled: Mapping[str, Any], anchor: str = "variants") -> Section:
     """The figures first, then every variant, to be searched.
 
     compiled: `{"kernels": [...], "errors": [...]}`, as `cukit compile --json` prints it.

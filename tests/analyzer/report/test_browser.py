@@ -27,7 +27,7 @@ PROBE = """
 for (const fold of document.querySelectorAll("details")) fold.open = true;
 const shown = (name) => getComputedStyle(document.querySelector(name)).display !== "none";
 const tables = [...document.querySelectorAll("table")];
-const kernels = document.querySelector("table[data-index]");
+const kernels = document.querySelector("table[data-index^=variants]");
 const column = [...kernels.rows[0].cells].find((cell) => cell.textContent === "registers");
 const sorted = () => {
   column.firstChild.click();
@@ -48,7 +48,7 @@ const details = () => {
   return found;
 };
 const flagged = () => {
-  location.hash = document.querySelector(".tiles a[href*=flag]").getAttribute("href");
+  location.hash = document.querySelector(".tiles a[href*=spills]").getAttribute("href");
   dispatchEvent(new HashChangeEvent("hashchange"));
   return visible().length;
 };

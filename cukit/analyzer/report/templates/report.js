@@ -55,7 +55,7 @@ class Explorer {
   addTools() {
     const search = make("input", {
       type: "search",
-      placeholder: this.index ? "Search: flash bfloat16 registers>=200 -causal" : "Search",
+      placeholder: this.index ? `Search: ${this.example()}` : "Search",
       "aria-label": `Search ${this.noun}: words, -words to leave out, column>number`,
       spellcheck: "false",
     });
@@ -121,6 +121,13 @@ class Explorer {
     this.tell(this.rows.length);
   }
 
+  // Of what may be searched for: a word, one to leave out, a column's numbers.
+  example() {
+    const column = this.columns.find((header) => header.classList.contains("number"));
+    const words = this.index.facets.map((facet) => facet.values[0]);
+    return `${words[0]} -${words.at(-1).split(" ")[0]} ${nameOf(column)}>100`;
+  }
+
   select(name, options, chosen) {
     const select = make("select");
     for (const [value, title] of options) select.append(make("option", { value }, title));
@@ -172,7 +179,7 @@ class Explorer {
   conditions() {
     return this.query.toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
       const match = /^([^<>=]+)(<=|>=|<|>|=)([\d.]+)([kmg])?(?:i?b)?%?$/.exec(word);
-      const column = match && this.columns.findIndex((header) => startsWith(header, match[1]));
+      const column = match && this.columns.findIndex((each) => nameOf(each).includes(match[1]));
       if (match && column >= 0) {
         const number = Number(match[3]) * (UNITS[match[4]] || 1);
         return (each) => compare(valueOf(each.row.cells[column]), match[2], number);
@@ -330,8 +337,9 @@ class Explorer {
   }
 }
 
-function startsWith(header, name) {
-  return header.textContent.toLowerCase().replaceAll(" ", "").startsWith(name);
+// As it is written in a search, where blanks part words.
+function nameOf(header) {
+  return header.textContent.toLowerCase().replaceAll(" ", "");
 }
 
 // What a reader sees: 25 where the cell says 25%.
