@@ -286,7 +286,7 @@ class Explorer {
   }
 
   heading(name, records, open) {
-    const button = make("button", { type: "button", "aria-expanded": open }, name);
+    const button = make("button", { type: "button", "aria-expanded": open }, ...breakable(name));
     const title = make("th", { scope: "rowgroup" }, button, " ");
     title.append(make("small", {}, records.length.toLocaleString("en")));
     const row = make("tr", { class: open ? "group open" : "group" }, title);
@@ -340,6 +340,11 @@ class Explorer {
 // As it is written in a search, where blanks part words.
 function nameOf(header) {
   return header.textContent.toLowerCase().replaceAll(" ", "");
+}
+
+// Long names break after an underscore rather than anywhere.
+function breakable(name) {
+  return name.split(/(?<=_)/).flatMap((part) => [part, make("wbr")]);
 }
 
 // What a reader sees: 25 where the cell says 25%.
@@ -400,7 +405,10 @@ function facts({ header, rows }) {
     table.append(make("thead", {}, make("tr", {}, ...titles)));
   }
   const body = make("tbody");
-  for (const row of rows) body.append(make("tr", {}, ...row.map((text) => make("td", {}, text))));
+  for (const row of rows) {
+    const cells = row.map((text, number) => make("td", { "data-title": header[number] || "" }, text));
+    body.append(make("tr", {}, ...cells));
+  }
   table.append(body);
   return table;
 }
