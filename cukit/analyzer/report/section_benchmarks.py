@@ -104,8 +104,8 @@ def summary_figure(cases: Sequence[Case]) -> Figure | None:
         "Speed of each op on its largest case",
         lambda width: draw_summary(chosen, width),
         "Share of the best conceivable speed: the larger of bytes over measured copy bandwidth and "
-        "FLOPs over measured matrix rate is the floor of the time. Longer is faster; the times "
-        "stand beside the bars.",
+        "FLOPs over the matrix rate of their precision is the floor of the time. Longer is faster; "
+        "the times stand beside the bars.",
         ((svg.colour(0), OURS), (svg.colour(1), FASTEST_PEER)),
     )
 
