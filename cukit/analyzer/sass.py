@@ -2,8 +2,9 @@
 
 Since Volta an instruction is 128 bits. The opcode is in bits 0..8, the form of its operands in bits
 9..11, and memory instructions keep the width of an access in bits 73..75. The codes below hold from
-sm_70 to sm_121 (one means two things, by generation); tests compile kernels whose instructions are
-known for every one of them. This counts instructions, not executions: one in a loop counts once.
+sm_70 to sm_121 (one opcode and the widths of one instruction changed with sm_100); tests compile
+kernels whose instructions are known for every one of them. This counts instructions, not
+executions: one in a loop counts once.
 """
 
 from __future__ import annotations
@@ -72,42 +73,55 @@ _CLASSES: Mapping[str, tuple[int, ...]] = {
     ),
 }  # fmt: skip
 _NOP = 0x118
+_NEVER = 0xF
+"""The predicate !PT, in bits 12..15: ptxas puts such loads before asynchronous copies."""
 _IADD_SINCE_BLACKWELL = 0x035
 """HFMA2.MMA before."""
 
-_OPCODES = {
-    0x381: "load",
-    0x981: "load",
-    0x386: "store",
-    0x986: "store",
-    0xFAE: "async copy",
-    0x983: "local load",
-    0x387: "local store",
-    0x984: "shared load",
-    0x388: "shared store",
-    0x988: "shared store",
+# Opcodes of memory instructions, and what they do.
+_ACCESSES = {
+    0x181: "load",  # LDG
+    0x186: "store",  # STG
+    0x1AE: "async copy",  # LDGSTS
+    0x183: "local load",  # LDL
+    0x187: "local store",  # STL
+    0x184: "shared load",  # LDS
+    0x188: "shared store",  # STS
 }
-_ATOMICS = (0x3A8, 0x9A8, 0x3A9, 0x98E, 0x9A6)  # ATOMG, compare and swap, RED
-# UBLKCP (bulk copy), UTMALDG, UTMASTG, UTMAREDG: one instruction moves a whole tile.
-_BULK_COPIES = (0x3BA, 0x5B4, 0x3B5, 0x3B6)
+_ATOMICS = (0x1A8, 0x1A9, 0x18E, 0x1A6)  # ATOMG, compare and swap, RED, REDG
+# One instruction moves a whole tile: UBLKCP, UBLKRED, UTMALDG, UTMASTG, UTMAREDG.
+_BULK_COPIES = (0x1BA, 0x1BB, 0x1B4, 0x1B5, 0x1B6)
 
 _WIDTH_BITS = {0: 8, 1: 8, 2: 16, 3: 16, 4: 32, 5: 64, 6: 128}
+_ASYNC_COPY_BITS_SINCE_BLACKWELL = {0: 32, 2: 64, 4: 128}
 
 
-def memory_access(code: bytes) -> MemoryAccess:
+def memory_access(code: bytes, compute_capability: tuple[int, int]) -> MemoryAccess:
     """Counts the memory instructions in the code of one kernel."""
     low, high = _words(code)
-    opcodes, widths = low & 0xFFF, high >> np.uint64(9) & np.uint64(7)
-    counts = np.bincount((opcodes << np.uint64(3) | widths).astype(np.intp), minlength=1 << 15)
-    found: dict[tuple[str, int], int] = {}
-    for opcode, operation in _OPCODES.items():
-        for width, bits in _WIDTH_BITS.items():
-            if count := int(counts[opcode << 3 | width]):
-                found[operation, bits] = found.get((operation, bits), 0) + count
-    rows = tuple(AccessWidth(name, bits, n) for (name, bits), n in sorted(found.items()))
+    opcodes, widths = low & np.uint64(0x1FF), high >> np.uint64(9) & np.uint64(7)
+    counts = np.bincount((opcodes << np.uint64(3) | widths).astype(np.intp), minlength=1 << 12)
+    rows = [
+        AccessWidth(operation, bits, int(counts[opcode << 3 | places].sum()))
+        for opcode, operation in _ACCESSES.items()
+        for bits, places in _places_of_bits(operation, compute_capability).items()
+    ]
     by_opcode = counts.reshape(-1, 8).sum(axis=1)
     bulk_copies, atomics = (int(by_opcode[list(c)].sum()) for c in (_BULK_COPIES, _ATOMICS))
-    return MemoryAccess("decoded", rows, bulk_copies, atomics)
+    found = sorted((row for row in rows if row.instructions), key=lambda r: (r.operation, r.bits))
+    return MemoryAccess("decoded", tuple(found), bulk_copies, atomics)
+
+
+def _places_of_bits(
+    operation: str, compute_capability: tuple[int, int]
+) -> dict[int, npt.NDArray[np.intp]]:
+    """Width of an access -> the values of its field that say so."""
+    since_blackwell = operation == "async copy" and compute_capability >= (10, 0)
+    table = _ASYNC_COPY_BITS_SINCE_BLACKWELL if since_blackwell else _WIDTH_BITS
+    return {
+        bits: np.array([place for place in table if table[place] == bits])
+        for bits in table.values()
+    }
 
 
 def instruction_mix(code: bytes, compute_capability: tuple[int, int]) -> InstructionMix:
@@ -132,6 +146,7 @@ def _opcodes_of(name: str, compute_capability: tuple[int, int]) -> tuple[int, ..
 
 
 def _words(code: bytes) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Lower and upper halves of all instructions."""
+    """Lower and upper halves of all instructions but those that the compiler switched off."""
     halves = np.frombuffer(code, dtype="<u8").reshape(-1, 2)
-    return halves[:, 0], halves[:, 1]
+    runs = (halves[:, 0] >> np.uint64(12) & np.uint64(0xF)) != _NEVER
+    return halves[runs, 0], halves[runs, 1]

@@ -120,7 +120,7 @@ class StaticKernel:
             resources=self.resources(dynamic_shared_bytes),
             occupancy=occupancy,
             waves=analyze_waves(device, blocks, occupancy.blocks_per_sm),
-            memory_access=memory_access(self.code),
+            memory_access=memory_access(self.code, device.compute_capability),
             instruction_mix=instruction_mix(self.code, device.compute_capability),
         )
 

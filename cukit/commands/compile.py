@@ -176,6 +176,7 @@ def residency(variant: Variant, compiled: CompiledKernel) -> Occupancy:
 def _record(variant: Variant, compiled: CompiledKernel) -> dict[str, Any]:
     info, resident = compiled.info, residency(variant, compiled)
     code = kernel_code(compiled.path.read_bytes(), variant.spec.entry)
+    capability = variant.device.compute_capability
     return {
         "op": variant.op,
         "kernel": variant.spec.entry,
@@ -192,8 +193,8 @@ def _record(variant: Variant, compiled: CompiledKernel) -> dict[str, Any]:
         "blocks_per_sm": resident.blocks,
         "occupancy": resident.fraction,
         "limiter": resident.limiter,
-        "memory_access": asdict(memory_access(code)),
-        "instruction_mix": asdict(instruction_mix(code, variant.device.compute_capability)),
+        "memory_access": asdict(memory_access(code, capability)),
+        "instruction_mix": asdict(instruction_mix(code, capability)),
         "compile_ms": round(compiled.compile_ms, 1),
         "cached": compiled.cached,
     }

@@ -134,6 +134,23 @@ def test_spills_are_those_of_ptxas(arch: str) -> None:
     assert launch.waves is None, "without a grid"
 
 
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch >= "sm_80" or len(arch) > 5])
+def test_widths_of_asynchronous_copies(arch: str) -> None:
+    code = r"""
+extern "C" __global__ void f(const char* p, unsigned a) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(a), "l"(p));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(a + 64), "l"(p + 64));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(a + 128), "l"(p + 128));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(a + 256), "l"(p + 256));
+}"""
+    launch = inspect(KernelSource("f", code), arch).launch(
+        analysis_device(arch), None, (32, 1, 1), 0
+    )
+    assert launch.memory_access is not None
+    counted = {(w.operation, w.bits): w.instructions for w in launch.memory_access.widths}
+    assert counted == {("async copy", 32): 1, ("async copy", 64): 1, ("async copy", 128): 2}
+
+
 def test_asynchronous_and_bulk_copies_are_counted() -> None:
     code = r"""
 extern "C" __global__ void copies(const char* from, void* map, char* to) {
