@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -80,7 +81,9 @@ def build(
     # In random order, so that the time of those that are done tells that of the rest.
     order = random.Random(0).sample(wanted, len(wanted))
     doing = f"compiling for {', '.join(dict.fromkeys(variant.arch for variant in wanted))}"
-    results = dict(tracked(compile_all(order, jobs), len(wanted), doing, quiet=quiet))
+    progress = tracked(compile_all(order, jobs), len(wanted), doing, quiet=quiet)
+    with contextlib.closing(progress):  # on Ctrl-C too: the bar goes before anything is said
+        results = dict(progress)
     compiled: dict[Variant, CompiledKernel] = {}
     errors: dict[Variant, str] = {}
     for variant in wanted:
