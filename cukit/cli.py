@@ -6,6 +6,7 @@ Bad input ends with one clear line on stderr and exit code 2; a traceback means 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -22,10 +23,12 @@ from cukit.commands.doctor import doctor
 from cukit.commands.list_ops import list_ops
 from cukit.commands.replay import replay
 from cukit.commands.report import report
+from cukit.core.interrupts import INTERRUPTED, in_time
 from cukit.errors import CukitError
 
 BAD_INPUT = 2
-INTERRUPTED = 130
+BROKEN_PIPE = 141
+"""As shells have it for a program that SIGPIPE ended."""
 
 app = typer.Typer(
     name="cukit",
@@ -65,10 +68,20 @@ def options(
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line; returns its exit code."""
+    code = 0
     try:
-        code = app(args=list(arguments) or ["--help"], standalone_mode=False)
+        # Not `app()`, which turns interrupts and broken pipes into exits of its own.
+        command = typer.main.get_command(app)
+        try:
+            with command.make_context("cukit", list(arguments) or ["--help"]) as context:
+                command.invoke(context)
+        except typer.Exit as end:
+            code = end.exit_code
+        sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # `cukit list | head -1`
+        return BROKEN_PIPE
     except (CukitError, OSError) as error:
         return _complain(str(error), BAD_INPUT)
     except Exception as error:
@@ -77,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
         if hasattr(error, "format_message"):
             return _complain(error.format_message(), BAD_INPUT)
         raise
-    return code if isinstance(code, int) else 0
+    return code
 
 
 def _complain(message: str, code: int) -> int:
@@ -87,4 +100,12 @@ def _complain(message: str, code: int) -> int:
 
 def main() -> None:
     """Entry point of the `cukit` script."""
-    sys.exit(run(sys.argv[1:]))
+    with in_time():
+        code = run(sys.argv[1:])
+        try:
+            sys.stdout.flush()
+        except OSError:  # it has been said; Python would say it again
+            os._exit(code)
+        if code == INTERRUPTED:
+            os._exit(code)  # threads that still work are not waited for
+    sys.exit(code)

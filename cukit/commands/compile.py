@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -20,6 +19,7 @@ from cukit.core.device import (
     gpu_available,
     typical_device,
 )
+from cukit.core.workers import run_in_workers
 from cukit.errors import CompileError
 from cukit.registry import get_op, ops
 
@@ -72,7 +72,9 @@ def build(
 ) -> tuple[dict[Variant, CompiledKernel], dict[Variant, str]]:
     """Compiles with a bar on stderr; the kernels in the order of `wanted`, and what NVRTC said of
     those that do not compile."""
-    results = dict(_progress(compile_all(wanted, jobs), len(wanted), quiet=quiet))
+    progress = _progress(compile_all(wanted, jobs), len(wanted), quiet=quiet)
+    with contextlib.closing(progress):  # on Ctrl-C too: the bar goes before anything is said
+        results = dict(progress)
     compiled: dict[Variant, CompiledKernel] = {}
     errors: dict[Variant, str] = {}
     for variant in wanted:
@@ -135,16 +137,8 @@ def compile_all(
     workers = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
     if workers <= 1:
         yield from map(compile_variant, tasks)
-        return
-    with worker_pool(workers) as pool:
-        for future in as_completed([pool.submit(compile_variant, task) for task in tasks]):
-            yield future.result()
-
-
-def worker_pool(workers: int | None = None) -> ProcessPoolExecutor:
-    """Processes to compile in: started anew, since a forked one may not touch CUDA."""
-    workers = workers or len(os.sched_getaffinity(0))
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    else:
+        yield from run_in_workers(compile_variant, tasks, workers)
 
 
 def compile_variant(variant: Variant) -> tuple[Variant, CompiledKernel | CompileError]:
@@ -221,7 +215,7 @@ def _show(rows: Sequence[tuple[Variant, CompiledKernel]], errors: Mapping[Varian
 
 def _progress(
     results: Iterator[tuple[Variant, CompiledKernel | CompileError]], total: int, *, quiet: bool
-) -> Iterator[tuple[Variant, CompiledKernel | CompileError]]:
+) -> Generator[tuple[Variant, CompiledKernel | CompileError], None, None]:
     """The results, with a bar on stderr while they come."""
     from rich.console import Console
     from rich.progress import track

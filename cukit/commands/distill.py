@@ -17,6 +17,7 @@ from cukit.analyzer.report.terminal import print_report
 from cukit.commands._console import stdout
 from cukit.commands.distill_display import ProgressDisplay, show_plan, show_report
 from cukit.core.device import current_device, gpu_available
+from cukit.core.interrupts import INTERRUPTED
 from cukit.distill.data import VOCAB_SIZE, read_corpus
 from cukit.distill.pipeline import DistillRun, Interrupted
 from cukit.distill.run_folder import (
@@ -33,8 +34,6 @@ from cukit.errors import ConfigError, DataError, MissingDependencyError
 from cukit.models import generate as generate_tokens
 from cukit.models import load_model
 from cukit.models.parameters import namespace_for
-
-INTERRUPTED = 130
 
 _SIZES, _TRAINING, _RUN = "Sizes", "Training", "Run"
 
