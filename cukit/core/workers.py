@@ -55,8 +55,8 @@ def run_in_workers(
                     workers.pop(connection).join()
                 yield result
     finally:
-        for worker in workers.values():
-            worker.kill()
+        for left_over in workers.values():
+            left_over.kill()
 
 
 def _receive(connection: Any) -> tuple[Any, Exception | None]:
