@@ -6,6 +6,7 @@ Bad input ends with one clear line on stderr and exit code 2; a traceback means 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from cukit.commands.list_ops import list_ops
 from cukit.commands.replay import replay
 from cukit.commands.report import report
 from cukit.core.interrupts import INTERRUPTED, in_time
-from cukit.errors import CukitError
+from cukit.errors import ConfigError, CukitError
 
 BAD_INPUT = 2
 BROKEN_PIPE = 141
@@ -70,6 +71,7 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command line; returns its exit code."""
     code = 0
     try:
+        _check_values(arguments)
         # Not `app()`, which turns interrupts and broken pipes into exits of its own.
         command = typer.main.get_command(app)
         try:
@@ -84,6 +86,8 @@ def run(arguments: Sequence[str]) -> int:
         return BROKEN_PIPE
     except (CukitError, OSError) as error:
         return _complain(str(error), BAD_INPUT)
+    except MemoryError as error:
+        return _complain(f"not enough memory: {error or 'no more to be had'}", BAD_INPUT)
     except Exception as error:
         # Which exceptions the command line's own errors derive from differs between releases of
         # typer; that they format themselves does not.
@@ -93,6 +97,14 @@ def run(arguments: Sequence[str]) -> int:
     return code
 
 
+def _check_values(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for an empty argument: to the shell, a variable that is not set."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        name, is_assignment, value = argument.partition("=")
+        if not argument or (name.startswith("--") and is_assignment and not value):
+            raise ConfigError(f"{name or before or 'an argument'}: expected a value, got ''")
+
+
 def _complain(message: str, code: int) -> int:
     print(f"cukit: {message}", file=sys.stderr)
     return code
@@ -100,6 +112,8 @@ def _complain(message: str, code: int) -> int:
 
 def main() -> None:
     """Entry point of the `cukit` script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 loses no result
     with in_time():
         code = run(sys.argv[1:])
         try:

@@ -49,7 +49,8 @@ def compile_kernels(
     ] = None,
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes at once. Default: one for each core.")
+        int | None,
+        typer.Option(min=1, max=256, help="Processes at once. Default: one for each core."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from pathlib import Path
@@ -235,9 +236,10 @@ def generate(
     if model.config.vocab_size != VOCAB_SIZE:
         raise DataError(f"{path}: its tokens are not bytes")
     new_tokens = generate_tokens(
-        model, list(prompt.encode()), tokens, temperature=temperature, top_k=top_k, seed=seed
+        model, list(os.fsencode(prompt)), tokens, temperature=temperature, top_k=top_k, seed=seed
     )
-    print(printable(prompt + bytes(new_tokens).decode("utf-8", errors="replace")))
+    text = os.fsencode(prompt) + bytes(new_tokens)
+    print(printable(text.decode("utf-8", errors="replace")))
 
 
 def _place(device: str) -> str:

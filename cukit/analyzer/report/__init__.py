@@ -18,6 +18,7 @@ from cukit.analyzer.report.documents import SCHEMA, VERSION, Document, Source, r
 from cukit.analyzer.report.layout import Section
 from cukit.analyzer.report.terminal import as_text
 from cukit.analyzer.report.trace import MAX_BYTES, spans_of, trace_json
+from cukit.core.files import write_text
 from cukit.errors import ConfigError
 
 __all__ = ["DEFAULT_TITLE", "Report", "Source", "generate_report"]
@@ -130,7 +131,7 @@ def generate_report(
 
 def _write(path: Path, content: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content, encoding="utf-8")
+    write_text(path, content)
 
 
 def _same_file(a: Path, b: Path) -> bool:
