@@ -23,6 +23,7 @@ from cukit.attention.flash_problem import AttentionProblem, ceil_div
 from cukit.core.arrays import Array, adopt, check_array, empty, runs_kernel, write_out
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, launch_plan
+from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_flag, check_integer
 from cukit.errors import ArrayShapeError
 from cukit.reference import block_sparse_attention as reference
@@ -85,6 +86,7 @@ def block_sparse_attention(
     q, k, v, block_mask, out, alibi_slopes, sinks, bias = adopt(
         _OP, q, k, v, block_mask, out, alibi_slopes, sinks, bias
     )
+    check_overlap(_OP, out, q=q, k=k, v=v, bias=bias)
     arrays = ScoreArrays(alibi_slopes, sinks, bias, None, None, None)
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
     size = _pair(block_size)

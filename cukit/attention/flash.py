@@ -39,6 +39,7 @@ from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, Kernel, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import is_float8
+from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_flag
 from cukit.errors import ConfigError
 from cukit.reference import attention as reference
@@ -155,6 +156,7 @@ def flash_attention(
     check_flag(_OP, "precise", precise)
     check_flag(_OP, "return_lse", return_lse)
     if is_float8(q, k, v):
+        check_overlap(_OP, out, q=q.storage, k=k.storage, v=v.storage, bias=arrays.bias)
         descales = (q_descale, k_descale, v_descale)
         attended = attend_float8(q, k, v, descales, options, arrays, out, bool(precise), return_lse)
         if attended is not None:
@@ -163,6 +165,7 @@ def flash_attention(
     elif not (q_descale is k_descale is v_descale is None):
         _refuse_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, v = adopt(_OP, q, k, v)
+    check_overlap(_OP, out, q=q, k=k, v=v, bias=arrays.bias)
     if not runs_kernel(_OP, q, k, v, out, *arrays):
         check_forward(q, k, v, out, options, arrays)
         check_sequence_ends(_OP, q, k, options, arrays)
