@@ -26,6 +26,7 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.kernel import NULL, launch_plan
+from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray, is_float8
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError
 
@@ -63,6 +64,7 @@ def attend_float8(
     _check_inputs(q, k, v, out, arrays.varlen)
     factors = _factors(q, k, descales, arrays)
     stored = (q.storage, k.storage, v.storage)
+    check_overlap(_OP, out, q=q.storage, k=k.storage, v=v.storage, bias=arrays.bias)
     if not runs_kernel(_OP, *stored, *factors, out, *arrays):
         return None
     prepared = _prepare(*stored, out, options, precise, *factors, *arrays)
