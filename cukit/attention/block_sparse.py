@@ -86,13 +86,13 @@ def block_sparse_attention(
     q, k, v, block_mask, out, alibi_slopes, sinks, bias = adopt(
         _OP, q, k, v, block_mask, out, alibi_slopes, sinks, bias
     )
-    check_overlap(_OP, out, q=q, k=k, v=v, bias=bias)
     arrays = ScoreArrays(alibi_slopes, sinks, bias, None, None, None)
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
     size = _pair(block_size)
     check_flag(_OP, "return_lse", return_lse)
     if not runs_kernel(_OP, q, k, v, block_mask, out, *arrays):
         _check(q, k, v, block_mask, size, out, options, arrays)
+        check_overlap(_OP, out, q=q, k=k, v=v, bias=bias)
         result = reference.block_sparse_attention(
             q, k, v, block_mask, block_size=size, return_lse=return_lse, **_named(options, arrays)
         )
@@ -106,6 +106,7 @@ def block_sparse_attention(
         return flash_attention(
             q, k, v, mask=mask, return_lse=return_lse, out=out, **_named(options, arrays)
         )
+    check_overlap(_OP, out, q=q, k=k, v=v, bias=bias)
     if out is None:
         out = empty(q, (*q.shape[:-1], v.shape[-1]))
     lse = empty(q, lse_shape(q), np.float32) if return_lse else NULL

@@ -164,10 +164,10 @@ def flash_attention(
     elif not (q_descale is k_descale is v_descale is None):
         _refuse_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, v = adopt(_OP, q, k, v)
-    check_overlap(_OP, out, q=q, k=k, v=v, bias=arrays.bias)
     if not runs_kernel(_OP, q, k, v, out, *arrays):
         check_forward(q, k, v, out, options, arrays)
         check_sequence_ends(_OP, q, k, options, arrays)
+        check_overlap(_OP, out, q=q, k=k, v=v, bias=arrays.bias)
         result = reference.flash_attention(
             q, k, v, **options._asdict(), **arrays._asdict(), return_lse=return_lse
         )
@@ -175,6 +175,7 @@ def flash_attention(
             return write_out(out, result)
         return write_out(out, result[0]), result[1]
     launch, out_shape, row_shape = _prepare_forward(q, k, v, out, options, *arrays)
+    check_overlap(_OP, out, q=q, k=k, v=v, bias=arrays.bias)
     if arrays.varlen:
         check_sequence_ends(_OP, q, k, options, arrays)
     if out is None:

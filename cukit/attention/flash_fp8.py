@@ -64,13 +64,13 @@ def attend_float8(
     _check_inputs(q, k, v, out, arrays.varlen)
     factors = _factors(q, k, descales, arrays)
     stored = (q.storage, k.storage, v.storage)
-    check_overlap(_OP, out, q=q.storage, k=k.storage, v=v.storage, bias=arrays.bias)
     if not runs_kernel(_OP, *stored, *factors, out, *arrays):
         return None
     prepared = _prepare(*stored, out, options, precise, *factors, *arrays)
     if prepared is None:
         return None
     launch, out_shape, row_shape = prepared
+    check_overlap(_OP, out, q=q.storage, k=k.storage, v=v.storage, bias=arrays.bias)
     if arrays.varlen:
         check_sequence_ends(_OP, q.storage, k.storage, options, arrays)
     if out is None:
