@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -28,6 +29,7 @@ from cukit.core.interrupts import INTERRUPTED, in_time
 from cukit.errors import ConfigError, CukitError
 
 BAD_INPUT = 2
+_LONG_WORD = re.compile(r"\S{400,}")
 BROKEN_PIPE = 141
 """As shells have it for a program that SIGPIPE ended."""
 
@@ -106,7 +108,8 @@ def _check_values(arguments: Sequence[str]) -> None:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"cukit: {message}", file=sys.stderr)
+    short = _LONG_WORD.sub(lambda word: f"{word[0][:100]}...{word[0][-60:]}", message)
+    print(f"cukit: {short}", file=sys.stderr)
     return code
 
 

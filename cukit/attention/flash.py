@@ -37,9 +37,9 @@ from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, Kernel, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import is_float8
-from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_flag
 from cukit.errors import ConfigError
 from cukit.reference import attention as reference

@@ -133,8 +133,16 @@ def _own_variants(path: Path, entry: str | None, arch: str | None) -> list[Kerne
     if path.suffix != ".cu" or not path.resolve().is_relative_to(kernels_root()):
         return []
     source = path.resolve().relative_to(kernels_root()).as_posix()
-    specs = [variant.spec for variant in variants(devices(arch)[:1])]
-    return [spec for spec in specs if spec.source == source and entry in (None, spec.entry)]
+    device = devices(arch)[0]
+    specs = [each.spec for each in variants([device]) if each.spec.source == source]
+    found = [spec for spec in specs if entry in (None, spec.entry)]
+    if not found and path.exists():
+        names = ", ".join(dict.fromkeys(spec.entry for spec in specs)) or "none"
+        raise ConfigError(
+            f"{path}: cukit compiles no such kernel of it for {device.arch}, but {names}; --option "
+            "compiles it as a file of yours"
+        )
+    return found
 
 
 def _is_kernel(found: Any) -> bool:
