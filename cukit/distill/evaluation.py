@@ -70,7 +70,7 @@ def _student_t(degrees: int) -> float:
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return sum(term / degrees**power for power, term in enumerate(terms))
+    return sum(term / float(degrees**power) for power, term in enumerate(terms))
 
 
 def evaluate(
@@ -85,7 +85,7 @@ def evaluate(
     workers: batches that are looked at at once, on threads; for the CPU.
     """
     sums: dict[str, Array] = {}
-    losses: list[Array] = []
+    windows: list[Array] = []
     num_tokens = 0
 
     def judge(batch: tuple[Array, Array]) -> tuple[Array, dict[str, Array]]:
@@ -93,7 +93,8 @@ def evaluate(
         flat = targets.reshape(-1)
         logits = model.logits(model.forward(tokens, keep=False).hidden)
         choice = logits.astype(np.float32).argmax(-1)
-        rows = cross_entropy(logits, flat, reduction="none").reshape(targets.shape)
+        losses: Array = cross_entropy(logits, flat, reduction="none")
+        rows = losses.reshape(targets.shape)
         found = {"right": (choice == flat).sum()}
         if teacher is not None:
             teacher_logits = teacher.logits(teacher.forward(tokens, keep=False).hidden)
@@ -107,13 +108,13 @@ def evaluate(
         judged = map(judge, batches) if workers == 1 else pool.map(judge, batches)
         for rows, found in judged:
             num_tokens += rows.size
-            losses.append(rows.mean(axis=-1))
+            windows.append(rows.mean(axis=-1))
             for name, value in found.items():
                 sums[name] = sums[name] + value if name in sums else value
     if num_tokens == 0:
         raise DataError("evaluation: no validation text")
     means = {name: float(value) / num_tokens for name, value in sums.items()}
-    window_bits = np.concatenate([host_array(each) for each in losses]) / math.log(2)
+    window_bits = np.concatenate([host_array(each) for each in windows]) / math.log(2)
     return Evaluation(
         bits_per_byte=float(window_bits.mean(dtype=np.float64)),
         accuracy=means["right"],

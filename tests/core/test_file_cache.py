@@ -53,7 +53,7 @@ def test_a_folder_above_that_everybody_may_change_is_refused(path):
     store(path, b"code")
     above = cache_folder().parent
     above.chmod(0o777)
-    with pytest.raises(CacheError, match="lets everybody replace .* run chmod o-w"):
+    with pytest.raises(CacheError, match=r"lets everybody replace .* run chmod o-w"):
         recall(path)
     above.chmod(0o1777)  # as /tmp: only owners rename
     assert recall(path)
