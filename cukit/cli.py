@@ -115,6 +115,9 @@ def _complain(message: str, code: int) -> int:
 
 def main() -> None:
     """Entry point of the `cukit` script."""
+    # A shell may close them (`>&-`); what is written then goes nowhere.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 loses no result
     with in_time():

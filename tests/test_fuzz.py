@@ -30,6 +30,15 @@ SCALARS = (
     object(), np.float32(0.5), np.int64(3), np.ones(2), np.array(1.0), 1j, np.datetime64("now"),
 )  # fmt: skip
 
+
+def unaligned(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy one byte behind a multiple of the element size, as a view of bytes may lie."""
+    memory = np.zeros(a.nbytes + 1, np.uint8)
+    view = np.ndarray(a.shape, a.dtype, memory, 1)
+    view[...] = a
+    return view
+
+
 ARRAYS: tuple[Callable[[np.ndarray[Any, Any]], Any], ...] = (
     lambda a: None,
     lambda a: 3.0,
@@ -57,6 +66,7 @@ ARRAYS: tuple[Callable[[np.ndarray[Any, Any]], Any], ...] = (
     lambda a: a[::-1] if a.ndim else a,
     lambda a: a.T,
     np.asfortranarray,
+    lambda a: a if a.dtype.hasobject else unaligned(a),
     lambda a: np.broadcast_to(a.ravel()[:1], a.shape),
     lambda a: np.array(a.ravel()[0]),
     lambda a: np.ma.masked_array(a, mask=np.zeros(a.shape, bool)),
@@ -170,6 +180,7 @@ WRONG_SCALARS: dict[type, tuple[Any, ...]] = {
 """By the type of the right value."""
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
 def test_options_of_another_kind_are_refused(op: Op) -> None:
     """No "no" that counts as true, no text that counts as a number."""
@@ -192,6 +203,20 @@ WRITERS = [
     and out.default is None
     and op.name != "quantize"  # whose output is three arrays
 ]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
+def test_unaligned_arrays_are_refused(op: Op) -> None:
+    """A GPU faults on them, and with it the process."""
+    args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
+    bound = inspect.signature(op.function).bind(*args, **kwargs)
+    for name, value in list(bound.arguments.items()):
+        if isinstance(value, np.ndarray) and value.itemsize > 1:
+            bound.arguments[name] = unaligned(value)
+            with pytest.raises(ArrayLayoutError, match=r"must begin at a multiple"):
+                op.function(*bound.args, **bound.kwargs)
+            bound.arguments[name] = value
 
 
 @pytest.mark.parametrize("op", WRITERS, ids=lambda op: op.name)
