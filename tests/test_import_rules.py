@@ -41,9 +41,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": BASE | {"core", "reference", "registry"},
     "analyzer": BASE | {"core", "registry", "memory"},
     "commands": LOOP | {"analyzer", "cukit", "emulator"},
-    "cli": {"cukit", "commands", "errors"},
+    "cli": BASE | {"core", "cukit", "commands"},
     "__main__": {"cli"},
-    "__init__": MODELS | {"distill", "emulator", "memory", "models"},
+    "_start": {"core"},
+    "__init__": MODELS | {"_start", "distill", "emulator", "memory", "models"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

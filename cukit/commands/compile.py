@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
@@ -24,6 +22,7 @@ from cukit.core.device import (
     gpu_available,
     typical_device,
 )
+from cukit.core.workers import run_in_workers
 from cukit.errors import CompileError
 from cukit.registry import get_op, ops
 
@@ -55,7 +54,8 @@ def compile_kernels(
     ] = None,
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes at once. Default: one for each core.")
+        int | None,
+        typer.Option(min=1, max=256, help="Processes at once. Default: one for each core."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -146,16 +146,8 @@ def compile_all(
     workers = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
     if workers <= 1:
         yield from map(compile_variant, tasks)
-        return
-    with worker_pool(workers) as pool:
-        for future in as_completed([pool.submit(compile_variant, task) for task in tasks]):
-            yield future.result()
-
-
-def worker_pool(workers: int | None = None) -> ProcessPoolExecutor:
-    """Processes to compile in: started anew, since a forked one may not touch CUDA."""
-    workers = workers or len(os.sched_getaffinity(0))
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    else:
+        yield from run_in_workers(compile_variant, tasks, workers)
 
 
 def compile_variant(variant: Variant) -> tuple[Variant, CompiledKernel | CompileError]:

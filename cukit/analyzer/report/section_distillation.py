@@ -60,10 +60,12 @@ def distillation_section(run: dict[str, Any]) -> Section:
 def _tiles(run: dict[str, Any]) -> Tiles:
     student, teacher = run["models"]["student"], run["models"]["teacher"]
     gain = run["gain_bits_per_byte"]
+    helped = run.get("distilled_beats_alone", gain > 0)  # None: no difference seen
+    tone = "quiet" if helped is None else "good" if helped else "bad"
     smaller = teacher["parameters"] / student["parameters"]
     return Tiles(
         (
-            Tile(f"{gain:+.4f}", "bits per byte gained", "good" if gain > 0 else "bad"),
+            Tile(f"{gain:+.4f}", "bits per byte gained", tone),
             Tile(f"{student['bits_per_byte']:.4f}", "bits per byte, distilled student"),
             Tile(f"{smaller:.1f}×", "smaller than its teacher"),
             Tile(f"{student['tokens_per_second']:,.0f}", "tokens a second in distillation"),

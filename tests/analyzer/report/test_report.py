@@ -283,7 +283,7 @@ def test_what_is_no_result_is_refused(content: str, complaint: str, tmp_path: Pa
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent\.json: cannot be read"):
+    with pytest.raises(DataError, match=r"absent\.json: no such file"):
         read_documents([tmp_path / "absent.json"])
 
 
