@@ -77,7 +77,9 @@ class Document:
             return kernel_section(content, f"variants-{number}")
         except DataError as error:
             raise DataError(f"{self.source}: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (
+            KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError
+        ) as error:  # fmt: skip
             raise DataError(f"{self.source}: damaged {self.kind}: {error!r}") from error
 
     def analysis(self) -> AnalysisReport:
