@@ -42,11 +42,6 @@ class Peak:
     """In the same run; else the datasheet's."""
 
 
-def precision_of_pipe(pipe: str) -> str:
-    """ "tensor_fp16" -> "fp16/bf16"; a pipe that is not known here stands for itself."""
-    return next((name for name, pipes in PIPES.items() if pipe in pipes), pipe)
-
-
 def precision_of(dtype: str, case: str, impl: str = "") -> str | None:
     """What a benchmark's arithmetic is done in; None for a dtype that nothing is computed in.
 

@@ -71,7 +71,8 @@ def roofline_blocks(results: BenchmarkResults) -> list[Block]:
 
 
 def _place(record: Record, known: Mapping[str, tuple[Peak, ...]]) -> Placed | None:
-    if not (record["correct"] and record.get("tflops") and record.get("gbps")):
+    rates = (record.get("tflops") or 0.0, record.get("gbps") or 0.0)
+    if not record["correct"] or min(rates) <= 0.0:  # the axes are logarithmic
         return None
     precision = peaks.precision_of(record["dtype"], record["case"], record["impl"])
     return Placed(record, precision) if precision is not None and precision in known else None

@@ -171,7 +171,6 @@ def kernel_section(compiled: Mapping[str, Any], anchor: str = "variants") -> Sec
 def _variant(record: Kernel) -> Variant:
     device = typical_device(record["arch"])
     shared = record["static_shared_bytes"] + record["dynamic_shared_bytes"]
-    spilled = int(record["spill_bytes"])
     access, mix = record.get("memory_access"), record.get("instruction_mix")
     launch = LaunchAnalysis(
         name=str(record["kernel"]),
@@ -182,8 +181,8 @@ def _variant(record: Kernel) -> Variant:
             static_shared_bytes=int(record["static_shared_bytes"]),
             dynamic_shared_bytes=int(record["dynamic_shared_bytes"]),
             # Records of older versions only have the sum.
-            spill_store_bytes=int(record.get("spill_store_bytes", spilled)),
-            spill_load_bytes=int(record.get("spill_load_bytes", spilled)),
+            spill_store_bytes=record.get("spill_store_bytes"),
+            spill_load_bytes=record.get("spill_load_bytes"),
             local_bytes=0,
             max_threads_per_block=None,
         ),

@@ -12,6 +12,7 @@ from cukit.analyzer.report.html import packed
 from cukit.analyzer.report.layout import Board, Facts, Index, Section, Shares, Steps, Table, Tiles
 from cukit.analyzer.report.section_kernels import kernel_section
 from cukit.analyzer.report.terminal import FEW_ROWS
+from cukit.errors import DataError
 from tests.analyzer.report import samples
 
 
@@ -91,6 +92,28 @@ def test_old_records_have_no_figures_of_instructions() -> None:
     section = kernel_section({"kernels": [lean], "errors": []})
     (board,) = [block for block in section.blocks if isinstance(block, Board)]
     assert [figure.title for figure in board.figures] == ["Theoretical occupancy of the variants"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("instruction_mix", {"source": "decoded", "instructions": 0, "by_class": {"control": 1}}),
+        ("instruction_mix", {"instructions": "many"}),
+        ("memory_access", {"widths": [{"operation": "load", "bits": 7, "instructions": 1}]}),
+        ("defines", ["DTYPE"]),
+        ("occupancy", None),
+        ("spill_store_bytes", "8"),
+    ],
+)
+def test_damaged_records_are_named(field: str, value: Any) -> None:
+    content = samples.kernels()
+    content["kernels"][1][field] = value
+    report = generate_report([content])
+    try:
+        report.to_html()
+        report.to_text()
+    except DataError as error:
+        assert "damaged kernels" in str(error)  # noqa: PT017 - or it is of no consequence
 
 
 def test_an_index_is_packed_without_repetition() -> None:
