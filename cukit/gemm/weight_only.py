@@ -194,7 +194,7 @@ class WeightOnlyLaunch:
             counters = _counters(x, config.counters)
         scales = NULL if row_scales is None else row_scales
         offsets = NULL if bias is None else bias
-        if config.tiling.kernel == "few":
+        if config.tiling.kernel in ("few", "ahead"):
             self._launch(x, blocks, scales, offsets, out)
             return
         if config.tiling.kernel == "sm80":

@@ -33,7 +33,7 @@ _RESERVED_BYTES = KIB  # of shared memory: barriers and the system's own
 class WeightOnlyTiling:
     """How a kernel cuts the result into tiles, and how it computes one."""
 
-    kernel: Literal["sm90", "sm80", "few"]
+    kernel: Literal["sm90", "sm80", "few", "ahead"]
     """weight_only_sm90.cu: TMA and wgmma; _sm80.cu: cp.async and mma.sync; _few.cu: mma.sync, and
     codes straight from memory, for up to eight tokens."""
     tokens: int
@@ -50,6 +50,8 @@ class WeightOnlyTiling:
     """Of "few": sixteens of rows of a block."""
     warps: int = 0
     """Of "few": warps that share the columns."""
+    extra: tuple = ()
+    splits: int = 1
 
     @property
     def rows(self) -> int:
@@ -68,16 +70,28 @@ class WeightOnlyTiling:
 
     def stage_bytes(self, weight: WeightDescription) -> int:
         """Shared memory of a stage: x and the blocks of the weight."""
+        if self.kernel == "ahead":
+            return self.warps * self.rows * BLOCK_COLUMNS * weight.dtype.bits // 8
         used = self.tokens * BLOCK_COLUMNS * weight.x_bytes + self.consumers * weight.block_bytes
         return -(-used // _TILE_ALIGNMENT) * _TILE_ALIGNMENT if self.kernel == "sm80" else used
 
     def staging_bytes(self) -> int:
         """Shared memory of pieces of the result on their way to memory."""
+        if self.kernel == "ahead":
+            return 2 * self.warps * self.strips * 512
         return self.consumers * self.piece_tokens * BLOCK_ROWS * 2 if self.mapped_out else 0
+
+    def exchange_bytes(self) -> int:
+        if self.splits == 1:
+            return 0
+        slices = self.splits
+        while self.tokens % (8 * slices):
+            slices //= 2
+        return (self.splits - 1) * self.tokens // slices // 8 * self.consumers * 128 * 16
 
     def shared_bytes(self, weight: WeightDescription) -> int:
         """Dynamic shared memory of a block."""
-        return self.num_stages * self.stage_bytes(weight) + self.staging_bytes()
+        return self.num_stages * self.stage_bytes(weight) + self.staging_bytes() + self.exchange_bytes()
 
 
 @dataclass(frozen=True)
@@ -122,12 +136,17 @@ class WeightOnlyConfig:
             ("CONSUMERS", tiling.consumers),
             ("THREADS", tiling.threads),
         )
-        if tiling.kernel == "few":
+        if tiling.kernel == "ahead":
+            defines += (("STRIPS", tiling.strips), ("BLOCKS", tiling.blocks_per_sm), ("STAGES", tiling.num_stages))
+        elif tiling.kernel == "few":
             defines += (("STRIPS", tiling.strips),)
         else:
             defines += (("STAGES", tiling.num_stages),)
         if tiling.kernel == "sm90":
             defines += (("MAPPED_OUT", int(tiling.mapped_out)),)
+        if tiling.splits > 1:
+            defines += (("SPLITS", tiling.splits), ("CLUSTER", tiling.splits))
+        defines += tiling.extra
         entry = f"weight_only_{tiling.kernel}"
         shared = tiling.shared_bytes(weight)
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiling.threads, shared)
@@ -180,6 +199,8 @@ def hopper_tiling(
     *,
     stages: int = 0,
     fold: bool = False,
+    splits: int = 1,
+    **extra: int,
 ) -> WeightOnlyTiling:
     """A tiling for Hopper with as many stages, up to `stages`, as there is room for."""
     stages = stages or (6 if tokens <= 32 else 8)
@@ -188,8 +209,10 @@ def hopper_tiling(
         tokens,
         consumers,
         0,
-        mapped_out=tokens >= 64 and weight.shape[0] % _ROW_ELEMENTS == 0,
+        mapped_out=tokens >= 64 and weight.shape[0] % _ROW_ELEMENTS == 0 and splits == 1,
         fold=fold,
+        splits=splits,
+        extra=tuple(extra.items()),
     )
     room = device.shared_bytes_per_block - _RESERVED_BYTES
     return replace(tiling, num_stages=_stages(tiling, weight, room, stages))
@@ -206,12 +229,16 @@ def sm80_tiling(
 
 
 def _stages(tiling: WeightOnlyTiling, weight: WeightDescription, room: int, most: int) -> int:
-    return min(most, (room - tiling.staging_bytes()) // tiling.stage_bytes(weight))
+    return min(most, (room - tiling.staging_bytes() - tiling.exchange_bytes()) // tiling.stage_bytes(weight))
 
 
 def few_tiling(strips: int, warps: int) -> WeightOnlyTiling:
     """A tiling for up to eight tokens."""
     return WeightOnlyTiling("few", FEW_TOKENS, 1, 0, strips=strips, warps=warps)
+
+
+def ahead_tiling(strips: int, warps: int, stages: int, blocks: int) -> WeightOnlyTiling:
+    return WeightOnlyTiling("ahead", FEW_TOKENS, 1, stages, strips=strips, warps=warps, blocks_per_sm=blocks)
 
 
 def configure(
@@ -226,9 +253,15 @@ def configure(
     """A call with this tiling. Tiles that leave blocks idle in a last round are cut along k unless
     adding the pieces up takes longer than the round that is saved; `share` decides it otherwise."""
     tiles_m = -(-weight.shape[0] // tiling.rows)
+    if tiling.kernel == "ahead":
+        grid = tiles_m if not share else min(tiles_m, device.num_sms * tiling.blocks_per_sm)
+        return WeightOnlyConfig(dtype, weight, tiling, grid, 1, tiles_m, 0)
     if tiling.kernel == "few":
         return WeightOnlyConfig(dtype, weight, tiling, tiles_m, 1, tiles_m, 0)
     tiles = tiles_m * -(-tokens // tiling.tokens)
+    if tiling.splits > 1:
+        group = _raster_group(tiling, weight, tiles, tiles_m)
+        return WeightOnlyConfig(dtype, weight, tiling, tiles * tiling.splits, group, tiles, 0)
     blocks = min(device.num_sms * tiling.blocks_per_sm, tiles * weight.steps)
     left = tiles % blocks
     # With fewer steps than blocks to share, a block would have none.

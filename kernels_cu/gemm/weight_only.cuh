@@ -34,8 +34,15 @@ struct CodesOf<4, true> { using type = cukit::Int4Float8Codes; };
 
 using Codes = CodesOf<BITS, FLOAT8>::type;
 using Weight = cukit::WeightBlock<Codes, Scale, GROUP, ZERO_POINTS>;
+#ifndef SPLITS
+#define SPLITS 1
+#endif
+#if SPLITS > 1
+using Tile = cukit::MatrixTile;
+#else
 using Schedule = cukit::StreamKTiles;
 using Tile = cukit::StreamKTile;
+#endif
 
 // A lane's sums of 64 rows x TOKENS: element 4 n + 2 half + i is row accumulator_row() + 8 half, token
 // 8 n + accumulator_column() + i.
@@ -85,7 +92,9 @@ CUKIT_DEVICE void add_scaled(Sums& sums, const Sums& group_sums, const float (&s
 // What becomes of a tile's sums. Pieces of a tile: each block writes its sums to `pieces` and counts
 // itself; the last to arrive adds all of them up in the order of k. No block waits for another.
 struct Epilogue {
+#if SPLITS == 1
   Schedule schedule;
+#endif
   const T* bias;              // [rows] or null
   const Scale* scales;        // GROUP 0: [rows]
   const float* token_scales;  // FLOAT8: [tokens], or one where the stride is 0
@@ -96,10 +105,12 @@ struct Epilogue {
   int tokens, rows;
   int group;  // this consumer
 
+#if SPLITS == 1
   // Whether the sums are those of the whole tile now.
   CUKIT_DEVICE bool complete(Sums& sums, const Tile& tile) const {
     return !schedule.in_pieces(tile) || collect(sums, tile);
   }
+#endif
 
   // The first of this consumer's rows.
   CUKIT_DEVICE int first_row(const Tile& tile) const {
@@ -107,8 +118,9 @@ struct Epilogue {
   }
 
   // Scales that are not a group's, and the bias.
-  CUKIT_DEVICE void finish(Sums& sums, const Tile& tile) const {
-    const int first_token = tile.n * TOKENS + cukit::accumulator_column();
+  template <int N>
+  CUKIT_DEVICE void finish(float (&sums)[N], const Tile& tile, int token_offset = 0) const {
+    const int first_token = tile.n * TOKENS + token_offset + cukit::accumulator_column();
     float scale[2], offset[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -118,7 +130,7 @@ struct Epilogue {
       scale[half] = !GROUP && exists ? cukit::to_float(scales[row]) : 1.0f;
     }
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) {
+    for (int i = 0; i < N; ++i) {
       const int half = i / 2 % 2;
       float factor = scale[half];
       if constexpr (FLOAT8) {
@@ -130,11 +142,13 @@ struct Epilogue {
   }
 
   // Element by element: for few tokens, and for rows that TMA cannot address.
-  CUKIT_DEVICE void store(T* out, const Sums& sums, const Tile& tile) const {
+  template <int N>
+  CUKIT_DEVICE void store(T* out, const float (&sums)[N], const Tile& tile,
+                          int token_offset = 0) const {
     const int lane_row = first_row(tile) + cukit::accumulator_row();
-    const int first_token = tile.n * TOKENS + cukit::accumulator_column();
+    const int first_token = tile.n * TOKENS + token_offset + cukit::accumulator_column();
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) {
+    for (int i = 0; i < N; ++i) {
       const int row = lane_row + i / 2 % 2 * 8;
       const int token = first_token + i / 4 * 8 + i % 2;
       if (row < rows && token < tokens) {
@@ -143,6 +157,7 @@ struct Epilogue {
     }
   }
 
+#if SPLITS == 1
  private:
   CUKIT_DEVICE float4* piece(int place) const {
     return pieces + (place * CONSUMERS + group) * (TOKENS / 8) * 128 + threadIdx.x % 128;
@@ -190,6 +205,7 @@ struct Epilogue {
     }
     return true;
   }
+#endif
 };
 
 }  // namespace

@@ -23,6 +23,7 @@
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/hopper/gemm.cuh"
+#include "common/hopper/split_k.cuh"
 #include "common/platform.cuh"
 #include "common/types.cuh"
 #include "gemm/parameters.cuh"
@@ -37,7 +38,10 @@ template <>
 struct ElementOf<true> { using type = unsigned char; };
 
 using TileX = cukit::SharedTile<ElementOf<FLOAT8>::type, TOKENS, cukit::kBlockColumns>;
-using Block = cukit::WarpSpecialized<CONSUMERS, 40>;
+#ifndef PRODUCER
+#define PRODUCER 40
+#endif
+using Block = cukit::WarpSpecialized<CONSUMERS, PRODUCER>;
 using Pipeline = cukit::Pipeline<STAGES>;
 using State = cukit::PipelineState<STAGES>;
 
@@ -78,6 +82,16 @@ struct Operands {
   }
 };
 
+#ifndef PIECES
+#define PIECES 0
+#endif
+#ifndef TURNS
+#define TURNS 0
+#endif
+#ifndef SPREAD
+#define SPREAD 1
+#endif
+
 // Halves: the tokens are multiplied one half after the other.
 template <bool Halves>
 struct DecodedProduct {
@@ -92,7 +106,9 @@ struct DecodedProduct {
         x(TileX::k_major(stages)) {}
 
   CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
-    if constexpr (Halves) {
+    if constexpr (PIECES > 0) {
+      multiply_pieces(sums, pipeline, at, tile);
+    } else if constexpr (Halves) {
       multiply_halves(sums, pipeline, at, tile);
     } else {
       multiply_whole(sums, pipeline, at, tile);
@@ -100,15 +116,144 @@ struct DecodedProduct {
   }
 
  private:
+  static constexpr int kPieces = PIECES > 0 ? PIECES : 1;
+  static constexpr int kPieceColumns = TOKENS / kPieces;
+  static constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
+  using Partial = float[kPieceColumns / 2];
+  using GroupOperand = unsigned[kGroupSteps][4];
+
+  // Waits until the other consumer has started its products.
+  CUKIT_DEVICE static void take_turn() {
+    if constexpr (TURNS) cukit::named_sync(8 + Block::consumer_group(), 256);
+  }
+  CUKIT_DEVICE static void pass_turn() {
+    if constexpr (TURNS) cukit::named_arrive(8 + (1 - Block::consumer_group()), 256);
+  }
+
+  // Steps First .. First + Count - 1 of a group -> operand a.
+  template <int Count>
+  CUKIT_DEVICE static void decode_steps(GroupOperand& a, const unsigned char* block, int group,
+                                        int first, const unsigned char* tables) {
+    const Codes::Zeros zeros =
+        Weight::zeros(Weight::zero_points(block, group, threadIdx.x % 128), tables);
+    unsigned words[Count * Codes::kWords];
+    Weight::load<Count>(words, block, group * kGroupSteps + first);
+#pragma unroll
+    for (int i = 0; i < Count; ++i) Codes::decode(a[first + i], &words[i * Codes::kWords], zeros);
+  }
+
+  // Starts the products of a piece; meanwhile the sums of the piece before are added up.
+  CUKIT_DEVICE void run_piece(Sums& sums, Partial& into, Partial& previous,
+                              float previous_upper, float previous_lower,
+                              const GroupOperand& a, unsigned long long tokens, int group, int piece) const {
+    take_turn();
+    cukit::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kGroupSteps; ++i) {
+      const int k = TileX::k_step(group * kGroupSteps + i) + TileX::rows(piece * kPieceColumns);
+      product(into, a[i], tokens + k, i > 0);
+    }
+    cukit::wgmma_commit();
+    pass_turn();
+    cukit::wgmma_wait<1>(previous);
+    const int to = (piece + kPieces - 1) % kPieces * (kPieceColumns / 2);
+#pragma unroll
+    for (int i = 0; i < kPieceColumns / 2; ++i) {
+      sums[to + i] += (i / 2 % 2 ? previous_lower : previous_upper) * previous[i];
+    }
+  }
+
+  // One group: products of all pieces; meanwhile the next group is decoded.
+  CUKIT_DEVICE void run_group(Sums& sums, Partial (&partial)[2], int parity, float (&scale)[2],
+                              const float (&previous_scale)[2], const GroupOperand& a,
+                              GroupOperand& next, const unsigned char* block,
+                              unsigned long long tokens, int group, const unsigned char* next_block,
+                              int next_group, Pipeline& pipeline, const State& done,
+                              bool releases) const {
+    Weight::scales(scale, block, group);
+    constexpr int kPart = kGroupSteps / SPREAD;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int into = (parity + piece) % 2;
+      run_piece(sums, partial[into], partial[1 - into], piece == 0 ? previous_scale[0] : scale[0],
+                piece == 0 ? previous_scale[1] : scale[1], a, tokens, group, piece);
+      if (piece % (kPieces / SPREAD) == 0) {
+        decode_steps<kPart>(next, next_block, next_group, piece / (kPieces / SPREAD) * kPart, tables);
+      }
+    }
+    if (releases) release(pipeline, done);
+  }
+
+  CUKIT_DEVICE void multiply_pieces(Sums& sums, Pipeline& pipeline, State& at,
+                                    const Tile& tile) const {
+    Partial partial[2];
+    GroupOperand even, odd;
+    float even_scale[2], odd_scale[2] = {0.0f, 0.0f};
+    State done = at;
+    clear(sums);
+#pragma unroll
+    for (int i = 0; i < kPieceColumns / 2; ++i) partial[0][i] = partial[1][i] = 0.0f;
+    if constexpr (TURNS) {
+      if (Block::consumer_group() == 1) cukit::named_arrive(8, 256);
+    }
+    pipeline.wait(at);
+    decode_steps<kGroupSteps>(even, weight + at.index * Operands::kWeightBytes, 0, 0, tables);
+    constexpr int kFlip = kPieces == 1 ? 1 : 0;
+    const int steps = tile.end_step - tile.first_step;
+    static_assert(PIECES == 0 || Weight::kGroups == 1, "experiment");
+    const auto block_at = [&](const State& s) { return weight + s.index * Operands::kWeightBytes; };
+    const auto tokens_at = [&](const State& s) { return x + s.index * (Operands::kStageBytes / 16); };
+    int step = 0;
+    for (; step + 1 < steps; step += 2) {
+      State second = at;
+      second.advance();
+      pipeline.wait(second);
+      run_group(sums, partial, 0, even_scale, odd_scale, even, odd, block_at(at), tokens_at(at), 0,
+                block_at(second), 0, pipeline, done, step > 0);
+      done = at;
+      State third = second;
+      third.advance();
+      if (step + 2 == steps) third = second;
+      pipeline.wait(third);
+      run_group(sums, partial, kFlip, odd_scale, even_scale, odd, even, block_at(second),
+                tokens_at(second), 0, block_at(third), 0, pipeline, done, true);
+      done = second;
+      at = second;
+      at.advance();
+    }
+    if (step < steps) {
+      run_group(sums, partial, 0, even_scale, odd_scale, even, odd, block_at(at), tokens_at(at), 0,
+                block_at(at), 0, pipeline, done, step > 0);
+      done = at;
+      at.advance();
+      finish_pieces(sums, partial[kPieces == 1 ? 0 : 1], even_scale);
+    } else {
+      finish_pieces(sums, partial[1], odd_scale);
+    }
+    release(pipeline, done);
+    if constexpr (TURNS) {
+      if (Block::consumer_group() == 0) cukit::named_sync(8, 256);
+    }
+  }
+
+  CUKIT_DEVICE static void finish_pieces(Sums& sums, Partial& last, const float (&scale)[2]) {
+    cukit::wgmma_wait<0>(last);
+    constexpr int kTo = (kPieces - 1) * (kPieceColumns / 2);
+#pragma unroll
+    for (int i = 0; i < kPieceColumns / 2; ++i) sums[kTo + i] += scale[i / 2 % 2] * last[i];
+  }
+
   // A group is decoded once and multiplied by one half of the tokens, then by the other: there are no
   // registers for the sums of all tokens twice. Meanwhile the other consumer's products run.
   CUKIT_DEVICE void multiply_halves(Sums& sums, Pipeline& pipeline, State& at,
                                     const Tile& tile) const {
     constexpr int kHalf = TOKENS / 2;
-    constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
     float group_sums[kHalf / 2];
     float scale[2];
     clear(sums);
+    if constexpr (TURNS) {
+      if (Block::consumer_group() == 1) cukit::named_arrive(8, 256);
+    }
     for (int step = tile.first_step; step < tile.end_step; ++step) {
       pipeline.wait(at);
       const unsigned char* const block = weight + at.index * Operands::kWeightBytes;
@@ -121,6 +266,7 @@ struct DecodedProduct {
         Weight::scales(scale, block, group);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+          take_turn();
           cukit::wgmma_fence();
 #pragma unroll
           for (int i = 0; i < kGroupSteps; ++i) {
@@ -128,6 +274,7 @@ struct DecodedProduct {
             product(group_sums, a[i / kChunkSteps][i % kChunkSteps], tokens + k, i > 0);
           }
           cukit::wgmma_commit();
+          pass_turn();
           cukit::wgmma_wait<0>(group_sums);
 #pragma unroll
           for (int i = 0; i < kHalf / 2; ++i) {
@@ -137,6 +284,9 @@ struct DecodedProduct {
       }
       release(pipeline, at);
       at.advance();
+    }
+    if constexpr (TURNS) {
+      if (Block::consumer_group() == 0) cukit::named_sync(8, 256);
     }
   }
 
@@ -205,6 +355,32 @@ struct DecodedProduct {
 
 using Product = DecodedProduct<(kSumsByGroup && TOKENS > 128)>;
 
+#if SPLITS > 1
+using Schedule = cukit::DenseTiles<>;
+struct SplitShape {
+  static constexpr int kTileN = TOKENS;
+  static constexpr int kRowTiles = 1;
+  static constexpr int kConsumers = CONSUMERS;
+};
+using SplitSums = cukit::SplitSums<SplitShape, float, SPLITS>;
+
+struct Results {
+  Epilogue epilogue;
+  float4* received;
+  cukit::StageBarriers<1>* arrived;
+  T* out;
+
+  CUKIT_DEVICE void store(Sums& sums, const Tile& tile) const {
+    SplitSums::Slice own;
+    if (!SplitSums{received, arrived}.exchange(own, &sums, [] {})) return;
+    const int token = SplitSums::first_column(tile) - tile.n * TOKENS;
+    epilogue.finish(own[0], tile, token);
+    epilogue.store(out, own[0], tile, token);
+  }
+
+  CUKIT_DEVICE void finish() const {}
+};
+#else
 struct Results {
   Epilogue epilogue;
   const cukit::TensorMap* map;  // MAPPED_OUT: of out
@@ -229,10 +405,11 @@ struct Results {
     if constexpr (MAPPED_OUT) Store::finish();
   }
 };
+#endif
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_only_sm90(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) weight_only_sm90(
     const __grid_constant__ cukit::TensorMap x,    // [tokens, k]
     const __grid_constant__ cukit::TensorMap map,  // MAPPED_OUT: out, in boxes of a piece
     const unsigned char* __restrict__ weight,      // [ceil(rows / 128)][steps][2][block bytes]
@@ -247,14 +424,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_only_sm90(
   __shared__ __align__(16) unsigned char tables[Codes::kTableBytes ? Codes::kTableBytes : 16];
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   constexpr int kTileRows = CONSUMERS * cukit::kBlockRows;
+#if SPLITS > 1
+  __shared__ cukit::StageBarriers<1> arrived;
+#endif
   const Schedule schedule{{(p.rows + kTileRows - 1) / kTileRows, (p.tokens + TOKENS - 1) / TOKENS,
-                           p.group, p.steps, 1},
-                          p.whole_tiles};
+                           p.group, p.steps, SPLITS}
+#if SPLITS == 1
+                          , p.whole_tiles
+#endif
+  };
 
 #if FLOAT8
   Codes::prepare(tables, threadIdx.x, THREADS);
 #endif
-  Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
+  Block::prepare([&] {
+    pipeline.init(Block::kConsumerWarps);
+#if SPLITS > 1
+    arrived.init(1);
+#endif
+  });
+  if constexpr (SPLITS > 1) cukit::cluster_arrive();
   Block::run(
       [&] {
         const int pairs = (p.rows + 2 * cukit::kBlockRows - 1) / (2 * cukit::kBlockRows);
@@ -267,16 +456,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_only_sm90(
           cukit::prefetch_tensor_map(&x);
           cukit::produce(pipeline, stages, schedule, operands);
         }
+        if constexpr (SPLITS > 1) {
+          __syncwarp();
+          cukit::cluster_wait();
+        }
       },
       [&] {
         const int group = Block::consumer_group();
         const Product product(stages, tables, group);
         unsigned char* const staging = stages + kPieces + group * Store::kBytes;
+#if SPLITS > 1
+        const Results results{{bias, scales, token_scales, p.token_stride, nullptr, nullptr, nullptr,
+                               p.tokens, p.rows, group},
+                              reinterpret_cast<float4*>(stages + kWeights + STAGES * Operands::kWeightBytes),
+                              &arrived, out};
+#else
         const Results results{{schedule, bias, scales, token_scales, p.token_stride, pieces, arrivals,
                                last + group, p.tokens, p.rows, group},
                               &map,
                               staging,
                               out};
+#endif
         cukit::consume(pipeline, schedule, product, results);
       });
 }

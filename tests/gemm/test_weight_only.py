@@ -122,6 +122,11 @@ TILINGS = {
     "128 tokens, int8": ("int8 rows", 300, partial(hopper_tiling, 128, 2)),
     "48 tokens, float8": ("float8", 110, partial(hopper_tiling, 48, 2)),
     "192 tokens in halves, float8": ("float8", 330, partial(hopper_tiling, 192, 2)),
+    "64 in pieces": ("float8", 110, partial(hopper_tiling, 64, 2, PIECES=1)),
+    "128 in pieces": ("float8", 330, partial(hopper_tiling, 128, 2, PIECES=2, SPREAD=2)),
+    "192 in pieces": ("float8", 330, partial(hopper_tiling, 192, 2, PIECES=4, SPREAD=4)),
+    "192 turns": ("float8", 330, partial(hopper_tiling, 192, 2, PIECES=4, SPREAD=4, TURNS=1)),
+    "192 half turns": ("float8", 330, partial(hopper_tiling, 192, 2, TURNS=1)),
     "mma.sync": ("int4 g128 zero points", 70, partial(sm80_tiling, 32)),
     "mma.sync, small groups": ("int4 g32 zero points", 70, partial(sm80_tiling, 32)),
 }
@@ -147,7 +152,7 @@ def test_pieces_of_tiles(device, rng, name):
     packed = pack_weight(weight, x_dtype=x_dtype)
     x, token_scales = (x, None) if x_dtype is None else (x.storage, x.scales)
     (x,) = to_device(device, x)
-    tiling = tiling_for(packed.description, HOPPER, stages=2)
+    tiling = tiling_for(packed.description, HOPPER, stages=3)
     few = dataclasses.replace(HOPPER, num_sms=4 // tiling.blocks_per_sm)
     config = configure(m, packed.description, "float16", few, tiling, share=True)
     assert config.whole_tiles >= config.num_blocks
@@ -164,7 +169,7 @@ def test_pieces_of_tiles(device, rng, name):
 
 
 @pytest.mark.parametrize("form", ["int4 g128", "int4 g64 zero points", "int8 rows"])
-@pytest.mark.parametrize(("strips", "warps"), [(2, 4), (1, 8)])
+@pytest.mark.parametrize(("strips", "warps"), [(2, 4), (1, 8), (-2, 4), (-1, 8)])
 def test_few_tokens(device, rng, form, strips, warps):
     """Three steps of k or more for some warps, the last ragged; rows of a second pair of blocks."""
     if device == "cpu":
@@ -173,8 +178,12 @@ def test_few_tokens(device, rng, form, strips, warps):
     weight, x = quantized(rng, n, k, form), random(rng, (m, k), "bfloat16")
     bias = random(rng, (n,), "bfloat16")
     packed = pack_weight(weight.to_device("gpu") if device == "gpu" else weight)
-    tiling = few_tiling(strips, warps)
-    config = configure(m, packed.description, "bfloat16", HOPPER, tiling)
+    if strips < 0:
+        from cukit.gemm.weight_only_plan import ahead_tiling
+        config = configure(m, packed.description, "bfloat16", dataclasses.replace(HOPPER, num_sms=2), ahead_tiling(-strips, warps, 3, 1), share=True)
+    else:
+        tiling = few_tiling(strips, warps)
+        config = configure(m, packed.description, "bfloat16", HOPPER, tiling)
     launch = WeightOnlyLaunch(config, m)
     out = poisoned(device, (m, n), "bfloat16")
     launch(*to_device(device, x, None), *packed.arrays, *to_device(device, bias), out)
@@ -363,3 +372,30 @@ def test_few_tokens_are_shared_among_all_multiprocessors():
         config = plan_weight_only(tokens, SQUARE, "bfloat16", HOPPER)
         assert config.num_blocks == HOPPER.num_sms
         assert config.shared_tiles
+
+
+@pytest.mark.parametrize(("tokens", "consumers", "splits", "float8_x", "extra"), [(64, 2, 2, True, {}), (128, 2, 2, True, {"PIECES": 2, "SPREAD": 2}), (32, 4, 4, False, {})])
+def test_splits(device, rng, tokens, consumers, splits, float8_x, extra):
+    if device == "cpu":
+        pytest.skip("a choice of the kernels")
+    m, n, k = tokens - 3, 328, 1360
+    if float8_x:
+        weight, x = quantized(rng, n, k, "int4 g128 zero points"), float8(rng, m, k)
+        values, x_dtype = x.decode(), ck.float8_e4m3
+    else:
+        weight, x = quantized(rng, n, k, "int4 g128 zero points"), random(rng, (m, k), "float16")
+        values, x_dtype = x, None
+    exact = values.astype(np.float64) @ weight.decode().astype(np.float64).T
+    if device == "gpu":
+        weight, x = weight.to_device("gpu"), (x if x_dtype is None else x.to_device("gpu"))
+    packed = pack_weight(weight, x_dtype=x_dtype)
+    x, token_scales = (x, None) if x_dtype is None else (x.storage, x.scales)
+    (x,) = to_device(device, x)
+    tiling = hopper_tiling(tokens, consumers, packed.description, HOPPER, stages=3, splits=splits, **extra)
+    config = configure(m, packed.description, "float16", HOPPER, tiling)
+    launch = WeightOnlyLaunch(config, m, int(token_scales is not None))
+    for repeat in range(2):
+        out = poisoned(device, (m, n), "float16")
+        with another_order(device, repeat):
+            launch(x, token_scales, *packed.arrays, None, out)
+        assert_close("out", out, exact.astype(np.float16), exact)
