@@ -138,13 +138,18 @@ def pack_weight(weight: QuantizedArray, *, x_dtype: NarrowDtype | None = None) -
     """
     description, repeats = _describe(weight, x_dtype)
     codes = _pad(_codes(weight), 0, _OFFSET[weight.dtype.name])
+    zeros = weight.zero_points
+    if zeros is not None:
+        zeros = _spread(zeros, repeats, description)
+    if description.float8:
+        codes = _exchange(_float8_places(), codes, zeros, description)
     blocks = _ORDERS[description.order].pack(codes)
     if description.group_size is None:
         return PackedWeight(description, _in_pairs([blocks]), weight.scales[:, 0].copy())  # type: ignore[index]
     scales = weight.scales.view(f"uint{8 * weight.scales.itemsize}")  # type: ignore[union-attr]
     parts = [blocks, _pack_scales(_spread(scales, repeats, description), description)]
-    if weight.zero_points is not None:
-        parts.append(_pack_zeros(_spread(weight.zero_points, repeats, description), description))
+    if zeros is not None:
+        parts.append(_pack_zeros(zeros, description))
     return PackedWeight(description, _in_pairs(parts), None)
 
 
@@ -263,11 +268,35 @@ def _pack_int4_float8(codes: Array) -> Array:
     for half in range(2):
         for column in range(4):
             code = split[:, :, half, ..., column].astype(np.uint32)
-            words |= (code & np.uint32(7)) << np.uint32(4 * (column + 4 * half))
-            words |= (code >> np.uint32(3)) << np.uint32(8 * column + 7 - 4 * half)
+            words |= code << np.uint32(4 * (column + 4 * half))
     # row block, warp, row, step, chunk, k32 step, sixteen, lane: likewise
     ordered = xp.ascontiguousarray(words.transpose(0, 3, 4, 1, 2, 7, 5, 6))
     return ordered.view(np.uint8).reshape(*ordered.shape[:2], -1)
+
+
+def _float8_places() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """[zero point + 8, code + 8] -> the code's place in the table of its zero point, which
+    Int4Float8Codes describes."""
+    zero, code = np.arange(16)[:, None], np.arange(16)
+    pairs = (zero + 1) // 2
+    signed = np.where(code < 2 * pairs, 8 - pairs, -pairs)
+    return np.where((pairs <= code) & (code < 8 + pairs), code + signed, code).astype(np.uint8)
+
+
+def _exchange(
+    table: np.ndarray[Any, np.dtype[np.uint8]],
+    codes: Array,
+    zeros: Array | None,
+    description: WeightDescription,
+) -> Array:
+    """`table`, by zero point (int8 [n, groups], None: zeros) and code, of padded codes [n, k]."""
+    xp = namespace(codes)
+    found = xp.asarray(table.reshape(-1))
+    if zeros is None:
+        return found[codes.astype(np.int16) + 16 * 8]
+    rows = (zeros.astype(np.int16) + np.int16(8)) * np.int16(16)
+    groups = codes.reshape(len(codes), rows.shape[1], -1)
+    return found[groups + rows[..., None]].reshape(codes.shape)
 
 
 def _spread(factors: Array, repeats: int, description: WeightDescription) -> Array:
@@ -315,6 +344,13 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
     blocks = xp.ascontiguousarray(blocks).reshape(2 * pairs, steps, size // 2)
     code_bytes = BLOCK_ROWS * BLOCK_COLUMNS * weight.dtype.bits // 8
     codes = _ORDERS[weight.order].unpack(xp.ascontiguousarray(blocks[..., :code_bytes]))
+    zeros = None
+    if weight.has_zero_points:
+        end = code_bytes + weight.groups * BLOCK_ROWS * weight.scale_dtype.itemsize
+        both = blocks[..., end:].reshape(2 * pairs, steps, weight.groups, _WARPS, _ROWS)
+        zeros = _join_rows(xp.stack((both & 15, both >> 4), axis=-1).astype(np.int8) - np.int8(8))
+    if weight.float8:
+        codes = _exchange(np.argsort(_float8_places(), axis=1).astype(np.uint8), codes, zeros, weight)
     storage = _as_storage(codes[:n, :k], weight.dtype)
     if weight.group_size is None:
         assert packed.row_scales is not None
@@ -324,17 +360,12 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
     shape = (2 * pairs, steps, weight.groups, _WARPS, _ROWS, _HALVES)
     end = code_bytes + weight.groups * BLOCK_ROWS * weight.scale_dtype.itemsize
     scales = xp.ascontiguousarray(blocks[..., code_bytes:end]).view(weight.scale_dtype)
-    zero_points = None
-    if weight.has_zero_points:
-        both = blocks[..., end:].reshape(shape[:-1])
-        zeros = xp.stack((both & 15, both >> 4), axis=-1).astype(np.int8) - np.int8(8)
-        zero_points = _join_rows(zeros)[:n, :groups]
     return QuantizedArray(
         storage,
         weight.dtype,
         weight.shape,
         _join_rows(scales.reshape(shape))[:n, :groups],
-        zero_points,
+        None if zeros is None else zeros[:n, :groups],
         1,
         weight.group_size,
     )
@@ -368,9 +399,7 @@ def _unpack_int4_float8(blocks: Array) -> Array:
     """The way back of `_pack_int4_float8`."""
     xp = namespace(blocks)
     words = blocks.view(np.uint32)[..., None]
-    lower = words >> xp.arange(0, 32, 4, dtype=np.uint32) & np.uint32(7)
-    flags = xp.asarray([7, 15, 23, 31, 3, 11, 19, 27], np.uint32)
-    codes = (lower | (words >> flags & np.uint32(1)) << np.uint32(3)).astype(np.uint8)
+    codes = (words >> xp.arange(0, 32, 4, dtype=np.uint32) & np.uint32(15)).astype(np.uint8)
     # row block, step, chunk, warp, row, lane, k32 step, sixteen, half, column
     split = codes.reshape(*blocks.shape[:2], 2, _WARPS, _ROWS, 4, 2, 2, _HALVES, 4)
     return _matrix(split.transpose(0, 3, 8, 4, 1, 2, 6, 7, 5, 9))
