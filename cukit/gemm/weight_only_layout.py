@@ -142,7 +142,7 @@ def pack_weight(weight: QuantizedArray, *, x_dtype: NarrowDtype | None = None) -
     if zeros is not None:
         zeros = _spread(zeros, repeats, description)
     if description.float8:
-        codes = _exchange(_float8_places(), codes, zeros, description)
+        codes = _look_up(_FLOAT8_PLACES, codes, zeros)
     blocks = _ORDERS[description.order].pack(codes)
     if description.group_size is None:
         return PackedWeight(description, _in_pairs([blocks]), weight.scales[:, 0].copy())  # type: ignore[index]
@@ -274,29 +274,31 @@ def _pack_int4_float8(codes: Array) -> Array:
     return ordered.view(np.uint8).reshape(*ordered.shape[:2], -1)
 
 
-def _float8_places() -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _float8_places() -> np.ndarray[Any, np.dtype[np.int64]]:
     """[zero point + 8, code + 8] -> the code's place in the table of its zero point, which
-    Int4Float8Codes describes."""
+    Int4Float8Codes (kernels_cu/gemm/weight_codes.cuh) describes."""
     zero, code = np.arange(16)[:, None], np.arange(16)
     pairs = (zero + 1) // 2
-    signed = np.where(code < 2 * pairs, 8 - pairs, -pairs)
-    return np.where((pairs <= code) & (code < 8 + pairs), code + signed, code).astype(np.uint8)
+    moved = np.where(code < 2 * pairs, code + 8 - pairs, code - pairs)
+    return np.where((code < pairs) | (code >= 8 + pairs), code, moved)
 
 
-def _exchange(
-    table: np.ndarray[Any, np.dtype[np.uint8]],
-    codes: Array,
-    zeros: Array | None,
-    description: WeightDescription,
+_FLOAT8_PLACES = _float8_places()
+_FLOAT8_CODES = np.argsort(_FLOAT8_PLACES, axis=1)
+
+
+def _look_up(
+    table: np.ndarray[Any, np.dtype[np.int64]], codes: Array, zeros: Array | None
 ) -> Array:
-    """`table`, by zero point (int8 [n, groups], None: zeros) and code, of padded codes [n, k]."""
+    """`table` [zero point + 8, code] of each of the codes [n, k]; zeros: of groups of columns, int8
+    [n, groups], or None."""
     xp = namespace(codes)
-    found = xp.asarray(table.reshape(-1))
+    entries = xp.asarray(table.ravel(), np.uint8)
     if zeros is None:
-        return found[codes.astype(np.int16) + 16 * 8]
-    rows = (zeros.astype(np.int16) + np.int16(8)) * np.int16(16)
-    groups = codes.reshape(len(codes), rows.shape[1], -1)
-    return found[groups + rows[..., None]].reshape(codes.shape)
+        return entries[codes.astype(np.int16) + 16 * 8]
+    first = (zeros.astype(np.int16) + 8) * 16
+    groups = codes.reshape(*zeros.shape, -1)
+    return entries[groups + first[..., None]].reshape(codes.shape)
 
 
 def _spread(factors: Array, repeats: int, description: WeightDescription) -> Array:
@@ -350,7 +352,7 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
         both = blocks[..., end:].reshape(2 * pairs, steps, weight.groups, _WARPS, _ROWS)
         zeros = _join_rows(xp.stack((both & 15, both >> 4), axis=-1).astype(np.int8) - np.int8(8))
     if weight.float8:
-        codes = _exchange(np.argsort(_float8_places(), axis=1).astype(np.uint8), codes, zeros, weight)
+        codes = _look_up(_FLOAT8_CODES, codes, zeros)
     storage = _as_storage(codes[:n, :k], weight.dtype)
     if weight.group_size is None:
         assert packed.row_scales is not None

@@ -38,6 +38,9 @@ template <>
 struct ElementOf<true> { using type = unsigned char; };
 
 using TileX = cukit::SharedTile<ElementOf<FLOAT8>::type, TOKENS, cukit::kBlockColumns>;
+#ifndef PIECES
+#define PIECES 0
+#endif
 #ifndef PRODUCER
 #define PRODUCER 40
 #endif
@@ -82,216 +85,48 @@ struct Operands {
   }
 };
 
-#ifndef PIECES
-#define PIECES 0
-#endif
-#ifndef TURNS
-#define TURNS 0
-#endif
-#ifndef SPREAD
-#define SPREAD 1
-#endif
-
-// Halves: the tokens are multiplied one half after the other.
-template <bool Halves>
-struct DecodedProduct {
-  using Accumulators = Sums;
-  const unsigned char* weight;  // this consumer's block in stage 0
+// This consumer's operands in a stage: its block of the weight, and the descriptor of x.
+struct StageOperands {
+  const unsigned char* weight;  // in stage 0
   const unsigned char* tables;  // Codes::kTableBytes
-  unsigned long long x;         // descriptor of stage 0
+  unsigned long long x;         // of stage 0
 
-  CUKIT_DEVICE DecodedProduct(const unsigned char* stages, const unsigned char* tables, int group)
+  CUKIT_DEVICE StageOperands(const unsigned char* stages, const unsigned char* tables, int group)
       : weight(stages + kWeights + group * Weight::kBytes),
         tables(tables),
         x(TileX::k_major(stages)) {}
 
+  CUKIT_DEVICE const unsigned char* block(const State& at) const {
+    return weight + at.index * Operands::kWeightBytes;
+  }
+  CUKIT_DEVICE unsigned long long tokens(const State& at) const {
+    return x + at.index * (Operands::kStageBytes / 16);
+  }
+};
+
+// Every lane has read its codes and scales by ordinary loads.
+CUKIT_DEVICE void release(Pipeline& pipeline, const State& done) {
+  __syncwarp();
+  pipeline.release(done);
+}
+
+template <int N>
+CUKIT_DEVICE void product(float (&into)[N], const unsigned (&a)[4], unsigned long long tokens,
+                          bool accumulate) {
+  if constexpr (FLOAT8) {
+    cukit::wgmma_e4m3<2 * N>(into, a, tokens, accumulate);
+  } else {
+    cukit::wgmma<T, 2 * N>(into, a, tokens, accumulate);
+  }
+}
+
+// A chunk is decoded while the chunk before is multiplied; a group's sums are added up before the next
+// group's products begin.
+struct DecodedProduct {
+  using Accumulators = Sums;
+  StageOperands operands;
+
   CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
-    if constexpr (PIECES > 0) {
-      multiply_pieces(sums, pipeline, at, tile);
-    } else if constexpr (Halves) {
-      multiply_halves(sums, pipeline, at, tile);
-    } else {
-      multiply_whole(sums, pipeline, at, tile);
-    }
-  }
-
- private:
-  static constexpr int kPieces = PIECES > 0 ? PIECES : 1;
-  static constexpr int kPieceColumns = TOKENS / kPieces;
-  static constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
-  using Partial = float[kPieceColumns / 2];
-  using GroupOperand = unsigned[kGroupSteps][4];
-
-  // Waits until the other consumer has started its products.
-  CUKIT_DEVICE static void take_turn() {
-    if constexpr (TURNS) cukit::named_sync(8 + Block::consumer_group(), 256);
-  }
-  CUKIT_DEVICE static void pass_turn() {
-    if constexpr (TURNS) cukit::named_arrive(8 + (1 - Block::consumer_group()), 256);
-  }
-
-  // Steps First .. First + Count - 1 of a group -> operand a.
-  template <int Count>
-  CUKIT_DEVICE static void decode_steps(GroupOperand& a, const unsigned char* block, int group,
-                                        int first, const unsigned char* tables) {
-    const Codes::Zeros zeros =
-        Weight::zeros(Weight::zero_points(block, group, threadIdx.x % 128), tables);
-    unsigned words[Count * Codes::kWords];
-    Weight::load<Count>(words, block, group * kGroupSteps + first);
-#pragma unroll
-    for (int i = 0; i < Count; ++i) Codes::decode(a[first + i], &words[i * Codes::kWords], zeros);
-  }
-
-  // Starts the products of a piece; meanwhile the sums of the piece before are added up.
-  CUKIT_DEVICE void run_piece(Sums& sums, Partial& into, Partial& previous,
-                              float previous_upper, float previous_lower,
-                              const GroupOperand& a, unsigned long long tokens, int group, int piece) const {
-    take_turn();
-    cukit::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kGroupSteps; ++i) {
-      const int k = TileX::k_step(group * kGroupSteps + i) + TileX::rows(piece * kPieceColumns);
-      product(into, a[i], tokens + k, i > 0);
-    }
-    cukit::wgmma_commit();
-    pass_turn();
-    cukit::wgmma_wait<1>(previous);
-    const int to = (piece + kPieces - 1) % kPieces * (kPieceColumns / 2);
-#pragma unroll
-    for (int i = 0; i < kPieceColumns / 2; ++i) {
-      sums[to + i] += (i / 2 % 2 ? previous_lower : previous_upper) * previous[i];
-    }
-  }
-
-  // One group: products of all pieces; meanwhile the next group is decoded.
-  CUKIT_DEVICE void run_group(Sums& sums, Partial (&partial)[2], int parity, float (&scale)[2],
-                              const float (&previous_scale)[2], const GroupOperand& a,
-                              GroupOperand& next, const unsigned char* block,
-                              unsigned long long tokens, int group, const unsigned char* next_block,
-                              int next_group, Pipeline& pipeline, const State& done,
-                              bool releases) const {
-    Weight::scales(scale, block, group);
-    constexpr int kPart = kGroupSteps / SPREAD;
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const int into = (parity + piece) % 2;
-      run_piece(sums, partial[into], partial[1 - into], piece == 0 ? previous_scale[0] : scale[0],
-                piece == 0 ? previous_scale[1] : scale[1], a, tokens, group, piece);
-      if (piece % (kPieces / SPREAD) == 0) {
-        decode_steps<kPart>(next, next_block, next_group, piece / (kPieces / SPREAD) * kPart, tables);
-      }
-    }
-    if (releases) release(pipeline, done);
-  }
-
-  CUKIT_DEVICE void multiply_pieces(Sums& sums, Pipeline& pipeline, State& at,
-                                    const Tile& tile) const {
-    Partial partial[2];
-    GroupOperand even, odd;
-    float even_scale[2], odd_scale[2] = {0.0f, 0.0f};
-    State done = at;
-    clear(sums);
-#pragma unroll
-    for (int i = 0; i < kPieceColumns / 2; ++i) partial[0][i] = partial[1][i] = 0.0f;
-    if constexpr (TURNS) {
-      if (Block::consumer_group() == 1) cukit::named_arrive(8, 256);
-    }
-    pipeline.wait(at);
-    decode_steps<kGroupSteps>(even, weight + at.index * Operands::kWeightBytes, 0, 0, tables);
-    constexpr int kFlip = kPieces == 1 ? 1 : 0;
-    const int steps = tile.end_step - tile.first_step;
-    static_assert(PIECES == 0 || Weight::kGroups == 1, "experiment");
-    const auto block_at = [&](const State& s) { return weight + s.index * Operands::kWeightBytes; };
-    const auto tokens_at = [&](const State& s) { return x + s.index * (Operands::kStageBytes / 16); };
-    int step = 0;
-    for (; step + 1 < steps; step += 2) {
-      State second = at;
-      second.advance();
-      pipeline.wait(second);
-      run_group(sums, partial, 0, even_scale, odd_scale, even, odd, block_at(at), tokens_at(at), 0,
-                block_at(second), 0, pipeline, done, step > 0);
-      done = at;
-      State third = second;
-      third.advance();
-      if (step + 2 == steps) third = second;
-      pipeline.wait(third);
-      run_group(sums, partial, kFlip, odd_scale, even_scale, odd, even, block_at(second),
-                tokens_at(second), 0, block_at(third), 0, pipeline, done, true);
-      done = second;
-      at = second;
-      at.advance();
-    }
-    if (step < steps) {
-      run_group(sums, partial, 0, even_scale, odd_scale, even, odd, block_at(at), tokens_at(at), 0,
-                block_at(at), 0, pipeline, done, step > 0);
-      done = at;
-      at.advance();
-      finish_pieces(sums, partial[kPieces == 1 ? 0 : 1], even_scale);
-    } else {
-      finish_pieces(sums, partial[1], odd_scale);
-    }
-    release(pipeline, done);
-    if constexpr (TURNS) {
-      if (Block::consumer_group() == 0) cukit::named_sync(8, 256);
-    }
-  }
-
-  CUKIT_DEVICE static void finish_pieces(Sums& sums, Partial& last, const float (&scale)[2]) {
-    cukit::wgmma_wait<0>(last);
-    constexpr int kTo = (kPieces - 1) * (kPieceColumns / 2);
-#pragma unroll
-    for (int i = 0; i < kPieceColumns / 2; ++i) sums[kTo + i] += scale[i / 2 % 2] * last[i];
-  }
-
-  // A group is decoded once and multiplied by one half of the tokens, then by the other: there are no
-  // registers for the sums of all tokens twice. Meanwhile the other consumer's products run.
-  CUKIT_DEVICE void multiply_halves(Sums& sums, Pipeline& pipeline, State& at,
-                                    const Tile& tile) const {
-    constexpr int kHalf = TOKENS / 2;
-    float group_sums[kHalf / 2];
-    float scale[2];
-    clear(sums);
-    if constexpr (TURNS) {
-      if (Block::consumer_group() == 1) cukit::named_arrive(8, 256);
-    }
-    for (int step = tile.first_step; step < tile.end_step; ++step) {
-      pipeline.wait(at);
-      const unsigned char* const block = weight + at.index * Operands::kWeightBytes;
-      const unsigned long long tokens = x + at.index * (Operands::kStageBytes / 16);
-#pragma unroll
-      for (int group = 0; group < Weight::kGroups; ++group) {
-        Operand a[kGroupChunks];
-#pragma unroll
-        for (int i = 0; i < kGroupChunks; ++i) decode(a[i], block, group * kGroupChunks + i, tables);
-        Weight::scales(scale, block, group);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          take_turn();
-          cukit::wgmma_fence();
-#pragma unroll
-          for (int i = 0; i < kGroupSteps; ++i) {
-            const int k = TileX::k_step(group * kGroupSteps + i) + TileX::rows(half * kHalf);
-            product(group_sums, a[i / kChunkSteps][i % kChunkSteps], tokens + k, i > 0);
-          }
-          cukit::wgmma_commit();
-          pass_turn();
-          cukit::wgmma_wait<0>(group_sums);
-#pragma unroll
-          for (int i = 0; i < kHalf / 2; ++i) {
-            sums[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_sums[i];
-          }
-        }
-      }
-      release(pipeline, at);
-      at.advance();
-    }
-    if constexpr (TURNS) {
-      if (Block::consumer_group() == 0) cukit::named_sync(8, 256);
-    }
-  }
-
-  CUKIT_DEVICE void multiply_whole(Sums& sums, Pipeline& pipeline, State& at,
-                                   const Tile& tile) const {
     Sums group_sums;  // of the group in flight
     Operand a[2];
     float scale[2];
@@ -299,11 +134,11 @@ struct DecodedProduct {
     clear(sums);
     for (int step = tile.first_step; step < tile.end_step; ++step) {
       pipeline.wait(at);
-      const unsigned char* const block = weight + at.index * Operands::kWeightBytes;
-      const unsigned long long tokens = x + at.index * (Operands::kStageBytes / 16);
+      const unsigned char* const block = operands.block(at);
+      const unsigned long long tokens = operands.tokens(at);
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        decode(a[chunk % 2], block, chunk, tables);
+        decode(a[chunk % 2], block, chunk, operands.tables);
         const bool begins = kSumsByGroup && chunk % kGroupChunks == 0;
         if (begins && (chunk > 0 || step > tile.first_step)) {
           cukit::wgmma_wait<0>(group_sums);
@@ -335,25 +170,155 @@ struct DecodedProduct {
     }
     release(pipeline, done);
   }
+};
 
-  // Every lane has read its codes and scales by ordinary loads.
-  CUKIT_DEVICE static void release(Pipeline& pipeline, const State& done) {
-    __syncwarp();
-    pipeline.release(done);
+// The products of one group with one piece of the tile's tokens run while the partial sums of the piece
+// before are added up and the next group is decoded. So the tensor cores have products to run at any
+// time, and partial sums of two pieces are all that registers must hold beside the sums.
+template <int Pieces>
+struct PiecedProduct {
+  using Accumulators = Sums;
+  StageOperands operands;
+
+  CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
+    Flight flight;
+    clear(sums);
+    // Added up in vain before the first piece.
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) flight.partial[0][i] = flight.partial[1][i] = 0.0f;
+    flight.scale[1][0] = flight.scale[1][1] = 0.0f;
+    Place here{at, 0};
+    State done = at;
+    int left = static_cast<int>(cukit::opaque((tile.end_step - tile.first_step) * Weight::kGroups));
+
+    const auto run = [&](auto parity) {
+      // Behind the last group: the same once more, in vain.
+      Place ahead = here;
+      if (left > 1 && ++ahead.group == Weight::kGroups) {
+        ahead.at.advance();
+        ahead.group = 0;
+      }
+      pipeline.wait(ahead.at);
+      run_group<parity>(sums, flight, here, ahead);
+      // The group before has been multiplied.
+      if (here.group == 0 && here.at.index != done.index) {
+        release(pipeline, done);
+        done = here.at;
+      }
+      here = ahead;
+      --left;
+    };
+
+    pipeline.wait(at);
+    decode<kGroupSteps>(flight.operand[0], here, 0);
+    while (left > 1) {
+      run(Even());
+      run(Odd());
+    }
+    if (left > 0) {
+      run(Even());
+      finish<0>(sums, flight);
+    } else {
+      finish<1>(sums, flight);
+    }
+    release(pipeline, done);
+    at = done;
+    at.advance();
   }
 
-  template <int N>
-  CUKIT_DEVICE static void product(float (&into)[N], const unsigned (&a)[4],
-                                   unsigned long long tokens, bool accumulate) {
-    if constexpr (FLOAT8) {
-      cukit::wgmma_e4m3<2 * N>(into, a, tokens, accumulate);
-    } else {
-      cukit::wgmma<T, 2 * N>(into, a, tokens, accumulate);
+ private:
+  static constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
+  static constexpr int kTokens = TOKENS / Pieces;  // of a piece
+  static constexpr int kPart = Pieces < kGroupSteps ? kGroupSteps / Pieces : 1;  // decoded at a time
+
+  static_assert(kTokens % 16 == 0 && (Pieces & (Pieces - 1)) == 0, "whole products, taken in turns");
+
+  using Partial = float[kTokens / 2];
+
+  struct Place {
+    State at;
+    int group;
+  };
+
+  // Of two groups, or pieces of one, in turns.
+  struct Flight {
+    Partial partial[2];
+    unsigned operand[2][kGroupSteps][4];
+    float scale[2][2];
+  };
+
+  template <int Parity>
+  struct Turn {
+    CUKIT_DEVICE constexpr operator int() const { return Parity; }
+  };
+  using Even = Turn<0>;
+  using Odd = Turn<1>;
+
+  template <int Steps>
+  CUKIT_DEVICE void decode(unsigned (&a)[kGroupSteps][4], const Place& place, int first) const {
+    const unsigned char* const block = operands.block(place.at);
+    const Codes::Zeros zeros = Weight::zeros(
+        Weight::zero_points(block, place.group, threadIdx.x % 128), operands.tables);
+    unsigned words[Steps * Codes::kWords];
+    Weight::load<Steps>(words, block, place.group * kGroupSteps + first);
+#pragma unroll
+    for (int i = 0; i < Steps; ++i) Codes::decode(a[first + i], &words[i * Codes::kWords], zeros);
+  }
+
+  CUKIT_DEVICE static void add_piece(Sums& sums, const Partial& partial, int piece, float upper,
+                                     float lower) {
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) {
+      sums[piece * (kTokens / 2) + i] += (i / 2 % 2 == 0 ? upper : lower) * partial[i];
     }
+  }
+
+  // Which partial sums a group's piece has.
+  CUKIT_DEVICE static constexpr int turn(int parity, int piece) {
+    return (Pieces % 2 * parity + piece) % 2;
+  }
+
+  template <int Parity>
+  CUKIT_DEVICE void run_group(Sums& sums, Flight& flight, const Place& here,
+                              const Place& ahead) const {
+    const unsigned long long tokens = operands.tokens(here.at) + here.group * TileX::k_step(kGroupSteps);
+    Weight::scales(flight.scale[Parity], operands.block(here.at), here.group);
+#pragma unroll
+    for (int piece = 0; piece < Pieces; ++piece) {
+      Partial& into = flight.partial[turn(Parity, piece)];
+      Partial& before = flight.partial[1 - turn(Parity, piece)];
+      cukit::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kGroupSteps; ++i) {
+        product(into, flight.operand[Parity][i],
+                tokens + TileX::k_step(i) + TileX::rows(piece * kTokens), i > 0);
+      }
+      cukit::wgmma_commit();
+      cukit::wgmma_wait<1>(before);
+      const int owner = piece == 0 ? 1 - Parity : Parity;
+      add_piece(sums, before, (piece + Pieces - 1) % Pieces, flight.scale[owner][0],
+                flight.scale[owner][1]);
+      const int first = piece * kGroupSteps / Pieces;
+      if (first < (piece + 1) * kGroupSteps / Pieces) {
+        decode<kPart>(flight.operand[1 - Parity], ahead, first);
+      }
+    }
+  }
+
+  // The last piece of the last group, a group of this parity.
+  template <int Parity>
+  CUKIT_DEVICE static void finish(Sums& sums, Flight& flight) {
+    Partial& last = flight.partial[turn(Parity, Pieces - 1)];
+    cukit::wgmma_wait<0>(last);
+    add_piece(sums, last, Pieces - 1, flight.scale[Parity][0], flight.scale[Parity][1]);
   }
 };
 
-using Product = DecodedProduct<(kSumsByGroup && TOKENS > 128)>;
+template <int Pieces>
+struct ProductOf { using type = PiecedProduct<Pieces>; };
+template <>
+struct ProductOf<0> { using type = DecodedProduct; };
+using Product = ProductOf<PIECES>::type;
 
 #if SPLITS > 1
 using Schedule = cukit::DenseTiles<>;
@@ -463,7 +428,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) wei
       },
       [&] {
         const int group = Block::consumer_group();
-        const Product product(stages, tables, group);
+        const Product product{{stages, tables, group}};
         unsigned char* const staging = stages + kPieces + group * Store::kBytes;
 #if SPLITS > 1
         const Results results{{bias, scales, token_scales, p.token_stride, nullptr, nullptr, nullptr,

@@ -122,11 +122,9 @@ TILINGS = {
     "128 tokens, int8": ("int8 rows", 300, partial(hopper_tiling, 128, 2)),
     "48 tokens, float8": ("float8", 110, partial(hopper_tiling, 48, 2)),
     "192 tokens in halves, float8": ("float8", 330, partial(hopper_tiling, 192, 2)),
-    "64 in pieces": ("float8", 110, partial(hopper_tiling, 64, 2, PIECES=1)),
-    "128 in pieces": ("float8", 330, partial(hopper_tiling, 128, 2, PIECES=2, SPREAD=2)),
-    "192 in pieces": ("float8", 330, partial(hopper_tiling, 192, 2, PIECES=4, SPREAD=4)),
-    "192 turns": ("float8", 330, partial(hopper_tiling, 192, 2, PIECES=4, SPREAD=4, TURNS=1)),
-    "192 half turns": ("float8", 330, partial(hopper_tiling, 192, 2, TURNS=1)),
+    "64 in pieces": ("float8", 110, partial(hopper_tiling, 64, 2, PIECES=2)),
+    "128 in pieces": ("float8", 330, partial(hopper_tiling, 128, 2, PIECES=2)),
+    "192 in pieces": ("float8", 330, partial(hopper_tiling, 192, 2, PIECES=4)),
     "mma.sync": ("int4 g128 zero points", 70, partial(sm80_tiling, 32)),
     "mma.sync, small groups": ("int4 g32 zero points", 70, partial(sm80_tiling, 32)),
 }
@@ -374,7 +372,7 @@ def test_few_tokens_are_shared_among_all_multiprocessors():
         assert config.shared_tiles
 
 
-@pytest.mark.parametrize(("tokens", "consumers", "splits", "float8_x", "extra"), [(64, 2, 2, True, {}), (128, 2, 2, True, {"PIECES": 2, "SPREAD": 2}), (32, 4, 4, False, {})])
+@pytest.mark.parametrize(("tokens", "consumers", "splits", "float8_x", "extra"), [(64, 2, 2, True, {}), (128, 2, 2, True, {"PIECES": 2}), (32, 4, 4, False, {})])
 def test_splits(device, rng, tokens, consumers, splits, float8_x, extra):
     if device == "cpu":
         pytest.skip("a choice of the kernels")
