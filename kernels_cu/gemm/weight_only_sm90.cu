@@ -25,6 +25,8 @@
 #include "common/hopper/gemm.cuh"
 #include "common/hopper/split_k.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/opaque.cuh"
+#include "common/warp_uniform.cuh"
 #include "common/types.cuh"
 #include "gemm/parameters.cuh"
 #include "gemm/weight_only.cuh"
@@ -100,7 +102,7 @@ struct StageOperands {
     return weight + at.index * Operands::kWeightBytes;
   }
   CUKIT_DEVICE unsigned long long tokens(const State& at) const {
-    return x + at.index * (Operands::kStageBytes / 16);
+    return x + cukit::warp_uniform(at.index) * (Operands::kStageBytes / 16);
   }
 };
 
@@ -189,7 +191,7 @@ struct PiecedProduct {
     flight.scale[1][0] = flight.scale[1][1] = 0.0f;
     Place here{at, 0};
     State done = at;
-    int left = static_cast<int>(cukit::opaque((tile.end_step - tile.first_step) * Weight::kGroups));
+    int left = cukit::warp_uniform((tile.end_step - tile.first_step) * Weight::kGroups);
 
     const auto run = [&](auto parity) {
       // Behind the last group: the same once more, in vain.
@@ -210,7 +212,7 @@ struct PiecedProduct {
     };
 
     pipeline.wait(at);
-    decode<kGroupSteps>(flight.operand[0], here, 0);
+    decode_first(flight.operand[0], here);
     while (left > 1) {
       run(Even());
       run(Odd());
@@ -254,17 +256,6 @@ struct PiecedProduct {
   using Even = Turn<0>;
   using Odd = Turn<1>;
 
-  template <int Steps>
-  CUKIT_DEVICE void decode(unsigned (&a)[kGroupSteps][4], const Place& place, int first) const {
-    const unsigned char* const block = operands.block(place.at);
-    const Codes::Zeros zeros = Weight::zeros(
-        Weight::zero_points(block, place.group, threadIdx.x % 128), operands.tables);
-    unsigned words[Steps * Codes::kWords];
-    Weight::load<Steps>(words, block, place.group * kGroupSteps + first);
-#pragma unroll
-    for (int i = 0; i < Steps; ++i) Codes::decode(a[first + i], &words[i * Codes::kWords], zeros);
-  }
-
   CUKIT_DEVICE static void add_piece(Sums& sums, const Partial& partial, int piece, float upper,
                                      float lower) {
 #pragma unroll
@@ -278,15 +269,50 @@ struct PiecedProduct {
     return (Pieces % 2 * parity + piece) % 2;
   }
 
+  // The decoder of a group, whose loads are to be issued well before their use.
+  struct Decoder {
+    const unsigned char* block;
+    int first;  // step of the block
+    Codes::Zeros zeros;
+    unsigned words[kPart * Codes::kWords];
+
+    CUKIT_DEVICE void load(int step) { Weight::load<kPart>(words, block, first + step); }
+
+    CUKIT_DEVICE void decode(unsigned (&a)[kGroupSteps][4], int step) const {
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) Codes::decode(a[step + i], &words[i * Codes::kWords], zeros);
+    }
+  };
+
+  CUKIT_DEVICE unsigned char zero_points(const Place& place) const {
+    return Weight::zero_points(operands.block(place.at), place.group, threadIdx.x % 128);
+  }
+
+  CUKIT_DEVICE void decode_first(unsigned (&a)[kGroupSteps][4], const Place& place) const {
+    Decoder decoder{operands.block(place.at), place.group * kGroupSteps,
+                    Weight::zeros(zero_points(place), operands.tables)};
+#pragma unroll
+    for (int step = 0; step < kGroupSteps; step += kPart) {
+      decoder.load(step);
+      decoder.decode(a, step);
+    }
+  }
+
   template <int Parity>
   CUKIT_DEVICE void run_group(Sums& sums, Flight& flight, const Place& here,
                               const Place& ahead) const {
     const unsigned long long tokens = operands.tokens(here.at) + here.group * TileX::k_step(kGroupSteps);
+    const unsigned zero_points_ahead = zero_points(ahead);
     Weight::scales(flight.scale[Parity], operands.block(here.at), here.group);
+    Decoder decoder;
+    decoder.block = operands.block(ahead.at);
+    decoder.first = ahead.group * kGroupSteps;
 #pragma unroll
     for (int piece = 0; piece < Pieces; ++piece) {
       Partial& into = flight.partial[turn(Parity, piece)];
       Partial& before = flight.partial[1 - turn(Parity, piece)];
+      const int step = piece * kGroupSteps / Pieces;
+      const bool decodes = step < (piece + 1) * kGroupSteps / Pieces;
       cukit::wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kGroupSteps; ++i) {
@@ -294,14 +320,13 @@ struct PiecedProduct {
                 tokens + TileX::k_step(i) + TileX::rows(piece * kTokens), i > 0);
       }
       cukit::wgmma_commit();
+      if (decodes) decoder.load(step);
+      if (piece == 0) decoder.zeros = Weight::zeros(zero_points_ahead, operands.tables);
       cukit::wgmma_wait<1>(before);
       const int owner = piece == 0 ? 1 - Parity : Parity;
       add_piece(sums, before, (piece + Pieces - 1) % Pieces, flight.scale[owner][0],
                 flight.scale[owner][1]);
-      const int first = piece * kGroupSteps / Pieces;
-      if (first < (piece + 1) * kGroupSteps / Pieces) {
-        decode<kPart>(flight.operand[1 - Parity], ahead, first);
-      }
+      if (decodes) decoder.decode(flight.operand[1 - Parity], step);
     }
   }
 
