@@ -18,9 +18,6 @@ _WARPGROUP = 128
 _TOKEN_STEP = 16
 _MOST_TOKENS = 256
 _WHOLE_TOKENS = 128
-_SHORTEST_GROUP = 32
-"""With groups this short ptxas runs products one after another where codes are multiplied by their
-scales first, and in tiles of more than _WHOLE_TOKENS tokens."""
 _TILE_ALIGNMENT = 128
 FEW_TOKENS = 8
 _FEW_ELEMENTS = 2**27
@@ -174,15 +171,24 @@ def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[
         return [sm80_tiling(_tile_tokens(tokens, -(-tokens // 64)), weight, device)]
     if tokens <= 64:
         tile = _tile_tokens(tokens, 1)
-        return [hopper_tiling(tile, 4 if tile <= 32 else 2, weight, device)]
-    shortest = weight.group_size == _SHORTEST_GROUP
-    fold = weight.group_size is not None and not weight.float8 and not shortest
-    most = _WHOLE_TOKENS if shortest else _MOST_TOKENS
-    fewest = -(-tokens // most)
+        splits = _splits(tile, tokens, weight, device)
+        consumers = 4 if tile <= 32 and splits == 1 else 2
+        return [hopper_tiling(tile, consumers, weight, device, splits=splits)]
+    fold = weight.group_size is not None and not weight.float8
+    fewest = -(-tokens // _MOST_TOKENS)
+    tiles = [_tile_tokens(tokens, across) for across in range(fewest, fewest + 3)]
     return [
-        hopper_tiling(_tile_tokens(tokens, across), 2, weight, device, fold=fold)
-        for across in range(fewest, fewest + 3)
+        hopper_tiling(
+            tile, 2, weight, device, fold=fold, splits=_splits(tile, tokens, weight, device)
+        )
+        for tile in tiles
     ]
+
+
+def _splits(tile: int, tokens: int, weight: WeightDescription, device: Device) -> int:
+    """Blocks that share a tile of two consumers: two where that leaves nobody without a tile."""
+    tiles = -(-weight.shape[0] // (2 * BLOCK_ROWS)) * -(-tokens // tile)
+    return 2 if tile <= _WHOLE_TOKENS and 2 * tiles <= device.num_sms and weight.steps > 1 else 1
 
 
 def _tile_tokens(tokens: int, across: int) -> int:
@@ -288,6 +294,8 @@ _STEP_CYCLES = 200  # beside products
 _CYCLES_A_TOKEN = 3.7
 _ARRIVAL_CYCLES = 3000
 _PIECE_BYTES_A_CYCLE = 10  # written, and read by who adds them up
+_EXCHANGE_CYCLES = 2000
+_EXCHANGE_BYTES_A_CYCLE = 8  # through distributed shared memory
 
 
 def _cycles(config: WeightOnlyConfig) -> float:
@@ -295,6 +303,10 @@ def _cycles(config: WeightOnlyConfig) -> float:
     tiling, steps = config.tiling, config.weight.steps
     consumer = max(_LEAST_CYCLES, _STEP_CYCLES + _CYCLES_A_TOKEN * tiling.tokens)
     step = tiling.consumers * consumer
+    if tiling.splits > 1:
+        sent = tiling.rows * tiling.tokens * 4 * (tiling.splits - 1) // tiling.splits
+        exchange = _EXCHANGE_CYCLES + sent / _EXCHANGE_BYTES_A_CYCLE
+        return -(-steps // tiling.splits) * step + exchange
     cycles = -(-config.whole_tiles // config.num_blocks) * steps * step
     if config.shared_tiles:
         cycles += -(-config.shared_tiles * steps // config.num_blocks) * step

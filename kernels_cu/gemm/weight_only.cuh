@@ -48,11 +48,13 @@ using Tile = cukit::StreamKTile;
 // 8 n + accumulator_column() + i.
 using Sums = float[TOKENS / 2];
 
-// Columns that are decoded at a time, between them the products of the chunk before.
-constexpr int kChunk = GROUP == 32 ? 32 : 64;
+// Columns that are decoded at a time, between them the products of the chunk before: part of a group,
+// or with FOLD two groups of 32.
+constexpr int kChunk = GROUP == 32 && !FOLD ? 32 : 64;
 constexpr int kChunkSteps = kChunk / Codes::kStepColumns;
 constexpr int kChunks = cukit::kBlockColumns / kChunk;
-constexpr int kGroupChunks = GROUP ? GROUP / kChunk : kChunks;
+constexpr int kChunkGroups = GROUP && GROUP < kChunk ? kChunk / GROUP : 1;
+constexpr int kGroupChunks = !GROUP ? kChunks : GROUP > kChunk ? GROUP / kChunk : 1;
 
 constexpr bool kSumsByGroup = GROUP != 0 && !FOLD;
 
@@ -61,21 +63,30 @@ using Operand = unsigned[kChunkSteps][4];
 // A chunk of a block in shared memory -> operand a.
 CUKIT_DEVICE void decode(Operand& a, const unsigned char* block, int chunk,
                          const unsigned char* tables) {
+  constexpr int kSteps = kChunkSteps / kChunkGroups;
   unsigned words[kChunkSteps * Codes::kWords];
   Weight::load<kChunkSteps>(words, block, chunk * kChunkSteps);
-  const Codes::Zeros zeros = Weight::zeros(
-      Weight::zero_points(block, chunk / kGroupChunks, threadIdx.x % 128), tables);
 #pragma unroll
-  for (int i = 0; i < kChunkSteps; ++i) Codes::decode(a[i], &words[i * Codes::kWords], zeros);
-  if constexpr (FOLD) {
-    float scale[2];
-    Weight::scales(scale, block, chunk / kGroupChunks);
-    const unsigned factors[2] = {cukit::pack<T>(scale[0], scale[0]),
-                                 cukit::pack<T>(scale[1], scale[1])};
+  for (int part = 0; part < kChunkGroups; ++part) {
+    const int group = chunk / kGroupChunks * kChunkGroups + part;
+    const Codes::Zeros zeros =
+        Weight::zeros(Weight::zero_points(block, group, threadIdx.x % 128), tables);
 #pragma unroll
-    for (int i = 0; i < kChunkSteps; ++i)
+    for (int i = part * kSteps; i < (part + 1) * kSteps; ++i) {
+      Codes::decode(a[i], &words[i * Codes::kWords], zeros);
+    }
+    if constexpr (FOLD) {
+      float scale[2];
+      Weight::scales(scale, block, group);
+      const unsigned factors[2] = {cukit::pack<T>(scale[0], scale[0]),
+                                   cukit::pack<T>(scale[1], scale[1])};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) a[i][j] = cukit::detail::multiply_pairs(T(), a[i][j], factors[j % 2]);
+      for (int i = part * kSteps; i < (part + 1) * kSteps; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          a[i][j] = cukit::detail::multiply_pairs(T(), a[i][j], factors[j % 2]);
+        }
+    }
   }
 }
 

@@ -339,10 +339,93 @@ struct PiecedProduct {
   }
 };
 
+#ifndef TURNS
+#define TURNS 0
+#endif
+#ifndef AHEAD
+#define AHEAD 0
+#endif
+template <int Unused>
+struct HalvesProduct {
+  using Accumulators = Sums;
+  StageOperands operands;
+  static constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
+  static constexpr int kHalf = TOKENS / 2;
+
+  CUKIT_DEVICE static void take_turn() {
+    if constexpr (TURNS) cukit::named_sync(8 + Block::consumer_group(), 256);
+  }
+  CUKIT_DEVICE static void pass_turn() {
+    if constexpr (TURNS) cukit::named_arrive(8 + (1 - Block::consumer_group()), 256);
+  }
+  struct Loaded {
+    unsigned words[kGroupSteps * Codes::kWords];
+    unsigned zero;
+  };
+  CUKIT_DEVICE void load(Loaded& to, const State& at, int group) const {
+    const unsigned char* const block = operands.block(at);
+    to.zero = Weight::zero_points(block, group, threadIdx.x % 128);
+    Weight::load<kGroupSteps>(to.words, block, group * kGroupSteps);
+  }
+
+  CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
+    float group_sums[kHalf / 2];
+    float scale[2];
+    clear(sums);
+    if constexpr (TURNS) {
+      if (Block::consumer_group() == 1) cukit::named_arrive(8, 256);
+    }
+    Loaded loaded;
+    pipeline.wait(at);
+    if constexpr (AHEAD) load(loaded, at, 0);
+    for (int step = tile.first_step; step < tile.end_step; ++step) {
+      State next = at;
+      if (step + 1 < tile.end_step) next.advance();
+      const unsigned char* const block = operands.block(at);
+      const unsigned long long tokens = operands.tokens(at);
+      {
+        constexpr int group = 0;
+        unsigned a[kGroupSteps][4];
+        if constexpr (!AHEAD) load(loaded, at, 0);
+        const Codes::Zeros zeros = Weight::zeros(loaded.zero, operands.tables);
+#pragma unroll
+        for (int i = 0; i < kGroupSteps; ++i) Codes::decode(a[i], &loaded.words[i * Codes::kWords], zeros);
+        Weight::scales(scale, block, group);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (half == 1) pipeline.wait(next);
+          take_turn();
+          cukit::wgmma_fence();
+#pragma unroll
+          for (int i = 0; i < kGroupSteps; ++i) {
+            product(group_sums, a[i], tokens + TileX::k_step(i) + TileX::rows(half * kHalf), i > 0);
+          }
+          cukit::wgmma_commit();
+          pass_turn();
+          if constexpr (AHEAD) {
+            if (half == 1) load(loaded, next, 0);
+          }
+          cukit::wgmma_wait<0>(group_sums);
+#pragma unroll
+          for (int i = 0; i < kHalf / 2; ++i) {
+            sums[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_sums[i];
+          }
+        }
+      }
+      release(pipeline, at);
+      at.advance();
+    }
+    if constexpr (TURNS) {
+      if (Block::consumer_group() == 0) cukit::named_sync(8, 256);
+    }
+  }
+};
 template <int Pieces>
 struct ProductOf { using type = PiecedProduct<Pieces>; };
 template <>
 struct ProductOf<0> { using type = DecodedProduct; };
+template <>
+struct ProductOf<-1> { using type = HalvesProduct<0>; };
 using Product = ProductOf<PIECES>::type;
 
 #if SPLITS > 1

@@ -125,6 +125,12 @@ TILINGS = {
     "64 in pieces": ("float8", 110, partial(hopper_tiling, 64, 2, PIECES=2)),
     "128 in pieces": ("float8", 330, partial(hopper_tiling, 128, 2, PIECES=2)),
     "192 in pieces": ("float8", 330, partial(hopper_tiling, 192, 2, PIECES=4)),
+    "192 halves": ("float8", 330, partial(hopper_tiling, 192, 2, PIECES=-1, AHEAD=1, TURNS=1)),
+    "96 tokens, scaled codes, g32": (
+        "int4 g32 zero points",
+        230,
+        partial(hopper_tiling, 96, 2, fold=True),
+    ),
     "mma.sync": ("int4 g128 zero points", 70, partial(sm80_tiling, 32)),
     "mma.sync, small groups": ("int4 g32 zero points", 70, partial(sm80_tiling, 32)),
 }
