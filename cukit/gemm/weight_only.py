@@ -59,8 +59,7 @@ def quantized_linear(
     Codes less their zero points are exact in the tensor cores, and the scale of a group multiplies
     its sum in float32: the result is the product with the dequantised weight in float32, rounded
     once to the dtype of the result. With more than 64 tokens of 16-bit elements, Hopper's kernel
-    multiplies the codes of groups of more than 32 by their scales first, rounded to the dtype of
-    `x`.
+    multiplies the codes of groups by their scales first, rounded to the dtype of `x`.
 
     Args:
         x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only. Where k is not
@@ -194,7 +193,7 @@ class WeightOnlyLaunch:
             counters = _counters(x, config.counters)
         scales = NULL if row_scales is None else row_scales
         offsets = NULL if bias is None else bias
-        if config.tiling.kernel in ("few", "ahead"):
+        if config.tiling.kernel == "few":
             self._launch(x, blocks, scales, offsets, out)
             return
         if config.tiling.kernel == "sm80":

@@ -30,7 +30,7 @@ _RESERVED_BYTES = KIB  # of shared memory: barriers and the system's own
 class WeightOnlyTiling:
     """How a kernel cuts the result into tiles, and how it computes one."""
 
-    kernel: Literal["sm90", "sm80", "few", "ahead"]
+    kernel: Literal["sm90", "sm80", "few"]
     """weight_only_sm90.cu: TMA and wgmma; _sm80.cu: cp.async and mma.sync; _few.cu: mma.sync, and
     codes straight from memory, for up to eight tokens."""
     tokens: int
@@ -47,8 +47,10 @@ class WeightOnlyTiling:
     """Of "few": sixteens of rows of a block."""
     warps: int = 0
     """Of "few": warps that share the columns."""
-    extra: tuple = ()
     splits: int = 1
+    """Blocks of a cluster that share the steps of a tile."""
+    pieces: int = 0
+    """Of a tile's tokens, multiplied one after another: with float8."""
 
     @property
     def rows(self) -> int:
@@ -67,28 +69,22 @@ class WeightOnlyTiling:
 
     def stage_bytes(self, weight: WeightDescription) -> int:
         """Shared memory of a stage: x and the blocks of the weight."""
-        if self.kernel == "ahead":
-            return self.warps * self.rows * BLOCK_COLUMNS * weight.dtype.bits // 8
         used = self.tokens * BLOCK_COLUMNS * weight.x_bytes + self.consumers * weight.block_bytes
         return -(-used // _TILE_ALIGNMENT) * _TILE_ALIGNMENT if self.kernel == "sm80" else used
 
     def staging_bytes(self) -> int:
         """Shared memory of pieces of the result on their way to memory."""
-        if self.kernel == "ahead":
-            return 2 * self.warps * self.strips * 512
         return self.consumers * self.piece_tokens * BLOCK_ROWS * 2 if self.mapped_out else 0
 
     def exchange_bytes(self) -> int:
-        if self.splits == 1:
-            return 0
-        slices = self.splits
-        while self.tokens % (8 * slices):
-            slices //= 2
-        return (self.splits - 1) * self.tokens // slices // 8 * self.consumers * 128 * 16
+        """Shared memory that receives the sums of the other blocks of a cluster."""
+        slices = math.gcd(self.tokens // 8, self.splits)
+        return (self.splits - 1) * self.rows * self.tokens // slices * 4
 
     def shared_bytes(self, weight: WeightDescription) -> int:
         """Dynamic shared memory of a block."""
-        return self.num_stages * self.stage_bytes(weight) + self.staging_bytes() + self.exchange_bytes()
+        stages = self.num_stages * self.stage_bytes(weight)
+        return stages + self.staging_bytes() + self.exchange_bytes()
 
 
 @dataclass(frozen=True)
@@ -133,17 +129,17 @@ class WeightOnlyConfig:
             ("CONSUMERS", tiling.consumers),
             ("THREADS", tiling.threads),
         )
-        if tiling.kernel == "ahead":
-            defines += (("STRIPS", tiling.strips), ("BLOCKS", tiling.blocks_per_sm), ("STAGES", tiling.num_stages))
-        elif tiling.kernel == "few":
+        if tiling.kernel == "few":
             defines += (("STRIPS", tiling.strips),)
         else:
             defines += (("STAGES", tiling.num_stages),)
         if tiling.kernel == "sm90":
-            defines += (("MAPPED_OUT", int(tiling.mapped_out)),)
-        if tiling.splits > 1:
-            defines += (("SPLITS", tiling.splits), ("CLUSTER", tiling.splits))
-        defines += tiling.extra
+            defines += (
+                ("MAPPED_OUT", int(tiling.mapped_out)),
+                ("SPLITS", tiling.splits),
+                ("CLUSTER", tiling.splits),
+                ("PIECES", tiling.pieces),
+            )
         entry = f"weight_only_{tiling.kernel}"
         shared = tiling.shared_bytes(weight)
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiling.threads, shared)
@@ -206,7 +202,6 @@ def hopper_tiling(
     stages: int = 0,
     fold: bool = False,
     splits: int = 1,
-    **extra: int,
 ) -> WeightOnlyTiling:
     """A tiling for Hopper with as many stages, up to `stages`, as there is room for."""
     stages = stages or (6 if tokens <= 32 else 8)
@@ -218,10 +213,15 @@ def hopper_tiling(
         mapped_out=tokens >= 64 and weight.shape[0] % _ROW_ELEMENTS == 0 and splits == 1,
         fold=fold,
         splits=splits,
-        extra=tuple(extra.items()),
+        pieces=_pieces(tokens) if weight.float8 else 0,
     )
     room = device.shared_bytes_per_block - _RESERVED_BYTES
     return replace(tiling, num_stages=_stages(tiling, weight, room, stages))
+
+
+def _pieces(tokens: int) -> int:
+    """As few as leave the sums of a group room in registers."""
+    return 0 if tokens <= _WHOLE_TOKENS else -1
 
 
 def sm80_tiling(
@@ -235,16 +235,13 @@ def sm80_tiling(
 
 
 def _stages(tiling: WeightOnlyTiling, weight: WeightDescription, room: int, most: int) -> int:
-    return min(most, (room - tiling.staging_bytes() - tiling.exchange_bytes()) // tiling.stage_bytes(weight))
+    room -= tiling.staging_bytes() + tiling.exchange_bytes()
+    return min(most, room // tiling.stage_bytes(weight))
 
 
 def few_tiling(strips: int, warps: int) -> WeightOnlyTiling:
     """A tiling for up to eight tokens."""
     return WeightOnlyTiling("few", FEW_TOKENS, 1, 0, strips=strips, warps=warps)
-
-
-def ahead_tiling(strips: int, warps: int, stages: int, blocks: int) -> WeightOnlyTiling:
-    return WeightOnlyTiling("ahead", FEW_TOKENS, 1, stages, strips=strips, warps=warps, blocks_per_sm=blocks)
 
 
 def configure(
@@ -259,15 +256,13 @@ def configure(
     """A call with this tiling. Tiles that leave blocks idle in a last round are cut along k unless
     adding the pieces up takes longer than the round that is saved; `share` decides it otherwise."""
     tiles_m = -(-weight.shape[0] // tiling.rows)
-    if tiling.kernel == "ahead":
-        grid = tiles_m if not share else min(tiles_m, device.num_sms * tiling.blocks_per_sm)
-        return WeightOnlyConfig(dtype, weight, tiling, grid, 1, tiles_m, 0)
     if tiling.kernel == "few":
         return WeightOnlyConfig(dtype, weight, tiling, tiles_m, 1, tiles_m, 0)
     tiles = tiles_m * -(-tokens // tiling.tokens)
     if tiling.splits > 1:
         group = _raster_group(tiling, weight, tiles, tiles_m)
-        return WeightOnlyConfig(dtype, weight, tiling, tiles * tiling.splits, group, tiles, 0)
+        blocks = tiles * tiling.splits
+        return WeightOnlyConfig(dtype, weight, tiling, blocks, group, blocks, 0)
     blocks = min(device.num_sms * tiling.blocks_per_sm, tiles * weight.steps)
     left = tiles % blocks
     # With fewer steps than blocks to share, a block would have none.

@@ -34,15 +34,8 @@ struct CodesOf<4, true> { using type = cukit::Int4Float8Codes; };
 
 using Codes = CodesOf<BITS, FLOAT8>::type;
 using Weight = cukit::WeightBlock<Codes, Scale, GROUP, ZERO_POINTS>;
-#ifndef SPLITS
-#define SPLITS 1
-#endif
-#if SPLITS > 1
-using Tile = cukit::MatrixTile;
-#else
 using Schedule = cukit::StreamKTiles;
 using Tile = cukit::StreamKTile;
-#endif
 
 // A lane's sums of 64 rows x TOKENS: element 4 n + 2 half + i is row accumulator_row() + 8 half, token
 // 8 n + accumulator_column() + i.
@@ -100,53 +93,37 @@ CUKIT_DEVICE void add_scaled(Sums& sums, const Sums& group_sums, const float (&s
   for (int i = 0; i < TOKENS / 2; ++i) sums[i] += scale[i / 2 % 2] * group_sums[i];
 }
 
-// What becomes of a tile's sums. Pieces of a tile: each block writes its sums to `pieces` and counts
-// itself; the last to arrive adds all of them up in the order of k. No block waits for another.
+// The first row of a consumer's share of a tile.
+CUKIT_DEVICE int first_row(const Tile& tile, int group) {
+  return (tile.m * CONSUMERS + group) * cukit::kBlockRows;
+}
+
+// What becomes of the sums of 64 rows from `row` on and 2 N tokens from `token` on.
 struct Epilogue {
-#if SPLITS == 1
-  Schedule schedule;
-#endif
   const T* bias;              // [rows] or null
   const Scale* scales;        // GROUP 0: [rows]
   const float* token_scales;  // FLOAT8: [tokens], or one where the stride is 0
   int token_stride;
-  float4* pieces;  // [2 blocks][CONSUMERS][TOKENS / 8][128 threads]
-  int* arrivals;   // [shared tiles][CONSUMERS], zeros; they are zeros again when the kernel ends
-  int* last;       // shared memory, a word of this consumer
   int tokens, rows;
-  int group;  // this consumer
-
-#if SPLITS == 1
-  // Whether the sums are those of the whole tile now.
-  CUKIT_DEVICE bool complete(Sums& sums, const Tile& tile) const {
-    return !schedule.in_pieces(tile) || collect(sums, tile);
-  }
-#endif
-
-  // The first of this consumer's rows.
-  CUKIT_DEVICE int first_row(const Tile& tile) const {
-    return (tile.m * CONSUMERS + group) * cukit::kBlockRows;
-  }
 
   // Scales that are not a group's, and the bias.
   template <int N>
-  CUKIT_DEVICE void finish(float (&sums)[N], const Tile& tile, int token_offset = 0) const {
-    const int first_token = tile.n * TOKENS + token_offset + cukit::accumulator_column();
+  CUKIT_DEVICE void finish(float (&sums)[N], int row, int token) const {
     float scale[2], offset[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row(tile) + cukit::accumulator_row() + 8 * half;
-      const bool exists = row < rows;
-      offset[half] = bias && exists ? cukit::to_float(bias[row]) : 0.0f;
-      scale[half] = !GROUP && exists ? cukit::to_float(scales[row]) : 1.0f;
+      const int own_row = row + cukit::accumulator_row() + 8 * half;
+      const bool exists = own_row < rows;
+      offset[half] = bias && exists ? cukit::to_float(bias[own_row]) : 0.0f;
+      scale[half] = !GROUP && exists ? cukit::to_float(scales[own_row]) : 1.0f;
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const int half = i / 2 % 2;
       float factor = scale[half];
       if constexpr (FLOAT8) {
-        const int token = first_token + i / 4 * 8 + i % 2;
-        if (token < tokens) factor *= token_scales[token * token_stride];
+        const int own_token = token + cukit::accumulator_column() + i / 4 * 8 + i % 2;
+        if (own_token < tokens) factor *= token_scales[own_token * token_stride];
       }
       sums[i] = GROUP && !FLOAT8 ? sums[i] + offset[half] : sums[i] * factor + offset[half];
     }
@@ -154,21 +131,35 @@ struct Epilogue {
 
   // Element by element: for few tokens, and for rows that TMA cannot address.
   template <int N>
-  CUKIT_DEVICE void store(T* out, const float (&sums)[N], const Tile& tile,
-                          int token_offset = 0) const {
-    const int lane_row = first_row(tile) + cukit::accumulator_row();
-    const int first_token = tile.n * TOKENS + token_offset + cukit::accumulator_column();
+  CUKIT_DEVICE void store(T* out, const float (&sums)[N], int row, int token) const {
+    const int lane_row = row + cukit::accumulator_row();
+    const int first_token = token + cukit::accumulator_column();
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const int row = lane_row + i / 2 % 2 * 8;
-      const int token = first_token + i / 4 * 8 + i % 2;
-      if (row < rows && token < tokens) {
-        out[static_cast<long long>(token) * rows + row] = cukit::from_float<T>(sums[i]);
+      const int own_row = lane_row + i / 2 % 2 * 8;
+      const int own_token = first_token + i / 4 * 8 + i % 2;
+      if (own_row < rows && own_token < tokens) {
+        out[static_cast<long long>(own_token) * rows + own_row] = cukit::from_float<T>(sums[i]);
       }
     }
   }
+};
 
-#if SPLITS == 1
+// Sums of tiles that several blocks have pieces of: each block writes its own to `pieces` and counts
+// itself; the last to arrive adds all of them up in the order of k. No block waits for another.
+struct SharedSums {
+  Schedule schedule;
+  float4* pieces;  // [2 blocks][CONSUMERS][TOKENS / 8][128 threads]
+  int* arrivals;   // [shared tiles][CONSUMERS], zeros; they are zeros again when the kernel ends
+  int* last;       // shared memory, a word of this consumer
+  int tokens;
+  int group;  // this consumer
+
+  // Whether the sums are those of the whole tile now.
+  CUKIT_DEVICE bool complete(Sums& sums, const Tile& tile) const {
+    return !schedule.in_pieces(tile) || collect(sums, tile);
+  }
+
  private:
   CUKIT_DEVICE float4* piece(int place) const {
     return pieces + (place * CONSUMERS + group) * (TOKENS / 8) * 128 + threadIdx.x % 128;
@@ -216,7 +207,6 @@ struct Epilogue {
     }
     return true;
   }
-#endif
 };
 
 }  // namespace

@@ -339,87 +339,81 @@ struct PiecedProduct {
   }
 };
 
-#ifndef TURNS
-#define TURNS 0
-#endif
-#ifndef AHEAD
-#define AHEAD 0
-#endif
+// A group is decoded once and multiplied by one half of the tokens, then by the other: there are no
+// registers for the sums of all tokens twice. What the next group is decoded from is loaded meanwhile.
 template <int Unused>
 struct HalvesProduct {
   using Accumulators = Sums;
   StageOperands operands;
-  static constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
-  static constexpr int kHalf = TOKENS / 2;
-
-  CUKIT_DEVICE static void take_turn() {
-    if constexpr (TURNS) cukit::named_sync(8 + Block::consumer_group(), 256);
-  }
-  CUKIT_DEVICE static void pass_turn() {
-    if constexpr (TURNS) cukit::named_arrive(8 + (1 - Block::consumer_group()), 256);
-  }
-  struct Loaded {
-    unsigned words[kGroupSteps * Codes::kWords];
-    unsigned zero;
-  };
-  CUKIT_DEVICE void load(Loaded& to, const State& at, int group) const {
-    const unsigned char* const block = operands.block(at);
-    to.zero = Weight::zero_points(block, group, threadIdx.x % 128);
-    Weight::load<kGroupSteps>(to.words, block, group * kGroupSteps);
-  }
 
   CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
     float group_sums[kHalf / 2];
     float scale[2];
-    clear(sums);
-    if constexpr (TURNS) {
-      if (Block::consumer_group() == 1) cukit::named_arrive(8, 256);
-    }
     Loaded loaded;
-    pipeline.wait(at);
-    if constexpr (AHEAD) load(loaded, at, 0);
-    for (int step = tile.first_step; step < tile.end_step; ++step) {
-      State next = at;
-      if (step + 1 < tile.end_step) next.advance();
-      const unsigned char* const block = operands.block(at);
-      const unsigned long long tokens = operands.tokens(at);
-      {
-        constexpr int group = 0;
-        unsigned a[kGroupSteps][4];
-        if constexpr (!AHEAD) load(loaded, at, 0);
-        const Codes::Zeros zeros = Weight::zeros(loaded.zero, operands.tables);
+    Place here{at, 0};
+    clear(sums);
+    pipeline.wait(here.at);
+    load(loaded, here);
+    for (int left = (tile.end_step - tile.first_step) * Weight::kGroups; left > 0; --left) {
+      Place ahead = here;  // behind the last group: that one again, in vain
+      if (left > 1 && ++ahead.group == Weight::kGroups) {
+        ahead.at.advance();
+        ahead.group = 0;
+      }
+      unsigned a[kGroupSteps][4];
+      const Codes::Zeros zeros = Weight::zeros(loaded.zero_points, operands.tables);
 #pragma unroll
-        for (int i = 0; i < kGroupSteps; ++i) Codes::decode(a[i], &loaded.words[i * Codes::kWords], zeros);
-        Weight::scales(scale, block, group);
+      for (int i = 0; i < kGroupSteps; ++i) {
+        Codes::decode(a[i], &loaded.words[i * Codes::kWords], zeros);
+      }
+      Weight::scales(scale, operands.block(here.at), here.group);
+      const unsigned long long tokens =
+          operands.tokens(here.at) + here.group * TileX::k_step(kGroupSteps);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (half == 1) pipeline.wait(next);
-          take_turn();
-          cukit::wgmma_fence();
+      for (int half = 0; half < 2; ++half) {
+        if (half == 1) pipeline.wait(ahead.at);
+        cukit::wgmma_fence();
 #pragma unroll
-          for (int i = 0; i < kGroupSteps; ++i) {
-            product(group_sums, a[i], tokens + TileX::k_step(i) + TileX::rows(half * kHalf), i > 0);
-          }
-          cukit::wgmma_commit();
-          pass_turn();
-          if constexpr (AHEAD) {
-            if (half == 1) load(loaded, next, 0);
-          }
-          cukit::wgmma_wait<0>(group_sums);
+        for (int i = 0; i < kGroupSteps; ++i) {
+          product(group_sums, a[i], tokens + TileX::k_step(i) + TileX::rows(half * kHalf), i > 0);
+        }
+        cukit::wgmma_commit();
+        if (half == 1) load(loaded, ahead);
+        cukit::wgmma_wait<0>(group_sums);
 #pragma unroll
-          for (int i = 0; i < kHalf / 2; ++i) {
-            sums[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_sums[i];
-          }
+        for (int i = 0; i < kHalf / 2; ++i) {
+          sums[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_sums[i];
         }
       }
-      release(pipeline, at);
-      at.advance();
+      if (left == 1 || ahead.group == 0) release(pipeline, here.at);
+      at = here.at;
+      here = ahead;
     }
-    if constexpr (TURNS) {
-      if (Block::consumer_group() == 0) cukit::named_sync(8, 256);
-    }
+    at.advance();
+  }
+
+ private:
+  static constexpr int kHalf = TOKENS / 2;
+  static constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
+
+  struct Place {
+    State at;
+    int group;
+  };
+
+  // What a group is decoded from.
+  struct Loaded {
+    unsigned words[kGroupSteps * Codes::kWords];
+    unsigned zero_points;
+  };
+
+  CUKIT_DEVICE void load(Loaded& to, const Place& place) const {
+    const unsigned char* const block = operands.block(place.at);
+    to.zero_points = Weight::zero_points(block, place.group, threadIdx.x % 128);
+    Weight::load<kGroupSteps>(to.words, block, place.group * kGroupSteps);
   }
 };
+
 template <int Pieces>
 struct ProductOf { using type = PiecedProduct<Pieces>; };
 template <>
@@ -428,49 +422,26 @@ template <>
 struct ProductOf<-1> { using type = HalvesProduct<0>; };
 using Product = ProductOf<PIECES>::type;
 
-#if SPLITS > 1
-using Schedule = cukit::DenseTiles<>;
-struct SplitShape {
-  static constexpr int kTileN = TOKENS;
-  static constexpr int kRowTiles = 1;
-  static constexpr int kConsumers = CONSUMERS;
-};
-using SplitSums = cukit::SplitSums<SplitShape, float, SPLITS>;
-
+// A tile of this block, or one whose pieces several blocks have.
 struct Results {
   Epilogue epilogue;
-  float4* received;
-  cukit::StageBarriers<1>* arrived;
-  T* out;
-
-  CUKIT_DEVICE void store(Sums& sums, const Tile& tile) const {
-    SplitSums::Slice own;
-    if (!SplitSums{received, arrived}.exchange(own, &sums, [] {})) return;
-    const int token = SplitSums::first_column(tile) - tile.n * TOKENS;
-    epilogue.finish(own[0], tile, token);
-    epilogue.store(out, own[0], tile, token);
-  }
-
-  CUKIT_DEVICE void finish() const {}
-};
-#else
-struct Results {
-  Epilogue epilogue;
+  SharedSums shared;
   const cukit::TensorMap* map;  // MAPPED_OUT: of out
   unsigned char* staging;       // MAPPED_OUT: Store::kBytes of this consumer's shared memory
   T* out;                       // [tokens, rows]
 
   CUKIT_DEVICE void store(Sums& sums, const Tile& tile) const {
-    if (!epilogue.complete(sums, tile)) return;
-    epilogue.finish(sums, tile);
+    if (!shared.complete(sums, tile)) return;
+    const int row = first_row(tile, shared.group);
+    const int token = tile.n * TOKENS;
+    epilogue.finish(sums, row, token);
     if constexpr (MAPPED_OUT) {
-      const int row = epilogue.first_row(tile);
       if (row < epilogue.rows) {
-        Store::store(sums, staging, map, row, tile.n * TOKENS, epilogue.rows, epilogue.tokens,
-                     1 + epilogue.group);
+        Store::store(sums, staging, map, row, token, epilogue.rows, epilogue.tokens,
+                     1 + shared.group);
       }
     } else {
-      epilogue.store(out, sums, tile);
+      epilogue.store(out, sums, row, token);
     }
   }
 
@@ -478,7 +449,32 @@ struct Results {
     if constexpr (MAPPED_OUT) Store::finish();
   }
 };
-#endif
+
+// A tile whose steps the blocks of a cluster share: each stores a slice of its tokens.
+struct SplitResults {
+  struct Shape {
+    static constexpr int kTileN = TOKENS;
+    static constexpr int kRowTiles = 1;
+    static constexpr int kConsumers = CONSUMERS;
+  };
+  using Split = cukit::SplitSums<Shape, float, SPLITS>;
+
+  Epilogue epilogue;
+  Split split;
+  T* out;  // [tokens, rows]
+  int group;
+
+  CUKIT_DEVICE void store(Sums& sums, const Tile& tile) const {
+    typename Split::Slice own;
+    if (!split.exchange(own, &sums, [] {})) return;
+    const int row = first_row(tile, group);
+    const int token = tile.n * TOKENS + cukit::cluster_rank() * Split::kSliceColumns;
+    epilogue.finish(own[0], row, token);
+    epilogue.store(out, own[0], row, token);
+  }
+
+  CUKIT_DEVICE void finish() const {}
+};
 
 }  // namespace
 
@@ -493,30 +489,23 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) wei
     float4* __restrict__ pieces, int* __restrict__ arrivals,
     const cukit::WeightOnlyParameters p) {
   __shared__ Pipeline pipeline;
+  __shared__ cukit::StageBarriers<1> arrived;
   __shared__ int last[CONSUMERS];
   __shared__ __align__(16) unsigned char tables[Codes::kTableBytes ? Codes::kTableBytes : 16];
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   constexpr int kTileRows = CONSUMERS * cukit::kBlockRows;
-#if SPLITS > 1
-  __shared__ cukit::StageBarriers<1> arrived;
-#endif
   const Schedule schedule{{(p.rows + kTileRows - 1) / kTileRows, (p.tokens + TOKENS - 1) / TOKENS,
-                           p.group, p.steps, SPLITS}
-#if SPLITS == 1
-                          , p.whole_tiles
-#endif
-  };
+                           p.group, p.steps, SPLITS},
+                          p.whole_tiles};
 
 #if FLOAT8
   Codes::prepare(tables, threadIdx.x, THREADS);
 #endif
   Block::prepare([&] {
     pipeline.init(Block::kConsumerWarps);
-#if SPLITS > 1
     arrived.init(1);
-#endif
   });
-  if constexpr (SPLITS > 1) cukit::cluster_arrive();
+  if constexpr (SPLITS > 1) cukit::cluster_arrive();  // the exchange waits for the others
   Block::run(
       [&] {
         const int pairs = (p.rows + 2 * cukit::kBlockRows - 1) / (2 * cukit::kBlockRows);
@@ -537,19 +526,19 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) wei
       [&] {
         const int group = Block::consumer_group();
         const Product product{{stages, tables, group}};
-        unsigned char* const staging = stages + kPieces + group * Store::kBytes;
-#if SPLITS > 1
-        const Results results{{bias, scales, token_scales, p.token_stride, nullptr, nullptr, nullptr,
-                               p.tokens, p.rows, group},
-                              reinterpret_cast<float4*>(stages + kWeights + STAGES * Operands::kWeightBytes),
-                              &arrived, out};
-#else
-        const Results results{{schedule, bias, scales, token_scales, p.token_stride, pieces, arrivals,
-                               last + group, p.tokens, p.rows, group},
-                              &map,
-                              staging,
-                              out};
-#endif
-        cukit::consume(pipeline, schedule, product, results);
+        const Epilogue epilogue{bias, scales, token_scales, p.token_stride, p.tokens, p.rows};
+        if constexpr (SPLITS > 1) {
+          float4* const received =
+              reinterpret_cast<float4*>(stages + kWeights + STAGES * Operands::kWeightBytes);
+          const SplitResults results{epilogue, {received, &arrived}, out, group};
+          cukit::consume(pipeline, schedule, product, results);
+        } else {
+          const Results results{epilogue,
+                                {schedule, pieces, arrivals, last + group, p.tokens, group},
+                                &map,
+                                stages + kPieces + group * Store::kBytes,
+                                out};
+          cukit::consume(pipeline, schedule, product, results);
+        }
       });
 }
