@@ -17,7 +17,13 @@ _HOPPER = "sm_90"
 _WARPGROUP = 128
 _TOKEN_STEP = 16
 _MOST_TOKENS = 256
+_FEWEST_SPLIT_STAGES = 3
 _WHOLE_TOKENS = 128
+"""Of a tile with float8; beyond, it is multiplied in halves."""
+_FOLD_TOKENS = 64
+_SHORTEST_GROUP = 32
+_FOLD_TOKENS_OF_SHORTEST = 32
+"""Beyond so many tokens, codes are multiplied by their scales first."""
 _TILE_ALIGNMENT = 128
 FEW_TOKENS = 8
 _FEW_ELEMENTS = 2**27
@@ -49,8 +55,6 @@ class WeightOnlyTiling:
     """Of "few": warps that share the columns."""
     splits: int = 1
     """Blocks of a cluster that share the steps of a tile."""
-    pieces: int = 0
-    """Of a tile's tokens, multiplied one after another: with float8."""
 
     @property
     def rows(self) -> int:
@@ -138,7 +142,6 @@ class WeightOnlyConfig:
                 ("MAPPED_OUT", int(tiling.mapped_out)),
                 ("SPLITS", tiling.splits),
                 ("CLUSTER", tiling.splits),
-                ("PIECES", tiling.pieces),
             )
         entry = f"weight_only_{tiling.kernel}"
         shared = tiling.shared_bytes(weight)
@@ -162,35 +165,46 @@ def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[
     n, k = weight.shape
     few = FEW_TOKENS if n * k <= _FEW_ELEMENTS or device.arch != _HOPPER else 2
     if tokens <= few and not weight.float8:
-        return [few_tiling(8 // weight.dtype.bits, 8)]
+        return [few_tiling(8 // weight.dtype.bits, _few_warps(weight, device))]
     if device.arch != _HOPPER:
-        return [sm80_tiling(_tile_tokens(tokens, -(-tokens // 64)), weight, device)]
-    if tokens <= 64:
-        tile = _tile_tokens(tokens, 1)
-        splits = _splits(tile, tokens, weight, device)
-        consumers = 4 if tile <= 32 and splits == 1 else 2
-        return [hopper_tiling(tile, consumers, weight, device, splits=splits)]
-    fold = weight.group_size is not None and not weight.float8
+        return [sm80_tiling(_tile_tokens(tokens, -(-tokens // 64), _TOKEN_STEP), weight, device)]
     fewest = -(-tokens // _MOST_TOKENS)
-    tiles = [_tile_tokens(tokens, across) for across in range(fewest, fewest + 3)]
-    return [
-        hopper_tiling(
-            tile, 2, weight, device, fold=fold, splits=_splits(tile, tokens, weight, device)
-        )
-        for tile in tiles
-    ]
+    across = range(fewest, fewest + 3) if tokens > 64 else range(1, 3) if tokens > 32 else (1,)
+    return [_hopper_candidate(tokens, count, weight, device) for count in across]
 
 
-def _splits(tile: int, tokens: int, weight: WeightDescription, device: Device) -> int:
-    """Blocks that share a tile of two consumers: two where that leaves nobody without a tile."""
-    tiles = -(-weight.shape[0] // (2 * BLOCK_ROWS)) * -(-tokens // tile)
-    return 2 if tile <= _WHOLE_TOKENS and 2 * tiles <= device.num_sms and weight.steps > 1 else 1
+def _hopper_candidate(
+    tokens: int, across: int, weight: WeightDescription, device: Device
+) -> WeightOnlyTiling:
+    """A tiling with so many tiles of tokens."""
+    tile = _tile_tokens(tokens, across, _TOKEN_STEP)
+    if weight.float8 and tile > _WHOLE_TOKENS:
+        tile = _tile_tokens(tokens, across, 2 * _TOKEN_STEP)
+    shortest = weight.group_size == _SHORTEST_GROUP
+    fold = (
+        weight.group_size is not None
+        and not weight.float8
+        and tokens > (_FOLD_TOKENS_OF_SHORTEST if shortest else _FOLD_TOKENS)
+    )
+    tiles = -(-weight.shape[0] // (2 * BLOCK_ROWS)) * across
+    if 2 * tiles <= device.num_sms and weight.steps > 1:
+        split = hopper_tiling(tile, 2, weight, device, fold=fold, splits=2)
+        if split.num_stages >= _FEWEST_SPLIT_STAGES:
+            return split
+    return hopper_tiling(tile, 4 if tile <= 32 else 2, weight, device, fold=fold)
 
 
-def _tile_tokens(tokens: int, across: int) -> int:
-    """Tokens of each of so many tiles; wide ones have halves that are whole steps."""
-    step = _TOKEN_STEP if tokens <= _WHOLE_TOKENS * across else 2 * _TOKEN_STEP
+def _tile_tokens(tokens: int, across: int, step: int) -> int:
+    """Tokens of each of so many tiles, a multiple of `step`."""
     return -(-tokens // (across * step)) * step
+
+
+def _few_warps(weight: WeightDescription, device: Device) -> int:
+    """Warps of a block of "few": sixteen a multiprocessor, so that all blocks run at a time."""
+    if weight.dtype.bits == 8:
+        return 8
+    blocks = -(-weight.shape[0] // 32)
+    return next((warps for warps in (16, 8, 4) if blocks * warps <= 16 * device.num_sms), 2)
 
 
 def hopper_tiling(
@@ -213,15 +227,9 @@ def hopper_tiling(
         mapped_out=tokens >= 64 and weight.shape[0] % _ROW_ELEMENTS == 0 and splits == 1,
         fold=fold,
         splits=splits,
-        pieces=_pieces(tokens) if weight.float8 else 0,
     )
     room = device.shared_bytes_per_block - _RESERVED_BYTES
     return replace(tiling, num_stages=_stages(tiling, weight, room, stages))
-
-
-def _pieces(tokens: int) -> int:
-    """As few as leave the sums of a group room in registers."""
-    return 0 if tokens <= _WHOLE_TOKENS else -1
 
 
 def sm80_tiling(
@@ -289,8 +297,8 @@ _STEP_CYCLES = 200  # beside products
 _CYCLES_A_TOKEN = 3.7
 _ARRIVAL_CYCLES = 3000
 _PIECE_BYTES_A_CYCLE = 10  # written, and read by who adds them up
-_EXCHANGE_CYCLES = 2000
-_EXCHANGE_BYTES_A_CYCLE = 8  # through distributed shared memory
+_EXCHANGE_CYCLES = 1000
+_EXCHANGE_BYTES_A_CYCLE = 16  # through distributed shared memory
 
 
 def _cycles(config: WeightOnlyConfig) -> float:

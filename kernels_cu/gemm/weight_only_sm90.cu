@@ -10,24 +10,25 @@
 //   tiles that do not go round are cut along k (StreamKTiles, common/hopper/tile_scheduler.cuh). A thread
 //   of the first warpgroup loads a step of k, 128 columns: blocks of the packed weight by bulk copies, x
 //   by TMA. Consumer warpgroup i has rows 64 i .. 64 i + 63 of the tile.
+// SPLITS > 1: the blocks of a cluster split the steps of one tile and add their sums through distributed
+//   shared memory (common/hopper/split_k.cuh); one tile a cluster, `whole_tiles` counts blocks.
 // Scales: a group's products are summed by the tensor cores from zero, then added to the accumulators
-//   times the scale, in float. The next chunk of codes is decoded while products are in flight. With
-//   FOLD a tile may have 256 tokens, since it needs no second set of sums.
+//   times the scale, in float. With FOLD there is no second set of sums, so that a tile may have 256
+//   tokens; without it, one of more than 128 tokens is multiplied in two halves.
 // Shared memory, bytes: STAGES * (TOKENS * 128 * sizeof(x) + CONSUMERS * block bytes), dynamic: stages of
 //   x, swizzled rows of 128 bytes | with MAPPED_OUT a piece of out, [kPieceTokens, 64] in such rows, for
-//   each consumer | stages of the weight's blocks. Static: two barriers a stage, a word for each
-//   consumer, tables of float8 numbers.
-// Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 256 (of 32 beyond 128), CONSUMERS
-//   2|4; MAPPED_OUT 0|1: out is stored by TMA, which asks for rows of a multiple of 16 bytes; STAGES 2..;
-//   THREADS 128 * (CONSUMERS + 1).
+//   each consumer | stages of the weight's blocks | with SPLITS the sums received. Static: two barriers a
+//   stage, one of the exchange, a word for each consumer, tables of float8 numbers.
+// Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 256 (without FOLD of 32 beyond
+//   128), CONSUMERS 2|4; SPLITS 1|2|4, CLUSTER the same; MAPPED_OUT 0|1 (with SPLITS 0): out is stored by
+//   TMA, which asks for rows of a multiple of 16 bytes; STAGES 2..; THREADS 128 * (CONSUMERS + 1).
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/hopper/gemm.cuh"
 #include "common/hopper/split_k.cuh"
 #include "common/platform.cuh"
-#include "common/ptx/opaque.cuh"
-#include "common/warp_uniform.cuh"
 #include "common/types.cuh"
+#include "common/warp_uniform.cuh"
 #include "gemm/parameters.cuh"
 #include "gemm/weight_only.cuh"
 
@@ -40,13 +41,7 @@ template <>
 struct ElementOf<true> { using type = unsigned char; };
 
 using TileX = cukit::SharedTile<ElementOf<FLOAT8>::type, TOKENS, cukit::kBlockColumns>;
-#ifndef PIECES
-#define PIECES 0
-#endif
-#ifndef PRODUCER
-#define PRODUCER 40
-#endif
-using Block = cukit::WarpSpecialized<CONSUMERS, PRODUCER>;
+using Block = cukit::WarpSpecialized<CONSUMERS, 40>;
 using Pipeline = cukit::Pipeline<STAGES>;
 using State = cukit::PipelineState<STAGES>;
 
@@ -174,174 +169,9 @@ struct DecodedProduct {
   }
 };
 
-// The products of one group with one piece of the tile's tokens run while the partial sums of the piece
-// before are added up and the next group is decoded. So the tensor cores have products to run at any
-// time, and partial sums of two pieces are all that registers must hold beside the sums.
-template <int Pieces>
-struct PiecedProduct {
-  using Accumulators = Sums;
-  StageOperands operands;
-
-  CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
-    Flight flight;
-    clear(sums);
-    // Added up in vain before the first piece.
-#pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) flight.partial[0][i] = flight.partial[1][i] = 0.0f;
-    flight.scale[1][0] = flight.scale[1][1] = 0.0f;
-    Place here{at, 0};
-    State done = at;
-    int left = cukit::warp_uniform((tile.end_step - tile.first_step) * Weight::kGroups);
-
-    const auto run = [&](auto parity) {
-      // Behind the last group: the same once more, in vain.
-      Place ahead = here;
-      if (left > 1 && ++ahead.group == Weight::kGroups) {
-        ahead.at.advance();
-        ahead.group = 0;
-      }
-      pipeline.wait(ahead.at);
-      run_group<parity>(sums, flight, here, ahead);
-      // The group before has been multiplied.
-      if (here.group == 0 && here.at.index != done.index) {
-        release(pipeline, done);
-        done = here.at;
-      }
-      here = ahead;
-      --left;
-    };
-
-    pipeline.wait(at);
-    decode_first(flight.operand[0], here);
-    while (left > 1) {
-      run(Even());
-      run(Odd());
-    }
-    if (left > 0) {
-      run(Even());
-      finish<0>(sums, flight);
-    } else {
-      finish<1>(sums, flight);
-    }
-    release(pipeline, done);
-    at = done;
-    at.advance();
-  }
-
- private:
-  static constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
-  static constexpr int kTokens = TOKENS / Pieces;  // of a piece
-  static constexpr int kPart = Pieces < kGroupSteps ? kGroupSteps / Pieces : 1;  // decoded at a time
-
-  static_assert(kTokens % 16 == 0 && (Pieces & (Pieces - 1)) == 0, "whole products, taken in turns");
-
-  using Partial = float[kTokens / 2];
-
-  struct Place {
-    State at;
-    int group;
-  };
-
-  // Of two groups, or pieces of one, in turns.
-  struct Flight {
-    Partial partial[2];
-    unsigned operand[2][kGroupSteps][4];
-    float scale[2][2];
-  };
-
-  template <int Parity>
-  struct Turn {
-    CUKIT_DEVICE constexpr operator int() const { return Parity; }
-  };
-  using Even = Turn<0>;
-  using Odd = Turn<1>;
-
-  CUKIT_DEVICE static void add_piece(Sums& sums, const Partial& partial, int piece, float upper,
-                                     float lower) {
-#pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) {
-      sums[piece * (kTokens / 2) + i] += (i / 2 % 2 == 0 ? upper : lower) * partial[i];
-    }
-  }
-
-  // Which partial sums a group's piece has.
-  CUKIT_DEVICE static constexpr int turn(int parity, int piece) {
-    return (Pieces % 2 * parity + piece) % 2;
-  }
-
-  // The decoder of a group, whose loads are to be issued well before their use.
-  struct Decoder {
-    const unsigned char* block;
-    int first;  // step of the block
-    Codes::Zeros zeros;
-    unsigned words[kPart * Codes::kWords];
-
-    CUKIT_DEVICE void load(int step) { Weight::load<kPart>(words, block, first + step); }
-
-    CUKIT_DEVICE void decode(unsigned (&a)[kGroupSteps][4], int step) const {
-#pragma unroll
-      for (int i = 0; i < kPart; ++i) Codes::decode(a[step + i], &words[i * Codes::kWords], zeros);
-    }
-  };
-
-  CUKIT_DEVICE unsigned char zero_points(const Place& place) const {
-    return Weight::zero_points(operands.block(place.at), place.group, threadIdx.x % 128);
-  }
-
-  CUKIT_DEVICE void decode_first(unsigned (&a)[kGroupSteps][4], const Place& place) const {
-    Decoder decoder{operands.block(place.at), place.group * kGroupSteps,
-                    Weight::zeros(zero_points(place), operands.tables)};
-#pragma unroll
-    for (int step = 0; step < kGroupSteps; step += kPart) {
-      decoder.load(step);
-      decoder.decode(a, step);
-    }
-  }
-
-  template <int Parity>
-  CUKIT_DEVICE void run_group(Sums& sums, Flight& flight, const Place& here,
-                              const Place& ahead) const {
-    const unsigned long long tokens = operands.tokens(here.at) + here.group * TileX::k_step(kGroupSteps);
-    const unsigned zero_points_ahead = zero_points(ahead);
-    Weight::scales(flight.scale[Parity], operands.block(here.at), here.group);
-    Decoder decoder;
-    decoder.block = operands.block(ahead.at);
-    decoder.first = ahead.group * kGroupSteps;
-#pragma unroll
-    for (int piece = 0; piece < Pieces; ++piece) {
-      Partial& into = flight.partial[turn(Parity, piece)];
-      Partial& before = flight.partial[1 - turn(Parity, piece)];
-      const int step = piece * kGroupSteps / Pieces;
-      const bool decodes = step < (piece + 1) * kGroupSteps / Pieces;
-      cukit::wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kGroupSteps; ++i) {
-        product(into, flight.operand[Parity][i],
-                tokens + TileX::k_step(i) + TileX::rows(piece * kTokens), i > 0);
-      }
-      cukit::wgmma_commit();
-      if (decodes) decoder.load(step);
-      if (piece == 0) decoder.zeros = Weight::zeros(zero_points_ahead, operands.tables);
-      cukit::wgmma_wait<1>(before);
-      const int owner = piece == 0 ? 1 - Parity : Parity;
-      add_piece(sums, before, (piece + Pieces - 1) % Pieces, flight.scale[owner][0],
-                flight.scale[owner][1]);
-      if (decodes) decoder.decode(flight.operand[1 - Parity], step);
-    }
-  }
-
-  // The last piece of the last group, a group of this parity.
-  template <int Parity>
-  CUKIT_DEVICE static void finish(Sums& sums, Flight& flight) {
-    Partial& last = flight.partial[turn(Parity, Pieces - 1)];
-    cukit::wgmma_wait<0>(last);
-    add_piece(sums, last, Pieces - 1, flight.scale[Parity][0], flight.scale[Parity][1]);
-  }
-};
-
 // A group is decoded once and multiplied by one half of the tokens, then by the other: there are no
 // registers for the sums of all tokens twice. What the next group is decoded from is loaded meanwhile.
-template <int Unused>
+template <int Tokens>
 struct HalvesProduct {
   using Accumulators = Sums;
   StageOperands operands;
@@ -393,7 +223,7 @@ struct HalvesProduct {
   }
 
  private:
-  static constexpr int kHalf = TOKENS / 2;
+  static constexpr int kHalf = Tokens / 2;
   static constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
 
   struct Place {
@@ -414,13 +244,11 @@ struct HalvesProduct {
   }
 };
 
-template <int Pieces>
-struct ProductOf { using type = PiecedProduct<Pieces>; };
+template <bool Halves>
+struct ProductOf { using type = DecodedProduct; };
 template <>
-struct ProductOf<0> { using type = DecodedProduct; };
-template <>
-struct ProductOf<-1> { using type = HalvesProduct<0>; };
-using Product = ProductOf<PIECES>::type;
+struct ProductOf<true> { using type = HalvesProduct<TOKENS>; };
+using Product = ProductOf<(kSumsByGroup && TOKENS > 128)>::type;
 
 // A tile of this block, or one whose pieces several blocks have.
 struct Results {

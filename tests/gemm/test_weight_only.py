@@ -128,10 +128,10 @@ TILINGS = {
 # Blocks of a cluster share the steps of a tile.
 SPLITS = {
     "16 tokens": ("int4 g128", 9, partial(hopper_tiling, 16, 2, splits=2)),
-    "96 tokens, scaled codes": (
+    "144 tokens, scaled codes": (
         "int4 g64 zero points",
-        90,
-        partial(hopper_tiling, 96, 2, fold=True, splits=2),
+        140,
+        partial(hopper_tiling, 144, 2, fold=True, splits=2),
     ),
     "128 tokens, float8": ("float8", 200, partial(hopper_tiling, 128, 2, splits=2)),
 }
