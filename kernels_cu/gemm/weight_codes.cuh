@@ -185,8 +185,8 @@ struct Int4Float8Codes {
   }
 
   CUKIT_DEVICE static Zeros no_zeros() {
-    constexpr unsigned kTable[4] = {detail::float8_entries(8, 0), detail::float8_entries(8, 4), detail::float8_entries(8, 8),
-                                    detail::float8_entries(8, 12)};
+    constexpr unsigned kTable[4] = {detail::float8_entries(8, 0), detail::float8_entries(8, 4),
+                                    detail::float8_entries(8, 8), detail::float8_entries(8, 12)};
     Zeros zeros;
 #pragma unroll
     for (int i = 0; i < 4; ++i) zeros.table[0][i] = zeros.table[1][i] = kTable[i];
