@@ -23,7 +23,8 @@ constexpr int slice_columns(int columns, int splits) {
   return (columns / 8 + splits - 1) / splits * 8;
 }
 
-// The exchange. Parts: as of Transform (common/hopper/gemm.cuh), each of which is cut into slices.
+// The exchange. Parts: as of Transform (common/hopper/gemm_epilogue.cuh), each of which is cut into
+// slices.
 template <typename Shape, typename Sum, int Splits, int Parts = 1>
 struct SplitSums {
   static constexpr int kColumns = Shape::kTileN / Parts;  // of the result
