@@ -33,9 +33,7 @@ class MatmulSm90:
         groups = group_rows(*pattern.entries(transposed.sparse), k // tiling.block, tiling.slots)
         cluster = tiling.cluster
         num_clusters = current_device().num_sms // cluster
-        work = matmul_work(
-            groups.starts, n, tiling.block, tiling.columns * cluster, num_clusters
-        )
+        work = matmul_work(groups.starts, n, tiling.block, tiling.columns * cluster, num_clusters)
         columns = np.append(groups.columns, np.int32(-1))
         numbers = np.append(groups.numbers, np.full((1, tiling.slots), -1, np.int32), axis=0)
         self._index = tuple(map(xp.asarray, (work, columns, numbers)))

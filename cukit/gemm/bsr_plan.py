@@ -165,7 +165,7 @@ def plan_bsr_matmul(
 ) -> BsrMatmulConfig:
     """On Hopper the widest tiles of which there are two for each SM, else the narrowest.
 
-    Wide tiles read each stored block least often, and clusters of them less often still; with few of
+    Wide tiles read each stored block least often, clusters of them less often still; with few of
     them, some SMs would be idle. A transposed dense operand is read in rows of tile_k, which are to
     have 128 bytes if blocks do.
     block_rows, n: of the product sparse @ dense.

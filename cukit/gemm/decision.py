@@ -178,8 +178,7 @@ def describe_problem(
         transpose_b=right.transposed,
         accumulate=accumulate,
         flat=all(
-            array is None or (array.ndim == 2 and array.flags.c_contiguous)
-            for array in (a, b, out)
+            array is None or (array.ndim == 2 and array.flags.c_contiguous) for array in (a, b, out)
         ),
         aligned=aligned,
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cukit.core.arrays import float16
 from cukit.distill import cross_entropy, kl_divergence, linear_kl_divergence
 from cukit.distill._linear_loss import exact_boost, plan_linear_loss
-from cukit.core.arrays import float16
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.gemm import matmul
 from cukit.reference import losses as reference

@@ -25,8 +25,8 @@ from cukit.gemm import (
     pack_weight,
     quantized_linear,
 )
-from cukit.gemm.linear_plan import Product, configure
 from cukit.gemm.bsr_plan import TILINGS as SPARSE_TILINGS
+from cukit.gemm.linear_plan import Product, configure
 from cukit.gemm.linear_sm90 import LinearSm90
 from tests.contract import poisoned, random, to_device
 from tests.gemm import test_bsr, test_grouped, test_grouped_fp8
