@@ -309,11 +309,15 @@ class Transformer:
         grad_q = _with_extra(grad_q, state.q.get(index))
         grad_k = _with_extra(grad_k, state.k.get(index))
         grad_v = _with_extra(grad_v, state.v.get(index))
-        seq_len = kept.q.shape[1]
-        grad_q, grad_k = rope_backward(
-            grad_q, grad_k, self._cos[:seq_len], self._sin[:seq_len], inplace=True
-        )
-        grad_qkv = self._joined(grad_q, grad_k, grad_v)
+        batch, seq_len, num_heads_q, head_dim = grad_q.shape
+        num_heads = num_heads_q + 2 * grad_k.shape[2]
+        grad_qkv = self.xp.empty((batch, seq_len, num_heads, head_dim), grad_q.dtype)
+        q_part, k_part, _ = self._heads(grad_qkv)
+        angles = self._cos[:seq_len], self._sin[:seq_len]
+        rope_backward(grad_q, grad_k, *angles, out=(q_part, k_part))
+        *_, v_part = self._heads(_in_pairs(grad_qkv))
+        v_part[...] = _in_pairs(grad_v)
+        grad_qkv = _rows(grad_qkv)
         grad_in = _product(grad_qkv, weight["qkv_proj"])
         _add_product(grad["qkv_proj"], grad_qkv, kept.attention_in)
         grad_x, grad_weight = rms_norm_backward(
@@ -337,15 +341,6 @@ class Transformer:
         values = keys + self.config.num_heads_kv
         return qkv[:, :, :keys], qkv[:, :, keys:values], qkv[:, :, values:]
 
-    def _joined(self, *parts: Array) -> Array:
-        """The inverse: [rows, all heads * head_dim] of queries, keys and values."""
-        batch, seq_len, _, head_dim = parts[0].shape
-        heads = sum(part.shape[2] for part in parts)
-        joined = self.xp.empty((batch, seq_len, heads, head_dim), parts[0].dtype)
-        for view, part in zip(self._heads(joined), parts, strict=True):
-            view[...] = part
-        return _rows(joined)
-
     @staticmethod
     def _layer_weights(index: int, parameters: Mapping[str, Array]) -> dict[str, Array]:
         names = (
@@ -363,6 +358,11 @@ def _rope_angles(config: TransformerConfig) -> np.ndarray[Any, Any]:
 def _rows(array: Array) -> Array:
     """[batch, seq_len, heads, head_dim] -> [batch * seq_len, heads * head_dim]."""
     return array.reshape(array.shape[0] * array.shape[1], -1)
+
+
+def _in_pairs(heads: Array) -> Array:
+    """The same memory with two elements as one, of which copies move half as many."""
+    return heads.view(f"u{2 * heads.dtype.itemsize}") if heads.dtype.itemsize < 8 else heads
 
 
 def _project(x: Array, weight: Array) -> Array:
