@@ -139,7 +139,6 @@ def test_out_may_be_parts_of_one_array(device, rng, rotary_dim):
     np.testing.assert_array_equal(to_host(joined[:, :, heads_q + heads_k :]), kept)
 
 
-
 def test_heads_before_tokens(device, rng):
     """[batch, heads, seq_len, head_dim] in memory: no stride is a product of others."""
     q, k = (random(rng, (2, num_heads, 7, 32), "float32") for num_heads in (4, 2))
