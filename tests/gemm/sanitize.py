@@ -25,6 +25,7 @@ from cukit.gemm import (
     pack_weight,
     quantized_linear,
 )
+from cukit.gemm.bsr_plan import TILINGS as SPARSE_TILINGS
 from cukit.gemm.linear_plan import Product, configure
 from cukit.gemm.linear_sm90 import LinearSm90
 from tests.contract import poisoned, random, to_device
@@ -114,6 +115,9 @@ def block_sparse(block: int) -> None:
         bsr_matmul(matrix, x, transpose_a=first, transpose_b=second)
         bsr_matmul(x.T.copy(), matrix, transpose_a=second, transpose_b=not first)
         bsr_matmul(a, b, transpose_a=first, transpose_b=second, pattern=pattern)
+    for tiling in SPARSE_TILINGS[block]:
+        if tiling.cluster > 1:
+            test_bsr.test_every_tiling("gpu", rng, tiling, flag=False)
 
 
 def depth() -> None:
