@@ -118,7 +118,7 @@ def test_masks():
     assert (drawn[0] == drawn[1]).all()
     assert (drawn[0] != drawn[2]).any()
     for arguments, message in [
-        ({"density": 1.5}, "density must be 0 to 1"),
+        ({"density": 1.5}, "density must be a finite number"),
         ({"kind": "odd"}, "kind must be random, banded or magnitude"),
         ({"kind": "magnitude"}, "weight goes with kind='magnitude'"),
     ]:
