@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 import cukit
+from cukit.analyzer.report.numbers import printable
 from cukit.commands.analyze import analyze
 from cukit.commands.bench import bench
 from cukit.commands.compare import compare
@@ -108,8 +109,8 @@ def _check_values(arguments: Sequence[str]) -> None:
 
 
 def _complain(message: str, code: int) -> int:
-    short = _LONG_WORD.sub(lambda word: f"{word[0][:100]}...{word[0][-60:]}", message)
-    print(f"cukit: {short}", file=sys.stderr)
+    shown = _LONG_WORD.sub(lambda word: f"{word[0][:100]}...{word[0][-60:]}", printable(message))
+    print(f"cukit: {shown}", file=sys.stderr)
     return code
 
 

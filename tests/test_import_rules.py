@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "memory": BASE | {"core", "reference", "registry"},
     "analyzer": BASE | {"core", "registry", "memory"},
     "commands": LOOP | {"analyzer", "cukit", "emulator"},
-    "cli": BASE | {"core", "cukit", "commands"},
+    "cli": BASE | {"core", "cukit", "commands", "analyzer"},
     "__main__": {"cli"},
     "_start": {"core"},
     "__init__": MODELS | {"_start", "distill", "emulator", "memory", "models"},

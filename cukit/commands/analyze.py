@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from cukit.analyzer.cupti import KernelTrace
 from cukit.analyzer.kernel_analyzer import KernelAnalyzer
@@ -210,7 +211,7 @@ def show_trace(analyses: Sequence[KernelAnalysis]) -> None:
         assert resident is not None
         work = analysis.throughput
         result.add_row(
-            analysis.name,
+            escape(analysis.name),
             str(times.samples),
             f"{total_us(analysis):.1f}",
             f"{total_us(analysis) / altogether:.1%}",

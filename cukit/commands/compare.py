@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from cukit.analyzer.comparison import OURS, CaseComparison, Comparison, compare_results, read_cases
 from cukit.analyzer.json_file import read_json
@@ -96,7 +97,7 @@ def _show(found: Comparison) -> None:
         difference, verdict = case.difference, _verdict(case)
         colour = COLOURS[Verdict.SLOWER if verdict == "WRONG" else difference.verdict]
         result.add_row(
-            case.name,
+            escape(case.name),
             f"{case.base.estimate.median_us:.2f}",
             f"{case.new.estimate.median_us:.2f}",
             f"{difference.ratio:.3f}",

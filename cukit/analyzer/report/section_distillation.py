@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cukit.analyzer.report import numbers
+from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.bars import Bar, Group, bar_chart
 from cukit.analyzer.report.layout import (
     Block,
@@ -43,14 +43,14 @@ def distillation_section(run: dict[str, Any]) -> Section:
         *_curves(run),
         _breakdown(run["milliseconds_per_step_by_op"]),
         _ops_table(run["milliseconds_per_step_by_op"]),
-        Code(numbers.printable(run["sample"]), "The distilled student writes"),
+        Code(run["sample"], "The distilled student writes"),
     ]
     if pool := run.get("pool"):
         blocks.append(_pool_table(pool))
     blocks.append(Fold("Settings", (_settings(run["settings"]),)))
     corpus = run["corpus"]
     subtitle = (
-        f"{numbers.printable(corpus['text'])}: {corpus['train_bytes'] / 1e6:.1f} MB to train on, "
+        f"{corpus['text']}: {corpus['train_bytes'] / 1e6:.1f} MB to train on, "
         f"{corpus['validation_bytes'] / 1e6:.1f} MB to judge by · {run['settings']['device']}, "
         f"{run['settings']['dtype']} · {numbers.seconds(run['seconds'])}"
     )
@@ -152,7 +152,7 @@ def _curves(run: dict[str, Any]) -> list[Block]:
         "Nats per byte, on training batches. The distilled student minimises another loss than the "
         f"others, {alpha:g} parts of divergence from its teacher to {1 - alpha:.4g} of "
         f"cross-entropy{states}: its height is not to be compared with theirs, its shape is.",
-        tuple((curve.series, curve.name) for curve in curves),
+        tuple((svg.colour(curve.series), curve.name) for curve in curves),
     )
     return [figure] if curves else []
 
