@@ -39,12 +39,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distill": LOOP,
     "emulator": BASE | {"core"},
     "memory": BASE | {"core", "reference", "registry"},
+    "kv_cache": BASE | {"core", "memory"},
     "analyzer": BASE | {"core", "registry", "memory"},
     "commands": LOOP | {"analyzer", "cukit", "emulator"},
     "cli": BASE | {"core", "cukit", "commands", "analyzer"},
     "__main__": {"cli"},
     "_start": {"core"},
-    "__init__": MODELS | {"_start", "distill", "emulator", "memory", "models"},
+    "__init__": MODELS | {"_start", "distill", "emulator", "kv_cache", "memory", "models"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -82,11 +82,13 @@ class Script:
 
 
 def script_of(events: Sequence[LogEvent]) -> Script:
-    """The operations of a log. Failures are left out; what is never freed stays to the end."""
+    """The operations of a log. Failures are left out; what is never freed stays to the end, and
+    what was allocated before the log began is allocated first."""
     steps: list[Step] = []
+    earlier: list[Step] = []
     blocks: dict[int, int] = {}
     streams: dict[int, int] = {}
-    num_blocks = live = peak = 0
+    num_blocks = 0
     for event in events:
         if event.action is LogAction.FAILURE:
             continue
@@ -95,12 +97,28 @@ def script_of(events: Sequence[LogEvent]) -> Script:
             blocks[event.pointer] = num_blocks
             steps.append(Step(num_blocks, event.size, stream))
             num_blocks += 1
-            live += event.size
+            continue
+        block = blocks.pop(event.pointer, None)
+        if block is None:
+            block = num_blocks
+            earlier.append(Step(block, event.size, stream))
+            num_blocks += 1
+        steps.append(Step(block, 0, stream))
+    steps = earlier + steps
+    return Script(tuple(steps), num_blocks, max(len(streams), 1), _peak(steps))
+
+
+def _peak(steps: Sequence[Step]) -> int:
+    sizes: dict[int, int] = {}
+    live = peak = 0
+    for block, size, _ in steps:
+        if size:
+            sizes[block] = size
+            live += size
             peak = max(peak, live)
         else:
-            steps.append(Step(blocks.pop(event.pointer), 0, stream))
-            live -= event.size
-    return Script(tuple(steps), num_blocks, max(len(streams), 1), peak)
+            live -= sizes[block]
+    return peak
 
 
 @dataclass(frozen=True)
