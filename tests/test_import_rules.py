@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_cache": BASE | {"core", "memory"},
     "analyzer": BASE | {"core", "registry", "memory"},
     "commands": LOOP | {"analyzer", "cukit", "emulator"},
-    "cli": BASE | {"core", "cukit", "commands"},
+    "cli": BASE | {"core", "cukit", "commands", "analyzer"},
     "__main__": {"cli"},
     "_start": {"core"},
     "__init__": MODELS | {"_start", "distill", "emulator", "kv_cache", "memory", "models"},

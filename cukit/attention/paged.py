@@ -130,7 +130,10 @@ def paged_attention(
     check_flag(_OP, "causal", causal)
     check_flag(_OP, "batch_invariant", batch_invariant)
     check_flag(_OP, "return_lse", return_lse)
-    check_overlap(_OP, out, q=q, k_cache=k_cache, v_cache=v_cache)
+    check_overlap(
+        _OP, out, q=q, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales,
+        block_table=block_table, seq_lens=seq_lens,
+    )  # fmt: skip
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
     arrays = q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out
     if not runs_kernel(_OP, *arrays) or _too_old(codes):
