@@ -8,6 +8,7 @@
 
 from typing import Any
 
+from cukit import _start
 from cukit.array_api import (
     NarrowArray,
     NarrowDtype,

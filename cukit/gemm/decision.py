@@ -83,7 +83,7 @@ def decide(
     """Chooses, logs the choice at level DEBUG of the logger "cukit.gemm", and returns it."""
     options = MatmulOptions(transpose_a, transpose_b, accumulate, out_dtype)
     product = plan_product("matmul", a, b, out, *options)
-    problem = describe_problem(product, a, b, accumulate)
+    problem = describe_problem(product, a, b, out, accumulate)
     own = PRECISIONS[problem.dtype]
     if precision != "auto" and precision not in own:
         raise ConfigError(
@@ -158,7 +158,9 @@ def _run_reference(options: MatmulOptions, a: Array, b: Array, out: Array | None
     return reference.matmul(a, b, out=out, **options._asdict())
 
 
-def describe_problem(product: Product, a: Array, b: Array, accumulate: bool) -> MatmulProblem:
+def describe_problem(
+    product: Product, a: Array, b: Array, out: Array | None, accumulate: bool
+) -> MatmulProblem:
     """The description of a checked product."""
     left, right, target = product.layouts
     aligned = all(
@@ -175,6 +177,8 @@ def describe_problem(product: Product, a: Array, b: Array, accumulate: bool) -> 
         transpose_a=left.transposed,
         transpose_b=right.transposed,
         accumulate=accumulate,
-        flat=all(array.ndim == 2 and array.flags.c_contiguous for array in (a, b)),
+        flat=all(
+            array is None or (array.ndim == 2 and array.flags.c_contiguous) for array in (a, b, out)
+        ),
         aligned=aligned,
     )

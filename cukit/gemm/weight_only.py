@@ -57,9 +57,9 @@ def quantized_linear(
 
     Codes less their zero points are exact in the tensor cores, and the scale of a group multiplies
     its sum in float32: the result is the product with the dequantised weight in float32, rounded
-    once to the dtype of the result. With more than 64 tokens of 16-bit elements, Hopper's kernel
-    multiplies the codes of groups of more than 32 by their scales first, rounded to the dtype of
-    `x`.
+    once to the dtype of the result. With more than 64 tokens of 16-bit elements (32 in groups of
+    32), Hopper's kernel multiplies the codes of groups by their scales first, rounded to the dtype
+    of `x`.
 
     Args:
         x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only. Where k is not

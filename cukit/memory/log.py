@@ -23,6 +23,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
+from cukit.core.files import check_file
 from cukit.errors import DataError
 from cukit.memory.blocks import Event
 
@@ -165,6 +166,7 @@ def read_log(path: Path | str) -> list[LogEvent]:
     not say what its columns promise, frees memory twice, or allocates what is allocated.
     """
     path = Path(path)
+    check_file(path)
     try:
         with _open(path, "r") as file:
             return list(_checked(path, file))

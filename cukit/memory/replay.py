@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from cukit.core.workers import end_with_parent
 from cukit.errors import CukitError, MissingDependencyError, UnsupportedDeviceError
 from cukit.memory.log import LogAction, LogEvent, read_log
 from cukit.memory.mixes import make_log
@@ -265,7 +266,12 @@ def replay_apart(pool: str, requests: Sequence[Request]) -> list[ReplayResult]:
     """
     with tempfile.TemporaryDirectory(prefix="cukit-replay-") as folder:
         answer = Path(folder) / "answer.json"
-        order = {"pool": pool, "requests": [asdict(r) for r in requests], "answer": str(answer)}
+        order = {
+            "parent": os.getpid(),
+            "pool": pool,
+            "requests": [asdict(request) for request in requests],
+            "answer": str(answer),
+        }
         ran = subprocess.run(
             [sys.executable, "-c", "from cukit.memory.replay import serve; serve()"],
             input=json.dumps(order),
@@ -285,6 +291,7 @@ def replay_apart(pool: str, requests: Sequence[Request]) -> list[ReplayResult]:
 def serve() -> None:
     """The other side of :func:`replay_apart`: reads the order from stdin."""
     order = json.load(sys.stdin)
+    end_with_parent(order["parent"])
     answer: dict[str, Any] = {"results": []}
     try:
         for entry in order["requests"]:

@@ -26,6 +26,7 @@ from cukit.gemm import (
     plan_8bit,
     quantized_linear,
 )
+from cukit.gemm.bsr_plan import TILINGS as SPARSE_TILINGS
 from cukit.gemm.launch_8bit import Mapped8Bit
 from cukit.gemm.linear_plan import Product, configure
 from cukit.gemm.linear_sm90 import LinearSm90
@@ -125,6 +126,9 @@ def block_sparse(block: int) -> None:
         bsr_matmul(matrix, x, transpose_a=first, transpose_b=second)
         bsr_matmul(x.T.copy(), matrix, transpose_a=second, transpose_b=not first)
         bsr_matmul(a, b, transpose_a=first, transpose_b=second, pattern=pattern)
+    for tiling in SPARSE_TILINGS[block]:
+        if tiling.cluster > 1:
+            test_bsr.test_every_tiling("gpu", rng, tiling, flag=False)
 
 
 def depth() -> None:
@@ -145,7 +149,8 @@ def weight_only() -> None:
         for m, dtype in ((3, "float16"), (150, "bfloat16")):
             quantized_linear(*to_device("gpu", random(rng, (m, 264), dtype)), packed)
     weight = quantized(rng, 200, 272, "int4 g64 zero points").to_device("gpu")
-    quantized_linear(float8(rng, 70, 272).to_device("gpu"), weight)
+    for m in (70, 300):
+        quantized_linear(float8(rng, m, 272).to_device("gpu"), weight)
 
 
 def few_tokens() -> None:

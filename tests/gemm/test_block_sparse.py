@@ -229,6 +229,14 @@ def test_activations_are_read_in_whole_lines():
         assert config.tiling.tile_k == tile_k
 
 
+def test_clusters_share_blocks_where_none_is_half_empty():
+    for n, cluster in ((4096, 2), (4352, 1), (4400, 2)):
+        transposed = Transposed(False, False, False)
+        tiling = plan_bsr_matmul(128, 64, n, "bfloat16", transposed, HOPPER).tiling
+        assert tiling is not None
+        assert (tiling.columns, tiling.cluster) == (256, cluster)
+
+
 @pytest.mark.parametrize(("counts", "columns"), [([8, 8], 512), ([4, 4], 256), ([1, 2], 128)])
 def test_the_plan_of_a_sampled_product_computes_few_columns(counts, columns):
     starts = np.concatenate([[0], np.cumsum(counts)])
