@@ -118,8 +118,8 @@ def test_masks():
     assert (drawn[0] == drawn[1]).all()
     assert (drawn[0] != drawn[2]).any()
     for arguments, message in [
-        ({"density": 1.5}, "density must be 0 to 1"),
-        ({"kind": "odd"}, "kind must be random, banded or magnitude"),
+        ({"density": 1.5}, "density must be a finite number"),
+        ({"kind": "odd"}, "kind must be one of"),
         ({"kind": "magnitude"}, "weight goes with kind='magnitude'"),
     ]:
         with pytest.raises(ConfigError, match=message):
