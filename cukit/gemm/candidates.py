@@ -13,21 +13,24 @@ from typing import Any, NamedTuple
 
 from cukit.core.arrays import Array, empty
 from cukit.core.device import Device
+from cukit.core.narrow_dtype import float8_e4m3
 from cukit.gemm.dense import Product, carry_out, plan_product
+from cukit.gemm.fp8 import matmul_fp8
 from cukit.gemm.gemv import MOST_TOKENS, prepare_gemv
-from cukit.gemm.linear_launch import plan_linear, prepare_linear
+from cukit.gemm.linear_launch import HOPPER, plan_linear, prepare_linear
 from cukit.gemm.linear_plan import Product as LinearProduct
 from cukit.gemm.linear_plan import Sm90Config, estimate_us
 
+FLOAT8 = float8_e4m3.name
 PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "float64": ("float64",),
-    "float32": ("float32", "tf32", "bfloat16"),
-    "float16": ("float16",),
-    "bfloat16": ("bfloat16",),
+    "float32": ("float32", "tf32", "bfloat16", FLOAT8),
+    "float16": ("float16", FLOAT8),
+    "bfloat16": ("bfloat16", FLOAT8),
 }
 """Arithmetic that operands of a dtype may be multiplied in, the most exact first."""
 
-_ITEMSIZE = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2}
+_ITEMSIZE = {"float64": 8, "float32": 4, "tf32": 4, "float16": 2, "bfloat16": 2, FLOAT8: 1}
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,9 @@ class MatmulKernel:
     precisions: arithmetic that it knows.
     reason_against: why it cannot do a problem on a device, or None.
     time_us: the model of its time on the device.
-    prepare: from arrays (operands in the dtype of the arithmetic), precision and options to what
-        multiplies arrays of the same description: `run(a, b, out)`.
+    prepare: from arrays (operands in the dtype of the arithmetic; float8: QuantizedArrays with a
+        scale for each row), precision and options to what multiplies arrays of the same
+        description: `run(a, b, out)`.
     """
 
     name: str
@@ -236,6 +240,36 @@ def _prepare_linear(
     return run
 
 
+_FLOAT8_SPEEDUP = 1.7
+"""Over 16-bit operands, of long products."""
+
+
+def _fp8_reason(problem: MatmulProblem, device: Device) -> str | None:
+    if device.arch != HOPPER:
+        return f"no tensor cores for float8 are used on {device.arch}"
+    if problem.transpose_a or not problem.transpose_b:
+        return "scales belong to rows along k: it multiplies a [m, k] and b [n, k]"
+    if not problem.flat:
+        return "it multiplies contiguous matrices"
+    if problem.accumulate:
+        return "it does not accumulate"
+    return None
+
+
+def _fp8_us(problem: MatmulProblem, precision: str, device: Device, rates: Rates) -> float:
+    memory = rates.bytes_us(problem.bytes) / 0.9
+    return 8 + max(memory, rates.flops_us(problem, "bfloat16") / _FLOAT8_SPEEDUP)
+
+
+def _prepare_fp8(
+    a: Array, b: Array, out: Array | None, precision: str, options: MatmulOptions
+) -> Run:
+    def run(a: Array, b: Array, out: Array | None) -> Array:
+        return matmul_fp8(a, b, out_dtype=options.out_dtype, out=out)
+
+    return run
+
+
 KERNELS: tuple[MatmulKernel, ...] = (
     MatmulKernel(
         "cublas",
@@ -246,6 +280,7 @@ KERNELS: tuple[MatmulKernel, ...] = (
     ),
     MatmulKernel("gemv", ("float16", "bfloat16"), _gemv_reason, _gemv_us, _prepare_gemv),
     MatmulKernel("linear", ("float16", "bfloat16"), _linear_reason, _linear_us, _prepare_linear),
+    MatmulKernel("fp8", (FLOAT8,), _fp8_reason, _fp8_us, _prepare_fp8),
 )
 
 

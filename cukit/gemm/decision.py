@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.core import backend
-from cukit.core.arrays import ACCESS_BYTES, Array, address_of, bfloat16, is_gpu_array, runs_kernel
+from cukit.core.arrays import ACCESS_BYTES, Array, address_of, is_gpu_array, runs_kernel
 from cukit.core.device import current_device
 from cukit.core.kernel import launch_plan
 from cukit.core.scalars import check_number
@@ -26,6 +27,7 @@ from cukit.gemm.candidates import (
     plan_matmul,
 )
 from cukit.gemm.dense import Product, plan_product
+from cukit.gemm.narrowing import NARROWING
 from cukit.gemm.sampled_error import sampled_error
 from cukit.reference import gemm as reference
 
@@ -111,8 +113,10 @@ def decide(
             )
         return errors[candidate] <= rtol
 
-    # cuBLAS does everything in the operands' own precision.
-    chosen = next(each for each in estimates if each.reason is None and allows(each.precision))
+    chosen = next((e for e in estimates if e.reason is None and allows(e.precision)), None)
+    if chosen is None:  # cuBLAS does everything but float8
+        reasons = [f"{e.kernel}: {e.reason}" for e in estimates if e.precision == precision]
+        raise ConfigError(f"matmul: no kernel multiplies in {precision}; {', '.join(reasons)}")
     plan = MatmulPlan(
         problem, chosen.kernel, chosen.precision, rtol, tuple(errors.items()), estimates
     )
@@ -143,16 +147,17 @@ def prepare(
     kernel = _BY_NAME[estimate.kernel]
     if estimate.precision in (a.dtype.name, "tf32"):
         return kernel.prepare(a, b, out, estimate.precision, options)
-    dtype = bfloat16 if estimate.precision == "bfloat16" else np.dtype(estimate.precision)
     out_dtype = a.dtype if options.out_dtype is None and out is None else options.out_dtype
     options = options._replace(out_dtype=out_dtype)
-    narrow = a.astype(dtype), b.astype(dtype)
-    run = kernel.prepare(*narrow, out, estimate.precision, options)
-    return partial(_run_narrowed, run, dtype)
+    narrow = NARROWING[estimate.precision]
+    run = kernel.prepare(narrow(a), narrow(b), out, estimate.precision, options)
+    return partial(_run_narrowed, run, narrow)
 
 
-def _run_narrowed(run: Run, dtype: Any, a: Array, b: Array, out: Array | None) -> Array:
-    return run(a.astype(dtype), b.astype(dtype), out)
+def _run_narrowed(
+    run: Run, narrow: Callable[[Array], Array], a: Array, b: Array, out: Array | None
+) -> Array:
+    return run(narrow(a), narrow(b), out)
 
 
 def _run_reference(options: MatmulOptions, a: Array, b: Array, out: Array | None) -> Array:

@@ -24,9 +24,13 @@ ACTIVATIONS = {
 GATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 _WARPGROUP = 128
-_MOST_STAGES = 10
+_MOST_STAGES = 14
 _SHARED_PER_BLOCK = 227 * KIB
 _SHARED_PER_SM = 228 * KIB
+_SMS = 132
+_SMS_OF_CLUSTERS = {1: 132, 2: 132, 3: 117}
+"""Of an H200's SMs, those that clusters of so many blocks find room on; larger ones: 120
+(cuOccupancyMaxActiveClusters)."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Tiling:
     splits: blocks (a cluster) that share the steps of k of a tile.
     cluster: blocks that share a tile of b, theirs lying one below the other.
     transposed: the weight is operand a, and the tokens are the tile's columns.
+    blocks_per_sm: for which shared memory has room.
+    overlapped: a tile's results are stored beside the first products of the next.
     """
 
     tile_m: int
@@ -69,12 +75,14 @@ class Tiling:
     cluster: int = 1
     transposed: bool = False
     blocks_per_sm: int = 1
+    overlapped: bool = False
 
     def __str__(self) -> str:
         name = f"{self.tile_m}x{self.tile_n}"
         name += f" split {self.splits}" if self.splits > 1 else ""
         name += f" cluster {self.cluster}" if self.cluster > 1 else ""
         name += f" x{self.blocks_per_sm}" if self.blocks_per_sm > 1 else ""
+        name += " overlapped" if self.overlapped else ""
         return name + (" transposed" if self.transposed else "")
 
     @property
@@ -89,11 +97,8 @@ class Tiling:
     def epilogue_bytes(self, parts: int) -> int:
         """Shared memory behind the stages."""
         if self.splits > 1:
-            slices = self.splits
-            while self.tile_n // parts % (8 * slices):
-                slices //= 2
-            sums = self.tile_m * self.tile_n // slices
-            return (self.splits - 1) * sums * 4
+            slice_columns = -(-self.tile_n // (8 * parts * self.splits)) * 8
+            return (self.splits - 1) * self.tile_m * slice_columns * parts * 4
         if self.transposed:
             return self.consumers * self.tile_n * ROW_BYTES
         piece = self.piece_columns(parts)
@@ -114,12 +119,10 @@ class Tiling:
         return min(_MOST_STAGES, room // self.stage_bytes(product))
 
     def slots(self, num_sms: int) -> int:
-        """Blocks that run at a time.
-
-        A cluster lies within one GPC, so that clusters of four leave one SM in eleven idle.
-        """
+        """Blocks that run at a time. A cluster lies within one GPC, of which larger ones leave some
+        SMs idle."""
         blocks = self.splits * self.cluster
-        usable = num_sms * 10 // 11 if blocks >= 4 else num_sms
+        usable = num_sms * _SMS_OF_CLUSTERS.get(blocks, 120) // _SMS
         return usable // blocks * blocks * self.blocks_per_sm
 
     def tiles(self, product: Product) -> tuple[int, int]:
@@ -156,6 +159,7 @@ class Sm90Config:
             ("MAJOR_A", product.major_a),
             ("MAJOR_B", product.major_b),
             ("TRANSPOSED", tiling.transposed),
+            ("OVERLAPPED", tiling.overlapped),
             ("PARTS", parts),
             ("ACTIVATION", ACTIVATIONS[product.activation]),
             ("KEEPS", product.keeps),
@@ -192,38 +196,61 @@ that wait for each other lose 0.5 % (profiling/notes/linear_sm90.md). Not planne
 # ---- The choice ----
 
 # Fitted to an H200, cold L2 (profiling/notes/linear_sm90.md).
-_START_US = 3.76
-_MEMORY_BYTES_PER_US = 4.0e6
-_FIRST_BYTES_PER_US = 2.59e6
+_START_US = 5.5
+_MEMORY_BYTES_PER_US = 3.86e6
+_FIRST_BYTES_PER_US = 2.91e6
 """The first bytes of a cold start come more slowly."""
 _FIRST_BYTES = 40e6
-_LATENCY_US = 1.06
-"""Of memory: bytes in flight over the latency bound the rate too."""
-_MACS_PER_US = 2048 * 1742.0
-_STEP_US = 0.005
-_SHARED_STEP_US = 0.062
-"""Per step of k, beside the products: of a block alone on its multiprocessor, and of two."""
-_LOAD_BYTES_PER_US = 489e3
-"""What loads of operands from L2 add to the products."""
-_SM_BYTES_PER_US = 45e3
-"""That one multiprocessor receives from memory."""
-_EXCHANGE_BYTES_PER_US = 12.6e3
+_MACS_PER_US = 4.43e6
+_STEP_US = 0.089
+"""Of a step of k, beside the products."""
+_LOAD_BYTES_PER_US = 269e3
+"""That an SM loads of the larger operand; those of the smaller are hidden: L2 has them."""
+_LATENCY_US = 0.87
+_SPLIT_LATENCY_US = 1.27
+"""Of a stage: as many stages are in flight as a block has."""
+_NEIGHBOURS = 1.21
+"""How much longer that is where blocks that start together load the same columns of b."""
+_STEP_NORM = 1.95
+"""Norm by which products, loads and latency add up: they overlap, not wholly."""
+_END_US = 6e-5
+"""Of the end of a tile, per element."""
+_EXCHANGE_BYTES_PER_US = 27e3
 """Between the blocks of a cluster."""
-_SPLIT_US = 1.36
-_SPLIT_ROUND_US = 0.53
-_BOTH = 2.8
-"""Norm by which the times of products and of memory add up: they overlap, not wholly."""
+_CLUSTER_ROUND_US = 2.05
+"""Of clusters that wait for others to end."""
+_BOTH_NORM = 3.8
+"""The same norm for products and memory."""
 
-_SPLITS = (1, 2, 4, 8)
 _FEWEST_STAGES = 3
 _WIDEST = Tiling(128, 256)
-_WIDE = (_WIDEST, *(Tiling(128, tile_n) for tile_n in (224, 192, 160, 128, 96, 64)))
-_SMALL = tuple(Tiling(64, tile_n, consumers=1, blocks_per_sm=2) for tile_n in (128, 96, 64))
-_FEW = tuple(
-    Tiling(tile_m, tokens, consumers=consumers, transposed=True, blocks_per_sm=3 - consumers)
-    for tokens in (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)
-    for tile_m, consumers in ((128, 2), (64, 1))
+_OVERLAPPED = Tiling(128, 192, overlapped=True)
+_OVERLAPPED_COLUMNS = 32  # that are stored beside a step of k
+_WIDE = (
+    _WIDEST,
+    *(Tiling(128, tile_n) for tile_n in (224, 192, 160, 144, 128, 112, 96, 80, 64, 48)),
 )
+_SMALL = tuple(
+    Tiling(64, tile_n, consumers=1, blocks_per_sm=blocks)
+    for tile_n in (128, 96, 64, 48)
+    for blocks in (1, 2)
+)
+_FEW = tuple(
+    Tiling(tile_m, tokens, consumers=tile_m // 64, transposed=True, blocks_per_sm=blocks)
+    for tokens in (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)
+    for tile_m in (128, 64)
+    for blocks in (1, 2)
+    if (tokens <= 32 or blocks == 1 or tile_m == 64) and (tile_m == 128 or tokens <= 128)
+)
+
+
+def _splits(tiling: Tiling) -> tuple[int, ...]:
+    """Among how many blocks a tiling may split k."""
+    if tiling.overlapped:
+        return (1,)
+    if tiling.transposed:
+        return (1, 2, 3, 4)
+    return (1, 2) if tiling.tile_m == 128 else (1, 2, 3)
 
 
 def _suits(tiling: Tiling, tokens: int) -> bool:
@@ -231,7 +258,8 @@ def _suits(tiling: Tiling, tokens: int) -> bool:
     weight is read by each."""
     columns = -(-tokens // tiling.tile_n)
     empty = columns * tiling.tile_n - tokens
-    return tokens <= 384 and columns <= (1 if tokens <= 64 else 2) and empty < max(16, tokens)
+    most = 1 if tokens <= 64 else 2 if tiling.tile_n < 80 else 4
+    return tokens <= 512 and columns <= most and empty < max(16, tokens)
 
 
 def candidates(product: Product) -> Iterator[Tiling]:
@@ -240,6 +268,8 @@ def candidates(product: Product) -> Iterator[Tiling]:
     tilings = [*_WIDE, *_SMALL]
     if product.keeps and not product.gated:
         tilings.remove(_WIDEST)  # too few registers for both results
+    if not (product.keeps or product.gated) and steps >= _OVERLAPPED.tile_n // _OVERLAPPED_COLUMNS:
+        tilings.append(_OVERLAPPED)
     if not product.gated and product.major_a == "K":
         tilings += _FEW
     for tiling in tilings:
@@ -248,10 +278,30 @@ def candidates(product: Product) -> Iterator[Tiling]:
             continue
         if tiling.transposed and not _suits(tiling, computed.n):
             continue
-        for splits in _SPLITS:
+        for splits in _splits(tiling):
             each = replace(tiling, splits=splits)
             if splits <= steps and each.num_stages(computed) >= _FEWEST_STAGES:
                 yield each
+
+
+def _norm(power: float, *times: float) -> float:
+    """Between the longest of the times and their sum."""
+    total: float = sum(time**power for time in times) ** (1 / power)
+    return total
+
+
+def _step_us(product: Product, tiling: Tiling, sharing: int) -> float:
+    """Of one step of k, while `sharing` blocks share an SM."""
+    computed = product.swapped() if tiling.transposed else product
+    parts = 1 + product.gated
+    products = sharing * tiling.tile_m * tiling.tile_n * TILE_K / _MACS_PER_US + _STEP_US
+    rows, columns = min(tiling.tile_m, computed.m), min(tiling.tile_n, parts * computed.n)
+    larger = rows if computed.m > parts * computed.n else columns
+    loads = sharing * larger * ROW_BYTES / _LOAD_BYTES_PER_US
+    latency = _LATENCY_US if tiling.splits == 1 else _SPLIT_LATENCY_US
+    if tiling.splits > 1 and not tiling.transposed and product.m > tiling.tile_m:
+        latency *= _NEIGHBOURS
+    return _norm(_STEP_NORM, products, loads, latency / tiling.num_stages(computed))
 
 
 def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
@@ -260,34 +310,22 @@ def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
     computed = product.swapped() if tiling.transposed else product
     tiles_m, tiles_n = tiling.tiles(computed)
     blocks = tiles_m * tiles_n * tiling.cluster * tiling.splits
-    slots = tiling.slots(num_sms)
-    sharing = max(1, min(tiling.blocks_per_sm, -(-blocks // num_sms)))  # blocks that share an SM
-    rounds = -(-blocks // (slots // tiling.blocks_per_sm * sharing))
+    sharing = max(1, min(tiling.blocks_per_sm, -(-blocks // num_sms)))
+    rounds = -(-blocks // (tiling.slots(num_sms) // tiling.blocks_per_sm * sharing))
     steps = -(-product.k // TILE_K) / tiling.splits
-    step = tiling.tile_m * tiling.tile_n * TILE_K / _MACS_PER_US
-    step += _STEP_US if sharing == 1 else _SHARED_STEP_US
-    loaded = min(tiling.tile_m, computed.m) + min(tiling.tile_n, parts * computed.n)
-    step += loaded * ROW_BYTES / _LOAD_BYTES_PER_US
-    multiply = rounds * sharing * steps * step
+    multiply = rounds * steps * _step_us(product, tiling, sharing)
+    if not (tiling.overlapped and rounds > 1):
+        multiply += rounds * sharing * tiling.tile_m * tiling.tile_n * _END_US
 
     total = ITEM_BYTES * (product.k * (product.m + parts * product.n) + product.m * product.n)
     first = min(total, _FIRST_BYTES)
     memory = first / _FIRST_BYTES_PER_US + (total - first) / _MEMORY_BYTES_PER_US
-    in_flight = max(1, min(blocks, slots) // tiling.splits)
-    rows = min(tiles_m, in_flight)
-    columns = min(tiles_n, -(-in_flight // rows))
-    extents = min(rows * tiling.tile_m, computed.m)
-    extents += min(columns * tiling.tile_n, parts * computed.n)
-    loading = extents * tiling.splits * tiling.num_stages(computed) * ROW_BYTES
-    busy_sms = min(blocks, num_sms)
-    memory = max(memory, total / loading * _LATENCY_US, total / (busy_sms * _SM_BYTES_PER_US))
 
     split = 0.0
     if tiling.splits > 1:
-        split = _SPLIT_US + (rounds - 1) * _SPLIT_ROUND_US
-        multiply += rounds * tiling.epilogue_bytes(parts) / _EXCHANGE_BYTES_PER_US
-    both: float = (multiply**_BOTH + memory**_BOTH) ** (1 / _BOTH)
-    return _START_US + both + split
+        split = tiling.epilogue_bytes(parts) / _EXCHANGE_BYTES_PER_US
+        split += (rounds - 1) * _CLUSTER_ROUND_US
+    return _START_US + _norm(_BOTH_NORM, multiply, memory) + split
 
 
 @cache

@@ -52,7 +52,8 @@ def matmul(
         out_dtype: of the result where no `out` is given: the dtype of `a` (default) or float32.
         precision: None, cuBLAS in the operands' own precision. `"auto"`, the fastest kernel in the
             fastest arithmetic that `rtol` allows. Or the arithmetic by name, in the fastest kernel:
-            the dtype of `a`, for float32 operands also `"tf32"` and `"bfloat16"`.
+            the dtype of `a`, for float32 operands also `"tf32"` and `"bfloat16"`, and on Hopper
+            `"float8_e4m3"`: both operands are quantised by rows first, at every call.
         rtol: with `"auto"`: largest ||row - exact row|| / ||exact row|| of a coarser arithmetic.
             None, the operands' own precision: nothing is sampled.
         return_plan: also return the :class:`MatmulPlan`: the choice, and what it was made from.
@@ -66,7 +67,8 @@ def matmul(
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: `accumulate` without `out`; an unknown precision, a negative rtol.
+        ConfigError: `accumulate` without `out`; an unknown precision, a negative rtol; float8 by
+            name where no kernel does it.
 
     `"auto"` decides once for each description of the operands (shapes, strides, dtypes, rtol) and
     then costs a look-up. The first call ranks kernels by a cost model, or by times from

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from cukit.core.arrays import Array, bfloat16, namespace
+from cukit.core.arrays import Array, namespace
+from cukit.core.narrow_dtype import float8_e4m3
+from cukit.gemm.narrowing import NARROWING
 
 _ROWS = 8
 _COLUMNS = 256
@@ -19,10 +20,12 @@ def _tf32(x: Array) -> Array:
     return bits.view(np.float32)
 
 
-_ROUNDINGS: Mapping[str, Callable[[Array], Array]] = {
-    "tf32": _tf32,
-    "bfloat16": lambda x: x.astype(bfloat16).astype(np.float32),
-}
+def _rounded(x: Array, precision: str) -> Array:
+    """The values that are multiplied in `precision`, in float32 or wider."""
+    if precision == "tf32":
+        return _tf32(x)
+    narrow = NARROWING[precision](x)
+    return narrow.decode() if precision == float8_e4m3.name else narrow.astype(np.float32)
 
 
 def sampled_error(
@@ -30,7 +33,7 @@ def sampled_error(
 ) -> float:
     """The largest ||row - exact row|| / ||exact row|| of some rows of `op(a) @ op(b)`.
 
-    a, b: float32, as `matmul` takes them. Eight rows and 256 columns, evenly spread, are multiplied
+    a, b: as `matmul` takes them. Eight rows and 256 columns, evenly spread, are multiplied
     in float64, once with the operands rounded as `precision` does. Synchronises with the device.
     NaN where a sampled row is not finite.
     """
@@ -39,10 +42,10 @@ def sampled_error(
     rows = _some((left.T if transpose_a else left), _ROWS)
     columns = _some((right if transpose_b else right.T), _COLUMNS)
     xp: Any = namespace(a)
-    rounding = _ROUNDINGS[precision]
     with np.errstate(invalid="ignore", over="ignore"):
         exact = rows.astype(np.float64) @ columns.T.astype(np.float64)
-        coarse = rounding(rows).astype(np.float64) @ rounding(columns).T.astype(np.float64)
+        left, right = (_rounded(each, precision).astype(np.float64) for each in (rows, columns))
+        coarse = left @ right.T
         lost = xp.sqrt(((coarse - exact) ** 2).sum(axis=1))
         whole = xp.sqrt((exact**2).sum(axis=1))
         ratios = xp.where(lost == 0, 0.0, lost / whole)

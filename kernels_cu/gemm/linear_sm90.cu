@@ -11,17 +11,20 @@
 //   share of the tile's rows. While a consumer stores its result, the producer loads the next tile.
 // TRANSPOSED 1: the transpose of the product is stored. For few tokens: the weight is a, and the
 //   tokens are the columns of a narrow tile.
+// OVERLAPPED 1: consumers store a tile beside the first products of the next, for products of many
+//   tiles: two tiles' accumulators, so at most 192 columns.
 // PARTS 2: half of a tile's columns are of gate, half the same ones of up, so that one thread has both.
 // CLUSTER 2, SPLITS 1: two neighbouring blocks compute tiles one below the other. Each loads its own
 //   tile of a and half of their common tile of b, which TMA writes to both.
 // SPLITS = CLUSTER > 1: the blocks of a cluster split the steps of k of one tile and add their sums
 //   through distributed shared memory (common/hopper/split_k.cuh); one tile a cluster.
 // Shared memory, dynamic: STAGES * (TILE_M + TILE_N) * 128 bytes (MN-major operands: rounded up to 64
-//   rows), a | b | a | ..; then the epilogue's: buffers of StagedEpilogue or TransposedEpilogue, or
+//   rows), a | b | a | ..; then the epilogue's: buffers of Staged-, Overlapped- or TransposedEpilogue, or
 //   what SplitEpilogue receives. Static: two barriers a stage, one of the epilogue.
 // Macros: DTYPE float16|bfloat16; TILE_M, TILE_N, STAGES; CONSUMERS 1|2 of at least 64 rows each, with
-//   TILE_M / CONSUMERS / 64 * TILE_N at most 256 (the accumulators); CLUSTER, SPLITS 1|2|4|8;
-//   BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1); MAJOR_A, MAJOR_B K|MN; TRANSPOSED 0|1; PARTS 1|2;
+//   TILE_M / CONSUMERS / 64 * TILE_N at most 256 (the accumulators); CLUSTER, SPLITS 1..8;
+//   BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1); MAJOR_A, MAJOR_B K|MN; TRANSPOSED 0|1; OVERLAPPED
+//   0|1, with SPLITS 1, TRANSPOSED 0, PARTS 1, KEEPS 0 and at least TILE_N / 32 steps of k; PARTS 1|2;
 //   ACTIVATION NoActivation|Relu|GeluErf|GeluTanh|Silu; KEEPS 0|1.
 // Tensor maps: boxes as DenseOperands (PARTS 2: PairedOperands) and the epilogues say, swizzled; they
 //   read zeros outside their tensors and write nothing there.
@@ -47,12 +50,14 @@ template <int Columns>
 using Transform =
     cukit::LinearTransform<T, cukit::ACTIVATION<T>, PARTS, KEEPS != 0, Columns, TRANSPOSED != 0>;
 using Staged = cukit::StagedEpilogue<Shape, T, Transform<TILE_N / PARTS>>;
+using Overlapped = cukit::OverlappedEpilogue<Shape, T, Transform<32>>;
 using Transposed = cukit::TransposedEpilogue<Shape, T, Transform<TILE_N>>;
 using Split = cukit::SplitEpilogue<Shape, T, SPLITS, TRANSPOSED != 0,
                                    Transform<cukit::slice_columns(TILE_N / PARTS, SPLITS)>>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
 static_assert(SPLITS == 1 || SPLITS == CLUSTER, "a cluster splits k, or shares b");
+static_assert(!OVERLAPPED || (SPLITS == 1 && PARTS == 1 && !TRANSPOSED && !KEEPS), "one result");
 static_assert(PARTS == 1 || !TRANSPOSED, "gate and up are columns of the product");
 
 }  // namespace
@@ -105,18 +110,20 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         const cukit::SharedProduct<Shape> product(stages, group);
         unsigned char* const behind = stages + STAGES * Shape::kStageBytes;
         const int features = TRANSPOSED ? p.m : p.n;
-        if constexpr (SPLITS > 1) {
-          Split epilogue{reinterpret_cast<float4*>(behind), &arrived, out_elements, kept_elements,
-                         p.m, p.n, group, {bias, features}};
-          cukit::consume(pipeline, schedule, product, epilogue);
-        } else if constexpr (TRANSPOSED) {
-          Transposed epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept};
-          cukit::consume(pipeline, schedule, product, epilogue);
-        } else {
-          Staged epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept,
-                          &kept_up};
-          cukit::consume(pipeline, schedule, product, epilogue);
-        }
+#if SPLITS > 1
+        Split epilogue{reinterpret_cast<float4*>(behind), &arrived, out_elements, kept_elements, p.m,
+                       p.n, group, {bias, features}};
+        cukit::consume(pipeline, schedule, product, epilogue);
+#elif OVERLAPPED
+        Overlapped epilogue{behind, &out, p.m, p.n, group, {bias, features}};
+        cukit::consume_overlapped(pipeline, schedule, product, epilogue);
+#elif TRANSPOSED
+        Transposed epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept};
+        cukit::consume(pipeline, schedule, product, epilogue);
+#else
+        Staged epilogue{behind, &out, p.m, p.n, group, {bias, features}, &kept, &kept_up};
+        cukit::consume(pipeline, schedule, product, epilogue);
+#endif
         cukit::leave_cluster<kMulticast>();
       });
 }

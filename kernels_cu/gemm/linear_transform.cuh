@@ -1,5 +1,5 @@
 // What a linear layer does to its accumulators: bias, activation, gating (a Transform of
-// common/hopper/gemm.cuh).
+// common/hopper/gemm_epilogue.cuh).
 #pragma once
 
 #include "common/activation.cuh"

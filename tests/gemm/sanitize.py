@@ -35,7 +35,7 @@ from tests.contract import poisoned, random, to_device
 from tests.gemm import test_bsr, test_fp8, test_grouped, test_grouped_fp8
 from tests.gemm.quantized_operands import float8_operand, int8_operand, place
 from tests.gemm.test_gemv import SIZES as GEMV_SIZES
-from tests.gemm.test_linear import SHAPES, TILINGS, operands
+from tests.gemm.test_linear import OVERLAPPED, SHAPES, TILINGS, operands
 from tests.gemm.test_weight_only import FORMATS, float8, quantized
 from tests.sanitize import Group
 
@@ -64,7 +64,7 @@ def tilings() -> None:
     rng = np.random.default_rng(3)
     m, n, k = 136, 296, 520
     x, w = to_device("gpu", *operands(rng, m, n, k, "bfloat16"))
-    for tiling in TILINGS:
+    for tiling in (*TILINGS, *OVERLAPPED):
         out = poisoned("gpu", (m, n), "bfloat16")
         LinearSm90(configure(Product(m, n, k, "bfloat16"), tiling, 2))(x, w, None, None, out, None)
 

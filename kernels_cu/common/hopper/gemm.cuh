@@ -20,12 +20,12 @@
 // the next tile's operands.
 //
 // Below the skeleton are the parts of the plain dense product: DenseTiles, DenseOperands,
-// SharedProduct, StagedEpilogue.
+// SharedProduct; its epilogues are in common/hopper/gemm_epilogue.cuh.
 #pragma once
 
+#include "common/hopper/gemm_epilogue.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/shared_tile.cuh"
-#include "common/hopper/store.cuh"
 #include "common/hopper/tile_scheduler.cuh"
 #include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
@@ -93,6 +93,41 @@ CUKIT_DEVICE void consume(Pipeline<Stages>& pipeline, const Schedule& schedule,
   epilogue.finish();
 }
 
+// The same, where a tile is stored in steps beside the products of the next: consumers that stay busy
+// through the epilogue, at the price of two tiles' accumulators.
+//   product.multiply(.., beside) calls beside(step) for its first Epilogue::kSteps steps, while their
+//   products run; a tile has at least as many steps of k.
+//   epilogue.store_step(const Accumulators&, const Tile&, int step)
+template <int Stages, typename Schedule, typename Product, typename Epilogue>
+CUKIT_DEVICE void consume_overlapped(Pipeline<Stages>& pipeline, const Schedule& schedule,
+                                     const Product& product, Epilogue& epilogue) {
+  using Sums = typename Product::Accumulators;
+  constexpr int kSteps = Epilogue::kSteps;
+  PipelineState<Stages> at;
+  typename Schedule::Tile tile, before;
+  Sums even, odd;
+  int turn = 0;
+  // Multiplies `tile` beside the end of the one before: false where there is no tile.
+  const auto next = [&](Sums& sums, const Sums& stored) {
+    before = tile;
+    const bool exists = schedule.tile(++turn, tile);
+    if (exists) {
+      product.template multiply<kSteps>(
+          sums, pipeline, at, tile, [&](int step) { epilogue.store_step(stored, before, step); });
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) epilogue.store_step(stored, before, step);
+    }
+    return exists;
+  };
+  if (schedule.tile(0, tile)) {
+    product.multiply(even, pipeline, at, tile);
+    while (next(odd, even) && next(even, odd)) {
+    }
+  }
+  epilogue.finish();
+}
+
 // The shared memory of a block belongs to its cluster until every block has come here.
 template <int ClusterSize>
 CUKIT_DEVICE void leave_cluster() {
@@ -144,12 +179,18 @@ struct OperandTile<T, Extent, TileK, Major::K> : SharedTile<T, Extent, TileK> {
 
   CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
                                 int first, int count = Extent, int box = Extent) {
+    if (count <= box) {
+      tma_load_2d(tile, map, full, k, first);
+      return;
+    }
     for (int at = 0; at < count; at += box) {
       tma_load_2d(tile + at * Tile::kRowBytes, map, full, k, first + at);
     }
   }
   CUKIT_DEVICE static int bytes(int count, int box) {
-    return (count + box - 1) / box * box * Tile::kRowBytes;
+    // A division would keep a block from its first load.
+    const int boxes = count <= box ? 1 : (count + box - 1) / box;
+    return boxes * box * Tile::kRowBytes;
   }
   // Of one of several matrices, which begins at row `origin` of the map; `extent`: of the operand's rows
   // (columns).
@@ -267,6 +308,7 @@ struct DenseOperands {
   // Zeros where load() leaves stages as they are in the last tiles. All threads, before any load.
   template <int Stages>
   CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
+    if (rows % Shape::kTileM == 0 && columns % Shape::kTileN == 0) return;
     const int least_a = TileA::bytes((rows - 1) % Shape::kTileM + 1, box_a);
     const int least_b = TileB::bytes((columns - 1) % Shape::kTileN + 1, box_b);
     clear_bytes<Stages>(stages, kStageBytes, least_a, TileA::kBytes);
@@ -318,6 +360,7 @@ struct PairedOperands {
   // As of DenseOperands.
   template <int Stages>
   CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
+    if (rows % Shape::kTileM == 0 && columns % kColumns == 0) return;
     const int least_a = TileA::bytes((rows - 1) % Shape::kTileM + 1, box_a);
     const int least_b = Half::bytes((columns - 1) % kColumns + 1, box_b);
     clear_bytes<Stages>(stages, kStageBytes, least_a, TileA::kBytes);
@@ -354,133 +397,54 @@ struct SharedProduct {
   template <int Stages, typename Tile>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
                              PipelineState<Stages>& at, const Tile& tile) const {
-    using TileA = typename Shape::TileA;
-    using TileB = typename Shape::TileB;
+    multiply<0>(sums, pipeline, at, tile, [](int) {});
+  }
+
+  // Calls beside(step) for the first `Beside` steps, of which there are at least as many.
+  template <int Beside, int Stages, typename Tile, typename Call>
+  CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
+                             PipelineState<Stages>& at, const Tile& tile, const Call& beside) const {
     const int steps = tile.end_step - tile.first_step;
     PipelineState<Stages> done;
-    for (int step = 0; step < steps; ++step) {
-      const unsigned long long stage = at.index * (Shape::kStageBytes / 16);
-      pipeline.wait(at);
-      wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < TileA::kSteps; ++k)
-#pragma unroll
-        for (int row = 0; row < Shape::kRowTiles; ++row) {
-          wgmma<typename Shape::Element, Shape::kTileN, TileA::kTransposed, TileB::kTransposed>(
-              sums[row], a + stage + TileA::along(row * kWarpgroupRows) + TileA::step(k),
-              b + stage + TileB::step(k), step > 0 || k > 0);
-        }
-      wgmma_commit();
-#pragma unroll
-      for (int row = 0; row < Shape::kRowTiles; ++row) wgmma_wait<1>(sums[row]);
-      if (step > 0) pipeline.template release_to_cluster<Shape::kCluster>(done);
-      done = at;
-      at.advance();
+    for (int step = 0; step < Beside; ++step) {
+      multiply_step(sums, pipeline, at, done, step > 0);
+      beside(step);
+    }
+    for (int step = Beside; step < steps; ++step) {
+      multiply_step(sums, pipeline, at, done, step > 0);
     }
 #pragma unroll
     for (int row = 0; row < Shape::kRowTiles; ++row) wgmma_wait<0>(sums[row]);
     pipeline.template release_to_cluster<Shape::kCluster>(done);
   }
-};
 
-// ---- Epilogue ----
-
-// What becomes of 64 rows of accumulators before they are rounded. (row, column): where they begin in
-// the product.
-//   kParts      columns of the product for one of the result: 2 where halves of a tile are combined
-//   kKeeps      whether the result of prepare() is stored too
-//   begin()     loads what prepare() needs, while the products run
-//   prepare()   bias, scales
-//   operator()  activation; with kParts 2 the results are left in the first half
-// Leaves accumulators as they are:
-struct Identity {
-  static constexpr int kParts = 1;
-  static constexpr bool kKeeps = false;
-  CUKIT_DEVICE void begin(int, int) const {}
-  template <int N>
-  CUKIT_DEVICE void prepare(float (&)[N], int, int) const {}
-  template <int N>
-  CUKIT_DEVICE void operator()(float (&)[N], int, int) const {}
-};
-
-// Rounds to T and stores through swizzled shared memory and TMA (common/hopper/store.cuh).
-template <typename Shape, typename T, typename Transform = Identity>
-struct StagedEpilogue {
-  static constexpr int kColumns = Shape::kTileN / Transform::kParts;  // of the result
-  static constexpr int kPieceColumns = kColumns % 64 == 0 ? 64 : kColumns % 32 == 0 ? 32 : 16;
-  using Store =
-      StagedStore<T, kColumns, kPieceColumns, (kColumns > kPieceColumns ? 2 : 1)>;
-  static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
-  unsigned char* buffers;  // kBytes of shared memory
-  const TensorMap* out;    // boxes of [64, kPieceColumns], swizzled
-  int rows, columns;       // of the result
-  int group;               // this consumer
-  Transform transform;
-  const TensorMap* kept = nullptr;     // [rows, columns] of the first part, boxes of the same shape
-  const TensorMap* kept_up = nullptr;  // and of the second
-
-  CUKIT_DEVICE void begin(const MatrixTile& tile) {
-    transform.begin(Shape::row(tile) + group * Shape::kGroupRows, tile.n * kColumns);
-  }
-
-  template <typename Accumulators>
-  CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) {
-    unsigned char* const buffer = buffers + group * Store::kBytes;
+ private:
+  // Starts a step's products and waits for those of the step before, whose stage is `done`.
+  template <int Stages>
+  CUKIT_DEVICE void multiply_step(Accumulators& sums, Pipeline<Stages>& pipeline,
+                                  PipelineState<Stages>& at, PipelineState<Stages>& done,
+                                  bool accumulates) const {
+    using TileA = typename Shape::TileA;
+    using TileB = typename Shape::TileB;
+    const unsigned long long stage = at.index * (Shape::kStageBytes / 16);
+    pipeline.wait(at);
+    wgmma_fence();
 #pragma unroll
-    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
-      const int column = tile.n * kColumns;
-      if (row_tile > 0) transform.begin(row, column);
-      transform.prepare(sums[row_tile], row, column);
-      if constexpr (Transform::kKeeps) {
-        Store::template store<0>(sums[row_tile], buffer, kept, column, row, columns, rows, 1 + group);
-        if constexpr (Transform::kParts == 2) {
-          Store::template store<kColumns / 2>(sums[row_tile], buffer, kept_up, column, row, columns,
-                                              rows, 1 + group);
-        }
-      }
-      transform(sums[row_tile], row, column);
-      Store::template store<0>(sums[row_tile], buffer, out, column, row, columns, rows, 1 + group);
-    }
-  }
-
-  CUKIT_DEVICE void finish() const { Store::finish(); }
-};
-
-// The same for a product whose transpose is the result: rows of a are its columns.
-template <typename Shape, typename T, typename Transform = Identity>
-struct TransposedEpilogue {
-  using Store = TransposedStore<T, Shape::kTileN>;
-  static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
-  unsigned char* buffers;  // kBytes of shared memory
-  const TensorMap* out;    // boxes of [kTileN, 64], swizzled
-  int rows, columns;       // of the product
-  int group;               // this consumer
-  Transform transform;
-  const TensorMap* kept = nullptr;
-
-  CUKIT_DEVICE void begin(const MatrixTile& tile) {
-    transform.begin(Shape::row(tile) + group * Shape::kGroupRows, Shape::column(tile));
-  }
-
-  template <typename Accumulators>
-  CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) {
-    unsigned char* const buffer = buffers + group * Store::kBytes;
+    for (int k = 0; k < TileA::kSteps; ++k)
 #pragma unroll
-    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
-      const int column = Shape::column(tile);
-      if (row_tile > 0) transform.begin(row, column);
-      transform.prepare(sums[row_tile], row, column);
-      if constexpr (Transform::kKeeps) {
-        Store::store(sums[row_tile], buffer, kept, row, column, rows, columns, 1 + group);
+      for (int row = 0; row < Shape::kRowTiles; ++row) {
+        wgmma<typename Shape::Element, Shape::kTileN, TileA::kTransposed, TileB::kTransposed>(
+            sums[row], a + stage + TileA::along(row * kWarpgroupRows) + TileA::step(k),
+            b + stage + TileB::step(k), accumulates || k > 0);
       }
-      transform(sums[row_tile], row, column);
-      Store::store(sums[row_tile], buffer, out, row, column, rows, columns, 1 + group);
-    }
+    wgmma_commit();
+#pragma unroll
+    for (int row = 0; row < Shape::kRowTiles; ++row) wgmma_wait<1>(sums[row]);
+    if (accumulates) pipeline.template release_to_cluster<Shape::kCluster>(done);
+    done = at;
+    at.advance();
   }
-
-  CUKIT_DEVICE void finish() const { Store::finish(); }
 };
 
 }  // namespace cukit

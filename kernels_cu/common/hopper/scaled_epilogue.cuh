@@ -143,6 +143,7 @@ struct ScaledSplitEpilogue {
   using Sum = typename AccumulatorOf<typename Shape::Element>::Type;
   using Sums = SplitSums<Shape, Sum, Splits>;
   static constexpr int kBytes = Sums::kBytes;
+  static_assert(Sums::kColumns % Sums::kSliceColumns == 0, "every slice has as many columns");
   ScaledResult<Out> result;
   int group;  // this consumer
   Sums sums;  // kBytes of shared memory

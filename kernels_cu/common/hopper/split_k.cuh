@@ -17,21 +17,19 @@
 
 namespace cukit {
 
-// A power of two up to `splits`, so that each slice has a multiple of eight columns.
-constexpr int slices_of(int columns, int splits) {
-  int slices = splits;
-  while (columns % (8 * slices) != 0) slices /= 2;
-  return slices;
+// Columns of a slice: whole groups of eight. The last slice may have fewer, and there may be fewer
+// slices than blocks.
+constexpr int slice_columns(int columns, int splits) {
+  return (columns / 8 + splits - 1) / splits * 8;
 }
 
-constexpr int slice_columns(int columns, int splits) { return columns / slices_of(columns, splits); }
-
-// The exchange. Parts: as of Transform (common/hopper/gemm.cuh), each of which is cut into slices.
+// The exchange. Parts: as of Transform (common/hopper/gemm_epilogue.cuh), each of which is cut into
+// slices.
 template <typename Shape, typename Sum, int Splits, int Parts = 1>
 struct SplitSums {
   static constexpr int kColumns = Shape::kTileN / Parts;  // of the result
-  static constexpr int kSlices = slices_of(kColumns, Splits);
   static constexpr int kSliceColumns = slice_columns(kColumns, Splits);
+  static constexpr int kSlices = (kColumns + kSliceColumns - 1) / kSliceColumns;
   static constexpr int kPart = kColumns / 2;            // a thread's accumulators of a part
   static constexpr int kPartSlice = kSliceColumns / 2;  // and of a slice of it
   static constexpr int kSlice = Parts * kPartSlice;
@@ -43,10 +41,11 @@ struct SplitSums {
   float4* received;           // kBytes of shared memory: [Splits - 1][kWords][kThreads]
   StageBarriers<1>* arrived;  // one arrival
 
-  // Columns of the result before those of this block's slice.
+  // Columns of the result before those of this block's slice, and before those of the next tile.
   CUKIT_DEVICE static int first_column(const MatrixTile& tile) {
     return tile.n * kColumns + cluster_rank() * kSliceColumns;
   }
+  CUKIT_DEVICE static int end_column(const MatrixTile& tile) { return (tile.n + 1) * kColumns; }
 
   // Turns this block's sums of the tile into the whole sums of its slice: false where it has none.
   // `meanwhile` is called while the sums of the others are on their way.
@@ -55,7 +54,8 @@ struct SplitSums {
     const int rank = cluster_rank();
     const int thread = threadIdx.x - kWarpgroupThreads;
     const PipelineState<1> once;
-    if (thread == 0 && rank < kSlices) arrived->expect(once, kBytes);
+    const int columns = min(kSliceColumns, kColumns - rank * kSliceColumns);  // of its own
+    if (thread == 0 && rank < kSlices) arrived->expect(once, kBytes / kSliceColumns * columns);
     cluster_wait();
 #pragma unroll
     for (int to = 0; to < kSlices; ++to) {
@@ -65,12 +65,14 @@ struct SplitSums {
       for (int word = 0; word < kWords; ++word) {
         const int row_tile = word * 4 / kSlice;
         const int within = word * 4 % kSlice;  // of the slice
-        const int from = within / kPartSlice * kPart + to * kPartSlice + within % kPartSlice;
+        const int in_part = to * kPartSlice + within % kPartSlice;
+        const bool exists = in_part < kPart;  // the last slice may have fewer columns
+        const int from = exists ? within / kPartSlice * kPart + in_part : 0;
         const Sum* const four = &sums[row_tile][from];
         if (to == rank) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) own[row_tile][within + i] = four[i];
-        } else {
+        } else if (exists) {
           store_async_remote(
               &received[(place * kWords + word) * kThreads + thread], to,
               make_float4(bits(four[0]), bits(four[1]), bits(four[2]), bits(four[3])),
@@ -83,7 +85,9 @@ struct SplitSums {
     mbarrier_wait_cluster(&arrived->stage[0], 0);
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
-      Sum* const to = &own[word * 4 / kSlice][word * 4 % kSlice];
+      const int within = word * 4 % kSlice;
+      Sum* const to = &own[word * 4 / kSlice][within];
+      if (kColumns % kSliceColumns != 0 && 2 * (within % kPartSlice) >= columns) continue;
 #pragma unroll
       for (int place = 0; place < Splits - 1; ++place) {
         const float4 other = received[(place * kWords + word) * kThreads + thread];
@@ -132,26 +136,27 @@ struct SplitEpilogue {
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
       const int row = first_row + row_tile * kWarpgroupRows;
       if (row_tile > 0) transform.begin(row, column);
-      write(own[row_tile], row, column);
+      write(own[row_tile], row, column, min(columns, Sums::end_column(tile)));
     }
   }
 
   CUKIT_DEVICE void finish() const {}
 
  private:
-  CUKIT_DEVICE void write(float (&sums)[kSlice], int row, int column) {
+  // `end`: of the columns that are the tile's.
+  CUKIT_DEVICE void write(float (&sums)[kSlice], int row, int column, int end) {
     const long long stride = Transposed ? rows : columns;
     transform.prepare(sums, row, column);
     if constexpr (Transform::kKeeps) {
       constexpr int kParts = Transform::kParts;
-      write_pairs<Transposed, kSliceColumns>(sums, kept, kParts * stride, row, column, rows, columns);
+      write_pairs<Transposed, kSliceColumns>(sums, kept, kParts * stride, row, column, rows, end);
       if constexpr (kParts == 2) {
         write_pairs<Transposed, kSliceColumns, kPartSlice>(sums, kept + columns, 2 * stride, row,
                                                            column, rows, columns);
       }
     }
     transform(sums, row, column);
-    write_pairs<Transposed, kSliceColumns>(sums, out, stride, row, column, rows, columns);
+    write_pairs<Transposed, kSliceColumns>(sums, out, stride, row, column, rows, end);
   }
 };
 

@@ -119,15 +119,18 @@ struct StagedStore {
     named_sync(barrier, kWarpgroupThreads);  // the buffers are free
   }
 
-  CUKIT_DEVICE static void write(const float* sums, unsigned char* buffer) {
+  // `Count` columns, which begin at `first` of a piece.
+  template <int Count = PieceColumns>
+  CUKIT_DEVICE static void write(const float* sums, unsigned char* buffer, int first = 0) {
     const int lane = threadIdx.x % kWarpSize;
     const int own_row = threadIdx.x % kWarpgroupThreads / kWarpSize * 16 + lane % 16;
 #pragma unroll
-    for (int pair = 0; pair < PieceColumns / 16; ++pair) {
+    for (int pair = 0; pair < Count / 16; ++pair) {
       const float* d = &sums[8 * pair];
       const unsigned packed[4] = {pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
                                   pack<T>(d[6], d[7])};
-      stmatrix_x4(Piece::address(shared_address(buffer), own_row, 2 * pair + lane / 16), packed);
+      const int chunk = first / 8 + 2 * pair + lane / 16;
+      stmatrix_x4(Piece::address(shared_address(buffer), own_row, chunk), packed);
     }
   }
 
@@ -139,6 +142,33 @@ struct StagedStore {
     if (threadIdx.x % kWarpgroupThreads == 0) {
       for (int i = 0; i < count; ++i) start(i, buffers + i * Piece::kBytes);
       bulk_commit();
+    }
+  }
+
+  // The same for PartColumns, a part of a piece, that begin at `first` of the Columns and at `column` of
+  // the matrix. Parts come in order; the last one of a piece starts its copy.
+  template <int PartColumns>
+  CUKIT_DEVICE static void store_part(const float (&sums)[PartColumns / 2], unsigned char* buffers,
+                                      const TensorMap* map, int column, int row, int columns,
+                                      int rows, int barrier, int first) {
+    static_assert(PieceColumns % PartColumns == 0 && Buffers == 2, "two buffers of whole parts");
+    const int piece = first / PieceColumns;
+    const int within = first % PieceColumns;
+    const bool starts = threadIdx.x % kWarpgroupThreads == 0;
+    unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
+    if (within == 0) {
+      if (starts && piece == 0) bulk_wait_read<0>();
+      if (starts && piece >= Buffers) bulk_wait_read<Buffers - 1>();
+      named_sync(barrier, kWarpgroupThreads);  // the buffer is free
+    }
+    write<PartColumns>(sums, buffer, within);
+    if (within + PartColumns == PieceColumns) {
+      fence_proxy_async();
+      named_sync(barrier, kWarpgroupThreads);  // the buffer is written
+      if (starts) {
+        if (row < rows) Piece::store(map, buffer, column - within, row, columns);
+        bulk_commit();
+      }
     }
   }
 

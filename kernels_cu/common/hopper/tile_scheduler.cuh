@@ -52,11 +52,15 @@ struct MatrixTiles {
   CUKIT_DEVICE MatrixTile at(int index) const {
     const int split = index % splits;
     const int tile = index / splits;
-    const int per_group = group * tiles_n;
-    const int first = tile / per_group * group;
+    int first = 0, within = tile;
+    if (group < tiles_m) {  // else there is one group; divisions come before a block's first load
+      const int per_group = group * tiles_n;
+      first = tile / per_group * group;
+      within = tile % per_group;
+    }
     const int rows = min(group, tiles_m - first);
-    const int within = tile % per_group;
-    return {first + within % rows, within / rows, steps * split / splits,
+    const int column = rows == 1 ? within : within / rows;
+    return {first + within - column * rows, column, steps * split / splits,
             steps * (split + 1) / splits};
   }
 };
