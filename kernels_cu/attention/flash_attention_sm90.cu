@@ -146,9 +146,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
   const int group = Block::consumer_group();
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
-  const unsigned long long q_first = QueryTile::k_major(tiles.q);
-  const unsigned long long k_first = KeyTile::k_major(tiles.k);
-  const unsigned long long v_first = ValueTile::mn_major(tiles.v);
+  const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.q));
+  const unsigned long long k_first = cukit::uniform_descriptor(KeyTile::k_major(tiles.k));
+  const unsigned long long v_first = cukit::uniform_descriptor(ValueTile::mn_major(tiles.v));
   QueryState q_at;
   KeyState k_at;
   KeyState v_at;
@@ -163,9 +163,10 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 
   const auto values = [&] { return v_first + v_at.index * ValueTile::kStage; };
   const auto start_scores = [&] {
+    const unsigned long long k = k_first + k_at.index * KeyTile::kStage;
     pipelines.k.wait(k_at);
     cukit::wgmma_fence();
-    multiply_keys(scores, q, k_first + k_at.index * KeyTile::kStage);
+    multiply_keys(scores, q, k);
   };
 
   cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
