@@ -23,7 +23,7 @@ from cukit.attention.flash_plan_sm90 import (
     plan_flash_attention_sm90,
 )
 from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.flash_tilings import Float8Tiling
+from cukit.attention.flash_tilings import GROUP_ROWS, Float8Tiling
 from cukit.core.arrays import Array, empty
 from cukit.core.device import current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, by_value, launch_plan, load_kernel
@@ -136,7 +136,7 @@ class MappedForward:
         tiling, columns = config.tiling, config.box_columns(config.width)
         value_columns = config.box_columns(config.value_width)
         self._boxes = (
-            (1, tiling.tile_m, 1, columns),
+            (1, GROUP_ROWS, 1, columns),
             (1, tiling.tile_n, 1, columns),
             (1, tiling.tile_n, 1, value_columns),
         )

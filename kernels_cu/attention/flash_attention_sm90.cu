@@ -171,9 +171,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 
   cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
   QueryWork work{};
-  int part = group;  // of the tile's queries, counted from either end in turn: for equal work
-  while (next_work(work, pipelines, q_at, queue)) {
-    const int first_row = work.first_row + part * cukit::kWarpgroupRows;
+  QueryParts parts;
+  while (next_work(work, pipelines.q[group], pipelines, q_at, queue)) {
+    const int first_row = work.first_row + parts.of(group) * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
     const float descale = descales.scores(work.b, work.head / arguments.group);
@@ -199,8 +199,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     }
     int tile = seen.end - 1;
     float shrink[2];
-    q = q_first +
-        (q_at.index * QueryTile::kStage + part * QueryTile::rows(cukit::kWarpgroupRows));
+    q = q_first + (q_at.index * CONSUMERS + group) * QueryTile::kStage;
     // The scores of a tile have come.
     const auto receive_scores = [&] {
       int first_key = tile * TILE_N;
@@ -214,7 +213,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       pipelines.k.release(k_at);
       k_at.advance();
       if (tile == seen.begin) {
-        pipelines.q.release(q_at);
+        pipelines.q[group].release(q_at);
         q_at.advance();
       }
       const cukit::FragmentPlace at{row, first_key + lane_column};
@@ -310,7 +309,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
         FLOAT8 ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;
     finish(sums, rows, factor, descales.values(work.b, work.head / arguments.group), results, work,
            result_row, settings);
-    if (cukit::kUneven) part = CONSUMERS - 1 - part;
+    parts.next_tile();
   }
 }
 
