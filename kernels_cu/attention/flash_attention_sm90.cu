@@ -143,7 +143,9 @@ constexpr bool kTendsEarly = kKeeps && VALUE_DIM < 256;
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& results,
                       const Arguments& arguments, const cukit::Descales& descales,
                       const cukit::ScoreSettings& settings, float scale) {
-  const int group = Block::consumer_group();
+  const int own_group = Block::consumer_group();
+  // Float8 has no register for it throughout the loop.
+  const auto group = [&] { return FLOAT8 ? Block::consumer_group() : own_group; };
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.q));
@@ -172,8 +174,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
   cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
   QueryWork work{};
   QueryParts parts;
-  while (next_work(work, pipelines.q[group], pipelines, q_at, queue)) {
-    const int first_row = work.first_row + parts.of(group) * cukit::kWarpgroupRows;
+  while (next_work(work, pipelines, group(), q_at, queue)) {
+    const int first_row = work.first_row + parts.of(group()) * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
     const float descale = descales.scores(work.b, work.head / arguments.group);
@@ -199,7 +201,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     }
     int tile = seen.end - 1;
     float shrink[2];
-    q = q_first + (q_at.index * CONSUMERS + group) * QueryTile::kStage;
+    q = q_first + (q_at.index * CONSUMERS + group()) * QueryTile::kStage;
     // The scores of a tile have come.
     const auto receive_scores = [&] {
       int first_key = tile * TILE_N;
@@ -213,7 +215,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       pipelines.k.release(k_at);
       k_at.advance();
       if (tile == seen.begin) {
-        pipelines.q[group].release(q_at);
+        pipelines.q[group()].release(q_at);
         q_at.advance();
       }
       const cukit::FragmentPlace at{row, first_key + lane_column};

@@ -16,9 +16,9 @@ namespace consumer {
 
 // The next work and its queries, which have come; false if there is none. Work that is dealt lies
 // beside them; else every warp finds it by itself, while its results are on their way out.
-CUKIT_DEVICE bool next_work(QueryWork& work, cukit::Pipeline<QUERY_STAGES>& queries,
-                            const Pipelines& pipelines, const QueryState& at,
+CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, int group, const QueryState& at,
                             cukit::WorkQueue<kTileM, TILE_N>& queue) {
+  cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[group];
 #if DEALT
   queries.wait(at);
   __syncwarp();  // together from here on: what lanes then share is the warp's, for the compiler too
