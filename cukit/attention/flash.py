@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from cukit.attention.flash_arguments import (
@@ -9,6 +11,7 @@ from cukit.attention.flash_arguments import (
     check_kernel_layout,
     check_sequence_ends,
     dense_strides,
+    describe_forward,
     fits_tensor_maps,
     lse_shape,
     problem_of,
@@ -16,7 +19,7 @@ from cukit.attention.flash_arguments import (
     strides_of,
 )
 from cukit.attention.flash_fp8 import attend_float8, decode_inputs
-from cukit.attention.flash_maps import MappedLaunch, mapped_forward
+from cukit.attention.flash_maps import MappedForward, MappedLaunch, mapped_forward
 from cukit.attention.flash_options import (
     PARAMETERS,
     ScoreArrays,
@@ -196,15 +199,12 @@ def _prepare_forward(
     q: Array, k: Array, v: Array, out: Array | None, options: ScoreOptions, *given: Array | None
 ) -> tuple[Launch | MappedLaunch, Shape, Shape]:
     """The launch, and the shapes of out and lse."""
+    planned = _planned_forward(q, k, v, out, options, *given)
     arrays = ScoreArrays(*given)
-    check_forward(q, k, v, out, options, arrays)
-    check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
     shapes = (*q.shape[:-1], v.shape[-1]), lse_shape(q)
-    problem = problem_of(q, k, v, options, arrays, rounded=True)
-    mapped = mapped_forward(problem) if fits_tensor_maps(q, k, v) else None
-    if mapped is not None:
-        return mapped.launch(q, k, v, out, options, arrays), *shapes
-    config, kernel = _general_forward(problem)
+    if isinstance(planned, MappedForward):
+        return planned.launch(q, k, v, out, options, arrays), *shapes
+    config, kernel = planned
     shape = score_shape(q, k, options, arrays)
     batch, heads_q, seq_len_q, seq_len_kv = shape
     parameters = parameter_structs(PARAMETERS)["ForwardParameters"].pack(
@@ -214,16 +214,29 @@ def _prepare_forward(
         out=dense_strides(shapes[0]) if out is None else strides_of(out),
         batch=batch,
         heads_q=heads_q,
-        group=problem.group,
+        group=config.problem.group,
         seq_q=seq_len_q,
         seq_kv=seq_len_kv,
-        head_dim=problem.head_dim,
-        value_dim=problem.head_dim_v,
+        head_dim=config.problem.head_dim,
+        value_dim=config.problem.head_dim_v,
         section=config.section,
         scale_log2=scales_of(q, options)[1],
         settings=score_settings(q, options, arrays, shape),
     )
     return Launch(kernel, (config.num_blocks(seq_len_q),), (parameters,)), *shapes
+
+
+@partial(launch_plan, describe=describe_forward)
+def _planned_forward(
+    q: Array, k: Array, v: Array, out: Array | None, options: ScoreOptions, *given: Array | None
+) -> MappedForward | tuple[FlashAttentionConfig, Kernel]:
+    """What calls share that differ in their lengths alone, once one of them has been checked."""
+    arrays = ScoreArrays(*given)
+    check_forward(q, k, v, out, options, arrays)
+    check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
+    problem = problem_of(q, k, v, options, arrays, rounded=True)
+    mapped = mapped_forward(problem) if fits_tensor_maps(q, k, v) else None
+    return _general_forward(problem) if mapped is None else mapped
 
 
 @launch_plan
