@@ -173,9 +173,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 
   cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
   QueryWork work{};
-  QueryParts parts;
+  int part = own_group;  // of a tile's queries
   while (next_work(work, pipelines, group(), q_at, queue)) {
-    const int first_row = work.first_row + parts.of(group()) * cukit::kWarpgroupRows;
+    const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
     const float descale = descales.scores(work.b, work.head / arguments.group);
@@ -311,7 +311,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
         FLOAT8 ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;
     finish(sums, rows, factor, descales.values(work.b, work.head / arguments.group), results, work,
            result_row, settings);
-    parts.next_tile();
+    part = part_of_next_tile(part);
   }
 }
 

@@ -61,15 +61,11 @@ using RawState = cukit::PipelineState<kRawStages>;
 constexpr int kPreparers = 0;
 #endif
 
-// Which 64 of a tile's queries a consumer takes: counted from either end in turn where a mask gives
-// them unlike work.
-struct QueryParts {
-  bool reversed = false;
-
-  CUKIT_DEVICE int of(int group) const { return reversed ? CONSUMERS - 1 - group : group; }
-
-  CUKIT_DEVICE void next_tile() { reversed = cukit::kUneven && !reversed; }
-};
+// Which 64 of a tile's queries a consumer takes: its own index of the first tile; where a mask gives
+// the parts unlike work, they are counted from the other end in every second one.
+CUKIT_DEVICE int part_of_next_tile(int part) {
+  return cukit::kUneven ? CONSUMERS - 1 - part : part;
+}
 
 struct Pipelines {
   cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // of each its own: none waits for another's queries
@@ -228,7 +224,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
                       const KeyValues& key_values, const Arguments& arguments,
                       const cukit::ScoreSettings& settings) {
   QueryState q_at;
-  QueryParts parts;
+  int first_part = 0;  // of the first consumer
   KeyState k_at;
 #if PREPARES
   RawState v_at;
@@ -301,14 +297,14 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 #pragma unroll 1
         for (int group = 0; group < CONSUMERS; ++group) {
           cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[group];
+          const int part = first_part == 0 ? group : first_part - group;
           queries.acquire(q_at);
           QueryTile::load(tiles.q + (q_at.index * CONSUMERS + group) * QueryTile::kBytes, q,
                           queries.expect(q_at, QueryTile::kBytes), work.head,
-                          work.sequence.first_q + work.first_row +
-                              parts.of(group) * cukit::kWarpgroupRows,
+                          work.sequence.first_q + work.first_row + part * cukit::kWarpgroupRows,
                           VARLEN ? 0 : work.b);
         }
-        parts.next_tile();
+        first_part = part_of_next_tile(first_part);
         q_at.advance();
       }
 #if PREPARES
