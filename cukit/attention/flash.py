@@ -235,13 +235,11 @@ def _planned_forward(
     check_forward(q, k, v, out, options, arrays)
     check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
     problem = problem_of(q, k, v, options, arrays, rounded=True)
-    mapped = mapped_forward(problem) if fits_tensor_maps(q, k, v) else None
-    return _general_forward(problem) if mapped is None else mapped
-
-
-@launch_plan
-def _general_forward(problem: AttentionProblem) -> tuple[FlashAttentionConfig, Kernel]:
-    """The configuration and the kernel for whatever class sm90 does not cover."""
+    mapped: MappedForward | None = None
+    if fits_tensor_maps(q, k, v):
+        mapped = mapped_forward(problem)
+    if mapped is not None:
+        return mapped
     config = plan_flash_attention(problem, current_device())
     return config, load_kernel(config.spec())
 

@@ -307,40 +307,39 @@ def _describe_but_lengths(
 
     queries, keys: the arrays that have the length of the queries, of the keys.
     """
-    rows = queries[0].shape[-3:-2], keys[0].shape[-3:-2]
-    longest = options[_LONGEST:]
-    inputs = [*map(_describe_but_length, queries), None, *map(_describe_but_length, keys)]
+    rows_q, rows_kv = queries[0].shape[-3:-2], keys[0].shape[-3:-2]
+    most_q, most_kv = options.max_seqlen_q, options.max_seqlen_kv
+    inputs = [_describe_but_length(array, rows_q) for array in queries]
+    inputs += [_describe_but_length(array, rows_kv) for array in keys]
     if (
-        inputs.count(None) > 1
+        None in inputs
         or others[-_LAST_OF_BIAS] is not None
         or others[-_LAST_OF_MASK] is not None
-        or any(each.shape[-3:-2] != rows[0] for each in queries)
-        or any(each.shape[-3:-2] != rows[1] for each in keys)
-        or any(each is not None and each < 0 for each in longest)
+        or (most_q is not None and most_q < 0)
+        or (most_kv is not None and most_kv < 0)
     ):
         return describe(device, *queries, *keys, options, *others)
-    (rows_q,), (rows_kv,) = rows
-    most_q, most_kv = longest
     rounded = (
-        rounded_length(rows_q if most_q is None else most_q),
-        rounded_length(rows_kv if most_kv is None else most_kv),
+        rounded_length(rows_q[0] if most_q is None else most_q),
+        rounded_length(rows_kv[0] if most_kv is None else most_kv),
     )
     ragged = most_q is not None, most_kv is not None
-    return device, rounded, *inputs, options[:_LONGEST], ragged, describe(*others)
+    return device, rounded, len(queries), *inputs, options[:_LONGEST], ragged, describe(*others)
 
 
-def _describe_but_length(array: Array) -> Hashable:
-    """None where the length may decide whether the array passes the checks."""
+def _describe_but_length(array: Array, rows: tuple[int, ...]) -> Hashable:
+    """None where the length may decide whether the array passes the checks, as one that is not
+    `rows` does."""
     shape, strides = array.shape, array.strides
     if len(shape) == _DENSE_AXES:
         batch, step = shape[0], strides[0]
         even = batch == 1 or (0 < step < _MAX_MAP_STRIDE and step % ACCESS_BYTES == 0)
     else:
         batch, even = None, len(shape) == _DENSE_AXES - 1
-    if not even or shape[-3] == 0:
+    if not even or shape[-3:-2] != rows or rows[0] == 0:
         return None
     place = address_of(array) % ACCESS_BYTES
-    return batch, shape[-3] > 1, shape[-2:], strides[-3:], array.dtype, place
+    return batch, rows[0] > 1, shape[-2:], strides[-3:], array.dtype, place
 
 
 def problem_of(

@@ -209,7 +209,8 @@ def _planned(
         out_dtype=dtype.name,
         precise=precise,
     )
-    return mapped_forward(problem)
+    mapped: MappedForward | None = mapped_forward(problem)
+    return mapped
 
 
 def _aligned(array: Array | None) -> bool:
