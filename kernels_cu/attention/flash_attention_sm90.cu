@@ -9,9 +9,9 @@
 //   64 queries, with their outputs, maxima and sums in registers, and takes the keys in tiles of
 //   TILE_N, last tile first. A warpgroup has the scores of the next tile and the output of this one
 //   multiplied in one go, and renews maxima and exponentials while the output's product runs.
-//   Nothing holds warpgroups together but the stages of K and V: with enough of them they drift
-//   apart, and one's exponentials, or its results' way out, run beside the others' products. Tiles
-//   that a mask hides from all 64 queries of a warpgroup are left out.
+//   Nothing holds warpgroups together but the stages of K and V (each has queries of its own): with
+//   enough of them they drift apart, and one's exponentials or stores run beside the others'
+//   products. Tiles that a mask hides from all 64 queries of a warpgroup are left out.
 // VARLEN: tiles reach into the next sequence. Its keys are hidden as others are; its values, which
 //   may be NaN, are overwritten by zeros: a warp of the first warpgroup hands on every tile of V.
 // BLOCK_SPARSE: keys come in the tiles that plan_blocks.cu listed for a tile of queries.
@@ -22,13 +22,13 @@
 //   or, with PREPARES, by three warps of the first warpgroup, tile by tile. The tensor core adds
 //   float8 products with about 14 bits: after KEPT_TILES tiles a warpgroup adds its outputs to what it
 //   keeps in shared memory (kept_sums.cuh).
-// Shared memory, dynamic: Q stages | K stages | PREPARES: two stages of V as it comes | V stages |
-//   KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima of every consumer thread. Tiles lie in parts of
-//   one swizzle's width (shared_tile.cuh); V prepared for e4m3 as float8_values.cuh has it. Static:
-//   barriers, and what the producer says of every stage.
-// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, tile, 1, part], parts of 64
-//   columns (of eight bits 64 up to 64 columns, else 128), swizzled by their bytes; rows and columns
-//   beyond the tensor read as zero.
+// Shared memory, dynamic: Q stages, a tile of 64 queries for every consumer | K stages | PREPARES: two
+//   stages of V as it comes | V stages | KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima of every
+//   consumer thread. Tiles lie in parts of one swizzle's width (shared_tile.cuh); V prepared for e4m3
+//   as float8_values.cuh has it. Static: barriers, and what the producer says of every stage.
+// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, rows, 1, part], rows 64 of Q and
+//   TILE_N of K and V, parts of 64 columns (of eight bits 64 up to 64 columns, else 128), swizzled by
+//   their bytes; rows and columns beyond the tensor read as zero.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM multiples of 16 up to 256: columns of Q and K,
 //   and of V, that are multiplied; VALUE_PADDED 0|1 V has fewer than VALUE_DIM; CONSUMERS 2|3|4;
 //   TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128 * (CONSUMERS + 1);
