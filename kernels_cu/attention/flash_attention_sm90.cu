@@ -11,7 +11,7 @@
 //   multiplied in one go, and renews maxima and exponentials while the output's product runs.
 //   Nothing holds warpgroups together but the stages of K and V (each has queries of its own): with
 //   enough of them they drift apart, and one's exponentials or stores run beside the others'
-//   products. Tiles that a mask hides from all 64 queries of a warpgroup are left out.
+//   products; with TURNS they are kept apart. Tiles that a mask hides from all 64 queries of a warpgroup are left out.
 // VARLEN: tiles reach into the next sequence. Its keys are hidden as others are; its values, which
 //   may be NaN, are overwritten by zeros: a warp of the first warpgroup hands on every tile of V.
 // BLOCK_SPARSE: keys come in the tiles that plan_blocks.cu listed for a tile of queries.
@@ -34,7 +34,7 @@
 //   TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128 * (CONSUMERS + 1);
 //   BLOCKS_PER_SM; those of score_options.cuh; BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and
 //   keys of a block. FLOAT8 0|1, then HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
-//   KEPT_TILES 1.., 0 never.
+//   KEPT_TILES 1.., 0 never. TURNS 0|1.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_lists.cuh"
@@ -50,6 +50,7 @@
 #include "common/platform.cuh"
 #include "common/ptx/opaque.cuh"
 #include "common/ptx/tma.cuh"
+#include "common/ptx/warp_group.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/scores/fragment_matrix.cuh"
 #include "common/scores/fragment_scores.cuh"
@@ -135,6 +136,38 @@ CUKIT_DEVICE bool renew(cukit::SoftmaxRows& rows, float (&shrink)[2], const Scor
                                                                    Operands::kGrowth);
 }
 
+// TURNS: in each round of tiles of keys the consumers issue their products one after the other. Those
+// that begin a tile of queries together would else multiply, and then compute exponentials, at the
+// same time, until they have drifted apart: too long for the short rows of a causal mask.
+class Turns {
+ public:
+  CUKIT_DEVICE explicit Turns(int group) : group_(group) {
+    if (group_ == CONSUMERS - 1) pass();
+  }
+
+  CUKIT_DEVICE void take() const {
+    if constexpr (TURNS) cukit::named_sync(kFirstBarrier + group_, kThreads);
+  }
+  CUKIT_DEVICE void pass() const {
+    const int next = group_ + 1 == CONSUMERS ? 0 : group_ + 1;
+    if constexpr (TURNS) cukit::named_arrive(kFirstBarrier + next, kThreads);
+  }
+  // Of a tile of keys that this consumer does not see.
+  CUKIT_DEVICE void skip() const {
+    take();
+    pass();
+  }
+  // The last turn was passed to the first consumer.
+  CUKIT_DEVICE void end() const {
+    if (group_ == 0) take();
+  }
+
+ private:
+  static constexpr int kFirstBarrier = 1;
+  static constexpr int kThreads = 2 * cukit::kWarpgroupThreads;
+  int group_;
+};
+
 // Whether outputs are kept outside the tensor core, and whether that and their rescaling happen beside
 // the product of the next scores: if there are registers for both.
 constexpr bool kKeeps = KEPT_TILES > 0;
@@ -144,8 +177,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
                       const Arguments& arguments, const cukit::Descales& descales,
                       const cukit::ScoreSettings& settings, float scale) {
   const int own_group = Block::consumer_group();
-  // Float8 has no register for it throughout the loop.
-  const auto group = [&] { return FLOAT8 ? Block::consumer_group() : own_group; };
+  // Float8 and biases leave no register for it throughout the loop.
+  const auto group = [&] { return FLOAT8 || BIAS ? Block::consumer_group() : own_group; };
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.q));
@@ -164,9 +197,11 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       tiles.kept);
 
   const auto values = [&] { return v_first + v_at.index * ValueTile::kStage; };
+  Turns turns(own_group);
   const auto start_scores = [&] {
     const unsigned long long k = k_first + k_at.index * KeyTile::kStage;
     pipelines.k.wait(k_at);
+    turns.take();
     cukit::wgmma_fence();
     multiply_keys(scores, q, k);
   };
@@ -196,6 +231,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
                                           head.mask, settings.mask_row, settings.mask_column));
     // In the order in which they come: V a tile behind K.
     for (int unseen = work.keys.end; unseen > seen.end; --unseen) {
+      turns.skip();
       pipelines.k.skip(k_at);
       if (unseen < work.keys.end) pipelines.v.skip(v_at);
     }
@@ -250,6 +286,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       }
     };
     start_scores();
+    turns.pass();
     cukit::wgmma_wait<0>(scores);
     receive_scores();
 #pragma unroll
@@ -276,6 +313,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       start_scores();
       if constexpr (kTendsEarly) tend(outgrown);
       multiply_values(sums, p, values());
+      turns.pass();
       cukit::wgmma_wait<1>(scores);
       receive_scores();
       outgrown = renew(rows, shrink, scores, factor);
@@ -302,6 +340,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     pipelines.v.release(v_at);
     v_at.advance();
     for (int unseen = work.keys.begin; unseen < seen.begin; ++unseen) {
+      turns.skip();
       pipelines.k.skip(k_at);
       pipelines.v.skip(v_at);
     }
@@ -313,6 +352,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
            result_row, settings);
     part = part_of_next_tile(part);
   }
+  turns.end();
 }
 
 }  // namespace consumer
