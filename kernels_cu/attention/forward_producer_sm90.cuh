@@ -294,11 +294,11 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 #if DEALT
         pipelines.announce(q_at, work);
 #endif
-#pragma unroll 1
+#pragma unroll (DEALT ? CONSUMERS : 1)
         for (int group = 0; group < CONSUMERS; ++group) {
           cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[group];
           const int part = first_part == 0 ? group : first_part - group;
-          queries.acquire(q_at);
+          if (!DEALT) queries.acquire(q_at);
           QueryTile::load(tiles.q + (q_at.index * CONSUMERS + group) * QueryTile::kBytes, q,
                           queries.expect(q_at, QueryTile::kBytes), work.head,
                           work.sequence.first_q + work.first_row + part * cukit::kWarpgroupRows,
