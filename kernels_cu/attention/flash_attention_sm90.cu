@@ -303,7 +303,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     pipelines.v.wait(v_at);
     Operands::pack(p, scores);
 
-    bool outgrown = false;
+    bool outgrown = Operands::kGrowth < 0.0f;
     const auto tend = [&](bool shrunk) {
       if (shrunk) cukit::rescale(sums, shrink);
       if (kKeeps && kept.due()) kept.take(sums, rows, factor);

@@ -108,9 +108,10 @@ struct Float8Operands : Float8Scores<TileN, HeadDim> {
   using Probabilities = unsigned[TileN / 32][4];
   // P is rounded as 2^kOffset times itself, so that small ones use the exponents that e4m3 has: 2^8 is
   // its largest power of two, 2^-9 its smallest number. Maxima are renewed with every score above
-  // them: the largest probability of a row is then a power of two, which e4m3 holds exactly.
+  // them: the largest probability of a row is then a power of two, which e4m3 holds exactly. Short rows
+  // have most of them renewed.
   static constexpr int kOffset = 8;
-  static constexpr float kGrowth = 0.0f;
+  static constexpr float kGrowth = CAUSAL && ValueDim < 256 ? -1.0f : 0.0f;
 
   CUKIT_DEVICE static void multiply_values(float (&out)[ValueDim / 2], const unsigned (&p)[4],
                                            unsigned long long v) {
