@@ -8,6 +8,7 @@
 
 from typing import Any
 
+from cukit import _start
 from cukit.array_api import (
     NarrowArray,
     NarrowDtype,
@@ -35,6 +36,8 @@ from cukit.attention import (
     block_sparse_attention,
     flash_attention,
     flash_attention_backward,
+    merge_attention_states,
+    paged_attention,
 )
 from cukit.distill import (
     adamw,
@@ -102,6 +105,7 @@ from cukit.gemm import (
     tree_matmul,
     tune_matmul,
 )
+from cukit.kv_cache import KVCacheBlock, KVCacheManager
 from cukit.layers import (
     embedding,
     embedding_backward,
@@ -167,6 +171,8 @@ __all__ = [
     "DataError",
     "DeviceBuffer",
     "EmulatorError",
+    "KVCacheBlock",
+    "KVCacheManager",
     "LaunchError",
     "MatmulPlan",
     "MemoryPool",
@@ -246,6 +252,7 @@ __all__ = [
     "matmul_tma",
     "memory_pool_allocate",
     "memory_pool_free",
+    "merge_attention_states",
     "moe_ffn",
     "moe_ffn_backward",
     "moe_permute",
@@ -255,6 +262,7 @@ __all__ = [
     "ones",
     "ones_like",
     "pack_weight",
+    "paged_attention",
     "quantization_report",
     "quantize",
     "quantized_linear",

@@ -6,6 +6,9 @@ Bad input ends with one clear line on stderr and exit code 2; a traceback means 
 
 from __future__ import annotations
 
+import io
+import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -13,6 +16,7 @@ from typing import Annotated
 import typer
 
 import cukit
+from cukit.analyzer.report.numbers import printable
 from cukit.commands.analyze import analyze
 from cukit.commands.bench import bench
 from cukit.commands.compare import compare
@@ -22,10 +26,13 @@ from cukit.commands.doctor import doctor
 from cukit.commands.list_ops import list_ops
 from cukit.commands.replay import replay
 from cukit.commands.report import report
-from cukit.errors import CukitError
+from cukit.core.interrupts import INTERRUPTED, in_time
+from cukit.errors import ConfigError, CukitError
 
 BAD_INPUT = 2
-INTERRUPTED = 130
+_LONG_WORD = re.compile(r"\S{400,}")
+BROKEN_PIPE = 141
+"""As shells have it for a program that SIGPIPE ended."""
 
 app = typer.Typer(
     name="cukit",
@@ -65,26 +72,61 @@ def options(
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line; returns its exit code."""
+    code = 0
     try:
-        code = app(args=list(arguments) or ["--help"], standalone_mode=False)
+        _check_values(arguments)
+        # Not `app()`, which turns interrupts and broken pipes into exits of its own.
+        command = typer.main.get_command(app)
+        try:
+            with command.make_context("cukit", list(arguments) or ["--help"]) as context:
+                command.invoke(context)
+        except typer.Exit as end:
+            code = end.exit_code
+        sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         return _complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:  # `cukit list | head -1`
+        return BROKEN_PIPE
     except (CukitError, OSError) as error:
         return _complain(str(error), BAD_INPUT)
+    except MemoryError as error:
+        return _complain(f"not enough memory: {error or 'no more to be had'}", BAD_INPUT)
     except Exception as error:
         # Which exceptions the command line's own errors derive from differs between releases of
         # typer; that they format themselves does not.
         if hasattr(error, "format_message"):
             return _complain(error.format_message(), BAD_INPUT)
         raise
-    return code if isinstance(code, int) else 0
+    return code
+
+
+def _check_values(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for an empty argument: to the shell, a variable that is not set."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        name, is_assignment, value = argument.partition("=")
+        if not argument or (name.startswith("--") and is_assignment and not value):
+            raise ConfigError(f"{name or before or 'an argument'}: expected a value, got ''")
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"cukit: {message}", file=sys.stderr)
+    short = _LONG_WORD.sub(lambda word: f"{word[0][:100]}...{word[0][-60:]}", message)
+    print(f"cukit: {printable(short)}", file=sys.stderr)
     return code
 
 
 def main() -> None:
     """Entry point of the `cukit` script."""
-    sys.exit(run(sys.argv[1:]))
+    # A shell may close them (`>&-`); what is written then goes nowhere.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 loses no result
+    with in_time():
+        code = run(sys.argv[1:])
+        try:
+            sys.stdout.flush()
+        except OSError:  # it has been said; Python would say it again
+            os._exit(code)
+        if code == INTERRUPTED:
+            os._exit(code)  # threads that still work are not waited for
+    sys.exit(code)

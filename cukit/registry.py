@@ -78,6 +78,8 @@ def register_kernel(
     function: the callable; it decides by itself what it runs on.
     reference: plain array code for `get_kernel(name, platform="cpu")`; `function` where omitted.
     """
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"register_kernel: name must be a string, got {name!r}")
     if not callable(function):
         raise ConfigError(f"register_kernel: function must be callable, got {function!r}")
     _load_families()
@@ -107,6 +109,8 @@ def get_kernel(name: str, platform: str | None = None) -> Callable[..., Any]:
 def get_op(name: str) -> Op:
     """The registry entry of `name`. Raises ConfigError naming the closest known names."""
     _load_families()
+    if not isinstance(name, str):
+        raise ConfigError(f"get_kernel: name must be a string, got {name!r}")
     try:
         return _OPS[name]
     except KeyError:

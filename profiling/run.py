@@ -24,9 +24,9 @@ from pathlib import Path
 
 import profiling.cases
 from cukit.analyzer.benchmark import KernelBenchmark, Sampling
-from cukit.analyzer.results import Record, ResultsError, ResultsFile
+from cukit.analyzer.results import Record, ResultsFile
 from cukit.analyzer.timing import GpuTimer, HostTimer
-from cukit.errors import CukitError
+from cukit.errors import ConfigError, CukitError
 from profiling.case import Call, Case, PeerMissing, Workload
 from profiling.data import array_module
 from profiling.environment import describe
@@ -188,28 +188,33 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """The command line; what is wrong with it is said in one line."""
+    try:
+        return bench(arguments)
+    except CukitError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def bench(arguments: Sequence[str] | None = None) -> int:
+    """Runs the cases that `arguments` choose; returns the exit code. Raises CukitError for bad
+    input."""
     options = _parser().parse_args(arguments)
     cases = load_cases(options.family, options.only, small=options.small)
     if not cases:
-        print(f"no case of {', '.join(options.only)}; --list shows them all", file=sys.stderr)
-        return 2
+        named = ", ".join(name[:60] for name in options.only)
+        raise ConfigError(f"no case of {named}; --list shows them all")
     if options.list:
         for case in cases:
             print(f"{case.family:<12}{case.op:<28}{case.name:<32}{case.dtype}")
         return 0
     if array_module().__name__ != "cupy" and not options.small:
-        print("no GPU here: `cukit doctor` says why; --small runs without one", file=sys.stderr)
-        return 2
-    try:
-        named = options.peers.split(",") if options.peers else True
-        runner = Runner(peers=False if options.no_peers else named, quick=options.small)
-        # Cases of a family may come from several modules.
-        known = () if options.only else load_cases(small=options.small)
-        return run_cases(cases, runner, out=options.out, known=known)
-    except (ResultsError, CukitError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        raise ConfigError("no GPU here: `cukit doctor` says why; --small runs without one")
+    peers = options.peers.split(",") if options.peers else True
+    runner = Runner(peers=False if options.no_peers else peers, quick=options.small)
+    # Cases of a family may come from several modules.
+    known = () if options.only else load_cases(small=options.small)
+    return run_cases(cases, runner, out=options.out, known=known)
 
 
 def run_cases(

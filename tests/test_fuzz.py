@@ -1,5 +1,5 @@
-"""Wrong inputs of every kind to every op: each call ends in a CukitError or in a result, never in
-another error, and changes no argument that it is not meant to change."""
+"""Wrong inputs of every kind to every op and creation function: each call ends in a CukitError or
+in a result, never in another error, and changes no argument that it is not meant to change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import cukit
-from cukit.errors import CukitError
+from cukit.errors import ArrayLayoutError, CukitError
 from cukit.registry import Op, ops
 from tests.emulator.samples import SAMPLES
 
@@ -29,6 +29,15 @@ SCALARS = (
     None, True, 0, -1, 7, 1 << 40, 1.5, float("nan"), float("inf"), -0.0, "no", b"no", [], [1], {},
     object(), np.float32(0.5), np.int64(3), np.ones(2), np.array(1.0), 1j, np.datetime64("now"),
 )  # fmt: skip
+
+
+def unaligned(a: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A copy one byte behind a multiple of the element size, as a view of bytes may lie."""
+    memory = np.zeros(a.nbytes + 1, np.uint8)
+    view = np.ndarray(a.shape, a.dtype, memory, 1)
+    view[...] = a
+    return view
+
 
 ARRAYS: tuple[Callable[[np.ndarray[Any, Any]], Any], ...] = (
     lambda a: None,
@@ -57,6 +66,7 @@ ARRAYS: tuple[Callable[[np.ndarray[Any, Any]], Any], ...] = (
     lambda a: a[::-1] if a.ndim else a,
     lambda a: a.T,
     np.asfortranarray,
+    lambda a: a if a.dtype.hasobject else unaligned(a),
     lambda a: np.broadcast_to(a.ravel()[:1], a.shape),
     lambda a: np.array(a.ravel()[0]),
     lambda a: np.ma.masked_array(a, mask=np.zeros(a.shape, bool)),
@@ -157,6 +167,127 @@ def try_wrong_inputs(op: Op, count: int) -> None:
     assert not complaints, f"{op.name}: {len(complaints)} of {count}:\n" + "\n".join(
         complaints[:40]
     )
+
+
+NO_KIND = ("no", "0.5", 1j, object())
+WRONG_SCALARS: dict[type, tuple[Any, ...]] = {
+    bool: (*NO_KIND, None, 1.5, 2),
+    int: (*NO_KIND, 1.5, float("nan"), True),
+    float: (*NO_KIND, None, float("nan"), True),
+    str: ("zzz", 3, True),
+    type(None): NO_KIND,
+}
+"""By the type of the right value."""
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
+def test_options_of_another_kind_are_refused(op: Op) -> None:
+    """No "no" that counts as true, no text that counts as a number."""
+    args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
+    bound = inspect.signature(op.function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    for name, value in list(bound.arguments.items()):
+        for wrong in WRONG_SCALARS.get(type(value), ()):
+            bound.arguments[name] = wrong
+            print(f"{name}={wrong!r}")
+            with pytest.raises(CukitError):
+                op.function(*bound.args, **bound.kwargs)
+        bound.arguments[name] = value
+
+
+WRITERS = [
+    op
+    for op in KERNEL_OPS
+    if (out := inspect.signature(op.function).parameters.get("out")) is not None
+    and out.default is None
+    and op.name != "quantize"  # whose output is three arrays
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
+def test_unaligned_arrays_are_refused(op: Op) -> None:
+    """A GPU faults on them, and with it the process."""
+    args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
+    bound = inspect.signature(op.function).bind(*args, **kwargs)
+    for name, value in list(bound.arguments.items()):
+        if isinstance(value, np.ndarray) and value.itemsize > 1:
+            bound.arguments[name] = unaligned(value)
+            with pytest.raises(ArrayLayoutError, match=r"must begin at a multiple"):
+                op.function(*bound.args, **bound.kwargs)
+            bound.arguments[name] = value
+
+
+@pytest.mark.parametrize("op", WRITERS, ids=lambda op: op.name)
+def test_a_read_only_output_is_refused(op: Op) -> None:
+    args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
+    result = op.function(*args, **kwargs)
+    out = np.zeros_like(result[0] if isinstance(result, tuple) else result)
+    out.flags.writeable = False
+    with pytest.raises(ArrayLayoutError, match="read-only"):
+        op.function(*args, **kwargs | {"out": out})
+    assert not out.any()
+
+
+@pytest.mark.parametrize("op", WRITERS, ids=lambda op: op.name)
+def test_an_output_that_overlaps_an_input_is_refused(op: Op) -> None:
+    args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
+    result = op.function(*args, **kwargs)
+    model = result[0] if isinstance(result, tuple) else result
+    bound = inspect.signature(op.function).bind(*args, **kwargs)
+    shift = 16
+    for name, value in list(bound.arguments.items()):
+        if isinstance(value, np.ndarray) and value.nbytes > shift:
+            memory = np.zeros(max(value.nbytes, model.nbytes) + shift, np.uint8)
+            bound.arguments[name] = np.ndarray(value.shape, value.dtype, memory)
+            bound.arguments[name][...] = value
+            bound.arguments["out"] = np.ndarray(model.shape, model.dtype, memory, shift)
+            with pytest.raises(ArrayLayoutError, match="overlaps"):
+                op.function(*bound.args, **bound.kwargs)
+            bound.arguments[name] = value
+
+
+NO_ARRAYS = (None, "text", object(), {}, [[1], [1, 2]], np.array(["a"]), np.array([None]))
+CREATION: dict[str, tuple[dict[str, Any], ...]] = {
+    **dict.fromkeys(
+        ("zeros", "ones", "empty"),
+        (
+            *({"shape": shape} for shape in (-1, (2, -1), 1.5, "3", None, (1,) * 65, 10**30)),
+            *({"shape": 3, "dtype": dtype} for dtype in ("zzz", object, "S3", 3, "datetime64[s]")),
+        ),
+    ),
+    "full": ({"shape": 3, "value": None}, {"shape": 3, "value": "1"}, {"shape": -1, "value": 0}),
+    "arange": (
+        {"start": 0, "stop": 1, "step": 0},
+        {"start": float("nan")},
+        {"start": 1e30},
+        {"start": None},
+        {"start": "3"},
+    ),
+    "linspace": (
+        {"start": 0, "stop": 1, "num": -1},
+        {"start": 0, "stop": 1, "num": 1.5},
+        {"start": None, "stop": 1, "num": 3},
+        {"start": 0, "stop": float("inf"), "num": 3},
+    ),
+    "asarray": (*({"obj": wrong} for wrong in NO_ARRAYS), {"obj": [1], "dtype": "zzz"}),
+    **dict.fromkeys(
+        ("to_numpy", "zeros_like", "ones_like", "empty_like"),
+        tuple({"array": wrong} for wrong in NO_ARRAYS),
+    ),
+    "full_like": tuple({"array": wrong, "value": 0} for wrong in NO_ARRAYS),
+    "get_kernel": ({"name": None}, {"name": 3}, {"name": []}, {"name": "rms_nrom"}),
+    "register_kernel": ({"name": 3, "function": print}, {"name": "x", "function": 3}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [(name, each) for name, calls in CREATION.items() for each in calls]
+)
+def test_what_makes_arrays_refuses_by_name(name: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(CukitError):
+        getattr(cukit, name)(**arguments)
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])

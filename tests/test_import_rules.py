@@ -39,11 +39,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distill": LOOP,
     "emulator": BASE | {"core"},
     "memory": BASE | {"core", "reference", "registry"},
+    "kv_cache": BASE | {"core", "memory"},
     "analyzer": BASE | {"core", "registry", "memory"},
     "commands": LOOP | {"analyzer", "cukit", "emulator"},
-    "cli": {"cukit", "commands", "errors"},
+    "cli": BASE | {"core", "cukit", "commands"},
     "__main__": {"cli"},
-    "__init__": MODELS | {"distill", "emulator", "memory", "models"},
+    "_start": {"core"},
+    "__init__": MODELS | {"_start", "distill", "emulator", "kv_cache", "memory", "models"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

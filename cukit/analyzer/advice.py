@@ -6,6 +6,7 @@ the data bound nothing, it says so: occupancy, for one, only helps a kernel that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from cukit.analyzer.occupancy import WARP_THREADS
@@ -31,12 +32,32 @@ def advise(
     found = [advice for rule in _CALL_RULES if (advice := rule(analysis))]
     found += _uncoalesced(analysis)
     if len(analysis.launches) == 1:
-        launch = analysis.launches[0]
-        found += [advice for rule in _LAUNCH_RULES if (advice := rule(launch, num_sms))]
-        if not _at_roof(analysis):
-            found += _access_width(launch, accesses)
-            found += _residency(launch)
+        (launch,) = analysis.launches
+        found += advise_launch(launch, num_sms, accesses, at_roof=_at_roof(analysis))
     return tuple(found)
+
+
+def advise_launch(
+    launch: LaunchAnalysis,
+    num_sms: int,
+    accesses: Sequence[AccessPoint] = (),
+    *,
+    at_roof: bool = False,
+) -> tuple[Advice, ...]:
+    """What the compiled code and the shape of one launch suggest, without any time.
+
+    at_roof: the time is known to leave nothing to win by more or wider accesses.
+    """
+    found = [advice for rule in _LAUNCH_RULES if (advice := rule(launch, num_sms))]
+    if not at_roof and not _copies_tiles(launch):
+        found += _access_width(launch, accesses)
+        found += _residency(launch)
+    return tuple(found)
+
+
+def _copies_tiles(launch: LaunchAnalysis) -> bool:
+    """True where TMA moves the data: its copies are wide, and hide latency without more warps."""
+    return launch.memory_access is not None and launch.memory_access.bulk_copies > 0
 
 
 def _at_roof(analysis: KernelAnalysis) -> bool:
@@ -168,9 +189,12 @@ def _access_width(launch: LaunchAnalysis, accesses: Sequence[AccessPoint]) -> It
     if launch.memory_access is None:
         return
     for operation in ("load", "store"):
-        widths = {
-            w.bits: w.instructions for w in launch.memory_access.widths if w.operation == operation
-        }
+        # cp.async loads too, and what it loads wide is not told to load wider.
+        kinds = (operation, "async copy") if operation == "load" else (operation,)
+        widths: Counter[int] = Counter()
+        for width in launch.memory_access.widths:
+            if width.operation in kinds:
+                widths[width.bits] += width.instructions
         if widths and max(widths) < WIDE_BITS:
             counted = ", ".join(f"{n} of {bits} bits" for bits, n in sorted(widths.items()))
             yield Advice(

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from cukit.analyzer.correctness import relative_error
 from cukit.analyzer.machine import results_environment
+from cukit.analyzer.peaks import floor_us, precision_of
 from cukit.analyzer.power import energy_of
 from cukit.analyzer.results import CaseKey, Record, ResultsFile
 from cukit.analyzer.statistics import estimate
@@ -161,9 +162,12 @@ class KernelBenchmark:
         for name, error in _errors(arms, wanted, on_failure).items():
             errors[name] = max(errors[name], error)
         records = []
+        floor = floor_us(
+            self.environment, precision_of(key[3], key[2]), flops=flops, bytes_moved=bytes
+        )
         for name, timing in timings.items():
             record = _record(key, name, timing, flops=flops, bytes_moved=bytes)
-            record["floor_us"] = self._floor_us(flops, bytes)
+            record["floor_us"] = None if floor is None else round(floor, 2)
             record["error"] = float(f"{errors[name]:.3g}") if math.isfinite(errors[name]) else None
             record["correct"] = errors[name] <= tolerance
             record["timer"] = timer.name
@@ -229,15 +233,6 @@ class KernelBenchmark:
             except Exception:  # a call that allocates cannot be captured; whatever it raises
                 found[name] = None
         return found
-
-    def _floor_us(self, flops: float, bytes_moved: float) -> float | None:
-        """The time no version beats: bytes or FLOPs over this machine's measured ceilings."""
-        ceilings = self.environment["ceilings"]
-        if not ceilings or not (bytes_moved or flops):
-            return None
-        memory_us = bytes_moved / ceilings["copy_gbps"] / 1e3
-        compute_us = flops / ceilings["bf16_gemm_tflops"] / 1e6
-        return round(float(max(memory_us, compute_us)), 2)
 
 
 def _errors(arms: Mapping[str, Call], wanted: Any, failure: Failure | None) -> dict[str, float]:

@@ -134,7 +134,7 @@ def read_cases(content: Mapping[str, Any], impl: str = OURS) -> Cases:
                 for analysis in content["analyses"]
                 if analysis["cold"] is not None
             }
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"damaged results: {error!r}") from None
     raise DataError("neither results of `cukit bench` nor an analysis")
 
@@ -146,6 +146,8 @@ def _record_name(record: Mapping[str, Any]) -> str:
 def _record_case(record: Mapping[str, Any]) -> Case:
     median = float(record["median_us"])
     low, high = (float(value) for value in record["range_us"])
+    if not (0 < low <= high and median > 0):
+        raise ValueError(f"{_record_name(record)} took {median} us, {low} to {high}")
     timer = str(record.get("timer", GpuTimer.name))
     return Case(Estimate(median, low, high), bool(record["correct"]), timer)
 

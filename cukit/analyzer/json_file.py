@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, NoReturn
 
+from cukit.core.files import read_text
 from cukit.errors import DataError
 
 _MOST_DIGITS = 19
@@ -17,13 +18,13 @@ def read_json(path: Path) -> Any:
     """The content of a file. Raises DataError: unreadable, not JSON, or a number out of range."""
     try:
         return json.loads(
-            path.read_text(encoding="utf-8"),
+            read_text(path),
             parse_int=_integer,
             parse_float=_float,
             parse_constant=_refuse,
         )
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except DataError:
+        raise
     except RecursionError:
         raise DataError(f"{path}: not JSON (nested too deeply)") from None
     except ValueError as error:

@@ -55,7 +55,8 @@ def environment(device: Device, *, static: bool, timer: Timer | None = None) -> 
 def results_environment(timer: Timer) -> dict[str, Any]:
     """What stands beside the records of a results file: this machine and its measured ceilings.
 
-    Takes a second or two on a GPU; there are no ceilings without one.
+    Takes a second or two on a GPU; there are no ceilings without one. `measured_tflops` are rates
+    by pipe, as in an analysis; `bf16_gemm_tflops` is the one that every results file has.
     """
     found: dict[str, Any] = {
         "gpu": platform.processor() or platform.machine(),
@@ -69,12 +70,16 @@ def results_environment(timer: Timer) -> dict[str, Any]:
     }
     if not gpu_available():
         return found
-    bf16 = gemm_tflops(timer, ("tensor_bf16",))["tensor_bf16"]
+    rates = {"fp32": fma_tflops(timer), **gemm_tflops(timer)}
     return found | {
         "gpu": current_device().name,
         "driver": driver_version(),
         "cuda": cuda_version(),
-        "ceilings": {"copy_gbps": copy_gbps(timer), "bf16_gemm_tflops": bf16},
+        "ceilings": {
+            "copy_gbps": copy_gbps(timer),
+            "bf16_gemm_tflops": rates["tensor_bf16"],
+            "measured_tflops": rates,
+        },
     }
 
 

@@ -17,13 +17,12 @@ true median is believed to be (cukit.analyzer.statistics.estimate): what `cukit 
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cukit.analyzer.json_file import read_json
+from cukit.core.files import write_text
 from cukit.errors import DataError
 
 Record = dict[str, Any]
@@ -59,16 +58,7 @@ def read(path: Path) -> dict[str, Any]:
 def write(path: Path, results: dict[str, Any]) -> None:
     """Replace the file at once: a reader sees the old content or the new, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(results, file, indent=1)
-            file.write("\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_text(path, json.dumps(results, indent=1) + "\n")
 
 
 class ResultsFile:

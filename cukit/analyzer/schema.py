@@ -9,7 +9,7 @@ occupancy, waves, roofline) follows from fields that stand beside it.
     └── KernelAnalysis                 one kernel, or one call that launches several
         ├── LaunchAnalysis             one launch: what the compiler and the grid decide
         │   ├── Resources  OccupancyAnalysis  Waves
-        │   └── MemoryAccess ── AccessWidth
+        │   └── MemoryAccess ── AccessWidth, InstructionMix
         ├── TimeStatistics             cold and warm
         ├── Throughput  RooflinePoint  Energy  Conditions  Counters
         └── Advice
@@ -166,6 +166,17 @@ class MemoryAccess:
 
 
 @dataclass(frozen=True)
+class InstructionMix:
+    """What a kernel's instructions do. A static count: loops count once, padding not at all."""
+
+    source: str
+    """"decoded": read from the instruction words of the cubin."""
+    instructions: int
+    by_class: Mapping[str, int]
+    """"tensor core", "floating point", "global memory", ...: analyzer/sass.py has them all."""
+
+
+@dataclass(frozen=True)
 class LaunchAnalysis:
     """One kernel launch: what is known without running it, and its own time if traced."""
 
@@ -178,6 +189,7 @@ class LaunchAnalysis:
     memory_access: MemoryAccess | None
     device_us: float | None = None
     """Duration of this launch by the driver's activity records, L2 cold; None without CUPTI."""
+    instruction_mix: InstructionMix | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from cukit.core.files import check_file
 from cukit.errors import DataError
 
 
@@ -27,8 +28,7 @@ class Script:
         path, _, name = target.partition(":")
         self.path = Path(path)
         self.name = name or None
-        if not self.path.is_file():
-            raise DataError(f"{path}: no such file")
+        check_file(self.path)
 
     def load(self) -> Any:
         """What the name stands for; without one, a function that runs the file as a program."""

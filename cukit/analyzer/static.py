@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cukit.analyzer.residency import analyze_occupancy, analyze_waves
-from cukit.analyzer.sass import memory_access
+from cukit.analyzer.sass import instruction_mix, memory_access
 from cukit.analyzer.schema import LaunchAnalysis, Resources
 from cukit.core.compiler import cuda_include_folder, nvrtc_version
 from cukit.core.cubin import CubinInfo, kernel_code, read_cubin
@@ -120,7 +120,8 @@ class StaticKernel:
             resources=self.resources(dynamic_shared_bytes),
             occupancy=occupancy,
             waves=analyze_waves(device, blocks, occupancy.blocks_per_sm),
-            memory_access=memory_access(self.code),
+            memory_access=memory_access(self.code, device.compute_capability),
+            instruction_mix=instruction_mix(self.code, device.compute_capability),
         )
 
     def resources(self, dynamic_shared_bytes: int = 0) -> Resources:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import math
+import numbers
+import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import ml_dtypes
@@ -16,12 +20,22 @@ from cukit.core.arrays import KERNEL_DTYPES, Array, adopt, is_gpu_array
 from cukit.core.device import gpu_available, require_cupy
 from cukit.core.narrow_dtype import NarrowDtype
 from cukit.core.quantized_array import QuantizedArray
-from cukit.errors import ConfigError, UnsupportedDeviceError
+from cukit.core.scalars import check_integer, check_number
+from cukit.errors import (
+    ArrayDtypeError,
+    ArrayError,
+    ArrayShapeError,
+    ConfigError,
+    UnsupportedDeviceError,
+)
 
 DeviceName = Literal["cpu", "gpu"]
 Shape = int | Sequence[int]
 Dtype = Any
 """A NumPy dtype or its name, `"bfloat16"` and ml_dtypes' types included."""
+
+_MOST_AXES = 64
+_MOST_BYTES = 2**63
 
 
 def default_device() -> DeviceName:
@@ -56,7 +70,7 @@ def asarray(
         dtype: None keeps it (Python floats become float32); a narrow dtype rounds to it, without
             scales.
         device: None leaves GPU data on the GPU and moves the rest to the default device.
-        copy: True always copies, False raises ValueError where a copy would be needed.
+        copy: True always copies, False raises ArrayError where a copy would be needed.
 
     Raises:
         ArrayError: `obj` is no array. UnsupportedDeviceError: `device="gpu"` without one.
@@ -66,18 +80,15 @@ def asarray(
     if isinstance(dtype, NarrowDtype):
         array = asarray(obj, device=device, copy=copy)
         return encode(array if array.dtype in KERNEL_DTYPES else array.astype(np.float32), dtype)
-    if isinstance(obj, (int, float, complex, bool, list, tuple)):
-        obj = _from_python(obj)
-    (array,) = adopt("asarray", obj)
-    assert array is not None
+    array = _adopted("asarray", obj)
     if device is None and is_gpu_array(array):
         device = "gpu"
-    wanted = None if dtype is None else _dtype(dtype)
+    wanted = None if dtype is None else _dtype("asarray", dtype)
     place = _place(device)
     moves = is_gpu_array(array) != (place == "gpu")
     converts = wanted is not None and wanted != array.dtype
     if copy is False and (moves or converts):
-        raise ValueError("asarray: copy=False, but the device or the dtype has to change")
+        raise ArrayError("asarray: copy=False, but the device or the dtype has to change")
     if moves:
         array = to_numpy(array) if place == "cpu" else require_cupy("GPU arrays").asarray(array)
     if converts:
@@ -92,21 +103,20 @@ def to_numpy(array: Any) -> np.ndarray[Any, Any]:
     """
     if isinstance(array, QuantizedArray):
         array = array.decode()
-    if isinstance(array, (int, float, list, tuple)):
-        array = _from_python(array)
-    (adopted,) = adopt("to_numpy", array)
-    assert adopted is not None
+    adopted = _adopted("to_numpy", array)
     return np.asarray(adopted.get() if is_gpu_array(adopted) else adopted)
 
 
 def empty(shape: Shape, dtype: Dtype = np.float32, *, device: DeviceName | None = None) -> Array:
     """An uninitialised array."""
-    return _module(device).empty(shape, _dtype(dtype))
+    resolved = _dtype("empty", dtype)
+    return _module(device).empty(_extents("empty", shape, resolved), resolved)
 
 
 def zeros(shape: Shape, dtype: Dtype = np.float32, *, device: DeviceName | None = None) -> Array:
     """An array of zeros."""
-    return _module(device).zeros(shape, _dtype(dtype))
+    resolved = _dtype("zeros", dtype)
+    return _module(device).zeros(_extents("zeros", shape, resolved), resolved)
 
 
 def ones(shape: Shape, dtype: Dtype = np.float32, *, device: DeviceName | None = None) -> Array:
@@ -118,7 +128,10 @@ def full(
     shape: Shape, value: float, dtype: Dtype = np.float32, *, device: DeviceName | None = None
 ) -> Array:
     """An array filled with `value`."""
-    return _module(device).full(shape, value, _dtype(dtype))
+    resolved = _dtype("full", dtype)
+    if not isinstance(value, numbers.Number) and getattr(value, "shape", None) != ():
+        raise ConfigError(f"full: value must be a number, got {value!r}")
+    return _module(device).full(_extents("full", shape, resolved), value, resolved)
 
 
 def arange(
@@ -135,11 +148,17 @@ def arange(
     """
     if stop is None:
         start, stop = 0, start
+    for name, value in (("start", start), ("stop", stop), ("step", step)):
+        check_number("arange", name, value)
+    if step == 0:
+        raise ConfigError("arange: step must not be 0")
     if dtype is None:
-        integers = all(isinstance(value, int) for value in (start, stop, step))
+        integers = all(isinstance(value, (int, np.integer)) for value in (start, stop, step))
         dtype = np.int64 if integers else np.float32
-    wide = np.float64 if _dtype(dtype).kind not in "iu" else _dtype(dtype)
-    return _module(device).arange(start, stop, step, wide).astype(_dtype(dtype))
+    resolved = _dtype("arange", dtype)
+    wide: np.dtype[Any] = resolved if resolved.kind in "iu" else np.dtype(np.float64)
+    _extents("arange", max(0, math.ceil((float(stop) - start) / step)), wide)
+    return _module(device).arange(start, stop, step, wide).astype(resolved)
 
 
 def linspace(
@@ -151,38 +170,88 @@ def linspace(
     device: DeviceName | None = None,
 ) -> Array:
     """`num` numbers from `start` to `stop`, both included."""
-    return _module(device).linspace(start, stop, num, dtype=np.float64).astype(_dtype(dtype))
+    resolved = _dtype("linspace", dtype)
+    check_number("linspace", "start", start)
+    check_number("linspace", "stop", stop)
+    check_integer("linspace", "num", num, least=0)
+    _extents("linspace", num, np.dtype(np.float64))
+    return _module(device).linspace(start, stop, num, dtype=np.float64).astype(resolved)
 
 
 def empty_like(array: Array, dtype: Dtype | None = None) -> Array:
     """An uninitialised array with the shape, device and (unless given) dtype of `array`."""
-    return empty(array.shape, dtype or array.dtype, device=_device_of(array))
+    return _like(empty, "empty_like", array, dtype)
 
 
 def zeros_like(array: Array, dtype: Dtype | None = None) -> Array:
     """Zeros with the shape, device and (unless given) dtype of `array`."""
-    return zeros(array.shape, dtype or array.dtype, device=_device_of(array))
+    return _like(zeros, "zeros_like", array, dtype)
 
 
 def ones_like(array: Array, dtype: Dtype | None = None) -> Array:
     """Ones with the shape, device and (unless given) dtype of `array`."""
-    return ones(array.shape, dtype or array.dtype, device=_device_of(array))
+    return _like(ones, "ones_like", array, dtype)
 
 
 def full_like(array: Array, value: float, dtype: Dtype | None = None) -> Array:
     """`value` with the shape, device and (unless given) dtype of `array`."""
-    return full(array.shape, value, dtype or array.dtype, device=_device_of(array))
+    return _like(functools.partial(full, value=value), "full_like", array, dtype)
 
 
-def _from_python(obj: Any) -> np.ndarray[Any, Any]:
-    array = np.asarray(obj)
-    return array.astype(np.float32) if array.dtype == np.float64 else array
+def _like(create: Callable[..., Array], op: str, array: Any, dtype: Dtype | None) -> Array:
+    model = _adopted(op, array)
+    chosen = model.dtype if dtype is None else dtype
+    return create(model.shape, dtype=chosen, device=_device_of(model))
 
 
-def _dtype(dtype: Dtype) -> np.dtype[Any]:
+def _adopted(op: str, array: Any) -> Array:
+    """An array of numbers, of a Python object too. Raises ArrayError for anything else."""
+    if isinstance(array, (int, float, complex, bool, list, tuple)):
+        try:
+            array = np.asarray(array)
+        except ValueError:
+            raise ArrayError(f"{op}: the nested sequences have different lengths") from None
+        if array.dtype == np.float64:
+            array = array.astype(np.float32)
+    (adopted,) = adopt(op, array)
+    if adopted is None:
+        raise ArrayError(f"{op}: expected an array, got None")
+    if not _holds_numbers(adopted.dtype):
+        raise ArrayDtypeError(f"{op}: expected numbers, got an array of {adopted.dtype}")
+    return adopted
+
+
+def _holds_numbers(dtype: np.dtype[Any]) -> bool:
+    """Python's and NumPy's numbers and those of ml_dtypes, which NumPy takes for raw bytes."""
+    return dtype.kind in "biufc" or (dtype.kind == "V" and dtype.type is not np.void)
+
+
+def _extents(op: str, shape: Any, dtype: np.dtype[Any]) -> tuple[int, ...]:
+    try:
+        given = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+        extents = tuple(map(operator.index, given))
+    except TypeError:
+        raise ArrayShapeError(f"{op}: shape must be integers, got {shape!r}") from None
+    if min(extents, default=0) < 0:
+        raise ArrayShapeError(f"{op}: shape must not be negative, got {shape!r}")
+    if len(extents) > _MOST_AXES or math.prod(extents) * dtype.itemsize >= _MOST_BYTES:
+        raise ArrayShapeError(f"{op}: no array is as large as the shape {shape!r}")
+    return extents
+
+
+def _dtype(op: str, dtype: Dtype) -> np.dtype[Any]:
+    """None is float32. Raises ArrayDtypeError for what is no dtype of numbers."""
     if isinstance(dtype, NarrowDtype):
         raise ConfigError(f"dtype: make a {dtype.name} array with asarray(values, {dtype.name})")
-    resolved: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    is_bfloat16 = isinstance(dtype, str) and dtype == "bfloat16"
+    try:
+        resolved = np.dtype(
+            ml_dtypes.bfloat16 if is_bfloat16 else np.float32 if dtype is None else dtype
+        )
+    except (TypeError, ValueError):
+        raise ArrayDtypeError(f"{op}: dtype must be a dtype of numbers, got {dtype!r}") from None
+    if not _holds_numbers(resolved):
+        raise ArrayDtypeError(f"{op}: dtype must be a dtype of numbers, got {resolved}")
     return resolved
 
 

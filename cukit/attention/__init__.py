@@ -3,5 +3,13 @@
 from cukit.attention.block_sparse import block_sparse_attention
 from cukit.attention.flash import flash_attention
 from cukit.attention.flash_backward import flash_attention_backward
+from cukit.attention.merge_states import merge_attention_states
+from cukit.attention.paged import paged_attention
 
-__all__ = ["block_sparse_attention", "flash_attention", "flash_attention_backward"]
+__all__ = [
+    "block_sparse_attention",
+    "flash_attention",
+    "flash_attention_backward",
+    "merge_attention_states",
+    "paged_attention",
+]

@@ -23,6 +23,7 @@ from cukit.attention.flash_problem import AttentionProblem, ceil_div
 from cukit.core.arrays import Array, adopt, check_array, empty, runs_kernel, write_out
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, launch_plan
+from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_flag, check_integer
 from cukit.errors import ArrayShapeError
 from cukit.reference import block_sparse_attention as reference
@@ -91,6 +92,7 @@ def block_sparse_attention(
     check_flag(_OP, "return_lse", return_lse)
     if not runs_kernel(_OP, q, k, v, block_mask, out, *arrays):
         _check(q, k, v, block_mask, size, out, options, arrays)
+        check_overlap(_OP, out, q=q, k=k, v=v, bias=bias)
         result = reference.block_sparse_attention(
             q, k, v, block_mask, block_size=size, return_lse=return_lse, **_named(options, arrays)
         )
@@ -104,6 +106,7 @@ def block_sparse_attention(
         return flash_attention(
             q, k, v, mask=mask, return_lse=return_lse, out=out, **_named(options, arrays)
         )
+    check_overlap(_OP, out, q=q, k=k, v=v, bias=bias)
     if out is None:
         out = empty(q, (*q.shape[:-1], v.shape[-1]))
     lse = empty(q, lse_shape(q), np.float32) if return_lse else NULL

@@ -40,6 +40,7 @@ from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import Array, adopt, empty, runs_kernel, write_out
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, Kernel, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import is_float8
 from cukit.core.scalars import check_flag
@@ -169,6 +170,7 @@ def flash_attention(
     if not runs_kernel(_OP, q, k, v, out, *arrays):
         check_forward(q, k, v, out, options, arrays)
         check_sequence_ends(_OP, q, k, options, arrays)
+        check_overlap(_OP, out, q=q, k=k, v=v, bias=arrays.bias)
         result = reference.flash_attention(
             q, k, v, **options._asdict(), **arrays._asdict(), return_lse=return_lse
         )
@@ -176,6 +178,7 @@ def flash_attention(
             return write_out(out, result)
         return write_out(out, result[0]), result[1]
     launch, out_shape, row_shape = _prepare_forward(q, k, v, out, options, *arrays)
+    check_overlap(_OP, out, q=q, k=k, v=v, bias=arrays.bias)
     if arrays.varlen:
         check_sequence_ends(_OP, q, k, options, arrays)
     if out is None:

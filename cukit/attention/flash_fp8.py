@@ -28,6 +28,7 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.kernel import NULL, launch_plan
+from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray, is_float8
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError
 
@@ -71,6 +72,7 @@ def attend_float8(
     if prepared is None:
         return None
     launch, out_shape, row_shape = prepared
+    check_overlap(_OP, out, q=q.storage, k=k.storage, v=v.storage, bias=arrays.bias)
     if arrays.varlen:
         check_sequence_ends(_OP, q.storage, k.storage, options, arrays)
     if out is None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from cukit.core.arrays import Array, namespace
 from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_flag, check_number
 from cukit.errors import ConfigError
 
 Window = tuple[int | None, int | None]
@@ -93,6 +94,10 @@ def score_options(
     max_seqlen_kv: int | None,
 ) -> ScoreOptions:
     """The values of a call, in types that compare and hash alike."""
+    check_flag(op, "causal", causal)
+    for name, value in (("softcap", softcap), ("scale", scale)):
+        if value is not None:
+            check_number(op, name, value)
     try:
         return ScoreOptions(
             bool(causal),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from cukit.analyzer.cupti import KernelTrace
 from cukit.analyzer.kernel_analyzer import KernelAnalyzer
@@ -27,8 +28,9 @@ from cukit.commands._console import stdout, table
 from cukit.commands.compile import devices, variants
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import cupy_module, current_device, gpu_available
+from cukit.core.files import check_file, read_text, write_text
 from cukit.core.source import kernels_root
-from cukit.errors import ConfigError, CukitError, DataError
+from cukit.errors import ConfigError, CukitError
 
 _ENTRY = re.compile(r"__global__[^;{(]*?\b(\w+)\s*\(")
 _BOUNDS = re.compile(r"__launch_bounds__\s*\([^)]*\)")
@@ -66,10 +68,13 @@ def analyze(
         typer.Option(help="One kernel: for this architecture; else this GPU's, or sm_90."),
     ] = None,
     entry: Annotated[str | None, typer.Option(help="One kernel: which of the file.")] = None,
-    block: Annotated[int, typer.Option(min=1, help="One kernel: threads a block.")] = 256,
-    grid: Annotated[int | None, typer.Option(min=1, help="One kernel: blocks.")] = None,
+    block: Annotated[int, typer.Option(min=1, max=1024, help="One kernel: threads a block.")] = 256,
+    grid: Annotated[
+        int | None, typer.Option(min=1, max=2**31 - 1, help="One kernel: blocks.")
+    ] = None,
     shared: Annotated[
-        int, typer.Option(min=0, help="One kernel: bytes of dynamic shared memory a block.")
+        int,
+        typer.Option(min=0, max=2**20, help="One kernel: bytes of dynamic shared memory a block."),
     ] = 0,
     option: Annotated[
         list[str] | None, typer.Option(help="FILE.cu: an option for NVRTC; may be repeated.")
@@ -98,7 +103,7 @@ def analyze(
         raise typer.Exit(1) from None
     made = generate_report([report], output or ())
     if out is not None:
-        out.write_text(to_json(report), encoding="utf-8")
+        write_text(out, to_json(report))
     if as_json:
         print(to_json(report), end="")
     elif single:
@@ -112,13 +117,12 @@ def _find(target: str, entry: str | None, options: Sequence[str]) -> Any:
     path = Path(target)
     if path.suffix not in (".cu", ".cubin"):
         return _run(Script(target).load)
-    if not path.is_file():
-        raise DataError(f"{target}: no such file")
+    check_file(path)
     if path.suffix == ".cubin":
         if entry is None:
             raise ConfigError("a cubin may hold several kernels: name one with --entry")
         return path
-    code = path.read_text(encoding="utf-8")
+    code = read_text(path)
     # Quoted includes: beside the file, as for any compiler, and cukit's own headers.
     folders = (path.resolve().parent, kernels_root())
     includes = (f"-I{folder}" for folder in folders)
@@ -130,8 +134,16 @@ def _own_variants(path: Path, entry: str | None, arch: str | None) -> list[Kerne
     if path.suffix != ".cu" or not path.resolve().is_relative_to(kernels_root()):
         return []
     source = path.resolve().relative_to(kernels_root()).as_posix()
-    specs = [variant.spec for variant in variants(devices(arch)[:1])]
-    return [spec for spec in specs if spec.source == source and entry in (None, spec.entry)]
+    device = devices(arch)[0]
+    specs = [each.spec for each in variants([device]) if each.spec.source == source]
+    found = [spec for spec in specs if entry in (None, spec.entry)]
+    if not found and path.exists():
+        names = ", ".join(dict.fromkeys(spec.entry for spec in specs)) or "none"
+        raise ConfigError(
+            f"{path}: cukit compiles no such kernel of it for {device.arch}, but {names}; --option "
+            "compiles it as a file of yours"
+        )
+    return found
 
 
 def _is_kernel(found: Any) -> bool:
@@ -199,7 +211,7 @@ def show_trace(analyses: Sequence[KernelAnalysis]) -> None:
         assert resident is not None
         work = analysis.throughput
         result.add_row(
-            analysis.name,
+            escape(analysis.name),
             str(times.samples),
             f"{total_us(analysis):.1f}",
             f"{total_us(analysis) / altogether:.1%}",

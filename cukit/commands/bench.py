@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cukit.errors import MissingDependencyError
+from cukit.errors import ConfigError, MissingDependencyError
 
 
 def bench(
@@ -28,14 +28,17 @@ def bench(
 ) -> None:
     """Time kernels beside their peers: cold L2, medians, every result checked."""
     try:
-        from profiling.run import families, main
+        from profiling import run
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             f"the benchmark cases live in cukit's repository, not in the package ({error}); "
             "run this from a clone"
         ) from None
+    families = run.families()
+    if family is not None and family not in families:
+        raise ConfigError(f"no family {family[:60]!r}; there are {', '.join(families)}")
     chosen = list(only or ())
-    if target in families():
+    if target in families:
         family = target
     elif target is not None:
         chosen.append(target)
@@ -46,4 +49,4 @@ def bench(
     arguments += [f"--peers={peers}"] if peers else []
     arguments += ["--no-peers"] if no_peers else []
     arguments += ["--list"] if list_cases else []
-    raise typer.Exit(main(arguments))
+    raise typer.Exit(run.bench(arguments))

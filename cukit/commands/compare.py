@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from cukit.analyzer.comparison import OURS, CaseComparison, Comparison, compare_results
+from cukit.analyzer.comparison import OURS, CaseComparison, Comparison, compare_results, read_cases
 from cukit.analyzer.json_file import read_json
 from cukit.analyzer.statistics import TOLERANCE, Verdict
 from cukit.commands._console import print_json, stdout, table
-from cukit.errors import DataError
+from cukit.errors import ConfigError, DataError
 
 COLOURS = {
     Verdict.SAME: "dim",
@@ -39,6 +41,8 @@ def compare(
     UNCERTAIN where more samples are needed. Exit code 1 if any case is slower, or wrong where it
     was right; else 0.
     """
+    if not math.isfinite(tolerance):
+        raise ConfigError(f"--tolerance: expected a finite number, got {tolerance}")
     found = compare_results(_read(base), _read(new), tolerance=tolerance, impl=impl)
     if as_json:
         print_json(_facts(found))
@@ -49,8 +53,12 @@ def compare(
 
 def _read(path: Path) -> dict[str, Any]:
     content = read_json(path)
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not isinstance(content.get("environment"), dict):
         raise DataError(f"{path}: neither results of `cukit bench` nor an analysis")
+    try:
+        read_cases(content)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
     return content
 
 
@@ -89,7 +97,7 @@ def _show(found: Comparison) -> None:
         difference, verdict = case.difference, _verdict(case)
         colour = COLOURS[Verdict.SLOWER if verdict == "WRONG" else difference.verdict]
         result.add_row(
-            case.name,
+            escape(case.name),
             f"{case.base.estimate.median_us:.2f}",
             f"{case.new.estimate.median_us:.2f}",
             f"{difference.ratio:.3f}",

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
 
 from cukit.analyzer.occupancy import Occupancy, occupancy
-from cukit.commands._console import print_json, stdout, table
+from cukit.analyzer.sass import instruction_mix, memory_access
+from cukit.commands._console import print_json, stdout, table, tracked
 from cukit.core.compiler import CompiledKernel, KernelSpec, compile_kernel
+from cukit.core.cubin import kernel_code
 from cukit.core.device import (
     Device,
     current_device,
     gpu_available,
     typical_device,
 )
+from cukit.core.workers import run_in_workers
 from cukit.errors import CompileError
 from cukit.registry import get_op, ops
 
@@ -32,6 +35,8 @@ class Variant:
 
     spec: KernelSpec
     device: Device
+    op: str = field(default="", compare=False)
+    """The first op that launches it; others may."""
 
     @property
     def arch(self) -> str:
@@ -49,7 +54,8 @@ def compile_kernels(
     ] = None,
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be repeated.")] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes at once. Default: one for each core.")
+        int | None,
+        typer.Option(min=1, max=256, help="Processes at once. Default: one for each core."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -70,9 +76,14 @@ def compile_kernels(
 def build(
     wanted: Sequence[Variant], jobs: int | None = None, *, quiet: bool = False
 ) -> tuple[dict[Variant, CompiledKernel], dict[Variant, str]]:
-    """Compiles with a bar on stderr; the kernels in the order of `wanted`, and what NVRTC said of
-    those that do not compile."""
-    results = dict(_progress(compile_all(wanted, jobs), len(wanted), quiet=quiet))
+    """Compiles with progress on stderr; the kernels in the order of `wanted`, and what NVRTC said
+    of those that do not compile."""
+    # In random order, so that the time of those that are done tells that of the rest.
+    order = random.Random(0).sample(wanted, len(wanted))
+    doing = f"compiling for {', '.join(dict.fromkeys(variant.arch for variant in wanted))}"
+    progress = tracked(compile_all(order, jobs), len(wanted), doing, quiet=quiet)
+    with contextlib.closing(progress):  # on Ctrl-C too: the bar goes before anything is said
+        results = dict(progress)
     compiled: dict[Variant, CompiledKernel] = {}
     errors: dict[Variant, str] = {}
     for variant in wanted:
@@ -118,7 +129,7 @@ def variants(on: Sequence[Device], names: Sequence[str] | None = None) -> list[V
     chosen = [get_op(name) for name in names] if names else list(ops())
     return list(
         dict.fromkeys(
-            Variant(spec, device)
+            Variant(spec, device, op.name)
             for device in on
             for op in chosen
             if op.supports(device)
@@ -135,16 +146,8 @@ def compile_all(
     workers = min(jobs or len(os.sched_getaffinity(0)), len(tasks))
     if workers <= 1:
         yield from map(compile_variant, tasks)
-        return
-    with worker_pool(workers) as pool:
-        for future in as_completed([pool.submit(compile_variant, task) for task in tasks]):
-            yield future.result()
-
-
-def worker_pool(workers: int | None = None) -> ProcessPoolExecutor:
-    """Processes to compile in: started anew, since a forked one may not touch CUDA."""
-    workers = workers or len(os.sched_getaffinity(0))
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    else:
+        yield from run_in_workers(compile_variant, tasks, workers)
 
 
 def compile_variant(variant: Variant) -> tuple[Variant, CompiledKernel | CompileError]:
@@ -167,7 +170,10 @@ def residency(variant: Variant, compiled: CompiledKernel) -> Occupancy:
 
 def _record(variant: Variant, compiled: CompiledKernel) -> dict[str, Any]:
     info, resident = compiled.info, residency(variant, compiled)
+    code = kernel_code(compiled.path.read_bytes(), variant.spec.entry)
+    capability = variant.device.compute_capability
     return {
+        "op": variant.op,
         "kernel": variant.spec.entry,
         "source": variant.spec.source,
         "defines": dict(variant.spec.defines),
@@ -175,11 +181,15 @@ def _record(variant: Variant, compiled: CompiledKernel) -> dict[str, Any]:
         "threads": variant.spec.threads,
         "registers": info.registers,
         "spill_bytes": info.spill_store_bytes + info.spill_load_bytes,
+        "spill_store_bytes": info.spill_store_bytes,
+        "spill_load_bytes": info.spill_load_bytes,
         "static_shared_bytes": info.static_shared_bytes,
         "dynamic_shared_bytes": variant.spec.shared_bytes,
         "blocks_per_sm": resident.blocks,
         "occupancy": resident.fraction,
         "limiter": resident.limiter,
+        "memory_access": asdict(memory_access(code, capability)),
+        "instruction_mix": asdict(instruction_mix(code, capability)),
         "compile_ms": round(compiled.compile_ms, 1),
         "cached": compiled.cached,
     }
@@ -217,20 +227,3 @@ def _show(rows: Sequence[tuple[Variant, CompiledKernel]], errors: Mapping[Varian
     )
     for variant, log in errors.items():
         console.print(f"\n[bold red]{variant.arch}[/] {escape(log)}")
-
-
-def _progress(
-    results: Iterator[tuple[Variant, CompiledKernel | CompileError]], total: int, *, quiet: bool
-) -> Iterator[tuple[Variant, CompiledKernel | CompileError]]:
-    """The results, with a bar on stderr while they come."""
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(
-        results,
-        description="compiling",
-        total=total,
-        console=Console(stderr=True),
-        transient=True,
-        disable=quiet,
-    )

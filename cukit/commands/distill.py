@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from cukit.analyzer.report.terminal import print_report
 from cukit.commands._console import stdout
 from cukit.commands.distill_display import ProgressDisplay, show_plan, show_report
 from cukit.core.device import current_device, gpu_available
+from cukit.core.interrupts import INTERRUPTED
 from cukit.distill.data import VOCAB_SIZE, read_corpus
 from cukit.distill.pipeline import DistillRun, Interrupted
 from cukit.distill.run_folder import (
@@ -33,8 +35,6 @@ from cukit.errors import ConfigError, DataError, MissingDependencyError
 from cukit.models import generate as generate_tokens
 from cukit.models import load_model
 from cukit.models.parameters import namespace_for
-
-INTERRUPTED = 130
 
 _SIZES, _TRAINING, _RUN = "Sizes", "Training", "Run"
 
@@ -236,9 +236,10 @@ def generate(
     if model.config.vocab_size != VOCAB_SIZE:
         raise DataError(f"{path}: its tokens are not bytes")
     new_tokens = generate_tokens(
-        model, list(prompt.encode()), tokens, temperature=temperature, top_k=top_k, seed=seed
+        model, list(os.fsencode(prompt)), tokens, temperature=temperature, top_k=top_k, seed=seed
     )
-    print(printable(prompt + bytes(new_tokens).decode("utf-8", errors="replace")))
+    text = os.fsencode(prompt) + bytes(new_tokens)
+    print(printable(text.decode("utf-8", errors="replace")))
 
 
 def _place(device: str) -> str:

@@ -140,8 +140,7 @@ def show_report(console: Console, report: DistillReport, folder: Path) -> None:
     )
     if report.pool is not None:
         console.print(pool_line(report.pool))
-    helped = report.gain_bits_per_byte > 0
-    console.print(f"[bold {'green' if helped else 'yellow'}]{report.verdict}[/]")
+    console.print(f"[bold {'green' if report.helped else 'yellow'}]{report.verdict}[/]")
     console.print(
         f"{report.seconds:.0f} s in all, peak memory {report.peak_memory_bytes / 1e6:,.0f} MB. "
         f"Models and report.json are in {escape(str(folder))}; talk to the student with\n"

@@ -216,7 +216,7 @@ def _emulator() -> str:
 
 
 def _cache_finding() -> Finding:
-    from cukit.core.file_cache import cache_folder, check_owner
+    from cukit.core.file_cache import cache_folder, check_folder, check_owner
     from cukit.errors import CacheError
 
     folder = cache_folder()
@@ -225,6 +225,11 @@ def _cache_finding() -> Finding:
             check_owner(below)
         except CacheError as error:
             return Finding("kernel cache", Status.BROKEN, str(error), f"rm -r {quote(str(below))}")
+        try:
+            check_folder(below)
+        except CacheError as error:
+            remedy = "export CUKIT_CACHE_DIR=<a folder in one that is your own>"
+            return Finding("kernel cache", Status.BROKEN, str(error), remedy)
     kernels = list(folder.glob("kernels/*.cubin"))
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     value = f"{folder}, {len(kernels)} kernels, {mebibytes(size)}"

@@ -19,6 +19,7 @@ from cukit.memory.replay import PoolMissing, ReplayResult, Request, Script, repl
 from cukit.memory.replay_pools import POOLS
 
 TIGHT = "tight"
+_MOST_BYTES = 2**63
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])i?)?B?", re.IGNORECASE)
 
 
@@ -57,6 +58,8 @@ def replay(
     names = [name.strip() for name in pools.split(",") if name.strip()]
     if unknown := [name for name in names if name not in POOLS]:
         raise ConfigError(f"no pool is called {unknown[0]!r}: expected {', '.join(POOLS)}")
+    if not names:
+        raise ConfigError(f"--pools names none: expected some of {', '.join(POOLS)}")
     request = Request(log, limit_of(limit), seed)
     script = request.script()
     if write_to is not None:
@@ -84,13 +87,15 @@ def limit_of(text: str | None) -> int | str | None:
     if text is None or text == TIGHT:
         return text
     found = _SIZE.fullmatch(text.strip())
-    size = 0
+    size = 0.0
     if found is not None:
         power = " KMGT".index(found[2].upper()) if found[2] else 0
-        size = int(float(found[1]) * 1024**power)
-    if size <= 0:
-        raise ConfigError(f"--limit: expected bytes, a size such as 12GiB, or tight; got {text!r}")
-    return size
+        size = min(float(found[1]) * 1024**power, _MOST_BYTES)
+    if not 1 <= size < _MOST_BYTES:
+        raise ConfigError(
+            f"--limit: expected bytes, a size such as 12GiB, or tight; got {text[:40]!r}"
+        )
+    return int(size)
 
 
 def _facts(

@@ -45,7 +45,8 @@ def report(
 ) -> None:
     """Make a report from measured results; without any, of the kernels themselves.
 
-    Needs no GPU. The page is one file that fetches nothing; its tables sort by a click.
+    Needs no GPU. The page is one file that fetches nothing; its tables sort by a click and can be
+    searched. With --output only the figures that matter are printed, without it the tables too.
     """
     if results and (arch or op):
         raise ConfigError(
@@ -59,7 +60,7 @@ def report(
     made = generate_report(sources, output or (), title=title)
     console = stdout()
     if not quiet:
-        print_report(console, made.title, made.sections)
+        print_report(console, made.title, made.sections, tables=not output)
         console.print()
     for path in output or ():
         console.print(f"wrote {path}", markup=False, highlight=False)

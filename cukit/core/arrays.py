@@ -242,6 +242,11 @@ def check_array(
     if array.dtype not in dtypes:
         allowed = ", ".join(dtype.name for dtype in dtypes)
         raise ArrayDtypeError(f"{op}: {name} must be {allowed}, got {array.dtype.name}")
+    if not _is_aligned(array):
+        raise ArrayLayoutError(
+            f"{op}: {name} must begin at a multiple of its {array.itemsize} bytes an element, got "
+            f"the address {address_of(array):#x}; copy it"
+        )
     if ndim is not None and array.ndim != ndim:
         raise ArrayShapeError(f"{op}: {name} must have {ndim} axes, got shape {array.shape}")
     if array.ndim < least_ndim:
@@ -271,6 +276,13 @@ def check_array(
         raise ArrayLayoutError(
             f"{op}: the last axis of {name} must be contiguous, got strides {array.strides}"
         )
+
+
+def _is_aligned(array: Array) -> bool:
+    """Views of bytes may begin anywhere; the GPU faults on such an address."""
+    if type(array) is np.ndarray:
+        return array.flags.aligned or array.dtype.alignment == 1
+    return bool(array.data.ptr % array.itemsize == 0)
 
 
 def check_arrays(op: str, name: str, arrays: Any) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from cukit.core.cubin import CubinInfo, read_cubin
 from cukit.core.device import INSTALL_GPU_EXTRA, require_cupy
 from cukit.core.file_cache import cache_folder, recall, store
+from cukit.core.interrupts import python_handles_interrupts
 from cukit.core.parameters import layout_assertions
 from cukit.core.source import closure_hash, kernels_root, read_source
 from cukit.errors import CompileError, MissingDependencyError
@@ -171,7 +172,8 @@ def _run_nvrtc(spec: KernelSpec, options: tuple[str, ...]) -> tuple[bytes, str]:
     text = f"{read_source(spec.source)}\n{layout_assertions(spec.source)}"
     program = nvrtc.createProgram(text, spec.source, [], [])
     try:
-        nvrtc.compileProgram(program, (*options, *includes))
+        with python_handles_interrupts:
+            nvrtc.compileProgram(program, (*options, *includes))
         log = nvrtc.getProgramLog(program)
         # CuPy sizes the buffer for a C string and drops the last byte, which ELF tools miss.
         return nvrtc.getCUBIN(program) + b"\0", log

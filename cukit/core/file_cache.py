@@ -3,7 +3,8 @@
 Code from the cache runs in the user's process, so the cache trusts only what it wrote:
 
 - Folders belong to the user (or root) and only the owner may write to them; they are created with
-  mode 0700 whatever the umask. Symbolic links are not followed.
+  mode 0700 whatever the umask. Symbolic links are not followed. No folder above lets everybody
+  rename what is in it.
 - Each file has a record beside it, `NAME.json`, with the SHA-256 of its contents. A file without a
   record, or with other contents, is built again.
 - Files appear under their names complete or not at all, the record last.
@@ -45,7 +46,7 @@ def recall(path: Path) -> tuple[bytes, Record] | None:
     """
     record_path = _record_path(path)
     try:
-        check_owner(path.parent)
+        check_folder(path.parent)
         for file in (path, record_path):
             check_owner(file)
         data = path.read_bytes()
@@ -86,10 +87,24 @@ def build_once(path: Path, build: Callable[[], tuple[bytes, Record]]) -> tuple[b
 def make_private_folder(folder: Path) -> None:
     """Creates a folder of the cache, or checks the one that is there."""
     with _explained():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700)  # a umask only takes bits away
-        check_owner(folder)
+        for each in (*reversed(folder.parents), folder):
+            if not each.exists():
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(each, 0o700)  # a umask only takes bits away
+        check_folder(folder)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises CacheError unless only the user (or root) decides what `folder` holds.
+
+    OSError if it is not there.
+    """
+    check_owner(folder)
+    for above in folder.resolve().parents:
+        mode = os.stat(above).st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            problem = f"lets everybody replace {folder.name} (mode {_bits(mode)})"
+            raise _unsafe(above, problem, "run chmod o-w on it")
 
 
 def check_owner(path: Path) -> None:
@@ -103,13 +118,21 @@ def check_owner(path: Path) -> None:
     elif status.st_uid not in (os.geteuid(), 0):
         problem = f"belongs to another user (uid {status.st_uid})"
     elif status.st_mode & _OTHERS_MAY_WRITE:
-        problem = f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+        problem = f"can be written by others (mode {_bits(status.st_mode)})"
     else:
         return
-    raise CacheError(
-        f"the kernel cache is not safe to load code from: {path} {problem}; delete it, or set "
+    raise _unsafe(path, problem, "delete it")
+
+
+def _unsafe(path: Path, problem: str, remedy: str) -> CacheError:
+    return CacheError(
+        f"the kernel cache is not safe to load code from: {path} {problem}; {remedy}, or set "
         "CUKIT_CACHE_DIR to a folder of your own"
     )
+
+
+def _bits(mode: int) -> str:
+    return f"{stat.S_IMODE(mode):o}"
 
 
 def _record_path(path: Path) -> Path:

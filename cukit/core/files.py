@@ -1,7 +1,8 @@
-"""Named arrays on disk: safetensors files with a description and a checksum in the header.
+"""Files that users name: read with one clear error, written whole or not at all.
 
-Files are written beside their final name, flushed to the disk and renamed: a reader, or a machine
-that loses power, sees the old file or the new one and never half of one.
+A file is written beside its final name, flushed to the disk and renamed: a reader, or a machine
+that loses power, sees the old file or the new one and never half of one. Named arrays are
+safetensors files with a description and a checksum in the header.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -39,15 +41,58 @@ _DTYPES: dict[str, Any] = {
 }
 
 
+def check_file(path: Path) -> None:
+    """Raises DataError unless `path` is a file: one that exists, and ends."""
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder, not a file")
+    if not path.exists():
+        raise DataError(f"{path}: no such file")
+    if not path.is_file():
+        raise DataError(f"{path}: is a device or a pipe, not a file")
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file, or DataError."""
+    try:
+        check_file(path)
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def read_text(path: Path) -> str:
+    """The content of a file of UTF-8 text, or DataError."""
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 text ({error})") from error
+
+
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading JSON of another form than expected raises."""
+
+
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A path to write to that takes the place of `path` once the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """A path to write to that takes the place of `path` once the block ends without an error.
+
+    Links are followed. A device or a pipe is written to directly: nothing can take its place.
+    Raises DataError where `path` is a folder or cannot be written.
+    """
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder, not a file")
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        yield target
+        return
+    temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
+        # O_EXCL: never through a link that somebody else has put there.
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
     finally:
@@ -55,10 +100,15 @@ def atomic_file(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, content: str) -> None:
+    """A file of UTF-8 text, all or nothing."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(content, encoding="utf-8")
+
+
 def write_json(path: Path, value: Any) -> None:
     """`value` as indented JSON, all or nothing."""
-    with atomic_file(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_arrays(path: Path, arrays: HostArrays, description: Mapping[str, Any]) -> None:
@@ -75,10 +125,7 @@ def write_arrays(path: Path, arrays: HostArrays, description: Mapping[str, Any])
 
 def read_arrays(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, Any]]:
     """What `write_arrays` wrote. Raises DataError if the file is absent, damaged or foreign."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+    content = read_bytes(path)
     try:
         entries = safetensors.deserialize(content)  # type: ignore[no-untyped-call]
         (header_bytes,) = struct.unpack_from("<Q", content)
@@ -87,13 +134,16 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray[Any, Any]], dict[str, 
             name: np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
             for name, entry in entries
         }
-    except (safetensors.SafetensorError, struct.error, ValueError, KeyError) as error:
+    except (safetensors.SafetensorError, struct.error, *_DAMAGE) as error:
         raise DataError(f"{path}: not a readable safetensors file ({error})") from error
     if metadata.get("format") != "cukit":
         raise DataError(f"{path}: was not written by cukit, so its description is unknown")
     if metadata.get("crc32") != str(_checksum(arrays)):
         raise DataError(f"{path}: damaged, its checksum does not match its content")
-    return arrays, json.loads(metadata["description"])
+    try:
+        return arrays, dict(json.loads(metadata["description"]))
+    except _DAMAGE as error:
+        raise DataError(f"{path}: damaged, its description is unreadable ({error!r})") from error
 
 
 def _checksum(arrays: HostArrays) -> int:

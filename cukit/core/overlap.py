@@ -1,4 +1,5 @@
-"""Refuses outputs that share memory with inputs, where a kernel would read what it has written."""
+"""Refuses outputs that cannot be written, or that share memory with inputs, where a kernel would
+read what it has written."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def check_overlap(
     itself: str = "",
     **inputs: Array | None,
 ) -> None:
-    """Raises ArrayLayoutError if `out` shares memory with one of `inputs`, which may be None.
+    """Raises ArrayLayoutError if `out` is read-only or shares memory with one of `inputs`, which
+    may be None.
 
     name: what the op calls `out`.
     itself: the input that `out` may be (same address, shape and strides): for kernels whose threads
@@ -30,6 +32,8 @@ def check_overlap(
     """
     if out is None or out.size == 0:
         return
+    if type(out) is np.ndarray and not out.flags.writeable:
+        raise ArrayLayoutError(f"{op}: {name} is read-only")
     for key, array in inputs.items():
         if array is None or (key == itself and _same(out, array)):
             continue

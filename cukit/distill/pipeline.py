@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, Protocol
 
 from cukit.core.files import read_arrays, write_json
+from cukit.core.interrupts import StopRequest
 from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
 from cukit.distill.data import Corpus, Windows, check_length, validation_batches
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
@@ -265,7 +264,7 @@ class DistillRun:
         clock = _Clock(trainer, record)
         every = max(1, steps // CURVE_POINTS)
         unread: list[StepStatistics] = []
-        with _StopRequest() as stop:
+        with StopRequest() as stop:
             while trainer.step < steps:
                 statistics = trainer.train_step()
                 self.observer.step_done(phase, statistics)
@@ -313,30 +312,6 @@ class _Clock:
         record.seconds += time.perf_counter() - self._since
         record.timed_tokens += (trainer.step - self._from_step) * trainer.tokens_per_step
         record.steps, record.tokens = trainer.step, trainer.step * trainer.tokens_per_step
-
-
-class _StopRequest:
-    """Turns the first Ctrl-C into a flag that is looked at between steps; the second one is real.
-
-    Only the main thread may handle signals; elsewhere the flag stays False.
-    """
-
-    requested = False
-
-    def __enter__(self) -> _StopRequest:
-        self._previous = None
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
 
 
 def _record(path: Path, description: dict[str, Any]) -> TrainingRecord:

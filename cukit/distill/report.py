@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cukit.distill.evaluation import Evaluation
+from cukit.distill.evaluation import FEWEST_WINDOWS, Evaluation, Gain, gain_of
 from cukit.distill.op_timer import OpTime
 from cukit.distill.quantized_student import QuantizedEvaluation
 from cukit.distill.settings import DistillSettings
@@ -57,20 +58,42 @@ class DistillReport:
     """The distilled student in the formats that were asked for."""
 
     @property
-    def gain_bits_per_byte(self) -> float:
-        """How much better the distilled student is than the one alone; negative if it is worse."""
-        alone, distilled = self.evaluations["student-alone"], self.evaluations["student"]
-        return alone.bits_per_byte - distilled.bits_per_byte
+    def gain(self) -> Gain:
+        """How much better the distilled student is than the one alone."""
+        return gain_of(self.evaluations["student"], self.evaluations["student-alone"])
+
+    @property
+    def helped(self) -> bool | None:
+        """None where the confidence interval of the gain holds zero."""
+        gain = self.gain
+        return None if gain.low <= 0 <= gain.high else gain.low > 0
 
     @property
     def verdict(self) -> str:
         """One honest sentence."""
-        gain, closed = self.gain_bits_per_byte, self.gap_closed
-        if gain <= 0:
+        gain, helped = self.gain, self.helped
+        if gain.num_windows < FEWEST_WINDOWS:
             return (
-                f"The teacher did not help: the distilled student is {-gain:.4f} bits per byte "
-                "worse than the same student trained alone."
+                f"No difference seen: {gain.num_windows} windows of validation text are too few "
+                f"to compare the students, {FEWEST_WINDOWS} at least; give more text."
             )
+        size = abs(gain.bits_per_byte)
+        evidence = (
+            f"(95% interval {gain.low:+.4f} to {gain.high:+.4f}, {gain.num_windows} windows of "
+            "validation text)"
+        )
+        if helped is None:
+            way = "better" if gain.bits_per_byte > 0 else "worse"
+            return (
+                f"No difference seen: the distilled student is {size:.4f} bits per byte {way} than "
+                f"the same student trained alone {evidence}."
+            )
+        if not helped:
+            return (
+                f"The teacher did not help: the distilled student is {size:.4f} bits per byte "
+                f"worse than the same student trained alone {evidence}."
+            )
+        closed = self.gap_closed
         if closed is None:
             beside = ""
         elif closed <= 1:
@@ -78,8 +101,8 @@ class DistillReport:
         else:
             beside = ", and better than the teacher itself"
         return (
-            f"The teacher helped: the distilled student is {gain:.4f} bits per byte better than "
-            f"the same student trained alone{beside}."
+            f"The teacher helped: the distilled student is {size:.4f} bits per byte better than "
+            f"the same student trained alone {evidence}{beside}."
         )
 
     @property
@@ -87,14 +110,14 @@ class DistillReport:
         """Share of the distance from the student alone to the teacher that distillation closed."""
         alone = self.evaluations["student-alone"].bits_per_byte
         gap = alone - self.evaluations["teacher"].bits_per_byte
-        return self.gain_bits_per_byte / gap if gap > 0 else None
+        return self.gain.bits_per_byte / gap if gap > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
         models = {
             phase: {
                 "parameters": self.num_parameters[phase],
-                **asdict(self.evaluations[phase]),
+                **_means(self.evaluations[phase]),
                 **asdict(self.training[phase]),
                 "tokens_per_second": self.training[phase].tokens_per_second,
             }
@@ -102,8 +125,10 @@ class DistillReport:
         }
         return {
             "verdict": self.verdict,
-            "distilled_beats_alone": self.gain_bits_per_byte > 0,
-            "gain_bits_per_byte": self.gain_bits_per_byte,
+            "distilled_beats_alone": self.helped,
+            "gain_bits_per_byte": self.gain.bits_per_byte,
+            "gain_interval": None if math.isinf(self.gain.low) else [self.gain.low, self.gain.high],
+            "validation_windows": self.gain.num_windows,
             "settings": self.settings.to_dict(),
             "corpus": self.corpus,
             "models": models,
@@ -112,7 +137,7 @@ class DistillReport:
                     "format": each.format,
                     "weight_bytes": each.weight_bytes,
                     "bits_per_weight": each.bits_per_weight,
-                    **asdict(each.evaluation),
+                    **_means(each.evaluation),
                 }
                 for each in self.quantized
             ],
@@ -122,6 +147,10 @@ class DistillReport:
             "seconds": self.seconds,
             "sample": self.sample,
         }
+
+
+def _means(evaluation: Evaluation) -> dict[str, Any]:
+    return {key: value for key, value in asdict(evaluation).items() if key != "window_bits"}
 
 
 _POOL_FACTS = (

@@ -70,7 +70,10 @@ def is_finished(folder: Path, settings: DistillSettings, corpus: Corpus) -> bool
     """Whether `folder` holds the result of a run with these settings on this text."""
     if not (folder / REPORT).exists():
         return False
-    stored, _, facts = stored_run(folder)
+    try:
+        stored, _, facts = stored_run(folder)
+    except DataError:  # not ours, or damaged: there is something, but no result to show
+        return False
     return not stored.changed(settings) and facts.get("fingerprint") == corpus.fingerprint
 
 

@@ -56,9 +56,8 @@ def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Bui
     library = _folder() / f"{spec.entry}-{arch}-{key}.so"
     start = time.perf_counter()
     _, record, built = build_once(library, partial(_compile_kernel, spec, source, flags))
-    if built and not os.environ.get("CUKIT_QUIET"):
-        seconds = time.perf_counter() - start
-        print(f"cukit: compiled {spec} for the emulator in {seconds:.1f} s", file=sys.stderr)
+    if built:
+        _say(f"compiled {spec} for the emulator in {time.perf_counter() - start:.1f} s")
     x, y, z = record["cluster"]
     return Build(spec, library, (x, y, z))
 
@@ -68,8 +67,17 @@ def build_runtime() -> Path:
     compiler = find_compiler()
     flags = runtime_flags()
     library = _folder() / f"runtime-{_hash(_sources_hash(), compiler.version, *flags)}.so"
-    build_once(library, partial(_compile_runtime, flags))
+    start = time.perf_counter()
+    _, _, built = build_once(library, partial(_compile_runtime, flags))
+    if built:
+        _say(f"compiled the emulator itself in {time.perf_counter() - start:.1f} s, once")
     return library
+
+
+def _say(what: str) -> None:
+    """Why a first call takes long; CUKIT_QUIET silences it."""
+    if not os.environ.get("CUKIT_QUIET"):
+        print(f"cukit: {what}", file=sys.stderr)
 
 
 def _compile_runtime(flags: tuple[str, ...]) -> tuple[bytes, Record]:

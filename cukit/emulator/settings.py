@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cukit.core.device import typical_device
+from cukit.core.scalars import check_integer, check_number
 from cukit.errors import ConfigError
 
 
@@ -33,8 +34,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         typical_device(self.arch)
-        if self.seed < 0 or self.threads < 0 or self.patience <= 0:
-            raise ConfigError("emulator: seed, threads and patience must not be negative")
+        check_integer("emulator", "seed", self.seed, least=0, most=2**64 - 1)
+        check_integer("emulator", "threads", self.threads, least=0, most=4096)
+        check_number("emulator", "patience", self.patience, above=0)
 
 
 def settings_from(environment: Mapping[str, str] = os.environ, **options: object) -> Settings:

@@ -12,6 +12,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
+from cukit.core.overlap import check_overlap
 from cukit.core.support import Support
 from cukit.gemm.linear import linear
 from cukit.gemm.linear_launch import HOPPER
@@ -47,6 +48,7 @@ def matmul_tma(a: Array, b: Array, *, out: Array | None = None) -> Array:
     if out is not None:
         check_array("matmul_tma", "out", out, shape=(a.shape[0], b.shape[0]))
     check_same_dtype("matmul_tma", a=a, b=b, out=out)
+    check_overlap("matmul_tma", out, a=a, b=b)
     if not runs_kernel("matmul_tma", a, b, out):
         return reference.matmul(a, b, transpose_b=True, out=out)
     return linear(a, b, out=out)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from cukit.core import backend
 from cukit.core.arrays import (
     ACCESS_BYTES,
     FLOAT_DTYPES,
@@ -23,7 +22,8 @@ from cukit.core.arrays import (
     runs_kernel,
     write_out,
 )
-from cukit.core.device import Device, current_device, require_cupy
+from cukit.core.counters import zero_counters
+from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.narrow_dtype import float8_e4m3, int4, int8
 from cukit.core.overlap import check_overlap
@@ -43,7 +43,6 @@ _DTYPES = (float16, bfloat16)
 _ARCH = "sm_90"
 _ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
 _FLOAT8_ELEMENTS = 16
-_LEAST_COUNTERS = 4096
 
 
 def quantized_linear(
@@ -58,9 +57,9 @@ def quantized_linear(
 
     Codes less their zero points are exact in the tensor cores, and the scale of a group multiplies
     its sum in float32: the result is the product with the dequantised weight in float32, rounded
-    once to the dtype of the result. With more than 64 tokens of 16-bit elements, Hopper's kernel
-    multiplies the codes of groups of more than 32 by their scales first, rounded to the dtype of
-    `x`.
+    once to the dtype of the result. With more than 64 tokens of 16-bit elements (32 in groups of
+    32), Hopper's kernel multiplies the codes of groups by their scales first, rounded to the dtype
+    of `x`.
 
     Args:
         x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only. Where k is not
@@ -191,7 +190,7 @@ class WeightOnlyLaunch:
         counters: Any = NULL
         if config.shared_tiles:
             pieces = empty(x, (config.piece_bytes // 4,), float32)
-            counters = _counters(x, config.counters)
+            counters = zero_counters(x, config.counters)
         scales = NULL if row_scales is None else row_scales
         offsets = NULL if bias is None else bias
         if config.tiling.kernel == "few":
@@ -217,28 +216,6 @@ class WeightOnlyLaunch:
 def _encode_rows(array: Array, *, tokens: int, columns: int, box: tuple[int, int]) -> Any:
     """The map of x as [tokens, columns]: padding beyond `columns` is outside."""
     return encode_tensor_map(array.reshape(tokens, -1)[:, :columns], box)
-
-
-_zeros: dict[tuple[Any, int], Array] = {}
-
-
-def _counters(like: Array, count: int) -> Array:
-    """At least `count` zeros, which every launch leaves as zeros: a stream's launches share them.
-
-    A graph gets its own, and with them the node that clears them at every replay: its replays may
-    run on any stream.
-    """
-    if backend.active is not None:
-        return np.zeros(count, np.int32)
-    cupy = require_cupy("launching kernels")
-    stream = cupy.cuda.get_current_stream().ptr
-    if cupy.cuda.runtime.streamIsCapturing(stream):
-        return cupy.zeros(count, cupy.int32)
-    key = (like.data.device_id, stream)
-    found = _zeros.get(key)
-    if found is None or found.size < count:
-        found = _zeros[key] = cupy.zeros(max(count, _LEAST_COUNTERS), cupy.int32)
-    return found
 
 
 @launch_plan

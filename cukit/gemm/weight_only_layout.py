@@ -138,13 +138,18 @@ def pack_weight(weight: QuantizedArray, *, x_dtype: NarrowDtype | None = None) -
     """
     description, repeats = _describe(weight, x_dtype)
     codes = _pad(_codes(weight), 0, _OFFSET[weight.dtype.name])
+    zeros = weight.zero_points
+    if zeros is not None:
+        zeros = _spread(zeros, repeats, description)
+    if description.float8:
+        codes = _look_up(_FLOAT8_PLACES, codes, zeros)
     blocks = _ORDERS[description.order].pack(codes)
     if description.group_size is None:
         return PackedWeight(description, _in_pairs([blocks]), weight.scales[:, 0].copy())  # type: ignore[index]
     scales = weight.scales.view(f"uint{8 * weight.scales.itemsize}")  # type: ignore[union-attr]
     parts = [blocks, _pack_scales(_spread(scales, repeats, description), description)]
-    if weight.zero_points is not None:
-        parts.append(_pack_zeros(_spread(weight.zero_points, repeats, description), description))
+    if zeros is not None:
+        parts.append(_pack_zeros(zeros, description))
     return PackedWeight(description, _in_pairs(parts), None)
 
 
@@ -263,11 +268,37 @@ def _pack_int4_float8(codes: Array) -> Array:
     for half in range(2):
         for column in range(4):
             code = split[:, :, half, ..., column].astype(np.uint32)
-            words |= (code & np.uint32(7)) << np.uint32(4 * (column + 4 * half))
-            words |= (code >> np.uint32(3)) << np.uint32(8 * column + 7 - 4 * half)
+            words |= code << np.uint32(4 * (column + 4 * half))
     # row block, warp, row, step, chunk, k32 step, sixteen, lane: likewise
     ordered = xp.ascontiguousarray(words.transpose(0, 3, 4, 1, 2, 7, 5, 6))
     return ordered.view(np.uint8).reshape(*ordered.shape[:2], -1)
+
+
+def _float8_places() -> np.ndarray[Any, np.dtype[np.int64]]:
+    """[zero point + 8, code + 8] -> the code's place in the table of its zero point, which
+    Int4Float8Codes (kernels_cu/gemm/weight_codes.cuh) describes."""
+    zero, code = np.arange(16)[:, None], np.arange(16)
+    pairs = (zero + 1) // 2
+    moved = np.where(code < 2 * pairs, code + 8 - pairs, code - pairs)
+    return np.where((code < pairs) | (code >= 8 + pairs), code, moved)
+
+
+_FLOAT8_PLACES = _float8_places()
+_FLOAT8_CODES = np.argsort(_FLOAT8_PLACES, axis=1)
+
+
+def _look_up(
+    table: np.ndarray[Any, np.dtype[np.int64]], codes: Array, zeros: Array | None
+) -> Array:
+    """`table` [zero point + 8, code] of each of the codes [n, k]; zeros: of groups of columns, int8
+    [n, groups], or None."""
+    xp = namespace(codes)
+    entries = xp.asarray(table.ravel(), np.uint8)
+    if zeros is None:
+        return entries[codes.astype(np.int16) + 16 * 8]
+    first = (zeros.astype(np.int16) + 8) * 16
+    groups = codes.reshape(*zeros.shape, -1)
+    return entries[groups + first[..., None]].reshape(codes.shape)
 
 
 def _spread(factors: Array, repeats: int, description: WeightDescription) -> Array:
@@ -315,6 +346,13 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
     blocks = xp.ascontiguousarray(blocks).reshape(2 * pairs, steps, size // 2)
     code_bytes = BLOCK_ROWS * BLOCK_COLUMNS * weight.dtype.bits // 8
     codes = _ORDERS[weight.order].unpack(xp.ascontiguousarray(blocks[..., :code_bytes]))
+    zeros = None
+    if weight.has_zero_points:
+        end = code_bytes + weight.groups * BLOCK_ROWS * weight.scale_dtype.itemsize
+        both = blocks[..., end:].reshape(2 * pairs, steps, weight.groups, _WARPS, _ROWS)
+        zeros = _join_rows(xp.stack((both & 15, both >> 4), axis=-1).astype(np.int8) - np.int8(8))
+    if weight.float8:
+        codes = _look_up(_FLOAT8_CODES, codes, zeros)
     storage = _as_storage(codes[:n, :k], weight.dtype)
     if weight.group_size is None:
         assert packed.row_scales is not None
@@ -324,17 +362,12 @@ def _unpack(packed: PackedWeight) -> QuantizedArray:
     shape = (2 * pairs, steps, weight.groups, _WARPS, _ROWS, _HALVES)
     end = code_bytes + weight.groups * BLOCK_ROWS * weight.scale_dtype.itemsize
     scales = xp.ascontiguousarray(blocks[..., code_bytes:end]).view(weight.scale_dtype)
-    zero_points = None
-    if weight.has_zero_points:
-        both = blocks[..., end:].reshape(shape[:-1])
-        zeros = xp.stack((both & 15, both >> 4), axis=-1).astype(np.int8) - np.int8(8)
-        zero_points = _join_rows(zeros)[:n, :groups]
     return QuantizedArray(
         storage,
         weight.dtype,
         weight.shape,
         _join_rows(scales.reshape(shape))[:n, :groups],
-        zero_points,
+        None if zeros is None else zeros[:n, :groups],
         1,
         weight.group_size,
     )
@@ -368,9 +401,7 @@ def _unpack_int4_float8(blocks: Array) -> Array:
     """The way back of `_pack_int4_float8`."""
     xp = namespace(blocks)
     words = blocks.view(np.uint32)[..., None]
-    lower = words >> xp.arange(0, 32, 4, dtype=np.uint32) & np.uint32(7)
-    flags = xp.asarray([7, 15, 23, 31, 3, 11, 19, 27], np.uint32)
-    codes = (lower | (words >> flags & np.uint32(1)) << np.uint32(3)).astype(np.uint8)
+    codes = (words >> xp.arange(0, 32, 4, dtype=np.uint32) & np.uint32(15)).astype(np.uint8)
     # row block, step, chunk, warp, row, lane, k32 step, sixteen, half, column
     split = codes.reshape(*blocks.shape[:2], 2, _WARPS, _ROWS, 4, 2, 2, _HALVES, 4)
     return _matrix(split.transpose(0, 3, 8, 4, 1, 2, 6, 7, 5, 9))

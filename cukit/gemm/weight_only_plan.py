@@ -17,10 +17,13 @@ _HOPPER = "sm_90"
 _WARPGROUP = 128
 _TOKEN_STEP = 16
 _MOST_TOKENS = 256
+_FEWEST_SPLIT_STAGES = 3
 _WHOLE_TOKENS = 128
+"""Of a tile with float8; beyond, it is multiplied in halves."""
+_FOLD_TOKENS = 64
 _SHORTEST_GROUP = 32
-"""With groups this short ptxas runs products one after another where codes are multiplied by their
-scales first, and in tiles of more than _WHOLE_TOKENS tokens."""
+_FOLD_TOKENS_OF_SHORTEST = 32
+"""Beyond so many tokens, codes are multiplied by their scales first."""
 _TILE_ALIGNMENT = 128
 FEW_TOKENS = 8
 _FEW_ELEMENTS = 2**27
@@ -50,6 +53,8 @@ class WeightOnlyTiling:
     """Of "few": sixteens of rows of a block."""
     warps: int = 0
     """Of "few": warps that share the columns."""
+    splits: int = 1
+    """Blocks of a cluster that share the steps of a tile."""
 
     @property
     def rows(self) -> int:
@@ -75,9 +80,15 @@ class WeightOnlyTiling:
         """Shared memory of pieces of the result on their way to memory."""
         return self.consumers * self.piece_tokens * BLOCK_ROWS * 2 if self.mapped_out else 0
 
+    def exchange_bytes(self) -> int:
+        """Shared memory that receives the sums of the other blocks of a cluster."""
+        slices = math.gcd(self.tokens // 8, self.splits)
+        return (self.splits - 1) * self.rows * self.tokens // slices * 4
+
     def shared_bytes(self, weight: WeightDescription) -> int:
         """Dynamic shared memory of a block."""
-        return self.num_stages * self.stage_bytes(weight) + self.staging_bytes()
+        stages = self.num_stages * self.stage_bytes(weight)
+        return stages + self.staging_bytes() + self.exchange_bytes()
 
 
 @dataclass(frozen=True)
@@ -127,7 +138,11 @@ class WeightOnlyConfig:
         else:
             defines += (("STAGES", tiling.num_stages),)
         if tiling.kernel == "sm90":
-            defines += (("MAPPED_OUT", int(tiling.mapped_out)),)
+            defines += (
+                ("MAPPED_OUT", int(tiling.mapped_out)),
+                ("SPLITS", tiling.splits),
+                ("CLUSTER", tiling.splits),
+            )
         entry = f"weight_only_{tiling.kernel}"
         shared = tiling.shared_bytes(weight)
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, tiling.threads, shared)
@@ -150,26 +165,46 @@ def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[
     n, k = weight.shape
     few = FEW_TOKENS if n * k <= _FEW_ELEMENTS or device.arch != _HOPPER else 2
     if tokens <= few and not weight.float8:
-        return [few_tiling(8 // weight.dtype.bits, 8)]
+        return [few_tiling(8 // weight.dtype.bits, _few_warps(weight, device))]
     if device.arch != _HOPPER:
-        return [sm80_tiling(_tile_tokens(tokens, -(-tokens // 64)), weight, device)]
-    if tokens <= 64:
-        tile = _tile_tokens(tokens, 1)
-        return [hopper_tiling(tile, 4 if tile <= 32 else 2, weight, device)]
+        return [sm80_tiling(_tile_tokens(tokens, -(-tokens // 64), _TOKEN_STEP), weight, device)]
+    fewest = -(-tokens // _MOST_TOKENS)
+    across = range(fewest, fewest + 3) if tokens > 64 else range(1, 3) if tokens > 32 else (1,)
+    return [_hopper_candidate(tokens, count, weight, device) for count in across]
+
+
+def _hopper_candidate(
+    tokens: int, across: int, weight: WeightDescription, device: Device
+) -> WeightOnlyTiling:
+    """A tiling with so many tiles of tokens."""
+    tile = _tile_tokens(tokens, across, _TOKEN_STEP)
+    if weight.float8 and tile > _WHOLE_TOKENS:
+        tile = _tile_tokens(tokens, across, 2 * _TOKEN_STEP)
     shortest = weight.group_size == _SHORTEST_GROUP
-    fold = weight.group_size is not None and not weight.float8 and not shortest
-    most = _WHOLE_TOKENS if shortest else _MOST_TOKENS
-    fewest = -(-tokens // most)
-    return [
-        hopper_tiling(_tile_tokens(tokens, across), 2, weight, device, fold=fold)
-        for across in range(fewest, fewest + 3)
-    ]
+    fold = (
+        weight.group_size is not None
+        and not weight.float8
+        and tokens > (_FOLD_TOKENS_OF_SHORTEST if shortest else _FOLD_TOKENS)
+    )
+    tiles = -(-weight.shape[0] // (2 * BLOCK_ROWS)) * across
+    if 2 * tiles <= device.num_sms and weight.steps > 1:
+        split = hopper_tiling(tile, 2, weight, device, fold=fold, splits=2)
+        if split.num_stages >= _FEWEST_SPLIT_STAGES:
+            return split
+    return hopper_tiling(tile, 4 if tile <= 32 else 2, weight, device, fold=fold)
 
 
-def _tile_tokens(tokens: int, across: int) -> int:
-    """Tokens of each of so many tiles; wide ones have halves that are whole steps."""
-    step = _TOKEN_STEP if tokens <= _WHOLE_TOKENS * across else 2 * _TOKEN_STEP
+def _tile_tokens(tokens: int, across: int, step: int) -> int:
+    """Tokens of each of so many tiles, a multiple of `step`."""
     return -(-tokens // (across * step)) * step
+
+
+def _few_warps(weight: WeightDescription, device: Device) -> int:
+    """Warps of a block of "few": sixteen a multiprocessor, so that all blocks run at a time."""
+    if weight.dtype.bits == 8:
+        return 8
+    blocks = -(-weight.shape[0] // 32)
+    return next((warps for warps in (16, 8, 4) if blocks * warps <= 16 * device.num_sms), 2)
 
 
 def hopper_tiling(
@@ -180,6 +215,7 @@ def hopper_tiling(
     *,
     stages: int = 0,
     fold: bool = False,
+    splits: int = 1,
 ) -> WeightOnlyTiling:
     """A tiling for Hopper with as many stages, up to `stages`, as there is room for."""
     stages = stages or (6 if tokens <= 32 else 8)
@@ -188,8 +224,9 @@ def hopper_tiling(
         tokens,
         consumers,
         0,
-        mapped_out=tokens >= 64 and weight.shape[0] % _ROW_ELEMENTS == 0,
+        mapped_out=tokens >= 64 and weight.shape[0] % _ROW_ELEMENTS == 0 and splits == 1,
         fold=fold,
+        splits=splits,
     )
     room = device.shared_bytes_per_block - _RESERVED_BYTES
     return replace(tiling, num_stages=_stages(tiling, weight, room, stages))
@@ -206,7 +243,8 @@ def sm80_tiling(
 
 
 def _stages(tiling: WeightOnlyTiling, weight: WeightDescription, room: int, most: int) -> int:
-    return min(most, (room - tiling.staging_bytes()) // tiling.stage_bytes(weight))
+    room -= tiling.staging_bytes() + tiling.exchange_bytes()
+    return min(most, room // tiling.stage_bytes(weight))
 
 
 def few_tiling(strips: int, warps: int) -> WeightOnlyTiling:
@@ -229,6 +267,10 @@ def configure(
     if tiling.kernel == "few":
         return WeightOnlyConfig(dtype, weight, tiling, tiles_m, 1, tiles_m, 0)
     tiles = tiles_m * -(-tokens // tiling.tokens)
+    if tiling.splits > 1:
+        group = _raster_group(tiling, weight, tiles, tiles_m)
+        blocks = tiles * tiling.splits
+        return WeightOnlyConfig(dtype, weight, tiling, blocks, group, blocks, 0)
     blocks = min(device.num_sms * tiling.blocks_per_sm, tiles * weight.steps)
     left = tiles % blocks
     # With fewer steps than blocks to share, a block would have none.
@@ -255,6 +297,8 @@ _STEP_CYCLES = 200  # beside products
 _CYCLES_A_TOKEN = 3.7
 _ARRIVAL_CYCLES = 3000
 _PIECE_BYTES_A_CYCLE = 10  # written, and read by who adds them up
+_EXCHANGE_CYCLES = 1000
+_EXCHANGE_BYTES_A_CYCLE = 16  # through distributed shared memory
 
 
 def _cycles(config: WeightOnlyConfig) -> float:
@@ -262,6 +306,10 @@ def _cycles(config: WeightOnlyConfig) -> float:
     tiling, steps = config.tiling, config.weight.steps
     consumer = max(_LEAST_CYCLES, _STEP_CYCLES + _CYCLES_A_TOKEN * tiling.tokens)
     step = tiling.consumers * consumer
+    if tiling.splits > 1:
+        sent = tiling.rows * tiling.tokens * 4 * (tiling.splits - 1) // tiling.splits
+        exchange = _EXCHANGE_CYCLES + sent / _EXCHANGE_BYTES_A_CYCLE
+        return -(-steps // tiling.splits) * step + exchange
     cycles = -(-config.whole_tiles // config.num_blocks) * steps * step
     if config.shared_tiles:
         cycles += -(-config.shared_tiles * steps // config.num_blocks) * step

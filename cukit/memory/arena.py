@@ -7,13 +7,16 @@ has the pool for itself that distinction costs more than it brings, so there bot
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Hashable, Iterator
+from itertools import pairwise
+
+import numpy as np
 
 from cukit.memory.blocks import Range
-from cukit.memory.spans import CACHED, FREE, GONE, LIVE, UNMAPPED, SizeIndex, Span
+from cukit.memory.compact import Ints
+from cukit.memory.spans import FREE, GONE, LIVE, UNMAPPED, SizeIndex, Span
 from cukit.memory.streams import CaptureKey, Streams, StreamState
+from cukit.memory.walk import Walk
 
 FITS_WEIGHED = 8
 """Of each index, when pages are short."""
@@ -35,38 +38,6 @@ class AddressRange:
         while span is not None:
             yield span
             span = span.next
-
-    def retile(self, spans: Sequence[Span]) -> list[Span]:
-        """Tiles the range with these spans, in order, and with new free ones between them, which
-        are returned."""
-        free = []
-        before: Span | None = None
-        end = self.address
-        for span in spans:
-            if span.address > end:
-                gap = Span(end, span.address - end, FREE)
-                free.append(gap)
-                before = self._link(before, gap)
-            before = self._link(before, span)
-            end = span.address + span.size
-        if end < self.address + self.size:
-            gap = Span(end, self.address + self.size - end, FREE)
-            free.append(gap)
-            before = self._link(before, gap)
-        assert before is not None
-        before.next = None
-        return free
-
-    def _link(self, before: Span | None, span: Span) -> Span:
-        span.prev = before
-        if before is None:
-            self.first = span
-        else:
-            before.next = span
-        return span
-
-
-_address = attrgetter("address")
 
 
 class Arena:
@@ -133,15 +104,37 @@ class Arena:
         """The index that a free span belongs into."""
         return self.streams.states[span.stream].index
 
-    def take(self, span: Span, size: int, stream: Hashable) -> Span:
-        """Makes the first `size` bytes of a FREE span live on a stream."""
-        self.index(span).remove(span)
-        if span.size > size:
-            rest = span.split(size)
-            self.index(rest).add(rest)
+    def take(self, span: Span, size: int, stream: Hashable, *, saving_pages: bool = False) -> Span:
+        """Makes `size` bytes of a FREE span live on a stream: the first ones, or see `_start`."""
+        start = span.address
+        if saving_pages and self.page_bytes <= size < span.size:
+            start = self._start(span, size)
+        span = self.carve(span, start, size)
         span.state = LIVE
         span.stream = stream
         return span
+
+    def _start(self, span: Span, size: int) -> int:
+        """Where in a free span a block of a page or more begins: at the span's start, or so that
+        the block begins or ends with a page. What takes the fewest wholly free pages, then what
+        leaves the least of them.
+
+        A page with a live byte stays where it is. A block with an end inside a page keeps a page
+        that its neighbours give up, and a block with both ends there keeps two.
+        """
+        page, begin, end = self.page_bytes, span.address, span.end
+        first, last = -(-begin // page), end // page
+        best, found = None, begin
+        for start in (begin, first * page, -(-(begin + size) // page) * page - size):
+            if start + size > end:
+                continue
+            low, high = max(start // page, first), min(-(-(start + size) // page), last)
+            pages = max(high - low, 0)
+            inside = min(start + size, last * page) - max(start, first * page)
+            rank = (pages, pages * page - inside, start)
+            if best is None or rank < best:
+                best, found = rank, start
+        return found
 
     def carve(self, span: Span, address: int, size: int) -> Span:
         """Cuts `size` bytes at `address` out of a FREE span and of its index. What is left of the
@@ -218,30 +211,54 @@ class Arena:
             self.unmapped[cut.next.address] = cut.next
         return cut
 
-    def place(self, arrivals: dict[int, Span]) -> None:
-        """Puts live spans elsewhere all at once, by new address; the bytes have been moved.
+    def place(self, walk: Walk, moved: Ints, target: Ints) -> None:
+        """Puts live spans elsewhere all at once. Without any it only merges what is free.
 
-        All streams are idle (Streams.all_done). So everything free, and where the spans come from,
-        becomes memory for everybody, merged as far as it goes. Without arrivals that is all.
+        All streams are idle (Streams.all_done), or the moves are the last that they do: everything
+        free, and where the spans come from, becomes memory for everybody.
+
+        Args:
+            walk: the spans as they are.
+            moved: the numbers of those that move.
+            target: their new addresses.
         """
-        leaving = {id(span) for span in arrivals.values()}
-        order = sorted(arrivals)
-        first, free = 0, []
-        for part, spans in [(part, list(part.spans())) for part in self.ranges()]:
-            staying = []
-            for span in spans:
-                if span.state in (FREE, CACHED) and span.stream.__class__ is not CaptureKey:
-                    span.state = GONE
-                elif id(span) not in leaving:
-                    staying.append(span)
-            last = bisect_left(order, part.address + part.size, first)
-            for address in order[first:last]:
-                arrivals[address].address = address
-                staying.append(arrivals[address])
-            if last > first:
-                staying.sort(key=_address)
-            first = last
-            free += part.retile(staying)
+        spans = walk.spans
+        new = walk.address.copy()
+        new[moved] = target
+        for number, address in zip(moved.tolist(), target.tolist(), strict=True):
+            spans[number].address = address
+        for number in np.flatnonzero(walk.kind == walk.FREE).tolist():
+            spans[number].state = GONE
+        staying = np.flatnonzero(walk.kind != walk.FREE)
+        staying = staying[np.argsort(new[staying])]
+        begin, end = new[staying], new[staying] + walk.size[staying]
+        ranges = self.ranges()
+        firsts = np.searchsorted(begin, [part.address for part in ranges]).tolist()
+        free: list[Span] = []
+        for part, first, last in zip(ranges, firsts, [*firsts, len(staying)][1:], strict=True):
+            # What lies before each span, and behind the last.
+            low = np.append(part.address, end[first:last])
+            high = np.append(begin[first:last], part.address + part.size)
+            gaps = np.flatnonzero(high > low)
+            holes = [
+                Span(address, size, FREE)
+                for address, size in zip(
+                    low[gaps].tolist(), (high - low)[gaps].tolist(), strict=True
+                )
+            ]
+            kept = [spans[number] for number in staying[first:last].tolist()]
+            line: list[Span] = []
+            done = 0
+            for hole, gap in zip(holes, gaps.tolist(), strict=True):
+                line += kept[done:gap]
+                line.append(hole)
+                done = gap
+            line += kept[done:]
+            for one, behind in pairwise(line):
+                one.next, behind.prev = behind, one
+            line[0].prev = line[-1].next = None
+            part.first = line[0]
+            free += holes
         for state in self.streams.public():
             state.bins.clear()
             state.index.replace(())

@@ -2,58 +2,65 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cukit.errors import ArrayShapeError, PointerError
+from cukit.memory.interrupts import Uninterrupted
+from cukit.memory.ties import BufferTie, PinTie
 
 if TYPE_CHECKING:
     from cukit.memory.pool import MemoryPool
     from cukit.memory.spans import Span
 
 
+USER, FOR_GOOD = "user", "for good"
+"""Pins: by `DeviceBuffer.pin`, and by the capture of a graph, which knows the address for good."""
+
+
 class Holder:
     """Ties a buffer to its span, wherever that is moved.
 
-    Pins and the right to free are list entries, for adding and taking those is atomic: a destructor
-    may run at any moment and must not wait for a lock.
+    It does not keep the pool, which would then never be given back.
     """
 
-    __slots__ = ("_may_free", "_release", "closed", "pins", "span")
+    __slots__ = ("closed", "pins", "released", "span", "tie")
 
-    def __init__(self, span: Span, release: Callable[[Holder], None]) -> None:
+    def __init__(self, span: Span) -> None:
         self.span = span
-        self.pins: list[None] = []
+        self.pins: list[object] = []
+        """USER, FOR_GOOD, an object for each `pinned()`, a tie for each array."""
+        self.tie: BufferTie | None = None
+        """Notices the end of the buffer."""
         self.closed = False
-        self._release = release
-        self._may_free = [None]
+        self.released = False
+        """Given back, or waiting for that."""
 
-    def unpin(self) -> None:
-        """One pin less; the last one of a closed buffer frees it."""
-        self.pins.pop()
-        if self.closed:
-            self.close()
+    def unpin(self, pin: object) -> bool:
+        """Takes this pin away if it is there; returns whether that was the last of a closed buffer,
+        so that the memory is to be given back now."""
+        for place, one in enumerate(self.pins):
+            if one is pin:
+                del self.pins[place]
+                break
+        return self.closed and self.close()
 
-    def close(self) -> None:
-        """Frees the memory, or leaves that to the last pin."""
+    def close(self) -> bool:
+        """Returns whether the memory is to be given back now, and not by the last pin."""
         self.closed = True
-        if self.pins:
-            return
-        try:
-            self._may_free.pop()
-        except IndexError:
-            return
-        self._release(self)
+        now = not self.pins and not self.released
+        self.released |= now
+        return now
 
 
 class _Pin:
     """Owned by an array: pins while it lives, and keeps the buffer."""
 
-    def __init__(self, buffer: DeviceBuffer, holder: Holder) -> None:
+    __slots__ = ("__weakref__", "_buffer")
+
+    def __init__(self, buffer: DeviceBuffer) -> None:
         self._buffer = buffer
-        weakref.finalize(self, holder.unpin).atexit = False
 
 
 class DeviceBuffer:
@@ -73,12 +80,11 @@ class DeviceBuffer:
         self.pool = pool
         self.size = size
         self._holder = holder
-        self._pins: list[None] = []
-        """One for each `pin` of the user; the holder's are these and those of arrays."""
-        self._finalizer = weakref.finalize(self, holder.close)
-        self._finalizer.atexit = False
+        holder.tie = BufferTie(self, pool.free_from_finalizer)
+        holder.tie.target = holder
 
     def __repr__(self) -> str:
+        self.pool._take_in_if_idle()  # pins of arrays that are gone
         state = "closed" if self.closed else "pinned" if self._holder.pins else "movable"
         return f"<DeviceBuffer of {self.size} bytes, {state}>"
 
@@ -92,34 +98,45 @@ class DeviceBuffer:
 
         Raises PointerError when the buffer is closed.
         """
-        address = self.pool._pin(self._holder)
-        self._pins.append(None)
-        return address
+        try:
+            return self.pool._pin(self._holder, USER)
+        except KeyboardInterrupt:  # pinned already: nobody will get the address
+            self._unpin(USER)
+            raise
 
     def unpin(self) -> None:
         """Takes one `pin` back. Raises PointerError when there is none; arrays keep theirs."""
-        try:
-            self._pins.pop()
-        except IndexError:
-            raise PointerError(f"{self!r}: unpin without pin") from None
-        self._holder.unpin()
+        if USER not in self._holder.pins:
+            raise PointerError(f"{self!r}: unpin without pin")
+        self._unpin(USER)
 
     @contextmanager
     def pinned(self) -> Iterator[int]:
         """`with buffer.pinned() as address:`"""
-        address = self.pin()
+        pin = object()
         try:
-            yield address
+            yield self.pool._pin(self._holder, pin)
         finally:
-            self.unpin()
+            try:
+                self._unpin(pin)
+            except KeyboardInterrupt:  # before it began
+                self._unpin(pin)
+                raise
+
+    def _unpin(self, pin: object) -> None:
+        with Uninterrupted():
+            if self._holder.unpin(pin):
+                self.pool._free_held(self._holder)
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """A CuPy array (NumPy with the host provider) over the start of the buffer.
 
         The array, and every view of it, pins the buffer and keeps its memory.
         """
-        address = self.pool._pin(self._holder)
-        owner = _Pin(self, self._holder)
+        owner = _Pin(self)
+        tie = PinTie(owner, self.pool.free_from_finalizer)
+        tie.target = self._holder
+        address = self.pool._pin(self._holder, tie)
         array = self.pool.provider.array(address, shape, dtype, owner)
         if array.nbytes > self.size:
             raise ArrayShapeError(
@@ -129,7 +146,9 @@ class DeviceBuffer:
 
     def close(self) -> None:
         """Frees the memory; if arrays over it live, the last of them does. Twice is once."""
-        self._holder.close()
+        with Uninterrupted():
+            if self._holder.close():
+                self.pool._free_held(self._holder)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Neither copied nor pickled: two owners would free the same memory."""

@@ -82,10 +82,16 @@ def cut_at_pages(pieces: Pieces, page_bytes: int) -> OnPages:
 class Plan:
     """Where buffers go, and the copies that bring them there."""
 
-    relocations: dict[int, int] = field(default_factory=dict)
-    """New address by old address."""
+    source: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    target: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    """Old and new address of each, in the order of the old ones."""
     steps: list[Moves] = field(default_factory=list)
     """Batches, one after the other; inside one, no destination overlaps a source."""
+
+    @property
+    def relocations(self) -> dict[int, int]:
+        """New address by old address."""
+        return dict(zip(self.source.tolist(), self.target.tolist(), strict=True))
 
     @property
     def bytes_moved(self) -> int:
@@ -112,8 +118,7 @@ def plan_compaction(pieces: Pieces, page_bytes: int, *, remap: bool) -> Plan:
     worth = _whole(pieces, target, page_bytes, remap=remap)
     if worth <= _whole(pieces, pieces.address, page_bytes, remap=remap):
         return Plan()
-    old, new = pieces.address[moved].tolist(), target[moved].tolist()
-    plan.relocations = dict(zip(old, new, strict=True))
+    plan.source, plan.target = pieces.address[moved], target[moved]
     return plan
 
 
@@ -197,14 +202,16 @@ def _take(holes: list[tuple[int, int]], size: int, count: int) -> list[int]:
         alike = bisect_left(holes, (length + 1,), position) - position
         taken = holes[position : position + min(alike, -(-count // each))]
         del holes[position : position + len(taken)]
-        rests = []
-        for _, address in taken:
-            blocks = min(each, count)
-            count -= blocks
-            end = address + blocks * size
-            found.extend(range(address, end, size))
-            if blocks * size < length:
-                rests.append((length - blocks * size, end))
+        each = min(each, count)
+        blocks = [address + n * size for _, address in taken for n in range(each)][:count]
+        found += blocks
+        count -= len(blocks)
+        filled = [each] * (len(taken) - 1) + [len(blocks) - each * (len(taken) - 1)]
+        rests = [
+            (length - full * size, address + full * size)
+            for (_, address), full in zip(taken, filled, strict=True)
+            if full * size < length
+        ]
         if len(rests) < 16:
             for rest in rests:
                 insort(holes, rest)

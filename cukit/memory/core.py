@@ -3,10 +3,13 @@
 A request of a size that was freed before on the same stream is served from a list, without merging,
 searching or calling the driver. Everything else happens on a miss.
 
-A garbage collection may start inside any of these methods and free memory of this very pool. So the
-lock can be taken again by the thread that holds it, `_busy` tells that it was, and such a free is
-put aside until later. Where one stream has the pool for itself and nobody listens, destructors
-always do that, and else for small memory: it needs no lock, and the next call does the free.
+Destructors only note their frees, for the next call of the pool to do (ties.py). Other code may be
+run by a garbage collection inside any of these methods and use this very pool. So the lock can be
+taken again by the thread that holds it, `_busy` tells that it was, and a free is then put aside.
+
+Ctrl-C: what takes long runs inside Uninterrupted, which costs as much as a quick call does. So
+those are interrupted wherever Python looks for signals (behind calls, at the start of functions),
+and `_break_off` then undoes an allocation, finishes a free, and unlocks.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from cukit.errors import ConfigError, PointerError
 from cukit.memory.arena import Arena
@@ -29,7 +32,7 @@ from cukit.memory.choose import default_provider
 from cukit.memory.config import ALIGNMENT, MemoryPoolConfig
 from cukit.memory.estate import give_back
 from cukit.memory.faults import explain_pointer, register_pool
-from cukit.memory.interrupts import Uninterrupted, interrupted_as_usual
+from cukit.memory.interrupts import Uninterrupted
 from cukit.memory.listeners import Listeners
 from cukit.memory.oom import Ladder
 from cukit.memory.pager import Pager
@@ -37,12 +40,16 @@ from cukit.memory.provider import Provider
 from cukit.memory.relocate import Defragmenter
 from cukit.memory.spans import CACHED, LIVE, Span
 from cukit.memory.statistics import Counters
-from cukit.memory.streams import NEVER, CaptureKey, Streams, StreamState
+from cukit.memory.streams import CaptureKey, Streams, StreamState
 from cukit.memory.supply import Supply
+from cukit.memory.ties import BufferTie, PinTie, Tie
 
 LOG = logging.getLogger(__name__)
 
-Free: TypeAlias = int | tuple[int, Any] | Holder  # an address, one with a stream, a buffer's
+T = TypeVar("T")
+
+Free: TypeAlias = Tie | int | tuple[int, Any] | Holder
+"""An owner that is gone, an address, one with a stream, a buffer's memory."""
 
 ROUND_UP = ALIGNMENT - 1
 ROUND_DOWN = -ALIGNMENT
@@ -72,15 +79,14 @@ class PoolCore:
                 f"MemoryPoolConfig: max_pool_size: expected at least a page of "
                 f"{provider.page_bytes} bytes, got {limit}"
             )
+        self._device_id = provider.device_id
         self._current_stream = provider.current_stream
         self._stream_key = provider.stream_key
         self._capture_id = provider.capture_id
         self._uncaptured = provider.uncaptured
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()
         self._acquire: Callable[[], object] = self._lock.acquire
-        self._acquire_at_once = self._lock.acquire
-        """Called with False; `blocking=False` would take twice as long."""
-        self._release = self._lock.release
+        self._release: Callable[[], object] = self._lock.release
         self._busy = False
         self._put_aside: deque[Free] = deque()
         self._live: dict[int, Span] = {}
@@ -100,10 +106,9 @@ class PoolCore:
             config, provider, self._supply, self._pager, self._defragmenter, self._outside, emit
         )
         self._has_buffers = False
-        self.prompt_from = NEVER
-        """From how many bytes on it matters when a destructor's free is done."""
-        self.free_later = self._put_aside.append
-        """What destructors of smaller memory may call; the pool has to live until its next call."""
+        self.free_from_finalizer = self._put_aside.append
+        """`free` for destructors: an address. Never blocks, never raises, and runs no bytecode in
+        which an interrupt could get lost; the next call of the pool does it."""
         self._parts: tuple[
             Callable[[], object],
             Callable[[], object],
@@ -122,7 +127,6 @@ class PoolCore:
             self._listeners,
         )
         """One attribute instead of seven, where that counts."""
-        self._see_when_to_free()
         register_pool(self)
         parts = (provider, self._streams, self._pager, self._live, self._put_aside, os.getpid())
         weakref.finalize(self, give_back, *parts).atexit = False
@@ -134,11 +138,13 @@ class PoolCore:
 
     # Allocating and freeing -------------------------------------------------------------------
 
-    def allocate(self, size: int, stream: Any = None) -> int:
+    def allocate(self, size: int, stream: Any = None, _owner: Any = None) -> int:
         """Returns the address of `size` bytes, a multiple of 512, usable on `stream`.
 
         Raises OutOfMemoryError, whose text and `report` say what holds the memory.
         """
+        # `_owner` makes CuPy's kind of memory, which is returned in place of the address: from the
+        # moment it exists it frees itself, whatever interrupts its way to the caller.
         key = self._current_stream() if stream is None else self._stream_key(stream)
         if key not in self._uncaptured and (capture := self._capture_id(key)) is not None:
             key = CaptureKey(capture, key)
@@ -148,141 +154,208 @@ class PoolCore:
         if rounded <= 0:
             rounded = self._smallest(size)
         acquire, release, put_aside, states, live_spans, counters, listeners = self._parts
-        acquire()
-        if self._busy:
-            release()
-            raise RuntimeError("memory pool: allocation from inside the pool (by a listener?)")
-        self._busy = True
+        span: Span | None = None
+        found: list[Span] | None = None
+        opened = False
         try:
+            acquire()
+            if self._busy:
+                release()
+                raise RuntimeError("memory pool: allocation from inside the pool (by a listener?)")
+            opened = self._busy = True
             if put_aside:
-                self._take_in()
-            # An interrupt may strike after any call. So there is none between taking the span from
-            # its list and entering it as live.
-            try:
-                cached = states[key].bins[rounded]
-                span: Span | None = cached[-1]
-                del cached[-1]
-                counters.hits += 1
-            except (KeyError, IndexError):
-                span = None
+                tie = put_aside[0]
+                if (
+                    type(tie) is Tie
+                    and (freed := tie.target).size == rounded
+                    and freed.stream == key
+                    and freed.tie is tie
+                    and rounded < states[key].mark_from
+                    and not (freed.uses or listeners.active)
+                ):  # just what is wanted, and live in the books: from its last owner to the next
+                    span = freed
+                    put_aside.popleft()
+                    counters.hits += 1
+                else:
+                    self._take_in()
             if span is None:
-                span = self._find(rounded, self._streams.get(key))
-                counters.misses += 1
-            span.state = LIVE
+                try:
+                    if listeners.active:
+                        raise KeyError
+                    cached = states[key].bins[rounded]
+                    span = cached[-1]
+                    del cached[-1]
+                except (KeyError, IndexError):
+                    found = []
+                    self._allocate_slowly(size, rounded, key, found)
+                    span = found[0]
+                else:
+                    span.state = LIVE
+                    live_spans[span.address] = span
+                    counters.hits += 1
+                    live = counters.live_bytes + rounded
+                    counters.live_bytes = live
+                    if live > counters.peak_live_bytes:
+                        counters.peak_live_bytes = live
             span.requested = size
-            address = span.address
-            live_spans[address] = span
-            live = counters.live_bytes + rounded
-            counters.live_bytes = live
-            if live > counters.peak_live_bytes:
-                counters.peak_live_bytes = live
-            if listeners.active:
-                listeners.allocated(span)
-            return address
-        finally:
             self._busy = False
             release()
+            if _owner is None:
+                return span.address
+            memory = _owner(span.address, size, self, self._device_id)
+            span.tie = tie = Tie(memory, self.free_from_finalizer)
+            tie.target = span
+            return memory  # type: ignore[no-any-return]
+        except BaseException:
+            self._break_off(opened, found[0] if found else span)
+            raise
 
     def free(self, address: int, stream: Any = None) -> None:
         """Frees memory after the work queued on `stream` (None: the stream it was allocated on).
 
         Raises PointerError for anything but the address of a live allocation of this pool.
         """
-        self._acquire()
-        if self._busy:  # a garbage collection inside the pool
-            self._put_aside.append((address, stream))
-            self._release()
-            return
-        self._busy = True
+        acquire, release, put_aside, states, live_spans, counters, listeners = self._parts
+        span: Span | None = None
+        opened = False
         try:
-            if self._put_aside:
+            acquire()
+            if self._busy:  # a garbage collection inside the pool
+                put_aside.append((address, stream))
+                release()
+                return
+            opened = self._busy = True
+            if put_aside:
                 self._take_in()
-            span = self._live.get(address)
-            if span is None:
-                raise PointerError(explain_pointer(self, address))
-            if stream is not None or not self._put_back(span):
+            try:
+                found = live_spans[address]
+            except (KeyError, TypeError):
+                why = explain_pointer(self, address)
+                self._busy = False
+                release()
+                raise PointerError(why) from None
+            state = states[found.stream]
+            size = found.size
+            if (
+                stream is not None
+                or size >= state.mark_from
+                or found.uses
+                or found.holder is not None
+                or listeners.active
+            ):
                 with Uninterrupted():
-                    self._free_slowly(span, stream)
-        finally:
+                    try:
+                        self._free_slowly(found, stream)
+                    except BaseException:
+                        self._busy = False
+                        release()
+                        raise
+            else:
+                cached = state.bins.get(size)
+                span = found
+                del live_spans[address]
+                span.state = CACHED
+                span.tie = None
+                span.epoch = state.epoch
+                state.dirty = True
+                counters.live_bytes -= size
+                if cached is None:
+                    state.bins[size] = [span]
+                else:
+                    cached.append(span)
+                span = None
             self._busy = False
-            self._release()
-
-    def free_from_finalizer(self, address: int) -> None:
-        """`free` for destructors: never blocks, never raises; done later if the pool is busy."""
-        self._put_aside.append(address)
-        if self.prompt_from != NEVER:
-            self._take_in_if_idle()
+            release()
+        except BaseException:
+            self._break_off(opened, span)
+            raise
 
     def _free_held(self, holder: Holder) -> None:
-        """The same for the memory of a DeviceBuffer."""
+        """Frees the memory of a DeviceBuffer, now or as soon as the pool is idle."""
         self._put_aside.append(holder)
         self._take_in_if_idle()
+
+    def _break_off(self, opened: bool, span: Span | None) -> None:
+        """Closes the books after an interrupt, if they are open still.
+
+        opened: this call has opened them.
+        span: what was to be freed, or will not reach the caller: it is free then.
+        """
+        with Uninterrupted():
+            lock = self._lock
+            if not opened:
+                if lock._is_owned():  # interrupted behind `acquire`; busy: a call around this one
+                    _, owner = lock._release_save()
+                    if self._busy:
+                        lock._acquire_restore((1, owner))
+                return
+            if not lock._is_owned():
+                self._acquire()
+            self._busy = True
+            try:
+                self._finish_noted()
+                if span is not None and self._is_simple(span):
+                    self._finish_free(span)
+                elif span is not None:
+                    self._free_slowly(span)
+            finally:
+                self._listeners.deliver()
+                self._busy = False
+                lock._release_save()
+
+    def _finish_noted(self) -> None:
+        """Finishes the first of the frees that were put aside if `_take_in` may have begun it."""
+        tie = self._put_aside[0] if self._put_aside else None
+        if type(tie) is Tie and tie.target.tie is tie and self._is_simple(tie.target):
+            self._finish_free(tie.target)
+            del self._put_aside[0]
+
+    def _is_simple(self, span: Span) -> bool:
+        """Whether there is no more to freeing a live span than putting it into its list."""
+        return not (span.uses or span.holder is not None or self._listeners.active)
+
+    def _finish_free(self, span: Span) -> None:
+        """Puts a span into its list from whatever is between that and being live."""
+        state = self._states[span.stream]
+        cached = state.bins.setdefault(span.size, [])
+        if not any(one is span for one in cached):
+            cached.append(span)
+        self._live.pop(span.address, None)
+        span.state, span.tie, span.epoch, state.dirty = CACHED, None, state.epoch, True
+        self._counters.live_bytes = sum(one.size for one in self._live.values())
 
     # Behind the doors -------------------------------------------------------------------------
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """`_locked`, for what must not be broken off in the middle."""
-        with self._locked(), Uninterrupted():
-            yield
+        """Locks; an interrupt takes effect when the lock is released."""
+        with Uninterrupted():
+            self._acquire()
+            if self._busy:
+                self._release()
+                raise RuntimeError("memory pool: used from inside the pool (by a listener?)")
+            self._busy = True
+            try:
+                self._release_ended_captures()
+                self._take_in()
+                yield
+            finally:
+                self._listeners.deliver()
+                self._busy = False
+                self._release()
 
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._acquire()
-        if self._busy:
-            self._release()
-            raise RuntimeError("memory pool: used from inside the pool (by a listener?)")
-        self._busy = True
-        try:
-            self._release_ended_captures()
-            self._take_in()
-            yield
-        finally:
-            self._listeners.deliver()
-            self._see_when_to_free()
-            self._busy = False
-            self._release()
-
-    def _see_when_to_free(self) -> None:
-        """To be called after anything that may bring a new stream, or a listener."""
-        self.prompt_from = 0 if self._listeners.active else self._streams.mark_from
-
-    @contextmanager
-    def _outside(self) -> Iterator[None]:
-        """Unlocks for code that may use the pool, in the middle of an allocation."""
+    def _outside(self, action: Callable[[], T]) -> T:
+        """Calls what may use the pool, in the middle of an allocation: unlocked meanwhile."""
         self._listeners.deliver()
         self._busy = False
         self._release()
         try:
-            with interrupted_as_usual():
-                yield
+            result = action()
         finally:
             self._acquire()
             self._busy = True
         self._take_in()
-
-    def _put_back(self, span: Span) -> bool:
-        """Frees a live span into its list, if there is no more to it than that."""
-        state = self._states[span.stream]
-        size = span.size
-        if (
-            size >= state.mark_from
-            or span.uses
-            or span.holder is not None
-            or self._listeners.active
-        ):
-            return False
-        cached = state.bins.get(size)
-        del self._live[span.address]
-        span.state = CACHED
-        span.epoch = state.epoch
-        state.dirty = True
-        self._counters.live_bytes -= size
-        if cached is None:
-            state.bins[size] = [span]
-        else:
-            cached.append(span)
-        return True
+        return result
 
     def _smallest(self, size: int) -> int:
         if size < 0:
@@ -295,29 +368,53 @@ class PoolCore:
             raise PointerError(explain_pointer(self, address))
         return span
 
-    def _find(self, size: int, state: StreamState) -> Span:
-        """A span of `size` bytes that no list had ready."""
-        span = None
-        try:
-            with Uninterrupted():
+    def _allocate_slowly(self, size: int, rounded: int, key: Hashable, found: list[Span]) -> None:
+        """Adds a live span to `found`: one that no list had ready, or that listeners are told of.
+
+        By way of the list, so that `allocate` knows of it whatever happens on the way back.
+        """
+        hit = False
+        with Uninterrupted():
+            try:
                 self._release_ended_captures()
                 self._take_in()
-                if len(self._states) > self._streams.most:
-                    spans = [*self._live.values(), *(span for span, _ in self._supply.pending)]
-                    self._streams.forget_unused({state.key, *(span.stream for span in spans)})
-                span = self._supply.obtain(size, state) or self._ladder.climb(size, state)
-        except BaseException:
-            if span is not None:  # found, but interrupted: nobody will get it
-                span.epoch, state.dirty = state.epoch, True
-                self._arena.put_free(span)
+                state = self._streams.get(key)
+                cached = state.bins.get(rounded)
+                if cached:
+                    hit, span = True, cached.pop()
+                else:
+                    span = self._find(rounded, state)
+                found.append(span)
+                span.state = LIVE
+                self._live[span.address] = span
+                counters = self._counters
+                counters.live_bytes += rounded
+                counters.peak_live_bytes = max(counters.peak_live_bytes, counters.live_bytes)
+                if self._listeners.active:
+                    self._listeners.allocated(span)
+            except BaseException:
+                self._listeners.deliver()
+                self._busy = False
+                self._release()
+                raise
             self._listeners.deliver()
-            raise
-        finally:
-            self._see_when_to_free()
-        return span
+        if hit:
+            self._counters.hits += 1
+        else:
+            self._counters.misses += 1
 
-    def _free_slowly(self, span: Span, stream: Any = None) -> None:
-        """`free` with everything that may come into it. Raises before anything has changed."""
+    def _find(self, size: int, state: StreamState) -> Span:
+        """A span of `size` bytes that no list had ready."""
+        if len(self._states) > self._streams.most:
+            spans = [*self._live.values(), *(span for span, _ in self._supply.pending)]
+            self._streams.forget_unused({state.key, *(span.stream for span in spans)})
+        return self._supply.obtain(size, state) or self._ladder.climb(size, state)
+
+    def _free_slowly(self, span: Span, stream: Any = None, *, noted: bool = False) -> None:
+        """`free` with everything that may come into it. Raises before anything has changed.
+
+        `noted`: for a destructor, which may have run on another thread.
+        """
         if span.holder is not None:
             raise PointerError(
                 f"memory pool: {span.address:#x} belongs to a DeviceBuffer: close that instead"
@@ -325,7 +422,12 @@ class PoolCore:
         key = span.stream if stream is None else self._stream_key(stream)
         state = self._streams.get(key)
         epoch = state.epoch
-        if span.size >= state.mark_from and self._capture_id(key) is None:
+        marked = span.size >= state.mark_from
+        if marked and noted and not state.late:
+            # The work of another thread's own stream cannot be recorded from here. The memory is
+            # that stream's again at once; for others the pool waits (Streams.wait_for).
+            marked = key == self._current_stream()
+        if marked and self._capture_id(key) is None:
             self._streams.mark(state)
         uses = [use for use in span.uses if use != key]
         if uses:
@@ -334,13 +436,12 @@ class PoolCore:
             state.dirty = True
         del self._live[span.address]
         self._counters.live_bytes -= span.size
-        span.stream, span.epoch = key, epoch
+        span.stream, span.epoch, span.tie = key, epoch, None
         if not uses:
             span.state = CACHED
             state.bins.setdefault(span.size, []).append(span)
         if self._listeners.active:
             self._listeners.freed(span, completed=not uses)
-        self._see_when_to_free()
 
     def _release_ended_captures(self) -> None:
         """Takes back what belonged to graphs that are destroyed."""
@@ -349,38 +450,37 @@ class PoolCore:
 
     def _take_in_if_idle(self) -> None:
         """Does the frees that were put aside, unless somebody is using the pool; never raises."""
-        if not self._acquire_at_once(False):
-            return
-        try:
-            if not self._busy:
-                self._busy = True
-                try:
-                    self._take_in()
-                except Exception:
-                    LOG.exception("memory pool: a free in a destructor failed, left for later")
-                finally:
-                    self._busy = False
-        finally:
-            self._release()
+        with Uninterrupted():
+            if not self._lock.acquire(blocking=False):
+                return
+            try:
+                if not self._busy:
+                    self._busy = True
+                    try:
+                        self._take_in()
+                    except Exception:
+                        LOG.exception("memory pool: a free in a destructor failed, left for later")
+                    finally:
+                        self._busy = False
+            finally:
+                self._release()
 
     def _take_in(self) -> None:
         """Does the frees that were put aside. One that the driver refuses stays there."""
         _, _, put_aside, states, live, counters, listeners = self._parts
         while put_aside:
-            item = put_aside[0]
-            span = live.get(item)  # type: ignore[arg-type]
-            if span is None or span.uses or span.holder is not None or listeners.active:
-                self._take_in_slowly(item)
+            tie = put_aside[0]
+            if type(tie) is not Tie:
+                self._take_in_slowly(tie)
                 continue
+            span = tie.target
             state = states[span.stream]
             size = span.size
-            if size >= state.mark_from:
-                self._take_in_slowly(item)
+            if span.tie is not tie or size >= state.mark_from or span.uses or listeners.active:
+                self._take_in_slowly(tie)
                 continue
-            # As _put_back does; a call would cost a third of it, and let an interrupt in.
+            # Were this broken off, `_break_off` would finish it.
             cached = state.bins.get(size)
-            del live[item]  # type: ignore[arg-type]
-            del put_aside[0]
             span.state = CACHED
             span.epoch = state.epoch
             state.dirty = True
@@ -389,23 +489,37 @@ class PoolCore:
                 state.bins[size] = [span]
             else:
                 cached.append(span)
+            del live[span.address]
+            del put_aside[0]
 
     def _take_in_slowly(self, item: Free) -> None:
         with Uninterrupted():
-            if isinstance(item, Holder):
-                span = item.span
-                span.holder = None
-                try:
-                    if not self._put_back(span):
-                        self._free_slowly(span)
-                except BaseException:
-                    span.holder = item
-                    raise
+            if isinstance(item, PinTie):
+                if item.target.unpin(item):
+                    self._free_held_now(item.target)
+            elif isinstance(item, BufferTie):
+                if item.target.close():
+                    self._free_held_now(item.target)
+            elif isinstance(item, Holder):
+                self._free_held_now(item)
+            elif isinstance(item, Tie):
+                if item.target.tie is item:
+                    self._free_slowly(item.target, noted=True)
             else:
                 address, stream = item if isinstance(item, tuple) else (item, None)
-                found = self._live.get(address)
-                if found is None or found.holder is not None:
+                span = self._live.get(address)
+                if span is None or span.holder is not None:
                     LOG.error("free in a destructor: %s", explain_pointer(self, address))
                 else:
-                    self._free_slowly(found, stream)
+                    self._free_slowly(span, stream, noted=True)
             self._put_aside.popleft()
+
+    def _free_held_now(self, holder: Holder) -> None:
+        span = holder.span
+        span.holder = None
+        try:
+            self._free_slowly(span, noted=True)
+        except BaseException:
+            span.holder = holder
+            raise
+        holder.tie = None

@@ -276,7 +276,7 @@ class CudaDevice:
 
     def _idle(self) -> bool:
         """Waits until the device is idle, unless a capture forbids waiting."""
-        if any(self.capture_id(key) is not None for key in list(self._streams)):
+        if self.capturing():
             return False
         self.synchronize_device()
         return True
@@ -304,6 +304,9 @@ class CudaDevice:
         if capturing is _GONE or not capturing:
             return None
         return self._captures.capture_of(known.handle)
+
+    def capturing(self) -> bool:
+        return any(self.capture_id(key) is not None for key in list(self._streams))
 
     def ended_captures(self) -> list[int]:
         """Captures whose graphs, and all that was instantiated from them, are destroyed."""

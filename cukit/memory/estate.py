@@ -11,8 +11,15 @@ from cukit.memory.pager import Pager
 from cukit.memory.provider import Provider
 from cukit.memory.spans import Span
 from cukit.memory.streams import Streams
+from cukit.memory.ties import Tie
 
 LOG = logging.getLogger(__name__)
+
+
+_waiting: list[tuple[Provider, Pager]] = []
+"""Pools that ended while the device could not be waited for."""
+
+os.register_at_fork(after_in_child=_waiting.clear)
 
 
 def give_back(
@@ -25,14 +32,21 @@ def give_back(
 ) -> None:
     """What a pool held goes back to the device when nobody has the pool any more.
 
-    Not while somebody may still use the memory by its address: raw allocations, captured graphs.
+    Not while somebody may still use the memory by its address: raw allocations, captured graphs. If
+    a garbage collection ends the pool during a capture, with the end of the next pool.
     """
     captured = any(state.private for state in streams.states.values())
-    used = live.keys() - set(put_aside)
+    freed = {item.target if isinstance(item, Tie) else item for item in put_aside}
+    used = [at for at, span in live.items() if not freed & {at, span, span.holder}]
     if used or captured or process != os.getpid():
         return
-    try:
-        provider.synchronize_device()
-        pager.abandon()
-    except Exception:
-        LOG.exception("memory pool: its memory could not be given back")
+    _waiting.append((provider, pager))
+    for entry in list(_waiting):
+        try:
+            if entry[0].capturing():
+                continue
+            entry[0].synchronize_device()
+            entry[1].abandon()
+        except Exception:
+            LOG.exception("memory pool: its memory could not be given back")
+        _waiting.remove(entry)

@@ -224,6 +224,10 @@ class HostProvider:
         """Nothing is captured here."""
         return None
 
+    def capturing(self) -> bool:
+        """Nothing is captured here."""
+        return False
+
     def ended_captures(self) -> Sequence[int]:
         """Nothing is captured here."""
         return ()

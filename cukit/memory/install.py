@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -106,7 +105,7 @@ def _single(pool: MemoryPool) -> Allocator:
     """The allocator of one device: what every `cupy.empty` runs through."""
     cuda = require_cupy("a pool").cuda
     memory_pointer, unowned_memory = cuda.MemoryPointer, cuda.UnownedMemory
-    late_memory, prompt_memory = _memory_classes()
+    pool_memory = _pool_memory()
     device_id = pool.provider.device_id
     allocate = pool.allocate
 
@@ -114,41 +113,23 @@ def _single(pool: MemoryPool) -> Allocator:
         if size == 0:
             return memory_pointer(unowned_memory(0, 0, None, device_id), 0)
         try:
-            address = allocate(size)
+            return memory_pointer(allocate(size, None, pool_memory), 0)
         except OutOfMemoryError as error:
             error.__class__ = _out_of_memory_of_both()
             raise
-        memory = late_memory if size < pool.prompt_from else prompt_memory
-        return memory_pointer(memory(address, size, pool, device_id), 0)
 
     return allocate_pointer
 
 
 @functools.cache
-def _memory_classes() -> tuple[Any, Any]:
-    """CuPy's kind of memory, owned by a pool, which lives as long as CuPy uses it and whose end is
-    the free: with the pool's next call, or at once.
+def _pool_memory() -> Any:
+    """CuPy's kind of memory, owned by a pool, which lives as long as CuPy uses it. A tie notices
+    its end."""
 
-    By a destructor, for it is the cheapest: weakref.finalize costs 2 us more (measured, of 1 us).
-    It only calls what is safe wherever a collection strikes.
-    """
+    class PoolMemory(require_cupy("a pool").cuda.UnownedMemory):  # type: ignore[misc]
+        __slots__ = ("__weakref__",)
 
-    class LateMemory(require_cupy("a pool").cuda.UnownedMemory):  # type: ignore[misc]
-        __slots__ = ()
-
-        def __del__(self) -> None:
-            self._owner.free_later(self.ptr)
-
-    class PromptMemory(require_cupy("a pool").cuda.UnownedMemory):  # type: ignore[misc]
-        __slots__ = ()
-
-        def __del__(self) -> None:
-            self._owner.free_from_finalizer(self.ptr)
-
-    # At exit the process gives everything back, and what frees it may be gone already.
-    for memory in (LateMemory, PromptMemory):
-        atexit.register(delattr, memory, "__del__")
-    return LateMemory, PromptMemory
+    return PoolMemory
 
 
 @functools.cache

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -23,7 +22,7 @@ class Uninterrupted:
 
     That is, the handler of SIGINT (which raises KeyboardInterrupt, unless the program has set
     another one) is called then. Python runs handlers in the main thread only, so in other threads
-    this does nothing. Blocks nest.
+    this does nothing; nor inside another such block, whose end is the later one.
     """
 
     _handler: _Handler | None = None
@@ -32,7 +31,8 @@ class Uninterrupted:
 
     def __enter__(self) -> None:
         handler = _get_handler(_SIGINT)
-        if callable(handler):  # else ignored, or the end of the process, or not Python's
+        # Not callable: ignored, or the end of the process, or not Python's.
+        if callable(handler) and not isinstance(_owner_of(handler), Uninterrupted):
             try:
                 _set_handler(_SIGINT, self._note)
             except ValueError:  # not the main thread
@@ -48,6 +48,12 @@ class Uninterrupted:
             if self._interrupted:
                 self.pass_on()
 
+    def pass_on(self) -> None:
+        """Lets an interrupt that came meanwhile take effect."""
+        if self._interrupted and self._handler is not None:
+            frame, self._interrupted, self._frame = self._frame, False, None
+            self._handler(_SIGINT, frame)
+
     def lift(self) -> bool:
         """Puts the handler back that was there, if this is the thread that runs it."""
         try:
@@ -56,23 +62,31 @@ class Uninterrupted:
             return False
         return True
 
-    def pass_on(self) -> None:
-        """Lets an interrupt that came meanwhile take effect."""
-        if self._interrupted and self._handler is not None:
-            frame, self._interrupted, self._frame = self._frame, False, None
-            self._handler(_SIGINT, frame)
+    def lower(self) -> None:
+        """Undoes `lift`."""
+        _set_handler(_SIGINT, self._note)
 
 
-@contextmanager
-def interrupted_as_usual() -> Iterator[None]:
+class InterruptedAsUsual:
     """Lifts what Uninterrupted does, for code of somebody else in the middle of such a block."""
-    shield = _get_handler(_SIGINT)
-    holder = getattr(shield, "__self__", None)
-    if not isinstance(holder, Uninterrupted) or not holder.lift():
-        yield
-        return
-    try:
-        holder.pass_on()
-        yield
-    finally:
-        _set_handler(_SIGINT, shield)
+
+    _shield: Uninterrupted | None = None
+
+    def __enter__(self) -> None:
+        # No generator: one that is interrupted on its way into the block ends at some later time.
+        shield = _owner_of(_get_handler(_SIGINT))
+        if isinstance(shield, Uninterrupted) and shield.lift():
+            self._shield = shield
+            try:
+                shield.pass_on()
+            except BaseException:
+                shield.lower()
+                raise
+
+    def __exit__(self, *_: object) -> None:
+        if self._shield is not None:
+            self._shield.lower()
+
+
+def _owner_of(handler: Any) -> Any:
+    return getattr(handler, "__self__", None)

@@ -23,6 +23,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO
 
+from cukit.core.files import check_file
 from cukit.errors import DataError
 from cukit.memory.blocks import Event
 
@@ -159,12 +160,13 @@ def write_log(path: Path | str, events: Iterable[LogEvent]) -> None:
 
 
 def read_log(path: Path | str) -> list[LogEvent]:
-    """Every event of a log.
+    """Every event of a log, but for those of no bytes. Blank lines and a byte-order mark are legal.
 
-    Raises LogError where a line does not say what its columns promise, frees what is not
-    allocated, or allocates what is.
+    What is freed may have been allocated before the log began. Raises LogError where a line does
+    not say what its columns promise, frees memory twice, or allocates what is allocated.
     """
     path = Path(path)
+    check_file(path)
     try:
         with _open(path, "r") as file:
             return list(_checked(path, file))
@@ -178,15 +180,20 @@ def _checked(path: Path, file: TextIO) -> Iterator[LogEvent]:
     if header != COLUMNS:
         raise LogError(f"{path}:1: expected the columns {','.join(COLUMNS)}, got {header!r}")
     live: dict[int, int] = {}
+    seen: set[int] = set()
     before = days = 0
     for row in rows:
+        if not any(map(str.strip, row)):
+            continue
         line = _Line(path, rows.line_num, row)
         event = line.parse()
         if event.time_us + days < before - DAY_US // 2:
             days += DAY_US
         event = event._replace(time_us=event.time_us + days)
         before = event.time_us
-        line.check(event, live)
+        if event.size == 0 and event.pointer not in live:
+            continue
+        line.check(event, live, seen)
         yield event
 
 
@@ -212,20 +219,22 @@ class _Line:
             stream=self._address("Stream", base=10),
         )
 
-    def check(self, event: LogEvent, live: dict[int, int]) -> None:
-        """Whether the event can follow those before it; `live` has what is allocated."""
+    def check(self, event: LogEvent, live: dict[int, int], seen: set[int]) -> None:
+        """Whether the event can follow those before it; `live` has what is allocated, `seen` every
+        address so far."""
         if event.action is LogAction.ALLOCATE:
             if event.pointer in live:
                 raise self._error("Pointer", "memory that is not allocated already")
-            if event.size == 0 or event.pointer == 0:
-                column = "Pointer" if event.size else "Size"
-                raise self._error(column, "above 0 in an allocation")
+            if event.pointer == 0:
+                raise self._error("Pointer", "above 0 in an allocation")
             live[event.pointer] = event.size
+            seen.add(event.pointer)
         elif event.action is LogAction.FREE:
             size = live.pop(event.pointer, None)
-            if size is None:
+            if size is None and event.pointer in seen:
                 raise self._error("Pointer", "memory that is allocated at this line")
-            if size != event.size:
+            seen.add(event.pointer)
+            if size not in (None, event.size):
                 raise self._error("Size", f"the {size} bytes that were allocated there")
 
     def _number(self, column: str) -> int:
@@ -257,8 +266,9 @@ class _Line:
 
 
 def _open(path: Path, mode: Literal["r", "w"]) -> TextIO:
+    encoding = "utf-8" if mode == "w" else "utf-8-sig"
     if path.suffix != ".gz":
-        return path.open(mode, encoding="utf-8", newline="")
+        return path.open(mode, encoding=encoding, newline="")
     # Without the time in its header: the same events make the same file.
     packed: Any = gzip.GzipFile(path, f"{mode}b", mtime=0)
-    return io.TextIOWrapper(packed, encoding="utf-8", newline="")
+    return io.TextIOWrapper(packed, encoding=encoding, newline="")

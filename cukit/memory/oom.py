@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory.blocks import Frame
 from cukit.memory.config import MemoryPoolConfig
+from cukit.memory.interrupts import InterruptedAsUsual
 from cukit.memory.pager import Emit, Pager
 from cukit.memory.provider import Provider
 from cukit.memory.relocate import Defragmenter
@@ -88,7 +89,7 @@ class Ladder:
         supply: Supply,
         pager: Pager,
         defragmenter: Defragmenter,
-        outside: Callable[[], AbstractContextManager[None]],
+        outside: Callable[[Callable[[], Any]], Any],
         emit: Emit,
     ) -> None:
         self._config = config
@@ -98,7 +99,7 @@ class Ladder:
         self._defragmenter = defragmenter
         self._emit = emit
         self._outside = outside
-        """Unlocks the pool for a while, and takes in what was freed meanwhile."""
+        """Calls something while the pool is unlocked, and takes in what was freed meanwhile."""
         self.failures = 0
 
     def climb(self, size: int, state: StreamState) -> Span:
@@ -134,7 +135,6 @@ class Ladder:
 
     def _compact(self, state: StreamState) -> None:
         if not self._supply.capturing():
-            self._supply.stop_the_world()
             self._defragmenter.compact(state.key)
 
     def _trim(self, state: StreamState) -> None:
@@ -142,17 +142,21 @@ class Ladder:
         self._pager.trim()
 
     def _outside_garbage(self, state: StreamState) -> None:
-        with self._outside():
-            gc.collect()
+        self._outside(gc.collect)
         if not state.private:
             self._supply.settle_waiting()
             self._compact(state)
             self._pager.trim()
 
     def _ask(self, size: int) -> bool:
-        assert self._config.on_out_of_memory is not None
-        with self._outside():
-            return self._config.on_out_of_memory(size)
+        callback = self._config.on_out_of_memory
+        assert callback is not None
+
+        def ask() -> bool:
+            with InterruptedAsUsual():
+                return bool(callback(size))
+
+        return bool(self._outside(ask))
 
     def report(self, size: int) -> OutOfMemoryReport:
         """The facts, and what may help."""

@@ -18,7 +18,10 @@ from cukit.memory.provider import DeviceOutOfMemory, Provider
 from cukit.memory.spans import FREE, UNMAPPED, Span
 
 CROWDED = 0.9
-"""Of its limit: a pool that holds more saves pages."""
+"""Of its limit: a pool that holds more goes where fewer wholly free pages are taken."""
+FULL = 0.97
+"""Of its limit: from here on blocks begin or end with a page. Earlier that would cost what lies
+between them, for blocks that fill a pool one behind the other share their pages anyway."""
 
 
 class Emit(Protocol):
@@ -75,9 +78,17 @@ class Pager:
 
     @property
     def crowded(self) -> bool:
-        """Whether pages are to be saved: the pool holds nearly what its limit allows."""
+        """Whether the pool holds nearly what its limit allows."""
+        return self._holds(CROWDED)
+
+    @property
+    def full(self) -> bool:
+        """Whether it holds all but a little of that."""
+        return self._holds(FULL)
+
+    def _holds(self, share: float) -> bool:
         limit = self._config.max_pool_size
-        return limit is not None and self._remaps and self.reserved_bytes >= CROWDED * limit
+        return limit is not None and self._remaps and self.reserved_bytes >= share * limit
 
     def grow(self, size: int, stream: Hashable, fewer_than: int | None = None) -> Span | None:
         """Makes a hole of at least `size` bytes that the stream may use, and returns it.

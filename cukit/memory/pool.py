@@ -8,10 +8,11 @@ from typing import Any
 
 from cukit.errors import PointerError
 from cukit.memory.blocks import Event, Range
-from cukit.memory.buffer import DeviceBuffer, Holder
+from cukit.memory.buffer import FOR_GOOD, DeviceBuffer, Holder
 from cukit.memory.capture import release_capture
 from cukit.memory.config import MemoryPoolConfig
 from cukit.memory.core import PoolCore
+from cukit.memory.interrupts import Uninterrupted
 from cukit.memory.provider import Provider
 from cukit.memory.statistics import DefragmentReport, PoolStatistics
 from cukit.memory.streams import CaptureKey, StreamState
@@ -55,7 +56,7 @@ class MemoryPool(PoolCore):
 
     def used_on(self, address: int, stream: Any) -> None:
         """Tells that work on another stream uses the memory: its reuse will wait for that too."""
-        with self._locked():
+        with self._in_order():
             span = self._span_at(address)
             key = self._stream_key(stream)
             if key != span.stream and key not in span.uses:
@@ -63,14 +64,15 @@ class MemoryPool(PoolCore):
 
     def allocate_buffer(self, size: int, stream: Any = None) -> DeviceBuffer:
         """A movable buffer of `size` bytes that frees itself."""
-        address = self.allocate(size, stream)
-        span = self._live[address]
-        holder = Holder(span, self._free_held)
-        if isinstance(span.stream, CaptureKey):
-            holder.pins.append(None)  # the graph knows the address for good
-        span.holder = holder  # from here on it may be moved
-        self._has_buffers = True
-        return DeviceBuffer(self, size, holder)
+        with Uninterrupted():
+            address = self.allocate(size, stream)
+            span = self._live[address]
+            holder = Holder(span)
+            if isinstance(span.stream, CaptureKey):
+                holder.pins.append(FOR_GOOD)
+            span.holder = holder  # from here on it may be moved
+            self._has_buffers = True
+            return DeviceBuffer(self, size, holder)
 
     # Order and numbers ------------------------------------------------------------------------
 
@@ -111,15 +113,27 @@ class MemoryPool(PoolCore):
         >>> statistics().num_allocations, statistics().peak_live_bytes
         (1, 512)
         """
-        with self._locked():
-            self._counters.open_scope(self._pager, self._facts())
         final: list[PoolStatistics] = []
+        opened = False
+
+        def close() -> None:
+            if opened and not final:
+                with Uninterrupted():
+                    final.append(self.statistics())
+                    with self._in_order():
+                        self._counters.close_scope(self._pager)
+
         try:
+            with self._in_order():
+                self._counters.open_scope(self._pager, self._facts())
+                opened = True
             yield lambda: final[0] if final else self.statistics()
         finally:
-            final.append(self.statistics())
-            with self._locked():
-                self._counters.close_scope(self._pager)
+            try:
+                close()
+            except KeyboardInterrupt:  # before it began
+                close()
+                raise
 
     def ranges(self) -> list[Range]:
         """Everything the pool holds, in address order, consistent at one moment."""
@@ -136,12 +150,12 @@ class MemoryPool(PoolCore):
     def add_listener(self, listener: Callable[[Event], None]) -> None:
         """`listener` is called for every event, in order, while the pool is locked: it must be
         quick and must not use the pool. What it raises is logged and goes no further."""
-        with self._locked():
+        with self._in_order():
             self._listeners.add(listener)
 
     def remove_listener(self, listener: Callable[[Event], None]) -> None:
         """Undoes one `add_listener`."""
-        with self._locked():
+        with self._in_order():
             self._listeners.remove(listener)
 
     def release_capture(self, capture_id: int) -> None:
@@ -195,13 +209,13 @@ class MemoryPool(PoolCore):
             self._pager.pages_remapped,
         )
 
-    def _pin(self, holder: Holder) -> int:
-        with self._locked():
+    def _pin(self, holder: Holder, pin: object) -> int:
+        with self._in_order():
             if holder.closed:
                 raise PointerError("DeviceBuffer: used after close")
             if self._capture_id(self._current_stream()) is not None:
-                holder.pins.append(None)  # the graph will know the address for good
-            holder.pins.append(None)
+                holder.pins.append(FOR_GOOD)
+            holder.pins.append(pin)
             return holder.span.address
 
     def _defragment_if_fragmented(self, size: int, state: StreamState) -> bool:

@@ -159,6 +159,11 @@ class Provider(Protocol):
         """
         ...
 
+    def capturing(self) -> bool:
+        """Whether some stream of the device, as far as is known, takes part in a graph capture, so
+        that the host must not wait for the device."""
+        ...
+
     def ended_captures(self) -> Sequence[int]:
         """Captures whose graphs, and all that was instantiated from them, are destroyed and done;
         each is named once."""

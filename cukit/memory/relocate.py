@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
 
 from cukit.memory.arena import Arena
 from cukit.memory.compact import Plan, plan_compaction
@@ -13,7 +17,8 @@ from cukit.memory.provider import Moves, Provider
 from cukit.memory.spans import Span
 from cukit.memory.statistics import DefragmentReport
 from cukit.memory.supply import Supply
-from cukit.memory.survey import Holes, Survey, measure_holes, pieces, survey
+from cukit.memory.survey import Survey, survey
+from cukit.memory.walk import Holes, Walk, measure
 
 
 class Defragmenter:
@@ -43,7 +48,11 @@ class Defragmenter:
 
     def holes(self) -> Holes:
         """What there is of free memory, quickly."""
-        return measure_holes(self._arena, self._in_hand(), remap=self._provider.can_remap)
+        return self._measure(Walk.over(self._arena))
+
+    def _measure(self, walk: Walk) -> Holes:
+        remap = self._provider.can_remap
+        return walk.holes(self._pager.page_bytes, self._in_hand(), remap=remap)
 
     def _in_hand(self) -> int:
         return len(self._pager.in_hand) * self._pager.page_bytes
@@ -51,11 +60,11 @@ class Defragmenter:
     def run(self, stream: Hashable) -> DefragmentReport:
         """Waits for the device, moves, remaps."""
         start = time.perf_counter()
-        before = self.holes()
         self._supply.stop_the_world()
-        moved = self.compact(stream)
+        walk = Walk.over(self._arena)
+        before, moved = self._compact(walk, stream)
         remapped = self._pager.consolidate()
-        after = self.holes()
+        after = self._merged_holes()
         self.count += 1
         self._listeners.emit("defragment", 0, moved, stream)
         return DefragmentReport(
@@ -68,29 +77,50 @@ class Defragmenter:
             seconds=time.perf_counter() - start,
         )
 
-    def compact(self, stream: Hashable) -> int:
-        """Moves unpinned buffers; returns the bytes. The device is idle before and after."""
-        plan = plan_compaction(
-            pieces(self._arena), self._pager.page_bytes, remap=self._provider.can_remap
-        )
-        if not plan.relocations:
-            return 0
-        self._copy(plan, stream)
-        self._commit(plan)
-        self.bytes_moved += plan.bytes_moved
-        return plan.bytes_moved
+    def _merged_holes(self) -> Holes:
+        """`holes` after a compaction, when all that is free is merged and everybody's."""
+        spans = list(self._arena.streams.anyone.index)
+        address = np.array([span.address for span in spans], np.int64)
+        size = np.array([span.size for span in spans], np.int64)
+        page, remap = self._pager.page_bytes, self._provider.can_remap
+        return measure(address, size, page, self._in_hand(), remap=remap)
 
-    def _copy(self, plan: Plan, stream: Hashable) -> None:
+    def compact(self, stream: Hashable) -> int:
+        """Waits for the device and moves unpinned buffers; returns the bytes."""
+        self._supply.stop_the_world()
+        return self._compact(Walk.over(self._arena), stream)[1]
+
+    def _compact(self, walk: Walk, stream: Hashable) -> tuple[Holes, int]:
+        """Holes before, and bytes moved. The device is idle before and after; what the copies do
+        not need is done while they run."""
+        plan = plan_compaction(
+            walk.pieces(), self._pager.page_bytes, remap=self._provider.can_remap
+        )
+        if not plan.steps:
+            before = self._measure(walk)
+            self._arena.place(walk, plan.source, plan.target)
+            return before, 0
+        event = self._copy(plan, stream)
+        try:
+            before = self._measure(walk)
+            self._commit(walk, plan)
+            self._provider.synchronize(event)
+        except BaseException:
+            self._provider.synchronize_device()
+            raise
+        finally:
+            self._provider.discard(event)
+        self.bytes_moved += plan.bytes_moved
+        return before, plan.bytes_moved
+
+    def _copy(self, plan: Plan, stream: Hashable) -> Any:
+        """Queues the copies; returns the event behind them."""
         done: list[Moves] = []
         try:
             for step in plan.steps:
                 self._provider.copy(step, stream)
                 done.append(step)
-            event = self._provider.record(stream)
-            try:
-                self._provider.synchronize(event)
-            finally:
-                self._provider.discard(event)
+            return self._provider.record(stream)
         except BaseException:
             # Later steps may have overwritten what earlier ones read: take them back in turn.
             for step in reversed(done):
@@ -98,20 +128,21 @@ class Defragmenter:
             self._provider.synchronize_device()
             raise
 
-    def _commit(self, plan: Plan) -> None:
-        """Brings the books in line with where the bytes are now.
+    def _commit(self, walk: Walk, plan: Plan) -> None:
+        """Brings the books in line with where the bytes are going.
 
         Listeners see a move as a free of the old place and an allocation of the new one.
         """
-        told = self._listeners.active
-        arrivals = {}
-        for old, new in plan.relocations.items():
-            span = arrivals[new] = self._live.pop(old)
+        told, live = self._listeners.active, self._live
+        numbers = np.searchsorted(walk.address, plan.source)
+        moved = [walk.spans[number] for number in numbers.tolist()]
+        for span in moved:
+            del live[span.address]
+            span.uses = ()
             if told:
                 self._listeners.moved_away(span)
-            span.uses = ()
-        self._arena.place(arrivals)
-        for address in sorted(arrivals):
-            self._live[address] = span = arrivals[address]
-            if told:
+        self._arena.place(walk, numbers, plan.target)
+        live.update(zip(plan.target.tolist(), moved, strict=True))
+        if told:
+            for span in sorted(moved, key=attrgetter("address")):
                 self._listeners.moved_here(span)

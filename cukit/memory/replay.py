@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from cukit.core.workers import end_with_parent
 from cukit.errors import CukitError, MissingDependencyError, UnsupportedDeviceError
 from cukit.memory.log import LogAction, LogEvent, read_log
 from cukit.memory.mixes import make_log
@@ -81,11 +82,13 @@ class Script:
 
 
 def script_of(events: Sequence[LogEvent]) -> Script:
-    """The operations of a log. Failures are left out; what is never freed stays to the end."""
+    """The operations of a log. Failures are left out; what is never freed stays to the end, and
+    what was allocated before the log began is allocated first."""
     steps: list[Step] = []
+    earlier: list[Step] = []
     blocks: dict[int, int] = {}
     streams: dict[int, int] = {}
-    num_blocks = live = peak = 0
+    num_blocks = 0
     for event in events:
         if event.action is LogAction.FAILURE:
             continue
@@ -94,12 +97,28 @@ def script_of(events: Sequence[LogEvent]) -> Script:
             blocks[event.pointer] = num_blocks
             steps.append(Step(num_blocks, event.size, stream))
             num_blocks += 1
-            live += event.size
+            continue
+        block = blocks.pop(event.pointer, None)
+        if block is None:
+            block = num_blocks
+            earlier.append(Step(block, event.size, stream))
+            num_blocks += 1
+        steps.append(Step(block, 0, stream))
+    steps = earlier + steps
+    return Script(tuple(steps), num_blocks, max(len(streams), 1), _peak(steps))
+
+
+def _peak(steps: Sequence[Step]) -> int:
+    sizes: dict[int, int] = {}
+    live = peak = 0
+    for block, size, _ in steps:
+        if size:
+            sizes[block] = size
+            live += size
             peak = max(peak, live)
         else:
-            steps.append(Step(blocks.pop(event.pointer), 0, stream))
-            live -= event.size
-    return Script(tuple(steps), num_blocks, max(len(streams), 1), peak)
+            live -= sizes[block]
+    return peak
 
 
 @dataclass(frozen=True)
@@ -247,7 +266,12 @@ def replay_apart(pool: str, requests: Sequence[Request]) -> list[ReplayResult]:
     """
     with tempfile.TemporaryDirectory(prefix="cukit-replay-") as folder:
         answer = Path(folder) / "answer.json"
-        order = {"pool": pool, "requests": [asdict(r) for r in requests], "answer": str(answer)}
+        order = {
+            "parent": os.getpid(),
+            "pool": pool,
+            "requests": [asdict(request) for request in requests],
+            "answer": str(answer),
+        }
         ran = subprocess.run(
             [sys.executable, "-c", "from cukit.memory.replay import serve; serve()"],
             input=json.dumps(order),
@@ -267,6 +291,7 @@ def replay_apart(pool: str, requests: Sequence[Request]) -> list[ReplayResult]:
 def serve() -> None:
     """The other side of :func:`replay_apart`: reads the order from stdin."""
     order = json.load(sys.stdin)
+    end_with_parent(order["parent"])
     answer: dict[str, Any] = {"results": []}
     try:
         for entry in order["requests"]:

@@ -18,6 +18,7 @@ from cukit.memory.blocks import Block, BlockState, Frame
 
 if TYPE_CHECKING:
     from cukit.memory.buffer import Holder
+    from cukit.memory.ties import Tie
 
 LIVE, CACHED, FREE, PENDING, UNMAPPED, GONE = range(6)
 """CACHED: free, waiting in its stream's list of exactly this size, not merged with neighbours.
@@ -41,6 +42,7 @@ class Span:
         "size",
         "state",
         "stream",
+        "tie",
         "uses",
     )
 
@@ -57,6 +59,8 @@ class Span:
         """Further streams that work on it."""
         self.holder: Holder | None = None
         """The owner's handle, if the span may be moved."""
+        self.tie: Tie | None = None
+        """Keeps what notices the end of the object that owns the memory."""
         self.call_site: tuple[Frame, ...] = ()
         self.prev: Span | None = None
         self.next: Span | None = None

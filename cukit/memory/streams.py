@@ -81,8 +81,6 @@ class Streams:
         self.states: dict[Hashable, StreamState] = {None: self.anyone}
         self.most = MOST_STREAMS
         """With more streams than this it is time to forget some."""
-        self.mark_from = NEVER
-        """No stream marks frees of less than this."""
 
     def get(self, key: Hashable) -> StreamState:
         """The state of a stream, made when it is first seen."""
@@ -96,7 +94,6 @@ class Streams:
                 if len(self.public()) > 1:
                     for one in self.public():
                         one.mark_from = min(one.mark_from, self._provider.page_bytes)
-                self.mark_from = min(self.mark_from, state.mark_from)
             self.states[key] = state
         return state
 

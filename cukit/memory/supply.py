@@ -70,7 +70,9 @@ class Supply:
             span = arena.best_fit(size, state)
         if span is None:
             span = self._pager.grow(size, state.key)
-        return None if span is None else arena.take(span, size, state.key)
+        if span is None:
+            return None
+        return arena.take(span, size, state.key, saving_pages=self._pager.full)
 
     def _own(self, size: int, state: StreamState) -> Span | None:
         """The best fit that the stream may use at once, or None."""
@@ -111,11 +113,10 @@ class Supply:
                 self._arena.settle(state)
 
     def stop_the_world(self) -> None:
-        """Waits until the device is idle; then everything free belongs to everybody."""
+        """Waits until the device is idle: everything free may be used by everybody."""
         self._provider.synchronize_device()
         self._streams.all_done()
         self.wait_for_pending()
-        self._arena.place({})
 
     def capturing(self) -> bool:
         """Whether a stream of the pool takes part in a capture: the host must not wait then."""

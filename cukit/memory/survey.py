@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,9 +12,10 @@ from cukit.memory.arena import Arena
 from cukit.memory.blocks import Frame
 from cukit.memory.compact import FREE as FREE_BYTES
 from cukit.memory.compact import MOVABLE, WALL, Pieces, cut_at_pages
-from cukit.memory.spans import CACHED, FREE, LIVE, PENDING, UNMAPPED, Span
+from cukit.memory.spans import LIVE, PENDING, UNMAPPED
 from cukit.memory.statistics import StreamStatistics
 from cukit.memory.streams import CaptureKey
+from cukit.memory.walk import Walk
 
 
 @dataclass
@@ -37,61 +37,6 @@ class Survey:
     per_stream: dict[Hashable, StreamStatistics] = field(default_factory=dict)
     call_sites: dict[tuple[Frame, ...], tuple[int, int]] = field(default_factory=dict)
     """Bytes and count of live allocations by call site."""
-
-
-class Holes(NamedTuple):
-    """Free memory, whoever freed it. Bytes."""
-
-    free: int
-    largest: int
-    whole_pages: int
-    """What remapping can gather."""
-
-    @property
-    def fragmentation(self) -> float:
-        """1 - largest free block / free bytes; 0 when nothing is free."""
-        return 1 - self.largest / self.free if self.free else 0.0
-
-
-def measure_holes(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Holes:
-    """A quick walk over all spans. `in_hand_bytes`: pages that are mapped nowhere."""
-    page = arena.page_bytes
-    free = whole = in_hand_bytes
-    largest = 0
-    for part in arena.ranges():
-        bounds = [
-            (span.address, span.address + span.size)
-            for span in part.spans()
-            if span.state in (FREE, CACHED) and span.stream.__class__ is not CaptureKey
-        ]
-        if bounds:
-            start, end = np.array(bounds, np.int64).T
-            breaks = np.flatnonzero(end[:-1] != start[1:])
-            start, end = start[np.append(0, breaks + 1)], end[np.append(breaks, -1)]
-            free += int((end - start).sum())
-            largest = max(largest, int((end - start).max()))
-            if remap:
-                pages = np.maximum(end // page - -(-start // page), 0)
-                whole += int(pages.sum()) * page
-    return Holes(free, largest, whole)
-
-
-def pieces(arena: Arena) -> Pieces:
-    """All mapped bytes as the planner of compaction wants them."""
-    return Pieces.of(
-        [
-            (span.address, span.size, _kind(span), number)
-            for number, part in enumerate(arena.ranges())
-            for span in part.spans()
-            if span.state != UNMAPPED
-        ]
-    )
-
-
-def _kind(span: Span) -> int:
-    if span.state == LIVE:
-        return WALL if span.holder is None or span.holder.pins else MOVABLE
-    return FREE_BYTES if span.state == FREE and span.stream is None else WALL
 
 
 def survey(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Survey:
@@ -117,10 +62,11 @@ def survey(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Survey:
             streams[span.stream][2] += span.size
             if isinstance(span.stream, CaptureKey):
                 result.private_free += span.size
-    holes = measure_holes(arena, in_hand_bytes, remap=remap)
+    walk = Walk.over(arena)
+    holes = walk.holes(arena.page_bytes, in_hand_bytes, remap=remap)
     result.largest_free, result.whole_pages = holes.largest, holes.whole_pages
     if result.movable:
-        result.freed_by_moving = _freed_by_moving(pieces(arena), arena.page_bytes)
+        result.freed_by_moving = _freed_by_moving(walk.pieces(), arena.page_bytes)
     result.per_stream = {key: StreamStatistics(*numbers) for key, numbers in streams.items()}
     return result
 

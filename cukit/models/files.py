@@ -35,6 +35,10 @@ def load_model(path: Path, xp: ModuleType = np, *, dtype: str | None = None) -> 
         config = TransformerConfig.from_dict(values if dtype is None else values | {"dtype": dtype})
     except (KeyError, TypeError, ConfigError) as error:
         raise DataError(f"{path}: holds no usable model config ({error})") from error
+    held = sum(array.size for array in arrays.values())
+    # Before memory is taken for them.
+    if config.num_layers > len(arrays) or config.num_parameters > held:
+        raise DataError(f"{path}: holds {held:,} numbers, fewer than the model that it describes")
     parameters = Parameters(config.parameter_shapes(), config.array_dtype, xp)
     names = set(config.parameter_shapes())
     parameters.load({name: arrays[name] for name in arrays if name in names}, str(path))

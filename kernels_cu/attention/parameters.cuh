@@ -40,6 +40,21 @@ struct MappedForwardParameters {
   Float8Settings float8;
 };
 
+// paged_attention. Strides of k, v and their scales: over blocks of the cache, their rows and heads.
+struct PagedParameters {
+  HeadStrides q, k, v, out;
+  HeadStrides k_scales, v_scales;  // 0 along axes that share a scale
+  int batch, heads_q, heads_kv;
+  int group;      // query heads that share a key head
+  int seq_q;      // of every request
+  int problems;   // of a request: key heads times tiles of query rows
+  int most_keys;  // that the block table has room for
+  int block_size, table_row;
+  int head_dim, value_dim;
+  float scale_log2;  // scale * log2(e)
+  ScoreSettings settings;
+};
+
 // flash_attention_backward_sm90, which finds its arrays through tensor maps
 struct MappedKeyParameters {
   int batch;

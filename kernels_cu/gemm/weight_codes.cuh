@@ -48,10 +48,19 @@ CUKIT_DEVICE constexpr unsigned e4m3_integer(int value) {
   return (value < 0 ? 0x80u : 0u) | (magnitude ? (exponent + 7) << 3 | mantissa : 0);
 }
 
-// Four integers from `first` on.
-CUKIT_DEVICE constexpr unsigned e4m3_integers(int first) {
-  return e4m3_integer(first) | e4m3_integer(first + 1) << 8 | e4m3_integer(first + 2) << 16 |
-         e4m3_integer(first + 3) << 24;
+// Byte `place` of Int4Float8Codes' table of a zero point, `zero` - 8.
+CUKIT_DEVICE constexpr unsigned float8_entry(int zero, int place) {
+  const int pairs = (zero + 1) / 2;  // of numbers with a sign
+  const bool second = place >= 8;
+  const bool negative = place % 8 < pairs;
+  const int code = negative ? place % 8 + (second ? pairs : 0) : second ? place : place + pairs;
+  const unsigned number = e4m3_integer(code - zero) | (negative ? 0x80u : 0u);
+  return negative && second ? number ^ 0xffu : number;
+}
+// Four bytes from `first` on.
+CUKIT_DEVICE constexpr unsigned float8_entries(int zero, int first) {
+  return float8_entry(zero, first) | float8_entry(zero, first + 1) << 8 |
+         float8_entry(zero, first + 2) << 16 | float8_entry(zero, first + 3) << 24;
 }
 
 // a * b, two elements at a time.
@@ -135,10 +144,15 @@ struct Int8Codes {
   }
 };
 
-// int4 to float8 (e4m3), which holds all integers from -16 to 16: a table of sixteen bytes for each row,
-// number u being u - 8 less the row's zero point. Eight codes, each + 8, are a word: the lower three bits
-// of code c of a[2 j] are nibble c, of a[2 j + 1] nibble 4 + c, of word j; their highest bits are bit
-// 8 c + 7 and bit 8 c + 3.
+// int4 to float8 (e4m3), which holds all integers from -16 to 16, through a table of sixteen bytes for
+// each zero point. Eight codes are a word: nibble c is code c of a[2 j], nibble 4 + c of a[2 j + 1].
+//
+// prmt looks eight bytes up, by the lower three bits of a nibble; where its highest bit is set, the
+// result is the byte's sign, eight times. So the two halves of a table are looked up with the highest
+// bits as they are and inverted, and an exclusive or joins what is found with the other's sign. For that,
+// bytes i and i + 8 of a table have numbers of the same sign (-0 serves for an odd one), and of negative
+// ones the second is stored inverted: its sign is zeros, and the first one's inverts it. Packing
+// replaces each code by its place in the table of its zero point.
 struct Int4Float8Codes {
   static constexpr int kBits = 4;
   static constexpr int kStepColumns = 32;
@@ -151,7 +165,9 @@ struct Int4Float8Codes {
 
   // Fills the tables; threads of one warp at least, `thread` of `threads`.
   CUKIT_DEVICE static void prepare(unsigned char* tables, int thread, int threads) {
-    for (int i = thread; i < kTableBytes; i += threads) tables[i] = detail::e4m3_integer(i % 16 - i / 16);
+    for (int i = thread; i < kTableBytes; i += threads) {
+      tables[i] = static_cast<unsigned char>(detail::float8_entry(i / 16, i % 16));
+    }
   }
 
   CUKIT_DEVICE static Zeros zeros(unsigned both, const unsigned char* tables) {
@@ -169,8 +185,8 @@ struct Int4Float8Codes {
   }
 
   CUKIT_DEVICE static Zeros no_zeros() {
-    constexpr unsigned kTable[4] = {detail::e4m3_integers(-8), detail::e4m3_integers(-4),
-                                    detail::e4m3_integers(0), detail::e4m3_integers(4)};
+    constexpr unsigned kTable[4] = {detail::float8_entries(8, 0), detail::float8_entries(8, 4),
+                                    detail::float8_entries(8, 8), detail::float8_entries(8, 12)};
     Zeros zeros;
 #pragma unroll
     for (int i = 0; i < 4; ++i) zeros.table[0][i] = zeros.table[1][i] = kTable[i];
@@ -180,20 +196,17 @@ struct Int4Float8Codes {
   CUKIT_DEVICE static void decode(unsigned (&a)[4], const unsigned* words, const Zeros& zeros) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const unsigned index = words[j] & 0x77777777u;
-      a[2 * j] = look_up(zeros.table[0], index, words[j]);
-      a[2 * j + 1] = look_up(zeros.table[1], index >> 16, words[j] << 4);
+      const unsigned inverted = words[j] ^ 0x88888888u;
+      a[2 * j] = look_up(zeros.table[0], words[j], inverted);
+      a[2 * j + 1] = look_up(zeros.table[1], words[j] >> 16, inverted >> 16);
     }
   }
 
  private:
-  // Four bytes of a table: the lower three bits of each index are nibbles of `index`, the highest is the
-  // highest of a byte of `upper`.
-  CUKIT_DEVICE static unsigned look_up(const unsigned (&table)[4], unsigned index, unsigned upper) {
-    const unsigned low = permute_bytes(table[0], table[1], index);
-    const unsigned high = permute_bytes(table[2], table[3], index);
-    const unsigned chosen = byte_signs(upper);
-    return (high & chosen) | (low & ~chosen);
+  // The lower four nibbles of each.
+  CUKIT_DEVICE static unsigned look_up(const unsigned (&table)[4], unsigned places,
+                                       unsigned inverted) {
+    return permute_bytes(table[0], table[1], places) ^ permute_bytes(table[2], table[3], inverted);
   }
 };
 

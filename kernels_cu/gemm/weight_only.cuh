@@ -41,11 +41,13 @@ using Tile = cukit::StreamKTile;
 // 8 n + accumulator_column() + i.
 using Sums = float[TOKENS / 2];
 
-// Columns that are decoded at a time, between them the products of the chunk before.
-constexpr int kChunk = GROUP == 32 ? 32 : 64;
+// Columns that are decoded at a time, between them the products of the chunk before: part of a group,
+// or with FOLD two groups of 32.
+constexpr int kChunk = GROUP == 32 && !FOLD ? 32 : 64;
 constexpr int kChunkSteps = kChunk / Codes::kStepColumns;
 constexpr int kChunks = cukit::kBlockColumns / kChunk;
-constexpr int kGroupChunks = GROUP ? GROUP / kChunk : kChunks;
+constexpr int kChunkGroups = GROUP && GROUP < kChunk ? kChunk / GROUP : 1;
+constexpr int kGroupChunks = !GROUP ? kChunks : GROUP > kChunk ? GROUP / kChunk : 1;
 
 constexpr bool kSumsByGroup = GROUP != 0 && !FOLD;
 
@@ -54,21 +56,30 @@ using Operand = unsigned[kChunkSteps][4];
 // A chunk of a block in shared memory -> operand a.
 CUKIT_DEVICE void decode(Operand& a, const unsigned char* block, int chunk,
                          const unsigned char* tables) {
+  constexpr int kSteps = kChunkSteps / kChunkGroups;
   unsigned words[kChunkSteps * Codes::kWords];
   Weight::load<kChunkSteps>(words, block, chunk * kChunkSteps);
-  const Codes::Zeros zeros = Weight::zeros(
-      Weight::zero_points(block, chunk / kGroupChunks, threadIdx.x % 128), tables);
 #pragma unroll
-  for (int i = 0; i < kChunkSteps; ++i) Codes::decode(a[i], &words[i * Codes::kWords], zeros);
-  if constexpr (FOLD) {
-    float scale[2];
-    Weight::scales(scale, block, chunk / kGroupChunks);
-    const unsigned factors[2] = {cukit::pack<T>(scale[0], scale[0]),
-                                 cukit::pack<T>(scale[1], scale[1])};
+  for (int part = 0; part < kChunkGroups; ++part) {
+    const int group = chunk / kGroupChunks * kChunkGroups + part;
+    const Codes::Zeros zeros =
+        Weight::zeros(Weight::zero_points(block, group, threadIdx.x % 128), tables);
 #pragma unroll
-    for (int i = 0; i < kChunkSteps; ++i)
+    for (int i = part * kSteps; i < (part + 1) * kSteps; ++i) {
+      Codes::decode(a[i], &words[i * Codes::kWords], zeros);
+    }
+    if constexpr (FOLD) {
+      float scale[2];
+      Weight::scales(scale, block, group);
+      const unsigned factors[2] = {cukit::pack<T>(scale[0], scale[0]),
+                                   cukit::pack<T>(scale[1], scale[1])};
 #pragma unroll
-      for (int j = 0; j < 4; ++j) a[i][j] = cukit::detail::multiply_pairs(T(), a[i][j], factors[j % 2]);
+      for (int i = part * kSteps; i < (part + 1) * kSteps; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          a[i][j] = cukit::detail::multiply_pairs(T(), a[i][j], factors[j % 2]);
+        }
+    }
   }
 }
 
@@ -82,65 +93,71 @@ CUKIT_DEVICE void add_scaled(Sums& sums, const Sums& group_sums, const float (&s
   for (int i = 0; i < TOKENS / 2; ++i) sums[i] += scale[i / 2 % 2] * group_sums[i];
 }
 
-// What becomes of a tile's sums. Pieces of a tile: each block writes its sums to `pieces` and counts
-// itself; the last to arrive adds all of them up in the order of k. No block waits for another.
+// The first row of a consumer's share of a tile.
+CUKIT_DEVICE int first_row(const Tile& tile, int group) {
+  return (tile.m * CONSUMERS + group) * cukit::kBlockRows;
+}
+
+// What becomes of the sums of 64 rows from `row` on and 2 N tokens from `token` on.
 struct Epilogue {
-  Schedule schedule;
   const T* bias;              // [rows] or null
   const Scale* scales;        // GROUP 0: [rows]
   const float* token_scales;  // FLOAT8: [tokens], or one where the stride is 0
   int token_stride;
-  float4* pieces;  // [2 blocks][CONSUMERS][TOKENS / 8][128 threads]
-  int* arrivals;   // [shared tiles][CONSUMERS], zeros; they are zeros again when the kernel ends
-  int* last;       // shared memory, a word of this consumer
   int tokens, rows;
-  int group;  // this consumer
-
-  // Whether the sums are those of the whole tile now.
-  CUKIT_DEVICE bool complete(Sums& sums, const Tile& tile) const {
-    return !schedule.in_pieces(tile) || collect(sums, tile);
-  }
-
-  // The first of this consumer's rows.
-  CUKIT_DEVICE int first_row(const Tile& tile) const {
-    return (tile.m * CONSUMERS + group) * cukit::kBlockRows;
-  }
 
   // Scales that are not a group's, and the bias.
-  CUKIT_DEVICE void finish(Sums& sums, const Tile& tile) const {
-    const int first_token = tile.n * TOKENS + cukit::accumulator_column();
+  template <int N>
+  CUKIT_DEVICE void finish(float (&sums)[N], int row, int token) const {
     float scale[2], offset[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = first_row(tile) + cukit::accumulator_row() + 8 * half;
-      const bool exists = row < rows;
-      offset[half] = bias && exists ? cukit::to_float(bias[row]) : 0.0f;
-      scale[half] = !GROUP && exists ? cukit::to_float(scales[row]) : 1.0f;
+      const int own_row = row + cukit::accumulator_row() + 8 * half;
+      const bool exists = own_row < rows;
+      offset[half] = bias && exists ? cukit::to_float(bias[own_row]) : 0.0f;
+      scale[half] = !GROUP && exists ? cukit::to_float(scales[own_row]) : 1.0f;
     }
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) {
+    for (int i = 0; i < N; ++i) {
       const int half = i / 2 % 2;
       float factor = scale[half];
       if constexpr (FLOAT8) {
-        const int token = first_token + i / 4 * 8 + i % 2;
-        if (token < tokens) factor *= token_scales[token * token_stride];
+        const int own_token = token + cukit::accumulator_column() + i / 4 * 8 + i % 2;
+        if (own_token < tokens) factor *= token_scales[own_token * token_stride];
       }
       sums[i] = GROUP && !FLOAT8 ? sums[i] + offset[half] : sums[i] * factor + offset[half];
     }
   }
 
   // Element by element: for few tokens, and for rows that TMA cannot address.
-  CUKIT_DEVICE void store(T* out, const Sums& sums, const Tile& tile) const {
-    const int lane_row = first_row(tile) + cukit::accumulator_row();
-    const int first_token = tile.n * TOKENS + cukit::accumulator_column();
+  template <int N>
+  CUKIT_DEVICE void store(T* out, const float (&sums)[N], int row, int token) const {
+    const int lane_row = row + cukit::accumulator_row();
+    const int first_token = token + cukit::accumulator_column();
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) {
-      const int row = lane_row + i / 2 % 2 * 8;
-      const int token = first_token + i / 4 * 8 + i % 2;
-      if (row < rows && token < tokens) {
-        out[static_cast<long long>(token) * rows + row] = cukit::from_float<T>(sums[i]);
+    for (int i = 0; i < N; ++i) {
+      const int own_row = lane_row + i / 2 % 2 * 8;
+      const int own_token = first_token + i / 4 * 8 + i % 2;
+      if (own_row < rows && own_token < tokens) {
+        out[static_cast<long long>(own_token) * rows + own_row] = cukit::from_float<T>(sums[i]);
       }
     }
+  }
+};
+
+// Sums of tiles that several blocks have pieces of: each block writes its own to `pieces` and counts
+// itself; the last to arrive adds all of them up in the order of k. No block waits for another.
+struct SharedSums {
+  Schedule schedule;
+  float4* pieces;  // [2 blocks][CONSUMERS][TOKENS / 8][128 threads]
+  int* arrivals;   // [shared tiles][CONSUMERS], zeros; they are zeros again when the kernel ends
+  int* last;       // shared memory, a word of this consumer
+  int tokens;
+  int group;  // this consumer
+
+  // Whether the sums are those of the whole tile now.
+  CUKIT_DEVICE bool complete(Sums& sums, const Tile& tile) const {
+    return !schedule.in_pieces(tile) || collect(sums, tile);
   }
 
  private:

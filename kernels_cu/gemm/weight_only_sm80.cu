@@ -111,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_sm80(
                           p.whole_tiles};
   const int group = threadIdx.x / 128;
   const Operands operands{x, weight, p.tokens, p.columns, p.steps, tiles_m};
-  const Epilogue epilogue{schedule, bias,         scales,   nullptr, 0, pieces, arrivals,
-                          last + group, p.tokens, p.rows, group};
+  const Epilogue epilogue{bias, scales, nullptr, 0, p.tokens, p.rows};
+  const SharedSums shared{schedule, pieces, arrivals, last + group, p.tokens, group};
 
   Tile tile;
   for (int turn = 0; schedule.tile(turn, tile); ++turn) {
@@ -132,9 +132,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_sm80(
       index = index + 1 == STAGES ? 0 : index + 1;
     }
     __syncthreads();  // all stages are free
-    if (epilogue.complete(sums, tile)) {
-      epilogue.finish(sums, tile);
-      epilogue.store(out, sums, tile);
+    if (shared.complete(sums, tile)) {
+      const int row = first_row(tile, group);
+      epilogue.finish(sums, row, tile.n * TOKENS);
+      epilogue.store(out, sums, row, tile.n * TOKENS);
     }
   }
 }

@@ -10,21 +10,25 @@
 //   tiles that do not go round are cut along k (StreamKTiles, common/hopper/tile_scheduler.cuh). A thread
 //   of the first warpgroup loads a step of k, 128 columns: blocks of the packed weight by bulk copies, x
 //   by TMA. Consumer warpgroup i has rows 64 i .. 64 i + 63 of the tile.
+// SPLITS > 1: the blocks of a cluster split the steps of one tile and add their sums through distributed
+//   shared memory (common/hopper/split_k.cuh); one tile a cluster, `whole_tiles` counts blocks.
 // Scales: a group's products are summed by the tensor cores from zero, then added to the accumulators
-//   times the scale, in float. The next chunk of codes is decoded while products are in flight. With
-//   FOLD a tile may have 256 tokens, since it needs no second set of sums.
+//   times the scale, in float. With FOLD there is no second set of sums, so that a tile may have 256
+//   tokens; without it, one of more than 128 tokens is multiplied in two halves.
 // Shared memory, bytes: STAGES * (TOKENS * 128 * sizeof(x) + CONSUMERS * block bytes), dynamic: stages of
 //   x, swizzled rows of 128 bytes | with MAPPED_OUT a piece of out, [kPieceTokens, 64] in such rows, for
-//   each consumer | stages of the weight's blocks. Static: two barriers a stage, a word for each
-//   consumer, tables of float8 numbers.
-// Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 256 (of 32 beyond 128), CONSUMERS
-//   2|4; MAPPED_OUT 0|1: out is stored by TMA, which asks for rows of a multiple of 16 bytes; STAGES 2..;
-//   THREADS 128 * (CONSUMERS + 1).
+//   each consumer | stages of the weight's blocks | with SPLITS the sums received. Static: two barriers a
+//   stage, one of the exchange, a word for each consumer, tables of float8 numbers.
+// Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 256 (without FOLD of 32 beyond
+//   128), CONSUMERS 2|4; SPLITS 1|2|4, CLUSTER the same; MAPPED_OUT 0|1 (with SPLITS 0): out is stored by
+//   TMA, which asks for rows of a multiple of 16 bytes; STAGES 2..; THREADS 128 * (CONSUMERS + 1).
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/hopper/gemm.cuh"
+#include "common/hopper/split_k.cuh"
 #include "common/platform.cuh"
 #include "common/types.cuh"
+#include "common/warp_uniform.cuh"
 #include "gemm/parameters.cuh"
 #include "gemm/weight_only.cuh"
 
@@ -78,70 +82,48 @@ struct Operands {
   }
 };
 
-// Halves: the tokens are multiplied one half after the other.
-template <bool Halves>
-struct DecodedProduct {
-  using Accumulators = Sums;
-  const unsigned char* weight;  // this consumer's block in stage 0
+// This consumer's operands in a stage: its block of the weight, and the descriptor of x.
+struct StageOperands {
+  const unsigned char* weight;  // in stage 0
   const unsigned char* tables;  // Codes::kTableBytes
-  unsigned long long x;         // descriptor of stage 0
+  unsigned long long x;         // of stage 0
 
-  CUKIT_DEVICE DecodedProduct(const unsigned char* stages, const unsigned char* tables, int group)
+  CUKIT_DEVICE StageOperands(const unsigned char* stages, const unsigned char* tables, int group)
       : weight(stages + kWeights + group * Weight::kBytes),
         tables(tables),
         x(TileX::k_major(stages)) {}
 
+  CUKIT_DEVICE const unsigned char* block(const State& at) const {
+    return weight + at.index * Operands::kWeightBytes;
+  }
+  CUKIT_DEVICE unsigned long long tokens(const State& at) const {
+    return x + cukit::warp_uniform(at.index) * (Operands::kStageBytes / 16);
+  }
+};
+
+// Every lane has read its codes and scales by ordinary loads.
+CUKIT_DEVICE void release(Pipeline& pipeline, const State& done) {
+  __syncwarp();
+  pipeline.release(done);
+}
+
+template <int N>
+CUKIT_DEVICE void product(float (&into)[N], const unsigned (&a)[4], unsigned long long tokens,
+                          bool accumulate) {
+  if constexpr (FLOAT8) {
+    cukit::wgmma_e4m3<2 * N>(into, a, tokens, accumulate);
+  } else {
+    cukit::wgmma<T, 2 * N>(into, a, tokens, accumulate);
+  }
+}
+
+// A chunk is decoded while the chunk before is multiplied; a group's sums are added up before the next
+// group's products begin.
+struct DecodedProduct {
+  using Accumulators = Sums;
+  StageOperands operands;
+
   CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
-    if constexpr (Halves) {
-      multiply_halves(sums, pipeline, at, tile);
-    } else {
-      multiply_whole(sums, pipeline, at, tile);
-    }
-  }
-
- private:
-  // A group is decoded once and multiplied by one half of the tokens, then by the other: there are no
-  // registers for the sums of all tokens twice. Meanwhile the other consumer's products run.
-  CUKIT_DEVICE void multiply_halves(Sums& sums, Pipeline& pipeline, State& at,
-                                    const Tile& tile) const {
-    constexpr int kHalf = TOKENS / 2;
-    constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
-    float group_sums[kHalf / 2];
-    float scale[2];
-    clear(sums);
-    for (int step = tile.first_step; step < tile.end_step; ++step) {
-      pipeline.wait(at);
-      const unsigned char* const block = weight + at.index * Operands::kWeightBytes;
-      const unsigned long long tokens = x + at.index * (Operands::kStageBytes / 16);
-#pragma unroll
-      for (int group = 0; group < Weight::kGroups; ++group) {
-        Operand a[kGroupChunks];
-#pragma unroll
-        for (int i = 0; i < kGroupChunks; ++i) decode(a[i], block, group * kGroupChunks + i, tables);
-        Weight::scales(scale, block, group);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          cukit::wgmma_fence();
-#pragma unroll
-          for (int i = 0; i < kGroupSteps; ++i) {
-            const int k = TileX::k_step(group * kGroupSteps + i) + TileX::rows(half * kHalf);
-            product(group_sums, a[i / kChunkSteps][i % kChunkSteps], tokens + k, i > 0);
-          }
-          cukit::wgmma_commit();
-          cukit::wgmma_wait<0>(group_sums);
-#pragma unroll
-          for (int i = 0; i < kHalf / 2; ++i) {
-            sums[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_sums[i];
-          }
-        }
-      }
-      release(pipeline, at);
-      at.advance();
-    }
-  }
-
-  CUKIT_DEVICE void multiply_whole(Sums& sums, Pipeline& pipeline, State& at,
-                                   const Tile& tile) const {
     Sums group_sums;  // of the group in flight
     Operand a[2];
     float scale[2];
@@ -149,11 +131,11 @@ struct DecodedProduct {
     clear(sums);
     for (int step = tile.first_step; step < tile.end_step; ++step) {
       pipeline.wait(at);
-      const unsigned char* const block = weight + at.index * Operands::kWeightBytes;
-      const unsigned long long tokens = x + at.index * (Operands::kStageBytes / 16);
+      const unsigned char* const block = operands.block(at);
+      const unsigned long long tokens = operands.tokens(at);
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        decode(a[chunk % 2], block, chunk, tables);
+        decode(a[chunk % 2], block, chunk, operands.tables);
         const bool begins = kSumsByGroup && chunk % kGroupChunks == 0;
         if (begins && (chunk > 0 || step > tile.first_step)) {
           cukit::wgmma_wait<0>(group_sums);
@@ -185,43 +167,109 @@ struct DecodedProduct {
     }
     release(pipeline, done);
   }
+};
 
-  // Every lane has read its codes and scales by ordinary loads.
-  CUKIT_DEVICE static void release(Pipeline& pipeline, const State& done) {
-    __syncwarp();
-    pipeline.release(done);
+// A group is decoded once and multiplied by one half of the tokens, then by the other: there are no
+// registers for the sums of all tokens twice. What the next group is decoded from is loaded meanwhile.
+template <int Tokens>
+struct HalvesProduct {
+  using Accumulators = Sums;
+  StageOperands operands;
+
+  CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
+    float group_sums[kHalf / 2];
+    float scale[2];
+    Loaded loaded;
+    Place here{at, 0};
+    clear(sums);
+    pipeline.wait(here.at);
+    load(loaded, here);
+    for (int left = (tile.end_step - tile.first_step) * Weight::kGroups; left > 0; --left) {
+      Place ahead = here;  // behind the last group: that one again, in vain
+      if (left > 1 && ++ahead.group == Weight::kGroups) {
+        ahead.at.advance();
+        ahead.group = 0;
+      }
+      unsigned a[kGroupSteps][4];
+      const Codes::Zeros zeros = Weight::zeros(loaded.zero_points, operands.tables);
+#pragma unroll
+      for (int i = 0; i < kGroupSteps; ++i) {
+        Codes::decode(a[i], &loaded.words[i * Codes::kWords], zeros);
+      }
+      Weight::scales(scale, operands.block(here.at), here.group);
+      const unsigned long long tokens =
+          operands.tokens(here.at) + here.group * TileX::k_step(kGroupSteps);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (half == 1) pipeline.wait(ahead.at);
+        cukit::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kGroupSteps; ++i) {
+          product(group_sums, a[i], tokens + TileX::k_step(i) + TileX::rows(half * kHalf), i > 0);
+        }
+        cukit::wgmma_commit();
+        if (half == 1) load(loaded, ahead);
+        cukit::wgmma_wait<0>(group_sums);
+#pragma unroll
+        for (int i = 0; i < kHalf / 2; ++i) {
+          sums[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_sums[i];
+        }
+      }
+      if (left == 1 || ahead.group == 0) release(pipeline, here.at);
+      at = here.at;
+      here = ahead;
+    }
+    at.advance();
   }
 
-  template <int N>
-  CUKIT_DEVICE static void product(float (&into)[N], const unsigned (&a)[4],
-                                   unsigned long long tokens, bool accumulate) {
-    if constexpr (FLOAT8) {
-      cukit::wgmma_e4m3<2 * N>(into, a, tokens, accumulate);
-    } else {
-      cukit::wgmma<T, 2 * N>(into, a, tokens, accumulate);
-    }
+ private:
+  static constexpr int kHalf = Tokens / 2;
+  static constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
+
+  struct Place {
+    State at;
+    int group;
+  };
+
+  // What a group is decoded from.
+  struct Loaded {
+    unsigned words[kGroupSteps * Codes::kWords];
+    unsigned zero_points;
+  };
+
+  CUKIT_DEVICE void load(Loaded& to, const Place& place) const {
+    const unsigned char* const block = operands.block(place.at);
+    to.zero_points = Weight::zero_points(block, place.group, threadIdx.x % 128);
+    Weight::load<kGroupSteps>(to.words, block, place.group * kGroupSteps);
   }
 };
 
-using Product = DecodedProduct<(kSumsByGroup && TOKENS > 128)>;
+template <bool Halves>
+struct ProductOf { using type = DecodedProduct; };
+template <>
+struct ProductOf<true> { using type = HalvesProduct<TOKENS>; };
+using Product = ProductOf<(kSumsByGroup && TOKENS > 128)>::type;
 
+// A tile of this block, or one whose pieces several blocks have.
 struct Results {
   Epilogue epilogue;
+  SharedSums shared;
   const cukit::TensorMap* map;  // MAPPED_OUT: of out
   unsigned char* staging;       // MAPPED_OUT: Store::kBytes of this consumer's shared memory
   T* out;                       // [tokens, rows]
 
   CUKIT_DEVICE void store(Sums& sums, const Tile& tile) const {
-    if (!epilogue.complete(sums, tile)) return;
-    epilogue.finish(sums, tile);
+    if (!shared.complete(sums, tile)) return;
+    const int row = first_row(tile, shared.group);
+    const int token = tile.n * TOKENS;
+    epilogue.finish(sums, row, token);
     if constexpr (MAPPED_OUT) {
-      const int row = epilogue.first_row(tile);
       if (row < epilogue.rows) {
-        Store::store(sums, staging, map, row, tile.n * TOKENS, epilogue.rows, epilogue.tokens,
-                     1 + epilogue.group);
+        Store::store(sums, staging, map, row, token, epilogue.rows, epilogue.tokens,
+                     1 + shared.group);
       }
     } else {
-      epilogue.store(out, sums, tile);
+      epilogue.store(out, sums, row, token);
     }
   }
 
@@ -230,9 +278,35 @@ struct Results {
   }
 };
 
+// A tile whose steps the blocks of a cluster share: each stores a slice of its tokens.
+struct SplitResults {
+  struct Shape {
+    static constexpr int kTileN = TOKENS;
+    static constexpr int kRowTiles = 1;
+    static constexpr int kConsumers = CONSUMERS;
+  };
+  using Split = cukit::SplitSums<Shape, float, SPLITS>;
+
+  Epilogue epilogue;
+  Split split;
+  T* out;  // [tokens, rows]
+  int group;
+
+  CUKIT_DEVICE void store(Sums& sums, const Tile& tile) const {
+    typename Split::Slice own;
+    if (!split.exchange(own, &sums, [] {})) return;
+    const int row = first_row(tile, group);
+    const int token = tile.n * TOKENS + cukit::cluster_rank() * Split::kSliceColumns;
+    epilogue.finish(own[0], row, token);
+    epilogue.store(out, own[0], row, token);
+  }
+
+  CUKIT_DEVICE void finish() const {}
+};
+
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_only_sm90(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) weight_only_sm90(
     const __grid_constant__ cukit::TensorMap x,    // [tokens, k]
     const __grid_constant__ cukit::TensorMap map,  // MAPPED_OUT: out, in boxes of a piece
     const unsigned char* __restrict__ weight,      // [ceil(rows / 128)][steps][2][block bytes]
@@ -243,18 +317,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_only_sm90(
     float4* __restrict__ pieces, int* __restrict__ arrivals,
     const cukit::WeightOnlyParameters p) {
   __shared__ Pipeline pipeline;
+  __shared__ cukit::StageBarriers<1> arrived;
   __shared__ int last[CONSUMERS];
   __shared__ __align__(16) unsigned char tables[Codes::kTableBytes ? Codes::kTableBytes : 16];
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   constexpr int kTileRows = CONSUMERS * cukit::kBlockRows;
   const Schedule schedule{{(p.rows + kTileRows - 1) / kTileRows, (p.tokens + TOKENS - 1) / TOKENS,
-                           p.group, p.steps, 1},
+                           p.group, p.steps, SPLITS},
                           p.whole_tiles};
 
 #if FLOAT8
   Codes::prepare(tables, threadIdx.x, THREADS);
 #endif
-  Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
+  Block::prepare([&] {
+    pipeline.init(Block::kConsumerWarps);
+    arrived.init(1);
+  });
+  if constexpr (SPLITS > 1) cukit::cluster_arrive();  // the exchange waits for the others
   Block::run(
       [&] {
         const int pairs = (p.rows + 2 * cukit::kBlockRows - 1) / (2 * cukit::kBlockRows);
@@ -267,16 +346,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_only_sm90(
           cukit::prefetch_tensor_map(&x);
           cukit::produce(pipeline, stages, schedule, operands);
         }
+        if constexpr (SPLITS > 1) {
+          __syncwarp();
+          cukit::cluster_wait();
+        }
       },
       [&] {
         const int group = Block::consumer_group();
-        const Product product(stages, tables, group);
-        unsigned char* const staging = stages + kPieces + group * Store::kBytes;
-        const Results results{{schedule, bias, scales, token_scales, p.token_stride, pieces, arrivals,
-                               last + group, p.tokens, p.rows, group},
-                              &map,
-                              staging,
-                              out};
-        cukit::consume(pipeline, schedule, product, results);
+        const Product product{{stages, tables, group}};
+        const Epilogue epilogue{bias, scales, token_scales, p.token_stride, p.tokens, p.rows};
+        if constexpr (SPLITS > 1) {
+          float4* const received =
+              reinterpret_cast<float4*>(stages + kWeights + STAGES * Operands::kWeightBytes);
+          const SplitResults results{epilogue, {received, &arrived}, out, group};
+          cukit::consume(pipeline, schedule, product, results);
+        } else {
+          const Results results{epilogue,
+                                {schedule, pieces, arrivals, last + group, p.tokens, group},
+                                &map,
+                                stages + kPieces + group * Store::kBytes,
+                                out};
+          cukit::consume(pipeline, schedule, product, results);
+        }
       });
 }

@@ -67,6 +67,21 @@ def point(fraction: float) -> RooflinePoint:
     return RooflinePoint("fp32", 0.1, "memory", "measured", 4000.0, None, 90.0, fraction)
 
 
+def test_who_copies_tiles_by_tma_needs_neither_warps_nor_wide_loads() -> None:
+    narrow = (AccessWidth("load", 32, 4),)
+    one = launch(registers=255, threads=384)
+    by_hand = replace(one, memory_access=MemoryAccess("decoded", narrow, 0))
+    by_tma = replace(one, memory_access=MemoryAccess("decoded", narrow, 2))
+    assert {"narrow loads", "occupancy by registers"} <= set(by_rule(analysis(by_hand)))
+    assert by_rule(analysis(by_tma)) == {}
+
+
+def test_asynchronous_copies_are_loads_too() -> None:
+    widths = (AccessWidth("async copy", 128, 4), AccessWidth("load", 32, 1))
+    one = replace(launch(), memory_access=MemoryAccess("decoded", widths, 0))
+    assert "narrow loads" not in by_rule(analysis(one))
+
+
 def test_a_kernel_without_faults_hears_nothing() -> None:
     assert by_rule(analysis()) == {}
 

@@ -77,6 +77,47 @@ def test_widths_are_those_of_the_source(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHES)
+def test_instructions_are_those_of_the_source(arch: str) -> None:
+    kernel = cupy.RawKernel(WIDTHS, "widths")
+    mix = inspect(kernel, arch).launch(analysis_device(arch), None, (192, 1, 1), 0).instruction_mix
+    assert mix is not None
+    assert mix.by_class["global memory"] == 5 + 5 + 1, "loads, stores and the atomic"
+    assert mix.by_class["shared memory"] == 2
+    assert sum(mix.by_class.values()) == mix.instructions
+    # The meaning of one opcode changed: integer additions are no floating point anywhere. What is
+    # left are constants, which the compiler may load by HFMA2.
+    assert mix.by_class.get("floating point", 0) <= 2
+    assert not {"tensor core", "local memory", "other"} & set(mix.by_class)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch >= "sm_80" or len(arch) > 5])
+def test_arithmetic_is_told_apart(arch: str) -> None:
+    code = r"""
+extern "C" __global__ void f(float* x, double* y, const unsigned* a) {
+  float c[4] = {};
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+               "{%8,%9}, {%0,%1,%2,%3};" : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]));
+  asm volatile("ex2.approx.ftz.f32 %0, %0;" : "+f"(c[1]));
+  asm volatile("fma.rn.f32 %0, %0, %1, %2;" : "+f"(c[2]) : "f"(c[0]), "f"(c[3]));
+  double d;
+  asm volatile("fma.rn.f64 %0, %1, %1, %1;" : "=d"(d) : "d"(y[0]));
+  x[0] = c[0] + c[1] + c[2];
+  y[1] = d;
+}"""
+    mix = (
+        inspect(KernelSource("f", code), arch)
+        .launch(analysis_device(arch), None, (32, 1, 1), 0)
+        .instruction_mix
+    )
+    assert mix is not None
+    assert mix.by_class["tensor core"] == 1
+    assert mix.by_class["special and conversion"] == 1
+    assert mix.by_class["floating point"] == 1 + 1 + 2
+    assert "other" not in mix.by_class
+
+
+@pytest.mark.parametrize("arch", ARCHES)
 def test_spills_are_those_of_ptxas(arch: str) -> None:
     kernel = inspect(KernelSource("spilling", SPILLING), arch)
     resources = kernel.resources()
@@ -86,8 +127,28 @@ def test_spills_are_those_of_ptxas(arch: str) -> None:
     assert resources.registers <= 64
     launch = kernel.launch(analysis_device(arch), None, (1024, 1, 1), 0)
     assert launch.memory_access is not None
-    assert {"local load", "local store"} <= {w.operation for w in launch.memory_access.widths}
+    counted = {w.operation: w.instructions for w in launch.memory_access.widths}
+    assert launch.instruction_mix is not None
+    spilled = counted["local load"] + counted["local store"]
+    assert launch.instruction_mix.by_class["local memory"] >= spilled > 0
     assert launch.waves is None, "without a grid"
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch >= "sm_80" or len(arch) > 5])
+def test_widths_of_asynchronous_copies(arch: str) -> None:
+    code = r"""
+extern "C" __global__ void f(const char* p, unsigned a) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(a), "l"(p));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(a + 64), "l"(p + 64));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(a + 128), "l"(p + 128));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(a + 256), "l"(p + 256));
+}"""
+    launch = inspect(KernelSource("f", code), arch).launch(
+        analysis_device(arch), None, (32, 1, 1), 0
+    )
+    assert launch.memory_access is not None
+    counted = {(w.operation, w.bits): w.instructions for w in launch.memory_access.widths}
+    assert counted == {("async copy", 32): 1, ("async copy", 64): 1, ("async copy", 128): 2}
 
 
 def test_asynchronous_and_bulk_copies_are_counted() -> None:

@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 
 from cukit.array_api import NarrowArray, float8_e4m3
-from cukit.attention import block_sparse_attention, flash_attention
+from cukit.attention import (
+    block_sparse_attention,
+    flash_attention,
+    merge_attention_states,
+    paged_attention,
+)
 from tests.attention.conftest import choose_class
 from tests.attention.options import OPTIONS, options_of, run
 from tests.contract import random, to_device, to_host
@@ -99,6 +104,19 @@ def float8(head_dim: int) -> None:
             assert np.isfinite(to_host(out).astype(np.float32)).all()
 
 
+def paged(head_dim: int, **options: Any) -> None:
+    """Requests of unlike lengths, one of them empty, that share thread blocks."""
+    rng = _rng()
+    q = random(rng, (4, 2, 6, head_dim), "bfloat16")
+    k = random(rng, (60, 16, 2, head_dim), "bfloat16")
+    v = random(rng, (60, 16, 2, head_dim), "bfloat16")
+    table = rng.permutation(60)[:56].reshape(4, 14).astype(np.int32)
+    lengths = np.array([200, 0, 3, 130], np.int32)
+    placed = to_device("gpu", q, k, v, table, lengths)
+    out, lse = paged_attention(*placed, return_lse=True, **options)
+    to_host(merge_attention_states(out, lse, out, lse)[0])
+
+
 def _as_class(name: str, run: Callable[[], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         choose_class("gpu sm80" if name == "sm80" else "gpu", patch)
@@ -145,4 +163,7 @@ GROUPS = {
         f"float8 d{width}": Group(partial(float8, width), quick=width == 128)
         for width in (64, 128, 256)
     },
+    "paged d64": Group(partial(paged, 64), quick=True),
+    "paged d128 window": Group(partial(paged, 128, window_size=(70, 0), softcap=2.0)),
+    "paged d128 batch_invariant": Group(partial(paged, 128, batch_invariant=True), shares=True),
 }

@@ -49,6 +49,26 @@ def test_what_others_may_write_is_refused(path, name, mode):
         recall(path)
 
 
+def test_a_folder_above_that_everybody_may_change_is_refused(path):
+    store(path, b"code")
+    above = cache_folder().parent
+    above.chmod(0o777)
+    with pytest.raises(CacheError, match=r"lets everybody replace .* run chmod o-w"):
+        recall(path)
+    above.chmod(0o1777)  # as /tmp: only owners rename
+    assert recall(path)
+
+
+def test_new_folders_are_private_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        store(tmp_path / "a" / "b" / "k.cubin", b"code")
+    finally:
+        os.umask(before)
+    for made in ("a", "a/b"):
+        assert (tmp_path / made).stat().st_mode & 0o777 == 0o700
+
+
 def test_links_are_neither_read_nor_written_through(path, tmp_path):
     store(path, b"code")
     victim = tmp_path / "victim"

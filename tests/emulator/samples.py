@@ -45,6 +45,19 @@ def _attention(rng: Rng) -> list[Any]:
     return _rows(rng, (1, 70, 2, 64), (1, 135, 1, 64), (1, 135, 1, 64))
 
 
+def _paged(rng: Rng) -> Arguments:
+    q, k, v = _rows(rng, (2, 1, 4, 64), (9, 16, 2, 64), (9, 16, 2, 64))
+    table = rng.permutation(9)[:8].reshape(2, 4).astype(np.int32)
+    return (q, k, v, table, np.array([60, 33], np.int32)), {"return_lse": True}
+
+
+def _states(rng: Rng) -> Arguments:
+    a, b = _rows(rng, (2, 3, 4, 64), (2, 3, 4, 64))
+    lse = rng.standard_normal((2, 2, 4, 3)).astype(np.float32)
+    lse[0, 0, 0] = -np.inf
+    return (a, lse[0], b, lse[1]), {}
+
+
 def _attention_backward(rng: Rng) -> Arguments:
     from cukit.reference.attention import flash_attention
 
@@ -315,6 +328,8 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     ),
     "matmul_tma": lambda rng: (tuple(_rows(rng, (70, 72), (136, 72))), {}),
     "quantized_linear": _quantized_linear,
+    "merge_attention_states": _states,
+    "paged_attention": _paged,
     "quantize": lambda rng: ((_values(rng), int8), {"group_size": 32}),
     "rms_norm": lambda rng: (tuple(_rows(rng, (37, 264), (264,))), {}),
     "rms_norm_backward": _norm_backward,

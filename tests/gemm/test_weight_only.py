@@ -115,28 +115,47 @@ TILINGS = {
     "16 tokens, four consumers": ("int4 g128", 37, partial(hopper_tiling, 16, 4)),
     "64 tokens": ("int4 g64 zero points", 150, partial(hopper_tiling, 64, 2)),
     "96 tokens, scaled codes": (
-        "int4 g64 zero points",
+        "int4 g32 zero points",
         230,
         partial(hopper_tiling, 96, 2, fold=True),
     ),
     "128 tokens, int8": ("int8 rows", 300, partial(hopper_tiling, 128, 2)),
-    "48 tokens, float8": ("float8", 110, partial(hopper_tiling, 48, 2)),
-    "192 tokens in halves, float8": ("float8", 330, partial(hopper_tiling, 192, 2)),
+    "64 tokens, float8": ("float8 g64", 110, partial(hopper_tiling, 64, 2)),
+    "192 tokens, float8": ("float8", 330, partial(hopper_tiling, 192, 2)),
     "mma.sync": ("int4 g128 zero points", 70, partial(sm80_tiling, 32)),
     "mma.sync, small groups": ("int4 g32 zero points", 70, partial(sm80_tiling, 32)),
 }
+# Blocks of a cluster share the steps of a tile.
+SPLITS = {
+    "16 tokens": ("int4 g128", 9, partial(hopper_tiling, 16, 2, splits=2)),
+    "144 tokens, scaled codes": (
+        "int4 g64 zero points",
+        140,
+        partial(hopper_tiling, 144, 2, fold=True, splits=2),
+    ),
+    "128 tokens, float8": ("float8", 200, partial(hopper_tiling, 128, 2, splits=2)),
+}
+FLOAT8_OF = {"float8": "int4 g128 zero points", "float8 g64": "int4 g64 zero points"}
 
 
 @pytest.mark.parametrize("name", TILINGS)
 def test_pieces_of_tiles(device, rng, name):
-    """Few blocks and two stages: whole tiles in turns, then tiles cut into pieces. Ragged on every
-    axis."""
-    form, m, tiling_for = TILINGS[name]
+    """Few blocks and stages: whole tiles in turns, then tiles cut into pieces."""
+    check_tiling(device, rng, *TILINGS[name], in_pieces=True)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_split_tiles(device, rng, name):
+    check_tiling(device, rng, *SPLITS[name], in_pieces=False)
+
+
+def check_tiling(device, rng, form, m, tiling_for, *, in_pieces):
+    """Ragged on every axis, twice in different orders, into poisoned memory."""
     if device == "cpu" or (device == "gpu" and current_device().arch != HOPPER.arch):
         pytest.skip("a choice of the kernels")
     n, k = 328, 720
-    if form == "float8":
-        weight, x = quantized(rng, n, k, "int4 g128"), float8(rng, m, k)
+    if form in FLOAT8_OF:
+        weight, x = quantized(rng, n, k, FLOAT8_OF[form]), float8(rng, m, k)
         values, x_dtype = x.decode(), ck.float8_e4m3
     else:
         weight, x = quantized(rng, n, k, form), random(rng, (m, k), "float16")
@@ -147,11 +166,10 @@ def test_pieces_of_tiles(device, rng, name):
     packed = pack_weight(weight, x_dtype=x_dtype)
     x, token_scales = (x, None) if x_dtype is None else (x.storage, x.scales)
     (x,) = to_device(device, x)
-    tiling = tiling_for(packed.description, HOPPER, stages=2)
+    tiling = tiling_for(packed.description, HOPPER, stages=3)
     few = dataclasses.replace(HOPPER, num_sms=4 // tiling.blocks_per_sm)
-    config = configure(m, packed.description, "float16", few, tiling, share=True)
-    assert config.whole_tiles >= config.num_blocks
-    assert config.shared_tiles
+    config = configure(m, packed.description, "float16", few, tiling, share=in_pieces)
+    assert not in_pieces or (config.whole_tiles >= config.num_blocks and config.shared_tiles)
     launch = WeightOnlyLaunch(config, m, int(token_scales is not None))
     first = None
     for repeat in range(2):
@@ -358,8 +376,12 @@ def test_plans_fit_the_device(arch, weight):
             assert config.shared_tiles * weight.steps >= config.num_blocks
 
 
-def test_few_tokens_are_shared_among_all_multiprocessors():
-    for tokens in (16, 64):
+def test_few_tokens_keep_all_multiprocessors_busy():
+    """Two blocks a tile where tiles are half as many as multiprocessors, else shares of tiles."""
+    for tokens in (16, 64, 128):
         config = plan_weight_only(tokens, SQUARE, "bfloat16", HOPPER)
-        assert config.num_blocks == HOPPER.num_sms
-        assert config.shared_tiles
+        assert config.tiling.splits == 2
+        assert config.num_blocks == 128
+    config = plan_weight_only(16, WEIGHTS[0], "bfloat16", HOPPER)
+    assert config.num_blocks == HOPPER.num_sms
+    assert config.shared_tiles

@@ -290,6 +290,9 @@ class SimulatedProvider(HostProvider):
         self._called("synchronize_device")
         self.run_all()
 
+    def capturing(self) -> bool:
+        return bool(self.captures)
+
     def capture_id(self, stream: Hashable) -> int | None:
         return self.captures.get(stream)
 

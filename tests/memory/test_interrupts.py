@@ -12,7 +12,8 @@ import pytest
 
 from cukit.errors import PointerError
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.interrupts import Uninterrupted, interrupted_as_usual
+from cukit.memory.blocks import Event
+from cukit.memory.interrupts import InterruptedAsUsual, Uninterrupted
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider
 from tests.memory.test_failures import Tour, intact, slid_pool
@@ -85,6 +86,47 @@ def test_an_interrupted_allocation_leaves_nothing_behind() -> None:
     assert pool.statistics().reserved_bytes == statistics.reserved_bytes
 
 
+@pytest.mark.parametrize("action", ["alloc", "free"])
+def test_a_listener_is_finished_first(action: str) -> None:
+    """Every listener hears the event; then the allocation is undone, or the free is done."""
+    pool = MemoryPool(MemoryPoolConfig(), SimulatedProvider())
+    heard: list[str] = []
+
+    def interrupt(event: Event) -> None:
+        if event.action == action and action not in heard:
+            signal.raise_signal(signal.SIGINT)
+
+    pool.add_listener(interrupt)
+    pool.add_listener(lambda event: heard.append(event.action))
+    with pytest.raises(KeyboardInterrupt):
+        pool.free(pool.allocate(512))
+    assert heard[-3:] == ["alloc", "free", "free_completed"]
+    assert pool.statistics().num_live == 0
+    check_invariants(pool)
+
+
+def test_a_thread_that_waits_for_the_pool_is_not_left_waiting() -> None:
+    """Ctrl-C while another thread has the pool: nothing is locked when that one is done."""
+    pool = MemoryPool(MemoryPoolConfig(), SimulatedProvider())
+    begun, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pool._in_order():
+            begun.set()
+            end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    begun.wait()
+    threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+    threading.Timer(0.1, end.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.allocate(512)
+    thread.join()
+    check_invariants(pool)
+    assert pool.statistics().num_live == 0
+
+
 def test_a_callback_can_be_interrupted() -> None:
     """It is the user's code: Ctrl-C works inside as ever."""
     reached = []
@@ -116,7 +158,7 @@ def test_blocks_nest_and_lift() -> None:
 
     def lifted() -> None:
         signal.raise_signal(signal.SIGINT)
-        with interrupted_as_usual():
+        with InterruptedAsUsual():
             done.append("never")
 
     with pytest.raises(KeyboardInterrupt):
@@ -131,7 +173,7 @@ def test_other_threads_and_other_handlers_are_left_alone() -> None:
     seen: list[object] = []
 
     def work() -> None:
-        with Uninterrupted(), interrupted_as_usual():
+        with Uninterrupted(), InterruptedAsUsual():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gc
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from cukit.memory.log import (
 )
 from cukit.memory.mixes import STANDARD, make_log
 from cukit.memory.recorder import record_allocations
+from cukit.memory.replay import Step, script_of
 
 HEADER = "Thread,Time,Action,Pointer,Size,Stream"
 ALLOCATE = "7,09:00:00.000001,allocate,0x7f00,512,0"
@@ -77,6 +79,23 @@ def test_time_goes_on_past_midnight(tmp_path: Path) -> None:
     assert read_log(tmp_path / "log.csv") == [late, later]
 
 
+def test_what_real_logs_have(tmp_path: Path) -> None:
+    """A byte-order mark, blank lines, rows of no bytes, frees of what was allocated earlier."""
+    empty = ALLOCATE.replace("0x7f00,512", "(nil),0"), FREE.replace("0x7f00,512", "(nil),0")
+    earlier = FREE.replace("0x7f00,512", "0x9000,1024")
+    path = file_of(tmp_path, "", ALLOCATE, "  ", empty[0], earlier, empty[1], FREE)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
+    events = read_log(path)
+    assert [(e.action.value, e.size) for e in events] == [
+        ("allocate", 512),
+        ("free", 1024),
+        ("free", 512),
+    ]
+    script = script_of(events)
+    assert script.steps == (Step(1, 1024, 0), Step(0, 512, 0), Step(1, 0, 0), Step(0, 0, 0))
+    assert script.peak_live_bytes == 1536
+
+
 DAMAGED = {
     "3: expected 6 columns, got 5": "7,09:00:00.000002,free,0x7f00,512",
     "3: Thread: expected a whole number, got '-7'": FREE.replace("7,", "-7,", 1),
@@ -91,15 +110,13 @@ DAMAGED = {
     ),
     "3: Size: expected a whole number, got '5e2'": FREE.replace("512", "5e2"),
     "3: Stream: expected an address such as 0x7f2000000000, got 'main'": FREE[:-1] + "main",
-    "3: Pointer: expected memory that is allocated at this line, got '0x8000'": (
-        FREE.replace("0x7f00", "0x8000")
-    ),
+    "4: Pointer: expected memory that is allocated at this line, got '0x7f00'": f"{FREE}\n{FREE}",
     "3: Pointer: expected memory that is not allocated already, got '0x7f00'": ALLOCATE,
     "3: Size: expected the 512 bytes that were allocated there, got '1024'": (
         FREE.replace("512", "1024")
     ),
-    "3: Size: expected above 0 in an allocation, got '0'": (
-        ALLOCATE.replace("0x7f00,512", "0x8000,0")
+    "3: Pointer: expected above 0 in an allocation, got '(nil)'": (
+        ALLOCATE.replace("0x7f00", "(nil)")
     ),
 }
 

@@ -230,11 +230,11 @@ def test_destructors_free_with_the_next_call() -> None:
     pool.free_from_finalizer(address)
     with pytest.raises(PointerError, match="double free"):
         pool.free(address)
-    pool.allocate(PAGE, stream=1)  # from here on frees are marked where they happen
-    provider.calls.clear()
+    pool.allocate(PAGE, stream=1)  # from here on frees of a page are marked
     pool.free_from_finalizer(address := pool.allocate(PAGE))
-    assert "record" in provider.calls
+    provider.calls.clear()
     assert not pool.owns(address)
+    assert "record" in provider.calls
     check_invariants(pool)
 
 
@@ -243,6 +243,19 @@ def test_what_destructors_freed_does_not_keep_the_memory() -> None:
     pool = MemoryPool(MemoryPoolConfig(), provider)
     pool.free_from_finalizer(pool.allocate(PAGE))
     del pool
+    gc.collect()
+    assert provider.used_bytes == 0
+
+
+def test_a_pool_that_ends_during_a_capture_waits() -> None:
+    """Its memory goes back with the next pool that ends."""
+    provider = SimulatedProvider()
+    MemoryPool(MemoryPoolConfig(initial_pool_size=PAGE), provider)
+    provider.captures[7] = 1
+    gc.collect()
+    assert provider.used_bytes > 0
+    provider.captures.clear()
+    MemoryPool(MemoryPoolConfig(), SimulatedProvider())
     gc.collect()
     assert provider.used_bytes == 0
 

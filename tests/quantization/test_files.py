@@ -62,7 +62,7 @@ def test_files_that_cannot_be_used(tmp_path):
     array = ck.quantize(np.ones((2, 4), np.float32), ck.int8)
     with pytest.raises(ConfigError, match=r"two arrays would be called 'w.scales'"):
         ck.save_quantized(path, {"w.scales": np.ones(3), "w": array})
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="no such file"):
         ck.load_quantized(path)
     ck.save_quantized(path, {"w": array})
     content = path.read_bytes()

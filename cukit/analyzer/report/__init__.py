@@ -16,9 +16,11 @@ from typing import Any
 from cukit.analyzer.report import html
 from cukit.analyzer.report.documents import SCHEMA, VERSION, Document, Source, read_documents
 from cukit.analyzer.report.layout import Section
+from cukit.analyzer.report.numbers import printable
 from cukit.analyzer.report.terminal import as_text
 from cukit.analyzer.report.trace import MAX_BYTES, spans_of, trace_json
-from cukit.errors import ConfigError
+from cukit.core.files import write_text
+from cukit.errors import ConfigError, CukitError, DataError
 
 __all__ = ["DEFAULT_TITLE", "Report", "Source", "generate_report"]
 
@@ -40,7 +42,7 @@ class Report:
 
         Raises DataError for a damaged document.
         """
-        found = [document.section() for document in self.documents]
+        found = [document.section(number) for number, document in enumerate(self.documents, 1)]
         titles = [section.title for section in found]
         return tuple(
             replace(section, title=f"{section.title} {titles[: number + 1].count(section.title)}")
@@ -120,9 +122,15 @@ def generate_report(
         check_suffix(output)
         if any(_same_file(output, source) for source in read):
             raise ConfigError(f"{output}: is one of the results that the report is made from")
-    report = Report(read_documents(results), title)
+    report = Report(read_documents(results), printable(title))
     # All forms are made before the first is written: one that fails leaves no others behind.
-    contents = [(Path(output), report.content_for(Path(output))) for output in outputs]
+    try:
+        contents = [(Path(output), report.content_for(Path(output))) for output in outputs]
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        if isinstance(error, CukitError):
+            raise
+        sources = ", ".join(dict.fromkeys(document.source for document in report.documents))
+        raise DataError(f"damaged numbers in {sources}: {error!r}") from error
     for output, content in contents:
         _write(output, content)
     return report
@@ -130,7 +138,7 @@ def generate_report(
 
 def _write(path: Path, content: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content, encoding="utf-8")
+    write_text(path, content)
 
 
 def _same_file(a: Path, b: Path) -> bool:

@@ -71,10 +71,11 @@ def bar_chart(
         for value in scale.ticks(4 if narrow else 8)
     ]
     frame += [
-        svg.text(numbers.tick(value), scale(value), bottom + 15, "tick", "middle")
+        svg.tick(numbers.tick(value), scale(value), bottom + 15, svg.EDGE, width - svg.EDGE)
         for value in scale.ticks(4 if narrow else 8)
     ]
-    frame.append(svg.text(unit, right, bottom + 31, "tick", "end"))
+    end = max(right, svg.EDGE + svg.text_width(unit, svg.TICK_SIZE))
+    frame.append(svg.text(unit, end, bottom + 31, "tick", "end"))
     if mark is not None:
         x = scale(mark.value)
         beyond_middle = x > (left + right) / 2

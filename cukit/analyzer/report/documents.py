@@ -20,6 +20,7 @@ from typing import Any
 from cukit.analyzer.json_file import read_json
 from cukit.analyzer.report.benchmarks import BenchmarkResults
 from cukit.analyzer.report.layout import Section
+from cukit.analyzer.report.numbers import all_printable, printable
 from cukit.analyzer.report.section_analysis import analysis_section
 from cukit.analyzer.report.section_benchmarks import benchmark_section
 from cukit.analyzer.report.section_distillation import distillation_section
@@ -44,19 +45,26 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Document:
-    """One set of results, as JSON has it, and where it came from."""
+    """One set of results, as JSON has it, and where it came from.
+
+    The content is kept as it is; chapters are made from its printable text.
+    """
 
     kind: str
     source: str
     content: Mapping[str, Any]
 
-    def section(self) -> Section:
-        """The chapter it becomes. Raises DataError where something is missing or misshapen."""
-        content = dict(self.content)
+    def section(self, number: int = 1) -> Section:
+        """The chapter it becomes, the `number`-th of its report.
+
+        Raises DataError where something is missing or misshapen.
+        """
+        content = all_printable(self.content)
         try:
             if self.kind == "benchmarks":
                 records = tuple(content["records"])
-                return benchmark_section(BenchmarkResults(content["environment"], records))
+                found = BenchmarkResults(content["environment"], records)
+                return benchmark_section(found, f"cases-{number}")
             if self.kind == "analysis":
                 return analysis_section(self.analysis())
             if self.kind == "distillation":
@@ -66,15 +74,17 @@ class Document:
                 from cukit.analyzer.report.section_memory import memory_section
 
                 return memory_section(content)
-            return kernel_section(content)
+            return kernel_section(content, f"variants-{number}")
         except DataError as error:
             raise DataError(f"{self.source}: {error}") from None
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (
+            KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError
+        ) as error:  # fmt: skip
             raise DataError(f"{self.source}: damaged {self.kind}: {error!r}") from error
 
     def analysis(self) -> AnalysisReport:
         """The content of an analysis, typed."""
-        return from_json(json.dumps(self.content))
+        return from_json(json.dumps(all_printable(self.content)))
 
 
 Source = Path | str | Mapping[str, Any] | AnalysisReport
@@ -101,7 +111,7 @@ def _recognise(content: Any, source: str) -> list[Document]:
             return _reopen(content, source)
         for kind, keys in KEYS.items():
             if all(key in content for key in keys):
-                return [Document(kind, source, content)]
+                return [Document(kind, printable(source), content)]
     raise DataError(
         f"{source}: none of the results that a report is made from: benchmark results, "
         "`cukit compile --json`, an analysis, report.json of `cukit distill`, or a snapshot of a "
@@ -115,6 +125,8 @@ def _reopen(content: Mapping[str, Any], source: str) -> list[Document]:
             f"{source}: report version {content.get('version')}; this cukit reads {VERSION}"
         )
     try:
-        return [Document(d["kind"], d["source"], d["content"]) for d in content["documents"]]
+        return [
+            Document(d["kind"], printable(d["source"]), d["content"]) for d in content["documents"]
+        ]
     except (KeyError, TypeError) as error:
         raise DataError(f"{source}: damaged report: {error!r}") from None

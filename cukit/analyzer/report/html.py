@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cukit.analyzer.report import svg
-from cukit.analyzer.report.layout import Section
+from cukit.analyzer.report.layout import Detail, Facts, Index, Section, Shares
 from cukit.errors import MissingDependencyError
 
 INSTALL = "pip install 'cukit[report]'"
@@ -21,6 +21,48 @@ def render(title: str, footer: str, sections: Sequence[Section]) -> str:
         title=title, footer=footer, sections=list(zip(anchors, sections, strict=True))
     )
     return page.lstrip()
+
+
+def packed(index: Index) -> dict[str, Any]:
+    """An index as report.js reads it. Values and details that rows share are written once."""
+    values: list[dict[str, int]] = [{} for _ in index.facets]
+    details: dict[Detail, int] = {}
+    rows = [
+        [
+            [
+                found.setdefault(v, len(found))
+                for found, v in zip(values, entry.facets, strict=True)
+            ],
+            list(entry.flags),
+            [details.setdefault(detail, len(details)) for detail in entry.details],
+        ]
+        for entry in index.entries
+    ]
+    return {
+        "noun": index.noun,
+        "facets": [
+            {"name": name, "values": list(found)}
+            for name, found in zip(index.facets, values, strict=True)
+        ],
+        "flags": index.flags,
+        "details": [_packed_detail(detail) for detail in details],
+        "rows": rows,
+    }
+
+
+def _packed_detail(detail: Detail) -> dict[str, Any]:
+    if isinstance(detail, Facts):
+        return {"title": detail.title, "header": detail.header, "rows": detail.rows}
+    if isinstance(detail, Shares):
+        return {"title": detail.title, "shares": detail.parts}
+    return {
+        "title": detail.title,
+        "note": detail.note,
+        "first": detail.first,
+        "step": detail.step,
+        "percents": detail.percents,
+        "marked": detail.marked,
+    }
 
 
 def slug(title: str) -> str:
@@ -41,11 +83,16 @@ def _environment() -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals["drawn"] = lambda draw: Markup(svg.responsive(draw))
-    environment.globals["colour"] = svg.colour
+    environment.globals["drawn"] = lambda draw, wide=svg.WIDE: Markup(svg.responsive(draw, wide))
+    environment.globals["HALF"] = svg.HALF
+    environment.globals["packed"] = packed
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters["kind"] = lambda block: type(block).__name__
     # Long names break after an underscore rather than anywhere.
     environment.filters["breakable"] = lambda text: escape(text).replace("_", Markup("_<wbr>"))
+    environment.filters["shares"] = lambda shares: ",".join(
+        f"{class_}:{100 * share:.1f}" for class_, share in shares
+    )
     # Drawings come from our own code, which escapes what it was given.
     environment.filters["drawing"] = Markup
     return environment

@@ -2,6 +2,9 @@
 
 A section is a list of blocks. Tables keep the number behind every cell, so that pages sort by it
 and tests compare it with the data; the terminal leaves figures out.
+
+A long table may carry an `Index`: facets to group and choose by, flags to filter by, and details
+that a page shows when a row is opened. The terminal then shows a line a group.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ class Cell:
     value: Number = None
     tone: str = ""
     """"good", "bad", "quiet", "code", "prose" (may break into lines) or nothing."""
+    note: str = ""
+    """A second, smaller line."""
+    shares: tuple[tuple[str, float], ...] = ()
+    """A bar of (class of the drawing, share of the whole), on a page."""
 
 
 def cell(value: T | None, write: Callable[[T], str], tone: str = "") -> Cell:
@@ -38,6 +45,73 @@ class Column:
 
     title: str
     numeric: bool = False
+    minor: bool = False
+    """Left out on a phone."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Detail of a row: a small table of text."""
+
+    title: str
+    rows: tuple[tuple[str, ...], ...]
+    header: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Detail of a row: parts of a whole, as a bar and in numbers."""
+
+    title: str
+    parts: tuple[tuple[str, str, int], ...]
+    """(class of the drawing, name, count)."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Detail of a row: a curve over evenly spaced x, with one of them marked."""
+
+    title: str
+    first: int
+    step: int
+    percents: tuple[int, ...]
+    marked: int
+    note: str = ""
+
+
+Detail: TypeAlias = Facts | Shares | Steps
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What an index knows of one row."""
+
+    facets: tuple[str, ...]
+    """The row's value of each facet of the index."""
+    flags: tuple[str, ...] = ()
+    details: tuple[Detail, ...] = ()
+
+
+@dataclass(frozen=True)
+class Index:
+    """How to find rows of a long table; one entry a row."""
+
+    anchor: str
+    """Where links lead, unique in a report."""
+    noun: str
+    """What a row is, in plural: "variants"."""
+    facets: tuple[str, ...]
+    """Names to choose and to group by; rows are grouped by the first."""
+    flags: tuple[tuple[str, str], ...]
+    """(flag, what a reader calls it)."""
+    entries: tuple[Entry, ...]
+
+    def groups(self) -> dict[str, list[int]]:
+        """Rows by their value of the first facet."""
+        found: dict[str, list[int]] = {}
+        for number, entry in enumerate(self.entries):
+            found.setdefault(entry.facets[0], []).append(number)
+        return found
 
 
 @dataclass(frozen=True)
@@ -48,6 +122,7 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
     title: str = ""
     emphasis: tuple[int, ...] = ()
+    index: Index | None = None
 
     def without_empty_columns(self) -> Table:
         """The same table, where columns that say nothing in any row are gone."""
@@ -70,6 +145,8 @@ class Tile:
     value: str
     label: str
     tone: str = ""
+    leads_to: str = ""
+    """An address in the page: `#anchor`, or `#anchor?flag=...` of an index."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +179,15 @@ class Figure:
     title: str
     draw: Draw
     caption: str = ""
-    legend: tuple[tuple[int, str], ...] = ()
-    """(number of the series, its name)."""
+    legend: tuple[tuple[str, str], ...] = ()
+    """(class of the series, its name)."""
+
+
+@dataclass(frozen=True)
+class Board:
+    """Figures side by side, one below the other on a phone."""
+
+    figures: tuple[Figure, ...]
 
 
 @dataclass(frozen=True)
@@ -141,7 +225,7 @@ class Fold:
     open: bool = False
 
 
-Block: TypeAlias = Table | Tiles | Paragraph | Code | Figure | Picture | Gallery | Fold
+Block: TypeAlias = Table | Tiles | Paragraph | Code | Figure | Board | Picture | Gallery | Fold
 
 
 @dataclass(frozen=True)

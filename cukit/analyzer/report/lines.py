@@ -38,7 +38,8 @@ def line_chart(
         parts.append(svg.line(x.start, y(value), x.stop, y(value), "grid"))
         parts.append(svg.text(numbers.tick(value), x.start - 7, y(value) + 4, "tick", "end"))
     for value in x.ticks(4 if width < 600 else 8):
-        parts.append(svg.text(numbers.tick(value), x(value), y.start + 17, "tick", "middle"))
+        label = numbers.tick(value)
+        parts.append(svg.tick(label, x(value), y.start + 17, svg.EDGE, width - svg.EDGE))
     parts.append(svg.line(x.start, y.start, x.stop, y.start, "axis"))
     parts.append(svg.text(x_label, x.stop, y.start + 34, "tick", "end"))
     parts.append(svg.text(y_label, 2.0, TOP, "tick"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cukit.analyzer.report import numbers
+from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.bars import Bar, Group, bar_chart
 from cukit.analyzer.report.layout import Block, Cell, Column, Figure, Fold, Table, Tile, Tiles
 from cukit.analyzer.report.lines import Curve, line_chart
@@ -82,7 +82,7 @@ def probe_blocks(accesses: Sequence[AccessPoint]) -> list[Block]:
         ),
         "Measured on this GPU: useful bytes a second of loads whose neighbouring threads read "
         "words so many words apart.",
-        tuple((curve.series, curve.name) for curve in curves),
+        tuple((svg.colour(curve.series), curve.name) for curve in curves),
     )
     names = ("bytes a thread", "stride", "useful", "of the best", "sectors would allow")
     rows = tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cukit.analyzer.report import numbers
+from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.bars import Bar, Group, Mark, bar_chart
 from cukit.analyzer.report.benchmarks import OURS, Record
 from cukit.analyzer.report.layout import Block, Cell, Column, Figure, Paragraph, Table, cell
@@ -83,7 +83,7 @@ def pool_blocks(records: Sequence[Record]) -> list[Block]:
             HELD,
             lambda width: draw_held(records, width),
             "Without a limit; the notes say who fails with one. Shorter is better.",
-            tuple((number, pool_title(pool)) for number, pool in enumerate(pools)),
+            tuple((svg.colour(number), pool_title(pool)) for number, pool in enumerate(pools)),
         ),
         Table(columns, tuple(rows), "Peak of bytes held over peak of bytes live"),
     ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 def digits(value: float, significant: int = 3) -> str:
     """At least `significant` digits, with thousands separated and no exponent."""
@@ -66,4 +69,17 @@ def gbps(value: float) -> str:
 
 def printable(text: str) -> str:
     """The text without control characters, which a terminal obeys and a page may not hold."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def all_printable(content: Any) -> Any:
+    """The same for every text in what JSON holds."""
+    if isinstance(content, str):
+        return printable(content)
+    if isinstance(content, Mapping):
+        return {all_printable(key): all_printable(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [all_printable(value) for value in content]
+    return content

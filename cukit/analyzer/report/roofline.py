@@ -13,9 +13,9 @@ from html import escape
 
 from cukit.analyzer.report import numbers, svg
 
-LEFT, RIGHT, TOP, BOTTOM = 52.0, 22.0, 26.0, 44.0
-LABEL = 24.0
-"""Height that a label above a line takes, and one below the line over it."""
+LEFT, RIGHT, TOP, BOTTOM = 52.0, 44.0, 26.0, 44.0
+"""Ceilings are labelled in the right margin, where no kernel stands."""
+LABEL_HEIGHT = 13.0
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,11 @@ class Roof:
     kind: str
     value: float
     label: str
+    """A few letters for a ceiling; words for a bandwidth, whose line has room."""
     measured: bool
     """A ceiling that this machine reached; else the datasheet's."""
+    class_: str = ""
+    """The colour of the points that it holds for; nothing for a roof of all."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Point:
 
     flops_per_byte: float
     tflops: float
-    series: int
+    class_: str
     description: str
     hollow: bool = False
     """For what stands there to be compared with."""
@@ -52,17 +55,16 @@ def roofline(roofs: Sequence[Roof], points: Sequence[Point], *, title: str, widt
     highest = max([p.tflops for p in points] + [roof.value for roof in compute])
     y = svg.Scale(lowest / 1.5, highest * 1.6, height - BOTTOM, TOP, logarithmic=True)
     parts = _frame(x, y)
-    for number, roof in enumerate(sorted(memory, key=lambda roof: roof.value)):
+    for roof in memory:
         top = max((c.value for c in _of_same_origin(roof, compute)), default=y.high)
-        # Of slopes that lie close the lowest has its label below.
-        below = number == 0 and len(memory) > 1
-        parts += _slope(roof, x, y, top, label_dy=16.0 if below else -7.0)
-    for roof in compute:
-        # Of ceilings that lie close the lower has its label below.
-        close = any(0 < y(roof.value) - y(other.value) < LABEL for other in compute)
-        parts += _flat(roof, x, y, memory, label_dy=15.0 if close else -7.0)
+        parts.append(_slope(roof, x, y, top))
+    if memory:
+        parts.append(_slope_label(memory, x, y, highest))
+    for roof, baseline in _placed(compute, y):
+        parts += _flat(roof, x, y, memory, baseline)
+    size = 1.0 if width >= 600 else 0.75
     # What is compared with lies below what is measured.
-    parts += [_dot(p, x, y) for p in sorted(points, key=lambda p: not p.hollow)]
+    parts += [_dot(p, x, y, size) for p in sorted(points, key=lambda p: not p.hollow)]
     return svg.figure(width, height, title, parts)
 
 
@@ -85,7 +87,8 @@ def _frame(x: svg.Scale, y: svg.Scale) -> list[str]:
     parts = []
     for value in x.ticks(int((x.stop - x.start) / 60)):
         parts.append(svg.line(x(value), y.stop, x(value), y.start, "grid"))
-        parts.append(svg.text(numbers.tick(value), x(value), y.start + 16, "tick", "middle"))
+        label = numbers.tick(value)
+        parts.append(svg.tick(label, x(value), y.start + 16, svg.EDGE, x.stop + RIGHT - svg.EDGE))
     for value in y.ticks(8):
         parts.append(svg.line(x.start, y(value), x.stop, y(value), "grid"))
         parts.append(svg.text(numbers.tick(value), x.start - 7, y(value) + 4, "tick", "end"))
@@ -94,47 +97,65 @@ def _frame(x: svg.Scale, y: svg.Scale) -> list[str]:
     return parts
 
 
-def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float, *, label_dy: float) -> list[str]:
+def _slope(roof: Roof, x: svg.Scale, y: svg.Scale, top: float) -> str:
     """The bandwidth's line, from the left or lower edge up to the highest roof."""
     first = max(x.low, 1e3 * y.low / roof.value)
     last = min(1e3 * top / roof.value, x.high)
-    x1, y1 = x(first), y(first * roof.value / 1e3)
-    x2, y2 = x(last), y(last * roof.value / 1e3)
+    ends = (x(first), y(first * roof.value / 1e3), x(last), y(last * roof.value / 1e3))
+    return svg.line(*ends, _style(roof))
+
+
+def _slope_label(memory: Sequence[Roof], x: svg.Scale, y: svg.Scale, top: float) -> str:
+    """The names of all bandwidths, along the highest of them, above which nothing stands."""
+    ordered = sorted(memory, key=lambda roof: -roof.value)
+    fastest = ordered[0].value
+    first, last = max(x.low, 1e3 * y.low / fastest), min(1e3 * top / fastest, x.high)
+    x1, y1 = x(first), y(first * fastest / 1e3)
+    x2, y2 = x(last), y(last * fastest / 1e3)
     angle = math.degrees(math.atan2(y2 - y1, x2 - x1))
-    label_x, label_y = x1 + 0.4 * (x2 - x1), y1 + 0.4 * (y2 - y1) + label_dy
-    label = svg.element(
+    middle_x, middle_y = x1 + 0.45 * (x2 - x1), y1 + 0.45 * (y2 - y1) - 8
+    return svg.element(
         "text",
-        escape(roof.label),
+        escape(", ".join(roof.label for roof in ordered)),
         class_="tick strong",
         text_anchor="middle",
-        transform=f"translate({label_x:.1f} {label_y:.1f}) rotate({angle:.1f})",
+        transform=f"translate({middle_x:.1f} {middle_y:.1f}) rotate({angle:.1f})",
     )
-    return [svg.line(x1, y1, x2, y2, _style(roof)), label]
+
+
+def _placed(compute: Sequence[Roof], y: svg.Scale) -> list[tuple[Roof, float]]:
+    """Every ceiling with the baseline of its label: beside its line, or below its neighbour."""
+    found: list[tuple[Roof, float]] = []
+    for roof in sorted(compute, key=lambda roof: -roof.value):
+        lowest = found[-1][1] + LABEL_HEIGHT if found else 0.0
+        found.append((roof, max(y(roof.value) + 4, lowest)))
+    return found
 
 
 def _flat(
-    roof: Roof, x: svg.Scale, y: svg.Scale, memory: Sequence[Roof], *, label_dy: float
+    roof: Roof, x: svg.Scale, y: svg.Scale, memory: Sequence[Roof], baseline: float
 ) -> list[str]:
     fastest = max((m.value for m in _of_same_origin(roof, memory)), default=None)
     ridge = x.low if fastest is None else max(x.low, 1e3 * roof.value / fastest)
     height = y(roof.value)
     return [
         svg.line(x(ridge), height, x.stop, height, _style(roof)),
-        svg.text(roof.label, x.stop, height + label_dy, "tick strong", "end"),
+        svg.text(roof.label, x.stop + 6, baseline, "tick strong"),
     ]
 
 
 def _style(roof: Roof) -> str:
-    return "roof" if roof.measured else "roof datasheet"
+    origin = "roof" if roof.measured else "roof datasheet"
+    return f"{origin} {roof.class_}".rstrip()
 
 
-def _dot(point: Point, x: svg.Scale, y: svg.Scale) -> str:
-    class_ = f"{svg.colour(point.series)} {'hollow' if point.hollow else 'dot'}"
+def _dot(point: Point, x: svg.Scale, y: svg.Scale, size: float) -> str:
+    class_ = f"{point.class_} {'hollow' if point.hollow else 'dot'}"
     return svg.element(
         "circle",
         svg.tip(point.description),
         cx=x(point.flops_per_byte),
         cy=y(point.tflops),
-        r=4.0 if point.hollow else 5.0,
+        r=size * (3.5 if point.hollow else 4.5),
         class_=class_,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cukit.analyzer.report import numbers
+from cukit.analyzer.report import numbers, svg
+from cukit.analyzer.report.instruction_mixes import mix_figure, mix_stack
 from cukit.analyzer.report.layout import (
     Block,
     Cell,
@@ -121,28 +122,41 @@ def _roofline(report: AnalysisReport) -> Figure | None:
         for value, measured in bandwidths
         if value
     ]
-    for table, measured in ((ceilings.measured_tflops, True), (ceilings.datasheet_tflops, False)):
+    tables = ((ceilings.measured_tflops, True), (ceilings.datasheet_tflops, False))
+    for table, measured in tables:
         roofs += [
-            Roof("compute", table[pipe], f"{pipe} {_word(measured)} {table[pipe]:.0f}", measured)
+            Roof("compute", table[pipe], f"{table[pipe]:,.0f}", measured)
             for pipe in pipes
             if pipe in table
         ]
     if not placed or {roof.kind for roof in roofs} != {"bandwidth", "compute"}:
         return None
+    limits = "; ".join(
+        f"{pipe} {', '.join(rates)}"
+        for pipe in pipes
+        if (
+            rates := [
+                f"{_word(measured)} {table[pipe]:,.0f}"
+                for table, measured in tables
+                if pipe in table
+            ]
+        )
+    )
     points = []
     for series, analysis in enumerate(placed):
         work = analysis.throughput
         assert work is not None
         assert work.tflops is not None
-        about = f"{analysis.name}: {numbers.tflops(work.tflops)}"
-        points.append(Point(analysis.roofline[0].intensity, work.tflops, series, about))
+        first = analysis.roofline[0]
+        about = f"{analysis.name}: {numbers.tflops(work.tflops)} in {first.pipe}"
+        points.append(Point(first.intensity, work.tflops, svg.colour(series), about))
     return Figure(
         "Roofline",
         lambda width: roofline(
             roofs, points, title="Roofline of the analysed kernels", width=width
         ),
-        "Solid: what this machine reached; dashed: its datasheet.",
-        tuple((series, analysis.name) for series, analysis in enumerate(placed)),
+        f"Solid: what this machine reached; dashed: its datasheet. Ceilings in TFLOP/s: {limits}.",
+        tuple((svg.colour(series), analysis.name) for series, analysis in enumerate(placed)),
     )
 
 
@@ -156,6 +170,8 @@ def _details(analysis: KernelAnalysis) -> list[Block]:
         blocks.append(_advice(analysis))
     if analysis.launches:
         blocks.append(_launches(analysis.launches))
+    if mixes := _mixes(analysis.launches):
+        blocks.append(mixes)
     if accesses := _accesses(analysis.launches):
         blocks.append(accesses)
     if thumbnails := _thumbnails(analysis.launches):
@@ -220,6 +236,17 @@ def _launches(launches: Sequence[LaunchAnalysis]) -> Table:
         Column("limited by"),
     )
     return Table(header, tuple(rows), "Launches").without_empty_columns()
+
+
+def _mixes(launches: Sequence[LaunchAnalysis]) -> Figure | None:
+    """What the instructions of each launch do, padding left out: loops count once."""
+    known = {launch.name: launch.instruction_mix for launch in launches if launch.instruction_mix}
+    if not known:
+        return None
+    return mix_figure(
+        "Instruction mix",
+        [mix_stack(shortened(name), [mix]) for name, mix in known.items()],
+    )
 
 
 def _accesses(launches: Sequence[LaunchAnalysis]) -> Table | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from cukit.analyzer.report import numbers
+from cukit.analyzer import peaks
+from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.bars import Bar, Group, Mark, bar_chart
 from cukit.analyzer.report.benchmarks import (
     EQUAL,
@@ -21,8 +23,11 @@ from cukit.analyzer.report.layout import (
     Block,
     Cell,
     Column,
+    Entry,
+    Facts,
     Figure,
     Fold,
+    Index,
     Paragraph,
     Section,
     Table,
@@ -31,31 +36,42 @@ from cukit.analyzer.report.layout import (
     cell,
 )
 from cukit.analyzer.report.memory_pools import pool_blocks
-from cukit.analyzer.report.roofline import Point, Roof, roofline
+from cukit.analyzer.report.precision_roofline import roofline_blocks
 from cukit.analyzer.statistics import NOISY_INTERVAL
 
 FASTEST_PEER = "fastest peer"
 
+FLAGS = (
+    ("slower", "slower than the fastest peer"),
+    ("faster", "faster"),
+    ("alone", "without a peer"),
+    ("wrong", "with a wrong result"),
+    ("noisy", "noisy"),
+)
 
-def benchmark_section(results: BenchmarkResults) -> Section:
-    """Verdict, summary over the ops, roofline, and every case in tables and bars."""
-    blocks: list[Block] = [Paragraph(results.verdict, lead=True), _tiles(results)]
+
+def benchmark_section(results: BenchmarkResults, anchor: str = "cases") -> Section:
+    """Verdict, summary over the ops, roofline, and every case in a table and in bars.
+
+    anchor: of the table, unique in a report.
+    """
+    blocks: list[Block] = [Paragraph(results.verdict, lead=True), _tiles(results, anchor)]
     if summary := summary_figure(results.cases):
         blocks.append(summary)
-    if roof := _roofline(results):
-        blocks.append(roof)
+    blocks += roofline_blocks(results)
+    if results.cases:
+        blocks.append(_table(results.cases, anchor))
     for family in results.families:
         cases = results.of_family(family)
         ops = dict.fromkeys(case.op for case in cases)
         figures = [_op_figure([case for case in cases if case.op == op], results) for op in ops]
-        blocks.append(_table(family, cases, results.impls_of(family)))
         blocks.append(Fold(f"Every case of {family} in bars", tuple(figures)))
         blocks.append(Fold(f"Every time of {family} and its spread", (_times(cases),)))
     blocks += pool_blocks(results.memory_pools)
     return Section("Benchmarks", results.machine, tuple(blocks))
 
 
-def _tiles(results: BenchmarkResults) -> Tiles:
+def _tiles(results: BenchmarkResults, anchor: str) -> Tiles:
     speeds = [case.speed for case in results.cases if case.speed is not None]
     floors = [
         share
@@ -63,7 +79,8 @@ def _tiles(results: BenchmarkResults) -> Tiles:
         if case.ours and (share := case.share_of_floor(case.ours)) is not None
     ]
     wrong = sum(not record["correct"] for record in results.records if is_ours(record["impl"]))
-    tiles = [Tile(str(len(results.cases)), "cases")]
+    flagged = [flag for case in results.cases for flag in _flags(case)]
+    tiles = [Tile(str(len(results.cases)), "cases", leads_to=f"#{anchor}" if results.cases else "")]
     if speeds:
         mean = math.exp(sum(map(math.log, speeds)) / len(speeds))
         tone = "good" if mean > 1 + EQUAL else "bad" if mean < 1 - EQUAL else ""
@@ -71,6 +88,9 @@ def _tiles(results: BenchmarkResults) -> Tiles:
     if floors:
         middle = sorted(floors)[len(floors) // 2]
         tiles.append(Tile(numbers.percent(middle), "of the best conceivable speed, median case"))
+    if slower := flagged.count("slower"):
+        label = "cases slower than the fastest peer"
+        tiles.append(Tile(str(slower), label, leads_to=f"#{anchor}?flag=slower"))
     tiles.append(Tile(str(wrong), "wrong results of ours", "bad" if wrong else ""))
     return Tiles(tuple(tiles))
 
@@ -84,9 +104,9 @@ def summary_figure(cases: Sequence[Case]) -> Figure | None:
         "Speed of each op on its largest case",
         lambda width: draw_summary(chosen, width),
         "Share of the best conceivable speed: the larger of bytes over measured copy bandwidth and "
-        "FLOPs over measured matrix rate is the floor of the time. Longer is faster; the times "
-        "stand beside the bars.",
-        ((0, OURS), (1, FASTEST_PEER)),
+        "FLOPs over the matrix rate of their precision is the floor of the time. Longer is faster; "
+        "the times stand beside the bars.",
+        ((svg.colour(0), OURS), (svg.colour(1), FASTEST_PEER)),
     )
 
 
@@ -119,50 +139,12 @@ def _share_bar(series: int, case: Case, record: Record) -> Bar:
     return Bar(series, 100 * share, note, f"{about}: {time}, {numbers.percent(share)} of the floor")
 
 
-def _roofline(results: BenchmarkResults) -> Figure | None:
-    """Every record that declares FLOPs and bytes, below the ceilings of its own run."""
-    ops = tuple(dict.fromkeys(case.op for case in results.cases if _has_both(case)))
-    # The second colour is the peers' elsewhere.
-    series = {op: number + (number > 0) for number, op in enumerate(ops)}
-    copy, gemm = results.ceiling("copy_gbps"), results.ceiling("bf16_gemm_tflops")
-    if not ops or copy is None or gemm is None:
-        return None
-    roofs = (
-        Roof("bandwidth", copy, f"copy {numbers.gbps(copy)}", measured=True),
-        Roof("compute", gemm, f"bf16 product {gemm:.0f} TFLOP/s", measured=True),
-    )
-    points = [
-        Point(
-            1e3 * record["tflops"] / record["gbps"],
-            record["tflops"],
-            series[record["op"]],
-            f"{impl_title(record['impl'])}, {record['op']} {record['case']} {record['dtype']}: "
-            f"{numbers.tflops(record['tflops'])}, {numbers.microseconds(record['median_us'])}",
-            hollow=not is_ours(record["impl"]),
-        )
-        for record in results.records
-        if record["correct"] and record.get("tflops") and record.get("gbps")
-    ]
-    return Figure(
-        "Roofline",
-        lambda width: roofline(roofs, points, title="Roofline of the benchmark cases", width=width),
-        "Ceilings as measured in the same run. Filled: cukit; rings: peers. FLOPs and bytes are "
-        "those that the op cannot do without, so traffic beyond them shows as a lower point.",
-        tuple((number, op) for op, number in series.items()),
-    )
-
-
-def _has_both(case: Case) -> bool:
-    return any(r["correct"] and r.get("tflops") and r.get("gbps") for r in case.records)
-
-
 def _op_figure(cases: Sequence[Case], results: BenchmarkResults) -> Figure:
     """Bars of all cases of an op: rates where work is declared, else calls per second."""
     # One colour for an implementation throughout its family.
     series = {impl: number for number, impl in enumerate(results.impls_of(cases[0].family))}
     present = {record["impl"] for case in cases for record in case.records}
-    field, unit, ceiling = _measure(cases, results)
-    mark = Mark(ceiling, "measured ceiling") if ceiling else None
+    field, unit, mark = _measure(cases, results)
     groups = []
     for case in cases:
         bars = [
@@ -183,33 +165,100 @@ def _op_figure(cases: Sequence[Case], results: BenchmarkResults) -> Figure:
         lambda width: bar_chart(
             groups, title=f"{op}: {unit} of each implementation", unit=unit, width=width, mark=mark
         ),
-        legend=tuple((n, impl_title(impl)) for impl, n in series.items() if impl in present),
+        legend=tuple(
+            (svg.colour(n), impl_title(impl)) for impl, n in series.items() if impl in present
+        ),
     )
 
 
 def _measure(
     cases: Sequence[Case], results: BenchmarkResults
-) -> tuple[str | None, str, float | None]:
-    """The field that an op's speed is shown in, its unit, and the measured ceiling for it."""
+) -> tuple[str | None, str, Mark | None]:
+    """The field that an op's speed is shown in, its unit, and the ceiling for it."""
     records = [record for case in cases for record in case.records if record["correct"]]
     if records and all(record.get("tflops") for record in records):
-        return "tflops", "TFLOP/s", results.ceiling("bf16_gemm_tflops")
+        used = {peaks.precision_of(r["dtype"], r["case"], r["impl"]) for r in records}
+        known = peaks.peaks(results.environment).get(used.pop() or "") if len(used) == 1 else None
+        if not known:  # bars of several precisions have no ceiling in common
+            return "tflops", "TFLOP/s", None
+        origin = "measured ceiling" if known[0].measured else "datasheet"
+        return "tflops", "TFLOP/s", Mark(known[0].tflops, origin)
     if records and all(record.get("gbps") for record in records):
-        return "gbps", "GB/s", results.ceiling("copy_gbps")
+        copy = results.ceiling("copy_gbps")
+        return "gbps", "GB/s", Mark(copy, "measured ceiling") if copy else None
     return None, "calls per second", None
 
 
-def _table(family: str, cases: Sequence[Case], impls: Sequence[str]) -> Table:
-    columns = [Column("op"), Column("case")]
-    columns += [Column(impl_title(impl), numeric=True) for impl in impls]
-    columns += [Column("× fastest peer", numeric=True), Column("of the floor", numeric=True)]
-    rows = []
-    for case in cases:
-        by_impl = {record["impl"]: record for record in case.records}
-        times = [_time_cell(by_impl.get(impl)) for impl in impls]
-        names = [Cell(case.op, tone="code"), Cell(f"{case.name} {case.dtype}")]
-        rows.append((*names, *times, _speed_cell(case.speed), _floor_cell(case)))
-    return Table(tuple(columns), tuple(rows), family)
+def _table(cases: Sequence[Case], anchor: str) -> Table:
+    """Ours beside the fastest peer; a row opens on every implementation."""
+    counted = {flag for case in cases for flag in _flags(case)}
+    index = Index(
+        anchor,
+        "cases",
+        ("op", "family", "dtype"),
+        tuple((flag, title) for flag, title in FLAGS if flag in counted),
+        tuple(
+            Entry((case.op, case.family, case.dtype), _flags(case), (_implementations(case),))
+            for case in cases
+        ),
+    )
+    columns = (
+        Column("case"),
+        Column(OURS, numeric=True),
+        Column(FASTEST_PEER, numeric=True),
+        Column("speedup", numeric=True),
+        Column("of floor", numeric=True),
+        Column("TFLOP/s", numeric=True, minor=True),
+        Column("bandwidth", numeric=True, minor=True),
+    )
+    return Table(columns, tuple(map(_row, cases)), "Every case", index=index)
+
+
+def _row(case: Case) -> tuple[Cell, ...]:
+    by_impl = {record["impl"]: record for record in case.records}
+    peer, ours = case.fastest_peer, case.ours or {}
+    peer_cell = _time_cell(peer)
+    if peer is not None:
+        peer_cell = replace(peer_cell, note=impl_title(peer["impl"]))
+    return (
+        Cell(f"{case.name} {case.dtype}"),
+        _time_cell(by_impl.get(OURS)),
+        peer_cell,
+        _speed_cell(case.speed),
+        _floor_cell(case),
+        cell(ours.get("tflops"), numbers.digits),
+        cell(ours.get("gbps"), numbers.gbps),
+    )
+
+
+def _flags(case: Case) -> tuple[str, ...]:
+    speed = case.speed
+    found = {
+        "faster": speed is not None and speed > 1 + EQUAL,
+        "slower": speed is not None and speed < 1 - EQUAL,
+        "alone": speed is None,
+        "wrong": any(not record["correct"] for record in case.records),
+        "noisy": any(_is_noisy(record) for record in case.records),
+    }
+    return tuple(flag for flag, holds in found.items() if holds)
+
+
+def _implementations(case: Case) -> Facts:
+    """Beside every time what one needs to believe it."""
+    header = ("implementation", "median", "IQR", "believed between", "samples", "error", "result")
+    rows = tuple(
+        (
+            impl_title(record["impl"]),
+            numbers.microseconds(record["median_us"]),
+            numbers.microseconds(record["iqr_us"]),
+            _interval(record).text,
+            str(record.get("samples", "")),
+            "" if record.get("error") is None else f"{record['error']:.1e}",
+            "right" if record["correct"] else "wrong",
+        )
+        for record in sorted(case.records, key=lambda record: float(record["median_us"]))
+    )
+    return Facts("Implementations, the fastest first", rows, header)
 
 
 def _times(cases: Sequence[Case]) -> Table:
@@ -247,8 +296,13 @@ def _interval(record: Record) -> Cell:
     if "range_us" not in record:
         return Cell("")
     low, high = record["range_us"]
-    noisy = " (noisy)" if high - low > NOISY_INTERVAL * record["median_us"] else ""
+    noisy = " (noisy)" if _is_noisy(record) else ""
     return Cell(f"{numbers.digits(low)} to {numbers.microseconds(high)}{noisy}", low)
+
+
+def _is_noisy(record: Record) -> bool:
+    low, high = record.get("range_us") or (0.0, 0.0)
+    return bool(high - low > NOISY_INTERVAL * record["median_us"])
 
 
 def _time_cell(record: Record | None) -> Cell:

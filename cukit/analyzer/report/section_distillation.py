@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cukit.analyzer.report import numbers
+from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.bars import Bar, Group, bar_chart
 from cukit.analyzer.report.layout import (
     Block,
@@ -43,14 +43,14 @@ def distillation_section(run: dict[str, Any]) -> Section:
         *_curves(run),
         _breakdown(run["milliseconds_per_step_by_op"]),
         _ops_table(run["milliseconds_per_step_by_op"]),
-        Code(numbers.printable(run["sample"]), "The distilled student writes"),
+        Code(run["sample"], "The distilled student writes"),
     ]
     if pool := run.get("pool"):
         blocks.append(_pool_table(pool))
     blocks.append(Fold("Settings", (_settings(run["settings"]),)))
     corpus = run["corpus"]
     subtitle = (
-        f"{numbers.printable(corpus['text'])}: {corpus['train_bytes'] / 1e6:.1f} MB to train on, "
+        f"{corpus['text']}: {corpus['train_bytes'] / 1e6:.1f} MB to train on, "
         f"{corpus['validation_bytes'] / 1e6:.1f} MB to judge by · {run['settings']['device']}, "
         f"{run['settings']['dtype']} · {numbers.seconds(run['seconds'])}"
     )
@@ -60,10 +60,12 @@ def distillation_section(run: dict[str, Any]) -> Section:
 def _tiles(run: dict[str, Any]) -> Tiles:
     student, teacher = run["models"]["student"], run["models"]["teacher"]
     gain = run["gain_bits_per_byte"]
+    helped = run.get("distilled_beats_alone", gain > 0)  # None: no difference seen
+    tone = "quiet" if helped is None else "good" if helped else "bad"
     smaller = teacher["parameters"] / student["parameters"]
     return Tiles(
         (
-            Tile(f"{gain:+.4f}", "bits per byte gained", "good" if gain > 0 else "bad"),
+            Tile(f"{gain:+.4f}", "bits per byte gained", tone),
             Tile(f"{student['bits_per_byte']:.4f}", "bits per byte, distilled student"),
             Tile(f"{smaller:.1f}×", "smaller than its teacher"),
             Tile(f"{student['tokens_per_second']:,.0f}", "tokens a second in distillation"),
@@ -150,7 +152,7 @@ def _curves(run: dict[str, Any]) -> list[Block]:
         "Nats per byte, on training batches. The distilled student minimises another loss than the "
         f"others, {alpha:g} parts of divergence from its teacher to {1 - alpha:.4g} of "
         f"cross-entropy{states}: its height is not to be compared with theirs, its shape is.",
-        tuple((curve.series, curve.name) for curve in curves),
+        tuple((svg.colour(curve.series), curve.name) for curve in curves),
     )
     return [figure] if curves else []
 

@@ -15,8 +15,17 @@ from importlib.resources import files
 NUM_COLOURS = 8
 """Classes `colour-0` to `colour-7`; 0 is ours."""
 
-WIDE, NARROW = 960.0, 360.0
-"""Widths that figures are drawn for: a desk and a phone."""
+WIDE, HALF, NARROW = 960.0, 640.0, 360.0
+"""Widths that figures are drawn for: a desk, half of one, and a phone."""
+
+NUM_SHADES = 5
+"""Classes `shade-0` (faint) to `shade-4`, for values that have an order."""
+
+EDGE = 2.0
+"""Nothing is written nearer to the edge of a figure."""
+
+TICK_SIZE = 11.0
+"""Font size of the labels of ticks, as figure.css has it."""
 
 Draw = Callable[[float], str]
 """Draws a figure for a width."""
@@ -39,6 +48,16 @@ def text(content: str, x: float, y: float, class_: str, anchor: str | None = Non
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> str:
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+
+
+def tick(content: str, x: float, y: float, low: float, high: float) -> str:
+    """The label of a tick at `x`, centred there, but nowhere beyond `low` and `high`."""
+    half = text_width(content, TICK_SIZE) / 2
+    if x + half > high:
+        return text(content, high, y, "tick", "end")
+    if x - half < low:
+        return text(content, low, y, "tick")
+    return text(content, x, y, "tick", "middle")
 
 
 def tip(content: str) -> str:
@@ -66,9 +85,14 @@ def figure(width: float, height: float, label: str, parts: Iterable[str]) -> str
     )
 
 
-def responsive(draw: Draw) -> str:
+def shade(index: int) -> str:
+    """The class of a value that is the `index`-th of `NUM_SHADES` in order."""
+    return f"shade-{min(index, NUM_SHADES - 1)}"
+
+
+def responsive(draw: Draw, wide: float = WIDE) -> str:
     """A figure drawn twice, for wide and for narrow screens; the page's style shows one of them."""
-    return element("div", draw(WIDE), class_="wide") + element("div", draw(NARROW), class_="narrow")
+    return element("div", draw(wide), class_="wide") + element("div", draw(NARROW), class_="narrow")
 
 
 def text_width(content: str, size: float = 12.0) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,14 +11,24 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from cukit.analyzer.report.layout import Block, Code, Fold, Paragraph, Section, Table, Tiles
+from cukit.analyzer.report.layout import (
+    Block,
+    Cell,
+    Code,
+    Fold,
+    Index,
+    Paragraph,
+    Section,
+    Table,
+    Tiles,
+)
 
 TONES = {"good": "green", "bad": "red", "quiet": "dim"}
 
 TEXT_WIDTH = 160
 
-FOLDED_ROWS = 40
-"""Tables behind a fold longer than this are left to the page."""
+FEW_ROWS = 40
+"""Tables behind a fold longer than this are left to the page, those with an index told by group."""
 
 
 def as_text(title: str, sections: Iterable[Section]) -> str:
@@ -29,15 +39,18 @@ def as_text(title: str, sections: Iterable[Section]) -> str:
     return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
-def print_report(console: Console, title: str, sections: Iterable[Section]) -> None:
-    """Every section, one below the other."""
+def print_report(
+    console: Console, title: str, sections: Iterable[Section], *, tables: bool = True
+) -> None:
+    """Every section, one below the other; without `tables` only words and the tiles' figures."""
     console.print(f"[bold]{escape(title)}[/]")
     for section in sections:
         console.print()
         console.rule(f"[bold]{escape(section.title)}[/]", align="left")
         console.print(Text(section.subtitle, style="dim"))
         for block in section.blocks:
-            _print(console, block)
+            if tables or isinstance(block, Paragraph | Tiles):
+                _print(console, block)
 
 
 def _print(console: Console, block: Block, *, folded: bool = False) -> None:
@@ -53,8 +66,10 @@ def _print(console: Console, block: Block, *, folded: bool = False) -> None:
             console.print(
                 Text.assemble((f"{tile.value:>12}  ", TONES.get(tile.tone, "bold")), tile.label)
             )
+    elif isinstance(block, Table) and block.index is not None and len(block.rows) > FEW_ROWS:
+        console.print(Padding(_groups(block, block.index), (1, 0, 0, 0), expand=False))
     elif isinstance(block, Table):
-        if folded and len(block.rows) > FOLDED_ROWS:
+        if folded and len(block.rows) > FEW_ROWS:
             console.print(Text(f"  {len(block.rows)} rows: see the page", style="dim"))
         else:
             console.print(Padding(_table(block), (1, 0, 0, 0), expand=False))
@@ -67,17 +82,48 @@ def _print(console: Console, block: Block, *, folded: bool = False) -> None:
             _print(console, part, folded=True)
 
 
-def _table(table: Table) -> RichTable:
-    found = RichTable(
+def _groups(table: Table, index: Index) -> RichTable:
+    """A line for each group of rows: how many there are, and from where to where numbers go."""
+    found = _empty(table.title)
+    found.add_column(index.facets[0])
+    found.add_column(index.noun, justify="right")
+    numeric = [number for number, column in enumerate(table.columns) if column.numeric]
+    for number in numeric:
+        found.add_column(Text(table.columns[number].title), justify="right")
+    for name, rows in index.groups().items():
+        ranges = [_range([table.rows[row][number] for row in rows]) for number in numeric]
+        found.add_row(Text(name), str(len(rows)), *ranges)
+    return found
+
+
+def _range(cells: Sequence[Cell]) -> Text:
+    known = [(cell.value, cell.text) for cell in cells if cell.value is not None]
+    if not known:
+        return Text("")
+    low, high = min(known), max(known)
+    return Text(low[1] if low == high else f"{low[1]} - {high[1]}")
+
+
+def _empty(title: str) -> RichTable:
+    # Titles as Text: rich would read brackets in a string as markup.
+    return RichTable(
         box=None,
         header_style="bold",
         pad_edge=False,
-        title=table.title or None,
+        title=Text(title) if title else None,
         title_justify="left",
     )
+
+
+def _table(table: Table) -> RichTable:
+    found = _empty(table.title)
     for column in table.columns:
-        found.add_column(column.title, justify="right" if column.numeric else "left")
+        found.add_column(Text(column.title), justify="right" if column.numeric else "left")
     for number, row in enumerate(table.rows):
-        cells = [Text(cell.text, style=TONES.get(cell.tone, "")) for cell in row]
+        cells = [Text(_words(cell), style=TONES.get(cell.tone, "")) for cell in row]
         found.add_row(*cells, style="bold" if number in table.emphasis else "")
     return found
+
+
+def _words(cell: Cell) -> str:
+    return f"{cell.text} {cell.note}".rstrip()

@@ -84,7 +84,7 @@ struct StreamKTiles {
     const int index = static_tile(turn);
     if (index < whole) {
       const MatrixTile found = tiles.at(index);
-      tile = {found.m, found.n, 0, tiles.steps, -1};
+      tile = {found.m, found.n, found.first_step, found.end_step, -1};
       return true;
     }
     if (whole == tiles.count()) return false;

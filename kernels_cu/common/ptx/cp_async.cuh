@@ -28,10 +28,10 @@ CUKIT_DEVICE void cp_async_16_partial(unsigned shared, const void* global, int p
 #endif
 }
 
-// cp.async.ca, 8 or 16 bytes, through L1: of what other threads of this SM read too.
+// cp.async.ca, 4, 8 or 16 bytes, through L1: of what other threads of this SM read too.
 template <int Bytes>
 CUKIT_DEVICE void cp_async_cached(unsigned shared, const void* global, bool valid) {
-  static_assert(Bytes == 8 || Bytes == 16, "two sizes of copies");
+  static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "three sizes of copies");
 #ifdef CUKIT_EMULATE
   emulator::cp_async(shared, global, Bytes, valid ? Bytes : 0);
 #else

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from xml.etree import ElementTree
+
+from cukit.analyzer.report import svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @dataclass
 class Page(HTMLParser):
-    """Tables as lists of rows of (text, number behind it), and every attribute that may load."""
+    """Tables as lists of rows of (text, number behind it), and every tag and attribute."""
 
     markup: str
     tables: list[list[list[tuple[str, float | None]]]] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)
     tags: list[str] = field(default_factory=list)
+    attributes: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -27,6 +31,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        self.attributes.update(name for name, _ in attrs)
         found = dict(attrs)
         self.addresses += [
             value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")
@@ -72,3 +77,15 @@ def drawings(markup: str) -> list[ElementTree.Element]:
 def all_text(drawing: ElementTree.Element) -> list[str]:
     """What is written in a drawing, tips left out."""
     return ["".join(node.itertext()) for node in drawing.iter(f"{SVG}text")]
+
+
+def extents(drawing: ElementTree.Element) -> Iterator[tuple[float, float]]:
+    """From where to where each line of text reaches, as wide as the figures take it to be."""
+    for node in drawing.iter(f"{SVG}text"):
+        if "x" not in node.attrib:
+            continue  # turned along a line
+        large = {"label", "title"} & set(node.get("class", "").split())
+        width = svg.text_width("".join(node.itertext()), 12.5 if large else svg.TICK_SIZE)
+        shift = {"end": 1.0, "middle": 0.5}.get(node.get("text-anchor", ""), 0.0)
+        left = float(node.attrib["x"]) - shift * width
+        yield left, left + width

@@ -67,7 +67,10 @@ def benchmarks() -> dict[str, Any]:
 
 
 def kernels() -> dict[str, Any]:
-    """What `cukit compile --json` prints: two variants of a kernel, one spilling, and an error."""
+    """What `cukit compile --json` prints: two variants of a kernel, one spilling, and an error.
+
+    The lean one is as older versions wrote it, without a word on its instructions.
+    """
     base: dict[str, Any] = {
         "kernel": "rms_norm",
         "source": "layers/rms_norm.cu",
@@ -79,7 +82,27 @@ def kernels() -> dict[str, Any]:
         "cached": False,
     }
     lean = {"threads": 256, "registers": 32, "spill_bytes": 0, "occupancy": 1.0}
-    fat = {"threads": 512, "registers": 128, "spill_bytes": 24, "occupancy": 0.25}
+    fat: dict[str, Any] = {"threads": 512, "registers": 128, "spill_bytes": 24, "occupancy": 0.25}
+    fat |= {
+        "op": "rms_norm_backward",
+        "spill_store_bytes": 8,
+        "spill_load_bytes": 16,
+        "memory_access": {
+            "source": "decoded",
+            "widths": [
+                {"operation": "load", "bits": 128, "instructions": 3},
+                {"operation": "store", "bits": 32, "instructions": 3},
+                {"operation": "shared load", "bits": 32, "instructions": 7},
+            ],
+            "bulk_copies": 0,
+            "atomics": 2,
+        },
+        "instruction_mix": {
+            "source": "decoded",
+            "instructions": 500,
+            "by_class": {"floating point": 300, "global memory": 8, "integer and moves": 192},
+        },
+    }
     return {
         "kernels": [
             {**base, **lean, "defines": {"DTYPE": "bfloat16"}, "limiter": "threads"},

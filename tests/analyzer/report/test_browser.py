@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing in its console, nothing wider than a phone, sorting works."""
+"""The page in a real browser: a clean console, nothing wider than a phone, tables that work."""
 
 from __future__ import annotations
 
@@ -27,11 +27,30 @@ PROBE = """
 for (const fold of document.querySelectorAll("details")) fold.open = true;
 const shown = (name) => getComputedStyle(document.querySelector(name)).display !== "none";
 const tables = [...document.querySelectorAll("table")];
-const kernels = tables.find((table) => table.textContent.includes("DTYPE"));
+const kernels = document.querySelector("table[data-index^=variants]");
 const column = [...kernels.rows[0].cells].find((cell) => cell.textContent === "registers");
 const sorted = () => {
   column.firstChild.click();
-  return [...kernels.tBodies[0].rows].map((row) => row.cells[column.cellIndex].textContent);
+  return visible().map((row) => row.cells[column.cellIndex].textContent);
+};
+const visible = () => [...kernels.querySelectorAll("tr.openable")];
+const search = kernels.closest(".explorer").querySelector("input");
+const searched = (words) => {
+  search.value = words;
+  search.dispatchEvent(new Event("input"));
+  return visible().length;
+};
+const details = () => {
+  const last = visible().at(-1);
+  last.click();
+  const found = last.nextElementSibling.textContent;
+  last.click();
+  return found;
+};
+const flagged = () => {
+  location.hash = document.querySelector(".tiles a[href*=spills]").getAttribute("href");
+  dispatchEvent(new HashChangeEvent("hashchange"));
+  return visible().length;
 };
 const small = (drawing) =>
   drawing.checkVisibility() && drawing.getBoundingClientRect().width < 100;
@@ -40,6 +59,12 @@ parent.postMessage({
   overflow: document.documentElement.scrollWidth - innerWidth,
   wide: shown(".wide"), narrow: shown(".narrow"),
   orders: [sorted(), sorted()],
+  searches: ["", "float32", "-float32", "registers>=128 occupancy<50", "shared>1k", "sm_80"]
+    .map(searched),
+  all_again: searched(""),
+  details: details(),
+  flagged: flagged(),
+  groups: kernels.querySelectorAll("tr.group").length,
   too_small: [...document.querySelectorAll("svg")].filter(small).length,
 }, "*");
 </script>
@@ -95,3 +120,8 @@ def test_the_page_in_chromium(folder: Path, width: int, is_phone: bool, tmp_path
     assert (found["wide"], found["narrow"]) == (not is_phone, is_phone)
     assert found["too_small"] == 0
     assert found["orders"] == [["128", "32"], ["32", "128"]]
+    assert found["searches"] == [2, 1, 1, 1, 0, 0]
+    assert found["all_again"] == 2
+    for words in ("Advice", "floating point 60% 300", "load, 16 bytes", "layers/rms_norm.cu"):
+        assert words in found["details"]
+    assert (found["flagged"], found["groups"]) == (1, 1)

@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.benchmarks import BenchmarkResults, largest_cases
+from cukit.analyzer.report.layout import Figure, Fold, Paragraph, Table
+from cukit.analyzer.report.lines import Curve, line_chart
+from cukit.analyzer.report.precision_roofline import roofline_blocks
 from cukit.analyzer.report.roofline import Point, Roof, roofline
+from cukit.analyzer.report.stacks import Part, Stack, stacked_chart
 from tests.analyzer.report import samples
-from tests.analyzer.report.pages import SVG
+from tests.analyzer.report.pages import SVG, all_text, extents
 
 ROOFS = (
     Roof("bandwidth", 4000.0, "copy", measured=True),
@@ -39,13 +43,13 @@ def test_a_scale_maps_its_ends() -> None:
 def test_a_kernel_at_the_roof_lies_on_it(intensity: float, width: float) -> None:
     attainable = min(800.0, 4.0 * intensity)
     drawing = ElementTree.fromstring(
-        roofline(ROOFS, [Point(intensity, attainable, 0, "it")], title="roof", width=width)
+        roofline(ROOFS, [Point(intensity, attainable, "colour-0", "it")], title="roof", width=width)
     )
     (dot,) = drawing.iter(f"{SVG}circle")
     x, y = float(dot.attrib["cx"]), float(dot.attrib["cy"])
     distances = []
     for line in drawing.iter(f"{SVG}line"):
-        if line.attrib["class"] != "roof":
+        if line.attrib["class"].split()[0] != "roof":
             continue
         x1, y1, x2, y2 = (float(line.attrib[name]) for name in ("x1", "y1", "x2", "y2"))
         if x1 - 0.1 <= x <= x2 + 0.1:
@@ -64,7 +68,7 @@ def test_labels_of_ceilings_do_not_lie_on_each_other(
         Roof("compute", datasheet, "datasheet", measured=False),
     )
     drawing = ElementTree.fromstring(
-        roofline(roofs, [Point(10.0, 20.0, 0, "it")], title="roof", width=width)
+        roofline(roofs, [Point(10.0, 20.0, "colour-0", "it")], title="roof", width=width)
     )
     places = [
         float(t.attrib["y"])
@@ -138,3 +142,90 @@ def test_the_largest_case_stands_for_an_op() -> None:
 
 def test_the_verdict_counts() -> None:
     assert results().verdict.endswith("faster in 2, within 3% in 0 and slower in 1.")
+
+
+@pytest.mark.parametrize("width", [svg.WIDE, svg.HALF, svg.NARROW])
+@pytest.mark.parametrize("last", [40.0, 2000.0, 100_000.0, 99_999.0])
+def test_ticks_at_the_end_of_an_axis_are_whole(last: float, width: float) -> None:
+    curve = Curve("loss", 0, ((0.0, 3.0), (last, 0.5)))
+    drawing = ElementTree.fromstring(
+        line_chart([curve], title="loss", x_label="step", y_label="loss", width=width)
+    )
+    assert len(all_text(drawing)) > 6
+    for left, right in extents(drawing):
+        assert left >= 0
+        assert right <= width
+
+
+@pytest.mark.parametrize("width", [svg.HALF, svg.NARROW])
+def test_parts_of_a_stack_fill_it_in_their_shares(width: float) -> None:
+    parts = (Part("colour-0", "a", 1.0), Part("colour-1", "none", 0.0), Part("colour-2", "b", 3.0))
+    drawing = ElementTree.fromstring(
+        stacked_chart([Stack("gemm", "4", parts)], title="mix", width=width)
+    )
+    lengths = [float(part.attrib["width"]) for part in drawing.iter(f"{SVG}rect")]
+    assert len(lengths) == 2
+    assert lengths[1] / lengths[0] == pytest.approx(3.0, rel=0.05)
+    assert {"25%", "75%"} <= set(all_text(drawing))
+
+
+def precisions(*records: dict[str, object], gpu: str = "NVIDIA H200") -> BenchmarkResults:
+    return BenchmarkResults({**samples.ENVIRONMENT, "gpu": gpu}, tuple(records))
+
+
+def product(tflops: float, dtype: str, impl: str = "cukit", **more: object) -> dict[str, object]:
+    fields = {"op": "matmul", "dtype": dtype, "tflops": tflops, "gbps": 300.0}
+    return samples.record(impl, 100.0, **fields, **more)
+
+
+def test_each_precision_has_its_own_roof() -> None:
+    found = precisions(
+        product(700.0, "bfloat16"),
+        product(1300.0, "float8_e4m3"),
+        product(1500.0, "int8"),
+        product(1100.0, "bfloat16", case="4096 int4 x float8"),
+        product(600.0, "float8_e4m3", "cukit-bfloat16"),
+    )
+    (figure,) = roofline_blocks(found)
+    assert isinstance(figure, Figure)
+    assert {name.split(":")[0]: class_ for class_, name in figure.legend} == {
+        "fp8": "colour-2", "int8": "colour-3", "fp16/bf16": "colour-0",
+    }  # fmt: skip
+    drawing = ElementTree.fromstring(figure.draw(svg.WIDE))
+    dots = [dot.attrib["class"].split()[0] for dot in drawing.iter(f"{SVG}circle")]
+    assert sorted(dots) == ["colour-0", "colour-0", "colour-2", "colour-2", "colour-3"]
+    # Nothing of 8 bits stands above a roof: the datasheet's 1979 is theirs, and not bfloat16's 740.
+    assert {"740", "989", "1,979"} <= set(all_text(drawing))
+
+
+def test_points_above_a_measured_ceiling_are_explained() -> None:
+    found = precisions(
+        product(777.0, "bfloat16"),
+        product(700.0, "bfloat16", case="below"),
+        product(1050.0, "bfloat16", case="impossible"),
+        samples.record("cukit", 10.0, op="gemv", tflops=4.3, gbps=4300.0),
+    )
+    _, words, fold = roofline_blocks(found)
+    assert isinstance(words, Paragraph)
+    assert words.text.startswith("3 points stand above a measured ceiling, by 41.9% at most.")
+    assert isinstance(fold, Fold)
+    (table,) = fold.blocks
+    assert isinstance(table, Table)
+    reasons = {row[3].value: row[-1].text for row in table.rows}
+    assert "datasheet too" in reasons[1050.0]
+    assert "square product" in reasons[777.0]
+    assert "writes as much as it reads" in reasons[4.3]
+
+
+def test_a_gpu_that_no_table_knows_keeps_its_measured_roofs() -> None:
+    (figure,) = roofline_blocks(precisions(product(700.0, "bfloat16"), gpu="Another GPU"))
+    assert isinstance(figure, Figure)
+    assert [name for _, name in figure.legend] == ["fp16/bf16: measured 740 TFLOP/s"]
+    assert roofline_blocks(precisions(product(1300.0, "float8_e4m3"), gpu="Another GPU")) == []
+
+
+def test_floors_are_those_of_the_precision() -> None:
+    (case,) = precisions(product(1300.0, "float8_e4m3", floor_us=176.0)).cases
+    assert case.floor_us == pytest.approx(100 * 1300 / 1979, rel=1e-3)
+    assert case.ours is not None
+    assert case.share_of_floor(case.ours) == pytest.approx(0.657, abs=1e-3)

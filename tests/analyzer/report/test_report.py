@@ -11,11 +11,11 @@ import pytest
 
 from cukit.analyzer.report import Report, generate_report, html
 from cukit.analyzer.report.documents import KEYS, read_documents
-from cukit.analyzer.report.layout import Table
+from cukit.analyzer.report.layout import Facts, Table
 from cukit.analyzer.report.terminal import TEXT_WIDTH
 from cukit.errors import ConfigError, DataError, MissingDependencyError
 from tests.analyzer.report import samples
-from tests.analyzer.report.pages import SVG, Page, all_text, drawings
+from tests.analyzer.report.pages import SVG, Page, all_text, drawings, extents
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_page_asks_for_nothing(page: Page) -> None:
 
 def test_names_are_text_and_never_markup(page: Page, report: Report) -> None:
     assert samples.HOSTILE not in page.markup
-    assert page.tags.count("script") == 1
+    assert page.tags.count("script") == 3, "our own, and the indices of two tables"
     assert page.markup.startswith("<!doctype html>")
     assert "&lt;script&gt;" in page.markup
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", page.markup)
@@ -72,7 +72,7 @@ def test_names_are_text_and_never_markup(page: Page, report: Report) -> None:
 
 def test_every_drawing_is_valid_and_named(page: Page) -> None:
     found = drawings(page.markup)
-    assert len(found) == 24
+    assert len(found) == 31
     for drawing in found:
         assert drawing.tag == f"{SVG}svg"
         assert drawing.attrib["aria-label"]
@@ -82,13 +82,14 @@ def test_every_drawing_is_valid_and_named(page: Page) -> None:
             assert 0 <= x <= width
             assert 0 <= y <= height
             assert x + float(mark.get("width", 0)) <= width
+        for left, right in extents(drawing):
+            assert left >= -1
+            assert right <= width + 1
 
 
 def test_times_in_the_page_are_those_of_the_json(page: Page) -> None:
-    (row, *_) = page.rows("rms_norm", "8192x4096 bfloat16")
-    values = [value for _, value in row if value is not None]
-    assert values == pytest.approx([40.25, 44.5, 44.5 / 40.25, 0.795], abs=1e-3)
-    assert "wrong" in [text for text, _ in row]
+    values = page.numbers("8192x4096 bfloat16")
+    assert values == pytest.approx([40.25, 44.5, 44.5 / 40.25, 0.795, 3300], abs=1e-3)
     for record in samples.benchmarks()["records"]:
         if record["correct"]:
             rows = page.rows(record["op"], f"{record['case']} {record['dtype']}")
@@ -105,6 +106,28 @@ def test_every_time_has_its_spread_beside_it(page: Page) -> None:
     assert wrong[-1][0] == "wrong"
 
 
+def test_cases_are_found_by_how_they_compare(report: Report) -> None:
+    (table,) = [
+        block
+        for block in report.sections[1].blocks
+        if isinstance(block, Table) and block.index is not None
+    ]
+    assert table.index is not None
+    assert table.index.anchor == "cases-2"
+    entries = zip(table.rows, table.index.entries, strict=True)
+    flags = {row[0].text: entry.flags for row, entry in entries}
+    assert flags == {
+        "8192x4096 bfloat16": ("faster", "wrong", "noisy"),
+        "16384x8192 bfloat16": ("faster",),
+        "d128 causal bfloat16": ("slower",),
+        "enqueue bfloat16": ("alone",),
+    }
+    (implementations,) = table.index.entries[0].details
+    assert isinstance(implementations, Facts)
+    assert [row[0] for row in implementations.rows] == ["Liger", "cukit", "torch.compile"]
+    assert [row[-1] for row in implementations.rows] == ["wrong", "right", "right"]
+
+
 def test_bars_are_as_long_as_their_values(page: Page) -> None:
     (drawing,) = [
         d
@@ -119,10 +142,10 @@ def test_bars_are_as_long_as_their_values(page: Page) -> None:
 
 
 def test_static_facts_of_kernels(page: Page) -> None:
-    spilling = page.numbers("rms_norm", "DTYPE=float32")
-    assert spilling == [512, 128, 24, 64, 0.25]
+    spilling = page.numbers("rms_norm sm_90a DTYPE=float32")
+    assert spilling == [512, 128, 24, 64, 0.25, 500, 0.5]
     labels = [d.attrib["aria-label"] for d in drawings(page.markup)]
-    assert "rms_norm: occupancy over threads in a block" in labels
+    assert "Theoretical occupancy of the variants" in labels
 
 
 def test_an_analysis_shows_what_is_known_and_what_is_missing(page: Page) -> None:
@@ -260,7 +283,7 @@ def test_what_is_no_result_is_refused(content: str, complaint: str, tmp_path: Pa
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent\.json: cannot be read"):
+    with pytest.raises(DataError, match=r"absent\.json: no such file"):
         read_documents([tmp_path / "absent.json"])
 
 

@@ -1,0 +1,109 @@
+"""What a machine can do in each precision: the roofs of a file of benchmark results. Pure.
+
+A ceiling that the run measured comes first. Where none was, the datasheet's stands in for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cukit.analyzer import devices
+from cukit.analyzer.schema import Ceilings
+
+PIPES: Mapping[str, tuple[str, ...]] = {
+    "fp8": ("tensor_fp8",),
+    "int8": ("tensor_int8",),
+    "fp16/bf16": ("tensor_bf16", "tensor_fp16"),
+    "tf32": ("tensor_tf32",),
+    "fp32": ("fp32",),
+}
+"""Precision -> the pipes that compute in it, the usual one first."""
+
+_DTYPES = {
+    "float8_e4m3": "fp8",
+    "float8_e5m2": "fp8",
+    "int8": "int8",
+    "bfloat16": "fp16/bf16",
+    "float16": "fp16/bf16",
+    "tf32": "tf32",
+    "float32": "fp32",
+}
+_WORDS = {"float8": "fp8", "int8": "int8", "bfloat16": "fp16/bf16", "tf32": "tf32"}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """FLOPs a second of one precision."""
+
+    tflops: float
+    measured: bool
+    """In the same run; else the datasheet's."""
+
+
+def precision_of(dtype: str, case: str, impl: str = "") -> str | None:
+    """What a benchmark's arithmetic is done in; None for a dtype that nothing is computed in.
+
+    An implementation may compute in another dtype than its case is about ("cukit-bfloat16"), and a
+    case may name the dtype of its second operand ("int4 x float8").
+    """
+    by_impl = _WORDS.get(impl.rpartition("-")[2])
+    by_case = _WORDS.get(case.rpartition(" x ")[2].split(" ")[0]) if " x " in case else None
+    return by_impl or by_case or _DTYPES.get(dtype)
+
+
+def peaks(environment: Mapping[str, Any]) -> dict[str, tuple[Peak, ...]]:
+    """Every ceiling that is known of a precision, the measured one first.
+
+    environment: of a results file. Precisions without any are absent.
+    """
+    found = environment.get("ceilings") or {}
+    measured: dict[str, float] = dict(found.get("measured_tflops") or {})
+    if found.get("bf16_gemm_tflops"):
+        measured.setdefault("tensor_bf16", float(found["bf16_gemm_tflops"]))
+    on_paper = on_paper_of(str(environment.get("gpu")))
+    result: dict[str, tuple[Peak, ...]] = {}
+    for precision, pipes in PIPES.items():
+        rates = [
+            Peak(float(table[pipe]), table is measured)
+            for table in (measured, on_paper.datasheet_tflops)
+            for pipe in [next((pipe for pipe in pipes if pipe in table), None)]
+            if pipe is not None
+        ]
+        if rates:
+            result[precision] = tuple(rates)
+    return result
+
+
+def on_paper_of(gpu: str) -> Ceilings:
+    """By the datasheet of a GPU with this name; empty for one that no table knows."""
+    if devices.datasheet(gpu) is None:
+        return Ceilings()
+    known = [device for device in devices.ANALYSIS_DEVICES.values() if device.name in gpu]
+    if not known:
+        return Ceilings()
+    return devices.ceilings(max(known, key=lambda device: len(device.name)))
+
+
+def floor_us(
+    environment: Mapping[str, Any], precision: str | None, *, flops: float, bytes_moved: float
+) -> float | None:
+    """The time no version beats: bytes over the measured bandwidth, FLOPs over the nearest peak.
+
+    None where no bandwidth was measured, or FLOPs are declared and no peak is known for them.
+    """
+    copy_gbps = (environment.get("ceilings") or {}).get("copy_gbps")
+    if not copy_gbps or not (flops or bytes_moved):
+        return None
+    memory_us = float(bytes_moved / copy_gbps / 1e3)
+    if not flops:
+        return memory_us
+    known = peaks(environment)
+    # Products of float32 may run on the tensor cores; and where no peak is known of a slow
+    # precision, that of a faster one is still a bound.
+    order = {"fp8": ("fp8",), "int8": ("int8",), "fp16/bf16": ("fp16/bf16",)}
+    usable = [
+        known[name] for name in order.get(precision or "", ("tf32", "fp16/bf16")) if name in known
+    ]
+    return max(memory_us, flops / usable[0][0].tflops / 1e6) if usable else None

@@ -1,0 +1,45 @@
+"""Instruction mixes in a report: the colours and the order of their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cukit.analyzer.report import svg
+from cukit.analyzer.report.layout import Figure
+from cukit.analyzer.report.stacks import Part, Stack, stacked_figure
+from cukit.analyzer.sass import INSTRUCTION_CLASSES
+from cukit.analyzer.schema import InstructionMix
+
+_CLASSES = (
+    *(svg.colour(series) for series in (0, 2, 4, 1, 5, 3, 6, 7)),
+    svg.shade(0),
+)
+"""Of the drawing: one for each of `INSTRUCTION_CLASSES`; "other" is the faint one."""
+
+
+def mix_class(name: str) -> str:
+    """Class of the drawing for a class of instructions; what is not known is "other"."""
+    known = name in INSTRUCTION_CLASSES
+    return _CLASSES[INSTRUCTION_CLASSES.index(name)] if known else _CLASSES[-1]
+
+
+def ordered_mix(mix: InstructionMix) -> list[tuple[str, int]]:
+    """Its classes in the order of every report."""
+    return [(name, mix.by_class[name]) for name in INSTRUCTION_CLASSES if name in mix.by_class]
+
+
+def mix_stack(label: str, mixes: Sequence[InstructionMix]) -> Stack:
+    """The mean of mixes: each counts alike, however long its code is."""
+    totals = dict.fromkeys(INSTRUCTION_CLASSES, 0.0)
+    for mix in mixes:
+        for name, count in ordered_mix(mix):
+            totals[name] += count / mix.instructions
+    parts = tuple(Part(mix_class(name), name, totals[name]) for name in INSTRUCTION_CLASSES)
+    detail = f"{mixes[0].instructions:,} instructions" if len(mixes) == 1 else f"{len(mixes):,}"
+    return Stack(label, detail, parts)
+
+
+def mix_figure(title: str, stacks: Sequence[Stack]) -> Figure:
+    """One bar a stack."""
+    caption = "Instructions in the code, padding left out: one in a loop counts once."
+    return stacked_figure(title, caption, stacks)

@@ -1,0 +1,129 @@
+"""Attention over two sets of keys, from attention over each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    KERNEL_DTYPES,
+    Array,
+    adopt,
+    check_array,
+    check_same_dtype,
+    empty,
+    float32,
+    runs_kernel,
+)
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.errors import ArrayShapeError
+from cukit.reference import paged_attention as reference
+from cukit.registry import register
+
+_OP = "merge_attention_states"
+_THREADS = 256
+_VEC = 8
+
+
+def merge_attention_states(
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array
+) -> tuple[Array, Array]:
+    """Attention over the keys of a and b together, from `(out, lse)` of each.
+
+        lse = log(exp(lse_a) + exp(lse_b));  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+
+    Args:
+        out_a: float16|bfloat16 [batch, seq_len_q, num_heads, head_dim], C-contiguous, head_dim a
+            multiple of 8; on the CPU float32|float64, any strides and head_dim too.
+        lse_a: float32 [batch, num_heads, seq_len_q] (float64 for float64), natural logarithm, as
+            `return_lse` gives it; -inf where a query saw no key, and its output is ignored there.
+        out_b: as out_a.
+        lse_b: as lse_a.
+
+    Returns:
+        `(out, lse)`; zeros and -inf where neither side saw a key.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+
+    Runs on CuPy's current stream, computes in float32, is deterministic.
+    Paper: Ye et al., FlashInfer, arXiv:2501.01005.
+
+    >>> import numpy as np, cukit as ck
+    >>> out, lse = np.ones((2, 1, 1, 1, 8), np.float32), np.zeros((2, 1, 1, 1), np.float32)
+    >>> ck.merge_attention_states(out[0], lse[0], 3 * out[1], lse[1])[0][0, 0, 0, :2]
+    array([2., 2.], dtype=float32)
+    """
+    out_a, lse_a, out_b, lse_b = arrays = adopt(_OP, out_a, lse_a, out_b, lse_b)
+    if not runs_kernel(_OP, *arrays):
+        _check(*arrays, contiguous=False)
+        return reference.merge_attention_states(*arrays)
+    merged: tuple[Array, Array] = _prepare(*arrays)(*arrays)
+    return merged
+
+
+def _check(
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, contiguous: bool = True
+) -> None:
+    check_array(_OP, "out_a", out_a, dtypes=FLOAT_DTYPES, ndim=4, contiguous=contiguous)
+    batch, seq, heads, _ = out_a.shape
+    check_array(_OP, "out_b", out_b, dtypes=FLOAT_DTYPES, shape=out_a.shape, contiguous=contiguous)
+    check_same_dtype(_OP, out_a=out_a, out_b=out_b)
+    exact = np.dtype(np.float64) if out_a.dtype == np.float64 else float32
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        check_array(
+            _OP, name, lse, dtypes=(exact,), shape=(batch, heads, seq), contiguous=contiguous
+        )
+
+
+class PreparedMerge(NamedTuple):
+    """A checked call, for arrays of one description."""
+
+    launch: Launch
+
+    def __call__(
+        self, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array
+    ) -> tuple[Array, Array]:
+        """Launches the kernel."""
+        out, lse = empty(out_a, out_a.shape), empty(lse_a, lse_a.shape)
+        if out.size:
+            self.launch(out_a, lse_a, out_b, lse_b, out, lse)
+        return out, lse
+
+
+@launch_plan
+def _prepare(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> PreparedMerge:
+    _check(out_a, lse_a, out_b, lse_b)
+    check_array(_OP, "out_a", out_a, dtypes=KERNEL_DTYPES[1:])
+    _, seq, heads, head_dim = out_a.shape
+    if head_dim % _VEC:
+        raise ArrayShapeError(
+            f"{_OP}: head_dim (the last axis of out_a) must be a multiple of {_VEC} on the GPU, "
+            f"got {head_dim}"
+        )
+    vecs = out_a.size // _VEC
+    scalars = (np.int64(vecs), np.int32(head_dim // _VEC), np.int32(heads), np.int32(seq))
+    return PreparedMerge(
+        Launch(load_kernel(_spec(out_a.dtype.name)), (-(-vecs // _THREADS) or 1,), scalars)
+    )
+
+
+def _spec(dtype: str) -> KernelSpec:
+    defines = (("DTYPE", dtype), ("THREADS", _THREADS))
+    return KernelSpec("attention/merge_attention_states.cu", _OP, defines, _THREADS)
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    return [_spec(dtype.name) for dtype in KERNEL_DTYPES[1:]]
+
+
+register(
+    name=_OP,
+    family="attention",
+    function=merge_attention_states,
+    reference=reference.merge_attention_states,
+    specs=_specs,
+)

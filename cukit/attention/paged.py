@@ -1,0 +1,578 @@
+"""Attention over keys and values in the blocks of a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.attention.flash_arguments import check_kernel_layout, dense_strides, strides_of
+from cukit.attention.flash_options import (
+    PARAMETERS,
+    ScoreArrays,
+    ScoreOptions,
+    Window,
+    scales_of,
+    score_options,
+    score_settings,
+)
+from cukit.core.arrays import (
+    ACCESS_BYTES,
+    FLOAT_DTYPES,
+    Array,
+    address_of,
+    adopt,
+    check_array,
+    check_same_dtype,
+    empty,
+    float32,
+    int32,
+    is_gpu_array,
+    namespace,
+    runs_kernel,
+    write_out,
+)
+from cukit.core.counters import zero_counters
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.narrow_dtype import NARROW_DTYPES
+from cukit.core.overlap import check_overlap
+from cukit.core.parameters import parameter_structs
+from cukit.core.quantized_array import QuantizedArray
+from cukit.core.scalars import check_flag
+from cukit.errors import (
+    ArrayDtypeError,
+    ArrayError,
+    ArrayLayoutError,
+    ArrayShapeError,
+    ConfigError,
+)
+from cukit.reference import paged_attention as reference
+from cukit.registry import register
+
+_OP = "paged_attention"
+_STEP = 16
+_MOST_WARPS = 4
+_HEAD_DIMS = (64, 96, 128, 192, 256)
+_CODE_HEAD_DIMS = (64, 128, 192, 256)
+_MOST_TEAM = 8
+_STORED = (np.dtype(np.uint8), np.dtype(np.int8))
+_CODE_HEAD_DIM_STEP = 16
+_UNIT_KEYS = 1024
+"""Keys of a unit of a batch-invariant call: a fixed number, whatever the device."""
+_RESERVED_BYTES = 3072
+"""Of shared memory, for each thread block: the system's own and static arrays."""
+
+
+def paged_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    *,
+    causal: bool = True,
+    window_size: Window | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    scale: float | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """Attention of each request's last queries over its keys and values in a paged cache.
+
+    Key `j` of request `b` is `k_cache[block_table[b, j // block_size], j % block_size]`; scores,
+    masks and softmax are those of :func:`flash_attention`.
+
+    Args:
+        q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim]; on the CPU float32|float64
+            too. The queries of a request are the last seq_len_q of its tokens: 1 in a decode step.
+        k_cache: dtype of q, [num_blocks, block_size, num_heads_kv, head_dim], any block_size, any
+            strides with a contiguous last axis, e.g. `KVCacheManager.keys(layer)`. Or a
+            QuantizedArray of float8_e4m3 or int8 whose scales, if any, are float32 and shared
+            along head_dim: one for the cache, a head, or each key of a head. Then head_dim is a
+            multiple of 16 on the GPU, and q's values fit float16.
+        v_cache: as k_cache; its head_dim must not be larger.
+        block_table: int32 [batch, max_blocks], C-contiguous. Entries behind a request's last key,
+            or left of its window, are not read.
+        seq_lens: int32 [batch], the keys of each request, queries included; 0 for an unused row.
+            Never read on the host.
+        causal: hide the keys right of each query's own.
+        window_size: (left, right), how many keys on each side of its own a query sees; None is all.
+        softcap: positive bound of the scores' size.
+        sinks: float32 [num_heads_q], a score a head that joins the softmax's denominator.
+        scale: positive factor of the scores; 1 / sqrt(head_dim) where omitted.
+        batch_invariant: the bits of a request's result depend on its own length alone, not on what
+            else is in the batch. Costs a few percent where a request has many keys.
+        return_lse: return the log-sum-exp too, for `merge_attention_states`.
+        out: where to write; as q with v_cache's head_dim. It must not overlap the inputs.
+
+    Returns:
+        `out`, or `(out, lse)` with lse float32 [batch, num_heads_q, seq_len_q], natural logarithm.
+        A query that sees no key gets zeros and -inf.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: an option's value; on the CPU also a length beyond the block table, or a block
+            outside the cache.
+
+    All thread blocks get equal shares of the batch's keys, found on the device from `seq_lens`. The
+    block that finishes a request last adds up its parts in a fixed order. So lengths may differ by
+    any factor, a captured graph replays with other lengths and tables, and repeated calls give the
+    same bits. Runs on CuPy's current stream.
+    Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Dao et al., Flash-Decoding.
+
+    >>> import numpy as np, cukit as ck
+    >>> k = np.zeros((2, 4, 1, 8), np.float32)       # two blocks of four keys
+    >>> v = np.arange(64, dtype=np.float32).reshape(2, 4, 1, 8)
+    >>> table, lengths = np.array([[1, 0]], np.int32), np.array([5], np.int32)
+    >>> ck.paged_attention(np.zeros((1, 1, 1, 8), np.float32), k, v, table, lengths)[0, 0, 0, :2]
+    array([35.2, 36.2], dtype=float32)
+    """
+    codes, k_cache, k_scales, v_cache, v_scales = _parts(k_cache, v_cache)
+    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = adopt(
+        _OP, q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out
+    )
+    check_flag(_OP, "causal", causal)
+    check_flag(_OP, "batch_invariant", batch_invariant)
+    check_flag(_OP, "return_lse", return_lse)
+    check_overlap(_OP, out, q=q, k_cache=k_cache, v_cache=v_cache)
+    options = score_options(_OP, causal, window_size, softcap, scale, None, None)
+    arrays = q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out
+    if not runs_kernel(_OP, *arrays) or _too_old(codes):
+        _check(*arrays, codes, options)
+        _check_table(k_cache, block_table, seq_lens, q.shape[1], window_size)
+        wide = np.float32 if codes else k_cache.dtype
+        result, lse = reference.paged_attention(
+            q,
+            _decoded(k_cache, k_scales, codes).astype(wide, copy=False),
+            _decoded(v_cache, v_scales, codes).astype(wide, copy=False),
+            block_table,
+            seq_lens,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            sinks=sinks,
+            scale=scale,
+            return_lse=True,
+        )
+        return (write_out(out, result), lse) if return_lse else write_out(out, result)
+    prepared = _prepare(*arrays, codes, options, bool(batch_invariant))
+    attended: Array | tuple[Array, Array] = prepared(*arrays, bool(return_lse))
+    return attended
+
+
+_CODES = {"": 0, "float8_e4m3": 1, "int8": 2}
+_FLOAT8_ARCH = (8, 9)
+
+
+def _parts(k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any, Any]:
+    """What codes both caches hold ("" for none), and their storage and scales."""
+    quantized = [isinstance(cache, QuantizedArray) for cache in (k_cache, v_cache)]
+    if not any(quantized):
+        return "", k_cache, None, v_cache, None
+    names = [getattr(getattr(cache, "dtype", None), "name", "") for cache in (k_cache, v_cache)]
+    if not all(quantized) or names[0] != names[1] or names[0] not in _CODES:
+        raise ArrayDtypeError(
+            f"{_OP}: k_cache and v_cache must both hold float8_e4m3 or both int8 codes, or both "
+            f"elements of q's dtype, got {names[0]} and {names[1]}"
+        )
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.zero_points is not None:
+            raise ArrayError(f"{_OP}: {name} has zero points, which no kernel takes")
+        if cache.scales is not None and cache.scales.shape[-1] != 1:
+            raise ArrayShapeError(
+                f"{_OP}: the scales of {name} must be shared along head_dim, got shape "
+                f"{cache.scales.shape}"
+            )
+    return names[0], k_cache.storage, k_cache.scales, v_cache.storage, v_cache.scales
+
+
+def _decoded(storage: Array, scales: Array | None, codes: str) -> Array:
+    """Values of a cache; those without codes as they are."""
+    if not codes:
+        return storage
+    dtype = next(each for each in NARROW_DTYPES if each.name == codes)
+    values = QuantizedArray(storage, dtype, storage.shape).dense()
+    return values if scales is None else values * scales
+
+
+def _too_old(codes: str) -> bool:
+    """Whether the device has no instructions for these codes."""
+    return codes == "float8_e4m3" and current_device().compute_capability < _FLOAT8_ARCH
+
+
+def _check(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    k_scales: Array | None,
+    v_scales: Array | None,
+    block_table: Array,
+    seq_lens: Array,
+    sinks: Array | None,
+    out: Array | None,
+    codes: str,
+    options: ScoreOptions,
+) -> None:
+    """Everything but the contents of the arrays."""
+    options.check(_OP)
+    check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
+    batch, _, heads_q, head_dim = q.shape
+    stored = _STORED if codes else FLOAT_DTYPES
+    shape = (None, None, None, head_dim)
+    check_array(_OP, "k_cache", k_cache, dtypes=stored, shape=shape, contiguous=False)
+    shape = (*k_cache.shape[:-1], None)
+    check_array(_OP, "v_cache", v_cache, dtypes=stored, shape=shape, contiguous=False)
+    if not codes:
+        check_same_dtype(_OP, q=q, k_cache=k_cache, v_cache=v_cache)
+    for name, scales in (("k_cache.scales", k_scales), ("v_cache.scales", v_scales)):
+        if scales is not None:
+            check_array(_OP, name, scales, dtypes=(float32,), ndim=4, contiguous=False)
+    _, block_size, heads_kv, _ = k_cache.shape
+    if not heads_kv or not heads_q or heads_q % heads_kv:
+        raise ArrayShapeError(
+            f"{_OP}: the heads of k_cache (axis 2) must divide those of q, got {heads_kv} and "
+            f"{heads_q}"
+        )
+    if not block_size or not head_dim or not 0 < v_cache.shape[-1] <= head_dim:
+        raise ArrayShapeError(
+            f"{_OP}: block_size and head_dim must not be 0, and v_cache's head_dim at most "
+            f"k_cache's, got {k_cache.shape} and {v_cache.shape}"
+        )
+    check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=(batch, None))
+    check_array(_OP, "seq_lens", seq_lens, dtypes=(int32,), shape=(batch,))
+    if sinks is not None:
+        wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+        check_array(_OP, "sinks", sinks, dtypes=(wide,), shape=(heads_q,))
+    if out is not None:
+        shape = (*q.shape[:-1], v_cache.shape[-1])
+        check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
+
+
+def _check_table(
+    k_cache: Array, block_table: Array, seq_lens: Array, seq_q: int, window_size: Window | None
+) -> None:
+    """Lengths and blocks, on the CPU. On the GPU only the kernel reads them."""
+    if is_gpu_array(seq_lens):
+        return
+    num_blocks, block_size = k_cache.shape[:2]
+    room = block_table.shape[1] * block_size
+    if seq_lens.size and not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= room:
+        raise ConfigError(
+            f"{_OP}: seq_lens must lie from 0 to {room}, the keys of max_blocks blocks, got "
+            f"{seq_lens.min()} to {seq_lens.max()}"
+        )
+    first = reference.first_key(seq_lens, seq_q, window_size)[:, None]
+    starts = np.arange(block_table.shape[1]) * block_size
+    used = (starts < seq_lens[:, None]) & (starts + block_size > first)
+    wrong = used & ((block_table < 0) | (block_table >= num_blocks))
+    if wrong.any():
+        b, entry = np.argwhere(wrong)[0]
+        raise ConfigError(
+            f"{_OP}: block_table[{b}, {entry}] is {block_table[b, entry]}, but the cache has "
+            f"{num_blocks} blocks"
+        )
+
+
+@dataclass(frozen=True)
+class PagedConfig:
+    """How a call runs.
+
+    codes: of the caches; "" where they hold `dtype`.
+    head_dim: columns of the tiles. row_tiles: of 16 * m_tiles query rows, of a key head.
+    warps: of a thread block; each has its own 16 keys of a tile.
+    stages: copies of 16 keys and values that a warp has under way or in use.
+    unit_tiles: tiles of keys of a unit, in a batch-invariant call; 0 otherwise.
+    team: thread blocks that work on neighbouring heads of the same keys.
+    """
+
+    dtype: str
+    codes: str
+    head_dim: int
+    padded: bool
+    value_padded: bool
+    m_tiles: int
+    row_tiles: int
+    warps: int
+    stages: int
+    unit_tiles: int
+    team: int
+    blocks_per_sm: int
+    num_blocks: int
+    causal: bool
+    window: bool
+    softcap: bool
+    sinks: bool
+
+    def spec(self) -> KernelSpec:
+        """What is launched."""
+        defines = (
+            ("DTYPE", self.dtype),
+            ("CODE", _CODES[self.codes]),
+            ("HEAD_DIM", self.head_dim),
+            ("PADDED", int(self.padded)),
+            ("VALUE_DIM", self.head_dim),
+            ("VALUE_PADDED", int(self.value_padded)),
+            ("M_TILES", self.m_tiles),
+            ("WARPS", self.warps),
+            ("STAGES", self.stages),
+            ("UNIT_TILES", self.unit_tiles),
+            ("TEAM", self.team),
+            ("BLOCKS_PER_SM", self.blocks_per_sm),
+            ("CAUSAL", int(self.causal)),
+            ("WINDOW", int(self.window)),
+            ("SOFTCAP", int(self.softcap)),
+            ("SINKS", int(self.sinks)),
+        )
+        ring = self.warps * self.stages * _stage_bytes(self.head_dim, self.codes)
+        shared = ring + _query_bytes(self.head_dim, self.m_tiles)
+        return KernelSpec("attention/paged_attention.cu", _OP, defines, 32 * self.warps, shared)
+
+    def slots(self, batch: int, problems: int, most_keys: int) -> tuple[int, int]:
+        """Sums of pieces, and counters, that a call may need at most."""
+        if not self.unit_tiles:
+            return 2 * self.num_blocks, self.num_blocks
+        units = -(-most_keys // _UNIT_KEYS) + 1
+        return batch * problems * units, batch * problems
+
+    @property
+    def slot_floats(self) -> int:
+        """One piece's outputs, maxima and sums."""
+        return 16 * self.m_tiles * (self.head_dim + 2)
+
+
+def _stage_bytes(head_dim: int, codes: str) -> int:
+    """A warp's keys and values of one tile, and their scales."""
+    return 2 * _STEP * (head_dim + 4 if codes else 2 * head_dim)
+
+
+def _query_bytes(head_dim: int, m_tiles: int) -> int:
+    return 16 * m_tiles * head_dim * 2
+
+
+@lru_cache(maxsize=1024)
+def plan_paged_attention(
+    head_dim: int,
+    value_dim: int,
+    heads_kv: int,
+    rows: int,
+    dtype: str,
+    device: Device,
+    *,
+    codes: str = "",
+    causal: bool = True,
+    window: bool = False,
+    softcap: bool = False,
+    sinks: bool = False,
+    batch_invariant: bool = False,
+) -> PagedConfig:
+    """Two thread blocks on an SM for narrow heads, three where codes are decoded, and as many warps
+    and then stages as fit.
+
+    rows: query rows that share a key head: heads of the group times queries of a request.
+    """
+    widths = _CODE_HEAD_DIMS if codes else _HEAD_DIMS
+    width = next(each for each in widths if each >= head_dim)
+    m_tiles = 1 if rows <= 16 or width > 128 else 2
+    blocks = 1 if width > 128 else 3 if codes and m_tiles == 1 else 2
+    room = device.shared_bytes_per_sm // blocks - _RESERVED_BYTES
+    room = min(room, device.shared_bytes_per_block) - _query_bytes(width, m_tiles)
+    warps = _MOST_WARPS
+    while 2 * warps * _stage_bytes(width, codes) > room:
+        warps //= 2
+    # The largest team, among those that leave the fewest thread blocks idle.
+    num_blocks = blocks * device.num_sms
+    sizes = [size for size in range(1, _MOST_TEAM + 1) if heads_kv % size == 0]
+    team = min(sizes, key=lambda size: (num_blocks % size * 50 // num_blocks, -size))
+    return PagedConfig(
+        dtype=dtype,
+        codes=codes,
+        head_dim=width,
+        padded=head_dim < width,
+        value_padded=value_dim < width,
+        m_tiles=m_tiles,
+        row_tiles=-(-rows // (16 * m_tiles)),
+        warps=warps,
+        stages=min(8, room // (warps * _stage_bytes(width, codes))),
+        unit_tiles=_UNIT_KEYS // (_STEP * warps) if batch_invariant else 0,
+        team=team,
+        blocks_per_sm=blocks,
+        num_blocks=num_blocks // team * team,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+class PreparedPaged(NamedTuple):
+    """A checked call, for arrays of one description."""
+
+    shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    floats: int
+    counters: int
+    coded: bool
+    launch: Launch
+
+    def __call__(
+        self,
+        q: Array,
+        k_cache: Array,
+        v_cache: Array,
+        k_scales: Array | None,
+        v_scales: Array | None,
+        block_table: Array,
+        seq_lens: Array,
+        sinks: Array | None,
+        out: Array | None,
+        return_lse: bool,
+    ) -> Array | tuple[Array, Array]:
+        """Launches the kernel."""
+        if out is None:
+            out = empty(q, self.shape)
+        lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
+        if out.size:
+            partial = empty(q, (self.floats,), np.float32)
+            counters = zero_counters(q, self.counters)
+            if self.coded:
+                k_scales = _one(q) if k_scales is None else k_scales
+                v_scales = _one(q) if v_scales is None else v_scales
+            self.launch(
+                *(q, k_cache, v_cache, k_scales, v_scales, out, lse),
+                *(block_table, seq_lens, sinks, partial, counters),
+            )
+        return (out, lse) if return_lse else out
+
+
+@launch_plan
+def _prepare(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    k_scales: Array | None,
+    v_scales: Array | None,
+    block_table: Array,
+    seq_lens: Array,
+    sinks: Array | None,
+    out: Array | None,
+    codes: str,
+    options: ScoreOptions,
+    batch_invariant: bool,
+) -> PreparedPaged:
+    """Checks, plan and kernel of a call."""
+    arrays = q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out
+    _check(*arrays, codes, options)
+    _check_layout(q, k_cache, v_cache, out, codes)
+    batch, seq_q, heads_q, head_dim = q.shape
+    _, block_size, heads_kv, value_dim = v_cache.shape
+    group = heads_q // heads_kv
+    causal, window = options.visible
+    config = plan_paged_attention(
+        head_dim, value_dim, heads_kv, group * seq_q, q.dtype.name, current_device(),
+        codes=codes, causal=causal, window=window is not None, softcap=options.softcap is not None,
+        sinks=sinks is not None, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    shape = (*q.shape[:-1], value_dim)
+    most_keys = block_table.shape[1] * block_size
+    problems = heads_kv * config.row_tiles
+    given = ScoreArrays(None, sinks, None, None, None, None)
+    parameters = parameter_structs(PARAMETERS)["PagedParameters"].pack(
+        q=strides_of(q),
+        k=strides_of(k_cache),
+        v=strides_of(v_cache),
+        out=dense_strides(shape) if out is None else strides_of(out),
+        k_scales=_scale_strides(k_scales),
+        v_scales=_scale_strides(v_scales),
+        batch=batch,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        group=group,
+        seq_q=seq_q,
+        problems=problems,
+        most_keys=most_keys,
+        block_size=block_size,
+        table_row=block_table.shape[1],
+        head_dim=head_dim,
+        value_dim=value_dim,
+        scale_log2=scales_of(q, options)[1],
+        settings=score_settings(q, options, given, (batch, heads_q, seq_q, most_keys)),
+    )
+    slots, counters = config.slots(batch, problems, most_keys)
+    launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
+    row_shape = (batch, heads_q, seq_q)
+    floats = slots * config.slot_floats
+    return PreparedPaged(shape, row_shape, floats, counters, bool(codes), launch)
+
+
+def _check_layout(q: Array, k_cache: Array, v_cache: Array, out: Array | None, codes: str) -> None:
+    """What the kernel asks for beyond the reference."""
+    if not codes:
+        check_kernel_layout(_OP, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+        return
+    check_kernel_layout(_OP, q=q, out=out)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.shape[-1] % _CODE_HEAD_DIM_STEP:
+            raise ArrayShapeError(
+                f"{_OP}: head_dim (the last axis of {name}) must be a multiple of "
+                f"{_CODE_HEAD_DIM_STEP} on the GPU, got {cache.shape[-1]}"
+            )
+        if any(step % ACCESS_BYTES for step in (address_of(cache), *cache.strides[:-1])):
+            raise ArrayLayoutError(
+                f"{_OP}: the start and the strides of {name} must be multiples of {ACCESS_BYTES} "
+                f"bytes on the GPU, got strides {cache.strides}"
+            )
+
+
+def _scale_strides(scales: Array | None) -> tuple[int, int, int]:
+    """Over blocks, rows and heads, in elements; 0 along axes that share a scale."""
+    if scales is None:
+        return 0, 0, 0
+    block, row, head = (
+        0 if extent == 1 else stride // scales.itemsize
+        for stride, extent in zip(scales.strides[:3], scales.shape[:3], strict=True)
+    )
+    return block, row, head
+
+
+_ones: dict[int | None, Array] = {}
+
+
+def _one(like: Array) -> Array:
+    """1, where a cache has no scales."""
+    key = like.device.id if is_gpu_array(like) else None
+    found = _ones.get(key)
+    if found is None:
+        found = _ones[key] = namespace(like).ones(1, np.float32)
+    return found
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    """Each width, tile of rows and option."""
+
+    def spec(head_dim: int, rows: int = 4, **options: Any) -> KernelSpec:
+        shape = head_dim, head_dim, 8, rows
+        return plan_paged_attention(*shape, "bfloat16", device, **options).spec()
+
+    too_old = device.compute_capability < _FLOAT8_ARCH
+    return [
+        *(spec(width) for width in _HEAD_DIMS),
+        spec(128, 32),
+        spec(120, 32, window=True, softcap=True, sinks=True),
+        spec(128, batch_invariant=True),
+        *(spec(width, codes="int8") for width in _CODE_HEAD_DIMS),
+        *(spec(128, rows, codes="float8_e4m3") for rows in (4, 32) if not too_old),
+    ]
+
+
+register(
+    name=_OP,
+    family="attention",
+    function=paged_attention,
+    reference=reference.paged_attention,
+    specs=_specs,
+)

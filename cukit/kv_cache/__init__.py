@@ -1,0 +1,13 @@
+"""The KV cache of a server: blocks, shared prefixes, forks, preemption.
+
+>>> from cukit.kv_cache import KVCacheManager
+>>> cache = KVCacheManager(num_blocks=64, block_size=16, num_heads_kv=2, head_dim=64)
+>>> cache.allocate("first", range(40)), cache.available_blocks
+(0, 61)
+"""
+
+from cukit.kv_cache.manager import KVCacheManager
+from cukit.kv_cache.radix_tree import RadixTree
+from cukit.kv_cache.statistics import KVCacheBlock, KVCacheStatistics
+
+__all__ = ["KVCacheBlock", "KVCacheManager", "KVCacheStatistics", "RadixTree"]

@@ -1,0 +1,487 @@
+"""Which blocks of a KV cache hold the tokens of which request."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cukit.core.arrays import Array, bfloat16, float16, float32
+from cukit.core.scalars import check_choice, check_flag, check_integer
+from cukit.errors import ArrayDtypeError, ConfigError, OutOfMemoryError
+from cukit.kv_cache.radix_tree import POLICIES, TOKEN_BYTES, Node, RadixTree
+from cukit.kv_cache.slab import HostBlocks, KVCacheSlab
+from cukit.kv_cache.statistics import KVCacheBlock, KVCacheStatistics
+from cukit.memory import MemoryPool
+
+Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+_OP = "KVCacheManager"
+
+
+class _Sequence:
+    """A request: its tokens, its blocks, and the node of the tree that it locks."""
+
+    __slots__ = ("blocks", "host", "node", "priority", "running", "salt", "tokens")
+
+    def __init__(self, tokens: array[int], salt: Hashable, priority: int) -> None:
+        self.tokens = tokens
+        self.blocks = array("i")
+        self.node: Node | None = None
+        self.salt = salt
+        self.priority = priority
+        self.running = False
+        self.host: HostBlocks | None = None
+
+
+class KVCacheManager:
+    """Keys and values of many requests in blocks of one slab, with shared prefixes.
+
+    A request holds `block_size` tokens in each block. Requests with the same first tokens share
+    those blocks: `publish` and `free` leave full blocks in a radix tree, `allocate` finds them
+    there, and blocks that no request holds are evicted when others are needed. Forks share all
+    blocks; the first to write into a shared block gets a copy.
+
+    The manager hands out places and never looks at keys or values, except to copy blocks. Every
+    call either succeeds or changes nothing. Not thread-safe.
+
+    Args:
+        num_blocks: blocks in the slab.
+        block_size: tokens in a block.
+        num_layers, num_heads_kv, head_dim: of the model.
+        dtype: float16, bfloat16 or float32.
+        policy: what is evicted first: "lru" the least recently used, "lfu" the least often used,
+            "priority" the lowest priority.
+        pool: where the slab is allocated; None: the default pool of the current device, or host
+            memory without a GPU.
+
+    Raises:
+        ConfigError: an argument outside its range, an unknown request, or one that exists already.
+        OutOfMemoryError: more blocks are needed than are free or evictable.
+
+    References: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180) for blocks and copy-on-write;
+    Zheng et al. 2024 (SGLang, arXiv:2312.07104) for the radix tree.
+
+    >>> cache = KVCacheManager(num_blocks=8, block_size=4, num_heads_kv=1, head_dim=8)
+    >>> cache.allocate("a", [1, 2, 3, 4, 5])   # tokens whose keys and values are there already
+    0
+    >>> cache.slots("a").tolist()              # where those of the others go
+    [0, 1, 2, 3, 4]
+    >>> cache.free("a")
+    >>> cache.allocate("b", [1, 2, 3, 4, 9, 9])
+    4
+    >>> cache.append("b", [7]).tolist()        # row 2 of block 2
+    [10]
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        num_layers: int = 1,
+        num_heads_kv: int,
+        head_dim: int,
+        dtype: Any = np.float16,
+        policy: str = "lru",
+        pool: MemoryPool | None = None,
+    ) -> None:
+        shape = {
+            "num_layers": num_layers, "num_blocks": num_blocks, "block_size": block_size,
+            "num_heads_kv": num_heads_kv, "head_dim": head_dim,
+        }  # fmt: skip
+        for name, value in shape.items():
+            check_integer(_OP, name, value, least=1, most=2**31 - 1)
+        check_choice(_OP, "policy", policy, (*POLICIES,))
+        dtype = np.dtype(dtype)
+        if dtype not in (float16, bfloat16, float32):
+            raise ArrayDtypeError(f"{_OP}: dtype must be float16, bfloat16 or float32, got {dtype}")
+        sizes = [int(value) for value in shape.values()]
+        self.slab = KVCacheSlab((sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]), dtype, pool)
+        self.num_blocks, self.block_size = sizes[1], sizes[2]
+        self._tree = RadixTree(self.block_size, policy)
+        self._free = deque(range(self.num_blocks))
+        self._references = [0] * self.num_blocks
+        self._sequences: dict[Hashable, _Sequence] = {}
+        self._leaving: dict[int, HostBlocks] = {}
+        """Free blocks whose copy to the host may still be under way."""
+        self._prompt_tokens = self._cached_tokens = self._evicted_blocks = 0
+
+    # Requests -------------------------------------------------------------------------------------
+
+    def allocate(
+        self, request: Hashable, tokens: Tokens, *, salt: Hashable = None, priority: int = 0
+    ) -> int:
+        """Begins a request, and returns how many of its first tokens have keys and values already.
+
+        At least one token is left to compute, for its output is needed. `salt`: only requests with
+        an equal one share blocks. `priority`: of its cached blocks, for the policy "priority".
+        """
+        if request in self._sequences:
+            raise ConfigError(f"allocate: the request {request!r} exists already")
+        check_integer("allocate", "priority", priority)
+        sequence = _Sequence(_tokens("allocate", tokens), salt, int(priority))
+        cached = self._start(sequence)
+        self._sequences[request] = sequence
+        self._prompt_tokens += len(sequence.tokens)
+        self._cached_tokens += cached
+        return cached
+
+    def append(self, request: Hashable, tokens: Tokens) -> npt.NDArray[np.int64]:
+        """Adds tokens to a request, and returns the slots of their keys and values.
+
+        Slot s is row `s % block_size` of block `s // block_size`.
+        """
+        sequence = self._running("append", request)
+        added = _tokens("append", tokens)
+        self._extend([sequence], [added])
+        return self._slots(sequence, len(sequence.tokens) - len(added))
+
+    def append_each(self, requests: Sequence[Hashable], tokens: Tokens) -> npt.NDArray[np.int64]:
+        """A decode step: one token for each request; returns their slots, int64 [requests].
+
+        One launch copies the blocks that forks share, however many they are.
+        """
+        sequences = [self._running("append_each", request) for request in requests]
+        added = _tokens("append_each", tokens)
+        if len(added) != len(sequences) or len(set(map(id, sequences))) != len(sequences):
+            raise ConfigError(
+                f"append_each: got {len(added)} tokens for {len(sequences)} requests; each request "
+                "occurs once and has one token"
+            )
+        self._extend(sequences, [added[i : i + 1] for i in range(len(added))])
+        size = self.block_size
+        last = [len(sequence.tokens) - 1 for sequence in sequences]
+        blocks = [sequence.blocks[-1] for sequence in sequences]
+        return np.asarray(blocks, np.int64) * size + np.asarray(last, np.int64) % size
+
+    def publish(self, request: Hashable) -> int:
+        """Makes the full blocks of a request available to others; returns how many there are.
+
+        Call it once keys and values of all its tokens have been queued for writing. Blocks that
+        other requests published before stay as they are, and so do those that a fork shares until
+        one of them is left.
+        """
+        return self._publish(self._running("publish", request))
+
+    def fork(self, request: Hashable, new_request: Hashable) -> None:
+        """A second request with the same tokens and blocks. Nothing is copied until one writes."""
+        sequence = self._running("fork", request)
+        if new_request in self._sequences:
+            raise ConfigError(f"fork: the request {new_request!r} exists already")
+        twin = _Sequence(sequence.tokens[:], sequence.salt, sequence.priority)
+        twin.blocks = sequence.blocks[:]
+        self._hold(twin, sequence.node)
+        self._sequences[new_request] = twin
+
+    def free(self, request: Hashable, *, keep: bool = True) -> None:
+        """Ends a request, running or preempted. `keep`: publish its full blocks first."""
+        check_flag("free", "keep", keep)
+        sequence = self._known("free", request)
+        if sequence.running:
+            self._stop(sequence, keep=keep)
+        del self._sequences[request]
+
+    # Preemption -----------------------------------------------------------------------------------
+
+    def preempt(self, request: Hashable, by: str = "swap") -> None:
+        """Takes a request's blocks for others until `resume`.
+
+        by: "swap" copies its keys and values to host memory, "recompute" forgets them, except for
+            the full blocks that stay cached for as long as nobody else needs them.
+        """
+        check_choice("preempt", "by", by, ("swap", "recompute"))
+        if by == "swap":
+            self.swap_blocks_to_cpu(request)
+        else:
+            self._stop(self._running("preempt", request), keep=True)
+
+    def resume(self, request: Hashable) -> int:
+        """Gives a preempted request blocks again; returns how many of its first tokens have keys
+        and values there: all after a swap."""
+        sequence = self._known("resume", request)
+        if sequence.host is not None:
+            self.swap_blocks_from_cpu(request)
+            return len(sequence.tokens)
+        if sequence.running:
+            raise ConfigError(f"resume: the request {request!r} is running")
+        return self._start(sequence)
+
+    def swap_blocks_to_cpu(self, request: Hashable) -> int:
+        """Copies a request's blocks to host memory and gives them up; returns the bytes.
+
+        Copies run on a stream of their own. Blocks that others share stay theirs.
+        """
+        sequence = self._running("swap_blocks_to_cpu", request)
+        host = self.slab.to_host(sequence.blocks)
+        leaving = sequence.blocks
+        sequence.host = host
+        self._stop(sequence, keep=False)
+        self._leaving.update((block, host) for block in leaving if not self._references[block])
+        return host.nbytes
+
+    def swap_blocks_from_cpu(self, request: Hashable) -> int:
+        """Copies a swapped request's blocks back, bit for bit; returns the bytes."""
+        sequence = self._known("swap_blocks_from_cpu", request)
+        host = sequence.host
+        if host is None:
+            raise ConfigError(f"swap_blocks_from_cpu: the request {request!r} was not swapped")
+        blocks = self._take("swap_blocks_from_cpu", self._blocks_for(len(sequence.tokens)))
+        try:
+            self.slab.from_host(host, blocks)
+        except BaseException:
+            self._release(blocks)
+            raise
+        root, _ = self._tree.match(b"", sequence.salt)
+        self._hold(sequence, root)
+        sequence.blocks.extend(blocks)
+        sequence.host = None
+        return host.nbytes
+
+    # What attention reads -------------------------------------------------------------------------
+
+    def keys(self, layer: int) -> Array:
+        """[num_blocks, block_size, num_heads_kv, head_dim] of a layer, a view of the slab."""
+        return self.slab.array[0, layer]
+
+    def values(self, layer: int) -> Array:
+        """As `keys`."""
+        return self.slab.array[1, layer]
+
+    def slots(self, request: Hashable, begin: int = 0) -> npt.NDArray[np.int64]:
+        """Slots of the request's tokens from number `begin` on; see `append`."""
+        check_integer("slots", "begin", begin, least=0)
+        return self._slots(self._running("slots", request), int(begin))
+
+    def block_table(
+        self, requests: Sequence[Hashable], fill: int = -1
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Blocks of each request, int32 [requests, longest] filled up with `fill`, and how many
+        tokens each has, int32 [requests]; on the host."""
+        sequences = [self._running("block_table", request) for request in requests]
+        longest = max((len(sequence.blocks) for sequence in sequences), default=0)
+        table = np.full((len(sequences), longest), fill, np.int32)
+        for row, sequence in zip(table, sequences, strict=True):
+            row[: len(sequence.blocks)] = sequence.blocks
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        return table, np.asarray(lengths, np.int32)
+
+    # Books ----------------------------------------------------------------------------------------
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that are free or can be evicted."""
+        return len(self._free) + self._tree.evictable_blocks
+
+    def lookup(self, tokens: Tokens, *, salt: Hashable = None) -> int:
+        """How many of the first `tokens` are cached; changes nothing."""
+        return self._tree.peek(_tokens("lookup", tokens).tobytes(), salt) * self.block_size
+
+    def block(self, number: int) -> KVCacheBlock:
+        """The block of a number."""
+        check_integer("block", "number", number, least=0, most=self.num_blocks - 1)
+        cached = any(number in node.blocks for node in self._tree.nodes())
+        return KVCacheBlock(int(number), self._references[number], cached)
+
+    def statistics(self) -> KVCacheStatistics:
+        """Counts of this moment."""
+        swapped = (sequence.host for sequence in self._sequences.values())
+        return KVCacheStatistics(
+            num_blocks=self.num_blocks,
+            free_blocks=len(self._free),
+            evictable_blocks=self._tree.evictable_blocks,
+            held_blocks=self.num_blocks - self.available_blocks,
+            cached_blocks=self._tree.num_blocks,
+            swapped_bytes=sum(host.nbytes for host in swapped if host is not None),
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            evicted_blocks=self._evicted_blocks,
+        )
+
+    def check_invariants(self) -> None:
+        """Counts every reference anew. Raises AssertionError where the books are wrong."""
+        self._tree.check_invariants()
+        references = [0] * self.num_blocks
+        locks: dict[int, int] = {}
+        for sequence in self._sequences.values():
+            expected = self._blocks_for(len(sequence.tokens)) if sequence.running else 0
+            assert len(sequence.blocks) == expected
+            assert sequence.running == (sequence.node is not None)
+            assert not (sequence.running and sequence.host)
+            for block in sequence.blocks:
+                references[block] += 1
+            node = sequence.node
+            while node is not None:
+                locks[id(node)] = locks.get(id(node), 0) + 1
+                node = node.parent
+        for node in self._tree.nodes():
+            assert node.locks == locks.get(id(node), 0)
+            for block in node.blocks:
+                assert node.locks or not references[block], "held, but free to be evicted"
+                references[block] += 1
+        assert references == self._references
+        assert sorted(self._free) == [b for b, count in enumerate(references) if not count]
+        assert not self._leaving.keys() - set(self._free)
+
+    # Inside ---------------------------------------------------------------------------------------
+
+    def _known(self, op: str, request: Hashable) -> _Sequence:
+        sequence = self._sequences.get(request)
+        if sequence is None:
+            raise ConfigError(f"{op}: there is no request {request!r}")
+        return sequence
+
+    def _running(self, op: str, request: Hashable) -> _Sequence:
+        sequence = self._known(op, request)
+        if not sequence.running:
+            raise ConfigError(f"{op}: the request {request!r} is preempted; resume it first")
+        return sequence
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _slots(self, sequence: _Sequence, begin: int) -> npt.NDArray[np.int64]:
+        places = np.arange(begin, len(sequence.tokens))
+        blocks = np.array(sequence.blocks, np.int64)
+        return blocks[places // self.block_size] * self.block_size + places % self.block_size
+
+    def _start(self, sequence: _Sequence) -> int:
+        """Finds blocks for all tokens of a sequence; returns how many tokens were cached."""
+        num_tokens = len(sequence.tokens)
+        most = max(0, num_tokens - 1) // self.block_size
+        prefix = sequence.tokens[: most * self.block_size].tobytes()
+        node, blocks = self._tree.match(prefix, sequence.salt)
+        sequence.blocks.extend(blocks)
+        self._hold(sequence, node)
+        try:
+            sequence.blocks.extend(
+                self._take("allocate", self._blocks_for(num_tokens) - len(blocks))
+            )
+        except BaseException:
+            self._stop(sequence, keep=False)
+            raise
+        return len(blocks) * self.block_size
+
+    def _hold(self, sequence: _Sequence, node: Node | None) -> None:
+        assert node is not None
+        for block in sequence.blocks:
+            self._references[block] += 1
+        self._tree.lock(node)
+        sequence.node = node
+        sequence.running = True
+
+    def _stop(self, sequence: _Sequence, *, keep: bool) -> None:
+        if keep:
+            self._publish(sequence)
+        assert sequence.node is not None
+        self._tree.unlock(sequence.node)
+        self._release(sequence.blocks)
+        sequence.node = None
+        sequence.blocks = array("i")
+        sequence.running = False
+
+    def _publish(self, sequence: _Sequence) -> int:
+        num_full = len(sequence.tokens) // self.block_size
+        tokens = sequence.tokens[: num_full * self.block_size].tobytes()
+        blocks = sequence.blocks[:num_full].tolist()
+        known = self._tree.peek(tokens, sequence.salt)
+        # A fork that shares a block would not lock the node, so its last owner publishes it.
+        end = next((i for i in range(known, num_full) if self._references[blocks[i]] > 1), num_full)
+        step = self.block_size * TOKEN_BYTES
+        node, known = self._tree.insert(
+            tokens[: end * step], blocks[:end], sequence.salt, sequence.priority
+        )
+        for block in blocks[known:end]:
+            self._references[block] += 1
+        assert sequence.node is not None
+        self._tree.lock(node)
+        self._tree.unlock(sequence.node)
+        sequence.node = node
+        return num_full
+
+    def _extend(self, sequences: Sequence[_Sequence], added: Sequence[array[int]]) -> None:
+        """Appends tokens to sequences, with blocks for them and copies of blocks they share."""
+        size, references = self.block_size, self._references
+        needed = 0
+        writers: dict[int, list[_Sequence]] = {}
+        for sequence, tokens in zip(sequences, added, strict=True):
+            used = len(sequence.tokens)
+            needed += -(-(used + len(tokens)) // size) - len(sequence.blocks)
+            if used % size and tokens and references[last := sequence.blocks[-1]] > 1:
+                writers.setdefault(last, []).append(sequence)
+        # All holders of a shared block may write in this step; then one of them keeps it.
+        copying = [
+            (sequence, block)
+            for block, sharing in writers.items()
+            for sequence in sharing[: references[block] - 1]
+        ]
+        taken = self._take("append", needed + len(copying))
+        if copying:
+            copies = [taken.pop() for _ in copying]
+            try:
+                self.slab.copy_blocks(copies, [block for _, block in copying])
+            except BaseException:
+                self._release([*taken, *copies])
+                raise
+            for (sequence, block), copy in zip(copying, copies, strict=True):
+                sequence.blocks[-1] = copy
+                references[block] -= 1
+        for sequence, tokens in zip(sequences, added, strict=True):
+            sequence.tokens += tokens
+            while len(sequence.blocks) * size < len(sequence.tokens):
+                sequence.blocks.append(taken.pop())
+
+    def _take(self, op: str, count: int) -> list[int]:
+        """Free blocks with one reference each, evicting cached ones where there are too few."""
+        if not count:
+            return []
+        if count > self.available_blocks:
+            raise OutOfMemoryError(
+                f"{op}: {count} blocks are needed, but only {len(self._free)} are free and "
+                f"{self._tree.evictable_blocks} evictable of {self.num_blocks}; running requests "
+                "hold the others: free or preempt one"
+            )
+        missing = count - len(self._free)
+        if missing > 0:
+            evicted = self._tree.evict(missing)
+            self._evicted_blocks += len(evicted)
+            self._release(evicted)
+        taken = [self._free.popleft() for _ in range(count)]
+        for block in taken:
+            self._references[block] = 1
+        if self._leaving:
+            leaving = [self._leaving.pop(block) for block in taken if block in self._leaving]
+            for host in dict.fromkeys(leaving):
+                self.slab.wait(host)
+        return taken
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._references[block] -= 1
+            if not self._references[block]:
+                self._free.append(block)
+
+
+def _tokens(op: str, tokens: Tokens) -> array[int]:
+    """Tokens as an array of int32. Raises ArrayDtypeError, ConfigError."""
+    if isinstance(tokens, np.ndarray):
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ArrayDtypeError(
+                f"{op}: tokens must be integers along one axis, got {tokens.dtype} with "
+                f"{tokens.ndim} axes"
+            )
+        if tokens.size and not -(2**31) <= int(tokens.min()) <= int(tokens.max()) < 2**31:
+            raise ConfigError(
+                f"{op}: tokens must fit 32 bits, got {tokens.min()} to {tokens.max()}"
+            )
+        return array("i", np.ascontiguousarray(tokens, np.int32).tobytes())
+    try:
+        return array("i", tokens)
+    except OverflowError:
+        raise ConfigError(f"{op}: tokens must fit 32 bits") from None
+    except TypeError:
+        raise ArrayDtypeError(f"{op}: tokens must be integers, got {tokens!r:.80}") from None

@@ -1,0 +1,79 @@
+"""Attention over a cache in blocks: the keys and values of each request, gathered."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cukit.reference._xp import array_namespace, working_dtype
+from cukit.reference.attention import flash_attention
+
+Array = Any
+
+
+def paged_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    *,
+    causal: bool = True,
+    window_size: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    scale: float | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """flash_attention, request by request, over the rows that the block table names."""
+    xp = array_namespace(q)
+    batch, seq_q, heads_q, _ = q.shape
+    block_size = k_cache.shape[1]
+    out = xp.zeros((batch, seq_q, heads_q, v_cache.shape[-1]), dtype=q.dtype)
+    lse = xp.full((batch, heads_q, seq_q), -math.inf, dtype=working_dtype(q, k_cache, v_cache))
+    for b, length in enumerate(np.asarray(_host(seq_lens)).tolist()):
+        places = xp.arange(first_key(length, seq_q, window_size), length)
+        blocks = block_table[b][places // block_size]
+        rows = blocks, places % block_size
+        out[b : b + 1], lse[b : b + 1] = flash_attention(
+            q[b : b + 1],
+            k_cache[rows][None],
+            v_cache[rows][None],
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            sinks=sinks,
+            scale=scale,
+            return_lse=True,
+        )
+    return (out, lse) if return_lse else out
+
+
+def merge_attention_states(
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array
+) -> tuple[Array, Array]:
+    """Both outputs, weighted by what their keys weigh."""
+    xp = array_namespace(out_a)
+    top = xp.maximum(lse_a, lse_b)
+    base = xp.where(top == -math.inf, 0, top)
+    weights = [xp.exp(lse - base).swapaxes(1, 2)[..., None] for lse in (lse_a, lse_b)]
+    total = weights[0] + weights[1]
+    # A side without keys has no output that counts, not even a NaN.
+    sides = [xp.where(w == 0, 0, w * out) for w, out in zip(weights, (out_a, out_b), strict=True)]
+    out = (sides[0] + sides[1]) / xp.where(total == 0, 1, total)
+    whole = total[..., 0].swapaxes(1, 2)
+    lse = xp.where(whole == 0, -math.inf, base + xp.log(xp.where(whole == 0, 1, whole)))
+    return out.astype(out_a.dtype, copy=False), lse.astype(lse_a.dtype, copy=False)
+
+
+def first_key(seq_len: Any, seq_q: int, window_size: tuple[int | None, int | None] | None) -> Any:
+    """The first key that a query sees. Those before it may have left the cache."""
+    left = None if window_size is None else window_size[0]
+    return 0 * seq_len if left is None else np.maximum(0, seq_len - seq_q - left)
+
+
+def _host(array: Array) -> Array:
+    return array.get() if hasattr(array, "get") else array

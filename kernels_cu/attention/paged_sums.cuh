@@ -1,0 +1,206 @@
+// Sums of paged attention: of the warps of a thread block, and of the pieces of a problem.
+//
+// A piece that is not all of its problem leaves its sums in memory, and the thread block that finishes
+// the problem last adds up all of them in their order.
+//
+// Macros: those of paged_attention.cu.
+#pragma once
+
+#include "attention/paged_operands.cuh"
+#include "attention/paged_rows.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/softmax/online_softmax.cuh"
+
+namespace cukit::paged {
+
+// What a warp has summed up over its keys of a piece.
+struct Sums {
+  float out[M_TILES][kOTiles][4];
+  SoftmaxRows rows[M_TILES];
+  float unit;  // CODE: what `out` is to be multiplied with, about the largest scale of the values
+};
+
+// Maximum and sum of a row, in powers of two.
+struct Statistics {
+  float max, sum;
+};
+
+// What a row's sums are multiplied with to become its output; its log-sum-exp is stored.
+CUKIT_DEVICE float finish_row(const Statistics& row, const Rows& rows, int number,
+                              const Arrays& arrays, const PagedParameters& params,
+                              bool stores) {
+  float sink = -infinity();
+  if constexpr (SINKS) sink = arrays.sinks[rows.head(number, params)] * kLog2E;
+  const float top = fmaxf(row.max, sink);
+  if (top == -infinity()) {
+    if (stores && arrays.lse != nullptr) {
+      arrays.lse[(static_cast<long long>(rows.b) * params.heads_q + rows.head(number, params)) *
+                     params.seq_q + rows.query(number, params)] = -infinity();
+    }
+    return 0.0f;
+  }
+  const float weight = exp2f(row.max - top);
+  const float total = fmaf(row.sum, weight, SINKS ? exp2f(sink - top) : 0.0f);
+  if (stores && arrays.lse != nullptr) {
+    arrays.lse[(static_cast<long long>(rows.b) * params.heads_q + rows.head(number, params)) *
+                   params.seq_q + rows.query(number, params)] = (top + log2f(total)) * kLn2;
+  }
+  return weight / total;
+}
+
+// The sums of pieces: of slot s, kRows * HEAD_DIM floats of outputs and then kRows Statistics.
+struct Partial {
+  float* memory;
+
+  CUKIT_DEVICE float* out(long long slot) const {
+    return memory + slot * (kRows * (HEAD_DIM + 2));
+  }
+  CUKIT_DEVICE Statistics* statistics(long long slot) const {
+    return reinterpret_cast<Statistics*>(out(slot) + kRows * HEAD_DIM);
+  }
+};
+
+CUKIT_DEVICE float* merge_row(unsigned char* merge, int warp, int row) {
+  return reinterpret_cast<float*>(merge + warp * STAGES * kStageBytes) + row * kMergePitch;
+}
+
+// Two columns of a row, to where they belong.
+CUKIT_DEVICE void store_pair(float low, float high, const Rows& rows, int row, int column,
+                             const Arrays& arrays, const PagedParameters& params) {
+  if (VALUE_PADDED && column >= params.value_dim) return;
+  T* to = arrays.out + offset_of(params.out, rows.b, rows.query(row, params),
+                                        rows.head(row, params)) + column;
+  *reinterpret_cast<unsigned*>(to) = pack<T>(low, high);
+}
+
+// Adds the warps' sums: into the output, or into a slot of `partial`. `merge`: each warp's stage that
+// was read last, as nothing is copied there before the next tile.
+CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long long slot,
+                              float factor, unsigned char* merge, Statistics (*statistics)[kRows],
+                              const Partial& partial, const Arrays& arrays,
+                              const PagedParameters& params) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x / kWarpSize;
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = sums.rows[m].sum[half];
+      sum += __shfl_xor_sync(kFullMask, sum, 1);
+      sum += __shfl_xor_sync(kFullMask, sum, 2);
+      if (lane % 4 == 0) {
+        statistics[warp][16 * m + 8 * half + lane / 4] = {sums.rows[m].max[half] * factor, sum};
+      }
+    }
+  __syncthreads();
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int first = 16 * m + 8 * half;
+      if (first >= rows.count) break;
+      // Of this lane's row: the maximum of all warps, and what this warp's outputs shrink by.
+      float top = -infinity();
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) top = fmaxf(top, statistics[w][first + lane / 4].max);
+      const float own = statistics[warp][first + lane / 4].max;
+      const float unit = CODE ? sums.unit : 1.0f;
+      const float shrink = own == -infinity() ? 0.0f : exp2f(own - top) * unit;
+#pragma unroll
+      for (int n = 0; n < kOTiles / 2; ++n) {
+        store_columns(merge_row(merge, warp, lane / 4), sums.out[m], n, half, shrink);
+      }
+      __syncthreads();
+      for (int pair = threadIdx.x; pair < 8 * HEAD_DIM / 2; pair += kThreads) {
+        const int row = pair / (HEAD_DIM / 2);
+        const int column = pair % (HEAD_DIM / 2) * 2;
+        const int number = first + row;
+        if (number >= rows.count) break;
+        float2 total = make_float2(0.0f, 0.0f);
+        Statistics all{-infinity(), 0.0f};
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) all.max = fmaxf(all.max, statistics[w][number].max);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+          const float2 part =
+              *reinterpret_cast<const float2*>(merge_row(merge, w, row) + column);
+          total.x += part.x;
+          total.y += part.y;
+          const float max = statistics[w][number].max;
+          if (max > -infinity()) all.sum += statistics[w][number].sum * exp2f(max - all.max);
+        }
+        if (whole) {
+          const float by = finish_row(all, rows, number, arrays, params, column == 0);
+          store_pair(total.x * by, total.y * by, rows, number, column, arrays, params);
+        } else {
+          *reinterpret_cast<float2*>(partial.out(slot) + number * HEAD_DIM + column) = total;
+          if (column == 0) partial.statistics(slot)[number] = all;
+        }
+      }
+      __syncthreads();
+    }
+}
+
+// Adds the pieces of a problem, of slots slot_of(0) .. slot_of(count - 1), into its output.
+template <typename Slot>
+CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const Partial& partial,
+                               const Arrays& arrays, const PagedParameters& params) {
+  constexpr int kAtOnce = 8;  // loads under way
+  for (int index = threadIdx.x; index < rows.count * HEAD_DIM / 4; index += kThreads) {
+    const int row = index / (HEAD_DIM / 4);
+    const int column = index % (HEAD_DIM / 4) * 4;
+    Statistics all{-infinity(), 0.0f};
+    float total[4] = {};
+    for (int first = 0; first < count; first += kAtOnce) {
+      float2 own[kAtOnce];
+      float4 part[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        own[i] = make_float2(-infinity(), 0.0f);
+        part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (first + i < count) {
+          const long long slot = slot_of(first + i);
+          own[i] = __ldcg(reinterpret_cast<const float2*>(partial.statistics(slot) + row));
+          part[i] = __ldcg(
+              reinterpret_cast<const float4*>(partial.out(slot) + row * HEAD_DIM + column));
+        }
+      }
+      float top = all.max;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, own[i].x);
+      if (top == -infinity()) continue;
+      const float shrink = exp2f(all.max - top);
+      all = {top, all.sum * shrink};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) total[j] *= shrink;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float weight = exp2f(own[i].x - top);
+        all.sum = fmaf(own[i].y, weight, all.sum);
+        total[0] = fmaf(part[i].x, weight, total[0]);
+        total[1] = fmaf(part[i].y, weight, total[1]);
+        total[2] = fmaf(part[i].z, weight, total[2]);
+        total[3] = fmaf(part[i].w, weight, total[3]);
+      }
+    }
+    const float by = finish_row(all, rows, row, arrays, params, column == 0);
+    store_pair(total[0] * by, total[1] * by, rows, row, column, arrays, params);
+    store_pair(total[2] * by, total[3] * by, rows, row, column + 2, arrays, params);
+  }
+}
+
+// Counts a finished piece; true for the block that finishes its problem. The counter is left at 0.
+CUKIT_DEVICE bool finishes(int* counter, int pieces) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(counter, 1) == pieces - 1;
+    if (last) *counter = 0;
+  }
+  __syncthreads();
+  __threadfence();
+  return last;
+}
+
+}  // namespace cukit::paged

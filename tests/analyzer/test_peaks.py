@@ -1,0 +1,63 @@
+"""Which precision a benchmark computes in, and what a machine can do in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cukit.analyzer.peaks import Peak, floor_us, on_paper_of, peaks, precision_of
+
+H200: dict[str, Any] = {
+    "gpu": "NVIDIA H200",
+    "ceilings": {"copy_gbps": 4000.0, "bf16_gemm_tflops": 800.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "case", "impl", "precision"),
+    [
+        ("bfloat16", "4096x4096", "cukit", "fp16/bf16"),
+        ("float16", "d128 causal", "torch-cudnn", "fp16/bf16"),
+        ("float8_e4m3", "4096 blocks", "cukit-precise", "fp8"),
+        ("float8_e4m3", "d256 4x8x4096", "cukit-bfloat16", "fp16/bf16"),
+        ("bfloat16", "4096x8192x8192 int4", "cukit", "fp16/bf16"),
+        ("bfloat16", "4096x8192x8192 int4 x float8", "cukit", "fp8"),
+        ("bfloat16", "4 x 8192, 6144x7168", "torch-loop", "fp16/bf16"),
+        ("int8", "8192 scaled", "cukit", "int8"),
+        ("float32", "4096", "cukit", "fp32"),
+        ("uint8", "moves", "cukit", None),
+    ],
+)
+def test_precisions(dtype: str, case: str, impl: str, precision: str | None) -> None:
+    assert precision_of(dtype, case, impl) == precision
+
+
+def test_measured_ceilings_come_before_the_datasheet() -> None:
+    found = peaks(H200)
+    assert found["fp16/bf16"][0] == Peak(800.0, measured=True)
+    assert found["fp16/bf16"][1].tflops == pytest.approx(989, rel=0.01)
+    assert [peak.measured for peak in found["fp8"]] == [False]
+    assert set(found) == {"fp8", "int8", "fp16/bf16", "tf32", "fp32"}
+    more = H200 | {"ceilings": {**H200["ceilings"], "measured_tflops": {"fp32": 60.0}}}
+    assert peaks(more)["fp32"][0] == Peak(60.0, measured=True)
+
+
+def test_a_gpu_without_a_datasheet_has_only_what_was_measured() -> None:
+    assert on_paper_of("NVIDIA Something").datasheet_gbps is None
+    assert set(peaks({**H200, "gpu": "NVIDIA Something"})) == {"fp16/bf16"}
+    assert peaks({}) == {}
+
+
+def test_floors() -> None:
+    work = {"flops": 8e12, "bytes_moved": 4e9}  # 1 ms of copying
+    assert floor_us(H200, "fp16/bf16", **work) == pytest.approx(1e4)
+    assert floor_us(H200, "fp8", **work) == pytest.approx(8e6 / 1979, rel=1e-3)
+    # Products of float32 may be done in TF32, which is faster than the vector units.
+    assert floor_us(H200, "fp32", **work) == pytest.approx(8e6 / 494.7, rel=1e-3)
+    assert floor_us(H200, None, flops=0.0, bytes_moved=4e9) == pytest.approx(1e3)
+    unknown = {**H200, "gpu": "NVIDIA Something"}
+    assert floor_us(unknown, "fp8", **work) is None, "a bound of bfloat16 is none for 8 bits"
+    assert floor_us(unknown, "fp32", **work) == pytest.approx(1e4)
+    assert floor_us({}, "fp8", **work) is None
+    assert floor_us(H200, "fp8", flops=0.0, bytes_moved=0.0) is None

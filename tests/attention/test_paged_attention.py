@@ -1,0 +1,306 @@
+"""Attention over a cache in blocks, with everything that may not be read poisoned."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cukit as ck
+from cukit.attention import paged
+from cukit.core.arrays import bfloat16, float16, namespace
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
+from cukit.reference import paged_attention as reference
+from tests.quick_run import emulated
+
+DTYPES = (float16, bfloat16)
+ROUNDING = {float16: 2.0**-11, bfloat16: 2.0**-8}
+
+
+def array_module(device: str) -> Any:
+    return pytest.importorskip("cupy") if device == "gpu" else np
+
+
+class Cache:
+    """A cache whose blocks lie in any order; what no request's keys are is NaN."""
+
+    def __init__(
+        self,
+        lengths: list[int],
+        *,
+        block_size: int = 16,
+        heads_q: int = 4,
+        heads_kv: int = 2,
+        head_dim: int = 64,
+        value_dim: int | None = None,
+        seq_q: int = 1,
+        dtype: Any = bfloat16,
+        hidden: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """`hidden`: of each request, keys at the start that are NaN too."""
+        generator = np.random.default_rng(seed)
+        value_dim = value_dim or head_dim
+        counts = [-(-length // block_size) for length in lengths]
+        order = generator.permutation(sum(counts) + 2)
+        widths = head_dim, value_dim
+        self.k, self.v = (
+            np.full((order.size, block_size, heads_kv, width), np.nan, dtype) for width in widths
+        )
+        self.table = np.full((len(lengths), max(counts, default=0) + 1), 2**30, np.int32)
+        taken = iter(order.tolist())
+        for b, length in enumerate(lengths):
+            blocks = np.fromiter(itertools.islice(taken, counts[b]), np.int32)
+            self.table[b, : counts[b]] = blocks
+            places = np.arange(min(hidden, length), length)
+            for array in (self.k, self.v):
+                shape = (places.size, *array.shape[2:])
+                rows = generator.standard_normal(shape, np.float32).astype(dtype)
+                array[blocks[places // block_size], places % block_size] = rows
+            self.table[b, : hidden // block_size] = 2**30
+        self.lengths = np.asarray(lengths, np.int32)
+        shape = (len(lengths), seq_q, heads_q, head_dim)
+        self.q = generator.standard_normal(shape, np.float32).astype(dtype)
+
+    def expected(self, **options: Any) -> Any:
+        """With what is hidden at zero, in float64."""
+        k, v = (np.nan_to_num(array.astype(np.float64)) for array in (self.k, self.v))
+        table = np.where(self.table == 2**30, 0, self.table)
+        sinks = options.pop("sinks", None)
+        options.pop("batch_invariant", None)
+        sinks = None if sinks is None else sinks.astype(np.float64)
+        return reference.paged_attention(
+            self.q.astype(np.float64), k, v, table, self.lengths,
+            sinks=sinks, return_lse=True, **options,
+        )  # fmt: skip
+
+    def check(self, device: str, tolerance: float = 2.0, **options: Any) -> None:
+        """Result and lse, and the same bits again."""
+        xp = array_module(device)
+        arrays = [xp.asarray(a) for a in (self.q, self.k, self.v, self.table, self.lengths)]
+        given = {n: xp.asarray(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
+        out, lse = ck.paged_attention(*arrays, return_lse=True, **given)
+        again = ck.paged_attention(*arrays, **given)
+        want, want_lse = self.expected(**options)
+        host = (lambda a: a) if xp is np else xp.asnumpy
+        assert host(out).tobytes() == host(again).tobytes()
+        assert namespace(out) is xp
+        # P is rounded to 16 bits, and so is the output.
+        bound = tolerance * ROUNDING[np.dtype(self.q.dtype)] * (np.abs(want).max(initial=0) + 0.1)
+        got = host(out).astype(np.float64)
+        assert np.isfinite(got).all()
+        assert np.abs(got - want).max(initial=0) <= bound
+        empty = np.isneginf(want_lse)
+        assert (np.isneginf(host(lse)) == empty).all()
+        np.testing.assert_allclose(host(lse)[~empty], want_lse[~empty], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 5, 16, 64, 256])
+@pytest.mark.parametrize("lengths", [[1], [64], [0, 7, 200, 0, 65], [300, 1, 1, 1, 130, 64, 33]])
+@emulated(lambda lengths, block_size: len(lengths) == 5 or block_size == 5)
+def test_any_lengths_and_blocks(
+    device: str, dtype: Any, block_size: int, lengths: list[int]
+) -> None:
+    Cache(lengths, block_size=block_size, dtype=dtype).check(device)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("heads_q", "heads_kv", "seq_q"), [(1, 1, 1), (5, 1, 3), (8, 2, 5), (40, 1, 1)]
+)
+@emulated(lambda head_dim, heads_q: (head_dim == 80) == (heads_q == 5) or heads_q == 40 == head_dim)
+def test_any_heads(device: str, head_dim: int, heads_q: int, heads_kv: int, seq_q: int) -> None:
+    shape = {"head_dim": head_dim, "heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq_q}
+    Cache([70, 2, 0, 129], **shape).check(device)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"window_size": (20, 0)},
+        {"causal": False, "window_size": (3, 1)},
+        {"softcap": 2.0},
+        {"scale": 0.7},
+        {"sinks": np.linspace(-3, 3, 4, dtype=np.float32)},
+        {"window_size": (9, None), "softcap": 1.5, "sinks": np.full(4, -np.inf, np.float32)},
+    ],
+    ids=str,
+)
+def test_options(device: str, options: dict[str, Any], batch_invariant: bool) -> None:
+    hidden = 32 if "window_size" in options else 0
+    cache = Cache([90, 200, 70, 0], seq_q=2, hidden=hidden, block_size=8)
+    cache.check(device, batch_invariant=batch_invariant, **options)
+
+
+@pytest.mark.parametrize("codes", [ck.int8, ck.float8_e4m3], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("shared", ["none", "cache", "head", "key"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@emulated(lambda head_dim, shared: head_dim in (80, 128) and shared in ("none", "key"))
+def test_caches_of_codes(device: str, codes: Any, shared: str, head_dim: int) -> None:
+    """Scales a thousandfold apart, in poisoned caches; against the decoded values in float64."""
+    xp = array_module(device)
+    cache = Cache([70, 2, 0, 129, 700], heads_q=6, heads_kv=2, head_dim=head_dim, dtype=float16)
+    generator = np.random.default_rng(1)
+    shape = {"none": None, "cache": (1,) * 4, "head": (1, 1, 2, 1), "key": (*cache.k.shape[:3], 1)}
+    given, values = [], []
+    for array, most in ((cache.k, 3.0), (cache.v, 300.0)):
+        unused = np.isnan(array)
+        scales = None
+        axes = {"cache": None, "head": (0, 1, 3), "key": 3}.get(shared)
+        if shape[shared] is not None:
+            spread = generator.uniform(-3, 0, shape[shared])
+            scales = (most * 10**spread / 100).astype(np.float32)
+        codes_of = ck.QuantizedArray.encode(
+            np.nan_to_num(array.astype(np.float32)) * (1 if scales is None else 60 * scales),
+            codes, scales=scales, axis=axes,
+        )  # fmt: skip
+        values.append(np.asarray(codes_of.dense(), np.float64))
+        storage = codes_of.storage.copy()
+        storage[unused] = 0x7F
+        if scales is not None and shared == "key":
+            scales[unused[..., :1]] = np.nan
+        given.append(
+            ck.QuantizedArray(
+                xp.asarray(storage),
+                codes,
+                storage.shape,
+                scales=None if scales is None else xp.asarray(scales),
+                axis=axes,
+            )
+        )
+    cache.k, cache.v = values
+    want, want_lse = cache.expected()
+    arrays = [xp.asarray(a) for a in (cache.q, cache.table, cache.lengths)]
+    out, lse = ck.paged_attention(arrays[0], *given, *arrays[1:], return_lse=True)
+    host = np.asarray if xp is np else xp.asnumpy
+    got = host(out).astype(np.float64)
+    assert np.isfinite(got).all()
+    assert np.abs(got - want).max() <= 2.0**-9 * np.abs(want).max()
+    seen = ~np.isneginf(want_lse)
+    np.testing.assert_allclose(host(lse)[seen], want_lse[seen], atol=1e-3, rtol=1e-4)
+
+
+def test_values_may_be_narrower(device: str) -> None:
+    Cache([90, 3], head_dim=96, value_dim=64).check(device)
+
+
+@pytest.mark.parametrize("length", [1, 1023, 1024, 1025, 5000])
+@emulated(lambda length: length == 1025)
+def test_a_request_does_not_feel_the_batch(device: str, length: int) -> None:
+    """Bit for bit, alone and among others, in another place of another cache."""
+    xp = array_module(device)
+    alone = Cache([length], seed=1)
+    among = Cache([7, length, 2600 if device == "gpu" else 70, 0], seed=2)
+    places = np.arange(length)
+    for own, other in ((alone.k, among.k), (alone.v, among.v)):
+        other[among.table[1][places // 16], places % 16] = own[
+            alone.table[0][places // 16], places % 16
+        ]
+    among.q[1] = alone.q[0]
+    results = [
+        ck.paged_attention(
+            *(xp.asarray(a) for a in (c.q, c.k, c.v, c.table, c.lengths)), batch_invariant=True
+        )
+        for c in (alone, among)
+    ]
+    assert (results[0][0] == results[1][1]).all()
+
+
+def test_a_slab_of_the_manager(device: str) -> None:
+    """Views of a slab that holds two layers, written at the manager's slots."""
+    cache = ck.KVCacheManager(32, 16, num_layers=2, num_heads_kv=2, head_dim=64)
+    xp = namespace(cache.slab.array)
+    if (device == "gpu") != (xp is not np):
+        pytest.skip("the slab lies on the GPU where there is one")
+    generator = np.random.default_rng(0)
+    rows = xp.asarray(generator.standard_normal((2, 50, 2, 64), np.float32).astype(np.float16))
+    cache.allocate("a", range(50))
+    blocks, places = np.divmod(cache.slots("a"), 16)
+    cache.keys(1)[blocks, places] = rows[0]
+    cache.values(1)[blocks, places] = rows[1]
+    q = xp.asarray(generator.standard_normal((1, 1, 4, 64), np.float32).astype(np.float16))
+    table, lengths = map(xp.asarray, cache.block_table(["a"]))
+    out: Any = ck.paged_attention(q, cache.keys(1), cache.values(1), table, lengths)
+    dense: Any = ck.flash_attention(q, rows[:1], rows[1:], causal=True)
+    assert float(abs(out.astype(np.float32) - dense.astype(np.float32)).max()) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": np.zeros((1, 1, 3, 64), np.float32)}, ArrayShapeError, "must divide those of q"),
+        ({"block_table": np.zeros((1, 2), np.int64)}, ArrayDtypeError, "block_table"),
+        ({"seq_lens": np.array([33], np.int32)}, ConfigError, "from 0 to 32"),
+        ({"seq_lens": np.array([-1], np.int32)}, ConfigError, "from 0 to 32"),
+        ({"block_table": np.array([[0, 4]], np.int32)}, ConfigError, r"block_table\[0, 1\] is 4"),
+        ({"v_cache": np.zeros((4, 16, 2, 72), np.float32)}, ArrayShapeError, "at most"),
+        ({"k_cache": np.zeros((4, 16, 2, 64), np.float16)}, ArrayDtypeError, "k_cache"),
+        ({"softcap": -1.0}, ConfigError, "softcap"),
+        ({"causal": 1}, ConfigError, "causal"),
+        ({"out": np.zeros((1, 1, 4, 32), np.float32)}, ArrayError, "out"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "q": np.zeros((1, 1, 4, 64), np.float32),
+        "k_cache": np.zeros((4, 16, 2, 64), np.float32),
+        "v_cache": np.zeros((4, 16, 2, 64), np.float32),
+        "block_table": np.array([[0, 1]], np.int32),
+        "seq_lens": np.array([20], np.int32),
+    }
+    ck.paged_attention(**arguments)
+    with pytest.raises(error, match=message):
+        ck.paged_attention(**(arguments | change))
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_with_other_lengths() -> None:
+    import cupy
+
+    cache = Cache([100, 700, 3], seed=3)
+    arrays = [cupy.asarray(a) for a in (cache.q, cache.k, cache.v, cache.table, cache.lengths)]
+    out = cupy.empty_like(arrays[0])
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        ck.paged_attention(*arrays, out=out)
+        stream.begin_capture()
+        ck.paged_attention(*arrays, out=out)
+        graph = stream.end_capture()
+        for lengths in ([100, 700, 3], [5, 1, 0], [100, 650, 2]):
+            arrays[4][...] = cupy.asarray(lengths, np.int32)
+            graph.launch(stream)
+            stream.synchronize()
+            assert (out == ck.paged_attention(*arrays)).all()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 5])
+def test_a_few_thread_blocks_share_problems(
+    num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares that begin and end inside problems, and hold whole ones."""
+    plan = paged.plan_paged_attention
+    monkeypatch.setattr(
+        paged,
+        "plan_paged_attention",
+        lambda *a, **k: replace(plan(*a, **k), num_blocks=2 * num_blocks),
+    )
+    paged._prepare.forget()  # type: ignore[attr-defined]
+    try:
+        with ck.backend("emulator"):
+            Cache([500, 3, 150, 0, 70], heads_q=6, heads_kv=2).check("emulator")
+    finally:
+        paged._prepare.forget()  # type: ignore[attr-defined]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads_q", [8, 32])
+def test_large_batches_of_unequal_lengths(heads_q: int) -> None:
+    lengths = np.random.default_rng(5).zipf(1.3, 40).clip(0, 9000).tolist()
+    Cache([*lengths, 20000], heads_q=heads_q, heads_kv=2, head_dim=128).check("gpu")

@@ -1,0 +1,320 @@
+"""Every command, interrupted, killed, fed with garbage and run twice at once in one folder: it ends
+in time, with success or with one line and exit code 2 or 130, and leaves no process behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from cukit.cli import app
+from cukit.core.interrupts import INTERRUPTED
+
+ROOT = Path(__file__).parents[2]
+H200 = ROOT / "profiling" / "results" / "h200.json"
+KERNEL = ROOT / "kernels_cu" / "layers" / "rms_norm.cu"
+
+TINY = (
+    "--device", "cpu", "--teacher-hidden", "32", "--teacher-layers", "1", "--teacher-steps", "6",
+    "--student-hidden", "16", "--student-layers", "1", "--steps", "5", "--head-dim", "16",
+    "--batch", "2", "--seq-len", "16", "--checkpoint-every", "2", "--eval-windows", "8",
+)  # fmt: skip
+LONG = (*TINY, "--teacher-steps", "1000000")
+
+WORKING: Mapping[str, tuple[str, ...]] = {
+    "doctor": ("doctor",),
+    "list": ("list",),
+    "compile": ("compile", "--arch", "sm_90a", "--op", "flash_attention"),
+    "bench": ("bench", "--small", "--family", "attention"),
+    "analyze": ("analyze", str(KERNEL), "--arch", "sm_90"),
+    "compare": ("compare", str(H200), str(H200)),
+    "report": ("report", "--arch", "sm_90a", "--op", "flash_attention", "-o", "page.html"),
+    "replay": ("replay", "random-100000-4", "--pools", "cukit"),
+    "distill": ("distill", "--text", str(ROOT / "docs"), "-o", "run", *LONG),
+    "generate": ("generate", "{model}", "--tokens", "1000000", "--device", "cpu"),
+}
+"""A command line of each command; those that can work for seconds do."""
+
+SLOW = pytest.mark.slow
+
+SOON = 2.0
+"""Seconds to the end after Ctrl-C: one is meant, and the machine may be busy."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    start(folder, ("distill", "--text", str(ROOT / "docs"), "-o", "run", *TINY)).communicate()
+    return folder / "run" / "student.safetensors"
+
+
+def start(folder: Path, arguments: tuple[str, ...]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "cukit", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "CUKIT_CACHE_DIR": str(folder / "cache")},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def imports_something(process: subprocess.Popen[str]) -> bool:
+    """Whether NumPy is loaded: Python has started, the first quarter of a second is over."""
+    return "_multiarray_umath" in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def works(process: subprocess.Popen[str]) -> bool:
+    """Whether a command has begun: it starts the thread that watches Ctrl-C."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return imports_something(process) and "\nThreads:\t1\n" not in status
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def filled(name: str, model: Path) -> tuple[str, ...]:
+    return tuple(word.format(model=model) for word in WORKING[name])
+
+
+def test_no_command_is_forgotten() -> None:
+    assert set(WORKING) == {command.name for command in app.registered_commands}
+
+
+def interrupt(process: subprocess.Popen[str]) -> None:
+    """Sends Ctrl-C; the end is quick and one line, or that of a command that was done already."""
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    took = time.monotonic() - began
+    assert "Traceback" not in errors
+    assert took < SOON
+    if process.returncode == INTERRUPTED:
+        said = [line for line in errors.splitlines() if "interrupted" in line or "goes on" in line]
+        assert len(said) == 1, errors
+    else:  # done: code 0, or killed while Python cleans up
+        assert process.returncode in (0, -signal.SIGINT), errors
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_ctrl_c_while_importing(name: str, model: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, filled(name, model))
+    wait_until(lambda: imports_something(process))
+    interrupt(process)
+    assert process.returncode == INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"),
+    [
+        *itertools.product(("compile", "replay", "distill"), (0.5,)),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in itertools.product(WORKING, (0.0, 0.3, 1.0, 3.0))
+        ),
+    ],
+)
+def test_ctrl_c_while_working(name: str, seconds: float, model: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, filled(name, model))
+    wait_until(lambda: process.poll() is not None or works(process))
+    time.sleep(seconds)
+    children = descendants(process.pid) if process.poll() is None else []
+    interrupt(process)
+    wait_until(lambda: not any(map(alive, children)))
+
+
+@pytest.mark.parametrize("name", ["compile", "replay", pytest.param("report", marks=SLOW)])
+def test_workers_die_with_a_killed_parent(name: str, model: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, filled(name, model))
+    wait_until(lambda: len(descendants(process.pid)) > 0)
+    time.sleep(1.0)  # they work
+    children = descendants(process.pid)
+    assert children
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(map(alive, children)))
+
+
+GARBAGE: Mapping[str, bytes] = {
+    "empty": b"",
+    "binary": bytes(range(256)) * 20,
+    "zeros": bytes(5000),
+    "object": b"{}",
+    "list": b"[[]]",
+    "null": b"null",
+    "records": b'{"environment": {}, "records": [3, {"op": "x"}]}',
+    "kernels": b'{"kernels": [{}], "errors": []}',
+    "numbers": b'{"environment": {}, "records": [{"median_us": 1e999, "op": Infinity}]}',
+    "digits": b'{"records": ' + b"9" * 6000 + b"}",
+    "nested": b"[" * 100_000,
+    "truncated": b'{"environment": {"gpu": "NVIDIA H2',
+    "distilled": b'{"models": {}, "milliseconds_per_step_by_op": 3, "verdict": 1, "settings": [],'
+    b' "corpus": null}',
+    "memory": b'{"segments": [{}], "device_traces": [[{"action": 3}]]}',
+    "safetensors": (10**18).to_bytes(8, "little") + b"{}",
+    "log": b"Thread,Time,Action,Pointer,Size,Stream\n1,00:00:00.000000,allocate,0x0,-5,0\n",
+    "utf16": "plain text".encode("utf-16"),
+}
+
+
+def places(folder: Path) -> Iterator[Path]:
+    """Garbage in files, and what is no file."""
+    for name, content in GARBAGE.items():
+        path = folder / name
+        path.write_bytes(content)
+        yield path
+    os.mkfifo(folder / "pipe")
+    (folder / "folder").mkdir()
+    (folder / "loop").symlink_to("loop")
+    yield from (folder / name for name in ("pipe", "folder", "loop", "absent", "x" * 300))
+    yield from (Path("/dev/zero"), Path("/proc/self/mem"))
+
+
+READERS: Mapping[str, Callable[[str], tuple[str, ...]]] = {
+    "compare": lambda path: ("compare", path, path),
+    "report": lambda path: ("report", path, "-q", "-o", "page.html"),
+    "generate": lambda path: ("generate", path, "--device", "cpu", "--tokens", "3"),
+    "replay": lambda path: ("replay", path, "--pools", "cukit"),
+    "analyze": lambda path: ("analyze", path, "--arch", "sm_90"),
+    "resume": lambda path: ("distill", "--resume", "-o", path),
+    "text": lambda path: ("distill", "-o", "run", "--text", path, *TINY, "--seq-len", "10000"),
+    "bench": lambda path: ("bench", "--list", "--only", path),
+}
+NUMBERS = ("nan", "inf", "-1", "0", "1e308", "9" * 40, "9" * 5000, "0x10", "1_0", "٣", "", " ")
+TAKERS: Mapping[str, tuple[str, ...]] = {
+    "compile": ("--jobs", "--arch", "--op"),
+    "compare": ("--tolerance",),
+    "replay": ("--limit", "--seed", "--pools"),
+    "distill": (
+        "--temperature", "--alpha", "--lr", "--steps", "--batch", "--seq-len", "--seed",
+        "--teacher-hidden", "--teacher-layers", "--head-dim", "--workers", "--device", "--dtype",
+    ),
+    "generate": ("--temperature", "--tokens", "--top-k", "--seed", "--device", "--prompt"),
+    "analyze": ("--grid", "--block", "--shared", "--repeat", "--arch", "--entry"),
+    "bench": ("--family", "--only"),
+    "list": ("--family",),
+}  # fmt: skip
+BEFORE: Mapping[str, tuple[str, ...]] = {
+    "compile": ("--op", "gelu", "--arch", "sm_90a", "--jobs", "1"),
+    "compare": (str(H200), str(H200)),
+    "replay": ("random-10-1",),
+    "distill": ("--text", "{short}", "-o", "run", *TINY),
+    "generate": ("{model}", "--device", "cpu", "--tokens", "3"),
+    "analyze": (str(KERNEL), "--arch", "sm_90"),
+    "bench": ("--list",),
+    "list": (),
+}
+"""What the options of TAKERS stand behind. The text is too short to train on: options are checked
+before it is read to the end, or not at all."""
+
+MANY_CALLS = """
+import io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from cukit.cli import run
+for arguments in json.load(sys.stdin):
+    errors = io.StringIO()
+    with redirect_stderr(errors), redirect_stdout(io.StringIO()):
+        try:
+            code = run(arguments)
+        except BaseException as error:
+            code, text = -1, repr(error)
+    print(json.dumps([code, errors.getvalue() if code >= 0 else text]), flush=True)
+"""
+
+
+def run_all(folder: Path, calls: list[tuple[str, ...]]) -> None:
+    """Many command lines in one process, which starts once."""
+    process = subprocess.run(
+        [sys.executable, "-c", MANY_CALLS],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "CUKIT_CACHE_DIR": str(folder / "cache")},
+        input=json.dumps(calls),
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    results = [json.loads(line) for line in process.stdout.splitlines()]
+    assert len(results) == len(calls), f"{calls[len(results)]} ended the process: {process.stderr}"
+    wrong = [
+        f"{' '.join(call)[:200]}: {code} {errors[-300:]}"
+        for call, (code, errors) in zip(calls, results, strict=True)
+        if code not in (0, 1, 2)
+        or "Traceback" in errors
+        or (code == 2 and (errors.count("\n") != 1 or len(errors) > 1500))
+        or (code == 2 and not errors.startswith("cukit: "))
+    ]
+    assert not wrong, f"{len(wrong)} of {len(calls)}:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [name if name in ("report", "replay") else pytest.param(name, marks=SLOW) for name in READERS],
+)
+def test_garbage_ends_in_one_line(reader: str, tmp_path: Path) -> None:
+    run_all(tmp_path, [READERS[reader](str(path)) for path in places(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("generate", "list") else pytest.param(name, marks=SLOW) for name in TAKERS],
+)
+def test_absurd_values_end_in_one_line(name: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    before = [
+        word.format(model=model, short=tmp_path / "short.txt") for word in (name, *BEFORE[name])
+    ]
+    run_all(
+        tmp_path,
+        [(*before, option, value) for option in TAKERS[name] for value in (*NUMBERS, "zzz")],
+    )
+
+
+@SLOW
+@pytest.mark.parametrize("name", WORKING)
+def test_two_at_once_in_one_folder(name: str, model: Path, tmp_path: Path) -> None:
+    words = filled(name, model)
+    quick = {
+        "distill": ("distill", "--text", str(ROOT / "docs"), "-o", "run", *TINY),
+        "generate": ("generate", str(model), "--tokens", "50", "--device", "cpu"),
+        "replay": ("replay", "random-100-1", "--pools", "cukit", "--write", "log.csv"),
+        "compile": ("compile", "--arch", "sm_90a", "--op", "gelu"),
+        "bench": ("bench", "--small", "--only", "gelu", "--out", "results.json"),
+        "report": ("report", "--arch", "sm_90a", "--op", "gelu", "-o", "page.html"),
+    }
+    both = [start(tmp_path, quick.get(name, words)) for _ in range(2)]
+    for process in both:
+        _, errors = process.communicate(timeout=120)
+        assert "Traceback" not in errors
+        assert process.returncode == 0 or (
+            process.returncode == 2 and "another run is writing there" in errors
+        ), errors
+    assert any(process.returncode == 0 for process in both)
