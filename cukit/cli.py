@@ -109,8 +109,8 @@ def _check_values(arguments: Sequence[str]) -> None:
 
 
 def _complain(message: str, code: int) -> int:
-    short = _LONG_WORD.sub(lambda word: f"{word[0][:100]}...{word[0][-60:]}", message)
-    print(f"cukit: {printable(short)}", file=sys.stderr)
+    shown = _LONG_WORD.sub(lambda word: f"{word[0][:100]}...{word[0][-60:]}", printable(message))
+    print(f"cukit: {shown}", file=sys.stderr)
     return code
 
 

@@ -94,6 +94,8 @@ def get_kernel(name: str, platform: str | None = None) -> Callable[..., Any]:
     Raises ConfigError for an unknown name or platform, naming the closest.
     """
     op = get_op(name)
+    if platform is not None and not isinstance(platform, str):
+        raise ConfigError(f"get_kernel: platform must be None, 'cpu' or 'gpu', got {platform!r}")
     if platform is None:
         return op.function
     if platform == "cpu":

@@ -8,7 +8,7 @@ import inspect
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +19,55 @@ from cukit.registry import Op, ops
 from tests.emulator.samples import SAMPLES
 
 KERNEL_OPS = [op for op in ops() if op.has_kernel]
+
+
+class Function(NamedTuple):
+    """A public function that is no op."""
+
+    name: str
+    function: Callable[..., Any]
+
+
+Sample = Callable[[np.random.Generator], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def floats(rng: np.random.Generator, *shape: int) -> np.ndarray[Any, Any]:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+FUNCTIONS: dict[str, Sample] = {
+    "balance_experts": lambda rng: ((rng.random(8), 10, 2), {"num_nodes": 1, "num_groups": 2}),
+    "bsr_from_mask": lambda rng: ((floats(rng, 64, 32), np.eye(4, 2, dtype=bool), 16), {}),
+    "create_adaptive_depth_mask": lambda rng: ((rng.integers(1, 4, 8), 4), {}),
+    "create_sparse_mask": lambda rng: (((64, 96), 16, 0.5), {}),
+    "explain_matmul": lambda rng: ((floats(rng, 8, 16), floats(rng, 16, 8)), {}),
+    "matmul": lambda rng: (
+        (floats(rng, 8, 16), floats(rng, 16, 8)),
+        {"precision": "auto", "rtol": 1e-3},
+    ),
+    "pack_weight": lambda rng: ((cukit.quantize(floats(rng, 64, 64), cukit.int8),), {}),
+    "quantization_report": lambda rng: (
+        (cukit.quantize(x := floats(rng, 4, 64), cukit.int8), x),
+        {},
+    ),
+    "QuantizedArray": lambda rng: (
+        (np.zeros((4, 8), np.uint8), cukit.float8_e4m3, (4, 8), np.ones((4, 1), np.float32)),
+        {"axis": 1, "group_size": 8},
+    ),
+    "BlockPattern": lambda rng: (
+        (np.array([0, 1, 2], np.int32), np.array([0, 1], np.int32), (32, 32), 16),
+        {},
+    ),
+    "MemoryPoolConfig": lambda rng: ((0, 1 << 24), {}),
+    "zeros": lambda rng: (((2, 3),), {"dtype": "float16"}),
+    "full": lambda rng: (((2, 3), 1.5), {}),
+    "arange": lambda rng: ((0, 10, 2), {}),
+    "linspace": lambda rng: ((0.0, 1.0, 5), {}),
+    "asarray": lambda rng: ((floats(rng, 4, 8),), {}),
+    "full_like": lambda rng: ((floats(rng, 4, 8), 2), {}),
+    "xp_namespace": lambda rng: (("cpu",), {}),
+    "get_kernel": lambda rng: (("rms_norm",), {"platform": "cpu"}),
+}
 
 WRITES = {"adamw": {"params", "state"}, "batched_copy": {"memory"}}
 """Arguments that an op is there to change. Beside these: `out`, `grad_weight`, and what
@@ -88,11 +137,11 @@ def mutations(value: Any, rng: np.random.Generator) -> Any:
     return SCALARS[rng.integers(len(SCALARS))]
 
 
-def calls(op: Op, count: int) -> Iterator[tuple[dict[str, Any], str]]:
+def calls(op: Op | Function, count: int) -> Iterator[tuple[dict[str, Any], str]]:
     """Arguments with one or two of them replaced, and their names."""
     rng = np.random.default_rng(zlib.crc32(op.name.encode()))
     signature = inspect.signature(op.function)
-    args, kwargs = SAMPLES[op.name](rng)
+    args, kwargs = (SAMPLES.get(op.name) or FUNCTIONS[op.name])(rng)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     for _ in range(count):
@@ -133,7 +182,7 @@ def show(arguments: dict[str, Any], names: str) -> str:
     return ", ".join(f"{name}={text}" for name, text in described.items())
 
 
-def try_wrong_inputs(op: Op, count: int) -> None:
+def try_wrong_inputs(op: Op | Function, count: int) -> None:
     positional = [
         p.name
         for p in inspect.signature(op.function).parameters.values()
@@ -150,7 +199,7 @@ def try_wrong_inputs(op: Op, count: int) -> None:
                 warnings.simplefilter("ignore")
                 op.function(*args, **options)
             failed = False
-        except CukitError:
+        except (CukitError, MemoryError):
             pass
         except Exception as error:
             complaints.append(
@@ -294,6 +343,12 @@ def test_what_makes_arrays_refuses_by_name(name: str, arguments: dict[str, Any])
 @pytest.mark.parametrize("op", KERNEL_OPS, ids=lambda op: op.name)
 def test_references_refuse_or_work(op: Op, count: int) -> None:
     try_wrong_inputs(op, count)
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_refuse_or_work(name: str, count: int) -> None:
+    try_wrong_inputs(Function(name, getattr(cukit, name)), count)
 
 
 @pytest.mark.slow

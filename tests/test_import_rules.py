@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cukit"
 KERNELS = ROOT / "kernels_cu"
-LONGEST_FILE = 500
+LONGEST_FILE = 550
 
 BASE = {"errors"}
 OPS = BASE | {"core", "reference", "registry", "gemm", "quantization"}
@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_cache": BASE | {"core", "memory"},
     "analyzer": BASE | {"core", "registry", "memory"},
     "commands": LOOP | {"analyzer", "cukit", "emulator"},
-    "cli": BASE | {"core", "cukit", "commands"},
+    "cli": BASE | {"core", "cukit", "commands", "analyzer"},
     "__main__": {"cli"},
     "_start": {"core"},
     "__init__": MODELS | {"_start", "distill", "emulator", "kv_cache", "memory", "models"},

@@ -6,7 +6,6 @@ import functools
 import importlib
 import math
 import numbers
-import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from cukit.core.arrays import KERNEL_DTYPES, Array, adopt, is_gpu_array
 from cukit.core.device import gpu_available, require_cupy
 from cukit.core.narrow_dtype import NarrowDtype
 from cukit.core.quantized_array import QuantizedArray
-from cukit.core.scalars import check_integer, check_number
+from cukit.core.scalars import check_flag, check_integer, check_number, check_shape
 from cukit.errors import (
     ArrayDtypeError,
     ArrayError,
@@ -75,6 +74,8 @@ def asarray(
     Raises:
         ArrayError: `obj` is no array. UnsupportedDeviceError: `device="gpu"` without one.
     """
+    if copy is not None:
+        check_flag("asarray", "copy", copy)
     if isinstance(obj, QuantizedArray):
         obj = obj.decode()
     if isinstance(dtype, NarrowDtype):
@@ -227,13 +228,7 @@ def _holds_numbers(dtype: np.dtype[Any]) -> bool:
 
 
 def _extents(op: str, shape: Any, dtype: np.dtype[Any]) -> tuple[int, ...]:
-    try:
-        given = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-        extents = tuple(map(operator.index, given))
-    except TypeError:
-        raise ArrayShapeError(f"{op}: shape must be integers, got {shape!r}") from None
-    if min(extents, default=0) < 0:
-        raise ArrayShapeError(f"{op}: shape must not be negative, got {shape!r}")
+    extents = check_shape(op, shape)
     if len(extents) > _MOST_AXES or math.prod(extents) * dtype.itemsize >= _MOST_BYTES:
         raise ArrayShapeError(f"{op}: no array is as large as the shape {shape!r}")
     return extents
@@ -260,7 +255,7 @@ def _device_of(array: Array) -> DeviceName:
 
 
 def _checked(device: str) -> DeviceName:
-    if device not in ("cpu", "gpu"):
+    if not isinstance(device, str) or device not in ("cpu", "gpu"):
         raise ConfigError(f"device: expected 'cpu' or 'gpu', got {device!r}")
     return device  # type: ignore[return-value]
 

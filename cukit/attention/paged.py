@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +16,7 @@ from cukit.attention.flash_options import (
     score_options,
     score_settings,
 )
+from cukit.attention.paged_plan import CODE_HEAD_DIMS, CODES, HEAD_DIMS, plan_paged_attention
 from cukit.core.arrays import (
     ACCESS_BYTES,
     FLOAT_DTYPES,
@@ -53,17 +52,9 @@ from cukit.reference import paged_attention as reference
 from cukit.registry import register
 
 _OP = "paged_attention"
-_STEP = 16
-_MOST_WARPS = 4
-_HEAD_DIMS = (64, 96, 128, 192, 256)
-_CODE_HEAD_DIMS = (64, 128, 192, 256)
-_MOST_TEAM = 8
 _STORED = (np.dtype(np.uint8), np.dtype(np.int8))
 _CODE_HEAD_DIM_STEP = 16
-_UNIT_KEYS = 1024
-"""Keys of a unit of a batch-invariant call: a fixed number, whatever the device."""
-_RESERVED_BYTES = 3072
-"""Of shared memory, for each thread block: the system's own and static arrays."""
+_FLOAT8_ARCH = (8, 9)
 
 
 def paged_attention(
@@ -139,7 +130,10 @@ def paged_attention(
     check_flag(_OP, "causal", causal)
     check_flag(_OP, "batch_invariant", batch_invariant)
     check_flag(_OP, "return_lse", return_lse)
-    check_overlap(_OP, out, q=q, k_cache=k_cache, v_cache=v_cache)
+    check_overlap(
+        _OP, out, q=q, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales,
+        block_table=block_table, seq_lens=seq_lens,
+    )  # fmt: skip
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
     arrays = q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out
     if not runs_kernel(_OP, *arrays) or _too_old(codes):
@@ -165,17 +159,13 @@ def paged_attention(
     return attended
 
 
-_CODES = {"": 0, "float8_e4m3": 1, "int8": 2}
-_FLOAT8_ARCH = (8, 9)
-
-
 def _parts(k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any, Any]:
     """What codes both caches hold ("" for none), and their storage and scales."""
     quantized = [isinstance(cache, QuantizedArray) for cache in (k_cache, v_cache)]
     if not any(quantized):
         return "", k_cache, None, v_cache, None
     names = [getattr(getattr(cache, "dtype", None), "name", "") for cache in (k_cache, v_cache)]
-    if not all(quantized) or names[0] != names[1] or names[0] not in _CODES:
+    if not all(quantized) or names[0] != names[1] or names[0] not in CODES:
         raise ArrayDtypeError(
             f"{_OP}: k_cache and v_cache must both hold float8_e4m3 or both int8 codes, or both "
             f"elements of q's dtype, got {names[0]} and {names[1]}"
@@ -276,137 +266,6 @@ def _check_table(
             f"{_OP}: block_table[{b}, {entry}] is {block_table[b, entry]}, but the cache has "
             f"{num_blocks} blocks"
         )
-
-
-@dataclass(frozen=True)
-class PagedConfig:
-    """How a call runs.
-
-    codes: of the caches; "" where they hold `dtype`.
-    head_dim: columns of the tiles. row_tiles: of 16 * m_tiles query rows, of a key head.
-    warps: of a thread block; each has its own 16 keys of a tile.
-    stages: copies of 16 keys and values that a warp has under way or in use.
-    unit_tiles: tiles of keys of a unit, in a batch-invariant call; 0 otherwise.
-    team: thread blocks that work on neighbouring heads of the same keys.
-    """
-
-    dtype: str
-    codes: str
-    head_dim: int
-    padded: bool
-    value_padded: bool
-    m_tiles: int
-    row_tiles: int
-    warps: int
-    stages: int
-    unit_tiles: int
-    team: int
-    blocks_per_sm: int
-    num_blocks: int
-    causal: bool
-    window: bool
-    softcap: bool
-    sinks: bool
-
-    def spec(self) -> KernelSpec:
-        """What is launched."""
-        defines = (
-            ("DTYPE", self.dtype),
-            ("CODE", _CODES[self.codes]),
-            ("HEAD_DIM", self.head_dim),
-            ("PADDED", int(self.padded)),
-            ("VALUE_DIM", self.head_dim),
-            ("VALUE_PADDED", int(self.value_padded)),
-            ("M_TILES", self.m_tiles),
-            ("WARPS", self.warps),
-            ("STAGES", self.stages),
-            ("UNIT_TILES", self.unit_tiles),
-            ("TEAM", self.team),
-            ("BLOCKS_PER_SM", self.blocks_per_sm),
-            ("CAUSAL", int(self.causal)),
-            ("WINDOW", int(self.window)),
-            ("SOFTCAP", int(self.softcap)),
-            ("SINKS", int(self.sinks)),
-        )
-        ring = self.warps * self.stages * _stage_bytes(self.head_dim, self.codes)
-        shared = ring + _query_bytes(self.head_dim, self.m_tiles)
-        return KernelSpec("attention/paged_attention.cu", _OP, defines, 32 * self.warps, shared)
-
-    def slots(self, batch: int, problems: int, most_keys: int) -> tuple[int, int]:
-        """Sums of pieces, and counters, that a call may need at most."""
-        if not self.unit_tiles:
-            return 2 * self.num_blocks, self.num_blocks
-        units = -(-most_keys // _UNIT_KEYS) + 1
-        return batch * problems * units, batch * problems
-
-    @property
-    def slot_floats(self) -> int:
-        """One piece's outputs, maxima and sums."""
-        return 16 * self.m_tiles * (self.head_dim + 2)
-
-
-def _stage_bytes(head_dim: int, codes: str) -> int:
-    """A warp's keys and values of one tile, and their scales."""
-    return 2 * _STEP * (head_dim + 4 if codes else 2 * head_dim)
-
-
-def _query_bytes(head_dim: int, m_tiles: int) -> int:
-    return 16 * m_tiles * head_dim * 2
-
-
-@lru_cache(maxsize=1024)
-def plan_paged_attention(
-    head_dim: int,
-    value_dim: int,
-    heads_kv: int,
-    rows: int,
-    dtype: str,
-    device: Device,
-    *,
-    codes: str = "",
-    causal: bool = True,
-    window: bool = False,
-    softcap: bool = False,
-    sinks: bool = False,
-    batch_invariant: bool = False,
-) -> PagedConfig:
-    """Two thread blocks on an SM for narrow heads, three where codes are decoded, and as many warps
-    and then stages as fit.
-
-    rows: query rows that share a key head: heads of the group times queries of a request.
-    """
-    widths = _CODE_HEAD_DIMS if codes else _HEAD_DIMS
-    width = next(each for each in widths if each >= head_dim)
-    m_tiles = 1 if rows <= 16 or width > 128 else 2
-    blocks = 1 if width > 128 else 3 if codes and m_tiles == 1 else 2
-    room = device.shared_bytes_per_sm // blocks - _RESERVED_BYTES
-    room = min(room, device.shared_bytes_per_block) - _query_bytes(width, m_tiles)
-    warps = _MOST_WARPS
-    while 2 * warps * _stage_bytes(width, codes) > room:
-        warps //= 2
-    # The largest team, among those that leave the fewest thread blocks idle.
-    num_blocks = blocks * device.num_sms
-    sizes = [size for size in range(1, _MOST_TEAM + 1) if heads_kv % size == 0]
-    team = min(sizes, key=lambda size: (num_blocks % size * 50 // num_blocks, -size))
-    return PagedConfig(
-        dtype=dtype,
-        codes=codes,
-        head_dim=width,
-        padded=head_dim < width,
-        value_padded=value_dim < width,
-        m_tiles=m_tiles,
-        row_tiles=-(-rows // (16 * m_tiles)),
-        warps=warps,
-        stages=min(8, room // (warps * _stage_bytes(width, codes))),
-        unit_tiles=_UNIT_KEYS // (_STEP * warps) if batch_invariant else 0,
-        team=team,
-        blocks_per_sm=blocks,
-        num_blocks=num_blocks // team * team,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-    )
 
 
 class PreparedPaged(NamedTuple):
@@ -560,11 +419,11 @@ def _specs(device: Device) -> list[KernelSpec]:
 
     too_old = device.compute_capability < _FLOAT8_ARCH
     return [
-        *(spec(width) for width in _HEAD_DIMS),
+        *(spec(width) for width in HEAD_DIMS),
         spec(128, 32),
         spec(120, 32, window=True, softcap=True, sinks=True),
         spec(128, batch_invariant=True),
-        *(spec(width, codes="int8") for width in _CODE_HEAD_DIMS),
+        *(spec(width, codes="int8") for width in CODE_HEAD_DIMS),
         *(spec(128, rows, codes="float8_e4m3") for rows in (4, 32) if not too_old),
     ]
 

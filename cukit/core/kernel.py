@@ -12,6 +12,7 @@ import numpy as np
 from cukit.core import backend
 from cukit.core.arrays import check_current_device, describe
 from cukit.core.compiler import CompiledKernel, KernelSpec, compile_visibly
+from cukit.core.dependent_launch import DependentFunction
 from cukit.core.device import current_device, require_cupy
 from cukit.errors import LaunchError
 
@@ -159,14 +160,25 @@ class Launch:
     Call it with the arrays; `scalars` follow them, then what `then` adds for this call. The
     argument list is checked the first time: a launcher passes the same kinds for every set of
     arrays with the same description.
+
+    dependent: on GPUs that can, start while the launch before it still runs; the kernel waits for
+    that by itself (:class:`~cukit.core.dependent_launch.DependentFunction`).
     """
 
-    __slots__ = ("_checked", "_idle", "grid", "kernel", "scalars")
+    __slots__ = ("_checked", "_function", "_idle", "grid", "kernel", "scalars")
 
     def __init__(
-        self, kernel: Kernel, grid: tuple[int, ...], scalars: tuple[Argument, ...] = ()
+        self,
+        kernel: Kernel,
+        grid: tuple[int, ...],
+        scalars: tuple[Argument, ...] = (),
+        *,
+        dependent: bool = False,
     ) -> None:
         self.kernel = kernel
+        self._function = kernel.function
+        if dependent and backend.active is None and current_device().compute_capability >= (9, 0):
+            self._function = DependentFunction(kernel.function)
         self.grid = grid
         self.scalars = tuple(map(by_value, scalars))
         self._idle = 0 in grid
@@ -180,7 +192,7 @@ class Launch:
             kernel.check(args)
             self._checked = True
         if not self._idle:
-            kernel.function(self.grid, kernel.block, args, kernel.shared_bytes)
+            self._function(self.grid, kernel.block, args, kernel.shared_bytes)
 
 
 class Launches:

@@ -40,6 +40,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import gpu_available, require_cupy
 from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype
+from cukit.core.scalars import check_shape
 from cukit.errors import (
     ArrayDtypeError,
     ArrayError,
@@ -118,7 +119,7 @@ class QuantizedArray:
                 f"got {self.dtype!r}"
             )
         storage, scales, zero_points = adopt(_NAME, self.storage, self.scales, self.zero_points)
-        shape = tuple(self.shape)
+        shape = check_shape(_NAME, self.shape)
         self._set(storage=storage, scales=scales, zero_points=zero_points, shape=shape)
         _check_storage(storage, self.dtype, self.shape)
         if scales is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cukit.core.arrays import FLOAT_DTYPES, bfloat16
-from cukit.errors import ArrayDtypeError, ConfigError
+from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 
 
 def check_number(
@@ -50,6 +50,18 @@ def check_integer(
         raise ConfigError(
             f"{op}: {name} must be {_range('an integer', least, most, None)}, got {value!r}"
         )
+
+
+def check_shape(op: str, value: Any, name: str = "shape") -> tuple[int, ...]:
+    """`value`, an integer or a sequence of them, as extents. Raises ArrayShapeError."""
+    try:
+        given = tuple(value) if isinstance(value, Sequence) else (value,)
+        extents = tuple(map(operator.index, given))
+    except TypeError:
+        raise ArrayShapeError(f"{op}: {name} must be integers, got {value!r}") from None
+    if min(extents, default=0) < 0:
+        raise ArrayShapeError(f"{op}: {name} must not be negative, got {value!r}")
+    return extents
 
 
 def check_flag(op: str, name: str, value: Any) -> None:

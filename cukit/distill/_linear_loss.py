@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from cukit.core.arrays import (
     FLOAT_DTYPES,
@@ -13,10 +14,12 @@ from cukit.core.arrays import (
     check_array,
     check_same_dtype,
     empty,
+    float16,
     float32,
 )
 from cukit.core.scalars import check_integer
 from cukit.errors import ArrayShapeError
+from cukit.gemm import matmul
 from cukit.gemm.cublas import Matrix, gemm
 
 _FEWEST_TOKENS = 1024
@@ -82,12 +85,14 @@ def check_chunk_tokens(op: str, chunk_tokens: int | None) -> None:
         check_integer(op, "chunk_tokens", chunk_tokens, least=1)
 
 
-def exact_boost(divisor: float, tokens: int, divisor_on_gpu: bool) -> float:
-    """A power of two near the mean's divisor.
+def exact_boost(dtype: Any, divisor: float, tokens: int, divisor_on_gpu: bool) -> float:
+    """What gradients of logits are multiplied by until they are used: 1, but for float16.
 
-    Gradients of logits divided by a large token count would sink below float16's smallest number:
-    they are kept this much larger, and the products that consume them scale them back, exactly.
+    Divided by a large token count they would sink below float16's smallest number. There it is a
+    power of two near the divisor, and the products that consume them scale them back, exactly.
     """
+    if dtype != float16:
+        return 1.0
     size = float(tokens) if divisor_on_gpu else divisor
     return 2.0 ** math.floor(math.log2(max(size, 1.0)))
 
@@ -100,8 +105,7 @@ def empty_logits(hidden: Array, chunk_tokens: int, vocab_size: int) -> Array:
 
 def project(hidden: Array, weight: Array, logits: Array) -> None:
     """logits = hidden @ weight^T."""
-    layouts = (_layout(hidden), _layout(weight, transposed=True), _layout(logits))
-    gemm(hidden, weight, logits, layouts)
+    _multiply(hidden, weight, logits, transpose_b=True)
 
 
 class HeadGradients:
@@ -115,8 +119,8 @@ class HeadGradients:
         boost: float,
     ) -> None:
         self._hidden, self._weight = hidden, weight
-        self._beta = 0.0 if grad_weight is None else 1.0
-        self._alpha = 1.0 / boost
+        self._accumulates = grad_weight is not None
+        self._factor = 1.0 / boost
         self.grad_hidden = empty(hidden, hidden.shape)
         self.grad_weight = empty(weight, weight.shape) if grad_weight is None else grad_weight
         if not hidden.size and grad_weight is None:
@@ -124,16 +128,39 @@ class HeadGradients:
 
     def add(self, chunk: slice, grad_logits: Array) -> None:
         """Writes grad_hidden[chunk], adds the chunk's part to grad_weight."""
-        hidden, grad_hidden = self._hidden[chunk], self.grad_hidden[chunk]
-        layouts = (_layout(grad_logits), _layout(self._weight), _layout(grad_hidden))
-        gemm(grad_logits, self._weight, grad_hidden, layouts, alpha=self._alpha)
-        layouts = (
-            _layout(grad_logits, transposed=True),
-            _layout(hidden),
-            _layout(self.grad_weight),
+        grad_hidden = self.grad_hidden[chunk]
+        _multiply(grad_logits, self._weight, grad_hidden, factor=self._factor)
+        _multiply(
+            grad_logits,
+            self._hidden[chunk],
+            self.grad_weight,
+            transpose_a=True,
+            factor=self._factor,
+            accumulate=self._accumulates,
         )
-        gemm(grad_logits, hidden, self.grad_weight, layouts, alpha=self._alpha, beta=self._beta)
-        self._beta = 1.0
+        self._accumulates = True
+
+
+def _multiply(
+    a: Array,
+    b: Array,
+    out: Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    factor: float = 1.0,
+    accumulate: bool = False,
+) -> None:
+    """out = factor * op(a) @ op(b), plus out with `accumulate`.
+
+    Without a factor the kernel is `matmul`'s choice; cuBLAS alone has one.
+    """
+    if factor == 1.0:
+        options = {"transpose_a": transpose_a, "transpose_b": transpose_b, "accumulate": accumulate}
+        matmul(a, b, out=out, precision="auto", **options)
+        return
+    layouts = _layout(a, transpose_a), _layout(b, transpose_b), _layout(out)
+    gemm(a, b, out, layouts, alpha=factor, beta=float(accumulate))
 
 
 def _layout(array: Array, transposed: bool = False) -> Matrix:

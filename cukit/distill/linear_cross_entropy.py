@@ -100,7 +100,7 @@ def linear_cross_entropy(
     tokens = rows.shape[0]
     config = plan_linear_loss(tokens, rows.shape[1], chunk_tokens)
     divisor, count = normalizer_of(classes, tokens, ignore_index, "mean", normalizer)
-    boost = exact_boost(divisor, tokens, divisor_on_gpu=count is not None)
+    boost = exact_boost(rows.dtype, divisor, tokens, divisor_on_gpu=count is not None)
 
     gradients = HeadGradients(rows, weight, grad_weight, boost)
     logits = empty_logits(rows, config.chunk_tokens, weight.shape[0])

@@ -151,7 +151,7 @@ def linear_kl_divergence(
     tokens, vocab_size = rows.shape[0], weight.shape[0]
     config = plan_linear_loss(tokens, rows.shape[1], chunk_tokens)
     divisor, count = normalizer_of(classes, tokens, ignore_index, "mean", normalizer)
-    boost = exact_boost(divisor, tokens, divisor_on_gpu=count is not None)
+    boost = exact_boost(rows.dtype, divisor, tokens, divisor_on_gpu=count is not None)
     square = temperature**2 if scale_by_temperature_squared else 1.0
     factor = boost / divisor
 

@@ -17,14 +17,13 @@ from cukit.core.arrays import (
     is_gpu_array,
     namespace,
 )
-from cukit.core.scalars import check_choice, check_flag
+from cukit.core.scalars import check_choice, check_flag, check_integer
 from cukit.errors import ArrayError
 from cukit.gemm.depth_routing import depth_gather, row_specs
 from cukit.gemm.linear import linear
 from cukit.gemm.linear_backward import linear_backward
 from cukit.gemm.linear_plan import ACTIVATIONS
 from cukit.reference import depth as reference
-from cukit.reference.depth import create_adaptive_depth_mask
 from cukit.registry import register
 
 __all__ = [
@@ -33,6 +32,23 @@ __all__ = [
     "adaptive_depth_backward",
     "create_adaptive_depth_mask",
 ]
+
+
+def create_adaptive_depth_mask(depth: Array, num_layers: int) -> Array:
+    """Which tokens pass through which layer.
+
+    Args:
+        depth: int32|int64 [tokens], the layers that each token passes through.
+        num_layers: of the stack.
+
+    Returns:
+        bool [num_layers, tokens], where `depth` is. Raises ArrayError or ConfigError.
+    """
+    op = "create_adaptive_depth_mask"
+    (depth,) = adopt(op, depth)
+    check_array(op, "depth", depth, dtypes=INDEX_DTYPES, ndim=1, contiguous=None)
+    check_integer(op, "num_layers", num_layers, least=0, most=2**20)
+    return reference.create_adaptive_depth_mask(depth, num_layers)
 
 
 class DepthStates(NamedTuple):

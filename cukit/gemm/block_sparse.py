@@ -19,6 +19,7 @@ from cukit.core.arrays import (
     namespace,
 )
 from cukit.core.kernel import launch_plan
+from cukit.core.scalars import check_choice, check_integer, check_number, check_shape
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -74,6 +75,7 @@ class BlockPattern:
         check_array(
             "BlockPattern", "mask", mask, dtypes=(np.dtype(bool),), ndim=2, contiguous=False
         )
+        _check_shape((0, 0), block_size)
         host = mask.get() if is_gpu_array(mask) else mask
         indptr = np.concatenate([[0], np.cumsum(host.sum(axis=1))])
         shape = (host.shape[0] * block_size, host.shape[1] * block_size)
@@ -331,8 +333,9 @@ def create_sparse_mask(
            [0, 0, 0, 1]])
     """
     _check_shape(shape, block_size)
-    if not 0 <= density <= 1:
-        raise ConfigError(f"create_sparse_mask: density must be 0 to 1, got {density}")
+    check_number("create_sparse_mask", "density", density, least=0, most=1)
+    check_choice("create_sparse_mask", "kind", kind, ("random", "banded", "magnitude"))
+    check_integer("create_sparse_mask", "seed", seed, least=0)
     if (weight is None) == (kind == "magnitude"):
         raise ConfigError(f"create_sparse_mask: weight goes with kind='magnitude', got {kind!r}")
     rows, columns = shape[0] // block_size, shape[1] // block_size
@@ -342,15 +345,11 @@ def create_sparse_mask(
         middle_row = (np.arange(rows)[:, None] + 0.5) / max(rows, 1)
         middle_column = (np.arange(columns)[None] + 0.5) / max(columns, 1)
         score = -np.abs(middle_row - middle_column)
-    elif kind == "magnitude":
+    else:
         (weight,) = adopt("create_sparse_mask", weight)
         check_array("create_sparse_mask", "weight", weight, shape=shape, contiguous=False)
         squares = (_blocks(weight, block_size).astype(float32) ** 2).sum((2, 3))
         score = squares.get() if is_gpu_array(squares) else squares
-    else:
-        raise ConfigError(
-            f"create_sparse_mask: kind must be random, banded or magnitude, got {kind!r}"
-        )
     best = np.argsort(-score.ravel(), kind="stable")[: round(density * rows * columns)]
     mask = np.zeros(rows * columns, bool)
     mask[best] = True
@@ -376,13 +375,14 @@ def _index(array: Array) -> HostArray:
 
 
 def _check_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, int]:
-    if block_size not in BLOCK_SIZES:
+    if not isinstance(block_size, int) or block_size not in BLOCK_SIZES:
         raise ConfigError(
             f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size}"
         )
-    if len(shape) != 2 or any(extent < 0 or extent % block_size for extent in shape):
+    shape = check_shape("a matrix of blocks", shape)
+    if len(shape) != 2 or any(extent % block_size for extent in shape):
         raise ArrayShapeError(
             f"a matrix of blocks of {block_size} must have two axes, multiples of {block_size}, "
-            f"got {tuple(shape)}"
+            f"got {shape}"
         )
-    return int(shape[0]), int(shape[1])
+    return shape[0], shape[1]

@@ -31,16 +31,18 @@ class MatmulSm90:
         assert tiling is not None
         k = pattern.shape[not transposed.sparse]
         groups = group_rows(*pattern.entries(transposed.sparse), k // tiling.block, tiling.slots)
-        num_sms = current_device().num_sms
-        work = matmul_work(groups.starts, n, tiling.block, tiling.columns, num_sms)
+        cluster = tiling.cluster
+        num_clusters = current_device().num_sms // cluster
+        work = matmul_work(groups.starts, n, tiling.block, tiling.columns * cluster, num_clusters)
         columns = np.append(groups.columns, np.int32(-1))
         numbers = np.append(groups.numbers, np.full((1, tiling.slots), -1, np.int32), axis=0)
         self._index = tuple(map(xp.asarray, (work, columns, numbers)))
         self._zeros = xp.zeros((tiling.block, tiling.block), _dtype(config.dtype))
-        num_blocks, turns, _ = work.shape
+        rows, turns, _ = work.shape
         scalars = (np.int32(n), np.int32(turns))
-        self._launch = Launch(load_kernel(config.spec()), (num_blocks,), scalars)
-        self._values = _maps(*_boxes(tiling, tiling.block, not transposed.sparse, tiling.block))
+        self._launch = Launch(load_kernel(config.spec()), (rows * cluster,), scalars)
+        box_rows, box_columns = _boxes(tiling, tiling.block, not transposed.sparse, tiling.block)
+        self._values = _maps(box_rows // cluster, box_columns)
         self._out = _maps(64, 64)
         self._dense = _maps(*_boxes(tiling, tiling.width, transposed.dense))
 

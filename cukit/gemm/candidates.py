@@ -35,7 +35,7 @@ class MatmulProblem:
     """What decides between kernels: [m, k] times [k, n].
 
     dtype, out: of the operands and of the result.
-    flat: both operands are C-contiguous and have two axes.
+    flat: operands and `out` are C-contiguous and have two axes.
     aligned: rows of both begin on 16 bytes.
     """
 

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.core import backend
-from cukit.core.arrays import ACCESS_BYTES, Array, address_of, bfloat16, runs_kernel
+from cukit.core.arrays import ACCESS_BYTES, Array, address_of, bfloat16, is_gpu_array, runs_kernel
 from cukit.core.device import current_device
 from cukit.core.kernel import launch_plan
+from cukit.core.scalars import check_number
 from cukit.errors import ConfigError
 from cukit.gemm import measured_times
 from cukit.gemm.candidates import (
@@ -83,15 +84,15 @@ def decide(
     """Chooses, logs the choice at level DEBUG of the logger "cukit.gemm", and returns it."""
     options = MatmulOptions(transpose_a, transpose_b, accumulate, out_dtype)
     product = plan_product("matmul", a, b, out, *options)
-    problem = describe_problem(product, a, b, accumulate)
+    problem = describe_problem(product, a, b, out, accumulate)
     own = PRECISIONS[problem.dtype]
-    if precision != "auto" and precision not in own:
+    if not isinstance(precision, str) or (precision != "auto" and precision not in own):
         raise ConfigError(
             f"matmul: precision of {problem.dtype} operands must be auto, {', '.join(own)}, "
             f"got {precision!r}"
         )
-    if rtol is not None and not rtol >= 0:
-        raise ConfigError(f"matmul: rtol must not be negative, got {rtol}")
+    if rtol is not None:
+        check_number("matmul", "rtol", rtol, least=0)
     if not runs_kernel("matmul", a, b, out):
         plan = MatmulPlan(problem, "reference", own[0], rtol)
         return Decision(plan, partial(_run_reference, options))
@@ -124,7 +125,7 @@ _recall = launch_plan(decide)
 
 def recall(a: Array, b: Array, out: Array | None, *options: Any) -> Decision:
     """`decide`, once for each description of operands on a device with kernels."""
-    if type(a) is np.ndarray and backend.active is None:
+    if not is_gpu_array(a) and backend.active is None:
         return decide(a, b, out, *options)
     decision: Decision = _recall(a, b, out, *options)
     return decision
@@ -158,7 +159,9 @@ def _run_reference(options: MatmulOptions, a: Array, b: Array, out: Array | None
     return reference.matmul(a, b, out=out, **options._asdict())
 
 
-def describe_problem(product: Product, a: Array, b: Array, accumulate: bool) -> MatmulProblem:
+def describe_problem(
+    product: Product, a: Array, b: Array, out: Array | None, accumulate: bool
+) -> MatmulProblem:
     """The description of a checked product."""
     left, right, target = product.layouts
     aligned = all(
@@ -175,6 +178,8 @@ def describe_problem(product: Product, a: Array, b: Array, accumulate: bool) -> 
         transpose_a=left.transposed,
         transpose_b=right.transposed,
         accumulate=accumulate,
-        flat=all(array.ndim == 2 and array.flags.c_contiguous for array in (a, b)),
+        flat=all(
+            array is None or (array.ndim == 2 and array.flags.c_contiguous) for array in (a, b, out)
+        ),
         aligned=aligned,
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from cukit.core.arrays import Array, adopt, check_array, empty, float32, runs_kernel
+from cukit.core.arrays import Array, adopt, check_array, float32, runs_kernel
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.narrow_dtype import float8_e4m3
@@ -15,10 +13,11 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag
 from cukit.core.support import Support
 from cukit.errors import ConfigError
-from cukit.gemm.launch_8bit import prepare_8bit
+from cukit.gemm.launch_8bit import Prepared8Bit, prepare_8bit
 from cukit.gemm.operands_8bit import (
     OUT_DTYPES,
-    Parts,
+    Checked,
+    both_operands,
     check_operands,
     check_result,
     parts_of,
@@ -86,24 +85,8 @@ def matmul_fp8(
     if not runs_kernel(_OP, *left[:2], *right[:2], bias, out):
         dtype = _check(a, b, bias, out, out_dtype, fast_accumulation).dtype
         return reference.matmul_fp8(a, b, bias=bias, out_dtype=dtype, out=out)
-    launch, dtype = _prepare(*left, *right, bias, out, out_dtype, fast_accumulation)
-    if out is None:
-        out = empty(left.storage, (a.shape[0], b.shape[0]), dtype)
-    if launch is not None:
-        launch(left.storage, right.storage, out, left.scales, right.scales, bias=bias)
-    return out
-
-
-class _Product(NamedTuple):
-    """A checked call."""
-
-    m: int
-    n: int
-    k: int
-    dtype: np.dtype[Any]
-    a_stride: int | None
-    """None where scales belong to blocks."""
-    b_stride: int | None
+    prepared = _prepare(*left, *right, bias, out, out_dtype, fast_accumulation)
+    return prepared(left, right, out, bias=bias)
 
 
 def _check(
@@ -113,12 +96,12 @@ def _check(
     out: Array | None,
     out_dtype: Any,
     fast_accumulation: bool,
-) -> _Product:
+) -> Checked:
     m, n, k = check_operands(_OP, a, b, float8_e4m3)
     dtype = check_result(_OP, m, n, bias, out, out_dtype)
     strides = row_stride(_OP, "a", a), row_stride(_OP, "b", b)
     if None not in strides:
-        return _Product(m, n, k, dtype, *strides)
+        return Checked(m, n, k, dtype, *strides)
     blocks = (a.block_shape, b.block_shape)
     if blocks != ((1, TILE_K), (TILE_K, TILE_K)):
         raise ConfigError(
@@ -128,21 +111,14 @@ def _check(
     if fast_accumulation:
         raise ConfigError(f"{_OP}: fast_accumulation is for scales of tensors or rows")
     check_array(_OP, "the scales of b", b.scales, dtypes=(float32,))
-    return _Product(m, n, k, dtype, None, None)
+    return Checked(m, n, k, dtype, None, None)
 
 
 @launch_plan
-def _prepare(*values: Any) -> tuple[Any, np.dtype[Any]]:
-    """The launch (None for an empty result), and the result's dtype."""
-    a, b = Parts(*values[:4]), Parts(*values[4:8])
+def _prepare(*values: Any) -> Prepared8Bit:
     bias, out, out_dtype, fast_accumulation = values[8:]
-    m, n, k, dtype, a_stride, b_stride = _check(
-        a.whole(), b.whole(), bias, out, out_dtype, fast_accumulation
-    )
-    if m == 0 or n == 0:
-        return None, dtype
-    product = Product8Bit("Float8E4M3", dtype.name, not fast_accumulation, a_stride is None)
-    return prepare_8bit(product, m, n, k, a_stride or 0, b_stride or 0), dtype
+    checked = _check(*both_operands(values), bias, out, out_dtype, fast_accumulation)
+    return prepare_8bit("Float8E4M3", checked, promoted=not fast_accumulation)
 
 
 def _specs(device: Device) -> list[KernelSpec]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from cukit.core.arrays import (
+    ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
+    address_of,
     adopt,
     bfloat16,
     check_array,
@@ -25,18 +27,18 @@ from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_choice, check_flag
-from cukit.core.support import Support
 from cukit.core.tensor_map import TensorMapCache, encode_sequence_map, encode_tensor_map
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm import grouped_plan
-from cukit.gemm.grouped_plan import MOST_GROUPS, GroupedConfig, GroupedProblem
+from cukit.gemm.grouped_plan import MOST_GROUPS, GroupedConfig, GroupedProblem, Layout
+from cukit.gemm.grouped_sm80 import GroupedSm80, plan_grouped_sm80
+from cukit.gemm.linear_launch import HOPPER
 from cukit.gemm.linear_plan import ITEM_BYTES, ROW_BYTES, TILE_K, Product
 from cukit.reference import grouped_gemm as reference
 from cukit.registry import register
 
 GROUPED_PARAMETERS = parameter_structs("gemm/parameters.cuh")["GroupedParameters"]
 _DTYPES = (float16, bfloat16)
-_ARCH = "sm_90"
 _STRIDE_ELEMENTS = 8  # strides of a tensor map are multiples of 16 bytes
 _MOST_INT32 = 2**31 - 1
 _GATES = ("silu", "gelu", "gelu_tanh")
@@ -64,7 +66,7 @@ def grouped_gemm(
     Args:
         x: float16|bfloat16, see above, C-contiguous; float32|float64 on the CPU only.
         weights: dtype of `x`, [groups, n, k]; [groups, k, n] with `transpose_weights`. On the GPU
-            at most 512 groups, and k and n are multiples of 8.
+            at most 512 groups; fastest where k and n are multiples of 8.
         expert_offsets: int32 [groups + 1], ascending from 0 to at most `rows`.
         expert_counts: int32 [groups]; counts beyond the capacity count as the capacity.
         out: where to write; dtype of `x`, [rows, n] or [groups, capacity, n]. It must not overlap
@@ -79,7 +81,6 @@ def grouped_gemm(
 
     Runs on CuPy's current stream. Offsets and counts are read on the device alone: there is no
     synchronisation, and a graph may capture the call. Accumulates in float32, deterministic.
-    The kernel needs Hopper (sm_90); other devices run the reference, which reads the offsets.
     Paper: Gale et al., "MegaBlocks", arXiv:2211.15841.
 
     >>> import numpy as np, cukit as ck
@@ -199,15 +200,6 @@ def grouped_gated_linear(
     if y.size:
         launch(x, weights, y, joined, _either(expert_offsets, expert_counts))
     return y if joined is None else (y, joined)
-
-
-class Layout(NamedTuple):
-    """Where the rows of groups are."""
-
-    groups: int
-    rows: int  # of all groups together
-    longest: int  # no group has more
-    set_aside: bool
 
 
 class GroupedLaunch:
@@ -364,19 +356,24 @@ def _check_gated(
     return layout
 
 
-def _check_kernel(op: str, x: Array, groups: int, **extents: int) -> None:
+def _check_kernel(op: str, x: Array, groups: int) -> None:
     check_array(op, "x", x, dtypes=_DTYPES)
     if groups > MOST_GROUPS:
         raise ConfigError(f"{op}: at most {MOST_GROUPS} groups on the GPU, got {groups}")
-    for name, extent in extents.items():
-        if extent == 0 or extent % _STRIDE_ELEMENTS:
-            raise ArrayShapeError(
-                f"{op}: {name} must be a multiple of {_STRIDE_ELEMENTS} on the GPU, got {extent}"
-            )
 
 
-def _launch(problem: GroupedProblem, layout: Layout) -> GroupedLaunch:
-    return GroupedLaunch(grouped_plan.plan(problem, current_device().num_sms), layout)
+def _launch(
+    problem: GroupedProblem, layout: Layout, *arrays: Array | None
+) -> GroupedLaunch | GroupedSm80:
+    """TMA needs strides of 16 bytes: other products go to the sm80 class on Hopper too."""
+    extents = problem.extents
+    aligned = not any(extent % _STRIDE_ELEMENTS for extent in extents) and all(
+        array is None or address_of(array) % ACCESS_BYTES == 0 for array in arrays
+    )
+    device = current_device()
+    if device.arch == HOPPER and aligned and all(extents):
+        return GroupedLaunch(grouped_plan.plan(problem, device.num_sms), layout)
+    return GroupedSm80(plan_grouped_sm80(problem, aligned, device.num_sms), layout)
 
 
 @launch_plan
@@ -387,14 +384,14 @@ def _prepare(
     expert_counts: Array | None,
     out: Array | None,
     transpose_weights: bool,
-) -> GroupedLaunch:
+) -> GroupedLaunch | GroupedSm80:
     op = "grouped_gemm"
     layout = _check(op, x, weights, expert_offsets, expert_counts, out, transpose_weights)
     k, n = weights.shape[1:] if transpose_weights else weights.shape[:0:-1]
-    _check_kernel(op, x, layout.groups, k=k, n=n)
+    _check_kernel(op, x, layout.groups)
     major = "MN" if transpose_weights else "K"
     product = Product(layout.rows, n, k, x.dtype.name, major_b=major)
-    return _launch(GroupedProblem(product, layout.groups), layout)
+    return _launch(GroupedProblem(product, layout.groups), layout, x, weights, out)
 
 
 @launch_plan
@@ -404,16 +401,16 @@ def _prepare_backward(
     weights: Array,
     expert_offsets: Array | None,
     expert_counts: Array | None,
-) -> tuple[GroupedLaunch, GroupedLaunch]:
+) -> tuple[GroupedLaunch | GroupedSm80, GroupedLaunch | GroupedSm80]:
     op = "grouped_gemm_backward"
     layout = _check_backward(grad_out, x, weights, expert_offsets, expert_counts)
     groups, n, k = weights.shape
-    _check_kernel(op, x, groups, k=k, n=n)
+    _check_kernel(op, x, groups)
     of_x = Product(layout.rows, k, n, x.dtype.name, major_b="MN")
     of_weights = replace(of_x, m=n, n=k, k=layout.rows, major_a="MN")
     return (
-        _launch(GroupedProblem(of_x, groups), layout),
-        _launch(GroupedProblem(of_weights, groups, ragged="k"), layout),
+        _launch(GroupedProblem(of_x, groups), layout, grad_out, weights),
+        _launch(GroupedProblem(of_weights, groups, ragged="k"), layout, grad_out, x),
     )
 
 
@@ -425,20 +422,18 @@ def _prepare_gated(
     expert_counts: Array | None,
     activation: str,
     keep: bool,
-) -> GroupedLaunch:
+) -> GroupedLaunch | GroupedSm80:
     layout = _check_gated(x, weights, expert_offsets, expert_counts)
     groups, columns, k = weights.shape
-    _check_kernel("grouped_gated_linear", x, groups, k=k, n=columns // 2)
+    _check_kernel("grouped_gated_linear", x, groups)
     product = Product(
         layout.rows, columns // 2, k, x.dtype.name, activation=activation, gated=True, keeps=keep
     )
-    return _launch(GroupedProblem(product, groups), layout)
+    return _launch(GroupedProblem(product, groups), layout, x, weights)
 
 
 def _specs(kind: str, device: Device) -> list[KernelSpec]:
     """Variants of each kind of problem: "forward", "gated" or "backward"."""
-    if device.arch != _ARCH:
-        return []
 
     def belongs(problem: GroupedProblem) -> bool:
         product = problem.product
@@ -449,13 +444,20 @@ def _specs(kind: str, device: Device) -> list[KernelSpec]:
     # Every tiling in bfloat16; in float16, which is compiled alike, what the plan chooses.
     wide = [each for each in grouped_plan.representative("bfloat16") if belongs(each)]
     half = [each for each in grouped_plan.representative("float16") if belongs(each)]
-    configs = [
-        grouped_plan.configure(problem, tiling, device.num_sms)
+    specs = [
+        plan_grouped_sm80(problem, aligned, device.num_sms).spec()
         for problem in wide
-        for tiling in grouped_plan.candidates(problem)
+        for aligned in (True, False)
     ]
-    configs += [grouped_plan.plan(problem, device.num_sms) for problem in half]
-    return list(dict.fromkeys(config.spec() for config in configs))
+    if device.arch == HOPPER:
+        configs = [
+            grouped_plan.configure(problem, tiling, device.num_sms)
+            for problem in wide
+            for tiling in grouped_plan.candidates(problem)
+        ]
+        configs += [grouped_plan.plan(problem, device.num_sms) for problem in half]
+        specs += [config.spec() for config in configs]
+    return list(dict.fromkeys(specs))
 
 
 for _function, _reference, _kind in (
@@ -469,5 +471,4 @@ for _function, _reference, _kind in (
         function=_function,
         reference=_reference,
         specs=partial(_specs, _kind),
-        support=Support(_ARCH, _ARCH),
     )

@@ -31,15 +31,14 @@ from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.gemm.grouped import (
     GROUPED_PARAMETERS,
-    Layout,
     encode_groups,
     encode_matrices,
     layout_of,
 )
-from cukit.gemm.grouped_plan import MOST_GROUPS, STATIC_BYTES
+from cukit.gemm.grouped_plan import MOST_GROUPS, STATIC_BYTES, Layout, most_groups
 from cukit.gemm.launch_8bit import scale_columns
-from cukit.gemm.operands_8bit import Parts, parts_of
-from cukit.gemm.plan_8bit import TILE_K, Tiling8Bit
+from cukit.gemm.operands_8bit import both_operands, parts_of
+from cukit.gemm.plan_8bit import TILE_K, Tiling8Bit, partials_of, scale_bytes
 from cukit.reference import grouped_gemm as reference
 from cukit.registry import register
 
@@ -48,9 +47,7 @@ _ARCH = "sm_90"
 _OUT_DTYPES = (bfloat16, float16)
 _ALIGNMENT = 16  # of rows of codes: strides of a tensor map are multiples of 16 bytes
 _COLUMNS = 8  # of the result, for the same reason
-_SCALE_STAGE_BYTES = 1024
 _PIECE = 64
-_PARTIALS = 2  # sums that a warpgroup keeps: one is promoted beside the products of the next
 _EARLY_ROWS = 4  # of scales, which TMA loads from multiples of 16 bytes on
 _MOST_STAGES = 8
 _FEWEST_STAGES = 3
@@ -132,7 +129,7 @@ class GroupedFp8Config:
     @property
     def stage_bytes(self) -> int:
         """Tiles of both operands, and scales of x."""
-        return (self.tiling.tile_m + self.tiling.tile_n) * TILE_K + _SCALE_STAGE_BYTES
+        return (self.tiling.tile_m + self.tiling.tile_n) * TILE_K + scale_bytes(self.tiling.tile_m)
 
     @property
     def epilogue_bytes(self) -> int:
@@ -157,10 +154,10 @@ class GroupedFp8Config:
             ("TILE_N", tiling.tile_n),
             ("STAGES", self.num_stages),
             ("CONSUMERS", tiling.consumers),
-            ("PARTIALS", _PARTIALS),
+            ("PARTIALS", partials_of(tiling)),
             ("BLOCKS_PER_SM", tiling.blocks_per_sm),
             ("THREADS", threads),
-            ("GROUPS", 64 if self.groups <= 64 else MOST_GROUPS),
+            ("GROUPS", most_groups(self.groups)),
         )
         shared = self.num_stages * self.stage_bytes + self.epilogue_bytes
         entry = "grouped_fp8_sm90"
@@ -173,12 +170,12 @@ def _piece(tiling: Tiling8Bit) -> int:
 
 TILINGS = tuple(
     Tiling8Bit(tile_m, tile_n)
-    for tile_m, tile_n in ((128, 128), (128, 64), (64, 128), (64, 64), (64, 32))
+    for tile_m, tile_n in ((128, 192), (128, 128), (128, 64), (64, 128), (64, 64), (64, 32))
 )
 # An H200 (profiling/notes/grouped_gemm_sm90.md): bytes that an SM receives from L2, float8 products
 # of its tensor cores, the least time of a step of 128 of k, what a tile costs beside its steps.
 _SM_BYTES_PER_US = 80e3
-_SM_MACS_PER_US = 4096 * 1.6e3
+_SM_MACS_PER_US = 4096 * 1.3e3
 _STEP_US = 0.15
 _TILE_US = 1.0
 
@@ -300,7 +297,7 @@ def _check_scales(name: str, array: QuantizedArray, block: tuple[int, ...]) -> N
 
 @launch_plan
 def _prepare(*values: Any) -> tuple[GroupedFp8Launch, np.dtype[Any]]:
-    x, weights = Parts(*values[:4]).whole(), Parts(*values[4:8]).whole()
+    x, weights = both_operands(values)
     layout, dtype = _check(x, weights, *values[8:])
     groups, n, k = weights.shape
     if groups > MOST_GROUPS:

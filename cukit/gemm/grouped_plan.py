@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from cukit.core.kernel import KernelSpec
 from cukit.gemm.linear_plan import (
@@ -21,6 +22,15 @@ STATIC_BYTES = 3072
 """Tiles before each group, and barriers."""
 
 
+class Layout(NamedTuple):
+    """Where the rows of groups are."""
+
+    groups: int
+    rows: int  # of all groups together
+    longest: int  # no group has more
+    set_aside: bool
+
+
 @dataclass(frozen=True)
 class GroupedProblem:
     """What selects a variant.
@@ -35,9 +45,20 @@ class GroupedProblem:
     ragged: str = "m"
 
     @property
+    def extents(self) -> tuple[int, ...]:
+        """Those that all groups share."""
+        product = self.product
+        return (product.n, product.k) if self.ragged == "m" else (product.m, product.n)
+
+    @property
     def rows_each(self) -> float:
         """Of a group, were all alike."""
         return (self.product.m if self.ragged == "m" else self.product.k) / self.groups
+
+
+def most_groups(groups: int) -> int:
+    """How many groups the variant takes that `groups` run on."""
+    return 64 if groups <= 64 else MOST_GROUPS
 
 
 @dataclass(frozen=True)
@@ -71,7 +92,7 @@ class GroupedConfig:
             ("PARTS", parts),
             ("ACTIVATION", ACTIVATIONS[product.activation]),
             ("KEEPS", product.keeps),
-            ("GROUPS", 64 if self.groups <= 64 else MOST_GROUPS),
+            ("GROUPS", most_groups(self.groups)),
         )
         shared = stages * tiling.stage_bytes(product) + tiling.epilogue_bytes(parts)
         entry = "grouped_gemm_sm90"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from cukit.core.arrays import Array, adopt, check_array, empty, int32, runs_kernel
+from cukit.core.arrays import Array, adopt, check_array, int32, runs_kernel
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, launch_plan
 from cukit.core.narrow_dtype import int8
@@ -14,10 +14,11 @@ from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_dtype
 from cukit.errors import ConfigError
-from cukit.gemm.launch_8bit import prepare_8bit
+from cukit.gemm.launch_8bit import Prepared8Bit, prepare_8bit
 from cukit.gemm.operands_8bit import (
     OUT_DTYPES,
-    Parts,
+    Checked,
+    both_operands,
     check_operands,
     check_result,
     parts_of,
@@ -81,26 +82,10 @@ def matmul_int8(
     if not runs_kernel(_OP, *left[:3], *right[:3], *others):
         dtype = _check(a, b, *others, out_dtype).dtype
         return reference.matmul_int8(a, b, bias=bias, out_dtype=dtype, out=out)
-    launch, dtype = _prepare(*left, *right, *others, out_dtype)
-    if out is None:
-        out = empty(left.storage, (a.shape[0], b.shape[0]), dtype)
+    prepared = _prepare(*left, *right, *others, out_dtype)
     if left.zero_points is not None and column_sums is None:
         column_sums = right.storage.sum(axis=1, dtype=int32)
-    if launch is not None:
-        launch(left.storage, right.storage, out, left.scales, right.scales,
-               left.zero_points, column_sums, bias)  # fmt: skip
-    return out
-
-
-class _Product(NamedTuple):
-    """A checked call."""
-
-    m: int
-    n: int
-    k: int
-    dtype: np.dtype[Any]
-    a_stride: int
-    b_stride: int
+    return prepared(left, right, out, column_sums, bias)
 
 
 def _check(
@@ -110,7 +95,7 @@ def _check(
     bias: Array | None,
     out: Array | None,
     out_dtype: Any,
-) -> _Product:
+) -> Checked:
     m, n, k = check_operands(_OP, a, b, int8)
     if a.scales is None:
         if bias is not None:
@@ -119,7 +104,7 @@ def _check(
             check_dtype(_OP, "out_dtype without scales", out_dtype, (int32,))
         if out is not None:
             check_array(_OP, "out without scales", out, dtypes=(int32,), shape=(m, n))
-        return _Product(m, n, k, int32, 0, 0)
+        return Checked(m, n, k, int32, 0, 0)
     a_stride, b_stride = (_row_stride(name, array) for name, array in (("a", a), ("b", b)))
     if b.zero_points is not None:
         raise ConfigError(f"{_OP}: b must not have zero points")
@@ -128,7 +113,7 @@ def _check(
         if column_sums is not None:
             check_array(_OP, "column_sums", column_sums, dtypes=(int32,), shape=(n,))
     dtype = check_result(_OP, m, n, bias, out, out_dtype)
-    return _Product(m, n, k, dtype, a_stride, b_stride)
+    return Checked(m, n, k, dtype, a_stride, b_stride)
 
 
 def _row_stride(name: str, array: QuantizedArray) -> int:
@@ -142,14 +127,8 @@ def _row_stride(name: str, array: QuantizedArray) -> int:
 
 
 @launch_plan
-def _prepare(*values: Any) -> tuple[Any, np.dtype[Any]]:
-    """The launch (None for an empty result), and the result's dtype."""
-    a, b = Parts(*values[:4]), Parts(*values[4:8])
-    m, n, k, dtype, a_stride, b_stride = _check(a.whole(), b.whole(), *values[8:])
-    if m == 0 or n == 0:
-        return None, dtype
-    product = Product8Bit("Int8", dtype.name)
-    return prepare_8bit(product, m, n, k, a_stride, b_stride), dtype
+def _prepare(*values: Any) -> Prepared8Bit:
+    return prepare_8bit("Int8", _check(*both_operands(values), *values[8:]))
 
 
 def _specs(device: Device) -> list[KernelSpec]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cukit.core.arrays import ACCESS_BYTES, Array, address_of, empty, float32
 from cukit.core.device import current_device
@@ -11,8 +13,10 @@ from cukit.core.kernel import Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.gemm.linear_sm90 import box_rows
+from cukit.gemm.operands_8bit import Checked, Parts
 from cukit.gemm.plan_8bit import (
     TILE_K,
+    Code,
     Config8Bit,
     Config8BitSm80,
     Product8Bit,
@@ -25,19 +29,44 @@ from cukit.gemm.plan_8bit import (
 _STRUCTS = parameter_structs("gemm/parameters.cuh")
 
 
-def prepare_8bit(
-    product: Product8Bit, m: int, n: int, k: int, a_stride: int, b_stride: int
-) -> Mapped8Bit | Strided8Bit:
-    """The launch of a checked call on the current device.
+class Prepared8Bit(NamedTuple):
+    """A checked call on the current device."""
 
-    a_stride, b_stride: 1 where each row of `a` (of `b`) has a scale, 0 where all share one.
-    """
+    launch: Mapped8Bit | Strided8Bit | None
+    """None for an empty result."""
+    dtype: np.dtype[Any]
+    """Of the result."""
+
+    def __call__(
+        self,
+        a: Parts,
+        b: Parts,
+        out: Array | None,
+        column_sums: Array | None = None,
+        bias: Array | None = None,
+    ) -> Array:
+        """Returns `out`, or a new array where there is none."""
+        if out is None:
+            out = empty(a.storage, (a.storage.shape[0], b.storage.shape[0]), self.dtype)
+        if self.launch is not None:
+            self.launch(a.storage, b.storage, out, a.scales, b.scales,
+                        a.zero_points, column_sums, bias)  # fmt: skip
+        return out
+
+
+def prepare_8bit(code: Code, checked: Checked, promoted: bool = False) -> Prepared8Bit:
+    """What runs a checked call on the current device; code, promoted: as of Product8Bit."""
+    m, n, k, dtype, a_stride, b_stride = checked
+    if m == 0 or n == 0:
+        return Prepared8Bit(None, dtype)
+    product = Product8Bit(code, dtype.name, promoted, blocks=a_stride is None)
+    strides = a_stride or 0, b_stride or 0
     device = current_device()
     if device.arch != "sm_90":
         config = plan_matmul_8bit_sm80(product, m, n, device.num_sms)
-        return Strided8Bit(config, m, n, k, a_stride, b_stride)
+        return Prepared8Bit(Strided8Bit(config, m, n, k, *strides), dtype)
     tuned = plan_matmul_8bit_sm90(product, m, n, k, device.num_sms)
-    return Mapped8Bit(tuned, m, n, k, a_stride, b_stride)
+    return Prepared8Bit(Mapped8Bit(tuned, m, n, k, *strides), dtype)
 
 
 class Mapped8Bit:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cukit.core.arrays import Array
+from cukit.core.compiler import MacroValue
 from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.gemm.linear_plan import ACTIVATIONS, ITEM_BYTES, Product
@@ -29,17 +30,35 @@ class Sm80Config:
         return self.tile // 32
 
     @property
+    def tiles_m(self) -> int:
+        """Tiles below one another."""
+        return -(-self.product.m // self.tile)
+
+    @property
+    def tiles_n(self) -> int:
+        """Tiles side by side."""
+        return -(-self.product.n // (self.tile // (1 + self.product.gated)))
+
+    @property
     def num_blocks(self) -> int:
         """One for each tile."""
-        product = self.product
-        columns = self.tile // (1 + product.gated)
-        return -(-product.m // self.tile) * -(-product.n // columns)
+        return self.tiles_m * self.tiles_n
 
-    def spec(self) -> KernelSpec:
-        """The kernel variant that this configuration launches."""
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return 2 * self._warps_n * _WARP_THREADS
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return _STAGES * 2 * self.tile * _TILE_K * ITEM_BYTES
+
+    @property
+    def defines(self) -> tuple[tuple[str, MacroValue], ...]:
+        """Macros of kernels_cu/gemm/dense_tile_sm80.cuh."""
         product = self.product
-        threads = 2 * self._warps_n * _WARP_THREADS
-        defines = (
+        return (
             ("DTYPE", product.dtype),
             ("TILE_M", self.tile),
             ("TILE_N", self.tile),
@@ -47,7 +66,7 @@ class Sm80Config:
             ("STAGES", _STAGES),
             ("WARPS_M", 2),
             ("WARPS_N", self._warps_n),
-            ("THREADS", threads),
+            ("THREADS", self.threads),
             ("MAJOR_A", product.major_a),
             ("MAJOR_B", product.major_b),
             ("ALIGNED", self.aligned),
@@ -55,9 +74,11 @@ class Sm80Config:
             ("ACTIVATION", ACTIVATIONS[product.activation]),
             ("KEEPS", product.keeps),
         )
-        shared = _STAGES * 2 * self.tile * _TILE_K * ITEM_BYTES
+
+    def spec(self) -> KernelSpec:
+        """The kernel variant that this configuration launches."""
         entry = "linear_sm80"
-        return KernelSpec(f"gemm/{entry}.cu", entry, defines, threads, shared)
+        return KernelSpec(f"gemm/{entry}.cu", entry, self.defines, self.threads, self.shared_bytes)
 
 
 def plan_sm80(product: Product, aligned: bool, num_sms: int) -> Sm80Config:

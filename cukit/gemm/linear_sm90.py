@@ -13,7 +13,7 @@ from cukit.gemm.linear_plan import ITEM_BYTES, ROW_BYTES, TILE_K, Sm90Config
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")
 _ROW_GROUP = 8  # rows of a period of the swizzle
-_TAIL_BOX = 32
+_FEW_ROWS = 32
 _ROWS = 64  # that a warpgroup stores at a time, and columns of 128 bytes
 
 
@@ -78,12 +78,13 @@ class LinearSm90:
 
 def box_rows(tile: int, extent: int) -> int:
     """Rows that one copy loads of a tile: all, or where the last tile has fewer such that few are
-    outside, which TMA is slow to fill."""
+    outside, which TMA is slow to fill. No fewer copies than that takes: each costs the producer."""
     if extent <= tile:
         return -(-extent // _ROW_GROUP) * _ROW_GROUP
-    if extent % tile == 0 or tile % _TAIL_BOX:
-        return tile
-    return _TAIL_BOX
+    box = tile
+    while -extent % box >= _FEW_ROWS and box % (2 * _ROW_GROUP) == 0 and box >= 2 * _FEW_ROWS:
+        box //= 2
+    return box
 
 
 def _operand(k: int, major: str, extent: int, tile: int) -> TensorMapCache:

@@ -7,6 +7,7 @@ from typing import Any
 
 from cukit.core.arrays import Array, adopt, foreign_namespace, is_gpu_array, runs_kernel
 from cukit.core.device import current_device, require_cupy
+from cukit.core.scalars import check_flag
 from cukit.errors import ConfigError, UnsupportedDeviceError
 from cukit.gemm import measured_times
 from cukit.gemm.candidates import MatmulOptions
@@ -84,6 +85,7 @@ def matmul(
     xp = foreign_namespace(a)
     if xp is not None:
         return _standard(xp, a, b, out, transpose_a, transpose_b, out_dtype, return_plan)
+    check_flag("matmul", "return_plan", return_plan)
     if precision is None:
         if rtol is not None or return_plan:
             raise ConfigError("matmul: rtol and return_plan go with precision='auto'")
@@ -121,6 +123,8 @@ def explain_matmul(
     [2, 4] x [4, 3] float32: reference in float32
     """
     a, b, out = adopt("matmul", a, b, out)
+    flags = {"transpose_a": transpose_a, "transpose_b": transpose_b, "accumulate": accumulate}
+    check_call("matmul", a, b, out, **flags)
     return decide(a, b, out, transpose_a, transpose_b, accumulate, out_dtype, precision, rtol).plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +46,25 @@ def parts_of(op: str, name: str, array: Any, dtype: NarrowDtype) -> Parts:
         )
     form = (array.dtype, array.shape, array.axis, array.group_size)
     return Parts(array.storage, array.scales, array.zero_points, form)
+
+
+class Checked(NamedTuple):
+    """A checked call."""
+
+    m: int
+    n: int
+    k: int
+    dtype: np.dtype[Any]
+    """Of the result."""
+    a_stride: int | None
+    """1 where each row of `a` has a scale, 0 where all share one, None where blocks have."""
+    b_stride: int | None
+
+
+def both_operands(values: Sequence[Any]) -> tuple[QuantizedArray, QuantizedArray]:
+    """The operands whose parts, one after the other, are the first arguments of a launch plan."""
+    size = len(Parts._fields)
+    return Parts(*values[:size]).whole(), Parts(*values[size : 2 * size]).whole()
 
 
 def check_operands(

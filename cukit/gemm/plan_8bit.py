@@ -14,11 +14,9 @@ from cukit.core.kernel import KernelSpec
 Code = Literal["Int8", "Float8E4M3"]
 
 TILE_K = 128
-_SCALE_STAGE_BYTES = 1024
 _SHARED_PER_BLOCK = 227 * KIB
 _SHARED_PER_SM = 228 * KIB
 _MOST_STAGES = 12
-_MOST_BUFFERS = 4
 
 
 class ResultPath(IntEnum):
@@ -80,6 +78,11 @@ class Tiling8Bit:
         return (self.splits - 1) * self.tile_m * self.tile_n // slices * 4
 
 
+def scale_bytes(rows: int) -> int:
+    """Of a stage, where scales belong to blocks: one for each row of a, two of b."""
+    return -(-4 * (rows + 2) // KIB) * KIB
+
+
 def piece_columns(tile_n: int) -> int:
     """Columns of the result that leave in one copy."""
     return next(width for width in (64, 32, 16) if tile_n % width == 0)
@@ -98,14 +101,12 @@ class Config8Bit:
     """Blocks of the grid."""
     group: int
     """Rows of tiles that blocks walk over together."""
-    buffers: int
-    """Pieces of a consumer's result that are on their way at a time."""
 
     @property
     def stage_bytes(self) -> int:
-        """Tiles of a and b, and scales of a."""
+        """Tiles of a and b, and scales of blocks."""
         operands = (self.tiling.tile_m + self.tiling.tile_n) * TILE_K
-        return operands + _SCALE_STAGE_BYTES * self.product.blocks
+        return operands + scale_bytes(self.tiling.tile_m) * self.product.blocks
 
     @property
     def epilogue_bytes(self) -> int:
@@ -114,7 +115,7 @@ class Config8Bit:
             return self.tiling.exchanged_bytes
         if self.result != ResultPath.STAGED:
             return 0
-        return 2 * 64 * piece_columns(self.tiling.tile_n) * self.buffers * self.tiling.consumers
+        return self.tiling.tile_m * self.tiling.tile_n * 2
 
     @property
     def num_stages(self) -> int:
@@ -143,7 +144,6 @@ class Config8Bit:
             ("PARTIALS", self.partials),
             ("BLOCKS", int(self.product.blocks)),
             ("RESULT", int(self.result)),
-            ("BUFFERS", self.buffers),
             ("BLOCKS_PER_SM", tiling.blocks_per_sm),
             ("THREADS", threads),
         )
@@ -151,6 +151,7 @@ class Config8Bit:
         return KernelSpec(f"gemm/{entry}.cu", entry, defines, threads, self.shared_bytes)
 
 
+_WIDE = (192, 176)
 _NARROW = (128, 96, 64, 48, 32, 16)
 _SPLITS = (2, 4)
 
@@ -161,8 +162,7 @@ def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8
         if not product.promoted:
             yield Tiling8Bit(128, 256)
         yield Tiling8Bit(256, 128)
-        if not product.blocks:  # of which a tile of 192 columns has parts of two
-            yield Tiling8Bit(128, 192)
+        yield from (Tiling8Bit(128, tile_n) for tile_n in _WIDE)
     for tile_m in (64,) if m <= 64 else (128, 64):
         yield from (Tiling8Bit(tile_m, tile_n) for tile_n in _NARROW)
         if m <= _MOST_SPLIT_ROWS:
@@ -186,9 +186,9 @@ def _result_path(product: Product8Bit, tiling: Tiling8Bit, n: int) -> ResultPath
     return ResultPath.STAGED if tiling.splits == 1 else ResultPath.ROWS
 
 
-def _promotes_beside(tiling: Tiling8Bit) -> bool:
-    """Whether registers hold two partial sums: one is promoted beside the products of the next."""
-    return tiling.tile_m == 64 * tiling.consumers and tiling.tile_n <= 128
+def partials_of(tiling: Tiling8Bit) -> int:
+    """Partial sums that registers hold: one of two is promoted beside the products of the next."""
+    return 2 if tiling.tile_m == 64 * tiling.consumers and tiling.tile_n <= 128 else 1
 
 
 def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms: int) -> Config8Bit:
@@ -198,16 +198,13 @@ def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms:
     slots = num_sms * tiling.blocks_per_sm // tiling.splits
     clusters = tiles if tiling.splits > 1 else min(tiles, slots)
     group = round((min(clusters, slots) * tiling.tile_n / tiling.tile_m) ** 0.5)
-    partials = 2 if _promotes_beside(tiling) else 1
-    piece = piece_columns(tiling.tile_n)
     return Config8Bit(
         product,
         tiling,
         _result_path(product, tiling, n),
-        partials if product.promoted else 0,
+        partials_of(tiling) if product.promoted else 0,
         clusters * tiling.splits,
         max(1, min(group, tiles_m)),
-        min(_MOST_BUFFERS, tiling.tile_n // piece),
     )
 
 
@@ -215,14 +212,15 @@ def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms:
 
 # An H200, measured (profiling/notes/matmul_8bit_sm90.md).
 _START_US = 4.0  # launch, first loads, last stores
-_PRODUCT_US = 2.32e-5  # of an element of a tile in a step
-_ACROSS_BLOCKS = 1.25  # as long where columns of a tile belong to two blocks of scales
+_PRODUCT_US = 2.27e-5  # of an element of a tile in a step
+_WIDE_COST = 1.06  # as long in tiles of 176 or 192 columns
+_SCALED_PARTIALS = 1.15  # as long with two partial sums times scales of blocks
+_SELECTED_SCALES = 1.25  # as long where a narrow tile lies across blocks of scales
 _SM_BYTES_PER_US = 86e3  # from L2
 _STEP_US = {1: 0.28, 2: 0.25}  # of a tile however small, by its warpgroups
-_EPILOGUE_US = 0.5
-_EPILOGUE_ELEMENT_US = 4e-5
+_EPILOGUE_US = 0.2
+_EPILOGUE_ELEMENT_US = 3.4e-5
 _SPLIT_US = {1: 0.0, 2: 3.5, 4: 6.0}
-_ONE_PARTIAL = {False: 1.02, True: 1.06}  # where a warpgroup waits for its sums; by blocks
 _FIRST_BYTE_US = 5.2  # launch and memory latency
 _MEMORY_BYTES_PER_US = 3.2e6
 _MOST_SPLIT_ROWS = 512
@@ -241,13 +239,15 @@ def cost_us(
     rounds = -(-tiles // max(1, slots))
     share = tiling.blocks_per_sm if tiles * tiling.splits > num_sms else 1  # of an SM
     area = tiling.tile_m * tiling.tile_n
-    across = product.blocks and 128 % tiling.tile_n != 0
+    selected = product.blocks and tiling.tile_n < 128 and 128 % tiling.tile_n != 0
     loaded = (min(m, tiling.tile_m) + tiling.tile_n) * TILE_K
     product_us = area * _PRODUCT_US
-    if across:
-        product_us *= _ACROSS_BLOCKS
-    elif product.promoted and not _promotes_beside(tiling):
-        product_us *= _ONE_PARTIAL[product.blocks]
+    if selected:
+        product_us *= _SELECTED_SCALES
+    elif tiling.tile_n in _WIDE:
+        product_us *= _WIDE_COST
+    elif product.blocks and partials_of(tiling) == 2:
+        product_us *= _SCALED_PARTIALS
     step = max(
         share * product_us,
         share * loaded / _SM_BYTES_PER_US,
@@ -338,7 +338,8 @@ def specs(products: Iterable[Product8Bit], device: Device) -> list[KernelSpec]:
         for tiling, n in (
             (Tiling8Bit(128, 192 if product.promoted else 256), 1024),
             (Tiling8Bit(256, 128), 1024),
-            (Tiling8Bit(128, 112), 1024),
+            (Tiling8Bit(128, 176), 1024),
+            (Tiling8Bit(128, 96), 1024),
             (Tiling8Bit(64, 128), 1023),
             (Tiling8Bit(64, 64, splits=4), 1024),
         )

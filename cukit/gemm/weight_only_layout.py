@@ -179,7 +179,8 @@ def _describe(weight: QuantizedArray, x_dtype: NarrowDtype | None) -> tuple[Weig
         if weight.dtype == int8:
             raise ConfigError("pack_weight: int8 weights must not have zero points")
         _check_zero_points(weight.zero_points)
-    if x_dtype not in (None, float8_e4m3) or (x_dtype == float8_e4m3 and weight.dtype != int4):
+    fits = isinstance(x_dtype, NarrowDtype) and (x_dtype, weight.dtype) == (float8_e4m3, int4)
+    if x_dtype is not None and not fits:
         raise ConfigError(
             "pack_weight: x_dtype must be None or, for an int4 weight, float8_e4m3, "
             f"got {x_dtype!r} for {weight.dtype.name}"

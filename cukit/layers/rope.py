@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 from cukit.core.arrays import (
     ACCESS_BYTES,
@@ -26,7 +28,7 @@ from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_flag, check_integer
-from cukit.errors import ArrayShapeError
+from cukit.errors import ArrayShapeError, ConfigError
 from cukit.layers._elementwise import index_type
 from cukit.reference import rope as reference
 from cukit.registry import register
@@ -44,6 +46,7 @@ def rope(
     interleaved: bool = False,
     rotary_dim: int | None = None,
     inplace: bool = False,
+    out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Rotary position embedding: pairs `(a, b)` of every head turn by the angle of their position.
 
@@ -62,12 +65,15 @@ def rope(
         rotary_dim: leading elements of a head that turn, the others stay; even, by default what
             `cos` says.
         inplace: write into `q` and `k`.
+        out: the pair `(q_out, k_out)` to write into: dtype and shapes of `q` and `k`, strides of
+            their own. They must not overlap the other arguments.
 
     Returns:
-        `(q_out, k_out)`: new C-contiguous arrays, or `q` and `k` themselves.
+        `(q_out, k_out)`: `out`, or new C-contiguous arrays, or `q` and `k` themselves.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument; more tokens than positions.
+        ConfigError: `inplace` with `out`.
 
     Runs on CuPy's current stream, one launch for both; computes in float32, is deterministic.
     Paper: Su et al., arXiv:2104.09864.
@@ -79,7 +85,8 @@ def rope(
     array([[ 1.,  1.],
            [-1.,  1.]], dtype=float32)
     """
-    return _rotate("rope", q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace)
+    options = (position_ids, interleaved, rotary_dim, inplace)
+    return _rotate("rope", q, k, cos, sin, *options, *_pair("rope", out))
 
 
 def rope_backward(
@@ -92,6 +99,7 @@ def rope_backward(
     interleaved: bool = False,
     rotary_dim: int | None = None,
     inplace: bool = False,
+    out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Gradient of :func:`rope`: the rotation by the opposite angle.
 
@@ -99,24 +107,25 @@ def rope_backward(
         grad_q, grad_k: gradients of `q_out` and `k_out`; as `q` and `k` of the forward.
         cos, sin, position_ids, interleaved, rotary_dim: as in the forward.
         inplace: write into `grad_q` and `grad_k`.
+        out: as in the forward, for the gradients of `q` and `k`.
 
     Returns:
-        Gradients of `q` and `k`: new C-contiguous arrays, or the arguments themselves.
+        Gradients of `q` and `k`: `out`, or new C-contiguous arrays, or the arguments themselves.
 
     Raises:
-        ArrayError: as :func:`rope`.
+        ArrayError, ConfigError: as :func:`rope`.
     """
-    return _rotate(
-        "rope_backward",
-        grad_q,
-        grad_k,
-        cos,
-        sin,
-        position_ids,
-        interleaved,
-        rotary_dim,
-        inplace,
-    )
+    options = (position_ids, interleaved, rotary_dim, inplace)
+    pair = _pair("rope_backward", out)
+    return _rotate("rope_backward", grad_q, grad_k, cos, sin, *options, *pair)
+
+
+def _pair(op: str, out: Any) -> tuple[Array | None, Array | None]:
+    if out is None:
+        return None, None
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise ConfigError(f"{op}: out must be a pair of arrays, got {type(out).__name__}")
+    return out
 
 
 _REFERENCES = {"rope": reference.rope, "rope_backward": reference.rope_backward}
@@ -132,13 +141,24 @@ def _rotate(
     interleaved: bool,
     rotary_dim: int | None,
     inplace: bool,
+    q_out: Array | None,
+    k_out: Array | None,
 ) -> tuple[Array, Array]:
-    q, k, cos, sin, position_ids = adopt(op, q, k, cos, sin, position_ids)
+    q, k, cos, sin, position_ids, q_out, k_out = adopt(
+        op, q, k, cos, sin, position_ids, q_out, k_out
+    )
     if inplace is True:
+        if q_out is not None:
+            raise ConfigError(f"{op}: inplace=True and out exclude each other")
         check_overlap(op, q, name="q", k=k, cos=cos, sin=sin)
         check_overlap(op, k, name="k", cos=cos, sin=sin)
-    if not runs_kernel(op, q, k, cos, sin, position_ids):
-        _check(op, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace)
+    inputs = {"q": q, "k": k, "cos": cos, "sin": sin, "position_ids": position_ids}
+    check_overlap(op, q_out, name="q_out", **inputs, k_out=k_out)
+    check_overlap(op, k_out, name="k_out", **inputs)
+    arrays = (q, k, cos, sin, position_ids, q_out, k_out)
+    options = (interleaved, rotary_dim, inplace)
+    if not runs_kernel(op, *arrays):
+        _check(op, *arrays, *options)
         return _REFERENCES[op](
             q,
             k,
@@ -148,9 +168,11 @@ def _rotate(
             interleaved=interleaved,
             rotary_dim=rotary_dim,
             inplace=inplace,
+            out=None if q_out is None else (q_out, k_out),
         )
-    launch = _prepare(op, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace)
-    q_out, k_out = (q, k) if inplace else (empty(q, q.shape), empty(k, k.shape))
+    launch = _prepare(op, *arrays, *options)
+    if q_out is None or k_out is None:
+        q_out, k_out = (q, k) if inplace else (empty(q, q.shape), empty(k, k.shape))
     launch(q, k, cos, sin, position_ids, q_out, k_out)
     return q_out, k_out
 
@@ -169,7 +191,6 @@ class RopeConfig:
     heads_per_thread: int
     interleaved: bool
     inverse: bool
-    inplace: bool
     positions: int
     position_dtype: str
     index: str
@@ -190,7 +211,6 @@ class RopeConfig:
             ("HEADS_PER_THREAD", self.heads_per_thread),
             ("INTERLEAVED", self.interleaved),
             ("INVERSE", self.inverse),
-            ("INPLACE", self.inplace),
             ("POSITIONS", self.positions),
             ("ID", self.position_dtype),
             ("INDEX", self.index),
@@ -237,7 +257,6 @@ def plan_rope(
         heads_per_thread=heads_per_thread,
         interleaved=interleaved,
         inverse=inverse,
-        inplace=inplace,
         positions=positions,
         position_dtype=position_dtype,
         index=index_type(num_threads + threads),
@@ -253,6 +272,8 @@ def _check(
     cos: Array,
     sin: Array,
     position_ids: Array | None,
+    q_out: Array | None,
+    k_out: Array | None,
     interleaved: bool,
     rotary_dim: int | None,
     inplace: bool,
@@ -262,7 +283,10 @@ def _check(
     check_array(op, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
     batch, seq_len, _, head_dim = q.shape
     check_array(op, "k", k, shape=(batch, seq_len, None, head_dim), contiguous=False)
-    check_same_dtype(op, q=q, k=k)
+    if q_out is not None and k_out is not None:
+        check_array(op, "q_out", q_out, shape=q.shape, contiguous=False)
+        check_array(op, "k_out", k_out, shape=k.shape, contiguous=False)
+    check_same_dtype(op, q=q, k=k, q_out=q_out, k_out=k_out)
     check_array(op, "cos", cos, dtypes=(float32, float64), ndim=2)
     check_array(op, "sin", sin, dtypes=(float32, float64), shape=cos.shape)
     max_positions, half = cos.shape
@@ -296,16 +320,25 @@ def _prepare(
     cos: Array,
     sin: Array,
     position_ids: Array | None,
+    q_out: Array | None,
+    k_out: Array | None,
     interleaved: bool,
     rotary_dim: int | None,
     inplace: bool,
 ) -> Launch:
-    _check(op, q, k, cos, sin, position_ids, interleaved, rotary_dim, inplace)
+    arrays = (q, k, cos, sin, position_ids, q_out, k_out)
+    _check(op, *arrays, interleaved, rotary_dim, inplace)
     check_array(op, "q", q, dtypes=KERNEL_DTYPES, ndim=4, contiguous=False)
     check_array(op, "cos", cos, dtypes=(float32,))
     check_array(op, "sin", sin, dtypes=(float32,))
     batch, seq_len, num_heads_q, head_dim = q.shape
     max_positions, half = cos.shape
+    heads = [q, k] if q_out is None or k_out is None else [q, k, q_out, k_out]
+    strides_in = strides_out = _element_strides(q), _element_strides(k)
+    if q_out is not None and k_out is not None:
+        strides_out = _element_strides(q_out), _element_strides(k_out)
+    elif not inplace:
+        strides_out = _contiguous_strides(q), _contiguous_strides(k)
     config = plan_rope(
         batch * seq_len,
         num_heads_q,
@@ -313,7 +346,7 @@ def _prepare(
         head_dim,
         2 * half,
         q.dtype.name,
-        _vec(half, head_dim - 2 * half, q, k, cos, sin),
+        _vec(half, head_dim - 2 * half, (cos, sin), heads),
         interleaved=bool(interleaved),
         inverse=op == "rope_backward",
         inplace=bool(inplace),
@@ -321,8 +354,10 @@ def _prepare(
         position_dtype="int32" if position_ids is None else position_ids.dtype.name,
     )
     parameters = _PARAMETERS.pack(
-        q=_element_strides(q),
-        k=_element_strides(k),
+        q=strides_in[0],
+        k=strides_in[1],
+        q_out=strides_out[0],
+        k_out=strides_out[1],
         num_tokens=batch * seq_len,
         seq_len=seq_len,
         max_positions=max_positions,
@@ -335,12 +370,18 @@ def _element_strides(x: Array) -> tuple[int, ...]:
     return tuple(stride // x.itemsize for stride in x.strides[:-1])
 
 
-def _vec(half: int, rest: int, q: Array, k: Array, cos: Array, sin: Array) -> int:
+def _contiguous_strides(x: Array) -> tuple[int, ...]:
+    """The same of a new array of the shape of `x`."""
+    _, seq_len, num_heads, head_dim = x.shape
+    return seq_len * num_heads * head_dim, num_heads * head_dim, head_dim
+
+
+def _vec(half: int, rest: int, tables: tuple[Array, Array], arrays: Sequence[Array]) -> int:
     """The widest access that every head, every copied rest and every table row is aligned to."""
-    strides = (*_element_strides(q), *_element_strides(k))
-    vec = access_width(math.gcd(half, rest, *strides), q, k)
-    table_vec = access_width(half, cos, sin)  # wider rows take several accesses
-    return vec if min(vec, ACCESS_BYTES // cos.itemsize) <= table_vec else table_vec
+    strides = [stride for x in arrays for stride in _element_strides(x)]
+    vec = access_width(math.gcd(half, rest, *strides), *arrays)
+    table_vec = access_width(half, *tables)  # wider rows take several accesses
+    return vec if min(vec, ACCESS_BYTES // tables[0].itemsize) <= table_vec else table_vec
 
 
 def _specs(inverse: bool, device: Device) -> list[KernelSpec]:

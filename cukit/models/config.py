@@ -72,13 +72,12 @@ class TransformerConfig:
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's shape by name. Matrices are [out_features, in_features]."""
         hidden, head_dim = self.hidden_size, self.head_dim
+        qkv = (self.num_heads_q + 2 * self.num_heads_kv) * head_dim
         shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (self.vocab_size, hidden)}
         for layer in range(self.num_layers):
             shapes |= {
                 f"layers.{layer}.input_norm.weight": (hidden,),
-                f"layers.{layer}.q_proj.weight": (self.num_heads_q * head_dim, hidden),
-                f"layers.{layer}.k_proj.weight": (self.num_heads_kv * head_dim, hidden),
-                f"layers.{layer}.v_proj.weight": (self.num_heads_kv * head_dim, hidden),
+                f"layers.{layer}.qkv_proj.weight": (qkv, hidden),
                 f"layers.{layer}.o_proj.weight": (hidden, self.num_heads_q * head_dim),
                 f"layers.{layer}.mlp_norm.weight": (hidden,),
                 f"layers.{layer}.gate_up_proj.weight": (2 * self.intermediate_size, hidden),

@@ -1,13 +1,14 @@
 """A decoder-only transformer with a hand-written backward pass, out of the public ops.
 
     x_0     = embed(tokens)
-    x_mid   = x_l + attention(rope(q, k), v) W_o      q, k, v = rms_norm(x_l) W_{q,k,v}
-    x_{l+1} = x_mid + silu_and_mul(rms_norm(x_mid) W_gate_up) W_down
+    x_mid   = x_l + attention(rope(q, k), v) W_o      [q | k | v] = rms_norm(x_l) W_qkv
+    x_{l+1} = x_mid + (silu(m W_gate) * (m W_up)) W_down          m = rms_norm(x_mid)
     hidden  = rms_norm(x_L),   logits = hidden W_head^T
 
 There is no tape: `forward` leaves what the gradients need in an `Activations`, and `backward` walks
 it from the end. The same code runs on NumPy and on CuPy arrays; on the GPU every call is
-asynchronous on CuPy's current stream.
+asynchronous on CuPy's current stream. Which kernel multiplies is `matmul(precision="auto")`'s
+choice, from shapes alone: the same in every run.
 
 Papers: RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA
 (Ainslie et al. 2023).
@@ -25,7 +26,7 @@ import numpy as np
 from cukit.attention import flash_attention, flash_attention_backward
 from cukit.core.arrays import Array
 from cukit.errors import ArrayError, ConfigError
-from cukit.gemm import matmul
+from cukit.gemm import gated_linear, matmul
 from cukit.layers import (
     embedding,
     embedding_backward,
@@ -33,7 +34,6 @@ from cukit.layers import (
     rms_norm_backward,
     rope,
     rope_backward,
-    silu_and_mul,
     silu_and_mul_backward,
 )
 from cukit.models.config import TransformerConfig
@@ -48,7 +48,8 @@ class LayerActivations:
     """The residual stream that enters the layer: [rows, hidden_size]."""
     attention_in: Array
     q: Array
-    """After rotation: [batch, seq_len, num_heads_q, head_dim]; k and v with num_heads_kv."""
+    """After rotation: [batch, seq_len, num_heads_q, head_dim]; k and v with num_heads_kv. All three
+    are parts of one array."""
     k: Array
     v: Array
     attention_out: Array
@@ -183,12 +184,8 @@ class Transformer:
         for index in range(config.num_layers):
             weight = self._layer_weights(index, p)
             attention_in, x = self._norm(x, delta, weight["input_norm"])
-            q, k, v = (
-                matmul(attention_in, weight[name], transpose_b=True).reshape(
-                    batch, seq_len, -1, config.head_dim
-                )
-                for name in ("q_proj", "k_proj", "v_proj")
-            )
+            qkv = _project(attention_in, weight["qkv_proj"])
+            q, k, v = self._heads(qkv.reshape(batch, seq_len, -1, config.head_dim))
             q, k = rope(q, k, cos, sin, inplace=True)
             if cache is None:
                 attention_out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
@@ -203,11 +200,13 @@ class Transformer:
                     return_lse=True,
                 )
             x_in = x
-            delta = matmul(_rows(attention_out), weight["o_proj"], transpose_b=True)
+            delta = _project(_rows(attention_out), weight["o_proj"])
             mlp_in, x = self._norm(x, delta, weight["mlp_norm"])
-            gate_up = matmul(mlp_in, weight["gate_up_proj"], transpose_b=True)
-            mlp_act = silu_and_mul(gate_up)
-            delta = matmul(mlp_act, weight["down_proj"], transpose_b=True)
+            gate_up = None
+            mlp_act = gated_linear(mlp_in, weight["gate_up_proj"], return_preactivation=keep)
+            if keep:
+                mlp_act, gate_up = mlp_act
+            delta = _project(mlp_act, weight["down_proj"])
             if keep:
                 layers.append(
                     LayerActivations(
@@ -221,7 +220,7 @@ class Transformer:
 
     def logits(self, hidden: Array) -> Array:
         """hidden W_head^T: [rows, vocab_size]."""
-        return matmul(hidden, self.head, transpose_b=True)
+        return _project(hidden, self.head)
 
     def new_cache(self, batch: int, max_positions: int | None = None) -> KvCache:
         """An empty cache for `batch` sequences of up to `max_positions` tokens."""
@@ -290,17 +289,17 @@ class Transformer:
         weight = self._layer_weights(index, self.parameters)
         grad = self._layer_weights(index, gradients)
 
-        grad_act = matmul(grad_x, weight["down_proj"])
+        grad_act = _product(grad_x, weight["down_proj"])
         _add_product(grad["down_proj"], grad_x, kept.mlp_act)
         grad_gate_up = silu_and_mul_backward(grad_act, kept.gate_up)
-        grad_in = matmul(grad_gate_up, weight["gate_up_proj"])
+        grad_in = _product(grad_gate_up, weight["gate_up_proj"])
         _add_product(grad["gate_up_proj"], grad_gate_up, kept.mlp_in)
         grad_x, grad_weight = rms_norm_backward(
             grad_in, kept.x_mid, weight["mlp_norm"], eps, grad_residual=grad_x
         )
         _add_to(grad["mlp_norm"], grad_weight)
 
-        grad_out = matmul(grad_x, weight["o_proj"]).reshape(kept.attention_out.shape)
+        grad_out = _product(grad_x, weight["o_proj"]).reshape(kept.attention_out.shape)
         _add_product(grad["o_proj"], grad_x, _rows(kept.attention_out))
         # Deterministic, so that a resumed run repeats an unbroken one bit for bit.
         grad_q, grad_k, grad_v = flash_attention_backward(
@@ -310,17 +309,17 @@ class Transformer:
         grad_q = _with_extra(grad_q, state.q.get(index))
         grad_k = _with_extra(grad_k, state.k.get(index))
         grad_v = _with_extra(grad_v, state.v.get(index))
-        seq_len = kept.q.shape[1]
-        grad_q, grad_k = rope_backward(
-            grad_q, grad_k, self._cos[:seq_len], self._sin[:seq_len], inplace=True
-        )
-        grad_q, grad_k, grad_v = _rows(grad_q), _rows(grad_k), _rows(grad_v)
-        grad_in = matmul(grad_q, weight["q_proj"])
-        matmul(grad_k, weight["k_proj"], out=grad_in, accumulate=True)
-        matmul(grad_v, weight["v_proj"], out=grad_in, accumulate=True)
-        _add_product(grad["q_proj"], grad_q, kept.attention_in)
-        _add_product(grad["k_proj"], grad_k, kept.attention_in)
-        _add_product(grad["v_proj"], grad_v, kept.attention_in)
+        batch, seq_len, num_heads_q, head_dim = grad_q.shape
+        num_heads = num_heads_q + 2 * grad_k.shape[2]
+        grad_qkv = self.xp.empty((batch, seq_len, num_heads, head_dim), grad_q.dtype)
+        q_part, k_part, _ = self._heads(grad_qkv)
+        angles = self._cos[:seq_len], self._sin[:seq_len]
+        rope_backward(grad_q, grad_k, *angles, out=(q_part, k_part))
+        *_, v_part = self._heads(_in_pairs(grad_qkv))
+        v_part[...] = _in_pairs(grad_v)
+        grad_qkv = _rows(grad_qkv)
+        grad_in = _product(grad_qkv, weight["qkv_proj"])
+        _add_product(grad["qkv_proj"], grad_qkv, kept.attention_in)
         grad_x, grad_weight = rms_norm_backward(
             grad_in, kept.x, weight["input_norm"], eps, grad_residual=grad_x
         )
@@ -336,11 +335,16 @@ class Transformer:
         normed, new_x = rms_norm(delta, weight, self.config.norm_eps, residual=x)
         return normed, new_x
 
+    def _heads(self, qkv: Array) -> tuple[Array, Array, Array]:
+        """Views of queries, keys and values in [batch, seq_len, all heads, head_dim]."""
+        keys = self.config.num_heads_q
+        values = keys + self.config.num_heads_kv
+        return qkv[:, :, :keys], qkv[:, :, keys:values], qkv[:, :, values:]
+
     @staticmethod
     def _layer_weights(index: int, parameters: Mapping[str, Array]) -> dict[str, Array]:
         names = (
-            "input_norm", "q_proj", "k_proj", "v_proj", "o_proj",
-            "mlp_norm", "gate_up_proj", "down_proj",
+            "input_norm", "qkv_proj", "o_proj", "mlp_norm", "gate_up_proj", "down_proj",
         )  # fmt: skip
         return {name: parameters[f"layers.{index}.{name}.weight"] for name in names}
 
@@ -356,9 +360,24 @@ def _rows(array: Array) -> Array:
     return array.reshape(array.shape[0] * array.shape[1], -1)
 
 
+def _in_pairs(heads: Array) -> Array:
+    """The same memory with two elements as one, of which copies move half as many."""
+    return heads.view(f"u{2 * heads.dtype.itemsize}") if heads.dtype.itemsize < 8 else heads
+
+
+def _project(x: Array, weight: Array) -> Array:
+    """x weight^T, for a weight matrix [out, in]."""
+    return matmul(x, weight, transpose_b=True, precision="auto")
+
+
+def _product(grad_out: Array, weight: Array) -> Array:
+    """grad_out weight, the gradient of what was projected."""
+    return matmul(grad_out, weight, precision="auto")
+
+
 def _add_product(gradient: Array, grad_out: Array, inputs: Array) -> None:
-    """gradient += grad_out^T inputs, the gradient of a [out, in] weight matrix."""
-    matmul(grad_out, inputs, transpose_a=True, out=gradient, accumulate=True)
+    """gradient += grad_out^T inputs, the gradient of a weight matrix."""
+    matmul(grad_out, inputs, transpose_a=True, out=gradient, accumulate=True, precision="auto")
 
 
 def _add_to(gradient: Array, extra: Array) -> None:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cukit.errors import ArrayShapeError, ConfigError
+from cukit.core.scalars import check_integer
+from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 
 Loads = np.ndarray[Any, np.dtype[np.float64]]
 Ids = np.ndarray[Any, np.dtype[np.int32]]
@@ -68,7 +69,17 @@ def balance_experts(
     >>> placement.replicas, placement.experts, placement.device_loads
     (array([3, 1, 1, 1], dtype=int32), array([3, 0, 1, 0, 0, 2], dtype=int32), array([80., 80.]))
     """
-    array = np.asarray(loads, np.float64)
+    for name, value in (
+        ("num_slots", num_slots),
+        ("num_devices", num_devices),
+        ("num_nodes", num_nodes),
+        ("num_groups", num_groups),
+    ):
+        check_integer("balance_experts", name, value, least=1, most=2**24)
+    try:
+        array = np.asarray(loads, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ArrayError(f"balance_experts: loads must be numbers: {error}") from None
     if array.ndim not in (1, 2) or array.shape[-1] == 0:
         raise ArrayShapeError(
             f"balance_experts: loads must have shape [num_experts] or [num_layers, num_experts], "

@@ -57,8 +57,7 @@ def moe_ffn(
         ArrayError: dtype, shape or layout of an argument.
         ConfigError: `capacity` or `keep` out of range.
 
-    Runs on CuPy's current stream, without synchronisation; deterministic. Products need Hopper
-    (:func:`grouped_gemm`).
+    Runs on CuPy's current stream, without synchronisation; deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> x, gate_up, down = np.ones((1, 2)), np.ones((3, 2, 2)), np.ones((3, 2, 1))

@@ -156,10 +156,9 @@ def _prepare(experts: Array, num_experts: int, capacity: int | None) -> tuple[La
     num_tokens, top_k = experts.shape
     config = plan_expert_order(num_tokens, num_experts, current_device().num_sms)
     parameters = routing_parameters(num_tokens, num_experts, top_k, config.chunk, capacity)
-    count, place = (
-        Launch(load_kernel(spec), (config.num_chunks,), (parameters,))
-        for spec in (config.count_spec(), config.place_spec())
-    )
+    grid, scalars = (config.num_chunks,), (parameters,)
+    count = Launch(load_kernel(config.count_spec()), grid, scalars)
+    place = Launch(load_kernel(config.place_spec()), grid, scalars, dependent=True)
     return count, place, config.num_chunks
 
 

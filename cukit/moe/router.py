@@ -45,6 +45,8 @@ _MOST_CHOICES = 32
 _WHOLE_TOKENS = 16
 """Up to as many tokens are routed and ordered by one block, in one launch."""
 _FEW_TOKENS = 4
+_FEW_BINS = 128
+"""A thread keeps their scores in 32 registers, so that an SM has room for two blocks."""
 _BACKWARD_THREADS = 128
 
 
@@ -214,6 +216,8 @@ class RouterConfig:
     losses: bool
     whole: bool
     """One block routes and orders all tokens."""
+    blocks_per_sm: int
+    """For which registers are left over: a block of the launch that orders waits beside."""
 
     def spec(self) -> KernelSpec:
         """The kernel that chooses experts."""
@@ -222,6 +226,7 @@ class RouterConfig:
             *_scores_defines(self.dtype, self.vec, self.scoring, self.renormalize, self.losses),
             ("BIASED", self.biased),
             ("WHOLE", self.whole),
+            ("BLOCKS_PER_SM", self.blocks_per_sm),
             ("MOST_CHOICES", _WHOLE_TOKENS * _MOST_CHOICES),
         )
         return KernelSpec("moe/topk_router.cu", "topk_router", defines, self.order.threads)
@@ -249,7 +254,10 @@ def plan_topk_router(
         threads = min(order.threads, 32 * _FEW_TOKENS if num_tokens <= _FEW_TOKENS else 512)
         order = OrderConfig(order.bins, threads, max(1, num_tokens), 1)
     vec = min(vec, order.bins // 32)
-    return RouterConfig(order, dtype, vec, _SCORINGS[scoring], renormalize, biased, losses, whole)
+    blocks_per_sm = 2 if not whole and order.bins <= _FEW_BINS else 1
+    return RouterConfig(
+        order, dtype, vec, _SCORINGS[scoring], renormalize, biased, losses, whole, blocks_per_sm
+    )
 
 
 class _Launches(NamedTuple):
@@ -288,7 +296,12 @@ def _prepare(
     route = Launch(load_kernel(config.spec()), grid, scalars)
     if config.whole:
         return _Launches(route, None, 1)
-    place = Launch(load_kernel(order.place_spec(losses)), (order.num_chunks + losses,), scalars)
+    place = Launch(
+        load_kernel(order.place_spec(losses)),
+        (order.num_chunks + losses,),
+        scalars,
+        dependent=True,
+    )
     return _Launches(route, place, order.num_chunks)
 
 

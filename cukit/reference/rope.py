@@ -23,6 +23,7 @@ def rope(
     interleaved: bool = False,
     rotary_dim: int | None = None,
     inplace: bool = False,
+    out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Rotate the first `rotary_dim` elements of every head of `q` and `k`; copy the others.
 
@@ -34,9 +35,10 @@ def rope(
         check_range("position_ids", position_ids, cos.shape[0])
     rows = slice(q.shape[1]) if position_ids is None else position_ids
     cos, sin = cos[rows][..., None, :half], sin[rows][..., None, :half]
+    q_out, k_out = (q, k) if inplace else out or (None, None)
     return (
-        _rotate(q, cos, sin, interleaved, q if inplace else None),
-        _rotate(k, cos, sin, interleaved, k if inplace else None),
+        _rotate(q, cos, sin, interleaved, q_out),
+        _rotate(k, cos, sin, interleaved, k_out),
     )
 
 
@@ -50,10 +52,11 @@ def rope_backward(
     interleaved: bool = False,
     rotary_dim: int | None = None,
     inplace: bool = False,
+    out: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array]:
     """Gradient of `rope`: a rotation's transpose is the rotation by the opposite angle."""
     options: dict[str, Any] = {"interleaved": interleaved, "rotary_dim": rotary_dim}
-    return rope(grad_q, grad_k, cos, -sin, position_ids, inplace=inplace, **options)
+    return rope(grad_q, grad_k, cos, -sin, position_ids, inplace=inplace, out=out, **options)
 
 
 def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None) -> Array:
@@ -67,6 +70,7 @@ def _rotate(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | No
     turned_a, turned_b = a * cos - b * sin, b * cos + a * sin
     if out is None:
         out = array_namespace(x).empty(x.shape, x.dtype)
+    if out is not x:
         out[..., 2 * half :] = x[..., 2 * half :]
     out[..., first], out[..., second] = turned_a, turned_b
     return out

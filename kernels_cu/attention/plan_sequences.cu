@@ -9,6 +9,7 @@
 // Deterministic: plan[num_seqs + 1] and all results of the attention; not the order.
 // Reference: tests/attention/test_flash_schedule.py.
 #include "common/platform.cuh"
+#include "common/reduce.cuh"
 
 namespace {
 
@@ -19,22 +20,16 @@ CUKIT_DEVICE int sum_before(int value, int& total) {
   __shared__ int warps[kWarps];
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int warp = threadIdx.x / cukit::kWarpSize;
-  int upto = value;
-#pragma unroll
-  for (int distance = 1; distance < cukit::kWarpSize; distance *= 2) {
-    const int got = __shfl_up_sync(cukit::kFullMask, upto, distance);
-    if (lane >= distance) upto += got;
-  }
-  if (lane == cukit::kWarpSize - 1) warps[warp] = upto;
+  int before = cukit::warp_sum_before(value);
+  if (lane == cukit::kWarpSize - 1) warps[warp] = before + value;
   __syncthreads();
-  int before = 0;
   total = 0;
   for (int w = 0; w < kWarps; ++w) {
     if (w < warp) before += warps[w];
     total += warps[w];
   }
   __syncthreads();
-  return before + upto - value;
+  return before;
 }
 
 }  // namespace

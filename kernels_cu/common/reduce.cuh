@@ -1,4 +1,4 @@
-// Sums and maxima over a warp and over a block, in a fixed order: the same input gives the same bits.
+// Sums and maxima over a warp and over a block, prefix sums over a warp, in a fixed order: the same input gives the same bits.
 #pragma once
 
 #include "common/platform.cuh"
@@ -30,6 +30,18 @@ CUKIT_DEVICE T warp_reduce(T value) {
     value = Op::combine(value, __shfl_xor_sync(kFullMask, value, offset));
   }
   return value;
+}
+
+// Sum of `value` over the lanes before this one. All lanes must call it.
+CUKIT_DEVICE int warp_sum_before(int value) {
+  const int lane = threadIdx.x % kWarpSize;
+  int upto = value;
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const int other = __shfl_up_sync(kFullMask, upto, distance);
+    if (lane >= distance) upto += other;
+  }
+  return upto - value;
 }
 
 // Every thread of the block gets all N results. All threads must call it. `scratch` holds

@@ -11,18 +11,21 @@
 //   none, and stands for those of a group without any: its rows of d are outside, where TMA reads zeros.
 //   The host deals the tiles to the blocks of the grid, so that all end at about the same time; tiles
 //   that run at one time share their columns of d, which L2 then holds.
+// CLUSTER 2: two neighbouring blocks compute tiles side by side. Each loads half of the sparse block that
+//   both multiply, which TMA writes to both.
 // Shared memory, bytes, dynamic: STAGES * (rows + COLUMNS) * TILE_K * 2 + 2 * buffers * 64 * 64 * 2, rows
 //   being 64 or BLOCK: stages (a | b), then 64 x 64 pieces of out, two for each consumer of more than 64
 //   columns, else one; all swizzled. Static: two barriers a stage.
 // Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; COLUMNS a multiple of 128 up to 512, or 256
 //   (BLOCK 128); TILE_K 16|32|64, at most BLOCK; SPARSE_TRANSPOSED, DENSE_TRANSPOSED, OUT_TRANSPOSED 0|1; STAGES 2..;
-//   THREADS 384.
+//   CLUSTER 1, or 2 where BLOCK is 64 or 128; THREADS 384.
 // Tensor maps, swizzled by the bytes of their boxes' rows: values [blocks * BLOCK, BLOCK], boxes of
-//   [BLOCK, TILE_K], SPARSE_TRANSPOSED [TILE_K, up to 64]; d, boxes of [TILE_K, 64] from [k, n],
+//   [BLOCK, TILE_K], SPARSE_TRANSPOSED [TILE_K, up to 64], with CLUSTER 2 of half the rows; d, boxes of [TILE_K, 64] from [k, n],
 //   DENSE_TRANSPOSED [columns of a consumer, TILE_K] from [n, k]; out, boxes of [64, 64].
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/bsr.py.
 #include "common/platform.cuh"
+#include "common/ptx/cluster.cuh"
 #include "common/types.cuh"
 #include "gemm/bsr_sm90.cuh"
 
@@ -33,10 +36,9 @@ constexpr int kBlockSteps = BLOCK / TILE_K;
 
 using Shape = cukit::BsrShape<T, BLOCK, COLUMNS, TILE_K, SPARSE_TRANSPOSED, (BLOCK < 64 ? BLOCK : 64),
                               !DENSE_TRANSPOSED, 64>;
-using Block = cukit::WarpSpecialized<Shape::kConsumers, 40>;
 
-static_assert(THREADS == Block::kThreads, "a producer and two consumers");
 static_assert(BLOCK % TILE_K == 0, "a stage holds no more than a block's steps of k");
+static_assert(CLUSTER == 1 || Shape::kSlots == 1, "a cluster shares one block at a time");
 
 struct Tile {
   int row;     // first row of op(s)
@@ -45,11 +47,14 @@ struct Tile {
   int first_step, end_step;
 
   CUKIT_DEVICE static Tile of(const int4& item) {
-    return {item.x * Shape::kRows, item.y, item.z, 0, (item.w - item.z) * kBlockSteps};
+    const int rank = CLUSTER > 1 ? cukit::cluster_rank() : 0;
+    return {item.x * Shape::kRows, item.y + rank * COLUMNS, item.z, 0,
+            (item.w - item.z) * kBlockSteps};
   }
 };
 
 struct Operands {
+  using WorkTile = Tile;
   static constexpr int kStageBytes = Shape::kStageBytes;
   using TileA = Shape::TileA::Tile;
   using TileB = Shape::TileB::Tile;
@@ -72,7 +77,12 @@ struct Operands {
       const int number = numbers[entry * Shape::kSlots + slot];
       const cukit::TensorMap* const from = number < 0 ? zeros : values;
       const int row = max(number, 0) * BLOCK;
-      if constexpr (SPARSE_TRANSPOSED) {
+      if constexpr (CLUSTER > 1) {
+        constexpr int kShare = TileA::kRows / CLUSTER;
+        TileA::template load_multicast<kShare>(stage, from, full, SPARSE_TRANSPOSED ? 0 : within,
+                                               SPARSE_TRANSPOSED ? row + within : row,
+                                               cukit::cluster_rank() * kShare, (1 << CLUSTER) - 1);
+      } else if constexpr (SPARSE_TRANSPOSED) {
         constexpr int kParts = TileA::kParts / Shape::kSlots;
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
@@ -134,30 +144,19 @@ struct Epilogue {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) bsr_matmul_sm90(
     const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
     const __grid_constant__ cukit::TensorMap zeros,   // [BLOCK, BLOCK], as the values
     const __grid_constant__ cukit::TensorMap dense,   // [k, n]; DENSE_TRANSPOSED [n, k]
     const __grid_constant__ cukit::TensorMap out,     // [m, n]; OUT_TRANSPOSED [n, m]
-    const int4* __restrict__ work,     // [blocks of the grid, turns]: block row, first column, entries
+    const int4* __restrict__ work,     // [clusters of the grid, turns]: block row, first column, entries
                                        // from and to
     const int* __restrict__ block_columns,  // [entries + 1]: of op(s)
     const int* __restrict__ numbers,        // [entries + 1, kSlots]: the blocks there
     const int n, const int turns) {
-  __shared__ cukit::Pipeline<STAGES> pipeline;
-  CUKIT_DYNAMIC_SHARED(unsigned char, stages);
-  const cukit::ListedTiles<Tile> schedule{work, turns};
-
-  Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
-  Block::run(
-      [&] {
-        const Operands operands{&values, &zeros, &dense, block_columns, numbers, n};
-        if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
-      },
-      [&] {
-        const int consumer = Block::consumer_group();
-        const cukit::BsrProduct<Shape> product(stages, consumer);
-        const Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &out, n, consumer};
-        cukit::consume(pipeline, schedule, product, epilogue);
+  const Operands operands{&values, &zeros, &dense, block_columns, numbers, n};
+  cukit::multiply_listed<Shape, STAGES, CLUSTER>(
+      work, turns, operands, [&](unsigned char* buffers, int consumer) {
+        return Epilogue{buffers, &out, n, consumer};
       });
 }

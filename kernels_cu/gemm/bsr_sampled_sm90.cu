@@ -7,7 +7,7 @@
 //   side, and of the result the blocks that exist are stored. Where a tile has fewer entries, its last
 //   is loaded repeatedly. The host deals the tiles to the blocks of the grid.
 // Shared memory, bytes: as bsr_matmul_sm90, pieces of 64 x min(BLOCK, 64).
-// Macros: DTYPE, BLOCK, COLUMNS, STAGES, THREADS: as bsr_matmul_sm90. TILE_K 32|64; A_TRANSPOSED,
+// Macros: DTYPE, BLOCK, COLUMNS, STAGES, THREADS: as bsr_matmul_sm90. CLUSTER 1. TILE_K 32|64; A_TRANSPOSED,
 //   B_TRANSPOSED 0|1.
 // Tensor maps, swizzled by the bytes of their boxes' rows: a, boxes of [BLOCK, TILE_K] from [m, k],
 //   A_TRANSPOSED [TILE_K, 64] from [k, m]; b, boxes of [TILE_K, up to 64] from [k, n],
@@ -26,10 +26,7 @@ constexpr int kPart = BLOCK < 64 ? BLOCK : 64;  // columns of a block that lie t
 
 using Shape =
     cukit::BsrShape<T, BLOCK, COLUMNS, TILE_K, A_TRANSPOSED, 64, !B_TRANSPOSED, kPart>;
-using Block = cukit::WarpSpecialized<Shape::kConsumers, 40>;
 using Store = cukit::PieceStore<T, Shape::kWidth, kPart>;
-
-static_assert(THREADS == Block::kThreads, "a producer and two consumers");
 
 struct Tile {
   int row;    // first row of op(a)
@@ -43,6 +40,7 @@ struct Tile {
 };
 
 struct Operands {
+  using WorkTile = Tile;
   static constexpr int kStageBytes = Shape::kStageBytes;
   using TileA = Shape::TileA::Tile;
   using TileB = Shape::TileB::Tile;
@@ -121,20 +119,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_sampled_sm90(
     const int* __restrict__ block_columns,  // [entries]
     const int* __restrict__ numbers,        // [entries, kSlots]: the blocks there, -1 for none
     const int turns) {
-  __shared__ cukit::Pipeline<STAGES> pipeline;
-  CUKIT_DYNAMIC_SHARED(unsigned char, stages);
-  const cukit::ListedTiles<Tile> schedule{work, turns};
-
-  Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
-  Block::run(
-      [&] {
-        const Operands operands{&a, &b, block_columns};
-        if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
-      },
-      [&] {
-        const int consumer = Block::consumer_group();
-        const cukit::BsrProduct<Shape> product(stages, consumer);
-        const Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &values, numbers, consumer};
-        cukit::consume(pipeline, schedule, product, epilogue);
+  const Operands operands{&a, &b, block_columns};
+  cukit::multiply_listed<Shape, STAGES>(
+      work, turns, operands, [&](unsigned char* buffers, int consumer) {
+        return Epilogue{buffers, &values, numbers, consumer};
       });
 }

@@ -1,5 +1,5 @@
-// What the block-sparse products on Hopper share: the shape of a tile, its product and its schedule
-// (sm_90a; the skeleton is common/hopper/gemm.cuh).
+// What the block-sparse products on Hopper share: the shape of a tile, its product, its schedule and how
+// they are put together (sm_90a; the skeleton is common/hopper/gemm.cuh). Macro: THREADS.
 //
 // A tile has the rows of one block row, and is as wide as the accumulators allow, which reads each
 // stored block least often:
@@ -78,7 +78,7 @@ struct BsrShape {
 };
 
 // Both operands from shared memory, as SharedProduct.
-template <typename Shape>
+template <typename Shape, int ClusterSize>
 struct BsrProduct {
   using Accumulators = float[Shape::kWidth / 2];
   unsigned long long a, b;  // descriptors of this consumer's operands in stage 0
@@ -105,12 +105,12 @@ struct BsrProduct {
       }
       wgmma_commit();
       wgmma_wait<1>(sums);
-      if (step > 0) pipeline.release(done);
+      if (step > 0) pipeline.template release_to_cluster<ClusterSize>(done);
       done = at;
       at.advance();
     }
     wgmma_wait<0>(sums);
-    pipeline.release(done);
+    pipeline.template release_to_cluster<ClusterSize>(done);
   }
 };
 
@@ -172,20 +172,48 @@ struct PieceStore {
   }
 };
 
-// Work that was dealt out on the host: what a block does is a row of work, which ends with a number
+// Work that was dealt out on the host: what a cluster does is a row of work, which ends with a number
 // below 0.
-template <typename WorkTile>
+template <typename WorkTile, int ClusterSize>
 struct ListedTiles {
   using Tile = WorkTile;
-  const int4* work;  // [blocks, turns]
+  const int4* work;  // [clusters, turns]
   int turns;
 
   CUKIT_DEVICE bool tile(int turn, Tile& tile) const {
-    const int4 item = work[static_cast<long long>(blockIdx.x) * turns + turn];
+    const int cluster = static_cast<int>(blockIdx.x) / ClusterSize;
+    const int4 item = work[static_cast<long long>(cluster) * turns + turn];
     if (item.x < 0) return false;
     tile = Tile::of(item);
     return true;
   }
 };
+
+// A whole block: a producer and two consumers compute the tiles that were dealt to it. The dynamic shared
+// memory holds the stages, and behind them what make_epilogue(buffers, consumer) returns stores through.
+template <typename Shape, int Stages, int ClusterSize = 1, typename Operands, typename MakeEpilogue>
+CUKIT_DEVICE void multiply_listed(const int4* work, int turns, const Operands& operands,
+                                  const MakeEpilogue& make_epilogue) {
+  using Block = WarpSpecialized<Shape::kConsumers, 40>;
+  static_assert(THREADS == Block::kThreads, "a producer and two consumers");
+  __shared__ Pipeline<Stages> pipeline;
+  CUKIT_DYNAMIC_SHARED(unsigned char, stages);
+  const ListedTiles<typename Operands::WorkTile, ClusterSize> schedule{work, turns};
+
+  Block::template prepare<ClusterSize>(
+      [&] { pipeline.init(ClusterSize * Block::kConsumerWarps); });
+  Block::run(
+      [&] {
+        if (threadIdx.x == 0) produce(pipeline, stages, schedule, operands);
+        leave_cluster<ClusterSize>();
+      },
+      [&] {
+        const int consumer = Block::consumer_group();
+        const BsrProduct<Shape, ClusterSize> product(stages, consumer);
+        const auto epilogue = make_epilogue(stages + Stages * Shape::kStageBytes, consumer);
+        consume(pipeline, schedule, product, epilogue);
+        leave_cluster<ClusterSize>();
+      });
+}
 
 }  // namespace cukit

@@ -4,7 +4,7 @@
 //
 // Mapping: blocks walk over the tiles of all groups (gemm/grouped_tiles.cuh, RAGGED M); sums of 128
 //   products are promoted (common/hopper/promoted_product.cuh), as in matmul_8bit_sm90.cu.
-// Shared memory, dynamic: STAGES * ((TILE_M + TILE_N) * 128 + 1024), stages (x | weights | scales of x);
+// Shared memory, dynamic: STAGES * ((TILE_M + TILE_N) * 128 + 1024), stages (x | weights | scales);
 //   then the buffers of StagedEpilogue. Static: two barriers a stage, 4 * (GROUPS + 1) bytes.
 // Macros: OUT float16|bfloat16; TILE_M 64|128; TILE_N a multiple of 16 up to 256; STAGES; CONSUMERS
 //   1|2; PARTIALS 1|2; BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1); GROUPS.
@@ -26,7 +26,8 @@ using cukit::Ragged;
 
 using Out = cukit::OUT;
 using Shape = cukit::GemmShape<cukit::Float8E4M3, TILE_M, TILE_N, 1, CONSUMERS>;
-using Block = cukit::WarpSpecialized<CONSUMERS, 40, BLOCKS_PER_SM>;
+// The producer looks for tiles and copies scales; it spills with 40 registers.
+using Block = cukit::WarpSpecialized<CONSUMERS, 56, BLOCKS_PER_SM>;
 using Schedule = cukit::GroupedTiles<Ragged::M, TILE_M, TILE_N>;
 using Epilogue = cukit::GroupedEpilogue<Shape, Out, Ragged::M, cukit::Identity>;
 using Blocks = cukit::BlockScales<Shape>;
@@ -40,11 +41,14 @@ CUKIT_DEVICE int rows_early(const GroupTile& tile) { return (tile.first_row() + 
 
 struct Operands {
   static constexpr int kStageBytes = Shape::kStageBytes + Blocks::kStageBytes;
+  static constexpr int kArrivals = cukit::ColumnScales<Shape>::kArrivals;
   static constexpr int kScaleBytes = kScaleRows * static_cast<int>(sizeof(float));
   cukit::GroupedOperands<Shape, Ragged::M, 1> operands;
   const cukit::TensorMap* scales;
+  cukit::ColumnScales<Shape> columns;  // of group 0
 
-  static_assert(kScaleBytes <= Blocks::kStageBytes, "behind the operands of a stage");
+  static_assert(kScaleBytes + Blocks::kColumnBytes <= Blocks::kStageBytes,
+                "behind the operands of a stage");
 
   CUKIT_DEVICE int bytes(const GroupTile&) const { return Shape::kStageBytes + kScaleBytes; }
 
@@ -53,33 +57,23 @@ struct Operands {
     operands.load(stage, full, tile, step);
     const int row = tile.first_row() + tile.m - rows_early(tile);
     cukit::tma_load_2d(stage + Shape::kStageBytes, scales, full, row, step);
+    auto own = columns;
+    own.b += static_cast<long long>(tile.group) * own.blocks * own.steps;
+    own.load(stage, full, tile.n, step);
   }
 };
 
-// BlockScales with a matrix of scales for each group.
+// BlockScales that lie where rows_early() says.
 struct Scales {
   static constexpr int kStageBytes = Blocks::kStageBytes;
   using Factors = Blocks::Factors;
-  Blocks first;  // those of group 0
-
-  CUKIT_DEVICE Blocks of(int group) const {
-    Blocks own = first;
-    own.b += static_cast<long long>(group) * own.rows * own.row_stride;
-    return own;
-  }
+  Blocks blocks;
 
   class Cursor : public Blocks::Cursor {
    public:
     CUKIT_DEVICE Cursor(const Scales& scales, const GroupTile& tile)
-        : Blocks::Cursor(scales.of(tile.group), {tile.m / TILE_M, tile.n / TILE_N, 0, tile.end_step}),
-          early_bytes_(rows_early(tile) * static_cast<int>(sizeof(float))) {}
-
-    CUKIT_DEVICE Factors factors(const unsigned char* stage, int step, int row_tile) {
-      return Blocks::Cursor::factors(stage + early_bytes_, step, row_tile);
-    }
-
-   private:
-    int early_bytes_;
+        : Blocks::Cursor(scales.blocks, {tile.m / TILE_M, tile.n / TILE_N, 0, tile.end_step},
+                         rows_early(tile)) {}
   };
 };
 
@@ -102,18 +96,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   }
   const Schedule schedule{p, groups, starts};
 
-  Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
+  Block::prepare([&] { pipeline.init(Block::kConsumerWarps, Operands::kArrivals); });
   Block::run(
       [&] {
         if (threadIdx.x == 0) {
-          const Operands operands{{&x, &weights, 0, p.n}, &x_scales};
+          const int blocks = (p.n + cukit::kScaleBlock - 1) / cukit::kScaleBlock;
+          const Operands operands{{&x, &weights, 0, p.n}, &x_scales, {scales, p.steps, blocks}};
           cukit::produce(pipeline, stages, schedule, operands);
         }
       },
       [&] {
         const int group = Block::consumer_group();
-        const int blocks = (p.n + cukit::kScaleBlock - 1) / cukit::kScaleBlock;
-        const Scales factors{{scales, p.steps, blocks, group}};
+        const Scales factors{{group}};
         const cukit::PromotedProduct<Shape, Scales, PARTIALS> product(stages, group, factors);
         Epilogue epilogue{stages + STAGES * Operands::kStageBytes, &out, nullptr, 0, p.n, group, {}};
         cukit::consume(pipeline, schedule, product, epilogue);

@@ -1,26 +1,19 @@
 // Products of groups of rows: the parts of common/hopper/gemm.cuh that know of groups.
 //
-// Row r of group g is multiplied by matrix g. Groups lie one behind the other (offsets[groups + 1]), or
-// each has `longest` rows set aside, of which it uses counts[g]. Both are read on the device alone.
+// Row r of group g is multiplied by matrix g; gemm/groups.cuh says where groups lie.
 //
 // Ragged matrices, whose rows are those of the groups, come as maps of sequences (encode_sequence_map in
 // cukit/core/tensor_map.py): what lies behind the last row of a group reads as zero and is not written,
 // though another group may begin there. Zeros also cost the tensor cores less power than the next group's
 // rows.
-//
-//   Ragged     product                                     groups are along
-//   M          x[rows, k]  times  weights[g][n, k]         rows of a and of the result
-//   N          weights[g][m, k]  times  x[rows, k]         rows of b, columns of the product
-//   K          grad[rows, m]^T  times  x[rows, n]          k, for a result [g][m, n]
 #pragma once
 
 #include "common/hopper/gemm.cuh"
 #include "common/platform.cuh"
+#include "gemm/groups.cuh"
 #include "gemm/parameters.cuh"
 
 namespace cukit {
-
-enum class Ragged { M, N, K };
 
 // A tile of the product of one group.
 struct GroupTile {
@@ -33,52 +26,6 @@ struct GroupTile {
   // The group's first row among all rows.
   CUKIT_DEVICE int first_row() const { return rows.matrix - length; }
 };
-
-// Where the rows of groups are.
-struct Groups {
-  const int* ends;  // offsets[groups + 1], or counts[groups] with rows set aside
-  int longest;
-  bool set_aside;
-
-  CUKIT_DEVICE int length(int group) const {
-    return set_aside ? min(ends[group], longest) : ends[group + 1] - ends[group];
-  }
-  // The first row of a group in a map of sequences.
-  CUKIT_DEVICE MatrixRow first(int group, int length) const {
-    const int end = set_aside ? group * longest + length : ends[group + 1];
-    return {end, longest - length};
-  }
-};
-
-// Fills starts[groups + 1]: tiles of `extent` rows of the groups before each. One warp, at most
-// MostGroups groups.
-template <int MostGroups>
-CUKIT_DEVICE void count_tiles(int* starts, const Groups& rows, int groups, int extent) {
-  constexpr int kPerLane = (MostGroups + kWarpSize - 1) / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  int tiles[kPerLane];
-  int sum = 0;
-#pragma unroll
-  for (int j = 0; j < kPerLane; ++j) {
-    const int group = lane * kPerLane + j;
-    tiles[j] = group < groups ? (rows.length(group) + extent - 1) / extent : 0;
-    sum += tiles[j];
-  }
-  int upto = sum;
-#pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const int other = __shfl_up_sync(kFullMask, upto, distance);
-    if (lane >= distance) upto += other;
-  }
-  int before = upto - sum;
-#pragma unroll
-  for (int j = 0; j < kPerLane; ++j) {
-    const int group = lane * kPerLane + j;
-    if (group <= groups) starts[group] = before;
-    before += tiles[j];
-  }
-  if (lane == kWarpSize - 1 && groups == MostGroups) starts[groups] = before;
-}
 
 // Tiles of all groups under the static schedule, group by group. `columns`: of the result in a tile.
 template <Ragged kRagged, int TileM, int Columns>
@@ -99,14 +46,14 @@ struct GroupedTiles {
       const int others = kRagged == Ragged::M ? tiles.tiles_n : tiles.tiles_m;
       const int at = index / others;
       if (at >= starts[p.groups]) return false;
-      tile.group = last_start(at);
+      tile.group = group_of_tile(starts, p.groups, at);
       const int own = starts[tile.group + 1] - starts[tile.group];
       (kRagged == Ragged::M ? tiles.tiles_m : tiles.tiles_n) = own;
       index -= starts[tile.group] * others;
     }
     const MatrixTile found = tiles.at(index);
     tile.length = groups.length(tile.group);
-    tile.rows = groups.first(tile.group, tile.length);
+    tile.rows = {groups.first_row(tile.group) + tile.length, groups.longest - tile.length};
     tile.m = found.m * TileM;
     tile.n = found.n * Columns;
     tile.first_step = 0;
@@ -116,17 +63,6 @@ struct GroupedTiles {
 
  private:
   static constexpr int kDepth = 64;  // rows of 16-bit elements in a step of k
-
-  // The last group that begins at tile `at` or before: the one that has it, since groups without tiles
-  // begin where the next one does.
-  CUKIT_DEVICE int last_start(int at) const {
-    int low = 0, high = p.groups;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      (starts[middle] <= at ? low : high) = middle;
-    }
-    return low;
-  }
 };
 
 // a and b through maps [matrices, rows, columns], with boxes as for DenseOperands. Parts 2: b is two

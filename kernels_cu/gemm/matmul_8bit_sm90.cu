@@ -2,7 +2,7 @@
 //
 //   out = (a - zero_point) b^T * a_scale * b_scale + bias
 //
-// Mapping: as matmul_tma_sm90.cu: a persistent grid walks over TILE_M x TILE_N tiles of the result; a
+// Mapping: as linear_sm90.cu: a persistent grid walks over TILE_M x TILE_N tiles of the result; a
 //   producer thread, CONSUMERS warpgroups of TILE_M / CONSUMERS rows each; a step is 128 of k.
 // Product, by PARTIALS:
 //   0   one sum over all of k in the tensor cores: exact for int8; for float8 with about 14 bits
@@ -13,14 +13,14 @@
 // SPLITS > 1: the blocks of a cluster split the steps of k of one tile and add their sums
 //   through distributed shared memory (common/hopper/split_k.cuh); one tile a cluster, every block has
 //   a step.
-// Shared memory, bytes: STAGES * ((TILE_M + TILE_N) * 128 + BLOCKS * 1024), dynamic: stages (a | b |
-//   scales of a); then for RESULT 2 CONSUMERS * BUFFERS * 64 * piece * 2: pieces of out of 64, 32 or 16
-//   columns, the widest that divides TILE_N; for SPLITS the sums of the others. Static: two barriers a
-//   stage, one of the split.
+// Shared memory, bytes: STAGES * ((TILE_M + TILE_N) * 128 + scales), dynamic: stages (a | b | scales of
+//   blocks: those of a's rows and of two or three blocks of columns, rounded up to 1024); then for RESULT 2
+//   TILE_M * TILE_N * 2: pieces of out of 64, 32 or 16 columns, the widest that divides TILE_N; for SPLITS
+//   the sums of the others. Static: two barriers a stage, one of the split.
 // Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the sums of int8); TILE_M
 //   64|128|256; TILE_N a multiple of 16 up to 256; CONSUMERS 1|2; STAGES 2..; SPLITS 1|2|4|8; CLUSTER = SPLITS;
 //   PARTIALS 0|1|2; BLOCKS 0|1; RESULT 0 Pairs, 1 Rows, 2 Staged (common/hopper/scaled_epilogue.cuh),
-//   not 2 with SPLITS; BUFFERS 1..; BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1).
+//   not 2 with SPLITS; BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1).
 // Tensor maps: boxes of [box_a, 128] (a), [box_b, 128] (b) and [64, piece] (out, RESULT 2),
 //   swizzled by the bytes of their rows; with BLOCKS [1, TILE_M] (scales of a, [ceil(k / 128), m]).
 // Architecture: sm_90 (sm_90a) only. Sums in a fixed order: deterministic.
@@ -49,9 +49,11 @@ static_assert(SPLITS == CLUSTER, "a cluster splits k");
 #if BLOCKS
 using Scales = cukit::BlockScales<Shape>;
 using Operands = cukit::BlockScaledOperands<Shape>;
+constexpr int kArrivals = Operands::kArrivals;
 #else
 using Scales = cukit::UnitScales;
 using Operands = cukit::DenseOperands<Shape>;
+constexpr int kArrivals = 1;
 #endif
 
 }  // namespace
@@ -88,13 +90,14 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   const cukit::DenseOperands<Shape, Operands::kStageBytes> matrices{
       &a, &b, size.m, size.n, p.linear.box_a, p.linear.box_b};
 #if BLOCKS
-  const Operands operands{matrices, &a_scales};
+  const int column_blocks = (size.n + cukit::kScaleBlock - 1) / cukit::kScaleBlock;
+  const Operands operands{matrices, &a_scales, {b_scales, size.steps, column_blocks}};
 #else
   const Operands& operands = matrices;
 #endif
   operands.clear_rest<STAGES>(stages);
   Block::prepare([&] {
-    pipeline.init(Block::kConsumerWarps);
+    pipeline.init(Block::kConsumerWarps, kArrivals);
 #if SPLITS > 1
     arrived.init(1);
 #endif
@@ -113,8 +116,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
 #if BLOCKS
         const cukit::ScaledResult<Out> result{{nullptr, 0}, {nullptr, 0}, nullptr, nullptr,
                                               bias,         out,          size.m,  size.n};
-        const int column_blocks = (size.n + cukit::kScaleBlock - 1) / cukit::kScaleBlock;
-        const Scales scales{b_scales, size.steps, column_blocks, group};
+        const Scales scales{group};
 #else
         const cukit::ScaledResult<Out> result{
             {a_scales, p.a_stride}, {b_scales, p.b_stride}, zero_points, column_sums,
@@ -126,9 +128,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         using Epilogue = cukit::ScaledSplitEpilogue<Shape, Out, kPath, SPLITS>;
         Epilogue epilogue{result, group, {reinterpret_cast<float4*>(behind), &arrived}};
 #elif RESULT == 2
-        cukit::ScaledEpilogue<Shape, Out, kPath, BUFFERS> epilogue{result, group, behind, &out_map};
+        cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, group, behind, &out_map};
 #else
-        cukit::ScaledEpilogue<Shape, Out, kPath, BUFFERS> epilogue{result, group};
+        cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, group};
 #endif
 #if PARTIALS
         const cukit::PromotedProduct<Shape, Scales, PARTIALS> product(stages, group, scales);

@@ -52,6 +52,12 @@ struct GroupedParameters {
   int set_aside;  // 1: group g has `longest` rows of its own; 0: groups lie one behind the other
 };
 
+// The same with tiles whose order is fixed (grouped_gemm_sm80): the ragged one of m and k is 0.
+struct GroupedDenseParameters {
+  int m, n, k;
+  int groups, longest, set_aside;
+};
+
 // Block-sparse products: out [m, n], inner extent k, of which one matrix is sparse.
 struct BsrParameters {
   int m, n, k;

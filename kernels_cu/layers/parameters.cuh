@@ -12,7 +12,7 @@ struct TokenStrides {
 
 // rope
 struct RopeParameters {
-  TokenStrides q, k;
+  TokenStrides q, k, q_out, k_out;
   int num_tokens;  // of all batches
   int seq_len;
   int max_positions;  // rows of the tables

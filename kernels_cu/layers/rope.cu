@@ -14,8 +14,7 @@
 //   asks for all of them at once.
 // Macros: DTYPE float32|float16|bfloat16; THREADS; VEC (VEC * sizeof(DTYPE) <= 16); HALF_VECS;
 //   COPY_VECS (head_dim - rotary_dim) / VEC, or 0 in place; HEAD_DIM; HEADS_Q; HEADS_K;
-//   HEADS_PER_THREAD; INTERLEAVED 0|1; INVERSE 0|1; INPLACE 0|1: outputs have the inputs' strides,
-//   otherwise they are contiguous; POSITIONS 0 none: 0, 1, 2, ... | 1 [seq_len] | 2 [batch, seq_len];
+//   HEADS_PER_THREAD; INTERLEAVED 0|1; INVERSE 0|1; POSITIONS 0 none: 0, 1, 2, ... | 1 [seq_len] | 2 [batch, seq_len];
 //   ID int32|int64 of the positions; INDEX uint32|uint64, which must hold the number of threads.
 // Strides and base addresses must be multiples of VEC. No shared memory. Minimum architecture: sm_80.
 // Computes in float; deterministic. Reference: cukit/reference/rope.py.
@@ -36,15 +35,9 @@ constexpr int kResidentThreads = 512;  // on an SM, which leaves a thread the re
 
 using Strides = cukit::TokenStrides;
 
-// Element offset of head `head` of one tensor. Outputs that are not in place are contiguous.
-CUKIT_DEVICE long long offset_in(const Strides& strides, int batch, int index, int head) {
+// Element offset of head `head` of one tensor.
+CUKIT_DEVICE long long offset_of(const Strides& strides, int batch, int index, int head) {
   return batch * strides.batch + index * strides.token + head * strides.head;
-}
-
-template <int Heads>
-CUKIT_DEVICE long long offset_out(const Strides& strides, int batch, int index, long long token, int head) {
-  if constexpr (INPLACE) return offset_in(strides, batch, index, head);
-  return (token * Heads + head) * HEAD_DIM;
 }
 
 // N floats of a table row; 16 bytes at a time where there are as many.
@@ -87,8 +80,8 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
     const float* __restrict__ cos,                 // [max_positions, kHalf]
     const float* __restrict__ sin,                 // [max_positions, kHalf]
     const cukit::id_t* __restrict__ position_ids,  // see POSITIONS
-    T* __restrict__ q_out,                         // as q; q itself if INPLACE
-    T* __restrict__ k_out,                         // as k; k itself if INPLACE
+    T* __restrict__ q_out,                         // as q, strides of its own; or q itself
+    T* __restrict__ k_out,                         // as k, strides of its own; or k itself
     const cukit::RopeParameters params) {
   const cukit::index_t item = static_cast<cukit::index_t>(blockIdx.x) * THREADS + threadIdx.x;
   const int lane = item % kLanes;
@@ -108,8 +101,8 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
   for (int i = 0; i < HEADS_PER_THREAD; ++i) {
     const int head = group + i * kGroups;
     if (head >= kHeads) continue;
-    const T* from = head < HEADS_Q ? q + offset_in(params.q, batch, index, head)
-                                   : k + offset_in(params.k, batch, index, head - HEADS_Q);
+    const T* from = head < HEADS_Q ? q + offset_of(params.q, batch, index, head)
+                                   : k + offset_of(params.k, batch, index, head - HEADS_Q);
     cukit::load<cukit::Cache::Kept>(pairs[i][0], from + first);
     if (turns) cukit::load<cukit::Cache::Kept>(pairs[i][1], from + second);
   }
@@ -132,9 +125,8 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
   for (int i = 0; i < HEADS_PER_THREAD; ++i) {
     const int head = group + i * kGroups;
     if (head >= kHeads) continue;
-    T* to = head < HEADS_Q
-                ? q_out + offset_out<HEADS_Q>(params.q, batch, index, token, head)
-                : k_out + offset_out<HEADS_K>(params.k, batch, index, token, head - HEADS_Q);
+    T* to = head < HEADS_Q ? q_out + offset_of(params.q_out, batch, index, head)
+                           : k_out + offset_of(params.k_out, batch, index, head - HEADS_Q);
     if (turns) {
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {

@@ -12,6 +12,7 @@
 #include "common/platform.cuh"
 #include "common/index.cuh"
 #include "common/radix.cuh"
+#include "common/reduce.cuh"
 
 namespace {
 
@@ -32,15 +33,9 @@ CUKIT_DEVICE void exclusive_scan(int* values, int* warp_sums) {
   int sum = 0;
 #pragma unroll
   for (int j = 0; j < kBinsPerThread; ++j) sum += own[j];
-  int up_to_here = sum;
-#pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const int other = __shfl_up_sync(kFullMask, up_to_here, distance);
-    if (lane >= distance) up_to_here += other;
-  }
-  if (lane == kWarpSize - 1) warp_sums[warp] = up_to_here;
+  int before = cukit::warp_sum_before(sum);
+  if (lane == kWarpSize - 1) warp_sums[warp] = before + sum;
   __syncthreads();
-  int before = up_to_here - sum;
   for (int w = 0; w < warp; ++w) before += warp_sums[w];
 #pragma unroll
   for (int j = 0; j < kBinsPerThread; ++j) {

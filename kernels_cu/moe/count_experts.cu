@@ -4,6 +4,7 @@
 // Minimum architecture: sm_80. Integer counts: deterministic. Reference: cukit/reference/moe.py,
 //   expert_order.
 #include "common/platform.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "moe/expert_order.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) count_experts(
@@ -11,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_experts(
     int* __restrict__ counts,         // [chunks, num_experts]
     const __grid_constant__ cukit::RoutingParameters p) {
   __shared__ int bins[BINS];
+  cukit::release_next_grid();
   for (int bin = threadIdx.x; bin < BINS; bin += THREADS) bins[bin] = 0;
   __syncthreads();
   const cukit::Choices choices(p, blockIdx.x);

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "common/platform.cuh"
+#include "common/reduce.cuh"
 #include "moe/parameters.cuh"
 
 namespace cukit {
@@ -99,13 +100,7 @@ CUKIT_DEVICE void scan_tables(OrderTables& tables, const Choices& choices, const
     int sum = 0;
 #pragma unroll
     for (int j = 0; j < kBinsPerLane; ++j) sum += own[j];
-    int upto = sum;
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const int other = __shfl_up_sync(kFullMask, upto, distance);
-      if (lane >= distance) upto += other;
-    }
-    int before = upto - sum;
+    int before = warp_sum_before(sum);
 #pragma unroll
     for (int j = 0; j < kBinsPerLane; ++j) {
       const int expert = lane * kBinsPerLane + j;

@@ -1,18 +1,20 @@
 // Second half of expert order: offsets of the experts, a row for every choice, and the router's losses.
 //
 // Mapping: a block a chunk of tokens; the first also writes what there is one of. LOSSES: one block more,
-//   for the losses alone.
+//   for the losses alone. Blocks may start while the first half still runs, and then wait for it: what
+//   it writes is not __restrict__, which would let the compiler read it before.
 // Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, static. Macros: moe/expert_order.cuh; LOSSES 0|1.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/moe.py, expert_order and
 //   topk_router.
 #include "common/platform.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "moe/expert_order.cuh"
 #include "moe/router_losses.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) order_experts(
-    const int* __restrict__ experts,        // [num_tokens, top_k]
-    const int* __restrict__ chunk_counts,   // [chunks, num_experts]
-    const float* __restrict__ chunk_sums,   // [chunks, num_experts + 1], with LOSSES
+    const int* experts,                     // [num_tokens, top_k]
+    const int* chunk_counts,                // [chunks, num_experts]
+    const float* chunk_sums,                // [chunks, num_experts + 1], with LOSSES
     int* __restrict__ rows,                 // [num_tokens, top_k]
     int* __restrict__ counts,               // [num_experts]
     int* __restrict__ offsets,              // [num_experts + 1]
@@ -26,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_experts(
   const cukit::Choices choices(p, chunk);
   const int* const own = experts + choices.first;
   cukit::clear_tables(tables, choices);
+  cukit::wait_for_previous_grids();
   __syncthreads();
   cukit::sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
   if (LOSSES && chunk == chunks) {

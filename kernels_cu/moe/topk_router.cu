@@ -10,12 +10,14 @@
 //
 // Mapping: a block a chunk of tokens, a warp a token at a time (router_scores.cuh). A choice takes one
 //   maximum over the warp, of the logits as ordered integers. WHOLE: the grid is one block, which goes on
-//   to order the choices itself; otherwise order_experts.cu does, from `chunk_counts`.
+//   to order the choices itself; otherwise order_experts.cu does, from `chunk_counts`, whose blocks may
+//   wait on the same multiprocessors already.
 // Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, with WHOLE 4 * MOST_CHOICES more; static.
-// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1; MOST_CHOICES,
-//   num_tokens * top_k at most where WHOLE. top_k is at most 32. Minimum architecture: sm_80. Computes in float; deterministic.
+// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1; BLOCKS_PER_SM 1|2,
+//   2 leaves room for a block of order_experts; MOST_CHOICES, num_tokens * top_k at most where WHOLE. top_k is at most 32. Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/moe.py, topk_router.
 #include "common/platform.cuh"
+#include "common/ptx/grid_dependency.cuh"
 #include "common/types.cuh"
 #include "moe/expert_order.cuh"
 #include "moe/router_losses.cuh"
@@ -162,7 +164,7 @@ CUKIT_DEVICE void write_sums(float* into, const TokenSums& sums, float* scratch,
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) topk_router(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router(
     const T* __restrict__ logits,    // [num_tokens, num_experts]
     const float* __restrict__ bias,  // [num_experts], with BIASED
     float* weights,                  // [num_tokens, top_k]
@@ -177,6 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) topk_router(
   __shared__ cukit::OrderTables tables;
   __shared__ int chosen[WHOLE ? MOST_CHOICES : 1];
   const int lane = threadIdx.x % kWarpSize;
+  if constexpr (!WHOLE) cukit::release_next_grid();
   for (int bin = threadIdx.x; bin < BINS; bin += THREADS) tables.totals[bin] = 0;
   __syncthreads();
 

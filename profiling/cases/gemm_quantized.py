@@ -27,6 +27,7 @@ def cases(small: bool = False) -> list[Case]:
             int8_case(48, 32, 64, scaled=False),
             int8_case(48, 32, 64, scaled=True),
             *(float8_case(48, 144, 256, kind) for kind in ("tensor", "row", "blocks")),
+            float8_case(48, 144, 256, "row", fast=True),
         ]
     return [
         int8_case(8192, 8192, 8192, scaled=False),
@@ -35,9 +36,10 @@ def cases(small: bool = False) -> list[Case]:
             for m, n, k in ((8192, 8192, 8192), (128, 4096, 4096), (128, 16384, 4096))
         ),
         *(
-            float8_case(size, size, size, kind)
+            float8_case(size, size, size, kind, fast=fast)
             for size in (4096, 8192)
             for kind in ("tensor", "row", "blocks")
+            for fast in ((False,) if kind == "blocks" else (False, True))
         ),
         *(float8_case(m, n, k, "blocks") for n, k in BLOCK_SHAPES for m in (64, 128, 4096)),
     ]
@@ -86,16 +88,17 @@ def int8_case(m: int, n: int, k: int, *, scaled: bool) -> Case:
     )
 
 
-def float8_case(m: int, n: int, k: int, kind: str) -> Case:
+def float8_case(m: int, n: int, k: int, kind: str, fast: bool = False) -> Case:
     """a [m, k] times the transpose of b [n, k], to bfloat16.
 
     kind: of scales: "tensor", "row" or "blocks".
+    fast: all sums are left to the tensor cores.
     """
 
     def build() -> Workload:
         a, b = _float8_operand(m, k, kind), _float8_operand(n, k, kind, weight=True)
 
-        def peer(fast: bool) -> Call:
+        def peer() -> Call:
             torch = peers.torch()
             x, w = (peers.to_torch(each.storage).view(torch.float8_e4m3fn) for each in (a, b))
             x_scales, w_scales = (peers.to_torch(each.scales) for each in (a, b))
@@ -104,18 +107,15 @@ def float8_case(m: int, n: int, k: int, kind: str) -> Case:
             )
 
         arms: dict[str, Callable[[], Call]] = {
-            "cukit": lambda: partial(matmul_fp8, a, b),
-            "torch-eager": partial(peer, False),
+            "cukit": lambda: partial(matmul_fp8, a, b, fast_accumulation=fast),
+            "torch-eager": peer,
         }
-        if kind != "blocks":
-            arms["cukit-fast"] = lambda: partial(matmul_fp8, a, b, fast_accumulation=True)
-            arms["torch-fast"] = partial(peer, True)
         return Workload(arms=arms, expected=partial(_expected, a, b), tolerance=2e-2)
 
     return Case(
         family="gemm",
         op="matmul_fp8",
-        name=f"{m}x{n}x{k} {kind}",
+        name=f"{m}x{n}x{k} {kind}{' fast' if fast else ''}",
         dtype="float8_e4m3",
         build=build,
         flops=2 * m * n * k,

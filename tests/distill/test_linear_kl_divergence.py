@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cukit.core.arrays import float16
 from cukit.distill import cross_entropy, kl_divergence, linear_kl_divergence
 from cukit.distill._linear_loss import exact_boost, plan_linear_loss
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
@@ -188,10 +189,10 @@ def test_float16_gradients_survive_many_tokens(rng):
 
 
 def test_the_boost_is_a_power_of_two_near_the_divisor():
-    assert exact_boost(4096.0, 9, divisor_on_gpu=False) == 4096
-    assert exact_boost(5000.0, 9, divisor_on_gpu=False) == 4096
-    assert exact_boost(1.0, 70, divisor_on_gpu=True) == 64
-    assert exact_boost(0.25, 9, divisor_on_gpu=False) == 1
+    assert exact_boost(float16, 4096.0, 9, divisor_on_gpu=False) == 4096
+    assert exact_boost(float16, 5000.0, 9, divisor_on_gpu=False) == 4096
+    assert exact_boost(float16, 1.0, 70, divisor_on_gpu=True) == 64
+    assert exact_boost(float16, 0.25, 9, divisor_on_gpu=False) == 1
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 100, 2048, 2049, 4096, 100_000])

@@ -23,14 +23,17 @@ from cukit.gemm import (
     matmul_fp8,
     matmul_int8,
     pack_weight,
+    plan_8bit,
     quantized_linear,
 )
+from cukit.gemm.bsr_plan import TILINGS as SPARSE_TILINGS
+from cukit.gemm.launch_8bit import Mapped8Bit
 from cukit.gemm.linear_plan import Product, configure
 from cukit.gemm.linear_sm90 import LinearSm90
+from cukit.gemm.plan_8bit import Product8Bit
 from tests.contract import poisoned, random, to_device
-from tests.gemm import test_bsr, test_grouped, test_grouped_fp8
+from tests.gemm import test_bsr, test_fp8, test_grouped, test_grouped_fp8
 from tests.gemm.quantized_operands import float8_operand, int8_operand, place
-from tests.gemm.test_fp8 import KINDS
 from tests.gemm.test_gemv import SIZES as GEMV_SIZES
 from tests.gemm.test_linear import SHAPES, TILINGS, operands
 from tests.gemm.test_weight_only import FORMATS, float8, quantized
@@ -72,7 +75,7 @@ def eight_bits() -> None:
     for m, n, k in [(3, 40, 1300), (130, 137, 1300), (700, 1160, 400)]:
         a, b = place("gpu", int8_operand(rng, m, k, zero_points=True), int8_operand(rng, n, k))
         matmul_int8(a, b)
-        for left, right in KINDS.values():
+        for left, right in test_fp8.KINDS.values():
             matmul_fp8(
                 *place(
                     "gpu",
@@ -80,16 +83,25 @@ def eight_bits() -> None:
                     float8_operand(rng, n, k, scales=right),
                 )
             )
+    m, n, k = 200, 328, 1300
+    for kind in ("row", "blocks"):
+        a, b = place("gpu", *test_fp8.operands(rng, m, n, k, kind))
+        product = Product8Bit("Float8E4M3", "bfloat16", promoted=True, blocks=kind == "blocks")
+        for tiling in test_fp8.WIDE:  # which the plan takes for larger products only
+            launch = Mapped8Bit(plan_8bit.configure(product, tiling, m, n, 2), m, n, k, 1, 1)
+            launch(a.storage, b.storage, poisoned("gpu", (m, n), "bfloat16"), a.scales, b.scales)
 
 
 def grouped() -> None:
-    """Both layouts, rows as rows and as columns, gradients; float8."""
+    """Both layouts, rows as rows and as columns, gradients, rows that are not aligned; float8."""
     rng = np.random.default_rng(3)
-    for counts, set_aside in itertools.product(test_grouped.GROUPS.values(), (False, True)):
-        groups = test_grouped.Groups(rng, counts, set_aside, 72, "bfloat16")
+    for counts, set_aside, (n, k) in itertools.product(
+        test_grouped.GROUPS.values(), (False, True), ((144, 72), (46, 37))
+    ):
+        groups = test_grouped.Groups(rng, counts, set_aside, k, "bfloat16")
         where = groups.where("gpu")
-        weights = random(rng, (len(counts), 144, 72), "bfloat16")
-        grad = groups.rows(rng, 144, "bfloat16")
+        weights = random(rng, (len(counts), n, k), "bfloat16")
+        grad = groups.rows(rng, n, "bfloat16")
         x, weights, grad = to_device("gpu", groups.x, weights, grad)
         grouped_gemm(x, weights, **where)
         grouped_gated_linear(x, weights, **where, keep=True)
@@ -114,6 +126,9 @@ def block_sparse(block: int) -> None:
         bsr_matmul(matrix, x, transpose_a=first, transpose_b=second)
         bsr_matmul(x.T.copy(), matrix, transpose_a=second, transpose_b=not first)
         bsr_matmul(a, b, transpose_a=first, transpose_b=second, pattern=pattern)
+    for tiling in SPARSE_TILINGS[block]:
+        if tiling.cluster > 1:
+            test_bsr.test_every_tiling("gpu", rng, tiling, flag=False)
 
 
 def depth() -> None:

@@ -118,8 +118,8 @@ def test_masks():
     assert (drawn[0] == drawn[1]).all()
     assert (drawn[0] != drawn[2]).any()
     for arguments, message in [
-        ({"density": 1.5}, "density must be 0 to 1"),
-        ({"kind": "odd"}, "kind must be random, banded or magnitude"),
+        ({"density": 1.5}, "density must be a finite number"),
+        ({"kind": "odd"}, "kind must be one of"),
         ({"kind": "magnitude"}, "weight goes with kind='magnitude'"),
     ]:
         with pytest.raises(ConfigError, match=message):
@@ -227,6 +227,14 @@ def test_activations_are_read_in_whole_lines():
         config = plan_bsr_matmul(block, 8192 // block, 8192, "bfloat16", transposed, HOPPER)
         assert config.tiling is not None
         assert config.tiling.tile_k == tile_k
+
+
+def test_clusters_share_blocks_where_none_is_half_empty():
+    for n, cluster in ((4096, 2), (4352, 1), (4400, 2)):
+        transposed = Transposed(False, False, False)
+        tiling = plan_bsr_matmul(128, 64, n, "bfloat16", transposed, HOPPER).tiling
+        assert tiling is not None
+        assert (tiling.columns, tiling.cluster) == (256, cluster)
 
 
 @pytest.mark.parametrize(("counts", "columns"), [([8, 8], 512), ([4, 4], 256), ([1, 2], 128)])

@@ -50,7 +50,7 @@ def values_of(rng, pattern, dtype):
 
 
 def name(tiling):
-    return f"{tiling.block}-{tiling.columns}"
+    return f"{tiling.block}-{tiling.columns}" + ("-cluster" if tiling.cluster > 1 else "")
 
 
 @pytest.mark.parametrize("block", MASKS)

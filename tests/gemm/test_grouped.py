@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import cukit
 from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm import grouped_gated_linear, grouped_gemm, grouped_gemm_backward, grouped_plan
-from cukit.gemm.grouped import GroupedLaunch, Layout
-from cukit.gemm.grouped_plan import GroupedProblem
+from cukit.gemm.grouped import GroupedLaunch
+from cukit.gemm.grouped_plan import GroupedProblem, Layout
+from cukit.gemm.grouped_sm80 import GroupedSm80, plan_grouped_sm80
 from cukit.gemm.linear_plan import Product
 from cukit.reference import grouped_gemm as reference
 from tests.contract import (
@@ -187,15 +189,15 @@ def problem_of(kind, rows, groups):
 
 
 TILINGS = [
-    pytest.param(kind, tiling, id=f"{kind}-{tiling}")
+    pytest.param(kind, tiling, id=f"{kind}-{tiling or 'mma.sync'}")
     for kind in PROBLEMS
-    for tiling in grouped_plan.candidates(problem_of(kind, 300, 4))
+    for tiling in (None, *grouped_plan.candidates(problem_of(kind, 300, 4)))
 ]
 
 
 @pytest.mark.parametrize(("kind", "tiling"), TILINGS)
 def test_every_tiling(device, rng, kind, tiling):
-    """A grid of two blocks walks over all tiles, ragged on every axis."""
+    """A grid of two blocks walks over all tiles, ragged on every axis. None: tiles of mma.sync."""
     if device == "cpu":
         pytest.skip("a choice of the kernel")
     counts, dtype = [150, 0, 1, 77], "bfloat16"
@@ -203,8 +205,11 @@ def test_every_tiling(device, rng, kind, tiling):
     n, k = (product.m, product.n) if kind == "weights" else (product.n, product.k)
     groups = Groups(rng, counts, False, k, dtype)
     problem = problem_of(kind, len(groups.x), len(counts))
-    config = replace(grouped_plan.configure(problem, tiling, 132), num_blocks=2)
-    launch = GroupedLaunch(config, groups.layout)
+    if tiling is None:
+        launch = GroupedSm80(plan_grouped_sm80(problem, aligned=True, num_sms=1), groups.layout)
+    else:
+        config = replace(grouped_plan.configure(problem, tiling, 132), num_blocks=2)
+        launch = GroupedLaunch(config, groups.layout)
     where = groups.where("cpu")
     if kind == "weights":
         a, b = groups.rows(rng, n, dtype, scale=0.1), groups.x
@@ -289,10 +294,52 @@ def test_the_kernel_s_rules_are_named(device):
     if device == "cpu":
         pytest.skip("rules of the kernel")
     x, weights, offsets = to_device(
-        device, np.ones((4, 12), np.float16), np.ones((1, 8, 12), np.float16), np.zeros(2, np.int32)
+        device,
+        np.ones((4, 8), np.float16),
+        np.ones((513, 8, 8), np.float16),
+        np.zeros(514, np.int32),
     )
-    with pytest.raises(ArrayShapeError, match="k must be a multiple of 8 on the GPU, got 12"):
+    with pytest.raises(ConfigError, match="at most 512 groups on the GPU, got 513"):
         grouped_gemm(x, weights, offsets)
+
+
+@pytest.mark.parametrize("set_aside", [False, True])
+def test_rows_that_are_not_aligned(device, rng, set_aside):
+    check_ops(device, rng, 45, 37, set_aside)
+
+
+def test_other_architectures(rng):
+    with cukit.backend("emulator", arch="sm_80"):
+        check_ops("cpu", rng, 136, 72, set_aside=False)
+
+
+def check_ops(device, rng, n, k, set_aside):
+    """All three ops beside the reference."""
+    dtype = "float16"
+    groups = Groups(rng, GROUPS["ragged"], set_aside, k, dtype)
+    weights = random(rng, (len(groups.counts), 2 * n, k), dtype, scale=k**-0.5)
+    half = weights[:, :n].copy()
+    grad = groups.rows(rng, n, dtype, scale=n**-0.5)
+    x, w, first, g = to_device(device, groups.x, weights, half, grad)
+    where = groups.where(device)
+
+    def expected(wide):
+        x, w, g = (a.astype(wide or dtype) for a in (groups.x, weights, grad))
+        own = groups.where("cpu")
+        return (
+            reference.grouped_gemm(x, w[:, :n], **own),
+            reference.grouped_gated_linear(x, w, **own),
+            *reference.grouped_gemm_backward(g, x, w[:, :n], **own),
+        )
+
+    def function():
+        return (
+            grouped_gemm(x, first, **where),
+            grouped_gated_linear(x, w, **where),
+            *grouped_gemm_backward(g, x, first, **where),
+        )
+
+    check(device, groups, function, expected, ("y", "gated", "grad_x", "grad_weights"))
 
 
 @pytest.mark.parametrize("problem", grouped_plan.representative("bfloat16"), ids=str)

@@ -7,7 +7,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError
+from cukit.errors import (
+    ArrayDtypeError,
+    ArrayError,
+    ArrayLayoutError,
+    ArrayShapeError,
+    ConfigError,
+)
 from cukit.layers import rope, rope_backward
 from cukit.layers.rope import plan_rope
 from cukit.reference import rope as reference
@@ -112,6 +118,27 @@ def test_slices_of_a_fused_projection(device, rng, inplace, offset):
     assert v_after.tobytes() == v_before.tobytes()
 
 
+@pytest.mark.parametrize("rotary_dim", [None, 4])
+def test_out_may_be_parts_of_one_array(device, rng, rotary_dim):
+    """As the gradients of a fused projection are wanted: side by side, here with room for v."""
+    batch, seq_len, heads_q, heads_k, head_dim = 2, 5, 4, 2, 8
+    q = random(rng, (batch, seq_len, heads_q, head_dim), "bfloat16")
+    k = random(rng, (batch, seq_len, heads_k, head_dim), "bfloat16")
+    cos, sin = tables(seq_len, rotary_dim or head_dim)
+    joined = random(rng, (batch, seq_len, heads_q + 2 * heads_k, head_dim), "bfloat16")
+    q, k, cos, sin, joined = to_device(device, q, k, cos, sin, joined)
+    kept = to_host(joined[:, :, heads_q + heads_k :]).copy()
+    out = joined[:, :, :heads_q], joined[:, :, heads_q : heads_q + heads_k]
+    options = {"rotary_dim": rotary_dim}
+    results = rope_backward(q, k, cos, sin, out=out, **options)
+    for result, part, expected in zip(
+        results, out, rope_backward(q, k, cos, sin, **options), strict=True
+    ):
+        assert result is part
+        np.testing.assert_array_equal(to_host(part), to_host(expected))
+    np.testing.assert_array_equal(to_host(joined[:, :, heads_q + heads_k :]), kept)
+
+
 def test_heads_before_tokens(device, rng):
     """[batch, heads, seq_len, head_dim] in memory: no stride is a product of others."""
     q, k = (random(rng, (2, num_heads, 7, 32), "float32") for num_heads in (4, 2))
@@ -172,6 +199,18 @@ def test_positions_outside_the_tables_give_nan(rng, position):
         assert np.isfinite(values[:, 0]).all()
         assert np.isnan(values[:, 1, :, :8]).all()
         np.testing.assert_array_equal(values[:, 1, :, 8:], original[:, 1, :, 8:])
+
+
+def test_errors_of_out():
+    q, cos_sin = np.ones((1, 2, 1, 4), np.float32), tables(2, 4)
+    with pytest.raises(ConfigError, match="inplace=True and out exclude each other"):
+        rope(q, q.copy(), *cos_sin, inplace=True, out=(q.copy(), q.copy()))
+    with pytest.raises(ConfigError, match="out must be a pair of arrays, got ndarray"):
+        rope(q, q, *cos_sin, out=q.copy())
+    with pytest.raises(ArrayLayoutError, match="q_out overlaps q in memory"):
+        rope(q, q, *cos_sin, out=(q, q.copy()))
+    with pytest.raises(ArrayShapeError, match="k_out must have shape"):
+        rope(q, q, *cos_sin, out=(q.copy(), q[:, :1].copy()))
 
 
 def test_positions_outside_the_tables_raise_on_the_cpu():

@@ -5,8 +5,9 @@
 // sum. Sums of 128 products lose little to that; sums over all of k would lose more with every step.
 //
 //   PartialScales   what a partial sum is multiplied with:   kStageBytes behind the operands,
-//                   Cursor, at the start of a tile: factors(stage, step, row_tile), and
-//                   promote(sums, partial, factors)
+//                   Cursor, at the start of a tile: factors(stage, row_tile), and
+//                   promote<Boundary>(sums, partial, factors); with_boundary(body) calls body with
+//                   that number as a type
 //     UnitScales    nothing: tensor- and row-wise scales belong to the epilogue
 //     BlockScales   one scale for 128 elements of a row of a, one for a block of 128 x 128 of b
 //
@@ -20,6 +21,7 @@
 #include "common/hopper/shared_tile.cuh"
 #include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/cp_async.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/warp_uniform.cuh"
@@ -31,6 +33,11 @@ constexpr int kScaleBlock = 128;     // columns of b that share a scale
 
 // ---- Scales ----
 
+template <int Value>
+struct Constant {
+  static constexpr int value = Value;
+};
+
 // Partial sums are added as they are.
 struct UnitScales {
   static constexpr int kStageBytes = 0;
@@ -40,9 +47,14 @@ struct UnitScales {
   class Cursor {
    public:
     CUKIT_DEVICE Cursor(const UnitScales&, const MatrixTile&) {}
-    CUKIT_DEVICE Factors factors(const unsigned char*, int, int) { return {}; }
+    CUKIT_DEVICE Factors factors(const unsigned char*, int) const { return {}; }
 
-    template <int N>
+    template <typename Body>
+    CUKIT_DEVICE void with_boundary(const Body& body) const {
+      body(Constant<0>{});
+    }
+
+    template <int, int N>
     CUKIT_DEVICE void promote(float (&sums)[N], const float (&partial)[N], const Factors&) const {
 #pragma unroll
       for (int i = 0; i < N; ++i) sums[i] += partial[i];
@@ -50,117 +62,138 @@ struct UnitScales {
   };
 };
 
-// a [rows, k / 128] through a tensor map, one step's scales in each stage behind the operands; b
-// [ceil(columns / 128), k / 128] from global memory: lane i of a warp holds the scales of step 32 j + i,
-// and those 32 steps later are on their way.
+// What a stage holds behind the operands: a step's scales of a, one for each row, and those of the blocks
+// of columns that the tile has a part of.
 template <typename Shape>
 struct BlockScales {
-  static constexpr int kStageBytes = 1024;  // a stage begins at a multiple of 1024 bytes
-  static constexpr int kLoadedBytes = Shape::kTileM * static_cast<int>(sizeof(float));
-  // Tiles that neither divide a block of columns nor consist of such lie across a block's end.
+  // Tiles begin, and blocks of columns end within them, at multiples of so many columns.
+  static constexpr int kUnit = Shape::kTileN & -Shape::kTileN;
+  // Tiles that neither divide a block of columns nor consist of such lie across the ends of some.
   static constexpr bool kOneBlock = kScaleBlock % Shape::kTileN == 0;
+  static constexpr int kBlocks =
+      kOneBlock ? 1 : 1 + (Shape::kTileN - kUnit + kScaleBlock - 1) / kScaleBlock;
+  // Wide tiles know at compile time which columns belong to which block: the products of the other
+  // warpgroup do not hide selections for every 16 columns. Narrow ones wait for memory.
+  static constexpr bool kKnowsBoundary = Shape::kTileN > kScaleBlock;
 
-  // Tiles begin at multiples of their widest power of two: so many columns lie in the first block.
-  static_assert((Shape::kTileN & -Shape::kTileN) >= Shape::kTileN - kScaleBlock,
-                "a tile has columns of two blocks at most");
-  static_assert(kLoadedBytes <= kStageBytes, "one box of scales");
+  static constexpr int kRowBytes = Shape::kTileM * static_cast<int>(sizeof(float));
+  static constexpr int kColumnBytes = kBlocks * static_cast<int>(sizeof(float));
+  static constexpr int kStageBytes = (kRowBytes + kColumnBytes + 1023) / 1024 * 1024;  // as stages begin
+  static constexpr int kColumns = Shape::kStageBytes + kStageBytes - kColumnBytes;
 
-  const float* b;
-  int row_stride;  // of b: steps of k
-  int rows;        // of b
-  int group;       // this consumer
+  static_assert(kUnit <= kScaleBlock, "no tile has whole blocks only");
+  static_assert(kKnowsBoundary || kBlocks <= 2, "boundary_ is the only one");
+
+  int group;  // this consumer
 
   struct Factors {
-    float first[2], second[2];  // of the lane's two rows, with columns of the first and second block
+    float of[kBlocks][2];  // of the lane's two rows, with the columns of each block
   };
 
   class Cursor {
    public:
-    CUKIT_DEVICE Cursor(const BlockScales& scales, const MatrixTile& tile)
-        : end_(tile.end_step), row_(scales.group * Shape::kGroupRows + accumulator_row()) {
-      const int column = Shape::column(tile);
-      const int block = column / kScaleBlock;
-      boundary_ = (block + 1) * kScaleBlock - column;
-      first_ = scales.b + static_cast<long long>(block) * scales.row_stride;
-      second_ = block + 1 < scales.rows ? first_ + scales.row_stride : first_;
-      lane_step_ = tile.first_step + static_cast<int>(threadIdx.x) % kWarpSize;
-      base_ = tile.first_step;
-      fetch();
-      turn();
-    }
+    // early: rows before the tile's first whose scales of a come with it.
+    CUKIT_DEVICE Cursor(const BlockScales& scales, const MatrixTile& tile, int early = 0)
+        : row_(scales.group * Shape::kGroupRows + accumulator_row() + early),
+          boundary_(kScaleBlock - Shape::column(tile) % kScaleBlock) {}
 
-    // To be called with every step of the tile in order; `stage` holds the scales of a.
-    CUKIT_DEVICE Factors factors(const unsigned char* stage, int step, int row_tile) {
-      if (step - base_ == kWarpSize) {
-        base_ = step;
-        turn();
-      }
+    CUKIT_DEVICE Factors factors(const unsigned char* stage, int row_tile) const {
       const float* a = reinterpret_cast<const float*>(stage + Shape::kStageBytes) + row_ +
                        row_tile * kWarpgroupRows;
-      const float upper = a[0];
-      const float lower = a[8];
-      __syncwarp();  // one lane releases the stage for all
-      const float first = __shfl_sync(kFullMask, now_[0], step - base_);
-      Factors factors{{upper * first, lower * first}, {0.0f, 0.0f}};
-      if constexpr (!kOneBlock) {
-        const float second = __shfl_sync(kFullMask, now_[1], step - base_);
-        factors.second[0] = upper * second;
-        factors.second[1] = lower * second;
+      const float* b = reinterpret_cast<const float*>(stage + kColumns);
+      const float rows[2] = {a[0], a[8]};
+      Factors factors;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const float column = b[block];
+        factors.of[block][0] = rows[0] * column;
+        factors.of[block][1] = rows[1] * column;
       }
+      __syncwarp();  // one lane releases the stage for all
       return factors;
     }
 
-    template <int N>
+    // Calls body(Constant<Boundary>): so many columns of the tile belong to the first block of scales,
+    // or 0 where only boundary_ knows.
+    template <int Boundary = kUnit, typename Body>
+    CUKIT_DEVICE void with_boundary(const Body& body) const {
+      if constexpr (!kKnowsBoundary) {
+        body(Constant<0>{});
+      } else if constexpr (Boundary == kScaleBlock) {
+        body(Constant<Boundary>{});
+      } else if (boundary_ == Boundary) {
+        body(Constant<Boundary>{});
+      } else {
+        with_boundary<Boundary + kUnit>(body);
+      }
+    }
+
+    template <int Boundary, int N>
     CUKIT_DEVICE void promote(float (&sums)[N], const float (&partial)[N],
                               const Factors& factors) const {
       // Blocks end at multiples of 16 columns of a tile.
 #pragma unroll
       for (int pair = 0; pair < N / 8; ++pair) {
-        const bool first = kOneBlock || 16 * pair < boundary_;
-        const float upper = first ? factors.first[0] : factors.second[0];
-        const float lower = first ? factors.first[1] : factors.second[1];
+        const float factor[2] = {factor_of<Boundary>(factors, 16 * pair, 0),
+                                 factor_of<Boundary>(factors, 16 * pair, 1)};
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const float factor = i / 2 % 2 == 0 ? upper : lower;
-          sums[8 * pair + i] += factor * partial[8 * pair + i];
+          sums[8 * pair + i] += factor[i / 2 % 2] * partial[8 * pair + i];
         }
       }
     }
 
    private:
-    // Starts loading the scales of the steps from lane_step_ on.
-    CUKIT_DEVICE void fetch() {
-      const bool exists = lane_step_ < end_;
-      next_[0] = exists ? __ldg(first_ + lane_step_) : 0.0f;
-      if constexpr (!kOneBlock) next_[1] = exists ? __ldg(second_ + lane_step_) : 0.0f;
+    template <int Boundary>
+    CUKIT_DEVICE float factor_of(const Factors& factors, int column, int half) const {
+      if constexpr (kOneBlock) {
+        return factors.of[0][half];
+      } else if constexpr (Boundary > 0) {
+        return factors.of[(column + kScaleBlock - Boundary) / kScaleBlock][half];
+      } else {
+        return column < boundary_ ? factors.of[0][half] : factors.of[1][half];
+      }
     }
 
-    CUKIT_DEVICE void turn() {
-      now_[0] = next_[0];
-      if constexpr (!kOneBlock) now_[1] = next_[1];
-      lane_step_ += kWarpSize;
-      fetch();
-    }
-
-    const float* first_;
-    const float* second_;
-    int end_, row_, boundary_, lane_step_, base_;
-    float now_[kOneBlock ? 1 : 2], next_[kOneBlock ? 1 : 2];
+    int row_, boundary_;
   };
+};
+
+// Scales of blocks of columns: b [blocks, steps], a row for each 128 columns.
+template <typename Shape>
+struct ColumnScales {
+  static constexpr int kArrivals = 2;  // at a stage that is filled: copies of TMA, and these
+  const float* b;
+  int steps, blocks;
+
+  // Starts copying a step's, of the tile that begins at `column`; one thread.
+  CUKIT_DEVICE void load(unsigned char* stage, Mbarrier* full, int column, int step) const {
+    const int first = column / kScaleBlock;
+    const float* const from = b + static_cast<long long>(first) * steps + step;
+    const unsigned to = shared_address(stage + BlockScales<Shape>::kColumns);
+#pragma unroll
+    for (int block = 0; block < BlockScales<Shape>::kBlocks; ++block) {
+      const bool exists = first + block < blocks;
+      cp_async_cached<4>(to + 4 * block, exists ? from + block * steps : from, exists);
+    }
+    cp_async_arrive(full);
+  }
 };
 
 // ---- Operands ----
 
-// DenseOperands, and behind them in each stage a step's scales of a: `scales` [k / 128, rows] through a
-// map with boxes of [1, TileM].
+// DenseOperands, and behind them in each stage a step's scales: of a [k / 128, rows] through a map with
+// boxes of [1, TileM], and of b.
 template <typename Shape>
 struct BlockScaledOperands {
   static constexpr int kStageBytes = Shape::kStageBytes + BlockScales<Shape>::kStageBytes;
+  static constexpr int kArrivals = ColumnScales<Shape>::kArrivals;
   DenseOperands<Shape, kStageBytes> operands;
   const TensorMap* scales;
+  ColumnScales<Shape> columns;
 
   CUKIT_DEVICE int bytes(const MatrixTile& tile) const {
-    return operands.bytes(tile) + BlockScales<Shape>::kLoadedBytes;
+    return operands.bytes(tile) + BlockScales<Shape>::kRowBytes;
   }
 
   template <int Stages>
@@ -172,6 +205,7 @@ struct BlockScaledOperands {
                          int step) const {
     operands.load(stage, full, tile, step);
     tma_load_2d(stage + Shape::kStageBytes, scales, full, operands.row(tile), step);
+    columns.load(stage, full, Shape::column(tile), step);
   }
 };
 
@@ -183,9 +217,9 @@ struct PromotedProduct {
   using Partial = float[Shape::kTileN / 2];
   static constexpr int kStageBytes = Shape::kStageBytes + Scales::kStageBytes;
 
+  static_assert(Shape::kCluster == 1, "a stage that ordinary loads read is released within its block");
   static_assert(sizeof(typename Shape::Element) == 1 && Shape::kTileK == kPromotedDepth,
                 "a step is what is summed up between promotions");
-  static_assert(Shape::kCluster == 1, "a stage that ordinary loads read is released within its block");
   static_assert(Partials == 1 || (Partials == 2 && Shape::kRowTiles == 1 && Shape::kTileN <= 128),
                 "partial sums that registers hold");
 
@@ -206,12 +240,15 @@ struct PromotedProduct {
     for (int row = 0; row < Shape::kRowTiles; ++row)
 #pragma unroll
       for (int i = 0; i < Shape::kTileN / 2; ++i) sums[row][i] = 0.0f;
-    typename Scales::Cursor cursor(scales, tile);
-    if constexpr (Partials == 1) {
-      promote_at_once(sums, cursor, pipeline, at, tile);
-    } else {
-      promote_beside_products(sums, cursor, pipeline, at, tile);
-    }
+    const typename Scales::Cursor cursor(scales, tile);
+    cursor.with_boundary([&](auto boundary) {
+      constexpr int kBoundary = decltype(boundary)::value;
+      if constexpr (Partials == 1) {
+        promote_at_once<kBoundary>(sums, cursor, pipeline, at, tile);
+      } else {
+        promote_beside_products<kBoundary>(sums, cursor, pipeline, at, tile);
+      }
+    });
   }
 
  private:
@@ -230,26 +267,27 @@ struct PromotedProduct {
     wgmma_commit();
   }
 
-  template <int Stages, typename Cursor, typename Tile>
-  CUKIT_DEVICE void promote_at_once(Accumulators& sums, Cursor& cursor, Pipeline<Stages>& pipeline,
-                                    PipelineState<Stages>& at, const Tile& tile) const {
+  template <int Boundary, int Stages, typename Cursor, typename Tile>
+  CUKIT_DEVICE void promote_at_once(Accumulators& sums, const Cursor& cursor,
+                                    Pipeline<Stages>& pipeline, PipelineState<Stages>& at,
+                                    const Tile& tile) const {
     for (int step = tile.first_step; step < tile.end_step; ++step) {
       pipeline.wait(at);
 #pragma unroll
       for (int row = 0; row < Shape::kRowTiles; ++row) {
         Partial partial;
+        const auto factors = cursor.factors(stages + at.index * kStageBytes, row);
         start(partial, at.index, row);
-        const auto factors = cursor.factors(stages + at.index * kStageBytes, step, row);
         wgmma_wait<0>(partial);
         if (row == Shape::kRowTiles - 1) pipeline.release(at);
-        cursor.promote(sums[row], partial, factors);
+        cursor.template promote<Boundary>(sums[row], partial, factors);
       }
       at.advance();
     }
   }
 
-  template <int Stages, typename Cursor, typename Tile>
-  CUKIT_DEVICE void promote_beside_products(Accumulators& sums, Cursor& cursor,
+  template <int Boundary, int Stages, typename Cursor, typename Tile>
+  CUKIT_DEVICE void promote_beside_products(Accumulators& sums, const Cursor& cursor,
                                             Pipeline<Stages>& pipeline, PipelineState<Stages>& at,
                                             const Tile& tile) const {
     using Factors = typename Scales::Factors;
@@ -261,8 +299,8 @@ struct PromotedProduct {
     // The products of a step, whose sums go to `partial`.
     const auto begin = [&](Partial& partial, Factors& factors) {
       pipeline.wait(at);
+      factors = cursor.factors(stages + at.index * kStageBytes, 0);
       start(partial, at.index, 0);
-      factors = cursor.factors(stages + at.index * kStageBytes, step, 0);
       at.advance();
       ++step;
     };
@@ -270,7 +308,7 @@ struct PromotedProduct {
     const auto finish = [&](const Partial& partial, const Factors& factors) {
       pipeline.release(done);
       done.advance();
-      cursor.promote(sums[0], partial, factors);
+      cursor.template promote<Boundary>(sums[0], partial, factors);
     };
 
     begin(even, even_factors);

@@ -54,8 +54,7 @@ CUKIT_DEVICE void write_result(const ScaledResult<Out>& result, const Sum (&sums
   }
 }
 
-// Buffers: pieces of a consumer that are on their way at a time, of Staged.
-template <typename Shape, typename Out, ResultPath Path, int Buffers>
+template <typename Shape, typename Out, ResultPath Path>
 struct ScaledEpilogue {
   static constexpr int kBytes = 0;
   ScaledResult<Out> result;
@@ -73,39 +72,67 @@ struct ScaledEpilogue {
   CUKIT_DEVICE void finish() const {}
 };
 
-template <typename Shape, typename Out, int Buffers>
-struct ScaledEpilogue<Shape, Out, ResultPath::Staged, Buffers> {
+// Buffers hold a whole tile: nothing but the copies of the tile before is waited for.
+template <typename Shape, typename Out>
+struct ScaledEpilogue<Shape, Out, ResultPath::Staged> {
   static constexpr int kPiece = Shape::kTileN % 64 == 0 ? 64 : Shape::kTileN % 32 == 0 ? 32 : 16;
-  using Store = StagedStore<Out, Shape::kTileN, kPiece, Buffers>;
+  static constexpr int kRowPieces = Shape::kTileN / kPiece;  // of 64 rows
+  static constexpr int kPieces = Shape::kRowTiles * kRowPieces;
+  using Store = StagedStore<Out, Shape::kTileN, kPiece, kPieces>;
   static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
   ScaledResult<Out> result;
   int group;               // this consumer
   unsigned char* buffers;  // kBytes of shared memory
   const TensorMap* map;    // of the result: boxes of [64, kPiece], swizzled
 
+  // Scales of a tile, loaded while its products run: those of the lane's rows, and of every column
+  // 32 j + lane.
+  float row_scales[Shape::kRowTiles][2];
+  float column_scales[(Shape::kTileN + kWarpSize - 1) / kWarpSize];
+
+  CUKIT_DEVICE void begin(const MatrixTile& tile) {
+#pragma unroll
+    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+        row_scales[row_tile][half] = result.a.at(row + accumulator_row() + 8 * half, result.rows);
+      }
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int j = 0; j * kWarpSize < Shape::kTileN; ++j) {
+      column_scales[j] = result.b.at(Shape::column(tile) + j * kWarpSize + lane, result.columns);
+    }
+  }
+
   template <typename Accumulators>
   CUKIT_DEVICE void store(const Accumulators& sums, const MatrixTile& tile) const {
     unsigned char* const own = buffers + group * Store::kBytes;
-    const int column = Shape::column(tile);
+    const int first_row = Shape::row(tile) + group * Shape::kGroupRows;
+    const int first_column = Shape::column(tile);
+    Store::acquire(1 + group);
 #pragma unroll
-    for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
-#pragma unroll
-      for (int first = 0; first < Store::kPieces; first += Buffers) {
-        const int count = first + Buffers <= Store::kPieces ? Buffers : Store::kPieces - first;
-        Store::acquire(1 + group);
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
-          const int piece = first + i;
-          float values[kPiece / 2];
-          result.scale(values, sums[row_tile], piece * (kPiece / 2), row + accumulator_row(),
-                       column + piece * kPiece + accumulator_column());
-          Store::write(values, own + i * Store::Piece::kBytes);
-        }
-        Store::send(count, own, map, column + first * kPiece, row, result.columns, result.rows,
-                    1 + group);
-      }
+    for (int i = 0; i < kPieces; ++i) {
+      const int row_tile = i / kRowPieces;
+      const int first = i % kRowPieces * kPiece;  // column of the tile
+      const auto scale_of = [&](int n, int j) {
+        const int at = first + 8 * n;
+        return result.b.scales == nullptr
+                   ? 1.0f
+                   : __shfl_sync(kFullMask, column_scales[at / kWarpSize],
+                                 at % kWarpSize + accumulator_column() + j);
+      };
+      float values[kPiece / 2];
+      result.scale(values, sums[row_tile], first / 2,
+                   first_row + row_tile * kWarpgroupRows + accumulator_row(),
+                   first_column + first + accumulator_column(), row_scales[row_tile], scale_of);
+      Store::write(values, own + i * Store::Piece::kBytes);
     }
+    Store::send(kPieces, own, 1 + group, [&](int i, const unsigned char* buffer) {
+      const int row = first_row + i / kRowPieces * kWarpgroupRows;
+      const int column = first_column + i % kRowPieces * kPiece;
+      if (row < result.rows) Store::Piece::store(map, buffer, column, row, result.columns);
+    });
   }
 
   CUKIT_DEVICE void finish() const { Store::finish(); }

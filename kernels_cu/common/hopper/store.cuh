@@ -131,18 +131,13 @@ struct StagedStore {
     }
   }
 
-  // Columns of `count` pieces begin at `column`.
-  CUKIT_DEVICE static void send(int count, unsigned char* buffers, const TensorMap* map, int column,
-                                int row, int columns, int rows, int barrier) {
+  // One thread calls start(i, buffer) for each of `count` pieces, as store_pieces does.
+  template <typename Start>
+  CUKIT_DEVICE static void send(int count, unsigned char* buffers, int barrier, const Start& start) {
     fence_proxy_async();
     named_sync(barrier, kWarpgroupThreads);  // the buffers are written
     if (threadIdx.x % kWarpgroupThreads == 0) {
-      for (int piece = 0; piece < count; ++piece) {
-        if (row < rows) {
-          Piece::store(map, buffers + piece * Piece::kBytes, column + piece * PieceColumns, row,
-                       columns);
-        }
-      }
+      for (int i = 0; i < count; ++i) start(i, buffers + i * Piece::kBytes);
       bulk_commit();
     }
   }

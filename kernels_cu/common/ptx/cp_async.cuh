@@ -2,6 +2,8 @@
 #pragma once
 
 #include "common/platform.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/shared_address.cuh"
 
 namespace cukit {
 
@@ -49,6 +51,19 @@ CUKIT_DEVICE void cp_async_16_policy(unsigned shared, const void* global,
 #else
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;\n" ::"r"(shared),
                "l"(global), "l"(policy)
+               : "memory");
+#endif
+}
+
+// cp.async.mbarrier.arrive.noinc: one of the arrivals that `barrier` counts, once this thread's copies so
+// far have completed.
+CUKIT_DEVICE void cp_async_arrive(Mbarrier* barrier) {
+#ifdef CUKIT_EMULATE
+  emulator::cp_async_commit();
+  emulator::cp_async_wait(0);
+  emulator::mbarrier_arrive(shared_address(barrier), 0);
+#else
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(shared_address(barrier))
                : "memory");
 #endif
 }

@@ -43,6 +43,27 @@ struct ScaledResult {
   CUKIT_DEVICE void scale(float (&values)[N], const Sum (&sums)[All], int first, int row,
                           int column) const {
     const float row_scale[2] = {a.at(row, rows), a.at(row + 8, rows)};
+    scale(values, sums, first, row, column, row_scale,
+          [&](int n, int i) { return b.at(column + 8 * n + i, columns); });
+  }
+
+  // The same with scales that were loaded before: scale_of(n, i) is that of column + 8 n + i. All lanes
+  // of the warp.
+  template <typename Sum, int N, int All, typename ScaleOf>
+  CUKIT_DEVICE void scale(float (&values)[N], const Sum (&sums)[All], int first, int row, int column,
+                          const float (&row_scale)[2], const ScaleOf& scale_of) const {
+    if (zero_points == nullptr && bias == nullptr) {  // the same for all: no test for each column
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n) {
+        const float column_scale[2] = {scale_of(n, 0), scale_of(n, 1)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          values[4 * n + i] = static_cast<float>(sums[first + 4 * n + i]) * row_scale[i / 2] *
+                              column_scale[i % 2];
+        }
+      }
+      return;
+    }
     int zero_point[2] = {};
     if (zero_points != nullptr) {
 #pragma unroll
@@ -57,7 +78,7 @@ struct ScaledResult {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int at = column + 8 * n + i;
-        column_scale[i] = b.at(at, columns);
+        column_scale[i] = scale_of(n, i);
         column_sum[i] = zero_points != nullptr && at < columns ? __ldg(column_sums + at) : 0;
         offset[i] = bias != nullptr && at < columns ? to_float(bias[at]) : 0.0f;
       }

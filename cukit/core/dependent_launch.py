@@ -1,0 +1,85 @@
+"""Launches that begin while the kernel before them still runs (programmatic dependent launch).
+
+CuPy has no call for them, so that this one goes to the driver by itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from cukit.core.device import require_cupy
+from cukit.errors import LaunchError
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig. extents: of the grid and of a block, then bytes of shared memory."""
+
+    _fields_ = (
+        ("extents", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class DependentFunction:
+    """A function of CuPy's, called as itself, that does not wait for the kernel before it to end.
+
+    It starts when every block of that kernel has ended or has called `release_next_grid()`, and has
+    to call `wait_for_previous_grids()` before it touches global memory
+    (kernels_cu/common/ptx/grid_dependency.cuh). Arguments are arrays, None, and what `by_value`
+    made.
+    """
+
+    __slots__ = ("_config", "_function")
+
+    def __init__(self, function: Any) -> None:
+        attributes = (_Attribute * 1)()
+        attributes[0].id = _PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[0].value[0] = 1
+        self._function = function
+        self._config = _Config(attributes=attributes, num_attributes=1)
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        args: tuple[Any, ...],
+        shared_bytes: int,
+    ) -> None:
+        pointers = (ctypes.c_uint64 * len(args))()
+        places = (ctypes.c_void_p * len(args))()
+        start = ctypes.addressof(pointers)
+        for index, argument in enumerate(args):
+            storage = getattr(argument, "storage", None)
+            if storage is not None:
+                places[index] = ctypes.addressof(storage)
+                continue
+            places[index] = start + index * ctypes.sizeof(ctypes.c_uint64)
+            if argument is not None:
+                pointers[index] = argument.data.ptr
+        launch, current_stream = _driver()
+        config = self._config
+        config.extents[:] = (*grid, 1, 1)[:3] + block + (shared_bytes,)
+        config.stream = current_stream().ptr
+        status = launch(ctypes.byref(config), self._function.ptr, places, None)
+        if status:
+            raise LaunchError(f"cuLaunchKernelEx: CUDA error {status}")
+
+
+@functools.cache
+def _driver() -> tuple[Any, Any]:
+    """cuLaunchKernelEx, and CuPy's current stream."""
+    launch = ctypes.PyDLL("libcuda.so.1").cuLaunchKernelEx
+    launch.argtypes = [ctypes.c_void_p] * 4
+    return launch, require_cupy("launching kernels").cuda.get_current_stream

@@ -1,0 +1,52 @@
+"""Launches that begin before the kernel ahead of them has ended."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from cukit.core.dependent_launch import DependentFunction, _Attribute, _Config
+from cukit.core.device import current_device
+from cukit.errors import LaunchError
+from cukit.moe import expert_order
+from cukit.reference import moe as reference
+
+
+def test_the_structures_lie_as_the_driver_reads_them():
+    assert ctypes.sizeof(_Attribute) == 72
+    assert _Attribute.value.offset == 8
+    assert (_Config.stream.offset, _Config.attributes.offset) == (32, 40)
+    assert (_Config.num_attributes.offset, ctypes.sizeof(_Config)) == (48, 56)
+
+
+@pytest.mark.gpu
+def test_what_the_first_kernel_writes_is_seen_by_the_second():
+    """Launches on two streams in turn, with work ahead of them on each."""
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(0)
+    choices = [rng.integers(0, 64, (tokens, 8)).astype(np.int32) for tokens in (5000, 70, 33000)]
+    placed = [cupy.asarray(each) for each in choices]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for turn in range(30):
+        with streams[turn % 2]:
+            cupy.ones(1 << 20).sum()
+            results.append(expert_order(placed[turn % 3], 64))
+    cupy.cuda.Device().synchronize()
+    for turn, result in enumerate(results):
+        expected = reference.expert_order(choices[turn % 3], 64)
+        for got, wanted in zip(result, expected, strict=True):
+            np.testing.assert_array_equal(got.get(), wanted)
+
+
+@pytest.mark.gpu
+def test_a_refused_launch_raises():
+    cupy = pytest.importorskip("cupy")
+    if current_device().compute_capability < (9, 0):
+        pytest.skip("not on this GPU")
+    kernel = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
+    with pytest.raises(LaunchError, match="cuLaunchKernelEx: CUDA error"):
+        DependentFunction(kernel.kernel)((1,), (4096, 1, 1), (), 0)
