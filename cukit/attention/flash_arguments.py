@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from cukit.core.arrays import (
     bfloat16,
     check_array,
     check_same_dtype,
+    describe,
     float16,
     is_gpu_array,
 )
@@ -30,6 +32,10 @@ _HEAD_DIM_STEP = 8  # elements in one 16-byte access
 _MAX_ROW_STRIDE = (1 << 26) - 1  # offsets of up to 32 rows are 32-bit (TileCopy)
 _MAX_MAP_STRIDE = 1 << 40  # bytes
 _MOST_PROBLEMS = 4096
+_DENSE_AXES = 4
+_LONGEST = ScoreOptions._fields.index("max_seqlen_q")  # and of the keys, the last options
+_LAST_OF_BIAS = len(ScoreArrays._fields) - ScoreArrays._fields.index("bias")
+_LAST_OF_MASK = len(ScoreArrays._fields) - ScoreArrays._fields.index("mask")
 
 
 def _check_heads(
@@ -250,6 +256,90 @@ def fits_tensor_maps(*arrays: Array) -> bool:
             if extent == 0 or (extent > 1 and not 0 < stride < _MAX_MAP_STRIDE):
                 return False
     return True
+
+
+def describe_forward(
+    device: Hashable,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    options: ScoreOptions,
+    *others: Any,
+) -> Hashable:
+    """What the checks and the plan of a forward depend on, whatever its lengths: see
+    _describe_but_lengths. others: what follows options in a call, ScoreArrays last."""
+    queries = (q,) if out is None else (q, out)
+    return _describe_but_lengths(device, queries, (k, v), options, others)
+
+
+def describe_backward(
+    device: Hashable,
+    grad_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    options: ScoreOptions,
+    deterministic: bool,
+    *given: Array | None,
+) -> Hashable:
+    """The same of a backward."""
+    queries, others = (q, grad_out, out), (deterministic, *given)
+    if q.ndim < _DENSE_AXES - 1 or lse.shape != lse_shape(q) or not lse.flags.c_contiguous:
+        return describe(device, *queries, k, v, lse, options, *others)
+    return lse.dtype, _describe_but_lengths(device, queries, (k, v), options, others)
+
+
+def _describe_but_lengths(
+    device: Hashable,
+    queries: tuple[Array, ...],
+    keys: tuple[Array, ...],
+    options: ScoreOptions,
+    others: tuple[Any, ...],
+) -> Hashable:
+    """A description with lengths rounded (rounded_length) and without what else a length changes,
+    the strides of batches. Calls that share it pass the same checks.
+
+    The whole description where that may not be so: lengths that do not agree, empty arrays, batches
+    that lie unevenly, bias and mask.
+
+    queries, keys: the arrays that have the length of the queries, of the keys.
+    """
+    rows_q, rows_kv = queries[0].shape[-3:-2], keys[0].shape[-3:-2]
+    most_q, most_kv = options.max_seqlen_q, options.max_seqlen_kv
+    inputs = [_describe_but_length(array, rows_q) for array in queries]
+    inputs += [_describe_but_length(array, rows_kv) for array in keys]
+    if (
+        None in inputs
+        or others[-_LAST_OF_BIAS] is not None
+        or others[-_LAST_OF_MASK] is not None
+        or (most_q is not None and most_q < 0)
+        or (most_kv is not None and most_kv < 0)
+    ):
+        return describe(device, *queries, *keys, options, *others)
+    rounded = (
+        rounded_length(rows_q[0] if most_q is None else most_q),
+        rounded_length(rows_kv[0] if most_kv is None else most_kv),
+    )
+    ragged = most_q is not None, most_kv is not None
+    return device, rounded, len(queries), *inputs, options[:_LONGEST], ragged, describe(*others)
+
+
+def _describe_but_length(array: Array, rows: tuple[int, ...]) -> Hashable:
+    """None where the length may decide whether the array passes the checks, as one that is not
+    `rows` does."""
+    shape, strides = array.shape, array.strides
+    if len(shape) == _DENSE_AXES:
+        batch, step = shape[0], strides[0]
+        even = batch == 1 or (0 < step < _MAX_MAP_STRIDE and step % ACCESS_BYTES == 0)
+    else:
+        batch, even = None, len(shape) == _DENSE_AXES - 1
+    if not even or shape[-3:-2] != rows or rows[0] == 0:
+        return None
+    place = address_of(array) % ACCESS_BYTES
+    return batch, rows[0] > 1, shape[-2:], strides[-3:], array.dtype, place
 
 
 def problem_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,20 +12,22 @@ from cukit.attention.flash_arguments import (
     check_backward,
     check_kernel_layout,
     check_sequence_ends,
+    describe_backward,
     fits_tensor_maps,
     problem_of,
     score_shape,
     strides_of,
 )
 from cukit.attention.flash_backward_sm90 import (
+    MappedKernels,
     MappedKeys,
     MappedQueries,
     WarpgroupBackwardConfig,
     covers,
     plan_flash_attention_backward_sm90,
-    prepare_mapped_gradients,
 )
 from cukit.attention.flash_fp8 import refuse_float8
+from cukit.attention.flash_maps import launches_of
 from cukit.attention.flash_options import (
     PARAMETERS,
     ScoreArrays,
@@ -43,7 +46,7 @@ from cukit.attention.flash_plan import (
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import Array, adopt, empty, runs_kernel
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_flag
 from cukit.reference import attention as reference
@@ -190,6 +193,19 @@ class _BackwardSteps(NamedTuple):
     splits: int
 
 
+class _BackwardKernels(NamedTuple):
+    """The kernels of calls that differ in their lengths alone, loaded once."""
+
+    config: FlashAttentionBackwardConfig
+    """Of the lengths rounded."""
+    prepare: Launches
+    keys: Launches | MappedKernels
+    sums: Launches | None
+    queries: Launches | None
+    """Of dQ, from its sum or alone; None where `keys` has it."""
+    sinks: Launches | None
+
+
 @launch_plan
 def _prepare_backward(
     grad_out: Array,
@@ -202,14 +218,10 @@ def _prepare_backward(
     deterministic: bool,
     *given: Array | None,
 ) -> _BackwardSteps:
+    kernels = _planned_backward(grad_out, q, k, v, out, lse, options, deterministic, *given)
     arrays = ScoreArrays(*given)
-    check_backward(grad_out, q, k, v, out, lse, options, arrays)
-    check_kernel_layout(_OP, grad_out=grad_out, q=q, k=k, v=v, out=out)
     problem = problem_of(q, k, v, options, arrays)
-    device = current_device()
-    rounded = problem_of(q, k, v, options, arrays, rounded=True)
-    planned = _plan(rounded, deterministic, fits_tensor_maps(q, k, v, grad_out))
-    config = replace(planned, problem=problem)
+    config = replace(kernels.config, problem=problem)
     total_q = q.shape[0] if problem.varlen else 0
     rows = config.scratch_rows(total_q)
     splits = config.splits
@@ -222,103 +234,121 @@ def _prepare_backward(
         "seq_q": problem.seq_len_q,
         "rows_per_head": rows[1],
     }
-    strides = {
-        "q": strides_of(q),
-        "k": strides_of(k),
-        "v": strides_of(v),
-        "grad_out": strides_of(grad_out),
-    }
-    numbers = {
-        "batch": problem.batch,
-        "seq_q": problem.seq_len_q,
-        "seq_kv": problem.seq_len_kv,
-        "rows_per_head": rows[1],
-        "head_dim": problem.head_dim,
-        "value_dim": problem.head_dim_v,
-        "scale": factor,
-        "scale_log2": factor_log2,
-        "settings": settings,
-    }
-    common = strides | numbers
-
-    prepare = Launch(
-        load_kernel(config.prepare_spec()),
-        (config.prepare_blocks(total_q),),
-        (
-            structs["RowStatisticsParameters"].pack(
-                **rows_of,
-                out=strides_of(out),
-                grad_out=strides_of(grad_out),
-                total_q=total_q,
-                value_dim=problem.head_dim_v,
-            ),
-        ),
+    statistics = structs["RowStatisticsParameters"].pack(
+        **rows_of,
+        out=strides_of(out),
+        grad_out=strides_of(grad_out),
+        total_q=total_q,
+        value_dim=problem.head_dim_v,
     )
-    if isinstance(config, WarpgroupBackwardConfig):
-        sms = device.num_sms
-        keys: Launch | MappedKeys
-        mapped_queries: MappedQueries | None
-        keys, mapped_queries = prepare_mapped_gradients(q, k, options, settings, config, rows, sms)
+    prepare = kernels.prepare((config.prepare_blocks(total_q),), (statistics,))
+    keys: Launch | MappedKeys
+    queries: Launch | MappedQueries | None = None
+    if isinstance(kernels.keys, MappedKernels):
+        assert isinstance(config, WarpgroupBackwardConfig)
+        sms = current_device().num_sms
+        keys, queries = kernels.keys.launches(q, k, options, settings, config, rows, sms)
     else:
+        strides = {
+            "q": strides_of(q),
+            "k": strides_of(k),
+            "v": strides_of(v),
+            "grad_out": strides_of(grad_out),
+        }
+        common = {
+            "batch": problem.batch,
+            "seq_q": problem.seq_len_q,
+            "seq_kv": problem.seq_len_kv,
+            "rows_per_head": rows[1],
+            "head_dim": problem.head_dim,
+            "value_dim": problem.head_dim_v,
+            "scale": factor,
+            "scale_log2": factor_log2,
+            "settings": settings,
+        }
         work = structs["MappedKeyParameters"].pack(
-            **numbers,
+            **common,
             heads=problem.num_heads_kv * splits,
             group=problem.group // splits,
             splits=splits,
             section=config.key_section,
         )
         parameters = structs["KeyGradientParameters"].pack(**strides, work=work)
-        keys = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), (parameters,))
-        mapped_queries = None
-    sums = None
-    if splits > 1:
-        sums = _sum_launch(config, k), _sum_launch(config, v)
-    queries: Launch | MappedQueries
-    if mapped_queries is not None:
-        queries = mapped_queries
-    elif config.sums_queries:
+        keys = kernels.keys((config.key_blocks,), (parameters,))
+        if not config.sums_queries:
+            assert kernels.queries is not None
+            parameters = structs["QueryGradientParameters"].pack(
+                **strides,
+                **common,
+                heads_q=problem.num_heads_q,
+                group=problem.group,
+                section=config.query_section,
+            )
+            queries = kernels.queries((config.query_blocks,), (parameters,))
+    if queries is None:
+        assert kernels.queries is not None
         summed = structs["QuerySumParameters"].pack(
             **rows_of, head_dim=problem.head_dim, scale=factor
         )
-        blocks = config.finish_blocks(total_q)
-        queries = Launch(load_kernel(config.finish_spec()), (blocks,), (summed,))
-    else:
-        parameters = structs["QueryGradientParameters"].pack(
-            **common,
-            heads_q=problem.num_heads_q,
-            group=problem.group,
-            section=config.query_section,
-        )
-        spec = config.queries_spec()
-        queries = Launch(load_kernel(spec), (config.query_blocks,), (parameters,))
+        queries = kernels.queries((config.finish_blocks(total_q),), (summed,))
+    sums = None
+    if kernels.sums is not None:
+        sums = _sum_launch(kernels.sums, config, k), _sum_launch(kernels.sums, config, v)
     sinks = None
-    if problem.sinks:
+    if kernels.sinks is not None:
         parts = np.int32(rows[0] // problem.num_heads_q)
         scalars = (parts, np.int32(problem.num_heads_q), np.int32(rows[1]))
-        sinks = Launch(load_kernel(config.sinks_spec()), (problem.num_heads_q,), scalars)
+        sinks = kernels.sinks((problem.num_heads_q,), scalars)
     return _BackwardSteps(
         *(prepare, keys, sums, queries, sinks),
         *(config.sums_queries, rows, config.counters(total_q), config.width, splits),
     )
 
 
-@launch_plan
-def _plan(
-    problem: AttentionProblem, deterministic: bool, mappable: bool
-) -> FlashAttentionBackwardConfig:
-    """The configuration for all calls whose lengths round to those of `problem`."""
+@partial(launch_plan, describe=describe_backward)
+def _planned_backward(
+    grad_out: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    options: ScoreOptions,
+    deterministic: bool,
+    *given: Array | None,
+) -> _BackwardKernels:
+    """What calls share that differ in their lengths alone, once one of them has been checked."""
+    arrays = ScoreArrays(*given)
+    check_backward(grad_out, q, k, v, out, lse, options, arrays)
+    check_kernel_layout(_OP, grad_out=grad_out, q=q, k=k, v=v, out=out)
+    problem = problem_of(q, k, v, options, arrays, rounded=True)
     device = current_device()
-    if mappable and covers(problem, device):
-        return plan_flash_attention_backward_sm90(problem, deterministic, device)
-    return plan_flash_attention_backward(problem, deterministic, device)
+    config: FlashAttentionBackwardConfig
+    keys: Launches | MappedKernels
+    queries: KernelSpec | None
+    if fits_tensor_maps(q, k, v, grad_out) and covers(problem, device):
+        config = plan_flash_attention_backward_sm90(problem, deterministic, device)
+        keys = MappedKernels(config)
+        queries = config.finish_spec() if config.sums_queries else None
+    else:
+        config = plan_flash_attention_backward(problem, deterministic, device)
+        keys = Launches(load_kernel(config.keys_spec()))
+        queries = config.finish_spec() if config.sums_queries else config.queries_spec()
+    return _BackwardKernels(
+        config,
+        Launches(load_kernel(config.prepare_spec())),
+        keys,
+        launches_of(config.sum_spec() if config.splits > 1 else None),
+        launches_of(queries),
+        launches_of(config.sinks_spec() if problem.sinks else None),
+    )
 
 
-def _sum_launch(config: FlashAttentionBackwardConfig, x: Array) -> Launch:
+def _sum_launch(launches: Launches, config: FlashAttentionBackwardConfig, x: Array) -> Launch:
     """Adds the splits of the gradient of k or of v."""
     rows, head_dim = x.size // x.shape[-1], x.shape[-1]
     scalars = (np.int64(rows), np.int32(config.splits), np.int32(head_dim))
-    grid = (config.sum_blocks(rows, head_dim),)
-    return Launch(load_kernel(config.sum_spec()), grid, scalars)
+    return launches((config.sum_blocks(rows, head_dim),), scalars)
 
 
 def _backward_specs(device: Device) -> list[KernelSpec]:

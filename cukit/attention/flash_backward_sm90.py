@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cukit.attention.flash_maps import PlannedWork, TensorMaps
+from cukit.attention.flash_maps import PlannedWork, encoder, launches_of
 from cukit.attention.flash_options import PARAMETERS, ScoreOptions, scales_of
 from cukit.attention.flash_plan import (
     FlashAttentionBackwardConfig,
@@ -33,8 +33,9 @@ from cukit.attention.flash_tilings import (
 )
 from cukit.core.arrays import Array
 from cukit.core.device import Device
-from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, load_kernel
 from cukit.core.parameters import parameter_structs
+from cukit.core.tensor_map import TensorMapCache
 
 _ARCH = "sm_90"
 _COLUMNS = 32  # that are multiplied, or not, together
@@ -171,10 +172,9 @@ class InputMaps:
         """`rows`: queries and keys that are read at once; `longest`: of sequences of different
         lengths."""
         query_box, key_box = ((1, each, 1, PART) for each in rows)
-        self._q = TensorMaps(query_box, longest[0])
-        self._k = TensorMaps(key_box, longest[1])
-        self._v = TensorMaps(key_box, longest[1])
-        self._grad_out = TensorMaps(query_box, longest[0])
+        of_queries, of_keys = encoder(query_box, longest[0]), encoder(key_box, longest[1])
+        self._q, self._grad_out = TensorMapCache(of_queries), TensorMapCache(of_queries)
+        self._k, self._v = TensorMapCache(of_keys), TensorMapCache(of_keys)
 
     def __call__(self, q: Array, k: Array, v: Array, grad_out: Array) -> tuple[Any, ...]:
         return self._q(q), self._k(k), self._v(v), self._grad_out(grad_out)
@@ -229,71 +229,82 @@ class MappedQueries(_MappedGradients):
         )
 
 
-def prepare_mapped_gradients(
-    q: Array,
-    k: Array,
-    options: ScoreOptions,
-    settings: Any,
-    config: WarpgroupBackwardConfig,
-    rows: tuple[int, int],
-    num_sms: int,
-) -> tuple[MappedKeys, MappedQueries | None]:
-    """The launches that compute dK and dV, and either the sum of dQ or, with another, dQ.
+class MappedKernels:
+    """The kernels of a backward of this class, loaded once for calls that differ in their lengths
+    alone."""
 
-    settings: score_settings; rows: heads of the scratch arrays, and rows that each has; num_sms: of
-    the device, each of which gets a block.
-    """
-    problem, splits = config.problem, config.splits
-    lengths = problem.seq_len_q, problem.seq_len_kv
-    heads = problem.num_heads_kv * splits
-    longest: tuple[int, int] | tuple[None, None] = None, None
-    if problem.varlen:
-        # No sequence has more rows than there are.
-        longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
-    maps = InputMaps((config.keys.tile_m, config.keys.tile_n), longest)
-    scale, scale_log2 = scales_of(q, options)
-    common = {
-        "batch": problem.batch,
-        "seq_q": lengths[0],
-        "seq_kv": lengths[1],
-        "rows_per_head": rows[1],
-        "head_dim": problem.head_dim,
-        "scale": scale,
-        "scale_log2": scale_log2,
-        "settings": settings,
-    }
-    structs = parameter_structs(PARAMETERS)
-    parameters = structs["MappedKeyParameters"].pack(
-        **common,
-        heads=heads,
-        group=problem.group // splits,
-        splits=splits,
-        value_dim=problem.head_dim_v,
-        section=config.key_section,
-    )
-    blocks = config.most_key_blocks(k.shape[0])
-    grid = (min(blocks, num_sms),)
-    launch = Launch(load_kernel(config.keys_spec()), grid, (parameters,))
-    plan = _planned_work(config.sequences_spec(), problem.batch, heads, lengths[0], blocks)
-    keys = MappedKeys(launch, maps, plan)
-    if config.sums_queries:
-        return keys, None
-    parameters = structs["MappedQueryParameters"].pack(
-        **common, heads_q=problem.num_heads_q, group=problem.group
-    )
-    blocks = min(config.most_query_blocks(q.shape[0]), num_sms)
-    launch = Launch(load_kernel(config.queries_spec()), (blocks,), (parameters,))
-    plan = _planned_work(
-        config.query_sequences_spec(), problem.batch, problem.num_heads_q, lengths[1], blocks
-    )
-    maps = InputMaps((GROUP_ROWS, config.queries.tile_n), longest)
-    return keys, MappedQueries(launch, maps, plan)
+    def __init__(self, config: WarpgroupBackwardConfig) -> None:
+        self._keys = Launches(load_kernel(config.keys_spec()))
+        self._key_plan = launches_of(config.sequences_spec())
+        self._queries = self._query_plan = None
+        if not config.sums_queries:
+            self._queries = Launches(load_kernel(config.queries_spec()))
+            self._query_plan = launches_of(config.query_sequences_spec())
+
+    def launches(
+        self,
+        q: Array,
+        k: Array,
+        options: ScoreOptions,
+        settings: Any,
+        config: WarpgroupBackwardConfig,
+        rows: tuple[int, int],
+        num_sms: int,
+    ) -> tuple[MappedKeys, MappedQueries | None]:
+        """The launches that compute dK and dV, and either the sum of dQ or, with another, dQ.
+
+        config: of the lengths of the call; settings: score_settings; rows: heads of the scratch
+        arrays, and rows that each has; num_sms: of the device, each of which gets a block.
+        """
+        problem, splits = config.problem, config.splits
+        lengths = problem.seq_len_q, problem.seq_len_kv
+        heads = problem.num_heads_kv * splits
+        longest: tuple[int, int] | tuple[None, None] = None, None
+        if problem.varlen:
+            # No sequence has more rows than there are.
+            longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
+        maps = InputMaps((config.keys.tile_m, config.keys.tile_n), longest)
+        scale, scale_log2 = scales_of(q, options)
+        common = {
+            "batch": problem.batch,
+            "seq_q": lengths[0],
+            "seq_kv": lengths[1],
+            "rows_per_head": rows[1],
+            "head_dim": problem.head_dim,
+            "scale": scale,
+            "scale_log2": scale_log2,
+            "settings": settings,
+        }
+        structs = parameter_structs(PARAMETERS)
+        parameters = structs["MappedKeyParameters"].pack(
+            **common,
+            heads=heads,
+            group=problem.group // splits,
+            splits=splits,
+            value_dim=problem.head_dim_v,
+            section=config.key_section,
+        )
+        blocks = config.most_key_blocks(k.shape[0])
+        plan = _planned_work(self._key_plan, problem.batch, heads, lengths[0], blocks)
+        keys = MappedKeys(self._keys((min(blocks, num_sms),), (parameters,)), maps, plan)
+        if self._queries is None:
+            return keys, None
+        parameters = structs["MappedQueryParameters"].pack(
+            **common, heads_q=problem.num_heads_q, group=problem.group
+        )
+        blocks = min(config.most_query_blocks(q.shape[0]), num_sms)
+        launch = self._queries((blocks,), (parameters,))
+        plan = _planned_work(
+            self._query_plan, problem.batch, problem.num_heads_q, lengths[1], blocks
+        )
+        maps = InputMaps((GROUP_ROWS, config.queries.tile_n), longest)
+        return keys, MappedQueries(launch, maps, plan)
 
 
 def _planned_work(
-    spec: KernelSpec | None, batch: int, heads: int, longest: int, blocks: int
+    launches: Launches | None, batch: int, heads: int, longest: int, blocks: int
 ) -> PlannedWork | None:
-    if spec is None:
+    if launches is None:
         return None
     facts = tuple(map(np.int32, (batch, heads, longest, blocks)))
-    return PlannedWork(Launch(load_kernel(spec), (1,), facts), sequences_plan_size(batch))
+    return PlannedWork(launches((1,), facts), sequences_plan_size(batch))

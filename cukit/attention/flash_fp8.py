@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from cukit.attention.flash_arguments import (
     check_forward,
     check_sequence_ends,
+    describe_forward,
     fits_tensor_maps,
     lse_shape,
     problem_of,
 )
-from cukit.attention.flash_maps import MappedLaunch, mapped_forward
+from cukit.attention.flash_maps import MappedForward, MappedLaunch, mapped_forward
 from cukit.attention.flash_options import ScoreArrays, ScoreOptions
 from cukit.attention.flash_problem import FLOAT8
 from cukit.core.arrays import (
@@ -178,25 +180,39 @@ def _prepare(
     *given: Array | None,
 ) -> tuple[MappedLaunch, tuple[int, ...], tuple[int, ...]] | None:
     """The launch, and the shapes of out and lse; None where class sm90 does not cover the call."""
-    arrays = ScoreArrays(*given)
+    descales = (q_descale, k_descale, v_descale)
+    mapped = _planned(q, k, v, out, options, precise, *descales, *given)
+    if mapped is None:
+        return None
+    launch = mapped.launch(q, k, v, out, options, ScoreArrays(*given), descales=descales)
+    return launch, (*q.shape[:-1], v.shape[-1]), lse_shape(q)
+
+
+@partial(launch_plan, describe=describe_forward)
+def _planned(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    options: ScoreOptions,
+    precise: bool,
+    *others: Array | None,
+) -> MappedForward | None:
+    """What calls share that differ in their lengths alone, once one of them has been checked."""
+    arrays = ScoreArrays(*others[-len(ScoreArrays._fields) :])
     dtype = bfloat16 if out is None else out.dtype
     check_forward(q, k, v, out, options, arrays, decoded=dtype)
     if not all(_aligned(array) for array in (q, k, v, out)) or not fits_tensor_maps(q, k, v):
         return None
-    mapped = mapped_forward(
-        problem_of(
-            *(q, k, v, options, arrays),
-            rounded=True,
-            dtype=FLOAT8,
-            out_dtype=dtype.name,
-            precise=precise,
-        )
+    problem = problem_of(
+        *(q, k, v, options, arrays),
+        rounded=True,
+        dtype=FLOAT8,
+        out_dtype=dtype.name,
+        precise=precise,
     )
-    if mapped is None:
-        return None
-    descales = (q_descale, k_descale, v_descale)
-    launch = mapped.launch(q, k, v, out, options, arrays, descales=descales)
-    return launch, (*q.shape[:-1], v.shape[-1]), lse_shape(q)
+    mapped: MappedForward | None = mapped_forward(problem)
+    return mapped
 
 
 def _aligned(array: Array | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,10 @@ from cukit.attention.flash_plan_sm90 import (
     plan_flash_attention_sm90,
 )
 from cukit.attention.flash_problem import AttentionProblem
-from cukit.attention.flash_tilings import Float8Tiling
+from cukit.attention.flash_tilings import GROUP_ROWS, Float8Tiling
 from cukit.core.arrays import Array, empty
 from cukit.core.device import current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, by_value, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, by_value, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_sequence_map, encode_tensor_map
 
@@ -37,20 +38,16 @@ _NO_FLOAT8 = parameter_structs(PARAMETERS)["Float8Settings"].pack(
 _OPTIONAL_POINTERS = len(ScoreArrays._fields) + 2  # the plan and the block mask
 
 
-class TensorMaps(TensorMapCache):
-    """Tensor maps of arrays [batch, seq, heads, head_dim], or [seq, heads, head_dim], of one
-    description, read in boxes of one shape."""
+def encoder(box: tuple[int, ...], longest: int | None = None) -> Callable[[Array], Any]:
+    """From an array [batch, seq, heads, head_dim], or [seq, heads, head_dim], to its tensor map for
+    boxes of one shape.
 
-    __slots__ = ()
-
-    def __init__(self, box: tuple[int, ...], longest: int | None = None) -> None:
-        """`longest`: of sequences one behind the other, if nothing of the next one is to be seen
-        behind the last row of each (encode_sequence_map)."""
-        super().__init__(
-            partial(_encode_rows, box=box)
-            if longest is None
-            else partial(encode_sequence_map, longest=longest, box=box)
-        )
+    longest: of sequences one behind the other, if nothing of the next one is to be seen behind the
+    last row of each (encode_sequence_map).
+    """
+    if longest is None:
+        return partial(_encode_rows, box=box)
+    return partial(encode_sequence_map, longest=longest, box=box)
 
 
 def _encode_rows(array: Array, box: tuple[int, ...]) -> Any:
@@ -85,18 +82,18 @@ class MappedLaunch:
     def __init__(
         self,
         launch: Launch,
-        boxes: tuple[tuple[int, ...], ...],
+        encoders: tuple[Callable[[Array], Any], ...],
         plan: PlannedWork | None,
         values: PlannedWork | None,
         nothing: tuple[Any, ...] | None,
     ) -> None:
-        """boxes: of q, k and v; nothing: what stands for all optional arrays where there are none
-        and no plan."""
+        """encoders: of q, k and v; nothing: what stands for all optional arrays where there are
+        none and no plan."""
         self._launch = launch
         self._plan = plan
         self._values = values
         self._nothing = nothing
-        self._q, self._k, self._v = map(TensorMaps, boxes)
+        self._q, self._k, self._v = map(TensorMapCache, encoders)
 
     def __call__(
         self,
@@ -130,15 +127,15 @@ class MappedForward:
     def __init__(self, config: WarpgroupForwardConfig) -> None:
         self._config = config
         self._nothing = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS
-        self._kernel = load_kernel(config.spec())
-        self._plan_kernel = _load(config.plan_spec())
-        self._values_kernel = _load(config.values_spec())
+        self._launches = Launches(load_kernel(config.spec()))
+        self._plan_launches = launches_of(config.plan_spec())
+        self._values_launches = launches_of(config.values_spec())
         tiling, columns = config.tiling, config.box_columns(config.width)
         value_columns = config.box_columns(config.value_width)
-        self._boxes = (
-            (1, tiling.tile_m, 1, columns),
-            (1, tiling.tile_n, 1, columns),
-            (1, tiling.tile_n, 1, value_columns),
+        self._encoders = (
+            encoder((1, GROUP_ROWS, 1, columns)),
+            encoder((1, tiling.tile_n, 1, columns)),
+            encoder((1, tiling.tile_n, 1, value_columns)),
         )
 
     def launch(
@@ -162,9 +159,9 @@ class MappedForward:
         shape = score_shape(q, k, options, arrays)
         batch, heads_q, seq_len_q, seq_len_kv = shape
         settings = score_settings(q, options, arrays, shape)
-        blocks, structs = config.num_blocks(seq_len_q), parameter_structs(PARAMETERS)
+        blocks = config.num_blocks(seq_len_q)
         tiles = config.value_tiles(v.shape[-3]) if descales else 0
-        parameters = structs["MappedForwardParameters"].pack(
+        parameters = parameter_structs(PARAMETERS)["MappedForwardParameters"].pack(
             out=dense_strides((*q.shape[:-1], v.shape[-1])) if out is None else strides_of(out),
             batch=batch,
             heads_q=heads_q,
@@ -177,27 +174,27 @@ class MappedForward:
             settings=settings,
             float8=_float8_settings(descales, tiles) if descales else _NO_FLOAT8,
         )
-        launch = Launch(self._kernel, (blocks,), (parameters,))
+        launch = self._launches((blocks,), (parameters,))
         plan = values = None
-        if self._plan_kernel is not None:
+        if self._plan_launches is not None:
             size = config.plan_size(seq_len_q, seq_len_kv, mask_heads)
             facts = (mask_heads, seq_len_q, seq_len_kv, blocks)
             if problem.varlen:
                 facts = (batch, heads_q, seq_len_kv, blocks)
             scalars = (*map(np.int32, facts), *(() if problem.varlen else (settings,)))
             grid = (config.plan_blocks(seq_len_q, mask_heads),)
-            plan = PlannedWork(Launch(self._plan_kernel, grid, scalars), size)
-        if self._values_kernel is not None:
+            plan = PlannedWork(self._plan_launches(grid, scalars), size)
+        if self._values_launches is not None:
             assert isinstance(config.tiling, Float8Tiling)
             count = tiles * problem.num_heads_kv
             scalars = tuple(map(np.int32, (tiles, batch, seq_len_kv)))
             values = PlannedWork(
-                Launch(self._values_kernel, (count,), scalars),
+                self._values_launches((count,), scalars),
                 count * config.tiling.value_bytes(config.value_width),
                 np.uint8,
             )
         plain = plan is None and all(array is None for array in arrays)
-        return MappedLaunch(launch, self._boxes, plan, values, self._nothing if plain else None)
+        return MappedLaunch(launch, self._encoders, plan, values, self._nothing if plain else None)
 
 
 @launch_plan
@@ -211,8 +208,9 @@ def mapped_forward(
     return MappedForward(plan_flash_attention_sm90(problem, device, block_size))
 
 
-def _load(spec: KernelSpec | None) -> Any:
-    return None if spec is None else load_kernel(spec)
+def launches_of(spec: KernelSpec | None) -> Launches | None:
+    """Launches of a kernel, loaded; None of none."""
+    return None if spec is None else Launches(load_kernel(spec))
 
 
 def _float8_settings(descales: tuple[Array | None, ...], value_tiles: int) -> tuple[int, ...]:

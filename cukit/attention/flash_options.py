@@ -7,8 +7,6 @@ import operator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cukit.core.arrays import Array, namespace
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_flag, check_number
@@ -176,10 +174,10 @@ def _bound(side: int | None) -> int:
     return _EVERYTHING if side is None else min(side, _EVERYTHING)
 
 
-def scales_of(q: Array, options: ScoreOptions) -> tuple[np.float32, np.float32]:
+def scales_of(q: Array, options: ScoreOptions) -> tuple[float, float]:
     """The factor of the scores, and the same for powers of two."""
     factor = options.factor(q.shape[-1])
-    return np.float32(factor), np.float32(factor * _LOG2_E)
+    return factor, factor * _LOG2_E
 
 
 def refuse_dropout(op: str, dropout: float) -> None:

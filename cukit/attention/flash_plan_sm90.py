@@ -64,6 +64,11 @@ class WarpgroupForwardConfig:
         return min(problem.batch * problem.num_heads_q * pieces, self.slots)
 
     @property
+    def turns(self) -> bool:
+        """Whether the consumers multiply in turns."""
+        return self.block_size is None and _in_turns(self.problem, self.tiling)
+
+    @property
     def width(self) -> int:
         """Columns of q and k that are multiplied."""
         step = _FLOAT8_STEP if self.problem.float8 else _STEP
@@ -96,6 +101,7 @@ class WarpgroupForwardConfig:
             *feature_defines(problem),
             *self._block_defines(),
             *self._float8_defines(),
+            *((("TURNS", True),) if self.turns else ()),
         )
         entry = "flash_attention_sm90"
         shared = tiling.shared_bytes(self.width, self.value_width)
@@ -212,12 +218,20 @@ def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, slots: int) -> flo
         first, last = _visible_keys(problem, row, min(row + GROUP_ROWS, problem.seq_len_q) - 1)
         keys += (ceil_div(last, tile) - first // tile) * tile
     tiles = ceil_div(problem.seq_len_q, tiling.tile_m)
-    scores = tiling.cost * tiles * tiling.tile_m * keys / len(groups)
+    in_turns = _in_turns(problem, tiling)
+    cost = tiling.turn_cost if in_turns and tiling.turn_cost is not None else tiling.cost
+    scores = cost * tiles * tiling.tile_m * keys / len(groups)
     if problem.varlen:
         return scores
     pieces = _pieces(problem, tiling, problem.seq_len_q)
     largest = min(1.0, (1 if pieces == tiles else 2) / tiles)
     return scores * largest * ceil_div(problem.batch * problem.num_heads_q * pieces, slots)
+
+
+def _in_turns(problem: AttentionProblem, tiling: WarpgroupTiling) -> bool:
+    """Where it was measured: calls with a causal mask and no option that tells scores apart."""
+    plain = problem.features <= {"sinks", "value_dim"}
+    return tiling.turn_cost is not None and problem.causal and plain
 
 
 def _visible_keys(problem: AttentionProblem, first_row: int, last_row: int) -> tuple[int, int]:

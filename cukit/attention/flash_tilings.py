@@ -67,6 +67,8 @@ class WarpgroupTiling:
     """With two, the next tile's queries come while this one's are multiplied."""
     cost: float = 1.0
     """Time of a score, as a multiple of the first tiling's."""
+    turn_cost: float | None = None
+    """The same of plain causal calls, where consumers multiply in turns; None: they never do."""
     blocks_per_sm: int = 1
     biased_tile_n: int | None = None
     """tile_n where a bias is added, if not the same: its registers would be spilled."""
@@ -309,7 +311,7 @@ WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
         WarpgroupTiling(2, 128, query_stages=1, cost=1.09),
     ),
     (128, 128): (
-        WarpgroupTiling(2, 128, num_stages=3, query_stages=1, biased_tile_n=112),
+        WarpgroupTiling(2, 128, num_stages=3, query_stages=1, turn_cost=0.97, biased_tile_n=112),
         WarpgroupTiling(3, 64, num_stages=4, query_stages=1, cost=0.975),
     ),
     (192, 128): (WarpgroupTiling(2, 128, query_stages=1, biased_tile_n=96),),

@@ -16,7 +16,16 @@ from cukit.core.dependent_launch import DependentFunction
 from cukit.core.device import current_device, require_cupy
 from cukit.errors import LaunchError
 
-__all__ = ["NULL", "Kernel", "KernelSpec", "Launch", "by_value", "launch_plan", "load_kernel"]
+__all__ = [
+    "NULL",
+    "Kernel",
+    "KernelSpec",
+    "Launch",
+    "Launches",
+    "by_value",
+    "launch_plan",
+    "load_kernel",
+]
 
 NULL = None
 """Pass it where a kernel takes an optional pointer that this call does not have."""
@@ -186,16 +195,38 @@ class Launch:
             self._function(self.grid, kernel.block, args, kernel.shared_bytes)
 
 
+class Launches:
+    """Makes launches of one kernel that pass arguments of the same kinds: after the first has been
+    called, the next need no check."""
+
+    __slots__ = ("_last", "kernel")
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self._last: Launch | None = None
+
+    def __call__(self, grid: tuple[int, ...], scalars: tuple[Argument, ...]) -> Launch:
+        """A launch of `grid` blocks with these scalars behind its arrays."""
+        launch = Launch(self.kernel, grid, scalars)
+        launch._checked = self._last is not None and self._last._checked
+        self._last = launch
+        return launch
+
+
 _MOST_DESCRIPTIONS = 4096
 _UNPLANNED = object()  # None is a plan too: that of a call which no kernel serves
 
 
-def launch_plan(prepare: Callable[..., Any]) -> Callable[..., Any]:
+def launch_plan(
+    prepare: Callable[..., Any], describe: Callable[..., Hashable] = describe
+) -> Callable[..., Any]:
     """Memoises `prepare(*args)` by device and description (shape, strides, dtype) of its arrays.
 
     Checks, plan, kernel look-up and scalars of an op run once per description; a repeated call
     costs one dictionary look-up. `prepare` must not keep or read the contents of the arrays.
     `.forget()` of the result drops what is remembered.
+
+    describe: from the device and the arguments to what decides about the result.
     """
     memory: dict[Hashable, Any] = {}
     current_device_id: Callable[[], int] | None = None

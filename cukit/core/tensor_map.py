@@ -80,7 +80,8 @@ def encode_tensor_map(array: Array, box: Box, *, swizzle_bytes: int = 128) -> np
     Raises:
         ArrayLayoutError, ArrayShapeError, ConfigError: the rules above.
     """
-    return _encode(_view(array), box, swizzle_bytes)
+    layout = _layout(array.shape, array.strides, array.itemsize)
+    return _encode(array, _aligned_address(array), layout, box, swizzle_bytes)
 
 
 def encode_sequence_map(
@@ -104,27 +105,30 @@ def encode_sequence_map(
     outside the tensor, whatever is outside: rows or columns. So a kernel must ask only for boxes
     with at least one element inside (seen on Hopper; the emulator reports it).
     """
-    address, (rows, *others), strides, _ = _view(array)
-    row = strides[0]
-    shape = (rows + 1, longest, *others)
-    view = TensorView(address - longest * row, shape, (row, *strides), array)
-    return _encode(view, box, swizzle_bytes)
+    (rows, *others), itemsize = array.shape, array.itemsize
+    row, *steps = _layout(array.shape, array.strides, itemsize).steps
+    layout = _layout((rows + 1, longest, *others), (row, row, *steps), itemsize)
+    return _encode(array, _aligned_address(array) - longest * row, layout, box, swizzle_bytes)
 
 
-def _encode(view: TensorView, box: Box, swizzle_bytes: int) -> np.ndarray[Any, Any]:
-    address, shape, strides, array = view
+def _encode(
+    array: Array, address: int, layout: _Layout, box: Box, swizzle_bytes: int
+) -> np.ndarray[Any, Any]:
+    shape, steps = layout.shape, layout.steps
     given = _driver_arguments(array.dtype, box, len(shape), swizzle_bytes)
     if backend.active is not None:
+        view = TensorView(address, shape, steps, array)
         return backend.active.encode_tensor_map(view, box, swizzle_bytes)
     room: Any = _Room()
-    start = -ctypes.addressof(room) % _MAP_ALIGNMENT
+    begin = ctypes.addressof(room)
+    start = -begin % _MAP_ALIGNMENT
     status = _driver_function()(
-        ctypes.addressof(room) + start,
+        ctypes.c_void_p(begin + start),
         given.dtype,
         len(shape),
-        address,
-        given.extents.pack(*shape[::-1]),
-        given.strides.pack(*strides[-2::-1]),
+        ctypes.c_void_p(address),
+        layout.extents,
+        layout.strides,
         given.box,
         given.steps,
         _NO_INTERLEAVE,
@@ -134,7 +138,7 @@ def _encode(view: TensorView, box: Box, swizzle_bytes: int) -> np.ndarray[Any, A
     )
     if status != 0:
         raise ArrayLayoutError(
-            f"encode_tensor_map: the driver refused shape {shape}, strides {strides}, "
+            f"encode_tensor_map: the driver refused shape {shape}, strides {steps}, "
             f"box {box}, swizzle {swizzle_bytes}: CUDA error {status}"
         )
     encoded: np.ndarray[Any, Any] = np.frombuffer(room, _DESCRIPTOR, 1, start)
@@ -163,8 +167,6 @@ class _DriverArguments(NamedTuple):
     """What of a map does not depend on the array, as the driver takes it."""
 
     dtype: int
-    extents: struct.Struct
-    strides: struct.Struct
     box: bytes
     steps: bytes
     swizzle: int
@@ -181,8 +183,6 @@ def _driver_arguments(
     _check_box(axes, dtype.itemsize, box, swizzle_bytes)
     return _DriverArguments(
         _DATA_TYPES[dtype.name],
-        struct.Struct(f"{axes}Q"),
-        struct.Struct(f"{axes - 1}Q"),
         struct.pack(f"{axes}I", *reversed(box)),
         struct.pack(f"{axes}I", *[1] * axes),
         SWIZZLE_BYTES.index(swizzle_bytes),
@@ -197,33 +197,53 @@ def _driver_function() -> Any:
         function = ctypes.PyDLL("libcuda.so.1").cuTensorMapEncodeTiled
     except (OSError, AttributeError) as error:
         raise UnsupportedDeviceError(f"TMA needs a driver of CUDA 12 or newer: {error}") from error
-    number, pointer = ctypes.c_uint32, ctypes.c_void_p
-    function.argtypes = (pointer, number, number, pointer, *[pointer] * 4, *[number] * 4)
+    # Without argtypes ctypes takes numbers as int, and bytes by their address, in half the time.
     return function
 
 
-def _view(array: Array) -> TensorView:
-    """The whole array. An axis that is never stepped along gets any stride the driver accepts."""
-    shape, strides, itemsize = array.shape, array.strides, array.itemsize
-    if not 2 <= len(shape) <= _MOST_AXES:
+class _Layout(NamedTuple):
+    """Where the elements of an array lie: as numbers, strides in bytes, and as the driver takes
+    them."""
+
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    extents: bytes
+    strides: bytes
+
+
+@functools.lru_cache(maxsize=_MOST_MAPS)
+def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> _Layout:
+    """Arrays of one layout come together: keys and values, queries and their gradient. An axis that
+    is never stepped along gets any stride the driver accepts."""
+    axes = len(shape)
+    if not 2 <= axes <= _MOST_AXES:
         raise ArrayShapeError(f"encode_tensor_map: 2 to 5 axes, got shape {shape}")
     if strides[-1] != itemsize:
         raise ArrayLayoutError(
             f"encode_tensor_map: the last axis must be contiguous, got strides {strides}"
         )
-    steps = [
-        stride if extent > 1 else _ALIGNMENT for stride, extent in zip(strides, shape, strict=True)
-    ]
-    steps[-1] = itemsize
-    for step in steps[:-1]:
+    steps = tuple(
+        [
+            stride if extent > 1 else _ALIGNMENT
+            for stride, extent in zip(strides[:-1], shape, strict=False)
+        ]
+    )
+    for step in steps:
         if step % _ALIGNMENT or step < 0:
             raise ArrayLayoutError(
                 f"encode_tensor_map: strides must be multiples of 16 bytes, got {strides}"
             )
+    extents = struct.pack(f"{axes}Q", *shape[::-1])
+    return _Layout(
+        shape, (*steps, itemsize), extents, struct.pack(f"{axes - 1}Q", *reversed(steps))
+    )
+
+
+def _aligned_address(array: Array) -> int:
     address = address_of(array)
     if address % _ALIGNMENT:
         raise ArrayLayoutError("encode_tensor_map: the array must be 16-byte aligned")
-    return TensorView(address, shape, tuple(steps), array)
+    return address
 
 
 def _check_box(axes: int, itemsize: int, box: Box, swizzle_bytes: int) -> None:

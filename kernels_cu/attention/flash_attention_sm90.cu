@@ -9,9 +9,9 @@
 //   64 queries, with their outputs, maxima and sums in registers, and takes the keys in tiles of
 //   TILE_N, last tile first. A warpgroup has the scores of the next tile and the output of this one
 //   multiplied in one go, and renews maxima and exponentials while the output's product runs.
-//   Nothing holds warpgroups together but the stages of K and V: with enough of them they drift
-//   apart, and one's exponentials, or its results' way out, run beside the others' products. Tiles
-//   that a mask hides from all 64 queries of a warpgroup are left out.
+//   Nothing holds warpgroups together but the stages of K and V (each has queries of its own): with
+//   enough of them they drift apart, and one's exponentials or stores run beside the others'
+//   products; with TURNS they are kept apart. Tiles that a mask hides from all 64 queries of a warpgroup are left out.
 // VARLEN: tiles reach into the next sequence. Its keys are hidden as others are; its values, which
 //   may be NaN, are overwritten by zeros: a warp of the first warpgroup hands on every tile of V.
 // BLOCK_SPARSE: keys come in the tiles that plan_blocks.cu listed for a tile of queries.
@@ -22,19 +22,19 @@
 //   or, with PREPARES, by three warps of the first warpgroup, tile by tile. The tensor core adds
 //   float8 products with about 14 bits: after KEPT_TILES tiles a warpgroup adds its outputs to what it
 //   keeps in shared memory (kept_sums.cuh).
-// Shared memory, dynamic: Q stages | K stages | PREPARES: two stages of V as it comes | V stages |
-//   KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima of every consumer thread. Tiles lie in parts of
-//   one swizzle's width (shared_tile.cuh); V prepared for e4m3 as float8_values.cuh has it. Static:
-//   barriers, and what the producer says of every stage.
-// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, tile, 1, part], parts of 64
-//   columns (of eight bits 64 up to 64 columns, else 128), swizzled by their bytes; rows and columns
-//   beyond the tensor read as zero.
+// Shared memory, dynamic: Q stages, a tile of 64 queries for every consumer | K stages | PREPARES: two
+//   stages of V as it comes | V stages | KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima of every
+//   consumer thread. Tiles lie in parts of one swizzle's width (shared_tile.cuh); V prepared for e4m3
+//   as float8_values.cuh has it. Static: barriers, and what the producer says of every stage.
+// Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, rows, 1, part], rows 64 of Q and
+//   TILE_N of K and V, parts of 64 columns (of eight bits 64 up to 64 columns, else 128), swizzled by
+//   their bytes; rows and columns beyond the tensor read as zero.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM multiples of 16 up to 256: columns of Q and K,
 //   and of V, that are multiplied; VALUE_PADDED 0|1 V has fewer than VALUE_DIM; CONSUMERS 2|3|4;
 //   TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128 * (CONSUMERS + 1);
 //   BLOCKS_PER_SM; those of score_options.cuh; BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and
 //   keys of a block. FLOAT8 0|1, then HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
-//   KEPT_TILES 1.., 0 never.
+//   KEPT_TILES 1.., 0 never. TURNS 0|1.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_lists.cuh"
@@ -50,6 +50,7 @@
 #include "common/platform.cuh"
 #include "common/ptx/opaque.cuh"
 #include "common/ptx/tma.cuh"
+#include "common/ptx/warp_group.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/scores/fragment_matrix.cuh"
 #include "common/scores/fragment_scores.cuh"
@@ -135,6 +136,38 @@ CUKIT_DEVICE bool renew(cukit::SoftmaxRows& rows, float (&shrink)[2], const Scor
                                                                    Operands::kGrowth);
 }
 
+// TURNS: in each round of tiles of keys the consumers issue their products one after the other. Those
+// that begin a tile of queries together would else multiply, and then compute exponentials, at the
+// same time, until they have drifted apart: too long for the short rows of a causal mask.
+class Turns {
+ public:
+  CUKIT_DEVICE explicit Turns(int group) : group_(group) {
+    if (group_ == CONSUMERS - 1) pass();
+  }
+
+  CUKIT_DEVICE void take() const {
+    if constexpr (TURNS) cukit::named_sync(kFirstBarrier + group_, kThreads);
+  }
+  CUKIT_DEVICE void pass() const {
+    const int next = group_ + 1 == CONSUMERS ? 0 : group_ + 1;
+    if constexpr (TURNS) cukit::named_arrive(kFirstBarrier + next, kThreads);
+  }
+  // Of a tile of keys that this consumer does not see.
+  CUKIT_DEVICE void skip() const {
+    take();
+    pass();
+  }
+  // The last turn was passed to the first consumer.
+  CUKIT_DEVICE void end() const {
+    if (group_ == 0) take();
+  }
+
+ private:
+  static constexpr int kFirstBarrier = 1;
+  static constexpr int kThreads = 2 * cukit::kWarpgroupThreads;
+  int group_;
+};
+
 // Whether outputs are kept outside the tensor core, and whether that and their rescaling happen beside
 // the product of the next scores: if there are registers for both.
 constexpr bool kKeeps = KEPT_TILES > 0;
@@ -143,12 +176,14 @@ constexpr bool kTendsEarly = kKeeps && VALUE_DIM < 256;
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& results,
                       const Arguments& arguments, const cukit::Descales& descales,
                       const cukit::ScoreSettings& settings, float scale) {
-  const int group = Block::consumer_group();
+  const int own_group = Block::consumer_group();
+  // Float8 and biases leave no register for it throughout the loop.
+  const auto group = [&] { return FLOAT8 || BIAS ? Block::consumer_group() : own_group; };
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
-  const unsigned long long q_first = QueryTile::k_major(tiles.q);
-  const unsigned long long k_first = KeyTile::k_major(tiles.k);
-  const unsigned long long v_first = ValueTile::mn_major(tiles.v);
+  const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.q));
+  const unsigned long long k_first = cukit::uniform_descriptor(KeyTile::k_major(tiles.k));
+  const unsigned long long v_first = cukit::uniform_descriptor(ValueTile::mn_major(tiles.v));
   QueryState q_at;
   KeyState k_at;
   KeyState v_at;
@@ -162,16 +197,19 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       tiles.kept);
 
   const auto values = [&] { return v_first + v_at.index * ValueTile::kStage; };
+  Turns turns(own_group);
   const auto start_scores = [&] {
+    const unsigned long long k = k_first + k_at.index * KeyTile::kStage;
     pipelines.k.wait(k_at);
+    turns.take();
     cukit::wgmma_fence();
-    multiply_keys(scores, q, k_first + k_at.index * KeyTile::kStage);
+    multiply_keys(scores, q, k);
   };
 
   cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
   QueryWork work{};
-  int part = group;  // of the tile's queries, counted from either end in turn: for equal work
-  while (next_work(work, pipelines, q_at, queue)) {
+  int part = own_group;  // of a tile's queries
+  while (next_work(work, pipelines, group(), q_at, queue)) {
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
@@ -193,13 +231,13 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
                                           head.mask, settings.mask_row, settings.mask_column));
     // In the order in which they come: V a tile behind K.
     for (int unseen = work.keys.end; unseen > seen.end; --unseen) {
+      turns.skip();
       pipelines.k.skip(k_at);
       if (unseen < work.keys.end) pipelines.v.skip(v_at);
     }
     int tile = seen.end - 1;
     float shrink[2];
-    q = q_first +
-        (q_at.index * QueryTile::kStage + part * QueryTile::rows(cukit::kWarpgroupRows));
+    q = q_first + (q_at.index * CONSUMERS + group()) * QueryTile::kStage;
     // The scores of a tile have come.
     const auto receive_scores = [&] {
       int first_key = tile * TILE_N;
@@ -213,7 +251,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       pipelines.k.release(k_at);
       k_at.advance();
       if (tile == seen.begin) {
-        pipelines.q.release(q_at);
+        pipelines.q[group()].release(q_at);
         q_at.advance();
       }
       const cukit::FragmentPlace at{row, first_key + lane_column};
@@ -248,6 +286,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       }
     };
     start_scores();
+    turns.pass();
     cukit::wgmma_wait<0>(scores);
     receive_scores();
 #pragma unroll
@@ -264,7 +303,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     pipelines.v.wait(v_at);
     Operands::pack(p, scores);
 
-    bool outgrown = false;
+    bool outgrown = Operands::kGrowth < 0.0f;
     const auto tend = [&](bool shrunk) {
       if (shrunk) cukit::rescale(sums, shrink);
       if (kKeeps && kept.due()) kept.take(sums, rows, factor);
@@ -274,6 +313,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       start_scores();
       if constexpr (kTendsEarly) tend(outgrown);
       multiply_values(sums, p, values());
+      turns.pass();
       cukit::wgmma_wait<1>(scores);
       receive_scores();
       outgrown = renew(rows, shrink, scores, factor);
@@ -300,6 +340,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     pipelines.v.release(v_at);
     v_at.advance();
     for (int unseen = work.keys.begin; unseen < seen.begin; ++unseen) {
+      turns.skip();
       pipelines.k.skip(k_at);
       pipelines.v.skip(v_at);
     }
@@ -309,8 +350,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
         FLOAT8 ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;
     finish(sums, rows, factor, descales.values(work.b, work.head / arguments.group), results, work,
            result_row, settings);
-    if (cukit::kUneven) part = CONSUMERS - 1 - part;
+    part = part_of_next_tile(part);
   }
+  turns.end();
 }
 
 }  // namespace consumer

@@ -14,6 +14,7 @@
 #include "attention/float8_values.cuh"
 #include "attention/parameters.cuh"
 #include "common/hopper/shared_tile.cuh"
+#include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/pack_e4m3.cuh"
 #include "common/ptx/wgmma.cuh"
@@ -62,9 +63,9 @@ struct Descales {
 #endif
 };
 
-template <typename T, int TileM, int TileN, int HeadDim, int ValueDim>
+template <typename T, int TileN, int HeadDim, int ValueDim>
 struct SixteenBitOperands {
-  using QueryTile = SharedTile<T, TileM, HeadDim>;
+  using QueryTile = SharedTile<T, kWarpgroupRows, HeadDim>;
   using KeyTile = SharedTile<T, TileN, HeadDim>;
   using ValueTile = SharedTile<T, TileN, ValueDim>;
   using Probabilities = unsigned[TileN / 16][4];
@@ -88,9 +89,9 @@ struct SixteenBitOperands {
 };
 
 // Q and K of eight bits.
-template <int TileM, int TileN, int HeadDim>
+template <int TileN, int HeadDim>
 struct Float8Scores {
-  using QueryTile = ByteTile<TileM, HeadDim>;
+  using QueryTile = ByteTile<kWarpgroupRows, HeadDim>;
   using KeyTile = ByteTile<TileN, HeadDim>;
   // With 64 columns comparisons as integers were up to 12 % slower.
   static constexpr bool kIntegerMaxima = HeadDim > 64;
@@ -101,15 +102,16 @@ struct Float8Scores {
   }
 };
 
-template <int TileM, int TileN, int HeadDim, int ValueDim>
-struct Float8Operands : Float8Scores<TileM, TileN, HeadDim> {
+template <int TileN, int HeadDim, int ValueDim>
+struct Float8Operands : Float8Scores<TileN, HeadDim> {
   using ValueTile = SlabTile<TileN, ValueDim>;
   using Probabilities = unsigned[TileN / 32][4];
   // P is rounded as 2^kOffset times itself, so that small ones use the exponents that e4m3 has: 2^8 is
   // its largest power of two, 2^-9 its smallest number. Maxima are renewed with every score above
-  // them: the largest probability of a row is then a power of two, which e4m3 holds exactly.
+  // them: the largest probability of a row is then a power of two, which e4m3 holds exactly. Short rows
+  // have most of them renewed.
   static constexpr int kOffset = 8;
-  static constexpr float kGrowth = 0.0f;
+  static constexpr float kGrowth = CAUSAL && ValueDim < 256 ? -1.0f : 0.0f;
 
   CUKIT_DEVICE static void multiply_values(float (&out)[ValueDim / 2], const unsigned (&p)[4],
                                            unsigned long long v) {
@@ -128,8 +130,8 @@ struct Float8Operands : Float8Scores<TileM, TileN, HeadDim> {
   }
 };
 
-template <int TileM, int TileN, int HeadDim, int ValueDim>
-struct PreciseFloat8Operands : Float8Scores<TileM, TileN, HeadDim> {
+template <int TileN, int HeadDim, int ValueDim>
+struct PreciseFloat8Operands : Float8Scores<TileN, HeadDim> {
   using ValueTile = HalfTile<TileN, ValueDim>;
   using Probabilities = unsigned[TileN / 16][4];
   static constexpr int kOffset = 0;

@@ -26,11 +26,11 @@ using T = cukit::element_t;
 
 constexpr int kTileM = CONSUMERS * cukit::kWarpgroupRows;
 #if !FLOAT8
-using Operands = cukit::SixteenBitOperands<T, kTileM, TILE_N, HEAD_DIM, VALUE_DIM>;
+using Operands = cukit::SixteenBitOperands<T, TILE_N, HEAD_DIM, VALUE_DIM>;
 #elif PRECISE
-using Operands = cukit::PreciseFloat8Operands<kTileM, TILE_N, HEAD_DIM, VALUE_DIM>;
+using Operands = cukit::PreciseFloat8Operands<TILE_N, HEAD_DIM, VALUE_DIM>;
 #else
-using Operands = cukit::Float8Operands<kTileM, TILE_N, HEAD_DIM, VALUE_DIM>;
+using Operands = cukit::Float8Operands<TILE_N, HEAD_DIM, VALUE_DIM>;
 #endif
 using QueryTile = Operands::QueryTile;
 using KeyTile = Operands::KeyTile;
@@ -61,8 +61,14 @@ using RawState = cukit::PipelineState<kRawStages>;
 constexpr int kPreparers = 0;
 #endif
 
+// Which 64 of a tile's queries a consumer takes: its own index of the first tile; where a mask gives
+// the parts unlike work, they are counted from the other end in every second one.
+CUKIT_DEVICE int part_of_next_tile(int part) {
+  return cukit::kUneven ? CONSUMERS - 1 - part : part;
+}
+
 struct Pipelines {
-  cukit::Pipeline<QUERY_STAGES> q;
+  cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // of each its own: none waits for another's queries
   cukit::Pipeline<STAGES> k;
   cukit::Pipeline<STAGES> v;
 #if DEALT
@@ -82,7 +88,7 @@ struct Pipelines {
 
   // One thread.
   CUKIT_DEVICE void init() {
-    q.init(Block::kConsumerWarps);
+    for (cukit::Pipeline<QUERY_STAGES>& queries : q) queries.init(cukit::kWarpgroupWarps);
     k.init(Block::kConsumerWarps);
     v.init(Block::kConsumerWarps, PREPARES ? kPreparers : 1);
 #if CLEARED
@@ -92,6 +98,14 @@ struct Pipelines {
     raw.init(kPreparers);
 #endif
   }
+
+#if DEALT
+  // Says what the stage's queries are, once all consumers have released those before.
+  CUKIT_DEVICE void announce(const QueryState& at, const QueryWork& next) {
+    for (cukit::Pipeline<QUERY_STAGES>& queries : q) queries.acquire(at);
+    work[at.index] = next;
+  }
+#endif
 };
 
 // Dynamic shared memory: the stages of each, and what consumers keep outside their registers.
@@ -104,7 +118,7 @@ struct Tiles {
 
   CUKIT_DEVICE explicit Tiles(unsigned char* shared)
       : q(shared),
-        k(q + QUERY_STAGES * QueryTile::kBytes),
+        k(q + QUERY_STAGES * CONSUMERS * QueryTile::kBytes),
         raw(k + STAGES * KeyTile::kBytes),
         v(raw),
         kept(nullptr) {
@@ -210,6 +224,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
                       const KeyValues& key_values, const Arguments& arguments,
                       const cukit::ScoreSettings& settings) {
   QueryState q_at;
+  int first_part = 0;  // of the first consumer
   KeyState k_at;
 #if PREPARES
   RawState v_at;
@@ -276,13 +291,20 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
         load_values(tile + 1);
 #endif
       } else {
-        pipelines.q.acquire(q_at);
 #if DEALT
-        pipelines.work[q_at.index] = work;
+        pipelines.announce(q_at, work);
 #endif
-        QueryTile::load(tiles.q + q_at.index * QueryTile::kBytes, q,
-                        pipelines.q.expect(q_at, QueryTile::kBytes), work.head,
-                        work.sequence.first_q + work.first_row, VARLEN ? 0 : work.b);
+#pragma unroll (DEALT ? CONSUMERS : 1)
+        for (int group = 0; group < CONSUMERS; ++group) {
+          cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[group];
+          const int part = first_part == 0 ? group : first_part - group;
+          if (!DEALT) queries.acquire(q_at);
+          QueryTile::load(tiles.q + (q_at.index * CONSUMERS + group) * QueryTile::kBytes, q,
+                          queries.expect(q_at, QueryTile::kBytes), work.head,
+                          work.sequence.first_q + work.first_row + part * cukit::kWarpgroupRows,
+                          VARLEN ? 0 : work.b);
+        }
+        first_part = part_of_next_tile(first_part);
         q_at.advance();
       }
 #if PREPARES
@@ -291,9 +313,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
     }
   }
 #if DEALT
-  pipelines.q.acquire(q_at);
-  pipelines.work[q_at.index] = QueryWork{};
-  pipelines.q.commit(q_at);
+  pipelines.announce(q_at, QueryWork{});
+  for (cukit::Pipeline<QUERY_STAGES>& queries : pipelines.q) queries.commit(q_at);
 #endif
 #if PREPARES
   pipelines.raw.acquire(v_at);

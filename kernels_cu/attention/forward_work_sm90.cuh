@@ -16,10 +16,11 @@ namespace consumer {
 
 // The next work and its queries, which have come; false if there is none. Work that is dealt lies
 // beside them; else every warp finds it by itself, while its results are on their way out.
-CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, const QueryState& at,
+CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, int group, const QueryState& at,
                             cukit::WorkQueue<kTileM, TILE_N>& queue) {
+  cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[group];
 #if DEALT
-  pipelines.q.wait(at);
+  queries.wait(at);
   __syncwarp();  // together from here on: what lanes then share is the warp's, for the compiler too
   work = pipelines.work[at.index];
   __syncwarp();  // all have read it before one of them gives the stage back
@@ -33,7 +34,7 @@ CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, const QuerySt
   return work.keys.end > 0;
 #else
   queue.share();
-  pipelines.q.wait(at);
+  queries.wait(at);
   return true;
 #endif
 }

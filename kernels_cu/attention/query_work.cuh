@@ -7,7 +7,7 @@
 // Where tiles differ (VARLEN, BLOCK_SPARSE) a counter deals them. Sequences come longest first, as
 // plan_sequences.cu has sorted them; tiles of a head come last first.
 //
-// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1. Sets DEALT 0|1.
+// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1. Sets DEALT 0|1.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
@@ -18,6 +18,9 @@
 
 #ifndef BLOCK_SPARSE
 #define BLOCK_SPARSE 0
+#endif
+#ifndef TURNS
+#define TURNS 0
 #endif
 
 #define DEALT (VARLEN || BLOCK_SPARSE)
@@ -130,8 +133,9 @@ class WorkQueue {
 
 // ---- A warpgroup's share of a tile ----
 
-// Whether the warpgroups of a block see different keys.
-constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE;
+// Whether the warpgroups of a block see different keys, and leave out what they do not see. In turns
+// they all go through all tiles, which are as long as the block's tile of queries.
+constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE && !TURNS;
 
 // The tiles of keys that a warpgroup's 64 queries see, one at least. All warpgroups go through those
 // of the work; at either end some may be hidden from it. One without queries has nothing to look at.

@@ -9,6 +9,13 @@ namespace cukit {
 // loops of the warp, and what they count can live in uniform registers, as descriptors have to.
 CUKIT_DEVICE int warp_uniform(int value) { return __shfl_sync(kFullMask, value, 0); }
 
+// The same of an operand's descriptor, whose high word is a constant. The compiler cannot work it out
+// anew, from the block's place in its cluster, wherever it is used: that takes as long as a wgmma.
+CUKIT_DEVICE unsigned long long uniform_descriptor(unsigned long long descriptor) {
+  const int low = warp_uniform(static_cast<int>(descriptor));
+  return (descriptor >> 32 << 32) + static_cast<unsigned>(low);
+}
+
 // The same of a struct of ints that all lanes read from one place: it then lies in uniform registers,
 // where TMA and wgmma expect their operands.
 template <typename Ints>

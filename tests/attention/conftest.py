@@ -40,8 +40,9 @@ def choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """ "gpu sm80": class sm80 serves what the GPU would give to a newer one."""
     if place == "gpu sm80":
         monkeypatch.setattr(flash, "mapped_forward", lambda problem: None)
-        monkeypatch.setattr(flash, "_prepare_forward", flash._prepare_forward.__wrapped__)
+        for remembered in ("_planned_forward", "_prepare_forward"):
+            monkeypatch.setattr(flash, remembered, getattr(flash, remembered).__wrapped__)
         monkeypatch.setattr(flash_backward, "covers", lambda problem, device: False)
-        for remembered in ("_plan", "_prepare_backward"):
+        for remembered in ("_planned_backward", "_prepare_backward"):
             bare = getattr(flash_backward, remembered).__wrapped__
             monkeypatch.setattr(flash_backward, remembered, bare)

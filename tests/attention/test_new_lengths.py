@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 import cukit as ck
+from cukit.attention import flash, flash_backward, flash_fp8
 from cukit.core import backend
 from cukit.core.device import typical_device
 from cukit.core.quantized_array import QuantizedArray
+from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
 
 LENGTHS = range(1025, 1400)
 MOST_LOADED = 4  # variants of one kernel: lengths round to one of 1152, 1280, 1408
@@ -101,3 +104,74 @@ def test_sequences_block_masks_and_float8_load_nothing_either(recorder):
     assert {"plan_sequences", "plan_blocks", "flash_attention_fp8_values"} < set(names)
     assert max(map(names.count, set(names))) <= 3 * MOST_LOADED
     assert len(recorder.launches) == 6 * len(LENGTHS)
+
+
+def test_a_new_length_repeats_no_check(recorder, monkeypatch):
+    checked = []
+    for module, name in (
+        (flash, "check_forward"),
+        (flash_fp8, "check_forward"),
+        (flash_backward, "check_backward"),
+    ):
+        bare = getattr(module, name)
+
+        def check(*args, bare=bare, **options):
+            checked.append(args)
+            bare(*args, **options)
+
+        monkeypatch.setattr(module, name, check)
+    keys, codes = cache(), cache(np.uint8)
+    lse = np.zeros((2, 2, LENGTHS.stop), np.float32)
+    for length in LENGTHS:
+        part, narrow = keys[:, :length], codes[:, :length]
+        decode(keys, length)
+        rows = np.ascontiguousarray(lse[..., :length])
+        ck.flash_attention_backward(part, part, part, part, part, rows)
+        if recorder.device.arch == "sm_90":
+            ck.flash_attention(*[QuantizedArray(narrow, ck.float8_e4m3, narrow.shape)] * 3)
+    assert 0 < len(checked) <= 3 * MOST_LOADED
+
+
+def wrong_lengths():
+    """Calls that differ from right ones in their lengths alone, and what they raise."""
+    keys, part = cache(), cache()[:, :1100]
+    lse = np.zeros((2, 2, 1100), np.float32)
+    uneven = np.zeros((2, 1100 * 2 * 64 + 4), keys.dtype)[:, :-4].reshape(2, 1100, 2, 64)
+    attend, backward = partial(ck.flash_attention, keys[:, :1]), ck.flash_attention_backward
+    return {
+        "k and v": (ArrayShapeError, partial(attend, keys, part)),
+        "batches": (ArrayLayoutError, partial(attend, uneven, uneven)),
+        "out": (ArrayShapeError, partial(ck.flash_attention, part, keys, keys, out=cache())),
+        "lse": (ArrayShapeError, partial(backward, *[keys[:, :1101]] * 5, lse)),
+        "grad_out": (ArrayShapeError, partial(backward, keys[:, :1099], *[part] * 4, lse)),
+    }
+
+
+@pytest.mark.parametrize("wrong", wrong_lengths())
+def test_lengths_that_do_not_fit_are_found_though_others_did(recorder, wrong):
+    keys = cache()
+    for length in (1100, LENGTHS.stop):
+        part, lse = keys[:, :length], np.zeros((2, 2, length), np.float32)
+        decode(keys, length)
+        ck.flash_attention(part, part, part, out=np.empty_like(part))
+        ck.flash_attention_backward(part, part, part, part, part, lse)
+    error, call = wrong_lengths()[wrong]
+    with pytest.raises(error):
+        call()
+
+
+def test_a_stride_counts_once_it_is_stepped_along(recorder):
+    rows = np.zeros((1, 2, 132), ml_dtypes.bfloat16)[..., :128].reshape(1, 2, 2, 64)
+    assert rows.strides[1] % 16
+    keys = cache()[:1]
+    ck.flash_attention(rows[:, :1], keys, keys)
+    with pytest.raises(ArrayLayoutError, match="of q"):
+        ck.flash_attention(rows, keys, keys)
+
+
+def test_sequences_with_a_negative_longest_are_refused_though_others_were_not(recorder):
+    rows, ends = cache()[0], np.array([0, 5, LENGTHS.stop], np.int32)
+    call = partial(ck.flash_attention, rows, rows, rows, cu_seqlens_q=ends, cu_seqlens_kv=ends)
+    call(max_seqlen_q=LENGTHS.stop, max_seqlen_kv=LENGTHS.stop)
+    with pytest.raises(ConfigError, match="max_seqlen_q"):
+        call(max_seqlen_q=-1, max_seqlen_kv=LENGTHS.stop)

@@ -11,7 +11,7 @@ import pytest
 
 from cukit.core import kernel
 from cukit.core.compiler import KernelSpec, compile_kernel
-from cukit.core.kernel import NULL, Launch, by_value, check_arguments, launch_plan
+from cukit.core.kernel import NULL, Launch, Launches, by_value, check_arguments, launch_plan
 from cukit.errors import LaunchError
 
 
@@ -120,6 +120,25 @@ def test_a_launch_checks_its_list_once_and_keeps_the_order_of_arguments():
         ((4,), (32, 1, 1), ("x", "y", rows, "factor"), 16),
         ((4,), (32, 1, 1), ("x", "y", rows, "other"), 16),
     ]
+
+
+def test_launches_of_one_kernel_are_checked_once():
+    kernel = RecordingKernel()
+    launches = Launches(kernel)
+    for number in (7, 8):
+        launches((number,), (np.int32(number),))("x")
+    assert [args[0] for args in kernel.checked] == ["x"]
+    assert [grid for grid, *_ in kernel.launched] == [(7,), (8,)]
+
+
+def test_a_plan_is_remembered_by_what_is_said_to_decide(monkeypatch):
+    monkeypatch.setattr(kernel, "_device_getter", lambda: lambda: 0)
+    calls = []
+    prepare = launch_plan(calls.append, describe=lambda device, array: (device, array.ndim))
+    prepare(np.zeros(3))
+    prepare(np.zeros(4))
+    prepare(np.zeros((4, 1)))
+    assert [array.shape for array in calls] == [(3,), (4, 1)]
 
 
 def test_cupy_still_takes_the_address_of_a_value():
