@@ -250,7 +250,7 @@ WRITERS = [
     for op in KERNEL_OPS
     if (out := inspect.signature(op.function).parameters.get("out")) is not None
     and out.default is None
-    and op.name != "quantize"  # whose output is three arrays
+    and op.name not in ("quantize", "rope", "rope_backward")  # whose outputs are several arrays
 ]
 
 
