@@ -26,6 +26,7 @@ from cukit.registry import register
 _OP = "merge_attention_states"
 _THREADS = 256
 _VEC = 8
+_VECS_PER_THREAD = 4
 
 
 def merge_attention_states(
@@ -107,12 +108,16 @@ def _prepare(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> Prepared
     vecs = out_a.size // _VEC
     scalars = (np.int64(vecs), np.int32(head_dim // _VEC), np.int32(heads), np.int32(seq))
     return PreparedMerge(
-        Launch(load_kernel(_spec(out_a.dtype.name)), (-(-vecs // _THREADS) or 1,), scalars)
+        Launch(
+            load_kernel(_spec(out_a.dtype.name)),
+            (-(-vecs // (_THREADS * _VECS_PER_THREAD)) or 1,),
+            scalars,
+        )
     )
 
 
 def _spec(dtype: str) -> KernelSpec:
-    defines = (("DTYPE", dtype), ("THREADS", _THREADS))
+    defines = (("DTYPE", dtype), ("THREADS", _THREADS), ("VECS", _VECS_PER_THREAD))
     return KernelSpec("attention/merge_attention_states.cu", _OP, defines, _THREADS)
 
 
