@@ -84,7 +84,7 @@ def test_the_environment_switches_it_on():
         ("cpu", {}, "expected 'emulator' or 'gpu'"),
         ("emulator", {"arch": "sm_12"}, "'sm_12' is not known"),
         ("emulator", {"sede": 1}, "no option 'sede'"),
-        ("emulator", {"seed": -1}, "must not be negative"),
+        ("emulator", {"seed": -1}, "0 or more"),
     ],
 )
 def test_a_wrong_choice_is_named(name, options, message):
