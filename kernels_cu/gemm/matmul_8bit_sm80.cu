@@ -38,6 +38,9 @@ constexpr int kRowTiles = TILE_M / 2 / 16;             // of a warp
 constexpr int kColumnTiles = TILE_N / kWarpsN / 8;     // of a warp
 constexpr int kStageBytes = (TILE_M + TILE_N) * kTileK;
 using Rows = cukit::Swizzle<kTileK / 2>;  // in 16-bit elements
+// sm_100 widens float8 fragments to 16 bits before the mma. With all steps unrolled the widened
+// fragments do not fit into registers beside both accumulators.
+constexpr int kUnrollK = __CUDA_ARCH__ / 100 == 10 && PARTIALS ? 1 : kTileK / 32;
 
 static_assert(THREADS == 256 && TILE_M % 32 == 0, "eight warps");
 static_assert(TILE_N % 64 == 0 && 128 % TILE_N == 0, "a tile's columns share a block of scales");
@@ -72,7 +75,7 @@ CUKIT_DEVICE void copy_rows(unsigned tile, const unsigned char* from, long long 
 CUKIT_DEVICE void multiply_stage(Sums& sums, unsigned stage, int warp_row, int warp_column) {
   const cukit::LeftMK<kTileK / 2> left(stage, warp_row, 0);
   const cukit::RightNK<kTileK / 2> right(stage + TILE_M * kTileK, warp_column, 0);
-#pragma unroll
+#pragma unroll kUnrollK
   for (int k = 0; k < kTileK / 32; ++k) {
     unsigned a[kRowTiles][4];
 #pragma unroll
