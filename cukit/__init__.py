@@ -52,6 +52,7 @@ from cukit.distill import (
 from cukit.emulator import (
     activate_from_environment,
     backend,
+    check_kernel,
 )
 from cukit.errors import (
     ArrayDtypeError,
@@ -198,6 +199,7 @@ __all__ = [
     "block_sparse_attention",
     "bsr_from_mask",
     "bsr_matmul",
+    "check_kernel",
     "create_adaptive_depth_mask",
     "create_sparse_mask",
     "cross_entropy",
