@@ -53,6 +53,7 @@ from cukit.emulator import (
     activate_from_environment,
     backend,
     check_kernel,
+    emulate_cupy,
 )
 from cukit.errors import (
     ArrayDtypeError,
@@ -215,6 +216,7 @@ __all__ = [
     "embedding_backward",
     "empty",
     "empty_like",
+    "emulate_cupy",
     "expert_order",
     "explain_matmul",
     "flash_attention",
