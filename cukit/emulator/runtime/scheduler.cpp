@@ -400,6 +400,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     fiber.agent = static_cast<unsigned>(slot);
     fiber.state = State::Ready;
     fiber.polls = 0;
+    fiber.converging = nullptr;
     fiber.copies = CopyGroups{};
     fiber.bulk = BulkGroups{};
     fiber.epoch = base_epoch + 1;
