@@ -32,6 +32,7 @@ class Range(ctypes.Structure):
         ("high", ctypes.c_size_t),
         ("argument", ctypes.c_uint32),
         ("writeable", ctypes.c_uint32),
+        ("element_bytes", ctypes.c_uint64),
     ]
 
 
@@ -50,6 +51,8 @@ class LaunchRecord(ctypes.Structure):
         ("most_workers", ctypes.c_uint32),
         ("checked", ctypes.c_uint32),
         ("late", ctypes.c_uint32),
+        ("global_races", ctypes.c_uint32),
+        ("same_value_writes", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("patience", ctypes.c_double),
         ("message", ctypes.c_char_p),

@@ -100,8 +100,9 @@ def kernel_flags(checked: bool, debug: bool, gcc: bool) -> tuple[str, ...]:
         if gcc:
             # Whole structures are loaded and stored at once: their alignment is what is checked.
             flags += ["-fno-tree-sra", "--param=tsan-instrument-func-entry-exit=0"]
+            flags.append("--param=tsan-distinguish-volatile=1")
             flags.append("-fstack-reuse=none")
         else:
             flags += ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
-            flags += ["-mllvm", "-no-stack-coloring"]
+            flags += ["-mllvm", "-tsan-distinguish-volatile=1", "-mllvm", "-no-stack-coloring"]
     return tuple(flags)

@@ -52,6 +52,10 @@ int find_module(dl_phdr_info* info, std::size_t, void* data) {
     if (header.p_type == PT_LOAD) {
       here = here || (address >= low && address < low + header.p_memsz);
       found.end = std::max(found.end, low + header.p_memsz);
+      if (header.p_flags & PF_W) {
+        found.data_low = low;
+        found.data_high = low + header.p_memsz;
+      }
     }
     if (header.p_type == PT_TLS) {
       found.static_bytes = header.p_memsz;
@@ -82,17 +86,22 @@ std::unique_ptr<Cluster> take_worker() {
   return worker;
 }
 
-void work(Run& run) {
+void work(Run& run, Worker& worker) {
   const FlushSubnormals flush;
   std::unique_ptr<Cluster> cluster = take_worker();
   cluster->run = &run;
+  cluster->worker = &worker;
+  cluster->watch = Watch{};
   cluster->launch = run.launch;
   cluster->module = &run.module;
   for (;;) {
     const std::uint64_t number = run.next.fetch_add(1, std::memory_order_relaxed);
     if (number >= run.clusters || run.failed()) break;
     cluster->execute(number);
+    ++cluster->steps;
   }
+  worker.steps.store(cluster->steps, std::memory_order_relaxed);
+  worker.done.store(true, std::memory_order_release);
   const std::lock_guard<std::mutex> lock(idle_mutex);
   idle.push_back(std::move(cluster));
 }
@@ -134,17 +143,9 @@ void Cluster::prepare(std::uint64_t number) {
   newest_epoch = base_epoch + 1;
   std::fill(std::begin(engine_epoch), std::end(engine_epoch), base_epoch + 1);
 
-  const std::uint64_t cx = number % run->clusters_along[0];
-  const std::uint64_t cy = number / run->clusters_along[0] % run->clusters_along[1];
-  const std::uint64_t cz = number / run->clusters_along[0] / run->clusters_along[1];
+  this->number = number;
   for (unsigned rank = 0; rank < num_blocks; ++rank) {
-    const uint3 index = {
-        static_cast<unsigned>(cx * launch->cluster[0] + rank % launch->cluster[0]),
-        static_cast<unsigned>(cy * launch->cluster[1] +
-                              rank / launch->cluster[0] % launch->cluster[1]),
-        static_cast<unsigned>(cz * launch->cluster[2] +
-                              rank / launch->cluster[0] / launch->cluster[1])};
-    prepare_block(rank, index);
+    prepare_block(rank, index_of_block(*run, number, rank));
   }
   if (launch->checked) {
     clocks.reset(num_blocks * threads + kEngines);
@@ -153,6 +154,15 @@ void Cluster::prepare(std::uint64_t number) {
       for (Fiber* fiber : blocks[rank]->fibers) fiber->seen = ClockPool::hold(start);
     }
   }
+}
+
+uint3 index_of_block(const Run& run, std::uint64_t cluster, unsigned rank) {
+  const std::uint32_t* const shape = run.launch->cluster;
+  const std::uint64_t* const along = run.clusters_along;
+  return {static_cast<unsigned>(cluster % along[0] * shape[0] + rank % shape[0]),
+          static_cast<unsigned>(cluster / along[0] % along[1] * shape[1] + rank / shape[0] % shape[1]),
+          static_cast<unsigned>(cluster / along[0] / along[1] * shape[2] +
+                                rank / shape[0] / shape[1])};
 }
 
 // Every block finds its shared memory full of NaN.
@@ -189,18 +199,43 @@ void Run::record(const std::string& text) {
   faulty.store(true, std::memory_order_relaxed);
 }
 
-void Run::check_patience(Fiber& me) const {
+void Run::check_patience(Fiber& me) {
   constexpr unsigned kPolls = 1024;
+  Cluster& cluster = *me.block->cluster;
+  Worker& mine = *cluster.worker;
+  mine.steps.store(cluster.steps, std::memory_order_relaxed);
+  mine.polls.fetch_add(1, std::memory_order_release);
   if (++me.polls % kPolls != 0) return;
   std::this_thread::yield();
+
+  // A worker that computes, or that the system does not let run, does not poll either: only when all of
+  // them poll, each often enough for every thread of its cluster to have had a turn, is nobody left
+  // who could do what they wait for.
   const auto now = std::chrono::steady_clock::now();
-  if (me.polls == kPolls) me.polls_since = now;
-  if (now - me.polls_since > std::chrono::duration<double>(launch->patience)) {
-    const std::string missing = missing_threads(*me.block->cluster);
-    fault((missing.empty() ? "" : missing + "\n") +
-          "a thread polls and nothing happens: it waits for something that no other thread does\n  " +
-          name_of(me) + " " + where(me.call));
+  Watch& watch = cluster.watch;
+  std::uint64_t steps = 0;
+  bool all_poll = watch.polls.size() == workers.size();
+  const std::uint64_t enough = kPolls + 4ull * cluster.num_blocks * cluster.threads;
+  for (std::size_t i = 0; i < workers.size(); ++i) {
+    const bool done = workers[i].done.load(std::memory_order_acquire);
+    const std::uint64_t polls = workers[i].polls.load(std::memory_order_acquire);
+    steps += workers[i].steps.load(std::memory_order_relaxed);  // at least as new as the other two
+    all_poll = all_poll && (done || polls - watch.polls[i] >= enough);
   }
+  if (watch.polls.empty() || steps != watch.steps) {
+    watch.steps = steps;
+    watch.since = now;
+    watch.polls.clear();
+    for (const Worker& worker : workers) {
+      watch.polls.push_back(worker.polls.load(std::memory_order_relaxed));
+    }
+    return;
+  }
+  if (!all_poll || now - watch.since < std::chrono::duration<double>(launch->patience)) return;
+  const std::string missing = missing_threads(cluster);
+  fault((missing.empty() ? "" : missing + "\n") +
+        "a thread polls and nothing happens: it waits for something that no other thread does\n  " +
+        name_of(me) + " " + where(me.call));
 }
 
 void fault(const std::string& text) {
@@ -221,6 +256,15 @@ std::string name_of(const Fiber& fiber) {
   const uint3 b = fiber.block_index;
   const uint3 t = fiber.thread_index;
   return format("block (%u, %u, %u), thread (%u, %u, %u)", b.x, b.y, b.z, t.x, t.y, t.z);
+}
+
+std::string name_of_thread(const Run& run, std::uint64_t cluster, unsigned agent) {
+  const std::uint32_t* const shape = run.launch->block;
+  const unsigned threads = shape[0] * shape[1] * shape[2];
+  const uint3 b = index_of_block(run, cluster, agent / threads);
+  const unsigned t = agent % threads;
+  return format("block (%u, %u, %u), thread (%u, %u, %u)", b.x, b.y, b.z, t % shape[0],
+                t / shape[0] % shape[1], t / shape[0] / shape[1]);
 }
 
 std::string format(const char* text, ...) {
@@ -254,11 +298,15 @@ extern "C" int cukit_emulator_launch(const Launch* launch) {
     run.clusters_along[axis] = launch->grid[axis] / launch->cluster[axis];
     run.clusters *= run.clusters_along[axis];
   }
+  if (launch->checked && launch->global_races) run.global.watch(*launch, run.module);
   const auto helpers = static_cast<std::size_t>(
       std::min<std::uint64_t>(launch->most_workers, run.clusters) - 1);
+  run.workers = std::vector<Worker>(helpers + 1);
   std::vector<std::thread> threads;
-  for (std::size_t i = 0; i < helpers; ++i) threads.emplace_back(work, std::ref(run));
-  work(run);
+  for (std::size_t i = 1; i <= helpers; ++i) {
+    threads.emplace_back(work, std::ref(run), std::ref(run.workers[i]));
+  }
+  work(run, run.workers[0]);
   for (std::thread& thread : threads) thread.join();
   if (!run.failed()) return 0;
   std::snprintf(launch->message, launch->message_bytes, "%s", run.message.c_str());

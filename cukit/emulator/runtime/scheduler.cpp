@@ -204,6 +204,7 @@ void complete_without(Block& block, Warp& warp) {
 }
 
 [[noreturn]] void exit_fiber(Fiber& me) {
+  settle(me);
   Cluster& cluster = *me.block->cluster;
   if (!me.bulk.items.empty()) {
     fault("a thread exits without waiting until its bulk copies have read shared memory\n  " +
@@ -213,9 +214,11 @@ void complete_without(Block& block, Warp& warp) {
     exit_before_products(me);
   }
   me.state = State::Exited;
+  ++cluster.steps;
   me.warp->live &= ~(1u << me.lane);
   --me.block->live;
   complete_without(*me.block, *me.warp);
+  if (me.block->live > 0) open_block_barriers(*me.block);
   if (--cluster.live == 0) leave(cluster);
   if (cluster.arrived > 0 && cluster.arrived == cluster.live) open_cluster_barrier(cluster);
   Fiber& next = next_or_deadlock(cluster, &me);
@@ -252,7 +255,8 @@ void wait_for(const char* what, unsigned first, unsigned second) {
   me.waits_for = what;
   me.wait_numbers[0] = first;
   me.wait_numbers[1] = second;
-  me.polls = 0;
+  // Without checks no store is seen: a wait is what shows that a thread goes on.
+  if (me.block->cluster->launch->checked == 0) ++me.block->cluster->steps;
   switch_from(me, next_or_deadlock(*me.block->cluster, &me));
 }
 
@@ -367,6 +371,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
   block.index = index;
   block.live = threads;
   block.mbarriers.clear();
+  block.published.clear();
   block.warp_groups.clear();
   block.warp_groups.resize((threads + WarpGroup::kThreads - 1) / WarpGroup::kThreads);
   for (Barrier& barrier : block.barriers) barrier = Barrier{};
@@ -400,6 +405,8 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     fiber.agent = static_cast<unsigned>(slot);
     fiber.state = State::Ready;
     fiber.polls = 0;
+    fiber.polled = nullptr;
+    fiber.has_deferred = false;
     fiber.copies = CopyGroups{};
     fiber.bulk = BulkGroups{};
     fiber.epoch = base_epoch + 1;
