@@ -86,6 +86,8 @@ std::unique_ptr<Cluster> take_worker() {
   return worker;
 }
 
+}  // namespace
+
 void work(Run& run, Worker& worker) {
   const FlushSubnormals flush;
   std::unique_ptr<Cluster> cluster = take_worker();
@@ -105,8 +107,6 @@ void work(Run& run, Worker& worker) {
   const std::lock_guard<std::mutex> lock(idle_mutex);
   idle.push_back(std::move(cluster));
 }
-
-}  // namespace
 
 std::size_t fiber_bytes() { return (sizeof(Fiber) + 63) / 64 * 64; }
 
@@ -193,6 +193,17 @@ void prepare_shared(Block& block, unsigned rank) {
   }
 }
 
+void Run::join() {
+  // A worker may start others until it ends.
+  for (std::size_t i = 0;; ++i) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (i == threads.size()) return;
+    std::thread thread = std::move(threads[i]);
+    lock.unlock();
+    thread.join();
+  }
+}
+
 void Run::record(const std::string& text) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (message.empty()) message = text;
@@ -201,6 +212,7 @@ void Run::record(const std::string& text) {
 
 void Run::check_patience(Fiber& me) {
   constexpr unsigned kPolls = 1024;
+  constexpr std::chrono::milliseconds kShort{5};
   Cluster& cluster = *me.block->cluster;
   Worker& mine = *cluster.worker;
   mine.steps.store(cluster.steps, std::memory_order_relaxed);
@@ -213,29 +225,41 @@ void Run::check_patience(Fiber& me) {
   // who could do what they wait for.
   const auto now = std::chrono::steady_clock::now();
   Watch& watch = cluster.watch;
+  const std::size_t count = started.load(std::memory_order_acquire);
+  const bool known = watch.polls.size() == count;
+  bool all_poll = known;
   std::uint64_t steps = 0;
-  bool all_poll = watch.polls.size() == workers.size();
   const std::uint64_t enough = kPolls + 4ull * cluster.num_blocks * cluster.threads;
-  for (std::size_t i = 0; i < workers.size(); ++i) {
+  for (std::size_t i = 0; i < count; ++i) {
     const bool done = workers[i].done.load(std::memory_order_acquire);
     const std::uint64_t polls = workers[i].polls.load(std::memory_order_acquire);
     steps += workers[i].steps.load(std::memory_order_relaxed);  // at least as new as the other two
     all_poll = all_poll && (done || polls - watch.polls[i] >= enough);
   }
-  if (watch.polls.empty() || steps != watch.steps) {
+  if (!known || steps != watch.steps) {
     watch.steps = steps;
     watch.since = now;
     watch.polls.clear();
-    for (const Worker& worker : workers) {
-      watch.polls.push_back(worker.polls.load(std::memory_order_relaxed));
+    for (std::size_t i = 0; i < count; ++i) {
+      watch.polls.push_back(workers[i].polls.load(std::memory_order_relaxed));
     }
     return;
   }
-  if (!all_poll || now - watch.since < std::chrono::duration<double>(launch->patience)) return;
+  if (!all_poll || now - watch.since < kShort || start_worker()) return;
+  if (now - watch.since < std::chrono::duration<double>(launch->patience)) return;
   const std::string missing = missing_threads(cluster);
   fault((missing.empty() ? "" : missing + "\n") +
         "a thread polls and nothing happens: it waits for something that no other thread does\n  " +
         name_of(me) + " " + where(me.call));
+}
+
+bool Run::start_worker() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const std::size_t count = started.load(std::memory_order_relaxed);
+  if (count == workers.size() || next.load(std::memory_order_relaxed) >= clusters) return false;
+  threads.emplace_back(work, std::ref(*this), std::ref(workers[count]));
+  started.store(count + 1, std::memory_order_release);
+  return true;
 }
 
 void fault(const std::string& text) {
@@ -299,15 +323,21 @@ extern "C" int cukit_emulator_launch(const Launch* launch) {
     run.clusters *= run.clusters_along[axis];
   }
   if (launch->checked && launch->global_races) run.global.watch(*launch, run.module);
-  const auto helpers = static_cast<std::size_t>(
-      std::min<std::uint64_t>(launch->most_workers, run.clusters) - 1);
-  run.workers = std::vector<Worker>(helpers + 1);
-  std::vector<std::thread> threads;
-  for (std::size_t i = 1; i <= helpers; ++i) {
-    threads.emplace_back(work, std::ref(run), std::ref(run.workers[i]));
+  // Blocks that wait for others need them to run at the same time, as on a GPU: there is room for as many
+  // workers as a GPU of kProcessors has for clusters.
+  constexpr std::uint64_t kProcessors = 132;
+  constexpr std::uint64_t kThreads = 2048;  // of a processor
+  const std::uint64_t threads = std::uint64_t{1} * launch->cluster[0] * launch->cluster[1] *
+                                launch->cluster[2] * launch->block[0] * launch->block[1] *
+                                launch->block[2];
+  const std::uint64_t resident = std::max<std::uint64_t>(1, kProcessors * kThreads / threads);
+  const std::uint64_t at_first = std::min<std::uint64_t>(launch->most_workers, run.clusters);
+  run.workers = std::vector<Worker>(std::min(run.clusters, std::max(at_first, resident)));
+  run.started.store(1);
+  while (run.started.load() < at_first && run.start_worker()) {
   }
   work(run, run.workers[0]);
-  for (std::thread& thread : threads) thread.join();
+  run.join();
   if (!run.failed()) return 0;
   std::snprintf(launch->message, launch->message_bytes, "%s", run.message.c_str());
   return 1;

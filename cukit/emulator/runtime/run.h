@@ -4,6 +4,7 @@
 #include <atomic>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -33,18 +34,27 @@ struct Run {
   std::uint64_t clusters_along[3];
   std::atomic<std::uint64_t> next{0};
   std::atomic<bool> faulty{false};
-  std::vector<Worker> workers;
+  std::vector<Worker> workers;          // room for as many as may ever run
+  std::atomic<std::size_t> started{0};  // of them
+  std::vector<std::thread> threads;     // theirs, but for the first
   std::atomic<bool> any_published{false};
   PublishedStripe published[kPublishedStripes];
   GlobalShadow global;
   std::mutex mutex;
   std::string message;
 
+  // One more, if there is room for it and a cluster that it could run.
+  bool start_worker();
+  void join();
+
   bool failed() const { return faulty.load(std::memory_order_relaxed); }
   void record(const std::string& text);
   // Counts a poll. Ends the launch when for the length of `patience` all workers have only polled.
   void check_patience(Fiber& me);
 };
+
+// Runs clusters until none is left, or any worker finds a fault.
+void work(Run& run, Worker& worker);
 
 std::size_t fiber_bytes();
 // The fiber that lies at the top of its stack.
