@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +45,8 @@ class Build:
     spec: KernelSpec
     library: Path
     cluster: tuple[int, int, int]
+    named: Callable[[], Path]
+    """Builds the same library with the names and types of variables."""
 
 
 def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Build:
@@ -59,7 +61,14 @@ def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Bui
     if built:
         _say(f"compiled {spec} for the emulator in {time.perf_counter() - start:.1f} s")
     x, y, z = record["cluster"]
-    return Build(spec, library, (x, y, z))
+    return Build(spec, library, (x, y, z), partial(_build_named, library, spec, source, flags))
+
+
+def _build_named(library: Path, spec: KernelSpec, source: str, flags: tuple[str, ...]) -> Path:
+    named = library.with_name(f"{library.stem}-named.so")
+    more = tuple("-g" if flag == "-g1" else flag for flag in flags)
+    build_once(named, partial(_compile_kernel, spec, source, more))
+    return named
 
 
 def build_runtime() -> Path:

@@ -110,7 +110,7 @@ class EmulatedKernel(Kernel):
         report = launch(record)
         if report is not None:
             raise EmulatorError(
-                f"{self._build.spec}: {describe_fault(report, self._build.library)}"
+                f"{self._build.spec}: {describe_fault(report, self._build, (*args, *reachable))}"
             )
 
 
