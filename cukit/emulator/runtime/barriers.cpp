@@ -1,4 +1,6 @@
 // Barriers of a block, of a warp and of a cluster, and warp collectives.
+#include <algorithm>
+
 #include "block.h"
 
 namespace cukit::emulator {
@@ -121,6 +123,38 @@ void open_block_barriers(Block& block) {
   for (Barrier& barrier : block.barriers) {
     if (barrier.arrived > 0 && complete(block, barrier)) open(block, barrier, nullptr);
   }
+}
+
+std::string stuck_barriers(const Cluster& cluster) {
+  std::string text;
+  for (unsigned b = 0; b < cluster.num_blocks; ++b) {
+    const Block& block = *cluster.blocks[b];
+    for (unsigned number = 0; number < kNamedBarriers; ++number) {
+      const Barrier& barrier = block.barriers[number];
+      if (barrier.arrived == 0) continue;
+      const std::string name = barrier.whole && number == 0 ? std::string("__syncthreads")
+                                                            : format("named barrier %u", number);
+      text += format("\n  %s lacks %u of %u arrivals", name.c_str(),
+                     barrier.expected - barrier.arrived, barrier.expected);
+      std::vector<unsigned> absent;
+      for (const Fiber* fiber : block.fibers) {
+        const bool waits = barrier.waiting[fiber->index / kLanes] >> fiber->lane & 1;
+        if (!waits && fiber->state != State::Exited) absent.push_back(fiber->index);
+      }
+      if (barrier.whole) text += ": threads " + list_of(absent) + " have not come";
+    }
+    for (const auto& [address, barrier] : block.mbarriers) {
+      if (barrier.waiters.empty()) continue;
+      text += format("\n  the mbarrier at shared address %u lacks %u of %u arrivals and %lld bytes of "
+                     "copies in its phase %u", address, barrier.pending, barrier.expected,
+                     static_cast<long long>(barrier.transactions), barrier.phase);
+      std::vector<unsigned> here;
+      for (const unsigned agent : barrier.arrivals) here.push_back(agent % cluster.threads);
+      std::sort(here.begin(), here.end());
+      if (!here.empty()) text += "; threads " + list_of(here) + " have arrived";
+    }
+  }
+  return text;
 }
 
 int sync_block(BlockVote vote, int predicate, int line) {

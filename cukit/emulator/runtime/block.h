@@ -262,6 +262,10 @@ void meet_warp_group(const char* name, void (*complete)(Block&, unsigned group))
 
 // A thread has exited: barriers of the whole block need not wait for it.
 void open_block_barriers(Block& block);
+// What the barriers lack that threads wait at, a line each: arrivals, and bytes of copies.
+std::string stuck_barriers(const Cluster& cluster);
+// "0-31, 64" for sorted numbers.
+std::string list_of(const std::vector<unsigned>& threads);
 // Everybody has arrived at the cluster barrier, or exited.
 void open_cluster_barrier(Cluster& cluster);
 

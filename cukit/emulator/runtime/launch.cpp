@@ -250,7 +250,7 @@ void Run::check_patience(Fiber& me) {
   const std::string missing = missing_threads(cluster);
   fault((missing.empty() ? "" : missing + "\n") +
         "a thread polls and nothing happens: it waits for something that no other thread does\n  " +
-        name_of(me) + " " + where(me.call));
+        name_of(me) + " " + where(me.call) + stuck_barriers(cluster));
 }
 
 bool Run::start_worker() {

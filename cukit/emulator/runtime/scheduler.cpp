@@ -89,7 +89,8 @@ void switch_from(Fiber& from, Fiber& to) {
   __builtin_unreachable();
 }
 
-// "thread (3, 0, 0)", "threads 0-31, 64", by who they are and what they wait for.
+}  // namespace
+
 std::string list_of(const std::vector<unsigned>& threads) {
   std::string text;
   for (std::size_t i = 0; i < threads.size();) {
@@ -101,6 +102,8 @@ std::string list_of(const std::vector<unsigned>& threads) {
   }
   return text;
 }
+
+namespace {
 
 // Adds the threads of a warp that `lanes` names.
 void add_lanes(std::vector<unsigned>& threads, unsigned first, unsigned lanes) {
@@ -182,7 +185,7 @@ namespace {
     }
     if (!exited.empty()) text += "\n  threads " + list_of(exited) + " have exited";
   }
-  fault(text);
+  fault(text + stuck_barriers(cluster));
 }
 
 Fiber& next_or_deadlock(Cluster& cluster, const Fiber* from) {

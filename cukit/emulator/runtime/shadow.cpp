@@ -197,9 +197,12 @@ std::string describe_outside(const Launch& launch, std::uintptr_t address) {
     const std::uintptr_t distance = before ? range->low - address : after ? address - range->high : 0;
     if (distance >= nearest) continue;
     nearest = distance;
-    place = before  ? format("%zu bytes before argument %u", distance, range->argument)
-            : after ? format("%zu bytes past the end of argument %u", distance, range->argument)
-                    : format("across the end of argument %u", range->argument);
+    place = before  ? format("%zu bytes before argument %u{argument %u}", distance, range->argument,
+                            range->argument)
+            : after ? format("%zu bytes past the end of argument %u{argument %u}", distance,
+                            range->argument, range->argument)
+                    : format("across the end of argument %u{argument %u}", range->argument,
+                             range->argument);
   }
   return place;
 }
@@ -257,10 +260,12 @@ void settle_now(Fiber& me) {
 std::string describe_global(const Launch& launch, std::uintptr_t address) {
   for (const Range* range = launch.ranges; range != launch.ranges + launch.num_ranges; ++range) {
     if (address < range->low || address >= range->high) continue;
-    return format("byte %zu of argument %u", static_cast<std::size_t>(address - range->low),
-                  range->argument);
+    const auto byte = static_cast<std::size_t>(address - range->low);
+    return format("byte %zu of argument %u{argument %u %zu}", byte, range->argument, range->argument,
+                  byte);
   }
-  return "a __device__ variable";
+  return format("a __device__ variable{device %zu}",
+                static_cast<std::size_t>(address - current().block->cluster->module->base));
 }
 
 Actor thread_actor(const Fiber& fiber) {
@@ -302,8 +307,9 @@ std::string describe_shared(Block& block, const void* pointer) {
     return format("byte %zu of the dynamic shared memory of %zu bytes",
                   static_cast<std::size_t>(at - block.dynamic_shared), dynamic_bytes);
   }
-  return format("byte %zu of the static shared memory of %zu bytes",
-                static_cast<std::size_t>(at - block.static_shared), static_bytes);
+  const auto byte = static_cast<std::size_t>(at - block.static_shared);
+  return format("byte %zu of the static shared memory of %zu bytes", byte, static_bytes) +
+         (byte < static_bytes ? format("{static %zu}", byte) : "");
 }
 
 void check_shared(const Actor& actor, Block& block, const void* pointer, std::size_t bytes,
