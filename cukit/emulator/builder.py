@@ -31,6 +31,7 @@ from cukit.emulator.toolchain import (
     find_compiler,
     include_flags,
     kernel_flags,
+    link_flags,
     runtime_flags,
 )
 
@@ -51,11 +52,13 @@ def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Bui
     """Compiles `spec`, or finds it in the cache. Raises CompileError with the compiler's log."""
     compiler = find_compiler()
     flags = (*_kernel_flags(compiler, checked, debug), _arch_flag(arch))
+    link = link_flags(checked)
     source = _translation_unit(spec)
-    key = _hash(closure_hash(spec.source), source, _sources_hash(), compiler.version, *flags)
+    parts = (closure_hash(spec.source), source, _sources_hash(), compiler.version)
+    key = _hash(*parts, *flags, *link)
     library = _folder() / f"{spec.entry}-{arch}-{key}.so"
     start = time.perf_counter()
-    _, record, built = build_once(library, partial(_compile_kernel, spec, source, flags))
+    _, record, built = build_once(library, partial(_compile_kernel, spec, source, flags, link))
     if built:
         _say(f"compiled {spec} for the emulator in {time.perf_counter() - start:.1f} s")
     x, y, z = record["cluster"]
@@ -97,15 +100,16 @@ def _compile_source(flags: tuple[str, ...], source: Path, target: Path) -> None:
     find_compiler().run([*arguments, "-o", str(target)], source.name)
 
 
-def _compile_kernel(spec: KernelSpec, source: str, flags: tuple[str, ...]) -> tuple[bytes, Record]:
+def _compile_kernel(
+    spec: KernelSpec, source: str, flags: tuple[str, ...], link: tuple[str, ...]
+) -> tuple[bytes, Record]:
     prelude = _precompiled_prelude(flags)
     with tempfile.TemporaryDirectory() as folder:
         unit, compiled = Path(folder) / f"{spec.entry}.cpp", str(Path(folder) / "kernel.o")
         unit.write_text(source, encoding="utf-8")
         arguments = [*flags, "-include", str(prelude), *include_flags(), "-c", str(unit)]
         find_compiler().run([*arguments, "-o", compiled], str(spec))
-        # Linked without the flags: a sanitizer's own runtime must stay out.
-        library = _output_of(["-shared", compiled], str(spec))
+        library = _output_of([*link, compiled], str(spec))
         return library, {"kernel": str(spec), "cluster": _cluster_shape(compiled, spec.entry)}
 
 

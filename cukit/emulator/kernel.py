@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,6 +103,7 @@ class EmulatedKernel(Kernel):
             checked=self._settings.checked,
             late=settings.late,
             seed=settings.seed,
+            interruptible=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
             patience=settings.patience,
         )
         report = launch(record)

@@ -7,6 +7,7 @@
 #include "block.h"
 #include "common/emulator/memory.h"
 #include "engines.h"
+#include "guards.h"
 
 namespace cukit::emulator {
 
@@ -17,10 +18,16 @@ void check_access(const void* pointer, std::size_t bytes, Access access) {
 
 namespace {
 
+// A thread that spins must let the others run sooner or later.
+inline void count_poll(Fiber& me) {
+  if (++me.atomics % 1024 == 0) yield();
+}
+
 inline void judge(void* pointer, std::size_t bytes, Access access, const void* call) {
-  if (cukit_emulator_thread == nullptr) return;
+  if (cukit_emulator_thread == nullptr || bytes == 0) return;
   Fiber& me = current();
   me.call = call;
+  if (access != Access::Read) ++progress;
   if (on_stack(me, pointer)) {
     touch(me, pointer, bytes, access);
   } else {
@@ -30,28 +37,30 @@ inline void judge(void* pointer, std::size_t bytes, Access access, const void* c
 
 }  // namespace
 
-#define CUKIT_INSTRUMENT(name, bytes, access)                          \
-  extern "C" void name(void* pointer) {                                \
-    judge(pointer, bytes, Access::access, __builtin_return_address(0)); \
+#define CUKIT_INSTRUMENT(name, bytes)                                       \
+  extern "C" void __tsan_##name##read##bytes(void* pointer) {               \
+    judge(pointer, bytes, Access::Read, __builtin_return_address(0));       \
+  }                                                                         \
+  extern "C" void __tsan_##name##write##bytes(void* pointer) {              \
+    judge(pointer, bytes, Access::Write, __builtin_return_address(0));      \
+  }                                                                         \
+  /* Loops may poll what is volatile: now and then others get a turn. */    \
+  extern "C" void __tsan_##name##volatile_read##bytes(void* pointer) {      \
+    judge(pointer, bytes, Access::Read, __builtin_return_address(0));       \
+    if (cukit_emulator_thread != nullptr) count_poll(current());            \
+  }                                                                         \
+  extern "C" void __tsan_##name##volatile_write##bytes(void* pointer) {     \
+    judge(pointer, bytes, Access::Write, __builtin_return_address(0));      \
   }
-CUKIT_INSTRUMENT(__tsan_read1, 1, Read)
-CUKIT_INSTRUMENT(__tsan_read2, 2, Read)
-CUKIT_INSTRUMENT(__tsan_read4, 4, Read)
-CUKIT_INSTRUMENT(__tsan_read8, 8, Read)
-CUKIT_INSTRUMENT(__tsan_read16, 16, Read)
-CUKIT_INSTRUMENT(__tsan_write1, 1, Write)
-CUKIT_INSTRUMENT(__tsan_write2, 2, Write)
-CUKIT_INSTRUMENT(__tsan_write4, 4, Write)
-CUKIT_INSTRUMENT(__tsan_write8, 8, Write)
-CUKIT_INSTRUMENT(__tsan_write16, 16, Write)
-CUKIT_INSTRUMENT(__tsan_unaligned_read2, 2, Read)
-CUKIT_INSTRUMENT(__tsan_unaligned_read4, 4, Read)
-CUKIT_INSTRUMENT(__tsan_unaligned_read8, 8, Read)
-CUKIT_INSTRUMENT(__tsan_unaligned_read16, 16, Read)
-CUKIT_INSTRUMENT(__tsan_unaligned_write2, 2, Write)
-CUKIT_INSTRUMENT(__tsan_unaligned_write4, 4, Write)
-CUKIT_INSTRUMENT(__tsan_unaligned_write8, 8, Write)
-CUKIT_INSTRUMENT(__tsan_unaligned_write16, 16, Write)
+CUKIT_INSTRUMENT(, 1)
+CUKIT_INSTRUMENT(, 2)
+CUKIT_INSTRUMENT(, 4)
+CUKIT_INSTRUMENT(, 8)
+CUKIT_INSTRUMENT(, 16)
+CUKIT_INSTRUMENT(unaligned_, 2)
+CUKIT_INSTRUMENT(unaligned_, 4)
+CUKIT_INSTRUMENT(unaligned_, 8)
+CUKIT_INSTRUMENT(unaligned_, 16)
 #undef CUKIT_INSTRUMENT
 
 extern "C" void __tsan_read_range(void* pointer, std::size_t bytes) {
@@ -60,21 +69,28 @@ extern "C" void __tsan_read_range(void* pointer, std::size_t bytes) {
 extern "C" void __tsan_write_range(void* pointer, std::size_t bytes) {
   judge(pointer, bytes, Access::Write, __builtin_return_address(0));
 }
-// What clang makes of copied structures.
-extern "C" void* __tsan_memcpy(void* to, const void* from, std::size_t bytes) {
+// Calls that the kernel makes (builder.py has the linker rename them) and, with the names of the thread
+// sanitizer, what clang makes of copied structures.
+extern "C" void* __wrap_memcpy(void* to, const void* from, std::size_t bytes) {
   judge(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
   judge(to, bytes, Access::Write, __builtin_return_address(0));
   return std::memcpy(to, from, bytes);
 }
-extern "C" void* __tsan_memmove(void* to, const void* from, std::size_t bytes) {
+extern "C" void* __wrap_memmove(void* to, const void* from, std::size_t bytes) {
   judge(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
   judge(to, bytes, Access::Write, __builtin_return_address(0));
   return std::memmove(to, from, bytes);
 }
-extern "C" void* __tsan_memset(void* to, int value, std::size_t bytes) {
-  judge(to, bytes, Access::Write, __builtin_return_address(0));
+extern "C" void* __wrap_memset(void* to, int value, std::size_t bytes) {
+  // On the stack it may be the compiler's, which fills what has no initialiser: no use of a register.
+  if (cukit_emulator_thread == nullptr || !on_stack(current(), to)) {
+    judge(to, bytes, Access::Write, __builtin_return_address(0));
+  }
   return std::memset(to, value, bytes);
 }
+extern "C" __attribute__((alias("__wrap_memcpy"))) void* __tsan_memcpy(void*, const void*, std::size_t);
+extern "C" __attribute__((alias("__wrap_memmove"))) void* __tsan_memmove(void*, const void*, std::size_t);
+extern "C" __attribute__((alias("__wrap_memset"))) void* __tsan_memset(void*, int, std::size_t);
 
 extern "C" void __tsan_vptr_update(void**, void*) {}
 extern "C" void __tsan_vptr_read(void**) {}
@@ -124,6 +140,22 @@ extern "C" void __ubsan_handle_out_of_bounds(IndexCheck* data, std::uintptr_t in
         name_of(me) + " " + where(me.call));
 }
 
+extern "C" void __ubsan_handle_divrem_overflow(SourcePlace*, std::uintptr_t, std::uintptr_t) {
+  CUKIT_ENTER(me);
+  fault("integer division by zero\n  " + name_of(me) + " " + where(me.call));
+}
+
+extern "C" void __ubsan_handle_missing_return(SourcePlace*) {
+  CUKIT_ENTER(me);
+  fault("a function that returns a value ends without return\n  " + name_of(me) + " " +
+        where(me.call));
+}
+
+extern "C" void __ubsan_handle_builtin_unreachable(SourcePlace*) {
+  CUKIT_ENTER(me);
+  fault("__builtin_unreachable is reached\n  " + name_of(me) + " " + where(me.call));
+}
+
 // Atomics ------------------------------------------------------------------------------------------
 
 namespace {
@@ -134,11 +166,6 @@ std::uint64_t compare_exchange(void* to, std::uint64_t expected, std::uint64_t v
   __atomic_compare_exchange_n(static_cast<T*>(to), &old, static_cast<T>(value), false,
                               __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   return old;
-}
-
-// A thread that spins on an atomic must let the others run sooner or later.
-void count_poll(Fiber& me) {
-  if (++me.atomics % 1024 == 0) yield();
 }
 
 }  // namespace

@@ -5,7 +5,9 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <numeric>
+#include <system_error>
 #include <thread>
 
 #include "run.h"
@@ -88,10 +90,16 @@ void work(Run& run) {
   cluster->run = &run;
   cluster->launch = run.launch;
   cluster->module = &run.module;
-  for (;;) {
-    const std::uint64_t number = run.next.fetch_add(1, std::memory_order_relaxed);
-    if (number >= run.clusters || run.failed()) break;
-    cluster->execute(number);
+  const WorkerGuard guard(*cluster);
+  try {
+    for (;;) {
+      const std::uint64_t number = run.next.fetch_add(1, std::memory_order_relaxed);
+      if (number >= run.clusters || run.stopped()) break;
+      cluster->execute(number);
+    }
+  } catch (const std::bad_alloc&) {
+    run.record("the host has not enough memory for the stacks and shared memory of the blocks");
+    return;  // what it had half prepared goes with it
   }
   const std::lock_guard<std::mutex> lock(idle_mutex);
   idle.push_back(std::move(cluster));
@@ -206,9 +214,7 @@ void Run::check_patience(Fiber& me) const {
 void fault(const std::string& text) {
   Cluster& cluster = *current().block->cluster;
   cluster.run->record(text);
-  void* abandoned;
-  cukit_emulator_switch(&abandoned, cluster.main_stack);
-  __builtin_unreachable();
+  leave(cluster);
 }
 
 std::string where(const void* call) {
@@ -242,10 +248,11 @@ void trap(const char* reason) {
   fault(std::string("the kernel gave up: ") + reason + "\n  " + name_of(me) + " " + where(me.call));
 }
 
-// 0, or 1 with a text in launch->message.
+// 0; 1 with a text in launch->message; or 2 where Ctrl-C ended it.
 extern "C" int cukit_emulator_launch(const Launch* launch) {
   Run run;
   run.launch = launch;
+  run.interrupts_before = interrupts();
   std::pair<std::uintptr_t, Module> search{reinterpret_cast<std::uintptr_t>(launch->entry), {}};
   dl_iterate_phdr(find_module, &search);
   run.module = search.second;
@@ -256,10 +263,16 @@ extern "C" int cukit_emulator_launch(const Launch* launch) {
   }
   const auto helpers = static_cast<std::size_t>(
       std::min<std::uint64_t>(launch->most_workers, run.clusters) - 1);
+  const SignalHandlers handlers(launch->interruptible != 0);
   std::vector<std::thread> threads;
-  for (std::size_t i = 0; i < helpers; ++i) threads.emplace_back(work, std::ref(run));
+  try {
+    for (std::size_t i = 0; i < helpers; ++i) threads.emplace_back(work, std::ref(run));
+  } catch (const std::system_error&) {
+    // Fewer workers than asked for do the same.
+  }
   work(run);
   for (std::thread& thread : threads) thread.join();
+  if (run.interrupted()) return 2;
   if (!run.failed()) return 0;
   std::snprintf(launch->message, launch->message_bytes, "%s", run.message.c_str());
   return 1;

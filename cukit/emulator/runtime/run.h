@@ -6,6 +6,7 @@
 #include <string>
 
 #include "block.h"
+#include "guards.h"
 
 namespace cukit::emulator {
 
@@ -17,9 +18,15 @@ struct Run {
   std::atomic<std::uint64_t> next{0};
   std::atomic<bool> faulty{false};
   std::mutex mutex;
+  std::uint32_t interrupts_before;
   std::string message;
 
   bool failed() const { return faulty.load(std::memory_order_relaxed); }
+  bool interrupted() const {
+    return launch->interruptible != 0 && interrupts() != interrupts_before;
+  }
+  // Whether workers should leave what they do.
+  bool stopped() const { return failed() || interrupted(); }
   void record(const std::string& text);
   // Counts a poll, and ends the launch when the thread has done nothing else for too long.
   void check_patience(Fiber& me) const;

@@ -76,17 +76,24 @@ Fiber* pick(Cluster& cluster, const Fiber* from, bool polls = false) {
   return &block->lane(warp, lane);
 }
 
+}  // namespace
+
+void leave(Cluster& cluster) {
+  void* abandoned;
+  cukit_emulator_switch(&abandoned, cluster.main_stack);
+  __builtin_unreachable();
+}
+
+namespace {
+
 void switch_from(Fiber& from, Fiber& to) {
+  Cluster& cluster = *from.block->cluster;
+  if (cluster.run->stopped()) leave(cluster);
+  if (cluster.launch->checked == 0) ++progress;
   to.state = State::Ready;
   if (&from == &to) return;
   install(to);
   cukit_emulator_switch(&from.stack_pointer, to.stack_pointer);
-}
-
-[[noreturn]] void leave(Cluster& cluster) {
-  void* abandoned;
-  cukit_emulator_switch(&abandoned, cluster.main_stack);
-  __builtin_unreachable();
 }
 
 // "thread (3, 0, 0)", "threads 0-31, 64", by who they are and what they wait for.
@@ -152,6 +159,33 @@ std::string missing_threads(const Cluster& cluster) {
   return text;
 }
 
+std::string waiting_threads(const Cluster& cluster) {
+  std::string text;
+  for (unsigned b = 0; b < cluster.num_blocks; ++b) {
+    const Block& block = *cluster.blocks[b];
+    std::map<std::pair<std::string, const void*>, std::vector<unsigned>> groups;
+    std::vector<unsigned> exited;
+    for (Fiber* fiber : block.fibers) {
+      if (fiber->state == State::Exited) {
+        exited.push_back(fiber->index);
+      } else if (fiber->state == State::Waiting && (fiber->warp->ready >> fiber->lane & 1) == 0) {
+        char what[160];
+        std::snprintf(what, sizeof what, fiber->waits_for, fiber->wait_numbers[0],
+                      fiber->wait_numbers[1]);
+        groups[{what, fiber->call}].push_back(fiber->index);
+      }
+    }
+    if (groups.empty() && exited.empty()) continue;
+    text += format("\nblock (%u, %u, %u)", block.index.x, block.index.y, block.index.z);
+    for (const auto& [what, threads] : groups) {
+      text += "\n  threads " + list_of(threads) + " wait at " + what.first + " " +
+              where(what.second);
+    }
+    if (!exited.empty()) text += "\n  threads " + list_of(exited) + " have exited";
+  }
+  return text;
+}
+
 namespace {
 
 [[noreturn]] void deadlock(Cluster& cluster) {
@@ -161,28 +195,7 @@ namespace {
   } else {
     text += "; call it where no branch leaves threads out";
   }
-  for (unsigned b = 0; b < cluster.num_blocks; ++b) {
-    Block& block = *cluster.blocks[b];
-    std::map<std::pair<std::string, const void*>, std::vector<unsigned>> groups;
-    std::vector<unsigned> exited;
-    for (Fiber* fiber : block.fibers) {
-      if (fiber->state == State::Exited) {
-        exited.push_back(fiber->index);
-      } else {
-        char what[160];
-        std::snprintf(what, sizeof what, fiber->waits_for, fiber->wait_numbers[0],
-                      fiber->wait_numbers[1]);
-        groups[{what, fiber->call}].push_back(fiber->index);
-      }
-    }
-    text += format("\nblock (%u, %u, %u)", block.index.x, block.index.y, block.index.z);
-    for (const auto& [what, threads] : groups) {
-      text += "\n  threads " + list_of(threads) + " wait at " + what.first + " " +
-              where(what.second);
-    }
-    if (!exited.empty()) text += "\n  threads " + list_of(exited) + " have exited";
-  }
-  fault(text);
+  fault(text + waiting_threads(cluster));
 }
 
 Fiber& next_or_deadlock(Cluster& cluster, const Fiber* from) {
@@ -215,8 +228,11 @@ void complete_without(Block& block, Warp& warp) {
   me.state = State::Exited;
   me.warp->live &= ~(1u << me.lane);
   --me.block->live;
+  ++progress;
   complete_without(*me.block, *me.warp);
   if (--cluster.live == 0) leave(cluster);
+  // An exit counts as an arrival, and the thread's own does no more.
+  if (me.cluster_arrived && me.cluster_generation == cluster.generation) --cluster.arrived;
   if (cluster.arrived > 0 && cluster.arrived == cluster.live) open_cluster_barrier(cluster);
   Fiber& next = next_or_deadlock(cluster, &me);
   switch_from(me, next);
@@ -266,7 +282,7 @@ void shuffle_order() {
 void yield() {
   Fiber& me = current();
   Cluster& cluster = *me.block->cluster;
-  if (cluster.run->failed()) leave(cluster);
+  ++progress;  // polls have a patience of their own
   cluster.run->check_patience(me);
   make_ready(me);
   switch_from(me, *pick(cluster, &me, true));
@@ -400,6 +416,8 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     fiber.agent = static_cast<unsigned>(slot);
     fiber.state = State::Ready;
     fiber.polls = 0;
+    fiber.call = nullptr;
+    fiber.cluster_arrived = false;
     fiber.copies = CopyGroups{};
     fiber.bulk = BulkGroups{};
     fiber.epoch = base_epoch + 1;

@@ -14,6 +14,7 @@ namespace cukit::emulator {
 
 struct Block;
 struct Fiber;
+struct Launch;
 
 struct Cell {
   std::uint32_t write_epoch = 0;
@@ -28,6 +29,9 @@ struct Cell {
   std::uint8_t generic = 0;   // the last write was an ordinary one, not the async proxy's
 };
 static_assert(std::has_unique_object_representations_v<Cell>, "cells are compared as bytes");
+
+// Addresses below it come of a null pointer and an index.
+constexpr std::uintptr_t kNullBytes = 65536;
 
 struct Shadow {
   std::vector<Cell> static_cells, dynamic_cells;
@@ -55,6 +59,9 @@ void check_shared(const Actor& actor, Block& block, const void* pointer, std::si
 // Bytes that a background copy will write, and has written, as seen by the thread that waited.
 void set_pending(Block& block, const void* pointer, std::size_t bytes);
 void set_landed(Block& block, const void* pointer, std::size_t bytes, const Actor& by);
+
+// Where an address lies that is nobody's: relative to the nearest array of the launch.
+std::string describe_global(const Launch& launch, std::uintptr_t address);
 
 // The cells of `bytes` bytes at `pointer`, or null if they are not all shared memory of `block`.
 Cell* cells_of(Block& block, const void* pointer, std::size_t bytes);
