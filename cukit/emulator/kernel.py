@@ -86,7 +86,8 @@ class EmulatedKernel(Kernel):
         values = [_parameter(argument) for argument in args]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*(v.ctypes.data for v in values))
         ranges = sorted(
-            ((*np.lib.array_utils.byte_bounds(argument), i, argument.flags.writeable)
+            ((*np.lib.array_utils.byte_bounds(argument), i, argument.flags.writeable,
+              argument.itemsize)
              for i, argument in enumerate((*args, *reachable))
              if isinstance(argument, np.ndarray) and not _goes_by_value(argument)),
         )  # fmt: skip
@@ -102,6 +103,8 @@ class EmulatedKernel(Kernel):
             most_workers=settings.threads or len(os.sched_getaffinity(0)),
             checked=self._settings.checked,
             late=settings.late,
+            global_races=settings.global_races,
+            same_value_writes=settings.same_value_writes,
             seed=settings.seed,
             interruptible=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
             patience=settings.patience,

@@ -33,6 +33,7 @@ class Range(ctypes.Structure):
         ("high", ctypes.c_size_t),
         ("argument", ctypes.c_uint32),
         ("writeable", ctypes.c_uint32),
+        ("element_bytes", ctypes.c_uint64),
     ]
 
 
@@ -51,6 +52,8 @@ class LaunchRecord(ctypes.Structure):
         ("most_workers", ctypes.c_uint32),
         ("checked", ctypes.c_uint32),
         ("late", ctypes.c_uint32),
+        ("global_races", ctypes.c_uint32),
+        ("same_value_writes", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("interruptible", ctypes.c_uint32),
         ("patience", ctypes.c_double),

@@ -117,8 +117,7 @@ def kernel_flags(checked: bool, debug: bool, gcc: bool) -> tuple[str, ...]:
             flags.append("-fstack-reuse=none")
         else:
             flags += ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
-            flags += ["-mllvm", "-tsan-distinguish-volatile"]
-            flags += ["-mllvm", "-no-stack-coloring"]
+            flags += ["-mllvm", "-tsan-distinguish-volatile=1", "-mllvm", "-no-stack-coloring"]
     return tuple(flags)
 
 

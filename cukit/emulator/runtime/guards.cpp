@@ -17,8 +17,6 @@
 
 namespace cukit::emulator {
 
-__thread std::uint64_t progress;
-
 namespace {
 
 constexpr int kCrashes[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
@@ -84,7 +82,7 @@ std::string describe(const Fiber& me) {
         return format("null pointer: access to address 0x%zx", reason.address);
       }
       return "wild pointer: access " +
-             (has_address ? "at global memory " + describe_global(*cluster.launch, reason.address)
+             (has_address ? "at global memory " + describe_outside(*cluster.launch, reason.address)
                           : std::string("to an address that no memory can have"));
     case SIGFPE: return "integer division by zero, or of the smallest number by -1";
     case SIGILL: return "the kernel gave up: an illegal instruction, such as __builtin_trap";
@@ -100,7 +98,7 @@ std::string describe(const Fiber& me) {
 [[noreturn]] void leave_kernel() {
   Fiber& me = current();
   Cluster& cluster = *me.block->cluster;
-  if (reason.signal == kTick && cluster.run->failed()) leave(cluster);
+  if (reason.signal == kTick && cluster.run->stopped()) leave(cluster);
   // Of code that the kernel called, its own place is where it called the emulator last.
   const void* call = me.call;
   if (in_kernel(cluster, reason.pc)) call = reinterpret_cast<const void*>(reason.pc + 1);
@@ -226,6 +224,9 @@ void WorkerGuard::look_again_soon() { set_timer(0.001); }
 
 bool WorkerGuard::overdue() {
   if (cluster_.run->stopped()) return true;
+  // Threads that poll have a patience of their own (Run::check_patience).
+  const std::uint64_t progress =
+      cluster_.steps + cluster_.worker->polls.load(std::memory_order_relaxed);
   if (progress != progress_seen_) {
     progress_seen_ = progress;
     idle_ticks_ = 0;

@@ -26,10 +26,6 @@ class SignalHandlers {
 // Counts Ctrl-C.
 std::uint32_t interrupts();
 
-// Counts what a kernel that will end does now and then: checked writes, polls, exits and, where writes
-// are not seen, switches. Of the worker.
-extern __attribute__((tls_model("initial-exec"))) __thread std::uint64_t progress;
-
 // What a worker needs for its signals: a stack for the handlers, since a fiber's own may have no room
 // left, and a timer that looks whether the kernel still does anything.
 class WorkerGuard {

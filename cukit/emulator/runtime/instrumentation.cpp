@@ -5,9 +5,8 @@
 #include <cstring>
 
 #include "block.h"
-#include "common/emulator/memory.h"
 #include "engines.h"
-#include "guards.h"
+#include "order.h"
 
 namespace cukit::emulator {
 
@@ -18,20 +17,33 @@ void check_access(const void* pointer, std::size_t bytes, Access access) {
 
 namespace {
 
-// A thread that spins must let the others run sooner or later.
-inline void count_poll(Fiber& me) {
-  if (++me.atomics % 1024 == 0) yield();
-}
-
 inline void judge(void* pointer, std::size_t bytes, Access access, const void* call) {
   if (cukit_emulator_thread == nullptr || bytes == 0) return;
   Fiber& me = current();
+  settle(me);
   me.call = call;
-  if (access != Access::Read) ++progress;
   if (on_stack(me, pointer)) {
     touch(me, pointer, bytes, access);
   } else {
     check(thread_actor(me), pointer, bytes, access);
+  }
+}
+
+// Volatile: a load may see what another thread publishes, a store after a fence publishes.
+inline void judge_volatile(void* pointer, std::size_t bytes, Access access, const void* call) {
+  if (cukit_emulator_thread == nullptr) return;
+  Fiber& me = current();
+  settle(me);
+  me.call = call;
+  if (on_stack(me, pointer)) {
+    touch(me, pointer, bytes, access);
+  } else if (access == Access::Read) {
+    count_poll(me, pointer);
+    check(thread_actor(me), pointer, bytes, Access::StrongRead);
+    learn_later(me, pointer);
+  } else {
+    check(thread_actor(me), pointer, bytes, publishes(me) ? Access::Atomic : Access::Write);
+    publish(me, pointer);
   }
 }
 
@@ -42,14 +54,6 @@ inline void judge(void* pointer, std::size_t bytes, Access access, const void* c
     judge(pointer, bytes, Access::Read, __builtin_return_address(0));       \
   }                                                                         \
   extern "C" void __tsan_##name##write##bytes(void* pointer) {              \
-    judge(pointer, bytes, Access::Write, __builtin_return_address(0));      \
-  }                                                                         \
-  /* Loops may poll what is volatile: now and then others get a turn. */    \
-  extern "C" void __tsan_##name##volatile_read##bytes(void* pointer) {      \
-    judge(pointer, bytes, Access::Read, __builtin_return_address(0));       \
-    if (cukit_emulator_thread != nullptr) count_poll(current());            \
-  }                                                                         \
-  extern "C" void __tsan_##name##volatile_write##bytes(void* pointer) {     \
     judge(pointer, bytes, Access::Write, __builtin_return_address(0));      \
   }
 CUKIT_INSTRUMENT(, 1)
@@ -62,6 +66,20 @@ CUKIT_INSTRUMENT(unaligned_, 4)
 CUKIT_INSTRUMENT(unaligned_, 8)
 CUKIT_INSTRUMENT(unaligned_, 16)
 #undef CUKIT_INSTRUMENT
+
+#define CUKIT_INSTRUMENT_VOLATILE(bytes)                                        \
+  extern "C" void __tsan_volatile_read##bytes(void* pointer) {                  \
+    judge_volatile(pointer, bytes, Access::Read, __builtin_return_address(0));  \
+  }                                                                             \
+  extern "C" void __tsan_volatile_write##bytes(void* pointer) {                 \
+    judge_volatile(pointer, bytes, Access::Write, __builtin_return_address(0)); \
+  }
+CUKIT_INSTRUMENT_VOLATILE(1)
+CUKIT_INSTRUMENT_VOLATILE(2)
+CUKIT_INSTRUMENT_VOLATILE(4)
+CUKIT_INSTRUMENT_VOLATILE(8)
+CUKIT_INSTRUMENT_VOLATILE(16)
+#undef CUKIT_INSTRUMENT_VOLATILE
 
 extern "C" void __tsan_read_range(void* pointer, std::size_t bytes) {
   judge(pointer, bytes, Access::Read, __builtin_return_address(0));
@@ -154,38 +172,6 @@ extern "C" void __ubsan_handle_missing_return(SourcePlace*) {
 extern "C" void __ubsan_handle_builtin_unreachable(SourcePlace*) {
   CUKIT_ENTER(me);
   fault("__builtin_unreachable is reached\n  " + name_of(me) + " " + where(me.call));
-}
-
-// Atomics ------------------------------------------------------------------------------------------
-
-namespace {
-
-template <typename T>
-std::uint64_t compare_exchange(void* to, std::uint64_t expected, std::uint64_t value) {
-  T old = static_cast<T>(expected);
-  __atomic_compare_exchange_n(static_cast<T*>(to), &old, static_cast<T>(value), false,
-                              __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-  return old;
-}
-
-}  // namespace
-
-std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uint64_t value,
-                                      std::size_t bytes) {
-  count_poll(current());
-  switch (bytes) {
-    case 2: return compare_exchange<std::uint16_t>(to, expected, value);
-    case 4: return compare_exchange<std::uint32_t>(to, expected, value);
-    default: return compare_exchange<std::uint64_t>(to, expected, value);
-  }
-}
-
-std::uint64_t atomic_load(const void* from, std::size_t bytes) {
-  switch (bytes) {
-    case 2: return __atomic_load_n(static_cast<const std::uint16_t*>(from), __ATOMIC_SEQ_CST);
-    case 4: return __atomic_load_n(static_cast<const std::uint32_t*>(from), __ATOMIC_SEQ_CST);
-    default: return __atomic_load_n(static_cast<const std::uint64_t*>(from), __ATOMIC_SEQ_CST);
-  }
 }
 
 }  // namespace cukit::emulator

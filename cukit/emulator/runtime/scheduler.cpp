@@ -89,7 +89,6 @@ namespace {
 void switch_from(Fiber& from, Fiber& to) {
   Cluster& cluster = *from.block->cluster;
   if (cluster.run->stopped()) leave(cluster);
-  if (cluster.launch->checked == 0) ++progress;
   to.state = State::Ready;
   if (&from == &to) return;
   install(to);
@@ -217,6 +216,7 @@ void complete_without(Block& block, Warp& warp) {
 }
 
 [[noreturn]] void exit_fiber(Fiber& me) {
+  settle(me);
   Cluster& cluster = *me.block->cluster;
   if (!me.bulk.items.empty()) {
     fault("a thread exits without waiting until its bulk copies have read shared memory\n  " +
@@ -226,10 +226,11 @@ void complete_without(Block& block, Warp& warp) {
     exit_before_products(me);
   }
   me.state = State::Exited;
+  ++cluster.steps;
   me.warp->live &= ~(1u << me.lane);
   --me.block->live;
-  ++progress;
   complete_without(*me.block, *me.warp);
+  if (me.block->live > 0) open_block_barriers(*me.block);
   if (--cluster.live == 0) leave(cluster);
   // An exit counts as an arrival, and the thread's own does no more.
   if (me.cluster_arrived && me.cluster_generation == cluster.generation) --cluster.arrived;
@@ -268,7 +269,8 @@ void wait_for(const char* what, unsigned first, unsigned second) {
   me.waits_for = what;
   me.wait_numbers[0] = first;
   me.wait_numbers[1] = second;
-  me.polls = 0;
+  // Without checks no store is seen: a wait is what shows that a thread goes on.
+  if (me.block->cluster->launch->checked == 0) ++me.block->cluster->steps;
   switch_from(me, next_or_deadlock(*me.block->cluster, &me));
 }
 
@@ -282,7 +284,6 @@ void shuffle_order() {
 void yield() {
   Fiber& me = current();
   Cluster& cluster = *me.block->cluster;
-  ++progress;  // polls have a patience of their own
   cluster.run->check_patience(me);
   make_ready(me);
   switch_from(me, *pick(cluster, &me, true));
@@ -383,6 +384,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
   block.index = index;
   block.live = threads;
   block.mbarriers.clear();
+  block.published.clear();
   block.warp_groups.clear();
   block.warp_groups.resize((threads + WarpGroup::kThreads - 1) / WarpGroup::kThreads);
   for (Barrier& barrier : block.barriers) barrier = Barrier{};
@@ -418,6 +420,8 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     fiber.polls = 0;
     fiber.call = nullptr;
     fiber.cluster_arrived = false;
+    fiber.polled = nullptr;
+    fiber.has_deferred = false;
     fiber.copies = CopyGroups{};
     fiber.bulk = BulkGroups{};
     fiber.epoch = base_epoch + 1;
@@ -434,6 +438,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     warp.lanes = count == kLanes ? ~0u : (1u << count) - 1;
     warp.live = warp.lanes;
     warp.meetings.clear();
+    warp.ready = 0;  // a launch that a fault ended leaves some
     make_ready(block, warp, warp.lanes);
   }
 }

@@ -6,18 +6,15 @@
 
 #include "block.h"
 #include "engines.h"
+#include "order.h"
+#include "run.h"
 
 namespace cukit::emulator {
 
 namespace {
 
 const char* verb(Access access) {
-  return access == Access::Read ? "read" : access == Access::Write ? "write" : "atomic";
-}
-
-std::uint32_t offset_of(const Block& block, const void* call) {
-  return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(call) -
-                                    block.cluster->module->base);
+  return access == Access::Write ? "write" : access == Access::Atomic ? "atomic" : "read";
 }
 
 std::string where_offset(const Block& block, std::uint32_t offset) {
@@ -49,18 +46,21 @@ struct Judge {
   const std::uint32_t base_epoch;
   const unsigned swizzle;
 
+  // Of an ordinary access by a thread.
+  bool suspected(const std::string& report) const {
+    return block.cluster->launch->same_value_writes != 0 &&
+           suspect(actor, pointer, bytes, access, report);
+  }
+
   bool ordered(unsigned agent, std::uint32_t epoch) const {
     // What earlier clusters did is over, and their agents were others.
     return epoch <= base_epoch || agent == actor.issuer->agent || epoch <= seen[agent] ||
            (actor.engine && agent == actor.agent);
   }
 
-  [[noreturn]] void race(std::size_t i, const char* earlier, unsigned agent,
-                         std::uint32_t call) const {
-    const Cluster& cluster = *block.cluster;
-    fault(head(actor, "race", bytes, access) + " at " + describe_shared(block, pointer + i) +
-          tail(actor) + "\n  nothing orders it after the " + earlier + " by\n  " +
-          name_of_agent(cluster, agent) + " " + where_offset(block, call));
+  std::string race(std::size_t i, Mark mark, bool write, unsigned agent, std::uint32_t call) const {
+    return report_race(actor, bytes, access, describe_shared(block, pointer + i), mark, write,
+                       name_of_agent(*block.cluster, agent), call);
   }
 
   [[noreturn]] void early(std::size_t i, const char* what) const {
@@ -75,28 +75,40 @@ struct Judge {
             describe_shared(block, pointer + i) + tail(actor) + "\n  the copy was started by\n  " +
             name_of_agent(*block.cluster, cell.writer) + " " + where_offset(block, cell.write_call));
     }
-    if (!written && access != Access::Write) early(i, "uninitialised shared memory");
-    if (!ordered(cell.writer, cell.write_epoch) && !(access == Access::Atomic && cell.atomic)) {
-      race(i, "write", cell.writer, cell.write_call);
+    if (!written && access != Access::Write && !behind_data(i)) {
+      early(i, "uninitialised shared memory");
     }
-    if (actor.engine && written) check_proxy(cell, i);
-    if (access == Access::Read) {
-      if (swizzle != 0 && cell.swizzle != 0 && swizzle != cell.swizzle) wrong_swizzle(cell, i);
-      note_reader(cell);
-      return;
+    if (!ordered(cell.writer, cell.write_epoch)) {
+      const std::string report = race(i, Mark::Plain, true, cell.writer, cell.write_call);
+      if (!suspected(report)) fault(report);
     }
     for (int slot = 0; slot < 2; ++slot) {
-      if (!ordered(cell.reader[slot], cell.read_epoch[slot])) {
-        race(i, "read", cell.reader[slot], cell.read_call[slot]);
+      if (conflict(access, cell.mark[slot]) && !ordered(cell.reader[slot], cell.read_epoch[slot])) {
+        fault(race(i, cell.mark[slot], false, cell.reader[slot], cell.read_call[slot]));
       }
+    }
+    if (actor.engine) check_proxy(cell, written, i);
+    if (access != Access::Write) {
+      if (swizzle != 0 && cell.swizzle != 0 && swizzle != cell.swizzle) wrong_swizzle(cell, i);
+      note_read(cell);
+      return;
     }
     cell.writer = static_cast<std::uint16_t>(actor.agent);
     cell.write_epoch = actor.epoch;
-    cell.write_call = offset_of(block, actor.call);
-    cell.atomic = access == Access::Atomic;
+    cell.write_call = offset_of(*block.cluster, actor.call);
     cell.pending = 0;
     cell.generic = !actor.engine;
     cell.swizzle = static_cast<std::uint16_t>(swizzle);
+    // What atomics have left is overwritten.
+    for (int slot = 0; slot < 2; ++slot) {
+      if (cell.mark[slot] == Mark::Atomic) cell.read_epoch[slot] = 0;
+    }
+  }
+
+  // A vector that begins with data may end in bytes that nobody has written: nobody need use them.
+  bool behind_data(std::size_t i) const {
+    constexpr std::size_t kElement = 4;
+    return access == Access::Read && !actor.engine && bytes > kElement && i >= kElement;
   }
 
   // TMA and wgmma (the async proxy) need a proxy fence between an ordinary write and their own access
@@ -105,18 +117,25 @@ struct Judge {
   // No fence is needed between ordinary reads and a copy that overwrites what was read, if happens-before
   // orders them (readers arrive at an mbarrier, the producer waits there and starts the copy): a read
   // that has returned its value cannot be overtaken. Nor where the async proxy accessed the bytes last.
-  void check_proxy(const Cell& cell, std::size_t i) const {
-    if (!cell.generic || cell.writer >= block.cluster->first_engine()) return;
+  void check_proxy(const Cell& cell, bool written, std::size_t i) const {
+    if (written && cell.generic) require_fence(cell.writer, cell.write_epoch, cell.write_call, i);
+    for (int slot = 0; slot < 2; ++slot) {
+      if (cell.mark[slot] != Mark::Atomic || cell.read_epoch[slot] <= base_epoch) continue;
+      require_fence(cell.reader[slot], cell.read_epoch[slot], cell.read_call[slot], i);
+    }
+  }
+
+  void require_fence(unsigned agent, std::uint32_t epoch, std::uint32_t call, std::size_t i) const {
     const Cluster& cluster = *block.cluster;
-    const Fiber& writer =
-        *cluster.blocks[cell.writer / cluster.threads]->fibers[cell.writer % cluster.threads];
+    if (agent >= cluster.first_engine()) return;
+    const Fiber& writer = *cluster.blocks[agent / cluster.threads]->fibers[agent % cluster.threads];
     const Fiber& issuer = *actor.issuer;
-    if (cell.write_epoch <= writer.fence_epoch) return;
-    if (issuer.fenced != nullptr && cell.write_epoch <= issuer.fenced->seen[cell.writer]) return;
+    if (epoch <= writer.fence_epoch) return;
+    if (issuer.fenced != nullptr && epoch <= issuer.fenced->seen[agent]) return;
     fault(head(actor, "missing fence.proxy.async", bytes, access) + " at " +
           describe_shared(block, pointer + i) + tail(actor) +
           "\n  no fence_proxy_async, before the barrier in between, follows the ordinary write by\n  " +
-          name_of(writer) + " " + where_offset(block, cell.write_call));
+          name_of(writer) + " " + where_offset(block, call));
   }
 
   [[noreturn]] void wrong_swizzle(const Cell& cell, std::size_t i) const {
@@ -128,14 +147,18 @@ struct Judge {
           " " + where_offset(block, cell.write_call));
   }
 
-  // Two readers are remembered, different threads if possible, so that a writer whom nothing orders
-  // after the readers meets at least one that is not itself.
-  void note_reader(Cell& cell) const {
-    int slot = 1;
-    if (cell.reader[0] == actor.agent || ordered(cell.reader[0], cell.read_epoch[0])) slot = 0;
+  void note_read(Cell& cell) const {
+    const Mark mark = mark_of(access);
+    const int slot = slot_for(
+        mark, [&](int each) { return cell.mark[each]; },
+        [&](int each) {
+          return cell.reader[each] == actor.agent && cell.read_epoch[each] > base_epoch;
+        },
+        [&](int each) { return ordered(cell.reader[each], cell.read_epoch[each]); });
     cell.reader[slot] = static_cast<std::uint16_t>(actor.agent);
     cell.read_epoch[slot] = actor.epoch;
-    cell.read_call[slot] = offset_of(block, actor.call);
+    cell.read_call[slot] = offset_of(*block.cluster, actor.call);
+    cell.mark[slot] = mark;
   }
 };
 
@@ -160,14 +183,16 @@ bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Ac
   while (range != launch.ranges) {
     --range;
     if (address + bytes > range->high) continue;
-    if (access == Access::Read || range->writeable) return true;
+    if (access == Access::Read || access == Access::StrongRead || range->writeable) return true;
     read_only = range;
   }
   if (read_only != nullptr) {
     fault(head(actor, "write to a read-only array", bytes, access) +
           format(" (argument %u)", read_only->argument) + tail(actor));
   }
+  // Constants, and __device__ variables.
   const Module& module = *cluster.module;
+  if (address >= module.data_low && address + bytes <= module.data_high) return true;
   return access == Access::Read && ((address >= module.base && address + bytes <= module.end) ||
                                     is_argument(launch, address, bytes));
 }
@@ -184,7 +209,7 @@ bool near_shared(const Block& block, const unsigned char* at) {
 
 }  // namespace
 
-std::string describe_global(const Launch& launch, std::uintptr_t address) {
+std::string describe_outside(const Launch& launch, std::uintptr_t address) {
   constexpr std::uintptr_t kNear = std::uintptr_t{1} << 30;
   std::string place = format("address 0x%zx, far from every array of this launch", address);
   std::uintptr_t nearest = kNear;
@@ -199,6 +224,53 @@ std::string describe_global(const Launch& launch, std::uintptr_t address) {
                     : format("across the end of argument %u", range->argument);
   }
   return place;
+}
+
+std::uint32_t offset_of(const Cluster& cluster, const void* call) {
+  return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(call) - cluster.module->base);
+}
+
+std::string report_race(const Actor& actor, std::size_t bytes, Access access, const std::string& place,
+                        Mark mark, bool write, const std::string& by, std::uint32_t call) {
+  const char* earlier = write ? "write" : mark == Mark::Atomic ? "atomic" : "read";
+  return head(actor, "race", bytes, access) + " at " + place + tail(actor) +
+         "\n  nothing orders it after the " + earlier + " by\n  " + by + " " +
+         where_offset(*actor.issuer->block, call);
+}
+
+bool suspect(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
+             const std::string& report) {
+  Fiber& me = current();
+  Suspect& it = me.deferred.suspect;
+  if (actor.engine || access != Access::Write || bytes > sizeof it.before) return false;
+  it.pointer = static_cast<const unsigned char*>(pointer);
+  it.bytes = static_cast<unsigned>(bytes);
+  std::memcpy(it.before, pointer, bytes);
+  me.deferred.report = report;
+  me.has_deferred = true;
+  return true;
+}
+
+void settle_now(Fiber& me) {
+  me.has_deferred = false;
+  if (me.deferred.learn_from != nullptr) {
+    learn(me, me.deferred.learn_from);
+    me.deferred.learn_from = nullptr;
+  }
+  Suspect& it = me.deferred.suspect;
+  if (it.bytes == 0) return;
+  const bool same = std::memcmp(it.pointer, it.before, it.bytes) == 0;
+  it.bytes = 0;
+  if (!same) fault(me.deferred.report);
+}
+
+std::string describe_global(const Launch& launch, std::uintptr_t address) {
+  for (const Range* range = launch.ranges; range != launch.ranges + launch.num_ranges; ++range) {
+    if (address < range->low || address >= range->high) continue;
+    return format("byte %zu of argument %u", static_cast<std::size_t>(address - range->low),
+                  range->argument);
+  }
+  return "a __device__ variable";
 }
 
 Actor thread_actor(const Fiber& fiber) {
@@ -251,6 +323,7 @@ void check_shared(const Actor& actor, Block& block, const void* pointer, std::si
     fault(head(actor, "out of bounds", bytes, access) + " at " + describe_shared(block, pointer) +
           tail(actor));
   }
+  if (access == Access::Write) ++block.cluster->steps;
   const Judge judge{actor, block, static_cast<const unsigned char*>(pointer), bytes, access,
                     actor.issuer->seen->seen, block.cluster->base_epoch, swizzle};
   // Bytes with the same past have the same future: neighbours mostly do.
@@ -276,7 +349,14 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
     check_shared(actor, block, pointer, bytes, access);
     return;
   }
-  if (is_global(actor, address, bytes, access) || pointer == &cukit_emulator_thread) return;
+  if (is_global(actor, address, bytes, access)) {
+    if (access == Access::Write) ++block.cluster->steps;
+    if (block.cluster->launch->global_races) {
+      block.cluster->run->global.check(actor, pointer, bytes, access);
+    }
+    return;
+  }
+  if (pointer == &cukit_emulator_thread) return;
   const bool shared = near_shared(block, static_cast<const unsigned char*>(pointer));
   if (address < kNullBytes) {
     fault(head(actor, "null pointer", bytes, access) + format(" at address 0x%zx", address) +
@@ -284,7 +364,7 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
   }
   fault(head(actor, "out of bounds", bytes, access) + " at " +
         (shared ? describe_shared(block, pointer)
-                : "global memory " + describe_global(*block.cluster->launch, address)) +
+                : "global memory " + describe_outside(*block.cluster->launch, address)) +
         tail(actor));
 }
 
