@@ -57,4 +57,4 @@ def _shorten(place: str) -> str:
     path, _, line = place.rpartition(":")
     with contextlib.suppress(ValueError):
         path = Path(path).resolve().relative_to(kernels_root().resolve()).as_posix()
-    return f"{path}:{line}"
+    return f"{path.removeprefix('./')}:{line}"
