@@ -52,6 +52,8 @@ from cukit.distill import (
 from cukit.emulator import (
     activate_from_environment,
     backend,
+    check_kernel,
+    emulate_cupy,
 )
 from cukit.errors import (
     ArrayDtypeError,
@@ -198,6 +200,7 @@ __all__ = [
     "block_sparse_attention",
     "bsr_from_mask",
     "bsr_matmul",
+    "check_kernel",
     "create_adaptive_depth_mask",
     "create_sparse_mask",
     "cross_entropy",
@@ -213,6 +216,7 @@ __all__ = [
     "embedding_backward",
     "empty",
     "empty_like",
+    "emulate_cupy",
     "expert_order",
     "explain_matmul",
     "flash_attention",

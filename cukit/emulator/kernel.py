@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from cukit.core import backend
 from cukit.core.kernel import NULL, Argument, Kernel
 from cukit.emulator.builder import Build
-from cukit.emulator.library import Extent, LaunchRecord, Range, launch, load_entry
+from cukit.emulator.library import Entry, Extent, LaunchRecord, Range, launch, load_entry
 from cukit.emulator.report import describe_fault
 from cukit.emulator.settings import Settings
 from cukit.errors import EmulatorError, LaunchError
@@ -25,10 +26,11 @@ class EmulatedKernel(Kernel):
 
     __slots__ = ("_build", "_entry", "_settings")
 
-    def __init__(self, build: Build, settings: Settings) -> None:
+    def __init__(self, build: Build, settings: Settings, entry: Entry | None = None) -> None:
+        """entry: of the kernel in a library that has several; that of `build` otherwise."""
         self._build = build
         self._settings = settings
-        self._entry = load_entry(build.library)
+        self._entry = load_entry(build.library) if entry is None else entry
         self.block = (build.spec.threads, 1, 1)
         self.shared_bytes = build.spec.shared_bytes
         self.function = self._run
@@ -44,10 +46,26 @@ class EmulatedKernel(Kernel):
         if 0 not in grid:
             self._run(grid, self.block, args, self.shared_bytes, reachable)
 
+    @property
+    def parameter_bytes(self) -> tuple[int, ...]:
+        """Sizes of the kernel's parameters."""
+        entry = self._entry
+        return tuple(entry.parameter_bytes[i] for i in range(entry.num_parameters))
+
+    def launch(
+        self,
+        grid: tuple[int, ...],
+        args: tuple[Argument, ...],
+        settings: Settings,
+        reachable: Sequence[Argument] = (),
+    ) -> None:
+        """As a call, but with these settings and not with those of the active backend."""
+        self.check(args)
+        self._run(grid, self.block, args, self.shared_bytes, reachable, settings)
+
     def check(self, args: tuple[Argument, ...]) -> None:
         """Raises LaunchError where `args` do not fit the kernel's parameters."""
-        entry = self._entry
-        expected = tuple(entry.parameter_bytes[i] for i in range(entry.num_parameters))
+        expected = self.parameter_bytes
         got = tuple(self._bytes(i, argument) for i, argument in enumerate(args))
         if got != expected:
             raise LaunchError(
@@ -72,10 +90,10 @@ class EmulatedKernel(Kernel):
         args: tuple[Argument, ...],
         shared_bytes: int,
         reachable: Sequence[Argument] = (),
+        settings: Settings | None = None,
     ) -> None:
-        settings = self._settings
-        if backend.active is not None:
-            settings = getattr(backend.active, "settings", settings)  # seed and lateness of now
+        if settings is None:  # seed and lateness of now
+            settings = getattr(backend.active, "settings", self._settings)
         cluster = self._build.cluster
         extents = (*grid, 1, 1)[:3]
         if any(extent % blocks for extent, blocks in zip(extents, cluster, strict=True)):
@@ -105,6 +123,7 @@ class EmulatedKernel(Kernel):
             global_races=settings.global_races,
             same_value_writes=settings.same_value_writes,
             seed=settings.seed,
+            interruptible=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
             patience=settings.patience,
         )
         report = launch(record)

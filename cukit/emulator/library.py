@@ -10,6 +10,7 @@ from typing import Any
 from cukit.emulator.builder import build_runtime
 
 _MESSAGE_BYTES = 1 << 16
+_INTERRUPTED = 2
 
 Extent = ctypes.c_uint32 * 3
 
@@ -54,6 +55,7 @@ class LaunchRecord(ctypes.Structure):
         ("global_races", ctypes.c_uint32),
         ("same_value_writes", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
+        ("interruptible", ctypes.c_uint32),
         ("patience", ctypes.c_double),
         ("message", ctypes.c_char_p),
         ("message_bytes", ctypes.c_uint32),
@@ -80,5 +82,9 @@ def launch(record: LaunchRecord) -> str | None:
     buffer = ctypes.create_string_buffer(_MESSAGE_BYTES)
     record.message = ctypes.cast(buffer, ctypes.c_char_p)
     record.message_bytes = _MESSAGE_BYTES
-    failed = runtime().cukit_emulator_launch(ctypes.byref(record))
-    return buffer.value.decode(errors="replace") if failed else None
+    outcome = runtime().cukit_emulator_launch(ctypes.byref(record))
+    if outcome == _INTERRUPTED:
+        return (
+            "interrupted"  # in the main thread Python raises KeyboardInterrupt before it comes here
+        )
+    return buffer.value.decode(errors="replace") if outcome else None

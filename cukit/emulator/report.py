@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cukit.core.source import kernels_root
-from cukit.emulator.builder import Build
+from cukit.emulator.builder import Build, named_library
 from cukit.emulator.names import Names
 
 _ADDRESS = re.compile(r"\{at ([0-9a-f]+)\}")
@@ -27,7 +27,7 @@ def describe_fault(text: str, build: Build, arguments: Sequence[Any]) -> str:
     addresses = sorted(set(_ADDRESS.findall(text)))
     places = _locate(addresses, build.library)
     if _PLACE.search(text):
-        names = Names(build.named())
+        names = Names(named_library(build.library))
         text = _PLACE.sub(lambda match: _name(match, names, build.spec.entry, arguments), text)
     return _ADDRESS.sub(lambda match: places[match[1]], text)
 
@@ -85,4 +85,4 @@ def _shorten(place: str) -> str:
     path, _, line = place.rpartition(":")
     with contextlib.suppress(ValueError):
         path = Path(path).resolve().relative_to(kernels_root().resolve()).as_posix()
-    return f"{path}:{line}"
+    return f"{path.removeprefix('./')}:{line}"

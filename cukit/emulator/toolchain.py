@@ -78,7 +78,19 @@ _LANGUAGE = (
     "-fwrapv",
     "-ffp-contract=fast",
     "-fno-math-errno",
+    "-fstack-clash-protection",  # no frame leaps over the guard below a fiber's stack
     "-gdwarf-4",  # of version 5 some addr2line mix up the files
+)
+
+
+_SANITIZERS = (
+    "thread",
+    "alignment",
+    "null",
+    "bounds",
+    "integer-divide-by-zero",
+    "return",
+    "unreachable",
 )
 
 
@@ -91,11 +103,12 @@ def kernel_flags(checked: bool, debug: bool, gcc: bool) -> tuple[str, ...]:
     """For a kernel. The sanitizers only instrument: what they call is the emulator's own."""
     flags = [*_LANGUAGE, *_machine_flags()]
     flags += ["-O0", "-g3"] if debug else ["-O1" if checked else "-O2", "-g1"]
+    flags.append("-fno-optimize-sibling-calls")  # calls of the emulator return to where they are
     if gcc:
         # Constants of templates belong to their kernel: two kernels may have the same names.
         flags.append("-fno-gnu-unique")
     if checked:
-        flags.append("-fsanitize=thread,alignment,null,bounds")
+        flags.append(f"-fsanitize={','.join(_SANITIZERS)}")
         # Every variable has its own place on the stack: wgmma's registers are known by it.
         if gcc:
             # Whole structures are loaded and stored at once: their alignment is what is checked.
@@ -106,3 +119,10 @@ def kernel_flags(checked: bool, debug: bool, gcc: bool) -> tuple[str, ...]:
             flags += ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
             flags += ["-mllvm", "-tsan-distinguish-volatile=1", "-mllvm", "-no-stack-coloring"]
     return tuple(flags)
+
+
+def link_flags(checked: bool) -> tuple[str, ...]:
+    """For a kernel's library. Without the sanitizers, whose own runtimes must stay out; copies by the
+    C library's functions, which the compiler does not instrument, are the emulator's to check."""
+    calls = ("memcpy", "memmove", "memset") if checked else ()
+    return ("-shared", *(f"-Wl,--wrap={name}" for name in calls))

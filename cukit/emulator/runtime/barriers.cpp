@@ -225,6 +225,11 @@ void open_cluster_barrier(Cluster& cluster) {
 void cluster_arrive() {
   CUKIT_ENTER(me);
   Cluster& cluster = *me.block->cluster;
+  if (me.cluster_arrived) {
+    fault("mismatched barrier: a thread arrives at the cluster barrier twice without waiting\n  " +
+          name_of(me) + " " + where(me.call));
+  }
+  me.cluster_arrived = true;
   if (checked()) release_to(me, &cluster.cluster_joined);
   me.cluster_generation = cluster.generation;
   if (++cluster.arrived == cluster.live) open_cluster_barrier(cluster);
@@ -233,6 +238,11 @@ void cluster_arrive() {
 void cluster_wait() {
   CUKIT_ENTER(me);
   Cluster& cluster = *me.block->cluster;
+  if (!me.cluster_arrived) {
+    fault("mismatched barrier: a thread waits at the cluster barrier where it has not arrived\n  " +
+          name_of(me) + " " + where(me.call));
+  }
+  me.cluster_arrived = false;
   if (cluster.generation == me.cluster_generation) wait_for(kClusterWait);
   if (checked()) acquire_from(me, cluster.cluster_last);
 }

@@ -67,6 +67,7 @@ struct Fiber : Thread {
   unsigned argument = 0, width = 0;
   const void* operands = nullptr;  // of an instruction of the whole warp
   std::uint64_t cluster_generation = 0;  // of the cluster barrier when it arrived there
+  bool cluster_arrived = false;    // and has not waited yet
   int vote = 0;                    // what it takes from a voting barrier
 
   Clock* seen = nullptr;
@@ -159,6 +160,7 @@ struct Launch {
   std::uint32_t global_races;
   std::uint32_t same_value_writes;
   std::uint64_t seed;
+  std::uint32_t interruptible;  // Ctrl-C ends it
   double patience;  // seconds
   char* message;
   std::uint32_t message_bytes;
@@ -271,6 +273,12 @@ void open_cluster_barrier(Cluster& cluster);
 
 // Instructions of whole warps and warpgroups that wait for threads which have not come: a line each.
 std::string missing_threads(const Cluster& cluster);
+
+// Who waits where for what, and who has exited: lines that each begin with a newline.
+std::string waiting_threads(const Cluster& cluster);
+
+// Leaves the cluster as it stands: execute() returns.
+[[noreturn]] void leave(Cluster& cluster);
 
 // Starts what was put off in the late mode. False if there is nothing that would help.
 bool finish_late_work(Cluster& cluster);

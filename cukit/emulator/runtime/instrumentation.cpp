@@ -18,7 +18,7 @@ void check_access(const void* pointer, std::size_t bytes, Access access) {
 namespace {
 
 inline void judge(void* pointer, std::size_t bytes, Access access, const void* call) {
-  if (cukit_emulator_thread == nullptr) return;
+  if (cukit_emulator_thread == nullptr || bytes == 0) return;
   Fiber& me = current();
   settle(me);
   me.call = call;
@@ -49,28 +49,22 @@ inline void judge_volatile(void* pointer, std::size_t bytes, Access access, cons
 
 }  // namespace
 
-#define CUKIT_INSTRUMENT(name, bytes, access)                          \
-  extern "C" void name(void* pointer) {                                \
-    judge(pointer, bytes, Access::access, __builtin_return_address(0)); \
+#define CUKIT_INSTRUMENT(name, bytes)                                       \
+  extern "C" void __tsan_##name##read##bytes(void* pointer) {               \
+    judge(pointer, bytes, Access::Read, __builtin_return_address(0));       \
+  }                                                                         \
+  extern "C" void __tsan_##name##write##bytes(void* pointer) {              \
+    judge(pointer, bytes, Access::Write, __builtin_return_address(0));      \
   }
-CUKIT_INSTRUMENT(__tsan_read1, 1, Read)
-CUKIT_INSTRUMENT(__tsan_read2, 2, Read)
-CUKIT_INSTRUMENT(__tsan_read4, 4, Read)
-CUKIT_INSTRUMENT(__tsan_read8, 8, Read)
-CUKIT_INSTRUMENT(__tsan_read16, 16, Read)
-CUKIT_INSTRUMENT(__tsan_write1, 1, Write)
-CUKIT_INSTRUMENT(__tsan_write2, 2, Write)
-CUKIT_INSTRUMENT(__tsan_write4, 4, Write)
-CUKIT_INSTRUMENT(__tsan_write8, 8, Write)
-CUKIT_INSTRUMENT(__tsan_write16, 16, Write)
-CUKIT_INSTRUMENT(__tsan_unaligned_read2, 2, Read)
-CUKIT_INSTRUMENT(__tsan_unaligned_read4, 4, Read)
-CUKIT_INSTRUMENT(__tsan_unaligned_read8, 8, Read)
-CUKIT_INSTRUMENT(__tsan_unaligned_read16, 16, Read)
-CUKIT_INSTRUMENT(__tsan_unaligned_write2, 2, Write)
-CUKIT_INSTRUMENT(__tsan_unaligned_write4, 4, Write)
-CUKIT_INSTRUMENT(__tsan_unaligned_write8, 8, Write)
-CUKIT_INSTRUMENT(__tsan_unaligned_write16, 16, Write)
+CUKIT_INSTRUMENT(, 1)
+CUKIT_INSTRUMENT(, 2)
+CUKIT_INSTRUMENT(, 4)
+CUKIT_INSTRUMENT(, 8)
+CUKIT_INSTRUMENT(, 16)
+CUKIT_INSTRUMENT(unaligned_, 2)
+CUKIT_INSTRUMENT(unaligned_, 4)
+CUKIT_INSTRUMENT(unaligned_, 8)
+CUKIT_INSTRUMENT(unaligned_, 16)
 #undef CUKIT_INSTRUMENT
 
 #define CUKIT_INSTRUMENT_VOLATILE(bytes)                                        \
@@ -93,21 +87,28 @@ extern "C" void __tsan_read_range(void* pointer, std::size_t bytes) {
 extern "C" void __tsan_write_range(void* pointer, std::size_t bytes) {
   judge(pointer, bytes, Access::Write, __builtin_return_address(0));
 }
-// What clang makes of copied structures.
-extern "C" void* __tsan_memcpy(void* to, const void* from, std::size_t bytes) {
+// Calls that the kernel makes (builder.py has the linker rename them) and, with the names of the thread
+// sanitizer, what clang makes of copied structures.
+extern "C" void* __wrap_memcpy(void* to, const void* from, std::size_t bytes) {
   judge(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
   judge(to, bytes, Access::Write, __builtin_return_address(0));
   return std::memcpy(to, from, bytes);
 }
-extern "C" void* __tsan_memmove(void* to, const void* from, std::size_t bytes) {
+extern "C" void* __wrap_memmove(void* to, const void* from, std::size_t bytes) {
   judge(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
   judge(to, bytes, Access::Write, __builtin_return_address(0));
   return std::memmove(to, from, bytes);
 }
-extern "C" void* __tsan_memset(void* to, int value, std::size_t bytes) {
-  judge(to, bytes, Access::Write, __builtin_return_address(0));
+extern "C" void* __wrap_memset(void* to, int value, std::size_t bytes) {
+  // On the stack it may be the compiler's, which fills what has no initialiser: no use of a register.
+  if (cukit_emulator_thread == nullptr || !on_stack(current(), to)) {
+    judge(to, bytes, Access::Write, __builtin_return_address(0));
+  }
   return std::memset(to, value, bytes);
 }
+extern "C" __attribute__((alias("__wrap_memcpy"))) void* __tsan_memcpy(void*, const void*, std::size_t);
+extern "C" __attribute__((alias("__wrap_memmove"))) void* __tsan_memmove(void*, const void*, std::size_t);
+extern "C" __attribute__((alias("__wrap_memset"))) void* __tsan_memset(void*, int, std::size_t);
 
 extern "C" void __tsan_vptr_update(void**, void*) {}
 extern "C" void __tsan_vptr_read(void**) {}
@@ -155,6 +156,22 @@ extern "C" void __ubsan_handle_out_of_bounds(IndexCheck* data, std::uintptr_t in
   fault(format("out of bounds: index %zd of %s\n  ", static_cast<std::intptr_t>(index),
                data->array->text) +
         name_of(me) + " " + where(me.call));
+}
+
+extern "C" void __ubsan_handle_divrem_overflow(SourcePlace*, std::uintptr_t, std::uintptr_t) {
+  CUKIT_ENTER(me);
+  fault("integer division by zero\n  " + name_of(me) + " " + where(me.call));
+}
+
+extern "C" void __ubsan_handle_missing_return(SourcePlace*) {
+  CUKIT_ENTER(me);
+  fault("a function that returns a value ends without return\n  " + name_of(me) + " " +
+        where(me.call));
+}
+
+extern "C" void __ubsan_handle_builtin_unreachable(SourcePlace*) {
+  CUKIT_ENTER(me);
+  fault("__builtin_unreachable is reached\n  " + name_of(me) + " " + where(me.call));
 }
 
 }  // namespace cukit::emulator

@@ -5,7 +5,9 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <numeric>
+#include <system_error>
 #include <thread>
 
 #include "run.h"
@@ -96,11 +98,18 @@ void work(Run& run, Worker& worker) {
   cluster->watch = Watch{};
   cluster->launch = run.launch;
   cluster->module = &run.module;
-  for (;;) {
-    const std::uint64_t number = run.next.fetch_add(1, std::memory_order_relaxed);
-    if (number >= run.clusters || run.failed()) break;
-    cluster->execute(number);
-    ++cluster->steps;
+  const WorkerGuard guard(*cluster);
+  try {
+    for (;;) {
+      const std::uint64_t number = run.next.fetch_add(1, std::memory_order_relaxed);
+      if (number >= run.clusters || run.stopped()) break;
+      cluster->execute(number);
+      ++cluster->steps;
+    }
+  } catch (const std::bad_alloc&) {
+    run.record("the host has not enough memory for the stacks and shared memory of the blocks");
+    worker.done.store(true, std::memory_order_release);
+    return;  // what it had half prepared goes with it
   }
   worker.steps.store(cluster->steps, std::memory_order_relaxed);
   worker.done.store(true, std::memory_order_release);
@@ -257,7 +266,11 @@ bool Run::start_worker() {
   const std::lock_guard<std::mutex> lock(mutex);
   const std::size_t count = started.load(std::memory_order_relaxed);
   if (count == workers.size() || next.load(std::memory_order_relaxed) >= clusters) return false;
-  threads.emplace_back(work, std::ref(*this), std::ref(workers[count]));
+  try {
+    threads.emplace_back(work, std::ref(*this), std::ref(workers[count]));
+  } catch (const std::system_error&) {
+    return false;  // the system has no more of them
+  }
   started.store(count + 1, std::memory_order_release);
   return true;
 }
@@ -265,9 +278,7 @@ bool Run::start_worker() {
 void fault(const std::string& text) {
   Cluster& cluster = *current().block->cluster;
   cluster.run->record(text);
-  void* abandoned;
-  cukit_emulator_switch(&abandoned, cluster.main_stack);
-  __builtin_unreachable();
+  leave(cluster);
 }
 
 std::string where(const void* call) {
@@ -310,10 +321,11 @@ void trap(const char* reason) {
   fault(std::string("the kernel gave up: ") + reason + "\n  " + name_of(me) + " " + where(me.call));
 }
 
-// 0, or 1 with a text in launch->message.
+// 0; 1 with a text in launch->message; or 2 where Ctrl-C ended it.
 extern "C" int cukit_emulator_launch(const Launch* launch) {
   Run run;
   run.launch = launch;
+  run.interrupts_before = interrupts();
   std::pair<std::uintptr_t, Module> search{reinterpret_cast<std::uintptr_t>(launch->entry), {}};
   dl_iterate_phdr(find_module, &search);
   run.module = search.second;
@@ -322,6 +334,7 @@ extern "C" int cukit_emulator_launch(const Launch* launch) {
     run.clusters_along[axis] = launch->grid[axis] / launch->cluster[axis];
     run.clusters *= run.clusters_along[axis];
   }
+  const SignalHandlers handlers(launch->interruptible != 0);
   if (launch->checked && launch->global_races) run.global.watch(*launch, run.module);
   // Blocks that wait for others need them to run at the same time, as on a GPU: there is room for as many
   // workers as a GPU of kProcessors has for clusters.
@@ -338,6 +351,7 @@ extern "C" int cukit_emulator_launch(const Launch* launch) {
   }
   work(run, run.workers[0]);
   run.join();
+  if (run.interrupted()) return 2;
   if (!run.failed()) return 0;
   std::snprintf(launch->message, launch->message_bytes, "%s", run.message.c_str());
   return 1;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "block.h"
+#include "guards.h"
 #include "global_shadow.h"
 
 namespace cukit::emulator {
@@ -41,6 +42,7 @@ struct Run {
   PublishedStripe published[kPublishedStripes];
   GlobalShadow global;
   std::mutex mutex;
+  std::uint32_t interrupts_before;
   std::string message;
 
   // One more, if there is room for it and a cluster that it could run.
@@ -48,6 +50,11 @@ struct Run {
   void join();
 
   bool failed() const { return faulty.load(std::memory_order_relaxed); }
+  bool interrupted() const {
+    return launch->interruptible != 0 && interrupts() != interrupts_before;
+  }
+  // Whether workers should leave what they do.
+  bool stopped() const { return failed() || interrupted(); }
   void record(const std::string& text);
   // Counts a poll. Ends the launch when for the length of `patience` all workers have only polled.
   void check_patience(Fiber& me);

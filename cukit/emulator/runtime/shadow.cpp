@@ -162,6 +162,15 @@ struct Judge {
   }
 };
 
+// Where the launch keeps the values of the arguments, which the kernel's entry copies.
+bool is_argument(const Launch& launch, std::uintptr_t address, std::size_t bytes) {
+  for (unsigned i = 0; i < launch.entry->num_parameters; ++i) {
+    const auto low = reinterpret_cast<std::uintptr_t>(launch.arguments[i]);
+    if (address >= low && address + bytes <= low + launch.entry->parameter_bytes[i]) return true;
+  }
+  return false;
+}
+
 // Memory that the launch was given, or, to read, the kernel's own constants.
 bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Access access) {
   const Cluster& cluster = *actor.issuer->block->cluster;
@@ -184,27 +193,8 @@ bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Ac
   // Constants, and __device__ variables.
   const Module& module = *cluster.module;
   if (address >= module.data_low && address + bytes <= module.data_high) return true;
-  return access == Access::Read && address >= module.base && address + bytes <= module.end;
-}
-
-// Where an address lies that is nobody's: relative to the nearest array of the launch.
-std::string describe_outside(const Launch& launch, std::uintptr_t address) {
-  std::string place = "of no array of this launch";
-  std::uintptr_t nearest = ~std::uintptr_t{0};
-  for (const Range* range = launch.ranges; range != launch.ranges + launch.num_ranges; ++range) {
-    const bool before = address < range->low;
-    const bool after = address >= range->high;
-    const std::uintptr_t distance = before ? range->low - address : after ? address - range->high : 0;
-    if (distance >= nearest) continue;
-    nearest = distance;
-    place = before  ? format("%zu bytes before argument %u{argument %u}", distance, range->argument,
-                            range->argument)
-            : after ? format("%zu bytes past the end of argument %u{argument %u}", distance,
-                            range->argument, range->argument)
-                    : format("across the end of argument %u{argument %u}", range->argument,
-                             range->argument);
-  }
-  return place;
+  return access == Access::Read && ((address >= module.base && address + bytes <= module.end) ||
+                                    is_argument(launch, address, bytes));
 }
 
 // Whether an address that is nobody's was probably meant to be shared memory.
@@ -218,6 +208,24 @@ bool near_shared(const Block& block, const unsigned char* at) {
 }
 
 }  // namespace
+
+std::string describe_outside(const Launch& launch, std::uintptr_t address) {
+  constexpr std::uintptr_t kNear = std::uintptr_t{1} << 30;
+  std::string place = format("address 0x%zx, far from every array of this launch", address);
+  std::uintptr_t nearest = kNear;
+  for (const Range* range = launch.ranges; range != launch.ranges + launch.num_ranges; ++range) {
+    const bool before = address < range->low;
+    const bool after = address >= range->high;
+    const std::uintptr_t distance = before ? range->low - address : after ? address - range->high : 0;
+    if (distance >= nearest) continue;
+    nearest = distance;
+    const std::string name = format("argument %u{argument %u}", range->argument, range->argument);
+    place = (before  ? format("%zu bytes before ", distance)
+             : after ? format("%zu bytes past the end of ", distance)
+                     : std::string("across the end of ")) + name;
+  }
+  return place;
+}
 
 std::uint32_t offset_of(const Cluster& cluster, const void* call) {
   return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(call) - cluster.module->base);
@@ -354,6 +362,10 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
   }
   if (pointer == &cukit_emulator_thread) return;
   const bool shared = near_shared(block, static_cast<const unsigned char*>(pointer));
+  if (address < kNullBytes) {
+    fault(head(actor, "null pointer", bytes, access) + format(" at address 0x%zx", address) +
+          tail(actor));
+  }
   fault(head(actor, "out of bounds", bytes, access) + " at " +
         (shared ? describe_shared(block, pointer)
                 : "global memory " + describe_outside(*block.cluster->launch, address)) +

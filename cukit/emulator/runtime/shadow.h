@@ -14,6 +14,7 @@ namespace cukit::emulator {
 
 struct Block;
 struct Fiber;
+struct Launch;
 
 // How a byte was read, besides or together with being changed. Strong reads are volatile and atomic loads.
 enum class Mark : std::uint8_t { Plain, Atomic, Strong };
@@ -56,6 +57,9 @@ struct Cell {
 };
 static_assert(std::has_unique_object_representations_v<Cell>, "cells are compared as bytes");
 
+// Addresses below it come of a null pointer and an index.
+constexpr std::uintptr_t kNullBytes = 65536;
+
 struct Shadow {
   std::vector<Cell> static_cells, dynamic_cells;
 };
@@ -94,7 +98,9 @@ std::string report_race(const Actor& actor, std::size_t bytes, Access access, co
 // True if the race is to be judged once the value has been written: a store of up to 16 bytes.
 bool suspect(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
              const std::string& report);
-// "byte 8 of argument 1", or how far from the nearest array of the launch.
+// Where an address lies that is nobody's: relative to the nearest array of the launch.
+std::string describe_outside(const Launch& launch, std::uintptr_t address);
+// "byte 8 of argument 1", or a variable of the kernel's file.
 std::string describe_global(const Launch& launch, std::uintptr_t address);
 
 // The cells of `bytes` bytes at `pointer`, or null if they are not all shared memory of `block`.

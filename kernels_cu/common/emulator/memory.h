@@ -60,6 +60,8 @@ namespace cukit::emulator {
 template <std::size_t Bytes>
 struct Bits;
 template <>
+struct Bits<1> { using type = std::uint8_t; };
+template <>
 struct Bits<2> { using type = std::uint16_t; };
 template <>
 struct Bits<4> { using type = std::uint32_t; };
