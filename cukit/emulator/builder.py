@@ -24,7 +24,7 @@ from cukit.core.compiler import KernelSpec, cuda_include_folder
 from cukit.core.device import parse_arch
 from cukit.core.file_cache import Record, build_once, cache_folder
 from cukit.core.parameters import layout_assertions
-from cukit.core.source import closure_hash, kernels_root
+from cukit.core.source import closure_hash, kernels_root, read_source
 from cukit.emulator.toolchain import (
     RUNTIME_SOURCES,
     Compiler,
@@ -47,6 +47,7 @@ class Build:
     spec: KernelSpec
     library: Path
     cluster: tuple[int, int, int]
+    static_shared_bytes: int = 0
 
 
 def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Build:
@@ -63,7 +64,7 @@ def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Bui
     if built:
         _say(f"compiled {spec} for the emulator in {time.perf_counter() - start:.1f} s")
     x, y, z = record["cluster"]
-    return Build(spec, library, (x, y, z))
+    return Build(spec, library, (x, y, z), record["static_shared_bytes"])
 
 
 Recipe = Callable[[tuple[str, ...]], tuple[bytes, Record]]
@@ -147,18 +148,24 @@ def _compile_foreign(
 ) -> tuple[bytes, Record]:
     # What the host's code alone refers to is dropped: its libraries need not be here.
     own = ("-fvisibility=hidden", "-ffunction-sections", "-fdata-sections")
-    library, clusters = _compile_unit(
+    library, symbols = _compile_unit(
         name, files, (*flags, *own), _FOREIGN_PRELUDE, (*link, "-Wl,--gc-sections", "-pthread")
     )
-    return library, {"kernel": name, "clusters": clusters}
+    return library, {"kernel": name, "clusters": _cluster_shapes(symbols)}
 
 
 def _compile_kernel(
     spec: KernelSpec, source: str, flags: tuple[str, ...], link: tuple[str, ...]
 ) -> tuple[bytes, Record]:
     unit = f"{spec.entry}.cpp"
-    library, clusters = _compile_unit(str(spec), {unit: source}, flags, _PRELUDE, link)
-    return library, {"kernel": str(spec), "cluster": clusters.get(spec.entry, (1, 1, 1))}
+    library, symbols = _compile_unit(str(spec), {unit: source}, flags, _PRELUDE, link)
+    cluster = _cluster_shapes(symbols).get(spec.entry, (1, 1, 1))
+    static_bytes = _static_shared_bytes(symbols, spec.entry)
+    return library, {
+        "kernel": str(spec),
+        "cluster": cluster,
+        "static_shared_bytes": static_bytes,
+    }
 
 
 def _compile_unit(
@@ -167,8 +174,8 @@ def _compile_unit(
     flags: tuple[str, ...],
     prelude: str,
     link: tuple[str, ...],
-) -> tuple[bytes, dict[str, tuple[int, int, int]]]:
-    """The library, and `__cluster_dims__` by the names of kernels."""
+) -> tuple[bytes, str]:
+    """The library, and the table of its symbols, demangled, as `nm` prints it."""
     header = _precompiled_prelude(flags, prelude)
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
@@ -178,7 +185,8 @@ def _compile_unit(
         arguments = [*flags, *places, "-include", str(header), *include_flags(), "-c", unit]
         find_compiler().run([*arguments, "-o", compiled], what)
         library = _output_of([*link, compiled], what)
-        return library, _cluster_shapes(compiled)
+        table = ["nm", "-C", "-S", "-f", "sysv", compiled]
+        return library, subprocess.run(table, capture_output=True, text=True, check=True).stdout
 
 
 def _translation_unit(spec: KernelSpec) -> str:
@@ -188,7 +196,21 @@ def _translation_unit(spec: KernelSpec) -> str:
     """
     macros = "".join(f"#define {name} {_macro(value)}\n" for name, value in spec.defines)
     layouts = layout_assertions(spec.source)
-    return f'{macros}#include "{spec.source}"\n{layouts}CUKIT_EMULATOR_ENTRY({spec.entry})\n'
+    bound = _launch_bound(read_source(spec.source), spec.entry)
+    entry = f"CUKIT_EMULATOR_ENTRY({', '.join((spec.entry, *bound))})"
+    return f'{macros}#include "{spec.source}"\n{layouts}{entry}\n'
+
+
+def _launch_bound(text: str, entry: str) -> tuple[str, ...]:
+    """The first argument of the entry's `__launch_bounds__`, an expression; empty without one."""
+    for found in re.finditer(r"__launch_bounds__\s*\(", text):
+        depth, end = 1, found.end()
+        while depth and end < len(text):
+            depth += {"(": 1, ")": -1, ",": -depth if depth == 1 else 0}.get(text[end], 0)
+            end += 1
+        if re.match(rf"[^;{{}}]*\b{entry}\s*\(", text[end:]):
+            return (f"({text[found.end() : end - 1]})",)
+    return ()
 
 
 def _macro(value: object) -> str:
@@ -221,15 +243,16 @@ def _arch_flag(arch: str) -> str:
     return f"-DCUKIT_EMULATE={major * 100 + minor * 10}"
 
 
-def _cluster_shapes(compiled: str) -> dict[str, tuple[int, int, int]]:
+def _cluster_shapes(symbols: str) -> dict[str, tuple[int, int, int]]:
     """`__cluster_dims__` of kernels: the names of their sections (common/emulator/platform.h)."""
-    if _CLUSTER_SECTION.encode() not in Path(compiled).read_bytes():
-        return {}
-    names = subprocess.run(
-        ["nm", "-C", "-f", "sysv", compiled], capture_output=True, text=True, check=True
-    ).stdout
-    shapes = re.findall(rf"^(.*?) *\|.*{_CLUSTER_SECTION}(\d+)_(\d+)_(\d+)$", names, re.MULTILINE)
-    return {name: (int(x), int(y), int(z)) for name, x, y, z in shapes}
+    found = re.findall(rf"^(.*?) *\|.*{_CLUSTER_SECTION}(\d+)_(\d+)_(\d+)$", symbols, re.MULTILINE)
+    return {name: (int(x), int(y), int(z)) for name, x, y, z in found}
+
+
+def _static_shared_bytes(symbols: str, entry: str) -> int:
+    """Of the `__shared__` variables in the kernel itself; a file may have several kernels."""
+    sizes = re.findall(rf"^{entry}(?:\(.*\))?::\S+ *\|[^|]*\|[^|]*\| *TLS\|(\w+)\|", symbols, re.MULTILINE)
+    return sum(int(size, 16) for size in sizes)
 
 
 @functools.cache

@@ -21,7 +21,9 @@ class Entry(ctypes.Structure):
     _fields_ = [
         ("run", ctypes.c_void_p),
         ("parameter_bytes", ctypes.POINTER(ctypes.c_uint32)),
+        ("parameter_types", ctypes.POINTER(ctypes.c_char_p)),
         ("num_parameters", ctypes.c_uint32),
+        ("most_threads", ctypes.c_uint32),
     ]
 
 
