@@ -121,8 +121,13 @@ def kernel_flags(checked: bool, debug: bool, gcc: bool) -> tuple[str, ...]:
     return tuple(flags)
 
 
+# With one object and with an array; delete without and with the size.
+_NEW_AND_DELETE = ("_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm")
+
+
 def link_flags(checked: bool) -> tuple[str, ...]:
-    """For a kernel's library. Without the sanitizers, whose own runtimes must stay out; copies by the
-    C library's functions, which the compiler does not instrument, are the emulator's to check."""
-    calls = ("memcpy", "memmove", "memset") if checked else ()
+    """For a kernel's library. Without the sanitizers, whose own runtimes must stay out; the
+    emulator sees copies by the C library's functions, which the compiler does not instrument, and
+    knows what is on the heap."""
+    calls = ("memcpy", "memmove", "memset", "malloc", "free", *_NEW_AND_DELETE) if checked else ()
     return ("-shared", *(f"-Wl,--wrap={name}" for name in calls))

@@ -264,6 +264,9 @@ void meet_warp_group(const char* name, void (*complete)(Block&, unsigned group))
 
 // A thread has exited: barriers of the whole block need not wait for it.
 void open_block_barriers(Block& block);
+// Whether a byte of static shared memory is the compiler's, who keeps there whether an object beside it has
+// been constructed. CUDA has only objects whose constructors do nothing: what the byte holds never matters.
+bool is_guard(const Module& module, std::size_t byte);
 // What the barriers lack that threads wait at, a line each: arrivals, and bytes of copies.
 std::string stuck_barriers(const Cluster& cluster);
 // "0-31, 64" for sorted numbers.

@@ -58,12 +58,18 @@ struct Judge {
            (actor.engine && agent == actor.agent);
   }
 
-  std::string race(std::size_t i, Mark mark, bool write, unsigned agent, std::uint32_t call) const {
+  // Nothing orders the access after the cell's last write.
+  __attribute__((cold, noinline)) void after_write(const Cell& cell, std::size_t i) const {
+    const std::string report = race(i, Mark::Plain, true, cell.writer, cell.write_call);
+    if (!suspected(report)) fault(report);
+  }
+
+  __attribute__((cold, noinline)) std::string race(std::size_t i, Mark mark, bool write, unsigned agent, std::uint32_t call) const {
     return report_race(actor, bytes, access, describe_shared(block, pointer + i), mark, write,
                        name_of_agent(*block.cluster, agent), call);
   }
 
-  [[noreturn]] void early(std::size_t i, const char* what) const {
+  [[noreturn]] __attribute__((cold, noinline)) void early(std::size_t i, const char* what) const {
     fault(head(actor, what, bytes, access) + " at " + describe_shared(block, pointer + i) +
           tail(actor));
   }
@@ -75,13 +81,10 @@ struct Judge {
             describe_shared(block, pointer + i) + tail(actor) + "\n  the copy was started by\n  " +
             name_of_agent(*block.cluster, cell.writer) + " " + where_offset(block, cell.write_call));
     }
-    if (!written && access != Access::Write && !behind_data(i)) {
+    if (!written && access != Access::Write && !behind_data(i) && !guards_object(i)) {
       early(i, "uninitialised shared memory");
     }
-    if (!ordered(cell.writer, cell.write_epoch)) {
-      const std::string report = race(i, Mark::Plain, true, cell.writer, cell.write_call);
-      if (!suspected(report)) fault(report);
-    }
+    if (!ordered(cell.writer, cell.write_epoch)) after_write(cell, i);
     for (int slot = 0; slot < 2; ++slot) {
       if (conflict(access, cell.mark[slot]) && !ordered(cell.reader[slot], cell.read_epoch[slot])) {
         fault(race(i, cell.mark[slot], false, cell.reader[slot], cell.read_call[slot]));
@@ -103,6 +106,11 @@ struct Judge {
     for (int slot = 0; slot < 2; ++slot) {
       if (cell.mark[slot] == Mark::Atomic) cell.read_epoch[slot] = 0;
     }
+  }
+
+  bool guards_object(std::size_t i) const {
+    return is_guard(*block.cluster->module,
+                    static_cast<std::size_t>(pointer + i - block.static_shared));
   }
 
   // A vector that begins with data may end in bytes that nobody has written: nobody need use them.
@@ -190,11 +198,14 @@ bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Ac
     fault(head(actor, "write to a read-only array", bytes, access) +
           format(" (argument %u)", read_only->argument) + tail(actor));
   }
-  // Constants, and __device__ variables.
+  // Constants, __device__ variables, the arguments, and what malloc has returned.
   const Module& module = *cluster.module;
   if (address >= module.data_low && address + bytes <= module.data_high) return true;
-  return access == Access::Read && ((address >= module.base && address + bytes <= module.end) ||
-                                    is_argument(launch, address, bytes));
+  if (access == Access::Read && ((address >= module.base && address + bytes <= module.end) ||
+                                 is_argument(launch, address, bytes))) {
+    return true;
+  }
+  return in_heap(address, bytes);
 }
 
 // Whether an address that is nobody's was probably meant to be shared memory.

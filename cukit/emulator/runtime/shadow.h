@@ -98,6 +98,8 @@ std::string report_race(const Actor& actor, std::size_t bytes, Access access, co
 // True if the race is to be judged once the value has been written: a store of up to 16 bytes.
 bool suspect(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
              const std::string& report);
+// Whether bytes are of one allocation of the kernels' own.
+bool in_heap(std::uintptr_t address, std::size_t bytes);
 // Where an address lies that is nobody's: relative to the nearest array of the launch.
 std::string describe_outside(const Launch& launch, std::uintptr_t address);
 // "byte 8 of argument 1", or a variable of the kernel's file.
