@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,13 +24,14 @@ from cukit.core.compiler import KernelSpec, cuda_include_folder
 from cukit.core.device import parse_arch
 from cukit.core.file_cache import Record, build_once, cache_folder
 from cukit.core.parameters import layout_assertions
-from cukit.core.source import closure_hash, kernels_root
+from cukit.core.source import closure_hash, kernels_root, read_source
 from cukit.emulator.toolchain import (
     RUNTIME_SOURCES,
     Compiler,
     find_compiler,
     include_flags,
     kernel_flags,
+    link_flags,
     runtime_flags,
 )
 
@@ -46,21 +47,45 @@ class Build:
     spec: KernelSpec
     library: Path
     cluster: tuple[int, int, int]
+    static_shared_bytes: int = 0
 
 
 def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Build:
     """Compiles `spec`, or finds it in the cache. Raises CompileError with the compiler's log."""
     compiler = find_compiler()
     flags = (*_kernel_flags(compiler, checked, debug), _arch_flag(arch))
+    link = link_flags(checked)
     source = _translation_unit(spec)
-    key = _hash(closure_hash(spec.source), source, _sources_hash(), compiler.version, *flags)
+    parts = (closure_hash(spec.source), source, _sources_hash(), compiler.version)
+    key = _hash(*parts, *flags, *link)
     library = _folder() / f"{spec.entry}-{arch}-{key}.so"
     start = time.perf_counter()
-    _, record, built = build_once(library, partial(_compile_kernel, spec, source, flags))
+    record, built = _build(library, partial(_compile_kernel, spec, source, link=link), flags)
     if built:
         _say(f"compiled {spec} for the emulator in {time.perf_counter() - start:.1f} s")
     x, y, z = record["cluster"]
-    return Build(spec, library, (x, y, z))
+    return Build(spec, library, (x, y, z), record["static_shared_bytes"])
+
+
+Recipe = Callable[[tuple[str, ...]], tuple[bytes, Record]]
+"""Compiles a library with the flags that it is given."""
+
+_recipes: dict[Path, tuple[Recipe, tuple[str, ...]]] = {}
+
+
+def _build(library: Path, recipe: Recipe, flags: tuple[str, ...]) -> tuple[Record, bool]:
+    _recipes[library] = recipe, flags
+    _, record, built = build_once(library, partial(recipe, flags))
+    return record, built
+
+
+def named_library(library: Path) -> Path:
+    """The same code, of a library that this process has built or found, with the names and types of
+    variables in its debug information."""
+    recipe, flags = _recipes[library]
+    named = library.with_name(f"{library.stem}-named.so")
+    build_once(named, partial(recipe, tuple("-g" if flag == "-g1" else flag for flag in flags)))
+    return named
 
 
 def build_runtime() -> Path:
@@ -108,30 +133,39 @@ def build_foreign(
     """
     compiler = find_compiler()
     flags = (*_kernel_flags(compiler, checked, debug), _arch_flag(arch), f"-std={standard}")
-    key = _hash(*files, *files.values(), _sources_hash(), compiler.version, *flags)
+    link = link_flags(checked)
+    key = _hash(*files, *files.values(), _sources_hash(), compiler.version, *flags, *link)
     library = _folder() / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:64]}-{arch}-{key}.so"
     start = time.perf_counter()
-    _, record, built = build_once(library, partial(_compile_foreign, name, files, flags))
+    record, built = _build(library, partial(_compile_foreign, name, files, link=link), flags)
     if built:
         _say(f"compiled {name} for the emulator in {time.perf_counter() - start:.1f} s")
     return library, record["clusters"]
 
 
 def _compile_foreign(
-    name: str, files: Mapping[str, str], flags: tuple[str, ...]
+    name: str, files: Mapping[str, str], flags: tuple[str, ...], link: tuple[str, ...]
 ) -> tuple[bytes, Record]:
     # What the host's code alone refers to is dropped: its libraries need not be here.
     own = ("-fvisibility=hidden", "-ffunction-sections", "-fdata-sections")
-    library, clusters = _compile_unit(
-        name, files, (*flags, *own), _FOREIGN_PRELUDE, ("-Wl,--gc-sections", "-pthread")
+    library, symbols = _compile_unit(
+        name, files, (*flags, *own), _FOREIGN_PRELUDE, (*link, "-Wl,--gc-sections", "-pthread")
     )
-    return library, {"kernel": name, "clusters": clusters}
+    return library, {"kernel": name, "clusters": _cluster_shapes(symbols)}
 
 
-def _compile_kernel(spec: KernelSpec, source: str, flags: tuple[str, ...]) -> tuple[bytes, Record]:
+def _compile_kernel(
+    spec: KernelSpec, source: str, flags: tuple[str, ...], link: tuple[str, ...]
+) -> tuple[bytes, Record]:
     unit = f"{spec.entry}.cpp"
-    library, clusters = _compile_unit(str(spec), {unit: source}, flags, _PRELUDE)
-    return library, {"kernel": str(spec), "cluster": clusters.get(spec.entry, (1, 1, 1))}
+    library, symbols = _compile_unit(str(spec), {unit: source}, flags, _PRELUDE, link)
+    cluster = _cluster_shapes(symbols).get(spec.entry, (1, 1, 1))
+    static_bytes = _static_shared_bytes(symbols, spec.entry)
+    return library, {
+        "kernel": str(spec),
+        "cluster": cluster,
+        "static_shared_bytes": static_bytes,
+    }
 
 
 def _compile_unit(
@@ -139,9 +173,9 @@ def _compile_unit(
     files: Mapping[str, str],
     flags: tuple[str, ...],
     prelude: str,
-    link_flags: tuple[str, ...] = (),
-) -> tuple[bytes, dict[str, tuple[int, int, int]]]:
-    """The library, and `__cluster_dims__` by the names of kernels."""
+    link: tuple[str, ...],
+) -> tuple[bytes, str]:
+    """The library, and the table of its symbols, demangled, as `nm` prints it."""
     header = _precompiled_prelude(flags, prelude)
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
@@ -150,9 +184,9 @@ def _compile_unit(
         places = [f"-ffile-prefix-map={folder}=.", f"-fdebug-prefix-map={os.getcwd()}=."]
         arguments = [*flags, *places, "-include", str(header), *include_flags(), "-c", unit]
         find_compiler().run([*arguments, "-o", compiled], what)
-        # Linked without the flags: a sanitizer's own runtime must stay out.
-        library = _output_of(["-shared", *link_flags, compiled], what)
-        return library, _cluster_shapes(compiled)
+        library = _output_of([*link, compiled], what)
+        table = ["nm", "-C", "-S", "-f", "sysv", compiled]
+        return library, subprocess.run(table, capture_output=True, text=True, check=True).stdout
 
 
 def _translation_unit(spec: KernelSpec) -> str:
@@ -162,7 +196,21 @@ def _translation_unit(spec: KernelSpec) -> str:
     """
     macros = "".join(f"#define {name} {_macro(value)}\n" for name, value in spec.defines)
     layouts = layout_assertions(spec.source)
-    return f'{macros}#include "{spec.source}"\n{layouts}CUKIT_EMULATOR_ENTRY({spec.entry})\n'
+    bound = _launch_bound(read_source(spec.source), spec.entry)
+    entry = f"CUKIT_EMULATOR_ENTRY({', '.join((spec.entry, *bound))})"
+    return f'{macros}#include "{spec.source}"\n{layouts}{entry}\n'
+
+
+def _launch_bound(text: str, entry: str) -> tuple[str, ...]:
+    """The first argument of the entry's `__launch_bounds__`, an expression; empty without one."""
+    for found in re.finditer(r"__launch_bounds__\s*\(", text):
+        depth, end = 1, found.end()
+        while depth and end < len(text):
+            depth += {"(": 1, ")": -1, ",": -depth if depth == 1 else 0}.get(text[end], 0)
+            end += 1
+        if re.match(rf"[^;{{}}]*\b{entry}\s*\(", text[end:]):
+            return (f"({text[found.end() : end - 1]})",)
+    return ()
 
 
 def _macro(value: object) -> str:
@@ -195,15 +243,16 @@ def _arch_flag(arch: str) -> str:
     return f"-DCUKIT_EMULATE={major * 100 + minor * 10}"
 
 
-def _cluster_shapes(compiled: str) -> dict[str, tuple[int, int, int]]:
+def _cluster_shapes(symbols: str) -> dict[str, tuple[int, int, int]]:
     """`__cluster_dims__` of kernels: the names of their sections (common/emulator/platform.h)."""
-    if _CLUSTER_SECTION.encode() not in Path(compiled).read_bytes():
-        return {}
-    names = subprocess.run(
-        ["nm", "-C", "-f", "sysv", compiled], capture_output=True, text=True, check=True
-    ).stdout
-    shapes = re.findall(rf"^(.*?) *\|.*{_CLUSTER_SECTION}(\d+)_(\d+)_(\d+)$", names, re.MULTILINE)
-    return {name: (int(x), int(y), int(z)) for name, x, y, z in shapes}
+    found = re.findall(rf"^(.*?) *\|.*{_CLUSTER_SECTION}(\d+)_(\d+)_(\d+)$", symbols, re.MULTILINE)
+    return {name: (int(x), int(y), int(z)) for name, x, y, z in found}
+
+
+def _static_shared_bytes(symbols: str, entry: str) -> int:
+    """Of the `__shared__` variables in the kernel itself; a file may have several kernels."""
+    sizes = re.findall(rf"^{entry}(?:\(.*\))?::\S+ *\|[^|]*\|[^|]*\| *TLS\|(\w+)\|", symbols, re.MULTILINE)
+    return sum(int(size, 16) for size in sizes)
 
 
 @functools.cache

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cukit.core import backend
+from cukit.core.device import typical_device
 from cukit.core.kernel import NULL, Argument, Kernel
 from cukit.emulator.builder import Build
 from cukit.emulator.library import Entry, Extent, LaunchRecord, Range, launch, load_entry
+from cukit.emulator.limits import refusal
 from cukit.emulator.report import describe_fault
 from cukit.emulator.settings import Settings
+from cukit.emulator.signature import misfit, parameter_name
 from cukit.errors import EmulatorError, LaunchError
 
 _BY_VALUE_ALIGNMENT = 64
@@ -71,6 +75,14 @@ class EmulatedKernel(Kernel):
                 f"{self._build.spec}: the kernel takes {len(expected)} parameters of {expected} "
                 f"bytes, the launch passes {len(got)} of {got}"
             )
+        for index, argument in enumerate(args):
+            name = parameter_name(self._entry.parameter_types[index].decode())
+            misfitting = misfit(name, argument)
+            if misfitting is not None:
+                raise LaunchError(
+                    f"{self._build.spec}: argument {index} is {misfitting}, "
+                    f"the kernel takes `{name}`"
+                )
 
     def _bytes(self, index: int, argument: Argument) -> int:
         if isinstance(argument, np.generic) or _goes_by_value(argument):
@@ -95,14 +107,22 @@ class EmulatedKernel(Kernel):
             settings = getattr(backend.active, "settings", self._settings)
         cluster = self._build.cluster
         extents = (*grid, 1, 1)[:3]
-        if any(extent % blocks for extent, blocks in zip(extents, cluster, strict=True)):
-            raise LaunchError(
-                f"{self._build.spec}: clusters of {cluster} do not divide grid {grid}"
-            )
+        refused = refusal(
+            typical_device(self._settings.arch),
+            extents,
+            block,
+            cluster,
+            self._build.static_shared_bytes,
+            shared_bytes,
+            self._entry.most_threads,
+        )
+        if refused is not None:
+            raise LaunchError(f"{self._build.spec}: {refused}")
         values = [_parameter(argument) for argument in args]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*(v.ctypes.data for v in values))
         ranges = sorted(
-            ((*np.lib.array_utils.byte_bounds(argument), i, argument.flags.writeable)
+            ((*np.lib.array_utils.byte_bounds(argument), i, argument.flags.writeable,
+              argument.itemsize)
              for i, argument in enumerate((*args, *reachable))
              if isinstance(argument, np.ndarray) and not _goes_by_value(argument)),
         )  # fmt: skip
@@ -118,13 +138,16 @@ class EmulatedKernel(Kernel):
             most_workers=settings.threads or len(os.sched_getaffinity(0)),
             checked=self._settings.checked,
             late=settings.late,
+            global_races=settings.global_races,
+            same_value_writes=settings.same_value_writes,
             seed=settings.seed,
+            interruptible=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
             patience=settings.patience,
         )
         report = launch(record)
         if report is not None:
             raise EmulatorError(
-                f"{self._build.spec}: {describe_fault(report, self._build.library)}"
+                f"{self._build.spec}: {describe_fault(report, self._build, (*args, *reachable))}"
             )
 
 
