@@ -26,7 +26,7 @@ _OP = "KVCacheManager"
 class _Sequence:
     """A request: its tokens, its blocks, and the node of the tree that it locks."""
 
-    __slots__ = ("blocks", "host", "node", "priority", "running", "salt", "tokens")
+    __slots__ = ("blocks", "host", "node", "priority", "salt", "tokens")
 
     def __init__(self, tokens: array[int], salt: Hashable, priority: int) -> None:
         self.tokens = tokens
@@ -34,8 +34,12 @@ class _Sequence:
         self.node: Node | None = None
         self.salt = salt
         self.priority = priority
-        self.running = False
         self.host: HostBlocks | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it has blocks; a preempted one has none."""
+        return self.node is not None
 
 
 class KVCacheManager:
@@ -310,7 +314,6 @@ class KVCacheManager:
         for sequence in self._sequences.values():
             expected = self._blocks_for(len(sequence.tokens)) if sequence.running else 0
             assert len(sequence.blocks) == expected
-            assert sequence.running == (sequence.node is not None)
             assert not (sequence.running and sequence.host)
             for block in sequence.blocks:
                 references[block] += 1
@@ -372,7 +375,6 @@ class KVCacheManager:
             self._references[block] += 1
         self._tree.lock(node)
         sequence.node = node
-        sequence.running = True
 
     def _stop(self, sequence: _Sequence, *, keep: bool) -> None:
         if keep:
@@ -382,7 +384,6 @@ class KVCacheManager:
         self._release(sequence.blocks)
         sequence.node = None
         sequence.blocks = array("i")
-        sequence.running = False
 
     def _publish(self, sequence: _Sequence) -> int:
         num_full = len(sequence.tokens) // self.block_size
