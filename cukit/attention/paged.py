@@ -57,6 +57,20 @@ _CODE_HEAD_DIM_STEP = 16
 _FLOAT8_ARCH = (8, 9)
 
 
+class PagedArrays(NamedTuple):
+    """The arrays of a call; a cache is its storage and, where it holds codes, their scales."""
+
+    q: Array
+    k_cache: Array
+    v_cache: Array
+    k_scales: Array | None
+    v_scales: Array | None
+    block_table: Array
+    seq_lens: Array
+    sinks: Array | None
+    out: Array | None
+
+
 def paged_attention(
     q: Array,
     k_cache: Array,
@@ -135,9 +149,9 @@ def paged_attention(
         block_table=block_table, seq_lens=seq_lens,
     )  # fmt: skip
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
-    arrays = q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out
+    arrays = PagedArrays(q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out)
     if not runs_kernel(_OP, *arrays) or _too_old(codes):
-        _check(*arrays, codes, options)
+        _check(arrays, codes, options)
         _check_table(k_cache, block_table, seq_lens, q.shape[1], window_size)
         wide = np.float32 if codes else k_cache.dtype
         result, lse = reference.paged_attention(
@@ -154,8 +168,8 @@ def paged_attention(
             return_lse=True,
         )
         return (write_out(out, result), lse) if return_lse else write_out(out, result)
-    prepared = _prepare(*arrays, codes, options, bool(batch_invariant))
-    attended: Array | tuple[Array, Array] = prepared(*arrays, bool(return_lse))
+    prepared = _prepare(codes, options, bool(batch_invariant), *arrays)
+    attended: Array | tuple[Array, Array] = prepared(arrays, bool(return_lse))
     return attended
 
 
@@ -195,20 +209,9 @@ def _too_old(codes: str) -> bool:
     return codes == "float8_e4m3" and current_device().compute_capability < _FLOAT8_ARCH
 
 
-def _check(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    k_scales: Array | None,
-    v_scales: Array | None,
-    block_table: Array,
-    seq_lens: Array,
-    sinks: Array | None,
-    out: Array | None,
-    codes: str,
-    options: ScoreOptions,
-) -> None:
+def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
     """Everything but the contents of the arrays."""
+    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = arrays
     options.check(_OP)
     check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
     batch, _, heads_q, head_dim = q.shape
@@ -278,20 +281,9 @@ class PreparedPaged(NamedTuple):
     coded: bool
     launch: Launch
 
-    def __call__(
-        self,
-        q: Array,
-        k_cache: Array,
-        v_cache: Array,
-        k_scales: Array | None,
-        v_scales: Array | None,
-        block_table: Array,
-        seq_lens: Array,
-        sinks: Array | None,
-        out: Array | None,
-        return_lse: bool,
-    ) -> Array | tuple[Array, Array]:
+    def __call__(self, arrays: PagedArrays, return_lse: bool) -> Array | tuple[Array, Array]:
         """Launches the kernel."""
+        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = arrays
         if out is None:
             out = empty(q, self.shape)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
@@ -310,22 +302,12 @@ class PreparedPaged(NamedTuple):
 
 @launch_plan
 def _prepare(
-    q: Array,
-    k_cache: Array,
-    v_cache: Array,
-    k_scales: Array | None,
-    v_scales: Array | None,
-    block_table: Array,
-    seq_lens: Array,
-    sinks: Array | None,
-    out: Array | None,
-    codes: str,
-    options: ScoreOptions,
-    batch_invariant: bool,
+    codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
 ) -> PreparedPaged:
     """Checks, plan and kernel of a call."""
-    arrays = q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out
-    _check(*arrays, codes, options)
+    arrays = PagedArrays(*given)
+    _check(arrays, codes, options)
+    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out = arrays
     _check_layout(q, k_cache, v_cache, out, codes)
     batch, seq_q, heads_q, head_dim = q.shape
     _, block_size, heads_kv, value_dim = v_cache.shape
