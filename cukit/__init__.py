@@ -33,6 +33,7 @@ from cukit.array_api import (
     zeros_like,
 )
 from cukit.attention import (
+    PagedAttention,
     block_sparse_attention,
     flash_attention,
     flash_attention_backward,
@@ -182,6 +183,7 @@ __all__ = [
     "NarrowDtype",
     "OutOfMemoryError",
     "PackedWeight",
+    "PagedAttention",
     "PointerError",
     "QuantizationReport",
     "QuantizedArray",

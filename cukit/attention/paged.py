@@ -201,6 +201,17 @@ def attend(
     return (write_out(out, result), lse) if return_lse else write_out(out, result)
 
 
+def scratch_floats(
+    arrays: PagedArrays, codes: str, options: ScoreOptions, batch_invariant: bool
+) -> int:
+    """Checks a call, and loads its kernel; returns the size of the scratch memory for `attend`."""
+    if runs_kernel(_OP, *arrays) and not _too_old(codes):
+        prepared: PreparedPaged = _prepare(codes, options, batch_invariant, *arrays)
+        return prepared.floats
+    _check(arrays, codes, options)
+    return 0
+
+
 def is_checked(op: str, checked: bool | None) -> bool:
     """Whether a call on the GPU compares its tables with the cache."""
     if checked is None:
