@@ -106,7 +106,7 @@ from cukit.gemm import (
     tree_matmul,
     tune_matmul,
 )
-from cukit.kv_cache import KVCacheBlock, KVCacheManager
+from cukit.kv_cache import KVCacheBlock, KVCacheManager, RadixAttention
 from cukit.layers import (
     embedding,
     embedding_backward,
@@ -187,6 +187,7 @@ __all__ = [
     "PointerError",
     "QuantizationReport",
     "QuantizedArray",
+    "RadixAttention",
     "UnsupportedDeviceError",
     "__version__",
     "adamw",

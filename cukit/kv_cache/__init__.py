@@ -7,7 +7,8 @@
 """
 
 from cukit.kv_cache.manager import KVCacheManager
+from cukit.kv_cache.radix_attention import RadixAttention
 from cukit.kv_cache.radix_tree import RadixTree
 from cukit.kv_cache.statistics import KVCacheBlock, KVCacheStatistics
 
-__all__ = ["KVCacheBlock", "KVCacheManager", "KVCacheStatistics", "RadixTree"]
+__all__ = ["KVCacheBlock", "KVCacheManager", "KVCacheStatistics", "RadixAttention", "RadixTree"]

@@ -281,6 +281,10 @@ class KVCacheManager:
         """Blocks that are free or can be evicted."""
         return len(self._free) + self._tree.evictable_blocks
 
+    def num_tokens(self, request: Hashable) -> int:
+        """Tokens of a request, running or preempted."""
+        return len(self._known("num_tokens", request).tokens)
+
     def lookup(self, tokens: Tokens, *, salt: Hashable = None) -> int:
         """How many of the first `tokens` are cached; changes nothing."""
         return self._tree.peek(_tokens("lookup", tokens).tobytes(), salt) * self.block_size
