@@ -106,7 +106,7 @@ from cukit.gemm import (
     tree_matmul,
     tune_matmul,
 )
-from cukit.kv_cache import KVCacheBlock, KVCacheManager, RadixAttention
+from cukit.kv_cache import CompressedKV, KVCacheBlock, KVCacheManager, RadixAttention, compress_kv
 from cukit.layers import (
     embedding,
     embedding_backward,
@@ -167,6 +167,7 @@ __all__ = [
     "BlockSparseMatrix",
     "CacheError",
     "CompileError",
+    "CompressedKV",
     "ConfigError",
     "CukitError",
     "DataError",
@@ -201,6 +202,7 @@ __all__ = [
     "block_sparse_attention",
     "bsr_from_mask",
     "bsr_matmul",
+    "compress_kv",
     "create_adaptive_depth_mask",
     "create_sparse_mask",
     "cross_entropy",
