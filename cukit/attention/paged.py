@@ -175,15 +175,15 @@ def attend(
     scratch: float32, memory of the caller's for sums of pieces; taken where it is large enough.
     """
     q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = arrays
+    table = _OP, k_cache, block_table, seq_lens, q.shape[1], options.window_size
     if runs_kernel(_OP, *arrays) and not _too_old(codes):
         prepared = _prepare(codes, options, batch_invariant, *arrays)
         if checked:
-            check_table(k_cache, block_table, seq_lens, q.shape[1], options.window_size)
+            check_table(*table, checked=True)
         attended: Array | tuple[Array, Array] = prepared(arrays, return_lse, scratch)
         return attended
     _check(arrays, codes, options)
-    if checked or not is_gpu_array(seq_lens):
-        check_table(k_cache, block_table, seq_lens, q.shape[1], options.window_size)
+    check_table(*table, checked=checked)
     wide = np.float32 if codes else k_cache.dtype
     result, lse = reference.paged_attention(
         q,
@@ -294,13 +294,23 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
 
 
 def check_table(
-    k_cache: Array, block_table: Array, seq_lens: Array, seq_q: int, window_size: Window | None
+    op: str,
+    k_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    seq_q: int,
+    window_size: Window | None = None,
+    *,
+    checked: bool = False,
 ) -> None:
-    """Compares lengths and blocks with the cache. Waits for the GPU where they lie there."""
+    """Compares lengths and blocks with the cache, on the CPU; on the GPU, which then waits, only
+    where `checked`."""
+    if is_gpu_array(seq_lens) and not checked:
+        return
     xp = namespace(seq_lens)
     if xp is not np and xp.cuda.runtime.streamIsCapturing(xp.cuda.get_current_stream().ptr):
         raise ConfigError(
-            f"{_OP}: checked calls wait for the GPU, which is not possible while a graph is "
+            f"{op}: checked calls wait for the GPU, which is not possible while a graph is "
             "captured; capture with checked=False"
         )
     num_blocks, block_size = k_cache.shape[:2]
@@ -309,7 +319,7 @@ def check_table(
     if wrong.any():
         b = int(wrong.argmax())
         raise ConfigError(
-            f"{_OP}: seq_lens must lie from 0 to {room}, the keys of max_blocks blocks, but "
+            f"{op}: seq_lens must lie from 0 to {room}, the keys of max_blocks blocks, but "
             f"seq_lens[{b}] is {int(seq_lens[b])}"
         )
     first = reference.first_key(seq_lens, seq_q, window_size)[:, None]
@@ -319,7 +329,7 @@ def check_table(
     if wrong.any():
         b, entry = divmod(int(wrong.argmax()), block_table.shape[1])
         raise ConfigError(
-            f"{_OP}: block_table[{b}, {entry}] is {int(block_table[b, entry])}, but the cache has "
+            f"{op}: block_table[{b}, {entry}] is {int(block_table[b, entry])}, but the cache has "
             f"{num_blocks} blocks"
         )
 

@@ -116,7 +116,8 @@ class PagedAttention:
 
         Raises:
             ArrayError: dtype or shape.
-            ConfigError: where checked, and on the CPU: as :func:`paged_attention`.
+            ConfigError: where checked, and on the CPU: as :func:`paged_attention`; the step before
+                stays planned. Arrays on the host are checked without waiting for the GPU.
         """
         check_integer(_OP, "seq_len_q", seq_len_q, least=1)
         table, lengths = (_integers(array) for array in (block_table, seq_lens))
@@ -131,13 +132,14 @@ class PagedAttention:
                 f"{self._table.shape} entries, got {table.shape}"
             )
         xp = namespace(self._table)
-        own_table, own_lengths = self._table[:batch], self._lengths[:batch]
-        own_table[:, :blocks] = xp.asarray(table)
-        own_lengths[...] = xp.asarray(lengths)
+        if is_gpu_array(table) != is_gpu_array(lengths):
+            table, lengths = xp.asarray(table), xp.asarray(lengths)
+        if self._checked or not is_gpu_array(self._table):
+            k_cache, window = self._layers[0][1], self._options.window_size
+            check_table(_OP, k_cache, table, lengths, seq_len_q, window, checked=True)
+        self._table[:batch, :blocks] = xp.asarray(table)
+        self._lengths[:batch] = xp.asarray(lengths)
         self._batch, self._seq_len_q = batch, int(seq_len_q)
-        if self._checked or not is_gpu_array(own_table):
-            k_cache = self._layers[0][1]
-            check_table(k_cache, own_table, own_lengths, seq_len_q, self._options.window_size)
 
     def run(
         self, q: Array, layer: int = 0, *, return_lse: bool = False, out: Array | None = None
