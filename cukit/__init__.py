@@ -33,6 +33,7 @@ from cukit.array_api import (
     zeros_like,
 )
 from cukit.attention import (
+    PagedAttention,
     block_sparse_attention,
     flash_attention,
     flash_attention_backward,
@@ -107,7 +108,7 @@ from cukit.gemm import (
     tree_matmul,
     tune_matmul,
 )
-from cukit.kv_cache import KVCacheBlock, KVCacheManager
+from cukit.kv_cache import CompressedKV, KVCacheBlock, KVCacheManager, RadixAttention, compress_kv
 from cukit.layers import (
     embedding,
     embedding_backward,
@@ -168,6 +169,7 @@ __all__ = [
     "BlockSparseMatrix",
     "CacheError",
     "CompileError",
+    "CompressedKV",
     "ConfigError",
     "CukitError",
     "DataError",
@@ -184,9 +186,11 @@ __all__ = [
     "NarrowDtype",
     "OutOfMemoryError",
     "PackedWeight",
+    "PagedAttention",
     "PointerError",
     "QuantizationReport",
     "QuantizedArray",
+    "RadixAttention",
     "UnsupportedDeviceError",
     "__version__",
     "adamw",
@@ -200,6 +204,7 @@ __all__ = [
     "block_sparse_attention",
     "bsr_from_mask",
     "bsr_matmul",
+    "compress_kv",
     "create_adaptive_depth_mask",
     "create_sparse_mask",
     "cross_entropy",
