@@ -37,6 +37,7 @@ from cukit.attention import (
     flash_attention,
     flash_attention_backward,
     merge_attention_states,
+    mla_attention,
     paged_attention,
 )
 from cukit.distill import (
@@ -253,6 +254,7 @@ __all__ = [
     "memory_pool_allocate",
     "memory_pool_free",
     "merge_attention_states",
+    "mla_attention",
     "moe_ffn",
     "moe_ffn_backward",
     "moe_permute",

@@ -4,6 +4,7 @@ from cukit.attention.block_sparse import block_sparse_attention
 from cukit.attention.flash import flash_attention
 from cukit.attention.flash_backward import flash_attention_backward
 from cukit.attention.merge_states import merge_attention_states
+from cukit.attention.mla import mla_attention
 from cukit.attention.paged import paged_attention
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "merge_attention_states",
+    "mla_attention",
     "paged_attention",
 ]

@@ -152,7 +152,7 @@ def paged_attention(
     arrays = PagedArrays(q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out)
     if not runs_kernel(_OP, *arrays) or _too_old(codes):
         _check(arrays, codes, options)
-        _check_table(k_cache, block_table, seq_lens, q.shape[1], window_size)
+        check_table(_OP, k_cache, block_table, seq_lens, q.shape[1], window_size)
         wide = np.float32 if codes else k_cache.dtype
         result, lse = reference.paged_attention(
             q,
@@ -246,8 +246,13 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
 
 
-def _check_table(
-    k_cache: Array, block_table: Array, seq_lens: Array, seq_q: int, window_size: Window | None
+def check_table(
+    op: str,
+    k_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    seq_q: int,
+    window_size: Window | None = None,
 ) -> None:
     """Lengths and blocks, on the CPU. On the GPU only the kernel reads them."""
     if is_gpu_array(seq_lens):
@@ -256,7 +261,7 @@ def _check_table(
     room = block_table.shape[1] * block_size
     if seq_lens.size and not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= room:
         raise ConfigError(
-            f"{_OP}: seq_lens must lie from 0 to {room}, the keys of max_blocks blocks, got "
+            f"{op}: seq_lens must lie from 0 to {room}, the keys of max_blocks blocks, got "
             f"{seq_lens.min()} to {seq_lens.max()}"
         )
     first = reference.first_key(seq_lens, seq_q, window_size)[:, None]
@@ -266,7 +271,7 @@ def _check_table(
     if wrong.any():
         b, entry = np.argwhere(wrong)[0]
         raise ConfigError(
-            f"{_OP}: block_table[{b}, {entry}] is {block_table[b, entry]}, but the cache has "
+            f"{op}: block_table[{b}, {entry}] is {block_table[b, entry]}, but the cache has "
             f"{num_blocks} blocks"
         )
 
