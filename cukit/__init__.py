@@ -33,11 +33,14 @@ from cukit.array_api import (
     zeros_like,
 )
 from cukit.attention import (
+    MlaMetadata,
+    absorb_mla_projections,
     block_sparse_attention,
     flash_attention,
     flash_attention_backward,
     merge_attention_states,
     mla_attention,
+    mla_metadata,
     paged_attention,
 )
 from cukit.distill import (
@@ -179,6 +182,7 @@ __all__ = [
     "MemoryPool",
     "MemoryPoolConfig",
     "MissingDependencyError",
+    "MlaMetadata",
     "NarrowArray",
     "NarrowDtype",
     "OutOfMemoryError",
@@ -188,6 +192,7 @@ __all__ = [
     "QuantizedArray",
     "UnsupportedDeviceError",
     "__version__",
+    "absorb_mla_projections",
     "adamw",
     "adaptive_depth",
     "adaptive_depth_backward",
@@ -255,6 +260,7 @@ __all__ = [
     "memory_pool_free",
     "merge_attention_states",
     "mla_attention",
+    "mla_metadata",
     "moe_ffn",
     "moe_ffn_backward",
     "moe_permute",

@@ -43,6 +43,7 @@ _ARCH = "sm_90"
 _WIDTH = LATENT_DIM + ROPE_DIM
 _KERNEL_DTYPES = FLOAT_DTYPES[1:3]
 _BOX = (1, BLOCK_SIZE, BOX_COLUMNS)
+_MOST_HEADS = (1 << 15) - 1  # rows of a request are numbered in 32 bits
 
 
 def mla_attention(
@@ -114,9 +115,7 @@ def mla_attention(
     check_flag(_OP, "causal", causal)
     check_flag(_OP, "return_lse", return_lse)
     check_integer(_OP, "latent_dim", latent_dim, least=1)
-    check_overlap(
-        _OP, out, q=q, kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens
-    )
+    check_overlap(_OP, out, q=q, kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens)
     scale = SCALE if scale is None else scale
     if not runs_kernel(_OP, *arrays):
         _check(causal, scale, latent_dim, *arrays)
@@ -136,6 +135,45 @@ def mla_attention(
         *arrays, bool(return_lse)
     )
     return attended
+
+
+class MlaMetadata(NamedTuple):
+    """How :func:`mla_attention` cuts up calls of one shape.
+
+    thread_blocks: of the launch, at most one on each multiprocessor.
+    team: thread blocks that read the same pages at about the same time.
+    row_tiles: tiles of 64 heads of queries that a request has.
+    scratch_bytes: for the sums of pieces of requests; allocated by each call.
+    """
+
+    thread_blocks: int
+    team: int
+    row_tiles: int
+    scratch_bytes: int
+
+
+def mla_metadata(num_heads: int, seq_len_q: int = 1) -> MlaMetadata:
+    """What :func:`mla_attention` launches for requests of seq_len_q queries of num_heads heads.
+
+    Nothing has to be prepared for a step or handed to the layers: it depends on shapes alone. The
+    share of each thread block follows from seq_lens, which every block reads by itself.
+
+    Returns:
+        MlaMetadata of the current device.
+
+    Raises:
+        ConfigError: num_heads or seq_len_q below 1.
+        UnsupportedDeviceError: there is no GPU.
+
+    >>> import cukit as ck
+    >>> with ck.backend("emulator"):
+    ...     ck.mla_metadata(128).row_tiles
+    2
+    """
+    check_integer("mla_metadata", "num_heads", num_heads, least=1, most=_MOST_HEADS)
+    check_integer("mla_metadata", "seq_len_q", seq_len_q, least=1, most=_MOST_HEADS)
+    config = plan_mla_attention(int(num_heads), int(seq_len_q), "bfloat16", current_device())
+    return MlaMetadata(config.num_blocks, config.team, config.row_tiles, 4 * config.scratch_floats)
 
 
 def _check(

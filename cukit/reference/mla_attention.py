@@ -61,9 +61,7 @@ def decode_latents(cache: Array) -> Array:
     return xp.concatenate((codes * xp.repeat(scales, GROUP, axis=-1), rope), axis=-1)
 
 
-def absorb_mla_projections(
-    w_q: Array, w_o: Array, w_uk: Array, w_uv: Array
-) -> tuple[Array, Array]:
+def absorb_mla_projections(w_q: Array, w_o: Array, w_uk: Array, w_uv: Array) -> tuple[Array, Array]:
     """W_q with W_uk^T in front of each head's first rows, W_o with W_uv behind each head's columns;
     products in float32."""
     xp = array_namespace(w_q)

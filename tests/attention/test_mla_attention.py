@@ -77,6 +77,190 @@ class Latents:
 @pytest.mark.parametrize(
     "lengths", [[1], [64], [0, 7, 200, 0, 65], [300, 1, 1, 1, 130, 64, 33], [1000]]
 )
-@emulated(lambda lengths, dtype: len(lengths) == 5)
+@emulated(lambda lengths: len(lengths) == 5)
 def test_any_lengths(device: str, dtype: Any, lengths: list[int]) -> None:
     Latents(lengths, dtype=dtype).check(device)
+
+
+@pytest.mark.parametrize("seq_q", [1, 2, 3, 4])
+@pytest.mark.parametrize("heads", [1, 16, 24, 64, 128])
+@emulated(lambda heads, seq_q: (heads, seq_q) in ((24, 4), (64, 3), (128, 1)))
+def test_any_heads_and_queries(device: str, heads: int, seq_q: int) -> None:
+    """Rows of a tile belong to several queries, tiles to one; one request has fewer keys."""
+    Latents([70, seq_q - 1, 0, 130], heads=heads, seq_q=seq_q).check(device)
+
+
+@pytest.mark.parametrize("options", [{"causal": False}, {"scale": 0.3}], ids=str)
+def test_options(device: str, options: dict[str, Any]) -> None:
+    Latents([90, 2], heads=3, seq_q=2, dtype=float16).check(device, **options)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "heads", "seq_q"), [(1, 16, 1), (2, 16, 2), (7, 5, 1), (3, 128, 1)]
+)
+def test_a_few_thread_blocks_share_requests(
+    num_blocks: int, heads: int, seq_q: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shares that begin and end inside requests, and hold whole ones; maxima that grow; threads in
+    other orders."""
+    plan = mla.plan_mla_attention
+
+    def planned(*args: Any, **options: Any) -> Any:
+        config = plan(*args, **options)
+        return replace(config, num_blocks=num_blocks * config.team)
+
+    monkeypatch.setattr(mla, "plan_mla_attention", planned)
+    latents = Latents([500, 3, 150, 0, 70], heads=heads, seq_q=seq_q, dtype=float16, spread=4.0)
+    mla._prepare.forget()  # type: ignore[attr-defined]
+    try:
+        with ck.backend("emulator"):
+            latents.check("emulator")
+            first = ck.mla_attention(*latents.arrays(np))
+        with ck.backend("emulator", seed=1, late=True):
+            assert (ck.mla_attention(*latents.arrays(np)) == first).all()
+    finally:
+        mla._prepare.forget()  # type: ignore[attr-defined]
+
+
+def test_projections_are_absorbed_and_prefill_is_flash_attention(device: str) -> None:
+    """A prompt by flash_attention on heads of 192 and 128 columns, its last queries by
+    mla_attention on latents: the same outputs."""
+    rng = np.random.default_rng(2)
+    heads, seq, last, hidden, q_rank = 3, 70, 2, 40, 24
+    shapes = {
+        "w_q": (heads * 192, q_rank), "w_o": (hidden, heads * 128),
+        "w_uk": (heads, 128, LATENT), "w_uv": (heads, 128, LATENT),
+    }  # fmt: skip
+    weights = {n: rng.standard_normal(s) / np.sqrt(s[-1]) for n, s in shapes.items()}
+    x, row = rng.standard_normal((seq, q_rank)), rng.standard_normal((seq, WIDTH))
+    keys = np.concatenate(
+        (
+            np.einsum("hnl,sl->shn", weights["w_uk"], row[:, :LATENT]),
+            np.broadcast_to(row[:, None, LATENT:], (seq, heads, WIDTH - LATENT)),
+        ),
+        axis=-1,
+    )
+    values = np.einsum("hvl,sl->shv", weights["w_uv"], row[:, :LATENT])
+    queries = (x @ weights["w_q"].T).reshape(seq, heads, 192)
+    dtype = np.float64 if device == "cpu" else np.float16
+    xp = pytest.importorskip("cupy") if device == "gpu" else np
+    placed = [xp.asarray(a[None].astype(dtype)) for a in (queries, keys, values)]
+    host = np.asarray if xp is np else xp.asnumpy
+    prefill = host(ck.flash_attention(*placed, causal=True))[0, -last:]
+    want = prefill.reshape(last, -1).astype(np.float64) @ weights["w_o"].T
+
+    w_q, w_o = ck.absorb_mla_projections(*weights.values())
+    q = (x[-last:] @ w_q.T).reshape(1, last, heads, WIDTH)
+    cache = np.zeros((2, BLOCK, 1, WIDTH))
+    cache.reshape(-1, WIDTH)[:seq] = row
+    table, lengths = np.array([[0, 1]], np.int32), np.array([seq], np.int32)
+    arrays = [xp.asarray(a) for a in (q.astype(dtype), cache.astype(dtype), table, lengths)]
+    got = host(ck.mla_attention(*arrays)).reshape(last, -1).astype(np.float64) @ w_o.T
+    assert np.abs(got - want).max() <= (1e-10 if device == "cpu" else 5e-3) * np.abs(want).max()
+
+
+def test_the_plan() -> None:
+    """Teams divide the tiles of a request and the grid; a merge has enough thread blocks."""
+    h200 = typical_device("sm_90")
+    for heads, seq_q, tiles in ((16, 1, 1), (128, 1, 2), (64, 3, 3), (128, 4, 8), (5, 1, 1)):
+        config = plan_mla_attention(heads, seq_q, "bfloat16", h200)
+        assert config.row_tiles == tiles
+        assert config.row_tiles % config.team == 0
+        assert config.num_blocks % config.team == 0
+        assert config.num_blocks > h200.num_sms - config.team
+        assert config.causal == (seq_q > 1)
+    wide = plan_mla_attention(128, 1, "bfloat16", h200)
+    assert (wide.merge_rows(1), wide.merge_rows(32), wide.merge_rows(10**4)) == (1, 4, 64)
+    with ck.backend("emulator"):
+        assert ck.mla_metadata(128)[1:] == (2, 2, 4 * wide.scratch_floats)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": np.zeros((1, 1, 3, 512), np.float32)}, ArrayShapeError, "kv_cache"),
+        ({"kv_cache": np.zeros((4, 64, 2, 576), np.float32)}, ArrayShapeError, "kv_cache"),
+        ({"kv_cache": np.zeros((0, 64, 1, 576), np.float32)}, ArrayShapeError, "must not be 0"),
+        ({"kv_cache": np.zeros((4, 64, 1, 576), np.float16)}, ArrayDtypeError, "kv_cache"),
+        ({"block_table": np.zeros((1, 2), np.int64)}, ArrayDtypeError, "block_table"),
+        ({"seq_lens": np.array([129], np.int32)}, ConfigError, "from 0 to 128"),
+        ({"block_table": np.array([[4, 0]], np.int32)}, ConfigError, r"block_table\[0, 0\] is 4"),
+        ({"latent_dim": 577}, ConfigError, "latent_dim"),
+        ({"scale": 0.0}, ConfigError, "scale"),
+        ({"causal": 1}, ConfigError, "causal"),
+        ({"out": np.zeros((1, 1, 3, 576), np.float32)}, ArrayError, "out"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "q": np.zeros((1, 1, 3, 576), np.float32),
+        "kv_cache": np.zeros((4, 64, 1, 576), np.float32),
+        "block_table": np.array([[0, 1]], np.int32),
+        "seq_lens": np.array([20], np.int32),
+    }
+    ck.mla_attention(**arguments)
+    with pytest.raises(error, match=message):
+        ck.mla_attention(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block": 32}, "blocks have 64 keys"),
+        ({"width": 512}, "576 columns"),
+        ({"dtype": np.float32}, "float16, bfloat16"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_refuses(changes: dict[str, Any], message: str) -> None:
+    block, width = changes.get("block", BLOCK), changes.get("width", WIDTH)
+    dtype = changes.get("dtype", np.float16)
+    q, cache = np.zeros((1, 1, 3, width), dtype), np.zeros((4, block, 1, width), dtype)
+    table, lengths = np.array([[0, 1]], np.int32), np.array([20], np.int32)
+    with ck.backend("emulator"), pytest.raises(ArrayError, match=message):
+        ck.mla_attention(q, cache, table, lengths, latent_dim=min(width, LATENT))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("w_q", (31, 7)), ("w_o", (9, 9)), ("w_uk", (2, 40, 6)), ("w_uv", (3, 4, 6))],
+)
+def test_projections_that_do_not_fit(name: str, shape: tuple[int, ...]) -> None:
+    shapes = {"w_q": (32, 7), "w_o": (9, 8), "w_uk": (2, 3, 6), "w_uv": (2, 4, 6)}
+    arrays = {n: np.zeros(s, np.float32) for n, s in (shapes | {name: shape}).items()}
+    with pytest.raises(ArrayShapeError, match=r"absorb_mla_projections: w_"):
+        ck.absorb_mla_projections(**arrays)
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_with_other_lengths() -> None:
+    import cupy
+
+    arrays = Latents([100, 700, 3], heads=128, seed=3).arrays(cupy)
+    out = cupy.empty((*arrays[0].shape[:-1], LATENT), arrays[0].dtype)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        ck.mla_attention(*arrays, out=out)
+        stream.begin_capture()
+        ck.mla_attention(*arrays, out=out)
+        graph = stream.end_capture()
+        for lengths in ([100, 700, 3], [5, 1, 0], [100, 650, 2]):
+            arrays[3][...] = cupy.asarray(lengths, np.int32)
+            graph.launch(stream)
+            stream.synchronize()
+            assert (out == ck.mla_attention(*arrays)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_large_batches_of_unequal_lengths(heads: int) -> None:
+    lengths = np.random.default_rng(5).zipf(1.3, 40).clip(0, 9000).tolist()
+    Latents([*lengths, 20000], heads=heads).check("gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [132, 128, 66])
+def test_requests_of_one_length(batch: int) -> None:
+    """Left whole, so that nothing is added up."""
+    Latents([300] * batch, heads=64).check("gpu")
