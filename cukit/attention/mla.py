@@ -19,6 +19,7 @@ from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
     adopt,
+    bfloat16,
     check_array,
     check_same_dtype,
     empty,
@@ -33,15 +34,16 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_flag, check_integer
 from cukit.core.support import Support
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
-from cukit.errors import ArrayShapeError, ConfigError
+from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import mla_attention as reference
-from cukit.reference.mla_attention import LATENT_DIM, ROPE_DIM, SCALE
+from cukit.reference.mla_attention import CODE_BYTES, LATENT_DIM, ROPE_DIM, SCALE
 from cukit.registry import register
 
 _OP = "mla_attention"
 _ARCH = "sm_90"
 _WIDTH = LATENT_DIM + ROPE_DIM
 _KERNEL_DTYPES = FLOAT_DTYPES[1:3]
+_CODES = np.dtype(np.uint8)
 _BOX = (1, BLOCK_SIZE, BOX_COLUMNS)
 _MOST_HEADS = (1 << 15) - 1  # rows of a request are numbered in 32 bits
 
@@ -73,7 +75,9 @@ def mla_attention(
             request are the last seq_len_q of its tokens: 1 in a decode step, a few when drafted
             tokens are verified.
         kv_cache: dtype of q, [num_blocks, 64, 1, 576], any block stride; on the CPU blocks of any
-            size.
+            size. Or uint8 [num_blocks, 64, 1, 656], float8 latents as
+            :func:`encode_mla_latents` makes them; then q is bfloat16 on the GPU, and the tokens of
+            a block lie one behind the other.
         block_table: int32 [batch, max_blocks], C-contiguous. Entries behind a request's last key
             are not read.
         seq_lens: int32 [batch], the keys of each request, queries included; 0 for an unused row.
@@ -190,9 +194,16 @@ def _check(
     score_options(_OP, causal, None, None, scale, None, None).check(_OP)
     check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
     batch, _, heads, width = q.shape
-    shape = (None, None, 1, width)
-    check_array(_OP, "kv_cache", kv_cache, dtypes=FLOAT_DTYPES, shape=shape, contiguous=False)
-    check_same_dtype(_OP, q=q, kv_cache=kv_cache)
+    coded = _is_coded(kv_cache)
+    shape = (None, None, 1, CODE_BYTES if coded else width)
+    dtypes = (_CODES,) if coded else FLOAT_DTYPES
+    check_array(_OP, "kv_cache", kv_cache, dtypes=dtypes, shape=shape, contiguous=False)
+    if not coded:
+        check_same_dtype(_OP, q=q, kv_cache=kv_cache)
+    elif width != _WIDTH:
+        raise ArrayShapeError(
+            f"{_OP}: with float8 latents q must have {_WIDTH} columns, got {q.shape}"
+        )
     if not heads or not kv_cache.shape[0] or not kv_cache.shape[1]:
         raise ArrayShapeError(
             f"{_OP}: the heads of q, and the blocks of kv_cache and their size must not be 0, got "
@@ -207,6 +218,10 @@ def _check(
     if out is not None:
         shape = (*q.shape[:-1], latent_dim)
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
+
+
+def _is_coded(kv_cache: Array) -> bool:
+    return getattr(kv_cache, "dtype", None) == _CODES
 
 
 class PreparedMla(NamedTuple):
@@ -236,7 +251,7 @@ class PreparedMla(NamedTuple):
         if out.size:
             partial = empty(q, (self.scratch_floats,), np.float32)
             maps = self.q_map(q), self.cache_map(kv_cache)
-            self.attend(*maps, out, lse, block_table, seq_lens, partial)
+            self.attend(*maps, kv_cache, out, lse, block_table, seq_lens, partial)
             self.merge(partial, out, lse, seq_lens)
         return (out, lse) if return_lse else out
 
@@ -246,16 +261,24 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
     """Checks, plan and kernels of a call."""
     _check(causal, scale, latent_dim, *arrays)
     q, kv_cache, block_table, _, out = arrays
-    check_array(_OP, "q", q, dtypes=_KERNEL_DTYPES)
+    coded = _is_coded(kv_cache)
+    check_array(_OP, "q", q, dtypes=(bfloat16,) if coded else _KERNEL_DTYPES)
     if out is not None:
         check_array(_OP, "out", out)
     batch, seq_q, heads, width = q.shape
     if (width, latent_dim, kv_cache.shape[1]) != (_WIDTH, LATENT_DIM, BLOCK_SIZE):
         raise ArrayShapeError(
-            f"{_OP}: on the GPU q and kv_cache have {_WIDTH} columns, latent_dim is {LATENT_DIM} "
-            f"and blocks have {BLOCK_SIZE} keys, got {q.shape}, {kv_cache.shape} and {latent_dim}"
+            f"{_OP}: on the GPU q has {_WIDTH} columns, latent_dim is {LATENT_DIM} and blocks have "
+            f"{BLOCK_SIZE} keys, got {q.shape}, {latent_dim} and {kv_cache.shape}"
         )
-    config = plan_mla_attention(heads, seq_q, q.dtype.name, current_device(), causal=causal)
+    if coded and kv_cache.strides[1] != CODE_BYTES:
+        raise ArrayLayoutError(
+            f"{_OP}: the tokens of a block of kv_cache must lie one behind the other on the GPU, "
+            f"got strides {kv_cache.strides}"
+        )
+    config = plan_mla_attention(
+        heads, seq_q, q.dtype.name, current_device(), coded=coded, causal=causal
+    )
     most_keys = block_table.shape[1] * BLOCK_SIZE
     options = score_options(_OP, causal, None, None, scale, None, None)
     nothing = ScoreArrays(None, None, None, None, None, None)
@@ -266,6 +289,7 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
         problems=config.row_tiles,
         most_keys=most_keys,
         table_row=block_table.shape[1],
+        cache_block=kv_cache.strides[0],
         scale_log2=scales_of(q, options)[1],
         settings=score_settings(q, options, nothing, (batch, heads, seq_q, most_keys)),
     )
@@ -291,18 +315,21 @@ def _query_map(q: Array) -> Any:
 
 
 def _cache_map(kv_cache: Array) -> Any:
-    return encode_tensor_map(kv_cache[:, :, 0], _BOX)
+    """Boxes of a block's tokens; of float8 latents two bytes are an element."""
+    rows = kv_cache[:, :, 0]
+    return encode_tensor_map(rows.view(np.uint16) if _is_coded(rows) else rows, _BOX)
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Each dtype, with and without a mask, each size of a team."""
+    """Each dtype, with and without a mask, each size of a team, float8 latents."""
     plans = [
-        plan_mla_attention(heads, seq_q, dtype, device)
-        for heads, seq_q, dtype in (
-            (16, 1, "bfloat16"),
-            (128, 1, "bfloat16"),
-            (128, 2, "bfloat16"),
-            (64, 3, "float16"),
+        plan_mla_attention(heads, seq_q, dtype, device, coded=coded)
+        for heads, seq_q, dtype, coded in (
+            (16, 1, "bfloat16", False),
+            (128, 1, "bfloat16", False),
+            (128, 2, "bfloat16", True),
+            (64, 3, "float16", False),
+            (64, 1, "bfloat16", True),
         )
     ]
     return [spec for plan in plans for spec in (plan.spec(), plan.merge_spec())]

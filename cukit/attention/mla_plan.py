@@ -21,7 +21,9 @@ _MERGE_THREADS = 128
 _MOST_TEAM = 4
 _STAGES = 2
 _EARLY = 1
+_PREFETCH = 1
 _PRODUCER_REGISTERS = 40
+_DECODER_REGISTERS = 80  # of the producer's threads where they decode float8 latents
 _MERGE_BLOCKS_PER_SM = 4
 
 
@@ -32,23 +34,29 @@ class MlaConfig:
     row_tiles: tiles of 64 rows (heads of queries) that a request has.
     team: thread blocks that work on neighbouring tiles of the same keys.
     num_blocks: thread blocks, one on each multiprocessor.
+    coded: the cache holds float8 latents.
     early: of the three sections of a page, those multiplied before the other warpgroup's
         probabilities.
+    prefetch: pages that are brought to L2 before there is room for them in shared memory, 0 or 1.
     """
 
     dtype: str
+    coded: bool
     causal: bool
     row_tiles: int
     team: int
     num_blocks: int
     early: int = _EARLY
+    prefetch: int = _PREFETCH
 
     def spec(self) -> KernelSpec:
         """The attention."""
         defines = (
             *self._defines(),
+            ("CODES", int(self.coded)),
             ("EARLY", self.early),
-            ("PRODUCER_REGISTERS", _PRODUCER_REGISTERS),
+            ("PREFETCH", self.prefetch),
+            ("PRODUCER_REGISTERS", _DECODER_REGISTERS if self.coded else _PRODUCER_REGISTERS),
             ("THREADS", _THREADS),
         )
         shared = 2 * (
@@ -80,7 +88,13 @@ class MlaConfig:
 
 @lru_cache(maxsize=1024)
 def plan_mla_attention(
-    heads: int, seq_len_q: int, dtype: str, device: Device, *, causal: bool = True
+    heads: int,
+    seq_len_q: int,
+    dtype: str,
+    device: Device,
+    *,
+    coded: bool = False,
+    causal: bool = True,
 ) -> MlaConfig:
     """One thread block on a multiprocessor, in the largest teams that divide the tiles of a request
     and leave the fewest multiprocessors idle."""
@@ -89,6 +103,7 @@ def plan_mla_attention(
     team = min(sizes, key=lambda size: (device.num_sms % size, -size))
     return MlaConfig(
         dtype=dtype,
+        coded=coded,
         causal=causal and seq_len_q > 1,
         row_tiles=row_tiles,
         team=team,

@@ -1,4 +1,4 @@
-"""Projections of multi-head latent attention with the up-projections of keys and values absorbed."""
+"""Projections of latent attention with the up-projections of keys and values absorbed."""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ def mla_attention(
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
     """paged_attention with one key head, whose first latent_dim columns are the values."""
-    cache = decode_latents(kv_cache) if kv_cache.dtype == np.uint8 else kv_cache
+    cache = kv_cache
+    if kv_cache.dtype == np.uint8:
+        cache = decode_latents(kv_cache).astype(np.promote_types(q.dtype, np.float32), copy=False)
     return paged_attention(
         q,
         cache,

@@ -16,18 +16,23 @@
 //       first EARLY sections of their own page's scores and the rest. So the tensor core has scores to
 //       multiply while the owner takes exponentials.
 //   A page comes and goes in three sections, 256, 256 and 64 columns: a half is free once its warpgroup
-//   has multiplied it, the last section once the scores are there.
+//   has multiplied it, the last section once the scores are there. The page after the one that is asked
+//   for is on its way to L2 already.
+//   CODES: the first warpgroup makes the halves from float8 codes (mla_codes.cuh).
 //   Rows of a page behind the last key may hold anything: as values they are overwritten by zeros.
 //   A piece that is not all of its request goes to `partial`, and mla_merge.cu adds the pieces.
 // Shared memory, dynamic: queries (64 x 576, 72 KiB) | two pages (64 x 576 each) | probabilities
 //   (64 x 64), all in parts of 64 columns with a swizzle of 128 bytes: 224 KiB. Static: barriers, row
 //   maxima and sums that the warpgroups exchange.
-// Tensor maps: q as [batch, seq_q * heads_q, 576] and the cache as [blocks, 64, 576], boxes [1, 64, 64].
-//   A block outside the cache reads as zeros.
-// Macros: DTYPE float16|bfloat16; EARLY 1|2|3; PRODUCER_REGISTERS; TEAM a divisor of the grid and of the
-//   tiles of a request; CAUSAL 0|1; THREADS = 384.
+// Tensor maps: q as [batch, seq_q * heads_q, 576] and the cache as [blocks, 64, 576], with CODES
+//   [blocks, 64, 328] of 16-bit elements; boxes [1, 64, 64]. A block outside the cache reads as zeros,
+//   but for codes.
+// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16; EARLY 1|2; PREFETCH 0|1;
+//   PRODUCER_REGISTERS; TEAM a divisor of the grid and of the tiles of a request; CAUSAL 0|1;
+//   THREADS = 384.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and grid.
 // Reference: cukit/reference/mla_attention.py.
+#include "attention/mla_codes.cuh"
 #include "attention/mla_work.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/shared_tile.cuh"
@@ -59,6 +64,7 @@ constexpr int kHalfParts = kHalf / PageTile::kPartColumns;
 constexpr int kRopeSection = 2;
 
 static_assert(THREADS == Block::kThreads, "a producer and two consumers");
+static_assert(EARLY == 1 || EARLY == 2, "with three the compiler serialises the products");
 
 // Parts of a page that a section has, and its first one. Sections 0 and 1 are the halves of the latent.
 CUKIT_DEVICE constexpr int parts_of(int section) {
@@ -78,7 +84,11 @@ struct Barriers {
   cukit::Pipeline<1> queries;
 
   CUKIT_DEVICE void init() {
-    for (auto& section : sections) section.init(cukit::kWarpgroupWarps);
+    // A half is filled by one thread's copies, or by the warps that decode.
+    const int fills = CODES ? cukit::kWarpgroupWarps : 1;
+    sections[0].init(cukit::kWarpgroupWarps, fills);
+    sections[1].init(cukit::kWarpgroupWarps, fills);
+    sections[kRopeSection].init(cukit::kWarpgroupWarps);
     queries.init(Block::kConsumerWarps);
   }
 };
@@ -101,6 +111,7 @@ struct Tiles {
 };
 
 struct Arrays {
+  const unsigned char* cache;  // [blocks, 64, 656], with CODES
   T* out;                  // [batch, seq_q, heads_q, 512]
   float* lse;              // [batch, heads_q, seq_q] or null
   const int* block_table;  // [batch, table_row]
@@ -110,48 +121,107 @@ struct Arrays {
 
 namespace producer {
 
-// One warp walks; one of its lanes starts the copies.
+constexpr int kCacheColumns = CODES ? kCodedBytes / 2 : kWidth;  // of the tensor map
+constexpr int kRopeColumn = CODES ? kRopeByte / 2 : kLatent;
+
+// Starts the copies of a section; its part `part` begins at column `column` of the map.
+CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const Tiles& tiles,
+                               const cukit::TensorMap* cache, int column, int block) {
+  const cukit::PipelineState<kStages> at = page_state(count);
+  const int parts = parts_of(section);
+  unsigned char* const to =
+      tiles.pages + at.index * PageTile::kBytes + section * kHalfParts * PageTile::kPartBytes;
+  barriers.sections[section].acquire(at);
+  cukit::Mbarrier* const full = barriers.sections[section].expect(at, parts * PageTile::kPartBytes);
+#pragma unroll 1
+  for (int part = 0; part < parts; ++part) {
+    cukit::tma_load_3d(to + part * PageTile::kPartBytes, cache, full,
+                       column + part * PageTile::kPartColumns, 0, block);
+  }
+}
+
+#if CODES
+// Decodes a page, whose first quarter is under way; at the end that of `next` is. The half of the page's
+// owner comes first, which is the other one on the next page.
+CUKIT_DEVICE void decode_page(Barriers& barriers, CodedQuarter& quarter, const unsigned char* page,
+                              const unsigned char* next, int count, const Tiles& tiles) {
+  const cukit::PipelineState<kStages> at = page_state(count);
+  unsigned char* const tile = tiles.pages + at.index * PageTile::kBytes;
+#pragma unroll 1
+  for (int index = 0; index < 4; ++index) {
+    const int half = at.index ^ (index / 2);
+    const int lower = index % 2;
+    const CodedQuarter::Source from(index < 3 ? page : next, at.index ^ (index > 0), lower ^ 1);
+    if (!lower) barriers.sections[half].acquire(at);
+#pragma unroll
+    for (int i = 0; i < CodedQuarter::kRows; ++i) {
+      quarter.store<PageTile>(i, tile, half, lower);
+      quarter.load(i, from);
+    }
+    if (!lower) continue;
+    cukit::fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % cukit::kWarpSize == 0) barriers.sections[half].commit(at);
+  }
+}
+#endif
+
+// Every warp that takes part walks; one thread starts the copies.
 CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, const cukit::TensorMap* q,
                       const cukit::TensorMap* cache, Share share, const Arrays& arrays,
                       const cukit::LatentParameters& params) {
   const bool starts = threadIdx.x == 0;
   const int member = blockIdx.x % TEAM;
   cukit::PipelineState<1> q_at;
-  int count = 0;
+  int count = 0;  // pages that the block has been given
   for (; !share.done(); share.advance(arrays.seq_lens, params)) {
     const Piece piece = share.piece();
-    if (!starts) continue;
-    const int seq_kv = piece.place.request.seq_kv;
     const int* const row =
         arrays.block_table + static_cast<long long>(piece.place.b) * params.table_row;
-    // Of a page without keys, which a request of length 0 has, any block will do.
-    const auto block_of = [&](int page) { return page * kPage < seq_kv ? row[page] : 0; };
+    // Behind the piece, and of a page without keys, which a request of length 0 has, any will do.
+    const int pages = min(piece.end, (piece.place.request.seq_kv + kPage - 1) / kPage);
+    const auto block_of = [&](int page) { return page < pages ? row[page] : 0; };
     int block = block_of(piece.begin);
-    barriers.queries.acquire(q_at);
-    QueryTile::load(tiles.queries, q, barriers.queries.expect(q_at, QueryTile::kBytes), 0,
-                    {piece.place.b, (piece.place.problem * TEAM + member) * kRows}, kWidth);
+    int next = block_of(piece.begin + 1);
+    if (starts) {
+      barriers.queries.acquire(q_at);
+      QueryTile::load(tiles.queries, q, barriers.queries.expect(q_at, QueryTile::kBytes), 0,
+                      {piece.place.b, (piece.place.problem * TEAM + member) * kRows}, kWidth);
+    }
     q_at.advance();
+#if CODES
+    CodedQuarter quarter;
+    const CodedQuarter::Source from(arrays.cache + block * params.cache_block, count % kStages, 0);
+#pragma unroll
+    for (int i = 0; i < CodedQuarter::kRows; ++i) quarter.load(i, from);
+#endif
 #pragma unroll 1
     for (int page = piece.begin; page < piece.end; ++page, ++count) {
-      const int current = block;
-      if (page + 1 < piece.end) block = block_of(page + 1);  // a page ahead
-      const cukit::PipelineState<kStages> at = page_state(count);
-      unsigned char* const tile = tiles.pages + at.index * PageTile::kBytes;
-      // In the order in which the owner multiplies them.
+      const int after = block_of(page + 2);  // read long before it is used
+      if (starts) {
+        if (PREFETCH && page + 1 < piece.end) {
 #pragma unroll 1
-      for (int turn = 0; turn < 3; ++turn) {
-        const int section = turn == 0 ? kRopeSection : at.index ^ (turn - 1);
-        const int parts = parts_of(section);
-        const int first = section * kHalfParts;
-        cukit::Pipeline<kStages>& pipeline = barriers.sections[section];
-        pipeline.acquire(at);
-        cukit::Mbarrier* const full = pipeline.expect(at, parts * PageTile::kPartBytes);
+          for (int column = 0; column < kCacheColumns; column += PageTile::kPartColumns) {
+            cukit::tma_prefetch_3d(cache, column, 0, next);
+          }
+        }
+        load_section(barriers, kRopeSection, count, tiles, cache, kRopeColumn, block);
+      }
+#if CODES
+      __syncwarp();
+      decode_page(barriers, quarter, arrays.cache + block * params.cache_block,
+                  arrays.cache + next * params.cache_block, count, tiles);
+#else
+      if (starts) {
+        const int half = count % kStages;  // of the page's owner, which is first
 #pragma unroll 1
-        for (int part = first; part < first + parts; ++part) {
-          cukit::tma_load_3d(tile + part * PageTile::kPartBytes, cache, full,
-                             part * PageTile::kPartColumns, 0, current);
+        for (int turn = 0; turn < 2; ++turn) {
+          load_section(barriers, half ^ turn, count, tiles, cache, (half ^ turn) * kHalf, block);
         }
       }
+#endif
+      block = next;
+      next = after;
     }
   }
 }
@@ -416,6 +486,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_sm90(
     const __grid_constant__ cukit::TensorMap q, const __grid_constant__ cukit::TensorMap cache,
+    const unsigned char* __restrict__ cache_bytes,  // what `cache` maps
     T* __restrict__ out, float* __restrict__ lse, const int* __restrict__ block_table,
     const int* __restrict__ seq_lens,
     float* __restrict__ partial,  // see Partial: two slots a block
@@ -424,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_sm90(
   __shared__ Barriers barriers;
   __shared__ Exchange exchange;
   const Tiles tiles(shared);
-  const Arrays arrays{out, lse, block_table, seq_lens, {partial}};
+  const Arrays arrays{cache_bytes, out, lse, block_table, seq_lens, {partial}};
   cukit::release_next_grid();
   Block::prepare([&] { barriers.init(); });
 
@@ -438,7 +509,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_sm90(
   };
   Block::run(
       [&] {
-        if (threadIdx.x < cukit::kWarpSize) {
+        if (CODES || threadIdx.x < cukit::kWarpSize) {
           producer::run(barriers, tiles, &q, &cache, share(), arrays, params);
         }
       },

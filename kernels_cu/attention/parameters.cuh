@@ -62,7 +62,8 @@ struct LatentParameters {
   int problems;   // of a request: tiles of rows
   int most_keys;  // that the block table has room for
   int table_row;
-  float scale_log2;  // scale * log2(e)
+  long long cache_block;  // bytes from a block of the cache to the next
+  float scale_log2;       // scale * log2(e)
   ScoreSettings settings;
 };
 

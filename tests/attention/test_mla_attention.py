@@ -28,26 +28,41 @@ class Latents:
 
     def __init__(
         self, lengths: list[int], *, heads: int = 16, seq_q: int = 1, dtype: Any = bfloat16,
-        spread: float = 1.0, seed: int = 0,
+        spread: float = 1.0, coded: bool = False, seed: int = 0,
     ) -> None:  # fmt: skip
-        """`spread`: standard deviation of the queries; large ones renew maxima often."""
+        """`coded`: float8 latents of unlike magnitudes. `spread`: standard deviation of the
+        queries; large ones renew maxima often."""
         generator = np.random.default_rng(seed)
         counts = [-(-length // BLOCK) for length in lengths]
         order = generator.permutation(sum(counts) + 2).astype(np.int32)
         self.cache = np.full((order.size, BLOCK, 1, WIDTH), np.nan, dtype)
+        if coded:
+            self.cache = np.full((order.size, BLOCK, 1, reference.CODE_BYTES), 0xFF, np.uint8)
         self.table = np.full((len(lengths), max(counts, default=0) + 1), HUGE, np.int32)
         for b, (length, end) in enumerate(zip(lengths, np.cumsum(counts), strict=True)):
             blocks = order[end - counts[b] : end]
             self.table[b, : counts[b]] = blocks
-            rows = generator.standard_normal((length, 1, WIDTH), np.float32).astype(dtype)
+            rows = generator.standard_normal((length, 1, WIDTH), np.float32)
+            if coded:
+                magnitudes = 10 ** generator.uniform(-2, 0, (length, 1, LATENT // reference.GROUP))
+                rows[..., :LATENT] *= magnitudes.repeat(reference.GROUP, axis=-1)
+                rows = ck.encode_mla_latents(rows)
             places = np.arange(length)
-            self.cache[blocks[places // BLOCK], places % BLOCK] = rows
+            self.cache[blocks[places // BLOCK], places % BLOCK] = rows.astype(self.cache.dtype)
         self.lengths = np.asarray(lengths, np.int32)
         shape = (len(lengths), seq_q, heads, WIDTH)
         self.q = (spread * generator.standard_normal(shape, np.float32)).astype(dtype)
 
     def arrays(self, xp: Any) -> list[Any]:
         return [xp.asarray(a) for a in (self.q, self.cache, self.table, self.lengths)]
+
+    def rows(self, device: str) -> Any:
+        """The cache in float64, zeros for NaN; the kernel rounds what it decodes to bfloat16."""
+        rows = self.cache
+        if rows.dtype == np.uint8:
+            rows = reference.decode_latents(rows)
+            rows = rows if device == "cpu" else rows.astype(bfloat16)
+        return np.nan_to_num(rows.astype(np.float64))
 
     def check(self, device: str, **options: Any) -> None:
         """Result and lse, and the same bits again."""
@@ -58,11 +73,14 @@ class Latents:
         host = np.asarray if xp is np else xp.asnumpy
         assert namespace(out) is xp
         assert host(out).tobytes() == host(again).tobytes()
-        wide = np.nan_to_num(self.cache.astype(np.float64))
         want, want_lse = reference.mla_attention(
-            self.q.astype(np.float64), wide, np.where(self.table == HUGE, 0, self.table),
-            self.lengths, return_lse=True, **options,
-        )  # fmt: skip
+            self.q.astype(np.float64),
+            self.rows(device),
+            np.where(self.table == HUGE, 0, self.table),
+            self.lengths,
+            return_lse=True,
+            **options,
+        )
         got = host(out).astype(np.float64)
         assert np.isfinite(got).all()
         # P is rounded to 16 bits, and so is the output.
@@ -90,16 +108,40 @@ def test_any_heads_and_queries(device: str, heads: int, seq_q: int) -> None:
     Latents([70, seq_q - 1, 0, 130], heads=heads, seq_q=seq_q).check(device)
 
 
+@pytest.mark.parametrize(("heads", "seq_q"), [(16, 1), (64, 3), (128, 2)])
+@emulated(lambda heads: heads != 128)
+def test_float8_latents(device: str, heads: int, seq_q: int) -> None:
+    """Scales of a token and its neighbours far apart; NaN wherever no token is."""
+    Latents([200, 0, 65, 3], heads=heads, seq_q=seq_q, coded=True).check(device)
+
+
+def test_latents_are_encoded(device: str, rng: np.random.Generator) -> None:
+    """Within half a step of a code, rotated columns to the nearest bfloat16; zeros stay zeros."""
+    xp = pytest.importorskip("cupy") if device == "gpu" else np
+    rows = rng.standard_normal((5, 2, WIDTH)).astype(np.float32)
+    rows[1, 0, :300] = 0
+    encoded = ck.encode_mla_latents(xp.asarray(rows))
+    assert (encoded.shape, encoded.dtype) == ((5, 2, 656), np.uint8)
+    decoded = reference.decode_latents(encoded if xp is np else xp.asnumpy(encoded))
+    groups = np.abs(rows[..., :LATENT]).reshape(5, 2, -1, reference.GROUP)
+    half_step = groups.max(axis=-1).repeat(reference.GROUP, axis=-1) * 16.01 / 448
+    assert (np.abs(decoded - rows)[..., :LATENT] <= half_step).all()
+    assert (decoded[..., LATENT:] == rows[..., LATENT:].astype(bfloat16)).all()
+    with pytest.raises(ArrayShapeError, match="latents"):
+        ck.encode_mla_latents(xp.asarray(rows[..., :-1]))
+
+
 @pytest.mark.parametrize("options", [{"causal": False}, {"scale": 0.3}], ids=str)
 def test_options(device: str, options: dict[str, Any]) -> None:
     Latents([90, 2], heads=3, seq_q=2, dtype=float16).check(device, **options)
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "heads", "seq_q"), [(1, 16, 1), (2, 16, 2), (7, 5, 1), (3, 128, 1)]
+    ("num_blocks", "heads", "seq_q", "coded"),
+    [(1, 16, 1, False), (2, 16, 2, True), (7, 5, 1, False), (3, 128, 1, False)],
 )
 def test_a_few_thread_blocks_share_requests(
-    num_blocks: int, heads: int, seq_q: int, monkeypatch: pytest.MonkeyPatch
+    num_blocks: int, heads: int, seq_q: int, coded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shares that begin and end inside requests, and hold whole ones; maxima that grow; threads in
     other orders."""
@@ -110,7 +152,8 @@ def test_a_few_thread_blocks_share_requests(
         return replace(config, num_blocks=num_blocks * config.team)
 
     monkeypatch.setattr(mla, "plan_mla_attention", planned)
-    latents = Latents([500, 3, 150, 0, 70], heads=heads, seq_q=seq_q, dtype=float16, spread=4.0)
+    shape = {"heads": heads, "seq_q": seq_q, "dtype": bfloat16 if coded else float16}
+    latents = Latents([500, 3, 150, 0, 70], coded=coded, spread=4.0, **shape)
     mla._prepare.forget()  # type: ignore[attr-defined]
     try:
         with ck.backend("emulator"):
@@ -210,13 +253,17 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
         ({"block": 32}, "blocks have 64 keys"),
         ({"width": 512}, "576 columns"),
         ({"dtype": np.float32}, "float16, bfloat16"),
+        ({"columns": 656, "cache": np.uint8}, "bfloat16"),
+        ({"columns": 576, "cache": np.uint8}, "656"),
     ],
     ids=str,
 )
 def test_what_the_kernel_refuses(changes: dict[str, Any], message: str) -> None:
     block, width = changes.get("block", BLOCK), changes.get("width", WIDTH)
     dtype = changes.get("dtype", np.float16)
-    q, cache = np.zeros((1, 1, 3, width), dtype), np.zeros((4, block, 1, width), dtype)
+    q = np.zeros((1, 1, 3, width), dtype)
+    columns = changes.get("columns", width)
+    cache = np.zeros((4, block, 1, columns), changes.get("cache", dtype))
     table, lengths = np.array([[0, 1]], np.int32), np.array([20], np.int32)
     with ck.backend("emulator"), pytest.raises(ArrayError, match=message):
         ck.mla_attention(q, cache, table, lengths, latent_dim=min(width, LATENT))
