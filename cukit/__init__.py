@@ -60,6 +60,8 @@ from cukit.distill import (
 from cukit.emulator import (
     activate_from_environment,
     backend,
+    check_kernel,
+    emulate_cupy,
 )
 from cukit.errors import (
     ArrayDtypeError,
@@ -211,6 +213,7 @@ __all__ = [
     "block_sparse_attention",
     "bsr_from_mask",
     "bsr_matmul",
+    "check_kernel",
     "compress_kv",
     "create_adaptive_depth_mask",
     "create_sparse_mask",
@@ -228,6 +231,7 @@ __all__ = [
     "embedding_backward",
     "empty",
     "empty_like",
+    "emulate_cupy",
     "encode_mla_latents",
     "expert_order",
     "explain_matmul",
