@@ -42,7 +42,9 @@ inline void judge_volatile(void* pointer, std::size_t bytes, Access access, cons
     check(thread_actor(me), pointer, bytes, Access::StrongRead);
     learn_later(me, pointer);
   } else {
-    check(thread_actor(me), pointer, bytes, publishes(me) ? Access::Atomic : Access::Write);
+    // The first store to shared memory is what initialises it, whatever its kind.
+    const bool strong = publishes(me) && !uninitialised(*me.block, pointer);
+    check(thread_actor(me), pointer, bytes, strong ? Access::Atomic : Access::Write);
     publish(me, pointer);
   }
 }

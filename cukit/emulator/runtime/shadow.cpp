@@ -317,6 +317,11 @@ Cell* cells_of(Block& block, const void* pointer, std::size_t bytes) {
   return nullptr;
 }
 
+bool uninitialised(Block& block, const void* pointer) {
+  const Cell* cell = cells_of(block, pointer, 1);
+  return cell != nullptr && cell->write_epoch <= block.cluster->base_epoch;
+}
+
 std::string describe_shared(Block& block, const void* pointer) {
   const auto* at = static_cast<const unsigned char*>(pointer);
   const std::size_t dynamic_bytes = block.cluster->launch->dynamic_bytes;
