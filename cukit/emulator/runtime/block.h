@@ -150,6 +150,8 @@ struct Launch {
   void** arguments;
   const Range* ranges;  // sorted
   std::uint32_t num_ranges;
+  std::uint32_t num_shared;
+  const std::uint32_t (*shared)[2];  // first byte and size of each __shared__ variable, sorted
   std::uint32_t grid[3];
   std::uint32_t block[3];
   std::uint32_t cluster[3];
