@@ -69,6 +69,8 @@ struct Fiber : Thread {
   std::uint64_t cluster_generation = 0;  // of the cluster barrier when it arrived there
   bool cluster_arrived = false;    // and has not waited yet
   int vote = 0;                    // what it takes from a voting barrier
+  const void* converging = nullptr;  // where it waits for the lanes that are with it
+  unsigned converged = 0;            // and those that were
 
   Clock* seen = nullptr;
   Clock* fenced = nullptr;         // what it had seen at its last proxy fence
