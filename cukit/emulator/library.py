@@ -47,6 +47,8 @@ class LaunchRecord(ctypes.Structure):
         ("arguments", ctypes.POINTER(ctypes.c_void_p)),
         ("ranges", ctypes.POINTER(Range)),
         ("num_ranges", ctypes.c_uint32),
+        ("num_shared", ctypes.c_uint32),
+        ("shared", ctypes.POINTER(ctypes.c_uint32)),
         ("grid", Extent),
         ("block", Extent),
         ("cluster", Extent),

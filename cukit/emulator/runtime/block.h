@@ -69,6 +69,8 @@ struct Fiber : Thread {
   std::uint64_t cluster_generation = 0;  // of the cluster barrier when it arrived there
   bool cluster_arrived = false;    // and has not waited yet
   int vote = 0;                    // what it takes from a voting barrier
+  const void* converging = nullptr;  // where it waits for the lanes that are with it
+  unsigned converged = 0;            // and those that were
 
   Clock* seen = nullptr;
   Clock* fenced = nullptr;         // what it had seen at its last proxy fence
@@ -150,6 +152,8 @@ struct Launch {
   void** arguments;
   const Range* ranges;  // sorted
   std::uint32_t num_ranges;
+  std::uint32_t num_shared;
+  const std::uint32_t (*shared)[2];  // first byte and size of each __shared__ variable, sorted
   std::uint32_t grid[3];
   std::uint32_t block[3];
   std::uint32_t cluster[3];

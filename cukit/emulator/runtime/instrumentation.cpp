@@ -148,6 +148,10 @@ extern "C" void __ubsan_handle_type_mismatch_v1(PointerCheck* data, std::uintptr
     fault(format("null pointer: %s of %s\n  ", action, data->type->text) + name_of(me) + " " +
           where(me.call));
   }
+  if (pointer % alignment == 0) {
+    fault(format("out of bounds: %s of %s outside of the variable that the pointer points into\n  ",
+                 action, data->type->text) + name_of(me) + " " + where(me.call));
+  }
   fault(format("misaligned: %s of %s needs a multiple of %u bytes, the address is one of %zu\n  ",
                action, data->type->text, alignment, static_cast<std::size_t>(pointer & -pointer)) +
         name_of(me) + " " + where(me.call));

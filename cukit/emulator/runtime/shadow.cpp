@@ -74,6 +74,26 @@ struct Judge {
           tail(actor));
   }
 
+  bool is_static(const Cell& cell) const {
+    return static_cast<std::size_t>(&cell - block.shadow.static_cells.data()) <
+           block.cluster->module->static_bytes;
+  }
+
+  // Bytes that nobody has written may lie between two variables, or the access may end there.
+  void check_variable(const Cell& cell, std::size_t i) const {
+    const Launch& launch = *block.cluster->launch;
+    const auto first = static_cast<std::uint32_t>(&cell - block.shadow.static_cells.data());
+    const auto* const end = launch.shared + launch.num_shared;
+    const auto* next = std::upper_bound(
+        launch.shared, end, first,
+        [](std::uint32_t at, const std::uint32_t(&variable)[2]) { return at < variable[0]; });
+    if (next == launch.shared) return;
+    const std::uint32_t(&variable)[2] = *(next - 1);
+    if (first + (bytes - i) <= variable[0] + variable[1]) return;
+    fault(head(actor, "out of bounds", bytes, access) + " at " + describe_shared(block, pointer) +
+          tail(actor));
+  }
+
   void one(Cell& cell, std::size_t i) const {
     const bool written = cell.write_epoch > base_epoch;
     if (cell.pending && written) {
@@ -81,6 +101,7 @@ struct Judge {
             describe_shared(block, pointer + i) + tail(actor) + "\n  the copy was started by\n  " +
             name_of_agent(*block.cluster, cell.writer) + " " + where_offset(block, cell.write_call));
     }
+    if (!written && is_static(cell)) check_variable(cell, i);
     if (!written && access != Access::Write && !behind_data(i) && !guards_object(i)) {
       early(i, "uninitialised shared memory");
     }
