@@ -64,7 +64,8 @@ struct Judge {
     if (!suspected(report)) fault(report);
   }
 
-  __attribute__((cold, noinline)) std::string race(std::size_t i, Mark mark, bool write, unsigned agent, std::uint32_t call) const {
+  __attribute__((cold, noinline)) std::string race(std::size_t i, Mark mark, bool write,
+                                                   unsigned agent, std::uint32_t call) const {
     return report_race(actor, bytes, access, describe_shared(block, pointer + i), mark, write,
                        name_of_agent(*block.cluster, agent), call);
   }
