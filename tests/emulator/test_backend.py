@@ -160,9 +160,9 @@ def test_who_needs_a_kernel_that_is_being_built_waits_for_it(copy_kernel, monkey
     build_kernel(copy_kernel, "sm_80", True, False)  # the prelude is there from here on
     compiled = []
 
-    def run(compiler: Compiler, arguments: list[str], what: str) -> None:
+    def run(compiler: Compiler, arguments: list[str], what: str) -> str:
         compiled.append(what)
-        original(compiler, arguments, what)
+        return original(compiler, arguments, what)
 
     original = Compiler.run
     monkeypatch.setattr(Compiler, "run", run)
