@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from cukit.core.arrays import (
@@ -62,8 +60,11 @@ def merge_attention_states(
     if not runs_kernel(_OP, *arrays):
         _check(*arrays, contiguous=False)
         return reference.merge_attention_states(*arrays)
-    merged: tuple[Array, Array] = _prepare(*arrays)(*arrays)
-    return merged
+    launch = _prepare(*arrays)
+    out, lse = empty(out_a, out_a.shape), empty(lse_a, lse_a.shape)
+    if out.size:
+        launch(*arrays, out, lse)
+    return out, lse
 
 
 def _check(
@@ -80,23 +81,8 @@ def _check(
         )
 
 
-class PreparedMerge(NamedTuple):
-    """A checked call, for arrays of one description."""
-
-    launch: Launch
-
-    def __call__(
-        self, out_a: Array, lse_a: Array, out_b: Array, lse_b: Array
-    ) -> tuple[Array, Array]:
-        """Launches the kernel."""
-        out, lse = empty(out_a, out_a.shape), empty(lse_a, lse_a.shape)
-        if out.size:
-            self.launch(out_a, lse_a, out_b, lse_b, out, lse)
-        return out, lse
-
-
 @launch_plan
-def _prepare(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> PreparedMerge:
+def _prepare(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> Launch:
     _check(out_a, lse_a, out_b, lse_b)
     check_array(_OP, "out_a", out_a, dtypes=KERNEL_DTYPES[1:])
     _, seq, heads, head_dim = out_a.shape
@@ -107,13 +93,8 @@ def _prepare(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> Prepared
         )
     vecs = out_a.size // _VEC
     scalars = (np.int64(vecs), np.int32(head_dim // _VEC), np.int32(heads), np.int32(seq))
-    return PreparedMerge(
-        Launch(
-            load_kernel(_spec(out_a.dtype.name)),
-            (-(-vecs // (_THREADS * _VECS_PER_THREAD)) or 1,),
-            scalars,
-        )
-    )
+    blocks = -(-vecs // (_THREADS * _VECS_PER_THREAD)) or 1
+    return Launch(load_kernel(_spec(out_a.dtype.name)), (blocks,), scalars)
 
 
 def _spec(dtype: str) -> KernelSpec:

@@ -17,6 +17,7 @@ from cukit.kv_cache.radix_tree import POLICIES, TOKEN_BYTES, Node, RadixTree
 from cukit.kv_cache.slab import HostBlocks, KVCacheSlab
 from cukit.kv_cache.statistics import KVCacheBlock, KVCacheStatistics
 from cukit.memory import MemoryPool
+from cukit.memory.interrupts import Uninterrupted
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -26,7 +27,7 @@ _OP = "KVCacheManager"
 class _Sequence:
     """A request: its tokens, its blocks, and the node of the tree that it locks."""
 
-    __slots__ = ("blocks", "host", "node", "priority", "running", "salt", "tokens")
+    __slots__ = ("blocks", "host", "node", "priority", "salt", "tokens")
 
     def __init__(self, tokens: array[int], salt: Hashable, priority: int) -> None:
         self.tokens = tokens
@@ -34,8 +35,12 @@ class _Sequence:
         self.node: Node | None = None
         self.salt = salt
         self.priority = priority
-        self.running = False
         self.host: HostBlocks | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it has blocks; a preempted one has none."""
+        return self.node is not None
 
 
 class KVCacheManager:
@@ -214,32 +219,42 @@ class KVCacheManager:
     def swap_blocks_to_cpu(self, request: Hashable) -> int:
         """Copies a request's blocks to host memory and gives them up; returns the bytes.
 
-        Copies run on a stream of their own. Blocks that others share stay theirs.
+        Copies run on a stream of their own. Blocks that others share stay theirs. Whatever ends the
+        call early, Ctrl-C included, leaves the request running or swapped.
         """
         sequence = self._running("swap_blocks_to_cpu", request)
         host = self.slab.to_host(sequence.blocks)
         leaving = sequence.blocks
-        sequence.host = host
-        self._stop(sequence, keep=False)
-        self._leaving.update((block, host) for block in leaving if not self._references[block])
+        with Uninterrupted():
+            sequence.host = host
+            self._stop(sequence, keep=False)
+            self._leaving.update((block, host) for block in leaving if not self._references[block])
         return host.nbytes
 
     def swap_blocks_from_cpu(self, request: Hashable) -> int:
-        """Copies a swapped request's blocks back, bit for bit; returns the bytes."""
+        """Copies a swapped request's blocks back, bit for bit; returns the bytes.
+
+        Whatever ends the call early leaves the request swapped or running.
+        """
         sequence = self._known("swap_blocks_from_cpu", request)
         host = sequence.host
         if host is None:
             raise ConfigError(f"swap_blocks_from_cpu: the request {request!r} was not swapped")
-        blocks = self._take("swap_blocks_from_cpu", self._blocks_for(len(sequence.tokens)))
+        blocks: list[int] = []
         try:
+            with Uninterrupted():
+                blocks = self._take("swap_blocks_from_cpu", self._blocks_for(len(sequence.tokens)))
             self.slab.from_host(host, blocks)
+            with Uninterrupted():
+                root, _ = self._tree.match(b"", sequence.salt)
+                self._hold(sequence, root)
+                sequence.blocks.extend(blocks)
+                sequence.host = None
         except BaseException:
-            self._release(blocks)
+            if sequence.host is not None:
+                with Uninterrupted():
+                    self._release(blocks)
             raise
-        root, _ = self._tree.match(b"", sequence.salt)
-        self._hold(sequence, root)
-        sequence.blocks.extend(blocks)
-        sequence.host = None
         return host.nbytes
 
     # What attention reads -------------------------------------------------------------------------
@@ -277,6 +292,10 @@ class KVCacheManager:
         """Blocks that are free or can be evicted."""
         return len(self._free) + self._tree.evictable_blocks
 
+    def num_tokens(self, request: Hashable) -> int:
+        """Tokens of a request, running or preempted."""
+        return len(self._known("num_tokens", request).tokens)
+
     def lookup(self, tokens: Tokens, *, salt: Hashable = None) -> int:
         """How many of the first `tokens` are cached; changes nothing."""
         return self._tree.peek(_tokens("lookup", tokens).tobytes(), salt) * self.block_size
@@ -310,7 +329,6 @@ class KVCacheManager:
         for sequence in self._sequences.values():
             expected = self._blocks_for(len(sequence.tokens)) if sequence.running else 0
             assert len(sequence.blocks) == expected
-            assert sequence.running == (sequence.node is not None)
             assert not (sequence.running and sequence.host)
             for block in sequence.blocks:
                 references[block] += 1
@@ -372,7 +390,6 @@ class KVCacheManager:
             self._references[block] += 1
         self._tree.lock(node)
         sequence.node = node
-        sequence.running = True
 
     def _stop(self, sequence: _Sequence, *, keep: bool) -> None:
         if keep:
@@ -382,7 +399,6 @@ class KVCacheManager:
         self._release(sequence.blocks)
         sequence.node = None
         sequence.blocks = array("i")
-        sequence.running = False
 
     def _publish(self, sequence: _Sequence) -> int:
         num_full = len(sequence.tokens) // self.block_size
