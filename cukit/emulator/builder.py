@@ -61,7 +61,7 @@ class Build:
 def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Build:
     """Compiles `spec`, or finds it in the cache. Raises CompileError with the compiler's log."""
     compiler = find_compiler()
-    flags = (*kernel_flags(checked, debug, compiler), _arch_flag(arch))
+    flags = (*kernel_flags(checked, debug, compiler), f"-DCUKIT_EMULATE={arch_number(arch)}")
     link = link_flags(checked)
     source = _translation_unit(spec)
     parts = (closure_hash(spec.source), source, _sources_hash(), compiler.version)
@@ -148,7 +148,7 @@ def build_foreign(
     Raises CompileError with the compiler's log.
     """
     compiler = find_compiler()
-    flags = (*kernel_flags(checked, debug, compiler), _arch_flag(arch), f"-std={standard}")
+    flags = (*kernel_flags(checked, debug, compiler), f"-DCUKIT_EMULATE={arch_number(arch)}", f"-std={standard}")
     link = link_flags(checked)
     key = _hash(*files, *files.values(), _sources_hash(), compiler.version, *flags, *link)
     library = _folder() / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:64]}-{arch}-{key}.so"
@@ -298,9 +298,10 @@ def _precompiled_prelude(flags: tuple[str, ...], text: str) -> Path:
     return header
 
 
-def _arch_flag(arch: str) -> str:
+def arch_number(arch: str) -> int:
+    """As `__CUDA_ARCH__` has it: 900 for sm_90."""
     major, minor = parse_arch(arch)
-    return f"-DCUKIT_EMULATE={major * 100 + minor * 10}"
+    return major * 100 + minor * 10
 
 
 def _cluster_shapes(symbols: str) -> dict[str, tuple[int, int, int]]:

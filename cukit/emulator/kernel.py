@@ -13,7 +13,7 @@ import numpy as np
 from cukit.core import backend
 from cukit.core.device import typical_device
 from cukit.core.kernel import NULL, Argument, Kernel
-from cukit.emulator.builder import Build
+from cukit.emulator.builder import Build, arch_number
 from cukit.emulator.library import Entry, Extent, LaunchRecord, Range, launch, load_entry
 from cukit.emulator.limits import refusal
 from cukit.emulator.report import describe_fault
@@ -147,6 +147,7 @@ class EmulatedKernel(Kernel):
             same_value_writes=settings.same_value_writes,
             seed=settings.seed,
             interruptible=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            arch=arch_number(self._settings.arch),
             patience=settings.patience,
         )
         report = launch(record)

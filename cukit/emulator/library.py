@@ -60,6 +60,7 @@ class LaunchRecord(ctypes.Structure):
         ("same_value_writes", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         ("interruptible", ctypes.c_uint32),
+        ("arch", ctypes.c_uint32),
         ("patience", ctypes.c_double),
         ("message", ctypes.c_char_p),
         ("message_bytes", ctypes.c_uint32),

@@ -17,12 +17,25 @@ void check_access(const void* pointer, std::size_t bytes, Access access) {
 
 namespace {
 
+// Below the frames of the functions that run there is nothing, and above them lies the thread itself, of
+// which only threadIdx and the like may be read.
+inline void check_stack(const Fiber& me, const void* pointer, std::size_t bytes, Access access,
+                        const void* frame) {
+  const auto* const at = static_cast<const unsigned char*>(pointer);
+  const bool above = access != Access::Read && at + bytes > reinterpret_cast<const unsigned char*>(&me);
+  if (!above && pointer >= frame) return;
+  fault(format("out of bounds: %s of %zu bytes outside of the thread's local variables\n  ",
+               access == Access::Read ? "read" : "write", bytes) +
+        name_of(me) + " " + where(me.call));
+}
+
 inline void judge(void* pointer, std::size_t bytes, Access access, const void* call) {
   if (cukit_emulator_thread == nullptr || bytes == 0) return;
   Fiber& me = current();
   settle(me);
   me.call = call;
   if (on_stack(me, pointer)) {
+    check_stack(me, pointer, bytes, access, __builtin_frame_address(0));
     touch(me, pointer, bytes, access);
   } else {
     check(thread_actor(me), pointer, bytes, access);
@@ -36,6 +49,7 @@ inline void judge_volatile(void* pointer, std::size_t bytes, Access access, cons
   settle(me);
   me.call = call;
   if (on_stack(me, pointer)) {
+    check_stack(me, pointer, bytes, access, __builtin_frame_address(0));
     touch(me, pointer, bytes, access);
   } else if (access == Access::Read) {
     count_poll(me, pointer);
