@@ -36,7 +36,9 @@ def refusal(
     if threads > MOST_THREADS:
         return f"block {block} has {threads} threads, a block may have {MOST_THREADS}"
     if threads > bound:
-        return f"block {block} has {threads} threads, __launch_bounds__ of the kernel allows {bound}"
+        return (
+            f"block {block} has {threads} threads, __launch_bounds__ of the kernel allows {bound}"
+        )
     blocks = math.prod(cluster)
     if blocks > 1 and device.compute_capability < (9, 0):
         return f"clusters of {blocks} blocks: they exist from sm_90 on, not on {device.arch}"

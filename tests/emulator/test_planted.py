@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from tests.emulator.planted_suite import FOLDER, Planted, suite
+from tests.emulator.planted_table import DOCUMENT
 
 pytestmark = pytest.mark.emulator
 
@@ -59,3 +61,14 @@ def test_every_source_declares_its_launch():
     for planted in SUITE:
         assert planted.declared["arg"], f"{planted}: no arguments"
         assert ("BROKEN" in planted.path.read_text()) == bool(planted.reports), str(planted)
+
+
+def test_the_published_table_has_every_class():
+    """What it says of each was measured by `python -m tests.emulator.planted_table`."""
+    text = DOCUMENT.read_text()
+    counts = Counter(planted.kind for planted in SUITE)
+    pairs = Counter(planted.kind for planted in BROKEN)
+    rows = re.findall(r"^\| `(\w+)` \| (\d*) \| (\d*) \| (\d*) \| (\d+) \| (\d+) \|$", text, re.M)
+    assert {row[0]: (row[1], row[4]) for row in rows} == {
+        kind: (str(pairs[kind] or ""), str(counts[kind])) for kind in counts
+    }
