@@ -113,4 +113,4 @@ def pointer_to(statement: Statement, text: str, kind: str, parts: Sequence[str],
     """A pointer to `count` elements, in the state space that the instruction names."""
     where = "shared" if any(p.startswith("shared") for p in parts) else "generic"
     address = address_of(statement, text)
-    return f"{P}{where}pointer_to<{kind}>({address}, {count})"
+    return f"{P}{where}_pointer<{kind}>({address}, {count})"
