@@ -286,7 +286,8 @@ def _kivi(asked: _Asked, bits: int) -> dict[str, Any]:
     return {
         "k": GroupCodes.encode(asked.k[:, :old], bits, axis=1, group_size=size),
         "v": GroupCodes.encode(asked.v[:, :old], bits, axis=3, group_size=value_size),
-        "recent": (asked.k[:, old:], asked.v[:, old:]),
+        # Copies: a view would keep all of the original alive.
+        "recent": (asked.k[:, old:].copy(), asked.v[:, old:].copy()),
         "positions": _every_position(asked.k),
     }
 
