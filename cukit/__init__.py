@@ -44,10 +44,12 @@ from cukit.distill import (
     adamw,
     cross_entropy,
     cross_entropy_backward,
+    distillation_loss,
     global_norm,
     kl_divergence,
     kl_divergence_backward,
     linear_cross_entropy,
+    linear_distillation_loss,
     linear_kl_divergence,
 )
 from cukit.emulator import (
@@ -214,6 +216,7 @@ __all__ = [
     "depth_router",
     "depth_router_backward",
     "dequantize",
+    "distillation_loss",
     "embedding",
     "embedding_backward",
     "empty",
@@ -248,6 +251,7 @@ __all__ = [
     "linear",
     "linear_backward",
     "linear_cross_entropy",
+    "linear_distillation_loss",
     "linear_kl_divergence",
     "linspace",
     "load_quantized",
