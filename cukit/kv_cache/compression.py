@@ -82,7 +82,7 @@ class CompressedKV:
         xp = namespace(self.positions)
         k, v = self.dense() if self.recent is not None else (self.k, self.v)
         batch = self.positions.shape[0]
-        table = xp.arange(batch, dtype=np.int32)[:, None]
+        table = xp.arange(batch, dtype=np.int32).reshape(batch, 1)
         return k, v, table, xp.full(batch, self.num_kept, np.int32)
 
     def attend(
