@@ -33,11 +33,16 @@ from cukit.array_api import (
     zeros_like,
 )
 from cukit.attention import (
+    MlaMetadata,
     PagedAttention,
+    absorb_mla_projections,
     block_sparse_attention,
+    encode_mla_latents,
     flash_attention,
     flash_attention_backward,
     merge_attention_states,
+    mla_attention,
+    mla_metadata,
     paged_attention,
 )
 from cukit.distill import (
@@ -55,6 +60,8 @@ from cukit.distill import (
 from cukit.emulator import (
     activate_from_environment,
     backend,
+    check_kernel,
+    emulate_cupy,
 )
 from cukit.errors import (
     ArrayDtypeError,
@@ -182,6 +189,7 @@ __all__ = [
     "MemoryPool",
     "MemoryPoolConfig",
     "MissingDependencyError",
+    "MlaMetadata",
     "NarrowArray",
     "NarrowDtype",
     "OutOfMemoryError",
@@ -193,6 +201,7 @@ __all__ = [
     "RadixAttention",
     "UnsupportedDeviceError",
     "__version__",
+    "absorb_mla_projections",
     "adamw",
     "adaptive_depth",
     "adaptive_depth_backward",
@@ -204,6 +213,7 @@ __all__ = [
     "block_sparse_attention",
     "bsr_from_mask",
     "bsr_matmul",
+    "check_kernel",
     "compress_kv",
     "create_adaptive_depth_mask",
     "create_sparse_mask",
@@ -221,6 +231,8 @@ __all__ = [
     "embedding_backward",
     "empty",
     "empty_like",
+    "emulate_cupy",
+    "encode_mla_latents",
     "expert_order",
     "explain_matmul",
     "flash_attention",
@@ -262,6 +274,8 @@ __all__ = [
     "memory_pool_allocate",
     "memory_pool_free",
     "merge_attention_states",
+    "mla_attention",
+    "mla_metadata",
     "moe_ffn",
     "moe_ffn_backward",
     "moe_permute",
