@@ -20,8 +20,9 @@ from cukit.kv_cache.key_scores import attention_received, pooled, top_positions
 from cukit.quantization import quantize
 
 _OP = "compress_kv"
-_MOST_ERROR_QUERIES = 128
-"""Of whose outputs the error is: a mask of queries x keys for every head is needed for it."""
+_MOST_ERROR_QUERIES = 16
+"""Of whose outputs the error is. Tokens that come later are what the cache is for; earlier queries
+look at neighbours that need not be kept."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ def compress_kv(
         scale: factor of the scores; 1 / sqrt(head_dim) where omitted.
 
     Returns:
-        CompressedKV. Its error is measured with the last 128 of the queries at most; measuring it
+        CompressedKV. Its error is measured with the last 16 of the queries at most; measuring it
         waits for the GPU, nothing else does.
 
     Raises:
