@@ -34,6 +34,7 @@ from cukit.array_api import (
 )
 from cukit.attention import (
     MlaMetadata,
+    PagedAttention,
     absorb_mla_projections,
     block_sparse_attention,
     encode_mla_latents,
@@ -48,15 +49,19 @@ from cukit.distill import (
     adamw,
     cross_entropy,
     cross_entropy_backward,
+    distillation_loss,
     global_norm,
     kl_divergence,
     kl_divergence_backward,
     linear_cross_entropy,
+    linear_distillation_loss,
     linear_kl_divergence,
 )
 from cukit.emulator import (
     activate_from_environment,
     backend,
+    check_kernel,
+    emulate_cupy,
 )
 from cukit.errors import (
     ArrayDtypeError,
@@ -110,7 +115,7 @@ from cukit.gemm import (
     tree_matmul,
     tune_matmul,
 )
-from cukit.kv_cache import KVCacheBlock, KVCacheManager
+from cukit.kv_cache import CompressedKV, KVCacheBlock, KVCacheManager, RadixAttention, compress_kv
 from cukit.layers import (
     embedding,
     embedding_backward,
@@ -171,6 +176,7 @@ __all__ = [
     "BlockSparseMatrix",
     "CacheError",
     "CompileError",
+    "CompressedKV",
     "ConfigError",
     "CukitError",
     "DataError",
@@ -188,9 +194,11 @@ __all__ = [
     "NarrowDtype",
     "OutOfMemoryError",
     "PackedWeight",
+    "PagedAttention",
     "PointerError",
     "QuantizationReport",
     "QuantizedArray",
+    "RadixAttention",
     "UnsupportedDeviceError",
     "__version__",
     "absorb_mla_projections",
@@ -205,6 +213,8 @@ __all__ = [
     "block_sparse_attention",
     "bsr_from_mask",
     "bsr_matmul",
+    "check_kernel",
+    "compress_kv",
     "create_adaptive_depth_mask",
     "create_sparse_mask",
     "cross_entropy",
@@ -216,10 +226,12 @@ __all__ = [
     "depth_router",
     "depth_router_backward",
     "dequantize",
+    "distillation_loss",
     "embedding",
     "embedding_backward",
     "empty",
     "empty_like",
+    "emulate_cupy",
     "encode_mla_latents",
     "expert_order",
     "explain_matmul",
@@ -251,6 +263,7 @@ __all__ = [
     "linear",
     "linear_backward",
     "linear_cross_entropy",
+    "linear_distillation_loss",
     "linear_kl_divergence",
     "linspace",
     "load_quantized",

@@ -8,9 +8,11 @@ from cukit.attention.mla import MlaMetadata, mla_attention, mla_metadata
 from cukit.attention.mla_latents import encode_mla_latents
 from cukit.attention.mla_projections import absorb_mla_projections
 from cukit.attention.paged import paged_attention
+from cukit.attention.paged_steps import PagedAttention
 
 __all__ = [
     "MlaMetadata",
+    "PagedAttention",
     "absorb_mla_projections",
     "block_sparse_attention",
     "encode_mla_latents",
