@@ -316,9 +316,8 @@ def _query_map(q: Array) -> Any:
 
 
 def _cache_map(kv_cache: Array, box: tuple[int, int, int]) -> Any:
-    """Boxes of a block's tokens; of float8 latents two bytes are an element."""
-    rows = kv_cache[:, :, 0]
-    return encode_tensor_map(rows.view(np.uint16) if _is_coded(rows) else rows, box)
+    """Boxes of a block's tokens."""
+    return encode_tensor_map(kv_cache[:, :, 0], box)
 
 
 def _specs(device: Device) -> list[KernelSpec]:

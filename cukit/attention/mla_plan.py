@@ -79,8 +79,9 @@ class MlaConfig:
 
     @property
     def page_box(self) -> tuple[int, int, int]:
-        """Blocks, tokens and columns of the cache that one copy brings."""
-        return 1, BLOCK_SIZE // self.cluster, BOX_COLUMNS
+        """Blocks, tokens and columns (bytes of a float8 cache) that one copy brings."""
+        columns = 2 * BOX_COLUMNS if self.coded else BOX_COLUMNS
+        return 1, BLOCK_SIZE // self.cluster, columns
 
     @property
     def scratch_floats(self) -> int:

@@ -27,8 +27,8 @@
 //   (64 x 64), all in parts of 64 columns with a swizzle of 128 bytes: 224 KiB. Static: barriers, row
 //   maxima and sums that the warpgroups exchange.
 // Tensor maps: q as [batch, seq_q * heads_q, 576] and the cache as [blocks, 64, 576], with CODES
-//   [blocks, 64, 328] of 16-bit elements; boxes [1, 64, 64], of the cache [1, 64 / CLUSTER, 64]. A block
-//   outside the cache reads as zeros, but for codes.
+//   [blocks, 64, 656] of bytes; boxes [1, 64, 64], of the cache [1, 64 / CLUSTER, 64], of bytes
+//   [1, 64, 128]. A block outside the cache reads as zeros, but for codes.
 // Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16 and CLUSTER 1; EARLY 1|2; PREFETCH 0|1;
 //   PRODUCER_REGISTERS; TEAM a divisor of the grid and of the tiles of a request; CLUSTER 1|2 a divisor
 //   of TEAM; CAUSAL 0|1; THREADS = 384.
@@ -126,8 +126,10 @@ struct Arrays {
 
 namespace producer {
 
-constexpr int kCacheColumns = CODES ? kCodedBytes / 2 : kWidth;  // of the tensor map
-constexpr int kRopeColumn = CODES ? kRopeByte / 2 : kLatent;
+// Of the cache's tensor map, whose elements are bytes with CODES.
+constexpr int kCacheColumns = CODES ? kCodedBytes : kWidth;
+constexpr int kRopeColumn = CODES ? kRopeByte : kLatent;
+constexpr int kBoxColumns = PageTile::kRowBytes / (CODES ? 1 : sizeof(T));
 
 // The first of the tokens of a page that this block copies.
 CUKIT_DEVICE int cluster_row() {
@@ -146,7 +148,7 @@ CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const
 #pragma unroll 1
   for (int part = 0; part < parts; ++part) {
     unsigned char* const own = to + part * PageTile::kPartBytes;
-    const int first_column = column + part * PageTile::kPartColumns;
+    const int first_column = column + part * kBoxColumns;
     if constexpr (CLUSTER == 1) {
       cukit::tma_load_3d(own, cache, full, first_column, 0, block);
     } else {
@@ -218,7 +220,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, const cukit::Tenso
       if (starts) {
         if (PREFETCH && page + 1 < piece.end) {
 #pragma unroll 1
-          for (int column = 0; column < kCacheColumns; column += PageTile::kPartColumns) {
+          for (int column = 0; column < kCacheColumns; column += kBoxColumns) {
             cukit::tma_prefetch_3d(cache, column, cluster_row(), next);
           }
         }

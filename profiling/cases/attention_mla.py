@@ -1,5 +1,5 @@
-"""Cases of `mla_attention`: decode steps over latents in blocks of 64 that lie in random order, with
-the 128 heads of DeepSeek-V3 and parts of them (64, 16) as GPUs share them.
+"""Cases of `mla_attention`: decode steps over latents in blocks of 64 that lie in random order,
+with the 128 heads of DeepSeek-V3 and parts of them (64, 16) as GPUs share them.
 
 The peers are FlashMLA and FlashInfer on the same cache; they have no float8 arm here.
 """
