@@ -71,7 +71,7 @@ static_assert(THREADS == Block::kThreads, "a producer and two consumers");
 static_assert(TEAM % CLUSTER == 0 && !(CODES && CLUSTER > 1), "a cluster reads the same pages");
 static_assert(EARLY == 1 || EARLY == 2, "with three the compiler serialises the products");
 
-// Parts of a page that a section has, and its first one. Sections 0 and 1 are the halves of the latent.
+// Parts of a page that a section has. Sections 0 and 1 are the halves of the latent.
 CUKIT_DEVICE constexpr int parts_of(int section) {
   return section == kRopeSection ? PageTile::kParts - 2 * kHalfParts : kHalfParts;
 }
@@ -270,7 +270,7 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned l
   }
 }
 
-// Multiplies a row's sums when its maximum has become `top`.
+// Rescales a lane's two rows where their maxima have become `top`.
 CUKIT_DEVICE void adopt(cukit::SoftmaxRows& rows, Outputs& out, const float (&top)[2],
                         float factor) {
   const bool grown = top[0] > rows.max[0] || top[1] > rows.max[1];
