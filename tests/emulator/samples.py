@@ -332,6 +332,10 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         (*_rows(rng, (70, 136), (70, 72), (136, 72), (70, 136)), "silu"),
         {"with_bias": True},
     ),
+    "topk_distillation_loss": lambda rng: (
+        (_logits(rng)[0], *teacher_top_k(random(rng, (5, 1003), "float32"), 30)),
+        {"tail": "bucket", "return_grad": True},
+    ),
     "matmul_fp8": lambda rng: (
         tuple(encode(x, float8_e4m3) for x in _rows(rng, (70, 272), (136, 272))),
         {"out_dtype": np.float32},
