@@ -36,10 +36,16 @@ def floats(rng: np.random.Generator, *shape: int) -> np.ndarray[Any, Any]:
 
 
 FUNCTIONS: dict[str, Sample] = {
+    "absorb_mla_projections": lambda rng: (
+        (floats(rng, 10, 7), floats(rng, 9, 8), floats(rng, 2, 3, 6), floats(rng, 2, 4, 6)),
+        {},
+    ),
     "balance_experts": lambda rng: ((rng.random(8), 10, 2), {"num_nodes": 1, "num_groups": 2}),
     "bsr_from_mask": lambda rng: ((floats(rng, 64, 32), np.eye(4, 2, dtype=bool), 16), {}),
     "create_adaptive_depth_mask": lambda rng: ((rng.integers(1, 4, 8), 4), {}),
     "create_sparse_mask": lambda rng: (((64, 96), 16, 0.5), {}),
+    "encode_mla_latents": lambda rng: ((floats(rng, 2, 1, 576),), {}),
+    "mla_metadata": lambda rng: ((16,), {"seq_len_q": 2}),
     "explain_matmul": lambda rng: ((floats(rng, 8, 16), floats(rng, 16, 8)), {}),
     "matmul": lambda rng: (
         (floats(rng, 8, 16), floats(rng, 16, 8)),
