@@ -31,7 +31,7 @@ from cukit.memory.streams import StreamState
 LEAST_EDGES = 32
 """Of a page: one part in so many is worth a mapping."""
 NO_LIMIT = 1 << 62
-MOST_EDGES = 512
+MOST_EDGES = 128
 """Free spans that are looked at for one hole."""
 
 
