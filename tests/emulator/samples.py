@@ -51,6 +51,12 @@ def _paged(rng: Rng) -> Arguments:
     return (q, k, v, table, np.array([60, 33], np.int32)), {"return_lse": True}
 
 
+def _latents(rng: Rng) -> Arguments:
+    q, cache = _rows(rng, (2, 2, 5, 576), (6, 64, 1, 576), dtype="float16")
+    table = rng.permutation(6).reshape(2, 3).astype(np.int32)
+    return (q, cache, table, np.array([190, 33], np.int32)), {"return_lse": True}
+
+
 def _states(rng: Rng) -> Arguments:
     a, b = _rows(rng, (2, 3, 4, 64), (2, 3, 4, 64))
     lse = rng.standard_normal((2, 2, 4, 3)).astype(np.float32)
@@ -288,6 +294,10 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "gelu_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 200))), {}),
     "gemv": lambda rng: (tuple(_rows(rng, (3, 264), (264, 72))), {}),
     "global_norm": lambda rng: ((_rows(rng, (300,), (17, 20)),), {}),
+    "distillation_loss": lambda rng: (
+        _divergence(rng)[0],
+        {**_divergence(rng)[1], "divergence": "jsd"},
+    ),
     "kl_divergence": _divergence,
     "kl_divergence_backward": _divergence_backward,
     "layer_norm": lambda rng: (tuple(_rows(rng, (37, 264), (264,), (264,))), {}),
@@ -312,6 +322,10 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "moe_unpermute_backward": _unpermute_backward,
     "topk_router": lambda rng: ((random(rng, (20, 9), "float32"), 2), {"losses": True}),
     "topk_router_backward": _router_backward,
+    "linear_distillation_loss": lambda rng: (
+        _linear_divergence(rng)[0],
+        {**_linear_divergence(rng)[1], "divergence": "reverse_kl"},
+    ),
     "linear_kl_divergence": _linear_divergence,
     "linear": lambda rng: ((*_rows(rng, (70, 72), (136, 72), (136,)), "gelu"), {}),
     "linear_backward": lambda rng: (
@@ -329,6 +343,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "matmul_tma": lambda rng: (tuple(_rows(rng, (70, 72), (136, 72))), {}),
     "quantized_linear": _quantized_linear,
     "merge_attention_states": _states,
+    "mla_attention": _latents,
     "paged_attention": _paged,
     "quantize": lambda rng: ((_values(rng), int8), {"group_size": 32}),
     "rms_norm": lambda rng: (tuple(_rows(rng, (37, 264), (264,))), {}),
