@@ -151,8 +151,8 @@ class Stitcher:
                         break
         if not candidates:
             return None
-        number, _, waste, tail, head = min(candidates, key=lambda candidate: candidate[:3])
-        return _trimmed(size - number * page, Stitch(number, tail, head, waste))
+        number, _, waste, first, last = min(candidates, key=lambda candidate: candidate[:3])
+        return _trimmed(size - number * page, Stitch(number, first, last, waste))
 
     def _edges(self, state: StreamState) -> tuple[list[Edge], list[Edge]]:
         """Ends and starts of pages, by size."""
