@@ -116,15 +116,12 @@ class Stitcher:
     def undo(self) -> int:
         """Undoes the second mappings that nothing uses any more; returns how many."""
         count = 0
-        again = True
-        while again:  # a page may have been mapped a third time for what was free of its second
-            again = False
-            for second in list(self._seconds):
-                span = self._free_part(second)
-                if span is not None:
-                    self._undo(second, span)
-                    count += 1
-                    again = True
+        # The latest first: a page may have been mapped once more for what was free of its second.
+        for second in self._seconds[::-1]:
+            span = self._free_part(second)
+            if span is not None:
+                self._undo(second, span)
+                count += 1
         return count
 
     # Planning ---------------------------------------------------------------------------------
