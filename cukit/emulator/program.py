@@ -143,7 +143,7 @@ class Program:
         build = Build(
             spec,
             self._library,
-            cluster,  # type: ignore[arg-type]
+            cluster,
             shared=self._record["shared"],
             uninitialised=uninitialised,
             together=together,
