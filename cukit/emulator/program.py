@@ -26,7 +26,7 @@ import numpy as np
 from cukit.core.compiler import KernelSpec, cuda_include_folder
 from cukit.core.kernel import NULL
 from cukit.core.source import kernels_root
-from cukit.emulator.builder import Build, build_foreign
+from cukit.emulator.builder import Build, build_foreign, uninitialised_in
 from cukit.emulator.kernel import EmulatedKernel
 from cukit.emulator.library import Entry, runtime
 from cukit.emulator.rewrite import KernelSource, device_macros, rewrite
@@ -104,12 +104,11 @@ class Program:
         self._cooperative = any(file.cooperative for file in self._files.rewritten)
         unit = _unit(self._files.texts, source, expressions)
         try:
-            self._library, clusters = build_foreign(
+            self._library, self._record = build_foreign(
                 source.name, unit, settings.arch, settings.checked, settings.debug, source.standard
             )
         except CompileError as error:
             raise CompileError(f"{error}{self._files.missing_note}") from None
-        self._clusters = clusters
         self._loaded = _load(self._library, fresh=any(f.variables for f in self._files.rewritten))
 
     def kernel(
@@ -123,17 +122,32 @@ class Program:
         shape = (*block, 1, 1)[:3]
         spec = KernelSpec(self.source.name, name, (), math.prod(shape), shared_bytes)
         cluster = next(
-            (tuple(dims) for symbol, dims in self._clusters.items() if _is_of(symbol, name)),
+            (
+                tuple(dims)
+                for symbol, dims in self._record["clusters"].items()
+                if _is_of(symbol, name)
+            ),
             (1, 1, 1),
         )
         blocks, threads = math.prod(grid), math.prod(grid) * math.prod(shape)
-        if (
+        together = (
             self._cooperative
             and 1 < blocks <= MOST_BLOCKS_AT_ONCE
             and threads <= MOST_THREADS_AT_ONCE
-        ):
+        )
+        if together:
             cluster = (*grid, 1, 1)[:3]
-        build = Build(spec, self._library, cluster)  # type: ignore[arg-type]
+        uninitialised = uninitialised_in(
+            self._record["uninitialised"], name, (kernel.name for kernel in self.kernels)
+        )
+        build = Build(
+            spec,
+            self._library,
+            cluster,
+            shared=self._record["shared"],
+            uninitialised=uninitialised,
+            together=together,
+        )
         kernel = EmulatedKernel(build, self.settings, Entry.from_address(address))
         kernel.block = shape  # type: ignore[assignment]
         return kernel

@@ -65,7 +65,12 @@ class ndarray(np.ndarray):  # type: ignore[type-arg]  # noqa: N801 - CuPy's name
     """
 
     def __new__(
-        cls, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: Any = "C"
+        cls,
+        shape: Any,
+        dtype: Any = float,
+        memptr: Any = None,
+        strides: Any = None,
+        order: Any = "C",
     ) -> ndarray:
         if memptr is not None:
             return np.ndarray.__new__(cls, shape, dtype, memptr.bytes(), 0, strides, order)

@@ -292,7 +292,12 @@ class ReductionKernel(_Generated):
         self.preamble = preamble
 
     def __call__(
-        self, *args: Any, out: Any = None, axis: Any = None, keepdims: bool = False, stream: Any = None
+        self,
+        *args: Any,
+        out: Any = None,
+        axis: Any = None,
+        keepdims: bool = False,
+        stream: Any = None,
     ) -> Any:
         if len(args) not in (self.nin, self.nargs):
             raise TypeError(
@@ -310,9 +315,7 @@ class ReductionKernel(_Generated):
         shown = tuple(1 if each in reduced else shape[each] for each in range(len(shape)))
         outs = self._outputs(given, out_shape, types)
         spread = [
-            array
-            if parameter.raw
-            else np.broadcast_to(array, shape, subok=False).transpose(order)
+            array if parameter.raw else np.broadcast_to(array, shape, subok=False).transpose(order)
             for parameter, array in zip(self.in_params, ins, strict=True)
         ]
         results, count = math.prod(out_shape), math.prod(shape)
@@ -326,7 +329,12 @@ class ReductionKernel(_Generated):
         return made[0] if len(made) == 1 else tuple(made)
 
     def _code(self, types: Mapping[str, np.dtype[Any]]) -> str:
-        arguments = [*self._arguments(types), "long long _results", "long long _each", "long long _all"]
+        arguments = [
+            *self._arguments(types),
+            "long long _results",
+            "long long _each",
+            "long long _all",
+        ]
         reduce_type = self.reduce_type or _c_type(_dtype(self.out_params[0], types))
         if reduce_type in _C_TYPES:
             reduce_type = _C_TYPES[reduce_type]

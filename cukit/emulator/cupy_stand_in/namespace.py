@@ -167,7 +167,15 @@ def _names(module: types.ModuleType) -> dict[str, Any]:
             names[name] = _Absent(f"cupy.{name}")
     for name in ("linalg", "fft", "random"):
         names[name] = _Module(f"cupy.{name}", _wrapped_module(getattr(np, name)))
-    for name in ("rand", "randn", "random", "random_sample", "uniform", "normal", "standard_normal"):
+    for name in (
+        "rand",
+        "randn",
+        "random",
+        "random_sample",
+        "uniform",
+        "normal",
+        "standard_normal",
+    ):
         vars(names["random"])[name] = _Function(name, getattr(np.random, name), casts=True)
     if "testing" in names:
         del names["testing"]  # CuPy's own, which is made of these
@@ -239,7 +247,10 @@ def _cuda(real: Any) -> types.ModuleType:
             "set_allocator": lambda *_: None,
             "set_pinned_memory_allocator": lambda *_: None,
             "runtime": _Module("cupy.cuda.runtime", devices.runtime_functions()),
-            "device": _Module("cupy.cuda.device", {"Device": Device, "get_compute_capability": lambda: Device().compute_capability}),
+            "device": _Module(
+                "cupy.cuda.device",
+                {"Device": Device, "get_compute_capability": lambda: Device().compute_capability},
+            ),
             "stream": _Module("cupy.cuda.stream", {"Stream": Stream, "Event": Event}),
         },
         real,
