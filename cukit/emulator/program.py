@@ -92,8 +92,15 @@ class Source:
         )
 
 
+class _Spec(KernelSpec):
+    """A kernel of a program, which reports call by its name."""
+
+    def __str__(self) -> str:
+        return self.entry
+
+
 class Program:
-    """A compiled program, with variables of its own. Raises CompileError with the compiler's log."""
+    """A compiled program, with variables of its own. Raises CompileError with a log."""
 
     def __init__(self, source: Source, settings: Settings, expressions: Sequence[str] = ()) -> None:
         """expressions: instances of kernel templates, such as `"scale<float, 4>"`."""
@@ -120,7 +127,7 @@ class Program:
             raise LaunchError(self._no_kernel(name))
         address, _ = found
         shape = (*block, 1, 1)[:3]
-        spec = KernelSpec(self.source.name, name, (), math.prod(shape), shared_bytes)
+        spec = _Spec(self.source.name, name, (), math.prod(shape), shared_bytes)
         cluster = next(
             (
                 tuple(dims)
@@ -195,7 +202,7 @@ def parameters_of(kernels: Sequence[KernelSource], name: str) -> str | None:
 
 
 def only_kernel(kernels: Sequence[KernelSource], source: str) -> str:
-    """The name of the one kernel that a program has. Raises ConfigError unless there is just one."""
+    """The name of a program's only kernel. Raises ConfigError unless there is just one."""
     if not kernels:
         raise ConfigError(f"{source} has no __global__ function")
     if len(kernels) > 1 or kernels[0].template:

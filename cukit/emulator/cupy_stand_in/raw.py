@@ -171,7 +171,7 @@ def _argument(name: str, index: int, value: Any, size: int, memory: list[Any]) -
         raise TypeError(
             f"{name}: argument {index} is a NumPy array, which a GPU cannot reach: cupy.asarray it"
         )
-    if isinstance(value, np.void) or isinstance(value, np.ndarray):
+    if isinstance(value, (np.void, np.ndarray)):
         raw = np.ascontiguousarray(value)
         return raw.reshape(1).view(np.dtype((np.void, raw.nbytes)))
     try:
