@@ -50,8 +50,8 @@ class Build:
     static_shared_bytes: int = 0
     """Of the kernel's own `__shared__` variables."""
     shared: Sequence[tuple[int, int]] = ()
-    """Where the variables of the library lie in static shared memory: first byte and size, in order.
-    Between them are gaps, for what runs over the end of one."""
+    """Where the variables of the library lie in static shared memory: first byte and size, in
+    order. Between them are gaps, for what runs over the end of one."""
     uninitialised: Sequence[str] = ()
     """Variables that the compiler sees used before they have a value, and where."""
     together: bool = False
@@ -142,13 +142,17 @@ def build_foreign(
     name: str, files: Mapping[str, str], arch: str, checked: bool, debug: bool, standard: str
 ) -> tuple[Path, Record]:
     """Compiles the first of `files` (texts by name), which includes the others, or finds it in the
-    cache: the library, and with it the `clusters` of its kernels by their symbols' names, `shared` as
-    of a Build and what is `uninitialised` (:func:`uninitialised_in`).
+    cache: the library, and with it the `clusters` of its kernels by their symbols' names, `shared`
+    as of a Build and what is `uninitialised` (:func:`uninitialised_in`).
 
     Raises CompileError with the compiler's log.
     """
     compiler = find_compiler()
-    flags = (*kernel_flags(checked, debug, compiler), f"-DCUKIT_EMULATE={arch_number(arch)}", f"-std={standard}")
+    flags = (
+        *kernel_flags(checked, debug, compiler),
+        f"-DCUKIT_EMULATE={arch_number(arch)}",
+        f"-std={standard}",
+    )
     link = link_flags(checked)
     key = _hash(*files, *files.values(), _sources_hash(), compiler.version, *flags, *link)
     library = _folder() / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:64]}-{arch}-{key}.so"
@@ -196,8 +200,8 @@ def _compile_unit(
     prelude: str,
     link: tuple[str, ...],
 ) -> tuple[bytes, str, list[tuple[str, str, str]]]:
-    """The library; the table of its symbols, demangled, as `nm` prints it; and, of each variable that
-    is used uninitialised, function, name and place."""
+    """The library; the table of its symbols, demangled, as `nm` prints it; and, of each variable
+    that is used uninitialised, function, name and place."""
     header = _precompiled_prelude(flags, prelude)
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
@@ -230,7 +234,8 @@ def uninitialised_in(
     """Of what a library's record says, all but what is in other kernels."""
     others = set(kernels) - {entry.partition("<")[0].rpartition("::")[2]}
     return [
-        f"uninitialised variable: `{name}` is used before it has a value\n  in {function} at {place}"
+        f"uninitialised variable: `{name}` is used before it has a value\n"
+        f"  in {function} at {place}"
         for function, name, place in found
         if function not in others
     ]

@@ -1,9 +1,9 @@
 """A kernel's signature as the compiler prints it, and whether arguments of a launch go with it.
 
-A pointer takes arrays of its own element type. What is left alone, since it may be meant: arrays of
-bytes for any pointer, any array for a pointer to bytes or to a type that NumPy does not have, signed
-integers for unsigned ones, numbers whose bits are moved as unsigned integers or as vectors of integers
-no narrower than they are, and integers that carry the bits of one or two 16-bit floats.
+A pointer takes arrays of its own element type. What is left alone, since it may be meant: arrays
+of bytes for any pointer, any array for a pointer to bytes or to a type that NumPy does not have,
+signed integers for unsigned ones, numbers whose bits are moved as unsigned integers or as vectors
+of integers no narrower than they are, and integers that carry the bits of one or two 16-bit floats.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def test_every_byte_of_shared_memory_has_a_name(tmp_path: Path):
     (tmp_path / "places.cu").write_text(SOURCE)
     spec = KernelSpec(str(tmp_path / "places.cu"), "places", (), 32)
     names = Names(named_library(build_kernel(spec, "sm_90", True, False).library))
-    found = {names.shared(byte) for byte in range(512)}
+    found = {names.shared(byte) for byte in range(4096)}
     found = {text for text in found if text and "past the end" not in text}
     expected = {f"`tile[{i}][{j}]` of `__shared__ short unsigned int tile[3][5]`"
                 for i in range(3) for j in range(5)}  # fmt: skip

@@ -14,7 +14,7 @@ from cukit.emulator.signature import misfit, parameter_name
     [
         ("const char* f() [with T = const float* __restrict__]", "const float*"),
         ("const char *f() [T = const float *]", "const float*"),
-        ("const char* f() [with T = long unsigned int; size_t = long unsigned int]", "long unsigned int"),
+        ("const char* f() [with T = long unsigned int; U = int]", "long unsigned int"),
         ("const char* f() [with T = float* const*]", "float* const*"),
     ],
 )  # fmt: skip
