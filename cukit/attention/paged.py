@@ -338,6 +338,8 @@ def _prepare(
         most_keys=most_keys,
         block_size=block_size,
         table_row=block_table.shape[1],
+        tile_blocks=config.tile // block_size,
+        tile_rows=config.tile % block_size,
         head_dim=head_dim,
         value_dim=value_dim,
         scale_log2=scales_of(q, options)[1],

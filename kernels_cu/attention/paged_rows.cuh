@@ -20,18 +20,20 @@ using cache_t = unsigned char;
 using product_t = __half;
 #endif
 
-constexpr int kStep = 16;  // keys of a warp
+constexpr int kStep = STEP;            // keys of a warp
+constexpr int kKeyTiles = kStep / 16;  // of operands
 constexpr int kTile = kStep * WARPS;
 constexpr int kThreads = kWarpSize * WARPS;
-constexpr int kRows = 16 * M_TILES;
-constexpr int kOTiles = HEAD_DIM / 8;
+constexpr int kRows = 8 * QUERY_TILES;
+constexpr int kDimSteps = HEAD_DIM / 16;
 constexpr int kBits = 8 * sizeof(cache_t);
 constexpr int kTileColumns = HEAD_DIM * kBits / 16;     // of keys and values, in units of 16 bits
 constexpr int kPartBytes = kStep * kTileColumns * 2;    // a warp's keys of a tile, or its values
 constexpr int kScaleBytes = CODE ? 2 * kStep * 4 : 0;   // of its keys, then of its values
-constexpr int kLeastShare = UNIT_TILES ? 1 : 4;  // smaller pieces cost more than they save
 constexpr int kStageBytes = 2 * kPartBytes + kScaleBytes;
-constexpr int kMergePitch = HEAD_DIM + kBits / 2;  // floats: neighbouring rows use different banks
+constexpr int kLeastKeys = 256;  // of a share: smaller pieces cost more than they save
+constexpr int kLeastShare = UNIT_TILES || kTile >= kLeastKeys ? 1 : kLeastKeys / kTile;
+constexpr int kMergePitch = HEAD_DIM + 4;  // floats: a warp's stores use different banks
 
 static_assert(8 * kMergePitch * 4 <= kStageBytes, "sums of eight rows lie in a stage");
 

@@ -50,6 +50,7 @@ struct PagedParameters {
   int problems;   // of a request: key heads times tiles of query rows
   int most_keys;  // that the block table has room for
   int block_size, table_row;
+  int tile_blocks, tile_rows;  // the keys of a tile: whole blocks of the cache, and more rows
   int head_dim, value_dim;
   float scale_log2;  // scale * log2(e)
   ScoreSettings settings;
