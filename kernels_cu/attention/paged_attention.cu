@@ -114,6 +114,11 @@ class Loader {
     return threadIdx.x % cukit::kWarpSize % kStep + i * cukit::kWarpSize;
   }
 
+  // Whether this lane is the first of those that share a key.
+  CUKIT_DEVICE static bool writes() {
+    return kStep >= cukit::kWarpSize || threadIdx.x % cukit::kWarpSize < kStep;
+  }
+
   CUKIT_DEVICE void open_piece(const cukit::PagedParameters& params) {
     const Piece piece = share_.piece();
     tile_ = piece.begin;
@@ -173,9 +178,7 @@ class Loader {
                  arrays.v + place_of(params.v, block_[i], row_[i], head_kv_)};
       }
       all_known &= known;
-      if (kStep >= cukit::kWarpSize || threadIdx.x % cukit::kWarpSize < kStep) {
-        places_[own_key(i)] = place;
-      }
+      if (writes()) places_[own_key(i)] = place;
     }
     __syncwarp();
     if (!PADDED && !VALUE_PADDED && __all_sync(cukit::kFullMask, all_known)) {
@@ -190,23 +193,41 @@ class Loader {
   static constexpr int kElements = 128 / kBits;     // of a chunk
   static constexpr int kCopies = kStep * kChunks / cukit::kWarpSize;
 
+  // A lane's copy number `i` of a step: chunk `chunk` of key `row`.
+  struct Copy {
+    int row, chunk;
+    unsigned to;  // in the tile
+
+    CUKIT_DEVICE explicit Copy(int i) {
+      using Tile = cukit::Swizzle<kTileColumns>;
+      const int lane = threadIdx.x % cukit::kWarpSize;
+      if constexpr (cukit::kWarpSize % kChunks == 0) {  // whole rows: copies differ by constants
+        const int first = i * (cukit::kWarpSize / kChunks);
+        const unsigned phase = (first >> Tile::kRowShift) & Tile::kMask;
+        row = first + lane / kChunks;
+        chunk = lane % kChunks;
+        to = (Tile::offset(lane / kChunks, chunk) ^ (phase << 4)) + first * Tile::kPitch;
+      } else {
+        row = (i * cukit::kWarpSize + lane) / kChunks;
+        chunk = (i * cukit::kWarpSize + lane) % kChunks;
+        to = Tile::offset(row, chunk);
+      }
+    }
+  };
+
   CUKIT_DEVICE void copy_whole(unsigned keys) {
     constexpr int kAtOnce = kCopies % 4 == 0 ? 4 : 3;
     static_assert(kCopies % kAtOnce == 0, "places are read a few at a time");
-    const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
     for (int first = 0; first < kCopies; first += kAtOnce) {
       KeyPlace from[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        from[i] = places_[((first + i) * cukit::kWarpSize + lane) / kChunks];
-      }
+      for (int i = 0; i < kAtOnce; ++i) from[i] = places_[Copy(first + i).row];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const unsigned to = keys + target(lane, first + i);
-        const int column = ((first + i) * cukit::kWarpSize + lane) % kChunks * kElements;
-        cukit::cp_async_16(to, from[i].k + column);
-        cukit::cp_async_16(to + kPartBytes, from[i].v + column);
+        const Copy copy(first + i);
+        cukit::cp_async_16(keys + copy.to, from[i].k + copy.chunk * kElements);
+        cukit::cp_async_16(keys + copy.to + kPartBytes, from[i].v + copy.chunk * kElements);
       }
     }
   }
@@ -214,36 +235,21 @@ class Loader {
   // Zeros for what does not exist or is not seen.
   CUKIT_DEVICE void copy_known(unsigned keys, const Arrays& arrays,
                                const cukit::PagedParameters& params) {
-    const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll 1
     for (int i = 0; i < kCopies; ++i) {
-      const int index = i * cukit::kWarpSize + lane;
-      const int column = index % kChunks * kElements;
-      const KeyPlace from = places_[index / kChunks];
-      const unsigned to = keys + cukit::Swizzle<kTileColumns>::offset(index / kChunks, index % kChunks);
+      const Copy copy(i);
+      const int column = copy.chunk * kElements;
+      const KeyPlace from = places_[copy.row];
       const bool k_valid = from.k != nullptr && (!PADDED || column < params.head_dim);
       const bool v_valid = from.v != nullptr && (!VALUE_PADDED || column < params.value_dim);
-      cukit::cp_async_16(to, k_valid ? from.k + column : arrays.k, k_valid);
-      cukit::cp_async_16(to + kPartBytes, v_valid ? from.v + column : arrays.v, v_valid);
-    }
-  }
-
-  // Where a lane's copy number `i` goes. Where a pass is of whole rows, passes differ by constants.
-  CUKIT_DEVICE static unsigned target(int lane, int i) {
-    using Tile = cukit::Swizzle<kTileColumns>;
-    if constexpr (cukit::kWarpSize % kChunks == 0) {
-      constexpr int kRowsOfPass = cukit::kWarpSize / kChunks;
-      const int row = i * kRowsOfPass;
-      const unsigned phase = (row >> Tile::kRowShift) & Tile::kMask;
-      return (Tile::offset(lane / kChunks, lane % kChunks) ^ (phase << 4)) + row * Tile::kPitch;
-    } else {
-      const int index = i * cukit::kWarpSize + lane;
-      return Tile::offset(index / kChunks, index % kChunks);
+      cukit::cp_async_16(keys + copy.to, k_valid ? from.k + column : arrays.k, k_valid);
+      cukit::cp_async_16(keys + copy.to + kPartBytes, v_valid ? from.v + column : arrays.v, v_valid);
     }
   }
 
   CUKIT_DEVICE void copy_scales(unsigned to, const Arrays& arrays,
                                 const cukit::PagedParameters& params) {
+    if (!writes()) return;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const float* k = arrays.k_scales;

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cukit.array_api import NarrowArray, float8_e4m3
+from cukit.array_api import NarrowArray, float8_e4m3, int8
 from cukit.attention import (
     block_sparse_attention,
     flash_attention,
@@ -117,6 +117,21 @@ def paged(head_dim: int, **options: Any) -> None:
     to_host(merge_attention_states(out, lse, out, lse)[0])
 
 
+def paged_codes(codes: Any) -> None:
+    """The same over codes, with a scale for each key of a head."""
+    rng = _rng()
+    q = random(rng, (2, 1, 6, 128), "bfloat16")
+    storage = rng.integers(0, 100, (30, 16, 2, 128)).astype(np.int8).view(codes.storage_dtype)
+    scales = np.full((30, 16, 2, 1), 0.01, np.float32)
+    table = rng.permutation(30)[:28].reshape(2, 14).astype(np.int32)
+    lengths = np.array([200, 3], np.int32)
+    q, storage, scales, table, lengths = to_device("gpu", q, storage, scales, table, lengths)
+    cache = NarrowArray(storage, codes, storage.shape, scales=scales, axis=-1)
+    assert np.isfinite(
+        to_host(paged_attention(q, cache, cache, table, lengths)).astype(float)
+    ).all()
+
+
 def _as_class(name: str, run: Callable[[], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         choose_class("gpu sm80" if name == "sm80" else "gpu", patch)
@@ -165,5 +180,7 @@ GROUPS = {
     },
     "paged d64": Group(partial(paged, 64), quick=True),
     "paged d128 window": Group(partial(paged, 128, window_size=(70, 0), softcap=2.0)),
+    "paged int8": Group(partial(paged_codes, int8), shares=True),
+    "paged float8": Group(partial(paged_codes, float8_e4m3)),
     "paged d128 batch_invariant": Group(partial(paged, 128, batch_invariant=True), shares=True),
 }

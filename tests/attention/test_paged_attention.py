@@ -143,6 +143,10 @@ def test_options(device: str, options: dict[str, Any], batch_invariant: bool) ->
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
 @emulated(lambda head_dim, shared: head_dim in (80, 128) and shared in ("none", "key"))
 def test_caches_of_codes(device: str, codes: Any, shared: str, head_dim: int) -> None:
+    check_codes(device, codes, shared, head_dim)
+
+
+def check_codes(device: str, codes: Any, shared: str, head_dim: int) -> None:
     """Scales a thousandfold apart, in poisoned caches; against the decoded values in float64."""
     xp = array_module(device)
     cache = Cache([70, 2, 0, 129, 700], heads_q=6, heads_kv=2, head_dim=head_dim, dtype=float16)
@@ -184,6 +188,30 @@ def test_caches_of_codes(device: str, codes: Any, shared: str, head_dim: int) ->
     assert np.abs(got - want).max() <= 2.0**-9 * np.abs(want).max()
     seen = ~np.isneginf(want_lse)
     np.testing.assert_allclose(host(lse)[seen], want_lse[seen], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("codes", "step", "warps", "stages"),
+    [("", 32, 2, 2), ("int8", 16, 4, 3), ("int8", 64, 1, 2), ("float8_e4m3", 16, 8, 2)],
+)
+@emulated(lambda codes: True)
+def test_other_tilings(
+    device: str, codes: str, step: int, warps: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that profiling/paged_variants.py times."""
+    plan = paged.plan_paged_attention
+    tiling = {"step": step, "warps": warps, "stages": stages, "blocks_per_sm": 1}
+    monkeypatch.setattr(
+        paged, "plan_paged_attention", lambda *a, **k: replace(plan(*a, **k), **tiling)
+    )
+    paged._prepare.forget()  # type: ignore[attr-defined]
+    try:
+        if codes:
+            check_codes(device, {"int8": ck.int8}.get(codes, ck.float8_e4m3), "key", 128)
+        else:
+            Cache([500, 3, 150, 0, 70], heads_q=6, heads_kv=2).check(device)
+    finally:
+        paged._prepare.forget()  # type: ignore[attr-defined]
 
 
 def test_values_may_be_narrower(device: str) -> None:
