@@ -33,6 +33,7 @@ from cukit.array_api import (
     zeros_like,
 )
 from cukit.attention import (
+    append_kv,
     block_sparse_attention,
     flash_attention,
     flash_attention_backward,
@@ -190,6 +191,7 @@ __all__ = [
     "adamw",
     "adaptive_depth",
     "adaptive_depth_backward",
+    "append_kv",
     "arange",
     "asarray",
     "backend",

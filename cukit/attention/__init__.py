@@ -1,5 +1,6 @@
 """Attention."""
 
+from cukit.attention.append_kv import append_kv
 from cukit.attention.block_sparse import block_sparse_attention
 from cukit.attention.flash import flash_attention
 from cukit.attention.flash_backward import flash_attention_backward
@@ -7,6 +8,7 @@ from cukit.attention.merge_states import merge_attention_states
 from cukit.attention.paged import paged_attention
 
 __all__ = [
+    "append_kv",
     "block_sparse_attention",
     "flash_attention",
     "flash_attention_backward",

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukit.attention.cache_arrays import cache_parts, check_code_layout, scale_strides
 from cukit.attention.flash_arguments import check_kernel_layout, dense_strides, strides_of
 from cukit.attention.flash_options import (
     PARAMETERS,
@@ -16,12 +17,10 @@ from cukit.attention.flash_options import (
     score_options,
     score_settings,
 )
-from cukit.attention.paged_plan import CODE_HEAD_DIMS, CODES, HEAD_DIMS, plan_paged_attention
+from cukit.attention.paged_plan import CODE_HEAD_DIMS, HEAD_DIMS, plan_paged_attention
 from cukit.core.arrays import (
-    ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
-    address_of,
     adopt,
     check_array,
     check_same_dtype,
@@ -42,9 +41,6 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag
 from cukit.errors import (
-    ArrayDtypeError,
-    ArrayError,
-    ArrayLayoutError,
     ArrayShapeError,
     ConfigError,
 )
@@ -53,7 +49,6 @@ from cukit.registry import register
 
 _OP = "paged_attention"
 _STORED = (np.dtype(np.uint8), np.dtype(np.int8))
-_CODE_HEAD_DIM_STEP = 16
 _FLOAT8_ARCH = (8, 9)
 
 
@@ -137,7 +132,7 @@ def paged_attention(
     >>> ck.paged_attention(np.zeros((1, 1, 1, 8), np.float32), k, v, table, lengths)[0, 0, 0, :2]
     array([35.2, 36.2], dtype=float32)
     """
-    codes, k_cache, k_scales, v_cache, v_scales = _parts(k_cache, v_cache)
+    codes, k_cache, k_scales, v_cache, v_scales = cache_parts(_OP, k_cache, v_cache)
     q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = adopt(
         _OP, q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out
     )
@@ -171,28 +166,6 @@ def paged_attention(
     prepared = _prepare(codes, options, bool(batch_invariant), *arrays)
     attended: Array | tuple[Array, Array] = prepared(arrays, bool(return_lse))
     return attended
-
-
-def _parts(k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any, Any]:
-    """What codes both caches hold ("" for none), and their storage and scales."""
-    quantized = [isinstance(cache, QuantizedArray) for cache in (k_cache, v_cache)]
-    if not any(quantized):
-        return "", k_cache, None, v_cache, None
-    names = [getattr(getattr(cache, "dtype", None), "name", "") for cache in (k_cache, v_cache)]
-    if not all(quantized) or names[0] != names[1] or names[0] not in CODES:
-        raise ArrayDtypeError(
-            f"{_OP}: k_cache and v_cache must both hold float8_e4m3 or both int8 codes, or both "
-            f"elements of q's dtype, got {names[0]} and {names[1]}"
-        )
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.zero_points is not None:
-            raise ArrayError(f"{_OP}: {name} has zero points, which no kernel takes")
-        if cache.scales is not None and cache.scales.shape[-1] != 1:
-            raise ArrayShapeError(
-                f"{_OP}: the scales of {name} must be shared along head_dim, got shape "
-                f"{cache.scales.shape}"
-            )
-    return names[0], k_cache.storage, k_cache.scales, v_cache.storage, v_cache.scales
 
 
 def _decoded(storage: Array, scales: Array | None, codes: str) -> Array:
@@ -327,8 +300,8 @@ def _prepare(
         k=strides_of(k_cache),
         v=strides_of(v_cache),
         out=dense_strides(shape) if out is None else strides_of(out),
-        k_scales=_scale_strides(k_scales),
-        v_scales=_scale_strides(v_scales),
+        k_scales=scale_strides(k_scales),
+        v_scales=scale_strides(v_scales),
         batch=batch,
         heads_q=heads_q,
         heads_kv=heads_kv,
@@ -358,28 +331,7 @@ def _check_layout(q: Array, k_cache: Array, v_cache: Array, out: Array | None, c
         check_kernel_layout(_OP, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
         return
     check_kernel_layout(_OP, q=q, out=out)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.shape[-1] % _CODE_HEAD_DIM_STEP:
-            raise ArrayShapeError(
-                f"{_OP}: head_dim (the last axis of {name}) must be a multiple of "
-                f"{_CODE_HEAD_DIM_STEP} on the GPU, got {cache.shape[-1]}"
-            )
-        if any(step % ACCESS_BYTES for step in (address_of(cache), *cache.strides[:-1])):
-            raise ArrayLayoutError(
-                f"{_OP}: the start and the strides of {name} must be multiples of {ACCESS_BYTES} "
-                f"bytes on the GPU, got strides {cache.strides}"
-            )
-
-
-def _scale_strides(scales: Array | None) -> tuple[int, int, int]:
-    """Over blocks, rows and heads, in elements; 0 along axes that share a scale."""
-    if scales is None:
-        return 0, 0, 0
-    block, row, head = (
-        0 if extent == 1 else stride // scales.itemsize
-        for stride, extent in zip(scales.strides[:3], scales.shape[:3], strict=True)
-    )
-    return block, row, head
+    check_code_layout(_OP, k_cache, v_cache)
 
 
 _ones: dict[int | None, Array] = {}

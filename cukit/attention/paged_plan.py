@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cukit.attention.cache_arrays import CODES
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 CODE_HEAD_DIMS = (64, 128, 192, 256)
 """Of tiles: the next larger one serves other widths."""
-CODES = {"": 0, "float8_e4m3": 1, "int8": 2}
-"""What a cache may hold, by its number in the kernel; "" is q's dtype."""
 
 _OP = "paged_attention"
 _STEP_BYTES = 32

@@ -56,6 +56,16 @@ struct PagedParameters {
   ScoreSettings settings;
 };
 
+// append_kv. Strides of q, k, v and q_out: over tokens (row) and heads; of caches and their scales as in
+// PagedParameters.
+struct AppendParameters {
+  HeadStrides q, k, v, q_out;
+  HeadStrides k_cache, v_cache, k_scales, v_scales;
+  int num_tokens;
+  int num_blocks, block_size;
+  int max_positions;  // rows of the tables
+};
+
 // flash_attention_backward_sm90, which finds its arrays through tensor maps
 struct MappedKeyParameters {
   int batch;

@@ -13,6 +13,7 @@ import pytest
 
 from cukit.array_api import NarrowArray, float8_e4m3, int8
 from cukit.attention import (
+    append_kv,
     block_sparse_attention,
     flash_attention,
     merge_attention_states,
@@ -132,6 +133,25 @@ def paged_codes(codes: Any) -> None:
     ).all()
 
 
+def append(codes: Any) -> None:
+    """Rows of a cache, some of them left out, with turned queries; an odd number of heads."""
+    rng = _rng()
+    q, k, v = (random(rng, (9, heads, 80), "bfloat16") for heads in (3, 2, 2))
+    slots, positions = np.arange(-1, 17, 2), np.arange(9, dtype=np.int32)
+    cos, sin = rng.standard_normal((2, 9, 16)).astype(np.float32)
+    arrays = to_device("gpu", q, k, v, slots, positions, cos, sin)
+    q, k, v, slots, positions, cos, sin = arrays
+    shape = (3, 5, 2, 80)
+    caches = []
+    for _ in range(2):
+        storage = np.zeros(shape, codes.storage_dtype if codes else ml_dtypes.bfloat16)
+        scales = np.ones((*shape[:3], 1), np.float32)
+        storage, scales = to_device("gpu", storage, scales)
+        caches.append(NarrowArray(storage, codes, shape, scales, axis=-1) if codes else storage)
+    append_kv(k, v, *caches, slots, q=q, cos=cos, sin=sin, position_ids=positions, out=q)
+    assert np.isfinite(to_host(q).astype(np.float32)).all()
+
+
 def _as_class(name: str, run: Callable[[], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         choose_class("gpu sm80" if name == "sm80" else "gpu", patch)
@@ -180,6 +200,9 @@ GROUPS = {
     },
     "paged d64": Group(partial(paged, 64), quick=True),
     "paged d128 window": Group(partial(paged, 128, window_size=(70, 0), softcap=2.0)),
+    "append": Group(partial(append, None), quick=True),
+    "append int8": Group(partial(append, int8)),
+    "append float8": Group(partial(append, float8_e4m3)),
     "paged int8": Group(partial(paged_codes, int8), shares=True),
     "paged float8": Group(partial(paged_codes, float8_e4m3)),
     "paged d128 batch_invariant": Group(partial(paged, 128, batch_invariant=True), shares=True),
