@@ -73,8 +73,8 @@ def _arm(ours: Callable[[], Call], tiling: tuple[int, int, int, int]) -> Call:
     def prepare(*args: Any) -> Any:
         prepared = original.__wrapped__(*args)
 
-        def launch(arrays: paged.PagedArrays, return_lse: bool) -> Any:
-            calls.append(partial(prepared, arrays, return_lse))
+        def launch(*given: Any) -> Any:
+            calls.append(partial(prepared, *given))
             return calls[-1]()
 
         return launch
