@@ -18,11 +18,12 @@ from unittest import mock
 from cukit.attention import paged
 from cukit.attention.paged_plan import PagedConfig, plan_paged_attention
 from profiling.case import Call, Case, Workload
-from profiling.cases.attention_paged import Shape, paged_case
+from profiling.cases.attention_paged import GROUP_ROWS, Shape, paged_case
 from profiling.run import Runner, run_cases
 
 TILINGS = {
     "": ((16, 4, 2, 3), (16, 4, 3, 2), (32, 2, 2, 3), (16, 8, 1, 3)),
+    "int4": ((64, 4, 2, 3), (64, 2, 3, 4), (64, 4, 1, 6), (64, 8, 1, 3)),
     "int8": ((32, 4, 3, 2), (32, 4, 2, 3), (16, 4, 3, 4), (16, 4, 4, 3), (32, 2, 4, 3)),
 }
 """(step, warps, blocks_per_sm, stages) for heads of 128, by what the cache holds."""
@@ -34,7 +35,11 @@ SHAPES = (Shape("128x2048", (2048,) * 128), Shape("1x4096", (4096,)))
 
 def cases() -> list[Case]:
     """Each shape with each kind of cache."""
-    return [_with_tilings(replace(shape, codes=codes)) for shape in SHAPES for codes in TILINGS]
+    return [
+        _with_tilings(replace(shape, codes=codes, block_size=GROUP_ROWS if codes == "int4" else 16))
+        for shape in SHAPES
+        for codes in TILINGS
+    ]
 
 
 def tiled(config: PagedConfig, step: int, warps: int, blocks: int, stages: int) -> PagedConfig:

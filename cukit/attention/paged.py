@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.cache_arrays import cache_parts, check_code_layout, scale_strides
+from cukit.attention.cache_arrays import (
+    GROUP_ROWS,
+    cache_parts,
+    check_code_layout,
+    check_group_layout,
+    group_parts,
+    scale_strides,
+)
 from cukit.attention.flash_arguments import check_kernel_layout, dense_strides, strides_of
 from cukit.attention.flash_options import (
     PARAMETERS,
@@ -18,7 +25,12 @@ from cukit.attention.flash_options import (
     score_options,
     score_settings,
 )
-from cukit.attention.paged_plan import CODE_HEAD_DIMS, HEAD_DIMS, plan_paged_attention
+from cukit.attention.paged_plan import (
+    CODE_HEAD_DIMS,
+    GROUP_HEAD_DIMS,
+    HEAD_DIMS,
+    plan_paged_attention,
+)
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
@@ -26,6 +38,7 @@ from cukit.core.arrays import (
     check_array,
     check_same_dtype,
     empty,
+    float16,
     float32,
     int32,
     is_gpu_array,
@@ -42,6 +55,7 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag
 from cukit.errors import (
+    ArrayLayoutError,
     ArrayShapeError,
     ConfigError,
 )
@@ -67,6 +81,8 @@ class PagedArrays(NamedTuple):
     seq_lens: Array
     sinks: Array | None
     out: Array | None
+    k_zeros: Array | None = None  # zero points, of int4
+    v_zeros: Array | None = None
 
 
 def paged_attention(
@@ -98,7 +114,10 @@ def paged_attention(
             strides with a contiguous last axis, e.g. `KVCacheManager.keys(layer)`. Or a
             QuantizedArray of float8_e4m3 or int8 whose scales, if any, are float32 and shared
             along head_dim: one for the cache, a head, or each key of a head. Then head_dim is a
-            multiple of 16 on the GPU, and q's values fit float16.
+            multiple of 16 on the GPU, and q's values fit float16. Or one of int4 (KIVI) with
+            float16 scales and zero points: of keys along axis 1 in groups of 32 or 64 that divide
+            block_size, of values along axis 3, one a row and head; on the GPU head_dim is then a
+            multiple of 32 up to 128, and values' scales are contiguous along rows.
         v_cache: as k_cache; its head_dim must not be larger.
         block_table: int32 [batch, max_blocks], C-contiguous. Entries behind a request's last key,
             or left of its window, are not read.
@@ -139,7 +158,12 @@ def paged_attention(
     >>> ck.paged_attention(np.zeros((1, 1, 1, 8), np.float32), k, v, table, lengths)[0, 0, 0, :2]
     array([35.2, 36.2], dtype=float32)
     """
-    codes, k_cache, k_scales, v_cache, v_scales = cache_parts(_OP, k_cache, v_cache)
+    groups = group_parts(_OP, k_cache, v_cache)
+    k_zeros = v_zeros = None
+    if groups is None:
+        codes, k_cache, k_scales, v_cache, v_scales = cache_parts(_OP, k_cache, v_cache)
+    else:
+        codes, (k_cache, k_scales, k_zeros, v_cache, v_scales, v_zeros) = "int4", groups
     q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = adopt(
         _OP, q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out
     )
@@ -149,10 +173,13 @@ def paged_attention(
     checked = is_checked(_OP, checked)
     check_overlap(
         _OP, out, q=q, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales,
-        block_table=block_table, seq_lens=seq_lens,
+        block_table=block_table, seq_lens=seq_lens, k_zeros=k_zeros, v_zeros=v_zeros,
     )  # fmt: skip
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
-    arrays = PagedArrays(q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out)
+    arrays = PagedArrays(
+        *(q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out),
+        *(k_zeros, v_zeros),
+    )
     return attend(arrays, codes, options, bool(batch_invariant), checked, bool(return_lse))
 
 
@@ -169,7 +196,7 @@ def attend(
 
     scratch: float32, memory of the caller's for sums of pieces; taken where it is large enough.
     """
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = arrays
+    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, *zeros = arrays
     table = _OP, k_cache, block_table, seq_lens, q.shape[1], options.window_size
     if runs_kernel(_OP, *arrays) and not _too_old(codes):
         prepared = _prepare(codes, options, batch_invariant, *arrays)
@@ -182,8 +209,8 @@ def attend(
     wide = np.float32 if codes else k_cache.dtype
     result, lse = reference.paged_attention(
         q,
-        _decoded(k_cache, k_scales, codes).astype(wide, copy=False),
-        _decoded(v_cache, v_scales, codes).astype(wide, copy=False),
+        _decoded(k_cache, k_scales, zeros[0], codes, 1).astype(wide, copy=False),
+        _decoded(v_cache, v_scales, zeros[1], codes, 3).astype(wide, copy=False),
         block_table,
         seq_lens,
         causal=options.causal,
@@ -215,11 +242,17 @@ def is_checked(op: str, checked: bool | None) -> bool:
     return bool(checked)
 
 
-def _decoded(storage: Array, scales: Array | None, codes: str) -> Array:
-    """Values of a cache; those without codes as they are."""
+def _decoded(
+    storage: Array, scales: Array | None, zeros: Array | None, codes: str, axis: int
+) -> Array:
+    """Values of a cache; those without codes as they are. axis: along which int4 has groups."""
     if not codes:
         return storage
     dtype = next(each for each in NARROW_DTYPES if each.name == codes)
+    if zeros is not None and scales is not None:
+        shape = (*storage.shape[:-1], 2 * storage.shape[-1])
+        group_size = shape[axis] // scales.shape[axis]
+        return QuantizedArray(storage, dtype, shape, scales, zeros, axis, group_size).dense()
     values = QuantizedArray(storage, dtype, storage.shape).dense()
     return values if scales is None else values * scales
 
@@ -231,12 +264,15 @@ def _too_old(codes: str) -> bool:
 
 def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
     """Everything but the contents of the arrays."""
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = arrays
+    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, *zeros = arrays
     options.check(_OP)
     check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
     batch, _, heads_q, head_dim = q.shape
     stored = _STORED if codes else FLOAT_DTYPES
-    shape = (None, None, None, head_dim)
+    per_byte = 2 if codes == "int4" else 1
+    if head_dim % per_byte:
+        raise ArrayShapeError(f"{_OP}: head_dim of q must be even for int4, got {head_dim}")
+    shape = (None, None, None, head_dim // per_byte)
     check_array(_OP, "k_cache", k_cache, dtypes=stored, shape=shape, contiguous=False)
     shape = (*k_cache.shape[:-1], None)
     check_array(_OP, "v_cache", v_cache, dtypes=stored, shape=shape, contiguous=False)
@@ -244,14 +280,21 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
         check_same_dtype(_OP, q=q, k_cache=k_cache, v_cache=v_cache)
     for name, scales in (("k_cache.scales", k_scales), ("v_cache.scales", v_scales)):
         if scales is not None:
-            check_array(_OP, name, scales, dtypes=(float32,), ndim=4, contiguous=False)
+            dtype = float16 if codes == "int4" else float32
+            check_array(_OP, name, scales, dtypes=(dtype,), ndim=4, contiguous=False)
+    for name, scales, points in (("k", k_scales, zeros[0]), ("v", v_scales, zeros[1])):
+        if points is not None and scales is not None and points.strides != scales.strides:
+            raise ArrayLayoutError(
+                f"{_OP}: scales and zero points of {name}_cache must have the same strides, got "
+                f"{scales.strides} and {points.strides}"
+            )
     _, block_size, heads_kv, _ = k_cache.shape
     if not heads_kv or not heads_q or heads_q % heads_kv:
         raise ArrayShapeError(
             f"{_OP}: the heads of k_cache (axis 2) must divide those of q, got {heads_kv} and "
             f"{heads_q}"
         )
-    if not block_size or not head_dim or not 0 < v_cache.shape[-1] <= head_dim:
+    if not block_size or not head_dim or not 0 < v_cache.shape[-1] <= k_cache.shape[-1]:
         raise ArrayShapeError(
             f"{_OP}: block_size and head_dim must not be 0, and v_cache's head_dim at most "
             f"k_cache's, got {k_cache.shape} and {v_cache.shape}"
@@ -262,7 +305,7 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
         wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
         check_array(_OP, "sinks", sinks, dtypes=(wide,), shape=(heads_q,))
     if out is not None:
-        shape = (*q.shape[:-1], v_cache.shape[-1])
+        shape = (*q.shape[:-1], per_byte * v_cache.shape[-1])
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
 
 
@@ -321,7 +364,7 @@ class PreparedPaged(NamedTuple):
         self, arrays: PagedArrays, return_lse: bool, scratch: Array | None = None
     ) -> Array | tuple[Array, Array]:
         """Launches the kernel."""
-        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = arrays
+        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, *zeros = arrays
         if out is None:
             out = empty(q, self.shape)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
@@ -333,7 +376,7 @@ class PreparedPaged(NamedTuple):
                 k_scales = _one(q) if k_scales is None else k_scales
                 v_scales = _one(q) if v_scales is None else v_scales
             self.launch(
-                *(q, k_cache, v_cache, k_scales, v_scales, out, lse),
+                *(q, k_cache, v_cache, k_scales, v_scales, *zeros, out, lse),
                 *(block_table, seq_lens, sinks, scratch, counters),
             )
         return (out, lse) if return_lse else out
@@ -346,16 +389,27 @@ def _prepare(
     """Checks, plan and kernel of a call."""
     arrays = PagedArrays(*given)
     _check(arrays, codes, options)
-    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out = arrays
+    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, *zeros = arrays
     _check_layout(q, k_cache, v_cache, out, codes)
+    group_rows = 0
+    if codes == "int4" and k_scales is not None:
+        check_group_layout(_OP, **{"k_cache.scales": k_scales, "v_cache.scales": v_scales})
+        check_group_layout(_OP, **{"k_cache.zeros": zeros[0], "v_cache.zeros": zeros[1]})
+        group_rows = k_cache.shape[1] // k_scales.shape[1]
+        if q.shape[-1] > GROUP_HEAD_DIMS[-1]:
+            raise ArrayShapeError(
+                f"{_OP}: head_dim must be at most {GROUP_HEAD_DIMS[-1]} for int4 on the GPU, got "
+                f"{q.shape[-1]}"
+            )
     batch, seq_q, heads_q, head_dim = q.shape
-    _, block_size, heads_kv, value_dim = v_cache.shape
+    _, block_size, heads_kv, value_bytes = v_cache.shape
+    value_dim = 2 * value_bytes if codes == "int4" else value_bytes
     group = heads_q // heads_kv
     causal, window = options.visible
     config = plan_paged_attention(
         head_dim, value_dim, heads_kv, group * seq_q, q.dtype.name, current_device(),
         codes=codes, causal=causal, window=window is not None, softcap=options.softcap is not None,
-        sinks=sinks is not None, batch_invariant=batch_invariant,
+        sinks=sinks is not None, batch_invariant=batch_invariant, group_rows=group_rows,
     )  # fmt: skip
     shape = (*q.shape[:-1], value_dim)
     most_keys = block_table.shape[1] * block_size
@@ -427,6 +481,8 @@ def _specs(device: Device) -> list[KernelSpec]:
         spec(128, batch_invariant=True),
         *(spec(width, codes="int8") for width in CODE_HEAD_DIMS),
         *(spec(128, rows, codes="float8_e4m3") for rows in (4, 32) if not too_old),
+        *(spec(128, 4, codes="int4", group_rows=rows) for rows in GROUP_ROWS),
+        spec(120, 32, codes="int4", group_rows=64, window=True),
     ]
 
 

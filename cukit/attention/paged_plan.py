@@ -11,7 +11,8 @@ from cukit.core.kernel import KernelSpec
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 CODE_HEAD_DIMS = (64, 128, 192, 256)
-"""Of tiles: the next larger one serves other widths."""
+GROUP_HEAD_DIMS = (128,)
+"""Of tiles, of codes of 8 and of 4 bits: the next larger one serves other widths."""
 
 _OP = "paged_attention"
 _STEP_BYTES = 32
@@ -101,6 +102,8 @@ class PagedConfig:
 
 def _stage_bytes(head_dim: int, codes: str, step: int) -> int:
     """A warp's keys and values of one tile, and their scales."""
+    if codes == "int4":
+        return step * head_dim + 4 * (head_dim + step)
     return 2 * step * (head_dim + 4 if codes else 2 * head_dim)
 
 
@@ -128,17 +131,23 @@ def plan_paged_attention(
     softcap: bool = False,
     sinks: bool = False,
     batch_invariant: bool = False,
+    group_rows: int = 0,
 ) -> PagedConfig:
     """Two thread blocks on an SM for narrow heads, three where codes are decoded, and as many warps
     and then stages as fit.
 
     rows: query rows that share a key head: heads of the group times queries of a request.
+    group_rows: keys of int4 that share scales: those of a step.
     """
-    widths = CODE_HEAD_DIMS if codes else HEAD_DIMS
+    narrowest = codes == "int4"
+    widths = GROUP_HEAD_DIMS if narrowest else CODE_HEAD_DIMS if codes else HEAD_DIMS
     width = next(each for each in widths if each >= head_dim)
-    step = _STEP_BYTES // (1 if codes else 2)
-    query_tiles = 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE or width > 128 else 4
-    blocks = 1 if width > 128 else 3 if codes and query_tiles < 4 else 2
+    step = group_rows or _STEP_BYTES // (1 if codes else 2)
+    # Scores of 64 keys and scaled queries of a second tile do not fit the registers.
+    most_tiles = 1 if narrowest else 2 if width > 128 else 4
+    query_tiles = min(most_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
+    three = codes and not narrowest and query_tiles < 4
+    blocks = 1 if width > 128 else 3 if three else 2
     stage_bytes = _stage_bytes(width, codes, step)
     static_bytes = _SYSTEM_BYTES + 64 + _static_bytes(query_tiles, step, _MOST_WARPS)
     room = device.shared_bytes_per_sm // blocks - static_bytes

@@ -12,14 +12,15 @@
 // Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (STEP * 4 * HEAD_DIM;
 //   of codes half of that and 8 * STEP), where eight rows of every warp lie on their way into a sum;
 //   QUERY_TILES * 16 * HEAD_DIM bytes of queries.
-// Macros: DTYPE float16|bfloat16; CODE of keys and values: 0 as DTYPE, 1 e4m3, 2 int8;
-//   HEAD_DIM 64|96|128|192|256, without 96 for codes; PADDED 0|1 head_dim is smaller (the rest is
+// Macros: DTYPE float16|bfloat16; CODE of keys and values: 0 as DTYPE, 1 e4m3, 2 int8,
+//   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is smaller (the rest is
 //   zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES; UNIT_TILES 0, or tiles a unit;
 //   TEAM a divisor of the key heads and of the grid; BLOCKS_PER_SM; CAUSAL, WINDOW, SOFTCAP, SINKS of
 //   score_options.cuh.
 // Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
 //   and grid; with UNIT_TILES the order of a request depends on its own length alone.
 // Reference: cukit/reference/paged_attention.py.
+#include "attention/paged_loader.cuh"
 #include "attention/paged_operands.cuh"
 #include "attention/paged_sums.cuh"
 #include "common/platform.cuh"
@@ -32,249 +33,6 @@ namespace {
 
 using namespace cukit::paged;
 
-// A run of tiles of one problem, which a block works through.
-struct Piece {
-  Place place;  // its first unit
-  int begin, end;  // tiles of the request
-  bool whole;      // all of the problem
-};
-
-// The units of the batch that a block takes, piece by piece.
-struct Share {
-  Place place;
-  int index, end;  // units of the batch
-
-  CUKIT_DEVICE bool done() const { return index >= end; }
-
-  CUKIT_DEVICE Piece piece() const {
-    const int left = place.request.units - place.unit;
-    const int units = UNIT_TILES ? 1 : min(left, end - index);
-    const int step = UNIT_TILES ? UNIT_TILES : 1;
-    const int last = place.request.first_tile + place.request.tiles;
-    const int begin = place.request.first_tile + place.unit * step;
-    return {place, begin, min(last, begin + units * step), units == place.request.units};
-  }
-
-  CUKIT_DEVICE void advance(const int* seq_lens, const cukit::PagedParameters& params) {
-    const int left = place.request.units - place.unit;
-    const int units = UNIT_TILES ? 1 : min(left, end - index);
-    index += units;
-    place.unit += units;
-    if (place.unit == place.request.units && !done()) place.next_problem(seq_lens, params);
-  }
-};
-
-// Where a key and its values begin in the cache; null where no row sees the key.
-struct __align__(16) KeyPlace {
-  const cache_t* k;
-  const cache_t* v;
-};
-
-// offset_of for numbers that are not negative: half the instructions.
-CUKIT_DEVICE long long place_of(const cukit::HeadStrides& strides, unsigned block, unsigned row,
-                                unsigned head) {
-  return strides.batch * block + strides.row * row + strides.head * head;
-}
-
-// Copies a warp's keys and values, tile after tile of a share, ahead of their use.
-class Loader {
- public:
-  // `places`: of the warp's keys, in shared memory.
-  CUKIT_DEVICE Loader(const Share& share, unsigned ring, KeyPlace* places, const Arrays& arrays,
-                      const cukit::PagedParameters& params)
-      : share_(share), ring_(ring), places_(places), stage_(0), more_(!share.done()) {
-    if (more_) {
-      open_piece(params);
-      look_up(arrays, params);
-    }
-  }
-
-  // Starts the copies of the next tile, or none after the last; one group either way.
-  CUKIT_DEVICE void start(const Arrays& arrays, const cukit::PagedParameters& params) {
-    if (more_) {
-      copy(arrays, params);
-      stage_ = stage_ + 1 == STAGES ? 0 : stage_ + 1;
-      if (++tile_ == piece_end_) {
-        share_.advance(arrays.seq_lens, params);
-        more_ = !share_.done();
-        if (more_) open_piece(params);
-      } else {
-        next_keys(params);
-      }
-      if (more_) look_up(arrays, params);
-    }
-    cukit::cp_async_commit();
-  }
-
- private:
-  static constexpr int kOwn = (kStep + cukit::kWarpSize - 1) / cukit::kWarpSize;  // keys of a lane
-
-  // The lane's key number i of a step; of 16 keys two lanes share each.
-  CUKIT_DEVICE static int own_key(int i) {
-    return threadIdx.x % cukit::kWarpSize % kStep + i * cukit::kWarpSize;
-  }
-
-  // Whether this lane is the first of those that share a key.
-  CUKIT_DEVICE static bool writes() {
-    return kStep >= cukit::kWarpSize || threadIdx.x % cukit::kWarpSize < kStep;
-  }
-
-  CUKIT_DEVICE void open_piece(const cukit::PagedParameters& params) {
-    const Piece piece = share_.piece();
-    tile_ = piece.begin;
-    piece_end_ = piece.end;
-    const Rows rows(piece.place, params);
-    head_kv_ = rows.head_kv;
-    // What no row sees is not read: a window's blocks may have been given to others.
-    const int past = piece.place.request.seq_kv - params.seq_q;
-    const int last = params.seq_q - 1;
-    const int seq_kv = piece.place.request.seq_kv;
-    first_key_ = max(0, cukit::visible_keys(0, past, seq_kv, params.settings).begin);
-    last_key_ = cukit::visible_keys(last, past, seq_kv, params.settings).end;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int key = first_of_tile() + own_key(i);
-      entry_[i] = key / params.block_size;
-      row_[i] = key % params.block_size;
-    }
-  }
-
-  CUKIT_DEVICE int first_of_tile() const {
-    return tile_ * kTile + threadIdx.x / cukit::kWarpSize * kStep;
-  }
-
-  // Of the tile behind, without a division.
-  CUKIT_DEVICE void next_keys(const cukit::PagedParameters& params) {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      entry_[i] += params.tile_blocks;
-      row_[i] += params.tile_rows;
-      if (row_[i] >= params.block_size) {
-        row_[i] -= params.block_size;
-        ++entry_[i];
-      }
-    }
-  }
-
-  // The blocks of the lane's keys, a step before they are needed.
-  CUKIT_DEVICE void look_up(const Arrays& arrays, const cukit::PagedParameters& params) {
-    const int* table = arrays.block_table + static_cast<long long>(share_.place.b) * params.table_row;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int key = first_of_tile() + own_key(i);
-      block_[i] = key >= first_key_ && key < last_key_ ? table[entry_[i]] : -1;
-    }
-  }
-
-  CUKIT_DEVICE void copy(const Arrays& arrays, const cukit::PagedParameters& params) {
-    const unsigned keys = ring_ + stage_ * kStageBytes;
-    bool all_known = true;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      KeyPlace place{nullptr, nullptr};
-      const bool known = block_[i] >= 0;
-      if (known) {
-        place = {arrays.k + place_of(params.k, block_[i], row_[i], head_kv_),
-                 arrays.v + place_of(params.v, block_[i], row_[i], head_kv_)};
-      }
-      all_known &= known;
-      if (writes()) places_[own_key(i)] = place;
-    }
-    __syncwarp();
-    if (!PADDED && !VALUE_PADDED && __all_sync(cukit::kFullMask, all_known)) {
-      copy_whole(keys);
-    } else {
-      copy_known(keys, arrays, params);
-    }
-    if constexpr (CODE != 0) copy_scales(keys + 2 * kPartBytes, arrays, params);
-  }
-
-  static constexpr int kChunks = kTileColumns / 8;  // of a key
-  static constexpr int kElements = 128 / kBits;     // of a chunk
-  static constexpr int kCopies = kStep * kChunks / cukit::kWarpSize;
-
-  // A lane's copy number `i` of a step: chunk `chunk` of key `row`.
-  struct Copy {
-    int row, chunk;
-    unsigned to;  // in the tile
-
-    CUKIT_DEVICE explicit Copy(int i) {
-      using Tile = cukit::Swizzle<kTileColumns>;
-      const int lane = threadIdx.x % cukit::kWarpSize;
-      if constexpr (cukit::kWarpSize % kChunks == 0) {  // whole rows: copies differ by constants
-        const int first = i * (cukit::kWarpSize / kChunks);
-        const unsigned phase = (first >> Tile::kRowShift) & Tile::kMask;
-        row = first + lane / kChunks;
-        chunk = lane % kChunks;
-        to = (Tile::offset(lane / kChunks, chunk) ^ (phase << 4)) + first * Tile::kPitch;
-      } else {
-        row = (i * cukit::kWarpSize + lane) / kChunks;
-        chunk = (i * cukit::kWarpSize + lane) % kChunks;
-        to = Tile::offset(row, chunk);
-      }
-    }
-  };
-
-  CUKIT_DEVICE void copy_whole(unsigned keys) {
-    constexpr int kAtOnce = kCopies % 4 == 0 ? 4 : 3;
-    static_assert(kCopies % kAtOnce == 0, "places are read a few at a time");
-#pragma unroll
-    for (int first = 0; first < kCopies; first += kAtOnce) {
-      KeyPlace from[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) from[i] = places_[Copy(first + i).row];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const Copy copy(first + i);
-        cukit::cp_async_16(keys + copy.to, from[i].k + copy.chunk * kElements);
-        cukit::cp_async_16(keys + copy.to + kPartBytes, from[i].v + copy.chunk * kElements);
-      }
-    }
-  }
-
-  // Zeros for what does not exist or is not seen.
-  CUKIT_DEVICE void copy_known(unsigned keys, const Arrays& arrays,
-                               const cukit::PagedParameters& params) {
-#pragma unroll 1
-    for (int i = 0; i < kCopies; ++i) {
-      const Copy copy(i);
-      const int column = copy.chunk * kElements;
-      const KeyPlace from = places_[copy.row];
-      const bool k_valid = from.k != nullptr && (!PADDED || column < params.head_dim);
-      const bool v_valid = from.v != nullptr && (!VALUE_PADDED || column < params.value_dim);
-      cukit::cp_async_16(keys + copy.to, k_valid ? from.k + column : arrays.k, k_valid);
-      cukit::cp_async_16(keys + copy.to + kPartBytes, v_valid ? from.v + column : arrays.v, v_valid);
-    }
-  }
-
-  CUKIT_DEVICE void copy_scales(unsigned to, const Arrays& arrays,
-                                const cukit::PagedParameters& params) {
-    if (!writes()) return;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const float* k = arrays.k_scales;
-      const float* v = arrays.v_scales;
-      if (block_[i] >= 0) {
-        k += place_of(params.k_scales, block_[i], row_[i], head_kv_);
-        v += place_of(params.v_scales, block_[i], row_[i], head_kv_);
-        cukit::cp_async_cached<4>(to + own_key(i) * 4, k, true);
-        cukit::cp_async_cached<4>(to + (kStep + own_key(i)) * 4, v, true);
-      } else {
-        cukit::cp_async_cached<4>(to + own_key(i) * 4, k, false);
-        cukit::cp_async_cached<4>(to + (kStep + own_key(i)) * 4, v, false);
-      }
-    }
-  }
-
-  Share share_;
-  unsigned ring_;
-  KeyPlace* places_;
-  int stage_;
-  bool more_;
-  int tile_, piece_end_, head_kv_, first_key_, last_key_;
-  int entry_[kOwn], row_[kOwn], block_[kOwn];  // of the lane's keys: of the table, in its block
-};
-
 // The rows of a problem into shared memory; zeros where there are none.
 CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arrays& arrays,
                                const cukit::PagedParameters& params) {
@@ -282,15 +40,16 @@ CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arra
   for (int index = threadIdx.x; index < kRows * kChunks; index += kThreads) {
     const int row = index / kChunks;
     const int column = index % kChunks * 8;
-    unsigned pairs[4] = {};
+    cukit::Vec<T, 8> values{};
     if (row < rows.count && (!PADDED || column < params.head_dim)) {
       const T* from = arrays.q + cukit::offset_of(params.q, rows.b, rows.query(row, params),
                                                   rows.head(row, params));
-      *reinterpret_cast<uint4*>(pairs) = *reinterpret_cast<const uint4*>(from + column);
+      cukit::load(values, from + column);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      reinterpret_cast<unsigned*>(tile)[query_place(row, column + 2 * i)] = query_pair(pairs[i]);
+    for (int i = 0; i < 8; ++i) {
+      reinterpret_cast<product_t*>(tile)[query_place(row, column + i)] =
+          query_element(values[i], column + i);
     }
   }
   __syncthreads();
@@ -304,6 +63,30 @@ CUKIT_DEVICE void load_scales(Scales& scales, const unsigned char* from) {
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
       scales[i / 2][i % 2] = reinterpret_cast<const float*>(from)[8 * i + lane / 4];
+    }
+  }
+}
+
+// int4: of values, and what each key adds to all columns of an output, (code + 8 = 0) times the scale.
+CUKIT_DEVICE void load_value_factors(Scales& scales, Scales& offsets, const unsigned char* from) {
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  const __half* factors = reinterpret_cast<const __half*>(from);
+#pragma unroll
+  for (int i = 0; i < 2 * kKeyTiles; ++i) {
+    const float scale = __half2float(factors[8 * i + lane / 4]);
+    const float zero = __half2float(factors[kStep + 8 * i + lane / 4]);
+    scales[i / 2][i % 2] = scale;
+    offsets[i / 2][i % 2] = -(zero + 8.0f) * scale;
+  }
+}
+
+// int4: zeros where there is no key, since 0 times what lies there may be NaN.
+CUKIT_DEVICE void hide_factors(Scales& scales, Scales& offsets, int first_key, int seq_kv) {
+  const int lane = threadIdx.x % cukit::kWarpSize;
+#pragma unroll
+  for (int i = 0; i < 2 * kKeyTiles; ++i) {
+    if (first_key + 8 * i + lane / 4 >= seq_kv) {
+      scales[i / 2][i % 2] = offsets[i / 2][i % 2] = 0.0f;
     }
   }
 }
@@ -377,6 +160,7 @@ CUKIT_DEVICE void renew(Sums& sums, const Scores& scores, const Scales& value_sc
       const float shrink = exp2f((sums.max[n][i] - base) * factor);
       sums.max[n][i] = renewed;
       sums.sum[n][i] *= shrink;
+      if constexpr (CODE == 3) sums.added[n][i] *= shrink;
 #pragma unroll
       for (int c = 0; c < kDimSteps; ++c)
 #pragma unroll
@@ -384,9 +168,9 @@ CUKIT_DEVICE void renew(Sums& sums, const Scores& scores, const Scales& value_sc
     }
 }
 
-// Adds a warp's keys of a step.
+// Adds a warp's keys of a step. value_offsets: with int4.
 CUKIT_DEVICE void add_keys(Sums& sums, const Scores& scores, const unsigned char* values,
-                           const Scales& value_scales, float factor) {
+                           const Scales& value_scales, const Scales& value_offsets, float factor) {
   renew(sums, scores, value_scales, factor);
   Probabilities p;
 #pragma unroll
@@ -405,6 +189,7 @@ CUKIT_DEVICE void add_keys(Sums& sums, const Scores& scores, const unsigned char
         for (int i = 0; i < 2; ++i) {
           weights[i] = exp2f(fmaf(scores[m][n][2 * half + i], factor, shift[i]));
           sums.sum[n][i] += weights[i];
+          if constexpr (CODE == 3) sums.added[n][i] += weights[i] * value_offsets[m][half];
           if constexpr (CODE != 0) weights[i] *= value_scales[m][half] * sums.inverse;
         }
         const unsigned pair = cukit::pack<product_t>(weights[0], weights[1]);
@@ -418,8 +203,10 @@ CUKIT_DEVICE void add_keys(Sums& sums, const Scores& scores, const unsigned char
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
     const T* __restrict__ q, const cache_t* __restrict__ k, const cache_t* __restrict__ v,
-    const float* __restrict__ k_scales, const float* __restrict__ v_scales, T* __restrict__ out,
-    float* __restrict__ lse, const int* __restrict__ block_table, const int* __restrict__ seq_lens,
+    const scale_t* __restrict__ k_scales, const scale_t* __restrict__ v_scales,
+    const scale_t* __restrict__ k_zeros, const scale_t* __restrict__ v_zeros,
+    T* __restrict__ out, float* __restrict__ lse, const int* __restrict__ block_table,
+    const int* __restrict__ seq_lens,
     const float* __restrict__ sinks,
     float* partial_memory,  // see Partial: two slots a block, or one a unit
     int* counters,          // zeros: one a block, or one a problem
@@ -427,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ Statistics statistics[WARPS][kRows];
   __shared__ KeyPlace places[WARPS][kStep];
-  const Arrays arrays{q, k, v, k_scales, v_scales, out, lse, block_table, seq_lens, sinks};
+  const Arrays arrays{q, k, v, k_scales, v_scales, k_zeros, v_zeros, out, lse, block_table, seq_lens, sinks};
   const Partial partial{partial_memory};
   const int warp = threadIdx.x / cukit::kWarpSize;
   const unsigned char* ring = shared + warp * STAGES * kStageBytes;
@@ -470,13 +257,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
       __syncwarp();  // every lane's copies have arrived, and all have left the stage that is next
       loader.start(arrays, params);
       const unsigned char* keys = ring + stage * kStageBytes;
-      Scales key_scales;
-      Scales value_scales;
-      load_scales(key_scales, keys + 2 * kPartBytes);
-      load_scales(value_scales, keys + 2 * kPartBytes + 4 * kStep);
+      const unsigned char* factors = keys + 2 * kPartBytes;
+      const int first_key = tile * kTile + warp * kStep;
       Scores scores;
-      multiply_keys(scores, queries, keys);
-      if constexpr (CODE != 0) {
+      Scales value_scales;
+      Scales value_offsets;
+      if constexpr (CODE == 3) {
+        multiply_keys(scores, GroupQueries(queries, factors), keys);
+        load_value_factors(value_scales, value_offsets, factors + kKeyScaleBytes);
+      } else {
+        multiply_keys(scores, queries, keys);
+      }
+      if constexpr (CODE == 1 || CODE == 2) {
+        Scales key_scales;
+        load_scales(key_scales, factors);
+        load_scales(value_scales, factors + kKeyScaleBytes);
 #pragma unroll
         for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
@@ -484,11 +279,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
 #pragma unroll
             for (int i = 0; i < 4; ++i) scores[m][n][i] *= key_scales[m][i / 2];
       }
-      const int first_key = tile * kTile + warp * kStep;
       if (cukit::kScoresModified || first_key < seen_begin || first_key + kStep > seen_end) {
         apply_options(scores, first_key, rows, seq_kv, params);
+        if constexpr (CODE == 3) hide_factors(value_scales, value_offsets, first_key, seq_kv);
       }
-      add_keys(sums, scores, keys + kPartBytes, value_scales, factor);
+      add_keys(sums, scores, keys + kPartBytes, value_scales, value_offsets, factor);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 

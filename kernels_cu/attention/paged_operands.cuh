@@ -13,11 +13,17 @@
 // int8 codes become float16 by their bits: 0x6400 | (code + 128) is 1152 + code. Values have the 1152
 // subtracted; what it adds to a score, 1152 times the sum of the query, is where its sum begins.
 //
+// int4: eight codes a word; their sum with 8 is u, and 0x6400 | u is 1024 + u for codes 0, 2, 4 and 6,
+// 0x6400 | 16 u is 1024 + 16 u for the others: the queries of those columns are a sixteenth, and so
+// are their outputs when they are stored. Keys have a scale and a zero point for each column of STEP
+// keys: scales go into the queries, zero points and the 1024 into where the sums of scores begin.
+//
 // Macros: those of paged_attention.cu.
 #pragma once
 
 #include "attention/paged_rows.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/lop3.cuh"
 #include "common/ptx/movmatrix.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/pack_e4m3.cuh"
@@ -33,28 +39,37 @@ using Probabilities = unsigned[kKeyTiles][QUERY_TILES][2];
 using KOperand = LeftMK<kTileColumns>;
 using VOperand = LeftKM<kTileColumns>;
 
-constexpr unsigned kBias = 0x64806480u;       // 1152, twice
-constexpr unsigned kMinusBias = 0xe480e480u;  // -1152, twice
+// What codes are too large by, twice, and its opposite.
+constexpr unsigned kBias = CODE == 3 ? 0x64006400u : 0x64806480u;
+constexpr unsigned kMinusBias = kBias | 0x80008000u;
+constexpr bool kBiased = CODE >= 2;
 
-// Codes 0 and 1 of four as float16, and codes 2 and 3; with Alternating 0 and 2, 1 and 3. int8 codes
-// are 1152 larger.
+constexpr int kPairsOfWord = CODE == 3 ? 4 : 2;
+
+// A word of codes as pairs of float16, larger by kBias. Of keys: codes 0 and 1, 2 and 3; of values,
+// Alternating: 0 and 2, 1 and 3. int4: 0 and 4, 1 and 5 times 16, 2 and 6, 3 and 7 times 16.
 template <bool Alternating>
-CUKIT_DEVICE void spread_codes(unsigned (&halves)[2], unsigned codes) {
+CUKIT_DEVICE void spread_codes(unsigned (&pairs)[kPairsOfWord], unsigned codes) {
 #if CODE == 1
-  unpack_e4m3(halves, Alternating ? permute_bytes(codes, 0, 0x3120) : codes);
-#else
+  unpack_e4m3(pairs, Alternating ? permute_bytes(codes, 0, 0x3120) : codes);
+#elif CODE == 2
   const unsigned raised = codes ^ 0x80808080u;
-  halves[0] = permute_bytes(raised, 0x64646464u, Alternating ? 0x4240 : 0x4140);
-  halves[1] = permute_bytes(raised, 0x64646464u, Alternating ? 0x4341 : 0x4342);
+  pairs[0] = permute_bytes(raised, 0x64646464u, Alternating ? 0x4240 : 0x4140);
+  pairs[1] = permute_bytes(raised, 0x64646464u, Alternating ? 0x4341 : 0x4342);
+#elif CODE == 3
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    pairs[2 * i] = and_xor(codes >> (8 * i), 0x000f000fu, 0x64086408u);
+    pairs[2 * i + 1] = and_xor(codes >> (8 * i), 0x00f000f0u, 0x64806480u);
+  }
 #endif
 }
 
+CUKIT_DEVICE __half2 as_half2(unsigned pair) { return *reinterpret_cast<const __half2*>(&pair); }
+CUKIT_DEVICE unsigned as_word(__half2 pair) { return *reinterpret_cast<const unsigned*>(&pair); }
+
 CUKIT_DEVICE unsigned without_bias(unsigned pair) {
-  if constexpr (CODE != 2) return pair;
-  unsigned base = kBias;
-  const __half2 difference =
-      __hsub2(*reinterpret_cast<__half2*>(&pair), *reinterpret_cast<__half2*>(&base));
-  return *reinterpret_cast<const unsigned*>(&difference);
+  return kBiased ? as_word(__hsub2(as_half2(pair), as_half2(kBias))) : pair;
 }
 
 // The chunk of a key's codes that is read `load`-th by the lanes of number t: two neighbouring rows then
@@ -64,28 +79,43 @@ CUKIT_DEVICE int chunk_of_lane(int t, int load) {
   return kPairedChunks ? load / 2 * 8 + 2 * t + load % 2 : 4 * load + t;
 }
 
-// Where columns `column` and `column` + 1 of a query go in the tile: the word.
+// Where column `column` of a query goes in the tile, in elements.
 CUKIT_DEVICE int query_place(int row, int column) {
-  int step, t, part;
+  int step, t, part, half;
   if constexpr (CODE == 0) {
     step = column / 16;
     t = column % 8 / 2;
     part = column % 16 / 8;
+    half = column % 2;
   } else {
-    const int chunk = column / 16;
+    constexpr int kElements = 128 / kBits;  // of a chunk
+    const int chunk = column / kElements;
+    const int load = kPairedChunks ? chunk / 8 * 2 + chunk % 2 : chunk / 4;
     t = kPairedChunks ? chunk % 8 / 2 : chunk % 4;
-    step = 4 * (kPairedChunks ? chunk / 8 * 2 + chunk % 2 : chunk / 4) + column % 16 / 4;
-    part = column % 4 / 2;
+    step = kElements / 4 * load;
+    if constexpr (CODE == 3) {
+      step += column % kElements / 8 * 2 + column % 4 / 2;
+      part = column % 2;
+      half = column % 8 / 4;
+    } else {
+      step += column % kElements / 4;
+      part = column % 4 / 2;
+      half = column % 2;
+    }
   }
-  return ((row / 8 * kDimSteps + step) * kWarpSize + row % 8 * 4 + t) * 2 + part;
+  return (((row / 8 * kDimSteps + step) * kWarpSize + row % 8 * 4 + t) * 2 + part) * 2 + half;
 }
 
-// Two columns of a query in the element type of the products.
-CUKIT_DEVICE unsigned query_pair(unsigned pair) {
-  if constexpr (CODE == 0) return pair;
-  float values[2];
-  unpack<T>(values, pair);
-  return pack<__half>(values[0], values[1]);
+// A column of a query in the element type of the products.
+CUKIT_DEVICE product_t query_element(T value, int column) {
+  const float factor = CODE == 3 && column % 2 == 1 ? 1.0f / 16 : 1.0f;
+  return from_float<product_t>(to_float(value) * factor);
+}
+
+// sums -= what the bias of codes adds to them.
+CUKIT_DEVICE void subtract_bias(float (&sums)[4], const uint2& q) {
+  const unsigned bias[4] = {kMinusBias, kMinusBias, kMinusBias, kMinusBias};
+  mma_16x8x16<product_t>(sums, bias, q.x, q.y);
 }
 
 // A lane's part of the queries, operand b: in registers where they have room for it.
@@ -101,12 +131,8 @@ class Queries {
     for (int n = 0; n < QUERY_TILES; ++n) {
       float sums[4] = {};
       if constexpr (CODE == 2) {
-        const unsigned bias[4] = {kMinusBias, kMinusBias, kMinusBias, kMinusBias};
 #pragma unroll
-        for (int step = 0; step < kDimSteps; ++step) {
-          const uint2 q = (*this)(n, step);
-          mma_16x8x16<product_t>(sums, bias, q.x, q.y);
-        }
+        for (int step = 0; step < kDimSteps; ++step) subtract_bias(sums, (*this)(n, step));
       }
       start_[n][0] = sums[0];
       start_[n][1] = sums[1];
@@ -142,8 +168,75 @@ class Queries {
   float start_[QUERY_TILES][2];
 };
 
-// scores = K Q^T of a warp's keys.
-CUKIT_DEVICE void multiply_keys(Scores& scores, const Queries& queries, const unsigned char* keys) {
+// int4: the queries for a group of keys, times the scales of its columns.
+class GroupQueries {
+ public:
+  // `factors`: HEAD_DIM scales, then as many zero points.
+  CUKIT_DEVICE GroupQueries(const Queries& queries, const unsigned char* factors) {
+    const int t = threadIdx.x % kWarpSize % 4;
+    const uint4* chunks = reinterpret_cast<const uint4*>(factors);
+    float sums[QUERY_TILES][4] = {};
+#pragma unroll
+    for (int step = 0; step < kDimSteps; step += 2) {
+      // Of eight columns: a word of codes.
+      const int at = 4 * chunk_of_lane(t, step / 8) + step % 8 / 2;
+      unsigned scales[4];
+      unsigned zeros[4];
+      by_pair(scales, chunks[at]);
+      by_pair(zeros, chunks[HEAD_DIM / 8 + at]);
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const __half2 eight = __float2half2_rn(-8.0f);
+        const unsigned low = as_word(__hsub2(eight, as_half2(zeros[i])));
+        const unsigned high = as_word(__hsub2(eight, as_half2(zeros[i + 1])));
+        const unsigned offsets[4] = {low, low, high, high};
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; ++n) {
+          uint2 q = queries(n, step + i / 2);
+          q.x = as_word(__hmul2(as_half2(q.x), as_half2(scales[i])));
+          q.y = as_word(__hmul2(as_half2(q.y), as_half2(scales[i + 1])));
+          scaled_[n][step + i / 2] = q;
+          subtract_bias(sums[n], q);
+          // Zero points count once.
+          q.y = as_word(__hmul2(as_half2(q.y), __float2half2_rn(16.0f)));
+          mma_16x8x16<product_t>(sums[n], offsets, q.x, q.y);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) start_[n][i] = sums[n][i];
+  }
+
+  CUKIT_DEVICE uint2 operator()(int n, int step) const { return scaled_[n][step]; }
+
+  CUKIT_DEVICE void begin(Scores& scores) const {
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[m][n][i] = start_[n][i % 2];
+  }
+
+ private:
+  // Eight float16 in pairs 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+  CUKIT_DEVICE static void by_pair(unsigned (&pairs)[4], const uint4& from) {
+    pairs[0] = permute_bytes(from.x, from.z, 0x5410);
+    pairs[1] = permute_bytes(from.x, from.z, 0x7632);
+    pairs[2] = permute_bytes(from.y, from.w, 0x5410);
+    pairs[3] = permute_bytes(from.y, from.w, 0x7632);
+  }
+
+  uint2 scaled_[QUERY_TILES][kDimSteps];
+  float start_[QUERY_TILES][2];
+};
+
+// scores = K Q^T of a warp's keys. AnyQueries: Queries or GroupQueries.
+template <typename AnyQueries>
+CUKIT_DEVICE void multiply_keys(Scores& scores, const AnyQueries& queries,
+                                const unsigned char* keys) {
   queries.begin(scores);
   if constexpr (CODE == 0) {
     const KOperand operand(shared_address(keys), 0, 0);
@@ -162,7 +255,7 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, const Queries& queries, const un
   } else {
     const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
-    for (int load = 0; load < HEAD_DIM / 64; ++load)
+    for (int load = 0; load < kTileColumns / 32; ++load)
 #pragma unroll
       for (int m = 0; m < kKeyTiles; ++m) {
         unsigned codes[2][4];  // of keys lane / 4 and lane / 4 + 8
@@ -174,15 +267,19 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, const Queries& queries, const un
         }
 #pragma unroll
         for (int word = 0; word < 4; ++word) {
-          unsigned upper[2];
-          unsigned lower[2];
+          unsigned upper[kPairsOfWord];
+          unsigned lower[kPairsOfWord];
           spread_codes<false>(upper, codes[0][word]);
           spread_codes<false>(lower, codes[1][word]);
-          const unsigned a[4] = {upper[0], lower[0], upper[1], lower[1]};
 #pragma unroll
-          for (int n = 0; n < QUERY_TILES; ++n) {
-            const uint2 q = queries(n, 4 * load + word);
-            mma_16x8x16<product_t>(scores[m][n], a, q.x, q.y);
+          for (int i = 0; i < kPairsOfWord; i += 2) {
+            const unsigned a[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
+            const int step = (4 * load + word) * (kPairsOfWord / 2) + i / 2;
+#pragma unroll
+            for (int n = 0; n < QUERY_TILES; ++n) {
+              const uint2 q = queries(n, step);
+              mma_16x8x16<product_t>(scores[m][n], a, q.x, q.y);
+            }
           }
         }
       }
@@ -196,7 +293,7 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, const un
   for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
     for (int column = 0; column < kTileColumns; column += 16) {
-      constexpr int kTiles = CODE == 0 ? 1 : 2;  // of output columns
+      constexpr int kTiles = CODE == 0 ? 1 : kPairsOfWord;  // of output columns
       unsigned loaded[4];
       operand(loaded, 16 * m, column);
       unsigned a[kTiles][4];
@@ -205,10 +302,10 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, const un
         if constexpr (CODE == 0) {
           a[0][i] = loaded[i];
         } else {
-          unsigned halves[2];
-          spread_codes<true>(halves, loaded[i]);
-          a[0][i] = without_bias(halves[0]);
-          a[1][i] = without_bias(halves[1]);
+          unsigned pairs[kPairsOfWord];
+          spread_codes<true>(pairs, loaded[i]);
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) a[tile][i] = without_bias(pairs[tile]);
         }
       }
 #pragma unroll
@@ -222,9 +319,9 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, const un
 }
 
 // A lane's outputs of eight rows, each to where it belongs among HEAD_DIM columns of its row.
-// `pitch`: floats between rows; `factors`: of the lane's two rows.
+// `pitch`: floats between rows; `factors`, `added`: to all columns, of the lane's two rows.
 CUKIT_DEVICE void store_columns(float* rows, int pitch, const Outputs& out, int n,
-                                const float (&factors)[2]) {
+                                const float (&factors)[2], const float (&added)[2]) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -236,6 +333,16 @@ CUKIT_DEVICE void store_columns(float* rows, int pitch, const Outputs& out, int 
 #pragma unroll
         for (int c = 0; c < kDimSteps; ++c) {
           row[16 * c + 8 * half + lane / 4] = out[c][n][e] * factors[i];
+        }
+      } else if constexpr (CODE == 3) {
+        const float sixteenth = factors[i] / 16;
+#pragma unroll
+        for (int c = 0; c < kDimSteps; c += 4) {
+          *reinterpret_cast<float4*>(row + 16 * c + 4 * (8 * half + lane / 4)) =
+              make_float4(fmaf(out[c][n][e], factors[i], added[i]),
+                          fmaf(out[c + 1][n][e], sixteenth, added[i]),
+                          fmaf(out[c + 2][n][e], factors[i], added[i]),
+                          fmaf(out[c + 3][n][e], sixteenth, added[i]));
         }
       } else {
 #pragma unroll

@@ -19,6 +19,7 @@ struct Sums {
   float sum[QUERY_TILES][2];  // over this lane's keys; lanes of equal lane % 4 are summed at the end
   float unit;     // CODE: what `out` is to be multiplied with, the largest scale of values so far
   float inverse;  // of unit, or 0
+  float added[QUERY_TILES][2];  // int4: to all columns, what zero points add over this lane's keys
 
   CUKIT_DEVICE void clear() {
     cukit::clear(out);
@@ -28,6 +29,7 @@ struct Sums {
       for (int i = 0; i < 2; ++i) {
         max[n][i] = -infinity();
         sum[n][i] = 0.0f;
+        added[n][i] = 0.0f;
       }
     unit = inverse = 0.0f;
   }
@@ -123,6 +125,7 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long lon
     const int first = 8 * n;
     if (first >= rows.count) break;
     float shrink[2];  // of this lane's rows: what this warp's outputs are multiplied with
+    float added[2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int number = first + lane % 4 * 2 + i;
@@ -130,9 +133,11 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long lon
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) top = fmaxf(top, statistics[w][number].max);
       const float own = statistics[warp][number].max;
-      shrink[i] = own == -infinity() ? 0.0f : exp2f(own - top) * (CODE ? sums.unit : 1.0f);
+      const float weight = own == -infinity() ? 0.0f : exp2f(own - top);
+      shrink[i] = weight * (CODE ? sums.unit : 1.0f);
+      if constexpr (CODE == 3) added[i] = weight * sum_over_keys(sums.added[n][i]);
     }
-    store_columns(merge_row(merge, warp, 0), kMergePitch, sums.out, n, shrink);
+    store_columns(merge_row(merge, warp, 0), kMergePitch, sums.out, n, shrink, added);
     __syncthreads();
     for (int pair = threadIdx.x; pair < 8 * HEAD_DIM / 2; pair += kThreads) {
       const int row = pair / (HEAD_DIM / 2);

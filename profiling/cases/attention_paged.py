@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 
 from cukit.attention import merge_attention_states, paged_attention
-from cukit.core.narrow_dtype import float8_e4m3, int8
+from cukit.core.narrow_dtype import float8_e4m3, int4, int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.reference import paged_attention as reference
 from profiling import peers
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.cases.attention import BACKENDS
-from profiling.data import array_module, normal
+from profiling.data import array_module, integers, normal
+
+GROUP_ROWS = 64
+"""Keys of an int4 cache that share a channel's scale."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,9 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        """A key of a head, or its values: codes have a scale."""
+        """A key of a head, or its values: codes have a scale; int4 on average."""
+        if self.codes == "int4":
+            return self.head_dim // 2 + 2 + 2 * self.head_dim // GROUP_ROWS
         return self.head_dim + 4 if self.codes else 2 * self.head_dim
 
     @property
@@ -55,7 +60,8 @@ def cases(small: bool = False) -> list[Case]:
     if small:
         mixed = Shape("mixed", (3, 40), 4, 1, 24)
         narrow = Shape("2x20", (20, 20), 4, 2, 16, codes="int8")
-        shapes = [Shape("2x20", (20, 20), 4, 2, 16), mixed, narrow]
+        groups = Shape("2x20", (20, 20), 4, 2, 32, GROUP_ROWS, "int4")
+        shapes = [Shape("2x20", (20, 20), 4, 2, 16), mixed, narrow, groups]
         return [*map(paged_case, shapes), _merge_case(2, 3, 4, 16)]
     batches = ((1, 4096), (1, 32768), (16, 16384), (32, 4096), (128, 2048))
     shapes = [
@@ -73,8 +79,13 @@ def cases(small: bool = False) -> list[Case]:
         Shape("32x4096", (4096,) * 32, 16, 4, 256),
     ]
     shapes += [
-        Shape(f"{batch}x{length}", (length,) * batch, codes=codes)
-        for codes in ("int8", "float8_e4m3")
+        Shape(
+            f"{batch}x{length}",
+            (length,) * batch,
+            block_size=GROUP_ROWS if codes == "int4" else 16,
+            codes=codes,
+        )
+        for codes in ("int8", "float8_e4m3", "int4")
         for batch, length in ((1, 4096), (32, 4096), (128, 2048))
     ]
     merges = [_merge_case(128, 1, 32, 128), _merge_case(1, 16384, 32, 128)]
@@ -95,7 +106,10 @@ def paged_case(shape: Shape) -> Case:
         table, lengths = xp.asarray(host), xp.asarray(np.asarray(shape.lengths, np.int32))
         block = sum(counts), shape.block_size, shape.heads_kv, shape.head_dim
         q = normal((batch, 1, shape.heads_q, shape.head_dim), "bfloat16")
-        k, v = (_cache(block, shape.codes) for _ in range(2))
+        if shape.codes == "int4":
+            k, v = _grouped_cache(block, 1), _grouped_cache(block, 3)
+        else:
+            k, v = (_cache(block, shape.codes) for _ in range(2))
         arguments = (q, k, v, table, lengths)
         out = xp.empty_like(q)
         arms: dict[str, Callable[[], Call]] = {
@@ -135,6 +149,23 @@ def _cache(block: tuple[int, ...], codes: str) -> Any:
         values = normal(part.shape, "float32") * (most / 4.5)
         part[...] = QuantizedArray.encode(xp.clip(values, -most, most), dtype).storage
     return QuantizedArray(storage, dtype, block, scales=scales, axis=-1)
+
+
+def _grouped_cache(block: tuple[int, ...], axis: int) -> Any:
+    """int4 keys (axis 1) or values (axis 3) of random codes, about as large as normal numbers."""
+    xp = array_module()
+    blocks, block_size, heads, head_dim = block
+    storage = integers(0, 256, (blocks, block_size, heads, head_dim // 2), "uint8")
+    if axis == 1:
+        shape, size = (blocks, block_size // GROUP_ROWS, heads, head_dim), GROUP_ROWS
+        factors = [xp.full(shape, value, xp.float16) for value in (0.2, -0.5)]
+    else:
+        size = head_dim
+        factors = [
+            xp.full((blocks, heads, block_size, 1), value, xp.float16).swapaxes(1, 2)
+            for value in (0.2, -0.5)
+        ]
+    return QuantizedArray(storage, int4, block, *factors, axis, size)
 
 
 def _merge_case(batch: int, seq_len: int, heads: int, head_dim: int) -> Case:
@@ -208,5 +239,10 @@ def _rows(cache: Any, used: Any) -> Any:
     if not isinstance(cache, QuantizedArray):
         return cache[used].astype(xp.float32)
     storage = cache.storage[used]
+    if cache.zero_points is not None:
+        factors = cache.scales[used], cache.zero_points[used]
+        shape = (*storage.shape[:-1], cache.shape[-1])
+        part = QuantizedArray(storage, cache.dtype, shape, *factors, cache.axis, cache.group_size)
+        return part.dense().astype(xp.float32)
     codes = QuantizedArray(storage, cache.dtype, storage.shape).dense()
     return codes.astype(xp.float32) * cache.scales[used]

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cukit.array_api import NarrowArray, float8_e4m3, int8
+from cukit.array_api import NarrowArray, float8_e4m3, int4, int8
 from cukit.attention import (
     append_kv,
     block_sparse_attention,
@@ -133,6 +133,24 @@ def paged_codes(codes: Any) -> None:
     ).all()
 
 
+def paged_groups() -> None:
+    """The same over int4, whose groups end inside the last block."""
+    rng = _rng()
+    q = random(rng, (2, 1, 6, 128), "bfloat16")
+    storage = rng.integers(0, 256, (6, 128, 2, 64)).astype(np.uint8)
+    table = rng.permutation(6)[:4].reshape(2, 2).astype(np.int32)
+    lengths = np.array([200, 3], np.int32)
+    factors = [np.full((6, 2, 2, 128), 0.1, np.float16), np.full((6, 2, 128, 1), 0.1, np.float16)]
+    placed = to_device("gpu", q, storage, table, lengths, *factors)
+    q, storage, table, lengths, columns, rows = placed
+    rows = rows.swapaxes(1, 2)
+    shape = (6, 128, 2, 128)
+    k = NarrowArray(storage, int4, shape, columns, columns, 1, 64)
+    v = NarrowArray(storage, int4, shape, rows, rows, 3, 128)
+    out = to_host(paged_attention(q, k, v, table, lengths))
+    assert np.isfinite(out.astype(np.float32)).all()
+
+
 def append(codes: Any) -> None:
     """Rows of a cache, some of them left out, with turned queries; an odd number of heads."""
     rng = _rng()
@@ -204,6 +222,7 @@ GROUPS = {
     "append int8": Group(partial(append, int8)),
     "append float8": Group(partial(append, float8_e4m3)),
     "paged int8": Group(partial(paged_codes, int8), shares=True),
+    "paged int4": Group(paged_groups, shares=True),
     "paged float8": Group(partial(paged_codes, float8_e4m3)),
     "paged d128 batch_invariant": Group(partial(paged, 128, batch_invariant=True), shares=True),
 }
