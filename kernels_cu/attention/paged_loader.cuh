@@ -1,4 +1,4 @@
-// What a thread block of paged attention reads, piece by piece, and the copies of its keys and values.
+// The copies of keys and values that a thread block of paged attention reads.
 //
 // A warp copies its own keys of a tile, STAGES - 1 tiles ahead. Each lane looks up the block of a key
 // (of 16 keys, two lanes share each; of 64 each lane has two) a step before it is needed; where the
@@ -14,38 +14,6 @@
 #include "common/tile.cuh"
 
 namespace cukit::paged {
-
-// A run of tiles of one problem, which a block works through.
-struct Piece {
-  Place place;  // its first unit
-  int begin, end;  // tiles of the request
-  bool whole;      // all of the problem
-};
-
-// The units of the batch that a block takes, piece by piece.
-struct Share {
-  Place place;
-  int index, end;  // units of the batch
-
-  CUKIT_DEVICE bool done() const { return index >= end; }
-
-  CUKIT_DEVICE Piece piece() const {
-    const int left = place.request.units - place.unit;
-    const int units = UNIT_TILES ? 1 : min(left, end - index);
-    const int step = UNIT_TILES ? UNIT_TILES : 1;
-    const int last = place.request.first_tile + place.request.tiles;
-    const int begin = place.request.first_tile + place.unit * step;
-    return {place, begin, min(last, begin + units * step), units == place.request.units};
-  }
-
-  CUKIT_DEVICE void advance(const int* seq_lens, const PagedParameters& params) {
-    const int left = place.request.units - place.unit;
-    const int units = UNIT_TILES ? 1 : min(left, end - index);
-    index += units;
-    place.unit += units;
-    if (place.unit == place.request.units && !done()) place.next_problem(seq_lens, params);
-  }
-};
 
 // Where a key and its values begin in the cache; null where no row sees the key.
 struct __align__(16) KeyPlace {

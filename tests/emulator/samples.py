@@ -15,6 +15,7 @@ import numpy as np
 from cukit.array_api import NarrowDtype, QuantizedArray, float8_e4m3, float8_e5m2, int4, int8
 from cukit.array_api.narrow import encode
 from cukit.distill.adamw import AdamWState
+from cukit.distill.topk_distillation_loss import teacher_top_k
 from cukit.gemm import BlockSparseMatrix, adaptive_depth, bsr_from_mask
 from cukit.registry import Op
 from tests.contract import random
@@ -56,6 +57,12 @@ def _paged(rng: Rng) -> Arguments:
     q, k, v = _rows(rng, (2, 1, 4, 64), (9, 16, 2, 64), (9, 16, 2, 64))
     table = rng.permutation(9)[:8].reshape(2, 4).astype(np.int32)
     return (q, k, v, table, np.array([60, 33], np.int32)), {"return_lse": True}
+
+
+def _latents(rng: Rng) -> Arguments:
+    q, cache = _rows(rng, (2, 2, 5, 576), (6, 64, 1, 576), dtype="float16")
+    table = rng.permutation(6).reshape(2, 3).astype(np.int32)
+    return (q, cache, table, np.array([190, 33], np.int32)), {"return_lse": True}
 
 
 def _states(rng: Rng) -> Arguments:
@@ -333,6 +340,10 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         (*_rows(rng, (70, 136), (70, 72), (136, 72), (70, 136)), "silu"),
         {"with_bias": True},
     ),
+    "topk_distillation_loss": lambda rng: (
+        (_logits(rng)[0], *teacher_top_k(random(rng, (5, 1003), "float32"), 30)),
+        {"tail": "bucket", "return_grad": True},
+    ),
     "matmul_fp8": lambda rng: (
         tuple(encode(x, float8_e4m3) for x in _rows(rng, (70, 272), (136, 272))),
         {"out_dtype": np.float32},
@@ -345,6 +356,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "quantized_linear": _quantized_linear,
     "append_kv": _append,
     "merge_attention_states": _states,
+    "mla_attention": _latents,
     "paged_attention": _paged,
     "quantize": lambda rng: ((_values(rng), int8), {"group_size": 32}),
     "rms_norm": lambda rng: (tuple(_rows(rng, (37, 264), (264,))), {}),
