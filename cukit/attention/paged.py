@@ -393,7 +393,7 @@ class PreparedPaged(NamedTuple):
         return (out, lse) if return_lse else out
 
     def _fits(self, scratch: PagedScratch) -> bool:
-        return scratch.sums.size >= self.floats and scratch.counters.size >= self.counters
+        return bool(scratch.sums.size >= self.floats and scratch.counters.size >= self.counters)
 
 
 @launch_plan

@@ -172,9 +172,6 @@ def append(codes: Any) -> None:
     assert np.isfinite(to_host(q).astype(np.float32)).all()
 
 
-def latents(heads: int, seq_q: int) -> None:
-
-
 def latents(heads: int, seq_q: int, coded: bool = False) -> None:
     """Requests of unlike lengths, one of them empty, that share thread blocks."""
     rng = _rng()
