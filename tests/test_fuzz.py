@@ -76,7 +76,11 @@ FUNCTIONS: dict[str, Sample] = {
     "get_kernel": lambda rng: (("rms_norm",), {"platform": "cpu"}),
 }
 
-WRITES = {"adamw": {"params", "state"}, "batched_copy": {"memory"}}
+WRITES = {
+    "adamw": {"params", "state"},
+    "append_kv": {"k_cache", "v_cache"},
+    "batched_copy": {"memory"},
+}
 """Arguments that an op is there to change. Beside these: `out`, `grad_weight`, and what
 `inplace=True` names."""
 WRITTEN_ON_REQUEST = {"out", "grad_weight"}

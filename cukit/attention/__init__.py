@@ -1,5 +1,6 @@
 """Attention."""
 
+from cukit.attention.append_kv import append_kv
 from cukit.attention.block_sparse import block_sparse_attention
 from cukit.attention.flash import flash_attention
 from cukit.attention.flash_backward import flash_attention_backward
@@ -14,6 +15,7 @@ __all__ = [
     "MlaMetadata",
     "PagedAttention",
     "absorb_mla_projections",
+    "append_kv",
     "block_sparse_attention",
     "encode_mla_latents",
     "flash_attention",

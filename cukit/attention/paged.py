@@ -7,6 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cukit.attention.cache_arrays import (
+    GROUP_ROWS,
+    cache_parts,
+    check_code_layout,
+    check_group_layout,
+    group_parts,
+    scale_strides,
+)
 from cukit.attention.flash_arguments import check_kernel_layout, dense_strides, strides_of
 from cukit.attention.flash_options import (
     PARAMETERS,
@@ -17,16 +25,20 @@ from cukit.attention.flash_options import (
     score_options,
     score_settings,
 )
-from cukit.attention.paged_plan import CODE_HEAD_DIMS, CODES, HEAD_DIMS, plan_paged_attention
+from cukit.attention.paged_plan import (
+    CODE_HEAD_DIMS,
+    GROUP_HEAD_DIMS,
+    HEAD_DIMS,
+    plan_paged_attention,
+)
 from cukit.core.arrays import (
-    ACCESS_BYTES,
     FLOAT_DTYPES,
     Array,
-    address_of,
     adopt,
     check_array,
     check_same_dtype,
     empty,
+    float16,
     float32,
     int32,
     is_gpu_array,
@@ -43,8 +55,6 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag
 from cukit.errors import (
-    ArrayDtypeError,
-    ArrayError,
     ArrayLayoutError,
     ArrayShapeError,
     ConfigError,
@@ -54,7 +64,6 @@ from cukit.registry import register
 
 _OP = "paged_attention"
 _STORED = (np.dtype(np.uint8), np.dtype(np.int8))
-_CODE_HEAD_DIM_STEP = 16
 _FLOAT8_ARCH = (8, 9)
 _CHECKED = os.environ.get("CUKIT_CHECKED", "") == "1"
 """Whether calls on the GPU are checked that leave `checked` to the environment."""
@@ -72,6 +81,8 @@ class PagedArrays(NamedTuple):
     seq_lens: Array
     sinks: Array | None
     out: Array | None
+    k_zeros: Array | None = None  # zero points, of int4
+    v_zeros: Array | None = None
 
 
 class PagedScratch(NamedTuple):
@@ -113,7 +124,10 @@ def paged_attention(
             strides with a contiguous last axis, e.g. `KVCacheManager.keys(layer)`. Or a
             QuantizedArray of float8_e4m3 or int8 whose scales, if any, are float32 and shared
             along head_dim: one for the cache, a head, or each key of a head. Then head_dim is a
-            multiple of 16 on the GPU, and q's values fit float16.
+            multiple of 16 on the GPU, and q's values fit float16. Or one of int4 (KIVI) with
+            float16 scales and zero points: of keys along axis 1 in groups of 32 or 64 that divide
+            block_size, of values along axis 3, one a row and head; on the GPU head_dim is then a
+            multiple of 32 up to 128, and values' scales are contiguous along rows.
         v_cache: as k_cache; its head_dim must not be larger.
         block_table: int32 [batch, max_blocks], C-contiguous. Entries behind a request's last key,
             or left of its window, are not read.
@@ -154,7 +168,12 @@ def paged_attention(
     >>> ck.paged_attention(np.zeros((1, 1, 1, 8), np.float32), k, v, table, lengths)[0, 0, 0, :2]
     array([35.2, 36.2], dtype=float32)
     """
-    codes, k_cache, k_scales, v_cache, v_scales = parts_of(k_cache, v_cache)
+    groups = group_parts(_OP, k_cache, v_cache)
+    k_zeros = v_zeros = None
+    if groups is None:
+        codes, k_cache, k_scales, v_cache, v_scales = cache_parts(_OP, k_cache, v_cache)
+    else:
+        codes, (k_cache, k_scales, k_zeros, v_cache, v_scales, v_zeros) = "int4", groups
     q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = adopt(
         _OP, q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out
     )
@@ -164,10 +183,13 @@ def paged_attention(
     checked = is_checked(_OP, checked)
     check_overlap(
         _OP, out, q=q, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales,
-        block_table=block_table, seq_lens=seq_lens,
+        block_table=block_table, seq_lens=seq_lens, k_zeros=k_zeros, v_zeros=v_zeros,
     )  # fmt: skip
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
-    arrays = PagedArrays(q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out)
+    arrays = PagedArrays(
+        *(q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out),
+        *(k_zeros, v_zeros),
+    )
     return attend(arrays, codes, options, bool(batch_invariant), checked, bool(return_lse))
 
 
@@ -184,7 +206,7 @@ def attend(
 
     scratch: memory of the caller's; taken where it is large enough.
     """
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = arrays
+    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, *zeros = arrays
     table = _OP, k_cache, block_table, seq_lens, q.shape[1], options.window_size
     if runs_kernel(_OP, *arrays) and not _too_old(codes):
         prepared = _prepare(codes, options, batch_invariant, *arrays)
@@ -197,8 +219,8 @@ def attend(
     wide = np.float32 if codes else k_cache.dtype
     result, lse = reference.paged_attention(
         q,
-        _decoded(k_cache, k_scales, codes).astype(wide, copy=False),
-        _decoded(v_cache, v_scales, codes).astype(wide, copy=False),
+        _decoded(k_cache, k_scales, zeros[0], codes, 1).astype(wide, copy=False),
+        _decoded(v_cache, v_scales, zeros[1], codes, 3).astype(wide, copy=False),
         block_table,
         seq_lens,
         causal=options.causal,
@@ -231,33 +253,17 @@ def is_checked(op: str, checked: bool | None) -> bool:
     return bool(checked)
 
 
-def parts_of(k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any, Any]:
-    """What codes both caches hold ("" for none), and their storage and scales."""
-    quantized = [isinstance(cache, QuantizedArray) for cache in (k_cache, v_cache)]
-    if not any(quantized):
-        return "", k_cache, None, v_cache, None
-    names = [getattr(getattr(cache, "dtype", None), "name", "") for cache in (k_cache, v_cache)]
-    if not all(quantized) or names[0] != names[1] or names[0] not in CODES:
-        raise ArrayDtypeError(
-            f"{_OP}: k_cache and v_cache must both hold float8_e4m3 or both int8 codes, or both "
-            f"elements of q's dtype, got {names[0]} and {names[1]}"
-        )
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.zero_points is not None:
-            raise ArrayError(f"{_OP}: {name} has zero points, which no kernel takes")
-        if cache.scales is not None and cache.scales.shape[-1] != 1:
-            raise ArrayShapeError(
-                f"{_OP}: the scales of {name} must be shared along head_dim, got shape "
-                f"{cache.scales.shape}"
-            )
-    return names[0], k_cache.storage, k_cache.scales, v_cache.storage, v_cache.scales
-
-
-def _decoded(storage: Array, scales: Array | None, codes: str) -> Array:
-    """Values of a cache; those without codes as they are."""
+def _decoded(
+    storage: Array, scales: Array | None, zeros: Array | None, codes: str, axis: int
+) -> Array:
+    """Values of a cache; those without codes as they are. axis: along which int4 has groups."""
     if not codes:
         return storage
     dtype = next(each for each in NARROW_DTYPES if each.name == codes)
+    if zeros is not None and scales is not None:
+        shape = (*storage.shape[:-1], 2 * storage.shape[-1])
+        group_size = shape[axis] // scales.shape[axis]
+        return QuantizedArray(storage, dtype, shape, scales, zeros, axis, group_size).dense()
     values = QuantizedArray(storage, dtype, storage.shape).dense()
     return values if scales is None else values * scales
 
@@ -269,12 +275,15 @@ def _too_old(codes: str) -> bool:
 
 def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
     """Everything but the contents of the arrays."""
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = arrays
+    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, *zeros = arrays
     options.check(_OP)
     check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
     batch, _, heads_q, head_dim = q.shape
     stored = _STORED if codes else FLOAT_DTYPES
-    shape = (None, None, None, head_dim)
+    per_byte = 2 if codes == "int4" else 1
+    if head_dim % per_byte:
+        raise ArrayShapeError(f"{_OP}: head_dim of q must be even for int4, got {head_dim}")
+    shape = (None, None, None, head_dim // per_byte)
     check_array(_OP, "k_cache", k_cache, dtypes=stored, shape=shape, contiguous=False)
     shape = (*k_cache.shape[:-1], None)
     check_array(_OP, "v_cache", v_cache, dtypes=stored, shape=shape, contiguous=False)
@@ -282,14 +291,21 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
         check_same_dtype(_OP, q=q, k_cache=k_cache, v_cache=v_cache)
     for name, scales in (("k_cache.scales", k_scales), ("v_cache.scales", v_scales)):
         if scales is not None:
-            check_array(_OP, name, scales, dtypes=(float32,), ndim=4, contiguous=False)
+            dtype = float16 if codes == "int4" else float32
+            check_array(_OP, name, scales, dtypes=(dtype,), ndim=4, contiguous=False)
+    for name, scales, points in (("k", k_scales, zeros[0]), ("v", v_scales, zeros[1])):
+        if points is not None and scales is not None and points.strides != scales.strides:
+            raise ArrayLayoutError(
+                f"{_OP}: scales and zero points of {name}_cache must have the same strides, got "
+                f"{scales.strides} and {points.strides}"
+            )
     _, block_size, heads_kv, _ = k_cache.shape
     if not heads_kv or not heads_q or heads_q % heads_kv:
         raise ArrayShapeError(
             f"{_OP}: the heads of k_cache (axis 2) must divide those of q, got {heads_kv} and "
             f"{heads_q}"
         )
-    if not block_size or not head_dim or not 0 < v_cache.shape[-1] <= head_dim:
+    if not block_size or not head_dim or not 0 < v_cache.shape[-1] <= k_cache.shape[-1]:
         raise ArrayShapeError(
             f"{_OP}: block_size and head_dim must not be 0, and v_cache's head_dim at most "
             f"k_cache's, got {k_cache.shape} and {v_cache.shape}"
@@ -300,7 +316,7 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
         wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
         check_array(_OP, "sinks", sinks, dtypes=(wide,), shape=(heads_q,))
     if out is not None:
-        shape = (*q.shape[:-1], v_cache.shape[-1])
+        shape = (*q.shape[:-1], per_byte * v_cache.shape[-1])
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
 
 
@@ -359,7 +375,7 @@ class PreparedPaged(NamedTuple):
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
         """Launches the kernel."""
-        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = arrays
+        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, *zeros = arrays
         if out is None:
             out = empty(q, self.shape)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
@@ -371,13 +387,13 @@ class PreparedPaged(NamedTuple):
                 k_scales = _one(q) if k_scales is None else k_scales
                 v_scales = _one(q) if v_scales is None else v_scales
             self.launch(
-                *(q, k_cache, v_cache, k_scales, v_scales, out, lse),
+                *(q, k_cache, v_cache, k_scales, v_scales, *zeros, out, lse),
                 *(block_table, seq_lens, sinks, *scratch),
             )
         return (out, lse) if return_lse else out
 
     def _fits(self, scratch: PagedScratch) -> bool:
-        return scratch.sums.size >= self.floats and scratch.counters.size >= self.counters
+        return bool(scratch.sums.size >= self.floats and scratch.counters.size >= self.counters)
 
 
 @launch_plan
@@ -387,16 +403,27 @@ def _prepare(
     """Checks, plan and kernel of a call."""
     arrays = PagedArrays(*given)
     _check(arrays, codes, options)
-    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out = arrays
+    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, *zeros = arrays
     _check_layout(q, k_cache, v_cache, out, codes)
+    group_rows = 0
+    if codes == "int4" and k_scales is not None:
+        check_group_layout(_OP, **{"k_cache.scales": k_scales, "v_cache.scales": v_scales})
+        check_group_layout(_OP, **{"k_cache.zeros": zeros[0], "v_cache.zeros": zeros[1]})
+        group_rows = k_cache.shape[1] // k_scales.shape[1]
+        if q.shape[-1] > GROUP_HEAD_DIMS[-1]:
+            raise ArrayShapeError(
+                f"{_OP}: head_dim must be at most {GROUP_HEAD_DIMS[-1]} for int4 on the GPU, got "
+                f"{q.shape[-1]}"
+            )
     batch, seq_q, heads_q, head_dim = q.shape
-    _, block_size, heads_kv, value_dim = v_cache.shape
+    _, block_size, heads_kv, value_bytes = v_cache.shape
+    value_dim = 2 * value_bytes if codes == "int4" else value_bytes
     group = heads_q // heads_kv
     causal, window = options.visible
     config = plan_paged_attention(
         head_dim, value_dim, heads_kv, group * seq_q, q.dtype.name, current_device(),
         codes=codes, causal=causal, window=window is not None, softcap=options.softcap is not None,
-        sinks=sinks is not None, batch_invariant=batch_invariant,
+        sinks=sinks is not None, batch_invariant=batch_invariant, group_rows=group_rows,
     )  # fmt: skip
     shape = (*q.shape[:-1], value_dim)
     most_keys = block_table.shape[1] * block_size
@@ -407,8 +434,8 @@ def _prepare(
         k=strides_of(k_cache),
         v=strides_of(v_cache),
         out=dense_strides(shape) if out is None else strides_of(out),
-        k_scales=_scale_strides(k_scales),
-        v_scales=_scale_strides(v_scales),
+        k_scales=scale_strides(k_scales),
+        v_scales=scale_strides(v_scales),
         batch=batch,
         heads_q=heads_q,
         heads_kv=heads_kv,
@@ -418,6 +445,8 @@ def _prepare(
         most_keys=most_keys,
         block_size=block_size,
         table_row=block_table.shape[1],
+        tile_blocks=config.tile // block_size,
+        tile_rows=config.tile % block_size,
         head_dim=head_dim,
         value_dim=value_dim,
         scale_log2=scales_of(q, options)[1],
@@ -436,28 +465,7 @@ def _check_layout(q: Array, k_cache: Array, v_cache: Array, out: Array | None, c
         check_kernel_layout(_OP, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
         return
     check_kernel_layout(_OP, q=q, out=out)
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.shape[-1] % _CODE_HEAD_DIM_STEP:
-            raise ArrayShapeError(
-                f"{_OP}: head_dim (the last axis of {name}) must be a multiple of "
-                f"{_CODE_HEAD_DIM_STEP} on the GPU, got {cache.shape[-1]}"
-            )
-        if any(step % ACCESS_BYTES for step in (address_of(cache), *cache.strides[:-1])):
-            raise ArrayLayoutError(
-                f"{_OP}: the start and the strides of {name} must be multiples of {ACCESS_BYTES} "
-                f"bytes on the GPU, got strides {cache.strides}"
-            )
-
-
-def _scale_strides(scales: Array | None) -> tuple[int, int, int]:
-    """Over blocks, rows and heads, in elements; 0 along axes that share a scale."""
-    if scales is None:
-        return 0, 0, 0
-    block, row, head = (
-        0 if extent == 1 else stride // scales.itemsize
-        for stride, extent in zip(scales.strides[:3], scales.shape[:3], strict=True)
-    )
-    return block, row, head
+    check_code_layout(_OP, k_cache, v_cache)
 
 
 _ones: dict[int | None, Array] = {}
@@ -487,6 +495,8 @@ def _specs(device: Device) -> list[KernelSpec]:
         spec(128, batch_invariant=True),
         *(spec(width, codes="int8") for width in CODE_HEAD_DIMS),
         *(spec(128, rows, codes="float8_e4m3") for rows in (4, 32) if not too_old),
+        *(spec(128, 4, codes="int4", group_rows=rows) for rows in GROUP_ROWS),
+        spec(120, 32, codes="int4", group_rows=64, window=True),
     ]
 
 

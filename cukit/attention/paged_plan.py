@@ -5,23 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cukit.attention.cache_arrays import CODES
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 CODE_HEAD_DIMS = (64, 128, 192, 256)
-"""Of tiles: the next larger one serves other widths."""
-CODES = {"": 0, "float8_e4m3": 1, "int8": 2}
-"""What a cache may hold, by its number in the kernel; "" is q's dtype."""
+GROUP_HEAD_DIMS = (128,)
+"""Of tiles, of codes of 8 and of 4 bits: the next larger one serves other widths."""
 
 _OP = "paged_attention"
-_STEP = 16
+_STEP_BYTES = 32
+"""A warp's keys of a step, times the bytes of an element: 16 of 16 bits, 32 of 8."""
+_QUERY_TILE = 8
 _MOST_WARPS = 4
 _MOST_TEAM = 8
 _UNIT_KEYS = 1024
 """Keys of a unit of a batch-invariant call: a fixed number, whatever the device."""
-_RESERVED_BYTES = 3072
-"""Of shared memory, for each thread block: the system's own and static arrays."""
+_SYSTEM_BYTES = 1024
+"""Of shared memory, for each thread block."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,9 @@ class PagedConfig:
     """How a call runs.
 
     codes: of the caches; "" where they hold `dtype`.
-    head_dim: columns of the tiles. row_tiles: of 16 * m_tiles query rows, of a key head.
-    warps: of a thread block; each has its own 16 keys of a tile.
-    stages: copies of 16 keys and values that a warp has under way or in use.
+    head_dim: columns of the tiles. row_tiles: of 8 * query_tiles query rows, of a key head.
+    warps: of a thread block; each has its own `step` keys of a tile.
+    stages: copies of a step's keys and values that a warp has under way or in use.
     unit_tiles: tiles of keys of a unit, in a batch-invariant call; 0 otherwise.
     team: thread blocks that work on neighbouring heads of the same keys.
     """
@@ -41,8 +43,9 @@ class PagedConfig:
     head_dim: int
     padded: bool
     value_padded: bool
-    m_tiles: int
+    query_tiles: int
     row_tiles: int
+    step: int
     warps: int
     stages: int
     unit_tiles: int
@@ -63,7 +66,8 @@ class PagedConfig:
             ("PADDED", int(self.padded)),
             ("VALUE_DIM", self.head_dim),
             ("VALUE_PADDED", int(self.value_padded)),
-            ("M_TILES", self.m_tiles),
+            ("QUERY_TILES", self.query_tiles),
+            ("STEP", self.step),
             ("WARPS", self.warps),
             ("STAGES", self.stages),
             ("UNIT_TILES", self.unit_tiles),
@@ -74,8 +78,8 @@ class PagedConfig:
             ("SOFTCAP", int(self.softcap)),
             ("SINKS", int(self.sinks)),
         )
-        ring = self.warps * self.stages * _stage_bytes(self.head_dim, self.codes)
-        shared = ring + _query_bytes(self.head_dim, self.m_tiles)
+        ring = self.warps * self.stages * _stage_bytes(self.head_dim, self.codes, self.step)
+        shared = ring + _query_bytes(self.head_dim, self.query_tiles)
         return KernelSpec("attention/paged_attention.cu", _OP, defines, 32 * self.warps, shared)
 
     def slots(self, batch: int, problems: int, most_keys: int) -> tuple[int, int]:
@@ -86,18 +90,30 @@ class PagedConfig:
         return batch * problems * units, batch * problems
 
     @property
+    def tile(self) -> int:
+        """Keys that a thread block works on at once."""
+        return self.step * self.warps
+
+    @property
     def slot_floats(self) -> int:
         """One piece's outputs, maxima and sums."""
-        return 16 * self.m_tiles * (self.head_dim + 2)
+        return _QUERY_TILE * self.query_tiles * (self.head_dim + 2)
 
 
-def _stage_bytes(head_dim: int, codes: str) -> int:
+def _stage_bytes(head_dim: int, codes: str, step: int) -> int:
     """A warp's keys and values of one tile, and their scales."""
-    return 2 * _STEP * (head_dim + 4 if codes else 2 * head_dim)
+    if codes == "int4":
+        return step * head_dim + 4 * (head_dim + step)
+    return 2 * step * (head_dim + 4 if codes else 2 * head_dim)
 
 
-def _query_bytes(head_dim: int, m_tiles: int) -> int:
-    return 16 * m_tiles * head_dim * 2
+def _static_bytes(query_tiles: int, step: int, warps: int) -> int:
+    """Maxima and sums of rows, and places of keys."""
+    return 8 * warps * _QUERY_TILE * query_tiles + 16 * warps * step
+
+
+def _query_bytes(head_dim: int, query_tiles: int) -> int:
+    return 2 * _QUERY_TILE * query_tiles * head_dim
 
 
 @lru_cache(maxsize=1024)
@@ -115,20 +131,30 @@ def plan_paged_attention(
     softcap: bool = False,
     sinks: bool = False,
     batch_invariant: bool = False,
+    group_rows: int = 0,
 ) -> PagedConfig:
     """Two thread blocks on an SM for narrow heads, three where codes are decoded, and as many warps
     and then stages as fit.
 
     rows: query rows that share a key head: heads of the group times queries of a request.
+    group_rows: keys of int4 that share scales: those of a step.
     """
-    widths = CODE_HEAD_DIMS if codes else HEAD_DIMS
+    narrowest = codes == "int4"
+    widths = GROUP_HEAD_DIMS if narrowest else CODE_HEAD_DIMS if codes else HEAD_DIMS
     width = next(each for each in widths if each >= head_dim)
-    m_tiles = 1 if rows <= 16 or width > 128 else 2
-    blocks = 1 if width > 128 else 3 if codes and m_tiles == 1 else 2
-    room = device.shared_bytes_per_sm // blocks - _RESERVED_BYTES
-    room = min(room, device.shared_bytes_per_block) - _query_bytes(width, m_tiles)
+    step = group_rows or _STEP_BYTES // (1 if codes else 2)
+    # Scores of 64 keys and scaled queries of a second tile do not fit the registers.
+    most_tiles = 1 if narrowest else 2 if width > 128 else 4
+    query_tiles = min(most_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
+    three = codes and not narrowest and query_tiles < 4
+    blocks = 1 if width > 128 else 3 if three else 2
+    stage_bytes = _stage_bytes(width, codes, step)
+    static_bytes = _SYSTEM_BYTES + 64 + _static_bytes(query_tiles, step, _MOST_WARPS)
+    room = device.shared_bytes_per_sm // blocks - static_bytes
+    room = min(room, device.shared_bytes_per_block - static_bytes + _SYSTEM_BYTES)
+    room -= _query_bytes(width, query_tiles)
     warps = _MOST_WARPS
-    while 2 * warps * _stage_bytes(width, codes) > room:
+    while 2 * warps * stage_bytes > room:
         warps //= 2
     # The largest team, among those that leave the fewest thread blocks idle.
     num_blocks = blocks * device.num_sms
@@ -140,11 +166,12 @@ def plan_paged_attention(
         head_dim=width,
         padded=head_dim < width,
         value_padded=value_dim < width,
-        m_tiles=m_tiles,
-        row_tiles=-(-rows // (16 * m_tiles)),
+        query_tiles=query_tiles,
+        row_tiles=-(-rows // (_QUERY_TILE * query_tiles)),
+        step=step,
         warps=warps,
-        stages=min(8, room // (warps * _stage_bytes(width, codes))),
-        unit_tiles=_UNIT_KEYS // (_STEP * warps) if batch_invariant else 0,
+        stages=min(8, room // (warps * stage_bytes)),
+        unit_tiles=_UNIT_KEYS // (step * warps) if batch_invariant else 0,
         team=team,
         blocks_per_sm=blocks,
         num_blocks=num_blocks // team * team,

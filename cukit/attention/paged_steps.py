@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from cukit.attention.cache_arrays import cache_parts
 from cukit.attention.flash_options import Window, score_options
 from cukit.attention.paged import (
     PagedArrays,
     attend,
     check_table,
     is_checked,
-    parts_of,
     scratch_for,
 )
 from cukit.core.arrays import Array, adopt, check_array, empty, int32, is_gpu_array, namespace
@@ -86,7 +86,7 @@ class PagedAttention:
         self._checked = is_checked(_OP, checked)
         self._batch_invariant = bool(batch_invariant)
         self._options = score_options(_OP, causal, window_size, softcap, scale, None, None)
-        self._layers = [parts_of(k, v) for k, v in zip(k_caches, v_caches, strict=True)]
+        self._layers = [cache_parts(_OP, k, v) for k, v in zip(k_caches, v_caches, strict=True)]
         codes, k_cache, *_ = self._layers[0]
         (self._sinks,) = adopt(_OP, sinks)
         if dtype is None and codes:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cukit.core.arrays import Array, bfloat16, float16, float32
+from cukit.core.arrays import bfloat16, float16, float32
+from cukit.core.narrow_dtype import NarrowDtype, float8_e4m3, int8
 from cukit.core.scalars import check_choice, check_flag, check_integer
 from cukit.errors import ArrayDtypeError, ConfigError, OutOfMemoryError
 from cukit.kv_cache.radix_tree import POLICIES, TOKEN_BYTES, Node, RadixTree
@@ -58,7 +59,8 @@ class KVCacheManager:
         num_blocks: blocks in the slab.
         block_size: tokens in a block.
         num_layers, num_heads_kv, head_dim: of the model.
-        dtype: float16, bfloat16 or float32.
+        dtype: float16, bfloat16 or float32; or int8 or float8_e4m3 (`ck.int8`), with a float32
+            scale for each key of a head and each of its values, which `append_kv` writes.
         policy: what is evicted first: "lru" the least recently used, "lfu" the least often used,
             "priority" the lowest priority.
         pool: where the slab is allocated; None: the default pool of the current device, or host
@@ -102,9 +104,12 @@ class KVCacheManager:
         for name, value in shape.items():
             check_integer(_OP, name, value, least=1, most=2**31 - 1)
         check_choice(_OP, "policy", policy, (*POLICIES,))
-        dtype = np.dtype(dtype)
-        if dtype not in (float16, bfloat16, float32):
-            raise ArrayDtypeError(f"{_OP}: dtype must be float16, bfloat16 or float32, got {dtype}")
+        if not isinstance(dtype, NarrowDtype):
+            dtype = np.dtype(dtype)
+        if dtype not in (float16, bfloat16, float32, int8, float8_e4m3):
+            raise ArrayDtypeError(
+                f"{_OP}: dtype must be float16, bfloat16, float32, int8 or float8_e4m3, got {dtype}"
+            )
         sizes = [int(value) for value in shape.values()]
         self.slab = KVCacheSlab((sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]), dtype, pool)
         self.num_blocks, self.block_size = sizes[1], sizes[2]
@@ -259,13 +264,14 @@ class KVCacheManager:
 
     # What attention reads -------------------------------------------------------------------------
 
-    def keys(self, layer: int) -> Array:
-        """[num_blocks, block_size, num_heads_kv, head_dim] of a layer, a view of the slab."""
-        return self.slab.array[0, layer]
+    def keys(self, layer: int) -> Any:
+        """[num_blocks, block_size, num_heads_kv, head_dim] of a layer, a view of the slab: an
+        array, or a QuantizedArray of codes."""
+        return self.slab.part(0, layer)
 
-    def values(self, layer: int) -> Array:
+    def values(self, layer: int) -> Any:
         """As `keys`."""
-        return self.slab.array[1, layer]
+        return self.slab.part(1, layer)
 
     def slots(self, request: Hashable, begin: int = 0) -> npt.NDArray[np.int64]:
         """Slots of the request's tokens from number `begin` on; see `append`."""

@@ -11,6 +11,8 @@ import numpy as np
 
 from cukit.core.arrays import Array, is_gpu_array, namespace
 from cukit.core.device import gpu_available
+from cukit.core.narrow_dtype import NarrowDtype
+from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ConfigError
 from cukit.memory import HostProvider, MemoryPool, batched_copy, default_pool
 
@@ -25,20 +27,30 @@ class KVCacheSlab:
 
     array: [2, num_layers, num_blocks, block_size, num_heads_kv, head_dim]; keys, then values. A
         block has the same number in all layers.
-    block_bytes: of one block, keys and values of all layers together.
+    scales: of codes, float32 [2, num_layers, num_blocks, block_size, num_heads_kv, 1]; else None.
+        They lie behind the codes of their block, head by head, so that a copy moves both.
+    block_bytes: of one block, keys and values of all layers together, with their scales.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int, int, int], dtype: np.dtype[Any], pool: MemoryPool | None
+        self,
+        shape: tuple[int, int, int, int, int],
+        dtype: np.dtype[Any] | NarrowDtype,
+        pool: MemoryPool | None,
     ) -> None:
         """`shape`: num_layers, num_blocks, block_size, num_heads_kv, head_dim. `pool`: None takes
         the default pool of the current device, or host memory without a GPU."""
         num_layers, num_blocks, *block = shape
-        part_bytes = math.prod(block) * dtype.itemsize
-        if part_bytes % _ALIGNMENT:
+        codes = dtype if isinstance(dtype, NarrowDtype) else None
+        stored = dtype.storage_dtype if isinstance(dtype, NarrowDtype) else dtype
+        row_bytes = math.prod(block) * stored.itemsize
+        scale_bytes = 4 * math.prod(block[:2]) if codes else 0
+        part_bytes = row_bytes + scale_bytes
+        if row_bytes % _ALIGNMENT or scale_bytes % _ALIGNMENT:
+            scales = f", and their scales, {scale_bytes}" if codes else ""
             raise ConfigError(
                 "KVCacheManager: a layer's keys of one block (block_size x num_heads_kv x head_dim "
-                f"of {dtype}) must be a multiple of {_ALIGNMENT} bytes, got {part_bytes}"
+                f"of {dtype}) must be a multiple of {_ALIGNMENT} bytes, got {row_bytes}{scales}"
             )
         num_parts = 2 * num_layers
         self.block_bytes = num_parts * part_bytes
@@ -46,7 +58,8 @@ class KVCacheSlab:
         if pool is None:
             pool = default_pool() if gpu_available() else MemoryPool(provider=HostProvider())
         self._buffer = pool.allocate_buffer(num_bytes)
-        self.array: Array = self._buffer.array((2, *shape), dtype)
+        self._codes = codes
+        self.array, self.scales = self._parts(shape, stored, row_bytes, scale_bytes)
         self._bytes: Array = self._buffer.array((num_bytes,), np.uint8)
         self._words: Array = self._buffer.array((num_parts, num_blocks, part_bytes // 8), np.int64)
         self._part_bytes = part_bytes
@@ -55,6 +68,26 @@ class KVCacheSlab:
         self._side_stream: Any = None
         self._under_way: list[HostBlocks] = []
         """Whose latest copy may not be through: their memory must not be given to others."""
+
+    def part(self, which: int, layer: int) -> Array | QuantizedArray:
+        """The keys (0) or values (1) of a layer, a view."""
+        rows = self.array[which, layer]
+        if self._codes is None or self.scales is None:
+            return rows
+        return QuantizedArray(rows, self._codes, rows.shape, self.scales[which, layer], axis=-1)
+
+    def _parts(
+        self, shape: tuple[int, ...], stored: np.dtype[Any], row_bytes: int, scale_bytes: int
+    ) -> tuple[Array, Array | None]:
+        """Views of all rows and of all scales."""
+        if not scale_bytes:
+            return self._buffer.array((2, *shape), stored), None
+        part_bytes = row_bytes + scale_bytes
+        parts = self._buffer.array((2, *shape[:2], part_bytes // stored.itemsize), stored)
+        words = self._buffer.array((2, *shape[:2], part_bytes // 4), np.float32)
+        rows = parts[..., : row_bytes // stored.itemsize].reshape(2, *shape)
+        scales = words[..., row_bytes // 4 :].reshape(2, *shape[:2], shape[3], shape[2])
+        return rows, scales.swapaxes(-1, -2)[..., None]
 
     def copy_blocks(self, destinations: Sequence[int], sources: Sequence[int]) -> None:
         """Copies blocks onto others, all layers in one launch on the current stream."""

@@ -5,20 +5,22 @@
 //
 // Paper: Kwon et al., arXiv:2309.06180 (paged keys); Dao et al., Flash-Decoding (split keys).
 // Mapping: the rows of a problem are the queries of all heads that share a key head, so a key is
-//   read once for the group. Tiles of TILE = 16 * WARPS keys; a warp owns 16 keys of each, with
+//   read once for the group. Tiles of TILE = STEP * WARPS keys; a warp owns STEP keys of each, with
 //   sums, maxima and outputs of its own and a ring of STAGES copies that no other warp waits for.
 //   paged_work.cuh shares out the tiles. A piece that is not all of its problem goes to `partial`;
 //   the block that finishes a problem last adds up its pieces, in their order.
-// Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (64 * HEAD_DIM; of
-//   codes half of that and 128), where eight rows of every warp lie on their way into a sum;
-//   M_TILES * 32 * HEAD_DIM bytes of queries.
-// Macros: DTYPE float16|bfloat16; CODE of keys and values: 0 as DTYPE, 1 e4m3, 2 int8;
-//   HEAD_DIM 64|96|128|192|256, without 96 for codes; PADDED 0|1 head_dim is smaller (the rest is
-//   zeros); M_TILES 1|2, of 16 rows; WARPS; STAGES; UNIT_TILES 0, or tiles a unit; TEAM a divisor of
-//   the key heads and of the grid; BLOCKS_PER_SM; CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
+// Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (STEP * 4 * HEAD_DIM;
+//   of codes half of that and 8 * STEP), where eight rows of every warp lie on their way into a sum;
+//   QUERY_TILES * 16 * HEAD_DIM bytes of queries.
+// Macros: DTYPE float16|bfloat16; CODE of keys and values: 0 as DTYPE, 1 e4m3, 2 int8,
+//   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is smaller (the rest is
+//   zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES; UNIT_TILES 0, or tiles a unit;
+//   TEAM a divisor of the key heads and of the grid; BLOCKS_PER_SM; CAUSAL, WINDOW, SOFTCAP, SINKS of
+//   score_options.cuh.
 // Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
 //   and grid; with UNIT_TILES the order of a request depends on its own length alone.
 // Reference: cukit/reference/paged_attention.py.
+#include "attention/paged_loader.cuh"
 #include "attention/paged_operands.cuh"
 #include "attention/paged_sums.cuh"
 #include "common/platform.cuh"
@@ -31,246 +33,192 @@ namespace {
 
 using namespace cukit::paged;
 
-// Copies a warp's keys and values, tile after tile of a share, ahead of their use.
-class Loader {
- public:
-  CUKIT_DEVICE Loader(const Share& share, unsigned ring, const Arrays& arrays,
-                      const cukit::PagedParameters& params)
-      : share_(share), ring_(ring), stage_(0), more_(!share.done()) {
-    if (more_) {
-      open_piece(params);
-      look_up(arrays, params);
-    }
-  }
-
-  // Starts the copies of the next tile, or none after the last; one group either way.
-  CUKIT_DEVICE void start(const Arrays& arrays, const cukit::PagedParameters& params) {
-    if (more_) {
-      copy(arrays, params);
-      stage_ = stage_ + 1 == STAGES ? 0 : stage_ + 1;
-      if (++tile_ == piece_end_) {
-        share_.advance(arrays.seq_lens, params);
-        more_ = !share_.done();
-        if (more_) open_piece(params);
-      }
-      if (more_) look_up(arrays, params);
-    }
-    cukit::cp_async_commit();
-  }
-
- private:
-  CUKIT_DEVICE void open_piece(const cukit::PagedParameters& params) {
-    const Piece piece = share_.piece();
-    tile_ = piece.begin;
-    piece_end_ = piece.end;
-    const Rows rows(piece.place, params);
-    head_kv_ = rows.head_kv;
-    // What no row sees is not read: a window's blocks may have been given to others.
-    const int past = piece.place.request.seq_kv - params.seq_q;
-    const int last = params.seq_q - 1;
-    const int seq_kv = piece.place.request.seq_kv;
-    first_key_ = max(0, cukit::visible_keys(0, past, seq_kv, params.settings).begin);
-    last_key_ = cukit::visible_keys(last, past, seq_kv, params.settings).end;
-  }
-
-  // The block of this lane's key (lanes l and l + 16 share one), a step before it is needed.
-  CUKIT_DEVICE void look_up(const Arrays& arrays, const cukit::PagedParameters& params) {
-    const int lane = threadIdx.x % cukit::kWarpSize;
-    const int key = tile_ * kTile + threadIdx.x / cukit::kWarpSize * kStep + lane % kStep;
-    block_ = -1;
-    if (key >= first_key_ && key < last_key_) {
-      row_ = key % params.block_size;
-      block_ = arrays.block_table[static_cast<long long>(share_.place.b) * params.table_row +
-                                  key / params.block_size];
-    }
-  }
-
-  CUKIT_DEVICE void copy(const Arrays& arrays, const cukit::PagedParameters& params) {
-    constexpr int kChunks = kTileColumns / 8;
-    constexpr int kElements = 128 / kBits;  // of a chunk
-    const int lane = threadIdx.x % cukit::kWarpSize;
-    const unsigned keys = ring_ + stage_ * kStageBytes;
-    const long long k_row = cukit::offset_of(params.k, block_, row_, head_kv_);
-    const long long v_row = cukit::offset_of(params.v, block_, row_, head_kv_);
-#pragma unroll
-    for (int i = 0; i < kStep * kChunks / cukit::kWarpSize; ++i) {
-      const int index = i * cukit::kWarpSize + lane;
-      const int row = index / kChunks;
-      const int chunk = index % kChunks;
-      const int column = chunk * kElements;
-      const bool known = __shfl_sync(cukit::kFullMask, block_, row) >= 0;
-      const long long from_k = __shfl_sync(cukit::kFullMask, k_row, row) + column;
-      const long long from_v = __shfl_sync(cukit::kFullMask, v_row, row) + column;
-      const unsigned to = keys + cukit::Swizzle<kTileColumns>::offset(row, chunk);
-      const bool k_valid = known && (!PADDED || column < params.head_dim);
-      const bool v_valid = known && (!VALUE_PADDED || column < params.value_dim);
-      cukit::cp_async_16(to, arrays.k + (k_valid ? from_k : 0), k_valid);
-      cukit::cp_async_16(to + kPartBytes, arrays.v + (v_valid ? from_v : 0), v_valid);
-    }
-    if constexpr (CODE != 0) {
-      const bool of_keys = lane < kStep;
-      const float* from = of_keys ? arrays.k_scales : arrays.v_scales;
-      const bool known = block_ >= 0;
-      if (known) {
-        from += cukit::offset_of(of_keys ? params.k_scales : params.v_scales, block_, row_, head_kv_);
-      }
-      cukit::cp_async_cached<4>(keys + 2 * kPartBytes + lane * 4, from, known);
-    }
-  }
-
-  Share share_;
-  unsigned ring_;
-  int stage_;
-  bool more_;
-  int tile_, piece_end_, head_kv_, first_key_, last_key_;
-  int block_, row_ = 0;
-};
-
 // The rows of a problem into shared memory; zeros where there are none.
 CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arrays& arrays,
                                const cukit::PagedParameters& params) {
-  constexpr int kPairs = HEAD_DIM / 16;  // of chunks
-  for (int index = threadIdx.x; index < kRows * kPairs; index += kThreads) {
-    const int row = index / kPairs;
-    const int column = index % kPairs * 16;
-    uint4 columns[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
-    if (row < rows.count) {
+  constexpr int kChunks = HEAD_DIM / 8;
+  for (int index = threadIdx.x; index < kRows * kChunks; index += kThreads) {
+    const int row = index / kChunks;
+    const int column = index % kChunks * 8;
+    cukit::Vec<T, 8> values{};
+    if (row < rows.count && (!PADDED || column < params.head_dim)) {
       const T* from = arrays.q + cukit::offset_of(params.q, rows.b, rows.query(row, params),
                                                   rows.head(row, params));
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (!PADDED || column + 8 * i < params.head_dim) {
-          columns[i] = *reinterpret_cast<const uint4*>(from + column + 8 * i);
-        }
-      }
+      cukit::load(values, from + column);
     }
-    uint4 chunks[2];
-    order_queries(chunks, columns);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      *reinterpret_cast<uint4*>(tile + cukit::Swizzle<HEAD_DIM>::offset(row, column / 8 + i)) =
-          chunks[i];
+    for (int i = 0; i < 8; ++i) {
+      reinterpret_cast<product_t*>(tile)[query_place(row, column + i)] =
+          query_element(values[i], column + i);
     }
   }
   __syncthreads();
 }
 
-// scores = Q K^T, with what is hidden at -infinity.
-// `scales`: of the lane's keys, with CODE.
-CUKIT_DEVICE void score(float (&scores)[M_TILES][2][4], const QOperand& q, unsigned keys,
-                        const float (&scales)[2][2], int first_key, const Rows& rows, int seq_kv,
-                        const cukit::PagedParameters& params) {
-  multiply_keys(scores, q, KOperand(keys, 0, 0));
+// A lane's share of a step's scales: element [m][half] is of key 16 m + 8 half + lane / 4.
+using Scales = float[kKeyTiles][2];
+CUKIT_DEVICE void load_scales(Scales& scales, const unsigned char* from) {
   if constexpr (CODE != 0) {
+    const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-      for (int i = 0; i < 8; ++i) scores[m][i / 4][i % 4] *= scales[i / 4][i % 2];
+    for (int i = 0; i < 2 * kKeyTiles; ++i) {
+      scales[i / 2][i % 2] = reinterpret_cast<const float*>(from)[8 * i + lane / 4];
+    }
   }
+}
 
+// int4: of values, and what each key adds to all columns of an output, (code + 8 = 0) times the scale.
+CUKIT_DEVICE void load_value_factors(Scales& scales, Scales& offsets, const unsigned char* from) {
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  const __half* factors = reinterpret_cast<const __half*>(from);
+#pragma unroll
+  for (int i = 0; i < 2 * kKeyTiles; ++i) {
+    const float scale = __half2float(factors[8 * i + lane / 4]);
+    const float zero = __half2float(factors[kStep + 8 * i + lane / 4]);
+    scales[i / 2][i % 2] = scale;
+    offsets[i / 2][i % 2] = -(zero + 8.0f) * scale;
+  }
+}
+
+// int4: zeros where there is no key, since 0 times what lies there may be NaN.
+CUKIT_DEVICE void hide_factors(Scales& scales, Scales& offsets, int first_key, int seq_kv) {
+  const int lane = threadIdx.x % cukit::kWarpSize;
+#pragma unroll
+  for (int i = 0; i < 2 * kKeyTiles; ++i) {
+    if (first_key + 8 * i + lane / 4 >= seq_kv) {
+      scales[i / 2][i % 2] = offsets[i / 2][i % 2] = 0.0f;
+    }
+  }
+}
+
+// Puts scores through the options; what is hidden becomes -infinity.
+CUKIT_DEVICE void apply_options(Scores& scores, int first_key, const Rows& rows, int seq_kv,
+                                const cukit::PagedParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
   const int past = seq_kv - params.seq_q;
-  const int last = params.seq_q - 1;
-  const bool all_seen = first_key >= cukit::visible_keys(last, past, seq_kv, settings).begin &&
-                        first_key + kStep <= cukit::visible_keys(0, past, seq_kv, settings).end;
-  if (all_seen && !cukit::kScoresModified) return;
   const cukit::HeadScores head({}, settings, 0, 0, {0, 0, params.seq_q, seq_kv});
   const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
-  for (int m = 0; m < M_TILES; ++m)
+  for (int n = 0; n < QUERY_TILES; ++n)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = rows.query(16 * m + 8 * half + lane / 4, params);
+    for (int i = 0; i < 2; ++i) {
+      const int query = rows.query(8 * n + lane % 4 * 2 + i, params);
       const cukit::Span seen = cukit::visible_keys(query, past, seq_kv, settings);
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
+      for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
+        for (int half = 0; half < 2; ++half) {
           float& value = scores[m][n][2 * half + i];
-          const int key = first_key + 8 * n + lane % 4 * 2 + i;
+          const int key = first_key + 16 * m + 8 * half + lane / 4;
           value = head.score(value, query, key, params.scale_log2, settings);
           if (head.hidden(seen, query, key, settings)) value = -cukit::infinity();
         }
     }
 }
 
-// A lane's share of sixteen scales: element [n][i] is of key 8 n + 2 (lane % 4) + i.
-CUKIT_DEVICE void load_scales(float (&scales)[2][2], const unsigned char* from) {
+// Renews maxima that scores have outgrown and, with CODE, the unit of the values' scales: P times a
+// scale in this unit fits float16 whatever the scales. Most steps renew nothing.
+CUKIT_DEVICE void renew(Sums& sums, const Scores& scores, const Scales& value_scales, float factor) {
+  constexpr float kUnitGrowth = 16.0f;
+  float seen[QUERY_TILES][2];
+  bool outgrown = false;
+#pragma unroll
+  for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      seen[n][i] = sums.max[n][i];
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m) {
+        seen[n][i] = fmaxf(seen[n][i], fmaxf(scores[m][n][i], scores[m][n][2 + i]));
+      }
+      // Still -infinity on both sides gives NaN, which is not greater.
+      outgrown |= (seen[n][i] - sums.max[n][i]) * factor > cukit::kLazyGrowth;
+    }
+  float top = 0.0f;
   if constexpr (CODE != 0) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int key = 8 * n + threadIdx.x % cukit::kWarpSize % 4 * 2;
-      const float2 pair = reinterpret_cast<const float2*>(from)[key / 2];
-      scales[n][0] = pair.x;
-      scales[n][1] = pair.y;
+    for (int i = 0; i < 2 * kKeyTiles; ++i) top = fmaxf(top, fabsf(value_scales[i / 2][i % 2]));
+    outgrown |= top > kUnitGrowth * sums.unit;
+  }
+  if (!__any_sync(cukit::kFullMask, outgrown)) return;
+
+  float shrink_unit = 1.0f;
+  if constexpr (CODE != 0) {
+    top = max_over_keys(top);
+    if (top > sums.unit) {
+      shrink_unit = __fdividef(sums.unit, top);
+      sums.unit = top;
+      sums.inverse = 1.0f / top;
     }
   }
+#pragma unroll
+  for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float renewed = max_over_keys(seen[n][i]);
+      const float base = renewed == -cukit::infinity() ? 0.0f : renewed;
+      const float shrink = exp2f((sums.max[n][i] - base) * factor);
+      sums.max[n][i] = renewed;
+      sums.sum[n][i] *= shrink;
+      if constexpr (CODE == 3) sums.added[n][i] *= shrink;
+#pragma unroll
+      for (int c = 0; c < kDimSteps; ++c)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) sums.out[c][n][2 * half + i] *= shrink * shrink_unit;
+    }
 }
 
-// The scales of values as multiples of the warp's unit, which is renewed where a scale has outgrown
-// it: probabilities times these multiples fit float16 whatever the scales.
-CUKIT_DEVICE void take_unit(Sums& sums, float (&scales)[2][2]) {
-  constexpr float kGrowth = 16.0f;
-  float top = fmaxf(fmaxf(fabsf(scales[0][0]), fabsf(scales[0][1])),
-                    fmaxf(fabsf(scales[1][0]), fabsf(scales[1][1])));
-  top = fmaxf(top, __shfl_xor_sync(cukit::kFullMask, top, 1));
-  top = fmaxf(top, __shfl_xor_sync(cukit::kFullMask, top, 2));
-  if (top > kGrowth * sums.unit) {
-    const float shrink = sums.unit / top;
+// Adds a warp's keys of a step. value_offsets: with int4.
+CUKIT_DEVICE void add_keys(Sums& sums, const Scores& scores, const unsigned char* values,
+                           const Scales& value_scales, const Scales& value_offsets, float factor) {
+  renew(sums, scores, value_scales, factor);
+  Probabilities p;
 #pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
+  for (int n = 0; n < QUERY_TILES; ++n) {
+    float shift[2];
 #pragma unroll
-      for (int n = 0; n < kOTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums.out[m][n][i] *= shrink;
-    sums.unit = top;
-  }
-  const float inverse = sums.unit > 0.0f ? 1.0f / sums.unit : 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) scales[i / 2][i % 2] *= inverse;
-}
-
-// Adds sixteen keys of a warp.
-CUKIT_DEVICE void add_keys(Sums& sums, float (&scores)[M_TILES][2][4], unsigned values,
-                           float (&scales)[2][2], float factor) {
-  if constexpr (CODE != 0) take_unit(sums, scales);
-  unsigned p[M_TILES][1][4];
-#pragma unroll
-  for (int m = 0; m < M_TILES; ++m) {
-    float(&own)[8] = reinterpret_cast<float(&)[8]>(scores[m]);
-    float shrink[2];
-    if (cukit::renew_maxima(sums.rows[m], shrink, own, factor)) {
-      cukit::rescale(reinterpret_cast<float(&)[4 * kOTiles]>(sums.out[m]), shrink);
+    for (int i = 0; i < 2; ++i) {
+      shift[i] = sums.max[n][i] == -cukit::infinity() ? 0.0f : -sums.max[n][i] * factor;
     }
-    cukit::exponentiate(sums.rows[m], own, factor);
-    if constexpr (CODE != 0) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) own[i] *= scales[i / 4][i % 2];
-    }
-    cukit::pack_probabilities<product_t>(p[m], own);
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float weights[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          weights[i] = exp2f(fmaf(scores[m][n][2 * half + i], factor, shift[i]));
+          sums.sum[n][i] += weights[i];
+          if constexpr (CODE == 3) sums.added[n][i] += weights[i] * value_offsets[m][half];
+          if constexpr (CODE != 0) weights[i] *= value_scales[m][half] * sums.inverse;
+        }
+        const unsigned pair = cukit::pack<product_t>(weights[0], weights[1]);
+        p[m][n][half] = cukit::transpose_8x8(pair);
+      }
   }
-  multiply_values(sums.out, p, VOperand(values, 0, 0));
+  multiply_values(sums.out, p, values);
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
     const T* __restrict__ q, const cache_t* __restrict__ k, const cache_t* __restrict__ v,
-    const float* __restrict__ k_scales, const float* __restrict__ v_scales, T* __restrict__ out,
-    float* __restrict__ lse, const int* __restrict__ block_table, const int* __restrict__ seq_lens,
+    const scale_t* __restrict__ k_scales, const scale_t* __restrict__ v_scales,
+    const scale_t* __restrict__ k_zeros, const scale_t* __restrict__ v_zeros,
+    T* __restrict__ out, float* __restrict__ lse, const int* __restrict__ block_table,
+    const int* __restrict__ seq_lens,
     const float* __restrict__ sinks,
     float* partial_memory,  // see Partial: two slots a block, or one a unit
     int* counters,          // zeros: one a block, or one a problem
     const __grid_constant__ cukit::PagedParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ Statistics statistics[WARPS][kRows];
-  const Arrays arrays{q, k, v, k_scales, v_scales, out, lse, block_table, seq_lens, sinks};
+  __shared__ KeyPlace places[WARPS][kStep];
+  const Arrays arrays{q, k, v, k_scales, v_scales, k_zeros, v_zeros, out, lse, block_table, seq_lens, sinks};
   const Partial partial{partial_memory};
   const int warp = threadIdx.x / cukit::kWarpSize;
-  const unsigned char* warp_ring = shared + warp * STAGES * kStageBytes;
-  const unsigned ring = cukit::shared_address(warp_ring);
+  const unsigned char* ring = shared + warp * STAGES * kStageBytes;
   unsigned char* query_tile = shared + WARPS * STAGES * kStageBytes;
-  const QOperand q_operand(cukit::shared_address(query_tile), 0, 0);
   const float factor = cukit::exponent_factor(params.scale_log2);
 
   const int teams = gridDim.x / TEAM;
@@ -283,36 +231,59 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
   Share share{Place::find(first_unit, seq_lens, params), first_unit,
               min(total, first_unit + share_units)};
 
-  Loader loader(share, ring, arrays, params);
+  Loader loader(share, cukit::shared_address(ring), places[warp], arrays, params);
 #pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) loader.start(arrays, params);
+  for (int i = 0; i < STAGES - 1; ++i) {
+    loader.start(arrays, params);
+    __syncwarp();  // the next start renews the places of the keys
+  }
 
   int stage = 0;
   while (!share.done()) {
     const Piece piece = share.piece();
     const Rows rows(piece.place, params);
     const int seq_kv = piece.place.request.seq_kv;
+    // Keys that every row sees.
+    const int past = seq_kv - params.seq_q;
+    const int seen_begin =
+        cukit::visible_keys(params.seq_q - 1, past, seq_kv, params.settings).begin;
+    const int seen_end = cukit::visible_keys(0, past, seq_kv, params.settings).end;
     load_queries(query_tile, rows, arrays, params);
+    const Queries queries(query_tile);
     Sums sums;
-    cukit::clear(sums.out);
-    sums.unit = 0.0f;
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m) {
-      sums.rows[m] = {{-cukit::infinity(), -cukit::infinity()}, {0.0f, 0.0f}};
-    }
+    sums.clear();
     for (int tile = piece.begin; tile < piece.end; ++tile) {
       cukit::cp_async_wait<STAGES - 2>();
       __syncwarp();  // every lane's copies have arrived, and all have left the stage that is next
       loader.start(arrays, params);
-      const unsigned keys = ring + stage * kStageBytes;
-      const unsigned char* scales = warp_ring + stage * kStageBytes + 2 * kPartBytes;
-      float key_scales[2][2];
-      float value_scales[2][2];
-      load_scales(key_scales, scales);
-      load_scales(value_scales, scales + 4 * kStep);
-      float scores[M_TILES][2][4];
-      score(scores, q_operand, keys, key_scales, tile * kTile + warp * kStep, rows, seq_kv, params);
-      add_keys(sums, scores, keys + kPartBytes, value_scales, factor);
+      const unsigned char* keys = ring + stage * kStageBytes;
+      const unsigned char* factors = keys + 2 * kPartBytes;
+      const int first_key = tile * kTile + warp * kStep;
+      Scores scores;
+      Scales value_scales;
+      Scales value_offsets;
+      if constexpr (CODE == 3) {
+        multiply_keys(scores, GroupQueries(queries, factors), keys);
+        load_value_factors(value_scales, value_offsets, factors + kKeyScaleBytes);
+      } else {
+        multiply_keys(scores, queries, keys);
+      }
+      if constexpr (CODE == 1 || CODE == 2) {
+        Scales key_scales;
+        load_scales(key_scales, factors);
+        load_scales(value_scales, factors + kKeyScaleBytes);
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+          for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) scores[m][n][i] *= key_scales[m][i / 2];
+      }
+      if (cukit::kScoresModified || first_key < seen_begin || first_key + kStep > seen_end) {
+        apply_options(scores, first_key, rows, seq_kv, params);
+        if constexpr (CODE == 3) hide_factors(value_scales, value_offsets, first_key, seq_kv);
+      }
+      add_keys(sums, scores, keys + kPartBytes, value_scales, value_offsets, factor);
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 

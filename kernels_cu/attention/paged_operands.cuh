@@ -1,16 +1,30 @@
 // Operands of paged attention's products, from the caches' own elements or from 8-bit codes.
 //
-// Codes stay codes in shared memory and become float16 in registers, exactly: half the bytes are read,
-// and products are as those of float16. Two codes count as one 16-bit element for ldmatrix. Of keys a
-// lane then holds columns 4t .. 4t + 3 of sixteen, where an operand wants 2t, 2t + 1, 2t + 8 and
-// 2t + 9: the queries are stored with their columns in that order. Of values the lower codes of all
-// pairs make one column tile, the upper ones the next, so that columns of the output interleave.
+// Keys are the rows of S^T = K Q^T and columns of values those of O^T = V^T P^T, since tensor cores take
+// sixteen rows and eight columns: a group of up to eight query heads then leaves no half of a product
+// empty. The queries stay in registers, and P turns from a result into an operand by a transposition.
+//
+// Codes stay codes in shared memory and become float16 in registers: half the bytes are read, and
+// products are as those of float16. A lane reads sixteen codes of a key at a time and takes four of
+// them a step: the columns of the queries are ordered alike (query_place). Two codes of values count as
+// one 16-bit element for ldmatrix; the lower codes of all pairs make one tile of output columns, the
+// upper ones the next, so that columns of the output interleave.
+//
+// int8 codes become float16 by their bits: 0x6400 | (code + 128) is 1152 + code. Values have the 1152
+// subtracted; what it adds to a score, 1152 times the sum of the query, is where its sum begins.
+//
+// int4: eight codes a word; their sum with 8 is u, and 0x6400 | u is 1024 + u for codes 0, 2, 4 and 6,
+// 0x6400 | 16 u is 1024 + 16 u for the others: the queries of those columns are a sixteenth, and so
+// are their outputs when they are stored. Keys have a scale and a zero point for each column of STEP
+// keys: scales go into the queries, zero points and the 1024 into where the sums of scores begin.
 //
 // Macros: those of paged_attention.cu.
 #pragma once
 
 #include "attention/paged_rows.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/lop3.cuh"
+#include "common/ptx/movmatrix.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/pack_e4m3.cuh"
 #include "common/ptx/prmt.cuh"
@@ -18,122 +32,326 @@
 
 namespace cukit::paged {
 
-using QOperand = LeftMK<HEAD_DIM>;
-using KOperand = RightNK<kTileColumns>;
-using VOperand = RightKN<kTileColumns>;
+using Scores = float[kKeyTiles][QUERY_TILES][4];
+using Outputs = float[kDimSteps][QUERY_TILES][4];
+using Probabilities = unsigned[kKeyTiles][QUERY_TILES][2];
 
-// Four codes as float16, two to a register.
-CUKIT_DEVICE void unpack_codes(unsigned (&halves)[2], unsigned codes) {
+using KOperand = LeftMK<kTileColumns>;
+using VOperand = LeftKM<kTileColumns>;
+
+// What codes are too large by, twice, and its opposite.
+constexpr unsigned kBias = CODE == 3 ? 0x64006400u : 0x64806480u;
+constexpr unsigned kMinusBias = kBias | 0x80008000u;
+constexpr bool kBiased = CODE >= 2;
+
+constexpr int kPairsOfWord = CODE == 3 ? 4 : 2;
+
+// A word of codes as pairs of float16, larger by kBias. Of keys: codes 0 and 1, 2 and 3; of values,
+// Alternating: 0 and 2, 1 and 3. int4: 0 and 4, 1 and 5 times 16, 2 and 6, 3 and 7 times 16.
+template <bool Alternating>
+CUKIT_DEVICE void spread_codes(unsigned (&pairs)[kPairsOfWord], unsigned codes) {
 #if CODE == 1
-  unpack_e4m3(halves, codes);
-#else
-  // 1024 + (code + 128) is 0x6400 | (code + 128); 0x6480 is 1152.
-  const unsigned biased = codes ^ 0x80808080u;
+  unpack_e4m3(pairs, Alternating ? permute_bytes(codes, 0, 0x3120) : codes);
+#elif CODE == 2
+  const unsigned raised = codes ^ 0x80808080u;
+  pairs[0] = permute_bytes(raised, 0x64646464u, Alternating ? 0x4240 : 0x4140);
+  pairs[1] = permute_bytes(raised, 0x64646464u, Alternating ? 0x4341 : 0x4342);
+#elif CODE == 3
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    unsigned word = permute_bytes(biased, 0x64646464u, i == 0 ? 0x4140 : 0x4342);
-    unsigned base = 0x64806480u;
-    const __half2 difference =
-        __hsub2(*reinterpret_cast<__half2*>(&word), *reinterpret_cast<__half2*>(&base));
-    halves[i] = *reinterpret_cast<const unsigned*>(&difference);
+    pairs[2 * i] = and_xor(codes >> (8 * i), 0x000f000fu, 0x64086408u);
+    pairs[2 * i + 1] = and_xor(codes >> (8 * i), 0x00f000f0u, 0x64806480u);
   }
 #endif
 }
 
-// Sixteen columns of a query as two chunks of its tile.
-CUKIT_DEVICE void order_queries(uint4 (&chunks)[2], const uint4 (&columns)[2]) {
-  if constexpr (CODE == 0) {
-    chunks[0] = columns[0];
-    chunks[1] = columns[1];
-  } else {
-    const auto half = [](unsigned pair) {
-      float values[2];
-      unpack<T>(values, pair);
-      return pack<__half>(values[0], values[1]);
-    };
-    const uint4 a = columns[0];
-    const uint4 b = columns[1];
-    chunks[0] = make_uint4(half(a.x), half(a.z), half(b.x), half(b.z));
-    chunks[1] = make_uint4(half(a.y), half(a.w), half(b.y), half(b.w));
-  }
+CUKIT_DEVICE __half2 as_half2(unsigned pair) { return *reinterpret_cast<const __half2*>(&pair); }
+CUKIT_DEVICE unsigned as_word(__half2 pair) { return *reinterpret_cast<const unsigned*>(&pair); }
+
+CUKIT_DEVICE unsigned without_bias(unsigned pair) {
+  return kBiased ? as_word(__hsub2(as_half2(pair), as_half2(kBias))) : pair;
 }
 
-// scores = Q K^T of sixteen keys.
-CUKIT_DEVICE void multiply_keys(float (&scores)[M_TILES][2][4], const QOperand& q,
-                                const KOperand& k) {
-  clear(scores);
+// The chunk of a key's codes that is read `load`-th by the lanes of number t: two neighbouring rows then
+// use all banks.
+constexpr bool kPairedChunks = kTileColumns % 64 == 0;
+CUKIT_DEVICE int chunk_of_lane(int t, int load) {
+  return kPairedChunks ? load / 2 * 8 + 2 * t + load % 2 : 4 * load + t;
+}
+
+// Where column `column` of a query goes in the tile, in elements.
+CUKIT_DEVICE int query_place(int row, int column) {
+  int step, t, part, half;
   if constexpr (CODE == 0) {
-    warp_product<product_t, HEAD_DIM / 16>(
-        scores, [&](unsigned(&r)[4], int m, int step) { q(r, 16 * m, 16 * step); },
-        [&](unsigned(&r)[4], int n, int step) { k(r, 8 * n, 16 * step); });
+    step = column / 16;
+    t = column % 8 / 2;
+    part = column % 16 / 8;
+    half = column % 2;
   } else {
-#pragma unroll
-    for (int pair = 0; pair < HEAD_DIM / 32; ++pair) {
-      unsigned codes[4];  // keys 0-7 of two steps, keys 8-15 of both
-      k(codes, 0, 16 * pair);
-      unsigned halves[4][2];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) unpack_codes(halves[i], codes[i]);
-#pragma unroll
-      for (int step = 0; step < 2; ++step)
-#pragma unroll
-        for (int m = 0; m < M_TILES; ++m) {
-          unsigned a[4];
-          q(a, 16 * m, 16 * (2 * pair + step));
-          mma_16x8x16<product_t>(scores[m][0], a, halves[step][0], halves[step][1]);
-          mma_16x8x16<product_t>(scores[m][1], a, halves[2 + step][0], halves[2 + step][1]);
-        }
+    constexpr int kElements = 128 / kBits;  // of a chunk
+    const int chunk = column / kElements;
+    const int load = kPairedChunks ? chunk / 8 * 2 + chunk % 2 : chunk / 4;
+    t = kPairedChunks ? chunk % 8 / 2 : chunk % 4;
+    step = kElements / 4 * load;
+    if constexpr (CODE == 3) {
+      step += column % kElements / 8 * 2 + column % 4 / 2;
+      part = column % 2;
+      half = column % 8 / 4;
+    } else {
+      step += column % kElements / 4;
+      part = column % 4 / 2;
+      half = column % 2;
     }
   }
+  return (((row / 8 * kDimSteps + step) * kWarpSize + row % 8 * 4 + t) * 2 + part) * 2 + half;
 }
 
-// out += P V of sixteen keys.
-CUKIT_DEVICE void multiply_values(float (&out)[M_TILES][kOTiles][4],
-                                  const unsigned (&p)[M_TILES][1][4], const VOperand& v) {
-  if constexpr (CODE == 0) {
-    warp_product<product_t, 1>(
-        out,
-        [&](unsigned(&r)[4], int m, int) {
+// A column of a query in the element type of the products.
+CUKIT_DEVICE product_t query_element(T value, int column) {
+  const float factor = CODE == 3 && column % 2 == 1 ? 1.0f / 16 : 1.0f;
+  return from_float<product_t>(to_float(value) * factor);
+}
+
+// sums -= what the bias of codes adds to them.
+CUKIT_DEVICE void subtract_bias(float (&sums)[4], const uint2& q) {
+  const unsigned bias[4] = {kMinusBias, kMinusBias, kMinusBias, kMinusBias};
+  mma_16x8x16<product_t>(sums, bias, q.x, q.y);
+}
+
+// A lane's part of the queries, operand b: in registers where they have room for it.
+class Queries {
+ public:
+  CUKIT_DEVICE explicit Queries(const unsigned char* tile)
+      : tile_(reinterpret_cast<const uint2*>(tile) + threadIdx.x % kWarpSize) {
+    if constexpr (kHeld) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) r[i] = p[m][0][i];
-        },
-        [&](unsigned(&r)[4], int n, int) { v(r, 0, 8 * n); });
-  } else {
+      for (int i = 0; i < kPairs; ++i) held_[i] = tile_[i * kWarpSize];
+    }
 #pragma unroll
-    for (int pair = 0; pair < HEAD_DIM / 32; ++pair) {
-      unsigned codes[4];  // keys 0-7 and 8-15 of sixteen columns, of the next sixteen
-      v(codes, 0, 16 * pair);
+    for (int n = 0; n < QUERY_TILES; ++n) {
+      float sums[4] = {};
+      if constexpr (CODE == 2) {
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        unsigned first[2];
-        unsigned second[2];  // each: lower codes, upper codes
-        unpack_codes(first, permute_bytes(codes[2 * side], 0, 0x3120));
-        unpack_codes(second, permute_bytes(codes[2 * side + 1], 0, 0x3120));
+        for (int step = 0; step < kDimSteps; ++step) subtract_bias(sums, (*this)(n, step));
+      }
+      start_[n][0] = sums[0];
+      start_[n][1] = sums[1];
+    }
+  }
+
+  // Of rows 8 n .. 8 n + 7.
+  CUKIT_DEVICE uint2 operator()(int n, int step) const {
+    const int i = n * kDimSteps + step;
+    if constexpr (kHeld) {
+      return held_[i];
+    } else {
+      return tile_[i * kWarpSize];
+    }
+  }
+
+  // What sums of products begin with.
+  CUKIT_DEVICE void begin(Scores& scores) const {
 #pragma unroll
-        for (int upper = 0; upper < 2; ++upper)
+    for (int m = 0; m < kKeyTiles; ++m)
 #pragma unroll
-          for (int m = 0; m < M_TILES; ++m) {
-            mma_16x8x16<product_t>(out[m][4 * pair + 2 * side + upper], p[m][0], first[upper],
-                                   second[upper]);
-          }
+      for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[m][n][i] = start_[n][i % 2];
+  }
+
+ private:
+  static constexpr int kPairs = QUERY_TILES * kDimSteps;
+  static constexpr bool kHeld = kPairs <= 16;
+
+  const uint2* tile_;
+  uint2 held_[kHeld ? kPairs : 1];
+  float start_[QUERY_TILES][2];
+};
+
+// int4: the queries for a group of keys, times the scales of its columns.
+class GroupQueries {
+ public:
+  // `factors`: HEAD_DIM scales, then as many zero points.
+  CUKIT_DEVICE GroupQueries(const Queries& queries, const unsigned char* factors) {
+    const int t = threadIdx.x % kWarpSize % 4;
+    const uint4* chunks = reinterpret_cast<const uint4*>(factors);
+    float sums[QUERY_TILES][4] = {};
+#pragma unroll
+    for (int step = 0; step < kDimSteps; step += 2) {
+      // Of eight columns: a word of codes.
+      const int at = 4 * chunk_of_lane(t, step / 8) + step % 8 / 2;
+      unsigned scales[4];
+      unsigned zeros[4];
+      by_pair(scales, chunks[at]);
+      by_pair(zeros, chunks[HEAD_DIM / 8 + at]);
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const __half2 eight = __float2half2_rn(-8.0f);
+        const unsigned low = as_word(__hsub2(eight, as_half2(zeros[i])));
+        const unsigned high = as_word(__hsub2(eight, as_half2(zeros[i + 1])));
+        const unsigned offsets[4] = {low, low, high, high};
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; ++n) {
+          uint2 q = queries(n, step + i / 2);
+          q.x = as_word(__hmul2(as_half2(q.x), as_half2(scales[i])));
+          q.y = as_word(__hmul2(as_half2(q.y), as_half2(scales[i + 1])));
+          scaled_[n][step + i / 2] = q;
+          subtract_bias(sums[n], q);
+          // Zero points count once.
+          q.y = as_word(__hmul2(as_half2(q.y), __float2half2_rn(16.0f)));
+          mma_16x8x16<product_t>(sums[n], offsets, q.x, q.y);
+        }
       }
     }
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) start_[n][i] = sums[n][i];
+  }
+
+  CUKIT_DEVICE uint2 operator()(int n, int step) const { return scaled_[n][step]; }
+
+  CUKIT_DEVICE void begin(Scores& scores) const {
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[m][n][i] = start_[n][i % 2];
+  }
+
+ private:
+  // Eight float16 in pairs 0 and 4, 1 and 5, 2 and 6, 3 and 7.
+  CUKIT_DEVICE static void by_pair(unsigned (&pairs)[4], const uint4& from) {
+    pairs[0] = permute_bytes(from.x, from.z, 0x5410);
+    pairs[1] = permute_bytes(from.x, from.z, 0x7632);
+    pairs[2] = permute_bytes(from.y, from.w, 0x5410);
+    pairs[3] = permute_bytes(from.y, from.w, 0x7632);
+  }
+
+  uint2 scaled_[QUERY_TILES][kDimSteps];
+  float start_[QUERY_TILES][2];
+};
+
+// scores = K Q^T of a warp's keys. AnyQueries: Queries or GroupQueries.
+template <typename AnyQueries>
+CUKIT_DEVICE void multiply_keys(Scores& scores, const AnyQueries& queries,
+                                const unsigned char* keys) {
+  queries.begin(scores);
+  if constexpr (CODE == 0) {
+    const KOperand operand(shared_address(keys), 0, 0);
+#pragma unroll
+    for (int step = 0; step < kDimSteps; ++step)
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m) {
+        unsigned a[4];
+        operand(a, 16 * m, 16 * step);
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; ++n) {
+          const uint2 q = queries(n, step);
+          mma_16x8x16<product_t>(scores[m][n], a, q.x, q.y);
+        }
+      }
+  } else {
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int load = 0; load < kTileColumns / 32; ++load)
+#pragma unroll
+      for (int m = 0; m < kKeyTiles; ++m) {
+        unsigned codes[2][4];  // of keys lane / 4 and lane / 4 + 8
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = 16 * m + 8 * half + lane / 4;
+          const unsigned at = Swizzle<kTileColumns>::offset(row, chunk_of_lane(lane % 4, load));
+          *reinterpret_cast<uint4*>(codes[half]) = *reinterpret_cast<const uint4*>(keys + at);
+        }
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          unsigned upper[kPairsOfWord];
+          unsigned lower[kPairsOfWord];
+          spread_codes<false>(upper, codes[0][word]);
+          spread_codes<false>(lower, codes[1][word]);
+#pragma unroll
+          for (int i = 0; i < kPairsOfWord; i += 2) {
+            const unsigned a[4] = {upper[i], lower[i], upper[i + 1], lower[i + 1]};
+            const int step = (4 * load + word) * (kPairsOfWord / 2) + i / 2;
+#pragma unroll
+            for (int n = 0; n < QUERY_TILES; ++n) {
+              const uint2 q = queries(n, step);
+              mma_16x8x16<product_t>(scores[m][n], a, q.x, q.y);
+            }
+          }
+        }
+      }
   }
 }
 
-// A lane's outputs of one row, column tiles 2 n and 2 n + 1, to where they belong in its `row`.
-CUKIT_DEVICE void store_columns(float* row, const float (&out)[kOTiles][4], int n, int half,
-                                float factor) {
-  const int t = threadIdx.x % kWarpSize % 4;
-  const float* lower = &out[2 * n][2 * half];
-  const float* upper = &out[2 * n + 1][2 * half];
-  if constexpr (CODE == 0) {
-    float* to = row + 16 * n + 2 * t;
-    *reinterpret_cast<float2*>(to) = make_float2(lower[0] * factor, lower[1] * factor);
-    *reinterpret_cast<float2*>(to + 8) = make_float2(upper[0] * factor, upper[1] * factor);
-  } else {
-    *reinterpret_cast<float4*>(row + 16 * n + 4 * t) = make_float4(
-        lower[0] * factor, upper[0] * factor, lower[1] * factor, upper[1] * factor);
+// out += V^T P^T of a warp's keys.
+CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, const unsigned char* values) {
+  const VOperand operand(shared_address(values), 0, 0);
+#pragma unroll
+  for (int m = 0; m < kKeyTiles; ++m)
+#pragma unroll
+    for (int column = 0; column < kTileColumns; column += 16) {
+      constexpr int kTiles = CODE == 0 ? 1 : kPairsOfWord;  // of output columns
+      unsigned loaded[4];
+      operand(loaded, 16 * m, column);
+      unsigned a[kTiles][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (CODE == 0) {
+          a[0][i] = loaded[i];
+        } else {
+          unsigned pairs[kPairsOfWord];
+          spread_codes<true>(pairs, loaded[i]);
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) a[tile][i] = without_bias(pairs[tile]);
+        }
+      }
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+        for (int n = 0; n < QUERY_TILES; ++n) {
+          mma_16x8x16<product_t>(out[column / 16 * kTiles + tile][n], a[tile], p[m][n][0],
+                                 p[m][n][1]);
+        }
+    }
+}
+
+// A lane's outputs of eight rows, each to where it belongs among HEAD_DIM columns of its row.
+// `pitch`: floats between rows; `factors`, `added`: to all columns, of the lane's two rows.
+CUKIT_DEVICE void store_columns(float* rows, int pitch, const Outputs& out, int n,
+                                const float (&factors)[2], const float (&added)[2]) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float* row = rows + (lane % 4 * 2 + i) * pitch;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int e = 2 * half + i;
+      if constexpr (CODE == 0) {
+#pragma unroll
+        for (int c = 0; c < kDimSteps; ++c) {
+          row[16 * c + 8 * half + lane / 4] = out[c][n][e] * factors[i];
+        }
+      } else if constexpr (CODE == 3) {
+        const float sixteenth = factors[i] / 16;
+#pragma unroll
+        for (int c = 0; c < kDimSteps; c += 4) {
+          *reinterpret_cast<float4*>(row + 16 * c + 4 * (8 * half + lane / 4)) =
+              make_float4(fmaf(out[c][n][e], factors[i], added[i]),
+                          fmaf(out[c + 1][n][e], sixteenth, added[i]),
+                          fmaf(out[c + 2][n][e], factors[i], added[i]),
+                          fmaf(out[c + 3][n][e], sixteenth, added[i]));
+        }
+      } else {
+#pragma unroll
+        for (int c = 0; c < kDimSteps; c += 2) {
+          *reinterpret_cast<float2*>(row + 16 * c + 2 * (8 * half + lane / 4)) =
+              make_float2(out[c][n][e] * factors[i], out[c + 1][n][e] * factors[i]);
+        }
+      }
+    }
   }
 }
 

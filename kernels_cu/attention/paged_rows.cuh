@@ -19,19 +19,29 @@ using product_t = T;
 using cache_t = unsigned char;
 using product_t = __half;
 #endif
+#if CODE == 3
+using scale_t = __half;
+#else
+using scale_t = float;
+#endif
 
-constexpr int kStep = 16;  // keys of a warp
+constexpr int kStep = STEP;            // keys of a warp
+constexpr int kKeyTiles = kStep / 16;  // of operands
 constexpr int kTile = kStep * WARPS;
 constexpr int kThreads = kWarpSize * WARPS;
-constexpr int kRows = 16 * M_TILES;
-constexpr int kOTiles = HEAD_DIM / 8;
-constexpr int kBits = 8 * sizeof(cache_t);
+constexpr int kRows = 8 * QUERY_TILES;
+constexpr int kDimSteps = HEAD_DIM / 16;
+constexpr int kBits = CODE == 3 ? 4 : 8 * sizeof(cache_t);
 constexpr int kTileColumns = HEAD_DIM * kBits / 16;     // of keys and values, in units of 16 bits
 constexpr int kPartBytes = kStep * kTileColumns * 2;    // a warp's keys of a tile, or its values
-constexpr int kScaleBytes = CODE ? 2 * kStep * 4 : 0;   // of its keys, then of its values
-constexpr int kLeastShare = UNIT_TILES ? 1 : 4;  // smaller pieces cost more than they save
+// Of its keys, then of its values: a float each. INT4: float16, a scale and a zero point each, of
+// columns of keys and of rows of values.
+constexpr int kKeyScaleBytes = CODE == 0 ? 0 : CODE == 3 ? 2 * 2 * HEAD_DIM : 4 * kStep;
+constexpr int kScaleBytes = kKeyScaleBytes + (CODE == 0 ? 0 : 4 * kStep);
 constexpr int kStageBytes = 2 * kPartBytes + kScaleBytes;
-constexpr int kMergePitch = HEAD_DIM + kBits / 2;  // floats: neighbouring rows use different banks
+constexpr int kLeastKeys = 256;  // of a share: smaller pieces cost more than they save
+constexpr int kLeastShare = UNIT_TILES || kTile >= kLeastKeys ? 1 : kLeastKeys / kTile;
+constexpr int kMergePitch = HEAD_DIM + 4;  // floats: a warp's stores use different banks
 
 static_assert(8 * kMergePitch * 4 <= kStageBytes, "sums of eight rows lie in a stage");
 
@@ -43,8 +53,11 @@ struct Arrays {
   const T* q;              // [batch, seq_q, heads_q, head_dim]
   const cache_t* k;        // [blocks, block_size, heads_kv, head_dim]
   const cache_t* v;        // the same, [..., value_dim]
-  const float* k_scales;   // with CODE: [blocks, block_size, heads_kv], or 1 instead of an axis
-  const float* v_scales;   // the same
+  const scale_t* k_scales;  // with CODE: [blocks, block_size, heads_kv], or 1 instead of an axis;
+                            // int4: [blocks, block_size / STEP, heads_kv, head_dim]
+  const scale_t* v_scales;  // the same; int4: [blocks, block_size, heads_kv], rows contiguous
+  const scale_t* k_zeros;   // int4: as k_scales
+  const scale_t* v_zeros;   // int4: as v_scales
   T* out;                  // [batch, seq_q, heads_q, value_dim]
   float* lse;              // [batch, heads_q, seq_q] or null
   const int* block_table;  // [batch, table_row]

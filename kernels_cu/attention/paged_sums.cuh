@@ -9,16 +9,47 @@
 #include "attention/paged_operands.cuh"
 #include "attention/paged_rows.cuh"
 #include "common/ptx/pack.cuh"
-#include "common/softmax/online_softmax.cuh"
 
 namespace cukit::paged {
 
-// What a warp has summed up over its keys of a piece.
+// What a warp has summed up over its keys of a piece. A lane's rows are 8 n + 2 (lane % 4) + i.
 struct Sums {
-  float out[M_TILES][kOTiles][4];
-  SoftmaxRows rows[M_TILES];
-  float unit;  // CODE: what `out` is to be multiplied with, about the largest scale of the values
+  Outputs out;
+  float max[QUERY_TILES][2];
+  float sum[QUERY_TILES][2];  // over this lane's keys; lanes of equal lane % 4 are summed at the end
+  float unit;     // CODE: what `out` is to be multiplied with, the largest scale of values so far
+  float inverse;  // of unit, or 0
+  float added[QUERY_TILES][2];  // int4: to all columns, what zero points add over this lane's keys
+
+  CUKIT_DEVICE void clear() {
+    cukit::clear(out);
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        max[n][i] = -infinity();
+        sum[n][i] = 0.0f;
+        added[n][i] = 0.0f;
+      }
+    unit = inverse = 0.0f;
+  }
 };
+
+// Over the lanes that hold the same rows.
+CUKIT_DEVICE float max_over_keys(float value) {
+#pragma unroll
+  for (int offset = 4; offset < kWarpSize; offset *= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kFullMask, value, offset));
+  }
+  return value;
+}
+CUKIT_DEVICE float sum_over_keys(float value) {
+#pragma unroll
+  for (int offset = 4; offset < kWarpSize; offset *= 2) {
+    value += __shfl_xor_sync(kFullMask, value, offset);
+  }
+  return value;
+}
 
 // Maximum and sum of a row, in powers of two.
 struct Statistics {
@@ -82,63 +113,60 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long lon
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
 #pragma unroll
-  for (int m = 0; m < M_TILES; ++m)
+  for (int n = 0; n < QUERY_TILES; ++n)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum = sums.rows[m].sum[half];
-      sum += __shfl_xor_sync(kFullMask, sum, 1);
-      sum += __shfl_xor_sync(kFullMask, sum, 2);
-      if (lane % 4 == 0) {
-        statistics[warp][16 * m + 8 * half + lane / 4] = {sums.rows[m].max[half] * factor, sum};
-      }
+    for (int i = 0; i < 2; ++i) {
+      const float sum = sum_over_keys(sums.sum[n][i]);
+      if (lane < 4) statistics[warp][8 * n + 2 * lane + i] = {sums.max[n][i] * factor, sum};
     }
   __syncthreads();
 #pragma unroll
-  for (int m = 0; m < M_TILES; ++m)
+  for (int n = 0; n < QUERY_TILES; ++n) {
+    const int first = 8 * n;
+    if (first >= rows.count) break;
+    float shrink[2];  // of this lane's rows: what this warp's outputs are multiplied with
+    float added[2] = {};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int first = 16 * m + 8 * half;
-      if (first >= rows.count) break;
-      // Of this lane's row: the maximum of all warps, and what this warp's outputs shrink by.
+    for (int i = 0; i < 2; ++i) {
+      const int number = first + lane % 4 * 2 + i;
       float top = -infinity();
 #pragma unroll
-      for (int w = 0; w < WARPS; ++w) top = fmaxf(top, statistics[w][first + lane / 4].max);
-      const float own = statistics[warp][first + lane / 4].max;
-      const float unit = CODE ? sums.unit : 1.0f;
-      const float shrink = own == -infinity() ? 0.0f : exp2f(own - top) * unit;
-#pragma unroll
-      for (int n = 0; n < kOTiles / 2; ++n) {
-        store_columns(merge_row(merge, warp, lane / 4), sums.out[m], n, half, shrink);
-      }
-      __syncthreads();
-      for (int pair = threadIdx.x; pair < 8 * HEAD_DIM / 2; pair += kThreads) {
-        const int row = pair / (HEAD_DIM / 2);
-        const int column = pair % (HEAD_DIM / 2) * 2;
-        const int number = first + row;
-        if (number >= rows.count) break;
-        float2 total = make_float2(0.0f, 0.0f);
-        Statistics all{-infinity(), 0.0f};
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) all.max = fmaxf(all.max, statistics[w][number].max);
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-          const float2 part =
-              *reinterpret_cast<const float2*>(merge_row(merge, w, row) + column);
-          total.x += part.x;
-          total.y += part.y;
-          const float max = statistics[w][number].max;
-          if (max > -infinity()) all.sum += statistics[w][number].sum * exp2f(max - all.max);
-        }
-        if (whole) {
-          const float by = finish_row(all, rows, number, arrays, params, column == 0);
-          store_pair(total.x * by, total.y * by, rows, number, column, arrays, params);
-        } else {
-          *reinterpret_cast<float2*>(partial.out(slot) + number * HEAD_DIM + column) = total;
-          if (column == 0) partial.statistics(slot)[number] = all;
-        }
-      }
-      __syncthreads();
+      for (int w = 0; w < WARPS; ++w) top = fmaxf(top, statistics[w][number].max);
+      const float own = statistics[warp][number].max;
+      const float weight = own == -infinity() ? 0.0f : exp2f(own - top);
+      shrink[i] = weight * (CODE ? sums.unit : 1.0f);
+      if constexpr (CODE == 3) added[i] = weight * sum_over_keys(sums.added[n][i]);
     }
+    store_columns(merge_row(merge, warp, 0), kMergePitch, sums.out, n, shrink, added);
+    __syncthreads();
+    for (int pair = threadIdx.x; pair < 8 * HEAD_DIM / 2; pair += kThreads) {
+      const int row = pair / (HEAD_DIM / 2);
+      const int column = pair % (HEAD_DIM / 2) * 2;
+      const int number = first + row;
+      if (number >= rows.count) break;
+      float2 total = make_float2(0.0f, 0.0f);
+      Statistics all{-infinity(), 0.0f};
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) all.max = fmaxf(all.max, statistics[w][number].max);
+#pragma unroll
+      for (int w = 0; w < WARPS; ++w) {
+        const float2 part =
+            *reinterpret_cast<const float2*>(merge_row(merge, w, row) + column);
+        total.x += part.x;
+        total.y += part.y;
+        const float max = statistics[w][number].max;
+        if (max > -infinity()) all.sum += statistics[w][number].sum * exp2f(max - all.max);
+      }
+      if (whole) {
+        const float by = finish_row(all, rows, number, arrays, params, column == 0);
+        store_pair(total.x * by, total.y * by, rows, number, column, arrays, params);
+      } else {
+        *reinterpret_cast<float2*>(partial.out(slot) + number * HEAD_DIM + column) = total;
+        if (column == 0) partial.statistics(slot)[number] = all;
+      }
+    }
+    __syncthreads();
+  }
 }
 
 // Adds the pieces of a problem, of slots slot_of(0) .. slot_of(count - 1), into its output.

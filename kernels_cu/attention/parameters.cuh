@@ -50,9 +50,20 @@ struct PagedParameters {
   int problems;   // of a request: key heads times tiles of query rows
   int most_keys;  // that the block table has room for
   int block_size, table_row;
+  int tile_blocks, tile_rows;  // the keys of a tile: whole blocks of the cache, and more rows
   int head_dim, value_dim;
   float scale_log2;  // scale * log2(e)
   ScoreSettings settings;
+};
+
+// append_kv. Strides of q, k, v and q_out: over tokens (row) and heads; of caches and their scales as in
+// PagedParameters.
+struct AppendParameters {
+  HeadStrides q, k, v, q_out;
+  HeadStrides k_cache, v_cache, k_scales, v_scales;
+  int num_tokens;
+  int num_blocks, block_size;
+  int max_positions;  // rows of the tables
 };
 
 // mla_attention_sm90, which finds q and the cache through tensor maps, and mla_merge. A row is a head of

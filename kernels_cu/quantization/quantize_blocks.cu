@@ -1,7 +1,7 @@
 // Scales and codes of blocks of a matrix, in one pass over the values: rows (tokens, output channels),
 // groups of a row (32, 64, 128), tiles (128x128).
 //
-//   equations and rounding: quantization/scales.cuh.  clip="mse": of CANDIDATES parts of the range, that
+//   equations and rounding: common/quant/scales.cuh.  clip="mse": of CANDIDATES parts of the range, that
 //   with the least sum of squared errors.
 //
 // Formats: common/quant/codes.cuh. Tiles and 1x128 groups as in DeepSeek-V3, arXiv:2412.19437.
@@ -10,7 +10,7 @@
 //   TEAM vectors apart, all loaded before the first is used. HELD 0: blocks that do not fit into the
 //   registers of a team are swept in parts, and read again for every sweep, out of L2.
 // Shared memory: THREADS / 32 words an extreme, static, for teams beyond a warp.
-// Macros: those of quantization/scales.cuh and quantization/access.cuh; BLOCK_ROWS, BLOCK_COLS: extents
+// Macros: those of common/quant/scales.cuh and quantization/access.cuh; BLOCK_ROWS, BLOCK_COLS: extents
 //   of a block, 0 for any; FLAT 0|1: blocks are parts of rows, whose bytes they divide; THREADS; TEAM a
 //   power of two up to 32, or THREADS; UNITS up to TEAM, 1 where TEAM is THREADS or CANDIDATES above 1;
 //   ITEMS; HELD 0|1; CANDIDATES 1, or more for integer formats.
@@ -18,10 +18,10 @@
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"
+#include "common/quant/scales.cuh"
 #include "common/types.cuh"
 #include "quantization/access.cuh"
 #include "quantization/parameters.cuh"
-#include "quantization/scales.cuh"
 
 namespace {
 

@@ -1,19 +1,19 @@
 // Scales and codes of columns, or of groups of consecutive rows of a column: channels of a key cache,
-// weights stored [in, out]. Equations and rounding: quantization/scales.cuh.
+// weights stored [in, out]. Equations and rounding: common/quant/scales.cuh.
 //
 // Mapping: a thread block takes COLS_THREADS vectors of 16 bytes side by side, over all rows of a
 //   block of values; its other threads stand below each other and share the rows. Rows are read once
 //   for the extremes and once for the codes, the second time out of L2 unless the columns are long.
 // Shared memory: THREADS / COLS_THREADS rows of COLS_THREADS * 16 / sizeof(DTYPE) words an extreme.
-// Macros: those of quantization/scales.cuh and quantization/access.cuh; THREADS; COLS_THREADS; ITEMS: rows a
+// Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS; COLS_THREADS; ITEMS: rows a
 //   thread loads at once.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
+#include "common/quant/scales.cuh"
 #include "common/types.cuh"
 #include "quantization/access.cuh"
 #include "quantization/parameters.cuh"
-#include "quantization/scales.cuh"
 
 namespace {
 

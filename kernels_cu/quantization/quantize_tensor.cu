@@ -1,20 +1,20 @@
 // One scale for a whole tensor: the extremes of its parts (tensor_extremes), then the scale and the
-// codes (tensor_codes). Equations and rounding: quantization/scales.cuh.
+// codes (tensor_codes). Equations and rounding: common/quant/scales.cuh.
 //
 // Mapping: `parts` thread blocks share a tensor; in every round a block takes THREADS * ITEMS
 //   consecutive vectors of 16 bytes. tensor_codes goes through the rounds backwards: it begins with
 //   what tensor_extremes left in L2. Each of its blocks combines all extremes of its tensor, so that
 //   there is nothing to initialise and no atomic operation.
 // Shared memory: THREADS / 32 words, static.
-// Macros: those of quantization/scales.cuh and quantization/access.cuh; THREADS a multiple of 32; ITEMS.
+// Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS a multiple of 32; ITEMS.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"
+#include "common/quant/scales.cuh"
 #include "common/types.cuh"
 #include "quantization/access.cuh"
 #include "quantization/parameters.cuh"
-#include "quantization/scales.cuh"
 
 namespace {
 

@@ -14,11 +14,16 @@ from typing import Any
 import numpy as np
 
 from cukit.attention import merge_attention_states, paged_attention
+from cukit.core.narrow_dtype import float8_e4m3, int4, int8
+from cukit.core.quantized_array import QuantizedArray
 from cukit.reference import paged_attention as reference
 from profiling import peers
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.cases.attention import BACKENDS
-from profiling.data import array_module, normal
+from profiling.data import array_module, integers, normal
+
+GROUP_ROWS = 64
+"""Keys of an int4 cache that share a channel's scale."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,19 @@ class Shape:
     heads_kv: int = 8
     head_dim: int = 128
     block_size: int = 16
+    codes: str = ""  # that the cache holds; "" is bfloat16
 
     def __str__(self) -> str:
         heads = f"{self.heads_q}/{self.heads_kv}"
-        return f"d{self.head_dim} {heads} {self.name} page {self.block_size}"
+        kind = f" {self.codes}" if self.codes else ""
+        return f"d{self.head_dim} {heads} {self.name} page {self.block_size}{kind}"
+
+    @property
+    def row_bytes(self) -> int:
+        """A key of a head, or its values: codes have a scale; int4 on average."""
+        if self.codes == "int4":
+            return self.head_dim // 2 + 2 + 2 * self.head_dim // GROUP_ROWS
+        return self.head_dim + 4 if self.codes else 2 * self.head_dim
 
     @property
     def equal(self) -> bool:
@@ -45,7 +59,10 @@ def cases(small: bool = False) -> list[Case]:
     """Long and short requests, few and many, of equal and very unequal lengths."""
     if small:
         mixed = Shape("mixed", (3, 40), 4, 1, 24)
-        return [_case(Shape("2x20", (20, 20), 4, 2, 16)), _case(mixed), _merge_case(2, 3, 4, 16)]
+        narrow = Shape("2x20", (20, 20), 4, 2, 16, codes="int8")
+        groups = Shape("2x20", (20, 20), 4, 2, 32, GROUP_ROWS, "int4")
+        shapes = [Shape("2x20", (20, 20), 4, 2, 16), mixed, narrow, groups]
+        return [*map(paged_case, shapes), _merge_case(2, 3, 4, 16)]
     batches = ((1, 4096), (1, 32768), (16, 16384), (32, 4096), (128, 2048))
     shapes = [
         Shape(f"{batch}x{length}", (length,) * batch, block_size=block_size)
@@ -61,11 +78,22 @@ def cases(small: bool = False) -> list[Case]:
         Shape("32x8192", (8192,) * 32, 32, 8, 64),
         Shape("32x4096", (4096,) * 32, 16, 4, 256),
     ]
+    shapes += [
+        Shape(
+            f"{batch}x{length}",
+            (length,) * batch,
+            block_size=GROUP_ROWS if codes == "int4" else 16,
+            codes=codes,
+        )
+        for codes in ("int8", "float8_e4m3", "int4")
+        for batch, length in ((1, 4096), (32, 4096), (128, 2048))
+    ]
     merges = [_merge_case(128, 1, 32, 128), _merge_case(1, 16384, 32, 128)]
-    return [_case(shape) for shape in shapes] + merges
+    return [*map(paged_case, shapes), *merges]
 
 
-def _case(shape: Shape) -> Case:
+def paged_case(shape: Shape) -> Case:
+    """A decode step, beside torch on equal lengths of keys that are no codes."""
     batch, keys = len(shape.lengths), sum(shape.lengths)
 
     def build() -> Workload:
@@ -78,7 +106,10 @@ def _case(shape: Shape) -> Case:
         table, lengths = xp.asarray(host), xp.asarray(np.asarray(shape.lengths, np.int32))
         block = sum(counts), shape.block_size, shape.heads_kv, shape.head_dim
         q = normal((batch, 1, shape.heads_q, shape.head_dim), "bfloat16")
-        k, v = normal(block, "bfloat16"), normal(block, "bfloat16")
+        if shape.codes == "int4":
+            k, v = _grouped_cache(block, 1), _grouped_cache(block, 3)
+        else:
+            k, v = (_cache(block, shape.codes) for _ in range(2))
         arguments = (q, k, v, table, lengths)
         out = xp.empty_like(q)
         arms: dict[str, Callable[[], Call]] = {
@@ -87,20 +118,54 @@ def _case(shape: Shape) -> Case:
                 paged_attention, *arguments, out=xp.empty_like(q), batch_invariant=True
             ),
         }
-        if shape.equal:
+        if shape.equal and not shape.codes:
             for name, backend in BACKENDS.items():
                 arms[name] = partial(_dense_arm, backend, shape, q, k, v, table)
         return Workload(arms=arms, expected=lambda: _expected(*arguments))
 
-    rows = 2 * keys * shape.heads_kv + 2 * batch * shape.heads_q
+    outside = 2 * batch * shape.heads_q * shape.head_dim * itemsize("bfloat16")
     return Case(
         family="attention",
         op="paged_attention",
         name=str(shape),
         dtype="bfloat16",
         build=build,
-        bytes=rows * shape.head_dim * itemsize("bfloat16"),
+        bytes=2 * keys * shape.heads_kv * shape.row_bytes + outside,
     )
+
+
+def _cache(block: tuple[int, ...], codes: str) -> Any:
+    """Keys or values; the scales of codes lie head by head within a block."""
+    if not codes:
+        return normal(block, "bfloat16")
+    dtype = {"int8": int8, "float8_e4m3": float8_e4m3}[codes]
+    most = 127.0 if codes == "int8" else 448.0
+    xp = array_module()
+    blocks, block_size, heads, _ = block
+    storage = xp.empty(block, xp.int8 if codes == "int8" else xp.uint8)
+    scales = xp.full((blocks, heads, block_size, 1), 4.5 / most, xp.float32).swapaxes(1, 2)
+    for begin in range(0, blocks, 1024):  # a cache in float32 would not fit beside the others
+        part = storage[begin : begin + 1024]
+        values = normal(part.shape, "float32") * (most / 4.5)
+        part[...] = QuantizedArray.encode(xp.clip(values, -most, most), dtype).storage
+    return QuantizedArray(storage, dtype, block, scales=scales, axis=-1)
+
+
+def _grouped_cache(block: tuple[int, ...], axis: int) -> Any:
+    """int4 keys (axis 1) or values (axis 3) of random codes, about as large as normal numbers."""
+    xp = array_module()
+    blocks, block_size, heads, head_dim = block
+    storage = integers(0, 256, (blocks, block_size, heads, head_dim // 2), "uint8")
+    if axis == 1:
+        shape, size = (blocks, block_size // GROUP_ROWS, heads, head_dim), GROUP_ROWS
+        factors = [xp.full(shape, value, xp.float16) for value in (0.2, -0.5)]
+    else:
+        size = head_dim
+        factors = [
+            xp.full((blocks, heads, block_size, 1), value, xp.float16).swapaxes(1, 2)
+            for value in (0.2, -0.5)
+        ]
+    return QuantizedArray(storage, int4, block, *factors, axis, size)
 
 
 def _merge_case(batch: int, seq_len: int, heads: int, head_dim: int) -> Case:
@@ -163,6 +228,21 @@ def _expected(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> Any:
     for b, length in enumerate(np.asarray(lengths.get() if xp is not np else lengths).tolist()):
         used = table[b, : -(-length // k.shape[1])]
         own = xp.arange(used.size, dtype=xp.int32)[None]
-        row, keys, values = (x.astype(xp.float32) for x in (q[b : b + 1], k[used], v[used]))
+        row, keys, values = q[b : b + 1].astype(xp.float32), _rows(k, used), _rows(v, used)
         out[b] = reference.paged_attention(row, keys, values, own, lengths[b : b + 1])[0]
     return out
+
+
+def _rows(cache: Any, used: Any) -> Any:
+    """Blocks of a cache in float32."""
+    xp = array_module()
+    if not isinstance(cache, QuantizedArray):
+        return cache[used].astype(xp.float32)
+    storage = cache.storage[used]
+    if cache.zero_points is not None:
+        factors = cache.scales[used], cache.zero_points[used]
+        shape = (*storage.shape[:-1], cache.shape[-1])
+        part = QuantizedArray(storage, cache.dtype, shape, *factors, cache.axis, cache.group_size)
+        return part.dense().astype(xp.float32)
+    codes = QuantizedArray(storage, cache.dtype, storage.shape).dense()
+    return codes.astype(xp.float32) * cache.scales[used]

@@ -11,8 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cukit.array_api import NarrowArray, float8_e4m3
+from cukit.array_api import NarrowArray, float8_e4m3, int4, int8
 from cukit.attention import (
+    append_kv,
     block_sparse_attention,
     encode_mla_latents,
     flash_attention,
@@ -119,6 +120,58 @@ def paged(head_dim: int, **options: Any) -> None:
     to_host(merge_attention_states(out, lse, out, lse)[0])
 
 
+def paged_codes(codes: Any) -> None:
+    """The same over codes, with a scale for each key of a head."""
+    rng = _rng()
+    q = random(rng, (2, 1, 6, 128), "bfloat16")
+    storage = rng.integers(0, 100, (30, 16, 2, 128)).astype(np.int8).view(codes.storage_dtype)
+    scales = np.full((30, 16, 2, 1), 0.01, np.float32)
+    table = rng.permutation(30)[:28].reshape(2, 14).astype(np.int32)
+    lengths = np.array([200, 3], np.int32)
+    q, storage, scales, table, lengths = to_device("gpu", q, storage, scales, table, lengths)
+    cache = NarrowArray(storage, codes, storage.shape, scales=scales, axis=-1)
+    assert np.isfinite(
+        to_host(paged_attention(q, cache, cache, table, lengths)).astype(float)
+    ).all()
+
+
+def paged_groups() -> None:
+    """The same over int4, whose groups end inside the last block."""
+    rng = _rng()
+    q = random(rng, (2, 1, 6, 128), "bfloat16")
+    storage = rng.integers(0, 256, (6, 128, 2, 64)).astype(np.uint8)
+    table = rng.permutation(6)[:4].reshape(2, 2).astype(np.int32)
+    lengths = np.array([200, 3], np.int32)
+    factors = [np.full((6, 2, 2, 128), 0.1, np.float16), np.full((6, 2, 128, 1), 0.1, np.float16)]
+    placed = to_device("gpu", q, storage, table, lengths, *factors)
+    q, storage, table, lengths, columns, rows = placed
+    rows = rows.swapaxes(1, 2)
+    shape = (6, 128, 2, 128)
+    k = NarrowArray(storage, int4, shape, columns, columns, 1, 64)
+    v = NarrowArray(storage, int4, shape, rows, rows, 3, 128)
+    out = to_host(paged_attention(q, k, v, table, lengths))
+    assert np.isfinite(out.astype(np.float32)).all()
+
+
+def append(codes: Any) -> None:
+    """Rows of a cache, some of them left out, with turned queries; an odd number of heads."""
+    rng = _rng()
+    q, k, v = (random(rng, (9, heads, 80), "bfloat16") for heads in (3, 2, 2))
+    slots, positions = np.arange(-1, 17, 2), np.arange(9, dtype=np.int32)
+    cos, sin = rng.standard_normal((2, 9, 16)).astype(np.float32)
+    arrays = to_device("gpu", q, k, v, slots, positions, cos, sin)
+    q, k, v, slots, positions, cos, sin = arrays
+    shape = (3, 5, 2, 80)
+    caches = []
+    for _ in range(2):
+        storage = np.zeros(shape, codes.storage_dtype if codes else ml_dtypes.bfloat16)
+        scales = np.ones((*shape[:3], 1), np.float32)
+        storage, scales = to_device("gpu", storage, scales)
+        caches.append(NarrowArray(storage, codes, shape, scales, axis=-1) if codes else storage)
+    append_kv(k, v, *caches, slots, q=q, cos=cos, sin=sin, position_ids=positions, out=q)
+    assert np.isfinite(to_host(q).astype(np.float32)).all()
+
+
 def latents(heads: int, seq_q: int, coded: bool = False) -> None:
     """Requests of unlike lengths, one of them empty, that share thread blocks."""
     rng = _rng()
@@ -183,5 +236,11 @@ GROUPS = {
     "latents, teams and a mask": Group(partial(latents, 128, 2)),
     "paged d64": Group(partial(paged, 64), quick=True),
     "paged d128 window": Group(partial(paged, 128, window_size=(70, 0), softcap=2.0)),
+    "append": Group(partial(append, None), quick=True),
+    "append int8": Group(partial(append, int8)),
+    "append float8": Group(partial(append, float8_e4m3)),
+    "paged int8": Group(partial(paged_codes, int8), shares=True),
+    "paged int4": Group(paged_groups, shares=True),
+    "paged float8": Group(partial(paged_codes, float8_e4m3)),
     "paged d128 batch_invariant": Group(partial(paged, 128, batch_invariant=True), shares=True),
 }

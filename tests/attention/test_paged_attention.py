@@ -143,6 +143,10 @@ def test_options(device: str, options: dict[str, Any], batch_invariant: bool) ->
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
 @emulated(lambda head_dim, shared: head_dim in (80, 128) and shared in ("none", "key"))
 def test_caches_of_codes(device: str, codes: Any, shared: str, head_dim: int) -> None:
+    check_codes(device, codes, shared, head_dim)
+
+
+def check_codes(device: str, codes: Any, shared: str, head_dim: int) -> None:
     """Scales a thousandfold apart, in poisoned caches; against the decoded values in float64."""
     xp = array_module(device)
     cache = Cache([70, 2, 0, 129, 700], heads_q=6, heads_kv=2, head_dim=head_dim, dtype=float16)
@@ -184,6 +188,97 @@ def test_caches_of_codes(device: str, codes: Any, shared: str, head_dim: int) ->
     assert np.abs(got - want).max() <= 2.0**-9 * np.abs(want).max()
     seen = ~np.isneginf(want_lse)
     np.testing.assert_allclose(host(lse)[seen], want_lse[seen], atol=1e-3, rtol=1e-4)
+
+
+def grouped(
+    values: Any, axis: int, group_size: int, unused: Any, xp: Any
+) -> tuple[ck.QuantizedArray, Any]:
+    """An int4 cache (KIVI) and what it holds, far from zero; factors of rows that are not used are
+    NaN where a group has no other."""
+    shape = values.shape
+    spread = np.random.default_rng(2).uniform(-20, 20, (1, 1, *shape[2:]))
+    values = np.nan_to_num(values) + (spread if axis == 1 else 0)
+    split = (*shape[:axis], shape[axis] // group_size, group_size, *shape[axis + 1 :])
+    blocks = values.reshape(split)
+    low, high = blocks.min(axis + 1), blocks.max(axis + 1)
+    scales = np.maximum((high - low) / 15, np.abs(low) / 2000 + 1e-3).astype(np.float16)
+    zeros = (-8 - low / scales).astype(np.float16)
+    if axis == 3:
+        scales[unused], zeros[unused] = np.nan, np.nan
+        scales, zeros = (
+            np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (scales, zeros)
+        )
+    wide = [np.repeat(x.astype(np.float64), group_size, axis) for x in (scales, zeros)]
+    with np.errstate(invalid="ignore"):
+        levels = np.clip(np.rint(values / wide[0] + wide[1]), -8, 7)
+    levels = np.nan_to_num(levels).astype(np.int64)
+    packed = (levels[..., ::2] & 15 | (levels[..., 1::2] & 15) << 4).astype(np.uint8)
+    cache = ck.QuantizedArray(
+        xp.asarray(packed), ck.int4, shape, xp.asarray(scales), xp.asarray(zeros), axis, group_size
+    )
+    return cache, (levels - wide[1]) * wide[0]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads_q", "seq_q", "options"),
+    [
+        (128, 6, 1, {}),
+        (96, 40, 1, {"softcap": 20.0}),
+        (64, 2, 3, {"window_size": (70, None), "sinks": np.array([0.5, 1], np.float32)}),
+        (128, 8, 2, {"causal": False, "batch_invariant": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("group_rows", [32, 64])
+@emulated(lambda head_dim, group_rows: (head_dim == 96) == (group_rows == 32))
+def test_caches_of_int4(
+    device: str, head_dim: int, heads_q: int, seq_q: int, options: dict[str, Any], group_rows: int
+) -> None:
+    """Channels of keys far from zero; against the decoded values in float64."""
+    xp = array_module(device)
+    cache = Cache(
+        [70, 2, 0, 129, 700], heads_q=heads_q, heads_kv=2, head_dim=head_dim, seq_q=seq_q,
+        block_size=128, dtype=float16,
+    )  # fmt: skip
+    cache.q = (cache.q / 4).astype(float16)
+    unused = np.isnan(cache.k[..., 0])
+    k, k_values = grouped(cache.k.astype(np.float64), 1, group_rows, unused, xp)
+    v, v_values = grouped(cache.v.astype(np.float64), 3, head_dim, unused, xp)
+    cache.k, cache.v = k_values, np.nan_to_num(v_values)
+    want, want_lse = cache.expected(**options)
+    arrays = [xp.asarray(a) for a in (cache.q, cache.table, cache.lengths)]
+    given = {n: xp.asarray(a) if isinstance(a, np.ndarray) else a for n, a in options.items()}
+    out, lse = ck.paged_attention(arrays[0], k, v, *arrays[1:], return_lse=True, **given)
+    host = np.asarray if xp is np else xp.asnumpy
+    got = host(out).astype(np.float64)
+    assert np.isfinite(got).all()
+    assert np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()
+    seen = ~np.isneginf(want_lse)
+    np.testing.assert_allclose(host(lse)[seen], want_lse[seen], atol=0.04, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("codes", "step", "warps", "stages"),
+    [("", 32, 2, 2), ("int8", 16, 4, 3), ("int8", 64, 1, 2), ("float8_e4m3", 16, 8, 2)],
+)
+@emulated(lambda codes: True)
+def test_other_tilings(
+    device: str, codes: str, step: int, warps: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that profiling/paged_variants.py times."""
+    plan = paged.plan_paged_attention
+    tiling = {"step": step, "warps": warps, "stages": stages, "blocks_per_sm": 1}
+    monkeypatch.setattr(
+        paged, "plan_paged_attention", lambda *a, **k: replace(plan(*a, **k), **tiling)
+    )
+    paged._prepare.forget()  # type: ignore[attr-defined]
+    try:
+        if codes:
+            check_codes(device, {"int8": ck.int8}.get(codes, ck.float8_e4m3), "key", 128)
+        else:
+            Cache([500, 3, 150, 0, 70], heads_q=6, heads_kv=2).check(device)
+    finally:
+        paged._prepare.forget()  # type: ignore[attr-defined]
 
 
 def test_values_may_be_narrower(device: str) -> None:

@@ -46,6 +46,13 @@ def _attention(rng: Rng) -> list[Any]:
     return _rows(rng, (1, 70, 2, 64), (1, 135, 1, 64), (1, 135, 1, 64))
 
 
+def _append(rng: Rng) -> Arguments:
+    q, k, v, *caches = _rows(rng, (5, 3, 32), (5, 1, 32), (5, 1, 16), (3, 4, 1, 32), (3, 4, 1, 16))
+    cos, sin = rng.standard_normal((2, 7, 8)).astype(np.float32)
+    turning = {"q": q, "cos": cos, "sin": sin, "position_ids": np.arange(5, dtype=np.int32)}
+    return (k, v, *caches, np.array([3, 0, -1, 11, 6])), turning
+
+
 def _paged(rng: Rng) -> Arguments:
     q, k, v = _rows(rng, (2, 1, 4, 64), (9, 16, 2, 64), (9, 16, 2, 64))
     table = rng.permutation(9)[:8].reshape(2, 4).astype(np.int32)
@@ -347,6 +354,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     ),
     "matmul_tma": lambda rng: (tuple(_rows(rng, (70, 72), (136, 72))), {}),
     "quantized_linear": _quantized_linear,
+    "append_kv": _append,
     "merge_attention_states": _states,
     "mla_attention": _latents,
     "paged_attention": _paged,

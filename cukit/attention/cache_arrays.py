@@ -1,0 +1,113 @@
+"""What ops on a paged cache share: its storage, codes and scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukit.core.arrays import ACCESS_BYTES, Array, address_of, float16
+from cukit.core.quantized_array import QuantizedArray
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError
+
+CODES = {"": 0, "float8_e4m3": 1, "int8": 2, "int4": 3}
+"""What a cache may hold, by its number in the kernels; "" is q's dtype."""
+
+GROUP_ROWS = (32, 64)
+"""Keys of an int4 cache that may share a channel's scale."""
+
+
+def cache_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any, Any]:
+    """What codes both caches hold ("" for none), and their storage and scales."""
+    quantized = [isinstance(cache, QuantizedArray) for cache in (k_cache, v_cache)]
+    if not any(quantized):
+        return "", k_cache, None, v_cache, None
+    names = [getattr(getattr(cache, "dtype", None), "name", "") for cache in (k_cache, v_cache)]
+    if all(quantized) and names == ["int4", "int4"]:
+        raise ArrayDtypeError(f"{op}: caches of int4 are read by paged_attention alone")
+    if not all(quantized) or names[0] != names[1] or names[0] not in CODES:
+        raise ArrayDtypeError(
+            f"{op}: k_cache and v_cache must both hold float8_e4m3 or both int8 codes, or both "
+            f"elements of one float dtype, got {names[0]} and {names[1]}"
+        )
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.zero_points is not None:
+            raise ArrayError(f"{op}: {name} has zero points, which no kernel takes")
+        if cache.scales is not None and cache.scales.shape[-1] != 1:
+            raise ArrayShapeError(
+                f"{op}: the scales of {name} must be shared along head_dim, got shape "
+                f"{cache.scales.shape}"
+            )
+    return names[0], k_cache.storage, k_cache.scales, v_cache.storage, v_cache.scales
+
+
+def group_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[Any, ...] | None:
+    """Storage, scales and zero points of keys, then of values, where both caches hold int4; else
+    None. Keys share a scale along the rows of a group, values along head_dim (KIVI)."""
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    if any(getattr(getattr(c, "dtype", None), "name", "") != "int4" for c in caches.values()):
+        return None
+    for (name, cache), axis in zip(caches.items(), (1, 3), strict=True):
+        if cache.scales is None or cache.zero_points is None or cache.axis != (axis,):
+            raise ArrayError(
+                f"{op}: {name} of int4 must have scales and zero points shared along axis {axis}, "
+                f"got {cache!r}"
+            )
+        if {cache.scales.dtype, cache.zero_points.dtype} != {float16}:
+            raise ArrayDtypeError(
+                f"{op}: scales and zero points of {name} must be float16, got {cache.scales.dtype} "
+                f"and {cache.zero_points.dtype}"
+            )
+    if k_cache.group_size[0] not in GROUP_ROWS or k_cache.shape[1] % k_cache.group_size[0]:
+        raise ArrayShapeError(
+            f"{op}: k_cache of int4 must have groups of {' or '.join(map(str, GROUP_ROWS))} rows "
+            f"that divide block_size, got {k_cache.group_size[0]} of {k_cache.shape[1]}"
+        )
+    if v_cache.scales.shape[-1] != 1:
+        raise ArrayShapeError(
+            f"{op}: v_cache of int4 must have one scale a row and head, got {v_cache!r}"
+        )
+    return (
+        *(k_cache.storage, k_cache.scales, k_cache.zero_points),
+        *(v_cache.storage, v_cache.scales, v_cache.zero_points),
+    )
+
+
+def check_group_layout(op: str, **arrays: Array) -> None:
+    """What the kernel asks of factors of int4 caches: 16-byte access along their contiguous axis,
+    head_dim for keys, rows for values."""
+    for name, array in arrays.items():
+        axis = 1 if name.startswith("v_cache") else 3
+        extents = enumerate(zip(array.strides[:3], array.shape[:3], strict=True))
+        outer = [stride for i, (stride, extent) in extents if i != axis and extent > 1]
+        contiguous = array.strides[axis] == array.itemsize or array.shape[axis] == 1
+        if not contiguous or any(step % ACCESS_BYTES for step in (address_of(array), *outer)):
+            raise ArrayLayoutError(
+                f"{op}: {name} must be contiguous along axis {axis} on the GPU, with a start and "
+                f"other strides that are multiples of {ACCESS_BYTES} bytes, got strides "
+                f"{array.strides}"
+            )
+
+
+def check_code_layout(op: str, k_cache: Array, v_cache: Array) -> None:
+    """What kernels ask of storage of codes, in bytes."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.shape[-1] % ACCESS_BYTES:
+            raise ArrayShapeError(
+                f"{op}: the codes of a head of {name} must take a multiple of {ACCESS_BYTES} bytes "
+                f"on the GPU, got {cache.shape[-1]}"
+            )
+        if any(step % ACCESS_BYTES for step in (address_of(cache), *cache.strides[:-1])):
+            raise ArrayLayoutError(
+                f"{op}: the start and the strides of {name} must be multiples of {ACCESS_BYTES} "
+                f"bytes on the GPU, got strides {cache.strides}"
+            )
+
+
+def scale_strides(scales: Array | None) -> tuple[int, int, int]:
+    """Over blocks, rows and heads, in elements; 0 along axes that share a scale."""
+    if scales is None:
+        return 0, 0, 0
+    block, row, head = (
+        0 if extent == 1 else stride // scales.itemsize
+        for stride, extent in zip(scales.strides[:3], scales.shape[:3], strict=True)
+    )
+    return block, row, head

@@ -1,0 +1,269 @@
+// The copies of keys and values that a thread block of paged attention reads.
+//
+// A warp copies its own keys of a tile, STAGES - 1 tiles ahead. Each lane looks up the block of a key
+// (of 16 keys, two lanes share each; of 64 each lane has two) a step before it is needed; where the
+// rows of keys and values begin then goes through shared memory to the lanes that copy them.
+//
+// Macros: those of paged_attention.cu.
+#pragma once
+
+#include "attention/paged_rows.cuh"
+#include "common/platform.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/scores/score_options.cuh"
+#include "common/tile.cuh"
+
+namespace cukit::paged {
+
+// Where a key and its values begin in the cache; null where no row sees the key.
+struct __align__(16) KeyPlace {
+  const cache_t* k;
+  const cache_t* v;
+};
+
+// offset_of for numbers that are not negative: half the instructions.
+CUKIT_DEVICE long long place_of(const HeadStrides& strides, unsigned block, unsigned row,
+                                unsigned head) {
+  return strides.batch * block + strides.row * row + strides.head * head;
+}
+
+// Copies a warp's keys and values, tile after tile of a share, ahead of their use.
+class Loader {
+ public:
+  // `places`: of the warp's keys, in shared memory.
+  CUKIT_DEVICE Loader(const Share& share, unsigned ring, KeyPlace* places, const Arrays& arrays,
+                      const PagedParameters& params)
+      : share_(share), ring_(ring), places_(places), stage_(0), more_(!share.done()) {
+    if (more_) {
+      open_piece(params);
+      look_up(arrays, params);
+    }
+  }
+
+  // Starts the copies of the next tile, or none after the last; one group either way.
+  CUKIT_DEVICE void start(const Arrays& arrays, const PagedParameters& params) {
+    if (more_) {
+      copy(arrays, params);
+      stage_ = stage_ + 1 == STAGES ? 0 : stage_ + 1;
+      if (++tile_ == piece_end_) {
+        share_.advance(arrays.seq_lens, params);
+        more_ = !share_.done();
+        if (more_) open_piece(params);
+      } else {
+        next_keys(params);
+      }
+      if (more_) look_up(arrays, params);
+    }
+    cp_async_commit();
+  }
+
+ private:
+  static constexpr int kOwn = (kStep + kWarpSize - 1) / kWarpSize;  // keys of a lane
+
+  // The lane's key number i of a step; of 16 keys two lanes share each.
+  CUKIT_DEVICE static int own_key(int i) {
+    return threadIdx.x % kWarpSize % kStep + i * kWarpSize;
+  }
+
+  // Whether this lane is the first of those that share a key.
+  CUKIT_DEVICE static bool writes() {
+    return kStep >= kWarpSize || threadIdx.x % kWarpSize < kStep;
+  }
+
+  CUKIT_DEVICE void open_piece(const PagedParameters& params) {
+    const Piece piece = share_.piece();
+    tile_ = piece.begin;
+    piece_end_ = piece.end;
+    const Rows rows(piece.place, params);
+    head_kv_ = rows.head_kv;
+    // What no row sees is not read: a window's blocks may have been given to others.
+    const int past = piece.place.request.seq_kv - params.seq_q;
+    const int last = params.seq_q - 1;
+    const int seq_kv = piece.place.request.seq_kv;
+    first_key_ = max(0, visible_keys(0, past, seq_kv, params.settings).begin);
+    last_key_ = visible_keys(last, past, seq_kv, params.settings).end;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int key = first_of_tile() + own_key(i);
+      entry_[i] = key / params.block_size;
+      row_[i] = key % params.block_size;
+    }
+  }
+
+  CUKIT_DEVICE int first_of_tile() const {
+    return tile_ * kTile + threadIdx.x / kWarpSize * kStep;
+  }
+
+  // Of the tile behind, without a division.
+  CUKIT_DEVICE void next_keys(const PagedParameters& params) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      entry_[i] += params.tile_blocks;
+      row_[i] += params.tile_rows;
+      if (row_[i] >= params.block_size) {
+        row_[i] -= params.block_size;
+        ++entry_[i];
+      }
+    }
+  }
+
+  // The blocks of the lane's keys, a step before they are needed.
+  CUKIT_DEVICE void look_up(const Arrays& arrays, const PagedParameters& params) {
+    const int* table = arrays.block_table + static_cast<long long>(share_.place.b) * params.table_row;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int key = first_of_tile() + own_key(i);
+      block_[i] = key >= first_key_ && key < last_key_ ? table[entry_[i]] : -1;
+    }
+  }
+
+  CUKIT_DEVICE void copy(const Arrays& arrays, const PagedParameters& params) {
+    const unsigned keys = ring_ + stage_ * kStageBytes;
+    bool all_known = true;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      KeyPlace place{nullptr, nullptr};
+      const bool known = block_[i] >= 0;
+      if (known) {
+        place = {arrays.k + place_of(params.k, block_[i], row_[i], head_kv_),
+                 arrays.v + place_of(params.v, block_[i], row_[i], head_kv_)};
+      }
+      all_known &= known;
+      if (writes()) places_[own_key(i)] = place;
+    }
+    __syncwarp();
+    if (!PADDED && !VALUE_PADDED && __all_sync(kFullMask, all_known)) {
+      copy_whole(keys);
+    } else {
+      copy_known(keys, arrays, params);
+    }
+    if constexpr (CODE == 3) {
+      copy_group_factors(keys + 2 * kPartBytes, arrays, params);
+    } else if constexpr (CODE != 0) {
+      copy_scales(keys + 2 * kPartBytes, arrays, params);
+    }
+  }
+
+  static constexpr int kChunks = kTileColumns / 8;  // of a key
+  static constexpr int kElements = 16 / sizeof(cache_t);  // of storage, of a chunk
+  static constexpr int kCopies = kStep * kChunks / kWarpSize;
+
+  // A lane's copy number `i` of a step: chunk `chunk` of key `row`.
+  struct Copy {
+    int row, chunk;
+    unsigned to;  // in the tile
+
+    CUKIT_DEVICE explicit Copy(int i) {
+      using Tile = Swizzle<kTileColumns>;
+      const int lane = threadIdx.x % kWarpSize;
+      if constexpr (kWarpSize % kChunks == 0) {  // whole rows: copies differ by constants
+        const int first = i * (kWarpSize / kChunks);
+        const unsigned phase = (first >> Tile::kRowShift) & Tile::kMask;
+        row = first + lane / kChunks;
+        chunk = lane % kChunks;
+        to = (Tile::offset(lane / kChunks, chunk) ^ (phase << 4)) + first * Tile::kPitch;
+      } else {
+        row = (i * kWarpSize + lane) / kChunks;
+        chunk = (i * kWarpSize + lane) % kChunks;
+        to = Tile::offset(row, chunk);
+      }
+    }
+  };
+
+  CUKIT_DEVICE void copy_whole(unsigned keys) {
+    constexpr int kAtOnce = kCopies % 4 == 0 ? 4 : 3;
+    static_assert(kCopies % kAtOnce == 0, "places are read a few at a time");
+#pragma unroll
+    for (int first = 0; first < kCopies; first += kAtOnce) {
+      KeyPlace from[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) from[i] = places_[Copy(first + i).row];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const Copy copy(first + i);
+        cp_async_16(keys + copy.to, from[i].k + copy.chunk * kElements);
+        cp_async_16(keys + copy.to + kPartBytes, from[i].v + copy.chunk * kElements);
+      }
+    }
+  }
+
+  // Zeros for what does not exist or is not seen.
+  CUKIT_DEVICE void copy_known(unsigned keys, const Arrays& arrays,
+                               const PagedParameters& params) {
+#pragma unroll 1
+    for (int i = 0; i < kCopies; ++i) {
+      const Copy copy(i);
+      const int column = copy.chunk * (128 / kBits);
+      const int at = copy.chunk * kElements;
+      const KeyPlace from = places_[copy.row];
+      const bool k_valid = from.k != nullptr && (!PADDED || column < params.head_dim);
+      const bool v_valid = from.v != nullptr && (!VALUE_PADDED || column < params.value_dim);
+      cp_async_16(keys + copy.to, k_valid ? from.k + at : arrays.k, k_valid);
+      cp_async_16(keys + copy.to + kPartBytes, v_valid ? from.v + at : arrays.v, v_valid);
+    }
+  }
+
+  CUKIT_DEVICE void copy_scales(unsigned to, const Arrays& arrays,
+                                const PagedParameters& params) {
+    if (!writes()) return;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const scale_t* k = arrays.k_scales;
+      const scale_t* v = arrays.v_scales;
+      if (block_[i] >= 0) {
+        k += place_of(params.k_scales, block_[i], row_[i], head_kv_);
+        v += place_of(params.v_scales, block_[i], row_[i], head_kv_);
+        cp_async_cached<4>(to + own_key(i) * 4, k, true);
+        cp_async_cached<4>(to + (kStep + own_key(i)) * 4, v, true);
+      } else {
+        cp_async_cached<4>(to + own_key(i) * 4, k, false);
+        cp_async_cached<4>(to + (kStep + own_key(i)) * 4, v, false);
+      }
+    }
+  }
+
+  // int4: of the group that a step is: all its keys lie in one block.
+  CUKIT_DEVICE void copy_group_factors(unsigned to, const Arrays& arrays,
+                                       const PagedParameters& params) {
+    const int lane = threadIdx.x % kWarpSize;
+    int block = -1;
+    int row = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const unsigned known = __ballot_sync(kFullMask, block_[i] >= 0);
+      if (known != 0) {
+        block = __shfl_sync(kFullMask, block_[i], __ffs(known) - 1);
+        row = __shfl_sync(kFullMask, row_[i], __ffs(known) - 1) / kStep * kStep;
+      }
+    }
+    const bool exists = block >= 0;
+    const auto copy = [&](int at, const scale_t* factors, const HeadStrides& strides,
+                          int group, int first, bool inside) {
+      const bool valid = exists && inside;
+      const long long offset = valid ? place_of(strides, block, group, head_kv_) + first : 0;
+      cp_async_16(to + 16 * at, factors + offset, valid);
+    };
+    constexpr int kColumnChunks = HEAD_DIM / 8;
+    for (int i = lane; i < 2 * kColumnChunks; i += kWarpSize) {
+      const int column = i % kColumnChunks * 8;
+      const bool inside = !PADDED || column < params.head_dim;
+      copy(i, i < kColumnChunks ? arrays.k_scales : arrays.k_zeros, params.k_scales, row / kStep,
+           column, inside);
+    }
+    constexpr int kRowChunks = kStep / 8;
+    if (lane < 2 * kRowChunks) {
+      copy(2 * kColumnChunks + lane, lane < kRowChunks ? arrays.v_scales : arrays.v_zeros,
+           params.v_scales, row, lane % kRowChunks * 8, true);
+    }
+  }
+
+  Share share_;
+  unsigned ring_;
+  KeyPlace* places_;
+  int stage_;
+  bool more_;
+  int tile_, piece_end_, head_kv_, first_key_, last_key_;
+  int entry_[kOwn], row_[kOwn], block_[kOwn];  // of the lane's keys: of the table, in its block
+};
+
+}  // namespace cukit::paged

@@ -1,0 +1,90 @@
+"""Cases of `append_kv`: RoPE, quantisation and the write into a cache, beside torch's."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cukit.attention import append_kv
+from cukit.core.narrow_dtype import float8_e4m3, int8
+from cukit.core.quantized_array import QuantizedArray
+from cukit.reference import rope as rope_reference
+from profiling import layer_peers, peers
+from profiling.case import Case, Workload
+from profiling.data import array_module, normal
+
+HEADS_Q, HEADS_KV, BLOCK_SIZE = 32, 8, 16
+
+
+def cases(small: bool = False) -> list[Case]:
+    """A decode step and a prompt, for each kind of cache."""
+    if small:
+        return [_case(5, 16, codes) for codes in ("", "int8")]
+    return [
+        _case(tokens, 128, codes)
+        for codes in ("", "int8", "float8_e4m3")
+        for tokens in (128, 16384)
+    ]
+
+
+def _case(tokens: int, head_dim: int, codes: str) -> Case:
+    def build() -> Workload:
+        xp = array_module()
+        generator = np.random.default_rng(0)
+        blocks = 4 * -(-tokens // BLOCK_SIZE)
+        slots = xp.asarray(generator.permutation(blocks * BLOCK_SIZE)[:tokens])
+        q, k, v = (
+            normal((tokens, heads, head_dim), "bfloat16") for heads in (HEADS_Q, HEADS_KV, HEADS_KV)
+        )
+        angles = xp.asarray(generator.uniform(0, 6, (tokens, head_dim // 2)).astype(np.float32))
+        tables = xp.cos(angles), xp.sin(angles)
+        positions = xp.arange(tokens, dtype=xp.int32)
+        shape = blocks, BLOCK_SIZE, HEADS_KV, head_dim
+        caches = [_cache(shape, codes, q) for _ in range(2)]
+        turning = {"q": q, "cos": tables[0], "sin": tables[1], "position_ids": positions}
+        ours = partial(append_kv, k, v, caches[0], caches[1], slots, **turning)
+        expected = partial(rope_reference.rope, q[None], k[None], *tables)
+        arms = {"cukit": lambda: ours}
+        if not codes:
+            given = (q, k, v, *tables, *(_cache(shape, "", q) for _ in range(2)), slots)
+            for name, compiled in (("torch-eager", False), ("torch-compile", True)):
+                arms[name] = partial(_torch_arm, given, compiled)
+        return Workload(arms=arms, expected=lambda: expected()[0][0])
+
+    read = 2 * tokens * (HEADS_Q + 2 * HEADS_KV) * head_dim + 4 * tokens * head_dim + 12 * tokens
+    stored = (head_dim + 4 if codes else 2 * head_dim) * 2 * HEADS_KV
+    written = tokens * (stored + 2 * HEADS_Q * head_dim)
+    return Case(
+        family="attention",
+        op="append_kv",
+        name=f"{tokens}x{HEADS_Q}/{HEADS_KV}x{head_dim}{f' {codes}' if codes else ''}",
+        dtype="bfloat16",
+        build=build,
+        bytes=read + written,
+    )
+
+
+def _cache(shape: tuple[int, ...], codes: str, like: Any) -> Any:
+    xp = array_module()
+    if not codes:
+        return xp.zeros(shape, like.dtype)
+    blocks, block_size, heads, _ = shape
+    dtype = int8 if codes == "int8" else float8_e4m3
+    scales = xp.ones((blocks, heads, block_size, 1), xp.float32).swapaxes(1, 2)
+    return QuantizedArray(xp.zeros(shape, dtype.storage_dtype), dtype, shape, scales, axis=-1)
+
+
+def _torch_arm(arrays: tuple[Any, ...], compiled: bool) -> Any:
+    turn = layer_peers.torch_rope(peers.torch())
+
+    def append(
+        q: Any, k: Any, v: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any, slots: Any
+    ) -> Any:
+        q, k = turn(q, k, cos, sin)
+        k_cache.view(-1, *k.shape[1:])[slots] = k
+        v_cache.view(-1, *v.shape[1:])[slots] = v
+        return q
+
+    return peers.forward(append, *arrays, compiled=compiled)

@@ -1,0 +1,97 @@
+"""Times tilings of `paged_attention` beside the one that its plan takes:
+
+    python -m profiling.paged_variants
+
+An arm `STEPxWARPS-BLOCKS-STAGES` has STEP keys a warp and step, WARPS warps a thread block, BLOCKS
+thread blocks an SM and STAGES copies a warp. Nothing is written; outcomes go into profiling/notes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from cukit.attention import paged
+from cukit.attention.paged_plan import PagedConfig, plan_paged_attention
+from profiling.case import Call, Case, Workload
+from profiling.cases.attention_paged import GROUP_ROWS, Shape, paged_case
+from profiling.run import Runner, run_cases
+
+TILINGS = {
+    "": ((16, 4, 2, 3), (16, 4, 3, 2), (32, 2, 2, 3), (16, 8, 1, 3)),
+    "int4": ((64, 4, 2, 3), (64, 2, 3, 4), (64, 4, 1, 6), (64, 8, 1, 3)),
+    "int8": ((32, 4, 3, 2), (32, 4, 2, 3), (16, 4, 3, 4), (16, 4, 4, 3), (32, 2, 4, 3)),
+}
+"""(step, warps, blocks_per_sm, stages) for heads of 128, by what the cache holds."""
+
+TILINGS["float8_e4m3"] = TILINGS["int8"]
+
+SHAPES = (Shape("128x2048", (2048,) * 128), Shape("1x4096", (4096,)))
+
+
+def cases() -> list[Case]:
+    """Each shape with each kind of cache."""
+    return [
+        _with_tilings(replace(shape, codes=codes, block_size=GROUP_ROWS if codes == "int4" else 16))
+        for shape in SHAPES
+        for codes in TILINGS
+    ]
+
+
+def tiled(config: PagedConfig, step: int, warps: int, blocks: int, stages: int) -> PagedConfig:
+    """A plan with another tiling, on as many multiprocessors."""
+    num_sms = config.num_blocks // config.blocks_per_sm
+    num_blocks = blocks * num_sms // config.team * config.team
+    return replace(
+        config, step=step, warps=warps, blocks_per_sm=blocks, stages=stages, num_blocks=num_blocks
+    )
+
+
+def _with_tilings(shape: Shape) -> Case:
+    case = paged_case(shape)
+
+    def build() -> Workload:
+        workload = case.build()
+        ours = workload.arms["cukit"]
+        arms: dict[str, Callable[[], Call]] = {"cukit": ours}
+        for tiling in TILINGS[shape.codes]:
+            step, warps, blocks, stages = tiling
+            name = f"{step}x{warps}-{blocks}-{stages}"
+            arms[name] = partial(_arm, ours, tiling)
+        return Workload(arms, workload.expected, workload.tolerance)
+
+    return replace(case, build=build)
+
+
+def _arm(ours: Callable[[], Call], tiling: tuple[int, int, int, int]) -> Call:
+    """Our own call with a plan of its own, which is not remembered."""
+
+    def plan(*args: Any, **kwargs: Any) -> PagedConfig:
+        return tiled(plan_paged_attention(*args, **kwargs), *tiling)
+
+    original: Any = paged._prepare
+
+    def prepare(*args: Any) -> Any:
+        prepared = original.__wrapped__(*args)
+
+        def launch(*given: Any) -> Any:
+            calls.append(partial(prepared, *given))
+            return calls[-1]()
+
+        return launch
+
+    calls: list[Call] = []
+    with (
+        mock.patch.object(paged, "plan_paged_attention", plan),
+        mock.patch.object(paged, "_prepare", prepare),
+    ):
+        ours()()
+    return calls[-1]
+
+
+if __name__ == "__main__":
+    sys.exit(run_cases(cases(), Runner()))
