@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.attention.flash_arguments import check_kernel_layout, dense_strides, strides_of
+from cukit.attention.flash_arguments import (
+    check_kernel_layout,
+    dense_strides,
+    fits_tensor_maps,
+    strides_of,
+)
 from cukit.attention.flash_options import (
     PARAMETERS,
     ScoreArrays,
@@ -16,7 +21,10 @@ from cukit.attention.flash_options import (
     score_options,
     score_settings,
 )
+from cukit.attention.flash_problem import AttentionProblem
 from cukit.attention.paged_plan import CODE_HEAD_DIMS, CODES, HEAD_DIMS, plan_paged_attention
+from cukit.attention.paged_prefill import PreparedPrefill
+from cukit.attention.paged_prefill_plan import prefers_prefill, prefill_specs
 from cukit.core.arrays import (
     ACCESS_BYTES,
     FLOAT_DTYPES,
@@ -69,6 +77,7 @@ class PagedArrays(NamedTuple):
     seq_lens: Array
     sinks: Array | None
     out: Array | None
+    cu_seqlens_q: Array | None
 
 
 def paged_attention(
@@ -82,6 +91,7 @@ def paged_attention(
     window_size: Window | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
+    cu_seqlens_q: Array | None = None,
     scale: float | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -94,7 +104,8 @@ def paged_attention(
 
     Args:
         q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim]; on the CPU float32|float64
-            too. The queries of a request are the last seq_len_q of its tokens: 1 in a decode step.
+            too. The queries of a request are the last seq_len_q of its tokens: 1 in a decode step,
+            more in a prefill or a chunk of one.
         k_cache: dtype of q, [num_blocks, block_size, num_heads_kv, head_dim], any block_size, any
             strides with a contiguous last axis, e.g. `KVCacheManager.keys(layer)`. Or a
             QuantizedArray of float8_e4m3 or int8 whose scales, if any, are float32 and shared
@@ -109,6 +120,10 @@ def paged_attention(
         window_size: (left, right), how many keys on each side of its own a query sees; None is all.
         softcap: positive bound of the scores' size.
         sinks: float32 [num_heads_q], a score a head that joins the softmax's denominator.
+        cu_seqlens_q: int32 [batch + 1], for any number of queries a request, also 0, one request
+            behind the other: those of request b are rows cu_seqlens_q[b] ..
+            cu_seqlens_q[b + 1] - 1 of q [total_q, num_heads_q, head_dim]. On the GPU caches then
+            hold q's dtype.
         scale: positive factor of the scores; 1 / sqrt(head_dim) where omitted.
         batch_invariant: the bits of a request's result depend on its own length alone, not on what
             else is in the batch. Costs a few percent where a request has many keys.
@@ -116,18 +131,20 @@ def paged_attention(
         out: where to write; as q with v_cache's head_dim. It must not overlap the inputs.
 
     Returns:
-        `out`, or `(out, lse)` with lse float32 [batch, num_heads_q, seq_len_q], natural logarithm.
-        A query that sees no key gets zeros and -inf.
+        `out`, or `(out, lse)` with lse float32 [batch, num_heads_q, seq_len_q], with cu_seqlens_q
+        [num_heads_q, total_q], natural logarithm. A query that sees no key gets zeros and -inf.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: an option's value; on the CPU also a length beyond the block table, or a block
-            outside the cache.
+        ConfigError: an option's value; on the CPU also a length beyond the block table, a block
+            outside the cache, or cu_seqlens_q that does not rise from 0 to total_q.
 
-    All thread blocks get equal shares of the batch's keys, found on the device from `seq_lens`. The
+    Few queries a request: all thread blocks get equal shares of the batch's keys, found on the device from `seq_lens`. The
     block that finishes a request last adds up its parts in a fixed order. So lengths may differ by
     any factor, a captured graph replays with other lengths and tables, and repeated calls give the
-    same bits. Runs on CuPy's current stream.
+    same bits. Many queries a request, and cu_seqlens_q, on Hopper: tiles of queries of the forward
+    of :func:`flash_attention`, dealt on the device, for which blocks of a multiple of 8 keys are
+    fetched by TMA. cu_seqlens_q runs the reference on other GPUs. Runs on CuPy's current stream.
     Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Dao et al., Flash-Decoding.
 
     >>> import numpy as np, cukit as ck
@@ -138,21 +155,24 @@ def paged_attention(
     array([35.2, 36.2], dtype=float32)
     """
     codes, k_cache, k_scales, v_cache, v_scales = _parts(k_cache, v_cache)
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = adopt(
-        _OP, q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out
-    )
+    arrays = PagedArrays(
+        *adopt(
+            _OP, q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out,
+            cu_seqlens_q,
+        )
+    )  # fmt: skip
+    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, _ = arrays
     check_flag(_OP, "causal", causal)
     check_flag(_OP, "batch_invariant", batch_invariant)
     check_flag(_OP, "return_lse", return_lse)
     check_overlap(
         _OP, out, q=q, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales,
-        block_table=block_table, seq_lens=seq_lens,
+        block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=arrays.cu_seqlens_q,
     )  # fmt: skip
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
-    arrays = PagedArrays(q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out)
-    if not runs_kernel(_OP, *arrays) or _too_old(codes):
+    if not runs_kernel(_OP, *arrays) or _too_old(codes, arrays.cu_seqlens_q is not None):
         _check(arrays, codes, options)
-        _check_table(k_cache, block_table, seq_lens, q.shape[1], window_size)
+        _check_contents(arrays, window_size)
         wide = np.float32 if codes else k_cache.dtype
         result, lse = reference.paged_attention(
             q,
@@ -164,6 +184,7 @@ def paged_attention(
             window_size=window_size,
             softcap=softcap,
             sinks=sinks,
+            cu_seqlens_q=arrays.cu_seqlens_q,
             scale=scale,
             return_lse=True,
         )
@@ -204,17 +225,30 @@ def _decoded(storage: Array, scales: Array | None, codes: str) -> Array:
     return values if scales is None else values * scales
 
 
-def _too_old(codes: str) -> bool:
-    """Whether the device has no instructions for these codes."""
-    return codes == "float8_e4m3" and current_device().compute_capability < _FLOAT8_ARCH
+def _too_old(codes: str, ragged: bool) -> bool:
+    """Whether the device has no instructions for these codes, or no kernel for queries one request
+    behind the other."""
+    device = current_device()
+    if ragged and device.arch != "sm_90":
+        return True
+    return codes == "float8_e4m3" and device.compute_capability < _FLOAT8_ARCH
 
 
 def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
     """Everything but the contents of the arrays."""
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = arrays
+    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends = arrays
     options.check(_OP)
-    check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
-    batch, _, heads_q, head_dim = q.shape
+    ndim = 4 if ends is None else 3
+    check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=ndim, contiguous=False)
+    *_, heads_q, head_dim = q.shape
+    batch = q.shape[0]
+    if ends is not None:
+        check_array(_OP, "cu_seqlens_q", ends, dtypes=(int32,), ndim=1)
+        if not ends.size:
+            raise ArrayShapeError(
+                f"{_OP}: cu_seqlens_q must have batch + 1 entries, got shape {ends.shape}"
+            )
+        batch = len(ends) - 1
     stored = _STORED if codes else FLOAT_DTYPES
     shape = (None, None, None, head_dim)
     check_array(_OP, "k_cache", k_cache, dtypes=stored, shape=shape, contiguous=False)
@@ -246,13 +280,20 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
 
 
-def _check_table(
-    k_cache: Array, block_table: Array, seq_lens: Array, seq_q: int, window_size: Window | None
-) -> None:
+def _check_contents(arrays: PagedArrays, window_size: Window | None) -> None:
     """Lengths and blocks, on the CPU. On the GPU only the kernel reads them."""
+    block_table, seq_lens, ends = arrays.block_table, arrays.seq_lens, arrays.cu_seqlens_q
     if is_gpu_array(seq_lens):
         return
-    num_blocks, block_size = k_cache.shape[:2]
+    seq_q: Any = arrays.q.shape[1]
+    if ends is not None:
+        seq_q = np.diff(ends)
+        if ends[0] != 0 or ends[-1] != len(arrays.q) or (seq_q < 0).any():
+            raise ConfigError(
+                f"{_OP}: cu_seqlens_q must rise from 0 to {len(arrays.q)}, the rows of q, "
+                f"got {ends}"
+            )
+    num_blocks, block_size = arrays.k_cache.shape[:2]
     room = block_table.shape[1] * block_size
     if seq_lens.size and not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= room:
         raise ConfigError(
@@ -283,7 +324,7 @@ class PreparedPaged(NamedTuple):
 
     def __call__(self, arrays: PagedArrays, return_lse: bool) -> Array | tuple[Array, Array]:
         """Launches the kernel."""
-        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = arrays
+        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, _ = arrays
         if out is None:
             out = empty(q, self.shape)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
@@ -300,15 +341,40 @@ class PreparedPaged(NamedTuple):
         return (out, lse) if return_lse else out
 
 
+def _problem(arrays: PagedArrays, options: ScoreOptions) -> AttentionProblem:
+    """The call as a problem of attention; its keys are not known on the host."""
+    q, k_cache, v_cache = arrays.q, arrays.k_cache, arrays.v_cache
+    head_dim, value_dim = q.shape[-1], v_cache.shape[-1]
+    causal, window = options.visible
+    return AttentionProblem(
+        len(arrays.seq_lens), q.shape[-3], 1, q.shape[-2], k_cache.shape[2], head_dim,
+        q.dtype.name, causal, value_dim=None if value_dim == head_dim else value_dim,
+        window=window, softcap=options.softcap is not None, sinks=arrays.sinks is not None,
+        varlen=arrays.cu_seqlens_q is not None,
+    )  # fmt: skip
+
+
+def _prefills(problem: AttentionProblem, arrays: PagedArrays, batch_invariant: bool) -> bool:
+    """Whether the Hopper forward serves a call."""
+    if problem.varlen:
+        return True
+    plain = arrays.k_cache.dtype == arrays.q.dtype and fits_tensor_maps(arrays.q)
+    device = current_device()
+    return plain and prefers_prefill(problem, device, batch_invariant=batch_invariant)
+
+
 @launch_plan
 def _prepare(
     codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
-) -> PreparedPaged:
+) -> PreparedPaged | PreparedPrefill:
     """Checks, plan and kernel of a call."""
     arrays = PagedArrays(*given)
     _check(arrays, codes, options)
-    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out = arrays
-    _check_layout(q, k_cache, v_cache, out, codes)
+    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, _ = arrays
+    _check_layout(arrays, codes)
+    problem = _problem(arrays, options)
+    if _prefills(problem, arrays, batch_invariant):
+        return PreparedPrefill(problem, options, arrays)
     batch, seq_q, heads_q, head_dim = q.shape
     _, block_size, heads_kv, value_dim = v_cache.shape
     group = heads_q // heads_kv
@@ -350,8 +416,20 @@ def _prepare(
     return PreparedPaged(shape, row_shape, floats, counters, bool(codes), launch)
 
 
-def _check_layout(q: Array, k_cache: Array, v_cache: Array, out: Array | None, codes: str) -> None:
+def _check_layout(arrays: PagedArrays, codes: str) -> None:
     """What the kernel asks for beyond the reference."""
+    q, k_cache, v_cache, out = arrays.q, arrays.k_cache, arrays.v_cache, arrays.out
+    if arrays.cu_seqlens_q is not None:
+        if codes:
+            raise ArrayDtypeError(
+                f"{_OP}: with cu_seqlens_q, k_cache and v_cache must hold q's dtype on the GPU, "
+                f"got {codes}"
+            )
+        if q.size and not fits_tensor_maps(q):
+            raise ArrayLayoutError(
+                f"{_OP}: with cu_seqlens_q, the strides of q must be positive on the GPU, got "
+                f"{q.strides}"
+            )
     if not codes:
         check_kernel_layout(_OP, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
         return
@@ -401,6 +479,7 @@ def _specs(device: Device) -> list[KernelSpec]:
 
     too_old = device.compute_capability < _FLOAT8_ARCH
     return [
+        *prefill_specs(device),
         *(spec(width) for width in HEAD_DIMS),
         spec(128, 32),
         spec(120, 32, window=True, softcap=True, sinks=True),

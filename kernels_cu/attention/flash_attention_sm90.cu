@@ -15,8 +15,8 @@
 // VARLEN: tiles reach into the next sequence. Its keys are hidden as others are; its values, which
 //   may be NaN, are overwritten by zeros: a warp of the first warpgroup hands on every tile of V.
 // PAGED: key j of sequence b is row j % block_size of block block_table[b][j / block_size] of a cache.
-//   A tile is fetched in boxes of PAGE_ROWS rows of a block; with PAGE_ROWS 0, row by row, by three
-//   warps of the first warpgroup in turn. Blocks without a visible key are not looked up: their rows
+//   Two or three warps of the first warpgroup fetch tiles in turn, in boxes of PAGE_ROWS rows of a block
+//   by TMA or, with PAGE_ROWS 0, row by row. Blocks without a visible key are not looked up: their rows
 //   become zeros.
 // BLOCK_SPARSE: keys come in the tiles that plan_blocks.cu listed for a tile of queries.
 //   A query that sees no key gets out = 0 and lse = -infinity.
@@ -414,13 +414,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #if FLOAT8 && !PREPARES
           const producer::PreparedKeyValues key_values{
               {&k, &v, params.group}, prepared, params.float8.value_tiles};
-#elif ROW_BY_ROW
-          OrderState orders_at;
-          const producer::OrderedKeyValues key_values{
-              pipelines, orders_at, block_table, keys, params.settings, params.group};
 #elif PAGED
-          const producer::PagedKeyValues key_values{&k,   &v,              block_table,
-                                                    keys, params.settings, params.group};
+          OrderState orders_at;
+          const producer::PagedKeyValues key_values{pipelines, orders_at, params.settings};
 #else
           const producer::MappedKeyValues key_values{&k, &v, params.group};
 #endif
@@ -429,9 +425,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #if CLEARED
         if (threadIdx.x / cukit::kWarpSize == 1) clearer::run(pipelines, tiles);
 #endif
+#if PAGED
+        if (threadIdx.x / cukit::kWarpSize >= cukit::kWarpgroupWarps - kFetchers) {
 #if ROW_BY_ROW
-        if (threadIdx.x >= cukit::kWarpSize) {
-          fetcher::run(pipelines, k_cache, v_cache, keys, params.value_dim);
+          const fetcher::Cache k_rows{nullptr, k_cache, keys.k, keys.head_dim};
+          const fetcher::Cache v_rows{nullptr, v_cache, keys.v, params.value_dim};
+#else
+          const fetcher::Cache k_rows{&k, nullptr, keys.k, keys.head_dim};
+          const fetcher::Cache v_rows{&v, nullptr, keys.v, params.value_dim};
+#endif
+          fetcher::run(pipelines, k_rows, v_rows, block_table, keys, params.group);
         }
 #endif
 #if PREPARES

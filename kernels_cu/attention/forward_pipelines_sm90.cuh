@@ -64,23 +64,16 @@ constexpr int kPreparers = 0;
 #endif
 
 #if PAGED
-// A request of a paged cache.
-struct PagedPlace {
-  const int* blocks;   // its row of the block table
-  int first_key, end;  // keys that a tile of queries may see: no other is read
-  int head;
-};
-#endif
-
-#if ROW_BY_ROW
-constexpr int kFetchers = cukit::kWarpgroupWarps - 1;  // warps that copy, a tile each in turn
+// The last warps of the producer's warpgroup, which fetch tiles from a cache, each in turn.
+constexpr int kFetchers = cukit::kWarpgroupWarps - 1 - CLEARED;
 using OrderState = cukit::PipelineState<kFetchers>;
 
-// A tile of K or V to be copied.
+// A tile of K or V to be fetched.
 struct Order {
-  unsigned char* to;     // null: there is no more
-  cukit::Mbarrier* full; // where to arrive when it is there
-  PagedPlace place;
+  unsigned char* to;      // null: there is no more
+  cukit::Mbarrier* full;  // where to report
+  int b, head;            // of the queries
+  int first_key, end;     // keys that the tile of queries may see: no other is read
   int tile;
   bool of_keys;
 };
@@ -106,7 +99,7 @@ struct Pipelines {
   int hidden[STAGES];  // rows before the first that a query sees
 #endif
 #endif
-#if ROW_BY_ROW
+#if PAGED
   cukit::Pipeline<kFetchers> orders;
   Order order[kFetchers];
 #endif
@@ -126,7 +119,7 @@ struct Pipelines {
 #if CLEARED
     landed.init(1);
 #endif
-#if ROW_BY_ROW
+#if PAGED
     orders.init(1);
 #endif
 #if PREPARES

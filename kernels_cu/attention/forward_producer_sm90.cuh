@@ -148,7 +148,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 #if PREPARES || CLEARED
       pipelines.rows[v_at.index] = min(TILE_N, work.sequence.seq_kv - tile * TILE_N);
 #if PAGED && WINDOW
-      pipelines.hidden[v_at.index] = place.first_key - tile * TILE_N;
+      pipelines.hidden[v_at.index] = key_values.first_key(work) - tile * TILE_N;
 #endif
 #endif
 #if PREPARES
@@ -211,7 +211,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
   pipelines.v.acquire(v_at);
   pipelines.rows[v_at.index] = -1;
   pipelines.landed.arrive(v_at);
-#elif ROW_BY_ROW
+#endif
+#if PAGED
   key_values.end();
 #endif
 }
