@@ -34,6 +34,7 @@ from cukit.array_api import (
 )
 from cukit.attention import (
     block_sparse_attention,
+    cascade_attention,
     flash_attention,
     flash_attention_backward,
     merge_attention_states,
@@ -198,6 +199,7 @@ __all__ = [
     "block_sparse_attention",
     "bsr_from_mask",
     "bsr_matmul",
+    "cascade_attention",
     "create_adaptive_depth_mask",
     "create_sparse_mask",
     "cross_entropy",

@@ -1,6 +1,7 @@
 """Attention."""
 
 from cukit.attention.block_sparse import block_sparse_attention
+from cukit.attention.cascade import cascade_attention
 from cukit.attention.flash import flash_attention
 from cukit.attention.flash_backward import flash_attention_backward
 from cukit.attention.merge_states import merge_attention_states
@@ -8,6 +9,7 @@ from cukit.attention.paged import paged_attention
 
 __all__ = [
     "block_sparse_attention",
+    "cascade_attention",
     "flash_attention",
     "flash_attention_backward",
     "merge_attention_states",

@@ -112,8 +112,8 @@ def paged_attention(
             along head_dim: one for the cache, a head, or each key of a head. Then head_dim is a
             multiple of 16 on the GPU, and q's values fit float16.
         v_cache: as k_cache; its head_dim must not be larger.
-        block_table: int32 [batch, max_blocks], C-contiguous. Entries behind a request's last key,
-            or left of its window, are not read.
+        block_table: int32 [batch, max_blocks], its last axis contiguous. Entries behind a
+            request's last key, or left of its window, are not read.
         seq_lens: int32 [batch], the keys of each request, queries included; 0 for an unused row.
             Never read on the host.
         causal: hide the keys right of each query's own.
@@ -139,12 +139,13 @@ def paged_attention(
         ConfigError: an option's value; on the CPU also a length beyond the block table, a block
             outside the cache, or cu_seqlens_q that does not rise from 0 to total_q.
 
-    Few queries a request: all thread blocks get equal shares of the batch's keys, found on the device from `seq_lens`. The
-    block that finishes a request last adds up its parts in a fixed order. So lengths may differ by
-    any factor, a captured graph replays with other lengths and tables, and repeated calls give the
-    same bits. Many queries a request, and cu_seqlens_q, on Hopper: tiles of queries of the forward
-    of :func:`flash_attention`, dealt on the device, for which blocks of a multiple of 8 keys are
-    fetched by TMA. cu_seqlens_q runs the reference on other GPUs. Runs on CuPy's current stream.
+    Few queries a request: all thread blocks get equal shares of the batch's keys, found on the
+    device from `seq_lens`. The block that finishes a request last adds up its parts in a fixed
+    order. Many queries a request, and cu_seqlens_q, on Hopper: tiles of queries of the forward of
+    :func:`flash_attention`, which a counter deals; blocks of a multiple of 8 keys are fetched by
+    TMA. cu_seqlens_q runs the reference on other GPUs. Either way lengths may differ by any factor,
+    a captured graph replays with other lengths and tables, and repeated calls give the same bits.
+    Runs on CuPy's current stream.
     Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Dao et al., Flash-Decoding.
 
     >>> import numpy as np, cukit as ck
@@ -270,7 +271,8 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
             f"{_OP}: block_size and head_dim must not be 0, and v_cache's head_dim at most "
             f"k_cache's, got {k_cache.shape} and {v_cache.shape}"
         )
-    check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=(batch, None))
+    shape = (batch, None)
+    check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=shape, contiguous=False)
     check_array(_OP, "seq_lens", seq_lens, dtypes=(int32,), shape=(batch,))
     if sinks is not None:
         wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
@@ -403,7 +405,7 @@ def _prepare(
         problems=problems,
         most_keys=most_keys,
         block_size=block_size,
-        table_row=block_table.shape[1],
+        table_row=block_table.strides[0] // block_table.itemsize,
         head_dim=head_dim,
         value_dim=value_dim,
         scale_log2=scales_of(q, options)[1],

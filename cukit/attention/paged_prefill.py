@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PreparedPrefill:
-    """A checked call of `flash_attention_sm90` over a paged cache, for arrays of one description."""
+    """A checked call of the Hopper forward over a paged cache, for arrays of one description."""
 
     __slots__ = ("_boxes", "_launch", "_lse_shape", "_shape")
 
@@ -52,7 +52,7 @@ class PreparedPrefill:
             k=strides_of(k_cache),
             v=strides_of(v_cache),
             block_size=block_size,
-            table_row=block_table.shape[1],
+            table_row=block_table.strides[0] // block_table.itemsize,
             head_dim=problem.head_dim,
         )
         parameters = structs["MappedForwardParameters"].pack(

@@ -81,18 +81,27 @@ def prefers_prefill(problem: AttentionProblem, device: Device, *, batch_invarian
     seq_len_q queries each.
 
     The decode kernel shares all keys out to all thread blocks, but reads them again for every 32
-    rows of a key head. The forward reads them for 128 queries of a head, but a tile's keys belong to
-    one thread block, so few tiles leave SMs idle. Times are compared for a key of every request.
+    rows of a key head. The forward reads them for 128 queries of a head, but a tile's keys belong
+    to one thread block, so few tiles leave SMs idle. Times are compared for a key of every request.
     With batch_invariant the batch does not count: it is taken to be large.
     """
     if not covers(problem, device) or problem.group * problem.seq_len_q <= _DECODE_ROWS:
         return False
-    batch = 1 if batch_invariant else problem.batch
-    rows = problem.group * problem.seq_len_q
-    decode = batch * problem.num_heads_kv * ceil_div(rows, _DECODE_ROWS) * _DECODE_TILE
-    tiles = batch * problem.num_heads_q * ceil_div(problem.seq_len_q, _TILE_M)
-    rounds = tiles / device.num_sms
-    return decode > _PREFILL_TILE * (rounds if batch_invariant else math.ceil(rounds))
+    if batch_invariant:
+        problem = replace(problem, batch=device.num_sms)  # whole rounds of tiles
+    return decode_time(problem) > prefill_time(problem, device)
+
+
+def decode_time(problem: AttentionProblem) -> float:
+    """Nanoseconds that the decode kernel takes for a key of every request, of 128 columns."""
+    tiles = ceil_div(problem.group * problem.seq_len_q, _DECODE_ROWS)
+    return problem.batch * problem.num_heads_kv * tiles * _DECODE_TILE
+
+
+def prefill_time(problem: AttentionProblem, device: Device) -> float:
+    """The same of the Hopper forward."""
+    tiles = problem.batch * problem.num_heads_q * ceil_div(problem.seq_len_q, _TILE_M)
+    return ceil_div(tiles, device.num_sms) * _PREFILL_TILE
 
 
 def prefill_specs(device: Device) -> list[KernelSpec]:

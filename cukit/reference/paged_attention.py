@@ -59,6 +59,19 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
+def cascade_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    prefixes: Any,
+    **options: Any,
+) -> Array | tuple[Array, Array]:
+    """paged_attention: the keys are the same, whoever shares them."""
+    return paged_attention(q, k_cache, v_cache, block_table, seq_lens, **options)
+
+
 def merge_attention_states(
     out_a: Array, lse_a: Array, out_b: Array, lse_b: Array
 ) -> tuple[Array, Array]:

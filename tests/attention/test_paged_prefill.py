@@ -79,9 +79,7 @@ def test_options(prefill: str, options: dict[str, Any], hidden: int, block_size:
 
 @pytest.mark.parametrize("block_size", [7, 16])
 @pytest.mark.parametrize("window", [None, (40, 0)], ids=str)
-def test_queries_one_request_behind_the_other(
-    prefill: str, block_size: int, window: Any
-) -> None:
+def test_queries_one_request_behind_the_other(prefill: str, block_size: int, window: Any) -> None:
     """Whole prompts, a chunk of one, decode steps, and requests without queries or keys."""
     counts = [70, 1, 0, 130, 1, 5]
     cache = Cache([70, 200, 40, 333, 1, 0], block_size=block_size, dtype=float16)
@@ -170,9 +168,7 @@ def test_a_slab_beyond_32_bits() -> None:
     table = np.where(small.table < rows, small.table, small.table + blocks - len(small.k))
     given = [cupy.asarray(a) for a in (small.q, small.k, small.v, small.table, small.lengths)]
     want = ck.paged_attention(*given)
-    got = ck.paged_attention(
-        given[0], *caches, cupy.asarray(table.astype(np.int32)), given[4]
-    )
+    got = ck.paged_attention(given[0], *caches, cupy.asarray(table.astype(np.int32)), given[4])
     assert (got == want).all()
 
 
