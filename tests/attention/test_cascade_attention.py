@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -58,10 +57,10 @@ class SharedCache(Cache):
 
 
 @pytest.fixture
-def shared(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def shared(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`device`, where every prefix gets a pass."""
     monkeypatch.setattr(cascade_plan, "_PASS_TIME", -1e30)
-    yield device
+    return device
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
