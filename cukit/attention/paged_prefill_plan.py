@@ -20,6 +20,7 @@ from cukit.core.kernel import KernelSpec
 
 _SWIZZLE_ROWS = 8  # a period of the swizzle: TMA boxes hold whole ones
 _TILE_M = 2 * GROUP_ROWS
+_NARROW = 64  # columns of heads that three consumers may have
 _DECODE_ROWS = 32  # of a tile of the decode kernel
 # Nanoseconds a key of 128 columns, measured on an H200.
 _DECODE_TILE = 0.13  # a tile of rows, all thread blocks together: 512 bytes at 4 TB/s
@@ -67,13 +68,14 @@ def plan_paged_prefill(
 
     mapped: whether the cache's strides fit tensor maps.
     """
-    tilings = tilings_of(replace(problem, varlen=True))
-    rows = math.gcd(tilings[0].tile_n, block_size)
-    if mapped and rows % _SWIZZLE_ROWS == 0:
-        return PagedForwardConfig(problem, tilings[0], device.num_sms, page_rows=rows)
-    # Warps that copy rows need the registers that two consumers leave.
-    tiling = next(each for each in tilings if each.consumers == 2)
-    return PagedForwardConfig(problem, tiling, device.num_sms)
+    mapped = mapped and block_size % _SWIZZLE_ROWS == 0
+    tilings = tilings_of(problem)
+    narrow = max(problem.head_dim, problem.head_dim_v) <= _NARROW and problem.window is None
+    if not (mapped and narrow):
+        # The registers that three consumers leave are too few otherwise.
+        tilings = tuple(each for each in tilings if each.consumers == 2)
+    rows = math.gcd(tilings[0].tile_n, block_size) if mapped else 0
+    return PagedForwardConfig(problem, tilings[0], device.num_sms, page_rows=rows)
 
 
 def prefers_prefill(problem: AttentionProblem, device: Device, *, batch_invariant: bool) -> bool:

@@ -165,9 +165,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Cache& k, const Cache& v, cons
   for (;; at.phase ^= 1) {
     pipelines.orders.wait(at);
     __syncwarp();
-    const Order order = pipelines.order[at.index];
-    __syncwarp();  // all have read it before one of them gives the place back
-    pipelines.orders.release(at);
+    const Order& order = pipelines.order[at.index];
     if (order.to == nullptr) return;
     const Blocks blocks{block_table + static_cast<long long>(order.b) * keys.table_row,
                         keys.block_size};
@@ -176,6 +174,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Cache& k, const Cache& v, cons
     } else {
       fetch<ValueTile>(order, v, blocks, order.head / group);
     }
+    __syncwarp();  // all have read it before one of them gives the place back
+    pipelines.orders.release(at);
   }
 }
 
