@@ -33,6 +33,7 @@ from cukit.array_api import (
     zeros_like,
 )
 from cukit.attention import (
+    PagedAttention,
     block_sparse_attention,
     cascade_attention,
     flash_attention,
@@ -44,10 +45,12 @@ from cukit.distill import (
     adamw,
     cross_entropy,
     cross_entropy_backward,
+    distillation_loss,
     global_norm,
     kl_divergence,
     kl_divergence_backward,
     linear_cross_entropy,
+    linear_distillation_loss,
     linear_kl_divergence,
 )
 from cukit.emulator import (
@@ -106,7 +109,7 @@ from cukit.gemm import (
     tree_matmul,
     tune_matmul,
 )
-from cukit.kv_cache import KVCacheBlock, KVCacheManager
+from cukit.kv_cache import CompressedKV, KVCacheBlock, KVCacheManager, RadixAttention, compress_kv
 from cukit.layers import (
     embedding,
     embedding_backward,
@@ -167,6 +170,7 @@ __all__ = [
     "BlockSparseMatrix",
     "CacheError",
     "CompileError",
+    "CompressedKV",
     "ConfigError",
     "CukitError",
     "DataError",
@@ -183,9 +187,11 @@ __all__ = [
     "NarrowDtype",
     "OutOfMemoryError",
     "PackedWeight",
+    "PagedAttention",
     "PointerError",
     "QuantizationReport",
     "QuantizedArray",
+    "RadixAttention",
     "UnsupportedDeviceError",
     "__version__",
     "adamw",
@@ -200,6 +206,7 @@ __all__ = [
     "bsr_from_mask",
     "bsr_matmul",
     "cascade_attention",
+    "compress_kv",
     "create_adaptive_depth_mask",
     "create_sparse_mask",
     "cross_entropy",
@@ -211,6 +218,7 @@ __all__ = [
     "depth_router",
     "depth_router_backward",
     "dequantize",
+    "distillation_loss",
     "embedding",
     "embedding_backward",
     "empty",
@@ -245,6 +253,7 @@ __all__ = [
     "linear",
     "linear_backward",
     "linear_cross_entropy",
+    "linear_distillation_loss",
     "linear_kl_divergence",
     "linspace",
     "load_quantized",

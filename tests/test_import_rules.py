@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distill": LOOP,
     "emulator": BASE | {"core"},
     "memory": BASE | {"core", "reference", "registry"},
-    "kv_cache": BASE | {"core", "memory"},
+    "kv_cache": OPS | {"attention", "memory"},
     "analyzer": BASE | {"core", "registry", "memory"},
     "commands": LOOP | {"analyzer", "cukit", "emulator"},
     "cli": BASE | {"core", "cukit", "commands", "analyzer"},

@@ -11,7 +11,7 @@ import numpy as np
 from cukit.attention.cascade_plan import Pass, Prefix, plan_cascade
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.attention.merge_states import merge_shared_states, merge_specs
-from cukit.attention.paged import paged_attention
+from cukit.attention.paged import check_table, is_checked, paged_attention, parts_of
 from cukit.core.arrays import (
     Array,
     adopt,
@@ -43,6 +43,7 @@ def cascade_attention(
     softcap: float | None = None,
     sinks: Array | None = None,
     scale: float | None = None,
+    checked: bool | None = None,
     return_lse: bool = False,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -71,6 +72,7 @@ def cascade_attention(
         softcap: as in `paged_attention`.
         sinks: as in `paged_attention`.
         scale: as in `paged_attention`.
+        checked: as in `paged_attention`.
         return_lse: return the log-sum-exp too.
         out: where to write; as q with v_cache's head_dim. It must not overlap the inputs.
 
@@ -80,8 +82,8 @@ def cascade_attention(
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: an option's value; on the CPU also requests that do not share what `prefixes`
-            says, or have too few keys.
+        ConfigError: an option's value; on the CPU or where `checked` also as `paged_attention`, and
+            requests that do not share what `prefixes` says, or have too few keys.
 
     Runs on CuPy's current stream; deterministic; a captured graph replays with other lengths and
     tables, as long as the prefixes keep theirs.
@@ -98,20 +100,20 @@ def cascade_attention(
     """
     q, block_table, seq_lens, sinks, out = adopt(_OP, q, block_table, seq_lens, sinks, out)
     levels = _prefixes(q, k_cache, block_table, prefixes)
-    scoring: dict[str, Any] = {"softcap": softcap, "scale": scale}
-    plain: dict[str, Any] = {**scoring, "causal": causal, "sinks": sinks}
-    if not runs_kernel(_OP, q, block_table, seq_lens, sinks, out):
-        attended = paged_attention(
-            q, k_cache, v_cache, block_table, seq_lens, **plain, return_lse=return_lse, out=out
-        )
+    checked = is_checked(_OP, checked)
+    on_gpu = runs_kernel(_OP, q, block_table, seq_lens, sinks, out)
+    if checked or not on_gpu:
+        table = parts_of(k_cache, v_cache)[1], block_table, seq_lens, q.shape[1]
+        check_table(_OP, *table, checked=checked)
         _check_sharing(block_table, seq_lens, levels, k_cache.shape[1], q.shape[1])
-        return attended
-    passes = _passes(q, k_cache, v_cache, levels)
-    check_overlap(_OP, out, q=q, block_table=block_table, seq_lens=seq_lens)
+    scoring: dict[str, Any] = {"softcap": softcap, "scale": scale, "checked": False}
+    plain: dict[str, Any] = {**scoring, "causal": causal, "sinks": sinks}
+    passes = _passes(q, k_cache, v_cache, levels) if on_gpu else ()
     if not passes:
         return paged_attention(
             q, k_cache, v_cache, block_table, seq_lens, **plain, return_lse=return_lse, out=out
         )
+    check_overlap(_OP, out, q=q, block_table=block_table, seq_lens=seq_lens)
     block_size, shared = k_cache.shape[1], passes[-1].end
     own_table = block_table[:, shared // block_size :]
     state: Any = paged_attention(
@@ -206,8 +208,8 @@ def _lengths(like: Array, count: int, length: int) -> Array:
 def _check_sharing(
     block_table: Array, seq_lens: Array, levels: tuple[Prefix, ...], block_size: int, seq_q: int
 ) -> None:
-    """Contents of tables and lengths, on the CPU."""
-    if is_gpu_array(seq_lens) or not len(seq_lens):
+    """Contents of tables and lengths."""
+    if not len(seq_lens):
         return
     keys = max((level.keys for level in levels), default=0)
     short = (seq_lens != 0) & (seq_lens < keys + seq_q)
@@ -215,7 +217,7 @@ def _check_sharing(
         b = int(short.argmax())
         raise ConfigError(
             f"{_OP}: a request has the shared keys and its queries, {keys} and {seq_q}, but "
-            f"seq_lens[{b}] is {seq_lens[b]}"
+            f"seq_lens[{b}] is {int(seq_lens[b])}"
         )
     for level in levels:
         groups = block_table.reshape(-1, level.requests, block_table.shape[1])

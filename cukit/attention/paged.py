@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,6 +64,8 @@ _OP = "paged_attention"
 _STORED = (np.dtype(np.uint8), np.dtype(np.int8))
 _CODE_HEAD_DIM_STEP = 16
 _FLOAT8_ARCH = (8, 9)
+_CHECKED = os.environ.get("CUKIT_CHECKED", "") == "1"
+"""Whether calls on the GPU are checked that leave `checked` to the environment."""
 
 
 class PagedArrays(NamedTuple):
@@ -77,7 +80,7 @@ class PagedArrays(NamedTuple):
     seq_lens: Array
     sinks: Array | None
     out: Array | None
-    cu_seqlens_q: Array | None
+    cu_seqlens_q: Array | None = None
 
 
 def paged_attention(
@@ -94,6 +97,7 @@ def paged_attention(
     cu_seqlens_q: Array | None = None,
     scale: float | None = None,
     batch_invariant: bool = False,
+    checked: bool | None = None,
     return_lse: bool = False,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -127,6 +131,9 @@ def paged_attention(
         scale: positive factor of the scores; 1 / sqrt(head_dim) where omitted.
         batch_invariant: the bits of a request's result depend on its own length alone, not on what
             else is in the batch. Costs a few percent where a request has many keys.
+        checked: for debugging on the GPU: compare lengths and table entries with the cache before
+            the launch, which waits for the GPU. None: as CUKIT_CHECKED (0 or 1) was at import. On
+            the CPU they are always checked.
         return_lse: return the log-sum-exp too, for `merge_attention_states`.
         out: where to write; as q with v_cache's head_dim. It must not overlap the inputs.
 
@@ -136,8 +143,9 @@ def paged_attention(
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: an option's value; on the CPU also a length beyond the block table, a block
-            outside the cache, or cu_seqlens_q that does not rise from 0 to total_q.
+        ConfigError: an option's value; on the CPU or where `checked` also a length beyond the block
+            table, a block outside the cache, with request, entry and value, or cu_seqlens_q that
+            does not rise from 0 to total_q.
 
     Few queries a request: all thread blocks get equal shares of the batch's keys, found on the
     device from `seq_lens`. The block that finishes a request last adds up its parts in a fixed
@@ -155,47 +163,88 @@ def paged_attention(
     >>> ck.paged_attention(np.zeros((1, 1, 1, 8), np.float32), k, v, table, lengths)[0, 0, 0, :2]
     array([35.2, 36.2], dtype=float32)
     """
-    codes, k_cache, k_scales, v_cache, v_scales = _parts(k_cache, v_cache)
+    codes, k_cache, k_scales, v_cache, v_scales = parts_of(k_cache, v_cache)
     arrays = PagedArrays(
         *adopt(
             _OP, q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out,
             cu_seqlens_q,
         )
     )  # fmt: skip
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, _ = arrays
     check_flag(_OP, "causal", causal)
     check_flag(_OP, "batch_invariant", batch_invariant)
     check_flag(_OP, "return_lse", return_lse)
+    checked = is_checked(_OP, checked)
     check_overlap(
-        _OP, out, q=q, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales,
-        block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=arrays.cu_seqlens_q,
+        _OP, arrays.out, q=arrays.q, k_cache=arrays.k_cache, v_cache=arrays.v_cache,
+        k_scales=arrays.k_scales, v_scales=arrays.v_scales, block_table=arrays.block_table,
+        seq_lens=arrays.seq_lens, cu_seqlens_q=arrays.cu_seqlens_q,
     )  # fmt: skip
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
-    if not runs_kernel(_OP, *arrays) or _too_old(codes, arrays.cu_seqlens_q is not None):
-        _check(arrays, codes, options)
-        _check_contents(arrays, window_size)
-        wide = np.float32 if codes else k_cache.dtype
-        result, lse = reference.paged_attention(
-            q,
-            _decoded(k_cache, k_scales, codes).astype(wide, copy=False),
-            _decoded(v_cache, v_scales, codes).astype(wide, copy=False),
-            block_table,
-            seq_lens,
-            causal=causal,
-            window_size=window_size,
-            softcap=softcap,
-            sinks=sinks,
-            cu_seqlens_q=arrays.cu_seqlens_q,
-            scale=scale,
-            return_lse=True,
+    return attend(arrays, codes, options, bool(batch_invariant), checked, bool(return_lse))
+
+
+def attend(
+    arrays: PagedArrays,
+    codes: str,
+    options: ScoreOptions,
+    batch_invariant: bool,
+    checked: bool,
+    return_lse: bool,
+    scratch: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """`paged_attention` of arrays and options in their normal form.
+
+    scratch: float32, memory of the caller's for sums of pieces; taken where it is large enough.
+    """
+    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends = arrays
+    if runs_kernel(_OP, *arrays) and not _too_old(codes, ends is not None):
+        prepared = _prepare(codes, options, batch_invariant, *arrays)
+        if checked:
+            _check_contents(arrays, options, checked=True)
+        attended: Array | tuple[Array, Array] = prepared(arrays, return_lse, scratch)
+        return attended
+    _check(arrays, codes, options)
+    _check_contents(arrays, options, checked=checked)
+    wide = np.float32 if codes else k_cache.dtype
+    result, lse = reference.paged_attention(
+        q,
+        _decoded(k_cache, k_scales, codes).astype(wide, copy=False),
+        _decoded(v_cache, v_scales, codes).astype(wide, copy=False),
+        block_table,
+        seq_lens,
+        causal=options.causal,
+        window_size=options.window_size,
+        softcap=options.softcap,
+        sinks=sinks,
+        cu_seqlens_q=ends,
+        scale=options.scale,
+        return_lse=True,
+    )
+    return (write_out(out, result), lse) if return_lse else write_out(out, result)
+
+
+def scratch_floats(
+    arrays: PagedArrays, codes: str, options: ScoreOptions, batch_invariant: bool
+) -> int:
+    """Checks a call, and loads its kernel; returns the size of the scratch memory for `attend`."""
+    if runs_kernel(_OP, *arrays) and not _too_old(codes, arrays.cu_seqlens_q is not None):
+        prepared: PreparedPaged | PreparedPrefill = _prepare(
+            codes, options, batch_invariant, *arrays
         )
-        return (write_out(out, result), lse) if return_lse else write_out(out, result)
-    prepared = _prepare(codes, options, bool(batch_invariant), *arrays)
-    attended: Array | tuple[Array, Array] = prepared(arrays, bool(return_lse))
-    return attended
+        return prepared.floats
+    _check(arrays, codes, options)
+    return 0
 
 
-def _parts(k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any, Any]:
+def is_checked(op: str, checked: bool | None) -> bool:
+    """Whether a call on the GPU compares its tables with the cache."""
+    if checked is None:
+        return _CHECKED
+    check_flag(op, "checked", checked)
+    return bool(checked)
+
+
+def parts_of(k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any, Any]:
     """What codes both caches hold ("" for none), and their storage and scales."""
     quantized = [isinstance(cache, QuantizedArray) for cache in (k_cache, v_cache)]
     if not any(quantized):
@@ -282,34 +331,59 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
 
 
-def _check_contents(arrays: PagedArrays, window_size: Window | None) -> None:
-    """Lengths and blocks, on the CPU. On the GPU only the kernel reads them."""
-    block_table, seq_lens, ends = arrays.block_table, arrays.seq_lens, arrays.cu_seqlens_q
-    if is_gpu_array(seq_lens):
+def _check_contents(arrays: PagedArrays, options: ScoreOptions, *, checked: bool) -> None:
+    """As check_table, and cu_seqlens_q."""
+    seq_lens, ends, seq_q = arrays.seq_lens, arrays.cu_seqlens_q, arrays.q.shape[1]
+    if is_gpu_array(seq_lens) and not checked:
         return
-    seq_q: Any = arrays.q.shape[1]
     if ends is not None:
-        seq_q = np.diff(ends)
-        if ends[0] != 0 or ends[-1] != len(arrays.q) or (seq_q < 0).any():
+        rows = arrays.q.shape[0]
+        seq_q = namespace(ends).diff(ends)
+        if int(ends[0]) != 0 or int(ends[-1]) != rows or bool((seq_q < 0).any()):
             raise ConfigError(
-                f"{_OP}: cu_seqlens_q must rise from 0 to {len(arrays.q)}, the rows of q, "
-                f"got {ends}"
+                f"{_OP}: cu_seqlens_q must rise from 0 to {rows}, the rows of q, got {ends}"
             )
-    num_blocks, block_size = arrays.k_cache.shape[:2]
-    room = block_table.shape[1] * block_size
-    if seq_lens.size and not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= room:
+    table, window = arrays.block_table, options.window_size
+    check_table(_OP, arrays.k_cache, table, seq_lens, seq_q, window, checked=checked)
+
+
+def check_table(
+    op: str,
+    k_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    seq_q: int | Array,
+    window_size: Window | None = None,
+    *,
+    checked: bool = False,
+) -> None:
+    """Compares lengths and blocks with the cache, on the CPU; on the GPU, which then waits, only
+    where `checked`."""
+    if is_gpu_array(seq_lens) and not checked:
+        return
+    xp = namespace(seq_lens)
+    if xp is not np and xp.cuda.runtime.streamIsCapturing(xp.cuda.get_current_stream().ptr):
         raise ConfigError(
-            f"{_OP}: seq_lens must lie from 0 to {room}, the keys of max_blocks blocks, got "
-            f"{seq_lens.min()} to {seq_lens.max()}"
+            f"{op}: checked calls wait for the GPU, which is not possible while a graph is "
+            "captured; capture with checked=False"
+        )
+    num_blocks, block_size = k_cache.shape[:2]
+    room = block_table.shape[1] * block_size
+    wrong = (seq_lens < 0) | (seq_lens > room)
+    if wrong.any():
+        b = int(wrong.argmax())
+        raise ConfigError(
+            f"{op}: seq_lens must lie from 0 to {room}, the keys of max_blocks blocks, but "
+            f"seq_lens[{b}] is {int(seq_lens[b])}"
         )
     first = reference.first_key(seq_lens, seq_q, window_size)[:, None]
-    starts = np.arange(block_table.shape[1]) * block_size
+    starts = xp.arange(block_table.shape[1]) * block_size
     used = (starts < seq_lens[:, None]) & (starts + block_size > first)
     wrong = used & ((block_table < 0) | (block_table >= num_blocks))
     if wrong.any():
-        b, entry = np.argwhere(wrong)[0]
+        b, entry = divmod(int(wrong.argmax()), block_table.shape[1])
         raise ConfigError(
-            f"{_OP}: block_table[{b}, {entry}] is {block_table[b, entry]}, but the cache has "
+            f"{op}: block_table[{b}, {entry}] is {int(block_table[b, entry])}, but the cache has "
             f"{num_blocks} blocks"
         )
 
@@ -324,21 +398,24 @@ class PreparedPaged(NamedTuple):
     coded: bool
     launch: Launch
 
-    def __call__(self, arrays: PagedArrays, return_lse: bool) -> Array | tuple[Array, Array]:
+    def __call__(
+        self, arrays: PagedArrays, return_lse: bool, scratch: Array | None = None
+    ) -> Array | tuple[Array, Array]:
         """Launches the kernel."""
         q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, _ = arrays
         if out is None:
             out = empty(q, self.shape)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
         if out.size:
-            partial = empty(q, (self.floats,), np.float32)
+            if scratch is None or scratch.size < self.floats:
+                scratch = empty(q, (self.floats,), np.float32)
             counters = zero_counters(q, self.counters)
             if self.coded:
                 k_scales = _one(q) if k_scales is None else k_scales
                 v_scales = _one(q) if v_scales is None else v_scales
             self.launch(
                 *(q, k_cache, v_cache, k_scales, v_scales, out, lse),
-                *(block_table, seq_lens, sinks, partial, counters),
+                *(block_table, seq_lens, sinks, scratch, counters),
             )
         return (out, lse) if return_lse else out
 

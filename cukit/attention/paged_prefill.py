@@ -79,7 +79,11 @@ class PreparedPrefill:
             launch, encoders, PlannedWork(plan, config.plan_size()), None, None
         )
 
-    def __call__(self, arrays: PagedArrays, return_lse: bool) -> Array | tuple[Array, Array]:
+    floats = 0  # of scratch memory
+
+    def __call__(
+        self, arrays: PagedArrays, return_lse: bool, scratch: Array | None = None
+    ) -> Array | tuple[Array, Array]:
         """Launches the kernels."""
         q, k_cache, v_cache, _, _, block_table, seq_lens, sinks, out, cu_seqlens_q = arrays
         if out is None:

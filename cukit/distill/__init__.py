@@ -4,15 +4,18 @@ from cukit.distill.adamw import AdamWState, adamw
 from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
 from cukit.distill.cross_entropy import cross_entropy, cross_entropy_backward
 from cukit.distill.data import Corpus, Windows, read_corpus, validation_batches
+from cukit.distill.distillation_loss import distillation_loss
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
 from cukit.distill.evaluation import Evaluation, evaluate
 from cukit.distill.global_norm import clip_scale, global_norm
 from cukit.distill.kl_divergence import kl_divergence, kl_divergence_backward
 from cukit.distill.linear_cross_entropy import LinearCrossEntropyResult, linear_cross_entropy
-from cukit.distill.linear_kl_divergence import LinearKlResult, linear_kl_divergence
+from cukit.distill.linear_distillation_loss import linear_distillation_loss
+from cukit.distill.linear_kl_divergence import linear_kl_divergence
 from cukit.distill.schedule import Constant, Linear, Schedule, WarmupCosine
 from cukit.distill.terms import HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.trainer import StepStatistics, Trainer
+from cukit.reference.losses import LinearKlResult
 
 __all__ = [
     "AdamWState",
@@ -36,12 +39,14 @@ __all__ = [
     "clip_scale",
     "cross_entropy",
     "cross_entropy_backward",
+    "distillation_loss",
     "evaluate",
     "evenly_spaced_map",
     "global_norm",
     "kl_divergence",
     "kl_divergence_backward",
     "linear_cross_entropy",
+    "linear_distillation_loss",
     "linear_kl_divergence",
     "read_corpus",
     "restore_checkpoint",

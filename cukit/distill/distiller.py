@@ -8,8 +8,9 @@ from typing import Protocol
 import numpy as np
 
 from cukit.core.arrays import Array
+from cukit.distill._divergence_rows import LossOptions
 from cukit.distill.linear_cross_entropy import linear_cross_entropy
-from cukit.distill.linear_kl_divergence import linear_kl_divergence
+from cukit.distill.linear_distillation_loss import linear_distillation_loss
 from cukit.distill.schedule import Schedule, as_schedule
 from cukit.distill.terms import StateTerm
 from cukit.errors import ConfigError
@@ -85,17 +86,19 @@ class LanguageModelling:
 class Distiller:
     """Teaches a student with a teacher's probabilities, and more of the teacher where asked.
 
-        loss = alpha T^2 KL(teacher || student at temperature T) + (1 - alpha) cross-entropy
+        loss = alpha T^2 divergence(teacher, student at temperature T) + (1 - alpha) cross-entropy
              + sum of weight * term over `terms`
 
     (Hinton et al. 2015). The factor T^2 keeps the size of the soft gradient independent of T.
-    Logits of neither model are stored: `linear_kl_divergence` goes over the tokens in chunks.
+    Logits of neither model are stored: `linear_distillation_loss` processes the tokens in chunks.
 
     Args:
         student, teacher: models over the same vocabulary on the same device. Only the student
             changes.
         alpha: share of the soft loss, 0..1, a number or a schedule over steps.
         temperature: above 0, a number or a schedule over steps.
+        divergence: "forward_kl" or another of :func:`distillation_loss`.
+        beta: its parameter, a number or a schedule over steps.
         terms: further losses on the inside of the models; see `StateTerm`.
     """
 
@@ -106,6 +109,8 @@ class Distiller:
         *,
         alpha: float | Schedule = 0.9,
         temperature: float | Schedule = 1.0,
+        divergence: str = "forward_kl",
+        beta: float | Schedule = 0.5,
         terms: Sequence[StateTerm] = (),
     ) -> None:
         if student.config.vocab_size != teacher.config.vocab_size:
@@ -117,6 +122,8 @@ class Distiller:
             raise ConfigError("teacher: must live on the same device as the student")
         self.model, self.teacher = student, teacher
         self.alpha, self.temperature = as_schedule(alpha), as_schedule(temperature)
+        self.divergence, self.beta = divergence, as_schedule(beta)
+        LossOptions(divergence).check("Distiller", None)
         self.terms = tuple(terms)
 
     def trained(self) -> list[Parameters]:
@@ -141,12 +148,14 @@ class Distiller:
         student = self.model
         teacher_activations = self.teacher.forward(tokens, keep=bool(self.terms))
         activations = student.forward(tokens)
-        result = linear_kl_divergence(
+        result = linear_distillation_loss(
             activations.hidden,
             student.head,
             teacher_activations.hidden,
             self.teacher.head,
             targets=targets.reshape(-1),
+            divergence=self.divergence,
+            beta=self.beta(step),
             temperature=temperature,
             scale_by_temperature_squared=True,
             soft_weight=alpha,

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
-
-from cukit.core.arrays import (
-    FLOAT_DTYPES,
-    KERNEL_DTYPES,
-    Array,
-    adopt,
-    check_array,
-    check_same_dtype,
-    empty,
-    runs_kernel,
-    write_out,
-)
+from cukit.core.arrays import Array
 from cukit.core.device import Device
-from cukit.core.kernel import KernelSpec, Launch, launch_plan
-from cukit.distill._kl_rows import launch_rows, plan_kl_divergence, plan_launch
-from cukit.distill._row_loss import (
-    REPRESENTATIVE_ROWS,
-    adopt_scalars,
-    arrays_among,
-    check_grad_loss,
-    check_options,
-    check_targets,
-    count_spec,
-    normalizer_of,
-    total_loss,
-    total_spec,
-    upstream,
-)
+from cukit.core.kernel import KernelSpec
+from cukit.distill._divergence_rows import LossOptions
+from cukit.distill._row_loss import count_spec, total_spec
+from cukit.distill.distillation_loss import evaluate, specs_of
 from cukit.reference import losses as reference
 from cukit.registry import register
 
@@ -90,54 +66,12 @@ def kl_divergence(
     >>> round(float(ck.kl_divergence(student, teacher)), 4)
     0.1308
     """
-    student_logits, teacher_logits, targets = adopt(
-        "kl_divergence", student_logits, teacher_logits, targets
-    )
-    normalizer, grad_loss = adopt_scalars("kl_divergence", normalizer, grad_loss)
-    check_options(
-        "kl_divergence",
-        reduction,
-        normalizer,
-        ignore_index,
-        temperature,
-        scale_by_temperature_squared=scale_by_temperature_squared,
-        return_grad=return_grad,
-        inplace=inplace,
-    )
-    inputs = (student_logits, teacher_logits, targets)
-    if not runs_kernel("kl_divergence", *inputs, *arrays_among(normalizer, grad_loss)):
-        _check("kl_divergence", *inputs, grad_loss, ignore_index, reduction)
-        result = reference.kl_divergence(
-            student_logits,
-            teacher_logits,
-            temperature=temperature,
-            scale_by_temperature_squared=scale_by_temperature_squared,
-            targets=targets,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            normalizer=normalizer,
-            return_grad=return_grad,
-            grad_loss=grad_loss,
-        )
-        if inplace and return_grad:
-            return result[0], write_out(student_logits, result[1])
-        return result
-    grad = None
-    if return_grad:
-        grad = student_logits if inplace else empty(student_logits, student_logits.shape)
-    square = temperature**2 if scale_by_temperature_squared else 1.0
-    rows, divisor, count = _launch(
-        "kl_divergence",
-        inputs,
-        grad,
-        grad_loss,
-        temperature,
-        square,
-        ignore_index,
-        reduction,
-        normalizer,
-    )
-    loss = rows if reduction == "none" else total_loss(rows, None, divisor, count)[0]
+    options = LossOptions("forward_kl", 0.0, temperature, scale_by_temperature_squared)
+    loss, grad = evaluate(
+        "kl_divergence", student_logits, teacher_logits, options,
+        targets=targets, ignore_index=ignore_index, reduction=reduction, normalizer=normalizer,
+        return_grad=return_grad, grad_loss=grad_loss, inplace=inplace,
+    )  # fmt: skip
     return loss if grad is None else (loss, grad)
 
 
@@ -169,124 +103,16 @@ def kl_divergence_backward(
 
     `kl_divergence(..., return_grad=True)` gives loss and gradient for the price of this.
     """
-    op = "kl_divergence_backward"
-    student_logits, teacher_logits, targets = adopt(op, student_logits, teacher_logits, targets)
-    normalizer, grad_loss = adopt_scalars(op, normalizer, grad_loss)
-    check_options(
-        op,
-        reduction,
-        normalizer,
-        ignore_index,
-        temperature,
-        scale_by_temperature_squared=scale_by_temperature_squared,
-        inplace=inplace,
-    )
-    inputs = (student_logits, teacher_logits, targets)
-    if not runs_kernel(op, *inputs, *arrays_among(normalizer, grad_loss)):
-        _check(op, *inputs, grad_loss, ignore_index, reduction)
-        return reference.kl_divergence_backward(
-            grad_loss,
-            student_logits,
-            teacher_logits,
-            temperature=temperature,
-            scale_by_temperature_squared=scale_by_temperature_squared,
-            targets=targets,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            normalizer=normalizer,
-            inplace=inplace,
-        )
-    grad = student_logits if inplace else empty(student_logits, student_logits.shape)
-    square = temperature**2 if scale_by_temperature_squared else 1.0
-    _launch(op, inputs, grad, grad_loss, temperature, square, ignore_index, reduction, normalizer)
-    return grad
-
-
-@launch_plan
-def _prepare(
-    op: str,
-    student_logits: Array,
-    teacher_logits: Array,
-    targets: Array | None,
-    grad: Array | None,
-    grad_loss: Array | None,
-    ignore_index: int,
-    reduction: str,
-) -> Launch:
-    _check(op, student_logits, teacher_logits, targets, grad_loss, ignore_index, reduction)
-    check_array(op, "student_logits", student_logits, dtypes=KERNEL_DTYPES)
-    vocab_size = student_logits.shape[-1]
-    arrays = (student_logits, teacher_logits, targets, grad, grad_loss)
-    return plan_launch(*arrays, False, ignore_index, vocab_size)
-
-
-def _launch(
-    op: str,
-    inputs: tuple[Array, Array, Array | None],
-    grad: Array | None,
-    grad_loss: Any,
-    temperature: float,
-    square: float,
-    ignore_index: int,
-    reduction: str,
-    normalizer: Any,
-) -> tuple[Array, float, Array | None]:
-    """Losses of the rows, and what their sum is divided by."""
-    student_logits, _, targets = inputs
-    factor, grad_loss = upstream(grad_loss)
-    launch = _prepare(op, *inputs, grad, grad_loss, ignore_index, reduction)
-    num_rows = math.prod(student_logits.shape[:-1])
-    divisor, count = normalizer_of(targets, num_rows, ignore_index, reduction, normalizer)
-    rows = empty(student_logits, (num_rows,), np.float32)
-    launch_rows(
-        launch,
-        *inputs,
-        rows,
-        None,
-        grad,
-        grad_loss,
-        count,
-        temperature=temperature,
-        soft_loss_factor=square,
-        soft_factor=factor * square / divisor,
-        hard_factor=0.0,
-    )
-    return rows, divisor, count
-
-
-def _check(
-    op: str,
-    student_logits: Array,
-    teacher_logits: Array,
-    targets: Array | None,
-    grad_loss: Any,
-    ignore_index: int,
-    reduction: str,
-) -> None:
-    check_array(op, "student_logits", student_logits, dtypes=FLOAT_DTYPES)
-    check_array(op, "teacher_logits", teacher_logits, shape=student_logits.shape)
-    check_same_dtype(op, student_logits=student_logits, teacher_logits=teacher_logits)
-    row_shape = student_logits.shape[:-1]
-    if targets is not None:
-        check_targets(op, targets, row_shape, None, ignore_index)
-    check_grad_loss(op, grad_loss, reduction, row_shape)
+    options = LossOptions("forward_kl", 0.0, temperature, scale_by_temperature_squared)
+    return evaluate(
+        "kl_divergence_backward", student_logits, teacher_logits, options,
+        targets=targets, ignore_index=ignore_index, reduction=reduction, normalizer=normalizer,
+        return_grad=True, grad_loss=grad_loss, inplace=inplace, return_loss=False,
+    )[1]  # fmt: skip
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    rows = [
-        plan_kl_divergence(
-            vocab_size,
-            dtype.name,
-            dtype.itemsize,
-            "int32",
-            16 // dtype.itemsize,
-            grad,
-            False,
-            device,
-        ).spec()
-        for dtype, vocab_size in REPRESENTATIVE_ROWS
-        for grad in (False, True)
-    ]
+    rows = specs_of(device, "forward_kl", hard=False)
     return [*rows, count_spec("int32"), total_spec()]
 
 

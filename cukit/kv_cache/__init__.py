@@ -6,8 +6,20 @@
 (0, 61)
 """
 
+from cukit.kv_cache.compression import CompressedKV, compress_kv
+from cukit.kv_cache.group_codes import GroupCodes
 from cukit.kv_cache.manager import KVCacheManager
+from cukit.kv_cache.radix_attention import RadixAttention
 from cukit.kv_cache.radix_tree import RadixTree
 from cukit.kv_cache.statistics import KVCacheBlock, KVCacheStatistics
 
-__all__ = ["KVCacheBlock", "KVCacheManager", "KVCacheStatistics", "RadixTree"]
+__all__ = [
+    "CompressedKV",
+    "GroupCodes",
+    "KVCacheBlock",
+    "KVCacheManager",
+    "KVCacheStatistics",
+    "RadixAttention",
+    "RadixTree",
+    "compress_kv",
+]

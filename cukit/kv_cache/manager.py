@@ -17,6 +17,7 @@ from cukit.kv_cache.radix_tree import POLICIES, TOKEN_BYTES, Node, RadixTree
 from cukit.kv_cache.slab import HostBlocks, KVCacheSlab
 from cukit.kv_cache.statistics import KVCacheBlock, KVCacheStatistics
 from cukit.memory import MemoryPool
+from cukit.memory.interrupts import Uninterrupted
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
@@ -218,32 +219,42 @@ class KVCacheManager:
     def swap_blocks_to_cpu(self, request: Hashable) -> int:
         """Copies a request's blocks to host memory and gives them up; returns the bytes.
 
-        Copies run on a stream of their own. Blocks that others share stay theirs.
+        Copies run on a stream of their own. Blocks that others share stay theirs. Whatever ends the
+        call early, Ctrl-C included, leaves the request running or swapped.
         """
         sequence = self._running("swap_blocks_to_cpu", request)
         host = self.slab.to_host(sequence.blocks)
         leaving = sequence.blocks
-        sequence.host = host
-        self._stop(sequence, keep=False)
-        self._leaving.update((block, host) for block in leaving if not self._references[block])
+        with Uninterrupted():
+            sequence.host = host
+            self._stop(sequence, keep=False)
+            self._leaving.update((block, host) for block in leaving if not self._references[block])
         return host.nbytes
 
     def swap_blocks_from_cpu(self, request: Hashable) -> int:
-        """Copies a swapped request's blocks back, bit for bit; returns the bytes."""
+        """Copies a swapped request's blocks back, bit for bit; returns the bytes.
+
+        Whatever ends the call early leaves the request swapped or running.
+        """
         sequence = self._known("swap_blocks_from_cpu", request)
         host = sequence.host
         if host is None:
             raise ConfigError(f"swap_blocks_from_cpu: the request {request!r} was not swapped")
-        blocks = self._take("swap_blocks_from_cpu", self._blocks_for(len(sequence.tokens)))
+        blocks: list[int] = []
         try:
+            with Uninterrupted():
+                blocks = self._take("swap_blocks_from_cpu", self._blocks_for(len(sequence.tokens)))
             self.slab.from_host(host, blocks)
+            with Uninterrupted():
+                root, _ = self._tree.match(b"", sequence.salt)
+                self._hold(sequence, root)
+                sequence.blocks.extend(blocks)
+                sequence.host = None
         except BaseException:
-            self._release(blocks)
+            if sequence.host is not None:
+                with Uninterrupted():
+                    self._release(blocks)
             raise
-        root, _ = self._tree.match(b"", sequence.salt)
-        self._hold(sequence, root)
-        sequence.blocks.extend(blocks)
-        sequence.host = None
         return host.nbytes
 
     # What attention reads -------------------------------------------------------------------------
@@ -280,6 +291,10 @@ class KVCacheManager:
     def available_blocks(self) -> int:
         """Blocks that are free or can be evicted."""
         return len(self._free) + self._tree.evictable_blocks
+
+    def num_tokens(self, request: Hashable) -> int:
+        """Tokens of a request, running or preempted."""
+        return len(self._known("num_tokens", request).tokens)
 
     def lookup(self, tokens: Tokens, *, salt: Hashable = None) -> int:
         """How many of the first `tokens` are cached; changes nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,6 +53,8 @@ class KVCacheSlab:
         self._part_starts = np.arange(num_parts)[:, None] * num_blocks
         self._blocks_at_once = max(1, _STAGING_BYTES // self.block_bytes)
         self._side_stream: Any = None
+        self._under_way: list[HostBlocks] = []
+        """Whose latest copy may not be through: their memory must not be given to others."""
 
     def copy_blocks(self, destinations: Sequence[int], sources: Sequence[int]) -> None:
         """Copies blocks onto others, all layers in one launch on the current stream."""
@@ -74,11 +77,13 @@ class KVCacheSlab:
                 self._words.take(piece, axis=1, out=words)
             return host
         with self._copy_stream() as stream:
-            for piece, words in self._pieces(blocks, host):
-                staged = self._staging[: words.size].reshape(words.shape)
-                self._words.take(namespace(staged).asarray(piece), axis=1, out=staged)
-                _copy_async(words.ctypes.data, staged.data.ptr, words.nbytes, stream)
-            host.arrived = stream.record()
+            try:
+                for piece, words in self._pieces(blocks, host):
+                    staged = self._staging[: words.size].reshape(words.shape)
+                    self._words.take(namespace(staged).asarray(piece), axis=1, out=staged)
+                    _copy_async(words.ctypes.data, staged.data.ptr, words.nbytes, stream)
+            finally:
+                self._mark(host, stream)
         return host
 
     def from_host(self, host: HostBlocks, blocks: Sequence[int]) -> None:
@@ -87,13 +92,17 @@ class KVCacheSlab:
             for piece, words in self._pieces(blocks, host):
                 self._words[:, piece] = words
             return
-        with self._copy_stream() as stream:
-            for piece, words in self._pieces(blocks, host):
-                staged = self._staging[: words.size].reshape(words.shape)
-                _copy_async(staged.data.ptr, words.ctypes.data, words.nbytes, stream)
-                self._words[:, namespace(staged).asarray(piece)] = staged
-            host.arrived = stream.record()
-        self.wait(host)
+        try:
+            with self._copy_stream() as stream:
+                try:
+                    for piece, words in self._pieces(blocks, host):
+                        staged = self._staging[: words.size].reshape(words.shape)
+                        _copy_async(staged.data.ptr, words.ctypes.data, words.nbytes, stream)
+                        self._words[:, namespace(staged).asarray(piece)] = staged
+                finally:
+                    self._mark(host, stream)
+        finally:
+            self.wait(host)  # also where it fails: the blocks are then given to others
 
     def wait(self, host: HostBlocks) -> None:
         """Lets the current stream wait until the latest copy of `host` is through."""
@@ -101,6 +110,12 @@ class KVCacheSlab:
             import cupy
 
             cupy.cuda.get_current_stream().wait_event(host.arrived)
+
+    def _mark(self, host: HostBlocks, stream: Any) -> None:
+        """Records the end of the copies of `host`, and keeps its memory until then."""
+        self._under_way = [each for each in self._under_way if not each.arrived.done]
+        host.arrived = stream.record()
+        self._under_way.append(host)
 
     def _pieces(
         self, blocks: Sequence[int], host: HostBlocks
@@ -130,18 +145,34 @@ class KVCacheSlab:
 class HostBlocks:
     """Blocks that were copied out of a slab, in the order of the copy.
 
-    arrived: the event of the latest copy to or from here; None for a slab in host memory.
+    The memory is pinned and goes back to CuPy's pool only after the latest copy: who gets it from
+    there writes at once.
     """
 
     def __init__(self, slab: KVCacheSlab, num_blocks: int) -> None:
         self.nbytes = num_blocks * slab.block_bytes
-        self.arrived: Any = None
+        self._arrived: list[Any] = []
+        weakref.finalize(self, _synchronize, self._arrived)
         if is_gpu_array(slab.array):
             import cupyx
 
             self.words = cupyx.empty_pinned(self.nbytes // 8, np.int64)
         else:
             self.words = np.empty(self.nbytes // 8, np.int64)
+
+    @property
+    def arrived(self) -> Any:
+        """The event of the latest copy to or from here; None for a slab in host memory."""
+        return self._arrived[0] if self._arrived else None
+
+    @arrived.setter
+    def arrived(self, event: Any) -> None:
+        self._arrived[:] = [event]
+
+
+def _synchronize(events: list[Any]) -> None:
+    for event in events:
+        event.synchronize()
 
 
 def _copy_async(destination: int, source: int, size: int, stream: Any) -> None:

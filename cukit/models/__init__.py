@@ -4,11 +4,12 @@ from cukit.models.config import TransformerConfig
 from cukit.models.files import load_model, save_model
 from cukit.models.generation import generate
 from cukit.models.parameters import Parameters
-from cukit.models.transformer import Activations, KvCache, StateGradients, Transformer
+from cukit.models.transformer import Activations, KvCache, LayerCaches, StateGradients, Transformer
 
 __all__ = [
     "Activations",
     "KvCache",
+    "LayerCaches",
     "Parameters",
     "StateGradients",
     "Transformer",

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -95,6 +95,27 @@ class StateGradients:
         place[layer] = place[layer] + gradient if layer in place else gradient
 
 
+class LayerCaches(Protocol):
+    """Keys and values of earlier tokens, which a forward pass reads, and its own, which it adds.
+
+    `KvCache`, or `cukit.RadixAttention` with a step under way.
+    """
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence before this pass."""
+
+    @property
+    def positions(self) -> Array | None:
+        """Of the pass's tokens, int32 [batch, seq_len]; None: from `length` on, for all."""
+
+    def attend(self, q: Array, k: Array, v: Array, layer: int) -> tuple[Array, Array]:
+        """Stores k and v, and returns (out, lse) of q over all keys and values of the layer."""
+
+    def advance(self, num_tokens: int) -> None:
+        """Ends a pass of `num_tokens` tokens a sequence."""
+
+
 @dataclass
 class KvCache:
     """Keys and values of the tokens so far: one contiguous pair of arrays a layer.
@@ -105,6 +126,25 @@ class KvCache:
     keys: list[Array]
     values: list[Array]
     length: int = 0
+
+    @property
+    def positions(self) -> None:
+        """All sequences are equally long."""
+
+    def attend(self, q: Array, k: Array, v: Array, layer: int) -> tuple[Array, Array]:
+        """As LayerCaches says."""
+        end = self.length + q.shape[1]
+        keys, values = self.keys[layer][:, :end], self.values[layer][:, :end]
+        keys[:, self.length :] = k
+        values[:, self.length :] = v
+        attended: tuple[Array, Array] = flash_attention(
+            q, keys, values, causal=True, return_lse=True
+        )
+        return attended
+
+    def advance(self, num_tokens: int) -> None:
+        """As LayerCaches says."""
+        self.length += num_tokens
 
 
 class Transformer:
@@ -161,7 +201,7 @@ class Transformer:
     # -- forward -------------------------------------------------------------------------------
 
     def forward(
-        self, tokens: Array, *, keep: bool = True, cache: KvCache | None = None
+        self, tokens: Array, *, keep: bool = True, cache: LayerCaches | None = None
     ) -> Activations:
         """Hidden states of `tokens`, each seeing itself and what stands before it.
 
@@ -177,7 +217,10 @@ class Transformer:
             raise ArrayError(
                 f"tokens: {start + seq_len} positions, but max_positions is {config.max_positions}"
             )
-        cos, sin = self._cos[start : start + seq_len], self._sin[start : start + seq_len]
+        positions = cache.positions if cache is not None else None
+        cos, sin = self._cos, self._sin
+        if positions is None:
+            cos, sin = cos[start : start + seq_len], sin[start : start + seq_len]
         x = embedding(tokens, p["embed_tokens.weight"]).reshape(-1, config.hidden_size)
         delta = None
         layers: list[LayerActivations] = []
@@ -186,19 +229,11 @@ class Transformer:
             attention_in, x = self._norm(x, delta, weight["input_norm"])
             qkv = _project(attention_in, weight["qkv_proj"])
             q, k, v = self._heads(qkv.reshape(batch, seq_len, -1, config.head_dim))
-            q, k = rope(q, k, cos, sin, inplace=True)
+            q, k = rope(q, k, cos, sin, positions, inplace=True)
             if cache is None:
                 attention_out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
             else:
-                cache.keys[index][:, start : start + seq_len] = k
-                cache.values[index][:, start : start + seq_len] = v
-                attention_out, lse = flash_attention(
-                    q,
-                    cache.keys[index][:, : start + seq_len],
-                    cache.values[index][:, : start + seq_len],
-                    causal=True,
-                    return_lse=True,
-                )
+                attention_out, lse = cache.attend(q, k, v, index)
             x_in = x
             delta = _project(_rows(attention_out), weight["o_proj"])
             mlp_in, x = self._norm(x, delta, weight["mlp_norm"])
@@ -214,7 +249,7 @@ class Transformer:
                     )
                 )
         if cache is not None:
-            cache.length += seq_len
+            cache.advance(seq_len)
         hidden, x = self._norm(x, delta, p["norm.weight"])
         return Activations(tokens, hidden, x, layers)
 

@@ -1,4 +1,4 @@
-"""Cross-entropy and forward KL divergence on logits, and both fused with a language-model head.
+"""Cross-entropy and divergences on logits, and both fused with a language-model head.
 
 Rows are the flattened leading axes. A row counts for nothing (zero loss, zero gradient) when its
 target is `ignore_index` or when one of its distributions has no mass at all: every logit below
@@ -13,25 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.reference._xp import array_namespace, working_dtype
+from cukit.reference.divergences import divergence_rows, softmax
 from cukit.reference.gemm import matmul
 
 Array = Any
 
-NO_MASS = -1e30
-"""Logits below this carry no probability: -inf, and masks such as float32's smallest number."""
-
-_SERIES_RADIUS = 0.5
-_SERIES = tuple((-1.0) ** k / math.factorial(k) for k in range(2, 19))
-"""Taylor coefficients of expm1(-d) + d = d^2/2 - d^3/6 + ..., enough for float64."""
-
 
 class LinearKlResult(NamedTuple):
-    """What linear_kl_divergence returns: float32 0-d losses and the gradients of `loss`."""
+    """What linear_distillation_loss returns: float32 0-d losses and the gradients of `loss`."""
 
     loss: Array
     """soft_weight * soft_loss + hard_weight * hard_loss."""
     soft_loss: Array
-    """The KL divergence, with its temperature-squared factor where asked for."""
+    """The divergence, with its temperature-squared factor where asked for."""
     hard_loss: Array
     """The cross-entropy on the targets; 0 where `hard_weight` is 0."""
     grad_hidden: Array
@@ -90,6 +84,46 @@ def cross_entropy_backward(
     return _into(logits, grad) if inplace else grad
 
 
+def distillation_loss(
+    student_logits: Array,
+    teacher_logits: Array,
+    *,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    soft_weight: float = 1.0,
+    hard_weight: float = 0.0,
+    targets: Array | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    normalizer: Any = None,
+    return_grad: bool = False,
+    grad_loss: Any = None,
+) -> Array | tuple[Array, Array]:
+    """soft_weight * divergence(p, q) + hard_weight * cross-entropy, p = softmax(teacher / T) and
+    q = softmax(student / T); the divergence optionally times T^2."""
+    xp = array_namespace(student_logits)
+    student, teacher = _rows(student_logits), _rows(teacher_logits)
+    kept = _kept(xp, targets, ignore_index, student)
+    rows, grad = divergence_rows(student, teacher, kept, temperature, divergence, beta)
+    soft_factor = soft_weight * (temperature**2 if scale_by_temperature_squared else 1.0)
+    if soft_factor != 1.0:
+        rows, grad = rows * rows.dtype.type(soft_factor), grad * grad.dtype.type(soft_factor)
+    if targets is not None and hard_weight != 0.0:
+        hard_rows, hard_grad = _cross_entropy_rows(
+            student, targets.reshape(-1), kept, want_grad=return_grad
+        )
+        rows = rows + hard_rows * rows.dtype.type(hard_weight)
+        if return_grad:
+            grad = grad + hard_grad * grad.dtype.type(hard_weight)
+    factor = _factor(kept, reduction, normalizer, student.dtype)
+    loss = _reduce(rows, factor, reduction)
+    if not return_grad:
+        return loss
+    return loss, _scaled(grad, factor, grad_loss, student_logits)
+
+
 def kl_divergence(
     student_logits: Array,
     teacher_logits: Array,
@@ -103,22 +137,19 @@ def kl_divergence(
     return_grad: bool = False,
     grad_loss: Any = None,
 ) -> Array | tuple[Array, Array]:
-    """KL(p || q), p = softmax(teacher / T), q = softmax(student / T); optionally times T^2.
-
-    Summed as p (expm1(-d) + d), d = log p - log q: every term is >= 0 and nothing cancels, where
-    the usual sum of p d loses all digits near convergence.
-    """
-    xp = array_namespace(student_logits)
-    student, teacher = _rows(student_logits), _rows(teacher_logits)
-    kept = _kept(xp, targets, ignore_index, student)
-    rows, grad = _kl_rows(student, teacher, kept, temperature)
-    factor = _factor(kept, reduction, normalizer, student.dtype)
-    if scale_by_temperature_squared:
-        factor = factor * temperature**2
-    loss = _reduce(rows, factor, reduction)
-    if not return_grad:
-        return loss
-    return loss, _scaled(grad, factor, grad_loss, student_logits)
+    """KL(p || q), p = softmax(teacher / T), q = softmax(student / T); optionally times T^2."""
+    return distillation_loss(
+        student_logits,
+        teacher_logits,
+        temperature=temperature,
+        scale_by_temperature_squared=scale_by_temperature_squared,
+        targets=targets,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        normalizer=normalizer,
+        return_grad=return_grad,
+        grad_loss=grad_loss,
+    )
 
 
 def kl_divergence_backward(
@@ -150,13 +181,15 @@ def kl_divergence_backward(
     return _into(student_logits, grad) if inplace else grad
 
 
-def linear_kl_divergence(
+def linear_distillation_loss(
     hidden: Array,
     weight: Array,
     teacher_hidden: Array,
     teacher_weight: Array,
     *,
     targets: Array | None = None,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
     temperature: float = 1.0,
     scale_by_temperature_squared: bool = False,
     soft_weight: float = 1.0,
@@ -166,7 +199,7 @@ def linear_kl_divergence(
     grad_weight: Array | None = None,
     chunk_tokens: int | None = None,
 ) -> LinearKlResult:
-    """soft_weight * KL + hard_weight * cross-entropy of the logits hidden @ weight^T.
+    """soft_weight * divergence + hard_weight * cross-entropy of the logits hidden @ weight^T.
 
     Computed on the whole logits at once: `chunk_tokens` changes nothing here.
     """
@@ -176,7 +209,7 @@ def linear_kl_divergence(
     teacher = _logits(teacher_hidden, teacher_weight, work)
     kept = _kept(xp, targets, ignore_index, logits)
     factor = _factor(kept, "mean", normalizer, work)
-    rows, grad = _kl_rows(logits, teacher, kept, temperature)
+    rows, grad = divergence_rows(logits, teacher, kept, temperature, divergence, beta)
     soft_factor = factor * temperature**2 if scale_by_temperature_squared else factor
     soft = _reduce(rows, soft_factor, "mean")
     grad *= soft_factor * soft_weight
@@ -188,6 +221,10 @@ def linear_kl_divergence(
         grad += hard_grad
     loss = xp.asarray(soft * soft_weight + hard * hard_weight, soft.dtype)
     return LinearKlResult(loss, soft, hard, *_head_gradients(grad, hidden, weight, grad_weight))
+
+
+linear_kl_divergence = linear_distillation_loss
+"""Its default divergence."""
 
 
 def linear_cross_entropy(
@@ -226,28 +263,12 @@ def _kept(xp: Any, targets: Array | None, ignore_index: int, rows: Array) -> Arr
     return targets.reshape(-1) != ignore_index
 
 
-def _softmax(xp: Any, z: Array, scale: float = 1.0) -> tuple[Array, Array, Array]:
-    """Softmax of scale * z, z's maximum and the sum of exp(scale * (z - maximum)), row by row.
-
-    A row without mass has softmax zero.
-    """
-    top = xp.maximum(xp.max(z, axis=-1, keepdims=True), z.dtype.type(NO_MASS))
-    with np.errstate(invalid="ignore"):  # infinities, in rows that may well be ignored
-        exps = z - top
-    if scale != 1:
-        exps *= scale
-    xp.exp(exps, out=exps)
-    total = xp.sum(exps, axis=-1, keepdims=True)
-    exps /= xp.where(total == 0, total.dtype.type(1), total)
-    return exps, top, total
-
-
 def _cross_entropy_rows(
     z: Array, targets: Array, kept: Array, *, want_grad: bool
 ) -> tuple[Array, Array | None]:
     """Loss [rows] and gradient [rows, vocab] of each row on its own."""
     xp = array_namespace(z)
-    grad, top, total = _softmax(xp, z)
+    grad, top, total = softmax(xp, z)
     active = kept & (total[:, 0] != 0)
     in_range = (targets >= 0) & (targets < z.shape[1])
     index = xp.where(in_range, targets, 0)[:, None]
@@ -263,38 +284,6 @@ def _cross_entropy_rows(
     grad[~in_range] = math.nan
     grad[~active] = 0
     return loss, grad
-
-
-def _kl_rows(
-    student: Array, teacher: Array, kept: Array, temperature: float
-) -> tuple[Array, Array]:
-    """KL [rows] and its gradient for the student's logits [rows, vocab], each row on its own."""
-    xp = array_namespace(student)
-    inverse = student.dtype.type(1.0 / temperature)
-    q, q_top, q_total = _softmax(xp, student, inverse)
-    p, p_top, p_total = _softmax(xp, teacher, inverse)
-    active = kept & (q_total[:, 0] != 0) & (p_total[:, 0] != 0)
-    safe_q, safe_p = (xp.where(total == 0, 1, total) for total in (q_total, p_total))
-    with np.errstate(invalid="ignore", over="ignore"):  # of branches that are not taken
-        # log p - log q, with the sums' logarithms taken of their ratio, which is near one.
-        d = ((teacher - student) - (p_top - q_top)) * inverse - xp.log(safe_p / safe_q)
-        near = xp.abs(d) < _SERIES_RADIUS
-        series = _exponential_remainder(xp.where(near, d, 0))
-        difference = xp.where(near, p * (series - xp.where(near, d, 0)), q - p)
-        terms = xp.where(near, p * series, difference + xp.where(p > 0, p * d, 0))
-    loss = xp.where(active, xp.sum(terms, axis=-1), 0).astype(student.dtype, copy=False)
-    difference[~active] = 0
-    difference *= inverse
-    return loss, difference
-
-
-def _exponential_remainder(d: Array) -> Array:
-    """expm1(-d) + d for |d| < _SERIES_RADIUS, without cancellation."""
-    count = 17 if d.dtype.itemsize == 8 else 8
-    value = d * _SERIES[count - 1]
-    for coefficient in reversed(_SERIES[1 : count - 1]):
-        value = (value + coefficient) * d
-    return (value + _SERIES[0]) * d * d
 
 
 def _factor(kept: Array, reduction: str, normalizer: Any, dtype: Any) -> Any:

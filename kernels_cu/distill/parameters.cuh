@@ -5,7 +5,7 @@
 
 namespace cukit {
 
-// kl_divergence: the rows of logits
+// divergence: the rows of logits
 struct LogitRows {
   long long ignore_index;  // of targets
   long long row_stride;    // in elements
@@ -13,11 +13,12 @@ struct LogitRows {
   int grad_loss_stride;  // 1: one for each row, 0: a scalar
 };
 
-// kl_divergence: what the losses and their gradients are multiplied by
+// divergence: its own parameter, and what the losses and their gradients are multiplied by
 struct DivergenceFactors {
   float inverse_temperature;
   float soft_loss;
   float soft_gradient, hard_gradient;
+  float beta;
 };
 
 }  // namespace cukit

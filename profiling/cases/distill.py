@@ -13,10 +13,12 @@ from cukit.distill import (
     adamw,
     cross_entropy,
     cross_entropy_backward,
+    distillation_loss,
     global_norm,
     kl_divergence,
     kl_divergence_backward,
     linear_cross_entropy,
+    linear_distillation_loss,
     linear_kl_divergence,
 )
 from cukit.reference import losses, optimizer
@@ -28,6 +30,7 @@ from profiling.data import array_module, integers, normal
 FAMILY = "distill"
 DTYPE = "bfloat16"
 TEMPERATURE = 2.0
+DIVERGENCES = ("reverse_kl", "jsd", "skewed_forward_kl", "total_variation")
 ROWS_AT_ONCE = 512
 """Of float32 copies of logits, so that they stay small."""
 
@@ -53,7 +56,10 @@ def cases(small: bool = False) -> list[Case]:
         *(make(*shape) for make in on_logits for shape in logits),
         cross_entropy_case(*few_rows),
         *(close_kl_case(*shape) for shape in logits),
+        *(divergence_case(*shape, name) for shape in logits for name in DIVERGENCES),
+        *(divergence_case(*shape, "jsd", distance=0.05) for shape in logits),
         *(make(*shape) for make in (linear_kl_case, linear_cross_entropy_case) for shape in heads),
+        *(linear_jsd_case(*shape) for shape in heads),
         adamw_case(model),
         global_norm_case(model),
     ]
@@ -103,13 +109,29 @@ def close_kl_case(tokens: int, vocab_size: int) -> Case:
     return _kl_case("kl_divergence", tokens, vocab_size, forward=True, distance=0.05)
 
 
+def divergence_case(
+    tokens: int, vocab_size: int, divergence: str, distance: float | None = None
+) -> Case:
+    """Loss and gradient of a divergence that sweeps the rows three times."""
+    return _kl_case(
+        "distillation_loss", tokens, vocab_size, forward=True, distance=distance,
+        divergence=divergence,
+    )  # fmt: skip
+
+
 def kl_backward_case(tokens: int, vocab_size: int) -> Case:
     """The gradient alone. Peers spend a forward to get it."""
     return _kl_case("kl_divergence_backward", tokens, vocab_size, forward=False)
 
 
 def _kl_case(
-    op: str, tokens: int, vocab_size: int, *, forward: bool, distance: float | None = None
+    op: str,
+    tokens: int,
+    vocab_size: int,
+    *,
+    forward: bool,
+    distance: float | None = None,
+    divergence: str = "forward_kl",
 ) -> Case:
     """distance: standard deviation of student - teacher; None: they have nothing in common."""
 
@@ -128,35 +150,61 @@ def _kl_case(
             def loss(s: Any, t: Any) -> Any:
                 log_q = functional.log_softmax(s.float() / TEMPERATURE, -1)
                 log_p = functional.log_softmax(t.float() / TEMPERATURE, -1)
-                return functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+                return _torch_divergence(torch, log_p, log_q, divergence)
 
             return loss
 
         def oracle(rows: slice) -> tuple[Any, Any]:
-            result: tuple[Any, Any] = losses.kl_divergence(
+            result: tuple[Any, Any] = losses.distillation_loss(
                 student[rows],
                 teacher[rows],
+                divergence=divergence,
                 temperature=TEMPERATURE,
                 normalizer=tokens,
                 return_grad=True,
             )
             return result
 
-        options = {"temperature": TEMPERATURE}
-        ours = (
-            partial(kl_divergence, student, teacher, return_grad=True, **options)
-            if forward
-            else partial(kl_divergence_backward, 1.0, student, teacher, **options)
-        )
+        options: dict[str, Any] = {"temperature": TEMPERATURE}
+        ours = partial(kl_divergence_backward, 1.0, student, teacher, **options)
+        if divergence != "forward_kl":
+            options["divergence"] = divergence
+            ours = partial(distillation_loss, student, teacher, return_grad=True, **options)
+        elif forward:
+            ours = partial(kl_divergence, student, teacher, return_grad=True, **options)
         return _logits_workload(ours, torch_loss, oracle, (student,), (teacher,), forward)
 
     traffic = 3 * tokens * vocab_size * itemsize(DTYPE)
     name = f"{tokens}x{vocab_size}" + ("" if distance is None else " close")
+    name += "" if divergence == "forward_kl" else f" {divergence}"
     return Case(FAMILY, op, name, DTYPE, build, bytes=traffic)
 
 
+def _torch_divergence(torch: ModuleType, log_p: Any, log_q: Any, divergence: str) -> Any:
+    """The mean over rows, mixtures half and half."""
+    p, q = log_p.exp(), log_q.exp()
+    log_m = torch.log((p + q) / 2)
+    rows = {
+        "forward_kl": lambda: p * (log_p - log_q),
+        "reverse_kl": lambda: q * (log_q - log_p),
+        "jsd": lambda: (p * (log_p - log_m) + q * (log_q - log_m)) / 2,
+        "skewed_forward_kl": lambda: p * (log_p - log_m),
+        "total_variation": lambda: (p - q).abs() / 2,
+    }[divergence]()
+    return rows.sum(-1).mean()
+
+
 def linear_kl_case(tokens: int, hidden: int, vocab_size: int) -> Case:
-    """Two heads, the divergence, and the gradients of the student's head and input."""
+    """Two heads, the forward KL, and the gradients of the student's head and input."""
+    return _linear_case("linear_kl_divergence", tokens, hidden, vocab_size, "forward_kl")
+
+
+def linear_jsd_case(tokens: int, hidden: int, vocab_size: int) -> Case:
+    """The same with the Jensen-Shannon divergence."""
+    return _linear_case("linear_distillation_loss", tokens, hidden, vocab_size, "jsd")
+
+
+def _linear_case(op: str, tokens: int, hidden: int, vocab_size: int, divergence: str) -> Case:
 
     def build() -> Workload:
         student = normal((tokens, hidden), DTYPE), normal((vocab_size, hidden), DTYPE, scale=0.02)
@@ -170,27 +218,36 @@ def linear_kl_case(tokens: int, hidden: int, vocab_size: int) -> Case:
                     teacher_logits = (teacher_h @ teacher_w.T).float() / TEMPERATURE
                     log_p = functional.log_softmax(teacher_logits, -1)
                 log_q = functional.log_softmax((h @ w.T).float() / TEMPERATURE, -1)
-                return functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+                return _torch_divergence(torch, log_p, log_q, divergence)
 
             return loss
 
         def liger_loss(torch: ModuleType) -> Callable[..., Any]:
             module = peers.optional("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss(
-                weight_hard_loss=0.0, weight_soft_loss=1.0, beta=0.0, temperature=TEMPERATURE
+                weight_hard_loss=0.0,
+                weight_soft_loss=1.0,
+                beta=0.0 if divergence == "forward_kl" else 0.5,
+                temperature=TEMPERATURE,
             )
             labels = peers.to_torch(integers(0, vocab_size, (tokens,), "int64"))
             return lambda h, w, teacher_h, teacher_w: module(h, w, teacher_h, teacher_w, labels)
 
         def ours() -> Any:
-            result = linear_kl_divergence(*student, *teacher, temperature=TEMPERATURE)
+            if divergence == "forward_kl":
+                result = linear_kl_divergence(*student, *teacher, temperature=TEMPERATURE)
+            else:
+                result = linear_distillation_loss(
+                    *student, *teacher, divergence=divergence, temperature=TEMPERATURE
+                )
             return result.loss, result.grad_hidden, result.grad_weight
 
         def part(rows: slice, grad_weight: Any) -> tuple[Any, Any]:
-            result = losses.linear_kl_divergence(
+            result = losses.linear_distillation_loss(
                 student[0][rows],
                 student[1],
                 teacher[0][rows],
                 teacher[1],
+                divergence=divergence,
                 temperature=TEMPERATURE,
                 normalizer=tokens,
                 grad_weight=grad_weight,
@@ -199,7 +256,7 @@ def linear_kl_case(tokens: int, hidden: int, vocab_size: int) -> Case:
 
         return _head_workload(ours, torch_loss, liger_loss, part, student, teacher)
 
-    return _head_case("linear_kl_divergence", tokens, hidden, vocab_size, 8, build)
+    return _head_case(op, tokens, hidden, vocab_size, 8, build)
 
 
 def linear_cross_entropy_case(tokens: int, hidden: int, vocab_size: int) -> Case:

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from cukit.attention import PagedAttention, paged_attention
 from cukit.core.compiler import compile_kernel
 from cukit.core.device import current_device
 from cukit.core.kernel import NULL
 from cukit.layers import rms_norm
 from cukit.layers.rms_norm import plan_rms_norm
 from cukit.reference import norms
+from cukit.reference import paged_attention as paged_reference
 from profiling.case import Call, Case, PeerMissing, Workload, itemsize
 from profiling.data import array_module, normal
 
@@ -20,8 +22,8 @@ EPS = 1e-6
 
 
 def cases(small: bool = False) -> list[Case]:
-    """One row: the kernel is over at once, and the host is all there is."""
-    return [launch_case(1, 1024, "bfloat16")]
+    """The kernels are over at once, and the host is all there is."""
+    return [launch_case(1, 1024, "bfloat16"), paged_case(4, 32, "bfloat16")]
 
 
 def launch_case(tokens: int, hidden: int, dtype: str) -> Case:
@@ -40,6 +42,36 @@ def launch_case(tokens: int, hidden: int, dtype: str) -> Case:
         )
 
     return Case("host", "rms_norm", f"{tokens}x{hidden}", dtype, build, clock="host")
+
+
+def paged_case(batch: int, keys: int, dtype: str) -> Case:
+    """A layer of a decode step: as a call, and as a run of a step that was planned before."""
+
+    def build() -> Workload:
+        xp = array_module()
+        q = normal((batch, 1, 8, 64), dtype)
+        caches = [normal((batch * keys // 16, 16, 2, 64), dtype) for _ in range(2)]
+        table = xp.arange(batch * keys // 16, dtype=np.int32).reshape(batch, -1)
+        lengths = xp.full(batch, keys, np.int32)
+        out = normal(q.shape, dtype)
+        arguments = (q, *caches, table, lengths)
+
+        def planned() -> Call:
+            steps = PagedAttention(
+                caches[:1], caches[1:], num_heads_q=8, max_batch=batch, max_blocks=table.shape[1]
+            )
+            steps.plan(table, lengths)
+            return partial(steps.run, q, out=out)
+
+        return Workload(
+            arms={
+                "cukit": lambda: partial(paged_attention, *arguments, out=out),
+                "cukit, planned": planned,
+            },
+            expected=partial(paged_reference.paged_attention, *arguments),
+        )
+
+    return Case("host", "paged_attention", f"{batch}x{keys}", dtype, build, clock="host")
 
 
 def _bare_launch(x: Any, weight: Any, out: Any) -> Call:

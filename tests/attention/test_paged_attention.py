@@ -243,6 +243,7 @@ def test_a_slab_of_the_manager(device: str) -> None:
         ({"k_cache": np.zeros((4, 16, 2, 64), np.float16)}, ArrayDtypeError, "k_cache"),
         ({"softcap": -1.0}, ConfigError, "softcap"),
         ({"causal": 1}, ConfigError, "causal"),
+        ({"checked": 1}, ConfigError, "checked"),
         ({"out": np.zeros((1, 1, 4, 32), np.float32)}, ArrayError, "out"),
     ],
     ids=str,
@@ -258,6 +259,34 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
     ck.paged_attention(**arguments)
     with pytest.raises(error, match=message):
         ck.paged_attention(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "entries", "message"),
+    [
+        ([20, 33, 0], {}, r"from 0 to 32, .* but seq_lens\[1\] is 33"),
+        ([20, 32, -(2**31)], {}, r"seq_lens\[2\] is -2147483648"),
+        ([20, 17, 0], {(1, 1): 4}, r"block_table\[1, 1\] is 4, but the cache has 4 blocks"),
+        ([20, 17, 0], {(0, 0): 2**31 - 1, (1, 0): -1}, r"block_table\[0, 0\] is 2147483647"),
+        ([20, 17, 0], {(1, 0): -7}, r"block_table\[1, 0\] is -7"),
+        ([16, 17, 0], {(0, 1): 2**30, (2, 0): -1}, None),
+    ],
+)
+def test_checked_calls_report_what_they_would_follow(
+    device: str, lengths: list[int], entries: dict[tuple[int, int], int], message: str | None
+) -> None:
+    """On the CPU every call is checked; elsewhere the kernel must not run with such tables."""
+    xp = array_module(device)
+    table = np.array([[0, 1], [2, 3], [1, 1]], np.int32)
+    for place, block in entries.items():
+        table[place] = block
+    q, cache = xp.ones((3, 1, 2, 64), float16), xp.ones((4, 16, 1, 64), float16)
+    arguments = q, cache, cache, xp.asarray(table), xp.asarray(lengths, np.int32)
+    if message is None:
+        assert (ck.paged_attention(*arguments, checked=True)[:2] == 1).all()
+        return
+    with pytest.raises(ConfigError, match=message):
+        ck.paged_attention(*arguments, checked=True)
 
 
 @pytest.mark.gpu

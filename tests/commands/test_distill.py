@@ -86,7 +86,7 @@ def test_report_holds_what_was_promised(finished: Path) -> None:
     assert report["pool"] is None
     assert len(report["sample"]) > len(pipeline.SAMPLE_PROMPT)
     ops = {entry["name"]: entry for entry in report["milliseconds_per_step_by_op"]}
-    assert {"matmul", "flash_attention_backward", "linear_kl_divergence", "adamw"} <= set(ops)
+    assert {"matmul", "flash_attention_backward", "linear_distillation_loss", "adamw"} <= set(ops)
     assert ops["flash_attention"]["calls"] == 2  # a layer of the teacher, a layer of the student
     assert ops["flash_attention_backward"]["calls"] == 1
     assert all(entry["milliseconds"] >= 0 for entry in ops.values())

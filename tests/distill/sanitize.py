@@ -8,6 +8,7 @@ import numpy as np
 
 from cukit import distill
 from cukit.distill import AdamWState
+from cukit.distill._divergence_rows import DIVERGENCES
 from tests.contract import random, to_device
 from tests.distill.test_adamw import OPTIONS, SHAPES
 from tests.distill.test_cross_entropy import targets_for
@@ -41,6 +42,15 @@ def kl_divergence() -> None:
         distill.kl_divergence(student, teacher, return_grad=True, reduction="none")
 
 
+def divergences() -> None:
+    rng = _rng()
+    for shape, divergence in itertools.product(ROWS, DIVERGENCES[1:]):
+        arrays = random(rng, shape, "bfloat16"), random(rng, shape, "bfloat16")
+        student, teacher, targets = to_device("gpu", *arrays, targets_for(rng, shape))
+        options = {"targets": targets, "hard_weight": 0.5, "return_grad": True}
+        distill.distillation_loss(student, teacher, divergence=divergence, **options)
+
+
 def linear_losses() -> None:
     """Whole vectors of 16 bytes: of other rows cuBLAS reads the padding, and uses none of it."""
     rng = _rng()
@@ -70,6 +80,7 @@ def optimizer() -> None:
 GROUPS = {
     "cross_entropy": Group(cross_entropy, shares=True, quick=True),
     "kl_divergence": Group(kl_divergence, shares=True),
+    "divergences": Group(divergences, shares=True),
     "linear losses": Group(linear_losses),
     "optimizer": Group(optimizer, shares=True, quick=True),
 }

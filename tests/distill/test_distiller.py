@@ -31,7 +31,7 @@ def statistics_of(objective: Objective, tokens: Any, targets: Any, step: int = 0
     return statistics, gradients
 
 
-@pytest.mark.parametrize("kind", ["alone", "untied", "mixed", "hot", "hidden states"])
+@pytest.mark.parametrize("kind", ["alone", "untied", "mixed", "hot", "jsd", "hidden states"])
 def test_whole_loss_by_finite_differences(kind: str, rng: np.random.Generator) -> None:
     """Against every tensor that is trained, the term's projections included."""
     student = small_model(tie_embeddings=kind != "untied")
@@ -44,6 +44,7 @@ def test_whole_loss_by_finite_differences(kind: str, rng: np.random.Generator) -
         "untied": lambda: Distiller(student, teacher, alpha=0.6),
         "mixed": lambda: Distiller(student, teacher, alpha=0.6),
         "hot": lambda: Distiller(student, teacher, alpha=1.0, temperature=2.5),
+        "jsd": lambda: Distiller(student, teacher, divergence="jsd", beta=0.3),
         "hidden states": lambda: Distiller(student, teacher, alpha=0.5, terms=terms),
     }[kind]()
     _, gradients = statistics_of(objective, tokens, targets)
@@ -89,6 +90,11 @@ def test_schedules_are_read_at_the_step(rng: np.random.Generator) -> None:
         statistics_of(Distiller(student, teacher, alpha=1.5), tokens, targets)
     with pytest.raises(ConfigError, match="temperature above 0"):
         statistics_of(Distiller(student, teacher, temperature=0.0), tokens, targets)
+
+
+def test_the_divergence_must_be_known() -> None:
+    with pytest.raises(ConfigError, match="Distiller: divergence must be one of"):
+        Distiller(small_model(), small_model(), divergence="kl")
 
 
 def test_vocabularies_must_agree() -> None:

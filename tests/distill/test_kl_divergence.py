@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cukit.core.device import TYPICAL_DEVICES, current_device
-from cukit.distill import _kl_rows, kl_divergence, kl_divergence_backward
-from cukit.distill._kl_rows import plan_kl_divergence
+from cukit.distill import _divergence_rows, kl_divergence, kl_divergence_backward
+from cukit.distill._divergence_rows import plan_divergence
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import losses as reference
 from tests.contract import (
@@ -253,9 +253,9 @@ def split_as(monkeypatch):
     """Makes the op split its rows as told."""
 
     def choose(**choice):
-        plan = partial(plan_kl_divergence, **choice)
-        monkeypatch.setattr(_kl_rows, "plan_kl_divergence", plan)
-        ops = sys.modules["cukit.distill.kl_divergence"]
+        plan = partial(plan_divergence, **choice)
+        monkeypatch.setattr(_divergence_rows, "plan_divergence", plan)
+        ops = sys.modules["cukit.distill.distillation_loss"]
         monkeypatch.setattr(ops, "_prepare", ops._prepare.__wrapped__)
 
     return choose
@@ -351,8 +351,16 @@ def test_errors_name_the_argument(arguments, error, message):
 def test_plan_fits_the_device(vocab_size):
     for device in TYPICAL_DEVICES.values():
         for dtype, itemsize in (("bfloat16", 2), ("float32", 4)):
-            split = plan_kl_divergence(
-                vocab_size, dtype, itemsize, "int64", 16 // itemsize, True, True, device
+            split = plan_divergence(
+                vocab_size,
+                dtype,
+                itemsize,
+                "int64",
+                16 // itemsize,
+                "forward_kl",
+                True,
+                True,
+                device,
             ).split
             assert split.threads % 32 == 0
             assert 32 <= split.threads <= 1024

@@ -1,239 +1,25 @@
-"""linear_kl_divergence: the fused head is the unfused one, for every option."""
+"""linear_kl_divergence: the default of linear_distillation_loss, under its own name."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from cukit.core.arrays import float16
-from cukit.distill import cross_entropy, kl_divergence, linear_kl_divergence
-from cukit.distill._linear_loss import exact_boost, plan_linear_loss
-from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
-from cukit.gemm import matmul
-from cukit.reference import losses as reference
-from tests.contract import (
-    DTYPES,
-    assert_close,
-    dtype_of,
-    poison_pool,
-    random,
-    to_device,
-    to_host,
-)
-
-TOKENS, HIDDEN, TEACHER_HIDDEN, VOCAB = 70, 24, 40, 1003
-IGNORE = -100
-FIELDS = ("loss", "soft_loss", "hard_loss", "grad_hidden", "grad_weight")
-
-OPTIONS = [
-    {},
-    {"temperature": 2.0},
-    {"temperature": 2.0, "scale_by_temperature_squared": True},
-    {"temperature": 3.0, "soft_weight": 0.7, "hard_weight": 0.3},
-    {"soft_weight": 0.0, "hard_weight": 1.0},
-    {"normalizer": 100.0, "soft_weight": 2.5},
-]
+from cukit.distill import linear_distillation_loss, linear_kl_divergence
+from cukit.errors import ArrayShapeError
+from tests.contract import to_device, to_host
+from tests.distill.test_linear_distillation_loss import head
 
 
-def head(rng, dtype, tokens=TOKENS, vocab=VOCAB):
-    """hidden, weight, teacher_hidden, teacher_weight, targets with some ignored."""
-    targets = rng.integers(0, vocab, tokens)
-    targets[::9] = IGNORE
-    return (
-        random(rng, (tokens, HIDDEN), dtype),
-        random(rng, (vocab, HIDDEN), dtype, scale=0.3),
-        random(rng, (tokens, TEACHER_HIDDEN), dtype),
-        random(rng, (vocab, TEACHER_HIDDEN), dtype, scale=0.3),
-        targets,
-    )
-
-
-def widen(arrays):
-    return [a if a.dtype.kind == "i" else a.astype(np.float64) for a in arrays]
-
-
-def unfused(arrays, device, options):
-    """The same out of matmul, kl_divergence and cross_entropy, with whole logits."""
-    hidden, weight, teacher_hidden, teacher_weight, targets = to_device(device, *arrays)
-    options = dict(options)
-    soft_weight, hard_weight = options.pop("soft_weight", 1.0), options.pop("hard_weight", 0.0)
-    logits = matmul(hidden, weight, transpose_b=True)
-    teacher_logits = matmul(teacher_hidden, teacher_weight, transpose_b=True)
-    soft, soft_grad = kl_divergence(
-        logits, teacher_logits, targets=targets, return_grad=True, **options
-    )
-    hard, hard_grad = cross_entropy(
-        logits, targets, normalizer=options.get("normalizer"), return_grad=True
-    )
-    grad = soft_grad.astype(np.float32) * np.float32(soft_weight)
-    grad += hard_grad.astype(np.float32) * np.float32(hard_weight)
-    grad = grad.astype(hidden.dtype)
-    return (
-        soft * np.float32(soft_weight) + hard * np.float32(hard_weight),
-        soft,
-        hard if hard_weight else 0 * hard,
-        matmul(grad, weight),
-        matmul(grad, hidden, transpose_a=True),
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("chunk_tokens", [None, 32])
-def test_matches_reference_and_the_unfused_ops(device, rng, dtype, options, chunk_tokens):
-    arrays = head(rng, dtype)
-    *wide, wide_targets = widen(arrays)
-    exact = reference.linear_kl_divergence(*wide, targets=wide_targets, **options)
-    plain = unfused(arrays, "cpu", options)
-    *placed, targets = to_device(device, *arrays)
-    poison_pool(device)
-    got = linear_kl_divergence(*placed, targets=targets, chunk_tokens=chunk_tokens, **options)
-    again = linear_kl_divergence(*placed, targets=targets, chunk_tokens=chunk_tokens, **options)
-    for name, value, repeat, low, expected in zip(FIELDS, got, again, plain, exact, strict=True):
-        assert to_host(value).tobytes() == to_host(repeat).tobytes(), name
-        # Gradients are small numbers: the absolute part of the tolerance has to be, too.
-        scale = float(np.abs(expected).max())
-        assert_close(name, value, low, expected, atol=4 * float(np.finfo(np.float32).eps) + (
-            {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}[dtype] * scale
-        ))  # fmt: skip
-    assert got.grad_hidden.dtype == got.grad_weight.dtype == dtype_of(dtype)
-    assert got.loss.dtype == np.float32
-
-
-@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
-def test_gradients_by_finite_differences(rng, options):
-    hidden, weight, *teacher, targets = widen(head(rng, "float32", tokens=5, vocab=11))
-
-    def loss(h, w):
-        return reference.linear_kl_divergence(h, w, *teacher, targets=targets, **options).loss
-
-    result = reference.linear_kl_divergence(hidden, weight, *teacher, targets=targets, **options)
-    step = 1e-6
-    for _ in range(4):
-        along_hidden, along_weight = (
-            rng.standard_normal((5, HIDDEN)),
-            rng.standard_normal((11, HIDDEN)),
-        )
-        difference = loss(hidden + step * along_hidden, weight + step * along_weight) - loss(
-            hidden - step * along_hidden, weight - step * along_weight
-        )
-        expected = (result.grad_hidden * along_hidden).sum()
-        expected += (result.grad_weight * along_weight).sum()
-        np.testing.assert_allclose(difference / (2 * step), expected, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 70, 1000])
-def test_chunks_change_nothing_but_rounding(device, rng, chunk_tokens):
+def test_is_the_forward_kl(device, rng):
     *placed, targets = to_device(device, *head(rng, "float32"))
-    options = {"targets": targets, "temperature": 2.0, "hard_weight": 0.5}
-    whole = linear_kl_divergence(*placed, **options)
-    parts = linear_kl_divergence(*placed, chunk_tokens=chunk_tokens, **options)
-    for name, a, b in zip(FIELDS, whole, parts, strict=True):
-        np.testing.assert_allclose(to_host(a), to_host(b), rtol=1e-4, atol=1e-7, err_msg=name)
-
-
-@pytest.mark.parametrize("grad_dtype", ["bfloat16", "float32"])
-def test_accumulates_into_grad_weight(device, rng, grad_dtype):
-    arrays = head(rng, "bfloat16")
-    *placed, targets = to_device(device, *arrays)
-    start = random(rng, (VOCAB, HIDDEN), grad_dtype, scale=1e-2)
-    (grad_weight,) = to_device(device, start.copy())
-    fresh = linear_kl_divergence(*placed, targets=targets, chunk_tokens=32)
-    added = linear_kl_divergence(*placed, targets=targets, chunk_tokens=32, grad_weight=grad_weight)
-    assert added.grad_weight is grad_weight
-    expected = start.astype(np.float64) + to_host(fresh.grad_weight).astype(np.float64)
-    np.testing.assert_allclose(to_host(grad_weight).astype(np.float64), expected, atol=2e-4)
-
-
-def test_leading_axes_and_missing_targets(device, rng):
-    hidden, weight, teacher_hidden, teacher_weight, _ = to_device(device, *head(rng, "float32"))
-    flat = linear_kl_divergence(hidden, weight, teacher_hidden, teacher_weight)
-    folded = linear_kl_divergence(
-        hidden.reshape(2, 35, -1), weight, teacher_hidden.reshape(2, 35, -1), teacher_weight
-    )
-    assert folded.grad_hidden.shape == (2, 35, HIDDEN)
-    for a, b in zip(flat, folded, strict=True):
+    options = {"targets": targets, "hard_weight": 0.5, "temperature": 2.0}
+    general = linear_distillation_loss(*placed, divergence="forward_kl", **options)
+    for a, b in zip(linear_kl_divergence(*placed, **options), general, strict=True):
         assert to_host(a).tobytes() == to_host(b).tobytes()
 
 
-def test_ignored_tokens_get_no_gradient(device, rng):
-    *placed, targets = to_device(device, *head(rng, "float32"))
-    result = linear_kl_divergence(*placed, targets=targets, hard_weight=0.5)
-    grad = to_host(result.grad_hidden)
-    assert (grad[::9] == 0).all()
-    assert (np.abs(np.delete(grad, np.s_[::9], axis=0)).max(axis=1) > 0).all()
-
-
-def test_no_tokens(device):
-    placed = to_device(device, *(np.zeros(s, np.float32) for s in ((0, 8), (5, 8), (0, 8), (5, 8))))
-    result = linear_kl_divergence(*placed)
-    assert float(result.loss) == 0
-    assert result.grad_hidden.shape == (0, 8)
-    assert not to_host(result.grad_weight).any()
-
-
-@pytest.mark.gpu
-def test_float16_gradients_survive_many_tokens(rng):
-    """1 / 65536 of a probability would vanish in float16: the products scale, not the logits.
-
-    The weight's gradient is gathered in float32, so that its own dtype does not hide theirs.
-    """
-    arrays = head(rng, "float16")
-    *placed, targets = to_device("gpu", *arrays)
-    sums = to_device("gpu", np.zeros(arrays[1].shape, np.float32))[0]
-    got = linear_kl_divergence(*placed, targets=targets, normalizer=65536.0, grad_weight=sums)
-    *wide, _ = widen(arrays)
-    expected = reference.linear_kl_divergence(*wide, targets=arrays[-1], normalizer=65536.0)
-    error = to_host(got.grad_weight).astype(np.float64) - expected.grad_weight
-    assert np.linalg.norm(error) < 2e-2 * np.linalg.norm(expected.grad_weight)
-
-
-def test_the_boost_is_a_power_of_two_near_the_divisor():
-    assert exact_boost(float16, 4096.0, 9, divisor_on_gpu=False) == 4096
-    assert exact_boost(float16, 5000.0, 9, divisor_on_gpu=False) == 4096
-    assert exact_boost(float16, 1.0, 70, divisor_on_gpu=True) == 64
-    assert exact_boost(float16, 0.25, 9, divisor_on_gpu=False) == 1
-
-
-@pytest.mark.parametrize("tokens", [0, 1, 100, 2048, 2049, 4096, 100_000])
-@pytest.mark.parametrize("hidden_size", [64, 2304, 8192])
-def test_plan_covers_every_token_once(tokens, hidden_size):
-    config = plan_linear_loss(tokens, hidden_size)
-    covered = [t for chunk in config.chunks() for t in range(chunk.start, chunk.stop)]
-    assert covered == list(range(tokens))
-    assert config.chunk_tokens <= 2048
-
-
-def test_plan_of_the_large_vocabulary_leaves_room():
-    """BT 4096, H 2304, V 256000 in bfloat16: logits of a chunk, twice, and the gradients."""
-    config = plan_linear_loss(4096, 2304)
-    logits = 2 * config.chunk_tokens * 256000 * 2
-    assert logits + 256000 * 2304 * 2 + 4096 * 2304 * 2 < 3.2 * 2**30
-
-
-GOOD = {
-    "hidden": np.ones((3, 4), np.float32),
-    "weight": np.ones((5, 4), np.float32),
-    "teacher_hidden": np.ones((3, 6), np.float32),
-    "teacher_weight": np.ones((5, 6), np.float32),
-}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"weight": np.ones((5, 3), np.float32)}, ArrayShapeError, r"weight must have shape"),
-        ({"weight": np.ones((5, 4))}, ArrayDtypeError, "weight must have the dtype of hidden"),
-        ({"teacher_hidden": np.ones((2, 6), np.float32)}, ArrayShapeError, "teacher_hidden must"),
-        ({"teacher_weight": np.ones((6, 6), np.float32)}, ArrayShapeError, "teacher_weight must"),
-        ({"targets": np.array([0, 1])}, ArrayShapeError, "targets must have shape"),
-        ({"targets": np.array([0, 1, 5]), "hard_weight": 1.0}, ArrayError, "targets must lie in"),
-        ({"hard_weight": 1.0}, ConfigError, "hard_weight=1.0 needs targets"),
-        ({"temperature": -1.0}, ConfigError, "temperature must be"),
-        ({"chunk_tokens": 0}, ConfigError, "chunk_tokens must be an integer of 1 or more"),
-        ({"grad_weight": np.ones((5, 5), np.float32)}, ArrayShapeError, "grad_weight must have"),
-    ],
-)
-def test_errors_name_the_argument(arguments, error, message):
-    with pytest.raises(error, match=f"linear_kl_divergence: {message}"):
-        linear_kl_divergence(**{**GOOD, **arguments})
+def test_errors_name_the_op():
+    ones = np.ones((2, 4), np.float32)
+    with pytest.raises(ArrayShapeError, match="linear_kl_divergence: weight must have shape"):
+        linear_kl_divergence(ones, np.ones((5, 3), np.float32), ones, ones)

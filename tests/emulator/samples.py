@@ -295,6 +295,10 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "gelu_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 200))), {}),
     "gemv": lambda rng: (tuple(_rows(rng, (3, 264), (264, 72))), {}),
     "global_norm": lambda rng: ((_rows(rng, (300,), (17, 20)),), {}),
+    "distillation_loss": lambda rng: (
+        _divergence(rng)[0],
+        {**_divergence(rng)[1], "divergence": "jsd"},
+    ),
     "kl_divergence": _divergence,
     "kl_divergence_backward": _divergence_backward,
     "layer_norm": lambda rng: (tuple(_rows(rng, (37, 264), (264,), (264,))), {}),
@@ -319,6 +323,10 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "moe_unpermute_backward": _unpermute_backward,
     "topk_router": lambda rng: ((random(rng, (20, 9), "float32"), 2), {"losses": True}),
     "topk_router_backward": _router_backward,
+    "linear_distillation_loss": lambda rng: (
+        _linear_divergence(rng)[0],
+        {**_linear_divergence(rng)[1], "divergence": "reverse_kl"},
+    ),
     "linear_kl_divergence": _linear_divergence,
     "linear": lambda rng: ((*_rows(rng, (70, 72), (136, 72), (136,)), "gelu"), {}),
     "linear_backward": lambda rng: (

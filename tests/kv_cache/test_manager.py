@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Hashable
+import signal
+import sys
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -120,26 +123,88 @@ def test_preempted_requests_come_back(by: str, device: str) -> None:
     cache.check_invariants()
 
 
-def test_a_swap_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = manager()
-    cache.allocate("a", range(10))
-    monkeypatch.setattr(cache.slab, "to_host", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cache.preempt("a")
-    assert cache.append("a", [1]).tolist() == [10]
-    monkeypatch.undo()
-    cache.preempt("a")
-    monkeypatch.setattr(cache.slab, "from_host", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        cache.resume("a")
-    cache.check_invariants()
-    assert cache.available_blocks == 8
-    monkeypatch.undo()
-    assert cache.resume("a") == 11
+class Swapping:
+    """A request that shares blocks with another, in a slab whose copies take several pieces."""
+
+    def __init__(self, device: str) -> None:
+        self.cache = manager(9, num_layers=2, head_dim=4, dtype=np.float32, device=device)
+        self.cache.slab._blocks_at_once = 1
+        self.writer = Writer(self.cache)
+        for request, tokens in (("other", range(9)), ("swapped", [*range(8), 50, 51, 52])):
+            cached = self.cache.allocate(request, tokens)
+            self.writer.tokens[request] = list(tokens)
+            self.writer.write(request, cached, self.cache.slots(request, cached))
+            self.cache.publish(request)
+
+    def check(self, *, swapped: bool) -> None:
+        """The books agree, nothing is lost, and the request goes on."""
+        self.cache.check_invariants()
+        self.writer.check("other")
+        if swapped:
+            self.cache.allocate("new", range(100, 112))
+            self.cache.slab.array[:, :, self.cache.block_table(["new"])[0][0]] = -1
+            self.cache.free("new", keep=False)
+            assert self.cache.resume("swapped") == 11
+        self.writer.check("swapped")
+        self.cache.append("swapped", [1])
+        for request in ("other", "swapped"):
+            self.cache.free(request)
+        self.cache.check_invariants()
+        assert self.cache.available_blocks == 9
 
 
-def interrupted(*_: Any) -> None:
-    raise KeyboardInterrupt
+@pytest.mark.parametrize("way", ["to_host", "from_host"])
+@pytest.mark.parametrize("pieces", range(4))
+def test_a_swap_that_fails_after_some_pieces_loses_nothing(
+    way: str, pieces: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swapping = Swapping(device)
+    cache = swapping.cache
+    copies = cache.slab._pieces
+
+    def failing(*arguments: Any) -> Iterator[Any]:
+        yield from itertools.islice(copies(*arguments), pieces)
+        raise RuntimeError("the copy failed")
+
+    if way == "from_host":
+        cache.preempt("swapped")
+    monkeypatch.setattr(cache.slab, "_pieces", failing)
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        cache.resume("swapped") if way == "from_host" else cache.preempt("swapped")
+    monkeypatch.undo()
+    swapping.check(swapped=way == "from_host")
+
+
+@pytest.mark.parametrize("way", ["preempt", "resume"])
+def test_an_interrupt_at_any_line_of_a_swap_loses_nothing(way: str) -> None:
+    """SIGINT before each line of the cache's code that a swap runs, one run for each."""
+    for line in itertools.count():
+        swapping = Swapping("cpu")
+        cache = swapping.cache
+        if way == "resume":
+            cache.preempt("swapped")
+        lines = itertools.count()
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            if "kv_cache" not in frame.f_code.co_filename:
+                return None
+            if event == "line" and next(lines) == line:  # noqa: B023
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        before = sys.gettrace()
+        interrupted = False
+        sys.settrace(trace)
+        try:
+            getattr(cache, way)("swapped")
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(before)
+        swapping.check(swapped=cache.statistics().swapped_bytes > 0)
+        if not interrupted:
+            break
+    assert line > 30
 
 
 def test_a_slab_of_a_pool_is_given_back() -> None:
@@ -308,3 +373,28 @@ def test_swapped_blocks_are_reused_only_after_their_copy() -> None:
     assert cache.resume("a") == 64 * 64
     table, _ = cache.block_table(["a"])
     assert (rows[:, :, table[0]] == before).all()
+
+
+@pytest.mark.gpu
+def test_host_memory_of_a_swap_is_kept_until_its_copies_are_through() -> None:
+    """Right after the calls, pinned memory of the same size is taken and overwritten."""
+    import cupy
+    import cupyx
+
+    cache = manager(64, 64, num_layers=32, num_heads_kv=8, head_dim=128, device="gpu")
+    cache.allocate("a", range(64 * 32))
+    rows = cache.slab.array
+    rows[...] = cupy.random.default_rng(0).standard_normal(rows.shape, np.float32)
+    table, _ = cache.block_table(["a"])
+    before = rows[:, :, table[0]]
+    size = cache.swap_blocks_to_cpu("a")
+    cache.swap_blocks_from_cpu("a")
+    cupyx.empty_pinned(size // 8, np.int64)[...] = -1
+    table, _ = cache.block_table(["a"])
+    assert (rows[:, :, table[0]] == before).all()
+    cache.preempt("a")
+    cache.free("a")
+    stolen = cupyx.empty_pinned(size // 8, np.int64)
+    stolen[...] = -1
+    cupy.cuda.Device().synchronize()
+    assert (stolen == -1).all()

@@ -1,29 +1,32 @@
-// KL divergence of each row between the teacher's and the student's softmax, with the gradient for
-// the student's logits; optionally the cross-entropy on a target mixed into both.
+// A divergence of each row between the teacher's and the student's softmax, with the gradient for the
+// student's logits; optionally the cross-entropy on a target mixed into both.
 //
-//   p = softmax(teacher / T),  q = softmax(student / T),  d = log p - log q
-//   soft = sum_v p (expm1(-d) + d) * factors.soft_loss
+//   p = softmax(teacher / T),  q = softmax(student / T)
+//   soft = divergence(p, q) * factors.soft_loss           (distill/divergence_rows.cuh)
 //   hard = log sum_v exp z_v - z_target, z = student                                 (HARD)
-//   grad = ((q - p) * factors.soft_gradient + (softmax(z) - onehot(target)) * factors.hard_gradient)
-//          * grad_loss / normalizer
+//   grad = (d divergence / d (z / T) * factors.soft_gradient
+//           + (softmax(z) - onehot(target)) * factors.hard_gradient) * grad_loss / normalizer
 //
 // First sweep: both rows' masses, and the teacher's mass weighted with teacher - student, which gives
-// the divergence as sum_v p d. Where that is large next to what it is the difference of, it is the
-// loss, and the second sweep writes q - p. Where it is not, student and teacher are close and both
-// would be rounding errors: the second sweep computes the soft sum above. Every term of it is >= 0:
-// nothing cancels. For small |d| the bracket is a polynomial f, and q - p = p (f - d).
+// the forward KL as sum_v p log(p / q). Where that is large next to what it is the difference of, it is
+// the loss, and the second sweep writes q - p. Where it is not, student and teacher are close and both
+// would be rounding errors: the second sweep sums terms that are >= 0, where nothing cancels.
+// The other divergences need a sum over the row before the first element of their gradient: they sum
+// loss and slopes in the second sweep and write the gradient in a third.
 //
 // Mapping: a cluster of CLUSTER blocks a row, each with its part of the columns. The gradient may
 //   overwrite the student's logits.
 // Shared memory: 2 * CACHED * THREADS * VEC * sizeof(DTYPE) bytes.
 // Macros: DTYPE float32|float16|bfloat16; ID int32|int64 of the targets; THREADS multiple of 32,
 //   32..1024; VEC elements an access (the tensors are aligned to it, rows need not be); CLUSTER
-//   1|2|4|8; CACHED vectors of each row that a thread keeps; GRAD 0|1; HARD 0|1.
+//   1|2|4|8; CACHED vectors of each row that a thread keeps; GRAD 0|1; HARD 0|1; DIVERGENCE 0..5, see
+//   distill/divergence_rows.cuh.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
 #include "common/platform.cuh"
 #include "common/index.cuh"
 #include "common/vocabulary_row.cuh"
+#include "distill/divergence_rows.cuh"
 #include "distill/parameters.cuh"
 
 namespace {
@@ -37,122 +40,11 @@ constexpr int kPlain = 2;  // the student without temperature
 using Exchange = cukit::RowExchange<HARD ? 3 : 2>;
 using Single = cukit::Vec<T, 1>;
 
-// The first sweep's divergence is the loss where it is at least this share of what it is the
-// difference of, and of 1: its rounding errors, about 1e-7 of those, are then below 1e-5 of it.
-constexpr float kLeastShare = 1.0f / 16;
-
-// How the second sweep computes q - p, see Row. Near: a vector of a close row in which all |b| < kNear.
-enum class Sweep { Apart, Close, Near, Masked };
-template <Sweep sweep>
-struct Choice { static constexpr Sweep kSweep = sweep; };
+using cukit::Choice;
+using cukit::Sweep;
 
 constexpr int kInFlight = 2;  // accesses to each tensor that a thread issues before it uses the first
 constexpr int kAhead = 4;     // batches of those on their way to shared memory
-
-// (expm1(-d) + d) / b^2 for d = b log 2 and |b| < kNear, to 1.4e-7 of it: a Chebyshev fit.
-constexpr float kNear = 0.5f;
-
-CUKIT_DEVICE float remainder_series(float b) {
-  float value = fmaf(b, 1.54541539e-04f, -1.33822567e-03f);
-  value = fmaf(value, b, 9.61808038e-03f);
-  value = fmaf(value, b, -5.55037977e-02f);
-  return fmaf(value, b, 2.40226507e-01f);
-}
-
-// What the second sweep needs to know of a row.
-struct Row {
-  float scale;  // log2(e) / T
-  cukit::Mass student;
-  cukit::Mass teacher;
-  float offset;      // log2 teacher mass - log2 student mass
-  float mass_ratio;  // teacher mass / student mass
-  float soft_scale;  // of (q - p) * teacher mass
-  cukit::Mass plain;
-  float hard_scale;
-  float hard_scale_of_mass;
-
-  // sum_v p d, from the first sweep.
-  CUKIT_DEVICE float divergence() const {
-    return cukit::kLn2 * fmaf(teacher.moment / teacher.sum, scale, -offset);
-  }
-
-  // Whether that is accurate. False for NaN, which columns that both rows mask make of the moment.
-  CUKIT_DEVICE bool far_apart() const {
-    const float terms = fabsf(teacher.moment / teacher.sum) * scale + fabsf(offset);
-    return divergence() > (terms + 1.0f) * kLeastShare;
-  }
-
-  // Whether no exponential of the teacher's logits from `lowest` on, and no q / p, leaves the range
-  // of floats: q is at most 2^kSlack / student mass.
-  CUKIT_DEVICE bool ratios_fit(float lowest) const {
-    return teacher.exponent(lowest, scale) > fmaxf(log2f(mass_ratio), 0.0f) - 100.0f;
-  }
-
-  // d / log 2 of an element.
-  CUKIT_DEVICE float distance(float student_z, float teacher_z) const {
-    return fmaf(teacher_z - student_z, scale, -offset);
-  }
-
-  // (q - p) * teacher mass of an element. Its share of the divergence, times the teacher's mass, is
-  // added to `share`, except with Sweep::Apart: a sweep for rows whose divergence is known.
-  template <Sweep sweep>
-  CUKIT_DEVICE float difference(float student_z, float teacher_z, float& share) const {
-    const float p = teacher.term(teacher_z, scale);
-    if constexpr (sweep == Sweep::Apart) return fmaf(student.term(student_z, scale), mass_ratio, -p);
-    const float b = distance(student_z, teacher_z);
-    const float series = b * b * remainder_series(b);
-    const float near = fmaf(b, -cukit::kLn2, series);
-    if constexpr (sweep == Sweep::Near) {
-      share = fmaf(p, series, share);
-      return p * near;
-    }
-    const bool is_near = fabsf(b) < kNear;
-    if constexpr (sweep == Sweep::Close) {
-      const float far = exp2f(-b) - 1.0f;  // q / p - 1
-      share = fmaf(p, is_near ? series : fmaf(b, cukit::kLn2, far), share);
-      return p * (is_near ? near : far);
-    } else {
-      const float far = fmaf(student.term(student_z, scale), mass_ratio, -p);
-      // p = 0 makes d infinite or NaN; p d is 0 all the same.
-      share += is_near ? p * series : p > 0.0f ? fmaf(p * b, cukit::kLn2, far) : far;
-      return is_near ? p * near : far;
-    }
-  }
-
-  template <Sweep sweep, int N>
-  CUKIT_DEVICE void differences(float (&into)[N], const float (&of_student)[N],
-                                const float (&of_teacher)[N], float& share) const {
-#pragma unroll
-    for (int j = 0; j < N; ++j) into[j] = difference<sweep>(of_student[j], of_teacher[j], share);
-  }
-
-  // The gradient of N elements but for `hard_target`, which the target's is less.
-  template <Sweep sweep, int N>
-  CUKIT_DEVICE void gradient(cukit::Vec<T, N>& into, const cukit::Vec<T, N>& of_student,
-                             const cukit::Vec<T, N>& of_teacher, float& share,
-                             float hard_target = 0.0f) const {
-    float z[N], teacher_z[N], g[N];
-    cukit::to_floats(z, of_student);
-    cukit::to_floats(teacher_z, of_teacher);
-    if constexpr (sweep == Sweep::Close) {
-      float widest = 0.0f;
-#pragma unroll
-      for (int j = 0; j < N; ++j) widest = fmaxf(widest, fabsf(distance(z[j], teacher_z[j])));
-      widest < kNear ? differences<Sweep::Near>(g, z, teacher_z, share)
-                     : differences<Sweep::Close>(g, z, teacher_z, share);
-    } else {
-      differences<sweep>(g, z, teacher_z, share);
-    }
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      g[j] *= soft_scale;
-      if constexpr (HARD) {
-        g[j] = fmaf(plain.term(z[j], cukit::kLog2E), hard_scale_of_mass, g[j]) - hard_target;
-      }
-    }
-    cukit::from_floats(into, g);
-  }
-};
 
 // The first sweep's share of one thread.
 struct Statistics {
@@ -194,7 +86,7 @@ struct Statistics {
 
 }  // namespace
 
-extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_divergence(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) divergence(
     const T* student,                         // [rows, columns], row_stride elements a row
     const T* __restrict__ teacher,            // likewise
     const cukit::id_t* __restrict__ targets,  // [rows]; null: no row is ignored (not with HARD)
@@ -285,7 +177,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
   if constexpr (HARD) masses[kPlain] = statistics.plain;
   exchange.merge(masses);
 
-  Row soft;
+  cukit::DivergenceRow soft;
   soft.scale = statistics.scale;
   soft.student = masses[kStudent];
   soft.teacher = masses[kTeacher];
@@ -315,9 +207,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
     }
   }
 
-  const auto second_sweep = [&](auto choice) {
-    constexpr Sweep kSweep = decltype(choice)::kSweep;
-    float divergence = 0.0f;
+  // Calls visit(vectors of the student, of the teacher, write) for all that this thread has, from the
+  // last to the first; write(gradient) stores a vector of the gradient in their place.
+  const auto sweep_again = [&](const auto& visit) {
     cukit::backwards<kInFlight>(slice.count, [&](const cukit::Batch& batch) {
       Vector of_student[kInFlight], of_teacher[kInFlight];
 #pragma unroll
@@ -336,35 +228,67 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) kl_div
       for (int i = 0; i < kInFlight; ++i) {
         const int k = batch.first + i;
         if (!batch.has(i)) continue;
-        Vector gradient;
-        float part = 0.0f;
-        soft.template gradient<kSweep>(gradient, of_student[i], of_teacher[i], part);
-        divergence += part;
-        if constexpr (GRAD) slice.write(grad, k, gradient);
+        visit(of_student[i], of_teacher[i],
+              [&](const Vector& gradient) { slice.write(grad, k, gradient); });
       }
     });
     if (has_loose) {
-      Single gradient;
-      soft.template gradient<kSweep>(gradient, loose_student[0], loose_teacher[0], divergence);
-      if constexpr (GRAD) grad[slice.base + slice.loose_column] = gradient[0];
+      visit(loose_student[0], loose_teacher[0], [&](const Single& gradient) {
+        grad[slice.base + slice.loose_column] = gradient[0];
+      });
     }
+  };
+  // Writes the gradient; returns this thread's share of the forward KL, but for rows far apart.
+  const auto gradient_sweep = [&](auto choice) {
+    constexpr Sweep kSweep = decltype(choice)::kSweep;
+    float divergence = 0.0f;
+    sweep_again([&](const auto& of_student, const auto& of_teacher, const auto& write) {
+      auto gradient = of_student;
+      float part = 0.0f;
+      cukit::gradient_of<kSweep>(soft, gradient, of_student, of_teacher, part);
+      divergence += part;
+      if constexpr (GRAD) write(gradient);
+    });
     // By the thread that has just written there.
     if (GRAD && HARD && in_range && slice.owns(static_cast<int>(target))) {
       Single gradient;
       float counted = 0.0f;
-      soft.template gradient<kSweep>(gradient, target_student, target_teacher, counted, soft.hard_scale);
+      cukit::gradient_of<kSweep>(soft, gradient, target_student, target_teacher, counted,
+                                 soft.hard_scale);
       grad[slice.base + target] = gradient[0];
     }
     return divergence;
   };
+#if DIVERGENCE == 0
   if (active && soft.far_apart()) {
-    if constexpr (GRAD) second_sweep(Choice<Sweep::Apart>{});
+    if constexpr (GRAD) gradient_sweep(Choice<Sweep::Apart>{});
     if (writes_loss) soft_rows[row] = soft.divergence() * factors.soft_loss;
     return;
   }
   // Each thread for itself: masked columns lie side by side.
   const float divergence = exchange.sum(soft.ratios_fit(statistics.lowest_teacher)
-                                            ? second_sweep(Choice<Sweep::Close>{})
-                                            : second_sweep(Choice<Sweep::Masked>{}));
+                                            ? gradient_sweep(Choice<Sweep::Close>{})
+                                            : gradient_sweep(Choice<Sweep::Masked>{}));
   if (writes_loss) soft_rows[row] = active ? divergence * per_mass * factors.soft_loss : 0.0f;
+#else
+  soft.soft_scale = active ? factors.soft_gradient * upstream : 0.0f;
+  soft.per_student = active ? 1.0f / soft.student.sum : 0.0f;
+  soft.per_teacher = per_mass;
+  soft.beta = factors.beta;
+  __shared__ cukit::RowExchange<1>::Shared shared_sums;
+  cukit::RowExchange<1> second_exchange(shared_sums, rank);
+  cukit::Mass sums[1];
+  sums[0].reference = 0.0f;  // plain sums
+  const auto sum_sweep = [&](auto choice) {
+    sweep_again([&](const auto& of_student, const auto& of_teacher, const auto&) {
+      soft.template add<decltype(choice)::kSweep>(sums[0], of_student, of_teacher);
+    });
+  };
+  active && soft.far_apart(soft.share_of_kl()) ? sum_sweep(Choice<Sweep::Apart>{})
+                                               : sum_sweep(Choice<Sweep::Close>{});
+  second_exchange.merge(sums);
+  soft.centre = sums[0].moment;
+  if (writes_loss) soft_rows[row] = active ? sums[0].sum * factors.soft_loss : 0.0f;
+  if constexpr (GRAD) gradient_sweep(Choice<Sweep::Apart>{});
+#endif
 }

@@ -1,0 +1,177 @@
+"""Paged attention of repeated steps: what does not change is decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from cukit.attention.flash_options import Window, score_options
+from cukit.attention.paged import (
+    PagedArrays,
+    attend,
+    check_table,
+    is_checked,
+    parts_of,
+    scratch_floats,
+)
+from cukit.core.arrays import Array, adopt, check_array, empty, int32, is_gpu_array, namespace
+from cukit.core.overlap import check_overlap
+from cukit.core.scalars import check_flag, check_integer
+from cukit.errors import ArrayShapeError, ConfigError
+
+_OP = "PagedAttention"
+
+
+class PagedAttention:
+    """:func:`paged_attention` for the steps of a decode loop: `plan` once a step, `run` a layer.
+
+    The block table and the lengths of a step lie in memory of this object, and so do the sums of
+    pieces. A captured graph of `run`s therefore replays after any `plan` of as many requests, and
+    its replays write to no memory that others use.
+
+    Args:
+        k_caches: the cache of each layer, as k_cache of :func:`paged_attention`: a sequence, or an
+            array with layers along its first axis, e.g. `KVCacheManager.slab.array[0]`.
+        v_caches: as k_caches.
+        num_heads_q: of the queries.
+        max_batch: most requests of a step.
+        max_blocks: most blocks of a request.
+        dtype: of the queries; that of the caches where omitted. Quantised caches need it.
+        causal, window_size, softcap, sinks, scale, batch_invariant, checked: as for
+            :func:`paged_attention`. Where `checked`, `plan` compares tables with the cache.
+
+    Raises:
+        ArrayError, ConfigError: as :func:`paged_attention`, most of them here.
+
+    On the GPU the constructor compiles and loads the kernel; `plan` queues copies and `run` one
+    launch, on CuPy's current stream and without a synchronisation. One stream at a time.
+
+    >>> import numpy as np, cukit as ck
+    >>> k = np.zeros((1, 2, 4, 1, 8), np.float32)    # one layer, two blocks of four keys
+    >>> v = np.arange(64, dtype=np.float32).reshape(1, 2, 4, 1, 8)
+    >>> attention = ck.PagedAttention(k, v, num_heads_q=1, max_batch=4, max_blocks=2)
+    >>> attention.plan([[1, 0]], [5])
+    >>> attention.run(np.zeros((1, 1, 1, 8), np.float32))[0, 0, 0, :2]
+    array([35.2, 36.2], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        k_caches: Sequence[Array] | Array,
+        v_caches: Sequence[Array] | Array,
+        *,
+        num_heads_q: int,
+        max_batch: int,
+        max_blocks: int,
+        dtype: Any = None,
+        causal: bool = True,
+        window_size: Window | None = None,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+        scale: float | None = None,
+        batch_invariant: bool = False,
+        checked: bool | None = None,
+    ) -> None:
+        sizes = {"num_heads_q": num_heads_q, "max_batch": max_batch, "max_blocks": max_blocks}
+        for name, value in sizes.items():
+            check_integer(_OP, name, value, least=1, most=2**31 - 1)
+        check_flag(_OP, "batch_invariant", batch_invariant)
+        if len(k_caches) != len(v_caches) or not len(k_caches):
+            raise ArrayShapeError(
+                f"{_OP}: k_caches and v_caches must be of the same layers, at least one, got "
+                f"{len(k_caches)} and {len(v_caches)}"
+            )
+        self._checked = is_checked(_OP, checked)
+        self._batch_invariant = bool(batch_invariant)
+        self._options = score_options(_OP, causal, window_size, softcap, scale, None, None)
+        self._layers = [parts_of(k, v) for k, v in zip(k_caches, v_caches, strict=True)]
+        codes, k_cache, *_ = self._layers[0]
+        (self._sinks,) = adopt(_OP, sinks)
+        if dtype is None and codes:
+            raise ConfigError(f"{_OP}: quantised caches need the dtype of the queries")
+        self.dtype = np.dtype(k_cache.dtype) if dtype is None else np.dtype(dtype)
+        self.num_heads_q = int(num_heads_q)
+        self._table: Array = namespace(k_cache).zeros((int(max_batch), int(max_blocks)), int32)
+        self._lengths: Array = namespace(k_cache).zeros(int(max_batch), int32)
+        self._batch, self._seq_len_q = int(max_batch), 1
+        q = empty(k_cache, (self._batch, 1, self.num_heads_q, k_cache.shape[-1]), self.dtype)
+        needed = scratch_floats(self._arrays(q, 0), codes, self._options, self._batch_invariant)
+        self._scratch = empty(k_cache, (needed,), np.float32)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have a cache."""
+        return len(self._layers)
+
+    def plan(self, block_table: Any, seq_lens: Any, *, seq_len_q: int = 1) -> None:
+        """Sets the requests of the runs that follow.
+
+        Args:
+            block_table: int32 [batch, blocks], at most max_batch and max_blocks; on the host or on
+                the device.
+            seq_lens: int32 [batch], keys of each request, those of the step's queries included.
+            seq_len_q: queries of each request.
+
+        Raises:
+            ArrayError: dtype or shape.
+            ConfigError: where checked, and on the CPU: as :func:`paged_attention`; the step before
+                stays planned. Arrays on the host are checked without waiting for the GPU.
+        """
+        check_integer(_OP, "seq_len_q", seq_len_q, least=1)
+        table, lengths = (_integers(array) for array in (block_table, seq_lens))
+        check_array(_OP, "block_table", table, dtypes=(int32,), ndim=2, contiguous=None)
+        check_array(
+            _OP, "seq_lens", lengths, dtypes=(int32,), shape=table.shape[:1], contiguous=None
+        )
+        batch, blocks = table.shape
+        if batch > self._table.shape[0] or blocks > self._table.shape[1]:
+            raise ArrayShapeError(
+                f"{_OP}: block_table must have at most max_batch x max_blocks = "
+                f"{self._table.shape} entries, got {table.shape}"
+            )
+        xp = namespace(self._table)
+        if is_gpu_array(table) != is_gpu_array(lengths):
+            table, lengths = xp.asarray(table), xp.asarray(lengths)
+        if self._checked or not is_gpu_array(self._table):
+            k_cache, window = self._layers[0][1], self._options.window_size
+            check_table(_OP, k_cache, table, lengths, seq_len_q, window, checked=True)
+        self._table[:batch, :blocks] = xp.asarray(table)
+        self._lengths[:batch] = xp.asarray(lengths)
+        self._batch, self._seq_len_q = batch, int(seq_len_q)
+
+    def run(
+        self, q: Array, layer: int = 0, *, return_lse: bool = False, out: Array | None = None
+    ) -> Array | tuple[Array, Array]:
+        """Attention of a layer over the requests of the latest `plan`.
+
+        q: [batch, seq_len_q, num_heads_q, head_dim] of it. The rest and the result are those of
+        :func:`paged_attention`.
+        """
+        check_integer(_OP, "layer", layer, least=0, most=self.num_layers - 1)
+        check_flag(_OP, "return_lse", return_lse)
+        q, out = adopt(_OP, q, out)
+        expected = (self._batch, self._seq_len_q, self.num_heads_q)
+        if q.shape[:-1] != expected or q.dtype != self.dtype:
+            raise ArrayShapeError(
+                f"{_OP}: q must be {self.dtype} of shape {(*expected, 'head_dim')} as planned, got "
+                f"{q.dtype} of {q.shape}"
+            )
+        arrays = self._arrays(q, layer, out)
+        check_overlap(_OP, out, q=q, k_cache=arrays.k_cache, v_cache=arrays.v_cache)
+        flags = self._batch_invariant, False, bool(return_lse)  # checked by plan
+        return attend(arrays, self._layers[layer][0], self._options, *flags, self._scratch)
+
+    def _arrays(self, q: Array, layer: int, out: Array | None = None) -> PagedArrays:
+        _, k_cache, k_scales, v_cache, v_scales = self._layers[layer]
+        step = self._table[: self._batch], self._lengths[: self._batch]
+        return PagedArrays(q, k_cache, v_cache, k_scales, v_scales, *step, self._sinks, out)
+
+
+def _integers(array: Any) -> Array:
+    """Lists become int32; arrays stay as they are."""
+    if isinstance(array, (list, tuple)):
+        array = np.asarray(array, np.int32)
+    (adopted,) = adopt(_OP, array)
+    return adopted

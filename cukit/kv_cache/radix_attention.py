@@ -1,0 +1,220 @@
+"""Attention over a KVCacheManager: shared prefixes are found, new keys and values stored."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cukit.attention import PagedAttention
+from cukit.core.arrays import Array, adopt, check_array, namespace
+from cukit.core.scalars import check_integer
+from cukit.errors import ConfigError
+from cukit.kv_cache.manager import KVCacheManager, Tokens
+
+_OP = "RadixAttention"
+
+
+class RadixAttention:
+    """Attention of many requests over one cache, which computes a shared prefix once.
+
+    Every forward pass of a model is a step: `add`, `append` or `resume` begins it, `attend` stores
+    the new keys and values of a layer and attends to all of them, `advance` ends it. The cache's
+    manager keeps all books; its other calls (`fork`, `preempt`, `statistics`) are made on `cache`
+    between steps.
+
+    Args:
+        cache: where keys and values lie.
+        num_heads_q: of the queries.
+        max_batch: most requests of a step.
+        max_blocks: most blocks of a request; all of the cache where omitted.
+        window_size, softcap, sinks, scale, batch_invariant, checked: as for
+            :func:`paged_attention`. Attention is causal.
+
+    Raises:
+        ConfigError: a step that is begun before the last one has ended, or as the manager.
+        OutOfMemoryError: as the manager. The call has changed nothing then.
+
+    Tables, slots and positions of a step lie in memory of this object wherever it has at most
+    max_batch tokens, so a captured decode step replays after each `append` for as many requests.
+    Paper: Zheng et al., SGLang (RadixAttention), arXiv:2312.07104.
+
+    >>> import numpy as np, cukit as ck
+    >>> cache = ck.KVCacheManager(8, 4, num_heads_kv=1, head_dim=8, dtype=np.float32)
+    >>> attention = ck.RadixAttention(cache, num_heads_q=1, max_batch=4)
+    >>> def attend(num_tokens):
+    ...     ones = np.ones((1, num_tokens, 1, 8), np.float32)
+    ...     return attention.attend(ones, ones, ones, 0)[0].shape
+    >>> attention.add("a", [1, 2, 3, 4, 5])     # tokens that need no computation
+    0
+    >>> attend(5), attention.advance()
+    ((1, 5, 1, 8), None)
+    >>> attention.add("b", [1, 2, 3, 4, 9, 9])
+    4
+    >>> attend(2), attention.positions.tolist()
+    ((1, 2, 1, 8), [[4, 5]])
+    """
+
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        *,
+        num_heads_q: int,
+        max_batch: int,
+        max_blocks: int | None = None,
+        **options: Any,
+    ) -> None:
+        slab = cache.slab.array
+        self.cache = cache
+        self._max_batch = max_batch
+        self._max_blocks = cache.num_blocks if max_blocks is None else max_blocks
+        self._attention = PagedAttention(
+            slab[0], slab[1], num_heads_q=num_heads_q, max_batch=max_batch,
+            max_blocks=self._max_blocks, **options,
+        )  # fmt: skip
+        # Rows of tokens as integers: copies of bits, whatever the dtype.
+        num_layers, (heads, head_dim) = slab.shape[1], slab.shape[4:]
+        self._rows = slab.view(f"u{slab.itemsize}").reshape(2, num_layers, -1, heads, head_dim)
+        xp = namespace(slab)
+        self._memory = xp.zeros(max_batch, np.int64), xp.zeros(max_batch, np.int32)
+        self._requests: tuple[Hashable, ...] = ()
+        """Of the step under way; none between steps."""
+        self._publishes = False
+        self._slots: Array = self._memory[0][:0]
+        self.positions: Array = self._memory[1][:0]
+        """Of the step's tokens, int32 [requests, tokens]: what `rope` turns them by."""
+        self.length = 0
+        """Tokens of the longest request before the step."""
+
+    # Steps ----------------------------------------------------------------------------------------
+
+    def add(
+        self, request: Hashable, tokens: Tokens, *, salt: Hashable = None, priority: int = 0
+    ) -> int:
+        """Begins a request, and the step that computes those of its tokens that are not cached.
+
+        Returns how many are: `tokens[cached:]`, at least one, are the step's.
+        """
+        self._check_between("add")
+        self._check_room("add", 1, len(tokens))
+        cached = self.cache.allocate(request, tokens, salt=salt, priority=priority)
+        self._begin([request], self.cache.slots(request, cached), publishes=True)
+        return cached
+
+    def append(self, requests: Sequence[Hashable], tokens: Tokens) -> None:
+        """Begins a decode step: one more token for each of `requests`."""
+        self._check_between("append")
+        longest = max(map(self.cache.num_tokens, requests), default=0)
+        self._check_room("append", len(requests), longest + 1)
+        slots = self.cache.append_each(requests, tokens)
+        self._begin(requests, slots, publishes=False)
+
+    def resume(self, request: Hashable) -> int:
+        """Gives a preempted request blocks again, and returns how many of its first tokens have
+        keys and values. If these are not all, it begins the step that computes the others."""
+        self._check_between("resume")
+        ready = self.cache.resume(request)
+        slots = self.cache.slots(request, ready)
+        if slots.size:
+            self._begin([request], slots, publishes=True)
+        return ready
+
+    def attend(self, q: Array, k: Array, v: Array, layer: int) -> tuple[Array, Array]:
+        """Stores a layer's keys and values of the step, and attends to all of its requests'.
+
+        Args:
+            q: dtype of the cache, [requests, tokens, num_heads_q, head_dim] of the step's tokens.
+            k, v: as q, with num_heads_kv. Positions, if any, are part of them already.
+            layer: each once, in any order.
+
+        Returns:
+            `(out, lse)` as :func:`paged_attention`.
+        """
+        if not self._requests:
+            raise ConfigError(f"{_OP}.attend: no step is under way; add, append or resume first")
+        check_integer(f"{_OP}.attend", "layer", layer, least=0, most=self._rows.shape[1] - 1)
+        k, v = adopt(_OP, k, v)
+        slab = self.cache.slab.array
+        for place, name, array in ((0, "k", k), (1, "v", v)):
+            shape = (*self.positions.shape, *slab.shape[4:])
+            check_array(_OP, name, array, dtypes=(slab.dtype,), shape=shape, contiguous=False)
+            bits = array.view(self._rows.dtype)
+            self._rows[place, layer][self._slots] = bits.reshape(-1, *slab.shape[4:])
+        attended: tuple[Array, Array] = self._attention.run(q, layer, return_lse=True)
+        return attended
+
+    def advance(self, num_tokens: int | None = None) -> None:
+        """Ends a step whose keys and values have been stored in all layers.
+
+        The full blocks of an added request become available to others. num_tokens: of the step,
+        checked where given.
+        """
+        if not self._requests:
+            raise ConfigError(f"{_OP}.advance: no step is under way")
+        if num_tokens is not None and num_tokens != self.positions.shape[1]:
+            raise ConfigError(
+                f"{_OP}.advance: the step has {self.positions.shape[1]} tokens a request, got "
+                f"{num_tokens}"
+            )
+        if self._publishes:
+            for request in self._requests:
+                self.cache.publish(request)
+        self._requests = ()
+
+    def free(self, request: Hashable, *, keep: bool = True) -> None:
+        """Ends a request. `keep`: its full blocks stay cached until others need them.
+
+        In the middle of a step of this request alone, the step ends and nothing is kept.
+        """
+        if request in self._requests:
+            if len(self._requests) > 1:
+                raise ConfigError(
+                    f"{_OP}.free: {request!r} is in a step with other requests; attend and advance "
+                    "first"
+                )
+            keep = False
+        self.cache.free(request, keep=keep)
+        if request in self._requests:
+            self._requests = ()
+
+    # Inside ---------------------------------------------------------------------------------------
+
+    def _begin(
+        self, requests: Sequence[Hashable], slots: npt.NDArray[np.int64], *, publishes: bool
+    ) -> None:
+        table, lengths = self.cache.block_table(requests)
+        num_tokens = slots.size // len(requests)
+        positions = lengths[:, None] + np.arange(-num_tokens, 0, dtype=np.int32)
+        self._attention.plan(table, lengths, seq_len_q=num_tokens)
+        self._slots = _placed(self._memory[0], slots)
+        self.positions = _placed(self._memory[1], positions)
+        self.length = int(lengths.max()) - num_tokens
+        self._publishes = publishes
+        self._requests = tuple(requests)
+
+    def _check_between(self, name: str) -> None:
+        if self._requests:
+            raise ConfigError(
+                f"{_OP}.{name}: the step of {', '.join(map(repr, self._requests))} is under way; "
+                "attend in all layers and advance first"
+            )
+
+    def _check_room(self, name: str, num_requests: int, num_tokens: int) -> None:
+        if not 1 <= num_requests <= self._max_batch:
+            raise ConfigError(
+                f"{_OP}.{name}: a step has 1 to {self._max_batch} requests, got {num_requests}"
+            )
+        most = self._max_blocks * self.cache.block_size
+        if not 1 <= num_tokens <= most:
+            raise ConfigError(f"{_OP}.{name}: a request has 1 to {most} tokens, got {num_tokens}")
+
+
+def _placed(memory: Array, host: npt.NDArray[Any]) -> Array:
+    """`host` at the start of `memory`, or in new memory where that is too small."""
+    if host.size > memory.size:
+        return namespace(memory).asarray(host)
+    part = memory[: host.size]
+    part[...] = namespace(memory).asarray(host.reshape(-1))
+    return part.reshape(host.shape)

@@ -1,0 +1,362 @@
+// What the sweeps over a row of logits compute of each element, for every divergence.
+//
+//   p = softmax(teacher / T),  q = softmax(student / T),  d = log p - log q
+//
+// forward_kl           sum_v p (expm1(-d) + d)                       gradient q - p
+// the others           sum_v term_v,  gradient q_v (slope_v - sum_w q_w slope_w):
+//   reverse_kl           q (expm1(d) - d)                            slope -d
+//   jsd                  beta p log(p / m) + (1 - beta) q log(q / m), m = beta p + (1 - beta) q
+//                                                                    slope (1 - beta) log(q / m)
+//   skewed_forward_kl    p log(p / m) - p + m, m = beta p + (1 - beta) q
+//                                                                    slope -(1 - beta) p / m
+//   skewed_reverse_kl    q log(q / m) - q + m, m = (1 - beta) p + beta q
+//                                                                    slope log(q / m) - beta q / m
+//   total_variation      |p - q| / 2                                 slope sign(q - p) / 2
+//
+// Rows far apart are summed as these formulas say. In close rows the terms are written so that none is
+// negative or the difference of two larger ones: near d = 0 as power series, of x = q / p - 1 or of
+// x = min(p, q) / max(p, q) - 1. Constants of a slope cancel in the gradient, so slopes that vanish with
+// d are used.
+//
+// Macros: DTYPE; DIVERGENCE 0..5, in the order above; HARD 0|1.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/types.cuh"
+#include "common/vocabulary_row.cuh"
+
+namespace cukit {
+
+enum class Divergence { ForwardKl, ReverseKl, Jsd, SkewedForwardKl, SkewedReverseKl, TotalVariation };
+constexpr Divergence kDivergence = static_cast<Divergence>(DIVERGENCE);
+
+// The forward KL of the first sweep is the loss where it is at least this share of what it is the
+// difference of, and of 1: its rounding errors, about 1e-7 of those, are then below 1e-5 of it.
+constexpr float kLeastShare = 1.0f / 16;
+
+// How a sweep computes the gradient's element, see ForwardKlRow. Near: a vector of a close row in which
+// all |b| < kNear.
+enum class Sweep { Apart, Close, Near, Masked };
+template <Sweep sweep>
+struct Choice { static constexpr Sweep kSweep = sweep; };
+
+// (expm1(-d) + d) / b^2 for d = b log 2 and |b| < kNear, to 1.4e-7 of it: a Chebyshev fit.
+constexpr float kNear = 0.5f;
+
+CUKIT_DEVICE float remainder_series(float b) {
+  float value = fmaf(b, 1.54541539e-04f, -1.33822567e-03f);
+  value = fmaf(value, b, 9.61808038e-03f);
+  value = fmaf(value, b, -5.55037977e-02f);
+  return fmaf(value, b, 2.40226507e-01f);
+}
+
+// Below this size of w and x the two functions below are their Taylor series, to 1e-7 of them.
+constexpr float kSeriesRadius = 0.125f;
+
+// (w - log(1 + w)) / w^2
+CUKIT_DEVICE float log_series(float w) {
+  float value = fmaf(w, 1.0f / 8, -1.0f / 7);
+  value = fmaf(value, w, 1.0f / 6);
+  value = fmaf(value, w, -1.0f / 5);
+  value = fmaf(value, w, 1.0f / 4);
+  value = fmaf(value, w, -1.0f / 3);
+  return fmaf(value, w, 1.0f / 2);
+}
+
+// ((1 + x) log(1 + x) - x) / x^2
+CUKIT_DEVICE float entropy_series(float x) {
+  float value = fmaf(x, 1.0f / 56, -1.0f / 42);
+  value = fmaf(value, x, 1.0f / 30);
+  value = fmaf(value, x, -1.0f / 20);
+  value = fmaf(value, x, 1.0f / 12);
+  value = fmaf(value, x, -1.0f / 6);
+  return fmaf(value, x, 1.0f / 2);
+}
+
+// w - log(1 + w), given log(1 + w).
+CUKIT_DEVICE float log_excess(float w, float log1p_w) {
+  return fabsf(w) < kSeriesRadius ? w * w * log_series(w) : w - log1p_w;
+}
+
+// (1 + x) log(1 + x) - x, given the first of the two.
+CUKIT_DEVICE float entropy_excess(float x, float product) {
+  return fabsf(x) < kSeriesRadius ? x * x * entropy_series(x) : product - x;
+}
+
+// What the sweeps after the first need to know of a row.
+struct RowMasses {
+  float scale;  // log2(e) / T
+  Mass student;
+  Mass teacher;
+  float offset;      // log2 teacher mass - log2 student mass
+  float mass_ratio;  // teacher mass / student mass
+  float soft_scale;  // of `difference`, for the gradient
+  Mass plain;        // of the student without temperature
+  float hard_scale;
+  float hard_scale_of_mass;
+
+  // d / log 2 of an element.
+  CUKIT_DEVICE float distance(float student_z, float teacher_z) const {
+    return fmaf(teacher_z - student_z, scale, -offset);
+  }
+
+  // The forward KL, sum_v p d, from the first sweep.
+  CUKIT_DEVICE float divergence() const {
+    return kLn2 * fmaf(teacher.moment / teacher.sum, scale, -offset);
+  }
+
+  // Whether a loss of `share` times that is accurate. False for NaN, which columns that both rows mask
+  // make of the moment.
+  CUKIT_DEVICE bool far_apart(float share = 1.0f) const {
+    const float terms = fabsf(teacher.moment / teacher.sum) * scale + fabsf(offset);
+    return divergence() * share > (terms + 1.0f) * kLeastShare;
+  }
+};
+
+// The forward KL. Where the first sweep's sums give it accurately, the second writes q - p; where
+// student and teacher are close, the second sweep sums it, and for small |d| computes q - p = p (f - d)
+// with the series f = expm1(-d) + d.
+struct ForwardKlRow : RowMasses {
+  // Whether no exponential of the teacher's logits from `lowest` on, and no q / p, leaves the range
+  // of floats: q is at most 2^kSlack / student mass.
+  CUKIT_DEVICE bool ratios_fit(float lowest) const {
+    return teacher.exponent(lowest, scale) > fmaxf(log2f(mass_ratio), 0.0f) - 100.0f;
+  }
+
+  // (q - p) * teacher mass of an element. Its share of the divergence, times the teacher's mass, is
+  // added to `share`, except with Sweep::Apart: a sweep for rows whose divergence is known.
+  template <Sweep sweep>
+  CUKIT_DEVICE float difference(float student_z, float teacher_z, float& share) const {
+    const float p = teacher.term(teacher_z, scale);
+    if constexpr (sweep == Sweep::Apart) return fmaf(student.term(student_z, scale), mass_ratio, -p);
+    const float b = distance(student_z, teacher_z);
+    const float series = b * b * remainder_series(b);
+    const float near = fmaf(b, -kLn2, series);
+    if constexpr (sweep == Sweep::Near) {
+      share = fmaf(p, series, share);
+      return p * near;
+    }
+    const bool is_near = fabsf(b) < kNear;
+    if constexpr (sweep == Sweep::Close) {
+      const float far = exp2f(-b) - 1.0f;  // q / p - 1
+      share = fmaf(p, is_near ? series : fmaf(b, kLn2, far), share);
+      return p * (is_near ? near : far);
+    } else {
+      const float far = fmaf(student.term(student_z, scale), mass_ratio, -p);
+      // p = 0 makes d infinite or NaN; p d is 0 all the same.
+      share += is_near ? p * series : p > 0.0f ? fmaf(p * b, kLn2, far) : far;
+      return is_near ? p * near : far;
+    }
+  }
+};
+
+// The other divergences: a second sweep sums terms and slopes, a third writes the gradient.
+struct CentredRow : RowMasses {
+  // x < kSeriesRadius, with room for rounding, in a vector in which all |b| are smaller.
+  static constexpr float kNearby = 0.16f;
+
+  float per_student;  // 1 / student mass
+  float per_teacher;
+  float beta;
+  float centre;  // sum_v q_v slope_v
+
+  // About the smallest share of the forward KL that the divergence is.
+  CUKIT_DEVICE float share_of_kl() const {
+    if constexpr (kDivergence == Divergence::Jsd) return beta * (1.0f - beta);
+    if constexpr (kDivergence == Divergence::SkewedForwardKl) return (1.0f - beta) * (1.0f - beta);
+    if constexpr (kDivergence == Divergence::SkewedReverseKl) return (1.0f - beta) * (1.0f - beta);
+    return 1.0f;
+  }
+
+  // One element.
+  struct Pair {
+    float p, q;
+    float b;  // d / log 2
+    float x;  // q / p - 1, up to about 2^kMost
+  };
+  static constexpr float kMost = 100.0f;
+
+  template <Sweep sweep>
+  CUKIT_DEVICE Pair pair(float student_z, float teacher_z) const {
+    const float p = teacher.term(teacher_z, scale) * per_teacher;
+    const float q = student.term(student_z, scale) * per_student;
+    const float b = distance(student_z, teacher_z);
+    if constexpr (sweep == Sweep::Near) return {p, q, b, fmaf(b, -kLn2, b * b * remainder_series(b))};
+    // NaN, of a column that both rows mask, becomes a number: p and q are 0 there.
+    return {p, q, b, exp2f(fmaxf(fminf(-b, kMost), -kMost)) - 1.0f};
+  }
+
+  // Slopes err by about 1e-7, which the gradient, q times them, does not show.
+  CUKIT_DEVICE float slope(const Pair& at) const {
+    if constexpr (kDivergence == Divergence::ReverseKl) {
+      return at.q > 0.0f ? -kLn2 * at.b : 0.0f;
+    } else if constexpr (kDivergence == Divergence::Jsd) {
+      return (1.0f - beta) * log_ratio(at, 1.0f - beta);
+    } else if constexpr (kDivergence == Divergence::SkewedForwardKl) {
+      const float share = 1.0f - beta;
+      return share * share * __fdividef(at.x, fmaf(share, at.x, 1.0f));
+    } else if constexpr (kDivergence == Divergence::SkewedReverseKl) {
+      const float fraction = (beta - 1.0f) * __fdividef(at.x, fmaf(beta, at.x, 1.0f));  // 1 - q / m
+      return fmaf(beta, fraction, log_ratio(at, beta));
+    } else {
+      return at.x == 0.0f ? 0.0f : at.x < 0.0f ? -0.5f : 0.5f;
+    }
+  }
+
+  // log(q / m), where q has this share of m.
+  CUKIT_DEVICE float log_ratio(const Pair& at, float share) const {
+    return -kLn2 * (fminf(fmaxf(at.b, -kMost), kMost) + __log2f(fmaf(share, at.x, 1.0f)));
+  }
+
+  // A term of a row far apart: the divergence's definition.
+  CUKIT_DEVICE float defined_term(const Pair& at, float slope) const {
+    if constexpr (kDivergence == Divergence::ReverseKl) {
+      return at.q * slope;
+    } else if constexpr (kDivergence == Divergence::Jsd) {
+      const float log_m = kLn2 * __log2f(fmaf(1.0f - beta, at.x, 1.0f));  // log(m / p)
+      return fmaf(at.q, slope, -beta * at.p * log_m);
+    } else if constexpr (kDivergence == Divergence::SkewedForwardKl) {
+      return at.p * -kLn2 * __log2f(fmaf(1.0f - beta, at.x, 1.0f));
+    } else if constexpr (kDivergence == Divergence::SkewedReverseKl) {
+      return at.q * log_ratio(at, beta);
+    } else {
+      return 0.5f * fabsf(at.p - at.q);
+    }
+  }
+
+  // A term where |b| < kNearby.
+  CUKIT_DEVICE float near_term(const Pair& at) const {
+    if constexpr (kDivergence == Divergence::ReverseKl) {
+      return at.q * (at.b * at.b * remainder_series(-at.b));
+    } else if constexpr (kDivergence == Divergence::Jsd) {
+      const float share = 1.0f - beta;
+      const float series = fmaf(-share, entropy_series(share * at.x), entropy_series(at.x));
+      return at.p * (share * at.x * at.x * series);
+    } else if constexpr (kDivergence == Divergence::SkewedForwardKl) {
+      const float w = (1.0f - beta) * at.x;  // m / p - 1
+      return at.p * (w * w * log_series(w));
+    } else if constexpr (kDivergence == Divergence::SkewedReverseKl) {
+      const float w = (1.0f - beta) * fmaf(at.b, kLn2, at.b * at.b * remainder_series(-at.b));
+      return at.q * (w * w * log_series(w));  // w = m / q - 1
+    } else {
+      return 0.5f * at.p * fabsf(at.x);
+    }
+  }
+
+  // A term of any row, however close. Here x = min(p, q) / max(p, q) - 1.
+  CUKIT_DEVICE float exact_term(const Pair& at) const {
+    const float p = at.p, q = at.q;
+    if (fmaxf(p, q) == 0.0f) return 0.0f;  // masked in both: b is NaN
+    const float gap = kLn2 * fabsf(at.b);
+    const bool likelier = at.b >= 0.0f;  // p >= q
+    const float x = expm1f(-gap);
+    if constexpr (kDivergence == Divergence::ReverseKl) {
+      const float far = likelier ? fmaf(q, -gap, p - q) : q * (x + gap);
+      const float term = fabsf(at.b) < kNear ? q * (at.b * at.b * remainder_series(-at.b)) : far;
+      return q > 0.0f ? term : p;
+    } else if constexpr (kDivergence == Divergence::Jsd) {
+      const float share = likelier ? 1.0f - beta : beta;  // of the smaller one in m
+      const float log_m = log1pf(share * x);              // log(m / larger)
+      const float own = x > -1.0f ? -(1.0f + x) * gap : 0.0f;
+      const float of_m = entropy_excess(share * x, (1.0f + share * x) * log_m);
+      return (likelier ? p : q) * (share * entropy_excess(x, own) - of_m);
+    } else if constexpr (kDivergence == Divergence::SkewedForwardKl) {
+      return skewed_term(p, q, likelier, gap, x);
+    } else if constexpr (kDivergence == Divergence::SkewedReverseKl) {
+      return skewed_term(q, p, !likelier, gap, x);
+    } else {
+      return -0.5f * (likelier ? p : q) * x;
+    }
+  }
+
+  // a log(a / m) - a + m with m = beta a + (1 - beta) b; `likelier`: a is the larger one.
+  CUKIT_DEVICE float skewed_term(float a, float b, bool likelier, float gap, float x) const {
+    const float share = 1.0f - beta;
+    const float log_m = log1pf((likelier ? share : beta) * x);  // log(m / larger)
+    const float w = share * (likelier ? x : -x / (1.0f + x));   // m / a - 1
+    if (likelier || w < kSeriesRadius) return a * log_excess(w, log_m);
+    return b * (x > -1.0f ? (1.0f + x) * (-gap - log_m) - share * x : share);
+  }
+
+  // Adds N elements: terms to the sum, q times slopes to the moment.
+  template <Sweep sweep, int N>
+  CUKIT_DEVICE void add_all(Mass& sums, const float (&z)[N], const float (&teacher_z)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const Pair at = pair<sweep>(z[j], teacher_z[j]);
+      const float rise = slope(at);
+      sums.sum += sweep == Sweep::Apart  ? defined_term(at, rise)
+                  : sweep == Sweep::Near ? near_term(at)
+                                         : exact_term(at);
+      sums.moment = fmaf(at.q, rise, sums.moment);
+    }
+  }
+
+  template <Sweep sweep, int N>
+  CUKIT_DEVICE void add(Mass& sums, const Vec<element_t, N>& of_student,
+                        const Vec<element_t, N>& of_teacher) const {
+    float z[N], teacher_z[N];
+    to_floats(z, of_student);
+    to_floats(teacher_z, of_teacher);
+    if constexpr (sweep == Sweep::Apart) {
+      add_all<Sweep::Apart>(sums, z, teacher_z);
+    } else {
+      bool nearby = true;  // false for NaN
+#pragma unroll
+      for (int j = 0; j < N; ++j) nearby &= fabsf(distance(z[j], teacher_z[j])) < kNearby;
+      nearby ? add_all<Sweep::Near>(sums, z, teacher_z) : add_all<Sweep::Close>(sums, z, teacher_z);
+    }
+  }
+
+  // An element of the gradient; nothing is added to `share`.
+  template <Sweep sweep>
+  CUKIT_DEVICE float difference(float student_z, float teacher_z, float&) const {
+    const Pair at = pair<sweep>(student_z, teacher_z);
+    return at.q * (slope(at) - centre);
+  }
+};
+
+#if DIVERGENCE == 0
+using DivergenceRow = ForwardKlRow;
+#else
+using DivergenceRow = CentredRow;
+#endif
+
+template <Sweep sweep, typename Row, int N>
+CUKIT_DEVICE void differences(const Row& row, float (&into)[N], const float (&of_student)[N],
+                              const float (&of_teacher)[N], float& share) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    into[j] = row.template difference<sweep>(of_student[j], of_teacher[j], share);
+  }
+}
+
+// The gradient of N elements but for `hard_target`, which the target's is less.
+template <Sweep sweep, typename Row, int N>
+CUKIT_DEVICE void gradient_of(const Row& row, Vec<element_t, N>& into,
+                              const Vec<element_t, N>& of_student,
+                              const Vec<element_t, N>& of_teacher, float& share,
+                              float hard_target = 0.0f) {
+  float z[N], teacher_z[N], g[N];
+  to_floats(z, of_student);
+  to_floats(teacher_z, of_teacher);
+  if constexpr (sweep == Sweep::Close) {
+    float widest = 0.0f;
+#pragma unroll
+    for (int j = 0; j < N; ++j) widest = fmaxf(widest, fabsf(row.distance(z[j], teacher_z[j])));
+    widest < kNear ? differences<Sweep::Near>(row, g, z, teacher_z, share)
+                   : differences<Sweep::Close>(row, g, z, teacher_z, share);
+  } else {
+    differences<sweep>(row, g, z, teacher_z, share);
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    g[j] *= row.soft_scale;
+    if constexpr (HARD) {
+      g[j] = fmaf(row.plain.term(z[j], kLog2E), row.hard_scale_of_mass, g[j]) - hard_target;
+    }
+  }
+  from_floats(into, g);
+}
+
+}  // namespace cukit

@@ -1,0 +1,178 @@
+"""What compressed caches cost a model: bits per byte, and the error of attention's outputs.
+
+    python -m profiling.kv_compression runs/distill/student.safetensors
+    python -m profiling.kv_compression MODEL --write      # into docs/kv_cache.md
+
+Validation windows are cut in two. The model reads the first three quarters, whose keys and values
+are rounded to 16 bits and then compressed; it predicts every byte of the rest from what was kept
+and from the uncompressed bytes before it. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cukit.attention import flash_attention, merge_attention_states
+from cukit.distill import cross_entropy, read_corpus
+from cukit.distill.data import validation_batches
+from cukit.kv_cache import CompressedKV, compress_kv
+from cukit.models import Transformer, load_model
+from profiling.tables import ROOT, markdown
+
+DOCUMENT = "docs/kv_cache.md"
+MARKS = re.compile(r"(<!-- compression -->\n).*?(<!-- /compression -->)", re.DOTALL)
+
+BATCH = 8
+PROMPT_SHARE = 0.75
+Options = dict[str, Any]
+
+
+def strategies(prompt: int) -> list[tuple[str, str, Options]]:
+    """Title, strategy and options of each row, for prompts of so many tokens."""
+    bits: list[tuple[str, str, Options]] = [
+        (f"`{name}`", name, options)
+        for name, options in (
+            ("int8", {}),
+            ("float8", {}),
+            ("kivi4", {"window": 32}),
+            ("kivi2", {"window": 32}),
+        )
+    ]
+    budgets: list[tuple[str, str, Options]] = [
+        (f"`{name}`, 1/{part} of the tokens", name, {"budget": prompt // part})
+        for name in ("sink_window", "heavy_hitters", "snapkv")
+        for part in (2, 4)
+    ]
+    return bits + budgets
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy over all windows. `ratio`, `error`: means over layers and batches."""
+
+    title: str
+    ratio: float
+    error: float
+    bits_per_byte: float
+
+
+class CompressedPrompt:
+    """Caches of a forward pass (cukit.models.LayerCaches) that compress what the first pass leaves.
+
+    strategy: None keeps the prompt as it is, in 16 bits.
+    """
+
+    positions = None
+
+    def __init__(self, strategy: str | None, options: Options) -> None:
+        self.length = 0
+        self.layers: list[Any] = []
+        self._strategy, self._options = strategy, options
+
+    def attend(self, q: Any, k: Any, v: Any, layer: int) -> tuple[Any, Any]:
+        """Exact while the prompt is read; then over what was kept of it and the new tokens."""
+        dtype = q.dtype
+        q, k, v = (array.astype(np.float16) for array in (q, k, v))
+        out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+        if self.length:
+            old = self.layers[layer].attend(q, first_position=self.length, return_lse=True)
+            out, lse = merge_attention_states(*old, out, lse)
+        elif self._strategy is None:
+            self.layers.append(compress_kv(k, v, "sink_window", budget=k.shape[1]))
+        else:
+            self.layers.append(compress_kv(k, v, self._strategy, queries=q, **self._options))
+        return out.astype(dtype), lse
+
+    def advance(self, num_tokens: int) -> None:
+        """The prompt, or the rest."""
+        self.length += num_tokens
+
+
+def measure(
+    model: Transformer, batches: Iterable[tuple[Any, Any]], title: str, strategy: str | None,
+    options: Options,
+) -> Row:  # fmt: skip
+    """Bits per byte of the last quarter of each window."""
+    losses: list[Any] = []
+    compressed: list[CompressedKV] = []
+    for tokens, targets in batches:
+        prompt = int(tokens.shape[1] * PROMPT_SHARE)
+        caches = CompressedPrompt(strategy, options)
+        for part in (slice(0, prompt), slice(prompt, None)):
+            hidden = model.forward(
+                np.ascontiguousarray(tokens[:, part]), keep=False, cache=caches
+            ).hidden
+        rest = np.ascontiguousarray(targets[:, prompt:]).reshape(-1)
+        losses.append(cross_entropy(model.logits(hidden), rest, reduction="none"))
+        compressed += caches.layers
+    errors = [each.error for each in compressed if each.error is not None]
+    return Row(
+        title,
+        float(np.mean([each.ratio for each in compressed])),
+        float(np.mean(errors)) if errors else 0.0,
+        float(np.concatenate(losses).mean(dtype=np.float64)) / math.log(2),
+    )
+
+
+def measure_all(model: Transformer, text: Any, num_windows: int) -> list[Row]:
+    """A row for no compression, then one for each strategy."""
+    seq_len = model.config.max_positions
+    batches = list(validation_batches(text, batch=BATCH, seq_len=seq_len, max_windows=num_windows))
+    rows: list[tuple[str, str | None, Options]] = [("none", None, {})]
+    rows += strategies(int(seq_len * PROMPT_SHARE))
+    return [measure(model, batches, *row) for row in rows]
+
+
+def table(model: Transformer, rows: Sequence[Row], num_windows: int) -> str:
+    """The rows as Markdown, with a sentence on the model."""
+    config = model.config
+    prompt = int(config.max_positions * PROMPT_SHARE)
+    plain = rows[0].bits_per_byte
+    cells = [
+        [
+            row.title,
+            f"{row.ratio:.2f}",
+            f"{row.error:.1%}",
+            f"{row.bits_per_byte:.3f}",
+            f"{row.bits_per_byte - plain:+.3f}",
+        ]
+        for row in rows
+    ]
+    header = ["strategy", "times fewer bytes", "output error", "bits per byte", "added"]
+    return (
+        f"{markdown(header, cells, left=1)}\n"
+        f"A small model on the CPU: {config.num_layers} layers, {config.hidden_size} wide, "
+        f"{config.num_heads_kv} heads of {config.head_dim}; {num_windows} windows of "
+        f"{config.max_positions} bytes, prompts of {prompt}.\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints, and with --write brings the document up to date."""
+    parser = argparse.ArgumentParser(prog="python -m profiling.kv_compression")
+    parser.add_argument("model", type=Path, help="a student of `cukit distill`")
+    parser.add_argument("--windows", type=int, default=128)
+    parser.add_argument("--write", action="store_true", help=f"into {DOCUMENT}")
+    options = parser.parse_args(arguments)
+    model = load_model(options.model, dtype="float32")
+    rows = measure_all(model, read_corpus().validation, options.windows)
+    made = table(model, rows, options.windows)
+    print(made)
+    if options.write:
+        path = ROOT / DOCUMENT
+        text = path.read_text(encoding="utf-8")
+        path.write_text(MARKS.sub(lambda match: match[1] + made + match[2], text), "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

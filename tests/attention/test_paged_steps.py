@@ -1,0 +1,123 @@
+"""PagedAttention: the same bits as paged_attention, from memory of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cukit as ck
+from cukit.core.arrays import float16
+from cukit.errors import ArrayError, ArrayShapeError, ConfigError
+from tests.attention.test_paged_attention import Cache, array_module
+
+
+def steps(device: str, cache: Cache, **options: Any) -> ck.PagedAttention:
+    xp = array_module(device)
+    options = {"max_batch": 5, "max_blocks": 20, **options}
+    return ck.PagedAttention(
+        [xp.asarray(cache.k)] * 2, [xp.asarray(cache.v)] * 2,
+        num_heads_q=cache.q.shape[2], **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch_invariant": True}, {"window_size": (20, 0), "softcap": 2.0, "scale": 0.7}],
+    ids=str,
+)
+def test_steps_have_the_bits_of_single_calls(device: str, options: dict[str, Any]) -> None:
+    """Other requests in every step, tables on the host and on the device, one and two queries."""
+    xp = array_module(device)
+    cache = Cache([90, 0, 200, 7], seq_q=2, heads_q=4, heads_kv=2)
+    attention = steps(device, cache, **options)
+    for rows, seq_q, on_host in (([0, 1, 2], 1, True), ([2], 2, False), ([3, 0, 1, 2], 1, False)):
+        table, lengths = cache.table[rows], cache.lengths[rows]
+        placed = xp.asarray(table), xp.asarray(lengths)
+        attention.plan(*((table, lengths) if on_host else placed), seq_len_q=seq_q)
+        q = xp.asarray(cache.q[rows][:, :seq_q])
+        arrays = q, xp.asarray(cache.k), xp.asarray(cache.v), *placed
+        want, want_lse = ck.paged_attention(*arrays, return_lse=True, **options)
+        out, lse = attention.run(q, 1, return_lse=True)
+        assert (out == want).all()
+        assert (lse == want_lse).all()
+
+
+def test_quantised_caches_and_sinks(device: str) -> None:
+    xp = array_module(device)
+    generator = np.random.default_rng(0)
+    k, v = (
+        ck.quantize(generator.standard_normal((6, 16, 2, 64), np.float32), ck.int8)
+        for _ in range(2)
+    )
+    if device == "gpu":
+        k, v = k.to_device("gpu"), v.to_device("gpu")
+    sinks = xp.asarray([0.5, 1.0, -2.0, 3.0], dtype=np.float32)
+    with pytest.raises(ConfigError, match="dtype of the queries"):
+        ck.PagedAttention([k], [v], num_heads_q=4, max_batch=2, max_blocks=3)
+    attention = ck.PagedAttention(
+        [k], [v], num_heads_q=4, max_batch=2, max_blocks=3, dtype=float16, sinks=sinks
+    )
+    table, lengths = np.array([[5, 0, 3], [1, 2, 4]], np.int32), np.array([40, 3], np.int32)
+    q = xp.asarray(generator.standard_normal((2, 1, 4, 64), np.float32).astype(float16))
+    attention.plan(table, lengths)
+    out = xp.zeros_like(q)
+    assert attention.run(q, out=out) is out
+    want = ck.paged_attention(q, k, v, xp.asarray(table), xp.asarray(lengths), sinks=sinks)
+    assert (out == want).all()
+
+
+def test_checked_steps_are_checked_when_they_are_planned(device: str) -> None:
+    attention = steps(device, Cache([40]), checked=True)
+    with pytest.raises(ConfigError, match=r"block_table\[1, 2\] is -9"):
+        attention.plan([[0, 1, 2], [0, 1, -9]], [48, 33])
+    with pytest.raises(ConfigError, match=r"seq_lens\[0\] is 321"):
+        attention.plan([[0, 1, 2]], [321])
+
+
+def test_what_is_refused() -> None:
+    cache = Cache([40], dtype=np.float32)
+    attention = steps("cpu", cache)
+    with pytest.raises(ArrayShapeError, match="at most max_batch x max_blocks"):
+        attention.plan(np.zeros((6, 1), np.int32), np.zeros(6, np.int32))
+    with pytest.raises(ArrayError, match="seq_lens"):
+        attention.plan([[0]], [1, 2])
+    with pytest.raises(ArrayError, match="block_table"):
+        attention.plan(np.zeros((1, 1)), [1])
+    attention.plan([[0]], [1])
+    with pytest.raises(ArrayShapeError, match="as planned, got float32 of"):
+        attention.run(np.zeros((2, 1, 4, 64), np.float32))
+    with pytest.raises(ConfigError, match=r"layer must be .* at most 1, got 2"):
+        attention.run(np.zeros((1, 1, 4, 64), np.float32), 2)
+    with pytest.raises(ConfigError, match="num_heads_q"):
+        ck.PagedAttention(cache.k[None], cache.v[None], num_heads_q=0, max_batch=1, max_blocks=1)
+    with pytest.raises(ArrayShapeError, match="must divide those of q"):
+        ck.PagedAttention(cache.k[None], cache.v[None], num_heads_q=3, max_batch=1, max_blocks=1)
+    with pytest.raises(ArrayShapeError, match="of the same layers"):
+        ck.PagedAttention(cache.k[None], [], num_heads_q=2, max_batch=1, max_blocks=1)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_runs_replays_after_other_plans() -> None:
+    """Memory that is allocated after the capture stays as it is."""
+    import cupy
+
+    cache = Cache([100, 250, 3], seed=3)
+    attention = steps("gpu", cache)
+    q = cupy.asarray(cache.q)
+    out = cupy.empty_like(q)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        attention.plan(cache.table, cache.lengths)
+        stream.begin_capture()
+        attention.run(q, 1, out=out)
+        graph = stream.end_capture()
+        others = [cupy.zeros(1 << n, cupy.float32) for n in range(10, 24)]
+        for lengths in ([100, 250, 3], [5, 1, 0], [100, 200, 2]):
+            lengths = np.asarray(lengths, np.int32)
+            attention.plan(cache.table, lengths)
+            graph.launch(stream)
+            arrays = q, *map(cupy.asarray, (cache.k, cache.v, cache.table, lengths))
+            assert (out == ck.paged_attention(*arrays)).all()
+        assert not any(other.any() for other in others)

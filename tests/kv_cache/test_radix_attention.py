@@ -1,0 +1,238 @@
+"""RadixAttention: whatever is shared, forked, swapped or evicted, as if all were computed anew."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cukit as ck
+from cukit.core.arrays import bfloat16, namespace
+from cukit.errors import ArrayError, ConfigError, OutOfMemoryError
+from cukit.models import Transformer, TransformerConfig
+from cukit.reference import attention as reference
+
+LAYERS, HEADS_Q, HEADS_KV, HEAD_DIM = 2, 4, 2, 64
+
+
+class Model:
+    """Rows of queries, keys and values that depend on every token before their own."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+
+    def rows(self, tokens: list[int], layer: int) -> list[Any]:
+        """q, k and v of all tokens, [1, tokens, heads, head_dim]."""
+        heads = HEADS_Q + 2 * HEADS_KV
+        rows = [
+            np.random.default_rng([layer, *tokens[: end + 1]]).standard_normal(
+                (heads, HEAD_DIM), np.float32
+            )
+            for end in range(len(tokens))
+        ]
+        both = np.stack(rows).astype(self.dtype)[None]
+        return np.split(both, [HEADS_Q, HEADS_Q + HEADS_KV], axis=2)
+
+    def uncached(self, tokens: list[int], layer: int) -> Any:
+        """Attention of all tokens, without a cache, in float64."""
+        wide = [array.astype(np.float64) for array in self.rows(tokens, layer)]
+        return reference.flash_attention(*wide, causal=True)
+
+
+class Server:
+    """Runs steps, each compared with the uncached computation."""
+
+    def __init__(self, num_blocks: int, block_size: int, dtype: Any, **options: Any) -> None:
+        self.cache = ck.KVCacheManager(
+            num_blocks, block_size, num_layers=LAYERS, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM,
+            dtype=dtype, **options,
+        )  # fmt: skip
+        self.xp = namespace(self.cache.slab.array)
+        self.attention = ck.RadixAttention(self.cache, num_heads_q=HEADS_Q, max_batch=8)
+        self.model = Model(dtype)
+        self.tolerance = 2e-6 if dtype == np.float32 else 3e-2
+        self.tokens: dict[Hashable, list[int]] = {}
+
+    def add(self, request: Hashable, tokens: list[int], **options: Any) -> int:
+        cached = self.attention.add(request, tokens, **options)
+        self.tokens[request] = list(tokens)
+        self.step([request], cached)
+        return cached
+
+    def append(self, chosen: dict[Hashable, int]) -> None:
+        self.attention.append([*chosen], [*chosen.values()])
+        for request, token in chosen.items():
+            self.tokens[request].append(token)
+        self.step([*chosen], -1)
+
+    def step(self, requests: list[Hashable], begin: int) -> None:
+        """All layers of the tokens from number `begin` on."""
+        lengths = [len(self.tokens[request]) for request in requests]
+        positions = np.stack([np.arange(length)[begin:] for length in lengths])
+        assert (self.attention.positions == self.xp.asarray(positions)).all()
+        assert self.attention.length == max(lengths) - positions.shape[1]
+        for layer in range(LAYERS):
+            parts = [self.model.rows(self.tokens[request], layer) for request in requests]
+            arrays = [
+                self.xp.asarray(np.concatenate([array[:, begin:] for array in arrays]))
+                for arrays in zip(*parts, strict=True)
+            ]
+            out, _ = self.attention.attend(*arrays, layer)
+            got = out if self.xp is np else out.get()
+            for row, request in zip(got, requests, strict=True):
+                want = self.model.uncached(self.tokens[request], layer)[0, begin:]
+                assert np.abs(row.astype(np.float64) - want).max() <= self.tolerance
+        self.attention.advance()
+        self.cache.check_invariants()
+
+
+def server(device: str, num_blocks: int, block_size: int, **options: Any) -> Server:
+    made = Server(num_blocks, block_size, np.float32 if device == "cpu" else bfloat16, **options)
+    if (device == "gpu") != (made.xp is not np):
+        pytest.skip("the slab lies on the GPU where there is one")
+    return made
+
+
+def test_a_second_request_computes_only_what_is_new(device: str) -> None:
+    served = server(device, 16, 4)
+    assert served.add("a", [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
+    assert served.add("b", [1, 2, 3, 4, 5, 6, 7, 8, 1, 1, 1]) == 8
+    assert served.add("tenant", [1, 2, 3, 4, 5], salt="other") == 0
+    served.append({"b": 3, "a": 7})
+    served.append({"a": 1, "tenant": 2, "b": 9})
+    served.attention.free("a")
+    assert served.add("c", [1, 2, 3, 4, 5, 6, 7, 8, 9, 7, 1]) == 8
+
+
+def test_beams_equal_an_uncached_recomputation(device: str) -> None:
+    """Each step keeps the best of the beams' continuations, as beam search does: some beams are
+    forked and others end."""
+    served = server(device, 24, 4)
+    random_ = random.Random(1)
+    served.add(0, [3, 1, 4, 1, 5, 9])
+    beams: list[Hashable] = [0]
+    forks = 0
+    for step in range(8 if device == "cpu" else 4):
+        parents = [random_.choice(beams) for _ in range(4)]
+        chosen: dict[Hashable, int] = {}
+        for number, parent in enumerate(parents):
+            child = (step, number)
+            served.attention.cache.fork(parent, child)
+            served.tokens[child] = list(served.tokens[parent])
+            chosen[child] = random_.randrange(3)
+        forks += len(parents) - len(set(parents))
+        for beam in beams:
+            served.attention.free(beam)
+        served.append(chosen)
+        beams = [*chosen]
+    assert forks
+    for beam in beams:
+        served.attention.free(beam)
+    assert served.cache.available_blocks == 24
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_requests_equal_an_uncached_recomputation(seed: int) -> None:
+    """Shared prompts, forks, both kinds of preemption, and a cache that is too small."""
+    random_ = random.Random(seed)
+    served = Server(14, 3, np.float32, policy=["lru", "lfu", "priority"][seed])
+    attention, running, waiting = served.attention, list[int](), list[int]()
+    refused = 0
+    for step in range(150):
+        choice = random_.random()
+        try:
+            if choice < 0.3 or not running:
+                tokens = [0] * 4 + [random_.randrange(2) for _ in range(random_.randrange(1, 9))]
+                served.add(step, tokens, priority=step % 3)
+                running.append(step)
+            elif choice < 0.6:
+                batch = random_.sample(running, random_.randrange(len(running)) + 1)
+                served.append({request: random_.randrange(2) for request in batch})
+            elif choice < 0.7:
+                attention.free(running.pop(random_.randrange(len(running))))
+            elif choice < 0.8 and len(running) < 8:
+                parent = random_.choice(running)
+                attention.cache.fork(parent, step)
+                served.tokens[step] = list(served.tokens[parent])
+                running.append(step)
+            elif choice < 0.9:
+                request = running.pop(random_.randrange(len(running)))
+                attention.cache.preempt(request, by=random_.choice(["swap", "recompute"]))
+                waiting.append(request)
+            elif waiting:
+                ready = attention.resume(waiting[0])
+                request = waiting.pop(0)
+                running.append(request)
+                if ready < len(served.tokens[request]):
+                    served.step([request], ready)
+        except OutOfMemoryError:
+            refused += 1
+            if len(running) > 1:
+                attention.free(running.pop(0))
+    assert refused
+
+
+def test_steps_follow_one_another() -> None:
+    served = Server(8, 4, np.float32)
+    attention, cache = served.attention, served.cache
+    rows = np.ones((1, 3, HEADS_KV, HEAD_DIM), np.float32)
+    for call in (lambda: attention.attend(rows, rows, rows, 0), attention.advance):
+        with pytest.raises(ConfigError, match="no step is under way"):
+            call()
+    attention.add("a", [1, 2, 3])
+    for call in (
+        lambda: attention.add("b", [1]),
+        lambda: attention.append(["a"], [1]),
+        lambda: attention.resume("a"),
+    ):
+        with pytest.raises(ConfigError, match="the step of 'a' is under way"):
+            call()
+    with pytest.raises(ArrayError, match="k must have shape"):
+        attention.attend(rows, rows[:, :2], rows, 0)
+    with pytest.raises(ConfigError, match="layer"):
+        attention.attend(rows, rows, rows, 2)
+    with pytest.raises(ConfigError, match="3 tokens a request, got 1"):
+        attention.advance(1)
+    attention.free("a")
+    assert cache.statistics().cached_blocks == 0, "what was never written is not kept"
+    served.add("a", [1, 2, 3, 4, 5])
+    served.add("b", [2, 3])
+    attention.append(["a", "b"], [7, 7])
+    with pytest.raises(ConfigError, match="in a step with other requests"):
+        attention.free("b")
+    attention.advance()
+    with pytest.raises(ConfigError, match="1 to 8 requests, got 0"):
+        attention.append([], [])
+    with pytest.raises(ConfigError, match="1 to 32 tokens, got 33"):
+        attention.add("c", [0] * 33)
+    with pytest.raises(OutOfMemoryError):
+        attention.add("c", [0] * 32)
+    cache.check_invariants()
+
+
+def test_a_model_answers_as_with_a_cache_of_its_own() -> None:
+    config = TransformerConfig(50, 32, 2, 4, 2, 16, 48, 64)
+    model = Transformer.initialise(config, seed=0)
+    cache = ck.KVCacheManager(32, 4, num_layers=2, num_heads_kv=2, head_dim=16, dtype=np.float32)
+    attention = ck.RadixAttention(cache, num_heads_q=4, max_batch=2)
+
+    def logits(tokens: Any, where: Any) -> Any:
+        hidden = model.forward(np.asarray(tokens, np.int32), keep=False, cache=where).hidden
+        return model.logits(hidden.reshape(*np.shape(tokens), -1)[:, -1])
+
+    prompts = {"a": [*range(20)], "b": [*range(13), 40, 41]}
+    alone = {}
+    for name, prompt in prompts.items():
+        alone[name] = model.new_cache(1)
+        cached = attention.add(name, prompt)
+        got, want = logits([prompt[cached:]], attention), logits([prompt], alone[name])
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    assert cache.statistics().cached_tokens == 12
+    for token in (7, 11, 13):
+        attention.append(["a", "b"], [token, token + 1])
+        got = logits([[token], [token + 1]], attention)
+        want = [logits([[token + i]], alone[name]) for i, name in enumerate(prompts)]
+        np.testing.assert_allclose(got, np.concatenate(want), atol=1e-5)
