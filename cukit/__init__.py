@@ -33,12 +33,17 @@ from cukit.array_api import (
     zeros_like,
 )
 from cukit.attention import (
+    MlaMetadata,
     PagedAttention,
+    absorb_mla_projections,
     block_sparse_attention,
     cascade_attention,
+    encode_mla_latents,
     flash_attention,
     flash_attention_backward,
     merge_attention_states,
+    mla_attention,
+    mla_metadata,
     paged_attention,
 )
 from cukit.distill import (
@@ -56,6 +61,8 @@ from cukit.distill import (
 from cukit.emulator import (
     activate_from_environment,
     backend,
+    check_kernel,
+    emulate_cupy,
 )
 from cukit.errors import (
     ArrayDtypeError,
@@ -183,6 +190,7 @@ __all__ = [
     "MemoryPool",
     "MemoryPoolConfig",
     "MissingDependencyError",
+    "MlaMetadata",
     "NarrowArray",
     "NarrowDtype",
     "OutOfMemoryError",
@@ -194,6 +202,7 @@ __all__ = [
     "RadixAttention",
     "UnsupportedDeviceError",
     "__version__",
+    "absorb_mla_projections",
     "adamw",
     "adaptive_depth",
     "adaptive_depth_backward",
@@ -206,6 +215,7 @@ __all__ = [
     "bsr_from_mask",
     "bsr_matmul",
     "cascade_attention",
+    "check_kernel",
     "compress_kv",
     "create_adaptive_depth_mask",
     "create_sparse_mask",
@@ -223,6 +233,8 @@ __all__ = [
     "embedding_backward",
     "empty",
     "empty_like",
+    "emulate_cupy",
+    "encode_mla_latents",
     "expert_order",
     "explain_matmul",
     "flash_attention",
@@ -264,6 +276,8 @@ __all__ = [
     "memory_pool_allocate",
     "memory_pool_free",
     "merge_attention_states",
+    "mla_attention",
+    "mla_metadata",
     "moe_ffn",
     "moe_ffn_backward",
     "moe_permute",

@@ -1,4 +1,4 @@
-"""The `cukit` command: doctor, list, compile, bench, analyze, compare, report, replay, distill,
+"""The `cukit` command: doctor, list, compile, bench, check, analyze, compare, report, replay, distill,
 generate.
 
 Bad input ends with one clear line on stderr and exit code 2; a traceback means a defect of ours.
@@ -19,6 +19,7 @@ import cukit
 from cukit.analyzer.report.numbers import printable
 from cukit.commands.analyze import analyze
 from cukit.commands.bench import bench
+from cukit.commands.check import check
 from cukit.commands.compare import compare
 from cukit.commands.compile import compile_kernels
 from cukit.commands.distill import distill, generate
@@ -44,6 +45,7 @@ app.command("doctor")(doctor)
 app.command("list")(list_ops)
 app.command("compile")(compile_kernels)
 app.command("bench")(bench)
+app.command("check")(check)
 app.command("analyze")(analyze)
 app.command("compare")(compare)
 app.command("report")(report)

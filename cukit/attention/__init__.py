@@ -5,15 +5,23 @@ from cukit.attention.cascade import cascade_attention
 from cukit.attention.flash import flash_attention
 from cukit.attention.flash_backward import flash_attention_backward
 from cukit.attention.merge_states import merge_attention_states
+from cukit.attention.mla import MlaMetadata, mla_attention, mla_metadata
+from cukit.attention.mla_latents import encode_mla_latents
+from cukit.attention.mla_projections import absorb_mla_projections
 from cukit.attention.paged import paged_attention
 from cukit.attention.paged_steps import PagedAttention
 
 __all__ = [
+    "MlaMetadata",
     "PagedAttention",
+    "absorb_mla_projections",
     "block_sparse_attention",
     "cascade_attention",
+    "encode_mla_latents",
     "flash_attention",
     "flash_attention_backward",
     "merge_attention_states",
+    "mla_attention",
+    "mla_metadata",
     "paged_attention",
 ]

@@ -11,7 +11,8 @@ import numpy as np
 from cukit.attention.cascade_plan import Pass, Prefix, plan_cascade
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.attention.merge_states import merge_shared_states, merge_specs
-from cukit.attention.paged import check_table, is_checked, paged_attention, parts_of
+from cukit.attention.paged import paged_attention, parts_of
+from cukit.attention.paged_contents import check_table, is_checked
 from cukit.core.arrays import (
     Array,
     adopt,
@@ -133,7 +134,7 @@ def cascade_attention(
         last = each is passes[-1] and out is not None and out.flags.c_contiguous
         merged = out if last else empty(q, state[0].shape), empty(q, state[1].shape, np.float32)
         merge_shared_states(
-            shared_state[0].reshape(state[0].shape), shared_state[1], *state, each.requests, *merged
+            shared_state[0].reshape(state[0].shape), shared_state[1], *state, *merged, each.requests
         )
         state = merged
     result = state[0] if out is state[0] else write_out(out, state[0])

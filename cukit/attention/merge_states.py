@@ -68,7 +68,7 @@ def merge_attention_states(
 
 
 def merge_shared_states(
-    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, shared: int, out: Array, lse: Array
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, out: Array, lse: Array, shared: int
 ) -> None:
     """The kernel of merge_attention_states where `a` is of keys that `shared` neighbouring requests
     have in common: lse_a is [batch / shared, num_heads, shared * seq_len_q].

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +21,10 @@ from cukit.attention.flash_options import (
     score_options,
     score_settings,
 )
-from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention.paged_contents import check_contents, is_checked
 from cukit.attention.paged_plan import CODE_HEAD_DIMS, CODES, HEAD_DIMS, plan_paged_attention
-from cukit.attention.paged_prefill import PreparedPrefill
-from cukit.attention.paged_prefill_plan import prefers_prefill, prefill_specs
+from cukit.attention.paged_prefill import PreparedPrefill, problem_of_pages, serves
+from cukit.attention.paged_prefill_plan import prefill_specs
 from cukit.core.arrays import (
     ACCESS_BYTES,
     FLOAT_DTYPES,
@@ -55,7 +54,6 @@ from cukit.errors import (
     ArrayError,
     ArrayLayoutError,
     ArrayShapeError,
-    ConfigError,
 )
 from cukit.reference import paged_attention as reference
 from cukit.registry import register
@@ -64,8 +62,6 @@ _OP = "paged_attention"
 _STORED = (np.dtype(np.uint8), np.dtype(np.int8))
 _CODE_HEAD_DIM_STEP = 16
 _FLOAT8_ARCH = (8, 9)
-_CHECKED = os.environ.get("CUKIT_CHECKED", "") == "1"
-"""Whether calls on the GPU are checked that leave `checked` to the environment."""
 
 
 class PagedArrays(NamedTuple):
@@ -200,11 +196,11 @@ def attend(
     if runs_kernel(_OP, *arrays) and not _too_old(codes, ends is not None):
         prepared = _prepare(codes, options, batch_invariant, *arrays)
         if checked:
-            _check_contents(arrays, options, checked=True)
+            check_contents(_OP, arrays, options, checked=True)
         attended: Array | tuple[Array, Array] = prepared(arrays, return_lse, scratch)
         return attended
     _check(arrays, codes, options)
-    _check_contents(arrays, options, checked=checked)
+    check_contents(_OP, arrays, options, checked=checked)
     wide = np.float32 if codes else k_cache.dtype
     result, lse = reference.paged_attention(
         q,
@@ -234,14 +230,6 @@ def scratch_floats(
         return prepared.floats
     _check(arrays, codes, options)
     return 0
-
-
-def is_checked(op: str, checked: bool | None) -> bool:
-    """Whether a call on the GPU compares its tables with the cache."""
-    if checked is None:
-        return _CHECKED
-    check_flag(op, "checked", checked)
-    return bool(checked)
 
 
 def parts_of(k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any, Any]:
@@ -331,63 +319,6 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
 
 
-def _check_contents(arrays: PagedArrays, options: ScoreOptions, *, checked: bool) -> None:
-    """As check_table, and cu_seqlens_q."""
-    seq_lens, ends, seq_q = arrays.seq_lens, arrays.cu_seqlens_q, arrays.q.shape[1]
-    if is_gpu_array(seq_lens) and not checked:
-        return
-    if ends is not None:
-        rows = arrays.q.shape[0]
-        seq_q = namespace(ends).diff(ends)
-        if int(ends[0]) != 0 or int(ends[-1]) != rows or bool((seq_q < 0).any()):
-            raise ConfigError(
-                f"{_OP}: cu_seqlens_q must rise from 0 to {rows}, the rows of q, got {ends}"
-            )
-    table, window = arrays.block_table, options.window_size
-    check_table(_OP, arrays.k_cache, table, seq_lens, seq_q, window, checked=checked)
-
-
-def check_table(
-    op: str,
-    k_cache: Array,
-    block_table: Array,
-    seq_lens: Array,
-    seq_q: int | Array,
-    window_size: Window | None = None,
-    *,
-    checked: bool = False,
-) -> None:
-    """Compares lengths and blocks with the cache, on the CPU; on the GPU, which then waits, only
-    where `checked`."""
-    if is_gpu_array(seq_lens) and not checked:
-        return
-    xp = namespace(seq_lens)
-    if xp is not np and xp.cuda.runtime.streamIsCapturing(xp.cuda.get_current_stream().ptr):
-        raise ConfigError(
-            f"{op}: checked calls wait for the GPU, which is not possible while a graph is "
-            "captured; capture with checked=False"
-        )
-    num_blocks, block_size = k_cache.shape[:2]
-    room = block_table.shape[1] * block_size
-    wrong = (seq_lens < 0) | (seq_lens > room)
-    if wrong.any():
-        b = int(wrong.argmax())
-        raise ConfigError(
-            f"{op}: seq_lens must lie from 0 to {room}, the keys of max_blocks blocks, but "
-            f"seq_lens[{b}] is {int(seq_lens[b])}"
-        )
-    first = reference.first_key(seq_lens, seq_q, window_size)[:, None]
-    starts = xp.arange(block_table.shape[1]) * block_size
-    used = (starts < seq_lens[:, None]) & (starts + block_size > first)
-    wrong = used & ((block_table < 0) | (block_table >= num_blocks))
-    if wrong.any():
-        b, entry = divmod(int(wrong.argmax()), block_table.shape[1])
-        raise ConfigError(
-            f"{op}: block_table[{b}, {entry}] is {int(block_table[b, entry])}, but the cache has "
-            f"{num_blocks} blocks"
-        )
-
-
 class PreparedPaged(NamedTuple):
     """A checked call, for arrays of one description."""
 
@@ -420,28 +351,6 @@ class PreparedPaged(NamedTuple):
         return (out, lse) if return_lse else out
 
 
-def _problem(arrays: PagedArrays, options: ScoreOptions) -> AttentionProblem:
-    """The call as a problem of attention; its keys are not known on the host."""
-    q, k_cache, v_cache = arrays.q, arrays.k_cache, arrays.v_cache
-    head_dim, value_dim = q.shape[-1], v_cache.shape[-1]
-    causal, window = options.visible
-    return AttentionProblem(
-        len(arrays.seq_lens), q.shape[-3], 1, q.shape[-2], k_cache.shape[2], head_dim,
-        q.dtype.name, causal, value_dim=None if value_dim == head_dim else value_dim,
-        window=window, softcap=options.softcap is not None, sinks=arrays.sinks is not None,
-        varlen=arrays.cu_seqlens_q is not None,
-    )  # fmt: skip
-
-
-def _prefills(problem: AttentionProblem, arrays: PagedArrays, batch_invariant: bool) -> bool:
-    """Whether the Hopper forward serves a call."""
-    if problem.varlen:
-        return True
-    plain = arrays.k_cache.dtype == arrays.q.dtype and fits_tensor_maps(arrays.q)
-    device = current_device()
-    return plain and prefers_prefill(problem, device, batch_invariant=batch_invariant)
-
-
 @launch_plan
 def _prepare(
     codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
@@ -451,8 +360,8 @@ def _prepare(
     _check(arrays, codes, options)
     q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, _ = arrays
     _check_layout(arrays, codes)
-    problem = _problem(arrays, options)
-    if _prefills(problem, arrays, batch_invariant):
+    problem = problem_of_pages(arrays, options)
+    if serves(problem, arrays, batch_invariant=batch_invariant):
         return PreparedPrefill(problem, options, arrays)
     batch, seq_q, heads_q, head_dim = q.shape
     _, block_size, heads_kv, value_dim = v_cache.shape

@@ -17,7 +17,7 @@ from cukit.attention.flash_options import (
 )
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.attention.flash_tilings import GROUP_ROWS
-from cukit.attention.paged_prefill_plan import plan_paged_prefill
+from cukit.attention.paged_prefill_plan import plan_paged_prefill, prefers_prefill
 from cukit.core.arrays import Array, empty
 from cukit.core.device import current_device
 from cukit.core.kernel import NULL, Launch, load_kernel
@@ -25,6 +25,28 @@ from cukit.core.parameters import parameter_structs
 
 if TYPE_CHECKING:
     from cukit.attention.paged import PagedArrays
+
+
+def problem_of_pages(arrays: PagedArrays, options: ScoreOptions) -> AttentionProblem:
+    """The call as a problem of attention; its keys are not known on the host."""
+    q, k_cache, v_cache = arrays.q, arrays.k_cache, arrays.v_cache
+    head_dim, value_dim = q.shape[-1], v_cache.shape[-1]
+    causal, window = options.visible
+    return AttentionProblem(
+        len(arrays.seq_lens), q.shape[-3], 1, q.shape[-2], k_cache.shape[2], head_dim,
+        q.dtype.name, causal, value_dim=None if value_dim == head_dim else value_dim,
+        window=window, softcap=options.softcap is not None, sinks=arrays.sinks is not None,
+        varlen=arrays.cu_seqlens_q is not None,
+    )  # fmt: skip
+
+
+def serves(problem: AttentionProblem, arrays: PagedArrays, *, batch_invariant: bool) -> bool:
+    """Whether the Hopper forward serves a call."""
+    if problem.varlen:
+        return True
+    plain = arrays.k_cache.dtype == arrays.q.dtype and fits_tensor_maps(arrays.q)
+    device = current_device()
+    return plain and prefers_prefill(problem, device, batch_invariant=batch_invariant)
 
 
 class PreparedPrefill:

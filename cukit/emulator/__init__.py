@@ -5,7 +5,9 @@ alignment, initialisation and data races checked. docs/emulator.md has the model
 """
 
 from cukit.emulator.backend import Emulator
+from cukit.emulator.check import check_kernel
 from cukit.emulator.choice import activate_from_environment, backend
+from cukit.emulator.cupy_stand_in import emulate_cupy
 from cukit.emulator.settings import Settings
 
-__all__ = ["Emulator", "Settings", "activate_from_environment", "backend"]
+__all__ = ["Emulator", "Settings", "activate_from_environment", "backend", "check_kernel", "emulate_cupy"]

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,18 +24,20 @@ from cukit.core.compiler import KernelSpec, cuda_include_folder
 from cukit.core.device import parse_arch
 from cukit.core.file_cache import Record, build_once, cache_folder
 from cukit.core.parameters import layout_assertions
-from cukit.core.source import closure_hash, kernels_root
+from cukit.core.source import closure_hash, kernels_root, read_source
 from cukit.emulator.toolchain import (
     RUNTIME_SOURCES,
     Compiler,
     find_compiler,
     include_flags,
     kernel_flags,
+    link_flags,
     runtime_flags,
 )
 
 _CLUSTER_SECTION = "cukit_cluster_"
 _PRELUDE = '#include "common/platform.cuh"\n#include <common/emulator/entry.h>\n'
+_FOREIGN_PRELUDE = "#include <common/emulator/language.h>\n"
 
 
 @dataclass(frozen=True)
@@ -45,21 +47,45 @@ class Build:
     spec: KernelSpec
     library: Path
     cluster: tuple[int, int, int]
+    static_shared_bytes: int = 0
 
 
 def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Build:
     """Compiles `spec`, or finds it in the cache. Raises CompileError with the compiler's log."""
     compiler = find_compiler()
     flags = (*_kernel_flags(compiler, checked, debug), _arch_flag(arch))
+    link = link_flags(checked)
     source = _translation_unit(spec)
-    key = _hash(closure_hash(spec.source), source, _sources_hash(), compiler.version, *flags)
+    parts = (closure_hash(spec.source), source, _sources_hash(), compiler.version)
+    key = _hash(*parts, *flags, *link)
     library = _folder() / f"{spec.entry}-{arch}-{key}.so"
     start = time.perf_counter()
-    _, record, built = build_once(library, partial(_compile_kernel, spec, source, flags))
+    record, built = _build(library, partial(_compile_kernel, spec, source, link=link), flags)
     if built:
         _say(f"compiled {spec} for the emulator in {time.perf_counter() - start:.1f} s")
     x, y, z = record["cluster"]
-    return Build(spec, library, (x, y, z))
+    return Build(spec, library, (x, y, z), record["static_shared_bytes"])
+
+
+Recipe = Callable[[tuple[str, ...]], tuple[bytes, Record]]
+"""Compiles a library with the flags that it is given."""
+
+_recipes: dict[Path, tuple[Recipe, tuple[str, ...]]] = {}
+
+
+def _build(library: Path, recipe: Recipe, flags: tuple[str, ...]) -> tuple[Record, bool]:
+    _recipes[library] = recipe, flags
+    _, record, built = build_once(library, partial(recipe, flags))
+    return record, built
+
+
+def named_library(library: Path) -> Path:
+    """The same code, of a library that this process has built or found, with the names and types of
+    variables in its debug information."""
+    recipe, flags = _recipes[library]
+    named = library.with_name(f"{library.stem}-named.so")
+    build_once(named, partial(recipe, tuple("-g" if flag == "-g1" else flag for flag in flags)))
+    return named
 
 
 def build_runtime() -> Path:
@@ -97,16 +123,70 @@ def _compile_source(flags: tuple[str, ...], source: Path, target: Path) -> None:
     find_compiler().run([*arguments, "-o", str(target)], source.name)
 
 
-def _compile_kernel(spec: KernelSpec, source: str, flags: tuple[str, ...]) -> tuple[bytes, Record]:
-    prelude = _precompiled_prelude(flags)
+def build_foreign(
+    name: str, files: Mapping[str, str], arch: str, checked: bool, debug: bool, standard: str
+) -> tuple[Path, dict[str, list[int]]]:
+    """Compiles the first of `files` (texts by name), which includes the others, or finds it in the
+    cache: the library, and the clusters of its kernels by their symbols' names.
+
+    Raises CompileError with the compiler's log.
+    """
+    compiler = find_compiler()
+    flags = (*_kernel_flags(compiler, checked, debug), _arch_flag(arch), f"-std={standard}")
+    link = link_flags(checked)
+    key = _hash(*files, *files.values(), _sources_hash(), compiler.version, *flags, *link)
+    library = _folder() / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:64]}-{arch}-{key}.so"
+    start = time.perf_counter()
+    record, built = _build(library, partial(_compile_foreign, name, files, link=link), flags)
+    if built:
+        _say(f"compiled {name} for the emulator in {time.perf_counter() - start:.1f} s")
+    return library, record["clusters"]
+
+
+def _compile_foreign(
+    name: str, files: Mapping[str, str], flags: tuple[str, ...], link: tuple[str, ...]
+) -> tuple[bytes, Record]:
+    # What the host's code alone refers to is dropped: its libraries need not be here.
+    own = ("-fvisibility=hidden", "-ffunction-sections", "-fdata-sections")
+    library, symbols = _compile_unit(
+        name, files, (*flags, *own), _FOREIGN_PRELUDE, (*link, "-Wl,--gc-sections", "-pthread")
+    )
+    return library, {"kernel": name, "clusters": _cluster_shapes(symbols)}
+
+
+def _compile_kernel(
+    spec: KernelSpec, source: str, flags: tuple[str, ...], link: tuple[str, ...]
+) -> tuple[bytes, Record]:
+    unit = f"{spec.entry}.cpp"
+    library, symbols = _compile_unit(str(spec), {unit: source}, flags, _PRELUDE, link)
+    cluster = _cluster_shapes(symbols).get(spec.entry, (1, 1, 1))
+    static_bytes = _static_shared_bytes(symbols, spec.entry)
+    return library, {
+        "kernel": str(spec),
+        "cluster": cluster,
+        "static_shared_bytes": static_bytes,
+    }
+
+
+def _compile_unit(
+    what: str,
+    files: Mapping[str, str],
+    flags: tuple[str, ...],
+    prelude: str,
+    link: tuple[str, ...],
+) -> tuple[bytes, str]:
+    """The library, and the table of its symbols, demangled, as `nm` prints it."""
+    header = _precompiled_prelude(flags, prelude)
     with tempfile.TemporaryDirectory() as folder:
-        unit, compiled = Path(folder) / f"{spec.entry}.cpp", str(Path(folder) / "kernel.o")
-        unit.write_text(source, encoding="utf-8")
-        arguments = [*flags, "-include", str(prelude), *include_flags(), "-c", str(unit)]
-        find_compiler().run([*arguments, "-o", compiled], str(spec))
-        # Linked without the flags: a sanitizer's own runtime must stay out.
-        library = _output_of(["-shared", compiled], str(spec))
-        return library, {"kernel": str(spec), "cluster": _cluster_shape(compiled, spec.entry)}
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        unit, compiled = str(Path(folder) / next(iter(files))), str(Path(folder) / "kernel.o")
+        places = [f"-ffile-prefix-map={folder}=.", f"-fdebug-prefix-map={os.getcwd()}=."]
+        arguments = [*flags, *places, "-include", str(header), *include_flags(), "-c", unit]
+        find_compiler().run([*arguments, "-o", compiled], what)
+        library = _output_of([*link, compiled], what)
+        table = ["nm", "-C", "-S", "-f", "sysv", compiled]
+        return library, subprocess.run(table, capture_output=True, text=True, check=True).stdout
 
 
 def _translation_unit(spec: KernelSpec) -> str:
@@ -116,19 +196,33 @@ def _translation_unit(spec: KernelSpec) -> str:
     """
     macros = "".join(f"#define {name} {_macro(value)}\n" for name, value in spec.defines)
     layouts = layout_assertions(spec.source)
-    return f'{macros}#include "{spec.source}"\n{layouts}CUKIT_EMULATOR_ENTRY({spec.entry})\n'
+    bound = _launch_bound(read_source(spec.source), spec.entry)
+    entry = f"CUKIT_EMULATOR_ENTRY({', '.join((spec.entry, *bound))})"
+    return f'{macros}#include "{spec.source}"\n{layouts}{entry}\n'
+
+
+def _launch_bound(text: str, entry: str) -> tuple[str, ...]:
+    """The first argument of the entry's `__launch_bounds__`, an expression; empty without one."""
+    for found in re.finditer(r"__launch_bounds__\s*\(", text):
+        depth, end = 1, found.end()
+        while depth and end < len(text):
+            depth += {"(": 1, ")": -1, ",": -depth if depth == 1 else 0}.get(text[end], 0)
+            end += 1
+        if re.match(rf"[^;{{}}]*\b{entry}\s*\(", text[end:]):
+            return (f"({text[found.end() : end - 1]})",)
+    return ()
 
 
 def _macro(value: object) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
-def _precompiled_prelude(flags: tuple[str, ...]) -> Path:
+def _precompiled_prelude(flags: tuple[str, ...], text: str) -> Path:
     """CUDA's headers, parsed once for each set of flags: most of the time of a small kernel."""
     compiler = find_compiler()
-    key = _hash(_sources_hash(), compiler.version, *flags)
+    key = _hash(_sources_hash(), compiler.version, text, *flags)
     header = _folder() / f"prelude-{key}.h"
-    build_once(header, lambda: (_PRELUDE.encode(), {}))
+    build_once(header, lambda: (text.encode(), {}))
     if "-g3" in flags:
         return header  # a precompiled one would hide its macros, threadIdx among them, from gdb
     arguments = [*flags, *include_flags(), "-x", "c++-header", str(header)]
@@ -149,15 +243,16 @@ def _arch_flag(arch: str) -> str:
     return f"-DCUKIT_EMULATE={major * 100 + minor * 10}"
 
 
-def _cluster_shape(compiled: str, entry: str) -> tuple[int, int, int]:
-    """`__cluster_dims__` of the kernel: the name of its section (common/emulator/platform.h)."""
-    if _CLUSTER_SECTION.encode() not in Path(compiled).read_bytes():
-        return 1, 1, 1
-    names = subprocess.run(
-        ["nm", "-f", "sysv", compiled], capture_output=True, text=True, check=True
-    ).stdout
-    shape = re.search(rf"^{entry} *\|.*{_CLUSTER_SECTION}(\d+)_(\d+)_(\d+)$", names, re.MULTILINE)
-    return (int(shape[1]), int(shape[2]), int(shape[3])) if shape else (1, 1, 1)
+def _cluster_shapes(symbols: str) -> dict[str, tuple[int, int, int]]:
+    """`__cluster_dims__` of kernels: the names of their sections (common/emulator/platform.h)."""
+    found = re.findall(rf"^(.*?) *\|.*{_CLUSTER_SECTION}(\d+)_(\d+)_(\d+)$", symbols, re.MULTILINE)
+    return {name: (int(x), int(y), int(z)) for name, x, y, z in found}
+
+
+def _static_shared_bytes(symbols: str, entry: str) -> int:
+    """Of the `__shared__` variables in the kernel itself; a file may have several kernels."""
+    sizes = re.findall(rf"^{entry}(?:\(.*\))?::\S+ *\|[^|]*\|[^|]*\| *TLS\|(\w+)\|", symbols, re.MULTILINE)
+    return sum(int(size, 16) for size in sizes)
 
 
 @functools.cache

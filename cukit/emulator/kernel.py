@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from cukit.core import backend
+from cukit.core.device import typical_device
 from cukit.core.kernel import NULL, Argument, Kernel
 from cukit.emulator.builder import Build
-from cukit.emulator.library import Extent, LaunchRecord, Range, launch, load_entry
+from cukit.emulator.library import Entry, Extent, LaunchRecord, Range, launch, load_entry
+from cukit.emulator.limits import refusal
 from cukit.emulator.report import describe_fault
 from cukit.emulator.settings import Settings
+from cukit.emulator.signature import misfit, parameter_name
 from cukit.errors import EmulatorError, LaunchError
 
 _BY_VALUE_ALIGNMENT = 64
@@ -25,10 +29,11 @@ class EmulatedKernel(Kernel):
 
     __slots__ = ("_build", "_entry", "_settings")
 
-    def __init__(self, build: Build, settings: Settings) -> None:
+    def __init__(self, build: Build, settings: Settings, entry: Entry | None = None) -> None:
+        """entry: of the kernel in a library that has several; that of `build` otherwise."""
         self._build = build
         self._settings = settings
-        self._entry = load_entry(build.library)
+        self._entry = load_entry(build.library) if entry is None else entry
         self.block = (build.spec.threads, 1, 1)
         self.shared_bytes = build.spec.shared_bytes
         self.function = self._run
@@ -44,16 +49,40 @@ class EmulatedKernel(Kernel):
         if 0 not in grid:
             self._run(grid, self.block, args, self.shared_bytes, reachable)
 
+    @property
+    def parameter_bytes(self) -> tuple[int, ...]:
+        """Sizes of the kernel's parameters."""
+        entry = self._entry
+        return tuple(entry.parameter_bytes[i] for i in range(entry.num_parameters))
+
+    def launch(
+        self,
+        grid: tuple[int, ...],
+        args: tuple[Argument, ...],
+        settings: Settings,
+        reachable: Sequence[Argument] = (),
+    ) -> None:
+        """As a call, but with these settings and not with those of the active backend."""
+        self.check(args)
+        self._run(grid, self.block, args, self.shared_bytes, reachable, settings)
+
     def check(self, args: tuple[Argument, ...]) -> None:
         """Raises LaunchError where `args` do not fit the kernel's parameters."""
-        entry = self._entry
-        expected = tuple(entry.parameter_bytes[i] for i in range(entry.num_parameters))
+        expected = self.parameter_bytes
         got = tuple(self._bytes(i, argument) for i, argument in enumerate(args))
         if got != expected:
             raise LaunchError(
                 f"{self._build.spec}: the kernel takes {len(expected)} parameters of {expected} "
                 f"bytes, the launch passes {len(got)} of {got}"
             )
+        for index, argument in enumerate(args):
+            name = parameter_name(self._entry.parameter_types[index].decode())
+            misfitting = misfit(name, argument)
+            if misfitting is not None:
+                raise LaunchError(
+                    f"{self._build.spec}: argument {index} is {misfitting}, "
+                    f"the kernel takes `{name}`"
+                )
 
     def _bytes(self, index: int, argument: Argument) -> int:
         if isinstance(argument, np.generic) or _goes_by_value(argument):
@@ -72,20 +101,28 @@ class EmulatedKernel(Kernel):
         args: tuple[Argument, ...],
         shared_bytes: int,
         reachable: Sequence[Argument] = (),
+        settings: Settings | None = None,
     ) -> None:
-        settings = self._settings
-        if backend.active is not None:
-            settings = getattr(backend.active, "settings", settings)  # seed and lateness of now
+        if settings is None:  # seed and lateness of now
+            settings = getattr(backend.active, "settings", self._settings)
         cluster = self._build.cluster
         extents = (*grid, 1, 1)[:3]
-        if any(extent % blocks for extent, blocks in zip(extents, cluster, strict=True)):
-            raise LaunchError(
-                f"{self._build.spec}: clusters of {cluster} do not divide grid {grid}"
-            )
+        refused = refusal(
+            typical_device(self._settings.arch),
+            extents,
+            block,
+            cluster,
+            self._build.static_shared_bytes,
+            shared_bytes,
+            self._entry.most_threads,
+        )
+        if refused is not None:
+            raise LaunchError(f"{self._build.spec}: {refused}")
         values = [_parameter(argument) for argument in args]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*(v.ctypes.data for v in values))
         ranges = sorted(
-            ((*np.lib.array_utils.byte_bounds(argument), i, argument.flags.writeable)
+            ((*np.lib.array_utils.byte_bounds(argument), i, argument.flags.writeable,
+              argument.itemsize)
              for i, argument in enumerate((*args, *reachable))
              if isinstance(argument, np.ndarray) and not _goes_by_value(argument)),
         )  # fmt: skip
@@ -101,13 +138,16 @@ class EmulatedKernel(Kernel):
             most_workers=settings.threads or len(os.sched_getaffinity(0)),
             checked=self._settings.checked,
             late=settings.late,
+            global_races=settings.global_races,
+            same_value_writes=settings.same_value_writes,
             seed=settings.seed,
+            interruptible=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
             patience=settings.patience,
         )
         report = launch(record)
         if report is not None:
             raise EmulatorError(
-                f"{self._build.spec}: {describe_fault(report, self._build.library)}"
+                f"{self._build.spec}: {describe_fault(report, self._build, (*args, *reachable))}"
             )
 
 

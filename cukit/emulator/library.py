@@ -10,6 +10,7 @@ from typing import Any
 from cukit.emulator.builder import build_runtime
 
 _MESSAGE_BYTES = 1 << 16
+_INTERRUPTED = 2
 
 Extent = ctypes.c_uint32 * 3
 
@@ -20,7 +21,9 @@ class Entry(ctypes.Structure):
     _fields_ = [
         ("run", ctypes.c_void_p),
         ("parameter_bytes", ctypes.POINTER(ctypes.c_uint32)),
+        ("parameter_types", ctypes.POINTER(ctypes.c_char_p)),
         ("num_parameters", ctypes.c_uint32),
+        ("most_threads", ctypes.c_uint32),
     ]
 
 
@@ -32,6 +35,7 @@ class Range(ctypes.Structure):
         ("high", ctypes.c_size_t),
         ("argument", ctypes.c_uint32),
         ("writeable", ctypes.c_uint32),
+        ("element_bytes", ctypes.c_uint64),
     ]
 
 
@@ -50,7 +54,10 @@ class LaunchRecord(ctypes.Structure):
         ("most_workers", ctypes.c_uint32),
         ("checked", ctypes.c_uint32),
         ("late", ctypes.c_uint32),
+        ("global_races", ctypes.c_uint32),
+        ("same_value_writes", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
+        ("interruptible", ctypes.c_uint32),
         ("patience", ctypes.c_double),
         ("message", ctypes.c_char_p),
         ("message_bytes", ctypes.c_uint32),
@@ -77,5 +84,9 @@ def launch(record: LaunchRecord) -> str | None:
     buffer = ctypes.create_string_buffer(_MESSAGE_BYTES)
     record.message = ctypes.cast(buffer, ctypes.c_char_p)
     record.message_bytes = _MESSAGE_BYTES
-    failed = runtime().cukit_emulator_launch(ctypes.byref(record))
-    return buffer.value.decode(errors="replace") if failed else None
+    outcome = runtime().cukit_emulator_launch(ctypes.byref(record))
+    if outcome == _INTERRUPTED:
+        return (
+            "interrupted"  # in the main thread Python raises KeyboardInterrupt before it comes here
+        )
+    return buffer.value.decode(errors="replace") if outcome else None

@@ -1,4 +1,4 @@
-"""Turns code addresses in the runtime's reports into source lines."""
+"""Turns code addresses in the runtime's reports into source lines, and places into names."""
 
 from __future__ import annotations
 
@@ -6,19 +6,47 @@ import contextlib
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from cukit.core.source import kernels_root
+from cukit.emulator.builder import Build, named_library
+from cukit.emulator.names import Names
 
 _ADDRESS = re.compile(r"\{at ([0-9a-f]+)\}")
+_PLACE = re.compile(r"\{(static|device|argument) (\d+)(?: (\d+))?\}")
 _SHIMS = "common/emulator/"
 
 
-def describe_fault(text: str, library: Path) -> str:
-    """`text` with every `{at address}` replaced by where that is in the kernel's source."""
+def describe_fault(text: str, build: Build, arguments: Sequence[Any]) -> str:
+    """`text` with every `{at address}` replaced by where that is in the kernel's source, and behind
+    every place in memory the variable, or the element of which argument, that lies there."""
     addresses = sorted(set(_ADDRESS.findall(text)))
-    places = _locate(addresses, library)
+    places = _locate(addresses, build.library)
+    if _PLACE.search(text):
+        names = Names(named_library(build.library))
+        text = _PLACE.sub(lambda match: _name(match, names, build.spec.entry, arguments), text)
     return _ADDRESS.sub(lambda match: places[match[1]], text)
+
+
+def _name(match: re.Match[str], names: Names, entry: str, arguments: Sequence[Any]) -> str:
+    """What `{static BYTE}`, `{device BYTE}`, `{argument NUMBER}` and `{argument NUMBER BYTE}` stand
+    for, in brackets; nothing where it is not known."""
+    number = int(match[2])
+    if match[1] == "argument":
+        array = arguments[number]
+        parts = [f"`{name}`"] if (name := names.parameter(entry, number)) else []
+        if match[3] is not None and array.flags.c_contiguous and array.size:
+            index = np.unravel_index(int(match[3]) // array.itemsize, array.shape)
+            parts.append(f"element [{', '.join(map(str, index))}]")
+        parts.append(f"{array.dtype} of shape {array.shape}")
+        text = ", ".join(parts)
+    else:
+        text = names.shared(number) if match[1] == "static" else names.device(number)
+    return f" ({text})" if text else ""
 
 
 def _locate(addresses: list[str], library: Path) -> dict[str, str]:
@@ -57,4 +85,4 @@ def _shorten(place: str) -> str:
     path, _, line = place.rpartition(":")
     with contextlib.suppress(ValueError):
         path = Path(path).resolve().relative_to(kernels_root().resolve()).as_posix()
-    return f"{path}:{line}"
+    return f"{path.removeprefix('./')}:{line}"

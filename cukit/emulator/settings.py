@@ -21,7 +21,10 @@ class Settings:
     late: let asynchronous copies and products finish only when somebody waits for them.
     threads: of the operating system, for the blocks of a grid; 0 for one per processor.
     debug: compile without optimisation, for a debugger.
-    patience: seconds that a thread may poll with nothing else to do before it counts as stuck.
+    patience: seconds for which all threads may poll, with nothing else done in the whole launch,
+        before they count as stuck.
+    global_races: look for races in global memory too, between blocks as well as within them.
+    same_value_writes: several threads may write one value to one place with nothing in between.
     """
 
     arch: str = "sm_90"
@@ -30,7 +33,9 @@ class Settings:
     late: bool = False
     threads: int = 0
     debug: bool = False
-    patience: float = 20.0
+    patience: float = 5.0
+    global_races: bool = False
+    same_value_writes: bool = False
 
     def __post_init__(self) -> None:
         typical_device(self.arch)
@@ -48,7 +53,7 @@ def settings_from(environment: Mapping[str, str] = os.environ, **options: object
         if text:
             values[name] = text if name == "arch" else _number(variable, text)
     values.update(options)
-    for name in ("checked", "late", "debug"):
+    for name in ("checked", "late", "debug", "global_races", "same_value_writes"):
         if name in values:
             values[name] = bool(values[name])
     unknown = set(values) - set(_VARIABLES)
@@ -65,6 +70,8 @@ _VARIABLES = {
     "threads": "THREADS",
     "debug": "DEBUG",
     "patience": "PATIENCE",
+    "global_races": "GLOBAL_RACES",
+    "same_value_writes": "SAME_VALUE_WRITES",
 }
 
 

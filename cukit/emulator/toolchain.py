@@ -78,7 +78,19 @@ _LANGUAGE = (
     "-fwrapv",
     "-ffp-contract=fast",
     "-fno-math-errno",
+    "-fstack-clash-protection",  # no frame leaps over the guard below a fiber's stack
     "-gdwarf-4",  # of version 5 some addr2line mix up the files
+)
+
+
+_SANITIZERS = (
+    "thread",
+    "alignment",
+    "null",
+    "bounds",
+    "integer-divide-by-zero",
+    "return",
+    "unreachable",
 )
 
 
@@ -91,17 +103,31 @@ def kernel_flags(checked: bool, debug: bool, gcc: bool) -> tuple[str, ...]:
     """For a kernel. The sanitizers only instrument: what they call is the emulator's own."""
     flags = [*_LANGUAGE, *_machine_flags()]
     flags += ["-O0", "-g3"] if debug else ["-O1" if checked else "-O2", "-g1"]
+    flags.append("-fno-optimize-sibling-calls")  # calls of the emulator return to where they are
     if gcc:
         # Constants of templates belong to their kernel: two kernels may have the same names.
         flags.append("-fno-gnu-unique")
     if checked:
-        flags.append("-fsanitize=thread,alignment,null,bounds")
+        flags.append(f"-fsanitize={','.join(_SANITIZERS)}")
         # Every variable has its own place on the stack: wgmma's registers are known by it.
         if gcc:
             # Whole structures are loaded and stored at once: their alignment is what is checked.
             flags += ["-fno-tree-sra", "--param=tsan-instrument-func-entry-exit=0"]
+            flags.append("--param=tsan-distinguish-volatile=1")
             flags.append("-fstack-reuse=none")
         else:
             flags += ["-mllvm", "-tsan-instrument-func-entry-exit=0"]
-            flags += ["-mllvm", "-no-stack-coloring"]
+            flags += ["-mllvm", "-tsan-distinguish-volatile=1", "-mllvm", "-no-stack-coloring"]
     return tuple(flags)
+
+
+# With one object and with an array; delete without and with the size.
+_NEW_AND_DELETE = ("_Znwm", "_Znam", "_ZdlPv", "_ZdaPv", "_ZdlPvm", "_ZdaPvm")
+
+
+def link_flags(checked: bool) -> tuple[str, ...]:
+    """For a kernel's library. Without the sanitizers, whose own runtimes must stay out; the
+    emulator sees copies by the C library's functions, which the compiler does not instrument, and
+    knows what is on the heap."""
+    calls = ("memcpy", "memmove", "memset", "malloc", "free", *_NEW_AND_DELETE) if checked else ()
+    return ("-shared", *(f"-Wl,--wrap={name}" for name in calls))

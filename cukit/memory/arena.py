@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,21 @@ from cukit.memory.walk import Walk
 
 FITS_WEIGHED = 8
 """Of each index, when pages are short."""
+FITS_WEIGHED_WITHIN_PAGES = 64
+"""The same for a block smaller than a page."""
+
+SMALL_SHARE = 16
+"""A block of one part of a page in so many, or less, is small."""
+
+
+class Fit(NamedTuple):
+    """A free span for a block, if there is one."""
+
+    span: Span | None
+    pages: int
+    """Wholly free ones that the block would take."""
+    mixed: bool
+    """The block would share a page with blocks of another kind (small, or not)."""
 
 
 class AddressRange:
@@ -47,6 +63,8 @@ class Arena:
         self.streams = streams
         self.page_bytes = page_bytes
         self._ranges: dict[int, AddressRange] = {}
+        self._small_pages: set[int] = set()
+        """Numbers (address over size) of the pages whose first block was a small one."""
         self.unmapped: dict[int, Span] = {}
 
     # Ranges -----------------------------------------------------------------------------------
@@ -107,22 +125,38 @@ class Arena:
     def take(self, span: Span, size: int, stream: Hashable, *, saving_pages: bool = False) -> Span:
         """Makes `size` bytes of a FREE span live on a stream: the first ones, or see `_start`."""
         start = span.address
-        if saving_pages and self.page_bytes <= size < span.size:
+        if saving_pages and size < span.size:
             start = self._start(span, size)
+        self._note_first(span, start, size)
         span = self.carve(span, start, size)
         span.state = LIVE
         span.stream = stream
         return span
 
-    def _start(self, span: Span, size: int) -> int:
-        """Where in a free span a block of a page or more begins: at the span's start, or so that
-        the block begins or ends with a page. What takes the fewest wholly free pages, then what
-        leaves the least of them.
+    def _note_first(self, span: Span, start: int, size: int) -> None:
+        """Remembers of the pages that are wholly in a free span whose first block this is."""
+        page = self.page_bytes
+        low = max(start // page, -(-span.address // page))
+        high = min(-(-(start + size) // page), span.end // page)
+        if size * SMALL_SHARE <= page:
+            self._small_pages.update(range(low, high))
+        elif self._small_pages:
+            self._small_pages.difference_update(range(low, high))
 
-        A page with a live byte stays where it is. A block with an end inside a page keeps a page
-        that its neighbours give up, and a block with both ends there keeps two.
+    def _start(self, span: Span, size: int) -> int:
+        """Where in a free span a block begins when pages are short.
+
+        A block of a page or more: at the span's start, or so that it begins or ends with a page.
+        What takes the fewest wholly free pages, then what leaves the least of them. For a page with
+        a live byte stays where it is: a block with an end inside a page keeps a page that its
+        neighbours give up, and a block with both ends there keeps two.
+
+        A smaller one: where what is left still begins or ends a page, for a larger block to use.
         """
         page, begin, end = self.page_bytes, span.address, span.end
+        if size < page:
+            at_end = begin % page == 0 and end % page and span.size < page
+            return end - size if at_end else begin
         first, last = -(-begin // page), end // page
         best, found = None, begin
         for start in (begin, first * page, -(-(begin + size) // page) * page - size):
@@ -190,6 +224,9 @@ class Arena:
     def put_unmapped(self, span: Span) -> None:
         """Makes a span, in no index, UNMAPPED and merges it."""
         span.state, span.stream, span.epoch = UNMAPPED, None, 0
+        if self._small_pages:
+            page = self.page_bytes
+            self._small_pages.difference_update(range(span.address // page, span.end // page))
         behind, before = span.next, span.prev
         if behind is not None and behind.state == UNMAPPED:
             del self.unmapped[behind.address]
@@ -302,21 +339,40 @@ class Arena:
             return own or common
         return own if (own.size, own.address) <= (common.size, common.address) else common
 
-    def thrifty_fit(self, size: int, state: StreamState) -> tuple[Span | None, int]:
-        """Of the best fits, the one whose start takes the fewest wholly free pages, and how many.
+    def thrifty_fit(self, size: int, state: StreamState) -> Fit:
+        """Of the best fits, the one whose start takes the fewest wholly free pages.
 
         A block that begins beside another one, on what is left of a page, may need a page less.
+        Small blocks and others share a page only where there is no other place: a page of small
+        blocks is hardly ever free as a whole, and what is left of it is in many pieces.
         """
         page = self.page_bytes
-        found, best = None, (0, 0, 0)
+        most = FITS_WEIGHED if size >= page else FITS_WEIGHED_WITHIN_PAGES
+        found, best = Fit(None, 0, False), None
         for index in (state.index, self.streams.anyone.index):
-            for span in index.at_least(size, FITS_WEIGHED):
+            for span in index.at_least(size, most):
                 first = -(-span.address // page)
                 last = min(-(-(span.address + size) // page), span.end // page)
                 pages, used = (
                     (last - first, first * page - span.address) if last > first else (0, 0)
                 )
-                rank = (pages, used, span.size)
-                if found is None or rank < best:
-                    found, best = span, rank
-        return found, best[0]
+                mixed = size < page and self._mixes(span, size)
+                rank = (mixed, pages, used, span.size)
+                if best is None or rank < best:
+                    found, best = Fit(span, pages, mixed), rank
+        return found
+
+    def _mixes(self, span: Span, size: int) -> bool:
+        """Whether a block in a free span, smaller than a page, may share a page with one that is
+        small where it is not, or the other way round."""
+        page = self.page_bytes
+        ends = [
+            end // page
+            for end, whole in (
+                (span.address, span.address % page == 0),
+                (span.end - 1, span.end % page == 0),
+            )
+            if not (whole and span.size >= page)
+        ]
+        small = [number in self._small_pages for number in ends]
+        return bool(small) and (not any(small) if size * SMALL_SHARE <= page else any(small))

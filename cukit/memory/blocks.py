@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 BlockState = Literal["live", "pending", "free", "unmapped"]
 """`pending`: freed, but a stream it was used on may not be done with it. `unmapped`: addresses
-with no memory behind them."""
+with no memory behind them, or whose memory is in use at another address."""
 
 Action = Literal[
     "alloc",

@@ -40,6 +40,7 @@ from cukit.memory.provider import Provider
 from cukit.memory.relocate import Defragmenter
 from cukit.memory.spans import CACHED, LIVE, Span
 from cukit.memory.statistics import Counters
+from cukit.memory.stitch import Stitcher
 from cukit.memory.streams import CaptureKey, Streams, StreamState
 from cukit.memory.supply import Supply
 from cukit.memory.ties import BufferTie, PinTie, Tie
@@ -98,9 +99,10 @@ class PoolCore:
         self._states = self._streams.states
         self._arena = Arena(self._streams, provider.page_bytes)
         self._pager = Pager(config, provider, self._arena, emit)
-        self._supply = Supply(provider, self._arena, self._pager, self._streams, emit)
+        stitcher = Stitcher(provider, self._arena, self._pager, emit)
+        self._supply = Supply(provider, self._arena, self._pager, stitcher, self._streams, emit)
         self._defragmenter = Defragmenter(
-            provider, self._arena, self._pager, self._supply, self._live, self._listeners
+            provider, self._arena, self._pager, stitcher, self._supply, self._live, self._listeners
         )
         self._ladder = Ladder(
             config, provider, self._supply, self._pager, self._defragmenter, self._outside, emit

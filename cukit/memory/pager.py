@@ -18,10 +18,7 @@ from cukit.memory.provider import DeviceOutOfMemory, Provider
 from cukit.memory.spans import FREE, UNMAPPED, Span
 
 CROWDED = 0.9
-"""Of its limit: a pool that holds more goes where fewer wholly free pages are taken."""
-FULL = 0.97
-"""Of its limit: from here on blocks begin or end with a page. Earlier that would cost what lies
-between them, for blocks that fill a pool one behind the other share their pages anyway."""
+"""Of its limit: a pool that holds more puts blocks where they take the fewest wholly free pages."""
 
 
 class Emit(Protocol):
@@ -77,45 +74,65 @@ class Pager:
         self.pages_remapped = 0
 
     @property
-    def crowded(self) -> bool:
-        """Whether the pool holds nearly what its limit allows."""
-        return self._holds(CROWDED)
+    def limited(self) -> bool:
+        """Whether pages may become short before the device has no more."""
+        return self._config.max_pool_size is not None and self._remaps
 
     @property
-    def full(self) -> bool:
-        """Whether it holds all but a little of that."""
-        return self._holds(FULL)
-
-    def _holds(self, share: float) -> bool:
+    def crowded(self) -> bool:
+        """Whether the pool holds nearly what its limit allows."""
         limit = self._config.max_pool_size
-        return limit is not None and self._remaps and self.reserved_bytes >= share * limit
+        return limit is not None and self._remaps and self.reserved_bytes >= CROWDED * limit
 
-    def grow(self, size: int, stream: Hashable, fewer_than: int | None = None) -> Span | None:
+    def grow(
+        self,
+        size: int,
+        stream: Hashable,
+        *,
+        fewer_than: int | None = None,
+        alone: bool = False,
+    ) -> Span | None:
         """Makes a hole of at least `size` bytes that the stream may use, and returns it.
 
         `fewer_than`: only where that takes fewer pages than this, which a neighbour has to allow.
+        `alone`: not as part of a free neighbour.
         None: the limit or the device forbid it, or there is no such place; nothing has changed.
         """
         if not self._remaps:
             return self._grow_by_segment(size)
-        place = self._place(size, stream)
+        place = self._place(size, stream, alone=alone)
         if fewer_than is not None and (place is None or place.pages >= fewer_than):
             return None
         needed = self._pages(size) if place is None else place.pages
-        missing = needed - len(self.in_hand)
-        spared = () if place is None else place.neighbours
-        runs = self._whole_pages(missing, spared) if missing > 0 else []
-        missing -= sum(run.pages for run in runs)
-        if missing > 0 and not self._create(missing):
+        runs = self.find_pages(needed, () if place is None else place.neighbours)
+        if runs is None:
             return None
         if place is None:
             place = self._reserve(size)
             if place is None:
                 return None
         for run in runs:
-            self._unmap(run)
-        self.pages_remapped += sum(run.pages for run in runs)
+            self.unmap(run)
         return self._map(place, stream)
+
+    def find_pages(self, count: int, spared: Sequence[Span]) -> list[Run] | None:
+        """What to unmap so that `count` pages are in hand, new ones among them where the limit and
+        the device allow it. None: there are not as many."""
+        missing = count - len(self.in_hand)
+        runs = self._whole_pages(missing, spared) if missing > 0 else []
+        missing -= sum(run.pages for run in runs)
+        return runs if missing <= 0 or self._create(missing) else None
+
+    def find_addresses(self, pages: int) -> Place | None:
+        """Unmapped addresses for `pages` pages, beside whatever it is; fresh ones if need be."""
+        size = pages * self.page_bytes
+        return self._place(size, None, alone=True) or self._reserve(size)
+
+    def hole_at(self, address: int) -> Span:
+        """The unmapped span around an address; unmapping may have merged it with others."""
+        return next(
+            span for span in self._arena.unmapped.values() if span.address <= address < span.end
+        )
 
     def prepare(self, size: int) -> bool:
         """Takes at least `size` bytes from the device ahead of any request."""
@@ -147,18 +164,16 @@ class Pager:
             if place is None:
                 return 0
         for run in runs:
-            self._unmap(run)
+            self.unmap(run)
         self._map(place, None)
-        remapped = sum(run.pages for run in runs)
-        self.pages_remapped += remapped
-        return remapped
+        return sum(run.pages for run in runs)
 
     def trim(self) -> int:
         """Hands back every wholly free page, or segment, and every empty range."""
         before = self.reserved_bytes
         if self._remaps:
             for run in self._whole_pages(1 << 62, ()):
-                self._unmap(run)
+                self.unmap(run, remapped=False)
             if self.in_hand:
                 self._provider.destroy_pages(self.in_hand)
                 self.reserved_bytes -= len(self.in_hand) * self.page_bytes
@@ -188,7 +203,7 @@ class Pager:
             self.in_hand.extend(self.mapped.pop(address) for address in addresses[:count])
             del addresses[:count]
         if self.in_hand:
-            provider.destroy_pages(self.in_hand)
+            provider.destroy_pages(list(dict.fromkeys(self.in_hand)))  # some were mapped twice
             self.in_hand.clear()
         for part in self._arena.ranges():
             provider.release(part.address, part.size)
@@ -318,14 +333,15 @@ class Pager:
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
-    def _unmap(self, run: Run) -> None:
-        """Takes the pages of a free run in hand."""
+    def unmap(self, run: Run, *, remapped: bool = True) -> None:
+        """Takes the pages of a free run in hand. `remapped`: to map them elsewhere."""
         size = run.pages * self.page_bytes
         self._provider.unmap_pages(run.address, run.pages)
         cut = self._arena.carve(run.span, run.address, size)
         self._arena.put_unmapped(cut)
         addresses = range(run.address, run.address + size, self.page_bytes)
         self.in_hand.extend(self.mapped.pop(address) for address in addresses)
+        self.pages_remapped += run.pages if remapped else 0
         self._emit("segment_unmap", run.address, size, None)
 
     def _map(self, place: Place, stream: Hashable) -> Span:
@@ -334,13 +350,7 @@ class Pager:
         pages = self.in_hand[-place.pages :]
         self._provider.map_pages(place.address, pages)
         del self.in_hand[-place.pages :]
-        # Unmapping may have merged the hole with its neighbours: find it again.
-        hole = next(
-            span
-            for span in self._arena.unmapped.values()
-            if span.address <= place.address < span.end
-        )
-        span = self._arena.cut_unmapped(hole, place.address, size)
+        span = self._arena.cut_unmapped(self.hole_at(place.address), place.address, size)
         for offset, page in enumerate(pages):
             self.mapped[place.address + offset * self.page_bytes] = page
         self._emit("segment_map", place.address, size, None)

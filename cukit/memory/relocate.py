@@ -16,6 +16,7 @@ from cukit.memory.pager import Pager
 from cukit.memory.provider import Moves, Provider
 from cukit.memory.spans import Span
 from cukit.memory.statistics import DefragmentReport
+from cukit.memory.stitch import Stitcher
 from cukit.memory.supply import Supply
 from cukit.memory.survey import Survey, survey
 from cukit.memory.walk import Holes, Walk, measure
@@ -29,6 +30,7 @@ class Defragmenter:
         provider: Provider,
         arena: Arena,
         pager: Pager,
+        stitcher: Stitcher,
         supply: Supply,
         live: dict[int, Span],
         listeners: Listeners,
@@ -36,6 +38,7 @@ class Defragmenter:
         self._provider = provider
         self._arena = arena
         self._pager = pager
+        self._stitcher = stitcher
         self._supply = supply
         self._live = live
         self._listeners = listeners
@@ -63,6 +66,7 @@ class Defragmenter:
         self._supply.stop_the_world()
         walk = Walk.over(self._arena)
         before, moved = self._compact(walk, stream)
+        self._stitcher.undo()
         remapped = self._pager.consolidate()
         after = self._merged_holes()
         self.count += 1
@@ -88,7 +92,9 @@ class Defragmenter:
     def compact(self, stream: Hashable) -> int:
         """Waits for the device and moves unpinned buffers; returns the bytes."""
         self._supply.stop_the_world()
-        return self._compact(Walk.over(self._arena), stream)[1]
+        moved = self._compact(Walk.over(self._arena), stream)[1]
+        self._stitcher.undo()
+        return moved
 
     def _compact(self, walk: Walk, stream: Hashable) -> tuple[Holes, int]:
         """Holes before, and bytes moved. The device is idle before and after; what the copies do

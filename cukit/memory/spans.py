@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from cukit.memory.buffer import Holder
     from cukit.memory.ties import Tie
 
-LIVE, CACHED, FREE, PENDING, UNMAPPED, GONE = range(6)
+LIVE, CACHED, FREE, PENDING, UNMAPPED, ELSEWHERE, GONE = range(7)
 """CACHED: free, waiting in its stream's list of exactly this size, not merged with neighbours.
-FREE: merged as far as it goes, in the index of its stream. GONE: merged into a neighbour, no longer
-part of any range. The other states as in blocks.py."""
+FREE: merged as far as it goes, in the index of its stream. ELSEWHERE: bytes of a page that is
+mapped twice, which are used at its other address (stitch.py). GONE: merged into a neighbour, no
+longer part of any range. The other states as in blocks.py."""
 
-PUBLIC_STATE: tuple[BlockState, ...] = ("live", "free", "free", "pending", "unmapped")
+PUBLIC_STATE: tuple[BlockState, ...] = ("live", "free", "free", "pending", "unmapped", "unmapped")
 
 
 class Span:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from cukit.memory.arena import Arena
+from cukit.memory.arena import Arena, Fit
 from cukit.memory.blocks import Action
 from cukit.memory.pager import Emit, Pager
 from cukit.memory.provider import Provider
 from cukit.memory.spans import PENDING, Span
+from cukit.memory.stitch import Stitcher
 from cukit.memory.streams import CaptureKey, Streams, StreamState
 
 FEW_PAGES = 16
@@ -20,6 +21,13 @@ LARGE_BYTES = 4 << 20
 """Freed blocks of this size are merged by the next miss of this size, for they make the holes that
 large requests need. Smaller ones wait for a request of their own size as long as anything else
 fits: a program that repeats its sizes would miss with all of them after one miss with one."""
+
+
+STITCHED_SHARE = 8
+"""A block of one part of a page in so many, or less, is not worth two mappings."""
+
+WASTED_SHARE = 16
+"""Nor is it to waste one part of a page less."""
 
 
 class Supply:
@@ -33,15 +41,24 @@ class Supply:
 
     When nearly all that the limit allows is held, what is left of pages beside live blocks is what
     the pool runs out of. Then a request of few pages goes where it takes the fewest wholly free
-    ones, though it costs driver calls to bring pages there.
+    ones, though it costs driver calls: to bring pages there (Pager.grow), or to map what is left of
+    pages a second time (Stitcher). In a pool with a limit small blocks have pages of their own from
+    the start, for they cut into pieces what could be used like that.
     """
 
     def __init__(
-        self, provider: Provider, arena: Arena, pager: Pager, streams: Streams, emit: Emit
+        self,
+        provider: Provider,
+        arena: Arena,
+        pager: Pager,
+        stitcher: Stitcher,
+        streams: Streams,
+        emit: Emit,
     ) -> None:
         self._provider = provider
         self._arena = arena
         self._pager = pager
+        self._stitcher = stitcher
         self._streams = streams
         self._emit = emit
         self.pending: list[tuple[Span, list[Any]]] = []
@@ -53,46 +70,79 @@ class Supply:
     def obtain(self, size: int, state: StreamState, *, pressed: bool = False) -> Span | None:
         """A live span of `size` bytes, or None. `pressed`: wait for other streams in any case."""
         arena, streams = self._arena, self._streams
-        if self._pager.crowded and not state.private:
-            arena.flush(state)
-            span = self._thrifty(size, state)
-        else:
-            span = self._own(size, state)
+        crowded = self._pager.crowded and not state.private
+        span = self._thrifty(size, state) if crowded else self._own(size, state)
         if span is None and not state.private:
             self.settle()
-            span = arena.best_fit(size, state)
+            span = self._fit(size, state)
             if span is None and not streams.single:
                 arena.unify(state)
-                span = arena.best_fit(size, state)
+                span = self._fit(size, state)
             if span is None and (pressed or size >= self._arena.page_bytes):
                 span = self._behind_others(size, state)
         if span is None and not state.private and self.before_growing(size, state):
             span = arena.best_fit(size, state)
         if span is None:
-            span = self._pager.grow(size, state.key)
+            span = self._pager.grow(size, state.key, alone=self._apart(size, state))
+        if span is None:
+            span = arena.best_fit(size, state) or self._stitcher.stitch(size, state)
         if span is None:
             return None
-        return arena.take(span, size, state.key, saving_pages=self._pager.full)
+        return arena.take(span, size, state.key, saving_pages=crowded)
+
+    def _apart(self, size: int, state: StreamState) -> bool:
+        """Whether small blocks and others are kept on different pages."""
+        return self._pager.limited and size < self._arena.page_bytes and not state.private
+
+    def _fit(self, size: int, state: StreamState) -> Span | None:
+        """The best fit that the stream may use at once, beside blocks of its kind, or None."""
+        if not self._apart(size, state):
+            return self._arena.best_fit(size, state)
+        fit = self._arena.thrifty_fit(size, state)
+        return None if fit.mixed else fit.span
 
     def _own(self, size: int, state: StreamState) -> Span | None:
-        """The best fit that the stream may use at once, or None."""
+        """The best fit, with no more merging than it takes, or None."""
         if size >= LARGE_BYTES:
             self._arena.flush(state, LARGE_BYTES)
-        span = self._arena.best_fit(size, state)
+        span = self._fit(size, state)
         if span is None:
             self._arena.flush(state)
-            span = self._arena.best_fit(size, state)
+            span = self._fit(size, state)
         return span
 
     def _thrifty(self, size: int, state: StreamState) -> Span | None:
-        """A fit that takes as few wholly free pages as any place would, or None."""
+        """What takes as few wholly free pages as any place would, or None."""
+        self._arena.flush(state)
         least = size // self._arena.page_bytes
-        if 0 < least <= FEW_PAGES:
-            self.settle()
-        span, pages = self._arena.thrifty_fit(size, state)
-        if span is None or pages <= least or least > FEW_PAGES:
-            return span
-        return self._pager.grow(size, state.key, fewer_than=pages) or span
+        if least > FEW_PAGES:
+            return self._arena.thrifty_fit(size, state).span
+        self.settle()
+        fit = self._arena.thrifty_fit(size, state)
+        if not least:
+            return self._within_pages(size, state, fit)
+        if fit.span is None:
+            return self._stitcher.stitch(size, state, fewer_than=least + 1)
+        if fit.pages > least:
+            return (
+                self._stitcher.stitch(size, state, fewer_than=fit.pages)
+                or self._pager.grow(size, state.key, fewer_than=fit.pages)
+                or fit.span
+            )
+        waste = _waste(fit.span, size, self._arena.page_bytes)
+        if waste * WASTED_SHARE <= self._arena.page_bytes:
+            return fit.span
+        less = self._stitcher.stitch(size, state, fewer_than=fit.pages + 1, waste_below=waste)
+        return less or fit.span
+
+    def _within_pages(self, size: int, state: StreamState, fit: Fit) -> Span | None:
+        """`_thrifty` for less than a page: rather a page alone than one with others of its kind."""
+        if fit.span is not None and not fit.mixed:
+            return fit.span
+        alone = self._pager.grow(size, state.key, alone=True)
+        if alone is None and size * STITCHED_SHARE > self._arena.page_bytes:
+            alone = self._stitcher.stitch(size, state)
+        return alone or fit.span
 
     def settle(self) -> None:
         """Merges all that is freed, and gives to everybody what streams are done with."""
@@ -102,6 +152,7 @@ class Supply:
             if state.index:
                 self._streams.poll(state)
                 self._arena.settle(state)
+        self._stitcher.undo()
 
     def settle_waiting(self) -> None:
         """The same, after waiting for the streams."""
@@ -111,6 +162,7 @@ class Supply:
             if state.index:
                 self._streams.wait_for(state)
                 self._arena.settle(state)
+        self._stitcher.undo()
 
     def stop_the_world(self) -> None:
         """Waits until the device is idle: everything free may be used by everybody."""
@@ -191,3 +243,11 @@ class Supply:
         self._emit(action, span.address, span.size, span.stream)
         span.uses, span.call_site = (), ()
         self._arena.put_free(span)
+
+
+def _waste(span: Span, size: int, page: int) -> int:
+    """What a block of whole pages and a rest leaves of the page that it shares, at least; 0 where
+    it shares none."""
+    rest = size % page
+    edges = [-span.address % page, span.end % page]
+    return min((edge - rest for edge in edges if edge >= rest), default=0)

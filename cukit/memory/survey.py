@@ -12,7 +12,7 @@ from cukit.memory.arena import Arena
 from cukit.memory.blocks import Frame
 from cukit.memory.compact import FREE as FREE_BYTES
 from cukit.memory.compact import MOVABLE, WALL, Pieces, cut_at_pages
-from cukit.memory.spans import LIVE, PENDING, UNMAPPED
+from cukit.memory.spans import ELSEWHERE, LIVE, PENDING, UNMAPPED
 from cukit.memory.statistics import StreamStatistics
 from cukit.memory.streams import CaptureKey
 from cukit.memory.walk import Walk
@@ -44,7 +44,7 @@ def survey(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Survey:
     result = Survey(free=in_hand_bytes)
     streams: dict[Hashable, list[int]] = defaultdict(lambda: [0, 0, 0])
     for span in arena.spans():
-        if span.state == UNMAPPED:
+        if span.state in (UNMAPPED, ELSEWHERE):
             continue
         if span.state == LIVE:
             result.live += span.size

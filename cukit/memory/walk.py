@@ -14,7 +14,7 @@ import numpy as np
 
 from cukit.memory.compact import FREE as FREE_BYTES
 from cukit.memory.compact import MOVABLE, WALL, Ints, Pieces
-from cukit.memory.spans import CACHED, FREE, LIVE, PENDING, UNMAPPED, Span
+from cukit.memory.spans import CACHED, ELSEWHERE, FREE, LIVE, PENDING, UNMAPPED, Span
 from cukit.memory.streams import CaptureKey
 
 if TYPE_CHECKING:
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 _NO_BYTES = 3
 """The kind of addresses without memory; the others are those of compact.py."""
 
-_KINDS = np.zeros(6, np.int64)
-_KINDS[[LIVE, CACHED, FREE, PENDING, UNMAPPED]] = WALL, FREE_BYTES, FREE_BYTES, WALL, _NO_BYTES
+_KINDS = np.zeros(7, np.int64)
+_KINDS[[LIVE, PENDING, ELSEWHERE]] = WALL
+_KINDS[[CACHED, FREE]] = FREE_BYTES
+_KINDS[UNMAPPED] = _NO_BYTES
 
 _address, _size, _state = map(attrgetter, ("address", "size", "state"))
 

@@ -31,38 +31,6 @@ namespace {
 
 using namespace cukit::paged;
 
-// A run of tiles of one problem, which a block works through.
-struct Piece {
-  Place place;  // its first unit
-  int begin, end;  // tiles of the request
-  bool whole;      // all of the problem
-};
-
-// The units of the batch that a block takes, piece by piece.
-struct Share {
-  Place place;
-  int index, end;  // units of the batch
-
-  CUKIT_DEVICE bool done() const { return index >= end; }
-
-  CUKIT_DEVICE Piece piece() const {
-    const int left = place.request.units - place.unit;
-    const int units = UNIT_TILES ? 1 : min(left, end - index);
-    const int step = UNIT_TILES ? UNIT_TILES : 1;
-    const int last = place.request.first_tile + place.request.tiles;
-    const int begin = place.request.first_tile + place.unit * step;
-    return {place, begin, min(last, begin + units * step), units == place.request.units};
-  }
-
-  CUKIT_DEVICE void advance(const int* seq_lens, const cukit::PagedParameters& params) {
-    const int left = place.request.units - place.unit;
-    const int units = UNIT_TILES ? 1 : min(left, end - index);
-    index += units;
-    place.unit += units;
-    if (place.unit == place.request.units && !done()) place.next_problem(seq_lens, params);
-  }
-};
-
 // Copies a warp's keys and values, tile after tile of a share, ahead of their use.
 class Loader {
  public:
@@ -350,21 +318,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
 
     unsigned char* merge = shared + (stage == 0 ? STAGES - 1 : stage - 1) * kStageBytes;
     const int problem_first = share.index - piece.place.unit;  // its first unit
-    const int problem_last = problem_first + piece.place.request.units - 1;
-    // Slots and counters of a piece. Without UNIT_TILES they are its block's: the first piece of a
-    // block may be the end of a problem, its last one the beginning of another.
-    const int first_team = problem_first / share_units;
-    const int pieces = UNIT_TILES ? piece.place.request.units
-                                  : problem_last / share_units - first_team + 1;
+    // Counters, as slots, are a block's own; with UNIT_TILES a unit's.
+    const cukit::PieceSlots slots(problem_first, piece.place.request.units, share_units);
+    const int pieces = UNIT_TILES ? piece.place.request.units : slots.count;
     const auto slot_of = [&](int i) {
       if constexpr (UNIT_TILES > 0) return static_cast<long long>(problem_first + i) * TEAM + member;
-      const bool begins_inside = i == 0 && problem_first % share_units != 0;
-      return 2LL * ((first_team + i) * TEAM + member) + begins_inside;
+      return slots.slot(i, member);
     };
-    const int own = UNIT_TILES ? piece.place.unit : team - first_team;
+    const int own = UNIT_TILES ? piece.place.unit : team - slots.first_team;
     const int counter =
         UNIT_TILES ? (piece.place.b * (params.problems / TEAM) + piece.place.problem) * TEAM + member
-                   : first_team * TEAM + member;
+                   : slots.first_team * TEAM + member;
     merge_warps(sums, rows, piece.whole, slot_of(own), factor, merge, statistics, partial, arrays,
                 params);
     if (!piece.whole && finishes(counters + counter, pieces)) {

@@ -36,6 +36,8 @@ constexpr int kMergePitch = HEAD_DIM + kBits / 2;  // floats: neighbouring rows 
 static_assert(8 * kMergePitch * 4 <= kStageBytes, "sums of eight rows lie in a stage");
 
 using Place = cukit::Place<kTile, UNIT_TILES>;
+using Piece = cukit::Piece<kTile, UNIT_TILES>;
+using Share = cukit::Share<kTile, UNIT_TILES>;
 
 struct Arrays {
   const T* q;              // [batch, seq_q, heads_q, head_dim]

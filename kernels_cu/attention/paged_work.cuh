@@ -11,9 +11,10 @@
 //
 // With UNIT_TILES > 0 (batch-invariant) a problem is cut after every UNIT_TILES of its own tiles
 // instead, and teams share units: the sums of a request do not depend on what else is in the batch.
+//
+// Parameters: a kernel's struct with batch, seq_q, most_keys, problems (of a request) and settings.
 #pragma once
 
-#include "attention/parameters.cuh"
 #include "common/platform.cuh"
 #include "common/scores/score_options.cuh"
 
@@ -24,7 +25,8 @@ template <int Tile, int UnitTiles>
 struct Request {
   int seq_kv, first_tile, tiles, units;
 
-  CUKIT_DEVICE Request(int b, const int* seq_lens, const PagedParameters& params) {
+  template <typename Parameters>
+  CUKIT_DEVICE Request(int b, const int* seq_lens, const Parameters& params) {
     seq_kv = b < params.batch ? min(seq_lens[b], params.most_keys) : 0;
     const TileRange range =
         key_tiles<Tile>(0, params.seq_q, seq_kv - params.seq_q, seq_kv, params.settings);
@@ -54,7 +56,8 @@ struct Place {
   Request_ request;
 
   // The units of a whole batch; every lane gets them.
-  CUKIT_DEVICE static int count(const int* seq_lens, const PagedParameters& params) {
+  template <typename Parameters>
+  CUKIT_DEVICE static int count(const int* seq_lens, const Parameters& params) {
     int total = 0;
     for (int b = threadIdx.x % kWarpSize; b < params.batch; b += kWarpSize) {
       total += Request_(b, seq_lens, params).units;
@@ -67,7 +70,8 @@ struct Place {
   }
 
   // Where unit number `index` of the batch lies.
-  CUKIT_DEVICE static Place find(int index, const int* seq_lens, const PagedParameters& params) {
+  template <typename Parameters>
+  CUKIT_DEVICE static Place find(int index, const int* seq_lens, const Parameters& params) {
     const int lane = threadIdx.x % kWarpSize;
     int before = 0;
     for (int first = 0;; first += kWarpSize) {
@@ -87,13 +91,65 @@ struct Place {
   }
 
   // The first unit of the next problem.
-  CUKIT_DEVICE void next_problem(const int* seq_lens, const PagedParameters& params) {
+  template <typename Parameters>
+  CUKIT_DEVICE void next_problem(const int* seq_lens, const Parameters& params) {
     unit = 0;
     if (++problem == params.problems / TEAM) {
       problem = 0;
       ++b;
       request = Request_(b, seq_lens, params);
     }
+  }
+};
+
+// A run of tiles of one problem, which a block works through.
+template <int Tile, int UnitTiles>
+struct Piece {
+  Place<Tile, UnitTiles> place;  // its first unit
+  int begin, end;                // tiles of the request
+  bool whole;                    // all of the problem
+};
+
+// The units of the batch that a block takes, piece by piece.
+template <int Tile, int UnitTiles>
+struct Share {
+  Place<Tile, UnitTiles> place;
+  int index, end;  // units of the batch
+
+  CUKIT_DEVICE bool done() const { return index >= end; }
+
+  CUKIT_DEVICE Piece<Tile, UnitTiles> piece() const {
+    const int left = place.request.units - place.unit;
+    const int units = UnitTiles ? 1 : min(left, end - index);
+    const int step = UnitTiles ? UnitTiles : 1;
+    const int last = place.request.first_tile + place.request.tiles;
+    const int begin = place.request.first_tile + place.unit * step;
+    return {place, begin, min(last, begin + units * step), units == place.request.units};
+  }
+
+  template <typename Parameters>
+  CUKIT_DEVICE void advance(const int* seq_lens, const Parameters& params) {
+    const int left = place.request.units - place.unit;
+    const int units = UnitTiles ? 1 : min(left, end - index);
+    index += units;
+    place.unit += units;
+    if (place.unit == place.request.units && !done()) place.next_problem(seq_lens, params);
+  }
+};
+
+// Where the pieces of a problem leave their sums: two slots of each block, since its first piece may be
+// the end of a problem and its last one the beginning of another. TEAM blocks follow each other.
+struct PieceSlots {
+  int first_team, count;
+  bool begins_inside;  // the first team's share
+
+  CUKIT_DEVICE PieceSlots(int first_unit, int units, int share)
+      : first_team(first_unit / share),
+        count((first_unit + units - 1) / share - first_team + 1),
+        begins_inside(first_unit % share != 0) {}
+
+  CUKIT_DEVICE long long slot(int piece, int member) const {
+    return 2LL * ((first_team + piece) * TEAM + member) + (piece == 0 && begins_inside);
   }
 };
 

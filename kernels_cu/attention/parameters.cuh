@@ -63,6 +63,18 @@ struct PagedParameters {
   ScoreSettings settings;
 };
 
+// mla_attention_sm90, which finds q and the cache through tensor maps, and mla_merge. A row is a head of
+// a query.
+struct LatentParameters {
+  int batch, heads_q, seq_q;
+  int problems;   // of a request: tiles of rows
+  int most_keys;  // that the block table has room for
+  int table_row;
+  long long cache_block;  // bytes from a block of the cache to the next
+  float scale_log2;       // scale * log2(e)
+  ScoreSettings settings;
+};
+
 // flash_attention_backward_sm90, which finds its arrays through tensor maps
 struct MappedKeyParameters {
   int batch;

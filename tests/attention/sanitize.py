@@ -18,6 +18,7 @@ from cukit.attention import (
     cascade_plan,
     flash_attention,
     merge_attention_states,
+    mla_attention,
     paged_attention,
 )
 from tests.attention.conftest import choose_class
@@ -147,6 +148,17 @@ def cascade(head_dim: int) -> None:
         to_host(cascade_attention(*placed, ((48, 8), (64, 4))))
 
 
+def latents(heads: int, seq_q: int) -> None:
+    """Requests of unlike lengths, one of them empty, that share thread blocks."""
+    rng = _rng()
+    q = random(rng, (4, seq_q, heads, 576), "bfloat16")
+    cache = random(rng, (60, 64, 1, 576), "bfloat16")
+    table = rng.permutation(60)[:56].reshape(4, 14).astype(np.int32)
+    lengths = np.array([800, 0, 3, 130], np.int32)
+    out, _ = mla_attention(*to_device("gpu", q, cache, table, lengths), return_lse=True)
+    assert np.isfinite(to_host(out).astype(np.float32)).all()
+
+
 def _as_class(name: str, run: Callable[[], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         choose_class("gpu sm80" if name == "sm80" else "gpu", patch)
@@ -193,6 +205,8 @@ GROUPS = {
         f"float8 d{width}": Group(partial(float8, width), quick=width == 128)
         for width in (64, 128, 256)
     },
+    "latents": Group(partial(latents, 16, 1), shares=True, quick=True),
+    "latents, teams and a mask": Group(partial(latents, 128, 2)),
     "paged d64": Group(partial(paged, 64), quick=True),
     "paged d128 window": Group(partial(paged, 128, window_size=(70, 0), softcap=2.0)),
     **{

@@ -12,7 +12,7 @@ from cukit.attention import cascade, cascade_plan
 from cukit.attention.cascade_plan import Pass, Prefix, plan_cascade
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.core.arrays import bfloat16, float16, namespace
-from cukit.core.device import typical_device
+from cukit.core.device import current_device, typical_device
 from cukit.errors import ArrayShapeError, ConfigError
 from tests.attention.test_paged_attention import DTYPES, ROUNDING, Cache, array_module
 from tests.quick_run import emulated
@@ -104,11 +104,11 @@ def test_options(shared: str, options: dict[str, Any]) -> None:
 
 def test_rows_of_a_prefill(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries of all requests in tiles of the Hopper forward."""
-    from cukit.attention import paged
+    from cukit.attention import paged, paged_prefill
 
-    if shared == "gpu" and ck.attention.paged.current_device().arch != "sm_90":
+    if shared == "gpu" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")
-    monkeypatch.setattr(paged, "prefers_prefill", lambda *_, **__: True)
+    monkeypatch.setattr(paged_prefill, "prefers_prefill", lambda *_, **__: True)
     paged._prepare.forget()  # type: ignore[attr-defined]
     try:
         SharedCache([150, 100, 66, 130] * 2, ((64, 8),), heads_q=2).check_shared(shared)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import paged
+from cukit.attention import paged, paged_prefill
 from cukit.attention.flash_problem import AttentionProblem
 from cukit.attention.paged_prefill_plan import plan_paged_prefill, prefers_prefill
 from cukit.core.arrays import bfloat16, float16
@@ -28,7 +28,7 @@ def prefill(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """`device`, where the forward serves every call that it can."""
     if device != "cpu" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")
-    monkeypatch.setattr(paged, "prefers_prefill", lambda *_, **__: True)
+    monkeypatch.setattr(paged_prefill, "prefers_prefill", lambda *_, **__: True)
     paged._prepare.forget()  # type: ignore[attr-defined]
     yield device
     paged._prepare.forget()  # type: ignore[attr-defined]

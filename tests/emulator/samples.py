@@ -57,6 +57,12 @@ def _cascade(rng: Rng) -> Arguments:
     return (q, k, v, table, np.array([40, 33, 48, 36], np.int32), 32), {"return_lse": True}
 
 
+def _latents(rng: Rng) -> Arguments:
+    q, cache = _rows(rng, (2, 2, 5, 576), (6, 64, 1, 576), dtype="float16")
+    table = rng.permutation(6).reshape(2, 3).astype(np.int32)
+    return (q, cache, table, np.array([190, 33], np.int32)), {"return_lse": True}
+
+
 def _states(rng: Rng) -> Arguments:
     a, b = _rows(rng, (2, 3, 4, 64), (2, 3, 4, 64))
     lse = rng.standard_normal((2, 2, 4, 3)).astype(np.float32)
@@ -344,6 +350,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "matmul_tma": lambda rng: (tuple(_rows(rng, (70, 72), (136, 72))), {}),
     "quantized_linear": _quantized_linear,
     "merge_attention_states": _states,
+    "mla_attention": _latents,
     "paged_attention": _paged,
     "quantize": lambda rng: ((_values(rng), int8), {"group_size": 32}),
     "rms_norm": lambda rng: (tuple(_rows(rng, (37, 264), (264,))), {}),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 from cukit.memory import MemoryPool
-from cukit.memory.spans import CACHED, FREE, LIVE, PENDING, UNMAPPED
+from cukit.memory.spans import CACHED, ELSEWHERE, FREE, LIVE, PENDING, UNMAPPED
 
 
 def check_invariants(pool: MemoryPool) -> None:
@@ -11,7 +14,7 @@ def check_invariants(pool: MemoryPool) -> None:
     arena, pager, streams = pool._arena, pool._pager, pool._streams
     page = pager.page_bytes
     assert not pool._busy
-    sizes = dict.fromkeys((LIVE, CACHED, FREE, PENDING, UNMAPPED), 0)
+    sizes = dict.fromkeys((LIVE, CACHED, FREE, PENDING, UNMAPPED, ELSEWHERE), 0)
     seen: dict[int, list[object]] = {state: [] for state in sizes}
     mapped = set()
     end = 0
@@ -66,12 +69,13 @@ def check_invariants(pool: MemoryPool) -> None:
     assert {id(span) for span in arena.unmapped.values()} == {id(span) for span in seen[UNMAPPED]}
     assert all(address == span.address for address, span in arena.unmapped.items())
 
-    # Pages are mapped once, and counted once.
+    # Pages are counted once, and so is each of their bytes, at however many addresses.
     if pool.provider.can_remap:
         assert set(pager.mapped) == mapped
-        pages = [*pager.mapped.values(), *pager.in_hand]
-        assert len(set(pages)) == len(pages), "a page mapped twice"
+        pages = {*pager.mapped.values(), *pager.in_hand}
+        assert len(pages) == len(set(pager.mapped.values())) + len(pager.in_hand)
         assert pager.reserved_bytes == len(pages) * page
+        check_second_mappings(pool)
     else:
         assert pager.reserved_bytes == sum(part.size for part in arena.ranges())
 
@@ -87,3 +91,26 @@ def check_invariants(pool: MemoryPool) -> None:
     assert pager.peak_reserved_bytes >= pager.reserved_bytes
     used = getattr(pool.provider, "used_bytes", None)
     assert used is None or used == pager.reserved_bytes, "the device and the pool disagree"
+
+
+def check_second_mappings(pool: MemoryPool) -> None:
+    """Each byte of a page that is mapped several times is used at exactly one of its addresses."""
+    pager, page = pool._pager, pool._pager.page_bytes
+    counts = Counter(pager.mapped.values())
+    used: dict[object, list[tuple[int, int]]] = {
+        handle: [] for handle, count in counts.items() if count > 1
+    }
+    for span in pool._arena.spans():
+        if span.state in (UNMAPPED, ELSEWHERE):
+            continue
+        for at in range(span.address // page * page, span.end, page):
+            if pager.mapped[at] in used:
+                low, high = max(span.address, at), min(span.end, at + page)
+                used[pager.mapped[at]].append((low - at, high - at))
+    for parts in used.values():
+        parts.sort()
+        assert parts[0][0] == 0
+        assert parts[-1][1] == page
+        assert all(end == start for (_, end), (start, _) in pairwise(parts)), "a byte used twice"
+    seconds = pool._supply._stitcher._seconds
+    assert len(seconds) == sum(counts.values()) - len(counts)

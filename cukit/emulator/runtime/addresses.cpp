@@ -48,6 +48,10 @@ std::uint32_t local_address(std::uint32_t address) { return address & ((1u << kR
 Place place_of(const Fiber& me, std::uint32_t address, std::size_t bytes) {
   Cluster& cluster = *me.block->cluster;
   const unsigned tag = address >> kRankShift;
+  if (tag > cluster.num_blocks) {
+    fault(format("out of bounds: 0x%08x is no shared memory address of this cluster\n  ", address) +
+          name_of(me) + " " + where(me.call));
+  }
   Block& block = tag == 0 ? *me.block : *cluster.blocks[tag - 1];
   if (block.live == 0) {
     fault(format("the block of rank %u, whose shared memory this is, has exited\n  ", block.rank) +

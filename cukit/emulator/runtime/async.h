@@ -57,6 +57,7 @@ struct Mbarrier {
   std::uint32_t pending = 0;
   std::int64_t transactions = 0;  // bytes still to come in this phase
   std::uint32_t phase = 0;        // number of phases completed
+  std::vector<unsigned> arrivals; // agents that have arrived in this phase
   std::vector<Fiber*> waiters;
   std::vector<Work> late;         // copies that report here
   std::vector<Landing> landings;

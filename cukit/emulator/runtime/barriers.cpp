@@ -1,4 +1,6 @@
 // Barriers of a block, of a warp and of a cluster, and warp collectives.
+#include <algorithm>
+
 #include "block.h"
 
 namespace cukit::emulator {
@@ -61,23 +63,14 @@ void for_lanes(Block& block, const Warp& warp, unsigned lanes, const Visit& visi
         "\n  others came " + where(barrier.first_call));
 }
 
-// Arrives; true for the thread that completes the barrier.
-bool arrive(Fiber& me, Barrier& barrier, unsigned expected, bool waits) {
-  Block& block = *me.block;
-  const unsigned warp = me.index / kLanes;
-  if (barrier.expected == 0) {
-    barrier.expected = expected;
-    barrier.first_call = me.call;
-  } else if (barrier.expected != expected) {
-    mismatch(me, format("%u threads are expected here, %u by those who came first", expected,
-                        barrier.expected), barrier);
-  }
-  if (waits) {
-    barrier.waiting[warp] |= 1u << me.lane;
-  } else if (checked()) {
-    release_to(me, &barrier.joined);
-  }
-  if (++barrier.arrived < barrier.expected) return false;
+// Everybody has come whom the barrier waits for.
+bool complete(const Block& block, const Barrier& barrier) {
+  const bool less_exited = barrier.whole && barrier.waiters == barrier.arrived;
+  return barrier.arrived >= (less_exited ? block.live : barrier.expected);
+}
+
+// Lets all threads go on that wait at a complete barrier, and makes it new. `last` is running already.
+void open(Block& block, Barrier& barrier, const Fiber* last) {
   if (checked()) {
     join(*block.cluster, [&](const auto& visit) {
       for (Warp& each : block.warps) {
@@ -85,20 +78,84 @@ bool arrive(Fiber& me, Barrier& barrier, unsigned expected, bool waits) {
       }
     }, barrier.joined);
   }
-  return true;
-}
-
-// Lets everybody go on who waits, and makes the barrier new.
-void open(Fiber& me, Barrier& barrier) {
-  Block& block = *me.block;
-  barrier.waiting[me.index / kLanes] &= ~(1u << me.lane);
+  const int count = barrier.votes_true;
+  const int result = barrier.vote == BlockVote::And  ? count == static_cast<int>(barrier.arrived)
+                     : barrier.vote == BlockVote::Or ? count > 0
+                                                     : count;
   for (Warp& warp : block.warps) {
-    make_ready(block, warp, barrier.waiting[warp.first / kLanes]);
+    const unsigned lanes = barrier.waiting[warp.first / kLanes];
+    for_lanes(block, warp, lanes, [=](Fiber& fiber) { fiber.vote = result; });
+    make_ready(block, warp, last != nullptr && last->warp == &warp ? lanes & ~(1u << last->lane) : lanes);
   }
   barrier = Barrier{};
 }
 
+// Arrives, and comes back when all others have.
+void arrive_and_wait(Fiber& me, Barrier& barrier, const char* what, unsigned number = 0,
+                     unsigned threads = 0) {
+  Block& block = *me.block;
+  ++barrier.arrived;
+  ++barrier.waiters;
+  barrier.waiting[me.index / kLanes] |= 1u << me.lane;
+  if (complete(block, barrier)) {
+    open(block, barrier, &me);
+    shuffle_order();
+  } else {
+    wait_for(what, number, threads);
+  }
+}
+
+// The first to come says how many there will be.
+void expect(const Fiber& me, Barrier& barrier, unsigned expected, bool whole) {
+  if (barrier.expected == 0) {
+    barrier.expected = expected;
+    barrier.whole = whole;
+    barrier.first_call = me.call;
+  } else if (barrier.expected != expected) {
+    mismatch(me, format("%u threads are expected here, %u by those who came first", expected,
+                        barrier.expected), barrier);
+  }
+}
+
 }  // namespace
+
+void open_block_barriers(Block& block) {
+  for (Barrier& barrier : block.barriers) {
+    if (barrier.arrived > 0 && complete(block, barrier)) open(block, barrier, nullptr);
+  }
+}
+
+std::string stuck_barriers(const Cluster& cluster) {
+  std::string text;
+  for (unsigned b = 0; b < cluster.num_blocks; ++b) {
+    const Block& block = *cluster.blocks[b];
+    for (unsigned number = 0; number < kNamedBarriers; ++number) {
+      const Barrier& barrier = block.barriers[number];
+      if (barrier.arrived == 0) continue;
+      const std::string name = barrier.whole && number == 0 ? std::string("__syncthreads")
+                                                            : format("named barrier %u", number);
+      text += format("\n  %s lacks %u of %u arrivals", name.c_str(),
+                     barrier.expected - barrier.arrived, barrier.expected);
+      std::vector<unsigned> absent;
+      for (const Fiber* fiber : block.fibers) {
+        const bool waits = barrier.waiting[fiber->index / kLanes] >> fiber->lane & 1;
+        if (!waits && fiber->state != State::Exited) absent.push_back(fiber->index);
+      }
+      if (barrier.whole) text += ": threads " + list_of(absent) + " have not come";
+    }
+    for (const auto& [address, barrier] : block.mbarriers) {
+      if (barrier.waiters.empty()) continue;
+      text += format("\n  the mbarrier at shared address %u lacks %u of %u arrivals and %lld bytes of "
+                     "copies in its phase %u", address, barrier.pending, barrier.expected,
+                     static_cast<long long>(barrier.transactions), barrier.phase);
+      std::vector<unsigned> here;
+      for (const unsigned agent : barrier.arrivals) here.push_back(agent % cluster.threads);
+      std::sort(here.begin(), here.end());
+      if (!here.empty()) text += "; threads " + list_of(here) + " have arrived";
+    }
+  }
+  return text;
+}
 
 int sync_block(BlockVote vote, int predicate, int line) {
   CUKIT_ENTER(me);
@@ -117,32 +174,23 @@ int sync_block(BlockVote vote, int predicate, int line) {
     mismatch(me, "different forms of __syncthreads", barrier);
   }
   barrier.votes_true += predicate != 0;
-  const unsigned threads = static_cast<unsigned>(block.fibers.size());
-  if (!arrive(me, barrier, threads, true)) {
-    wait_for("__syncthreads");
-    return me.vote;
-  }
-  const int count = barrier.votes_true;
-  const int result = vote == BlockVote::And   ? count == static_cast<int>(threads)
-                     : vote == BlockVote::Or  ? count > 0
-                     : vote == BlockVote::Count ? count
-                                                : 0;
-  for (Fiber* fiber : block.fibers) fiber->vote = result;
-  open(me, barrier);
-  shuffle_order();
+  expect(me, barrier, static_cast<unsigned>(block.fibers.size()), true);
+  arrive_and_wait(me, barrier, "__syncthreads");
   return me.vote;
 }
 
 namespace {
 
-Barrier& named(const Fiber& me, unsigned number, unsigned& threads) {
+Barrier& named(const Fiber& me, unsigned number, unsigned threads) {
   const unsigned all = static_cast<unsigned>(me.block->fibers.size());
-  if (threads == 0) threads = all;
-  if (number >= kNamedBarriers || threads % kLanes != 0 || threads > all) {
+  const unsigned expected = threads == 0 ? all : threads;
+  if (number >= kNamedBarriers || expected % kLanes != 0 || expected > all) {
     fault(format("mismatched barrier: number %u with %u threads; expected 0 to 15 and a multiple of "
-                 "32 up to %u\n  ", number, threads, all) + name_of(me) + " " + where(me.call));
+                 "32 up to %u\n  ", number, expected, all) + name_of(me) + " " + where(me.call));
   }
-  return me.block->barriers[number];
+  Barrier& barrier = me.block->barriers[number];
+  expect(me, barrier, expected, threads == 0);
+  return barrier;
 }
 
 }  // namespace
@@ -150,18 +198,15 @@ Barrier& named(const Fiber& me, unsigned number, unsigned& threads) {
 void sync_named(unsigned number, unsigned threads) {
   CUKIT_ENTER(me);
   Barrier& barrier = named(me, number, threads);
-  if (arrive(me, barrier, threads, true)) {
-    open(me, barrier);
-    shuffle_order();
-  } else {
-    wait_for("named barrier %u of %u threads", number, threads);
-  }
+  arrive_and_wait(me, barrier, "named barrier %u of %u threads", number, barrier.expected);
 }
 
 void arrive_named(unsigned number, unsigned threads) {
   CUKIT_ENTER(me);
   Barrier& barrier = named(me, number, threads);
-  if (arrive(me, barrier, threads, false)) open(me, barrier);
+  if (checked()) release_to(me, &barrier.joined);
+  ++barrier.arrived;
+  if (complete(*me.block, barrier)) open(*me.block, barrier, nullptr);
 }
 
 void open_cluster_barrier(Cluster& cluster) {
@@ -180,6 +225,11 @@ void open_cluster_barrier(Cluster& cluster) {
 void cluster_arrive() {
   CUKIT_ENTER(me);
   Cluster& cluster = *me.block->cluster;
+  if (me.cluster_arrived) {
+    fault("mismatched barrier: a thread arrives at the cluster barrier twice without waiting\n  " +
+          name_of(me) + " " + where(me.call));
+  }
+  me.cluster_arrived = true;
   if (checked()) release_to(me, &cluster.cluster_joined);
   me.cluster_generation = cluster.generation;
   if (++cluster.arrived == cluster.live) open_cluster_barrier(cluster);
@@ -188,6 +238,11 @@ void cluster_arrive() {
 void cluster_wait() {
   CUKIT_ENTER(me);
   Cluster& cluster = *me.block->cluster;
+  if (!me.cluster_arrived) {
+    fault("mismatched barrier: a thread waits at the cluster barrier where it has not arrived\n  " +
+          name_of(me) + " " + where(me.call));
+  }
+  me.cluster_arrived = false;
   if (cluster.generation == me.cluster_generation) wait_for(kClusterWait);
   if (checked()) acquire_from(me, cluster.cluster_last);
 }

@@ -30,6 +30,20 @@ struct Warp;
 
 enum class State : std::uint8_t { Ready, Waiting, Exited };
 
+// A write that would be a race, were its value not the one that is there: judged once it is done.
+struct Suspect {
+  const unsigned char* pointer;
+  unsigned bytes;  // 0 if there is none
+  unsigned char before[16];
+};
+
+// What has to wait until a load or store that is about to happen has happened.
+struct Deferred {
+  const void* learn_from = nullptr;
+  Suspect suspect{};
+  std::string report;
+};
+
 // A CUDA thread. It lies at the top of its own stack.
 struct Fiber : Thread {
   void* stack_pointer = nullptr;
@@ -43,14 +57,17 @@ struct Fiber : Thread {
   const void* call = nullptr;      // where the kernel called the emulator last
   const char* waits_for = nullptr; // of a waiting fiber: a format for the two numbers
   unsigned wait_numbers[2] = {};
-  unsigned polls = 0;              // yields since it last waited for anything
+  unsigned polls = 0;
   unsigned atomics = 0;
-  std::chrono::steady_clock::time_point polls_since{};
+  const void* polled = nullptr;    // what it read atomically last
+  bool has_deferred = false;
+  Deferred deferred;
 
   std::uint64_t value = 0;         // what it brings to a warp collective, and takes from it
   unsigned argument = 0, width = 0;
   const void* operands = nullptr;  // of an instruction of the whole warp
   std::uint64_t cluster_generation = 0;  // of the cluster barrier when it arrived there
+  bool cluster_arrived = false;    // and has not waited yet
   int vote = 0;                    // what it takes from a voting barrier
 
   Clock* seen = nullptr;
@@ -85,6 +102,8 @@ struct Warp {
 struct Barrier {
   unsigned expected = 0;  // threads; 0 while nobody has come
   unsigned arrived = 0;
+  unsigned waiters = 0;           // of those that have arrived
+  bool whole = false;             // of all threads of the block, less those that have exited
   unsigned waiting[kLanes] = {};  // lanes of each warp
   const void* first_call = nullptr;
   int line[kLanes] = {};          // where each warp's first lane came from
@@ -113,6 +132,7 @@ struct Block {
   std::unique_ptr<unsigned char[]> dynamic_storage;
   std::size_t dynamic_capacity = 0;
   Shadow shadow;
+  std::unordered_map<std::uintptr_t, Published> published;  // at addresses of shared memory
 
   Fiber& lane(const Warp& warp, unsigned i) { return *fibers[warp.first + i]; }
 };
@@ -121,6 +141,7 @@ struct Range {
   std::uintptr_t low, high;
   std::uint32_t argument;
   std::uint32_t writeable;
+  std::uint64_t element_bytes;
 };
 
 // One kernel launch, shared by all workers. Filled in by the caller (cukit/emulator/library.py).
@@ -136,7 +157,10 @@ struct Launch {
   std::uint32_t most_workers;
   std::uint32_t checked;
   std::uint32_t late;
+  std::uint32_t global_races;
+  std::uint32_t same_value_writes;
   std::uint64_t seed;
+  std::uint32_t interruptible;  // Ctrl-C ends it
   double patience;  // seconds
   char* message;
   std::uint32_t message_bytes;
@@ -144,24 +168,38 @@ struct Launch {
 
 struct Module {  // the kernel's shared object
   std::uintptr_t base = 0, end = 0;
+  std::uintptr_t data_low = 0, data_high = 0;  // __device__ variables among other things
   std::size_t static_bytes = 0;
   std::size_t tls_module = 0;
 };
 
 struct Run;  // a launch in progress (launch.cpp)
+struct Worker;
+
+// The state of all workers when one of them last made a step.
+struct Watch {
+  std::uint64_t steps = 0;
+  std::vector<std::uint64_t> polls;
+  std::chrono::steady_clock::time_point since{};
+};
 
 struct Cluster {
   Run* run = nullptr;
+  Worker* worker = nullptr;
   const Launch* launch = nullptr;
   const Module* module = nullptr;
   void* main_stack = nullptr;
   std::vector<std::unique_ptr<Stack>> stacks;
   std::vector<std::unique_ptr<Block>> blocks;
+  std::uint64_t number = 0;
   unsigned num_blocks = 0;
   unsigned threads = 0;  // of a block
   unsigned live = 0;
   Block* resident = nullptr;
   std::uint64_t random = 0;
+  // Progress, over all launches: whatever changes memory or lets a thread go on, polls left out.
+  std::uint64_t steps = 0;
+  Watch watch;
 
   unsigned arrived = 0;  // at the cluster barrier
   std::uint64_t generation = 0;
@@ -192,7 +230,14 @@ inline Fiber& current() { return *static_cast<Fiber*>(cukit_emulator_thread); }
 // To be called first in every call from a kernel: remembers where from.
 #define CUKIT_ENTER(name)                                     \
   ::cukit::emulator::Fiber& name = ::cukit::emulator::current(); \
+  ::cukit::emulator::settle(name);                            \
   name.call = __builtin_return_address(0)
+
+// Does what the thread has put off until after its last load or store.
+void settle_now(Fiber& me);
+inline void settle(Fiber& me) {
+  if (__builtin_expect(me.has_deferred, false)) settle_now(me);
+}
 
 // The running fiber waits for somebody to call make_ready. `what` says for what, should that never
 // happen: a format for the two numbers.
@@ -217,11 +262,26 @@ inline void meet_warp(unsigned kind, const char* name,
 // four on. Ends the launch if some of them come to another one.
 void meet_warp_group(const char* name, void (*complete)(Block&, unsigned group));
 
+// A thread has exited: barriers of the whole block need not wait for it.
+void open_block_barriers(Block& block);
+// Whether a byte of static shared memory is the compiler's, who keeps there whether an object beside it has
+// been constructed. CUDA has only objects whose constructors do nothing: what the byte holds never matters.
+bool is_guard(const Module& module, std::size_t byte);
+// What the barriers lack that threads wait at, a line each: arrivals, and bytes of copies.
+std::string stuck_barriers(const Cluster& cluster);
+// "0-31, 64" for sorted numbers.
+std::string list_of(const std::vector<unsigned>& threads);
 // Everybody has arrived at the cluster barrier, or exited.
 void open_cluster_barrier(Cluster& cluster);
 
 // Instructions of whole warps and warpgroups that wait for threads which have not come: a line each.
 std::string missing_threads(const Cluster& cluster);
+
+// Who waits where for what, and who has exited: lines that each begin with a newline.
+std::string waiting_threads(const Cluster& cluster);
+
+// Leaves the cluster as it stands: execute() returns.
+[[noreturn]] void leave(Cluster& cluster);
 
 // Starts what was put off in the late mode. False if there is nothing that would help.
 bool finish_late_work(Cluster& cluster);
@@ -230,6 +290,8 @@ bool finish_late_work(Cluster& cluster);
 [[noreturn]] void fault(const std::string& text);
 std::string where(const void* call);
 std::string name_of(const Fiber& fiber);
+// The same for a thread of any cluster of the launch, by its agent.
+std::string name_of_thread(const Run& run, std::uint64_t cluster, unsigned agent);
 std::string format(const char* text, ...) __attribute__((format(printf, 1, 2)));
 
 struct Place {

@@ -9,6 +9,7 @@ ClockPool::~ClockPool() { reset(0); }
 void ClockPool::reset(unsigned agents) {
   if (agents == agents_) {
     free_ = all_;
+    for (Clock* clock : all_) forget(*clock);
     return;
   }
   for (Clock* clock : all_) {
@@ -22,7 +23,7 @@ void ClockPool::reset(unsigned agents) {
 
 Clock* ClockPool::allocate() {
   if (free_.empty()) {
-    all_.push_back(new Clock{0, new std::uint32_t[agents_]});
+    all_.push_back(new Clock{0, new std::uint32_t[agents_], {}, {}, {}});
     free_.push_back(all_.back());
   }
   Clock* clock = free_.back();
@@ -40,6 +41,9 @@ Clock* ClockPool::filled(std::uint32_t epoch) {
 Clock* ClockPool::copy(const Clock* from) {
   Clock* clock = allocate();
   std::copy_n(from->seen, agents_, clock->seen);
+  clock->foreign = from->foreign;
+  clock->published = from->published;
+  clock->published_in_block = from->published_in_block;
   return clock;
 }
 
@@ -48,6 +52,9 @@ void ClockPool::merge(Clock* into, const Clock* from) const {
   std::uint32_t* const to = into->seen;
   const std::uint32_t* const other = from->seen;
   for (unsigned i = 0; i < agents_; ++i) to[i] = std::max(to[i], other[i]);
+  into->foreign = merged(into->foreign, from->foreign);
+  into->published = merged(into->published, from->published);
+  into->published_in_block = merged(into->published_in_block, from->published_in_block);
 }
 
 }  // namespace cukit::emulator

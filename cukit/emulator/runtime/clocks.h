@@ -8,11 +8,16 @@
 #include <cstdint>
 #include <vector>
 
+#include "knowledge.h"
+
 namespace cukit::emulator {
 
 struct Clock {
   unsigned references;
   std::uint32_t* seen;
+  Knowledge foreign;    // of other clusters
+  Knowledge published;  // what the last fences have made visible to whoever sees a later atomic write:
+  Knowledge published_in_block;  // to all of them, or, after a fence of the block, to threads of it
 };
 
 class ClockPool {
@@ -31,13 +36,20 @@ class ClockPool {
     return clock;
   }
   void release(Clock* clock) {
-    if (clock != nullptr && --clock->references == 0) free_.push_back(clock);
+    if (clock == nullptr || --clock->references > 0) return;
+    forget(*clock);
+    free_.push_back(clock);
   }
 
   // into = max(into, from), entry by entry.
   void merge(Clock* into, const Clock* from) const;
 
  private:
+  static void forget(Clock& clock) {
+    clock.foreign.reset();
+    clock.published.reset();
+    clock.published_in_block.reset();
+  }
   Clock* allocate();
 
   unsigned agents_ = 0;

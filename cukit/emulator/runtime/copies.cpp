@@ -120,6 +120,8 @@ void settle(Cluster& cluster, Mbarrier& barrier) {
   if (barrier.pending != 0 || barrier.transactions != 0) return;
   ++barrier.phase;
   barrier.pending = barrier.expected;
+  barrier.arrivals.clear();
+  ++cluster.steps;
   cluster.clocks.release(barrier.completed);
   barrier.completed = barrier.joined;
   barrier.joined = nullptr;
@@ -150,6 +152,7 @@ void arrive_once(Fiber& me, Mbarrier& barrier, bool relaxed) {
     }
   }
   --barrier.pending;
+  barrier.arrivals.push_back(me.agent);
   settle(*me.block->cluster, barrier);
 }
 

@@ -1,7 +1,6 @@
 #include "fiber.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <new>
@@ -75,13 +74,12 @@ cukit_emulator_switch:
 namespace cukit::emulator {
 
 Stack::Stack() {
-  const std::size_t page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  void* mapping = mmap(nullptr, kBytes + page, PROT_READ | PROT_WRITE,
+  void* mapping = mmap(nullptr, kBytes + kGuardBytes, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping == MAP_FAILED) throw std::bad_alloc();
   mapping_ = static_cast<unsigned char*>(mapping);
-  low_ = mapping_ + page;
-  mprotect(mapping_, page, PROT_NONE);
+  low_ = mapping_ + kGuardBytes;
+  mprotect(mapping_, kGuardBytes, PROT_NONE);
 }
 
 Stack::~Stack() { munmap(mapping_, static_cast<std::size_t>(low_ - mapping_) + kBytes); }

@@ -9,10 +9,11 @@ namespace cukit::emulator {
 // `load` was saved. No system call: about ten nanoseconds.
 extern "C" void cukit_emulator_switch(void** save, void* load);
 
-// A stack with an inaccessible page below it.
+// A stack with inaccessible memory below it.
 class Stack {
  public:
   static constexpr std::size_t kBytes = 256 * 1024;
+  static constexpr std::size_t kGuardBytes = 64 * 1024;  // whatever the size of pages
 
   Stack();
   ~Stack();

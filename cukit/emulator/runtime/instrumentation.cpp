@@ -5,8 +5,8 @@
 #include <cstring>
 
 #include "block.h"
-#include "common/emulator/memory.h"
 #include "engines.h"
+#include "order.h"
 
 namespace cukit::emulator {
 
@@ -18,8 +18,9 @@ void check_access(const void* pointer, std::size_t bytes, Access access) {
 namespace {
 
 inline void judge(void* pointer, std::size_t bytes, Access access, const void* call) {
-  if (cukit_emulator_thread == nullptr) return;
+  if (cukit_emulator_thread == nullptr || bytes == 0) return;
   Fiber& me = current();
+  settle(me);
   me.call = call;
   if (on_stack(me, pointer)) {
     touch(me, pointer, bytes, access);
@@ -28,31 +29,57 @@ inline void judge(void* pointer, std::size_t bytes, Access access, const void* c
   }
 }
 
+// Volatile: a load may see what another thread publishes, a store after a fence publishes.
+inline void judge_volatile(void* pointer, std::size_t bytes, Access access, const void* call) {
+  if (cukit_emulator_thread == nullptr) return;
+  Fiber& me = current();
+  settle(me);
+  me.call = call;
+  if (on_stack(me, pointer)) {
+    touch(me, pointer, bytes, access);
+  } else if (access == Access::Read) {
+    count_poll(me, pointer);
+    check(thread_actor(me), pointer, bytes, Access::StrongRead);
+    learn_later(me, pointer);
+  } else {
+    check(thread_actor(me), pointer, bytes, publishes(me) ? Access::Atomic : Access::Write);
+    publish(me, pointer);
+  }
+}
+
 }  // namespace
 
-#define CUKIT_INSTRUMENT(name, bytes, access)                          \
-  extern "C" void name(void* pointer) {                                \
-    judge(pointer, bytes, Access::access, __builtin_return_address(0)); \
+#define CUKIT_INSTRUMENT(name, bytes)                                       \
+  extern "C" void __tsan_##name##read##bytes(void* pointer) {               \
+    judge(pointer, bytes, Access::Read, __builtin_return_address(0));       \
+  }                                                                         \
+  extern "C" void __tsan_##name##write##bytes(void* pointer) {              \
+    judge(pointer, bytes, Access::Write, __builtin_return_address(0));      \
   }
-CUKIT_INSTRUMENT(__tsan_read1, 1, Read)
-CUKIT_INSTRUMENT(__tsan_read2, 2, Read)
-CUKIT_INSTRUMENT(__tsan_read4, 4, Read)
-CUKIT_INSTRUMENT(__tsan_read8, 8, Read)
-CUKIT_INSTRUMENT(__tsan_read16, 16, Read)
-CUKIT_INSTRUMENT(__tsan_write1, 1, Write)
-CUKIT_INSTRUMENT(__tsan_write2, 2, Write)
-CUKIT_INSTRUMENT(__tsan_write4, 4, Write)
-CUKIT_INSTRUMENT(__tsan_write8, 8, Write)
-CUKIT_INSTRUMENT(__tsan_write16, 16, Write)
-CUKIT_INSTRUMENT(__tsan_unaligned_read2, 2, Read)
-CUKIT_INSTRUMENT(__tsan_unaligned_read4, 4, Read)
-CUKIT_INSTRUMENT(__tsan_unaligned_read8, 8, Read)
-CUKIT_INSTRUMENT(__tsan_unaligned_read16, 16, Read)
-CUKIT_INSTRUMENT(__tsan_unaligned_write2, 2, Write)
-CUKIT_INSTRUMENT(__tsan_unaligned_write4, 4, Write)
-CUKIT_INSTRUMENT(__tsan_unaligned_write8, 8, Write)
-CUKIT_INSTRUMENT(__tsan_unaligned_write16, 16, Write)
+CUKIT_INSTRUMENT(, 1)
+CUKIT_INSTRUMENT(, 2)
+CUKIT_INSTRUMENT(, 4)
+CUKIT_INSTRUMENT(, 8)
+CUKIT_INSTRUMENT(, 16)
+CUKIT_INSTRUMENT(unaligned_, 2)
+CUKIT_INSTRUMENT(unaligned_, 4)
+CUKIT_INSTRUMENT(unaligned_, 8)
+CUKIT_INSTRUMENT(unaligned_, 16)
 #undef CUKIT_INSTRUMENT
+
+#define CUKIT_INSTRUMENT_VOLATILE(bytes)                                        \
+  extern "C" void __tsan_volatile_read##bytes(void* pointer) {                  \
+    judge_volatile(pointer, bytes, Access::Read, __builtin_return_address(0));  \
+  }                                                                             \
+  extern "C" void __tsan_volatile_write##bytes(void* pointer) {                 \
+    judge_volatile(pointer, bytes, Access::Write, __builtin_return_address(0)); \
+  }
+CUKIT_INSTRUMENT_VOLATILE(1)
+CUKIT_INSTRUMENT_VOLATILE(2)
+CUKIT_INSTRUMENT_VOLATILE(4)
+CUKIT_INSTRUMENT_VOLATILE(8)
+CUKIT_INSTRUMENT_VOLATILE(16)
+#undef CUKIT_INSTRUMENT_VOLATILE
 
 extern "C" void __tsan_read_range(void* pointer, std::size_t bytes) {
   judge(pointer, bytes, Access::Read, __builtin_return_address(0));
@@ -60,21 +87,28 @@ extern "C" void __tsan_read_range(void* pointer, std::size_t bytes) {
 extern "C" void __tsan_write_range(void* pointer, std::size_t bytes) {
   judge(pointer, bytes, Access::Write, __builtin_return_address(0));
 }
-// What clang makes of copied structures.
-extern "C" void* __tsan_memcpy(void* to, const void* from, std::size_t bytes) {
+// Calls that the kernel makes (builder.py has the linker rename them) and, with the names of the thread
+// sanitizer, what clang makes of copied structures.
+extern "C" void* __wrap_memcpy(void* to, const void* from, std::size_t bytes) {
   judge(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
   judge(to, bytes, Access::Write, __builtin_return_address(0));
   return std::memcpy(to, from, bytes);
 }
-extern "C" void* __tsan_memmove(void* to, const void* from, std::size_t bytes) {
+extern "C" void* __wrap_memmove(void* to, const void* from, std::size_t bytes) {
   judge(const_cast<void*>(from), bytes, Access::Read, __builtin_return_address(0));
   judge(to, bytes, Access::Write, __builtin_return_address(0));
   return std::memmove(to, from, bytes);
 }
-extern "C" void* __tsan_memset(void* to, int value, std::size_t bytes) {
-  judge(to, bytes, Access::Write, __builtin_return_address(0));
+extern "C" void* __wrap_memset(void* to, int value, std::size_t bytes) {
+  // On the stack it may be the compiler's, which fills what has no initialiser: no use of a register.
+  if (cukit_emulator_thread == nullptr || !on_stack(current(), to)) {
+    judge(to, bytes, Access::Write, __builtin_return_address(0));
+  }
   return std::memset(to, value, bytes);
 }
+extern "C" __attribute__((alias("__wrap_memcpy"))) void* __tsan_memcpy(void*, const void*, std::size_t);
+extern "C" __attribute__((alias("__wrap_memmove"))) void* __tsan_memmove(void*, const void*, std::size_t);
+extern "C" __attribute__((alias("__wrap_memset"))) void* __tsan_memset(void*, int, std::size_t);
 
 extern "C" void __tsan_vptr_update(void**, void*) {}
 extern "C" void __tsan_vptr_read(void**) {}
@@ -124,41 +158,20 @@ extern "C" void __ubsan_handle_out_of_bounds(IndexCheck* data, std::uintptr_t in
         name_of(me) + " " + where(me.call));
 }
 
-// Atomics ------------------------------------------------------------------------------------------
-
-namespace {
-
-template <typename T>
-std::uint64_t compare_exchange(void* to, std::uint64_t expected, std::uint64_t value) {
-  T old = static_cast<T>(expected);
-  __atomic_compare_exchange_n(static_cast<T*>(to), &old, static_cast<T>(value), false,
-                              __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-  return old;
+extern "C" void __ubsan_handle_divrem_overflow(SourcePlace*, std::uintptr_t, std::uintptr_t) {
+  CUKIT_ENTER(me);
+  fault("integer division by zero\n  " + name_of(me) + " " + where(me.call));
 }
 
-// A thread that spins on an atomic must let the others run sooner or later.
-void count_poll(Fiber& me) {
-  if (++me.atomics % 1024 == 0) yield();
+extern "C" void __ubsan_handle_missing_return(SourcePlace*) {
+  CUKIT_ENTER(me);
+  fault("a function that returns a value ends without return\n  " + name_of(me) + " " +
+        where(me.call));
 }
 
-}  // namespace
-
-std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uint64_t value,
-                                      std::size_t bytes) {
-  count_poll(current());
-  switch (bytes) {
-    case 2: return compare_exchange<std::uint16_t>(to, expected, value);
-    case 4: return compare_exchange<std::uint32_t>(to, expected, value);
-    default: return compare_exchange<std::uint64_t>(to, expected, value);
-  }
-}
-
-std::uint64_t atomic_load(const void* from, std::size_t bytes) {
-  switch (bytes) {
-    case 2: return __atomic_load_n(static_cast<const std::uint16_t*>(from), __ATOMIC_SEQ_CST);
-    case 4: return __atomic_load_n(static_cast<const std::uint32_t*>(from), __ATOMIC_SEQ_CST);
-    default: return __atomic_load_n(static_cast<const std::uint64_t*>(from), __ATOMIC_SEQ_CST);
-  }
+extern "C" void __ubsan_handle_builtin_unreachable(SourcePlace*) {
+  CUKIT_ENTER(me);
+  fault("__builtin_unreachable is reached\n  " + name_of(me) + " " + where(me.call));
 }
 
 }  // namespace cukit::emulator

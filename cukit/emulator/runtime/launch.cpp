@@ -5,7 +5,9 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <new>
 #include <numeric>
+#include <system_error>
 #include <thread>
 
 #include "run.h"
@@ -52,6 +54,10 @@ int find_module(dl_phdr_info* info, std::size_t, void* data) {
     if (header.p_type == PT_LOAD) {
       here = here || (address >= low && address < low + header.p_memsz);
       found.end = std::max(found.end, low + header.p_memsz);
+      if (header.p_flags & PF_W) {
+        found.data_low = low;
+        found.data_high = low + header.p_memsz;
+      }
     }
     if (header.p_type == PT_TLS) {
       found.static_bytes = header.p_memsz;
@@ -82,22 +88,34 @@ std::unique_ptr<Cluster> take_worker() {
   return worker;
 }
 
-void work(Run& run) {
+}  // namespace
+
+void work(Run& run, Worker& worker) {
   const FlushSubnormals flush;
   std::unique_ptr<Cluster> cluster = take_worker();
   cluster->run = &run;
+  cluster->worker = &worker;
+  cluster->watch = Watch{};
   cluster->launch = run.launch;
   cluster->module = &run.module;
-  for (;;) {
-    const std::uint64_t number = run.next.fetch_add(1, std::memory_order_relaxed);
-    if (number >= run.clusters || run.failed()) break;
-    cluster->execute(number);
+  const WorkerGuard guard(*cluster);
+  try {
+    for (;;) {
+      const std::uint64_t number = run.next.fetch_add(1, std::memory_order_relaxed);
+      if (number >= run.clusters || run.stopped()) break;
+      cluster->execute(number);
+      ++cluster->steps;
+    }
+  } catch (const std::bad_alloc&) {
+    run.record("the host has not enough memory for the stacks and shared memory of the blocks");
+    worker.done.store(true, std::memory_order_release);
+    return;  // what it had half prepared goes with it
   }
+  worker.steps.store(cluster->steps, std::memory_order_relaxed);
+  worker.done.store(true, std::memory_order_release);
   const std::lock_guard<std::mutex> lock(idle_mutex);
   idle.push_back(std::move(cluster));
 }
-
-}  // namespace
 
 std::size_t fiber_bytes() { return (sizeof(Fiber) + 63) / 64 * 64; }
 
@@ -134,17 +152,9 @@ void Cluster::prepare(std::uint64_t number) {
   newest_epoch = base_epoch + 1;
   std::fill(std::begin(engine_epoch), std::end(engine_epoch), base_epoch + 1);
 
-  const std::uint64_t cx = number % run->clusters_along[0];
-  const std::uint64_t cy = number / run->clusters_along[0] % run->clusters_along[1];
-  const std::uint64_t cz = number / run->clusters_along[0] / run->clusters_along[1];
+  this->number = number;
   for (unsigned rank = 0; rank < num_blocks; ++rank) {
-    const uint3 index = {
-        static_cast<unsigned>(cx * launch->cluster[0] + rank % launch->cluster[0]),
-        static_cast<unsigned>(cy * launch->cluster[1] +
-                              rank / launch->cluster[0] % launch->cluster[1]),
-        static_cast<unsigned>(cz * launch->cluster[2] +
-                              rank / launch->cluster[0] / launch->cluster[1])};
-    prepare_block(rank, index);
+    prepare_block(rank, index_of_block(*run, number, rank));
   }
   if (launch->checked) {
     clocks.reset(num_blocks * threads + kEngines);
@@ -153,6 +163,15 @@ void Cluster::prepare(std::uint64_t number) {
       for (Fiber* fiber : blocks[rank]->fibers) fiber->seen = ClockPool::hold(start);
     }
   }
+}
+
+uint3 index_of_block(const Run& run, std::uint64_t cluster, unsigned rank) {
+  const std::uint32_t* const shape = run.launch->cluster;
+  const std::uint64_t* const along = run.clusters_along;
+  return {static_cast<unsigned>(cluster % along[0] * shape[0] + rank % shape[0]),
+          static_cast<unsigned>(cluster / along[0] % along[1] * shape[1] + rank / shape[0] % shape[1]),
+          static_cast<unsigned>(cluster / along[0] / along[1] * shape[2] +
+                                rank / shape[0] / shape[1])};
 }
 
 // Every block finds its shared memory full of NaN.
@@ -183,32 +202,83 @@ void prepare_shared(Block& block, unsigned rank) {
   }
 }
 
+void Run::join() {
+  // A worker may start others until it ends.
+  for (std::size_t i = 0;; ++i) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (i == threads.size()) return;
+    std::thread thread = std::move(threads[i]);
+    lock.unlock();
+    thread.join();
+  }
+}
+
 void Run::record(const std::string& text) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (message.empty()) message = text;
   faulty.store(true, std::memory_order_relaxed);
 }
 
-void Run::check_patience(Fiber& me) const {
+void Run::check_patience(Fiber& me) {
   constexpr unsigned kPolls = 1024;
+  constexpr std::chrono::milliseconds kShort{5};
+  Cluster& cluster = *me.block->cluster;
+  Worker& mine = *cluster.worker;
+  mine.steps.store(cluster.steps, std::memory_order_relaxed);
+  mine.polls.fetch_add(1, std::memory_order_release);
   if (++me.polls % kPolls != 0) return;
   std::this_thread::yield();
+
+  // A worker that computes, or that the system does not let run, does not poll either: only when all of
+  // them poll, each often enough for every thread of its cluster to have had a turn, is nobody left
+  // who could do what they wait for.
   const auto now = std::chrono::steady_clock::now();
-  if (me.polls == kPolls) me.polls_since = now;
-  if (now - me.polls_since > std::chrono::duration<double>(launch->patience)) {
-    const std::string missing = missing_threads(*me.block->cluster);
-    fault((missing.empty() ? "" : missing + "\n") +
-          "a thread polls and nothing happens: it waits for something that no other thread does\n  " +
-          name_of(me) + " " + where(me.call));
+  Watch& watch = cluster.watch;
+  const std::size_t count = started.load(std::memory_order_acquire);
+  const bool known = watch.polls.size() == count;
+  bool all_poll = known;
+  std::uint64_t steps = 0;
+  const std::uint64_t enough = kPolls + 4ull * cluster.num_blocks * cluster.threads;
+  for (std::size_t i = 0; i < count; ++i) {
+    const bool done = workers[i].done.load(std::memory_order_acquire);
+    const std::uint64_t polls = workers[i].polls.load(std::memory_order_acquire);
+    steps += workers[i].steps.load(std::memory_order_relaxed);  // at least as new as the other two
+    all_poll = all_poll && (done || polls - watch.polls[i] >= enough);
   }
+  if (!known || steps != watch.steps) {
+    watch.steps = steps;
+    watch.since = now;
+    watch.polls.clear();
+    for (std::size_t i = 0; i < count; ++i) {
+      watch.polls.push_back(workers[i].polls.load(std::memory_order_relaxed));
+    }
+    return;
+  }
+  if (!all_poll || now - watch.since < kShort || start_worker()) return;
+  if (now - watch.since < std::chrono::duration<double>(launch->patience)) return;
+  const std::string missing = missing_threads(cluster);
+  fault((missing.empty() ? "" : missing + "\n") +
+        "a thread polls and nothing happens: it waits for something that no other thread does\n  " +
+        name_of(me) + " " + where(me.call) + stuck_barriers(cluster));
+}
+
+bool Run::start_worker() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const std::size_t count = started.load(std::memory_order_relaxed);
+  if (count == workers.size() || next.load(std::memory_order_relaxed) >= clusters) return false;
+  try {
+    threads.emplace_back(work, std::ref(*this), std::ref(workers[count]));
+  } catch (const std::system_error&) {
+    return false;  // the system has no more of them
+  }
+  started.store(count + 1, std::memory_order_release);
+  return true;
 }
 
 void fault(const std::string& text) {
   Cluster& cluster = *current().block->cluster;
   cluster.run->record(text);
-  void* abandoned;
-  cukit_emulator_switch(&abandoned, cluster.main_stack);
-  __builtin_unreachable();
+  leave(cluster);
 }
 
 std::string where(const void* call) {
@@ -221,6 +291,15 @@ std::string name_of(const Fiber& fiber) {
   const uint3 b = fiber.block_index;
   const uint3 t = fiber.thread_index;
   return format("block (%u, %u, %u), thread (%u, %u, %u)", b.x, b.y, b.z, t.x, t.y, t.z);
+}
+
+std::string name_of_thread(const Run& run, std::uint64_t cluster, unsigned agent) {
+  const std::uint32_t* const shape = run.launch->block;
+  const unsigned threads = shape[0] * shape[1] * shape[2];
+  const uint3 b = index_of_block(run, cluster, agent / threads);
+  const unsigned t = agent % threads;
+  return format("block (%u, %u, %u), thread (%u, %u, %u)", b.x, b.y, b.z, t % shape[0],
+                t / shape[0] % shape[1], t / shape[0] / shape[1]);
 }
 
 std::string format(const char* text, ...) {
@@ -242,10 +321,11 @@ void trap(const char* reason) {
   fault(std::string("the kernel gave up: ") + reason + "\n  " + name_of(me) + " " + where(me.call));
 }
 
-// 0, or 1 with a text in launch->message.
+// 0; 1 with a text in launch->message; or 2 where Ctrl-C ended it.
 extern "C" int cukit_emulator_launch(const Launch* launch) {
   Run run;
   run.launch = launch;
+  run.interrupts_before = interrupts();
   std::pair<std::uintptr_t, Module> search{reinterpret_cast<std::uintptr_t>(launch->entry), {}};
   dl_iterate_phdr(find_module, &search);
   run.module = search.second;
@@ -254,12 +334,24 @@ extern "C" int cukit_emulator_launch(const Launch* launch) {
     run.clusters_along[axis] = launch->grid[axis] / launch->cluster[axis];
     run.clusters *= run.clusters_along[axis];
   }
-  const auto helpers = static_cast<std::size_t>(
-      std::min<std::uint64_t>(launch->most_workers, run.clusters) - 1);
-  std::vector<std::thread> threads;
-  for (std::size_t i = 0; i < helpers; ++i) threads.emplace_back(work, std::ref(run));
-  work(run);
-  for (std::thread& thread : threads) thread.join();
+  const SignalHandlers handlers(launch->interruptible != 0);
+  if (launch->checked && launch->global_races) run.global.watch(*launch, run.module);
+  // Blocks that wait for others need them to run at the same time, as on a GPU: there is room for as many
+  // workers as a GPU of kProcessors has for clusters.
+  constexpr std::uint64_t kProcessors = 132;
+  constexpr std::uint64_t kThreads = 2048;  // of a processor
+  const std::uint64_t threads = std::uint64_t{1} * launch->cluster[0] * launch->cluster[1] *
+                                launch->cluster[2] * launch->block[0] * launch->block[1] *
+                                launch->block[2];
+  const std::uint64_t resident = std::max<std::uint64_t>(1, kProcessors * kThreads / threads);
+  const std::uint64_t at_first = std::min<std::uint64_t>(launch->most_workers, run.clusters);
+  run.workers = std::vector<Worker>(std::min(run.clusters, std::max(at_first, resident)));
+  run.started.store(1);
+  while (run.started.load() < at_first && run.start_worker()) {
+  }
+  work(run, run.workers[0]);
+  run.join();
+  if (run.interrupted()) return 2;
   if (!run.failed()) return 0;
   std::snprintf(launch->message, launch->message_bytes, "%s", run.message.c_str());
   return 1;

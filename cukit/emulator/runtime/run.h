@@ -4,10 +4,29 @@
 #include <atomic>
 #include <mutex>
 #include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
 
 #include "block.h"
+#include "guards.h"
+#include "global_shadow.h"
 
 namespace cukit::emulator {
+
+// What a worker has done, for the threads that poll in others.
+struct alignas(64) Worker {
+  std::atomic<std::uint64_t> steps{0};  // Cluster::steps at its last poll
+  std::atomic<std::uint64_t> polls{0};
+  std::atomic<bool> done{false};        // no cluster is left for it
+};
+
+// What atomics have published in global memory, by address.
+struct PublishedStripe {
+  std::mutex mutex;
+  std::unordered_map<std::uintptr_t, Published> places;
+};
+constexpr std::size_t kPublishedStripes = 64;
 
 struct Run {
   const Launch* launch;
@@ -16,18 +35,39 @@ struct Run {
   std::uint64_t clusters_along[3];
   std::atomic<std::uint64_t> next{0};
   std::atomic<bool> faulty{false};
+  std::vector<Worker> workers;          // room for as many as may ever run
+  std::atomic<std::size_t> started{0};  // of them
+  std::vector<std::thread> threads;     // theirs, but for the first
+  std::atomic<bool> any_published{false};
+  PublishedStripe published[kPublishedStripes];
+  GlobalShadow global;
   std::mutex mutex;
+  std::uint32_t interrupts_before;
   std::string message;
 
+  // One more, if there is room for it and a cluster that it could run.
+  bool start_worker();
+  void join();
+
   bool failed() const { return faulty.load(std::memory_order_relaxed); }
+  bool interrupted() const {
+    return launch->interruptible != 0 && interrupts() != interrupts_before;
+  }
+  // Whether workers should leave what they do.
+  bool stopped() const { return failed() || interrupted(); }
   void record(const std::string& text);
-  // Counts a poll, and ends the launch when the thread has done nothing else for too long.
-  void check_patience(Fiber& me) const;
+  // Counts a poll. Ends the launch when for the length of `patience` all workers have only polled.
+  void check_patience(Fiber& me);
 };
+
+// Runs clusters until none is left, or any worker finds a fault.
+void work(Run& run, Worker& worker);
 
 std::size_t fiber_bytes();
 // The fiber that lies at the top of its stack.
 Fiber& fiber_of(const Stack& stack);
 void prepare_shared(Block& block, unsigned rank);
+// Of the block of this rank in a cluster.
+uint3 index_of_block(const Run& run, std::uint64_t cluster, unsigned rank);
 
 }  // namespace cukit::emulator

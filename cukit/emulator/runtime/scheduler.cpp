@@ -76,20 +76,27 @@ Fiber* pick(Cluster& cluster, const Fiber* from, bool polls = false) {
   return &block->lane(warp, lane);
 }
 
+}  // namespace
+
+void leave(Cluster& cluster) {
+  void* abandoned;
+  cukit_emulator_switch(&abandoned, cluster.main_stack);
+  __builtin_unreachable();
+}
+
+namespace {
+
 void switch_from(Fiber& from, Fiber& to) {
+  Cluster& cluster = *from.block->cluster;
+  if (cluster.run->stopped()) leave(cluster);
   to.state = State::Ready;
   if (&from == &to) return;
   install(to);
   cukit_emulator_switch(&from.stack_pointer, to.stack_pointer);
 }
 
-[[noreturn]] void leave(Cluster& cluster) {
-  void* abandoned;
-  cukit_emulator_switch(&abandoned, cluster.main_stack);
-  __builtin_unreachable();
-}
+}  // namespace
 
-// "thread (3, 0, 0)", "threads 0-31, 64", by who they are and what they wait for.
 std::string list_of(const std::vector<unsigned>& threads) {
   std::string text;
   for (std::size_t i = 0; i < threads.size();) {
@@ -101,6 +108,8 @@ std::string list_of(const std::vector<unsigned>& threads) {
   }
   return text;
 }
+
+namespace {
 
 // Adds the threads of a warp that `lanes` names.
 void add_lanes(std::vector<unsigned>& threads, unsigned first, unsigned lanes) {
@@ -152,6 +161,33 @@ std::string missing_threads(const Cluster& cluster) {
   return text;
 }
 
+std::string waiting_threads(const Cluster& cluster) {
+  std::string text;
+  for (unsigned b = 0; b < cluster.num_blocks; ++b) {
+    const Block& block = *cluster.blocks[b];
+    std::map<std::pair<std::string, const void*>, std::vector<unsigned>> groups;
+    std::vector<unsigned> exited;
+    for (Fiber* fiber : block.fibers) {
+      if (fiber->state == State::Exited) {
+        exited.push_back(fiber->index);
+      } else if (fiber->state == State::Waiting && (fiber->warp->ready >> fiber->lane & 1) == 0) {
+        char what[160];
+        std::snprintf(what, sizeof what, fiber->waits_for, fiber->wait_numbers[0],
+                      fiber->wait_numbers[1]);
+        groups[{what, fiber->call}].push_back(fiber->index);
+      }
+    }
+    if (groups.empty() && exited.empty()) continue;
+    text += format("\nblock (%u, %u, %u)", block.index.x, block.index.y, block.index.z);
+    for (const auto& [what, threads] : groups) {
+      text += "\n  threads " + list_of(threads) + " wait at " + what.first + " " +
+              where(what.second);
+    }
+    if (!exited.empty()) text += "\n  threads " + list_of(exited) + " have exited";
+  }
+  return text + stuck_barriers(cluster);
+}
+
 namespace {
 
 [[noreturn]] void deadlock(Cluster& cluster) {
@@ -161,28 +197,7 @@ namespace {
   } else {
     text += "; call it where no branch leaves threads out";
   }
-  for (unsigned b = 0; b < cluster.num_blocks; ++b) {
-    Block& block = *cluster.blocks[b];
-    std::map<std::pair<std::string, const void*>, std::vector<unsigned>> groups;
-    std::vector<unsigned> exited;
-    for (Fiber* fiber : block.fibers) {
-      if (fiber->state == State::Exited) {
-        exited.push_back(fiber->index);
-      } else {
-        char what[160];
-        std::snprintf(what, sizeof what, fiber->waits_for, fiber->wait_numbers[0],
-                      fiber->wait_numbers[1]);
-        groups[{what, fiber->call}].push_back(fiber->index);
-      }
-    }
-    text += format("\nblock (%u, %u, %u)", block.index.x, block.index.y, block.index.z);
-    for (const auto& [what, threads] : groups) {
-      text += "\n  threads " + list_of(threads) + " wait at " + what.first + " " +
-              where(what.second);
-    }
-    if (!exited.empty()) text += "\n  threads " + list_of(exited) + " have exited";
-  }
-  fault(text);
+  fault(text + waiting_threads(cluster));
 }
 
 Fiber& next_or_deadlock(Cluster& cluster, const Fiber* from) {
@@ -204,6 +219,7 @@ void complete_without(Block& block, Warp& warp) {
 }
 
 [[noreturn]] void exit_fiber(Fiber& me) {
+  settle(me);
   Cluster& cluster = *me.block->cluster;
   if (!me.bulk.items.empty()) {
     fault("a thread exits without waiting until its bulk copies have read shared memory\n  " +
@@ -213,10 +229,14 @@ void complete_without(Block& block, Warp& warp) {
     exit_before_products(me);
   }
   me.state = State::Exited;
+  ++cluster.steps;
   me.warp->live &= ~(1u << me.lane);
   --me.block->live;
   complete_without(*me.block, *me.warp);
+  if (me.block->live > 0) open_block_barriers(*me.block);
   if (--cluster.live == 0) leave(cluster);
+  // An exit counts as an arrival, and the thread's own does no more.
+  if (me.cluster_arrived && me.cluster_generation == cluster.generation) --cluster.arrived;
   if (cluster.arrived > 0 && cluster.arrived == cluster.live) open_cluster_barrier(cluster);
   Fiber& next = next_or_deadlock(cluster, &me);
   switch_from(me, next);
@@ -252,7 +272,8 @@ void wait_for(const char* what, unsigned first, unsigned second) {
   me.waits_for = what;
   me.wait_numbers[0] = first;
   me.wait_numbers[1] = second;
-  me.polls = 0;
+  // Without checks no store is seen: a wait is what shows that a thread goes on.
+  if (me.block->cluster->launch->checked == 0) ++me.block->cluster->steps;
   switch_from(me, next_or_deadlock(*me.block->cluster, &me));
 }
 
@@ -266,7 +287,6 @@ void shuffle_order() {
 void yield() {
   Fiber& me = current();
   Cluster& cluster = *me.block->cluster;
-  if (cluster.run->failed()) leave(cluster);
   cluster.run->check_patience(me);
   make_ready(me);
   switch_from(me, *pick(cluster, &me, true));
@@ -367,6 +387,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
   block.index = index;
   block.live = threads;
   block.mbarriers.clear();
+  block.published.clear();
   block.warp_groups.clear();
   block.warp_groups.resize((threads + WarpGroup::kThreads - 1) / WarpGroup::kThreads);
   for (Barrier& barrier : block.barriers) barrier = Barrier{};
@@ -400,6 +421,10 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     fiber.agent = static_cast<unsigned>(slot);
     fiber.state = State::Ready;
     fiber.polls = 0;
+    fiber.call = nullptr;
+    fiber.cluster_arrived = false;
+    fiber.polled = nullptr;
+    fiber.has_deferred = false;
     fiber.copies = CopyGroups{};
     fiber.bulk = BulkGroups{};
     fiber.epoch = base_epoch + 1;
@@ -416,6 +441,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     warp.lanes = count == kLanes ? ~0u : (1u << count) - 1;
     warp.live = warp.lanes;
     warp.meetings.clear();
+    warp.ready = 0;  // a launch that a fault ended leaves some
     make_ready(block, warp, warp.lanes);
   }
 }

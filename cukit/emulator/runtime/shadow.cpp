@@ -6,18 +6,15 @@
 
 #include "block.h"
 #include "engines.h"
+#include "order.h"
+#include "run.h"
 
 namespace cukit::emulator {
 
 namespace {
 
 const char* verb(Access access) {
-  return access == Access::Read ? "read" : access == Access::Write ? "write" : "atomic";
-}
-
-std::uint32_t offset_of(const Block& block, const void* call) {
-  return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(call) -
-                                    block.cluster->module->base);
+  return access == Access::Write ? "write" : access == Access::Atomic ? "atomic" : "read";
 }
 
 std::string where_offset(const Block& block, std::uint32_t offset) {
@@ -49,21 +46,30 @@ struct Judge {
   const std::uint32_t base_epoch;
   const unsigned swizzle;
 
+  // Of an ordinary access by a thread.
+  bool suspected(const std::string& report) const {
+    return block.cluster->launch->same_value_writes != 0 &&
+           suspect(actor, pointer, bytes, access, report);
+  }
+
   bool ordered(unsigned agent, std::uint32_t epoch) const {
     // What earlier clusters did is over, and their agents were others.
     return epoch <= base_epoch || agent == actor.issuer->agent || epoch <= seen[agent] ||
            (actor.engine && agent == actor.agent);
   }
 
-  [[noreturn]] void race(std::size_t i, const char* earlier, unsigned agent,
-                         std::uint32_t call) const {
-    const Cluster& cluster = *block.cluster;
-    fault(head(actor, "race", bytes, access) + " at " + describe_shared(block, pointer + i) +
-          tail(actor) + "\n  nothing orders it after the " + earlier + " by\n  " +
-          name_of_agent(cluster, agent) + " " + where_offset(block, call));
+  // Nothing orders the access after the cell's last write.
+  __attribute__((cold, noinline)) void after_write(const Cell& cell, std::size_t i) const {
+    const std::string report = race(i, Mark::Plain, true, cell.writer, cell.write_call);
+    if (!suspected(report)) fault(report);
   }
 
-  [[noreturn]] void early(std::size_t i, const char* what) const {
+  __attribute__((cold, noinline)) std::string race(std::size_t i, Mark mark, bool write, unsigned agent, std::uint32_t call) const {
+    return report_race(actor, bytes, access, describe_shared(block, pointer + i), mark, write,
+                       name_of_agent(*block.cluster, agent), call);
+  }
+
+  [[noreturn]] __attribute__((cold, noinline)) void early(std::size_t i, const char* what) const {
     fault(head(actor, what, bytes, access) + " at " + describe_shared(block, pointer + i) +
           tail(actor));
   }
@@ -75,28 +81,42 @@ struct Judge {
             describe_shared(block, pointer + i) + tail(actor) + "\n  the copy was started by\n  " +
             name_of_agent(*block.cluster, cell.writer) + " " + where_offset(block, cell.write_call));
     }
-    if (!written && access != Access::Write) early(i, "uninitialised shared memory");
-    if (!ordered(cell.writer, cell.write_epoch) && !(access == Access::Atomic && cell.atomic)) {
-      race(i, "write", cell.writer, cell.write_call);
+    if (!written && access != Access::Write && !behind_data(i) && !guards_object(i)) {
+      early(i, "uninitialised shared memory");
     }
-    if (actor.engine && written) check_proxy(cell, i);
-    if (access == Access::Read) {
-      if (swizzle != 0 && cell.swizzle != 0 && swizzle != cell.swizzle) wrong_swizzle(cell, i);
-      note_reader(cell);
-      return;
-    }
+    if (!ordered(cell.writer, cell.write_epoch)) after_write(cell, i);
     for (int slot = 0; slot < 2; ++slot) {
-      if (!ordered(cell.reader[slot], cell.read_epoch[slot])) {
-        race(i, "read", cell.reader[slot], cell.read_call[slot]);
+      if (conflict(access, cell.mark[slot]) && !ordered(cell.reader[slot], cell.read_epoch[slot])) {
+        fault(race(i, cell.mark[slot], false, cell.reader[slot], cell.read_call[slot]));
       }
+    }
+    if (actor.engine) check_proxy(cell, written, i);
+    if (access != Access::Write) {
+      if (swizzle != 0 && cell.swizzle != 0 && swizzle != cell.swizzle) wrong_swizzle(cell, i);
+      note_read(cell);
+      return;
     }
     cell.writer = static_cast<std::uint16_t>(actor.agent);
     cell.write_epoch = actor.epoch;
-    cell.write_call = offset_of(block, actor.call);
-    cell.atomic = access == Access::Atomic;
+    cell.write_call = offset_of(*block.cluster, actor.call);
     cell.pending = 0;
     cell.generic = !actor.engine;
     cell.swizzle = static_cast<std::uint16_t>(swizzle);
+    // What atomics have left is overwritten.
+    for (int slot = 0; slot < 2; ++slot) {
+      if (cell.mark[slot] == Mark::Atomic) cell.read_epoch[slot] = 0;
+    }
+  }
+
+  bool guards_object(std::size_t i) const {
+    return is_guard(*block.cluster->module,
+                    static_cast<std::size_t>(pointer + i - block.static_shared));
+  }
+
+  // A vector that begins with data may end in bytes that nobody has written: nobody need use them.
+  bool behind_data(std::size_t i) const {
+    constexpr std::size_t kElement = 4;
+    return access == Access::Read && !actor.engine && bytes > kElement && i >= kElement;
   }
 
   // TMA and wgmma (the async proxy) need a proxy fence between an ordinary write and their own access
@@ -105,18 +125,25 @@ struct Judge {
   // No fence is needed between ordinary reads and a copy that overwrites what was read, if happens-before
   // orders them (readers arrive at an mbarrier, the producer waits there and starts the copy): a read
   // that has returned its value cannot be overtaken. Nor where the async proxy accessed the bytes last.
-  void check_proxy(const Cell& cell, std::size_t i) const {
-    if (!cell.generic || cell.writer >= block.cluster->first_engine()) return;
+  void check_proxy(const Cell& cell, bool written, std::size_t i) const {
+    if (written && cell.generic) require_fence(cell.writer, cell.write_epoch, cell.write_call, i);
+    for (int slot = 0; slot < 2; ++slot) {
+      if (cell.mark[slot] != Mark::Atomic || cell.read_epoch[slot] <= base_epoch) continue;
+      require_fence(cell.reader[slot], cell.read_epoch[slot], cell.read_call[slot], i);
+    }
+  }
+
+  void require_fence(unsigned agent, std::uint32_t epoch, std::uint32_t call, std::size_t i) const {
     const Cluster& cluster = *block.cluster;
-    const Fiber& writer =
-        *cluster.blocks[cell.writer / cluster.threads]->fibers[cell.writer % cluster.threads];
+    if (agent >= cluster.first_engine()) return;
+    const Fiber& writer = *cluster.blocks[agent / cluster.threads]->fibers[agent % cluster.threads];
     const Fiber& issuer = *actor.issuer;
-    if (cell.write_epoch <= writer.fence_epoch) return;
-    if (issuer.fenced != nullptr && cell.write_epoch <= issuer.fenced->seen[cell.writer]) return;
+    if (epoch <= writer.fence_epoch) return;
+    if (issuer.fenced != nullptr && epoch <= issuer.fenced->seen[agent]) return;
     fault(head(actor, "missing fence.proxy.async", bytes, access) + " at " +
           describe_shared(block, pointer + i) + tail(actor) +
           "\n  no fence_proxy_async, before the barrier in between, follows the ordinary write by\n  " +
-          name_of(writer) + " " + where_offset(block, cell.write_call));
+          name_of(writer) + " " + where_offset(block, call));
   }
 
   [[noreturn]] void wrong_swizzle(const Cell& cell, std::size_t i) const {
@@ -128,16 +155,29 @@ struct Judge {
           " " + where_offset(block, cell.write_call));
   }
 
-  // Two readers are remembered, different threads if possible, so that a writer whom nothing orders
-  // after the readers meets at least one that is not itself.
-  void note_reader(Cell& cell) const {
-    int slot = 1;
-    if (cell.reader[0] == actor.agent || ordered(cell.reader[0], cell.read_epoch[0])) slot = 0;
+  void note_read(Cell& cell) const {
+    const Mark mark = mark_of(access);
+    const int slot = slot_for(
+        mark, [&](int each) { return cell.mark[each]; },
+        [&](int each) {
+          return cell.reader[each] == actor.agent && cell.read_epoch[each] > base_epoch;
+        },
+        [&](int each) { return ordered(cell.reader[each], cell.read_epoch[each]); });
     cell.reader[slot] = static_cast<std::uint16_t>(actor.agent);
     cell.read_epoch[slot] = actor.epoch;
-    cell.read_call[slot] = offset_of(block, actor.call);
+    cell.read_call[slot] = offset_of(*block.cluster, actor.call);
+    cell.mark[slot] = mark;
   }
 };
+
+// Where the launch keeps the values of the arguments, which the kernel's entry copies.
+bool is_argument(const Launch& launch, std::uintptr_t address, std::size_t bytes) {
+  for (unsigned i = 0; i < launch.entry->num_parameters; ++i) {
+    const auto low = reinterpret_cast<std::uintptr_t>(launch.arguments[i]);
+    if (address >= low && address + bytes <= low + launch.entry->parameter_bytes[i]) return true;
+  }
+  return false;
+}
 
 // Memory that the launch was given, or, to read, the kernel's own constants.
 bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Access access) {
@@ -151,32 +191,21 @@ bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Ac
   while (range != launch.ranges) {
     --range;
     if (address + bytes > range->high) continue;
-    if (access == Access::Read || range->writeable) return true;
+    if (access == Access::Read || access == Access::StrongRead || range->writeable) return true;
     read_only = range;
   }
   if (read_only != nullptr) {
     fault(head(actor, "write to a read-only array", bytes, access) +
           format(" (argument %u)", read_only->argument) + tail(actor));
   }
+  // Constants, __device__ variables, the arguments, and what malloc has returned.
   const Module& module = *cluster.module;
-  return access == Access::Read && address >= module.base && address + bytes <= module.end;
-}
-
-// Where an address lies that is nobody's: relative to the nearest array of the launch.
-std::string describe_global(const Launch& launch, std::uintptr_t address) {
-  std::string place = "of no array of this launch";
-  std::uintptr_t nearest = ~std::uintptr_t{0};
-  for (const Range* range = launch.ranges; range != launch.ranges + launch.num_ranges; ++range) {
-    const bool before = address < range->low;
-    const bool after = address >= range->high;
-    const std::uintptr_t distance = before ? range->low - address : after ? address - range->high : 0;
-    if (distance >= nearest) continue;
-    nearest = distance;
-    place = before  ? format("%zu bytes before argument %u", distance, range->argument)
-            : after ? format("%zu bytes past the end of argument %u", distance, range->argument)
-                    : format("across the end of argument %u", range->argument);
+  if (address >= module.data_low && address + bytes <= module.data_high) return true;
+  if (access == Access::Read && ((address >= module.base && address + bytes <= module.end) ||
+                                 is_argument(launch, address, bytes))) {
+    return true;
   }
-  return place;
+  return in_heap(address, bytes);
 }
 
 // Whether an address that is nobody's was probably meant to be shared memory.
@@ -190,6 +219,73 @@ bool near_shared(const Block& block, const unsigned char* at) {
 }
 
 }  // namespace
+
+std::string describe_outside(const Launch& launch, std::uintptr_t address) {
+  constexpr std::uintptr_t kNear = std::uintptr_t{1} << 30;
+  std::string place = format("address 0x%zx, far from every array of this launch", address);
+  std::uintptr_t nearest = kNear;
+  for (const Range* range = launch.ranges; range != launch.ranges + launch.num_ranges; ++range) {
+    const bool before = address < range->low;
+    const bool after = address >= range->high;
+    const std::uintptr_t distance = before ? range->low - address : after ? address - range->high : 0;
+    if (distance >= nearest) continue;
+    nearest = distance;
+    const std::string name = format("argument %u{argument %u}", range->argument, range->argument);
+    place = (before  ? format("%zu bytes before ", distance)
+             : after ? format("%zu bytes past the end of ", distance)
+                     : std::string("across the end of ")) + name;
+  }
+  return place;
+}
+
+std::uint32_t offset_of(const Cluster& cluster, const void* call) {
+  return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(call) - cluster.module->base);
+}
+
+std::string report_race(const Actor& actor, std::size_t bytes, Access access, const std::string& place,
+                        Mark mark, bool write, const std::string& by, std::uint32_t call) {
+  const char* earlier = write ? "write" : mark == Mark::Atomic ? "atomic" : "read";
+  return head(actor, "race", bytes, access) + " at " + place + tail(actor) +
+         "\n  nothing orders it after the " + earlier + " by\n  " + by + " " +
+         where_offset(*actor.issuer->block, call);
+}
+
+bool suspect(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
+             const std::string& report) {
+  Fiber& me = current();
+  Suspect& it = me.deferred.suspect;
+  if (actor.engine || access != Access::Write || bytes > sizeof it.before) return false;
+  it.pointer = static_cast<const unsigned char*>(pointer);
+  it.bytes = static_cast<unsigned>(bytes);
+  std::memcpy(it.before, pointer, bytes);
+  me.deferred.report = report;
+  me.has_deferred = true;
+  return true;
+}
+
+void settle_now(Fiber& me) {
+  me.has_deferred = false;
+  if (me.deferred.learn_from != nullptr) {
+    learn(me, me.deferred.learn_from);
+    me.deferred.learn_from = nullptr;
+  }
+  Suspect& it = me.deferred.suspect;
+  if (it.bytes == 0) return;
+  const bool same = std::memcmp(it.pointer, it.before, it.bytes) == 0;
+  it.bytes = 0;
+  if (!same) fault(me.deferred.report);
+}
+
+std::string describe_global(const Launch& launch, std::uintptr_t address) {
+  for (const Range* range = launch.ranges; range != launch.ranges + launch.num_ranges; ++range) {
+    if (address < range->low || address >= range->high) continue;
+    const auto byte = static_cast<std::size_t>(address - range->low);
+    return format("byte %zu of argument %u{argument %u %zu}", byte, range->argument, range->argument,
+                  byte);
+  }
+  return format("a __device__ variable{device %zu}",
+                static_cast<std::size_t>(address - current().block->cluster->module->base));
+}
 
 Actor thread_actor(const Fiber& fiber) {
   return {&fiber, fiber.agent, fiber.epoch, fiber.call, false};
@@ -230,8 +326,9 @@ std::string describe_shared(Block& block, const void* pointer) {
     return format("byte %zu of the dynamic shared memory of %zu bytes",
                   static_cast<std::size_t>(at - block.dynamic_shared), dynamic_bytes);
   }
-  return format("byte %zu of the static shared memory of %zu bytes",
-                static_cast<std::size_t>(at - block.static_shared), static_bytes);
+  const auto byte = static_cast<std::size_t>(at - block.static_shared);
+  return format("byte %zu of the static shared memory of %zu bytes", byte, static_bytes) +
+         (byte < static_bytes ? format("{static %zu}", byte) : "");
 }
 
 void check_shared(const Actor& actor, Block& block, const void* pointer, std::size_t bytes,
@@ -241,6 +338,7 @@ void check_shared(const Actor& actor, Block& block, const void* pointer, std::si
     fault(head(actor, "out of bounds", bytes, access) + " at " + describe_shared(block, pointer) +
           tail(actor));
   }
+  if (access == Access::Write) ++block.cluster->steps;
   const Judge judge{actor, block, static_cast<const unsigned char*>(pointer), bytes, access,
                     actor.issuer->seen->seen, block.cluster->base_epoch, swizzle};
   // Bytes with the same past have the same future: neighbours mostly do.
@@ -266,11 +364,22 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
     check_shared(actor, block, pointer, bytes, access);
     return;
   }
-  if (is_global(actor, address, bytes, access) || pointer == &cukit_emulator_thread) return;
+  if (is_global(actor, address, bytes, access)) {
+    if (access == Access::Write) ++block.cluster->steps;
+    if (block.cluster->launch->global_races) {
+      block.cluster->run->global.check(actor, pointer, bytes, access);
+    }
+    return;
+  }
+  if (pointer == &cukit_emulator_thread) return;
   const bool shared = near_shared(block, static_cast<const unsigned char*>(pointer));
+  if (address < kNullBytes) {
+    fault(head(actor, "null pointer", bytes, access) + format(" at address 0x%zx", address) +
+          tail(actor));
+  }
   fault(head(actor, "out of bounds", bytes, access) + " at " +
         (shared ? describe_shared(block, pointer)
-                : "global memory " + describe_global(*block.cluster->launch, address)) +
+                : "global memory " + describe_outside(*block.cluster->launch, address)) +
         tail(actor));
 }
 

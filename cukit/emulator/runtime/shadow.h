@@ -14,6 +14,34 @@ namespace cukit::emulator {
 
 struct Block;
 struct Fiber;
+struct Launch;
+
+// How a byte was read, besides or together with being changed. Strong reads are volatile and atomic loads.
+enum class Mark : std::uint8_t { Plain, Atomic, Strong };
+
+inline Mark mark_of(Access access) {
+  return access == Access::Atomic ? Mark::Atomic
+         : access == Access::StrongRead ? Mark::Strong
+                                        : Mark::Plain;
+}
+// Whether an access and an earlier one that nothing orders are a race. A plain write is one with anything.
+inline bool conflict(Access access, Mark earlier) {
+  return access == Access::Write || (access == Access::Read && earlier == Mark::Atomic) ||
+         (access == Access::Atomic && earlier == Mark::Plain);
+}
+
+// Which of the two reads that a cell remembers makes room for another one: so that a writer whom nothing
+// orders after all readers meets at least one that is not itself, and of each kind, if possible.
+template <typename MarkOf, typename IsMine, typename IsOrdered>
+int slot_for(Mark mark, const MarkOf& mark_of_slot, const IsMine& mine, const IsOrdered& ordered) {
+  for (int slot = 0; slot < 2; ++slot) {
+    if (mark_of_slot(slot) == mark && (mine(slot) || ordered(slot))) return slot;
+  }
+  for (int slot = 0; slot < 2; ++slot) {
+    if (!mine(slot) && ordered(slot)) return slot;
+  }
+  return 1;
+}
 
 struct Cell {
   std::uint32_t write_epoch = 0;
@@ -23,15 +51,21 @@ struct Cell {
   std::uint16_t writer = 0;
   std::uint16_t reader[2] = {};
   std::uint16_t swizzle = 0;  // 16-byte chunks of the pattern it was written in; 0 if nobody said
-  std::uint16_t atomic = 0;   // the last write was
+  Mark mark[2] = {};          // of the reads
   std::uint8_t pending = 0;   // a background copy is on its way here
   std::uint8_t generic = 0;   // the last write was an ordinary one, not the async proxy's
 };
 static_assert(std::has_unique_object_representations_v<Cell>, "cells are compared as bytes");
 
+// Addresses below it come of a null pointer and an index.
+constexpr std::uintptr_t kNullBytes = 65536;
+
 struct Shadow {
   std::vector<Cell> static_cells, dynamic_cells;
 };
+
+struct Cluster;
+struct Launch;
 
 // Who does it: a thread, or an engine on behalf of the thread that issued it.
 struct Actor {
@@ -55,6 +89,21 @@ void check_shared(const Actor& actor, Block& block, const void* pointer, std::si
 // Bytes that a background copy will write, and has written, as seen by the thread that waited.
 void set_pending(Block& block, const void* pointer, std::size_t bytes);
 void set_landed(Block& block, const void* pointer, std::size_t bytes, const Actor& by);
+
+// Code addresses as cells keep them.
+std::uint32_t offset_of(const Cluster& cluster, const void* call);
+// The text of a race with an earlier access: a write, or a read of this kind.
+std::string report_race(const Actor& actor, std::size_t bytes, Access access, const std::string& place,
+                        Mark mark, bool write, const std::string& by, std::uint32_t call);
+// True if the race is to be judged once the value has been written: a store of up to 16 bytes.
+bool suspect(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
+             const std::string& report);
+// Whether bytes are of one allocation of the kernels' own.
+bool in_heap(std::uintptr_t address, std::size_t bytes);
+// Where an address lies that is nobody's: relative to the nearest array of the launch.
+std::string describe_outside(const Launch& launch, std::uintptr_t address);
+// "byte 8 of argument 1", or a variable of the kernel's file.
+std::string describe_global(const Launch& launch, std::uintptr_t address);
 
 // The cells of `bytes` bytes at `pointer`, or null if they are not all shared memory of `block`.
 Cell* cells_of(Block& block, const void* pointer, std::size_t bytes);

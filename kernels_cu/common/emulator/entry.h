@@ -1,4 +1,4 @@
-// A kernel as the runtime sees it: what its parameters measure, and a call that unpacks them.
+// A kernel as the runtime sees it: what its parameters are, and a call that unpacks them.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,13 @@ namespace cukit::emulator {
 struct Entry {
   void (*run)(void** arguments);
   const unsigned* parameter_bytes;
+  const char* const* parameter_types;  // names of functions that end in [with T = ...]
   unsigned num_parameters;
+  unsigned most_threads;  // of a block, as __launch_bounds__ has it; 0 where it does not say
 };
+
+template <typename T>
+constexpr const char* name_of_type() { return __PRETTY_FUNCTION__; }
 
 template <auto Kernel>
 struct EntryOf;
@@ -19,6 +24,7 @@ struct EntryOf;
 template <typename... Parameters, void (*Kernel)(Parameters...)>
 struct EntryOf<Kernel> {
   static constexpr unsigned kBytes[] = {static_cast<unsigned>(sizeof(Parameters))..., 0};
+  static constexpr const char* kTypes[] = {name_of_type<Parameters>()..., nullptr};
 
   // The argument list is the runtime's, no memory of the kernel.
   template <std::size_t... I>
@@ -26,11 +32,13 @@ struct EntryOf<Kernel> {
     Kernel(*static_cast<Parameters*>(arguments[I])...);
   }
   static void run(void** arguments) { unpack(arguments, std::index_sequence_for<Parameters...>{}); }
-  static constexpr Entry value() { return {run, kBytes, sizeof...(Parameters)}; }
+  static constexpr Entry value(unsigned most_threads = 0) {
+    return {run, kBytes, kTypes, sizeof...(Parameters), most_threads};
+  }
 };
 
 }  // namespace cukit::emulator
 
-#define CUKIT_EMULATOR_ENTRY(kernel)                       \
+#define CUKIT_EMULATOR_ENTRY(kernel, ...)                 \
   extern "C" const ::cukit::emulator::Entry cukit_entry = \
-      ::cukit::emulator::EntryOf<&kernel>::value();
+      ::cukit::emulator::EntryOf<&kernel>::value(__VA_ARGS__);

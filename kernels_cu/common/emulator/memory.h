@@ -37,9 +37,9 @@ CUKIT_CACHED_STORE(__stwb)
 CUKIT_CACHED_STORE(__stwt)
 #undef CUKIT_CACHED_STORE
 
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
-inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence() { ::cukit::emulator::fence(::cukit::emulator::FenceScope::Device); }
+inline void __threadfence_block() { ::cukit::emulator::fence(::cukit::emulator::FenceScope::Block); }
+inline void __threadfence_system() { __threadfence(); }
 
 inline long long clock64() {
   return std::chrono::steady_clock::now().time_since_epoch().count();
@@ -59,6 +59,8 @@ namespace cukit::emulator {
 // The integer that carries a value of the same size.
 template <std::size_t Bytes>
 struct Bits;
+template <>
+struct Bits<1> { using type = std::uint8_t; };
 template <>
 struct Bits<2> { using type = std::uint16_t; };
 template <>

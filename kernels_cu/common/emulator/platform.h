@@ -2,6 +2,7 @@
 // common/platform.cuh where CUKIT_EMULATE is defined.
 #pragma once
 
+#include <assert.h>
 #include <cmath>
 #include <cstdio>
 #include <cstring>

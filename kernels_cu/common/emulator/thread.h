@@ -74,10 +74,16 @@ std::uint32_t map_to_rank(std::uint32_t address, unsigned rank);
 
 // Accesses that the compiler's instrumentation does not see ---------------------------------------
 
-enum class Access { Read, Write, Atomic };
+// Strong ones are volatile loads and atomic loads: they may meet atomics and strong stores.
+enum class Access { Read, Write, Atomic, StrongRead };
 
 // Does what the instrumented loads and stores of a checked build do.
 void check_access(const void* pointer, std::size_t bytes, Access access);
+
+enum class FenceScope { Block, Device };
+
+// __threadfence and __threadfence_block.
+void fence(FenceScope scope);
 
 // Ends the launch unless `pointer` is a multiple of `alignment`.
 void check_alignment(const void* pointer, std::size_t alignment, const char* what);

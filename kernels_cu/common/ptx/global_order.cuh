@@ -11,6 +11,7 @@ namespace cukit {
 CUKIT_DEVICE int load_acquire(const int* from) {
 #ifdef CUKIT_EMULATE
   emulator::yield();
+  emulator::check_access(from, sizeof(int), emulator::Access::StrongRead);
   return static_cast<int>(emulator::atomic_load(from, sizeof(int)));
 #else
   int value;
@@ -22,6 +23,7 @@ CUKIT_DEVICE int load_acquire(const int* from) {
 // red.release.gpu.add
 CUKIT_DEVICE void add_release(int* to, int value) {
 #ifdef CUKIT_EMULATE
+  __threadfence();
   atomicAdd(to, value);
 #else
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;\n" ::"l"(to), "r"(value) : "memory");

@@ -1,0 +1,345 @@
+"""Multi-head latent attention over a cache of latents."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.attention.flash_options import (
+    PARAMETERS,
+    ScoreArrays,
+    scales_of,
+    score_options,
+    score_settings,
+)
+from cukit.attention.mla_plan import BLOCK_SIZE, BOX_COLUMNS, TILE_ROWS, plan_mla_attention
+from cukit.attention.paged_contents import check_table
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    Array,
+    adopt,
+    bfloat16,
+    check_array,
+    check_same_dtype,
+    empty,
+    int32,
+    runs_kernel,
+    write_out,
+)
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.overlap import check_overlap
+from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_flag, check_integer
+from cukit.core.support import Support
+from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
+from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
+from cukit.reference import mla_attention as reference
+from cukit.reference.mla_attention import CODE_BYTES, LATENT_DIM, ROPE_DIM, SCALE
+from cukit.registry import register
+
+_OP = "mla_attention"
+_ARCH = "sm_90"
+_WIDTH = LATENT_DIM + ROPE_DIM
+_KERNEL_DTYPES = FLOAT_DTYPES[1:3]
+_CODES = np.dtype(np.uint8)
+_BOX = (1, BLOCK_SIZE, BOX_COLUMNS)
+_MOST_HEADS = (1 << 15) - 1  # rows of a request are numbered in 32 bits
+
+
+def mla_attention(
+    q: Array,
+    kv_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    latent_dim: int = LATENT_DIM,
+    return_lse: bool = False,
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    """Attention of each request's last queries over its latents in a paged cache.
+
+        out = softmax(scale * q kv^T + mask) kv[..., :latent_dim]
+
+    Multi-head latent attention with the up-projections absorbed
+    (:func:`absorb_mla_projections`): a token is one row of the cache, [latent, rotated key], that
+    all heads share as key and, but for the rotated part, as value. Row `j` of request `b` is
+    `kv_cache[block_table[b, j // 64], j % 64, 0]`.
+
+    Args:
+        q: float16|bfloat16 [batch, seq_len_q, num_heads, 576], C-contiguous, the first 512 columns
+            multiplied by W_uk; on the CPU float32|float64 and other widths too. The queries of a
+            request are the last seq_len_q of its tokens: 1 in a decode step, a few when drafted
+            tokens are verified.
+        kv_cache: dtype of q, [num_blocks, 64, 1, 576], any block stride; on the CPU blocks of any
+            size. Or uint8 [num_blocks, 64, 1, 656], float8 latents as
+            :func:`encode_mla_latents` makes them; then q is bfloat16 on the GPU, and the tokens of
+            a block lie one behind the other.
+        block_table: int32 [batch, max_blocks], C-contiguous. Entries behind a request's last key
+            are not read.
+        seq_lens: int32 [batch], the keys of each request, queries included; 0 for an unused row.
+            Never read on the host.
+        causal: hide the keys right of each query's own.
+        scale: positive factor of the scores; 1 / sqrt(192) where omitted, that of the heads before
+            absorption (128 + 64 columns).
+        latent_dim: columns of the cache that are values; 512 on the GPU.
+        return_lse: return the log-sum-exp too, for `merge_attention_states`.
+        out: where to write; dtype of q, [batch, seq_len_q, num_heads, latent_dim], C-contiguous. It
+            must not overlap the inputs.
+
+    Returns:
+        `out`, or `(out, lse)` with lse float32 [batch, num_heads, seq_len_q], natural logarithm.
+        A query that sees no key gets zeros and -inf.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: an option's value; on the CPU also a length beyond the block table, or a block
+            outside the cache.
+
+    The kernel needs Hopper (sm_90); other GPUs run the reference. Thread blocks get equal shares of
+    the batch's pages, found on the device from `seq_lens`, so a captured graph replays with other
+    lengths and tables. Pieces are added in a fixed order: repeated calls give the same bits. Runs
+    on CuPy's current stream.
+    Paper: DeepSeek-AI, DeepSeek-V2, arXiv:2405.04434.
+
+    >>> import numpy as np, cukit as ck
+    >>> cache = np.arange(2 * 4 * 6, dtype=np.float32).reshape(2, 4, 1, 6)   # two blocks of four
+    >>> table, lengths = np.array([[1, 0]], np.int32), np.array([5], np.int32)
+    >>> ck.mla_attention(np.zeros((1, 1, 3, 6), np.float32), cache, table, lengths, latent_dim=4)[
+    ...     0, 0, 0
+    ... ]
+    array([26.4, 27.4, 28.4, 29.4], dtype=float32)
+    """
+    q, kv_cache, block_table, seq_lens, out = arrays = adopt(
+        _OP, q, kv_cache, block_table, seq_lens, out
+    )
+    check_flag(_OP, "causal", causal)
+    check_flag(_OP, "return_lse", return_lse)
+    check_integer(_OP, "latent_dim", latent_dim, least=1)
+    check_overlap(_OP, out, q=q, kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens)
+    scale = SCALE if scale is None else scale
+    if not runs_kernel(_OP, *arrays):
+        _check(causal, scale, latent_dim, *arrays)
+        check_table(_OP, kv_cache, block_table, seq_lens, q.shape[1])
+        result, lse = reference.mla_attention(
+            q,
+            kv_cache,
+            block_table,
+            seq_lens,
+            causal=causal,
+            scale=scale,
+            latent_dim=latent_dim,
+            return_lse=True,
+        )
+        return (write_out(out, result), lse) if return_lse else write_out(out, result)
+    attended: Array | tuple[Array, Array] = _prepare(causal, scale, latent_dim, *arrays)(
+        *arrays, bool(return_lse)
+    )
+    return attended
+
+
+class MlaMetadata(NamedTuple):
+    """How :func:`mla_attention` cuts up calls of one shape.
+
+    thread_blocks: of the launch, at most one on each multiprocessor.
+    team: thread blocks that read the same pages at about the same time.
+    row_tiles: tiles of 64 heads of queries that a request has.
+    scratch_bytes: for the sums of pieces of requests; allocated by each call.
+    """
+
+    thread_blocks: int
+    team: int
+    row_tiles: int
+    scratch_bytes: int
+
+
+def mla_metadata(num_heads: int, seq_len_q: int = 1) -> MlaMetadata:
+    """What :func:`mla_attention` launches for requests of seq_len_q queries of num_heads heads.
+
+    Nothing has to be prepared for a step or handed to the layers: it depends on shapes alone. The
+    share of each thread block follows from seq_lens, which every block reads by itself.
+
+    Returns:
+        MlaMetadata of the current device.
+
+    Raises:
+        ConfigError: num_heads or seq_len_q below 1.
+        UnsupportedDeviceError: there is no GPU.
+
+    >>> import cukit as ck
+    >>> with ck.backend("emulator"):
+    ...     ck.mla_metadata(128).row_tiles
+    2
+    """
+    check_integer("mla_metadata", "num_heads", num_heads, least=1, most=_MOST_HEADS)
+    check_integer("mla_metadata", "seq_len_q", seq_len_q, least=1, most=_MOST_HEADS)
+    config = plan_mla_attention(int(num_heads), int(seq_len_q), "bfloat16", current_device())
+    return MlaMetadata(config.num_blocks, config.team, config.row_tiles, 4 * config.scratch_floats)
+
+
+def _check(
+    causal: bool,
+    scale: float,
+    latent_dim: int,
+    q: Array,
+    kv_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    out: Array | None,
+) -> None:
+    """Everything but the contents of the arrays."""
+    score_options(_OP, causal, None, None, scale, None, None).check(_OP)
+    check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
+    batch, _, heads, width = q.shape
+    coded = _is_coded(kv_cache)
+    shape = (None, None, 1, CODE_BYTES if coded else width)
+    dtypes = (_CODES,) if coded else FLOAT_DTYPES
+    check_array(_OP, "kv_cache", kv_cache, dtypes=dtypes, shape=shape, contiguous=False)
+    if not coded:
+        check_same_dtype(_OP, q=q, kv_cache=kv_cache)
+    elif width != _WIDTH:
+        raise ArrayShapeError(
+            f"{_OP}: with float8 latents q must have {_WIDTH} columns, got {q.shape}"
+        )
+    if not heads or not kv_cache.shape[0] or not kv_cache.shape[1]:
+        raise ArrayShapeError(
+            f"{_OP}: the heads of q, and the blocks of kv_cache and their size must not be 0, got "
+            f"{q.shape} and {kv_cache.shape}"
+        )
+    if latent_dim > width:
+        raise ConfigError(
+            f"{_OP}: latent_dim must be at most the last axis of q, {width}, got {latent_dim}"
+        )
+    check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=(batch, None))
+    check_array(_OP, "seq_lens", seq_lens, dtypes=(int32,), shape=(batch,))
+    if out is not None:
+        shape = (*q.shape[:-1], latent_dim)
+        check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
+
+
+def _is_coded(kv_cache: Array) -> bool:
+    return getattr(kv_cache, "dtype", None) == _CODES
+
+
+class PreparedMla(NamedTuple):
+    """A checked call, for arrays of one description."""
+
+    shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    scratch_floats: int
+    q_map: TensorMapCache
+    cache_map: TensorMapCache
+    attend: Launch
+    merge: Launch
+
+    def __call__(
+        self,
+        q: Array,
+        kv_cache: Array,
+        block_table: Array,
+        seq_lens: Array,
+        out: Array | None,
+        return_lse: bool,
+    ) -> Array | tuple[Array, Array]:
+        """Launches both kernels."""
+        if out is None:
+            out = empty(q, self.shape)
+        lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
+        if out.size:
+            partial = empty(q, (self.scratch_floats,), np.float32)
+            maps = self.q_map(q), self.cache_map(kv_cache)
+            self.attend(*maps, kv_cache, out, lse, block_table, seq_lens, partial)
+            self.merge(partial, out, lse, seq_lens)
+        return (out, lse) if return_lse else out
+
+
+@launch_plan
+def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> PreparedMla:
+    """Checks, plan and kernels of a call."""
+    _check(causal, scale, latent_dim, *arrays)
+    q, kv_cache, block_table, _, out = arrays
+    coded = _is_coded(kv_cache)
+    check_array(_OP, "q", q, dtypes=(bfloat16,) if coded else _KERNEL_DTYPES)
+    if out is not None:
+        check_array(_OP, "out", out)
+    batch, seq_q, heads, width = q.shape
+    if (width, latent_dim, kv_cache.shape[1]) != (_WIDTH, LATENT_DIM, BLOCK_SIZE):
+        raise ArrayShapeError(
+            f"{_OP}: on the GPU q has {_WIDTH} columns, latent_dim is {LATENT_DIM} and blocks have "
+            f"{BLOCK_SIZE} keys, got {q.shape}, {latent_dim} and {kv_cache.shape}"
+        )
+    if coded and kv_cache.strides[1] != CODE_BYTES:
+        raise ArrayLayoutError(
+            f"{_OP}: the tokens of a block of kv_cache must lie one behind the other on the GPU, "
+            f"got strides {kv_cache.strides}"
+        )
+    config = plan_mla_attention(
+        heads, seq_q, q.dtype.name, current_device(), coded=coded, causal=causal
+    )
+    most_keys = block_table.shape[1] * BLOCK_SIZE
+    options = score_options(_OP, causal, None, None, scale, None, None)
+    nothing = ScoreArrays(None, None, None, None, None, None)
+    parameters = parameter_structs(PARAMETERS)["LatentParameters"].pack(
+        batch=batch,
+        heads_q=heads,
+        seq_q=seq_q,
+        problems=config.row_tiles,
+        most_keys=most_keys,
+        table_row=block_table.shape[1],
+        cache_block=kv_cache.strides[0],
+        scale_log2=scales_of(q, options)[1],
+        settings=score_settings(q, options, nothing, (batch, heads, seq_q, most_keys)),
+    )
+    rows = config.merge_rows(batch)
+    merge_blocks = batch * config.row_tiles * (TILE_ROWS // rows)
+    merge_scalars = parameters, np.int32(config.num_blocks), np.int32(rows)
+    return PreparedMla(
+        shape=(*q.shape[:-1], latent_dim),
+        lse_shape=(batch, heads, seq_q),
+        scratch_floats=config.scratch_floats,
+        q_map=TensorMapCache(_query_map),
+        cache_map=TensorMapCache(_cache_map),
+        attend=Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,)),
+        merge=Launch(
+            load_kernel(config.merge_spec()), (merge_blocks,), merge_scalars, dependent=True
+        ),
+    )
+
+
+def _query_map(q: Array) -> Any:
+    """Boxes of 64 rows [head of a query]; behind the last of a request they are zeros."""
+    return encode_tensor_map(q.reshape(q.shape[0], -1, q.shape[-1]), _BOX)
+
+
+def _cache_map(kv_cache: Array) -> Any:
+    """Boxes of a block's tokens; of float8 latents two bytes are an element."""
+    rows = kv_cache[:, :, 0]
+    return encode_tensor_map(rows.view(np.uint16) if _is_coded(rows) else rows, _BOX)
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    """Each dtype, with and without a mask, each size of a team, float8 latents."""
+    plans = [
+        plan_mla_attention(heads, seq_q, dtype, device, coded=coded)
+        for heads, seq_q, dtype, coded in (
+            (16, 1, "bfloat16", False),
+            (128, 1, "bfloat16", False),
+            (128, 2, "bfloat16", True),
+            (64, 3, "float16", False),
+            (64, 1, "bfloat16", True),
+        )
+    ]
+    return [spec for plan in plans for spec in (plan.spec(), plan.merge_spec())]
+
+
+register(
+    name=_OP,
+    family="attention",
+    function=mla_attention,
+    reference=reference.mla_attention,
+    specs=_specs,
+    support=Support(_ARCH, _ARCH),
+)

@@ -1,0 +1,111 @@
+"""How latent attention runs: a pure function of the shape of a call and the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec
+from cukit.reference.mla_attention import LATENT_DIM, ROPE_DIM
+
+TILE_ROWS = 64
+"""Heads of queries that a thread block works on at once."""
+BLOCK_SIZE = 64
+"""Keys of a block of the cache."""
+BOX_COLUMNS = 64
+"""Of what is copied at once: the width of a swizzle in 16-bit elements."""
+
+_THREADS = 384
+_MERGE_THREADS = 128
+_MOST_TEAM = 4
+_STAGES = 2
+_EARLY = 1
+_PREFETCH = 1
+_PRODUCER_REGISTERS = 40
+_DECODER_REGISTERS = 80  # of the producer's threads where they decode float8 latents
+_MERGE_BLOCKS_PER_SM = 4
+
+
+@dataclass(frozen=True)
+class MlaConfig:
+    """How a call runs.
+
+    row_tiles: tiles of 64 rows (heads of queries) that a request has.
+    team: thread blocks that work on neighbouring tiles of the same keys.
+    num_blocks: thread blocks, one on each multiprocessor.
+    coded: the cache holds float8 latents.
+    early: of the three sections of a page, those multiplied before the other warpgroup's
+        probabilities.
+    prefetch: pages that are brought to L2 before there is room for them in shared memory, 0 or 1.
+    """
+
+    dtype: str
+    coded: bool
+    causal: bool
+    row_tiles: int
+    team: int
+    num_blocks: int
+    early: int = _EARLY
+    prefetch: int = _PREFETCH
+
+    def spec(self) -> KernelSpec:
+        """The attention."""
+        defines = (
+            *self._defines(),
+            ("CODES", int(self.coded)),
+            ("EARLY", self.early),
+            ("PREFETCH", self.prefetch),
+            ("PRODUCER_REGISTERS", _DECODER_REGISTERS if self.coded else _PRODUCER_REGISTERS),
+            ("THREADS", _THREADS),
+        )
+        shared = 2 * (
+            (TILE_ROWS + _STAGES * BLOCK_SIZE) * (LATENT_DIM + ROPE_DIM) + TILE_ROWS * BLOCK_SIZE
+        )
+        source = "attention/mla_attention_sm90.cu"
+        return KernelSpec(source, "mla_attention_sm90", defines, _THREADS, shared)
+
+    def merge_spec(self) -> KernelSpec:
+        """What adds up the pieces of requests that several thread blocks work on."""
+        defines = (*self._defines(), ("THREADS", _MERGE_THREADS))
+        return KernelSpec("attention/mla_merge.cu", "mla_merge", defines, _MERGE_THREADS)
+
+    def _defines(self) -> tuple[tuple[str, str | int], ...]:
+        return ("DTYPE", self.dtype), ("TEAM", self.team), ("CAUSAL", int(self.causal))
+
+    @property
+    def scratch_floats(self) -> int:
+        """Sums of pieces, at most two of each thread block: outputs, maxima and sums."""
+        return 2 * self.num_blocks * TILE_ROWS * (LATENT_DIM + 2)
+
+    def merge_rows(self, batch: int) -> int:
+        """Rows of a thread block that adds pieces: a power of two, fewer where there are few."""
+        rows, most = TILE_ROWS, _MERGE_BLOCKS_PER_SM * self.num_blocks
+        while rows > 1 and batch * self.row_tiles * TILE_ROWS // rows < most:
+            rows //= 2
+        return rows
+
+
+@lru_cache(maxsize=1024)
+def plan_mla_attention(
+    heads: int,
+    seq_len_q: int,
+    dtype: str,
+    device: Device,
+    *,
+    coded: bool = False,
+    causal: bool = True,
+) -> MlaConfig:
+    """One thread block on a multiprocessor, in the largest teams that divide the tiles of a request
+    and leave the fewest multiprocessors idle."""
+    row_tiles = -(-heads * seq_len_q // TILE_ROWS)
+    sizes = [size for size in range(1, _MOST_TEAM + 1) if row_tiles % size == 0]
+    team = min(sizes, key=lambda size: (device.num_sms % size, -size))
+    return MlaConfig(
+        dtype=dtype,
+        coded=coded,
+        causal=causal and seq_len_q > 1,
+        row_tiles=row_tiles,
+        team=team,
+        num_blocks=device.num_sms // team * team,
+    )

@@ -1,0 +1,184 @@
+"""`cukit check`: any CUDA kernel on the CPU, with every access checked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from cukit.emulator.check import check_kernel
+from cukit.errors import CompileError, ConfigError, EmulatorError
+
+FOUND = 1
+_MOST_ELEMENTS = 1 << 28
+_FILLS = ("random", "zeros", "ones", "arange", "empty")
+_NAMES = {
+    "half": "float16", "float": "float32", "double": "float64", "char": "int8",
+    "short": "int16", "int": "int32", "long": "int64", "uint": "uint32", "bf16": "bfloat16",
+}  # fmt: skip
+
+
+def check(
+    source: Annotated[str, typer.Argument(help="A .cu file.")],
+    entry: Annotated[
+        str | None,
+        typer.Option(help="The kernel, or an instance of a template: 'scale<float, 4>'."),
+    ] = None,
+    grid: Annotated[str, typer.Option(help="Blocks: 4, or 4,2 or 4,2,1.")] = "1",
+    block: Annotated[str, typer.Option(help="Threads of a block: 128, or 32,4 or 8,8,4.")] = "32",
+    arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An argument of the kernel, in order: an array float32:1024 or float32:64x64:zeros "
+            "(random, zeros, ones, arange, empty or a number), a scalar int32=1024, a file x.npy, "
+            "or null."
+        ),
+    ] = None,
+    shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory.")] = 0,
+    constant: Annotated[
+        list[str] | None,
+        typer.Option(help="A __constant__ or __device__ variable: name=float32:64:random."),
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option("--include", "-I", help="A folder of headers.")
+    ] = None,
+    define: Annotated[
+        list[str] | None, typer.Option("--define", "-D", help="A macro: NAME or NAME=VALUE.")
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="Any other option of nvcc or NVRTC, such as -std=c++20."),
+    ] = None,
+    arch: Annotated[str, typer.Option(help="The GPU whose instructions exist.")] = "sm_90",
+    seed: Annotated[int, typer.Option(help="0: threads in order; else an order of its own.")] = 0,
+    late: Annotated[
+        bool, typer.Option("--late", help="Finish asynchronous copies as late as possible.")
+    ] = False,
+) -> None:
+    """Compile a CUDA kernel for the CPU, run it, and report what it does wrong.
+
+    Bounds, alignment, initialisation, data races and barriers are checked; no GPU is needed. Host
+    code in the file is left out. Random arguments are the same in every run. Exit code 1 if the
+    kernel is caught at a mistake, 2 if it cannot be run.
+    """
+    rng = np.random.default_rng(0)
+    values = [argument(text, rng) for text in arg or []]
+    constants = {}
+    for text in constant or []:
+        name, is_assignment, value = text.partition("=")
+        if not is_assignment:
+            raise ConfigError(f"--constant: expected name=dtype:shape[:fill], got {text!r}")
+        constants[name] = np.asarray(argument(value, rng))
+    try:
+        check_kernel(
+            Path(source),
+            entry,
+            grid=extents_of("--grid", grid),
+            block=extents_of("--block", block),
+            args=values,
+            shared_bytes=shared,
+            constants=constants,
+            options=[*(f"-D{macro}" for macro in define or []), *(option or [])],
+            include=include or [],
+            arch=arch,
+            seed=seed,
+            late=late,
+        )
+    except EmulatorError as error:
+        print(error)
+        raise typer.Exit(FOUND) from None
+    except CompileError as error:
+        raise ConfigError(first_error(str(error))) from None
+    print(f"{source}: nothing found")
+
+
+def argument(text: str, rng: np.random.Generator) -> Any:
+    """What one --arg describes. Raises ConfigError."""
+    if text in ("null", "NULL", "nullptr"):
+        return None
+    if text.endswith(".npy"):
+        try:
+            return np.load(text)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--arg {text}: {error}") from None
+    name, is_scalar, value = text.partition("=")
+    if is_scalar:
+        dtype = _dtype(name, text)
+        try:
+            number = complex(value) if dtype.kind == "c" else float(value)
+            exact = int(value, 0) if dtype.kind in "iub" else number
+            return np.array(exact).astype(dtype)[()] if dtype.kind == "V" else dtype.type(exact)
+        except (ValueError, OverflowError):
+            raise ConfigError(f"--arg {text}: {value!r} is no {dtype}") from None
+    name, _, rest = text.partition(":")
+    dtype = _dtype(name, text)
+    shape_text, _, fill = rest.partition(":")
+    if not re.fullmatch(r"\d+(x\d+)*", shape_text):
+        raise ConfigError(
+            f"--arg {text}: expected dtype:shape[:fill], dtype=value, a .npy file or null"
+        )
+    shape = tuple(int(extent) for extent in shape_text.split("x"))
+    if np.prod(shape, dtype=object) > _MOST_ELEMENTS:
+        raise ConfigError(f"--arg {text}: at most {_MOST_ELEMENTS} elements")
+    return _filled(text, dtype, shape, fill or "random", rng)
+
+
+def _filled(
+    text: str, dtype: np.dtype[Any], shape: tuple[int, ...], fill: str, rng: np.random.Generator
+) -> np.ndarray[Any, Any]:
+    """random: of floats standard normal, of integers 0 to 99."""
+    if fill == "random":
+        if dtype.kind in "iub":
+            return rng.integers(0, 2 if dtype.kind == "b" else 100, shape).astype(dtype)
+        return rng.standard_normal(shape).astype(dtype)
+    if fill == "arange":
+        return np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    if fill == "empty":  # every bit set, NaN in floats, so that what is not written is seen
+        array = np.empty(shape, dtype)
+        array.reshape(-1).view(np.uint8).fill(0xFF)
+        return array
+    try:
+        number = {"zeros": 0.0, "ones": 1.0}[fill] if fill in ("zeros", "ones") else float(fill)
+    except ValueError:
+        raise ConfigError(
+            f"--arg {text}: no fill {fill!r}; expected {', '.join(_FILLS)} or a number"
+        ) from None
+    return np.full(shape, number).astype(dtype)
+
+
+def _dtype(name: str, text: str) -> np.dtype[Any]:
+    import ml_dtypes
+
+    name = _NAMES.get(name, name)
+    try:
+        extension = getattr(ml_dtypes, name, None)
+        dtype = np.dtype(name if extension is None else extension)
+    except TypeError:
+        raise ConfigError(f"--arg {text}: no dtype {name!r}; for example float32, int32") from None
+    if dtype.hasobject or dtype.itemsize == 0:
+        raise ConfigError(f"--arg {text}: no dtype {name!r}; for example float32, int32")
+    return dtype
+
+
+def extents_of(option: str, text: str) -> tuple[int, ...]:
+    """`4`, `4,2` or `4x2x1`. Raises ConfigError."""
+    if not re.fullmatch(r"\d+([,x]\d+){0,2}", text):
+        raise ConfigError(f"{option}: expected one to three extents such as 4,2,1, got {text!r}")
+    return tuple(int(extent) for extent in re.split("[,x]", text))
+
+
+def first_error(log: str) -> str:
+    """One line of a compiler's messages: where the first error is, and how many follow."""
+    errors = [line.strip() for line in log.split("\n") if re.search(r"\b(fatal )?error:", line)]
+    notes = [line for line in log.split("\n") if line.startswith("not found, and left out")]
+    if not errors:
+        return " ".join(log.split())
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    missing = f"; {notes[0]}" if notes else ""
+    place = (
+        re.sub(r"^\S*/(?=\S*:\d+)", "", errors[0]) if errors[0].startswith("/tmp") else errors[0]
+    )
+    return f"{place}{more}{missing}"

@@ -1,0 +1,134 @@
+"""Runs a kernel of anybody's once, on NumPy arrays, with everything checked."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cukit.core.scalars import check_integer
+from cukit.emulator.program import Program, Source, as_argument, only_kernel, parameters_of, scan
+from cukit.emulator.settings import settings_from
+from cukit.errors import ConfigError, LaunchError
+
+_MOST_THREADS = 1024
+
+
+def check_kernel(
+    source: str | os.PathLike[str],
+    entry: str | None = None,
+    *,
+    grid: int | Sequence[int],
+    block: int | Sequence[int],
+    args: Sequence[Any] = (),
+    shared_bytes: int = 0,
+    constants: Mapping[str, np.ndarray[Any, Any]] | None = None,
+    options: Sequence[str] = (),
+    include: Sequence[str | os.PathLike[str]] = (),
+    defines: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> None:
+    """Compiles a CUDA program for the CPU and launches one of its kernels there, checked.
+
+    Args:
+        source: path of a `.cu` file, or the source itself. Host functions in it are left out.
+        entry: name of a `__global__` function, with namespaces, or an instance of a template:
+            `"scale<float, 4>"`. Not needed where the program has one kernel.
+        grid, block: one to three extents.
+        args: NumPy arrays, which the kernel reads and writes in place; NumPy scalars, Python ints
+            of any width that the parameter holds; None for a null pointer.
+        shared_bytes: dynamic shared memory of a block.
+        constants: values of `__constant__` and `__device__` variables by name, as cudaMemcpyToSymbol
+            sets them. An array that can be written holds the variable's value afterwards.
+        options: of nvcc or NVRTC; -I, -D, -std and -default-device count.
+        include, defines: folders and macros, as with -I and -D.
+        settings: of the emulator (`cukit.emulator.Settings`): arch, checked, seed, late, ...
+
+    Raises:
+        EmulatorError: the kernel was caught at a mistake; the message has thread, file and line.
+        CompileError: the program does not compile, with the compiler's messages.
+        LaunchError: no such kernel, or arguments that do not fit its parameters.
+        ConfigError: an option or extent outside its legal values; a source that is not there.
+
+    Every call has device variables of its own, with their initial values. Needs a C++ compiler and
+    CUDA's headers (`pip install 'cukit[compile]'`).
+
+    >>> import numpy as np, cukit as ck
+    >>> source = '__global__ void twice(float* x) { x[threadIdx.x] *= 2; }'
+    >>> x = np.ones(32, np.float32)
+    >>> ck.check_kernel(source, grid=1, block=32, args=[x])              # doctest: +SKIP
+    """
+    chosen = settings_from(**settings)
+    program_source = source_of(source, options, include, defines or {})
+    blocks, threads = extents("grid", grid), extents("block", block)
+    if math.prod(threads) > _MOST_THREADS:
+        raise ConfigError(f"block: at most {_MOST_THREADS} threads, got {math.prod(threads)}")
+    check_integer("check_kernel", "shared_bytes", shared_bytes, least=0, most=232448)
+    if entry is None:
+        entry = only_kernel(scan(program_source), program_source.name)
+    program = Program(program_source, chosen, [entry] if "<" in entry else [])
+    for name, value in (constants or {}).items():
+        _variable(program, name, value)[:] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    kernel = program.kernel(entry, threads, shared_bytes, blocks)
+    sizes = kernel.parameter_bytes
+    if len(sizes) != len(args):
+        written = parameters_of(program.kernels, entry) or entry
+        raise LaunchError(f"{written} takes {len(sizes)} arguments, got {len(args)}")
+    converted = [as_argument(value, size) for value, size in zip(args, sizes, strict=True)]
+    kernel.launch(blocks, tuple(converted), settings=chosen, reachable=program.variables())
+    for name, value in (constants or {}).items():
+        if isinstance(value, np.ndarray) and value.flags.writeable:
+            value[...] = program.variable(name).view(value.dtype).reshape(value.shape)
+
+
+def source_of(
+    source: str | os.PathLike[str],
+    options: Sequence[str] = (),
+    include: Sequence[str | os.PathLike[str]] = (),
+    defines: Mapping[str, Any] | None = None,
+) -> Source:
+    """The program behind a path or a text. Raises ConfigError where there is none."""
+    is_text = isinstance(source, str) and any(mark in source for mark in "\n{;")
+    if is_text:
+        found = Source(str(source), "kernel.cu")
+    else:
+        path = Path(source)
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+        found = Source(text, str(path), path.resolve().parent)
+    given = [*options, *(f"-I{folder}" for folder in include)]
+    given += [f"-D{name}={_macro(value)}" for name, value in (defines or {}).items()]
+    found = found.with_options(given)
+    for folder in found.includes:
+        if not folder.is_dir():
+            raise ConfigError(f"include: no folder {folder}")
+    return found
+
+
+def extents(what: str, value: int | Sequence[int]) -> tuple[int, int, int]:
+    """Three extents from one to three. Raises ConfigError."""
+    given = (value,) if isinstance(value, (int, np.integer)) else tuple(value)
+    if not 1 <= len(given) <= 3:
+        raise ConfigError(f"{what}: expected one to three extents, got {len(given)}")
+    for extent in given:
+        check_integer("check_kernel", what, extent, least=1, most=2**31 - 1)
+    x, y, z = (*map(int, given), 1, 1)[:3]
+    return x, y, z
+
+
+def _variable(program: Program, name: str, value: Any) -> np.ndarray[Any, Any]:
+    variable = program.variable(name)
+    if not isinstance(value, (np.ndarray, np.generic)) or value.nbytes != variable.nbytes:
+        got = f"{value.nbytes} bytes" if hasattr(value, "nbytes") else type(value).__name__
+        raise LaunchError(f"{name} is a variable of {variable.nbytes} bytes, got {got}")
+    return variable
+
+
+def _macro(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)

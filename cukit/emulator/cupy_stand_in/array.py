@@ -1,0 +1,152 @@
+"""`cupy.ndarray` in main memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+
+from cukit.errors import ArrayError
+
+
+class Pointer:
+    """`cupy.cuda.MemoryPointer`: an address, and the memory that it keeps alive.
+
+    ptr: the address. mem: itself, as far as programs look at it.
+    """
+
+    def __init__(self, memory: np.ndarray[Any, Any], offset: int = 0) -> None:
+        self.memory = memory
+        self.offset = offset
+        self.ptr: int = int(memory.ctypes.data) + offset
+
+    def __int__(self) -> int:
+        return self.ptr
+
+    def __index__(self) -> int:
+        return self.ptr
+
+    def __add__(self, offset: int) -> Pointer:
+        return Pointer(self.memory, self.offset + int(offset))
+
+    def __sub__(self, offset: int) -> Pointer:
+        return self + -int(offset)
+
+    @property
+    def mem(self) -> Pointer:
+        return self
+
+    def copy_from_host(self, source: Any, size: int | None = None) -> None:
+        """Sets the bytes from an array."""
+        values = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+        count = values.size if size is None else size
+        self.bytes()[:count] = values[:count]
+
+    copy_from = copy_from_host
+
+    def bytes(self) -> np.ndarray[Any, Any]:
+        """From the address to the end of the memory."""
+        return self.memory.reshape(-1).view(np.uint8)[self.offset :]
+
+
+_addressed: weakref.WeakValueDictionary[int, np.ndarray[Any, Any]] = weakref.WeakValueDictionary()
+
+
+def addressed() -> list[np.ndarray[Any, Any]]:
+    """Arrays whose addresses the program has asked for: kernels may find them in memory."""
+    return list(_addressed.values())
+
+
+class ndarray(np.ndarray):  # type: ignore[type-arg]  # noqa: N801 - CuPy's name
+    """A NumPy array with CuPy's methods; what NumPy makes of it is one again.
+
+    As in CuPy, results of reductions and single elements are arrays without axes.
+    """
+
+    def __new__(
+        cls, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: Any = "C"
+    ) -> ndarray:
+        if memptr is not None:
+            return np.ndarray.__new__(cls, shape, dtype, memptr.bytes(), 0, strides, order)
+        made = np.ndarray.__new__(cls, shape, dtype, None, 0, None, order)
+        poison(made)
+        return made
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return np.asarray(array).view(ndarray)
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        if isinstance(found, np.ndarray):
+            return found
+        keys = key if isinstance(key, tuple) else (key,)
+        return super().__getitem__((*keys, ...))
+
+    @property
+    def device(self) -> Any:
+        from cukit.emulator.cupy_stand_in.devices import Device
+
+        return Device(0)
+
+    @property
+    def data(self) -> Any:
+        """The address; kernels that read it from memory may use this array from now on."""
+        owner = _owner(self)
+        _addressed[id(owner)] = owner
+        return Pointer(owner, int(self.ctypes.data) - int(owner.ctypes.data))
+
+    def get(
+        self, stream: Any = None, order: Any = "C", out: Any = None, blocking: bool = True
+    ) -> np.ndarray[Any, Any]:
+        """A NumPy array of its own, as from the GPU."""
+        if out is not None:
+            out[...] = self
+            return out  # type: ignore[no-any-return]
+        return np.array(self, order=order, subok=False)
+
+    def set(self, array: Any, stream: Any = None) -> None:
+        """Takes the values of a NumPy array of the same shape and dtype."""
+        values = np.asarray(array)
+        if values.shape != self.shape or values.dtype != self.dtype:
+            raise ArrayError(
+                f"set: expected {self.dtype} of shape {self.shape}, got {values.dtype} of shape "
+                f"{values.shape}"
+            )
+        self[...] = values
+
+    def scatter_add(self, slices: Any, value: Any) -> None:
+        np.add.at(self, slices, value)
+
+    @property
+    def cstruct(self) -> Any:
+        raise NotImplementedError("cupy.ndarray.cstruct is not emulated")
+
+
+def poison(array: np.ndarray[Any, Any]) -> None:
+    """All bits set, NaN in floats: what a program forgets to write is seen."""
+    if not array.dtype.hasobject and array.size:
+        np.asarray(array).reshape(-1).view(np.uint8).fill(0xFF)
+
+
+def wrapped(result: Any) -> Any:
+    """NumPy's results as CuPy would return them."""
+    if isinstance(result, ndarray):
+        return result
+    if isinstance(result, np.ndarray):
+        return result.view(ndarray)
+    if isinstance(result, np.generic):
+        return np.asarray(result).view(ndarray)
+    if type(result) in (tuple, list):
+        return type(result)(map(wrapped, result))
+    return result
+
+
+def _owner(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array that has the memory of a view."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+owner_of = _owner

@@ -1,0 +1,47 @@
+"""A pytest plugin: `pytest --cukit-emulate` runs a CuPy project's tests without a GPU.
+
+The kernels that the project hands to CuPy are compiled for the CPU, and every access is checked
+(`cukit.emulate_cupy`). A kernel that is caught at a mistake fails its test with the message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options."""
+    group = parser.getgroup("cukit", "CUDA kernels on the CPU")
+    group.addoption(
+        "--cukit-emulate",
+        action="store_true",
+        help="run CuPy's kernels in cukit's emulator, without a GPU, with race detection",
+    )
+    group.addoption(
+        "--cukit-seed", type=int, default=0, help="0: threads in order; else an order of its own"
+    )
+    group.addoption("--cukit-arch", default="sm_90", help="the GPU that is emulated")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test is imported: `from cupy import RawKernel` takes the stand-in."""
+    if config.getoption("--cukit-emulate"):
+        from cukit.emulator.cupy_stand_in import emulate_cupy
+
+        options: dict[str, Any] = {
+            "seed": config.getoption("--cukit-seed"),
+            "arch": config.getoption("--cukit-arch"),
+        }
+        emulation = emulate_cupy(**options)
+        emulation.__enter__()
+        config.add_cleanup(lambda: emulation.__exit__(None, None, None))
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Says that it is on."""
+    if not config.getoption("--cukit-emulate"):
+        return None
+    return f"cukit: CuPy's kernels are emulated, as {config.getoption('--cukit-arch')}"

@@ -1,0 +1,132 @@
+#include "global_shadow.h"
+
+#include <algorithm>
+#include <new>
+
+#include "block.h"
+#include "run.h"
+
+namespace cukit::emulator {
+
+namespace {
+
+// An access of a thread, and what orders earlier ones before it.
+struct Judge {
+  const Actor& actor;
+  const Cluster& cluster;
+  Access access;
+  bool same_values;  // may be written by several threads
+
+  bool ordered(const Past& past) const {
+    if (past.cluster == cluster.number) {
+      return past.agent == actor.agent || past.epoch <= actor.issuer->seen->seen[past.agent];
+    }
+    const auto* known = part_of(actor.issuer->seen->foreign, past.cluster);
+    return known != nullptr && past.epoch <= (*known)[past.agent];
+  }
+  bool clashes(const Past& past, std::uint8_t bytes) const {
+    return past.epoch != 0 && (past.bytes & bytes) != 0 && !ordered(past);
+  }
+
+  // The earlier access that this one is in a race with, or null.
+  const Past* clash(const GlobalCell& cell, std::uint8_t bytes) const {
+    if (clashes(cell.write, bytes)) return &cell.write;
+    for (const Past& read : cell.reads) {
+      if (conflict(access, read.mark) && clashes(read, bytes)) return &read;
+    }
+    return nullptr;
+  }
+
+  void note(GlobalCell& cell, std::uint8_t bytes) const {
+    const Past now{static_cast<std::uint32_t>(cluster.number), actor.epoch,
+                   offset_of(cluster, actor.call), static_cast<std::uint16_t>(actor.agent), bytes,
+                   mark_of(access)};
+    if (access == Access::Write) {
+      cell.write = now;
+      return;
+    }
+    cell.reads[slot_for(
+        now.mark, [&](int slot) { return cell.reads[slot].mark; },
+        [&](int slot) {
+          const Past& past = cell.reads[slot];
+          return past.cluster == now.cluster && past.agent == now.agent && past.epoch != 0;
+        },
+        [&](int slot) { return cell.reads[slot].epoch == 0 || ordered(cell.reads[slot]); })] = now;
+  }
+};
+
+}  // namespace
+
+void GlobalShadow::watch(const Launch& launch, const Module& module) {
+  constexpr std::uint64_t kLargest = 4;
+  struct Extent {
+    std::uintptr_t low, high;
+    std::uint64_t granule;
+  };
+  std::vector<Extent> extents;
+  for (const Range* range = launch.ranges; range != launch.ranges + launch.num_ranges; ++range) {
+    if (range->writeable == 0) continue;
+    const std::uint64_t element = range->element_bytes;
+    const std::uint64_t granule = element % 4 == 0 ? kLargest : element % 2 == 0 ? 2 : 1;
+    extents.push_back({range->low, range->high, granule});
+  }
+  if (module.data_low < module.data_high) {
+    extents.push_back({module.data_low, module.data_high, kLargest});
+  }
+  std::sort(extents.begin(), extents.end(),
+            [](const Extent& a, const Extent& b) { return a.low < b.low; });
+  // Arrays may overlap: one region for both, in the smaller elements.
+  std::vector<Extent> joined;
+  for (const Extent& extent : extents) {
+    if (joined.empty() || extent.low >= joined.back().high) {
+      joined.push_back(extent);
+    } else {
+      joined.back().high = std::max(joined.back().high, extent.high);
+      joined.back().granule = std::min(joined.back().granule, extent.granule);
+    }
+  }
+  for (const Extent& extent : joined) {
+    const std::size_t count = (extent.high - extent.low + extent.granule - 1) / extent.granule;
+    auto* cells = static_cast<GlobalCell*>(std::calloc(count, sizeof(GlobalCell)));
+    if (cells == nullptr) throw std::bad_alloc();
+    regions_.push_back({extent.low, extent.high, static_cast<unsigned>(extent.granule), {}});
+    regions_.back().cells.reset(cells);
+  }
+}
+
+void GlobalShadow::check(const Actor& actor, const void* pointer, std::size_t bytes, Access access) {
+  const auto address = reinterpret_cast<std::uintptr_t>(pointer);
+  auto region = std::upper_bound(
+      regions_.begin(), regions_.end(), address,
+      [](std::uintptr_t at, const Region& each) { return at < each.low; });
+  if (region == regions_.begin() || address >= (--region)->high) return;
+  const Cluster& cluster = *actor.issuer->block->cluster;
+  const Judge judge{actor, cluster, access, cluster.launch->same_value_writes != 0};
+  const unsigned granule = region->granule;
+  const std::uintptr_t first = (address - region->low) / granule;
+  const std::uintptr_t last = (address - region->low + bytes - 1) / granule;
+  for (std::uintptr_t i = first; i <= last; ++i) {
+    const std::uintptr_t low = region->low + i * granule;
+    unsigned mask = 0;
+    for (unsigned b = 0; b < granule; ++b) {
+      mask |= static_cast<unsigned>(low + b >= address && low + b < address + bytes) << b;
+    }
+    std::atomic_flag& lock = locks_[low / kLine % kLocks];
+    while (lock.test_and_set(std::memory_order_acquire)) {
+    }
+    GlobalCell& cell = region->cells[i];
+    const Past* const clash = judge.clash(cell, static_cast<std::uint8_t>(mask));
+    const bool write = clash == &cell.write;
+    const Past earlier = clash == nullptr ? Past{} : *clash;
+    judge.note(cell, static_cast<std::uint8_t>(mask));
+    lock.clear(std::memory_order_release);
+    if (clash == nullptr) continue;
+    const std::string report = report_race(
+        actor, bytes, access, describe_global(*cluster.launch, std::max(low, address)),
+        write ? Mark::Plain : earlier.mark, write,
+        name_of_thread(*cluster.run, earlier.cluster, earlier.agent), earlier.call);
+    if (!(write && judge.same_values && suspect(actor, pointer, bytes, access, report))) fault(report);
+  }
+}
+
+}  // namespace cukit::emulator

@@ -1,0 +1,118 @@
+"""A kernel's signature as the compiler prints it, and whether arguments of a launch go with it.
+
+A pointer takes arrays of its own element type. What is left alone, since it may be meant: arrays of
+bytes for any pointer, any array for a pointer to bytes or to a type that NumPy does not have, either
+sign of an integer, and integers that carry the bits of a 16-bit float or of a whole vector.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+_SCALARS = {
+    "bool": ("i", 1),
+    "char": ("i", 1),
+    "signed char": ("i", 1),
+    "unsigned char": ("i", 1),
+    "short": ("i", 2),
+    "short int": ("i", 2),
+    "unsigned short": ("i", 2),
+    "short unsigned int": ("i", 2),
+    "int": ("i", 4),
+    "unsigned int": ("i", 4),
+    "long": ("i", 8),
+    "long int": ("i", 8),
+    "unsigned long": ("i", 8),
+    "long unsigned int": ("i", 8),
+    "long long": ("i", 8),
+    "long long int": ("i", 8),
+    "unsigned long long": ("i", 8),
+    "long long unsigned int": ("i", 8),
+    "float": ("f", 4),
+    "double": ("f", 8),
+    "__half": ("f", 2),
+    "__nv_bfloat16": ("b", 2),
+}
+_VECTOR = re.compile(r"u?(char|short|int|longlong|long|float|double)([1-4])")
+_PACKED = {"__half2": ("f", 2), "__nv_bfloat162": ("b", 2)}
+_QUALIFIERS = re.compile(r"\b(const|volatile|__restrict__|__restrict)\b")
+
+
+@dataclass(frozen=True)
+class _Type:
+    """kind: i, f, or b for bfloat16. element_bytes: of one element of a vector."""
+
+    kind: str
+    element_bytes: int
+    count: int = 1
+
+
+def parameter_name(printed: str) -> str:
+    """`"const float*"` of a function's name that ends in `[with T = const float*]`."""
+    name = printed.rpartition("T = ")[2].rstrip("]").partition("; ")[0]
+    return re.sub(r" ?\*", "*", re.sub(r" ?__restrict(__)?", "", name)).strip()
+
+
+def misfit(name: str, argument: Any) -> str | None:
+    """What `argument` is, if a parameter of the type `name` cannot be meant to take it."""
+    is_pointer = name.endswith("*")
+    known = _type_of(name.rstrip("*") if name.count("*") <= 1 else "")
+    if argument is None:
+        return "a null pointer" if known is not None and not is_pointer else None
+    if isinstance(argument, np.ndarray):
+        if argument.dtype.type is np.void:
+            return None
+        if is_pointer:
+            return f"an array of {argument.dtype}" if _differs(known, argument.dtype) else None
+        return f"an array of {argument.dtype}" if known is not None else None
+    dtype = np.dtype(type(argument))
+    if is_pointer:
+        return None if dtype.kind in "iu" else f"{_article(dtype)} {dtype}"  # an address
+    if known is None or known.count > 1 or _kind(dtype) in (known.kind, ""):
+        return None
+    return None if known.element_bytes <= 2 else f"{_article(dtype)} {dtype}"
+
+
+def _differs(known: _Type | None, dtype: np.dtype[Any]) -> bool:
+    kind = _kind(dtype)
+    if known is None or known.element_bytes == 1 or dtype.itemsize == 1 or not kind:
+        return False
+    if kind == "i" and dtype.itemsize == known.element_bytes * known.count:
+        return known.kind != "i" and known.count == 1 and known.element_bytes > 2
+    if known.kind == "i" and known.count > 1:
+        return False  # vectors of integers move anything
+    if dtype.kind == "c":
+        return known.kind != "f" or dtype.itemsize != 2 * known.element_bytes
+    if kind == "i" and known.element_bytes == 2 == dtype.itemsize:
+        return False
+    return kind != known.kind or dtype.itemsize != known.element_bytes
+
+
+def _kind(dtype: np.dtype[Any]) -> str:
+    """As of a parameter; empty for a type of another library that is no bfloat16."""
+    if dtype.kind in "iub":
+        return "i"
+    if dtype.kind in "fc":
+        return "f"
+    return "b" if dtype.name == "bfloat16" else ""
+
+
+def _type_of(name: str) -> _Type | None:
+    bare = " ".join(_QUALIFIERS.sub("", name).split())
+    if bare in _SCALARS:
+        return _Type(*_SCALARS[bare])
+    if bare in _PACKED:
+        return _Type(*_PACKED[bare], 2)
+    vector = _VECTOR.fullmatch(bare)
+    if vector is None:
+        return None
+    scalar = {"longlong": "long long"}.get(vector[1], vector[1])
+    return _Type(*_SCALARS[scalar], int(vector[2]))
+
+
+def _article(dtype: np.dtype[Any]) -> str:
+    return "an" if dtype.name[0] in "aeiou" else "a"

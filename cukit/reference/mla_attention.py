@@ -1,0 +1,79 @@
+"""Multi-head latent attention over a cache of latents: the up-projections are absorbed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cukit.reference._xp import array_namespace
+from cukit.reference.narrow import decode_float8
+from cukit.reference.paged_attention import paged_attention
+
+Array = Any
+
+LATENT_DIM = 512
+"""Columns of a cached row that are the value of every head, and its key's first columns."""
+ROPE_DIM = 64
+"""Columns behind them: the rotated part of the key, which all heads share."""
+GROUP = 128
+"""Columns of a float8 latent that share a scale."""
+CODE_BYTES = LATENT_DIM + 4 * (LATENT_DIM // GROUP) + 2 * ROPE_DIM
+"""A token of a float8 cache: codes, float32 scales, bfloat16 rotated part."""
+SCALE = 192**-0.5
+"""Of the heads before absorption: 128 columns and 64 rotated ones."""
+
+
+def mla_attention(
+    q: Array,
+    kv_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    latent_dim: int = LATENT_DIM,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array]:
+    """paged_attention with one key head, whose first latent_dim columns are the values."""
+    cache = kv_cache
+    if kv_cache.dtype == np.uint8:
+        cache = decode_latents(kv_cache).astype(np.promote_types(q.dtype, np.float32), copy=False)
+    return paged_attention(
+        q,
+        cache,
+        cache[..., :latent_dim],
+        block_table,
+        seq_lens,
+        causal=causal,
+        scale=SCALE if scale is None else scale,
+        return_lse=return_lse,
+    )
+
+
+def decode_latents(cache: Array) -> Array:
+    """float32 [..., 576] of a float8 cache [..., 656]."""
+    xp = array_namespace(cache)
+    codes = decode_float8(cache[..., :LATENT_DIM], "float8_e4m3")
+    rest = xp.ascontiguousarray(cache[..., LATENT_DIM:])
+    scales = rest[..., : -2 * ROPE_DIM].copy().view(np.float32)
+    # A bfloat16 is the upper half of its float32.
+    halves = rest[..., -2 * ROPE_DIM :].copy().view(np.uint16)
+    rope = (halves.astype(np.uint32) << 16).view(np.float32)
+    return xp.concatenate((codes * xp.repeat(scales, GROUP, axis=-1), rope), axis=-1)
+
+
+def absorb_mla_projections(w_q: Array, w_o: Array, w_uk: Array, w_uv: Array) -> tuple[Array, Array]:
+    """W_q with W_uk^T in front of each head's first rows, W_o with W_uv behind each head's columns;
+    products in float32."""
+    xp = array_namespace(w_q)
+    heads, nope, _ = w_uk.shape
+    wide = np.float64 if w_q.dtype == np.float64 else np.float32
+    per_head = w_q.reshape(heads, -1, w_q.shape[-1])
+    latent = xp.matmul(
+        w_uk.astype(wide).swapaxes(1, 2), per_head[:, :nope].astype(wide)
+    )  # [heads, latent, q_rank]
+    absorbed = xp.concatenate((latent.astype(w_q.dtype), per_head[:, nope:]), axis=1)
+    columns = w_o.reshape(w_o.shape[0], heads, -1).swapaxes(0, 1).astype(wide)
+    outputs = xp.matmul(columns, w_uv.astype(wide)).swapaxes(0, 1).astype(w_o.dtype)
+    return absorbed.reshape(-1, w_q.shape[-1]), outputs.reshape(w_o.shape[0], -1)

@@ -1,0 +1,519 @@
+// Attention of few queries over a cache of latents, on Hopper's own units: multi-head latent attention
+// with the up-projections absorbed into queries and outputs. All heads share one key of 576 columns, of
+// which the first 512 are the value too:
+//
+//   out = softmax(scale * (Q_latent C^T + Q_rope R^T) + mask) C,   a cached row being [C, R]
+//
+// Papers: DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434 (section 2.1.2); Shah et al.,
+//   "FlashAttention-3", arXiv:2407.08608 (warpgroups that copy, softmax beside products).
+// Mapping: a block has one tile of 64 rows (heads of queries) and walks over pages of 64 keys, its share
+//   of the batch (mla_work.cuh). A page lies in shared memory once and is operand of both products. A
+//   thread of the first warpgroup asks for pages; the two others, g = 0 and 1, each
+//     - keep output columns 256 g .. 256 g + 255, and the sums of the pages they own: every second one;
+//     - of a page they own: multiply the scores, renew the maxima that the pages before left, take
+//       exponentials, leave these as probabilities in shared memory for the other, multiply their half;
+//     - of the other's page: multiply the probabilities that they find with their half, between the
+//       first EARLY sections of their own page's scores and the rest. So the tensor core has scores to
+//       multiply while the owner takes exponentials.
+//   A page comes and goes in three sections, 256, 256 and 64 columns: a half is free once its warpgroup
+//   has multiplied it, the last section once the scores are there. The page after the one that is asked
+//   for is on its way to L2 already.
+//   CODES: the first warpgroup makes the halves from float8 codes (mla_codes.cuh).
+//   Rows of a page behind the last key may hold anything: as values they are overwritten by zeros.
+//   A piece that is not all of its request goes to `partial`, and mla_merge.cu adds the pieces.
+// Shared memory, dynamic: queries (64 x 576, 72 KiB) | two pages (64 x 576 each) | probabilities
+//   (64 x 64), all in parts of 64 columns with a swizzle of 128 bytes: 224 KiB. Static: barriers, row
+//   maxima and sums that the warpgroups exchange.
+// Tensor maps: q as [batch, seq_q * heads_q, 576] and the cache as [blocks, 64, 576], with CODES
+//   [blocks, 64, 328] of 16-bit elements; boxes [1, 64, 64]. A block outside the cache reads as zeros,
+//   but for codes.
+// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16; EARLY 1|2; PREFETCH 0|1;
+//   PRODUCER_REGISTERS; TEAM a divisor of the grid and of the tiles of a request; CAUSAL 0|1;
+//   THREADS = 384.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and grid.
+// Reference: cukit/reference/mla_attention.py.
+#include "attention/mla_codes.cuh"
+#include "attention/mla_work.cuh"
+#include "common/hopper/pipeline.cuh"
+#include "common/hopper/shared_tile.cuh"
+#include "common/hopper/store.cuh"
+#include "common/hopper/warp_specialized.cuh"
+#include "common/platform.cuh"
+#include "common/ptx/grid_dependency.cuh"
+#include "common/ptx/stmatrix.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/ptx/warp_group.cuh"
+#include "common/ptx/wgmma.cuh"
+#include "common/scores/score_options.cuh"
+#include "common/softmax/online_softmax.cuh"
+#include "common/types.cuh"
+#include "common/warp_uniform.cuh"
+
+namespace {
+
+using namespace cukit::mla;
+
+using Block = cukit::WarpSpecialized<2, PRODUCER_REGISTERS>;
+using QueryTile = cukit::SharedTile<T, kRows, kWidth>;
+using PageTile = cukit::SharedTile<T, kPage, kWidth>;
+using ProbabilityTile = cukit::SharedTile<T, kRows, kPage>;
+
+constexpr int kStages = 2;  // one for each warpgroup's pages
+constexpr int kHalf = kLatent / 2;
+constexpr int kHalfParts = kHalf / PageTile::kPartColumns;
+constexpr int kRopeSection = 2;
+
+static_assert(THREADS == Block::kThreads, "a producer and two consumers");
+static_assert(EARLY == 1 || EARLY == 2, "with three the compiler serialises the products");
+
+// Parts of a page that a section has, and its first one. Sections 0 and 1 are the halves of the latent.
+CUKIT_DEVICE constexpr int parts_of(int section) {
+  return section == kRopeSection ? PageTile::kParts - 2 * kHalfParts : kHalfParts;
+}
+
+// Page number `count` that a block works on.
+CUKIT_DEVICE cukit::PipelineState<kStages> page_state(int count) {
+  cukit::PipelineState<kStages> at;
+  at.index = count % kStages;
+  at.phase = count / kStages % 2;
+  return at;
+}
+
+struct Barriers {
+  cukit::Pipeline<kStages> sections[3];
+  cukit::Pipeline<1> queries;
+
+  CUKIT_DEVICE void init() {
+    // A half is filled by one thread's copies, or by the warps that decode.
+    const int fills = CODES ? cukit::kWarpgroupWarps : 1;
+    sections[0].init(cukit::kWarpgroupWarps, fills);
+    sections[1].init(cukit::kWarpgroupWarps, fills);
+    sections[kRopeSection].init(cukit::kWarpgroupWarps);
+    queries.init(Block::kConsumerWarps);
+  }
+};
+
+// What the warpgroups tell each other about rows.
+struct Exchange {
+  float maxima[2][kRows];   // by the warpgroup that owns the page
+  float sums[2][2][kRows];  // by the parity of a piece, then by warpgroup
+};
+
+struct Tiles {
+  unsigned char* queries;
+  unsigned char* pages;
+  unsigned char* probabilities;
+
+  CUKIT_DEVICE explicit Tiles(unsigned char* shared)
+      : queries(shared),
+        pages(queries + QueryTile::kBytes),
+        probabilities(pages + kStages * PageTile::kBytes) {}
+};
+
+struct Arrays {
+  const unsigned char* cache;  // [blocks, 64, 656], with CODES
+  T* out;                  // [batch, seq_q, heads_q, 512]
+  float* lse;              // [batch, heads_q, seq_q] or null
+  const int* block_table;  // [batch, table_row]
+  const int* seq_lens;     // [batch]
+  Partial partial;
+};
+
+namespace producer {
+
+constexpr int kCacheColumns = CODES ? kCodedBytes / 2 : kWidth;  // of the tensor map
+constexpr int kRopeColumn = CODES ? kRopeByte / 2 : kLatent;
+
+// Starts the copies of a section; its part `part` begins at column `column` of the map.
+CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const Tiles& tiles,
+                               const cukit::TensorMap* cache, int column, int block) {
+  const cukit::PipelineState<kStages> at = page_state(count);
+  const int parts = parts_of(section);
+  unsigned char* const to =
+      tiles.pages + at.index * PageTile::kBytes + section * kHalfParts * PageTile::kPartBytes;
+  barriers.sections[section].acquire(at);
+  cukit::Mbarrier* const full = barriers.sections[section].expect(at, parts * PageTile::kPartBytes);
+#pragma unroll 1
+  for (int part = 0; part < parts; ++part) {
+    cukit::tma_load_3d(to + part * PageTile::kPartBytes, cache, full,
+                       column + part * PageTile::kPartColumns, 0, block);
+  }
+}
+
+#if CODES
+// Decodes a page, whose first quarter is under way; at the end that of `next` is. The half of the page's
+// owner comes first, which is the other one on the next page.
+CUKIT_DEVICE void decode_page(Barriers& barriers, CodedQuarter& quarter, const unsigned char* page,
+                              const unsigned char* next, int count, const Tiles& tiles) {
+  const cukit::PipelineState<kStages> at = page_state(count);
+  unsigned char* const tile = tiles.pages + at.index * PageTile::kBytes;
+#pragma unroll 1
+  for (int index = 0; index < 4; ++index) {
+    const int half = at.index ^ (index / 2);
+    const int lower = index % 2;
+    const CodedQuarter::Source from(index < 3 ? page : next, at.index ^ (index > 0), lower ^ 1);
+    if (!lower) barriers.sections[half].acquire(at);
+#pragma unroll
+    for (int i = 0; i < CodedQuarter::kRows; ++i) {
+      quarter.store<PageTile>(i, tile, half, lower);
+      quarter.load(i, from);
+    }
+    if (!lower) continue;
+    cukit::fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x % cukit::kWarpSize == 0) barriers.sections[half].commit(at);
+  }
+}
+#endif
+
+// Every warp that takes part walks; one thread starts the copies.
+CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, const cukit::TensorMap* q,
+                      const cukit::TensorMap* cache, Share share, const Arrays& arrays,
+                      const cukit::LatentParameters& params) {
+  const bool starts = threadIdx.x == 0;
+  const int member = blockIdx.x % TEAM;
+  cukit::PipelineState<1> q_at;
+  int count = 0;  // pages that the block has been given
+  for (; !share.done(); share.advance(arrays.seq_lens, params)) {
+    const Piece piece = share.piece();
+    const int* const row =
+        arrays.block_table + static_cast<long long>(piece.place.b) * params.table_row;
+    // Behind the piece, and of a page without keys, which a request of length 0 has, any will do.
+    const int pages = min(piece.end, (piece.place.request.seq_kv + kPage - 1) / kPage);
+    const auto block_of = [&](int page) { return page < pages ? row[page] : 0; };
+    int block = block_of(piece.begin);
+    int next = block_of(piece.begin + 1);
+    if (starts) {
+      barriers.queries.acquire(q_at);
+      QueryTile::load(tiles.queries, q, barriers.queries.expect(q_at, QueryTile::kBytes), 0,
+                      {piece.place.b, (piece.place.problem * TEAM + member) * kRows}, kWidth);
+    }
+    q_at.advance();
+#if CODES
+    CodedQuarter quarter;
+    const CodedQuarter::Source from(arrays.cache + block * params.cache_block, count % kStages, 0);
+#pragma unroll
+    for (int i = 0; i < CodedQuarter::kRows; ++i) quarter.load(i, from);
+#endif
+#pragma unroll 1
+    for (int page = piece.begin; page < piece.end; ++page, ++count) {
+      const int after = block_of(page + 2);  // read long before it is used
+      if (starts) {
+        if (PREFETCH && page + 1 < piece.end) {
+#pragma unroll 1
+          for (int column = 0; column < kCacheColumns; column += PageTile::kPartColumns) {
+            cukit::tma_prefetch_3d(cache, column, 0, next);
+          }
+        }
+        load_section(barriers, kRopeSection, count, tiles, cache, kRopeColumn, block);
+      }
+#if CODES
+      __syncwarp();
+      decode_page(barriers, quarter, arrays.cache + block * params.cache_block,
+                  arrays.cache + next * params.cache_block, count, tiles);
+#else
+      if (starts) {
+        const int half = count % kStages;  // of the page's owner, which is first
+#pragma unroll 1
+        for (int turn = 0; turn < 2; ++turn) {
+          load_section(barriers, half ^ turn, count, tiles, cache, (half ^ turn) * kHalf, block);
+        }
+      }
+#endif
+      block = next;
+      next = after;
+    }
+  }
+}
+
+}  // namespace producer
+
+namespace consumer {
+
+using Outputs = float[kHalf / 2];
+using Scores = float[kPage / 2];
+using Probabilities = unsigned[kPage / 16][4];
+
+// Named barriers: of a warpgroup, + group; of both; "the probabilities of group's page are there".
+constexpr int kOwnBarrier = 1;
+constexpr int kBothBarrier = 3;
+constexpr int kHandoverBarrier = 4;
+constexpr int kBothThreads = 2 * cukit::kWarpgroupThreads;
+
+// scores (+)= Q K^T over the columns of a section.
+template <int Parts>
+CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned long long k,
+                                bool accumulate) {
+#pragma unroll
+  for (int step = 0; step < Parts * PageTile::kPartColumns / 16; ++step) {
+    cukit::wgmma<T, kPage>(scores, q + QueryTile::k_step(step), k + PageTile::k_step(step),
+                           accumulate || step > 0);
+  }
+}
+
+// Multiplies a row's sums when its maximum has become `top`.
+CUKIT_DEVICE void adopt(cukit::SoftmaxRows& rows, Outputs& out, const float (&top)[2],
+                        float factor) {
+  const bool grown = top[0] > rows.max[0] || top[1] > rows.max[1];
+  if (!__any_sync(cukit::kFullMask, grown)) return;
+  float shrink[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float base = top[half] == -cukit::infinity() ? 0.0f : top[half];
+    shrink[half] = exp2f((rows.max[half] - base) * factor);
+    rows.max[half] = top[half];
+    rows.sum[half] *= shrink[half];
+  }
+  cukit::rescale(out, shrink);
+}
+
+// Zeros instead of rows `rows` .. of a half page, by its warpgroup. Its scores are multiplied.
+CUKIT_DEVICE void clear_rows(unsigned char* half, int rows, int group) {
+  const int thread = threadIdx.x % cukit::kWarpgroupThreads;
+#pragma unroll 1
+  for (int part = 0; part < kHalfParts; ++part) {
+    for (int byte = rows * PageTile::kRowBytes + 16 * thread; byte < PageTile::kPartBytes;
+         byte += 16 * cukit::kWarpgroupThreads) {
+      *reinterpret_cast<uint4*>(half + part * PageTile::kPartBytes + byte) = uint4{};
+    }
+  }
+  cukit::fence_proxy_async();
+  cukit::named_sync(kOwnBarrier + group, cukit::kWarpgroupThreads);
+}
+
+CUKIT_DEVICE void store_probabilities(unsigned char* tile, const Probabilities& p) {
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  const int row = threadIdx.x % cukit::kWarpgroupThreads / cukit::kWarpSize * 16 + lane % 16;
+#pragma unroll
+  for (int step = 0; step < kPage / 16; ++step) {
+    cukit::stmatrix_x4(
+        ProbabilityTile::address(cukit::shared_address(tile), row, 2 * step + lane / 16), p[step]);
+  }
+}
+
+CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange, Share share,
+                      int share_units, const Arrays& arrays,
+                      const cukit::LatentParameters& params) {
+  const int group = Block::consumer_group();
+  const int other = group ^ 1;
+  const int member = blockIdx.x % TEAM;
+  const int lane_row = cukit::accumulator_row();
+  const float factor = params.scale_log2;
+  cukit::Pipeline<kStages>& own_half = barriers.sections[group];
+
+  const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.queries));
+  const unsigned long long k_first = cukit::uniform_descriptor(
+      PageTile::k_major(tiles.pages + group * PageTile::kBytes));
+  const unsigned long long v_first = cukit::uniform_descriptor(
+      PageTile::mn_major(tiles.pages + group * kHalfParts * PageTile::kPartBytes));
+  const unsigned long long p_first =
+      cukit::uniform_descriptor(ProbabilityTile::k_major(tiles.probabilities));
+
+  cukit::PipelineState<1> q_at;
+  int count = 0;  // pages that the block has worked on
+  for (; !share.done(); share.advance(arrays.seq_lens, params)) {
+    const Piece piece = share.piece();
+    const int tile = piece.place.problem * TEAM + member;
+    const Rows rows(piece.place.b, tile, params);
+    const int seq_kv = piece.place.request.seq_kv;
+    const int past = seq_kv - params.seq_q;
+    const int limit[2] = {
+        cukit::visible_keys(rows.query(lane_row, params), past, seq_kv, params.settings).end,
+        cukit::visible_keys(rows.query(lane_row + 8, params), past, seq_kv, params.settings).end};
+    const int seen_by_all = cukit::visible_keys(0, past, seq_kv, params.settings).end;
+    const int last = count + piece.end - piece.begin;
+    const auto key_of = [&](int page) { return (page - count + piece.begin) * kPage; };
+
+    Outputs out;
+#pragma unroll
+    for (int i = 0; i < kHalf / 2; ++i) out[i] = 0.0f;
+    cukit::SoftmaxRows softmax{{-cukit::infinity(), -cukit::infinity()}, {0.0f, 0.0f}};
+    Scores scores;
+
+    // Rows of a page that are no keys: zeros in this warpgroup's half.
+    const auto clear_behind_end = [&](int page, int stage) {
+      const int keys = seq_kv - key_of(page);
+      if (keys < kPage) {
+        clear_rows(tiles.pages + stage * PageTile::kBytes + group * kHalfParts * PageTile::kPartBytes,
+                   max(0, keys), group);
+      }
+    };
+    // scores (+)= those of one section of an own page, when it has come.
+    const auto multiply_section = [&](int page, int turn) {
+      const int section = turn == 0 ? kRopeSection : group ^ (turn - 1);
+      const unsigned offset = section * kHalfParts * PageTile::kPart;
+      barriers.sections[section].wait(page_state(page));
+      cukit::wgmma_fence();
+      if (turn == 0) {
+        multiply_keys<parts_of(kRopeSection)>(scores, q_first + offset, k_first + offset, false);
+      } else {
+        multiply_keys<kHalfParts>(scores, q_first + offset, k_first + offset, true);
+      }
+    };
+    // out += P V of the other warpgroup's page, started.
+    const auto start_other = [&](int page) {
+      cukit::named_sync(kHandoverBarrier + other, kBothThreads);
+      const float top[2] = {exchange.maxima[other][lane_row], exchange.maxima[other][lane_row + 8]};
+      adopt(softmax, out, top, factor);
+      clear_behind_end(page, other);
+      own_half.wait(page_state(page));
+      cukit::wgmma_fence();
+      const unsigned long long v = v_first + other * PageTile::kStage;
+#pragma unroll
+      for (int step = 0; step < PageTile::kRowSteps; ++step) {
+        cukit::wgmma<T, kHalf, false, true>(out, p_first + ProbabilityTile::k_step(step),
+                                            v + PageTile::mn_step(step), true);
+      }
+      cukit::wgmma_commit();
+    };
+
+    barriers.queries.wait(q_at);
+    int page = count + ((count ^ group) & 1);  // the first that this warpgroup owns
+    for (; page < last; page += 2) {
+      const bool follows = page > count;  // a page of the other's
+#pragma unroll
+      for (int turn = 0; turn < EARLY; ++turn) multiply_section(page, turn);
+      cukit::wgmma_commit();
+      if (follows) start_other(page - 1);
+#pragma unroll
+      for (int turn = EARLY; turn < 3; ++turn) multiply_section(page, turn);
+      cukit::wgmma_commit();
+      cukit::wgmma_wait<1>(out);
+      if (follows) own_half.release(page_state(page - 1));
+      cukit::wgmma_wait<0>(scores);
+      barriers.sections[kRopeSection].release(page_state(page));
+
+      const int first_key = key_of(page);
+      if (first_key + kPage > seen_by_all) {
+        const int column = first_key + cukit::accumulator_column();
+#pragma unroll
+        for (int i = 0; i < kPage / 2; ++i) {
+          if (column + 8 * (i / 4) + i % 2 >= limit[i / 2 % 2]) scores[i] = -cukit::infinity();
+        }
+      }
+      float shrink[2];
+      const bool outgrown = cukit::renew_maxima(softmax, shrink, scores, factor);
+      cukit::exponentiate(softmax, scores, factor);
+      Probabilities p;
+      cukit::pack_probabilities<T>(p, scores);
+      // Every warp has multiplied the probabilities that these overwrite.
+      cukit::named_sync(kOwnBarrier + group, cukit::kWarpgroupThreads);
+      store_probabilities(tiles.probabilities, p);
+      if (threadIdx.x % 4 == 0) {
+        exchange.maxima[group][lane_row] = softmax.max[0];
+        exchange.maxima[group][lane_row + 8] = softmax.max[1];
+      }
+      cukit::fence_proxy_async();
+      cukit::named_arrive(kHandoverBarrier + group, kBothThreads);
+
+      if (outgrown) cukit::rescale(out, shrink);
+      clear_behind_end(page, group);
+      cukit::wgmma_fence();
+      const unsigned long long v = v_first + group * PageTile::kStage;
+#pragma unroll
+      for (int step = 0; step < PageTile::kRowSteps; ++step) {
+        cukit::wgmma<T, kHalf, true>(out, p[step], v + PageTile::mn_step(step), true);
+      }
+      cukit::wgmma_commit();
+      cukit::wgmma_wait<0>(out);
+      own_half.release(page_state(page));
+    }
+    barriers.queries.release(q_at);
+    if (page == last) {
+      start_other(page - 1);
+      cukit::wgmma_wait<0>(out);
+      own_half.release(page_state(page - 1));
+    }
+
+    // Both have adopted the maxima of the last page: sums are those of one softmax.
+    Statistics total[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = softmax.sum[half];
+      sum += __shfl_xor_sync(cukit::kFullMask, sum, 1);
+      sum += __shfl_xor_sync(cukit::kFullMask, sum, 2);
+      if (threadIdx.x % 4 == 0) exchange.sums[q_at.phase][group][lane_row + 8 * half] = sum;
+    }
+    cukit::named_sync(kBothBarrier, kBothThreads);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float(&sums)[2][kRows] = exchange.sums[q_at.phase];
+      const int row = lane_row + 8 * half;
+      total[half] = {softmax.max[half] * factor, sums[0][row] + sums[1][row]};
+    }
+    q_at.advance();
+    const bool states = group == 0 && threadIdx.x % 4 == 0;
+    if (piece.whole) {
+      cukit::ResultRows<T> to;
+      to.first = arrays.out + rows.index(lane_row, params) * kLatent + group * kHalf;
+      to.row_stride = kLatent;
+      to.columns = kHalf;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane_row + 8 * half;
+        to.factor[half] = total[half].sum == 0.0f ? 0.0f : 1.0f / total[half].sum;
+        to.exists[half] = row < rows.count;
+        if (states && to.exists[half] && arrays.lse != nullptr) {
+          arrays.lse[rows.statistic(row, params)] = log_sum(total[half]);
+        }
+      }
+      cukit::write_rows<false>(out, to);
+    } else {
+      const int first_unit = share.index - piece.place.unit;  // of the problem
+      const cukit::PieceSlots slots(first_unit, piece.place.request.units, share_units);
+      const long long slot =
+          slots.slot(static_cast<int>(blockIdx.x) / TEAM - slots.first_team, member);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane_row + 8 * half;
+        if (row >= rows.count) continue;
+        float* const to = arrays.partial.out(slot) + row * kLatent + group * kHalf;
+#pragma unroll
+        for (int n = 0; n < kHalf / 8; ++n) {
+          *reinterpret_cast<float2*>(to + 8 * n + cukit::accumulator_column()) =
+              make_float2(out[4 * n + 2 * half], out[4 * n + 2 * half + 1]);
+        }
+        if (states) arrays.partial.statistics(slot)[row] = total[half];
+      }
+    }
+    count = last;
+  }
+}
+
+}  // namespace consumer
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_sm90(
+    const __grid_constant__ cukit::TensorMap q, const __grid_constant__ cukit::TensorMap cache,
+    const unsigned char* __restrict__ cache_bytes,  // what `cache` maps
+    T* __restrict__ out, float* __restrict__ lse, const int* __restrict__ block_table,
+    const int* __restrict__ seq_lens,
+    float* __restrict__ partial,  // see Partial: two slots a block
+    const __grid_constant__ cukit::LatentParameters params) {
+  CUKIT_DYNAMIC_SHARED(unsigned char, shared);
+  __shared__ Barriers barriers;
+  __shared__ Exchange exchange;
+  const Tiles tiles(shared);
+  const Arrays arrays{cache_bytes, out, lse, block_table, seq_lens, {partial}};
+  cukit::release_next_grid();
+  Block::prepare([&] { barriers.init(); });
+
+  const int teams = gridDim.x / TEAM;
+  const Division division(seq_lens, params, teams);
+  const int first = static_cast<int>(blockIdx.x) / TEAM * division.share;
+  if (first >= division.total) return;
+  const auto share = [&] {
+    return Share{Place::find(first, seq_lens, params), first,
+                 min(division.total, first + division.share)};
+  };
+  Block::run(
+      [&] {
+        if (CODES || threadIdx.x < cukit::kWarpSize) {
+          producer::run(barriers, tiles, &q, &cache, share(), arrays, params);
+        }
+      },
+      [&] {
+        consumer::run(barriers, tiles, exchange, share(), division.share, arrays, params);
+      });
+}

@@ -1,0 +1,104 @@
+// How the pages of a batch are shared out among the blocks of mla_attention_sm90.cu, and where pieces of
+// a request leave their sums for mla_merge.cu.
+//
+// Units are pages (paged_work.cuh). A problem is a request and a tile of 64 rows, row r being head
+// r % heads of query r / heads; the blocks of a team work on neighbouring tiles of one request, so that
+// they read each page at about the same time.
+//
+// Macros: DTYPE; TEAM blocks that share pages; CAUSAL of score_options.cuh.
+#pragma once
+
+#include "attention/paged_work.cuh"
+#include "attention/parameters.cuh"
+#include "common/platform.cuh"
+#include "common/types.cuh"
+
+namespace cukit::mla {
+
+using T = element_t;
+
+constexpr int kLatent = 512;
+constexpr int kRope = 64;
+constexpr int kWidth = kLatent + kRope;
+constexpr int kPage = 64;  // keys
+constexpr int kRows = 64;  // of a tile
+
+using Place = cukit::Place<kPage, 0>;
+using Piece = cukit::Piece<kPage, 0>;
+using Share = cukit::Share<kPage, 0>;
+
+// Pages that a block should have at least: smaller pieces cost more to add than they save.
+constexpr int kLeastShare = 2;
+
+// What every warp finds out about a batch.
+struct Division {
+  int total;   // units of a team
+  int share;   // of them for each team
+  int before;  // those of requests before `b`
+
+  CUKIT_DEVICE Division(const int* seq_lens, const LatentParameters& params, int teams, int b = 0) {
+    const int problems = params.problems / TEAM;
+    int longest = 0;
+    total = before = 0;
+    for (int i = threadIdx.x % kWarpSize; i < params.batch; i += kWarpSize) {
+      const int units = Place::Request_(i, seq_lens, params).units;
+      longest = max(longest, units);
+      total += units * problems;
+      if (i < b) before += units * problems;
+    }
+#pragma unroll
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+      longest = max(longest, __shfl_xor_sync(kFullMask, longest, offset));
+      total += __shfl_xor_sync(kFullMask, total, offset);
+      before += __shfl_xor_sync(kFullMask, before, offset);
+    }
+    share = max(kLeastShare, (total + teams - 1) / teams);
+    // Requests of one length are left whole where that takes at most a sixteenth longer: pieces would
+    // have to be written and added up.
+    const int whole = (params.batch * problems + teams - 1) / teams * longest;
+    if (16 * (whole - share) <= share) share = max(share, whole);
+  }
+};
+
+// Maximum (in powers of two) and sum of a row.
+struct Statistics {
+  float max, sum;
+};
+
+// Sums of pieces: of slot s, kRows * kLatent floats of outputs and then kRows Statistics.
+struct Partial {
+  float* memory;
+
+  CUKIT_DEVICE float* out(long long slot) const { return memory + slot * (kRows * (kLatent + 2)); }
+  CUKIT_DEVICE Statistics* statistics(long long slot) const {
+    return reinterpret_cast<Statistics*>(out(slot) + kRows * kLatent);
+  }
+};
+
+// The rows of a problem.
+struct Rows {
+  int b, first, count;  // first: of the request's seq_q * heads_q
+
+  CUKIT_DEVICE Rows(int request, int tile, const LatentParameters& params)
+      : b(request), first(tile * kRows), count(min(kRows, params.seq_q * params.heads_q - first)) {}
+
+  // Row `row` of the tile among those of the batch.
+  CUKIT_DEVICE long long index(int row, const LatentParameters& params) const {
+    return static_cast<long long>(b) * params.seq_q * params.heads_q + first + row;
+  }
+  CUKIT_DEVICE int query(int row, const LatentParameters& params) const {
+    return (first + row) / params.heads_q;
+  }
+  // Its place in lse [batch, heads_q, seq_q].
+  CUKIT_DEVICE long long statistic(int row, const LatentParameters& params) const {
+    const int head = (first + row) % params.heads_q;
+    return (static_cast<long long>(b) * params.heads_q + head) * params.seq_q + query(row, params);
+  }
+};
+
+// Natural logarithm of a row's sum of exponentials.
+CUKIT_DEVICE float log_sum(const Statistics& row) {
+  return row.sum == 0.0f ? -infinity() : (row.max + log2f(row.sum)) * kLn2;
+}
+
+}  // namespace cukit::mla

@@ -1,0 +1,288 @@
+// What the inline PTX of foreign sources is translated to (cukit/emulator/inline_ptx.py).
+//
+// A register is a variable; an instruction reads its bits as the type that it names.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace cukit::emulator {
+
+// Where `bytes` bytes at a shared address lie in memory. Ends the launch if they are not shared memory.
+void* shared_memory(std::uint32_t address, std::size_t bytes);
+bool in_shared_memory(const void* pointer);
+
+}  // namespace cukit::emulator
+
+namespace cukit::emulator::ptx {
+
+// The low bits of a value, extended with its sign where it has one.
+template <typename To, typename From>
+inline To get(const From& from) {
+  if constexpr (sizeof(To) == sizeof(From)) {
+    To to;
+    std::memcpy(&to, &from, sizeof(To));
+    return to;
+  } else if constexpr (std::is_arithmetic_v<From> && std::is_arithmetic_v<To>) {
+    return static_cast<To>(from);
+  } else if constexpr (sizeof(To) < sizeof(From)) {
+    To to;
+    std::memcpy(&to, &from, sizeof(To));
+    return to;
+  } else {
+    To to{};
+    std::memcpy(&to, &from, sizeof(From));
+    return to;
+  }
+}
+
+// An array decays to the address of its first element.
+template <typename To, typename From, std::size_t N>
+inline To get(const From (&from)[N]) {
+  return get<To>(static_cast<const From*>(from));
+}
+
+template <typename To, typename From>
+inline void put(To& to, const From& value) {
+  to = get<To>(value);
+}
+
+// Registers to and from the parts of a wider one, the lowest first.
+template <typename Whole, typename... Parts>
+inline void unpack(const Whole& whole, Parts&... parts) {
+  const auto* at = reinterpret_cast<const unsigned char*>(&whole);
+  ((std::memcpy(&parts, at, sizeof(Parts)), at += sizeof(Parts)), ...);
+}
+template <typename Whole, typename... Parts>
+inline void pack(Whole& whole, const Parts&... parts) {
+  constexpr std::size_t kBytes = sizeof(Whole) / sizeof...(Parts);
+  auto* at = reinterpret_cast<unsigned char*>(&whole);
+  ((std::memcpy(at, &parts, kBytes), at += kBytes), ...);
+}
+
+inline unsigned block_threads() {
+  const Thread& me = self();
+  return me.block_dim.x * me.block_dim.y * me.block_dim.z;
+}
+inline unsigned thread_number() {
+  const Thread& me = self();
+  return (me.thread_index.z * me.block_dim.y + me.thread_index.y) * me.block_dim.x + me.thread_index.x;
+}
+
+// Addresses ----------------------------------------------------------------------------------------
+
+inline std::uint64_t to_shared(std::uint64_t generic) {
+  return shared_address(reinterpret_cast<const void*>(generic));
+}
+inline std::uint64_t from_shared(std::uint64_t shared) {
+  return reinterpret_cast<std::uint64_t>(shared_memory(static_cast<std::uint32_t>(shared), 1));
+}
+template <typename T>
+inline T* generic_pointer(std::uint64_t address, unsigned count) {
+  check_alignment(reinterpret_cast<void*>(address), sizeof(T) * count, "a PTX instruction");
+  return reinterpret_cast<T*>(address);
+}
+template <typename T>
+inline T* shared_pointer(std::uint64_t address, unsigned count) {
+  const std::size_t bytes = sizeof(T) * count;
+  return static_cast<T*>(shared_memory(static_cast<std::uint32_t>(address), bytes));
+}
+
+template <bool Ordered, typename T, typename... To>
+inline void load(T* from, To&... to) {
+  if constexpr (Ordered) {
+    // Another thread may be waited for: an atomic that changes nothing, where others get a turn.
+    ((put(to, atomic_update(from++, [](T old) { return old; }))), ...);
+  } else {
+    // A value narrower than its register is extended with its sign or with zeros.
+    ((put(to, *from++)), ...);
+  }
+}
+template <bool Ordered, typename T, typename... From>
+inline void store(T* to, const From&... from) {
+  if constexpr (Ordered) {
+    ((atomicExch(to++, get<T>(from))), ...);
+  } else {
+    ((*to++ = get<T>(from)), ...);
+  }
+}
+
+// Arithmetic ---------------------------------------------------------------------------------------
+
+template <typename T>
+inline T minimum(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return static_cast<T>(fmin(a, b));
+  } else if constexpr (std::is_integral_v<T>) {
+    return a < b ? a : b;
+  } else {
+    return __hmin2(a, b);
+  }
+}
+template <typename T>
+inline T maximum(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return static_cast<T>(fmax(a, b));
+  } else if constexpr (std::is_integral_v<T>) {
+    return a > b ? a : b;
+  } else {
+    return __hmax2(a, b);
+  }
+}
+template <typename T>
+inline T absolute(T x) { return x < T(0) ? T(-x) : x; }
+template <typename T>
+inline T absolute_difference(T a, T b) { return a > b ? T(a - b) : T(b - a); }
+template <typename T>
+inline T high_product(T a, T b) {
+  using Wide = std::conditional_t<
+      sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
+      std::conditional_t<std::is_signed_v<T>, std::int64_t, std::uint64_t>>;
+  return static_cast<T>(static_cast<Wide>(a) * static_cast<Wide>(b) >> (8 * sizeof(T)));
+}
+// Shifts by more than the width leave nothing, or the sign.
+template <typename T>
+inline T shift_left(T x, std::uint32_t by) { return by >= 8 * sizeof(T) ? T(0) : T(x << by); }
+template <typename T>
+inline T shift_right(T x, std::uint32_t by) {
+  return by >= 8 * sizeof(T) ? T(x < T(0) ? -1 : 0) : T(x >> by);
+}
+template <typename T>
+inline unsigned popc(T x) { return static_cast<unsigned>(__builtin_popcountll(x)); }
+template <typename T>
+inline unsigned clz(T x) {
+  return x == 0 ? 8 * sizeof(T)
+                : static_cast<unsigned>(__builtin_clzll(static_cast<std::uint64_t>(x))) - (64 - 8 * sizeof(T));
+}
+template <typename T>
+inline unsigned bfind(T x) { return x == 0 ? ~0u : static_cast<unsigned>(8 * sizeof(T) - 1 - clz(x)); }
+template <typename T>
+inline T brev(T x) {
+  T reversed = 0;
+  for (unsigned i = 0; i < 8 * sizeof(T); ++i) reversed |= (x >> i & 1) << (8 * sizeof(T) - 1 - i);
+  return reversed;
+}
+template <typename T>
+inline T bfe(T x, std::uint32_t position, std::uint32_t length) {
+  position &= 0xff, length &= 0xff;
+  if (length == 0) return 0;
+  constexpr unsigned kBits = 8 * sizeof(T);
+  const unsigned top = position + length - 1 < kBits ? position + length - 1 : kBits - 1;
+  if (position >= kBits) return shift_right(x, kBits);
+  return shift_right(static_cast<T>(x << (kBits - 1 - top)), kBits - 1 - top + position);
+}
+template <typename T>
+inline T bfi(T field, T into, std::uint32_t position, std::uint32_t length) {
+  position &= 0xff, length &= 0xff;
+  const T mask = shift_left(static_cast<T>(length >= 8 * sizeof(T) ? ~T(0) : (T(1) << length) - 1), position);
+  return static_cast<T>((into & ~mask) | (shift_left(field, position) & mask));
+}
+// Bit i of the table is the result where the bits of a, b and c make the number i.
+inline std::uint32_t lop3(std::uint32_t a, std::uint32_t b, std::uint32_t c, unsigned table) {
+  std::uint32_t result = 0;
+  for (unsigned i = 0; i < 8; ++i) {
+    if (table >> i & 1) result |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+  }
+  return result;
+}
+inline std::uint32_t funnel_l(std::uint32_t low, std::uint32_t high, std::uint32_t by, bool clamp) {
+  by = clamp ? (by < 32 ? by : 32) : by & 31;
+  return static_cast<std::uint32_t>((static_cast<std::uint64_t>(high) << 32 | low) >> (32 - by));
+}
+inline std::uint32_t funnel_r(std::uint32_t low, std::uint32_t high, std::uint32_t by, bool clamp) {
+  by = clamp ? (by < 32 ? by : 32) : by & 31;
+  return static_cast<std::uint32_t>((static_cast<std::uint64_t>(high) << 32 | low) >> by);
+}
+template <typename A, typename B>
+inline std::uint32_t dp4a(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
+  constexpr auto byte = [](std::uint32_t x, int i, bool is_signed) {
+    const int value = static_cast<int>(x >> (8 * i) & 0xff);
+    return is_signed && value > 127 ? value - 256 : value;
+  };
+  for (int i = 0; i < 4; ++i) {
+    c += static_cast<std::uint32_t>(byte(a, i, std::is_signed_v<A>) * byte(b, i, std::is_signed_v<B>));
+  }
+  return c;
+}
+
+enum class Round { rn, rz, rni, rzi, rmi, rpi };
+
+template <typename T>
+inline double as_number(T x) {
+  if constexpr (std::is_arithmetic_v<T>) {
+    return static_cast<double>(x);
+  } else {
+    return static_cast<double>(static_cast<float>(x));
+  }
+}
+template <typename To, Round R, bool Saturate, typename From>
+inline To convert(From x) {
+  if constexpr (std::is_integral_v<To> && std::is_integral_v<From>) {
+    return Saturate ? cukit_saturate<To>(static_cast<long double>(x)) : static_cast<To>(x);
+  } else if constexpr (std::is_integral_v<To>) {
+    const double number = as_number(x);
+    return cukit_saturate<To>(R == Round::rni   ? rint(number)
+                              : R == Round::rmi ? floor(number)
+                              : R == Round::rpi ? ceil(number)
+                                                : trunc(number));
+  } else if constexpr (std::is_integral_v<From>) {
+    return static_cast<To>(x);
+  } else {
+    double number = as_number(x);
+    if constexpr (R == Round::rni) number = rint(number);
+    if constexpr (R == Round::rzi) number = trunc(number);
+    if constexpr (R == Round::rmi) number = floor(number);
+    if constexpr (R == Round::rpi) number = ceil(number);
+    if constexpr (Saturate) number = number > 0 ? (number < 1 ? number : 1) : 0;
+    return static_cast<To>(static_cast<std::conditional_t<std::is_same_v<To, double>, double, float>>(number));
+  }
+}
+template <typename Half>
+inline std::uint32_t convert_two(float low, float high) {
+  const Half halves[2] = {Half(low), Half(high)};
+  return get<std::uint32_t>(halves[0]) | get<std::uint32_t>(halves[1]) << 16;
+}
+// The 19 bits that the tensor cores look at, rounded to nearest, ties away from zero.
+inline std::uint32_t to_tf32(float x) { return (get<std::uint32_t>(x) + 0x1000u) & ~0x1fffu; }
+
+// Warps -------------------------------------------------------------------------------------------
+
+inline int shuffle_width(std::uint32_t clamp) { return 32 - static_cast<int>(clamp >> 8 & 31); }
+inline std::uint32_t shuffle(WarpOp op, std::uint32_t mask, std::uint32_t value, std::uint32_t argument,
+                             std::uint32_t clamp) {
+  return ::cukit::emulator::shuffle(op, mask, value, argument, shuffle_width(clamp));
+}
+// Whether the source lane was inside of the segment.
+inline bool shuffle_inside(WarpOp op, std::uint32_t argument, std::uint32_t clamp) {
+  const unsigned width = static_cast<unsigned>(shuffle_width(clamp));
+  const unsigned at = self().lane % width;
+  switch (op) {
+    case WarpOp::ShuffleUp: return at >= argument;
+    case WarpOp::ShuffleDown: return at + argument < width;
+    case WarpOp::ShuffleXor: return (at ^ argument) < width;
+    default: return argument < width;
+  }
+}
+inline bool elected(std::uint32_t mask) {
+  sync_warp(mask);
+  return (1u << self().lane) == (mask & (~mask + 1));
+}
+
+inline void mma(Number a_type, Number b_type, unsigned k, unsigned* d, const unsigned* a, const unsigned* b) {
+  ::cukit::emulator::mma(a_type, b_type, k, d, a, b);
+}
+// Float16 accumulators: two to a register, at the places of the floats.
+inline void mma_half(Number a_type, Number b_type, unsigned k, unsigned* d, const unsigned* a,
+                     const unsigned* b) {
+  float sums[4];
+  for (int i = 0; i < 4; ++i) {
+    sums[i] = static_cast<float>(get<__half>(static_cast<std::uint16_t>(d[i / 2] >> (16 * (i % 2)))));
+  }
+  ::cukit::emulator::mma(a_type, b_type, k, sums, a, b);
+  for (int i = 0; i < 2; ++i) d[i] = convert_two<__half>(sums[2 * i], sums[2 * i + 1]);
+}
+
+[[noreturn]] inline void leave() { not_emulated("inline PTX: exit"); }
+
+}  // namespace cukit::emulator::ptx

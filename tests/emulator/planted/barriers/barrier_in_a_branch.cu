@@ -1,0 +1,22 @@
+// Half of the threads wait at a barrier in a branch that the others do not take, and those wait for them
+// through a flag.
+//
+// launch: block=64
+// options: patience=0.2
+// arg: np.zeros(1, np.int32)
+// report: polls and nothing happens
+// report: __syncthreads lacks 32 of 64 arrivals: threads 32-63 have not come
+extern "C" __global__ void barrier_in_a_branch(int* flag) {
+#if BROKEN
+  if (threadIdx.x < 32) {
+    __syncthreads();
+    if (threadIdx.x == 0) atomicExch(flag, 1);
+  } else {
+    while (atomicAdd(flag, 0) == 0) __nanosleep(20);  // <- reported
+  }
+#else
+  __syncthreads();
+  if (threadIdx.x == 0) atomicExch(flag, 1);
+  while (atomicAdd(flag, 0) == 0) __nanosleep(20);
+#endif
+}

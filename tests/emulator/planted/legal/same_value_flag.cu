@@ -1,0 +1,18 @@
+// Many threads set one flag to the same value; with the option that is no race.
+//
+// launch: grid=2, block=64
+// options: same_value_writes=True, global_races=True
+// arg: np.arange(128, dtype=np.int32)
+// arg: np.zeros(1, np.int32)
+// arg: np.zeros(128, np.int32)
+// result: (np.arange(128) >= 64)
+extern "C" __global__ void same_value_flag(const int* x, int* anywhere, int* out) {
+  __shared__ bool found;
+  const int i = blockIdx.x * 64 + threadIdx.x;
+  if (threadIdx.x == 0) found = false;
+  __syncthreads();
+  if (x[i] > 100) found = true;
+  if (x[i] > 10) *anywhere = 1;
+  __syncthreads();
+  out[i] = found;
+}

@@ -1,0 +1,65 @@
+"""Launches that a GPU would refuse."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from cukit.core.device import TYPICAL_DEVICES
+from cukit.emulator.limits import refusal
+
+KIB = 1024
+
+
+def asked(arch: str = "sm_90", **changes: Any) -> str | None:
+    launch: dict[str, Any] = {
+        "grid": (1, 1, 1),
+        "block": (256, 1, 1),
+        "cluster": (1, 1, 1),
+        "static_bytes": 0,
+        "dynamic_bytes": 0,
+        "most_threads": 0,
+    }
+    return refusal(TYPICAL_DEVICES[arch], **{**launch, **changes})
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        {},
+        {"block": (32, 32, 1)},
+        {"block": (1024, 1, 1), "grid": (2**31 - 1, 65535, 65535)},
+        {"dynamic_bytes": 227 * KIB},
+        {"static_bytes": 48 * KIB, "dynamic_bytes": 100 * KIB},
+        {"block": (256, 1, 1), "most_threads": 256},
+        {"cluster": (8, 1, 1), "grid": (16, 1, 1)},
+    ],
+)
+def test_what_fits_is_let_through(launch):
+    assert asked(**launch) is None
+
+
+@pytest.mark.parametrize(
+    ("launch", "message"),
+    [
+        ({"block": (2048, 1, 1)}, "along x is 2048, allowed are 1 to 1024"),
+        ({"block": (1, 1, 65)}, "along z is 65, allowed are 1 to 64"),
+        ({"block": (64, 32, 1)}, "has 2048 threads, a block may have 1024"),
+        ({"block": (0, 1, 1)}, "along x is 0"),
+        ({"grid": (1, 65536, 1)}, "grid .* along y is 65536, allowed are 1 to 65535"),
+        ({"most_threads": 128}, "has 256 threads, __launch_bounds__ of the kernel allows 128"),
+        ({"dynamic_bytes": 228 * KIB}, "233472 of dynamic shared memory, a block on sm_90 may have 232448"),
+        ({"arch": "sm_120", "dynamic_bytes": 100 * KIB}, "a block on sm_120 may have 101376"),
+        ({"static_bytes": 40 * KIB, "dynamic_bytes": 200 * KIB}, "40960 bytes of static"),
+        ({"static_bytes": 49 * KIB}, "50176 bytes of static shared memory, a kernel may have 49152"),
+        ({"cluster": (2, 1, 1), "grid": (2, 1, 1), "arch": "sm_80"}, "from sm_90 on, not on sm_80"),
+        ({"cluster": (16, 1, 1), "grid": (16, 1, 1)}, "clusters of 16 blocks, a cluster may have 8"),
+        ({"cluster": (2, 1, 1), "grid": (3, 1, 1)}, "do not divide grid"),
+    ],
+)  # fmt: skip
+def test_what_does_not_is_named(launch, message):
+    refused = asked(**launch)
+    assert refused is not None
+    assert re.search(message, refused), refused

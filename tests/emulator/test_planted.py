@@ -1,0 +1,61 @@
+"""Every planted bug is reported, with what and where; no clean twin and no legal program is."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+from tests.emulator.planted_suite import FOLDER, Planted, suite
+
+pytestmark = pytest.mark.emulator
+
+SUITE = suite()
+BROKEN = [each for each in SUITE if each.reports]
+
+# With these a clean twin must stay clean in the quick run; the fuzz tries more.
+ORDERS = ({"seed": 0}, {"seed": 1, "late": True}, {"seed": 2, "threads": 1})
+FUZZ_SEEDS = range(3, 24)
+
+
+@pytest.mark.parametrize("planted", BROKEN, ids=str)
+def test_a_planted_bug_is_reported(planted: Planted):
+    errors = [planted.run(True, seed=seed).error for seed in planted.seeds]
+    text = next((error for error in errors if error), None)
+    assert text is not None, "no report"
+    for expression in planted.reports:
+        assert re.search(expression, text), text
+    for line in planted.lines():
+        assert f"{planted.path.name}:{line}" in text, text
+
+
+def check_clean(planted: Planted, **options: object) -> None:
+    outcome = planted.run(False, **options)
+    assert outcome.error is None, f"{options}: {outcome.error}"
+    expected = planted.expected()
+    if expected is not None:
+        assert outcome.result is not None
+        np.testing.assert_array_equal(outcome.result, expected, str(options))
+
+
+@pytest.mark.parametrize("planted", SUITE, ids=str)
+def test_what_is_clean_is_not_reported(planted: Planted):
+    for options in ORDERS:
+        check_clean(planted, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", SUITE, ids=str)
+def test_what_is_clean_stays_clean_whatever_the_order(planted: Planted):
+    for seed in FUZZ_SEEDS:
+        check_clean(planted, seed=seed, late=seed % 2 == 1)
+
+
+def test_every_source_declares_its_launch():
+    assert SUITE
+    for path in FOLDER.rglob("*.cu"):
+        assert path.parent.parent == FOLDER, f"{path}: one folder a class"
+    for planted in SUITE:
+        assert planted.declared["arg"], f"{planted}: no arguments"
+        assert ("BROKEN" in planted.path.read_text()) == bool(planted.reports), str(planted)

@@ -1,0 +1,64 @@
+"""A device without memory whose driver calls have a price: hours of a GPU's pool in seconds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from cukit.memory import HostProvider
+from cukit.memory.provider import Moves
+
+MIB, GIB = 1 << 20, 1 << 30
+
+PRICES_US = {"create": 10.0, "destroy": 14.0, "map": 4.0, "open": 30.0, "unmap": 16.0}
+"""Of a page, whatever its size: between the two hosts of an H200 that were measured
+(profiling/notes/memory_pool.md)."""
+COPY_US = 10.0
+"""Of a launch, and the wait for it."""
+COPY_BYTES_PER_US = 1.8e6
+"""3.6 TB/s read and written."""
+
+
+class PricedProvider(HostProvider):
+    """Addresses and pages are numbers. `spent_us`: what the driver would have taken."""
+
+    def __init__(self, total_bytes: int = 64 * GIB, *, page_bytes: int = 2 * MIB) -> None:
+        super().__init__(total_bytes, page_bytes=page_bytes)
+        self.spent_us = 0.0
+        self.pages: Counter[str] = Counter()
+        """How many each kind of call has worked on."""
+        self._next_address = 1 << 40
+        self._next_page = 0
+
+    def _pay(self, call: str, pages: int) -> None:
+        self.pages[call] += pages
+        self.spent_us += PRICES_US[call] * pages
+
+    def reserve(self, size: int) -> int:
+        address = self._next_address
+        self._next_address += size + GIB
+        return address
+
+    def release(self, address: int, size: int) -> None:
+        pass
+
+    def create_pages(self, count: int) -> list[Any]:
+        self._charge(count * self.page_bytes)
+        self._pay("create", count)
+        self._next_page += count
+        return list(range(self._next_page - count, self._next_page))
+
+    def destroy_pages(self, pages: Sequence[Any]) -> None:
+        self.used_bytes -= len(pages) * self.page_bytes
+        self._pay("destroy", len(pages))
+
+    def map_pages(self, address: int, pages: Sequence[Any]) -> None:
+        self._pay("map", len(pages))
+        self._pay("open", len(pages))
+
+    def unmap_pages(self, address: int, count: int) -> None:
+        self._pay("unmap", count)
+
+    def copy(self, moves: Moves, stream: Hashable) -> None:
+        self.spent_us += COPY_US + float(moves[:, 2].sum()) / COPY_BYTES_PER_US
