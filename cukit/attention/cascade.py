@@ -16,7 +16,9 @@ from cukit.attention.paged_contents import check_table, is_checked
 from cukit.core.arrays import (
     Array,
     adopt,
+    check_array,
     empty,
+    int32,
     is_gpu_array,
     namespace,
     runs_kernel,
@@ -30,6 +32,7 @@ from cukit.reference import paged_attention as reference
 from cukit.registry import register
 
 _OP = "cascade_attention"
+_AXES = 4  # of queries and caches
 
 
 def cascade_attention(
@@ -100,6 +103,7 @@ def cascade_attention(
     array([16. , 22.4], dtype=float32)
     """
     q, block_table, seq_lens, sinks, out = adopt(_OP, q, block_table, seq_lens, sinks, out)
+    _check(q, k_cache, v_cache, block_table, seq_lens, out)
     levels = _prefixes(q, k_cache, block_table, prefixes)
     checked = is_checked(_OP, checked)
     on_gpu = runs_kernel(_OP, q, block_table, seq_lens, sinks, out)
@@ -117,11 +121,12 @@ def cascade_attention(
     check_overlap(_OP, out, q=q, block_table=block_table, seq_lens=seq_lens)
     block_size, shared = k_cache.shape[1], passes[-1].end
     own_table = block_table[:, shared // block_size :]
-    state: Any = paged_attention(
+    result: Any
+    result, lse = paged_attention(
         q, k_cache, v_cache, own_table, seq_lens - np.int32(shared), **plain, return_lse=True
     )
     for each in passes:
-        shared_state: Any = paged_attention(
+        shared_out, shared_lse = paged_attention(
             q.reshape(-1, each.requests * q.shape[1], *q.shape[2:]),
             k_cache,
             v_cache,
@@ -132,26 +137,37 @@ def cascade_attention(
             return_lse=True,
         )
         last = each is passes[-1] and out is not None and out.flags.c_contiguous
-        merged = out if last else empty(q, state[0].shape), empty(q, state[1].shape, np.float32)
+        merged = out if last else empty(q, result.shape)
+        merged_lse = empty(q, lse.shape, np.float32)
         merge_shared_states(
-            shared_state[0].reshape(state[0].shape), shared_state[1], *state, *merged, each.requests
-        )
-        state = merged
-    result = state[0] if out is state[0] else write_out(out, state[0])
-    return (result, state[1]) if return_lse else result
+            shared_out.reshape(result.shape), shared_lse, result, lse, merged, merged_lse,
+            each.requests,
+        )  # fmt: skip
+        result, lse = merged, merged_lse
+    if result is not out:
+        result = write_out(out, result)
+    return (result, lse) if return_lse else result
+
+
+def _check(
+    q: Array, k_cache: Any, v_cache: Any, block_table: Array, seq_lens: Array, out: Array | None
+) -> None:
+    """What is taken for granted before paged_attention checks its arguments."""
+    for name, array in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if len(array.shape) != _AXES:
+            raise ArrayShapeError(f"{_OP}: {name} must have {_AXES} axes, got shape {array.shape}")
+    shape = (len(q), None)
+    check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=shape, contiguous=False)
+    check_array(_OP, "seq_lens", seq_lens, dtypes=(int32,), shape=shape[:1])
+    if out is not None:
+        shape = (*q.shape[:-1], v_cache.shape[-1])
+        check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
 
 
 def _prefixes(
     q: Array, k_cache: Any, block_table: Array, prefixes: int | Sequence[tuple[int, int]]
 ) -> tuple[Prefix, ...]:
     """What the call says of shared keys, checked against its shapes."""
-    for name, array, ndim in (
-        ("q", q, 4),
-        ("k_cache", k_cache, 4),
-        ("block_table", block_table, 2),
-    ):
-        if len(array.shape) != ndim:
-            raise ArrayShapeError(f"{_OP}: {name} must have {ndim} axes, got shape {array.shape}")
     try:
         pairs = prefixes if isinstance(prefixes, Sequence) else ((prefixes, len(q)),)
         levels = tuple(Prefix(*map(operator.index, pair)) for pair in pairs)

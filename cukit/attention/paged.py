@@ -308,8 +308,8 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
             f"{_OP}: block_size and head_dim must not be 0, and v_cache's head_dim at most "
             f"k_cache's, got {k_cache.shape} and {v_cache.shape}"
         )
-    shape = (batch, None)
-    check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=shape, contiguous=False)
+    rows = (batch, None)
+    check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=rows, contiguous=False)
     check_array(_OP, "seq_lens", seq_lens, dtypes=(int32,), shape=(batch,))
     if sinks is not None:
         wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)

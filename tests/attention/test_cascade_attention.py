@@ -79,7 +79,7 @@ def test_one_prefix(shared: str, dtype: Any, block_size: int, seq_q: int) -> Non
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(("heads_q", "heads_kv"), [(4, 4), (6, 2), (8, 1)])
-@emulated(lambda head_dim, heads_q: (head_dim == 128) == (heads_q == 6))
+@emulated(lambda head_dim, heads_q: head_dim == {4: 64, 6: 128, 8: 256}[heads_q])
 def test_levels(shared: str, head_dim: int, heads_q: int, heads_kv: int) -> None:
     """A prompt for all, one for every four requests, one for every two."""
     prefixes = ((64, 8), (96, 4), (112, 2))
