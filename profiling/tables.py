@@ -1,14 +1,15 @@
 """Writes the measured tables into Markdown: `python -m profiling.tables` (`make tables`).
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is a family (all of its
-cases), "summary" (one row an op: its largest case), "picture" (the same as profiling.figures draws
-it), or "environment" (one sentence on the machine).
+cases), "highlights" (chosen ops over all of their cases), "summary" (one row an op: its largest case),
+"picture" (the same as profiling.figures draws it), or "environment" (one sentence on the machine).
 Nothing between those marks is typed by hand, and a test holds the files to the results.
 """
 
 from __future__ import annotations
 
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,12 @@ MARKS = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 NOT_MEASURED = "*Not measured yet.*\n"
 
+HIGHLIGHTS = (
+    "flash_attention", "flash_attention_backward", "linear", "gated_linear", "quantized_linear",
+    "matmul_int8", "moe_ffn", "kl_divergence", "linear_kl_divergence", "paged_attention",
+)  # fmt: skip
+"""The ops that most users come for."""
+
 
 def main() -> int:
     """Bring every document up to date; say which changed."""
@@ -54,6 +61,7 @@ def update(text: str, results: dict[str, Any]) -> str:
 def render(name: str, results: dict[str, Any]) -> str:
     """The table called `name`, as Markdown that ends with a line break."""
     special: dict[str, Callable[[dict[str, Any]], str]] = {
+        "highlights": _highlights,
         "summary": _summary,
         "environment": _environment,
         "picture": _picture,
@@ -79,6 +87,25 @@ def _family(name: str, results: dict[str, Any]) -> str:
         names = [f"`{case.op}`", case.name, case.dtype]
         rows.append([*names, *cells, _speed(case), _of_floor(case)])
     return markdown(header, rows, left=3)
+
+
+def _highlights(results: dict[str, Any]) -> str:
+    """Speed over that of the fastest peer: geometric mean, lowest and highest of an op's cases."""
+    header = ["op", "cases", "mean", "lowest", "highest", "fastest peer in most"]
+    rows = []
+    for op in HIGHLIGHTS:
+        compared = [
+            (case.speed, impl_title(case.fastest_peer["impl"]))
+            for case in _measured(results).cases
+            if case.op == op and case.speed is not None and case.fastest_peer is not None
+        ]
+        if not compared:
+            continue
+        speeds = [speed for speed, _ in compared]
+        figures = statistics.geometric_mean(speeds), min(speeds), max(speeds)
+        peer = statistics.mode(title for _, title in compared)
+        rows.append([f"`{op}`", str(len(speeds)), *(f"{value:.2f}" for value in figures), peer])
+    return markdown(header, rows, left=1)
 
 
 def _summary(results: dict[str, Any]) -> str:

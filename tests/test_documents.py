@@ -73,7 +73,7 @@ def test_paths_in_the_text_exist(page: Path) -> None:
 
 
 def test_the_map_of_the_house_is_complete() -> None:
-    block = re.search(r"## Map of the house\n\n```\n(.*?)```", README, re.DOTALL)
+    block = re.search(r"## Layout\n\n```\n(.*?)```", README, re.DOTALL)
     assert block is not None
     inside = set(re.findall(r"^  ([\w.]+)/?", block[1], re.MULTILINE))
     folders = {p.name for p in (ROOT / "cukit").iterdir() if (p / "__init__.py").exists()}

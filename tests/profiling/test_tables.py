@@ -82,6 +82,22 @@ def test_the_summary_takes_the_largest_case_of_an_op() -> None:
     assert "| `rms_norm` | 16384x8192 bfloat16 | 160.0 µs | 200.0 µs Liger | 1.25 | 80% |" in table
 
 
+def test_the_highlights_cover_all_cases_of_an_op() -> None:
+    cases = {"a": (10.0, 20.0), "b": (10.0, 5.0), "c": (10.0, 20.0)}
+    table = render(
+        "highlights",
+        results(
+            *(
+                record(impl, us, op="linear", case=case)
+                for case, both in cases.items()
+                for impl, us in zip(("cukit", "liger"), both, strict=True)
+            ),
+            record("cukit", 1.0, op="gated_linear"),
+        ),
+    )
+    assert table.splitlines()[2:] == ["| `linear` | 3 | 1.26 | 0.50 | 2.00 | Liger |"]
+
+
 def test_the_environment_is_named() -> None:
     line = render("environment", results(record("cukit", 1.0)))
     for fact in ("NVIDIA H200", "580.1", "13.0", "cupy-cuda13x 14.2", "4.20 TB/s", "740 TFLOP/s"):
