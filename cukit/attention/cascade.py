@@ -14,6 +14,7 @@ from cukit.attention.merge_states import merge_shared_states, merge_specs
 from cukit.attention.paged import paged_attention, parts_of
 from cukit.attention.paged_contents import check_table, is_checked
 from cukit.core.arrays import (
+    FLOAT_DTYPES,
     Array,
     adopt,
     check_array,
@@ -27,12 +28,12 @@ from cukit.core.arrays import (
 from cukit.core.device import current_device
 from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray
-from cukit.errors import ArrayShapeError, ConfigError
+from cukit.errors import ConfigError
 from cukit.reference import paged_attention as reference
 from cukit.registry import register
 
 _OP = "cascade_attention"
-_AXES = 4  # of queries and caches
+_DTYPES = (*FLOAT_DTYPES, np.dtype(np.uint8), np.dtype(np.int8))
 
 
 def cascade_attention(
@@ -103,6 +104,10 @@ def cascade_attention(
     array([16. , 22.4], dtype=float32)
     """
     q, block_table, seq_lens, sinks, out = adopt(_OP, q, block_table, seq_lens, sinks, out)
+    k_cache, v_cache = (
+        cache if isinstance(cache, QuantizedArray) else adopt(_OP, cache)[0]
+        for cache in (k_cache, v_cache)
+    )
     _check(q, k_cache, v_cache, block_table, seq_lens, out)
     levels = _prefixes(q, k_cache, block_table, prefixes)
     checked = is_checked(_OP, checked)
@@ -153,9 +158,9 @@ def _check(
     q: Array, k_cache: Any, v_cache: Any, block_table: Array, seq_lens: Array, out: Array | None
 ) -> None:
     """What is taken for granted before paged_attention checks its arguments."""
-    for name, array in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if len(array.shape) != _AXES:
-            raise ArrayShapeError(f"{_OP}: {name} must have {_AXES} axes, got shape {array.shape}")
+    _, k_storage, _, v_storage, _ = parts_of(k_cache, v_cache)
+    for name, array in (("q", q), ("k_cache", k_storage), ("v_cache", v_storage)):
+        check_array(_OP, name, array, dtypes=_DTYPES, ndim=4, contiguous=False)
     shape = (len(q), None)
     check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=shape, contiguous=False)
     check_array(_OP, "seq_lens", seq_lens, dtypes=(int32,), shape=shape[:1])
