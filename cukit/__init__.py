@@ -57,6 +57,8 @@ from cukit.distill import (
     linear_cross_entropy,
     linear_distillation_loss,
     linear_kl_divergence,
+    teacher_top_k,
+    topk_distillation_loss,
 )
 from cukit.emulator import (
     activate_from_environment,
@@ -299,7 +301,9 @@ __all__ = [
     "save_quantized",
     "silu_and_mul",
     "silu_and_mul_backward",
+    "teacher_top_k",
     "to_numpy",
+    "topk_distillation_loss",
     "topk_router",
     "topk_router_backward",
     "tree_matmul",

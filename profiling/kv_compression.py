@@ -1,6 +1,6 @@
 """What compressed caches cost a model: bits per byte, and the error of attention's outputs.
 
-    python -m profiling.kv_compression runs/distill/student.safetensors
+    python -m profiling.kv_compression runs/distill/teacher.safetensors
     python -m profiling.kv_compression MODEL --write      # into docs/kv_cache.md
 
 Validation windows are cut in two. The model reads the first three quarters, whose keys and values
@@ -57,12 +57,23 @@ def strategies(prompt: int) -> list[tuple[str, str, Options]]:
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy over all windows. `ratio`, `error`: means over layers and batches."""
+    """One strategy. `ratio`, `error`: means over layers and batches. `bits`: of each window."""
 
     title: str
     ratio: float
     error: float
-    bits_per_byte: float
+    bits: np.ndarray[Any, Any]
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The mean over the windows."""
+        return float(self.bits.mean())
+
+    def added_to(self, other: Row) -> tuple[float, float]:
+        """Mean difference in bits per byte on the same windows, and twice its standard error."""
+        difference = self.bits - other.bits
+        error = difference.std(ddof=1) / math.sqrt(difference.size)
+        return float(difference.mean()), 2 * float(error)
 
 
 class CompressedPrompt:
@@ -112,14 +123,15 @@ def measure(
                 np.ascontiguousarray(tokens[:, part]), keep=False, cache=caches
             ).hidden
         rest = np.ascontiguousarray(targets[:, prompt:]).reshape(-1)
-        losses.append(cross_entropy(model.logits(hidden), rest, reduction="none"))
+        bits = cross_entropy(model.logits(hidden), rest, reduction="none") / math.log(2)
+        losses.append(bits.reshape(len(tokens), -1).mean(-1, dtype=np.float64))
         compressed += caches.layers
     errors = [each.error for each in compressed if each.error is not None]
     return Row(
         title,
         float(np.mean([each.ratio for each in compressed])),
         float(np.mean(errors)) if errors else 0.0,
-        float(np.concatenate(losses).mean(dtype=np.float64)) / math.log(2),
+        np.concatenate(losses),
     )
 
 
@@ -136,30 +148,26 @@ def table(model: Transformer, rows: Sequence[Row], num_windows: int) -> str:
     """The rows as Markdown, with a sentence on the model."""
     config = model.config
     prompt = int(config.max_positions * PROMPT_SHARE)
-    plain = rows[0].bits_per_byte
-    cells = [
-        [
-            row.title,
-            f"{row.ratio:.2f}",
-            f"{row.error:.1%}",
-            f"{row.bits_per_byte:.3f}",
-            f"{row.bits_per_byte - plain:+.3f}",
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        added, doubt = row.added_to(rows[0])
+        shown = f"{added:+.3f} ± {doubt:.3f}" if row is not rows[0] else ""
+        figures = [f"{row.ratio:.2f}", f"{row.error:.1%}", f"{row.bits_per_byte:.3f}", shown]
+        cells.append([row.title, *figures])
     header = ["strategy", "times fewer bytes", "output error", "bits per byte", "added"]
     return (
         f"{markdown(header, cells, left=1)}\n"
         f"A small model on the CPU: {config.num_layers} layers, {config.hidden_size} wide, "
         f"{config.num_heads_kv} heads of {config.head_dim}; {num_windows} windows of "
-        f"{config.max_positions} bytes, prompts of {prompt}.\n"
+        f"{config.max_positions} bytes, prompts of {prompt}. ± is twice the standard error of the "
+        "difference.\n"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints, and with --write brings the document up to date."""
     parser = argparse.ArgumentParser(prog="python -m profiling.kv_compression")
-    parser.add_argument("model", type=Path, help="a student of `cukit distill`")
+    parser.add_argument("model", type=Path, help="a model of `cukit distill`")
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--write", action="store_true", help=f"into {DOCUMENT}")
     options = parser.parse_args(arguments)

@@ -1,8 +1,9 @@
 """Writes the measured tables into Markdown: `python -m profiling.tables` (`make tables`).
 
 A table stands between `<!-- table:NAME -->` and `<!-- /table -->`; NAME is a family (all of its
-cases), "highlights" (chosen ops over all of their cases), "summary" (one row an op: its largest case),
-"picture" (the same as profiling.figures draws it), or "environment" (one sentence on the machine).
+cases), "highlights" (chosen ops over all of their cases), "summary" (one row an op: its largest
+case), "picture" (the same as profiling.figures draws it), or "environment" (one sentence on the
+machine).
 Nothing between those marks is typed by hand, and a test holds the files to the results.
 """
 

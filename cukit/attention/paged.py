@@ -79,6 +79,16 @@ class PagedArrays(NamedTuple):
     cu_seqlens_q: Array | None = None
 
 
+class PagedScratch(NamedTuple):
+    """Memory that a launch works in.
+
+    sums: float32, of pieces. counters: int32 zeros, which every launch leaves as zeros.
+    """
+
+    sums: Array
+    counters: Array
+
+
 def paged_attention(
     q: Array,
     k_cache: Array,
@@ -186,11 +196,11 @@ def attend(
     batch_invariant: bool,
     checked: bool,
     return_lse: bool,
-    scratch: Array | None = None,
+    scratch: PagedScratch | None = None,
 ) -> Array | tuple[Array, Array]:
     """`paged_attention` of arrays and options in their normal form.
 
-    scratch: float32, memory of the caller's for sums of pieces; taken where it is large enough.
+    scratch: memory of the caller's; taken where it is large enough.
     """
     q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends = arrays
     if runs_kernel(_OP, *arrays) and not _too_old(codes, ends is not None):
@@ -219,17 +229,18 @@ def attend(
     return (write_out(out, result), lse) if return_lse else write_out(out, result)
 
 
-def scratch_floats(
+def scratch_for(
     arrays: PagedArrays, codes: str, options: ScoreOptions, batch_invariant: bool
-) -> int:
-    """Checks a call, and loads its kernel; returns the size of the scratch memory for `attend`."""
-    if runs_kernel(_OP, *arrays) and not _too_old(codes, arrays.cu_seqlens_q is not None):
-        prepared: PreparedPaged | PreparedPrefill = _prepare(
-            codes, options, batch_invariant, *arrays
-        )
-        return prepared.floats
-    _check(arrays, codes, options)
-    return 0
+) -> PagedScratch | None:
+    """Checks a call, loads its kernel, and allocates its scratch memory; None where it needs none."""
+    if not runs_kernel(_OP, *arrays) or _too_old(codes, arrays.cu_seqlens_q is not None):
+        _check(arrays, codes, options)
+        return None
+    prepared: PreparedPaged | PreparedPrefill = _prepare(codes, options, batch_invariant, *arrays)
+    if isinstance(prepared, PreparedPrefill):
+        return None
+    sums = empty(arrays.q, (prepared.floats,), np.float32)
+    return PagedScratch(sums, namespace(sums).zeros(prepared.counters, int32))
 
 
 def parts_of(k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any, Any]:
@@ -330,7 +341,7 @@ class PreparedPaged(NamedTuple):
     launch: Launch
 
     def __call__(
-        self, arrays: PagedArrays, return_lse: bool, scratch: Array | None = None
+        self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
         """Launches the kernel."""
         q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, _ = arrays
@@ -338,17 +349,20 @@ class PreparedPaged(NamedTuple):
             out = empty(q, self.shape)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
         if out.size:
-            if scratch is None or scratch.size < self.floats:
-                scratch = empty(q, (self.floats,), np.float32)
-            counters = zero_counters(q, self.counters)
+            if scratch is None or not self._fits(scratch):
+                sums = empty(q, (self.floats,), np.float32)
+                scratch = PagedScratch(sums, zero_counters(q, self.counters))
             if self.coded:
                 k_scales = _one(q) if k_scales is None else k_scales
                 v_scales = _one(q) if v_scales is None else v_scales
             self.launch(
                 *(q, k_cache, v_cache, k_scales, v_scales, out, lse),
-                *(block_table, seq_lens, sinks, scratch, counters),
+                *(block_table, seq_lens, sinks, *scratch),
             )
         return (out, lse) if return_lse else out
+
+    def _fits(self, scratch: PagedScratch) -> bool:
+        return scratch.sums.size >= self.floats and scratch.counters.size >= self.counters
 
 
 @launch_plan

@@ -24,7 +24,7 @@ from cukit.core.kernel import NULL, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 
 if TYPE_CHECKING:
-    from cukit.attention.paged import PagedArrays
+    from cukit.attention.paged import PagedArrays, PagedScratch
 
 
 def problem_of_pages(arrays: PagedArrays, options: ScoreOptions) -> AttentionProblem:
@@ -101,12 +101,10 @@ class PreparedPrefill:
             launch, encoders, PlannedWork(plan, config.plan_size()), None, None
         )
 
-    floats = 0  # of scratch memory
-
     def __call__(
-        self, arrays: PagedArrays, return_lse: bool, scratch: Array | None = None
+        self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
-        """Launches the kernels."""
+        """Launches the kernels. scratch: not used."""
         q, k_cache, v_cache, _, _, block_table, seq_lens, sinks, out, cu_seqlens_q = arrays
         if out is None:
             out = empty(q, self._shape)

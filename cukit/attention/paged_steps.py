@@ -12,7 +12,7 @@ from cukit.attention.paged import (
     PagedArrays,
     attend,
     parts_of,
-    scratch_floats,
+    scratch_for,
 )
 from cukit.attention.paged_contents import check_table, is_checked
 from cukit.core.arrays import Array, adopt, check_array, empty, int32, is_gpu_array, namespace
@@ -26,9 +26,9 @@ _OP = "PagedAttention"
 class PagedAttention:
     """:func:`paged_attention` for the steps of a decode loop: `plan` once a step, `run` a layer.
 
-    The block table and the lengths of a step lie in memory of this object, and so do the sums of
-    pieces. A captured graph of `run`s therefore replays after any `plan` of as many requests, and
-    its replays write to no memory that others use.
+    The block table and the lengths of a step lie in memory of this object, and so does the kernel's
+    scratch memory. A captured graph of `run`s therefore replays after any `plan` of as many
+    requests, and given `out` its replays write to no memory that others use.
 
     Args:
         k_caches: the cache of each layer, as k_cache of :func:`paged_attention`: a sequence, or an
@@ -96,8 +96,7 @@ class PagedAttention:
         self._lengths: Array = namespace(k_cache).zeros(int(max_batch), int32)
         self._batch, self._seq_len_q = int(max_batch), 1
         q = empty(k_cache, (self._batch, 1, self.num_heads_q, k_cache.shape[-1]), self.dtype)
-        needed = scratch_floats(self._arrays(q, 0), codes, self._options, self._batch_invariant)
-        self._scratch = empty(k_cache, (needed,), np.float32)
+        self._scratch = scratch_for(self._arrays(q, 0), codes, self._options, self._batch_invariant)
 
     @property
     def num_layers(self) -> int:

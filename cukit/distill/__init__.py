@@ -14,6 +14,7 @@ from cukit.distill.linear_distillation_loss import linear_distillation_loss
 from cukit.distill.linear_kl_divergence import linear_kl_divergence
 from cukit.distill.schedule import Constant, Linear, Schedule, WarmupCosine
 from cukit.distill.terms import HiddenStateTerm, StateTerm, evenly_spaced_map
+from cukit.distill.topk_distillation_loss import teacher_top_k, topk_distillation_loss
 from cukit.distill.trainer import StepStatistics, Trainer
 from cukit.reference.losses import LinearKlResult
 
@@ -51,5 +52,7 @@ __all__ = [
     "read_corpus",
     "restore_checkpoint",
     "save_checkpoint",
+    "teacher_top_k",
+    "topk_distillation_loss",
     "validation_batches",
 ]

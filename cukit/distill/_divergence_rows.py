@@ -186,12 +186,13 @@ def launch_rows(
     launch(
         *(student_logits, teacher_logits, targets, soft_rows, hard_rows, grad),
         *(grad_loss, normalizer),
-        then=(_factors(options, factor),),
+        then=(factors_of(options, factor),),
     )
 
 
 @launch_plan
-def _factors(options: LossOptions, factor: float) -> Any:
+def factors_of(options: LossOptions, factor: float) -> Any:
+    """What a kernel multiplies losses and gradients by, as its parameter."""
     soft_factor = options.soft_weight * options.square * factor
     return by_value(
         _STRUCTS["DivergenceFactors"].pack(

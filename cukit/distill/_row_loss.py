@@ -149,8 +149,11 @@ def split_vocabulary(
     cluster: int | None = None,
     cached: int | None = None,
     threads: int | None = None,
+    reserved: int = 0,
 ) -> VocabularySplit:
     """The split for rows of `vocab_size` of `num_tensors` tensors; None lets it choose.
+
+    reserved: bytes of shared memory that a block needs for something else.
 
     Three blocks on a multiprocessor overlap one's loads with another's arithmetic: a row goes over
     as many blocks as bring its share below a third of the shared memory. Where eight do not, three
@@ -158,7 +161,7 @@ def split_vocabulary(
     """
     vecs = -(-vocab_size // vec)
     vec_bytes = vec * itemsize * num_tensors
-    share = _share_of_shared_memory(device, 3)
+    share = _share_of_shared_memory(device, 3) - reserved
     if cluster is None:
         cluster = 1
         if device.compute_capability[0] in (9, 10) and sweeps > 1:

@@ -20,8 +20,9 @@ from cukit.kv_cache.key_scores import attention_received, pooled, top_positions
 from cukit.quantization import quantize
 
 _OP = "compress_kv"
-_MOST_ERROR_QUERIES = 128
-"""Of whose outputs the error is: a mask of queries x keys for every head is needed for it."""
+_MOST_ERROR_QUERIES = 16
+"""Of whose outputs the error is. Tokens that come later are what the cache is for; earlier queries
+look at neighbours that need not be kept."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class CompressedKV:
         xp = namespace(self.positions)
         k, v = self.dense() if self.recent is not None else (self.k, self.v)
         batch = self.positions.shape[0]
-        table = xp.arange(batch, dtype=np.int32)[:, None]
+        table = xp.arange(batch, dtype=np.int32).reshape(batch, 1)
         return k, v, table, xp.full(batch, self.num_kept, np.int32)
 
     def attend(
@@ -186,7 +187,7 @@ def compress_kv(
         scale: factor of the scores; 1 / sqrt(head_dim) where omitted.
 
     Returns:
-        CompressedKV. Its error is measured with the last 128 of the queries at most; measuring it
+        CompressedKV. Its error is measured with the last 16 of the queries at most; measuring it
         waits for the GPU, nothing else does.
 
     Raises:
@@ -286,7 +287,8 @@ def _kivi(asked: _Asked, bits: int) -> dict[str, Any]:
     return {
         "k": GroupCodes.encode(asked.k[:, :old], bits, axis=1, group_size=size),
         "v": GroupCodes.encode(asked.v[:, :old], bits, axis=3, group_size=value_size),
-        "recent": (asked.k[:, old:], asked.v[:, old:]),
+        # Copies: a view would keep all of the original alive.
+        "recent": (asked.k[:, old:].copy(), asked.v[:, old:].copy()),
         "positions": _every_position(asked.k),
     }
 

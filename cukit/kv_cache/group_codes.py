@@ -59,14 +59,14 @@ class GroupCodes:
         codes = xp.clip(levels, 0, 2**bits - 1).astype(np.uint8).reshape(x.shape)
         packed = codes[..., ::per_byte]
         for place in range(1, per_byte):
-            packed = packed | (codes[..., place::per_byte] << (bits * place))
+            packed = packed | (codes[..., place::per_byte] << np.uint8(bits * place))
         return cls(packed, steps, least, bits, axis, group_size)
 
     def decode(self, dtype: Any = float32) -> Array:
         """The values."""
         xp = namespace(self.codes)
         shifts = xp.arange(0, 8, self.bits, dtype=np.uint8)
-        codes = (self.codes[..., None] >> shifts) & (2**self.bits - 1)
+        codes = (self.codes[..., None] >> shifts) & np.uint8(2**self.bits - 1)
         codes = codes.reshape(*self.codes.shape[:-1], self.codes.shape[-1] * shifts.size)
         grouped = _grouped(codes.astype(np.float32), self.axis, self.group_size)
         steps, least = (

@@ -66,7 +66,7 @@ def divergence_rows(
         d = ((teacher - student) - (p_top - q_top)) * inverse - xp.log(safe_p / safe_q)
         d = xp.where((p == 0) & (q == 0), d.dtype.type(0), d)
         if divergence == "forward_kl":
-            terms, gradient = _forward_kl(xp, p, q, d)
+            terms, gradient = forward_kl(xp, p, q, d)
         else:
             terms, slope = _CENTRED[divergence](xp, p, q, d, d.dtype.type(beta))
             slope = xp.where(q > 0, slope, slope.dtype.type(0))
@@ -77,8 +77,8 @@ def divergence_rows(
     return loss, gradient
 
 
-def _forward_kl(xp: Any, p: Array, q: Array, d: Array) -> tuple[Array, Array]:
-    """Terms p (expm1(-d) + d), and the gradient q - p."""
+def forward_kl(xp: Any, p: Array, q: Array, d: Array) -> tuple[Array, Array]:
+    """Terms p (expm1(-d) + d) with d = log p - log q, and q - p, accurate where d is small."""
     near = xp.abs(d) < _REMAINDER_RADIUS
     series = _remainder(xp, d)
     gradient = xp.where(near, p * (series - d), q - p)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.reference._xp import array_namespace, working_dtype
-from cukit.reference.divergences import divergence_rows, softmax
+from cukit.reference.divergences import divergence_rows, forward_kl, softmax
 from cukit.reference.gemm import matmul
 
 Array = Any
@@ -122,6 +122,57 @@ def distillation_loss(
     if not return_grad:
         return loss
     return loss, _scaled(grad, factor, grad_loss, student_logits)
+
+
+def topk_distillation_loss(
+    student_logits: Array,
+    teacher_log_probs: Array,
+    teacher_ids: Array,
+    *,
+    tail: str = "renormalise",
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    targets: Array | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    normalizer: Any = None,
+    return_grad: bool = False,
+    grad_loss: Any = None,
+) -> Array | tuple[Array, Array]:
+    """KL(p || q) from a teacher of whom the probabilities of some tokens are known."""
+    xp = array_namespace(student_logits)
+    z = _rows(student_logits)
+    log_p = teacher_log_probs.reshape(z.shape[0], -1).astype(z.dtype)
+    ids = teacher_ids.reshape(log_p.shape).astype(np.int64)
+    kept = _kept(xp, targets, ignore_index, z)
+    inverse = z.dtype.type(1.0 / temperature)
+    q, top, total = softmax(xp, z, inverse)
+    known_p = xp.sum(xp.exp(log_p), axis=-1, keepdims=True)
+    active = kept & (total[:, 0] != 0) & (known_p[:, 0] != 0)
+    with np.errstate(divide="ignore", invalid="ignore"):  # of rows and branches not taken
+        if tail == "renormalise":
+            log_p = log_p - xp.log(known_p)
+        p, known_q = xp.exp(log_p), xp.take_along_axis(q, ids, axis=1)
+        log_q = (xp.take_along_axis(z, ids, axis=1) - top) * inverse - xp.log(total)
+        terms, difference = forward_kl(xp, p, known_q, xp.where(p > 0, log_p - log_q, 0))
+        rest_q = xp.maximum(1 - xp.sum(known_q, axis=-1, keepdims=True), 0)
+        if tail == "bucket":
+            rest_q = xp.maximum(rest_q, z.dtype.type(2.0**-24))
+            rest_p = xp.maximum(1 - known_p, 0)
+            rest, _ = forward_kl(xp, rest_p, rest_q, xp.log(rest_p / rest_q))
+            gradient = q * (1 - rest_p / rest_q)
+        else:
+            rest, gradient = rest_q, q
+    rows = xp.where(active, xp.sum(terms, axis=-1) + rest[:, 0], 0).astype(z.dtype)
+    xp.put_along_axis(gradient, ids, difference, axis=1)
+    gradient = xp.where(active[:, None], gradient, gradient.dtype.type(0)) * inverse
+    factor = _factor(kept, reduction, normalizer, z.dtype)
+    if scale_by_temperature_squared:
+        factor = factor * temperature**2
+    loss = _reduce(rows, factor, reduction)
+    if not return_grad:
+        return loss
+    return loss, _scaled(gradient, factor, grad_loss, student_logits)
 
 
 def kl_divergence(

@@ -78,9 +78,12 @@ struct RowSlice {
   int first_column;  // of this thread's first vector
   int count;         // vectors of this thread
   int loose_column;  // the element beside the vectors that is this thread's, or -1
+  int block_begin, block_end;  // columns of the block's vectors
+  int tail;                    // the first column behind all vectors
+  int rank;                    // of the block
 
   CUKIT_DEVICE RowSlice(long long row, long long row_stride, int columns, int rank)
-      : base(row * row_stride) {
+      : base(row * row_stride), rank(rank) {
     const int misaligned = static_cast<int>(base % VEC);
     const int head = min(columns, misaligned == 0 ? 0 : VEC - misaligned);
     const int row_vecs = (columns - head) / VEC;
@@ -92,6 +95,15 @@ struct RowSlice {
     count = (num_vecs - thread + THREADS - 1) / THREADS;
     const int loose = columns - row_vecs * VEC;
     loose_column = rank > 0 || thread >= loose ? -1 : thread < head ? thread : columns - loose + thread;
+    block_begin = head + first_vec * VEC;
+    block_end = block_begin + num_vecs * VEC;
+    tail = head + row_vecs * VEC;
+  }
+
+  // Whether a column is one of this block's threads'.
+  CUKIT_DEVICE bool block_owns(int column) const {
+    if (rank == 0) return column < block_end || column >= tail;
+    return column >= block_begin && column < block_end;
   }
 
   // Whether a column is this thread's.

@@ -14,38 +14,12 @@
 #include "common/platform.cuh"
 #include "common/index.cuh"
 #include "common/vocabulary_row.cuh"
+#include "distill/logit_row.cuh"
 
 namespace {
 
 using T = cukit::element_t;
-using Vector = cukit::Vec<T, VEC>;
-using Single = cukit::Vec<T, 1>;
 using Exchange = cukit::RowExchange<1>;
-
-constexpr int kInFlight = 4;  // accesses that a thread issues before it uses the first
-constexpr int kAhead = 3;     // batches of those on their way to shared memory
-
-// Adds logits that are covered.
-template <int N>
-CUKIT_DEVICE void add(cukit::Mass& mass, const cukit::Vec<T, N>& logits) {
-  float z[N];
-  cukit::to_floats(z, logits);
-  float sum = 0.0f;
-#pragma unroll
-  for (int j = 0; j < N; ++j) sum += mass.term(z[j], cukit::kLog2E);
-  mass.sum += sum;
-}
-
-// Logits become their gradients but for the target's share.
-template <int N>
-CUKIT_DEVICE void scale_softmax(cukit::Vec<T, N>& logits, const cukit::Mass& mass,
-                                float scale_of_mass) {
-  float z[N];
-  cukit::to_floats(z, logits);
-#pragma unroll
-  for (int j = 0; j < N; ++j) z[j] = mass.term(z[j], cukit::kLog2E) * scale_of_mass;
-  cukit::from_floats(logits, z);
-}
 
 }  // namespace
 
@@ -58,60 +32,23 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) cross_
     const float* __restrict__ normalizer,     // scalar or null
     long long ignore_index, long long row_stride, int columns, int grad_loss_stride, float factor) {
   __shared__ Exchange::Shared shared;
-  CUKIT_DYNAMIC_SHARED(Vector, cache);
+  CUKIT_DYNAMIC_SHARED(cukit::LogitRow::Vector, cache);
   const long long row = blockIdx.x / CLUSTER;
   const int rank = blockIdx.x % CLUSTER;
-  const cukit::RowSlice slice(row, row_stride, columns, rank);
   const bool writes_loss = rank == 0 && threadIdx.x == 0;
   const long long target = targets[row];
   if (target == ignore_index) {
     if (writes_loss) row_losses[row] = 0.0f;
-    if constexpr (GRAD) slice.clear(grad);
+    if constexpr (GRAD) cukit::RowSlice(row, row_stride, columns, rank).clear(grad);
     return;
   }
   const bool in_range = target >= 0 && target < columns;
   // Before the barriers of the exchange: after them the gradient may overwrite it.
-  const float target_logit = in_range ? cukit::to_float(logits[slice.base + target]) : 0.0f;
+  const float target_logit = in_range ? cukit::to_float(logits[row * row_stride + target]) : 0.0f;
 
   Exchange exchange(shared, rank);
-  cukit::Mass masses[1];
-  const bool has_loose = slice.loose_column >= 0;
-  Single loose[1];
-  if (has_loose) loose[0][0] = logits[slice.base + slice.loose_column];
-  Vector* const mine = cache + threadIdx.x;
-  const auto add_batch = [&](const cukit::Batch& batch, auto& vectors) {
-#pragma unroll
-    for (int i = 1; i < kInFlight; ++i) {
-      if (!batch.has(i)) vectors[i] = vectors[0];
-    }
-    masses[0].cover(cukit::extreme<cukit::Largest>(vectors), cukit::kLog2E);
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (batch.has(i)) add(masses[0], vectors[i]);
-    }
-  };
-  const auto copy = [&](int k) { slice.copy(mine + k * THREADS, logits, k); };
-  const int kept = min(slice.count, CACHED);
-  cukit::copied_forwards<kInFlight, kAhead>(kept, copy, [&](const cukit::Batch& batch) {
-    Vector vectors[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (batch.has(i)) vectors[i] = mine[(batch.first + i) * THREADS];
-    }
-    add_batch(batch, vectors);
-  });
-  cukit::forwards<kInFlight>(kept, slice.count, [&](const cukit::Batch& batch) {
-    Vector vectors[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      if (batch.has(i)) slice.read(vectors[i], logits, batch.first + i);
-    }
-    add_batch(batch, vectors);
-  });
-  if (has_loose) {
-    masses[0].cover(cukit::extreme<cukit::Largest>(loose), cukit::kLog2E);
-    add(masses[0], loose[0]);
-  }
+  cukit::LogitRow values(logits, cache, row, row_stride, columns, rank);
+  cukit::Mass masses[1] = {values.mass(cukit::kLog2E)};
   exchange.merge(masses);
   const cukit::Mass mass = masses[0];
   const bool active = mass.sum != 0.0f;
@@ -122,40 +59,17 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) cross_
   }
   if constexpr (GRAD) {
     if (!active) {
-      slice.clear(grad);
+      values.slice.clear(grad);
       return;
     }
     float scale = factor * cukit::upstream_scale(grad_loss, row * grad_loss_stride, normalizer);
     if (!in_range) scale = cukit::not_a_number();
     const float scale_of_mass = scale / mass.sum;
-    cukit::backwards<kInFlight>(slice.count, [&](const cukit::Batch& batch) {
-      Vector vectors[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const int k = batch.first + i;
-        if (!batch.has(i)) continue;
-        if (k < kept) {
-          vectors[i] = mine[k * THREADS];
-        } else {
-          slice.read_again(vectors[i], logits, k);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const int k = batch.first + i;
-        if (!batch.has(i)) continue;
-        scale_softmax(vectors[i], mass, scale_of_mass);
-        slice.write(grad, k, vectors[i]);
-      }
-    });
-    if (has_loose) {
-      scale_softmax(loose[0], mass, scale_of_mass);
-      grad[slice.base + slice.loose_column] = loose[0][0];
-    }
+    values.write_softmax(grad, mass, cukit::kLog2E, scale_of_mass);
     // By the thread that has just written there.
-    if (in_range && slice.owns(static_cast<int>(target))) {
+    if (in_range && values.slice.owns(static_cast<int>(target))) {
       const float q = mass.term(target_logit, cukit::kLog2E) * scale_of_mass;
-      grad[slice.base + target] = cukit::from_float<T>(q - scale);
+      grad[values.slice.base + target] = cukit::from_float<T>(q - scale);
     }
   }
 }

@@ -5,7 +5,7 @@
 
 namespace cukit {
 
-// divergence: the rows of logits
+// divergence, topk_divergence: the rows of logits
 struct LogitRows {
   long long ignore_index;  // of targets
   long long row_stride;    // in elements
@@ -13,7 +13,7 @@ struct LogitRows {
   int grad_loss_stride;  // 1: one for each row, 0: a scalar
 };
 
-// divergence: its own parameter, and what the losses and their gradients are multiplied by
+// likewise: what the losses and their gradients are multiplied by; beta of a divergence
 struct DivergenceFactors {
   float inverse_temperature;
   float soft_loss;

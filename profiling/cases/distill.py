@@ -20,6 +20,8 @@ from cukit.distill import (
     linear_cross_entropy,
     linear_distillation_loss,
     linear_kl_divergence,
+    teacher_top_k,
+    topk_distillation_loss,
 )
 from cukit.reference import losses, optimizer
 from profiling import peers
@@ -58,6 +60,7 @@ def cases(small: bool = False) -> list[Case]:
         *(close_kl_case(*shape) for shape in logits),
         *(divergence_case(*shape, name) for shape in logits for name in DIVERGENCES),
         *(divergence_case(*shape, "jsd", distance=0.05) for shape in logits),
+        *(topk_case(*shape) for shape in logits),
         *(make(*shape) for make in (linear_kl_case, linear_cross_entropy_case) for shape in heads),
         *(linear_jsd_case(*shape) for shape in heads),
         adamw_case(model),
@@ -117,6 +120,39 @@ def divergence_case(
         "distillation_loss", tokens, vocab_size, forward=True, distance=distance,
         divergence=divergence,
     )  # fmt: skip
+
+
+def topk_case(tokens: int, vocab_size: int, known: int = 64) -> Case:
+    """Loss and gradient from a teacher's likeliest tokens: the logits in, the gradient out."""
+
+    def build() -> Workload:
+        student = normal((tokens, vocab_size), DTYPE)
+        signal = teacher_top_k(normal((tokens, vocab_size), DTYPE), known)
+        options = {"tail": "bucket"}
+
+        def torch_loss(torch: ModuleType) -> Callable[..., Any]:
+            def loss(s: Any, log_p: Any, ids: Any) -> Any:
+                log_q = torch.log_softmax(s.float(), -1).gather(-1, ids.long())
+                p, q = log_p.exp(), log_q.exp()
+                rest_p, rest_q = ((1 - each.sum(-1)).clamp_min(1e-9) for each in (p, q))
+                rest = rest_p * (rest_p.log() - rest_q.log())
+                return ((p * (log_p - log_q)).sum(-1) + rest).mean()
+
+            return loss
+
+        def oracle(rows: slice) -> tuple[Any, Any]:
+            result: tuple[Any, Any] = losses.topk_distillation_loss(
+                student[rows], *(part[rows] for part in signal), normalizer=tokens,
+                return_grad=True, **options,
+            )  # fmt: skip
+            return result
+
+        ours = partial(topk_distillation_loss, student, *signal, return_grad=True, **options)
+        return _logits_workload(ours, torch_loss, oracle, (student,), signal, True)
+
+    traffic = tokens * (2 * vocab_size * itemsize(DTYPE) + 8 * known)
+    name = f"{tokens}x{vocab_size} top {known}"
+    return Case(FAMILY, "topk_distillation_loss", name, DTYPE, build, bytes=traffic)
 
 
 def kl_backward_case(tokens: int, vocab_size: int) -> Case:

@@ -273,7 +273,11 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
     ],
 )
 def test_checked_calls_report_what_they_would_follow(
-    device: str, lengths: list[int], entries: dict[tuple[int, int], int], message: str | None
+    device: str,
+    lengths: list[int],
+    entries: dict[tuple[int, int], int],
+    message: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On the CPU every call is checked; elsewhere the kernel must not run with such tables."""
     xp = array_module(device)
@@ -287,6 +291,9 @@ def test_checked_calls_report_what_they_would_follow(
         return
     with pytest.raises(ConfigError, match=message):
         ck.paged_attention(*arguments, checked=True)
+    monkeypatch.setattr(paged, "_CHECKED", True)  # CUKIT_CHECKED=1
+    with pytest.raises(ConfigError, match=message):
+        ck.paged_attention(*arguments)
 
 
 @pytest.mark.gpu

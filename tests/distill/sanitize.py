@@ -49,6 +49,10 @@ def divergences() -> None:
         student, teacher, targets = to_device("gpu", *arrays, targets_for(rng, shape))
         options = {"targets": targets, "hard_weight": 0.5, "return_grad": True}
         distill.distillation_loss(student, teacher, divergence=divergence, **options)
+    for shape, tail in itertools.product(ROWS, ("renormalise", "bucket")):
+        log_probs, ids = distill.teacher_top_k(random(rng, shape, "float32"), min(20, shape[1]))
+        arrays = to_device("gpu", random(rng, shape, "bfloat16"), log_probs, ids)
+        distill.topk_distillation_loss(*arrays, tail=tail, return_grad=True)
 
 
 def linear_losses() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from cukit.array_api import NarrowDtype, QuantizedArray, float8_e4m3, float8_e5m2, int4, int8
 from cukit.array_api.narrow import encode
 from cukit.distill.adamw import AdamWState
+from cukit.distill.topk_distillation_loss import teacher_top_k
 from cukit.gemm import BlockSparseMatrix, adaptive_depth, bsr_from_mask
 from cukit.registry import Op
 from tests.contract import random
@@ -338,6 +339,10 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "linear_backward": lambda rng: (
         (*_rows(rng, (70, 136), (70, 72), (136, 72), (70, 136)), "silu"),
         {"with_bias": True},
+    ),
+    "topk_distillation_loss": lambda rng: (
+        (_logits(rng)[0], *teacher_top_k(random(rng, (5, 1003), "float32"), 30)),
+        {"tail": "bucket", "return_grad": True},
     ),
     "matmul_fp8": lambda rng: (
         tuple(encode(x, float8_e4m3) for x in _rows(rng, (70, 272), (136, 272))),

@@ -236,3 +236,40 @@ def test_a_model_answers_as_with_a_cache_of_its_own() -> None:
         got = logits([[token], [token + 1]], attention)
         want = [logits([[token + i]], alone[name]) for i, name in enumerate(prompts)]
         np.testing.assert_allclose(got, np.concatenate(want), atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_captured_decode_step_replays_after_each_append() -> None:
+    import cupy
+
+    served = Server(32, 4, bfloat16)
+    attention = served.attention
+    served.add("a", [1, 2, 3])
+    served.add("b", [1, 2, 3, 4, 5, 6, 7])
+    served.append({"a": 1, "b": 2})
+    heads = HEADS_Q, HEADS_KV, HEADS_KV
+    inputs = [
+        [cupy.empty((2, 1, count, HEAD_DIM), bfloat16) for count in heads] for _ in range(LAYERS)
+    ]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    graph, states = None, []
+    with stream:
+        for token in range(6):  # the first requests' blocks fill up, and others are taken
+            attention.append(["a", "b"], [token, token])
+            for request in ("a", "b"):
+                served.tokens[request].append(token)
+            for layer in range(LAYERS):
+                for row, request in enumerate(("a", "b")):
+                    rows = served.model.rows(served.tokens[request], layer)
+                    for array, values in zip(inputs[layer], rows, strict=True):
+                        array[row] = cupy.asarray(values[0, -1:])
+            if graph is None:
+                stream.begin_capture()
+                states = [attention.attend(*inputs[layer], layer) for layer in range(LAYERS)]
+                graph = stream.end_capture()
+            graph.launch(stream)
+            for layer, (out, _) in enumerate(states):
+                for row, request in enumerate(("a", "b")):
+                    want = served.model.uncached(served.tokens[request], layer)[0, -1]
+                    assert np.abs(out[row, 0].get().astype(np.float64) - want).max() <= 3e-2
+            attention.advance()
