@@ -232,7 +232,7 @@ def attend(
 def scratch_for(
     arrays: PagedArrays, codes: str, options: ScoreOptions, batch_invariant: bool
 ) -> PagedScratch | None:
-    """Checks a call, loads its kernel, and allocates its scratch memory; None where it needs none."""
+    """Checks a call, loads its kernel, allocates its scratch memory; None where it needs none."""
     if not runs_kernel(_OP, *arrays) or _too_old(codes, arrays.cu_seqlens_q is not None):
         _check(arrays, codes, options)
         return None
@@ -362,7 +362,8 @@ class PreparedPaged(NamedTuple):
         return (out, lse) if return_lse else out
 
     def _fits(self, scratch: PagedScratch) -> bool:
-        return scratch.sums.size >= self.floats and scratch.counters.size >= self.counters
+        enough = scratch.sums.size >= self.floats and scratch.counters.size >= self.counters
+        return bool(enough)
 
 
 @launch_plan

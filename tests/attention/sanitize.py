@@ -145,7 +145,7 @@ def cascade(head_dim: int) -> None:
     placed = to_device("gpu", q, k, k, table, lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cascade_plan, "_PASS_TIME", -1e30)
-        to_host(cascade_attention(*placed, ((48, 8), (64, 4))))
+        to_host(cascade_attention(*placed, prefixes=((48, 8), (64, 4))))
 
 
 def latents(heads: int, seq_q: int) -> None:
