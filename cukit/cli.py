@@ -1,5 +1,5 @@
-"""The `cukit` command: doctor, list, compile, bench, check, analyze, compare, report, replay, distill,
-generate.
+"""The `cukit` command: doctor, list, compile, bench, check, analyze, compare, report, replay,
+distill, generate.
 
 Bad input ends with one clear line on stderr and exit code 2; a traceback means a defect of ours.
 """

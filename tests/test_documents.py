@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,34 @@ def test_the_readmes_examples_print_what_they_promise(code: str, tmp_path: Path)
 
 def test_there_is_an_example_for_each_surface() -> None:
     assert len(EXAMPLES) == 6
+
+
+CHECKS = (ROOT / "docs" / "check_your_kernel.md").read_text()
+
+
+@pytest.mark.emulator
+def test_checks_of_your_kernel_print_what_they_promise(tmp_path: Path) -> None:
+    """The page's sources are written to files, its commands and programs run beside them."""
+    for name, source in re.findall(r"```cuda\n// (\S+)\n(.*?)```", CHECKS, re.DOTALL):
+        (tmp_path / name).write_text(f"// {name}\n{source}")
+    blocks = re.findall(r"```(console|python)\n(.*?)```", CHECKS, re.DOTALL)
+    assert len(blocks) == 3
+    for kind, block in blocks:
+        if kind == "console":
+            command, *promised = block.splitlines()
+            arguments = ["-m", *shlex.split(command.removeprefix("$ "))]
+        else:
+            arguments = ["-W", "error", "-c", block]
+            promised = re.findall(r"^ *# (.*)", block, re.MULTILINE)
+        result = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "CUKIT_EMULATOR_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        printed = [line.strip() for line in result.stdout.splitlines()]
+        assert printed == [line.strip() for line in promised], result.stderr
 
 
 @page_by_name

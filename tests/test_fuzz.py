@@ -15,6 +15,7 @@ import pytest
 
 import cukit
 from cukit.errors import ArrayLayoutError, CukitError
+from cukit.memory import HostProvider
 from cukit.registry import Op, ops
 from tests.emulator.samples import SAMPLES
 
@@ -36,10 +37,16 @@ def floats(rng: np.random.Generator, *shape: int) -> np.ndarray[Any, Any]:
 
 
 FUNCTIONS: dict[str, Sample] = {
+    "absorb_mla_projections": lambda rng: (
+        (floats(rng, 10, 7), floats(rng, 9, 8), floats(rng, 2, 3, 6), floats(rng, 2, 4, 6)),
+        {},
+    ),
     "balance_experts": lambda rng: ((rng.random(8), 10, 2), {"num_nodes": 1, "num_groups": 2}),
     "bsr_from_mask": lambda rng: ((floats(rng, 64, 32), np.eye(4, 2, dtype=bool), 16), {}),
     "create_adaptive_depth_mask": lambda rng: ((rng.integers(1, 4, 8), 4), {}),
     "create_sparse_mask": lambda rng: (((64, 96), 16, 0.5), {}),
+    "encode_mla_latents": lambda rng: ((floats(rng, 2, 1, 576),), {}),
+    "mla_metadata": lambda rng: ((16,), {"seq_len_q": 2}),
     "explain_matmul": lambda rng: ((floats(rng, 8, 16), floats(rng, 16, 8)), {}),
     "matmul": lambda rng: (
         (floats(rng, 8, 16), floats(rng, 16, 8)),
@@ -298,11 +305,15 @@ def test_an_output_that_overlaps_an_input_is_refused(op: Op) -> None:
 
 
 NO_ARRAYS = (None, "text", object(), {}, [[1], [1, 2]], np.array(["a"]), np.array([None]))
+WRONG_SIZES = (None, "8", -1, 1.5, float("nan"), [], object())
 CREATION: dict[str, tuple[dict[str, Any], ...]] = {
     **dict.fromkeys(
         ("zeros", "ones", "empty"),
         (
-            *({"shape": shape} for shape in (-1, (2, -1), 1.5, "3", None, (1,) * 65, 10**30)),
+            *(
+                {"shape": shape}
+                for shape in (-1, (2, -1), 1.5, "3", None, (1,) * 65, 10**30, 10**16)
+            ),
             *({"shape": 3, "dtype": dtype} for dtype in ("zzz", object, "S3", 3, "datetime64[s]")),
         ),
     ),
@@ -327,6 +338,27 @@ CREATION: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "full_like": tuple({"array": wrong, "value": 0} for wrong in NO_ARRAYS),
     "get_kernel": ({"name": None}, {"name": 3}, {"name": []}, {"name": "rms_nrom"}),
+    "MemoryPool": (
+        *({"config": wrong} for wrong in (3, "8G", {}, cukit.MemoryPoolConfig)),
+        *({"provider": wrong} for wrong in (3, "host", object(), HostProvider)),
+    ),
+    "MemoryPoolConfig": (
+        *({name: wrong} for name in ("initial_pool_size", "block_size") for wrong in WRONG_SIZES),
+        *({"max_pool_size": wrong} for wrong in ("8G", -1, 0, 1.5, float("inf"))),
+        *({"growth_factor": wrong} for wrong in (None, "2", float("nan"), 0, float("inf"))),
+        *({"enable_defrag": wrong} for wrong in (None, "no", 1)),
+    ),
+    "DeviceBuffer": ({"pool": 3, "size": 4, "holder": None},),
+    "memory_pool_allocate": (
+        *({"size": wrong} for wrong in (*WRONG_SIZES, 10**30)),
+        *({"size": 8, "stream": wrong} for wrong in ("x", 1.5, object())),
+    ),
+    "memory_pool_free": tuple({"address": wrong} for wrong in (None, "x", -1, 3, [])),
+    "load_quantized": tuple({"path": wrong} for wrong in (3, None, b"x", "", "a\0b", object())),
+    "save_quantized": (
+        *({"path": wrong, "arrays": {}} for wrong in (3, None, b"x", "", "a\0b")),
+        *({"path": "never-written", "arrays": wrong} for wrong in (3, None, "x", [1])),
+    ),
     "register_kernel": ({"name": 3, "function": print}, {"name": "x", "function": 3}),
 }
 

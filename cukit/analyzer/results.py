@@ -17,12 +17,13 @@ true median is believed to be (cukit.analyzer.statistics.estimate): what `cukit 
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cukit.analyzer.json_file import read_json
-from cukit.core.files import write_text
+from cukit.core.files import Exclusive, write_text
 from cukit.errors import DataError
 
 Record = dict[str, Any]
@@ -61,11 +62,28 @@ def write(path: Path, results: dict[str, Any]) -> None:
     write_text(path, json.dumps(results, indent=1) + "\n")
 
 
+_locks: weakref.WeakValueDictionary[Path, Exclusive] = weakref.WeakValueDictionary()
+
+
+def _exclusive(path: Path) -> Exclusive:
+    """Common to all that this process writes to a file."""
+    key = path.resolve()
+    lock = _locks.get(key)
+    if lock is None:
+        lock = _locks[key] = Exclusive(path)
+    return lock
+
+
 class ResultsFile:
-    """A run's results, merged case by case into what the file already held."""
+    """A run's results, merged case by case into what the file already held.
+
+    Raises DataError while another process writes to the file: what it measured meanwhile would be
+    lost.
+    """
 
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:
         self.path = path
+        self._lock = _exclusive(path)
         self._environment = environment
         before = read(path)
         gpu = before["environment"].get("gpu")

@@ -25,6 +25,8 @@ from cukit.errors import (
     ArrayError,
     ArrayShapeError,
     ConfigError,
+    CukitError,
+    OutOfMemoryError,
     UnsupportedDeviceError,
 )
 
@@ -111,13 +113,15 @@ def to_numpy(array: Any) -> np.ndarray[Any, Any]:
 def empty(shape: Shape, dtype: Dtype = np.float32, *, device: DeviceName | None = None) -> Array:
     """An uninitialised array."""
     resolved = _dtype("empty", dtype)
-    return _module(device).empty(_extents("empty", shape, resolved), resolved)
+    extents = _extents("empty", shape, resolved)
+    return _made("empty", lambda: _module(device).empty(extents, resolved))
 
 
 def zeros(shape: Shape, dtype: Dtype = np.float32, *, device: DeviceName | None = None) -> Array:
     """An array of zeros."""
     resolved = _dtype("zeros", dtype)
-    return _module(device).zeros(_extents("zeros", shape, resolved), resolved)
+    extents = _extents("zeros", shape, resolved)
+    return _made("zeros", lambda: _module(device).zeros(extents, resolved))
 
 
 def ones(shape: Shape, dtype: Dtype = np.float32, *, device: DeviceName | None = None) -> Array:
@@ -132,7 +136,8 @@ def full(
     resolved = _dtype("full", dtype)
     if not isinstance(value, numbers.Number) and getattr(value, "shape", None) != ():
         raise ConfigError(f"full: value must be a number, got {value!r}")
-    return _module(device).full(_extents("full", shape, resolved), value, resolved)
+    extents = _extents("full", shape, resolved)
+    return _made("full", lambda: _module(device).full(extents, value, resolved))
 
 
 def arange(
@@ -232,6 +237,16 @@ def _extents(op: str, shape: Any, dtype: np.dtype[Any]) -> tuple[int, ...]:
     if len(extents) > _MOST_AXES or math.prod(extents) * dtype.itemsize >= _MOST_BYTES:
         raise ArrayShapeError(f"{op}: no array is as large as the shape {shape!r}")
     return extents
+
+
+def _made(op: str, make: Callable[[], Array]) -> Array:
+    """`make()`, or an OutOfMemoryError of ours in place of the library's."""
+    try:
+        return make()
+    except CukitError:
+        raise
+    except MemoryError as error:
+        raise OutOfMemoryError(f"{op}: {error}") from error
 
 
 def _dtype(op: str, dtype: Dtype) -> np.dtype[Any]:

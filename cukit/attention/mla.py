@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ _ARCH = "sm_90"
 _WIDTH = LATENT_DIM + ROPE_DIM
 _KERNEL_DTYPES = FLOAT_DTYPES[1:3]
 _CODES = np.dtype(np.uint8)
-_BOX = (1, BLOCK_SIZE, BOX_COLUMNS)
+_QUERY_BOX = (1, TILE_ROWS, BOX_COLUMNS)
 _MOST_HEADS = (1 << 15) - 1  # rows of a request are numbered in 32 bits
 
 
@@ -301,7 +302,7 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
         lse_shape=(batch, heads, seq_q),
         scratch_floats=config.scratch_floats,
         q_map=TensorMapCache(_query_map),
-        cache_map=TensorMapCache(_cache_map),
+        cache_map=TensorMapCache(partial(_cache_map, box=config.page_box)),
         attend=Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,)),
         merge=Launch(
             load_kernel(config.merge_spec()), (merge_blocks,), merge_scalars, dependent=True
@@ -311,13 +312,12 @@ def _prepare(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> Prepa
 
 def _query_map(q: Array) -> Any:
     """Boxes of 64 rows [head of a query]; behind the last of a request they are zeros."""
-    return encode_tensor_map(q.reshape(q.shape[0], -1, q.shape[-1]), _BOX)
+    return encode_tensor_map(q.reshape(q.shape[0], -1, q.shape[-1]), _QUERY_BOX)
 
 
-def _cache_map(kv_cache: Array) -> Any:
-    """Boxes of a block's tokens; of float8 latents two bytes are an element."""
-    rows = kv_cache[:, :, 0]
-    return encode_tensor_map(rows.view(np.uint16) if _is_coded(rows) else rows, _BOX)
+def _cache_map(kv_cache: Array, box: tuple[int, int, int]) -> Any:
+    """Boxes of a block's tokens."""
+    return encode_tensor_map(kv_cache[:, :, 0], box)
 
 
 def _specs(device: Device) -> list[KernelSpec]:

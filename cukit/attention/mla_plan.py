@@ -19,11 +19,12 @@ BOX_COLUMNS = 64
 _THREADS = 384
 _MERGE_THREADS = 128
 _MOST_TEAM = 4
+_CLUSTER = 2
 _STAGES = 2
 _EARLY = 1
 _PREFETCH = 1
-_PRODUCER_REGISTERS = 40
-_DECODER_REGISTERS = 80  # of the producer's threads where they decode float8 latents
+_PRODUCER_REGISTERS = 56
+_DECODER_REGISTERS = 88  # of the producer's threads where they decode float8 latents
 _MERGE_BLOCKS_PER_SM = 4
 
 
@@ -33,6 +34,7 @@ class MlaConfig:
 
     row_tiles: tiles of 64 rows (heads of queries) that a request has.
     team: thread blocks that work on neighbouring tiles of the same keys.
+    cluster: thread blocks of a team that copy each page together, 1 or 2.
     num_blocks: thread blocks, one on each multiprocessor.
     coded: the cache holds float8 latents.
     early: of the three sections of a page, those multiplied before the other warpgroup's
@@ -45,6 +47,7 @@ class MlaConfig:
     causal: bool
     row_tiles: int
     team: int
+    cluster: int
     num_blocks: int
     early: int = _EARLY
     prefetch: int = _PREFETCH
@@ -54,6 +57,7 @@ class MlaConfig:
         defines = (
             *self._defines(),
             ("CODES", int(self.coded)),
+            ("CLUSTER", self.cluster),
             ("EARLY", self.early),
             ("PREFETCH", self.prefetch),
             ("PRODUCER_REGISTERS", _DECODER_REGISTERS if self.coded else _PRODUCER_REGISTERS),
@@ -72,6 +76,12 @@ class MlaConfig:
 
     def _defines(self) -> tuple[tuple[str, str | int], ...]:
         return ("DTYPE", self.dtype), ("TEAM", self.team), ("CAUSAL", int(self.causal))
+
+    @property
+    def page_box(self) -> tuple[int, int, int]:
+        """Blocks, tokens and columns (bytes of a float8 cache) that one copy brings."""
+        columns = 2 * BOX_COLUMNS if self.coded else BOX_COLUMNS
+        return 1, BLOCK_SIZE // self.cluster, columns
 
     @property
     def scratch_floats(self) -> int:
@@ -107,5 +117,6 @@ def plan_mla_attention(
         causal=causal and seq_len_q > 1,
         row_tiles=row_tiles,
         team=team,
+        cluster=1 if coded or team % _CLUSTER else _CLUSTER,
         num_blocks=device.num_sms // team * team,
     )

@@ -32,9 +32,9 @@ def check(
     arg: Annotated[
         list[str] | None,
         typer.Option(
-            help="An argument of the kernel, in order: an array float32:1024 or float32:64x64:zeros "
-            "(random, zeros, ones, arange, empty or a number), a scalar int32=1024, a file x.npy, "
-            "or null."
+            help="An argument of the kernel, in order: an array float32:1024 or "
+            "float32:64x64:zeros (random, zeros, ones, arange, empty or a number), a scalar "
+            "int32=1024, a file x.npy, or null."
         ),
     ] = None,
     shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory.")] = 0,
@@ -178,7 +178,4 @@ def first_error(log: str) -> str:
         return " ".join(log.split())
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     missing = f"; {notes[0]}" if notes else ""
-    place = (
-        re.sub(r"^\S*/(?=\S*:\d+)", "", errors[0]) if errors[0].startswith("/tmp") else errors[0]
-    )
-    return f"{place}{more}{missing}"
+    return f"{errors[0]}{more}{missing}"

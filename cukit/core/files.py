@@ -8,10 +8,12 @@ safetensors files with a description and a checksum in the header.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -98,6 +100,49 @@ def atomic_file(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+class Exclusive:
+    """One process at a time replaces a file: this one, as long as the object lives.
+
+    The lock is on a file beside it, for the file itself is another one after each write. Raises
+    DataError if another process has it, or if the folder cannot be written to.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._beside = path.with_name(f".{path.name}.lock")
+        self._process = os.getpid()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            while not self._acquire(path):
+                pass  # the one before removed its lock in the meantime
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written to ({error.strerror})") from error
+        weakref.finalize(self, _unlock, self._descriptor, self._beside, self._process)
+
+    def _acquire(self, path: Path) -> bool:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(self._beside, flags, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise DataError(
+                f"{path}: another run is writing there; wait for it, or use another file"
+            ) from None
+        except OSError:
+            return True  # a network folder without locks
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self._beside).st_ino == os.fstat(self._descriptor).st_ino:
+                return True
+        os.close(self._descriptor)
+        return False
+
+
+def _unlock(descriptor: int, beside: Path, process: int) -> None:
+    if os.getpid() == process:  # and not a forked child, whose descriptor is a copy
+        beside.unlink(missing_ok=True)
+    os.close(descriptor)
 
 
 def write_text(path: Path, content: str) -> None:

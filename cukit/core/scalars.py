@@ -7,6 +7,7 @@ import math
 import numbers
 import operator
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,13 @@ def check_shape(op: str, value: Any, name: str = "shape") -> tuple[int, ...]:
     if min(extents, default=0) < 0:
         raise ArrayShapeError(f"{op}: {name} must not be negative, got {value!r}")
     return extents
+
+
+def check_path(op: str, name: str, value: Any) -> Path:
+    """`value`, a string or a path, as a path. Raises ConfigError."""
+    if not isinstance(value, (str, Path)) or "\0" in str(value):
+        raise ConfigError(f"{op}: {name} must be the path of a file, got {value!r}")
+    return Path(value)
 
 
 def check_flag(op: str, name: str, value: Any) -> None:

@@ -10,4 +10,11 @@ from cukit.emulator.choice import activate_from_environment, backend
 from cukit.emulator.cupy_stand_in import emulate_cupy
 from cukit.emulator.settings import Settings
 
-__all__ = ["Emulator", "Settings", "activate_from_environment", "backend", "check_kernel", "emulate_cupy"]
+__all__ = [
+    "Emulator",
+    "Settings",
+    "activate_from_environment",
+    "backend",
+    "check_kernel",
+    "emulate_cupy",
+]

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,6 @@ from cukit.core.parameters import layout_assertions
 from cukit.core.source import closure_hash, kernels_root, read_source
 from cukit.emulator.toolchain import (
     RUNTIME_SOURCES,
-    Compiler,
     find_compiler,
     include_flags,
     kernel_flags,
@@ -36,6 +35,7 @@ from cukit.emulator.toolchain import (
 )
 
 _CLUSTER_SECTION = "cukit_cluster_"
+_GAP_BYTES = 256
 _PRELUDE = '#include "common/platform.cuh"\n#include <common/emulator/entry.h>\n'
 _FOREIGN_PRELUDE = "#include <common/emulator/language.h>\n"
 
@@ -48,12 +48,20 @@ class Build:
     library: Path
     cluster: tuple[int, int, int]
     static_shared_bytes: int = 0
+    """Of the kernel's own `__shared__` variables."""
+    shared: Sequence[tuple[int, int]] = ()
+    """Where the variables of the library lie in static shared memory: first byte and size, in
+    order. Between them are gaps, for what runs over the end of one."""
+    uninitialised: Sequence[str] = ()
+    """Variables that the compiler sees used before they have a value, and where."""
+    together: bool = False
+    """The cluster is no cluster, but all blocks of a cooperative launch."""
 
 
 def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Build:
     """Compiles `spec`, or finds it in the cache. Raises CompileError with the compiler's log."""
     compiler = find_compiler()
-    flags = (*_kernel_flags(compiler, checked, debug), _arch_flag(arch))
+    flags = (*kernel_flags(checked, debug, compiler), f"-DCUKIT_EMULATE={arch_number(arch)}")
     link = link_flags(checked)
     source = _translation_unit(spec)
     parts = (closure_hash(spec.source), source, _sources_hash(), compiler.version)
@@ -64,7 +72,14 @@ def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Bui
     if built:
         _say(f"compiled {spec} for the emulator in {time.perf_counter() - start:.1f} s")
     x, y, z = record["cluster"]
-    return Build(spec, library, (x, y, z), record["static_shared_bytes"])
+    return Build(
+        spec,
+        library,
+        (x, y, z),
+        record["static_shared_bytes"],
+        record["shared"],
+        uninitialised_in(record["uninitialised"], spec.entry, _kernels(read_source(spec.source))),
+    )
 
 
 Recipe = Callable[[tuple[str, ...]], tuple[bytes, Record]]
@@ -125,14 +140,19 @@ def _compile_source(flags: tuple[str, ...], source: Path, target: Path) -> None:
 
 def build_foreign(
     name: str, files: Mapping[str, str], arch: str, checked: bool, debug: bool, standard: str
-) -> tuple[Path, dict[str, list[int]]]:
+) -> tuple[Path, Record]:
     """Compiles the first of `files` (texts by name), which includes the others, or finds it in the
-    cache: the library, and the clusters of its kernels by their symbols' names.
+    cache: the library, and with it the `clusters` of its kernels by their symbols' names, `shared`
+    as of a Build and what is `uninitialised` (:func:`uninitialised_in`).
 
     Raises CompileError with the compiler's log.
     """
     compiler = find_compiler()
-    flags = (*_kernel_flags(compiler, checked, debug), _arch_flag(arch), f"-std={standard}")
+    flags = (
+        *kernel_flags(checked, debug, compiler),
+        f"-DCUKIT_EMULATE={arch_number(arch)}",
+        f"-std={standard}",
+    )
     link = link_flags(checked)
     key = _hash(*files, *files.values(), _sources_hash(), compiler.version, *flags, *link)
     library = _folder() / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:64]}-{arch}-{key}.so"
@@ -140,7 +160,7 @@ def build_foreign(
     record, built = _build(library, partial(_compile_foreign, name, files, link=link), flags)
     if built:
         _say(f"compiled {name} for the emulator in {time.perf_counter() - start:.1f} s")
-    return library, record["clusters"]
+    return library, record
 
 
 def _compile_foreign(
@@ -148,23 +168,28 @@ def _compile_foreign(
 ) -> tuple[bytes, Record]:
     # What the host's code alone refers to is dropped: its libraries need not be here.
     own = ("-fvisibility=hidden", "-ffunction-sections", "-fdata-sections")
-    library, symbols = _compile_unit(
+    library, symbols, uninitialised = _compile_unit(
         name, files, (*flags, *own), _FOREIGN_PRELUDE, (*link, "-Wl,--gc-sections", "-pthread")
     )
-    return library, {"kernel": name, "clusters": _cluster_shapes(symbols)}
+    facts = {"clusters": _cluster_shapes(symbols), "shared": _shared_variables(symbols)}
+    return library, {"kernel": name, "uninitialised": uninitialised, **facts}
 
 
 def _compile_kernel(
     spec: KernelSpec, source: str, flags: tuple[str, ...], link: tuple[str, ...]
 ) -> tuple[bytes, Record]:
     unit = f"{spec.entry}.cpp"
-    library, symbols = _compile_unit(str(spec), {unit: source}, flags, _PRELUDE, link)
+    library, symbols, uninitialised = _compile_unit(
+        str(spec), {unit: source}, flags, _PRELUDE, link
+    )
     cluster = _cluster_shapes(symbols).get(spec.entry, (1, 1, 1))
     static_bytes = _static_shared_bytes(symbols, spec.entry)
     return library, {
         "kernel": str(spec),
         "cluster": cluster,
         "static_shared_bytes": static_bytes,
+        "shared": _shared_variables(symbols),
+        "uninitialised": uninitialised,
     }
 
 
@@ -174,19 +199,64 @@ def _compile_unit(
     flags: tuple[str, ...],
     prelude: str,
     link: tuple[str, ...],
-) -> tuple[bytes, str]:
-    """The library, and the table of its symbols, demangled, as `nm` prints it."""
+) -> tuple[bytes, str, list[tuple[str, str, str]]]:
+    """The library; the table of its symbols, demangled, as `nm` prints it; and, of each variable
+    that is used uninitialised, function, name and place."""
     header = _precompiled_prelude(flags, prelude)
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
-        unit, compiled = str(Path(folder) / next(iter(files))), str(Path(folder) / "kernel.o")
+        unit, assembly = str(Path(folder) / next(iter(files))), Path(folder) / "kernel.s"
+        library = Path(folder) / "kernel.so"
         places = [f"-ffile-prefix-map={folder}=.", f"-fdebug-prefix-map={os.getcwd()}=."]
-        arguments = [*flags, *places, "-include", str(header), *include_flags(), "-c", unit]
-        find_compiler().run([*arguments, "-o", compiled], what)
-        library = _output_of([*link, compiled], what)
-        table = ["nm", "-C", "-S", "-f", "sysv", compiled]
-        return library, subprocess.run(table, capture_output=True, text=True, check=True).stdout
+        arguments = [*flags, *places, "-include", str(header), *include_flags(), "-S", unit]
+        messages = find_compiler().run([*arguments, "-o", str(assembly)], what)
+        assembly.write_text(_with_gaps(assembly.read_text(encoding="utf-8")), encoding="utf-8")
+        find_compiler().run([*link, str(assembly), "-o", str(library)], what)
+        table = ["nm", "-C", "-S", "-f", "sysv", str(library)]
+        symbols = subprocess.run(table, capture_output=True, text=True, check=True).stdout
+        return library.read_bytes(), symbols, _uninitialised(messages)
+
+
+def _uninitialised(messages: str) -> list[tuple[str, str, str]]:
+    function, found = "", []
+    for line in messages.splitlines():
+        if match := re.search(r": In (?:\w+ )*function '(?:.*?[ :*&])?(\w+)(?:<.*>)?\(", line):
+            function = match[1]
+        elif match := re.match(r"(.+?:\d+):\d+: warning: '([\w.]+)' is used uninitialized", line):
+            found.append((function, match[2], match[1]))
+    return found
+
+
+def uninitialised_in(
+    found: Iterable[tuple[str, str, str]], entry: str, kernels: Iterable[str]
+) -> list[str]:
+    """Of what a library's record says, all but what is in other kernels."""
+    others = set(kernels) - {entry.partition("<")[0].rpartition("::")[2]}
+    return [
+        f"uninitialised variable: `{name}` is used before it has a value\n"
+        f"  in {function} at {place}"
+        for function, name, place in found
+        if function not in others
+    ]
+
+
+def _kernels(text: str) -> list[str]:
+    """Names of the kernels in a source."""
+    return re.findall(r"__global__[^;{}]*?\b(\w+)\s*\((?=[^;{}]*\)\s*\{)", text)
+
+
+def _with_gaps(assembly: str) -> str:
+    """Room behind every thread-local variable, which `__shared__` ones are."""
+    lines, in_shared = [], False
+    for line in assembly.split("\n"):
+        lines.append(line)
+        directive = line.split(None, 1)[:1]
+        if directive in ([".section"], [".text"], [".data"], [".bss"]):
+            in_shared = ".tbss" in line
+        elif in_shared and directive == [".zero"]:
+            lines.append(f"\t.zero\t{_GAP_BYTES}")
+    return "\n".join(lines)
 
 
 def _translation_unit(spec: KernelSpec) -> str:
@@ -233,14 +303,10 @@ def _precompiled_prelude(flags: tuple[str, ...], text: str) -> Path:
     return header
 
 
-def _kernel_flags(compiler: Compiler, checked: bool, debug: bool) -> tuple[str, ...]:
-    gcc = "clang" not in compiler.version
-    return kernel_flags(checked, debug, gcc)
-
-
-def _arch_flag(arch: str) -> str:
+def arch_number(arch: str) -> int:
+    """As `__CUDA_ARCH__` has it: 900 for sm_90."""
     major, minor = parse_arch(arch)
-    return f"-DCUKIT_EMULATE={major * 100 + minor * 10}"
+    return major * 100 + minor * 10
 
 
 def _cluster_shapes(symbols: str) -> dict[str, tuple[int, int, int]]:
@@ -251,8 +317,15 @@ def _cluster_shapes(symbols: str) -> dict[str, tuple[int, int, int]]:
 
 def _static_shared_bytes(symbols: str, entry: str) -> int:
     """Of the `__shared__` variables in the kernel itself; a file may have several kernels."""
-    sizes = re.findall(rf"^{entry}(?:\(.*\))?::\S+ *\|[^|]*\|[^|]*\| *TLS\|(\w+)\|", symbols, re.MULTILINE)
+    sizes = re.findall(
+        rf"^{entry}(?:\(.*\))?::\S+ *\|[^|]*\|[^|]*\| *TLS\|(\w+)\|", symbols, re.MULTILINE
+    )
     return sum(int(size, 16) for size in sizes)
+
+
+def _shared_variables(symbols: str) -> list[tuple[int, int]]:
+    found = re.findall(r"\|(\w+)\|[^|]*\| *TLS\|(\w+)\|", symbols)
+    return sorted({(int(start, 16), int(size, 16)) for start, size in found})
 
 
 @functools.cache

@@ -42,8 +42,8 @@ def check_kernel(
         args: NumPy arrays, which the kernel reads and writes in place; NumPy scalars, Python ints
             of any width that the parameter holds; None for a null pointer.
         shared_bytes: dynamic shared memory of a block.
-        constants: values of `__constant__` and `__device__` variables by name, as cudaMemcpyToSymbol
-            sets them. An array that can be written holds the variable's value afterwards.
+        constants: values of `__constant__` and `__device__` variables by name, as
+            cudaMemcpyToSymbol sets them. A writeable array holds the variable's value afterwards.
         options: of nvcc or NVRTC; -I, -D, -std and -default-device count.
         include, defines: folders and macros, as with -I and -D.
         settings: of the emulator (`cukit.emulator.Settings`): arch, checked, seed, late, ...

@@ -13,7 +13,7 @@ import numpy as np
 from cukit.core import backend
 from cukit.core.device import typical_device
 from cukit.core.kernel import NULL, Argument, Kernel
-from cukit.emulator.builder import Build
+from cukit.emulator.builder import Build, arch_number
 from cukit.emulator.library import Entry, Extent, LaunchRecord, Range, launch, load_entry
 from cukit.emulator.limits import refusal
 from cukit.emulator.report import describe_fault
@@ -111,13 +111,15 @@ class EmulatedKernel(Kernel):
             typical_device(self._settings.arch),
             extents,
             block,
-            cluster,
+            (1, 1, 1) if self._build.together else cluster,
             self._build.static_shared_bytes,
             shared_bytes,
             self._entry.most_threads,
         )
         if refused is not None:
             raise LaunchError(f"{self._build.spec}: {refused}")
+        if self._settings.checked and self._build.uninitialised:
+            raise EmulatorError(f"{self._build.spec}: {self._build.uninitialised[0]}")
         values = [_parameter(argument) for argument in args]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*(v.ctypes.data for v in values))
         ranges = sorted(
@@ -126,11 +128,14 @@ class EmulatedKernel(Kernel):
              for i, argument in enumerate((*args, *reachable))
              if isinstance(argument, np.ndarray) and not _goes_by_value(argument)),
         )  # fmt: skip
+        shared = [number for variable in self._build.shared for number in variable]
         record = LaunchRecord(
             entry=ctypes.pointer(self._entry),
             arguments=ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p)),
             ranges=(Range * max(1, len(ranges)))(*(Range(*each) for each in ranges)),
             num_ranges=len(ranges),
+            num_shared=len(shared) // 2,
+            shared=(ctypes.c_uint32 * max(1, len(shared)))(*shared),
             grid=Extent(*extents),
             block=Extent(*block),
             cluster=Extent(*cluster),
@@ -142,6 +147,7 @@ class EmulatedKernel(Kernel):
             same_value_writes=settings.same_value_writes,
             seed=settings.seed,
             interruptible=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            arch=arch_number(self._settings.arch),
             patience=settings.patience,
         )
         report = launch(record)

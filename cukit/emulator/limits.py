@@ -32,11 +32,13 @@ def refusal(
     for what, extents, most in (("block", block, _BLOCK_EXTENTS), ("grid", grid, _GRID_EXTENTS)):
         for extent, limit, axis in zip(extents, most, "xyz", strict=False):
             if not 1 <= extent <= limit:
-                return f"{what} {extents}: the extent along {axis} is {extent}, allowed are 1 to {limit}"
+                return f"{what} {extents}: {extent} along {axis}, allowed are 1 to {limit}"
     if threads > MOST_THREADS:
         return f"block {block} has {threads} threads, a block may have {MOST_THREADS}"
     if threads > bound:
-        return f"block {block} has {threads} threads, __launch_bounds__ of the kernel allows {bound}"
+        return (
+            f"block {block} has {threads} threads, __launch_bounds__ of the kernel allows {bound}"
+        )
     blocks = math.prod(cluster)
     if blocks > 1 and device.compute_capability < (9, 0):
         return f"clusters of {blocks} blocks: they exist from sm_90 on, not on {device.arch}"
@@ -46,8 +48,8 @@ def refusal(
         return f"clusters of {cluster} do not divide grid {grid}"
     if static_bytes > STATIC_SHARED_BYTES:
         return (
-            f"{static_bytes} bytes of static shared memory, a kernel may have {STATIC_SHARED_BYTES}; "
-            "dynamic shared memory may be larger"
+            f"{static_bytes} bytes of static shared memory, a kernel may have "
+            f"{STATIC_SHARED_BYTES}; dynamic shared memory may be larger"
         )
     if static_bytes + dynamic_bytes > device.shared_bytes_per_block:
         return (

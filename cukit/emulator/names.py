@@ -160,15 +160,17 @@ class Names:
         return before, behind
 
     def _describe(self, variables: list[Variable], offset: int) -> str:
-        for variable in variables:
-            inside = offset - variable.start
-            if not 0 <= inside < self._bytes(variable.type):
-                continue
-            before, behind = self._type_name(variable.type)
-            element = variable.name + self._element(variable.type, inside)
-            declaration = f"`{variable.qualifier} {before} {variable.name}{behind}`"
-            return declaration if element == variable.name else f"`{element}` of {declaration}"
-        return ""
+        before = [variable for variable in variables if variable.start <= offset]
+        if not before:
+            return ""
+        variable = max(before, key=lambda each: each.start)
+        inside, size = offset - variable.start, self._bytes(variable.type)
+        type_before, type_behind = self._type_name(variable.type)
+        declaration = f"`{variable.qualifier} {type_before} {variable.name}{type_behind}`"
+        if inside >= size:
+            return f"{inside - size} bytes past the end of {declaration}"
+        element = variable.name + self._element(variable.type, inside)
+        return declaration if element == variable.name else f"`{element}` of {declaration}"
 
     def _element(self, entry: _Entry | None, offset: int) -> str:
         """Indices and members that lead to a byte of a value of this type."""

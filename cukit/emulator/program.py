@@ -26,7 +26,7 @@ import numpy as np
 from cukit.core.compiler import KernelSpec, cuda_include_folder
 from cukit.core.kernel import NULL
 from cukit.core.source import kernels_root
-from cukit.emulator.builder import Build, build_foreign
+from cukit.emulator.builder import Build, build_foreign, uninitialised_in
 from cukit.emulator.kernel import EmulatedKernel
 from cukit.emulator.library import Entry, runtime
 from cukit.emulator.rewrite import KernelSource, device_macros, rewrite
@@ -92,8 +92,15 @@ class Source:
         )
 
 
+class _Spec(KernelSpec):
+    """A kernel of a program, which reports call by its name."""
+
+    def __str__(self) -> str:
+        return self.entry
+
+
 class Program:
-    """A compiled program, with variables of its own. Raises CompileError with the compiler's log."""
+    """A compiled program, with variables of its own. Raises CompileError with a log."""
 
     def __init__(self, source: Source, settings: Settings, expressions: Sequence[str] = ()) -> None:
         """expressions: instances of kernel templates, such as `"scale<float, 4>"`."""
@@ -104,12 +111,11 @@ class Program:
         self._cooperative = any(file.cooperative for file in self._files.rewritten)
         unit = _unit(self._files.texts, source, expressions)
         try:
-            self._library, clusters = build_foreign(
+            self._library, self._record = build_foreign(
                 source.name, unit, settings.arch, settings.checked, settings.debug, source.standard
             )
         except CompileError as error:
             raise CompileError(f"{error}{self._files.missing_note}") from None
-        self._clusters = clusters
         self._loaded = _load(self._library, fresh=any(f.variables for f in self._files.rewritten))
 
     def kernel(
@@ -121,19 +127,34 @@ class Program:
             raise LaunchError(self._no_kernel(name))
         address, _ = found
         shape = (*block, 1, 1)[:3]
-        spec = KernelSpec(self.source.name, name, (), math.prod(shape), shared_bytes)
+        spec = _Spec(self.source.name, name, (), math.prod(shape), shared_bytes)
         cluster = next(
-            (tuple(dims) for symbol, dims in self._clusters.items() if _is_of(symbol, name)),
+            (
+                tuple(dims)
+                for symbol, dims in self._record["clusters"].items()
+                if _is_of(symbol, name)
+            ),
             (1, 1, 1),
         )
         blocks, threads = math.prod(grid), math.prod(grid) * math.prod(shape)
-        if (
+        together = (
             self._cooperative
             and 1 < blocks <= MOST_BLOCKS_AT_ONCE
             and threads <= MOST_THREADS_AT_ONCE
-        ):
+        )
+        if together:
             cluster = (*grid, 1, 1)[:3]
-        build = Build(spec, self._library, cluster)  # type: ignore[arg-type]
+        uninitialised = uninitialised_in(
+            self._record["uninitialised"], name, (kernel.name for kernel in self.kernels)
+        )
+        build = Build(
+            spec,
+            self._library,
+            cluster,
+            shared=self._record["shared"],
+            uninitialised=uninitialised,
+            together=together,
+        )
         kernel = EmulatedKernel(build, self.settings, Entry.from_address(address))
         kernel.block = shape  # type: ignore[assignment]
         return kernel
@@ -181,7 +202,7 @@ def parameters_of(kernels: Sequence[KernelSource], name: str) -> str | None:
 
 
 def only_kernel(kernels: Sequence[KernelSource], source: str) -> str:
-    """The name of the one kernel that a program has. Raises ConfigError unless there is just one."""
+    """The name of a program's only kernel. Raises ConfigError unless there is just one."""
     if not kernels:
         raise ConfigError(f"{source} has no __global__ function")
     if len(kernels) > 1 or kernels[0].template:

@@ -6,6 +6,7 @@ The kernels that the project hands to CuPy are compiled for the CPU, and every a
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -35,9 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
             "seed": config.getoption("--cukit-seed"),
             "arch": config.getoption("--cukit-arch"),
         }
-        emulation = emulate_cupy(**options)
-        emulation.__enter__()
-        config.add_cleanup(lambda: emulation.__exit__(None, None, None))
+        emulation = contextlib.ExitStack()
+        emulation.enter_context(emulate_cupy(**options))
+        config.add_cleanup(emulation.close)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -64,12 +64,11 @@ class Rewritten:
 
 def device_macros(texts: Iterable[str]) -> set[str]:
     """Macros that stand for `__device__`, `__global__` and the like, in any of the sources."""
-    bodies = {
-        match[1]: set(re.findall(r"\w+", match[3]))
-        for text in texts
-        for token in tokenize(text)
-        if token.kind == "directive" and (match := _DEFINE.match(token.text))
-    }
+    bodies: dict[str, set[str]] = {}  # of all definitions, whichever the preprocessor takes
+    for text in texts:
+        for token in tokenize(text):
+            if token.kind == "directive" and (match := _DEFINE.match(token.text)):
+                bodies.setdefault(match[1], set()).update(re.findall(r"\w+", match[3]))
     marks = set(_DEVICE)
     while True:
         more = {name for name, words in bodies.items() if words & marks} - marks
@@ -291,6 +290,7 @@ def _rewrite_statements(tokens: list[Token]) -> None:
             _dynamic_shared(tokens, i, in_function=depth > 0)
         elif token.text == "__shared__":
             _aligned_shared(tokens, i)
+            _plain_shared(tokens, i)
         elif token.text == "<<<":
             _launch(tokens, i)
         elif token.text in ("asm", "__asm__", "__asm"):
@@ -363,6 +363,14 @@ def _aligned_shared(tokens: list[Token], index: int) -> None:
         if close is not None:
             tokens[after].text = "__attribute__((aligned"
             tokens[close].text = ")))"
+
+
+def _plain_shared(tokens: list[Token], index: int) -> None:
+    """`static __shared__`: the macro has a `static` of its own."""
+    for i in range(max(0, index - 4), min(index + 5, len(tokens))):
+        between = tokens[min(i, index) + 1 : max(i, index)]
+        if tokens[i].text == "static" and all(token.kind != "punctuation" for token in between):
+            tokens[i].text = ""
 
 
 def _launch(tokens: list[Token], index: int) -> None:

@@ -33,7 +33,7 @@ class Settings:
     late: bool = False
     threads: int = 0
     debug: bool = False
-    patience: float = 5.0
+    patience: float = 20.0
     global_races: bool = False
     same_value_writes: bool = False
 

@@ -1,8 +1,9 @@
 """A kernel's signature as the compiler prints it, and whether arguments of a launch go with it.
 
-A pointer takes arrays of its own element type. What is left alone, since it may be meant: arrays of
-bytes for any pointer, any array for a pointer to bytes or to a type that NumPy does not have, either
-sign of an integer, and integers that carry the bits of a 16-bit float or of a whole vector.
+A pointer takes arrays of its own element type. What is left alone, since it may be meant: arrays
+of bytes for any pointer, any array for a pointer to bytes or to a type that NumPy does not have,
+signed integers for unsigned ones, numbers whose bits are moved as unsigned integers or as vectors
+of integers no narrower than they are, and integers that carry the bits of one or two 16-bit floats.
 """
 
 from __future__ import annotations
@@ -17,34 +18,34 @@ _SCALARS = {
     "bool": ("i", 1),
     "char": ("i", 1),
     "signed char": ("i", 1),
-    "unsigned char": ("i", 1),
+    "unsigned char": ("u", 1),
     "short": ("i", 2),
     "short int": ("i", 2),
-    "unsigned short": ("i", 2),
-    "short unsigned int": ("i", 2),
+    "unsigned short": ("u", 2),
+    "short unsigned int": ("u", 2),
     "int": ("i", 4),
-    "unsigned int": ("i", 4),
+    "unsigned int": ("u", 4),
     "long": ("i", 8),
     "long int": ("i", 8),
-    "unsigned long": ("i", 8),
-    "long unsigned int": ("i", 8),
+    "unsigned long": ("u", 8),
+    "long unsigned int": ("u", 8),
     "long long": ("i", 8),
     "long long int": ("i", 8),
-    "unsigned long long": ("i", 8),
-    "long long unsigned int": ("i", 8),
+    "unsigned long long": ("u", 8),
+    "long long unsigned int": ("u", 8),
     "float": ("f", 4),
     "double": ("f", 8),
     "__half": ("f", 2),
     "__nv_bfloat16": ("b", 2),
 }
-_VECTOR = re.compile(r"u?(char|short|int|longlong|long|float|double)([1-4])")
+_VECTOR = re.compile(r"(u?)(char|short|int|longlong|long|float|double)([1-4])")
 _PACKED = {"__half2": ("f", 2), "__nv_bfloat162": ("b", 2)}
 _QUALIFIERS = re.compile(r"\b(const|volatile|__restrict__|__restrict)\b")
 
 
 @dataclass(frozen=True)
 class _Type:
-    """kind: i, f, or b for bfloat16. element_bytes: of one element of a vector."""
+    """kind: i, u, f, or b for bfloat16. element_bytes: of one element of a vector."""
 
     kind: str
     element_bytes: int
@@ -72,24 +73,25 @@ def misfit(name: str, argument: Any) -> str | None:
     dtype = np.dtype(type(argument))
     if is_pointer:
         return None if dtype.kind in "iu" else f"{_article(dtype)} {dtype}"  # an address
-    if known is None or known.count > 1 or _kind(dtype) in (known.kind, ""):
+    if known is None or known.count > 1 or known.element_bytes <= 2 or not _kind(dtype):
         return None
-    return None if known.element_bytes <= 2 else f"{_article(dtype)} {dtype}"
+    same = _kind(dtype) == known.kind.replace("u", "i")
+    return None if same else f"{_article(dtype)} {dtype}"
 
 
 def _differs(known: _Type | None, dtype: np.dtype[Any]) -> bool:
-    kind = _kind(dtype)
-    if known is None or known.element_bytes == 1 or dtype.itemsize == 1 or not kind:
+    kind, size = _kind(dtype), dtype.itemsize
+    if known is None or known.element_bytes == 1 or size == 1 or not kind:
         return False
-    if kind == "i" and dtype.itemsize == known.element_bytes * known.count:
-        return known.kind != "i" and known.count == 1 and known.element_bytes > 2
-    if known.kind == "i" and known.count > 1:
-        return False  # vectors of integers move anything
+    whole = known.element_bytes * known.count
+    if known.kind in "iu":
+        raw = known.kind == "u" or known.count > 1 or size <= 2
+        return size > whole or (not raw and (kind != "i" or size != known.element_bytes))
+    if kind == "i":
+        return size != whole or whole > 4 or (known.count == 1 and whole > 2)
     if dtype.kind == "c":
-        return known.kind != "f" or dtype.itemsize != 2 * known.element_bytes
-    if kind == "i" and known.element_bytes == 2 == dtype.itemsize:
-        return False
-    return kind != known.kind or dtype.itemsize != known.element_bytes
+        size //= 2
+    return kind != known.kind or size != known.element_bytes
 
 
 def _kind(dtype: np.dtype[Any]) -> str:
@@ -110,8 +112,8 @@ def _type_of(name: str) -> _Type | None:
     vector = _VECTOR.fullmatch(bare)
     if vector is None:
         return None
-    scalar = {"longlong": "long long"}.get(vector[1], vector[1])
-    return _Type(*_SCALARS[scalar], int(vector[2]))
+    scalar = {"longlong": "long long"}.get(vector[2], vector[2])
+    return _Type(*_SCALARS[f"unsigned {scalar}" if vector[1] else scalar], int(vector[3]))
 
 
 def _article(dtype: np.dtype[Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from pathlib import Path
 from cukit.core.compiler import cuda_include_folder
 from cukit.core.source import kernels_root
 from cukit.errors import CompileError, MissingDependencyError
+
+WARNINGS = "-Wuninitialized"
+"""Has the compiler find variables that are used before they have a value."""
 
 RUNTIME_SOURCES = Path(__file__).resolve().parent / "runtime"
 
@@ -24,12 +28,26 @@ class Compiler:
     path: str
     version: str
 
-    def run(self, arguments: list[str], what: str) -> None:
-        """Raises CompileError with the compiler's messages."""
+    @property
+    def is_gcc(self) -> bool:
+        return "clang" not in self.version
+
+    @property
+    def major(self) -> int:
+        """Of the version number."""
+        number = re.search(r"\b(\d+)\.\d+\.\d+", self.version)
+        return int(number[1]) if number else 0
+
+    def run(self, arguments: list[str], what: str) -> str:
+        """The compiler's messages, in English. Raises CompileError with them."""
         command = [self.path, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        environment = {**os.environ, "LC_ALL": "C"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         if done.returncode:
+            if WARNINGS in arguments:  # of which none is the reason
+                return self.run(["-w" if each == WARNINGS else each for each in arguments], what)
             raise CompileError(f"{what} does not compile for the emulator\n{done.stderr.strip()}")
+        return done.stderr
 
 
 @functools.cache
@@ -73,7 +91,6 @@ def include_flags() -> list[str]:
 _LANGUAGE = (
     "-std=c++17",
     "-fPIC",
-    "-w",
     "-fno-strict-aliasing",
     "-fwrapv",
     "-ffp-contract=fast",
@@ -91,23 +108,28 @@ _SANITIZERS = (
     "integer-divide-by-zero",
     "return",
     "unreachable",
+    "object-size",
 )
 
 
 def runtime_flags() -> tuple[str, ...]:
     """For the emulator's own sources."""
-    return (*_LANGUAGE, *_machine_flags(), "-O2", "-g")
+    return (*_LANGUAGE, *_machine_flags(), "-w", "-O2", "-g")
 
 
-def kernel_flags(checked: bool, debug: bool, gcc: bool) -> tuple[str, ...]:
+def kernel_flags(checked: bool, debug: bool, compiler: Compiler) -> tuple[str, ...]:
     """For a kernel. The sanitizers only instrument: what they call is the emulator's own."""
-    flags = [*_LANGUAGE, *_machine_flags()]
+    gcc = compiler.is_gcc
+    flags = [*_LANGUAGE, *_machine_flags(), WARNINGS if checked and gcc else "-w"]
     flags += ["-O0", "-g3"] if debug else ["-O1" if checked else "-O2", "-g1"]
     flags.append("-fno-optimize-sibling-calls")  # calls of the emulator return to where they are
     if gcc:
         # Constants of templates belong to their kernel: two kernels may have the same names.
         flags.append("-fno-gnu-unique")
     if checked:
+        if not gcc or compiler.major >= 12:
+            # Whatever has no initialiser holds numbers that show, in every thread the same.
+            flags.append("-ftrivial-auto-var-init=pattern")
         flags.append(f"-fsanitize={','.join(_SANITIZERS)}")
         # Every variable has its own place on the stack: wgmma's registers are known by it.
         if gcc:

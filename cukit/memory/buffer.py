@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from cukit.errors import ArrayShapeError, PointerError
+import numpy as np
+
+from cukit.core.scalars import check_shape
+from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError, PointerError
 from cukit.memory.interrupts import Uninterrupted
 from cukit.memory.ties import BufferTie, PinTie
 
@@ -77,6 +81,8 @@ class DeviceBuffer:
     """
 
     def __init__(self, pool: MemoryPool, size: int, holder: Holder) -> None:
+        if not isinstance(holder, Holder):
+            raise ConfigError("DeviceBuffer: made by MemoryPool.allocate_buffer alone")
         self.pool = pool
         self.size = size
         self._holder = holder
@@ -133,16 +139,18 @@ class DeviceBuffer:
 
         The array, and every view of it, pins the buffer and keeps its memory.
         """
+        extents = check_shape("DeviceBuffer.array", shape)
+        kind = _dtype(dtype)
+        num_bytes = math.prod(extents) * kind.itemsize
+        if num_bytes > self.size:
+            raise ArrayShapeError(
+                f"{self!r}: an array of {num_bytes} bytes ({extents}, {kind}) is larger"
+            )
         owner = _Pin(self)
         tie = PinTie(owner, self.pool.free_from_finalizer)
         tie.target = self._holder
         address = self.pool._pin(self._holder, tie)
-        array = self.pool.provider.array(address, shape, dtype, owner)
-        if array.nbytes > self.size:
-            raise ArrayShapeError(
-                f"{self!r}: an array of {array.nbytes} bytes ({shape}, {dtype}) is larger"
-            )
-        return array
+        return self.pool.provider.array(address, extents, kind, owner)
 
     def close(self) -> None:
         """Frees the memory; if arrays over it live, the last of them does. Twice is once."""
@@ -159,3 +167,16 @@ class DeviceBuffer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _dtype(dtype: Any) -> np.dtype[Any]:
+    """Raises ArrayDtypeError for what is no dtype of plain bytes."""
+    try:
+        kind: np.dtype[Any] = np.dtype(dtype)
+    except (TypeError, ValueError):
+        kind = np.dtype(object)
+    if kind.hasobject or not kind.itemsize:
+        raise ArrayDtypeError(
+            f"DeviceBuffer.array: dtype must be a dtype of numbers, got {dtype!r}"
+        )
+    return kind

@@ -53,6 +53,8 @@ class MemoryPoolConfig:
         for name in ("growth_factor", "defrag_threshold"):
             value = getattr(self, name)
             _check(name, value, "a number", isinstance(value, (int, float)))
+        flag = self.enable_defrag
+        _check("enable_defrag", flag, "True or False", isinstance(flag, bool))
         callback = self.on_out_of_memory
         legal = callback is None or callable(callback)
         _check("on_out_of_memory", callback, "None or a function", legal)

@@ -72,8 +72,20 @@ class PoolCore:
     def __init__(
         self, config: MemoryPoolConfig | None = None, provider: Provider | None = None
     ) -> None:
-        self.config = config = config or MemoryPoolConfig()
-        self.provider = provider = provider or default_provider(most_bytes=config.max_pool_size)
+        if config is None:
+            config = MemoryPoolConfig()
+        if not isinstance(config, MemoryPoolConfig):
+            raise ConfigError(
+                f"MemoryPool: config must be a MemoryPoolConfig or None, got {config!r}"
+            )
+        if provider is None:
+            provider = default_provider(most_bytes=config.max_pool_size)
+        if isinstance(provider, type) or not isinstance(provider, Provider):
+            raise ConfigError(
+                f"MemoryPool: provider must be a Provider (such as HostProvider()) or None, "
+                f"got {provider!r}"
+            )
+        self.config, self.provider = config, provider
         limit = config.max_pool_size
         if limit is not None and limit < provider.page_bytes:
             raise ConfigError(

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cukit.core.device import gpu_available
-from cukit.errors import PointerError
+from cukit.core.scalars import check_integer
+from cukit.errors import ConfigError, PointerError
 from cukit.memory.choose import default_provider
 from cukit.memory.config import MemoryPoolConfig
 from cukit.memory.pool import MemoryPool
@@ -23,7 +24,17 @@ class DevicePools:
         make_provider: Callable[[int], Provider] | None = None,
     ) -> None:
         """`make_provider`: from a device's number; None: as a MemoryPool chooses."""
-        self._config = config = config or MemoryPoolConfig()
+        if config is None:
+            config = MemoryPoolConfig()
+        if not isinstance(config, MemoryPoolConfig):
+            raise ConfigError(
+                f"DevicePools: config must be a MemoryPoolConfig or None, got {config!r}"
+            )
+        if make_provider is not None and not callable(make_provider):
+            raise ConfigError(
+                f"DevicePools: make_provider must be a function or None, got {make_provider!r}"
+            )
+        self._config = config
         self._make_provider = make_provider or (
             lambda device_id: default_provider(device_id, config.max_pool_size)
         )
@@ -32,6 +43,8 @@ class DevicePools:
 
     def pool(self, device_id: int | None = None) -> MemoryPool:
         """The pool of a device; None is the current one."""
+        if device_id is not None:
+            check_integer("DevicePools", "device_id", device_id, least=0)
         number = _current_device() if device_id is None else device_id
         pool = self._pools.get(number)
         if pool is None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from cukit.core.scalars import check_flag, check_integer
+from cukit.errors import ConfigError
 from cukit.memory.config import MIB
 from cukit.memory.provider import DeviceOutOfMemory, Moves
 
@@ -76,11 +78,20 @@ class HostProvider:
         page_bytes: int = 2 * MIB,
         can_remap: bool = True,
     ) -> None:
+        system_page = os.sysconf("SC_PAGE_SIZE")
+        check_integer("HostProvider", "page_bytes", page_bytes, least=system_page)
+        if page_bytes % system_page:
+            raise ConfigError(
+                f"HostProvider: page_bytes must be a multiple of {system_page}, got {page_bytes}"
+            )
+        if total_bytes is not None:
+            check_integer("HostProvider", "total_bytes", total_bytes, least=0)
+        check_flag("HostProvider", "can_remap", can_remap)
         self.name = "host" if can_remap else "host segments"
         self.device_id = 0
         self.page_bytes = page_bytes
         self.can_remap = can_remap
-        installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        installed = system_page * os.sysconf("SC_PHYS_PAGES")
         self.total_bytes = installed if total_bytes is None else total_bytes
         self.used_bytes = 0
         self._file = os.memfd_create("cukit-pages", os.MFD_CLOEXEC)
@@ -92,6 +103,8 @@ class HostProvider:
         _providers.add(self)
 
     def __del__(self) -> None:
+        if not hasattr(self, "_reservations"):  # refused
+            return
         for base, size in self._reservations.values():
             _libc.munmap(base, size)
         os.close(self._file)
@@ -194,6 +207,7 @@ class HostProvider:
 
     def stream_key(self, stream: Any) -> Hashable:
         """Numbers name streams."""
+        check_integer("memory pool", "stream", stream)
         return int(stream)
 
     def records_late(self, stream: Hashable) -> bool:

@@ -58,6 +58,10 @@ def use(pool: MemoryPool) -> Iterator[None]:
 
 def pools_of(pool: MemoryPool) -> dict[int, MemoryPool]:
     """By device: the pool itself, and those made beside it for other GPUs."""
+    from cukit.memory.pool import MemoryPool
+
+    if not isinstance(pool, MemoryPool):
+        raise ConfigError(f"pools_of: pool must be a MemoryPool, got {pool!r}")
     family = vars(pool).get(_FAMILY)
     return dict(family.pools) if family else {pool.provider.device_id: pool}
 

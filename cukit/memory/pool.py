@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from cukit.errors import PointerError
+from cukit.core.scalars import check_integer
+from cukit.errors import ConfigError, PointerError
 from cukit.memory.blocks import Event, Range
 from cukit.memory.buffer import FOR_GOOD, DeviceBuffer, Holder
 from cukit.memory.capture import release_capture
@@ -52,7 +53,10 @@ class MemoryPool(PoolCore):
     def owns(self, address: int) -> bool:
         """Whether a live allocation of this pool starts at the address."""
         self._take_in_if_idle()
-        return address in self._live
+        try:
+            return address in self._live
+        except TypeError:  # no number, so nobody's address
+            return False
 
     def used_on(self, address: int, stream: Any) -> None:
         """Tells that work on another stream uses the memory: its reuse will wait for that too."""
@@ -150,16 +154,22 @@ class MemoryPool(PoolCore):
     def add_listener(self, listener: Callable[[Event], None]) -> None:
         """`listener` is called for every event, in order, while the pool is locked: it must be
         quick and must not use the pool. What it raises is logged and goes no further."""
+        if not callable(listener):
+            raise ConfigError(f"add_listener: listener must be a function, got {listener!r}")
         with self._in_order():
             self._listeners.add(listener)
 
     def remove_listener(self, listener: Callable[[Event], None]) -> None:
-        """Undoes one `add_listener`."""
+        """Undoes one `add_listener`. Raises ConfigError if there is none to undo."""
         with self._in_order():
-            self._listeners.remove(listener)
+            try:
+                self._listeners.remove(listener)
+            except ValueError:
+                raise ConfigError(f"remove_listener: {listener!r} does not listen") from None
 
     def release_capture(self, capture_id: int) -> None:
         """The graph of a capture is gone: its private memory goes back to the pool."""
+        check_integer("release_capture", "capture_id", capture_id)
         with self._in_order():
             self.provider.synchronize_device()
             release_capture(capture_id, self._streams, self._arena, self._live)

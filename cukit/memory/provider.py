@@ -87,7 +87,8 @@ class Provider(Protocol):
         ...
 
     def map_pages(self, address: int, pages: Sequence[Any]) -> None:
-        """Maps `pages` one behind the other from `address` on, readable and writable."""
+        """Maps `pages` one behind the other from `address` on, readable and writable. A page may be
+        mapped at further addresses meanwhile; its bytes are the same there."""
         ...
 
     def unmap_pages(self, address: int, count: int) -> None:

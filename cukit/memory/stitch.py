@@ -31,7 +31,7 @@ from cukit.memory.streams import StreamState
 LEAST_EDGES = 32
 """Of a page: one part in so many is worth a mapping."""
 NO_LIMIT = 1 << 62
-MOST_EDGES = 512
+MOST_EDGES = 128
 """Free spans that are looked at for one hole."""
 
 
@@ -116,15 +116,12 @@ class Stitcher:
     def undo(self) -> int:
         """Undoes the second mappings that nothing uses any more; returns how many."""
         count = 0
-        again = True
-        while again:  # a page may have been mapped a third time for what was free of its second
-            again = False
-            for second in list(self._seconds):
-                span = self._free_part(second)
-                if span is not None:
-                    self._undo(second, span)
-                    count += 1
-                    again = True
+        # The latest first: a page may have been mapped once more for what was free of its second.
+        for second in self._seconds[::-1]:
+            span = self._free_part(second)
+            if span is not None:
+                self._undo(second, span)
+                count += 1
         return count
 
     # Planning ---------------------------------------------------------------------------------
@@ -151,8 +148,8 @@ class Stitcher:
                         break
         if not candidates:
             return None
-        number, _, waste, tail, head = min(candidates, key=lambda candidate: candidate[:3])
-        return _trimmed(size - number * page, Stitch(number, tail, head, waste))
+        number, _, waste, first, last = min(candidates, key=lambda candidate: candidate[:3])
+        return _trimmed(size - number * page, Stitch(number, first, last, waste))
 
     def _edges(self, state: StreamState) -> tuple[list[Edge], list[Edge]]:
         """Ends and starts of pages, by size."""

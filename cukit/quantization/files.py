@@ -14,6 +14,7 @@ from cukit.core.device import gpu_available, require_cupy
 from cukit.core.files import read_arrays, write_arrays
 from cukit.core.narrow_dtype import NARROW_DTYPES
 from cukit.core.quantized_array import QuantizedArray
+from cukit.core.scalars import check_path
 from cukit.errors import ConfigError, DataError, UnsupportedDeviceError
 
 _BY_NAME = {dtype.name: dtype for dtype in NARROW_DTYPES}
@@ -46,6 +47,9 @@ def save_quantized(
     >>> arrays["weight"], metadata
     (QuantizedArray(int4, shape=(4, 4), scales=float32 (4, 2), axis=1, group_size=2), {'step': 3})
     """
+    path = check_path("save_quantized", "path", path)
+    if not isinstance(arrays, Mapping):
+        raise ConfigError(f"save_quantized: arrays must be a mapping by name, got {arrays!r}")
     content: dict[str, np.ndarray[Any, Any]] = {}
     layouts: dict[str, dict[str, Any]] = {}
 
@@ -68,7 +72,7 @@ def save_quantized(
         for part in _PARTS:
             if getattr(host, part) is not None:
                 add(f"{name}.{part}", getattr(host, part))
-    write_arrays(Path(path), content, {"quantized": layouts, "metadata": dict(metadata or {})})
+    write_arrays(path, content, {"quantized": layouts, "metadata": dict(metadata or {})})
 
 
 def load_quantized(
@@ -84,7 +88,8 @@ def load_quantized(
         raise ConfigError(f"load_quantized: device must be 'cpu' or 'gpu', got {device!r}")
     if device == "gpu" and not gpu_available():
         raise UnsupportedDeviceError("load_quantized: device='gpu', but no GPU is here")
-    content, description = read_arrays(Path(path))
+    path = check_path("load_quantized", "path", path)
+    content, description = read_arrays(path)
     try:
         layouts, metadata = description["quantized"], description["metadata"]
         arrays: dict[str, QuantizedArray | Array] = {}

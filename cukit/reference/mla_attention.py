@@ -67,13 +67,15 @@ def absorb_mla_projections(w_q: Array, w_o: Array, w_uk: Array, w_uv: Array) -> 
     """W_q with W_uk^T in front of each head's first rows, W_o with W_uv behind each head's columns;
     products in float32."""
     xp = array_namespace(w_q)
-    heads, nope, _ = w_uk.shape
+    heads, nope, latent_dim = w_uk.shape
+    hidden, value_dim = w_o.shape[0], w_uv.shape[1]
     wide = np.float64 if w_q.dtype == np.float64 else np.float32
-    per_head = w_q.reshape(heads, -1, w_q.shape[-1])
+    per_head = w_q.reshape(heads, w_q.shape[0] // heads, w_q.shape[1])
     latent = xp.matmul(
         w_uk.astype(wide).swapaxes(1, 2), per_head[:, :nope].astype(wide)
     )  # [heads, latent, q_rank]
     absorbed = xp.concatenate((latent.astype(w_q.dtype), per_head[:, nope:]), axis=1)
-    columns = w_o.reshape(w_o.shape[0], heads, -1).swapaxes(0, 1).astype(wide)
+    columns = w_o.reshape(hidden, heads, value_dim).swapaxes(0, 1).astype(wide)
     outputs = xp.matmul(columns, w_uv.astype(wide)).swapaxes(0, 1).astype(w_o.dtype)
-    return absorbed.reshape(-1, w_q.shape[-1]), outputs.reshape(w_o.shape[0], -1)
+    rows = absorbed.shape[0] * absorbed.shape[1]
+    return absorbed.reshape(rows, w_q.shape[1]), outputs.reshape(hidden, heads * latent_dim)

@@ -18,6 +18,8 @@
 //   A page comes and goes in three sections, 256, 256 and 64 columns: a half is free once its warpgroup
 //   has multiplied it, the last section once the scores are there. The page after the one that is asked
 //   for is on its way to L2 already.
+//   CLUSTER: each block of a pair has half of a page's tokens copied into both: a page leaves L2 once for
+//   two tiles of rows. Pairs walk over the same pages.
 //   CODES: the first warpgroup makes the halves from float8 codes (mla_codes.cuh).
 //   Rows of a page behind the last key may hold anything: as values they are overwritten by zeros.
 //   A piece that is not all of its request goes to `partial`, and mla_merge.cu adds the pieces.
@@ -25,11 +27,11 @@
 //   (64 x 64), all in parts of 64 columns with a swizzle of 128 bytes: 224 KiB. Static: barriers, row
 //   maxima and sums that the warpgroups exchange.
 // Tensor maps: q as [batch, seq_q * heads_q, 576] and the cache as [blocks, 64, 576], with CODES
-//   [blocks, 64, 328] of 16-bit elements; boxes [1, 64, 64]. A block outside the cache reads as zeros,
-//   but for codes.
-// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16; EARLY 1|2; PREFETCH 0|1;
-//   PRODUCER_REGISTERS; TEAM a divisor of the grid and of the tiles of a request; CAUSAL 0|1;
-//   THREADS = 384.
+//   [blocks, 64, 656] of bytes; boxes [1, 64, 64], of the cache [1, 64 / CLUSTER, 64], of bytes
+//   [1, 64, 128]. A block outside the cache reads as zeros, but for codes.
+// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16 and CLUSTER 1; EARLY 1|2; PREFETCH 0|1;
+//   PRODUCER_REGISTERS; TEAM a divisor of the grid and of the tiles of a request; CLUSTER 1|2 a divisor
+//   of TEAM; CAUSAL 0|1; THREADS = 384.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and grid.
 // Reference: cukit/reference/mla_attention.py.
 #include "attention/mla_codes.cuh"
@@ -39,6 +41,7 @@
 #include "common/hopper/store.cuh"
 #include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/cluster.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/ptx/stmatrix.cuh"
 #include "common/ptx/tma.cuh"
@@ -62,11 +65,13 @@ constexpr int kStages = 2;  // one for each warpgroup's pages
 constexpr int kHalf = kLatent / 2;
 constexpr int kHalfParts = kHalf / PageTile::kPartColumns;
 constexpr int kRopeSection = 2;
+constexpr int kReaders = CLUSTER * cukit::kWarpgroupWarps;  // warps that release a section
 
 static_assert(THREADS == Block::kThreads, "a producer and two consumers");
+static_assert(TEAM % CLUSTER == 0 && !(CODES && CLUSTER > 1), "a cluster reads the same pages");
 static_assert(EARLY == 1 || EARLY == 2, "with three the compiler serialises the products");
 
-// Parts of a page that a section has, and its first one. Sections 0 and 1 are the halves of the latent.
+// Parts of a page that a section has. Sections 0 and 1 are the halves of the latent.
 CUKIT_DEVICE constexpr int parts_of(int section) {
   return section == kRopeSection ? PageTile::kParts - 2 * kHalfParts : kHalfParts;
 }
@@ -86,9 +91,9 @@ struct Barriers {
   CUKIT_DEVICE void init() {
     // A half is filled by one thread's copies, or by the warps that decode.
     const int fills = CODES ? cukit::kWarpgroupWarps : 1;
-    sections[0].init(cukit::kWarpgroupWarps, fills);
-    sections[1].init(cukit::kWarpgroupWarps, fills);
-    sections[kRopeSection].init(cukit::kWarpgroupWarps);
+    sections[0].init(kReaders, fills);
+    sections[1].init(kReaders, fills);
+    sections[kRopeSection].init(kReaders);
     queries.init(Block::kConsumerWarps);
   }
 };
@@ -121,8 +126,15 @@ struct Arrays {
 
 namespace producer {
 
-constexpr int kCacheColumns = CODES ? kCodedBytes / 2 : kWidth;  // of the tensor map
-constexpr int kRopeColumn = CODES ? kRopeByte / 2 : kLatent;
+// Of the cache's tensor map, whose elements are bytes with CODES.
+constexpr int kCacheColumns = CODES ? kCodedBytes : kWidth;
+constexpr int kRopeColumn = CODES ? kRopeByte : kLatent;
+constexpr int kBoxColumns = PageTile::kRowBytes / (CODES ? 1 : sizeof(T));
+
+// The first of the tokens of a page that this block copies.
+CUKIT_DEVICE int cluster_row() {
+  return CLUSTER == 1 ? 0 : cukit::cluster_rank() * (kPage / CLUSTER);
+}
 
 // Starts the copies of a section; its part `part` begins at column `column` of the map.
 CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const Tiles& tiles,
@@ -135,8 +147,15 @@ CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const
   cukit::Mbarrier* const full = barriers.sections[section].expect(at, parts * PageTile::kPartBytes);
 #pragma unroll 1
   for (int part = 0; part < parts; ++part) {
-    cukit::tma_load_3d(to + part * PageTile::kPartBytes, cache, full,
-                       column + part * PageTile::kPartColumns, 0, block);
+    unsigned char* const own = to + part * PageTile::kPartBytes;
+    const int first_column = column + part * kBoxColumns;
+    if constexpr (CLUSTER == 1) {
+      cukit::tma_load_3d(own, cache, full, first_column, 0, block);
+    } else {
+      const int row = cluster_row();
+      cukit::tma_load_3d_multicast(own + row * PageTile::kRowBytes, cache, full, first_column, row,
+                                   block, (1 << CLUSTER) - 1);
+    }
   }
 }
 
@@ -201,8 +220,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, const cukit::Tenso
       if (starts) {
         if (PREFETCH && page + 1 < piece.end) {
 #pragma unroll 1
-          for (int column = 0; column < kCacheColumns; column += PageTile::kPartColumns) {
-            cukit::tma_prefetch_3d(cache, column, 0, next);
+          for (int column = 0; column < kCacheColumns; column += kBoxColumns) {
+            cukit::tma_prefetch_3d(cache, column, cluster_row(), next);
           }
         }
         load_section(barriers, kRopeSection, count, tiles, cache, kRopeColumn, block);
@@ -251,7 +270,7 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned l
   }
 }
 
-// Multiplies a row's sums when its maximum has become `top`.
+// Rescales a lane's two rows where their maxima have become `top`.
 CUKIT_DEVICE void adopt(cukit::SoftmaxRows& rows, Outputs& out, const float (&top)[2],
                         float factor) {
   const bool grown = top[0] > rows.max[0] || top[1] > rows.max[1];
@@ -330,12 +349,19 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     cukit::SoftmaxRows softmax{{-cukit::infinity(), -cukit::infinity()}, {0.0f, 0.0f}};
     Scores scores;
 
-    // Rows of a page that are no keys: zeros in this warpgroup's half.
+    // Of a page's rows those that are keys; the others become zeros in this warpgroup's half.
+    const auto keys_of = [&](int page) { return seq_kv - key_of(page); };
     const auto clear_behind_end = [&](int page, int stage) {
-      const int keys = seq_kv - key_of(page);
-      if (keys < kPage) {
+      if (keys_of(page) < kPage) {
         clear_rows(tiles.pages + stage * PageTile::kBytes + group * kHalfParts * PageTile::kPartBytes,
-                   max(0, keys), group);
+                   max(0, keys_of(page)), group);
+      }
+    };
+    const auto release_half = [&](int page) {
+      if (keys_of(page) < kPage) {
+        own_half.release_changed_to_cluster<CLUSTER>(page_state(page));
+      } else {
+        own_half.release_to_cluster<CLUSTER>(page_state(page));
       }
     };
     // scores (+)= those of one section of an own page, when it has come.
@@ -379,9 +405,9 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       for (int turn = EARLY; turn < 3; ++turn) multiply_section(page, turn);
       cukit::wgmma_commit();
       cukit::wgmma_wait<1>(out);
-      if (follows) own_half.release(page_state(page - 1));
+      if (follows) release_half(page - 1);
       cukit::wgmma_wait<0>(scores);
-      barriers.sections[kRopeSection].release(page_state(page));
+      barriers.sections[kRopeSection].release_to_cluster<CLUSTER>(page_state(page));
 
       const int first_key = key_of(page);
       if (first_key + kPage > seen_by_all) {
@@ -416,13 +442,13 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       }
       cukit::wgmma_commit();
       cukit::wgmma_wait<0>(out);
-      own_half.release(page_state(page));
+      release_half(page);
     }
     barriers.queries.release(q_at);
     if (page == last) {
       start_other(page - 1);
       cukit::wgmma_wait<0>(out);
-      own_half.release(page_state(page - 1));
+      release_half(page - 1);
     }
 
     // Both have adopted the maxima of the last page: sums are those of one softmax.
@@ -484,7 +510,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_sm90(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) mla_attention_sm90(
     const __grid_constant__ cukit::TensorMap q, const __grid_constant__ cukit::TensorMap cache,
     const unsigned char* __restrict__ cache_bytes,  // what `cache` maps
     T* __restrict__ out, float* __restrict__ lse, const int* __restrict__ block_table,
@@ -497,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_sm90(
   const Tiles tiles(shared);
   const Arrays arrays{cache_bytes, out, lse, block_table, seq_lens, {partial}};
   cukit::release_next_grid();
-  Block::prepare([&] { barriers.init(); });
+  Block::prepare<CLUSTER>([&] { barriers.init(); });
 
   const int teams = gridDim.x / TEAM;
   const Division division(seq_lens, params, teams);
@@ -516,4 +542,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_sm90(
       [&] {
         consumer::run(barriers, tiles, exchange, share(), division.share, arrays, params);
       });
+  if constexpr (CLUSTER > 1) {  // the other block may still write to this one's shared memory
+    __syncwarp();
+    cukit::cluster_arrive();
+    cukit::cluster_wait();
+  }
 }

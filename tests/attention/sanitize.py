@@ -16,6 +16,7 @@ from cukit.attention import (
     block_sparse_attention,
     cascade_attention,
     cascade_plan,
+    encode_mla_latents,
     flash_attention,
     merge_attention_states,
     mla_attention,
@@ -149,13 +150,18 @@ def cascade(head_dim: int) -> None:
 
 
 def latents(heads: int, seq_q: int) -> None:
+
+
+def latents(heads: int, seq_q: int, coded: bool = False) -> None:
     """Requests of unlike lengths, one of them empty, that share thread blocks."""
     rng = _rng()
     q = random(rng, (4, seq_q, heads, 576), "bfloat16")
     cache = random(rng, (60, 64, 1, 576), "bfloat16")
     table = rng.permutation(60)[:56].reshape(4, 14).astype(np.int32)
     lengths = np.array([800, 0, 3, 130], np.int32)
-    out, _ = mla_attention(*to_device("gpu", q, cache, table, lengths), return_lse=True)
+    q, cache, table, lengths = to_device("gpu", q, cache, table, lengths)
+    cache = encode_mla_latents(cache) if coded else cache
+    out, _ = mla_attention(q, cache, table, lengths, return_lse=True)
     assert np.isfinite(to_host(out).astype(np.float32)).all()
 
 
@@ -206,6 +212,7 @@ GROUPS = {
         for width in (64, 128, 256)
     },
     "latents": Group(partial(latents, 16, 1), shares=True, quick=True),
+    "latents, float8": Group(partial(latents, 16, 1, coded=True)),
     "latents, teams and a mask": Group(partial(latents, 128, 2)),
     "paged d64": Group(partial(paged, 64), quick=True),
     "paged d128 window": Group(partial(paged, 128, window_size=(70, 0), softcap=2.0)),

@@ -145,22 +145,24 @@ def test_a_few_thread_blocks_share_requests(
 ) -> None:
     """Shares that begin and end inside requests, and hold whole ones; maxima that grow; threads in
     other orders."""
-    plan = mla.plan_mla_attention
 
     def planned(*args: Any, **options: Any) -> Any:
-        config = plan(*args, **options)
+        config = plan_mla_attention(*args, **options)
         return replace(config, num_blocks=num_blocks * config.team)
 
     monkeypatch.setattr(mla, "plan_mla_attention", planned)
-    shape = {"heads": heads, "seq_q": seq_q, "dtype": bfloat16 if coded else float16}
-    latents = Latents([500, 3, 150, 0, 70], coded=coded, spread=4.0, **shape)
+    dtype = bfloat16 if coded else float16
+    latents = Latents(
+        [500, 3, 150, 0, 70], heads=heads, seq_q=seq_q, dtype=dtype, coded=coded, spread=4.0
+    )
     mla._prepare.forget()  # type: ignore[attr-defined]
     try:
         with ck.backend("emulator"):
             latents.check("emulator")
-            first = ck.mla_attention(*latents.arrays(np))
+            first: Any = ck.mla_attention(*latents.arrays(np))
         with ck.backend("emulator", seed=1, late=True):
-            assert (ck.mla_attention(*latents.arrays(np)) == first).all()
+            again: Any = ck.mla_attention(*latents.arrays(np))
+        assert (again == first).all()
     finally:
         mla._prepare.forget()  # type: ignore[attr-defined]
 

@@ -17,6 +17,7 @@ from cukit.core.driver import Driver
 from cukit.registry import ops
 
 ROOT = Path(__file__).parents[2]
+SORTS = ROOT / "tests" / "emulator" / "public_style" / "sorts.cu"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -44,6 +45,16 @@ def test_without_arguments_it_helps(capsys: Capture) -> None:
         (["compile", "--op", "rms_nrom"], "did you mean rms_norm"),
         (["compile", "--jobs", "0"], "--jobs"),
         (["list", "--family", "nonsense"], "no family 'nonsense'"),
+        (["check", "nowhere.cu"], "cannot read nowhere.cu: No such file"),
+        (["check", str(SORTS)], "sorts.cu has several kernels, name the entry: bitonic_shared("),
+        (["check", str(SORTS), "--entry", "top_k<1>", "--grid", "4,0"], "grid must be an integer"),
+        (["check", str(SORTS), "--grid", "1,2,3,4"], "--grid: expected one to three extents"),
+        (["check", str(SORTS), "--arg", "float33:4"], "no dtype 'float33'"),
+        (["check", str(SORTS), "--arg", "float32:4:purple"], "no fill 'purple'"),
+        (["check", str(SORTS), "--arg", "float32"], "expected dtype:shape[:fill]"),
+        (["check", str(SORTS), "--arg", "int32=x"], "'x' is no int32"),
+        (["check", str(SORTS), "--constant", "c"], "expected name=dtype:shape[:fill]"),
+        (["check", str(SORTS), "--arch", "sm_1"], "sm_1"),
         (["doctor", "--nonsense"], "--nonsense"),
     ],
 )
@@ -165,3 +176,29 @@ def test_bench_lists_its_cases(capsys: Capture) -> None:
 def test_bench_of_an_unknown_op(capsys: Capture) -> None:
     assert run(["bench", "--only", "nonsense"]) == 2
     assert "nonsense" in capsys.readouterr().err
+
+
+CLEAN = """__global__ void twice(float* x, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) x[i] *= 2;
+}
+"""
+
+
+@pytest.mark.emulator
+def test_check_reports_what_a_kernel_does_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    launch = ["--grid", "2", "--block", "16", "--arg", "float32:20:ones", "--arg", "int32=20"]
+    (tmp_path / "clean.cu").write_text(CLEAN)
+    assert run(["check", "clean.cu", *launch]) == 0
+    assert capsys.readouterr().out == "clean.cu: nothing found\n"
+    (tmp_path / "bug.cu").write_text(CLEAN.replace("i < n", "i <= n"))
+    assert run(["check", "bug.cu", *launch]) == 1
+    assert "thread (4, 0, 0) at bug.cu:3" in capsys.readouterr().out
+    (tmp_path / "wrong.cu").write_text(CLEAN.replace("x[i]", "y[i]"))
+    assert run(["check", "wrong.cu", *launch]) == 2
+    complaint = capsys.readouterr().err
+    assert "wrong.cu:3:" in complaint
+    assert [line for line in complaint.splitlines() if line.startswith("cukit: wrong.cu")]

@@ -21,6 +21,7 @@ from cukit.core.interrupts import INTERRUPTED
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "profiling" / "results" / "h200.json"
 KERNEL = ROOT / "kernels_cu" / "layers" / "rms_norm.cu"
+PUBLIC = ROOT / "tests" / "emulator" / "public_style" / "reductions.cu"
 
 TINY = (
     "--device", "cpu", "--teacher-hidden", "32", "--teacher-layers", "1", "--teacher-steps", "6",
@@ -34,6 +35,18 @@ WORKING: Mapping[str, tuple[str, ...]] = {
     "list": ("list",),
     "compile": ("compile", "--arch", "sm_90a", "--op", "flash_attention"),
     "bench": ("bench", "--small", "--family", "attention"),
+    "check": (
+        "check",
+        str(PUBLIC),
+        "--entry",
+        "count_even",
+        "--arg",
+        "int32:32",
+        "--arg",
+        "uint32:1",
+        "--arg",
+        "int32=32",
+    ),
     "analyze": ("analyze", str(KERNEL), "--arch", "sm_90"),
     "compare": ("compare", str(H200), str(H200)),
     "report": ("report", "--arch", "sm_90a", "--op", "flash_attention", "-o", "page.html"),
@@ -219,6 +232,8 @@ TAKERS: Mapping[str, tuple[str, ...]] = {
         "--teacher-hidden", "--teacher-layers", "--head-dim", "--workers", "--device", "--dtype",
     ),
     "generate": ("--temperature", "--tokens", "--top-k", "--seed", "--device", "--prompt"),
+    "check": ("check", str(PUBLIC), "--entry", "count_even", "--arg", "int32:32",
+              "--arg", "uint32:1", "--arg", "int32=32"),
     "analyze": ("--grid", "--block", "--shared", "--repeat", "--arch", "--entry"),
     "bench": ("--family", "--only"),
     "list": ("--family",),
@@ -229,6 +244,18 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "replay": ("random-10-1",),
     "distill": ("--text", "{short}", "-o", "run", *TINY),
     "generate": ("{model}", "--device", "cpu", "--tokens", "3"),
+    "check": (
+        "check",
+        str(PUBLIC),
+        "--entry",
+        "count_even",
+        "--arg",
+        "int32:32",
+        "--arg",
+        "uint32:1",
+        "--arg",
+        "int32=32",
+    ),
     "analyze": (str(KERNEL), "--arch", "sm_90"),
     "bench": ("--list",),
     "list": (),

@@ -13,6 +13,7 @@ lines `// key: value`, how it is launched and what is expected. Values are Pytho
              match. Without one there is no broken twin: a legal program that must not be reported.
     seeds    a number: the mistake depends on the order of threads, and has to be found with one of
              this many seeds. Without it, the default mode has to find it.
+    missed   why the broken twin is not reported, where it is known not to be
 
 The report on a broken twin names file and line of every source line that ends in `// <- reported`.
 """
@@ -33,7 +34,7 @@ from cukit.errors import CukitError
 
 FOLDER = Path(__file__).parent / "planted"
 
-_DECLARATION = re.compile(r"// (launch|arg|options|result|report|seeds): (.*)")
+_DECLARATION = re.compile(r"// (launch|arg|options|result|report|seeds|missed): (.*)")
 _MARK = "// <- reported"
 
 
@@ -69,6 +70,11 @@ class Planted:
     def seeds(self) -> range:
         """With one of them the broken twin is reported."""
         return range(int(self._one("seeds", "1")))
+
+    @property
+    def missed(self) -> bool:
+        """Whether the broken twin is known not to be reported."""
+        return bool(self.declared["missed"])
 
     def lines(self) -> list[int]:
         """Lines that the report names."""

@@ -62,6 +62,9 @@ def test_the_block_restores_what_was_before():
 def test_the_environment_chooses():
     environment = {"CUKIT_EMULATOR_ARCH": "sm_80", "CUKIT_EMULATOR_SEED": "7"}
     assert settings_from(environment) == Settings(arch="sm_80", seed=7)
+    environment["CUKIT_EMULATOR_GLOBAL_RACES"] = "1"
+    assert settings_from(environment) == Settings(arch="sm_80", seed=7, global_races=True)
+    del environment["CUKIT_EMULATOR_GLOBAL_RACES"]
     assert settings_from(environment, seed=1, late=True) == Settings("sm_80", seed=1, late=True)
     assert settings_from({"CUKIT_EMULATOR_CHECK": "0"}).checked is False
 
@@ -157,9 +160,9 @@ def test_who_needs_a_kernel_that_is_being_built_waits_for_it(copy_kernel, monkey
     build_kernel(copy_kernel, "sm_80", True, False)  # the prelude is there from here on
     compiled = []
 
-    def run(compiler: Compiler, arguments: list[str], what: str) -> None:
+    def run(compiler: Compiler, arguments: list[str], what: str) -> str:
         compiled.append(what)
-        original(compiler, arguments, what)
+        return original(compiler, arguments, what)
 
     original = Compiler.run
     monkeypatch.setattr(Compiler, "run", run)
@@ -242,3 +245,30 @@ def test_a_thread_that_polls_in_vain_ends_the_launch(tmp_path):
         pytest.raises(EmulatorError, match=r"polls and nothing happens[\s\S]*spin\.cu:3"),
     ):
         load_kernel(spec)((1,), (flag,))
+
+
+@pytest.mark.emulator
+def test_a_thread_may_poll_for_as_long_as_another_block_computes(tmp_path):
+    """Of that block the polling thread sees nothing meanwhile."""
+    (tmp_path / "relay.cu").write_text(
+        '#include "common/platform.cuh"\n'
+        'extern "C" __global__ void relay(int* flag, unsigned* out) {\n'
+        "  if (blockIdx.x == 1) {\n"
+        "    while (atomicAdd(flag, 0) == 0) __nanosleep(100);\n"
+        "    return;\n"
+        "  }\n"
+        "  unsigned state = 1;\n"
+        "  for (int i = 0; i < 200000000; ++i) {\n"
+        "    state = state * 1664525u + 1013904223u;\n"
+        "    if (i % 1000000 == 0) *out = state;\n"
+        "  }\n"
+        "  *out = state;\n"
+        "  __threadfence();\n"
+        "  atomicExch(flag, 1);\n"
+        "}\n"
+    )
+    spec = KernelSpec(str(tmp_path / "relay.cu"), "relay", (), 1)
+    out = np.zeros(1, np.uint32)
+    with cukit.backend("emulator", patience=0.05, threads=2):
+        load_kernel(spec)((2,), (np.zeros(1, np.int32), out))
+    assert out[0] != 0

@@ -40,7 +40,7 @@ def test_the_emulator_agrees_with_the_reference_whatever_the_order(op: Op, arch:
     wide = run(op, here, reference=True, wide=True)
     low = run(op, here, reference=True)
     first: list[np.ndarray[Any, Any]] = []
-    for options in ({"seed": 0}, {"seed": 11, "late": True}):
+    for options in ({"seed": 0}, {"seed": 11, "late": True, "global_races": True}):
         with cukit.backend("emulator", arch=arch, **options):
             got = run(op, here)
         for i, (result, plain, exact) in enumerate(zip(got, low, wide, strict=True)):

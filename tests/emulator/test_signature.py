@@ -14,7 +14,7 @@ from cukit.emulator.signature import misfit, parameter_name
     [
         ("const char* f() [with T = const float* __restrict__]", "const float*"),
         ("const char *f() [T = const float *]", "const float*"),
-        ("const char* f() [with T = long unsigned int; size_t = long unsigned int]", "long unsigned int"),
+        ("const char* f() [with T = long unsigned int; U = int]", "long unsigned int"),
         ("const char* f() [with T = float* const*]", "float* const*"),
     ],
 )  # fmt: skip
@@ -38,6 +38,8 @@ def array(dtype: object) -> np.ndarray:
         ("const __nv_bfloat16*", array(ml_dtypes.bfloat16)),
         ("unsigned int*", array("i4")),
         ("const uint4*", array("f2")),
+        ("const unsigned int*", array("u2")),
+        ("unsigned int*", array("f4")),
         ("float*", array("u1")),
         ("void*", array("f8")),
         ("unsigned char*", array("f8")),
@@ -61,6 +63,8 @@ def test_what_goes_together_is_let_through(name, argument):
         ("float*", array("i4"), "an array of int32"),
         ("int*", array("i8"), "an array of int64"),
         ("int*", array("f4"), "an array of float32"),
+        ("unsigned int*", array("i8"), "an array of int64"),
+        ("float2*", array("i8"), "an array of int64"),
         ("const __half*", array(ml_dtypes.bfloat16), "an array of bfloat16"),
         ("double*", array("f4"), "an array of float32"),
         ("const float4*", array("f8"), "an array of float64"),

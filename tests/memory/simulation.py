@@ -34,8 +34,9 @@ class Event:
 class SimulatedProvider(HostProvider):
     """Work is queued on streams and runs when the test lets it, or when the host waits for it.
 
-    Every call is checked against the protocol: nothing mapped where something is, none unmapped that
-    is not mapped, no event used after it was discarded, nothing recorded on a stream under capture.
+    Every call is checked against the protocol: nothing mapped where something is, nothing unmapped
+    that is not mapped, no event used after it was discarded, nothing recorded on a stream under
+    capture.
     """
 
     uncaptured = ()

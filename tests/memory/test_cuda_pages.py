@@ -56,6 +56,37 @@ def test_arrays_keep_their_bits_while_pages_are_remapped_around_them(make_pool: 
     assert pool.statistics().peak_reserved_bytes <= 256 * MIB
 
 
+@pytest.mark.parametrize("provider", ["cuda-vmm"], indirect=True)
+@pytest.mark.parametrize("kind", ["uniform", "log-uniform"])
+def test_arrays_keep_their_bits_on_pages_that_are_mapped_twice(
+    make_pool: MakePool, kind: str
+) -> None:
+    pool = make_pool(max_pool_size=230 * MIB)
+    numbers = random.Random(kind)
+    live: list[tuple[int, int, int]] = []
+    total = stitched = 0
+    for step in range(2000):
+        exponent = numbers.uniform(8, 23)
+        size = numbers.randint(256, 8 * MIB) if kind == "uniform" else int(2**exponent)
+        size = size // 4 * 4
+        while total + size > 200 * MIB:
+            place = numbers.randrange(len(live))
+            live[place], live[-1] = live[-1], live[place]
+            address, length, value = live.pop()
+            assert intact(words_at(pool.provider, address, length), value)
+            pool.free(address)
+            total -= length
+        address = pool.allocate(size)
+        fill(words_at(pool.provider, address, size), step, 0)
+        live.append((address, size, step))
+        total += size
+        stitched = max(stitched, len(pool._supply._stitcher._seconds))
+    assert stitched
+    for address, length, value in live:
+        assert intact(words_at(pool.provider, address, length), value)
+    check_invariants(pool)
+
+
 @BOTH
 def test_buffers_of_all_sizes_keep_their_bits_through_defragmentations(
     make_pool: MakePool,

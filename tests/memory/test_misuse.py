@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cukit.errors import ConfigError, OutOfMemoryError, PointerError
-from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
+from cukit.errors import ConfigError, CukitError, OutOfMemoryError, PointerError
+from cukit.memory import (
+    DevicePools,
+    HostProvider,
+    MemoryPool,
+    MemoryPoolConfig,
+    default_pool,
+    pools_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +44,38 @@ from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
 def test_illegal(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"MemoryPoolConfig: {message}"):
         MemoryPoolConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda pool: HostProvider(-1), "HostProvider: total_bytes must be an integer of 0"),
+        (lambda pool: HostProvider(page_bytes=4097), "page_bytes must be a multiple of 4096"),
+        (lambda pool: DevicePools(3), "DevicePools: config must be a MemoryPoolConfig"),
+        (lambda pool: DevicePools(make_provider=3), "make_provider must be a function"),
+        (lambda pool: default_pool("x"), "device_id must be an integer of 0 or more, got 'x'"),
+        (lambda pool: pools_of(3), "pools_of: pool must be a MemoryPool, got 3"),
+        (lambda pool: pool.allocate(8, "x"), "stream must be an integer, got 'x'"),
+        (lambda pool: pool.add_listener(3), "add_listener: listener must be a function, got 3"),
+        (lambda pool: pool.remove_listener(print), "remove_listener: .* does not listen"),
+        (lambda pool: pool.release_capture("x"), "capture_id must be an integer, got 'x'"),
+        (lambda pool: _array(pool, (-1,), "int8"), "shape must not be negative"),
+        (lambda pool: _array(pool, (1.5,), "int8"), "shape must be integers"),
+        (lambda pool: _array(pool, 10**30, "int8"), "an array of 1000.* bytes .* is larger"),
+        (lambda pool: _array(pool, 4, "nothing"), "dtype must be a dtype of numbers"),
+        (lambda pool: _array(pool, 4, object), "dtype must be a dtype of numbers"),
+    ],
+)
+def test_wrong_arguments_are_named(call: Any, message: str) -> None:
+    pool = MemoryPool(provider=HostProvider(4 << 20))
+    with pytest.raises(CukitError, match=message):
+        call(pool)
+    assert not pool.owns([])  # type: ignore[arg-type]
+
+
+def _array(pool: MemoryPool, shape: Any, dtype: Any) -> Any:
+    with pool.allocate_buffer(64) as buffer:
+        return buffer.array(shape, dtype)
 
 
 def test_a_limit_below_one_page() -> None:

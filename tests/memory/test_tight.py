@@ -27,7 +27,7 @@ def full_pool() -> tuple[MemoryPool, list[int]]:
 
 def test_a_block_goes_where_it_takes_fewer_pages() -> None:
     """With the end of the last page it needs one page, in the hole it would need two."""
-    pool, blocks = full_pool()
+    pool, _ = full_pool()
     assert pool.allocate(PAGE + PAGE // 4) % PAGE == 3 * PAGE // 4
     assert pool.statistics().pages_remapped == 1
     check_invariants(pool)

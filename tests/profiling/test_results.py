@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,25 @@ def record(family: str, op: str, median_us: float, **more: Any) -> dict[str, Any
 def put(results: ResultsFile, *records: dict[str, Any]) -> None:
     for each in records:
         results.replace(case_key(each), [each])
+
+
+def test_another_process_that_writes_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    code = (
+        "import pathlib, sys; from cukit.analyzer.results import ResultsFile;"
+        "ResultsFile(pathlib.Path(sys.argv[1]), {'gpu': 'x'})"
+    )
+    ours = ResultsFile(path, environment("aaa"))
+    theirs = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
+    )
+    assert f"{path}: another run is writing there" in theirs.stderr
+    put(ours, record("layers", "gelu", 2.0))
+    del ours
+    gc.collect()
+    assert [each.name for each in tmp_path.iterdir()] == ["results.json"]
+    put(ResultsFile(path, environment("bbb")), record("layers", "rope", 1.0))
+    assert len(read(path)["records"]) == 2
 
 
 def test_a_run_replaces_what_it_measured_and_keeps_the_rest(tmp_path: Path) -> None:

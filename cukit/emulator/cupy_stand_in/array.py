@@ -58,19 +58,26 @@ def addressed() -> list[np.ndarray[Any, Any]]:
     return list(_addressed.values())
 
 
-class ndarray(np.ndarray):  # type: ignore[type-arg]  # noqa: N801 - CuPy's name
+class ndarray(np.ndarray[Any, Any]):  # noqa: N801 - CuPy's name
     """A NumPy array with CuPy's methods; what NumPy makes of it is one again.
 
     As in CuPy, results of reductions and single elements are arrays without axes.
     """
 
     def __new__(
-        cls, shape: Any, dtype: Any = float, memptr: Any = None, strides: Any = None, order: Any = "C"
+        cls,
+        shape: Any,
+        dtype: Any = float,
+        memptr: Any = None,
+        strides: Any = None,
+        order: Any = "C",
     ) -> ndarray:
+        made: ndarray
         if memptr is not None:
-            return np.ndarray.__new__(cls, shape, dtype, memptr.bytes(), 0, strides, order)
-        made = np.ndarray.__new__(cls, shape, dtype, None, 0, None, order)
-        poison(made)
+            made = np.ndarray.__new__(cls, shape, dtype, memptr.bytes(), 0, strides, order)
+        else:
+            made = np.ndarray.__new__(cls, shape, dtype, None, 0, None, order)
+            poison(made)
         return made
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
@@ -92,7 +99,7 @@ class ndarray(np.ndarray):  # type: ignore[type-arg]  # noqa: N801 - CuPy's name
     @property
     def data(self) -> Any:
         """The address; kernels that read it from memory may use this array from now on."""
-        owner = _owner(self)
+        owner = owner_of(self)
         _addressed[id(owner)] = owner
         return Pointer(owner, int(self.ctypes.data) - int(owner.ctypes.data))
 
@@ -118,10 +125,6 @@ class ndarray(np.ndarray):  # type: ignore[type-arg]  # noqa: N801 - CuPy's name
     def scatter_add(self, slices: Any, value: Any) -> None:
         np.add.at(self, slices, value)
 
-    @property
-    def cstruct(self) -> Any:
-        raise NotImplementedError("cupy.ndarray.cstruct is not emulated")
-
 
 def poison(array: np.ndarray[Any, Any]) -> None:
     """All bits set, NaN in floats: what a program forgets to write is seen."""
@@ -142,11 +145,8 @@ def wrapped(result: Any) -> Any:
     return result
 
 
-def _owner(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def owner_of(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array that has the memory of a view."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
-
-
-owner_of = _owner

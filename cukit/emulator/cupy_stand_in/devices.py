@@ -9,7 +9,6 @@ from typing import Any
 from cukit.core.device import typical_device
 from cukit.emulator.settings import Settings
 
-
 settings = Settings()
 """Of the emulator, as `emulate_cupy` was given them."""
 

@@ -109,6 +109,7 @@ class _Generated:
         self.nin, self.nout = len(self.in_params), len(self.out_params)
         self.nargs = self.nin + self.nout
         self.name = name
+        self.entry = f"{name}_kernel"  # which is no function of the host's library
         self.options = tuple(options)
 
     def _bind(
@@ -121,8 +122,8 @@ class _Generated:
             if isinstance(value, np.ndarray):
                 if not isinstance(value, ndarray):
                     raise TypeError(
-                        f"{self.name}: {parameter.name} is a NumPy array, which a GPU cannot reach: "
-                        "cupy.asarray it"
+                        f"{self.name}: {parameter.name} is a NumPy array, which a GPU cannot "
+                        "reach: cupy.asarray it"
                     )
                 self._agree(types, parameter, value.dtype)
         for parameter, value in zip(self.in_params, ins, strict=True):
@@ -145,8 +146,8 @@ class _Generated:
                 f"{self.name}: type is mismatched: {parameter.name} is {dtype}, expected {expected}"
             )
 
-    def _declared(self, types: Mapping[str, np.dtype[Any]], extra: Sequence[str] = ()) -> str:
-        """The placeholders as C types, and the parameter list."""
+    def _declared(self, types: Mapping[str, np.dtype[Any]]) -> str:
+        """The placeholders as C types."""
         return "".join(f"typedef {_c_type(dtype)} {name};\n" for name, dtype in types.items())
 
     def _arguments(self, types: Mapping[str, np.dtype[Any]]) -> list[str]:
@@ -159,7 +160,7 @@ class _Generated:
     ) -> None:
         settings = current_settings()
         program = _program(code, self.name, self.options, _compiled_by(settings))
-        kernel = program.kernel(self.name, (_THREADS,))
+        kernel = program.kernel(self.entry, (_THREADS,))
         arguments = [*map(_array_argument, arrays), *map(np.int64, numbers)]
         reachable = [*(owner_of(array) for array in arrays), *program.variables()]
         kernel.launch((grid, 1, 1), tuple(arguments), settings, reachable)
@@ -251,7 +252,7 @@ class ElementwiseKernel(_Generated):
                 reference = "" if const else "&"
                 elements += f"    {const}{kind} {reference}{name} = _{name}_[i];\n"
         return f"""{_HEADER}{self._declared(types)}{self.preamble}
-extern "C" __global__ void {self.name}({arguments}) {{
+extern "C" __global__ void {self.entry}({arguments}) {{
   CIndexer _ind{{_size_, 0}};
 {prepare}  {self.loop_prep};
   for (ptrdiff_t i = (ptrdiff_t)blockIdx.x * blockDim.x + threadIdx.x; i < _size_;
@@ -292,7 +293,12 @@ class ReductionKernel(_Generated):
         self.preamble = preamble
 
     def __call__(
-        self, *args: Any, out: Any = None, axis: Any = None, keepdims: bool = False, stream: Any = None
+        self,
+        *args: Any,
+        out: Any = None,
+        axis: Any = None,
+        keepdims: bool = False,
+        stream: Any = None,
     ) -> Any:
         if len(args) not in (self.nin, self.nargs):
             raise TypeError(
@@ -310,9 +316,7 @@ class ReductionKernel(_Generated):
         shown = tuple(1 if each in reduced else shape[each] for each in range(len(shape)))
         outs = self._outputs(given, out_shape, types)
         spread = [
-            array
-            if parameter.raw
-            else np.broadcast_to(array, shape, subok=False).transpose(order)
+            array if parameter.raw else np.broadcast_to(array, shape, subok=False).transpose(order)
             for parameter, array in zip(self.in_params, ins, strict=True)
         ]
         results, count = math.prod(out_shape), math.prod(shape)
@@ -326,7 +330,12 @@ class ReductionKernel(_Generated):
         return made[0] if len(made) == 1 else tuple(made)
 
     def _code(self, types: Mapping[str, np.dtype[Any]]) -> str:
-        arguments = [*self._arguments(types), "long long _results", "long long _each", "long long _all"]
+        arguments = [
+            *self._arguments(types),
+            "long long _results",
+            "long long _each",
+            "long long _all",
+        ]
         reduce_type = self.reduce_type or _c_type(_dtype(self.out_params[0], types))
         if reduce_type in _C_TYPES:
             reduce_type = _C_TYPES[reduce_type]
@@ -347,7 +356,7 @@ class ReductionKernel(_Generated):
         # Like CuPy's, the expressions see `a` and `b`, `_in_ind` and `_out_ind`, `_J` and `_j`.
         return f"""{_HEADER}{self._declared(types)}{self.preamble}
 typedef {reduce_type} _type_reduce;
-extern "C" __global__ void {self.name}({", ".join(arguments)}) {{
+extern "C" __global__ void {self.entry}({", ".join(arguments)}) {{
   __shared__ {reduce_type} _sdata[{_THREADS}];
   __shared__ bool _has[{_THREADS}];
   const auto _REDUCE = [=](const _type_reduce& a, const _type_reduce& b) -> _type_reduce {{
@@ -372,8 +381,8 @@ extern "C" __global__ void {self.name}({", ".join(arguments)}) {{
     __syncthreads();
     for (int _half = {_THREADS // 2}; _half > 0; _half /= 2) {{
       if (threadIdx.x < _half && _has[threadIdx.x + _half]) {{
-        _sdata[threadIdx.x] = _has[threadIdx.x]
-            ? _REDUCE(_sdata[threadIdx.x], _sdata[threadIdx.x + _half]) : _sdata[threadIdx.x + _half];
+        const _type_reduce _other = _sdata[threadIdx.x + _half];
+        _sdata[threadIdx.x] = _has[threadIdx.x] ? _REDUCE(_sdata[threadIdx.x], _other) : _other;
         _has[threadIdx.x] = true;
       }}
       __syncthreads();

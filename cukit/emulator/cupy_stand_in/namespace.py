@@ -28,15 +28,15 @@ _SUBMODULES = ("linalg", "fft", "random", "testing")
 def emulate_cupy(**settings: Any) -> Iterator[types.ModuleType]:
     """Within the `with` block, CuPy's own kernels run in the emulator, on NumPy-backed arrays.
 
-    A program's `cupy.RawKernel`, `RawModule`, `ElementwiseKernel` and `ReductionKernel` are compiled
-    for the CPU and launched with every access checked: bounds, initialisation, data races, barriers.
+    A program's `RawKernel`, `RawModule`, `ElementwiseKernel` and `ReductionKernel` are compiled for
+    the CPU and launched with every access checked: bounds, initialisation, races, barriers.
     `cupy.ndarray` is a NumPy array with CuPy's methods; functions that NumPy has too (`zeros`,
-    `asarray`, `sum`, `linalg`, `fft`, `random`, ...) are NumPy's. Everything else of the namespace,
-    and `cupyx`, raises NotImplementedError with its name.
+    `asarray`, `sum`, `linalg`, `fft`, `random`, ...) are NumPy's. Everything else of the namespace
+    raises NotImplementedError with its name; `cupyx` is left as it is.
 
-    Works on the `cupy` module itself, so that programs which imported it before are emulated, but not
-    names that they took out of it (`from cupy import RawKernel`) before the block. Without CuPy a
-    module of that name appears. Not for several threads at once.
+    Works on the `cupy` module itself, so that programs which imported it before are emulated, but
+    not on names that they took out of it (`from cupy import RawKernel`) before the block. Without
+    CuPy a module of that name appears. Not for several threads at once.
 
     Args:
         settings: of the emulator (`cukit.emulator.Settings`): arch, checked, seed, late, ...
@@ -127,8 +127,8 @@ class _Absent:
 
 def _absent(name: str) -> str:
     return (
-        f"{name} is not emulated: cukit.emulate_cupy runs RawKernel, RawModule, ElementwiseKernel and "
-        "ReductionKernel, and has the functions that NumPy has too"
+        f"{name} is not emulated: cukit.emulate_cupy runs RawKernel, RawModule, ElementwiseKernel "
+        "and ReductionKernel, and has the functions that NumPy has too"
     )
 
 
@@ -167,10 +167,17 @@ def _names(module: types.ModuleType) -> dict[str, Any]:
             names[name] = _Absent(f"cupy.{name}")
     for name in ("linalg", "fft", "random"):
         names[name] = _Module(f"cupy.{name}", _wrapped_module(getattr(np, name)))
-    for name in ("rand", "randn", "random", "random_sample", "uniform", "normal", "standard_normal"):
+    for name in (
+        "rand",
+        "randn",
+        "random",
+        "random_sample",
+        "uniform",
+        "normal",
+        "standard_normal",
+    ):
         vars(names["random"])[name] = _Function(name, getattr(np.random, name), casts=True)
-    if "testing" in names:
-        del names["testing"]  # CuPy's own, which is made of these
+    names.pop("testing", None)  # CuPy's own, which is made of these
     names["cuda"] = _cuda(getattr(module, "cuda", None))
     for name in ("empty", "empty_like"):
         names[name] = _poisoned(names[name])
@@ -239,7 +246,10 @@ def _cuda(real: Any) -> types.ModuleType:
             "set_allocator": lambda *_: None,
             "set_pinned_memory_allocator": lambda *_: None,
             "runtime": _Module("cupy.cuda.runtime", devices.runtime_functions()),
-            "device": _Module("cupy.cuda.device", {"Device": Device, "get_compute_capability": lambda: Device().compute_capability}),
+            "device": _Module(
+                "cupy.cuda.device",
+                {"Device": Device, "get_compute_capability": lambda: Device().compute_capability},
+            ),
             "stream": _Module("cupy.cuda.stream", {"Stream": Stream, "Event": Event}),
         },
         real,

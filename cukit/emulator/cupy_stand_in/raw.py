@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,10 +148,13 @@ class RawKernel:
             )
         kernel = program.kernel(self.name, threads, shared_mem, blocks)
         sizes = kernel.parameter_bytes
-        if len(sizes) != len(args):
-            raise LaunchError(f"{self.name} takes {len(sizes)} arguments, got {len(args)}")
+        message = f"{self.name} takes {len(sizes)} arguments, got {len(args)}"
+        if len(args) < len(sizes):
+            raise LaunchError(message)
+        if len(args) > len(sizes):  # CUDA looks at as many as there are parameters
+            warnings.warn(message, stacklevel=2)
         arguments, memory = [], [*program.variables(), *addressed()]
-        for index, (value, size) in enumerate(zip(args, sizes, strict=True)):
+        for index, (value, size) in enumerate(zip(args, sizes, strict=False)):
             arguments.append(_argument(self.name, index, value, size, memory))
         kernel.launch(blocks, tuple(arguments), current_settings(), memory)
 
@@ -167,7 +171,7 @@ def _argument(name: str, index: int, value: Any, size: int, memory: list[Any]) -
         raise TypeError(
             f"{name}: argument {index} is a NumPy array, which a GPU cannot reach: cupy.asarray it"
         )
-    if isinstance(value, np.void) or isinstance(value, np.ndarray):
+    if isinstance(value, (np.void, np.ndarray)):
         raw = np.ascontiguousarray(value)
         return raw.reshape(1).view(np.dtype((np.void, raw.nbytes)))
     try:

@@ -36,6 +36,7 @@ std::uint32_t shared_address(const void* pointer) {
 
 std::uint32_t map_to_rank(std::uint32_t address, unsigned rank) {
   CUKIT_ENTER(me);
+  require(me, kSinceHopper, "mapa");
   if (rank >= me.cluster_blocks) {
     fault(format("out of bounds: rank %u in a cluster of %u blocks\n  ", rank, me.cluster_blocks) +
           name_of(me) + " " + where(me.call));

@@ -69,6 +69,8 @@ struct Fiber : Thread {
   std::uint64_t cluster_generation = 0;  // of the cluster barrier when it arrived there
   bool cluster_arrived = false;    // and has not waited yet
   int vote = 0;                    // what it takes from a voting barrier
+  const void* converging = nullptr;  // where it waits for the lanes that are with it
+  unsigned converged = 0;            // and those that were
 
   Clock* seen = nullptr;
   Clock* fenced = nullptr;         // what it had seen at its last proxy fence
@@ -150,6 +152,8 @@ struct Launch {
   void** arguments;
   const Range* ranges;  // sorted
   std::uint32_t num_ranges;
+  std::uint32_t num_shared;
+  const std::uint32_t (*shared)[2];  // first byte and size of each __shared__ variable, sorted
   std::uint32_t grid[3];
   std::uint32_t block[3];
   std::uint32_t cluster[3];
@@ -161,6 +165,7 @@ struct Launch {
   std::uint32_t same_value_writes;
   std::uint64_t seed;
   std::uint32_t interruptible;  // Ctrl-C ends it
+  std::uint32_t arch;           // the GPU's, as 900 for sm_90
   double patience;  // seconds
   char* message;
   std::uint32_t message_bytes;
@@ -298,6 +303,20 @@ struct Place {
   Block* block;
   unsigned char* pointer;
 };
+// GPUs that have an instruction: from the one on, up to the other.
+struct Archs {
+  std::uint32_t first, last;
+};
+constexpr Archs kSinceAda{890, ~0u};
+constexpr Archs kSinceHopper{900, ~0u};
+constexpr Archs kOnlyHopper{900, 900};
+[[noreturn]] void lacks(const Fiber& me, Archs archs, const char* instruction);
+// Ends the launch if the GPU that is emulated lacks the instruction.
+inline void require(const Fiber& me, Archs archs, const char* instruction) {
+  const std::uint32_t arch = me.block->cluster->launch->arch;
+  if (arch < archs.first || arch > archs.last) lacks(me, archs, instruction);
+}
+
 // Where a shared::cluster address lies. Ends the launch unless `bytes` of it are shared memory.
 Place place_of(const Fiber& fiber, std::uint32_t address, std::size_t bytes);
 

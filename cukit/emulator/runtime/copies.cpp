@@ -176,6 +176,7 @@ void mbarrier_init(std::uint32_t address, unsigned arrivals) {
 
 void fence_mbarrier_init() {
   CUKIT_ENTER(me);
+  require(me, kSinceHopper, "fence.mbarrier_init");
   if (!checked()) return;
   me.mbarrier_fence_epoch = me.epoch;
   advance(me);
@@ -247,6 +248,7 @@ void land_later(Fiber& me, Block& target, std::uint32_t barrier_address, unsigne
 
 void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::uint32_t barrier) {
   CUKIT_ENTER(me);
+  require(me, kSinceHopper, "cp.async.bulk");
   const auto source = reinterpret_cast<std::uintptr_t>(global);
   if (shared % 16 != 0) misaligned(me, "cp.async.bulk to shared memory", shared, 16);
   if (source % 16 != 0) misaligned(me, "cp.async.bulk from global memory", source, 16);
@@ -287,6 +289,7 @@ Place bulk_source(Fiber& me, void* global, std::uint32_t shared, unsigned bytes,
 
 void bulk_store(void* global, std::uint32_t shared, unsigned bytes) {
   CUKIT_ENTER(me);
+  require(me, kSinceHopper, "cp.async.bulk");
   const Place place = bulk_source(me, global, shared, bytes, Access::Write);
   read_later(me, place, bytes, [from = place.pointer, global, bytes] {
     std::memcpy(global, from, bytes);
@@ -295,6 +298,7 @@ void bulk_store(void* global, std::uint32_t shared, unsigned bytes) {
 
 void bulk_add(float* global, std::uint32_t shared, unsigned bytes) {
   CUKIT_ENTER(me);
+  require(me, kSinceHopper, "cp.reduce.async.bulk");
   const Place place = bulk_source(me, global, shared, bytes, Access::Atomic);
   read_later(me, place, bytes, [from = place.pointer, global, bytes] {
     for (unsigned i = 0; i < bytes / sizeof(float); ++i) {
@@ -351,6 +355,7 @@ void learn_of_engine(Fiber& me, unsigned engine, std::uint32_t epoch) {
 
 void fence_proxy_async() {
   CUKIT_ENTER(me);
+  require(me, kSinceHopper, "fence.proxy.async");
   if (!checked()) return;
   me.fence_epoch = me.epoch;
   me.block->cluster->clocks.release(me.fenced);
@@ -362,6 +367,7 @@ void fence_proxy_async() {
 
 void store_remote(std::uint32_t address, std::uint32_t value) {
   CUKIT_ENTER(me);
+  require(me, kSinceHopper, "st.shared::cluster");
   if (address % 4 != 0) misaligned(me, "st.shared::cluster", address, 4);
   const Place place = place_of(me, address, 4);
   if (checked()) check_shared(thread_actor(me), *place.block, place.pointer, 4, Access::Write);
@@ -370,6 +376,7 @@ void store_remote(std::uint32_t address, std::uint32_t value) {
 
 void store_async(std::uint32_t address, const void* value, std::uint32_t barrier) {
   CUKIT_ENTER(me);
+  require(me, kSinceHopper, "st.async");
   constexpr unsigned kBytes = 16;
   if (address % kBytes != 0) misaligned(me, "st.async", address, kBytes);
   const Place place = place_of(me, address, kBytes);

@@ -17,12 +17,25 @@ void check_access(const void* pointer, std::size_t bytes, Access access) {
 
 namespace {
 
+// Below the frames of the functions that run there is nothing, and above them lies the thread itself, of
+// which only threadIdx and the like may be read.
+inline void check_stack(const Fiber& me, const void* pointer, std::size_t bytes, Access access,
+                        const void* frame) {
+  const auto* const at = static_cast<const unsigned char*>(pointer);
+  const bool above = access != Access::Read && at + bytes > reinterpret_cast<const unsigned char*>(&me);
+  if (!above && pointer >= frame) return;
+  fault(format("out of bounds: %s of %zu bytes outside of the thread's local variables\n  ",
+               access == Access::Read ? "read" : "write", bytes) +
+        name_of(me) + " " + where(me.call));
+}
+
 inline void judge(void* pointer, std::size_t bytes, Access access, const void* call) {
   if (cukit_emulator_thread == nullptr || bytes == 0) return;
   Fiber& me = current();
   settle(me);
   me.call = call;
   if (on_stack(me, pointer)) {
+    check_stack(me, pointer, bytes, access, __builtin_frame_address(0));
     touch(me, pointer, bytes, access);
   } else {
     check(thread_actor(me), pointer, bytes, access);
@@ -36,13 +49,16 @@ inline void judge_volatile(void* pointer, std::size_t bytes, Access access, cons
   settle(me);
   me.call = call;
   if (on_stack(me, pointer)) {
+    check_stack(me, pointer, bytes, access, __builtin_frame_address(0));
     touch(me, pointer, bytes, access);
   } else if (access == Access::Read) {
     count_poll(me, pointer);
     check(thread_actor(me), pointer, bytes, Access::StrongRead);
     learn_later(me, pointer);
   } else {
-    check(thread_actor(me), pointer, bytes, publishes(me) ? Access::Atomic : Access::Write);
+    // The first store to shared memory is what initialises it, whatever its kind.
+    const bool strong = publishes(me) && !uninitialised(*me.block, pointer);
+    check(thread_actor(me), pointer, bytes, strong ? Access::Atomic : Access::Write);
     publish(me, pointer);
   }
 }
@@ -145,6 +161,10 @@ extern "C" void __ubsan_handle_type_mismatch_v1(PointerCheck* data, std::uintptr
   if (pointer == 0) {
     fault(format("null pointer: %s of %s\n  ", action, data->type->text) + name_of(me) + " " +
           where(me.call));
+  }
+  if (pointer % alignment == 0) {
+    fault(format("out of bounds: %s of %s outside of the variable that the pointer points into\n  ",
+                 action, data->type->text) + name_of(me) + " " + where(me.call));
   }
   fault(format("misaligned: %s of %s needs a multiple of %u bytes, the address is one of %zu\n  ",
                action, data->type->text, alignment, static_cast<std::size_t>(pointer & -pointer)) +

@@ -316,6 +316,14 @@ void not_emulated(const char* instruction) {
   fault(std::string("not emulated: ") + instruction + "\n  " + name_of(me) + " " + where(me.call));
 }
 
+void lacks(const Fiber& me, Archs archs, const char* instruction) {
+  const std::uint32_t arch = me.block->cluster->launch->arch;
+  fault(format("missing instruction: sm_%u has no %s, which %s sm_%u%s\n  ", arch / 10, instruction,
+               archs.last == archs.first ? "exists only on" : "exists from",
+               archs.first / 10, archs.last == archs.first ? "a" : " on") +
+        name_of(me) + " " + where(me.call));
+}
+
 void trap(const char* reason) {
   CUKIT_ENTER(me);
   fault(std::string("the kernel gave up: ") + reason + "\n  " + name_of(me) + " " + where(me.call));

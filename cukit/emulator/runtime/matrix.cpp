@@ -114,6 +114,7 @@ void ldmatrix(unsigned* registers, unsigned count, bool transposed, std::uint32_
 
 void stmatrix(const unsigned* registers, unsigned count, bool transposed, std::uint32_t shared) {
   CUKIT_ENTER(me);
+  require(me, kSinceHopper, "stmatrix");
   const MatrixMove move{const_cast<unsigned*>(registers), shared};
   me.operands = &move;
   use_registers(me, registers, count * sizeof(unsigned), Access::Read);
@@ -129,6 +130,7 @@ unsigned movmatrix(unsigned pair) {
 
 void mma(Number a_type, Number b_type, unsigned k, void* d, const unsigned* a, const unsigned* b) {
   CUKIT_ENTER(me);
+  if (a_type == Number::E4M3 || a_type == Number::E5M2) require(me, kSinceAda, "mma.sync of float8");
   const MmaOperands operands{d, a, b};
   me.operands = &operands;
   const unsigned registers = k * bytes_of(b_type) / 16;  // of operand b; a has twice as many rows

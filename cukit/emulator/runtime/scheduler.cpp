@@ -421,6 +421,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     fiber.agent = static_cast<unsigned>(slot);
     fiber.state = State::Ready;
     fiber.polls = 0;
+    fiber.converging = nullptr;
     fiber.call = nullptr;
     fiber.cluster_arrived = false;
     fiber.polled = nullptr;

@@ -64,13 +64,34 @@ struct Judge {
     if (!suspected(report)) fault(report);
   }
 
-  __attribute__((cold, noinline)) std::string race(std::size_t i, Mark mark, bool write, unsigned agent, std::uint32_t call) const {
+  __attribute__((cold, noinline)) std::string race(std::size_t i, Mark mark, bool write,
+                                                   unsigned agent, std::uint32_t call) const {
     return report_race(actor, bytes, access, describe_shared(block, pointer + i), mark, write,
                        name_of_agent(*block.cluster, agent), call);
   }
 
   [[noreturn]] __attribute__((cold, noinline)) void early(std::size_t i, const char* what) const {
     fault(head(actor, what, bytes, access) + " at " + describe_shared(block, pointer + i) +
+          tail(actor));
+  }
+
+  bool is_static(const Cell& cell) const {
+    return static_cast<std::size_t>(&cell - block.shadow.static_cells.data()) <
+           block.cluster->module->static_bytes;
+  }
+
+  // Bytes that nobody has written may lie between two variables, or the access may end there.
+  void check_variable(const Cell& cell, std::size_t i) const {
+    const Launch& launch = *block.cluster->launch;
+    const auto first = static_cast<std::uint32_t>(&cell - block.shadow.static_cells.data());
+    const auto* const end = launch.shared + launch.num_shared;
+    const auto* next = std::upper_bound(
+        launch.shared, end, first,
+        [](std::uint32_t at, const std::uint32_t(&variable)[2]) { return at < variable[0]; });
+    if (next == launch.shared) return;
+    const std::uint32_t(&variable)[2] = *(next - 1);
+    if (first + (bytes - i) <= variable[0] + variable[1]) return;
+    fault(head(actor, "out of bounds", bytes, access) + " at " + describe_shared(block, pointer) +
           tail(actor));
   }
 
@@ -81,6 +102,7 @@ struct Judge {
             describe_shared(block, pointer + i) + tail(actor) + "\n  the copy was started by\n  " +
             name_of_agent(*block.cluster, cell.writer) + " " + where_offset(block, cell.write_call));
     }
+    if (!written && is_static(cell)) check_variable(cell, i);
     if (!written && access != Access::Write && !behind_data(i) && !guards_object(i)) {
       early(i, "uninitialised shared memory");
     }
@@ -315,6 +337,11 @@ Cell* cells_of(Block& block, const void* pointer, std::size_t bytes) {
     return &block.shadow.static_cells[copy_at];
   }
   return nullptr;
+}
+
+bool uninitialised(Block& block, const void* pointer) {
+  const Cell* cell = cells_of(block, pointer, 1);
+  return cell != nullptr && cell->write_epoch <= block.cluster->base_epoch;
 }
 
 std::string describe_shared(Block& block, const void* pointer) {

@@ -107,6 +107,8 @@ std::string describe_global(const Launch& launch, std::uintptr_t address);
 
 // The cells of `bytes` bytes at `pointer`, or null if they are not all shared memory of `block`.
 Cell* cells_of(Block& block, const void* pointer, std::size_t bytes);
+// True of shared memory that nobody in the block has written.
+bool uninitialised(Block& block, const void* pointer);
 // "static shared memory, byte 8 of 32" and the like, for messages.
 std::string describe_shared(Block& block, const void* pointer);
 

@@ -175,6 +175,7 @@ void add_elements(const TensorMap& map, unsigned char* to, const unsigned char* 
 void tensor_load(std::uint32_t shared, const void* map_pointer, const int* position, unsigned axes,
                  std::uint32_t barrier, unsigned blocks) {
   CUKIT_ENTER(me);
+  require(me, kSinceHopper, "cp.async.bulk.tensor");
   const TensorMap map = read_map(me, map_pointer, axes);
   const unsigned bytes = box_bytes(map);
   const std::uint32_t local = local_address(shared);
@@ -207,6 +208,7 @@ void tensor_load(std::uint32_t shared, const void* map_pointer, const int* posit
 void tensor_store(const void* map_pointer, std::uint32_t shared, const int* position, unsigned axes,
                   bool add) {
   CUKIT_ENTER(me);
+  require(me, kSinceHopper, "cp.async.bulk.tensor");
   const TensorMap map = read_map(me, map_pointer, axes);
   const unsigned bytes = box_bytes(map);
   check_target(me, map, shared);

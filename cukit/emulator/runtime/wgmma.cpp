@@ -381,12 +381,14 @@ void exit_before_products(const Fiber& me) {
 
 void wgmma(const Product& product) {
   CUKIT_ENTER(me);
+  require(me, kOnlyHopper, "wgmma.mma_async");
   me.operands = &product;
   enter(me, kMultiply, complete_multiply);
 }
 
 void wgmma_fence() {
   CUKIT_ENTER(me);
+  require(me, kOnlyHopper, "wgmma.fence");
   if (checked()) enter(me, kFence, complete_fence);
 }
 

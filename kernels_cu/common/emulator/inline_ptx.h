@@ -7,13 +7,7 @@
 #include <cstring>
 #include <type_traits>
 
-namespace cukit::emulator {
-
-// Where `bytes` bytes at a shared address lie in memory. Ends the launch if they are not shared memory.
-void* shared_memory(std::uint32_t address, std::size_t bytes);
-bool in_shared_memory(const void* pointer);
-
-}  // namespace cukit::emulator
+#include "common/emulator/foreign.h"
 
 namespace cukit::emulator::ptx {
 

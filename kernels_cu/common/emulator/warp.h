@@ -1,6 +1,7 @@
 // Block barriers, and warp shuffles, votes, matches and reductions.
 #pragma once
 
+#include "common/emulator/foreign.h"
 #include "common/emulator/memory.h"
 #include "common/emulator/thread.h"
 
@@ -18,8 +19,8 @@ inline int __syncthreads_count(int predicate, int line = __builtin_LINE()) {
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { ::cukit::emulator::sync_warp(mask); }
 
-// Any subset of the converged threads is an allowed answer; the calling one alone is always right.
-inline unsigned __activemask() { return 1u << ::cukit::emulator::self().lane; }
+// Any subset of the converged threads is an allowed answer; code that expects its whole branch gets it.
+inline unsigned __activemask() { return ::cukit::emulator::converged_lanes(); }
 
 namespace cukit::emulator {
 

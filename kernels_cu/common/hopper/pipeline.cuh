@@ -123,6 +123,18 @@ struct Pipeline {
     }
   }
 
+  // The same of a stage to which the warp's lanes have written, too.
+  template <int Blocks>
+  CUKIT_DEVICE void release_changed_to_cluster(const State& at) {
+    if constexpr (Blocks > 1) {
+      __syncwarp();
+      const int lane = threadIdx.x % kWarpSize;
+      if (lane < Blocks) mbarrier_arrive_remote(&empty.stage[at.index], lane);
+    } else {
+      release(at);
+    }
+  }
+
   // Passes over a stage that the warp has no use for. The wait is necessary: until the stage is full,
   // others may still read what it held before, and the warp is counted once a round.
   CUKIT_DEVICE void skip(State& at) {

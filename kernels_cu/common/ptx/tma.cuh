@@ -80,6 +80,21 @@ CUKIT_DEVICE void tma_load_3d(void* shared, const TensorMap* map, Mbarrier* barr
 #endif
 }
 
+// The same to every block of the cluster whose bit is set, as tma_load_2d_multicast.
+CUKIT_DEVICE void tma_load_3d_multicast(void* shared, const TensorMap* map, Mbarrier* barrier,
+                                        int x, int y, int z, unsigned short blocks) {
+#ifdef CUKIT_EMULATE
+  const int position[] = {x, y, z};
+  emulator::tensor_load(shared_address(shared), map, position, 3, shared_address(barrier), blocks);
+#else
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;\n" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "h"(blocks)
+      : "memory");
+#endif
+}
+
 // cp.async.bulk.prefetch.tensor.3d: brings a box to L2. A hint: nothing waits for it.
 CUKIT_DEVICE void tma_prefetch_3d(const TensorMap* map, int x, int y, int z) {
 #ifndef CUKIT_EMULATE

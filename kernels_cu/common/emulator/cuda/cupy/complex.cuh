@@ -4,18 +4,9 @@
 #include <complex>
 #include <type_traits>
 
+// Its functions are found by their arguments.
 using ::std::complex;
-using ::std::abs;
-using ::std::arg;
-using ::std::conj;
-using ::std::cos;
-using ::std::exp;
-using ::std::log;
-using ::std::norm;
 using ::std::polar;
-using ::std::pow;
-using ::std::sin;
-using ::std::sqrt;
 
 namespace cukit::emulator {
 

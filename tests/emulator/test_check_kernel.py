@@ -1,0 +1,188 @@
+"""Programs of others: what check_kernel compiles and launches, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cukit
+from cukit.emulator.inline_ptx import translate_asm
+from cukit.emulator.rewrite import device_macros, rewrite
+from cukit.emulator.tokens import join, tokenize
+from cukit.errors import CompileError, ConfigError, EmulatorError, LaunchError
+
+emulator = pytest.mark.emulator
+
+SOURCE = """
+__constant__ float factor;
+__device__ int launches;
+namespace mine {
+__global__ void scale(const float* x, float* y, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = factor * x[i];
+  if (i == 0) launches += 1;
+}
+}
+template <typename T> __global__ void fill(T* x, T value) { x[threadIdx.x] = value; }
+"""
+X = np.arange(6, dtype=np.float32)
+
+
+def check(entry: str, *args: Any, block: int = 6, **options: Any) -> None:
+    cukit.check_kernel(SOURCE, entry, grid=1, block=block, args=args, **options)
+
+
+@emulator
+def test_variables_are_set_and_come_back() -> None:
+    y, launches = np.zeros(6, np.float32), np.zeros(1, np.int32)
+    constants = {"factor": np.float32(3), "launches": launches}
+    for _ in range(2):
+        check("mine::scale", X, y, 6, constants=constants)
+    np.testing.assert_array_equal(y, 3 * X)
+    assert launches[0] == 2, "its value comes back, and goes in again"
+    fresh = np.zeros(1, np.int32)
+    check("mine::scale", X, y, 6, constants={"launches": fresh})
+    assert fresh[0] == 1, "every call has variables of its own"
+
+
+@emulator
+def test_instances_of_templates() -> None:
+    x = np.zeros(6, np.float64)
+    check("fill<double>", x, np.float64(2.5))
+    assert (x == 2.5).all()
+
+
+@emulator
+@pytest.mark.parametrize(
+    ("entry", "args", "options", "error", "complaint"),
+    [
+        ("mine::scal", (), {}, LaunchError, "did you mean mine::scale"),
+        ("fill", (), {}, LaunchError, "name an instance such as fill<float>"),
+        ("mine::scale", (X,), {}, LaunchError, "takes 3 arguments, got 1"),
+        ("mine::scale", (X, X, 1 << 40), {}, LaunchError, "does not fit a parameter of 4 bytes"),
+        ("fill<Missing>", (), {}, CompileError, "Missing"),
+        ("mine::scale", (), {"block": 2000}, ConfigError, "at most 1024 threads"),
+        ("mine::scale", (), {"constants": {"facto": X}}, LaunchError, "there are factor, launches"),
+        ("mine::scale", (), {"constants": {"factor": X}}, LaunchError, "variable of 4 bytes"),
+        ("mine::scale", (), {"include": ["nowhere"]}, ConfigError, "no folder nowhere"),
+        ("mine::scale", (), {"options": ["-std=c++3"]}, ConfigError, "c++3"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    entry: str, args: tuple[Any, ...], options: dict[str, Any], error: type, complaint: str
+) -> None:
+    with pytest.raises(error) as caught:
+        check(entry, *args, **options)
+    assert complaint in str(caught.value)
+
+
+@emulator
+def test_headers_beside_the_file_and_in_folders(tmp_path: Path) -> None:
+    (tmp_path / "near.h").write_text(
+        '#pragma once\n#include "far.h"\nDEVICE int one() { return ONE; }'
+    )
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "far.h").write_text("#define DEVICE __device__ inline\n")
+    main = tmp_path / "main.cu"
+    main.write_text(
+        '#include "near.h"\n#include <not_installed.h>\n#include "near.h"\n'
+        "void host(not_installed::type x) { k<<<1, 2>>>(x); }\n"
+        "__global__ void k(int* x) { x[threadIdx.x + 1] = one(); }\n"
+    )
+    x = np.zeros(4, np.int32)
+    cukit.check_kernel(
+        main, grid=1, block=3, args=[x], include=[tmp_path / "lib"], defines={"ONE": 7}
+    )
+    assert x.tolist() == [0, 7, 7, 7]
+    with pytest.raises(EmulatorError, match=r"main\.cu:5"):
+        cukit.check_kernel(
+            main, grid=1, block=4, args=[x], include=[tmp_path / "lib"], defines={"ONE": 7}
+        )
+
+
+@emulator
+def test_textures_and_unknown_ptx_stop_the_launch_that_reaches_them() -> None:
+    source = """
+    __global__ void fetch(cudaTextureObject_t t, float* x) { *x = tex2D<float>(t, 0.5f, 0.5f); }
+    __global__ void unknown(float* x) { if (*x > 0) asm volatile("frobnicate.f32 %0;" : "+f"(*x)); }
+    """
+    x = np.zeros(1, np.float32)
+    with pytest.raises(EmulatorError, match="tex2D: textures"):
+        cukit.check_kernel(source, "fetch", grid=1, block=1, args=[np.uint64(0), x])
+    cukit.check_kernel(source, "unknown", grid=1, block=1, args=[x])
+    x[0] = 1
+    with pytest.raises(EmulatorError, match=r"inline PTX: frobnicate\.f32"):
+        cukit.check_kernel(source, "unknown", grid=1, block=1, args=[x])
+
+
+@emulator
+def test_xorwow_skips_as_if_it_had_been_called() -> None:
+    source = """
+    #include <curand_kernel.h>
+    __global__ void numbers(unsigned long long seed, size_t offset, unsigned* out, int n) {
+      curandState state;
+      curand_init(seed, blockIdx.x, offset, &state);
+      for (int i = 0; i < n; ++i) out[blockIdx.x * n + i] = curand(&state);
+    }
+    """
+    whole, later = np.zeros((2, 12), np.uint32), np.zeros((2, 5), np.uint32)
+    seed = np.uint64(0x123456789ABCDEF)
+    cukit.check_kernel(source, grid=2, block=1, args=[seed, 0, whole, 12])
+    cukit.check_kernel(source, grid=2, block=1, args=[seed, 7, later, 5])
+    np.testing.assert_array_equal(whole[:, 7:], later)
+    assert not (whole[0] == whole[1]).any()
+
+
+# Rewriting ----------------------------------------------------------------------------------
+
+
+def rewritten(text: str) -> str:
+    return rewrite(text, device_macros([text])).text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'a = R"x(")x" + "\\"}" + \'"\'; // }\n',
+        "/* { */ #\n#define X {\\\n }\nint i = 0xFFull;",
+        "<<<>>>->",
+    ],
+)
+def test_tokens_are_the_text(text: str) -> None:
+    assert join(tokenize(text)) == text
+
+
+def test_host_functions_go_and_no_line_moves() -> None:
+    text = """#include <vector>
+static float *helper(std::vector<int> &v)
+{
+  return k<<<1, 2>>>(v), nullptr;
+}
+struct Shape { int n; __device__ int get() { return n; } };
+Shape global{3};
+template <typename T>
+__device__ T keep(T x) { return x; }
+constexpr int also() { return 1; }
+"""
+    result = rewritten(text)
+    assert result.count("\n") == text.count("\n")
+    assert "helper" not in result and "<<<" not in result  # noqa: PT018 - one removal
+    for kept in ("Shape global{3};", "T keep(T x)", "int also()", "int get()"):
+        assert kept in result
+        assert text[: text.index(kept)].count("\n") == result[: result.index(kept)].count("\n")
+
+
+def test_dynamic_shared_memory_becomes_a_pointer() -> None:
+    inside = rewritten("__global__ void k() { extern __shared__ __align__(16) float t[][33]; }")
+    assert "float (*t)[33] = reinterpret_cast<float (*)[33]>" in inside
+    assert "#define t (reinterpret_cast<int*>" in rewritten("extern __shared__ int t[];")
+
+
+def test_inline_ptx_becomes_calls() -> None:
+    code = translate_asm(tokenize('"add.s32 %0, %1, 4;" : "=r"(sum) : "r"(x + 1)'))
+    assert "put(cukit_0, ::cukit::emulator::ptx::get<std::int32_t>(cukit_1) + " in code
+    assert "put((sum), cukit_0)" in code
+    assert "not_emulated" in translate_asm(tokenize('"wgmma.fence.sync.aligned;"'))
