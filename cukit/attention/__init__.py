@@ -2,6 +2,7 @@
 
 from cukit.attention.append_kv import append_kv
 from cukit.attention.block_sparse import block_sparse_attention
+from cukit.attention.cascade import cascade_attention
 from cukit.attention.flash import flash_attention
 from cukit.attention.flash_backward import flash_attention_backward
 from cukit.attention.merge_states import merge_attention_states
@@ -17,6 +18,7 @@ __all__ = [
     "absorb_mla_projections",
     "append_kv",
     "block_sparse_attention",
+    "cascade_attention",
     "encode_mla_latents",
     "flash_attention",
     "flash_attention_backward",

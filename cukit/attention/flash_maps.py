@@ -31,7 +31,7 @@ from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, by_value, laun
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_sequence_map, encode_tensor_map
 
-_NO_FLOAT8 = parameter_structs(PARAMETERS)["Float8Settings"].pack(
+NO_FLOAT8 = parameter_structs(PARAMETERS)["Float8Settings"].pack(
     **dict.fromkeys(("q_batch", "q_head", "k_batch", "k_head", "v_batch", "v_head"), 0),
     value_tiles=0,
 )
@@ -105,15 +105,17 @@ class MappedLaunch:
         *options: Array | None,
         block_mask: Array | None = None,
         descales: tuple[Array | None, ...] | None = None,
+        pages: tuple[Array, ...] = (),
     ) -> None:
-        """Launches on the current stream. options: ScoreArrays; descales: of float8 inputs."""
+        """Launches on the current stream. options: ScoreArrays; descales: of float8 inputs; pages:
+        the block table of a paged cache, and the caches where the kernel takes them."""
         pointers = self._nothing
         if pointers is None:
             plan: Any = NULL
             if self._plan is not None:
                 planned = options[-2:] if block_mask is None else (block_mask,)
                 plan = self._plan(q, *planned)
-            pointers = (*options, plan, block_mask)
+            pointers = (*options, plan, block_mask, *pages)
         values = self._v(v)
         if descales is not None:
             prepared = NULL if self._values is None else self._values(q, values, options[-1])
@@ -172,7 +174,7 @@ class MappedForward:
             mask_heads=mask_heads,
             scale_log2=scales_of(q, options)[1],
             settings=settings,
-            float8=_float8_settings(descales, tiles) if descales else _NO_FLOAT8,
+            float8=_float8_settings(descales, tiles) if descales else NO_FLOAT8,
         )
         launch = self._launches((blocks,), (parameters,))
         plan = values = None

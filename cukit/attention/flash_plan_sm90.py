@@ -182,9 +182,13 @@ class WarpgroupForwardConfig:
         return ("BLOCK_SPARSE", True), ("BLOCK_Q", rows), ("BLOCK_KV", columns)
 
 
-def sequences_spec(tile_rows: int) -> KernelSpec:
-    """The kernel that sorts sequences of different lengths and adds up their tiles of rows."""
-    defines = (("TILE_M", tile_rows), ("THREADS", _SEQUENCE_THREADS))
+def sequences_spec(tile_rows: int, *, paged: bool = False) -> KernelSpec:
+    """The kernel that sorts sequences of different lengths and adds up their tiles of rows.
+
+    paged: their keys lie in the blocks of a cache."""
+    defines: Defines = (("TILE_M", tile_rows), ("THREADS", _SEQUENCE_THREADS))
+    if paged:
+        defines += (("PAGED", True),)
     entry = "plan_sequences"
     return KernelSpec(f"attention/{entry}.cu", entry, defines, _SEQUENCE_THREADS)
 

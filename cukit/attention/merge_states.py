@@ -67,23 +67,39 @@ def merge_attention_states(
     return out, lse
 
 
+def merge_shared_states(
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, out: Array, lse: Array, shared: int
+) -> None:
+    """The kernel of merge_attention_states where `a` is of keys that `shared` neighbouring requests
+    have in common: lse_a is [batch / shared, num_heads, shared * seq_len_q].
+
+    out, lse: where to write, apart from the inputs.
+    """
+    _prepare(out_a, lse_a, out_b, lse_b, shared)(out_a, lse_a, out_b, lse_b, out, lse)
+
+
 def _check(
-    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, *, contiguous: bool = True
+    out_a: Array,
+    lse_a: Array,
+    out_b: Array,
+    lse_b: Array,
+    *,
+    contiguous: bool = True,
+    shared: int = 1,
 ) -> None:
     check_array(_OP, "out_a", out_a, dtypes=FLOAT_DTYPES, ndim=4, contiguous=contiguous)
     batch, seq, heads, _ = out_a.shape
     check_array(_OP, "out_b", out_b, dtypes=FLOAT_DTYPES, shape=out_a.shape, contiguous=contiguous)
     check_same_dtype(_OP, out_a=out_a, out_b=out_b)
     exact = np.dtype(np.float64) if out_a.dtype == np.float64 else float32
-    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
-        check_array(
-            _OP, name, lse, dtypes=(exact,), shape=(batch, heads, seq), contiguous=contiguous
-        )
+    for name, lse, count in (("lse_a", lse_a, shared), ("lse_b", lse_b, 1)):
+        shape = (batch // count, heads, count * seq)
+        check_array(_OP, name, lse, dtypes=(exact,), shape=shape, contiguous=contiguous)
 
 
 @launch_plan
-def _prepare(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> Launch:
-    _check(out_a, lse_a, out_b, lse_b)
+def _prepare(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, shared: int = 1) -> Launch:
+    _check(out_a, lse_a, out_b, lse_b, shared=shared)
     check_array(_OP, "out_a", out_a, dtypes=KERNEL_DTYPES[1:])
     _, seq, heads, head_dim = out_a.shape
     if head_dim % _VEC:
@@ -92,18 +108,24 @@ def _prepare(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> Launch:
             f"got {head_dim}"
         )
     vecs = out_a.size // _VEC
-    scalars = (np.int64(vecs), np.int32(head_dim // _VEC), np.int32(heads), np.int32(seq))
+    extents = (head_dim // _VEC, heads, seq, *((shared,) if shared > 1 else ()))
+    scalars = (np.int64(vecs), *map(np.int32, extents))
     blocks = -(-vecs // (_THREADS * _VECS_PER_THREAD)) or 1
-    return Launch(load_kernel(_spec(out_a.dtype.name)), (blocks,), scalars)
+    return Launch(load_kernel(_spec(out_a.dtype.name, shared > 1)), (blocks,), scalars)
 
 
-def _spec(dtype: str) -> KernelSpec:
-    defines = (("DTYPE", dtype), ("THREADS", _THREADS), ("VECS", _VECS_PER_THREAD))
+def _spec(dtype: str, shared: bool = False) -> KernelSpec:
+    defines: tuple[tuple[str, str | int], ...] = (
+        ("DTYPE", dtype), ("THREADS", _THREADS), ("VECS", _VECS_PER_THREAD),
+    )  # fmt: skip
+    if shared:
+        defines += (("SHARED", 1),)
     return KernelSpec("attention/merge_attention_states.cu", _OP, defines, _THREADS)
 
 
-def _specs(device: Device) -> list[KernelSpec]:
-    return [_spec(dtype.name) for dtype in KERNEL_DTYPES[1:]]
+def merge_specs(device: Device) -> list[KernelSpec]:
+    """The variants of the kernel."""
+    return [_spec(dtype.name, shared) for dtype in KERNEL_DTYPES[1:] for shared in (False, True)]
 
 
 register(
@@ -111,5 +133,5 @@ register(
     family="attention",
     function=merge_attention_states,
     reference=reference.merge_attention_states,
-    specs=_specs,
+    specs=merge_specs,
 )

@@ -15,7 +15,7 @@ from cukit.attention.flash_options import (
     score_settings,
 )
 from cukit.attention.mla_plan import BLOCK_SIZE, BOX_COLUMNS, TILE_ROWS, plan_mla_attention
-from cukit.attention.paged import check_table
+from cukit.attention.paged_contents import check_table
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,

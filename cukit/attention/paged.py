@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,12 @@ from cukit.attention.cache_arrays import (
     group_parts,
     scale_strides,
 )
-from cukit.attention.flash_arguments import check_kernel_layout, dense_strides, strides_of
+from cukit.attention.flash_arguments import (
+    check_kernel_layout,
+    dense_strides,
+    fits_tensor_maps,
+    strides_of,
+)
 from cukit.attention.flash_options import (
     PARAMETERS,
     ScoreArrays,
@@ -25,12 +29,15 @@ from cukit.attention.flash_options import (
     score_options,
     score_settings,
 )
+from cukit.attention.paged_contents import check_contents, is_checked
 from cukit.attention.paged_plan import (
     CODE_HEAD_DIMS,
     GROUP_HEAD_DIMS,
     HEAD_DIMS,
     plan_paged_attention,
 )
+from cukit.attention.paged_prefill import PreparedPrefill, problem_of_pages, serves
+from cukit.attention.paged_prefill_plan import prefill_specs
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
@@ -55,9 +62,9 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_flag
 from cukit.errors import (
+    ArrayDtypeError,
     ArrayLayoutError,
     ArrayShapeError,
-    ConfigError,
 )
 from cukit.reference import paged_attention as reference
 from cukit.registry import register
@@ -65,8 +72,6 @@ from cukit.registry import register
 _OP = "paged_attention"
 _STORED = (np.dtype(np.uint8), np.dtype(np.int8))
 _FLOAT8_ARCH = (8, 9)
-_CHECKED = os.environ.get("CUKIT_CHECKED", "") == "1"
-"""Whether calls on the GPU are checked that leave `checked` to the environment."""
 
 
 class PagedArrays(NamedTuple):
@@ -81,6 +86,7 @@ class PagedArrays(NamedTuple):
     seq_lens: Array
     sinks: Array | None
     out: Array | None
+    cu_seqlens_q: Array | None = None
     k_zeros: Array | None = None  # zero points, of int4
     v_zeros: Array | None = None
 
@@ -106,6 +112,7 @@ def paged_attention(
     window_size: Window | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
+    cu_seqlens_q: Array | None = None,
     scale: float | None = None,
     batch_invariant: bool = False,
     checked: bool | None = None,
@@ -119,7 +126,8 @@ def paged_attention(
 
     Args:
         q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim]; on the CPU float32|float64
-            too. The queries of a request are the last seq_len_q of its tokens: 1 in a decode step.
+            too. The queries of a request are the last seq_len_q of its tokens: 1 in a decode step,
+            more in a prefill or a chunk of one.
         k_cache: dtype of q, [num_blocks, block_size, num_heads_kv, head_dim], any block_size, any
             strides with a contiguous last axis, e.g. `KVCacheManager.keys(layer)`. Or a
             QuantizedArray of float8_e4m3 or int8 whose scales, if any, are float32 and shared
@@ -129,14 +137,18 @@ def paged_attention(
             block_size, of values along axis 3, one a row and head; on the GPU head_dim is then a
             multiple of 32 up to 128, and values' scales are contiguous along rows.
         v_cache: as k_cache; its head_dim must not be larger.
-        block_table: int32 [batch, max_blocks], C-contiguous. Entries behind a request's last key,
-            or left of its window, are not read.
+        block_table: int32 [batch, max_blocks], its last axis contiguous. Entries behind a
+            request's last key, or left of its window, are not read.
         seq_lens: int32 [batch], the keys of each request, queries included; 0 for an unused row.
             Never read on the host.
         causal: hide the keys right of each query's own.
         window_size: (left, right), how many keys on each side of its own a query sees; None is all.
         softcap: positive bound of the scores' size.
         sinks: float32 [num_heads_q], a score a head that joins the softmax's denominator.
+        cu_seqlens_q: int32 [batch + 1], for any number of queries a request, also 0, one request
+            behind the other: those of request b are rows cu_seqlens_q[b] ..
+            cu_seqlens_q[b + 1] - 1 of q [total_q, num_heads_q, head_dim]. On the GPU caches then
+            hold q's dtype.
         scale: positive factor of the scores; 1 / sqrt(head_dim) where omitted.
         batch_invariant: the bits of a request's result depend on its own length alone, not on what
             else is in the batch. Costs a few percent where a request has many keys.
@@ -147,18 +159,22 @@ def paged_attention(
         out: where to write; as q with v_cache's head_dim. It must not overlap the inputs.
 
     Returns:
-        `out`, or `(out, lse)` with lse float32 [batch, num_heads_q, seq_len_q], natural logarithm.
-        A query that sees no key gets zeros and -inf.
+        `out`, or `(out, lse)` with lse float32 [batch, num_heads_q, seq_len_q], with cu_seqlens_q
+        [num_heads_q, total_q], natural logarithm. A query that sees no key gets zeros and -inf.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value; on the CPU or where `checked` also a length beyond the block
-            table, or a block outside the cache, with request, entry and value.
+            table, a block outside the cache, with request, entry and value, or cu_seqlens_q that
+            does not rise from 0 to total_q.
 
-    All thread blocks get equal shares of the batch's keys, found on the device from `seq_lens`. The
-    block that finishes a request last adds up its parts in a fixed order. So lengths may differ by
-    any factor, a captured graph replays with other lengths and tables, and repeated calls give the
-    same bits. Runs on CuPy's current stream.
+    Few queries a request: all thread blocks get equal shares of the batch's keys, found on the
+    device from `seq_lens`. The block that finishes a request last adds up its parts in a fixed
+    order. Many queries a request, and cu_seqlens_q, on Hopper: tiles of queries of the forward of
+    :func:`flash_attention`, which a counter deals; blocks of a multiple of 8 keys are fetched by
+    TMA. cu_seqlens_q runs the reference on other GPUs. Either way lengths may differ by any factor,
+    a captured graph replays with other lengths and tables, and repeated calls give the same bits.
+    Runs on CuPy's current stream.
     Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Dao et al., Flash-Decoding.
 
     >>> import numpy as np, cukit as ck
@@ -174,22 +190,23 @@ def paged_attention(
         codes, k_cache, k_scales, v_cache, v_scales = cache_parts(_OP, k_cache, v_cache)
     else:
         codes, (k_cache, k_scales, k_zeros, v_cache, v_scales, v_zeros) = "int4", groups
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out = adopt(
-        _OP, q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out
-    )
+    arrays = PagedArrays(
+        *adopt(
+            _OP, q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out,
+            cu_seqlens_q, k_zeros, v_zeros,
+        )
+    )  # fmt: skip
     check_flag(_OP, "causal", causal)
     check_flag(_OP, "batch_invariant", batch_invariant)
     check_flag(_OP, "return_lse", return_lse)
     checked = is_checked(_OP, checked)
     check_overlap(
-        _OP, out, q=q, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales,
-        block_table=block_table, seq_lens=seq_lens, k_zeros=k_zeros, v_zeros=v_zeros,
+        _OP, arrays.out, q=arrays.q, k_cache=arrays.k_cache, v_cache=arrays.v_cache,
+        k_scales=arrays.k_scales, v_scales=arrays.v_scales, block_table=arrays.block_table,
+        seq_lens=arrays.seq_lens, cu_seqlens_q=arrays.cu_seqlens_q, k_zeros=arrays.k_zeros,
+        v_zeros=arrays.v_zeros,
     )  # fmt: skip
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
-    arrays = PagedArrays(
-        *(q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out),
-        *(k_zeros, v_zeros),
-    )
     return attend(arrays, codes, options, bool(batch_invariant), checked, bool(return_lse))
 
 
@@ -206,16 +223,17 @@ def attend(
 
     scratch: memory of the caller's; taken where it is large enough.
     """
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, *zeros = arrays
-    table = _OP, k_cache, block_table, seq_lens, q.shape[1], options.window_size
-    if runs_kernel(_OP, *arrays) and not _too_old(codes):
+    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends, *zeros = (
+        arrays
+    )
+    if runs_kernel(_OP, *arrays) and not _too_old(codes, ends is not None):
         prepared = _prepare(codes, options, batch_invariant, *arrays)
         if checked:
-            check_table(*table, checked=True)
+            check_contents(_OP, arrays, options, checked=True)
         attended: Array | tuple[Array, Array] = prepared(arrays, return_lse, scratch)
         return attended
     _check(arrays, codes, options)
-    check_table(*table, checked=checked)
+    check_contents(_OP, arrays, options, checked=checked)
     wide = np.float32 if codes else k_cache.dtype
     result, lse = reference.paged_attention(
         q,
@@ -227,6 +245,7 @@ def attend(
         window_size=options.window_size,
         softcap=options.softcap,
         sinks=sinks,
+        cu_seqlens_q=ends,
         scale=options.scale,
         return_lse=True,
     )
@@ -236,21 +255,15 @@ def attend(
 def scratch_for(
     arrays: PagedArrays, codes: str, options: ScoreOptions, batch_invariant: bool
 ) -> PagedScratch | None:
-    """Checks a call, loads its kernel, and allocates its scratch memory; None for the reference."""
-    if not runs_kernel(_OP, *arrays) or _too_old(codes):
+    """Checks a call, loads its kernel, allocates its scratch memory; None where it needs none."""
+    if not runs_kernel(_OP, *arrays) or _too_old(codes, arrays.cu_seqlens_q is not None):
         _check(arrays, codes, options)
         return None
-    prepared: PreparedPaged = _prepare(codes, options, batch_invariant, *arrays)
+    prepared: PreparedPaged | PreparedPrefill = _prepare(codes, options, batch_invariant, *arrays)
+    if isinstance(prepared, PreparedPrefill):
+        return None
     sums = empty(arrays.q, (prepared.floats,), np.float32)
     return PagedScratch(sums, namespace(sums).zeros(prepared.counters, int32))
-
-
-def is_checked(op: str, checked: bool | None) -> bool:
-    """Whether a call on the GPU compares its tables with the cache."""
-    if checked is None:
-        return _CHECKED
-    check_flag(op, "checked", checked)
-    return bool(checked)
 
 
 def _decoded(
@@ -268,17 +281,32 @@ def _decoded(
     return values if scales is None else values * scales
 
 
-def _too_old(codes: str) -> bool:
-    """Whether the device has no instructions for these codes."""
-    return codes == "float8_e4m3" and current_device().compute_capability < _FLOAT8_ARCH
+def _too_old(codes: str, ragged: bool) -> bool:
+    """Whether the device has no instructions for these codes, or no kernel for queries one request
+    behind the other."""
+    device = current_device()
+    if ragged and device.arch != "sm_90":
+        return True
+    return codes == "float8_e4m3" and device.compute_capability < _FLOAT8_ARCH
 
 
 def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
     """Everything but the contents of the arrays."""
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, *zeros = arrays
+    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends, *zeros = (
+        arrays
+    )
     options.check(_OP)
-    check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=4, contiguous=False)
-    batch, _, heads_q, head_dim = q.shape
+    ndim = 4 if ends is None else 3
+    check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=ndim, contiguous=False)
+    *_, heads_q, head_dim = q.shape
+    batch = q.shape[0]
+    if ends is not None:
+        check_array(_OP, "cu_seqlens_q", ends, dtypes=(int32,), ndim=1)
+        if not ends.size:
+            raise ArrayShapeError(
+                f"{_OP}: cu_seqlens_q must have batch + 1 entries, got shape {ends.shape}"
+            )
+        batch = len(ends) - 1
     stored = _STORED if codes else FLOAT_DTYPES
     per_byte = 2 if codes == "int4" else 1
     if head_dim % per_byte:
@@ -310,7 +338,8 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
             f"{_OP}: block_size and head_dim must not be 0, and v_cache's head_dim at most "
             f"k_cache's, got {k_cache.shape} and {v_cache.shape}"
         )
-    check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=(batch, None))
+    rows = (batch, None)
+    check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=rows, contiguous=False)
     check_array(_OP, "seq_lens", seq_lens, dtypes=(int32,), shape=(batch,))
     if sinks is not None:
         wide = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
@@ -318,47 +347,6 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
     if out is not None:
         shape = (*q.shape[:-1], per_byte * v_cache.shape[-1])
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
-
-
-def check_table(
-    op: str,
-    k_cache: Array,
-    block_table: Array,
-    seq_lens: Array,
-    seq_q: int,
-    window_size: Window | None = None,
-    *,
-    checked: bool = False,
-) -> None:
-    """Compares lengths and blocks with the cache, on the CPU; on the GPU, which then waits, only
-    where `checked`."""
-    if is_gpu_array(seq_lens) and not checked:
-        return
-    xp = namespace(seq_lens)
-    if xp is not np and xp.cuda.runtime.streamIsCapturing(xp.cuda.get_current_stream().ptr):
-        raise ConfigError(
-            f"{op}: checked calls wait for the GPU, which is not possible while a graph is "
-            "captured; capture with checked=False"
-        )
-    num_blocks, block_size = k_cache.shape[:2]
-    room = block_table.shape[1] * block_size
-    wrong = (seq_lens < 0) | (seq_lens > room)
-    if wrong.any():
-        b = int(wrong.argmax())
-        raise ConfigError(
-            f"{op}: seq_lens must lie from 0 to {room}, the keys of max_blocks blocks, but "
-            f"seq_lens[{b}] is {int(seq_lens[b])}"
-        )
-    first = reference.first_key(seq_lens, seq_q, window_size)[:, None]
-    starts = xp.arange(block_table.shape[1]) * block_size
-    used = (starts < seq_lens[:, None]) & (starts + block_size > first)
-    wrong = used & ((block_table < 0) | (block_table >= num_blocks))
-    if wrong.any():
-        b, entry = divmod(int(wrong.argmax()), block_table.shape[1])
-        raise ConfigError(
-            f"{op}: block_table[{b}, {entry}] is {int(block_table[b, entry])}, but the cache has "
-            f"{num_blocks} blocks"
-        )
 
 
 class PreparedPaged(NamedTuple):
@@ -375,7 +363,9 @@ class PreparedPaged(NamedTuple):
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
         """Launches the kernel."""
-        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, *zeros = arrays
+        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, _, *zeros = (
+            arrays
+        )
         if out is None:
             out = empty(q, self.shape)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
@@ -399,12 +389,12 @@ class PreparedPaged(NamedTuple):
 @launch_plan
 def _prepare(
     codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
-) -> PreparedPaged:
+) -> PreparedPaged | PreparedPrefill:
     """Checks, plan and kernel of a call."""
     arrays = PagedArrays(*given)
     _check(arrays, codes, options)
-    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, *zeros = arrays
-    _check_layout(q, k_cache, v_cache, out, codes)
+    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, _, *zeros = arrays
+    _check_layout(arrays, codes)
     group_rows = 0
     if codes == "int4" and k_scales is not None:
         check_group_layout(_OP, **{"k_cache.scales": k_scales, "v_cache.scales": v_scales})
@@ -415,6 +405,10 @@ def _prepare(
                 f"{_OP}: head_dim must be at most {GROUP_HEAD_DIMS[-1]} for int4 on the GPU, got "
                 f"{q.shape[-1]}"
             )
+    if not codes:
+        problem = problem_of_pages(arrays, options)
+        if serves(problem, arrays, batch_invariant=batch_invariant):
+            return PreparedPrefill(problem, options, arrays)
     batch, seq_q, heads_q, head_dim = q.shape
     _, block_size, heads_kv, value_bytes = v_cache.shape
     value_dim = 2 * value_bytes if codes == "int4" else value_bytes
@@ -444,7 +438,7 @@ def _prepare(
         problems=problems,
         most_keys=most_keys,
         block_size=block_size,
-        table_row=block_table.shape[1],
+        table_row=block_table.strides[0] // block_table.itemsize,
         tile_blocks=config.tile // block_size,
         tile_rows=config.tile % block_size,
         head_dim=head_dim,
@@ -459,8 +453,20 @@ def _prepare(
     return PreparedPaged(shape, row_shape, floats, counters, bool(codes), launch)
 
 
-def _check_layout(q: Array, k_cache: Array, v_cache: Array, out: Array | None, codes: str) -> None:
+def _check_layout(arrays: PagedArrays, codes: str) -> None:
     """What the kernel asks for beyond the reference."""
+    q, k_cache, v_cache, out = arrays.q, arrays.k_cache, arrays.v_cache, arrays.out
+    if arrays.cu_seqlens_q is not None:
+        if codes:
+            raise ArrayDtypeError(
+                f"{_OP}: with cu_seqlens_q, k_cache and v_cache must hold q's dtype on the GPU, "
+                f"got {codes}"
+            )
+        if q.size and not fits_tensor_maps(q):
+            raise ArrayLayoutError(
+                f"{_OP}: with cu_seqlens_q, the strides of q must be positive on the GPU, got "
+                f"{q.strides}"
+            )
     if not codes:
         check_kernel_layout(_OP, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
         return
@@ -489,6 +495,7 @@ def _specs(device: Device) -> list[KernelSpec]:
 
     too_old = device.compute_capability < _FLOAT8_ARCH
     return [
+        *prefill_specs(device),
         *(spec(width) for width in HEAD_DIMS),
         spec(128, 32),
         spec(120, 32, window=True, softcap=True, sinks=True),

@@ -12,10 +12,9 @@ from cukit.attention.flash_options import Window, score_options
 from cukit.attention.paged import (
     PagedArrays,
     attend,
-    check_table,
-    is_checked,
     scratch_for,
 )
+from cukit.attention.paged_contents import check_table, is_checked
 from cukit.core.arrays import Array, adopt, check_array, empty, int32, is_gpu_array, namespace
 from cukit.core.overlap import check_overlap
 from cukit.core.scalars import check_flag, check_integer

@@ -24,22 +24,29 @@ def paged_attention(
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
+    cu_seqlens_q: Array | None = None,
     scale: float | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
     """flash_attention, request by request, over the rows that the block table names."""
     xp = array_namespace(q)
-    batch, seq_q, heads_q, _ = q.shape
+    *rows_q, heads_q, _ = q.shape
     block_size = k_cache.shape[1]
-    out = xp.zeros((batch, seq_q, heads_q, v_cache.shape[-1]), dtype=q.dtype)
-    lse = xp.full((batch, heads_q, seq_q), -math.inf, dtype=working_dtype(q, k_cache, v_cache))
+    out = xp.zeros((*q.shape[:-1], v_cache.shape[-1]), dtype=q.dtype)
+    shape = (*rows_q[:-1], heads_q, rows_q[-1])
+    lse = xp.full(shape, -math.inf, dtype=working_dtype(q, k_cache, v_cache))
     for b, length in enumerate(np.asarray(_host(seq_lens)).tolist()):
-        places = xp.arange(first_key(length, seq_q, window_size), length)
+        if cu_seqlens_q is None:
+            own_q, own_out, own_lse = q[b], out[b], lse[b]
+        else:
+            own = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
+            own_q, own_out, own_lse = q[own], out[own], lse[:, own]
+        places = xp.arange(first_key(length, len(own_q), window_size), length)
         blocks = block_table[b][places // block_size]
         rows = blocks, places % block_size
-        out[b : b + 1], lse[b : b + 1] = flash_attention(
-            q[b : b + 1],
+        own_out[None], own_lse[None] = flash_attention(
+            own_q[None],
             k_cache[rows][None],
             v_cache[rows][None],
             causal=causal,
@@ -50,6 +57,19 @@ def paged_attention(
             return_lse=True,
         )
     return (out, lse) if return_lse else out
+
+
+def cascade_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    prefixes: Any,
+    **options: Any,
+) -> Array | tuple[Array, Array]:
+    """paged_attention: the keys are the same, whoever shares them."""
+    return paged_attention(q, k_cache, v_cache, block_table, seq_lens, **options)
 
 
 def merge_attention_states(

@@ -14,6 +14,10 @@
 //   products; with TURNS they are kept apart. Tiles that a mask hides from all 64 queries of a warpgroup are left out.
 // VARLEN: tiles reach into the next sequence. Its keys are hidden as others are; its values, which
 //   may be NaN, are overwritten by zeros: a warp of the first warpgroup hands on every tile of V.
+// PAGED: key j of sequence b is row j % block_size of block block_table[b][j / block_size] of a cache.
+//   Two or three warps of the first warpgroup fetch tiles in turn, in boxes of PAGE_ROWS rows of a block
+//   by TMA or, with PAGE_ROWS 0, row by row. Blocks without a visible key are not looked up: their rows
+//   become zeros.
 // BLOCK_SPARSE: keys come in the tiles that plan_blocks.cu listed for a tile of queries.
 //   A query that sees no key gets out = 0 and lse = -infinity.
 // FLOAT8: Q, K and V are e4m3, each with a factor for a batch and key head (forward_operands.cuh).
@@ -33,11 +37,14 @@
 //   and of V, that are multiplied; VALUE_PADDED 0|1 V has fewer than VALUE_DIM; CONSUMERS 2|3|4;
 //   TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128 * (CONSUMERS + 1);
 //   BLOCKS_PER_SM; those of score_options.cuh; BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and
-//   keys of a block. FLOAT8 0|1, then HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
+//   keys of a block. PAGED 0|1, then PAGE_ROWS 0 or a multiple of 8 that divides TILE_N and the block
+//   size. FLOAT8 0|1, then HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
 //   KEPT_TILES 1.., 0 never. TURNS 0|1.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_lists.cuh"
+#include "attention/forward_pages_sm90.cuh"
+#include "attention/forward_pipelines_sm90.cuh"
 #include "attention/forward_producer_sm90.cuh"
 #include "attention/forward_work_sm90.cuh"
 #include "attention/kept_sums.cuh"
@@ -361,6 +368,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_attention_sm90(
     const __grid_constant__ cukit::TensorMap q,  // [batch, seq_q, heads_q, head_dim]
+    // PAGED: of the cache, [blocks, block_size, ...]; unused with PAGE_ROWS 0
     const __grid_constant__ cukit::TensorMap k,  // [batch, seq_kv, heads_q / group, head_dim]
     const __grid_constant__ cukit::TensorMap v,  // [batch, seq_kv, heads_q / group, value_dim]
     T* __restrict__ out,                         // [batch, seq_q, heads_q, value_dim]
@@ -370,13 +378,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const cukit::bias_t* __restrict__ bias,      //
     const unsigned char* __restrict__ mask,      //
     const int* __restrict__ cu_seqlens_q,        // [batch + 1]
-    const int* __restrict__ cu_seqlens_kv,       // [batch + 1]
-    int* __restrict__ plan,                      // VARLEN, BLOCK_SPARSE: query_work.cuh
+    const int* __restrict__ cu_seqlens_kv,       // [batch + 1]; PAGED: [batch] keys of each sequence
+    int* __restrict__ plan,                      // VARLEN, PAGED, BLOCK_SPARSE: query_work.cuh
     const unsigned char* __restrict__ block_mask,  // BLOCK_SPARSE: block_lists.cuh
+#if PAGED
+    const int* __restrict__ block_table,  // [batch, table_row]
+#endif
+#if ROW_BY_ROW
+    const T* __restrict__ k_cache,  // [blocks, block_size, heads_q / group, head_dim]
+    const T* __restrict__ v_cache,  // the same, [..., value_dim]
+#endif
 #if FLOAT8
     const unsigned char* __restrict__ prepared,  // V of flash_attention_fp8_values, unless PREPARES
     const float* __restrict__ q_descale, const float* __restrict__ k_descale,
     const float* __restrict__ v_descale,  // of a batch and a key head; null: 1
+#endif
+#if PAGED
+    const __grid_constant__ cukit::PagedKeys keys,
 #endif
     const __grid_constant__ cukit::MappedForwardParameters params) {
   __shared__ Pipelines pipelines;
@@ -396,6 +414,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #if FLOAT8 && !PREPARES
           const producer::PreparedKeyValues key_values{
               {&k, &v, params.group}, prepared, params.float8.value_tiles};
+#elif PAGED
+          OrderState orders_at;
+          const producer::PagedKeyValues key_values{pipelines, orders_at, params.settings};
 #else
           const producer::MappedKeyValues key_values{&k, &v, params.group};
 #endif
@@ -403,6 +424,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
         }
 #if CLEARED
         if (threadIdx.x / cukit::kWarpSize == 1) clearer::run(pipelines, tiles);
+#endif
+#if PAGED
+        if (threadIdx.x / cukit::kWarpSize >= cukit::kWarpgroupWarps - kFetchers) {
+#if ROW_BY_ROW
+          const fetcher::Cache k_rows{nullptr, k_cache, keys.k, keys.head_dim};
+          const fetcher::Cache v_rows{nullptr, v_cache, keys.v, params.value_dim};
+#else
+          const fetcher::Cache k_rows{&k, nullptr, keys.k, keys.head_dim};
+          const fetcher::Cache v_rows{&v, nullptr, keys.v, params.value_dim};
+#endif
+          fetcher::run(pipelines, k_rows, v_rows, block_table, keys, params.group);
+        }
 #endif
 #if PREPARES
         if (threadIdx.x >= cukit::kWarpSize) preparer::run(pipelines, tiles);

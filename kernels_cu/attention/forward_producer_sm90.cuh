@@ -1,142 +1,20 @@
-// The producer's side of flash_attention_sm90: tiles in shared memory and their pipelines, where keys
-// and values come from, the thread that has them copied, the warp that clears what lies behind a
-// sequence, and the warps that prepare float8 values.
+// The producer's side of flash_attention_sm90: where keys and values come from, the thread that has them
+// copied, the warp that clears what lies outside a sequence, and those that prepare float8 values.
 //
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
 
 #include "attention/block_lists.cuh"
-#include "attention/forward_operands.cuh"
+#include "attention/forward_pages_sm90.cuh"
+#include "attention/forward_pipelines_sm90.cuh"
 #include "attention/query_work.cuh"
 #include "common/hopper/pipeline.cuh"
-#include "common/hopper/shared_tile.cuh"
-#include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/scores/score_options.cuh"
-#include "common/types.cuh"
 
 namespace {
-
-using T = cukit::element_t;
-
-// V is in shared memory as TMA brings it, and zeros are to replace what lies behind a sequence.
-#define CLEARED (VARLEN && !FLOAT8)
-
-constexpr int kTileM = CONSUMERS * cukit::kWarpgroupRows;
-#if !FLOAT8
-using Operands = cukit::SixteenBitOperands<T, TILE_N, HEAD_DIM, VALUE_DIM>;
-#elif PRECISE
-using Operands = cukit::PreciseFloat8Operands<TILE_N, HEAD_DIM, VALUE_DIM>;
-#else
-using Operands = cukit::Float8Operands<TILE_N, HEAD_DIM, VALUE_DIM>;
-#endif
-using QueryTile = Operands::QueryTile;
-using KeyTile = Operands::KeyTile;
-using ValueTile = Operands::ValueTile;
-
-// Two consumers can do with fewer registers, for a producer that has more to keep in mind; with three
-// or four it then keeps two or three words of a tile of queries in memory.
-constexpr bool kBusyProducer = DEALT || WINDOW;
-constexpr int kProducerRegisters =
-    PREPARES                                        ? 56
-    : kBusyProducer && (CONSUMERS == 2 || FLOAT8)   ? 40
-    : VALUE_DIM > 128 || (FLOAT8 && CONSUMERS == 2) ? 24
-                                                    : 32;
-using Block = cukit::WarpSpecialized<CONSUMERS, kProducerRegisters, BLOCKS_PER_SM>;
-
-static_assert(THREADS == Block::kThreads, "a producer and the consumers");
-static_assert(STAGES >= 2, "a warpgroup waits for the next values before it releases the last");
-
-using cukit::QueryWork;
-using QueryState = cukit::PipelineState<QUERY_STAGES>;
-using KeyState = cukit::PipelineState<STAGES>;  // of K and of V
-#if PREPARES
-constexpr int kRawStages = 2;
-constexpr int kPreparers = cukit::kWarpgroupWarps - 1;  // warps
-using RawTile = ValueTile::Raw;
-using RawState = cukit::PipelineState<kRawStages>;
-#else
-constexpr int kPreparers = 0;
-#endif
-
-// Which 64 of a tile's queries a consumer takes: its own index of the first tile; where a mask gives
-// the parts unlike work, they are counted from the other end in every second one.
-CUKIT_DEVICE int part_of_next_tile(int part) {
-  return cukit::kUneven ? CONSUMERS - 1 - part : part;
-}
-
-struct Pipelines {
-  cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // of each its own: none waits for another's queries
-  cukit::Pipeline<STAGES> k;
-  cukit::Pipeline<STAGES> v;
-#if DEALT
-  QueryWork work[QUERY_STAGES];  // goes round with Q
-#endif
-#if CLEARED
-  cukit::StageBarriers<STAGES> landed;  // V has come, but has not been cleared
-  int rows[STAGES];                     // of V that belong to the sequence; below 0: no more
-#endif
-#if PREPARES
-  cukit::Pipeline<kRawStages> raw;  // V as it comes
-  int rows[kRawStages];             // as above
-#endif
-#if BLOCK_SPARSE
-  int listed[STAGES];  // goes round with K: twice the tile's number, plus 1 where some key is hidden
-#endif
-
-  // One thread.
-  CUKIT_DEVICE void init() {
-    for (cukit::Pipeline<QUERY_STAGES>& queries : q) queries.init(cukit::kWarpgroupWarps);
-    k.init(Block::kConsumerWarps);
-    v.init(Block::kConsumerWarps, PREPARES ? kPreparers : 1);
-#if CLEARED
-    landed.init(1);
-#endif
-#if PREPARES
-    raw.init(kPreparers);
-#endif
-  }
-
-#if DEALT
-  // Says what the stage's queries are, once all consumers have released those before.
-  CUKIT_DEVICE void announce(const QueryState& at, const QueryWork& next) {
-    for (cukit::Pipeline<QUERY_STAGES>& queries : q) queries.acquire(at);
-    work[at.index] = next;
-  }
-#endif
-};
-
-// Dynamic shared memory: the stages of each, and what consumers keep outside their registers.
-struct Tiles {
-  unsigned char* q;
-  unsigned char* k;
-  unsigned char* raw;
-  unsigned char* v;
-  unsigned char* kept;
-
-  CUKIT_DEVICE explicit Tiles(unsigned char* shared)
-      : q(shared),
-        k(q + QUERY_STAGES * CONSUMERS * QueryTile::kBytes),
-        raw(k + STAGES * KeyTile::kBytes),
-        v(raw),
-        kept(nullptr) {
-#if PREPARES
-    v += kRawStages * RawTile::kBytes;
-#endif
-    kept = v + STAGES * ValueTile::kBytes;
-  }
-};
-
-// What a launch works on, as it is passed.
-struct Arguments {
-  cukit::WorkProblem problem;
-  cukit::WorkPlan plan;
-  cukit::ScoreArrays arrays;
-  cukit::BlockLists blocks;
-  int group;
-};
 
 namespace producer {
 
@@ -252,7 +130,11 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
       pipelines.listed[k_at.index] = list[1 + index];
 #endif
       const int tile = tile_of(index);
+#if ROW_BY_ROW
+      cukit::Mbarrier* const full = &pipelines.k.full.stage[k_at.index];
+#else
       cukit::Mbarrier* const full = pipelines.k.expect(k_at, KeyTile::kBytes);
+#endif
       key_values.load_keys(tiles.k + k_at.index * KeyTile::kBytes, full, place, tile);
       k_at.advance();
     };
@@ -265,6 +147,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
       const int tile = tile_of(index);
 #if PREPARES || CLEARED
       pipelines.rows[v_at.index] = min(TILE_N, work.sequence.seq_kv - tile * TILE_N);
+#if PAGED && WINDOW
+      pipelines.hidden[v_at.index] = key_values.first_key(work) - tile * TILE_N;
+#endif
 #endif
 #if PREPARES
       cukit::Mbarrier* const full = pipelines.raw.expect(v_at, RawTile::kBytes);
@@ -272,6 +157,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 #else
 #if CLEARED
       cukit::Mbarrier* const full = pipelines.landed.expect(v_at, ValueTile::kBytes);
+#elif ROW_BY_ROW
+      cukit::Mbarrier* const full = &pipelines.v.full.stage[v_at.index];
 #else
       cukit::Mbarrier* const full = pipelines.v.expect(v_at, ValueTile::kBytes);
 #endif
@@ -325,13 +212,26 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
   pipelines.rows[v_at.index] = -1;
   pipelines.landed.arrive(v_at);
 #endif
+#if PAGED
+  key_values.end();
+#endif
 }
 
 }  // namespace producer
 
 #if CLEARED
-// One warp hands on the tiles of V, with zeros for the rows behind the end of the sequence.
+// One warp hands on the tiles of V, with zeros for the rows behind the end of the sequence and, of a cache,
+// before the first key that is seen: what lies there may be another's, or NaN.
 namespace clearer {
+
+// Zeros for rows first .. end - 1 of a part.
+CUKIT_DEVICE void clear_rows(unsigned char* part, int first, int end) {
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  for (int byte = first * ValueTile::kRowBytes + 16 * lane; byte < end * ValueTile::kRowBytes;
+       byte += 16 * cukit::kWarpSize) {
+    *reinterpret_cast<uint4*>(part + byte) = uint4{};
+  }
+}
 
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles) {
   const int lane = threadIdx.x % cukit::kWarpSize;
@@ -339,14 +239,17 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles) {
     pipelines.landed.wait(at);
     const int rows = pipelines.rows[at.index];
     if (rows < 0) return;
-    if (rows < TILE_N) {
+#if PAGED && WINDOW
+    const int hidden = min(TILE_N, pipelines.hidden[at.index]);
+#else
+    constexpr int hidden = 0;
+#endif
+    if (rows < TILE_N || hidden > 0) {
       unsigned char* const tile = tiles.v + at.index * ValueTile::kBytes;
 #pragma unroll 1
       for (int part = 0; part < ValueTile::kParts; ++part) {
-        for (int byte = rows * ValueTile::kRowBytes + 16 * lane; byte < ValueTile::kPartBytes;
-             byte += 16 * cukit::kWarpSize) {
-          *reinterpret_cast<uint4*>(tile + part * ValueTile::kPartBytes + byte) = uint4{};
-        }
+        clear_rows(tile + part * ValueTile::kPartBytes, rows, TILE_N);
+        if (hidden > 0) clear_rows(tile + part * ValueTile::kPartBytes, 0, hidden);
       }
       cukit::fence_proxy_async();
     }

@@ -3,7 +3,7 @@
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
 
-#include "attention/forward_producer_sm90.cuh"
+#include "attention/forward_pipelines_sm90.cuh"
 #include "attention/query_work.cuh"
 #include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"

@@ -6,20 +6,31 @@
 // Paper: Milakov and Gimelshein, arXiv:1805.02867; Ye et al., FlashInfer, arXiv:2501.01005.
 // Mapping: a thread takes VECS times 8 columns of a row, a row being a query and a head, and asks for
 //   all of them before it uses any.
-// Macros: DTYPE float16|bfloat16; THREADS; VECS. Minimum architecture: sm_80.
+// Macros: DTYPE float16|bfloat16; THREADS; VECS; SHARED 0|1 a is of `shared` neighbouring requests
+//   together: their queries stand one behind the other in its lse. Minimum architecture: sm_80.
 // Computes in float; deterministic. Reference: cukit/reference/paged_attention.py.
 #include "common/platform.cuh"
 #include "common/types.cuh"
+
+#ifndef SHARED
+#define SHARED 0
+#endif
 
 using T = cukit::element_t;
 using V = cukit::Vec<T, 8>;
 
 extern "C" __global__ void __launch_bounds__(THREADS) merge_attention_states(
     const T* __restrict__ out_a,      // [batch, seq, heads, vecs * 8]
-    const float* __restrict__ lse_a,  // [batch, heads, seq]
+    const float* __restrict__ lse_a,  // [batch, heads, seq]; SHARED: [batch / shared, heads,
+                                      // shared * seq]
     const T* __restrict__ out_b, const float* __restrict__ lse_b,  // the same
     T* __restrict__ out, float* __restrict__ lse,                  // the same
-    long long num_vecs, int vecs, int heads, int seq) {
+    long long num_vecs, int vecs, int heads, int seq
+#if SHARED
+    ,
+    int shared
+#endif
+) {
   const long long first = static_cast<long long>(blockIdx.x) * (THREADS * VECS) + threadIdx.x;
   long long statistics[VECS];
   V side_a[VECS];
@@ -33,7 +44,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_attention_states(
     const long long row = index / vecs;
     const long long query = row / heads;  // of the batch
     statistics[j] = (query / seq * heads + row % heads) * seq + query % seq;
+#if SHARED
+    const long long request = query / seq;
+    const long long group = request / shared * heads + row % heads;
+    a[j] = lse_a[(group * shared + request % shared) * seq + query % seq];
+#else
     a[j] = lse_a[statistics[j]];
+#endif
     b[j] = lse_b[statistics[j]];
     side_a[j] = reinterpret_cast<const V*>(out_a)[index];
     side_b[j] = reinterpret_cast<const V*>(out_b)[index];

@@ -40,6 +40,14 @@ struct MappedForwardParameters {
   Float8Settings float8;
 };
 
+// flash_attention_sm90 with PAGED: where the keys of a sequence lie. Strides over blocks of the cache,
+// their rows and heads.
+struct PagedKeys {
+  HeadStrides k, v;
+  int block_size, table_row;
+  int head_dim;
+};
+
 // paged_attention. Strides of k, v and their scales: over blocks of the cache, their rows and heads.
 struct PagedParameters {
   HeadStrides q, k, v, out;

@@ -5,11 +5,15 @@
 //   queries of all heads. The order within a bucket is that of arrival: it decides who computes a
 //   tile, not what comes out.
 // Shared memory: static, a counter for each bucket.
-// Macros: TILE_M queries of a tile; THREADS, buckets too.
+// Macros: TILE_M queries of a tile; THREADS, buckets too; PAGED 0|1 keys lie in the blocks of a cache.
 // Deterministic: plan[num_seqs + 1] and all results of the attention; not the order.
 // Reference: tests/attention/test_flash_schedule.py.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"
+
+#ifndef PAGED
+#define PAGED 0
+#endif
 
 namespace {
 
@@ -35,16 +39,23 @@ CUKIT_DEVICE int sum_before(int value, int& total) {
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) plan_sequences(
-    const int* __restrict__ cu_seqlens_q,   // [num_seqs + 1]
-    const int* __restrict__ cu_seqlens_kv,  // [num_seqs + 1]
+    const int* __restrict__ cu_seqlens_q,   // [num_seqs + 1]; PAGED: or null
+    const int* __restrict__ cu_seqlens_kv,  // [num_seqs + 1]; PAGED: [num_seqs] keys of each
     int* __restrict__ plan,  // [2 * num_seqs + 2]: next work | starts | order (query_work.cuh)
     int num_seqs, int heads_q, int max_seqlen_kv,
+#if PAGED
+    int seq_q,  // of every sequence where cu_seqlens_q is null
+#endif
     int blocks) {  // of the attention: they begin with the first works
   __shared__ int buckets[THREADS];
   int* const starts = plan + 1;
   int* const order = plan + 2 + num_seqs;
   const auto bucket_of = [&](int sequence) {
+#if PAGED
+    const int keys = min(cu_seqlens_kv[sequence], max_seqlen_kv);
+#else
     const int keys = cu_seqlens_kv[sequence + 1] - cu_seqlens_kv[sequence];
+#endif
     const long long most = max(1, max_seqlen_kv);
     return THREADS - 1 - static_cast<int>(min(most, 0ll + keys) * (THREADS - 1) / most);
   };
@@ -66,7 +77,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_sequences(
     const int i = first + static_cast<int>(threadIdx.x);
     int own = 0;
     if (i < num_seqs) {
+#if PAGED
+      const int queries = cu_seqlens_q == nullptr
+                              ? seq_q
+                              : cu_seqlens_q[order[i] + 1] - cu_seqlens_q[order[i]];
+#else
       const int queries = cu_seqlens_q[order[i] + 1] - cu_seqlens_q[order[i]];
+#endif
       own = heads_q * ((queries + TILE_M - 1) / TILE_M);
     }
     int total;

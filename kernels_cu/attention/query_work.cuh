@@ -4,10 +4,11 @@
 // neighbours in time share keys and values. With a causal mask alone they take pairs of tiles of a
 // head, the last with the first and so on: each pair sees as many keys.
 //
-// Where tiles differ (VARLEN, BLOCK_SPARSE) a counter deals them. Sequences come longest first, as
+// Where tiles differ (VARLEN, PAGED, BLOCK_SPARSE) a counter deals them. Sequences come longest first, as
 // plan_sequences.cu has sorted them; tiles of a head come last first.
 //
-// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1. Sets DEALT 0|1.
+// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1; PAGED 0|1 keys lie in the blocks of a
+// cache, and their number is read on the device. Sets DEALT 0|1.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
@@ -23,7 +24,11 @@
 #define TURNS 0
 #endif
 
-#define DEALT (VARLEN || BLOCK_SPARSE)
+#ifndef PAGED
+#define PAGED 0
+#endif
+
+#define DEALT (VARLEN || BLOCK_SPARSE || PAGED)
 
 namespace cukit {
 
@@ -43,9 +48,9 @@ struct WorkPlan {
 
 struct WorkProblem {
   int batch, heads_q;
-  int seq_q, seq_kv;  // of all sequences; VARLEN: of the longest
+  int seq_q, seq_kv;  // of all sequences; VARLEN: of the longest; PAGED: seq_kv is the most keys
   const int* cu_seqlens_q;
-  const int* cu_seqlens_kv;
+  const int* cu_seqlens_kv;  // PAGED: [batch] the keys of each sequence
 };
 
 // Walks over the works of this block. Where works are dealt, one thread uses it; else whoever wants.
@@ -61,7 +66,7 @@ class WorkQueue {
 
   // False when there is no more.
   CUKIT_DEVICE bool next(QueryWork& work) {
-    if constexpr (VARLEN) {
+    if constexpr (VARLEN || PAGED) {
       const int index = dealt_.tile();
       if (index >= plan_.starts[problem_.batch]) return false;
       int sequence = 0;  // the last one that starts at or before the index
@@ -104,8 +109,14 @@ class WorkQueue {
   static constexpr bool kPairs = CAUSAL && !WINDOW;
 
   CUKIT_DEVICE void set_sequence(QueryWork& work) const {
-    work.sequence = sequence_of(work.b, problem_.cu_seqlens_q, problem_.cu_seqlens_kv,
-                                problem_.seq_q, problem_.seq_kv);
+    if constexpr (PAGED) {
+      const int first_q = VARLEN ? problem_.cu_seqlens_q[work.b] : 0;
+      const int seq_q = VARLEN ? problem_.cu_seqlens_q[work.b + 1] - first_q : problem_.seq_q;
+      work.sequence = {first_q, 0, seq_q, min(problem_.cu_seqlens_kv[work.b], problem_.seq_kv)};
+    } else {
+      work.sequence = sequence_of(work.b, problem_.cu_seqlens_q, problem_.cu_seqlens_kv,
+                                  problem_.seq_q, problem_.seq_kv);
+    }
   }
 
   CUKIT_DEVICE void set_tile_of_head(QueryWork& work, int index) const {

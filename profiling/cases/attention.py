@@ -148,7 +148,7 @@ def forward_case(shape: Shape, dtype: str) -> Case:
             "cukit": lambda: partial(flash_attention, q, k, v, causal=shape.causal)
         }
         for name, backend in BACKENDS.items():
-            arms[name] = partial(_forward_arm, backend, shape, q, k, v)
+            arms[name] = partial(forward_arm, backend, shape, q, k, v)
         return Workload(arms=arms, expected=lambda: by_key_head(shape, attend, q, k, v)[0])
 
     elements = shape.elements(shape.num_heads_q) + shape.elements(shape.num_heads_kv)
@@ -200,7 +200,7 @@ def backward_case(shape: Shape, dtype: str) -> Case:
     )
 
 
-def _forward_arm(backend: str, shape: Shape, *arrays: Any) -> Call:
+def forward_arm(backend: str, shape: Shape, *arrays: Any) -> Call:
     return peers.forward(_sdpa(backend, shape), *arrays)
 
 

@@ -15,6 +15,8 @@ from cukit.array_api import NarrowArray, float8_e4m3, int4, int8
 from cukit.attention import (
     append_kv,
     block_sparse_attention,
+    cascade_attention,
+    cascade_plan,
     encode_mla_latents,
     flash_attention,
     merge_attention_states,
@@ -172,6 +174,34 @@ def append(codes: Any) -> None:
     assert np.isfinite(to_host(q).astype(np.float32)).all()
 
 
+def prefill(head_dim: int, block_size: int, **options: Any) -> None:
+    """Prompts, a chunk, a decode step and an empty request on the Hopper forward."""
+    rng = _rng()
+    counts, lengths = [150, 70, 0, 1], np.array([150, 300, 20, 210], np.int32)
+    q = random(rng, (sum(counts), 6, head_dim), "bfloat16")
+    blocks = -(-300 // block_size)
+    k = random(rng, (4 * blocks, block_size, 2, head_dim), "bfloat16")
+    table = rng.permutation(4 * blocks).reshape(4, blocks).astype(np.int32)
+    ends = np.cumsum([0, *counts]).astype(np.int32)
+    q, k, table, lengths, ends = to_device("gpu", q, k, table, lengths, ends)
+    to_host(paged_attention(q, k, k, table, lengths, cu_seqlens_q=ends, **options))
+
+
+def cascade(head_dim: int) -> None:
+    """Two levels of shared keys."""
+    rng = _rng()
+    q = random(rng, (8, 2, 6, head_dim), "bfloat16")
+    k = random(rng, (60, 16, 2, head_dim), "bfloat16")
+    table = rng.permutation(60)[:56].reshape(8, 7).astype(np.int32)
+    table[:, :3] = table[0, :3]
+    table[:, 3] = table[:, 3].reshape(2, 4)[:, :1].repeat(4, 1).ravel()
+    lengths = np.array([70, 66, 100, 112, 80, 81, 82, 83], np.int32)
+    placed = to_device("gpu", q, k, k, table, lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cascade_plan, "_PASS_TIME", -1e30)
+        to_host(cascade_attention(*placed, prefixes=((48, 8), (64, 4))))
+
+
 def latents(heads: int, seq_q: int, coded: bool = False) -> None:
     """Requests of unlike lengths, one of them empty, that share thread blocks."""
     rng = _rng()
@@ -242,5 +272,11 @@ GROUPS = {
     "paged int8": Group(partial(paged_codes, int8), shares=True),
     "paged int4": Group(paged_groups, shares=True),
     "paged float8": Group(partial(paged_codes, float8_e4m3)),
+    **{
+        f"prefill d{width} page {size}": Group(partial(prefill, width, size), quick=size == 16)
+        for width, size in ((64, 7), (128, 16), (128, 7), (256, 64))
+    },
+    "prefill d128 window": Group(partial(prefill, 128, 8, window_size=(70, 0), softcap=2.0)),
+    "cascade d64": Group(partial(cascade, 64), quick=True),
     "paged d128 batch_invariant": Group(partial(paged, 128, batch_invariant=True), shares=True),
 }

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cukit as ck
-from cukit.attention import paged
+from cukit.attention import paged, paged_contents
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.reference import paged_attention as reference
@@ -386,7 +386,7 @@ def test_checked_calls_report_what_they_would_follow(
         return
     with pytest.raises(ConfigError, match=message):
         ck.paged_attention(*arguments, checked=True)
-    monkeypatch.setattr(paged, "_CHECKED", True)  # CUKIT_CHECKED=1
+    monkeypatch.setattr(paged_contents, "_CHECKED", True)  # CUKIT_CHECKED=1
     with pytest.raises(ConfigError, match=message):
         ck.paged_attention(*arguments)
 

@@ -59,6 +59,12 @@ def _paged(rng: Rng) -> Arguments:
     return (q, k, v, table, np.array([60, 33], np.int32)), {"return_lse": True}
 
 
+def _cascade(rng: Rng) -> Arguments:
+    q, k, v = _rows(rng, (4, 1, 4, 64), (9, 16, 2, 64), (9, 16, 2, 64))
+    table = np.array([[8, 3, b] for b in range(4)], np.int32)
+    return (q, k, v, table, np.array([40, 33, 48, 36], np.int32), 32), {"return_lse": True}
+
+
 def _latents(rng: Rng) -> Arguments:
     q, cache = _rows(rng, (2, 2, 5, 576), (6, 64, 1, 576), dtype="float16")
     table = rng.permutation(6).reshape(2, 3).astype(np.int32)
@@ -268,6 +274,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "batched_copy": _slides,
     "block_sparse_attention": _blocks,
     "bsr_matmul": _block_sparse_product,
+    "cascade_attention": _cascade,
     "cross_entropy": lambda rng: (_logits(rng), {"return_grad": True}),
     "cross_entropy_backward": lambda rng: ((np.float32(0.5), *_logits(rng)), {}),
     "decode": lambda rng: ((encode(_values(rng), float8_e4m3),), {}),

@@ -1,0 +1,186 @@
+// Keys and values of flash_attention_sm90 in the blocks of a cache. The producer's thread orders tiles;
+// warps of its warpgroup look blocks up and fetch them, in boxes of PAGE_ROWS rows of a block by TMA or,
+// with PAGE_ROWS 0, row by row.
+//
+// Macros: those of flash_attention_sm90.cu.
+#pragma once
+
+#include "attention/forward_pipelines_sm90.cuh"
+#include "attention/parameters.cuh"
+#include "attention/query_work.cuh"
+#include "common/hopper/pipeline.cuh"
+#include "common/platform.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/shared_address.cuh"
+#include "common/ptx/tma.cuh"
+#include "common/scores/parameters.cuh"
+#include "common/scores/score_options.cuh"
+#include "common/warp_uniform.cuh"
+
+#if PAGED
+
+namespace {
+
+namespace producer {
+
+// Orders tiles of keys and values.
+struct PagedKeyValues {
+  Pipelines& pipelines;
+  OrderState& at;
+  const cukit::ScoreSettings& settings;
+
+  struct Place {
+    const QueryWork& work;
+  };
+
+  CUKIT_DEVICE Place place(const QueryWork& work) const { return {work}; }
+
+  // The first key that a tile of queries sees.
+  CUKIT_DEVICE int first_key(const QueryWork& work) const {
+    const int seq_kv = work.sequence.seq_kv;
+    const int past = seq_kv - work.sequence.seq_q;
+    return max(0, cukit::visible_keys(work.first_row, past, seq_kv, settings).begin);
+  }
+
+  CUKIT_DEVICE void load_keys(unsigned char* to, cukit::Mbarrier* full, const Place& place,
+                              int tile) const {
+    load(to, full, place.work, tile, true);
+  }
+
+  CUKIT_DEVICE void load_values(unsigned char* to, cukit::Mbarrier* full, const Place& place,
+                                int tile) const {
+    load(to, full, place.work, tile, false);
+  }
+
+  // There are no more orders.
+  CUKIT_DEVICE void end() const {
+    for (int warp = 0; warp < kFetchers; ++warp) send({});
+  }
+
+ private:
+  CUKIT_DEVICE void load(unsigned char* to, cukit::Mbarrier* full, const QueryWork& work, int tile,
+                         bool of_keys) const {
+    send({to, full, work.b, work.head, first_key(work), work.sequence.seq_kv, tile, of_keys});
+  }
+
+  CUKIT_DEVICE void send(const Order& order) const {
+    pipelines.orders.acquire(at);
+    pipelines.order[at.index] = order;
+    pipelines.orders.commit(at);
+    at.advance();
+  }
+};
+
+}  // namespace producer
+
+namespace fetcher {
+
+// One of the two caches, [blocks, block_size, heads_kv, columns].
+struct Cache {
+  const cukit::TensorMap* map;  // with boxes of PAGE_ROWS rows
+  const T* values;              // with PAGE_ROWS 0
+  const cukit::HeadStrides& strides;
+  int columns;
+};
+
+// The blocks of a request.
+struct Blocks {
+  const int* table;  // its row of the block table
+  int size;
+};
+
+#if PAGE_ROWS
+// Boxes without a visible key lie outside the tensor: they read as zeros.
+template <typename Tile>
+CUKIT_DEVICE void fetch(const Order& order, const Cache& cache, const Blocks& blocks, int head) {
+  static_assert(TILE_N % PAGE_ROWS == 0 && PAGE_ROWS % 8 == 0, "whole periods of the swizzle");
+  constexpr int kBoxes = TILE_N / PAGE_ROWS;
+  static_assert(kBoxes <= cukit::kWarpSize, "a lane looks up one");
+  constexpr int kNoBlock = -1;
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  const int key = order.tile * TILE_N + lane * PAGE_ROWS;
+  const int entry = key / blocks.size;
+  const int own_row = key - entry * blocks.size;
+  int own_block = kNoBlock;
+  if (lane < kBoxes && key < order.end && key + PAGE_ROWS > order.first_key) {
+    own_block = blocks.table[entry];
+  }
+#pragma unroll 1
+  for (int box = 0; box < kBoxes; ++box) {
+    const int block = __shfl_sync(cukit::kFullMask, own_block, box);
+    const int row = __shfl_sync(cukit::kFullMask, own_row, box);
+    if (lane == 0) {
+      unsigned char* const to = order.to + box * (PAGE_ROWS * Tile::kRowBytes);
+#pragma unroll
+      for (int part = 0; part < Tile::kParts; ++part) {
+        cukit::tma_load_4d(to + part * Tile::kPartBytes, cache.map, order.full,
+                           part * Tile::kPartColumns, head, row, block);
+      }
+    }
+  }
+}
+#else
+// Rows that no query sees become zeros.
+template <typename Tile>
+CUKIT_DEVICE void fetch(const Order& order, const Cache& cache, const Blocks& blocks, int head) {
+  constexpr int kChunks = Tile::kParts * Tile::kRowBytes / 16;  // of a row
+  constexpr int kColumns = 16 / static_cast<int>(sizeof(T));    // of a chunk
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  const unsigned to = cukit::shared_address(order.to);
+#pragma unroll 1
+  for (int first = 0; first < TILE_N; first += cukit::kWarpSize) {
+    // A lane looks one row up, for all that copy a part of it.
+    const int key = order.tile * TILE_N + first + lane;
+    long long own = -1;
+    if (key >= order.first_key && key < order.end) {
+      const int entry = key / blocks.size;
+      own = cukit::offset_of(cache.strides, blocks.table[entry], key - entry * blocks.size, head);
+    }
+#pragma unroll 2
+    for (int i = 0; i < kChunks; ++i) {
+      const int index = i * cukit::kWarpSize + lane;
+      const int row = index / kChunks;
+      const int chunk = index % kChunks;
+      const long long from = __shfl_sync(cukit::kFullMask, own, row);
+      const bool valid = from >= 0 && chunk * kColumns < cache.columns;
+      if (TILE_N % cukit::kWarpSize != 0 && first + row >= TILE_N) continue;
+      cukit::cp_async_16(Tile::address(to, first + row, chunk),
+                         cache.values + (valid ? from + chunk * kColumns : 0), valid);
+    }
+  }
+  cukit::cp_async_commit();
+  cukit::cp_async_wait<0>();
+  cukit::fence_proxy_async();
+  __syncwarp();
+  if (lane == 0) cukit::mbarrier_arrive(order.full);
+}
+#endif
+
+// One of the last kFetchers warps of the producer's warpgroup.
+CUKIT_DEVICE void run(Pipelines& pipelines, const Cache& k, const Cache& v, const int* block_table,
+                      const cukit::PagedKeys& keys, int group) {
+  OrderState at;
+  at.index = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize) - (cukit::kWarpgroupWarps - kFetchers);
+  for (;; at.phase ^= 1) {
+    pipelines.orders.wait(at);
+    __syncwarp();
+    const Order& order = pipelines.order[at.index];
+    if (order.to == nullptr) return;
+    const Blocks blocks{block_table + static_cast<long long>(order.b) * keys.table_row,
+                        keys.block_size};
+    if (order.of_keys) {
+      fetch<KeyTile>(order, k, blocks, order.head / group);
+    } else {
+      fetch<ValueTile>(order, v, blocks, order.head / group);
+    }
+    __syncwarp();  // all have read it before one of them gives the place back
+    pipelines.orders.release(at);
+  }
+}
+
+}  // namespace fetcher
+
+}  // namespace
+
+#endif

@@ -1,0 +1,245 @@
+"""Attention of many queries a request over a cache in blocks, on the Hopper forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cukit as ck
+from cukit.attention import paged, paged_prefill
+from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention.paged_prefill_plan import plan_paged_prefill, prefers_prefill
+from cukit.core.arrays import bfloat16, float16
+from cukit.core.device import KIB, current_device, typical_device
+from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from tests.attention.test_paged_attention import DTYPES, Cache, array_module
+from tests.quick_run import emulated
+
+H200 = typical_device("sm_90")
+PROBLEM = AttentionProblem(8, 2048, 1, 32, 8, 128, "bfloat16", True)
+
+
+@pytest.fixture
+def prefill(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """`device`, where the forward serves every call that it can."""
+    if device != "cpu" and current_device().arch != "sm_90":
+        pytest.skip("the kernel is for Hopper")
+    monkeypatch.setattr(paged_prefill, "prefers_prefill", lambda *_, **__: True)
+    paged._prepare.forget()  # type: ignore[attr-defined]
+    yield device
+    paged._prepare.forget()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [1, 7, 16, 24, 64, 256])
+@pytest.mark.parametrize("lengths", [[140], [0, 77, 200, 30, 300]], ids=str)
+@emulated(
+    lambda lengths, block_size, dtype: (
+        len(lengths) == 5 and (dtype == bfloat16) == (block_size % 16 == 0)
+    )
+)
+def test_any_blocks(prefill: str, dtype: Any, block_size: int, lengths: list[int]) -> None:
+    """Requests without keys, and with fewer keys than queries, too."""
+    Cache(lengths, block_size=block_size, dtype=dtype, seq_q=70).check(prefill)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("block_size", [7, 16])
+@pytest.mark.parametrize(("heads_q", "heads_kv", "seq_q"), [(1, 1, 200), (6, 2, 33)])
+@emulated(
+    lambda head_dim, heads_q, block_size: (
+        (heads_q == 1) == (block_size == 7) == (head_dim in (80, 128))
+    )
+)
+def test_any_heads(
+    prefill: str, head_dim: int, block_size: int, heads_q: int, heads_kv: int, seq_q: int
+) -> None:
+    shape = {"head_dim": head_dim, "heads_q": heads_q, "heads_kv": heads_kv, "seq_q": seq_q}
+    Cache([250, 0, 210], block_size=block_size, **shape).check(prefill)
+
+
+def test_values_may_be_narrower(prefill: str) -> None:
+    Cache([190, 3], head_dim=192, value_dim=128, seq_q=40).check(prefill)
+
+
+@pytest.mark.parametrize("block_size", [7, 8])
+@pytest.mark.parametrize(
+    ("options", "hidden"),
+    [
+        ({"causal": False}, 0),
+        ({"window_size": (20, 0)}, 61),
+        ({"causal": False, "window_size": (30, 5)}, 51),
+        ({"softcap": 2.0, "scale": 0.7}, 0),
+        ({"sinks": np.linspace(-3, 3, 4, dtype=np.float32)}, 0),
+        ({"window_size": (9, None), "softcap": 1.5, "sinks": np.full(4, -np.inf, np.float32)}, 72),
+    ],
+    ids=str,
+)
+@emulated(lambda block_size, hidden: (block_size == 7) == (hidden == 51))
+def test_options(prefill: str, options: dict[str, Any], hidden: int, block_size: int) -> None:
+    """Keys left of a request's window are NaN, also where a block holds some inside it too."""
+    cache = Cache([152, 300, 0], seq_q=70, hidden=hidden, block_size=block_size)
+    cache.check(prefill, **options)
+
+
+@pytest.mark.parametrize("block_size", [7, 16])
+@pytest.mark.parametrize("window", [None, (40, 0)], ids=str)
+def test_queries_one_request_behind_the_other(prefill: str, block_size: int, window: Any) -> None:
+    """Whole prompts, a chunk of one, decode steps, and requests without queries or keys."""
+    counts = [70, 1, 0, 130, 1, 5]
+    cache = Cache([70, 200, 40, 333, 1, 0], block_size=block_size, dtype=float16)
+    ends = np.cumsum([0, *counts]).astype(np.int32)
+    generator = np.random.default_rng(7)
+    cache.q = generator.standard_normal((ends[-1], 4, 64), np.float32).astype(float16)
+    cache.check(prefill, cu_seqlens_q=ends, window_size=window)
+
+
+def test_no_queries(prefill: str) -> None:
+    xp = array_module(prefill)
+    cache = Cache([30, 20])
+    arrays = [xp.asarray(a) for a in (cache.q[:0, 0], cache.k, cache.v, cache.table, cache.lengths)]
+    ends = xp.zeros(3, np.int32)
+    out, lse = ck.paged_attention(*arrays, cu_seqlens_q=ends, return_lse=True)
+    assert out.shape == (0, 4, 64)
+    assert lse.shape == (4, 0)
+
+
+def test_a_request_does_not_feel_the_batch(prefill: str) -> None:
+    """Bit for bit, alone and among others, in other blocks."""
+    xp = array_module(prefill)
+    alone = Cache([210], seq_q=70, seed=1)
+    among = Cache([90, 210, 0], seq_q=70, seed=2)
+    places = np.arange(210)
+    for own, other in ((alone.k, among.k), (alone.v, among.v)):
+        other[among.table[1][places // 16], places % 16] = own[
+            alone.table[0][places // 16], places % 16
+        ]
+    among.q[1] = alone.q[0]
+    results = [
+        ck.paged_attention(
+            *(xp.asarray(a) for a in (c.q, c.k, c.v, c.table, c.lengths)), batch_invariant=True
+        )
+        for c in (alone, among)
+    ]
+    assert (results[0][0] == results[1][1]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_graph_replays_with_other_lengths(ragged: bool) -> None:
+    import cupy
+
+    if current_device().arch != "sm_90":
+        pytest.skip("the kernel is for Hopper")
+    cache = Cache([700, 1500, 650], seq_q=600, heads_q=32, heads_kv=8, seed=3)
+    arrays = [cupy.asarray(a) for a in (cache.q, cache.k, cache.v, cache.table, cache.lengths)]
+    given = {}
+    if ragged:
+        arrays[0] = arrays[0].reshape(1800, 32, 64)
+        given["cu_seqlens_q"] = cupy.asarray([0, 600, 1200, 1800], np.int32)
+    out = cupy.empty_like(arrays[0])
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        ck.paged_attention(*arrays, out=out, **given)
+        stream.begin_capture()
+        ck.paged_attention(*arrays, out=out, **given)
+        graph = stream.end_capture()
+        for lengths in ([700, 1500, 650], [5, 1, 0], [100, 1300, 2]):
+            arrays[4][...] = cupy.asarray(lengths, np.int32)
+            if ragged:
+                given["cu_seqlens_q"][1:3] = cupy.asarray([lengths[0], 900], np.int32)
+            graph.launch(stream)
+            stream.synchronize()
+            assert (out == ck.paged_attention(*arrays, **given)).all()
+
+
+@pytest.mark.gpu
+def test_a_slab_beyond_32_bits() -> None:
+    """Blocks at either end of caches of more than 2^31 elements."""
+    import cupy
+
+    if current_device().arch != "sm_90":
+        pytest.skip("the kernel is for Hopper")
+    small = Cache([600, 700], seq_q=512, heads_q=16, heads_kv=4, head_dim=128)
+    blocks = 2**31 // (16 * 4 * 128) + 100
+    try:
+        caches = [cupy.full((blocks, 16, 4, 128), np.nan, bfloat16) for _ in range(2)]
+    except cupy.cuda.memory.OutOfMemoryError:
+        pytest.skip("the caches do not fit")
+    rows = small.k.shape[0] // 2
+    for cache, values in zip(caches, (small.k, small.v), strict=True):
+        cache[:rows] = cupy.asarray(values[:rows])
+        cache[rows - len(values) :] = cupy.asarray(values[rows:])
+    table = np.where(small.table < rows, small.table, small.table + blocks - len(small.k))
+    given = [cupy.asarray(a) for a in (small.q, small.k, small.v, small.table, small.lengths)]
+    want = ck.paged_attention(*given)
+    got = ck.paged_attention(given[0], *caches, cupy.asarray(table.astype(np.int32)), given[4])
+    assert (got == want).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cu_seqlens_q": np.array([0, 3], np.int64)}, ArrayDtypeError, "cu_seqlens_q"),
+        ({"cu_seqlens_q": np.array([0, 2], np.int32)}, ConfigError, "from 0 to 3"),
+        ({"cu_seqlens_q": np.array([], np.int32)}, ArrayShapeError, "cu_seqlens_q"),
+        ({"cu_seqlens_q": np.array([0, 1, 3], np.int32)}, ArrayShapeError, "block_table"),
+        ({"q": np.zeros((1, 3, 4, 64), np.float32)}, ArrayShapeError, "q"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "q": np.zeros((3, 4, 64), np.float32),
+        "k_cache": np.zeros((4, 16, 2, 64), np.float32),
+        "v_cache": np.zeros((4, 16, 2, 64), np.float32),
+        "block_table": np.array([[0, 1]], np.int32),
+        "seq_lens": np.array([20], np.int32),
+        "cu_seqlens_q": np.array([0, 3], np.int32),
+    }
+    ck.paged_attention(**arguments)
+    with pytest.raises(error, match=message):
+        ck.paged_attention(**(arguments | change))
+
+
+def test_which_kernel_a_call_takes() -> None:
+    def prefers(batch: int, seq_q: int, heads: tuple[int, int] = (32, 8), **options: bool) -> bool:
+        problem = replace(
+            PROBLEM, batch=batch, seq_len_q=seq_q, num_heads_q=heads[0], num_heads_kv=heads[1]
+        )
+        options.setdefault("batch_invariant", False)
+        return prefers_prefill(problem, H200, **options)
+
+    assert prefers(8, 2048)
+    assert prefers(2, 8192)
+    assert prefers(4, 1024)
+    assert prefers(64, 64)
+    assert not prefers(64, 1)
+    assert not prefers(64, 8)
+    assert not prefers(1, 32), "32 tiles leave most SMs idle"
+    assert not prefers(64, 32, (8, 8)), "one tile of rows in the decode kernel"
+    assert prefers(1, 64, batch_invariant=True) == prefers(500, 64, batch_invariant=True)
+    assert not prefers_prefill(PROBLEM, typical_device("sm_80"), batch_invariant=False)
+    assert not prefers_prefill(PROBLEM, typical_device("sm_100"), batch_invariant=False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_boxes_hold_rows_of_one_block(head_dim: int) -> None:
+    for block_size in range(1, 257):
+        config = plan_paged_prefill(replace(PROBLEM, head_dim=head_dim), block_size, True, H200)
+        rows, tile = config.page_rows, config.tiling.tile_n
+        assert rows == 0 or (rows % 8 == 0 == tile % rows == block_size % rows)
+        assert (rows == 0) == (block_size % 8 != 0)
+        assert config.spec().shared_bytes + 2 * KIB <= H200.shared_bytes_per_block
+    assert plan_paged_prefill(PROBLEM, 16, False, H200).page_rows == 0
+
+
+def test_grids_are_bounded_by_their_tiles() -> None:
+    config = plan_paged_prefill(PROBLEM, 16, True, H200)
+    assert config.grid(8 * 2048) == H200.num_sms
+    small = plan_paged_prefill(replace(PROBLEM, batch=1, num_heads_q=2), 16, True, H200)
+    assert small.grid(100) == 2
