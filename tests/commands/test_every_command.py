@@ -65,11 +65,30 @@ SOON = 2.0
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    start(folder, ("distill", "--text", str(ROOT / "docs"), "-o", "run", *TINY)).communicate()
+    launch(folder, ("distill", "--text", str(ROOT / "docs"), "-o", "run", *TINY)).communicate()
     return folder / "run" / "student.safetensors"
 
 
-def start(folder: Path, arguments: tuple[str, ...]) -> subprocess.Popen[str]:
+Start = Callable[[Path, tuple[str, ...]], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts commands, and ends those that a failed test leaves behind."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(folder: Path, arguments: tuple[str, ...]) -> subprocess.Popen[str]:
+        started.append(launch(folder, arguments))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def launch(folder: Path, arguments: tuple[str, ...]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "cukit", *arguments],
         cwd=folder,
@@ -139,7 +158,7 @@ def interrupt(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("name", WORKING)
-def test_ctrl_c_while_importing(name: str, model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_importing(name: str, model: Path, tmp_path: Path, start: Start) -> None:
     process = start(tmp_path, filled(name, model))
     wait_until(lambda: imports_something(process))
     interrupt(process)
@@ -156,7 +175,9 @@ def test_ctrl_c_while_importing(name: str, model: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_ctrl_c_while_working(name: str, seconds: float, model: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_working(
+    name: str, seconds: float, model: Path, tmp_path: Path, start: Start
+) -> None:
     process = start(tmp_path, filled(name, model))
     wait_until(lambda: process.poll() is not None or works(process))
     time.sleep(seconds)
@@ -166,7 +187,9 @@ def test_ctrl_c_while_working(name: str, seconds: float, model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["compile", "replay", pytest.param("report", marks=SLOW)])
-def test_workers_die_with_a_killed_parent(name: str, model: Path, tmp_path: Path) -> None:
+def test_workers_die_with_a_killed_parent(
+    name: str, model: Path, tmp_path: Path, start: Start
+) -> None:
     process = start(tmp_path, filled(name, model))
     wait_until(lambda: len(descendants(process.pid)) > 0)
     time.sleep(1.0)  # they work
@@ -327,7 +350,7 @@ def test_absurd_values_end_in_one_line(name: str, model: Path, tmp_path: Path) -
 
 @SLOW
 @pytest.mark.parametrize("name", WORKING)
-def test_two_at_once_in_one_folder(name: str, model: Path, tmp_path: Path) -> None:
+def test_two_at_once_in_one_folder(name: str, model: Path, tmp_path: Path, start: Start) -> None:
     words = filled(name, model)
     quick = {
         "distill": ("distill", "--text", str(ROOT / "docs"), "-o", "run", *TINY),

@@ -6,7 +6,7 @@
 // arg: np.zeros(64, np.float32)
 // result: np.ones(64)
 // report: polls and nothing happens
-// report: thread \(0, 0, 0\)
+// report: thread \(\d+, 0, 0\)
 extern "C" __global__ void volatile_flag(int* flag, float* out) {
   if (threadIdx.x == 32 && !BROKEN) *static_cast<volatile int*>(flag) = 1;
   if (threadIdx.x < 32) {
