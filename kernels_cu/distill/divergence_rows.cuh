@@ -247,14 +247,15 @@ struct CentredRow : RowMasses {
   CUKIT_DEVICE float exact_term(const Pair& at) const {
     const float p = at.p, q = at.q;
     if (fmaxf(p, q) == 0.0f) return 0.0f;  // masked in both: b is NaN
+    if constexpr (kDivergence == Divergence::ReverseKl) {
+      const float far = fmaf(q, -kLn2 * at.b, p - q);
+      const float term = fabsf(at.b) < kNear ? near_term(at) : far;
+      return q > 0.0f ? term : p;
+    }
     const float gap = kLn2 * fabsf(at.b);
     const bool likelier = at.b >= 0.0f;  // p >= q
     const float x = expm1f(-gap);
-    if constexpr (kDivergence == Divergence::ReverseKl) {
-      const float far = likelier ? fmaf(q, -gap, p - q) : q * (x + gap);
-      const float term = fabsf(at.b) < kNear ? q * (at.b * at.b * remainder_series(-at.b)) : far;
-      return q > 0.0f ? term : p;
-    } else if constexpr (kDivergence == Divergence::Jsd) {
+    if constexpr (kDivergence == Divergence::Jsd) {
       const float share = likelier ? 1.0f - beta : beta;  // of the smaller one in m
       const float log_m = log1pf(share * x);              // log(m / larger)
       const float own = x > -1.0f ? -(1.0f + x) * gap : 0.0f;
