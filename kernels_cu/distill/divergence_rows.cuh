@@ -199,7 +199,7 @@ struct CentredRow : RowMasses {
       const float fraction = (beta - 1.0f) * __fdividef(at.x, fmaf(beta, at.x, 1.0f));  // 1 - q / m
       return fmaf(beta, fraction, log_ratio(at, beta));
     } else {
-      return at.x == 0.0f ? 0.0f : at.x < 0.0f ? -0.5f : 0.5f;
+      return at.b == 0.0f ? 0.0f : at.b > 0.0f ? -0.5f : 0.5f;  // of b, which all sweeps compute alike
     }
   }
 
