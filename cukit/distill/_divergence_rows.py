@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,7 +14,12 @@ from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, by_value, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_choice, check_number
-from cukit.distill._row_loss import VocabularySplit, row_access_width, split_vocabulary
+from cukit.distill._row_loss import (
+    REPRESENTATIVE_ROWS,
+    VocabularySplit,
+    row_access_width,
+    split_vocabulary,
+)
 from cukit.errors import ConfigError
 
 DIVERGENCES = (
@@ -116,6 +122,24 @@ def plan_divergence(
     sweeps = 2 if divergence == "forward_kl" else 3
     split = split_vocabulary(vocab_size, itemsize, vec, 2, sweeps, device, **choice)
     return DivergenceConfig(dtype, index_dtype, divergence, grad, hard, split)
+
+
+def divergence_specs(
+    device: Device,
+    divergence: str,
+    kinds: Sequence[tuple[bool, bool]],
+    rows: Sequence[tuple[Any, int]] = REPRESENTATIVE_ROWS,
+) -> list[KernelSpec]:
+    """Kernels for `rows` of a dtype and a vocabulary, of each kind: (with gradient, with
+    cross-entropy)."""
+    return [
+        plan_divergence(
+            vocab_size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, divergence,
+            grad, hard, device,
+        ).spec()
+        for dtype, vocab_size in rows
+        for grad, hard in kinds
+    ]  # fmt: skip
 
 
 @launch_plan

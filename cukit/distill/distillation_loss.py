@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,8 @@ from cukit.core.kernel import KernelSpec, Launch, launch_plan
 from cukit.distill._divergence_rows import (
     DIVERGENCES,
     LossOptions,
+    divergence_specs,
     launch_rows,
-    plan_divergence,
     plan_launch,
 )
 from cukit.distill._row_loss import (
@@ -242,30 +241,16 @@ def _check(
     check_grad_loss(op, grad_loss, reduction, row_shape)
 
 
-def specs_of(
-    device: Device,
-    divergence: str,
-    hard: bool = True,
-    rows: Sequence[tuple[Any, int]] = REPRESENTATIVE_ROWS,
-) -> list[KernelSpec]:
-    """Kernels for `rows`, without and with a gradient."""
-    return [
-        plan_divergence(
-            vocab_size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, divergence,
-            grad, grad and hard, device,
-        ).spec()
-        for dtype, vocab_size in rows
-        for grad in (False, True)
-    ]  # fmt: skip
-
-
 def _specs(device: Device) -> list[KernelSpec]:
     """One of them for every kind of split, the others for one."""
     rows = [
         spec
         for name in DIVERGENCES[1:]
-        for spec in specs_of(
-            device, name, rows=REPRESENTATIVE_ROWS if name == "jsd" else REPRESENTATIVE_ROWS[1:2]
+        for spec in divergence_specs(
+            device,
+            name,
+            ((False, False), (True, True)),
+            REPRESENTATIVE_ROWS if name == "jsd" else REPRESENTATIVE_ROWS[1:2],
         )
     ]
     return [*rows, count_spec("int32"), total_spec()]

@@ -7,9 +7,9 @@ from typing import Any
 from cukit.core.arrays import Array
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
-from cukit.distill._divergence_rows import LossOptions
+from cukit.distill._divergence_rows import LossOptions, divergence_specs
 from cukit.distill._row_loss import count_spec, total_spec
-from cukit.distill.distillation_loss import evaluate, specs_of
+from cukit.distill.distillation_loss import evaluate
 from cukit.reference import losses as reference
 from cukit.registry import register
 
@@ -112,7 +112,7 @@ def kl_divergence_backward(
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    rows = specs_of(device, "forward_kl", hard=False)
+    rows = divergence_specs(device, "forward_kl", ((False, False), (True, False)))
     return [*rows, count_spec("int32"), total_spec()]
 
 

@@ -20,8 +20,8 @@ from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 from cukit.distill._divergence_rows import (
     LossOptions,
+    divergence_specs,
     launch_rows,
-    plan_divergence,
     prepare_rows,
 )
 from cukit.distill._linear_loss import (
@@ -35,7 +35,6 @@ from cukit.distill._linear_loss import (
     project,
 )
 from cukit.distill._row_loss import (
-    REPRESENTATIVE_ROWS,
     adopt_scalars,
     arrays_among,
     check_options,
@@ -233,17 +232,9 @@ def _check(
     check_grad_weight(op, weight, grad_weight)
 
 
-def specs_of(device: Device, *divergences: str) -> list[KernelSpec]:
-    """Kernels for rows of every kind of split."""
-    rows = [
-        plan_divergence(
-            size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, divergence, True, hard,
-            device,
-        ).spec()
-        for divergence in divergences
-        for dtype, size in REPRESENTATIVE_ROWS
-        for hard in (False, True)
-    ]  # fmt: skip
+def specs_of(device: Device, divergence: str) -> list[KernelSpec]:
+    """Kernels for rows of every kind of split; the gradient is always written."""
+    rows = divergence_specs(device, divergence, ((True, False), (True, True)))
     return [*rows, count_spec("int32"), total_spec()]
 
 
