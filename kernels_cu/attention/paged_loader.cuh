@@ -33,9 +33,9 @@ class Loader {
   // `places`: of the warp's keys, in shared memory.
   CUKIT_DEVICE Loader(const Share& share, unsigned ring, KeyPlace* places, const Arrays& arrays,
                       const PagedParameters& params)
-      : share_(share), ring_(ring), places_(places), stage_(0), more_(!share.done()) {
+      : share_(share), stages_(ring), places_(places), stage_(0), more_(!share.done()) {
     if (more_) {
-      open_piece(params);
+      open_piece(arrays, params);
       look_up(arrays, params);
     }
   }
@@ -46,9 +46,9 @@ class Loader {
       copy(arrays, params);
       stage_ = stage_ + 1 == STAGES ? 0 : stage_ + 1;
       if (++tile_ == piece_end_) {
-        share_.advance(arrays.seq_lens, params);
+        share_.advance(arrays.lengths, params);
         more_ = !share_.done();
-        if (more_) open_piece(params);
+        if (more_) open_piece(arrays, params);
       } else {
         next_keys(params);
       }
@@ -70,7 +70,7 @@ class Loader {
     return kStep >= kWarpSize || threadIdx.x % kWarpSize < kStep;
   }
 
-  CUKIT_DEVICE void open_piece(const PagedParameters& params) {
+  CUKIT_DEVICE void open_piece(const Arrays& arrays, const PagedParameters& params) {
     const Piece piece = share_.piece();
     tile_ = piece.begin;
     piece_end_ = piece.end;
@@ -82,6 +82,7 @@ class Loader {
     const int seq_kv = piece.place.request.seq_kv;
     first_key_ = max(0, visible_keys(0, past, seq_kv, params.settings).begin);
     last_key_ = visible_keys(last, past, seq_kv, params.settings).end;
+    if constexpr (RECENT) ring_ = arrays.rings[piece.place.b];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int key = first_of_tile() + own_key(i);
@@ -92,6 +93,11 @@ class Loader {
 
   CUKIT_DEVICE int first_of_tile() const {
     return tile_ * kTile + threadIdx.x / kWarpSize * kStep;
+  }
+
+  // Whether the tile is one of recent keys.
+  CUKIT_DEVICE bool recent() const {
+    return RECENT && tile_ >= share_.place.request.cached_tiles();
   }
 
   // Of the tile behind, without a division.
@@ -109,16 +115,24 @@ class Loader {
 
   // The blocks of the lane's keys, a step before they are needed.
   CUKIT_DEVICE void look_up(const Arrays& arrays, const PagedParameters& params) {
+    if (recent()) return;
     const int* table = arrays.block_table + static_cast<long long>(share_.place.b) * params.table_row;
+    const int end = RECENT ? min(last_key_, share_.place.request.cached) : last_key_;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int key = first_of_tile() + own_key(i);
-      block_[i] = key >= first_key_ && key < last_key_ ? table[entry_[i]] : -1;
+      block_[i] = key >= first_key_ && key < end ? table[entry_[i]] : -1;
     }
   }
 
   CUKIT_DEVICE void copy(const Arrays& arrays, const PagedParameters& params) {
-    const unsigned keys = ring_ + stage_ * kStageBytes;
+    const unsigned keys = stages_ + stage_ * kStageBytes;
+    if constexpr (RECENT) {
+      if (recent()) {
+        copy_recent(keys, arrays, params);
+        return;
+      }
+    }
     bool all_known = true;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -135,7 +149,7 @@ class Loader {
     if (!PADDED && !VALUE_PADDED && __all_sync(kFullMask, all_known)) {
       copy_whole(keys);
     } else {
-      copy_known(keys, arrays, params);
+      copy_known<CacheForm>(keys, arrays, params);
     }
     if constexpr (CODE == 3) {
       copy_group_factors(keys + 2 * kPartBytes, arrays, params);
@@ -144,17 +158,38 @@ class Loader {
     }
   }
 
-  static constexpr int kChunks = kTileColumns / 8;  // of a key
+  // Recent keys: rows of the request's ring, with which positions wrap around.
+  CUKIT_DEVICE void copy_recent(unsigned keys, const Arrays& arrays,
+                                const PagedParameters& params) {
+    const auto& request = share_.place.request;
+    const int own = threadIdx.x % RecentForm::kStep;
+    const int key = request.cached + (tile_ - request.cached_tiles()) * kRecentTile +
+                    threadIdx.x / kWarpSize * RecentForm::kStep + own;
+    KeyPlace place{nullptr, nullptr};
+    if (key >= first_key_ && key < last_key_ && ring_ >= 0) {
+      const int row = key % params.recent_rows;
+      const T* k = arrays.recent_k + place_of(params.recent_k, ring_, row, head_kv_);
+      const T* v = arrays.recent_v + place_of(params.recent_v, ring_, row, head_kv_);
+      place = {reinterpret_cast<const cache_t*>(k), reinterpret_cast<const cache_t*>(v)};
+    }
+    if (threadIdx.x % kWarpSize < RecentForm::kStep) places_[own] = place;
+    __syncwarp();
+    copy_known<RecentForm>(keys, arrays, params);
+  }
+
   static constexpr int kElements = 16 / sizeof(cache_t);  // of storage, of a chunk
-  static constexpr int kCopies = kStep * kChunks / kWarpSize;
 
   // A lane's copy number `i` of a step: chunk `chunk` of key `row`.
+  template <typename F>
   struct Copy {
+    static constexpr int kChunks = F::kTileColumns / 8;  // of a key
+    static constexpr int kCopies = F::kStep * kChunks / kWarpSize;
+
     int row, chunk;
     unsigned to;  // in the tile
 
     CUKIT_DEVICE explicit Copy(int i) {
-      using Tile = Swizzle<kTileColumns>;
+      using Tile = Swizzle<F::kTileColumns>;
       const int lane = threadIdx.x % kWarpSize;
       if constexpr (kWarpSize % kChunks == 0) {  // whole rows: copies differ by constants
         const int first = i * (kWarpSize / kChunks);
@@ -171,6 +206,8 @@ class Loader {
   };
 
   CUKIT_DEVICE void copy_whole(unsigned keys) {
+    using Copy = Loader::Copy<CacheForm>;
+    constexpr int kCopies = Copy::kCopies;
     constexpr int kAtOnce = kCopies % 4 == 0 ? 4 : 3;
     static_assert(kCopies % kAtOnce == 0, "places are read a few at a time");
 #pragma unroll
@@ -188,12 +225,13 @@ class Loader {
   }
 
   // Zeros for what does not exist or is not seen.
+  template <typename F>
   CUKIT_DEVICE void copy_known(unsigned keys, const Arrays& arrays,
                                const PagedParameters& params) {
 #pragma unroll 1
-    for (int i = 0; i < kCopies; ++i) {
-      const Copy copy(i);
-      const int column = copy.chunk * (128 / kBits);
+    for (int i = 0; i < Copy<F>::kCopies; ++i) {
+      const Copy<F> copy(i);
+      const int column = copy.chunk * (128 / F::kBits);
       const int at = copy.chunk * kElements;
       const KeyPlace from = places_[copy.row];
       const bool k_valid = from.k != nullptr && (!PADDED || column < params.head_dim);
@@ -258,11 +296,12 @@ class Loader {
   }
 
   Share share_;
-  unsigned ring_;
+  unsigned stages_;
   KeyPlace* places_;
   int stage_;
   bool more_;
   int tile_, piece_end_, head_kv_, first_key_, last_key_;
+  int ring_;  // RECENT: of the request
   int entry_[kOwn], row_[kOwn], block_[kOwn];  // of the lane's keys: of the table, in its block
 };
 

@@ -52,11 +52,13 @@ struct PagedKeys {
 struct PagedParameters {
   HeadStrides q, k, v, out;
   HeadStrides k_scales, v_scales;  // 0 along axes that share a scale
+  HeadStrides recent_k, recent_v;  // RECENT: over rings, their rows and heads
   int batch, heads_q, heads_kv;
   int group;      // query heads that share a key head
   int seq_q;      // of every request
   int problems;   // of a request: key heads times tiles of query rows
-  int most_keys;  // that the block table has room for
+  int most_keys;  // that the block table and, with RECENT, a ring have room for
+  int recent_rows;  // RECENT: of a ring
   int block_size, table_row;
   int tile_blocks, tile_rows;  // the keys of a tile: whole blocks of the cache, and more rows
   int head_dim, value_dim;

@@ -205,17 +205,15 @@ def grouped(
     zeros = (-8 - low / scales).astype(np.float16)
     if axis == 3:
         scales[unused], zeros[unused] = np.nan, np.nan
-        scales, zeros = (
-            np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (scales, zeros)
-        )
     wide = [np.repeat(x.astype(np.float64), group_size, axis) for x in (scales, zeros)]
     with np.errstate(invalid="ignore"):
         levels = np.clip(np.rint(values / wide[0] + wide[1]), -8, 7)
     levels = np.nan_to_num(levels).astype(np.int64)
     packed = (levels[..., ::2] & 15 | (levels[..., 1::2] & 15) << 4).astype(np.uint8)
-    cache = ck.QuantizedArray(
-        xp.asarray(packed), ck.int4, shape, xp.asarray(scales), xp.asarray(zeros), axis, group_size
-    )
+    factors = [xp.asarray(x) for x in (scales, zeros)]
+    if axis == 3:  # rows of a head side by side
+        factors = [xp.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in factors]
+    cache = ck.QuantizedArray(xp.asarray(packed), ck.int4, shape, *factors, axis, group_size)
     return cache, (levels - wide[1]) * wide[0]
 
 
