@@ -181,7 +181,9 @@ class GroupQueries {
   CUKIT_DEVICE GroupQueries(const Queries<CacheForm>& queries, const unsigned char* factors) {
     const int t = threadIdx.x % kWarpSize % 4;
     const uint4* chunks = reinterpret_cast<const uint4*>(factors);
-    float sums[QUERY_TILES][4] = {};
+    // Chains of products that do not wait for one another: each adds to the sum of the one before.
+    constexpr int kChains = 4;
+    float sums[kChains][QUERY_TILES][4] = {};
 #pragma unroll
     for (int step = 0; step < kDimSteps; step += 2) {
       // Of eight columns: a word of codes.
@@ -202,17 +204,19 @@ class GroupQueries {
           q.x = as_word(__hmul2(as_half2(q.x), as_half2(scales[i])));
           q.y = as_word(__hmul2(as_half2(q.y), as_half2(scales[i + 1])));
           scaled_[n][step + i / 2] = q;
-          subtract_bias(sums[n], q);
+          subtract_bias(sums[i][n], q);
           // Zero points count once.
           q.y = as_word(__hmul2(as_half2(q.y), __float2half2_rn(16.0f)));
-          mma_16x8x16<__half>(sums[n], offsets, q.x, q.y);
+          mma_16x8x16<__half>(sums[i + 1][n], offsets, q.x, q.y);
         }
       }
     }
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) start_[n][i] = sums[n][i];
+      for (int i = 0; i < 2; ++i) {
+        start_[n][i] = (sums[0][n][i] + sums[2][n][i]) + (sums[1][n][i] + sums[3][n][i]);
+      }
   }
 
   CUKIT_DEVICE uint2 operator()(int n, int step) const { return scaled_[n][step]; }
