@@ -1,8 +1,8 @@
-"""FlashInfer's attention over blocks, as arms of cases. Plans are made before the timed call, as a model
-makes them once for all its layers.
+"""FlashInfer's attention over blocks, as arms of cases.
 
-`flashinfer-python` compiles its kernels with nvcc when they are first used, for minutes each. A wheel
-whose `flashinfer/data/aot` holds them compiled is used as it is.
+Plans are made before the timed call, as a model makes them once for all its layers.
+`flashinfer-python` compiles a kernel with nvcc when it is first used, unless `data/aot` in
+its folder has it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ class Pages:
         rows = peers.to_torch(table)
         self.ends = _integers([0, *np.cumsum(counts).tolist()])
         self.indices = torch.cat([rows[b, :count] for b, count in enumerate(counts)])
-        self.last_lens = _integers(
-            [length - (count - 1) * block_size for length, count in zip(lengths, counts, strict=True)]
-        )
+        self.last_lens = _integers([(length - 1) % block_size + 1 for length in lengths])
 
 
 def _integers(values: Sequence[int]) -> Any:
@@ -45,7 +43,7 @@ def _workspace() -> Any:
 def decode(
     q: Any, k: Any, v: Any, table: Any, lengths: Sequence[int], scale: float | None = None
 ) -> Call:
-    """BatchDecodeWithPagedKVCacheWrapper on tensor cores. scale: with float8, of all keys and values."""
+    """BatchDecodeWithPagedKVCacheWrapper on tensor cores. scale: of float8 codes."""
     module, torch = peers.optional("flashinfer.decode"), peers.torch()
     _, block_size, heads_kv, head_dim = k.shape
     pages = Pages(table, lengths, block_size)

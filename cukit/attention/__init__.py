@@ -2,6 +2,7 @@
 
 from cukit.attention.append_kv import append_kv
 from cukit.attention.block_sparse import block_sparse_attention
+from cukit.attention.cache_arrays import RecentKV
 from cukit.attention.cascade import cascade_attention
 from cukit.attention.flash import flash_attention
 from cukit.attention.flash_backward import flash_attention_backward
@@ -9,12 +10,14 @@ from cukit.attention.merge_states import merge_attention_states
 from cukit.attention.mla import MlaMetadata, mla_attention, mla_metadata
 from cukit.attention.mla_latents import encode_mla_latents
 from cukit.attention.mla_projections import absorb_mla_projections
+from cukit.attention.pack_kv import pack_kv
 from cukit.attention.paged import paged_attention
 from cukit.attention.paged_steps import PagedAttention
 
 __all__ = [
     "MlaMetadata",
     "PagedAttention",
+    "RecentKV",
     "absorb_mla_projections",
     "append_kv",
     "block_sparse_attention",
@@ -25,5 +28,6 @@ __all__ = [
     "merge_attention_states",
     "mla_attention",
     "mla_metadata",
+    "pack_kv",
     "paged_attention",
 ]

@@ -28,8 +28,8 @@ class RecentKV:
     """The newest keys and values of requests whose older ones are int4 codes, as they were.
 
     Keys of request `b` from `packed_lens[b]` on are not in the blocks of the cache: key `j` is row
-    `j % num_rows` of ring `rings[b]`. `append_kv` writes them there (slot `rings[b] * num_rows + j %
-    num_rows`), `pack_kv` turns whole groups of them into codes.
+    `j % num_rows` of ring `rings[b]`. `append_kv` writes them there, at slot
+    `rings[b] * num_rows + j % num_rows`; `pack_kv` turns whole groups of them into codes.
 
     k: dtype of q, [num_rings, num_rows, num_heads_kv, head_dim], any strides with a contiguous last
         axis.

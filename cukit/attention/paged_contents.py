@@ -83,7 +83,8 @@ def check_table(
         b = int(wrong.argmax())
         raise ConfigError(
             f"{op}: seq_lens must lie from 0 to {room}, the keys of max_blocks blocks"
-            f"{' and a ring' if recent is not None else ''}, but seq_lens[{b}] is {int(seq_lens[b])}"
+            f"{' and a ring' if recent is not None else ''}, but "
+            f"seq_lens[{b}] is {int(seq_lens[b])}"
         )
     first = reference.first_key(seq_lens, seq_q, window_size)[:, None]
     starts = xp.arange(block_table.shape[1]) * block_size
@@ -104,8 +105,8 @@ def _check_rings(op: str, recent: RecentKV, room: int, seq_lens: Array) -> None:
     if wrong.any():
         b = int(wrong.argmax())
         raise ConfigError(
-            f"{op}: recent.packed_lens must lie from 0 to {room}, the keys of max_blocks blocks, and "
-            f"at most {num_rows} rows of a ring below seq_lens, but packed_lens[{b}] is "
+            f"{op}: recent.packed_lens must lie from 0 to {room}, the keys of max_blocks blocks, "
+            f"and at most {num_rows} rows of a ring below seq_lens, but packed_lens[{b}] is "
             f"{int(recent.packed_lens[b])} and seq_lens[{b}] is {int(seq_lens[b])}"
         )
     wrong = (seq_lens > recent.packed_lens) & ((recent.rings < 0) | (recent.rings >= num_rings))

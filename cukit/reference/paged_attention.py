@@ -52,7 +52,7 @@ def paged_attention(
         places = xp.arange(first, packed)
         rows = block_table[b][places // block_size], places % block_size
         k, v = k_cache[rows], v_cache[rows]
-        if recent is not None:
+        if recent is not None and packed < length:
             ring = int(recent.rings[b]), xp.arange(packed, length) % recent.k.shape[1]
             k, v = (
                 xp.concatenate([old, new[ring].astype(old.dtype)])

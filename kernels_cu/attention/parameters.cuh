@@ -76,6 +76,15 @@ struct AppendParameters {
   int max_positions;  // rows of the tables
 };
 
+// pack_kv. Strides as in AppendParameters; of factors of keys over blocks, groups and heads. Groups are
+// counted over all blocks.
+struct PackParameters {
+  HeadStrides k, v, k_cache, v_cache, k_factors, v_factors;
+  int heads;
+  int source_groups, source_block_groups;
+  int target_groups, target_block_groups;
+};
+
 // mla_attention_sm90, which finds q and the cache through tensor maps, and mla_merge. A row is a head of
 // a query.
 struct LatentParameters {

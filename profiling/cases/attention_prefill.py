@@ -185,9 +185,7 @@ def _cascade_case(shape: Cascade) -> Case:
             arms={
                 "cukit": lambda: partial(cascade_attention, *arguments, shape.shared, out=out),
                 "cukit-flat": lambda: partial(paged_attention, *arguments, out=xp.empty_like(q)),
-                "flashinfer": partial(
-                    paged_peers.cascade, q, k, v, table, shape.shared, shape.own
-                ),
+                "flashinfer": partial(paged_peers.cascade, q, k, v, table, shape.shared, shape.own),
                 "flashinfer-flat": partial(
                     paged_peers.decode, q, k, v, table, [keys] * shape.batch
                 ),
