@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cukit.attention.cache_arrays import (
     GROUP_ROWS,
     check_code_layout,
@@ -21,7 +23,6 @@ from cukit.core.arrays import (
     Array,
     adopt,
     check_array,
-    check_same_dtype,
     runs_kernel,
 )
 from cukit.core.device import Device
@@ -37,6 +38,7 @@ _OP = "pack_kv"
 _THREADS = 128
 _CHUNK = 8
 _MOST_WIDTH = 256
+_STORED = (np.dtype(np.uint8),)
 
 
 class PackArrays(NamedTuple):
@@ -132,10 +134,9 @@ def _check(arrays: PackArrays) -> None:
     shape: tuple[int | None, ...] = (None, None, heads, 2 * k_bytes)
     check_array(_OP, "k", k, dtypes=FLOAT_DTYPES, shape=shape, contiguous=False)
     shape = (*k_cache.shape[:3], None)
-    check_array(_OP, "v_cache", v_cache, shape=shape, contiguous=False)
+    check_array(_OP, "v_cache", v_cache, dtypes=_STORED, shape=shape, contiguous=False)
     shape = (*k.shape[:3], 2 * v_cache.shape[-1])
-    check_array(_OP, "v", v, shape=shape, contiguous=False)
-    check_same_dtype(_OP, k=k, v=v)
+    check_array(_OP, "v", v, dtypes=(k.dtype,), shape=shape, contiguous=False)
     size = k_cache.shape[1] // k_scales.shape[1]
     if k.shape[1] % size:
         raise ArrayShapeError(

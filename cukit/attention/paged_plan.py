@@ -118,9 +118,9 @@ def _stage_bytes(head_dim: int, codes: str, step: int, *, recent: bool = False) 
     return 2 * step * (head_dim + 4 if codes else 2 * head_dim)
 
 
-def _static_bytes(query_tiles: int, step: int, warps: int) -> int:
+def _static_bytes(query_tiles: int, places: int, warps: int) -> int:
     """Maxima and sums of rows, and places of keys."""
-    return 8 * warps * _QUERY_TILE * query_tiles + 16 * warps * step
+    return 8 * warps * _QUERY_TILE * query_tiles + 16 * warps * places
 
 
 def _query_bytes(head_dim: int, query_tiles: int, *, recent: bool = False) -> int:
@@ -162,7 +162,8 @@ def plan_paged_attention(
     three = codes and not narrowest and query_tiles < 4
     blocks = 1 if width > 128 else 3 if three else 2
     stage_bytes = _stage_bytes(width, codes, step, recent=recent)
-    static_bytes = _SYSTEM_BYTES + 64 + _static_bytes(query_tiles, step, _MOST_WARPS)
+    places = _RECENT_STEP if narrowest else step
+    static_bytes = _SYSTEM_BYTES + 64 + _static_bytes(query_tiles, places, _MOST_WARPS)
     room = device.shared_bytes_per_sm // blocks - static_bytes
     room = min(room, device.shared_bytes_per_block - static_bytes + _SYSTEM_BYTES)
     room -= _query_bytes(width, query_tiles, recent=recent)

@@ -251,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     const __grid_constant__ cukit::PagedParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ Statistics statistics[WARPS][kRows];
-  __shared__ KeyPlace places[WARPS][kStep];
+  __shared__ KeyPlace places[WARPS][Loader::kPlaces];
 #if RECENT
   const Lengths lengths{seq_lens, packed_lens};
 #else
@@ -265,6 +265,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
   unsigned char* query_tile = shared + WARPS * STAGES * kStageBytes;
   const float factor = cukit::exponent_factor(params.scale_log2);
 
+  // The block table is needed next: its lines are on their way while lengths are read.
+  const long long entry = 32LL * (blockIdx.x * kThreads + threadIdx.x);
+  const long long entries = static_cast<long long>(params.batch - 1) * params.table_row +
+                            (params.most_keys - params.recent_rows) / params.block_size;
+  if (entry < entries) cukit::prefetch_l2(block_table + entry);
   const int teams = gridDim.x / TEAM;
   const int team = blockIdx.x / TEAM;
   const int member = blockIdx.x % TEAM;
@@ -276,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
               min(total, first_unit + share_units)};
 
   Loader loader(share, cukit::shared_address(ring), places[warp], arrays, params);
-#pragma unroll
+#pragma unroll 1  // the machine code of one start is long, and has to be fetched once
   for (int i = 0; i < STAGES - 1; ++i) {
     loader.start(arrays, params);
     __syncwarp();  // the next start renews the places of the keys

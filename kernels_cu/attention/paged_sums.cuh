@@ -181,7 +181,7 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long lon
 template <typename Slot>
 CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const Partial& partial,
                                const Arrays& arrays, const PagedParameters& params) {
-  constexpr int kAtOnce = 8;  // loads under way
+  constexpr int kAtOnce = 16;  // loads under way
   for (int index = threadIdx.x; index < rows.count * HEAD_DIM / 4; index += kThreads) {
     const int row = index / (HEAD_DIM / 4);
     const int column = index % (HEAD_DIM / 4) * 4;
