@@ -248,6 +248,8 @@ class RadixAttention:
         size, first = self.cache.block_size, int(lengths[0]) - num_tokens
         num_rows = -(-num_tokens // size) * size
         own = np.arange(first // size, int(lengths[0]) // size)  # its new full blocks
+        left = min(int(lengths[0]) % size, num_tokens)
+        begin = (int(lengths[0]) - left) % num_rows
         return {
             "table": xp.asarray(table),
             "lengths": xp.asarray(lengths),
@@ -257,6 +259,7 @@ class RadixAttention:
             "packed_lens": xp.full(1, first, np.int32),
             "sources": xp.asarray(own * size % num_rows // size),
             "targets": xp.asarray(table[0, own].astype(np.int64)),
+            "left": slice(begin, begin + left),
         }
 
     def _attend_prompt(
@@ -278,8 +281,9 @@ class RadixAttention:
             **self._options,
         )
         pack_kv(*new, *caches, step["sources"], step["targets"])
-        stored = [x[0][step["slots"]] for x in new]
-        append_kv(*stored, *self._rings[layer], self._slots.reshape(-1))
+        left = [x[0, step["left"]] for x in new]
+        if len(left[0]):
+            append_kv(*left, *self._rings[layer], self._slots.reshape(-1)[-len(left[0]) :])
         return attended
 
     def _check_between(self, name: str) -> None:
