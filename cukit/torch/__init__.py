@@ -48,6 +48,7 @@ from cukit.torch.modules import (
     RMSNorm,
     SwiGLU,
 )
+from cukit.torch.optimize import Optimized, SwapReport, optimize
 from cukit.torch.quantized import QuantizedLinear, replace_linear_with_quantized
 from cukit.torch.transformers import register_attention
 
@@ -57,8 +58,10 @@ __all__ = [
     "LinearActivation",
     "LinearGELU",
     "LinearSiLU",
+    "Optimized",
     "QuantizedLinear",
     "RMSNorm",
+    "SwapReport",
     "SwiGLU",
     "cross_entropy",
     "distillation_loss",
@@ -72,6 +75,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_distillation_loss",
     "linear_kl_divergence",
+    "optimize",
     "register_attention",
     "replace_linear_with_quantized",
     "rms_norm",
