@@ -89,7 +89,7 @@ class _Facts:
 
     arguments: tuple[str, ...]
     defaults: Mapping[str, Any]
-    tensors: frozenset[str]
+    tensors: tuple[str, ...]
     results: tuple[str, ...]
 
     @staticmethod
@@ -98,7 +98,7 @@ class _Facts:
         return _Facts(
             tuple(each.name for each in arguments),
             {each.name: each.default_value for each in arguments if each.has_default_value()},
-            frozenset(each.name for each in arguments if "Tensor" in str(each.type)),
+            tuple(each.name for each in arguments if "Tensor" in str(each.type)),
             tuple(each.name for each in schema.returns),
         )
 
@@ -113,10 +113,7 @@ def _implementation(row: Operator, facts: _Facts) -> Callable[..., Any]:
 
     def implementation(*args: Any, **kwargs: Any) -> Any:
         values = facts.named(args, kwargs)
-        like = next(
-            value for each in facts.arguments
-            if each in facts.tensors and (value := values[each]) is not None
-        )  # fmt: skip
+        like = next(value for each in facts.tensors if (value := values[each]) is not None)
         with on_current_stream(like):
             for each in facts.tensors:
                 if values[each] is not None:
