@@ -33,7 +33,7 @@ def arrays(loss) -> tuple[list[np.ndarray], np.ndarray]:
     """What the loss takes beside targets, and targets."""
     rng = np.random.default_rng(0)
     targets = rng.integers(0, 9, 5)
-    targets[:2] = 3, -100
+    targets[:2] = 3  # VALUES ignores these
     names = list(inspect.signature(loss.function).parameters)
     if loss.result is not None:
         made = [rng.standard_normal(shape) for shape in ((5, 8), (9, 8))]
@@ -90,23 +90,22 @@ def test_every_option_is_passed_on(loss) -> None:
 
 @by_name
 def test_a_teacher_that_requires_grad_is_refused(loss) -> None:
-    made, _ = arrays(loss)
+    made, targets = arrays(loss)
     names = list(inspect.signature(loss.function).parameters)
+    function = getattr(ckt, loss.name)
     for teacher in loss.teachers:
-        tensors = [torch.from_numpy(np.array(each)) for each in made]
-        tensors[0].requires_grad_()
-        index = names.index(teacher)
-        tensors[index].requires_grad_()
-        with pytest.raises(ConfigError, match=f"{loss.name}: {teacher} requires grad, but a teach"):
-            getattr(ckt, loss.name)(*tensors)
-        by_keyword = {teacher: tensors.pop(index)} if index == len(tensors) - 1 else {}
-        if by_keyword:
-            with pytest.raises(ConfigError, match=teacher):
-                getattr(ckt, loss.name)(*tensors, **by_keyword)
-        else:
-            tensors.insert(index, torch.from_numpy(np.array(made[index])).requires_grad_())
+        tensors = {
+            name: torch.from_numpy(np.array(each)) for name, each in zip(names, made, strict=False)
+        }
+        tensors[loss.student].requires_grad_()
+        tensors[teacher].requires_grad_()
+        message = f"{loss.name}: {teacher} requires grad, but a teacher gets no gradient"
+        with pytest.raises(ConfigError, match=message):
+            function(*tensors.values())
+        with pytest.raises(ConfigError, match=message):
+            function(**tensors)
         with torch.no_grad():
-            getattr(ckt, loss.name)(*tensors, **by_keyword)
+            function(**tensors)
 
 
 def test_parts_of_a_fused_loss() -> None:

@@ -105,10 +105,16 @@ def test_what_differs_is_kept() -> None:
 
 
 def test_what_fails_is_kept_with_its_reason() -> None:
-    model = nn.Sequential(nn.LayerNorm(32).half(), nn.Identity())
-    model[0].bias.data = model[0].bias.data.float()  # torch mixes the two on the CPU, cukit converts
-    result = ckt.optimize(model, torch.randn(4, 32).half(), tolerance=0.0)
-    assert all(row.outcome.startswith(("kept", "would swap")) for row in result.report)
+    class DoubledRMSNorm(nn.RMSNorm):
+        def forward(self, x):
+            return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+
+    (row,) = ckt.optimize(nn.Sequential(DoubledRMSNorm(32)), torch.randn(4, 32)).report
+    assert row.outcome.startswith("kept: error above")
+    model = nn.Sequential(nn.RMSNorm(32, eps=-1.0, elementwise_affine=True))
+    (row,) = ckt.optimize(model, 2 + torch.rand(4, 32)).report
+    assert row.outcome == "kept: rms_norm: eps must be a finite number of 0 or more, got -1.0"
+    assert math.isnan(row.error)
 
 
 def test_an_error_in_the_model_restores_everything() -> None:
