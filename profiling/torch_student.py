@@ -138,9 +138,7 @@ def main(arguments: list[str] | None = None) -> list[Arm]:
     teacher_size = 2 * hidden
     teacher = torch.randn(batch * seq, teacher_size, device=device).to(dtype)
     teacher_weight = (torch.randn(vocab, teacher_size, device=device) * 0.05).to(dtype)
-    batches = [
-        torch.randint(0, vocab, (batch, seq), device=device) for _ in range(options.steps)
-    ]
+    batches = [torch.randint(0, vocab, (batch, seq), device=device) for _ in range(options.steps)]
     all_of_it, but_norms = ("attention", "rope", "norm", "mlp"), ("attention", "mlp")
     table: list[tuple[str, Loss, tuple[str, ...] | None, bool]] = [
         ("torch: compile, SDPA, logits", torch.compile(torch_loss), None, True),

@@ -17,12 +17,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch import Tensor
 
 from cukit.core.device import require_cupy
 from cukit.errors import ArrayDtypeError, ArrayLayoutError
 
 Array = Any
-Tensor = torch.Tensor
 
 _ACCESS_BYTES = 16
 
@@ -72,7 +72,7 @@ def as_array(op: str, name: str, tensor: Tensor, *, strided: bool = False) -> Ar
 
 
 def as_tensor(array: Array, like: Tensor) -> Tensor:
-    """A result as a tensor on the device of `like`: contiguous, and sharing memory with no input."""
+    """A result as a contiguous tensor on the device of `like`, sharing memory with no input."""
     if not like.is_cuda:
         host = np.asarray(array, order="C")
         host = host if host.base is None and host.flags.owndata else host.copy()
@@ -172,7 +172,9 @@ def _cupy() -> ModuleType:
 def _storage_type() -> type:
     """CuPy memory that belongs to a tensor of bytes."""
 
-    class TensorMemory(_cupy().cuda.UnownedMemory):  # type: ignore[misc,name-defined]
+    unowned: Any = _cupy().cuda.UnownedMemory
+
+    class TensorMemory(unowned):
         def __init__(self, storage: Tensor, index: int) -> None:
             super().__init__(storage.data_ptr(), storage.numel(), storage, index)
             self.storage = storage

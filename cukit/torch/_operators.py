@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cukit.torch._arrays import as_array, as_tensor, on_current_stream
-
-Tensor = torch.Tensor
 
 NAMESPACE = "cukit"
 _DEVICES = ("CPU", "CUDA")
@@ -73,9 +72,7 @@ def define(operators: Iterable[Operator]) -> None:
         implementation = _implementation(row, facts)
         for device in _DEVICES:
             _library.impl(row.name, implementation, device)
-        torch.library.register_fake(
-            f"{NAMESPACE}::{row.name}", _fake(row, facts), lib=_library
-        )
+        torch.library.register_fake(f"{NAMESPACE}::{row.name}", _fake(row, facts), lib=_library)
         if row.backward is not None:
             setup, backward = _autograd(row, facts)
             torch.library.register_autograd(
@@ -131,9 +128,7 @@ def _fake(row: Operator, facts: _Facts) -> Callable[..., Any]:
         values = facts.named(args, kwargs)
         if row.shapes is not None:
             return row.shapes(**values)
-        gradients = tuple(
-            _empty(values[each.removeprefix(_GRAD)]) for each in facts.results
-        )
+        gradients = tuple(_empty(values[each.removeprefix(_GRAD)]) for each in facts.results)
         return gradients[0] if len(gradients) == 1 else gradients
 
     return fake
@@ -164,7 +159,9 @@ def _autograd(row: Operator, facts: _Facts) -> tuple[Callable[..., None], Callab
 
         needed = frozenset(wanted.arguments)
         optional = {
-            each.name for each in overload._schema.arguments if str(each.type).startswith("Optional")
+            each.name
+            for each in overload._schema.arguments
+            if str(each.type).startswith("Optional")
         }
     else:
         assert row.backward is not None

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cukit.torch import functional
 from cukit.torch.transformers import register_attention
-
-Tensor = torch.Tensor
 
 KINDS = ("attention", "rope", "norm", "mlp", "activation")
 """Of swaps, in the order in which they are tried."""
@@ -92,7 +90,7 @@ def _norms(name: str, module: nn.Module) -> list[Swap]:
     if type(module) is nn.LayerNorm:
 
         def layer_norm(x: Tensor) -> Tensor:
-            return functional.layer_norm(x, module.weight, module.bias, module.eps)  # type: ignore[arg-type]
+            return functional.layer_norm(x, module.weight, module.bias, module.eps)
 
         return [_with_forward(name, "norm", module, layer_norm)]
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -100,13 +98,13 @@ def _norms(name: str, module: nn.Module) -> list[Swap]:
         return []
 
     def rms_norm(x: Tensor) -> Any:
-        smallest = torch.finfo(x.dtype).eps if eps is None else eps
-        return functional.rms_norm(x, module.weight, smallest)  # type: ignore[arg-type]
+        own = torch.finfo(x.dtype).eps if eps is None else eps
+        return functional.rms_norm(x, module.weight, own)
 
     def rms_norm_of_offset(x: Tensor) -> Any:  # Gemma's weights are stored less 1
-        return functional.rms_norm(x, module.weight.float() + 1.0, eps)  # type: ignore[union-attr, arg-type]
+        return functional.rms_norm(x, module.weight.float() + 1.0, eps or 0.0)
 
-    forwards = [rms_norm, rms_norm_of_offset]
+    forwards: list[Callable[..., Any]] = [rms_norm, rms_norm_of_offset]
     if "Gemma" in type(module).__name__:
         forwards.reverse()
     return [_with_forward(name, "norm", module, each) for each in forwards]
@@ -115,7 +113,7 @@ def _norms(name: str, module: nn.Module) -> list[Swap]:
 # --- Feed-forward layers --------------------------------------------------------------------------
 
 
-def activation_name(module: object) -> str | None:
+def activation_name(module: Any) -> str | None:
     """cukit's name for an activation module, None for others."""
     if type(module) is nn.GELU:
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
@@ -124,16 +122,16 @@ def activation_name(module: object) -> str | None:
 
 def _gated_mlp(module: nn.Module) -> Callable[..., Any] | None:
     """gate_proj, up_proj, down_proj and act_fn, as Llama and its relatives call them."""
-    parts = [getattr(module, f"{each}_proj", None) for each in ("gate", "up", "down")]
+    parts: list[Any] = [getattr(module, f"{each}_proj", None) for each in ("gate", "up", "down")]
     activation = activation_name(getattr(module, "act_fn", None))
     if activation is None or not all(type(each) is nn.Linear for each in parts):
         return None
     gate, up, down = parts
-    if gate.bias is not None or up.bias is not None:  # type: ignore[union-attr]
+    if gate.bias is not None or up.bias is not None:
         return None
 
     def forward(x: Tensor) -> Any:
-        return down(functional.gated_linear(x, gate.weight, up.weight, activation))  # type: ignore[union-attr, misc]
+        return down(functional.gated_linear(x, gate.weight, up.weight, activation))
 
     return forward
 
@@ -141,7 +139,7 @@ def _gated_mlp(module: nn.Module) -> Callable[..., Any] | None:
 def _linear_activation(module: nn.Module) -> Callable[..., Any] | None:
     """Linear layers followed by an activation: in an nn.Sequential, or BERT's `dense` and its
     `intermediate_act_fn`."""
-    dense = getattr(module, "dense", None)
+    dense: Any = getattr(module, "dense", None)
     activation = activation_name(getattr(module, "intermediate_act_fn", None))
     if type(dense) is nn.Linear and activation is not None:
         return lambda x: functional.linear(x, dense.weight, dense.bias, activation)
@@ -193,15 +191,15 @@ def _of_transformers(
     if "attention" in kinds:
         register_attention(_ATTENTION)
         configs = {id(module.config): module.config for _, module in layers}
-        before = {key: config._attn_implementation for key, config in configs.items()}  # type: ignore[union-attr]
+        before = {key: config._attn_implementation for key, config in configs.items()}
 
         def choose() -> None:
             for config in configs.values():
-                config._attn_implementation = _ATTENTION  # type: ignore[union-attr]
+                config._attn_implementation = _ATTENTION
 
         def restore() -> None:
             for key, config in configs.items():
-                config._attn_implementation = before[key]  # type: ignore[union-attr]
+                config._attn_implementation = before[key]
 
         yield [Swap(*layers[0][:1], "attention", layers[0][1], choose, restore, members)]
     if "rope" in kinds:
@@ -234,12 +232,15 @@ def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(q, k, cos, sin, *args, **kwargs)
         batch, seq_len, head_dim = cos.shape
         half = head_dim // 2
-        tables = [each[..., :half].float().reshape(batch * seq_len, half) for each in (cos, sin)]
+        table_cos = cos[..., :half].float().reshape(batch * seq_len, half)
+        table_sin = sin[..., :half].float().reshape(batch * seq_len, half)
         positions = None
         if batch > 1:
             positions = torch.arange(batch * seq_len, dtype=torch.int32, device=q.device)
             positions = positions.view(batch, seq_len)
-        turned = functional.rope(q.transpose(1, 2), k.transpose(1, 2), *tables, positions)
+        turned = functional.rope(
+            q.transpose(1, 2), k.transpose(1, 2), table_cos, table_sin, positions
+        )
         return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
 
     return apply_rotary_pos_emb

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import cukit
 from cukit.core.arrays import namespace
@@ -20,7 +21,6 @@ from cukit.torch._arrays import NUMPY_DTYPES
 from cukit.torch._operators import Operator, arguments_of, define
 
 Array = Any
-Tensor = torch.Tensor
 
 
 def _like(x: Tensor, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -99,8 +99,8 @@ LAYERS = (
         backward="layer_norm_backward",
     ),
     Operator(
-        "layer_norm_backward(Tensor grad_out, Tensor x, Tensor weight, Tensor bias, float eps=1e-05)"
-        " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+        "layer_norm_backward(Tensor grad_out, Tensor x, Tensor weight, Tensor bias,"
+        " float eps=1e-05) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
         lambda grad_out, x, weight, bias, eps: cukit.layer_norm_backward(grad_out, x, weight, eps),
     ),
     Operator(
@@ -441,5 +441,3 @@ def scale(x: Tensor, factor: Tensor) -> Tensor:
 @scale.register_fake
 def _(x: Tensor, factor: Tensor) -> Tensor:
     return torch.empty_like(x)
-
-

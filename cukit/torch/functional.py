@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cukit.errors import ConfigError
 from cukit.torch import _table as _table  # defines the operators
 from cukit.torch._checks import refuse_gradient
 
-Tensor = torch.Tensor
 Window = tuple[int | None, int | None]
 
 _ops: Any = torch.ops.cukit
@@ -35,8 +35,8 @@ def rms_norm(
     """
     weight = weight.to(x.dtype)
     if residual is None:
-        return _ops.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
-    return _ops.add_rms_norm(x, residual, weight, eps)  # type: ignore[no-any-return]
+        return _ops.rms_norm(x, weight, eps)
+    return _ops.add_rms_norm(x, residual, weight, eps)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -55,7 +55,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     """
     weight = weight.to(x.dtype)
     bias = torch.zeros_like(weight) if bias is None else bias.to(x.dtype)
-    return _ops.layer_norm(x, weight, bias, eps)  # type: ignore[no-any-return]
+    return _ops.layer_norm(x, weight, bias, eps)
 
 
 def rope(
@@ -83,22 +83,23 @@ def rope(
         ArrayError, ConfigError: as there; `cos` or `sin` requires grad.
     """
     refuse_gradient("rope", "the tables are constants", cos=cos, sin=sin)
-    return _ops.rope(q, k, cos, sin, position_ids, interleaved)  # type: ignore[no-any-return]
+    q_out, k_out = _ops.rope(q, k, cos, sin, position_ids, interleaved)
+    return q_out, k_out
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """:func:`cukit.silu_and_mul` with gradients: [..., 2H] -> [..., H], SwiGLU's activation."""
-    return _ops.silu_and_mul(x)  # type: ignore[no-any-return]
+    return _ops.silu_and_mul(x)
 
 
 def gelu_and_mul(x: Tensor, *, approximate: str = "none") -> Tensor:
     """:func:`cukit.gelu_and_mul` with gradients: [..., 2H] -> [..., H], GeGLU's activation."""
-    return _ops.gelu_and_mul(x, approximate)  # type: ignore[no-any-return]
+    return _ops.gelu_and_mul(x, approximate)
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
     """:func:`cukit.gelu` with gradients."""
-    return _ops.gelu(x, approximate)  # type: ignore[no-any-return]
+    return _ops.gelu(x, approximate)
 
 
 def flash_attention(
@@ -175,7 +176,7 @@ def linear(
     x = _autocast(x)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     keep = activation is not None and _needs_gradient(x, weight, bias)
-    return _ops.linear(x, weight, bias, activation, keep)[0]  # type: ignore[no-any-return]
+    return _ops.linear(x, weight, bias, activation, keep)[0]
 
 
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
@@ -195,7 +196,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str = "silu") 
     x = _autocast(x)
     gate, up = gate.to(x.dtype), up.to(x.dtype)
     keep = _needs_gradient(x, gate, up)
-    return _ops.gated_linear(x, gate, up, activation, keep)[0]  # type: ignore[no-any-return]
+    return _ops.gated_linear(x, gate, up, activation, keep)[0]
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:

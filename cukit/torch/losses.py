@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cukit.torch._checks import refuse_gradient
 from cukit.torch._table import HEAD_LOSSES, LOSSES, NOT_OPTIONS, Loss
-
-Tensor = torch.Tensor
 
 _TEACHER = (
     "a teacher gets no gradient; run it under torch.no_grad(), freeze it with "
@@ -59,7 +58,7 @@ def _public(loss: Loss) -> Callable[..., Any]:
 
     function.__name__ = function.__qualname__ = name
     function.__module__ = __name__
-    function.__signature__ = own.replace(  # type: ignore[attr-defined]
+    function.__dict__["__signature__"] = own.replace(
         parameters=parameters, return_annotation="Tensor"
     )
     gradients = " and ".join(
@@ -100,5 +99,5 @@ def teacher_top_k(
 
     Raises ArrayError and ConfigError as there.
     """
-    found = torch.ops.cukit.teacher_top_k(teacher_logits.detach(), k, temperature)
-    return found  # type: ignore[no-any-return]
+    log_probs, ids = torch.ops.cukit.teacher_top_k(teacher_logits.detach(), k, temperature)
+    return log_probs, ids

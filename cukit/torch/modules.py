@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cukit.errors import ConfigError
 from cukit.torch import functional
-
-Tensor = torch.Tensor
 
 
 class RMSNorm(nn.Module):
@@ -157,4 +155,4 @@ class SwiGLU(nn.Module):
         """[..., hidden] -> [..., hidden]."""
         gate, up = self.gate_proj.weight, self.up_proj.weight
         inner = functional.gated_linear(x, gate, up, self.activation)
-        return self.down_proj(inner)  # type: ignore[no-any-return]
+        return self.down_proj(inner)

@@ -10,15 +10,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from cukit.core.device import gpu_available
 from cukit.core.scalars import check_flag, check_integer, check_number
 from cukit.errors import ConfigError, CukitError
 from cukit.torch._swaps import KINDS, Swap, find_swaps
-
-Tensor = torch.Tensor
 
 TOLERANCES = {
     torch.float64: 1e-5,
@@ -234,7 +232,9 @@ def _try_swaps(
 
     def judge(module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], _: Any) -> None:
         for alternatives in places.pop(module, ()):
-            swap, row = _best(alternatives, inputs, options, tolerance, only_faster, on_gpu, repeats)
+            swap, row = _best(
+                alternatives, inputs, options, tolerance, only_faster, on_gpu, repeats
+            )
             if row.outcome == "swapped":
                 accepted.append(swap)
                 if dry:
@@ -335,9 +335,7 @@ def _is_on_gpu(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """A cache of keys and values would grow with every call."""
-    return {
-        name: None if name == "past_key_values" else value for name, value in kwargs.items()
-    }
+    return {name: None if name == "past_key_values" else value for name, value in kwargs.items()}
 
 
 def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float, float]:
@@ -376,7 +374,7 @@ def _median_us(call: Callable[[], Any], repeats: int) -> float:
         call()
         end.record()
         end.synchronize()
-        times.append(1e3 * start.elapsed_time(end))
+        times.append(1e3 * float(start.elapsed_time(end)))
     return statistics.median(times)
 
 

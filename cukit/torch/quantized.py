@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import cukit
 from cukit.core.quantized_array import QuantizedArray
@@ -16,8 +16,6 @@ from cukit.gemm.weight_only_layout import WeightDescription, pack_weight
 from cukit.torch import _table as _table  # defines the operators
 from cukit.torch._arrays import as_array, as_tensor, on_current_stream
 from cukit.torch._table import packed_weight
-
-Tensor = torch.Tensor
 
 _BITS = {8: cukit.int8, 4: cukit.int4}
 _GROUPS = (32, 64, 128)
@@ -96,7 +94,7 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return torch.ops.cukit.quantized_linear(  # type: ignore[no-any-return]
+        return torch.ops.cukit.quantized_linear(
             x, bias, self.blocks, self.row_scales, **self._description
         )
 
@@ -106,7 +104,7 @@ class QuantizedLinear(nn.Module):
             scales = self.row_scales
             blocks = as_array("QuantizedLinear", "blocks", self.blocks)
             rows = None if scales is None else as_array("QuantizedLinear", "row_scales", scales)
-            packed = packed_weight(blocks, rows, **self._description)  # type: ignore[arg-type]
+            packed = packed_weight(blocks, rows, **self._description)
             return as_tensor(packed.unpack().decode(), self.blocks)
 
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
@@ -174,5 +172,3 @@ def replace_linear_with_quantized(
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     leaf = name.rpartition(".")[2]
     return any(fnmatch.fnmatchcase(each, pattern) for pattern in patterns for each in (name, leaf))
-
-

@@ -1,7 +1,7 @@
 """cukit's attention as an attention implementation of Hugging Face transformers.
 
-    cukit.torch.register_attention()
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cukit")
+cukit.torch.register_attention()
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cukit")
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cukit.errors import ConfigError, MissingDependencyError
 from cukit.torch import functional
-
-Tensor = torch.Tensor
 
 
 def register_attention(name: str = "cukit", *, plain_batches: bool = False) -> str:
@@ -106,11 +105,13 @@ def attention_forward(
     if bias is not None:
         options["bias"] = bias.to(query.dtype)
     if s_aux is not None:
-        options["sinks"] = s_aux.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+        options["sinks"] = s_aux.to(
+            torch.float64 if query.dtype == torch.float64 else torch.float32
+        )
     out = functional.flash_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **options
     )
-    return out, None  # type: ignore[return-value]
+    return out, None
 
 
 def attention_mask(

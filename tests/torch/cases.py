@@ -27,7 +27,9 @@ class Case:
     constants: tuple[Any, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
-    def make(self, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[list[Tensor], list[Any]]:
+    def make(
+        self, dtype: torch.dtype, device: str, seed: int = 0
+    ) -> tuple[list[Tensor], list[Any]]:
         """Inputs that require grad, and constants; the same numbers for every dtype and device."""
         generator = torch.Generator().manual_seed(seed)
 

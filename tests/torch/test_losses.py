@@ -90,7 +90,7 @@ def test_every_option_is_passed_on(loss) -> None:
 
 @by_name
 def test_a_teacher_that_requires_grad_is_refused(loss) -> None:
-    made, targets = arrays(loss)
+    made, _ = arrays(loss)
     names = list(inspect.signature(loss.function).parameters)
     function = getattr(ckt, loss.name)
     for teacher in loss.teachers:

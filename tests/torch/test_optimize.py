@@ -133,7 +133,7 @@ def test_an_error_in_the_model_restores_everything() -> None:
 
 def test_bad_options() -> None:
     model, x = Block(), torch.randn(4, 32)
-    with pytest.raises(ConfigError, match="kinds must be among attention, .*, got 'norms'"):
+    with pytest.raises(ConfigError, match=r"kinds must be among attention, .*, got 'norms'"):
         ckt.optimize(model, x, kinds=["norms"])
     with pytest.raises(ConfigError, match="cuda_graph=True needs a model on a GPU"):
         ckt.optimize(model, x, cuda_graph=True)
