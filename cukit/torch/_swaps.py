@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -206,20 +207,38 @@ def _of_transformers(
         files = {sys.modules[type(module).__module__] for _, module in layers}
         files = {file for file in files if callable(getattr(file, _ROPE, None))}
         if files:
-            originals = {file: getattr(file, _ROPE) for file in files}
 
             def rotate() -> None:
-                for file, original in originals.items():
-                    setattr(file, _ROPE, _rotation(original))
+                for file in files:
+                    _rotate(file)
 
             def unrotate() -> None:
-                for file, original in originals.items():
-                    setattr(file, _ROPE, original)
+                for file in files:
+                    _unrotate(file)
 
             yield [Swap(layers[0][0], "rope", layers[0][1], rotate, unrotate, members)]
 
 
 _ROPE = "apply_rotary_pos_emb"
+
+_rotated: dict[ModuleType, tuple[Callable[..., Any], int]] = {}
+"""Of each file whose function is swapped: the original, and how many models want it swapped."""
+
+
+def _rotate(file: ModuleType) -> None:
+    original, users = _rotated.get(file, (None, 0))
+    if original is None:
+        original = getattr(file, _ROPE)
+        setattr(file, _ROPE, _rotation(original))
+    _rotated[file] = original, users + 1
+
+
+def _unrotate(file: ModuleType) -> None:
+    original, users = _rotated.pop(file)
+    if users > 1:
+        _rotated[file] = original, users - 1
+    else:
+        setattr(file, _ROPE, original)
 
 
 def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:

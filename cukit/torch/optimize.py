@@ -342,9 +342,15 @@ def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float
     """Largest difference over the largest output, and what is allowed."""
     error = 0.0
     allowed = 0.0 if tolerance is None else tolerance
-    for one, other in zip(_tensors(before), _tensors(after), strict=False):
+    befores, afters = _tensors(before), _tensors(after)
+    if len(befores) != len(afters):
+        return math.inf, allowed
+    for one, other in zip(befores, afters, strict=True):
         if one.shape != other.shape or one.dtype != other.dtype:
             return math.inf, allowed
+        if not one.is_floating_point():
+            error = error if torch.equal(one, other) else math.inf
+            continue
         if tolerance is None:
             allowed = max(allowed, TOLERANCES.get(one.dtype, 0.0))
         if not one.numel():
@@ -357,10 +363,7 @@ def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    return [
-        leaf for leaf in pytree.tree_leaves(output)
-        if isinstance(leaf, Tensor) and leaf.is_floating_point()
-    ]  # fmt: skip
+    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _median_us(call: Callable[[], Any], repeats: int) -> float:

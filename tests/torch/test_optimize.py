@@ -109,7 +109,7 @@ def test_what_fails_is_kept_with_its_reason() -> None:
         def forward(self, x):
             return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
 
-    (row,) = ckt.optimize(nn.Sequential(DoubledRMSNorm(32)), torch.randn(4, 32)).report
+    (row,) = ckt.optimize(nn.Sequential(DoubledRMSNorm(32, eps=1e-6)), torch.randn(4, 32)).report
     assert row.outcome.startswith("kept: error above")
     model = nn.Sequential(nn.RMSNorm(32, eps=-1.0, elementwise_affine=True))
     (row,) = ckt.optimize(model, 2 + torch.rand(4, 32)).report
@@ -162,6 +162,21 @@ def test_models_of_transformers(family: str) -> None:
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, want)
         assert torch.equal(model.generate(tokens, max_new_tokens=4, do_sample=False), cached)
+
+
+def test_a_file_of_transformers_is_restored_with_its_last_model() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.apply_rotary_pos_emb
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    first, second = (
+        ckt.optimize(small_model("llama"), tokens, kinds=["rope"], dry_run=False) for _ in range(2)
+    )
+    first.restore()
+    assert modeling_llama.apply_rotary_pos_emb is not original
+    second.restore()
+    assert modeling_llama.apply_rotary_pos_emb is original
 
 
 @pytest.mark.gpu
