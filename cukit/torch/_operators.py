@@ -42,6 +42,7 @@ class Operator:
     strided: arguments of which `run` takes any strides with a contiguous last axis.
     backward: the operator that gives the gradients, or a function that returns them by the names of
         the arguments; it takes by keyword what `needs` lists, under the names of a backward schema.
+    unless: from the arguments, those of `needs` that this call need not keep; they come as None.
     constants: results that have no gradient.
     shared: arguments whose gradient is that of another argument.
     """
@@ -52,6 +53,7 @@ class Operator:
     strided: tuple[str, ...] = ()
     backward: str | Callable[..., dict[str, Tensor | None]] | None = None
     needs: tuple[str, ...] = ()
+    unless: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
     constants: tuple[str, ...] = ()
     shared: Mapping[str, str] | None = None
 
@@ -176,6 +178,8 @@ def _autograd(row: Operator, facts: _Facts) -> tuple[Callable[..., None], Callab
         ctx.mark_non_differentiable(*[outputs[each] for each in results if each in constants])
         tensors = {each: values[each] for each in saved_arguments if each in facts.tensors}
         tensors.update({each: outputs[each] for each in saved_results})
+        for each in row.unless(values) if row.unless is not None else ():
+            tensors[each] = None
         ctx.save_for_backward(*tensors.values())
         ctx.saved_names = tuple(tensors)
         ctx.options = {each: values[each] for each in saved_arguments if each not in facts.tensors}
@@ -246,6 +250,11 @@ def arguments_of(
             part += f"={_default(parameter.default)}"
         parts.append(part)
     return ", ".join(parts)
+
+
+def names_of(arguments: str) -> tuple[str, ...]:
+    """The names in what `arguments_of` returns."""
+    return tuple(each.partition("=")[0].split()[-1] for each in arguments.split(", "))
 
 
 def _default(value: Any) -> str:

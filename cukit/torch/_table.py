@@ -6,7 +6,7 @@ A new loss is one line in LOSSES or HEAD_LOSSES; its options are those of the fu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from cukit.core.narrow_dtype import NARROW_DTYPES
 from cukit.distill import LinearCrossEntropyResult, LinearKlResult
 from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription
 from cukit.torch._arrays import NUMPY_DTYPES
-from cukit.torch._operators import Operator, arguments_of, define
+from cukit.torch._operators import Operator, arguments_of, define, names_of
 
 Array = Any
 
@@ -338,7 +338,7 @@ HEAD_LOSSES = (
     Loss(cukit.linear_distillation_loss, "hidden", _HEAD_TEACHERS, LinearKlResult),
 )
 
-NOT_OPTIONS = ("return_grad", "grad_loss", "inplace", "grad_weight")
+NOT_OPTIONS = ("return_grad", "grad_loss", "inplace", "grad_weight", "grad_bias")
 """Of a loss of arrays, which autograd decides about."""
 
 _TYPES = {"normalizer": "Tensor?"}
@@ -366,38 +366,65 @@ def _rows_of_loss(loss: Loss) -> tuple[Operator, Operator]:
     )  # fmt: skip
 
 
-def _row_of_head_loss(loss: Loss) -> Operator:
-    """Loss and gradients from one call; the backward multiplies by the upstream gradient."""
+def _rows_of_head_loss(loss: Loss) -> tuple[Operator, Operator]:
+    """Forward: loss and gradients from one call. Backward: they are multiplied by the upstream
+    gradient; with one for each row (reduction "none") they are computed anew."""
     arguments = arguments_of(loss.function, drop=NOT_OPTIONS, types=_TYPES)
+    names = names_of(arguments)
     fields = loss.result._fields
-    results = ", ".join(f"Tensor {each}" for each in fields)
     gradients = tuple(each for each in fields if each.startswith("grad_"))
+    trained = tuple(each.removeprefix("grad_") for each in gradients)
 
     def run(**values: Any) -> tuple[Array, ...]:
         found = loss.function(**values)
         like = values[loss.student]
         return tuple(_nothing(like) if each is None else each for each in found)
 
-    def shapes(**values: Any) -> tuple[Tensor, ...]:
+    def run_backward(grad_loss: Array, **values: Any) -> tuple[Array, ...]:
+        found = run(**values, grad_loss=grad_loss)
+        return tuple(found[fields.index(each)] for each in gradients)
+
+    def gradient_shapes(**values: Any) -> tuple[Tensor, ...]:
         like = values[loss.student]
         return tuple(
-            _like(like, (), _statistic(like)) if each not in gradients
-            else _like(like, (0,)) if values[each.removeprefix("grad_")] is None
-            else _like(values[each.removeprefix("grad_")])
+            _like(like, (0,)) if values[each] is None else _like(values[each]) for each in trained
+        )
+
+    def shapes(**values: Any) -> tuple[Tensor, ...]:
+        like = values[loss.student]
+        rows = (math.prod(like.shape[:-1]),) if values.get("reduction") == "none" else ()
+        made = iter(gradient_shapes(**values))
+        return tuple(
+            next(made) if each in gradients else _like(like, rows, _statistic(like))
             for each in fields
-        )  # fmt: skip
+        )
 
-    def backward(grad_loss: Tensor, **found: Tensor) -> dict[str, Tensor | None]:
-        return {
-            name.removeprefix("grad_"): torch.ops.cukit.scale(value, grad_loss)
-            for name, value in found.items()
-        }
+    def backward(grad_loss: Tensor, **values: Any) -> dict[str, Tensor | None]:
+        found = [values.pop(each) for each in gradients]
+        if values.get("reduction") == "none":
+            operator = getattr(torch.ops.cukit, f"{loss.name}_backward")
+            found = operator(grad_loss, **values)
+        else:
+            found = [torch.ops.cukit.scale(each, grad_loss) for each in found]
+        return dict(zip(trained, found, strict=True))
 
-    return Operator(
-        f"{loss.name}({arguments}) -> ({results})", run, shapes,
-        backward=backward,
-        needs=("grad_loss", *gradients),
-        constants=tuple(each for each in fields if each != "loss"),
+    def unless(values: Mapping[str, Any]) -> tuple[str, ...]:
+        if values.get("reduction") == "none":
+            return gradients
+        return tuple(each for each in names if isinstance(values[each], Tensor))
+
+    results = ", ".join(f"Tensor {each}" for each in fields)
+    returned = ", ".join(f"Tensor {each}" for each in gradients)
+    return (
+        Operator(
+            f"{loss.name}({arguments}) -> ({results})", run, shapes, backward=backward,
+            needs=("grad_loss", *names, *gradients), unless=unless,
+            constants=tuple(each for each in fields if each != "loss"),
+        ),
+        Operator(
+            f"{loss.name}_backward(Tensor grad_loss, {arguments}) -> ({returned})",
+            run_backward, gradient_shapes,
+        ),
     )  # fmt: skip
 
 
@@ -422,7 +449,7 @@ OPERATORS = (
     *ATTENTION,
     *LINEAR,
     *(row for loss in LOSSES for row in _rows_of_loss(loss)),
-    *map(_row_of_head_loss, HEAD_LOSSES),
+    *(row for loss in HEAD_LOSSES for row in _rows_of_head_loss(loss)),
     *TEACHERS,
 )
 
