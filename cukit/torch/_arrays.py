@@ -88,7 +88,8 @@ def as_tensor(array: Array, like: Tensor) -> Tensor:
     offset = (array.data.ptr - memory.ptr) // array.itemsize
     if offset == 0 and array.size == whole.numel():
         return whole.view(array.shape)
-    return whole[offset : offset + array.size].view(array.shape)
+    # Results of one operator must not share a storage, not even different parts of it.
+    return whole[offset : offset + array.size].clone().view(array.shape)
 
 
 def on_current_stream(tensor: Tensor) -> _OnStream | _Nothing:

@@ -160,6 +160,31 @@ def test_results_share_no_memory_with_inputs() -> None:
     assert ckt.rms_norm(torch.zeros(0, 8), torch.ones(8)).shape == (0, 8)
 
 
+@every_case
+def test_results_share_no_memory_with_each_other(name: str, place_of_results: str) -> None:
+    case = CASES[name]
+    dtype = torch.float64 if place_of_results == "cpu" else getattr(torch, case.dtypes[-1])
+    inputs, constants = case.make(dtype, place_of_results)
+    found = []
+
+    class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func.namespace == "cukit" and isinstance(out, tuple):
+                found.append([each.untyped_storage().data_ptr() for each in out if each.numel()])
+            return out
+
+    with Recorder():
+        results(case, inputs, constants)
+    for addresses in found:
+        assert len(set(addresses)) == len(addresses)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place_of_results(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 def test_backward_twice_gives_the_same() -> None:
     case = CASES["linear_kl_divergence"]
     inputs, constants = case.make(torch.float32, "cpu")
