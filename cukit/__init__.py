@@ -168,6 +168,7 @@ from cukit.registry import (
     get_kernel,
     register_kernel,
 )
+from cukit.sampling import sample, speculative_verify
 
 __version__ = "0.1.0"
 
@@ -300,9 +301,11 @@ __all__ = [
     "rms_norm_backward",
     "rope",
     "rope_backward",
+    "sample",
     "save_quantized",
     "silu_and_mul",
     "silu_and_mul_backward",
+    "speculative_verify",
     "teacher_top_k",
     "to_numpy",
     "topk_distillation_loss",
