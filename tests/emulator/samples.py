@@ -113,6 +113,27 @@ def _routing(rng: Rng, tokens: int = 20) -> Any:
     return topk_router(random(rng, (tokens, 9), "float32"), 2)
 
 
+def _sampling(rng: Rng) -> Arguments:
+    options = {
+        "temperature": np.array([1, 0.5, 0, 2], np.float32),
+        "top_k": np.array([0, 5, 1, 600], np.int32),
+        "top_p": 0.8,
+        "history": rng.integers(-1, 1000, (4, 9)).astype(np.int32),
+        "prompt_lengths": np.array([0, 9, 4, 2], np.int32),
+        "frequency_penalty": 0.5,
+        "seed": np.arange(4),
+        "logprobs": 2,
+    }
+    return (random(rng, (4, 1000), "bfloat16"),), options
+
+
+def _drafts(rng: Rng) -> Arguments:
+    probs = rng.random((2, 2, 300))
+    probs /= probs.sum(axis=-1, keepdims=True)
+    drafts = rng.integers(0, 300, (2, 2)).astype(np.int32)
+    return (drafts, random(rng, (2, 3, 300), "float16")), {"draft_probs": probs.astype(np.float32)}
+
+
 def _router_backward(rng: Rng) -> Arguments:
     logits, routing = random(rng, (20, 9), "float32"), _routing(rng)
     grad = random(rng, (20, 2), "float32")
@@ -347,6 +368,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         (*_rows(rng, (70, 136), (70, 72), (136, 72), (70, 136)), "silu"),
         {"with_bias": True},
     ),
+    "speculative_verify": _drafts,
     "topk_distillation_loss": lambda rng: (
         (_logits(rng)[0], *teacher_top_k(random(rng, (5, 1003), "float32"), 30)),
         {"tail": "bucket", "return_grad": True},
@@ -370,6 +392,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "rms_norm_backward": _norm_backward,
     "rope": _rope,
     "rope_backward": _rope,
+    "sample": _sampling,
     "silu_and_mul": lambda rng: (tuple(_rows(rng, (7, 400))), {}),
     "silu_and_mul_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 400))), {}),
     "tree_matmul": lambda rng: (tuple(_rows(rng, (7, 100), (100, 24))), {"leaf": 16}),
