@@ -109,7 +109,7 @@ def _with_split(ours: Call, split: tuple[int, int]) -> Call:
         module._prepare.forget()
 
     def call() -> Any:
-        with mock.patch.object(module, "_prepare", lambda *_: prepared["plan"]):
+        with mock.patch.object(module, "_prepare", return_value=prepared["plan"]):
             return ours()
 
     return call
@@ -120,9 +120,7 @@ def resplit(
 ) -> SampleConfig:
     """A plan with other blocks."""
     iterations = -(-vocab_size // (cluster * threads * config.vec))
-    other = replace(
-        config, cluster=cluster, threads=threads, iterations=iterations, resident=True
-    )
+    other = replace(config, cluster=cluster, threads=threads, iterations=iterations, resident=True)
     return other if other.shared_bytes <= shared_bytes else replace(other, resident=False)
 
 

@@ -225,7 +225,8 @@ def generate(
         float | None, typer.Option(help="Draw from the likeliest bytes with so much probability.")
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Draw from bytes at least this part as likely as the first.")
+        float | None,
+        typer.Option(help="Draw from bytes at least this part as likely as the first."),
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed, the same text.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, gpu or auto.")] = "auto",

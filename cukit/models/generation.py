@@ -59,7 +59,6 @@ def generate(
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k: expected 1 or more, got {top_k}")
 
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     text = list(prompt[-config.max_positions :])
     cache = model.new_cache(batch=1)
     unread = text
@@ -70,7 +69,15 @@ def generate(
             cache.length = 0
         tokens = model.xp.asarray(np.array([unread], np.int32))
         hidden = model.forward(tokens, keep=False, cache=cache).hidden
-        drawn = sample(model.logits(hidden[-1:]), seed=seed, step=step, **options)
+        drawn = sample(
+            model.logits(hidden[-1:]),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            step=step,
+        )
         token = int(host_array(drawn.tokens)[0])
         if token < 0:
             raise DataError(f"generate: the logits of token {step} are not finite numbers")

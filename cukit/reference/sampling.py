@@ -41,7 +41,7 @@ class Verified(NamedTuple):
 
 
 def philox_uint64(seed: Array, step: Array, stream: int) -> Array:
-    """64 bits of Philox4x32-10 for each key `seed` and counter `(step, stream, 0)`; uint64 arrays."""
+    """64 bits of Philox4x32-10 for each key `seed` and counter `(step, stream, 0)`, all uint64."""
     xp = array_namespace(seed)
     low, shift = xp.uint64(0xFFFFFFFF), xp.uint64(32)
     c0, c1 = step & low, step >> shift

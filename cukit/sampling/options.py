@@ -64,7 +64,9 @@ class RequestOptions:
 
     def pointers(self) -> list[Array | None]:
         """Arguments of the kernel: the arrays, NULL for numbers."""
-        return [value if hasattr(value := self.values.get(name), "shape") else NULL for name in ORDER]
+        return [
+            value if hasattr(value := self.values.get(name), "shape") else NULL for name in ORDER
+        ]
 
     def number(self, name: str) -> Any:
         """The option's number; its default where it is an array or not given."""

@@ -89,9 +89,7 @@ def plan_sample(
     iterations = -(-vocab_size // (cluster * threads * vec))
     values_bytes = iterations * threads * vec * 4
     resident = _WORKSPACE_BYTES + values_bytes <= device.shared_bytes_per_block
-    return SampleConfig(
-        dtype, vec, threads, cluster, iterations, resident, penalized, verify
-    )
+    return SampleConfig(dtype, vec, threads, cluster, iterations, resident, penalized, verify)
 
 
 def _wants_more(num_rows: int, vocab_size: int, cluster: int, device: Device) -> bool:

@@ -70,8 +70,8 @@ def sample(
             divided by it where positive and else multiplied (Keskar et al., arXiv:1909.05858).
         presence_penalty, frequency_penalty: float32 [batch] or a number. A token drawn n > 0 times
             loses presence_penalty + n * frequency_penalty.
-        history: int32 [batch, length], each text so far; ids outside the vocabulary, -1 say, fill up.
-            None: no penalties.
+        history: int32 [batch, length], each text so far; ids outside the vocabulary, -1 say, fill
+            up. None: no penalties.
         prompt_lengths: int32 [batch]. The first so many tokens of `history` were not drawn; only
             the repetition penalty counts them. None: 0.
         seed: int64 [batch]; or a number, to which row r adds r.
@@ -144,9 +144,9 @@ def sample(
     batch, vocab_size = logits.shape
     prepared = _prepare(logits, history)
     counts = NULL
-    if prepared.count is not None:
+    if prepared.count_tokens is not None:
         counts = empty(logits, (batch, vocab_size), int32)
-        prepared.count(history, prompt_lengths, counts)
+        prepared.count_tokens(history, prompt_lengths, counts)
     tokens = empty(logits, (batch,), int32)
     drawn = NULL if logprobs is None else empty(logits, (batch,), float32)
     top_tokens = empty(logits, (batch, top_n), int32) if top_n else NULL
@@ -198,7 +198,7 @@ def pack_options(
 
 class _Prepared(NamedTuple):
     sample: Launch
-    count: Launch | None
+    count_tokens: Launch | None
     config: SampleConfig
 
 

@@ -48,8 +48,8 @@ def speculative_verify(
     With p the target's distribution after temperature, top_k, top_p and min_p as in
     :func:`sample`, and q that of the draft, token x of place j is accepted with probability
     `min(1, p_j(x) / q_j(x))`. The first that is not is replaced by a draw from
-    `max(p_j - q_j, 0)`, normalised; after the last a token is drawn from p. Acceptance, replacement and
-    the last token have streams of random numbers of their own.
+    `max(p_j - q_j, 0)`, normalised; after the last a token is drawn from p. Acceptance, replacement
+    and the last token have streams of random numbers of their own.
 
     Args:
         draft_tokens: int32 [batch, num_drafts]. A token outside the vocabulary (-1) is never

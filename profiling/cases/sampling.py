@@ -95,7 +95,7 @@ def torch_sample(options: Options, torch: ModuleType) -> Callable[..., Any]:
 
 
 def verify_case(batch: int, num_drafts: int, vocab_size: int) -> Case:
-    """Drafts that are mostly the target's favourites, with the distributions they were drawn from."""
+    """Drafts that are mostly the target's favourites, with what they were drawn from."""
 
     def build() -> Workload:
         logits = normal((batch, num_drafts + 1, vocab_size), "float32", SPREAD)
@@ -108,9 +108,7 @@ def verify_case(batch: int, num_drafts: int, vocab_size: int) -> Case:
         )
         return Workload(
             {"cukit": lambda: call},
-            lambda: reference.speculative_verify(
-                drafts, logits, draft_probs=probs, **TOP_K_TOP_P
-            ),
+            lambda: reference.speculative_verify(drafts, logits, draft_probs=probs, **TOP_K_TOP_P),
             tolerance=NEARLY_EQUAL,
         )
 

@@ -1,4 +1,4 @@
-"""sample: every option against the reference, ties, refusals, distribution, independence of splits."""
+"""sample: each option against the reference, ties, refusals, distributions, splits of a row."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_the_token_that_crosses_top_p_is_kept(device):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.emulator
 def test_clusters_and_single_blocks_agree(rng, options):
-    """The architecture decides how many blocks share a row, and whether it stays in shared memory."""
+    """The architecture decides how many blocks share a row and whether they keep it."""
     logits = random(rng, (2, 9000), "float32", scale=2)
     options = dict(options, seed=5)
     bits = set()
@@ -261,7 +261,7 @@ DISTRIBUTIONS: list[dict[str, Any]] = [
 def test_draws_follow_the_distribution(device, rng, options):
     draws = {"cpu": 10**6, "gpu": 10**6, "emulator": 3000}[device]
     logits = random(rng, (1, 24), "float32", scale=1.5)
-    rows = reference._Rows(  # noqa: SLF001 - the exact distribution
+    rows = reference._Rows(
         np,
         logits.astype(np.float64),
         *(options.get(name) for name in ("temperature", "top_k", "top_p", "min_p")),
@@ -289,7 +289,7 @@ def test_a_million_draws_of_a_large_vocabulary(rng, options):
     import cupy
 
     logits = random(rng, (1, 128256), "float32", scale=2)
-    rows = reference._Rows(  # noqa: SLF001
+    rows = reference._Rows(
         np,
         logits.astype(np.float64),
         *(options.get(name) for name in ("temperature", "top_k", "top_p", "min_p")),
