@@ -169,6 +169,7 @@ from cukit.registry import (
     register_kernel,
 )
 from cukit.sampling import sample, speculative_verify
+from cukit.sequence import gated_scan, gated_scan_step
 
 __version__ = "0.1.0"
 
@@ -250,6 +251,8 @@ __all__ = [
     "full_like",
     "gated_linear",
     "gated_linear_backward",
+    "gated_scan",
+    "gated_scan_step",
     "gelu",
     "gelu_and_mul",
     "gelu_and_mul_backward",

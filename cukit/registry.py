@@ -44,8 +44,8 @@ class Op:
 
 
 FAMILIES = (
-    "array_api", "quantization", "layers", "attention", "gemm", "moe", "sampling", "distill",
-    "memory",
+    "array_api", "quantization", "layers", "attention", "gemm", "moe", "sampling", "sequence",
+    "distill", "memory",
 )  # fmt: skip
 
 _OPS: dict[str, Op] = {}
