@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ def gated_scan(
         ranges = [(row, 0, seq_len) for row in range(batch)]
     else:
         ends = [int(end) for end in cu_seqlens]
-        ranges = [(0, begin, end) for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+        ranges = [(0, begin, end) for begin, end in itertools.pairwise(ends)]
     shape = (len(ranges), num_heads, b.shape[3], head_dim)
     state = xp.zeros(shape, work) if initial_state is None else initial_state.astype(work)
     y = xp.zeros(x.shape, work)

@@ -184,8 +184,8 @@ def plan_gated_scan(
     dtype: str,
     device: Device,
 ) -> ScanConfig:
-    """A block for each head and each 64 of its columns; of long sequences several, each with a segment, where
-    heads alone would leave multiprocessors idle.
+    """A block for each head and each 64 of its columns; several for a long sequence, with a segment
+    each, where heads alone would leave multiprocessors idle.
 
     seq_len: of the longest sequence that there may be.
     """
@@ -371,7 +371,8 @@ def _specs(device: Device) -> list[KernelSpec]:
 
 def _step_specs(device: Device) -> list[KernelSpec]:
     return [
-        _step_spec(dtype.name, 128, vec) for dtype, vec in zip(KERNEL_DTYPES, (4, 2, 1), strict=True)
+        _step_spec(dtype.name, 128, vec)
+        for dtype, vec in zip(KERNEL_DTYPES, (4, 2, 1), strict=True)
     ]
 
 
@@ -389,4 +390,3 @@ register(
     reference=reference.gated_scan_step,
     specs=_step_specs,
 )
-

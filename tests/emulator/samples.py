@@ -134,6 +134,12 @@ def _drafts(rng: Rng) -> Arguments:
     return (drafts, random(rng, (2, 3, 300), "float16")), {"draft_probs": probs.astype(np.float32)}
 
 
+def _scan(rng: Rng) -> tuple[Any, ...]:
+    x, b, c = _rows(rng, (2, 300, 2, 24), (2, 300, 1, 40), (2, 300, 1, 40))
+    decay = -np.abs(random(rng, (2, 300, 2), "float32"))
+    return x, b, c, decay, random(rng, (2, 2, 40, 24), "float32")
+
+
 def _router_backward(rng: Rng) -> Arguments:
     logits, routing = random(rng, (20, 9), "float32"), _routing(rng)
     grad = random(rng, (20, 2), "float32")
@@ -324,6 +330,8 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         tuple(_rows(rng, (70, 136), (70, 72), (272, 72), (70, 272))),
         {},
     ),
+    "gated_scan": lambda rng: (_scan(rng)[:4], {"initial_state": _scan(rng)[4]}),
+    "gated_scan_step": lambda rng: ((_scan(rng)[4], *(a[:, 0].copy() for a in _scan(rng)[:4])), {}),
     "gelu": lambda rng: (tuple(_rows(rng, (7, 200))), {}),
     "gelu_and_mul": lambda rng: (tuple(_rows(rng, (7, 400))), {}),
     "gelu_and_mul_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 400))), {}),
