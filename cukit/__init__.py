@@ -168,6 +168,8 @@ from cukit.registry import (
     get_kernel,
     register_kernel,
 )
+from cukit.sampling import sample, speculative_verify
+from cukit.sequence import gated_scan, gated_scan_step
 
 __version__ = "0.1.0"
 
@@ -249,6 +251,8 @@ __all__ = [
     "full_like",
     "gated_linear",
     "gated_linear_backward",
+    "gated_scan",
+    "gated_scan_step",
     "gelu",
     "gelu_and_mul",
     "gelu_and_mul_backward",
@@ -300,9 +304,11 @@ __all__ = [
     "rms_norm_backward",
     "rope",
     "rope_backward",
+    "sample",
     "save_quantized",
     "silu_and_mul",
     "silu_and_mul_backward",
+    "speculative_verify",
     "teacher_top_k",
     "to_numpy",
     "topk_distillation_loss",

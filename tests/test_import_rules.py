@@ -21,7 +21,7 @@ LONG_FILE = 500
 
 BASE = {"errors"}
 OPS = BASE | {"core", "reference", "registry", "gemm", "quantization"}
-MODELS = OPS | {"layers", "attention", "moe", "array_api"}
+MODELS = OPS | {"layers", "attention", "moe", "array_api", "sampling", "sequence"}
 LOOP = MODELS | {"models", "distill", "memory"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -34,6 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attention": OPS,
     "gemm": OPS,
     "moe": OPS | {"layers"},
+    "sampling": OPS,
+    "sequence": OPS,
     "quantization": OPS,
     "distill (ops)": OPS | {"distill"},
     "models": MODELS,
