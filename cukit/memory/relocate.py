@@ -58,7 +58,7 @@ class Defragmenter:
         return walk.holes(self._pager.page_bytes, self._in_hand(), remap=remap)
 
     def _in_hand(self) -> int:
-        return len(self._pager.in_hand) * self._pager.page_bytes
+        return self._pager.pages_in_hand * self._pager.page_bytes
 
     def run(self, stream: Hashable) -> DefragmentReport:
         """Waits for the device, moves, remaps."""
