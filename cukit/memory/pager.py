@@ -14,20 +14,28 @@ before a block takes part of a free one, that is broken up into single pages (`k
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from cukit.memory.arena import Arena
 from cukit.memory.blocks import Action, Frame
 from cukit.memory.config import MemoryPoolConfig
 from cukit.memory.provider import DeviceOutOfMemory, Provider
 from cukit.memory.spans import FREE, UNMAPPED, Span
+from cukit.memory.walk import Paging
 
-MANY_LARGE = 8
+MANY_LARGE = 2
 """Large pages are for requests that fill as many of them."""
+
+WORTH_BREAKING = 32
+"""What a block leaves of a large page stays with it, if it is less than one part of the block in so
+many."""
 
 CROWDED = 0.9
 """Of its limit: a pool that holds more puts blocks where they take the fewest wholly free pages."""
@@ -96,6 +104,12 @@ class Pager:
     def pages_in_hand(self) -> int:
         """Single ones, and those of large ones."""
         return len(self.in_hand) + len(self.large_in_hand) * self.large_pages
+
+    def paging(self) -> Paging:
+        """What can be measured of free memory depends on this."""
+        firsts = np.array(sorted(set(self.large_at.values())), np.int64)
+        in_hand = self.pages_in_hand * self.page_bytes
+        return Paging(self.page_bytes, in_hand, self._remaps, self.large_pages, firsts)
 
     @property
     def limited(self) -> bool:
@@ -182,6 +196,9 @@ class Pager:
                 continue
             if span.address > first or first + step > span.end or span.stream is not None:
                 continue  # some of it is in use
+            used = min(first + step, start + size) - max(first, start)
+            if (step - used) * WORTH_BREAKING < size:
+                continue
             self.unmap(Run(span, first, self.large_pages), remapped=False)
             self._break_up()
             if len(self.in_hand) < self.large_pages:
@@ -512,9 +529,8 @@ class Pager:
                 at += page
                 continue
             addresses = range(at, at + self.large_pages * page, page)
-            self.large_in_hand.append(tuple(mapped.pop(each) for each in addresses))
-            for each in addresses:
-                del self.large_at[each]
+            self.large_in_hand.append(tuple(map(mapped.pop, addresses)))
+            deque(map(self.large_at.pop, addresses), maxlen=0)
             at = addresses.stop
 
     def choose(self, count: int, *, single: bool = False) -> tuple[list[Any], int]:
@@ -530,10 +546,10 @@ class Pager:
         page, step = self.page_bytes, self.large_pages
         del self.in_hand[len(self.in_hand) - (len(pages) - large * step) :]
         del self.large_in_hand[len(self.large_in_hand) - large :]
-        for number, handle in enumerate(pages):
-            self.mapped[address + number * page] = handle
-        for number in range(large * step):
-            self.large_at[address + number * page] = address + number // step * step * page
+        end = address + large * step * page
+        self.mapped.update(zip(range(address, address + len(pages) * page, page), pages, strict=True))
+        for first in range(address, end, step * page):
+            self.large_at.update(dict.fromkeys(range(first, first + step * page, page), first))
 
     def _map(self, place: Place, stream: Hashable, *, single: bool = False) -> Span:
         """Maps pages in hand where they make the hole, and returns that."""
