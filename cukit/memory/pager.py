@@ -547,7 +547,9 @@ class Pager:
         del self.in_hand[len(self.in_hand) - (len(pages) - large * step) :]
         del self.large_in_hand[len(self.large_in_hand) - large :]
         end = address + large * step * page
-        self.mapped.update(zip(range(address, address + len(pages) * page, page), pages, strict=True))
+        self.mapped.update(
+            zip(range(address, address + len(pages) * page, page), pages, strict=True)
+        )
         for first in range(address, end, step * page):
             self.large_at.update(dict.fromkeys(range(first, first + step * page, page), first))
 

@@ -97,8 +97,8 @@ class Supply:
         return arena.take(span, start, size, state.key)
 
     def _keep_whole(self, span: Span, start: int, size: int, state: StreamState) -> Span | None:
-        """The free span that a block is about to begin in, once no large page is used in part. None:
-        it is no more."""
+        """The free span that a block is about to begin in, once no large page is used in part.
+        None: it is no more."""
         if span.stream is not None and not state.private and not self._provider.capturing():
             self._streams.poll(state)
             if span.epoch <= state.done:

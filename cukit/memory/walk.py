@@ -135,7 +135,8 @@ def measure(address: Ints, size: Ints, paging: Paging) -> Holes:
         def below(number: Ints) -> Ints:
             """How many whole free pages lie below a page."""
             hole = np.maximum(np.searchsorted(first, number, "right") - 1, 0)
-            return before[hole] + np.clip(number - first[hole], 0, pages[hole])
+            found: Ints = before[hole] + np.clip(number - first[hole], 0, pages[hole])
+            return found
 
         start = paging.large_at // page
         free = below(start + paging.large_pages) - below(start)

@@ -62,9 +62,7 @@ class PoolMachine(RuleBasedStateMachine):
         large: int,
         progress: int | None,
     ) -> None:
-        self.provider = SimulatedProvider(
-            48 * PAGE, large_pages=large, can_remap=self.can_remap
-        )
+        self.provider = SimulatedProvider(48 * PAGE, large_pages=large, can_remap=self.can_remap)
         self.provider.lagging = lagging
         if adjacent:
             self.provider.adjacent_bytes = 96 * PAGE
