@@ -18,9 +18,8 @@ ARGS ?=
 comma := ,
 # One results file for each kind of GPU; h200.json is the one that `make tables` publishes.
 RESULTS ?= profiling/results/h200.json
-# What else the tests install, for those of cukit.torch. Empty by default: on Linux PyPI's torch
-# brings 3 GB of CUDA libraries. The CPU build is 200 MB:
-#   make test TORCH='torch transformers' PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# What else the tests install, for those of cukit.torch. Empty by default: on Linux the usual build of
+# torch brings 3 GB of CUDA libraries; PyTorch's CPU build is 200 MB.
 TORCH ?=
 
 # cuda12, cuda13 or empty: what the driver of this machine runs. cukit/core/driver.py says why.

@@ -121,6 +121,6 @@ def plan_mla_attention(
         cluster=cluster,
         num_blocks=device.num_sms // team * team,
         early=_DECODER_EARLY if coded else _EARLY,
-        # A page that is read once is limited by the requests that L2 takes: asking for it twice costs a fifth.
+        # Where one tile reads a page, L2's requests are the limit: a prefetch doubles them.
         prefetch=int(coded or cluster > 1),
     )
