@@ -7,6 +7,7 @@
 #include "block.h"
 #include "engines.h"
 #include "order.h"
+#include "quick.h"
 
 namespace cukit::emulator {
 
@@ -19,7 +20,7 @@ namespace {
 
 // Below the frames of the functions that run there is nothing, and above them lies the thread itself, of
 // which only threadIdx and the like may be read.
-inline void check_stack(const Fiber& me, const void* pointer, std::size_t bytes, Access access,
+inline __attribute__((always_inline)) void check_stack(const Fiber& me, const void* pointer, std::size_t bytes, Access access,
                         const void* frame) {
   const auto* const at = static_cast<const unsigned char*>(pointer);
   const bool above = access != Access::Read && at + bytes > reinterpret_cast<const unsigned char*>(&me);
@@ -29,7 +30,7 @@ inline void check_stack(const Fiber& me, const void* pointer, std::size_t bytes,
         name_of(me) + " " + where(me.call));
 }
 
-inline void judge(void* pointer, std::size_t bytes, Access access, const void* call) {
+inline __attribute__((always_inline)) void judge(void* pointer, std::size_t bytes, Access access, const void* call) {
   if (cukit_emulator_thread == nullptr || bytes == 0) return;
   Fiber& me = current();
   settle(me);
@@ -37,13 +38,13 @@ inline void judge(void* pointer, std::size_t bytes, Access access, const void* c
   if (on_stack(me, pointer)) {
     check_stack(me, pointer, bytes, access, __builtin_frame_address(0));
     touch(me, pointer, bytes, access);
-  } else {
+  } else if (!quick(me, pointer, bytes, access == Access::Write)) {
     check(thread_actor(me), pointer, bytes, access);
   }
 }
 
 // Volatile: a load may see what another thread publishes, a store after a fence publishes.
-inline void judge_volatile(void* pointer, std::size_t bytes, Access access, const void* call) {
+inline __attribute__((always_inline)) void judge_volatile(void* pointer, std::size_t bytes, Access access, const void* call) {
   if (cukit_emulator_thread == nullptr) return;
   Fiber& me = current();
   settle(me);
