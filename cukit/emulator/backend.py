@@ -38,7 +38,7 @@ class Emulator:
             self.device.arch,
             settings.checked,
             settings.debug,
-            settings.object_sizes,
+            settings.all_checks,
         )
 
     def poison(self, array: np.ndarray[Any, Any]) -> None:
@@ -49,7 +49,7 @@ class Emulator:
         """Compiled on first use, then from disk or from memory."""
         settings = self.settings
         return _load(
-            spec, self.device.arch, settings.checked, settings.debug, settings.object_sizes
+            spec, self.device.arch, settings.checked, settings.debug, settings.all_checks
         )
 
     def encode_tensor_map(
@@ -61,7 +61,7 @@ class Emulator:
 
 @functools.cache
 def _load(
-    spec: KernelSpec, arch: str, checked: bool, debug: bool, object_sizes: bool
+    spec: KernelSpec, arch: str, checked: bool, debug: bool, all_checks: bool
 ) -> Kernel:
-    build = build_kernel(spec, arch, checked, debug, object_sizes)
+    build = build_kernel(spec, arch, checked, debug, all_checks)
     return EmulatedKernel(build, Settings(arch=arch, checked=checked, debug=debug))

@@ -60,16 +60,16 @@ class Build:
 
 
 def build_kernel(
-    spec: KernelSpec, arch: str, checked: bool, debug: bool, object_sizes: bool = False
+    spec: KernelSpec, arch: str, checked: bool, debug: bool, all_checks: bool = False
 ) -> Build:
     """Compiles `spec`, or finds it in the cache. Raises CompileError with the compiler's log.
 
-    object_sizes: as for `kernel_flags`; kernels from other folders than cukit's always have them.
+    all_checks: as for `kernel_flags`; kernels from other folders than cukit's always have them.
     """
     compiler = find_compiler()
-    object_sizes = object_sizes or Path(spec.source).is_absolute()
+    all_checks = all_checks or Path(spec.source).is_absolute()
     flags = (
-        *kernel_flags(checked, debug, compiler, object_sizes),
+        *kernel_flags(checked, debug, compiler, all_checks),
         f"-DCUKIT_EMULATE={arch_number(arch)}",
     )
     link = link_flags(checked)

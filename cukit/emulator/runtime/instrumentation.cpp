@@ -64,24 +64,44 @@ inline __attribute__((always_inline)) void judge_volatile(void* pointer, std::si
   }
 }
 
+[[noreturn]] __attribute__((cold, noinline)) void misaligned(const void* pointer, std::size_t bytes,
+                                                             Access access, const void* call) {
+  Fiber& me = current();
+  me.call = call;
+  const auto address = reinterpret_cast<std::uintptr_t>(pointer);
+  fault(format("misaligned: %s of %zu bytes needs a multiple of %zu bytes, the address is one of %zu\n  ",
+               access == Access::Read ? "load" : "store", bytes, bytes,
+               static_cast<std::size_t>(address & -address)) +
+        name_of(me) + " " + where(call));
+}
+
+// The compiler has these called for what is aligned to its size, unless the pointer is not.
+inline __attribute__((always_inline)) void judge_aligned(void* pointer, std::size_t bytes, Access access,
+                                                         const void* call) {
+  if (__builtin_expect(reinterpret_cast<std::uintptr_t>(pointer) % bytes != 0, false)) {
+    misaligned(pointer, bytes, access, call);
+  }
+  judge(pointer, bytes, access, call);
+}
+
 }  // namespace
 
-#define CUKIT_INSTRUMENT(name, bytes)                                       \
+#define CUKIT_INSTRUMENT(name, bytes, judged)                               \
   extern "C" void __tsan_##name##read##bytes(void* pointer) {               \
-    judge(pointer, bytes, Access::Read, __builtin_return_address(0));       \
+    judged(pointer, bytes, Access::Read, __builtin_return_address(0));      \
   }                                                                         \
   extern "C" void __tsan_##name##write##bytes(void* pointer) {              \
-    judge(pointer, bytes, Access::Write, __builtin_return_address(0));      \
+    judged(pointer, bytes, Access::Write, __builtin_return_address(0));     \
   }
-CUKIT_INSTRUMENT(, 1)
-CUKIT_INSTRUMENT(, 2)
-CUKIT_INSTRUMENT(, 4)
-CUKIT_INSTRUMENT(, 8)
-CUKIT_INSTRUMENT(, 16)
-CUKIT_INSTRUMENT(unaligned_, 2)
-CUKIT_INSTRUMENT(unaligned_, 4)
-CUKIT_INSTRUMENT(unaligned_, 8)
-CUKIT_INSTRUMENT(unaligned_, 16)
+CUKIT_INSTRUMENT(, 1, judge)
+CUKIT_INSTRUMENT(, 2, judge_aligned)
+CUKIT_INSTRUMENT(, 4, judge_aligned)
+CUKIT_INSTRUMENT(, 8, judge_aligned)
+CUKIT_INSTRUMENT(, 16, judge_aligned)
+CUKIT_INSTRUMENT(unaligned_, 2, judge)
+CUKIT_INSTRUMENT(unaligned_, 4, judge)
+CUKIT_INSTRUMENT(unaligned_, 8, judge)
+CUKIT_INSTRUMENT(unaligned_, 16, judge)
 #undef CUKIT_INSTRUMENT
 
 #define CUKIT_INSTRUMENT_VOLATILE(bytes)                                        \
