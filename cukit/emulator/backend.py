@@ -48,9 +48,7 @@ class Emulator:
     def load_kernel(self, spec: KernelSpec) -> Kernel:
         """Compiled on first use, then from disk or from memory."""
         settings = self.settings
-        return _load(
-            spec, self.device.arch, settings.checked, settings.debug, settings.all_checks
-        )
+        return _load(spec, self.device.arch, settings.checked, settings.debug, settings.all_checks)
 
     def encode_tensor_map(
         self, view: TensorView, box: Sequence[int], swizzle_bytes: int
@@ -60,8 +58,6 @@ class Emulator:
 
 
 @functools.cache
-def _load(
-    spec: KernelSpec, arch: str, checked: bool, debug: bool, all_checks: bool
-) -> Kernel:
+def _load(spec: KernelSpec, arch: str, checked: bool, debug: bool, all_checks: bool) -> Kernel:
     build = build_kernel(spec, arch, checked, debug, all_checks)
     return EmulatedKernel(build, Settings(arch=arch, checked=checked, debug=debug))

@@ -137,7 +137,9 @@ def main() -> int:
         asked.logs.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     programs = [each for each in suite() if each.kind not in NOT_FOR_THIS_GPU]
-    twins = [(each, broken) for each in programs for broken in (False, True)[: 1 + bool(each.reports)]]
+    twins = [
+        (each, broken) for each in programs for broken in (False, True)[: 1 + bool(each.reports)]
+    ]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         with ProcessPoolExecutor(asked.jobs) as processes:
