@@ -1,8 +1,9 @@
 """A pytest plugin that chooses the cases of the quick run: `pytest -m "not slow"`, or `make test`.
 
 A test of ops is a grid of cases: shapes x dtypes x options, on the CPU, in the emulator and on the
-GPU. The quick run takes a few cases of each grid in which every value of every parameter occurs; the
-plugin marks the rest `slow`. Tests and parameters may carry the mark themselves. Without `-m` everything runs.
+GPU. The quick run takes a few cases of each grid in which every value of every parameter occurs;
+the plugin marks the rest `slow`. Tests and parameters may carry the mark themselves. Without `-m`
+everything runs.
 """
 
 from __future__ import annotations

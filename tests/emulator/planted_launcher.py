@@ -1,9 +1,9 @@
-"""Launches kernels on the GPU through the driver alone: `python planted_launcher.py FOLDER NAME...`.
+"""Launches kernels on the GPU through the driver: `python planted_launcher.py FOLDER NAME...`.
 
 Nothing but ctypes, so that a process under compute-sanitizer starts at once. FOLDER has, of each
 NAME, NAME.cubin and NAME.pickle: entry, grid, block, dynamic shared bytes, and the arguments as
-bytes: `("array", bytes)`, `("scalar", bytes)` or `("null", b"")`. Prints the name before its launch and
-`failed CODE` when the driver reports an error, which no later launch of the process survives.
+bytes: `("array", bytes)`, `("scalar", bytes)` or `("null", b"")`. Prints each name before its
+launch, and `failed CODE` when the driver reports an error, which no later launch survives.
 """
 
 from __future__ import annotations

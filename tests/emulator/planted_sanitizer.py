@@ -1,6 +1,6 @@
-"""What compute-sanitizer says of the planted bugs, on the GPU: `python -m tests.emulator.planted_sanitizer`.
+"""What compute-sanitizer says of the planted bugs: `python -m tests.emulator.planted_sanitizer`.
 
-Compiles both twins of every program and launches them under each tool, a few programs a process.
+Needs a GPU. Compiles both twins of every program and launches them under each tool, a few programs a process.
 Writes planted_sanitizer.json beside this file, from which planted_table.py takes its columns.
 Programs may hang: each process has a time limit, and what it had not come to runs in another one.
 """
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
@@ -172,11 +173,10 @@ def main() -> int:
     }
     RESULTS.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     for tool in TOOLS:
-        found = outcomes[tool]
+        counts = Counter((name[-1], outcome) for name, outcome in outcomes[tool].items())
         print(tool, *(
-            f"{sum(value == each for name, value in found.items() if name.endswith(twin))} {label} {each}"
-            for twin, label in (("1", "broken"), ("0", "clean"))
-            for each in ("reported", "failed", "hangs")
+            f"{count} {'broken' if twin == '1' else 'clean'} {outcome}"
+            for (twin, outcome), count in sorted(counts.items())
         ), sep=", ")  # fmt: skip
     return 0
 
