@@ -6,8 +6,8 @@
 
 rows: an arm `THREADS,CLUSTER,CACHED` has as many threads a block, blocks a row and vectors of each
 tensor that a thread keeps. products: each product of a chunk of tokens, in each kernel that matmul
-could choose. heads: whole losses, by the number of tokens in a chunk. Nothing is written; outcomes go
-into profiling/notes/losses.md.
+could choose. heads: whole losses, by the number of tokens in a chunk. Nothing is written; outcomes
+go into profiling/notes/losses.md.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def _split_arm(ours: Callable[[], Call], split: tuple[int, int, int]) -> Call:
     plan = partial(
         _divergence_rows.plan_divergence, threads=threads, cluster=cluster, cached=cached
     )
-    original, launches, run = module._prepare, [], ours()
+    original, run = module._prepare, ours()
+    launches: list[Any] = []
 
     def prepared(*args: Any) -> Any:
         if not launches:
@@ -137,7 +138,7 @@ def _product(
     a: Any,
     b: Any,
     out: Any,
-    flags: dict[str, bool],
+    flags: dict[str, Any],
     flops: float,
 ) -> None:
     options = MatmulOptions(**flags, out_dtype=None)
