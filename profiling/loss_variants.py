@@ -75,7 +75,7 @@ def compile_splits(names: Sequence[str] = ()) -> None:
     device = current_device()
     specs = {
         _divergence_rows.plan_divergence(
-            size, DTYPE, 2, "int32", 8, name, True, False, device,
+            size, DTYPE, 2, "int32", 8, name, True, False, False, device,
             threads=threads, cluster=cluster, cached=cached,
         ).spec()
         for name in names or DIVERGENCES

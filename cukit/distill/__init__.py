@@ -12,6 +12,11 @@ from cukit.distill.kl_divergence import kl_divergence, kl_divergence_backward
 from cukit.distill.linear_cross_entropy import LinearCrossEntropyResult, linear_cross_entropy
 from cukit.distill.linear_distillation_loss import linear_distillation_loss
 from cukit.distill.linear_kl_divergence import linear_kl_divergence
+from cukit.distill.linear_topk_distillation_loss import (
+    linear_sampled_distillation_loss,
+    linear_topk_distillation_loss,
+)
+from cukit.distill.sampled_distillation_loss import sampled_distillation_loss
 from cukit.distill.schedule import Constant, Linear, Schedule, WarmupCosine
 from cukit.distill.terms import HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.topk_distillation_loss import teacher_top_k, topk_distillation_loss
@@ -49,8 +54,11 @@ __all__ = [
     "linear_cross_entropy",
     "linear_distillation_loss",
     "linear_kl_divergence",
+    "linear_sampled_distillation_loss",
+    "linear_topk_distillation_loss",
     "read_corpus",
     "restore_checkpoint",
+    "sampled_distillation_loss",
     "save_checkpoint",
     "teacher_top_k",
     "topk_distillation_loss",

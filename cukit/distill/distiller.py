@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from cukit.core.arrays import Array
-from cukit.distill._divergence_rows import LossOptions
+from cukit.distill._loss_options import LossOptions
 from cukit.distill.linear_cross_entropy import linear_cross_entropy
 from cukit.distill.linear_distillation_loss import linear_distillation_loss
 from cukit.distill.schedule import Schedule, as_schedule

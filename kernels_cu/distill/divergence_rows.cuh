@@ -18,12 +18,13 @@
 // x = min(p, q) / max(p, q) - 1. Constants of a slope cancel in the gradient, so slopes that vanish with
 // d are used.
 //
-// Macros: DTYPE; DIVERGENCE 0..5, in the order above; HARD 0|1.
+// Macros: DTYPE; DIVERGENCE 0..5, in the order above; HARD 0|1; TRANSFORM 0|1.
 #pragma once
 
 #include "common/platform.cuh"
 #include "common/types.cuh"
 #include "common/vocabulary_row.cuh"
+#include "distill/logits.cuh"
 
 namespace cukit {
 
@@ -85,6 +86,7 @@ CUKIT_DEVICE float entropy_excess(float x, float product) {
 
 // What the sweeps after the first need to know of a row.
 struct RowMasses {
+  Logits student_logits, teacher_logits;
   float scale;  // log2(e) / T
   Mass student;
   Mass teacher;
@@ -297,8 +299,8 @@ struct CentredRow : RowMasses {
   CUKIT_DEVICE void add(Mass& sums, const Vec<element_t, N>& of_student,
                         const Vec<element_t, N>& of_teacher) const {
     float z[N], teacher_z[N];
-    to_floats(z, of_student);
-    to_floats(teacher_z, of_teacher);
+    student_logits.load(z, of_student);
+    teacher_logits.load(teacher_z, of_teacher);
     if constexpr (sweep == Sweep::Apart) {
       add_all<Sweep::Apart>(sums, z, teacher_z);
     } else {
@@ -332,15 +334,16 @@ CUKIT_DEVICE void differences(const Row& row, float (&into)[N], const float (&of
   }
 }
 
-// The gradient of N elements but for `hard_target`, which the target's is less.
+// The gradient of N elements but for `hard_target`, which the target's is less, for what their logits
+// are made of.
 template <Sweep sweep, typename Row, int N>
 CUKIT_DEVICE void gradient_of(const Row& row, Vec<element_t, N>& into,
                               const Vec<element_t, N>& of_student,
                               const Vec<element_t, N>& of_teacher, float& share,
                               float hard_target = 0.0f) {
   float z[N], teacher_z[N], g[N];
-  to_floats(z, of_student);
-  to_floats(teacher_z, of_teacher);
+  row.student_logits.load(z, of_student);
+  row.teacher_logits.load(teacher_z, of_teacher);
   if constexpr (sweep == Sweep::Close) {
     float widest = 0.0f;
 #pragma unroll
@@ -357,6 +360,7 @@ CUKIT_DEVICE void gradient_of(const Row& row, Vec<element_t, N>& into,
       g[j] = fmaf(row.plain.term(z[j], kLog2E), row.hard_scale_of_mass, g[j]) - hard_target;
     }
   }
+  row.student_logits.chain(g, z);
   from_floats(into, g);
 }
 
