@@ -15,7 +15,8 @@
 // the loss, and the second sweep writes q - p. Where it is not, student and teacher are close and both
 // would be rounding errors: the second sweep sums terms that are >= 0, where nothing cancels.
 // The other divergences need a sum over the row before the first element of their gradient: they sum
-// loss and slopes in the second sweep and write the gradient in a third.
+// loss and slopes in the second sweep and write the gradient in a third. Of the reverse KL that sum is
+// the loss, and the first sweep gives it for rows far apart.
 //
 // Mapping: a cluster of CLUSTER blocks a row, each with its part of the columns. The gradient may
 //   overwrite the student's logits.
@@ -47,6 +48,7 @@ using Single = cukit::Vec<T, 1>;
 using cukit::Choice;
 using cukit::Sweep;
 
+constexpr bool kReverse = cukit::kDivergence == cukit::Divergence::ReverseKl;
 constexpr int kInFlight = 2;  // accesses to each tensor that a thread issues before it uses the first
 constexpr int kAhead = 4;     // batches of those on their way to shared memory
 
@@ -54,6 +56,7 @@ constexpr int kAhead = 4;     // batches of those on their way to shared memory
 struct Statistics {
   cukit::Mass student, teacher, plain;
   float lowest_teacher = cukit::infinity();
+  float lowest_student = cukit::infinity();
   float scale;
   cukit::Logits student_logits, teacher_logits;
 
@@ -66,6 +69,9 @@ struct Statistics {
     teacher.cover(teacher_logits.of(cukit::extreme<cukit::Largest>(of_teacher)), scale);
     // Of the elements: the logits keep their order.
     lowest_teacher = fminf(lowest_teacher, cukit::extreme<cukit::Smallest>(of_teacher));
+    if constexpr (DIVERGENCE != 0) {
+      lowest_student = fminf(lowest_student, cukit::extreme<cukit::Smallest>(of_student));
+    }
   }
 
   // Elements that are covered.
@@ -74,10 +80,12 @@ struct Statistics {
     float z[N], teacher_z[N];
     student_logits.load(z, of_student);
     teacher_logits.load(teacher_z, of_teacher);
-    float student_sum = 0.0f, plain_sum = 0.0f, teacher_sum = 0.0f, moment = 0.0f;
+    float student_sum = 0.0f, plain_sum = 0.0f, teacher_sum = 0.0f, moment = 0.0f, reverse = 0.0f;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      student_sum += student.term(z[j], scale);
+      const float q = student.term(z[j], scale);
+      student_sum += q;
+      if constexpr (kReverse) reverse = fmaf(q, z[j] - teacher_z[j], reverse);
       if constexpr (HARD) plain_sum += plain.term(z[j], cukit::kLog2E);
       const float p = teacher.term(teacher_z[j], scale);
       teacher_sum += p;
@@ -87,6 +95,7 @@ struct Statistics {
     plain.sum += plain_sum;
     teacher.sum += teacher_sum;
     teacher.moment += moment;
+    if constexpr (kReverse) student.moment += reverse;
   }
 };
 
@@ -291,10 +300,23 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
     soft_rows[row] = active ? divergence * per_mass * factors.soft_loss * weight : 0.0f;
   }
 #else
-  soft.soft_scale = active ? factors.soft_gradient * upstream : 0.0f;
-  soft.per_student = active ? 1.0f / soft.student.sum : 0.0f;
-  soft.per_teacher = per_mass;
+  soft.soft_scale = active ? factors.soft_gradient * upstream / soft.student.sum : 0.0f;
   soft.beta = factors.beta;
+  // Each thread for itself: masked columns lie side by side.
+  const bool fit = soft.ratios_fit(soft.student_logits.of(statistics.lowest_student),
+                                   soft.teacher_logits.of(statistics.lowest_teacher));
+  const auto write_gradient = [&] {
+    if constexpr (GRAD) {
+      fit ? gradient_sweep(Choice<Sweep::Apart>{}) : gradient_sweep(Choice<Sweep::Masked>{});
+    }
+  };
+  if (kReverse && active && soft.reversely_far_apart()) {
+    soft.centre = soft.reverse_divergence();
+    if (writes_loss) soft_rows[row] = soft.centre * factors.soft_loss * weight;
+    write_gradient();
+    return;
+  }
+  soft.far = active && !kReverse && soft.far_apart(soft.share_of_kl());
   __shared__ cukit::RowExchange<1>::Shared shared_sums;
   cukit::RowExchange<1> second_exchange(shared_sums, rank);
   cukit::Mass sums[1];
@@ -304,11 +326,18 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
       soft.template add<decltype(choice)::kSweep>(sums[0], of_student, of_teacher);
     });
   };
-  active && soft.far_apart(soft.share_of_kl()) ? sum_sweep(Choice<Sweep::Apart>{})
-                                               : sum_sweep(Choice<Sweep::Close>{});
+  if (!fit) {
+    sum_sweep(Choice<Sweep::Masked>{});
+  } else if (soft.far) {
+    sum_sweep(Choice<Sweep::Apart>{});
+  } else {
+    sum_sweep(Choice<Sweep::Close>{});
+  }
   second_exchange.merge(sums);
-  soft.centre = sums[0].moment;
-  if (writes_loss) soft_rows[row] = active ? sums[0].sum * factors.soft_loss * weight : 0.0f;
-  if constexpr (GRAD) gradient_sweep(Choice<Sweep::Apart>{});
+  soft.centre = sums[0].moment * per_mass;
+  if (writes_loss) {
+    soft_rows[row] = active ? soft.loss_of(sums[0].sum * per_mass) * factors.soft_loss * weight : 0.0f;
+  }
+  write_gradient();
 #endif
 }
