@@ -3,11 +3,12 @@
     python -m profiling.loss_variants rows
     python -m profiling.loss_variants products
     python -m profiling.loss_variants heads
+    python -m profiling.loss_variants options
 
 rows: an arm `THREADS,CLUSTER,CACHED` has as many threads a block, blocks a row and vectors of each
 tensor that a thread keeps. products: each product of a chunk of tokens, in each kernel that matmul
-could choose. heads: whole losses, by the number of tokens in a chunk. Nothing is written; outcomes
-go into profiling/notes/losses.md.
+could choose. heads: whole losses, by the number of tokens in a chunk. options: losses on logits, with
+and without. Nothing is written; outcomes go into profiling/notes/losses.md.
 """
 
 from __future__ import annotations
@@ -22,23 +23,35 @@ from unittest import mock
 from cukit.analyzer.benchmark import KernelBenchmark, Sampling
 from cukit.commands.compile import Variant, build
 from cukit.core.device import current_device
-from cukit.distill import _divergence_rows, distillation_loss, linear_distillation_loss
+from cukit.distill import (
+    _divergence_rows,
+    cross_entropy,
+    distillation_loss,
+    kl_divergence,
+    linear_distillation_loss,
+    sampled_distillation_loss,
+    teacher_top_k,
+    topk_distillation_loss,
+)
 from cukit.gemm import explain_matmul
 from cukit.gemm.candidates import MatmulOptions
 from cukit.gemm.decision import prepare
 from profiling.case import Call, Case, Workload
 from profiling.cases.distill import DIVERGENCES, DTYPE, TEMPERATURE, divergence_case, kl_case
-from profiling.data import array_module, normal
+from profiling.data import array_module, integers, normal
 from profiling.run import Runner, run_cases, show
 
 SPLITS = {
-    32768: ((256, 2, 8), (384, 2, 6), (512, 2, 4), (256, 4, 4), (512, 1, 8), (128, 4, 8)),
-    256000: ((384, 8, 6), (256, 8, 9), (512, 8, 6), (512, 8, 4)),
+    32768: ((384, 2, 6), (512, 1, 8), (128, 4, 8)),
+    256000: ((256, 8, 9), (512, 8, 6)),
 }
 """(threads, cluster, cached) by vocabulary."""
 
-COMPARED = {32768: ("jsd",), 256000: ("jsd", "reverse_kl")}
+COMPARED = {32768: ("reverse_kl", "skewed_forward_kl", "total_variation"), 256000: ()}
 """Divergences that torch.compile is timed with: it compiles each for seconds."""
+
+DISTANCES = (0.4, 0.05)
+"""Of student and teacher, beside logits that have nothing in common."""
 
 HEADS = ((4096, 2304, 256000), (8192, 4096, 128256), (4096, 2048, 32768))
 CHUNKS = (1024, 2048, 4096)
@@ -47,7 +60,64 @@ CHUNKS = (1024, 2048, 4096)
 def rows(names: Sequence[str] = ()) -> list[Case]:
     """Divergences (all, or those named) of 4096 rows of logits, with every split."""
     found = names or DIVERGENCES
-    return [_with_splits(4096, size, name) for size in SPLITS for name in found]
+    cases = [_with_splits(4096, size, name) for size in SPLITS for name in found]
+    near = [divergence_case(4096, 32768, "jsd", distance=each) for each in DISTANCES]
+    return [*cases, *map(_alone, near)]
+
+
+def _alone(case: Case) -> Case:
+    """Without peers."""
+
+    def build() -> Workload:
+        workload = case.build()
+        return replace(workload, arms={"cukit": workload.arms["cukit"]})
+
+    return replace(case, build=build)
+
+
+def options() -> None:
+    """Prints what options cost on logits."""
+    benchmark = _benchmark()
+    for tokens, vocab_size in ((4096, 32768), (4096, 256000)):
+        student, teacher = (normal((tokens, vocab_size), DTYPE) for _ in range(2))
+        xp = array_module()
+        targets = integers(0, vocab_size, (tokens,))
+        weights = xp.ones((tokens,), "float32")
+        kinds: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "token_weights": {"token_weights": weights},
+            "vocab_size": {"vocab_size": vocab_size - 64},
+            "logit_scale": {"logit_scale": 0.5},
+            "softcap": {"softcap": 30.0},
+        }
+        arms = {}
+        for name, given in kinds.items():
+            both = given if name != "softcap" else {**given, "teacher_softcap": 30.0}
+            calls = {
+                "cross_entropy": partial(cross_entropy, student, targets, **given),
+                "forward_kl": partial(kl_divergence, student, teacher, temperature=2.0, **both),
+            }
+            for op, call in calls.items():
+                arms[f"{op} {name}"] = partial(_first, partial(call, return_grad=True))
+        log_probs, ids = teacher_top_k(teacher, 64)
+        for tail in ("bucket", "renormalise"):
+            call = partial(topk_distillation_loss, student, log_probs, ids, tail=tail)
+            arms[tail] = partial(_first, partial(call, return_grad=True))
+        call = partial(sampled_distillation_loss, student, ids)
+        arms["sampled"] = partial(_first, partial(call, return_grad=True))
+        records = benchmark.compare(
+            ("distill", "options", f"{tokens}x{vocab_size}", DTYPE),
+            arms,
+            lambda: array_module().zeros((), "float32"),
+            tolerance=float("inf"),
+        )
+        print(f"{tokens}x{vocab_size}")
+        for record in records:
+            print(f"    {record['impl']:<30}{record['median_us']:9.1f} us", flush=True)
+
+
+def _first(call: Call) -> Any:
+    return call()[0]
 
 
 def _with_splits(tokens: int, vocab_size: int, divergence: str) -> Case:
@@ -204,7 +274,7 @@ def main(arguments: Sequence[str]) -> int:
     if what == "rows":
         compile_splits(names)
         return run_cases(rows(names), Runner())
-    {"products": products, "heads": heads}[what]()
+    {"products": products, "heads": heads, "options": options}[what]()
     return 0
 
 

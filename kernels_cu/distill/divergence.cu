@@ -120,9 +120,10 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
   const bool writes_loss = rank == 0 && threadIdx.x == 0;
   const long long target = targets != nullptr ? targets[row] : 0;
   const bool ignored = targets != nullptr && target == rows.ignore_index;
-  const float weight = cukit::row_weight(token_weights, row, ignored);
+  // Read again where it is used: sweeps need the registers.
+  const auto weight = [&] { return cukit::row_weight(token_weights, row, false); };
   if constexpr (GRAD) cukit::clear_padding(grad, row, rows, rank);
-  if (weight == 0.0f) {
+  if (ignored || weight() == 0.0f) {
     if (writes_loss) soft_rows[row] = 0.0f;
     if (HARD && writes_loss) hard_rows[row] = 0.0f;
     if constexpr (GRAD) slice.clear(grad);
@@ -213,7 +214,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
     soft.offset = (soft.teacher.reference - soft.student.reference) + log2f(soft.mass_ratio);
   }
   const float upstream =
-      GRAD ? weight * cukit::upstream_scale(grad_loss, row * rows.grad_loss_stride, normalizer)
+      GRAD ? weight() * cukit::upstream_scale(grad_loss, row * rows.grad_loss_stride, normalizer)
            : 0.0f;
   const float per_mass = active ? 1.0f / soft.teacher.sum : 0.0f;
   soft.soft_scale = factors.soft_gradient * upstream * per_mass;
@@ -229,7 +230,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
       const float logit =
           in_range ? soft.student_logits.of(cukit::to_float(target_student[0])) : 0.0f;
       const float loss = cukit::kLn2 * cukit::log2_mass_over(soft.plain, logit, cukit::kLog2E);
-      hard_rows[row] = soft.plain.sum == 0.0f ? 0.0f : in_range ? loss * weight : cukit::not_a_number();
+      const float counted = in_range ? loss * weight() : cukit::not_a_number();
+      hard_rows[row] = soft.plain.sum == 0.0f ? 0.0f : counted;
     }
   }
 
@@ -288,7 +290,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
 #if DIVERGENCE == 0
   if (active && soft.far_apart()) {
     if constexpr (GRAD) gradient_sweep(Choice<Sweep::Apart>{});
-    if (writes_loss) soft_rows[row] = soft.divergence() * factors.soft_loss * weight;
+    if (writes_loss) soft_rows[row] = soft.divergence() * factors.soft_loss * weight();
     return;
   }
   // Each thread for itself: masked columns lie side by side.
@@ -297,7 +299,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
                                             ? gradient_sweep(Choice<Sweep::Close>{})
                                             : gradient_sweep(Choice<Sweep::Masked>{}));
   if (writes_loss) {
-    soft_rows[row] = active ? divergence * per_mass * factors.soft_loss * weight : 0.0f;
+    soft_rows[row] = active ? divergence * per_mass * factors.soft_loss * weight() : 0.0f;
   }
 #else
   soft.soft_scale = active ? factors.soft_gradient * upstream / soft.student.sum : 0.0f;
@@ -312,7 +314,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
   };
   if (kReverse && active && soft.reversely_far_apart()) {
     soft.centre = soft.reverse_divergence();
-    if (writes_loss) soft_rows[row] = soft.centre * factors.soft_loss * weight;
+    if (writes_loss) soft_rows[row] = soft.centre * factors.soft_loss * weight();
     write_gradient();
     return;
   }
@@ -336,7 +338,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
   second_exchange.merge(sums);
   soft.centre = sums[0].moment * per_mass;
   if (writes_loss) {
-    soft_rows[row] = active ? soft.loss_of(sums[0].sum * per_mass) * factors.soft_loss * weight : 0.0f;
+    const float loss = active ? soft.loss_of(sums[0].sum * per_mass) : 0.0f;
+    soft_rows[row] = loss * factors.soft_loss * weight();
   }
   write_gradient();
 #endif
