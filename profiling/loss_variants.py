@@ -7,8 +7,8 @@
 
 rows: an arm `THREADS,CLUSTER,CACHED` has as many threads a block, blocks a row and vectors of each
 tensor that a thread keeps. products: each product of a chunk of tokens, in each kernel that matmul
-could choose. heads: whole losses, by the number of tokens in a chunk. options: losses on logits, with
-and without. Nothing is written; outcomes go into profiling/notes/losses.md.
+could choose. heads: whole losses, by the number of tokens in a chunk. options: losses on logits,
+with and without. Nothing is written; outcomes go into profiling/notes/losses.md.
 """
 
 from __future__ import annotations
