@@ -17,7 +17,7 @@ from cukit.distill.linear_topk_distillation_loss import (
     linear_topk_distillation_loss,
 )
 from cukit.distill.sampled_distillation_loss import sampled_distillation_loss
-from cukit.distill.schedule import Constant, Linear, Schedule, WarmupCosine
+from cukit.distill.schedule import Constant, Cosine, Linear, Schedule, WarmupCosine
 from cukit.distill.terms import HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.topk_distillation_loss import teacher_top_k, topk_distillation_loss
 from cukit.distill.trainer import StepStatistics, Trainer
@@ -27,6 +27,7 @@ __all__ = [
     "AdamWState",
     "Constant",
     "Corpus",
+    "Cosine",
     "Distiller",
     "Evaluation",
     "HiddenStateTerm",
