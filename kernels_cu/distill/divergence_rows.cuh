@@ -188,6 +188,11 @@ struct ForwardKlRow : RowMasses {
 // The other divergences: a second sweep sums terms and slopes, a third writes the gradient. The
 // reverse KL of rows far apart is known after the first sweep, and with it the sum of the slopes.
 struct CentredRow : RowMasses {
+  static constexpr bool kMixes = kDivergence == Divergence::Jsd ||
+                                 kDivergence == Divergence::SkewedForwardKl ||
+                                 kDivergence == Divergence::SkewedReverseKl;
+  static constexpr bool kSkewed = kMixes && kDivergence != Divergence::Jsd;
+
   // x < kSeriesRadius, with room for rounding, in a vector in which all |b| are smaller.
   static constexpr float kNearby = 0.16f;
 
@@ -198,9 +203,8 @@ struct CentredRow : RowMasses {
   // About the smallest share of the forward KL that the divergence is, times how much closer than the
   // forward KL its definition is accurate: no term is the difference of terms of p d.
   CUKIT_DEVICE float share_of_kl() const {
-    if constexpr (kDivergence == Divergence::Jsd) return 4.0f * beta * (1.0f - beta);
-    if constexpr (kDivergence == Divergence::SkewedForwardKl) return 4.0f * (1.0f - beta) * (1.0f - beta);
-    if constexpr (kDivergence == Divergence::SkewedReverseKl) return 4.0f * (1.0f - beta) * (1.0f - beta);
+    if constexpr (kDivergence == Divergence::Jsd) return 2.0f * beta * (1.0f - beta);
+    if constexpr (kSkewed) return 2.0f * (1.0f - beta) * (1.0f - beta);
     return 1.0f;
   }
 
@@ -213,11 +217,6 @@ struct CentredRow : RowMasses {
     float of_q;      // log2(m / q)
     float fraction;  // 1 - p / m or 1 - q / m, of the skewed ones
   };
-
-  static constexpr bool kMixes = kDivergence == Divergence::Jsd ||
-                                 kDivergence == Divergence::SkewedForwardKl ||
-                                 kDivergence == Divergence::SkewedReverseKl;
-  static constexpr bool kSkewed = kMixes && kDivergence != Divergence::Jsd;
 
   CUKIT_DEVICE float share_of_q() const {  // in m
     return kDivergence == Divergence::SkewedReverseKl ? beta : 1.0f - beta;
