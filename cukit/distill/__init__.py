@@ -12,7 +12,12 @@ from cukit.distill.kl_divergence import kl_divergence, kl_divergence_backward
 from cukit.distill.linear_cross_entropy import LinearCrossEntropyResult, linear_cross_entropy
 from cukit.distill.linear_distillation_loss import linear_distillation_loss
 from cukit.distill.linear_kl_divergence import linear_kl_divergence
-from cukit.distill.schedule import Constant, Linear, Schedule, WarmupCosine
+from cukit.distill.linear_topk_distillation_loss import (
+    linear_sampled_distillation_loss,
+    linear_topk_distillation_loss,
+)
+from cukit.distill.sampled_distillation_loss import sampled_distillation_loss
+from cukit.distill.schedule import Constant, Cosine, Linear, Schedule, WarmupCosine
 from cukit.distill.terms import HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.topk_distillation_loss import teacher_top_k, topk_distillation_loss
 from cukit.distill.trainer import StepStatistics, Trainer
@@ -22,6 +27,7 @@ __all__ = [
     "AdamWState",
     "Constant",
     "Corpus",
+    "Cosine",
     "Distiller",
     "Evaluation",
     "HiddenStateTerm",
@@ -49,8 +55,11 @@ __all__ = [
     "linear_cross_entropy",
     "linear_distillation_loss",
     "linear_kl_divergence",
+    "linear_sampled_distillation_loss",
+    "linear_topk_distillation_loss",
     "read_corpus",
     "restore_checkpoint",
+    "sampled_distillation_loss",
     "save_checkpoint",
     "teacher_top_k",
     "topk_distillation_loss",

@@ -381,6 +381,18 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         (_logits(rng)[0], *teacher_top_k(random(rng, (5, 1003), "float32"), 30)),
         {"tail": "bucket", "return_grad": True},
     ),
+    "sampled_distillation_loss": lambda rng: (
+        (_logits(rng)[0], rng.integers(0, 1003, (5, 12)).astype(np.int32)),
+        {"return_grad": True, "softcap": 4.0, "vocab_size": 1003},
+    ),
+    "linear_topk_distillation_loss": lambda rng: (
+        (*_linear(rng), *teacher_top_k(random(rng, (40, 500), "float32"), 9)),
+        {"chunk_tokens": 16},
+    ),
+    "linear_sampled_distillation_loss": lambda rng: (
+        (*_linear(rng), rng.integers(0, 500, (40, 7)).astype(np.int32)),
+        {"workspace_bytes": 40000, "token_weights": np.ones(40, np.float32)},
+    ),
     "matmul_fp8": lambda rng: (
         tuple(encode(x, float8_e4m3) for x in _rows(rng, (70, 272), (136, 272))),
         {"out_dtype": np.float32},
