@@ -5,13 +5,14 @@ What it does not cover is served by :mod:`flash_plan`'s class.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cukit.attention.flash_maps import PlannedWork, encoder, launches_of
-from cukit.attention.flash_options import PARAMETERS, ScoreOptions, scales_of
+from cukit.attention.flash_options import NO_TEACHER, PARAMETERS, ScoreOptions, scales_of
 from cukit.attention.flash_plan import (
     FlashAttentionBackwardConfig,
     choose_section,
@@ -138,7 +139,8 @@ def plan_flash_attention_backward_sm90(
     tiling = replace(tiling, in_turn=deterministic and tiling.sums_queries)
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv
-    splits = choose_splits(problem.group, heads * tiles, _WAVES * device.num_sms)
+    enough = _WAVES * device.num_sms
+    splits = choose_splits(problem.group, heads * tiles, enough, problem.teacher_group)
     section = 1
     if problem.varlen:
         heads = problem.num_heads_kv  # a section is of one sequence
@@ -250,11 +252,13 @@ class MappedKernels:
         config: WarpgroupBackwardConfig,
         rows: tuple[int, int],
         num_sms: int,
+        teacher: Mapping[str, float] | None = None,
     ) -> tuple[MappedKeys, MappedQueries | None]:
         """The launches that compute dK and dV, and either the sum of dQ or, with another, dQ.
 
         config: of the lengths of the call; settings: score_settings; rows: heads of the scratch
-        arrays, and rows that each has; num_sms: of the device, each of which gets a block.
+        arrays, and rows that each has; num_sms: of the device, each of which gets a block; teacher:
+        what kernels of two models take of the second.
         """
         problem, splits = config.problem, config.splits
         lengths = problem.seq_len_q, problem.seq_len_kv
@@ -283,6 +287,7 @@ class MappedKernels:
             splits=splits,
             value_dim=problem.head_dim_v,
             section=config.key_section,
+            **(NO_TEACHER if teacher is None else teacher),
         )
         blocks = config.most_key_blocks(k.shape[0])
         plan = _planned_work(self._key_plan, problem.batch, heads, lengths[0], blocks)
