@@ -12,12 +12,16 @@ import numpy as np
 from cukit.attention.flash_arguments import (
     check_kernel_layout,
     check_sequence_ends,
+    fits_tensor_maps,
     lse_shape,
     score_shape,
     strides_of,
 )
+from cukit.attention.flash_maps import PlannedWork, encoder, launches_of
 from cukit.attention.flash_options import PARAMETERS, Window, scales_of, score_settings
+from cukit.attention.flash_plan_sm90 import covers, sequences_plan_size
 from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention.flash_tilings import GROUP_ROWS, PART
 from cukit.attention.kl_pairs import (
     KlOptions,
     RowArrays,
@@ -30,7 +34,9 @@ from cukit.attention.kl_pairs import (
 )
 from cukit.attention.kl_plan import (
     Knowledge,
+    WarpgroupKlConfig,
     plan_attention_kl,
+    plan_attention_kl_sm90,
     representative_pairs,
     sum_spec,
     total_blocks,
@@ -41,6 +47,7 @@ from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_flag
+from cukit.core.tensor_map import TensorMapCache
 from cukit.reference import attention_kl as reference
 from cukit.registry import register
 
@@ -215,14 +222,28 @@ def _prepare_sweep(
     options: KlOptions,
     known: Knowledge,
     *given: Array | None,
-) -> Launch:
+) -> Launch | MappedSweep:
     arrays = RowArrays(*given)
     check_kernel_layout(_OP, q_s=q_s, k_s=k_s, q_t=q_t, k_t=k_t)
     problem = problem_of_pairs(k_t, q_s, k_s, options, arrays)
-    config = plan_attention_kl(problem, known, current_device())
+    device = current_device()
     student = options.student(q_s.shape[-1])
     shape = score_shape(q_s, k_s, student, arrays.scores)
+    settings = score_settings(q_s, student, arrays.scores, shape)
     scale, scale_log2 = scales_of(q_s, student)
+    if covers(problem, device) and fits_tensor_maps(q_s, k_s, q_t, k_t):
+        parameters = parameter_structs(PARAMETERS)["MappedKlParameters"].pack(
+            batch=problem.batch,
+            heads_q=problem.num_heads_q,
+            group=problem.group,
+            seq_q=problem.seq_len_q,
+            seq_kv=problem.seq_len_kv,
+            scale_log2=scale_log2,
+            **teacher_settings(options, problem),
+            settings=settings,
+        )
+        return MappedSweep(plan_attention_kl_sm90(problem, known, device), parameters)
+    config = plan_attention_kl(problem, known, device)
     parameters = parameter_structs(PARAMETERS)["QueryGradientParameters"].pack(
         q=strides_of(q_s),
         k=strides_of(k_s),
@@ -240,10 +261,37 @@ def _prepare_sweep(
         scale=scale,
         scale_log2=scale_log2,
         **teacher_settings(options, problem),
-        settings=score_settings(q_s, student, arrays.scores, shape),
+        settings=settings,
     )
     grid = (config.num_blocks(problem.seq_len_q),)
     return Launch(load_kernel(config.spec()), grid, (parameters,))
+
+
+class MappedSweep:
+    """A launch of `attention_kl_sm90`, for arrays of one description."""
+
+    __slots__ = ("_launch", "_maps", "_plan")
+
+    def __init__(self, config: WarpgroupKlConfig, parameters: Any) -> None:
+        """parameters: MappedKlParameters."""
+        problem = config.problem
+        blocks = config.num_blocks(problem.seq_len_q)
+        self._launch = Launch(load_kernel(config.spec()), (blocks,), (parameters,))
+        boxes = ((1, rows, 1, PART) for rows in (GROUP_ROWS, config.tiling.tile_n) * 2)
+        self._maps = tuple(TensorMapCache(encoder(box)) for box in boxes)
+        self._plan: PlannedWork | None = None
+        sort = launches_of(config.plan_spec())
+        if sort is not None:
+            facts = (problem.batch, problem.num_heads_q, problem.seq_len_kv, blocks)
+            launch = sort((1,), tuple(map(np.int32, facts)))
+            self._plan = PlannedWork(launch, sequences_plan_size(problem.batch))
+
+    def __call__(self, q_s: Array, k_s: Array, q_t: Array, k_t: Array, *rows: Any) -> None:
+        """Launches on the current stream. rows: KlRowArrays, then both cu_seqlens."""
+        ends = rows[-2:]
+        plan: Any = NULL if self._plan is None else self._plan(q_s, *ends)
+        maps = (encode(x) for encode, x in zip(self._maps, (q_t, k_t, q_s, k_s), strict=True))
+        self._launch(*maps, *rows, plan)
 
 
 def teacher_settings(options: KlOptions, problem: AttentionProblem) -> dict[str, float]:
@@ -328,7 +376,13 @@ def _sweep_specs(device: Device) -> list[KernelSpec]:
         chosen = [Knowledge(), everything]
         if problem.head_dim == problem.head_dim_v == 128:
             chosen += [Knowledge(True, False), Knowledge(False, True), Knowledge(True, True, True)]
-        return [plan_attention_kl(problem, known, device).spec() for known in chosen]
+        found = [plan_attention_kl(problem, known, device).spec() for known in chosen]
+        if covers(problem, device):
+            for known in chosen:
+                config = plan_attention_kl_sm90(problem, known, device)
+                plan = config.plan_spec()
+                found += [config.spec(), *(() if plan is None else (plan,))]
+        return found
 
     return [*representative_pairs(specs), sum_spec(), total_spec(False), total_spec(True)]
 

@@ -225,7 +225,7 @@ def _joined(
 ) -> Array:
     """One number a head and query, of all sequences."""
     if cu_seqlens_q is None:
-        return parts[0].astype(dtype, copy=False)
+        return xp.ascontiguousarray(parts[0].astype(dtype, copy=False))
     if not parts:
         return xp.zeros((q_s.shape[1], q_s.shape[0]), dtype=dtype)
     return xp.concatenate([part[0] for part in parts], axis=-1).astype(dtype, copy=False)
