@@ -49,7 +49,7 @@ from cukit.reference import attention_kl as reference
 from cukit.registry import register
 
 _OP = "attention_kl_backward"
-_WIDEST_SM90 = 0
+_WIDEST_SM90 = 128
 
 
 def attention_kl_backward(

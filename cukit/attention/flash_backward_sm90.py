@@ -202,7 +202,8 @@ class MappedKeys(_MappedGradients):
     def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
         """Launches on the current stream."""
         lse_log2, delta, total, counters, grad_k, grad_v, *options = rest
-        alibi_slopes, _sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv = options
+        # With a teacher, a factor of the gradients follows.
+        alibi_slopes, _sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv, *upstream = options
         plan: Any = NULL
         if self._plan is not None:
             # Made for queries: here the keys are what tiles are made of.
@@ -210,7 +211,7 @@ class MappedKeys(_MappedGradients):
         self._launch(
             *self._maps(q, k, v, grad_out),
             *(lse_log2, delta, counters, total, grad_k, grad_v),
-            *(alibi_slopes, bias, mask, cu_seqlens_q, cu_seqlens_kv, plan),
+            *(alibi_slopes, bias, mask, cu_seqlens_q, cu_seqlens_kv, plan, *upstream),
         )
 
 
@@ -253,12 +254,13 @@ class MappedKernels:
         rows: tuple[int, int],
         num_sms: int,
         teacher: Mapping[str, float] | None = None,
+        factor: float = 1.0,
     ) -> tuple[MappedKeys, MappedQueries | None]:
         """The launches that compute dK and dV, and either the sum of dQ or, with another, dQ.
 
         config: of the lengths of the call; settings: score_settings; rows: heads of the scratch
         arrays, and rows that each has; num_sms: of the device, each of which gets a block; teacher:
-        what kernels of two models take of the second.
+        what kernels of two models take of the second; factor: of the gradients.
         """
         problem, splits = config.problem, config.splits
         lengths = problem.seq_len_q, problem.seq_len_kv
@@ -275,7 +277,7 @@ class MappedKernels:
             "seq_kv": lengths[1],
             "rows_per_head": rows[1],
             "head_dim": problem.head_dim,
-            "scale": scale,
+            "scale": scale * factor,
             "scale_log2": scale_log2,
             "settings": settings,
         }

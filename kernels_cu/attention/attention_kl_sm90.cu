@@ -32,6 +32,7 @@
 #include "common/hopper/shared_tile.cuh"
 #include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
 #include "common/scores/fragment_scores.cuh"
@@ -78,10 +79,13 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
     const int seq_kv = cukit::warp_uniform(work.sequence.seq_kv);
     const cukit::TileRange seen = cukit::own_keys<TILE_N>(work, first_row, settings);
-    const long long first =
-        cukit::row_statistics(work.b, work.head, params.heads_q, work.sequence, settings) + row;
-    const int rows_left = work.sequence.seq_q - row;
-    cukit::KlRows rows(arrays, first, rows_left, params.teacher_scale_log2, params.scale_log2);
+    // Where the lane's first row is read and written.
+    const auto index_of = [&](int lane_row) {
+      return cukit::row_statistics(work.b, work.head, params.heads_q, work.sequence, settings) +
+             first_row + lane_row;
+    };
+    cukit::KlRows rows(arrays, index_of(lane_row), work.sequence.seq_q - row,
+                       params.teacher_scale_log2, params.scale_log2);
     const int q_stage = q_at.index * CONSUMERS + group;
     const unsigned long long q_t = q_t_first + q_stage * QueryTile::kStage;
     const unsigned long long q_s = q_s_first + q_stage * SecondQueryTile::kStage;
@@ -161,7 +165,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
       rows.learn(s);
     }
     for (int unseen = work.keys.begin; unseen < seen.begin; ++unseen) skip();
-    rows.finish(arrays, first, rows_left);
+    const int own_row = cukit::accumulator_row(cukit::opaque(threadIdx.x));
+    rows.finish(arrays, index_of(own_row), work.sequence.seq_q - first_row - own_row);
     part = part_of_next_tile(part);
   }
 }

@@ -53,6 +53,7 @@ using SecondQueryTile = cukit::SharedTile<T, cukit::kWarpgroupRows, VALUE_DIM>;
 constexpr bool kBusyProducer = DEALT || WINDOW;
 constexpr int kProducerRegisters =
     PREPARES                                        ? 56
+    : DISTILL                                       ? 40
     : kBusyProducer && (CONSUMERS == 2 || FLOAT8)   ? 40
     : VALUE_DIM > 128 || (FLOAT8 && CONSUMERS == 2) ? 24
                                                     : 32;

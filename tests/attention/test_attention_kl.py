@@ -97,7 +97,8 @@ def check(device, arrays, ways=("none", "both", "teacher", "student", "precise")
     low = reference.attention_kl_backward(
         *arrays, lse_t.astype(np.float32), lse_s.astype(np.float32), **options
     )
-    scale = [max(abs(x).max(), 1e-30) for x in expected]
+    # One key alone has no gradient: what float32 leaves of 1 - 1 is no error.
+    scale = [max(abs(x).max(), 1e-3 / rows.size) for x in expected]
     for deterministic in (False, True):
         poison_pool(device)
         gradients = attention_kl_backward(
