@@ -166,7 +166,9 @@ def attention_kl(
             **arrays._asdict(),
         )  # fmt: skip
     q_t, k_t = mapped_teacher(q_t, k_t, heads)
-    rows, top_t, top_s = divergence_rows(q_t, k_t, q_s, k_s, options, arrays, bool(precise), return_lse)
+    rows, top_t, top_s = divergence_rows(
+        q_t, k_t, q_s, k_s, options, arrays, bool(precise), return_lse
+    )
     loss = _reduced(rows, options, arrays, normalizer)
     return (loss, top_t, top_s) if return_lse else loss
 
@@ -195,7 +197,9 @@ def divergence_rows(
     sweeps = [(known, not precise)]
     if precise:
         ready = Knowledge(True, True, True)
-        sweeps = [(ready, True)] if known.teacher and known.student else [(known, False), (ready, True)]
+        sweeps = (
+            [(ready, True)] if known.teacher and known.student else [(known, False), (ready, True)]
+        )
     rows = empty(q_s, shape, np.float32)
     for sweep, last in sweeps:
         launch = _prepare_sweep(*inputs, options, sweep, *arrays)
@@ -316,7 +320,9 @@ class Divisor(NamedTuple):
         return self.normalizer is None and not self.weighed
 
 
-def divisor_of(shape: tuple[int, ...], options: KlOptions, weights: Array | None, normalizer: Any) -> Divisor:
+def divisor_of(
+    shape: tuple[int, ...], options: KlOptions, weights: Array | None, normalizer: Any
+) -> Divisor:
     """shape: of the rows, [batch, heads, seq] or [heads, total]."""
     factor = options.loss_factor
     if options.reduction != "mean":
@@ -354,7 +360,9 @@ def totals(
 
 @launch_plan
 def _total_launches(blocks: int, weighed: bool) -> tuple[Launch, Launch]:
-    return Launch(load_kernel(sum_spec()), (blocks,)), Launch(load_kernel(total_spec(weighed)), (1,))
+    return Launch(load_kernel(sum_spec()), (blocks,)), Launch(
+        load_kernel(total_spec(weighed)), (1,)
+    )
 
 
 def _reduced(rows: Array, options: KlOptions, arrays: RowArrays, normalizer: Any) -> Array:

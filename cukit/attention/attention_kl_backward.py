@@ -160,7 +160,9 @@ def attention_kl_backward(
         of_loss = None if number or each_row else grad_loss
         shape = lse_shape(q_s)
         upstream = totals(q_s, None, shape, arrays.row_weights, divisor, of_loss)[1:]
-    return _gradients(q_t, k_t, q_s, k_s, rows, upstream, options, factor, bool(deterministic), arrays)
+    return _gradients(
+        q_t, k_t, q_s, k_s, rows, upstream, options, factor, bool(deterministic), arrays
+    )
 
 
 def _gradients(

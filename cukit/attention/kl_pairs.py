@@ -152,7 +152,9 @@ def check_pairs(
     check_array(op, "q_s", q_s, dtypes=FLOAT_DTYPES, ndim=axes, contiguous=False)
     lengths = q_s.shape[:-2]
     *batch, heads_s, width_s = (*q_s.shape[:-3], *q_s.shape[-2:])
-    check_array(op, "k_s", k_s, dtypes=FLOAT_DTYPES, shape=(*batch, None, None, width_s), contiguous=False)
+    check_array(
+        op, "k_s", k_s, dtypes=FLOAT_DTYPES, shape=(*batch, None, None, width_s), contiguous=False
+    )
     check_array(op, "q_t", q_t, dtypes=FLOAT_DTYPES, shape=(*lengths, None, None), contiguous=False)
     shape = (*k_s.shape[:-2], None, q_t.shape[-1])
     check_array(op, "k_t", k_t, dtypes=FLOAT_DTYPES, shape=shape, contiguous=False)
@@ -170,7 +172,9 @@ def check_pairs(
     if arrays.row_weights is not None:
         check_array(op, "row_weights", arrays.row_weights, dtypes=exact, shape=lengths)
         if isinstance(arrays.row_weights, np.ndarray) and not (arrays.row_weights >= 0).all():
-            raise ArrayError(f"{op}: row_weights must be at least 0, got {arrays.row_weights.min()}")
+            raise ArrayError(
+                f"{op}: row_weights must be at least 0, got {arrays.row_weights.min()}"
+            )
     for name in ("lse_t", "lse_s"):
         lse = getattr(arrays, name)
         if lse is not None:
@@ -195,9 +199,7 @@ def head_map_of(op: str, head_map: Any, heads_t: int, heads_s: int) -> tuple[int
     return None if heads == tuple(range(heads_t)) else heads
 
 
-def mapped_teacher(
-    q_t: Array, k_t: Array, head_map: tuple[int, ...] | None
-) -> tuple[Array, Array]:
+def mapped_teacher(q_t: Array, k_t: Array, head_map: tuple[int, ...] | None) -> tuple[Array, Array]:
     """The teacher with the student's heads: head h of q is the one that h is mapped to, and as many
     heads in a row share a head of k as can. Views where heads lie at equal distances, else copies."""
     if head_map is None:

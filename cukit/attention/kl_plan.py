@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cukit.attention.flash_plan import query_section, kernel_class
+from cukit.attention.flash_plan import kernel_class, query_section
 from cukit.attention.flash_plan_sm90 import pieces_of, sequences_spec
 from cukit.attention.flash_problem import (
     AttentionProblem,

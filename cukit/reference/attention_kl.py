@@ -178,7 +178,10 @@ def _scores(
     xp = array_namespace(q_t)
     dtype = working_dtype(q_t, k_t, part.q_s, part.k_s)
     logs, tops = [], []
-    for q, k, scale, lse in ((q_t, k_t, scales[0], given[0]), (part.q_s, part.k_s, scales[1], given[1])):
+    for q, k, scale, lse in (
+        (q_t, k_t, scales[0], given[0]),
+        (part.q_s, part.k_s, scales[1], given[1]),
+    ):
         q_wide, k_wide = upcast(dtype, q, k)
         options = ScoreOptions(
             scale=scale_of(q, scale) / temperature, causal=causal, window_size=window_size
@@ -211,8 +214,14 @@ def _divergence(xp: Any, pair: _Pair) -> Array:
     d = xp.where(hidden, 0, pair.log_p_t - xp.where(hidden, 0, pair.log_p_s))
     near = abs(d) < _SERIES
     small = xp.where(near, d, 0)
-    series = small * small * (
-        1 / 2 - small * (1 / 6 - small * (1 / 24 - small * (1 / 120 - small * (1 / 720 - small / 5040))))
+    series = (
+        small
+        * small
+        * (
+            1 / 2
+            - small
+            * (1 / 6 - small * (1 / 24 - small * (1 / 120 - small * (1 / 720 - small / 5040))))
+        )
     )
     far = xp.where(near, 0, d)
     terms = p * xp.where(near, series, xp.expm1(-far) + far)

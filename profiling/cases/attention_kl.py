@@ -88,9 +88,7 @@ def forward_case(shape: Shape, known: bool) -> Case:
         q_t, k_t, q_s, k_s = inputs_of(shape)
         given: dict[str, Any] = {}
         if known:
-            _, lse_t, lse_s = attention_kl(
-                q_t, k_t, q_s, k_s, causal=shape.causal, return_lse=True
-            )
+            _, lse_t, lse_s = attention_kl(q_t, k_t, q_s, k_s, causal=shape.causal, return_lse=True)
             given = {"lse_t": lse_t, "lse_s": lse_s}
 
         def divergence(*heads: Any) -> tuple[Any]:

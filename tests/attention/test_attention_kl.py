@@ -1,4 +1,4 @@
-"""attention_kl and its backward: values, both ways of knowing lse, special rows, options, errors."""
+"""attention_kl and its backward: values, known log-sum-exps, special rows, options, errors."""
 
 from __future__ import annotations
 
@@ -37,15 +37,12 @@ def inputs_of(rng, heads, dims, lengths, dtype="bfloat16", batch=1, closeness=No
     q_t = random(rng, (batch, seq_q, heads_t, dims[0]), dtype)
     k_t = random(rng, (batch, seq_kv, keys_t, dims[0]), dtype)
     if closeness is not None:
-        q_s = (q_t.astype(np.float32) * (1 + closeness * rng.standard_normal(q_t.shape))).astype(dtype_of(q_t))
+        moved = q_t.astype(np.float32) * (1 + closeness * rng.standard_normal(q_t.shape))
+        q_s = moved.astype(q_t.dtype)
         return q_t, k_t, q_s, k_t.copy()
     q_s = random(rng, (batch, seq_q, heads_s, dims[1]), dtype)
     k_s = random(rng, (batch, seq_kv, keys_s, dims[1]), dtype)
     return q_t, k_t, q_s, k_s
-
-
-def dtype_of(array):
-    return array.dtype
 
 
 def wide(*arrays):
@@ -138,6 +135,20 @@ def test_head_dims(place, rng, dims, dtype, causal):
     check(place, inputs_of(rng, heads, dims, lengths, dtype), ways, causal=causal)
 
 
+@pytest.mark.parametrize("mask", ["all", "causal", "window"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 72), (256, 192)])
+@emulated(lambda dims, mask: mask == "all" or dims == (64, 64))
+def test_class_sm90(device, rng, dims, mask):
+    """What the GPU would choose: blocks that walk over several tiles."""
+    lengths = (300, 400) if device == "gpu" else (150, 290)
+    ways = ("none", "both", "precise") if device == "gpu" else ("both",)
+    check(device, inputs_of(rng, ((4, 1), (2, 2)), dims, lengths), ways, **MASKS[mask])
+
+
+def test_sequences_of_class_sm90(device, rng):
+    check_sequences(device, rng)
+
+
 @pytest.mark.parametrize("head_map", [(0, 1), (1, 3), (3, 0), (2, 2)])
 @pytest.mark.parametrize("keys_t", [4, 2, 1])
 @emulated(lambda keys_t, head_map: keys_t == 2 and head_map in ((1, 3), (3, 0)))
@@ -164,6 +175,11 @@ def test_temperature_scales_and_weights(place, rng, squared):
 
 
 def test_sequences_of_any_lengths(place, rng):
+    check_sequences(place, rng)
+
+
+def check_sequences(place, rng):
+    """None, one, many rows; queries without keys."""
     ends = np.array([0, 0, 37, 101, 101, 160], np.int32)
     ends_kv = np.array([0, 9, 90, 100, 100, 230], np.int32)
     heads_s, heads_t = 4, 2
@@ -193,7 +209,8 @@ def test_reductions(place, rng, reduction, weighted):
         *placed, row_weights=weights_on, reduction=reduction, return_lse=True
     )
     np.testing.assert_allclose(to_host(got), loss, rtol=2e-5, atol=1e-5)
-    upstream = {"mean": -1.5, "sum": np.float32(0.25), "none": rng.random((2, 2, 33)).astype(np.float32)}[reduction]
+    by_row = rng.random((2, 2, 33)).astype(np.float32)
+    upstream = {"mean": -1.5, "sum": np.float32(0.25), "none": by_row}[reduction]
     expected = reference.attention_kl_backward(
         *wide(*arrays), lse_t, lse_s, row_weights=weights, reduction=reduction, grad_loss=upstream
     )
@@ -217,9 +234,7 @@ def test_a_normalizer_makes_micro_batches_add_up(place, rng):
     count = to_device(place, np.array(weights.sum(), np.float32))[0]
     parts = sum(
         float(
-            attention_kl(
-                *(x[part] for x in placed), row_weights=weights_on[part], normalizer=count
-            )
+            attention_kl(*(x[part] for x in placed), row_weights=weights_on[part], normalizer=count)
         )
         for part in (slice(0, 1), slice(1, 4))
     )
@@ -282,13 +297,12 @@ def test_what_has_no_weight_may_be_anything(place, rng):
     assert np.isfinite(to_host(grad_k).astype(np.float32)).all()
 
 
-def test_runs_agree_to_the_bit(place, rng):
-    arrays = inputs_of(rng, ((2, 2), (4, 2)), (64, 64), (70, 135))
-    placed = to_device(place, *arrays)
+def test_runs_agree_to_the_bit(device, rng):
+    placed = to_device(device, *inputs_of(rng, ((2, 2), (4, 2)), (64, 64), (70, 135)))
     found = []
-    for repeat in range({"gpu": 5, "emulator": 2, "cpu": 1}[place]):
-        poison_pool(place)
-        with another_order("emulator" if place == "emulator" else "cpu", 0):
+    for repeat in range({"gpu": 5, "emulator": 2, "cpu": 1}[device]):
+        poison_pool(device)
+        with another_order(device, repeat):
             loss, lse_t, lse_s = attention_kl(*placed, causal=True, return_lse=True)
             both = attention_kl_backward(*placed, lse_t, lse_s, causal=True, deterministic=True)
         found.append([to_host(x).tobytes() for x in (loss, lse_t, lse_s, *both)])
@@ -352,6 +366,6 @@ def test_errors_name_the_argument(rng):
         attention_kl(q_t, k_t, q_s, k_s, row_weights=np.full((1, 5), -1, np.float32))
     with pytest.raises(ArrayShapeError, match="lse_t"):
         attention_kl(q_t, k_t, q_s, k_s, lse_t=np.zeros((1, 2, 5), np.float32))
+    ends = np.array([0, 5], np.int32)
     with pytest.raises(ConfigError, match="max_seqlen_kv"):
-        ends = np.array([0, 5], np.int32)
         attention_kl(q_t[0], k_t[0], q_s[0], k_s[0], cu_seqlens_q=ends)
