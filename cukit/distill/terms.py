@@ -6,17 +6,20 @@ backward pass. Any object with the shape of `StateTerm` will do; `HiddenStateTer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from cukit.attention import attention_kl, attention_kl_backward
 from cukit.core.arrays import Array
+from cukit.distill.attention import relation_kl
 from cukit.distill.schedule import Schedule, as_schedule
 from cukit.errors import ConfigError
 from cukit.gemm import matmul
 from cukit.models import Activations, Parameters, StateGradients, TransformerConfig
+from cukit.models.transformer import LayerActivations
 
 
 class StateTerm(Protocol):
@@ -138,6 +141,118 @@ class HiddenStateTerm:
             state_gradients.add(state_gradients.residual, student_layer, grad_h)
             matmul(grad_projected, h, transpose_a=True, out=gradients[name], accumulate=True)
         return loss
+
+
+class AttentionTerm:
+    """Divergence of the student's attention distributions from the teacher's (attention_kl), and of
+    relations (relation_kl), summed over the map; means over heads and tokens.
+
+    Args:
+        layer_map: student layer -> teacher layer, 1 .. num_layers.
+        student, teacher: configs of the two models.
+        weight: factor of the term in the whole loss, a number or a schedule.
+        attention: whether attention distributions count.
+        relations: which of "q", "k", "v" have their relations compared as well (MiniLM: "v",
+            MiniLMv2: all three).
+        temperature: T of all of them.
+        head_map: of the attention distributions, as in attention_kl.
+        relation_heads: of the relations, as in relation_kl.
+    """
+
+    name = "attention"
+    parameters: Parameters | None = None
+
+    def __init__(
+        self,
+        layer_map: Mapping[int, int],
+        student: TransformerConfig,
+        teacher: TransformerConfig,
+        *,
+        weight: float | Schedule = 1.0,
+        attention: bool = True,
+        relations: Sequence[str] = (),
+        temperature: float = 1.0,
+        head_map: Sequence[int] | None = None,
+        relation_heads: int | None = None,
+    ) -> None:
+        if not layer_map:
+            raise ConfigError("layer_map: expected at least one pair of layers")
+        for student_layer, teacher_layer in layer_map.items():
+            for whose, layer, count in (
+                ("student", student_layer, student.num_layers),
+                ("teacher", teacher_layer, teacher.num_layers),
+            ):
+                if not 1 <= layer <= count:
+                    raise ConfigError(f"layer_map: the {whose} has layers 1..{count}, got {layer}")
+        if not set(relations) <= set("qkv"):
+            raise ConfigError(f"relations: expected some of 'q', 'k', 'v', got {relations!r}")
+        if not attention and not relations:
+            raise ConfigError("AttentionTerm: expected attention, relations or both, got neither")
+        self.layer_map = dict(layer_map)
+        self.weight = as_schedule(weight)
+        self._attention = attention
+        self._relations = tuple(relations)
+        self._temperature = temperature
+        self._head_map = head_map
+        self._relation_heads = relation_heads
+
+    def __call__(
+        self,
+        student: Activations,
+        teacher: Activations,
+        valid: Array | None,
+        state_gradients: StateGradients,
+        gradients: Parameters | None,
+        *,
+        weight: float,
+        normalizer: float,
+    ) -> Array:
+        loss = None
+        for student_layer, teacher_layer in self.layer_map.items():
+            s, t = student.layers[student_layer - 1], teacher.layers[teacher_layer - 1]
+            options = {"causal": True, "temperature": self._temperature, "normalizer": normalizer}
+            if valid is not None:
+                dtype = np.float64 if s.q.dtype == np.float64 else np.float32
+                options["row_weights"] = valid.reshape(s.q.shape[:2]).astype(dtype)
+            parts = []
+            if self._attention:
+                part, grad_q, grad_k = self._of_distributions(s, t, weight, options)
+                parts.append(part)
+                self._send(state_gradients, "q", student_layer, grad_q)
+                self._send(state_gradients, "k", student_layer, grad_k)
+            for name in self._relations:
+                part, gradient = relation_kl(
+                    getattr(t, name), getattr(s, name), relation_heads=self._relation_heads,
+                    return_grad=True, grad_loss=weight, deterministic=True, **options,
+                )  # fmt: skip
+                parts.append(part)
+                self._send(state_gradients, name, student_layer, gradient)
+            for part in parts:
+                loss = part if loss is None else loss + part
+        return loss
+
+    def _of_distributions(
+        self, s: LayerActivations, t: LayerActivations, weight: float, options: dict[str, Any]
+    ) -> tuple[Array, Array, Array]:
+        """The loss of one layer, and the weighted gradients of q and k."""
+        arrays = (t.q, t.k, s.q, s.k)
+        known = {}
+        if self._temperature == 1:
+            known["lse_s"] = s.lse
+            if self._head_map is None and t.lse.shape == s.lse.shape:
+                known["lse_t"] = t.lse
+        loss, *both = attention_kl(
+            *arrays, head_map=self._head_map, return_lse=True, **known, **options
+        )
+        gradients = attention_kl_backward(
+            *arrays, *both, head_map=self._head_map, grad_loss=weight, deterministic=True, **options
+        )
+        return loss, *gradients
+
+    @staticmethod
+    def _send(into: StateGradients, name: str, layer: int, gradient: Array) -> None:
+        wide = np.promote_types(gradient.dtype, np.float32)
+        into.add(getattr(into, name), layer - 1, gradient.astype(wide))
 
 
 def evenly_spaced_map(student_layers: int, teacher_layers: int) -> dict[int, int]:
