@@ -85,12 +85,12 @@ def attention_kl(
         P = softmax(scale_t q_t k_t^T / T),  Q = softmax(scale_s q_s k_s^T / T)
         KL(b, h, i) = sum_j P_ij (ln P_ij - ln Q_ij)
 
-    Masks hide the same keys from both models. A query that sees no key has a divergence of 0. Memory
-    is O(seq_len): scores are made and used tile by tile.
+    Masks hide the same keys from both models. A query that sees no key has a divergence of 0.
+    Memory is O(seq_len): scores are made and used tile by tile.
 
     Args:
-        q_t: the teacher's queries, float16|bfloat16 [batch, seq_len_q, num_heads_t, head_dim_t]; on
-            the CPU float32|float64 too. Strides as for flash_attention.
+        q_t: the teacher's queries, float16|bfloat16 [batch, seq_len_q, num_heads_t, head_dim_t];
+            on the CPU float32|float64 too. Strides as for flash_attention.
         k_t: the teacher's keys, [batch, seq_len_kv, num_kv_heads_t, head_dim_t].
         q_s: the student's queries, [batch, seq_len_q, num_heads_s, head_dim_s]; dtype of q_t.
         k_s: the student's keys, [batch, seq_len_kv, num_kv_heads_s, head_dim_s].
@@ -103,20 +103,20 @@ def attention_kl(
             other maps copy the teacher's arrays.
         row_weights: float32 [batch, seq_len_q], at least 0, factors of the queries' divergences; 0
             leaves a query out, whatever it holds.
-        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: sequences of any lengths one behind
-            the other, as in flash_attention; q_t and q_s are then [total_q, heads, head_dim],
-            row_weights [total_q].
+        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: sequences of any lengths one
+            behind the other, as in flash_attention; q_t and q_s are then
+            [total_q, heads, head_dim], row_weights [total_q].
         lse_t: float32 [batch, num_heads_s, seq_len_q] (with cu_seqlens [num_heads_s, total_q]), the
             log-sum-exps of the teacher's scores under T, by the student's heads: what an earlier
             call, or at T = 1 flash_attention, returned. Saves the teacher's online softmax.
         lse_s: the same of the student.
         reduction: "mean" over heads and queries, by weight, "sum", or "none".
-        normalizer: what "mean" divides by in place of the queries' weight (their number): a number or
-            a float32 0-d array, such as the queries in all batches that a step accumulates. The heads
-            are averaged as well.
-        precise: sum terms of which none is negative: a relative error near float32's however close
-            the models come, in place of an absolute one of about 1e-6. Computes the scores twice
-            where an lse is missing, and two exponentials a pair.
+        normalizer: what "mean" divides by in place of the queries' weight (their number): a number
+            or a float32 0-d array, such as the queries in all batches that a step accumulates. The
+            heads are averaged as well.
+        precise: sum terms of which none is negative: the error stays small beside the divergence
+            however close the models come, in place of an absolute one of about 1e-6. Computes the
+            scores twice where an lse is missing, and two exponentials a pair.
         return_lse: return both log-sum-exps too, which the backward needs.
 
     Returns:
@@ -127,8 +127,8 @@ def attention_kl(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic. head_dim of each model is
-    a multiple of 8 up to 256 on the GPU.
+    Runs on CuPy's current stream, accumulates in float32, is deterministic. head_dim of each model
+    is a multiple of 8 up to 256 on the GPU.
     Papers: Wang et al., MiniLM, arXiv:2002.10957; Dao, FlashAttention-2, arXiv:2307.08691.
 
     >>> import numpy as np, cukit as ck
@@ -138,9 +138,9 @@ def attention_kl(
     0.1308
     """
     options = kl_options(
-        *(_OP, causal, window_size, temperature, scale_by_temperature_squared),
-        *(scale_t, scale_s, reduction, normalizer, max_seqlen_q, max_seqlen_kv),
-    )
+        _OP, causal, window_size, temperature, scale_by_temperature_squared, scale_t, scale_s,
+        reduction, normalizer, max_seqlen_q, max_seqlen_kv,
+    )  # fmt: skip
     check_flag(_OP, "precise", precise)
     check_flag(_OP, "return_lse", return_lse)
     q_t, k_t, q_s, k_s, *given = adopt(
@@ -187,8 +187,8 @@ def divergence_rows(
     precise: bool,
     keep_lse: bool,
 ) -> tuple[Array, Array | None, Array | None]:
-    """The rows of the divergence on the GPU, float32, and both lse; those that are neither given nor
-    kept may be None. The teacher's heads are mapped."""
+    """The rows of the divergence on the GPU, float32, and both lse; those that are neither given
+    nor kept may be None. The teacher's heads are mapped."""
     lse_t, lse_s = arrays.lse_t, arrays.lse_s
     shape = lse_shape(q_s)
     inputs = (q_s, k_s, q_t, k_t)
@@ -345,8 +345,8 @@ def totals(
     divisor: Divisor,
     grad: Array | None = None,
 ) -> Array:
-    """float32 [2] on the GPU: the sum of the weighted rows, times the divisor; the gradient of a row
-    of weight 1, `grad` (0-d, or None for 1) times the divisor."""
+    """float32 [2] on the GPU: the sum of the weighted rows, times the divisor; and the gradient of
+    a row of weight 1, `grad` (0-d, or None for 1) times the divisor."""
     count, heads = math.prod(shape), shape[-2]
     blocks = total_blocks(count)
     partials = empty(like, (2, blocks), np.float32)

@@ -85,20 +85,16 @@ def attention_kl_backward(
     gradient.
 
     Args:
-        q_t: as in the forward, and so are all arguments up to `normalizer`.
+        q_t: as in the forward, and so are all options up to `normalizer`.
         k_t: as in the forward.
         q_s: as in the forward.
         k_s: as in the forward.
         lse_t: what the forward returned with return_lse, or was given.
         lse_s: as lse_t.
-        causal, window_size, temperature, scale_by_temperature_squared: as in the forward.
-        scale_t, scale_s, head_map, row_weights: as in the forward.
-        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as in the forward.
-        reduction, normalizer: as in the forward.
         grad_loss: upstream gradient, a number or a float32 0-d array; for "none" float32, of the
             loss's shape, at least 0.
-        deterministic: sum grad_q_s in a fixed order, as in flash_attention_backward. grad_k_s always
-            is.
+        deterministic: sum grad_q_s in a fixed order, as in flash_attention_backward. grad_k_s is
+            always summed in one.
 
     Returns:
         `(grad_q_s, grad_k_s)`, C-contiguous, dtypes and shapes of q_s and k_s.
@@ -111,9 +107,9 @@ def attention_kl_backward(
     :func:`~cukit.attention.flash_backward.flash_attention_backward`, without what grad_v takes.
     """
     options = kl_options(
-        *(_OP, causal, window_size, temperature, scale_by_temperature_squared),
-        *(scale_t, scale_s, reduction, normalizer, max_seqlen_q, max_seqlen_kv),
-    )
+        _OP, causal, window_size, temperature, scale_by_temperature_squared, scale_t, scale_s,
+        reduction, normalizer, max_seqlen_q, max_seqlen_kv,
+    )  # fmt: skip
     check_flag(_OP, "deterministic", deterministic)
     q_t, k_t, q_s, k_s, *given = adopt(
         _OP, q_t, k_t, q_s, k_s, row_weights, cu_seqlens_q, cu_seqlens_kv, lse_t, lse_s
@@ -318,9 +314,9 @@ def _prepare_backward(
     if config.splits > 1:
         sums = sum_launch(Launches(load_kernel(config.sum_spec())), config, k_s)
     return _Steps(
-        *(prepare, keys, sums, queries),
-        *(config.sums_queries, rows, config.counters(total_q), config.width, config.splits),
-    )
+        prepare, keys, sums, queries, config.sums_queries, rows,
+        config.counters(total_q), config.width, config.splits,
+    )  # fmt: skip
 
 
 def _covers(problem: AttentionProblem, device: Device) -> bool:

@@ -281,7 +281,7 @@ def choose_section(heads: int, tiles: int, bytes_per_head: int, slots: int, devi
 def choose_splits(group: int, blocks: int, enough: int, teacher_group: int | None = None) -> int:
     """The fewest blocks a key head, dividing its group, that make `enough` of `blocks`.
 
-    teacher_group: the query heads of a block share a key head of the teacher too, which has as many.
+    teacher_group: query heads that share a key head of a teacher, as those of a block then do.
     """
     for splits in range(1, group):
         shared = teacher_group is None or teacher_group % max(1, group // splits) == 0

@@ -1,4 +1,4 @@
-"""Two models' queries and keys: what the divergence of their attention takes, and how heads meet."""
+"""Two models' queries and keys: what their divergence takes, and how their heads meet."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def check_pairs(
     axes = 3 if arrays.varlen else 4
     check_array(op, "q_s", q_s, dtypes=FLOAT_DTYPES, ndim=axes, contiguous=False)
     lengths = q_s.shape[:-2]
-    *batch, heads_s, width_s = (*q_s.shape[:-3], *q_s.shape[-2:])
+    batch, width_s = q_s.shape[:-3], q_s.shape[-1]
     check_array(
         op, "k_s", k_s, dtypes=FLOAT_DTYPES, shape=(*batch, None, None, width_s), contiguous=False
     )
@@ -200,8 +200,9 @@ def head_map_of(op: str, head_map: Any, heads_t: int, heads_s: int) -> tuple[int
 
 
 def mapped_teacher(q_t: Array, k_t: Array, head_map: tuple[int, ...] | None) -> tuple[Array, Array]:
-    """The teacher with the student's heads: head h of q is the one that h is mapped to, and as many
-    heads in a row share a head of k as can. Views where heads lie at equal distances, else copies."""
+    """The teacher with the student's heads: head h of q is the one that h is mapped to, and as
+    many heads in a row share a head of k as can. Views where heads lie at equal distances, else
+    copies."""
     if head_map is None:
         return q_t, k_t
     group = q_t.shape[-2] // k_t.shape[-2]

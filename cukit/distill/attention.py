@@ -1,4 +1,4 @@
-"""Attention of a student beside a teacher's: outputs, divergences, relations, and their gradients."""
+"""A student's attention beside a teacher's: outputs, divergences, relations, gradients."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def distillation_attention(
     normalizer: Any = None,
     precise: bool = False,
 ) -> DistillationAttention:
-    """A student's attention, and how far its distribution is from a teacher's, in O(seq_len) memory.
+    """A student's attention, and its distribution's divergence from a teacher's, in O(seq_len).
 
         out = softmax(scale_s q_s k_s^T) v_s
         loss = KL(softmax(scale_t q_t k_t^T / T) || softmax(scale_s q_s k_s^T / T))
@@ -88,7 +88,7 @@ def distillation_attention(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value.
     """
-    masks = {
+    masks: dict[str, Any] = {
         "causal": causal,
         "window_size": window_size,
         "cu_seqlens_q": cu_seqlens_q,
@@ -157,7 +157,7 @@ def distillation_attention_backward(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value.
     """
-    masks = {
+    masks: dict[str, Any] = {
         "causal": causal,
         "window_size": window_size,
         "cu_seqlens_q": cu_seqlens_q,

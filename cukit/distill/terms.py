@@ -210,7 +210,11 @@ class AttentionTerm:
         loss = None
         for student_layer, teacher_layer in self.layer_map.items():
             s, t = student.layers[student_layer - 1], teacher.layers[teacher_layer - 1]
-            options = {"causal": True, "temperature": self._temperature, "normalizer": normalizer}
+            options: dict[str, Any] = {
+                "causal": True,
+                "temperature": self._temperature,
+                "normalizer": normalizer,
+            }
             if valid is not None:
                 dtype = np.float64 if s.q.dtype == np.float64 else np.float32
                 options["row_weights"] = valid.reshape(s.q.shape[:2]).astype(dtype)
@@ -235,17 +239,24 @@ class AttentionTerm:
         self, s: LayerActivations, t: LayerActivations, weight: float, options: dict[str, Any]
     ) -> tuple[Array, Array, Array]:
         """The loss of one layer, and the weighted gradients of q and k."""
-        arrays = (t.q, t.k, s.q, s.k)
-        known = {}
+        known: dict[str, Array] = {}
         if self._temperature == 1:
             known["lse_s"] = s.lse
             if self._head_map is None and t.lse.shape == s.lse.shape:
                 known["lse_t"] = t.lse
         loss, *both = attention_kl(
-            *arrays, head_map=self._head_map, return_lse=True, **known, **options
+            t.q, t.k, s.q, s.k, head_map=self._head_map, return_lse=True, **known, **options
         )
         gradients = attention_kl_backward(
-            *arrays, *both, head_map=self._head_map, grad_loss=weight, deterministic=True, **options
+            t.q,
+            t.k,
+            s.q,
+            s.k,
+            *both,
+            head_map=self._head_map,
+            grad_loss=weight,
+            deterministic=True,
+            **options,
         )
         return loss, *gradients
 

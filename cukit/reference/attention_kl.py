@@ -1,4 +1,4 @@
-"""Divergence between the attention distributions of two models, with the whole matrices in memory."""
+"""Divergence between two models' attention distributions, with whole matrices in memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def attention_kl(
     """
     xp = array_namespace(q_s)
     dtype = working_dtype(q_t, k_t, q_s, k_s)
-    rows, tops = [], ([], [])
+    rows: list[Array] = []
+    tops: tuple[list[Array], list[Array]] = ([], [])
     for part in _parts(q_t, k_t, q_s, k_s, cu_seqlens_q, cu_seqlens_kv):
         given = (part.rows_of(lse_t), part.rows_of(lse_s))
         pair = _scores(part, head_map, (scale_t, scale_s), temperature, causal, window_size, given)
@@ -99,7 +100,8 @@ def attention_kl_backward(
         given = (part.rows_of(lse_t), part.rows_of(lse_s))
         pair = _scores(part, head_map, (scale_t, scale_s), temperature, causal, window_size, given)
         grad = xp.exp(pair.log_p_s) - xp.exp(pair.log_p_t)
-        grad *= part.rows_of(weights)[..., None]
+        of_rows: Array = part.rows_of(weights)
+        grad *= of_rows[..., None]
         scale = factor * scale_of(q_s, scale_s) / temperature
         grad *= dtype(scale)
         q, k = (x.astype(dtype, copy=False) for x in (part.q_s, part.k_s))
@@ -142,7 +144,8 @@ def _parts(
     if cu_q is None:
         yield _Part(q_t, k_t, q_s, k_s, slice(None), slice(None), True)
         return
-    ends = [np.asarray(x.get() if hasattr(x, "get") else x).tolist() for x in (cu_q, cu_kv)]
+    given: tuple[Any, Any] = (cu_q, cu_kv)
+    ends = [np.asarray(x.get() if hasattr(x, "get") else x).tolist() for x in given]
     for index in range(len(ends[0]) - 1):
         of_q, of_kv = (slice(each[index], each[index + 1]) for each in ends)
         yield _Part(

@@ -1,8 +1,8 @@
-"""Cases of the divergence between two models' attention: the shapes of `attention` with heads of 128
-and 64 columns, both log-sum-exps known and not.
+"""Cases of the divergence between two models' attention: the shapes of `attention` with heads of
+128 and 64 columns, both log-sum-exps known and not.
 
-The peer is what people write: both score matrices, in torch, eagerly and compiled. It has no room for
-long sequences, where its arms are left out.
+The peer is what people write: both score matrices, in torch, eagerly and compiled. It has no room
+for long sequences, where its arms are left out.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def forward_case(shape: Shape, known: bool) -> Case:
             given = {"lse_t": lse_t, "lse_s": lse_s}
 
         def divergence(*heads: Any) -> tuple[Any]:
-            rows = reference.attention_kl(*heads, causal=shape.causal, reduction="none")
+            rows: Any = reference.attention_kl(*heads, causal=shape.causal, reduction="none")
             return (rows.transpose(0, 2, 1)[..., None],)
 
         def peer(compiled: bool) -> Call:
@@ -125,12 +125,9 @@ def backward_case(shape: Shape) -> Case:
         _, lse_t, lse_s = attention_kl(*arrays, causal=shape.causal, return_lse=True)
 
         def gradients(*heads: Any) -> tuple[Any, ...]:
-            _, lse_t, lse_s = reference.attention_kl(*heads, causal=shape.causal, return_lse=True)
-            xp = array_module()
-            lse_t, lse_s = (xp.ascontiguousarray(x) for x in (lse_t, lse_s))
-            return reference.attention_kl_backward(
-                *heads, lse_t, lse_s, causal=shape.causal, reduction="sum"
-            )
+            options: dict[str, Any] = {"causal": shape.causal, "reduction": "sum"}
+            _, *both = reference.attention_kl(*heads, return_lse=True, **options)
+            return reference.attention_kl_backward(*heads, *both, **options)
 
         def peer(compiled: bool) -> Call:
             function = torch_kl(shape.causal, shape.seq_len)

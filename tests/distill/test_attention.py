@@ -1,4 +1,4 @@
-"""distillation_attention, relation_kl and AttentionTerm: what they are made of, gradients, errors."""
+"""distillation_attention, relation_kl and AttentionTerm: parts, gradients, errors."""
 
 from __future__ import annotations
 
@@ -170,9 +170,7 @@ def test_a_term_sends_the_derivatives_of_its_loss(rng, what):
             moved = getattr(layer, name) + sign * step * direction
             setattr(layer, name, moved)
         for layer in states[0].layers:
-            _, layer.lse = flash_attention(
-                layer.q, layer.k, layer.v, causal=True, return_lse=True
-            )
+            _, layer.lse = flash_attention(layer.q, layer.k, layer.v, causal=True, return_lse=True)
         values.append(loss_of()[0])
     assert (values[0] - values[1]) / (2 * step) * 0.5 == pytest.approx(slope, rel=1e-5)
 
