@@ -14,6 +14,7 @@ import numpy as np
 
 from cukit.attention import attention_kl, attention_kl_backward
 from cukit.core.arrays import Array
+from cukit.core.scalars import check_choice
 from cukit.distill.attention import relation_kl
 from cukit.distill.schedule import Schedule, as_schedule
 from cukit.errors import ConfigError
@@ -62,11 +63,30 @@ class StateTerm(Protocol):
         ...
 
 
-class HiddenStateTerm:
-    """Mean squared error between projected student and teacher residual streams (FitNets).
+def _squared(a: Array, t: Array) -> tuple[Array, Array]:
+    """Mean squared error of every row, and its gradient by a."""
+    error = a - t
+    return (error * error).mean(axis=-1), error * (2 / t.shape[-1])
 
-        e = h W^T - t,   loss = sum over the map of mean e^2
-        dL/dh = 2 e W / (rows teacher_size),   dL/dW = 2 e^T h / (rows teacher_size)
+
+def _cosine(a: Array, t: Array) -> tuple[Array, Array]:
+    """1 - cos(a, t) of every row, and its gradient by a; 1 and 0 where a row is zero."""
+    lengths = [(x * x).sum(axis=-1, keepdims=True) ** 0.5 for x in (a, t)]
+    inverse_a, inverse_t = (1 / (x + (x == 0)) for x in lengths)
+    cosine = (a * t).sum(axis=-1, keepdims=True) * inverse_a * inverse_t
+    gradient = a * (cosine * inverse_a * inverse_a) - t * (inverse_a * inverse_t)
+    gradient *= (lengths[0] > 0) & (lengths[1] > 0)
+    return 1 - cosine[:, 0], gradient
+
+
+_ERRORS = {"mse": _squared, "cosine": _cosine}
+
+
+class HiddenStateTerm:
+    """Error of projected student beside teacher residual streams (FitNets), summed over the map.
+
+        a = h W^T;   "mse": mean (a - t)^2;   "cosine": mean over rows of 1 - a t / (|a| |t|)
+        dL/dh = dL/da W,   dL/dW = (dL/da)^T h
 
     The projection W [teacher_size, student_size] of each mapped layer is learned with the student,
     and thrown away with the term.
@@ -75,6 +95,7 @@ class HiddenStateTerm:
         layer_map: student layer -> teacher layer; n means the residual stream after n layers.
         student, teacher: configs of the two models.
         weight: factor of the term in the whole loss, a number or a schedule.
+        error: "mse" or "cosine", which does not see how long the vectors are (DistilBERT).
         seed: of the projections' first values.
         xp: numpy or cupy, as the models.
     """
@@ -88,9 +109,12 @@ class HiddenStateTerm:
         teacher: TransformerConfig,
         *,
         weight: float | Schedule = 1.0,
+        error: str = "mse",
         seed: int = 0,
         xp: ModuleType = np,
     ) -> None:
+        check_choice("HiddenStateTerm", "error", error, tuple(_ERRORS))
+        self._error = _ERRORS[error]
         if not layer_map:
             raise ConfigError("layer_map: expected at least one pair of layers")
         for student_layer, teacher_layer in layer_map.items():
@@ -130,13 +154,13 @@ class HiddenStateTerm:
             h, t = student.residual_stream(student_layer), teacher.residual_stream(teacher_layer)
             wide = np.promote_types(h.dtype, np.float32)
             projected = matmul(h, self.parameters[name], transpose_b=True, out_dtype=wide)
-            error = projected - t.astype(wide)
+            rows, grad_projected = self._error(projected, t.astype(wide))
             if valid is not None:
-                error *= valid[:, None]
-            count = normalizer * t.shape[-1]
-            part = (error * error).sum() / count
+                rows *= valid
+                grad_projected *= valid[:, None]
+            part = rows.sum() / normalizer
             loss = part if loss is None else loss + part
-            grad_projected = (error * (2 * weight / count)).astype(h.dtype)
+            grad_projected = (grad_projected * (weight / normalizer)).astype(h.dtype)
             grad_h = matmul(grad_projected, self.parameters[name], out_dtype=wide)
             state_gradients.add(state_gradients.residual, student_layer, grad_h)
             matmul(grad_projected, h, transpose_a=True, out=gradients[name], accumulate=True)
