@@ -268,7 +268,10 @@ def candidates(product: Product) -> Iterator[Tiling]:
     tilings = [*_WIDE, *_SMALL]
     if product.keeps and not product.gated:
         tilings.remove(_WIDEST)  # too few registers for both results
-    if not (product.keeps or product.gated) and steps >= _OVERLAPPED.tile_n // _OVERLAPPED.overlapped:
+    if (
+        not (product.keeps or product.gated)
+        and steps >= _OVERLAPPED.tile_n // _OVERLAPPED.overlapped
+    ):
         tilings.append(_OVERLAPPED)
     if not product.gated and product.major_a == "K":
         tilings += _FEW

@@ -26,6 +26,7 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
 from cukit.errors import ConfigError
 from cukit.moe.order import (
+    COUNT,
     OrderConfig,
     check_capacity,
     check_choices,
@@ -134,7 +135,7 @@ def topk_router(
     if launches.place is None:
         launches.route(logits, bias, weights, experts, NULL, sums, rows, counts, offsets, both)
     else:
-        chunk_counts = empty(logits, (launches.chunks, num_experts), int32)
+        chunk_counts = empty(logits, (launches.chunks, num_experts), COUNT)
         launches.route(logits, bias, weights, experts, chunk_counts, sums, NULL, NULL, NULL, NULL)
         dropped = NULL if capacity is None else weights
         launches.place(experts, chunk_counts, sums, rows, counts, offsets, dropped, both)
@@ -248,7 +249,7 @@ def plan_topk_router(
 
     vec: logits an access, a divisor of `num_experts`.
     """
-    order = plan_expert_order(num_tokens, num_experts, num_sms)
+    order = plan_expert_order(num_tokens, num_experts, num_sms, _MOST_CHOICES)
     whole = num_tokens <= _WHOLE_TOKENS
     if whole:
         threads = min(order.threads, 32 * _FEW_TOKENS if num_tokens <= _FEW_TOKENS else 512)

@@ -13,7 +13,7 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS) order_experts(
     const int* experts,                     // [num_tokens, top_k]
-    const int* chunk_counts,                // [chunks, num_experts]
+    const unsigned short* chunk_counts,     // [chunks, num_experts]
     const float* chunk_sums,                // [chunks, num_experts + 1], with LOSSES
     int* __restrict__ rows,                 // [num_tokens, top_k]
     int* __restrict__ counts,               // [num_experts]
@@ -29,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_experts(
   const int* const own = experts + choices.first;
   cukit::clear_tables(tables, choices);
   cukit::wait_for_previous_grids();
+  const int first = cukit::first_expert(own, choices);
   __syncthreads();
   cukit::sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
   if (LOSSES && chunk == chunks) {
@@ -37,8 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_experts(
     cukit::write_losses(losses, tables.totals, chunk_sums, chunks, p, scratch);
     return;
   }
-  cukit::count_warps(tables, own, choices, p.num_experts);
+  cukit::count_warps(tables, own, choices, p.num_experts, first);
   __syncthreads();
   cukit::scan_tables(tables, choices, result, p.num_experts, chunk == 0);
-  cukit::place_choices(tables, own, choices, p, result);
+  cukit::place_choices(tables, own, choices, p, result, first);
 }
