@@ -35,6 +35,7 @@ from cukit.array_api import (
 from cukit.attention import (
     MlaMetadata,
     PagedAttention,
+    RecentKV,
     absorb_mla_projections,
     append_kv,
     attention_kl,
@@ -47,6 +48,7 @@ from cukit.attention import (
     merge_attention_states,
     mla_attention,
     mla_metadata,
+    pack_kv,
     paged_attention,
 )
 from cukit.distill import (
@@ -207,6 +209,7 @@ __all__ = [
     "QuantizationReport",
     "QuantizedArray",
     "RadixAttention",
+    "RecentKV",
     "UnsupportedDeviceError",
     "__version__",
     "absorb_mla_projections",
@@ -298,6 +301,7 @@ __all__ = [
     "moe_unpermute_backward",
     "ones",
     "ones_like",
+    "pack_kv",
     "pack_weight",
     "paged_attention",
     "quantization_report",
