@@ -38,6 +38,8 @@ from cukit.attention import (
     RecentKV,
     absorb_mla_projections,
     append_kv,
+    attention_kl,
+    attention_kl_backward,
     block_sparse_attention,
     cascade_attention,
     encode_mla_latents,
@@ -170,6 +172,8 @@ from cukit.registry import (
     get_kernel,
     register_kernel,
 )
+from cukit.sampling import sample, speculative_verify
+from cukit.sequence import gated_scan, gated_scan_step
 
 __version__ = "0.1.0"
 
@@ -215,6 +219,8 @@ __all__ = [
     "append_kv",
     "arange",
     "asarray",
+    "attention_kl",
+    "attention_kl_backward",
     "backend",
     "balance_experts",
     "batched_copy",
@@ -252,6 +258,8 @@ __all__ = [
     "full_like",
     "gated_linear",
     "gated_linear_backward",
+    "gated_scan",
+    "gated_scan_step",
     "gelu",
     "gelu_and_mul",
     "gelu_and_mul_backward",
@@ -304,9 +312,11 @@ __all__ = [
     "rms_norm_backward",
     "rope",
     "rope_backward",
+    "sample",
     "save_quantized",
     "silu_and_mul",
     "silu_and_mul_backward",
+    "speculative_verify",
     "teacher_top_k",
     "to_numpy",
     "topk_distillation_loss",

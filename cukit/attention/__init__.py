@@ -1,6 +1,8 @@
 """Attention."""
 
 from cukit.attention.append_kv import append_kv
+from cukit.attention.attention_kl import attention_kl
+from cukit.attention.attention_kl_backward import attention_kl_backward
 from cukit.attention.block_sparse import block_sparse_attention
 from cukit.attention.cache_arrays import RecentKV
 from cukit.attention.cascade import cascade_attention
@@ -20,6 +22,8 @@ __all__ = [
     "RecentKV",
     "absorb_mla_projections",
     "append_kv",
+    "attention_kl",
+    "attention_kl_backward",
     "block_sparse_attention",
     "cascade_attention",
     "encode_mla_latents",

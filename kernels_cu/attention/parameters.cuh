@@ -108,6 +108,8 @@ struct MappedKeyParameters {
   int head_dim, value_dim;
   int section;
   float scale, scale_log2;
+  int teacher_group;         // DISTILL: query heads that share a teacher's key head
+  float teacher_scale_log2;  // DISTILL: of the teacher's scores
   ScoreSettings settings;
 };
 
@@ -136,7 +138,7 @@ struct QuerySumParameters {
   float scale;
 };
 
-// flash_attention_backward_query_sm80
+// flash_attention_backward_query_sm80 and attention_kl_sm80
 struct QueryGradientParameters {
   HeadStrides q, k, v, grad_out;
   int batch, heads_q, group;
@@ -145,6 +147,25 @@ struct QueryGradientParameters {
   int head_dim, value_dim;
   int section;
   float scale, scale_log2;
+  int teacher_group;         // DISTILL: query heads that share a teacher's key head
+  float teacher_scale_log2;  // DISTILL: of the teacher's scores
+  ScoreSettings settings;
+};
+
+// attention_kl_backward_prepare
+struct KlRowParameters {
+  int batch, heads_q;
+  int seq_q;
+  int rows_per_head;  // of the scratch arrays (scratch_rows.cuh)
+  int total_q;        // VARLEN: rows of all sequences
+};
+
+// attention_kl_sm90, which finds its inputs through tensor maps
+struct MappedKlParameters {
+  int batch, heads_q;
+  int group, teacher_group;  // query heads that share a key head, and a teacher's key head
+  int seq_q, seq_kv;
+  float scale_log2, teacher_scale_log2;
   ScoreSettings settings;
 };
 
