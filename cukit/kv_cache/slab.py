@@ -123,12 +123,12 @@ class KVCacheSlab:
     def _grouped(self, which: int, layers: slice) -> QuantizedArray:
         """The int4 keys (0) or values (1) of layers, whose blocks follow each other."""
         rows = self.array[which, layers]
-        rows, *factors = (
+        rows, scales, zeros = (
             _joined(x) for x in (rows, *(each[layers] for each in self._factors[which]))
         )
         shape = (*rows.shape[:-1], 2 * rows.shape[-1])
         axis, size = (1, shape[1]) if which == 0 else (3, shape[3])
-        return QuantizedArray(rows, int4, shape, *factors, axis=axis, group_size=size)
+        return QuantizedArray(rows, int4, shape, scales, zeros, axis=axis, group_size=size)
 
     def _group_factors(
         self, shape: tuple[int, ...], row_bytes: int, part_bytes: int
