@@ -87,6 +87,25 @@ def _attention_backward(rng: Rng) -> Arguments:
     return (random(rng, q.shape, "bfloat16"), q, k, v, out, lse), options
 
 
+def _teacher_and_student(rng: Rng) -> tuple[Any, ...]:
+    """Queries and keys of both, in heads of unlike widths and numbers."""
+    return tuple(_rows(rng, (1, 70, 2, 72), (1, 135, 1, 72), (1, 70, 4, 64), (1, 135, 2, 64)))
+
+
+def _attention_kl(rng: Rng) -> Arguments:
+    options = {"causal": True, "temperature": 2.0, "head_map": (0, 1, 1, 0), "return_lse": True}
+    options["row_weights"] = rng.random((1, 70)).astype(np.float32)
+    return _teacher_and_student(rng), options
+
+
+def _attention_kl_backward(rng: Rng) -> Arguments:
+    from cukit.reference.attention_kl import attention_kl
+
+    arrays = _teacher_and_student(rng)
+    _, *both = attention_kl(*arrays, causal=True, return_lse=True)
+    return (*arrays, *both), {"causal": True, "deterministic": True}
+
+
 def _groups(rng: Rng) -> tuple[Any, ...]:
     """Rows of three groups, one of them empty, and a matrix for each."""
     x, weights = _rows(rng, (70, 72), (3, 48, 72))
@@ -298,6 +317,8 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "adamw": _adamw,
     "adaptive_depth": _adaptive_depth,
     "adaptive_depth_backward": _adaptive_depth_backward,
+    "attention_kl": _attention_kl,
+    "attention_kl_backward": _attention_kl_backward,
     "batched_copy": _slides,
     "block_sparse_attention": _blocks,
     "bsr_matmul": _block_sparse_product,
@@ -380,6 +401,18 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "topk_distillation_loss": lambda rng: (
         (_logits(rng)[0], *teacher_top_k(random(rng, (5, 1003), "float32"), 30)),
         {"tail": "bucket", "return_grad": True},
+    ),
+    "sampled_distillation_loss": lambda rng: (
+        (_logits(rng)[0], rng.integers(0, 1003, (5, 12)).astype(np.int32)),
+        {"return_grad": True, "softcap": 4.0, "vocab_size": 1003},
+    ),
+    "linear_topk_distillation_loss": lambda rng: (
+        (*_linear(rng), *teacher_top_k(random(rng, (40, 500), "float32"), 9)),
+        {"chunk_tokens": 16},
+    ),
+    "linear_sampled_distillation_loss": lambda rng: (
+        (*_linear(rng), rng.integers(0, 500, (40, 7)).astype(np.int32)),
+        {"workspace_bytes": 40000, "token_weights": np.ones(40, np.float32)},
     ),
     "matmul_fp8": lambda rng: (
         tuple(encode(x, float8_e4m3) for x in _rows(rng, (70, 272), (136, 272))),

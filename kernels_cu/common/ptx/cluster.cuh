@@ -19,7 +19,7 @@ namespace cukit {
 // Rank of this block in its cluster.
 CUKIT_DEVICE int cluster_rank() {
 #ifdef CUKIT_EMULATE
-  return static_cast<int>(emulator::self().cluster_rank);
+  return static_cast<int>(CUKIT_OF_SELF(cluster_rank));
 #else
   unsigned rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
