@@ -46,6 +46,16 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
+def check_real(op: str, name: str, value: numbers.Real) -> None:
+    """Raises ConfigError for an integer that no float holds. Infinite is a number, too."""
+    try:
+        float(value)
+    except OverflowError:
+        raise ConfigError(
+            f"{op}: {name} must be a number that a float holds, got {value!r}"
+        ) from None
+
+
 def check_integer(
     op: str, name: str, value: Any, *, least: float = -math.inf, most: float = math.inf
 ) -> None:
