@@ -81,9 +81,11 @@ def table(rows: dict[str, Row]) -> str:
 
 
 def sanitizer_table() -> str:
-    """What compute-sanitizer reported of the same programs on the GPU: of each tool the broken twins,
-    those that any tool reported or that failed by themselves, and the programs without a mistake
-    that any tool reported."""
+    """What compute-sanitizer reported of the same programs on the GPU.
+
+    Of each tool the broken twins; those that any tool reported or that failed by themselves; and
+    the programs without a mistake that any tool reported.
+    """
     record = json.loads(RESULTS.read_text())
     outcomes: dict[str, dict[str, str]] = record["outcomes"]
     names = sorted(set().union(*outcomes.values()))
@@ -124,7 +126,9 @@ def main() -> int:
         tables[SANITIZER_TABLE] = sanitizer_table()
     print(*tables.values(), sep="\n", end="")
     document = DOCUMENT.read_text()
-    DOCUMENT.write_text(MARKS.sub(lambda m: m[1] + tables[m[2]] + m[3] if m[2] in tables else m[0], document))
+    DOCUMENT.write_text(
+        MARKS.sub(lambda m: m[1] + tables[m[2]] + m[3] if m[2] in tables else m[0], document)
+    )
     return 0
 
 
