@@ -60,6 +60,24 @@ CUKIT_DEVICE void store_remote(float* local, int rank, float value) {
 #endif
 }
 
+// atom.add.u32 on the place that `local` has in the shared memory of block `rank`, this block's own
+// included; returns the old value. Atomic with that block's own atomicAdd.
+CUKIT_DEVICE unsigned fetch_add_remote(unsigned* local, int rank, unsigned value) {
+#ifdef CUKIT_EMULATE
+  return emulator::fetch_add_remote(emulator::map_to_rank(shared_address(local), rank), value);
+#else
+  unsigned remote, old;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(remote)
+               : "r"(shared_address(local)), "r"(rank));
+  asm volatile("atom.relaxed.cluster.shared::cluster.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "r"(remote), "r"(value)
+               : "memory");
+  return old;
+#endif
+}
+
 // st.async: as store_remote, 16 bytes in the background; they are reported to the barrier that has the
 // place of `barrier` in that block. Addresses are 16-byte aligned.
 CUKIT_DEVICE void store_async_remote(float4* local, int rank, const float4& value,
