@@ -1,4 +1,4 @@
-"""linear_topk_distillation_loss and linear_sampled_distillation_loss: the losses on logits, fused."""
+"""linear_topk_distillation_loss and linear_sampled_distillation_loss, beside those on logits."""
 
 from __future__ import annotations
 

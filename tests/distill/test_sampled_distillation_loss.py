@@ -27,7 +27,7 @@ def samples(rng, shape, count):
 def textbook(student, ids, weights, log_probs, temperature):
     """[rows], and the gradient for the logits, in float64."""
     q = softmax(student.astype(np.float64) / temperature)
-    rows = np.arange(len(ids))[:, None]
+    rows, weights = np.arange(len(ids))[:, None], weights.astype(np.float64)
     loss = (weights * (log_probs - np.log(q[rows, ids]))).sum(-1)
     grad = q * weights.sum(-1, keepdims=True)
     for row, (tokens, shares) in enumerate(zip(ids, weights, strict=True)):
