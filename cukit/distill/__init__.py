@@ -19,6 +19,7 @@ from cukit.distill.linear_cross_entropy import LinearCrossEntropyResult, linear_
 from cukit.distill.linear_distillation_loss import linear_distillation_loss
 from cukit.distill.linear_kl_divergence import linear_kl_divergence
 from cukit.distill.schedule import Constant, Linear, Schedule, WarmupCosine
+from cukit.distill.score_mse import attention_score_mse
 from cukit.distill.terms import AttentionTerm, HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.topk_distillation_loss import teacher_top_k, topk_distillation_loss
 from cukit.distill.trainer import StepStatistics, Trainer
@@ -45,6 +46,7 @@ __all__ = [
     "WarmupCosine",
     "Windows",
     "adamw",
+    "attention_score_mse",
     "clip_scale",
     "cross_entropy",
     "cross_entropy_backward",
