@@ -145,8 +145,8 @@ def _pieces(seq_q: int, seq_kv: int, causal: bool) -> list[tuple[slice, int, int
     pieces = []
     for index in range(math.ceil(seq_q / _CHUNK)):
         first, last = index * _CHUNK, min((index + 1) * _CHUNK, seq_q)
-        bounds = (min(max(0, row + past), seq_kv) for row in (first + 1, last))
-        pieces.append((slice(first, last), *bounds))
+        before, end = (min(max(0, row + past), seq_kv) for row in (first + 1, last))
+        pieces.append((slice(first, last), before, end))
     return pieces
 
 
