@@ -16,27 +16,63 @@ _EPILOGUE = 128
 """Time of a tile's epilogue, in rows of the dense matrix that are multiplied meanwhile."""
 
 
-def deal_tiles(items: HostArray, costs: HostArray, num_blocks: int) -> HostArray:
+_MOST_EXCHANGES = 1000
+_PARTNERS = 8  # blocks that end earliest
+
+
+def deal_tiles(
+    items: HostArray, costs: HostArray, num_blocks: int, alike: HostArray | None = None
+) -> HostArray:
     """Gives tiles to the blocks of a grid, so that all end at about the same time.
 
     items: int32 [tiles, 4]: what a block has to know of a tile. costs: int [tiles], in any unit.
-    Each tile goes to the block that is free first, in the order given.
+    Each tile goes to the block that is free first, in the order given. Then blocks that end last
+    exchange tiles with those that end first: of one number in `alike`, if that is given.
 
     Returns int32 [blocks, turns, 4]: what each block does, turn by turn; a first number of -1 says
     that nothing is left. At most `num_blocks` blocks.
     """
     num_blocks = max(1, min(num_blocks, len(items)))
-    turns = np.zeros(num_blocks, np.int64)
-    places = np.empty((len(items), 2), np.int64)
+    owners = np.empty(len(items), np.int64)
     free = [(0, block) for block in range(num_blocks)]
     for index, cost in enumerate(costs.tolist()):
         at, block = free[0]
-        places[index] = block, turns[block]
-        turns[block] += 1
+        owners[index] = block
         heapq.heapreplace(free, (at + cost, block))
-    work = np.full((num_blocks, int(turns.max(initial=0)) + 1, 4), -1, np.int32)
-    work[places[:, 0], places[:, 1]] = items
+    _exchange_tiles(owners, costs, num_blocks, alike)
+    order = np.argsort(owners, kind="stable")
+    counts = np.bincount(owners, minlength=num_blocks)
+    turns = np.arange(len(items)) - np.repeat(np.cumsum(counts) - counts, counts)
+    work = np.full((num_blocks, int(counts.max(initial=0)) + 1, 4), -1, np.int32)
+    work[owners[order], turns] = items[order]
     return work
+
+
+def _exchange_tiles(
+    owners: HostArray, costs: HostArray, num_blocks: int, alike: HostArray | None
+) -> None:
+    """Evens out the sums of costs of each owner, changing `owners`: a few per cent where tiles are
+    few and unlike, since dealing leaves the last tile of each block to chance."""
+    loads = np.bincount(owners, costs, num_blocks).astype(np.int64)
+    for _ in range(_MOST_EXCHANGES):
+        last = loads.argmax()
+        given = np.flatnonzero(owners == last)
+        for first in np.argsort(loads, kind="stable")[:_PARTNERS]:
+            gap = loads[last] - loads[first]
+            taken = np.flatnonzero(owners == first)
+            gains = costs[given][:, None] - costs[taken]
+            useful = (gains > 0) & (gains < gap)
+            if alike is not None:
+                useful &= alike[given][:, None] == alike[taken]
+            if useful.any():
+                best = np.where(useful, abs(2 * gains - gap), gap).argmin()
+                give, take = np.unravel_index(best, gains.shape)
+                owners[given[give]], owners[taken[take]] = first, last
+                loads[last] -= gains[give, take]
+                loads[first] += gains[give, take]
+                break
+        else:
+            return
 
 
 def matmul_work(
@@ -60,7 +96,7 @@ def matmul_work(
     items[..., 2] = np.where(counts[rows], indptr[rows], indptr[-1])
     items[..., 3] = np.where(counts[rows], indptr[rows + 1], indptr[-1] + 1)
     costs = np.tile(counts[rows] * block + _EPILOGUE, starts.size)
-    return deal_tiles(items.reshape(-1, 4), costs, num_blocks)
+    return deal_tiles(items.reshape(-1, 4), costs, num_blocks, alike=np.repeat(starts, rows.size))
 
 
 def sampled_work(indptr: HostArray, steps: int, most: int, num_blocks: int) -> HostArray:

@@ -65,7 +65,8 @@ class Tiling:
     cluster: blocks that share a tile of b, theirs lying one below the other.
     transposed: the weight is operand a, and the tokens are the tile's columns.
     blocks_per_sm: for which shared memory has room.
-    overlapped: a tile's results are stored beside the first products of the next.
+    overlapped: columns of a tile's results that are stored beside each of the first steps of k of
+        the next; 0: before them.
     """
 
     tile_m: int
@@ -75,14 +76,14 @@ class Tiling:
     cluster: int = 1
     transposed: bool = False
     blocks_per_sm: int = 1
-    overlapped: bool = False
+    overlapped: int = 0
 
     def __str__(self) -> str:
         name = f"{self.tile_m}x{self.tile_n}"
         name += f" split {self.splits}" if self.splits > 1 else ""
         name += f" cluster {self.cluster}" if self.cluster > 1 else ""
         name += f" x{self.blocks_per_sm}" if self.blocks_per_sm > 1 else ""
-        name += " overlapped" if self.overlapped else ""
+        name += f" overlapped {self.overlapped}" if self.overlapped else ""
         return name + (" transposed" if self.transposed else "")
 
     @property
@@ -224,8 +225,7 @@ _BOTH_NORM = 3.8
 
 _FEWEST_STAGES = 3
 _WIDEST = Tiling(128, 256)
-_OVERLAPPED = Tiling(128, 192, overlapped=True)
-_OVERLAPPED_COLUMNS = 32  # that are stored beside a step of k
+_OVERLAPPED = Tiling(128, 192, overlapped=16)
 _WIDE = (
     _WIDEST,
     *(Tiling(128, tile_n) for tile_n in (224, 192, 160, 144, 128, 112, 96, 80, 64, 48)),
@@ -268,7 +268,10 @@ def candidates(product: Product) -> Iterator[Tiling]:
     tilings = [*_WIDE, *_SMALL]
     if product.keeps and not product.gated:
         tilings.remove(_WIDEST)  # too few registers for both results
-    if not (product.keeps or product.gated) and steps >= _OVERLAPPED.tile_n // _OVERLAPPED_COLUMNS:
+    if (
+        not (product.keeps or product.gated)
+        and steps >= _OVERLAPPED.tile_n // _OVERLAPPED.overlapped
+    ):
         tilings.append(_OVERLAPPED)
     if not product.gated and product.major_a == "K":
         tilings += _FEW

@@ -33,6 +33,9 @@ _FEWEST_BINS = 32
 _MOST_THREADS = 1024
 _SMALLEST_CHUNK = 8
 """Tokens of a block: with fewer, adding up the chunks would take longer than counting them."""
+COUNT = np.dtype(np.uint16)
+"""Of a chunk's choices of an expert."""
+_MOST_COUNT = 2**16 - 1
 
 
 def expert_order(experts: Array, num_experts: int, *, capacity: int | None = None) -> ExpertOrder:
@@ -78,7 +81,7 @@ def expert_order(experts: Array, num_experts: int, *, capacity: int | None = Non
         empty(experts, (num_experts,)),
         empty(experts, (num_experts + 1,)),
     )
-    counts = empty(experts, (chunks, num_experts))
+    counts = empty(experts, (chunks, num_experts), COUNT)
     count(experts, counts)
     place(experts, counts, NULL, *order, NULL, NULL)
     return order
@@ -108,11 +111,15 @@ class OrderConfig:
 
 
 @cache
-def plan_expert_order(num_tokens: int, num_experts: int, num_sms: int) -> OrderConfig:
-    """A chunk for each multiprocessor: every block adds up the counts of all chunks."""
+def plan_expert_order(
+    num_tokens: int, num_experts: int, num_sms: int, top_k: int = 1
+) -> OrderConfig:
+    """A chunk for each multiprocessor: every block adds up the counts of all chunks. More where a
+    chunk would have too many choices to be counted."""
     bins = max(_FEWEST_BINS, 1 << (num_experts - 1).bit_length())
     threads = min(_MOST_THREADS, _MOST_TABLE // bins * 32)
     chunk = max(_SMALLEST_CHUNK, -(-num_tokens // num_sms))
+    chunk = max(1, min(chunk, _MOST_COUNT // max(1, top_k)))
     return OrderConfig(bins, threads, chunk, max(1, -(-num_tokens // chunk)))
 
 
@@ -153,8 +160,13 @@ def _check(experts: Array) -> None:
 def _prepare(experts: Array, num_experts: int, capacity: int | None) -> tuple[Launch, Launch, int]:
     _check(experts)
     check_expert_limit("expert_order", num_experts)
+    if experts.shape[1] > _MOST_COUNT:
+        raise ArrayShapeError(
+            f"expert_order: experts must have at most {_MOST_COUNT} columns (top_k) on the GPU, "
+            f"got shape {experts.shape}"
+        )
     num_tokens, top_k = experts.shape
-    config = plan_expert_order(num_tokens, num_experts, current_device().num_sms)
+    config = plan_expert_order(num_tokens, num_experts, current_device().num_sms, top_k)
     parameters = routing_parameters(num_tokens, num_experts, top_k, config.chunk, capacity)
     grid, scalars = (config.num_chunks,), (parameters,)
     count = Launch(load_kernel(config.count_spec()), grid, scalars)

@@ -8,8 +8,8 @@
 #include "moe/expert_order.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) count_experts(
-    const int* __restrict__ experts,  // [num_tokens, top_k]
-    int* __restrict__ counts,         // [chunks, num_experts]
+    const int* __restrict__ experts,      // [num_tokens, top_k]
+    unsigned short* __restrict__ counts,  // [chunks, num_experts]
     const __grid_constant__ cukit::RoutingParameters p) {
   __shared__ int bins[BINS];
   cukit::release_next_grid();

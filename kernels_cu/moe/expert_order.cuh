@@ -6,7 +6,8 @@
 //   offsets[expert] + rank              without a capacity: experts lie one behind the other
 //   expert * capacity + rank            with one: -1, dropped, where rank >= capacity
 //
-// Chunks of tokens are counted first, each by a block (counts[chunk, expert]). Then each block adds up
+// Chunks of tokens, of 65535 choices at most, are counted first, each by a block (counts[chunk, expert],
+// of 16 bits: every block reads them all, which is most of what ordering takes). Then each block adds up
 // the counts of the chunks before its own and places its choices: the result does not depend on the
 // order in which blocks run.
 //
@@ -62,7 +63,7 @@ CUKIT_DEVICE void clear_tables(OrderTables& tables, const Choices& choices) {
 
 // Adds counts[chunks, num_experts] of all chunks to totals, those before `chunk` to the first row of
 // ranks. All threads, after clear_tables; the caller's barrier follows.
-CUKIT_DEVICE void sum_counts(OrderTables& tables, const int* counts, int chunks, int chunk,
+CUKIT_DEVICE void sum_counts(OrderTables& tables, const unsigned short* counts, int chunks, int chunk,
                              int num_experts) {
   constexpr int kParts = THREADS / BINS > 0 ? THREADS / BINS : 1;  // threads that share an expert
   for (int bin = threadIdx.x % BINS; bin < num_experts; bin += THREADS) {
@@ -78,14 +79,22 @@ CUKIT_DEVICE void sum_counts(OrderTables& tables, const int* counts, int chunks,
   }
 }
 
-// Adds the choices of each warp to the row of ranks of the next one. As sum_counts; `experts[i]` is that
+// The expert of a lane's first choice, which is loaded before others are waited for. `experts[i]` is that
 // of choice choices.first + i.
+CUKIT_DEVICE int first_expert(const int* experts, const Choices& choices) {
+  const int i = choices.own_first + threadIdx.x % kWarpSize;
+  return i < choices.own_end ? experts[i - choices.first] : BINS;
+}
+
+// Adds the choices of each warp to the row of ranks of the next one. As sum_counts; `first`: of
+// first_expert().
 CUKIT_DEVICE void count_warps(OrderTables& tables, const int* experts, const Choices& choices,
-                              int num_experts) {
+                              int num_experts, int first) {
   const int warp = threadIdx.x / kWarpSize;
   if (warp + 1 >= choices.warps) return;
   for (int i = choices.own_first + threadIdx.x % kWarpSize; i < choices.own_end; i += kWarpSize) {
-    const unsigned expert = experts[i - choices.first];
+    const bool is_first = i - choices.own_first < kWarpSize;
+    const unsigned expert = is_first ? first : experts[i - choices.first];
     if (expert < num_experts) atomicAdd(&tables.ranks[(warp + 1) * BINS + expert], 1);
   }
 }
@@ -125,14 +134,16 @@ CUKIT_DEVICE void scan_tables(OrderTables& tables, const Choices& choices, const
   __syncthreads();
 }
 
-// Gives each choice of this chunk its row. All threads, after scan_tables; `experts` as for count_warps.
+// Gives each choice of this chunk its row. All threads, after scan_tables; `experts` and `first` as for
+// count_warps.
 CUKIT_DEVICE void place_choices(OrderTables& tables, const int* experts, const Choices& choices,
-                                const RoutingParameters& p, const OrderResult& result) {
+                                const RoutingParameters& p, const OrderResult& result, int first) {
   const int lane = threadIdx.x % kWarpSize;
   int* const ranks = tables.ranks + threadIdx.x / kWarpSize * BINS;
   for (int base = choices.own_first; base < choices.own_end; base += kWarpSize) {
     const int i = base + lane;
-    const unsigned expert = i < choices.own_end ? experts[i - choices.first] : BINS;
+    unsigned expert = first;
+    if (base > choices.own_first) expert = i < choices.own_end ? experts[i - choices.first] : BINS;
     const bool chosen = expert < p.num_experts;
     const unsigned peers = __match_any_sync(kFullMask, chosen ? expert : BINS);
     const int before = __popc(peers & ((1u << lane) - 1));
@@ -146,6 +157,26 @@ CUKIT_DEVICE void place_choices(OrderTables& tables, const int* experts, const C
     result.rows[i] = fits ? start + rank : -1;
     if (!fits && result.weights != nullptr) result.weights[i] = 0.0f;
   }
+}
+
+// Gives the choices of chunk `chunk` their rows, from the counts of all chunks; all threads. Before it
+// reads what other blocks have written it calls wait().
+template <typename Wait>
+CUKIT_DEVICE void order_chunk(OrderTables& tables, const int* experts,
+                              const unsigned short* chunk_counts, int chunks, int chunk,
+                              const RoutingParameters& p, const OrderResult& result,
+                              const Wait& wait) {
+  const Choices choices(p, chunk);
+  const int* const own = experts + choices.first;
+  clear_tables(tables, choices);
+  wait();
+  const int first = first_expert(own, choices);
+  __syncthreads();
+  sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
+  count_warps(tables, own, choices, p.num_experts, first);
+  __syncthreads();
+  scan_tables(tables, choices, result, p.num_experts, chunk == 0);
+  place_choices(tables, own, choices, p, result, first);
 }
 
 }  // namespace cukit

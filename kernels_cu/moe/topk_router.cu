@@ -9,13 +9,16 @@
 // experts are valid all the same.
 //
 // Mapping: a block a chunk of tokens, a warp a token at a time (router_scores.cuh). A choice takes one
-//   maximum over the warp, of the logits as ordered integers. WHOLE: the grid is one block, which goes on
+//   maximum over the warp, of the logits as ordered integers, and a vote. WHOLE: the grid is one block, which goes on
 //   to order the choices itself; otherwise order_experts.cu does, from `chunk_counts`, whose blocks may
-//   wait on the same multiprocessors already.
-// Shared memory: 4 * BINS * (THREADS / 32 + 1) bytes, with WHOLE 4 * MOST_CHOICES more; static.
-// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1; BLOCKS_PER_SM 1|2,
+//   wait on the same multiprocessors already. JOINED: the blocks of a cooperative launch wait for each
+//   other in its place.
+// Shared memory: 4 * BINS * (THREADS / 32 + 1) + 8 * THREADS bytes, with WHOLE 4 * MOST_CHOICES more; static.
+// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1;
+//   JOINED 0|1, without WHOLE and LOSSES; BLOCKS_PER_SM 1|2,
 //   2 leaves room for a block of order_experts; MOST_CHOICES, num_tokens * top_k at most where WHOLE. top_k is at most 32. Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/moe.py, topk_router.
+#include "common/grid_barrier.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/types.cuh"
@@ -33,6 +36,7 @@ using cukit::kWarpSize;
 
 constexpr unsigned kTaken = 0;  // below every key
 constexpr unsigned kNotANumber = 1;
+constexpr int kMostSorted = 8;  // experts of a lane
 
 // Larger for larger numbers; NaN is the least.
 CUKIT_DEVICE unsigned key_of(float x) {
@@ -45,19 +49,76 @@ CUKIT_DEVICE float number_of(unsigned key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// A lane's best expert that is left.
-struct Best {
+// A choice on its way from the lane that has the expert to the lane of the choice.
+struct Chosen {
   unsigned key;
   int expert;
+};
 
-  CUKIT_DEVICE void find(const unsigned (&keys)[kPerLane]) {
-    key = kTaken;
-    expert = 0;
+// A lane's experts that are left, the best of which is `best`: of equal ones the lowest. A few are sorted
+// once, which is half of the instructions of a choice; of many the best is looked for again.
+template <bool Sorted>
+struct Left {
+  Chosen best;
+  Chosen others[kPerLane - 1];  // the next best first
+
+  CUKIT_DEVICE explicit Left(const unsigned (&keys)[kPerLane]) {
+    Chosen all[kPerLane];
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) all[j] = {keys[j], first_expert() + j};
+#pragma unroll
+    for (int round = 0; round < kPerLane; ++round)
+#pragma unroll
+      for (int j = round % 2; j + 1 < kPerLane; j += 2) put_in_order(all[j], all[j + 1]);
+    best = all[0];
+#pragma unroll
+    for (int j = 1; j < kPerLane; ++j) others[j - 1] = all[j];
+  }
+
+  CUKIT_DEVICE static int first_expert() { return threadIdx.x % kWarpSize * kPerLane; }
+
+  CUKIT_DEVICE void take_best() {
+    best = others[0];
+#pragma unroll
+    for (int j = 0; j + 1 < kPerLane - 1; ++j) others[j] = others[j + 1];
+    others[kPerLane - 2].key = kTaken;
+  }
+
+ private:
+  CUKIT_DEVICE static void put_in_order(Chosen& a, Chosen& b) {
+    const bool exchanged = b.key > a.key;
+    const Chosen first = exchanged ? b : a;
+    b = exchanged ? a : b;
+    a = first;
+  }
+};
+
+template <>
+struct Left<false> {
+  Chosen best;
+  unsigned keys[kPerLane];
+
+  CUKIT_DEVICE explicit Left(const unsigned (&all)[kPerLane]) {
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) keys[j] = all[j];
+    find();
+  }
+
+  CUKIT_DEVICE void take_best() {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      if (keys[j] > key) {
-        key = keys[j];
-        expert = threadIdx.x % kWarpSize * kPerLane + j;
+      if (best.expert % kPerLane == j) keys[j] = kTaken;
+    }
+    find();
+  }
+
+ private:
+  CUKIT_DEVICE void find() {
+    best = {kTaken, 0};
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      if (keys[j] > best.key) {
+        best = {keys[j], static_cast<int>(threadIdx.x) % kWarpSize * kPerLane + j};
       }
     }
   }
@@ -93,6 +154,8 @@ struct Choice {
 CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores)[kPerLane],
                            const cukit::RowSoftmax& softmax, const float* bias,
                            const cukit::RoutingParameters& p) {
+  __shared__ Chosen chosen[kWarps][kWarpSize];
+  Chosen* const own = chosen[threadIdx.x / kWarpSize];
   const int lane = threadIdx.x % kWarpSize;
   unsigned keys[kPerLane];
 #pragma unroll
@@ -102,24 +165,20 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
     const float ranked = BIASED ? scores[j] + (exists ? bias[expert] : 0.0f) + 0.0f : logits[j];
     keys[j] = exists ? key_of(ranked) : kTaken;
   }
-  Choice choice;
-  Best best;
-  best.find(keys);
+  Left<(kPerLane > 1 && kPerLane <= kMostSorted)> left(keys);
   for (int slot = 0; slot < p.top_k; ++slot) {
-    const unsigned key = __reduce_max_sync(kFullMask, best.key);
-    const int expert = __reduce_min_sync(kFullMask, best.key == key ? best.expert : BINS);
-    if (lane == slot) {
-      choice.expert = expert;
-      choice.score = number_of(key);
-    }
-    if (lane == expert / kPerLane) {
-#pragma unroll
-      for (int j = 0; j < kPerLane; ++j) {
-        if (expert % kPerLane == j) keys[j] = kTaken;
-      }
-      best.find(keys);
+    const unsigned key = __reduce_max_sync(kFullMask, left.best.key);
+    const bool has_it = left.best.key == key;
+    const unsigned holders = __ballot_sync(kFullMask, has_it);
+    if (has_it && (holders & ((1u << lane) - 1)) == 0) {  // the lowest expert is the lowest lane's
+      own[slot] = left.best;
+      left.take_best();
     }
   }
+  __syncwarp();
+  Choice choice;
+  if (lane < p.top_k) choice = {own[lane].expert, number_of(own[lane].key)};
+  __syncwarp();  // before the next token's
   if constexpr (BIASED) {
     // What was ranked is not the weight: fetch the score from the lane that holds it.
 #pragma unroll
@@ -169,17 +228,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
     const float* __restrict__ bias,  // [num_experts], with BIASED
     float* weights,                  // [num_tokens, top_k]
     int* experts,                    // [num_tokens, top_k]
-    int* __restrict__ chunk_counts,  // [chunks, num_experts], without WHOLE
+    unsigned short* chunk_counts,    // [chunks, num_experts], without WHOLE
     float* chunk_sums,               // [chunks, num_experts + 1], with LOSSES
-    int* __restrict__ rows,          // [num_tokens, top_k], with WHOLE as what follows
+    int* __restrict__ rows,          // [num_tokens, top_k], with WHOLE or JOINED as what follows
     int* __restrict__ counts,        // [num_experts]
     int* __restrict__ offsets,       // [num_experts + 1]
     float* __restrict__ losses,      // [2]: balance, z; with LOSSES
+    int* arrivals,                   // [2], zeros; with JOINED
     const __grid_constant__ cukit::RoutingParameters p) {
   __shared__ cukit::OrderTables tables;
   __shared__ int chosen[WHOLE ? MOST_CHOICES : 1];
   const int lane = threadIdx.x % kWarpSize;
-  if constexpr (!WHOLE) cukit::release_next_grid();
+  if constexpr (!WHOLE && !JOINED) cukit::release_next_grid();
   for (int bin = threadIdx.x; bin < BINS; bin += THREADS) tables.totals[bin] = 0;
   __syncthreads();
 
@@ -221,13 +281,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
     const cukit::Choices choices(p, 0);
     for (int i = threadIdx.x; i < max(choices.warps, 1) * BINS; i += THREADS) tables.ranks[i] = 0;
     __syncthreads();
-    cukit::count_warps(tables, chosen, choices, p.num_experts);
+    const int first = cukit::first_expert(chosen, choices);
+    cukit::count_warps(tables, chosen, choices, p.num_experts, first);
     __syncthreads();
     cukit::scan_tables(tables, choices, result, p.num_experts, true);
-    cukit::place_choices(tables, chosen, choices, p, result);
+    cukit::place_choices(tables, chosen, choices, p, result, first);
   } else {
     for (int bin = threadIdx.x; bin < p.num_experts; bin += THREADS) {
       chunk_counts[blockIdx.x * p.num_experts + bin] = tables.totals[bin];
+    }
+    if constexpr (JOINED) {
+      const cukit::GridBarrier barrier{arrivals};
+      barrier.arrive();
+      const cukit::OrderResult result{rows, counts, offsets, p.capacity ? weights : nullptr};
+      cukit::order_chunk(tables, experts, chunk_counts, gridDim.x, blockIdx.x, p, result,
+                         [&] { barrier.wait(); });
     }
   }
 }

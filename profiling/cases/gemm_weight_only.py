@@ -1,11 +1,13 @@
 """Cases of `cukit.gemm.quantized_linear`: a linear layer with a weight of int4 or int8 codes.
 
-Beside it are the layer with the dequantised weight (cuBLAS) and torch's int4 product (tinygemm).
+Beside it are the layer with the dequantised weight (cuBLAS), torch's int4 product (tinygemm) and
+GemLite's, at the shape of which it has tuned configurations for an H100.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,8 @@ from profiling.data import array_module, integers, normal
 GROUP = 128
 # What torch's int4 product does for more tokens takes milliseconds.
 _TINYGEMM_TOKENS = 16
+# Elsewhere it tries its configurations one by one, which takes minutes.
+_GEMLITE_SHAPE = (4096, 4096)
 
 
 def cases(small: bool = False) -> list[Case]:
@@ -63,6 +67,8 @@ def weight_only_case(m: int, n: int, k: int, form: str) -> Case:
             arms["torch-eager"] = lambda: _dense_layer(x, weight)
         if not int8 and not float8 and m <= _TINYGEMM_TOKENS:
             arms["torch-tinygemm"] = lambda: _tinygemm(x, weight)
+        if not int8 and not float8 and (n, k) == _GEMLITE_SHAPE:
+            arms["gemlite"] = lambda: _gemlite(x, weight)
         return Workload(arms=arms, expected=lambda: reference.quantized_linear(x, weight))
 
     code_bytes = n * k if int8 else n * k // 2 + 2 * n * k // GROUP
@@ -108,3 +114,18 @@ def _tinygemm(x: Any, weight: ck.QuantizedArray) -> Call:
     factors = torch.stack((scales, torch.zeros_like(scales)), dim=-1).contiguous()
     tokens = peers.to_torch(x)
     return lambda: torch.ops.aten._weight_int4pack_mm(tokens, packed, GROUP, factors)
+
+
+def _gemlite(x: Any, weight: ck.QuantizedArray) -> Call:
+    """GemLite's Triton kernels, which take codes + 8 with a zero point of 8."""
+    gemlite = peers.optional("gemlite")
+    helper = peers.optional("gemlite.helper")
+    assert gemlite.__file__ is not None
+    gemlite.load_config(str(Path(gemlite.__file__).parent / "configs" / "h100.json"))
+    torch: ModuleType = peers.torch()
+    pairs = peers.to_torch(weight.storage ^ 0x88)
+    codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).reshape(weight.shape)
+    scales = peers.to_torch(weight.scales).reshape(-1, 1)
+    zeros = torch.full_like(scales, 8)
+    maker = helper.A16W4_HQQ_INT(device="cuda:0", dtype=scales.dtype)
+    return peers.forward(maker.from_weights(codes, scales, zeros), x)
