@@ -11,14 +11,11 @@
 // Mapping: a block a chunk of tokens, a warp a token at a time (router_scores.cuh). A choice takes one
 //   maximum over the warp, of the logits as ordered integers, and a vote. WHOLE: the grid is one block, which goes on
 //   to order the choices itself; otherwise order_experts.cu does, from `chunk_counts`, whose blocks may
-//   wait on the same multiprocessors already. JOINED: the blocks of a cooperative launch wait for each
-//   other in its place.
+//   wait on the same multiprocessors already.
 // Shared memory: 4 * BINS * (THREADS / 32 + 1) + 8 * THREADS bytes, with WHOLE 4 * MOST_CHOICES more; static.
-// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1;
-//   JOINED 0|1, without WHOLE and LOSSES; BLOCKS_PER_SM 1|2,
+// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1; BLOCKS_PER_SM 1|2,
 //   2 leaves room for a block of order_experts; MOST_CHOICES, num_tokens * top_k at most where WHOLE. top_k is at most 32. Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/moe.py, topk_router.
-#include "common/grid_barrier.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/types.cuh"
@@ -228,18 +225,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
     const float* __restrict__ bias,  // [num_experts], with BIASED
     float* weights,                  // [num_tokens, top_k]
     int* experts,                    // [num_tokens, top_k]
-    unsigned short* chunk_counts,    // [chunks, num_experts], without WHOLE
+    unsigned short* __restrict__ chunk_counts,  // [chunks, num_experts], without WHOLE
     float* chunk_sums,               // [chunks, num_experts + 1], with LOSSES
-    int* __restrict__ rows,          // [num_tokens, top_k], with WHOLE or JOINED as what follows
+    int* __restrict__ rows,          // [num_tokens, top_k], with WHOLE as what follows
     int* __restrict__ counts,        // [num_experts]
     int* __restrict__ offsets,       // [num_experts + 1]
     float* __restrict__ losses,      // [2]: balance, z; with LOSSES
-    int* arrivals,                   // [2], zeros; with JOINED
     const __grid_constant__ cukit::RoutingParameters p) {
   __shared__ cukit::OrderTables tables;
   __shared__ int chosen[WHOLE ? MOST_CHOICES : 1];
   const int lane = threadIdx.x % kWarpSize;
-  if constexpr (!WHOLE && !JOINED) cukit::release_next_grid();
+  if constexpr (!WHOLE) cukit::release_next_grid();
   for (int bin = threadIdx.x; bin < BINS; bin += THREADS) tables.totals[bin] = 0;
   __syncthreads();
 
@@ -289,13 +285,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
   } else {
     for (int bin = threadIdx.x; bin < p.num_experts; bin += THREADS) {
       chunk_counts[blockIdx.x * p.num_experts + bin] = tables.totals[bin];
-    }
-    if constexpr (JOINED) {
-      const cukit::GridBarrier barrier{arrivals};
-      barrier.arrive();
-      const cukit::OrderResult result{rows, counts, offsets, p.capacity ? weights : nullptr};
-      cukit::order_chunk(tables, experts, chunk_counts, gridDim.x, blockIdx.x, p, result,
-                         [&] { barrier.wait(); });
     }
   }
 }
