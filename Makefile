@@ -4,6 +4,7 @@
 #   make test     the quick tests, about ten minutes on two cores: every test, of its cases a few in
 #                 which every value of every parameter occurs (GPU tests run where a GPU is)
 #   make test-all every case: the quick tests, then what they leave out
+#   make test TORCH='torch transformers'   with the tests of cukit.torch, which are skipped otherwise
 #   make lint     ruff and strict mypy
 #   make bench    time every kernel beside its peers (needs a GPU)
 #   make tables   write the measured tables and their picture from profiling/results/
@@ -17,6 +18,9 @@ ARGS ?=
 comma := ,
 # One results file for each kind of GPU; h200.json is the one that `make tables` publishes.
 RESULTS ?= profiling/results/h200.json
+# What else the tests install, for those of cukit.torch. Empty by default: on Linux the usual build of
+# torch brings 3 GB of CUDA libraries; PyTorch's CPU build is 200 MB.
+TORCH ?=
 
 # cuda12, cuda13 or empty: what the driver of this machine runs. cukit/core/driver.py says why.
 GPU_EXTRA := $(shell $(PYTHON) -I cukit/core/driver.py 2>/dev/null)
@@ -25,7 +29,7 @@ DEMO_EXTRAS := [report$(addprefix $(comma),$(GPU_EXTRA))]
 TEST_EXTRAS := [test,report,$(or $(GPU_EXTRA),compile)]
 
 DEMO_STAMP := $(VENV)/.installed-demo$(addprefix -,$(GPU_EXTRA))
-TEST_STAMP := $(VENV)/.installed-test$(addprefix -,$(GPU_EXTRA))
+TEST_STAMP := $(VENV)/.installed-test$(addprefix -,$(GPU_EXTRA))$(if $(TORCH),-torch)
 
 # One process for each core; then the tests marked `gpu` in one process, which has the GPU alone.
 # $(1) selects cases by their marks. pytest exits with 5 where $(ARGS) leaves it no test to run.
@@ -70,7 +74,7 @@ $(DEMO_STAMP): pyproject.toml | $(VENV)
 
 $(TEST_STAMP): pyproject.toml | $(VENV)
 	@$(PYTHON) -I cukit/core/driver.py >/dev/null
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.$(TEST_EXTRAS)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.$(TEST_EXTRAS)' $(TORCH)
 	@touch $@
 
 $(VENV):

@@ -35,8 +35,11 @@ from cukit.array_api import (
 from cukit.attention import (
     MlaMetadata,
     PagedAttention,
+    RecentKV,
     absorb_mla_projections,
     append_kv,
+    attention_kl,
+    attention_kl_backward,
     block_sparse_attention,
     cascade_attention,
     encode_mla_latents,
@@ -45,6 +48,7 @@ from cukit.attention import (
     merge_attention_states,
     mla_attention,
     mla_metadata,
+    pack_kv,
     paged_attention,
 )
 from cukit.distill import (
@@ -168,6 +172,8 @@ from cukit.registry import (
     get_kernel,
     register_kernel,
 )
+from cukit.sampling import sample, speculative_verify
+from cukit.sequence import gated_scan, gated_scan_step
 
 __version__ = "0.1.0"
 
@@ -203,6 +209,7 @@ __all__ = [
     "QuantizationReport",
     "QuantizedArray",
     "RadixAttention",
+    "RecentKV",
     "UnsupportedDeviceError",
     "__version__",
     "absorb_mla_projections",
@@ -212,6 +219,8 @@ __all__ = [
     "append_kv",
     "arange",
     "asarray",
+    "attention_kl",
+    "attention_kl_backward",
     "backend",
     "balance_experts",
     "batched_copy",
@@ -249,6 +258,8 @@ __all__ = [
     "full_like",
     "gated_linear",
     "gated_linear_backward",
+    "gated_scan",
+    "gated_scan_step",
     "gelu",
     "gelu_and_mul",
     "gelu_and_mul_backward",
@@ -290,6 +301,7 @@ __all__ = [
     "moe_unpermute_backward",
     "ones",
     "ones_like",
+    "pack_kv",
     "pack_weight",
     "paged_attention",
     "quantization_report",
@@ -300,9 +312,11 @@ __all__ = [
     "rms_norm_backward",
     "rope",
     "rope_backward",
+    "sample",
     "save_quantized",
     "silu_and_mul",
     "silu_and_mul_backward",
+    "speculative_verify",
     "teacher_top_k",
     "to_numpy",
     "topk_distillation_loss",

@@ -43,7 +43,10 @@ class Op:
         return self.specs is not no_kernel
 
 
-FAMILIES = ("array_api", "quantization", "layers", "attention", "gemm", "moe", "distill", "memory")
+FAMILIES = (
+    "array_api", "quantization", "layers", "attention", "gemm", "moe", "sampling", "sequence",
+    "distill", "memory",
+)  # fmt: skip
 
 _OPS: dict[str, Op] = {}
 

@@ -1,8 +1,9 @@
 """A pytest plugin that chooses the cases of the quick run: `pytest -m "not slow"`, or `make test`.
 
-A test of kernels is a grid of cases: shapes x dtypes x options. The quick run takes a few cases of
-each grid in which every value of every parameter occurs; the plugin marks the rest `slow`. Tests
-and parameters may carry the mark themselves. Without `-m` everything runs.
+A test of ops is a grid of cases: shapes x dtypes x options, on the CPU, in the emulator and on the
+GPU. The quick run takes a few cases of each grid in which every value of every parameter occurs;
+the plugin marks the rest `slow`. Tests and parameters may carry the mark themselves. Without `-m`
+everything runs.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if reason := _why_not(item):
             item.add_marker(pytest.mark.skip(reason=reason))
-        elif _runs_kernels(item) and not item.get_closest_marker("slow"):
+        elif _runs_an_op(item) and not item.get_closest_marker("slow"):
             test, _, _ = item.nodeid.partition("[")
             where = tuple(item.callspec.params.get(place) for place in PLACES)
             grids[test, where].append(item)
@@ -106,8 +107,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
-def _runs_kernels(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("emulator", "gpu"))
+def _runs_an_op(item: pytest.Function) -> bool:
+    """A test that is run in several places, or one of kernels alone."""
+    marked = any(item.get_closest_marker(name) for name in ("emulator", "gpu"))
+    return marked or any(place in item.callspec.params for place in PLACES)
 
 
 def _properties(item: pytest.Function) -> list[Hashable]:

@@ -29,7 +29,7 @@ import pytest
 
 FAMILIES = (
     "layers", "distill", "gemm", "moe", "array_api", "quantization", "memory", "analyzer",
-    "attention",
+    "attention", "sampling", "sequence",
 )  # fmt: skip
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 WARM_UP = "no tool"

@@ -28,3 +28,40 @@ def test_serving_with_a_prefix_cache(
     printed = capsys.readouterr().out
     for word in ("hit rate", "new tokens/s", "memory saved"):
         assert word in printed
+
+
+def test_distilling_without_torch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUKIT_DEVICE", "cpu")
+    example = runpy.run_path(str(EXAMPLES / "distill_cupy.py"))
+    text = write_text(tmp_path)
+    options = ["--text", text, "--steps", "6", "--batch", "2", "--seq", "32"]
+    bits = example["main"]([*options, "--output", str(tmp_path)])
+    assert list(bits) == ["teacher", "alone", "distilled", "from top 16"]
+    assert all(0 < value < 8.2 for value in bits.values())
+    assert (tmp_path / "student.safetensors").is_file()
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_distilling_in_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is an extra: pip install 'cukit[torch]'")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("a test of the CPU; tests/torch covers the GPU")
+    example = runpy.run_path(str(EXAMPLES / "distill_torch.py"))
+    text = write_text(tmp_path)
+    options = ["--text", text, "--steps", "4", "--batch", "2", "--seq", "16", "--size", "64"]
+    bits = example["main"]([*options, "--output", str(tmp_path)])
+    assert list(bits) == ["teacher", "student alone", "student"]
+    assert all(0 < value < 8.5 for value in bits.values())
+    assert (tmp_path / "teacher" / "config.json").is_file()
+    assert (tmp_path / "student" / "config.json").is_file()
+    assert "would swap" in capsys.readouterr().out
+
+
+def write_text(folder: Path) -> str:
+    """A page of English, twice over: enough for windows of training and of validation."""
+    file = folder / "text.md"
+    file.write_text((EXAMPLES.parent / "docs" / "memory.md").read_text() * 2)
+    return str(file)

@@ -80,6 +80,7 @@ WRITES = {
     "adamw": {"params", "state"},
     "append_kv": {"k_cache", "v_cache"},
     "batched_copy": {"memory"},
+    "gated_scan_step": {"state"},
 }
 """Arguments that an op is there to change. Beside these: `out`, `grad_weight`, and what
 `inplace=True` names."""

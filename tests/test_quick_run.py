@@ -69,8 +69,8 @@ def test_cases_with_every_value_are_quick_and_the_rest_is_slow(tmp_path: Path) -
         cases = (tuple(name.partition("[")[2].rstrip("]").split("-")) for name in names)
         return {each[:-1] for each in cases if each[-1] == device}
 
-    assert grid(quick, "cpu") == grid(everything, "cpu")
     for device, dtypes, shapes in (
+        ("cpu", {"half", "single"}, {"shape0", "shape1", "shape2"}),
         ("emulator", {"half"}, {"shape0", "shape1"}),
         ("gpu", {"half", "single"}, {"shape0", "shape1", "shape2"}),
     ):

@@ -1,7 +1,10 @@
 """Attention."""
 
 from cukit.attention.append_kv import append_kv
+from cukit.attention.attention_kl import attention_kl
+from cukit.attention.attention_kl_backward import attention_kl_backward
 from cukit.attention.block_sparse import block_sparse_attention
+from cukit.attention.cache_arrays import RecentKV
 from cukit.attention.cascade import cascade_attention
 from cukit.attention.flash import flash_attention
 from cukit.attention.flash_backward import flash_attention_backward
@@ -9,14 +12,18 @@ from cukit.attention.merge_states import merge_attention_states
 from cukit.attention.mla import MlaMetadata, mla_attention, mla_metadata
 from cukit.attention.mla_latents import encode_mla_latents
 from cukit.attention.mla_projections import absorb_mla_projections
+from cukit.attention.pack_kv import pack_kv
 from cukit.attention.paged import paged_attention
 from cukit.attention.paged_steps import PagedAttention
 
 __all__ = [
     "MlaMetadata",
     "PagedAttention",
+    "RecentKV",
     "absorb_mla_projections",
     "append_kv",
+    "attention_kl",
+    "attention_kl_backward",
     "block_sparse_attention",
     "cascade_attention",
     "encode_mla_latents",
@@ -25,5 +32,6 @@ __all__ = [
     "merge_attention_states",
     "mla_attention",
     "mla_metadata",
+    "pack_kv",
     "paged_attention",
 ]

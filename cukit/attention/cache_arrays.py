@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from cukit.core.arrays import ACCESS_BYTES, Array, address_of, float16
+from cukit.core.arrays import (
+    ACCESS_BYTES,
+    Array,
+    address_of,
+    check_array,
+    float16,
+    int32,
+)
 from cukit.core.quantized_array import QuantizedArray
-from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayLayoutError, ArrayShapeError, ConfigError
 
 CODES = {"": 0, "float8_e4m3": 1, "int8": 2, "int4": 3}
 """What a cache may hold, by its number in the kernels; "" is q's dtype."""
@@ -15,14 +23,83 @@ GROUP_ROWS = (32, 64)
 """Keys of an int4 cache that may share a channel's scale."""
 
 
+@dataclass(frozen=True)
+class RecentKV:
+    """The newest keys and values of requests whose older ones are int4 codes, as they were.
+
+    Keys of request `b` from `packed_lens[b]` on are not in the blocks of the cache: key `j` is row
+    `j % num_rows` of ring `rings[b]`. `append_kv` writes them there, at slot
+    `rings[b] * num_rows + j % num_rows`; `pack_kv` turns whole groups of them into codes.
+
+    k: dtype of q, [num_rings, num_rows, num_heads_kv, head_dim], any strides with a contiguous last
+        axis.
+    v: the same, with value_dim.
+    rings: int32 [batch]; no two requests share one.
+    packed_lens: int32 [batch], multiples of the group size of k_cache; at most num_rows below the
+        request's length.
+    """
+
+    k: Array
+    v: Array
+    rings: Array
+    packed_lens: Array
+
+    def check(self, op: str, q: Array, k_width: int, v_width: int, heads: int, batch: int) -> None:
+        """Everything but the contents of rings and packed_lens."""
+        shape: tuple[int | None, ...] = (None, None, heads, k_width)
+        check_array(op, "recent.k", self.k, dtypes=(q.dtype,), shape=shape, contiguous=False)
+        shape = (*self.k.shape[:3], v_width)
+        check_array(op, "recent.v", self.v, dtypes=(q.dtype,), shape=shape, contiguous=False)
+        check_array(op, "recent.rings", self.rings, dtypes=(int32,), shape=(batch,))
+        check_array(op, "recent.packed_lens", self.packed_lens, dtypes=(int32,), shape=(batch,))
+        if not self.k.shape[1]:
+            raise ArrayShapeError(f"{op}: the rings of recent.k must have rows, got {self.k.shape}")
+
+
+def recent_arrays(op: str, recent: RecentKV | None) -> tuple[Any, Any, Any, Any]:
+    """Its arrays, or None for each."""
+    if recent is None:
+        return None, None, None, None
+    if not isinstance(recent, RecentKV):
+        raise ConfigError(f"{op}: recent must be a RecentKV or None, got {type(recent).__name__}")
+    return recent.k, recent.v, recent.rings, recent.packed_lens
+
+
+class CacheParts(NamedTuple):
+    """What caches of keys and values consist of.
+
+    codes: what they hold; "" for elements of a float dtype. k, v: storage. Scales and zero points
+    (int4): None where there are none.
+    """
+
+    codes: str
+    k: Any
+    k_scales: Any
+    v: Any
+    v_scales: Any
+    k_zeros: Any = None
+    v_zeros: Any = None
+
+
+def stored_parts(op: str, k_cache: Any, v_cache: Any) -> CacheParts:
+    """The parts of caches of any kind."""
+    groups = group_parts(op, k_cache, v_cache)
+    if groups is None:
+        return CacheParts(*cache_parts(op, k_cache, v_cache))
+    k, k_scales, k_zeros, v, v_scales, v_zeros = groups
+    return CacheParts("int4", k, k_scales, v, v_scales, k_zeros, v_zeros)
+
+
 def cache_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any, Any]:
-    """What codes both caches hold ("" for none), and their storage and scales."""
+    """What codes both caches hold ("" for none), and their storage and scales; no int4."""
     quantized = [isinstance(cache, QuantizedArray) for cache in (k_cache, v_cache)]
     if not any(quantized):
         return "", k_cache, None, v_cache, None
     names = [getattr(getattr(cache, "dtype", None), "name", "") for cache in (k_cache, v_cache)]
     if all(quantized) and names == ["int4", "int4"]:
-        raise ArrayDtypeError(f"{op}: caches of int4 are read by paged_attention alone")
+        raise ArrayDtypeError(
+            f"{op}: caches of int4 are read by paged_attention and written by pack_kv alone"
+        )
     if not all(quantized) or names[0] != names[1] or names[0] not in CODES:
         raise ArrayDtypeError(
             f"{op}: k_cache and v_cache must both hold float8_e4m3 or both int8 codes, or both "

@@ -98,7 +98,8 @@ def _check_matrix(
         )
 
 
-def _check_sequences(op: str, options: ScoreOptions, arrays: ScoreArrays) -> None:
+def check_sequences(op: str, options: ScoreOptions, arrays: ScoreArrays) -> None:
+    """Both cu_seqlens and both longest lengths, or none of them."""
     given: dict[str, Any] = {
         "cu_seqlens_q": arrays.cu_seqlens_q,
         "cu_seqlens_kv": arrays.cu_seqlens_kv,
@@ -162,7 +163,7 @@ def check_forward(
     arrays, and this is the dtype that stands for their values."""
     op = "flash_attention"
     options.check(op)
-    _check_sequences(op, options, arrays)
+    check_sequences(op, options, arrays)
     stored = FLOAT_DTYPES if decoded is None else (np.dtype(np.uint8),)
     _check_heads(op, q, k, v, arrays.varlen, stored)
     _check_options(op, q, k, options, arrays, decoded)
@@ -185,7 +186,7 @@ def check_backward(
     """Arguments of the backward, wherever they live."""
     op = "flash_attention_backward"
     options.check(op)
-    _check_sequences(op, options, arrays)
+    check_sequences(op, options, arrays)
     _check_heads(op, q, k, v, arrays.varlen)
     _check_options(op, q, k, options, arrays)
     shape = (*q.shape[:-1], v.shape[-1])

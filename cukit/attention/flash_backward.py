@@ -29,6 +29,7 @@ from cukit.attention.flash_backward_sm90 import (
 from cukit.attention.flash_fp8 import refuse_float8
 from cukit.attention.flash_maps import launches_of
 from cukit.attention.flash_options import (
+    NO_TEACHER,
     PARAMETERS,
     ScoreArrays,
     ScoreOptions,
@@ -272,6 +273,7 @@ def _prepare_backward(
             group=problem.group // splits,
             splits=splits,
             section=config.key_section,
+            **NO_TEACHER,
         )
         parameters = structs["KeyGradientParameters"].pack(**strides, work=work)
         keys = kernels.keys((config.key_blocks,), (parameters,))
@@ -283,6 +285,7 @@ def _prepare_backward(
                 heads_q=problem.num_heads_q,
                 group=problem.group,
                 section=config.query_section,
+                **NO_TEACHER,
             )
             queries = kernels.queries((config.query_blocks,), (parameters,))
     if queries is None:
@@ -293,7 +296,7 @@ def _prepare_backward(
         queries = kernels.queries((config.finish_blocks(total_q),), (summed,))
     sums = None
     if kernels.sums is not None:
-        sums = _sum_launch(kernels.sums, config, k), _sum_launch(kernels.sums, config, v)
+        sums = sum_launch(kernels.sums, config, k), sum_launch(kernels.sums, config, v)
     sinks = None
     if kernels.sinks is not None:
         parts = np.int32(rows[0] // problem.num_heads_q)
@@ -344,7 +347,7 @@ def _planned_backward(
     )
 
 
-def _sum_launch(launches: Launches, config: FlashAttentionBackwardConfig, x: Array) -> Launch:
+def sum_launch(launches: Launches, config: FlashAttentionBackwardConfig, x: Array) -> Launch:
     """Adds the splits of the gradient of k or of v."""
     rows, head_dim = x.size // x.shape[-1], x.shape[-1]
     scalars = (np.int64(rows), np.int32(config.splits), np.int32(head_dim))

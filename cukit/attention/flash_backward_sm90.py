@@ -5,13 +5,14 @@ What it does not cover is served by :mod:`flash_plan`'s class.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cukit.attention.flash_maps import PlannedWork, encoder, launches_of
-from cukit.attention.flash_options import PARAMETERS, ScoreOptions, scales_of
+from cukit.attention.flash_options import NO_TEACHER, PARAMETERS, ScoreOptions, scales_of
 from cukit.attention.flash_plan import (
     FlashAttentionBackwardConfig,
     choose_section,
@@ -138,7 +139,8 @@ def plan_flash_attention_backward_sm90(
     tiling = replace(tiling, in_turn=deterministic and tiling.sums_queries)
     tiles = ceil_div(problem.seq_len_kv, tiling.tile_n)
     heads = problem.batch * problem.num_heads_kv
-    splits = choose_splits(problem.group, heads * tiles, _WAVES * device.num_sms)
+    enough = _WAVES * device.num_sms
+    splits = choose_splits(problem.group, heads * tiles, enough, problem.teacher_group)
     section = 1
     if problem.varlen:
         heads = problem.num_heads_kv  # a section is of one sequence
@@ -200,7 +202,8 @@ class MappedKeys(_MappedGradients):
     def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
         """Launches on the current stream."""
         lse_log2, delta, total, counters, grad_k, grad_v, *options = rest
-        alibi_slopes, _sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv = options
+        # With a teacher, a factor of the gradients follows.
+        alibi_slopes, _sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv, *upstream = options
         plan: Any = NULL
         if self._plan is not None:
             # Made for queries: here the keys are what tiles are made of.
@@ -208,7 +211,7 @@ class MappedKeys(_MappedGradients):
         self._launch(
             *self._maps(q, k, v, grad_out),
             *(lse_log2, delta, counters, total, grad_k, grad_v),
-            *(alibi_slopes, bias, mask, cu_seqlens_q, cu_seqlens_kv, plan),
+            *(alibi_slopes, bias, mask, cu_seqlens_q, cu_seqlens_kv, plan, *upstream),
         )
 
 
@@ -250,11 +253,14 @@ class MappedKernels:
         config: WarpgroupBackwardConfig,
         rows: tuple[int, int],
         num_sms: int,
+        teacher: Mapping[str, float] | None = None,
+        factor: float = 1.0,
     ) -> tuple[MappedKeys, MappedQueries | None]:
         """The launches that compute dK and dV, and either the sum of dQ or, with another, dQ.
 
         config: of the lengths of the call; settings: score_settings; rows: heads of the scratch
-        arrays, and rows that each has; num_sms: of the device, each of which gets a block.
+        arrays, and rows that each has; num_sms: of the device, each of which gets a block; teacher:
+        what kernels of two models take of the second; factor: of the gradients.
         """
         problem, splits = config.problem, config.splits
         lengths = problem.seq_len_q, problem.seq_len_kv
@@ -271,7 +277,7 @@ class MappedKernels:
             "seq_kv": lengths[1],
             "rows_per_head": rows[1],
             "head_dim": problem.head_dim,
-            "scale": scale,
+            "scale": scale * factor,
             "scale_log2": scale_log2,
             "settings": settings,
         }
@@ -283,6 +289,7 @@ class MappedKernels:
             splits=splits,
             value_dim=problem.head_dim_v,
             section=config.key_section,
+            **(NO_TEACHER if teacher is None else teacher),
         )
         blocks = config.most_key_blocks(k.shape[0])
         plan = _planned_work(self._key_plan, problem.batch, heads, lengths[0], blocks)

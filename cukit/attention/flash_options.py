@@ -21,6 +21,8 @@ _MOST_SETTINGS = 256  # kept: most do not depend on lengths
 _MATRIX_AXES = ("batch", "head", "row", "column")
 PARAMETERS = "attention/parameters.cuh"
 """Where the structs are defined that attention's kernels take by value."""
+NO_TEACHER = {"teacher_group": 1, "teacher_scale_log2": 0.0}
+"""What kernels that serve attention and the divergence of two models take of the second model."""
 
 
 class ScoreOptions(NamedTuple):

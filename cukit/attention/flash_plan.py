@@ -191,7 +191,8 @@ class FlashAttentionBackwardConfig:
 
     def prepare_spec(self) -> KernelSpec:
         """Row statistics, and zeroing the sum of dQ."""
-        return self._row_spec("flash_attention_backward_prepare")
+        family = "attention_kl" if self.problem.distills else "flash_attention"
+        return self._row_spec(f"{family}_backward_prepare")
 
     def finish_spec(self) -> KernelSpec:
         """dQ from its sum."""
@@ -277,10 +278,14 @@ def choose_section(heads: int, tiles: int, bytes_per_head: int, slots: int, devi
     return ceil_div(heads, heads // least)
 
 
-def choose_splits(group: int, blocks: int, enough: int) -> int:
-    """The fewest blocks a key head, dividing its group, that make `enough` of `blocks`."""
+def choose_splits(group: int, blocks: int, enough: int, teacher_group: int | None = None) -> int:
+    """The fewest blocks a key head, dividing its group, that make `enough` of `blocks`.
+
+    teacher_group: query heads that share a key head of a teacher, as those of a block then do.
+    """
     for splits in range(1, group):
-        if group % splits == 0 and blocks * splits >= enough:
+        shared = teacher_group is None or teacher_group % max(1, group // splits) == 0
+        if group % splits == 0 and shared and blocks * splits >= enough:
             return splits
     return max(1, group)
 
@@ -294,7 +299,7 @@ def plan_flash_attention(problem: AttentionProblem, device: Device) -> FlashAtte
         kernel_class=kernel_class(device),
         problem=problem,
         tiling=tiling,
-        section=_query_section(problem, tiling, device),
+        section=query_section(problem, tiling, device),
     )
 
 
@@ -314,7 +319,7 @@ def plan_flash_attention_backward(
     tiles = ceil_div(problem.seq_len_kv, keys.tile_n)
     heads = problem.batch * problem.num_heads_kv
     slots = device.num_sms * keys.blocks_per_sm
-    splits = choose_splits(problem.group, heads * tiles, slots)
+    splits = choose_splits(problem.group, heads * tiles, slots, problem.teacher_group)
     section = 1
     if problem.bounded:
         # What the blocks of a key head read again and again: Q, dO and the float32 sum of dQ.
@@ -331,11 +336,11 @@ def plan_flash_attention_backward(
         queries=queries,
         splits=splits,
         key_section=section,
-        query_section=_query_section(problem, queries, device),
+        query_section=query_section(problem, queries, device),
     )
 
 
-def _query_section(
+def query_section(
     problem: AttentionProblem, tiling: ForwardTiling | QueryTiling, device: Device
 ) -> int:
     """The section of a kernel whose blocks own queries: they read K and V again and again."""

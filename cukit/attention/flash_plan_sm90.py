@@ -60,7 +60,7 @@ class WarpgroupForwardConfig:
     def num_blocks(self, seq_len_q: int) -> int:
         """Blocks of the grid: they walk over the tiles (kernels_cu/attention/query_work.cuh)."""
         problem = self.problem
-        pieces = _pieces(problem, self.tiling, seq_len_q, self.block_size is not None)
+        pieces = pieces_of(problem, self.tiling, seq_len_q, self.block_size is not None)
         return min(problem.batch * problem.num_heads_q * pieces, self.slots)
 
     @property
@@ -227,7 +227,7 @@ def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, slots: int) -> flo
     scores = cost * tiles * tiling.tile_m * keys / len(groups)
     if problem.varlen:
         return scores
-    pieces = _pieces(problem, tiling, problem.seq_len_q)
+    pieces = pieces_of(problem, tiling, problem.seq_len_q)
     largest = min(1.0, (1 if pieces == tiles else 2) / tiles)
     return scores * largest * ceil_div(problem.batch * problem.num_heads_q * pieces, slots)
 
@@ -248,7 +248,7 @@ def _visible_keys(problem: AttentionProblem, first_row: int, last_row: int) -> t
     return max(0, min(begin, end - 1)), end
 
 
-def _pieces(
+def pieces_of(
     problem: AttentionProblem, tiling: WarpgroupTiling, seq_len_q: int, dealt: bool = False
 ) -> int:
     """What a head is cut into: tiles or, where only a causal mask makes them differ, pairs."""

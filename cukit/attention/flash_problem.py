@@ -46,6 +46,9 @@ class AttentionProblem:
     """Of out, and of a bias that is not float32; None: as dtype."""
     precise: bool = False
     """Probabilities of float8 inputs keep sixteen bits."""
+    teacher_group: int | None = None
+    """Of the divergence of two models' attention: query heads that share a key head of the teacher,
+    whose heads are value_dim wide. None: of attention."""
 
     @property
     def result_dtype(self) -> str:
@@ -62,6 +65,11 @@ class AttentionProblem:
         """The members of FEATURES that this call uses."""
         used = {"value_dim"} if self.head_dim_v != self.head_dim else set()
         return frozenset(used | {name for name in FEATURES - {"value_dim"} if getattr(self, name)})
+
+    @property
+    def distills(self) -> bool:
+        """Whether v and grad_out are the keys and queries of a teacher."""
+        return self.teacher_group is not None
 
     @property
     def head_dim_v(self) -> int:
@@ -129,6 +137,8 @@ def common_defines(
     if "value_dim" in problem.features:
         padded = problem.head_dim_v != value_width
         defines += (("VALUE_DIM", value_width), ("VALUE_PADDED", padded))
+    if problem.distills:
+        defines += (("DISTILL", True),)
     return defines
 
 

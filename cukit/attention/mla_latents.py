@@ -40,7 +40,7 @@ def encode_mla_latents(latents: Array) -> Array:
     rows = latents.reshape(-1, LATENT_DIM + ROPE_DIM)
     values = xp.ascontiguousarray(rows[:, :LATENT_DIM], dtype=float32)
     groups = abs(values).reshape(len(rows), LATENT_DIM // GROUP, GROUP)
-    scales = groups.max(axis=-1, initial=0) / float32.type(float8_e4m3.most)
+    scales = groups.max(axis=-1) / float32.type(float8_e4m3.most)
     codes = QuantizedArray.encode(values, float8_e4m3, scales=scales, axis=1, group_size=GROUP)
     rope = xp.ascontiguousarray(rows[:, LATENT_DIM:], dtype=bfloat16)
     parts = codes.storage, scales.view(xp.uint8), rope.view(xp.uint8)

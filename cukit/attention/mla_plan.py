@@ -21,8 +21,8 @@ _MERGE_THREADS = 128
 _MOST_TEAM = 4
 _CLUSTER = 2
 _STAGES = 2
-_EARLY = 1
-_PREFETCH = 1
+_EARLY = 2
+_DECODER_EARLY = 1
 _PRODUCER_REGISTERS = 56
 _DECODER_REGISTERS = 88  # of the producer's threads where they decode float8 latents
 _MERGE_BLOCKS_PER_SM = 4
@@ -49,8 +49,8 @@ class MlaConfig:
     team: int
     cluster: int
     num_blocks: int
-    early: int = _EARLY
-    prefetch: int = _PREFETCH
+    early: int
+    prefetch: int
 
     def spec(self) -> KernelSpec:
         """The attention."""
@@ -111,12 +111,16 @@ def plan_mla_attention(
     row_tiles = -(-heads * seq_len_q // TILE_ROWS)
     sizes = [size for size in range(1, _MOST_TEAM + 1) if row_tiles % size == 0]
     team = min(sizes, key=lambda size: (device.num_sms % size, -size))
+    cluster = 1 if coded or team % _CLUSTER else _CLUSTER
     return MlaConfig(
         dtype=dtype,
         coded=coded,
         causal=causal and seq_len_q > 1,
         row_tiles=row_tiles,
         team=team,
-        cluster=1 if coded or team % _CLUSTER else _CLUSTER,
+        cluster=cluster,
         num_blocks=device.num_sms // team * team,
+        early=_DECODER_EARLY if coded else _EARLY,
+        # Where one tile reads a page, L2's requests are the limit: a prefetch doubles them.
+        prefetch=int(coded or cluster > 1),
     )

@@ -8,11 +8,12 @@ import numpy as np
 
 from cukit.attention.cache_arrays import (
     GROUP_ROWS,
-    cache_parts,
+    RecentKV,
     check_code_layout,
     check_group_layout,
-    group_parts,
+    recent_arrays,
     scale_strides,
+    stored_parts,
 )
 from cukit.attention.flash_arguments import (
     check_kernel_layout,
@@ -65,6 +66,7 @@ from cukit.errors import (
     ArrayDtypeError,
     ArrayLayoutError,
     ArrayShapeError,
+    ConfigError,
 )
 from cukit.reference import paged_attention as reference
 from cukit.registry import register
@@ -89,6 +91,24 @@ class PagedArrays(NamedTuple):
     cu_seqlens_q: Array | None = None
     k_zeros: Array | None = None  # zero points, of int4
     v_zeros: Array | None = None
+    recent_k: Array | None = None  # see RecentKV
+    recent_v: Array | None = None
+    rings: Array | None = None
+    packed_lens: Array | None = None
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        return int(self.q.shape[0] if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1)
+
+    @property
+    def recent(self) -> RecentKV | None:
+        """Keys that are not in the cache."""
+        if self.recent_k is None or self.recent_v is None:
+            return None
+        assert self.rings is not None
+        assert self.packed_lens is not None
+        return RecentKV(self.recent_k, self.recent_v, self.rings, self.packed_lens)
 
 
 class PagedScratch(NamedTuple):
@@ -113,6 +133,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Array | None = None,
     cu_seqlens_q: Array | None = None,
+    recent: RecentKV | None = None,
     scale: float | None = None,
     batch_invariant: bool = False,
     checked: bool | None = None,
@@ -149,6 +170,8 @@ def paged_attention(
             behind the other: those of request b are rows cu_seqlens_q[b] ..
             cu_seqlens_q[b + 1] - 1 of q [total_q, num_heads_q, head_dim]. On the GPU caches then
             hold q's dtype.
+        recent: with caches of int4, the newest keys and values, which are no codes yet. The same
+            launch reads both.
         scale: positive factor of the scores; 1 / sqrt(head_dim) where omitted.
         batch_invariant: the bits of a request's result depend on its own length alone, not on what
             else is in the batch. Costs a few percent where a request has many keys.
@@ -184,16 +207,11 @@ def paged_attention(
     >>> ck.paged_attention(np.zeros((1, 1, 1, 8), np.float32), k, v, table, lengths)[0, 0, 0, :2]
     array([35.2, 36.2], dtype=float32)
     """
-    groups = group_parts(_OP, k_cache, v_cache)
-    k_zeros = v_zeros = None
-    if groups is None:
-        codes, k_cache, k_scales, v_cache, v_scales = cache_parts(_OP, k_cache, v_cache)
-    else:
-        codes, (k_cache, k_scales, k_zeros, v_cache, v_scales, v_zeros) = "int4", groups
+    codes, k_cache, k_scales, v_cache, v_scales, *zeros = stored_parts(_OP, k_cache, v_cache)
     arrays = PagedArrays(
         *adopt(
             _OP, q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out,
-            cu_seqlens_q, k_zeros, v_zeros,
+            cu_seqlens_q, *zeros, *recent_arrays(_OP, recent),
         )
     )  # fmt: skip
     check_flag(_OP, "causal", causal)
@@ -204,7 +222,8 @@ def paged_attention(
         _OP, arrays.out, q=arrays.q, k_cache=arrays.k_cache, v_cache=arrays.v_cache,
         k_scales=arrays.k_scales, v_scales=arrays.v_scales, block_table=arrays.block_table,
         seq_lens=arrays.seq_lens, cu_seqlens_q=arrays.cu_seqlens_q, k_zeros=arrays.k_zeros,
-        v_zeros=arrays.v_zeros,
+        v_zeros=arrays.v_zeros, recent_k=arrays.recent_k, recent_v=arrays.recent_v,
+        rings=arrays.rings, packed_lens=arrays.packed_lens,
     )  # fmt: skip
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
     return attend(arrays, codes, options, bool(batch_invariant), checked, bool(return_lse))
@@ -223,10 +242,7 @@ def attend(
 
     scratch: memory of the caller's; taken where it is large enough.
     """
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends, *zeros = (
-        arrays
-    )
-    if runs_kernel(_OP, *arrays) and not _too_old(codes, ends is not None):
+    if runs_kernel(_OP, *arrays) and not _too_old(codes, arrays.cu_seqlens_q is not None):
         prepared = _prepare(codes, options, batch_invariant, *arrays)
         if checked:
             check_contents(_OP, arrays, options, checked=True)
@@ -234,22 +250,27 @@ def attend(
         return attended
     _check(arrays, codes, options)
     check_contents(_OP, arrays, options, checked=checked)
-    wide = np.float32 if codes else k_cache.dtype
+    wide = np.float32 if codes else arrays.k_cache.dtype
+    k, v = (
+        _decoded(*parts).astype(wide, copy=False)
+        for parts in (
+            (arrays.k_cache, arrays.k_scales, arrays.k_zeros, codes, 1),
+            (arrays.v_cache, arrays.v_scales, arrays.v_zeros, codes, 3),
+        )
+    )
     result, lse = reference.paged_attention(
-        q,
-        _decoded(k_cache, k_scales, zeros[0], codes, 1).astype(wide, copy=False),
-        _decoded(v_cache, v_scales, zeros[1], codes, 3).astype(wide, copy=False),
-        block_table,
-        seq_lens,
+        *(arrays.q, k, v, arrays.block_table, arrays.seq_lens),
         causal=options.causal,
         window_size=options.window_size,
         softcap=options.softcap,
-        sinks=sinks,
-        cu_seqlens_q=ends,
+        sinks=arrays.sinks,
+        cu_seqlens_q=arrays.cu_seqlens_q,
+        recent=arrays.recent,
         scale=options.scale,
         return_lse=True,
     )
-    return (write_out(out, result), lse) if return_lse else write_out(out, result)
+    written = write_out(arrays.out, result)
+    return (written, lse) if return_lse else written
 
 
 def scratch_for(
@@ -292,21 +313,19 @@ def _too_old(codes: str, ragged: bool) -> bool:
 
 def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
     """Everything but the contents of the arrays."""
-    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends, *zeros = (
-        arrays
-    )
+    q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends, *_ = arrays
+    zeros = arrays.k_zeros, arrays.v_zeros
     options.check(_OP)
     ndim = 4 if ends is None else 3
     check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=ndim, contiguous=False)
     *_, heads_q, head_dim = q.shape
-    batch = q.shape[0]
     if ends is not None:
         check_array(_OP, "cu_seqlens_q", ends, dtypes=(int32,), ndim=1)
         if not ends.size:
             raise ArrayShapeError(
                 f"{_OP}: cu_seqlens_q must have batch + 1 entries, got shape {ends.shape}"
             )
-        batch = len(ends) - 1
+    batch = arrays.batch
     stored = _STORED if codes else FLOAT_DTYPES
     per_byte = 2 if codes == "int4" else 1
     if head_dim % per_byte:
@@ -338,6 +357,11 @@ def _check(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
             f"{_OP}: block_size and head_dim must not be 0, and v_cache's head_dim at most "
             f"k_cache's, got {k_cache.shape} and {v_cache.shape}"
         )
+    recent = arrays.recent
+    if recent is not None:
+        if codes != "int4":
+            raise ConfigError(f"{_OP}: recent is for caches of int4, got {codes or k_cache.dtype}")
+        recent.check(_OP, q, head_dim, per_byte * v_cache.shape[-1], heads_kv, batch)
     rows = (batch, None)
     check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=rows, contiguous=False)
     check_array(_OP, "seq_lens", seq_lens, dtypes=(int32,), shape=(batch,))
@@ -363,9 +387,7 @@ class PreparedPaged(NamedTuple):
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
     ) -> Array | tuple[Array, Array]:
         """Launches the kernel."""
-        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, _, *zeros = (
-            arrays
-        )
+        q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, *_ = arrays
         if out is None:
             out = empty(q, self.shape)
         lse = empty(q, self.lse_shape, np.float32) if return_lse else NULL
@@ -377,8 +399,9 @@ class PreparedPaged(NamedTuple):
                 k_scales = _one(q) if k_scales is None else k_scales
                 v_scales = _one(q) if v_scales is None else v_scales
             self.launch(
-                *(q, k_cache, v_cache, k_scales, v_scales, *zeros, out, lse),
-                *(block_table, seq_lens, sinks, *scratch),
+                *(q, k_cache, v_cache, k_scales, v_scales, arrays.k_zeros, arrays.v_zeros),
+                *(out, lse, block_table, seq_lens, arrays.recent_k, arrays.recent_v),
+                *(arrays.rings, arrays.packed_lens, sinks, *scratch),
             )
         return (out, lse) if return_lse else out
 
@@ -393,12 +416,17 @@ def _prepare(
     """Checks, plan and kernel of a call."""
     arrays = PagedArrays(*given)
     _check(arrays, codes, options)
-    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, _, *zeros = arrays
+    q, k_cache, v_cache, k_scales, v_scales, block_table, _, sinks, out, *_ = arrays
+    recent_k, recent_v = arrays.recent_k, arrays.recent_v
     _check_layout(arrays, codes)
     group_rows = 0
     if codes == "int4" and k_scales is not None:
-        check_group_layout(_OP, **{"k_cache.scales": k_scales, "v_cache.scales": v_scales})
-        check_group_layout(_OP, **{"k_cache.zeros": zeros[0], "v_cache.zeros": zeros[1]})
+        factors = {
+            "k_cache.scales": k_scales, "v_cache.scales": v_scales,
+            "k_cache.zeros": arrays.k_zeros, "v_cache.zeros": arrays.v_zeros,
+        }  # fmt: skip
+        check_group_layout(_OP, **factors)
+        check_kernel_layout(_OP, **{"recent.k": recent_k, "recent.v": recent_v})
         group_rows = k_cache.shape[1] // k_scales.shape[1]
         if q.shape[-1] > GROUP_HEAD_DIMS[-1]:
             raise ArrayShapeError(
@@ -418,9 +446,11 @@ def _prepare(
         head_dim, value_dim, heads_kv, group * seq_q, q.dtype.name, current_device(),
         codes=codes, causal=causal, window=window is not None, softcap=options.softcap is not None,
         sinks=sinks is not None, batch_invariant=batch_invariant, group_rows=group_rows,
+        recent=recent_k is not None,
     )  # fmt: skip
     shape = (*q.shape[:-1], value_dim)
-    most_keys = block_table.shape[1] * block_size
+    recent_rows = 0 if recent_k is None else recent_k.shape[1]
+    most_keys = block_table.shape[1] * block_size + recent_rows
     problems = heads_kv * config.row_tiles
     given = ScoreArrays(None, sinks, None, None, None, None)
     parameters = parameter_structs(PARAMETERS)["PagedParameters"].pack(
@@ -430,6 +460,8 @@ def _prepare(
         out=dense_strides(shape) if out is None else strides_of(out),
         k_scales=scale_strides(k_scales),
         v_scales=scale_strides(v_scales),
+        recent_k=(0, 0, 0) if recent_k is None else strides_of(recent_k),
+        recent_v=(0, 0, 0) if recent_v is None else strides_of(recent_v),
         batch=batch,
         heads_q=heads_q,
         heads_kv=heads_kv,
@@ -437,6 +469,7 @@ def _prepare(
         seq_q=seq_q,
         problems=problems,
         most_keys=most_keys,
+        recent_rows=recent_rows,
         block_size=block_size,
         table_row=block_table.strides[0] // block_table.itemsize,
         tile_blocks=config.tile // block_size,
@@ -446,7 +479,7 @@ def _prepare(
         scale_log2=scales_of(q, options)[1],
         settings=score_settings(q, options, given, (batch, heads_q, seq_q, most_keys)),
     )
-    slots, counters = config.slots(batch, problems, most_keys)
+    slots, counters = config.slots(batch, problems, most_keys, recent_rows)
     launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
     row_shape = (batch, heads_q, seq_q)
     floats = slots * config.slot_floats
@@ -504,6 +537,8 @@ def _specs(device: Device) -> list[KernelSpec]:
         *(spec(128, rows, codes="float8_e4m3") for rows in (4, 32) if not too_old),
         *(spec(128, 4, codes="int4", group_rows=rows) for rows in GROUP_ROWS),
         spec(120, 32, codes="int4", group_rows=64, window=True),
+        *(spec(128, 4, codes="int4", group_rows=rows, recent=True) for rows in GROUP_ROWS),
+        spec(96, 4, codes="int4", group_rows=64, recent=True, window=True, batch_invariant=True),
     ]
 
 

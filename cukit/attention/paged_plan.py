@@ -18,6 +18,8 @@ _OP = "paged_attention"
 _STEP_BYTES = 32
 """A warp's keys of a step, times the bytes of an element: 16 of 16 bits, 32 of 8."""
 _QUERY_TILE = 8
+_RECENT_STEP = 16
+"""A warp's recent keys of a step."""
 _MOST_WARPS = 4
 _MOST_TEAM = 8
 _UNIT_KEYS = 1024
@@ -36,6 +38,7 @@ class PagedConfig:
     stages: copies of a step's keys and values that a warp has under way or in use.
     unit_tiles: tiles of keys of a unit, in a batch-invariant call; 0 otherwise.
     team: thread blocks that work on neighbouring heads of the same keys.
+    recent: whether the last keys lie in rings, in 16 bits.
     """
 
     dtype: str
@@ -56,6 +59,7 @@ class PagedConfig:
     window: bool
     softcap: bool
     sinks: bool
+    recent: bool = False
 
     def spec(self) -> KernelSpec:
         """What is launched."""
@@ -77,16 +81,22 @@ class PagedConfig:
             ("WINDOW", int(self.window)),
             ("SOFTCAP", int(self.softcap)),
             ("SINKS", int(self.sinks)),
+            *((("RECENT", 1),) if self.recent else ()),
         )
-        ring = self.warps * self.stages * _stage_bytes(self.head_dim, self.codes, self.step)
-        shared = ring + _query_bytes(self.head_dim, self.query_tiles)
+        stage = _stage_bytes(self.head_dim, self.codes, self.step, recent=self.recent)
+        ring = self.warps * self.stages * stage
+        shared = ring + _query_bytes(self.head_dim, self.query_tiles, recent=self.recent)
         return KernelSpec("attention/paged_attention.cu", _OP, defines, 32 * self.warps, shared)
 
-    def slots(self, batch: int, problems: int, most_keys: int) -> tuple[int, int]:
-        """Sums of pieces, and counters, that a call may need at most."""
+    def slots(
+        self, batch: int, problems: int, most_keys: int, recent_rows: int = 0
+    ) -> tuple[int, int]:
+        """Sums of pieces, and counters, that a call may need at most. recent_rows: of most_keys."""
         if not self.unit_tiles:
             return 2 * self.num_blocks, self.num_blocks
-        units = -(-most_keys // _UNIT_KEYS) + 1
+        recent_tiles = -(-recent_rows // (_RECENT_STEP * self.warps))
+        tiles = -(-(most_keys - recent_rows) // self.tile) + recent_tiles
+        units = -(-tiles // self.unit_tiles) + 1
         return batch * problems * units, batch * problems
 
     @property
@@ -100,20 +110,22 @@ class PagedConfig:
         return _QUERY_TILE * self.query_tiles * (self.head_dim + 2)
 
 
-def _stage_bytes(head_dim: int, codes: str, step: int) -> int:
+def _stage_bytes(head_dim: int, codes: str, step: int, *, recent: bool = False) -> int:
     """A warp's keys and values of one tile, and their scales."""
     if codes == "int4":
-        return step * head_dim + 4 * (head_dim + step)
+        rows = max(step * head_dim, 4 * _RECENT_STEP * head_dim if recent else 0)
+        return rows + 4 * (head_dim + step)
     return 2 * step * (head_dim + 4 if codes else 2 * head_dim)
 
 
-def _static_bytes(query_tiles: int, step: int, warps: int) -> int:
+def _static_bytes(query_tiles: int, places: int, warps: int) -> int:
     """Maxima and sums of rows, and places of keys."""
-    return 8 * warps * _QUERY_TILE * query_tiles + 16 * warps * step
+    return 8 * warps * _QUERY_TILE * query_tiles + 16 * warps * places
 
 
-def _query_bytes(head_dim: int, query_tiles: int) -> int:
-    return 2 * _QUERY_TILE * query_tiles * head_dim
+def _query_bytes(head_dim: int, query_tiles: int, *, recent: bool = False) -> int:
+    """In the order of the cache's columns, and where `recent` in their own."""
+    return 2 * (1 + recent) * _QUERY_TILE * query_tiles * head_dim
 
 
 @lru_cache(maxsize=1024)
@@ -132,12 +144,13 @@ def plan_paged_attention(
     sinks: bool = False,
     batch_invariant: bool = False,
     group_rows: int = 0,
+    recent: bool = False,
 ) -> PagedConfig:
     """Two thread blocks on an SM for narrow heads, three where codes are decoded, and as many warps
     and then stages as fit.
 
     rows: query rows that share a key head: heads of the group times queries of a request.
-    group_rows: keys of int4 that share scales: those of a step.
+    group_rows: keys of int4 that share scales: those of a step. recent: int4 with recent keys.
     """
     narrowest = codes == "int4"
     widths = GROUP_HEAD_DIMS if narrowest else CODE_HEAD_DIMS if codes else HEAD_DIMS
@@ -148,11 +161,12 @@ def plan_paged_attention(
     query_tiles = min(most_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
     three = codes and not narrowest and query_tiles < 4
     blocks = 1 if width > 128 else 3 if three else 2
-    stage_bytes = _stage_bytes(width, codes, step)
-    static_bytes = _SYSTEM_BYTES + 64 + _static_bytes(query_tiles, step, _MOST_WARPS)
+    stage_bytes = _stage_bytes(width, codes, step, recent=recent)
+    places = _RECENT_STEP if narrowest else step
+    static_bytes = _SYSTEM_BYTES + 64 + _static_bytes(query_tiles, places, _MOST_WARPS)
     room = device.shared_bytes_per_sm // blocks - static_bytes
     room = min(room, device.shared_bytes_per_block - static_bytes + _SYSTEM_BYTES)
-    room -= _query_bytes(width, query_tiles)
+    room -= _query_bytes(width, query_tiles, recent=recent)
     warps = _MOST_WARPS
     while 2 * warps * stage_bytes > room:
         warps //= 2
@@ -179,4 +193,5 @@ def plan_paged_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        recent=recent,
     )

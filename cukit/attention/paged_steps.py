@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cukit.attention.cache_arrays import cache_parts
+from cukit.attention.cache_arrays import RecentKV, stored_parts
 from cukit.attention.flash_options import Window, score_options
 from cukit.attention.paged import (
     PagedArrays,
@@ -38,6 +38,8 @@ class PagedAttention:
         max_batch: most requests of a step.
         max_blocks: most blocks of a request.
         dtype: of the queries; that of the caches where omitted. Quantised caches need it.
+        recent: with caches of int4, the rings of each layer, k and v, each as k_caches; see
+            :class:`RecentKV`.
         causal, window_size, softcap, sinks, scale, batch_invariant, checked: as for
             :func:`paged_attention`. Where `checked`, `plan` compares tables with the cache.
 
@@ -65,6 +67,7 @@ class PagedAttention:
         max_batch: int,
         max_blocks: int,
         dtype: Any = None,
+        recent: tuple[Sequence[Array] | Array, Sequence[Array] | Array] | None = None,
         causal: bool = True,
         window_size: Window | None = None,
         softcap: float | None = None,
@@ -85,8 +88,14 @@ class PagedAttention:
         self._checked = is_checked(_OP, checked)
         self._batch_invariant = bool(batch_invariant)
         self._options = score_options(_OP, causal, window_size, softcap, scale, None, None)
-        self._layers = [cache_parts(_OP, k, v) for k, v in zip(k_caches, v_caches, strict=True)]
+        self._layers = [stored_parts(_OP, k, v) for k, v in zip(k_caches, v_caches, strict=True)]
         codes, k_cache, *_ = self._layers[0]
+        self._recent = None if recent is None else [*zip(*recent, strict=True)]
+        if self._recent is not None and len(self._recent) != len(self._layers):
+            raise ArrayShapeError(
+                f"{_OP}: recent must be of as many layers as k_caches, {len(self._layers)}, got "
+                f"{len(self._recent)}"
+            )
         (self._sinks,) = adopt(_OP, sinks)
         if dtype is None and codes:
             raise ConfigError(f"{_OP}: quantised caches need the dtype of the queries")
@@ -94,8 +103,14 @@ class PagedAttention:
         self.num_heads_q = int(num_heads_q)
         self._table: Array = namespace(k_cache).zeros((int(max_batch), int(max_blocks)), int32)
         self._lengths: Array = namespace(k_cache).zeros(int(max_batch), int32)
+        self._rings, self._packed = (
+            (None, None)
+            if recent is None
+            else (namespace(k_cache).zeros(int(max_batch), int32) for _ in range(2))
+        )
         self._batch, self._seq_len_q = int(max_batch), 1
-        q = empty(k_cache, (self._batch, 1, self.num_heads_q, k_cache.shape[-1]), self.dtype)
+        width = k_cache.shape[-1] * (2 if codes == "int4" else 1)
+        q = empty(k_cache, (self._batch, 1, self.num_heads_q, width), self.dtype)
         self._scratch = scratch_for(self._arrays(q, 0), codes, self._options, self._batch_invariant)
 
     @property
@@ -103,7 +118,15 @@ class PagedAttention:
         """Layers that have a cache."""
         return len(self._layers)
 
-    def plan(self, block_table: Any, seq_lens: Any, *, seq_len_q: int = 1) -> None:
+    def plan(
+        self,
+        block_table: Any,
+        seq_lens: Any,
+        *,
+        seq_len_q: int = 1,
+        rings: Any = None,
+        packed_lens: Any = None,
+    ) -> None:
         """Sets the requests of the runs that follow.
 
         Args:
@@ -111,6 +134,7 @@ class PagedAttention:
                 the device.
             seq_lens: int32 [batch], keys of each request, those of the step's queries included.
             seq_len_q: queries of each request.
+            rings, packed_lens: int32 [batch], where there is `recent`.
 
         Raises:
             ArrayError: dtype or shape.
@@ -130,13 +154,29 @@ class PagedAttention:
                 f"{self._table.shape} entries, got {table.shape}"
             )
         xp = namespace(self._table)
+        newest: list[Array] = []
+        if self._recent is not None:
+            for name, given in (("rings", rings), ("packed_lens", packed_lens)):
+                newest.append(_integers(given))
+                check_array(
+                    _OP, name, newest[-1], dtypes=(int32,), shape=lengths.shape, contiguous=None
+                )
         if is_gpu_array(table) != is_gpu_array(lengths):
             table, lengths = xp.asarray(table), xp.asarray(lengths)
         if self._checked or not is_gpu_array(self._table):
-            k_cache, window = self._layers[0][1], self._options.window_size
-            check_table(_OP, k_cache, table, lengths, seq_len_q, window, checked=True)
+            k_cache, window = self._layers[0].k, self._options.window_size
+            recent = None
+            if self._recent is not None:
+                here = namespace(lengths)
+                recent = RecentKV(*self._recent[0], *(here.asarray(each) for each in newest))
+            check_table(
+                *(_OP, k_cache, table, lengths, seq_len_q, window), recent=recent, checked=True
+            )
         self._table[:batch, :blocks] = xp.asarray(table)
         self._lengths[:batch] = xp.asarray(lengths)
+        for memory, values in zip((self._rings, self._packed), newest, strict=False):
+            assert memory is not None
+            memory[:batch] = xp.asarray(values)
         self._batch, self._seq_len_q = batch, int(seq_len_q)
 
     def run(
@@ -162,9 +202,16 @@ class PagedAttention:
         return attend(arrays, self._layers[layer][0], self._options, *flags, self._scratch)
 
     def _arrays(self, q: Array, layer: int, out: Array | None = None) -> PagedArrays:
-        _, k_cache, k_scales, v_cache, v_scales = self._layers[layer]
+        _, k_cache, k_scales, v_cache, v_scales, *zeros = self._layers[layer]
         step = self._table[: self._batch], self._lengths[: self._batch]
-        return PagedArrays(q, k_cache, v_cache, k_scales, v_scales, *step, self._sinks, out)
+        arrays = PagedArrays(
+            *(q, k_cache, v_cache, k_scales, v_scales, *step, self._sinks, out, None, *zeros)
+        )
+        if self._recent is None or self._rings is None or self._packed is None:
+            return arrays
+        k, v = self._recent[layer]
+        rings, packed = self._rings[: self._batch], self._packed[: self._batch]
+        return arrays._replace(recent_k=k, recent_v=v, rings=rings, packed_lens=packed)
 
 
 def _integers(array: Any) -> Array:

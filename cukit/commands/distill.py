@@ -221,6 +221,13 @@ def generate(
     tokens: Annotated[int, typer.Option(help="Bytes to add.")] = 400,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest byte each time.")] = 0.7,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest bytes only.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest bytes with so much probability.")
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from bytes at least this part as likely as the first."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed, the same text.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, gpu or auto.")] = "auto",
 ) -> None:
@@ -236,7 +243,14 @@ def generate(
     if model.config.vocab_size != VOCAB_SIZE:
         raise DataError(f"{path}: its tokens are not bytes")
     new_tokens = generate_tokens(
-        model, list(os.fsencode(prompt)), tokens, temperature=temperature, top_k=top_k, seed=seed
+        model,
+        list(os.fsencode(prompt)),
+        tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
     )
     text = os.fsencode(prompt) + bytes(new_tokens)
     print(printable(text.decode("utf-8", errors="replace")))

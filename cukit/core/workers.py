@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -94,6 +95,8 @@ def end_with_parent(parent: int) -> None:
 @contextmanager
 def _deaf_children() -> Iterator[None]:
     """Processes that are started within the block never see Ctrl-C: their parent ends them."""
+    # Python starts it with the first process, and lets signals through again when it has.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

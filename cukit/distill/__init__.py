@@ -1,6 +1,12 @@
 """Knowledge distillation: losses, optimiser, and the loop that puts them together."""
 
 from cukit.distill.adamw import AdamWState, adamw
+from cukit.distill.attention import (
+    DistillationAttention,
+    distillation_attention,
+    distillation_attention_backward,
+    relation_kl,
+)
 from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
 from cukit.distill.cross_entropy import cross_entropy, cross_entropy_backward
 from cukit.distill.data import Corpus, Windows, read_corpus, validation_batches
@@ -12,16 +18,24 @@ from cukit.distill.kl_divergence import kl_divergence, kl_divergence_backward
 from cukit.distill.linear_cross_entropy import LinearCrossEntropyResult, linear_cross_entropy
 from cukit.distill.linear_distillation_loss import linear_distillation_loss
 from cukit.distill.linear_kl_divergence import linear_kl_divergence
-from cukit.distill.schedule import Constant, Linear, Schedule, WarmupCosine
-from cukit.distill.terms import HiddenStateTerm, StateTerm, evenly_spaced_map
+from cukit.distill.linear_topk_distillation_loss import (
+    linear_sampled_distillation_loss,
+    linear_topk_distillation_loss,
+)
+from cukit.distill.sampled_distillation_loss import sampled_distillation_loss
+from cukit.distill.schedule import Constant, Cosine, Linear, Schedule, WarmupCosine
+from cukit.distill.terms import AttentionTerm, HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.topk_distillation_loss import teacher_top_k, topk_distillation_loss
 from cukit.distill.trainer import StepStatistics, Trainer
 from cukit.reference.losses import LinearKlResult
 
 __all__ = [
     "AdamWState",
+    "AttentionTerm",
     "Constant",
     "Corpus",
+    "Cosine",
+    "DistillationAttention",
     "Distiller",
     "Evaluation",
     "HiddenStateTerm",
@@ -40,6 +54,8 @@ __all__ = [
     "clip_scale",
     "cross_entropy",
     "cross_entropy_backward",
+    "distillation_attention",
+    "distillation_attention_backward",
     "distillation_loss",
     "evaluate",
     "evenly_spaced_map",
@@ -49,8 +65,12 @@ __all__ = [
     "linear_cross_entropy",
     "linear_distillation_loss",
     "linear_kl_divergence",
+    "linear_sampled_distillation_loss",
+    "linear_topk_distillation_loss",
     "read_corpus",
+    "relation_kl",
     "restore_checkpoint",
+    "sampled_distillation_loss",
     "save_checkpoint",
     "teacher_top_k",
     "topk_distillation_loss",

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-
-import numpy as np
 
 from cukit.core.arrays import Array
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.distill._row_loss import VocabularySplit, row_access_width, split_vocabulary
+from cukit.distill._loss_options import LossOptions, RowOptions, pack_rows
+from cukit.distill._row_loss import (
+    REPRESENTATIVE_ROWS,
+    VocabularySplit,
+    row_access_width,
+    split_vocabulary,
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class CrossEntropyConfig:
     dtype: str
     index_dtype: str
     grad: bool
+    transform: bool
     split: VocabularySplit
 
     def spec(self) -> KernelSpec:
@@ -32,6 +38,7 @@ class CrossEntropyConfig:
             ("ID", self.index_dtype),
             *self.split.defines(),
             ("GRAD", self.grad),
+            ("TRANSFORM", self.transform),
         )
         return KernelSpec(
             "distill/cross_entropy.cu",
@@ -50,6 +57,7 @@ def plan_cross_entropy(
     index_dtype: str,
     vec: int,
     grad: bool,
+    transform: bool,
     device: Device,
     **choice: Any,
 ) -> CrossEntropyConfig:
@@ -59,63 +67,55 @@ def plan_cross_entropy(
     """
     sweeps = 2 if grad else 1
     split = split_vocabulary(vocab_size, itemsize, vec, 1, sweeps, device, **choice)
-    return CrossEntropyConfig(dtype, index_dtype, grad, split)
+    return CrossEntropyConfig(dtype, index_dtype, grad, transform, split)
+
+
+def cross_entropy_specs(device: Device, kinds: Sequence[tuple[bool, bool]]) -> list[KernelSpec]:
+    """Kernels for every kind of split, of each kind: (with gradient, with a transform)."""
+    return [
+        plan_cross_entropy(
+            size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, *kind, device
+        ).spec()
+        for dtype, size in REPRESENTATIVE_ROWS
+        for kind in kinds
+    ]
 
 
 @launch_plan
-def prepare_rows(logits: Array, targets: Array, ignore_index: int) -> Launch:
+def prepare_rows(
+    logits: Array, targets: Array, grad_loss: Array | None, transform: bool, ignore_index: int
+) -> Launch:
     """The launch over rows that may have gaps between them, the gradient in place; not checked."""
-    row_stride = logits.strides[0] // logits.itemsize
-    return plan_launch(logits, targets, logits, None, ignore_index, row_stride)
+    rows = RowOptions(targets, ignore_index=ignore_index)
+    options = (logits.shape[-1], logits.strides[0] // logits.itemsize)
+    return plan_launch(logits, logits, grad_loss, rows, transform, *options)
 
 
 def plan_launch(
     logits: Array,
-    targets: Array,
     grad: Array | None,
     grad_loss: Array | None,
-    ignore_index: int,
+    rows: RowOptions,
+    transform: bool,
+    columns: int,
     row_stride: int,
 ) -> Launch:
-    vocab_size = logits.shape[-1]
+    assert rows.targets is not None
     config = plan_cross_entropy(
-        vocab_size,
+        columns,
         logits.dtype.name,
         logits.itemsize,
-        targets.dtype.name,
+        rows.targets.dtype.name,
         row_access_width(logits, grad),
         grad is not None,
+        transform,
         current_device(),
     )
-    stride = 1 if grad_loss is not None and grad_loss.ndim else 0
     grid = (math.prod(logits.shape[:-1]) * config.split.cluster,)
-    scalars = (
-        np.int64(ignore_index),
-        np.int64(row_stride),
-        np.int32(vocab_size),
-        np.int32(stride),
-    )
-    return Launch(load_kernel(config.spec()), grid, scalars)
+    width = logits.shape[-1]
+    packed = pack_rows(rows, columns, width=width, row_stride=row_stride, grad_loss=grad_loss)
+    return Launch(load_kernel(config.spec()), grid, (packed,))
 
 
-def launch_rows(
-    launch: Launch,
-    logits: Array,
-    targets: Array,
-    row_losses: Array,
-    grad: Array | None,
-    grad_loss: Array | None,
-    normalizer: Array | None,
-    factor: float,
-) -> None:
-    """Writes `row_losses` [rows], and to `grad` the rows' gradients times
-    `factor * grad_loss / normalizer`."""
-    launch(
-        logits,
-        targets,
-        row_losses,
-        grad,
-        grad_loss,
-        normalizer,
-        then=(np.float32(factor),),
-    )
+OPTIONS = LossOptions(soft_weight=0.0, hard_weight=1.0)
+"""Of a cross-entropy alone."""

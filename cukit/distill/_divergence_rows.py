@@ -1,4 +1,4 @@
-"""The kernel over rows of student and teacher logits: options, configuration, plan, launch."""
+"""The kernel over rows of student and teacher logits: configuration, plan, launch."""
 
 from __future__ import annotations
 
@@ -6,69 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from cukit.core.arrays import Array
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import KernelSpec, Launch, by_value, launch_plan, load_kernel
-from cukit.core.parameters import parameter_structs
-from cukit.core.scalars import check_choice, check_number
+from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
+from cukit.distill._loss_options import DIVERGENCES, RowOptions, pack_rows
 from cukit.distill._row_loss import (
     REPRESENTATIVE_ROWS,
     VocabularySplit,
     row_access_width,
     split_vocabulary,
 )
-from cukit.errors import ConfigError
-
-DIVERGENCES = (
-    "forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "total_variation",
-)  # fmt: skip
-"""By their number in the kernel."""
-
-_STRUCTS = parameter_structs("distill/parameters.cuh")
-
-
-class LossOptions(NamedTuple):
-    """soft_weight * divergence at a temperature + hard_weight * cross-entropy."""
-
-    divergence: str = "forward_kl"
-    beta: float = 0.5
-    temperature: float = 1.0
-    scale_by_temperature_squared: bool = False
-    soft_weight: float = 1.0
-    hard_weight: float = 0.0
-
-    @property
-    def square(self) -> float:
-        """What the divergence and its gradient are multiplied by."""
-        return self.temperature**2 if self.scale_by_temperature_squared else 1.0
-
-    @property
-    def hard(self) -> bool:
-        return self.hard_weight != 0.0
-
-    def check(self, op: str, targets: Array | None) -> LossOptions:
-        """Raises ConfigError for a value outside its range; returns the options with limits of
-        `beta` written as the KL divergence that they stand for."""
-        check_choice(op, "divergence", self.divergence, DIVERGENCES)
-        for name in ("soft_weight", "hard_weight"):
-            check_number(op, name, getattr(self, name))
-        if self.hard and targets is None:
-            raise ConfigError(f"{op}: hard_weight={self.hard_weight} needs targets")
-        check_number(op, "beta", self.beta, least=0, most=1)
-        limits = _LIMITS.get(self.divergence, {})
-        if self.divergence.startswith("skewed") and self.beta == 1:
-            raise ConfigError(f"{op}: beta must be below 1 for {self.divergence}, got {self.beta}")
-        return self._replace(divergence=limits.get(self.beta, self.divergence))
-
-
-_LIMITS: dict[str, dict[float, str]] = {
-    "jsd": {0: "forward_kl", 1: "reverse_kl"},
-    "skewed_forward_kl": {0: "forward_kl"},
-    "skewed_reverse_kl": {0: "reverse_kl"},
-}
 
 
 @dataclass(frozen=True)
@@ -80,6 +30,7 @@ class DivergenceConfig:
     divergence: str
     grad: bool
     hard: bool
+    transform: bool
     split: VocabularySplit
 
     def spec(self) -> KernelSpec:
@@ -91,6 +42,7 @@ class DivergenceConfig:
             ("GRAD", self.grad),
             ("HARD", self.hard),
             ("DIVERGENCE", DIVERGENCES.index(self.divergence)),
+            ("TRANSFORM", self.transform),
         )
         return KernelSpec(
             "distill/divergence.cu",
@@ -111,6 +63,7 @@ def plan_divergence(
     divergence: str,
     grad: bool,
     hard: bool,
+    transform: bool,
     device: Device,
     **choice: Any,
 ) -> DivergenceConfig:
@@ -121,24 +74,24 @@ def plan_divergence(
     """
     sweeps = 2 if divergence == "forward_kl" else 3
     split = split_vocabulary(vocab_size, itemsize, vec, 2, sweeps, device, **choice)
-    return DivergenceConfig(dtype, index_dtype, divergence, grad, hard, split)
+    return DivergenceConfig(dtype, index_dtype, divergence, grad, hard, transform, split)
 
 
 def divergence_specs(
     device: Device,
     divergence: str,
-    kinds: Sequence[tuple[bool, bool]],
+    kinds: Sequence[tuple[bool, bool, bool]],
     rows: Sequence[tuple[Any, int]] = REPRESENTATIVE_ROWS,
 ) -> list[KernelSpec]:
     """Kernels for `rows` of a dtype and a vocabulary, of each kind: (with gradient, with
-    cross-entropy)."""
+    cross-entropy, with a transform of the logits)."""
     return [
         plan_divergence(
             vocab_size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, divergence,
-            grad, hard, device,
+            *kind, device,
         ).spec()
         for dtype, vocab_size in rows
-        for grad, hard in kinds
+        for kind in kinds
     ]  # fmt: skip
 
 
@@ -147,83 +100,53 @@ def prepare_rows(
     student_logits: Array,
     teacher_logits: Array,
     targets: Array | None,
+    grad_loss: Array | None,
     divergence: str,
     hard: bool,
+    transform: bool,
     ignore_index: int,
 ) -> Launch:
     """The launch over rows that may have gaps between them, the same in both arrays; the gradient
     in place. Not checked."""
-    row_stride = student_logits.strides[0] // student_logits.itemsize
-    arrays = (student_logits, teacher_logits, targets, student_logits, None)
-    return plan_launch(*arrays, divergence, hard, ignore_index, row_stride)
+    rows = RowOptions(targets, ignore_index=ignore_index)
+    stride = student_logits.strides[0] // student_logits.itemsize
+    arrays = (student_logits, teacher_logits, student_logits, grad_loss, rows)
+    kind = (divergence, hard, transform)
+    return plan_launch(*arrays, *kind, student_logits.shape[-1], (stride, stride))
 
 
 def plan_launch(
     student_logits: Array,
     teacher_logits: Array,
-    targets: Array | None,
     grad: Array | None,
     grad_loss: Array | None,
+    rows: RowOptions,
     divergence: str,
     hard: bool,
-    ignore_index: int,
-    row_stride: int,
+    transform: bool,
+    columns: int,
+    strides: tuple[int, int],
 ) -> Launch:
-    vocab_size = student_logits.shape[-1]
+    """strides: of the student's rows and the teacher's, in elements."""
     config = plan_divergence(
-        vocab_size,
+        columns,
         student_logits.dtype.name,
         student_logits.itemsize,
-        "int32" if targets is None else targets.dtype.name,
-        row_access_width(student_logits, teacher_logits, grad),
+        "int32" if rows.targets is None else rows.targets.dtype.name,
+        row_access_width(student_logits, teacher_logits, grad, strides=strides),
         divergence,
         grad is not None,
         hard,
+        transform,
         current_device(),
     )
-    stride = 1 if grad_loss is not None and grad_loss.ndim else 0
     grid = (math.prod(student_logits.shape[:-1]) * config.split.cluster,)
-    rows = _STRUCTS["LogitRows"].pack(
-        ignore_index=ignore_index,
-        row_stride=row_stride,
-        columns=vocab_size,
-        grad_loss_stride=stride,
+    packed = pack_rows(
+        rows,
+        columns,
+        width=student_logits.shape[-1],
+        row_stride=strides[0],
+        teacher_stride=strides[1],
+        grad_loss=grad_loss,
     )
-    return Launch(load_kernel(config.spec()), grid, (rows,))
-
-
-def launch_rows(
-    launch: Launch,
-    student_logits: Array,
-    teacher_logits: Array,
-    targets: Array | None,
-    soft_rows: Array,
-    hard_rows: Array | None,
-    grad: Array | None,
-    grad_loss: Array | None,
-    normalizer: Array | None,
-    options: LossOptions,
-    factor: float,
-) -> None:
-    """Writes the rows' divergences times `options.square`, to `hard_rows` their cross-entropies,
-    and to `grad` the gradient of both, weighted and times `factor * grad_loss / normalizer`."""
-    launch(
-        *(student_logits, teacher_logits, targets, soft_rows, hard_rows, grad),
-        *(grad_loss, normalizer),
-        then=(factors_of(options, factor),),
-    )
-
-
-@launch_plan
-def factors_of(options: LossOptions, factor: float) -> Any:
-    """What a kernel multiplies losses and gradients by, as its parameter."""
-    soft_factor = options.soft_weight * options.square * factor
-    return by_value(
-        _STRUCTS["DivergenceFactors"].pack(
-            inverse_temperature=1.0 / options.temperature,
-            soft_loss=options.square,
-            soft_gradient=soft_factor / options.temperature,
-            hard_gradient=options.hard_weight * factor,
-            beta=options.beta,
-        )
-    )
+    return Launch(load_kernel(config.spec()), grid, (packed,))

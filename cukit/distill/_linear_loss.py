@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
+    adopt,
     check_array,
     check_same_dtype,
     empty,
     float16,
     float32,
+    float64,
 )
+from cukit.core.kernel import Launch
 from cukit.core.scalars import check_integer
-from cukit.errors import ArrayShapeError
+from cukit.distill._loss_options import LossOptions, RowOptions, factors_of, part_of
+from cukit.distill._row_loss import Losses, empty_rows, normalizer_of, reduce_rows
+from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm import matmul
 from cukit.gemm.cublas import Matrix, gemm
+from cukit.reference.losses import LinearKlResult
 
 _FEWEST_TOKENS = 1024
 _MOST_TOKENS = 2048
@@ -43,46 +51,182 @@ class LinearLossConfig:
 
 @cache
 def plan_linear_loss(
-    tokens: int, hidden_size: int, chunk_tokens: int | None = None
+    tokens: int,
+    hidden_size: int,
+    chunk_tokens: int | None = None,
+    most: int | None = None,
 ) -> LinearLossConfig:
     """About as many tokens as the hidden size, 1024 to 2048, in chunks of one size.
 
     The product for the weight's gradient has the chunk as its inner extent, where those for the
     logits have the hidden size: so none is starved. A chunk of logits takes about the memory of the
     weight, and grad_weight is rounded to its dtype once a chunk, that is a handful of times.
+
+    most: tokens for which there is memory.
     """
     if chunk_tokens is None:
-        most = min(max(hidden_size, _FEWEST_TOKENS), _MOST_TOKENS)
-        num_chunks = max(1, -(-tokens // most))
+        wanted = min(max(hidden_size, _FEWEST_TOKENS), _MOST_TOKENS)
+        if most is not None and most < wanted:
+            wanted = most // _TILE_TOKENS * _TILE_TOKENS or most
+        num_chunks = max(1, -(-tokens // wanted))
         share = -(-tokens // num_chunks)
-        chunk_tokens = -(-share // _TILE_TOKENS) * _TILE_TOKENS
+        chunk_tokens = min(wanted, -(-share // _TILE_TOKENS) * _TILE_TOKENS)
     return LinearLossConfig(tokens, max(1, min(chunk_tokens, tokens)))
 
 
-def check_head(
-    op: str, prefix: str, hidden: Array, weight: Array, rows: int | None, vocab_size: int | None
-) -> None:
-    """hidden [..., hidden_size] and weight [vocab_size, hidden_size] of one dtype."""
-    check_array(op, f"{prefix}hidden", hidden, dtypes=FLOAT_DTYPES, least_ndim=1)
-    check_array(op, f"{prefix}weight", weight, shape=(vocab_size, hidden.shape[-1]))
-    check_same_dtype(op, **{f"{prefix}hidden": hidden, f"{prefix}weight": weight})
-    if rows is not None and math.prod(hidden.shape[:-1]) != rows:
-        raise ArrayShapeError(
-            f"{op}: {prefix}hidden must have {rows} rows, got shape {hidden.shape}"
-        )
+class Head(NamedTuple):
+    """A language-model head and what goes into it: logits = hidden @ weight^T + bias."""
+
+    hidden: Array
+    weight: Array
+    bias: Array | None
+
+    def adopt(self, op: str) -> Head:
+        """With the arrays of other libraries as NumPy's or CuPy's."""
+        return Head(*adopt(op, *self))
+
+    def check(self, op: str, prefix: str, rows: int | None) -> None:
+        """hidden [..., hidden_size], weight [classes, hidden_size] and bias [classes] of one dtype,
+        as many rows as given."""
+        hidden, weight, bias = self
+        check_array(op, f"{prefix}hidden", hidden, dtypes=FLOAT_DTYPES, least_ndim=1)
+        check_array(op, f"{prefix}weight", weight, shape=(None, hidden.shape[-1]))
+        named = {f"{prefix}hidden": hidden, f"{prefix}weight": weight}
+        if bias is not None:
+            check_array(op, f"{prefix}bias", bias, shape=(weight.shape[0],))
+            named[f"{prefix}bias"] = bias
+        check_same_dtype(op, **named)
+        if rows is not None and math.prod(hidden.shape[:-1]) != rows:
+            raise ArrayShapeError(
+                f"{op}: {prefix}hidden must have {rows} rows, got shape {hidden.shape}"
+            )
+
+    def flat(self, columns: int) -> Head:
+        """With hidden [rows, hidden_size], and the first `columns` of the vocabulary."""
+        bias = None if self.bias is None else self.bias[:columns]
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
+        return Head(hidden, self.weight[:columns], bias)
+
+    def project(self, chunk: slice, logits: Array) -> Array:
+        """Writes the first rows of `logits`; returns them."""
+        part = logits[: chunk.stop - chunk.start]
+        if self.bias is not None:
+            part[...] = self.bias
+        accumulate = self.bias is not None
+        _multiply(self.hidden[chunk], self.weight, part, transpose_b=True, accumulate=accumulate)
+        return part
 
 
-def check_grad_weight(op: str, weight: Array, grad_weight: Array | None) -> None:
-    """A gradient to accumulate into has the weight's shape, and its dtype or float32."""
-    if grad_weight is not None:
-        dtypes = (weight.dtype, float32)
-        check_array(op, "grad_weight", grad_weight, dtypes=dtypes, shape=weight.shape)
+class HeadOptions(NamedTuple):
+    """Where gradients of a head's parameters are added to, and how many tokens go at once."""
+
+    grad_weight: Array | None = None
+    grad_bias: Array | None = None
+    chunk_tokens: int | None = None
+    workspace_bytes: int | None = None
+
+    @property
+    def arrays(self) -> tuple[Array | None, ...]:
+        return self.grad_weight, self.grad_bias
+
+    def adopt(self, op: str) -> HeadOptions:
+        """With the arrays of other libraries as NumPy's or CuPy's."""
+        grad_weight, grad_bias = adopt(op, *self.arrays)
+        return self._replace(grad_weight=grad_weight, grad_bias=grad_bias)
+
+    def check(self, op: str, head: Head) -> None:
+        """Gradients to accumulate into have their parameter's shape, and its dtype or float32."""
+        dtypes = (head.weight.dtype, float32)
+        if self.grad_weight is not None:
+            shape = head.weight.shape
+            check_array(op, "grad_weight", self.grad_weight, dtypes=dtypes, shape=shape)
+        if self.grad_bias is not None:
+            if head.bias is None:
+                raise ConfigError(f"{op}: grad_bias goes with a bias, got none")
+            wide = (float64,) if head.bias.dtype == float64 else (float32,)
+            shape = head.bias.shape
+            check_array(op, "grad_bias", self.grad_bias, dtypes=wide, shape=shape)
+        if self.chunk_tokens is not None:
+            check_integer(op, "chunk_tokens", self.chunk_tokens, least=1)
+        if self.workspace_bytes is not None:
+            check_integer(op, "workspace_bytes", self.workspace_bytes, least=1)
+            if self.chunk_tokens is not None:
+                raise ConfigError(f"{op}: chunk_tokens and workspace_bytes exclude each other")
+
+    def plan(self, op: str, head: Head, tensors: int) -> LinearLossConfig:
+        """How the rows go through the head. tensors: of logits in a chunk.
+
+        Raises ConfigError where not even the logits of one row fit the workspace.
+        """
+        tokens, hidden_size = head.hidden.shape
+        if self.workspace_bytes is None:
+            return plan_linear_loss(tokens, hidden_size, self.chunk_tokens)
+        row_bytes = tensors * _padded(head.weight.shape[0]) * head.hidden.itemsize
+        if self.workspace_bytes < row_bytes:
+            raise ConfigError(
+                f"{op}: workspace_bytes must be at least {row_bytes}, the logits of one row, got "
+                f"{self.workspace_bytes}"
+            )
+        return plan_linear_loss(tokens, hidden_size, None, self.workspace_bytes // row_bytes)
 
 
-def check_chunk_tokens(op: str, chunk_tokens: int | None) -> None:
-    """Raises ConfigError for a chunk without tokens."""
-    if chunk_tokens is not None:
-        check_integer(op, "chunk_tokens", chunk_tokens, least=1)
+RowLaunch = Callable[[slice, Array], tuple[Launch, tuple[Array | None, ...]]]
+"""From a chunk of tokens and its logits to a launch and its first arguments."""
+
+
+def evaluate_heads(
+    op: str,
+    head: Head,
+    columns: int,
+    rows: RowOptions,
+    options: LossOptions,
+    wanted: HeadOptions,
+    row_launch: Callable[[LinearLossConfig], RowLaunch],
+    *,
+    tensors: int = 1,
+    soft: bool = True,
+) -> tuple[Losses, HeadGradients]:
+    """A loss over the logits of a head, chunk by chunk, and the gradients of the head.
+
+    columns: of the vocabulary, that count. row_launch: what the kernel over a chunk's rows gets,
+    given the plan. tensors: of logits that a chunk needs, memory for all but the first is
+    row_launch's. soft: whether the kernel computes a divergence.
+    """
+    flat = head.flat(columns)
+    tokens = flat.hidden.shape[0]
+    config = wanted.plan(op, flat, tensors)
+    launches = row_launch(config)
+    factor, grad_loss = rows.upstream()
+    divisor, count = normalizer_of(rows, tokens)
+    size = 1.0 if rows.reduction in ("sum", "none") else divisor
+    boost = exact_boost(flat.hidden.dtype, size, tokens, divisor_on_gpu=count is not None)
+    factors = factors_of(options, factor * boost / divisor)
+
+    gradients = HeadGradients(head, flat, wanted, boost)
+    logits = empty_logits(flat.hidden, config.chunk_tokens, columns)
+    row_losses = empty_rows(flat.hidden, tokens, options, soft)
+    for chunk in config.chunks():
+        part = flat.project(chunk, logits)
+        launch, inputs = launches(chunk, part)
+        outputs = [None if each is None else each[chunk] for each in row_losses]
+        launch(
+            *inputs, part_of(rows.targets, chunk), part_of(rows.token_weights, chunk),
+            *outputs[0 if soft else 1 :], part, part_of(grad_loss, chunk), count, then=(factors,),
+        )  # fmt: skip
+        gradients.add(chunk, part)
+    return reduce_rows(*row_losses, rows, options, divisor, count), gradients
+
+
+def linear_result(losses: Losses, gradients: HeadGradients, hidden: Array) -> LinearKlResult:
+    """What the losses fused with a head return."""
+    hard = losses.hard
+    if hard is None:
+        hard = empty(losses.loss, losses.loss.shape)
+        hard.fill(0)
+    return LinearKlResult(
+        losses.loss, losses.soft, hard, gradients.grad_hidden.reshape(hidden.shape),
+        gradients.grad_weight, gradients.grad_bias,
+    )  # fmt: skip
 
 
 def exact_boost(dtype: Any, divisor: float, tokens: int, divisor_on_gpu: bool) -> float:
@@ -99,45 +243,52 @@ def exact_boost(dtype: Any, divisor: float, tokens: int, divisor_on_gpu: bool) -
 
 def empty_logits(hidden: Array, chunk_tokens: int, vocab_size: int) -> Array:
     """[chunk_tokens, vocab_size], with rows that begin on 16 bytes, as cuBLAS likes them."""
-    padded = -(-vocab_size // _ALIGNMENT) * _ALIGNMENT
-    return empty(hidden, (chunk_tokens, padded))[:, :vocab_size]
+    return empty(hidden, (chunk_tokens, _padded(vocab_size)))[:, :vocab_size]
 
 
-def project(hidden: Array, weight: Array, logits: Array) -> None:
-    """logits = hidden @ weight^T."""
-    _multiply(hidden, weight, logits, transpose_b=True)
+def _padded(vocab_size: int) -> int:
+    return -(-vocab_size // _ALIGNMENT) * _ALIGNMENT
 
 
 class HeadGradients:
-    """grad_hidden and grad_weight, filled chunk by chunk from the gradients of the logits."""
+    """Gradients of a head, filled chunk by chunk from those of the logits."""
 
-    def __init__(
-        self,
-        hidden: Array,
-        weight: Array,
-        grad_weight: Array | None,
-        boost: float,
-    ) -> None:
-        self._hidden, self._weight = hidden, weight
-        self._accumulates = grad_weight is not None
+    def __init__(self, head: Head, flat: Head, wanted: HeadOptions, boost: float) -> None:
+        """flat: the part of `head` that counts."""
+        self._head = flat
+        self._columns = flat.weight.shape[0]
+        self._accumulates = wanted.grad_weight is not None
         self._factor = 1.0 / boost
-        self.grad_hidden = empty(hidden, hidden.shape)
-        self.grad_weight = empty(weight, weight.shape) if grad_weight is None else grad_weight
-        if not hidden.size and grad_weight is None:
-            self.grad_weight.fill(0)
+        self.grad_hidden = empty(flat.hidden, flat.hidden.shape)
+        grad_weight = wanted.grad_weight
+        if grad_weight is None:
+            grad_weight = empty(head.weight, head.weight.shape)
+            grad_weight[self._columns if flat.hidden.size else 0 :].fill(0)
+        self.grad_weight: Array = grad_weight
+        self.grad_bias: Array | None = None
+        if head.bias is not None:
+            self.grad_bias = wanted.grad_bias
+            if self.grad_bias is None:
+                self.grad_bias = empty(head.bias, head.bias.shape, np.float32)
+                self.grad_bias.fill(0)
 
     def add(self, chunk: slice, grad_logits: Array) -> None:
-        """Writes grad_hidden[chunk], adds the chunk's part to grad_weight."""
-        grad_hidden = self.grad_hidden[chunk]
-        _multiply(grad_logits, self._weight, grad_hidden, factor=self._factor)
+        """Writes grad_hidden[chunk], adds the chunk's part to the parameters' gradients."""
+        hidden, weight, _ = self._head
+        _multiply(grad_logits, weight, self.grad_hidden[chunk], factor=self._factor)
         _multiply(
             grad_logits,
-            self._hidden[chunk],
-            self.grad_weight,
+            hidden[chunk],
+            self.grad_weight[: self._columns],
             transpose_a=True,
             factor=self._factor,
             accumulate=self._accumulates,
         )
+        if self.grad_bias is not None:
+            ones = empty(grad_logits, (1, grad_logits.shape[0]))
+            ones.fill(1)
+            out = self.grad_bias[None, : self._columns]
+            _multiply(ones, grad_logits, out, factor=self._factor, accumulate=True)
         self._accumulates = True
 
 

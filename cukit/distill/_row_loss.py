@@ -1,4 +1,4 @@
-"""What the losses on logits share: checks, the split of a row over a cluster, and the totals."""
+"""What the losses on logits share: the split of a row over a cluster, and the totals."""
 
 from __future__ import annotations
 
@@ -6,111 +6,34 @@ import math
 import numbers
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from cukit.core.arrays import (
     ACCESS_BYTES,
-    INDEX_DTYPES,
     Array,
     access_width,
-    adopt,
     bfloat16,
-    check_array,
     empty,
     float16,
     float32,
-    float64,
-    is_gpu_array,
 )
 from cukit.core.device import KIB, Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
-from cukit.errors import ArrayError, ConfigError
-
-REDUCTIONS = ("mean", "sum", "none")
+from cukit.distill._loss_options import LossOptions, RowOptions, factors_of
 
 _TOTAL_THREADS = 1024
 
 
-def check_options(
-    op: str,
-    reduction: str,
-    normalizer: Any,
-    ignore_index: int,
-    temperature: float = 1.0,
-    **flags: bool,
-) -> None:
-    """Raises ConfigError for an option outside its legal values."""
-    for name, flag in flags.items():
-        check_flag(op, name, flag)
-    check_choice(op, "reduction", reduction, REDUCTIONS)
-    check_integer(op, "ignore_index", ignore_index, least=-(1 << 31), most=(1 << 31) - 1)
-    if normalizer is not None:
-        if reduction != "mean":
-            raise ConfigError(f"{op}: normalizer goes with reduction='mean', got {reduction!r}")
-        check_scalar(op, "normalizer", normalizer)
-        if isinstance(normalizer, numbers.Real) and not float(normalizer) > 0:
-            raise ConfigError(f"{op}: normalizer must be above 0, got {normalizer}")
-    check_number(op, "temperature", temperature, above=0)
+def row_access_width(*arrays: Array | None, strides: tuple[int, int] = (0, 0)) -> int:
+    """Elements of an access. Rows may begin anywhere: kernels align down, only bases count here.
 
-
-def check_scalar(op: str, name: str, value: Any) -> None:
-    """`value` is a Python or NumPy number, or a 0-d float32 array."""
-    if not isinstance(value, numbers.Real):
-        check_array(op, name, value, dtypes=_scalar_dtypes(value), shape=())
-
-
-def _scalar_dtypes(value: Array) -> tuple[np.dtype[Any], ...]:
-    return (float32,) if is_gpu_array(value) else (float32, float64)
-
-
-def check_grad_loss(op: str, grad_loss: Any, reduction: str, row_shape: tuple[int, ...]) -> None:
-    """An upstream gradient is a number, or float32 shaped like the loss."""
-    if _is_number(grad_loss):
-        return
-    shape = (math.prod(row_shape),) if reduction == "none" else ()
-    check_array(op, "grad_loss", grad_loss, dtypes=_scalar_dtypes(grad_loss), shape=shape)
-
-
-def check_targets(
-    op: str,
-    targets: Array | None,
-    row_shape: tuple[int, ...],
-    vocab_size: int | None,
-    ignore_index: int,
-) -> None:
-    """Index array of `row_shape`; its values too where it names classes (`vocab_size`) and lies on
-    the CPU. A kernel cannot raise and makes a bad row NaN."""
-    check_array(op, "targets", targets, dtypes=INDEX_DTYPES, shape=row_shape)
-    if vocab_size is not None and isinstance(targets, np.ndarray):
-        bad = (targets != ignore_index) & ((targets < 0) | (targets >= vocab_size))
-        if bad.any():
-            raise ArrayError(
-                f"{op}: targets must lie in 0..{vocab_size - 1} or be ignore_index "
-                f"({ignore_index}), got {targets[bad].flat[0]}"
-            )
-
-
-def adopt_scalars(op: str, *values: Any) -> tuple[Any, ...]:
-    """Like `adopt`, for arguments that may be plain numbers."""
-    return tuple(v if _is_number(v) else adopt(op, v)[0] for v in values)
-
-
-def arrays_among(*values: Any) -> tuple[Array, ...]:
-    """The arguments that are not plain numbers or None."""
-    return tuple(v for v in values if not _is_number(v))
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, numbers.Real)
-
-
-def row_access_width(*arrays: Array | None) -> int:
-    """Elements of an access. Rows may begin anywhere: kernels align down, only bases count here."""
+    strides: of the student's rows and the teacher's, which must begin in the same place of an
+    access.
+    """
     itemsize = next(array.itemsize for array in arrays if array is not None)
-    return access_width(ACCESS_BYTES // itemsize, *arrays)
+    return math.gcd(access_width(ACCESS_BYTES // itemsize, *arrays), strides[0] - strides[1])
 
 
 @dataclass(frozen=True)
@@ -194,35 +117,29 @@ REPRESENTATIVE_ROWS = (
 readings."""
 
 
-def normalizer_of(
-    targets: Array | None,
-    rows: int,
-    ignore_index: int,
-    reduction: str,
-    normalizer: Any,
-) -> tuple[float, Array | None]:
+def normalizer_of(rows: RowOptions, num_rows: int) -> tuple[float, Array | None]:
     """What the sum of rows is divided by: a number, or 1.0 and a 0-d float32 array on the GPU."""
-    if reduction != "mean":
+    if rows.reduction in ("sum", "none"):
         return 1.0, None
-    if normalizer is None:
-        if targets is None:
-            return float(max(rows, 1)), None
-        return 1.0, _count_kept(targets, ignore_index)
-    if isinstance(normalizer, numbers.Real):
-        return float(normalizer), None
-    return 1.0, normalizer
-
-
-def _count_kept(targets: Array, ignore_index: int) -> Array:
-    """max(1, number of targets that are not `ignore_index`), without leaving the GPU."""
-    count = empty(targets, (), np.float32)
-    _prepare_count(targets)(targets, count, then=(np.int64(ignore_index),))
-    return count
+    if rows.normalizer is not None:
+        if isinstance(rows.normalizer, numbers.Real):
+            return float(rows.normalizer), None
+        return 1.0, rows.normalizer
+    weights = rows.token_weights if rows.reduction == "mean" else None
+    like = rows.targets if weights is None else weights
+    if like is None:
+        return float(max(num_rows, 1)), None
+    count = empty(like, (), np.float32)
+    _prepare_count(rows.targets, weights)(
+        rows.targets, weights, count, then=(np.int64(num_rows), np.int64(rows.ignore_index))
+    )
+    return 1.0, count
 
 
 @launch_plan
-def _prepare_count(targets: Array) -> Launch:
-    return Launch(load_kernel(count_spec(targets.dtype.name)), (1,), (np.int64(targets.size),))
+def _prepare_count(targets: Array | None, token_weights: Array | None) -> Launch:
+    name = "int32" if targets is None else targets.dtype.name
+    return Launch(load_kernel(count_spec(name)), (1,), ())
 
 
 def count_spec(index_dtype: str) -> KernelSpec:
@@ -231,25 +148,86 @@ def count_spec(index_dtype: str) -> KernelSpec:
     return KernelSpec("distill/count_kept.cu", "count_kept", defines, _TOTAL_THREADS)
 
 
-def total_loss(
+class Losses(NamedTuple):
+    """float32: 0-d, or [rows] where the reduction is "none"."""
+
+    loss: Array
+    """soft_weight * soft + hard_weight * hard."""
+    soft: Array | None
+    """None where that part is not computed, likewise `hard`; with a reduction 0."""
+    hard: Array | None
+
+
+def evaluate_rows(
+    launch: Launch,
+    inputs: tuple[Array | None, ...],
+    options: LossOptions,
+    rows: RowOptions,
+    grad: Array | None,
+    *,
+    soft: bool = True,
+    return_loss: bool = True,
+) -> Losses | None:
+    """Runs a kernel over rows of logits, the first of its `inputs`, and reduces their losses.
+
+    soft: whether it computes a divergence. Without `return_loss` nothing is reduced.
+    """
+    logits = inputs[0]
+    assert logits is not None
+    num_rows = math.prod(logits.shape[:-1])
+    factor, grad_loss = rows.upstream()
+    divisor, count = normalizer_of(rows, num_rows)
+    outputs = empty_rows(logits, num_rows, options, soft)
+    launch(
+        *inputs, rows.targets, rows.token_weights, *outputs[0 if soft else 1 :], grad, grad_loss,
+        count, then=(factors_of(options, factor / divisor),),
+    )  # fmt: skip
+    return reduce_rows(*outputs, rows, options, divisor, count) if return_loss else None
+
+
+def empty_rows(
+    like: Array, num_rows: int, options: LossOptions, soft: bool
+) -> tuple[Array | None, Array | None]:
+    """Where a kernel writes the rows' divergences and cross-entropies."""
+    return (
+        empty(like, (num_rows,), np.float32) if soft else None,
+        empty(like, (num_rows,), np.float32) if options.hard else None,
+    )
+
+
+def reduce_rows(
     soft_rows: Array | None,
     hard_rows: Array | None,
+    rows: RowOptions,
+    options: LossOptions,
     divisor: float,
     normalizer: Array | None,
-    soft_weight: float = 1.0,
-    hard_weight: float = 1.0,
-) -> Array:
-    """float32 [3]: the weighted total, the soft and the hard loss, each divided by the count."""
-    rows = hard_rows if soft_rows is None else soft_rows
-    totals = empty(rows, (3,), np.float32)
-    _prepare_total(rows)(
+) -> Losses:
+    """The losses of the whole, each divided by the count."""
+    weights = (options.soft_weight, options.hard_weight)
+    like = hard_rows if soft_rows is None else soft_rows
+    if rows.reduction == "none":
+        return Losses(_weighted_rows((soft_rows, hard_rows), weights), soft_rows, hard_rows)
+    totals = empty(like, (3,), np.float32)
+    _prepare_total(like)(
         soft_rows,
         hard_rows,
         normalizer,
         totals,
-        then=(np.float32(1.0 / divisor), np.float32(soft_weight), np.float32(hard_weight)),
+        then=(np.float32(1.0 / divisor), np.float32(weights[0]), np.float32(weights[1])),
     )
-    return totals
+    return Losses(totals[0], totals[1], totals[2])
+
+
+def _weighted_rows(parts: tuple[Array | None, Array | None], weights: tuple[float, float]) -> Array:
+    used = [
+        part if weight == 1.0 else part * np.float32(weight)
+        for part, weight in zip(parts, weights, strict=True)
+        if part is not None and weight != 0.0
+    ]
+    if not used:
+        return next(part for part in parts if part is not None) * np.float32(0)
+    return used[0] if len(used) == 1 else used[0] + used[1]
 
 
 @launch_plan
@@ -261,12 +239,3 @@ def total_spec() -> KernelSpec:
     """The kernel that sums the losses of all rows in a fixed order."""
     defines = (("THREADS", _TOTAL_THREADS),)
     return KernelSpec("distill/total_loss.cu", "total_loss", defines, _TOTAL_THREADS)
-
-
-def upstream(grad_loss: Any) -> tuple[float, Array | None]:
-    """An upstream gradient as a number, and an array where it is one."""
-    if grad_loss is None:
-        return 1.0, None
-    if isinstance(grad_loss, numbers.Real):
-        return float(grad_loss), None
-    return 1.0, grad_loss

@@ -27,7 +27,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, load_kernel
 from cukit.core.scalars import check_integer, check_number
-from cukit.distill._row_loss import adopt_scalars, arrays_among, check_scalar
+from cukit.distill._loss_options import adopt_scalars, arrays_among, check_scalar
 from cukit.distill._tensor_table import CHUNK, TensorTable, build_table
 from cukit.distill.global_norm import clip_scale, global_norm
 from cukit.errors import ArrayShapeError, ConfigError

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     KERNEL_DTYPES,
@@ -18,20 +16,10 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan
-from cukit.distill._cross_entropy_rows import launch_rows, plan_cross_entropy, plan_launch
-from cukit.distill._row_loss import (
-    REPRESENTATIVE_ROWS,
-    adopt_scalars,
-    arrays_among,
-    check_grad_loss,
-    check_options,
-    check_targets,
-    count_spec,
-    normalizer_of,
-    total_loss,
-    total_spec,
-    upstream,
-)
+from cukit.core.scalars import check_flag
+from cukit.distill._cross_entropy_rows import OPTIONS, cross_entropy_specs, plan_launch
+from cukit.distill._loss_options import LossOptions, RowOptions, common_vocabulary
+from cukit.distill._row_loss import count_spec, evaluate_rows, total_spec
 from cukit.reference import losses as reference
 from cukit.registry import register
 
@@ -40,7 +28,11 @@ def cross_entropy(
     logits: Array,
     targets: Array,
     *,
+    token_weights: Array | None = None,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     reduction: str = "mean",
     normalizer: Any = None,
     return_grad: bool = False,
@@ -54,12 +46,19 @@ def cross_entropy(
         targets: int32|int64 [...]. Rows whose target is `ignore_index` have zero loss and gradient,
             as have rows without any mass (every logit -inf).
         ignore_index: the target that says so.
-        reduction: "mean" over the rows that are not ignored, "sum", or "none".
-        normalizer: what "mean" divides by instead: a number or a float32 0-d array, such as the
-            number of tokens in all batches that a step accumulates.
-        return_grad: also return the gradient for the logits.
+        token_weights: float32 [...], 0 or more: what each row's loss is multiplied by.
+        vocab_size: the first columns, which count; the others are padding, whatever they hold, and
+            get zero gradient.
+        logit_scale, softcap: the logits are `softcap * tanh(logit_scale * x / softcap)` of what is
+            passed, without a softcap `logit_scale * x`; both above 0. The gradient is that for x.
+        reduction: "mean", the sum over the rows divided by that of their weights (without weights:
+            by the number of rows that are not ignored); "tokens", divided by that number in any
+            case; "sum"; or "none".
+        normalizer: what "mean" and "tokens" divide by instead: a number or a float32 0-d array,
+            such as the number of tokens in all batches that a step accumulates, on all GPUs.
+        return_grad: also return the gradient for `logits`.
         grad_loss: upstream gradient for that: a number or float32 0-d array ([rows] for "none").
-        inplace: let the gradient overwrite the logits.
+        inplace: let the gradient overwrite `logits`.
 
     Returns:
         The loss, float32 0-d ([rows] for "none"); with `return_grad`, `(loss, grad_logits)`.
@@ -67,7 +66,7 @@ def cross_entropy(
     Raises:
         ArrayError: dtype, shape, layout or device; a target outside the vocabulary, on the CPU. On
             the GPU such a target makes its row's loss and gradient NaN.
-        ConfigError: reduction or normalizer.
+        ConfigError: an option outside its range.
 
     Rows are read from device memory once where they fit the shared memory of a block or cluster.
     Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
@@ -77,36 +76,11 @@ def cross_entropy(
     >>> round(float(ck.cross_entropy(logits, np.array([1]))), 4)
     0.2877
     """
-    logits, targets = adopt("cross_entropy", logits, targets)
-    normalizer, grad_loss = adopt_scalars("cross_entropy", normalizer, grad_loss)
-    check_options(
-        "cross_entropy",
-        reduction,
-        normalizer,
-        ignore_index,
-        return_grad=return_grad,
-        inplace=inplace,
+    options = OPTIONS._replace(logit_scale=logit_scale, softcap=softcap)
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
     )
-    arrays = (logits, targets, *arrays_among(normalizer, grad_loss))
-    if not runs_kernel("cross_entropy", *arrays):
-        _check("cross_entropy", logits, targets, grad_loss, ignore_index, reduction)
-        result = reference.cross_entropy(
-            logits,
-            targets,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            normalizer=normalizer,
-            return_grad=return_grad,
-            grad_loss=grad_loss,
-        )
-        return (result[0], write_out(logits, result[1])) if inplace and return_grad else result
-    grad = None
-    if return_grad:
-        grad = logits if inplace else empty(logits, logits.shape)
-    rows, divisor, count = _launch(
-        "cross_entropy", logits, targets, grad, grad_loss, ignore_index, reduction, normalizer
-    )
-    loss = rows if reduction == "none" else total_loss(None, rows, divisor, count)[0]
+    loss, grad = _evaluate("cross_entropy", logits, options, rows, return_grad, inplace)
     return loss if grad is None else (loss, grad)
 
 
@@ -115,7 +89,11 @@ def cross_entropy_backward(
     logits: Array,
     targets: Array,
     *,
+    token_weights: Array | None = None,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     reduction: str = "mean",
     normalizer: Any = None,
     inplace: bool = False,
@@ -124,8 +102,8 @@ def cross_entropy_backward(
 
     Args:
         grad_loss: gradient of the loss: a number or float32 0-d array ([rows] for "none").
-        logits, targets, ignore_index, reduction, normalizer: as in the forward.
-        inplace: overwrite the logits.
+        inplace: overwrite `logits`.
+        The others: as in the forward.
 
     Returns:
         `grad_logits`, shape and dtype of `logits`.
@@ -135,33 +113,50 @@ def cross_entropy_backward(
 
     `cross_entropy(..., return_grad=True)` gives loss and gradient for the price of this.
     """
-    logits, targets = adopt("cross_entropy_backward", logits, targets)
-    normalizer, grad_loss = adopt_scalars("cross_entropy_backward", normalizer, grad_loss)
-    check_options("cross_entropy_backward", reduction, normalizer, ignore_index, inplace=inplace)
-    arrays = (logits, targets, *arrays_among(normalizer, grad_loss))
-    if not runs_kernel("cross_entropy_backward", *arrays):
-        _check("cross_entropy_backward", logits, targets, grad_loss, ignore_index, reduction)
-        return reference.cross_entropy_backward(
-            grad_loss,
-            logits,
-            targets,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            normalizer=normalizer,
-            inplace=inplace,
-        )
-    grad = logits if inplace else empty(logits, logits.shape)
-    _launch(
-        "cross_entropy_backward",
-        logits,
-        targets,
-        grad,
-        grad_loss,
-        ignore_index,
-        reduction,
-        normalizer,
+    options = OPTIONS._replace(logit_scale=logit_scale, softcap=softcap)
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
     )
-    return grad
+    return _evaluate(
+        "cross_entropy_backward", logits, options, rows, True, inplace, return_loss=False
+    )[1]
+
+
+def _evaluate(
+    op: str,
+    logits: Array,
+    options: LossOptions,
+    rows: RowOptions,
+    return_grad: bool,
+    inplace: bool,
+    *,
+    return_loss: bool = True,
+) -> tuple[Array, Array | None]:
+    (logits,) = adopt(op, logits)
+    check_flag(op, "return_grad", return_grad)
+    check_flag(op, "inplace", inplace)
+    rows = rows.adopt(op)
+    options = options.check(op, rows.targets)
+    if not runs_kernel(op, logits, *rows.arrays):
+        _check(op, logits, rows)
+        given = {**rows._asdict(), "softcap": options.softcap, "return_grad": return_grad}
+        result = reference.cross_entropy(logits, logit_scale=options.logit_scale, **given)
+        if not return_grad:
+            return result, None
+        loss, grad = result
+        return loss, write_out(logits, grad) if inplace else grad
+    grad = None
+    if return_grad:
+        grad = logits if inplace else empty(logits, logits.shape)
+    _, grad_loss = rows.upstream()
+    launch = _prepare(
+        op, logits, rows.targets, rows.token_weights, grad, grad_loss, options.transforms,
+        rows.ignore_index, rows.vocab_size, rows.reduction,
+    )  # fmt: skip
+    losses = evaluate_rows(
+        launch, (logits,), options, rows, grad, soft=False, return_loss=return_loss
+    )
+    return None if losses is None else losses.loss, grad
 
 
 @launch_plan
@@ -169,52 +164,32 @@ def _prepare(
     op: str,
     logits: Array,
     targets: Array,
+    token_weights: Array | None,
     grad: Array | None,
     grad_loss: Array | None,
+    transform: bool,
     ignore_index: int,
+    vocab_size: int | None,
     reduction: str,
 ) -> Launch:
-    _check(op, logits, targets, grad_loss, ignore_index, reduction)
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, grad_loss=grad_loss
+    )
+    columns = _check(op, logits, rows)
     check_array(op, "logits", logits, dtypes=KERNEL_DTYPES)
-    return plan_launch(logits, targets, grad, grad_loss, ignore_index, logits.shape[-1])
+    return plan_launch(logits, grad, grad_loss, rows, transform, columns, logits.shape[-1])
 
 
-def _launch(
-    op: str,
-    logits: Array,
-    targets: Array,
-    grad: Array | None,
-    grad_loss: Any,
-    ignore_index: int,
-    reduction: str,
-    normalizer: Any,
-) -> tuple[Array, float, Array | None]:
-    """Losses of the rows, and what their sum is divided by."""
-    factor, grad_loss = upstream(grad_loss)
-    launch = _prepare(op, logits, targets, grad, grad_loss, ignore_index, reduction)
-    divisor, count = normalizer_of(targets, targets.size, ignore_index, reduction, normalizer)
-    rows = empty(logits, (targets.size,), np.float32)
-    factor /= divisor
-    launch_rows(launch, logits, targets, rows, grad, grad_loss, count, factor)
-    return rows, divisor, count
-
-
-def _check(
-    op: str, logits: Array, targets: Array, grad_loss: Any, ignore_index: int, reduction: str
-) -> None:
+def _check(op: str, logits: Array, rows: RowOptions) -> int:
+    """How many columns count."""
     check_array(op, "logits", logits, dtypes=FLOAT_DTYPES, least_ndim=1)
-    check_targets(op, targets, logits.shape[:-1], logits.shape[-1], ignore_index)
-    check_grad_loss(op, grad_loss, reduction, logits.shape[:-1])
+    columns = common_vocabulary(op, rows.vocab_size, logits=logits.shape[-1])
+    rows.check(op, logits.shape[:-1], columns, required=True)
+    return columns
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    rows = [
-        plan_cross_entropy(
-            vocab_size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, grad, device
-        ).spec()
-        for dtype, vocab_size in REPRESENTATIVE_ROWS
-        for grad in (False, True)
-    ]
+    rows = cross_entropy_specs(device, ((False, False), (True, False), (True, True)))
     return [*rows, count_spec("int32"), total_spec()]
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
-
-import numpy as np
 
 from cukit.core.arrays import (
     FLOAT_DTYPES,
@@ -20,26 +17,10 @@ from cukit.core.arrays import (
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan
-from cukit.distill._divergence_rows import (
-    DIVERGENCES,
-    LossOptions,
-    divergence_specs,
-    launch_rows,
-    plan_launch,
-)
-from cukit.distill._row_loss import (
-    REPRESENTATIVE_ROWS,
-    adopt_scalars,
-    arrays_among,
-    check_grad_loss,
-    check_options,
-    check_targets,
-    count_spec,
-    normalizer_of,
-    total_loss,
-    total_spec,
-    upstream,
-)
+from cukit.core.scalars import check_flag
+from cukit.distill._divergence_rows import divergence_specs, plan_launch
+from cukit.distill._loss_options import DIVERGENCES, LossOptions, RowOptions, common_vocabulary
+from cukit.distill._row_loss import REPRESENTATIVE_ROWS, count_spec, evaluate_rows, total_spec
 from cukit.reference import losses as reference
 from cukit.registry import register
 
@@ -57,7 +38,13 @@ def distillation_loss(
     soft_weight: float = 1.0,
     hard_weight: float = 0.0,
     targets: Array | None = None,
+    token_weights: Array | None = None,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
     reduction: str = "mean",
     normalizer: Any = None,
     return_grad: bool = False,
@@ -84,7 +71,8 @@ def distillation_loss(
     Args:
         student_logits: float32|float16|bfloat16 [..., vocab_size], C-contiguous. float64 on the CPU
             only.
-        teacher_logits: dtype and shape of `student_logits`.
+        teacher_logits: dtype and shape of `student_logits`; with `vocab_size` the last axes may
+            differ.
         divergence: one of the names above.
         beta: 0..1, of "jsd" and, below 1, of the skewed divergences; ignored by the others.
         temperature: T of the divergence, above 0; the cross-entropy always has 1.
@@ -94,20 +82,29 @@ def distillation_loss(
         targets: int32|int64 [...], the rows' classes; needed for `hard_weight`. Rows equal to
             `ignore_index`, and rows without any mass (every logit of either model -inf), have zero
             loss and gradient.
+        token_weights: float32 [...], 0 or more: what each row's loss is multiplied by.
         ignore_index: the target that says so.
-        reduction: "mean" over the rows that are not ignored, "sum", or "none".
-        normalizer: what "mean" divides by instead: a number or a float32 0-d array, such as the
-            number of tokens in all batches that a step accumulates.
-        return_grad: also return the gradient for the student's logits.
+        vocab_size: the first columns, which count; the others are padding, whatever they hold, and
+            get zero gradient.
+        logit_scale, softcap: the logits of the student are `softcap * tanh(logit_scale * x /
+            softcap)` of what is passed, without a softcap `logit_scale * x`; both above 0. The
+            gradient is that for x.
+        teacher_logit_scale, teacher_softcap: likewise of the teacher.
+        reduction: "mean", the sum over the rows divided by that of their weights (without weights:
+            by the number of rows that are not ignored); "tokens", divided by that number in any
+            case; "sum"; or "none".
+        normalizer: what "mean" and "tokens" divide by instead: a number or a float32 0-d array,
+            such as the number of tokens in all batches that a step accumulates, on all GPUs.
+        return_grad: also return the gradient for `student_logits`.
         grad_loss: upstream gradient for that: a number or float32 0-d array ([rows] for "none").
-        inplace: let the gradient overwrite the student's logits.
+        inplace: let the gradient overwrite `student_logits`.
 
     Returns:
         The loss, float32 0-d ([rows] for "none"); with `return_grad`, `(loss, grad_logits)`. The
         reverse KL of a row is infinite, its gradient NaN, where the teacher alone masks a token.
 
     Raises:
-        ArrayError: dtype, shape, layout or device.
+        ArrayError: dtype, shape, layout or device; vocabularies of two sizes.
         ConfigError: an option outside its range, or `hard_weight` without `targets`.
 
     Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
@@ -120,13 +117,15 @@ def distillation_loss(
     0.0338
     """
     options = LossOptions(
-        divergence, beta, temperature, scale_by_temperature_squared, soft_weight, hard_weight
+        divergence, beta, temperature, scale_by_temperature_squared, soft_weight, hard_weight,
+        logit_scale, softcap, teacher_logit_scale, teacher_softcap,
+    )  # fmt: skip
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
     )
     loss, grad = evaluate(
-        _OP, student_logits, teacher_logits, options,
-        targets=targets, ignore_index=ignore_index, reduction=reduction, normalizer=normalizer,
-        return_grad=return_grad, grad_loss=grad_loss, inplace=inplace,
-    )  # fmt: skip
+        _OP, student_logits, teacher_logits, options, rows, return_grad=return_grad, inplace=inplace
+    )
     return loss if grad is None else (loss, grad)
 
 
@@ -135,45 +134,24 @@ def evaluate(
     student_logits: Array,
     teacher_logits: Array,
     options: LossOptions,
+    rows: RowOptions,
     *,
-    targets: Array | None,
-    ignore_index: int,
-    reduction: str,
-    normalizer: Any,
     return_grad: bool,
-    grad_loss: Any,
     inplace: bool,
     return_loss: bool = True,
 ) -> tuple[Array, Array | None]:
     """Loss and gradient of :func:`distillation_loss`, in the name of `op`. Without `return_loss`
     the losses of the rows are not added up on the GPU."""
-    student_logits, teacher_logits, targets = adopt(op, student_logits, teacher_logits, targets)
-    normalizer, grad_loss = adopt_scalars(op, normalizer, grad_loss)
-    check_options(
-        op,
-        reduction,
-        normalizer,
-        ignore_index,
-        options.temperature,
-        scale_by_temperature_squared=options.scale_by_temperature_squared,
-        return_grad=return_grad,
-        inplace=inplace,
-    )
-    options = options.check(op, targets)
-    inputs = (student_logits, teacher_logits, targets)
-    if not runs_kernel(op, *inputs, *arrays_among(normalizer, grad_loss)):
-        _check(op, *inputs, grad_loss, options.hard, ignore_index, reduction)
-        result = reference.distillation_loss(
-            student_logits,
-            teacher_logits,
-            **options._asdict(),
-            targets=targets,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            normalizer=normalizer,
-            return_grad=return_grad,
-            grad_loss=grad_loss,
-        )
+    student_logits, teacher_logits = adopt(op, student_logits, teacher_logits)
+    check_flag(op, "return_grad", return_grad)
+    check_flag(op, "inplace", inplace)
+    rows = rows.adopt(op)
+    options = options.check(op, rows.targets)
+    inputs = (student_logits, teacher_logits)
+    if not runs_kernel(op, *inputs, *rows.arrays):
+        _check(op, *inputs, rows, options.hard)
+        given = {**options._asdict(), **rows._asdict(), "return_grad": return_grad}
+        result = reference.distillation_loss(student_logits, teacher_logits, **given)
         if not return_grad:
             return result, None
         loss, grad = result
@@ -181,24 +159,13 @@ def evaluate(
     grad = None
     if return_grad:
         grad = student_logits if inplace else empty(student_logits, student_logits.shape)
-    factor, grad_loss = upstream(grad_loss)
-    kind = (options.divergence, options.hard)
-    launch = _prepare(op, *inputs, grad, grad_loss, *kind, ignore_index, reduction)
-    num_rows = math.prod(student_logits.shape[:-1])
-    divisor, count = normalizer_of(targets, num_rows, ignore_index, reduction, normalizer)
-    soft_rows = empty(student_logits, (num_rows,), np.float32)
-    hard_rows = empty(student_logits, (num_rows,), np.float32) if options.hard else None
-    rows = (soft_rows, hard_rows)
-    launch_rows(launch, *inputs, *rows, grad, grad_loss, count, options, factor / divisor)
-    weights = (options.soft_weight, options.hard_weight)
-    loss = soft_rows
-    if reduction != "none":
-        loss = total_loss(*rows, divisor, count, *weights)[0] if return_loss else None
-    elif hard_rows is not None or weights[0] != 1.0:
-        loss = sum(
-            weight * part for weight, part in zip(weights, rows, strict=True) if part is not None
-        )
-    return loss, grad
+    _, grad_loss = rows.upstream()
+    launch = _prepare(
+        op, *inputs, rows.targets, rows.token_weights, grad, grad_loss, options.divergence,
+        options.hard, options.transforms, rows.ignore_index, rows.vocab_size, rows.reduction,
+    )  # fmt: skip
+    losses = evaluate_rows(launch, inputs, options, rows, grad, return_loss=return_loss)
+    return None if losses is None else losses.loss, grad
 
 
 @launch_plan
@@ -207,38 +174,38 @@ def _prepare(
     student_logits: Array,
     teacher_logits: Array,
     targets: Array | None,
+    token_weights: Array | None,
     grad: Array | None,
     grad_loss: Array | None,
     divergence: str,
     hard: bool,
+    transform: bool,
     ignore_index: int,
+    vocab_size: int | None,
     reduction: str,
 ) -> Launch:
-    _check(op, student_logits, teacher_logits, targets, grad_loss, hard, ignore_index, reduction)
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, grad_loss=grad_loss
+    )
+    columns = _check(op, student_logits, teacher_logits, rows, hard)
     check_array(op, "student_logits", student_logits, dtypes=KERNEL_DTYPES)
-    vocab_size = student_logits.shape[-1]
-    arrays = (student_logits, teacher_logits, targets, grad, grad_loss)
-    return plan_launch(*arrays, divergence, hard, ignore_index, vocab_size)
+    arrays = (student_logits, teacher_logits, grad, grad_loss, rows)
+    strides = (student_logits.shape[-1], teacher_logits.shape[-1])
+    return plan_launch(*arrays, divergence, hard, transform, columns, strides)
 
 
 def _check(
-    op: str,
-    student_logits: Array,
-    teacher_logits: Array,
-    targets: Array | None,
-    grad_loss: Any,
-    hard: bool,
-    ignore_index: int,
-    reduction: str,
-) -> None:
-    check_array(op, "student_logits", student_logits, dtypes=FLOAT_DTYPES)
-    check_array(op, "teacher_logits", teacher_logits, shape=student_logits.shape)
-    check_same_dtype(op, student_logits=student_logits, teacher_logits=teacher_logits)
+    op: str, student_logits: Array, teacher_logits: Array, rows: RowOptions, hard: bool
+) -> int:
+    """How many columns count."""
+    check_array(op, "student_logits", student_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
     row_shape = student_logits.shape[:-1]
-    if targets is not None:
-        classes = student_logits.shape[-1] if hard else None
-        check_targets(op, targets, row_shape, classes, ignore_index)
-    check_grad_loss(op, grad_loss, reduction, row_shape)
+    check_array(op, "teacher_logits", teacher_logits, shape=(*row_shape, None))
+    check_same_dtype(op, student_logits=student_logits, teacher_logits=teacher_logits)
+    sizes = {"student_logits": student_logits.shape[-1], "teacher_logits": teacher_logits.shape[-1]}
+    columns = common_vocabulary(op, rows.vocab_size, **sizes)
+    rows.check(op, row_shape, columns if hard else None)
+    return columns
 
 
 def _specs(device: Device) -> list[KernelSpec]:
@@ -249,7 +216,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         for spec in divergence_specs(
             device,
             name,
-            ((False, False), (True, True)),
+            ((False, False, False), (True, True, False), (True, True, True)),
             REPRESENTATIVE_ROWS if name == "jsd" else REPRESENTATIVE_ROWS[1:2],
         )
     ]

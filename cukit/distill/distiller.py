@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from cukit.core.arrays import Array
-from cukit.distill._divergence_rows import LossOptions
+from cukit.distill._loss_options import LossOptions, common_vocabulary
 from cukit.distill.linear_cross_entropy import linear_cross_entropy
 from cukit.distill.linear_distillation_loss import linear_distillation_loss
 from cukit.distill.schedule import Schedule, as_schedule
@@ -99,6 +99,11 @@ class Distiller:
         temperature: above 0, a number or a schedule over steps.
         divergence: "forward_kl" or another of :func:`distillation_loss`.
         beta: its parameter, a number or a schedule over steps.
+        token_weights: a function of tokens and targets, int32 [batch, seq_len], to what the losses
+            of their positions are multiplied by, float32 [batch, seq_len], 0 or more.
+        vocab_size: the tokens that count; needed where one vocabulary is padded further.
+        logit_scale, softcap, teacher_logit_scale, teacher_softcap: of both models' logits, as in
+            :func:`distillation_loss`.
         terms: further losses on the inside of the models; see `StateTerm`.
     """
 
@@ -111,19 +116,29 @@ class Distiller:
         temperature: float | Schedule = 1.0,
         divergence: str = "forward_kl",
         beta: float | Schedule = 0.5,
+        token_weights: Callable[[Array, Array], Array] | None = None,
+        vocab_size: int | None = None,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_softcap: float | None = None,
         terms: Sequence[StateTerm] = (),
     ) -> None:
-        if student.config.vocab_size != teacher.config.vocab_size:
-            raise ConfigError(
-                f"teacher: its vocabulary has {teacher.config.vocab_size} tokens, "
-                f"the student's {student.config.vocab_size}; they must be the same"
-            )
+        sizes = {"teacher": teacher.config.vocab_size, "student": student.config.vocab_size}
+        common_vocabulary("Distiller", vocab_size, **sizes)
         if student.xp is not teacher.xp:
             raise ConfigError("teacher: must live on the same device as the student")
         self.model, self.teacher = student, teacher
         self.alpha, self.temperature = as_schedule(alpha), as_schedule(temperature)
         self.divergence, self.beta = divergence, as_schedule(beta)
-        LossOptions(divergence).check("Distiller", None)
+        self.token_weights, self.vocab_size = token_weights, vocab_size
+        self._logits: dict[str, Any] = {
+            "logit_scale": logit_scale,
+            "softcap": softcap,
+            "teacher_logit_scale": teacher_logit_scale,
+            "teacher_softcap": teacher_softcap,
+        }
+        LossOptions(divergence, **self._logits).check("Distiller", None)
         self.terms = tuple(terms)
 
     def trained(self) -> list[Parameters]:
@@ -148,12 +163,15 @@ class Distiller:
         student = self.model
         teacher_activations = self.teacher.forward(tokens, keep=bool(self.terms))
         activations = student.forward(tokens)
+        weights = None if self.token_weights is None else self.token_weights(tokens, targets)
         result = linear_distillation_loss(
             activations.hidden,
             student.head,
             teacher_activations.hidden,
             self.teacher.head,
             targets=targets.reshape(-1),
+            token_weights=None if weights is None else weights.reshape(-1),
+            vocab_size=self.vocab_size,
             divergence=self.divergence,
             beta=self.beta(step),
             temperature=temperature,
@@ -163,6 +181,7 @@ class Distiller:
             ignore_index=IGNORE_INDEX,
             normalizer=normalizer,
             grad_weight=gradients[0][student.config.head_name],
+            **self._logits,
         )
         statistics = {"loss": result.loss, "soft": result.soft_loss, "hard": result.hard_loss}
         state_gradients = StateGradients()

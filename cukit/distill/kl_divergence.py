@@ -7,7 +7,8 @@ from typing import Any
 from cukit.core.arrays import Array
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
-from cukit.distill._divergence_rows import LossOptions, divergence_specs
+from cukit.distill._divergence_rows import divergence_specs
+from cukit.distill._loss_options import LossOptions, RowOptions
 from cukit.distill._row_loss import count_spec, total_spec
 from cukit.distill.distillation_loss import evaluate
 from cukit.reference import losses as reference
@@ -21,7 +22,13 @@ def kl_divergence(
     temperature: float = 1.0,
     scale_by_temperature_squared: bool = False,
     targets: Array | None = None,
+    token_weights: Array | None = None,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
     reduction: str = "mean",
     normalizer: Any = None,
     return_grad: bool = False,
@@ -37,27 +44,21 @@ def kl_divergence(
     Args:
         student_logits: float32|float16|bfloat16 [..., vocab_size], C-contiguous. float64 on the CPU
             only.
-        teacher_logits: dtype and shape of `student_logits`.
+        teacher_logits: dtype and shape of `student_logits`; with `vocab_size` the last axes may
+            differ.
         temperature: T, above 0.
         scale_by_temperature_squared: multiply loss and gradient by T^2, which keeps the size of the
             gradient independent of T (Hinton et al., arXiv:1503.02531).
         targets: int32|int64 [...]; only says which rows to ignore: those equal to `ignore_index`,
             whose loss and gradient are zero. So are those of rows without any mass (every logit of
             either model -inf).
-        ignore_index: the target that says so.
-        reduction: "mean" over the rows that are not ignored, "sum", or "none".
-        normalizer: what "mean" divides by instead: a number or a float32 0-d array, such as the
-            number of tokens in all batches that a step accumulates.
-        return_grad: also return the gradient for the student's logits.
-        grad_loss: upstream gradient for that: a number or float32 0-d array ([rows] for "none").
-        inplace: let the gradient overwrite the student's logits.
+        The others: as in :func:`distillation_loss`.
 
     Returns:
         The loss, float32 0-d ([rows] for "none"); with `return_grad`, `(loss, grad_logits)`.
 
     Raises:
-        ArrayError: dtype, shape, layout or device.
-        ConfigError: temperature, reduction or normalizer.
+        ArrayError, ConfigError: as there.
 
     Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
 
@@ -66,11 +67,16 @@ def kl_divergence(
     >>> round(float(ck.kl_divergence(student, teacher)), 4)
     0.1308
     """
-    options = LossOptions("forward_kl", 0.0, temperature, scale_by_temperature_squared)
+    options = LossOptions(
+        "forward_kl", 0.0, temperature, scale_by_temperature_squared, 1.0, 0.0,
+        logit_scale, softcap, teacher_logit_scale, teacher_softcap,
+    )  # fmt: skip
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
+    )
     loss, grad = evaluate(
-        "kl_divergence", student_logits, teacher_logits, options,
-        targets=targets, ignore_index=ignore_index, reduction=reduction, normalizer=normalizer,
-        return_grad=return_grad, grad_loss=grad_loss, inplace=inplace,
+        "kl_divergence", student_logits, teacher_logits, options, rows, return_grad=return_grad,
+        inplace=inplace,
     )  # fmt: skip
     return loss if grad is None else (loss, grad)
 
@@ -83,7 +89,13 @@ def kl_divergence_backward(
     temperature: float = 1.0,
     scale_by_temperature_squared: bool = False,
     targets: Array | None = None,
+    token_weights: Array | None = None,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
     reduction: str = "mean",
     normalizer: Any = None,
     inplace: bool = False,
@@ -103,16 +115,22 @@ def kl_divergence_backward(
 
     `kl_divergence(..., return_grad=True)` gives loss and gradient for the price of this.
     """
-    options = LossOptions("forward_kl", 0.0, temperature, scale_by_temperature_squared)
+    options = LossOptions(
+        "forward_kl", 0.0, temperature, scale_by_temperature_squared, 1.0, 0.0,
+        logit_scale, softcap, teacher_logit_scale, teacher_softcap,
+    )  # fmt: skip
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
+    )
     return evaluate(
-        "kl_divergence_backward", student_logits, teacher_logits, options,
-        targets=targets, ignore_index=ignore_index, reduction=reduction, normalizer=normalizer,
-        return_grad=True, grad_loss=grad_loss, inplace=inplace, return_loss=False,
+        "kl_divergence_backward", student_logits, teacher_logits, options, rows, return_grad=True,
+        inplace=inplace, return_loss=False,
     )[1]  # fmt: skip
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    rows = divergence_specs(device, "forward_kl", ((False, False), (True, False)))
+    kinds = ((False, False, False), (True, False, False), (True, False, True))
+    rows = divergence_specs(device, "forward_kl", kinds)
     return [*rows, count_spec("int32"), total_spec()]
 
 

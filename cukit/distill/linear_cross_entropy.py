@@ -4,33 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from cukit.core.arrays import KERNEL_DTYPES, Array, adopt, check_array, empty, runs_kernel
+from cukit.core.arrays import KERNEL_DTYPES, Array, check_array, runs_kernel
 from cukit.core.device import Device
-from cukit.core.kernel import KernelSpec
-from cukit.distill._cross_entropy_rows import launch_rows, plan_cross_entropy, prepare_rows
+from cukit.core.kernel import KernelSpec, Launch
+from cukit.distill._cross_entropy_rows import OPTIONS, cross_entropy_specs, prepare_rows
 from cukit.distill._linear_loss import (
-    HeadGradients,
-    check_chunk_tokens,
-    check_grad_weight,
-    check_head,
-    empty_logits,
-    exact_boost,
-    plan_linear_loss,
-    project,
+    Head,
+    HeadOptions,
+    LinearLossConfig,
+    RowLaunch,
+    evaluate_heads,
 )
-from cukit.distill._row_loss import (
-    REPRESENTATIVE_ROWS,
-    adopt_scalars,
-    arrays_among,
-    check_options,
-    check_targets,
-    count_spec,
-    normalizer_of,
-    total_loss,
-    total_spec,
-)
+from cukit.distill._loss_options import RowOptions, common_vocabulary
+from cukit.distill._row_loss import count_spec, total_spec
 from cukit.reference import losses as reference
 from cukit.reference.losses import LinearCrossEntropyResult
 from cukit.registry import register
@@ -45,86 +31,82 @@ def linear_cross_entropy(
     weight: Array,
     targets: Array,
     *,
+    bias: Array | None = None,
+    token_weights: Array | None = None,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
     normalizer: Any = None,
+    grad_loss: Any = None,
     grad_weight: Array | None = None,
+    grad_bias: Array | None = None,
     chunk_tokens: int | None = None,
+    workspace_bytes: int | None = None,
 ) -> LinearCrossEntropyResult:
-    """Cross-entropy of the logits `hidden @ weight^T`, with its gradients, logits never stored.
+    """Cross-entropy of the logits `hidden @ weight^T + bias`, never stored, with its gradients.
 
     Args:
         hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; rows = all but the last.
         weight: dtype of `hidden`, [vocab_size, hidden_size].
         targets: int32|int64 [...]. Rows equal to `ignore_index` have zero loss and gradient.
-        ignore_index: the target that says so.
-        normalizer: what the sum over rows is divided by, instead of the number of rows that are not
-            ignored: a number or a float32 0-d array.
-        grad_weight: dtype of `weight` or float32, shape of `weight`: added to, in place. Without it
-            a new one is written.
-        chunk_tokens: rows that go through the head at once; None lets the plan choose.
+        token_weights, logit_scale, softcap, reduction, normalizer: as in :func:`cross_entropy`.
+        The others: as in :func:`linear_distillation_loss`.
 
     Returns:
-        :class:`LinearCrossEntropyResult`: `loss` (float32, 0-d), `grad_hidden` like `hidden`, and
-        `grad_weight`.
+        :class:`LinearCrossEntropyResult`: `loss` (float32, 0-d; [rows] for "none"), `grad_hidden`
+        like `hidden`, `grad_weight`, and `grad_bias` (float32) where there is a bias.
 
     Raises:
-        ArrayError, ConfigError: as :func:`linear_kl_divergence`.
+        ArrayError, ConfigError: as :func:`linear_distillation_loss`.
 
     Memory beside results: one chunk of logits. Rounding, streams and determinism as
-    :func:`linear_kl_divergence`.
+    :func:`linear_distillation_loss`.
 
     >>> import numpy as np, cukit as ck
     >>> eye = np.eye(2, dtype=np.float32)
     >>> round(float(ck.linear_cross_entropy(eye, eye, np.array([0, 1])).loss), 4)
     0.3133
     """
-    hidden, weight, targets, grad_weight = adopt(_OP, hidden, weight, targets, grad_weight)
-    (normalizer,) = adopt_scalars(_OP, normalizer)
-    check_options(_OP, "mean", normalizer, ignore_index)
-    check_chunk_tokens(_OP, chunk_tokens)
-    on_gpu = runs_kernel(_OP, hidden, weight, targets, grad_weight, *arrays_among(normalizer))
-    check_head(_OP, "", hidden, weight, None, None)
-    check_targets(_OP, targets, hidden.shape[:-1], weight.shape[0], ignore_index)
-    check_grad_weight(_OP, weight, grad_weight)
+    head = Head(hidden, weight, bias).adopt(_OP)
+    wanted = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes).adopt(_OP)
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
+    ).adopt(_OP)
+    options = OPTIONS._replace(logit_scale=logit_scale, softcap=softcap)
+    options = options.check(_OP, rows.targets)
+    on_gpu = runs_kernel(_OP, *head, *wanted.arrays, *rows.arrays)
+    head.check(_OP, "", None)
+    columns = common_vocabulary(_OP, vocab_size, weight=head.weight.shape[0])
+    rows.check(_OP, head.hidden.shape[:-1], columns, required=True)
+    wanted.check(_OP, head)
     if not on_gpu:
-        return reference.linear_cross_entropy(
-            hidden,
-            weight,
-            targets,
-            ignore_index=ignore_index,
-            normalizer=normalizer,
-            grad_weight=grad_weight,
-        )
-    check_array(_OP, "hidden", hidden, dtypes=KERNEL_DTYPES)
-    rows, classes = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    tokens = rows.shape[0]
-    config = plan_linear_loss(tokens, rows.shape[1], chunk_tokens)
-    divisor, count = normalizer_of(classes, tokens, ignore_index, "mean", normalizer)
-    boost = exact_boost(rows.dtype, divisor, tokens, divisor_on_gpu=count is not None)
+        given = {**rows._asdict(), **wanted._asdict(), "bias": head.bias}
+        given |= {"logit_scale": logit_scale, "softcap": softcap}
+        return reference.linear_cross_entropy(head.hidden, head.weight, **given)
+    check_array(_OP, "hidden", head.hidden, dtypes=KERNEL_DTYPES)
 
-    gradients = HeadGradients(rows, weight, grad_weight, boost)
-    logits = empty_logits(rows, config.chunk_tokens, weight.shape[0])
-    losses = empty(rows, (tokens,), np.float32)
-    for chunk in config.chunks():
-        part, target_part = logits[: chunk.stop - chunk.start], classes[chunk]
-        project(rows[chunk], weight, part)
-        launch = prepare_rows(part, target_part, ignore_index)
-        launch_rows(launch, part, target_part, losses[chunk], part, None, count, boost / divisor)
-        gradients.add(chunk, part)
+    def row_launch(config: LinearLossConfig) -> RowLaunch:
+        def launch(chunk: slice, logits: Array) -> tuple[Launch, tuple[Array]]:
+            of_rows = rows.part(chunk)
+            return prepare_rows(logits, *of_rows, options.transforms, ignore_index), (logits,)
+
+        return launch
+
+    losses, gradients = evaluate_heads(
+        _OP, head, columns, rows, options, wanted, row_launch, soft=False
+    )
     return LinearCrossEntropyResult(
-        total_loss(None, losses, divisor, count)[0],
-        gradients.grad_hidden.reshape(hidden.shape),
+        losses.loss,
+        gradients.grad_hidden.reshape(head.hidden.shape),
         gradients.grad_weight,
+        gradients.grad_bias,
     )
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    rows = [
-        plan_cross_entropy(
-            size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, True, device
-        ).spec()
-        for dtype, size in REPRESENTATIVE_ROWS
-    ]
+    rows = cross_entropy_specs(device, ((True, False), (True, True)))
     return [*rows, count_spec("int32"), total_spec()]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 from cukit.core.arrays import Array
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
-from cukit.distill._divergence_rows import LossOptions
+from cukit.distill._linear_loss import Head, HeadOptions
+from cukit.distill._loss_options import LossOptions, RowOptions
 from cukit.distill.linear_distillation_loss import evaluate, specs_of
 from cukit.reference import losses as reference
 from cukit.reference.losses import LinearKlResult
@@ -22,15 +23,27 @@ def linear_kl_divergence(
     teacher_hidden: Array,
     teacher_weight: Array,
     *,
+    bias: Array | None = None,
+    teacher_bias: Array | None = None,
     targets: Array | None = None,
+    token_weights: Array | None = None,
     temperature: float = 1.0,
     scale_by_temperature_squared: bool = False,
     soft_weight: float = 1.0,
     hard_weight: float = 0.0,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    reduction: str = "mean",
     normalizer: Any = None,
+    grad_loss: Any = None,
     grad_weight: Array | None = None,
+    grad_bias: Array | None = None,
     chunk_tokens: int | None = None,
+    workspace_bytes: int | None = None,
 ) -> LinearKlResult:
     """:func:`linear_distillation_loss` with the forward KL divergence, KL(teacher || student).
 
@@ -40,8 +53,7 @@ def linear_kl_divergence(
         The others: as there.
 
     Returns:
-        :class:`LinearKlResult`: `loss`, `soft_loss`, `hard_loss` (float32, 0-d), `grad_hidden` like
-        `hidden` and `grad_weight`.
+        :class:`LinearKlResult`, as there.
 
     Raises:
         ArrayError, ConfigError: as there.
@@ -53,13 +65,19 @@ def linear_kl_divergence(
     (0.0671, (2, 2))
     """
     options = LossOptions(
-        "forward_kl", 0.0, temperature, scale_by_temperature_squared, soft_weight, hard_weight
-    )
-    return evaluate(
-        _OP, hidden, weight, teacher_hidden, teacher_weight, options,
-        targets=targets, ignore_index=ignore_index, normalizer=normalizer, grad_weight=grad_weight,
-        chunk_tokens=chunk_tokens,
+        "forward_kl", 0.0, temperature, scale_by_temperature_squared, soft_weight, hard_weight,
+        logit_scale, softcap, teacher_logit_scale, teacher_softcap,
     )  # fmt: skip
+    return evaluate(
+        _OP,
+        Head(hidden, weight, bias),
+        Head(teacher_hidden, teacher_weight, teacher_bias),
+        options,
+        RowOptions(
+            targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
+        ),
+        HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes),
+    )
 
 
 def _specs(device: Device) -> list[KernelSpec]:

@@ -37,6 +37,19 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class Cosine:
+    """From `start` at step 0 to `end` at step `steps` along half a cosine, then `end`."""
+
+    start: float
+    end: float
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        share = min(step / self.steps, 1.0) if self.steps > 0 else 1.0
+        return self.start + (self.end - self.start) * 0.5 * (1 - math.cos(math.pi * share))
+
+
+@dataclass(frozen=True)
 class WarmupCosine:
     """Up to `peak` in `warmup` equal strides, then half a cosine down to `floor * peak`."""
 

@@ -2,57 +2,38 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from cukit.core.arrays import (
     FLOAT_DTYPES,
-    INDEX_DTYPES,
     KERNEL_DTYPES,
     Array,
     adopt,
     check_array,
     empty,
-    float32,
     float64,
-    int32,
     namespace,
     runs_kernel,
     write_out,
 )
-from cukit.core.compiler import MacroValue
-from cukit.core.device import Device, current_device
-from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.parameters import parameter_structs
-from cukit.core.scalars import check_choice, check_integer, check_number
-from cukit.distill._divergence_rows import LossOptions, factors_of
-from cukit.distill._row_loss import (
-    REPRESENTATIVE_ROWS,
-    VocabularySplit,
-    adopt_scalars,
-    arrays_among,
-    check_grad_loss,
-    check_options,
-    check_targets,
-    count_spec,
-    normalizer_of,
-    row_access_width,
-    split_vocabulary,
-    total_loss,
-    total_spec,
-    upstream,
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec, Launch, launch_plan
+from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
+from cukit.distill._loss_options import LossOptions, RowOptions, common_vocabulary
+from cukit.distill._row_loss import count_spec, evaluate_rows, total_spec
+from cukit.distill._topk_rows import (
+    MOST_KNOWN,
+    TAILS,
+    check_known_tokens,
+    plan_launch,
+    topk_specs,
 )
-from cukit.errors import ArrayError, ArrayShapeError
 from cukit.reference import losses as reference
 from cukit.registry import register
 
 _OP = "topk_distillation_loss"
-_TAILS = ("renormalise", "bucket")
-_MOST_KNOWN = 1024
 _ROWS_AT_ONCE = 1024
 
 
@@ -64,8 +45,14 @@ def topk_distillation_loss(
     tail: str = "renormalise",
     temperature: float = 1.0,
     scale_by_temperature_squared: bool = False,
+    soft_weight: float = 1.0,
+    hard_weight: float = 0.0,
     targets: Array | None = None,
+    token_weights: Array | None = None,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     reduction: str = "mean",
     normalizer: Any = None,
     return_grad: bool = False,
@@ -86,7 +73,7 @@ def topk_distillation_loss(
         teacher_ids: int32 [..., k]: the tokens they belong to, all different in a row.
         tail: "renormalise" or "bucket".
         temperature: T, above 0.
-        The others: as in :func:`kl_divergence`.
+        The others: as in :func:`distillation_loss`.
 
     Returns:
         The loss, float32 0-d ([rows] for "none"); with `return_grad`, `(loss, grad_logits)`.
@@ -104,35 +91,27 @@ def topk_distillation_loss(
     >>> round(float(ck.topk_distillation_loss(student, log_probs, ids, tail="bucket")), 4)
     0.1733
     """
-    student_logits, teacher_log_probs, teacher_ids, targets = adopt(
-        _OP, student_logits, teacher_log_probs, teacher_ids, targets
+    options = LossOptions(
+        temperature=temperature, scale_by_temperature_squared=scale_by_temperature_squared,
+        soft_weight=soft_weight, hard_weight=hard_weight, logit_scale=logit_scale, softcap=softcap,
+    )  # fmt: skip
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
     )
-    normalizer, grad_loss = adopt_scalars(_OP, normalizer, grad_loss)
-    check_options(
-        _OP,
-        reduction,
-        normalizer,
-        ignore_index,
-        temperature,
-        scale_by_temperature_squared=scale_by_temperature_squared,
-        return_grad=return_grad,
-        inplace=inplace,
+    student_logits, teacher_log_probs, teacher_ids = adopt(
+        _OP, student_logits, teacher_log_probs, teacher_ids
     )
-    check_choice(_OP, "tail", tail, _TAILS)
-    inputs = (student_logits, teacher_log_probs, teacher_ids, targets)
-    if not runs_kernel(_OP, *inputs, *arrays_among(normalizer, grad_loss)):
-        _check(*inputs, grad_loss, ignore_index, reduction)
+    check_choice(_OP, "tail", tail, TAILS)
+    check_flag(_OP, "return_grad", return_grad)
+    check_flag(_OP, "inplace", inplace)
+    rows = rows.adopt(_OP)
+    options = options.check(_OP, rows.targets)
+    inputs = (student_logits, teacher_log_probs, teacher_ids)
+    if not runs_kernel(_OP, *inputs, *rows.arrays):
+        _check(*inputs, rows, options.hard)
+        given = {**options.of_student(), **rows._asdict(), "return_grad": return_grad}
         result = reference.topk_distillation_loss(
-            *inputs[:3],
-            tail=tail,
-            temperature=temperature,
-            scale_by_temperature_squared=scale_by_temperature_squared,
-            targets=targets,
-            ignore_index=ignore_index,
-            reduction=reduction,
-            normalizer=normalizer,
-            return_grad=return_grad,
-            grad_loss=grad_loss,
+            student_logits, teacher_log_probs, teacher_ids, tail=tail, **given
         )
         if inplace and return_grad:
             return result[0], write_out(student_logits, result[1])
@@ -140,18 +119,15 @@ def topk_distillation_loss(
     grad = None
     if return_grad:
         grad = student_logits if inplace else empty(student_logits, student_logits.shape)
-    factor, grad_loss = upstream(grad_loss)
-    launch = _prepare(*inputs, grad, grad_loss, tail, ignore_index, reduction)
-    num_rows = math.prod(student_logits.shape[:-1])
-    divisor, count = normalizer_of(targets, num_rows, ignore_index, reduction, normalizer)
-    rows = empty(student_logits, (num_rows,), np.float32)
-    options = LossOptions(
-        temperature=temperature, scale_by_temperature_squared=scale_by_temperature_squared
-    )
-    then = (np.int32(teacher_ids.shape[-1]), factors_of(options, factor / divisor))
-    launch(*inputs, rows, grad, grad_loss, count, then=then)
-    loss = rows if reduction == "none" else total_loss(rows, None, divisor, count)[0]
-    return loss if grad is None else (loss, grad)
+    _, grad_loss = rows.upstream()
+    launch = _prepare(
+        *inputs, rows.targets, rows.token_weights, grad, grad_loss, tail, options.hard,
+        options.transforms, rows.ignore_index, rows.vocab_size, rows.reduction,
+    )  # fmt: skip
+    known = (student_logits, teacher_log_probs, None, teacher_ids)
+    losses = evaluate_rows(launch, known, options, rows, grad)
+    assert losses is not None
+    return losses.loss if grad is None else (losses.loss, grad)
 
 
 def teacher_top_k(
@@ -179,7 +155,7 @@ def teacher_top_k(
     op = "teacher_top_k"
     (teacher_logits,) = adopt(op, teacher_logits)
     check_array(op, "teacher_logits", teacher_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
-    check_integer(op, "k", k, least=1, most=min(_MOST_KNOWN, teacher_logits.shape[-1]))
+    check_integer(op, "k", k, least=1, most=min(MOST_KNOWN, teacher_logits.shape[-1]))
     check_number(op, "temperature", temperature, above=0)
     xp = namespace(teacher_logits)
     rows = teacher_logits.reshape(-1, teacher_logits.shape[-1])
@@ -199,130 +175,58 @@ def teacher_top_k(
     return log_probs.reshape(shape), ids.reshape(shape)
 
 
-@dataclass(frozen=True)
-class TopkConfig:
-    """One way to run the kernel over rows of one vocabulary."""
-
-    dtype: str
-    index_dtype: str
-    grad: bool
-    bucket: bool
-    split: VocabularySplit
-
-    def spec(self) -> KernelSpec:
-        """The kernel variant that this configuration launches."""
-        defines: tuple[tuple[str, MacroValue], ...] = (
-            ("DTYPE", self.dtype),
-            ("ID", self.index_dtype),
-            *self.split.defines(),
-            ("MOST", _MOST_KNOWN),
-            ("GRAD", self.grad),
-            ("BUCKET", self.bucket),
-        )
-        split = self.split
-        return KernelSpec(
-            "distill/topk_divergence.cu", "topk_divergence", defines, split.threads,
-            split.shared_bytes,
-        )  # fmt: skip
-
-
-@cache
-def plan_topk_divergence(
-    vocab_size: int,
-    dtype: str,
-    itemsize: int,
-    index_dtype: str,
-    vec: int,
-    grad: bool,
-    tail: str,
-    device: Device,
-) -> TopkConfig:
-    """The loss alone takes one sweep over the row, the gradient a second one. The known tokens take
-    shared memory of a cached access."""
-    sweeps = 2 if grad else 1
-    split = split_vocabulary(vocab_size, itemsize, vec, 1, sweeps, device, reserved=4 * _MOST_KNOWN)
-    return TopkConfig(dtype, index_dtype, grad, tail == "bucket", split)
-
-
 @launch_plan
 def _prepare(
     student_logits: Array,
     teacher_log_probs: Array,
     teacher_ids: Array,
     targets: Array | None,
+    token_weights: Array | None,
     grad: Array | None,
     grad_loss: Array | None,
     tail: str,
+    hard: bool,
+    transform: bool,
     ignore_index: int,
+    vocab_size: int | None,
     reduction: str,
 ) -> Launch:
-    inputs = (student_logits, teacher_log_probs, teacher_ids, targets)
-    _check(*inputs, grad_loss, ignore_index, reduction)
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, grad_loss=grad_loss
+    )
+    columns = _check(student_logits, teacher_log_probs, teacher_ids, rows, hard)
     check_array(_OP, "student_logits", student_logits, dtypes=KERNEL_DTYPES)
-    vocab_size = student_logits.shape[-1]
-    config = plan_topk_divergence(
-        vocab_size,
-        student_logits.dtype.name,
-        student_logits.itemsize,
-        "int32" if targets is None else targets.dtype.name,
-        row_access_width(student_logits, grad),
-        grad is not None,
-        tail,
-        current_device(),
-    )
-    rows = parameter_structs("distill/parameters.cuh")["LogitRows"].pack(
-        ignore_index=ignore_index,
-        row_stride=vocab_size,
-        columns=vocab_size,
-        grad_loss_stride=1 if grad_loss is not None and grad_loss.ndim else 0,
-    )
-    grid = (math.prod(student_logits.shape[:-1]) * config.split.cluster,)
-    return Launch(load_kernel(config.spec()), grid, (rows,))
+    arrays = (student_logits, teacher_ids, grad, grad_loss, rows)
+    return plan_launch(*arrays, tail, hard, transform, columns, student_logits.shape[-1])
 
 
 def _check(
     student_logits: Array,
     teacher_log_probs: Array,
     teacher_ids: Array,
-    targets: Array | None,
-    grad_loss: Any,
-    ignore_index: int,
-    reduction: str,
-) -> None:
+    rows: RowOptions,
+    hard: bool,
+) -> int:
+    """How many columns count."""
     check_array(_OP, "student_logits", student_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
-    *row_shape, vocab_size = student_logits.shape
-    shape = (*row_shape, None)
-    wide = (float32, float64) if student_logits.dtype == float64 else (float32,)
-    check_array(_OP, "teacher_log_probs", teacher_log_probs, dtypes=wide, shape=shape)
-    num_known = teacher_log_probs.shape[-1]
-    if not 1 <= num_known <= min(_MOST_KNOWN, vocab_size):
-        raise ArrayShapeError(
-            f"{_OP}: teacher_log_probs must have 1 to {min(_MOST_KNOWN, vocab_size)} tokens a row, "
-            f"got {num_known}"
-        )
-    shape = teacher_log_probs.shape
-    check_array(_OP, "teacher_ids", teacher_ids, dtypes=(int32,), shape=shape)
-    if isinstance(teacher_ids, np.ndarray):
-        wrong = (teacher_ids < 0) | (teacher_ids >= vocab_size)
-        if wrong.any():
-            raise ArrayError(
-                f"{_OP}: teacher_ids must lie in 0..{vocab_size - 1}, got {teacher_ids[wrong][0]}"
-            )
-    if targets is not None:
-        check_array(_OP, "targets", targets, dtypes=INDEX_DTYPES)
-        check_targets(_OP, targets, tuple(row_shape), None, ignore_index)
-    check_grad_loss(_OP, grad_loss, reduction, tuple(row_shape))
+    *row_shape, width = student_logits.shape
+    columns = common_vocabulary(_OP, rows.vocab_size, student_logits=width)
+    check_known_tokens(
+        _OP, tuple(row_shape), columns, student_logits.dtype == float64,
+        ("teacher_ids", teacher_ids), ("teacher_log_probs", teacher_log_probs),
+    )  # fmt: skip
+    rows.check(_OP, tuple(row_shape), columns if hard else None)
+    return columns
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    rows = [
-        plan_topk_divergence(
-            size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, grad, tail, device
-        ).spec()
-        for dtype, size in REPRESENTATIVE_ROWS
-        for grad, tail in ((False, "bucket"), (True, "bucket"), (True, "renormalise"))
-    ]
-    return [*rows, count_spec("int32"), total_spec()]
+    kinds = (
+        ("bucket", False, False, False),
+        ("bucket", True, False, False),
+        ("renormalise", True, False, False),
+        ("bucket", True, True, True),
+    )
+    return [*topk_specs(device, kinds), count_spec("int32"), total_spec()]
 
 
 register(

@@ -33,7 +33,13 @@ class Emulator:
     def key(self) -> Hashable:
         """What makes a difference to plans and compiled kernels."""
         settings = self.settings
-        return ("emulator", self.device.arch, settings.checked, settings.debug)
+        return (
+            "emulator",
+            self.device.arch,
+            settings.checked,
+            settings.debug,
+            settings.all_checks,
+        )
 
     def poison(self, array: np.ndarray[Any, Any]) -> None:
         """All bits set: NaN in every float format."""
@@ -41,7 +47,8 @@ class Emulator:
 
     def load_kernel(self, spec: KernelSpec) -> Kernel:
         """Compiled on first use, then from disk or from memory."""
-        return _load(spec, self.device.arch, self.settings.checked, self.settings.debug)
+        settings = self.settings
+        return _load(spec, self.device.arch, settings.checked, settings.debug, settings.all_checks)
 
     def encode_tensor_map(
         self, view: TensorView, box: Sequence[int], swizzle_bytes: int
@@ -51,6 +58,6 @@ class Emulator:
 
 
 @functools.cache
-def _load(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Kernel:
-    build = build_kernel(spec, arch, checked, debug)
+def _load(spec: KernelSpec, arch: str, checked: bool, debug: bool, all_checks: bool) -> Kernel:
+    build = build_kernel(spec, arch, checked, debug, all_checks)
     return EmulatedKernel(build, Settings(arch=arch, checked=checked, debug=debug))

@@ -37,6 +37,7 @@ from cukit.emulator.toolchain import (
 _CLUSTER_SECTION = "cukit_cluster_"
 _GAP_BYTES = 256
 _PRELUDE = '#include "common/platform.cuh"\n#include <common/emulator/entry.h>\n'
+_RUNTIME_PRELUDE = ("run.h", "engines.h", "order.h")
 _FOREIGN_PRELUDE = "#include <common/emulator/language.h>\n"
 
 
@@ -58,10 +59,19 @@ class Build:
     """The cluster is no cluster, but all blocks of a cooperative launch."""
 
 
-def build_kernel(spec: KernelSpec, arch: str, checked: bool, debug: bool) -> Build:
-    """Compiles `spec`, or finds it in the cache. Raises CompileError with the compiler's log."""
+def build_kernel(
+    spec: KernelSpec, arch: str, checked: bool, debug: bool, all_checks: bool = False
+) -> Build:
+    """Compiles `spec`, or finds it in the cache. Raises CompileError with the compiler's log.
+
+    all_checks: as for `kernel_flags`; kernels from other folders than cukit's always have them.
+    """
     compiler = find_compiler()
-    flags = (*kernel_flags(checked, debug, compiler), f"-DCUKIT_EMULATE={arch_number(arch)}")
+    all_checks = all_checks or Path(spec.source).is_absolute()
+    flags = (
+        *kernel_flags(checked, debug, compiler, all_checks),
+        f"-DCUKIT_EMULATE={arch_number(arch)}",
+    )
     link = link_flags(checked)
     source = _translation_unit(spec)
     parts = (closure_hash(spec.source), source, _sources_hash(), compiler.version)
@@ -123,6 +133,12 @@ def _say(what: str) -> None:
 
 def _compile_runtime(flags: tuple[str, ...]) -> tuple[bytes, Record]:
     with tempfile.TemporaryDirectory() as folder:
+        header = Path(folder) / "prelude.h"  # parsed once, for half of the time of the sources
+        header.write_text("".join(f'#include "{name}"\n' for name in _RUNTIME_PRELUDE))
+        flags = (*flags, f"-I{RUNTIME_SOURCES}", *include_flags())
+        arguments = [*flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
+        find_compiler().run(arguments, "the emulator's headers")
+        flags = (*flags, "-include", str(header))
         objects = [Path(folder) / f"{source.stem}.o" for source in _runtime_sources()]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(partial(_compile_source, flags), _runtime_sources(), objects))
@@ -134,8 +150,7 @@ def _runtime_sources() -> list[Path]:
 
 
 def _compile_source(flags: tuple[str, ...], source: Path, target: Path) -> None:
-    arguments = [*flags, f"-I{RUNTIME_SOURCES}", *include_flags(), "-c", str(source)]
-    find_compiler().run([*arguments, "-o", str(target)], source.name)
+    find_compiler().run([*flags, "-c", str(source), "-o", str(target)], source.name)
 
 
 def build_foreign(

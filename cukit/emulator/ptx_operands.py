@@ -18,20 +18,20 @@ TYPES = {
     "f32": "float", "f64": "double", "pred": "bool", "b128": "unsigned __int128",
 }  # fmt: skip
 _SPECIAL = {
-    "laneid": f"{E}self().lane",
+    "laneid": "CUKIT_OF_SELF(lane)",
     "warpid": f"({P}thread_number() / 32)",
     "nwarpid": f"(({P}block_threads() + 31) / 32)",
     "smid": "0u", "nsmid": "1u", "gridid": "0ull", "dynamic_smem_size": "0u",
     "clock": "static_cast<std::uint32_t>(clock64())", "clock64": "clock64()",
     "clock_hi": "static_cast<std::uint32_t>(clock64() >> 32)",
     "globaltimer": "clock64()", "globaltimer_lo": "static_cast<std::uint32_t>(clock64())",
-    "lanemask_eq": f"(1u << {E}self().lane)",
-    "lanemask_lt": f"((1u << {E}self().lane) - 1)",
-    "lanemask_le": f"((2u << {E}self().lane) - 1)",
-    "lanemask_gt": f"(~0u << {E}self().lane << 1)",
-    "lanemask_ge": f"(~0u << {E}self().lane)",
-    "cluster_ctarank": f"{E}self().cluster_rank",
-    "cluster_nctarank": f"{E}self().cluster_blocks",
+    "lanemask_eq": "(1u << CUKIT_OF_SELF(lane))",
+    "lanemask_lt": "((1u << CUKIT_OF_SELF(lane)) - 1)",
+    "lanemask_le": "((2u << CUKIT_OF_SELF(lane)) - 1)",
+    "lanemask_gt": "(~0u << CUKIT_OF_SELF(lane) << 1)",
+    "lanemask_ge": "(~0u << CUKIT_OF_SELF(lane))",
+    "cluster_ctarank": "CUKIT_OF_SELF(cluster_rank)",
+    "cluster_nctarank": "CUKIT_OF_SELF(cluster_blocks)",
 }  # fmt: skip
 _SPECIAL |= {
     f"{name}.{axis}": f"{variable}.{axis}"

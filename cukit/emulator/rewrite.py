@@ -335,7 +335,7 @@ def _dynamic_shared(tokens: list[Token], start: int, in_function: bool) -> None:
     bracket = next((k for k, token in enumerate(kept) if token.text == "["), len(kept))
     name = kept[bracket - 1].text
     element = " ".join(token.text for token in kept[: bracket - 1]).replace(" :: ", "::")
-    memory = "::cukit::emulator::self().dynamic_shared"
+    memory = "::cukit::emulator::dynamic_shared_memory()"
     if bracket == len(kept):
         pointer, value = f"{element}& {name}", f"*reinterpret_cast<{element}*>({memory})"
     else:

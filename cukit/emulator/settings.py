@@ -25,6 +25,9 @@ class Settings:
         before they count as stuck.
     global_races: look for races in global memory too, between blocks as well as within them.
     same_value_writes: several threads may write one value to one place with nothing in between.
+    all_checks: compile cukit's own kernels, too, with all checks that the compiler has, which takes
+        half as long again: pointers that leave their variable, misaligned structures, functions
+        that end without their value. Others' kernels always have them.
     """
 
     arch: str = "sm_90"
@@ -36,6 +39,7 @@ class Settings:
     patience: float = 20.0
     global_races: bool = False
     same_value_writes: bool = False
+    all_checks: bool = False
 
     def __post_init__(self) -> None:
         typical_device(self.arch)
@@ -53,7 +57,7 @@ def settings_from(environment: Mapping[str, str] = os.environ, **options: object
         if text:
             values[name] = text if name == "arch" else _number(variable, text)
     values.update(options)
-    for name in ("checked", "late", "debug", "global_races", "same_value_writes"):
+    for name in ("checked", "late", "debug", "global_races", "same_value_writes", "all_checks"):
         if name in values:
             values[name] = bool(values[name])
     unknown = set(values) - set(_VARIABLES)
@@ -72,6 +76,7 @@ _VARIABLES = {
     "patience": "PATIENCE",
     "global_races": "GLOBAL_RACES",
     "same_value_writes": "SAME_VALUE_WRITES",
+    "all_checks": "ALL_CHECKS",
 }
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cukit.core.arrays import bfloat16, float16, float32
-from cukit.core.narrow_dtype import NarrowDtype, float8_e4m3, int8
+from cukit.attention.cache_arrays import GROUP_ROWS
+from cukit.core.arrays import Array, bfloat16, float16, float32
+from cukit.core.narrow_dtype import NarrowDtype, float8_e4m3, int4, int8
 from cukit.core.scalars import check_choice, check_flag, check_integer
 from cukit.errors import ArrayDtypeError, ConfigError, OutOfMemoryError
 from cukit.kv_cache.radix_tree import POLICIES, TOKEN_BYTES, Node, RadixTree
@@ -60,7 +61,10 @@ class KVCacheManager:
         block_size: tokens in a block.
         num_layers, num_heads_kv, head_dim: of the model.
         dtype: float16, bfloat16 or float32; or int8 or float8_e4m3 (`ck.int8`), with a float32
-            scale for each key of a head and each of its values, which `append_kv` writes.
+            scale for each key of a head and each of its values, which `append_kv` writes; or int4
+            (`ck.int4`, KIVI), see `pack`. Blocks of int4 have 32 or 64 tokens.
+        num_rings: with int4, most blocks at once that are not full: requests that run.
+        recent_dtype: with int4, float16 or bfloat16, of keys and values in rings.
         policy: what is evicted first: "lru" the least recently used, "lfu" the least often used,
             "priority" the lowest priority.
         pool: where the slab is allocated; None: the default pool of the current device, or host
@@ -94,6 +98,8 @@ class KVCacheManager:
         num_heads_kv: int,
         head_dim: int,
         dtype: Any = np.float16,
+        num_rings: int = 64,
+        recent_dtype: Any = np.float16,
         policy: str = "lru",
         pool: MemoryPool | None = None,
     ) -> None:
@@ -106,12 +112,22 @@ class KVCacheManager:
         check_choice(_OP, "policy", policy, (*POLICIES,))
         if not isinstance(dtype, NarrowDtype):
             dtype = np.dtype(dtype)
-        if dtype not in (float16, bfloat16, float32, int8, float8_e4m3):
+        if dtype not in (float16, bfloat16, float32, int8, float8_e4m3, int4):
             raise ArrayDtypeError(
-                f"{_OP}: dtype must be float16, bfloat16, float32, int8 or float8_e4m3, got {dtype}"
+                f"{_OP}: dtype must be float16, bfloat16, float32, int8, float8_e4m3 or int4, got "
+                f"{dtype}"
             )
         sizes = [int(value) for value in shape.values()]
-        self.slab = KVCacheSlab((sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]), dtype, pool)
+        if dtype is int4:
+            self._check_groups(sizes[2], sizes[4], num_rings, np.dtype(recent_dtype))
+        self.slab = KVCacheSlab(
+            (sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]), dtype, pool,
+            num_rings if dtype is int4 else 0, np.dtype(recent_dtype),
+        )  # fmt: skip
+        self._packs = dtype is int4
+        self._open: dict[int, int] = {}
+        """Blocks whose tokens lie in rings, and which."""
+        self._free_rings = deque(range(num_rings if dtype is int4 else 0))
         self.num_blocks, self.block_size = sizes[1], sizes[2]
         self._tree = RadixTree(self.block_size, policy)
         self._free = deque(range(self.num_blocks))
@@ -130,6 +146,7 @@ class KVCacheManager:
 
         At least one token is left to compute, for its output is needed. `salt`: only requests with
         an equal one share blocks. `priority`: of its cached blocks, for the policy "priority".
+        With int4 the new full blocks are to be packed as they come (`pack_kv`).
         """
         if request in self._sequences:
             raise ConfigError(f"allocate: the request {request!r} exists already")
@@ -148,6 +165,10 @@ class KVCacheManager:
         """
         sequence = self._running("append", request)
         added = _tokens("append", tokens)
+        if self._packs and len(added) > 1:
+            raise ConfigError(
+                f"append: a cache of int4 takes one token at a time, got {len(added)}"
+            )
         self._extend([sequence], [added])
         return self._slots(sequence, len(sequence.tokens) - len(added))
 
@@ -167,7 +188,31 @@ class KVCacheManager:
         size = self.block_size
         last = [len(sequence.tokens) - 1 for sequence in sequences]
         blocks = [sequence.blocks[-1] for sequence in sequences]
+        if self._packs:
+            blocks = [self._open[block] for block in blocks]
         return np.asarray(blocks, np.int64) * size + np.asarray(last, np.int64) % size
+
+    def pack(self) -> int:
+        """int4: turns blocks that have become full into codes, all layers in one launch; returns
+        how many. Call it once their keys and values have been queued for writing, and before a
+        token is appended behind them.
+
+        The keys and values of a request's last block lie in a ring of 16 bits until it is full:
+        `slots` and `append` name rows of rings, in the caches `recent_keys` and `recent_values`,
+        `recent` is what :func:`paged_attention` reads.
+        """
+        full = dict.fromkeys(
+            sequence.blocks[-1]
+            for sequence in self._sequences.values()
+            if sequence.blocks
+            and len(sequence.tokens) % self.block_size == 0
+            and sequence.blocks[-1] in self._open
+        )
+        self.slab.pack([self._open[block] for block in full], [*full])
+        with Uninterrupted():
+            for block in full:
+                self._free_rings.append(self._open.pop(block))
+        return len(full)
 
     def publish(self, request: Hashable) -> int:
         """Makes the full blocks of a request available to others; returns how many there are.
@@ -228,7 +273,8 @@ class KVCacheManager:
         call early, Ctrl-C included, leaves the request running or swapped.
         """
         sequence = self._running("swap_blocks_to_cpu", request)
-        host = self.slab.to_host(sequence.blocks)
+        last = sequence.blocks[-1] if sequence.blocks else -1
+        host = self.slab.to_host(sequence.blocks, self._open.get(last))
         leaving = sequence.blocks
         with Uninterrupted():
             sequence.host = host
@@ -249,7 +295,9 @@ class KVCacheManager:
         try:
             with Uninterrupted():
                 blocks = self._take("swap_blocks_from_cpu", self._blocks_for(len(sequence.tokens)))
-            self.slab.from_host(host, blocks)
+                if host.ring is not None:
+                    self._open_blocks("swap_blocks_from_cpu", blocks[-1:])
+            self.slab.from_host(host, blocks, self._open.get(blocks[-1]) if blocks else None)
             with Uninterrupted():
                 root, _ = self._tree.match(b"", sequence.salt)
                 self._hold(sequence, root)
@@ -273,8 +321,28 @@ class KVCacheManager:
         """As `keys`."""
         return self.slab.part(1, layer)
 
+    def recent_keys(self, layer: int) -> Array:
+        """int4: [num_rings, block_size, num_heads_kv, head_dim] of a layer, a view; see `pack`."""
+        assert self.slab.recent is not None
+        return self.slab.recent[0, layer]
+
+    def recent_values(self, layer: int) -> Array:
+        """As `recent_keys`."""
+        assert self.slab.recent is not None
+        return self.slab.recent[1, layer]
+
+    def recent(
+        self, requests: Sequence[Hashable]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """int4: rings and packed_lens of requests, int32 on the host; see :class:`RecentKV`."""
+        sequences = [self._running("recent", request) for request in requests]
+        rings = [self._open.get(each.blocks[-1], -1) if each.blocks else -1 for each in sequences]
+        packed = [self._packed_tokens(sequence) for sequence in sequences]
+        return np.asarray(rings, np.int32), np.asarray(packed, np.int32)
+
     def slots(self, request: Hashable, begin: int = 0) -> npt.NDArray[np.int64]:
-        """Slots of the request's tokens from number `begin` on; see `append`."""
+        """Slots of the request's tokens from number `begin` on; see `append`. With int4 those of
+        tokens that are not in a ring are -1."""
         check_integer("slots", "begin", begin, least=0)
         return self._slots(self._running("slots", request), int(begin))
 
@@ -350,6 +418,10 @@ class KVCacheManager:
         assert references == self._references
         assert sorted(self._free) == [b for b, count in enumerate(references) if not count]
         assert not self._leaving.keys() - set(self._free)
+        lasts = {s.blocks[-1] for s in self._sequences.values() if s.blocks}
+        assert not self._open.keys() - lasts
+        num_rings = 0 if self.slab.recent is None else self.slab.recent.shape[2]
+        assert sorted([*self._free_rings, *self._open.values()]) == list(range(num_rings))
 
     # Inside ---------------------------------------------------------------------------------------
 
@@ -371,6 +443,11 @@ class KVCacheManager:
     def _slots(self, sequence: _Sequence, begin: int) -> npt.NDArray[np.int64]:
         places = np.arange(begin, len(sequence.tokens))
         blocks = np.array(sequence.blocks, np.int64)
+        if self._packs:
+            packed = self._packed_tokens(sequence)
+            ring = self._open.get(sequence.blocks[-1], 0) if sequence.blocks else 0
+            slots = ring * self.block_size + places % self.block_size
+            return np.where(places < packed, -1, slots)
         return blocks[places // self.block_size] * self.block_size + places % self.block_size
 
     def _start(self, sequence: _Sequence) -> int:
@@ -385,6 +462,8 @@ class KVCacheManager:
             sequence.blocks.extend(
                 self._take("allocate", self._blocks_for(num_tokens) - len(blocks))
             )
+            if self._packs and num_tokens % self.block_size:
+                self._open_blocks("allocate", sequence.blocks[-1:])
         except BaseException:
             self._stop(sequence, keep=False)
             raise
@@ -408,6 +487,8 @@ class KVCacheManager:
 
     def _publish(self, sequence: _Sequence) -> int:
         num_full = len(sequence.tokens) // self.block_size
+        if self._packs:
+            num_full = self._packed_tokens(sequence) // self.block_size
         tokens = sequence.tokens[: num_full * self.block_size].tobytes()
         blocks = sequence.blocks[:num_full].tolist()
         known = self._tree.peek(tokens, sequence.salt)
@@ -429,10 +510,15 @@ class KVCacheManager:
         """Appends tokens to sequences, with blocks for them and copies of blocks they share."""
         size, references = self.block_size, self._references
         needed = 0
+        opened = 0
         writers: dict[int, list[_Sequence]] = {}
         for sequence, tokens in zip(sequences, added, strict=True):
             used = len(sequence.tokens)
             needed += -(-(used + len(tokens)) // size) - len(sequence.blocks)
+            if self._packs and tokens and used % size == 0:
+                opened += 1
+                if sequence.blocks and sequence.blocks[-1] in self._open:
+                    raise ConfigError("append: a full block is not packed yet; call pack first")
             if used % size and tokens and references[last := sequence.blocks[-1]] > 1:
                 writers.setdefault(last, []).append(sequence)
         # All holders of a shared block may write in this step; then one of them keeps it.
@@ -441,11 +527,19 @@ class KVCacheManager:
             for block, sharing in writers.items()
             for sequence in sharing[: references[block] - 1]
         ]
+        if self._packs:
+            self._check_rings("append", opened + len(copying))
         taken = self._take("append", needed + len(copying))
         if copying:
             copies = [taken.pop() for _ in copying]
             try:
                 self.slab.copy_blocks(copies, [block for _, block in copying])
+                if self._packs:
+                    self._open_blocks("append", copies)
+                    self.slab.copy_rings(
+                        [self._open[copy] for copy in copies],
+                        [self._open[block] for _, block in copying],
+                    )
             except BaseException:
                 self._release([*taken, *copies])
                 raise
@@ -456,6 +550,8 @@ class KVCacheManager:
             sequence.tokens += tokens
             while len(sequence.blocks) * size < len(sequence.tokens):
                 sequence.blocks.append(taken.pop())
+                if self._packs:
+                    self._open_blocks("append", sequence.blocks[-1:])
 
     def _take(self, op: str, count: int) -> list[int]:
         """Free blocks with one reference each, evicting cached ones where there are too few."""
@@ -486,6 +582,47 @@ class KVCacheManager:
             self._references[block] -= 1
             if not self._references[block]:
                 self._free.append(block)
+                if block in self._open:
+                    self._free_rings.append(self._open.pop(block))
+
+    # Rings ----------------------------------------------------------------------------------------
+
+    def _packed_tokens(self, sequence: _Sequence) -> int:
+        """int4: of the request's first tokens those that no ring holds."""
+        if sequence.blocks and sequence.blocks[-1] in self._open:
+            return (len(sequence.blocks) - 1) * self.block_size
+        return len(sequence.tokens)
+
+    def _check_rings(self, op: str, count: int) -> None:
+        if count > len(self._free_rings):
+            assert self.slab.recent is not None
+            raise OutOfMemoryError(
+                f"{op}: {count} rings are needed, but only {len(self._free_rings)} of "
+                f"{self.slab.recent.shape[2]} are free; a larger num_rings lets more requests run"
+            )
+
+    def _open_blocks(self, op: str, blocks: Iterable[int]) -> None:
+        """Gives each block a ring."""
+        blocks = [*blocks]
+        self._check_rings(op, len(blocks))
+        for block in blocks:
+            self._open[block] = self._free_rings.popleft()
+
+    @staticmethod
+    def _check_groups(
+        block_size: int, head_dim: int, num_rings: int, recent_dtype: np.dtype[Any]
+    ) -> None:
+        """What int4 asks for."""
+        check_integer(_OP, "num_rings", num_rings, least=1, most=2**31 - 1)
+        if block_size not in GROUP_ROWS or head_dim % 32:
+            raise ConfigError(
+                f"{_OP}: blocks of int4 must have {' or '.join(map(str, GROUP_ROWS))} tokens, and "
+                f"head_dim must be a multiple of 32, got {block_size} and {head_dim}"
+            )
+        if recent_dtype not in (float16, bfloat16):
+            raise ArrayDtypeError(
+                f"{_OP}: recent_dtype must be float16 or bfloat16, got {recent_dtype}"
+            )
 
 
 def _tokens(op: str, tokens: Tokens) -> array[int]:

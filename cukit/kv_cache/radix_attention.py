@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cukit.attention import PagedAttention
-from cukit.core.arrays import Array, adopt, check_array, namespace
+from cukit.attention import PagedAttention, RecentKV, append_kv, pack_kv, paged_attention
+from cukit.core.arrays import Array, adopt, check_array, empty, namespace
 from cukit.core.scalars import check_integer
 from cukit.errors import ConfigError
 from cukit.kv_cache.manager import KVCacheManager, Tokens
@@ -70,13 +70,25 @@ class RadixAttention:
         self.cache = cache
         self._max_batch = max_batch
         self._max_blocks = cache.num_blocks if max_blocks is None else max_blocks
+        layers = range(slab.shape[1])
+        self._caches = [(cache.keys(layer), cache.values(layer)) for layer in layers]
+        """Of each layer; its rows have `slots`, but for int4."""
+        rings = cache.slab.recent
+        if rings is not None:
+            options.setdefault("dtype", rings.dtype)
+            options["recent"] = rings[0], rings[1]
+        self._rings = None if rings is None else [(rings[0, i], rings[1, i]) for i in layers]
+        self._prompt: dict[str, Any] | None = None
+        """Of a step whose new keys are read before they become int4: see `_prompt_step`."""
+        self._options = {
+            name: options[name]
+            for name in ("window_size", "softcap", "sinks", "scale", "batch_invariant")
+            if name in options
+        }
         self._attention = PagedAttention(
-            slab[0], slab[1], num_heads_q=num_heads_q, max_batch=max_batch,
-            max_blocks=self._max_blocks, **options,
+            [k for k, _ in self._caches], [v for _, v in self._caches], num_heads_q=num_heads_q,
+            max_batch=max_batch, max_blocks=self._max_blocks, **options,
         )  # fmt: skip
-        # Rows of tokens as integers: copies of bits, whatever the dtype.
-        num_layers, (heads, head_dim) = slab.shape[1], slab.shape[4:]
-        self._rows = slab.view(f"u{slab.itemsize}").reshape(2, num_layers, -1, heads, head_dim)
         xp = namespace(slab)
         self._memory = xp.zeros(max_batch, np.int64), xp.zeros(max_batch, np.int32)
         self._requests: tuple[Hashable, ...] = ()
@@ -121,27 +133,51 @@ class RadixAttention:
             self._begin([request], slots, publishes=True)
         return ready
 
-    def attend(self, q: Array, k: Array, v: Array, layer: int) -> tuple[Array, Array]:
+    def attend(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        layer: int,
+        *,
+        cos: Array | None = None,
+        sin: Array | None = None,
+        interleaved: bool = False,
+    ) -> tuple[Array, Array]:
         """Stores a layer's keys and values of the step, and attends to all of its requests'.
 
         Args:
-            q: dtype of the cache, [requests, tokens, num_heads_q, head_dim] of the step's tokens.
-            k, v: as q, with num_heads_kv. Positions, if any, are part of them already.
+            q: [requests, tokens, num_heads_q, head_dim] of the step's tokens, in the dtype of the
+                cache or, where it holds codes, in that of the queries.
+            k, v: as q, with num_heads_kv.
             layer: each once, in any order.
+            cos, sin, interleaved: as for :func:`append_kv`, which then turns q and k by
+                `positions`. Without them positions, if any, are part of q and k already.
 
         Returns:
             `(out, lse)` as :func:`paged_attention`.
         """
         if not self._requests:
             raise ConfigError(f"{_OP}.attend: no step is under way; add, append or resume first")
-        check_integer(f"{_OP}.attend", "layer", layer, least=0, most=self._rows.shape[1] - 1)
-        k, v = adopt(_OP, k, v)
-        slab = self.cache.slab.array
-        for place, name, array in ((0, "k", k), (1, "v", v)):
-            shape = (*self.positions.shape, *slab.shape[4:])
-            check_array(_OP, name, array, dtypes=(slab.dtype,), shape=shape, contiguous=False)
-            bits = array.view(self._rows.dtype)
-            self._rows[place, layer][self._slots] = bits.reshape(-1, *slab.shape[4:])
+        check_integer(f"{_OP}.attend", "layer", layer, least=0, most=len(self._caches) - 1)
+        q, k, v = adopt(_OP, q, k, v)
+        shape = (*self.positions.shape, *self._caches[layer][0].shape[2:])
+        for name, array in (("k", k), ("v", v)):
+            dtypes = (self._attention.dtype,)
+            check_array(_OP, name, array, dtypes=dtypes, shape=shape, contiguous=False)
+        rows = [array.reshape(-1, *array.shape[2:]) for array in (k, v)]
+        turning: dict[str, Any] = {}
+        if cos is not None:
+            turning = {
+                "q": q.reshape(-1, *q.shape[2:]), "cos": cos, "sin": sin,
+                "position_ids": self.positions.reshape(-1), "interleaved": interleaved,
+            }  # fmt: skip
+        if self._prompt is not None:
+            return self._attend_prompt(q, rows, layer, turning)
+        caches = self._caches[layer] if self._rings is None else self._rings[layer]
+        turned = append_kv(*rows, *caches, self._slots.reshape(-1), **turning)
+        if turned is not None:
+            q = turned.reshape(q.shape)
         attended: tuple[Array, Array] = self._attention.run(q, layer, return_lse=True)
         return attended
 
@@ -158,6 +194,8 @@ class RadixAttention:
                 f"{_OP}.advance: the step has {self.positions.shape[1]} tokens a request, got "
                 f"{num_tokens}"
             )
+        if self._rings is not None:
+            self.cache.pack()
         if self._publishes:
             for request in self._requests:
                 self.cache.publish(request)
@@ -187,12 +225,62 @@ class RadixAttention:
         table, lengths = self.cache.block_table(requests)
         num_tokens = slots.size // len(requests)
         positions = lengths[:, None] + np.arange(-num_tokens, 0, dtype=np.int32)
-        self._attention.plan(table, lengths, seq_len_q=num_tokens)
+        recent = {}
+        if self._rings is not None:
+            recent = dict(zip(("rings", "packed_lens"), self.cache.recent(requests), strict=True))
+        self._prompt = None
+        if publishes and recent:
+            self._prompt = self._prompt_step(table, lengths, num_tokens)
+        else:
+            self._attention.plan(table, lengths, seq_len_q=num_tokens, **recent)
         self._slots = _placed(self._memory[0], slots)
         self.positions = _placed(self._memory[1], positions)
         self.length = int(lengths.max()) - num_tokens
         self._publishes = publishes
         self._requests = tuple(requests)
+
+    def _prompt_step(
+        self, table: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], num_tokens: int
+    ) -> dict[str, Any]:
+        """What the layers of a prompt share. Its new keys and values are read as they are, from
+        memory that serves as the request's ring, before full blocks of them become int4."""
+        xp = namespace(self.cache.slab.array)
+        size, first = self.cache.block_size, int(lengths[0]) - num_tokens
+        num_rows = -(-num_tokens // size) * size
+        own = np.arange(first // size, int(lengths[0]) // size)  # its new full blocks
+        return {
+            "table": xp.asarray(table),
+            "lengths": xp.asarray(lengths),
+            "num_rows": num_rows,
+            "slots": xp.asarray((first + np.arange(num_tokens)) % num_rows),
+            "rings": xp.zeros(1, np.int32),
+            "packed_lens": xp.full(1, first, np.int32),
+            "sources": xp.asarray(own * size % num_rows // size),
+            "targets": xp.asarray(table[0, own].astype(np.int64)),
+        }
+
+    def _attend_prompt(
+        self, q: Array, rows: list[Array], layer: int, turning: dict[str, Any]
+    ) -> tuple[Array, Array]:
+        """`attend` of such a step: its only request is new or resumed."""
+        assert self._prompt is not None
+        assert self._rings is not None
+        step = self._prompt
+        new = [empty(x, (1, step["num_rows"], *x.shape[1:])) for x in rows]
+        turned = append_kv(*rows, *new, step["slots"], **turning)
+        if turned is not None:
+            q = turned.reshape(q.shape)
+        caches = self._caches[layer]
+        attended: tuple[Array, Array] = paged_attention(
+            *(q, *caches, step["table"], step["lengths"]),
+            recent=RecentKV(*new, step["rings"], step["packed_lens"]),
+            return_lse=True,
+            **self._options,
+        )
+        pack_kv(*new, *caches, step["sources"], step["targets"])
+        stored = [x[0][step["slots"]] for x in new]
+        append_kv(*stored, *self._rings[layer], self._slots.reshape(-1))
+        return attended
 
     def _check_between(self, name: str) -> None:
         if self._requests:

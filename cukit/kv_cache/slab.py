@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from cukit.attention import pack_kv
 from cukit.core.arrays import Array, is_gpu_array, namespace
 from cukit.core.device import gpu_available
-from cukit.core.narrow_dtype import NarrowDtype
+from cukit.core.narrow_dtype import NarrowDtype, int4
 from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ConfigError
 from cukit.memory import HostProvider, MemoryPool, batched_copy, default_pool
@@ -27,8 +28,11 @@ class KVCacheSlab:
 
     array: [2, num_layers, num_blocks, block_size, num_heads_kv, head_dim]; keys, then values. A
         block has the same number in all layers.
-    scales: of codes, float32 [2, num_layers, num_blocks, block_size, num_heads_kv, 1]; else None.
-        They lie behind the codes of their block, head by head, so that a copy moves both.
+    scales: of codes of 8 bits, float32 [2, num_layers, num_blocks, block_size, num_heads_kv, 1];
+        else None. They lie behind the codes of their block, head by head, so that a copy moves
+        both; so do scales and zero points of int4, whose groups are blocks.
+    recent: with int4, [2, num_layers, num_rings, block_size, num_heads_kv, head_dim] of 16 bits:
+        blocks that are not full yet; else None.
     block_bytes: of one block, keys and values of all layers together, with their scales.
     """
 
@@ -37,14 +41,21 @@ class KVCacheSlab:
         shape: tuple[int, int, int, int, int],
         dtype: np.dtype[Any] | NarrowDtype,
         pool: MemoryPool | None,
+        num_rings: int = 0,
+        recent_dtype: np.dtype[Any] | None = None,
     ) -> None:
         """`shape`: num_layers, num_blocks, block_size, num_heads_kv, head_dim. `pool`: None takes
-        the default pool of the current device, or host memory without a GPU."""
+        the default pool of the current device, or host memory without a GPU. num_rings,
+        recent_dtype: of `recent`."""
         num_layers, num_blocks, *block = shape
         codes = dtype if isinstance(dtype, NarrowDtype) else None
         stored = dtype.storage_dtype if isinstance(dtype, NarrowDtype) else dtype
         row_bytes = math.prod(block) * stored.itemsize
         scale_bytes = 4 * math.prod(block[:2]) if codes else 0
+        if codes is int4:
+            row_bytes //= 2
+            # Two float16 for each channel of keys or each row of values.
+            scale_bytes = 4 * block[1] * max(block[0], block[2])
         part_bytes = row_bytes + scale_bytes
         if row_bytes % _ALIGNMENT or scale_bytes % _ALIGNMENT:
             scales = f", and their scales, {scale_bytes}" if codes else ""
@@ -59,7 +70,16 @@ class KVCacheSlab:
             pool = default_pool() if gpu_available() else MemoryPool(provider=HostProvider())
         self._buffer = pool.allocate_buffer(num_bytes)
         self._codes = codes
+        if codes is int4:
+            self._factors = self._group_factors(shape, row_bytes, part_bytes)
+            shape = (*shape[:4], shape[4] // 2)
         self.array, self.scales = self._parts(shape, stored, row_bytes, scale_bytes)
+        self.recent: Array | None = None
+        self._ring_buffer = None
+        if codes is int4:
+            self.scales = None
+            self._ring_buffer = pool.allocate_buffer(4 * num_layers * num_rings * math.prod(block))
+            self.recent = self._ring_buffer.array((2, num_layers, num_rings, *block), recent_dtype)
         self._bytes: Array = self._buffer.array((num_bytes,), np.uint8)
         self._words: Array = self._buffer.array((num_parts, num_blocks, part_bytes // 8), np.int64)
         self._part_bytes = part_bytes
@@ -72,9 +92,65 @@ class KVCacheSlab:
     def part(self, which: int, layer: int) -> Array | QuantizedArray:
         """The keys (0) or values (1) of a layer, a view."""
         rows = self.array[which, layer]
+        if self._codes is int4:
+            return self._grouped(which, slice(layer, layer + 1))
         if self._codes is None or self.scales is None:
             return rows
         return QuantizedArray(rows, self._codes, rows.shape, self.scales[which, layer], axis=-1)
+
+    def pack(self, rings: Sequence[int], blocks: Sequence[int]) -> None:
+        """Turns rings into the codes of blocks: int4, all layers in one launch."""
+        assert self.recent is not None
+        if not rings:
+            return
+        num_layers, num_blocks = self.array.shape[1:3]
+        layers = np.arange(num_layers)[:, None]
+        groups = (
+            (layers * self.recent.shape[2] + np.asarray(rings)).reshape(-1),
+            (layers * num_blocks + np.asarray(blocks)).reshape(-1),
+        )
+        xp = namespace(self.array)
+        new = self.recent.reshape(2, -1, *self.recent.shape[3:])
+        caches = (self._grouped(which, slice(None)) for which in range(2))
+        pack_kv(*new, *caches, *(xp.asarray(each) for each in groups))
+
+    def copy_rings(self, destinations: Sequence[int], sources: Sequence[int]) -> None:
+        """Copies rings onto others, on the current stream."""
+        assert self.recent is not None
+        for destination, source in zip(destinations, sources, strict=True):
+            self.recent[:, :, destination] = self.recent[:, :, source]
+
+    def _grouped(self, which: int, layers: slice) -> QuantizedArray:
+        """The int4 keys (0) or values (1) of layers, whose blocks follow each other."""
+        rows = self.array[which, layers]
+        rows, *factors = (
+            x.reshape(-1, *x.shape[2:]) for x in (rows, *(f[layers] for f in self._factors[which]))
+        )
+        shape = (*rows.shape[:-1], 2 * rows.shape[-1])
+        axis, size = (1, shape[1]) if which == 0 else (3, shape[3])
+        return QuantizedArray(rows, int4, shape, *factors, axis=axis, group_size=size)
+
+    def _group_factors(
+        self, shape: tuple[int, ...], row_bytes: int, part_bytes: int
+    ) -> list[tuple[Array, Array]]:
+        """int4: scales and zero points of keys, [num_layers, num_blocks, 1, heads, head_dim], and
+        of values, [num_layers, num_blocks, block_size, heads, 1]."""
+        num_layers, num_blocks, size, heads, head_dim = shape
+        halves = self._buffer.array((2, num_layers, num_blocks, part_bytes // 2), np.float16)
+        halves = halves[..., row_bytes // 2 :]
+        factors = []
+        for which, columns in ((0, head_dim), (1, size)):
+            both = halves[which, ..., : 2 * heads * columns]
+            both = both.reshape(num_layers, num_blocks, 2, heads, columns)
+            if which == 0:
+                pair = both[:, :, 0, None], both[:, :, 1, None]
+            else:
+                pair = (
+                    both[:, :, 0].swapaxes(-1, -2)[..., None],
+                    both[:, :, 1].swapaxes(-1, -2)[..., None],
+                )
+            factors.append(pair)
+        return factors
 
     def _parts(
         self, shape: tuple[int, ...], stored: np.dtype[Any], row_bytes: int, scale_bytes: int
@@ -84,6 +160,8 @@ class KVCacheSlab:
             return self._buffer.array((2, *shape), stored), None
         part_bytes = row_bytes + scale_bytes
         parts = self._buffer.array((2, *shape[:2], part_bytes // stored.itemsize), stored)
+        if self._codes is int4:
+            return parts[..., :row_bytes].reshape(2, *shape), None
         words = self._buffer.array((2, *shape[:2], part_bytes // 4), np.float32)
         rows = parts[..., : row_bytes // stored.itemsize].reshape(2, *shape)
         scales = words[..., row_bytes // 4 :].reshape(2, *shape[:2], shape[3], shape[2])
@@ -99,18 +177,26 @@ class KVCacheSlab:
         moves[:, :, 2] = self._part_bytes
         batched_copy(self._bytes, moves.reshape(-1, 3))
 
-    def to_host(self, blocks: Sequence[int]) -> HostBlocks:
-        """Copies blocks to host memory: pinned on a GPU, on a stream beside the current one.
+    def to_host(self, blocks: Sequence[int], ring: int | None = None) -> HostBlocks:
+        """Copies blocks, and a ring, to host memory: pinned on a GPU, on a stream beside the
+        current one.
 
-        They may be written again by work that waits for the result (`wait`).
+        Blocks may be written again by work that waits for the result (`wait`), a ring by any.
         """
         host = HostBlocks(self, len(blocks))
+        staged_ring = None
+        if ring is not None and self.recent is not None:
+            staged_ring = host.hold_ring(self.recent[:, :, ring])
         if not is_gpu_array(self._words):
             for piece, words in self._pieces(blocks, host):
                 self._words.take(piece, axis=1, out=words)
             return host
         with self._copy_stream() as stream:
             try:
+                if host.ring is not None and staged_ring is not None:
+                    _copy_async(
+                        host.ring.ctypes.data, staged_ring.data.ptr, staged_ring.nbytes, stream
+                    )
                 for piece, words in self._pieces(blocks, host):
                     staged = self._staging[: words.size].reshape(words.shape)
                     self._words.take(namespace(staged).asarray(piece), axis=1, out=staged)
@@ -119,8 +205,12 @@ class KVCacheSlab:
                 self._mark(host, stream)
         return host
 
-    def from_host(self, host: HostBlocks, blocks: Sequence[int]) -> None:
-        """Copies blocks back, to blocks of any numbers. What is queued later sees them there."""
+    def from_host(self, host: HostBlocks, blocks: Sequence[int], ring: int | None = None) -> None:
+        """Copies blocks back, to blocks of any numbers, and a ring. What is queued later sees them
+        there."""
+        if ring is not None and self.recent is not None:
+            self.wait(host)
+            self.recent[:, :, ring] = namespace(self.recent).asarray(host.ring)
         if not is_gpu_array(self._words):
             for piece, words in self._pieces(blocks, host):
                 self._words[:, piece] = words
@@ -184,6 +274,9 @@ class HostBlocks:
 
     def __init__(self, slab: KVCacheSlab, num_blocks: int) -> None:
         self.nbytes = num_blocks * slab.block_bytes
+        self.ring: Any = None
+        """A ring of `slab.recent`."""
+        self._staged: Any = None
         self._arrived: list[Any] = []
         weakref.finalize(self, _synchronize, self._arrived)
         if is_gpu_array(slab.array):
@@ -192,6 +285,17 @@ class HostBlocks:
             self.words = cupyx.empty_pinned(self.nbytes // 8, np.int64)
         else:
             self.words = np.empty(self.nbytes // 8, np.int64)
+
+    def hold_ring(self, rows: Array) -> Array | None:
+        """Makes room for a ring; returns a copy of it on the device, None where it is here."""
+        if not is_gpu_array(rows):
+            self.ring = rows.copy()
+            return None
+        import cupyx
+
+        self._staged = rows.copy()
+        self.ring = cupyx.empty_pinned(rows.shape, rows.dtype)
+        return self._staged
 
     @property
     def arrived(self) -> Any:

@@ -122,11 +122,8 @@ class Arena:
         """The index that a free span belongs into."""
         return self.streams.states[span.stream].index
 
-    def take(self, span: Span, size: int, stream: Hashable, *, saving_pages: bool = False) -> Span:
-        """Makes `size` bytes of a FREE span live on a stream: the first ones, or see `_start`."""
-        start = span.address
-        if saving_pages and size < span.size:
-            start = self._start(span, size)
+    def take(self, span: Span, start: int, size: int, stream: Hashable) -> Span:
+        """Makes `size` bytes at `start`, in a FREE span, live on a stream."""
         self._note_first(span, start, size)
         span = self.carve(span, start, size)
         span.state = LIVE
@@ -143,7 +140,7 @@ class Arena:
         elif self._small_pages:
             self._small_pages.difference_update(range(low, high))
 
-    def _start(self, span: Span, size: int) -> int:
+    def thrifty_start(self, span: Span, size: int) -> int:
         """Where in a free span a block begins when pages are short.
 
         A block of a page or more: at the span's start, or so that it begins or ends with a page.

@@ -102,6 +102,8 @@ class PoolCore:
         self._release: Callable[[], object] = self._lock.release
         self._busy = False
         self._put_aside: deque[Free] = deque()
+        self._waiting: list[Hashable] = []
+        """Streams of allocations that may have unlocked the pool on their way (`_outside`)."""
         self._live: dict[int, Span] = {}
         self._counters = Counters()
         self._listeners = Listeners(config.call_site_depth)
@@ -421,8 +423,13 @@ class PoolCore:
         """A span of `size` bytes that no list had ready."""
         if len(self._states) > self._streams.most:
             spans = [*self._live.values(), *(span for span, _ in self._supply.pending)]
-            self._streams.forget_unused({state.key, *(span.stream for span in spans)})
-        return self._supply.obtain(size, state) or self._ladder.climb(size, state)
+            keys = {state.key, *self._waiting, *(span.stream for span in spans)}
+            self._streams.forget_unused(keys)
+        self._waiting.append(state.key)
+        try:
+            return self._supply.obtain(size, state) or self._ladder.climb(size, state)
+        finally:
+            self._waiting.remove(state.key)
 
     def _free_slowly(self, span: Span, stream: Any = None, *, noted: bool = False) -> None:
         """`free` with everything that may come into it. Raises before anything has changed.

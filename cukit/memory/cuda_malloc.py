@@ -25,6 +25,7 @@ class CudaMalloc(CudaDevice):
 
     name = "cuda-malloc"
     page_bytes = SEGMENT_BYTES
+    large_pages = 1
     can_remap = False
 
     def __init__(self, device_id: int | None = None) -> None:
@@ -44,6 +45,9 @@ class CudaMalloc(CudaDevice):
             self._runtime.free(address)
 
     def create_pages(self, count: int) -> list[Any]:
+        raise _no_pages()
+
+    def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
         raise _no_pages()
 
     def destroy_pages(self, pages: Sequence[Any]) -> None:

@@ -76,6 +76,7 @@ class HostProvider:
         total_bytes: int | None = None,
         *,
         page_bytes: int = 2 * MIB,
+        large_pages: int = 1,
         can_remap: bool = True,
     ) -> None:
         system_page = os.sysconf("SC_PAGE_SIZE")
@@ -86,10 +87,12 @@ class HostProvider:
             )
         if total_bytes is not None:
             check_integer("HostProvider", "total_bytes", total_bytes, least=0)
+        check_integer("HostProvider", "large_pages", large_pages, least=1)
         check_flag("HostProvider", "can_remap", can_remap)
         self.name = "host" if can_remap else "host segments"
         self.device_id = 0
         self.page_bytes = page_bytes
+        self.large_pages = large_pages
         self.can_remap = can_remap
         installed = system_page * os.sysconf("SC_PHYS_PAGES")
         self.total_bytes = installed if total_bytes is None else total_bytes
@@ -97,6 +100,9 @@ class HostProvider:
         self._file = os.memfd_create("cukit-pages", os.MFD_CLOEXEC)
         self._file_pages = 0
         self._unused: list[int] = []
+        self._unused_large: list[int] = []
+        self._large: set[int] = set()
+        """Where in the file large pages begin."""
         self._reservations: dict[int, tuple[int, int]] = {}
         self._mapped: dict[int, int] = {}
         """Offset in the file of the page at each address."""
@@ -153,11 +159,28 @@ class HostProvider:
         os.ftruncate(self._file, self._file_pages * self.page_bytes)
         return pages
 
+    def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
+        """Neighbours in the file."""
+        step = self.large_pages
+        self._charge(count * step * self.page_bytes)
+        firsts = [self._unused_large.pop() for _ in range(min(count, len(self._unused_large)))]
+        fresh = count - len(firsts)
+        firsts.extend((self._file_pages + n * step) * self.page_bytes for n in range(fresh))
+        self._file_pages += fresh * step
+        os.ftruncate(self._file, self._file_pages * self.page_bytes)
+        self._large.update(firsts)
+        size = step * self.page_bytes
+        return [tuple(range(first, first + size, self.page_bytes)) for first in firsts]
+
     def destroy_pages(self, pages: Sequence[Any]) -> None:
         """The file keeps a hole for later pages."""
         for page in pages:
             _libc.fallocate(self._file, _PUNCH_HOLE_KEEP_SIZE, page, self.page_bytes)
-        self._unused.extend(pages)
+        firsts = self._large.intersection(pages)
+        parts = {first + n * self.page_bytes for first in firsts for n in range(self.large_pages)}
+        self._large -= firsts
+        self._unused_large.extend(firsts)
+        self._unused.extend(page for page in pages if page not in parts)
         self.used_bytes -= len(pages) * self.page_bytes
 
     def map_pages(self, address: int, pages: Sequence[Any]) -> None:

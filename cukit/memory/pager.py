@@ -4,18 +4,38 @@ The pool grows in three ways, cheapest first: pages in hand, pages that are whol
 else (gathered: unmapped there and mapped here; no bytes move, nobody's address changes), and new
 pages of the driver. Every step that the driver can refuse leaves the pages it had already in hand,
 so a failure in the middle needs no undoing.
+
+The driver takes its time for each of its handles, whatever their size. So a request of many pages
+gets large pages, where the provider has them: several pages that are one handle, and are mapped,
+unmapped and destroyed as one. They are made of single pages, handed back and created anew, which
+takes less time than to map those elsewhere. A large page with a live byte stays where it is, so
+before a block takes part of a free one, that is broken up into single pages (`keep_whole`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from cukit.memory.arena import Arena
 from cukit.memory.blocks import Action, Frame
 from cukit.memory.config import MemoryPoolConfig
 from cukit.memory.provider import DeviceOutOfMemory, Provider
 from cukit.memory.spans import FREE, UNMAPPED, Span
+from cukit.memory.walk import Paging
+
+MANY_LARGE = 2
+"""Large pages are for requests that fill as many of them."""
+
+WORTH_BREAKING = 32
+"""What a block leaves of a large page stays with it, if it is less than one part of the block in so
+many."""
 
 CROWDED = 0.9
 """Of its limit: a pool that holds more puts blocks where they take the fewest wholly free pages."""
@@ -68,10 +88,28 @@ class Pager:
         self.mapped: dict[int, Any] = {}
         """Page by the address it is mapped at."""
         self.in_hand: list[Any] = []
-        """Pages mapped nowhere."""
+        """Single pages mapped nowhere."""
+        self.large_in_hand: list[tuple[Any, ...]] = []
+        """Large pages mapped nowhere: the pages of each."""
+        self.large_at: dict[int, int] = {}
+        """Where the large page begins that a page is part of, by the address of the page."""
+        self.large_pages = provider.large_pages if self._remaps else 1
+        self.large_from = MANY_LARGE * self.large_pages
+        """Requests of so many pages get large ones."""
         self.reserved_bytes = 0
         self.peak_reserved_bytes = 0
         self.pages_remapped = 0
+
+    @property
+    def pages_in_hand(self) -> int:
+        """Single ones, and those of large ones."""
+        return len(self.in_hand) + len(self.large_in_hand) * self.large_pages
+
+    def paging(self) -> Paging:
+        """What can be measured of free memory depends on this."""
+        firsts = np.array(sorted(set(self.large_at.values())), np.int64)
+        in_hand = self.pages_in_hand * self.page_bytes
+        return Paging(self.page_bytes, in_hand, self._remaps, self.large_pages, firsts)
 
     @property
     def limited(self) -> bool:
@@ -113,15 +151,61 @@ class Pager:
                 return None
         for run in runs:
             self.unmap(run)
-        return self._map(place, stream)
+        return self._map(place, stream) if self.make_ready(place.pages) else None
 
     def find_pages(self, count: int, spared: Sequence[Span]) -> list[Run] | None:
         """What to unmap so that `count` pages are in hand, new ones among them where the limit and
         the device allow it. None: there are not as many."""
-        missing = count - len(self.in_hand)
+        missing = count - self.pages_in_hand
         runs = self._whole_pages(missing, spared) if missing > 0 else []
         missing -= sum(run.pages for run in runs)
-        return runs if missing <= 0 or self._create(missing) else None
+        large = count >= self.large_from
+        return runs if missing <= 0 or self._create(missing, large=large) else None
+
+    def make_ready(self, count: int) -> bool:
+        """Makes of the pages in hand what can be mapped as `count` pages: of single pages large
+        ones, where many are wanted; of a large one single ones, where too few are.
+
+        False: the device has given a page to somebody else on the way.
+        """
+        step = self.large_pages
+        if step == 1:
+            return len(self.in_hand) >= count
+        if count >= self.large_from:
+            wanted = count // step - len(self.large_in_hand)
+            self._make_large(min(wanted, len(self.in_hand) // step))
+        while self._missing_single(count) > 0 and self.large_in_hand:
+            self._break_up()
+        return self._missing_single(count) <= 0
+
+    def _missing_single(self, count: int) -> int:
+        """Beside as many large pages in hand as fit into `count` pages."""
+        large = min(len(self.large_in_hand), count // self.large_pages)
+        return count - large * self.large_pages - len(self.in_hand)
+
+    def keep_whole(self, span: Span, start: int, size: int) -> Span | None:
+        """Breaks up the large pages of which a block of `size` bytes at `start`, in a free span
+        that everybody may use, would take a part. Returns the span again.
+
+        None: the device has given a page to somebody else on the way; the span is gone.
+        """
+        page, step = self.page_bytes, self.large_pages * self.page_bytes
+        for at in (start // page * page, (start + size - 1) // page * page):
+            first = self.large_at.get(at)
+            if first is None or (start <= first and first + step <= start + size):
+                continue
+            if span.address > first or first + step > span.end or span.stream is not None:
+                continue  # some of it is in use
+            used = min(first + step, start + size) - max(first, start)
+            if (step - used) * WORTH_BREAKING < size:
+                continue
+            self.unmap(Run(span, first, self.large_pages), remapped=False)
+            self._break_up()
+            if len(self.in_hand) < self.large_pages:
+                return None
+            place = Place(self.hole_at(first), first, self.large_pages, ())
+            span = self._map(place, None, single=True)
+        return span
 
     def find_addresses(self, pages: int) -> Place | None:
         """Unmapped addresses for `pages` pages, beside whatever it is; fresh ones if need be."""
@@ -149,13 +233,13 @@ class Pager:
         if largest is None:
             return 0
         runs = self._whole_pages(1 << 62, (largest,))
-        pages = len(self.in_hand) + sum(run.pages for run in runs)
+        pages = self.pages_in_hand + sum(run.pages for run in runs)
         if not pages:
             return 0
         place = self._beside(largest, pages)
         if place is None:
             runs = self._whole_pages(1 << 62, ())
-            pages = len(self.in_hand) + sum(run.pages for run in runs)
+            pages = self.pages_in_hand + sum(run.pages for run in runs)
             if pages * self.page_bytes <= largest.size:
                 return 0
             place = self._place(pages * self.page_bytes, None, alone=True)
@@ -165,6 +249,8 @@ class Pager:
                 return 0
         for run in runs:
             self.unmap(run)
+        if not self.make_ready(pages):
+            place = place._replace(pages=self.pages_in_hand)
         self._map(place, None)
         return sum(run.pages for run in runs)
 
@@ -174,10 +260,12 @@ class Pager:
         if self._remaps:
             for run in self._whole_pages(1 << 62, ()):
                 self.unmap(run, remapped=False)
-            if self.in_hand:
-                self._provider.destroy_pages(self.in_hand)
-                self.reserved_bytes -= len(self.in_hand) * self.page_bytes
+            in_hand = [*self.in_hand, *chain.from_iterable(self.large_in_hand)]
+            if in_hand:
+                self._provider.destroy_pages(in_hand)
+                self.reserved_bytes -= len(in_hand) * self.page_bytes
                 self.in_hand.clear()
+                self.large_in_hand.clear()
         for part in self._arena.ranges():
             span = part.first
             if span.next is None and (
@@ -202,6 +290,9 @@ class Pager:
             provider.unmap_pages(addresses[0], count)
             self.in_hand.extend(self.mapped.pop(address) for address in addresses[:count])
             del addresses[:count]
+        self.in_hand.extend(chain.from_iterable(self.large_in_hand))
+        self.large_in_hand.clear()
+        self.large_at.clear()
         if self.in_hand:
             provider.destroy_pages(list(dict.fromkeys(self.in_hand)))  # some were mapped twice
             self.in_hand.clear()
@@ -287,20 +378,63 @@ class Pager:
         return None
 
     def _whole_pages(self, most: int, spared: Sequence[Span]) -> list[Run]:
-        """Up to `most` pages that are wholly free and done with, out of the smallest holes first,
-        so that large holes stay large."""
-        runs = []
-        for span in self._arena.streams.anyone.index.at_least(self.page_bytes):
-            if most <= 0:
-                break
-            if span in spared:
+        """At least `most` pages that are wholly free and done with, or all there are, out of the
+        smallest holes first, so that large holes stay large.
+
+        Where many are wanted, large pages first; else those only where single ones do not do.
+        """
+        spans = [
+            span
+            for span in self._arena.streams.anyone.index.at_least(self.page_bytes)
+            if span not in spared
+        ]
+        runs: list[Run] = []
+        many = most >= self.large_from
+        for large in (many, not many) if self.large_at else (None,):
+            for span in spans:
+                if most <= 0:
+                    break
+                found = list(self._runs(span, most, large))
+                most -= sum(run.pages for run in found)
+                runs += found
+        return self._joined(runs) if self.large_at else runs
+
+    def _joined(self, runs: Sequence[Run]) -> list[Run]:
+        """Neighbours as one; from the highest address down, for each cuts the end off its span."""
+        joined: list[Run] = []
+        for run in sorted(runs, key=attrgetter("address"), reverse=True):
+            last = joined[-1] if joined else None
+            end = run.address + run.pages * self.page_bytes
+            if last is not None and last.span is run.span and last.address == end:
+                joined[-1] = Run(run.span, run.address, run.pages + last.pages)
+            else:
+                joined.append(run)
+        return joined
+
+    def _runs(self, span: Span, most: int, large: bool | None) -> Iterator[Run]:
+        """The wholly free pages of a free span. `large`: only large ones, or only single ones;
+        None where there are no large ones. Of single ones at most `most`."""
+        page = self.page_bytes
+        at, end = -(-span.address // page) * page, span.end // page * page
+        if large is None:
+            if at < end:
+                yield Run(span, at, min(most, (end - at) // page))
+            return
+        step = self.large_pages * page
+        while at < end and most > 0:
+            first = self.large_at.get(at)
+            begin = at
+            if first is not None:
+                at = first + step
+                if large and begin == first and at <= end:
+                    most -= self.large_pages
+                    yield Run(span, begin, self.large_pages)
                 continue
-            first = -(-span.address // self.page_bytes) * self.page_bytes
-            pages = min(most, (span.end - first) // self.page_bytes)
-            if pages > 0:
-                runs.append(Run(span, first, pages))
-                most -= pages
-        return runs
+            while at < end and (at - begin) < most * page and at not in self.large_at:
+                at += page
+            if not large:
+                most -= (at - begin) // page
+                yield Run(span, begin, (at - begin) // page)
 
     # Doing it ---------------------------------------------------------------------------------
 
@@ -312,22 +446,60 @@ class Pager:
         wanted = -(-wanted // step) * step
         return wanted - missing
 
-    def _create(self, missing: int) -> bool:
-        """Gets new pages in hand: the missing ones, and more if growth is to be generous."""
+    def _create(self, missing: int, *, large: bool) -> bool:
+        """Gets new pages in hand: the missing ones, and more if growth is to be generous. `large`:
+        as large ones."""
         room = self.room()
         most = missing + self._extra_pages(missing)
         if room is not None:
             most = min(most, room // self.page_bytes)
+        together = most // self.large_pages if large and self.large_pages > 1 else 0
+        if together and most >= missing:
+            with suppress(DeviceOutOfMemory):
+                self._create_large(together)
+                most -= together * self.large_pages
+                missing = max(missing - together * self.large_pages, 0)
         for count in dict.fromkeys((most, missing)):
             if count < missing:
                 return False
             try:
-                self.in_hand.extend(self._provider.create_pages(count))
+                self._create_single(count)
             except DeviceOutOfMemory:
                 continue
-            self._hold_more(count * self.page_bytes)
             return True
         return False
+
+    def _create_single(self, count: int) -> None:
+        if count:
+            self.in_hand.extend(self._provider.create_pages(count))
+            self._hold_more(count * self.page_bytes)
+
+    def _create_large(self, count: int) -> None:
+        self.large_in_hand.extend(self._provider.create_large_pages(count))
+        self._hold_more(count * self.large_pages * self.page_bytes)
+
+    def _make_large(self, count: int) -> None:
+        """Makes `count` large pages of single ones in hand."""
+        if count <= 0:
+            return
+        single = count * self.large_pages
+        self._provider.destroy_pages(self.in_hand[-single:])
+        del self.in_hand[-single:]
+        self.reserved_bytes -= single * self.page_bytes
+        try:
+            self._create_large(count)
+        except DeviceOutOfMemory:
+            with suppress(DeviceOutOfMemory):
+                self._create_single(single)
+
+    def _break_up(self) -> None:
+        """Makes single pages of a large one in hand. They may be fewer: then the device has given
+        the memory to somebody else."""
+        self._provider.destroy_pages(self.large_in_hand[-1])
+        del self.large_in_hand[-1]
+        self.reserved_bytes -= self.large_pages * self.page_bytes
+        with suppress(DeviceOutOfMemory):
+            self._create_single(self.large_pages)
 
     def _hold_more(self, size: int) -> None:
         self.reserved_bytes += size
@@ -339,20 +511,55 @@ class Pager:
         self._provider.unmap_pages(run.address, run.pages)
         cut = self._arena.carve(run.span, run.address, size)
         self._arena.put_unmapped(cut)
-        addresses = range(run.address, run.address + size, self.page_bytes)
-        self.in_hand.extend(self.mapped.pop(address) for address in addresses)
+        self._take_in_hand(run)
         self.pages_remapped += run.pages if remapped else 0
         self._emit("segment_unmap", run.address, size, None)
 
-    def _map(self, place: Place, stream: Hashable) -> Span:
+    def _take_in_hand(self, run: Run) -> None:
+        """Notes that pages are mapped no more."""
+        page, mapped = self.page_bytes, self.mapped
+        end = run.address + run.pages * page
+        if not self.large_at:
+            self.in_hand.extend(mapped.pop(at) for at in range(run.address, end, page))
+            return
+        at = run.address
+        while at < end:
+            if at not in self.large_at:
+                self.in_hand.append(mapped.pop(at))
+                at += page
+                continue
+            addresses = range(at, at + self.large_pages * page, page)
+            self.large_in_hand.append(tuple(map(mapped.pop, addresses)))
+            deque(map(self.large_at.pop, addresses), maxlen=0)
+            at = addresses.stop
+
+    def choose(self, count: int, *, single: bool = False) -> tuple[list[Any], int]:
+        """Of the pages in hand those that are mapped next, and how many large ones they begin with.
+        `single`: none of those."""
+        large = 0 if single else min(len(self.large_in_hand), count // self.large_pages)
+        rest = count - large * self.large_pages
+        pages = list(chain.from_iterable(self.large_in_hand[len(self.large_in_hand) - large :]))
+        return pages + self.in_hand[len(self.in_hand) - rest :], large
+
+    def note_mapped(self, address: int, pages: Sequence[Any], large: int) -> None:
+        """Notes that what `choose` returned is mapped from `address` on."""
+        page, step = self.page_bytes, self.large_pages
+        del self.in_hand[len(self.in_hand) - (len(pages) - large * step) :]
+        del self.large_in_hand[len(self.large_in_hand) - large :]
+        end = address + large * step * page
+        self.mapped.update(
+            zip(range(address, address + len(pages) * page, page), pages, strict=True)
+        )
+        for first in range(address, end, step * page):
+            self.large_at.update(dict.fromkeys(range(first, first + step * page, page), first))
+
+    def _map(self, place: Place, stream: Hashable, *, single: bool = False) -> Span:
         """Maps pages in hand where they make the hole, and returns that."""
         size = place.pages * self.page_bytes
-        pages = self.in_hand[-place.pages :]
+        pages, large = self.choose(place.pages, single=single)
         self._provider.map_pages(place.address, pages)
-        del self.in_hand[-place.pages :]
         span = self._arena.cut_unmapped(self.hole_at(place.address), place.address, size)
-        for offset, page in enumerate(pages):
-            self.mapped[place.address + offset * self.page_bytes] = page
+        self.note_mapped(place.address, pages, large)
         self._emit("segment_map", place.address, size, None)
         span.stream, span.epoch = None, 0
         owned = [one for one in place.neighbours if one.stream is not None]

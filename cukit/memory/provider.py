@@ -57,6 +57,8 @@ class Provider(Protocol):
     name: str
     device_id: int
     page_bytes: int
+    large_pages: int
+    """How many pages a large one has; 1: there are none."""
     can_remap: bool
     uncaptured: Container[Hashable]
     """Keys of streams that never take part in a capture: the pool does not ask `capture_id`."""
@@ -80,6 +82,11 @@ class Provider(Protocol):
 
     def create_pages(self, count: int) -> list[Any]:
         """Creates physical pages, not mapped yet. Raises DeviceOutOfMemory, then none was made."""
+        ...
+
+    def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
+        """Creates `count` times `large_pages` pages that belong together, to be mapped, unmapped
+        and destroyed as a whole and in this order. Raises as `create_pages` does."""
         ...
 
     def destroy_pages(self, pages: Sequence[Any]) -> None:

@@ -47,18 +47,14 @@ class Defragmenter:
 
     def survey(self) -> Survey:
         """Everything about the pool that takes a walk to know."""
-        return survey(self._arena, self._in_hand(), remap=self._provider.can_remap)
+        return survey(self._arena, self._pager.paging())
 
     def holes(self) -> Holes:
         """What there is of free memory, quickly."""
         return self._measure(Walk.over(self._arena))
 
     def _measure(self, walk: Walk) -> Holes:
-        remap = self._provider.can_remap
-        return walk.holes(self._pager.page_bytes, self._in_hand(), remap=remap)
-
-    def _in_hand(self) -> int:
-        return len(self._pager.in_hand) * self._pager.page_bytes
+        return walk.holes(self._pager.paging())
 
     def run(self, stream: Hashable) -> DefragmentReport:
         """Waits for the device, moves, remaps."""
@@ -86,8 +82,8 @@ class Defragmenter:
         spans = list(self._arena.streams.anyone.index)
         address = np.array([span.address for span in spans], np.int64)
         size = np.array([span.size for span in spans], np.int64)
-        page, remap = self._pager.page_bytes, self._provider.can_remap
-        return measure(address, size, page, self._in_hand(), remap=remap)
+        order = np.argsort(address)
+        return measure(address[order], size[order], self._pager.paging())
 
     def compact(self, stream: Hashable) -> int:
         """Waits for the device and moves unpinned buffers; returns the bytes."""

@@ -66,7 +66,9 @@ class ProviderMeter:
         self._bytes = 0
         page = provider.page_bytes
         if provider.can_remap:
+            large = page * provider.large_pages
             self._count(provider, "create_pages", lambda count: count * page)
+            self._count(provider, "create_large_pages", lambda count: count * large)
             self._count(provider, "destroy_pages", lambda pages: -len(pages) * page)
         else:
             self._count(provider, "reserve", lambda size: size)

@@ -103,6 +103,8 @@ class Stitcher:
             return None
         for run in runs:
             self._pager.unmap(run)
+        if not self._pager.make_ready(plan.pages):
+            return None
         hole = self._map(plan, place.address)
         hole.stream, hole.epoch = None, 0
         owned = [edge.span for edge in edges if edge.span.stream is not None]
@@ -153,14 +155,15 @@ class Stitcher:
 
     def _edges(self, state: StreamState) -> tuple[list[Edge], list[Edge]]:
         """Ends and starts of pages, by size."""
-        page = self._page_bytes
+        page, large = self._page_bytes, self._pager.large_at
         tails, heads = [], []
         for index in (state.index, self._arena.streams.anyone.index):
             for span in index.at_least(page // LEAST_EDGES, MOST_EDGES):
                 first, last = -(-span.address // page) * page, span.end // page * page
-                if span.address < first <= span.end:
+                # A part of a large page cannot be mapped a second time.
+                if span.address < first <= span.end and first - page not in large:
                     tails.append(Edge(first - span.address, span.address, span))
-                if span.address <= last < span.end:
+                if span.address <= last < span.end and last not in large:
                     heads.append(Edge(span.end - last, last, span))
         return sorted(tails, key=_size), sorted(heads, key=_size)
 
@@ -169,21 +172,22 @@ class Stitcher:
     def _map(self, plan: Stitch, address: int) -> Span:
         """Maps the pages; returns the hole, in no index. Around it are ELSEWHERE spans."""
         pager, page = self._pager, self._page_bytes
-        kept = len(pager.in_hand) - plan.pages
-        pages = pager.in_hand[kept:]
-        start, size = address, plan.pages * page
+        pages, large = pager.choose(plan.pages)
+        start, size, behind = address, plan.pages * page, address
+        mapped = list(pages)
         if plan.tail:
-            pages.insert(0, pager.mapped[plan.tail.address // page * page])
+            mapped.insert(0, pager.mapped[plan.tail.address // page * page])
+            behind += page
             start += page - plan.tail.size
             size += plan.tail.size
         if plan.head:
-            pages.append(pager.mapped[plan.head.address])
+            mapped.append(pager.mapped[plan.head.address])
             size += plan.head.size
-        self._provider.map_pages(address, pages)
-        del pager.in_hand[kept:]
-        for number, handle in enumerate(pages):
+        self._provider.map_pages(address, mapped)
+        for number, handle in enumerate(mapped):
             pager.mapped[address + number * page] = handle
-        whole = self._arena.cut_unmapped(pager.hole_at(address), address, len(pages) * page)
+        pager.note_mapped(behind, pages, large)
+        whole = self._arena.cut_unmapped(pager.hole_at(address), address, len(mapped) * page)
         hole = whole.isolate(start, size)
         for foreign in (hole.prev if plan.tail else None, hole.next if plan.head else None):
             if foreign is not None:

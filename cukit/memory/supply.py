@@ -88,7 +88,22 @@ class Supply:
             span = arena.best_fit(size, state) or self._stitcher.stitch(size, state)
         if span is None:
             return None
-        return arena.take(span, size, state.key, saving_pages=crowded)
+        start = arena.thrifty_start(span, size) if crowded else span.address
+        if self._pager.large_at:
+            kept = self._keep_whole(span, start, size, state)
+            if kept is None:
+                return self.obtain(size, state, pressed=pressed)
+            span = kept
+        return arena.take(span, start, size, state.key)
+
+    def _keep_whole(self, span: Span, start: int, size: int, state: StreamState) -> Span | None:
+        """The free span that a block is about to begin in, once no large page is used in part.
+        None: it is no more."""
+        if span.stream is not None and not state.private and not self._provider.capturing():
+            self._streams.poll(state)
+            if span.epoch <= state.done:
+                span = self._arena.retag(span, None, 0)
+        return self._pager.keep_whole(span, start, size)
 
     def _apart(self, size: int, state: StreamState) -> bool:
         """Whether small blocks and others are kept on different pages."""

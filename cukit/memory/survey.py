@@ -15,7 +15,7 @@ from cukit.memory.compact import MOVABLE, WALL, Pieces, cut_at_pages
 from cukit.memory.spans import ELSEWHERE, LIVE, PENDING, UNMAPPED
 from cukit.memory.statistics import StreamStatistics
 from cukit.memory.streams import CaptureKey
-from cukit.memory.walk import Walk
+from cukit.memory.walk import Paging, Walk
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Survey:
     """Bytes and count of live allocations by call site."""
 
 
-def survey(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Survey:
-    """Walks over all spans. `in_hand_bytes`: pages that are mapped nowhere."""
-    result = Survey(free=in_hand_bytes)
+def survey(arena: Arena, paging: Paging) -> Survey:
+    """Walks over all spans."""
+    result = Survey(free=paging.in_hand_bytes)
     streams: dict[Hashable, list[int]] = defaultdict(lambda: [0, 0, 0])
     for span in arena.spans():
         if span.state in (UNMAPPED, ELSEWHERE):
@@ -63,7 +63,7 @@ def survey(arena: Arena, in_hand_bytes: int, *, remap: bool) -> Survey:
             if isinstance(span.stream, CaptureKey):
                 result.private_free += span.size
     walk = Walk.over(arena)
-    holes = walk.holes(arena.page_bytes, in_hand_bytes, remap=remap)
+    holes = walk.holes(paging)
     result.largest_free, result.whole_pages = holes.largest, holes.whole_pages
     if result.movable:
         result.freed_by_moving = _freed_by_moving(walk.pieces(), arena.page_bytes)

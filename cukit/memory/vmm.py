@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from cukit.errors import ConfigError, UnsupportedDeviceError
 from cukit.memory.cuda_device import CudaDevice
@@ -17,26 +17,39 @@ from cukit.memory.cuda_driver import (
 from cukit.memory.provider import DeviceOutOfMemory
 
 
+class LargePart(NamedTuple):
+    """One page of a large one."""
+
+    handle: Any
+    number: int
+
+
 class VirtualPages:
     """Addresses and pages of one device: the memory half of a provider that can remap.
 
-    Every page is a handle of its own, since the driver maps and unmaps whole handles only.
+    The driver maps and unmaps whole handles only: a page is one, a large page is one.
 
     Args:
         driver: the calls; a stand-in in tests.
         page_bytes: a multiple of the driver's granularity.
+        large_pages: pages of a large one; None: as many as LARGE_BYTES hold.
     """
 
     can_remap = True
 
-    def __init__(self, driver: VirtualMemoryDriver, page_bytes: int) -> None:
+    def __init__(
+        self, driver: VirtualMemoryDriver, page_bytes: int, large_pages: int | None = None
+    ) -> None:
         granularity = driver.granularity()
         if page_bytes <= 0 or page_bytes % granularity:
             raise ConfigError(f"page_bytes: expected a multiple of {granularity}, got {page_bytes}")
         self.page_bytes = page_bytes
+        self.large_pages = large_pages or max(LARGE_BYTES // page_bytes, 1)
         self._driver = driver
         self._kept: list[Any] = []
         """Pages that the driver refused to take back; used before new ones are made."""
+        self._kept_large: list[Any] = []
+        """The same of large ones."""
 
     def reserve(self, size: int) -> int:
         return self._driver.reserve(size, self.page_bytes)
@@ -45,38 +58,56 @@ class VirtualPages:
         self._driver.free_addresses(address, size)
 
     def create_pages(self, count: int) -> list[Any]:
-        pages = self._kept[:count]
+        return self._create(count, self.page_bytes, self._kept)
+
+    def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
+        size = self.large_pages * self.page_bytes
+        handles = self._create(count, size, self._kept_large)
+        numbers = range(self.large_pages)
+        return [tuple(LargePart(handle, number) for number in numbers) for handle in handles]
+
+    def _create(self, count: int, size: int, kept: list[Any]) -> list[Any]:
+        handles = kept[:count]
         try:
-            while len(pages) < count:
-                pages.append(self._driver.create(self.page_bytes))
+            while len(handles) < count:
+                handles.append(self._driver.create(size))
         except BaseException:
-            self._kept[:count] = self._hand_back(pages)
+            kept[:count] = self._hand_back(handles)
             raise
-        del self._kept[:count]
-        return pages
+        del kept[:count]
+        return handles
 
     def destroy_pages(self, pages: Sequence[Any]) -> None:
-        refused = self._hand_back(pages)
-        if refused and len(refused) == len(pages):
+        single = [page for page in pages if not isinstance(page, LargePart)]
+        large = [page.handle for page in pages if isinstance(page, LargePart) and not page.number]
+        refused, refused_large = self._hand_back(single), self._hand_back(large)
+        count = len(refused) + len(refused_large)
+        if count and count == len(single) + len(large):
             raise DriverError(f"the driver takes none of {len(pages)} pages back")
         self._kept += refused
+        self._kept_large += refused_large
 
-    def _hand_back(self, pages: Sequence[Any]) -> list[Any]:
-        """Releases pages; returns those that the driver refused."""
+    def _hand_back(self, handles: Sequence[Any]) -> list[Any]:
+        """Releases handles; returns those that the driver refused."""
         refused = []
-        for page in pages:
+        for handle in handles:
             try:
-                self._driver.release(page)
+                self._driver.release(handle)
             except Exception:
-                refused.append(page)
+                refused.append(handle)
         return refused
 
     def map_pages(self, address: int, pages: Sequence[Any]) -> None:
         mapped = 0
+        size, large = self.page_bytes, self.large_pages * self.page_bytes
         try:
             for page in pages:
-                self._driver.map(address + mapped, self.page_bytes, page)
-                mapped += self.page_bytes
+                if not isinstance(page, LargePart):
+                    self._driver.map(address + mapped, size, page)
+                    mapped += size
+                elif not page.number:
+                    self._driver.map(address + mapped, large, page.handle)
+                    mapped += large
             if mapped:
                 self._driver.set_access(address, mapped)
         except BaseException:
@@ -89,6 +120,9 @@ class VirtualPages:
         if count:
             self._driver.unmap(address, count * self.page_bytes)
 
+
+LARGE_BYTES = 32 << 20
+"""Of a large page: a gigabyte is 32 of them, two milliseconds of the driver's time."""
 
 MOST_PAGES = 1 << 14
 MANY_PAGES = 64
@@ -149,6 +183,11 @@ class CudaVirtualMemory(VirtualPages, CudaDevice):
         if count >= MANY_PAGES and count * self.page_bytes > self.memory_info()[0]:
             raise DeviceOutOfMemory(f"the device has no {count} pages of {self.page_bytes} bytes")
         return super().create_pages(count)
+
+    def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
+        if count * self.large_pages * self.page_bytes > self.memory_info()[0]:
+            raise DeviceOutOfMemory(f"the device has no {count} pages of {LARGE_BYTES} bytes")
+        return super().create_large_pages(count)
 
     def for_device(self, device_id: int) -> CudaVirtualMemory:
         """The same kind of provider for another device."""

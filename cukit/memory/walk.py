@@ -101,18 +101,48 @@ class Walk:
         table = self.address[first], size, self.kind[first], self.part[first]
         return Pieces(*(column[self.kind[first] != _NO_BYTES] for column in table))
 
-    def holes(self, page_bytes: int, in_hand_bytes: int, *, remap: bool) -> Holes:
-        """`in_hand_bytes`: pages that are mapped nowhere."""
+    def holes(self, paging: Paging) -> Holes:
+        """What is free, whoever freed it."""
         pieces = self.pieces()
         free = pieces.kind == FREE_BYTES
-        return measure(pieces.address[free], pieces.size[free], page_bytes, in_hand_bytes, remap)
+        return measure(pieces.address[free], pieces.size[free], paging)
 
 
-def measure(address: Ints, size: Ints, page_bytes: int, in_hand_bytes: int, remap: bool) -> Holes:
-    """Of free memory, merged as far as it goes."""
-    pages = np.maximum((address + size) // page_bytes - -(-address // page_bytes), 0)
+@dataclass(frozen=True, eq=False)
+class Paging:
+    """How the memory behind an arena is mapped."""
+
+    page_bytes: int
+    in_hand_bytes: int
+    """Pages that are mapped nowhere."""
+    remap: bool
+    large_pages: int
+    """How many pages a large one has."""
+    large_at: Ints
+    """Where large ones are mapped."""
+
+
+def measure(address: Ints, size: Ints, paging: Paging) -> Holes:
+    """Of free memory, merged as far as it goes, in address order."""
+    page = paging.page_bytes
+    first = -(-address // page)
+    pages = np.maximum((address + size) // page - first, 0)
+    whole = int(pages.sum())
+    if len(paging.large_at) and len(pages):
+        # Free pages of a large one that is not free as a whole are of no use elsewhere.
+        before = np.cumsum(pages) - pages
+
+        def below(number: Ints) -> Ints:
+            """How many whole free pages lie below a page."""
+            hole = np.maximum(np.searchsorted(first, number, "right") - 1, 0)
+            found: Ints = before[hole] + np.clip(number - first[hole], 0, pages[hole])
+            return found
+
+        start = paging.large_at // page
+        free = below(start + paging.large_pages) - below(start)
+        whole -= int(free[free < paging.large_pages].sum())
     return Holes(
-        in_hand_bytes + int(size.sum()),
+        paging.in_hand_bytes + int(size.sum()),
         int(size.max(initial=0)),
-        in_hand_bytes + (int(pages.sum()) * page_bytes if remap else 0),
+        paging.in_hand_bytes + (whole * page if paging.remap else 0),
     )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
-from cukit.errors import ConfigError
+from cukit.errors import ConfigError, DataError
 from cukit.models.parameters import host_array
 from cukit.models.transformer import Transformer
+from cukit.sampling import sample
 
 MOST_TOKENS = 1_000_000
 """A call returns when the last token is drawn: more than this is a slip of the keyboard."""
@@ -22,6 +22,8 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
     seed: int = 0,
 ) -> list[int]:
     """Continue `prompt` by `num_tokens` tokens, drawn from softmax(logits / temperature).
@@ -35,9 +37,15 @@ def generate(
             older half is then forgotten and the rest read again.
         temperature: 0 takes the most likely token each time; above 1 flattens the choice.
         top_k: only the k most likely tokens can be drawn.
+        top_p: only the fewest tokens that together have this part of the probability.
+        min_p: only tokens at least this part as likely as the most likely.
 
     Returns:
         The new tokens only.
+
+    Raises:
+        ConfigError: an option out of range.
+        DataError: logits that are not numbers.
     """
     config = model.config
     if not prompt:
@@ -51,37 +59,29 @@ def generate(
     if top_k is not None and top_k < 1:
         raise ConfigError(f"top_k: expected 1 or more, got {top_k}")
 
-    rng = np.random.default_rng(seed)
     text = list(prompt[-config.max_positions :])
     cache = model.new_cache(batch=1)
     unread = text
     new_tokens: list[int] = []
-    for _ in range(num_tokens):
+    for step in range(num_tokens):
         if cache.length + len(unread) > config.max_positions:
             unread = text = text[-max(1, config.max_positions // 2) :]
             cache.length = 0
         tokens = model.xp.asarray(np.array([unread], np.int32))
         hidden = model.forward(tokens, keep=False, cache=cache).hidden
-        logits = host_array(model.logits(hidden[-1:]))[0].astype(np.float32)
-        token = sample_token(logits, rng, temperature=temperature, top_k=top_k)
+        drawn = sample(
+            model.logits(hidden[-1:]),
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            step=step,
+        )
+        token = int(host_array(drawn.tokens)[0])
+        if token < 0:
+            raise DataError(f"generate: the logits of token {step} are not finite numbers")
         new_tokens.append(token)
         text.append(token)
         unread = [token]
     return new_tokens
-
-
-def sample_token(
-    logits: np.ndarray[Any, Any],
-    rng: np.random.Generator,
-    *,
-    temperature: float,
-    top_k: int | None = None,
-) -> int:
-    """Draw one token id from logits [vocab_size]."""
-    if temperature == 0:
-        return int(np.argmax(logits))
-    scaled = logits.astype(np.float64) / temperature
-    if top_k is not None and top_k < scaled.size:
-        scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
-    weights = np.exp(scaled - scaled.max())
-    return int(rng.choice(scaled.size, p=weights / weights.sum()))

@@ -1,8 +1,9 @@
 """Cross-entropy and divergences on logits, and both fused with a language-model head.
 
 Rows are the flattened leading axes. A row counts for nothing (zero loss, zero gradient) when its
-target is `ignore_index` or when one of its distributions has no mass at all: every logit below
-`NO_MASS`, -inf included. The mean divides by the number of rows that are not ignored.
+target is `ignore_index`, when its weight is 0, or when one of its distributions has no mass at all:
+every logit below `NO_MASS`, -inf included. Logits are `softcap * tanh(logit_scale * x / softcap)`
+of the first `vocab_size` columns of what is passed; gradients are for what is passed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Array = Any
 
 
 class LinearKlResult(NamedTuple):
-    """What linear_distillation_loss returns: float32 0-d losses and the gradients of `loss`."""
+    """What the distillation losses fused with a head return: float32 losses, and the gradients of
+    `loss`; with reduction "none" the losses are [rows]."""
 
     loss: Array
     """soft_weight * soft_loss + hard_weight * hard_loss."""
@@ -30,57 +32,136 @@ class LinearKlResult(NamedTuple):
     """The cross-entropy on the targets; 0 where `hard_weight` is 0."""
     grad_hidden: Array
     grad_weight: Array
+    grad_bias: Array | None = None
+    """None for a head without bias."""
 
 
 class LinearCrossEntropyResult(NamedTuple):
-    """What linear_cross_entropy returns: the float32 0-d loss and its gradients."""
+    """What linear_cross_entropy returns: the float32 loss and its gradients."""
 
     loss: Array
     grad_hidden: Array
     grad_weight: Array
+    grad_bias: Array | None = None
+
+
+class _Parts(NamedTuple):
+    """Losses [rows] and gradients [rows, vocab] of the rows, each on its own."""
+
+    soft: Array | None
+    soft_grad: Array | None
+    hard: Array | None
+    hard_grad: Array | None
+
+
+class _Rows:
+    """Which rows count how much, and what their losses are multiplied by."""
+
+    def __init__(
+        self,
+        like: Array,
+        targets: Array | None,
+        token_weights: Array | None,
+        ignore_index: int,
+        reduction: str,
+        normalizer: Any,
+    ) -> None:
+        """like: the logits, [rows, vocab]."""
+        xp, self.reduction = array_namespace(like), reduction
+        self.targets = None if targets is None else targets.reshape(-1)
+        kept = xp.ones(like.shape[0], bool)
+        if targets is not None:
+            kept = self.targets != ignore_index
+        weights = kept.astype(like.dtype)
+        if token_weights is not None:
+            weights = xp.where(kept, token_weights.reshape(-1), 0).astype(like.dtype)
+        self.kept, self.weights = kept & (weights != 0), weights
+        self.factor = xp.ones((), like.dtype)
+        if reduction in ("mean", "tokens"):
+            if normalizer is None:
+                total = xp.sum(weights if reduction == "mean" else kept.astype(like.dtype))
+                normalizer = xp.where(total == 0, like.dtype.type(1), total)
+            self.factor = (1.0 / xp.asarray(normalizer, like.dtype)).astype(like.dtype)
+
+    def reduce(self, rows: Array) -> Array:
+        """float32 (float64 for float64 logits), 0-d; [rows] where the reduction is "none"."""
+        xp = array_namespace(rows)
+        rows = xp.where(self.kept, rows, rows.dtype.type(0)) * self.weights
+        return rows if self.reduction == "none" else xp.asarray(xp.sum(rows) * self.factor)
+
+    def scale(self, grad: Array, grad_loss: Any) -> Array:
+        """The gradient of the reduced loss times `grad_loss`."""
+        xp = array_namespace(grad)
+        factor = self.weights * self.factor
+        if grad_loss is not None:
+            factor = factor * xp.asarray(grad_loss, grad.dtype).reshape(-1)
+        return xp.where(self.kept[:, None], grad * factor[:, None], grad.dtype.type(0))
+
+
+class _Logits(NamedTuple):
+    """Logits [rows, vocab] out of an array, and the way back."""
+
+    values: Array
+    slope: Array | None
+    """By what they change with the array's elements; None: as these."""
+    width: int
+    """Columns of the array."""
+
+    @classmethod
+    def of(
+        cls, array: Array, vocab_size: int | None, scale: float = 1.0, softcap: float | None = None
+    ) -> _Logits:
+        z = array.reshape(-1, array.shape[-1]).astype(working_dtype(array), copy=False)
+        z = z[:, :vocab_size]
+        if scale == 1.0 and softcap is None:
+            return cls(z, None, array.shape[-1])
+        xp, number = array_namespace(z), z.dtype.type
+        z = z * number(scale)
+        if softcap is None:
+            return cls(z, xp.full((1, 1), scale, z.dtype), array.shape[-1])
+        share = xp.tanh(z * number(1.0 / softcap))
+        return cls(number(softcap) * share, number(scale) * (1 - share * share), array.shape[-1])
+
+    def gradient(self, grad: Array, like: Array | None = None) -> Array:
+        """The gradient for the array, given that for the logits; in shape and dtype of `like`."""
+        grad = grad if self.slope is None else grad * self.slope
+        if like is None:
+            return grad
+        xp = array_namespace(grad)
+        whole = xp.zeros((grad.shape[0], self.width), like.dtype)
+        whole[:, : grad.shape[1]] = grad
+        return whole.reshape(like.shape)
 
 
 def cross_entropy(
     logits: Array,
     targets: Array,
     *,
+    token_weights: Array | None = None,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     reduction: str = "mean",
     normalizer: Any = None,
     return_grad: bool = False,
     grad_loss: Any = None,
 ) -> Array | tuple[Array, Array]:
     """loss = log sum_v exp z_v - z_target; with `return_grad`, also softmax - onehot."""
-    z, ids = _rows(logits), targets.reshape(-1)
-    kept = ids != ignore_index
-    rows, grad = _cross_entropy_rows(z, ids, kept, want_grad=return_grad)
-    factor = _factor(kept, reduction, normalizer, z.dtype)
-    loss = _reduce(rows, factor, reduction)
+    z = _Logits.of(logits, vocab_size, logit_scale, softcap)
+    rows = _Rows(z.values, targets, token_weights, ignore_index, reduction, normalizer)
+    losses, grad = _cross_entropy_rows(z.values, rows, want_grad=return_grad)
+    loss = rows.reduce(losses)
     if not return_grad:
         return loss
-    return loss, _scaled(grad, factor, grad_loss, logits)
+    return loss, z.gradient(rows.scale(grad, grad_loss), logits)
 
 
 def cross_entropy_backward(
-    grad_loss: Any,
-    logits: Array,
-    targets: Array,
-    *,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: Any = None,
-    inplace: bool = False,
+    grad_loss: Any, logits: Array, targets: Array, *, inplace: bool = False, **options: Any
 ) -> Array:
-    """Gradient of cross_entropy for the logits."""
-    _, grad = cross_entropy(
-        logits,
-        targets,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        normalizer=normalizer,
-        return_grad=True,
-        grad_loss=grad_loss,
-    )
+    """Gradient of cross_entropy, with its options, for the logits."""
+    _, grad = cross_entropy(logits, targets, return_grad=True, grad_loss=grad_loss, **options)
     return _into(logits, grad) if inplace else grad
 
 
@@ -94,8 +175,14 @@ def distillation_loss(
     scale_by_temperature_squared: bool = False,
     soft_weight: float = 1.0,
     hard_weight: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
     targets: Array | None = None,
+    token_weights: Array | None = None,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
     reduction: str = "mean",
     normalizer: Any = None,
     return_grad: bool = False,
@@ -103,25 +190,36 @@ def distillation_loss(
 ) -> Array | tuple[Array, Array]:
     """soft_weight * divergence(p, q) + hard_weight * cross-entropy, p = softmax(teacher / T) and
     q = softmax(student / T); the divergence optionally times T^2."""
-    xp = array_namespace(student_logits)
-    student, teacher = _rows(student_logits), _rows(teacher_logits)
-    kept = _kept(xp, targets, ignore_index, student)
-    rows, grad = divergence_rows(student, teacher, kept, temperature, divergence, beta)
-    soft_factor = soft_weight * (temperature**2 if scale_by_temperature_squared else 1.0)
-    if soft_factor != 1.0:
-        rows, grad = rows * rows.dtype.type(soft_factor), grad * grad.dtype.type(soft_factor)
-    if targets is not None and hard_weight != 0.0:
-        hard_rows, hard_grad = _cross_entropy_rows(
-            student, targets.reshape(-1), kept, want_grad=return_grad
-        )
-        rows = rows + hard_rows * rows.dtype.type(hard_weight)
-        if return_grad:
-            grad = grad + hard_grad * grad.dtype.type(hard_weight)
-    factor = _factor(kept, reduction, normalizer, student.dtype)
-    loss = _reduce(rows, factor, reduction)
-    if not return_grad:
-        return loss
-    return loss, _scaled(grad, factor, grad_loss, student_logits)
+    student = _Logits.of(student_logits, vocab_size, logit_scale, softcap)
+    teacher = _Logits.of(teacher_logits, vocab_size, teacher_logit_scale, teacher_softcap)
+    rows = _Rows(student.values, targets, token_weights, ignore_index, reduction, normalizer)
+    soft = divergence_rows(student.values, teacher.values, rows.kept, temperature, divergence, beta)
+    square = temperature**2 if scale_by_temperature_squared else 1.0
+    parts = _parts(soft, square, student.values, rows, hard_weight, return_grad)
+    return _mix(parts, rows, student, student_logits, soft_weight, hard_weight, return_grad,
+                grad_loss)  # fmt: skip
+
+
+def kl_divergence(
+    student_logits: Array, teacher_logits: Array, **options: Any
+) -> Array | tuple[Array, Array]:
+    """distillation_loss with the forward KL alone, KL(p || q)."""
+    return distillation_loss(student_logits, teacher_logits, **options)
+
+
+def kl_divergence_backward(
+    grad_loss: Any,
+    student_logits: Array,
+    teacher_logits: Array,
+    *,
+    inplace: bool = False,
+    **options: Any,
+) -> Array:
+    """Gradient of kl_divergence, with its options, for the student's logits."""
+    _, grad = kl_divergence(
+        student_logits, teacher_logits, return_grad=True, grad_loss=grad_loss, **options
+    )
+    return _into(student_logits, grad) if inplace else grad
 
 
 def topk_distillation_loss(
@@ -132,19 +230,256 @@ def topk_distillation_loss(
     tail: str = "renormalise",
     temperature: float = 1.0,
     scale_by_temperature_squared: bool = False,
+    soft_weight: float = 1.0,
+    hard_weight: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
     targets: Array | None = None,
+    token_weights: Array | None = None,
     ignore_index: int = -100,
+    vocab_size: int | None = None,
     reduction: str = "mean",
     normalizer: Any = None,
     return_grad: bool = False,
     grad_loss: Any = None,
 ) -> Array | tuple[Array, Array]:
     """KL(p || q) from a teacher of whom the probabilities of some tokens are known."""
-    xp = array_namespace(student_logits)
-    z = _rows(student_logits)
-    log_p = teacher_log_probs.reshape(z.shape[0], -1).astype(z.dtype)
-    ids = teacher_ids.reshape(log_p.shape).astype(np.int64)
-    kept = _kept(xp, targets, ignore_index, z)
+    student = _Logits.of(student_logits, vocab_size, logit_scale, softcap)
+    rows = _Rows(student.values, targets, token_weights, ignore_index, reduction, normalizer)
+    soft = _topk_rows(student.values, teacher_log_probs, teacher_ids, rows.kept, tail, temperature)
+    square = temperature**2 if scale_by_temperature_squared else 1.0
+    parts = _parts(soft, square, student.values, rows, hard_weight, return_grad)
+    return _mix(parts, rows, student, student_logits, soft_weight, hard_weight, return_grad,
+                grad_loss)  # fmt: skip
+
+
+def sampled_distillation_loss(
+    student_logits: Array,
+    sample_ids: Array,
+    sample_weights: Array | None = None,
+    *,
+    teacher_log_probs: Array | None = None,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    soft_weight: float = 1.0,
+    hard_weight: float = 0.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    targets: Array | None = None,
+    token_weights: Array | None = None,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    reduction: str = "mean",
+    normalizer: Any = None,
+    return_grad: bool = False,
+    grad_loss: Any = None,
+) -> Array | tuple[Array, Array]:
+    """sum_k w_k (log p_k - log q_k) over tokens that were sampled from a teacher; without
+    `teacher_log_probs` 0 in the place of log p_k."""
+    student = _Logits.of(student_logits, vocab_size, logit_scale, softcap)
+    rows = _Rows(student.values, targets, token_weights, ignore_index, reduction, normalizer)
+    soft = _sampled_rows(
+        student.values, sample_ids, sample_weights, teacher_log_probs, rows.kept, temperature
+    )
+    square = temperature**2 if scale_by_temperature_squared else 1.0
+    parts = _parts(soft, square, student.values, rows, hard_weight, return_grad)
+    return _mix(parts, rows, student, student_logits, soft_weight, hard_weight, return_grad,
+                grad_loss)  # fmt: skip
+
+
+def linear_distillation_loss(
+    hidden: Array,
+    weight: Array,
+    teacher_hidden: Array,
+    teacher_weight: Array,
+    *,
+    bias: Array | None = None,
+    teacher_bias: Array | None = None,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    **options: Any,
+) -> LinearKlResult:
+    """distillation_loss of the logits hidden @ weight^T + bias, with the gradients of the student's
+    factors.
+
+    Computed on the whole logits at once: `chunk_tokens` and `workspace_bytes` change nothing here.
+    """
+
+    def soft(student: Array, kept: Array, temperature: float) -> tuple[Array, Array]:
+        logits = _head_logits(teacher_hidden, teacher_weight, teacher_bias)
+        vocab_size = student.shape[1]
+        teacher = _Logits.of(logits, vocab_size, teacher_logit_scale, teacher_softcap).values
+        return divergence_rows(student, teacher, kept, temperature, divergence, beta)
+
+    return _linear_loss(hidden, weight, bias, soft, **options)
+
+
+def linear_kl_divergence(*head: Array, **options: Any) -> LinearKlResult:
+    """linear_distillation_loss with its default divergence."""
+    return linear_distillation_loss(*head, **options)
+
+
+def linear_topk_distillation_loss(
+    hidden: Array,
+    weight: Array,
+    teacher_log_probs: Array,
+    teacher_ids: Array,
+    *,
+    bias: Array | None = None,
+    tail: str = "renormalise",
+    **options: Any,
+) -> LinearKlResult:
+    """topk_distillation_loss of the logits hidden @ weight^T + bias."""
+
+    def soft(student: Array, kept: Array, temperature: float) -> tuple[Array, Array]:
+        return _topk_rows(student, teacher_log_probs, teacher_ids, kept, tail, temperature)
+
+    return _linear_loss(hidden, weight, bias, soft, **options)
+
+
+def linear_sampled_distillation_loss(
+    hidden: Array,
+    weight: Array,
+    sample_ids: Array,
+    sample_weights: Array | None = None,
+    *,
+    teacher_log_probs: Array | None = None,
+    bias: Array | None = None,
+    **options: Any,
+) -> LinearKlResult:
+    """sampled_distillation_loss of the logits hidden @ weight^T + bias."""
+
+    def soft(student: Array, kept: Array, temperature: float) -> tuple[Array, Array]:
+        return _sampled_rows(
+            student, sample_ids, sample_weights, teacher_log_probs, kept, temperature
+        )
+
+    return _linear_loss(hidden, weight, bias, soft, **options)
+
+
+def linear_cross_entropy(
+    hidden: Array, weight: Array, targets: Array, *, bias: Array | None = None, **options: Any
+) -> LinearCrossEntropyResult:
+    """Cross-entropy of the logits hidden @ weight^T + bias, with the gradients of the factors."""
+    options |= {"targets": targets, "soft_weight": 0.0, "hard_weight": 1.0}
+    result = _linear_loss(hidden, weight, bias, None, **options)
+    return LinearCrossEntropyResult(result.hard_loss, *result[3:])
+
+
+def _linear_loss(
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    soft: Any,
+    *,
+    targets: Array | None = None,
+    token_weights: Array | None = None,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    soft_weight: float = 1.0,
+    hard_weight: float = 0.0,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    normalizer: Any = None,
+    grad_loss: Any = None,
+    grad_weight: Array | None = None,
+    grad_bias: Array | None = None,
+    chunk_tokens: int | None = None,
+    workspace_bytes: int | None = None,
+) -> LinearKlResult:
+    """soft(student's logits, rows that count, temperature): losses and gradients of the rows."""
+    logits = _head_logits(hidden, weight, bias)
+    student = _Logits.of(logits, vocab_size, logit_scale, softcap)
+    rows = _Rows(student.values, targets, token_weights, ignore_index, reduction, normalizer)
+    found = None if soft is None else soft(student.values, rows.kept, temperature)
+    square = temperature**2 if scale_by_temperature_squared else 1.0
+    parts = _parts(found, square, student.values, rows, hard_weight, True)
+    soft_loss, hard_loss, loss = _losses(parts, rows, soft_weight, hard_weight)
+    grad = rows.scale(_weighted(parts, soft_weight, hard_weight), grad_loss)
+    grad = student.gradient(grad, logits)
+    grads = _head_gradients(grad, hidden, weight, bias, grad_weight, grad_bias)
+    return LinearKlResult(loss, soft_loss, hard_loss, *grads)
+
+
+def _head_logits(hidden: Array, weight: Array, bias: Array | None) -> Array:
+    work = working_dtype(hidden)
+    rows = hidden.reshape(-1, hidden.shape[-1]).astype(work, copy=False)
+    logits = matmul(rows, weight.astype(work, copy=False), transpose_b=True)
+    return logits if bias is None else logits + bias.astype(work, copy=False)
+
+
+def _parts(
+    soft: tuple[Array, Array] | None,
+    square: float,
+    student: Array,
+    rows: _Rows,
+    hard_weight: float,
+    want_grad: bool,
+) -> _Parts:
+    hard: tuple[Array | None, Array | None] = (None, None)
+    if rows.targets is not None and hard_weight != 0.0:
+        hard = _cross_entropy_rows(student, rows, want_grad=want_grad)
+    if soft is None:
+        return _Parts(None, None, *hard)
+    number = student.dtype.type
+    if square == 1.0:
+        return _Parts(*soft, *hard)
+    return _Parts(soft[0] * number(square), soft[1] * number(square), *hard)
+
+
+def _losses(
+    parts: _Parts, rows: _Rows, soft_weight: float, hard_weight: float
+) -> tuple[Array, Array, Array]:
+    """The soft loss, the hard one, and their mix."""
+    found = [None if part is None else rows.reduce(part) for part in (parts.soft, parts.hard)]
+    like = next(part for part in found if part is not None)
+    xp, number = array_namespace(like), like.dtype.type
+    zero = xp.zeros_like(like)
+    soft, hard = (zero if part is None else part for part in found)
+    # A weight of zero leaves the other loss alone even where this one is infinite.
+    mix = zero
+    for part, weight in ((soft, soft_weight), (hard, hard_weight)):
+        mix = mix if weight == 0.0 else mix + part * number(weight)
+    return tuple(xp.asarray(value, zero.dtype) for value in (soft, hard, mix))
+
+
+def _weighted(parts: _Parts, soft_weight: float, hard_weight: float) -> Array:
+    grad = None
+    for part, weight in ((parts.soft_grad, soft_weight), (parts.hard_grad, hard_weight)):
+        if part is not None:
+            part = part if weight == 1.0 else part * part.dtype.type(weight)
+            grad = part if grad is None else grad + part
+    return grad
+
+
+def _mix(
+    parts: _Parts,
+    rows: _Rows,
+    student: _Logits,
+    like: Array,
+    soft_weight: float,
+    hard_weight: float,
+    return_grad: bool,
+    grad_loss: Any,
+) -> Array | tuple[Array, Array]:
+    loss = _losses(parts, rows, soft_weight, hard_weight)[2]
+    if not return_grad:
+        return loss
+    grad = rows.scale(_weighted(parts, soft_weight, hard_weight), grad_loss)
+    return loss, student.gradient(grad, like)
+
+
+def _topk_rows(
+    z: Array, log_probs: Array, ids: Array, kept: Array, tail: str, temperature: float
+) -> tuple[Array, Array]:
+    xp = array_namespace(z)
+    log_p = log_probs.reshape(z.shape[0], -1).astype(z.dtype)
+    ids = ids.reshape(log_p.shape).astype(np.int64)
     inverse = z.dtype.type(1.0 / temperature)
     q, top, total = softmax(xp, z, inverse)
     known_p = xp.sum(xp.exp(log_p), axis=-1, keepdims=True)
@@ -165,162 +500,45 @@ def topk_distillation_loss(
             rest, gradient = rest_q, q
     rows = xp.where(active, xp.sum(terms, axis=-1) + rest[:, 0], 0).astype(z.dtype)
     xp.put_along_axis(gradient, ids, difference, axis=1)
-    gradient = xp.where(active[:, None], gradient, gradient.dtype.type(0)) * inverse
-    factor = _factor(kept, reduction, normalizer, z.dtype)
-    if scale_by_temperature_squared:
-        factor = factor * temperature**2
-    loss = _reduce(rows, factor, reduction)
-    if not return_grad:
-        return loss
-    return loss, _scaled(gradient, factor, grad_loss, student_logits)
+    return rows, xp.where(active[:, None], gradient, gradient.dtype.type(0)) * inverse
 
 
-def kl_divergence(
-    student_logits: Array,
-    teacher_logits: Array,
-    *,
-    temperature: float = 1.0,
-    scale_by_temperature_squared: bool = False,
-    targets: Array | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: Any = None,
-    return_grad: bool = False,
-    grad_loss: Any = None,
-) -> Array | tuple[Array, Array]:
-    """KL(p || q), p = softmax(teacher / T), q = softmax(student / T); optionally times T^2."""
-    return distillation_loss(
-        student_logits,
-        teacher_logits,
-        temperature=temperature,
-        scale_by_temperature_squared=scale_by_temperature_squared,
-        targets=targets,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        normalizer=normalizer,
-        return_grad=return_grad,
-        grad_loss=grad_loss,
-    )
-
-
-def kl_divergence_backward(
-    grad_loss: Any,
-    student_logits: Array,
-    teacher_logits: Array,
-    *,
-    temperature: float = 1.0,
-    scale_by_temperature_squared: bool = False,
-    targets: Array | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    normalizer: Any = None,
-    inplace: bool = False,
-) -> Array:
-    """Gradient of kl_divergence for the student's logits."""
-    _, grad = kl_divergence(
-        student_logits,
-        teacher_logits,
-        temperature=temperature,
-        scale_by_temperature_squared=scale_by_temperature_squared,
-        targets=targets,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        normalizer=normalizer,
-        return_grad=True,
-        grad_loss=grad_loss,
-    )
-    return _into(student_logits, grad) if inplace else grad
-
-
-def linear_distillation_loss(
-    hidden: Array,
-    weight: Array,
-    teacher_hidden: Array,
-    teacher_weight: Array,
-    *,
-    targets: Array | None = None,
-    divergence: str = "forward_kl",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    scale_by_temperature_squared: bool = False,
-    soft_weight: float = 1.0,
-    hard_weight: float = 0.0,
-    ignore_index: int = -100,
-    normalizer: Any = None,
-    grad_weight: Array | None = None,
-    chunk_tokens: int | None = None,
-) -> LinearKlResult:
-    """soft_weight * divergence + hard_weight * cross-entropy of the logits hidden @ weight^T.
-
-    Computed on the whole logits at once: `chunk_tokens` changes nothing here.
-    """
-    xp = array_namespace(hidden)
-    work = working_dtype(hidden)
-    logits = _logits(hidden, weight, work)
-    teacher = _logits(teacher_hidden, teacher_weight, work)
-    kept = _kept(xp, targets, ignore_index, logits)
-    factor = _factor(kept, "mean", normalizer, work)
-    rows, grad = divergence_rows(logits, teacher, kept, temperature, divergence, beta)
-    soft_factor = factor * temperature**2 if scale_by_temperature_squared else factor
-    soft = _reduce(rows, soft_factor, "mean")
-    grad *= soft_factor * soft_weight
-    hard = xp.zeros((), soft.dtype)
-    if targets is not None and hard_weight != 0.0:
-        rows, hard_grad = _cross_entropy_rows(logits, targets.reshape(-1), kept, want_grad=True)
-        hard = _reduce(rows, factor, "mean")
-        hard_grad *= factor * hard_weight
-        grad += hard_grad
-    loss = xp.asarray(soft * soft_weight + hard * hard_weight, soft.dtype)
-    return LinearKlResult(loss, soft, hard, *_head_gradients(grad, hidden, weight, grad_weight))
-
-
-linear_kl_divergence = linear_distillation_loss
-"""Its default divergence."""
-
-
-def linear_cross_entropy(
-    hidden: Array,
-    weight: Array,
-    targets: Array,
-    *,
-    ignore_index: int = -100,
-    normalizer: Any = None,
-    grad_weight: Array | None = None,
-    chunk_tokens: int | None = None,
-) -> LinearCrossEntropyResult:
-    """Cross-entropy of the logits hidden @ weight^T, with the gradients of both factors."""
-    work = working_dtype(hidden)
-    logits = _logits(hidden, weight, work)
-    ids = targets.reshape(-1)
-    kept = ids != ignore_index
-    rows, grad = _cross_entropy_rows(logits, ids, kept, want_grad=True)
-    factor = _factor(kept, "mean", normalizer, work)
-    loss = _reduce(rows, factor, "mean")
-    grad *= factor
-    return LinearCrossEntropyResult(loss, *_head_gradients(grad, hidden, weight, grad_weight))
-
-
-def _logits(hidden: Array, weight: Array, work: Any) -> Array:
-    return matmul(_rows(hidden), weight.astype(work, copy=False), transpose_b=True)
-
-
-def _rows(array: Array) -> Array:
-    return array.reshape(-1, array.shape[-1]).astype(working_dtype(array), copy=False)
-
-
-def _kept(xp: Any, targets: Array | None, ignore_index: int, rows: Array) -> Array:
-    if targets is None:
-        return xp.ones(rows.shape[0], bool)
-    return targets.reshape(-1) != ignore_index
-
-
-def _cross_entropy_rows(
-    z: Array, targets: Array, kept: Array, *, want_grad: bool
-) -> tuple[Array, Array | None]:
-    """Loss [rows] and gradient [rows, vocab] of each row on its own."""
+def _sampled_rows(
+    z: Array,
+    ids: Array,
+    weights: Array | None,
+    log_probs: Array | None,
+    kept: Array,
+    temperature: float,
+) -> tuple[Array, Array]:
     xp = array_namespace(z)
+    ids = ids.reshape(z.shape[0], -1).astype(np.int64)
+    w = xp.full(ids.shape, 1.0 / ids.shape[1], z.dtype)
+    if weights is not None:
+        w = weights.reshape(ids.shape).astype(z.dtype)
+    ids = xp.where(w == 0, 0, ids)
+    inverse = z.dtype.type(1.0 / temperature)
+    q, top, total = softmax(xp, z, inverse)
+    mass = xp.sum(w, axis=-1, keepdims=True)
+    active = kept & (total[:, 0] != 0) & (mass[:, 0] != 0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = xp.log(total) - (xp.take_along_axis(z, ids, axis=1) - top) * inverse
+        if log_probs is not None:
+            terms = terms + log_probs.reshape(ids.shape).astype(z.dtype)
+        terms = xp.where(w == 0, 0, w * terms)
+    gradient = q * mass
+    row_numbers = xp.broadcast_to(xp.arange(z.shape[0])[:, None], ids.shape)
+    # ufunc.at adds every time that an index occurs
+    xp.subtract.at(gradient, (row_numbers, ids), w)
+    losses = xp.where(active, xp.sum(terms, axis=-1), 0).astype(z.dtype)
+    return losses, xp.where(active[:, None], gradient, gradient.dtype.type(0)) * inverse
+
+
+def _cross_entropy_rows(z: Array, rows: _Rows, *, want_grad: bool) -> tuple[Array, Array | None]:
+    """Loss [rows] and gradient [rows, vocab] of each row on its own."""
+    xp, targets = array_namespace(z), rows.targets
     grad, top, total = softmax(xp, z)
-    active = kept & (total[:, 0] != 0)
+    active = rows.kept & (total[:, 0] != 0)
     in_range = (targets >= 0) & (targets < z.shape[1])
     index = xp.where(in_range, targets, 0)[:, None]
     at_target = xp.take_along_axis(z, index, axis=1)
@@ -337,41 +555,32 @@ def _cross_entropy_rows(
     return loss, grad
 
 
-def _factor(kept: Array, reduction: str, normalizer: Any, dtype: Any) -> Any:
-    """What a row's loss and gradient are multiplied by, as a 0-d array."""
-    xp = array_namespace(kept)
-    if reduction != "mean":
-        return xp.ones((), dtype)
-    if normalizer is None:
-        normalizer = xp.maximum(xp.sum(kept), 1)
-    return (1.0 / xp.asarray(normalizer, dtype)).astype(dtype)
-
-
-def _reduce(rows: Array, factor: Array, reduction: str) -> Array:
-    """float32 (float64 for float64 logits), 0-d; [rows] where reduction is "none"."""
-    xp = array_namespace(rows)
-    return rows * factor if reduction == "none" else xp.asarray(xp.sum(rows) * factor)
-
-
-def _scaled(grad: Array, factor: Array, grad_loss: Any, like: Array) -> Array:
-    xp = array_namespace(grad)
-    grad *= factor
-    if grad_loss is not None:
-        grad *= xp.asarray(grad_loss, grad.dtype).reshape(-1, 1)
-    return grad.reshape(like.shape).astype(like.dtype, copy=False)
-
-
 def _head_gradients(
-    grad: Array, hidden: Array, weight: Array, grad_weight: Array | None
-) -> tuple[Array, Array]:
-    """Gradients of logits = hidden @ weight^T, the second added to `grad_weight` where given."""
+    grad: Array,
+    hidden: Array,
+    weight: Array,
+    bias: Array | None,
+    grad_weight: Array | None,
+    grad_bias: Array | None,
+) -> tuple[Array, Array, Array | None]:
+    """Gradients of logits = hidden @ weight^T + bias, those of the parameters added to what is
+    given."""
+    xp = array_namespace(grad)
+    rows = hidden.reshape(-1, hidden.shape[-1]).astype(grad.dtype, copy=False)
     grad_hidden = matmul(grad, weight.astype(grad.dtype, copy=False))
     grad_hidden = grad_hidden.reshape(hidden.shape).astype(hidden.dtype, copy=False)
     if grad_weight is None:
-        grad_weight = matmul(grad, _rows(hidden), transpose_a=True).astype(weight.dtype, copy=False)
+        grad_weight = matmul(grad, rows, transpose_a=True).astype(weight.dtype, copy=False)
     else:
-        matmul(grad, _rows(hidden), transpose_a=True, out=grad_weight, accumulate=True)
-    return grad_hidden, grad_weight
+        matmul(grad, rows, transpose_a=True, out=grad_weight, accumulate=True)
+    if bias is None:
+        return grad_hidden, grad_weight, None
+    sums = xp.sum(grad, axis=0)
+    if grad_bias is None:
+        wide = np.promote_types(np.float32, grad.dtype)
+        return grad_hidden, grad_weight, sums.astype(wide, copy=False)
+    grad_bias += sums.astype(grad_bias.dtype)
+    return grad_hidden, grad_weight, grad_bias
 
 
 def _into(out: Array, value: Array) -> Array:

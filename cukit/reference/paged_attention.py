@@ -25,11 +25,16 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Array | None = None,
     cu_seqlens_q: Array | None = None,
+    recent: Any = None,
     scale: float | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """flash_attention, request by request, over the rows that the block table names."""
+    """flash_attention, request by request, over the rows that the block table names.
+
+    recent: rings k and v [num_rings, num_rows, ...], which of them each request has (rings), and
+    its first key there (packed_lens); None where all keys are in the cache.
+    """
     xp = array_namespace(q)
     *rows_q, heads_q, _ = q.shape
     block_size = k_cache.shape[1]
@@ -42,13 +47,21 @@ def paged_attention(
         else:
             own = slice(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
             own_q, own_out, own_lse = q[own], out[own], lse[:, own]
-        places = xp.arange(first_key(length, len(own_q), window_size), length)
-        blocks = block_table[b][places // block_size]
-        rows = blocks, places % block_size
+        first = first_key(length, len(own_q), window_size)
+        packed = length if recent is None else min(length, max(first, int(recent.packed_lens[b])))
+        places = xp.arange(first, packed)
+        rows = block_table[b][places // block_size], places % block_size
+        k, v = k_cache[rows], v_cache[rows]
+        if recent is not None and packed < length:
+            ring = int(recent.rings[b]), xp.arange(packed, length) % recent.k.shape[1]
+            k, v = (
+                xp.concatenate([old, new[ring].astype(old.dtype)])
+                for old, new in ((k, recent.k), (v, recent.v))
+            )
         own_out[None], own_lse[None] = flash_attention(
             own_q[None],
-            k_cache[rows][None],
-            v_cache[rows][None],
+            k[None],
+            v[None],
             causal=causal,
             window_size=window_size,
             softcap=softcap,

@@ -4,6 +4,7 @@
 // products with dO and Q take from registers. Only dQ needs the dS of all keys, which the warpgroups
 // exchange through shared memory (two stages): with 64 columns each computes dQ of 64 queries, with 128
 // the transpose of dQ of 64 columns.
+// DISTILL: there is no dV, dP is a teacher's scores, and P stays unrounded until dS is made of both.
 // dP runs beside the exponentials, dV beside dS. Then, with 64 columns, dK runs beside the exchange, and
 // the next scores beside the staging of dQ; with 128, dQ comes first and is staged beside dK.
 // Accumulators are read in the basic block that issued the younger wgmma, and nothing is in flight where
@@ -127,7 +128,7 @@ CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Work& work,
 template <typename MakeResults>
 CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& walk,
                              const MakeResults& make_results, float scale_log2,
-                             Progress& progress) {
+                             float teacher_scale_log2, Progress& progress) {
   const int group = Block::consumer_group();
   const int warp = threadIdx.x % kWarpgroupThreads / kWarpSize;
   const int warp_row = group * kWarpgroupRows + warp * 16;
@@ -141,7 +142,8 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
   const unsigned long long q_inner = QueryTile::k_major(tiles.q);
   const unsigned long long grad_out_inner = GradOutTile::k_major(tiles.grad_out);
   const unsigned long long q_outer = QueryTile::mn_major(tiles.q);
-  const unsigned long long grad_out_outer = GradOutTile::mn_major(tiles.grad_out);
+  [[maybe_unused]] const unsigned long long grad_out_outer =
+      GradOutTile::mn_major(tiles.grad_out);
   const unsigned long long ds_part =
       kTransposed ? ScoreTile::k_major(tiles.scores)
                   : ScoreTile::mn_major(tiles.scores) + group * ScoreTile::kPart;
@@ -152,11 +154,13 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       tiles.dq + (group * kWarpgroupWarps + warp) * (kStagingBytes / Block::kConsumerWarps);
 
   KeyGradient dk;
-  ValueGradient dv;
 #pragma unroll
   for (float& sum : dk) sum = 0.0f;
+#if !DISTILL
+  ValueGradient dv;
 #pragma unroll
   for (float& sum : dv) sum = 0.0f;
+#endif
   if (steps > 0) {
     Scores s;
     PipelineState<STAGES>& at = progress.at;
@@ -179,7 +183,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
 #pragma unroll 1
     for (int step = 0;;) {
       Scores dp;
-      Packed packed;
+      [[maybe_unused]] Packed packed;
       QueryGradient dq;
       const unsigned long long q_now = q_outer + at.index * QueryTile::kStage;
       const unsigned long long grad_out_stage = at.index * GradOutTile::kStage;
@@ -196,12 +200,19 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       } else {
         multiply_keys<VALUE_COLUMNS>(dp, v_rows, grad_out_inner + grad_out_stage);
       }
+      Packed ds;
+#if DISTILL
+      weigh(s, lse, scale_log2);
+      wgmma_wait<0>(dp);
+      hide(dp, walk, key, tile.first_query);
+      subtract(dp, s, shared.delta[at.index] + lane_column, teacher_scale_log2);
+#else
       if constexpr (!kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
       wgmma_fence();
       multiply_queries(dv, packed, grad_out_outer + grad_out_stage);
       wgmma_wait<1>(dp);
-      Packed ds;
       differentiate(dp, packed, shared.delta[at.index] + lane_column, ds_rows);
+#endif
       pack_scores(ds, dp);
       ds_rows.store(ds);
       fence_proxy_async();
@@ -221,7 +232,9 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
         wgmma_fence();
         multiply_scores(dq, ds_now, k_part, group);
         multiply_queries(dk, ds, q_now);
+#if !DISTILL
         wgmma_wait<1>(dv);
+#endif
         wgmma_wait<1>(dq);
         shared.grad_out.release(now);
         hand_over();
@@ -244,7 +257,9 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
         wgmma_fence();
         multiply_queries(dk, ds, q_now);
         exchange();
+#if !DISTILL
         wgmma_wait<1>(dv);  // frees the registers of P
+#endif
         if (last) {
           multiply_scores(dq, ds_now, k_part, group);
           wgmma_wait<0>(dq);
@@ -268,11 +283,15 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
     shared.keys_read.arrive_warp({});
     progress.keys.advance();
     wgmma_wait<0>(dk);
+#if !DISTILL
     wgmma_wait<0>(dv);
+#endif
   }
   const Results results = make_results();
   store<PADDED>(results.k, dk, results.keys_left, key, 0);
+#if !DISTILL
   store<VALUE_PADDED>(results.v, dv, results.keys_left, key, 0);
+#endif
 }
 
 }  // namespace cukit::backward

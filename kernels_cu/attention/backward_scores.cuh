@@ -130,6 +130,36 @@ CUKIT_DEVICE void differentiate(Scores& dp, const Packed& p, const float* delta,
   }
 }
 
+#if DISTILL
+// P = exp2(score - lse), in place, unrounded.
+CUKIT_DEVICE void weigh(Scores& scores, const float* lse, float scale_log2) {
+#pragma unroll
+  for (int n = 0; n < TILE_M / 8; ++n) {
+    const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * n);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float* pair = &scores[4 * n + 2 * half];
+      pair[0] = exp2f(fmaf(pair[0], scale_log2, -row_lse.x));
+      pair[1] = exp2f(fmaf(pair[1], scale_log2, -row_lse.y));
+    }
+  }
+}
+
+// dS = P - the teacher's P, in place of its products.
+CUKIT_DEVICE void subtract(Scores& teacher, const Scores& p, const float* lse, float scale_log2) {
+#pragma unroll
+  for (int n = 0; n < TILE_M / 8; ++n) {
+    const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * n);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = 4 * n + 2 * half;
+      teacher[at] = p[at] - exp2f(fmaf(teacher[at], scale_log2, -row_lse.x));
+      teacher[at + 1] = p[at + 1] - exp2f(fmaf(teacher[at + 1], scale_log2, -row_lse.y));
+    }
+  }
+}
+#endif
+
 // As operand a.
 CUKIT_DEVICE void pack_scores(Packed& packed, const Scores& scores) {
 #pragma unroll

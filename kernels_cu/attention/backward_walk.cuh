@@ -5,7 +5,8 @@
 //
 // Macros: HEAD_DIM columns of a tile; COLUMNS of Q and K and VALUE_COLUMNS of V and dO, multiples of 32,
 //   that are multiplied, as HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of a tile,
-//   STAGES; QUERY_GRADIENT 0|1 dQ is summed up too; those of score_options.cuh.
+//   STAGES; QUERY_GRADIENT 0|1 dQ is summed up too; those of score_options.cuh; DISTILL, 0 where it is
+//   not defined: heads of V have a group of their own.
 #pragma once
 
 #include "common/hopper/pipeline.cuh"
@@ -22,6 +23,9 @@
 #endif
 #ifndef VALUE_COLUMNS
 #define VALUE_COLUMNS HEAD_DIM
+#endif
+#ifndef DISTILL
+#define DISTILL 0
 #endif
 
 namespace cukit::backward {
@@ -80,6 +84,9 @@ struct Work {
   int keys_left;   // to the end of the sequence
   int past;        // query i stands opposite key i + past
   int first_head;  // of q
+#if DISTILL
+  int value_head;
+#endif
   int tiles;       // of queries, of a head, in the scratch
   int key_tiles;   // of a key head
   int first_scratch_tile;  // of the first head: tiles of all heads before it
@@ -180,8 +187,13 @@ CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, 
     }
     if (step == 0) {
       if (first_lane) {
+#if DISTILL
+        const int value_head = work.value_head;
+#else
+        const int value_head = work.key_head;
+#endif
         ValueTile::load(tiles.v, v, shared.values.expect(progress.keys, ValueTile::kBytes),
-                        work.key_head, work.map_kv.row + work.first_key, work.map_kv.outer);
+                        value_head, work.map_kv.row + work.first_key, work.map_kv.outer);
       }
       progress.keys.advance();
     }

@@ -60,6 +60,9 @@ struct KeyProblem {
     work.keys_left = sequence.seq_kv - work.first_key;
     work.past = sequence.seq_kv - sequence.seq_q;
     work.first_head = work.head * call.group;
+#if DISTILL
+    work.value_head = work.first_head / call.teacher_group;
+#endif
     work.tiles = call.rows_per_head / TILE_M;
     if constexpr (VARLEN) {
       work.map_q = {call.seq_q - sequence.seq_q, sequence.first_q + sequence.seq_q};

@@ -16,8 +16,8 @@
 //   and scratch_rows.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
-#include "attention/block_order.cuh"
 #include "attention/parameters.cuh"
+#include "attention/query_pairs_sm80.cuh"
 #include "attention/query_rows.cuh"
 #include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
@@ -29,28 +29,6 @@
 namespace {
 
 using T = cukit::element_t;
-
-constexpr int kQueryBytes = TILE_M * HEAD_DIM * 2;
-constexpr int kGradOutBytes = TILE_M * VALUE_DIM * 2;
-constexpr int kKeyBytes = TILE_N * HEAD_DIM * 2;
-constexpr int kValueBytes = TILE_N * VALUE_DIM * 2;
-
-static_assert(TILE_M == THREADS / cukit::kWarpSize * 16, "every warp owns 16 rows");
-
-using QueryCopy = cukit::TileCopy<TILE_M, HEAD_DIM, THREADS, PADDED>;
-using GradOutCopy = cukit::TileCopy<TILE_M, VALUE_DIM, THREADS, VALUE_PADDED>;
-using KeyCopy = cukit::TileCopy<TILE_N, HEAD_DIM, THREADS, PADDED>;
-using ValueCopy = cukit::TileCopy<TILE_N, VALUE_DIM, THREADS, VALUE_PADDED>;
-
-// scores = rows * columns^T over Width: both stored with it contiguous.
-template <int Width>
-CUKIT_DEVICE void multiply(float (&scores)[1][TILE_N / 8][4], const cukit::LeftMK<Width>& rows,
-                           const cukit::RightNK<Width>& columns) {
-  cukit::clear(scores);
-  cukit::warp_product<T, Width / 16>(
-      scores, [&](unsigned(&r)[4], int, int step) { rows(r, 0, 16 * step); },
-      [&](unsigned(&r)[4], int n, int step) { columns(r, 8 * n, 16 * step); });
-}
 
 }  // namespace
 
@@ -67,82 +45,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const cukit::bias_t* __restrict__ bias, const unsigned char* __restrict__ mask,
         const int* __restrict__ cu_seqlens_q,   // [batch + 1]
         const int* __restrict__ cu_seqlens_kv,  // [batch + 1]
+#if DISTILL
+        const float* __restrict__ upstream,  // scalar or null: a factor of the gradient
+#endif
         const __grid_constant__ cukit::QueryGradientParameters params) {
   const cukit::ScoreSettings& settings = params.settings;
-  const float scale_log2 = params.scale_log2;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
-  const unsigned q_tile = cukit::shared_address(shared);
-  const unsigned grad_out_tile = q_tile + kQueryBytes;
-  const unsigned k_tile = grad_out_tile + kGradOutBytes;
-  const unsigned v_tile = k_tile + 2 * kKeyBytes;
-
-  const int q_tiles = (params.seq_q + TILE_M - 1) / TILE_M;
-  const cukit::HeadTile work =
-      cukit::head_tile(blockIdx.x, params.batch * params.heads_q, q_tiles, params.section);
-  const int b = work.head / params.heads_q;
-  const int head = work.head % params.heads_q;
-  const cukit::Sequence sequence =
-      cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, params.seq_q, params.seq_kv);
-  // Causal: the last queries see the most keys, so they go first.
-  const int first_row = (CAUSAL ? q_tiles - 1 - work.tile : work.tile) * TILE_M;
-  const int rows_left = sequence.seq_q - first_row;
-  if (VARLEN && rows_left <= 0) return;
-  const int row_of_q = sequence.first_q + first_row;
-  q += cukit::offset_of(params.q, b, row_of_q, head);
-  grad_out += cukit::offset_of(params.grad_out, b, row_of_q, head);
-  k += cukit::offset_of(params.k, b, sequence.first_kv, head / params.group);
-  v += cukit::offset_of(params.v, b, sequence.first_kv, head / params.group);
-
-  const cukit::HeadScores options({alibi_slopes, sinks, bias, mask}, settings, b, head, sequence);
-  const int seq_kv = sequence.seq_kv;
-  const cukit::TileRange tiles = cukit::key_tiles<TILE_N>(
-      first_row, min(TILE_M, rows_left), options.past, seq_kv, settings);
-
-  const auto copy_keys = [&](int tile, int stage) {
-    const int key = tile * TILE_N;
-    KeyCopy::start(k_tile + stage * kKeyBytes, k + key * params.k.row, params.k.row, seq_kv - key,
-                   params.head_dim);
-    ValueCopy::start(v_tile + stage * kValueBytes, v + key * params.v.row, params.v.row,
-                     seq_kv - key, params.value_dim);
-    cukit::cp_async_commit();
-  };
-  QueryCopy::start(q_tile, q, params.q.row, rows_left, params.head_dim);
-  GradOutCopy::start(grad_out_tile, grad_out, params.grad_out.row, rows_left, params.value_dim);
-  if (tiles.end > tiles.begin) copy_keys(tiles.begin, 0);
-  cukit::cp_async_commit();
-
-  const int lane = threadIdx.x % cukit::kWarpSize;
-  const int warp_row = static_cast<int>(threadIdx.x) / cukit::kWarpSize * 16;
-  const cukit::LeftMK<HEAD_DIM> q_left(q_tile, warp_row, 0);
-  const cukit::LeftMK<VALUE_DIM> do_left(grad_out_tile, warp_row, 0);
-  const cukit::RightNK<HEAD_DIM> k_right(k_tile, 0, 0);
-  const cukit::RightNK<VALUE_DIM> v_right(v_tile, 0, 0);
-  const cukit::RightKN<HEAD_DIM> k_again(k_tile, 0, 0);
-
-  const int lane_row = first_row + warp_row + lane / 4;
+  const cukit::QueryPairs pairs(params, cu_seqlens_q, cu_seqlens_kv);
+  if (VARLEN && pairs.rows_left <= 0) return;
+  const cukit::HeadScores options({alibi_slopes, sinks, bias, mask}, settings, pairs.b, pairs.head,
+                                  pairs.sequence);
   const cukit::QueryRows rows(
-      options, settings, scale_log2, lse_log2, delta,
-      cukit::scratch_row(b, head, params.heads_q, params.rows_per_head, sequence.first_q), lane_row);
+      options, settings, params.scale_log2, lse_log2, delta,
+      cukit::scratch_row(pairs.b, pairs.head, params.heads_q, params.rows_per_head,
+                         pairs.sequence.first_q),
+      pairs.lane_row());
 
   float dq[1][HEAD_DIM / 8][4];
   cukit::clear(dq);
-  for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-    cukit::cp_async_wait<0>();
-    __syncthreads();  // this tile has landed, and nobody reads the other stage any more
-    const int stage = (tile - tiles.begin) % 2;
-    if (tile + 1 < tiles.end) copy_keys(tile + 1, stage ^ 1);
-    const auto at_stage = [&](auto operand, int bytes) {
-      operand.address += stage * bytes;
-      return operand;
-    };
-
-    const cukit::FragmentPlace at{lane_row, tile * TILE_N + lane % 4 * 2};
-    const bool whole = tiles.whole(tile);
-    float p[1][TILE_N / 8][4], dp[1][TILE_N / 8][4];
-    multiply<HEAD_DIM>(p, q_left, at_stage(k_right, kKeyBytes));
-    rows.weigh(cukit::flat(p[0]), at, whole, tile * TILE_N + TILE_N > seq_kv);
-    multiply<VALUE_DIM>(dp, do_left, at_stage(v_right, kValueBytes));
-    const auto keys = at_stage(k_again, kKeyBytes);
+  pairs.walk(shared, q, k, v, grad_out, options.past, [&](const cukit::QueryPairs::Tile& tile) {
+    cukit::QueryPairs::Scores p, dp;
+    tile.multiply_first(p);
+    rows.weigh(cukit::flat(p[0]), tile.at, tile.whole, tile.ends);
+    tile.multiply_second(dp);
+#if DISTILL
+    rows.weigh_second(cukit::flat(dp[0]), tile.at, tile.whole, tile.ends,
+                      params.teacher_scale_log2);
+#endif
     const auto score_gradient = [&](int e) {
       return rows.gradient(cukit::flat(p[0])[e], cukit::flat(dp[0])[e], e);
     };
@@ -162,12 +91,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
             for (int i = 0; i < 4; ++i) r[i] = ds[i];
           },
-          [&](unsigned(&r)[4], int n, int) { keys(r, 16 * step, 8 * n); });
+          [&](unsigned(&r)[4], int n, int) { tile.keys(r, 16 * step, 8 * n); });
     }
-  }
+  });
 
-  cukit::cp_async_wait<0>();
-  __syncthreads();  // a warp writes and stores its own rows of the query tile
+  // A warp writes and stores its own rows of the query tile.
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  const int warp_row = cukit::QueryPairs::warp_row();
+#if DISTILL
+  const float scale = upstream != nullptr ? params.scale * *upstream : params.scale;
+#else
+  const float scale = params.scale;
+#endif
 #pragma unroll
   for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -175,12 +110,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
       const int row = warp_row + 8 * half + lane / 4;
       *reinterpret_cast<unsigned*>(shared + cukit::Swizzle<HEAD_DIM>::offset(row, n) +
                                    lane % 4 * 4) =
-          cukit::pack<T>(dq[0][n][2 * half] * params.scale, dq[0][n][2 * half + 1] * params.scale);
+          cukit::pack<T>(dq[0][n][2 * half] * scale, dq[0][n][2 * half + 1] * scale);
     }
   __syncwarp();
   const long long row_stride = static_cast<long long>(params.heads_q) * params.head_dim;
-  const long long first = VARLEN ? 0 : static_cast<long long>(b) * params.seq_q;
-  T* to = grad_q + (first + row_of_q) * row_stride + head * params.head_dim;
-  cukit::store_tile<16, HEAD_DIM, cukit::kWarpSize, PADDED>(to, row_stride, shared, warp_row,
-                                                            rows_left, params.head_dim, lane);
+  const long long first = VARLEN ? 0 : static_cast<long long>(pairs.b) * params.seq_q;
+  T* to = grad_q + (first + pairs.row_of_q()) * row_stride + pairs.head * params.head_dim;
+  cukit::store_tile<16, HEAD_DIM, cukit::kWarpSize, PADDED>(
+      to, row_stride, shared, warp_row, pairs.rows_left, params.head_dim, lane);
 }

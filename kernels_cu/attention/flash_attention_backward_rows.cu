@@ -4,6 +4,9 @@
 //   whole tiles: rows beyond the last query, and rows that see no key, get delta = 0 and
 //   lse = +infinity, so that exp(score - lse) is 0. Zeroes the sum of dQ or, COUNTED, the counters of
 //   its tiles.
+// attention_kl_backward_prepare:     of the divergence of two models' attention (attention_kl_sm80.cu): the
+//   lse of both, times log2(e), less log2 of the row's weight, so that exp(score - lse) is the
+//   probability times the weight; +infinity for rows that do not count. The rest as above.
 // flash_attention_backward_finish:   dQ = scale * sum, from blocks (query_gradient.cuh) to rows.
 // flash_attention_backward_sum:      dK or dV from the float32 sums of the blocks that shared a head.
 // flash_attention_backward_sinks:    dsink = -sum over the queries of exp(sink - lse) * delta: a sink
@@ -20,7 +23,8 @@
 //   QUERY_GRADIENT 0|1 whether there is a sum (prepare); TILE_M multiple of 16; VARLEN 0|1; COUNTED, 0
 //   where it is not defined: counters tell which tiles of the sum have been stored (backward_sums.cuh),
 //   else it starts with zeros; TRANSPOSED, 0 where it is not defined: the sum's blocks are of its
-//   transpose (query_gradient.cuh).
+//   transpose (query_gradient.cuh); DISTILL, 0 where it is not defined: finish multiplies by a factor
+//   from the device.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"
 #include "attention/query_gradient.cuh"
@@ -35,6 +39,9 @@
 #ifndef COUNTED
 #define COUNTED 0
 #endif
+#ifndef DISTILL
+#define DISTILL 0
+#endif
 #ifndef TRANSPOSED
 #define TRANSPOSED 0
 #endif
@@ -42,6 +49,19 @@
 namespace {
 
 using T = cukit::element_t;
+
+// What the sum of dQ starts with: zeros or, COUNTED, counters that are.
+CUKIT_DEVICE void start_sum(float* grad_q_sum, int* counters, long long row, int lane) {
+  if (COUNTED && lane == 0 && row % TILE_M == 0) {
+    counters[1 + row / TILE_M] = 0;
+    if (row == 0) counters[0] = 0;
+  }
+  if (QUERY_GRADIENT && !COUNTED && lane < HEAD_DIM / 8) {
+    float4* zeros = reinterpret_cast<float4*>(grad_q_sum + row * HEAD_DIM);
+    zeros[lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    zeros[lane + HEAD_DIM / 8] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+}
 
 }  // namespace
 
@@ -87,15 +107,50 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_p
     lse_log2[row] = dead ? cukit::infinity() : own * cukit::kLog2E;
     delta[row] = dead ? 0.0f : sum;
   }
-  if (COUNTED && lane == 0 && row % TILE_M == 0) {
-    counters[1 + row / TILE_M] = 0;
-    if (row == 0) counters[0] = 0;
+  start_sum(grad_q_sum, counters, row, lane);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_kl_backward_prepare(
+    const float* __restrict__ lse_s,  // [batch, heads_q, seq_q]; VARLEN: [heads_q, total_q]
+    const float* __restrict__ lse_t,  // as lse_s
+    const float* __restrict__ query_weights,  // [batch, seq_q]; VARLEN: [total_q]; null: 1
+    const float* __restrict__ row_weights,    // as lse_s; null: 1
+    float* __restrict__ lse_log2,     // scratch rows, of the student
+    float* __restrict__ teacher_log2,  // scratch rows
+    float* __restrict__ grad_q_sum,    // scratch rows of HEAD_DIM
+    int* __restrict__ counters,        // COUNTED: [1 + tiles of the scratch]
+    const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+    const __grid_constant__ cukit::KlRowParameters params) {
+  const long long block = gridDim.x - 1 - blockIdx.x;
+  const long long row = (block * THREADS + threadIdx.x) / LANES;
+  const int lane = threadIdx.x % LANES;
+  const int heads = VARLEN ? params.heads_q : params.batch * params.heads_q;
+  if (row >= static_cast<long long>(heads) * params.rows_per_head) return;
+  if (lane == 0) {
+    const cukit::ScratchPlace place = cukit::scratch_place(
+        row, params.batch, params.heads_q, params.seq_q, params.rows_per_head, cu_seqlens_q);
+    const int rows_of_head = VARLEN ? params.total_q : params.seq_q;
+    const long long query = place.first_q + place.query;
+    const long long head = VARLEN ? place.head : place.b * params.heads_q + place.head;
+    const long long at = head * rows_of_head + query;
+    float own = cukit::infinity(), teacher = cukit::infinity();
+    if (place.query < place.seq_q) {
+      float weight = 1.0f;
+      if (query_weights != nullptr) {
+        weight = query_weights[(VARLEN ? 0 : static_cast<long long>(place.b) * rows_of_head) + query];
+      }
+      if (row_weights != nullptr) weight *= row_weights[at];
+      const float shift = log2f(weight);  // of 0: -infinity; of a negative number: NaN
+      const bool dead = lse_s[at] == -cukit::infinity() || lse_t[at] == -cukit::infinity();
+      if (!dead) {
+        own = fmaf(lse_s[at], cukit::kLog2E, -shift);
+        teacher = fmaf(lse_t[at], cukit::kLog2E, -shift);
+      }
+    }
+    lse_log2[row] = own;
+    teacher_log2[row] = teacher;
   }
-  if (QUERY_GRADIENT && !COUNTED && lane < HEAD_DIM / 8) {
-    float4* zeros = reinterpret_cast<float4*>(grad_q_sum + row * HEAD_DIM);
-    zeros[lane] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    zeros[lane + HEAD_DIM / 8] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
+  start_sum(grad_q_sum, counters, row, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_finish(
@@ -103,8 +158,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_f
     const int* __restrict__ counters,      // as in prepare
     T* __restrict__ grad_q,                // [batch, seq_q, heads_q, head_dim], contiguous
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
+#if DISTILL
+    const float* __restrict__ upstream,  // scalar or null: a factor
+#endif
     const __grid_constant__ cukit::QuerySumParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
+#if DISTILL
+  const float scale = upstream != nullptr ? params.scale * *upstream : params.scale;
+#else
+  const float scale = params.scale;
+#endif
   constexpr int kColumns = HEAD_DIM / 8;
   const int lane = threadIdx.x % cukit::kWarpSize;
   const long long index = gridDim.x - 1 - blockIdx.x;
@@ -124,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_f
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       unsigned pair =
-          cukit::pack<T>(acc[2 * half] * params.scale, acc[2 * half + 1] * params.scale);
+          cukit::pack<T>(acc[2 * half] * scale, acc[2 * half + 1] * scale);
 #if TRANSPOSED
       pair = cukit::transpose_8x8(pair);
       const int row = i % (TILE_M / 8) * 8, chunk = i / (TILE_M / 8) * 2 + half;

@@ -15,13 +15,17 @@
 //   QUERY_WARPS x ... P and dS change hands through shared memory.
 //   Without a mask, block n starts at query tile n and wraps around, so that the blocks of a head add
 //   to different rows of dQ at any time.
+// DISTILL: V and dO are a teacher's keys and queries, delta is its lse. dS is the difference of the two
+//   probabilities, dS = P - exp(teacher_scale * dO V^T - delta), and there is no dV. `lse_log2` and
+//   `delta` are less the logarithm of a row's weight (attention_kl_backward_prepare).
 // Rows of `lse_log2` are +infinity where a query is beyond the last or sees no key: P is then 0.
 // Shared memory, bytes: 2 (HEAD_DIM + VALUE_DIM) (TILE_N + STAGES TILE_M) + 4 TILE_M TILE_N
 //   + 8 STAGES TILE_M:  K | V | Q stages | dO stages | P | dS | (lse, delta) stages
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than
 //   HEAD_DIM; TILE_M, TILE_N; STAGES 1|2; THREADS; SCORE_WARPS, KEY_WARPS, QUERY_WARPS; QUERY_PASSES
 //   column parts in which a warp computes its dQ, where registers are short; QUERY_GRADIENT 0|1
-//   whether to add to `grad_q_sum`; SPLIT 0|1; BLOCKS_PER_SM; those of score_options.cuh.
+//   whether to add to `grad_q_sum`; SPLIT 0|1; BLOCKS_PER_SM; those of score_options.cuh; DISTILL, 0
+//   where it is not defined.
 // Minimum architecture: sm_80. Accumulates in float. dK and dV are deterministic; dQ is not, since
 //   its additions come in any order (flash_attention_backward_query_sm80.cu is).
 // Reference: cukit/reference/attention.py.
@@ -36,6 +40,10 @@
 #include "common/scores/score_options.cuh"
 #include "common/tile.cuh"
 #include "common/types.cuh"
+
+#ifndef DISTILL
+#define DISTILL 0
+#endif
 
 namespace {
 
@@ -115,6 +123,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const cukit::bias_t* __restrict__ bias, const unsigned char* __restrict__ mask,
     const int* __restrict__ cu_seqlens_q,   // [batch + 1]
     const int* __restrict__ cu_seqlens_kv,  // [batch + 1]
+#if DISTILL
+    const float* __restrict__ upstream,  // scalar or null: a factor of dK
+#endif
     const __grid_constant__ cukit::KeyGradientParameters arrays) {
   const cukit::MappedKeyParameters& params = arrays.work;
   const cukit::ScoreSettings& settings = params.settings;
@@ -154,7 +165,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   q += cukit::offset_of(arrays.q, b, sequence.first_q, key_head * params.group);
   grad_out += cukit::offset_of(arrays.grad_out, b, sequence.first_q, key_head * params.group);
   k += cukit::offset_of(arrays.k, b, sequence.first_kv + first_key, key_head / params.splits);
-  v += cukit::offset_of(arrays.v, b, sequence.first_kv + first_key, key_head / params.splits);
+#if DISTILL
+  const int value_head = key_head * params.group / params.teacher_group;
+#else
+  const int value_head = key_head / params.splits;
+#endif
+  v += cukit::offset_of(arrays.v, b, sequence.first_kv + first_key, value_head);
 
   const auto head_of = [&](int step) { return step / tiles_per_head; };
   const auto tile_of = [&](int step) {
@@ -213,9 +229,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const cukit::RightKN<HEAD_DIM, kQueryCols> query_right(k_tile, 0, query_col);
 
   KeyGradient dk;
-  ValueGradient dv;
   cukit::clear(dk);
+#if !DISTILL
+  ValueGradient dv;
   cukit::clear(dv);
+#endif
 
   for (int step = 0; step < steps; ++step) {
     const int stage = STAGES == 2 ? step % 2 : 0;
@@ -254,6 +272,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     multiply<VALUE_DIM>(
         dp, [&](unsigned(&r)[4], int m, int i) { do_left(r, 16 * m, 16 * i, grad_out_bytes); },
         [&](unsigned(&r)[4], int n, int i) { v_right(r, 8 * n, 16 * i, kAlike ? kKeyBytes : 0); });
+#if DISTILL
+#pragma unroll
+    for (int m = 0; m < kScoreRows / 16; ++m) {
+      cukit::apply_options(cukit::flat(dp[m]), {lane_query + 16 * m, lane_key}, options,
+                           params.teacher_scale_log2, settings, whole, keys_left < TILE_N);
+    }
+#endif
     // The probability of a score. A softcap's derivative, `slope`, is only known with the product.
     const auto probability = [&](float score, float row_lse, int row, int column, float& slope) {
       if constexpr (SOFTCAP) {
@@ -283,19 +308,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
           const float high = probability(s[1], row_lse, 16 * m + 8 * half, 8 * n + 1, slope[1]);
           unsigned char* to =
               p_bytes + cukit::Swizzle<TILE_N>::offset(row, score_col / 8 + n) + lane % 4 * 4;
+#if DISTILL
+          *reinterpret_cast<unsigned*>(to + kScoreBytes) =
+              cukit::pack<T>(low - exp2f(fmaf(g[0], params.teacher_scale_log2, -row_delta)),
+                             high - exp2f(fmaf(g[1], params.teacher_scale_log2, -row_delta)));
+#else
           *reinterpret_cast<unsigned*>(to) = cukit::pack<T>(low, high);
           *reinterpret_cast<unsigned*>(to + kScoreBytes) = cukit::pack<T>(
               low * (g[0] - row_delta) * slope[0], high * (g[1] - row_delta) * slope[1]);
+#endif
         }
       }
     __syncthreads();  // P and dS are whole
 
     const auto p_left = key_left.rederived();
     const auto q_right = key_right.rederived();
+#if !DISTILL
     const auto do_right = alike_or(q_right, value_right);
     multiply<TILE_M>(
         dv, [&](unsigned(&r)[4], int m, int i) { p_left(r, 16 * i, 16 * m); },
         [&](unsigned(&r)[4], int n, int i) { do_right(r, 16 * i, 8 * n, grad_out_bytes); });
+#endif
     if constexpr (QUERY_GRADIENT) {
       const long long row = scratch_row(step) + query_row;
       const auto ds_query = query_left.rederived();
@@ -340,7 +373,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const long long key_stride = static_cast<long long>(params.heads) * params.head_dim;
   const long long value_stride = static_cast<long long>(params.heads) * params.value_dim;
   grad_k += first * key_stride + again.head % params.heads * params.head_dim;
-  grad_v += first * value_stride + again.head % params.heads * params.value_dim;
+  if (!DISTILL) grad_v += first * value_stride + again.head % params.heads * params.value_dim;
+#if DISTILL
+  const float scale = upstream != nullptr ? params.scale * *upstream : params.scale;
+#else
+  const float scale = params.scale;
+#endif
   cukit::cp_async_wait<0>();  // without a step, nobody has waited for K and V
   const auto each_pair = [&](const auto& gradient, int first_col, auto store) {
 #pragma unroll
@@ -359,28 +397,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     column += lane % 4 * 2;
     if (row >= keys_to_store || (PADDED && column >= params.head_dim)) return;
     *reinterpret_cast<float2*>(grad_k + row * key_stride + column) =
-        make_float2(low * params.scale, high * params.scale);
+        make_float2(low * scale, high * scale);
   });
+#if !DISTILL
   each_pair(dv, value_col, [&](int row, int column, float low, float high) {
     column += lane % 4 * 2;
     if (row >= keys_to_store || (VALUE_PADDED && column >= params.value_dim)) return;
     *reinterpret_cast<float2*>(grad_v + row * value_stride + column) = make_float2(low, high);
   });
+#endif
 #else
   __syncthreads();  // K and V are no longer read: their room takes dK and dV
   each_pair(dk, key_col, [&](int row, int column, float low, float high) {
     const unsigned at = cukit::Swizzle<HEAD_DIM>::offset(row, column / 8) + lane % 4 * 4;
     *reinterpret_cast<unsigned*>(shared + at) =
-        cukit::pack<T>(low * params.scale, high * params.scale);
+        cukit::pack<T>(low * scale, high * scale);
   });
+#if !DISTILL
   each_pair(dv, value_col, [&](int row, int column, float low, float high) {
     const unsigned at = cukit::Swizzle<VALUE_DIM>::offset(row, column / 8) + lane % 4 * 4;
     *reinterpret_cast<unsigned*>(shared + kKeyBytes + at) = cukit::pack<T>(low, high);
   });
+#endif
   __syncthreads();
   cukit::store_tile<TILE_N, HEAD_DIM, THREADS, PADDED>(grad_k, key_stride, shared, 0, keys_to_store,
                                                        params.head_dim, threadIdx.x);
+#if !DISTILL
   cukit::store_tile<TILE_N, VALUE_DIM, THREADS, VALUE_PADDED>(
       grad_v, value_stride, shared + kKeyBytes, 0, keys_to_store, params.value_dim, threadIdx.x);
+#endif
 #endif
 }

@@ -20,6 +20,8 @@
 // DETERMINISTIC: works add to a tile of dQ in turn (backward_sums.cuh), and wait only for those that
 //   began earlier. Else, without a mask, work n of a head starts at query tile n and wraps around, so
 //   that concurrent works add to different rows of dQ at any time.
+// DISTILL: of narrow heads, the gradients of the divergence of two models, as in
+//   flash_attention_backward_sm80.cu: V and dO are a teacher's keys and queries, delta is its lse.
 // Rows of `lse_log2` are +infinity where a query is beyond the last or sees no key: P is then 0.
 // Shared memory, bytes: 2 (columns of K + columns of V) (TILE_N + STAGES TILE_M) + scores + dQ, dynamic,
 //   columns in parts of 64: K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N TILE_M a tile,
@@ -32,7 +34,8 @@
 //   alike; PADDED, VALUE_PADDED 0|1 their heads are smaller; COLUMNS, VALUE_COLUMNS (backward_walk.cuh);
 //   TILE_M x TILE_N 128x128 (64), 64x128 or 80x128 (128), 64x64 (192, 256); STAGES 2 or, from 192
 //   columns on, 2|3; QUERY_GRADIENT 1 up to 128 columns, else 0; THREADS = 384; CAUSAL 0|1; SPLIT 0|1;
-//   DETERMINISTIC 0|1; those of score_options.cuh.
+//   DETERMINISTIC 0|1; those of score_options.cuh; DISTILL, 0 where it is not defined, 0|1 up to 128
+//   columns.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ where asked
 //   for, else its additions come in any order.
 // Reference: cukit/reference/attention.py.
@@ -70,6 +73,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const int* __restrict__ cu_seqlens_q,       // [batch + 1]
     const int* __restrict__ cu_seqlens_kv,      // [batch + 1]
     const int* __restrict__ plan,           // VARLEN (backward_work.cuh)
+#if DISTILL
+    const float* __restrict__ upstream,  // scalar or null: a factor of dK
+#endif
     const __grid_constant__ cukit::MappedKeyParameters params) {
   __shared__ backward::Shared shared;
   CUKIT_DYNAMIC_SHARED(unsigned char, bytes);
@@ -125,10 +131,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
                                       static_cast<long long>(params.heads) * columns, columns,
                                       factor};
             };
-            return backward::Results{target(grad_k, params.head_dim, params.scale),
+#if DISTILL
+            const float scale = upstream != nullptr ? params.scale * *upstream : params.scale;
+#else
+            const float scale = params.scale;
+#endif
+            return backward::Results{target(grad_k, params.head_dim, scale),
                                      target(grad_v, params.value_dim, 1.0f), work.keys_left};
           };
+#if QUERY_GRADIENT
+          backward::accumulate(shared, tiles, walk, results, params.scale_log2,
+                               params.teacher_scale_log2, progress);
+#else
           backward::accumulate(shared, tiles, walk, results, params.scale_log2, progress);
+#endif
         });
       });
 }

@@ -413,12 +413,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
         if (threadIdx.x == 0) {
 #if FLOAT8 && !PREPARES
           const producer::PreparedKeyValues key_values{
-              {&k, &v, params.group}, prepared, params.float8.value_tiles};
+              {&k, &v, params.group, params.group}, prepared, params.float8.value_tiles};
 #elif PAGED
           OrderState orders_at;
           const producer::PagedKeyValues key_values{pipelines, orders_at, params.settings};
 #else
-          const producer::MappedKeyValues key_values{&k, &v, params.group};
+          const producer::MappedKeyValues key_values{&k, &v, params.group, params.group};
 #endif
           producer::run(pipelines, tiles, &q, key_values, arguments, params.settings);
         }

@@ -91,39 +91,54 @@ struct Blocks {
 };
 
 #if PAGE_ROWS
-// Boxes without a visible key lie outside the tensor: they read as zeros.
-template <typename Tile>
-CUKIT_DEVICE void fetch(const Order& order, const Cache& cache, const Blocks& blocks, int head) {
-  static_assert(TILE_N % PAGE_ROWS == 0 && PAGE_ROWS % 8 == 0, "whole periods of the swizzle");
-  constexpr int kBoxes = TILE_N / PAGE_ROWS;
-  static_assert(kBoxes <= cukit::kWarpSize, "a lane looks up one");
-  constexpr int kNoBlock = -1;
-  const int lane = threadIdx.x % cukit::kWarpSize;
-  const int key = order.tile * TILE_N + lane * PAGE_ROWS;
-  const int entry = key / blocks.size;
-  const int own_row = key - entry * blocks.size;
-  int own_block = kNoBlock;
-  if (lane < kBoxes && key < order.end && key + PAGE_ROWS > order.first_key) {
-    own_block = blocks.table[entry];
+constexpr int kBoxes = TILE_N / PAGE_ROWS;
+static_assert(TILE_N % PAGE_ROWS == 0 && PAGE_ROWS % 8 == 0, "whole periods of the swizzle");
+static_assert(kBoxes <= cukit::kWarpSize, "a lane looks up one");
+
+// Where the lane's box of a tile lies.
+struct Box {
+  int b, tile;     // of which request's tile
+  int block, row;  // -1: no key of the box is seen
+
+  CUKIT_DEVICE Box() : b(-1), tile(0), block(-1), row(0) {}
+
+  CUKIT_DEVICE Box(const Order& order, int tile, const Blocks& blocks)
+      : b(order.b), tile(tile), block(-1) {
+    const int lane = threadIdx.x % cukit::kWarpSize;
+    const int key = tile * TILE_N + lane * PAGE_ROWS;
+    const int entry = key / blocks.size;
+    row = key - entry * blocks.size;
+    if (lane < kBoxes && tile >= 0 && key < order.end && key + PAGE_ROWS > order.first_key) {
+      block = blocks.table[entry];
+    }
   }
-#pragma unroll 1
-  for (int box = 0; box < kBoxes; ++box) {
-    const int block = __shfl_sync(cukit::kFullMask, own_block, box);
-    const int row = __shfl_sync(cukit::kFullMask, own_row, box);
-    if (lane == 0) {
-      unsigned char* const to = order.to + box * (PAGE_ROWS * Tile::kRowBytes);
+};
+
+// Boxes without a visible key lie outside the tensor: they read as zeros. `next`: looked up with the
+// order before, since tiles follow each other downwards.
+template <typename Tile>
+CUKIT_DEVICE void fetch(const Order& order, const Cache& cache, const Blocks& blocks, int head,
+                        Box& next) {
+  if (next.b != order.b || next.tile != order.tile) next = Box(order, order.tile, blocks);
+  const Box box = next;
+  next = Box(order, order.tile - 1, blocks);
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  if (lane < kBoxes) {
+    unsigned char* const to = order.to + lane * (PAGE_ROWS * Tile::kRowBytes);
 #pragma unroll
-      for (int part = 0; part < Tile::kParts; ++part) {
-        cukit::tma_load_4d(to + part * Tile::kPartBytes, cache.map, order.full,
-                           part * Tile::kPartColumns, head, row, block);
-      }
+    for (int part = 0; part < Tile::kParts; ++part) {
+      cukit::tma_load_4d(to + part * Tile::kPartBytes, cache.map, order.full,
+                         part * Tile::kPartColumns, head, box.row, box.block);
     }
   }
 }
 #else
+struct Box {};
+
 // Rows that no query sees become zeros.
 template <typename Tile>
-CUKIT_DEVICE void fetch(const Order& order, const Cache& cache, const Blocks& blocks, int head) {
+CUKIT_DEVICE void fetch(const Order& order, const Cache& cache, const Blocks& blocks, int head,
+                        Box&) {
   constexpr int kChunks = Tile::kParts * Tile::kRowBytes / 16;  // of a row
   constexpr int kColumns = 16 / static_cast<int>(sizeof(T));    // of a chunk
   const int lane = threadIdx.x % cukit::kWarpSize;
@@ -160,6 +175,7 @@ CUKIT_DEVICE void fetch(const Order& order, const Cache& cache, const Blocks& bl
 // One of the last kFetchers warps of the producer's warpgroup.
 CUKIT_DEVICE void run(Pipelines& pipelines, const Cache& k, const Cache& v, const int* block_table,
                       const cukit::PagedKeys& keys, int group) {
+  Box next;
   OrderState at;
   at.index = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize) - (cukit::kWarpgroupWarps - kFetchers);
   for (;; at.phase ^= 1) {
@@ -170,9 +186,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Cache& k, const Cache& v, cons
     const Blocks blocks{block_table + static_cast<long long>(order.b) * keys.table_row,
                         keys.block_size};
     if (order.of_keys) {
-      fetch<KeyTile>(order, k, blocks, order.head / group);
+      fetch<KeyTile>(order, k, blocks, order.head / group, next);
     } else {
-      fetch<ValueTile>(order, v, blocks, order.head / group);
+      fetch<ValueTile>(order, v, blocks, order.head / group, next);
     }
     __syncwarp();  // all have read it before one of them gives the place back
     pipelines.orders.release(at);

@@ -1,6 +1,9 @@
 // The stages of shared memory through which the warps of flash_attention_sm90 hand on tiles.
 //
-// Macros: those of flash_attention_sm90.cu.
+// DISTILL, of attention_kl_sm90: V is another model's keys, over which no product sums, and comes with
+// queries of its own.
+//
+// Macros: those of flash_attention_sm90.cu; DISTILL, 0 where it is not defined.
 #pragma once
 
 #include "attention/block_lists.cuh"
@@ -17,6 +20,10 @@ namespace {
 
 using T = cukit::element_t;
 
+#ifndef DISTILL
+#define DISTILL 0
+#endif
+
 // PAGED: rows of a box of a block; 0: blocks are copied row by row.
 #ifndef PAGE_ROWS
 #define PAGE_ROWS 0
@@ -24,7 +31,7 @@ using T = cukit::element_t;
 #define ROW_BY_ROW (PAGED && !PAGE_ROWS)
 
 // V is in shared memory as TMA brings it, and zeros are to replace what lies outside a sequence.
-#define CLEARED ((VARLEN || PAGED) && !FLOAT8 && !ROW_BY_ROW)
+#define CLEARED ((VARLEN || PAGED) && !FLOAT8 && !ROW_BY_ROW && !DISTILL)
 
 constexpr int kTileM = CONSUMERS * cukit::kWarpgroupRows;
 #if !FLOAT8
@@ -37,12 +44,16 @@ using Operands = cukit::Float8Operands<TILE_N, HEAD_DIM, VALUE_DIM>;
 using QueryTile = Operands::QueryTile;
 using KeyTile = Operands::KeyTile;
 using ValueTile = Operands::ValueTile;
+#if DISTILL
+using SecondQueryTile = cukit::SharedTile<T, cukit::kWarpgroupRows, VALUE_DIM>;
+#endif
 
 // Two consumers can do with fewer registers, for a producer that has more to keep in mind; with three
 // or four it then keeps two or three words of a tile of queries in memory.
 constexpr bool kBusyProducer = DEALT || WINDOW;
 constexpr int kProducerRegisters =
     PREPARES                                        ? 56
+    : DISTILL                                       ? 40
     : kBusyProducer && (CONSUMERS == 2 || FLOAT8)   ? 40
     : VALUE_DIM > 128 || (FLOAT8 && CONSUMERS == 2) ? 24
                                                     : 32;
@@ -143,6 +154,9 @@ struct Tiles {
   unsigned char* raw;
   unsigned char* v;
   unsigned char* kept;
+#if DISTILL
+  unsigned char* second_q;
+#endif
 
   CUKIT_DEVICE explicit Tiles(unsigned char* shared)
       : q(shared),
@@ -154,6 +168,9 @@ struct Tiles {
     v += kRawStages * RawTile::kBytes;
 #endif
     kept = v + STAGES * ValueTile::kBytes;
+#if DISTILL
+    second_q = kept;
+#endif
   }
 };
 

@@ -40,14 +40,23 @@ using LoadedValues = ValueTile;
 struct MappedKeyValues {
   const cukit::TensorMap* k;
   const cukit::TensorMap* v;
-  int group;  // heads of queries that share a key head
+  int group;        // heads of queries that share a key head
+  int value_group;  // DISTILL: and a head of V
 
   struct Place {
     int head, first_row, batch;
+#if DISTILL
+    int value_head;
+#endif
   };
 
   CUKIT_DEVICE Place place(const QueryWork& work) const {
+#if DISTILL
+    return {work.head / group, work.sequence.first_kv, VARLEN ? 0 : work.b,
+            work.head / value_group};
+#else
     return {work.head / group, work.sequence.first_kv, VARLEN ? 0 : work.b};
+#endif
   }
 
   CUKIT_DEVICE void load_keys(unsigned char* to, cukit::Mbarrier* full, const Place& place,
@@ -57,7 +66,12 @@ struct MappedKeyValues {
 
   CUKIT_DEVICE void load_values(unsigned char* to, cukit::Mbarrier* full, const Place& place,
                                 int tile) const {
-    LoadedValues::load(to, v, full, place.head, place.first_row + tile * TILE_N, place.batch);
+#if DISTILL
+    const int head = place.value_head;
+#else
+    const int head = place.head;
+#endif
+    LoadedValues::load(to, v, full, head, place.first_row + tile * TILE_N, place.batch);
   }
 };
 
@@ -100,7 +114,8 @@ struct PreparedKeyValues {
 template <typename KeyValues>
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::TensorMap* q,
                       const KeyValues& key_values, const Arguments& arguments,
-                      const cukit::ScoreSettings& settings) {
+                      const cukit::ScoreSettings& settings,
+                      const cukit::TensorMap* second_q = nullptr) {
   QueryState q_at;
   int first_part = 0;  // of the first consumer
   KeyState k_at;
@@ -186,10 +201,19 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
           cukit::Pipeline<QUERY_STAGES>& queries = pipelines.q[group];
           const int part = first_part == 0 ? group : first_part - group;
           if (!DEALT) queries.acquire(q_at);
-          QueryTile::load(tiles.q + (q_at.index * CONSUMERS + group) * QueryTile::kBytes, q,
-                          queries.expect(q_at, QueryTile::kBytes), work.head,
-                          work.sequence.first_q + work.first_row + part * cukit::kWarpgroupRows,
-                          VARLEN ? 0 : work.b);
+          const int at = q_at.index * CONSUMERS + group;
+          const int row =
+              work.sequence.first_q + work.first_row + part * cukit::kWarpgroupRows;
+          const int batch = VARLEN ? 0 : work.b;
+#if DISTILL
+          constexpr int kBytes = QueryTile::kBytes + SecondQueryTile::kBytes;
+          cukit::Mbarrier* const full = queries.expect(q_at, kBytes);
+          SecondQueryTile::load(tiles.second_q + at * SecondQueryTile::kBytes, second_q, full,
+                                work.head, row, batch);
+#else
+          cukit::Mbarrier* const full = queries.expect(q_at, QueryTile::kBytes);
+#endif
+          QueryTile::load(tiles.q + at * QueryTile::kBytes, q, full, work.head, row, batch);
         }
         first_part = part_of_next_tile(first_part);
         q_at.advance();

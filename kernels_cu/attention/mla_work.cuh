@@ -53,9 +53,13 @@ struct Division {
       before += __shfl_xor_sync(kFullMask, before, offset);
     }
     share = max(kLeastShare, (total + teams - 1) / teams);
-    // Requests of one length are left whole where that takes at most a sixteenth longer: pieces would
-    // have to be written and added up.
-    const int whole = (params.batch * problems + teams - 1) / teams * longest;
+    // Pieces have to be written and added up, so requests of one length are left whole, or cut into as few
+    // equal parts as there are teams for each, where that takes at most a sixteenth longer.
+    const int requests = params.batch * problems;
+    const int parts = teams / max(1, requests);
+    const bool equal = total == requests * longest;
+    int whole = (requests + teams - 1) / teams * longest;
+    if (parts > 1 && equal && longest % parts == 0) whole = longest / parts;
     if (16 * (whole - share) <= share) share = max(share, whole);
   }
 };

@@ -2,8 +2,11 @@
 //
 // out = softmax(scale * Q K^T + mask) V as in flash_attention_sm80.cu, where key j of request b is
 // row j % block_size of block block_table[b][j / block_size]. The queries are the last of a request.
+// RECENT: keys from packed_lens[b] on are row j % recent_rows of ring rings[b], and have not been
+// quantised.
 //
-// Paper: Kwon et al., arXiv:2309.06180 (paged keys); Dao et al., Flash-Decoding (split keys).
+// Paper: Kwon et al., arXiv:2309.06180 (paged keys); Dao et al., Flash-Decoding (split keys); Liu et al.,
+//   KIVI, arXiv:2402.02750 (int4, recent keys).
 // Mapping: the rows of a problem are the queries of all heads that share a key head, so a key is
 //   read once for the group. Tiles of TILE = STEP * WARPS keys; a warp owns STEP keys of each, with
 //   sums, maxima and outputs of its own and a ring of STAGES copies that no other warp waits for.
@@ -11,11 +14,11 @@
 //   the block that finishes a problem last adds up its pieces, in their order.
 // Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (STEP * 4 * HEAD_DIM;
 //   of codes half of that and 8 * STEP), where eight rows of every warp lie on their way into a sum;
-//   QUERY_TILES * 16 * HEAD_DIM bytes of queries.
+//   QUERY_TILES * 16 * HEAD_DIM bytes of queries; RECENT: twice, in the orders of both kinds of keys.
 // Macros: DTYPE float16|bfloat16; CODE of keys and values: 0 as DTYPE, 1 e4m3, 2 int8,
 //   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is smaller (the rest is
 //   zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES; UNIT_TILES 0, or tiles a unit;
-//   TEAM a divisor of the key heads and of the grid; BLOCKS_PER_SM; CAUSAL, WINDOW, SOFTCAP, SINKS of
+//   TEAM a divisor of the key heads and of the grid; BLOCKS_PER_SM; RECENT 0|1, with CODE; CAUSAL, WINDOW, SOFTCAP, SINKS of
 //   score_options.cuh.
 // Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
 //   and grid; with UNIT_TILES the order of a request depends on its own length alone.
@@ -33,6 +36,8 @@ namespace {
 
 using namespace cukit::paged;
 
+constexpr int kQueryBytes = 2 * kRows * HEAD_DIM;  // in the order of one kind of keys
+
 // The rows of a problem into shared memory; zeros where there are none.
 CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arrays& arrays,
                                const cukit::PagedParameters& params) {
@@ -48,31 +53,37 @@ CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arra
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      reinterpret_cast<product_t*>(tile)[query_place(row, column + i)] =
-          query_element(values[i], column + i);
+      reinterpret_cast<CacheForm::product_t*>(tile)[query_place<CacheForm>(row, column + i)] =
+          query_element<CacheForm>(values[i], column + i);
+      if constexpr (RECENT) {
+        reinterpret_cast<T*>(tile + kQueryBytes)[query_place<RecentForm>(row, column + i)] =
+            values[i];
+      }
     }
   }
   __syncthreads();
 }
 
 // A lane's share of a step's scales: element [m][half] is of key 16 m + 8 half + lane / 4.
-using Scales = float[kKeyTiles][2];
-CUKIT_DEVICE void load_scales(Scales& scales, const unsigned char* from) {
+template <typename F>
+using Scales = float[F::kKeyTiles][2];
+CUKIT_DEVICE void load_scales(Scales<CacheForm>& scales, const unsigned char* from) {
   if constexpr (CODE != 0) {
     const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
-    for (int i = 0; i < 2 * kKeyTiles; ++i) {
+    for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
       scales[i / 2][i % 2] = reinterpret_cast<const float*>(from)[8 * i + lane / 4];
     }
   }
 }
 
 // int4: of values, and what each key adds to all columns of an output, (code + 8 = 0) times the scale.
-CUKIT_DEVICE void load_value_factors(Scales& scales, Scales& offsets, const unsigned char* from) {
+CUKIT_DEVICE void load_value_factors(Scales<CacheForm>& scales, Scales<CacheForm>& offsets,
+                                     const unsigned char* from) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   const __half* factors = reinterpret_cast<const __half*>(from);
 #pragma unroll
-  for (int i = 0; i < 2 * kKeyTiles; ++i) {
+  for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
     const float scale = __half2float(factors[8 * i + lane / 4]);
     const float zero = __half2float(factors[kStep + 8 * i + lane / 4]);
     scales[i / 2][i % 2] = scale;
@@ -81,19 +92,21 @@ CUKIT_DEVICE void load_value_factors(Scales& scales, Scales& offsets, const unsi
 }
 
 // int4: zeros where there is no key, since 0 times what lies there may be NaN.
-CUKIT_DEVICE void hide_factors(Scales& scales, Scales& offsets, int first_key, int seq_kv) {
+CUKIT_DEVICE void hide_factors(Scales<CacheForm>& scales, Scales<CacheForm>& offsets, int first_key,
+                               int end) {
   const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
-  for (int i = 0; i < 2 * kKeyTiles; ++i) {
-    if (first_key + 8 * i + lane / 4 >= seq_kv) {
+  for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
+    if (first_key + 8 * i + lane / 4 >= end) {
       scales[i / 2][i % 2] = offsets[i / 2][i % 2] = 0.0f;
     }
   }
 }
 
-// Puts scores through the options; what is hidden becomes -infinity.
-CUKIT_DEVICE void apply_options(Scores& scores, int first_key, const Rows& rows, int seq_kv,
-                                const cukit::PagedParameters& params) {
+// Puts scores through the options; what is hidden becomes -infinity, and what is from key `end` on.
+template <typename F>
+CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& rows, int seq_kv,
+                                int end, const cukit::PagedParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
   const int past = seq_kv - params.seq_q;
   const cukit::HeadScores head({}, settings, 0, 0, {0, 0, params.seq_q, seq_kv});
@@ -103,9 +116,10 @@ CUKIT_DEVICE void apply_options(Scores& scores, int first_key, const Rows& rows,
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int query = rows.query(8 * n + lane % 4 * 2 + i, params);
-      const cukit::Span seen = cukit::visible_keys(query, past, seq_kv, settings);
+      cukit::Span seen = cukit::visible_keys(query, past, seq_kv, settings);
+      if constexpr (RECENT) seen.end = min(seen.end, end);
 #pragma unroll
-      for (int m = 0; m < kKeyTiles; ++m)
+      for (int m = 0; m < F::kKeyTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float& value = scores[m][n][2 * half + i];
@@ -118,7 +132,9 @@ CUKIT_DEVICE void apply_options(Scores& scores, int first_key, const Rows& rows,
 
 // Renews maxima that scores have outgrown and, with CODE, the unit of the values' scales: P times a
 // scale in this unit fits float16 whatever the scales. Most steps renew nothing.
-CUKIT_DEVICE void renew(Sums& sums, const Scores& scores, const Scales& value_scales, float factor) {
+template <typename F>
+CUKIT_DEVICE void renew(Sums& sums, const Scores<F>& scores, const Scales<F>& value_scales,
+                        float factor) {
   constexpr float kUnitGrowth = 16.0f;
   float seen[QUERY_TILES][2];
   bool outgrown = false;
@@ -128,22 +144,22 @@ CUKIT_DEVICE void renew(Sums& sums, const Scores& scores, const Scales& value_sc
     for (int i = 0; i < 2; ++i) {
       seen[n][i] = sums.max[n][i];
 #pragma unroll
-      for (int m = 0; m < kKeyTiles; ++m) {
+      for (int m = 0; m < F::kKeyTiles; ++m) {
         seen[n][i] = fmaxf(seen[n][i], fmaxf(scores[m][n][i], scores[m][n][2 + i]));
       }
       // Still -infinity on both sides gives NaN, which is not greater.
       outgrown |= (seen[n][i] - sums.max[n][i]) * factor > cukit::kLazyGrowth;
     }
   float top = 0.0f;
-  if constexpr (CODE != 0) {
+  if constexpr (F::kCode != 0) {
 #pragma unroll
-    for (int i = 0; i < 2 * kKeyTiles; ++i) top = fmaxf(top, fabsf(value_scales[i / 2][i % 2]));
+    for (int i = 0; i < 2 * F::kKeyTiles; ++i) top = fmaxf(top, fabsf(value_scales[i / 2][i % 2]));
     outgrown |= top > kUnitGrowth * sums.unit;
   }
   if (!__any_sync(cukit::kFullMask, outgrown)) return;
 
   float shrink_unit = 1.0f;
-  if constexpr (CODE != 0) {
+  if constexpr (F::kCode != 0) {
     top = max_over_keys(top);
     if (top > sums.unit) {
       shrink_unit = __fdividef(sums.unit, top);
@@ -164,15 +180,20 @@ CUKIT_DEVICE void renew(Sums& sums, const Scores& scores, const Scales& value_sc
 #pragma unroll
       for (int c = 0; c < kDimSteps; ++c)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) sums.out[c][n][2 * half + i] *= shrink * shrink_unit;
+        for (int half = 0; half < 2; ++half) {
+          sums.out[c][n][2 * half + i] *= shrink * shrink_unit;
+          if constexpr (RECENT) sums.recent[c][n][2 * half + i] *= shrink;
+        }
     }
 }
 
-// Adds a warp's keys of a step. value_offsets: with int4.
-CUKIT_DEVICE void add_keys(Sums& sums, const Scores& scores, const unsigned char* values,
-                           const Scales& value_scales, const Scales& value_offsets, float factor) {
-  renew(sums, scores, value_scales, factor);
-  Probabilities p;
+// Adds a warp's keys of a step. value_scales: of codes; value_offsets: with int4.
+template <typename F>
+CUKIT_DEVICE void add_keys(Sums& sums, const Scores<F>& scores, const unsigned char* values,
+                           const Scales<F>& value_scales, const Scales<F>& value_offsets,
+                           float factor) {
+  renew<F>(sums, scores, value_scales, factor);
+  Probabilities<F> p;
 #pragma unroll
   for (int n = 0; n < QUERY_TILES; ++n) {
     float shift[2];
@@ -181,7 +202,7 @@ CUKIT_DEVICE void add_keys(Sums& sums, const Scores& scores, const unsigned char
       shift[i] = sums.max[n][i] == -cukit::infinity() ? 0.0f : -sums.max[n][i] * factor;
     }
 #pragma unroll
-    for (int m = 0; m < kKeyTiles; ++m)
+    for (int m = 0; m < F::kKeyTiles; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float weights[2];
@@ -189,14 +210,29 @@ CUKIT_DEVICE void add_keys(Sums& sums, const Scores& scores, const unsigned char
         for (int i = 0; i < 2; ++i) {
           weights[i] = exp2f(fmaf(scores[m][n][2 * half + i], factor, shift[i]));
           sums.sum[n][i] += weights[i];
-          if constexpr (CODE == 3) sums.added[n][i] += weights[i] * value_offsets[m][half];
-          if constexpr (CODE != 0) weights[i] *= value_scales[m][half] * sums.inverse;
+          if constexpr (F::kCode == 3) sums.added[n][i] += weights[i] * value_offsets[m][half];
+          if constexpr (F::kCode != 0) weights[i] *= value_scales[m][half] * sums.inverse;
         }
-        const unsigned pair = cukit::pack<product_t>(weights[0], weights[1]);
+        const unsigned pair = cukit::pack<typename F::product_t>(weights[0], weights[1]);
         p[m][n][half] = cukit::transpose_8x8(pair);
       }
   }
-  multiply_values(sums.out, p, values);
+  multiply_values<F>(F::kCode == CODE ? sums.out : sums.recent, p, values);
+}
+
+// Adds a warp's keys of a tile of recent ones.
+CUKIT_DEVICE void add_recent_keys(Sums& sums, const unsigned char* queries,
+                                  const unsigned char* keys, int first_key, bool all_seen,
+                                  const Rows& rows, int seq_kv, float factor,
+                                  const cukit::PagedParameters& params) {
+  using F = RecentForm;
+  const Scales<F> none{};
+  Scores<F> scores;
+  multiply_keys<F>(scores, Queries<F>(queries), keys);
+  if (cukit::kScoresModified || !all_seen) {
+    apply_options<F>(scores, first_key, rows, seq_kv, seq_kv, params);
+  }
+  add_keys<F>(sums, scores, keys + kPartBytes, none, none, factor);
 }
 
 }  // namespace
@@ -207,32 +243,45 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     const scale_t* __restrict__ k_zeros, const scale_t* __restrict__ v_zeros,
     T* __restrict__ out, float* __restrict__ lse, const int* __restrict__ block_table,
     const int* __restrict__ seq_lens,
+    const T* __restrict__ recent_k, const T* __restrict__ recent_v,  // RECENT; else null
+    const int* __restrict__ rings, const int* __restrict__ packed_lens,
     const float* __restrict__ sinks,
     float* partial_memory,  // see Partial: two slots a block, or one a unit
     int* counters,          // zeros: one a block, or one a problem
     const __grid_constant__ cukit::PagedParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ Statistics statistics[WARPS][kRows];
-  __shared__ KeyPlace places[WARPS][kStep];
-  const Arrays arrays{q, k, v, k_scales, v_scales, k_zeros, v_zeros, out, lse, block_table, seq_lens, sinks};
+  __shared__ KeyPlace places[WARPS][Loader::kPlaces];
+#if RECENT
+  const Lengths lengths{seq_lens, packed_lens};
+#else
+  const Lengths lengths = seq_lens;
+#endif
+  const Arrays arrays{q, k, v, k_scales, v_scales, k_zeros, v_zeros, out, lse, block_table, lengths,
+                      sinks, recent_k, recent_v, rings};
   const Partial partial{partial_memory};
   const int warp = threadIdx.x / cukit::kWarpSize;
   const unsigned char* ring = shared + warp * STAGES * kStageBytes;
   unsigned char* query_tile = shared + WARPS * STAGES * kStageBytes;
   const float factor = cukit::exponent_factor(params.scale_log2);
 
+  // The block table is needed next: its lines are on their way while lengths are read.
+  const long long entry = 32LL * (blockIdx.x * kThreads + threadIdx.x);
+  const long long entries = static_cast<long long>(params.batch - 1) * params.table_row +
+                            (params.most_keys - params.recent_rows) / params.block_size;
+  if (entry < entries) cukit::prefetch_l2(block_table + entry);
   const int teams = gridDim.x / TEAM;
   const int team = blockIdx.x / TEAM;
   const int member = blockIdx.x % TEAM;
-  const int total = Place::count(seq_lens, params);
+  const int total = Place::count(lengths, params);
   const int share_units = max(kLeastShare, (total + teams - 1) / teams);
   const int first_unit = team * share_units;
   if (first_unit >= total) return;
-  Share share{Place::find(first_unit, seq_lens, params), first_unit,
+  Share share{Place::find(first_unit, lengths, params), first_unit,
               min(total, first_unit + share_units)};
 
   Loader loader(share, cukit::shared_address(ring), places[warp], arrays, params);
-#pragma unroll
+#pragma unroll 1  // the machine code of one start is long, and has to be fetched once
   for (int i = 0; i < STAGES - 1; ++i) {
     loader.start(arrays, params);
     __syncwarp();  // the next start renews the places of the keys
@@ -249,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
         cukit::visible_keys(params.seq_q - 1, past, seq_kv, params.settings).begin;
     const int seen_end = cukit::visible_keys(0, past, seq_kv, params.settings).end;
     load_queries(query_tile, rows, arrays, params);
-    const Queries queries(query_tile);
+    const Queries<CacheForm> queries(query_tile);
     Sums sums;
     sums.clear();
     for (int tile = piece.begin; tile < piece.end; ++tile) {
@@ -257,34 +306,49 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
       __syncwarp();  // every lane's copies have arrived, and all have left the stage that is next
       loader.start(arrays, params);
       const unsigned char* keys = ring + stage * kStageBytes;
+      stage = stage + 1 == STAGES ? 0 : stage + 1;
+      if constexpr (RECENT) {
+        const auto& request = piece.place.request;
+        if (tile >= request.cached_tiles()) {
+          using F = RecentForm;
+          const int first_key = request.cached + (tile - request.cached_tiles()) * kRecentTile +
+                                warp * F::kStep;
+          const bool all_seen = first_key >= seen_begin && first_key + F::kStep <= seen_end;
+          add_recent_keys(sums, query_tile + kQueryBytes, keys, first_key, all_seen, rows, seq_kv,
+                          factor, params);
+          continue;
+        }
+      }
+      using F = CacheForm;
+      const int end = RECENT ? piece.place.request.cached : seq_kv;
       const unsigned char* factors = keys + 2 * kPartBytes;
       const int first_key = tile * kTile + warp * kStep;
-      Scores scores;
-      Scales value_scales;
-      Scales value_offsets;
+      Scores<F> scores;
+      Scales<F> value_scales;
+      Scales<F> value_offsets;
       if constexpr (CODE == 3) {
-        multiply_keys(scores, GroupQueries(queries, factors), keys);
+        multiply_keys<F>(scores, GroupQueries(queries, factors), keys);
         load_value_factors(value_scales, value_offsets, factors + kKeyScaleBytes);
       } else {
-        multiply_keys(scores, queries, keys);
+        multiply_keys<F>(scores, queries, keys);
       }
       if constexpr (CODE == 1 || CODE == 2) {
-        Scales key_scales;
+        Scales<F> key_scales;
         load_scales(key_scales, factors);
         load_scales(value_scales, factors + kKeyScaleBytes);
 #pragma unroll
-        for (int m = 0; m < kKeyTiles; ++m)
+        for (int m = 0; m < F::kKeyTiles; ++m)
 #pragma unroll
           for (int n = 0; n < QUERY_TILES; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) scores[m][n][i] *= key_scales[m][i / 2];
       }
-      if (cukit::kScoresModified || first_key < seen_begin || first_key + kStep > seen_end) {
-        apply_options(scores, first_key, rows, seq_kv, params);
-        if constexpr (CODE == 3) hide_factors(value_scales, value_offsets, first_key, seq_kv);
+      if (cukit::kScoresModified || first_key < seen_begin ||
+          first_key + kStep > (RECENT ? min(seen_end, end) : seen_end)) {
+        apply_options<F>(scores, first_key, rows, seq_kv, end, params);
+        if constexpr (CODE == 3) hide_factors(value_scales, value_offsets, first_key, end);
       }
-      add_keys(sums, scores, keys + kPartBytes, value_scales, value_offsets, factor);
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
+      add_keys<F>(sums, scores, keys + kPartBytes, value_scales, value_offsets, factor);
     }
 
     unsigned char* merge = shared + (stage == 0 ? STAGES - 1 : stage - 1) * kStageBytes;
@@ -305,6 +369,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
     if (!piece.whole && finishes(counters + counter, pieces)) {
       merge_pieces(rows, pieces, slot_of, partial, arrays, params);
     }
-    share.advance(seq_lens, params);
+    share.advance(lengths, params);
   }
 }

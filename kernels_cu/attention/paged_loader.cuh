@@ -1,8 +1,9 @@
 // The copies of keys and values that a thread block of paged attention reads.
 //
 // A warp copies its own keys of a tile, STAGES - 1 tiles ahead. Each lane looks up the block of a key
-// (of 16 keys, two lanes share each; of 64 each lane has two) a step before it is needed; where the
-// rows of keys and values begin then goes through shared memory to the lanes that copy them.
+// (of 16 keys, two lanes share each) a step before it is needed; where the rows of keys and values begin
+// then goes through shared memory to the lanes that copy them. The keys of a step of int4 lie in one
+// block, which every lane looks up.
 //
 // Macros: those of paged_attention.cu.
 #pragma once
@@ -29,13 +30,17 @@ CUKIT_DEVICE long long place_of(const HeadStrides& strides, unsigned block, unsi
 
 // Copies a warp's keys and values, tile after tile of a share, ahead of their use.
 class Loader {
+  static constexpr bool kGrouped = CODE == 3;
+
  public:
+  static constexpr int kPlaces = kGrouped ? RecentForm::kStep : kStep;  // of a warp's keys
+
   // `places`: of the warp's keys, in shared memory.
   CUKIT_DEVICE Loader(const Share& share, unsigned ring, KeyPlace* places, const Arrays& arrays,
                       const PagedParameters& params)
-      : share_(share), ring_(ring), places_(places), stage_(0), more_(!share.done()) {
+      : share_(share), stages_(ring), places_(places), stage_(0), more_(!share.done()) {
     if (more_) {
-      open_piece(params);
+      open_piece(arrays, params);
       look_up(arrays, params);
     }
   }
@@ -46,9 +51,9 @@ class Loader {
       copy(arrays, params);
       stage_ = stage_ + 1 == STAGES ? 0 : stage_ + 1;
       if (++tile_ == piece_end_) {
-        share_.advance(arrays.seq_lens, params);
+        share_.advance(arrays.lengths, params);
         more_ = !share_.done();
-        if (more_) open_piece(params);
+        if (more_) open_piece(arrays, params);
       } else {
         next_keys(params);
       }
@@ -58,19 +63,17 @@ class Loader {
   }
 
  private:
-  static constexpr int kOwn = (kStep + kWarpSize - 1) / kWarpSize;  // keys of a lane
+  static_assert(kGrouped || kStep <= kWarpSize, "a lane looks up one key");
 
-  // The lane's key number i of a step; of 16 keys two lanes share each.
-  CUKIT_DEVICE static int own_key(int i) {
-    return threadIdx.x % kWarpSize % kStep + i * kWarpSize;
-  }
+  // The lane's key of a step; of 16 keys two lanes share each. int4: the first.
+  CUKIT_DEVICE static int own_key() { return kGrouped ? 0 : threadIdx.x % kWarpSize % kStep; }
 
   // Whether this lane is the first of those that share a key.
   CUKIT_DEVICE static bool writes() {
     return kStep >= kWarpSize || threadIdx.x % kWarpSize < kStep;
   }
 
-  CUKIT_DEVICE void open_piece(const PagedParameters& params) {
+  CUKIT_DEVICE void open_piece(const Arrays& arrays, const PagedParameters& params) {
     const Piece piece = share_.piece();
     tile_ = piece.begin;
     piece_end_ = piece.end;
@@ -82,79 +85,102 @@ class Loader {
     const int seq_kv = piece.place.request.seq_kv;
     first_key_ = max(0, visible_keys(0, past, seq_kv, params.settings).begin);
     last_key_ = visible_keys(last, past, seq_kv, params.settings).end;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int key = first_of_tile() + own_key(i);
-      entry_[i] = key / params.block_size;
-      row_[i] = key % params.block_size;
-    }
+    if constexpr (RECENT) ring_ = arrays.rings[piece.place.b];
+    const int key = first_of_tile() + own_key();
+    entry_ = key / params.block_size;
+    row_ = key % params.block_size;
   }
 
   CUKIT_DEVICE int first_of_tile() const {
     return tile_ * kTile + threadIdx.x / kWarpSize * kStep;
   }
 
+  // Whether the tile is one of recent keys.
+  CUKIT_DEVICE bool recent() const {
+    return RECENT && tile_ >= share_.place.request.cached_tiles();
+  }
+
   // Of the tile behind, without a division.
   CUKIT_DEVICE void next_keys(const PagedParameters& params) {
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      entry_[i] += params.tile_blocks;
-      row_[i] += params.tile_rows;
-      if (row_[i] >= params.block_size) {
-        row_[i] -= params.block_size;
-        ++entry_[i];
-      }
+    entry_ += params.tile_blocks;
+    row_ += params.tile_rows;
+    if (row_ >= params.block_size) {
+      row_ -= params.block_size;
+      ++entry_;
     }
   }
 
-  // The blocks of the lane's keys, a step before they are needed.
+  // The block of the lane's key, a step before it is needed.
   CUKIT_DEVICE void look_up(const Arrays& arrays, const PagedParameters& params) {
+    if (recent()) return;
     const int* table = arrays.block_table + static_cast<long long>(share_.place.b) * params.table_row;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int key = first_of_tile() + own_key(i);
-      block_[i] = key >= first_key_ && key < last_key_ ? table[entry_[i]] : -1;
-    }
+    const int end = RECENT ? min(last_key_, share_.place.request.cached) : last_key_;
+    const int key = first_of_tile() + own_key();
+    const int keys = kGrouped ? kStep : 1;
+    block_ = key + keys > first_key_ && key < end ? table[entry_] : -1;
   }
 
   CUKIT_DEVICE void copy(const Arrays& arrays, const PagedParameters& params) {
-    const unsigned keys = ring_ + stage_ * kStageBytes;
-    bool all_known = true;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      KeyPlace place{nullptr, nullptr};
-      const bool known = block_[i] >= 0;
-      if (known) {
-        place = {arrays.k + place_of(params.k, block_[i], row_[i], head_kv_),
-                 arrays.v + place_of(params.v, block_[i], row_[i], head_kv_)};
+    const unsigned keys = stages_ + stage_ * kStageBytes;
+    if constexpr (RECENT) {
+      if (recent()) {
+        copy_recent(keys, arrays, params);
+        return;
       }
-      all_known &= known;
-      if (writes()) places_[own_key(i)] = place;
     }
+    if constexpr (kGrouped) {
+      copy_group(keys, arrays, params);
+      copy_group_factors(keys + 2 * kPartBytes, arrays, params);
+      return;
+    }
+    KeyPlace place{nullptr, nullptr};
+    const bool known = block_ >= 0;
+    if (known) {
+      place = {arrays.k + place_of(params.k, block_, row_, head_kv_),
+               arrays.v + place_of(params.v, block_, row_, head_kv_)};
+    }
+    if (writes()) places_[own_key()] = place;
     __syncwarp();
-    if (!PADDED && !VALUE_PADDED && __all_sync(kFullMask, all_known)) {
+    if (!PADDED && !VALUE_PADDED && __all_sync(kFullMask, known)) {
       copy_whole(keys);
     } else {
-      copy_known(keys, arrays, params);
+      copy_known<CacheForm>(keys, arrays, params);
     }
-    if constexpr (CODE == 3) {
-      copy_group_factors(keys + 2 * kPartBytes, arrays, params);
-    } else if constexpr (CODE != 0) {
-      copy_scales(keys + 2 * kPartBytes, arrays, params);
-    }
+    if constexpr (CODE != 0) copy_scales(keys + 2 * kPartBytes, arrays, params);
   }
 
-  static constexpr int kChunks = kTileColumns / 8;  // of a key
+  // Recent keys: rows of the request's ring, with which positions wrap around.
+  CUKIT_DEVICE void copy_recent(unsigned keys, const Arrays& arrays,
+                                const PagedParameters& params) {
+    const auto& request = share_.place.request;
+    const int own = threadIdx.x % RecentForm::kStep;
+    const int key = request.cached + (tile_ - request.cached_tiles()) * kRecentTile +
+                    threadIdx.x / kWarpSize * RecentForm::kStep + own;
+    KeyPlace place{nullptr, nullptr};
+    if (key >= first_key_ && key < last_key_ && ring_ >= 0) {
+      const int row = key % params.recent_rows;
+      const T* k = arrays.recent_k + place_of(params.recent_k, ring_, row, head_kv_);
+      const T* v = arrays.recent_v + place_of(params.recent_v, ring_, row, head_kv_);
+      place = {reinterpret_cast<const cache_t*>(k), reinterpret_cast<const cache_t*>(v)};
+    }
+    if (threadIdx.x % kWarpSize < RecentForm::kStep) places_[own] = place;
+    __syncwarp();
+    copy_known<RecentForm>(keys, arrays, params);
+  }
+
   static constexpr int kElements = 16 / sizeof(cache_t);  // of storage, of a chunk
-  static constexpr int kCopies = kStep * kChunks / kWarpSize;
 
   // A lane's copy number `i` of a step: chunk `chunk` of key `row`.
+  template <typename F>
   struct Copy {
+    static constexpr int kChunks = F::kTileColumns / 8;  // of a key
+    static constexpr int kCopies = F::kStep * kChunks / kWarpSize;
+
     int row, chunk;
     unsigned to;  // in the tile
 
     CUKIT_DEVICE explicit Copy(int i) {
-      using Tile = Swizzle<kTileColumns>;
+      using Tile = Swizzle<F::kTileColumns>;
       const int lane = threadIdx.x % kWarpSize;
       if constexpr (kWarpSize % kChunks == 0) {  // whole rows: copies differ by constants
         const int first = i * (kWarpSize / kChunks);
@@ -170,7 +196,35 @@ class Loader {
     }
   };
 
+  // int4: the rows of a step, which follow each other in one block; zeros where none is seen. Rows behind
+  // the last key are copied too: they are the block's.
+  CUKIT_DEVICE void copy_group(unsigned keys, const Arrays& arrays, const PagedParameters& params) {
+    using Copy = Loader::Copy<CacheForm>;
+    constexpr int kRowsAtOnce = kWarpSize / Copy::kChunks;
+    static_assert(!kGrouped || kWarpSize % Copy::kChunks == 0, "whole rows");
+    const Copy first(0);
+    const int column = first.chunk * (128 / CacheForm::kBits);
+    const bool exists = block_ >= 0;
+    const bool k_valid = exists && (!PADDED || column < params.head_dim);
+    const bool v_valid = exists && (!VALUE_PADDED || column < params.value_dim);
+    const int block = max(block_, 0);
+    const cache_t* k = arrays.k + place_of(params.k, block, row_ + first.row, head_kv_);
+    const cache_t* v = arrays.v + place_of(params.v, block, row_ + first.row, head_kv_);
+    k += first.chunk * kElements;
+    v += first.chunk * kElements;
+#pragma unroll
+    for (int i = 0; i < Copy::kCopies; ++i) {
+      const Copy copy(i);
+      cp_async_16(keys + copy.to, k_valid ? k : arrays.k, k_valid);
+      cp_async_16(keys + copy.to + kPartBytes, v_valid ? v : arrays.v, v_valid);
+      k += kRowsAtOnce * params.k.row;
+      v += kRowsAtOnce * params.v.row;
+    }
+  }
+
   CUKIT_DEVICE void copy_whole(unsigned keys) {
+    using Copy = Loader::Copy<CacheForm>;
+    constexpr int kCopies = Copy::kCopies;
     constexpr int kAtOnce = kCopies % 4 == 0 ? 4 : 3;
     static_assert(kCopies % kAtOnce == 0, "places are read a few at a time");
 #pragma unroll
@@ -188,12 +242,13 @@ class Loader {
   }
 
   // Zeros for what does not exist or is not seen.
+  template <typename F>
   CUKIT_DEVICE void copy_known(unsigned keys, const Arrays& arrays,
                                const PagedParameters& params) {
 #pragma unroll 1
-    for (int i = 0; i < kCopies; ++i) {
-      const Copy copy(i);
-      const int column = copy.chunk * (128 / kBits);
+    for (int i = 0; i < Copy<F>::kCopies; ++i) {
+      const Copy<F> copy(i);
+      const int column = copy.chunk * (128 / F::kBits);
       const int at = copy.chunk * kElements;
       const KeyPlace from = places_[copy.row];
       const bool k_valid = from.k != nullptr && (!PADDED || column < params.head_dim);
@@ -206,64 +261,50 @@ class Loader {
   CUKIT_DEVICE void copy_scales(unsigned to, const Arrays& arrays,
                                 const PagedParameters& params) {
     if (!writes()) return;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const scale_t* k = arrays.k_scales;
-      const scale_t* v = arrays.v_scales;
-      if (block_[i] >= 0) {
-        k += place_of(params.k_scales, block_[i], row_[i], head_kv_);
-        v += place_of(params.v_scales, block_[i], row_[i], head_kv_);
-        cp_async_cached<4>(to + own_key(i) * 4, k, true);
-        cp_async_cached<4>(to + (kStep + own_key(i)) * 4, v, true);
-      } else {
-        cp_async_cached<4>(to + own_key(i) * 4, k, false);
-        cp_async_cached<4>(to + (kStep + own_key(i)) * 4, v, false);
-      }
+    const scale_t* k = arrays.k_scales;
+    const scale_t* v = arrays.v_scales;
+    const bool known = block_ >= 0;
+    if (known) {
+      k += place_of(params.k_scales, block_, row_, head_kv_);
+      v += place_of(params.v_scales, block_, row_, head_kv_);
     }
+    cp_async_cached<4>(to + own_key() * 4, k, known);
+    cp_async_cached<4>(to + (kStep + own_key()) * 4, v, known);
   }
 
   // int4: of the group that a step is: all its keys lie in one block.
   CUKIT_DEVICE void copy_group_factors(unsigned to, const Arrays& arrays,
                                        const PagedParameters& params) {
     const int lane = threadIdx.x % kWarpSize;
-    int block = -1;
-    int row = 0;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const unsigned known = __ballot_sync(kFullMask, block_[i] >= 0);
-      if (known != 0) {
-        block = __shfl_sync(kFullMask, block_[i], __ffs(known) - 1);
-        row = __shfl_sync(kFullMask, row_[i], __ffs(known) - 1) / kStep * kStep;
-      }
-    }
-    const bool exists = block >= 0;
+    const bool exists = block_ >= 0;
     const auto copy = [&](int at, const scale_t* factors, const HeadStrides& strides,
                           int group, int first, bool inside) {
       const bool valid = exists && inside;
-      const long long offset = valid ? place_of(strides, block, group, head_kv_) + first : 0;
+      const long long offset = valid ? place_of(strides, block_, group, head_kv_) + first : 0;
       cp_async_16(to + 16 * at, factors + offset, valid);
     };
     constexpr int kColumnChunks = HEAD_DIM / 8;
     for (int i = lane; i < 2 * kColumnChunks; i += kWarpSize) {
       const int column = i % kColumnChunks * 8;
       const bool inside = !PADDED || column < params.head_dim;
-      copy(i, i < kColumnChunks ? arrays.k_scales : arrays.k_zeros, params.k_scales, row / kStep,
+      copy(i, i < kColumnChunks ? arrays.k_scales : arrays.k_zeros, params.k_scales, row_ / kStep,
            column, inside);
     }
     constexpr int kRowChunks = kStep / 8;
     if (lane < 2 * kRowChunks) {
       copy(2 * kColumnChunks + lane, lane < kRowChunks ? arrays.v_scales : arrays.v_zeros,
-           params.v_scales, row, lane % kRowChunks * 8, true);
+           params.v_scales, row_, lane % kRowChunks * 8, true);
     }
   }
 
   Share share_;
-  unsigned ring_;
+  unsigned stages_;
   KeyPlace* places_;
   int stage_;
   bool more_;
   int tile_, piece_end_, head_kv_, first_key_, last_key_;
-  int entry_[kOwn], row_[kOwn], block_[kOwn];  // of the lane's keys: of the table, in its block
+  int ring_;  // RECENT: of the request
+  int entry_, row_, block_;  // of the lane's key: of the table, in its block
 };
 
 }  // namespace cukit::paged

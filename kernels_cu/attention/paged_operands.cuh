@@ -32,12 +32,12 @@
 
 namespace cukit::paged {
 
-using Scores = float[kKeyTiles][QUERY_TILES][4];
+// F: the Form of the keys.
+template <typename F>
+using Scores = float[F::kKeyTiles][QUERY_TILES][4];
+template <typename F>
+using Probabilities = unsigned[F::kKeyTiles][QUERY_TILES][2];
 using Outputs = float[kDimSteps][QUERY_TILES][4];
-using Probabilities = unsigned[kKeyTiles][QUERY_TILES][2];
-
-using KOperand = LeftMK<kTileColumns>;
-using VOperand = LeftKM<kTileColumns>;
 
 // What codes are too large by, twice, and its opposite.
 constexpr unsigned kBias = CODE == 3 ? 0x64006400u : 0x64806480u;
@@ -74,26 +74,27 @@ CUKIT_DEVICE unsigned without_bias(unsigned pair) {
 
 // The chunk of a key's codes that is read `load`-th by the lanes of number t: two neighbouring rows then
 // use all banks.
-constexpr bool kPairedChunks = kTileColumns % 64 == 0;
+constexpr bool kPairedChunks = CacheForm::kTileColumns % 64 == 0;
 CUKIT_DEVICE int chunk_of_lane(int t, int load) {
   return kPairedChunks ? load / 2 * 8 + 2 * t + load % 2 : 4 * load + t;
 }
 
 // Where column `column` of a query goes in the tile, in elements.
+template <typename F>
 CUKIT_DEVICE int query_place(int row, int column) {
   int step, t, part, half;
-  if constexpr (CODE == 0) {
+  if constexpr (F::kCode == 0) {
     step = column / 16;
     t = column % 8 / 2;
     part = column % 16 / 8;
     half = column % 2;
   } else {
-    constexpr int kElements = 128 / kBits;  // of a chunk
+    constexpr int kElements = 128 / F::kBits;  // of a chunk
     const int chunk = column / kElements;
     const int load = kPairedChunks ? chunk / 8 * 2 + chunk % 2 : chunk / 4;
     t = kPairedChunks ? chunk % 8 / 2 : chunk % 4;
     step = kElements / 4 * load;
-    if constexpr (CODE == 3) {
+    if constexpr (F::kCode == 3) {
       step += column % kElements / 8 * 2 + column % 4 / 2;
       part = column % 2;
       half = column % 8 / 4;
@@ -107,18 +108,31 @@ CUKIT_DEVICE int query_place(int row, int column) {
 }
 
 // A column of a query in the element type of the products.
-CUKIT_DEVICE product_t query_element(T value, int column) {
-  const float factor = CODE == 3 && column % 2 == 1 ? 1.0f / 16 : 1.0f;
-  return from_float<product_t>(to_float(value) * factor);
+template <typename F>
+CUKIT_DEVICE typename F::product_t query_element(T value, int column) {
+  const float factor = F::kCode == 3 && column % 2 == 1 ? 1.0f / 16 : 1.0f;
+  return from_float<typename F::product_t>(to_float(value) * factor);
 }
 
 // sums -= what the bias of codes adds to them.
 CUKIT_DEVICE void subtract_bias(float (&sums)[4], const uint2& q) {
   const unsigned bias[4] = {kMinusBias, kMinusBias, kMinusBias, kMinusBias};
-  mma_16x8x16<product_t>(sums, bias, q.x, q.y);
+  mma_16x8x16<__half>(sums, bias, q.x, q.y);
+}
+
+// What sums of products begin with: `start` of each tile of rows and of its two rows.
+template <typename F>
+CUKIT_DEVICE void begin_scores(Scores<F>& scores, const float (&start)[QUERY_TILES][2]) {
+#pragma unroll
+  for (int m = 0; m < F::kKeyTiles; ++m)
+#pragma unroll
+    for (int n = 0; n < QUERY_TILES; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[m][n][i] = start[n][i % 2];
 }
 
 // A lane's part of the queries, operand b: in registers where they have room for it.
+template <typename F>
 class Queries {
  public:
   CUKIT_DEVICE explicit Queries(const unsigned char* tile)
@@ -130,7 +144,7 @@ class Queries {
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n) {
       float sums[4] = {};
-      if constexpr (CODE == 2) {
+      if constexpr (F::kCode == 2) {
 #pragma unroll
         for (int step = 0; step < kDimSteps; ++step) subtract_bias(sums, (*this)(n, step));
       }
@@ -149,19 +163,11 @@ class Queries {
     }
   }
 
-  // What sums of products begin with.
-  CUKIT_DEVICE void begin(Scores& scores) const {
-#pragma unroll
-    for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < QUERY_TILES; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scores[m][n][i] = start_[n][i % 2];
-  }
+  CUKIT_DEVICE void begin(Scores<F>& scores) const { begin_scores<F>(scores, start_); }
 
  private:
   static constexpr int kPairs = QUERY_TILES * kDimSteps;
-  static constexpr bool kHeld = kPairs <= 16;
+  static constexpr bool kHeld = F::kCode == CODE && kPairs <= 16;
 
   const uint2* tile_;
   uint2 held_[kHeld ? kPairs : 1];
@@ -172,10 +178,12 @@ class Queries {
 class GroupQueries {
  public:
   // `factors`: HEAD_DIM scales, then as many zero points.
-  CUKIT_DEVICE GroupQueries(const Queries& queries, const unsigned char* factors) {
+  CUKIT_DEVICE GroupQueries(const Queries<CacheForm>& queries, const unsigned char* factors) {
     const int t = threadIdx.x % kWarpSize % 4;
     const uint4* chunks = reinterpret_cast<const uint4*>(factors);
-    float sums[QUERY_TILES][4] = {};
+    // Chains of products that do not wait for one another: each adds to the sum of the one before.
+    constexpr int kChains = 4;
+    float sums[kChains][QUERY_TILES][4] = {};
 #pragma unroll
     for (int step = 0; step < kDimSteps; step += 2) {
       // Of eight columns: a word of codes.
@@ -196,28 +204,25 @@ class GroupQueries {
           q.x = as_word(__hmul2(as_half2(q.x), as_half2(scales[i])));
           q.y = as_word(__hmul2(as_half2(q.y), as_half2(scales[i + 1])));
           scaled_[n][step + i / 2] = q;
-          subtract_bias(sums[n], q);
+          subtract_bias(sums[i][n], q);
           // Zero points count once.
           q.y = as_word(__hmul2(as_half2(q.y), __float2half2_rn(16.0f)));
-          mma_16x8x16<product_t>(sums[n], offsets, q.x, q.y);
+          mma_16x8x16<__half>(sums[i + 1][n], offsets, q.x, q.y);
         }
       }
     }
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) start_[n][i] = sums[n][i];
+      for (int i = 0; i < 2; ++i) {
+        start_[n][i] = (sums[0][n][i] + sums[2][n][i]) + (sums[1][n][i] + sums[3][n][i]);
+      }
   }
 
   CUKIT_DEVICE uint2 operator()(int n, int step) const { return scaled_[n][step]; }
 
-  CUKIT_DEVICE void begin(Scores& scores) const {
-#pragma unroll
-    for (int m = 0; m < kKeyTiles; ++m)
-#pragma unroll
-      for (int n = 0; n < QUERY_TILES; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) scores[m][n][i] = start_[n][i % 2];
+  CUKIT_DEVICE void begin(Scores<CacheForm>& scores) const {
+    begin_scores<CacheForm>(scores, start_);
   }
 
  private:
@@ -234,35 +239,35 @@ class GroupQueries {
 };
 
 // scores = K Q^T of a warp's keys. AnyQueries: Queries or GroupQueries.
-template <typename AnyQueries>
-CUKIT_DEVICE void multiply_keys(Scores& scores, const AnyQueries& queries,
+template <typename F, typename AnyQueries>
+CUKIT_DEVICE void multiply_keys(Scores<F>& scores, const AnyQueries& queries,
                                 const unsigned char* keys) {
   queries.begin(scores);
-  if constexpr (CODE == 0) {
-    const KOperand operand(shared_address(keys), 0, 0);
+  if constexpr (F::kCode == 0) {
+    const LeftMK<F::kTileColumns> operand(shared_address(keys), 0, 0);
 #pragma unroll
     for (int step = 0; step < kDimSteps; ++step)
 #pragma unroll
-      for (int m = 0; m < kKeyTiles; ++m) {
+      for (int m = 0; m < F::kKeyTiles; ++m) {
         unsigned a[4];
         operand(a, 16 * m, 16 * step);
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; ++n) {
           const uint2 q = queries(n, step);
-          mma_16x8x16<product_t>(scores[m][n], a, q.x, q.y);
+          mma_16x8x16<typename F::product_t>(scores[m][n], a, q.x, q.y);
         }
       }
   } else {
     const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
-    for (int load = 0; load < kTileColumns / 32; ++load)
+    for (int load = 0; load < F::kTileColumns / 32; ++load)
 #pragma unroll
-      for (int m = 0; m < kKeyTiles; ++m) {
+      for (int m = 0; m < F::kKeyTiles; ++m) {
         unsigned codes[2][4];  // of keys lane / 4 and lane / 4 + 8
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int row = 16 * m + 8 * half + lane / 4;
-          const unsigned at = Swizzle<kTileColumns>::offset(row, chunk_of_lane(lane % 4, load));
+          const unsigned at = Swizzle<F::kTileColumns>::offset(row, chunk_of_lane(lane % 4, load));
           *reinterpret_cast<uint4*>(codes[half]) = *reinterpret_cast<const uint4*>(keys + at);
         }
 #pragma unroll
@@ -278,7 +283,7 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, const AnyQueries& queries,
 #pragma unroll
             for (int n = 0; n < QUERY_TILES; ++n) {
               const uint2 q = queries(n, step);
-              mma_16x8x16<product_t>(scores[m][n], a, q.x, q.y);
+              mma_16x8x16<typename F::product_t>(scores[m][n], a, q.x, q.y);
             }
           }
         }
@@ -287,19 +292,21 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, const AnyQueries& queries,
 }
 
 // out += V^T P^T of a warp's keys.
-CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, const unsigned char* values) {
-  const VOperand operand(shared_address(values), 0, 0);
+template <typename F>
+CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities<F>& p,
+                                  const unsigned char* values) {
+  const LeftKM<F::kTileColumns> operand(shared_address(values), 0, 0);
 #pragma unroll
-  for (int m = 0; m < kKeyTiles; ++m)
+  for (int m = 0; m < F::kKeyTiles; ++m)
 #pragma unroll
-    for (int column = 0; column < kTileColumns; column += 16) {
-      constexpr int kTiles = CODE == 0 ? 1 : kPairsOfWord;  // of output columns
+    for (int column = 0; column < F::kTileColumns; column += 16) {
+      constexpr int kTiles = F::kCode == 0 ? 1 : kPairsOfWord;  // of output columns
       unsigned loaded[4];
       operand(loaded, 16 * m, column);
       unsigned a[kTiles][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (CODE == 0) {
+        if constexpr (F::kCode == 0) {
           a[0][i] = loaded[i];
         } else {
           unsigned pairs[kPairsOfWord];
@@ -312,14 +319,16 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities& p, const un
       for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; ++n) {
-          mma_16x8x16<product_t>(out[column / 16 * kTiles + tile][n], a[tile], p[m][n][0],
-                                 p[m][n][1]);
+          mma_16x8x16<typename F::product_t>(out[column / 16 * kTiles + tile][n], a[tile],
+                                             p[m][n][0], p[m][n][1]);
         }
     }
 }
 
 // A lane's outputs of eight rows, each to where it belongs among HEAD_DIM columns of its row.
 // `pitch`: floats between rows; `factors`, `added`: to all columns, of the lane's two rows.
+// Adds: to what is there; F of 16 bits only.
+template <typename F, bool Adds = false>
 CUKIT_DEVICE void store_columns(float* rows, int pitch, const Outputs& out, int n,
                                 const float (&factors)[2], const float (&added)[2]) {
   const int lane = threadIdx.x % kWarpSize;
@@ -329,12 +338,13 @@ CUKIT_DEVICE void store_columns(float* rows, int pitch, const Outputs& out, int 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int e = 2 * half + i;
-      if constexpr (CODE == 0) {
+      if constexpr (F::kCode == 0) {
 #pragma unroll
         for (int c = 0; c < kDimSteps; ++c) {
-          row[16 * c + 8 * half + lane / 4] = out[c][n][e] * factors[i];
+          float& to = row[16 * c + 8 * half + lane / 4];
+          to = Adds ? fmaf(out[c][n][e], factors[i], to) : out[c][n][e] * factors[i];
         }
-      } else if constexpr (CODE == 3) {
+      } else if constexpr (F::kCode == 3) {
         const float sixteenth = factors[i] / 16;
 #pragma unroll
         for (int c = 0; c < kDimSteps; c += 4) {

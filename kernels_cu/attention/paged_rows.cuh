@@ -3,6 +3,10 @@
 // Macros: those of paged_attention.cu.
 #pragma once
 
+#ifndef RECENT
+#define RECENT 0
+#endif
+
 #include "attention/paged_work.cuh"
 #include "attention/parameters.cuh"
 #include "common/platform.cuh"
@@ -14,10 +18,8 @@ namespace cukit::paged {
 using T = element_t;
 #if CODE == 0
 using cache_t = T;
-using product_t = T;
 #else
 using cache_t = unsigned char;
-using product_t = __half;
 #endif
 #if CODE == 3
 using scale_t = __half;
@@ -25,15 +27,39 @@ using scale_t = __half;
 using scale_t = float;
 #endif
 
-constexpr int kStep = STEP;            // keys of a warp
-constexpr int kKeyTiles = kStep / 16;  // of operands
+template <int Code>
+struct ProductType {
+  using type = __half;
+};
+template <>
+struct ProductType<0> {
+  using type = T;
+};
+
+// How a warp's keys and values of a tile are stored.
+template <int Code, int Step>
+struct Form {
+  using product_t = typename ProductType<Code>::type;
+  static constexpr int kCode = Code;
+  static constexpr int kStep = Step;            // keys
+  static constexpr int kKeyTiles = Step / 16;   // of operands
+  static constexpr int kBits = Code == 0 ? 16 : Code == 3 ? 4 : 8;
+  static constexpr int kTileColumns = HEAD_DIM * kBits / 16;   // in units of 16 bits
+  static constexpr int kPartBytes = Step * kTileColumns * 2;   // of keys, or of values
+};
+using CacheForm = Form<CODE, STEP>;
+using RecentForm = Form<0, 16>;
+
+constexpr int kStep = STEP;
 constexpr int kTile = kStep * WARPS;
+constexpr int kRecentTile = RECENT ? RecentForm::kStep * WARPS : 0;
 constexpr int kThreads = kWarpSize * WARPS;
 constexpr int kRows = 8 * QUERY_TILES;
 constexpr int kDimSteps = HEAD_DIM / 16;
-constexpr int kBits = CODE == 3 ? 4 : 8 * sizeof(cache_t);
-constexpr int kTileColumns = HEAD_DIM * kBits / 16;     // of keys and values, in units of 16 bits
-constexpr int kPartBytes = kStep * kTileColumns * 2;    // a warp's keys of a tile, or its values
+// A warp's keys of a tile, or its values, whatever their form.
+constexpr int kPartBytes = RECENT && RecentForm::kPartBytes > CacheForm::kPartBytes
+                               ? RecentForm::kPartBytes
+                               : CacheForm::kPartBytes;
 // Of its keys, then of its values: a float each. INT4: float16, a scale and a zero point each, of
 // columns of keys and of rows of values.
 constexpr int kKeyScaleBytes = CODE == 0 ? 0 : CODE == 3 ? 2 * 2 * HEAD_DIM : 4 * kStep;
@@ -45,9 +71,14 @@ constexpr int kMergePitch = HEAD_DIM + 4;  // floats: a warp's stores use differ
 
 static_assert(8 * kMergePitch * 4 <= kStageBytes, "sums of eight rows lie in a stage");
 
-using Place = cukit::Place<kTile, UNIT_TILES>;
-using Piece = cukit::Piece<kTile, UNIT_TILES>;
-using Share = cukit::Share<kTile, UNIT_TILES>;
+using Place = cukit::Place<kTile, UNIT_TILES, kRecentTile>;
+using Piece = cukit::Piece<kTile, UNIT_TILES, kRecentTile>;
+using Share = cukit::Share<kTile, UNIT_TILES, kRecentTile>;
+#if RECENT
+using Lengths = SplitLengths;
+#else
+using Lengths = const int*;
+#endif
 
 struct Arrays {
   const T* q;              // [batch, seq_q, heads_q, head_dim]
@@ -61,8 +92,11 @@ struct Arrays {
   T* out;                  // [batch, seq_q, heads_q, value_dim]
   float* lse;              // [batch, heads_q, seq_q] or null
   const int* block_table;  // [batch, table_row]
-  const int* seq_lens;     // [batch]
+  Lengths lengths;         // [batch]
   const float* sinks;      // [heads_q]
+  const T* recent_k;       // RECENT: [rings, recent_rows, heads_kv, head_dim]
+  const T* recent_v;       // the same, [..., value_dim]
+  const int* rings;        // RECENT: [batch]
 };
 
 // The rows of a problem: number r is query r / group of head head_kv * group + r % group.

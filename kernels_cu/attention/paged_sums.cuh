@@ -20,9 +20,11 @@ struct Sums {
   float unit;     // CODE: what `out` is to be multiplied with, the largest scale of values so far
   float inverse;  // of unit, or 0
   float added[QUERY_TILES][2];  // int4: to all columns, what zero points add over this lane's keys
+  Outputs recent;  // RECENT: of recent keys, whose columns lie in another order; in units of 1
 
   CUKIT_DEVICE void clear() {
     cukit::clear(out);
+    if constexpr (RECENT) cukit::clear(recent);
 #pragma unroll
     for (int n = 0; n < QUERY_TILES; ++n)
 #pragma unroll
@@ -125,6 +127,7 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long lon
     const int first = 8 * n;
     if (first >= rows.count) break;
     float shrink[2];  // of this lane's rows: what this warp's outputs are multiplied with
+    float weights[2];
     float added[2] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -133,11 +136,16 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long lon
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) top = fmaxf(top, statistics[w][number].max);
       const float own = statistics[warp][number].max;
-      const float weight = own == -infinity() ? 0.0f : exp2f(own - top);
-      shrink[i] = weight * (CODE ? sums.unit : 1.0f);
-      if constexpr (CODE == 3) added[i] = weight * sum_over_keys(sums.added[n][i]);
+      weights[i] = own == -infinity() ? 0.0f : exp2f(own - top);
+      shrink[i] = weights[i] * (CODE ? sums.unit : 1.0f);
+      if constexpr (CODE == 3) added[i] = weights[i] * sum_over_keys(sums.added[n][i]);
     }
-    store_columns(merge_row(merge, warp, 0), kMergePitch, sums.out, n, shrink, added);
+    float* own_rows = merge_row(merge, warp, 0);
+    store_columns<CacheForm>(own_rows, kMergePitch, sums.out, n, shrink, added);
+    if constexpr (RECENT) {
+      __syncwarp();
+      store_columns<RecentForm, true>(own_rows, kMergePitch, sums.recent, n, weights, added);
+    }
     __syncthreads();
     for (int pair = threadIdx.x; pair < 8 * HEAD_DIM / 2; pair += kThreads) {
       const int row = pair / (HEAD_DIM / 2);
@@ -173,7 +181,7 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, bool whole, long lon
 template <typename Slot>
 CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const Partial& partial,
                                const Arrays& arrays, const PagedParameters& params) {
-  constexpr int kAtOnce = 8;  // loads under way
+  constexpr int kAtOnce = 16;  // loads under way
   for (int index = threadIdx.x; index < rows.count * HEAD_DIM / 4; index += kThreads) {
     const int row = index / (HEAD_DIM / 4);
     const int column = index % (HEAD_DIM / 4) * 4;

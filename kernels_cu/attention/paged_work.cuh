@@ -12,7 +12,11 @@
 // With UNIT_TILES > 0 (batch-invariant) a problem is cut after every UNIT_TILES of its own tiles
 // instead, and teams share units: the sums of a request do not depend on what else is in the batch.
 //
-// Parameters: a kernel's struct with batch, seq_q, most_keys, problems (of a request) and settings.
+// With RecentTile > 0 the last keys of a request lie in a ring of its own, as they were; those before them
+// in the cache. Tiles of the cache's keys come first, then tiles of RecentTile recent ones.
+//
+// Parameters: a kernel's struct with batch, seq_q, most_keys, problems (of a request) and settings; with
+// RecentTile recent_rows too. Lengths: seq_lens, or SplitLengths with RecentTile.
 #pragma once
 
 #include "common/platform.cuh"
@@ -20,19 +24,50 @@
 
 namespace cukit {
 
+// Keys of each request, and how many of them lie in the cache.
+struct SplitLengths {
+  const int* seq_lens;
+  const int* packed_lens;
+
+  CUKIT_DEVICE int operator[](int b) const { return seq_lens[b]; }
+};
+
 // A request's tiles of keys, and its units.
-template <int Tile, int UnitTiles>
+template <int Tile, int UnitTiles, int RecentTile = 0>
 struct Request {
   int seq_kv, first_tile, tiles, units;
+  int cached;  // keys in the cache
 
-  template <typename Parameters>
-  CUKIT_DEVICE Request(int b, const int* seq_lens, const Parameters& params) {
-    seq_kv = b < params.batch ? min(seq_lens[b], params.most_keys) : 0;
-    const TileRange range =
-        key_tiles<Tile>(0, params.seq_q, seq_kv - params.seq_q, seq_kv, params.settings);
-    first_tile = range.begin;
-    tiles = max(1, range.end - range.begin);
+  template <typename Lengths, typename Parameters>
+  CUKIT_DEVICE Request(int b, const Lengths& lengths, const Parameters& params) {
+    seq_kv = b < params.batch ? min(lengths[b], params.most_keys) : 0;
+    if constexpr (RecentTile > 0) {
+      cached = b < params.batch ? max(0, min(lengths.packed_lens[b], seq_kv)) : 0;
+      cached = min(cached, params.most_keys - params.recent_rows);
+      seq_kv = min(seq_kv, cached + params.recent_rows);
+    } else {
+      cached = seq_kv;
+    }
+    const int past = seq_kv - params.seq_q;
+    if constexpr (RecentTile > 0) {
+      const Span first = visible_keys(0, past, seq_kv, params.settings);
+      const Span last = visible_keys(params.seq_q - 1, past, seq_kv, params.settings);
+      first_tile = WINDOW ? tile_of(max(0, first.begin)) : 0;
+      tiles = max(1, (last.end > 0 ? tile_of(last.end - 1) + 1 : 0) - first_tile);
+    } else {
+      const TileRange range = key_tiles<Tile>(0, params.seq_q, past, seq_kv, params.settings);
+      first_tile = range.begin;
+      tiles = max(1, range.end - range.begin);
+    }
     units = b < params.batch ? UnitTiles ? (tiles + UnitTiles - 1) / UnitTiles : tiles : 0;
+  }
+
+  // Where the tiles of recent keys begin.
+  CUKIT_DEVICE int cached_tiles() const { return (cached + Tile - 1) / Tile; }
+
+ private:
+  CUKIT_DEVICE int tile_of(int key) const {
+    return key < cached ? key / Tile : cached_tiles() + (key - cached) / max(1, RecentTile);
   }
 };
 
@@ -47,20 +82,20 @@ CUKIT_DEVICE int inclusive_scan(int value) {
 }
 
 // A place among the units of all problems. Without UnitTiles a unit is a tile.
-template <int Tile, int UnitTiles>
+template <int Tile, int UnitTiles, int RecentTile = 0>
 struct Place {
-  using Request_ = Request<Tile, UnitTiles>;
+  using Request_ = Request<Tile, UnitTiles, RecentTile>;
 
   int b, problem;  // problem: of the request, among those of a block
   int unit;        // of the problem
   Request_ request;
 
   // The units of a whole batch; every lane gets them.
-  template <typename Parameters>
-  CUKIT_DEVICE static int count(const int* seq_lens, const Parameters& params) {
+  template <typename Lengths, typename Parameters>
+  CUKIT_DEVICE static int count(const Lengths& lengths, const Parameters& params) {
     int total = 0;
     for (int b = threadIdx.x % kWarpSize; b < params.batch; b += kWarpSize) {
-      total += Request_(b, seq_lens, params).units;
+      total += Request_(b, lengths, params).units;
     }
 #pragma unroll
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
@@ -70,19 +105,19 @@ struct Place {
   }
 
   // Where unit number `index` of the batch lies.
-  template <typename Parameters>
-  CUKIT_DEVICE static Place find(int index, const int* seq_lens, const Parameters& params) {
+  template <typename Lengths, typename Parameters>
+  CUKIT_DEVICE static Place find(int index, const Lengths& lengths, const Parameters& params) {
     const int lane = threadIdx.x % kWarpSize;
     int before = 0;
     for (int first = 0;; first += kWarpSize) {
-      const int own = Request_(first + lane, seq_lens, params).units * (params.problems / TEAM);
+      const int own = Request_(first + lane, lengths, params).units * (params.problems / TEAM);
       const int scan = inclusive_scan(own);
       const unsigned behind = __ballot_sync(kFullMask, before + scan > index);
       if (behind != 0) {
         const int found = __ffs(behind) - 1;
         const int begin = before + __shfl_sync(kFullMask, scan - own, found);
         const int b = first + found;
-        const Request_ request(b, seq_lens, params);
+        const Request_ request(b, lengths, params);
         const int inside = index - begin;
         return {b, inside / request.units, inside % request.units, request};
       }
@@ -91,34 +126,34 @@ struct Place {
   }
 
   // The first unit of the next problem.
-  template <typename Parameters>
-  CUKIT_DEVICE void next_problem(const int* seq_lens, const Parameters& params) {
+  template <typename Lengths, typename Parameters>
+  CUKIT_DEVICE void next_problem(const Lengths& lengths, const Parameters& params) {
     unit = 0;
     if (++problem == params.problems / TEAM) {
       problem = 0;
       ++b;
-      request = Request_(b, seq_lens, params);
+      request = Request_(b, lengths, params);
     }
   }
 };
 
 // A run of tiles of one problem, which a block works through.
-template <int Tile, int UnitTiles>
+template <int Tile, int UnitTiles, int RecentTile = 0>
 struct Piece {
-  Place<Tile, UnitTiles> place;  // its first unit
+  Place<Tile, UnitTiles, RecentTile> place;  // its first unit
   int begin, end;                // tiles of the request
   bool whole;                    // all of the problem
 };
 
 // The units of the batch that a block takes, piece by piece.
-template <int Tile, int UnitTiles>
+template <int Tile, int UnitTiles, int RecentTile = 0>
 struct Share {
-  Place<Tile, UnitTiles> place;
+  Place<Tile, UnitTiles, RecentTile> place;
   int index, end;  // units of the batch
 
   CUKIT_DEVICE bool done() const { return index >= end; }
 
-  CUKIT_DEVICE Piece<Tile, UnitTiles> piece() const {
+  CUKIT_DEVICE Piece<Tile, UnitTiles, RecentTile> piece() const {
     const int left = place.request.units - place.unit;
     const int units = UnitTiles ? 1 : min(left, end - index);
     const int step = UnitTiles ? UnitTiles : 1;
@@ -127,13 +162,13 @@ struct Share {
     return {place, begin, min(last, begin + units * step), units == place.request.units};
   }
 
-  template <typename Parameters>
-  CUKIT_DEVICE void advance(const int* seq_lens, const Parameters& params) {
+  template <typename Lengths, typename Parameters>
+  CUKIT_DEVICE void advance(const Lengths& lengths, const Parameters& params) {
     const int left = place.request.units - place.unit;
     const int units = UnitTiles ? 1 : min(left, end - index);
     index += units;
     place.unit += units;
-    if (place.unit == place.request.units && !done()) place.next_problem(seq_lens, params);
+    if (place.unit == place.request.units && !done()) place.next_problem(lengths, params);
   }
 };
 

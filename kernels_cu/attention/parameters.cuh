@@ -52,11 +52,13 @@ struct PagedKeys {
 struct PagedParameters {
   HeadStrides q, k, v, out;
   HeadStrides k_scales, v_scales;  // 0 along axes that share a scale
+  HeadStrides recent_k, recent_v;  // RECENT: over rings, their rows and heads
   int batch, heads_q, heads_kv;
   int group;      // query heads that share a key head
   int seq_q;      // of every request
   int problems;   // of a request: key heads times tiles of query rows
-  int most_keys;  // that the block table has room for
+  int most_keys;  // that the block table and, with RECENT, a ring have room for
+  int recent_rows;  // RECENT: of a ring
   int block_size, table_row;
   int tile_blocks, tile_rows;  // the keys of a tile: whole blocks of the cache, and more rows
   int head_dim, value_dim;
@@ -72,6 +74,15 @@ struct AppendParameters {
   int num_tokens;
   int num_blocks, block_size;
   int max_positions;  // rows of the tables
+};
+
+// pack_kv. Strides as in AppendParameters; of factors of keys over blocks, groups and heads. Groups are
+// counted over all blocks.
+struct PackParameters {
+  HeadStrides k, v, k_cache, v_cache, k_factors, v_factors;
+  int heads;
+  int source_groups, source_block_groups;
+  int target_groups, target_block_groups;
 };
 
 // mla_attention_sm90, which finds q and the cache through tensor maps, and mla_merge. A row is a head of
@@ -97,6 +108,8 @@ struct MappedKeyParameters {
   int head_dim, value_dim;
   int section;
   float scale, scale_log2;
+  int teacher_group;         // DISTILL: query heads that share a teacher's key head
+  float teacher_scale_log2;  // DISTILL: of the teacher's scores
   ScoreSettings settings;
 };
 
@@ -125,7 +138,7 @@ struct QuerySumParameters {
   float scale;
 };
 
-// flash_attention_backward_query_sm80
+// flash_attention_backward_query_sm80 and attention_kl_sm80
 struct QueryGradientParameters {
   HeadStrides q, k, v, grad_out;
   int batch, heads_q, group;
@@ -134,6 +147,25 @@ struct QueryGradientParameters {
   int head_dim, value_dim;
   int section;
   float scale, scale_log2;
+  int teacher_group;         // DISTILL: query heads that share a teacher's key head
+  float teacher_scale_log2;  // DISTILL: of the teacher's scores
+  ScoreSettings settings;
+};
+
+// attention_kl_backward_prepare
+struct KlRowParameters {
+  int batch, heads_q;
+  int seq_q;
+  int rows_per_head;  // of the scratch arrays (scratch_rows.cuh)
+  int total_q;        // VARLEN: rows of all sequences
+};
+
+// attention_kl_sm90, which finds its inputs through tensor maps
+struct MappedKlParameters {
+  int batch, heads_q;
+  int group, teacher_group;  // query heads that share a key head, and a teacher's key head
+  int seq_q, seq_kv;
+  float scale_log2, teacher_scale_log2;
   ScoreSettings settings;
 };
 

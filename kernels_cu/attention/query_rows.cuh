@@ -2,13 +2,19 @@
 //
 // Scores lie as in fragment_scores.cuh.
 //
-// Macros: those of score_options.cuh and scratch_rows.cuh.
+// DISTILL: of two models: dS is the difference of their probabilities (attention_kl_sm80.cu).
+//
+// Macros: those of score_options.cuh and scratch_rows.cuh; DISTILL, 0 where it is not defined.
 #pragma once
 
 #include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
 #include "common/scores/fragment_options.cuh"
 #include "common/scores/score_options.cuh"
+
+#ifndef DISTILL
+#define DISTILL 0
+#endif
 
 namespace cukit {
 
@@ -27,7 +33,7 @@ struct QueryRows {
     for (int half = 0; half < 2; ++half) {
       const bool exists = row + 8 * half < head.seq_q;
       lse[half] = exists ? lse_log2[first + row + 8 * half] : infinity();
-      delta[half] = exists ? deltas[first + row + 8 * half] : 0.0f;
+      delta[half] = exists ? deltas[first + row + 8 * half] : DISTILL ? infinity() : 0.0f;
     }
   }
 
@@ -55,10 +61,26 @@ struct QueryRows {
     }
   }
 
+#if DISTILL
+  // The teacher's products become its probabilities; delta is its lse.
+  template <int N>
+  CUKIT_DEVICE void weigh_second(float (&scores)[N], const FragmentPlace& at, bool whole, bool ends,
+                                 float teacher_scale_log2) const {
+    apply_options(scores, at, head, teacher_scale_log2, settings, whole, ends);
+#pragma unroll
+    for (int e = 0; e < N; ++e) {
+      scores[e] = exp2f(fmaf(scores[e], teacher_scale_log2, -delta[e / 2 % 2]));
+    }
+  }
+
+  // Element e of dS.
+  CUKIT_DEVICE float gradient(float weight, float teacher, int) const { return weight - teacher; }
+#else
   // Element e of dS.
   CUKIT_DEVICE float gradient(float weight, float dp, int e) const {
     return weight * (dp - delta[e / 2 % 2]);
   }
+#endif
 };
 
 }  // namespace cukit

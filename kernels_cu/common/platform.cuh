@@ -12,7 +12,7 @@
 #include <common/emulator/platform.h>
 
 #define CUKIT_DYNAMIC_SHARED(type, name) \
-  type* name = reinterpret_cast<type*>(::cukit::emulator::self().dynamic_shared)
+  type* name = reinterpret_cast<type*>(::cukit::emulator::dynamic_shared_memory())
 #define CUKIT_OFFSET(type, field) __builtin_offsetof(type, field)
 
 #else

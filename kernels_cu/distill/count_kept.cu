@@ -1,17 +1,32 @@
-// Number of targets that are not ignored, at least 1: what a mean over rows divides by.
+// What a mean over rows divides by: the number of targets that are not ignored, at least 1, or the sum
+// of their weights, 1 where that is 0.
 //
 // Mapping: one block. Macros: ID int32|int64; THREADS multiple of 32, 32..1024.
-// Minimum architecture: sm_80. Exact, deterministic.
+// Minimum architecture: sm_80. The number is exact; weights are summed in float in a fixed order:
+// deterministic.
 #include "common/platform.cuh"
 #include "common/index.cuh"
+#include "common/reduce.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) count_kept(
-    const cukit::id_t* __restrict__ targets,  // [rows]
+    const cukit::id_t* __restrict__ targets,  // [rows]; null: none is ignored
+    const float* __restrict__ token_weights,  // [rows]; null: the number
     float* __restrict__ count,                // scalar
     long long rows, long long ignore_index) {
   __shared__ int counts[THREADS / cukit::kWarpSize];
+  __shared__ float scratch[THREADS / cukit::kWarpSize];
   int kept = 0;
-  for (long long row = threadIdx.x; row < rows; row += THREADS) kept += targets[row] != ignore_index;
+  float weight = 0.0f;
+  for (long long row = threadIdx.x; row < rows; row += THREADS) {
+    if (targets != nullptr && targets[row] == ignore_index) continue;
+    ++kept;
+    if (token_weights != nullptr) weight += token_weights[row];
+  }
+  if (token_weights != nullptr) {
+    weight = cukit::block_reduce<cukit::Sum, THREADS>(weight, scratch);
+    if (threadIdx.x == 0) *count = weight == 0.0f ? 1.0f : weight;
+    return;
+  }
   for (int offset = cukit::kWarpSize / 2; offset > 0; offset /= 2) {
     kept += __shfl_xor_sync(cukit::kFullMask, kept, offset);
   }

@@ -2,17 +2,21 @@
 // student's logits; optionally the cross-entropy on a target mixed into both.
 //
 //   p = softmax(teacher / T),  q = softmax(student / T)
-//   soft = divergence(p, q) * factors.soft_loss           (distill/divergence_rows.cuh)
-//   hard = log sum_v exp z_v - z_target, z = student                                 (HARD)
+//   soft = divergence(p, q) * factors.soft_loss * weight  (distill/divergence_rows.cuh)
+//   hard = (log sum_v exp z_v - z_target) * weight, z = student                      (HARD)
 //   grad = (d divergence / d (z / T) * factors.soft_gradient
-//           + (softmax(z) - onehot(target)) * factors.hard_gradient) * grad_loss / normalizer
+//           + (softmax(z) - onehot(target)) * factors.hard_gradient)
+//          * dz / dx * weight * grad_loss / normalizer
+//
+// for logits z that distill/logits.cuh makes of x.
 //
 // First sweep: both rows' masses, and the teacher's mass weighted with teacher - student, which gives
 // the forward KL as sum_v p log(p / q). Where that is large next to what it is the difference of, it is
 // the loss, and the second sweep writes q - p. Where it is not, student and teacher are close and both
 // would be rounding errors: the second sweep sums terms that are >= 0, where nothing cancels.
 // The other divergences need a sum over the row before the first element of their gradient: they sum
-// loss and slopes in the second sweep and write the gradient in a third.
+// loss and slopes in the second sweep and write the gradient in a third. Of the reverse KL that sum is
+// the loss, and the first sweep gives it for rows far apart.
 //
 // Mapping: a cluster of CLUSTER blocks a row, each with its part of the columns. The gradient may
 //   overwrite the student's logits.
@@ -20,13 +24,14 @@
 // Macros: DTYPE float32|float16|bfloat16; ID int32|int64 of the targets; THREADS multiple of 32,
 //   32..1024; VEC elements an access (the tensors are aligned to it, rows need not be); CLUSTER
 //   1|2|4|8; CACHED vectors of each row that a thread keeps; GRAD 0|1; HARD 0|1; DIVERGENCE 0..5, see
-//   distill/divergence_rows.cuh.
+//   distill/divergence_rows.cuh; TRANSFORM 0|1, see distill/logits.cuh.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
 #include "common/platform.cuh"
 #include "common/index.cuh"
 #include "common/vocabulary_row.cuh"
 #include "distill/divergence_rows.cuh"
+#include "distill/logit_row.cuh"
 #include "distill/parameters.cuh"
 
 namespace {
@@ -43,6 +48,7 @@ using Single = cukit::Vec<T, 1>;
 using cukit::Choice;
 using cukit::Sweep;
 
+constexpr bool kReverse = cukit::kDivergence == cukit::Divergence::ReverseKl;
 constexpr int kInFlight = 2;  // accesses to each tensor that a thread issues before it uses the first
 constexpr int kAhead = 4;     // batches of those on their way to shared memory
 
@@ -50,28 +56,36 @@ constexpr int kAhead = 4;     // batches of those on their way to shared memory
 struct Statistics {
   cukit::Mass student, teacher, plain;
   float lowest_teacher = cukit::infinity();
+  float lowest_student = cukit::infinity();
   float scale;
+  cukit::Logits student_logits, teacher_logits;
 
   template <int N, int Batch>
   CUKIT_DEVICE void cover(const cukit::Vec<T, N> (&of_student)[Batch],
                           const cukit::Vec<T, N> (&of_teacher)[Batch]) {
-    const float top = cukit::extreme<cukit::Largest>(of_student);
+    const float top = student_logits.of(cukit::extreme<cukit::Largest>(of_student));
     student.cover(top, scale);
     if constexpr (HARD) plain.cover(top, cukit::kLog2E);
-    teacher.cover(cukit::extreme<cukit::Largest>(of_teacher), scale);
+    teacher.cover(teacher_logits.of(cukit::extreme<cukit::Largest>(of_teacher)), scale);
+    // Of the elements: the logits keep their order.
     lowest_teacher = fminf(lowest_teacher, cukit::extreme<cukit::Smallest>(of_teacher));
+    if constexpr (DIVERGENCE != 0) {
+      lowest_student = fminf(lowest_student, cukit::extreme<cukit::Smallest>(of_student));
+    }
   }
 
   // Elements that are covered.
   template <int N>
   CUKIT_DEVICE void add(const cukit::Vec<T, N>& of_student, const cukit::Vec<T, N>& of_teacher) {
     float z[N], teacher_z[N];
-    cukit::to_floats(z, of_student);
-    cukit::to_floats(teacher_z, of_teacher);
-    float student_sum = 0.0f, plain_sum = 0.0f, teacher_sum = 0.0f, moment = 0.0f;
+    student_logits.load(z, of_student);
+    teacher_logits.load(teacher_z, of_teacher);
+    float student_sum = 0.0f, plain_sum = 0.0f, teacher_sum = 0.0f, moment = 0.0f, reverse = 0.0f;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      student_sum += student.term(z[j], scale);
+      const float q = student.term(z[j], scale);
+      student_sum += q;
+      if constexpr (kReverse) reverse = fmaf(q, z[j] - teacher_z[j], reverse);
       if constexpr (HARD) plain_sum += plain.term(z[j], cukit::kLog2E);
       const float p = teacher.term(teacher_z[j], scale);
       teacher_sum += p;
@@ -81,6 +95,7 @@ struct Statistics {
     plain.sum += plain_sum;
     teacher.sum += teacher_sum;
     teacher.moment += moment;
+    if constexpr (kReverse) student.moment += reverse;
   }
 };
 
@@ -88,14 +103,15 @@ struct Statistics {
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) divergence(
     const T* student,                         // [rows, columns], row_stride elements a row
-    const T* __restrict__ teacher,            // likewise
+    const T* __restrict__ teacher,            // likewise, teacher_stride elements a row
     const cukit::id_t* __restrict__ targets,  // [rows]; null: no row is ignored (not with HARD)
+    const float* __restrict__ token_weights,  // [rows] or null
     float* __restrict__ soft_rows,            // [rows]
     float* __restrict__ hard_rows,            // [rows]; HARD only
     T* grad,                                  // as `student`, or the same; GRAD only
     const float* __restrict__ grad_loss,      // [rows] (stride 1) or scalar (stride 0), or null
     const float* __restrict__ normalizer,     // scalar or null
-    const cukit::LogitRows rows, const cukit::DivergenceFactors factors) {
+    const cukit::LogitRows rows, const cukit::LossFactors factors) {
   __shared__ Exchange::Shared shared;
   CUKIT_DYNAMIC_SHARED(Vector, cache);
   const long long row = blockIdx.x / CLUSTER;
@@ -103,12 +119,17 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
   const cukit::RowSlice slice(row, rows.row_stride, rows.columns, rank);
   const bool writes_loss = rank == 0 && threadIdx.x == 0;
   const long long target = targets != nullptr ? targets[row] : 0;
-  if (targets != nullptr && target == rows.ignore_index) {
+  const bool ignored = targets != nullptr && target == rows.ignore_index;
+  // Read again where it is used: sweeps need the registers.
+  const auto weight = [&] { return cukit::row_weight(token_weights, row, false); };
+  if constexpr (GRAD) cukit::clear_padding(grad, row, rows, rank);
+  if (ignored || weight() == 0.0f) {
     if (writes_loss) soft_rows[row] = 0.0f;
     if (HARD && writes_loss) hard_rows[row] = 0.0f;
     if constexpr (GRAD) slice.clear(grad);
     return;
   }
+  teacher += row * (rows.teacher_stride - rows.row_stride);  // the student's offsets hold in both
   const bool in_range = target >= 0 && target < rows.columns;
   Single target_student, target_teacher;
   if (HARD && in_range) {
@@ -120,6 +141,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
   Exchange exchange(shared, rank);
   Statistics statistics;
   statistics.scale = cukit::kLog2E * factors.inverse_temperature;
+  statistics.student_logits = cukit::Logits(factors.student);
+  statistics.teacher_logits = cukit::Logits(factors.teacher);
   const bool has_loose = slice.loose_column >= 0;
   Single loose_student[1], loose_teacher[1];
   if (has_loose) {
@@ -179,6 +202,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
 
   cukit::DivergenceRow soft;
   soft.scale = statistics.scale;
+  soft.student_logits = statistics.student_logits;
+  soft.teacher_logits = statistics.teacher_logits;
   soft.student = masses[kStudent];
   soft.teacher = masses[kTeacher];
   const bool active = soft.student.sum != 0.0f && soft.teacher.sum != 0.0f;
@@ -189,7 +214,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
     soft.offset = (soft.teacher.reference - soft.student.reference) + log2f(soft.mass_ratio);
   }
   const float upstream =
-      GRAD ? cukit::upstream_scale(grad_loss, row * rows.grad_loss_stride, normalizer) : 0.0f;
+      GRAD ? weight() * cukit::upstream_scale(grad_loss, row * rows.grad_loss_stride, normalizer)
+           : 0.0f;
   const float per_mass = active ? 1.0f / soft.teacher.sum : 0.0f;
   soft.soft_scale = factors.soft_gradient * upstream * per_mass;
   soft.hard_scale = 0.0f;
@@ -201,9 +227,11 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
       soft.hard_scale_of_mass = soft.hard_scale / soft.plain.sum;
     }
     if (writes_loss) {
-      const float logit = in_range ? cukit::to_float(target_student[0]) : 0.0f;
+      const float logit =
+          in_range ? soft.student_logits.of(cukit::to_float(target_student[0])) : 0.0f;
       const float loss = cukit::kLn2 * cukit::log2_mass_over(soft.plain, logit, cukit::kLog2E);
-      hard_rows[row] = soft.plain.sum == 0.0f ? 0.0f : in_range ? loss : cukit::not_a_number();
+      const float counted = in_range ? loss * weight() : cukit::not_a_number();
+      hard_rows[row] = soft.plain.sum == 0.0f ? 0.0f : counted;
     }
   }
 
@@ -262,19 +290,35 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
 #if DIVERGENCE == 0
   if (active && soft.far_apart()) {
     if constexpr (GRAD) gradient_sweep(Choice<Sweep::Apart>{});
-    if (writes_loss) soft_rows[row] = soft.divergence() * factors.soft_loss;
+    if (writes_loss) soft_rows[row] = soft.divergence() * factors.soft_loss * weight();
     return;
   }
   // Each thread for itself: masked columns lie side by side.
-  const float divergence = exchange.sum(soft.ratios_fit(statistics.lowest_teacher)
+  const float lowest_teacher = soft.teacher_logits.of(statistics.lowest_teacher);
+  const float divergence = exchange.sum(soft.ratios_fit(lowest_teacher)
                                             ? gradient_sweep(Choice<Sweep::Close>{})
                                             : gradient_sweep(Choice<Sweep::Masked>{}));
-  if (writes_loss) soft_rows[row] = active ? divergence * per_mass * factors.soft_loss : 0.0f;
+  if (writes_loss) {
+    soft_rows[row] = active ? divergence * per_mass * factors.soft_loss * weight() : 0.0f;
+  }
 #else
-  soft.soft_scale = active ? factors.soft_gradient * upstream : 0.0f;
-  soft.per_student = active ? 1.0f / soft.student.sum : 0.0f;
-  soft.per_teacher = per_mass;
+  soft.soft_scale = active ? factors.soft_gradient * upstream / soft.student.sum : 0.0f;
   soft.beta = factors.beta;
+  // Each thread for itself: masked columns lie side by side.
+  const bool fit = soft.ratios_fit(soft.student_logits.of(statistics.lowest_student),
+                                   soft.teacher_logits.of(statistics.lowest_teacher));
+  const auto write_gradient = [&] {
+    if constexpr (GRAD) {
+      fit ? gradient_sweep(Choice<Sweep::Apart>{}) : gradient_sweep(Choice<Sweep::Masked>{});
+    }
+  };
+  if (kReverse && active && soft.reversely_far_apart()) {
+    soft.centre = soft.reverse_divergence();
+    if (writes_loss) soft_rows[row] = soft.centre * factors.soft_loss * weight();
+    write_gradient();
+    return;
+  }
+  soft.far = active && !kReverse && soft.far_apart(soft.share_of_kl());
   __shared__ cukit::RowExchange<1>::Shared shared_sums;
   cukit::RowExchange<1> second_exchange(shared_sums, rank);
   cukit::Mass sums[1];
@@ -284,11 +328,19 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
       soft.template add<decltype(choice)::kSweep>(sums[0], of_student, of_teacher);
     });
   };
-  active && soft.far_apart(soft.share_of_kl()) ? sum_sweep(Choice<Sweep::Apart>{})
-                                               : sum_sweep(Choice<Sweep::Close>{});
+  if (!fit) {
+    sum_sweep(Choice<Sweep::Masked>{});
+  } else if (soft.far) {
+    sum_sweep(Choice<Sweep::Apart>{});
+  } else {
+    sum_sweep(Choice<Sweep::Close>{});
+  }
   second_exchange.merge(sums);
-  soft.centre = sums[0].moment;
-  if (writes_loss) soft_rows[row] = active ? sums[0].sum * factors.soft_loss : 0.0f;
-  if constexpr (GRAD) gradient_sweep(Choice<Sweep::Apart>{});
+  soft.centre = sums[0].moment * per_mass;
+  if (writes_loss) {
+    const float loss = active ? soft.loss_of(sums[0].sum * per_mass) : 0.0f;
+    soft_rows[row] = loss * factors.soft_loss * weight();
+  }
+  write_gradient();
 #endif
 }

@@ -13,17 +13,19 @@
 //                                                                    slope log(q / m) - beta q / m
 //   total_variation      |p - q| / 2                                 slope sign(q - p) / 2
 //
-// Rows far apart are summed as these formulas say. In close rows the terms are written so that none is
-// negative or the difference of two larger ones: near d = 0 as power series, of x = q / p - 1 or of
-// x = min(p, q) / max(p, q) - 1. Constants of a slope cancel in the gradient, so slopes that vanish with
-// d are used.
+// Rows far apart are summed as these formulas say, in r = q / p and, of the mixtures, log(m / p). In
+// close rows the terms are written so that none is negative or the difference of two larger ones: near
+// d = 0 as power series, of x = r - 1. Threads with columns that a model masks, where r leaves the
+// range of floats, compare with the larger of p and q. Constants of a slope cancel in the gradient, so
+// slopes that vanish with d are used.
 //
-// Macros: DTYPE; DIVERGENCE 0..5, in the order above; HARD 0|1.
+// Macros: DTYPE; DIVERGENCE 0..5, in the order above; HARD 0|1; TRANSFORM 0|1.
 #pragma once
 
 #include "common/platform.cuh"
 #include "common/types.cuh"
 #include "common/vocabulary_row.cuh"
+#include "distill/logits.cuh"
 
 namespace cukit {
 
@@ -73,6 +75,18 @@ CUKIT_DEVICE float entropy_series(float x) {
   return fmaf(value, x, 1.0f / 2);
 }
 
+// log(1 + w) to 2e-7 of it: 2 atanh(w / (2 + w)), a Chebyshev fit, for -1/2 <= w <= 1.
+CUKIT_DEVICE float log_of_one_plus(float w) {
+  const float ratio = __fdividef(w, 2.0f + w);
+  const float square = ratio * ratio;
+  float value = fmaf(square, 2.44169205e-01f, 2.13923872e-01f);
+  value = fmaf(value, square, 2.86207855e-01f);
+  value = fmaf(value, square, 3.99986893e-01f);
+  value = fmaf(value, square, 6.66666806e-01f);
+  value = ratio * fmaf(value, square, 2.0f);
+  return w >= -0.5f && w <= 1.0f ? value : kLn2 * __log2f(1.0f + w);
+}
+
 // w - log(1 + w), given log(1 + w).
 CUKIT_DEVICE float log_excess(float w, float log1p_w) {
   return fabsf(w) < kSeriesRadius ? w * w * log_series(w) : w - log1p_w;
@@ -85,6 +99,7 @@ CUKIT_DEVICE float entropy_excess(float x, float product) {
 
 // What the sweeps after the first need to know of a row.
 struct RowMasses {
+  Logits student_logits, teacher_logits;
   float scale;  // log2(e) / T
   Mass student;
   Mass teacher;
@@ -105,11 +120,31 @@ struct RowMasses {
     return kLn2 * fmaf(teacher.moment / teacher.sum, scale, -offset);
   }
 
+  // The reverse KL, sum_v q (-d), likewise.
+  CUKIT_DEVICE float reverse_divergence() const {
+    return kLn2 * fmaf(student.moment / student.sum, scale, offset);
+  }
+
+  // Whether no ratio of probabilities of this thread's leaves the range of floats, given its lowest
+  // logits: a column that a model masks would.
+  CUKIT_DEVICE bool ratios_fit(float lowest_student, float lowest_teacher) const {
+    return teacher.exponent(lowest_teacher, scale) > log2f(teacher.sum) - kLargest &&
+           student.exponent(lowest_student, scale) > log2f(student.sum) - kLargest;
+  }
+  static constexpr float kLargest = 120.0f;
+
   // Whether a loss of `share` times that is accurate. False for NaN, which columns that both rows mask
   // make of the moment.
   CUKIT_DEVICE bool far_apart(float share = 1.0f) const {
-    const float terms = fabsf(teacher.moment / teacher.sum) * scale + fabsf(offset);
-    return divergence() * share > (terms + 1.0f) * kLeastShare;
+    return is_large(teacher, divergence() * share);
+  }
+
+  // Of the reverse KL.
+  CUKIT_DEVICE bool reversely_far_apart() const { return is_large(student, reverse_divergence()); }
+
+  CUKIT_DEVICE bool is_large(const Mass& mass, float loss) const {
+    const float terms = fabsf(mass.moment / mass.sum) * scale + fabsf(offset);
+    return loss > (terms + 1.0f) * kLeastShare;
   }
 };
 
@@ -150,96 +185,147 @@ struct ForwardKlRow : RowMasses {
   }
 };
 
-// The other divergences: a second sweep sums terms and slopes, a third writes the gradient.
+// The other divergences: a second sweep sums terms and slopes, a third writes the gradient. The
+// reverse KL of rows far apart is known after the first sweep, and with it the sum of the slopes.
 struct CentredRow : RowMasses {
+  static constexpr bool kMixes = kDivergence == Divergence::Jsd ||
+                                 kDivergence == Divergence::SkewedForwardKl ||
+                                 kDivergence == Divergence::SkewedReverseKl;
+  static constexpr bool kSkewed = kMixes && kDivergence != Divergence::Jsd;
+
   // x < kSeriesRadius, with room for rounding, in a vector in which all |b| are smaller.
   static constexpr float kNearby = 0.16f;
 
-  float per_student;  // 1 / student mass
-  float per_teacher;
   float beta;
   float centre;  // sum_v q_v slope_v
+  bool far;
 
-  // About the smallest share of the forward KL that the divergence is.
+  // About the smallest share of the forward KL that the divergence is, times how much closer than the
+  // forward KL its definition is accurate: no term is the difference of terms of p d.
   CUKIT_DEVICE float share_of_kl() const {
-    if constexpr (kDivergence == Divergence::Jsd) return beta * (1.0f - beta);
-    if constexpr (kDivergence == Divergence::SkewedForwardKl) return (1.0f - beta) * (1.0f - beta);
-    if constexpr (kDivergence == Divergence::SkewedReverseKl) return (1.0f - beta) * (1.0f - beta);
+    if constexpr (kDivergence == Divergence::Jsd) return 2.0f * beta * (1.0f - beta);
+    if constexpr (kSkewed) return 2.0f * (1.0f - beta) * (1.0f - beta);
     return 1.0f;
   }
 
   // One element.
   struct Pair {
     float p, q;
-    float b;  // d / log 2
-    float x;  // q / p - 1, up to about 2^kMost
+    float b;         // d / log 2
+    float r;         // q / p
+    float of_p;      // log2(m / p)
+    float of_q;      // log2(m / q)
+    float fraction;  // 1 - p / m or 1 - q / m, of the skewed ones
   };
-  static constexpr float kMost = 100.0f;
 
-  template <Sweep sweep>
-  CUKIT_DEVICE Pair pair(float student_z, float teacher_z) const {
-    const float p = teacher.term(teacher_z, scale) * per_teacher;
-    const float q = student.term(student_z, scale) * per_student;
-    const float b = distance(student_z, teacher_z);
-    if constexpr (sweep == Sweep::Near) return {p, q, b, fmaf(b, -kLn2, b * b * remainder_series(b))};
-    // NaN, of a column that both rows mask, becomes a number: p and q are 0 there.
-    return {p, q, b, exp2f(fmaxf(fminf(-b, kMost), -kMost)) - 1.0f};
+  CUKIT_DEVICE float share_of_q() const {  // in m
+    return kDivergence == Divergence::SkewedReverseKl ? beta : 1.0f - beta;
+  }
+
+  // What is known of ratios, which fit.
+  CUKIT_DEVICE void compare(Pair& at) const {
+    if constexpr (kMixes) {
+      at.r = exp2f(-at.b);
+      const float m = fmaf(share_of_q(), at.r, 1.0f - share_of_q());  // over p
+      at.of_p = __log2f(m);
+      at.of_q = at.b + at.of_p;
+      if constexpr (kSkewed) at.fraction = skewed_fraction(at.r - 1.0f, m);
+    }
+  }
+
+  CUKIT_DEVICE float skewed_fraction(float x, float m) const {
+    const float sign = kDivergence == Divergence::SkewedForwardKl ? 1.0f : -1.0f;
+    return sign * (1.0f - beta) * __fdividef(x, m);
+  }
+
+  // The same of any ratio.
+  CUKIT_DEVICE void compare_safely(Pair& at) const {
+    at.b = fmaxf(fminf(at.b, 1e30f), -1e30f);  // NaN, where both are masked, becomes a number
+    if constexpr (kMixes) {
+      const float e = exp2f(-fabsf(at.b)), share = share_of_q();  // smaller over larger
+      const bool likelier = at.b >= 0.0f;                         // p >= q
+      const float m = likelier ? fmaf(share, e, 1.0f - share) : fmaf(1.0f - share, e, share);
+      const float log_m = __log2f(m);  // m over the larger
+      at.of_p = likelier ? log_m : log_m - at.b;
+      at.of_q = likelier ? log_m + at.b : log_m;
+      if constexpr (kSkewed) at.fraction = skewed_fraction(likelier ? e - 1.0f : 1.0f - e, m);
+    }
   }
 
   // Slopes err by about 1e-7, which the gradient, q times them, does not show.
   CUKIT_DEVICE float slope(const Pair& at) const {
     if constexpr (kDivergence == Divergence::ReverseKl) {
-      return at.q > 0.0f ? -kLn2 * at.b : 0.0f;
+      return -kLn2 * at.b;
     } else if constexpr (kDivergence == Divergence::Jsd) {
-      return (1.0f - beta) * log_ratio(at, 1.0f - beta);
+      return -kLn2 * (1.0f - beta) * at.of_q;
     } else if constexpr (kDivergence == Divergence::SkewedForwardKl) {
-      const float share = 1.0f - beta;
-      return share * share * __fdividef(at.x, fmaf(share, at.x, 1.0f));
+      return (1.0f - beta) * at.fraction;
     } else if constexpr (kDivergence == Divergence::SkewedReverseKl) {
-      const float fraction = (beta - 1.0f) * __fdividef(at.x, fmaf(beta, at.x, 1.0f));  // 1 - q / m
-      return fmaf(beta, fraction, log_ratio(at, beta));
+      return fmaf(beta, at.fraction, -kLn2 * at.of_q);
     } else {
-      return at.b == 0.0f ? 0.0f : at.b > 0.0f ? -0.5f : 0.5f;  // of b, which all sweeps compute alike
+      return at.b == 0.0f ? 0.0f : copysignf(0.5f, -at.b);  // of b, which all sweeps compute alike
     }
   }
 
-  // log(q / m), where q has this share of m.
-  CUKIT_DEVICE float log_ratio(const Pair& at, float share) const {
-    return -kLn2 * (fminf(fmaxf(at.b, -kMost), kMost) + __log2f(fmaf(share, at.x, 1.0f)));
+  // What a row far apart sums of an element, see loss_of().
+  CUKIT_DEVICE float defined_term(const Pair& at) const {
+    if constexpr (kDivergence == Divergence::ReverseKl) return -kLn2 * at.q * at.b;
+    if constexpr (kDivergence == Divergence::TotalVariation) return 0.5f * fabsf(at.p - at.q);
+    if constexpr (kDivergence == Divergence::SkewedReverseKl) return at.q * at.of_q;
+    return at.p * at.of_p;
   }
 
-  // A term of a row far apart: the divergence's definition.
-  CUKIT_DEVICE float defined_term(const Pair& at, float slope) const {
-    if constexpr (kDivergence == Divergence::ReverseKl) {
-      return at.q * slope;
-    } else if constexpr (kDivergence == Divergence::Jsd) {
-      const float log_m = kLn2 * __log2f(fmaf(1.0f - beta, at.x, 1.0f));  // log(m / p)
-      return fmaf(at.q, slope, -beta * at.p * log_m);
-    } else if constexpr (kDivergence == Divergence::SkewedForwardKl) {
-      return at.p * -kLn2 * __log2f(fmaf(1.0f - beta, at.x, 1.0f));
-    } else if constexpr (kDivergence == Divergence::SkewedReverseKl) {
-      return at.q * log_ratio(at, beta);
-    } else {
-      return 0.5f * fabsf(at.p - at.q);
-    }
+  // The loss out of the sum over the row.
+  CUKIT_DEVICE float loss_of(float sum) const {
+    if (!far || !kMixes) return sum;
+    return kDivergence == Divergence::Jsd ? fmaf(-kLn2 * beta, sum, centre) : -kLn2 * sum;
   }
 
   // A term where |b| < kNearby.
-  CUKIT_DEVICE float near_term(const Pair& at) const {
+  CUKIT_DEVICE float near_term(const Pair& at, float x) const {
     if constexpr (kDivergence == Divergence::ReverseKl) {
       return at.q * (at.b * at.b * remainder_series(-at.b));
     } else if constexpr (kDivergence == Divergence::Jsd) {
       const float share = 1.0f - beta;
-      const float series = fmaf(-share, entropy_series(share * at.x), entropy_series(at.x));
-      return at.p * (share * at.x * at.x * series);
+      const float series = fmaf(-share, entropy_series(share * x), entropy_series(x));
+      return at.p * (share * x * x * series);
     } else if constexpr (kDivergence == Divergence::SkewedForwardKl) {
-      const float w = (1.0f - beta) * at.x;  // m / p - 1
+      const float w = (1.0f - beta) * x;  // m / p - 1
       return at.p * (w * w * log_series(w));
     } else if constexpr (kDivergence == Divergence::SkewedReverseKl) {
-      const float w = (1.0f - beta) * fmaf(at.b, kLn2, at.b * at.b * remainder_series(-at.b));
-      return at.q * (w * w * log_series(w));  // w = m / q - 1
+      const float w = (1.0f - beta) * change(-at.b);  // m / q - 1
+      return at.q * (w * w * log_series(w));
     } else {
-      return 0.5f * at.p * fabsf(at.x);
+      return 0.5f * at.p * fabsf(x);
+    }
+  }
+
+  // 2^-b - 1 where |b| < kNear.
+  CUKIT_DEVICE static float change(float b) { return fmaf(b, -kLn2, b * b * remainder_series(b)); }
+
+  CUKIT_DEVICE static float any_change(float b) {
+    return fabsf(b) < kNear ? change(b) : exp2f(-b) - 1.0f;
+  }
+
+  // A term whose ratios fit. Its error is about 1e-7 of |p d|: a sum over elements of which some have
+  // |b| > kNearby is accurate with it.
+  CUKIT_DEVICE float fitting_term(const Pair& at) const {
+    const float share = 1.0f - beta;
+    if constexpr (kDivergence == Divergence::ReverseKl) {
+      const float far_term = fmaf(at.q, -kLn2 * at.b, at.p - at.q);
+      return fabsf(at.b) < kNear ? near_term(at, 0.0f) : far_term;
+    } else if constexpr (kDivergence == Divergence::Jsd) {
+      const float x = any_change(at.b), w = share * x;
+      const float own = share * (1.0f + x) * (-kLn2 * at.b);
+      return at.p * fmaxf(fmaf(-(1.0f + w), log_of_one_plus(w), own), 0.0f);
+    } else if constexpr (kDivergence == Divergence::SkewedForwardKl) {
+      const float w = share * any_change(at.b);
+      return at.p * fmaxf(w - log_of_one_plus(w), 0.0f);
+    } else if constexpr (kDivergence == Divergence::SkewedReverseKl) {
+      const float w = share * any_change(-at.b);
+      return at.q * fmaxf(w - log_of_one_plus(w), 0.0f);
+    } else {
+      return 0.5f * at.p * fabsf(any_change(at.b));
     }
   }
 
@@ -248,8 +334,8 @@ struct CentredRow : RowMasses {
     const float p = at.p, q = at.q;
     if (fmaxf(p, q) == 0.0f) return 0.0f;  // masked in both: b is NaN
     if constexpr (kDivergence == Divergence::ReverseKl) {
-      const float far = fmaf(q, -kLn2 * at.b, p - q);
-      const float term = fabsf(at.b) < kNear ? near_term(at) : far;
+      const float far_term = fmaf(q, -kLn2 * at.b, p - q);
+      const float term = fabsf(at.b) < kNear ? near_term(at, 0.0f) : far_term;
       return q > 0.0f ? term : p;
     }
     const float gap = kLn2 * fabsf(at.b);
@@ -279,17 +365,41 @@ struct CentredRow : RowMasses {
     return b * (x > -1.0f ? (1.0f + x) * (-gap - log_m) - share * x : share);
   }
 
+  // In units of the teacher's mass, as the sums are.
+  CUKIT_DEVICE float p_of(float teacher_z) const { return teacher.term(teacher_z, scale); }
+
+  CUKIT_DEVICE float q_of(float student_z) const {
+    return student.term(student_z, scale) * mass_ratio;
+  }
+
   // Adds N elements: terms to the sum, q times slopes to the moment.
   template <Sweep sweep, int N>
   CUKIT_DEVICE void add_all(Mass& sums, const float (&z)[N], const float (&teacher_z)[N]) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const Pair at = pair<sweep>(z[j], teacher_z[j]);
-      const float rise = slope(at);
-      sums.sum += sweep == Sweep::Apart  ? defined_term(at, rise)
-                  : sweep == Sweep::Near ? near_term(at)
-                                         : exact_term(at);
-      sums.moment = fmaf(at.q, rise, sums.moment);
+      Pair at;
+      at.b = distance(z[j], teacher_z[j]);
+      float term;
+      if constexpr (sweep == Sweep::Masked) {
+        at.p = p_of(teacher_z[j]);
+        at.q = q_of(z[j]);
+        const float b = at.b;
+        compare_safely(at);
+        Pair given = at;
+        given.b = b;
+        term = far ? defined_term(at) : exact_term(given);
+        sums.moment += at.q > 0.0f ? at.q * slope(kDivergence == Divergence::ReverseKl ? given : at)
+                                   : 0.0f;
+      } else {
+        compare(at);
+        at.p = p_of(teacher_z[j]);
+        at.q = kMixes ? at.p * at.r : q_of(z[j]);
+        term = sweep == Sweep::Apart  ? defined_term(at)
+               : sweep == Sweep::Near ? near_term(at, change(at.b))
+                                      : fitting_term(at);
+        sums.moment = fmaf(at.q, slope(at), sums.moment);
+      }
+      sums.sum += term;
     }
   }
 
@@ -297,10 +407,10 @@ struct CentredRow : RowMasses {
   CUKIT_DEVICE void add(Mass& sums, const Vec<element_t, N>& of_student,
                         const Vec<element_t, N>& of_teacher) const {
     float z[N], teacher_z[N];
-    to_floats(z, of_student);
-    to_floats(teacher_z, of_teacher);
-    if constexpr (sweep == Sweep::Apart) {
-      add_all<Sweep::Apart>(sums, z, teacher_z);
+    student_logits.load(z, of_student);
+    teacher_logits.load(teacher_z, of_teacher);
+    if constexpr (sweep != Sweep::Close) {
+      add_all<sweep>(sums, z, teacher_z);
     } else {
       bool nearby = true;  // false for NaN
 #pragma unroll
@@ -309,11 +419,21 @@ struct CentredRow : RowMasses {
     }
   }
 
-  // An element of the gradient; nothing is added to `share`.
+  // An element of the gradient, over soft_scale; nothing is added to `share`.
   template <Sweep sweep>
   CUKIT_DEVICE float difference(float student_z, float teacher_z, float&) const {
-    const Pair at = pair<sweep>(student_z, teacher_z);
-    return at.q * (slope(at) - centre);
+    Pair at;
+    at.b = distance(student_z, teacher_z);
+    at.q = student.term(student_z, scale);
+    if constexpr (sweep == Sweep::Masked) {
+      const float b = at.b;
+      compare_safely(at);
+      if (kDivergence == Divergence::ReverseKl) at.b = b;
+      return at.q > 0.0f ? at.q * (slope(at) - centre) : 0.0f;
+    } else {
+      compare(at);
+      return at.q * (slope(at) - centre);
+    }
   }
 };
 
@@ -332,15 +452,16 @@ CUKIT_DEVICE void differences(const Row& row, float (&into)[N], const float (&of
   }
 }
 
-// The gradient of N elements but for `hard_target`, which the target's is less.
+// The gradient of N elements but for `hard_target`, which the target's is less, for what their logits
+// are made of.
 template <Sweep sweep, typename Row, int N>
 CUKIT_DEVICE void gradient_of(const Row& row, Vec<element_t, N>& into,
                               const Vec<element_t, N>& of_student,
                               const Vec<element_t, N>& of_teacher, float& share,
                               float hard_target = 0.0f) {
   float z[N], teacher_z[N], g[N];
-  to_floats(z, of_student);
-  to_floats(teacher_z, of_teacher);
+  row.student_logits.load(z, of_student);
+  row.teacher_logits.load(teacher_z, of_teacher);
   if constexpr (sweep == Sweep::Close) {
     float widest = 0.0f;
 #pragma unroll
@@ -357,6 +478,7 @@ CUKIT_DEVICE void gradient_of(const Row& row, Vec<element_t, N>& into,
       g[j] = fmaf(row.plain.term(z[j], kLog2E), row.hard_scale_of_mass, g[j]) - hard_target;
     }
   }
+  row.student_logits.chain(g, z);
   from_floats(into, g);
 }
 

@@ -1,12 +1,27 @@
-// Two sweeps over a row of logits: its mass, and what is written in the logits' place.
+// Two sweeps over a row of logits: its masses, and what is written in the logits' place.
 //
-// Macros: those of common/vocabulary_row.cuh.
+// Macros: those of common/vocabulary_row.cuh and distill/logits.cuh.
 #pragma once
 
 #include "common/platform.cuh"
 #include "common/vocabulary_row.cuh"
+#include "distill/logits.cuh"
+#include "distill/parameters.cuh"
 
 namespace cukit {
+
+// What a row counts: nothing where its target says so.
+CUKIT_DEVICE float row_weight(const float* token_weights, long long row, bool ignored) {
+  return ignored ? 0.0f : token_weights != nullptr ? token_weights[row] : 1.0f;
+}
+
+// Zeroes a row of the gradient beside the vocabulary.
+CUKIT_DEVICE void clear_padding(element_t* grad, long long row, const LogitRows& rows, int rank) {
+  const int first = rows.columns + rank * THREADS + static_cast<int>(threadIdx.x);
+  for (int column = first; column < rows.width; column += CLUSTER * THREADS) {
+    grad[row * rows.row_stride + column] = from_float<element_t>(0.0f);
+  }
+}
 
 class LogitRow {
  public:
@@ -19,28 +34,28 @@ class LogitRow {
   RowSlice slice;
 
   // cache: CACHED * THREADS vectors of shared memory.
-  CUKIT_DEVICE LogitRow(const element_t* logits, Vector* cache, long long row, long long row_stride,
-                        int columns, int rank)
-      : slice(row, row_stride, columns, rank), logits_(logits), mine_(cache + threadIdx.x),
-        kept_(min(slice.count, CACHED)) {
-    if (has_loose()) loose_[0][0] = logits[slice.base + slice.loose_column];
+  CUKIT_DEVICE LogitRow(const element_t* row_values, const Logits& logits, Vector* cache,
+                        long long row, const LogitRows& rows, int rank)
+      : slice(row, rows.row_stride, rows.columns, rank), values_(row_values), logits_(logits),
+        mine_(cache + threadIdx.x), kept_(min(slice.count, CACHED)) {
+    if (has_loose()) loose_[0][0] = values_[slice.base + slice.loose_column];
   }
 
-  // This thread's share of sum_v 2^(scale z_v).
-  CUKIT_DEVICE Mass mass(float scale) const {
-    Mass mass;
+  // This thread's share of sum_v 2^(scale z_v), for each scale.
+  template <int Masses>
+  CUKIT_DEVICE void add_to(Mass (&masses)[Masses], const float (&scales)[Masses]) const {
     const auto add_batch = [&](const Batch& batch, auto& vectors) {
 #pragma unroll
       for (int i = 1; i < kInFlight; ++i) {
         if (!batch.has(i)) vectors[i] = vectors[0];
       }
-      mass.cover(extreme<Largest>(vectors), scale);
+      cover(masses, scales, vectors);
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        if (batch.has(i)) add(mass, vectors[i], scale);
+        if (batch.has(i)) add(masses, scales, vectors[i]);
       }
     };
-    const auto copy = [&](int k) { slice.copy(mine_ + k * THREADS, logits_, k); };
+    const auto copy = [&](int k) { slice.copy(mine_ + k * THREADS, values_, k); };
     copied_forwards<kInFlight, kAhead>(kept_, copy, [&](const Batch& batch) {
       Vector vectors[kInFlight];
 #pragma unroll
@@ -53,19 +68,21 @@ class LogitRow {
       Vector vectors[kInFlight];
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
-        if (batch.has(i)) slice.read(vectors[i], logits_, batch.first + i);
+        if (batch.has(i)) slice.read(vectors[i], values_, batch.first + i);
       }
       add_batch(batch, vectors);
     });
     if (has_loose()) {
-      mass.cover(extreme<Largest>(loose_), scale);
-      add(mass, loose_[0], scale);
+      cover(masses, scales, loose_);
+      add(masses, scales, loose_[0]);
     }
-    return mass;
   }
 
-  // to_v = 2^(scale z_v) in units of `mass`, times `factor`; `to` may be the logits.
-  CUKIT_DEVICE void write_softmax(element_t* to, const Mass& mass, float scale, float factor) {
+  // to_v = sum over the masses of 2^(scale z_v) in units of the mass, times `factor`, as a gradient
+  // for what the logits are made of; `to` may be that.
+  template <int Masses>
+  CUKIT_DEVICE void write_softmax(element_t* to, const Mass (&masses)[Masses],
+                                  const float (&scales)[Masses], const float (&factors)[Masses]) {
     backwards<kInFlight>(slice.count, [&](const Batch& batch) {
       Vector vectors[kInFlight];
 #pragma unroll
@@ -75,19 +92,19 @@ class LogitRow {
         if (k < kept_) {
           vectors[i] = mine_[k * THREADS];
         } else {
-          slice.read_again(vectors[i], logits_, k);
+          slice.read_again(vectors[i], values_, k);
         }
       }
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         const int k = batch.first + i;
         if (!batch.has(i)) continue;
-        scale_softmax(vectors[i], mass, scale, factor);
+        replace(vectors[i], masses, scales, factors);
         slice.write(to, k, vectors[i]);
       }
     });
     if (has_loose()) {
-      scale_softmax(loose_[0], mass, scale, factor);
+      replace(loose_[0], masses, scales, factors);
       to[slice.base + slice.loose_column] = loose_[0][0];
     }
   }
@@ -95,28 +112,48 @@ class LogitRow {
  private:
   CUKIT_DEVICE bool has_loose() const { return slice.loose_column >= 0; }
 
-  // Adds logits that are covered.
-  template <int N>
-  CUKIT_DEVICE static void add(Mass& mass, const Vec<element_t, N>& logits, float scale) {
-    float z[N];
-    to_floats(z, logits);
-    float sum = 0.0f;
+  template <int Masses, int N, int Batch>
+  CUKIT_DEVICE void cover(Mass (&masses)[Masses], const float (&scales)[Masses],
+                          const Vec<element_t, N> (&vectors)[Batch]) const {
+    const float top = logits_.of(extreme<Largest>(vectors));
 #pragma unroll
-    for (int j = 0; j < N; ++j) sum += mass.term(z[j], scale);
-    mass.sum += sum;
+    for (int m = 0; m < Masses; ++m) masses[m].cover(top, scales[m]);
   }
 
-  template <int N>
-  CUKIT_DEVICE static void scale_softmax(Vec<element_t, N>& logits, const Mass& mass, float scale,
-                                         float factor) {
+  // Adds elements that are covered.
+  template <int Masses, int N>
+  CUKIT_DEVICE void add(Mass (&masses)[Masses], const float (&scales)[Masses],
+                        const Vec<element_t, N>& vector) const {
     float z[N];
-    to_floats(z, logits);
+    logits_.load(z, vector);
 #pragma unroll
-    for (int j = 0; j < N; ++j) z[j] = mass.term(z[j], scale) * factor;
-    from_floats(logits, z);
+    for (int m = 0; m < Masses; ++m) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum += masses[m].term(z[j], scales[m]);
+      masses[m].sum += sum;
+    }
   }
 
-  const element_t* logits_;
+  template <int Masses, int N>
+  CUKIT_DEVICE void replace(Vec<element_t, N>& vector, const Mass (&masses)[Masses],
+                            const float (&scales)[Masses], const float (&factors)[Masses]) const {
+    float z[N], g[N];
+    logits_.load(z, vector);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      g[j] = masses[0].term(z[j], scales[0]) * factors[0];
+#pragma unroll
+      for (int m = 1; m < Masses; ++m) {
+        g[j] = fmaf(masses[m].term(z[j], scales[m]), factors[m], g[j]);
+      }
+    }
+    logits_.chain(g, z);
+    from_floats(vector, g);
+  }
+
+  const element_t* values_;
+  Logits logits_;
   Vector* mine_;
   int kept_;
   Single loose_[1];

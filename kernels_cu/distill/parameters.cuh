@@ -5,20 +5,29 @@
 
 namespace cukit {
 
-// divergence, topk_divergence: the rows of logits
+// cross_entropy, divergence, topk_divergence: the rows of logits
 struct LogitRows {
-  long long ignore_index;  // of targets
-  long long row_stride;    // in elements
-  int columns;
-  int grad_loss_stride;  // 1: one for each row, 0: a scalar
+  long long ignore_index;    // of targets
+  long long row_stride;      // of the student's logits and their gradient, in elements
+  long long teacher_stride;  // likewise; divergence only
+  int columns;               // that count: the vocabulary
+  int width;                 // of the gradient, whose columns from `columns` on are zeroed
+  int grad_loss_stride;      // 1: one for each row, 0: a scalar
+};
+
+// How elements of a tensor become logits, see distill/logits.cuh
+struct LogitTransform {
+  float scale;
+  float cap, inverse_cap;  // 0: no cap
 };
 
 // likewise: what the losses and their gradients are multiplied by; beta of a divergence
-struct DivergenceFactors {
+struct LossFactors {
   float inverse_temperature;
   float soft_loss;
   float soft_gradient, hard_gradient;
   float beta;
+  LogitTransform student, teacher;
 };
 
 }  // namespace cukit

@@ -1,19 +1,28 @@
-// KL divergence of each row from a teacher of whom K probabilities are known, with the gradient for the
-// student's logits.
+// KL divergence of each row from a teacher of whom K tokens are known, with the gradient for the student's
+// logits; optionally the cross-entropy on a target mixed into both.
 //
-//   p_k = exp(teacher_log_probs_k),  q = softmax(student / T),  d_k = log p_k - log q_k
-//   BUCKET 0: p is divided by its sum.        soft = sum_k p_k (expm1(-d_k) + d_k) + q_r
+//   q = softmax(student / T)
+//   TAIL 0, the likeliest, alone: p_k = exp(log_probs_k), divided by their sum; d_k = log p_k - log q_k
+//             soft = sum_k p_k (expm1(-d_k) + d_k) + q_r
 //             grad_k = q_k - p_k,  elsewhere q
-//   BUCKET 1: all other tokens are one more.  soft = sum_k p_k (expm1(-d_k) + d_k) + the same of p_r, q_r
+//   TAIL 1, and all other tokens as one more:
+//             soft = sum_k p_k (expm1(-d_k) + d_k) + the same of p_r, q_r
 //             grad_k = q_k - p_k,  elsewhere q (1 - p_r / q_r)
-//   with q_r = 1 - sum_k q_k and p_r = 1 - sum_k p_k; both times factors.soft_*.
+//   TAIL 2, samples, any token any number of times, weighted with w_k = sample_weights_k or 1 / K:
+//             soft = sum_k w_k (log_probs_k - log q_k), without log_probs 0 in their place
+//             grad_v = q_v sum_k w_k - sum of the w_k whose token is v
+//   with q_r = 1 - sum_k q_k and p_r = 1 - sum_k p_k; soft times factors.soft_loss * weight.
+//   hard = (log sum_v exp z_v - z_target) * weight, z = student                      (HARD)
+//   The gradient is (soft's * factors.soft_gradient + hard's * factors.hard_gradient)
+//     * dz / dx * weight * grad_loss / normalizer, for logits z that distill/logits.cuh makes of x.
 //
 // Mapping: a cluster of CLUSTER blocks a row, each with its part of the columns; every block reads the K
-//   tokens. First sweep: the row's mass. Second sweep (GRAD): the gradient but for the K tokens, which
-//   the block writes afterwards. The gradient may overwrite the logits.
+//   tokens. First sweep: the row's masses. Second sweep (GRAD): the gradient but for the target and the
+//   K tokens, which the block writes afterwards. The gradient may overwrite the logits. Samples are
+//   compared with one another: K^2 / THREADS steps a thread.
 // Shared memory: CACHED * THREADS * VEC * sizeof(DTYPE) bytes, dynamic; 4 MOST bytes static.
 // Macros: those of distill/logit_row.cuh; ID int32|int64 of the targets; MOST tokens of a row; GRAD 0|1;
-//   BUCKET 0|1.
+//   TAIL 0|1|2; HARD 0|1.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
 #include "common/platform.cuh"
@@ -26,7 +35,11 @@
 namespace {
 
 using T = cukit::element_t;
-using Exchange = cukit::RowExchange<1>;
+
+constexpr bool kBucket = TAIL == 1;
+constexpr bool kSamples = TAIL == 2;
+constexpr int kMasses = HARD ? 2 : 1;  // at T, and without temperature
+using Exchange = cukit::RowExchange<kMasses>;
 
 constexpr float kNear = 0.125f;
 
@@ -44,14 +57,17 @@ CUKIT_DEVICE float term(float p, float q, float d) {
 
 extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) topk_divergence(
     const T* student,                              // [rows, columns], row_stride elements a row
-    const float* __restrict__ teacher_log_probs,  // [rows, num_known]
-    const int* __restrict__ teacher_ids,          // likewise
-    const cukit::id_t* __restrict__ targets,      // [rows]; null: no row is ignored
+    const float* __restrict__ teacher_log_probs,  // [rows, num_known]; null: zeros (TAIL 2)
+    const float* __restrict__ sample_weights,     // [rows, num_known] or null; TAIL 2 only
+    const int* __restrict__ teacher_ids,          // [rows, num_known]
+    const cukit::id_t* __restrict__ targets,      // [rows]; null: no row is ignored (not with HARD)
+    const float* __restrict__ token_weights,      // [rows] or null
     float* __restrict__ soft_rows,                // [rows]
+    float* __restrict__ hard_rows,                // [rows]; HARD only
     T* grad,                                      // as `student`, or the same; GRAD only
     const float* __restrict__ grad_loss,          // [rows] (stride 1) or scalar (stride 0), or null
     const float* __restrict__ normalizer,         // scalar or null
-    const cukit::LogitRows rows, int num_known, const cukit::DivergenceFactors factors) {
+    const cukit::LogitRows rows, int num_known, const cukit::LossFactors factors) {
   __shared__ Exchange::Shared shared;
   __shared__ float logits[MOST];  // of the known tokens
   __shared__ float scratch[2 * (THREADS / cukit::kWarpSize)];
@@ -59,74 +75,144 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) topk_d
   const long long row = blockIdx.x / CLUSTER;
   const int rank = blockIdx.x % CLUSTER;
   const bool writes_loss = rank == 0 && threadIdx.x == 0;
-  if (targets != nullptr && targets[row] == rows.ignore_index) {
+  const long long target = targets != nullptr ? targets[row] : 0;
+  const bool ignored = targets != nullptr && target == rows.ignore_index;
+  const float weight = cukit::row_weight(token_weights, row, ignored);
+  if constexpr (GRAD) cukit::clear_padding(grad, row, rows, rank);
+  if (weight == 0.0f) {
     if (writes_loss) soft_rows[row] = 0.0f;
+    if (HARD && writes_loss) hard_rows[row] = 0.0f;
     if constexpr (GRAD) cukit::RowSlice(row, rows.row_stride, rows.columns, rank).clear(grad);
     return;
   }
-  const float* const known_log_probs = teacher_log_probs + row * num_known;
-  const int* const ids = teacher_ids + row * num_known;
+  const long long first = row * num_known;
+  const int* const ids = teacher_ids + first;
+  const auto known_log_prob = [&](int k) {
+    return kSamples && teacher_log_probs == nullptr ? 0.0f : teacher_log_probs[first + k];
+  };
+  const auto known_weight = [&](int k) {  // of the sum over the known tokens
+    if constexpr (kSamples) {
+      return sample_weights != nullptr ? sample_weights[first + k] : 1.0f / num_known;
+    }
+    return expf(teacher_log_probs[first + k]);
+  };
   Exchange exchange(shared, rank);
-  cukit::LogitRow values(student, cache, row, rows.row_stride, rows.columns, rank);
+  const cukit::Logits transform(factors.student);
+  cukit::LogitRow values(student, transform, cache, row, rows, rank);
+  const auto logit = [&](int column) {
+    return transform.of(cukit::to_float(student[values.slice.base + column]));
+  };
   // Before the barriers of the exchange: after them the gradient may overwrite the logits.
-  float known[2] = {0.0f, 0.0f};  // the known tokens' sum of p, later of q; how many are out of range
+  const bool target_in_range = target >= 0 && target < rows.columns;
+  const float target_logit = HARD && target_in_range ? logit(static_cast<int>(target)) : 0.0f;
+  float known[2] = {0.0f, 0.0f};  // the sum of weights, later of q; how many are out of range
   for (int k = threadIdx.x; k < num_known; k += THREADS) {
     const int id = ids[k];
+    const float share = known_weight(k);
     const bool in_range = id >= 0 && id < rows.columns;
-    logits[k] = in_range ? cukit::to_float(student[values.slice.base + id]) : 0.0f;
-    known[0] += expf(known_log_probs[k]);
-    known[1] += in_range ? 0.0f : 1.0f;
+    logits[k] = in_range ? logit(id) : 0.0f;
+    known[0] += share;
+    known[1] += in_range || (kSamples && share == 0.0f) ? 0.0f : 1.0f;
   }
   cukit::block_reduce<cukit::Sum, THREADS>(known, scratch);
   const float known_p = known[0];
   const bool all_in_range = known[1] == 0.0f;
 
   const float scale = cukit::kLog2E * factors.inverse_temperature;
-  cukit::Mass masses[1] = {values.mass(scale)};
+  float scales[kMasses] = {scale};
+  if constexpr (HARD) scales[kMasses - 1] = cukit::kLog2E;
+  cukit::Mass masses[kMasses];
+  values.add_to(masses, scales);
   exchange.merge(masses);
-  const cukit::Mass mass = masses[0];
+  const cukit::Mass mass = masses[0], plain = masses[kMasses - 1];
+  const bool hard = HARD && plain.sum != 0.0f;
   const bool active = mass.sum != 0.0f && known_p != 0.0f;
-  if (!active) {
-    if (writes_loss) soft_rows[row] = 0.0f;
+  if (HARD && writes_loss) {
+    const float loss = cukit::kLn2 * cukit::log2_mass_over(plain, target_logit, cukit::kLog2E);
+    hard_rows[row] = !hard ? 0.0f : target_in_range ? loss * weight : cukit::not_a_number();
+  }
+  if (!active && writes_loss) soft_rows[row] = 0.0f;
+  if (!active && !hard) {
     if constexpr (GRAD) values.slice.clear(grad);
     return;
   }
-  const float per_mass = 1.0f / mass.sum;
-  const float log2_mass = log2f(mass.sum);
-  const float log_known = BUCKET ? 0.0f : logf(known_p);
+  const float per_mass = active ? 1.0f / mass.sum : 0.0f;
+  const float log2_mass = active ? log2f(mass.sum) : 0.0f;
+  const float log_known = TAIL == 0 ? logf(known_p) : 0.0f;
   struct Token { float p, q, d; };
   const auto token = [&](int k) {
-    const float log_p = known_log_probs[k] - log_known;
     const float exponent = mass.exponent(logits[k], scale);
-    return Token{expf(log_p), exp2f(exponent) * per_mass,
-                 log_p - cukit::kLn2 * (exponent - log2_mass)};
+    const float q = exp2f(exponent) * per_mass;
+    const float log_q = cukit::kLn2 * (exponent - log2_mass);
+    const float log_p = known_log_prob(k) - log_known;
+    return Token{kSamples ? known_weight(k) : expf(log_p), q, log_p - log_q};
   };
   float sums[2] = {0.0f, 0.0f};  // of the terms, and of q
   for (int k = threadIdx.x; k < num_known; k += THREADS) {
     const Token at = token(k);
-    sums[0] += term(at.p, at.q, at.d);
+    if constexpr (kSamples) {
+      sums[0] += at.p != 0.0f ? at.p * at.d : 0.0f;
+    } else {
+      sums[0] += term(at.p, at.q, at.d);
+    }
     sums[1] += at.q;
   }
   cukit::block_reduce<cukit::Sum, THREADS>(sums, scratch);
   // The rest is a difference from 1: below its rounding it counts as that.
-  const float rest_q = fmaxf(1.0f - sums[1], BUCKET ? 0x1p-24f : 0.0f);
-  const float rest_p = BUCKET ? fmaxf(1.0f - known_p, 0.0f) : 0.0f;
-  if (writes_loss) {
-    const float loss = sums[0] + term(rest_p, rest_q, logf(rest_p) - logf(rest_q));
-    soft_rows[row] = all_in_range ? loss * factors.soft_loss : cukit::not_a_number();
+  const float rest_q = fmaxf(1.0f - sums[1], kBucket ? 0x1p-24f : 0.0f);
+  const float rest_p = kBucket ? fmaxf(1.0f - known_p, 0.0f) : 0.0f;
+  if (active && writes_loss) {
+    float loss = sums[0];
+    if constexpr (!kSamples) loss += term(rest_p, rest_q, logf(rest_p) - logf(rest_q));
+    soft_rows[row] = all_in_range ? loss * factors.soft_loss * weight : cukit::not_a_number();
   }
   if constexpr (GRAD) {
-    float soft_scale = factors.soft_gradient *
-                       cukit::upstream_scale(grad_loss, row * rows.grad_loss_stride, normalizer);
-    if (!all_in_range) soft_scale = cukit::not_a_number();
-    const float rest = rest_p == 0.0f ? 1.0f : 1.0f - rest_p / rest_q;
-    values.write_softmax(grad, mass, scale, soft_scale * rest * per_mass);
-    __syncthreads();  // the block's threads have written what the known tokens overwrite
+    const float upstream =
+        weight * cukit::upstream_scale(grad_loss, row * rows.grad_loss_stride, normalizer);
+    float soft_scale = active ? factors.soft_gradient * upstream : 0.0f;
+    if (active && !all_in_range) soft_scale = cukit::not_a_number();
+    float hard_scale = hard ? factors.hard_gradient * upstream : 0.0f;
+    if (hard && !target_in_range) hard_scale = cukit::not_a_number();
+    const float hard_of_mass = hard ? hard_scale / plain.sum : 0.0f;
+    const float rest = kSamples ? known_p : rest_p == 0.0f ? 1.0f : 1.0f - rest_p / rest_q;
+    float of_masses[kMasses] = {soft_scale * rest * per_mass};
+    if constexpr (HARD) of_masses[kMasses - 1] = hard_of_mass;
+    values.write_softmax(grad, masses, scales, of_masses);
+    __syncthreads();  // the block's threads have written what the tokens below overwrite
+    // The gradient of a token in the block's part, given that of its `difference` = d soft / d (z / T).
+    const auto write = [&](int column, float z, float difference) {
+      float g = soft_scale * difference;
+      if constexpr (HARD) {
+        g = fmaf(plain.term(z, cukit::kLog2E), hard_of_mass, g);
+        g -= column == target ? hard_scale : 0.0f;
+      }
+      grad[values.slice.base + column] = cukit::from_float<T>(transform.chained(g, z));
+    };
+    if constexpr (HARD) {
+      const int column = static_cast<int>(target);
+      if (threadIdx.x == 0 && target_in_range && values.slice.block_owns(column)) {
+        write(column, target_logit, rest * mass.term(target_logit, scale) * per_mass);
+      }
+      __syncthreads();  // it may be a known token
+    }
     for (int k = threadIdx.x; k < num_known; k += THREADS) {
+      const int id = ids[k];
+      if (!active || !all_in_range || id < 0 || id >= rows.columns) continue;
+      if (!values.slice.block_owns(id)) continue;
       const Token at = token(k);
-      if (!all_in_range || !values.slice.block_owns(ids[k])) continue;
-      const float difference = fabsf(at.d) < kNear ? at.p * expm1f(-at.d) : at.q - at.p;
-      grad[values.slice.base + ids[k]] = cukit::from_float<T>(soft_scale * difference);
+      float difference = fabsf(at.d) < kNear ? at.p * expm1f(-at.d) : at.q - at.p;
+      if constexpr (kSamples) {
+        float sampled = 0.0f;
+        bool written = false;  // by the first sample of this token
+        for (int other = 0; other < num_known; ++other) {
+          if (ids[other] != id) continue;
+          written |= other < k;
+          sampled += known_weight(other);
+        }
+        if (written) continue;
+        difference = fmaf(known_p, at.q, -sampled);
+      }
+      write(id, logits[k], difference);
     }
   }
 }

@@ -17,13 +17,19 @@ from cukit.attention import merge_attention_states, paged_attention
 from cukit.core.narrow_dtype import float8_e4m3, int4, int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.reference import paged_attention as reference
-from profiling import peers
+from profiling import paged_peers, peers
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.cases.attention import BACKENDS
 from profiling.data import array_module, integers, normal
 
 GROUP_ROWS = 64
 """Keys of an int4 cache that share a channel's scale."""
+
+_FLASHINFER_DIM = 128
+"""Of its compiled kernels."""
+
+_FLOAT8_SCALE = 4.5 / 448
+"""Of all codes."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,13 @@ def paged_case(shape: Shape) -> Case:
                 paged_attention, *arguments, out=xp.empty_like(q), batch_invariant=True
             ),
         }
+        if shape.head_dim == _FLASHINFER_DIM and shape.codes in ("", "float8_e4m3"):
+            caches, scale = (k, v), None
+            if shape.codes:
+                caches, scale = (k.storage, v.storage), _FLOAT8_SCALE
+            arms["flashinfer"] = partial(
+                paged_peers.decode, q, *caches, table, shape.lengths, scale
+            )
         if shape.equal and not shape.codes:
             for name, backend in BACKENDS.items():
                 arms[name] = partial(_dense_arm, backend, shape, q, k, v, table)

@@ -16,6 +16,7 @@ import numpy as np
 
 from cukit.attention import cascade_attention, flash_attention, paged_attention
 from cukit.reference.attention import flash_attention as attend
+from profiling import paged_peers
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.cases.attention import BACKENDS, forward_arm
 from profiling.cases.attention import Shape as DenseShape
@@ -134,6 +135,11 @@ def _prefill_case(shape: Prefill) -> Case:
         arms: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(paged_attention, q, k, v, table, lengths, out=out, **given)
         }
+        if shape.head_dim == 128:
+            arguments = q, k, v, table, shape.queries, shape.keys
+            for backend in ("fa2", "fa3"):
+                name = f"flashinfer-{backend}"
+                arms[name] = partial(paged_peers.prefill, *arguments, backend)
         if equal:
             rows = [
                 cache[table].reshape(len(counts), -1, *cache.shape[2:])[:, : shape.keys[0]]
@@ -179,6 +185,10 @@ def _cascade_case(shape: Cascade) -> Case:
             arms={
                 "cukit": lambda: partial(cascade_attention, *arguments, shape.shared, out=out),
                 "cukit-flat": lambda: partial(paged_attention, *arguments, out=xp.empty_like(q)),
+                "flashinfer": partial(paged_peers.cascade, q, k, v, table, shape.shared, shape.own),
+                "flashinfer-flat": partial(
+                    paged_peers.decode, q, k, v, table, [keys] * shape.batch
+                ),
             },
             expected=lambda: _expected(prefill, q, k, v, table),
         )

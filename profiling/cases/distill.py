@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from cukit.distill import (
     linear_cross_entropy,
     linear_distillation_loss,
     linear_kl_divergence,
+    sampled_distillation_loss,
     teacher_top_k,
     topk_distillation_loss,
 )
@@ -32,6 +34,8 @@ from profiling.data import array_module, integers, normal
 FAMILY = "distill"
 DTYPE = "bfloat16"
 TEMPERATURE = 2.0
+SOFTCAP = 30.0
+LIGER_DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "total_variation")
 DIVERGENCES = ("reverse_kl", "jsd", "skewed_forward_kl", "total_variation")
 ROWS_AT_ONCE = 512
 """Of float32 copies of logits, so that they stay small."""
@@ -40,7 +44,7 @@ LogitsShape = tuple[int, int]
 LOGITS: tuple[LogitsShape, ...] = ((4096, 32768), (4096, 256000))
 SMALL_LOGITS: tuple[LogitsShape, ...] = ((12, 300),)
 HeadShape = tuple[int, int, int]
-HEADS: tuple[HeadShape, ...] = ((4096, 2048, 32768), (4096, 2304, 256000))
+HEADS: tuple[HeadShape, ...] = ((4096, 2048, 32768), (4096, 2304, 256000), (8192, 4096, 128256))
 SMALL_HEADS: tuple[HeadShape, ...] = ((12, 16, 300),)
 # A transformer of 124 million parameters: embedding, then four matrices and two vectors a layer.
 MODEL = [(50304, 768), *[(2304, 768), (768, 768), (3072, 768), (768, 3072), (768,), (768,)] * 12]
@@ -61,8 +65,11 @@ def cases(small: bool = False) -> list[Case]:
         *(divergence_case(*shape, name) for shape in logits for name in DIVERGENCES),
         *(divergence_case(*shape, "jsd", distance=0.05) for shape in logits),
         *(topk_case(*shape) for shape in logits),
+        *(sampled_case(*shape) for shape in logits),
+        *(capped_kl_case(*shape) for shape in logits),
         *(make(*shape) for make in (linear_kl_case, linear_cross_entropy_case) for shape in heads),
         *(linear_jsd_case(*shape) for shape in heads),
+        small_workspace_case(*heads[-1 if small else 1]),
         adamw_case(model),
         global_norm_case(model),
     ]
@@ -128,7 +135,7 @@ def topk_case(tokens: int, vocab_size: int, known: int = 64) -> Case:
     def build() -> Workload:
         student = normal((tokens, vocab_size), DTYPE)
         signal = teacher_top_k(normal((tokens, vocab_size), DTYPE), known)
-        options = {"tail": "bucket"}
+        options: dict[str, Any] = {"tail": "bucket"}
 
         def torch_loss(torch: ModuleType) -> Callable[..., Any]:
             def loss(s: Any, log_p: Any, ids: Any) -> Any:
@@ -155,6 +162,35 @@ def topk_case(tokens: int, vocab_size: int, known: int = 64) -> Case:
     return Case(FAMILY, "topk_distillation_loss", name, DTYPE, build, bytes=traffic)
 
 
+def sampled_case(tokens: int, vocab_size: int, samples: int = 64) -> Case:
+    """Loss and gradient from tokens sampled from a teacher."""
+
+    def build() -> Workload:
+        student = normal((tokens, vocab_size), DTYPE)
+        ids = integers(0, vocab_size, (tokens, samples), "int32")
+
+        def torch_loss(torch: ModuleType) -> Callable[..., Any]:
+            return lambda s, ids: -torch.log_softmax(s.float(), -1).gather(-1, ids.long()).mean()
+
+        def oracle(rows: slice) -> tuple[Any, Any]:
+            result: tuple[Any, Any] = losses.sampled_distillation_loss(
+                student[rows], ids[rows], normalizer=tokens, return_grad=True
+            )
+            return result
+
+        ours = partial(sampled_distillation_loss, student, ids, return_grad=True)
+        return _logits_workload(ours, torch_loss, oracle, (student,), (ids,), True)
+
+    traffic = tokens * (2 * vocab_size * itemsize(DTYPE) + 4 * samples)
+    name = f"{tokens}x{vocab_size} {samples} samples"
+    return Case(FAMILY, "sampled_distillation_loss", name, DTYPE, build, bytes=traffic)
+
+
+def capped_kl_case(tokens: int, vocab_size: int) -> Case:
+    """Loss and gradient with the logits of both models capped."""
+    return _kl_case("kl_divergence", tokens, vocab_size, forward=True, softcap=SOFTCAP)
+
+
 def kl_backward_case(tokens: int, vocab_size: int) -> Case:
     """The gradient alone. Peers spend a forward to get it."""
     return _kl_case("kl_divergence_backward", tokens, vocab_size, forward=False)
@@ -168,8 +204,10 @@ def _kl_case(
     forward: bool,
     distance: float | None = None,
     divergence: str = "forward_kl",
+    softcap: float | None = None,
 ) -> Case:
-    """distance: standard deviation of student - teacher; None: they have nothing in common."""
+    """distance: standard deviation of student - teacher; None: they have nothing in common.
+    softcap: of both models' logits."""
 
     def build() -> Workload:
         student = normal((tokens, vocab_size), DTYPE)
@@ -184,9 +222,22 @@ def _kl_case(
             functional = torch.nn.functional
 
             def loss(s: Any, t: Any) -> Any:
-                log_q = functional.log_softmax(s.float() / TEMPERATURE, -1)
-                log_p = functional.log_softmax(t.float() / TEMPERATURE, -1)
+                s, t = s.float(), t.float()
+                if softcap is not None:
+                    s, t = (softcap * torch.tanh(each / softcap) for each in (s, t))
+                log_q = functional.log_softmax(s / TEMPERATURE, -1)
+                log_p = functional.log_softmax(t / TEMPERATURE, -1)
                 return _torch_divergence(torch, log_p, log_q, divergence)
+
+            return loss
+
+        def liger_loss(torch: ModuleType) -> Callable[..., Any]:
+            liger = _liger_divergence(torch, divergence)
+
+            def loss(s: Any, t: Any) -> Any:
+                with torch.no_grad():
+                    log_p = torch.log_softmax(t.float() / TEMPERATURE, -1)
+                return liger(torch.log_softmax(s.float() / TEMPERATURE, -1), log_p)
 
             return loss
 
@@ -196,24 +247,46 @@ def _kl_case(
                 teacher[rows],
                 divergence=divergence,
                 temperature=TEMPERATURE,
+                softcap=softcap,
+                teacher_softcap=softcap,
                 normalizer=tokens,
                 return_grad=True,
             )
             return result
 
         options: dict[str, Any] = {"temperature": TEMPERATURE}
+        if softcap is not None:
+            options |= {"softcap": softcap, "teacher_softcap": softcap}
         ours = partial(kl_divergence_backward, 1.0, student, teacher, **options)
         if divergence != "forward_kl":
             options["divergence"] = divergence
             ours = partial(distillation_loss, student, teacher, return_grad=True, **options)
         elif forward:
             ours = partial(kl_divergence, student, teacher, return_grad=True, **options)
-        return _logits_workload(ours, torch_loss, oracle, (student,), (teacher,), forward)
+        workload = _logits_workload(ours, torch_loss, oracle, (student,), (teacher,), forward)
+        if softcap is None and forward and divergence in LIGER_DIVERGENCES:
+            arm = partial(_with_gradients, liger_loss, (student,), (teacher,))
+            workload = replace(workload, arms={**workload.arms, "liger": arm})
+        return workload
 
     traffic = 3 * tokens * vocab_size * itemsize(DTYPE)
     name = f"{tokens}x{vocab_size}" + ("" if distance is None else " close")
     name += "" if divergence == "forward_kl" else f" {divergence}"
+    name += "" if softcap is None else " capped"
     return Case(FAMILY, op, name, DTYPE, build, bytes=traffic)
+
+
+def _liger_divergence(torch: ModuleType, divergence: str) -> Callable[..., Any]:
+    """A function of the log-probabilities of student and teacher, the mean over rows."""
+    liger = peers.optional("liger_kernel.transformers")
+    if divergence == "total_variation":
+        tvd = liger.LigerTVDLoss(reduction="batchmean")
+        return lambda log_q, log_p: tvd(log_q.exp(), log_p.exp())
+    if divergence == "forward_kl":
+        kl: Callable[..., Any] = liger.LigerKLDIVLoss(reduction="batchmean", log_target=True)
+        return kl
+    jsd: Callable[..., Any] = liger.LigerJSD(beta={"jsd": 0.5, "reverse_kl": 1.0}[divergence])
+    return jsd
 
 
 def _torch_divergence(torch: ModuleType, log_p: Any, log_q: Any, divergence: str) -> Any:
@@ -240,7 +313,20 @@ def linear_jsd_case(tokens: int, hidden: int, vocab_size: int) -> Case:
     return _linear_case("linear_distillation_loss", tokens, hidden, vocab_size, "jsd")
 
 
-def _linear_case(op: str, tokens: int, hidden: int, vocab_size: int, divergence: str) -> Case:
+def small_workspace_case(tokens: int, hidden: int, vocab_size: int) -> Case:
+    """The forward KL of two heads with at most a GiB for their logits."""
+    op = "linear_kl_divergence"
+    return _linear_case(op, tokens, hidden, vocab_size, "forward_kl", workspace_bytes=1 << 30)
+
+
+def _linear_case(
+    op: str,
+    tokens: int,
+    hidden: int,
+    vocab_size: int,
+    divergence: str,
+    workspace_bytes: int | None = None,
+) -> Case:
 
     def build() -> Workload:
         student = normal((tokens, hidden), DTYPE), normal((vocab_size, hidden), DTYPE, scale=0.02)
@@ -270,7 +356,9 @@ def _linear_case(op: str, tokens: int, hidden: int, vocab_size: int, divergence:
 
         def ours() -> Any:
             if divergence == "forward_kl":
-                result = linear_kl_divergence(*student, *teacher, temperature=TEMPERATURE)
+                result = linear_kl_divergence(
+                    *student, *teacher, temperature=TEMPERATURE, workspace_bytes=workspace_bytes
+                )
             else:
                 result = linear_distillation_loss(
                     *student, *teacher, divergence=divergence, temperature=TEMPERATURE
@@ -290,9 +378,19 @@ def _linear_case(op: str, tokens: int, hidden: int, vocab_size: int, divergence:
             )
             return result.loss, result.grad_hidden
 
-        return _head_workload(ours, torch_loss, liger_loss, part, student, teacher)
+        workload = _head_workload(ours, torch_loss, liger_loss, part, student, teacher)
 
-    return _head_case(op, tokens, hidden, vocab_size, 8, build)
+        def liger_fused(torch: ModuleType) -> Callable[..., Any]:
+            module = peers.optional("liger_kernel.transformers.fused_linear_jsd")
+            beta = 0.0 if divergence == "forward_kl" else 0.5
+            fused = module.LigerFusedLinearJSD(jsd_beta=beta, temperature=TEMPERATURE)
+            return lambda h, w, teacher_h, teacher_w: fused(h, w, teacher_h, teacher_w, None)
+
+        arm = partial(_with_gradients, liger_fused, student, teacher)
+        return replace(workload, arms={**workload.arms, "liger-fused": arm})
+
+    case = _head_case(op, tokens, hidden, vocab_size, 8, build)
+    return case if workspace_bytes is None else replace(case, name=f"{case.name} in 1 GiB")
 
 
 def linear_cross_entropy_case(tokens: int, hidden: int, vocab_size: int) -> Case:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 
 import cukit
 from cukit.attention import flash, flash_backward
+
+KL = import_module("cukit.attention.attention_kl")
+KL_BACKWARD = import_module("cukit.attention.attention_kl_backward")
 
 
 @pytest.fixture(
@@ -46,3 +50,6 @@ def choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for remembered in ("_planned_backward", "_prepare_backward"):
             bare = getattr(flash_backward, remembered).__wrapped__
             monkeypatch.setattr(flash_backward, remembered, bare)
+        for module, remembered in ((KL, "_prepare_sweep"), (KL_BACKWARD, "_prepare_backward")):
+            monkeypatch.setattr(module, "covers", lambda problem, device: False)
+            monkeypatch.setattr(module, remembered, getattr(module, remembered).__wrapped__)

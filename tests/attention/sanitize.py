@@ -14,6 +14,8 @@ import pytest
 from cukit.array_api import NarrowArray, float8_e4m3, int4, int8
 from cukit.attention import (
     append_kv,
+    attention_kl,
+    attention_kl_backward,
     block_sparse_attention,
     cascade_attention,
     cascade_plan,
@@ -215,6 +217,35 @@ def latents(heads: int, seq_q: int, coded: bool = False) -> None:
     assert np.isfinite(to_host(out).astype(np.float32)).all()
 
 
+def divergence(dims: Dims) -> None:
+    """Of two models, with and without known lse, both ways to the gradients; sequences."""
+    rng = _rng()
+    q_t, k_t, q_s, k_s = (
+        random(rng, (1, length, heads, width), "bfloat16")
+        for length, heads, width in zip(
+            (70, 135) * 2, (2, 1, 4, 2), (dims[0], dims[0], dims[1], dims[1]), strict=True
+        )
+    )
+    for causal in (False, True):
+        placed = to_device("gpu", q_t, k_t, q_s, k_s)
+        _, lse_t, lse_s = attention_kl(*placed, causal=causal, return_lse=True)
+        for options in ({"lse_t": lse_t, "lse_s": lse_s}, {"lse_t": lse_t}, {"precise": True}):
+            attention_kl(*placed, causal=causal, **options)
+        for deterministic in (False, True):
+            gradients = attention_kl_backward(
+                *placed, lse_t, lse_s, causal=causal, deterministic=deterministic
+            )
+            for gradient in gradients:
+                assert np.isfinite(to_host(gradient).astype(np.float32)).all()
+    ends = [np.array([0, 0, 30, 70], np.int32), np.array([0, 10, 100, 135], np.int32)]
+    packed = {"max_seqlen_q": 45, "max_seqlen_kv": 95}
+    placed = to_device("gpu", *(x[0] for x in (q_t, k_t, q_s, k_s)))
+    packed["cu_seqlens_q"], packed["cu_seqlens_kv"] = to_device("gpu", *ends)
+    _, lse_t, lse_s = attention_kl(*placed, **packed, return_lse=True)
+    for gradient in attention_kl_backward(*placed, lse_t, lse_s, **packed):
+        assert np.isfinite(to_host(gradient).astype(np.float32)).all()
+
+
 def _as_class(name: str, run: Callable[[], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         choose_class("gpu sm80" if name == "sm80" else "gpu", patch)
@@ -250,6 +281,10 @@ def _of_class(name: str) -> dict[str, Group]:
     for width in (64, 128, 256):  # small enough for racecheck
         one = ({"causal": True}, (width, width), (70, 135))
         found[f"d{width} once"] = group(_attend, *one, shares=True)
+    for dims in ((64, 64), (128, 72), (256, 128)):
+        quick = dims == (128, 72)
+        title = f"divergence d{dims[0]}/{dims[1]}"
+        found[title] = group(divergence, dims, shares=dims == (64, 64), quick=quick)
     return {f"{name} {title}": each for title, each in found.items()}
 
 

@@ -205,17 +205,15 @@ def grouped(
     zeros = (-8 - low / scales).astype(np.float16)
     if axis == 3:
         scales[unused], zeros[unused] = np.nan, np.nan
-        scales, zeros = (
-            np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (scales, zeros)
-        )
     wide = [np.repeat(x.astype(np.float64), group_size, axis) for x in (scales, zeros)]
     with np.errstate(invalid="ignore"):
         levels = np.clip(np.rint(values / wide[0] + wide[1]), -8, 7)
     levels = np.nan_to_num(levels).astype(np.int64)
     packed = (levels[..., ::2] & 15 | (levels[..., 1::2] & 15) << 4).astype(np.uint8)
-    cache = ck.QuantizedArray(
-        xp.asarray(packed), ck.int4, shape, xp.asarray(scales), xp.asarray(zeros), axis, group_size
-    )
+    factors = [xp.asarray(x) for x in (scales, zeros)]
+    if axis == 3:  # rows of a head side by side
+        factors = [xp.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in factors]
+    cache = ck.QuantizedArray(xp.asarray(packed), ck.int4, shape, *factors, axis, group_size)
     return cache, (levels - wide[1]) * wide[0]
 
 
@@ -253,6 +251,77 @@ def test_caches_of_int4(
     got = host(out).astype(np.float64)
     assert np.isfinite(got).all()
     assert np.abs(got - want).max() <= 2.0**-7 * np.abs(want).max()
+    seen = ~np.isneginf(want_lse)
+    np.testing.assert_allclose(host(lse)[seen], want_lse[seen], atol=0.04, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads_q", "seq_q", "dtype", "options"),
+    [
+        (128, 6, 1, bfloat16, {}),
+        (96, 40, 1, float16, {"softcap": 20.0}),
+        (64, 2, 3, bfloat16, {"window_size": (70, None), "sinks": np.array([0.5, 1], np.float32)}),
+        (128, 8, 2, float16, {"causal": False, "batch_invariant": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("group_rows", [32, 64])
+@emulated(lambda head_dim, group_rows: (head_dim == 96) == (group_rows == 32))
+def test_recent_keys_are_not_quantised(
+    device: str,
+    head_dim: int,
+    heads_q: int,
+    seq_q: int,
+    dtype: Any,
+    options: dict[str, Any],
+    group_rows: int,
+) -> None:
+    """Codes and rings in one launch; what lies behind a request's codes and ring is NaN."""
+    xp = array_module(device)
+    lengths, packed = [70, 2, 0, 129, 700, 300, 128], [64, 0, 0, 64, 640, 192, 128]
+    cache = Cache(
+        lengths, heads_q=heads_q, heads_kv=2, head_dim=head_dim, seq_q=seq_q, block_size=128,
+        dtype=dtype,
+    )  # fmt: skip
+    cache.q = (cache.q.astype(np.float32) / 4).astype(dtype)
+    num_rows = 110
+    rings = np.array([4, 2**30, 2**30, 0, 6, 1, 2**30], np.int32)
+    rings[1] = 2
+    shape = 7, num_rows, 2, head_dim
+    recent_k, recent_v = (np.full(shape, np.nan, dtype) for _ in range(2))
+    coded = np.zeros(cache.k.shape[:2], bool)
+    whole = [np.nan_to_num(each.astype(np.float64)) for each in (cache.k, cache.v)]
+    for b, (length, first) in enumerate(zip(lengths, packed, strict=True)):
+        old, new = np.arange(first), np.arange(first, length)
+        coded[cache.table[b, old // 128], old % 128] = True
+        places = cache.table[b, new // 128], new % 128
+        for ring, rows in ((recent_k, cache.k), (recent_v, cache.v)):
+            if new.size:
+                ring[rings[b], new % num_rows] = rows[places]
+    unused = np.repeat(~coded[..., None], 2, axis=2)
+    k, k_values = grouped(
+        np.where(coded[..., None, None], whole[0], np.nan), 1, group_rows, unused, xp
+    )
+    v, v_values = grouped(
+        np.where(coded[..., None, None], whole[1], np.nan), 3, head_dim, unused, xp
+    )
+    cache.k, cache.v = (
+        np.where(coded[..., None, None], np.nan_to_num(values), exact)
+        for values, exact in ((k_values, whole[0]), (v_values, whole[1]))
+    )
+    want, want_lse = cache.expected(**options)
+    recent = ck.RecentKV(*(xp.asarray(a) for a in (recent_k, recent_v, rings)),
+                         xp.asarray(np.array(packed, np.int32)))  # fmt: skip
+    arrays = [xp.asarray(a) for a in (cache.q, cache.table, cache.lengths)]
+    given = {n: xp.asarray(a) if isinstance(a, np.ndarray) else a for n, a in options.items()}
+    given |= {"recent": recent, "return_lse": True}
+    out, lse = ck.paged_attention(arrays[0], k, v, *arrays[1:], **given)
+    again, _ = ck.paged_attention(arrays[0], k, v, *arrays[1:], **given)
+    host = np.asarray if xp is np else xp.asnumpy
+    assert host(out).tobytes() == host(again).tobytes()
+    got = host(out).astype(np.float64)
+    assert np.isfinite(got).all()
+    assert np.abs(got - want).max() <= (2.0**-7 + 2 * ROUNDING[dtype]) * np.abs(want).max()
     seen = ~np.isneginf(want_lse)
     np.testing.assert_allclose(host(lse)[seen], want_lse[seen], atol=0.04, rtol=1e-3)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -22,6 +24,11 @@ def square(number: int) -> int:
 def die(number: int) -> int:
     os.kill(os.getpid(), signal.SIGKILL)
     return number
+
+
+def is_deaf(_: int) -> bool:
+    """Whether Ctrl-C is kept from this process."""
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def wait_for_their_end() -> None:
@@ -47,6 +54,19 @@ def test_a_worker_that_is_killed_is_said() -> None:
     with pytest.raises(CukitError, match="was killed"):
         list(run_in_workers(die, range(4), 2))
     wait_for_their_end()
+
+
+def test_workers_never_see_an_interrupt() -> None:
+    """Not even the first ones of a process, with which Python starts one of its own."""
+    lines = (
+        "from cukit.core.workers import run_in_workers",
+        "from tests.core.test_workers import is_deaf",
+        "if __name__ == '__main__': print(*run_in_workers(is_deaf, range(4), 2))",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True"] * 4, done.stderr
 
 
 def test_a_closed_iterator_ends_its_workers() -> None:

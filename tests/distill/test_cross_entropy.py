@@ -257,7 +257,9 @@ def test_errors_name_the_argument(arguments, error, message):
 @pytest.mark.parametrize("num_sweeps", [1, 2])
 def test_plan_fits_the_device(vocab_size, num_sweeps):
     for device in TYPICAL_DEVICES.values():
-        config = plan_cross_entropy(vocab_size, "float32", 4, "int64", 4, num_sweeps == 2, device)
+        config = plan_cross_entropy(
+            vocab_size, "float32", 4, "int64", 4, num_sweeps == 2, False, device
+        )
         split = config.split
         assert split.threads % 32 == 0
         assert 32 <= split.threads <= 1024

@@ -14,7 +14,7 @@ from cukit.distill.host_workers import one_thread_each
 from cukit.distill.schedule import Linear
 from cukit.distill.terms import HiddenStateTerm
 from cukit.distill.trainer import Trainer
-from cukit.errors import ConfigError
+from cukit.errors import ArrayShapeError, ConfigError
 from cukit.models import Transformer, TransformerConfig
 from tests.models.small import CPU_AND_GPU, small_model, small_tokens
 from tests.tolerances import FINITE_DIFFERENCE
@@ -31,13 +31,16 @@ def statistics_of(objective: Objective, tokens: Any, targets: Any, step: int = 0
     return statistics, gradients
 
 
-@pytest.mark.parametrize("kind", ["alone", "untied", "mixed", "hot", "jsd", "hidden states"])
+@pytest.mark.parametrize(
+    "kind", ["alone", "untied", "mixed", "hot", "jsd", "options", "hidden states"]
+)
 def test_whole_loss_by_finite_differences(kind: str, rng: np.random.Generator) -> None:
     """Against every tensor that is trained, the term's projections included."""
     student = small_model(tie_embeddings=kind != "untied")
     teacher = small_model(seed=1, **TEACHER)
     tokens, targets = small_tokens(rng), small_tokens(rng)
     targets[0, :2] = -100
+    targets[targets > 20] = 3
     terms = [HiddenStateTerm({1: 2, 2: 3}, student.config, teacher.config, weight=0.7)]
     objective: Objective = {
         "alone": lambda: LanguageModelling(student),
@@ -45,6 +48,15 @@ def test_whole_loss_by_finite_differences(kind: str, rng: np.random.Generator) -
         "mixed": lambda: Distiller(student, teacher, alpha=0.6),
         "hot": lambda: Distiller(student, teacher, alpha=1.0, temperature=2.5),
         "jsd": lambda: Distiller(student, teacher, divergence="jsd", beta=0.3),
+        "options": lambda: Distiller(
+            student,
+            teacher,
+            alpha=0.6,
+            softcap=1.5,
+            teacher_logit_scale=0.5,
+            vocab_size=21,
+            token_weights=lambda tokens, targets: (tokens % 3).astype(np.float32),
+        ),
         "hidden states": lambda: Distiller(student, teacher, alpha=0.5, terms=terms),
     }[kind]()
     _, gradients = statistics_of(objective, tokens, targets)
@@ -98,8 +110,14 @@ def test_the_divergence_must_be_known() -> None:
 
 
 def test_vocabularies_must_agree() -> None:
-    with pytest.raises(ConfigError, match="vocabulary has 9 tokens, the student's 23"):
-        Distiller(small_model(), small_model(vocab_size=9))
+    student, teacher = small_model(), small_model(vocab_size=29)
+    with pytest.raises(
+        ArrayShapeError, match=r"teacher has 29 and .* vocab_size=23"
+    ):
+        Distiller(student, teacher)
+    with pytest.raises(ArrayShapeError, match="vocab_size must be at most 23"):
+        Distiller(student, teacher, vocab_size=29)
+    Distiller(student, teacher, vocab_size=23)
 
 
 def text_of_words() -> np.ndarray[Any, Any]:

@@ -360,6 +360,7 @@ def test_plan_fits_the_device(vocab_size):
                 "forward_kl",
                 True,
                 True,
+                False,
                 device,
             ).split
             assert split.threads % 32 == 0

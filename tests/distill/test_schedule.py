@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from cukit.distill.schedule import Constant, Linear, WarmupCosine, as_schedule
+from cukit.distill.schedule import Constant, Cosine, Linear, WarmupCosine, as_schedule
 
 
 def test_constant_and_number() -> None:
@@ -20,6 +20,15 @@ def test_linear_stops_at_its_end() -> None:
     schedule = Linear(1.0, 3.0, 4)
     assert [schedule(step) for step in (0, 1, 4, 9)] == [1.0, 1.5, 3.0, 3.0]
     assert Linear(1.0, 3.0, 0)(0) == 3.0
+
+
+def test_cosine_is_slow_at_both_ends() -> None:
+    schedule = Cosine(4.0, 1.0, 8)
+    values = [schedule(step) for step in range(10)]
+    assert values[::4] == pytest.approx([4.0, 2.5, 1.0])
+    assert values[9] == 1.0
+    assert values[0] - values[1] < values[3] - values[4]
+    assert Cosine(4.0, 1.0, 0)(0) == 1.0
 
 
 def test_warmup_cosine_rises_then_falls_to_its_floor() -> None:

@@ -87,8 +87,8 @@ class Planted:
         value = _evaluate(text, 0)
         return None if value is None else np.asarray(value)
 
-    def run(self, broken: bool, **options: Any) -> Outcome:
-        """Launches a twin in the emulator; `options` come before those of the file."""
+    def launch(self, broken: bool) -> tuple[KernelSpec, tuple[int, ...], tuple[Any, ...]]:
+        """A twin: the kernel, its grid and its arguments."""
         launch = self._keywords("launch", broken)
         grid = launch.get("grid", 1)
         spec = KernelSpec(
@@ -99,9 +99,14 @@ class Planted:
             launch.get("shared", 0),
         )
         args = tuple(_evaluate(text, broken) for text in self.declared["arg"])
+        return spec, grid if isinstance(grid, tuple) else (grid,), args
+
+    def run(self, broken: bool, **options: Any) -> Outcome:
+        """Launches a twin in the emulator; `options` come before those of the file."""
+        spec, grid, args = self.launch(broken)
         try:
             with cukit.backend("emulator", **{**self._keywords("options", broken), **options}):
-                load_kernel(spec)(grid if isinstance(grid, tuple) else (grid,), args)
+                load_kernel(spec)(grid, args)
         except CukitError as error:
             return Outcome(str(error), None)
         arrays = [each for each in args if isinstance(each, np.ndarray)]

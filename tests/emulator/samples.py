@@ -87,6 +87,25 @@ def _attention_backward(rng: Rng) -> Arguments:
     return (random(rng, q.shape, "bfloat16"), q, k, v, out, lse), options
 
 
+def _teacher_and_student(rng: Rng) -> tuple[Any, ...]:
+    """Queries and keys of both, in heads of unlike widths and numbers."""
+    return tuple(_rows(rng, (1, 70, 2, 72), (1, 135, 1, 72), (1, 70, 4, 64), (1, 135, 2, 64)))
+
+
+def _attention_kl(rng: Rng) -> Arguments:
+    options = {"causal": True, "temperature": 2.0, "head_map": (0, 1, 1, 0), "return_lse": True}
+    options["row_weights"] = rng.random((1, 70)).astype(np.float32)
+    return _teacher_and_student(rng), options
+
+
+def _attention_kl_backward(rng: Rng) -> Arguments:
+    from cukit.reference.attention_kl import attention_kl
+
+    arrays = _teacher_and_student(rng)
+    _, *both = attention_kl(*arrays, causal=True, return_lse=True)
+    return (*arrays, *both), {"causal": True, "deterministic": True}
+
+
 def _groups(rng: Rng) -> tuple[Any, ...]:
     """Rows of three groups, one of them empty, and a matrix for each."""
     x, weights = _rows(rng, (70, 72), (3, 48, 72))
@@ -111,6 +130,33 @@ def _routing(rng: Rng, tokens: int = 20) -> Any:
     from cukit.reference.moe import topk_router
 
     return topk_router(random(rng, (tokens, 9), "float32"), 2)
+
+
+def _sampling(rng: Rng) -> Arguments:
+    options = {
+        "temperature": np.array([1, 0.5, 0, 2], np.float32),
+        "top_k": np.array([0, 5, 1, 600], np.int32),
+        "top_p": 0.8,
+        "history": rng.integers(-1, 1000, (4, 9)).astype(np.int32),
+        "prompt_lengths": np.array([0, 9, 4, 2], np.int32),
+        "frequency_penalty": 0.5,
+        "seed": np.arange(4),
+        "logprobs": 2,
+    }
+    return (random(rng, (4, 1000), "bfloat16"),), options
+
+
+def _drafts(rng: Rng) -> Arguments:
+    probs = rng.random((2, 2, 300))
+    probs /= probs.sum(axis=-1, keepdims=True)
+    drafts = rng.integers(0, 300, (2, 2)).astype(np.int32)
+    return (drafts, random(rng, (2, 3, 300), "float16")), {"draft_probs": probs.astype(np.float32)}
+
+
+def _scan(rng: Rng) -> tuple[Any, ...]:
+    x, b, c = _rows(rng, (2, 300, 2, 24), (2, 300, 1, 40), (2, 300, 1, 40))
+    decay = -np.abs(random(rng, (2, 300, 2), "float32"))
+    return x, b, c, decay, random(rng, (2, 2, 40, 24), "float32")
 
 
 def _router_backward(rng: Rng) -> Arguments:
@@ -271,6 +317,8 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "adamw": _adamw,
     "adaptive_depth": _adaptive_depth,
     "adaptive_depth_backward": _adaptive_depth_backward,
+    "attention_kl": _attention_kl,
+    "attention_kl_backward": _attention_kl_backward,
     "batched_copy": _slides,
     "block_sparse_attention": _blocks,
     "bsr_matmul": _block_sparse_product,
@@ -303,6 +351,8 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         tuple(_rows(rng, (70, 136), (70, 72), (272, 72), (70, 272))),
         {},
     ),
+    "gated_scan": lambda rng: (_scan(rng)[:4], {"initial_state": _scan(rng)[4]}),
+    "gated_scan_step": lambda rng: ((_scan(rng)[4], *(a[:, 0].copy() for a in _scan(rng)[:4])), {}),
     "gelu": lambda rng: (tuple(_rows(rng, (7, 200))), {}),
     "gelu_and_mul": lambda rng: (tuple(_rows(rng, (7, 400))), {}),
     "gelu_and_mul_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 400))), {}),
@@ -347,9 +397,22 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         (*_rows(rng, (70, 136), (70, 72), (136, 72), (70, 136)), "silu"),
         {"with_bias": True},
     ),
+    "speculative_verify": _drafts,
     "topk_distillation_loss": lambda rng: (
         (_logits(rng)[0], *teacher_top_k(random(rng, (5, 1003), "float32"), 30)),
         {"tail": "bucket", "return_grad": True},
+    ),
+    "sampled_distillation_loss": lambda rng: (
+        (_logits(rng)[0], rng.integers(0, 1003, (5, 12)).astype(np.int32)),
+        {"return_grad": True, "softcap": 4.0, "vocab_size": 1003},
+    ),
+    "linear_topk_distillation_loss": lambda rng: (
+        (*_linear(rng), *teacher_top_k(random(rng, (40, 500), "float32"), 9)),
+        {"chunk_tokens": 16},
+    ),
+    "linear_sampled_distillation_loss": lambda rng: (
+        (*_linear(rng), rng.integers(0, 500, (40, 7)).astype(np.int32)),
+        {"workspace_bytes": 40000, "token_weights": np.ones(40, np.float32)},
     ),
     "matmul_fp8": lambda rng: (
         tuple(encode(x, float8_e4m3) for x in _rows(rng, (70, 272), (136, 272))),
@@ -370,6 +433,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "rms_norm_backward": _norm_backward,
     "rope": _rope,
     "rope_backward": _rope,
+    "sample": _sampling,
     "silu_and_mul": lambda rng: (tuple(_rows(rng, (7, 400))), {}),
     "silu_and_mul_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 400))), {}),
     "tree_matmul": lambda rng: (tuple(_rows(rng, (7, 100), (100, 24))), {"leaf": 16}),

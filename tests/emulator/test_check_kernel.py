@@ -16,6 +16,8 @@ from cukit.errors import CompileError, ConfigError, EmulatorError, LaunchError
 
 emulator = pytest.mark.emulator
 
+XORWOW = Path(__file__).with_name("xorwow.txt")
+
 SOURCE = """
 __constant__ float factor;
 __device__ int launches;
@@ -134,6 +136,30 @@ def test_xorwow_skips_as_if_it_had_been_called() -> None:
     cukit.check_kernel(source, grid=2, block=1, args=[seed, 7, later, 5])
     np.testing.assert_array_equal(whole[:, 7:], later)
     assert not (whole[0] == whole[1]).any()
+
+
+@emulator
+def test_xorwow_makes_the_numbers_of_curand() -> None:
+    """xorwow.txt holds what cuRAND's own functions make (make_xorwow.cu)."""
+    source = """
+    #include <curand_kernel.h>
+    __global__ void numbers(const unsigned long long* starts, unsigned* bits, float* floats) {
+      const int i = blockIdx.x;
+      curandStateXORWOW_t state;
+      curand_init(starts[3 * i], starts[3 * i + 1], starts[3 * i + 2], &state);
+      for (int k = 0; k < 6; ++k) bits[6 * i + k] = curand(&state);
+      floats[3 * i] = curand_uniform(&state);
+      floats[3 * i + 1] = curand_normal(&state);
+      floats[3 * i + 2] = curand_normal(&state);
+    }
+    """
+    lines = [line.split() for line in XORWOW.read_text().splitlines()]
+    starts = np.array([[int(word) for word in line[:3]] for line in lines], np.uint64)
+    bits, floats = np.zeros((len(lines), 6), np.uint32), np.zeros((len(lines), 3), np.float32)
+    cukit.check_kernel(source, grid=len(lines), block=1, args=[starts, bits, floats])
+    np.testing.assert_array_equal(bits, [[int(word) for word in line[3:9]] for line in lines])
+    expected = [[float(word) for word in line[9:]] for line in lines]
+    np.testing.assert_allclose(floats, expected, rtol=2e-6, atol=1e-7)
 
 
 # Rewriting ----------------------------------------------------------------------------------

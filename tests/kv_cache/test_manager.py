@@ -113,8 +113,9 @@ def test_preempted_requests_come_back(by: str, device: str) -> None:
         cache.append("a", [1])
     assert cache.available_blocks == 4
     if by == "swap":
-        cache.allocate("b", range(50, 54))
+        cache.allocate("b", range(50, 66))  # every block: they are b's to write
         cache.slab.array[...] = 0
+        cache.free("b", keep=False)
         assert cache.resume("a") == 10
         new, _ = cache.block_table(["a"])
         assert (cache.slab.array[:, :, new[0]] == before[:, :, old[0]]).all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from cukit.memory import MemoryPool
 from cukit.memory.spans import CACHED, ELSEWHERE, FREE, LIVE, PENDING, UNMAPPED
@@ -72,15 +72,19 @@ def check_invariants(pool: MemoryPool) -> None:
     # Pages are counted once, and so is each of their bytes, at however many addresses.
     if pool.provider.can_remap:
         assert set(pager.mapped) == mapped
-        pages = {*pager.mapped.values(), *pager.in_hand}
-        assert len(pages) == len(set(pager.mapped.values())) + len(pager.in_hand)
+        held = [*pager.in_hand, *chain.from_iterable(pager.large_in_hand)]
+        pages = {*pager.mapped.values(), *held}
+        assert len(pages) == len(set(pager.mapped.values())) + len(held)
+        for first in set(pager.large_at.values()):
+            parts = range(first, first + pager.large_pages * page, page)
+            assert all(at in pager.mapped and pager.large_at[at] == first for at in parts)
         assert pager.reserved_bytes == len(pages) * page
         check_second_mappings(pool)
     else:
         assert pager.reserved_bytes == sum(part.size for part in arena.ranges())
 
     # Numbers add up.
-    in_hand = len(pager.in_hand) * page
+    in_hand = pager.pages_in_hand * page
     free = sizes[FREE] + sizes[CACHED] + in_hand
     assert pager.reserved_bytes == sizes[LIVE] + sizes[PENDING] + free
     assert pool._counters.live_bytes == sizes[LIVE]

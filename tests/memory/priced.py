@@ -8,6 +8,7 @@ from typing import Any
 
 from cukit.memory import HostProvider
 from cukit.memory.provider import Moves
+from cukit.memory.vmm import LARGE_BYTES, LargePart
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -23,17 +24,29 @@ COPY_BYTES_PER_US = 1.8e6
 class PricedProvider(HostProvider):
     """Addresses and pages are numbers. `spent_us`: what the driver would have taken."""
 
-    def __init__(self, total_bytes: int = 64 * GIB, *, page_bytes: int = 2 * MIB) -> None:
-        super().__init__(total_bytes, page_bytes=page_bytes)
+    def __init__(
+        self,
+        total_bytes: int = 64 * GIB,
+        *,
+        page_bytes: int = 2 * MIB,
+        large_pages: int | None = None,
+    ) -> None:
+        large = max(LARGE_BYTES // page_bytes, 1) if large_pages is None else large_pages
+        super().__init__(total_bytes, page_bytes=page_bytes, large_pages=large)
         self.spent_us = 0.0
-        self.pages: Counter[str] = Counter()
+        self.handles: Counter[str] = Counter()
         """How many each kind of call has worked on."""
+        self._handle_at: dict[int, Any] = {}
         self._next_address = 1 << 40
         self._next_page = 0
 
-    def _pay(self, call: str, pages: int) -> None:
-        self.pages[call] += pages
-        self.spent_us += PRICES_US[call] * pages
+    def _pay(self, call: str, handles: int) -> None:
+        self.handles[call] += handles
+        self.spent_us += PRICES_US[call] * handles
+
+    def _handles(self, pages: Sequence[Any]) -> int:
+        """The first page of a large one stands for it."""
+        return sum(not (isinstance(page, LargePart) and page.number) for page in pages)
 
     def reserve(self, size: int) -> int:
         address = self._next_address
@@ -49,16 +62,26 @@ class PricedProvider(HostProvider):
         self._next_page += count
         return list(range(self._next_page - count, self._next_page))
 
+    def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
+        self._charge(count * self.large_pages * self.page_bytes)
+        self._pay("create", count)
+        self._next_page += count
+        numbers = range(self.large_pages)
+        handles = range(self._next_page - count, self._next_page)
+        return [tuple(LargePart(handle, number) for number in numbers) for handle in handles]
+
     def destroy_pages(self, pages: Sequence[Any]) -> None:
         self.used_bytes -= len(pages) * self.page_bytes
-        self._pay("destroy", len(pages))
+        self._pay("destroy", self._handles(pages))
 
     def map_pages(self, address: int, pages: Sequence[Any]) -> None:
-        self._pay("map", len(pages))
-        self._pay("open", len(pages))
+        self._pay("map", self._handles(pages))
+        self._pay("open", self._handles(pages))
+        self._handle_at.update(zip(self._page_addresses(address, len(pages)), pages, strict=True))
 
     def unmap_pages(self, address: int, count: int) -> None:
-        self._pay("unmap", count)
+        pages = [self._handle_at.pop(at) for at in self._page_addresses(address, count)]
+        self._pay("unmap", self._handles(pages))
 
     def copy(self, moves: Moves, stream: Hashable) -> None:
         self.spent_us += COPY_US + float(moves[:, 2].sum()) / COPY_BYTES_PER_US

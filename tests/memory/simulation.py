@@ -42,9 +42,16 @@ class SimulatedProvider(HostProvider):
     uncaptured = ()
 
     def __init__(
-        self, total_bytes: int = 256 * PAGE, *, page_bytes: int = PAGE, can_remap: bool = True
+        self,
+        total_bytes: int = 256 * PAGE,
+        *,
+        page_bytes: int = PAGE,
+        large_pages: int = 1,
+        can_remap: bool = True,
     ) -> None:
-        super().__init__(total_bytes, page_bytes=page_bytes, can_remap=can_remap)
+        super().__init__(
+            total_bytes, page_bytes=page_bytes, large_pages=large_pages, can_remap=can_remap
+        )
         self._thread = threading.local()
         self.queues: dict[Hashable, deque[Callable[[], bool]]] = {}
         self.lagging = False
@@ -138,14 +145,32 @@ class SimulatedProvider(HostProvider):
         self._called("create_pages")
         return super().create_pages(count)
 
+    def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
+        assert count > 0
+        assert self.can_remap
+        self._called("create_large_pages")
+        return super().create_large_pages(count)
+
+    def _check_whole(self, pages: Sequence[Any]) -> None:
+        """Large pages are neither mapped, unmapped nor destroyed in part."""
+        for first in self._large.intersection(pages):
+            at = list(pages).index(first)
+            part = range(first, first + self.large_pages * self.page_bytes, self.page_bytes)
+            assert list(pages[at : at + self.large_pages]) == list(part), "a part of a large page"
+        parts = self.large_pages * len(self._large.intersection(pages))
+        size = self.large_pages * self.page_bytes
+        assert parts == sum(any(f <= page < f + size for f in self._large) for page in pages)
+
     def destroy_pages(self, pages: Sequence[Any]) -> None:
         assert not set(pages) & set(self.page_at.values())
+        self._check_whole(pages)
         self._called("destroy_pages")
         super().destroy_pages(pages)
 
     def map_pages(self, address: int, pages: Sequence[Any]) -> None:
         addresses = self._page_addresses(address, len(pages))
         assert not any(at in self.page_at for at in addresses)
+        self._check_whole(pages)
         assert any(
             start <= address and address + len(pages) * self.page_bytes <= start + size
             for start, size in self.segments.items()
@@ -157,6 +182,7 @@ class SimulatedProvider(HostProvider):
     def unmap_pages(self, address: int, count: int) -> None:
         addresses = self._page_addresses(address, count)
         assert all(at in self.page_at for at in addresses)
+        self._check_whole([self.page_at[at] for at in addresses])
         self._called("unmap_pages")
         super().unmap_pages(address, count)
         for at in addresses:

@@ -130,7 +130,10 @@ def test_latency() -> None:
 
 def test_the_meter_counts_what_the_pool_takes() -> None:
     class Pages:
-        page_bytes, can_remap = PAGE, True
+        page_bytes, large_pages, can_remap = PAGE, 4, True
+
+        def create_large_pages(self, count: int) -> list[tuple[int, ...]]:
+            return [(0, 1, 2, 3)] * count
 
         def create_pages(self, count: int) -> list[int]:
             if count > 9:
@@ -157,6 +160,8 @@ def test_the_meter_counts_what_the_pool_takes() -> None:
     assert meter.reserved_bytes() == 3 * PAGE
     pages.destroy_pages(taken[:2])
     assert meter.reserved_bytes() == PAGE
+    pages.create_large_pages(2)
+    assert meter.reserved_bytes() == 9 * PAGE
     meter = ProviderMeter(segments)
     segments.release(segments.reserve(4096), 4096)
     segments.reserve(512)

@@ -48,6 +48,7 @@ class PoolMachine(RuleBasedStateMachine):
         lagging=st.booleans(),
         early=st.booleans(),
         adjacent=st.booleans(),
+        large=st.sampled_from([1, 2, 3]),
         progress=st.one_of(st.none(), st.integers(0, 1 << 16)),
     )
     def start(
@@ -58,9 +59,10 @@ class PoolMachine(RuleBasedStateMachine):
         lagging: bool,
         early: bool,
         adjacent: bool,
+        large: int,
         progress: int | None,
     ) -> None:
-        self.provider = SimulatedProvider(48 * PAGE, can_remap=self.can_remap)
+        self.provider = SimulatedProvider(48 * PAGE, large_pages=large, can_remap=self.can_remap)
         self.provider.lagging = lagging
         if adjacent:
             self.provider.adjacent_bytes = 96 * PAGE

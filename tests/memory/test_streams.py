@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cukit.memory import MemoryPool, MemoryPoolConfig
-from cukit.memory.streams import MOST_MARKS, Streams
+from cukit.memory.streams import MOST_MARKS, MOST_STREAMS, Streams
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider, fill, holds
 
@@ -78,6 +78,27 @@ def test_streams_without_memory_are_forgotten(
     assert len(pool._states) < 200
     check_invariants(pool)
     pool.free(kept)
+    check_invariants(pool)
+
+
+def test_a_stream_that_waits_for_memory_is_not_forgotten(provider: SimulatedProvider) -> None:
+    """While a callback makes room, which takes more streams than the pool likes to know."""
+    blocks: list[int] = []
+
+    def make_room(_: object) -> bool:
+        if not blocks:
+            return False
+        pool.free(blocks.pop())
+        for stream in range(10, 10 + 2 * MOST_STREAMS):
+            pool.free(pool.allocate(512, stream), stream)
+            provider.run_all()
+        return True
+
+    config = MemoryPoolConfig(max_pool_size=4 * PAGE, block_size=PAGE, on_out_of_memory=make_room)
+    pool = MemoryPool(config, provider)
+    blocks.append(pool.allocate(3 * PAGE, 1))
+    block = pool.allocate(3 * PAGE, 2)
+    pool.free(block)
     check_invariants(pool)
 
 

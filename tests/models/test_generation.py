@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cukit.errors import ConfigError
+from cukit.errors import ConfigError, DataError
 from cukit.models import generate
-from cukit.models.generation import sample_token
 from tests.models.small import small_model, small_tokens
 
 
@@ -63,6 +62,8 @@ def test_text_longer_than_the_model_goes_on() -> None:
         ({"num_tokens": -1}, "num_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"top_k": 0}, "top_k"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"min_p": -1}, "min_p"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
@@ -71,11 +72,16 @@ def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
         generate(small_model(), **arguments)
 
 
-def test_sampling_follows_the_distribution() -> None:
-    logits = np.log(np.array([0.1, 0.2, 0.7]))
-    rng = np.random.default_rng(0)
-    draws = [sample_token(logits, rng, temperature=1.0) for _ in range(4000)]
-    shares = np.bincount(draws, minlength=3) / 4000
-    np.testing.assert_allclose(shares, [0.1, 0.2, 0.7], atol=0.03)
-    top_2 = [sample_token(logits, rng, temperature=1.0, top_k=2) for _ in range(4000)]
-    np.testing.assert_allclose(np.bincount(top_2, minlength=3) / 4000, [0, 2 / 9, 7 / 9], atol=0.03)
+def test_only_likely_tokens_are_drawn() -> None:
+    model, text = small_model(), [3, 1, 4]
+    greedy = generate(model, text, 6, temperature=0)
+    assert generate(model, text, 6, top_p=0.0, seed=3) == greedy
+    assert generate(model, text, 6, min_p=1.0, seed=3) == greedy
+
+
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    model = small_model()
+    for array in model.parameters.values():
+        array[...] = np.nan
+    with pytest.raises(DataError, match="token 0 are not finite"):
+        generate(model, [3, 1, 4], 2)

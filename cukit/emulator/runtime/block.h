@@ -134,6 +134,11 @@ struct Block {
   std::unique_ptr<unsigned char[]> dynamic_storage;
   std::size_t dynamic_capacity = 0;
   Shadow shadow;
+  // What every access needs to know of the cluster and the launch.
+  std::size_t static_bytes = 0, dynamic_bytes = 0;
+  std::uintptr_t code_base = 0;
+  std::uint32_t base_epoch = 0;
+  bool global_races = false;
   std::unordered_map<std::uintptr_t, Published> published;  // at addresses of shared memory
 
   Fiber& lane(const Warp& warp, unsigned i) { return *fibers[warp.first + i]; }

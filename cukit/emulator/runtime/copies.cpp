@@ -374,6 +374,20 @@ void store_remote(std::uint32_t address, std::uint32_t value) {
   std::memcpy(place.pointer, &value, 4);
 }
 
+std::uint32_t fetch_add_remote(std::uint32_t address, std::uint32_t value) {
+  CUKIT_ENTER(me);
+  require(me, kSinceHopper, "atom.shared::cluster");
+  if (address % 4 != 0) misaligned(me, "atom.shared::cluster", address, 4);
+  const Place place = place_of(me, address, 4);
+  if (checked()) check_shared(thread_actor(me), *place.block, place.pointer, 4, Access::Atomic);
+  // Blocks of a cluster take turns on one thread of the operating system.
+  std::uint32_t old;
+  std::memcpy(&old, place.pointer, 4);
+  const std::uint32_t sum = old + value;
+  std::memcpy(place.pointer, &sum, 4);
+  return old;
+}
+
 void store_async(std::uint32_t address, const void* value, std::uint32_t barrier) {
   CUKIT_ENTER(me);
   require(me, kSinceHopper, "st.async");

@@ -20,7 +20,7 @@ void* shared_memory(std::uint32_t address, std::size_t bytes) {
 }
 
 bool in_shared_memory(const void* pointer) {
-  return cells_of(*current().block, pointer, 1) != nullptr;
+  return cells_of(*current().block, pointer, 1).cells != nullptr;
 }
 
 unsigned mbarrier_phase(std::uint32_t address) {

@@ -7,6 +7,7 @@
 #include "block.h"
 #include "engines.h"
 #include "order.h"
+#include "quick.h"
 
 namespace cukit::emulator {
 
@@ -19,7 +20,7 @@ namespace {
 
 // Below the frames of the functions that run there is nothing, and above them lies the thread itself, of
 // which only threadIdx and the like may be read.
-inline void check_stack(const Fiber& me, const void* pointer, std::size_t bytes, Access access,
+inline __attribute__((always_inline)) void check_stack(const Fiber& me, const void* pointer, std::size_t bytes, Access access,
                         const void* frame) {
   const auto* const at = static_cast<const unsigned char*>(pointer);
   const bool above = access != Access::Read && at + bytes > reinterpret_cast<const unsigned char*>(&me);
@@ -29,7 +30,7 @@ inline void check_stack(const Fiber& me, const void* pointer, std::size_t bytes,
         name_of(me) + " " + where(me.call));
 }
 
-inline void judge(void* pointer, std::size_t bytes, Access access, const void* call) {
+inline __attribute__((always_inline)) void judge(void* pointer, std::size_t bytes, Access access, const void* call) {
   if (cukit_emulator_thread == nullptr || bytes == 0) return;
   Fiber& me = current();
   settle(me);
@@ -37,13 +38,13 @@ inline void judge(void* pointer, std::size_t bytes, Access access, const void* c
   if (on_stack(me, pointer)) {
     check_stack(me, pointer, bytes, access, __builtin_frame_address(0));
     touch(me, pointer, bytes, access);
-  } else {
+  } else if (!quick(me, pointer, bytes, access == Access::Write)) {
     check(thread_actor(me), pointer, bytes, access);
   }
 }
 
 // Volatile: a load may see what another thread publishes, a store after a fence publishes.
-inline void judge_volatile(void* pointer, std::size_t bytes, Access access, const void* call) {
+inline __attribute__((always_inline)) void judge_volatile(void* pointer, std::size_t bytes, Access access, const void* call) {
   if (cukit_emulator_thread == nullptr) return;
   Fiber& me = current();
   settle(me);
@@ -63,24 +64,44 @@ inline void judge_volatile(void* pointer, std::size_t bytes, Access access, cons
   }
 }
 
+[[noreturn]] __attribute__((cold, noinline)) void misaligned(const void* pointer, std::size_t bytes,
+                                                             Access access, const void* call) {
+  Fiber& me = current();
+  me.call = call;
+  const auto address = reinterpret_cast<std::uintptr_t>(pointer);
+  fault(format("misaligned: %s of %zu bytes needs a multiple of %zu bytes, the address is one of %zu\n  ",
+               access == Access::Read ? "load" : "store", bytes, bytes,
+               static_cast<std::size_t>(address & -address)) +
+        name_of(me) + " " + where(call));
+}
+
+// The compiler has these called for what is aligned to its size, unless the pointer is not.
+inline __attribute__((always_inline)) void judge_aligned(void* pointer, std::size_t bytes, Access access,
+                                                         const void* call) {
+  if (__builtin_expect(reinterpret_cast<std::uintptr_t>(pointer) % bytes != 0, false)) {
+    misaligned(pointer, bytes, access, call);
+  }
+  judge(pointer, bytes, access, call);
+}
+
 }  // namespace
 
-#define CUKIT_INSTRUMENT(name, bytes)                                       \
+#define CUKIT_INSTRUMENT(name, bytes, judged)                               \
   extern "C" void __tsan_##name##read##bytes(void* pointer) {               \
-    judge(pointer, bytes, Access::Read, __builtin_return_address(0));       \
+    judged(pointer, bytes, Access::Read, __builtin_return_address(0));      \
   }                                                                         \
   extern "C" void __tsan_##name##write##bytes(void* pointer) {              \
-    judge(pointer, bytes, Access::Write, __builtin_return_address(0));      \
+    judged(pointer, bytes, Access::Write, __builtin_return_address(0));     \
   }
-CUKIT_INSTRUMENT(, 1)
-CUKIT_INSTRUMENT(, 2)
-CUKIT_INSTRUMENT(, 4)
-CUKIT_INSTRUMENT(, 8)
-CUKIT_INSTRUMENT(, 16)
-CUKIT_INSTRUMENT(unaligned_, 2)
-CUKIT_INSTRUMENT(unaligned_, 4)
-CUKIT_INSTRUMENT(unaligned_, 8)
-CUKIT_INSTRUMENT(unaligned_, 16)
+CUKIT_INSTRUMENT(, 1, judge)
+CUKIT_INSTRUMENT(, 2, judge_aligned)
+CUKIT_INSTRUMENT(, 4, judge_aligned)
+CUKIT_INSTRUMENT(, 8, judge_aligned)
+CUKIT_INSTRUMENT(, 16, judge_aligned)
+CUKIT_INSTRUMENT(unaligned_, 2, judge)
+CUKIT_INSTRUMENT(unaligned_, 4, judge)
+CUKIT_INSTRUMENT(unaligned_, 8, judge)
+CUKIT_INSTRUMENT(unaligned_, 16, judge)
 #undef CUKIT_INSTRUMENT
 
 #define CUKIT_INSTRUMENT_VOLATILE(bytes)                                        \

@@ -192,13 +192,15 @@ void prepare_shared(Block& block, unsigned rank) {
   block.dynamic_shared =
       reinterpret_cast<unsigned char*>((start + kAlignment - 1) / kAlignment * kAlignment);
   std::memset(block.dynamic_shared, 0xff, dynamic_bytes);
+  block.static_bytes = static_bytes;
+  block.dynamic_bytes = dynamic_bytes;
+  block.code_base = cluster.module->base;
+  block.base_epoch = cluster.base_epoch;
+  block.global_races = cluster.launch->global_races != 0;
   if (cluster.launch->checked) {
-    if (block.shadow.static_cells.size() < static_bytes) {
-      block.shadow.static_cells.resize(static_bytes);
-    }
-    if (block.shadow.dynamic_cells.size() < dynamic_bytes) {
-      block.shadow.dynamic_cells.resize(dynamic_bytes);
-    }
+    block.shadow.static_cells.cover(static_bytes);
+    block.shadow.dynamic_cells.cover(dynamic_bytes);
+    block.shadow.forget_global();
   }
 }
 

@@ -48,7 +48,7 @@ void hand_out(const Fiber& me, Published& there) {
 template <typename Visit>
 void visit_published(Fiber& me, const void* address, const Visit& visit) {
   const auto key = reinterpret_cast<std::uintptr_t>(address);
-  if (cells_of(*me.block, address, 1) != nullptr) {
+  if (cells_of(*me.block, address, 1).cells != nullptr) {
     visit(me.block->published[key]);
     return;
   }

@@ -45,6 +45,7 @@ struct Judge {
   const std::uint32_t* seen;
   const std::uint32_t base_epoch;
   const unsigned swizzle;
+  const CellPlace place;
 
   // Of an ordinary access by a thread.
   bool suspected(const std::string& report) const {
@@ -75,15 +76,12 @@ struct Judge {
           tail(actor));
   }
 
-  bool is_static(const Cell& cell) const {
-    return static_cast<std::size_t>(&cell - block.shadow.static_cells.data()) <
-           block.cluster->module->static_bytes;
-  }
+  bool is_static() const { return place.cells == &block.shadow.static_cells; }
 
   // Bytes that nobody has written may lie between two variables, or the access may end there.
-  void check_variable(const Cell& cell, std::size_t i) const {
+  void check_variable(std::size_t i) const {
     const Launch& launch = *block.cluster->launch;
-    const auto first = static_cast<std::uint32_t>(&cell - block.shadow.static_cells.data());
+    const auto first = static_cast<std::uint32_t>(place.byte + i);
     const auto* const end = launch.shared + launch.num_shared;
     const auto* next = std::upper_bound(
         launch.shared, end, first,
@@ -102,7 +100,7 @@ struct Judge {
             describe_shared(block, pointer + i) + tail(actor) + "\n  the copy was started by\n  " +
             name_of_agent(*block.cluster, cell.writer) + " " + where_offset(block, cell.write_call));
     }
-    if (!written && is_static(cell)) check_variable(cell, i);
+    if (!written && is_static()) check_variable(i);
     if (!written && access != Access::Write && !behind_data(i) && !guards_object(i)) {
       early(i, "uninitialised shared memory");
     }
@@ -201,8 +199,17 @@ bool is_argument(const Launch& launch, std::uintptr_t address, std::size_t bytes
   return false;
 }
 
+// The next accesses to this memory are quick ones. Always true.
+bool remember(Shadow& shadow, Access access, std::uintptr_t low, std::uintptr_t high) {
+  const Known known{reinterpret_cast<const unsigned char*>(low), high - low};
+  if (access == Access::Read) shadow.readable[shadow.next_readable++ % Shadow::kKnown] = known;
+  if (access == Access::Write) shadow.writeable[shadow.next_writeable++ % Shadow::kKnown] = known;
+  return true;
+}
+
 // Memory that the launch was given, or, to read, the kernel's own constants.
 bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Access access) {
+  Shadow& shadow = actor.issuer->block->shadow;
   const Cluster& cluster = *actor.issuer->block->cluster;
   const Launch& launch = *cluster.launch;
   const Range* const end = launch.ranges + launch.num_ranges;
@@ -213,7 +220,9 @@ bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Ac
   while (range != launch.ranges) {
     --range;
     if (address + bytes > range->high) continue;
-    if (access == Access::Read || access == Access::StrongRead || range->writeable) return true;
+    if (access == Access::Read || access == Access::StrongRead || range->writeable) {
+      return remember(shadow, access, range->low, range->high);
+    }
     read_only = range;
   }
   if (read_only != nullptr) {
@@ -222,11 +231,13 @@ bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Ac
   }
   // Constants, __device__ variables, the arguments, and what malloc has returned.
   const Module& module = *cluster.module;
-  if (address >= module.data_low && address + bytes <= module.data_high) return true;
-  if (access == Access::Read && ((address >= module.base && address + bytes <= module.end) ||
-                                 is_argument(launch, address, bytes))) {
-    return true;
+  if (address >= module.data_low && address + bytes <= module.data_high) {
+    return remember(shadow, access, module.data_low, module.data_high);
   }
+  if (access == Access::Read && address >= module.base && address + bytes <= module.end) {
+    return remember(shadow, access, module.base, module.end);
+  }
+  if (access == Access::Read && is_argument(launch, address, bytes)) return true;
   return in_heap(address, bytes);
 }
 
@@ -320,28 +331,30 @@ Actor engine_actor(const Fiber& issuer, unsigned number) {
   return {&issuer, cluster.first_engine() + number, epoch, issuer.call, true};
 }
 
-Cell* cells_of(Block& block, const void* pointer, std::size_t bytes) {
+CellPlace cells_of(Block& block, const void* pointer, std::size_t bytes) {
   const auto* at = static_cast<const unsigned char*>(pointer);
   const std::size_t dynamic_bytes = block.cluster->launch->dynamic_bytes;
   const auto dynamic_at = static_cast<std::size_t>(at - block.dynamic_shared);
   if (dynamic_at < dynamic_bytes) {
-    return dynamic_at + bytes <= dynamic_bytes ? &block.shadow.dynamic_cells[dynamic_at] : nullptr;
+    if (dynamic_at + bytes > dynamic_bytes) return {nullptr, 0};
+    return {&block.shadow.dynamic_cells, dynamic_at};
   }
   const std::size_t static_bytes = block.cluster->module->static_bytes;
   const auto static_at = static_cast<std::size_t>(at - block.static_shared);
   if (static_at < static_bytes && static_at + bytes <= static_bytes) {
-    return &block.shadow.static_cells[static_at];
+    return {&block.shadow.static_cells, static_at};
   }
   const auto copy_at = static_cast<std::size_t>(at - block.static_copy.data());
   if (copy_at < block.static_copy.size() && copy_at + bytes <= static_bytes) {
-    return &block.shadow.static_cells[copy_at];
+    return {&block.shadow.static_cells, copy_at};
   }
-  return nullptr;
+  return {nullptr, 0};
 }
 
 bool uninitialised(Block& block, const void* pointer) {
-  const Cell* cell = cells_of(block, pointer, 1);
-  return cell != nullptr && cell->write_epoch <= block.cluster->base_epoch;
+  const CellPlace place = cells_of(block, pointer, 1);
+  return place.cells != nullptr &&
+         place.cells->of(place.byte).write_epoch <= block.cluster->base_epoch;
 }
 
 std::string describe_shared(Block& block, const void* pointer) {
@@ -360,34 +373,37 @@ std::string describe_shared(Block& block, const void* pointer) {
 
 void check_shared(const Actor& actor, Block& block, const void* pointer, std::size_t bytes,
                   Access access, unsigned swizzle) {
-  Cell* cells = cells_of(block, pointer, bytes);
-  if (cells == nullptr) {
+  const CellPlace place = cells_of(block, pointer, bytes);
+  if (place.cells == nullptr) {
     fault(head(actor, "out of bounds", bytes, access) + " at " + describe_shared(block, pointer) +
           tail(actor));
   }
   if (access == Access::Write) ++block.cluster->steps;
   const Judge judge{actor, block, static_cast<const unsigned char*>(pointer), bytes, access,
-                    actor.issuer->seen->seen, block.cluster->base_epoch, swizzle};
+                    actor.issuer->seen->seen, block.cluster->base_epoch, swizzle, place};
   // Bytes with the same past have the same future: neighbours mostly do.
-  Cell before = cells[0];
-  judge.one(cells[0], 0);
-  for (std::size_t i = 1; i < bytes; ++i) {
-    if (std::memcmp(&cells[i], &before, sizeof(Cell)) == 0) {
-      cells[i] = cells[i - 1];
-    } else {
-      before = cells[i];
-      judge.one(cells[i], i);
+  Cell before, after;
+  bool any = false;
+  place.cells->visit(place.byte, bytes, [&](Cell& cell, std::size_t at) {
+    if (any && std::memcmp(&cell, &before, sizeof(Cell)) == 0) {
+      cell = after;
+      return;
     }
-  }
+    before = cell;
+    judge.one(cell, at - place.byte);
+    after = cell;
+    any = true;
+  });
 }
 
 void check(const Actor& actor, const void* pointer, std::size_t bytes, Access access) {
   const Fiber& me = *actor.issuer;
+  if (pointer == &cukit_emulator_thread) return;
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
   // The thread's own stack, where it keeps itself too.
   if (address - reinterpret_cast<std::uintptr_t>(me.stack_low) < Stack::kBytes) return;
   Block& block = *me.block;
-  if (cells_of(block, pointer, 1) != nullptr) {
+  if (cells_of(block, pointer, 1).cells != nullptr) {
     check_shared(actor, block, pointer, bytes, access);
     return;
   }
@@ -398,7 +414,6 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
     }
     return;
   }
-  if (pointer == &cukit_emulator_thread) return;
   const bool shared = near_shared(block, static_cast<const unsigned char*>(pointer));
   if (address < kNullBytes) {
     fault(head(actor, "null pointer", bytes, access) + format(" at address 0x%zx", address) +
@@ -420,17 +435,17 @@ void check_alignment(const void* pointer, std::size_t alignment, const char* wha
 }
 
 void set_pending(Block& block, const void* pointer, std::size_t bytes) {
-  Cell* cells = cells_of(block, pointer, bytes);
-  for (std::size_t i = 0; i < bytes; ++i) cells[i].pending = 1;
+  const CellPlace place = cells_of(block, pointer, bytes);
+  place.cells->visit(place.byte, bytes, [](Cell& cell, std::size_t) { cell.pending = 1; });
 }
 
 void set_landed(Block& block, const void* pointer, std::size_t bytes, const Actor& by) {
-  Cell* cells = cells_of(block, pointer, bytes);
-  for (std::size_t i = 0; i < bytes; ++i) {
-    cells[i].pending = 0;
-    cells[i].writer = static_cast<std::uint16_t>(by.agent);
-    cells[i].write_epoch = by.epoch;
-  }
+  const CellPlace place = cells_of(block, pointer, bytes);
+  place.cells->visit(place.byte, bytes, [&](Cell& cell, std::size_t) {
+    cell.pending = 0;
+    cell.writer = static_cast<std::uint16_t>(by.agent);
+    cell.write_epoch = by.epoch;
+  });
 }
 
 }  // namespace cukit::emulator

@@ -2,8 +2,11 @@
 // read it since.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -60,8 +63,90 @@ static_assert(std::has_unique_object_representations_v<Cell>, "cells are compare
 // Addresses below it come of a null pointer and an index.
 constexpr std::uintptr_t kNullBytes = 65536;
 
+// The cells of a part of shared memory. The bytes of a word mostly have one past: then one cell stands for
+// all of them.
+class Cells {
+ public:
+  static constexpr unsigned kWord = 4;
+
+  struct Word {
+    Cell cell;
+    std::uint32_t split;  // 0, or the number of the cells of its bytes
+  };
+
+  void cover(std::size_t bytes) {
+    if (words_.size() * kWord < bytes) words_.resize((bytes + kWord - 1) / kWord);
+  }
+
+  // The word that starts at this byte.
+  Word& word(std::size_t byte) { return words_[byte / kWord]; }
+
+  Cell& of(std::size_t byte) {
+    Word& word = words_[byte / kWord];
+    return word.split == 0 ? word.cell : bytes_[word.split - 1][byte % kWord];
+  }
+
+  // Calls visit(cell, byte) for cells that together are those of `count` bytes from `first` on, and of no
+  // others: for every whole word of one past, and for every single byte elsewhere.
+  template <typename Visit>
+  void visit(std::size_t first, std::size_t count, const Visit& visit) {
+    const std::size_t end = first + count;
+    for (std::size_t at = first; at < end;) {
+      Word& word = words_[at / kWord];
+      const std::size_t next = std::min(end, (at / kWord + 1) * kWord);
+      if (word.split == 0 && next - at == kWord) {
+        visit(word.cell, at);
+        at = next;
+        continue;
+      }
+      if (word.split == 0) split(word);
+      std::array<Cell, kWord>& cells = bytes_[word.split - 1];
+      for (; at < next; ++at) visit(cells[at % kWord], at);
+      join(word);
+    }
+  }
+
+ private:
+  void split(Word& word) {
+    if (free_.empty()) {
+      bytes_.emplace_back();
+      free_.push_back(static_cast<std::uint32_t>(bytes_.size()));
+    }
+    word.split = free_.back();
+    free_.pop_back();
+    bytes_[word.split - 1].fill(word.cell);
+  }
+  // If its bytes have one past again.
+  void join(Word& word) {
+    const std::array<Cell, kWord>& cells = bytes_[word.split - 1];
+    if (std::memcmp(&cells[0], &cells[1], (kWord - 1) * sizeof(Cell)) != 0) return;
+    word.cell = cells[0];
+    free_.push_back(word.split);
+    word.split = 0;
+  }
+
+  std::vector<Word> words_;
+  std::vector<std::array<Cell, kWord>> bytes_;
+  std::vector<std::uint32_t> free_;
+};
+
+// Memory that threads mostly access: what check() need not look for each time.
+struct Known {
+  const unsigned char* low = nullptr;
+  std::size_t bytes = 0;
+};
+
 struct Shadow {
-  std::vector<Cell> static_cells, dynamic_cells;
+  Cells static_cells, dynamic_cells;
+  // Global memory that was read and written last, whole arrays: all of it may be.
+  static constexpr unsigned kKnown = 4;
+  Known readable[kKnown], writeable[kKnown];
+  unsigned next_readable = 0, next_writeable = 0;
+
+  void forget_global() {
+    for (Known& known : readable) known = Known{};
+    for (Known& known : writeable) known = Known{};
+  }
 };
 
 struct Cluster;
@@ -105,8 +190,12 @@ std::string describe_outside(const Launch& launch, std::uintptr_t address);
 // "byte 8 of argument 1", or a variable of the kernel's file.
 std::string describe_global(const Launch& launch, std::uintptr_t address);
 
-// The cells of `bytes` bytes at `pointer`, or null if they are not all shared memory of `block`.
-Cell* cells_of(Block& block, const void* pointer, std::size_t bytes);
+// Where `bytes` bytes of the shared memory of `block` have their cells.
+struct CellPlace {
+  Cells* cells;  // null if they are not all shared memory of the block
+  std::size_t byte;
+};
+CellPlace cells_of(Block& block, const void* pointer, std::size_t bytes);
 // True of shared memory that nobody in the block has written.
 bool uninitialised(Block& block, const void* pointer);
 // "static shared memory, byte 8 of 32" and the like, for messages.

@@ -56,12 +56,13 @@ inline void pack(Whole& whole, const Parts&... parts) {
 }
 
 inline unsigned block_threads() {
-  const Thread& me = self();
-  return me.block_dim.x * me.block_dim.y * me.block_dim.z;
+  const dim3 block = CUKIT_THREE_OF_SELF(dim3, block_dim);
+  return block.x * block.y * block.z;
 }
 inline unsigned thread_number() {
-  const Thread& me = self();
-  return (me.thread_index.z * me.block_dim.y + me.thread_index.y) * me.block_dim.x + me.thread_index.x;
+  const dim3 block = CUKIT_THREE_OF_SELF(dim3, block_dim);
+  const uint3 thread = CUKIT_THREE_OF_SELF(uint3, thread_index);
+  return (thread.z * block.y + thread.y) * block.x + thread.x;
 }
 
 // Addresses ----------------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ inline std::uint32_t shuffle(WarpOp op, std::uint32_t mask, std::uint32_t value,
 // Whether the source lane was inside of the segment.
 inline bool shuffle_inside(WarpOp op, std::uint32_t argument, std::uint32_t clamp) {
   const unsigned width = static_cast<unsigned>(shuffle_width(clamp));
-  const unsigned at = self().lane % width;
+  const unsigned at = CUKIT_OF_SELF(lane) % width;
   switch (op) {
     case WarpOp::ShuffleUp: return at >= argument;
     case WarpOp::ShuffleDown: return at + argument < width;
@@ -260,7 +261,7 @@ inline bool shuffle_inside(WarpOp op, std::uint32_t argument, std::uint32_t clam
 }
 inline bool elected(std::uint32_t mask) {
   sync_warp(mask);
-  return (1u << self().lane) == (mask & (~mask + 1));
+  return (1u << CUKIT_OF_SELF(lane)) == (mask & (~mask + 1));
 }
 
 inline void mma(Number a_type, Number b_type, unsigned k, unsigned* d, const unsigned* a, const unsigned* b) {

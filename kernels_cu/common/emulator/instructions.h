@@ -72,6 +72,8 @@ void fence_proxy_async();
 
 // st.shared::cluster of 4 bytes.
 void store_remote(std::uint32_t address, std::uint32_t value);
+// atom.shared::cluster.add.u32: returns the old value.
+std::uint32_t fetch_add_remote(std::uint32_t address, std::uint32_t value);
 // st.async of 16 bytes; reported to the mbarrier that has the place of `barrier` in the same block.
 void store_async(std::uint32_t address, const void* value, std::uint32_t barrier);
 

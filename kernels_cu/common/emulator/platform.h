@@ -26,10 +26,10 @@
 #define CUKIT_CLUSTER_SECTION_(x, y, z) \
   __attribute__((section("cukit_cluster_" #x "_" #y "_" #z)))
 
-#define threadIdx (cukit_emulator_thread->thread_index)
-#define blockIdx (cukit_emulator_thread->block_index)
-#define blockDim (cukit_emulator_thread->block_dim)
-#define gridDim (cukit_emulator_thread->grid_dim)
+#define threadIdx CUKIT_THREE_OF_SELF(uint3, thread_index)
+#define blockIdx CUKIT_THREE_OF_SELF(uint3, block_index)
+#define blockDim CUKIT_THREE_OF_SELF(dim3, block_dim)
+#define gridDim CUKIT_THREE_OF_SELF(dim3, grid_dim)
 constexpr int warpSize = 32;
 
 #include "common/emulator/arithmetic.h"

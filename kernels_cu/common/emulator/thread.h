@@ -31,7 +31,38 @@ extern "C" __attribute__((tls_model("initial-exec"))) __thread cukit::emulator::
 
 namespace cukit::emulator {
 
-inline const Thread& self() { return *cukit_emulator_thread; }
+// What a thread reads of itself never changes and is its own: the instrumentation need not see it, and the
+// compiler may keep it from barrier to barrier.
+#if defined(__x86_64__) && defined(__OPTIMIZE__)
+__attribute__((always_inline)) inline const void* self() {
+  const void* me;
+  __asm__("movq cukit_emulator_thread@gottpoff(%%rip), %0\n\tmovq %%fs:(%0), %0" : "=r"(me));
+  return me;
+}
+template <std::size_t Offset>
+__attribute__((always_inline)) inline unsigned word_of_self() {
+  unsigned value;
+  __asm__("movl %c2(%1), %0" : "=r"(value) : "r"(self()), "i"(Offset));
+  return value;
+}
+template <typename T, std::size_t Offset>
+__attribute__((always_inline)) inline T three_of_self() {
+  return {word_of_self<Offset>(), word_of_self<Offset + 4>(), word_of_self<Offset + 8>()};
+}
+__attribute__((always_inline)) inline unsigned char* dynamic_shared_memory() {
+  unsigned char* memory;
+  __asm__("movq %c2(%1), %0" : "=r"(memory) : "r"(self()), "i"(offsetof(Thread, dynamic_shared)));
+  return memory;
+}
+#define CUKIT_OF_SELF(member) \
+  (::cukit::emulator::word_of_self<offsetof(::cukit::emulator::Thread, member)>())
+#define CUKIT_THREE_OF_SELF(type, member) \
+  (::cukit::emulator::three_of_self<type, offsetof(::cukit::emulator::Thread, member)>())
+#else
+inline unsigned char* dynamic_shared_memory() { return cukit_emulator_thread->dynamic_shared; }
+#define CUKIT_OF_SELF(member) (cukit_emulator_thread->member)
+#define CUKIT_THREE_OF_SELF(type, member) (cukit_emulator_thread->member)
+#endif
 
 // Ends the launch with an error that names the instruction.
 [[noreturn]] void not_emulated(const char* instruction);

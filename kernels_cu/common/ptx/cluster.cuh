@@ -19,7 +19,7 @@ namespace cukit {
 // Rank of this block in its cluster.
 CUKIT_DEVICE int cluster_rank() {
 #ifdef CUKIT_EMULATE
-  return static_cast<int>(emulator::self().cluster_rank);
+  return static_cast<int>(CUKIT_OF_SELF(cluster_rank));
 #else
   unsigned rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -57,6 +57,24 @@ CUKIT_DEVICE void store_remote(float* local, int rank, float value) {
                : "=r"(remote)
                : "r"(shared_address(local)), "r"(rank));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+#endif
+}
+
+// atom.add.u32 on the place that `local` has in the shared memory of block `rank`, this block's own
+// included; returns the old value. Atomic with that block's own atomicAdd.
+CUKIT_DEVICE unsigned fetch_add_remote(unsigned* local, int rank, unsigned value) {
+#ifdef CUKIT_EMULATE
+  return emulator::fetch_add_remote(emulator::map_to_rank(shared_address(local), rank), value);
+#else
+  unsigned remote, old;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(remote)
+               : "r"(shared_address(local)), "r"(rank));
+  asm volatile("atom.relaxed.cluster.shared::cluster.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "r"(remote), "r"(value)
+               : "memory");
+  return old;
 #endif
 }
 

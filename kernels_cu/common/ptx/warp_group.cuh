@@ -29,7 +29,7 @@ CUKIT_DEVICE void named_arrive(int number, int threads) {
 CUKIT_DEVICE bool elect_one() {
 #ifdef CUKIT_EMULATE
   emulator::warp_collective(emulator::WarpOp::Any, kFullMask, 1);
-  return emulator::self().lane == 0;
+  return CUKIT_OF_SELF(lane) == 0;
 #else
   unsigned elected;
   asm volatile(

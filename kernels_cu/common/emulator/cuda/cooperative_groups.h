@@ -34,7 +34,7 @@ inline thread_block this_thread_block() { return {}; }
 
 class grid_group {
  public:
-  bool is_valid() const { return ::cukit::emulator::self().cluster_blocks == detail::blocks(); }
+  bool is_valid() const { return CUKIT_OF_SELF(cluster_blocks) == detail::blocks(); }
   void sync() const {
     if (detail::blocks() == 1) return __syncthreads();
     if (!is_valid()) {
@@ -70,8 +70,8 @@ class cluster_group {
   static arrival_token barrier_arrive() { return ::cukit::emulator::cluster_arrive(), arrival_token{}; }
   static void barrier_wait() { ::cukit::emulator::cluster_wait(); }
   static void barrier_wait(arrival_token&&) { ::cukit::emulator::cluster_wait(); }
-  static unsigned block_rank() { return ::cukit::emulator::self().cluster_rank; }
-  static unsigned num_blocks() { return ::cukit::emulator::self().cluster_blocks; }
+  static unsigned block_rank() { return CUKIT_OF_SELF(cluster_rank); }
+  static unsigned num_blocks() { return CUKIT_OF_SELF(cluster_blocks); }
   static unsigned thread_rank() { return block_rank() * detail::block_threads() + detail::thread_rank(); }
   static unsigned num_threads() { return num_blocks() * detail::block_threads(); }
   template <typename T>
@@ -89,7 +89,7 @@ class Lanes {
   explicit Lanes(unsigned mask) : mask_(mask) {}
 
   void sync() const { __syncwarp(mask_); }
-  unsigned thread_rank() const { return __popc(mask_ & ((1u << ::cukit::emulator::self().lane) - 1)); }
+  unsigned thread_rank() const { return __popc(mask_ & ((1u << CUKIT_OF_SELF(lane)) - 1)); }
   unsigned size() const { return __popc(mask_); }
   unsigned num_threads() const { return size(); }
   int any(int predicate) const { return __any_sync(mask_, predicate); }
@@ -154,7 +154,7 @@ class Lanes {
 };
 
 inline unsigned tile_mask(unsigned size) {
-  const unsigned first = ::cukit::emulator::self().lane / size * size;
+  const unsigned first = CUKIT_OF_SELF(lane) / size * size;
   return (size == 32 ? ~0u : (1u << size) - 1) << first;
 }
 
@@ -179,7 +179,7 @@ class thread_block_tile : public detail::Lanes {
   thread_block_tile(const thread_block_tile<Size, Other>&) : thread_block_tile() {}
   static constexpr unsigned size() { return Size; }
   static constexpr unsigned num_threads() { return Size; }
-  static unsigned thread_rank() { return ::cukit::emulator::self().lane % Size; }
+  static unsigned thread_rank() { return CUKIT_OF_SELF(lane) % Size; }
   unsigned meta_group_rank() const { return detail::thread_rank() / Size; }
   unsigned meta_group_size() const { return (detail::block_threads() + Size - 1) / Size; }
   template <typename T>

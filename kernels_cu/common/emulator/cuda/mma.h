@@ -57,7 +57,7 @@ namespace detail {
 template <typename Fragment, typename Visit>
 inline void for_elements(Fragment& fragment, unsigned stride, bool by_rows, const Visit& visit) {
   constexpr int kColumns = Fragment::shape::kColumns;
-  const int first = static_cast<int>(::cukit::emulator::self().lane) * Fragment::num_elements;
+  const int first = static_cast<int>(CUKIT_OF_SELF(lane)) * Fragment::num_elements;
   for (int e = 0; e < Fragment::num_elements; ++e) {
     const unsigned row = (first + e) / kColumns, column = (first + e) % kColumns;
     visit(fragment.x[e], by_rows ? row * stride + column : column * stride + row);
@@ -110,7 +110,7 @@ inline void mma_sync(fragment<accumulator, M, N, K, D, void>& d,
   typename detail::Storage<B>::type right[K * N];
   ::cukit::emulator::exchange_in_warp(a.x, left, sizeof a.x, "wmma::mma_sync");
   ::cukit::emulator::exchange_in_warp(b.x, right, sizeof b.x, "wmma::mma_sync");
-  const int first = static_cast<int>(::cukit::emulator::self().lane) * kD;
+  const int first = static_cast<int>(CUKIT_OF_SELF(lane)) * kD;
   for (int e = 0; e < kD; ++e) {
     const int row = (first + e) / N, column = (first + e) % N;
     Sum sum = static_cast<Sum>(c.x[e]);

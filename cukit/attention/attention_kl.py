@@ -1,0 +1,404 @@
+"""Divergence between the attention distributions of a teacher and a student."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.attention.flash_arguments import (
+    check_kernel_layout,
+    check_sequence_ends,
+    fits_tensor_maps,
+    lse_shape,
+    score_shape,
+    strides_of,
+)
+from cukit.attention.flash_maps import PlannedWork, encoder, launches_of
+from cukit.attention.flash_options import PARAMETERS, Window, scales_of, score_settings
+from cukit.attention.flash_plan_sm90 import covers, sequences_plan_size
+from cukit.attention.flash_problem import AttentionProblem
+from cukit.attention.flash_tilings import GROUP_ROWS, PART
+from cukit.attention.kl_pairs import (
+    KlOptions,
+    RowArrays,
+    check_pairs,
+    check_scalar,
+    head_map_of,
+    kl_options,
+    mapped_teacher,
+    problem_of_pairs,
+)
+from cukit.attention.kl_plan import (
+    Knowledge,
+    WarpgroupKlConfig,
+    plan_attention_kl,
+    plan_attention_kl_sm90,
+    representative_pairs,
+    sum_spec,
+    total_blocks,
+    total_spec,
+)
+from cukit.core.arrays import Array, adopt, empty, runs_kernel
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_flag
+from cukit.core.tensor_map import TensorMapCache
+from cukit.reference import attention_kl as reference
+from cukit.registry import register
+
+_OP = "attention_kl"
+_LOG2_E = 1.0 / math.log(2.0)
+
+
+def attention_kl(
+    q_t: Array,
+    k_t: Array,
+    q_s: Array,
+    k_s: Array,
+    *,
+    causal: bool = False,
+    window_size: Window | None = None,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    scale_t: float | None = None,
+    scale_s: float | None = None,
+    head_map: Sequence[int] | None = None,
+    row_weights: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_kv: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    lse_t: Array | None = None,
+    lse_s: Array | None = None,
+    reduction: str = "mean",
+    normalizer: Any = None,
+    precise: bool = False,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Array, Array]:
+    """KL of a teacher's attention distribution from a student's, without writing either:
+
+        P = softmax(scale_t q_t k_t^T / T),  Q = softmax(scale_s q_s k_s^T / T)
+        KL(b, h, i) = sum_j P_ij (ln P_ij - ln Q_ij)
+
+    Masks hide the same keys from both models. A query that sees no key has a divergence of 0.
+    Memory is O(seq_len): scores are made and used tile by tile.
+
+    Args:
+        q_t: the teacher's queries, float16|bfloat16 [batch, seq_len_q, num_heads_t, head_dim_t];
+            on the CPU float32|float64 too. Strides as for flash_attention.
+        k_t: the teacher's keys, [batch, seq_len_kv, num_kv_heads_t, head_dim_t].
+        q_s: the student's queries, [batch, seq_len_q, num_heads_s, head_dim_s]; dtype of q_t.
+        k_s: the student's keys, [batch, seq_len_kv, num_kv_heads_s, head_dim_s].
+        causal, window_size: as in flash_attention.
+        temperature: T, above 0.
+        scale_by_temperature_squared: multiply the loss by T^2.
+        scale_t, scale_s: factors of the scores; 1 / sqrt(head_dim) where omitted.
+        head_map: for each of the student's heads the teacher's that it learns from; where omitted,
+            head `h * num_heads_t // num_heads_s`. Heads at equal distances are read where they are,
+            other maps copy the teacher's arrays.
+        row_weights: float32 [batch, seq_len_q], at least 0, factors of the queries' divergences; 0
+            leaves a query out, whatever it holds.
+        cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: sequences of any lengths one
+            behind the other, as in flash_attention; q_t and q_s are then
+            [total_q, heads, head_dim], row_weights [total_q].
+        lse_t: float32 [batch, num_heads_s, seq_len_q] (with cu_seqlens [num_heads_s, total_q]), the
+            log-sum-exps of the teacher's scores under T, by the student's heads: what an earlier
+            call, or at T = 1 flash_attention, returned. Saves the teacher's online softmax.
+        lse_s: the same of the student.
+        reduction: "mean" over heads and queries, by weight, "sum", or "none".
+        normalizer: what "mean" divides by in place of the queries' weight (their number): a number
+            or a float32 0-d array, such as the queries in all batches that a step accumulates. The
+            heads are averaged as well.
+        precise: sum terms of which none is negative: the error stays small beside the divergence
+            however close the models come, in place of an absolute one of about 1e-6. Computes the
+            scores twice where an lse is missing, and two exponentials a pair.
+        return_lse: return both log-sum-exps too, which the backward needs.
+
+    Returns:
+        The loss, float32 0-d (float64 of float64 inputs); of "none" [batch, num_heads_s, seq_len_q]
+        or [num_heads_s, total_q]. With `return_lse`, `(loss, lse_t, lse_s)`, shapes as above.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
+
+    Runs on CuPy's current stream, accumulates in float32, is deterministic. head_dim of each model
+    is a multiple of 8 up to 256 on the GPU.
+    Papers: Wang et al., MiniLM, arXiv:2002.10957; Dao, FlashAttention-2, arXiv:2307.08691.
+
+    >>> import numpy as np, cukit as ck
+    >>> q, k = np.ones((1, 1, 1, 8), np.float32), np.zeros((1, 2, 1, 8), np.float32)
+    >>> k[0, 0] = np.log(3) / np.sqrt(8)  # the teacher's probabilities are 3/4 and 1/4
+    >>> round(float(ck.attention_kl(q, k, q, np.zeros_like(k))), 4)  # the student's 1/2 and 1/2
+    0.1308
+    """
+    options = kl_options(
+        _OP, causal, window_size, temperature, scale_by_temperature_squared, scale_t, scale_s,
+        reduction, normalizer, max_seqlen_q, max_seqlen_kv,
+    )  # fmt: skip
+    check_flag(_OP, "precise", precise)
+    check_flag(_OP, "return_lse", return_lse)
+    q_t, k_t, q_s, k_s, *given = adopt(
+        _OP, q_t, k_t, q_s, k_s, row_weights, cu_seqlens_q, cu_seqlens_kv, lse_t, lse_s
+    )
+    arrays = RowArrays(*given)
+    if normalizer is not None and not isinstance(normalizer, numbers.Real):
+        (normalizer,) = adopt(_OP, normalizer)
+    on_gpu = runs_kernel(_OP, q_t, k_t, q_s, k_s, *arrays, _array_or_none(normalizer))
+    check_pairs(_OP, q_t, k_t, q_s, k_s, arrays, options)
+    check_scalar(_OP, "normalizer", normalizer)
+    heads = head_map_of(_OP, head_map, q_t.shape[-2], q_s.shape[-2])
+    if arrays.varlen:
+        check_sequence_ends(_OP, q_s, k_s, options.scores, arrays.scores)
+    if not on_gpu:
+        return reference.attention_kl(
+            q_t, k_t, q_s, k_s,
+            causal=causal, window_size=options.scores.window_size,
+            temperature=options.temperature,
+            scale_by_temperature_squared=options.squared,
+            scale_t=options.scale_t, scale_s=options.scale_s, head_map=heads,
+            reduction=reduction, normalizer=normalizer, return_lse=return_lse,
+            **arrays._asdict(),
+        )  # fmt: skip
+    q_t, k_t = mapped_teacher(q_t, k_t, heads)
+    rows, top_t, top_s = divergence_rows(
+        q_t, k_t, q_s, k_s, options, arrays, bool(precise), return_lse
+    )
+    loss = _reduced(rows, options, arrays, normalizer)
+    return (loss, top_t, top_s) if return_lse else loss
+
+
+def _array_or_none(value: Any) -> Array | None:
+    return None if isinstance(value, numbers.Real) else value
+
+
+def divergence_rows(
+    q_t: Array,
+    k_t: Array,
+    q_s: Array,
+    k_s: Array,
+    options: KlOptions,
+    arrays: RowArrays,
+    precise: bool,
+    keep_lse: bool,
+) -> tuple[Array, Array | None, Array | None]:
+    """The rows of the divergence on the GPU, float32, and both lse; those that are neither given
+    nor kept may be None. The teacher's heads are mapped."""
+    lse_t, lse_s = arrays.lse_t, arrays.lse_s
+    shape = lse_shape(q_s)
+    inputs = (q_s, k_s, q_t, k_t)
+    ends = (arrays.cu_seqlens_q, arrays.cu_seqlens_kv)
+    known = Knowledge(lse_t is not None, lse_s is not None)
+    sweeps = [(known, not precise)]
+    if precise:
+        ready = Knowledge(True, True, True)
+        sweeps = (
+            [(ready, True)] if known.teacher and known.student else [(known, False), (ready, True)]
+        )
+    rows = empty(q_s, shape, np.float32)
+    for sweep, last in sweeps:
+        launch = _prepare_sweep(*inputs, options, sweep, *arrays)
+        found: list[Any] = [NULL, NULL]
+        if keep_lse or not last:
+            found = [
+                NULL if there else empty(q_s, shape, np.float32)
+                for there in (sweep.teacher, sweep.student)
+            ]
+        launch(*inputs, lse_t, lse_s, rows if last else NULL, *found, *ends)
+        if found[0] is not NULL:
+            lse_t = found[0]
+        if found[1] is not NULL:
+            lse_s = found[1]
+    return rows, lse_t, lse_s
+
+
+@launch_plan
+def _prepare_sweep(
+    q_s: Array,
+    k_s: Array,
+    q_t: Array,
+    k_t: Array,
+    options: KlOptions,
+    known: Knowledge,
+    *given: Array | None,
+) -> Launch | MappedSweep:
+    arrays = RowArrays(*given)
+    check_kernel_layout(_OP, q_s=q_s, k_s=k_s, q_t=q_t, k_t=k_t)
+    problem = problem_of_pairs(k_t, q_s, k_s, options, arrays)
+    device = current_device()
+    student = options.student(q_s.shape[-1])
+    shape = score_shape(q_s, k_s, student, arrays.scores)
+    settings = score_settings(q_s, student, arrays.scores, shape)
+    scale, scale_log2 = scales_of(q_s, student)
+    if covers(problem, device) and fits_tensor_maps(q_s, k_s, q_t, k_t):
+        parameters = parameter_structs(PARAMETERS)["MappedKlParameters"].pack(
+            batch=problem.batch,
+            heads_q=problem.num_heads_q,
+            group=problem.group,
+            seq_q=problem.seq_len_q,
+            seq_kv=problem.seq_len_kv,
+            scale_log2=scale_log2,
+            **teacher_settings(options, problem),
+            settings=settings,
+        )
+        return MappedSweep(plan_attention_kl_sm90(problem, known, device), parameters)
+    config = plan_attention_kl(problem, known, device)
+    parameters = parameter_structs(PARAMETERS)["QueryGradientParameters"].pack(
+        q=strides_of(q_s),
+        k=strides_of(k_s),
+        v=strides_of(k_t),
+        grad_out=strides_of(q_t),
+        batch=problem.batch,
+        heads_q=problem.num_heads_q,
+        group=problem.group,
+        seq_q=problem.seq_len_q,
+        seq_kv=problem.seq_len_kv,
+        rows_per_head=0,
+        head_dim=problem.head_dim,
+        value_dim=problem.head_dim_v,
+        section=config.section,
+        scale=scale,
+        scale_log2=scale_log2,
+        **teacher_settings(options, problem),
+        settings=settings,
+    )
+    grid = (config.num_blocks(problem.seq_len_q),)
+    return Launch(load_kernel(config.spec()), grid, (parameters,))
+
+
+class MappedSweep:
+    """A launch of `attention_kl_sm90`, for arrays of one description."""
+
+    __slots__ = ("_launch", "_maps", "_plan")
+
+    def __init__(self, config: WarpgroupKlConfig, parameters: Any) -> None:
+        """parameters: MappedKlParameters."""
+        problem = config.problem
+        blocks = config.num_blocks(problem.seq_len_q)
+        self._launch = Launch(load_kernel(config.spec()), (blocks,), (parameters,))
+        boxes = ((1, rows, 1, PART) for rows in (GROUP_ROWS, config.tiling.tile_n) * 2)
+        self._maps = tuple(TensorMapCache(encoder(box)) for box in boxes)
+        self._plan: PlannedWork | None = None
+        sort = launches_of(config.plan_spec())
+        if sort is not None:
+            facts = (problem.batch, problem.num_heads_q, problem.seq_len_kv, blocks)
+            launch = sort((1,), tuple(map(np.int32, facts)))
+            self._plan = PlannedWork(launch, sequences_plan_size(problem.batch))
+
+    def __call__(self, q_s: Array, k_s: Array, q_t: Array, k_t: Array, *rows: Any) -> None:
+        """Launches on the current stream. rows: KlRowArrays, then both cu_seqlens."""
+        ends = rows[-2:]
+        plan: Any = NULL if self._plan is None else self._plan(q_s, *ends)
+        maps = (encode(x) for encode, x in zip(self._maps, (q_t, k_t, q_s, k_s), strict=True))
+        self._launch(*maps, *rows, plan)
+
+
+def teacher_settings(options: KlOptions, problem: AttentionProblem) -> dict[str, float]:
+    """What kernels take of the second model."""
+    return {
+        "teacher_group": problem.teacher_group or 1,
+        "teacher_scale_log2": options.factor_t(problem.head_dim_v) * _LOG2_E,
+    }
+
+
+class Divisor(NamedTuple):
+    """What the sum of the rows is multiplied by: a number, and on the device the inverse of
+    `normalizer` or, if `weighed`, of the sum of the weights."""
+
+    factor: float
+    normalizer: Array | None
+    weighed: bool
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the number is all of it."""
+        return self.normalizer is None and not self.weighed
+
+
+def divisor_of(
+    shape: tuple[int, ...], options: KlOptions, weights: Array | None, normalizer: Any
+) -> Divisor:
+    """shape: of the rows, [batch, heads, seq] or [heads, total]."""
+    factor = options.loss_factor
+    if options.reduction != "mean":
+        return Divisor(factor, None, False)
+    factor /= max(1, shape[-2])
+    if normalizer is None:
+        if weights is not None:
+            return Divisor(factor, None, True)
+        normalizer = max(1, math.prod(shape) // max(1, shape[-2]))
+    if isinstance(normalizer, numbers.Real):
+        return Divisor(factor / float(normalizer), None, False)
+    return Divisor(factor, normalizer, False)
+
+
+def totals(
+    like: Array,
+    rows: Array | None,
+    shape: tuple[int, ...],
+    weights: Array | None,
+    divisor: Divisor,
+    grad: Array | None = None,
+) -> Array:
+    """float32 [2] on the GPU: the sum of the weighted rows, times the divisor; and the gradient of
+    a row of weight 1, `grad` (0-d, or None for 1) times the divisor."""
+    count, heads = math.prod(shape), shape[-2]
+    blocks = total_blocks(count)
+    partials = empty(like, (2, blocks), np.float32)
+    add, end = _total_launches(blocks, divisor.weighed)
+    add(rows, weights, partials, then=(np.int64(count), np.int32(heads), np.int64(shape[-1])))
+    both = empty(like, (2,), np.float32)
+    scalars = (np.int32(blocks), np.float32(divisor.factor), np.int32(heads))
+    end(partials, divisor.normalizer, grad, both, then=scalars)
+    return both
+
+
+@launch_plan
+def _total_launches(blocks: int, weighed: bool) -> tuple[Launch, Launch]:
+    return Launch(load_kernel(sum_spec()), (blocks,)), Launch(
+        load_kernel(total_spec(weighed)), (1,)
+    )
+
+
+def _reduced(rows: Array, options: KlOptions, arrays: RowArrays, normalizer: Any) -> Array:
+    weights = arrays.row_weights
+    if options.reduction != "none":
+        divisor = divisor_of(rows.shape, options, weights, normalizer)
+        return totals(rows, rows, rows.shape, weights, divisor)[0]
+    if weights is not None:
+        by_rows = weights[None] if arrays.varlen else weights[:, None]
+        rows *= by_rows
+    if options.loss_factor != 1.0:
+        rows *= np.float32(options.loss_factor)
+    return rows
+
+
+def _sweep_specs(device: Device) -> list[KernelSpec]:
+    def specs(problem: AttentionProblem) -> list[KernelSpec]:
+        everything = Knowledge(True, True)
+        chosen = [Knowledge(), everything]
+        if problem.head_dim == problem.head_dim_v == 128:
+            chosen += [Knowledge(True, False), Knowledge(False, True), Knowledge(True, True, True)]
+        found = [plan_attention_kl(problem, known, device).spec() for known in chosen]
+        if covers(problem, device):
+            for known in chosen:
+                config = plan_attention_kl_sm90(problem, known, device)
+                plan = config.plan_spec()
+                found += [config.spec(), *(() if plan is None else (plan,))]
+        return found
+
+    return [*representative_pairs(specs), sum_spec(), total_spec(False), total_spec(True)]
+
+
+register(
+    name=_OP,
+    family="attention",
+    function=attention_kl,
+    reference=reference.attention_kl,
+    specs=_sweep_specs,
+)

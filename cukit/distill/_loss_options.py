@@ -1,0 +1,278 @@
+"""Options of the losses on logits, their checks, and how kernels take them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.core.arrays import (
+    INDEX_DTYPES,
+    Array,
+    adopt,
+    check_array,
+    float32,
+    float64,
+    is_gpu_array,
+)
+from cukit.core.kernel import by_value, launch_plan
+from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
+from cukit.errors import ArrayError, ArrayShapeError, ConfigError
+
+DIVERGENCES = (
+    "forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "total_variation",
+)  # fmt: skip
+"""By their number in the kernel."""
+
+REDUCTIONS = ("mean", "tokens", "sum", "none")
+
+_MEANS = ("mean", "tokens")
+
+_LIMITS: dict[str, dict[float, str]] = {
+    "jsd": {0: "forward_kl", 1: "reverse_kl"},
+    "skewed_forward_kl": {0: "forward_kl"},
+    "skewed_reverse_kl": {0: "reverse_kl"},
+}
+
+_STRUCTS = parameter_structs("distill/parameters.cuh")
+
+
+class LossOptions(NamedTuple):
+    """soft_weight * divergence at a temperature + hard_weight * cross-entropy, of logits that are
+    scaled and capped."""
+
+    divergence: str = "forward_kl"
+    beta: float = 0.5
+    temperature: float = 1.0
+    scale_by_temperature_squared: bool = False
+    soft_weight: float = 1.0
+    hard_weight: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    teacher_logit_scale: float = 1.0
+    teacher_softcap: float | None = None
+
+    @property
+    def square(self) -> float:
+        """What the divergence and its gradient are multiplied by."""
+        return self.temperature**2 if self.scale_by_temperature_squared else 1.0
+
+    @property
+    def hard(self) -> bool:
+        return self.hard_weight != 0.0
+
+    @property
+    def transforms(self) -> bool:
+        """Whether logits differ from what is passed."""
+        return self[6:] != (1.0, None, 1.0, None)
+
+    def check(self, op: str, targets: Array | None) -> LossOptions:
+        """Raises ConfigError for a value outside its range; returns the options with limits of
+        `beta` written as the KL divergence that they stand for."""
+        check_choice(op, "divergence", self.divergence, DIVERGENCES)
+        check_flag(op, "scale_by_temperature_squared", self.scale_by_temperature_squared)
+        check_number(op, "temperature", self.temperature, above=0)
+        for name in ("soft_weight", "hard_weight"):
+            check_number(op, name, getattr(self, name))
+        for name in ("logit_scale", "teacher_logit_scale"):
+            check_number(op, name, getattr(self, name), above=0)
+        for name in ("softcap", "teacher_softcap"):
+            if getattr(self, name) is not None:
+                check_number(op, name, getattr(self, name), above=0)
+        if self.hard and targets is None:
+            raise ConfigError(f"{op}: hard_weight={self.hard_weight} needs targets")
+        check_number(op, "beta", self.beta, least=0, most=1)
+        limits = _LIMITS.get(self.divergence, {})
+        if self.divergence.startswith("skewed") and self.beta == 1:
+            raise ConfigError(f"{op}: beta must be below 1 for {self.divergence}, got {self.beta}")
+        return self._replace(divergence=limits.get(self.beta, self.divergence))
+
+    def of_student(self) -> dict[str, Any]:
+        """What a loss takes that knows its teacher by tokens, or none."""
+        known = self._asdict()
+        for name in ("divergence", "beta", "teacher_logit_scale", "teacher_softcap"):
+            del known[name]
+        return known
+
+
+class RowOptions(NamedTuple):
+    """Which rows count how much, which columns count, and what becomes of the rows' losses."""
+
+    targets: Array | None = None
+    token_weights: Array | None = None
+    ignore_index: int = -100
+    vocab_size: int | None = None
+    reduction: str = "mean"
+    normalizer: Any = None
+    grad_loss: Any = None
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """Those among the options."""
+        return arrays_among(self.targets, self.token_weights, self.normalizer, self.grad_loss)
+
+    def adopt(self, op: str) -> RowOptions:
+        """With the arrays of other libraries as NumPy's or CuPy's; scalar options checked."""
+        targets, token_weights = adopt(op, self.targets, self.token_weights)
+        normalizer, grad_loss = adopt_scalars(op, self.normalizer, self.grad_loss)
+        rows = self._replace(
+            targets=targets, token_weights=token_weights, normalizer=normalizer,
+            grad_loss=grad_loss,
+        )  # fmt: skip
+        rows._check_scalars(op)
+        return rows
+
+    def _check_scalars(self, op: str) -> None:
+        check_choice(op, "reduction", self.reduction, REDUCTIONS)
+        check_integer(op, "ignore_index", self.ignore_index, least=-(1 << 31), most=(1 << 31) - 1)
+        if self.vocab_size is not None:
+            check_integer(op, "vocab_size", self.vocab_size, least=1)
+        if self.normalizer is None:
+            return
+        if self.reduction not in _MEANS:
+            raise ConfigError(
+                f"{op}: normalizer goes with reduction='mean' or 'tokens', got {self.reduction!r}"
+            )
+        check_scalar(op, "normalizer", self.normalizer)
+        if isinstance(self.normalizer, numbers.Real) and not float(self.normalizer) > 0:
+            raise ConfigError(f"{op}: normalizer must be above 0, got {self.normalizer}")
+
+    def check(
+        self, op: str, row_shape: tuple[int, ...], classes: int | None, *, required: bool = False
+    ) -> None:
+        """Raises ArrayError unless the arrays fit rows of this shape.
+
+        classes: how many there are, where targets name them; None where they only mark rows.
+        required: targets must be given. What lies on the GPU is not read: a kernel makes a row with
+        a bad target NaN.
+        """
+        if self.targets is not None or required:
+            check_array(op, "targets", self.targets, dtypes=INDEX_DTYPES, shape=row_shape)
+        if classes is not None and isinstance(self.targets, np.ndarray):
+            targets = self.targets
+            bad = (targets != self.ignore_index) & ((targets < 0) | (targets >= classes))
+            if bad.any():
+                raise ArrayError(
+                    f"{op}: targets must lie in 0..{classes - 1} or be ignore_index "
+                    f"({self.ignore_index}), got {targets[bad].flat[0]}"
+                )
+        if self.token_weights is not None:
+            weights = self.token_weights
+            dtypes = _scalar_dtypes(weights)
+            check_array(op, "token_weights", weights, dtypes=dtypes, shape=row_shape)
+            if isinstance(weights, np.ndarray) and not (weights >= 0).all():
+                bad = ~(weights >= 0)
+                raise ArrayError(
+                    f"{op}: token_weights must be 0 or more, got {weights[bad].flat[0]}"
+                )
+        if not _is_number(self.grad_loss):
+            shape = (math.prod(row_shape),) if self.reduction == "none" else ()
+            dtypes = _scalar_dtypes(self.grad_loss)
+            check_array(op, "grad_loss", self.grad_loss, dtypes=dtypes, shape=shape)
+
+    def upstream(self) -> tuple[float, Array | None]:
+        """The upstream gradient as a number, and an array where it is one."""
+        if self.grad_loss is None:
+            return 1.0, None
+        if isinstance(self.grad_loss, numbers.Real):
+            return float(self.grad_loss), None
+        return 1.0, self.grad_loss
+
+    def part(self, rows: slice) -> tuple[Array | None, Array | None]:
+        """Targets and upstream gradient of some rows, as arrays."""
+        return part_of(self.targets, rows), part_of(self.upstream()[1], rows)
+
+
+def part_of(array: Array | None, rows: slice) -> Array | None:
+    """Some of an array [..., ] of rows; of scalars and None themselves."""
+    return array if array is None or array.ndim == 0 else array.reshape(-1)[rows]
+
+
+def common_vocabulary(op: str, vocab_size: int | None, **sizes: int) -> int:
+    """How many columns count, given those of each argument.
+
+    Raises ArrayShapeError where arguments differ without `vocab_size`, or one has fewer.
+    """
+    fewest = min(sizes.values())
+    if vocab_size is None and len(set(sizes.values())) > 1:
+        found = " and ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ArrayShapeError(
+            f"{op}: one vocabulary is needed, but {found} tokens; if those from {fewest} on are "
+            f"padding, pass vocab_size={fewest}, else map the tokens of one to the other's first"
+        )
+    if vocab_size is None:
+        return fewest
+    for name, size in sizes.items():
+        if vocab_size > size:
+            raise ArrayShapeError(
+                f"{op}: vocab_size must be at most {size}, what {name} has, got {vocab_size}"
+            )
+    return int(vocab_size)
+
+
+def adopt_scalars(op: str, *values: Any) -> tuple[Any, ...]:
+    """Like `adopt`, for arguments that may be plain numbers."""
+    return tuple(v if _is_number(v) else adopt(op, v)[0] for v in values)
+
+
+def arrays_among(*values: Any) -> tuple[Array, ...]:
+    """The arguments that are not plain numbers or None."""
+    return tuple(v for v in values if not _is_number(v))
+
+
+def check_scalar(op: str, name: str, value: Any) -> None:
+    """`value` is a Python or NumPy number, or a 0-d float32 array."""
+    if not isinstance(value, numbers.Real):
+        check_array(op, name, value, dtypes=_scalar_dtypes(value), shape=())
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, numbers.Real)
+
+
+def _scalar_dtypes(value: Array) -> tuple[np.dtype[Any], ...]:
+    return (float32,) if is_gpu_array(value) else (float32, float64)
+
+
+def pack_rows(
+    rows: RowOptions,
+    columns: int,
+    *,
+    width: int,
+    row_stride: int,
+    teacher_stride: int = 0,
+    grad_loss: Array | None = None,
+) -> Any:
+    """The kernels' description of their rows; strides in elements."""
+    return _STRUCTS["LogitRows"].pack(
+        ignore_index=rows.ignore_index,
+        row_stride=row_stride,
+        teacher_stride=teacher_stride,
+        columns=columns,
+        width=width,
+        grad_loss_stride=1 if grad_loss is not None and grad_loss.ndim else 0,
+    )
+
+
+@launch_plan
+def factors_of(options: LossOptions, factor: float) -> Any:
+    """What a kernel multiplies logits, losses and gradients by, as its parameter."""
+    soft_factor = options.soft_weight * options.square * factor
+    return by_value(
+        _STRUCTS["LossFactors"].pack(
+            inverse_temperature=1.0 / options.temperature,
+            soft_loss=options.square,
+            soft_gradient=soft_factor / options.temperature,
+            hard_gradient=options.hard_weight * factor,
+            beta=options.beta,
+            student=_transform(options.logit_scale, options.softcap),
+            teacher=_transform(options.teacher_logit_scale, options.teacher_softcap),
+        )
+    )
+
+
+def _transform(scale: float, softcap: float | None) -> tuple[float, float, float]:
+    return (scale, 0.0, 0.0) if softcap is None else (scale, softcap, 1.0 / softcap)

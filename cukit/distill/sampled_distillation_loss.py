@@ -1,0 +1,184 @@
+"""Distillation from tokens that were sampled from a teacher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    KERNEL_DTYPES,
+    Array,
+    adopt,
+    check_array,
+    empty,
+    float64,
+    runs_kernel,
+    write_out,
+)
+from cukit.core.device import Device
+from cukit.core.kernel import KernelSpec, Launch, launch_plan
+from cukit.core.scalars import check_flag
+from cukit.distill._loss_options import LossOptions, RowOptions, common_vocabulary
+from cukit.distill._row_loss import count_spec, evaluate_rows, total_spec
+from cukit.distill._topk_rows import SAMPLED, check_known_tokens, plan_launch, topk_specs
+from cukit.reference import losses as reference
+from cukit.registry import register
+
+_OP = "sampled_distillation_loss"
+
+
+def sampled_distillation_loss(
+    student_logits: Array,
+    sample_ids: Array,
+    sample_weights: Array | None = None,
+    *,
+    teacher_log_probs: Array | None = None,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    soft_weight: float = 1.0,
+    hard_weight: float = 0.0,
+    targets: Array | None = None,
+    token_weights: Array | None = None,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    normalizer: Any = None,
+    return_grad: bool = False,
+    grad_loss: Any = None,
+    inplace: bool = False,
+) -> Array | tuple[Array, Array]:
+    """`sum_k w_k (log p_k - log q_k)` over k tokens of each row that were drawn from a teacher.
+
+    `q = softmax(student / T)`. For tokens drawn from the teacher `p` with weights 1 / k, or from
+    another distribution `r` with weights `p_k / (k r_k)`, this is an unbiased estimate of KL(p, q),
+    and so is its gradient, which the likeliest tokens alone do not give. Without
+    `teacher_log_probs` the teacher's entropy, which has no gradient, is left out. An estimate can
+    be negative where KL(p, q) cannot.
+
+    Args:
+        student_logits: float32|float16|bfloat16 [..., vocab_size], C-contiguous. float64 on the CPU
+            only.
+        sample_ids: int32 [..., k], k up to 1024: tokens, which may occur several times in a row.
+        sample_weights: float32 [..., k]; None stands for 1 / k. Tokens of weight 0 are not looked
+            at: rows with fewer samples are filled up with them.
+        teacher_log_probs: float32 [..., k]: of `softmax(teacher / T)` at these tokens.
+        temperature: T, above 0.
+        The others: as in :func:`distillation_loss`.
+
+    Returns:
+        The loss, float32 0-d ([rows] for "none"); with `return_grad`, `(loss, grad_logits)`.
+
+    Raises:
+        ArrayError: dtype, shape, layout or device; on the CPU a token outside the vocabulary. On
+            the GPU such a token makes its row's loss and gradient NaN.
+        ConfigError: an option outside its range.
+
+    Runs on CuPy's current stream without synchronising, accumulates in float32, is deterministic.
+    Each sample is compared with all others of its row: meant for tens to hundreds of them. Paper:
+    Anshumann et al., Sparse logit sampling, arXiv:2503.16870.
+
+    >>> import numpy as np, cukit as ck
+    >>> student, ids = np.zeros((1, 4), np.float32), np.array([[2, 0, 2]], np.int32)
+    >>> loss, grad = ck.sampled_distillation_loss(student, ids, return_grad=True)
+    >>> round(float(loss), 4), grad.round(4).tolist()
+    (1.3863, [[-0.08330000191926956, 0.25, -0.416700005531311, 0.25]])
+    """
+    options = LossOptions(
+        temperature=temperature, scale_by_temperature_squared=scale_by_temperature_squared,
+        soft_weight=soft_weight, hard_weight=hard_weight, logit_scale=logit_scale, softcap=softcap,
+    )  # fmt: skip
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
+    )
+    student_logits, sample_ids, sample_weights, teacher_log_probs = adopt(
+        _OP, student_logits, sample_ids, sample_weights, teacher_log_probs
+    )
+    check_flag(_OP, "return_grad", return_grad)
+    check_flag(_OP, "inplace", inplace)
+    rows = rows.adopt(_OP)
+    options = options.check(_OP, rows.targets)
+    inputs = (student_logits, sample_ids, sample_weights, teacher_log_probs)
+    if not runs_kernel(_OP, *inputs, *rows.arrays):
+        _check(*inputs, rows, options.hard)
+        given = {**options.of_student(), **rows._asdict(), "return_grad": return_grad}
+        result = reference.sampled_distillation_loss(
+            student_logits, sample_ids, sample_weights, teacher_log_probs=teacher_log_probs, **given
+        )
+        if inplace and return_grad:
+            return result[0], write_out(student_logits, result[1])
+        return result
+    grad = None
+    if return_grad:
+        grad = student_logits if inplace else empty(student_logits, student_logits.shape)
+    _, grad_loss = rows.upstream()
+    launch = _prepare(
+        *inputs, rows.targets, rows.token_weights, grad, grad_loss, options.hard,
+        options.transforms, rows.ignore_index, rows.vocab_size, rows.reduction,
+    )  # fmt: skip
+    known = (student_logits, teacher_log_probs, sample_weights, sample_ids)
+    losses = evaluate_rows(launch, known, options, rows, grad)
+    assert losses is not None
+    return losses.loss if grad is None else (losses.loss, grad)
+
+
+@launch_plan
+def _prepare(
+    student_logits: Array,
+    sample_ids: Array,
+    sample_weights: Array | None,
+    teacher_log_probs: Array | None,
+    targets: Array | None,
+    token_weights: Array | None,
+    grad: Array | None,
+    grad_loss: Array | None,
+    hard: bool,
+    transform: bool,
+    ignore_index: int,
+    vocab_size: int | None,
+    reduction: str,
+) -> Launch:
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, grad_loss=grad_loss
+    )
+    known = (sample_ids, sample_weights, teacher_log_probs)
+    columns = _check(student_logits, *known, rows, hard)
+    check_array(_OP, "student_logits", student_logits, dtypes=KERNEL_DTYPES)
+    arrays = (student_logits, sample_ids, grad, grad_loss, rows)
+    return plan_launch(*arrays, SAMPLED, hard, transform, columns, student_logits.shape[-1])
+
+
+def _check(
+    student_logits: Array,
+    sample_ids: Array,
+    sample_weights: Array | None,
+    teacher_log_probs: Array | None,
+    rows: RowOptions,
+    hard: bool,
+) -> int:
+    """How many columns count."""
+    check_array(_OP, "student_logits", student_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
+    *row_shape, width = student_logits.shape
+    columns = common_vocabulary(_OP, rows.vocab_size, student_logits=width)
+    check_known_tokens(
+        _OP, tuple(row_shape), columns, student_logits.dtype == float64,
+        ("sample_ids", sample_ids), ("sample_weights", sample_weights),
+        ("teacher_log_probs", teacher_log_probs), weights=sample_weights, repeated=True,
+    )  # fmt: skip
+    rows.check(_OP, tuple(row_shape), columns if hard else None)
+    return columns
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    kinds = ((SAMPLED, False, False, False), (SAMPLED, True, False, False))
+    return [*topk_specs(device, kinds), count_spec("int32"), total_spec()]
+
+
+register(
+    name=_OP,
+    family="distill",
+    function=sampled_distillation_loss,
+    reference=reference.sampled_distillation_loss,
+    specs=_specs,
+)

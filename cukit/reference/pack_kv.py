@@ -1,0 +1,67 @@
+"""Keys and values of 16 bits as int4 codes of groups that cover their own range (KIVI)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cukit.reference._xp import array_namespace
+
+Array = Any
+
+LEAST_SCALE = np.float32(2.0**-14)
+MOST_SCALE = np.float32(65504)
+MOST_ZERO = np.float32(1024)
+
+
+def group_codes(x: Array, axis: int) -> tuple[Array, Array, Array]:
+    """Codes (uint8, two a byte of the last axis), float16 scales and zero points, shared along
+    `axis`."""
+    xp = array_namespace(x)
+    x = x.astype(np.float32)
+    low, high = x.min(axis=axis, keepdims=True), x.max(axis=axis, keepdims=True)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities and NaN
+        most = xp.maximum(abs(low), abs(high))
+        steps = xp.maximum((high - low) / np.float32(15), most / MOST_ZERO)
+        steps = xp.minimum(xp.maximum(steps, LEAST_SCALE), MOST_SCALE)
+        scales = xp.where(xp.isfinite(most), steps, np.float32(np.nan)).astype(np.float16)
+        inverse = np.float32(1) / scales.astype(np.float32)
+        zeros = (np.float32(-8) - low * inverse).astype(np.float16)
+        levels = xp.rint(x * inverse + zeros.astype(np.float32))
+        levels = xp.clip(xp.where(xp.isnan(levels), np.float32(-8), levels), -8, 7)
+    levels = levels.astype(np.int8).view(np.uint8) & np.uint8(15)
+    return levels[..., ::2] | levels[..., 1::2] << np.uint8(4), scales, zeros
+
+
+def pack_kv(
+    k: Array,
+    v: Array,
+    k_cache: tuple[Array, Array, Array],
+    v_cache: tuple[Array, Array, Array],
+    sources: Array,
+    targets: Array,
+) -> None:
+    """Groups `targets` of the caches become groups `sources` of k and v. Caches: codes, scales and
+    zero points."""
+    xp = array_namespace(k)
+    codes, scales, _ = k_cache
+    size = codes.shape[1] // scales.shape[1]
+    counts = [blocks * (rows // size) for blocks, rows in (k.shape[:2], codes.shape[:2])]
+    known = (sources >= 0) & (sources < counts[0]) & (targets >= 0) & (targets < counts[1])
+    used = xp.nonzero(known)[0]
+    for new, (codes, scales, zeros), axis in ((k, k_cache, 1), (v, v_cache, 3)):
+        values = new[_rows(sources[used], new.shape[1], size)]
+        packed = group_codes(values, axis)
+        rows = _rows(targets[used], codes.shape[1], size)
+        codes[rows] = packed[0]
+        places = rows if axis == 3 else (rows[0][:, 0], rows[1][:, 0] // size)
+        for to, factors in ((scales, packed[1]), (zeros, packed[2])):
+            to[places] = factors if axis == 3 else factors[:, 0]
+
+
+def _rows(groups: Array, block_size: int, size: int) -> tuple[Array, Array]:
+    """Blocks and rows of groups, [groups, size] each."""
+    xp = array_namespace(groups)
+    first = groups.astype(np.int64)[:, None] * size + xp.arange(size)
+    return first // block_size, first % block_size

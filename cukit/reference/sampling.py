@@ -1,0 +1,259 @@
+"""Sampling of tokens, in float64: penalties, truncation, draws, checks of drafts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.reference._xp import array_namespace
+
+Array = Any
+
+DRAW, ACCEPT, RESAMPLE = 0, 1, 2
+"""Streams of random numbers."""
+
+
+class Sample(NamedTuple):
+    """Tokens drawn, with their log-probabilities.
+
+    tokens: int32 [batch]; -1 where logits or options were refused.
+    logprobs: float32 [batch], None where not asked for.
+    top_tokens: int32 [batch, n], the most likely tokens, best first; None where not asked for.
+    top_logprobs: float32 [batch, n].
+    """
+
+    tokens: Array
+    logprobs: Array | None = None
+    top_tokens: Array | None = None
+    top_logprobs: Array | None = None
+
+
+class Verified(NamedTuple):
+    """What checked drafts add to each text.
+
+    tokens: int32 [batch, num_drafts + 1]: the accepted drafts and one more token, then -1.
+    num_accepted: int32 [batch]; -1 where logits or options were refused.
+    """
+
+    tokens: Array
+    num_accepted: Array
+
+
+def philox_uint64(seed: Array, step: Array, stream: int) -> Array:
+    """64 bits of Philox4x32-10 for each key `seed` and counter `(step, stream, 0)`, all uint64."""
+    xp = array_namespace(seed)
+    low, shift = xp.uint64(0xFFFFFFFF), xp.uint64(32)
+    c0, c1 = step & low, step >> shift
+    c2, c3 = xp.full_like(c0, stream), xp.zeros_like(c0)
+    k0, k1 = seed & low, seed >> shift
+    for _ in range(10):
+        p0, p1 = c0 * xp.uint64(0xD2511F53), c2 * xp.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & low, (p0 >> shift) ^ c3 ^ k1, p0 & low
+        k0, k1 = (k0 + xp.uint64(0x9E3779B9)) & low, (k1 + xp.uint64(0xBB67AE85)) & low
+    return c1 << shift | c0
+
+
+def count_tokens(history: Array, vocab_size: int, prompt_lengths: Array | None = None) -> Array:
+    """How often each token was drawn, the highest bit set where it was in the text at all.
+
+    history: int32 [batch, length]; ids outside the vocabulary are passed over. The first
+    `prompt_lengths[b]` of a text were not drawn. Returns int32 [batch, vocab_size].
+    """
+    xp = array_namespace(history)
+    batch, length = history.shape
+    counts, present = xp.zeros((2, batch, vocab_size), xp.int64)
+    known = (history >= 0) & (history < vocab_size)
+    drawn = xp.ones_like(known)
+    if prompt_lengths is not None:
+        drawn = xp.arange(length)[None, :] >= prompt_lengths[:, None]
+    rows = xp.broadcast_to(xp.arange(batch)[:, None], history.shape)
+    xp.add.at(counts, (rows[known & drawn], history[known & drawn]), 1)
+    present[rows[known], history[known]] = 1
+    return (counts - (present << 31)).astype(xp.int32)
+
+
+def sample(
+    logits: Array,
+    *,
+    temperature: Array | float = 1.0,
+    top_k: Array | int | None = None,
+    top_p: Array | float | None = None,
+    min_p: Array | float | None = None,
+    repetition_penalty: Array | float | None = None,
+    presence_penalty: Array | float | None = None,
+    frequency_penalty: Array | float | None = None,
+    history: Array | None = None,
+    prompt_lengths: Array | None = None,
+    seed: Array | int = 0,
+    step: Array | int = 0,
+    logprobs: int | None = None,
+) -> Sample:
+    """A token of each row of `logits [batch, vocab_size]`."""
+    xp = array_namespace(logits)
+    penalties = (repetition_penalty, presence_penalty, frequency_penalty)
+    z = _lowered(xp, logits, history, prompt_lengths, penalties)
+    rows = _Rows(xp, z, temperature, top_k, top_p, min_p)
+    seeds, steps = _counters(xp, seed, step, len(z))
+    tokens = rows.draw(rows.weights, philox_uint64(seeds, steps, DRAW))
+    tokens = xp.where(rows.refused, -1, tokens).astype(xp.int32)
+    if logprobs is None:
+        return Sample(tokens)
+    dtype = logits.dtype if logits.dtype == np.float64 else np.float32
+    everything = xp.where(rows.refused[:, None], xp.nan, rows.logprobs()).astype(dtype)
+    drawn = xp.take_along_axis(everything, xp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
+    if logprobs == 0:
+        return Sample(tokens, drawn)
+    best = rows.order[:, :logprobs]
+    top_logprobs = xp.take_along_axis(everything, best, axis=1)
+    top_tokens = xp.where(rows.refused[:, None], -1, best).astype(xp.int32)
+    return Sample(tokens, drawn, top_tokens, top_logprobs)
+
+
+def speculative_verify(
+    draft_tokens: Array,
+    logits: Array,
+    *,
+    draft_probs: Array | None = None,
+    temperature: Array | float = 1.0,
+    top_k: Array | int | None = None,
+    top_p: Array | float | None = None,
+    min_p: Array | float | None = None,
+    seed: Array | int = 0,
+    step: Array | int = 0,
+) -> Verified:
+    """Drafts `[batch, num_drafts]` against `logits [batch, num_drafts + 1, vocab_size]`."""
+    xp = array_namespace(logits)
+    batch, num_drafts = draft_tokens.shape
+    vocab_size = logits.shape[-1]
+    turns = num_drafts + 1
+    options = [_repeated(xp, option, turns) for option in (temperature, top_k, top_p, min_p)]
+    rows = _Rows(xp, logits.reshape(-1, vocab_size).astype(np.float64), *options)
+    seeds, steps = _counters(xp, seed, step, batch)
+    seeds = xp.repeat(seeds, turns)
+    steps = (steps[:, None] + xp.arange(turns).astype(xp.uint64)).reshape(-1)
+
+    drafts = xp.full((batch, turns), -1, xp.int64)
+    drafts[:, :num_drafts] = draft_tokens
+    drafts = drafts.reshape(-1)
+    exists = ((drafts >= 0) & (drafts < vocab_size))[:, None]
+    one_hot = exists & (xp.arange(vocab_size)[None, :] == drafts[:, None])
+    expected = one_hot.astype(np.float64)
+    if draft_probs is not None:
+        expected = xp.zeros((batch, turns, vocab_size))
+        expected[:, :num_drafts] = draft_probs
+        expected = expected.reshape(-1, vocab_size)
+    share = rows.weights / xp.maximum(rows.weights.sum(axis=1, keepdims=True), 1e-300)
+
+    at = xp.where(exists, drafts[:, None], 0)
+    uniform = (philox_uint64(seeds, steps, ACCEPT) >> xp.uint64(11)).astype(np.float64) * 2.0**-53
+    likely = xp.take_along_axis(share, at, axis=1)[:, 0]
+    ratio = uniform * xp.take_along_axis(expected, at, axis=1)[:, 0]
+    accepted = exists[:, 0] & (ratio < likely)
+    excess = xp.maximum(share - expected, 0) if draft_probs is not None else share * ~one_hot
+    is_draft = (xp.arange(len(drafts)) % turns) < num_drafts
+    empty = excess.sum(axis=1, keepdims=True) == 0
+    excess = xp.where(is_draft[:, None] & ~empty, excess, share)
+    bits = xp.where(
+        is_draft, philox_uint64(seeds, steps, RESAMPLE), philox_uint64(seeds, steps, DRAW)
+    )
+    others = rows.draw(excess, bits)
+
+    accepted, refused = accepted.reshape(batch, turns), rows.refused.reshape(batch, turns)
+    places = xp.arange(turns)[None, :]
+    count = xp.cumprod((accepted & ~refused).astype(xp.int64), axis=1)[:, :num_drafts].sum(axis=1)
+    drawn = xp.where(accepted, drafts.reshape(batch, turns), others.reshape(batch, turns))
+    drawn = xp.where(refused, -1, drawn)
+    tokens = xp.where(places <= count[:, None], drawn, -1)
+    stopped = xp.take_along_axis(refused, count[:, None], axis=1)[:, 0]
+    return Verified(tokens.astype(xp.int32), xp.where(stopped, -1, count).astype(xp.int32))
+
+
+class _Rows:
+    """Rows of logits with what their options leave of them."""
+
+    def __init__(
+        self, xp: Any, z: Array, temperature: Any, top_k: Any, top_p: Any, min_p: Any
+    ) -> None:
+        batch, vocab_size = z.shape
+        heat = _column(xp, temperature, batch, 1.0)
+        most = _column(xp, top_k, batch, 0)
+        part = _column(xp, top_p, batch, 1.0)
+        least = _column(xp, min_p, batch, 0.0)
+        legal = (heat >= 0) & (heat < np.inf) & (most >= 0) & (part >= 0)
+        legal &= (least >= 0) & (least <= 1)
+        refused = ~legal[:, 0] | xp.isnan(z).any(axis=1) | (z == np.inf).any(axis=1)
+        refused |= (z == -np.inf).all(axis=1)
+        z = xp.where(refused[:, None], 0.0, z)
+        most = xp.where(heat == 0, 1, xp.where(most <= 0, vocab_size, most))
+        self.xp, self.refused = xp, refused
+        self.order = xp.argsort(-z, axis=1, kind="stable")
+        heat = xp.where(legal & (heat > 0), heat, 1.0)
+        self.scaled = (z - z.max(axis=1, keepdims=True)) / heat
+        weights = xp.exp(self.scaled)
+        ranked = xp.take_along_axis(weights, self.order, axis=1)
+        ranked = xp.where(xp.arange(vocab_size)[None, :] < most, ranked, 0.0)
+        total = ranked.sum(axis=1, keepdims=True)
+        before = xp.cumsum(ranked, axis=1) - ranked
+        # The token that crosses top_p stays, the first always.
+        kept = (part >= 1) | (before < part * total) | (xp.arange(vocab_size)[None, :] == 0)
+        ranked = xp.where(kept & (ranked >= least), ranked, 0.0)
+        self.weights = xp.take_along_axis(ranked, xp.argsort(self.order, axis=1), axis=1)
+
+    def draw(self, weights: Array, bits: Array) -> Array:
+        """The first token of each row whose weights up to it exceed that part of all."""
+        xp = self.xp
+        upto = xp.cumsum(weights, axis=1)
+        place = upto[:, -1:] * (bits.astype(np.float64) * 2.0**-64)[:, None]
+        # Rounding may lift the place to the sum itself: then the last token with any weight.
+        last = weights.shape[1] - 1 - xp.argmax(weights[:, ::-1] > 0, axis=1)
+        return xp.minimum((upto <= place).sum(axis=1), last)
+
+    def logprobs(self) -> Array:
+        """Of all tokens, before any truncation."""
+        xp = self.xp
+        return self.scaled - xp.log(xp.exp(self.scaled).sum(axis=1, keepdims=True))
+
+
+def _lowered(
+    xp: Any, logits: Array, history: Array | None, prompt_lengths: Array | None, penalties: Any
+) -> Array:
+    """Logits in float64, those of tokens in `history` lowered."""
+    z = logits.astype(np.float64)
+    if history is None:
+        return z
+    batch, vocab_size = z.shape
+    repetition, presence, frequency = (
+        _column(xp, value, batch, default)
+        for value, default in zip(penalties, (1.0, 0.0, 0.0), strict=True)
+    )
+    counts = count_tokens(history, vocab_size, prompt_lengths)
+    drawn = counts & 0x7FFFFFFF
+    z = xp.where(counts != 0, xp.where(z > 0, z / repetition, z * repetition), z)
+    return z - xp.where(drawn > 0, presence + frequency * drawn, 0.0)
+
+
+def _column(xp: Any, value: Any, batch: int, default: float) -> Array:
+    """[batch, 1] or [1, 1], float64."""
+    if value is None:
+        value = default
+    return xp.asarray(value, dtype=np.float64).reshape(-1, 1)
+
+
+def _counters(xp: Any, seed: Any, step: Any, batch: int) -> tuple[Array, Array]:
+    """Seeds and steps of the requests, uint64 [batch]. A seed that is a number counts up."""
+    if isinstance(seed, int):
+        seeds = xp.arange(batch).astype(xp.uint64) + xp.uint64(seed % 2**64)
+    else:
+        seeds = seed.astype(xp.int64).view(xp.uint64)
+    steps = (
+        xp.full(batch, step % 2**64, xp.uint64)
+        if isinstance(step, int)
+        else step.astype(xp.int64).view(xp.uint64)
+    )
+    return seeds, steps
+
+
+def _repeated(xp: Any, option: Any, times: int) -> Any:
+    """An option of each request for each of its rows; numbers stay."""
+    return xp.repeat(option, times) if getattr(option, "ndim", 0) else option

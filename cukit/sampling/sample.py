@@ -1,0 +1,293 @@
+"""Drawing a token from each row of logits."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    KERNEL_DTYPES,
+    Array,
+    access_width,
+    adopt,
+    check_array,
+    empty,
+    float32,
+    int32,
+    runs_kernel,
+)
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_integer
+from cukit.errors import ConfigError
+from cukit.reference import sampling as reference
+from cukit.reference.sampling import Sample
+from cukit.registry import register
+from cukit.sampling.options import RequestOptions
+from cukit.sampling.plan import MOST_LISTED, MOST_TOKENS, SampleConfig, plan_sample
+
+_STRUCTS = parameter_structs("sampling/parameters.cuh")
+_COUNT_THREADS = 256
+_COUNT_CHUNK = 16384
+
+
+def sample(
+    logits: Array,
+    *,
+    temperature: Array | float = 1.0,
+    top_k: Array | int | None = None,
+    top_p: Array | float | None = None,
+    min_p: Array | float | None = None,
+    repetition_penalty: Array | float | None = None,
+    presence_penalty: Array | float | None = None,
+    frequency_penalty: Array | float | None = None,
+    history: Array | None = None,
+    prompt_lengths: Array | None = None,
+    seed: Array | int = 0,
+    step: Array | int = 0,
+    logprobs: int | None = None,
+) -> Sample:
+    """Draws a token from each row of logits.
+
+    `p = softmax(z / temperature)`, with z the logits lowered by the penalties. Of the `top_k` most
+    likely tokens, the fewest that together have at least `top_p` of their probability are kept, the
+    token that crosses `top_p` included; of these the ones with at least `min_p` times the largest
+    probability. One of them is drawn in proportion to p. Tokens with equal logits are ordered by
+    token, the lowest first: `top_k=1` and `temperature=0` are argmax.
+
+    Every option may be a number for all requests or an array with one for each.
+
+    Args:
+        logits: float32|float16|bfloat16 [batch, vocab_size], C-contiguous. float64 on the CPU only.
+            On the GPU up to 2^20 tokens.
+        temperature: float32 [batch], or a number of 0 or more.
+        top_k: int32 [batch], 0 for all; or a number, None for all.
+        top_p: float32 [batch] or a number, 0 to 1. 0 keeps the most likely token.
+        min_p: float32 [batch] or a number, 0 to 1.
+        repetition_penalty: float32 [batch] or a number above 0. Logits of tokens in `history` are
+            divided by it where positive and else multiplied (Keskar et al., arXiv:1909.05858).
+        presence_penalty, frequency_penalty: float32 [batch] or a number. A token drawn n > 0 times
+            loses presence_penalty + n * frequency_penalty.
+        history: int32 [batch, length], each text so far; ids outside the vocabulary, -1 say, fill
+            up. None: no penalties.
+        prompt_lengths: int32 [batch]. The first so many tokens of `history` were not drawn; only
+            the repetition penalty counts them. None: 0.
+        seed: int64 [batch]; or a number, to which row r adds r.
+        step: int64 [batch] or a number: how many tokens the request has drawn. The same seed and
+            step draw the same token from the same logits and options, whatever the other rows and
+            the GPU.
+        logprobs: None for none, 0 for the token drawn, n for the n most likely as well (up to 512
+            on the GPU).
+
+    Returns:
+        `Sample(tokens, logprobs, top_tokens, top_logprobs)`: int32 [batch], float32 [batch],
+        int32 [batch, n] and float32 [batch, n], best first; None where not asked for.
+        Log-probabilities are those of softmax(z / temperature) before any truncation (temperature
+        1 where it is 0). A row with a NaN or +infinity, nothing but -infinity, or an option out of
+        range in an array gets token -1 and NaN.
+
+    Raises:
+        ArrayError: dtype, shape or layout of an argument.
+        ConfigError: a number out of range.
+
+    Probabilities are float32 weights made integers, 2^-42 of the largest and more; their sums are
+    exact, so results depend neither on the order of threads nor on how many blocks share a row.
+    Runs on CuPy's current stream without synchronisation. Random numbers are Philox4x32-10 (Salmon
+    et al., SC 2011): 64 bits a draw. Papers: Holtzman et al., arXiv:1904.09751 (top-p); Nguyen et
+    al., arXiv:2407.01082 (min-p).
+
+    >>> import numpy as np, cukit as ck
+    >>> logits = np.log([[0.1, 0.6, 0.3], [0.5, 0.25, 0.25]]).astype("float32")
+    >>> ck.sample(logits, top_p=0.55).tokens
+    array([1, 0], dtype=int32)
+    >>> drawn = ck.sample(logits, top_k=2, seed=7, logprobs=2)
+    >>> drawn.top_tokens, np.exp(drawn.top_logprobs).round(2)
+    (array([[1, 2],
+           [0, 1]], dtype=int32), array([[0.6 , 0.3 ],
+           [0.5 , 0.25]], dtype=float32))
+    """
+    op = "sample"
+    logits, history, prompt_lengths = adopt(op, logits, history, prompt_lengths)
+    options = RequestOptions(
+        op,
+        {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+            "step": step,
+        },
+    )
+    if logprobs is not None:
+        check_integer(op, "logprobs", logprobs, least=0)
+        logprobs = int(logprobs)
+    if not runs_kernel(op, logits, history, prompt_lengths, *options.arrays):
+        _check(logits, options, history, prompt_lengths, logprobs)
+        return reference.sample(
+            logits,
+            history=history,
+            prompt_lengths=prompt_lengths,
+            logprobs=logprobs,
+            **options.values,
+        )
+    _check(logits, options, history, prompt_lengths, logprobs)
+    check_limits(op, logits, options)
+    top_n = logprobs or 0
+    if top_n > MOST_LISTED:
+        raise ConfigError(f"{op}: logprobs must be at most {MOST_LISTED} on the GPU, got {top_n}")
+    batch, vocab_size = logits.shape
+    prepared = _prepare(logits, history)
+    counts = NULL
+    if prepared.count_tokens is not None:
+        counts = empty(logits, (batch, vocab_size), int32)
+        prepared.count_tokens(history, prompt_lengths, counts)
+    tokens = empty(logits, (batch,), int32)
+    drawn = NULL if logprobs is None else empty(logits, (batch,), float32)
+    top_tokens = empty(logits, (batch, top_n), int32) if top_n else NULL
+    top_logprobs = empty(logits, (batch, top_n), float32) if top_n else NULL
+    if batch:
+        prepared.sample(
+            logits,
+            counts,
+            *options.pointers(),
+            NULL,
+            NULL,
+            tokens,
+            drawn,
+            top_tokens,
+            top_logprobs,
+            NULL,
+            then=(pack_options(options, prepared.config, batch, vocab_size, logprobs),),
+        )
+    return Sample(tokens, drawn, top_tokens, top_logprobs)
+
+
+def pack_options(
+    options: RequestOptions,
+    config: SampleConfig,
+    num_rows: int,
+    vocab_size: int,
+    logprobs: int | None = None,
+    rows_per_request: int = 1,
+) -> Any:
+    """The kernel's parameters by value."""
+    return _STRUCTS["SampleParameters"].pack(
+        seed=options.number("seed") % 2**64,
+        step=options.number("step") % 2**64,
+        num_rows=num_rows,
+        vocab_size=vocab_size,
+        iterations=config.iterations,
+        logprobs=int(logprobs is not None),
+        top_n=logprobs or 0,
+        rows_per_request=rows_per_request,
+        temperature=options.number("temperature"),
+        top_p=options.number("top_p"),
+        min_p=options.number("min_p"),
+        repetition_penalty=options.number("repetition_penalty"),
+        presence_penalty=options.number("presence_penalty"),
+        frequency_penalty=options.number("frequency_penalty"),
+        top_k=options.number("top_k"),
+    )
+
+
+class _Prepared(NamedTuple):
+    sample: Launch
+    count_tokens: Launch | None
+    config: SampleConfig
+
+
+@launch_plan
+def _prepare(logits: Array, history: Array | None) -> _Prepared:
+    batch, vocab_size = logits.shape
+    config = plan_sample(
+        batch,
+        vocab_size,
+        logits.dtype.name,
+        access_width(vocab_size, logits),
+        current_device(),
+        penalized=history is not None,
+    )
+    launch = Launch(load_kernel(config.spec()), (batch * config.cluster,))
+    if history is None:
+        return _Prepared(launch, None, config)
+    parameters = _STRUCTS["CountParameters"].pack(
+        vocab_size=vocab_size, length=history.shape[1], chunk=_COUNT_CHUNK
+    )
+    grid = (-(-vocab_size // _COUNT_CHUNK), batch)
+    return _Prepared(launch, Launch(load_kernel(_count_spec()), grid, (parameters,)), config)
+
+
+@cache
+def _count_spec() -> KernelSpec:
+    defines = (("THREADS", _COUNT_THREADS),)
+    return KernelSpec("sampling/count_tokens.cu", "count_tokens", defines, _COUNT_THREADS)
+
+
+def _check(
+    logits: Array,
+    options: RequestOptions,
+    history: Array | None,
+    prompt_lengths: Array | None,
+    logprobs: int | None,
+) -> None:
+    op = "sample"
+    check_array(op, "logits", logits, dtypes=FLOAT_DTYPES, ndim=2)
+    batch, vocab_size = logits.shape
+    check_vocabulary(op, vocab_size)
+    options.check_shapes(op, batch)
+    if history is not None:
+        check_array(op, "history", history, dtypes=(int32,), shape=(batch, None))
+    if prompt_lengths is not None:
+        check_array(op, "prompt_lengths", prompt_lengths, dtypes=(int32,), shape=(batch,))
+    if logprobs is not None and logprobs > vocab_size:
+        raise ConfigError(f"{op}: logprobs must be at most {vocab_size} (tokens), got {logprobs}")
+
+
+def check_vocabulary(op: str, vocab_size: int) -> None:
+    """Raises ConfigError where there is nothing to draw from."""
+    if vocab_size < 1:
+        raise ConfigError(f"{op}: logits must have at least one token a row, got {vocab_size}")
+
+
+def check_limits(op: str, logits: Array, options: RequestOptions) -> None:
+    """What the kernel asks for beyond the reference."""
+    check_array(op, "logits", logits, dtypes=KERNEL_DTYPES)
+    if logits.shape[-1] > MOST_TOKENS:
+        raise ConfigError(
+            f"{op}: logits must have at most {MOST_TOKENS} tokens a row on the GPU, "
+            f"got {logits.shape[-1]}"
+        )
+    for name, value in options.values.items():
+        if getattr(value, "dtype", None) == "float64":
+            check_array(op, name, value, dtypes=(float32,))
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    rows = [
+        plan_sample(rows, vocab, dtype, vec, device, penalized=penalized)
+        for rows, vocab, dtype, vec, penalized in (
+            (1, 128256, "float32", 4, False),
+            (256, 128256, "float32", 4, False),
+            (256, 128256, "float32", 4, True),
+            (64, 151936, "bfloat16", 8, False),
+            (256, 50257, "float16", 1, False),
+            (4, 512, "float32", 4, False),
+            (4, 1 << 20, "bfloat16", 8, True),
+        )
+    ]
+    return [*(config.spec() for config in rows), _count_spec()]
+
+
+register(
+    name="sample",
+    family="sampling",
+    function=sample,
+    reference=reference.sample,
+    specs=_specs,
+)

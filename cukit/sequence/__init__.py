@@ -1,0 +1,6 @@
+"""Operators over sequences: recurrences whose state decays."""
+
+from cukit.reference.sequence import Scan
+from cukit.sequence.gated_scan import gated_scan, gated_scan_step
+
+__all__ = ["Scan", "gated_scan", "gated_scan_step"]

@@ -1,0 +1,86 @@
+"""cukit for PyTorch: functions and modules with gradients, on tensors, on torch's current stream.
+
+>>> import torch, cukit.torch as ckt
+>>> x = torch.randn(2, 8, requires_grad=True)
+>>> ckt.rms_norm(x, torch.ones(8)).sum().backward()
+
+Tensors and arrays share memory. On the CPU the references run, or the kernels in the emulator
+(`with cukit.backend("emulator")`). Operators are `torch.ops.cukit.*`, which torch.compile traces
+without a graph break. See docs/torch.md.
+"""
+
+from cukit.errors import MissingDependencyError
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    raise MissingDependencyError(
+        "cukit.torch needs PyTorch 2.6 or newer: pip install 'cukit[torch]'"
+    ) from error
+
+from cukit.torch.functional import (
+    flash_attention,
+    gated_linear,
+    gelu,
+    gelu_and_mul,
+    layer_norm,
+    linear,
+    rms_norm,
+    rope,
+    silu_and_mul,
+)
+from cukit.torch.losses import (
+    cross_entropy,
+    distillation_loss,
+    kl_divergence,
+    linear_cross_entropy,
+    linear_distillation_loss,
+    linear_kl_divergence,
+    teacher_top_k,
+    topk_distillation_loss,
+)
+from cukit.torch.modules import (
+    FlashAttention,
+    LayerNorm,
+    LinearActivation,
+    LinearGELU,
+    LinearSiLU,
+    RMSNorm,
+    SwiGLU,
+)
+from cukit.torch.optimize import Optimized, SwapReport, optimize
+from cukit.torch.quantized import QuantizedLinear, replace_linear_with_quantized
+from cukit.torch.transformers import register_attention
+
+__all__ = [
+    "FlashAttention",
+    "LayerNorm",
+    "LinearActivation",
+    "LinearGELU",
+    "LinearSiLU",
+    "Optimized",
+    "QuantizedLinear",
+    "RMSNorm",
+    "SwapReport",
+    "SwiGLU",
+    "cross_entropy",
+    "distillation_loss",
+    "flash_attention",
+    "gated_linear",
+    "gelu",
+    "gelu_and_mul",
+    "kl_divergence",
+    "layer_norm",
+    "linear",
+    "linear_cross_entropy",
+    "linear_distillation_loss",
+    "linear_kl_divergence",
+    "optimize",
+    "register_attention",
+    "replace_linear_with_quantized",
+    "rms_norm",
+    "rope",
+    "silu_and_mul",
+    "teacher_top_k",
+    "topk_distillation_loss",
+]

@@ -1,0 +1,261 @@
+"""From a table of schemas to torch operators that autograd and torch.compile know.
+
+A schema names its arguments and its results, and names are all that connects a backward to its
+forward:
+
+    rms_norm(Tensor x, Tensor weight, float eps=1e-6) -> Tensor out
+    rms_norm_backward(Tensor grad_out, Tensor x, Tensor weight, float eps=1e-6)
+        -> (Tensor grad_x, Tensor grad_weight)
+
+An argument `grad_<result of the forward>` of the backward is that result's gradient, any other the
+forward's argument or result of that name; a result `grad_<argument>` is what autograd gets.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukit.torch._arrays import as_array, as_tensor, on_current_stream
+
+NAMESPACE = "cukit"
+_DEVICES = ("CPU", "CUDA")
+_GRAD = "grad_"
+
+# A library may be defined once in a process, a fragment (as after a reload) more often.
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A row of the table: one torch operator.
+
+    schema: as above, without the namespace. Results have names.
+    run: from the schema's arguments, tensors as arrays, to the results; called by keyword.
+    shapes: from the schema's arguments to the results as empty tensors: what torch.compile asks.
+        Not needed where every result is the gradient of an argument.
+    strided: arguments of which `run` takes any strides with a contiguous last axis.
+    backward: the operator that gives the gradients, or a function that returns them by the names of
+        the arguments; it takes by keyword what `needs` lists, under the names of a backward schema.
+    unless: from the arguments, those of `needs` that this call need not keep; they come as None.
+    constants: results that have no gradient.
+    shared: arguments whose gradient is that of another argument.
+    """
+
+    schema: str
+    run: Callable[..., Any]
+    shapes: Callable[..., Any] | None = None
+    strided: tuple[str, ...] = ()
+    backward: str | Callable[..., dict[str, Tensor | None]] | None = None
+    needs: tuple[str, ...] = ()
+    unless: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None
+    constants: tuple[str, ...] = ()
+    shared: Mapping[str, str] | None = None
+
+    @property
+    def name(self) -> str:
+        """What stands before the arguments."""
+        return self.schema.partition("(")[0].strip()
+
+
+def define(operators: Iterable[Operator]) -> None:
+    """Defines the operators of a table: `torch.ops.cukit.<name>`."""
+    rows = list(operators)
+    for row in rows:
+        _library.define(row.schema)
+    for row in rows:
+        overload = getattr(getattr(torch.ops, NAMESPACE), row.name).default
+        facts = _Facts.of(overload._schema)
+        implementation = _implementation(row, facts)
+        for device in _DEVICES:
+            _library.impl(row.name, implementation, device)
+        torch.library.register_fake(f"{NAMESPACE}::{row.name}", _fake(row, facts), lib=_library)
+        if row.backward is not None:
+            setup, backward = _autograd(row, facts)
+            torch.library.register_autograd(
+                f"{NAMESPACE}::{row.name}", backward, setup_context=setup, lib=_library
+            )
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a parsed schema says."""
+
+    arguments: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    tensors: tuple[str, ...]
+    results: tuple[str, ...]
+
+    @staticmethod
+    def of(schema: Any) -> _Facts:
+        arguments = schema.arguments
+        return _Facts(
+            tuple(each.name for each in arguments),
+            {each.name: each.default_value for each in arguments if each.has_default_value()},
+            tuple(each.name for each in arguments if "Tensor" in str(each.type)),
+            tuple(each.name for each in schema.returns),
+        )
+
+    def named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Every argument by name: the dispatcher leaves out what equals its default."""
+        return {**self.defaults, **dict(zip(self.arguments, args, strict=False)), **kwargs}
+
+
+def _implementation(row: Operator, facts: _Facts) -> Callable[..., Any]:
+    name, run, strided = row.name, row.run, frozenset(row.strided)
+    single = len(facts.results) == 1
+
+    def implementation(*args: Any, **kwargs: Any) -> Any:
+        values = facts.named(args, kwargs)
+        like = next(value for each in facts.tensors if (value := values[each]) is not None)
+        with on_current_stream(like):
+            for each in facts.tensors:
+                if values[each] is not None:
+                    values[each] = as_array(name, each, values[each], strided=each in strided)
+            result = run(**values)
+            if single:
+                return as_tensor(result, like)
+            return tuple([as_tensor(each, like) for each in result])
+
+    return implementation
+
+
+def _fake(row: Operator, facts: _Facts) -> Callable[..., Any]:
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        values = facts.named(args, kwargs)
+        if row.shapes is not None:
+            return row.shapes(**values)
+        gradients = tuple(_empty(values[each.removeprefix(_GRAD)]) for each in facts.results)
+        return gradients[0] if len(gradients) == 1 else gradients
+
+    return fake
+
+
+def _empty(like: Tensor) -> Tensor:
+    """Contiguous, whatever the strides of `like`."""
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _autograd(row: Operator, facts: _Facts) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """What torch.library.register_autograd takes."""
+    results = facts.results
+    constants = frozenset(row.constants)
+    shared = dict(row.shared or {})
+
+    if isinstance(row.backward, str):
+        overload = getattr(getattr(torch.ops, NAMESPACE), row.backward).default
+        wanted = _Facts.of(overload._schema)
+
+        def gradients(**values: Any) -> dict[str, Tensor | None]:
+            out = overload(*[values[each] for each in wanted.arguments])
+            out = (out,) if isinstance(out, Tensor) else out
+            return {
+                each.removeprefix(_GRAD): value
+                for each, value in zip(wanted.results, out, strict=True)
+            }
+
+        needed = frozenset(wanted.arguments)
+        optional = {
+            each.name
+            for each in overload._schema.arguments
+            if str(each.type).startswith("Optional")
+        }
+    else:
+        assert row.backward is not None
+        gradients, needed, optional = row.backward, frozenset(row.needs), set()
+    saved_arguments = [each for each in facts.arguments if each in needed]
+    saved_results = [each for each in results if each in needed]
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        values = dict(zip(facts.arguments, inputs, strict=True))
+        outputs = dict(zip(results, (output,) if len(results) == 1 else output, strict=True))
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[outputs[each] for each in results if each in constants])
+        tensors = {each: values[each] for each in saved_arguments if each in facts.tensors}
+        tensors.update({each: outputs[each] for each in saved_results})
+        for each in row.unless(values) if row.unless is not None else ():
+            tensors[each] = None
+        ctx.save_for_backward(*tensors.values())
+        ctx.saved_names = tuple(tensors)
+        ctx.options = {each: values[each] for each in saved_arguments if each not in facts.tensors}
+        ctx.like = {
+            each: (outputs[each].shape, outputs[each].dtype, outputs[each].device)
+            for each in results
+            if each not in constants
+        }
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        values = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True)) | ctx.options
+        for each, grad in zip(results, grads, strict=True):
+            name = _GRAD + each
+            if name not in needed:
+                continue
+            if grad is None and name not in optional:
+                shape, dtype, device = ctx.like[each]
+                grad = torch.zeros(shape, dtype=dtype, device=device)
+            values[name] = grad
+        found = gradients(**{each: values[each] for each in needed})
+        for each, other in shared.items():
+            found[each] = found[other]
+        # The dispatcher left out trailing arguments that equal their defaults.
+        return tuple(
+            found.get(each) if wanted_here else None
+            for each, wanted_here in zip(facts.arguments, ctx.needs_input_grad, strict=False)
+        )
+
+    return setup, backward
+
+
+_SCHEMA_TYPES = {
+    "Array": "Tensor",
+    "Array | None": "Tensor?",
+    "float": "float",
+    "float | None": "float?",
+    "int": "SymInt",
+    "int | None": "SymInt?",
+    "bool": "bool",
+    "str": "str",
+    "str | None": "str?",
+}
+
+
+def arguments_of(
+    function: Callable[..., Any],
+    *,
+    drop: Iterable[str] = (),
+    types: Mapping[str, str] | None = None,
+) -> str:
+    """The arguments of a function of arrays as those of a schema, defaults included.
+
+    drop: names that the operator lacks. types: schema types of arguments whose annotation says too
+    little. An option that is added to the function becomes one of the operator by itself.
+    """
+    dropped = frozenset(drop)
+    parts = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in dropped:
+            continue
+        kind = (types or {}).get(name) or _SCHEMA_TYPES.get(str(parameter.annotation))
+        if kind is None:
+            raise TypeError(
+                f"{function.__name__}: no schema type for {name}: {parameter.annotation}"
+            )
+        part = f"{kind} {name}"
+        if parameter.default is not inspect.Parameter.empty:
+            part += f"={_default(parameter.default)}"
+        parts.append(part)
+    return ", ".join(parts)
+
+
+def names_of(arguments: str) -> tuple[str, ...]:
+    """The names in what `arguments_of` returns."""
+    return tuple(each.partition("=")[0].split()[-1] for each in arguments.split(", "))
+
+
+def _default(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)

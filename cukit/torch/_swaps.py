@@ -1,0 +1,265 @@
+"""What `optimize` can swap: which modules are known, and what runs in their place.
+
+A swap changes no parameter, name or state dict: it puts another `forward` on a module, or another
+function in a modelling file of transformers, and takes it away again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cukit.torch import functional
+from cukit.torch.transformers import register_attention
+
+KINDS = ("attention", "rope", "norm", "mlp", "activation")
+"""Of swaps, in the order in which they are tried."""
+
+_ATTENTION = "cukit"
+
+_ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "ReLU": "relu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+}
+
+
+@dataclass
+class Swap:
+    """Something that can be swapped and restored.
+
+    name: of the module, or of the first of several. kind: one of KINDS. module: what is verified
+    and timed, called as the model calls it. enable, disable: do it and undo it.
+    """
+
+    name: str
+    kind: str
+    module: nn.Module
+    enable: Callable[[], None]
+    disable: Callable[[], None]
+    members: tuple[str, ...] = field(default=())
+    """Every module that this swap changes, where there are several."""
+
+
+def find_swaps(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[list[Swap]]:
+    """For each place of the model the swaps to try there, the likeliest first."""
+    named = list(model.named_modules())
+    if "attention" in kinds or "rope" in kinds:
+        yield from _of_transformers(model, named, kinds)
+    for name, module in named:
+        if "norm" in kinds and (norms := _norms(name, module)):
+            yield norms
+        if "mlp" in kinds and (forward := _gated_mlp(module)):
+            yield [_with_forward(name, "mlp", module, forward)]
+        if "activation" in kinds and (forward := _linear_activation(module)):
+            yield [_with_forward(name, "activation", module, forward)]
+
+
+def _with_forward(name: str, kind: str, module: nn.Module, forward: Callable[..., Any]) -> Swap:
+    before = module.__dict__.get("forward")
+
+    def enable() -> None:
+        module.forward = forward
+
+    def disable() -> None:
+        if before is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = before
+
+    return Swap(name, kind, module, enable, disable)
+
+
+# --- Norms ----------------------------------------------------------------------------------------
+
+
+def _norms(name: str, module: nn.Module) -> list[Swap]:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1:
+        return []
+    if type(module) is nn.LayerNorm:
+
+        def layer_norm(x: Tensor) -> Tensor:
+            return functional.layer_norm(x, module.weight, module.bias, module.eps)
+
+        return [_with_forward(name, "norm", module, layer_norm)]
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if "RMSNorm" not in type(module).__name__ or (eps is None and type(module) is not nn.RMSNorm):
+        return []
+
+    def rms_norm(x: Tensor) -> Any:
+        own = torch.finfo(x.dtype).eps if eps is None else eps
+        return functional.rms_norm(x, module.weight, own)
+
+    def rms_norm_of_offset(x: Tensor) -> Any:  # Gemma's weights are stored less 1
+        return functional.rms_norm(x, module.weight.float() + 1.0, eps or 0.0)
+
+    forwards: list[Callable[..., Any]] = [rms_norm, rms_norm_of_offset]
+    if "Gemma" in type(module).__name__:
+        forwards.reverse()
+    return [_with_forward(name, "norm", module, each) for each in forwards]
+
+
+# --- Feed-forward layers --------------------------------------------------------------------------
+
+
+def activation_name(module: Any) -> str | None:
+    """cukit's name for an activation module, None for others."""
+    if type(module) is nn.GELU:
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    return _ACTIVATIONS.get(type(module).__name__)
+
+
+def _gated_mlp(module: nn.Module) -> Callable[..., Any] | None:
+    """gate_proj, up_proj, down_proj and act_fn, as Llama and its relatives call them."""
+    parts: list[Any] = [getattr(module, f"{each}_proj", None) for each in ("gate", "up", "down")]
+    activation = activation_name(getattr(module, "act_fn", None))
+    if activation is None or not all(type(each) is nn.Linear for each in parts):
+        return None
+    gate, up, down = parts
+    if gate.bias is not None or up.bias is not None:
+        return None
+
+    def forward(x: Tensor) -> Any:
+        return down(functional.gated_linear(x, gate.weight, up.weight, activation))
+
+    return forward
+
+
+def _linear_activation(module: nn.Module) -> Callable[..., Any] | None:
+    """Linear layers followed by an activation: in an nn.Sequential, or BERT's `dense` and its
+    `intermediate_act_fn`."""
+    dense: Any = getattr(module, "dense", None)
+    activation = activation_name(getattr(module, "intermediate_act_fn", None))
+    if type(dense) is nn.Linear and activation is not None:
+        return lambda x: functional.linear(x, dense.weight, dense.bias, activation)
+    if type(module) is not nn.Sequential:
+        return None
+    steps: list[Callable[..., Any]] = []
+    layers = list(module)
+    fused = 0
+    while layers:
+        layer = layers.pop(0)
+        activation = activation_name(layers[0]) if layers else None
+        if type(layer) is nn.Linear and activation is not None:
+            layers.pop(0)
+            steps.append(_fused(layer, activation))
+            fused += 1
+        else:
+            steps.append(layer)
+    if not fused:
+        return None
+
+    def forward(x: Any) -> Any:
+        for step in steps:
+            x = step(x)
+        return x
+
+    return forward
+
+
+def _fused(layer: nn.Linear, activation: str) -> Callable[..., Any]:
+    return lambda x: functional.linear(x, layer.weight, layer.bias, activation)
+
+
+# --- Models of transformers -----------------------------------------------------------------------
+
+
+def _of_transformers(
+    model: nn.Module, named: list[tuple[str, nn.Module]], kinds: tuple[str, ...]
+) -> Iterator[list[Swap]]:
+    """Attention, which a model's config chooses, and rotary positions, a function of its file."""
+    layers = [
+        (name, module)
+        for name, module in named
+        if type(module).__name__.endswith("Attention")
+        and getattr(getattr(module, "config", None), "_attn_implementation", None) is not None
+    ]
+    if not layers or not hasattr(model, "config"):
+        return
+    members = tuple(name for name, _ in layers)
+    if "attention" in kinds:
+        register_attention(_ATTENTION)
+        configs = {id(module.config): module.config for _, module in layers}
+        before = {key: config._attn_implementation for key, config in configs.items()}
+
+        def choose() -> None:
+            for config in configs.values():
+                config._attn_implementation = _ATTENTION
+
+        def restore() -> None:
+            for key, config in configs.items():
+                config._attn_implementation = before[key]
+
+        yield [Swap(*layers[0][:1], "attention", layers[0][1], choose, restore, members)]
+    if "rope" in kinds:
+        files = {sys.modules[type(module).__module__] for _, module in layers}
+        files = {file for file in files if callable(getattr(file, _ROPE, None))}
+        if files:
+
+            def rotate() -> None:
+                for file in files:
+                    _rotate(file)
+
+            def unrotate() -> None:
+                for file in files:
+                    _unrotate(file)
+
+            yield [Swap(layers[0][0], "rope", layers[0][1], rotate, unrotate, members)]
+
+
+_ROPE = "apply_rotary_pos_emb"
+
+_rotated: dict[ModuleType, tuple[Callable[..., Any], int]] = {}
+"""Of each file whose function is swapped: the original, and how many models want it swapped."""
+
+
+def _rotate(file: ModuleType) -> None:
+    original, users = _rotated.get(file, (None, 0))
+    if original is None:
+        original = getattr(file, _ROPE)
+        setattr(file, _ROPE, _rotation(original))
+    _rotated[file] = original, users + 1
+
+
+def _unrotate(file: ModuleType) -> None:
+    original, users = _rotated.pop(file)
+    if users > 1:
+        _rotated[file] = original, users - 1
+    else:
+        setattr(file, _ROPE, original)
+
+
+def _rotation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' function for halves of a head that turn, by :func:`cukit.torch.rope`."""
+
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        if args or kwargs or q.dim() != 4 or cos.dim() != 3 or cos.shape[-1] != q.shape[-1]:
+            return original(q, k, cos, sin, *args, **kwargs)
+        batch, seq_len, head_dim = cos.shape
+        half = head_dim // 2
+        table_cos = cos[..., :half].float().reshape(batch * seq_len, half)
+        table_sin = sin[..., :half].float().reshape(batch * seq_len, half)
+        positions = None
+        if batch > 1:
+            positions = torch.arange(batch * seq_len, dtype=torch.int32, device=q.device)
+            positions = positions.view(batch, seq_len)
+        turned = functional.rope(
+            q.transpose(1, 2), k.transpose(1, 2), table_cos, table_sin, positions
+        )
+        return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
+
+    return apply_rotary_pos_emb

@@ -1,0 +1,470 @@
+"""The operators of the bridge, one row each: `torch.ops.cukit.<name>`.
+
+A new loss is one line in LOSSES or HEAD_LOSSES; its options are those of the function.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import cukit
+from cukit.core.arrays import namespace
+from cukit.core.narrow_dtype import NARROW_DTYPES
+from cukit.distill import LinearCrossEntropyResult, LinearKlResult
+from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription
+from cukit.torch._arrays import NUMPY_DTYPES
+from cukit.torch._operators import Operator, arguments_of, define, names_of
+
+Array = Any
+
+
+def _like(x: Tensor, shape: Any = None, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty contiguous tensor on the device of `x`."""
+    return torch.empty(x.shape if shape is None else shape, dtype=dtype or x.dtype, device=x.device)
+
+
+def _statistic(x: Tensor) -> torch.dtype:
+    """Of losses and log-sums: float32, for float64 float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _nothing(like: Array) -> Array:
+    """What stands for a result that a call does not have."""
+    return namespace(like).empty(0, like.dtype)
+
+
+# --- Layers ---------------------------------------------------------------------------------------
+
+
+def _gelu_row(name: str, function: Callable[..., Array], backward: Callable[..., Array]) -> Any:
+    """A function of x alone, of the shape of x or of half its last axis."""
+    options = arguments_of(function, drop=("x", "out"))
+    rest = f", {options}" if options else ""
+    gated = name.endswith("_and_mul")
+
+    def shapes(x: Tensor, **_: Any) -> Tensor:
+        return _like(x, (*x.shape[:-1], x.shape[-1] // 2)) if gated else _like(x)
+
+    return (
+        Operator(
+            f"{name}(Tensor x{rest}) -> Tensor out", function, shapes, backward=f"{name}_backward"
+        ),
+        Operator(f"{name}_backward(Tensor grad_out, Tensor x{rest}) -> Tensor grad_x", backward),
+    )
+
+
+def _rotated(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    return _like(x), _like(other)
+
+
+_ROPE = "Tensor cos, Tensor sin, Tensor? position_ids=None, bool interleaved=False"
+
+LAYERS = (
+    Operator(
+        "rms_norm(Tensor x, Tensor weight, float eps=1e-06) -> Tensor out",
+        cukit.rms_norm,
+        lambda x, **_: _like(x),
+        backward="rms_norm_backward",
+    ),
+    Operator(
+        "rms_norm_backward(Tensor grad_out, Tensor x, Tensor weight, float eps=1e-06)"
+        " -> (Tensor grad_x, Tensor grad_weight)",
+        cukit.rms_norm_backward,
+    ),
+    Operator(
+        "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps=1e-06)"
+        " -> (Tensor out, Tensor total)",
+        cukit.rms_norm,
+        lambda x, **_: (_like(x), _like(x)),
+        backward="add_rms_norm_backward",
+        shared={"residual": "x"},
+    ),
+    Operator(
+        "add_rms_norm_backward(Tensor grad_out, Tensor? grad_total, Tensor total, Tensor weight,"
+        " float eps=1e-06) -> (Tensor grad_x, Tensor grad_weight)",
+        lambda grad_out, grad_total, total, weight, eps: cukit.rms_norm_backward(
+            grad_out, total, weight, eps, grad_residual=grad_total
+        ),
+        lambda total, weight, **_: (_like(total), _like(weight)),
+    ),
+    Operator(
+        "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps=1e-05) -> Tensor out",
+        cukit.layer_norm,
+        lambda x, **_: _like(x),
+        backward="layer_norm_backward",
+    ),
+    Operator(
+        "layer_norm_backward(Tensor grad_out, Tensor x, Tensor weight, Tensor bias,"
+        " float eps=1e-05) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+        lambda grad_out, x, weight, bias, eps: cukit.layer_norm_backward(grad_out, x, weight, eps),
+    ),
+    Operator(
+        f"rope(Tensor q, Tensor k, {_ROPE}) -> (Tensor q_out, Tensor k_out)",
+        cukit.rope,
+        lambda q, k, **_: _rotated(q, k),
+        strided=("q", "k"),
+        backward="rope_backward",
+        constants=(),
+    ),
+    Operator(
+        f"rope_backward(Tensor grad_q_out, Tensor grad_k_out, {_ROPE})"
+        " -> (Tensor grad_q, Tensor grad_k)",
+        lambda grad_q_out, grad_k_out, **options: cukit.rope_backward(
+            grad_q_out, grad_k_out, **options
+        ),
+        lambda grad_q_out, grad_k_out, **_: _rotated(grad_q_out, grad_k_out),
+        strided=("grad_q_out", "grad_k_out"),
+    ),
+    *_gelu_row("silu_and_mul", cukit.silu_and_mul, cukit.silu_and_mul_backward),
+    *_gelu_row("gelu_and_mul", cukit.gelu_and_mul, cukit.gelu_and_mul_backward),
+    *_gelu_row("gelu", cukit.gelu, cukit.gelu_backward),
+)
+
+# --- Attention ------------------------------------------------------------------------------------
+
+_SCORES = (
+    "Tensor q, Tensor k, Tensor v, bool causal=False, SymInt? window_left=None,"
+    " SymInt? window_right=None, float? softcap=None, float? scale=None,"
+    " Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? bias=None, Tensor? mask=None,"
+    " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, SymInt? max_seqlen_q=None,"
+    " SymInt? max_seqlen_kv=None, bool deterministic=False"
+)
+
+
+def _window(options: dict[str, Any]) -> dict[str, Any]:
+    left, right = options.pop("window_left"), options.pop("window_right")
+    return options if left is right is None else {**options, "window_size": (left, right)}
+
+
+def _attend(q: Array, k: Array, v: Array, *, deterministic: bool, **options: Any) -> Any:
+    return cukit.flash_attention(q, k, v, return_lse=True, **_window(options))
+
+
+def _attend_backward(
+    grad_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, **options: Any
+) -> Any:
+    gradients = cukit.flash_attention_backward(grad_out, q, k, v, out, lse, **_window(options))
+    return gradients if len(gradients) == 4 else (*gradients, _nothing(q))
+
+
+def _attended(q: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    *batch, rows, heads, _dim = q.shape
+    return _like(q, (*q.shape[:-1], v.shape[-1])), _like(q, (*batch, heads, rows), _statistic(q))
+
+
+ATTENTION = (
+    Operator(
+        f"flash_attention({_SCORES}) -> (Tensor out, Tensor lse)",
+        _attend,
+        _attended,
+        strided=("q", "k", "v", "bias", "mask"),
+        backward="flash_attention_backward",
+        constants=("lse",),
+    ),
+    Operator(
+        f"flash_attention_backward(Tensor grad_out, Tensor out, Tensor lse, {_SCORES})"
+        " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks)",
+        _attend_backward,
+        lambda q, k, v, sinks=None, **_: (
+            _like(q), _like(k), _like(v), _like(q, (0,)) if sinks is None else _like(sinks),
+        ),
+        strided=("grad_out", "q", "k", "v", "out", "bias", "mask"),
+    ),
+)  # fmt: skip
+
+# --- Linear layers --------------------------------------------------------------------------------
+
+
+def _linear(
+    x: Array, w: Array, bias: Array | None, activation: str | None, keep: bool
+) -> tuple[Array, Array]:
+    result = cukit.linear(x, w, bias, activation, return_preactivation=keep)
+    return result if keep else (result, _nothing(x))
+
+
+def _linear_backward(
+    grad_out: Array, x: Array, w: Array, bias: Array | None, preactivation: Array,
+    activation: str | None,
+) -> tuple[Array, ...]:  # fmt: skip
+    z = None if activation is None else preactivation
+    options = {"with_bias": bias is not None}
+    gradients = cukit.linear_backward(grad_out, x, w, z, activation, **options)
+    return gradients if bias is not None else (*gradients, _nothing(x))
+
+
+def _gated_linear(
+    x: Array, w_gate: Array, w_up: Array, activation: str, keep: bool
+) -> tuple[Array, Array]:
+    result = cukit.gated_linear(x, (w_gate, w_up), activation, return_preactivation=keep)
+    return result if keep else (result, _nothing(x))
+
+
+def _gated_linear_backward(
+    grad_out: Array, x: Array, w_gate: Array, w_up: Array, preactivation: Array, activation: str
+) -> tuple[Array, ...]:
+    w = namespace(x).concatenate((w_gate, w_up))
+    grad_x, grad_w = cukit.gated_linear_backward(grad_out, x, w, preactivation, activation)
+    half = w_gate.shape[0]
+    return grad_x, grad_w[:half], grad_w[half:]
+
+
+def _kept(x: Tensor, rows: int, keep: bool, parts: int = 1) -> tuple[Tensor, Tensor]:
+    out = (*x.shape[:-1], rows)
+    return _like(x, out), _like(x, (*x.shape[:-1], parts * rows) if keep else (0,))
+
+
+_WEIGHT = (
+    "Tensor blocks, Tensor? row_scales, str dtype, SymInt rows, SymInt columns, SymInt group_size,"
+    " str scale_dtype, bool zero_points"
+)
+
+
+def packed_weight(
+    blocks: Array, row_scales: Array | None, dtype: str, rows: int, columns: int, group_size: int,
+    scale_dtype: str, zero_points: bool,
+) -> PackedWeight:  # fmt: skip
+    """The packed weight that the arguments of an operator describe; group_size 0: rows."""
+    narrow = next(each for each in NARROW_DTYPES if each.name == dtype)
+    scales = NUMPY_DTYPES[getattr(torch, scale_dtype)]
+    group = group_size or None
+    description = WeightDescription(narrow, (rows, columns), group, scales, zero_points)
+    return PackedWeight(description, blocks, row_scales)
+
+
+def _quantized_linear(x: Array, bias: Array | None, **weight: Any) -> Array:
+    return cukit.quantized_linear(x, packed_weight(**weight), bias)
+
+
+def _quantized_linear_backward(grad_out: Array, **weight: Any) -> Array:
+    values = packed_weight(**weight).unpack().decode().astype(grad_out.dtype)
+    rows = grad_out.reshape(-1, values.shape[0])
+    return cukit.matmul(rows, values).reshape(*grad_out.shape[:-1], -1)
+
+
+def _quantized_linear_gradients(grad_out: Tensor, bias: Tensor | None, **weight: Any) -> Any:
+    gradients = {"x": torch.ops.cukit.quantized_linear_backward(grad_out, **weight)}
+    if bias is not None:
+        gradients["bias"] = grad_out.reshape(-1, grad_out.shape[-1]).sum(0)
+    return gradients
+
+
+LINEAR = (
+    Operator(
+        "linear(Tensor x, Tensor w, Tensor? bias=None, str? activation=None, bool keep=False)"
+        " -> (Tensor out, Tensor preactivation)",
+        _linear,
+        lambda x, w, keep, **_: _kept(x, w.shape[0], keep),
+        backward="linear_backward",
+        constants=("preactivation",),
+    ),
+    Operator(
+        "linear_backward(Tensor grad_out, Tensor x, Tensor w, Tensor? bias, Tensor preactivation,"
+        " str? activation) -> (Tensor grad_x, Tensor grad_w, Tensor grad_bias)",
+        _linear_backward,
+        lambda x, w, bias, **_: (
+            _like(x), _like(w), _like(x, (0,)) if bias is None else _like(bias),
+        ),
+    ),
+    Operator(
+        "gated_linear(Tensor x, Tensor w_gate, Tensor w_up, str activation='silu',"
+        " bool keep=False) -> (Tensor out, Tensor preactivation)",
+        _gated_linear,
+        lambda x, w_gate, keep, **_: _kept(x, w_gate.shape[0], keep, 2),
+        backward="gated_linear_backward",
+        constants=("preactivation",),
+    ),
+    Operator(
+        "gated_linear_backward(Tensor grad_out, Tensor x, Tensor w_gate, Tensor w_up,"
+        " Tensor preactivation, str activation)"
+        " -> (Tensor grad_x, Tensor grad_w_gate, Tensor grad_w_up)",
+        _gated_linear_backward,
+    ),
+    Operator(
+        f"quantized_linear(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor out",
+        _quantized_linear,
+        lambda x, rows, **_: _like(x, (*x.shape[:-1], rows)),
+        backward=_quantized_linear_gradients,
+        needs=(
+            "grad_out", "bias", "blocks", "row_scales", "dtype", "rows", "columns", "group_size",
+            "scale_dtype", "zero_points",
+        ),
+    ),
+    Operator(
+        f"quantized_linear_backward(Tensor grad_out, {_WEIGHT}) -> Tensor grad_x",
+        _quantized_linear_backward,
+        lambda grad_out, columns, **_: _like(grad_out, (*grad_out.shape[:-1], columns)),
+    ),
+)  # fmt: skip
+
+# --- Losses ---------------------------------------------------------------------------------------
+
+
+class Loss(NamedTuple):
+    """A loss of logits, or of a head's input and weight.
+
+    function: of arrays. It has options return_grad and grad_loss, or returns `result`.
+    student: the argument that gets a gradient; of a head loss the gradients' names say it.
+    teachers: arguments that must not require one.
+    """
+
+    function: Callable[..., Any]
+    student: str
+    teachers: tuple[str, ...] = ()
+    result: Any = None
+
+    @property
+    def name(self) -> str:
+        """Of the function and of the operator."""
+        return self.function.__name__
+
+
+LOSSES = (
+    Loss(cukit.cross_entropy, "logits"),
+    Loss(cukit.kl_divergence, "student_logits", ("teacher_logits",)),
+    Loss(cukit.distillation_loss, "student_logits", ("teacher_logits",)),
+    Loss(cukit.topk_distillation_loss, "student_logits", ("teacher_log_probs",)),
+)
+
+_HEAD_TEACHERS = ("teacher_hidden", "teacher_weight")
+
+HEAD_LOSSES = (
+    Loss(cukit.linear_cross_entropy, "hidden", result=LinearCrossEntropyResult),
+    Loss(cukit.linear_kl_divergence, "hidden", _HEAD_TEACHERS, LinearKlResult),
+    Loss(cukit.linear_distillation_loss, "hidden", _HEAD_TEACHERS, LinearKlResult),
+)
+
+NOT_OPTIONS = ("return_grad", "grad_loss", "inplace", "grad_weight", "grad_bias")
+"""Of a loss of arrays, which autograd decides about."""
+
+_TYPES = {"normalizer": "Tensor?"}
+
+
+def _rows_of_loss(loss: Loss) -> tuple[Operator, Operator]:
+    """Forward: the loss alone. Backward: the gradient in one launch, upstream gradient included."""
+    arguments = arguments_of(loss.function, drop=NOT_OPTIONS, types=_TYPES)
+    student = loss.student
+
+    def shapes(**values: Any) -> Tensor:
+        logits = values[student]
+        rows = (math.prod(logits.shape[:-1]),) if values["reduction"] == "none" else ()
+        return _like(logits, rows, _statistic(logits))
+
+    def gradient(**values: Any) -> Array:
+        return loss.function(**values, return_grad=True)[1]
+
+    explicit = getattr(cukit, f"{loss.name}_backward", gradient)
+    backward = f"{loss.name}_backward"
+    return (
+        Operator(f"{loss.name}({arguments}) -> Tensor loss", loss.function, shapes,
+                 backward=backward),
+        Operator(f"{backward}(Tensor grad_loss, {arguments}) -> Tensor grad_{student}", explicit),
+    )  # fmt: skip
+
+
+def _rows_of_head_loss(loss: Loss) -> tuple[Operator, Operator]:
+    """Forward: loss and gradients from one call. Backward: they are multiplied by the upstream
+    gradient; with one for each row (reduction "none") they are computed anew."""
+    arguments = arguments_of(loss.function, drop=NOT_OPTIONS, types=_TYPES)
+    names = names_of(arguments)
+    fields = loss.result._fields
+    gradients = tuple(each for each in fields if each.startswith("grad_"))
+    trained = tuple(each.removeprefix("grad_") for each in gradients)
+
+    def run(**values: Any) -> tuple[Array, ...]:
+        found = loss.function(**values)
+        like = values[loss.student]
+        return tuple(_nothing(like) if each is None else each for each in found)
+
+    def run_backward(grad_loss: Array, **values: Any) -> tuple[Array, ...]:
+        found = run(**values, grad_loss=grad_loss)
+        return tuple(found[fields.index(each)] for each in gradients)
+
+    def gradient_shapes(**values: Any) -> tuple[Tensor, ...]:
+        like = values[loss.student]
+        return tuple(
+            _like(like, (0,)) if values[each] is None else _like(values[each]) for each in trained
+        )
+
+    def shapes(**values: Any) -> tuple[Tensor, ...]:
+        like = values[loss.student]
+        rows = (math.prod(like.shape[:-1]),) if values.get("reduction") == "none" else ()
+        made = iter(gradient_shapes(**values))
+        return tuple(
+            next(made) if each in gradients else _like(like, rows, _statistic(like))
+            for each in fields
+        )
+
+    def backward(grad_loss: Tensor, **values: Any) -> dict[str, Tensor | None]:
+        found = [values.pop(each) for each in gradients]
+        if values.get("reduction") == "none":
+            operator = getattr(torch.ops.cukit, f"{loss.name}_backward")
+            found = operator(grad_loss, **values)
+        else:
+            found = [torch.ops.cukit.scale(each, grad_loss) for each in found]
+        return dict(zip(trained, found, strict=True))
+
+    def unless(values: Mapping[str, Any]) -> tuple[str, ...]:
+        if values.get("reduction") == "none":
+            return gradients
+        return tuple(each for each in names if isinstance(values[each], Tensor))
+
+    results = ", ".join(f"Tensor {each}" for each in fields)
+    returned = ", ".join(f"Tensor {each}" for each in gradients)
+    return (
+        Operator(
+            f"{loss.name}({arguments}) -> ({results})", run, shapes, backward=backward,
+            needs=("grad_loss", *names, *gradients), unless=unless,
+            constants=tuple(each for each in fields if each != "loss"),
+        ),
+        Operator(
+            f"{loss.name}_backward(Tensor grad_loss, {arguments}) -> ({returned})",
+            run_backward, gradient_shapes,
+        ),
+    )  # fmt: skip
+
+
+def _top_k(teacher_logits: Array, k: int, temperature: float) -> tuple[Array, Array]:
+    return cukit.teacher_top_k(teacher_logits, k, temperature=temperature)
+
+
+TEACHERS = (
+    Operator(
+        "teacher_top_k(Tensor teacher_logits, SymInt k, float temperature=1.0)"
+        " -> (Tensor log_probs, Tensor ids)",
+        _top_k,
+        lambda teacher_logits, k, **_: (
+            _like(teacher_logits, (*teacher_logits.shape[:-1], k), torch.float32),
+            _like(teacher_logits, (*teacher_logits.shape[:-1], k), torch.int32),
+        ),
+    ),
+)
+
+OPERATORS = (
+    *LAYERS,
+    *ATTENTION,
+    *LINEAR,
+    *(row for loss in LOSSES for row in _rows_of_loss(loss)),
+    *(row for loss in HEAD_LOSSES for row in _rows_of_head_loss(loss)),
+    *TEACHERS,
+)
+
+define(OPERATORS)
+
+
+@torch.library.custom_op("cukit::scale", mutates_args=())
+def scale(x: Tensor, factor: Tensor) -> Tensor:
+    """`x * factor`, a float32 number on the device, computed in float32 and rounded once.
+
+    As a factor without axes it would be rounded to the dtype of `x` first.
+    """
+    return torch.mul(x, factor.reshape(1).expand(x.shape), out=torch.empty_like(x))
+
+
+@scale.register_fake
+def _(x: Tensor, factor: Tensor) -> Tensor:
+    return torch.empty_like(x)

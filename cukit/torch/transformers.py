@@ -1,0 +1,173 @@
+"""cukit's attention as an attention implementation of Hugging Face transformers.
+
+cukit.torch.register_attention()
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cukit")
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukit.errors import ConfigError, MissingDependencyError
+from cukit.torch import functional
+
+
+def register_attention(name: str = "cukit", *, plain_batches: bool = False) -> str:
+    """Registers cukit's attention with transformers under `name`.
+
+    Grouped heads, sliding windows, softcaps, sinks and any scale are the kernel's own options.
+    Where a causal or windowed mask follows from the lengths alone no mask is made; padding, packed
+    sequences and other patterns become a boolean mask, which the kernel reads.
+
+    Args:
+        name: what `attn_implementation` is to be.
+        plain_batches: promise that batches are neither padded nor packed. Inside torch.compile
+            transformers cannot read position ids and makes a mask of every batch as if it were
+            packed; with this promise it makes none.
+
+    Returns:
+        `name`.
+
+    Raises:
+        MissingDependencyError: transformers (4.56 or newer) is not installed.
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        raise MissingDependencyError(
+            "register_attention needs transformers 4.56 or newer: pip install 'transformers>=4.56'"
+        ) from error
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, _no_mask if plain_batches else attention_mask)
+    return name
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it.
+
+    Args:
+        module: the calling layer; `module.is_causal` counts where `is_causal` is None.
+        query: [batch, heads, seq_len_q, head_dim], read as it lies.
+        key, value: [batch, kv_heads, seq_len_kv, head_dim].
+        attention_mask: what :func:`attention_mask` made: None, or bool, True is visible, that holds
+            causality and window too. Masks of numbers are added to the scores.
+        dropout: must be 0.
+        sliding_window: keys that a query sees, itself included.
+        s_aux: [heads], sinks.
+
+    Returns:
+        `(out, None)`, out [batch, seq_len_q, heads, head_dim].
+
+    Raises:
+        ConfigError: dropout, or a bias of positions that requires grad.
+    """
+    if dropout:
+        raise ConfigError(
+            f"cukit's attention has no dropout, got {dropout}; set attention_dropout=0.0 in the "
+            "model's config"
+        )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    options: dict[str, Any] = {"softcap": softcap, "scale": scaling}
+    if sliding_window is None:
+        sliding_window = getattr(module, "sliding_window", None)
+    bias = position_bias
+    if attention_mask is None:
+        options["causal"] = bool(is_causal)
+        if sliding_window is not None:
+            left = sliding_window - 1
+            options["window_size"] = (left, 0 if is_causal else left)
+    else:
+        seq_len_kv = key.shape[2]
+        attention_mask = attention_mask[..., :seq_len_kv]
+        if attention_mask.dtype == torch.bool:
+            options["mask"] = attention_mask
+        else:
+            bias = attention_mask if bias is None else attention_mask + bias
+    if bias is not None:
+        options["bias"] = bias.to(query.dtype)
+    if s_aux is not None:
+        options["sinks"] = s_aux.to(
+            torch.float64 if query.dtype == torch.float64 else torch.float32
+        )
+    out = functional.flash_attention(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **options
+    )
+    return out, None
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask that :func:`attention_forward` gets: None where the kernel's options say it all.
+
+    They do for a causal or windowed mask of which the last query lies opposite the last key. The
+    arguments are those of transformers' mask functions.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    config = kwargs.get("config")
+    own_window = local_size is None or (
+        local_size == getattr(config, "sliding_window", None)
+        and getattr(config, "attention_chunk_size", None) is None
+    )
+    if own_window and _nothing_padded(attention_mask):
+        ends_meet = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+        if allow_is_causal_skip and ends_meet:
+            return None
+        if allow_is_bidirectional_skip and local_size is None:
+            return None
+    mask: Tensor | None = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        **kwargs,
+    )
+    return mask
+
+
+def _nothing_padded(mask: Tensor | None) -> bool:
+    """Reads the mask, as transformers does for its own implementations, unless it is traced."""
+    if mask is None:
+        return True
+    if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return bool(mask.all())
+
+
+def _no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ConfigError("plain_batches: a mask was given, but batches were promised to have none")

@@ -1,0 +1,229 @@
+// The divergence of two attention distributions, row by row, as tiles of both models' scores come.
+//
+//   e = exp2(x - top), x = a t, u = b s   (t, s: products of teacher and student; a, b: scale log2(e) / T)
+//   cross_t += e t     cross_s += e s     sum_t += e     sum_s += exp2(u - top_s)
+//   KL / ln 2 = (a cross_t - b cross_s) / sum_t - lse_t + lse_s,   lse = top + log2(sum)
+//
+// Where a model's lse is known it takes the place of `top`, and the student needs no exponential. With
+// the teacher's, KL / ln 2 = a cross_t - b cross_s - sum_t (lse_t - lse_s) + (1 - sum_t) log2(e), which
+// an error of lse_t changes in second order only.
+// PRECISE, with both lse: the sum of p (expm1(-d) + d), d = ln p - ln q. No term is negative and none
+// cancels another: its relative error is that of float32 however small the divergence.
+//
+// Hidden scores are kHidden, not -infinity: x - u is then finite, and e of them is 0.
+// A lane has two rows, row `row` and row + 8: element 4 n + 2 half + i of its scores is in row half. Sums
+// are over the lane's columns; tile by tile, for a smaller error of long rows.
+//
+// Macros: KNOWN_T, KNOWN_S 0|1 the lse of teacher and student is given; PRECISE 0|1, then both are.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/softmax/online_softmax.cuh"
+#include "common/types.cuh"
+
+namespace cukit {
+
+static_assert(!PRECISE || (KNOWN_T && KNOWN_S), "precise terms need both probabilities");
+
+constexpr float kHidden = -1e30f;
+constexpr float kNoScore = -1e29f;  // a maximum before the first visible key
+
+// What hide_keys has hidden, in finite numbers. NaN stays.
+template <int N>
+CUKIT_DEVICE void make_finite(float (&scores)[N]) {
+#pragma unroll
+  for (int e = 0; e < N; ++e) {
+    if (scores[e] == -infinity()) scores[e] = kHidden;
+  }
+}
+
+// Where rows are read and written: [batch, heads, seq_q]; VARLEN: [heads, total_q].
+struct KlRowArrays {
+  const float* known_t;  // KNOWN_T, natural logarithm
+  const float* known_s;  // KNOWN_S
+  float* kl;             // or null
+  float* lse_t;          // or null
+  float* lse_s;          // or null
+};
+
+class KlRows {
+ public:
+  // `first`: index of the lane's first row; rows from `rows_left` on do not exist.
+  CUKIT_DEVICE KlRows(const KlRowArrays& arrays, long long first, int rows_left, float scale_t,
+                      float scale_s)
+      : scale_t_(scale_t), scale_s_(scale_s) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool exists = 8 * half < rows_left;
+      teacher_.max[half] = start<KNOWN_T>(arrays.known_t + first + 8 * half, exists);
+      student_.max[half] = start<KNOWN_S>(arrays.known_s + first + 8 * half, exists);
+      teacher_.sum[half] = student_.sum[half] = cross_t_[half] = cross_s_[half] = 0.0f;
+    }
+  }
+
+  // The teacher's products become weights e.
+  template <int N>
+  CUKIT_DEVICE void teach(float (&t)[N]) {
+    if constexpr (!KNOWN_T) {
+      float shrink[2];
+      if (renew_maxima(teacher_, shrink, t, scale_t_)) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          cross_t_[half] *= shrink[half];
+          cross_s_[half] *= shrink[half];
+        }
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float shift = KNOWN_T ? -teacher_.max[half] : -teacher_.max[half] * scale_t_;
+      float sum[2] = {}, cross[2] = {};
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& own = t[4 * n + 2 * half + i];
+          const float e = exp2f(fmaf(own, scale_t_, shift));
+          sum[i] += e;
+          cross[i] = fmaf(e, own, cross[i]);
+          own = e;
+        }
+      teacher_.sum[half] += sum[0] + sum[1];
+      cross_t_[half] += cross[0] + cross[1];
+    }
+  }
+
+  // The student's products meet the weights. Afterwards the weights are no longer needed.
+  template <int N>
+  CUKIT_DEVICE void meet(const float (&e)[N], const float (&s)[N]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float cross[2] = {};
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int at = 4 * n + 2 * half + i;
+          cross[i] = fmaf(e[at], s[at], cross[i]);
+        }
+      cross_s_[half] += cross[0] + cross[1];
+    }
+  }
+
+  // The sum of the student's exponentials.
+  template <int N>
+  CUKIT_DEVICE void learn(const float (&s)[N]) {
+    if constexpr (!KNOWN_S) {
+      float shrink[2];
+      renew_maxima(student_, shrink, s, scale_s_);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float shift = -student_.max[half] * scale_s_;
+        float sum[2] = {};
+#pragma unroll
+        for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            sum[i] += exp2f(fmaf(s[4 * n + 2 * half + i], scale_s_, shift));
+          }
+        student_.sum[half] += sum[0] + sum[1];
+      }
+    }
+  }
+
+  // PRECISE: in place of the three above.
+  template <int N>
+  CUKIT_DEVICE void compare(const float (&t)[N], const float (&s)[N]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum[2] = {};
+#pragma unroll
+      for (int n = 0; n < N / 4; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int at = 4 * n + 2 * half + i;
+          sum[i] += precise_term(fmaf(t[at], scale_t_, -teacher_.max[half]),
+                                 fmaf(s[at], scale_s_, -student_.max[half]));
+        }
+      cross_t_[half] += sum[0] + sum[1];
+    }
+  }
+
+  // One tile, all at once.
+  template <int N>
+  CUKIT_DEVICE void add(float (&t)[N], const float (&s)[N]) {
+    if constexpr (PRECISE) {
+      compare(t, s);
+    } else {
+      teach(t);
+      meet(t, s);
+      learn(s);
+    }
+  }
+
+  // Sums over the quads of lanes and writes; `first`, `rows_left` as in the constructor.
+  CUKIT_DEVICE void finish(const KlRowArrays& arrays, long long first, int rows_left) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum_t = quad_sum(teacher_.sum[half]), sum_s = quad_sum(student_.sum[half]);
+      const float cross_t = quad_sum(cross_t_[half]), cross_s = quad_sum(cross_s_[half]);
+      const float lse_t = end<KNOWN_T>(teacher_.max[half], sum_t, scale_t_);
+      const float lse_s = end<KNOWN_S>(student_.max[half], sum_s, scale_s_);
+      float kl;
+      if constexpr (PRECISE) {
+        kl = cross_t;
+      } else {
+        const float cross = cross_t * scale_t_ - cross_s * scale_s_;
+        const float value = KNOWN_T ? cross - sum_t * (lse_t - lse_s) + (1.0f - sum_t) * kLog2E
+                                    : cross / sum_t - (lse_t - lse_s);
+        kl = value * kLn2;
+      }
+      // A row without keys; rounding errors of a divergence near 0. NaN stays.
+      const bool dead = KNOWN_T ? lse_t == infinity() : sum_t == 0.0f;
+      if (dead || kl < 0.0f) kl = 0.0f;
+      if (threadIdx.x % 4 != 0 || 8 * half >= rows_left) continue;
+      const long long row = first + 8 * half;
+      if (arrays.kl != nullptr) arrays.kl[row] = kl;
+      if (!KNOWN_T && arrays.lse_t != nullptr) {
+        arrays.lse_t[row] = dead ? -infinity() : lse_t * kLn2;
+      }
+      if (!KNOWN_S && arrays.lse_s != nullptr) {
+        arrays.lse_s[row] = sum_s == 0.0f ? -infinity() : lse_s * kLn2;
+      }
+    }
+  }
+
+ private:
+  // A known lse in powers of two, +infinity for a row without keys; else a maximum to begin with.
+  template <bool Known>
+  CUKIT_DEVICE static float start(const float* lse, bool exists) {
+    if constexpr (!Known) return kNoScore;
+    const float known = exists ? *lse : -infinity();
+    return known == -infinity() ? infinity() : known * kLog2E;
+  }
+
+  template <bool Known>
+  CUKIT_DEVICE static float end(float max, float sum, float scale) {
+    return Known ? max : fmaf(max, scale, log2f(sum));
+  }
+
+  // p (expm1(-d) + d) of log2 p and log2 q.
+  CUKIT_DEVICE static float precise_term(float x, float u) {
+    const float p = exp2f(x), q = exp2f(u), d = (x - u) * kLn2;
+    const float series =
+        d * d *
+        fmaf(d, fmaf(d, fmaf(d, fmaf(d, 1.0f / 720, -1.0f / 120), 1.0f / 24), -1.0f / 6), 0.5f);
+    return fabsf(d) < 0.25f ? p * series : fmaf(p, d, q - p);
+  }
+
+  CUKIT_DEVICE static float quad_sum(float value) {
+    value += __shfl_xor_sync(kFullMask, value, 1);
+    return value + __shfl_xor_sync(kFullMask, value, 2);
+  }
+
+  SoftmaxRows teacher_, student_;  // max: the known lse in powers of two, if there is one
+  float cross_t_[2], cross_s_[2];
+  float scale_t_, scale_s_;
+};
+
+}  // namespace cukit

@@ -1,0 +1,304 @@
+// The tokens of a row down to a rank or to a part of the row's weight, without sorting the row.
+//
+// Tokens are counted, or weighed, in bins: by their distance from the largest logit first, then by the digits
+// of their rank, the bits of the logit and of the token. Every round the bin that the limit lies in takes the
+// place of the row. Once it holds at most kMost tokens, block 0 collects and sorts them.
+#pragma once
+
+#include "common/platform.cuh"
+#include "sampling/row.cuh"
+#include "sampling/team.cuh"
+#include "sampling/weight.cuh"
+
+namespace cukit {
+
+constexpr int kBins = 2048;
+constexpr int kMost = 1024;          // tokens that block 0 can sort
+constexpr int kBinsPerOctaveLog2 = 5;
+constexpr float kBinsPerNat = 46.166241308446828f;  // as many for counts at temperature 1
+constexpr int kLowBits = 12;
+static_assert(((kScale + 1) << kBinsPerOctaveLog2) < kBins, "a bin for every weight");
+static_assert(kMost % THREADS == 0, "entries of a thread");
+
+// Shared memory of a block; what is said of `bins` holds between rounds.
+struct Workspace {
+  Team::Shared team;
+  unsigned bins[2][kBins];  // zero. Counts; or low and high parts of sums of significands
+  uint64 list[kMost];       // ranks, in block 0
+  uint64 scans[kWarps];
+  unsigned cursor;          // zero
+};
+constexpr int kWorkspaceBytes = 26 * 1024;
+static_assert(sizeof(Workspace) <= kWorkspaceBytes, "as cukit/sampling/plan.py has it");
+
+// The last token that is kept.
+struct Cut {
+  float logit = -infinity();
+  int token = 0x7fffffff;
+
+  CUKIT_DEVICE bool keeps(float x, int column) const {
+    return x > logit || (x == logit && column <= token);
+  }
+};
+
+enum class By { Count, Weight };
+
+// A block's sum of the threads before this one, and of all. Barriers before and after.
+CUKIT_DEVICE uint64 block_scan(uint64 value, uint64& total, uint64* scratch) {
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const uint64 upto = warp_scan(value);
+  __syncthreads();
+  if (lane == kWarpSize - 1) scratch[warp] = upto;
+  __syncthreads();
+  const uint64 other = lane < kWarps ? scratch[lane] : 0;
+  total = warp_sum(other);
+  return warp_sum(lane < warp ? other : 0) + upto - value;
+}
+
+// Sorts the first `count` of a block's entries, the least first. All threads; barriers before and after.
+CUKIT_DEVICE void sort_list(uint64* list, int count) {
+  int size = 2;
+  while (size < count) size *= 2;
+  for (int i = count + threadIdx.x; i < size; i += THREADS) list[i] = kNoRank;
+  __syncthreads();
+  for (int run = 2; run <= size; run *= 2) {
+    for (int stride = run / 2; stride > 0; stride /= 2) {
+      for (int pair = threadIdx.x; pair < size / 2; pair += THREADS) {
+        const int low = pair / stride * stride * 2 + pair % stride;
+        const uint64 a = list[low], b = list[low + stride];
+        if ((a > b) == ((low & run) == 0)) {
+          list[low] = b;
+          list[low + stride] = a;
+        }
+      }
+      __syncthreads();
+    }
+  }
+}
+
+class Selection {
+ public:
+  CUKIT_DEVICE Selection(Team& team, const Row& row, Workspace& space, float largest, float slope)
+      : team_(team), row_(row), space_(space), largest_(largest), slope_(slope) {}
+
+  CUKIT_DEVICE Scaled scaled(float x) const { return Scaled(largest_ - x, slope_); }
+
+  // Collects the `want` first tokens in block 0's list, and others behind them; returns how many there
+  // would be. `own` is the key of this thread's largest logit, `total` the sum of all weights if wanted.
+  CUKIT_DEVICE int collect_best(int want, unsigned own, bool weigh, uint64& total) {
+    // `want` of the threads' largest logits are above a bin's lower end, so as many tokens are.
+    atomicAdd(&space_.bins[0][count_bin(largest_ - logit_of(own))], 1u);
+    const Found found = find<By::Count>(static_cast<uint64>(want), 0.0f, -1);
+    const bool all = found.bin == kBins - 1;
+    const float limit = static_cast<float>(found.bin + 1);
+    uint64 weights = 0;
+    const auto inside = [&](float x, int) {
+      if (weigh) weights += scaled(x).weight();
+      return all || (largest_ - x) * kBinsPerNat < limit;
+    };
+    const unsigned mine = append(inside);
+    const Team::Sum sum = team_.sum(weights, mine);
+    if (team_.leads() && threadIdx.x == 0) space_.cursor = 0;
+    total = sum.total;
+    return static_cast<int>(sum.count);
+  }
+
+  // Collects the tokens down to `cut`; at most kMost.
+  CUKIT_DEVICE int collect(const Cut& cut) {
+    const unsigned mine = append([&](float x, int column) { return cut.keeps(x, column); });
+    const Team::Sum sum = team_.sum(0, mine);
+    if (team_.leads() && threadIdx.x == 0) space_.cursor = 0;
+    return static_cast<int>(sum.count);
+  }
+
+  // By::Count: the cut behind `rank` tokens. By::Weight: the cut behind the fewest tokens that weigh at
+  // least `part` of all that `within` keeps.
+  template <By by>
+  CUKIT_DEVICE Cut cut(int rank, float part, const Cut& within) {
+    uint64 target = rank;
+    uint64 prefix = 0;     // of the ranks that are left
+    int prefix_shift = kRankBits;
+    unsigned bin = 0;      // of the first round
+#pragma unroll 1
+    for (int round = 0;; ++round) {
+      const int shift = prefix_shift - digit_bits(round);
+      const auto digit = [&](float x, int column, const Scaled& weight) {
+        if (round == 0) return bin_of<by>(x, weight);
+        return static_cast<unsigned>(packed_rank(x, column) >> shift) &
+               ((1u << digit_bits(round)) - 1);
+      };
+      const auto member = [&](float x, int column, const Scaled& weight) {
+        if (column >= row_.columns() || !within.keeps(x, column)) return false;
+        if (by == By::Weight && weight.weight() == 0) return false;
+        if (round == 0) return true;
+        return bin_of<by>(x, weight) == bin && packed_rank(x, column) >> prefix_shift == prefix;
+      };
+      row_.each([&](float x, int column) {
+        const Scaled weight = scaled(x);
+        if (!member(x, column, weight)) return;
+        const unsigned at = digit(x, column, weight);
+        if constexpr (by == By::Count) {
+          atomicAdd(&space_.bins[0][at], 1u);
+        } else {
+          const unsigned units = weight.units();
+          atomicAdd(&space_.bins[0][at], units & ((1u << kLowBits) - 1));
+          atomicAdd(&space_.bins[1][at], units >> kLowBits);
+        }
+      });
+      const int octave = round == 0 ? -1 : static_cast<int>(bin) >> kBinsPerOctaveLog2;
+      const Found found = find<by>(target, round == 0 ? part : -1.0f, octave);
+      target = found.target;
+      const auto chosen = [&](float x, int column) {
+        const Scaled weight = scaled(x);
+        return member(x, column, weight) && digit(x, column, weight) == found.bin;
+      };
+      const unsigned mine = append(chosen);
+      const Team::Sum sum = team_.sum(0, mine);
+      if (team_.leads() && threadIdx.x == 0) space_.cursor = 0;
+      if (sum.count <= kMost) return last_of<by>(static_cast<int>(sum.count), target);
+      if (round == 0) {
+        bin = found.bin;
+      } else {
+        prefix = prefix << digit_bits(round) | found.bin;
+        prefix_shift = shift;
+      }
+    }
+  }
+
+ private:
+  static constexpr int kRankBits = 32 + kVocabularyBits;
+
+  struct Found {
+    unsigned bin;
+    uint64 target;  // what is left of it within the bin
+  };
+
+  // Of the rank's digits, the highest first: 11, 11 and 10 bits of the logit, 10 and 10 of the token.
+  CUKIT_DEVICE static int digit_bits(int round) { return round == 0 ? 0 : round < 3 ? 11 : 10; }
+
+  CUKIT_DEVICE static uint64 packed_rank(float x, int column) {
+    return static_cast<uint64>(descending_key(x)) << kVocabularyBits | static_cast<unsigned>(column);
+  }
+
+  CUKIT_DEVICE static unsigned count_bin(float d) {
+    return static_cast<unsigned>(fminf(d * kBinsPerNat, kBins - 1));
+  }
+
+  template <By by>
+  CUKIT_DEVICE unsigned bin_of(float x, const Scaled& weight) const {
+    if constexpr (by == By::Count) return count_bin(largest_ - x);
+    return weight.below_one >> (kOctaveShift - kBinsPerOctaveLog2);
+  }
+
+  // Appends this thread's tokens for which `inside` holds to block 0's list; returns how many.
+  template <typename Inside>
+  CUKIT_DEVICE unsigned append(const Inside& inside) {
+    unsigned mine = 0;
+    row_.each([&](float x, int column) {
+      if (!inside(x, column) || column >= row_.columns()) return;
+      ++mine;
+      const unsigned at = team_.add_to_leader(&space_.cursor, 1);
+      if (at < kMost) team_.store_to_leader(&space_.list[at], rank_of(x, column));
+    });
+    return mine;
+  }
+
+  // Adds the blocks' bins up and finds the one in which their sum reaches `target`, or, where `part` is
+  // not negative and they are weights, that part of the whole; the last bin where it does not. Leaves
+  // the bins zero. octave: of all weights; -1: the bins have their own.
+  template <By by>
+  CUKIT_DEVICE Found find(uint64 target, float part, int octave) {
+    constexpr int kKinds = by == By::Count ? 1 : 2;
+    constexpr int kPer = kBins / THREADS;
+    __syncthreads();
+    if (!team_.leads()) {
+#pragma unroll
+      for (int kind = 0; kind < kKinds; ++kind) {
+        for (int b = threadIdx.x; b < kBins; b += THREADS) {
+          const unsigned value = space_.bins[kind][b];
+          if (value != 0) {
+            team_.add_to_leader(&space_.bins[kind][b], value);
+            space_.bins[kind][b] = 0;
+          }
+        }
+      }
+    }
+    team_.sync();
+    bool speaks = false;
+    unsigned message[kMessage] = {kBins - 1, 0, 0, 0};
+    if (team_.leads()) {
+      uint64 own[kPer], sum = 0;
+#pragma unroll
+      for (int j = 0; j < kPer; ++j) {
+        const int b = threadIdx.x * kPer + j;
+        own[j] = space_.bins[0][b];
+        space_.bins[0][b] = 0;
+        if constexpr (by == By::Weight) {
+          own[j] += static_cast<uint64>(space_.bins[1][b]) << kLowBits;
+          space_.bins[1][b] = 0;
+          own[j] <<= Scaled::shift(octave < 0 ? b >> kBinsPerOctaveLog2 : octave);
+        }
+        sum += own[j];
+      }
+      uint64 total;
+      uint64 before = block_scan(sum, total, space_.scans);
+      if (by == By::Weight && part >= 0.0f) target = part_of(total, part);
+      speaks = total < target ? threadIdx.x == 0 : before < target && target <= before + sum;
+      if (speaks && total >= target) {
+#pragma unroll
+        for (int j = 0; j < kPer; ++j) {
+          if (before < target && target <= before + own[j]) {
+            message[0] = threadIdx.x * kPer + j;
+            message[1] = static_cast<unsigned>(target - before);
+            message[2] = static_cast<unsigned>((target - before) >> 32);
+          }
+          before += own[j];
+        }
+      }
+    }
+    team_.broadcast(message, speaks);
+    return {message[0], static_cast<uint64>(message[2]) << 32 | message[1]};
+  }
+
+  // The token of the list's first `count`, in order, with which their sum reaches `target`.
+  template <By by>
+  CUKIT_DEVICE Cut last_of(int count, uint64 target) {
+    bool speaks = false;
+    unsigned message[kMessage] = {};
+    if (team_.leads()) {
+      sort_list(space_.list, count);
+      constexpr int kPer = kMost / THREADS;
+      uint64 own[kPer], sum = 0;
+#pragma unroll
+      for (int j = 0; j < kPer; ++j) {
+        const int at = threadIdx.x * kPer + j;
+        own[j] = at >= count ? 0
+                 : by == By::Count
+                     ? 1
+                     : scaled(logit_of(static_cast<unsigned>(space_.list[at] >> 32))).weight();
+        sum += own[j];
+      }
+      uint64 total;
+      uint64 before = block_scan(sum, total, space_.scans);
+#pragma unroll
+      for (int j = 0; j < kPer; ++j) {
+        if (before < target && target <= before + own[j]) {
+          const uint64 rank = space_.list[threadIdx.x * kPer + j];
+          speaks = true;
+          message[0] = static_cast<unsigned>(rank >> 32);
+          message[1] = static_cast<unsigned>(rank);
+        }
+        before += own[j];
+      }
+    }
+    team_.broadcast(message, speaks);
+    return {logit_of(message[0]), static_cast<int>(message[1])};
+  }
+
+  Team& team_;
+  const Row& row_;
+  Workspace& space_;
+  float largest_, slope_;
+};
+
+}  // namespace cukit

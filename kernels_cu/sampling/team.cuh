@@ -1,0 +1,184 @@
+// The blocks that work on one row: a cluster, or a single block.
+//
+// Results are pushed into the others' shared memory. Slots alternate: a block that writes the slots of an
+// exchange has passed the barrier of the one before, so that everyone has read those of the one before
+// that.
+//
+// Macros: THREADS; CLUSTER 1|2|4|8 (above 1: sm_90).
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/cluster.cuh"
+#include "common/reduce.cuh"
+
+namespace cukit {
+
+using uint64 = unsigned long long;
+
+constexpr int kWarps = THREADS / kWarpSize;
+constexpr int kMessage = 4;  // words
+
+template <typename T, typename Op>
+CUKIT_DEVICE T warp_all(T value, const Op& combine) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    value = combine(value, __shfl_xor_sync(kFullMask, value, offset));
+  }
+  return value;
+}
+
+CUKIT_DEVICE uint64 warp_sum(uint64 value) {
+  return warp_all(value, [](uint64 a, uint64 b) { return a + b; });
+}
+
+// Sum over the lanes up to and including this one.
+CUKIT_DEVICE uint64 warp_scan(uint64 value) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const uint64 other = __shfl_up_sync(kFullMask, value, distance);
+    if (lane >= distance) value += other;
+  }
+  return value;
+}
+
+class Team {
+ public:
+  struct Shared {
+    unsigned slots[2][CLUSTER][kMessage];
+    uint64 warps[2][kWarps];
+    unsigned counts[2][kWarps];
+  };
+
+  struct Sum {
+    uint64 total;   // over the row
+    uint64 before;  // over the warps before this one, those of the blocks before included
+    unsigned count;
+  };
+
+  // Others may write here from now on: what they write to has to be initialised before.
+  CUKIT_DEVICE Team(Shared& shared) : shared_(shared) {
+    rank_ = CLUSTER > 1 ? cluster_rank() : 0;
+    if constexpr (CLUSTER > 1) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  CUKIT_DEVICE int rank() const { return rank_; }
+  CUKIT_DEVICE bool leads() const { return rank_ == 0; }
+
+  // A barrier over the threads of the row.
+  CUKIT_DEVICE void sync() const {
+    if constexpr (CLUSTER > 1) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
+  }
+
+  // Sums over the row of a 64-bit value and a count, for every thread.
+  CUKIT_DEVICE Sum sum(uint64 value, unsigned count = 0) {
+    turn_ ^= 1;
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    const uint64 of_warp = warp_sum(value);
+    const unsigned count_of_warp = __reduce_add_sync(kFullMask, count);
+    if (lane == 0) {
+      shared_.warps[turn_][warp] = of_warp;
+      shared_.counts[turn_][warp] = count_of_warp;
+    }
+    __syncthreads();
+    const uint64 other = lane < kWarps ? shared_.warps[turn_][lane] : 0;
+    Sum sum;
+    sum.total = warp_sum(other);
+    sum.before = warp_sum(lane < warp ? other : 0);
+    sum.count = __reduce_add_sync(kFullMask, lane < kWarps ? shared_.counts[turn_][lane] : 0u);
+    if constexpr (CLUSTER > 1) {
+      const unsigned message[kMessage] = {static_cast<unsigned>(sum.total),
+                                          static_cast<unsigned>(sum.total >> 32), sum.count, 0};
+      if (threadIdx.x < CLUSTER) push(message, threadIdx.x, rank_);
+      sync();
+      sum.total = sum.count = 0;
+#pragma unroll
+      for (int i = 0; i < CLUSTER; ++i) {
+        const unsigned* slot = shared_.slots[turn_][i];
+        const uint64 part = static_cast<uint64>(slot[1]) << 32 | slot[0];
+        sum.total += part;
+        if (i < rank_) sum.before += part;
+        sum.count += slot[2];
+      }
+    }
+    return sum;
+  }
+
+  // The least over the row, for every thread.
+  CUKIT_DEVICE unsigned least(unsigned value) {
+    turn_ ^= 1;
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    value = __reduce_min_sync(kFullMask, value);
+    if (lane == 0) shared_.counts[turn_][warp] = value;
+    __syncthreads();
+    value = __reduce_min_sync(kFullMask, lane < kWarps ? shared_.counts[turn_][lane] : ~0u);
+    if constexpr (CLUSTER > 1) {
+      const unsigned message[kMessage] = {value, 0, 0, 0};
+      if (threadIdx.x < CLUSTER) push(message, threadIdx.x, rank_);
+      sync();
+#pragma unroll
+      for (int i = 0; i < CLUSTER; ++i) value = min(value, shared_.slots[turn_][i][0]);
+    }
+    return value;
+  }
+
+  // Every thread gets the message of one thread of block 0, the one where `speaks`.
+  CUKIT_DEVICE void broadcast(unsigned (&message)[kMessage], bool speaks) {
+    turn_ ^= 1;
+    if (speaks) {
+#pragma unroll
+      for (int i = 0; i < CLUSTER; ++i) push(message, i, 0);
+    }
+    sync();
+#pragma unroll
+    for (int w = 0; w < kMessage; ++w) message[w] = shared_.slots[turn_][0][w];
+  }
+
+  // atomicAdd on the place that a counter has in block 0.
+  CUKIT_DEVICE unsigned add_to_leader(unsigned* counter, unsigned value) const {
+    if constexpr (CLUSTER > 1) {
+      return fetch_add_remote(counter, 0, value);
+    } else {
+      return atomicAdd(counter, value);
+    }
+  }
+
+  CUKIT_DEVICE void store_to_leader(uint64* to, uint64 value) const {
+    if constexpr (CLUSTER > 1) {
+      float* words = reinterpret_cast<float*>(to);
+      store_remote(words, 0, __uint_as_float(static_cast<unsigned>(value)));
+      store_remote(words + 1, 0, __uint_as_float(static_cast<unsigned>(value >> 32)));
+    } else {
+      *to = value;
+    }
+  }
+
+ private:
+  CUKIT_DEVICE void push(const unsigned (&message)[kMessage], int to, int slot) {
+#pragma unroll
+    for (int w = 0; w < kMessage; ++w) {
+      unsigned* place = &shared_.slots[turn_][slot][w];
+      if constexpr (CLUSTER > 1) {
+        store_remote(reinterpret_cast<float*>(place), to, __uint_as_float(message[w]));
+      } else {
+        *place = message[w];
+      }
+    }
+  }
+
+  Shared& shared_;
+  int rank_;
+  int turn_ = 0;
+};
+
+}  // namespace cukit

@@ -1,0 +1,303 @@
+// Gated linear recurrence, chunk by chunk on tensor cores.
+//
+//   h_t = exp(l_t) h_{t-1} + b_t x_t^T      y_t = h_t^T c_t      l_t <= 0, one for each head
+//
+// With s_i the sum of a chunk's decays l up to token i, and h the state before the chunk:
+//   y_i = exp(s_i) h^T c_i + sum_{j <= i} exp(s_i - s_j) (c_i . b_j) x_j
+//   h'  = exp(s_last) h + sum_j exp(s_last - s_j) b_j x_j^T
+// Only differences of s are exponentiated, none of them positive. l below -104 counts as -104, whose
+// exponential is 0 in float: s keeps its digits.
+// Papers: Dao and Gu, arXiv:2405.21060 (the chunked form); Yang et al., arXiv:2312.06635.
+//
+// Mapping: grid (segment, column tile, sequence * num_heads + head); a block of four warps takes the chunks of 64
+//   tokens of its segment in turn. Warp w computes rows 16 w to 16 w + 15 of the chunk's outputs, and
+//   STATE_TILE / 4 rows of the state, which stays in its registers as floats. A state is rounded to the
+//   inputs' type where outputs are read from it, and so are decayed scores and keys.
+//   With STATES 1 no outputs: the state behind each segment (the grid leaves out the last), from zero, of
+//   which join_segments.cu makes initial states.
+// Shared memory: 2 stages x (64 x STATE_TILE keys, as many queries without STATES, 64 x 64 values) of 2 bytes,
+//   STATE_TILE x 64 x 2 bytes of state without STATES, dynamic; 4 x 64 floats static.
+// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1; PADDED 0|1: state_dim or
+//   head_dim is no multiple of its tile (both are of 8); THREADS 128. Minimum architecture: sm_80. Accumulates
+//   in float; deterministic.
+// Reference: cukit/reference/sequence.py, gated_scan.
+#include "common/platform.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/tile.cuh"
+#include "common/types.cuh"
+#include "sequence/parameters.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+using cukit::kWarpSize;
+
+constexpr int kChunk = 64;
+constexpr int kColumns = 64;  // of values, a block
+constexpr int kWarps = THREADS / kWarpSize;
+constexpr int kStateRows = STATE_TILE / kWarps;
+constexpr int kStateTiles = kStateRows / 16;
+constexpr int kColumnTiles = kColumns / 8;
+constexpr int kKeyBytes = kChunk * STATE_TILE * 2;
+constexpr int kValueBytes = kChunk * kColumns * 2;
+constexpr int kQueryBytes = STATES ? 0 : kKeyBytes;
+constexpr int kStageBytes = kKeyBytes + kQueryBytes + kValueBytes;
+constexpr float kLeastDecay = -104.0f;
+static_assert(kChunk == 16 * kWarps, "a warp has sixteen rows of a chunk");
+
+// Sums of the decays of a chunk, for one warp.
+struct Decays {
+  float* upto;  // [kChunk], log2
+
+  // Lane l brings the decays of tokens 2 l and 2 l + 1.
+  CUKIT_DEVICE void scan(const float (&own)[2]) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const float pair = own[0] + own[1];
+    float sum = pair;
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const float other = __shfl_up_sync(cukit::kFullMask, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    __syncwarp();
+    upto[2 * lane] = sum - own[1];
+    upto[2 * lane + 1] = sum;
+    __syncwarp();
+  }
+
+  CUKIT_DEVICE float last() const { return upto[kChunk - 1]; }
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) gated_scan(
+    const T* __restrict__ x,              // [tokens, num_heads, head_dim]
+    const T* __restrict__ b,              // [tokens, num_groups, state_dim]
+    const T* __restrict__ c,              // [tokens, num_groups, state_dim], without STATES
+    const float* __restrict__ log_decay,  // [tokens, num_heads]
+    const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
+    const float* __restrict__ initial,    // [num_sequences, segments, num_heads, state_dim, head_dim] or null
+    T* __restrict__ y,                    // [tokens, num_heads, head_dim], without STATES
+    float* __restrict__ states,           // like initial with STATES, else without segments
+    float* __restrict__ total_decay,      // [num_sequences, segments, num_heads], log2, with STATES
+    const __grid_constant__ cukit::ScanParameters p) {
+  CUKIT_DYNAMIC_SHARED(unsigned char, memory);
+  __shared__ float decays[kWarps][kChunk];
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int segment = static_cast<int>(blockIdx.x);
+  const int column = static_cast<int>(blockIdx.y) * kColumns;
+  const int sequence = static_cast<int>(blockIdx.z) / p.num_heads;
+  const int head = static_cast<int>(blockIdx.z) % p.num_heads;
+  const int group = head / (p.num_heads / p.num_groups);
+
+  const long long begin = cu_seqlens == nullptr ? static_cast<long long>(sequence) * p.seq_len
+                                                : cu_seqlens[sequence];
+  const int length = cu_seqlens == nullptr ? p.seq_len : cu_seqlens[sequence + 1] - cu_seqlens[sequence];
+  const int chunks = (length + kChunk - 1) / kChunk;
+  const int share = (chunks + p.segments - 1) / p.segments;
+  const int first = min(segment * share, chunks), end = min(first + share, chunks);
+
+  const long long value_stride = static_cast<long long>(p.num_heads) * p.head_dim;
+  const long long key_stride = static_cast<long long>(p.num_groups) * p.state_dim;
+  x += begin * value_stride + head * p.head_dim + column;
+  b += begin * key_stride + group * p.state_dim;
+  c += begin * key_stride + group * p.state_dim;
+  log_decay += begin * p.num_heads + head;
+  const int columns = min(p.head_dim - column, kColumns);
+
+  const unsigned base = cukit::shared_address(memory);
+  unsigned char* state_tile = memory + 2 * kStageBytes;
+  using Keys = cukit::TileCopy<kChunk, STATE_TILE, THREADS, PADDED>;
+  using Values = cukit::TileCopy<kChunk, kColumns, THREADS, PADDED>;
+  const auto start = [&](int chunk, int stage) {
+    const int token = chunk * kChunk;
+    const int rows = length - token;
+    const unsigned at = base + stage * kStageBytes;
+    Keys::start(at, b + token * key_stride, key_stride, rows, p.state_dim);
+    Values::start(at + kKeyBytes, x + token * value_stride, value_stride, rows, columns);
+    if constexpr (!STATES) {
+      Keys::start(at + kKeyBytes + kValueBytes, c + token * key_stride, key_stride, rows, p.state_dim);
+    }
+  };
+  const auto read_decays = [&](float (&own)[2], int chunk) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = chunk * kChunk + 2 * lane + i;
+      const float l = token < length ? log_decay[static_cast<long long>(token) * p.num_heads] : 0.0f;
+      const float decay = l != l ? l : fmaxf(fminf(l, 0.0f), kLeastDecay);
+      own[i] = decay * cukit::kLog2E;
+    }
+  };
+
+  float h[kStateTiles][kColumnTiles][4];
+  cukit::clear(h);
+  const int state_row = warp * kStateRows + lane / 4;
+  const int state_column = 2 * (lane % 4);
+  const long long state_size = static_cast<long long>(p.state_dim) * p.head_dim;
+  const auto each_of_state = [&](const auto& body) {
+#pragma unroll
+    for (int m = 0; m < kStateTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = state_row + 16 * m + 8 * (i / 2);
+          const int at = column + 8 * n + state_column + i % 2;
+          if (row < p.state_dim && at < p.head_dim) body(h[m][n][i], row * p.head_dim + at);
+        }
+  };
+  const long long place =
+      (static_cast<long long>(sequence) * p.segments + segment) * p.num_heads + head;
+  if (!STATES && initial != nullptr) {
+    const float* from = initial + place * state_size;
+    each_of_state([&](float& value, int at) { value = from[at]; });
+  }
+  // Rounds the state to where all warps read it.
+  const auto publish = [&] {
+    using State = cukit::Swizzle<kColumns>;
+#pragma unroll
+    for (int m = 0; m < kStateTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          unsigned char* to = state_tile + State::offset(state_row + 16 * m + 8 * half, n);
+          *reinterpret_cast<unsigned*>(to + 2 * state_column) =
+              cukit::pack<T>(h[m][n][2 * half], h[m][n][2 * half + 1]);
+        }
+  };
+
+  const Decays decay{decays[warp]};
+  float own[2], total = 0.0f;
+  if (first < end) {
+    start(first, 0);
+    read_decays(own, first);
+    if constexpr (!STATES) publish();
+  }
+  cukit::cp_async_commit();
+
+#pragma unroll 1
+  for (int chunk = first; chunk < end; ++chunk) {
+    const int stage = (chunk - first) % 2;
+    cukit::cp_async_wait<0>();
+    __syncthreads();
+    if (chunk + 1 < end) start(chunk + 1, stage ^ 1);
+    cukit::cp_async_commit();
+    decay.scan(own);
+    if (chunk + 1 < end) read_decays(own, chunk + 1);
+    const float last = decay.last();
+    total += last;
+
+    const unsigned keys = base + stage * kStageBytes;
+    const unsigned values = keys + kKeyBytes;
+    if constexpr (!STATES) {
+      const cukit::LeftMK<STATE_TILE> queries(values + kValueBytes, 16 * warp, 0);
+      const auto left = [&](unsigned(&r)[4], int, int k) { queries(r, 0, 16 * k); };
+      const float upto[2] = {decay.upto[16 * warp + lane / 4], decay.upto[16 * warp + lane / 4 + 8]};
+
+      float out[1][kColumnTiles][4];
+      cukit::clear(out);
+      const cukit::RightKN<kColumns> state(base + 2 * kStageBytes, 0, 0);
+      cukit::warp_product<T, STATE_TILE / 16>(
+          out, left, [&](unsigned(&r)[4], int n, int k) { state(r, 16 * k, 8 * n); });
+      const float grown[2] = {exp2f(upto[0]), exp2f(upto[1])};
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out[0][n][i] *= grown[i / 2];
+
+      // Sixteen keys at a time; those behind the warp's rows are left out.
+      const cukit::RightNK<STATE_TILE> key_rows(keys, 0, 0);
+      const cukit::RightKN<kColumns> value_rows(values, 0, 0);
+#pragma unroll
+      for (int step = 0; step < kChunk / 16; ++step) {
+        if (step > warp) break;
+        float scores[1][2][4];
+        cukit::clear(scores);
+        cukit::warp_product<T, STATE_TILE / 16>(
+            scores, left, [&](unsigned(&r)[4], int, int k) { key_rows(r, 16 * step, 16 * k); });
+        unsigned packed[4];
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int row = 16 * warp + lane / 4 + 8 * half;
+            float decayed[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const int key = 16 * step + 8 * n + state_column + i;
+              decayed[i] =
+                  key <= row ? scores[0][n][2 * half + i] * exp2f(upto[half] - decay.upto[key]) : 0.0f;
+            }
+            packed[2 * n + half] = cukit::pack<T>(decayed[0], decayed[1]);
+          }
+        cukit::warp_product<T, 1>(
+            out,
+            [&](unsigned(&r)[4], int, int) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) r[i] = packed[i];
+            },
+            [&](unsigned(&r)[4], int n, int) { value_rows(r, 16 * step, 8 * n); });
+      }
+
+      // The warp's queries have been read: their place takes its outputs to whole rows.
+      __syncwarp();
+      unsigned char* staged =
+          memory + stage * kStageBytes + kKeyBytes + kValueBytes + warp * (16 * STATE_TILE * 2);
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          unsigned char* to = staged + cukit::Swizzle<kColumns>::offset(lane / 4 + 8 * half, n);
+          *reinterpret_cast<unsigned*>(to + 2 * state_column) =
+              cukit::pack<T>(out[0][n][2 * half], out[0][n][2 * half + 1]);
+        }
+      __syncwarp();
+      const int token = chunk * kChunk + 16 * warp;
+      T* to = y + (begin + token) * value_stride + head * p.head_dim + column;
+      cukit::store_tile<16, kColumns, kWarpSize, PADDED>(to, value_stride, staged, 0, length - token,
+                                                        columns, lane);
+    }
+
+    const float kept = exp2f(last);
+#pragma unroll
+    for (int m = 0; m < kStateTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) h[m][n][i] *= kept;
+    const cukit::LeftKM<STATE_TILE, kStateRows> key_columns(keys, 0, warp * kStateRows);
+    const cukit::RightKN<kColumns> value_rows(values, 0, 0);
+    cukit::warp_product<T, kChunk / 16>(
+        h,
+        [&](unsigned(&r)[4], int m, int k) {
+          key_columns(r, 16 * k, 16 * m);
+#pragma unroll
+          for (int side = 0; side < 2; ++side) {
+            const int token = 16 * k + 8 * side + state_column;
+            const float left[2] = {exp2f(last - decay.upto[token]), exp2f(last - decay.upto[token + 1])};
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              float pair[2];
+              cukit::unpack<T>(pair, r[2 * side + i]);
+              r[2 * side + i] = cukit::pack<T>(pair[0] * left[0], pair[1] * left[1]);
+            }
+          }
+        },
+        [&](unsigned(&r)[4], int n, int k) { value_rows(r, 16 * k, 8 * n); });
+    if constexpr (!STATES) {
+      __syncthreads();  // all warps have read the state before
+      if (chunk + 1 < end) publish();
+    }
+  }
+
+  if constexpr (STATES) {
+    float* to = states + place * state_size;
+    each_of_state([&](float& value, int at) { to[at] = value; });
+    if (blockIdx.y == 0 && threadIdx.x == 0) total_decay[place] = total;
+  } else if (segment == p.segments - 1) {
+    float* to = states + (static_cast<long long>(sequence) * p.num_heads + head) * state_size;
+    each_of_state([&](float& value, int at) { to[at] = value; });
+  }
+}

@@ -1,0 +1,80 @@
+// One token of each sequence of a gated linear recurrence; the states change in place.
+//
+//   h = exp(l) h + b x^T      y = h^T c
+//
+// Memory-bound: a state is read and written once. Mapping: a block a (sequence, head). A thread has VEC columns of
+// every LANES-th row; partial sums of y meet in shared memory and are added in a fixed order.
+// Shared memory: 4 * (2 * state_dim + THREADS * VEC) bytes, dynamic.
+// Macros: DTYPE float32|float16|bfloat16; VEC 1|2|4, a divisor of head_dim; THREADS. Minimum architecture:
+//   sm_80. Computes in float; deterministic.
+// Reference: cukit/reference/sequence.py, gated_scan_step.
+#include "common/platform.cuh"
+#include "common/types.cuh"
+#include "sequence/parameters.cuh"
+
+using T = cukit::element_t;
+
+extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_step(
+    float* __restrict__ states,           // [batch, num_heads, state_dim, head_dim]
+    const T* __restrict__ x,              // [batch, num_heads, head_dim]
+    const T* __restrict__ b,              // [batch, num_groups, state_dim]
+    const T* __restrict__ c,              // [batch, num_groups, state_dim]
+    const float* __restrict__ log_decay,  // [batch, num_heads]
+    T* __restrict__ y,                    // [batch, num_heads, head_dim]
+    const __grid_constant__ cukit::StepParameters p) {
+  CUKIT_DYNAMIC_SHARED(float, memory);
+  float* keys = memory;
+  float* queries = memory + p.state_dim;
+  float* sums = memory + 2 * p.state_dim;
+  const int thread = static_cast<int>(threadIdx.x);
+  const int sequence = static_cast<int>(blockIdx.x) / p.num_heads;
+  const int head = static_cast<int>(blockIdx.x) % p.num_heads;
+  const long long group = static_cast<long long>(sequence) * p.num_groups + head / (p.num_heads / p.num_groups);
+  for (int n = thread; n < p.state_dim; n += THREADS) {
+    keys[n] = cukit::to_float(b[group * p.state_dim + n]);
+    queries[n] = cukit::to_float(c[group * p.state_dim + n]);
+  }
+  const float l = log_decay[blockIdx.x];
+  const float kept = expf(l != l ? l : fmaxf(fminf(l, 0.0f), -104.0f));
+  float* state = states + static_cast<long long>(blockIdx.x) * p.state_dim * p.head_dim;
+  const T* value = x + static_cast<long long>(blockIdx.x) * p.head_dim;
+  T* out = y + static_cast<long long>(blockIdx.x) * p.head_dim;
+  __syncthreads();
+
+  // Columns by VEC, as many as there are threads at a time.
+  const int vecs = p.head_dim / VEC;
+  const int width = min(vecs, THREADS);
+  const int rows = THREADS / width;  // at a time
+  const int row = thread / width;
+  for (int first = 0; first < vecs; first += width) {
+    const int vec = first + thread % width;
+    const bool works = row < rows && vec < vecs;
+    float sum[VEC] = {};
+    if (works) {
+      float own[VEC];
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) own[j] = cukit::to_float(value[vec * VEC + j]);
+#pragma unroll 4
+      for (int n = row; n < p.state_dim; n += rows) {
+        cukit::Vec<float, VEC> h;
+        float* at = state + static_cast<long long>(n) * p.head_dim + vec * VEC;
+        cukit::load(h, at);
+#pragma unroll
+        for (int j = 0; j < VEC; ++j) {
+          h[j] = fmaf(kept, h[j], keys[n] * own[j]);
+          sum[j] = fmaf(queries[n], h[j], sum[j]);
+        }
+        cukit::store(at, h);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) sums[thread * VEC + j] = sum[j];
+    __syncthreads();
+    for (int i = thread; i < width * VEC; i += THREADS) {
+      float total = 0.0f;
+      for (int r = 0; r < rows; ++r) total += sums[r * width * VEC + i];
+      if (first * VEC + i < p.head_dim) out[first * VEC + i] = cukit::from_float<T>(total);
+    }
+    __syncthreads();
+  }
+}

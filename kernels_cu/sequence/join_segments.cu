@@ -1,0 +1,34 @@
+// States before the segments of a sequence, from what each segment adds to a state of zero.
+//
+//   before[0] = initial      before[s + 1] = 2^total_decay[s] before[s] + added[s]
+//
+// Nothing is read of what the last segment adds.
+//
+// Mapping: grid (parts of a state, sequence * num_heads + head), a thread an element; in place.
+// Macros: THREADS. Minimum architecture: sm_80. In order: deterministic.
+// Reference: cukit/reference/sequence.py, gated_scan.
+#include "common/platform.cuh"
+#include "sequence/parameters.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS) join_segments(
+    const float* __restrict__ initial,      // [num_sequences, num_heads, state_dim, head_dim] or null
+    const float* __restrict__ total_decay,  // [num_sequences, segments, num_heads], log2
+    float* states,                          // [num_sequences, segments, num_heads, state_dim, head_dim]
+    const __grid_constant__ cukit::ScanParameters p) {
+  const int sequence = static_cast<int>(blockIdx.y) / p.num_heads;
+  const int head = static_cast<int>(blockIdx.y) % p.num_heads;
+  const long long size = static_cast<long long>(p.state_dim) * p.head_dim;
+  const long long at = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
+  if (at >= size) return;
+  float before =
+      initial == nullptr ? 0.0f : initial[static_cast<long long>(blockIdx.y) * size + at];
+#pragma unroll 4
+  for (int segment = 0; segment < p.segments; ++segment) {
+    const long long place =
+        (static_cast<long long>(sequence) * p.segments + segment) * p.num_heads + head;
+    const bool more = segment + 1 < p.segments;
+    const float added = more ? states[place * size + at] : 0.0f;
+    states[place * size + at] = before;
+    if (more) before = fmaf(exp2f(total_decay[place]), before, added);
+  }
+}

@@ -1,0 +1,19 @@
+// What the kernels of sequences take by value, beside their arrays.
+//
+// cukit/core/parameters.py reads these definitions; each compilation asserts that both agree.
+#pragma once
+
+namespace cukit {
+
+// gated_scan, join_segments
+struct ScanParameters {
+  int num_sequences, seq_len, num_heads, num_groups, head_dim, state_dim;
+  int segments;  // of a sequence
+};
+
+// gated_scan_step
+struct StepParameters {
+  int batch, num_heads, num_groups, head_dim, state_dim;
+};
+
+}  // namespace cukit

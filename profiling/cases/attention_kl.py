@@ -1,0 +1,165 @@
+"""Cases of the divergence between two models' attention: the shapes of `attention` with heads of
+128 and 64 columns, both log-sum-exps known and not.
+
+The peer is what people write: both score matrices, in torch, eagerly and compiled. It has no room
+for long sequences, where its arms are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from cukit.attention import attention_kl, attention_kl_backward
+from cukit.reference import attention_kl as reference
+from profiling import peers
+from profiling.case import Call, Case, PeerMissing, Workload, itemsize
+from profiling.cases.attention import Shape, by_key_head
+from profiling.data import array_module, normal
+
+LONGEST_PEER = 4096
+
+
+def cases(small: bool = False) -> list[Case]:
+    """Two lengths of two widths of head, a grouped-query shape; forward and backward."""
+    if small:
+        shapes = [Shape(1, 40, 4, 2, 16, causal) for causal in (False, True)]
+    else:
+        shapes = [
+            Shape(16384 // seq_len, seq_len, 2048 // width, 2048 // width, width, causal)
+            for width in (64, 128)
+            for seq_len in (4096, 16384)
+            for causal in (False, True)
+        ]
+        shapes.append(Shape(2, 8192, 32, 8, 128, True))
+    found = [forward_case(shape, known) for shape in shapes for known in (True, False)]
+    return found + [backward_case(shape) for shape in shapes]
+
+
+def inputs_of(shape: Shape) -> tuple[Any, Any, Any, Any]:
+    """Teacher's and student's queries and keys."""
+    q_t, k_t, _, _ = shape.arrays("bfloat16")
+    xp = array_module()
+    # As a student that has learned something: its scores are the teacher's and others, mixed.
+    q_s, k_s = (
+        (0.8 * x.astype(xp.float32) + 0.6 * normal(x.shape, "float32")).astype(x.dtype)
+        for x in (q_t, k_t)
+    )
+    return q_t, k_t, q_s, k_s
+
+
+def torch_kl(causal: bool, longest: int) -> Callable[..., Any]:
+    """The mean divergence, by way of both matrices."""
+    torch = peers.torch()
+    if longest > LONGEST_PEER:
+        raise PeerMissing(f"no room for two matrices of {longest} x {longest} scores a head")
+
+    def log_probabilities(q: Any, k: Any) -> Any:
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) * q.shape[-1] ** -0.5
+        if causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return scores.log_softmax(dim=-1, dtype=torch.float32)
+
+    def function(q_s: Any, k_s: Any, q_t: Any, k_t: Any) -> Any:
+        teacher, student = log_probabilities(q_t, k_t), log_probabilities(q_s, k_s)
+        terms = teacher.exp() * (teacher - student)
+        if causal:
+            terms = terms.nan_to_num(0.0)
+        return terms.sum() / terms[..., 0].numel()
+
+    return function
+
+
+def _arms(ours: Call, make: Callable[[bool], Call]) -> dict[str, Callable[[], Call]]:
+    return {
+        "cukit": lambda: ours,
+        "torch-eager": partial(make, False),
+        "torch-compile": partial(make, True),
+    }
+
+
+def forward_case(shape: Shape, known: bool) -> Case:
+    """The mean divergence, of known log-sum-exps or not."""
+
+    def build() -> Workload:
+        q_t, k_t, q_s, k_s = inputs_of(shape)
+        given: dict[str, Any] = {}
+        if known:
+            _, lse_t, lse_s = attention_kl(q_t, k_t, q_s, k_s, causal=shape.causal, return_lse=True)
+            given = {"lse_t": lse_t, "lse_s": lse_s}
+
+        def divergence(*heads: Any) -> tuple[Any]:
+            rows: Any = reference.attention_kl(*heads, causal=shape.causal, reduction="none")
+            return (rows.transpose(0, 2, 1)[..., None],)
+
+        def peer(compiled: bool) -> Call:
+            function = torch_kl(shape.causal, shape.seq_len)
+            return peers.forward(function, q_s, k_s, q_t, k_t, compiled=compiled)
+
+        ours = partial(attention_kl, q_t, k_t, q_s, k_s, causal=shape.causal, **given)
+        return Workload(
+            arms=_arms(ours, peer),
+            expected=lambda: by_key_head(shape, divergence, q_t, k_t, q_s, k_s)[0].mean(),
+        )
+
+    return Case(
+        family="attention",
+        op="attention_kl",
+        name=f"{shape}{' known' if known else ''}",
+        dtype="bfloat16",
+        build=build,
+        flops=shape.flops,
+        bytes=_elements(shape) * itemsize("bfloat16"),
+        measure_memory=True,
+    )
+
+
+def backward_case(shape: Shape) -> Case:
+    """The gradients of the student's queries and keys, and the deterministic way to the first."""
+
+    def build() -> Workload:
+        q_t, k_t, q_s, k_s = arrays = inputs_of(shape)
+        _, lse_t, lse_s = attention_kl(*arrays, causal=shape.causal, return_lse=True)
+
+        def gradients(*heads: Any) -> tuple[Any, ...]:
+            options: dict[str, Any] = {"causal": shape.causal, "reduction": "sum"}
+            _, *both = reference.attention_kl(*heads, return_lse=True, **options)
+            return reference.attention_kl_backward(*heads, *both, **options)
+
+        def peer(compiled: bool) -> Call:
+            function = torch_kl(shape.causal, shape.seq_len)
+            grad = array_module().asarray(_rows(shape), dtype="float32")
+            return peers.backward(function, (q_s, k_s), grad, q_t, k_t, compiled=compiled)
+
+        ours = partial(
+            attention_kl_backward, *arrays, lse_t, lse_s, causal=shape.causal, reduction="sum"
+        )
+        arms = _arms(ours, peer)
+        arms["cukit-ordered"] = lambda: partial(ours, deterministic=True)
+        return Workload(
+            arms=arms, expected=lambda: by_key_head(shape, gradients, q_t, k_t, q_s, k_s)
+        )
+
+    return Case(
+        family="attention",
+        op="attention_kl_backward",
+        name=str(shape),
+        dtype="bfloat16",
+        build=build,
+        flops=2 * shape.flops,
+        bytes=_elements(shape) * itemsize("bfloat16") * 3 / 2,
+        measure_memory=True,
+    )
+
+
+def _rows(shape: Shape) -> float:
+    return float(shape.batch * shape.num_heads_q * shape.seq_len)
+
+
+def _elements(shape: Shape) -> int:
+    """Of both models' queries and keys."""
+    heads = 2 * (shape.num_heads_q + shape.num_heads_kv)
+    return shape.batch * shape.seq_len * heads * shape.head_dim

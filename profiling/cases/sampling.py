@@ -1,0 +1,118 @@
+"""Cases of `cukit.sampling`: memory-bound, so that one reading of the logits is the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from cukit import sampling
+from cukit.reference import sampling as reference
+from profiling.arms import forward_arms
+from profiling.case import Case, Workload, itemsize
+from profiling.data import array_module, integers, normal
+
+FAMILY = "sampling"
+SPREAD = 3.0
+"""Standard deviation of the logits: about 4 % of the tokens have 90 % of the probability."""
+NEARLY_EQUAL = 1e-3
+"""Where float32 sums of a peer round to a neighbour's token, token numbers hardly differ."""
+
+Options = dict[str, Any]
+TOP_K_TOP_P: Options = {"top_k": 50, "top_p": 0.9}
+TOP_P: Options = {"top_p": 0.9}
+PLAIN: Options = {}
+
+
+def cases(small: bool = False) -> list[Case]:
+    """One request, and batches of a server, over the vocabulary of Llama 3."""
+    batches, vocab_size = ((5,), 1000) if small else ((1, 64, 256), 128256)
+    return [
+        *(sample_case(batch, vocab_size, TOP_K_TOP_P) for batch in batches),
+        *(sample_case(batch, vocab_size, TOP_P) for batch in batches),
+        sample_case(batches[-1], vocab_size, PLAIN),
+        sample_case(batches[-1], vocab_size, TOP_K_TOP_P, logprobs=5),
+        sample_case(batches[-1], vocab_size, TOP_P, logprobs=0),
+        sample_case(batches[-1], vocab_size, TOP_K_TOP_P, dtype="bfloat16"),
+        verify_case(batches[-1] // 4, 3, vocab_size),
+    ]
+
+
+def sample_case(
+    batch: int,
+    vocab_size: int,
+    options: Options,
+    *,
+    logprobs: int | None = None,
+    dtype: str = "float32",
+) -> Case:
+    """Tokens drawn with a seed each; torch sorts, and draws with the same uniform numbers."""
+
+    def build() -> Workload:
+        xp = array_module()
+        logits = normal((batch, vocab_size), dtype, SPREAD)
+        seeds = np.arange(batch)
+        bits = reference.philox_uint64(seeds.astype(np.uint64), np.zeros(batch, np.uint64), 0)
+        uniform = xp.asarray((bits.astype(np.float64) * 2.0**-64).astype(np.float32)[:, None])
+        seed = xp.asarray(seeds)
+
+        def ours() -> Any:
+            return sampling.sample(logits, seed=seed, logprobs=logprobs, **options).tokens
+
+        return Workload(
+            forward_arms(ours, partial(torch_sample, options), logits, uniform),
+            lambda: reference.sample(logits, seed=seed, **options).tokens,
+            tolerance=NEARLY_EQUAL,
+        )
+
+    words = [name.replace("_", " ") + f" {value}" for name, value in options.items()]
+    if logprobs is not None:
+        words.append(f"log-probabilities of {logprobs + 1}")
+    name = ", ".join([f"{batch}x{vocab_size}", *words])
+    moved = batch * vocab_size * itemsize(dtype)
+    return Case(FAMILY, "sample", name, dtype, build, bytes=moved)
+
+
+def torch_sample(options: Options, torch: ModuleType) -> Callable[..., Any]:
+    """Sort, mask, scatter back, cumulative sum: as frameworks do without a kernel."""
+    top_k, top_p = options.get("top_k"), options.get("top_p")
+
+    def function(logits: Any, uniform: Any) -> Any:
+        if top_k or top_p:
+            values, order = logits.float().sort(dim=-1, descending=True)
+            if top_k:
+                values[:, top_k:] = -torch.inf
+            probs = values.softmax(dim=-1)
+            values = values.masked_fill(probs.cumsum(dim=-1) - probs >= top_p, -torch.inf)
+            logits = torch.empty_like(values).scatter_(1, order, values)
+        upto = logits.float().softmax(dim=-1).cumsum(dim=-1)
+        return (upto <= uniform * upto[:, -1:]).sum(dim=-1).int()
+
+    return function
+
+
+def verify_case(batch: int, num_drafts: int, vocab_size: int) -> Case:
+    """Drafts that are mostly the target's favourites, with what they were drawn from."""
+
+    def build() -> Workload:
+        logits = normal((batch, num_drafts + 1, vocab_size), "float32", SPREAD)
+        probs = abs(normal((batch, num_drafts, vocab_size), "float32", 1 / vocab_size))
+        drafts = integers(0, vocab_size, (batch, num_drafts)).astype(np.int32)
+        best = logits[:, :num_drafts].argmax(axis=-1).astype(np.int32)
+        drafts[1:] = best[1:]
+        call = partial(
+            sampling.speculative_verify, drafts, logits, draft_probs=probs, **TOP_K_TOP_P
+        )
+        return Workload(
+            {"cukit": lambda: call},
+            lambda: reference.speculative_verify(drafts, logits, draft_probs=probs, **TOP_K_TOP_P),
+            tolerance=NEARLY_EQUAL,
+        )
+
+    name = f"{batch}x{num_drafts} drafts of {vocab_size}, top k 50, top p 0.9"
+    # Where a draft is refused its distribution is read as well.
+    moved = batch * (num_drafts + 1) * vocab_size * itemsize("float32")
+    return Case(FAMILY, "speculative_verify", name, "float32", build, bytes=moved)

@@ -1,0 +1,186 @@
+"""distillation_attention, relation_kl and AttentionTerm: parts, gradients, errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cukit.attention import attention_kl, flash_attention
+from cukit.distill import (
+    AttentionTerm,
+    distillation_attention,
+    distillation_attention_backward,
+    relation_kl,
+)
+from cukit.errors import ArrayShapeError, ConfigError
+from cukit.models import StateGradients
+from cukit.reference import attention
+from cukit.reference import attention_kl as kl
+from tests.contract import random, to_device, to_host
+from tests.models.small import SMALL, small_model, small_tokens
+
+TEACHER = {"hidden_size": 24, "num_layers": 3, "num_heads_q": 2}
+
+
+def models_of(rng, dtype="float64", width=8, seq=7):
+    """q_t, k_t, v_t of two heads, q_s, k_s, v_s of four."""
+    return tuple(
+        random(rng, (2, seq, heads, columns), dtype)
+        for heads, columns in ((2, 16), (1, 16), (1, 16), (4, width), (2, width), (2, width))
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_it_is_attention_and_its_divergence(rng, temperature):
+    q_t, k_t, v_t, q_s, k_s, v_s = models_of(rng)
+    options = {"causal": True, "temperature": temperature, "head_map": (1, 0, 0, 1)}
+    result = distillation_attention(q_t, k_t, v_t, q_s, k_s, v_s, **options)
+    np.testing.assert_array_equal(result.out, flash_attention(q_s, k_s, v_s, causal=True))
+    np.testing.assert_array_equal(result.out_t, flash_attention(q_t, k_t, v_t, causal=True))
+    loss, lse_t, lse_s = attention_kl(q_t, k_t, q_s, k_s, **options, return_lse=True)
+    np.testing.assert_allclose(result.loss, loss, rtol=1e-12)
+    np.testing.assert_allclose(result.lse_t, lse_t, rtol=1e-12)
+    np.testing.assert_allclose(result.lse_s, lse_s, rtol=1e-12)
+    without = distillation_attention(q_t, k_t, None, q_s, k_s, v_s, **options)
+    assert without.out_t is None
+    np.testing.assert_allclose(without.loss, loss, rtol=1e-12)
+
+
+def test_its_gradients_are_the_derivatives(rng):
+    arrays = models_of(rng)
+    q_t, k_t, v_t, *student = arrays
+    options = {"causal": True, "temperature": 1.5, "scale_by_temperature_squared": True}
+    grad_out = rng.standard_normal(student[0].shape)
+
+    def value(*moved):
+        result = distillation_attention(q_t, k_t, v_t, *moved, **options)
+        return float((result.out * grad_out).sum() + 0.7 * result.loss)
+
+    result = distillation_attention(*arrays, **options)
+    gradients = distillation_attention_backward(
+        grad_out, q_t, k_t, *student, result, grad_loss=0.7, **options
+    )
+    step = 1e-6
+    directions = [rng.standard_normal(x.shape) for x in student]
+    ends = [
+        value(*(x + sign * step * d for x, d in zip(student, directions, strict=True)))
+        for sign in (1, -1)
+    ]
+    slope = sum(float((g * d).sum()) for g, d in zip(gradients, directions, strict=True))
+    assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(slope, rel=1e-6)
+
+
+def test_both_kernels_serve(device, rng):
+    arrays = models_of(rng, "bfloat16", width=64, seq=70)
+    q_t, k_t, _, q_s, k_s, v_s = (x.astype(np.float64) for x in arrays)
+    masks = {"causal": True}
+    out, lse = attention.flash_attention(q_s, k_s, v_s, return_lse=True, **masks)
+    loss, *both = kl.attention_kl(q_t, k_t, q_s, k_s, return_lse=True, **masks)
+    placed = to_device(device, *arrays)
+    result = distillation_attention(*placed, **masks)
+    assert float(result.loss) == pytest.approx(float(loss), rel=2e-5)
+    grad_out = random(rng, arrays[3].shape, "bfloat16")
+    expected = list(
+        attention.flash_attention_backward(
+            grad_out.astype(np.float64), q_s, k_s, v_s, out, lse, **masks
+        )
+    )
+    more = kl.attention_kl_backward(q_t, k_t, q_s, k_s, *both, grad_loss=50.0, **masks)
+    expected[:2] = [a + b for a, b in zip(expected, more, strict=False)]
+    gradients = distillation_attention_backward(
+        *to_device(device, grad_out), *placed[:2], *placed[3:], result, grad_loss=50.0, **masks
+    )
+    for got, wanted in zip(gradients, expected, strict=True):
+        error = abs(to_host(got).astype(np.float64) - wanted).max()
+        assert error < 2e-2 * abs(wanted).max()
+
+
+@pytest.mark.parametrize("relation_heads", [None, 1, 4])
+def test_relations_are_the_attention_of_an_array_with_itself(rng, relation_heads):
+    x_t, x_s = rng.standard_normal((2, 6, 2, 12)), rng.standard_normal((2, 6, 2, 8))
+
+    def loss_of(x):
+        return float(relation_kl(x_t, x, relation_heads=relation_heads, temperature=1.3))
+
+    def relations(x):
+        heads = relation_heads or x.shape[2]
+        x = x.reshape(2, 6, heads, -1)
+        scores = np.einsum("bqhd,bkhd->bhqk", x, x) / np.sqrt(x.shape[-1]) / 1.3
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        return weights / weights.sum(axis=-1, keepdims=True)
+
+    p, q = relations(x_t), relations(x_s)
+    expected = (p * np.log(p / q)).sum(axis=-1).mean()
+    assert loss_of(x_s) == pytest.approx(expected, rel=1e-10)
+    loss, gradient = relation_kl(
+        x_t, x_s, relation_heads=relation_heads, temperature=1.3, return_grad=True
+    )
+    assert float(loss) == loss_of(x_s)
+    assert gradient.shape == x_s.shape
+    direction, step = rng.standard_normal(x_s.shape), 1e-6
+    slope = (loss_of(x_s + step * direction) - loss_of(x_s - step * direction)) / (2 * step)
+    assert slope == pytest.approx(float((gradient * direction).sum()), rel=1e-6)
+
+
+def test_relations_need_heads_that_agree(rng):
+    x = rng.standard_normal((1, 4, 2, 8))
+    with pytest.raises(ArrayShapeError, match="without relation_heads"):
+        relation_kl(x, rng.standard_normal((1, 4, 4, 8)))
+    with pytest.raises(ArrayShapeError, match="relation_heads must divide the 16 columns of x_t"):
+        relation_kl(x, x, relation_heads=3)
+    with pytest.raises(ArrayShapeError, match="x_s must be"):
+        relation_kl(x, x[0])
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        {},
+        {"temperature": 2.0},
+        {"relations": "qkv", "relation_heads": 2, "attention": False},
+        {"relations": ("v",), "relation_heads": 1},
+    ],
+)
+def test_a_term_sends_the_derivatives_of_its_loss(rng, what):
+    student, teacher = small_model(), small_model(seed=1, **TEACHER)
+    tokens = small_tokens(rng)
+    states = student.forward(tokens, keep=True), teacher.forward(tokens, keep=True)
+    term = AttentionTerm({1: 2, 2: 3}, student.config, teacher.config, **what)
+    valid = np.ones(tokens.size)
+    valid[3] = 0
+
+    def loss_of():
+        options = {"weight": 0.5, "normalizer": 13.0}
+        into = StateGradients()
+        return float(term(*states, valid, into, None, **options)), into
+
+    _, into = loss_of()
+    step, slope, directions = 1e-6, 0.0, []
+    for name in "qkv":
+        for layer, gradient in getattr(into, name).items():
+            direction = rng.standard_normal(gradient.shape)
+            directions.append((states[0].layers[layer], name, direction))
+            slope += float((gradient * direction).sum())
+    assert directions
+    values = []
+    for sign in (1, -2):
+        for layer, name, direction in directions:
+            moved = getattr(layer, name) + sign * step * direction
+            setattr(layer, name, moved)
+        for layer in states[0].layers:
+            _, layer.lse = flash_attention(layer.q, layer.k, layer.v, causal=True, return_lse=True)
+        values.append(loss_of()[0])
+    assert (values[0] - values[1]) / (2 * step) * 0.5 == pytest.approx(slope, rel=1e-5)
+
+
+def test_impossible_terms_are_refused():
+    teacher = replace(SMALL, **TEACHER)
+    for layers in ({}, {0: 1}, {5: 1}, {1: 9}):
+        with pytest.raises(ConfigError, match="layer_map"):
+            AttentionTerm(layers, SMALL, teacher)
+    with pytest.raises(ConfigError, match="relations"):
+        AttentionTerm({1: 1}, SMALL, teacher, relations="x")
+    with pytest.raises(ConfigError, match="neither"):
+        AttentionTerm({1: 1}, SMALL, teacher, attention=False)

@@ -1,0 +1,21 @@
+// Partial sums are added to global memory by a bulk reduction; their writes lack the proxy fence.
+//
+// launch: block=64, shared=256
+// arg: np.zeros(64, np.float32)
+// result: np.arange(64)
+// report: missing fence.proxy.async: read of 256 bytes
+#include "common/ptx/tma.cuh"
+
+extern "C" __global__ void bulk_sum_without_proxy_fence(float* out) {
+  CUKIT_DYNAMIC_SHARED(float, row);  // 64 floats
+  row[threadIdx.x] = threadIdx.x;
+#if !BROKEN
+  cukit::fence_proxy_async();
+#endif
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    cukit::bulk_add(out, row, 256);  // <- reported
+    cukit::bulk_commit();
+    cukit::bulk_wait<0>();
+  }
+}

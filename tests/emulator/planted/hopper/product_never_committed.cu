@@ -1,0 +1,29 @@
+// A wait for groups does not wait for a product that is in none.
+//
+// launch: block=128, shared=8192
+// arg: np.ones(128, np.float32)
+// result: np.zeros(128)
+// report: wgmma not waited for
+#include "common/ptx/tma.cuh"
+#include "common/ptx/wgmma.cuh"
+
+// Zeros in both operands: a tile of 64 rows of 128 bytes.
+CUKIT_DEVICE void fill(unsigned* tile) {
+  for (int i = threadIdx.x; i < 2048; i += 128) tile[i] = 0;
+}
+
+extern "C" __global__ void product_never_committed(float* out) {
+  CUKIT_DYNAMIC_SHARED(unsigned, tile);
+  fill(tile);
+  cukit::fence_proxy_async();
+  __syncthreads();
+  const auto descriptor = cukit::matrix_descriptor(tile, cukit::OperandSwizzle::Bytes128, 16, 1024);
+  float acc[32];
+  cukit::wgmma_fence();
+  cukit::wgmma<__half, 64>(acc, descriptor, descriptor, false);
+#if !BROKEN
+  cukit::wgmma_commit();
+#endif
+  cukit::wgmma_wait<0>(acc);
+  out[threadIdx.x] = acc[0];
+}

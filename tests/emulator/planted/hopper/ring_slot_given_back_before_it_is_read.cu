@@ -1,0 +1,42 @@
+// Consumers give a slot back to the producer before they have read it.
+//
+// launch: block=96, shared=256
+// arg: np.arange(128, dtype=np.float32)
+// arg: np.zeros(64, np.float32)
+// result: 2 * np.arange(64) + 64
+// report: race: (write of 256|read of 4) bytes|not waited for
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/tma.cuh"
+
+extern "C" __global__ void ring_slot_given_back_before_it_is_read(const float* x, float* out) {
+  CUKIT_DYNAMIC_SHARED(float, slot);  // 64 floats
+  __shared__ cukit::Mbarrier full, empty;
+  const int t = threadIdx.x;
+  if (t == 0) {
+    cukit::mbarrier_init(&full, 1);
+    cukit::mbarrier_init(&empty, 64);
+    cukit::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (t >= 64) {
+    if (t > 64) return;
+    for (int round = 0; round < 2; ++round) {
+      if (round > 0) cukit::mbarrier_wait(&empty, 0);
+      cukit::mbarrier_arrive_expect(&full, 256);
+      cukit::bulk_load(slot, x + 64 * round, 256, &full);
+    }
+    return;
+  }
+  float sum = 0.0f;
+  for (int round = 0; round < 2; ++round) {
+    cukit::mbarrier_wait(&full, round);
+#if BROKEN
+    cukit::mbarrier_arrive(&empty);
+#endif
+    sum += slot[t];
+#if !BROKEN
+    cukit::mbarrier_arrive(&empty);
+#endif
+  }
+  out[t] = sum;
+}

@@ -1,0 +1,43 @@
+// A producer refills the slots of a ring without waiting until the consumers have read them.
+//
+// launch: block=96, shared=512
+// arg: np.arange(256, dtype=np.float32)
+// arg: np.zeros(64, np.float32)
+// result: np.repeat(4 * np.arange(64) + 384, 1)
+// report: race: (write of 256|read of 4) bytes|asynchronous copy not waited for: write of 256
+#include "common/ptx/mbarrier.cuh"
+#include "common/ptx/tma.cuh"
+
+extern "C" __global__ void ring_slot_refilled_too_early(const float* x, float* out) {
+  CUKIT_DYNAMIC_SHARED(float, ring);  // two slots of 64 floats
+  __shared__ cukit::Mbarrier full[2], empty[2];
+  const int t = threadIdx.x;
+  if (t == 0) {
+    for (int slot = 0; slot < 2; ++slot) {
+      cukit::mbarrier_init(&full[slot], 1);
+      cukit::mbarrier_init(&empty[slot], 64);
+    }
+    cukit::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (t >= 64) {
+    if (t > 64) return;
+    for (int round = 0; round < 4; ++round) {
+      const int slot = round % 2;
+#if !BROKEN
+      if (round >= 2) cukit::mbarrier_wait(&empty[slot], 0);
+#endif
+      cukit::mbarrier_arrive_expect(&full[slot], 256);
+      cukit::bulk_load(ring + 64 * slot, x + 64 * round, 256, &full[slot]);
+    }
+    return;
+  }
+  float sum = 0.0f;
+  for (int round = 0; round < 4; ++round) {
+    const int slot = round % 2;
+    cukit::mbarrier_wait(&full[slot], round / 2);
+    sum += ring[64 * slot + t];
+    cukit::mbarrier_arrive(&empty[slot]);
+  }
+  out[t] = sum;
+}

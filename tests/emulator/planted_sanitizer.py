@@ -1,0 +1,185 @@
+"""What compute-sanitizer says of the planted bugs: `python -m tests.emulator.planted_sanitizer`.
+
+Needs a GPU. Compiles both twins of every program and launches them under each tool, a few programs a process.
+Writes planted_sanitizer.json beside this file, from which planted_table.py takes its columns.
+Programs may hang: each process has a time limit, and what it had not come to runs in another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cukit.core.compiler import compile_kernel
+from tests.emulator.planted_suite import Planted, suite
+from tests.sanitize import TOOLS, find_sanitizer
+
+RESULTS = Path(__file__).with_name("planted_sanitizer.json")
+LAUNCHER = Path(__file__).with_name("planted_launcher.py")
+
+ARCH = "sm_90a"
+NOT_FOR_THIS_GPU = ("arch",)
+"""Classes whose mistakes are none on Hopper."""
+
+ALONE = ("barriers", "crashes", "endless")
+"""Classes whose broken twins may hang or end the process: one program a process."""
+
+TOGETHER = 12
+"""Programs of the other classes in a process."""
+
+
+def name_of(planted: Planted, broken: bool) -> str:
+    """Of the twin's files."""
+    return f"{planted.kind}-{planted.path.stem}-{int(broken)}"
+
+
+def prepare(folder: Path, job: tuple[Planted, bool]) -> tuple[str, str]:
+    """Writes what the launcher reads. The twin's name, and why it can't be launched, or nothing."""
+    planted, broken = job
+    name = name_of(planted, broken)
+    try:
+        spec, grid, arguments = planted.launch(broken)
+        cubin = compile_kernel(spec, ARCH).path.read_bytes()
+    except Exception as error:
+        return name, f"{type(error).__name__}: {error}".splitlines()[0]
+    (folder / f"{name}.cubin").write_bytes(cubin)
+    packed = [
+        ("null", b"") if each is None
+        else ("scalar", each.tobytes()) if isinstance(each, np.generic)
+        else ("array", np.ascontiguousarray(each).tobytes())
+        for each in arguments
+    ]  # fmt: skip
+    block = (spec.threads, 1, 1)
+    launch = (spec.entry, (*grid, 1, 1)[:3], block, spec.shared_bytes, packed)
+    (folder / f"{name}.pickle").write_bytes(pickle.dumps(launch))
+    return name, ""
+
+
+def findings(text: str, name: str) -> bool:
+    """Whether a tool's output names the kernel: it names kernels in findings alone."""
+    entry = name.split("-")[1]
+    return re.search(rf"^=========.*\b{entry}\b", text, re.MULTILINE) is not None
+
+
+def run(
+    sanitizer: str, folder: Path, logs: Path | None, limit_s: float, job: tuple[str, list[str]]
+) -> dict[str, str]:
+    """Of each program what the tool made of it: "clean", "reported", "failed" or "hangs"."""
+    tool, names = job
+    outcomes: dict[str, str] = {}
+    options = ["--tool", tool, "--report-api-errors", "no"]
+    while names:
+        command = [sanitizer, *options, sys.executable, "-I", str(LAUNCHER), str(folder), *names]
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            text, _ = process.communicate(timeout=limit_s)
+            late = False
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            text, _ = process.communicate()
+            late = True
+        if logs is not None:
+            (logs / f"{tool}-{names[0]}.log").write_text(text)
+        launched = re.findall(r"^launch (\S+)$", text, re.MULTILINE)
+        for name in launched:
+            outcomes[name] = "reported" if findings(text, name) else "clean"
+        if launched and outcomes[launched[-1]] == "clean" and not re.search("^done$", text, re.M):
+            outcomes[launched[-1]] = "hangs" if late else "failed"
+        if not launched:
+            outcomes[names[0]] = "hangs" if late else "failed"
+        names = names[max(1, len(launched)) :]
+    return outcomes
+
+
+def jobs(names: list[str], kinds: set[str], together: int) -> Iterator[tuple[str, list[str]]]:
+    """A process each."""
+    for tool in TOOLS:
+        for broken in ("0", "1"):
+            chosen = [
+                name for name in names if name.split("-")[0] in kinds and name.endswith(broken)
+            ]
+            step = together if broken == "1" else max(together, TOGETHER)
+            for i in range(0, len(chosen), step):
+                yield tool, chosen[i : i + step]
+
+
+def main() -> int:
+    """Runs everything; the exit status is 0 unless nothing could be compiled."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit", type=float, default=25, help="seconds for a process")
+    parser.add_argument("--alone", type=float, default=8, help="seconds for one that may hang")
+    parser.add_argument("--logs", type=Path, help="folder for what the tools print")
+    parser.add_argument("--compile-only", action="store_true")
+    asked = parser.parse_args()
+    if asked.logs is not None:
+        asked.logs.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    programs = [each for each in suite() if each.kind not in NOT_FOR_THIS_GPU]
+    twins = [
+        (each, broken) for each in programs for broken in (False, True)[: 1 + bool(each.reports)]
+    ]
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        with ProcessPoolExecutor(asked.jobs) as processes:
+            prepared = dict(processes.map(partial(prepare, folder), twins))
+        for name, why in prepared.items():
+            if why:
+                print(f"{name}: {why}")
+        names = [name for name, why in prepared.items() if not why]
+        print(f"{len(names)} of {len(twins)} prepared, {time.perf_counter() - start:.0f} s")
+        if asked.compile_only or not names:
+            return int(not names)
+        sanitizer = find_sanitizer()
+        version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
+        kinds = {each.kind for each in programs}
+        outcomes: dict[str, dict[str, str]] = {tool: {} for tool in TOOLS}
+        for chosen, together, limit in (
+            (kinds - set(ALONE), TOGETHER, asked.limit),
+            (kinds & set(ALONE), 1, asked.alone),
+        ):
+            work = list(jobs(names, chosen, together))
+            call = partial(run, sanitizer, folder, asked.logs, limit)
+            with ThreadPoolExecutor(asked.jobs) as pool:
+                for (tool, _), found in zip(work, pool.map(call, work), strict=True):
+                    outcomes[tool].update(found)
+            print(f"{len(work)} processes, {time.perf_counter() - start:.0f} s", flush=True)
+    record: dict[str, Any] = {
+        "version": (re.search(r"[Vv]ersion:? *([\d.]+)", version) or ["", version.strip()])[1],
+        "arch": ARCH,
+        "outcomes": outcomes,
+    }
+    RESULTS.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    for tool in TOOLS:
+        counts = Counter((name[-1], outcome) for name, outcome in outcomes[tool].items())
+        print(tool, *(
+            f"{count} {'broken' if twin == '1' else 'clean'} {outcome}"
+            for (twin, outcome), count in sorted(counts.items())
+        ), sep=", ")  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

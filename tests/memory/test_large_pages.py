@@ -1,0 +1,157 @@
+"""Several pages as one handle of the driver: made for large requests, broken up for small ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from cukit.memory import DeviceOutOfMemory, MemoryPool, MemoryPoolConfig
+from cukit.memory.cuda_driver import DriverError
+from cukit.memory.vmm import VirtualPages
+from tests.memory.invariants import check_invariants
+from tests.memory.simulation import PAGE, InjectedError, SimulatedProvider, fill, holds
+from tests.memory.test_vmm import PAGE as DRIVER_PAGE
+from tests.memory.test_vmm import Driver
+
+LARGE = 4
+MANY = 2 * LARGE
+"""Pages of a request that gets large ones."""
+
+
+def make_pool(limit: int = 64) -> tuple[MemoryPool, SimulatedProvider]:
+    provider = SimulatedProvider(128 * PAGE, large_pages=LARGE)
+    config = MemoryPoolConfig(max_pool_size=limit * PAGE, block_size=PAGE)
+    return MemoryPool(config, provider), provider
+
+
+def num_large(pool: MemoryPool) -> int:
+    """How many large pages are mapped."""
+    return len(set(pool._pager.large_at.values()))
+
+
+def test_many_pages_come_as_large_ones() -> None:
+    pool, provider = make_pool()
+    pool.allocate(MANY * PAGE - 512)
+    pool.allocate((MANY - 1) * PAGE)
+    assert num_large(pool) == 2
+    assert provider.calls.count("create_large_pages") == 1
+    check_invariants(pool)
+
+
+def test_single_pages_become_large_ones_where_many_are_wanted() -> None:
+    """Within the limit at every moment, and live blocks keep their bytes."""
+    pool, _ = make_pool(limit=4 * MANY)
+    blocks = [pool.allocate(PAGE) for _ in range(4 * MANY)]
+    for number, block in enumerate(blocks):
+        fill(block, PAGE, number)
+    for block in blocks[::2]:
+        pool.free(block)
+    large = pool.allocate(2 * MANY * PAGE)
+    fill(large, 2 * MANY * PAGE, 99)
+    assert num_large(pool) == 4
+    assert all(holds(block, PAGE, 2 * n + 1) for n, block in enumerate(blocks[1::2]))
+    assert pool.statistics().peak_reserved_bytes == 4 * MANY * PAGE
+    check_invariants(pool)
+
+
+def test_a_small_block_breaks_one_large_page_up() -> None:
+    """Its neighbours stay what they are, and all but its own page can be used elsewhere."""
+    pool, _ = make_pool(limit=MANY)
+    pool.free(pool.allocate(MANY * PAGE))
+    small = pool.allocate(512)
+    assert num_large(pool) == 1
+    assert pool.statistics().reclaimable_by_remap_bytes == (MANY - 1) * PAGE
+    check_invariants(pool)
+    pool.allocate((MANY - 1) * PAGE)
+    pool.free(small)
+    check_invariants(pool)
+
+
+def test_a_large_page_in_use_is_not_counted_as_reclaimable() -> None:
+    """A stream that is not done keeps the pool from breaking it up."""
+    pool, provider = make_pool(limit=MANY)
+    provider.lagging = True
+    block = pool.allocate(MANY * PAGE)
+    provider.launch(0, lambda: None)
+    pool.free(block)
+    small = pool.allocate(512)
+    assert small == block
+    assert num_large(pool) == 2
+    provider.run_all()
+    assert pool.statistics().reclaimable_by_remap_bytes == (MANY - LARGE) * PAGE
+    check_invariants(pool)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_call_that_fails_on_the_way_loses_nothing(number: int) -> None:
+    pool, provider = make_pool(limit=4 * MANY)
+    blocks = [pool.allocate(PAGE) for _ in range(4 * MANY)]
+    for index, block in enumerate(blocks):
+        fill(block, PAGE, index)
+    for block in blocks[::2]:
+        pool.free(block)
+    provider.fail_in = number * 4
+    try:
+        pool.allocate(2 * MANY * PAGE)
+    except InjectedError:
+        check_invariants(pool)
+        pool.allocate(2 * MANY * PAGE)
+    provider.fail_in = None
+    assert all(holds(block, PAGE, 2 * n + 1) for n, block in enumerate(blocks[1::2]))
+    check_invariants(pool)
+
+
+def test_memory_that_others_take_meanwhile() -> None:
+    """Between handing single pages back and asking for large ones the device may run out."""
+    pool, provider = make_pool(limit=4 * MANY)
+    blocks = [pool.allocate(PAGE) for _ in range(4 * MANY)]
+    for block in blocks[::2]:
+        pool.free(block)
+    inner = provider.destroy_pages
+
+    def destroy(pages: object) -> None:
+        inner(pages)  # type: ignore[arg-type]
+        provider.total_bytes = provider.used_bytes
+
+    provider.destroy_pages = destroy  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        pool.allocate(2 * MANY * PAGE)
+    check_invariants(pool)
+    provider.total_bytes = 128 * PAGE
+    pool.allocate(2 * MANY * PAGE)
+    check_invariants(pool)
+
+
+def test_the_driver_maps_each_large_page_once() -> None:
+    driver = Driver()
+    sizes: list[int] = []
+    inner = driver.map
+
+    def mapped(address: int, size: int, handle: int) -> None:
+        sizes.append(size)
+        inner(address, size, handle)
+
+    driver.map = mapped  # type: ignore[method-assign]
+    driver.set_access = lambda address, size: None  # type: ignore[method-assign]
+    pages = VirtualPages(driver, DRIVER_PAGE, 4)
+    (single,) = pages.create_pages(1)
+    first, second = pages.create_large_pages(2)
+    pages.map_pages(8 * DRIVER_PAGE, [*first, *second, single])
+    assert sizes == [4 * DRIVER_PAGE, 4 * DRIVER_PAGE, DRIVER_PAGE]
+    assert list(driver.mapped) == [8 * DRIVER_PAGE, 12 * DRIVER_PAGE, 16 * DRIVER_PAGE]
+    driver.mapped.clear()
+    driver.refused, driver.allowed = "release", 1
+    pages.destroy_pages([*first, *second])
+    assert len(driver.handles) == 2, "the driver has kept one of them"
+    driver.refused = "create"
+    (again,) = pages.create_large_pages(1)
+    assert again == second
+    with pytest.raises(DriverError, match="create"):
+        pages.create_large_pages(1)
+
+
+def test_creation_of_large_pages_is_all_or_nothing() -> None:
+    driver = Driver(most=3)
+    pages = VirtualPages(driver, DRIVER_PAGE, 4)
+    with pytest.raises(DeviceOutOfMemory):
+        pages.create_large_pages(4)
+    assert not driver.handles

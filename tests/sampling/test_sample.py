@@ -1,0 +1,368 @@
+"""sample: each option against the reference, ties, refusals, distributions, splits of a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cukit
+from cukit.core.device import TYPICAL_DEVICES
+from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
+from cukit.reference import sampling as reference
+from cukit.sampling import sample
+from cukit.sampling.plan import plan_sample
+from tests.contract import DTYPES, another_order, dtype_of, random, to_device, to_host
+from tests.quick_run import possible
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 5},
+    {"top_k": 40, "top_p": 0.9, "logprobs": 3},
+    {"top_p": 0.9, "logprobs": 0},
+    {"min_p": 0.02, "temperature": 1.5},
+    {"top_k": 700, "top_p": 0.8, "min_p": 0.001},
+    {"temperature": 0, "logprobs": 2},
+    {"temperature": 0.02, "top_k": 30, "logprobs": 30},
+]
+# Rows: one block, blocks of which most threads have nothing, odd vocabularies, clusters.
+SHAPES = [(3, 1), (5, 33), (4, 1000), (2, 6001), (2, 9000)]
+LARGE = [(1, 128256), (64, 128256), (300, 50257), (7, 151936), (200, 32000), (2, 1 << 20)]
+
+
+def results_of(device, placed, **options):
+    """Results of two runs that must agree to the bit."""
+    runs = []
+    for repeat in range(2):
+        with another_order(device, repeat):
+            runs.append(sample(placed, **options))
+    for first, again in zip(*runs, strict=True):
+        assert (first is None) == (again is None)
+        if first is not None:
+            assert to_host(first).tobytes() == to_host(again).tobytes()
+    return runs[0]
+
+
+def assert_same(got, wide, logprob_error=2e-5):
+    for name, mine, exact in zip(got._fields, got, wide, strict=True):
+        assert (mine is None) == (exact is None), name
+        if mine is None:
+            continue
+        mine, exact = to_host(mine), to_host(exact)
+        if mine.dtype.kind == "i":
+            np.testing.assert_array_equal(mine, exact, err_msg=name)
+        else:
+            np.testing.assert_allclose(mine, exact, rtol=2e-6, atol=logprob_error, err_msg=name)
+
+
+@pytest.mark.parametrize("shape", SHAPES + LARGE, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@possible(lambda device, shape: device == "gpu" or shape in SHAPES)
+def test_matches_reference(device, rng, shape, options, dtype):
+    logits = random(rng, shape, dtype, scale=3)
+    options = dict(options, seed=int(rng.integers(1 << 60)), step=int(rng.integers(1 << 40)))
+    if options.get("logprobs"):
+        options["logprobs"] = min(options["logprobs"], shape[1])
+    got = results_of(device, *to_device(device, logits), **options)
+    wide = reference.sample(logits.astype(np.float64), **options)
+    if dtype != "float32" and shape[1] > 10000:  # ties by the hundred: what is equal, is equal
+        got, wide = got._replace(top_tokens=None), wide._replace(top_tokens=None)
+    assert_same(got, wide)
+
+
+def test_options_of_each_request(device, rng):
+    """Every row as a call of its own with numbers for options."""
+    batch, vocab_size = 6, 3000
+    logits = random(rng, (batch, vocab_size), "float32", scale=3)
+    history = rng.integers(-1, vocab_size, (batch, 40)).astype(np.int32)
+    arrays: dict[str, Any] = {
+        "temperature": np.array([1, 0, 0.7, 3, 1, 0.5], np.float32),
+        "top_k": np.array([0, 5, 40, 1000, 1, 3000], np.int32),
+        "top_p": np.array([1, 0.5, 0.9, 0.3, 1, 0], np.float32),
+        "min_p": np.array([0, 0.1, 0, 0.05, 1, 0.2], np.float32),
+        "repetition_penalty": np.array([1, 1.2, 2, 0.5, 1, 1.1], np.float32),
+        "presence_penalty": np.array([0, 0.5, -1, 2, 0, 1], np.float32),
+        "frequency_penalty": np.array([0, 0.1, 0.3, -0.2, 0, 1], np.float32),
+        "seed": rng.integers(-(1 << 62), 1 << 62, batch),
+        "step": rng.integers(0, 1 << 62, batch),
+    }
+    lengths = np.array([0, 40, 10, 20, 50, 5], np.int32)
+    names = list(arrays)
+    placed = dict(zip(names, to_device(device, *arrays.values()), strict=True))
+    x, text, prompts = to_device(device, logits, history, lengths)
+    together = results_of(device, x, history=text, prompt_lengths=prompts, logprobs=2, **placed)
+    for row in range(batch):
+        numbers = {name: values[row].item() for name, values in arrays.items()}
+        numbers["top_k"] = numbers["top_k"] or None
+        alone = sample(
+            x[row : row + 1],
+            history=text[row : row + 1],
+            prompt_lengths=prompts[row : row + 1],
+            logprobs=2,
+            **numbers,
+        )
+        for mine, single in zip(together, alone, strict=True):
+            assert to_host(mine)[row].tobytes() == to_host(single)[0].tobytes(), row
+    wide = reference.sample(
+        logits.astype(np.float64), history=history, prompt_lengths=lengths, logprobs=2, **arrays
+    )
+    assert_same(together, wide)
+
+
+def test_ties_go_to_the_lowest_token(device):
+    logits = np.full((2, 4097), -1, np.float32)
+    logits[0, 7:2500:3] = 2  # 831 of them
+    logits[1, [3, 5, 900]] = 0.0, -0.0, 0.0
+    (x,) = to_device(device, logits)
+    for top_k, last in ((1, 7), (2, 10), (830, 7 + 829 * 3), (600, 7 + 599 * 3)):
+        tokens = [int(to_host(sample(x, top_k=top_k, seed=s).tokens)[0]) for s in range(25)]
+        assert set(tokens) <= set(range(7, last + 1, 3))
+        assert top_k > 2 or len(set(tokens)) == top_k
+    listed = sample(x, top_k=1, logprobs=4)
+    np.testing.assert_array_equal(to_host(listed.top_tokens), [[7, 10, 13, 16], [3, 5, 900, 0]])
+    np.testing.assert_array_equal(to_host(sample(x, temperature=0).tokens), [7, 3])
+    np.testing.assert_array_equal(to_host(sample(x, top_p=0).tokens), [7, 3])
+
+
+@pytest.mark.parametrize("options", [{"top_k": 20}, {"top_k": 600}, {"top_p": 0.25}], ids=str)
+def test_rows_of_equal_logits(device, options):
+    """More candidates than a list holds: the cut is found among the digits of the tokens."""
+    vocab_size = 4000
+    logits = np.full((12, vocab_size), 0.625, np.float32)
+    (x,) = to_device(device, logits)
+    tokens = to_host(results_of(device, x, seed=3, **options).tokens)
+    np.testing.assert_array_equal(tokens, reference.sample(logits, seed=3, **options).tokens)
+    kept = options.get("top_k") or int(vocab_size * options["top_p"])
+    assert tokens.max() < kept
+    assert tokens.max() > kept / 2
+
+
+@pytest.mark.parametrize("spread", [1e-6, 1e-3], ids=str)
+def test_logits_that_differ_in_their_last_bits(device, rng, spread):
+    """Thousands in one bin of the first round."""
+    logits = (8 + random(rng, (2, 5000), "float32") * spread).astype(np.float32)
+    (x,) = to_device(device, logits)
+    for options in ({"top_k": 30, "logprobs": 5}, {"top_p": 0.5}, {"top_k": 2000, "top_p": 0.5}):
+        got = results_of(device, x, seed=9, **options)
+        assert_same(got, reference.sample(logits.astype(np.float64), seed=9, **options))
+
+
+def test_masked_tokens_are_never_drawn(device, rng):
+    logits = np.full((4, 700), -np.inf, np.float32)
+    logits[:, 13], logits[:, 600] = 1, 1
+    logits[3, 600] = -np.inf
+    (x,) = to_device(device, logits)
+    for options in ({}, {"top_k": 50}, {"top_k": 50, "top_p": 0.999}, {"top_p": 0.999}):
+        drawn = [
+            to_host(sample(x, seed=seed, logprobs=4, **options).tokens).tolist()
+            for seed in range(0, 40, 4)
+        ]
+        assert {token for row in drawn for token in row} == {13, 600}
+        assert all(row[3] == 13 for row in drawn)
+    listed = to_host(sample(x, logprobs=4).top_logprobs)
+    np.testing.assert_allclose(listed[0, :2], np.log(0.5), rtol=1e-6)
+    assert np.isneginf(listed[0, 2:]).all()
+
+
+def test_what_cannot_be_sampled_is_refused_alone(device, rng):
+    logits = random(rng, (9, 900), "float32")
+    logits[1, 800], logits[2, 3], logits[3] = np.nan, np.inf, -np.inf
+    options = {
+        "temperature": np.array([1, 1, 1, 1, -1, np.nan, 1, 1, np.inf], np.float32),
+        "top_k": np.array([5, 5, 5, 5, 5, 5, -2, 5, 5], np.int32),
+        "top_p": np.array([1, 1, 1, 1, 1, 1, 1, np.nan, 1], np.float32),
+    }
+    placed = dict(zip(options, to_device(device, *options.values()), strict=True))
+    (x,) = to_device(device, logits)
+    got = sample(x, logprobs=2, **placed)
+    assert (to_host(got.tokens)[1:] == -1).all()
+    assert np.isnan(to_host(got.logprobs)[1:]).all()
+    assert (to_host(got.top_tokens)[1:] == -1).all()
+    assert np.isnan(to_host(got.top_logprobs)[1:]).all()
+    assert to_host(got.tokens)[0] == to_host(sample(x[:1], top_k=5).tokens)[0]
+    assert_same(got, reference.sample(logits, logprobs=2, **options))
+
+
+def test_bounds_of_the_options(device, rng):
+    logits = random(rng, (3, 2000), "float32")
+    (x,) = to_device(device, logits)
+    plain = to_host(sample(x, seed=4).tokens)
+    for options in ({"top_k": 2000}, {"top_k": 5000}, {"top_p": 1.0}, {"min_p": 0.0}):
+        np.testing.assert_array_equal(to_host(sample(x, seed=4, **options).tokens), plain)
+    best = logits.argmax(axis=1)
+    for options in ({"top_k": 1}, {"top_p": 0}, {"min_p": 1}, {"temperature": 0}):
+        np.testing.assert_array_equal(to_host(sample(x, seed=4, **options).tokens), best)
+
+
+def test_the_token_that_crosses_top_p_is_kept(device):
+    logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]], np.float32))
+    (x,) = to_device(device, np.repeat(logits, 60, axis=0))
+    for top_p, kept in ((0.49, 1), (0.51, 2), (0.74, 2), (0.76, 3), (0.9, 4)):
+        tokens = to_host(sample(x, top_p=top_p, seed=1).tokens)
+        assert set(tokens.tolist()) == set(range(kept)), top_p
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.emulator
+def test_clusters_and_single_blocks_agree(rng, options):
+    """The architecture decides how many blocks share a row and whether they keep it."""
+    logits = random(rng, (2, 9000), "float32", scale=2)
+    options = dict(options, seed=5)
+    bits = set()
+    for arch in ("sm_80", "sm_90"):
+        with cukit.backend("emulator", arch=arch):
+            result = sample(logits, **options)
+        bits.add(tuple(None if part is None else part.tobytes() for part in result))
+    assert len(bits) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_row_alone_and_in_a_batch(rng, options):
+    """Clusters of other sizes, other blocks: the same bits."""
+    logits = random(rng, (300, 32000), "float32", scale=2)
+    (x,) = to_device("gpu", logits)
+    together = sample(x, seed=100, **options)
+    for row in (0, 7, 299):
+        alone = sample(x[row : row + 1], seed=100 + row, **options)
+        for mine, single in zip(together, alone, strict=True):
+            if mine is not None:
+                assert to_host(mine)[row].tobytes() == to_host(single)[0].tobytes()
+
+
+# Distribution ----------------------------------------------------------------------------------
+
+
+def deviation(tokens, probabilities):
+    """Of a chi-square statistic from its mean, in standard deviations; rare tokens together."""
+    draws = tokens.size
+    counts = np.bincount(tokens, minlength=probabilities.size).astype(np.float64)
+    assert not counts[probabilities == 0].any()
+    rare = probabilities * draws < 10
+    expected = np.append(probabilities[~rare], probabilities[rare].sum()) * draws
+    observed = np.append(counts[~rare], counts[rare].sum())
+    present = expected > 0
+    statistic = ((observed - expected)[present] ** 2 / expected[present]).sum()
+    freedom = max(int(present.sum()) - 1, 1)
+    return (statistic - freedom) / np.sqrt(2 * freedom)
+
+
+DISTRIBUTIONS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 7},
+    {"top_p": 0.7, "temperature": 1.3},
+    {"top_k": 12, "top_p": 0.8, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("options", DISTRIBUTIONS, ids=str)
+def test_draws_follow_the_distribution(device, rng, options):
+    draws = {"cpu": 10**6, "gpu": 10**6, "emulator": 3000}[device]
+    logits = random(rng, (1, 24), "float32", scale=1.5)
+    rows = reference._Rows(
+        np,
+        logits.astype(np.float64),
+        *(options.get(name) for name in ("temperature", "top_k", "top_p", "min_p")),
+    )
+    exact = rows.weights[0] / rows.weights.sum()
+    for stream in ("seeds", "steps"):
+        tokens = []
+        for begin in range(0, draws, 100_000):
+            count = min(100_000, draws - begin)
+            numbers = np.arange(begin, begin + count)
+            (x, steps) = to_device(device, np.repeat(logits, count, axis=0), numbers)
+            same = to_device(device, np.full(count, 11))[0]
+            drawn = (
+                sample(x, seed=begin, **options)
+                if stream == "seeds"
+                else sample(x, seed=same, step=steps, **options)
+            )
+            tokens.append(to_host(drawn.tokens))
+        assert deviation(np.concatenate(tokens), exact) < 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"top_k": 50}, {"top_p": 0.9}], ids=str)
+def test_a_million_draws_of_a_large_vocabulary(rng, options):
+    import cupy
+
+    logits = random(rng, (1, 128256), "float32", scale=2)
+    rows = reference._Rows(
+        np,
+        logits.astype(np.float64),
+        *(options.get(name) for name in ("temperature", "top_k", "top_p", "min_p")),
+    )
+    exact = rows.weights[0] / rows.weights.sum()
+    x = cupy.repeat(cupy.asarray(logits), 4000, axis=0)
+    tokens = [to_host(sample(x, seed=i * 4000, **options).tokens) for i in range(250)]
+    assert deviation(np.concatenate(tokens), exact) < 5
+
+
+def test_random_numbers_are_philox():
+    """Known answers of the Random123 library."""
+    full = np.array([2**64 - 1], np.uint64)
+    zero = np.zeros(1, np.uint64)
+    assert int(reference.philox_uint64(zero, zero, 0)[0]) == 0xE169C58D6627E8D5
+    uniform = reference.philox_uint64(np.arange(100_000).astype(np.uint64), full.repeat(100_000), 1)
+    assert abs((uniform * 2.0**-64).mean() - 0.5) < 0.005
+
+
+# Errors and the plan ---------------------------------------------------------------------------
+
+
+def test_errors_name_the_argument():
+    logits = np.zeros((3, 8), np.float32)
+    with pytest.raises(ArrayDtypeError, match="sample: logits must be float32"):
+        sample(logits.astype(np.int32))
+    with pytest.raises(ArrayShapeError, match="logits must have 2 axes"):
+        sample(logits[0])
+    with pytest.raises(ConfigError, match="logits must have at least one token"):
+        sample(logits[:, :0])
+    with pytest.raises(ConfigError, match="temperature must be a finite number of 0 or more"):
+        sample(logits, temperature=-1)
+    with pytest.raises(ConfigError, match="top_k must be an integer of 1 or more, got 0"):
+        sample(logits, top_k=0)
+    with pytest.raises(ConfigError, match="top_p must be a finite number of 0 or more and at most"):
+        sample(logits, top_p=1.5)
+    with pytest.raises(ConfigError, match="repetition_penalty must be a finite number above 0"):
+        sample(logits, repetition_penalty=0)
+    with pytest.raises(ArrayDtypeError, match="seed must be int64"):
+        sample(logits, seed=np.zeros(3, np.int32))
+    with pytest.raises(ArrayShapeError, match=r"top_k must have shape \(3\), got \(2,\)"):
+        sample(logits, top_k=np.ones(2, np.int32))
+    with pytest.raises(ConfigError, match=r"logprobs must be at most 8 \(tokens\), got 9"):
+        sample(logits, logprobs=9)
+    with pytest.raises(ArrayShapeError, match=r"history must have shape \(3, any\)"):
+        sample(logits, history=np.zeros((2, 5), np.int32))
+
+
+def test_an_empty_batch(device):
+    (x,) = to_device(device, np.zeros((0, 50), np.float32))
+    assert sample(x, top_k=5, logprobs=2).top_logprobs.shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab_size", "cluster", "threads", "resident"),
+    [
+        (1, 128256, 8, 1024, True),
+        (64, 128256, 8, 512, True),
+        (256, 128256, 8, 512, True),
+        (256, 32000, 2, 512, True),
+        (1, 500, 1, 128, True),
+        (1, 1 << 20, 8, 1024, False),
+    ],
+)
+def test_the_plan(rows, vocab_size, cluster, threads, resident):
+    config = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_90"])
+    assert (config.cluster, config.threads, config.resident) == (cluster, threads, resident)
+    assert config.cluster * config.threads * config.vec * config.iterations >= vocab_size
+    single = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_80"])
+    assert single.cluster == 1
+
+
+def test_bfloat16_is_as_wide_as_float32_in_shared_memory():
+    config = plan_sample(8, 4096, "bfloat16", 8, TYPICAL_DEVICES["sm_90"])
+    assert config.shared_bytes >= 4 * 4096 // config.cluster
+    assert dtype_of("bfloat16").itemsize == 2

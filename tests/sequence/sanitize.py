@@ -1,0 +1,28 @@
+"""Groups for `tests.sanitize`: scans of one block and of several a sequence, steps."""
+
+from __future__ import annotations
+
+from cukit import sequence
+from tests.contract import to_device
+from tests.sanitize import Group
+from tests.sequence.test_gated_scan import SIZES, inputs, rng_of
+
+
+def scans() -> None:
+    for size in SIZES:
+        x, b, c, decay, state = to_device("gpu", *inputs(rng_of(), size, "bfloat16"))
+        (lengths,) = to_device("gpu", size.cu_seqlens)
+        sequence.gated_scan(x, b, c, decay, initial_state=state, cu_seqlens=lengths)
+
+
+def steps() -> None:
+    for size in SIZES[:3]:
+        x, b, c, decay, state = inputs(rng_of(), size, "float16")
+        one = [array[:, 0].copy() for array in (x, b, c, decay)]
+        sequence.gated_scan_step(*to_device("gpu", state[: len(x)].copy(), *one))
+
+
+GROUPS = {
+    "scans": Group(scans, shares=True, quick=True),
+    "steps": Group(steps, shares=True),
+}

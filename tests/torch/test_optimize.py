@@ -1,0 +1,203 @@
+"""optimize: what it swaps, verifies, reports and restores."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is an extra: pip install 'cukit[torch]'")
+
+from torch import nn  # noqa: E402
+
+import cukit.torch as ckt  # noqa: E402
+from cukit.core.device import gpu_available  # noqa: E402
+from cukit.errors import ConfigError  # noqa: E402
+from tests.torch.small import FAMILIES, small_model  # noqa: E402
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.rms = nn.RMSNorm(32)
+        self.mlp = nn.Sequential(
+            nn.Linear(32, 64), nn.GELU(approximate="tanh"), nn.Linear(64, 64), nn.SiLU(),
+            nn.Dropout(0.5), nn.Linear(64, 32),
+        )  # fmt: skip
+        self.unused = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return x + self.mlp(self.rms(self.norm(x)))
+
+
+def test_says_what_it_would_do_without_a_gpu() -> None:
+    model, x = Block(), torch.randn(4, 32)
+    result = ckt.optimize(model, x)
+    outcomes = {row.name: row.outcome for row in result.report}
+    assert outcomes == {
+        "norm": "would swap", "rms": "would swap", "mlp": "would swap",
+        "unused": "kept: the sample does not reach it",
+    }  # fmt: skip
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert all(module.training for module in model.modules())
+    place = "the model is on the CPU" if gpu_available() else "this machine has no GPU"
+    assert place in result.note
+    printed = str(result)
+    assert "would swap" in printed
+    assert place in printed
+
+
+def test_swaps_and_restores() -> None:
+    model, x = Block().eval(), torch.randn(4, 32)
+    want, state = model(x), list(model.state_dict())
+    with ckt.optimize(model, x, dry_run=False) as result:
+        assert "forward" in model.norm.__dict__
+        assert list(model.state_dict()) == state
+        got = result(x)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        assert result.error < 1e-5
+        got.sum().backward()
+        assert all(
+            each.grad is not None for name, each in model.named_parameters()
+            if not name.startswith("unused")
+        )  # fmt: skip
+    assert "forward" not in model.norm.__dict__
+    assert torch.equal(model(x), want)
+    assert result.restore() is model
+
+
+def test_a_swap_of_a_swapped_model_is_restored_to_the_first() -> None:
+    model, x = Block().eval(), torch.randn(4, 32)
+    outer = ckt.optimize(model, x, dry_run=False, kinds=["norm"])
+    before = model.norm.__dict__["forward"]
+    ckt.optimize(model, x, dry_run=False).restore()
+    assert model.norm.__dict__["forward"] is before
+    outer.restore()
+    assert "forward" not in model.norm.__dict__
+
+
+def test_is_off_by_one_argument() -> None:
+    model = Block()
+    result = ckt.optimize(model, torch.randn(4, 32), use_cuda_kernels=False, dry_run=False)
+    assert result.report == []
+    assert "forward" not in model.norm.__dict__
+    assert "use_cuda_kernels=False" in str(result)
+
+
+class OddRMSNorm(nn.Module):
+    """Has the name and the attributes, but not the formula."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(32)), 1e-6
+
+    def forward(self, x):
+        return x / x.abs().mean(-1, keepdim=True) * self.weight
+
+
+def test_what_differs_is_kept() -> None:
+    model = nn.Sequential(OddRMSNorm(), nn.Linear(32, 8))
+    (row,) = ckt.optimize(model, torch.randn(4, 32), dry_run=False).report
+    assert row.outcome.startswith("kept: error above")
+    assert row.error > row.tolerance
+    assert "forward" not in model[0].__dict__
+
+
+def test_what_fails_is_kept_with_its_reason() -> None:
+    class DoubledRMSNorm(nn.RMSNorm):
+        def forward(self, x):
+            return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+
+    (row,) = ckt.optimize(nn.Sequential(DoubledRMSNorm(32, eps=1e-6)), torch.randn(4, 32)).report
+    assert row.outcome.startswith("kept: error above")
+    model = nn.Sequential(nn.RMSNorm(32, eps=-1.0, elementwise_affine=True))
+    (row,) = ckt.optimize(model, 2 + torch.rand(4, 32)).report
+    assert row.outcome == "kept: rms_norm: eps must be a finite number of 0 or more, got -1.0"
+    assert math.isnan(row.error)
+
+
+def test_an_error_in_the_model_restores_everything() -> None:
+    class Broken(Block):
+        def forward(self, x):
+            super().forward(x)
+            raise ValueError("broken")
+
+    model = Broken()
+    with pytest.raises(ValueError, match="broken"):
+        ckt.optimize(model, torch.randn(4, 32), dry_run=False)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert model.training
+
+
+def test_bad_options() -> None:
+    model, x = Block(), torch.randn(4, 32)
+    with pytest.raises(ConfigError, match=r"kinds must be among attention, .*, got 'norms'"):
+        ckt.optimize(model, x, kinds=["norms"])
+    with pytest.raises(ConfigError, match="cuda_graph=True needs a model on a GPU"):
+        ckt.optimize(model, x, cuda_graph=True)
+    with pytest.raises(ConfigError, match=r"model must be an nn.Module, got function"):
+        ckt.optimize(lambda x: x, x)
+    with pytest.raises(ConfigError, match="repeats must be an integer of 1 or more, got 0"):
+        ckt.optimize(model, x, repeats=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers(family: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    model = small_model(family)
+    tokens = torch.randint(3, 97, (2, 13), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = model(tokens).logits
+    with ckt.optimize(model, {"input_ids": tokens}, dry_run=False) as result:
+        kinds = {row.kind for row in result.report if row.outcome == "swapped"}
+        assert kinds == {"attention", "rope", "norm", "mlp"}
+        assert not [row for row in result.report if row.outcome != "swapped"]
+        assert model.config._attn_implementation == "cukit"
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens).logits, want, rtol=1e-4, atol=1e-5)
+            cached = model.generate(tokens, max_new_tokens=4, do_sample=False)
+    assert model.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, want)
+        assert torch.equal(model.generate(tokens, max_new_tokens=4, do_sample=False), cached)
+
+
+def test_a_file_of_transformers_is_restored_with_its_last_model() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.apply_rotary_pos_emb
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    first, second = (
+        ckt.optimize(small_model("llama"), tokens, kinds=["rope"], dry_run=False) for _ in range(2)
+    )
+    first.restore()
+    assert modeling_llama.apply_rotary_pos_emb is not original
+    second.restore()
+    assert modeling_llama.apply_rotary_pos_emb is original
+
+
+@pytest.mark.gpu
+def test_times_verifies_and_captures_on_the_gpu() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    model = small_model("llama").to("cuda", torch.bfloat16)
+    tokens = torch.randint(3, 97, (2, 32), device="cuda")
+    options = {"input_ids": tokens, "use_cache": False}
+    with torch.no_grad():
+        want = model(**options).logits.float()
+    result = ckt.optimize(model, options, only_faster=False, cuda_graph=True, repeats=3)
+    assert all(row.outcome == "swapped" for row in result.report), str(result)
+    assert all(row.before_us > 0 and row.after_us > 0 for row in result.report)
+    assert result.before_us > 0
+    assert math.isfinite(result.error)
+    with torch.no_grad():
+        for _ in range(2):
+            got = result(**options).logits.float()
+            assert (got - want).abs().max() <= 0.1 * want.abs().max()
+        other = torch.randint(3, 97, (2, 32), device="cuda")
+        graphed = result(input_ids=other, use_cache=False).logits
+        torch.testing.assert_close(graphed, model(input_ids=other, use_cache=False).logits)
+    result.restore()
+    assert model.config._attn_implementation == "sdpa"
