@@ -52,36 +52,31 @@ struct Chosen {
   int expert;
 };
 
-// A lane's experts that are left, the best of which is `best`: of equal ones the lowest. A few are sorted
+// A lane's experts that are left, and the best of them: of equal ones the lowest. A few are sorted
 // once, which is half of the instructions of a choice; of many the best is looked for again.
 template <bool Sorted>
 struct Left {
-  Chosen best;
-  Chosen others[kPerLane - 1];  // the next best first
-
   CUKIT_DEVICE explicit Left(const unsigned (&keys)[kPerLane]) {
-    Chosen all[kPerLane];
+    const int first_expert = threadIdx.x % kWarpSize * kPerLane;
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) all[j] = {keys[j], first_expert() + j};
+    for (int j = 0; j < kPerLane; ++j) sorted[j] = {keys[j], first_expert + j};
 #pragma unroll
     for (int round = 0; round < kPerLane; ++round)
 #pragma unroll
-      for (int j = round % 2; j + 1 < kPerLane; j += 2) put_in_order(all[j], all[j + 1]);
-    best = all[0];
-#pragma unroll
-    for (int j = 1; j < kPerLane; ++j) others[j - 1] = all[j];
+      for (int j = round % 2; j + 1 < kPerLane; j += 2) put_in_order(sorted[j], sorted[j + 1]);
   }
 
-  CUKIT_DEVICE static int first_expert() { return threadIdx.x % kWarpSize * kPerLane; }
+  CUKIT_DEVICE const Chosen& best() const { return sorted[0]; }
 
   CUKIT_DEVICE void take_best() {
-    best = others[0];
 #pragma unroll
-    for (int j = 0; j + 1 < kPerLane - 1; ++j) others[j] = others[j + 1];
-    others[kPerLane - 2].key = kTaken;
+    for (int j = 0; j + 1 < kPerLane; ++j) sorted[j] = sorted[j + 1];
+    sorted[kPerLane - 1].key = kTaken;
   }
 
  private:
+  Chosen sorted[kPerLane];
+
   CUKIT_DEVICE static void put_in_order(Chosen& a, Chosen& b) {
     const bool exchanged = b.key > a.key;
     const Chosen first = exchanged ? b : a;
@@ -92,30 +87,32 @@ struct Left {
 
 template <>
 struct Left<false> {
-  Chosen best;
-  unsigned keys[kPerLane];
-
   CUKIT_DEVICE explicit Left(const unsigned (&all)[kPerLane]) {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) keys[j] = all[j];
     find();
   }
 
+  CUKIT_DEVICE const Chosen& best() const { return found; }
+
   CUKIT_DEVICE void take_best() {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      if (best.expert % kPerLane == j) keys[j] = kTaken;
+      if (found.expert % kPerLane == j) keys[j] = kTaken;
     }
     find();
   }
 
  private:
+  Chosen found;
+  unsigned keys[kPerLane];
+
   CUKIT_DEVICE void find() {
-    best = {kTaken, 0};
+    found = {kTaken, 0};
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      if (keys[j] > best.key) {
-        best = {keys[j], static_cast<int>(threadIdx.x) % kWarpSize * kPerLane + j};
+      if (keys[j] > found.key) {
+        found = {keys[j], static_cast<int>(threadIdx.x) % kWarpSize * kPerLane + j};
       }
     }
   }
@@ -162,13 +159,13 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
     const float ranked = BIASED ? scores[j] + (exists ? bias[expert] : 0.0f) + 0.0f : logits[j];
     keys[j] = exists ? key_of(ranked) : kTaken;
   }
-  Left<(kPerLane > 1 && kPerLane <= kMostSorted)> left(keys);
+  Left<(kPerLane <= kMostSorted)> left(keys);
   for (int slot = 0; slot < p.top_k; ++slot) {
-    const unsigned key = __reduce_max_sync(kFullMask, left.best.key);
-    const bool has_it = left.best.key == key;
+    const unsigned key = __reduce_max_sync(kFullMask, left.best().key);
+    const bool has_it = left.best().key == key;
     const unsigned holders = __ballot_sync(kFullMask, has_it);
     if (has_it && (holders & ((1u << lane) - 1)) == 0) {  // the lowest expert is the lowest lane's
-      own[slot] = left.best;
+      own[slot] = left.best();
       left.take_best();
     }
   }
