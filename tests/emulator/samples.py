@@ -414,7 +414,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     ),
     "sampled_distillation_loss": lambda rng: (
         (_logits(rng)[0], rng.integers(0, 1003, (5, 12)).astype(np.int32)),
-        {"return_grad": True, "softcap": 4.0, "vocab_size": 1003},
+        {"return_grad": True, "logit_scale": 0.5, "vocab_size": 1003},
     ),
     "linear_topk_distillation_loss": lambda rng: (
         (*_linear(rng), *teacher_top_k(random(rng, (40, 500), "float32"), 9)),
