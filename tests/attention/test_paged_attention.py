@@ -328,7 +328,7 @@ def test_recent_keys_are_not_quantised(
 
 @pytest.mark.parametrize(
     ("codes", "step", "warps", "stages"),
-    [("", 32, 2, 2), ("int8", 16, 4, 3), ("int8", 64, 1, 2), ("float8_e4m3", 16, 8, 2)],
+    [("", 32, 2, 2), ("int8", 16, 4, 3), ("int8", 32, 1, 2), ("float8_e4m3", 16, 8, 2)],
 )
 @emulated(lambda codes: True)
 def test_other_tilings(
