@@ -81,6 +81,7 @@ WRITES = {
     "append_kv": {"k_cache", "v_cache"},
     "batched_copy": {"memory"},
     "gated_scan_step": {"state"},
+    "pack_kv": {"k_cache", "v_cache"},
 }
 """Arguments that an op is there to change. Beside these: `out`, `grad_weight`, and what
 `inplace=True` names."""
