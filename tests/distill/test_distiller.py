@@ -111,9 +111,7 @@ def test_the_divergence_must_be_known() -> None:
 
 def test_vocabularies_must_agree() -> None:
     student, teacher = small_model(), small_model(vocab_size=29)
-    with pytest.raises(
-        ArrayShapeError, match=r"teacher has 29 and .* vocab_size=23"
-    ):
+    with pytest.raises(ArrayShapeError, match=r"teacher has 29 and .* vocab_size=23"):
         Distiller(student, teacher)
     with pytest.raises(ArrayShapeError, match="vocab_size must be at most 23"):
         Distiller(student, teacher, vocab_size=29)
