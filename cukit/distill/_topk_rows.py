@@ -170,7 +170,7 @@ def check_known_tokens(
         )
     dtypes = (float32, float64) if wide else (float32,)
     for value_name, value in values:
-        if value is not None:
+        if value is not None or not repeated:  # samples have what they need with their tokens
             check_array(op, value_name, value, dtypes=dtypes, shape=tokens.shape)
     if isinstance(tokens, np.ndarray):
         wrong = (tokens < 0) | (tokens >= vocab_size)

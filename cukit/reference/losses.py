@@ -537,6 +537,7 @@ def _sampled_rows(
 def _cross_entropy_rows(z: Array, rows: _Rows, *, want_grad: bool) -> tuple[Array, Array | None]:
     """Loss [rows] and gradient [rows, vocab] of each row on its own."""
     xp, targets = array_namespace(z), rows.targets
+    assert targets is not None
     grad, top, total = softmax(xp, z)
     active = rows.kept & (total[:, 0] != 0)
     in_range = (targets >= 0) & (targets < z.shape[1])

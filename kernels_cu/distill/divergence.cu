@@ -304,8 +304,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) diverg
 #else
   soft.soft_scale = active ? factors.soft_gradient * upstream / soft.student.sum : 0.0f;
   soft.beta = factors.beta;
+  if (!active) soft.student.reference = -cukit::kNoMass;  // q = 0 everywhere
   // Each thread for itself: masked columns lie side by side.
-  const bool fit = soft.ratios_fit(soft.student_logits.of(statistics.lowest_student),
+  const bool fit = active && soft.ratios_fit(soft.student_logits.of(statistics.lowest_student),
                                    soft.teacher_logits.of(statistics.lowest_teacher));
   const auto write_gradient = [&] {
     if constexpr (GRAD) {

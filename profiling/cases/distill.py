@@ -21,6 +21,8 @@ from cukit.distill import (
     linear_cross_entropy,
     linear_distillation_loss,
     linear_kl_divergence,
+    linear_sampled_distillation_loss,
+    linear_topk_distillation_loss,
     sampled_distillation_loss,
     teacher_top_k,
     topk_distillation_loss,
@@ -70,6 +72,8 @@ def cases(small: bool = False) -> list[Case]:
         *(make(*shape) for make in (linear_kl_case, linear_cross_entropy_case) for shape in heads),
         *(linear_jsd_case(*shape) for shape in heads),
         small_workspace_case(*heads[-1 if small else 1]),
+        *(linear_topk_case(*shape) for shape in heads[:2]),
+        *(linear_sampled_case(*shape) for shape in heads[:2]),
         adamw_case(model),
         global_norm_case(model),
     ]
@@ -393,6 +397,65 @@ def _linear_case(
     return case if workspace_bytes is None else replace(case, name=f"{case.name} in 1 GiB")
 
 
+def linear_topk_case(tokens: int, hidden: int, vocab_size: int, known: int = 64) -> Case:
+    """One head, the divergence from a teacher's likeliest tokens, and the gradients."""
+
+    def build() -> Workload:
+        head = normal((tokens, hidden), DTYPE), normal((vocab_size, hidden), DTYPE, scale=0.02)
+        signal = teacher_top_k(normal((tokens, vocab_size), DTYPE), known)
+
+        def torch_loss(torch: ModuleType) -> Callable[..., Any]:
+            def loss(h: Any, w: Any, log_p: Any, ids: Any) -> Any:
+                log_p = log_p - log_p.logsumexp(-1, keepdim=True)
+                log_q = torch.log_softmax((h @ w.T).float(), -1).gather(-1, ids.long())
+                return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+
+            return loss
+
+        def part(rows: slice, grad_weight: Any) -> tuple[Any, Any]:
+            result = losses.linear_topk_distillation_loss(
+                head[0][rows], head[1], *(each[rows] for each in signal), normalizer=tokens,
+                grad_weight=grad_weight,
+            )  # fmt: skip
+            return result.loss, result.grad_hidden
+
+        def ours() -> Any:
+            result = linear_topk_distillation_loss(*head, *signal)
+            return result.loss, result.grad_hidden, result.grad_weight
+
+        return _head_workload(ours, torch_loss, None, part, head, signal)
+
+    return _head_case("linear_topk_distillation_loss", tokens, hidden, vocab_size, 6, build)
+
+
+def linear_sampled_case(tokens: int, hidden: int, vocab_size: int, samples: int = 64) -> Case:
+    """One head, tokens sampled from a teacher, and the gradients."""
+
+    def build() -> Workload:
+        head = normal((tokens, hidden), DTYPE), normal((vocab_size, hidden), DTYPE, scale=0.02)
+        ids = integers(0, vocab_size, (tokens, samples), "int32")
+
+        def torch_loss(torch: ModuleType) -> Callable[..., Any]:
+            def loss(h: Any, w: Any, ids: Any) -> Any:
+                return -torch.log_softmax((h @ w.T).float(), -1).gather(-1, ids.long()).mean()
+
+            return loss
+
+        def part(rows: slice, grad_weight: Any) -> tuple[Any, Any]:
+            result = losses.linear_sampled_distillation_loss(
+                head[0][rows], head[1], ids[rows], normalizer=tokens, grad_weight=grad_weight
+            )
+            return result.loss, result.grad_hidden
+
+        def ours() -> Any:
+            result = linear_sampled_distillation_loss(*head, ids)
+            return result.loss, result.grad_hidden, result.grad_weight
+
+        return _head_workload(ours, torch_loss, None, part, head, (ids,))
+
+    return _head_case("linear_sampled_distillation_loss", tokens, hidden, vocab_size, 6, build)
+
+
 def linear_cross_entropy_case(tokens: int, hidden: int, vocab_size: int) -> Case:
     """One head, the cross-entropy, and the gradients of head and input."""
 
@@ -519,7 +582,7 @@ def _logits_workload(
 def _head_workload(
     ours: Call,
     torch_loss: TorchLoss,
-    liger_loss: TorchLoss,
+    liger_loss: TorchLoss | None,
     part: Callable[[slice, Any], tuple[Any, Any]],
     head: tuple[Any, Any],
     others: tuple[Any, ...],
@@ -529,13 +592,15 @@ def _head_workload(
         loss, grad_hidden = _in_parts(lambda rows: part(rows, grad_weight), head[0].shape[0])
         return loss, grad_hidden, grad_weight
 
+    arms: dict[str, Callable[[], Call]] = {
+        "cukit": lambda: ours,
+        "torch-eager": lambda: _with_gradients(torch_loss, head, others),
+        "torch-compile": lambda: _with_gradients(torch_loss, head, others, compiled=True),
+    }
+    if liger_loss is not None:
+        arms["liger"] = partial(_with_gradients, liger_loss, head, others)
     return Workload(
-        arms={
-            "cukit": lambda: ours,
-            "torch-eager": lambda: _with_gradients(torch_loss, head, others),
-            "torch-compile": lambda: _with_gradients(torch_loss, head, others, compiled=True),
-            "liger": lambda: _with_gradients(liger_loss, head, others),
-        },
+        arms=arms,
         expected=expected,
         tolerance=2e-2,  # logits and their gradients pass through bfloat16
     )
