@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from profiling import peers
-from profiling.case import Call
+from profiling.case import Call, PeerMissing
 
 _WORKSPACE_BYTES = 512 << 20
 
@@ -40,6 +40,14 @@ def _workspace() -> Any:
     return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
+def _plan(wrapper: Any, *args: Any, **options: Any) -> None:
+    """wrapper.plan, which compiles the kernel; PeerMissing where it can't."""
+    try:
+        wrapper.plan(*args, **options)
+    except RuntimeError as error:
+        raise PeerMissing(f"flashinfer: {str(error).splitlines()[0][:200]}") from None
+
+
 def decode(
     q: Any, k: Any, v: Any, table: Any, lengths: Sequence[int], scale: float | None = None
 ) -> Call:
@@ -51,7 +59,8 @@ def decode(
         _workspace(), "NHD", use_tensor_cores=True, backend="fa2"
     )
     stored = torch.bfloat16 if scale is None else torch.float8_e4m3fn
-    wrapper.plan(
+    _plan(
+        wrapper,
         *(pages.ends, pages.indices, pages.last_lens, q.shape[2], heads_kv, head_dim, block_size),
         q_data_type=torch.bfloat16,
         kv_data_type=stored,
@@ -74,7 +83,8 @@ def prefill(
     _, block_size, heads_kv, head_dim = k.shape
     pages = Pages(table, lengths, block_size)
     wrapper = module.BatchPrefillWithPagedKVCacheWrapper(_workspace(), "NHD", backend=backend)
-    wrapper.plan(
+    _plan(
+        wrapper,
         *(_integers([0, *np.cumsum(queries).tolist()]), pages.ends, pages.indices, pages.last_lens),
         *(q.shape[-2], heads_kv, head_dim, block_size),
         causal=True,
@@ -96,7 +106,8 @@ def cascade(q: Any, k: Any, v: Any, table: Any, shared: int, own: int) -> Call:
     first = Pages(table[:1], [shared], block_size)
     last = Pages(table[:, shared // block_size :], [own] * batch, block_size)
     wrapper = module.MultiLevelCascadeAttentionWrapper(2, _workspace(), "NHD")
-    wrapper.plan(
+    _plan(
+        wrapper,
         [_integers([0, batch]), _integers(range(batch + 1))],
         [first.ends, last.ends],
         [first.indices, last.indices],

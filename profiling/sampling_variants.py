@@ -29,7 +29,7 @@ from profiling.data import array_module, normal
 
 VOCAB_SIZE = 128256
 BATCHES = (1, 64, 256)
-SPLITS = ((1, 1024), (2, 1024), (4, 512), (4, 1024), (8, 512), (8, 1024))
+SPLITS = ((4, 1024), (8, 512), (8, 1024))
 OPTIONS: dict[str, dict[str, Any]] = {
     "top-k 50, top-p 0.9": TOP_K_TOP_P,
     "top-p 0.9": TOP_P,

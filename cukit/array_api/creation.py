@@ -247,6 +247,8 @@ def _made(op: str, make: Callable[[], Array]) -> Array:
         raise
     except MemoryError as error:
         raise OutOfMemoryError(f"{op}: {error}") from error
+    except OverflowError as error:
+        raise ConfigError(f"{op}: a number is out of range: {error}") from None
 
 
 def _dtype(op: str, dtype: Dtype) -> np.dtype[Any]:

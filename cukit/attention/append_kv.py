@@ -20,13 +20,13 @@ from cukit.core.arrays import (
     check_same_dtype,
     empty,
     float32,
-    float64,
     runs_kernel,
 )
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
+from cukit.core.rotary import check_rotary_tables
 from cukit.core.scalars import check_flag
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.reference import append_kv as reference
@@ -206,12 +206,7 @@ def _check(arrays: AppendArrays, codes: str) -> None:
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=q.shape, contiguous=False)
     if cos is None or sin is None or position_ids is None:
         return
-    check_array(_OP, "cos", cos, dtypes=(float32, float64), ndim=2)
-    check_array(_OP, "sin", sin, dtypes=(cos.dtype,), shape=cos.shape)
-    if not 0 < 2 * cos.shape[1] <= head_dim:
-        raise ArrayShapeError(
-            f"{_OP}: cos must have 1 to head_dim / 2 = {head_dim / 2:g} columns, got {cos.shape}"
-        )
+    check_rotary_tables(_OP, cos, sin, head_dim)
     check_array(_OP, "position_ids", position_ids, dtypes=INDEX_DTYPES, shape=(tokens,))
 
 
@@ -362,7 +357,7 @@ def _cache_strides(x: Array) -> tuple[int, int, int]:
 def _specs(device: Device) -> list[KernelSpec]:
     """Each kind of cache, with and without turning."""
     specs = []
-    for codes in CODES:
+    for codes in ("", "float8_e4m3", "int8"):
         for rotary_dim, heads_q in ((0, 0), (128, 32)):
             config = plan_append_kv(
                 "bfloat16", heads_q, 8, 128, 128, codes=codes, rotary_dim=rotary_dim

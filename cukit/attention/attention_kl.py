@@ -382,7 +382,7 @@ def _sweep_specs(device: Device) -> list[KernelSpec]:
     def specs(problem: AttentionProblem) -> list[KernelSpec]:
         everything = Knowledge(True, True)
         chosen = [Knowledge(), everything]
-        if problem.head_dim == problem.head_dim_v == 128:
+        if problem.head_dim == 128 and not problem.causal:
             chosen += [Knowledge(True, False), Knowledge(False, True), Knowledge(True, True, True)]
         found = [plan_attention_kl(problem, known, device).spec() for known in chosen]
         if covers(problem, device):

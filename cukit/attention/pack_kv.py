@@ -86,7 +86,7 @@ def pack_kv(k: Array, v: Array, k_cache: Any, v_cache: Any, sources: Array, targ
     >>> cache = ck.KVCacheManager(4, 64, num_heads_kv=1, head_dim=32, dtype=ck.int4, num_rings=1)
     >>> k, v = np.random.default_rng(0).standard_normal((2, 1, 64, 1, 32)).astype(np.float16)
     >>> ck.pack_kv(k, v, cache.keys(0), cache.values(0), np.array([0]), np.array([2]))
-    >>> bool(abs(cache.keys(0).dense()[2] - k[0]).max() < 0.2)
+    >>> bool(abs(cache.keys(0).dense()[2] - k[0]).max() < 0.3)
     True
     """
     k_cache, v_cache = _grouped(k_cache, v_cache)
@@ -98,12 +98,7 @@ def pack_kv(k: Array, v: Array, k_cache: Any, v_cache: Any, sources: Array, targ
         check_overlap(_OP, getattr(arrays, name), name=name, **inputs, **others)
     if not runs_kernel(_OP, *arrays):
         _check(arrays)
-        reference.pack_kv(
-            *(arrays.k, arrays.v),
-            (arrays.k_cache, arrays.k_scales, arrays.k_zeros),
-            (arrays.v_cache, arrays.v_scales, arrays.v_zeros),
-            *(arrays.sources, arrays.targets),
-        )
+        reference.pack_kv(*(arrays.k, arrays.v, k_cache, v_cache, arrays.sources, arrays.targets))
         return
     launch = _prepare(*arrays)
     if arrays.sources.size:

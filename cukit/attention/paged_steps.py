@@ -103,11 +103,12 @@ class PagedAttention:
         self.num_heads_q = int(num_heads_q)
         self._table: Array = namespace(k_cache).zeros((int(max_batch), int(max_blocks)), int32)
         self._lengths: Array = namespace(k_cache).zeros(int(max_batch), int32)
-        self._rings, self._packed = (
-            (None, None)
-            if recent is None
-            else (namespace(k_cache).zeros(int(max_batch), int32) for _ in range(2))
-        )
+        self._rings: Array | None = None
+        self._packed: Array | None = None
+        if recent is not None:
+            self._rings, self._packed = (
+                namespace(k_cache).zeros(int(max_batch), int32) for _ in range(2)
+            )
         self._batch, self._seq_len_q = int(max_batch), 1
         width = k_cache.shape[-1] * (2 if codes == "int4" else 1)
         q = empty(k_cache, (self._batch, 1, self.num_heads_q, width), self.dtype)

@@ -12,7 +12,6 @@ from typing import Any
 from cukit.core.device import require_cupy
 from cukit.errors import LaunchError
 
-_COOPERATIVE = 2
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
@@ -44,11 +43,9 @@ class DependentFunction:
 
     __slots__ = ("_config", "_function")
 
-    _attribute = _PROGRAMMATIC_STREAM_SERIALIZATION
-
     def __init__(self, function: Any) -> None:
         attributes = (_Attribute * 1)()
-        attributes[0].id = self._attribute
+        attributes[0].id = _PROGRAMMATIC_STREAM_SERIALIZATION
         attributes[0].value[0] = 1
         self._function = function
         self._config = _Config(attributes=attributes, num_attributes=1)
@@ -78,15 +75,6 @@ class DependentFunction:
         status = launch(ctypes.byref(config), self._function.ptr, places, None)
         if status:
             raise LaunchError(f"cuLaunchKernelEx: CUDA error {status}")
-
-
-class CooperativeFunction(DependentFunction):
-    """A function of CuPy's whose blocks all run at one time, so that they may wait for each other
-    (kernels_cu/common/grid_barrier.cuh). The launch fails where there is no room for them."""
-
-    __slots__ = ()
-
-    _attribute = _COOPERATIVE
 
 
 @functools.cache

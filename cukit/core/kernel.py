@@ -12,7 +12,7 @@ import numpy as np
 from cukit.core import backend
 from cukit.core.arrays import check_current_device, describe
 from cukit.core.compiler import CompiledKernel, KernelSpec, compile_visibly
-from cukit.core.dependent_launch import CooperativeFunction, DependentFunction
+from cukit.core.dependent_launch import DependentFunction
 from cukit.core.device import current_device, require_cupy
 from cukit.errors import LaunchError
 
@@ -163,7 +163,6 @@ class Launch:
 
     dependent: on GPUs that can, start while the launch before it still runs; the kernel waits for
     that by itself (:class:`~cukit.core.dependent_launch.DependentFunction`).
-    cooperative: all blocks run at one time; the kernel lets them wait for each other.
     """
 
     __slots__ = ("_checked", "_function", "_idle", "grid", "kernel", "scalars")
@@ -175,12 +174,9 @@ class Launch:
         scalars: tuple[Argument, ...] = (),
         *,
         dependent: bool = False,
-        cooperative: bool = False,
     ) -> None:
         self.kernel = kernel
         self._function = kernel.function
-        if cooperative and backend.active is None:
-            self._function = CooperativeFunction(kernel.function)
         if dependent and backend.active is None and current_device().compute_capability >= (9, 0):
             self._function = DependentFunction(kernel.function)
         self.grid = grid

@@ -30,12 +30,30 @@ def check_number(
     above: and greater than this.
     """
     legal = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    legal = legal and math.isfinite(value) and least <= value <= most
+    legal = legal and _is_finite(value) and least <= value <= most
     if legal and (above is None or value > above):
         return
     raise ConfigError(
         f"{op}: {name} must be {_range('a finite number', least, most, above)}, got {value!r}"
     )
+
+
+def _is_finite(value: Any) -> bool:
+    """Also of integers that no float holds: they are not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def check_real(op: str, name: str, value: numbers.Real) -> None:
+    """Raises ConfigError for an integer that no float holds. Infinite is a number, too."""
+    try:
+        float(value)
+    except OverflowError:
+        raise ConfigError(
+            f"{op}: {name} must be a number that a float holds, got {value!r}"
+        ) from None
 
 
 def check_integer(

@@ -24,6 +24,7 @@ from cukit.distill.linear_topk_distillation_loss import (
 )
 from cukit.distill.sampled_distillation_loss import sampled_distillation_loss
 from cukit.distill.schedule import Constant, Cosine, Linear, Schedule, WarmupCosine
+from cukit.distill.score_mse import attention_score_mse
 from cukit.distill.terms import AttentionTerm, HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.topk_distillation_loss import teacher_top_k, topk_distillation_loss
 from cukit.distill.trainer import StepStatistics, Trainer
@@ -51,6 +52,7 @@ __all__ = [
     "WarmupCosine",
     "Windows",
     "adamw",
+    "attention_score_mse",
     "clip_scale",
     "cross_entropy",
     "cross_entropy_backward",

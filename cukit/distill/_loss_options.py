@@ -19,7 +19,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.kernel import by_value, launch_plan
 from cukit.core.parameters import parameter_structs
-from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
+from cukit.core.scalars import check_choice, check_flag, check_integer, check_number, check_real
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 
 DIVERGENCES = (
@@ -168,7 +168,9 @@ class RowOptions(NamedTuple):
                 raise ArrayError(
                     f"{op}: token_weights must be 0 or more, got {weights[bad].flat[0]}"
                 )
-        if not _is_number(self.grad_loss):
+        if isinstance(self.grad_loss, numbers.Real):
+            check_real(op, "grad_loss", self.grad_loss)
+        elif self.grad_loss is not None:
             shape = (math.prod(row_shape),) if self.reduction == "none" else ()
             dtypes = _scalar_dtypes(self.grad_loss)
             check_array(op, "grad_loss", self.grad_loss, dtypes=dtypes, shape=shape)
@@ -225,7 +227,9 @@ def arrays_among(*values: Any) -> tuple[Array, ...]:
 
 def check_scalar(op: str, name: str, value: Any) -> None:
     """`value` is a Python or NumPy number, or a 0-d float32 array."""
-    if not isinstance(value, numbers.Real):
+    if isinstance(value, numbers.Real):
+        check_real(op, name, value)
+    else:
         check_array(op, name, value, dtypes=_scalar_dtypes(value), shape=())
 
 

@@ -218,7 +218,7 @@ def _check_options(
             raise ConfigError(f"{_OP}: {name} must be below 1, got {value}")
     for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         check_number(_OP, name, value, least=0)
-    check_integer(_OP, "step", step, least=1)
+    check_integer(_OP, "step", step, least=1, most=1 << 53)
     if grad_scale is not None:
         check_scalar(_OP, "grad_scale", grad_scale)
 

@@ -65,8 +65,7 @@ class Tiling:
     cluster: blocks that share a tile of b, theirs lying one below the other.
     transposed: the weight is operand a, and the tokens are the tile's columns.
     blocks_per_sm: for which shared memory has room.
-    overlapped: columns of a tile's results that are stored beside each of the first steps of k of
-        the next; 0: before them.
+    overlapped: a tile's results are stored beside the first products of the next.
     """
 
     tile_m: int
@@ -76,14 +75,14 @@ class Tiling:
     cluster: int = 1
     transposed: bool = False
     blocks_per_sm: int = 1
-    overlapped: int = 0
+    overlapped: bool = False
 
     def __str__(self) -> str:
         name = f"{self.tile_m}x{self.tile_n}"
         name += f" split {self.splits}" if self.splits > 1 else ""
         name += f" cluster {self.cluster}" if self.cluster > 1 else ""
         name += f" x{self.blocks_per_sm}" if self.blocks_per_sm > 1 else ""
-        name += f" overlapped {self.overlapped}" if self.overlapped else ""
+        name += " overlapped" if self.overlapped else ""
         return name + (" transposed" if self.transposed else "")
 
     @property
@@ -218,6 +217,8 @@ _END_US = 6e-5
 """Of the end of a tile, per element."""
 _EXCHANGE_BYTES_PER_US = 27e3
 """Between the blocks of a cluster."""
+_SPLIT_US = 0.12
+"""That any split takes longer: products of 10 us, timed since the fit, are decided by less."""
 _CLUSTER_ROUND_US = 2.05
 """Of clusters that wait for others to end."""
 _BOTH_NORM = 3.8
@@ -225,7 +226,8 @@ _BOTH_NORM = 3.8
 
 _FEWEST_STAGES = 3
 _WIDEST = Tiling(128, 256)
-_OVERLAPPED = Tiling(128, 192, overlapped=16)
+_OVERLAPPED = Tiling(128, 192, overlapped=True)
+_OVERLAPPED_COLUMNS = 32  # that are stored beside a step of k
 _WIDE = (
     _WIDEST,
     *(Tiling(128, tile_n) for tile_n in (224, 192, 160, 144, 128, 112, 96, 80, 64, 48)),
@@ -268,10 +270,7 @@ def candidates(product: Product) -> Iterator[Tiling]:
     tilings = [*_WIDE, *_SMALL]
     if product.keeps and not product.gated:
         tilings.remove(_WIDEST)  # too few registers for both results
-    if (
-        not (product.keeps or product.gated)
-        and steps >= _OVERLAPPED.tile_n // _OVERLAPPED.overlapped
-    ):
+    if not (product.keeps or product.gated) and steps >= _OVERLAPPED.tile_n // _OVERLAPPED_COLUMNS:
         tilings.append(_OVERLAPPED)
     if not product.gated and product.major_a == "K":
         tilings += _FEW
@@ -326,7 +325,7 @@ def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
 
     split = 0.0
     if tiling.splits > 1:
-        split = tiling.epilogue_bytes(parts) / _EXCHANGE_BYTES_PER_US
+        split = _SPLIT_US + tiling.epilogue_bytes(parts) / _EXCHANGE_BYTES_PER_US
         split += (rounds - 1) * _CLUSTER_ROUND_US
     return _START_US + _norm(_BOTH_NORM, multiply, memory) + split
 

@@ -53,8 +53,6 @@ class WeightOnlyTiling:
     """Of "few": sixteens of rows of a block."""
     warps: int = 0
     """Of "few": warps that share the columns."""
-    depth: int = 0
-    """Of "few": steps that a warp holds, one of which it multiplies."""
     splits: int = 1
     """Blocks of a cluster that share the steps of a tile."""
 
@@ -136,7 +134,7 @@ class WeightOnlyConfig:
             ("THREADS", tiling.threads),
         )
         if tiling.kernel == "few":
-            defines += (("STRIPS", tiling.strips), ("DEPTH", tiling.depth))
+            defines += (("STRIPS", tiling.strips),)
         else:
             defines += (("STAGES", tiling.num_stages),)
         if tiling.kernel == "sm90":
@@ -249,9 +247,9 @@ def _stages(tiling: WeightOnlyTiling, weight: WeightDescription, room: int, most
     return min(most, room // tiling.stage_bytes(weight))
 
 
-def few_tiling(strips: int, warps: int, depth: int = 2) -> WeightOnlyTiling:
+def few_tiling(strips: int, warps: int) -> WeightOnlyTiling:
     """A tiling for up to eight tokens."""
-    return WeightOnlyTiling("few", FEW_TOKENS, 1, 0, strips=strips, warps=warps, depth=depth)
+    return WeightOnlyTiling("few", FEW_TOKENS, 1, 0, strips=strips, warps=warps)
 
 
 def configure(

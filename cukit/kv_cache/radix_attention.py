@@ -165,7 +165,7 @@ class RadixAttention:
         for name, array in (("k", k), ("v", v)):
             dtypes = (self._attention.dtype,)
             check_array(_OP, name, array, dtypes=dtypes, shape=shape, contiguous=False)
-        rows = [array.reshape(-1, *array.shape[2:]) for array in (k, v)]
+        rows = tuple(array.reshape(-1, *array.shape[2:]) for array in (k, v))
         turning: dict[str, Any] = {}
         if cos is not None:
             turning = {
@@ -174,8 +174,8 @@ class RadixAttention:
             }  # fmt: skip
         if self._prompt is not None:
             return self._attend_prompt(q, rows, layer, turning)
-        caches = self._caches[layer] if self._rings is None else self._rings[layer]
-        turned = append_kv(*rows, *caches, self._slots.reshape(-1), **turning)
+        k_cache, v_cache = (self._caches if self._rings is None else self._rings)[layer]
+        turned = append_kv(rows[0], rows[1], k_cache, v_cache, self._slots.reshape(-1), **turning)
         if turned is not None:
             q = turned.reshape(q.shape)
         attended: tuple[Array, Array] = self._attention.run(q, layer, return_lse=True)
@@ -248,6 +248,8 @@ class RadixAttention:
         size, first = self.cache.block_size, int(lengths[0]) - num_tokens
         num_rows = -(-num_tokens // size) * size
         own = np.arange(first // size, int(lengths[0]) // size)  # its new full blocks
+        left = min(int(lengths[0]) % size, num_tokens)
+        begin = (int(lengths[0]) - left) % num_rows
         return {
             "table": xp.asarray(table),
             "lengths": xp.asarray(lengths),
@@ -257,29 +259,32 @@ class RadixAttention:
             "packed_lens": xp.full(1, first, np.int32),
             "sources": xp.asarray(own * size % num_rows // size),
             "targets": xp.asarray(table[0, own].astype(np.int64)),
+            "left": slice(begin, begin + left),
         }
 
     def _attend_prompt(
-        self, q: Array, rows: list[Array], layer: int, turning: dict[str, Any]
+        self, q: Array, rows: tuple[Array, ...], layer: int, turning: dict[str, Any]
     ) -> tuple[Array, Array]:
         """`attend` of such a step: its only request is new or resumed."""
         assert self._prompt is not None
         assert self._rings is not None
         step = self._prompt
-        new = [empty(x, (1, step["num_rows"], *x.shape[1:])) for x in rows]
-        turned = append_kv(*rows, *new, step["slots"], **turning)
+        new_k, new_v = (empty(x, (1, step["num_rows"], *x.shape[1:])) for x in rows)
+        turned = append_kv(rows[0], rows[1], new_k, new_v, step["slots"], **turning)
         if turned is not None:
             q = turned.reshape(q.shape)
-        caches = self._caches[layer]
+        k_cache, v_cache = self._caches[layer]
         attended: tuple[Array, Array] = paged_attention(
-            *(q, *caches, step["table"], step["lengths"]),
-            recent=RecentKV(*new, step["rings"], step["packed_lens"]),
+            *(q, k_cache, v_cache, step["table"], step["lengths"]),
+            recent=RecentKV(new_k, new_v, step["rings"], step["packed_lens"]),
             return_lse=True,
             **self._options,
         )
-        pack_kv(*new, *caches, step["sources"], step["targets"])
-        stored = [x[0][step["slots"]] for x in new]
-        append_kv(*stored, *self._rings[layer], self._slots.reshape(-1))
+        pack_kv(new_k, new_v, k_cache, v_cache, step["sources"], step["targets"])
+        left_k, left_v = (x[0, step["left"]] for x in (new_k, new_v))
+        if len(left_k):
+            slots = self._slots.reshape(-1)[-len(left_k) :]
+            append_kv(left_k, left_v, *self._rings[layer], slots)
         return attended
 
     def _check_between(self, name: str) -> None:

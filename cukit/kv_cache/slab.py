@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cukit.attention import pack_kv
-from cukit.core.arrays import Array, is_gpu_array, namespace
+from cukit.core.arrays import Array, address_of, is_gpu_array, namespace
 from cukit.core.device import gpu_available
 from cukit.core.narrow_dtype import NarrowDtype, int4
 from cukit.core.quantized_array import QuantizedArray
@@ -80,6 +80,7 @@ class KVCacheSlab:
             self.scales = None
             self._ring_buffer = pool.allocate_buffer(4 * num_layers * num_rings * math.prod(block))
             self.recent = self._ring_buffer.array((2, num_layers, num_rings, *block), recent_dtype)
+            self._ring_bits: Array = self._ring_buffer.array(self.recent.shape, np.uint16)
         self._bytes: Array = self._buffer.array((num_bytes,), np.uint8)
         self._words: Array = self._buffer.array((num_parts, num_blocks, part_bytes // 8), np.int64)
         self._part_bytes = part_bytes
@@ -116,19 +117,18 @@ class KVCacheSlab:
 
     def copy_rings(self, destinations: Sequence[int], sources: Sequence[int]) -> None:
         """Copies rings onto others, on the current stream."""
-        assert self.recent is not None
         for destination, source in zip(destinations, sources, strict=True):
-            self.recent[:, :, destination] = self.recent[:, :, source]
+            self._ring_bits[:, :, destination] = self._ring_bits[:, :, source]
 
     def _grouped(self, which: int, layers: slice) -> QuantizedArray:
         """The int4 keys (0) or values (1) of layers, whose blocks follow each other."""
         rows = self.array[which, layers]
-        rows, *factors = (
-            x.reshape(-1, *x.shape[2:]) for x in (rows, *(f[layers] for f in self._factors[which]))
+        rows, scales, zeros = (
+            _joined(x) for x in (rows, *(each[layers] for each in self._factors[which]))
         )
         shape = (*rows.shape[:-1], 2 * rows.shape[-1])
         axis, size = (1, shape[1]) if which == 0 else (3, shape[3])
-        return QuantizedArray(rows, int4, shape, *factors, axis=axis, group_size=size)
+        return QuantizedArray(rows, int4, shape, scales, zeros, axis=axis, group_size=size)
 
     def _group_factors(
         self, shape: tuple[int, ...], row_bytes: int, part_bytes: int
@@ -185,8 +185,8 @@ class KVCacheSlab:
         """
         host = HostBlocks(self, len(blocks))
         staged_ring = None
-        if ring is not None and self.recent is not None:
-            staged_ring = host.hold_ring(self.recent[:, :, ring])
+        if ring is not None:
+            staged_ring = host.hold_ring(self._ring_bits[:, :, ring])
         if not is_gpu_array(self._words):
             for piece, words in self._pieces(blocks, host):
                 self._words.take(piece, axis=1, out=words)
@@ -208,9 +208,9 @@ class KVCacheSlab:
     def from_host(self, host: HostBlocks, blocks: Sequence[int], ring: int | None = None) -> None:
         """Copies blocks back, to blocks of any numbers, and a ring. What is queued later sees them
         there."""
-        if ring is not None and self.recent is not None:
+        if ring is not None:
             self.wait(host)
-            self.recent[:, :, ring] = namespace(self.recent).asarray(host.ring)
+            self._ring_bits[:, :, ring] = namespace(self._ring_bits).asarray(host.ring)
         if not is_gpu_array(self._words):
             for piece, words in self._pieces(blocks, host):
                 self._words[:, piece] = words
@@ -305,6 +305,13 @@ class HostBlocks:
     @arrived.setter
     def arrived(self, event: Any) -> None:
         self._arrived[:] = [event]
+
+
+def _joined(x: Array) -> Array:
+    """The first two axes as one, in the same memory."""
+    joined = x.reshape(-1, *x.shape[2:])
+    assert address_of(joined) == address_of(x)
+    return joined
 
 
 def _synchronize(events: list[Any]) -> None:

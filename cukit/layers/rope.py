@@ -20,13 +20,13 @@ from cukit.core.arrays import (
     check_same_dtype,
     empty,
     float32,
-    float64,
     runs_kernel,
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
+from cukit.core.rotary import check_rotary_tables
 from cukit.core.scalars import check_flag, check_integer
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.layers._elementwise import index_type
@@ -287,19 +287,13 @@ def _check(
         check_array(op, "q_out", q_out, shape=q.shape, contiguous=False)
         check_array(op, "k_out", k_out, shape=k.shape, contiguous=False)
     check_same_dtype(op, q=q, k=k, q_out=q_out, k_out=k_out)
-    check_array(op, "cos", cos, dtypes=(float32, float64), ndim=2)
-    check_array(op, "sin", sin, dtypes=(float32, float64), shape=cos.shape)
-    max_positions, half = cos.shape
+    max_positions, half = check_rotary_tables(op, cos, sin, head_dim)
     if rotary_dim is not None:
         check_integer(op, "rotary_dim", rotary_dim, least=2)
     if rotary_dim is not None and rotary_dim != 2 * half:
         raise ArrayShapeError(
             f"{op}: cos must have shape (any, rotary_dim / 2) = (any, {rotary_dim / 2:g}), "
             f"got {cos.shape}"
-        )
-    if not 0 < 2 * half <= head_dim:
-        raise ArrayShapeError(
-            f"{op}: cos must have 1 to head_dim / 2 = {head_dim / 2:g} columns, got {cos.shape}"
         )
     if position_ids is None:
         if seq_len > max_positions:

@@ -32,7 +32,7 @@ class VirtualPages:
     Args:
         driver: the calls; a stand-in in tests.
         page_bytes: a multiple of the driver's granularity.
-        large_pages: pages of a large one; None: as many as LARGE_BYTES hold.
+        large_pages: pages of a large one; None: see `choose_large_pages`.
     """
 
     can_remap = True
@@ -44,7 +44,7 @@ class VirtualPages:
         if page_bytes <= 0 or page_bytes % granularity:
             raise ConfigError(f"page_bytes: expected a multiple of {granularity}, got {page_bytes}")
         self.page_bytes = page_bytes
-        self.large_pages = large_pages or max(LARGE_BYTES // page_bytes, 1)
+        self.large_pages = large_pages or choose_large_pages(page_bytes)
         self._driver = driver
         self._kept: list[Any] = []
         """Pages that the driver refused to take back; used before new ones are made."""
@@ -123,6 +123,16 @@ class VirtualPages:
 
 LARGE_BYTES = 32 << 20
 """Of a large page: a gigabyte is 32 of them, two milliseconds of the driver's time."""
+
+LEAST_PAGES = 4
+"""A large page of fewer takes longer to make than those take to map."""
+
+
+def choose_large_pages(page_bytes: int) -> int:
+    """How many pages a large one has."""
+    pages = LARGE_BYTES // page_bytes
+    return pages if pages >= LEAST_PAGES else 1
+
 
 MOST_PAGES = 1 << 14
 MANY_PAGES = 64

@@ -20,7 +20,6 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.compiler import MacroValue
-from cukit.core.counters import zero_counters
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
@@ -50,8 +49,6 @@ _FEW_TOKENS = 4
 _FEW_BINS = 128
 """A thread keeps their scores in 32 registers, so that an SM has room for two blocks."""
 _BACKWARD_THREADS = 128
-_MOST_JOINED = 2**31
-"""Tokens up to which one launch orders the choices too."""
 
 
 def topk_router(
@@ -135,20 +132,11 @@ def topk_router(
     offsets = empty(logits, (num_experts + 1,), int32)
     sums = empty(logits, (launches.chunks, num_experts + 1), float32) if losses else NULL
     both = empty(logits, (2,), float32) if losses else NULL
-    ordered = rows, counts, offsets
-    if launches.chunks == 1:
-        launches.route(logits, bias, weights, experts, NULL, sums, *ordered, both, NULL)
+    if launches.place is None:
+        launches.route(logits, bias, weights, experts, NULL, sums, rows, counts, offsets, both)
     else:
         chunk_counts = empty(logits, (launches.chunks, num_experts), COUNT)
-        if launches.place is None:
-            arrivals = zero_counters(logits, 2)
-            launches.route(
-                logits, bias, weights, experts, chunk_counts, NULL, *ordered, NULL, arrivals
-            )
-            return Routing(weights, experts, *ordered)
-        launches.route(
-            logits, bias, weights, experts, chunk_counts, sums, NULL, NULL, NULL, NULL, NULL
-        )
+        launches.route(logits, bias, weights, experts, chunk_counts, sums, NULL, NULL, NULL, NULL)
         dropped = NULL if capacity is None else weights
         launches.place(experts, chunk_counts, sums, rows, counts, offsets, dropped, both)
     if both is None:
@@ -229,8 +217,6 @@ class RouterConfig:
     losses: bool
     whole: bool
     """One block routes and orders all tokens."""
-    joined: bool
-    """The blocks wait for each other, then order the choices."""
     blocks_per_sm: int
     """For which registers are left over: a block of the launch that orders waits beside."""
 
@@ -241,7 +227,6 @@ class RouterConfig:
             *_scores_defines(self.dtype, self.vec, self.scoring, self.renormalize, self.losses),
             ("BIASED", self.biased),
             ("WHOLE", self.whole),
-            ("JOINED", self.joined),
             ("BLOCKS_PER_SM", self.blocks_per_sm),
             ("MOST_CHOICES", _WHOLE_TOKENS * _MOST_CHOICES),
         )
@@ -260,8 +245,7 @@ def plan_topk_router(
     biased: bool = False,
     losses: bool = False,
 ) -> RouterConfig:
-    """One block for few tokens; else a block for each chunk. They order choices together if they
-    run at one time and there are no losses; a second launch does otherwise.
+    """One block for few tokens; else a block for each chunk, and a second launch that orders.
 
     vec: logits an access, a divisor of `num_experts`.
     """
@@ -271,19 +255,9 @@ def plan_topk_router(
         threads = min(order.threads, 32 * _FEW_TOKENS if num_tokens <= _FEW_TOKENS else 512)
         order = OrderConfig(order.bins, threads, max(1, num_tokens), 1)
     vec = min(vec, order.bins // 32)
-    joined = not (whole or losses) and order.num_chunks <= num_sms and num_tokens <= _MOST_JOINED
-    blocks_per_sm = 2 if not (whole or joined) and order.bins <= _FEW_BINS else 1
+    blocks_per_sm = 2 if not whole and order.bins <= _FEW_BINS else 1
     return RouterConfig(
-        order,
-        dtype,
-        vec,
-        _SCORINGS[scoring],
-        renormalize,
-        biased,
-        losses,
-        whole,
-        joined,
-        blocks_per_sm,
+        order, dtype, vec, _SCORINGS[scoring], renormalize, biased, losses, whole, blocks_per_sm
     )
 
 
@@ -320,9 +294,9 @@ def _prepare(
     order = config.order
     scalars = (routing_parameters(num_tokens, num_experts, top_k, order.chunk, capacity),)
     grid = (order.num_chunks,)
-    route = Launch(load_kernel(config.spec()), grid, scalars, cooperative=config.joined)
-    if config.whole or config.joined:
-        return _Launches(route, None, order.num_chunks)
+    route = Launch(load_kernel(config.spec()), grid, scalars)
+    if config.whole:
+        return _Launches(route, None, 1)
     place = Launch(
         load_kernel(order.place_spec(losses)),
         (order.num_chunks + losses,),

@@ -34,23 +34,17 @@ def group_codes(x: Array, axis: int) -> tuple[Array, Array, Array]:
     return levels[..., ::2] | levels[..., 1::2] << np.uint8(4), scales, zeros
 
 
-def pack_kv(
-    k: Array,
-    v: Array,
-    k_cache: tuple[Array, Array, Array],
-    v_cache: tuple[Array, Array, Array],
-    sources: Array,
-    targets: Array,
-) -> None:
-    """Groups `targets` of the caches become groups `sources` of k and v. Caches: codes, scales and
-    zero points."""
+def pack_kv(k: Array, v: Array, k_cache: Any, v_cache: Any, sources: Array, targets: Array) -> None:
+    """Groups `targets` of the caches become groups `sources` of k and v. Caches have the arrays
+    `storage`, `scales` and `zero_points`."""
     xp = array_namespace(k)
-    codes, scales, _ = k_cache
+    parts = [(each.storage, each.scales, each.zero_points) for each in (k_cache, v_cache)]
+    codes, scales, _ = parts[0]
     size = codes.shape[1] // scales.shape[1]
     counts = [blocks * (rows // size) for blocks, rows in (k.shape[:2], codes.shape[:2])]
     known = (sources >= 0) & (sources < counts[0]) & (targets >= 0) & (targets < counts[1])
     used = xp.nonzero(known)[0]
-    for new, (codes, scales, zeros), axis in ((k, k_cache, 1), (v, v_cache, 3)):
+    for new, (codes, scales, zeros), axis in ((k, parts[0], 1), (v, parts[1], 3)):
         values = new[_rows(sources[used], new.shape[1], size)]
         packed = group_codes(values, axis)
         rows = _rows(targets[used], codes.shape[1], size)

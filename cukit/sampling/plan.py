@@ -17,6 +17,8 @@ _WORKSPACE_BYTES = 26 * KIB
 """kWorkspaceBytes in kernels_cu/sampling/select.cuh."""
 _FULL_BLOCK = 1024
 _SHARED_BLOCK = 512
+_LIGHT_ACCESS = 4
+"""Logits an access up to which 64 registers, those of a full block's thread, suffice."""
 _SMALL_BLOCK = 128
 _SMALL_SHARE = 2048
 """Tokens of a block up to which four warps suffice."""
@@ -47,6 +49,7 @@ class SampleConfig:
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
+        light = not (self.penalized or self.verify)
         defines = (
             ("DTYPE", self.dtype),
             ("VEC", self.vec),
@@ -55,7 +58,7 @@ class SampleConfig:
             ("RESIDENT", self.resident),
             ("PENALIZED", self.penalized),
             ("VERIFY", self.verify),
-            ("BLOCKS_PER_SM", 2 if self.threads == _SHARED_BLOCK and not self.verify else 1),
+            ("BLOCKS_PER_SM", 2 if light and self.threads == _SHARED_BLOCK else 1),
         )
         source = "sampling/sample.cu"
         return KernelSpec(source, "sample", defines, self.threads, self.shared_bytes)
@@ -85,7 +88,8 @@ def plan_sample(
     threads = _SMALL_BLOCK
     if share > _SMALL_SHARE:
         alone = num_rows * cluster <= device.num_sms
-        threads = _FULL_BLOCK if alone else _SHARED_BLOCK
+        light = not (penalized or verify) and vec <= _LIGHT_ACCESS
+        threads = _FULL_BLOCK if alone and light else _SHARED_BLOCK
     iterations = -(-vocab_size // (cluster * threads * vec))
     values_bytes = iterations * threads * vec * 4
     resident = _WORKSPACE_BYTES + values_bytes <= device.shared_bytes_per_block

@@ -18,6 +18,7 @@ except ImportError as error:
         "cukit.torch needs PyTorch 2.6 or newer: pip install 'cukit[torch]'"
     ) from error
 
+from cukit.torch.attention_kl import attention_kl, distillation_attention, relation_kl
 from cukit.torch.functional import (
     flash_attention,
     gated_linear,
@@ -36,6 +37,9 @@ from cukit.torch.losses import (
     linear_cross_entropy,
     linear_distillation_loss,
     linear_kl_divergence,
+    linear_sampled_distillation_loss,
+    linear_topk_distillation_loss,
+    sampled_distillation_loss,
     teacher_top_k,
     topk_distillation_loss,
 )
@@ -63,7 +67,9 @@ __all__ = [
     "RMSNorm",
     "SwapReport",
     "SwiGLU",
+    "attention_kl",
     "cross_entropy",
+    "distillation_attention",
     "distillation_loss",
     "flash_attention",
     "gated_linear",
@@ -75,11 +81,15 @@ __all__ = [
     "linear_cross_entropy",
     "linear_distillation_loss",
     "linear_kl_divergence",
+    "linear_sampled_distillation_loss",
+    "linear_topk_distillation_loss",
     "optimize",
     "register_attention",
+    "relation_kl",
     "replace_linear_with_quantized",
     "rms_norm",
     "rope",
+    "sampled_distillation_loss",
     "silu_and_mul",
     "teacher_top_k",
     "topk_distillation_loss",

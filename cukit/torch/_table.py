@@ -15,7 +15,13 @@ from torch import Tensor
 import cukit
 from cukit.core.arrays import namespace
 from cukit.core.narrow_dtype import NARROW_DTYPES
-from cukit.distill import LinearCrossEntropyResult, LinearKlResult
+from cukit.distill import (
+    LinearCrossEntropyResult,
+    LinearKlResult,
+    linear_sampled_distillation_loss,
+    linear_topk_distillation_loss,
+    sampled_distillation_loss,
+)
 from cukit.gemm.weight_only_layout import PackedWeight, WeightDescription
 from cukit.torch._arrays import NUMPY_DTYPES
 from cukit.torch._operators import Operator, arguments_of, define, names_of
@@ -177,6 +183,52 @@ ATTENTION = (
     ),
 )  # fmt: skip
 
+_PAIRS = (
+    arguments_of(
+        cukit.attention_kl,
+        drop=("window_size", "return_lse"),
+        types={"normalizer": "Tensor?", "head_map": "SymInt[]?"},
+    )
+    + ", SymInt? window_left=None, SymInt? window_right=None, bool deterministic=False"
+)
+
+
+def _attention_kl(*, deterministic: bool, **options: Any) -> Any:
+    return cukit.attention_kl(**_window(options), return_lse=True)
+
+
+def _attention_kl_backward(
+    *, teacher_lse: Array, student_lse: Array, precise: bool, **options: Any
+) -> Any:
+    options.update(lse_t=teacher_lse, lse_s=student_lse)
+    return cukit.attention_kl_backward(**_window(options))
+
+
+def _attention_kl_shapes(q_s: Tensor, reduction: str, **_: Any) -> tuple[Tensor, ...]:
+    *batch, rows, heads, _dim = q_s.shape
+    row_shape = (*batch, heads, rows)
+    exact = _statistic(q_s)
+    loss = _like(q_s, row_shape if reduction == "none" else (), exact)
+    return loss, _like(q_s, row_shape, exact), _like(q_s, row_shape, exact)
+
+
+ATTENTION_KL = (
+    Operator(
+        f"attention_kl({_PAIRS}) -> (Tensor loss, Tensor teacher_lse, Tensor student_lse)",
+        _attention_kl,
+        _attention_kl_shapes,
+        strided=("q_t", "k_t", "q_s", "k_s"),
+        backward="attention_kl_backward",
+        constants=("teacher_lse", "student_lse"),
+    ),
+    Operator(
+        f"attention_kl_backward(Tensor grad_loss, Tensor teacher_lse, Tensor student_lse, {_PAIRS})"
+        " -> (Tensor grad_q_s, Tensor grad_k_s)",
+        _attention_kl_backward,
+        strided=("q_t", "k_t", "q_s", "k_s"),
+    ),
+)
+
 # --- Linear layers --------------------------------------------------------------------------------
 
 
@@ -328,6 +380,7 @@ LOSSES = (
     Loss(cukit.kl_divergence, "student_logits", ("teacher_logits",)),
     Loss(cukit.distillation_loss, "student_logits", ("teacher_logits",)),
     Loss(cukit.topk_distillation_loss, "student_logits", ("teacher_log_probs",)),
+    Loss(sampled_distillation_loss, "student_logits", ("sample_weights", "teacher_log_probs")),
 )
 
 _HEAD_TEACHERS = ("teacher_hidden", "teacher_weight")
@@ -336,6 +389,13 @@ HEAD_LOSSES = (
     Loss(cukit.linear_cross_entropy, "hidden", result=LinearCrossEntropyResult),
     Loss(cukit.linear_kl_divergence, "hidden", _HEAD_TEACHERS, LinearKlResult),
     Loss(cukit.linear_distillation_loss, "hidden", _HEAD_TEACHERS, LinearKlResult),
+    Loss(linear_topk_distillation_loss, "hidden", ("teacher_log_probs",), LinearKlResult),
+    Loss(
+        linear_sampled_distillation_loss,
+        "hidden",
+        ("sample_weights", "teacher_log_probs"),
+        LinearKlResult,
+    ),
 )
 
 NOT_OPTIONS = ("return_grad", "grad_loss", "inplace", "grad_weight", "grad_bias")
@@ -447,6 +507,7 @@ TEACHERS = (
 OPERATORS = (
     *LAYERS,
     *ATTENTION,
+    *ATTENTION_KL,
     *LINEAR,
     *(row for loss in LOSSES for row in _rows_of_loss(loss)),
     *(row for loss in HEAD_LOSSES for row in _rows_of_head_loss(loss)),

@@ -17,7 +17,7 @@ from torch import Tensor
 from cukit.torch._checks import refuse_gradient
 from cukit.torch._table import HEAD_LOSSES, LOSSES, NOT_OPTIONS, Loss
 
-_TEACHER = (
+TEACHER = (
     "a teacher gets no gradient; run it under torch.no_grad(), freeze it with "
     "teacher.requires_grad_(False), or pass {name}.detach()"
 )
@@ -44,11 +44,11 @@ def _public(loss: Loss) -> Callable[..., Any]:
                 raise TypeError(f"{name}: no argument {each!r}; there are {', '.join(names)}")
         for each, index in teachers:
             value = args[index] if index < len(args) else options.get(each)
-            refuse_gradient(name, _TEACHER.format(name=each), **{each: value})
+            refuse_gradient(name, TEACHER.format(name=each), **{each: value})
         return_parts = options.pop("return_parts", False)
         number = options.get("normalizer")
         if number is not None and not isinstance(number, Tensor):
-            options["normalizer"] = _as_scalar(number, args[0] if args else options[names[0]])
+            options["normalizer"] = as_scalar(number, args[0] if args else options[names[0]])
         found = operator(*args, **options)
         if not taken:
             return found
@@ -83,13 +83,26 @@ def _public(loss: Loss) -> Callable[..., Any]:
     return function
 
 
-def _as_scalar(value: float, like: Tensor) -> Tensor:
+def as_scalar(value: float, like: Tensor) -> Tensor:
+    """A number as the operators take it, on the device of `like`; nothing waits for it."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return torch.full((), float(value), dtype=dtype, device=like.device)
 
 
-cross_entropy, kl_divergence, distillation_loss, topk_distillation_loss = map(_public, LOSSES)
-linear_cross_entropy, linear_kl_divergence, linear_distillation_loss = map(_public, HEAD_LOSSES)
+(
+    cross_entropy,
+    kl_divergence,
+    distillation_loss,
+    topk_distillation_loss,
+    sampled_distillation_loss,
+) = map(_public, LOSSES)
+(
+    linear_cross_entropy,
+    linear_kl_divergence,
+    linear_distillation_loss,
+    linear_topk_distillation_loss,
+    linear_sampled_distillation_loss,
+) = map(_public, HEAD_LOSSES)
 
 
 def teacher_top_k(

@@ -58,7 +58,9 @@ CUKIT_DEVICE void multiply(Products& products, unsigned long long q, unsigned lo
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlRowArrays& arrays,
                       const Arguments& arguments, const cukit::MappedKlParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
-  const int group = Block::consumer_group();
+  const int own_group = Block::consumer_group();
+  // Sequences leave no register for it throughout the loop.
+  const auto group = [&] { return VARLEN ? Block::consumer_group() : own_group; };
   const int lane_row = cukit::accumulator_row();
   const int lane_column = cukit::accumulator_column();
   const unsigned long long q_t_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.q));
@@ -72,8 +74,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
 
   cukit::WorkQueue<kTileM, TILE_N> queue(arguments.problem, arguments.plan, settings);
   QueryWork work{};
-  int part = group;  // of a tile's queries
-  while (next_work(work, pipelines, group, q_at, queue)) {
+  int part = own_group;  // of a tile's queries
+  while (next_work(work, pipelines, group(), q_at, queue)) {
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
     const int past = work.sequence.seq_kv - work.sequence.seq_q;
@@ -86,7 +88,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
     };
     cukit::KlRows rows(arrays, index_of(lane_row), work.sequence.seq_q - row,
                        params.teacher_scale_log2, params.scale_log2);
-    const int q_stage = q_at.index * CONSUMERS + group;
+    const int q_stage = q_at.index * CONSUMERS + group();
     const unsigned long long q_t = q_t_first + q_stage * QueryTile::kStage;
     const unsigned long long q_s = q_s_first + q_stage * SecondQueryTile::kStage;
 
@@ -113,7 +115,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
       pipelines.v.release(s_at);
       s_at.advance();
       if (tile == seen.begin) {
-        pipelines.q[group].release(q_at);
+        pipelines.q[group()].release(q_at);
         q_at.advance();
       }
     };

@@ -26,6 +26,9 @@ constexpr int kStagingBytes = TILE_M * HEAD_DIM * 4;
 constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
 // dP beside the exponentials: unless there are no registers for both.
 constexpr bool kExponentialsFirst = HEAD_DIM == 64 && SOFTCAP;
+// A warpgroup whose part of dQ has no K computes none. Where no product is in flight at that branch,
+// ptxas would serialise those behind it: dK goes before it.
+constexpr bool kKeysFirst = DISTILL && kTransposed && COLUMNS <= 64;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
 
 static_assert(STAGES == 2 && kAdders == 2 && kScoreTiles == 2, "one state for all of them");
@@ -230,12 +233,13 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const Walk& wal
       if constexpr (kTransposed) {
         exchange();
         wgmma_fence();
+        if constexpr (kKeysFirst) multiply_queries(dk, ds, q_now);
         multiply_scores(dq, ds_now, k_part, group);
-        multiply_queries(dk, ds, q_now);
+        if constexpr (!kKeysFirst) multiply_queries(dk, ds, q_now);
 #if !DISTILL
         wgmma_wait<1>(dv);
 #endif
-        wgmma_wait<1>(dq);
+        wgmma_wait<kKeysFirst ? 0 : 1>(dq);
         shared.grad_out.release(now);
         hand_over();
         if (last) {

@@ -3,13 +3,11 @@
 // SiLU and GELU are x * gate(x) with a gate between 0 and 1. An activation is a type with
 //   value(x)
 //   value_and_slope(x, &slope)   the same, and its derivative
-//   replace_pair(x)              two numbers by their values, where that is cheaper than one by one
 // templated on the element type T of the tensor: results rounded to 16 bits get the hardware's fast
 // exponential, float32 results the accurate one.
 #pragma once
 
 #include "common/platform.cuh"
-#include "common/ptx/saturate.cuh"
 
 namespace cukit {
 
@@ -28,18 +26,6 @@ CUKIT_DEVICE float exponential(float x) {
 template <typename T>
 CUKIT_DEVICE float sigmoid(float x) {
   return __fdividef(1.0f, 1.0f + exponential<T>(-x));
-}
-
-// 1 / (1 + 2^t) of two numbers by one reciprocal, of the product of both denominators: three special
-// functions, of which a scheduler starts four lanes a cycle, in place of four. Exponents are bounded so
-// that the product exists; the gate, below 2^-59 there, is 0, whatever it is multiplied with. NaN counts
-// as the bound, so that it does not reach the other number.
-CUKIT_DEVICE void sigmoid_pair(float (&t)[2]) {
-  const float a = 1.0f + exp2f(fminf(t[0], 60.0f));
-  const float b = 1.0f + exp2f(fminf(t[1], 60.0f));
-  const float inverse = __fdividef(1.0f, a * b);
-  t[0] = saturated_fma(b, inverse, -0x1p-59f);
-  t[1] = saturated_fma(a, inverse, -0x1p-59f);
 }
 
 // The normal density at x, times sqrt(2 pi).
@@ -75,41 +61,19 @@ CUKIT_DEVICE float normal_cdf(float x, float bell) {
 constexpr float kTwiceSqrt2OverPi = 1.5957691216057308f;
 constexpr float kCubic = 0.044715f;
 
+// Results of 16 bits take log2(e) into its factors, one instruction of eight: large products are bound by
+// power, which every instruction of an epilogue takes from them.
 template <typename T>
 CUKIT_DEVICE float tanh_gate(float x) {
-  const float scale = fmaf(kTwiceSqrt2OverPi * kCubic, x * x, kTwiceSqrt2OverPi);
-  return sigmoid<T>(x * scale);
+  constexpr float kFactor = kTwiceSqrt2OverPi * (sizeof(T) == 4 ? 1.0f : -kLog2e);
+  const float product = x * fmaf(kFactor * kCubic, x * x, kFactor);
+  return sizeof(T) == 4 ? sigmoid<T>(product) : __fdividef(1.0f, 1.0f + exp2f(product));
 }
-
-// replace_pair() of an activation that is computed one number at a time.
-template <typename Activation>
-struct OneByOne {
-  CUKIT_DEVICE static void replace_pair(float (&x)[2]) {
-    x[0] = Activation::value(x[0]);
-    x[1] = Activation::value(x[1]);
-  }
-};
-
-// replace_pair() of x / (1 + 2^exponent(x)).
-template <typename T, typename Activation>
-struct SigmoidGated {
-  CUKIT_DEVICE static void replace_pair(float (&x)[2]) {
-    if constexpr (sizeof(T) == 4) {
-      OneByOne<Activation>::replace_pair(x);
-    } else {
-      float gates[2] = {Activation::exponent(x[0]), Activation::exponent(x[1])};
-      sigmoid_pair(gates);
-      x[0] *= gates[0];
-      x[1] *= gates[1];
-    }
-  }
-};
 
 }  // namespace detail
 
 template <typename T>
-struct Silu : detail::SigmoidGated<T, Silu<T>> {
-  CUKIT_DEVICE static float exponent(float x) { return -detail::kLog2e * x; }
+struct Silu {
   CUKIT_DEVICE static float value(float x) { return x * detail::sigmoid<T>(x); }
   CUKIT_DEVICE static float value_and_slope(float x, float* slope) {
     const float gate = detail::sigmoid<T>(x);
@@ -121,7 +85,7 @@ struct Silu : detail::SigmoidGated<T, Silu<T>> {
 
 // Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415: x * Phi(x).
 template <typename T>
-struct GeluErf : detail::OneByOne<GeluErf<T>> {
+struct GeluErf {
   CUKIT_DEVICE static float value(float x) {
     return x * detail::normal_cdf<T>(x, detail::bell(x));
   }
@@ -134,11 +98,7 @@ struct GeluErf : detail::OneByOne<GeluErf<T>> {
 };
 
 template <typename T>
-struct GeluTanh : detail::SigmoidGated<T, GeluTanh<T>> {
-  CUKIT_DEVICE static float exponent(float x) {
-    constexpr float kFactor = -detail::kLog2e * detail::kTwiceSqrt2OverPi;
-    return x * fmaf(kFactor * detail::kCubic, x * x, kFactor);
-  }
+struct GeluTanh {
   CUKIT_DEVICE static float value(float x) { return x * detail::tanh_gate<T>(x); }
   CUKIT_DEVICE static float value_and_slope(float x, float* slope) {
     const float gate = detail::tanh_gate<T>(x);
@@ -153,7 +113,7 @@ struct GeluTanh : detail::SigmoidGated<T, GeluTanh<T>> {
 
 // NaN stays NaN; the slope at 0 is 0.
 template <typename T>
-struct Relu : detail::OneByOne<Relu<T>> {
+struct Relu {
   CUKIT_DEVICE static float value(float x) { return x < 0.0f ? 0.0f : x; }
   CUKIT_DEVICE static float value_and_slope(float x, float* slope) {
     *slope = x > 0.0f ? 1.0f : 0.0f;
@@ -162,7 +122,7 @@ struct Relu : detail::OneByOne<Relu<T>> {
 };
 
 template <typename T>
-struct NoActivation : detail::OneByOne<NoActivation<T>> {
+struct NoActivation {
   CUKIT_DEVICE static float value(float x) { return x; }
   CUKIT_DEVICE static float value_and_slope(float x, float* slope) {
     *slope = 1.0f;

@@ -11,7 +11,7 @@
 //   share of the tile's rows. While a consumer stores its result, the producer loads the next tile.
 // TRANSPOSED 1: the transpose of the product is stored. For few tokens: the weight is a, and the
 //   tokens are the columns of a narrow tile.
-// OVERLAPPED 16|32: consumers store a tile beside the first products of the next, for products of many
+// OVERLAPPED 1: consumers store a tile beside the first products of the next, for products of many
 //   tiles: two tiles' accumulators, so at most 192 columns.
 // PARTS 2: half of a tile's columns are of gate, half the same ones of up, so that one thread has both.
 // CLUSTER 2, SPLITS 1: two neighbouring blocks compute tiles one below the other. Each loads its own
@@ -24,8 +24,7 @@
 // Macros: DTYPE float16|bfloat16; TILE_M, TILE_N, STAGES; CONSUMERS 1|2 of at least 64 rows each, with
 //   TILE_M / CONSUMERS / 64 * TILE_N at most 256 (the accumulators); CLUSTER, SPLITS 1..8;
 //   BLOCKS_PER_SM; THREADS 128 * (CONSUMERS + 1); MAJOR_A, MAJOR_B K|MN; TRANSPOSED 0|1; OVERLAPPED
-//   0, or 16|32 columns beside a step, with SPLITS 1, TRANSPOSED 0, PARTS 1, KEEPS 0 and at least
-//   TILE_N / OVERLAPPED steps of k; PARTS 1|2;
+//   0|1, with SPLITS 1, TRANSPOSED 0, PARTS 1, KEEPS 0 and at least TILE_N / 32 steps of k; PARTS 1|2;
 //   ACTIVATION NoActivation|Relu|GeluErf|GeluTanh|Silu; KEEPS 0|1.
 // Tensor maps: boxes as DenseOperands (PARTS 2: PairedOperands) and the epilogues say, swizzled; they
 //   read zeros outside their tensors and write nothing there.
@@ -51,8 +50,7 @@ template <int Columns>
 using Transform =
     cukit::LinearTransform<T, cukit::ACTIVATION<T>, PARTS, KEEPS != 0, Columns, TRANSPOSED != 0>;
 using Staged = cukit::StagedEpilogue<Shape, T, Transform<TILE_N / PARTS>>;
-constexpr int kBeside = OVERLAPPED ? OVERLAPPED : 32;
-using Overlapped = cukit::OverlappedEpilogue<Shape, T, kBeside, Transform<kBeside>>;
+using Overlapped = cukit::OverlappedEpilogue<Shape, T, Transform<32>>;
 using Transposed = cukit::TransposedEpilogue<Shape, T, Transform<TILE_N>>;
 using Split = cukit::SplitEpilogue<Shape, T, SPLITS, TRANSPOSED != 0,
                                    Transform<cukit::slice_columns(TILE_N / PARTS, SPLITS)>>;

@@ -40,13 +40,9 @@ struct LinearTransform {
   template <int N>
   CUKIT_DEVICE void operator()(float (&sums)[N], int, int) const {
 #pragma unroll
-    for (int i = 0; i < N / Parts; i += 2) {
-      float gates[2] = {sums[i], sums[i + 1]};
-      Activation::replace_pair(gates);
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        sums[i + j] = Parts == 2 ? gates[j] * sums[N / 2 + i + j] : gates[j];
-      }
+    for (int i = 0; i < N / Parts; ++i) {
+      const float gate = Activation::value(sums[i]);
+      sums[i] = Parts == 2 ? gate * sums[N / 2 + i] : gate;
     }
   }
 

@@ -6,12 +6,10 @@
 // codes go straight from memory to registers: no shared memory, barrier or other block stands between.
 //
 // Mapping: a block has STRIPS * 16 rows and all of k, which its warps share: warp w has the steps of 128
-//   columns w, w + WARPS, ... It loads the codes and scales of DEPTH - 1 steps while it multiplies one, whose x
-//   all blocks of a multiprocessor read.
+//   columns w, w + WARPS, ... It loads a step's codes, scales and x while it multiplies the step before.
 //   In the end the warps' sums are added up in shared memory, in the order of the warps.
 // Shared memory, bytes: WARPS * STRIPS * 512, static.
-// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS 8, CONSUMERS 1; STRIPS 1|2; DEPTH 2..4; THREADS
-//   32 * WARPS.
+// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS 8, CONSUMERS 1; STRIPS 1|2; THREADS 32 * WARPS.
 // Architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/platform.cuh"
@@ -28,14 +26,13 @@ constexpr int kSteps = cukit::kBlockColumns / 16;   // of mma.sync in a block of
 constexpr int kChunkWords = kSteps * Codes::kWords;  // of a lane
 constexpr int kGroups = GROUP ? Weight::kGroups : 1;
 
-// What a lane holds of a step ahead.
+// What a lane holds of a step.
 struct Step {
   unsigned words[STRIPS][kChunkWords];
   cukit::Vec<Scale, 2> scales[STRIPS][kGroups];
   unsigned char zeros[STRIPS][kGroups];
+  unsigned x[kSteps][2];
 };
-
-using Tokens = unsigned[kSteps][2];
 
 struct Source {
   const unsigned char* block;  // the first of this block's rows
@@ -67,9 +64,6 @@ struct Source {
         to.zeros[i][group] = Weight::zero_points(from, group, thread);
       }
     }
-  }
-
-  CUKIT_DEVICE void load_x(Tokens& to, int step) const {
     const int column = step * cukit::kBlockColumns;
     const int left = x == nullptr ? 0 : columns - column;
     const unsigned* const pairs = reinterpret_cast<const unsigned*>(x + column);
@@ -77,14 +71,14 @@ struct Source {
     for (int i = 0; i < kSteps; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        to[i][j] = 16 * i + 8 * j < left ? pairs[8 * i + 4 * j] : 0u;
+        to.x[i][j] = 16 * i + 8 * j < left ? pairs[8 * i + 4 * j] : 0u;
       }
   }
 };
 
 using StripSums = float[STRIPS][4];
 
-CUKIT_DEVICE void multiply(StripSums& sums, const Step& step, const Tokens& x) {
+CUKIT_DEVICE void multiply(StripSums& sums, const Step& step) {
 #pragma unroll
   for (int strip = 0; strip < STRIPS; ++strip)
 #pragma unroll
@@ -95,7 +89,7 @@ CUKIT_DEVICE void multiply(StripSums& sums, const Step& step, const Tokens& x) {
       for (int i = group * (kSteps / kGroups); i < (group + 1) * (kSteps / kGroups); ++i) {
         unsigned a[4];
         Codes::decode(a, &step.words[strip][i * Codes::kWords], zeros);
-        cukit::mma_16x8x16<T>(GROUP ? products : sums[strip], a, x[i][0], x[i][1]);
+        cukit::mma_16x8x16<T>(GROUP ? products : sums[strip], a, step.x[i][0], step.x[i][1]);
       }
       if constexpr (GROUP != 0) {
         float scale[2];
@@ -131,21 +125,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_few(
   };
 
   StripSums sums = {};
-  Step steps[DEPTH];
-  const auto load = [&](Step& to, int step) {
-    if (step < p.steps) source.load(to, step);
-  };
-#pragma unroll
-  for (int i = 0; i < DEPTH - 1; ++i) load(steps[i], warp + i * kWarps);
-  for (int first = warp; first < p.steps; first += DEPTH * kWarps) {
-#pragma unroll
-    for (int i = 0; i < DEPTH; ++i) {
-      const int step = first + i * kWarps;
-      if (step >= p.steps) break;
-      load(steps[(i + DEPTH - 1) % DEPTH], step + (DEPTH - 1) * kWarps);
-      Tokens tokens;
-      source.load_x(tokens, step);
-      multiply(sums, steps[i], tokens);
+  Step steps[2];
+  if (warp < p.steps) source.load(steps[0], warp);
+  for (int step = warp; step < p.steps; step += 2 * kWarps) {
+    if (step + kWarps < p.steps) source.load(steps[1], step + kWarps);
+    multiply(sums, steps[0]);
+    if (step + kWarps < p.steps) {
+      if (step + 2 * kWarps < p.steps) source.load(steps[0], step + 2 * kWarps);
+      multiply(sums, steps[1]);
     }
   }
 

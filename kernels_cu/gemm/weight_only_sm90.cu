@@ -170,9 +170,7 @@ struct DecodedProduct {
 };
 
 // A group is decoded once and multiplied by one half of the tokens, then by the other: there are no
-// registers for the sums of all tokens twice. The last steps of a group are decoded while the first are
-// multiplied; what the first steps of the next group are decoded from is loaded during the second half,
-// and decoded while its sums are added.
+// registers for the sums of all tokens twice. What the next group is decoded from is loaded meanwhile.
 template <int Tokens>
 struct HalvesProduct {
   using Accumulators = Sums;
@@ -180,39 +178,43 @@ struct HalvesProduct {
 
   CUKIT_DEVICE void multiply(Sums& sums, Pipeline& pipeline, State& at, const Tile& tile) const {
     float group_sums[kHalf / 2];
-    unsigned a[kGroupSteps][4];
     float scale[2];
-    Encoded<kEarly> encoded;
+    Loaded loaded;
     Place here{at, 0};
     clear(sums);
     pipeline.wait(here.at);
-    load<0>(encoded, here);
-    decode(&a[0], encoded);
+    load(loaded, here);
     for (int left = (tile.end_step - tile.first_step) * Weight::kGroups; left > 0; --left) {
       Place ahead = here;  // behind the last group: that one again, in vain
       if (left > 1 && ++ahead.group == Weight::kGroups) {
         ahead.at.advance();
         ahead.group = 0;
       }
-      const unsigned long long tokens =
-          operands.tokens(here.at) + here.group * TileX::k_step(kGroupSteps);
-      start<0, kEarly>(group_sums, a, tokens);
-      if constexpr (kEarly < kGroupSteps) {
-        cukit::wgmma_wait<1>(group_sums);
-        Encoded<kGroupSteps - kEarly> rest;
-        load<kEarly>(rest, here);
-        decode(&a[kEarly], rest);
-        start<kEarly, kGroupSteps>(group_sums, a, tokens);
+      unsigned a[kGroupSteps][4];
+      const Codes::Zeros zeros = Weight::zeros(loaded.zero_points, operands.tables);
+#pragma unroll
+      for (int i = 0; i < kGroupSteps; ++i) {
+        Codes::decode(a[i], &loaded.words[i * Codes::kWords], zeros);
       }
       Weight::scales(scale, operands.block(here.at), here.group);
-      cukit::wgmma_wait<0>(group_sums);
-      add<0>(sums, group_sums, scale);
-      pipeline.wait(ahead.at);
-      start<0, kGroupSteps>(group_sums, a, tokens + TileX::rows(kHalf));
-      load<0>(encoded, ahead);
-      cukit::wgmma_wait<0>(group_sums);
-      decode(&a[0], encoded);
-      add<1>(sums, group_sums, scale);
+      const unsigned long long tokens =
+          operands.tokens(here.at) + here.group * TileX::k_step(kGroupSteps);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (half == 1) pipeline.wait(ahead.at);
+        cukit::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kGroupSteps; ++i) {
+          product(group_sums, a[i], tokens + TileX::k_step(i) + TileX::rows(half * kHalf), i > 0);
+        }
+        cukit::wgmma_commit();
+        if (half == 1) load(loaded, ahead);
+        cukit::wgmma_wait<0>(group_sums);
+#pragma unroll
+        for (int i = 0; i < kHalf / 2; ++i) {
+          sums[half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_sums[i];
+        }
+      }
       if (left == 1 || ahead.group == 0) release(pipeline, here.at);
       at = here.at;
       here = ahead;
@@ -223,53 +225,22 @@ struct HalvesProduct {
  private:
   static constexpr int kHalf = Tokens / 2;
   static constexpr int kGroupSteps = kChunkSteps * kGroupChunks;
-  static constexpr int kEarly = (kGroupSteps + 1) / 2;
 
   struct Place {
     State at;
     int group;
   };
 
-  // What Steps steps are decoded from.
-  template <int Steps>
-  struct Encoded {
-    unsigned words[Steps * Codes::kWords];
-    Codes::Zeros zeros;
+  // What a group is decoded from.
+  struct Loaded {
+    unsigned words[kGroupSteps * Codes::kWords];
+    unsigned zero_points;
   };
 
-  // Those from step First of a group on.
-  template <int First, int Steps>
-  CUKIT_DEVICE void load(Encoded<Steps>& to, const Place& place) const {
+  CUKIT_DEVICE void load(Loaded& to, const Place& place) const {
     const unsigned char* const block = operands.block(place.at);
-    to.zeros = Weight::zeros(Weight::zero_points(block, place.group, threadIdx.x % 128),
-                             operands.tables);
-    Weight::load<Steps>(to.words, block, place.group * kGroupSteps + First);
-  }
-
-  template <int Steps>
-  CUKIT_DEVICE static void decode(unsigned (*a)[4], const Encoded<Steps>& from) {
-#pragma unroll
-    for (int i = 0; i < Steps; ++i) Codes::decode(a[i], &from.words[i * Codes::kWords], from.zeros);
-  }
-
-  // Starts the products of steps First .. End - 1 with half of the tokens.
-  template <int First, int End>
-  CUKIT_DEVICE static void start(float (&group_sums)[kHalf / 2], const unsigned (&a)[kGroupSteps][4],
-                                 unsigned long long tokens) {
-    cukit::wgmma_fence();
-#pragma unroll
-    for (int i = First; i < End; ++i) product(group_sums, a[i], tokens + TileX::k_step(i), i > 0);
-    cukit::wgmma_commit();
-  }
-
-  // Adds the sums of half of the tokens.
-  template <int Half>
-  CUKIT_DEVICE static void add(Sums& sums, const float (&group_sums)[kHalf / 2],
-                               const float (&scale)[2]) {
-#pragma unroll
-    for (int i = 0; i < kHalf / 2; ++i) {
-      sums[Half * (kHalf / 2) + i] += scale[i / 2 % 2] * group_sums[i];
-    }
+    to.zero_points = Weight::zero_points(block, place.group, threadIdx.x % 128);
+    Weight::load<kGroupSteps>(to.words, block, place.group * kGroupSteps);
   }
 };
 

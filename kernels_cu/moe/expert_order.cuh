@@ -159,24 +159,4 @@ CUKIT_DEVICE void place_choices(OrderTables& tables, const int* experts, const C
   }
 }
 
-// Gives the choices of chunk `chunk` their rows, from the counts of all chunks; all threads. Before it
-// reads what other blocks have written it calls wait().
-template <typename Wait>
-CUKIT_DEVICE void order_chunk(OrderTables& tables, const int* experts,
-                              const unsigned short* chunk_counts, int chunks, int chunk,
-                              const RoutingParameters& p, const OrderResult& result,
-                              const Wait& wait) {
-  const Choices choices(p, chunk);
-  const int* const own = experts + choices.first;
-  clear_tables(tables, choices);
-  wait();
-  const int first = first_expert(own, choices);
-  __syncthreads();
-  sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
-  count_warps(tables, own, choices, p.num_experts, first);
-  __syncthreads();
-  scan_tables(tables, choices, result, p.num_experts, chunk == 0);
-  place_choices(tables, own, choices, p, result, first);
-}
-
 }  // namespace cukit

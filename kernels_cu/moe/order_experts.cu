@@ -25,16 +25,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) order_experts(
   const cukit::OrderResult result{rows, counts, offsets, weights};
   const int chunks = gridDim.x - LOSSES;
   const int chunk = blockIdx.x;
+  const cukit::Choices choices(p, chunk);
+  const int* const own = experts + choices.first;
+  cukit::clear_tables(tables, choices);
+  cukit::wait_for_previous_grids();
+  const int first = cukit::first_expert(own, choices);
+  __syncthreads();
+  cukit::sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
   if (LOSSES && chunk == chunks) {
     __shared__ float scratch[cukit::kWarps];
-    cukit::clear_tables(tables, cukit::Choices(p, chunk));
-    cukit::wait_for_previous_grids();
-    __syncthreads();
-    cukit::sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
     __syncthreads();
     cukit::write_losses(losses, tables.totals, chunk_sums, chunks, p, scratch);
     return;
   }
-  cukit::order_chunk(tables, experts, chunk_counts, chunks, chunk, p, result,
-                     [] { cukit::wait_for_previous_grids(); });
+  cukit::count_warps(tables, own, choices, p.num_experts, first);
+  __syncthreads();
+  cukit::scan_tables(tables, choices, result, p.num_experts, chunk == 0);
+  cukit::place_choices(tables, own, choices, p, result, first);
 }

@@ -11,14 +11,11 @@
 // Mapping: a block a chunk of tokens, a warp a token at a time (router_scores.cuh). A choice takes one
 //   maximum over the warp, of the logits as ordered integers, and a vote. WHOLE: the grid is one block, which goes on
 //   to order the choices itself; otherwise order_experts.cu does, from `chunk_counts`, whose blocks may
-//   wait on the same multiprocessors already. JOINED: the blocks of a cooperative launch wait for each
-//   other in its place.
+//   wait on the same multiprocessors already.
 // Shared memory: 4 * BINS * (THREADS / 32 + 1) + 8 * THREADS bytes, with WHOLE 4 * MOST_CHOICES more; static.
-// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1;
-//   JOINED 0|1, without WHOLE and LOSSES; BLOCKS_PER_SM 1|2,
+// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1; BLOCKS_PER_SM 1|2,
 //   2 leaves room for a block of order_experts; MOST_CHOICES, num_tokens * top_k at most where WHOLE. top_k is at most 32. Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/moe.py, topk_router.
-#include "common/grid_barrier.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/grid_dependency.cuh"
 #include "common/types.cuh"
@@ -55,36 +52,31 @@ struct Chosen {
   int expert;
 };
 
-// A lane's experts that are left, the best of which is `best`: of equal ones the lowest. A few are sorted
+// A lane's experts that are left, and the best of them: of equal ones the lowest. A few are sorted
 // once, which is half of the instructions of a choice; of many the best is looked for again.
 template <bool Sorted>
 struct Left {
-  Chosen best;
-  Chosen others[kPerLane - 1];  // the next best first
-
   CUKIT_DEVICE explicit Left(const unsigned (&keys)[kPerLane]) {
-    Chosen all[kPerLane];
+    const int first_expert = threadIdx.x % kWarpSize * kPerLane;
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) all[j] = {keys[j], first_expert() + j};
+    for (int j = 0; j < kPerLane; ++j) sorted[j] = {keys[j], first_expert + j};
 #pragma unroll
     for (int round = 0; round < kPerLane; ++round)
 #pragma unroll
-      for (int j = round % 2; j + 1 < kPerLane; j += 2) put_in_order(all[j], all[j + 1]);
-    best = all[0];
-#pragma unroll
-    for (int j = 1; j < kPerLane; ++j) others[j - 1] = all[j];
+      for (int j = round % 2; j + 1 < kPerLane; j += 2) put_in_order(sorted[j], sorted[j + 1]);
   }
 
-  CUKIT_DEVICE static int first_expert() { return threadIdx.x % kWarpSize * kPerLane; }
+  CUKIT_DEVICE const Chosen& best() const { return sorted[0]; }
 
   CUKIT_DEVICE void take_best() {
-    best = others[0];
 #pragma unroll
-    for (int j = 0; j + 1 < kPerLane - 1; ++j) others[j] = others[j + 1];
-    others[kPerLane - 2].key = kTaken;
+    for (int j = 0; j + 1 < kPerLane; ++j) sorted[j] = sorted[j + 1];
+    sorted[kPerLane - 1].key = kTaken;
   }
 
  private:
+  Chosen sorted[kPerLane];
+
   CUKIT_DEVICE static void put_in_order(Chosen& a, Chosen& b) {
     const bool exchanged = b.key > a.key;
     const Chosen first = exchanged ? b : a;
@@ -95,30 +87,32 @@ struct Left {
 
 template <>
 struct Left<false> {
-  Chosen best;
-  unsigned keys[kPerLane];
-
   CUKIT_DEVICE explicit Left(const unsigned (&all)[kPerLane]) {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) keys[j] = all[j];
     find();
   }
 
+  CUKIT_DEVICE const Chosen& best() const { return found; }
+
   CUKIT_DEVICE void take_best() {
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      if (best.expert % kPerLane == j) keys[j] = kTaken;
+      if (found.expert % kPerLane == j) keys[j] = kTaken;
     }
     find();
   }
 
  private:
+  Chosen found;
+  unsigned keys[kPerLane];
+
   CUKIT_DEVICE void find() {
-    best = {kTaken, 0};
+    found = {kTaken, 0};
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) {
-      if (keys[j] > best.key) {
-        best = {keys[j], static_cast<int>(threadIdx.x) % kWarpSize * kPerLane + j};
+      if (keys[j] > found.key) {
+        found = {keys[j], static_cast<int>(threadIdx.x) % kWarpSize * kPerLane + j};
       }
     }
   }
@@ -165,13 +159,13 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
     const float ranked = BIASED ? scores[j] + (exists ? bias[expert] : 0.0f) + 0.0f : logits[j];
     keys[j] = exists ? key_of(ranked) : kTaken;
   }
-  Left<(kPerLane > 1 && kPerLane <= kMostSorted)> left(keys);
+  Left<(kPerLane <= kMostSorted)> left(keys);
   for (int slot = 0; slot < p.top_k; ++slot) {
-    const unsigned key = __reduce_max_sync(kFullMask, left.best.key);
-    const bool has_it = left.best.key == key;
+    const unsigned key = __reduce_max_sync(kFullMask, left.best().key);
+    const bool has_it = left.best().key == key;
     const unsigned holders = __ballot_sync(kFullMask, has_it);
     if (has_it && (holders & ((1u << lane) - 1)) == 0) {  // the lowest expert is the lowest lane's
-      own[slot] = left.best;
+      own[slot] = left.best();
       left.take_best();
     }
   }
@@ -228,18 +222,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
     const float* __restrict__ bias,  // [num_experts], with BIASED
     float* weights,                  // [num_tokens, top_k]
     int* experts,                    // [num_tokens, top_k]
-    unsigned short* chunk_counts,    // [chunks, num_experts], without WHOLE
+    unsigned short* __restrict__ chunk_counts,  // [chunks, num_experts], without WHOLE
     float* chunk_sums,               // [chunks, num_experts + 1], with LOSSES
-    int* __restrict__ rows,          // [num_tokens, top_k], with WHOLE or JOINED as what follows
+    int* __restrict__ rows,          // [num_tokens, top_k], with WHOLE as what follows
     int* __restrict__ counts,        // [num_experts]
     int* __restrict__ offsets,       // [num_experts + 1]
     float* __restrict__ losses,      // [2]: balance, z; with LOSSES
-    int* arrivals,                   // [2], zeros; with JOINED
     const __grid_constant__ cukit::RoutingParameters p) {
   __shared__ cukit::OrderTables tables;
   __shared__ int chosen[WHOLE ? MOST_CHOICES : 1];
   const int lane = threadIdx.x % kWarpSize;
-  if constexpr (!WHOLE && !JOINED) cukit::release_next_grid();
+  if constexpr (!WHOLE) cukit::release_next_grid();
   for (int bin = threadIdx.x; bin < BINS; bin += THREADS) tables.totals[bin] = 0;
   __syncthreads();
 
@@ -289,13 +282,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
   } else {
     for (int bin = threadIdx.x; bin < p.num_experts; bin += THREADS) {
       chunk_counts[blockIdx.x * p.num_experts + bin] = tables.totals[bin];
-    }
-    if constexpr (JOINED) {
-      const cukit::GridBarrier barrier{arrivals};
-      barrier.arrive();
-      const cukit::OrderResult result{rows, counts, offsets, p.capacity ? weights : nullptr};
-      cukit::order_chunk(tables, experts, chunk_counts, gridDim.x, blockIdx.x, p, result,
-                         [&] { barrier.wait(); });
     }
   }
 }

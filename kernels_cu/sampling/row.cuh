@@ -94,7 +94,7 @@ class Row {
   // Calls body(logit, token) for this thread's tokens in order.
   template <typename Body>
   CUKIT_DEVICE void each(const Body& body) const {
-#pragma unroll 2
+#pragma unroll 1
     for (int i = 0; i < iterations_; ++i) {
       float x[VEC];
       fetch(x, i);

@@ -119,6 +119,8 @@ class Selection {
     uint64 prefix = 0;     // of the ranks that are left
     int prefix_shift = kRankBits;
     unsigned bin = 0;      // of the first round
+    Span span;             // of that bin
+    const bool whole = within.token == Cut().token && within.logit == Cut().logit;
 #pragma unroll 1
     for (int round = 0;; ++round) {
       const int shift = prefix_shift - digit_bits(round);
@@ -128,12 +130,13 @@ class Selection {
                ((1u << digit_bits(round)) - 1);
       };
       const auto member = [&](float x, int column, const Scaled& weight) {
-        if (column >= row_.columns() || !within.keeps(x, column)) return false;
+        if (column >= row_.columns() || !(whole || within.keeps(x, column))) return false;
         if (by == By::Weight && weight.weight() == 0) return false;
         if (round == 0) return true;
         return bin_of<by>(x, weight) == bin && packed_rank(x, column) >> prefix_shift == prefix;
       };
       row_.each([&](float x, int column) {
+        if (!span.near(largest_ - x)) return;
         const Scaled weight = scaled(x);
         if (!member(x, column, weight)) return;
         const unsigned at = digit(x, column, weight);
@@ -148,7 +151,9 @@ class Selection {
       const int octave = round == 0 ? -1 : static_cast<int>(bin) >> kBinsPerOctaveLog2;
       const Found found = find<by>(target, round == 0 ? part : -1.0f, octave);
       target = found.target;
+      if (round == 0) span = span_of<by>(found.bin);
       const auto chosen = [&](float x, int column) {
+        if (!span.near(largest_ - x)) return false;
         const Scaled weight = scaled(x);
         return member(x, column, weight) && digit(x, column, weight) == found.bin;
       };
@@ -188,6 +193,33 @@ class Selection {
   CUKIT_DEVICE unsigned bin_of(float x, const Scaled& weight) const {
     if constexpr (by == By::Count) return count_bin(largest_ - x);
     return weight.below_one >> (kOctaveShift - kBinsPerOctaveLog2);
+  }
+
+  // Distances from the largest logit that a bin's tokens may have, and a little more: most tokens are
+  // told from those of the bin without their weights.
+  struct Span {
+    float nearest = 0.0f, farthest = infinity();
+
+    CUKIT_DEVICE bool near(float d) const { return d >= nearest && d <= farthest; }
+  };
+
+  template <By by>
+  CUKIT_DEVICE Span span_of(unsigned bin) const {
+    float nearest, farthest, margin = 0.0f;
+    if constexpr (by == By::Count) {
+      nearest = static_cast<float>(bin) / kBinsPerNat;
+      farthest = bin == kBins - 1 ? infinity() : static_cast<float>(bin + 1) / kBinsPerNat;
+    } else {
+      constexpr int kShift = kOctaveShift - kBinsPerOctaveLog2;
+      nearest = -log2f(__uint_as_float(kOne - (bin << kShift))) / slope_;
+      farthest = -log2f(__uint_as_float(kOne - ((bin + 1) << kShift))) / slope_;
+      margin = 4e-6f / slope_;
+    }
+    margin += 1e-5f * farthest;
+    Span span;
+    span.nearest = fmaxf(nearest - margin, 0.0f);
+    span.farthest = farthest + margin;
+    return span;
   }
 
   // Appends this thread's tokens for which `inside` holds to block 0's list; returns how many.

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from cukit.attention import append_kv
+from cukit.attention import append_kv, pack_kv
 from cukit.core.narrow_dtype import float8_e4m3, int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.reference import rope as rope_reference
 from profiling import layer_peers, peers
 from profiling.case import Case, Workload
+from profiling.cases.attention_paged import GROUP_ROWS, grouped_cache
 from profiling.data import array_module, normal
 
 HEADS_Q, HEADS_KV, BLOCK_SIZE = 32, 8, 16
@@ -21,12 +22,50 @@ HEADS_Q, HEADS_KV, BLOCK_SIZE = 32, 8, 16
 def cases(small: bool = False) -> list[Case]:
     """A decode step and a prompt, for each kind of cache."""
     if small:
-        return [_case(5, 16, codes) for codes in ("", "int8")]
+        return [*(_case(5, 16, codes) for codes in ("", "int8")), _pack_case(2, 32)]
     return [
-        _case(tokens, 128, codes)
-        for codes in ("", "int8", "float8_e4m3")
-        for tokens in (128, 16384)
+        _pack_case(32, 128),
+        _pack_case(2048, 128),
+        *(
+            _case(tokens, 128, codes)
+            for codes in ("", "int8", "float8_e4m3")
+            for tokens in (128, 16384)
+        ),
     ]
+
+
+def _pack_case(groups: int, head_dim: int) -> Case:
+    """Blocks of 64 tokens of 16 bits that become int4: of 32 layers, or of a prompt."""
+
+    def build() -> Workload:
+        xp = array_module()
+        shape = groups, GROUP_ROWS, HEADS_KV, head_dim
+        k, v = (normal(shape, "bfloat16") for _ in range(2))
+        caches = grouped_cache(shape, 1), grouped_cache(shape, 3)
+        order = np.random.default_rng(0).permutation(groups)
+        arguments = k, v, *caches, xp.arange(groups), xp.asarray(order)
+
+        def ours() -> Any:
+            pack_kv(*arguments)
+            return caches[0].scales
+
+        def expected() -> Any:
+            scales = xp.empty(caches[0].scales.shape, xp.float32)
+            rows = k.astype(xp.float32)
+            scales[arguments[5], 0] = (rows.max(axis=1) - rows.min(axis=1)) / 15
+            return scales
+
+        return Workload(arms={"cukit": lambda: ours}, expected=expected)
+
+    rows = 2 * groups * GROUP_ROWS * HEADS_KV
+    return Case(
+        family="attention",
+        op="pack_kv",
+        name=f"{groups}x{GROUP_ROWS}x{HEADS_KV}x{head_dim}",
+        dtype="bfloat16",
+        build=build,
+        bytes=rows * (2 * head_dim + head_dim // 2 + 2 + 2 * head_dim // GROUP_ROWS),
+    )
 
 
 def _case(tokens: int, head_dim: int, codes: str) -> Case:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cukit.attention import merge_attention_states, paged_attention
+from cukit.attention import RecentKV, merge_attention_states, paged_attention
 from cukit.core.narrow_dtype import float8_e4m3, int4, int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.reference import paged_attention as reference
@@ -43,10 +43,12 @@ class Shape:
     head_dim: int = 128
     block_size: int = 16
     codes: str = ""  # that the cache holds; "" is bfloat16
+    recent: int = 0  # int4: of each request's keys, those in a ring
 
     def __str__(self) -> str:
         heads = f"{self.heads_q}/{self.heads_kv}"
         kind = f" {self.codes}" if self.codes else ""
+        kind += f", {self.recent} in a ring" if self.recent else ""
         return f"d{self.head_dim} {heads} {self.name} page {self.block_size}{kind}"
 
     @property
@@ -67,7 +69,8 @@ def cases(small: bool = False) -> list[Case]:
         mixed = Shape("mixed", (3, 40), 4, 1, 24)
         narrow = Shape("2x20", (20, 20), 4, 2, 16, codes="int8")
         groups = Shape("2x20", (20, 20), 4, 2, 32, GROUP_ROWS, "int4")
-        shapes = [Shape("2x20", (20, 20), 4, 2, 16), mixed, narrow, groups]
+        both = Shape("2x80", (80, 80), 4, 2, 32, GROUP_ROWS, "int4", 16)
+        shapes = [Shape("2x20", (20, 20), 4, 2, 16), mixed, narrow, groups, both]
         return [*map(paged_case, shapes), _merge_case(2, 3, 4, 16)]
     batches = ((1, 4096), (1, 32768), (16, 16384), (32, 4096), (128, 2048))
     shapes = [
@@ -94,6 +97,10 @@ def cases(small: bool = False) -> list[Case]:
         for codes in ("int8", "float8_e4m3", "int4")
         for batch, length in ((1, 4096), (32, 4096), (128, 2048))
     ]
+    shapes += [
+        Shape("128x2080", (2080,) * 128, block_size=GROUP_ROWS, codes="int4", recent=32),
+        Shape("1x4128", (4128,), block_size=GROUP_ROWS, codes="int4", recent=32),
+    ]
     merges = [_merge_case(128, 1, 32, 128), _merge_case(1, 16384, 32, 128)]
     return [*map(paged_case, shapes), *merges]
 
@@ -113,15 +120,21 @@ def paged_case(shape: Shape) -> Case:
         block = sum(counts), shape.block_size, shape.heads_kv, shape.head_dim
         q = normal((batch, 1, shape.heads_q, shape.head_dim), "bfloat16")
         if shape.codes == "int4":
-            k, v = _grouped_cache(block, 1), _grouped_cache(block, 3)
+            k, v = grouped_cache(block, 1), grouped_cache(block, 3)
         else:
             k, v = (_cache(block, shape.codes) for _ in range(2))
         arguments = (q, k, v, table, lengths)
+        given: dict[str, Any] = {}
+        if shape.recent:
+            rings = batch, GROUP_ROWS, shape.heads_kv, shape.head_dim
+            packed = xp.asarray(np.asarray(shape.lengths, np.int32) - np.int32(shape.recent))
+            new = (normal(rings, "bfloat16") for _ in range(2))
+            given["recent"] = RecentKV(*new, xp.arange(batch, dtype=xp.int32), packed)
         out = xp.empty_like(q)
         arms: dict[str, Callable[[], Call]] = {
-            "cukit": lambda: partial(paged_attention, *arguments, out=out),
+            "cukit": lambda: partial(paged_attention, *arguments, out=out, **given),
             "cukit-invariant": lambda: partial(
-                paged_attention, *arguments, out=xp.empty_like(q), batch_invariant=True
+                paged_attention, *arguments, out=xp.empty_like(q), batch_invariant=True, **given
             ),
         }
         if shape.head_dim == _FLASHINFER_DIM and shape.codes in ("", "float8_e4m3"):
@@ -134,8 +147,9 @@ def paged_case(shape: Shape) -> Case:
         if shape.equal and not shape.codes:
             for name, backend in BACKENDS.items():
                 arms[name] = partial(_dense_arm, backend, shape, q, k, v, table)
-        return Workload(arms=arms, expected=lambda: _expected(*arguments))
+        return Workload(arms=arms, expected=lambda: _expected(*arguments, **given))
 
+    coded, newest = keys - batch * shape.recent, batch * shape.recent * 2 * shape.head_dim
     outside = 2 * batch * shape.heads_q * shape.head_dim * itemsize("bfloat16")
     return Case(
         family="attention",
@@ -143,7 +157,7 @@ def paged_case(shape: Shape) -> Case:
         name=str(shape),
         dtype="bfloat16",
         build=build,
-        bytes=2 * keys * shape.heads_kv * shape.row_bytes + outside,
+        bytes=2 * shape.heads_kv * (coded * shape.row_bytes + newest) + outside,
     )
 
 
@@ -164,7 +178,7 @@ def _cache(block: tuple[int, ...], codes: str) -> Any:
     return QuantizedArray(storage, dtype, block, scales=scales, axis=-1)
 
 
-def _grouped_cache(block: tuple[int, ...], axis: int) -> Any:
+def grouped_cache(block: tuple[int, ...], axis: int) -> Any:
     """int4 keys (axis 1) or values (axis 3) of random codes, about as large as normal numbers."""
     xp = array_module()
     blocks, block_size, heads, head_dim = block
@@ -234,7 +248,9 @@ def _dense_arm(backend: str, shape: Shape, q: Any, k: Any, v: Any, table: Any) -
     return peers.forward(function, q, rows(k), rows(v))
 
 
-def _expected(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> Any:
+def _expected(
+    q: Any, k: Any, v: Any, table: Any, lengths: Any, recent: RecentKV | None = None
+) -> Any:
     """Request by request, in float32: the whole cache would not fit."""
     xp = array_module()
     out = xp.empty(q.shape, xp.float32)
@@ -242,7 +258,12 @@ def _expected(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> Any:
         used = table[b, : -(-length // k.shape[1])]
         own = xp.arange(used.size, dtype=xp.int32)[None]
         row, keys, values = q[b : b + 1].astype(xp.float32), _rows(k, used), _rows(v, used)
-        out[b] = reference.paged_attention(row, keys, values, own, lengths[b : b + 1])[0]
+        newest = None
+        if recent is not None:
+            wide = (x[b : b + 1].astype(xp.float32) for x in (recent.k, recent.v))
+            newest = RecentKV(*wide, xp.zeros(1, xp.int32), recent.packed_lens[b : b + 1])
+        one = lengths[b : b + 1]
+        out[b] = reference.paged_attention(row, keys, values, own, one, recent=newest)[0]
     return out
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from cukit.array_api import NarrowArray, float8_e4m3, int4, int8
 from cukit.attention import (
+    RecentKV,
     append_kv,
     attention_kl,
     attention_kl_backward,
@@ -23,6 +24,7 @@ from cukit.attention import (
     flash_attention,
     merge_attention_states,
     mla_attention,
+    pack_kv,
     paged_attention,
 )
 from tests.attention.conftest import choose_class
@@ -154,6 +156,32 @@ def paged_groups() -> None:
     k = NarrowArray(storage, int4, shape, columns, columns, 1, 64)
     v = NarrowArray(storage, int4, shape, rows, rows, 3, 128)
     out = to_host(paged_attention(q, k, v, table, lengths))
+    assert np.isfinite(out.astype(np.float32)).all()
+
+
+def recent_groups() -> None:
+    """Keys in rings are packed into int4, then both kinds are read."""
+    rng = _rng()
+    q, k, v = (
+        random(rng, (2, rows, heads, 128), "bfloat16")
+        for rows, heads in ((1, 6), (128, 2), (128, 2))
+    )
+    storage = np.zeros((6, 64, 2, 64), np.uint8)
+    table = rng.permutation(6)[:4].reshape(2, 2).astype(np.int32)
+    lengths, packed = np.array([100, 3], np.int32), np.array([64, 0], np.int32)
+    factors = [np.zeros((6, 1, 2, 128), np.float16), np.zeros((6, 2, 64, 1), np.float16)] * 2
+    groups = np.array([2]), table[1, :1].astype(np.int64)
+    placed = to_device("gpu", q, k, v, storage, storage, table, lengths, packed, *factors, *groups)
+    q, k, v, k_codes, v_codes, table, lengths, packed, *rest = placed
+    shape = (6, 64, 2, 128)
+    k_cache = NarrowArray(k_codes, int4, shape, rest[0], rest[2], 1, 64)
+    rows = [each.swapaxes(1, 2) for each in (rest[1], rest[3])]
+    v_cache = NarrowArray(v_codes, int4, shape, *rows, 3, 128)
+    rings = to_device("gpu", np.array([1, 0], np.int32))[0]
+    pack_kv(k, v, k_cache, v_cache, *rest[4:])
+    pack_kv(k, v, k_cache, v_cache, rest[4], table[0, :1].astype("int64"))
+    recent = RecentKV(k, v, rings, packed)
+    out = to_host(paged_attention(q, k_cache, v_cache, table, lengths, recent=recent))
     assert np.isfinite(out.astype(np.float32)).all()
 
 
@@ -306,6 +334,7 @@ GROUPS = {
     "append float8": Group(partial(append, float8_e4m3)),
     "paged int8": Group(partial(paged_codes, int8), shares=True),
     "paged int4": Group(paged_groups, shares=True),
+    "pack and read int4": Group(recent_groups, shares=True),
     "paged float8": Group(partial(paged_codes, float8_e4m3)),
     **{
         f"prefill d{width} page {size}": Group(partial(prefill, width, size), quick=size == 16)

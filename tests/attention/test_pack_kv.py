@@ -65,7 +65,7 @@ def test_groups_of_any_source(
         int4_cache(np, (3, 2 * size, heads, width), axis, size if axis == 1 else width)
         for width, axis in ((head_dim, 1), (value_dim, 3))
     ]
-    reference.pack_kv(*(x.astype(dtype) for x in (k, v)), *map(on_host, want), sources, targets)
+    reference.pack_kv(*(x.astype(dtype) for x in (k, v)), *want, sources, targets)
     for got, expected in zip(caches, want, strict=True):
         for a, b in zip(on_host(got), on_host(expected), strict=True):
             if a.dtype == np.uint8:

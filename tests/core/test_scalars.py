@@ -22,7 +22,7 @@ def test_numbers(value):
     check_number("op", "eps", value, least=0)
 
 
-@pytest.mark.parametrize("value", [None, "1e-6", math.nan, math.inf, -1, True, 1j, [1.0]])
+@pytest.mark.parametrize("value", [None, "1e-6", math.nan, math.inf, -1, True, 1j, [1.0], 10**400])
 def test_what_is_no_number(value):
     with pytest.raises(ConfigError, match="op: eps must be a finite number of 0 or more, got "):
         check_number("op", "eps", value, least=0)

@@ -1,6 +1,7 @@
 """What compute-sanitizer says of the planted bugs: `python -m tests.emulator.planted_sanitizer`.
 
-Needs a GPU. Compiles both twins of every program and launches them under each tool, a few programs a process.
+Needs a GPU. Compiles both twins of every program and launches them under each tool, a few programs
+in a process.
 Writes planted_sanitizer.json beside this file, from which planted_table.py takes its columns.
 Programs may hang: each process has a time limit, and what it had not come to runs in another one.
 """

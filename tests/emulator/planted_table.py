@@ -5,18 +5,21 @@ Prints the table and writes it into docs/emulator.md, between the marks where it
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from profiling.tables import MARKS
+from tests.emulator.planted_sanitizer import RESULTS, TOOLS
 from tests.emulator.planted_suite import Planted, suite
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "emulator.md"
-TABLE = "planted"
+TABLE, SANITIZER_TABLE = "planted", "planted_sanitizer"
 
 SEEDS = 8
 """Orders of threads that clean twins and legal programs run in, every second one in the late mode;
@@ -61,16 +64,55 @@ def judge(planted: Planted) -> Row:
     return row
 
 
+def markdown(header: list[str], lines: list[list[str]]) -> str:
+    """A table whose first column is text."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def table(rows: dict[str, Row]) -> str:
     """The rows by class, and their sum, as Markdown."""
     total = Row()
     for row in rows.values():
         total.add(row)
     header = ["class", "pairs", "reported", "with other seeds too", "without a mistake", "reported"]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
-    lines += [row.cells(f"`{name}`") for name, row in sorted(rows.items())]
-    lines += [total.cells("all")]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    lines = [row.cells(f"`{name}`") for name, row in sorted(rows.items())]
+    return markdown(header, [*lines, total.cells("all")])
+
+
+def sanitizer_table() -> str:
+    """What compute-sanitizer reported of the same programs on the GPU.
+
+    Of each tool the broken twins; those that any tool reported or that failed by themselves; and
+    the programs without a mistake that any tool reported.
+    """
+    record = json.loads(RESULTS.read_text())
+    outcomes: dict[str, dict[str, str]] = record["outcomes"]
+    names = sorted(set().union(*outcomes.values()))
+    kinds = sorted({name.split("-")[0] for name in names})
+
+    def cells(title: str, chosen: list[str]) -> list[str]:
+        broken = [name for name in chosen if name.endswith("-1")]
+        clean = [name for name in chosen if name.endswith("-0")]
+
+        def count(some: list[str], tools: Iterable[str], *what: str) -> str:
+            return str(sum(any(outcomes[t].get(name) in what for t in tools) for name in some))
+
+        return [
+            title,
+            str(len(broken) or ""),
+            *(count(broken, [tool], "reported") if broken else "" for tool in TOOLS),
+            count(broken, TOOLS, "reported", "failed") if broken else "",
+            str(len(clean)),
+            count(clean, TOOLS, "reported", "failed", "hangs"),
+        ]
+
+    header = ["class", "pairs", *TOOLS, "any, or it failed", "without a mistake", "reported"]
+    lines = [
+        cells(f"`{kind}`", [name for name in names if name.startswith(f"{kind}-")])
+        for kind in kinds
+    ]
+    return markdown(header, [*lines, cells("all", names)])
 
 
 def main() -> int:
@@ -79,11 +121,13 @@ def main() -> int:
     rows: defaultdict[str, Row] = defaultdict(Row)
     for planted in suite():
         rows[planted.kind].add(judge(planted))
-    text = table(rows)
-    print(text, end="")
+    tables = {TABLE: table(rows)}
+    if RESULTS.exists():
+        tables[SANITIZER_TABLE] = sanitizer_table()
+    print(*tables.values(), sep="\n", end="")
     document = DOCUMENT.read_text()
     DOCUMENT.write_text(
-        MARKS.sub(lambda m: m[1] + text + m[3] if m[2] == TABLE else m[0], document)
+        MARKS.sub(lambda m: m[1] + tables[m[2]] + m[3] if m[2] in tables else m[0], document)
     )
     return 0
 

@@ -53,6 +53,16 @@ def _append(rng: Rng) -> Arguments:
     return (k, v, *caches, np.array([3, 0, -1, 11, 6])), turning
 
 
+def _pack(rng: Rng) -> Arguments:
+    k, v = _rows(rng, (2, 64, 1, 32), (2, 64, 1, 32))
+    caches = []
+    for axis, size, shape in ((1, 64, (3, 1, 1, 32)), (3, 32, (3, 64, 1, 1))):
+        factors = [np.ones(shape, np.float16) for _ in range(2)]
+        storage = np.zeros((3, 64, 1, 16), np.uint8)
+        caches.append(QuantizedArray(storage, int4, (3, 64, 1, 32), *factors, axis, size))
+    return (k, v, *caches, np.array([1, 0, -1]), np.array([0, 2, 1])), {}
+
+
 def _paged(rng: Rng) -> Arguments:
     q, k, v = _rows(rng, (2, 1, 4, 64), (9, 16, 2, 64), (9, 16, 2, 64))
     table = rng.permutation(9)[:8].reshape(2, 4).astype(np.int32)
@@ -425,6 +435,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "matmul_tma": lambda rng: (tuple(_rows(rng, (70, 72), (136, 72))), {}),
     "quantized_linear": _quantized_linear,
     "append_kv": _append,
+    "pack_kv": _pack,
     "merge_attention_states": _states,
     "mla_attention": _latents,
     "paged_attention": _paged,
@@ -438,6 +449,10 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "silu_and_mul_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 400))), {}),
     "tree_matmul": lambda rng: (tuple(_rows(rng, (7, 100), (100, 24))), {"leaf": 16}),
 }
+
+
+IN_PLACE = ("adamw", "pack_kv")
+"""Ops whose results are their arguments."""
 
 
 def run(
@@ -461,7 +476,7 @@ def run(
     if reference and op.name == "decode":
         return [args[0].dense().astype(np.float64)]
     result = (op.reference if reference else op.function)(*args, **options)
-    return [_host(array) for array in _flat(args if op.name == "adamw" else result)]
+    return [_host(array) for array in _flat(args if op.name in IN_PLACE else result)]
 
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:

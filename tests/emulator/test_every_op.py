@@ -50,6 +50,16 @@ def test_the_emulator_agrees_with_the_reference_whatever_the_order(op: Op, arch:
         first = got
 
 
+@pytest.mark.emulator
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@every_op
+def test_all_checks_of_the_compiler_find_nothing(op: Op, arch: str):
+    """Those that other tests leave out, because they take long to compile."""
+    with cukit.backend("emulator", arch=arch, all_checks=True):
+        run(op, here)
+
+
 @pytest.mark.gpu
 @every_op
 def test_the_gpu_agrees_with_the_emulator(op: Op):

@@ -149,3 +149,29 @@ def test_rows_before_the_array():
     """A sequence of 12 rows at the array's start, read as though it had 16."""
     with pytest.raises(EmulatorError, match="begins 256 bytes before the array of its map"):
         read_box(True, 0, LONGEST - 16, 12)
+
+
+RACES = {
+    "stores_that_overlap": "race: write of 128 bytes",
+    "load_of_what_another_block_stores": "race: (read|write) of 128 bytes",
+}
+
+
+@pytest.mark.parametrize("bug", [0, 1])
+@pytest.mark.parametrize("entry", RACES)
+def test_races_between_blocks_through_a_tensor_map(entry, bug):
+    shared = np.zeros((128, 64), np.float16)
+
+    def make() -> tuple[Any, ...]:
+        return (encode_tensor_map(shared, (64, 64)),)
+
+    def launch() -> None:
+        run("planted_maps.cu", entry, make, 128, TILE_BYTES, 2, bug, global_races=True)
+
+    if not bug:
+        launch()
+        return
+    with pytest.raises(EmulatorError, match=RACES[entry]) as caught:
+        launch()
+    assert re.search(r"at byte \d+ of the array of the tensor map in argument 0", str(caught.value))
+    assert len(re.findall(r"planted_maps\.cu:\d+", str(caught.value))) == 2

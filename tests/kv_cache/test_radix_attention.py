@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,17 @@ from cukit.core.arrays import bfloat16, namespace
 from cukit.errors import ArrayError, ConfigError, OutOfMemoryError
 from cukit.models import Transformer, TransformerConfig
 from cukit.reference import attention as reference
+from cukit.reference.pack_kv import group_codes
 
 LAYERS, HEADS_Q, HEADS_KV, HEAD_DIM = 2, 4, 2, 64
+GROUP = 32
+
+
+@lru_cache(maxsize=4096)
+def row_of(layer: int, state: int) -> Any:
+    """All heads of one token; `state` stands for it and the tokens before it."""
+    shape = HEADS_Q + 2 * HEADS_KV, HEAD_DIM
+    return np.random.default_rng([layer, state]).standard_normal(shape, np.float32)
 
 
 class Model:
@@ -26,19 +36,25 @@ class Model:
 
     def rows(self, tokens: list[int], layer: int) -> list[Any]:
         """q, k and v of all tokens, [1, tokens, heads, head_dim]."""
-        heads = HEADS_Q + 2 * HEADS_KV
-        rows = [
-            np.random.default_rng([layer, *tokens[: end + 1]]).standard_normal(
-                (heads, HEAD_DIM), np.float32
-            )
-            for end in range(len(tokens))
-        ]
+        state, rows = 0, []
+        for token in tokens:
+            state = (state * 31 + token + 1) % (2**61 - 1)
+            rows.append(row_of(layer, state))
         both = np.stack(rows).astype(self.dtype)[None]
         return np.split(both, [HEADS_Q, HEADS_Q + HEADS_KV], axis=2)
 
-    def uncached(self, tokens: list[int], layer: int) -> Any:
-        """Attention of all tokens, without a cache, in float64."""
-        wide = [array.astype(np.float64) for array in self.rows(tokens, layer)]
+    def uncached(self, tokens: list[int], layer: int, packed: int = 0) -> Any:
+        """Attention of all tokens, without a cache, in float64. The first `packed` keys and values
+        are those of int4 in groups of GROUP tokens."""
+        q, k, v = self.rows(tokens, layer)
+        wide = [array.astype(np.float64) for array in (q, k, v)]
+        for begin in range(0, packed, GROUP):
+            for place, axis in ((1, 1), (2, 3)):
+                group = (q, k, v)[place][:, begin : begin + GROUP]
+                codes, *factors = group_codes(group, axis)
+                shape = GROUP if axis == 1 else HEAD_DIM
+                decoded = ck.QuantizedArray(codes, ck.int4, group.shape, *factors, axis, shape)
+                wide[place][:, begin : begin + GROUP] = decoded.dense()
         return reference.flash_attention(*wide, causal=True)
 
 
@@ -46,12 +62,15 @@ class Server:
     """Runs steps, each compared with the uncached computation."""
 
     def __init__(self, num_blocks: int, block_size: int, dtype: Any, **options: Any) -> None:
+        stored = options.pop("stored", dtype)
+        self.packs = stored is ck.int4
         self.cache = ck.KVCacheManager(
             num_blocks, block_size, num_layers=LAYERS, num_heads_kv=HEADS_KV, head_dim=HEAD_DIM,
-            dtype=dtype, **options,
+            dtype=stored, **options,
         )  # fmt: skip
         self.xp = namespace(self.cache.slab.array)
-        self.attention = ck.RadixAttention(self.cache, num_heads_q=HEADS_Q, max_batch=8)
+        given = {} if stored is dtype else {"dtype": dtype}
+        self.attention = ck.RadixAttention(self.cache, num_heads_q=HEADS_Q, max_batch=8, **given)
         self.model = Model(dtype)
         self.tolerance = 2e-6 if dtype == np.float32 else 3e-2
         self.tokens: dict[Hashable, list[int]] = {}
@@ -74,6 +93,9 @@ class Server:
         positions = np.stack([np.arange(length)[begin:] for length in lengths])
         assert (self.attention.positions == self.xp.asarray(positions)).all()
         assert self.attention.length == max(lengths) - positions.shape[1]
+        packed = [0] * len(requests)
+        if self.packs:  # a prompt's own keys are read as they are
+            packed = [begin] if begin >= 0 else self.cache.recent(requests)[1].tolist()
         for layer in range(LAYERS):
             parts = [self.model.rows(self.tokens[request], layer) for request in requests]
             arrays = [
@@ -82,8 +104,8 @@ class Server:
             ]
             out, _ = self.attention.attend(*arrays, layer)
             got = out if self.xp is np else out.get()
-            for row, request in zip(got, requests, strict=True):
-                want = self.model.uncached(self.tokens[request], layer)[0, begin:]
+            for row, request, coded in zip(got, requests, packed, strict=True):
+                want = self.model.uncached(self.tokens[request], layer, coded)[0, begin:]
                 assert np.abs(row.astype(np.float64) - want).max() <= self.tolerance
         self.attention.advance()
         self.cache.check_invariants()
@@ -105,6 +127,86 @@ def test_a_second_request_computes_only_what_is_new(device: str) -> None:
     served.append({"a": 1, "tenant": 2, "b": 9})
     served.attention.free("a")
     assert served.add("c", [1, 2, 3, 4, 5, 6, 7, 8, 9, 7, 1]) == 8
+
+
+def int4_server(device: str, num_blocks: int, num_rings: int = 6) -> Server:
+    made = Server(
+        num_blocks, GROUP, bfloat16, stored=ck.int4, recent_dtype=bfloat16, num_rings=num_rings
+    )
+    if (device == "gpu") != (made.xp is not np):
+        pytest.skip("the slab lies on the GPU where there is one")
+    return made
+
+
+def test_int4_keeps_blocks_exact_until_they_are_full(device: str) -> None:
+    """Prompts with and without a cached prefix, forks of a ring, blocks that become full, swaps."""
+    served = int4_server(device, 16)
+    prompt = [*range(60)]
+    assert served.add("a", prompt) == 0
+    assert served.add("b", [*prompt[:40], *range(900, 923)]) == 32
+    assert served.add("short", [7, 8]) == 0
+    served.cache.fork("a", "fork")
+    served.tokens["fork"] = list(served.tokens["a"])
+    for i in range(6):
+        served.append({"a": i, "b": 2 * i, "fork": 500 + i})
+    served.cache.preempt("a", by="swap")
+    served.append({"short": 3})
+    assert served.attention.resume("a") == 66
+    served.append({"a": 1, "short": 4, "b": 1})
+    served.cache.preempt("b", by="recompute")
+    assert served.attention.resume("b") == 64
+    served.step(["b"], 64)
+    served.append({"b": 9, "fork": 3})
+    for request in ("a", "b", "fork", "short"):
+        served.attention.free(request)
+    assert served.add("again", [*prompt, *range(4), 5]) == 64
+    served.cache.check_invariants()
+
+
+def test_int4_needs_a_ring_for_each_block_that_is_not_full(device: str) -> None:
+    served = int4_server(device, 16, num_rings=1)
+    served.add("a", [1, 2, 3])
+    with pytest.raises(OutOfMemoryError, match="allocate: 1 rings are needed, but only 0 of 1"):
+        served.attention.add("b", [1, 2])
+    served.cache.check_invariants()
+    assert served.add("full", [*range(GROUP)]) == 0
+    with pytest.raises(OutOfMemoryError, match="append: 1 rings"):
+        served.attention.append(["full"], [3])
+    served.cache.check_invariants()
+    served.append({"a": 4})
+    with pytest.raises(ConfigError, match="one token at a time"):
+        served.cache.append("a", [1, 2])
+
+
+@pytest.mark.parametrize("stored", [ck.int8, ck.float8_e4m3], ids=lambda dtype: dtype.name)
+def test_codes_of_8_bits(device: str, stored: Any) -> None:
+    made = Server(16, 4, bfloat16, stored=stored)
+    if (device == "gpu") != (made.xp is not np):
+        pytest.skip("the slab lies on the GPU where there is one")
+    made.tolerance = 0.15
+    assert made.add("a", [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
+    assert made.add("b", [1, 2, 3, 4, 5, 6, 7, 8, 1, 1, 1]) == 8
+    made.append({"b": 3, "a": 7})
+
+
+def test_attend_turns_queries_and_keys(device: str) -> None:
+    """With the tables of `rope` as without them, where the rows are turned before."""
+    outs = []
+    for fused in (False, True):
+        made = int4_server(device, 16)
+        xp = made.xp
+        angles = np.random.default_rng(0).uniform(0, 6, (128, HEAD_DIM // 2)).astype(np.float32)
+        cos, sin = xp.asarray(np.cos(angles)), xp.asarray(np.sin(angles))
+        assert made.attention.add("a", [*range(40)]) == 0
+        q, k, v = (xp.asarray(x) for x in made.model.rows([*range(40)], 0))
+        if fused:
+            out, _ = made.attention.attend(q, k, v, 0, cos=cos, sin=sin)
+        else:
+            ids = made.attention.positions
+            q, k = ck.rope(q, k, cos, sin, ids)
+            out, _ = made.attention.attend(q, k, v, 0)
+        outs.append(np.asarray(out if xp is np else out.get(), np.float32))
+    np.testing.assert_allclose(outs[0], outs[1], atol=2e-2)
 
 
 def test_beams_equal_an_uncached_recomputation(device: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cukit.memory import HostProvider
 from cukit.memory.provider import Moves
-from cukit.memory.vmm import LARGE_BYTES, LargePart
+from cukit.memory.vmm import LargePart, choose_large_pages
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -31,7 +31,7 @@ class PricedProvider(HostProvider):
         page_bytes: int = 2 * MIB,
         large_pages: int | None = None,
     ) -> None:
-        large = max(LARGE_BYTES // page_bytes, 1) if large_pages is None else large_pages
+        large = large_pages or choose_large_pages(page_bytes)
         super().__init__(total_bytes, page_bytes=page_bytes, large_pages=large)
         self.spent_us = 0.0
         self.handles: Counter[str] = Counter()

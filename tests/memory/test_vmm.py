@@ -7,7 +7,7 @@ import pytest
 from cukit.errors import ConfigError
 from cukit.memory import DeviceOutOfMemory
 from cukit.memory.cuda_driver import DriverError
-from cukit.memory.vmm import MOST_PAGES, VirtualPages, choose_page_bytes
+from cukit.memory.vmm import MOST_PAGES, VirtualPages, choose_large_pages, choose_page_bytes
 
 MIB = 1 << 20
 PAGE = 4 * MIB
@@ -135,6 +135,11 @@ def test_pages_that_the_driver_does_not_take_back_are_used_again() -> None:
     driver.refused = ""
     rest = pages.create_pages(1)
     assert set(rest + again) == driver.handles, "none was lost"
+
+
+def test_large_pages_are_32_mib_where_that_is_several() -> None:
+    sizes = {2: 16, 4: 8, 8: 4, 16: 1, 32: 1, 64: 1}
+    assert {mib: choose_large_pages(mib * MIB) for mib in sizes} == sizes
 
 
 def test_page_sizes() -> None:

@@ -27,8 +27,17 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.02, "top_k": 30, "logprobs": 30},
 ]
 # Rows: one block, blocks of which most threads have nothing, odd vocabularies, clusters.
-SHAPES = [(3, 1), (5, 33), (4, 1000), (2, 6001), (2, 9000)]
-LARGE = [(1, 128256), (64, 128256), (300, 50257), (7, 151936), (200, 32000), (2, 1 << 20)]
+SHAPES = [(5, 33), (4, 1000), (2, 9000)]
+LARGE = [
+    (3, 1),
+    (2, 6001),
+    (1, 128256),
+    (64, 128256),
+    (300, 50257),
+    (7, 151936),
+    (200, 32000),
+    (2, 1 << 20),
+]
 
 
 def results_of(device, placed, **options):
@@ -236,7 +245,8 @@ def test_a_row_alone_and_in_a_batch(rng, options):
 
 
 def deviation(tokens, probabilities):
-    """Of a chi-square statistic from its mean, in standard deviations; rare tokens together."""
+    """Of a chi-square statistic, as a standard normal number (Wilson and Hilferty); rare tokens
+    count together."""
     draws = tokens.size
     counts = np.bincount(tokens, minlength=probabilities.size).astype(np.float64)
     assert not counts[probabilities == 0].any()
@@ -246,7 +256,8 @@ def deviation(tokens, probabilities):
     present = expected > 0
     statistic = ((observed - expected)[present] ** 2 / expected[present]).sum()
     freedom = max(int(present.sum()) - 1, 1)
-    return (statistic - freedom) / np.sqrt(2 * freedom)
+    spread = 2 / (9 * freedom)
+    return ((statistic / freedom) ** (1 / 3) - (1 - spread)) / np.sqrt(spread)
 
 
 DISTRIBUTIONS: list[dict[str, Any]] = [

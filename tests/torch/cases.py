@@ -119,6 +119,37 @@ CASES = {
         lambda s, top: ckt.topk_distillation_loss(s, *top, tail="bucket", normalizer=11.0),
         ((ROWS, VOCAB),), (_top,),
     ),
+    "attention_kl": Case(
+        "attention_kl",
+        lambda q, k, t, u: ckt.attention_kl(t, u, q, k, causal=True, temperature=2.0), QKV[:2],
+        QKV[:2], HALF,
+    ),
+    "distillation_attention": Case(
+        "attention_kl",
+        lambda q, k, v, t, u: ckt.distillation_attention(t, u, u, q, k, v, window_size=(3, 0))[:2],
+        QKV, QKV[:2], HALF,
+    ),
+    "relation_kl": Case(
+        "attention_kl", lambda x, t: ckt.relation_kl(t, x, relation_heads=8, reduction="sum"),
+        QKV[:1], ((2, 7, 4, 32),), HALF,
+    ),
+    "sampled_distillation_loss": Case(
+        "sampled_distillation_loss",
+        lambda s, top: ckt.sampled_distillation_loss(s, top[1], top[0].exp()),
+        ((ROWS, VOCAB),), (_top,),
+    ),
+    "linear_topk_distillation_loss": Case(
+        "linear_topk_distillation_loss",
+        lambda h, w, b, top: ckt.linear_topk_distillation_loss(h, w, *top, bias=b),
+        (*HEADS, (VOCAB,)), (_top,), HALF,
+    ),
+    "linear_sampled_distillation_loss": Case(
+        "linear_sampled_distillation_loss",
+        lambda h, w, top: ckt.linear_sampled_distillation_loss(
+            h, w, top[1], top[0].exp(), reduction="none"
+        ),
+        HEADS, (_top,), HALF,
+    ),
     "linear_cross_entropy": Case(
         "linear_cross_entropy", ckt.linear_cross_entropy, HEADS, (_targets,), HALF
     ),

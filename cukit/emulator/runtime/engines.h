@@ -32,6 +32,15 @@ void learn_of_engine(Fiber& me, unsigned engine, std::uint32_t epoch);
 // Ends the launch: nobody has waited for products of the thread's warpgroup.
 [[noreturn]] void exit_before_products(const Fiber& me);
 
+// The array of a tensor map among the launch's parameters, or inside of one.
+struct MappedArray {
+  std::uintptr_t low, high;
+  unsigned argument;
+  unsigned element_bytes;
+  bool writeable;
+};
+std::vector<MappedArray> arrays_of_maps(const Launch& launch);
+
 // An access of the thread to its own stack, where its registers are.
 inline void touch(Fiber& me, const void* pointer, std::size_t bytes, Access access) {
   if (!me.registers.watched()) return;

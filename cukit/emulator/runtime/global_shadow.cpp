@@ -4,6 +4,7 @@
 #include <new>
 
 #include "block.h"
+#include "engines.h"
 #include "run.h"
 
 namespace cukit::emulator {
@@ -64,11 +65,15 @@ void GlobalShadow::watch(const Launch& launch, const Module& module) {
     std::uint64_t granule;
   };
   std::vector<Extent> extents;
-  for (const Range* range = launch.ranges; range != launch.ranges + launch.num_ranges; ++range) {
-    if (range->writeable == 0) continue;
-    const std::uint64_t element = range->element_bytes;
+  const auto add = [&](std::uintptr_t low, std::uintptr_t high, std::uint64_t element) {
     const std::uint64_t granule = element % 4 == 0 ? kLargest : element % 2 == 0 ? 2 : 1;
-    extents.push_back({range->low, range->high, granule});
+    extents.push_back({low, high, granule});
+  };
+  for (const Range* range = launch.ranges; range != launch.ranges + launch.num_ranges; ++range) {
+    if (range->writeable != 0) add(range->low, range->high, range->element_bytes);
+  }
+  for (const MappedArray& array : arrays_of_maps(launch)) {
+    if (array.writeable) add(array.low, array.high, array.element_bytes);
   }
   if (module.data_low < module.data_high) {
     extents.push_back({module.data_low, module.data_high, kLargest});

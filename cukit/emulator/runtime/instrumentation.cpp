@@ -75,10 +75,11 @@ inline __attribute__((always_inline)) void judge_volatile(void* pointer, std::si
         name_of(me) + " " + where(call));
 }
 
-// The compiler has these called for what is aligned to its size, unless the pointer is not.
+// Of what the compiler takes to be aligned to its size. Local variables it places itself, as it likes.
 inline __attribute__((always_inline)) void judge_aligned(void* pointer, std::size_t bytes, Access access,
                                                          const void* call) {
-  if (__builtin_expect(reinterpret_cast<std::uintptr_t>(pointer) % bytes != 0, false)) {
+  if (__builtin_expect(reinterpret_cast<std::uintptr_t>(pointer) % bytes != 0, false) &&
+      cukit_emulator_thread != nullptr && !on_stack(current(), pointer)) {
     misaligned(pointer, bytes, access, call);
   }
   judge(pointer, bytes, access, call);

@@ -316,6 +316,11 @@ std::string describe_global(const Launch& launch, std::uintptr_t address) {
     return format("byte %zu of argument %u{argument %u %zu}", byte, range->argument, range->argument,
                   byte);
   }
+  for (const MappedArray& array : arrays_of_maps(launch)) {
+    if (address < array.low || address >= array.high) continue;
+    return format("byte %zu of the array of the tensor map in argument %u",
+                  static_cast<std::size_t>(address - array.low), array.argument);
+  }
   return format("a __device__ variable{device %zu}",
                 static_cast<std::size_t>(address - current().block->cluster->module->base));
 }

@@ -9,6 +9,7 @@
 #include "block.h"
 #include "engines.h"
 #include "numbers.h"
+#include "run.h"
 
 namespace cukit::emulator {
 
@@ -136,6 +137,17 @@ void check_box(const Fiber& me, const TensorMap& map, const int* position) {
         ") in a tensor of (" + extents + "), innermost axis first");
 }
 
+// Rows of the box in global memory, as accesses of the thread that starts the copy: from then on the copy
+// may be at work.
+void look_for_races(Fiber& me, const TensorMap& map, const int* position, Access access) {
+  const Cluster& cluster = *me.block->cluster;
+  if (cluster.launch->checked == 0 || cluster.launch->global_races == 0) return;
+  for_rows(map, position, [&](unsigned, const unsigned char* row, unsigned first, unsigned count) {
+    if (count == 0) return;
+    cluster.run->global.check(thread_actor(me), row + first * map.itemsize, count * map.itemsize, access);
+  });
+}
+
 // Moves `bytes` between a row of the box and linear memory, chunk by chunk.
 template <typename Move>
 void for_chunks(const TensorMap& map, std::uint32_t shared, unsigned char* base, unsigned at,
@@ -172,6 +184,19 @@ void add_elements(const TensorMap& map, unsigned char* to, const unsigned char* 
 
 }  // namespace
 
+std::vector<MappedArray> arrays_of_maps(const Launch& launch) {
+  std::vector<MappedArray> found;
+  for (unsigned i = 0; i < launch.entry->num_parameters; ++i) {
+    const auto* const bytes = static_cast<const unsigned char*>(launch.arguments[i]);
+    for (std::size_t at = 0; at + sizeof(TensorMap) <= launch.entry->parameter_bytes[i]; at += 8) {
+      TensorMap map;
+      std::memcpy(&map, bytes + at, sizeof map);
+      if (map.magic == kMagic) found.push_back({map.low, map.high, i, map.itemsize, map.writeable != 0});
+    }
+  }
+  return found;
+}
+
 void tensor_load(std::uint32_t shared, const void* map_pointer, const int* position, unsigned axes,
                  std::uint32_t barrier, unsigned blocks) {
   CUKIT_ENTER(me);
@@ -185,6 +210,7 @@ void tensor_load(std::uint32_t shared, const void* map_pointer, const int* posit
     int at[kMostAxes];
   } copied{};
   std::copy_n(position, axes, copied.at);
+  look_for_races(me, map, position, Access::Read);
   for_targets(me, blocks, [&](Block& target) {
     unsigned char* const to = place_in(me, target, shared, bytes);
     land_later(me, target, barrier, to, bytes, std::max<unsigned>(1, map.swizzle_chunks), [=] {
@@ -221,6 +247,7 @@ void tensor_store(const void* map_pointer, std::uint32_t shared, const int* posi
     int at[kMostAxes];
   } copied{};
   std::copy_n(position, axes, copied.at);
+  look_for_races(me, map, position, add ? Access::Atomic : Access::Write);
   read_later(me, place, bytes, [=, from = place.pointer] {
     std::unique_lock<std::mutex> lock(reduction_mutex, std::defer_lock);
     if (add) lock.lock();

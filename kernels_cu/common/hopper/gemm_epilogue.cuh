@@ -75,11 +75,11 @@ struct StagedEpilogue {
   CUKIT_DEVICE void finish() const { Store::finish(); }
 };
 
-// The same in steps of StepColumns, for consume_overlapped(). Transform: of as many columns; it works
+// The same in steps of kStepColumns, for consume_overlapped(). Transform: of as many columns; it works
 // on copies.
-template <typename Shape, typename T, int StepColumns, typename Transform>
+template <typename Shape, typename T, typename Transform>
 struct OverlappedEpilogue {
-  static constexpr int kStepColumns = StepColumns;
+  static constexpr int kStepColumns = 32;
   static constexpr int kSteps = Shape::kTileN / kStepColumns;
   static constexpr int kPieceColumns = Shape::kTileN % 64 == 0 ? 64 : 32;
   using Store = StagedStore<T, Shape::kTileN, kPieceColumns, 2>;

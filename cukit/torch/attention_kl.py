@@ -1,0 +1,139 @@
+"""Divergences of attention between a teacher and a student, on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cukit.errors import ArrayShapeError
+from cukit.torch._checks import refuse_gradient
+from cukit.torch.functional import Window, flash_attention
+from cukit.torch.losses import TEACHER, as_scalar
+
+_ops: Any = torch.ops.cukit
+
+
+def attention_kl(
+    q_t: Tensor,
+    k_t: Tensor,
+    q_s: Tensor,
+    k_s: Tensor,
+    *,
+    window_size: Window | None = None,
+    head_map: Sequence[int] | None = None,
+    normalizer: float | Tensor | None = None,
+    deterministic: bool | None = None,
+    **options: Any,
+) -> Tensor:
+    """:func:`cukit.attention_kl` with gradients for `q_s` and `k_s`.
+
+    Args:
+        q_t, k_t: the teacher's queries and keys, [batch, seq, heads, head_dim].
+        q_s, k_s: the student's, likewise.
+        deterministic: of the backward; None follows `torch.use_deterministic_algorithms`.
+        The others: as there.
+
+    Returns:
+        The loss, float32 0-d; with reduction="none" [batch, num_heads_s, seq_len_q].
+
+    Raises:
+        ArrayError, ConfigError: as there; a teacher's tensor that requires grad.
+    """
+    refuse_gradient("attention_kl", TEACHER.format(name="q_t"), q_t=q_t)
+    refuse_gradient("attention_kl", TEACHER.format(name="k_t"), k_t=k_t)
+    left, right = (None, None) if window_size is None else window_size
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if normalizer is not None and not isinstance(normalizer, Tensor):
+        normalizer = as_scalar(normalizer, q_s)
+    heads = None if head_map is None else list(head_map)
+    loss: Tensor = _ops.attention_kl(
+        q_t, k_t, q_s, k_s,
+        window_left=left, window_right=right, head_map=heads, normalizer=normalizer,
+        deterministic=deterministic, **options,
+    )[0]  # fmt: skip
+    return loss
+
+
+def distillation_attention(
+    q_t: Tensor,
+    k_t: Tensor,
+    v_t: Tensor | None,
+    q_s: Tensor,
+    k_s: Tensor,
+    v_s: Tensor,
+    *,
+    temperature: float = 1.0,
+    scale_t: float | None = None,
+    scale_s: float | None = None,
+    causal: bool = False,
+    window_size: Window | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """:func:`cukit.distill.distillation_attention` with gradients for the student's tensors.
+
+    Args:
+        q_t, k_t, v_t: the teacher's, [batch, seq, heads, head_dim]; v_t for its output, or None.
+        q_s, k_s, v_s: the student's.
+        The others: as there, and those of :func:`attention_kl`.
+
+    Returns:
+        `(out, loss, out_t)`: the student's attention, the divergence, and the teacher's attention
+        or None. At temperature 1 the log-sum-exps of the student's attention serve the divergence.
+
+    Raises:
+        ArrayError, ConfigError: as there; a teacher's tensor that requires grad.
+    """
+    masks: dict[str, Any] = {
+        "causal": causal, "window_size": window_size, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv, "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_kv": max_seqlen_kv,
+    }  # fmt: skip
+    refuse_gradient("distillation_attention", TEACHER.format(name="v_t"), v_t=v_t)
+    out, lse = flash_attention(q_s, k_s, v_s, scale=scale_s, return_lse=True, **masks)
+    out_t = None
+    if v_t is not None:
+        with torch.no_grad():
+            out_t = flash_attention(q_t, k_t, v_t, scale=scale_t, **masks)
+    loss = attention_kl(
+        q_t, k_t, q_s, k_s,
+        temperature=temperature, scale_t=scale_t, scale_s=scale_s,
+        lse_s=lse if temperature == 1 else None, **masks, **options,
+    )  # fmt: skip
+    return out, loss, out_t
+
+
+def relation_kl(
+    x_t: Tensor, x_s: Tensor, *, relation_heads: int | None = None, **options: Any
+) -> Tensor:
+    """:func:`cukit.distill.relation_kl` with gradients for `x_s`: MiniLM's relations of queries,
+    keys or values with themselves.
+
+    Args:
+        x_t, x_s: [batch, seq, heads, head_dim] of teacher and student.
+        relation_heads: into how many heads both are cut, whatever their own number.
+        The others: as in :func:`attention_kl`.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ArrayError, ConfigError: as there.
+    """
+    if relation_heads is not None:
+        for name, x in (("x_t", x_t), ("x_s", x_s)):
+            columns = x.shape[-2] * x.shape[-1]
+            if columns % relation_heads:
+                raise ArrayShapeError(
+                    f"relation_kl: relation_heads must divide the {columns} columns of {name}, got "
+                    f"{relation_heads}"
+                )
+        x_t, x_s = (x.reshape(*x.shape[:-2], relation_heads, -1) for x in (x_t, x_s))
+    return attention_kl(x_t, x_t, x_s, x_s, **options)
