@@ -105,6 +105,7 @@ def test_the_plan(num_tokens, num_experts):
     assert config.bins >= num_experts
     assert config.num_chunks * config.chunk >= num_tokens
     assert 1 <= config.num_chunks <= 132
+    assert config.bins * (config.threads // 32 + 1) * 4 <= 48 * 1024
 
 
 def test_the_choices_of_a_chunk_can_be_counted():
@@ -121,4 +122,3 @@ def test_more_choices_than_a_count_holds_are_refused(device):
     (ids,) = to_device(device, np.zeros((1, 2**16), np.int32))
     with pytest.raises(ArrayShapeError, match="at most 65535 columns"):
         expert_order(ids, 2)
-    assert config.bins * (config.threads // 32 + 1) * 4 <= 48 * 1024
