@@ -1,0 +1,128 @@
+"""How often attention over long caches of 8 or 4 bits finds the one key that a query asks for:
+
+    python -m profiling.needle [KEYS]
+
+Every query's needle is a key of its direction, one among KEYS (131072) random ones, with a weight
+of 0.7 / sqrt(KEYS), 1/517: so small that 16 bits miss a few. The output is compared with the values
+of a thousand tokens; the needle is found where its own fits best. Prints a table.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cukit.attention import flash_attention, pack_kv, paged_attention
+from cukit.core.arrays import bfloat16
+from cukit.core.narrow_dtype import float8_e4m3, int4, int8
+from cukit.core.quantized_array import QuantizedArray
+from cukit.quantization import quantize
+from profiling.data import array_module
+
+KEYS = 131072
+HEAD_DIM, HEADS, GROUP = 128, 2, 64
+WEIGHT = 0.7
+"""Of a needle, times the square root of the number of keys. All others together add 1.6 divided by
+that root to an output, in the units of one value."""
+_CANDIDATES = 1000
+
+
+class Haystack:
+    """Queries, keys and values of one request, and which key each query and head asks for."""
+
+    def __init__(self, keys: int, queries: int, seed: int = 0) -> None:
+        self.xp = array_module()
+        rng = np.random.default_rng(seed)
+        shape = HEADS, HEAD_DIM
+        self.q, self.k, self.v = (
+            rng.standard_normal((rows, *shape), np.float32) for rows in (queries, keys, keys)
+        )
+        self.needles = np.stack([rng.permutation(keys)[:queries] for _ in range(HEADS)], axis=1)
+        # Its weight times the sum over random keys, whose scores are standard normal.
+        score = math.log(WEIGHT * math.sqrt(keys) * math.exp(0.5))
+        for head in range(HEADS):
+            q = self.q[:, head]
+            lengths = (q * q).sum(axis=1, keepdims=True)
+            self.k[self.needles[:, head], head] = q * (score * math.sqrt(HEAD_DIM) / lengths)
+        self.others = rng.permutation(keys)[:_CANDIDATES]
+
+    def found(self, out: Any) -> float:
+        """The part of all queries whose output, [queries, heads, head_dim], is nearest to their
+        needle's value."""
+        host = np.asarray(out if self.xp is np else out.get(), np.float32)
+        hits = 0
+        for head in range(HEADS):
+            rows, values = host[:, head], self.v[:, head]
+            own = (rows * values[self.needles[:, head]]).sum(axis=1)
+            best = (rows @ values[self.others].T).max(axis=1)
+            hits += int((own >= best).sum())
+        return hits / self.needles.size
+
+    def arrays(self) -> tuple[Any, Any, Any]:
+        """q, k and v in bfloat16, [1, rows, heads, head_dim]."""
+        q, k, v = (self.xp.asarray(x[None].astype(bfloat16)) for x in (self.q, self.k, self.v))
+        return q, k, v
+
+
+def outputs(haystack: Haystack) -> dict[str, Callable[[], Any]]:
+    """[queries, heads, head_dim] of each way to store keys and values."""
+    xp = haystack.xp
+    q, k, v = haystack.arrays()
+    keys = k.shape[1]
+    table = xp.arange(keys // GROUP, dtype=np.int32)[None]
+    lengths = xp.full(1, keys, np.int32)
+
+    def blocks(x: Any) -> Any:
+        return x.reshape(-1, GROUP, HEADS, HEAD_DIM)
+
+    def paged(k_cache: Any, v_cache: Any) -> Any:
+        return paged_attention(q, k_cache, v_cache, table, lengths, causal=False)[0]
+
+    def coded(dtype: Any) -> Any:
+        return paged(*(quantize(blocks(x), dtype) for x in (k, v)))
+
+    def packed() -> Any:
+        shape = blocks(k).shape
+        caches = []
+        for axis, size, extents in (
+            (1, GROUP, (len(table[0]), 1, HEADS, HEAD_DIM)),
+            (3, HEAD_DIM, (len(table[0]), HEADS, GROUP, 1)),
+        ):
+            factors = [xp.zeros(extents, np.float16) for _ in range(2)]
+            if axis == 3:
+                factors = [x.swapaxes(1, 2) for x in factors]
+            storage = xp.zeros((*shape[:-1], HEAD_DIM // 2), np.uint8)
+            caches.append(QuantizedArray(storage, int4, shape, *factors, axis, size))
+        groups = xp.arange(len(table[0]))
+        pack_kv(blocks(k), blocks(v), *caches, groups, groups)
+        return paged(*caches)
+
+    def float8_probabilities() -> Any:
+        codes = [QuantizedArray.encode(x.astype(np.float32), float8_e4m3) for x in (q, k, v)]
+        return flash_attention(*codes)[0]
+
+    return {
+        "16 bits": lambda: paged(blocks(k), blocks(v)),
+        "int8": lambda: coded(int8),
+        "float8": lambda: coded(float8_e4m3),
+        "int4": packed,
+        "float8 q, k, v and probabilities": float8_probabilities,
+    }
+
+
+def main(keys: int = KEYS, queries: int = 512) -> dict[str, float]:
+    """Prints and returns the part found for each."""
+    haystack = Haystack(keys, queries)
+    found = {name: haystack.found(compute()) for name, compute in outputs(haystack).items()}
+    print(f"| {keys} keys, {queries * HEADS} needles | found |\n| --- | --: |")
+    for name, part in found.items():
+        print(f"| {name} | {part:.1%} |")
+    return found
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:2]))

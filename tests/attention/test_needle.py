@@ -1,0 +1,24 @@
+"""One key among many, for caches of fewer bits: found as often as with 16."""
+
+from __future__ import annotations
+
+import pytest
+
+from profiling.needle import main
+
+
+def check(keys: int, queries: int, least: float, tolerance: float) -> None:
+    found = main(keys, queries)
+    assert found["16 bits"] >= least
+    for name, part in found.items():
+        assert part >= found["16 bits"] - tolerance, name
+
+
+def test_needles_among_few_keys() -> None:
+    check(2048, 32, 0.4, 0.15)
+
+
+@pytest.mark.gpu
+def test_needles_among_128k_keys() -> None:
+    """Others' float8 probabilities lose most of them, where sums have 14 bits."""
+    check(131072, 512, 0.75, 0.03)
