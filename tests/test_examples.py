@@ -49,6 +49,7 @@ def test_distilling_in_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     pytest.importorskip("transformers", reason="transformers is not installed")
     if torch.cuda.is_available():
         pytest.skip("a test of the CPU; tests/torch covers the GPU")
+    torch.set_num_threads(1)  # tests run side by side
     example = runpy.run_path(str(EXAMPLES / "distill_torch.py"))
     text = write_text(tmp_path)
     options = ["--text", text, "--steps", "4", "--batch", "2", "--seq", "16", "--size", "64"]

@@ -89,7 +89,8 @@ WRITTEN_ON_REQUEST = {"out", "grad_weight"}
 
 SCALARS = (
     None, True, 0, -1, 7, 1 << 40, 10**400, 1.5, float("nan"), float("inf"), -0.0, "no", b"no",
-    [], [1], {}, object(), np.float32(0.5), np.int64(3), np.ones(2), np.array(1.0), 1j, np.datetime64("now"),
+    [], [1], {}, object(), np.float32(0.5), np.int64(3), np.ones(2), np.array(1.0), 1j,
+    np.datetime64("now"),
 )  # fmt: skip
 
 

@@ -47,7 +47,8 @@ def expert_order(experts: Array, num_experts: int, *, capacity: int | None = Non
     `rows = expert * capacity + rank`, and choices whose rank reaches it are dropped.
 
     Args:
-        experts: int32 [num_tokens, top_k], C-contiguous. Ids outside [0, num_experts) get no row.
+        experts: int32 [num_tokens, top_k], C-contiguous; top_k up to 65535 on the GPU. Ids outside
+            [0, num_experts) get no row.
         num_experts: 1 to 1024 on the GPU.
         capacity: rows of each expert, or None for as many as it was chosen.
 

@@ -100,7 +100,7 @@ def sample(
 
     >>> import numpy as np, cukit as ck
     >>> logits = np.log([[0.1, 0.6, 0.3], [0.5, 0.25, 0.25]]).astype("float32")
-    >>> ck.sample(logits, top_p=0.55).tokens
+    >>> ck.sample(logits, top_p=0.4).tokens
     array([1, 0], dtype=int32)
     >>> drawn = ck.sample(logits, top_k=2, seed=7, logprobs=2)
     >>> drawn.top_tokens, np.exp(drawn.top_logprobs).round(2)

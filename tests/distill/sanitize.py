@@ -55,6 +55,27 @@ def divergences() -> None:
         distill.topk_distillation_loss(*arrays, tail=tail, return_grad=True)
 
 
+def options() -> None:
+    """Weights, transforms and padding, and teachers known by samples."""
+    rng = _rng()
+    for shape in ROWS[1:]:
+        rows, width = shape
+        student, teacher = (random(rng, (rows, width + extra), "bfloat16") for extra in (3, 8))
+        weights = np.ones(rows, np.float32)
+        arrays = (student, teacher, targets_for(rng, shape), weights)
+        student, teacher, targets, weights = to_device("gpu", *arrays)
+        common = {"vocab_size": width, "token_weights": weights, "softcap": 5.0}
+        common |= {"return_grad": True, "targets": targets}
+        distill.cross_entropy(student, **common)
+        for divergence in ("forward_kl", "jsd"):
+            distill.distillation_loss(
+                student, teacher, divergence=divergence, teacher_softcap=7.0, hard_weight=0.5,
+                **common,
+            )  # fmt: skip
+        ids = rng.integers(0, width, (rows, 20)).astype(np.int32)
+        distill.sampled_distillation_loss(student, *to_device("gpu", ids), **common)
+
+
 def linear_losses() -> None:
     """Whole vectors of 16 bytes: of other rows cuBLAS reads the padding, and uses none of it."""
     rng = _rng()
@@ -85,6 +106,7 @@ GROUPS = {
     "cross_entropy": Group(cross_entropy, shares=True, quick=True),
     "kl_divergence": Group(kl_divergence, shares=True),
     "divergences": Group(divergences, shares=True),
+    "options": Group(options, shares=True),
     "linear losses": Group(linear_losses),
     "optimizer": Group(optimizer, shares=True, quick=True),
 }

@@ -106,3 +106,19 @@ def test_the_plan(num_tokens, num_experts):
     assert config.num_chunks * config.chunk >= num_tokens
     assert 1 <= config.num_chunks <= 132
     assert config.bins * (config.threads // 32 + 1) * 4 <= 48 * 1024
+
+
+def test_the_choices_of_a_chunk_can_be_counted():
+    """A count has 16 bits."""
+    for num_tokens, top_k in ((100, 60_000), (2**20, 32), (2**24, 1)):
+        config = plan_expert_order(num_tokens, 128, 132, top_k)
+        assert config.chunk * top_k < 2**16
+        assert config.num_chunks * config.chunk >= num_tokens
+
+
+def test_more_choices_than_a_count_holds_are_refused(device):
+    if device == "cpu":
+        pytest.skip("a limit of the kernels")
+    (ids,) = to_device(device, np.zeros((1, 2**16), np.int32))
+    with pytest.raises(ArrayShapeError, match="at most 65535 columns"):
+        expert_order(ids, 2)

@@ -1,6 +1,6 @@
 // The reader of st.async waits for a cluster barrier where only the mbarrier tells of the bytes.
 //
-// launch: grid=2, block=32
+// launch: grid=2, block=32, shared=16
 // arg: np.zeros(2, np.float32)
 // result: np.array([1, 0])
 // report: asynchronous copy not waited for|uninitialised|race
@@ -8,7 +8,7 @@
 #include "common/ptx/mbarrier.cuh"
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) asynchronous_remote_store_not_waited_for(float* out) {
-  __shared__ float4 from_other;
+  CUKIT_DYNAMIC_SHARED(float4, from_other);  // one
   __shared__ cukit::Mbarrier full;
   const int rank = cukit::cluster_rank();
   if (threadIdx.x == 0) {
@@ -20,7 +20,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) asynchronous_remote_store_n
   cukit::cluster_wait();
   if (threadIdx.x == 0) {
     const float value = static_cast<float>(rank);
-    cukit::store_async_remote(&from_other, 1 - rank, make_float4(value, value, value, value), &full);
+    cukit::store_async_remote(from_other, 1 - rank, make_float4(value, value, value, value), &full);
   }
 #if BROKEN
   cukit::cluster_arrive();
@@ -28,7 +28,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) asynchronous_remote_store_n
 #else
   cukit::mbarrier_wait(&full, 0);
 #endif
-  if (threadIdx.x == 5) out[rank] = from_other.y;
+  if (threadIdx.x == 5) out[rank] = from_other->y;
   cukit::cluster_arrive();
   cukit::cluster_wait();
 }
