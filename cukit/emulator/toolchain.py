@@ -101,9 +101,9 @@ _LANGUAGE = (
 
 
 _SANITIZERS = ("thread", "bounds", "alignment")
-"""Null pointers, divisions by zero and the alignment of plain accesses the runtime sees itself. What
-`alignment` adds: without it GCC lets a call write the structure that it returns straight into its
-place, and tells the runtime nothing of that store."""
+"""Null pointers, divisions by zero and the alignment of plain accesses the runtime sees itself.
+`alignment`: without it GCC lets a call write the structure that it returns straight into its place,
+and tells the runtime nothing of that store."""
 
 _MORE_SANITIZERS = (
     "null",
@@ -112,8 +112,8 @@ _MORE_SANITIZERS = (
     "unreachable",
     "object-size",
 )
-"""For what it does not see: ways out of a function without a value, pointers that leave the variable
-they were made of. They cost half of the time of compiling."""
+"""For what it does not see: ways out of a function without a value, pointers that leave the
+variable they were made of. They cost half of the time of compiling."""
 
 
 def runtime_flags() -> tuple[str, ...]:

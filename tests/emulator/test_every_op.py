@@ -25,6 +25,11 @@ AGREEMENT = 4
 SHORT_SUMS = {"matmul_fp8": 2.0**-10}
 
 
+# Results in float32 whose terms were rounded to the element type of the inputs: what decays to the
+# end of a chunk is an operand of tensor cores.
+ROUNDED_TERMS = {"gated_scan": "bfloat16"}
+
+
 def here(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.copy()
 
@@ -44,7 +49,8 @@ def test_the_emulator_agrees_with_the_reference_whatever_the_order(op: Op, arch:
         with cukit.backend("emulator", arch=arch, **options):
             got = run(op, here)
         for i, (result, plain, exact) in enumerate(zip(got, low, wide, strict=True)):
-            assert_close(f"{op.name} result {i}", result, plain, exact)
+            atol = ATOL[ROUNDED_TERMS[op.name]] if op.name in ROUNDED_TERMS else None
+            assert_close(f"{op.name} result {i}", result, plain, exact, atol)
         for result, before in zip(got, first or got, strict=True):
             assert result.tobytes() == before.tobytes(), f"{op.name}: {options} changes bits"
         first = got
