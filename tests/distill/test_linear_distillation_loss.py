@@ -236,7 +236,11 @@ GOOD = {
         ({"weight": np.ones((5, 3), np.float32)}, ArrayShapeError, r"weight must have shape"),
         ({"weight": np.ones((5, 4))}, ArrayDtypeError, "weight must have the dtype of hidden"),
         ({"teacher_hidden": np.ones((2, 6), np.float32)}, ArrayShapeError, "teacher_hidden must"),
-        ({"teacher_weight": np.ones((6, 6), np.float32)}, ArrayShapeError, "teacher_weight must"),
+        (
+            {"teacher_weight": np.ones((6, 6), np.float32)},
+            ArrayShapeError,
+            "one vocabulary is needed",
+        ),
         ({"targets": np.array([0, 1])}, ArrayShapeError, "targets must have shape"),
         ({"targets": np.array([0, 1, 5]), "hard_weight": 1.0}, ArrayError, "targets must lie in"),
         ({"hard_weight": 1.0}, ConfigError, "hard_weight=1.0 needs targets"),

@@ -179,11 +179,18 @@ def test_teacher_top_k(device, rng, dtype, temperature):
     [
         ({"tail": "drop"}, ConfigError, "tail must be one of"),
         ({"temperature": 0}, ConfigError, "temperature must be"),
-        ({"teacher_ids": np.zeros((2, 2), np.int32)}, ArrayShapeError, "teacher_ids must have"),
         (
-            {"teacher_log_probs": np.zeros((2, 9), np.float32)},
+            {"teacher_ids": np.zeros((2, 2), np.int32)},
             ArrayShapeError,
-            "teacher_log_probs must have 1 to 4 tokens",
+            "teacher_log_probs must have shape",
+        ),
+        (
+            {
+                "teacher_ids": np.zeros((2, 9), np.int32),
+                "teacher_log_probs": np.zeros((2, 9), np.float32),
+            },
+            ArrayShapeError,
+            "teacher_ids must have 1 to 4 tokens",
         ),
     ],
 )
