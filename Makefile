@@ -1,8 +1,9 @@
 # From a fresh clone, with Python >= 3.10 and pip alone:
 #
 #   make demo     distil a teacher into a student on real text, on the GPU if there is one
-#   make test     the quick tests, six to eight minutes on two cores: every test, of its cases a few in
-#                 which every value of every parameter occurs (GPU tests run where a GPU is)
+#   make test     the quick tests, six minutes on two cores, fifteen the first time, when kernels
+#                 are compiled: every test, of its cases a few in which every value of every
+#                 parameter occurs (GPU tests run where a GPU is)
 #   make test-all every case: the quick tests, then what they leave out
 #   make test TORCH='torch transformers'   with the tests of cukit.torch, which are skipped otherwise
 #   make lint     ruff and strict mypy
