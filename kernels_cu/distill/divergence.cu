@@ -99,9 +99,12 @@ struct Statistics {
   }
 };
 
+// Of an SM; 0: the compiler's choice, which makes variants with a transform spill a few registers.
+constexpr int kLeastBlocks = TRANSFORM ? 768 / THREADS : 0;
+
 }  // namespace
 
-extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) divergence(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeastBlocks) divergence(
     const T* student,                         // [rows, columns], row_stride elements a row
     const T* __restrict__ teacher,            // likewise, teacher_stride elements a row
     const cukit::id_t* __restrict__ targets,  // [rows]; null: no row is ignored (not with HARD)

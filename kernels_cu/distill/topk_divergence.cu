@@ -53,9 +53,12 @@ CUKIT_DEVICE float term(float p, float q, float d) {
   return fabsf(d) < kNear ? p * (d * d * series) : fmaf(p, d, q - p);
 }
 
+// Of an SM; 0: the compiler's choice, which makes those of sampled teachers spill a few registers.
+constexpr int kLeastBlocks = TAIL == 2 || TRANSFORM ? 768 / THREADS : 0;
+
 }  // namespace
 
-extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS) topk_divergence(
+extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeastBlocks) topk_divergence(
     const T* student,                              // [rows, columns], row_stride elements a row
     const float* __restrict__ teacher_log_probs,  // [rows, num_known]; null: zeros (TAIL 2)
     const float* __restrict__ sample_weights,     // [rows, num_known] or null; TAIL 2 only
