@@ -126,6 +126,8 @@ class RowOptions(NamedTuple):
         return rows
 
     def _check_scalars(self, op: str) -> None:
+        if isinstance(self.grad_loss, numbers.Real):
+            check_real(op, "grad_loss", self.grad_loss)
         check_choice(op, "reduction", self.reduction, REDUCTIONS)
         check_integer(op, "ignore_index", self.ignore_index, least=-(1 << 31), most=(1 << 31) - 1)
         if self.vocab_size is not None:
@@ -168,9 +170,7 @@ class RowOptions(NamedTuple):
                 raise ArrayError(
                     f"{op}: token_weights must be 0 or more, got {weights[bad].flat[0]}"
                 )
-        if isinstance(self.grad_loss, numbers.Real):
-            check_real(op, "grad_loss", self.grad_loss)
-        elif self.grad_loss is not None:
+        if self.grad_loss is not None and not isinstance(self.grad_loss, numbers.Real):
             shape = (math.prod(row_shape),) if self.reduction == "none" else ()
             dtypes = _scalar_dtypes(self.grad_loss)
             check_array(op, "grad_loss", self.grad_loss, dtypes=dtypes, shape=shape)

@@ -292,7 +292,7 @@ def _check(
         check_integer(op, "rotary_dim", rotary_dim, least=2)
     if rotary_dim is not None and rotary_dim != 2 * half:
         raise ArrayShapeError(
-            f"{op}: cos must have shape (any, rotary_dim / 2) = (any, {rotary_dim / 2:g}), "
+            f"{op}: cos must have shape (any, rotary_dim / 2) = (any, {rotary_dim // 2}), "
             f"got {cos.shape}"
         )
     if position_ids is None:
