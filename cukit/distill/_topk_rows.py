@@ -1,23 +1,37 @@
-"""The kernel over rows of logits with some tokens of a teacher: configuration, plan, launch."""
+"""Rows of logits with some tokens of a teacher: checks, configuration, plan, launch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.core.arrays import Array, check_array, float32, float64, int32
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    KERNEL_DTYPES,
+    Array,
+    adopt,
+    check_array,
+    empty,
+    float32,
+    float64,
+    int32,
+    runs_kernel,
+    write_out,
+)
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.distill._loss_options import RowOptions, pack_rows
+from cukit.core.scalars import check_flag
+from cukit.distill._loss_options import LossOptions, RowOptions, common_vocabulary, pack_rows
 from cukit.distill._row_loss import (
     REPRESENTATIVE_ROWS,
     VocabularySplit,
+    evaluate_rows,
     row_access_width,
     split_vocabulary,
 )
@@ -28,6 +42,57 @@ SAMPLED = "sampled"
 _BY_NUMBER = (*TAILS, SAMPLED)
 MOST_KNOWN = 1024
 """Tokens of a row."""
+
+
+class KnownTokens(NamedTuple):
+    """Tokens of a teacher for each row, and what is known of them: arrays [..., k].
+
+    The likeliest have log_probs and no weights; samples have either, both or none.
+    """
+
+    ids: Array
+    weights: Array | None
+    log_probs: Array | None
+
+    def named(self, tail: str) -> dict[str, Array | None]:
+        """By the names that arguments have."""
+        if tail == SAMPLED:
+            return {
+                "sample_ids": self.ids,
+                "sample_weights": self.weights,
+                "teacher_log_probs": self.log_probs,
+            }
+        return {"teacher_ids": self.ids, "teacher_log_probs": self.log_probs}
+
+    def check(
+        self, op: str, row_shape: tuple[int, ...], vocab_size: int, tail: str, *, wide: bool
+    ) -> None:
+        """Raises ArrayError unless the arrays fit. wide: whether values may be float64.
+
+        Samples may repeat, so that there may be more than there are classes, and a sample of weight
+        0 may be any number.
+        """
+        sampled = tail == SAMPLED
+        named, tokens = self.named(tail), self.ids
+        name, *values = named
+        check_array(op, name, tokens, dtypes=(int32,), shape=(*row_shape, None))
+        most = MOST_KNOWN if sampled else min(MOST_KNOWN, vocab_size)
+        if not 1 <= tokens.shape[-1] <= most:
+            raise ArrayShapeError(
+                f"{op}: {name} must have 1 to {most} tokens a row, got {tokens.shape[-1]}"
+            )
+        dtypes = (float32, float64) if wide else (float32,)
+        for each in values:
+            if named[each] is not None or not sampled:
+                check_array(op, each, named[each], dtypes=dtypes, shape=tokens.shape)
+        if isinstance(tokens, np.ndarray):
+            wrong = (tokens < 0) | (tokens >= vocab_size)
+            if self.weights is not None:
+                wrong &= self.weights != 0
+            if wrong.any():
+                raise ArrayError(
+                    f"{op}: {name} must lie in 0..{vocab_size - 1}, got {tokens[wrong][0]}"
+                )
 
 
 @dataclass(frozen=True)
@@ -145,38 +210,85 @@ def plan_launch(
     return Launch(load_kernel(config.spec()), grid, scalars)
 
 
-def check_known_tokens(
+def evaluate_known(
     op: str,
-    row_shape: tuple[int, ...],
-    vocab_size: int,
-    wide: bool,
-    ids: tuple[str, Array],
-    *values: tuple[str, Array | None],
-    weights: Array | None = None,
-    repeated: bool = False,
-) -> None:
-    """Raises ArrayError unless ids [..., k] and values of their shape, each with its name, fit.
+    reference: Callable[..., Any],
+    student_logits: Array,
+    known: KnownTokens,
+    tail: str,
+    options: LossOptions,
+    rows: RowOptions,
+    return_grad: bool,
+    inplace: bool,
+) -> Any:
+    """A loss on logits, or `(loss, grad)`. reference: called with the arguments of `op`."""
+    student_logits, *arrays = adopt(op, student_logits, *known)
+    known = KnownTokens(*arrays)
+    check_flag(op, "return_grad", return_grad)
+    check_flag(op, "inplace", inplace)
+    rows = rows.adopt(op)
+    options = options.check(op, rows.targets)
+    if not runs_kernel(op, student_logits, *known, *rows.arrays):
+        _check(op, student_logits, known, tail, rows, options.hard)
+        given = {**options.of_student(), **rows._asdict(), "return_grad": return_grad}
+        result = reference(student_logits, **known.named(tail), **given)
+        if inplace and return_grad:
+            return result[0], write_out(student_logits, result[1])
+        return result
+    grad = None
+    if return_grad:
+        grad = student_logits if inplace else empty(student_logits, student_logits.shape)
+    _, grad_loss = rows.upstream()
+    launch = _prepare(
+        op, student_logits, *known, tail, rows.targets, rows.token_weights, grad, grad_loss,
+        options.hard, options.transforms, rows.ignore_index, rows.vocab_size, rows.reduction,
+    )  # fmt: skip
+    operands = (student_logits, known.log_probs, known.weights, known.ids)
+    losses = evaluate_rows(launch, operands, options, rows, grad)
+    assert losses is not None
+    return losses.loss if grad is None else (losses.loss, grad)
 
-    wide: whether values may be float64. weights: tokens whose weight is 0 may be any number.
-    repeated: tokens may occur several times in a row, so that there may be more than there are
-    classes.
-    """
-    name, tokens = ids
-    check_array(op, name, tokens, dtypes=(int32,), shape=(*row_shape, None))
-    most = MOST_KNOWN if repeated else min(MOST_KNOWN, vocab_size)
-    if not 1 <= tokens.shape[-1] <= most:
-        raise ArrayShapeError(
-            f"{op}: {name} must have 1 to {most} tokens a row, got {tokens.shape[-1]}"
-        )
-    dtypes = (float32, float64) if wide else (float32,)
-    for value_name, value in values:
-        if value is not None or not repeated:  # samples have what they need with their tokens
-            check_array(op, value_name, value, dtypes=dtypes, shape=tokens.shape)
-    if isinstance(tokens, np.ndarray):
-        wrong = (tokens < 0) | (tokens >= vocab_size)
-        if weights is not None:
-            wrong &= weights != 0
-        if wrong.any():
-            raise ArrayError(
-                f"{op}: {name} must lie in 0..{vocab_size - 1}, got {tokens[wrong][0]}"
-            )
+
+@launch_plan
+def _prepare(
+    op: str,
+    student_logits: Array,
+    ids: Array,
+    weights: Array | None,
+    log_probs: Array | None,
+    tail: str,
+    targets: Array | None,
+    token_weights: Array | None,
+    grad: Array | None,
+    grad_loss: Array | None,
+    hard: bool,
+    transform: bool,
+    ignore_index: int,
+    vocab_size: int | None,
+    reduction: str,
+) -> Launch:
+    rows = RowOptions(
+        targets, token_weights, ignore_index, vocab_size, reduction, grad_loss=grad_loss
+    )
+    known = KnownTokens(ids, weights, log_probs)
+    columns = _check(op, student_logits, known, tail, rows, hard)
+    check_array(op, "student_logits", student_logits, dtypes=KERNEL_DTYPES)
+    arrays = (student_logits, ids, grad, grad_loss, rows)
+    return plan_launch(*arrays, tail, hard, transform, columns, student_logits.shape[-1])
+
+
+def _check(
+    op: str,
+    student_logits: Array,
+    known: KnownTokens,
+    tail: str,
+    rows: RowOptions,
+    hard: bool,
+) -> int:
+    """How many columns count."""
+    check_array(op, "student_logits", student_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
+    *row_shape, width = student_logits.shape
+    columns = common_vocabulary(op, rows.vocab_size, student_logits=width)
+    known.check(op, tuple(row_shape), columns, tail, wide=student_logits.dtype == float64)
+    rows.check(op, tuple(row_shape), columns if hard else None)
+    return columns

@@ -22,7 +22,7 @@ from cukit.distill._row_loss import count_spec, total_spec
 from cukit.distill._topk_rows import (
     SAMPLED,
     TAILS,
-    check_known_tokens,
+    KnownTokens,
     prepare_rows,
     topk_specs,
 )
@@ -92,9 +92,9 @@ def linear_topk_distillation_loss(
         targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
     )
     check_choice(_TOPK, "tail", tail, TAILS)
-    known = {"teacher_ids": teacher_ids, "teacher_log_probs": teacher_log_probs}
     return _evaluate(
-        _TOPK, Head(hidden, weight, bias), known, options, rows,
+        _TOPK, Head(hidden, weight, bias), KnownTokens(teacher_ids, None, teacher_log_probs),
+        options, rows,
         HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes), tail,
     )  # fmt: skip
 
@@ -154,13 +154,9 @@ def linear_sampled_distillation_loss(
     rows = RowOptions(
         targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
     )
-    known = {
-        "sample_ids": sample_ids,
-        "sample_weights": sample_weights,
-        "teacher_log_probs": teacher_log_probs,
-    }
     return _evaluate(
-        _SAMPLED, Head(hidden, weight, bias), known, options, rows,
+        _SAMPLED, Head(hidden, weight, bias),
+        KnownTokens(sample_ids, sample_weights, teacher_log_probs), options, rows,
         HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes), SAMPLED,
     )  # fmt: skip
 
@@ -168,29 +164,27 @@ def linear_sampled_distillation_loss(
 def _evaluate(
     op: str,
     head: Head,
-    known: dict[str, Any],
+    known: KnownTokens,
     options: LossOptions,
     rows: RowOptions,
     wanted: HeadOptions,
     tail: str,
 ) -> LinearKlResult:
-    """known: the tokens, and what is known of them, by the argument's name."""
     head, wanted, rows = head.adopt(op), wanted.adopt(op), rows.adopt(op)
-    known = dict(zip(known, adopt(op, *known.values()), strict=True))
+    known = KnownTokens(*adopt(op, *known))
     options = options.check(op, rows.targets)
-    on_gpu = runs_kernel(op, *head, *known.values(), *wanted.arrays, *rows.arrays)
+    on_gpu = runs_kernel(op, *head, *known, *wanted.arrays, *rows.arrays)
     columns = _check(op, head, known, rows, wanted, options.hard, tail)
     if not on_gpu:
         function: Callable[..., LinearKlResult] = getattr(reference, op)
         extra = {} if tail == SAMPLED else {"tail": tail}
         return function(
-            *head[:2], bias=head.bias, **known, **extra, **options.of_student(),
+            *head[:2], bias=head.bias, **known.named(tail), **extra, **options.of_student(),
             **rows._asdict(), **wanted._asdict(),
         )  # fmt: skip
     check_array(op, "hidden", head.hidden, dtypes=KERNEL_DTYPES)
-    name = "sample_ids" if tail == SAMPLED else "teacher_ids"
-    k = known[name].shape[-1]
-    values = [known.get("teacher_log_probs"), known.get("sample_weights"), known[name]]
+    k = known.ids.shape[-1]
+    values = (known.log_probs, known.weights, known.ids)
     flat = [None if value is None else value.reshape(-1, k) for value in values]
     kind = (tail, options.hard, options.transforms, rows.ignore_index)
 
@@ -209,7 +203,7 @@ def _evaluate(
 def _check(
     op: str,
     head: Head,
-    known: dict[str, Array | None],
+    known: KnownTokens,
     rows: RowOptions,
     wanted: HeadOptions,
     hard: bool,
@@ -219,12 +213,7 @@ def _check(
     head.check(op, "", None)
     row_shape = head.hidden.shape[:-1]
     columns = common_vocabulary(op, rows.vocab_size, weight=head.weight.shape[0])
-    ids, *values = known.items()
-    sampled = tail == SAMPLED
-    check_known_tokens(
-        op, row_shape, columns, head.hidden.dtype == float64, ids, *values,
-        weights=known.get("sample_weights"), repeated=sampled,
-    )  # fmt: skip
+    known.check(op, row_shape, columns, tail, wide=head.hidden.dtype == float64)
     rows.check(op, row_shape, columns if hard else None)
     wanted.check(op, head)
     return columns

@@ -5,22 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from cukit.core.arrays import (
-    FLOAT_DTYPES,
-    KERNEL_DTYPES,
     Array,
-    adopt,
-    check_array,
-    empty,
-    float64,
-    runs_kernel,
-    write_out,
 )
 from cukit.core.device import Device
-from cukit.core.kernel import KernelSpec, Launch, launch_plan
-from cukit.core.scalars import check_flag
-from cukit.distill._loss_options import LossOptions, RowOptions, common_vocabulary
-from cukit.distill._row_loss import count_spec, evaluate_rows, total_spec
-from cukit.distill._topk_rows import SAMPLED, check_known_tokens, plan_launch, topk_specs
+from cukit.core.kernel import KernelSpec
+from cukit.distill._loss_options import LossOptions, RowOptions
+from cukit.distill._row_loss import count_spec, total_spec
+from cukit.distill._topk_rows import SAMPLED, KnownTokens, evaluate_known, topk_specs
 from cukit.reference import losses as reference
 from cukit.registry import register
 
@@ -92,82 +83,11 @@ def sampled_distillation_loss(
     rows = RowOptions(
         targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
     )
-    student_logits, sample_ids, sample_weights, teacher_log_probs = adopt(
-        _OP, student_logits, sample_ids, sample_weights, teacher_log_probs
-    )
-    check_flag(_OP, "return_grad", return_grad)
-    check_flag(_OP, "inplace", inplace)
-    rows = rows.adopt(_OP)
-    options = options.check(_OP, rows.targets)
-    inputs = (student_logits, sample_ids, sample_weights, teacher_log_probs)
-    if not runs_kernel(_OP, *inputs, *rows.arrays):
-        _check(*inputs, rows, options.hard)
-        given = {**options.of_student(), **rows._asdict(), "return_grad": return_grad}
-        result = reference.sampled_distillation_loss(
-            student_logits, sample_ids, sample_weights, teacher_log_probs=teacher_log_probs, **given
-        )
-        if inplace and return_grad:
-            return result[0], write_out(student_logits, result[1])
-        return result
-    grad = None
-    if return_grad:
-        grad = student_logits if inplace else empty(student_logits, student_logits.shape)
-    _, grad_loss = rows.upstream()
-    launch = _prepare(
-        *inputs, rows.targets, rows.token_weights, grad, grad_loss, options.hard,
-        options.transforms, rows.ignore_index, rows.vocab_size, rows.reduction,
+    return evaluate_known(
+        _OP, reference.sampled_distillation_loss, student_logits,
+        KnownTokens(sample_ids, sample_weights, teacher_log_probs), SAMPLED, options, rows,
+        return_grad, inplace,
     )  # fmt: skip
-    known = (student_logits, teacher_log_probs, sample_weights, sample_ids)
-    losses = evaluate_rows(launch, known, options, rows, grad)
-    assert losses is not None
-    return losses.loss if grad is None else (losses.loss, grad)
-
-
-@launch_plan
-def _prepare(
-    student_logits: Array,
-    sample_ids: Array,
-    sample_weights: Array | None,
-    teacher_log_probs: Array | None,
-    targets: Array | None,
-    token_weights: Array | None,
-    grad: Array | None,
-    grad_loss: Array | None,
-    hard: bool,
-    transform: bool,
-    ignore_index: int,
-    vocab_size: int | None,
-    reduction: str,
-) -> Launch:
-    rows = RowOptions(
-        targets, token_weights, ignore_index, vocab_size, reduction, grad_loss=grad_loss
-    )
-    known = (sample_ids, sample_weights, teacher_log_probs)
-    columns = _check(student_logits, *known, rows, hard)
-    check_array(_OP, "student_logits", student_logits, dtypes=KERNEL_DTYPES)
-    arrays = (student_logits, sample_ids, grad, grad_loss, rows)
-    return plan_launch(*arrays, SAMPLED, hard, transform, columns, student_logits.shape[-1])
-
-
-def _check(
-    student_logits: Array,
-    sample_ids: Array,
-    sample_weights: Array | None,
-    teacher_log_probs: Array | None,
-    rows: RowOptions,
-    hard: bool,
-) -> int:
-    """How many columns count."""
-    check_array(_OP, "student_logits", student_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
-    *row_shape, width = student_logits.shape
-    columns = common_vocabulary(_OP, rows.vocab_size, student_logits=width)
-    check_known_tokens(
-        _OP, tuple(row_shape), columns, student_logits.dtype == float64,
-        ("sample_ids", sample_ids), ("sample_weights", sample_weights),
-        ("teacher_log_probs", teacher_log_probs), weights=sample_weights, repeated=True,
-    )  # fmt: skip
-    rows.check(_OP, tuple(row_shape), columns if hard else None)
-    return columns
 
 
 def _specs(device: Device) -> list[KernelSpec]:

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cukit.core.arrays import (
     FLOAT_DTYPES,
-    KERNEL_DTYPES,
     Array,
     adopt,
     check_array,
-    empty,
-    float64,
     namespace,
-    runs_kernel,
-    write_out,
 )
 from cukit.core.device import Device
-from cukit.core.kernel import KernelSpec, Launch, launch_plan
-from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
-from cukit.distill._loss_options import LossOptions, RowOptions, common_vocabulary
-from cukit.distill._row_loss import count_spec, evaluate_rows, total_spec
+from cukit.core.kernel import KernelSpec
+from cukit.core.scalars import check_choice, check_integer, check_number
+from cukit.distill._loss_options import LossOptions, RowOptions
+from cukit.distill._row_loss import count_spec, total_spec
 from cukit.distill._topk_rows import (
     MOST_KNOWN,
     TAILS,
-    check_known_tokens,
-    plan_launch,
+    KnownTokens,
+    evaluate_known,
     topk_specs,
 )
 from cukit.reference import losses as reference
@@ -98,36 +94,12 @@ def topk_distillation_loss(
     rows = RowOptions(
         targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
     )
-    student_logits, teacher_log_probs, teacher_ids = adopt(
-        _OP, student_logits, teacher_log_probs, teacher_ids
-    )
     check_choice(_OP, "tail", tail, TAILS)
-    check_flag(_OP, "return_grad", return_grad)
-    check_flag(_OP, "inplace", inplace)
-    rows = rows.adopt(_OP)
-    options = options.check(_OP, rows.targets)
-    inputs = (student_logits, teacher_log_probs, teacher_ids)
-    if not runs_kernel(_OP, *inputs, *rows.arrays):
-        _check(*inputs, rows, options.hard)
-        given = {**options.of_student(), **rows._asdict(), "return_grad": return_grad}
-        result = reference.topk_distillation_loss(
-            student_logits, teacher_log_probs, teacher_ids, tail=tail, **given
-        )
-        if inplace and return_grad:
-            return result[0], write_out(student_logits, result[1])
-        return result
-    grad = None
-    if return_grad:
-        grad = student_logits if inplace else empty(student_logits, student_logits.shape)
-    _, grad_loss = rows.upstream()
-    launch = _prepare(
-        *inputs, rows.targets, rows.token_weights, grad, grad_loss, tail, options.hard,
-        options.transforms, rows.ignore_index, rows.vocab_size, rows.reduction,
+    return evaluate_known(
+        _OP, partial(reference.topk_distillation_loss, tail=tail), student_logits,
+        KnownTokens(teacher_ids, None, teacher_log_probs), tail, options, rows,
+        return_grad, inplace,
     )  # fmt: skip
-    known = (student_logits, teacher_log_probs, None, teacher_ids)
-    losses = evaluate_rows(launch, known, options, rows, grad)
-    assert losses is not None
-    return losses.loss if grad is None else (losses.loss, grad)
 
 
 def teacher_top_k(
@@ -173,50 +145,6 @@ def teacher_top_k(
         ids[part] = xp.take_along_axis(found, order, axis=-1)
     shape = (*teacher_logits.shape[:-1], k)
     return log_probs.reshape(shape), ids.reshape(shape)
-
-
-@launch_plan
-def _prepare(
-    student_logits: Array,
-    teacher_log_probs: Array,
-    teacher_ids: Array,
-    targets: Array | None,
-    token_weights: Array | None,
-    grad: Array | None,
-    grad_loss: Array | None,
-    tail: str,
-    hard: bool,
-    transform: bool,
-    ignore_index: int,
-    vocab_size: int | None,
-    reduction: str,
-) -> Launch:
-    rows = RowOptions(
-        targets, token_weights, ignore_index, vocab_size, reduction, grad_loss=grad_loss
-    )
-    columns = _check(student_logits, teacher_log_probs, teacher_ids, rows, hard)
-    check_array(_OP, "student_logits", student_logits, dtypes=KERNEL_DTYPES)
-    arrays = (student_logits, teacher_ids, grad, grad_loss, rows)
-    return plan_launch(*arrays, tail, hard, transform, columns, student_logits.shape[-1])
-
-
-def _check(
-    student_logits: Array,
-    teacher_log_probs: Array,
-    teacher_ids: Array,
-    rows: RowOptions,
-    hard: bool,
-) -> int:
-    """How many columns count."""
-    check_array(_OP, "student_logits", student_logits, dtypes=FLOAT_DTYPES, least_ndim=1)
-    *row_shape, width = student_logits.shape
-    columns = common_vocabulary(_OP, rows.vocab_size, student_logits=width)
-    check_known_tokens(
-        _OP, tuple(row_shape), columns, student_logits.dtype == float64,
-        ("teacher_ids", teacher_ids), ("teacher_log_probs", teacher_log_probs),
-    )  # fmt: skip
-    rows.check(_OP, tuple(row_shape), columns if hard else None)
-    return columns
 
 
 def _specs(device: Device) -> list[KernelSpec]:
