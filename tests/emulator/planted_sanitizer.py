@@ -40,8 +40,9 @@ ARCH = "sm_90a"
 NOT_FOR_THIS_GPU = ("arch",)
 """Classes whose mistakes are none on Hopper."""
 
-ALONE = ("barriers", "crashes", "endless")
-"""Classes whose broken twins may hang or end the process: one program a process."""
+ALONE = ("crashes", "barriers", "endless")
+"""Classes whose broken twins may hang or end the process: one program a process. Kernels that hang
+slow down whatever starts beside them: class by class, in this order."""
 
 TOGETHER = 20
 """Programs of the other classes in a process."""
@@ -74,17 +75,36 @@ def prepare(folder: Path, job: tuple[Planted, bool]) -> tuple[str, str]:
     return name, ""
 
 
-def findings(text: str, name: str) -> bool:
-    """Whether a tool's output names the kernel: it names kernels in findings alone."""
-    entry = name.split("-")[1]
-    return re.search(rf"^=========.*\b{entry}\b", text, re.MULTILINE) is not None
+NO_FINDING = re.compile(r"COMPUTE-SANITIZER|[A-Z]+ SUMMARY|Target application|Internal|This tool")
+"""Lines of a tool's own that are no findings."""
+
+
+def outcomes_in(text: str, late: bool) -> dict[str, str]:
+    """Of the programs that a process has launched what its tool made of each.
+
+    A tool prints what it finds before the next program's launch. `late`: the process was ended.
+    """
+    outcomes: dict[str, str] = {}
+    for part in re.split(r"^launch ", text, flags=re.MULTILINE)[1:]:
+        name, _, said = part.partition("\n")
+        lines = re.findall(r"^========= +(\S.*)", said, re.MULTILINE)
+        found = any(not NO_FINDING.match(line) for line in lines)
+        outcomes[name] = "reported" if found else "clean"
+    last = next(reversed(outcomes), None)
+    if last is not None and outcomes[last] == "clean" and not re.search("^done$", text, re.M):
+        outcomes[last] = "hangs" if late else "failed"
+    return outcomes
 
 
 def run(
     sanitizer: str, folder: Path, logs: Path | None, limit_s: float, job: tuple[str, list[str]]
 ) -> dict[str, str]:
-    """Of each program what the tool made of it: "clean", "reported", "failed" or "hangs"."""
+    """Of each program what the tool made of it: "clean", "reported", "failed" or "hangs".
+
+    Nothing of those that two processes had no time to launch.
+    """
     tool, names = job
+    attempts = 1
     outcomes: dict[str, str] = {}
     options = ["--tool", tool, "--report-api-errors", "no"]
     while names:
@@ -105,14 +125,13 @@ def run(
             late = True
         if logs is not None:
             (logs / f"{tool}-{names[0]}.log").write_text(text)
-        launched = re.findall(r"^launch (\S+)$", text, re.MULTILINE)
-        for name in launched:
-            outcomes[name] = "reported" if findings(text, name) else "clean"
-        if launched and outcomes[launched[-1]] == "clean" and not re.search("^done$", text, re.M):
-            outcomes[launched[-1]] = "hangs" if late else "failed"
+        launched = outcomes_in(text, late)
+        outcomes.update(launched)
         if not launched:
-            outcomes[names[0]] = "hangs" if late else "failed"
-        names = names[max(1, len(launched)) :]
+            if attempts == 0:
+                break
+            attempts -= 1
+        names = names[len(launched) :]
     return outcomes
 
 
@@ -180,7 +199,7 @@ def main() -> int:
         outcomes = found_before(version) if asked.resume else {tool: {} for tool in TOOLS}
         for chosen, together, limit in (
             (kinds - set(ALONE), TOGETHER, asked.limit),
-            (kinds & set(ALONE), 1, asked.alone),
+            *(({kind}, 1, asked.alone) for kind in ALONE),
         ):
             work = list(jobs(names, chosen, together, outcomes))
             call = partial(run, sanitizer, folder, asked.logs, limit)
