@@ -6,6 +6,7 @@
 
 #include "block.h"
 #include "engines.h"
+#include "guesses.h"
 #include "order.h"
 #include "run.h"
 
@@ -65,6 +66,18 @@ struct Judge {
     if (!suspected(report)) fault(report);
   }
 
+  // Nothing orders the access after a read or an atomic.
+  __attribute__((cold, noinline)) void after_read(const Cell& cell, int slot, std::size_t i) const {
+    const auto report = [&] {
+      return race(i, cell.mark[slot], false, cell.reader[slot], cell.read_call[slot]);
+    };
+    if (!may_guess(actor, bytes, access, cell.mark[slot])) fault(report());
+    const bool reads = access == Access::Read;
+    const std::uint32_t load = reads ? offset_of(*block.cluster, actor.call) : cell.read_call[slot];
+    if (reads) note_guess(pointer, load);
+    block.cluster->run->guesses.postpone(load, report);
+  }
+
   __attribute__((cold, noinline)) std::string race(std::size_t i, Mark mark, bool write,
                                                    unsigned agent, std::uint32_t call) const {
     return report_race(actor, bytes, access, describe_shared(block, pointer + i), mark, write,
@@ -107,7 +120,7 @@ struct Judge {
     if (!ordered(cell.writer, cell.write_epoch)) after_write(cell, i);
     for (int slot = 0; slot < 2; ++slot) {
       if (conflict(access, cell.mark[slot]) && !ordered(cell.reader[slot], cell.read_epoch[slot])) {
-        fault(race(i, cell.mark[slot], false, cell.reader[slot], cell.read_call[slot]));
+        after_read(cell, slot, i);
       }
     }
     if (actor.engine) check_proxy(cell, written, i);

@@ -72,6 +72,8 @@ struct Bits<8> { using type = std::uint64_t; };
 std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uint64_t value,
                                       std::size_t bytes);
 std::uint64_t atomic_load(const void* from, std::size_t bytes);
+// What check_access does for an atomic; what the thread has read there without one was a guess.
+void check_compare(const void* pointer, std::size_t bytes);
 
 // *to = update(*to), atomically; returns the old value.
 template <typename T, typename Update>
@@ -117,8 +119,17 @@ CUKIT_ATOMIC(atomicDec, old == 0 || old > value ? value : T(old - 1))
 template <typename T>
 inline T atomicCAS(T* to, ::cukit::emulator::Same<T> expected, ::cukit::emulator::Same<T> value) {
   using B = typename ::cukit::emulator::Bits<sizeof(T)>::type;
-  ::cukit::emulator::check_access(to, sizeof(T), ::cukit::emulator::Access::Atomic);
+  ::cukit::emulator::check_compare(to, sizeof(T));
   return ::cukit::emulator::bit_cast<T>(static_cast<B>(::cukit::emulator::atomic_compare_exchange(
       to, ::cukit::emulator::bit_cast<B>(expected), ::cukit::emulator::bit_cast<B>(value),
       sizeof(T))));
+}
+
+template <typename T>
+inline T atomicCAS_block(T* to, ::cukit::emulator::Same<T> expected, ::cukit::emulator::Same<T> value) {
+  return atomicCAS(to, expected, value);
+}
+template <typename T>
+inline T atomicCAS_system(T* to, ::cukit::emulator::Same<T> expected, ::cukit::emulator::Same<T> value) {
+  return atomicCAS(to, expected, value);
 }
