@@ -64,8 +64,8 @@ class IndexerTiling:
 
 
 TILINGS: dict[int, tuple[IndexerTiling, ...]] = {
-    128: (IndexerTiling(128, 64, 128, 64, 2), IndexerTiling(128, 64, 128, 64)),
-    256: (IndexerTiling(64, 32, 64, 32, 2), IndexerTiling(64, 32, 64, 32)),
+    128: (IndexerTiling(128, 64, 128, 64),),
+    256: (IndexerTiling(128, 32, 128, 32), IndexerTiling(64, 32, 64, 32)),
 }
 """By the wider head of teacher and student, the first that fits."""
 

@@ -28,6 +28,7 @@
 #include "attention/indexer_work.cuh"
 #include "attention/parameters.cuh"
 #include "common/platform.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/scores/fragment_options.cuh"
 #include "common/scores/score_options.cuh"
@@ -171,26 +172,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
 
   // The step before which a tile's heads begin: teacher's 0 .. heads_t - 1, then the student's.
   const int heads = params.heads_t + params.heads_s;
+  // Copies derive their addresses anew: kept throughout the loop they would take the scores' registers.
+  const auto row_stride = [](const cukit::HeadStrides& strides) {
+    return static_cast<long long>(static_cast<int>(cukit::opaque(static_cast<unsigned>(strides.row))));
+  };
   const auto copy = [&](int tile, int head, int q_stage, int k_stage) {
     const int key = tile * TILE_N;
     if (head < params.heads_t) {
       cukit::TileCopy<TILE_M, VALUE_DIM, THREADS, VALUE_PADDED>::start(
-          q_stages + q_stage * kQueryBytes, q_t + head * params.q_t.head, params.q_t.row,
+          q_stages + q_stage * kQueryBytes, q_t + head * params.q_t.head, row_stride(params.q_t),
           work.rows_left, params.teacher_dim);
       if (head % params.group == 0) {
         cukit::TileCopy<TILE_N, VALUE_DIM, THREADS, VALUE_PADDED>::start(
             k_stages + k_stage * kKeyBytes,
-            k_t + head / params.group * params.k_t.head + key * params.k_t.row, params.k_t.row,
+            k_t + head / params.group * params.k_t.head + key * params.k_t.row,
+            row_stride(params.k_t),
             seq_kv - key, params.teacher_dim);
       }
     } else {
       const int own = head - params.heads_t;
       cukit::TileCopy<TILE_M, HEAD_DIM, THREADS, PADDED>::start(
-          q_stages + q_stage * kQueryBytes, q_s + own * params.q_s.head, params.q_s.row,
+          q_stages + q_stage * kQueryBytes, q_s + own * params.q_s.head, row_stride(params.q_s),
           work.rows_left, params.head_dim);
       if (own == 0) {
         cukit::TileCopy<TILE_N, HEAD_DIM, THREADS, PADDED>::start(
-            k_stages + k_stage * kKeyBytes, k_s + key * params.k_s.row, params.k_s.row,
+            k_stages + k_stage * kKeyBytes, k_s + key * params.k_s.row, row_stride(params.k_s),
             seq_kv - key, params.head_dim);
       }
     }
