@@ -37,7 +37,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
-from cukit.core.scalars import check_flag
+from cukit.core.scalars import check_flag, check_number
 from cukit.errors import ArrayError, ArrayShapeError
 from cukit.reference import indexer_kl as reference
 from cukit.registry import register
@@ -210,6 +210,7 @@ def indexer_call(
 ) -> IndexerCall:
     """Adopts and checks the arguments. statistics: lse_s and mass_t of a backward. others: arrays
     that must live where the rest does."""
+    check_number(op, "scale_s", scale_s, above=0)  # None would be attention's factor
     options = kl_options(
         op, causal, None, 1.0, False, scale_t, scale_s, reduction, normalizer, max_seqlen_q,
         max_seqlen_kv,
