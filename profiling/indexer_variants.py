@@ -2,7 +2,7 @@
 
     python -m profiling.indexer_variants
 
-An arm `M-N-KEYS-QUERIES-BLOCKS` has M queries and N keys in a tile of the sweep, KEYS and QUERIES in
+An arm `M-N-KEYS-QUERIES-BLOCKS[-wgmma]` has M queries and N keys in a tile of the sweep, KEYS and QUERIES in
 one of the keys' gradient, BLOCKS thread blocks an SM. Nothing is written; outcomes go into
 profiling/notes/attention_distillation.md.
 """
@@ -23,8 +23,8 @@ from profiling.cases.indexer_kl import Shape, backward_case, forward_case
 from profiling.run import Runner, run_cases
 
 TILINGS = (
-    IndexerTiling(128, 64, 128, 64, 2),
-    IndexerTiling(64, 128, 128, 64, 2),
+    IndexerTiling(128, 64, 128, 64),
+    IndexerTiling(128, 64, 128, 64, 2, wgmma=True),
 )
 
 SHAPES = (Shape(1, 4096, 32, 8, 128, 16, 128),)
@@ -39,7 +39,8 @@ def _with_tilings(case: Case) -> Case:
         }
         for tiling in TILINGS:
             name = "-".join(map(str, (tiling.tile_m, tiling.tile_n, tiling.key_tile, tiling.tile_q)))
-            arms[f"{name}-{tiling.blocks_per_sm}"] = partial(_arm, ours, tiling)
+            name += f"-{tiling.blocks_per_sm}{'-wgmma' if tiling.wgmma else ''}"
+            arms[name] = partial(_arm, ours, tiling)
         return Workload(arms, workload.expected, workload.tolerance)
 
     return replace(case, build=build)
@@ -57,7 +58,7 @@ def _arm(ours: Callable[[], Call], tiling: IndexerTiling) -> Call:
     def prepare(op: str, *args: Any) -> Any:
         backward = op.endswith("backward")
         if backward not in memory:
-            with mock.patch.dict(indexer_plan.TILINGS, {128: (tiling,)}):
+            with mock.patch.dict(indexer_plan.WARPGROUP_TILINGS, {128: tiling}):
                 memory[backward] = original.__wrapped__(op, *args)
         return memory[backward]
 
@@ -79,7 +80,7 @@ def main() -> int:
     cases = [
         _with_tilings(make(shape)) for shape in SHAPES for make in (forward_case, backward_case)
     ]
-    return run_cases(cases, Runner(peers={"torch"}))
+    return run_cases(cases, Runner())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from cukit.attention.flash_problem import (
     feature_defines,
     width_for,
 )
-from cukit.attention.flash_tilings import KEY_WIDTHS
+from cukit.attention.flash_tilings import KEY_WIDTHS, PART
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 from cukit.errors import UnsupportedDeviceError
@@ -26,9 +26,12 @@ _SUM_THREADS = 256
 _SUM_ELEMENTS = 8  # of a thread
 _ITEM_BYTES = 2
 _RESERVED_BYTES = 1024  # of a block's shared memory
-_SPAN_KEYS = 512
-_MOST_SPANS = 16
+_SPAN_KEYS = 256
+_MOST_SPANS = 32
 """Of the forward, whose spans leave statistics of every query behind."""
+_KEY_WAVES = 2
+"""Of blocks of the keys' gradient: a causal mask leaves some with little to do."""
+_MOST_SPLITS = 16
 _SCRATCH_BYTES = 1 << 27
 """That derivatives or selections of a chunk of queries take at most, but for one tile of them."""
 
@@ -47,9 +50,13 @@ class IndexerTiling:
     """Queries at a time."""
     blocks_per_sm: int = 1
     """Of the sweep."""
+    wgmma: bool = False
+    """Whether the sweep multiplies with wgmma."""
 
     def sweep_bytes(self, width: int) -> int:
         """Two stages of queries and of keys."""
+        if self.wgmma:
+            width = ceil_div(width, PART) * PART
         return 2 * _ITEM_BYTES * width * (self.tile_m + self.tile_n)
 
     def query_bytes(self, width: int) -> int:
@@ -68,6 +75,13 @@ TILINGS: dict[int, tuple[IndexerTiling, ...]] = {
     256: (IndexerTiling(128, 32, 128, 32), IndexerTiling(64, 32, 64, 32)),
 }
 """By the wider head of teacher and student, the first that fits."""
+
+WARPGROUP_TILINGS: dict[int, IndexerTiling] = {
+    128: IndexerTiling(128, 128, 128, 64, wgmma=True),
+    256: IndexerTiling(128, 64, 128, 32, wgmma=True),
+}
+"""The same on Hopper. More keys at a time: every head's queries are read anew for them."""
+
 
 
 @dataclass(frozen=True)
@@ -128,12 +142,20 @@ class IndexerConfig:
     @property
     def splits(self) -> int:
         """Blocks that share the keys of a tile: enough to fill the GPU, each with some heads."""
-        return max(1, min(self.problem.num_heads_q, self.num_sms // max(1, self.key_tiles)))
+        wanted = _KEY_WAVES * self.num_sms // max(1, self.key_tiles)
+        return max(1, min(self.problem.num_heads_q, _MOST_SPLITS, wanted))
 
     def sweep_spec(self) -> KernelSpec:
         """The sums of the divergence or the derivatives by the scores."""
         width = max(self.width, self.value_width)
-        return self._spec("indexer_kl_sm80", self.tiling.sweep_bytes(width))
+        defines = (
+            ("BLOCKS_PER_SM", self.tiling.blocks_per_sm),
+            ("GRADIENT", self.gradient),
+            ("SELECTED", self.selected),
+            ("WGMMA", self.tiling.wgmma),
+        )
+        shared = self.tiling.sweep_bytes(width)
+        return self._spec("indexer_kl", "indexer_kl_sweep", shared, more=defines)
 
     def rows_spec(self) -> KernelSpec:
         """The divergence from the sums."""
@@ -142,14 +164,15 @@ class IndexerConfig:
 
     def query_spec(self) -> KernelSpec:
         """The gradients of queries and head weights."""
-        return self._spec("indexer_kl_query_sm80", self.tiling.query_bytes(self.width))
+        shared, defines = self.tiling.query_bytes(self.width), (("BLOCKS_PER_SM", 1),)
+        return self._spec("indexer_kl_query_sm80", "indexer_kl_query_sm80", shared, more=defines)
 
     def key_spec(self) -> KernelSpec:
         """The gradient of the keys."""
         threads = self.tiling.key_tile // _ROWS_PER_WARP * _WARP
-        defines = (("TILE_Q", self.tiling.tile_q),)
+        defines = (("TILE_Q", self.tiling.tile_q), ("BLOCKS_PER_SM", 1))
         shared = self.tiling.key_bytes(self.width)
-        return self._spec("indexer_kl_key_sm80", shared, threads, defines)
+        return self._spec("indexer_kl_key_sm80", "indexer_kl_key_sm80", shared, threads, defines)
 
     def mark_spec(self) -> KernelSpec:
         """The bits of the selected keys."""
@@ -189,7 +212,7 @@ class IndexerConfig:
         return [*found, self.query_spec(), self.key_spec(), self.sum_spec()]
 
     def _spec(
-        self, entry: str, shared: int, threads: int | None = None, more: Defines = ()
+        self, source: str, entry: str, shared: int, threads: int | None = None, more: Defines = ()
     ) -> KernelSpec:
         tiling = self.tiling
         threads = threads or tiling.tile_m // _ROWS_PER_WARP * _WARP
@@ -200,13 +223,15 @@ class IndexerConfig:
             ("TILE_N", tiling.tile_n),
             ("KEY_TILE", tiling.key_tile),
             ("THREADS", threads),
-            ("BLOCKS_PER_SM", tiling.blocks_per_sm if entry == "indexer_kl_sm80" else 1),
-            ("GRADIENT", self.gradient),
-            ("SELECTED", self.selected),
             *feature_defines(self.problem),
             *more,
         )
-        return KernelSpec(f"attention/{entry}.cu", entry, defines, threads, shared)
+        return KernelSpec(f"attention/{source}.cu", entry, defines, threads, shared)
+
+
+def has_wgmma(device: Device) -> bool:
+    """Whether the sweep may multiply with wgmma."""
+    return device.arch == "sm_90"
 
 
 def plan_indexer_kl(
@@ -216,6 +241,9 @@ def plan_indexer_kl(
     width, value_width = (width_for(n, KEY_WIDTHS) for n in (problem.head_dim, problem.head_dim_v))
     widest = max(width, value_width)
     tilings = next(each for most, each in TILINGS.items() if widest <= most)
+    if has_wgmma(device):
+        best = next(each for most, each in WARPGROUP_TILINGS.items() if widest <= most)
+        tilings = (best, *tilings)
     for tiling in tilings:
         per_sm = tiling.blocks_per_sm * (tiling.sweep_bytes(widest) + _RESERVED_BYTES)
         most = max(f(widest) for f in (tiling.sweep_bytes, tiling.query_bytes, tiling.key_bytes))

@@ -107,22 +107,29 @@ def check(device, arrays, **options):
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("heads", HEADS)
 @emulated(lambda lengths, heads: (LENGTHS.index(lengths) + HEADS.index(heads)) % 4 == 1)
-def test_heads_and_lengths(device, rng, heads, lengths, causal, top_k):
-    batch = 2 if device == "gpu" else 1
+def test_heads_and_lengths(place, rng, heads, lengths, causal, top_k):
+    batch = 2 if place == "gpu" else 1
     options: dict[str, Any] = {"causal": causal}
     if top_k is not None:
         options["topk_indices"] = selection(rng, lengths, top_k, batch)
-    check(
-        device, inputs_of(rng, heads, (64, 64), lengths, batch=batch, causal=causal), **options
-    )
+    check(place, inputs_of(rng, heads, (64, 64), lengths, batch=batch, causal=causal), **options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dims", DIMS)
 @emulated(lambda dims, dtype: (dtype == "float16") == (dims == (96, 40)))
-def test_head_dims(device, rng, dims, dtype):
-    lengths = (150, 215) if device == "gpu" else (40, 70)
-    check(device, inputs_of(rng, (2, 1, 2), dims, lengths, dtype, causal=True), causal=True)
+def test_head_dims(place, rng, dims, dtype):
+    """Of class sm80 in the emulator."""
+    lengths = (150, 215) if place == "gpu" else (40, 70)
+    check(place, inputs_of(rng, (2, 1, 2), dims, lengths, dtype, causal=True), causal=True)
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@emulated(lambda dims: dims in ((128, 128), (96, 40), (64, 256)))
+def test_warpgroups(device, rng, dims):
+    """What a Hopper GPU would choose, in the emulator too."""
+    lengths = (150, 280) if device == "gpu" else (70, 140)
+    check(device, inputs_of(rng, (2, 1, 2), dims, lengths, causal=True), causal=True)
 
 
 @pytest.mark.parametrize("selected", [False, True])

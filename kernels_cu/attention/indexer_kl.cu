@@ -8,7 +8,7 @@
 // C = sum P I and M = sum P: KL = (A - C) / M - ln M + lse(I). GRADIENT: in place of the sums, the
 // derivative by I of every pair, softmax(I) - p, times the query's weight, for the queries of a chunk.
 //
-// indexer_kl_sm80:  the sums of a tile of queries over a span of keys, or their derivatives.
+// indexer_kl_sweep: the sums of a tile of queries over a span of keys, or their derivatives.
 // indexer_kl_rows:  adds the spans up in order: KL, lse(I) and M / heads_t of every query.
 //
 // Paper: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556 (lightning indexer); Milakov and Gimelshein,
@@ -18,13 +18,14 @@
 //   adds to the tile's P and I in registers. The operands of the next head are copied meanwhile; keys
 //   are copied once for all heads that share them.
 // Shared memory, dynamic: queries, two stages | keys, two stages: 4 W (TILE_M + TILE_N) bytes, W the
-//   larger of HEAD_DIM and VALUE_DIM.
+//   larger of HEAD_DIM and VALUE_DIM, with WGMMA a multiple of 64.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM of the student and VALUE_DIM of the teacher 64|96|128|256;
-//   PADDED, VALUE_PADDED; TILE_M = 16 * warps; TILE_N multiple of 32; THREADS; BLOCKS_PER_SM; GRADIENT,
-//   SELECTED 0|1; KEY_TILE, multiple of TILE_N: derivatives are written for whole tiles of so many keys;
+//   PADDED, VALUE_PADDED; TILE_M = 16 * warps, with WGMMA a multiple of 64; TILE_N multiple of 32;
+//   THREADS; BLOCKS_PER_SM; WGMMA, GRADIENT, SELECTED 0|1; KEY_TILE, multiple of TILE_N: derivatives are written for whole tiles of so many keys;
 //   CAUSAL, VARLEN of score_options.cuh.
-// Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
+// Minimum architecture: sm_80; with WGMMA sm_90a only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/indexer_kl.py.
+#include "attention/indexer_products.cuh"
 #include "attention/indexer_work.cuh"
 #include "attention/parameters.cuh"
 #include "common/platform.cuh"
@@ -39,30 +40,19 @@
 namespace {
 
 using T = cukit::element_t;
-using Scores = float[1][TILE_N / 8][4];
+using Scores = cukit::IndexerScores;
 
 constexpr int kScores = TILE_N / 2;      // of a lane
 constexpr int kWords = TILE_N / 32;      // of a row's selection
 constexpr int kWidth = HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM;
-constexpr int kQueryBytes = TILE_M * kWidth * 2;
-constexpr int kKeyBytes = TILE_N * kWidth * 2;
+constexpr int kQueryBytes = cukit::indexer_tile_bytes(TILE_M, kWidth);
+constexpr int kKeyBytes = cukit::indexer_tile_bytes(TILE_N, kWidth);
 constexpr float kHidden = -1e30f;
 constexpr float kNoScore = -1e29f;  // a maximum before the first visible key
 constexpr int kStatistics = 5;      // maximum, sum, A, C, M
 
 static_assert(TILE_M == THREADS / cukit::kWarpSize * 16, "every warp owns 16 rows");
 static_assert(TILE_N % 32 == 0 && KEY_TILE % TILE_N == 0, "whole words of a selection");
-
-// scores = Q K^T over Width columns
-template <int Width>
-CUKIT_DEVICE void multiply(Scores& scores, unsigned q_tile, unsigned k_tile, int warp_row) {
-  const cukit::LeftMK<Width> rows(q_tile, warp_row, 0);
-  const cukit::RightNK<Width> columns(k_tile, 0, 0);
-  cukit::clear(scores);
-  cukit::warp_product<T, Width / 16>(
-      scores, [&](unsigned(&r)[4], int, int step) { rows(r, 0, 16 * step); },
-      [&](unsigned(&r)[4], int n, int step) { columns(r, 8 * n, 16 * step); });
-}
 
 CUKIT_DEVICE float quad_sum(float value) {
   value += __shfl_xor_sync(cukit::kFullMask, value, 1);
@@ -122,7 +112,7 @@ struct RowSums {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_sm80(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_sweep(
     const T* __restrict__ q_t,        // [batch, seq_q, heads_t, teacher_dim]
     const T* __restrict__ k_t,        // [batch, seq_kv, heads_t / group, teacher_dim]
     const float* __restrict__ lse_t,  // [batch, heads_t, seq_q]; VARLEN: [heads_t, total_q]
@@ -179,11 +169,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   const auto copy = [&](int tile, int head, int q_stage, int k_stage) {
     const int key = tile * TILE_N;
     if (head < params.heads_t) {
-      cukit::TileCopy<TILE_M, VALUE_DIM, THREADS, VALUE_PADDED>::start(
+      cukit::copy_head<TILE_M, VALUE_DIM, VALUE_PADDED>(
           q_stages + q_stage * kQueryBytes, q_t + head * params.q_t.head, row_stride(params.q_t),
           work.rows_left, params.teacher_dim);
       if (head % params.group == 0) {
-        cukit::TileCopy<TILE_N, VALUE_DIM, THREADS, VALUE_PADDED>::start(
+        cukit::copy_head<TILE_N, VALUE_DIM, VALUE_PADDED>(
             k_stages + k_stage * kKeyBytes,
             k_t + head / params.group * params.k_t.head + key * params.k_t.row,
             row_stride(params.k_t),
@@ -191,11 +181,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
       }
     } else {
       const int own = head - params.heads_t;
-      cukit::TileCopy<TILE_M, HEAD_DIM, THREADS, PADDED>::start(
+      cukit::copy_head<TILE_M, HEAD_DIM, PADDED>(
           q_stages + q_stage * kQueryBytes, q_s + own * params.q_s.head, row_stride(params.q_s),
           work.rows_left, params.head_dim);
       if (own == 0) {
-        cukit::TileCopy<TILE_N, HEAD_DIM, THREADS, PADDED>::start(
+        cukit::copy_head<TILE_N, HEAD_DIM, PADDED>(
             k_stages + k_stage * kKeyBytes, k_s + key * params.k_s.row, row_stride(params.k_s),
             seq_kv - key, params.head_dim);
       }
@@ -255,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
     cukit::clear(score);
 #pragma unroll 1
     for (int head = 0; head < heads; ++head) {
-      cukit::cp_async_wait<0>();
+      cukit::publish_heads();
       __syncthreads();  // this head has landed, and nobody reads the other stages any more
       const int next_head = head + 1 < heads ? head + 1 : 0;
       const int next_tile = head + 1 < heads ? tile : tile + 1;
@@ -267,10 +257,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
         read_factors(next_factors, next_head);
       }
       Scores x;
-      const unsigned q_tile = q_stages + q_stage * kQueryBytes;
-      const unsigned k_tile = k_stages + k_stage * kKeyBytes;
+      const unsigned char* q_tile = shared + q_stage * kQueryBytes;
+      const unsigned char* k_tile = shared + 2 * kQueryBytes + k_stage * kKeyBytes;
       if (head < params.heads_t) {
-        multiply<VALUE_DIM>(x, q_tile, k_tile, warp_row);
+        cukit::multiply_head<VALUE_DIM>(x, q_tile, k_tile);
 #pragma unroll
         for (int n = 0; n < TILE_N / 8; ++n)
 #pragma unroll
@@ -278,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
             p[0][n][i] += exp2f(fmaf(x[0][n][i], params.teacher_scale_log2, factors[i / 2]));
           }
       } else {
-        multiply<HEAD_DIM>(x, q_tile, k_tile, warp_row);
+        cukit::multiply_head<HEAD_DIM>(x, q_tile, k_tile);
 #pragma unroll
         for (int n = 0; n < TILE_N / 8; ++n)
 #pragma unroll
