@@ -28,6 +28,11 @@ from cukit.distill.score_mse import attention_score_mse
 from cukit.distill.terms import AttentionTerm, HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.topk_distillation_loss import teacher_top_k, topk_distillation_loss
 from cukit.distill.trainer import StepStatistics, Trainer
+from cukit.distill.vocabulary_parallel import (
+    VocabularyShard,
+    vocabulary_parallel_cross_entropy,
+    vocabulary_parallel_distillation_loss,
+)
 from cukit.reference.losses import LinearKlResult
 
 __all__ = [
@@ -49,6 +54,7 @@ __all__ = [
     "StateTerm",
     "StepStatistics",
     "Trainer",
+    "VocabularyShard",
     "WarmupCosine",
     "Windows",
     "adamw",
@@ -77,4 +83,6 @@ __all__ = [
     "teacher_top_k",
     "topk_distillation_loss",
     "validation_batches",
+    "vocabulary_parallel_cross_entropy",
+    "vocabulary_parallel_distillation_loss",
 ]

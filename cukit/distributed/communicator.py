@@ -31,8 +31,8 @@ class Communicator(Protocol):
     def all_reduce(self, array: Array, op: str = "sum") -> None:
         """Replaces `array`, C-contiguous, by the sum, "max" or "min" over all ranks."""
 
-    def all_gather(self, array: Array) -> Array:
-        """The arrays of all ranks, of one shape and dtype: [size, *shape]."""
+    def all_gather(self, array: Array, out: Array | None = None) -> Array:
+        """The arrays of all ranks, of one shape and dtype: [size, *shape], in `out` if given."""
         ...
 
     def broadcast(self, array: Array, root: int = 0) -> None:
@@ -67,9 +67,11 @@ class Alone:
         """`array` is the sum."""
         check_operation("all_reduce", array, op)
 
-    def all_gather(self, array: Array) -> Array:
+    def all_gather(self, array: Array, out: Array | None = None) -> Array:
         """[1, *shape]."""
-        return namespace(array).array(array[None])
+        gathered = namespace(array).empty((1, *array.shape), array.dtype) if out is None else out
+        gathered[0] = array
+        return gathered
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         """`array` is the root's."""

@@ -81,10 +81,10 @@ class HostCommunicator:
         for peer in self._peers:
             self._send(peer, tag, _bytes_of(array))
 
-    def all_gather(self, array: Array) -> Array:
-        """The arrays of all ranks, of one shape and dtype: [size, *shape]."""
+    def all_gather(self, array: Array, out: Array | None = None) -> Array:
+        """The arrays of all ranks, of one shape and dtype: [size, *shape], in `out` if given."""
         check_operation("all_gather", array)
-        gathered = np.empty((self.size, *array.shape), array.dtype)
+        gathered = np.empty((self.size, *array.shape), array.dtype) if out is None else out
         gathered[self.rank] = array
         tag = _tag("all_gather", array)
         if self.rank:

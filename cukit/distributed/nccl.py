@@ -84,10 +84,10 @@ class NcclCommunicator:
             )
         )  # fmt: skip
 
-    def all_gather(self, array: Array) -> Array:
-        """The arrays of all ranks, of one shape and dtype: [size, *shape]."""
+    def all_gather(self, array: Array, out: Array | None = None) -> Array:
+        """The arrays of all ranks, of one shape and dtype: [size, *shape], in `out` if given."""
         check_operation("all_gather", array)
-        gathered = self._cupy.empty((self.size, *array.shape), array.dtype)
+        gathered = self._cupy.empty((self.size, *array.shape), array.dtype) if out is None else out
         self._check(
             self._nccl.ncclAllGather(
                 self._pointer(array), self._pointer(gathered), array.size,
