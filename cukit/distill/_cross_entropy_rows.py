@@ -78,14 +78,18 @@ def plan_cross_entropy(
 
 
 def cross_entropy_specs(
-    device: Device, kinds: Sequence[tuple[bool, bool]], phase: int = 0
+    device: Device,
+    kinds: Sequence[tuple[bool, bool]],
+    rows: Sequence[tuple[Any, int]] = REPRESENTATIVE_ROWS,
+    phase: int = 0,
 ) -> list[KernelSpec]:
-    """Kernels for every kind of split, of each kind: (with gradient, with a transform)."""
+    """Kernels for `rows` of a dtype and a vocabulary, of each kind: (with gradient, with a
+    transform)."""
     return [
         plan_cross_entropy(
             size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, *kind, device, phase
         ).spec()
-        for dtype, size in REPRESENTATIVE_ROWS
+        for dtype, size in rows
         for kind in kinds
     ]
 

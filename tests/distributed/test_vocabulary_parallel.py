@@ -126,4 +126,6 @@ def test_kernels(
         expected = linear_distillation_loss(*wide, targets=targets, **options)
     finally:
         cukit.core.backend.active = active
-    check(spread(2, arrays, {**options, "chunk_tokens": 8}), expected, 2e-5, 2e-5)
+    # Gradients of close models are differences of float32 logits.
+    atol = 1e-3 if close else 2e-5
+    check(spread(2, arrays, {**options, "chunk_tokens": 8}), expected, 2e-5, atol)
