@@ -313,7 +313,6 @@ class HeadGradients:
             _multiply(ones, grad_logits, out, factor=self._factor, accumulate=True)
         self._accumulates = True
 
-
     def _add_shares(
         self, communicator: Communicator, chunk: slice, grad_logits: Array, weight: Array
     ) -> None:

@@ -166,7 +166,10 @@ def vocabulary_parallel_distillation_loss(
     the weights are gathered and every process computes everything.
     """
     op = "vocabulary_parallel_distillation_loss"
-    student, teacher = Head(hidden, weight, bias), Head(teacher_hidden, teacher_weight, teacher_bias)
+    student, teacher = (
+        Head(hidden, weight, bias),
+        Head(teacher_hidden, teacher_weight, teacher_bias),
+    )
     options = LossOptions(
         divergence, beta, temperature, scale_by_temperature_squared, soft_weight, hard_weight,
         logit_scale, softcap, teacher_logit_scale, teacher_softcap,
