@@ -195,7 +195,8 @@ class Bench:
             size = trainer._gradients[0].flat.nbytes / 2**20
             self.say(
                 f"training, {self.comm.size}: {both * 1e3:8.2f} ms a step "
-                f"{self.comm.size * tokens / both:11,.0f}/s, {self.comm.size * alone / both:.3f} times; "
+                f"{self.comm.size * tokens / both:11,.0f}/s, "
+                f"{self.comm.size * alone / both:.3f} times; "
                 f"buckets {mib} MiB of {size:.0f}, overlap {overlap}"
             )
             del trainer
@@ -260,8 +261,8 @@ class Bench:
             needed = self.memory(call)
             both = self.seconds(call, repeats, True)
             self.say(
-                f"head, {self.comm.size}, {divergence}: {both * 1e3:7.2f} ms, {needed / 2**20:7.0f} "
-                f"MiB; {both / alone if alone else 0:.3f} of the time, "
+                f"head, {self.comm.size}, {divergence}: {both * 1e3:7.2f} ms, "
+                f"{needed / 2**20:7.0f} MiB; {both / alone if alone else 0:.3f} of the time, "
                 f"{needed / memory if memory else 0:.3f} of the memory"
             )
 

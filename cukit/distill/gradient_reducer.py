@@ -24,8 +24,8 @@ class GradientReducer:
     """Reduces gradients bucket by bucket, each as soon as the backward pass has filled it.
 
     Gradients lie in one flat array, in the order of the forward pass, so a bucket is a slice of it:
-    nothing is copied. Buckets are formed from the end, where the backward pass begins. On a GPU they
-    are summed on a stream of their own beside the backward pass.
+    nothing is copied. Buckets are formed from the end, where the backward pass begins. On a GPU
+    they are summed on a stream of their own beside the backward pass.
 
     Args:
         communicator: the processes.
@@ -52,8 +52,8 @@ class GradientReducer:
             bucket = self._bucket_of[name]
             if name not in bucket.missing:
                 raise ConfigError(
-                    f"the gradient of {name} was complete already: an objective whose backward pass "
-                    "runs several times a batch needs Trainer(overlap=False)"
+                    f"the gradient of {name} was complete already: an objective whose backward "
+                    "pass runs several times a batch needs Trainer(overlap=False)"
                 )
             bucket.missing.discard(name)
             if not bucket.missing:
@@ -77,8 +77,8 @@ class GradientReducer:
 
 
 def plan_buckets(gradients: Parameters, bucket_bytes: int) -> list[_Bucket]:
-    """Matrices from the last to the first, of at least `bucket_bytes` each; vectors, which are small
-    and lie behind all matrices, in one."""
+    """Matrices from the last to the first, of at least `bucket_bytes` each; vectors, which are
+    small and lie behind all matrices, in one."""
     buckets: list[_Bucket] = []
     pending: list[str] = []
 

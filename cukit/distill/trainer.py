@@ -162,7 +162,8 @@ class Trainer:
         """Train until `steps` steps are done, those before a restored checkpoint included.
 
         Each of `callbacks` is called after every step, in order: `Progress` and `Checkpoints`, or
-        functions of your own. A callback that reads statistics waits for the GPU; the loop does not.
+        functions of your own. A callback that reads statistics waits for the GPU; the loop itself
+        does not.
         """
         callbacks = tuple(callbacks)
         while self.step < steps:

@@ -1,7 +1,7 @@
 """Losses of language-model heads whose vocabulary is spread over processes, exactly.
 
-Each process has some rows of the heads' weights and computes those columns of the logits. What a row
-of the loss needs of the others is a few floats: the masses of both distributions, a moment, the
+Each process has some rows of the heads' weights and computes those columns of the logits. What a
+row of the loss needs of the others is a few floats: the masses of both distributions, a moment, the
 target's logit. Gradients of the weights stay where the weights are; those of the hidden states are
 summed in float32.
 
@@ -75,8 +75,8 @@ class VocabularyShard:
     def __post_init__(self) -> None:
         if self.vocab_size < self.communicator.size:
             raise ConfigError(
-                f"VocabularyShard: vocab_size must be at least {self.communicator.size}, the number "
-                f"of processes, got {self.vocab_size}"
+                f"VocabularyShard: vocab_size must be at least {self.communicator.size}, the "
+                f"number of processes, got {self.vocab_size}"
             )
         if self.size < 1:
             raise ConfigError(
@@ -160,10 +160,10 @@ def vocabulary_parallel_distillation_loss(
     Raises:
         ArrayError, ConfigError: as there, and weights of another size than the shard's.
 
-    Every process calls it in the same order. A row costs 48 bytes of exchange a process (8 more where
-    the gradient needs a sum over the row: all divergences but the forward KL), and its gradient in
-    float32; all of it runs beside products and sweeps. Nothing synchronises with the GPU. On the CPU
-    the weights are gathered and every process computes everything.
+    Every process calls it in the same order. A row costs 48 bytes of exchange a process (8 more
+    where the gradient needs a sum over the row: all divergences but the forward KL), and its
+    gradient in float32; all of it runs beside products and sweeps. Nothing synchronises with the
+    GPU. On the CPU the weights are gathered and every process computes everything.
     """
     op = "vocabulary_parallel_distillation_loss"
     student, teacher = (

@@ -155,8 +155,8 @@ class HostCommunicator:
                 except TimeoutError:
                     missing = sorted(set(range(1, self.size)) - set(found))
                     raise CommunicationError(
-                        f"rank 0 waited {self._timeout:g} s for rank {missing[0]} of {self.size} at "
-                        f"port {server.getsockname()[1]}"
+                        f"rank 0 waited {self._timeout:g} s for rank {missing[0]} of {self.size} "
+                        f"at port {server.getsockname()[1]}"
                     ) from None
                 rank = self._greet(peer)
                 if rank is None or rank in found:
@@ -219,8 +219,8 @@ class HostCommunicator:
                     peer.close()
             if time.monotonic() > deadline:
                 raise CommunicationError(
-                    f"rank {self.rank} found no rank 0 of {self.size} at {self.ranks.address}, ports "
-                    f"{self._ports().start}..{self._ports().stop - 1}, in {self._timeout:g} s"
+                    f"rank {self.rank} found no rank 0 of {self.size} at {self.ranks.address}, "
+                    f"ports {self._ports().start}..{self._ports().stop - 1}, in {self._timeout:g} s"
                 )
             time.sleep(pause)
             pause = min(2 * pause, 0.5)

@@ -73,8 +73,8 @@ def ranks_from_environment(environment: Mapping[str, str] | None = None) -> Rank
     local_size = env.get("OMPI_COMM_WORLD_LOCAL_SIZE", str(size))
     if size > 1 and "MASTER_ADDR" not in env and local_size != str(size):
         raise ConfigError(
-            f"MASTER_ADDR: {size} processes of which {local_size} run on this host need the name of "
-            "rank 0's host (mpirun -x MASTER_ADDR=...)"
+            f"MASTER_ADDR: {size} processes of which {local_size} run on this host need the name "
+            "of rank 0's host (mpirun -x MASTER_ADDR=...)"
         )
     job = "/".join(
         env[name]
