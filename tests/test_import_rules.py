@@ -50,7 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": BASE | {"core", "cukit", "commands", "analyzer"},
     "__main__": {"cli"},
     "_start": {"core"},
-    "__init__": MODELS | {"_start", "distill", "distributed", "emulator", "kv_cache", "memory", "models"},
+    "__init__": MODELS
+    | {"_start", "distill", "distributed", "emulator", "kv_cache", "memory", "models"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

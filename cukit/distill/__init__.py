@@ -12,7 +12,9 @@ from cukit.distill.cross_entropy import cross_entropy, cross_entropy_backward
 from cukit.distill.data import Corpus, Windows, read_corpus, validation_batches
 from cukit.distill.distillation_loss import distillation_loss
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
+from cukit.distill.ema_update import ema_update
 from cukit.distill.evaluation import Evaluation, evaluate
+from cukit.distill.exponential_average import ExponentialAverage
 from cukit.distill.global_norm import clip_scale, global_norm
 from cukit.distill.kl_divergence import kl_divergence, kl_divergence_backward
 from cukit.distill.linear_cross_entropy import LinearCrossEntropyResult, linear_cross_entropy
@@ -23,7 +25,14 @@ from cukit.distill.linear_topk_distillation_loss import (
     linear_topk_distillation_loss,
 )
 from cukit.distill.sampled_distillation_loss import sampled_distillation_loss
-from cukit.distill.schedule import Constant, Cosine, Linear, Schedule, WarmupCosine
+from cukit.distill.schedule import (
+    Constant,
+    Cosine,
+    Linear,
+    Schedule,
+    WarmupCosine,
+    WarmupDecay,
+)
 from cukit.distill.score_mse import attention_score_mse
 from cukit.distill.terms import AttentionTerm, HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.topk_distillation_loss import teacher_top_k, topk_distillation_loss
@@ -44,6 +53,7 @@ __all__ = [
     "DistillationAttention",
     "Distiller",
     "Evaluation",
+    "ExponentialAverage",
     "HiddenStateTerm",
     "LanguageModelling",
     "Linear",
@@ -56,6 +66,7 @@ __all__ = [
     "Trainer",
     "VocabularyShard",
     "WarmupCosine",
+    "WarmupDecay",
     "Windows",
     "adamw",
     "attention_score_mse",
@@ -65,6 +76,7 @@ __all__ = [
     "distillation_attention",
     "distillation_attention_backward",
     "distillation_loss",
+    "ema_update",
     "evaluate",
     "evenly_spaced_map",
     "global_norm",

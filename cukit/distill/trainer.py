@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from cukit.core.arrays import Array, namespace
+from cukit.core.arrays import Array, address_of, namespace
 from cukit.distill.adamw import AdamWState, adamw
 from cukit.distill.data import Windows
 from cukit.distill.distiller import IGNORE_INDEX, Objective
+from cukit.distill.exponential_average import ExponentialAverage
 from cukit.distill.global_norm import clip_scale, global_norm
 from cukit.distill.gradient_reducer import GradientReducer
 from cukit.distill.schedule import Schedule, as_schedule
@@ -66,6 +67,7 @@ class Trainer:
             `cukit.distributed.communicator`. Each takes its own windows, which must have been made
             with `ranks=communicator`; gradients are summed over all, so that n processes take the
             steps that one would take with n times the batch. Rank 0's parameters are everybody's.
+        average: a moving average of the model, updated after every step.
         bucket_bytes: gradients that are summed at once, at least.
         overlap: sum gradients while the backward pass computes the next. False for an objective
             whose backward pass runs several times a batch.
@@ -83,6 +85,7 @@ class Trainer:
         weight_decay: float = 0.1,
         beta1: float = 0.9,
         beta2: float = 0.95,
+        average: ExponentialAverage | None = None,
         communicator: Communicator | None = None,
         bucket_bytes: int = 32 << 20,
         overlap: bool = True,
@@ -119,6 +122,14 @@ class Trainer:
             )
             if params.size
         ]
+        self.average = average
+        own = self._trained[0].groups()
+        self._masters = [group.state.master[0] for group in self._groups if group.is_one_of(own)]
+        if average is not None:
+            if average.model.config != objective.model.config:
+                raise ConfigError("average: is of a model of another shape than the objective's")
+            self.communicator.broadcast(average.flat)
+            average.load(average.flat)
 
     @property
     def tokens_per_step(self) -> int:
@@ -156,6 +167,8 @@ class Trainer:
                 step=self.step,
                 grad_scale=scale,
             )
+        if self.average is not None:
+            self.average.update(self._masters, self.step - 1)
         return StepStatistics(self.step, {**totals, "gradient norm": norm})
 
     def fit(self, steps: int, callbacks: Iterable[Callback] = ()) -> None:
@@ -213,6 +226,8 @@ class Trainer:
         model.load({name: a for name, a in arrays.items() if name not in flats}, source)
         for name, flat in flats.items():
             flat[...] = self.windows.xp.asarray(arrays[name])
+        if self.average is not None:
+            self.average.load(self.average.flat)
         self.step = step
 
     def _optimizer_arrays(self) -> dict[str, Array]:
@@ -223,6 +238,8 @@ class Trainer:
                 arrays[f"optimizer.{index}.master"] = state.master[0]
             arrays[f"optimizer.{index}.exp_avg"] = state.exp_avg[0]
             arrays[f"optimizer.{index}.exp_avg_sq"] = state.exp_avg_sq[0]
+        if self.average is not None:
+            arrays["average"] = self.average.flat
         return arrays
 
 
@@ -313,6 +330,10 @@ class _Group:
     grads: Array
     state: AdamWState
     weight_decay: float
+
+    def is_one_of(self, parts: Iterable[Array]) -> bool:
+        """Whether its parameters are those of one of `parts`."""
+        return any(address_of(self.params) == address_of(part) for part in parts if part.size)
 
 
 def _gradients_of(parameters: Parameters) -> Parameters:
