@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -220,7 +221,10 @@ class Bench:
     def head(self, shape: tuple[int, int, int, int], dtype: str, part: Any = None) -> list[Any]:
         """hidden, weight, teacher_hidden, teacher_weight."""
         rows, hidden, teacher, vocab = shape
-        own = (lambda whole: whole) if part is None else (lambda whole: self.own(part, whole))
+
+        def own(whole: Any) -> Any:
+            return whole if part is None else self.own(part, whole)
+
         return [
             self.numbers((rows, hidden), dtype, 1),
             own(self.numbers((vocab, hidden), dtype, 2, hidden**-0.5)),
@@ -289,7 +293,7 @@ class Bench:
         """Sums of a bucket's size."""
         for mib in (1, 32, 256) if not self.tiny else (1,):
             array = self.xp.zeros(mib << 18, np.float32)
-            took = self.seconds(lambda array=array: self.comm.all_reduce(array), 8, True)
+            took = self.seconds(partial(self.comm.all_reduce, array), 8, True)
             self.say(
                 f"all_reduce of {mib:4} MiB: {took * 1e6:8.0f} us, {mib / 1024 / took:7.1f} GiB/s"
             )
@@ -303,9 +307,9 @@ def compile_ahead() -> None:
     device = current_device()
     specs: list[KernelSpec] = []
     for name, kinds in (("bfloat16", DIVERGENCES), ("float32", ("forward_kl", "jsd"))):
-        row = ((DTYPES[name], 32003), (0,)), ((DTYPES[name], 16008), (1, 2, 3))
-        for (dtype, columns), phases in row:
-            rows = [(np.dtype(dtype), columns)]
+        parts: tuple[tuple[int, tuple[int, ...]], ...] = ((32003, (0,)), (16008, (1, 2, 3)))
+        for columns, phases in parts:
+            rows = [(np.dtype(DTYPES[name]), columns)]
             for phase in phases:
                 grad = phase in (0, 3)
                 for divergence in kinds:
@@ -314,13 +318,14 @@ def compile_ahead() -> None:
                     )
                 specs += divergence_specs(device, "forward_kl", ((grad, False, True),), rows, phase)
                 specs += cross_entropy_specs(device, ((grad, False),), rows, phase)
-    for columns, divergence, hard, phases in (
+    heads: tuple[tuple[int, str, bool, tuple[int, ...]], ...] = (
         (HEAD[-1], "forward_kl", False, (0,)),
         (HEAD[-1] // 2, "forward_kl", False, (1, 3)),
         (HEAD[-1] // 2, "jsd", False, (1, 2, 3)),
         (32768, "forward_kl", True, (0,)),
         (512, "forward_kl", True, (0,)),
-    ):
+    )
+    for columns, divergence, hard, phases in heads:
         rows = [(np.dtype(DTYPES["bfloat16"]), columns)]
         for phase in phases:
             kind = (phase in (0, 3), hard, False)

@@ -7,9 +7,10 @@ from cukit.distill.attention import (
     distillation_attention_backward,
     relation_kl,
 )
+from cukit.distill.callbacks import Checkpoints, Progress, stop_on_request
 from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
 from cukit.distill.cross_entropy import cross_entropy, cross_entropy_backward
-from cukit.distill.data import Corpus, Windows, read_corpus, validation_batches
+from cukit.distill.data import BatchSource, Corpus, Windows, read_corpus, validation_batches
 from cukit.distill.distillation_loss import distillation_loss
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
 from cukit.distill.ema_update import ema_update
@@ -24,6 +25,7 @@ from cukit.distill.linear_topk_distillation_loss import (
     linear_sampled_distillation_loss,
     linear_topk_distillation_loss,
 )
+from cukit.distill.offline import OfflineBatches, SignalWriter, record_teacher
 from cukit.distill.sampled_distillation_loss import sampled_distillation_loss
 from cukit.distill.schedule import (
     Constant,
@@ -34,6 +36,7 @@ from cukit.distill.schedule import (
     WarmupDecay,
 )
 from cukit.distill.score_mse import attention_score_mse
+from cukit.distill.signals import OfflineTeacher, TeacherSignals
 from cukit.distill.terms import AttentionTerm, HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.topk_distillation_loss import teacher_top_k, topk_distillation_loss
 from cukit.distill.trainer import StepStatistics, Trainer
@@ -47,6 +50,8 @@ from cukit.reference.losses import LinearKlResult
 __all__ = [
     "AdamWState",
     "AttentionTerm",
+    "BatchSource",
+    "Checkpoints",
     "Constant",
     "Corpus",
     "Cosine",
@@ -60,9 +65,14 @@ __all__ = [
     "LinearCrossEntropyResult",
     "LinearKlResult",
     "Objective",
+    "OfflineBatches",
+    "OfflineTeacher",
+    "Progress",
     "Schedule",
+    "SignalWriter",
     "StateTerm",
     "StepStatistics",
+    "TeacherSignals",
     "Trainer",
     "VocabularyShard",
     "WarmupCosine",
@@ -88,10 +98,12 @@ __all__ = [
     "linear_sampled_distillation_loss",
     "linear_topk_distillation_loss",
     "read_corpus",
+    "record_teacher",
     "relation_kl",
     "restore_checkpoint",
     "sampled_distillation_loss",
     "save_checkpoint",
+    "stop_on_request",
     "teacher_top_k",
     "topk_distillation_loss",
     "validation_batches",

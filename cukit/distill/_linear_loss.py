@@ -21,7 +21,6 @@ from cukit.core.arrays import (
     float32,
     float64,
 )
-from cukit.core.kernel import Launch
 from cukit.core.scalars import check_integer
 from cukit.distill._loss_options import LossOptions, RowOptions, factors_of, part_of
 from cukit.distill._row_loss import Losses, empty_rows, normalizer_of, reduce_rows
@@ -171,7 +170,7 @@ class HeadOptions(NamedTuple):
         return plan_linear_loss(tokens, hidden_size, None, self.workspace_bytes // row_bytes)
 
 
-RowLaunch = Callable[[slice, Array], tuple[Launch, tuple[Array | None, ...]]]
+RowLaunch = Callable[[slice, Array], tuple[Callable[..., None], tuple[Array | None, ...]]]
 """From a chunk of tokens and its logits to a launch and its first arguments."""
 
 

@@ -120,6 +120,23 @@ class AnyRanks(Protocol):
     def size(self) -> int: ...
 
 
+class BatchSource(Protocol):
+    """What `Trainer` takes its batches from: `Windows`, `OfflineBatches` or your own.
+
+    Where it has `rank` and `num_ranks`, they must be the trainer's. Where `every_target_counts` is
+    there and true, no target is `ignore_index`; else the trainer counts them on the device.
+    """
+
+    batch: int
+    seq_len: int
+    xp: ModuleType
+
+    def __call__(self, step: int, part: int = 0) -> tuple[Any, ...]:
+        """(tokens, targets), int32 [batch, seq_len], or (tokens, targets, signals): the same for
+        the same step and part, whenever it is asked."""
+        ...
+
+
 class Windows:
     """Random windows of a text, the same for the same seed and step.
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from cukit.core.arrays import Array, address_of, namespace
 from cukit.distill.adamw import AdamWState, adamw
-from cukit.distill.data import Windows
+from cukit.distill.data import BatchSource
 from cukit.distill.distiller import IGNORE_INDEX, Objective
 from cukit.distill.exponential_average import ExponentialAverage
 from cukit.distill.global_norm import clip_scale, global_norm
@@ -56,7 +56,7 @@ class Trainer:
 
     Args:
         objective: the loss, its model and what else it trains.
-        windows: where batches come from; a pure function of the step.
+        windows: where batches come from; a pure function of the step: `Windows`, `OfflineBatches`.
         lr: learning rate, a number or a schedule over steps.
         accumulate: batches summed into one step, for a larger batch in the same memory.
         workers: threads that share a batch, on the CPU. How sums are split decides their last bits,
@@ -76,7 +76,7 @@ class Trainer:
     def __init__(
         self,
         objective: Objective,
-        windows: Windows,
+        windows: BatchSource,
         *,
         lr: float | Schedule,
         accumulate: int = 1,

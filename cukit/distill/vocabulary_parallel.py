@@ -202,15 +202,16 @@ def vocabulary_parallel_distillation_loss(
 
         def phase(number: int, arrays: tuple[Any, ...]) -> Launch:
             student_logits, teacher_logits, chunk_targets, *_ = arrays
-            return _divergence_rows.prepare_phase(
+            launch: Launch = _divergence_rows.prepare_phase(
                 number, shard.rows(), student_logits, teacher_logits, chunk_targets, arrays[-2],
                 *kind,
             )  # fmt: skip
+            return launch
 
-        launch = _SpreadRows(shard.communicator, phase, options.divergence != "forward_kl")
+        spread = _SpreadRows(shard.communicator, phase, options.divergence != "forward_kl")
 
         def of_chunk(chunk: slice, logits: Array) -> tuple[Any, tuple[Array, Array]]:
-            return launch, (logits, flat.project(chunk, buffer))
+            return spread, (logits, flat.project(chunk, buffer))
 
         return of_chunk
 
@@ -264,14 +265,15 @@ def vocabulary_parallel_cross_entropy(
     check_array(op, "hidden", head.hidden, dtypes=KERNEL_DTYPES)
 
     def phase(number: int, arrays: tuple[Any, ...]) -> Launch:
-        return _cross_entropy_rows.prepare_phase(
+        launch: Launch = _cross_entropy_rows.prepare_phase(
             number, shard.rows(), arrays[0], arrays[1], arrays[-2], options.transforms, ignore_index
         )
+        return launch
 
-    launch = _SpreadRows(shard.communicator, phase, False)
+    spread = _SpreadRows(shard.communicator, phase, False)
     losses, gradients = evaluate_heads(
         op, head, shard.size, rows, options, wanted,
-        lambda config: lambda chunk, logits: (launch, (logits,)), soft=False,
+        lambda config: lambda chunk, logits: (spread, (logits,)), soft=False,
         communicator=shard.communicator,
     )  # fmt: skip
     grad_hidden = gradients.grad_hidden.reshape(head.hidden.shape)

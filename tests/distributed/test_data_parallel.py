@@ -100,8 +100,9 @@ def test_gradients_are_reduced_as_the_backward_pass_goes() -> None:
     gradients = trainer._gradients[0]
     reported: list[str] = []
     gradients.on_finished = reported.extend
+    tokens, targets = trainer.windows(0)
     trainer.objective.loss_and_gradients(
-        *trainer.windows(0), trainer._gradients, step=0, normalizer=16.0
+        tokens, targets, trainer._gradients, step=0, normalizer=16.0
     )
     assert sorted(reported) == sorted(gradients)
     assert reported[:2] == ["lm_head.weight", "norm.weight"]

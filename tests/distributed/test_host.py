@@ -22,7 +22,7 @@ from tests.distributed.ranks import free_port, run_ranks
 def test_all_reduce(size: int, dtype: str, op: str) -> None:
     inputs = [(np.random.default_rng(r).standard_normal((5, 3)) * 9) for r in range(size)]
     arrays = [each.astype(dtype_of(dtype)) for each in inputs]
-    fold = {"sum": np.sum, "max": np.max, "min": np.min}[op]
+    fold: Any = {"sum": np.sum, "max": np.max, "min": np.min}[op]
     wide = np.float32 if arrays[0].dtype.itemsize < 4 else arrays[0].dtype
     expected = fold(np.stack(arrays).astype(wide), axis=0).astype(arrays[0].dtype)
 

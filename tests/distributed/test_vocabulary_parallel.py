@@ -118,7 +118,7 @@ def test_on_the_gpu(rng: np.random.Generator, dtype: str, options: dict[str, Any
     expected = linear_distillation_loss(*arrays[:4], targets=targets, **options)
 
     def work(comm: HostCommunicator) -> Any:
-        shard = VocabularyShard(ThroughHost(comm), VOCAB)
+        shard = VocabularyShard(ThroughHost(comm), VOCAB)  # type: ignore[arg-type]
         return vocabulary_parallel_distillation_loss(
             hidden, shard.part(weight), teacher, shard.part(teacher_weight), shard=shard,
             targets=targets, **options,
@@ -240,4 +240,4 @@ def test_wrong_sizes_are_named(rng: np.random.Generator) -> None:
             hidden, shard.part(weight), teacher, teacher_weight, shard=shard
         )
     with pytest.raises(ConfigError, match="shard must be a VocabularyShard"):
-        vocabulary_parallel_cross_entropy(hidden, weight, targets, shard=None)
+        vocabulary_parallel_cross_entropy(hidden, weight, targets, shard=None)  # type: ignore[arg-type]
