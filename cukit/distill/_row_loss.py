@@ -116,7 +116,7 @@ REPRESENTATIVE_ROWS = (
 """Dtypes, and sizes that reach every kind of split: one warp; a block or cluster that caches; two
 readings."""
 
-SPREAD_ROWS = ((bfloat16, 128000), (float32, 32768))
+SPREAD_ROWS = ((bfloat16, 128000),)
 """Likewise, of vocabularies that are spread over processes."""
 
 

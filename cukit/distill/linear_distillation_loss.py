@@ -191,7 +191,7 @@ def _specs(device: Device) -> list[KernelSpec]:
     spread = [
         spec
         for phase in (1, 2, 3)
-        for divergence in ("forward_kl", "jsd")[phase == 2 :]
+        for divergence in {1: ("forward_kl",), 2: ("jsd",), 3: ("forward_kl", "jsd")}[phase]
         for transform in (False, True)
         for spec in divergence_specs(
             device, divergence, ((phase == 3, True, transform),), SPREAD_ROWS, phase

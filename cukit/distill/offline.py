@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,6 +54,7 @@ class SignalWriter:
         batch, seq_len: of every batch.
         batches_per_shard: what one file holds; what a kill loses at most.
         dtype: "float32" or "float16" of the log-probabilities on disk.
+        source: anything that tells this teacher from another.
 
     Attributes:
         position: batches that are on disk.
@@ -73,6 +75,7 @@ class SignalWriter:
         seq_len: int,
         batches_per_shard: int = 64,
         dtype: str = "float32",
+        source: str = "",
     ) -> None:
         op = "SignalWriter"
         for name, value in (("k", k), ("batch", batch), ("seq_len", seq_len)):
@@ -88,6 +91,7 @@ class SignalWriter:
             "batch": batch,
             "seq_len": seq_len,
             "dtype": dtype,
+            "source": source,
         }
         self._folder, self._batches_per_shard = folder, batches_per_shard
         self._lock = Exclusive(folder / INDEX)
@@ -142,6 +146,11 @@ class SignalWriter:
         write_json(self._folder / INDEX, index)
 
 
+def _fingerprint(teacher: Transformer) -> str:
+    content = host_array(teacher.parameters.flat).view(np.uint8)
+    return f"parameters of crc32 {zlib.crc32(content.data):08x}"
+
+
 def record_teacher(
     folder: Path,
     teacher: Transformer,
@@ -171,7 +180,7 @@ def record_teacher(
     writer = SignalWriter(
         folder, k=k, temperature=temperature, vocab_size=teacher.config.vocab_size,
         batch=tokens.shape[0], seq_len=tokens.shape[1], batches_per_shard=batches_per_shard,
-        dtype=dtype,
+        dtype=dtype, source=_fingerprint(teacher),
     )  # fmt: skip
     total = steps * accumulate
     for index in range(writer.position, total):
@@ -198,15 +207,18 @@ class OfflineBatches:
     windows.
 
     Called with step and part it returns (tokens, targets, :class:`TeacherSignals`). Batch
-    (step * accumulate + part) * n + r is rank r's of n; behind the last the first follows, as
-    another epoch. The next batches are read by a thread; on a GPU they go through pinned memory on
-    a stream of their own, so that a step neither waits for the disk nor for the bus.
+    (step * accumulate + part) * n + r is rank r's of n, or without `shared` simply
+    step * accumulate + part; behind the last the first follows, as another epoch. The next batches
+    are read by a thread; on a GPU they go through pinned memory on a stream of their own, so that a
+    step neither waits for the disk nor for the bus.
 
     Args:
         folder: with an index.
         accumulate: as the trainer's.
         xp: numpy or cupy: where the batches go.
         ranks: who this process is, a `Communicator` say.
+        shared: whether the folder is that of all ranks; False: each has recorded its own windows
+            into one of its own.
         prefetch: batches that are read ahead; 0 reads when asked.
 
     Raises:
@@ -221,6 +233,7 @@ class OfflineBatches:
         accumulate: int = 1,
         xp: ModuleType = np,
         ranks: AnyRanks | None = None,
+        shared: bool = True,
         prefetch: int = 2,
     ) -> None:
         check_integer("OfflineBatches", "accumulate", accumulate, least=1)
@@ -230,9 +243,9 @@ class OfflineBatches:
         self.batch, self.seq_len = int(index["batch"]), int(index["seq_len"])
         self.every_target_counts = index["ignored_targets"] == 0
         self.rank, self.num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-        self._accumulate = accumulate
+        self._accumulate, self._shared = accumulate, shared
         self._shards = _Shards(folder, index["shards"])
-        if self._shards.count < self.num_ranks:
+        if self._shards.count < (self.num_ranks if shared else 1):
             raise DataError(
                 f"{folder}: holds {self._shards.count} batches for {self.num_ranks} ranks"
             )
@@ -265,7 +278,9 @@ class OfflineBatches:
 
     def _start(self, number: int) -> Callable[[], Sequence[Array]]:
         """Begins to read a batch; what is returned gives it."""
-        position = (number * self.num_ranks + self.rank) % self._shards.count
+        if self._shared:
+            number = number * self.num_ranks + self.rank
+        position = number % self._shards.count
         shapes = self._shapes()
         return self._load(lambda: self._shards.batch(position), shapes, self._reader)
 
@@ -396,7 +411,16 @@ def _read_index(folder: Path) -> dict[str, Any]:
         index = json.loads(read_text(path))
     except ValueError as error:
         raise DataError(f"{path}: is not an index of teacher signals ({error})") from error
-    names = {"k", "temperature", "vocab_size", "batch", "seq_len", "dtype", "ignored_targets"}
+    names = {
+        "k",
+        "temperature",
+        "vocab_size",
+        "batch",
+        "seq_len",
+        "dtype",
+        "source",
+        "ignored_targets",
+    }
     if (
         not isinstance(index, dict)
         or index.get("format") != _FORMAT

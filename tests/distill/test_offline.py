@@ -113,8 +113,10 @@ def test_ranks_share_the_batches(tmp_path: Path) -> None:
     alone = OfflineBatches(tmp_path)
     for rank in range(2):
         batches = OfflineBatches(tmp_path, ranks=Ranks(rank, 2))
+        own = OfflineBatches(tmp_path, ranks=Ranks(rank, 2), shared=False)
         for step in range(2):
             assert np.array_equal(batches(step)[0], alone(2 * step + rank)[0])
+            assert np.array_equal(own(step)[0], alone(step)[0])
 
 
 def test_two_processes_train_from_a_folder(tmp_path: Path) -> None:
@@ -185,13 +187,11 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     teacher = record(folder, k=4)
     with pytest.raises(DataError, match="holds signals with k=4, not 5"):
         record(folder, k=5)
-    writer: dict[str, Any] = {
-        "k": 4,
-        "temperature": 2.0,
-        "vocab_size": VOCAB,
-        "batch": 2,
-        "seq_len": 8,
-    }
+    with pytest.raises(DataError, match="holds signals with source=parameters of crc32"):
+        record_teacher(folder, small_model(2, **TEACHER), windows(), steps=4, k=4, temperature=2.0)
+    source = json.loads((folder / "index.json").read_text())["source"]
+    writer: dict[str, Any] = {"k": 4, "temperature": 2.0, "vocab_size": VOCAB, "source": source}
+    writer |= {"batch": 2, "seq_len": 8}
     held = SignalWriter(folder, **writer)
     with pytest.raises(DataError, match="another run is writing there"):
         SignalWriter(folder, **writer)
