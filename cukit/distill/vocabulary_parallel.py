@@ -160,10 +160,10 @@ def vocabulary_parallel_distillation_loss(
     Raises:
         ArrayError, ConfigError: as there, and weights of another size than the shard's.
 
-    Every process calls it in the same order. A row costs 48 bytes of exchange a process (8 more
-    where the gradient needs a sum over the row: all divergences but the forward KL), and its
-    gradient in float32; all of it runs beside products and sweeps. Nothing synchronises with the
-    GPU. On the CPU the weights are gathered and every process computes everything.
+    Every process calls it in the same order. A row costs 48 bytes of exchange a process, and its
+    gradient in float32, both beside sweeps and products; divergences but the forward KL, whose
+    gradient needs a sum over the row, 8 bytes more, which are waited for. Nothing synchronises with
+    the GPU. On the CPU the weights are gathered and every process computes everything.
     """
     op = "vocabulary_parallel_distillation_loss"
     student, teacher = (
