@@ -6,7 +6,7 @@
 
 Rank 0 first does alone what both then share, so that both times are of one GPU in one state.
 `checks` compares results, `training` times steps at the same batch for each GPU, `heads` times the
-fused head and reports its memory, `links` times sums of gradients' size.
+fused head and reports its memory, `phases` times its sweeps, `links` sums of gradients' size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 from cukit.commands.compile import Variant, build
 from cukit.core.device import current_device
-from cukit.core.kernel import KernelSpec
+from cukit.core.kernel import KernelSpec, Launch, load_kernel
 from cukit.distill import (
     Distiller,
     Trainer,
@@ -38,13 +38,24 @@ from cukit.distill import (
     vocabulary_parallel_distillation_loss,
 )
 from cukit.distill._cross_entropy_rows import cross_entropy_specs
-from cukit.distill._divergence_rows import divergence_specs
-from cukit.distill._loss_options import DIVERGENCES
+from cukit.distill._divergence_rows import (
+    DivergenceConfig,
+    divergence_specs,
+    plan_divergence,
+)
+from cukit.distill._loss_options import (
+    DIVERGENCES,
+    LossOptions,
+    RowOptions,
+    RowShard,
+    factors_of,
+    pack_rows,
+)
 from cukit.distributed import Alone, Communicator, communicator
 from cukit.models import Transformer, TransformerConfig
 from profiling.data import DTYPES, normal
 
-PARTS = ("checks", "training", "heads", "links")
+PARTS = ("checks", "heads", "training", "phases", "links")
 STUDENT = {"hidden_size": 768, "num_layers": 12, "num_heads": 12}
 TEACHER = {"hidden_size": 1024, "num_layers": 16, "num_heads": 16}
 TINY = {"hidden_size": 32, "num_layers": 1, "num_heads": 2}
@@ -239,6 +250,44 @@ class Bench:
         drawn = np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(scale)
         return self.xp.asarray(drawn.astype(DTYPES[dtype]))
 
+    def phases(self) -> None:
+        """The sweeps of a spread forward KL over one half of a chunk, by blocks a row."""
+        if self.comm.rank == 0 and self.on_gpu:
+            rows, columns = 1024, HEAD[-1] // 2
+            student, teacher, grad = (normal((rows, columns), self.dtype) for _ in range(3))
+            states = self.xp.empty((1, rows, 12), np.float32)
+            losses = self.xp.empty(rows, np.float32)
+            packed = pack_rows(
+                RowOptions(), columns, width=columns, row_stride=columns, teacher_stride=columns
+            )
+            shard = RowShard(0, columns, 0, 1).pack(rows)
+            factors = factors_of(LossOptions(), 1.0 / rows)
+            for config in phase_configs():
+                grid = (rows * config.split.cluster,)
+                launch = Launch(load_kernel(config.spec()), grid, (packed, shard))
+                exchanged = (None, states) if config.phase == 1 else (states, None)
+                into = grad if config.phase == 3 else None
+                arrays = student, teacher, None, None, losses, None, into, None, None, *exchanged
+                took = self.device_seconds(partial(launch, *arrays, then=(factors,)), 10)
+                moved = (2 if config.phase == 1 else 3) * rows * columns * 2
+                self.say(
+                    f"phase {config.phase}, {config.split.cluster} blocks of "
+                    f"{config.split.threads} a row: {took * 1e6:6.1f} us, "
+                    f"{moved / took / 1e12:.2f} TB/s"
+                )
+        self.comm.barrier()
+
+    def device_seconds(self, call: Callable[[], Any], count: int) -> float:
+        """Of one call among many, on the GPU."""
+        first, last = (self.xp.cuda.Event() for _ in range(2))
+        call()
+        first.record()
+        for _ in range(count):
+            call()
+        last.record()
+        last.synchronize()
+        return float(self.xp.cuda.get_elapsed_time(first, last)) / count / 1e3
+
     def heads(self) -> None:
         """Time and memory of the fused head, whole and spread."""
         shape = TINY_HEAD if self.tiny else HEAD
@@ -302,6 +351,18 @@ class Bench:
         self.say(f"all_gather of 48 KiB: {took * 1e6:8.0f} us with its call and a wait")
 
 
+def phase_configs() -> list[DivergenceConfig]:
+    """Splits of a row that are compared."""
+    return [
+        plan_divergence(
+            HEAD[-1] // 2, "bfloat16", 2, "int32", 8, "forward_kl", phase == 3, False, False,
+            current_device(), phase, cluster=cluster, threads=threads,
+        )
+        for phase in (1, 3)
+        for cluster, threads in ((1, 256), (1, 512), (2, 256), (2, 512), (4, 256), (8, 256))
+    ]  # fmt: skip
+
+
 def compile_ahead() -> None:
     """The kernels over rows, on all cores: the other ones are in every cache."""
     device = current_device()
@@ -330,6 +391,7 @@ def compile_ahead() -> None:
         for phase in phases:
             kind = (phase in (0, 3), hard, False)
             specs += divergence_specs(device, divergence, (kind,), rows, phase)
+    specs += [config.spec() for config in phase_configs()]
     wanted = [Variant(spec, device) for spec in dict.fromkeys(specs)]
     _, errors = build(wanted, quiet=True)
     print(f"compiled {len(wanted)} kernels, {len(errors)} errors", flush=True)
@@ -374,7 +436,7 @@ def main() -> int:
             )
         return start(options.ranks)
     xp = np if options.cpu else importlib.import_module("cupy")
-    comm = communicator(xp, timeout_seconds=60)
+    comm = communicator(xp, timeout_seconds=120)
     bench = Bench(xp, comm, options.tiny)
     bench.say(f"{comm.size} ranks, {type(comm).__name__}")
     for part in options.parts or PARTS:

@@ -1,7 +1,7 @@
 """CuPy arrays over NCCL, the library that PyTorch's wheels bring too, called through ctypes.
 
-CuPy's own binding needs NCCL installed in a place of its own and knows neither bfloat16 nor reduced
-sets of streams; ten functions of a C interface that has not changed in years need no binding.
+CuPy's own binding is there only where CuPy found NCCL when it was imported. Eight functions of a C
+interface that has not changed in years need no binding.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _DTYPES = {
 _OPERATIONS = {"sum": 0, "max": 2, "min": 3}
 _ID_BYTES = 128
 _LIBRARY = "libnccl.so.2"
+_HIGHEST_PRIORITY = -5  # or the nearest that the device has
 
 
 class _UniqueId(ctypes.Structure):
@@ -68,7 +69,8 @@ class NcclCommunicator:
                 ctypes.byref(self._communicator), self.size, unique, self.rank
             )
         )
-        self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        # Its few blocks go first where an SM is free: others wait for what they bring.
+        self._stream = self._cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
         self._event = self._cupy.cuda.Event(disable_timing=True)
 
     # -- collectives ---------------------------------------------------------------------------
