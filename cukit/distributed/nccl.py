@@ -191,9 +191,9 @@ def _library() -> Any:
 def _installed() -> Iterator[Path]:
     """Where pip puts it."""
     with contextlib.suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec("nvidia.nccl")
+        spec = importlib.util.find_spec("nvidia")
         for folder in (spec.submodule_search_locations or ()) if spec else ():
-            yield Path(folder) / "lib" / _LIBRARY
+            yield from Path(folder).glob(f"*/lib/{_LIBRARY}")
     if "CUDA_PATH" in os.environ:
         yield Path(os.environ["CUDA_PATH"]) / "lib64" / _LIBRARY
 
