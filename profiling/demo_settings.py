@@ -1,6 +1,6 @@
 """What settings of `cukit distill` make of the gap between a teacher and a student:
 
-    python -m profiling.demo_settings [--small]
+    python -m profiling.demo_settings [--small | --brief]
 
 For each setting: bits per byte of the teacher and of the student alone, then of the student distilled
 in several ways, with what it gains over the student alone (95% interval over validation windows) and
@@ -41,17 +41,21 @@ class Setting:
     """alpha, temperature, hidden, attention, relations."""
 
 
-_STUDENT = {"student_hidden": 256, "student_layers": 4, "steps": 500}
+_STUDENT = {"student_hidden": 256, "student_layers": 4}
 _WAYS: dict[str, dict[str, float]] = {
     "logits": {},
-    "logits, alpha 1": {"alpha": 1.0},
-    "hidden 0.5": {"hidden": 0.5},
-    "attention 0.1": {"attention": 0.1},
-    "attention 0.1, hidden 0.5": {"attention": 0.1, "hidden": 0.5},
+    "and attention": {"attention": 0.1},
+    "and hidden states": {"hidden": 0.5},
 }
 
 SETTINGS = (
-    Setting("packages, 768x10", {**_STUDENT, "teacher_steps": 700}, True, _WAYS),
+    Setting(
+        "brief",
+        {**_STUDENT, "teacher_hidden": 512, "teacher_layers": 8, "teacher_steps": 250,
+         "steps": 150, "eval_windows": 128, "alpha": 1.0},
+        True, _WAYS,
+    ),
+    Setting("packages, 768x10", {**_STUDENT, "teacher_steps": 1000, "steps": 1000}, True, _WAYS),
     Setting(
         "packages, 512x8",
         {**_STUDENT, "teacher_hidden": 512, "teacher_layers": 8, "teacher_steps": 900},
@@ -62,7 +66,7 @@ SETTINGS = (
         {**_STUDENT, "teacher_hidden": 512, "teacher_layers": 8, "teacher_steps": 600},
         False,
     ),
-)
+)  # fmt: skip
 
 SMALL = (
     Setting(
@@ -182,8 +186,9 @@ def main() -> int:
     """Runs every setting."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    small = parser.parse_args().small
-    for setting in SMALL if small else SETTINGS:
+    parser.add_argument("--brief", action="store_true", help="twenty seconds on a GPU")
+    given = parser.parse_args()
+    for setting in SMALL if given.small else SETTINGS[: 1 if given.brief else None]:
         run(setting, "gpu" if gpu_available() else "cpu")
     return 0
 
