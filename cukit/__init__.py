@@ -126,6 +126,12 @@ from cukit.gemm import (
     tree_matmul,
     tune_matmul,
 )
+from cukit.graph_memory import (
+    Transition,
+    graph_diffusion,
+    graph_diffusion_backward,
+    retrieve_top_k,
+)
 from cukit.kv_cache import CompressedKV, KVCacheBlock, KVCacheManager, RadixAttention, compress_kv
 from cukit.layers import (
     embedding,
@@ -213,6 +219,7 @@ __all__ = [
     "QuantizedArray",
     "RadixAttention",
     "RecentKV",
+    "Transition",
     "UnsupportedDeviceError",
     "__version__",
     "absorb_mla_projections",
@@ -270,6 +277,8 @@ __all__ = [
     "gemv",
     "get_kernel",
     "global_norm",
+    "graph_diffusion",
+    "graph_diffusion_backward",
     "grouped_gated_linear",
     "grouped_gemm",
     "grouped_gemm_backward",
@@ -313,6 +322,7 @@ __all__ = [
     "quantize",
     "quantized_linear",
     "register_kernel",
+    "retrieve_top_k",
     "rms_norm",
     "rms_norm_backward",
     "rope",

@@ -17,6 +17,7 @@ from cukit.array_api.narrow import encode
 from cukit.distill.adamw import AdamWState
 from cukit.distill.topk_distillation_loss import teacher_top_k
 from cukit.gemm import BlockSparseMatrix, adaptive_depth, bsr_from_mask
+from cukit.graph_memory import Transition
 from cukit.registry import Op
 from tests.contract import random
 
@@ -140,6 +141,22 @@ def _routing(rng: Rng, tokens: int = 20) -> Any:
     from cukit.reference.moe import topk_router
 
     return topk_router(random(rng, (tokens, 9), "float32"), 2)
+
+
+def _retrieval(rng: Rng) -> Arguments:
+    """Small integers: their products are exact, and many are equal."""
+    queries, memory = (
+        rng.integers(-2, 3, shape).astype(np.float16) for shape in ((3, 16), (90, 16))
+    )
+    return (queries, memory, 7), {}
+
+
+def _graph(rng: Rng) -> tuple[Any, ...]:
+    """A gradient, a memory and a transition; the gradient's dtype is the memory's."""
+    grad, memory = _rows(rng, (20, 16), (20, 16), dtype="float32")
+    columns = rng.integers(0, 20, 60).astype(np.int32)
+    offsets = np.arange(21, dtype=np.int32) * 3
+    return grad, memory, Transition(offsets, columns, rng.random(60).astype(np.float32) / 3)
 
 
 def _sampling(rng: Rng) -> Arguments:
@@ -361,6 +378,9 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         tuple(_rows(rng, (70, 136), (70, 72), (272, 72), (70, 272))),
         {},
     ),
+    "retrieve_top_k": _retrieval,
+    "graph_diffusion": lambda rng: (_graph(rng)[1:], {"steps": 2}),
+    "graph_diffusion_backward": lambda rng: (_graph(rng), {"steps": 2, "method": "heat"}),
     "gated_scan": lambda rng: (_scan(rng)[:4], {"initial_state": _scan(rng)[4]}),
     "gated_scan_step": lambda rng: ((_scan(rng)[4], *(a[:, 0].copy() for a in _scan(rng)[:4])), {}),
     "gelu": lambda rng: (tuple(_rows(rng, (7, 200))), {}),
