@@ -158,6 +158,9 @@ from cukit.memory import (
     memory_pool_free,
 )
 from cukit.moe import (
+    LayerBank,
+    layer_bank,
+    layer_bank_backward,
     balance_experts,
     expert_order,
     moe_ffn,
@@ -204,6 +207,7 @@ __all__ = [
     "KVCacheBlock",
     "KVCacheManager",
     "LaunchError",
+    "LayerBank",
     "MatmulPlan",
     "MemoryPool",
     "MemoryPoolConfig",
@@ -287,6 +291,8 @@ __all__ = [
     "int8",
     "kl_divergence",
     "kl_divergence_backward",
+    "layer_bank",
+    "layer_bank_backward",
     "layer_norm",
     "layer_norm_backward",
     "linear",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from cukit.core.arrays import (
     FLOAT_DTYPES,
@@ -22,7 +22,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, Launches, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
 from cukit.errors import ArrayError, ArrayShapeError
@@ -220,8 +220,8 @@ class DiffuseConfig:
 def plan_diffusion(
     num_nodes: int, num_edges: int, dim: int, dtype: str, itemsize: int, vec: int, device: Device
 ) -> DiffuseConfig:
-    """Slices as wide as L2 holds: two states, the memory and the edges. Wider ones read the edges less
-    often; all columns at once where everything fits, or where not even the narrowest does."""
+    """Slices as wide as L2 holds two states, the memory and the edges: wider ones read the edges less
+    often. The narrowest where not even that fits."""
     lanes = next((lanes for lanes in _LANES if lanes * vec >= dim), _LANES[-1])
     room = _L2_SHARE * device.l2_bytes - 8 * num_edges
     most = room / max(3 * num_nodes * itemsize, 1)  # columns
@@ -231,11 +231,6 @@ def plan_diffusion(
     fitting = [each for each in _LANES if each <= lanes and each * vec <= most]
     lanes = max(fitting, default=_LANES[0])
     return DiffuseConfig(dtype, vec, lanes, max(1, int(most) // (lanes * vec)))
-
-
-class _Key(NamedTuple):
-    dtype: str
-    vec: int
 
 
 @launch_plan
@@ -258,28 +253,22 @@ def _prepare(
     config = plan_diffusion(
         num_nodes, len(columns), dim, memory.dtype.name, memory.itemsize, vec, current_device()
     )
-    make = _Dependent(load_kernel(config.spec(inject)))
+    kernel = load_kernel(config.spec(inject))
     blocks = -(-num_nodes // (_THREADS // config.lanes))
-    launches = []
     width = config.columns * config.slices_per_launch
+    launches: list[list[Launch]] = []
     for first in range(0, dim, width):
-        slices = min(config.slices_per_launch, -(-(dim - first) // config.columns))
-        launches.append([
-            make((blocks, slices), num_rows=num_nodes, dim=dim, first=first, keep=keep,
-                 inject=1 - keep if inject else 0.0)
-            for keep in weights
-        ])  # fmt: skip
+        grid = (blocks, min(config.slices_per_launch, -(-(dim - first) // config.columns)))
+        of_slice = []
+        for keep in weights:
+            scalars = _PARAMETERS.pack(
+                num_rows=num_nodes, dim=dim, first=first, keep=keep, inject=1 - keep
+            )
+            # What comes before the first launch may have made the transition.
+            dependent = bool(launches or of_slice)
+            of_slice.append(Launch(kernel, grid, (scalars,), dependent=dependent))
+        launches.append(of_slice)
     return launches
-
-
-class _Dependent:
-    """Makes launches of one kernel."""
-
-    def __init__(self, kernel: Any) -> None:
-        self._launches = Launches(kernel)
-
-    def __call__(self, grid: tuple[int, ...], **fields: Any) -> Launch:
-        return self._launches(grid, (_PARAMETERS.pack(**fields),))
 
 
 @launch_plan

@@ -172,7 +172,7 @@ def graph_diffusion_backward(
 
 
 def check_edges(transition: Transition, num_nodes: int) -> None:
-    """Raises ArrayError unless offsets ascend from 0 to the number of edges and columns are nodes."""
+    """Raises ArrayError unless offsets ascend from 0 to the number of edges, and columns are nodes."""
     offsets, columns, _ = transition
     ends = int(offsets[0]), int(offsets[-1])
     if ends != (0, len(columns)) or (len(offsets) > 1 and bool((offsets[1:] < offsets[:-1]).any())):

@@ -48,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
   int next_column = lane < degree ? columns[begin + lane] : 0;
   float next_value = lane < degree ? values[begin + lane] : 0.0f;
   cukit::wait_for_previous_grids();
+  cukit::release_next_grid();  // which loads its first edges while the last blocks here finish
 
   const T* from = z + column;
   float sum[VEC] = {};
@@ -101,5 +102,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
     cukit::from_floats(rounded, result);
     cukit::store(out + place, rounded);
   }
-  cukit::release_next_grid();
 }

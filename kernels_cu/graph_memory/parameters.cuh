@@ -26,4 +26,9 @@ struct DiffuseParameters {
   float keep, inject;
 };
 
+// memory_write, memory_write_backward
+struct WriteParameters {
+  int num_rows, num_writes, dim;
+};
+
 }  // namespace cukit

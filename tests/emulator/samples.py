@@ -217,6 +217,19 @@ def _ffn_backward(rng: Rng) -> Arguments:
     return (grad, activations, *experts), {}
 
 
+def _bank(rng: Rng) -> tuple[Any, ...]:
+    grad, x, layers = _rows(rng, (3, 5, 72), (3, 5, 72), (4, 72, 72))
+    return grad, x, random(rng, (4, 72), "float32"), (layers * 72**-0.5).astype(x.dtype), 2
+
+
+def _bank_backward(rng: Rng) -> Arguments:
+    from cukit.reference.layer_bank import layer_bank
+
+    grad, x, router, layers, top_k = _bank(rng)
+    _, kept = layer_bank(x, router, layers, top_k, keep=True)
+    return (grad, kept, router, layers), {}
+
+
 def _logits(rng: Rng) -> tuple[Any, Any]:
     targets = rng.integers(0, 1003, 5)
     targets[3] = -100
@@ -408,6 +421,8 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "grouped_gemm_fp8": _grouped_fp8,
     "moe_ffn": lambda rng: ((random(rng, (20, 72), "bfloat16"), *_experts(rng)), {}),
     "moe_ffn_backward": _ffn_backward,
+    "layer_bank": lambda rng: (_bank(rng)[1:], {"keep": True}),
+    "layer_bank_backward": _bank_backward,
     "moe_permute": lambda rng: (
         (random(rng, (20, 72), "bfloat16"), _routing(rng).rows),
         {"num_rows": 40},
