@@ -127,9 +127,14 @@ from cukit.gemm import (
     tune_matmul,
 )
 from cukit.graph_memory import (
+    GraphDiffusionMemory,
     Transition,
     graph_diffusion,
     graph_diffusion_backward,
+    memory_read,
+    memory_read_backward,
+    memory_write,
+    memory_write_backward,
     retrieve_top_k,
 )
 from cukit.kv_cache import CompressedKV, KVCacheBlock, KVCacheManager, RadixAttention, compress_kv
@@ -159,10 +164,10 @@ from cukit.memory import (
 )
 from cukit.moe import (
     LayerBank,
-    layer_bank,
-    layer_bank_backward,
     balance_experts,
     expert_order,
+    layer_bank,
+    layer_bank_backward,
     moe_ffn,
     moe_ffn_backward,
     moe_permute,
@@ -204,6 +209,7 @@ __all__ = [
     "DataError",
     "DeviceBuffer",
     "EmulatorError",
+    "GraphDiffusionMemory",
     "KVCacheBlock",
     "KVCacheManager",
     "LaunchError",
@@ -310,6 +316,10 @@ __all__ = [
     "matmul_tma",
     "memory_pool_allocate",
     "memory_pool_free",
+    "memory_read",
+    "memory_read_backward",
+    "memory_write",
+    "memory_write_backward",
     "merge_attention_states",
     "mla_attention",
     "mla_metadata",

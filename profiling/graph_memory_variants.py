@@ -56,7 +56,7 @@ def retrieval_arms(num_queries: int) -> dict[str, Any]:
         ("half the blocks", {"blocks": 66}),
     ):
 
-        def plan(*args: Any, changes: dict[str, int] = changes) -> Any:
+        def plan(*args: Any, changes: dict[str, Any] = changes) -> Any:
             return dataclasses.replace(plain(*args), **changes)
 
         call = partial(retrieve.retrieve_top_k, queries, memory, 64)

@@ -18,6 +18,7 @@ from cukit.core.arrays import (
     float32,
     float64,
     int32,
+    namespace,
     runs_kernel,
 )
 from cukit.core.compiler import MacroValue
@@ -168,6 +169,18 @@ def _diffuse(op: str, memory: Array, transition: Transition, weights: tuple[floa
     return _steps(op, memory, memory, transition, weights, True)
 
 
+def row_sums(transition: Transition, *, on_kernel: bool) -> Array:
+    """The sum of the values of each row, in the order of its edges."""
+    offsets, _, values = transition
+    ones = namespace(values).ones((len(offsets) - 1, 1), values.dtype)
+    if not ones.size:
+        return ones[:, 0]
+    if not on_kernel:
+        reference.check_edges(transition, len(ones))
+        return reference.spread(transition, ones)[:, 0]
+    return _steps("graph_diffusion", ones, ones, transition, (1.0,), False)[:, 0]
+
+
 def _steps(
     op: str,
     state: Array,
@@ -220,8 +233,8 @@ class DiffuseConfig:
 def plan_diffusion(
     num_nodes: int, num_edges: int, dim: int, dtype: str, itemsize: int, vec: int, device: Device
 ) -> DiffuseConfig:
-    """Slices as wide as L2 holds two states, the memory and the edges: wider ones read the edges less
-    often. The narrowest where not even that fits."""
+    """Slices as wide as L2 holds two states, the memory and the edges: wider ones read the edges
+    less often. The narrowest where not even that fits."""
     lanes = next((lanes for lanes in _LANES if lanes * vec >= dim), _LANES[-1])
     room = _L2_SHARE * device.l2_bytes - 8 * num_edges
     most = room / max(3 * num_nodes * itemsize, 1)  # columns

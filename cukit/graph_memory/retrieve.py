@@ -161,9 +161,7 @@ def plan_maxima(
     row_warps = 2 if wide or query_warps == 4 else 4
     stage = rows * width * 2
     stages = min(4 if query_warps == 4 else 3, device.shared_bytes_per_block // stage)
-    per_sm = (
-        1 if query_warps == 4 else max(1, device.shared_bytes_per_sm // (stages * stage + 1024))
-    )
+    resident = 1 if query_warps == 4 else device.shared_bytes_per_sm // (stages * stage + 1024)
     blocks = max(1, min(-(-num_rows // rows), max(1, resident) * device.num_sms))
     return MaximaConfig(dtype, width, query_tiles, query_warps, row_warps, rows, stages, blocks)
 
@@ -191,8 +189,8 @@ class SelectConfig:
 
 @cache
 def plan_select(count: int, k: int, rows: int, device: Device) -> SelectConfig:
-    """Parts of a row so small that a block can hold what its bound leaves, and enough of them to fill
-    the GPU."""
+    """Parts of a row: so small that a block can hold what its bound leaves, and enough to fill the
+    GPU."""
     threads = 1024 if count > 4096 else 256
     capacity = _CAPACITY
     most = capacity // k * threads

@@ -328,9 +328,7 @@ def _prepare(x: Array, router: Array, top_k: int, activation: str) -> _Stages:
     fields = {"batch": batch, "seq_len": seq_len, "dim": dim, "top_k": top_k}
     scalars = (_PARAMETERS.pack(**fields, num_layers=len(router), parts=parts),)
     columns = -(-dim // (vec * _THREADS))
-    means = Launch(
-        load_kernel(_means_spec(x.dtype.name, vec)), (columns, parts, batch), scalars
-    )
+    means = Launch(load_kernel(_means_spec(x.dtype.name, vec)), (columns, parts, batch), scalars)
     logits = Launch(load_kernel(_logits_spec(dim)), (batch,), scalars)
     spec = _combine_spec(x.dtype.name, vec, _ACTIVATIONS[activation], True, False)
     blocks = -(-seq_len * dim // (vec * _THREADS))
@@ -414,9 +412,7 @@ def _check_kernel(op: str, x: Array, router: Array) -> None:
         raise ConfigError(f"{op}: seq_len * dim is too large for the GPU, got {seq_len * dim}")
 
 
-def _check_kept(
-    op: str, kept: BankActivations, grad_out: Array, router: Array
-) -> BankActivations:
+def _check_kept(op: str, kept: BankActivations, grad_out: Array, router: Array) -> BankActivations:
     if not isinstance(kept.routing, Routing):
         raise ArrayError(
             f"{op}: activations.routing must be Routing, got {type(kept.routing).__name__}"

@@ -172,7 +172,7 @@ def graph_diffusion_backward(
 
 
 def check_edges(transition: Transition, num_nodes: int) -> None:
-    """Raises ArrayError unless offsets ascend from 0 to the number of edges, and columns are nodes."""
+    """Raises ArrayError unless offsets ascend from 0 to the number of edges and columns exist."""
     offsets, columns, _ = transition
     ends = int(offsets[0]), int(offsets[-1])
     if ends != (0, len(columns)) or (len(offsets) > 1 and bool((offsets[1:] < offsets[:-1]).any())):
@@ -181,3 +181,124 @@ def check_edges(transition: Transition, num_nodes: int) -> None:
             f"got {ends[0]} to {ends[1]}"
         )
     check_range("transition.columns", columns, num_nodes)
+
+
+def memory_write(
+    memory: Array,
+    indices: Array,
+    values: Array,
+    gates: Array,
+    *,
+    keep: bool = False,
+    inplace: bool = False,
+) -> Array | tuple[Array, Array]:
+    """`memory[i] = (1 - s / c) memory[i] + sum gates values / c`, c = max(1, s = sum gates)."""
+    xp = array_namespace(memory)
+    dtype = working_dtype(memory)
+    valid = xp.flatnonzero((indices >= 0) & (indices < len(memory)))
+    rows = indices[valid]
+    given = gates[valid].astype(dtype, copy=False)
+    given = xp.where(given < 0, 0, given).astype(dtype, copy=False)
+    totals = _sums_in_any_order(rows, given[:, None], len(memory))[:, 0]
+    sums = _sums_in_any_order(
+        rows, given[:, None] * values[valid].astype(dtype, copy=False), len(memory)
+    )
+    result = memory.copy()
+    written = xp.zeros(len(memory), bool)
+    written[rows] = True
+    rows = xp.flatnonzero(written)
+    s, u = totals[rows, None], sums[rows]
+    old = memory[rows].astype(dtype, copy=False)
+    replaced = s >= 1
+    result[rows] = xp.where(replaced, u / xp.where(replaced, s, 1), (1 - s) * old + u).astype(
+        memory.dtype
+    )
+    if inplace:
+        memory[...] = result
+        result = memory
+    return (result, totals) if keep else result
+
+
+def _sums_in_any_order(rows: Array, terms: Array, num_rows: int) -> Array:
+    """Of the terms of each row, as integers of one scale: the same bits in any order."""
+    xp = array_namespace(terms)
+    counts = xp.bincount(rows, minlength=num_rows) if len(rows) else xp.zeros(num_rows, int)
+    largest = xp.zeros((num_rows, terms.shape[1]), terms.dtype)
+    xp.maximum.at(largest, rows, xp.abs(terms))
+    finite = xp.isfinite(largest)
+    bits = xp.frexp(counts.astype(terms.dtype))[1][:, None]
+    shift = 62 - xp.frexp(xp.where(finite, largest, 0))[1] - bits
+    scaled = xp.where(finite[rows], xp.rint(xp.ldexp(terms, shift[rows])), 0)
+    total = xp.zeros(largest.shape, xp.uint64)  # modulo 2^64: int64
+    xp.add.at(total, rows, scaled.astype(xp.int64).view(xp.uint64))
+    sums = xp.ldexp(total.view(xp.int64).astype(terms.dtype), -shift)
+    return xp.where(finite, sums, xp.nan).astype(terms.dtype)
+
+
+def memory_write_backward(
+    grad_out: Array,
+    memory: Array,
+    out: Array,
+    indices: Array,
+    values: Array,
+    gates: Array,
+    totals: Array,
+) -> tuple[Array, Array, Array]:
+    """Gradients of :func:`memory_write` for the memory, the values and the gates."""
+    xp = array_namespace(memory)
+    dtype = working_dtype(memory)
+    grad, s = grad_out.astype(dtype, copy=False), totals.astype(dtype, copy=False)
+    exists = (indices >= 0) & (indices < len(memory))
+    rows = xp.where(exists, indices, 0)
+    if not len(memory):
+        return grad_out.copy(), xp.zeros_like(values), xp.zeros_like(gates)
+    replaced = s >= 1
+    scale = 1 / xp.where(replaced, s, 1)
+    grad_memory = xp.where(replaced, 0, 1 - s)[:, None] * grad
+    counted = exists & ~(gates < 0)
+    factor = xp.where(counted, gates.astype(dtype, copy=False), 0) * scale[rows]
+    grad_values = factor[:, None] * grad[rows]
+    base = xp.where(replaced[rows, None], out[rows].astype(dtype), memory[rows].astype(dtype))
+    change = (grad[rows] * (values.astype(dtype, copy=False) - base)).sum(axis=1)
+    grad_gates = xp.where(counted, change * scale[rows], 0)
+    return (
+        grad_memory.astype(memory.dtype),
+        grad_values.astype(values.dtype),
+        grad_gates.astype(gates.dtype),
+    )
+
+
+def memory_read(
+    queries: Array, memory: Array, *, scale: float | None = None, return_lse: bool = False
+) -> Array | tuple[Array, Array]:
+    """`softmax(scale queries memory^T) memory`."""
+    xp = array_namespace(queries)
+    dtype = working_dtype(queries)
+    q, m = queries.astype(dtype, copy=False), memory.astype(dtype, copy=False)
+    factor = dtype(queries.shape[1] ** -0.5 if scale is None else scale)
+    scores = factor * (q @ m.T)
+    most = scores.max(axis=1, keepdims=True)
+    weights = xp.exp(scores - most)
+    total = weights.sum(axis=1, keepdims=True)
+    out = ((weights / total) @ m).astype(queries.dtype)
+    return (out, (most + xp.log(total))[:, 0]) if return_lse else out
+
+
+def memory_read_backward(
+    grad_out: Array,
+    queries: Array,
+    memory: Array,
+    out: Array,
+    lse: Array,
+    *,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    """Gradients of :func:`memory_read` for queries and memory."""
+    xp = array_namespace(queries)
+    dtype = working_dtype(queries)
+    grad, q, m, o = (a.astype(dtype, copy=False) for a in (grad_out, queries, memory, out))
+    factor = dtype(queries.shape[1] ** -0.5 if scale is None else scale)
+    p = xp.exp(factor * (q @ m.T) - lse[:, None].astype(dtype, copy=False))
+    grad_scores = factor * p * (grad @ m.T - (grad * o).sum(axis=1, keepdims=True))
+    grad_memory = p.T @ grad + grad_scores.T @ q
+    return (grad_scores @ m).astype(queries.dtype), grad_memory.astype(memory.dtype)

@@ -11,8 +11,7 @@ namespace cukit {
 
 // The power of two that terms up to `largest` (finite, above 0) are multiplied by.
 CUKIT_DEVICE int fixed_point_shift(float largest, int count) {
-  int exponent;
-  frexpf(largest, &exponent);
+  const int exponent = (__float_as_int(largest) >> 23) - 126;  // largest < 2^exponent
   return 62 - exponent - (32 - __clz(count));
 }
 

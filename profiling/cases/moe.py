@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from cukit import moe
-from cukit.reference import moe as reference
 from cukit.reference import layer_bank as bank_reference
+from cukit.reference import moe as reference
 from cukit.reference import moe_ffn as ffn_reference
 from profiling import peers
 from profiling.arms import forward_arms
@@ -257,9 +257,7 @@ def bank_case(batch: int, seq_len: int, dim: int, num_layers: int, top_k: int) -
 
     def build() -> Workload:
         arrays = _bank(batch, seq_len, dim, num_layers)
-        arms = forward_arms(
-            lambda: moe.layer_bank(*arrays, top_k), torch_bank(dense=True), *arrays
-        )
+        arms = forward_arms(lambda: moe.layer_bank(*arrays, top_k), torch_bank(dense=True), *arrays)
         del arms["torch-eager"]
         arms["torch-gather"] = lambda: peers.forward(
             torch_bank(dense=False)(peers.torch()), *arrays, compiled=True

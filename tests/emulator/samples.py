@@ -151,6 +151,28 @@ def _retrieval(rng: Rng) -> Arguments:
     return (queries, memory, 7), {}
 
 
+def _read_backward(rng: Rng) -> Arguments:
+    from cukit.reference.graph_memory import memory_read
+
+    grad, queries, memory = _rows(rng, (5, 64), (5, 64), (130, 64))
+    return (grad, queries, memory, *memory_read(queries, memory, return_lse=True)), {}
+
+
+def _writes(rng: Rng) -> tuple[Any, ...]:
+    memory, values = _rows(rng, (9, 24), (17, 24))
+    indices = rng.integers(-1, 10, 17).astype(np.int32)
+    return memory, indices, values, rng.uniform(-0.1, 0.7, 17).astype(np.float32)
+
+
+def _write_backward(rng: Rng) -> Arguments:
+    from cukit.reference.graph_memory import memory_write
+
+    memory, indices, values, gates = _writes(rng)
+    out, totals = memory_write(memory, indices, values, gates, keep=True)
+    (grad,) = _rows(rng, memory.shape)
+    return (grad, memory, out, indices, values, gates, totals), {}
+
+
 def _graph(rng: Rng) -> tuple[Any, ...]:
     """A gradient, a memory and a transition; the gradient's dtype is the memory's."""
     grad, memory = _rows(rng, (20, 16), (20, 16), dtype="float32")
@@ -392,6 +414,10 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         {},
     ),
     "retrieve_top_k": _retrieval,
+    "memory_read": lambda rng: (tuple(_rows(rng, (5, 64), (130, 64))), {"return_lse": True}),
+    "memory_read_backward": _read_backward,
+    "memory_write": lambda rng: (_writes(rng), {"keep": True}),
+    "memory_write_backward": _write_backward,
     "graph_diffusion": lambda rng: (_graph(rng)[1:], {"steps": 2}),
     "graph_diffusion_backward": lambda rng: (_graph(rng), {"steps": 2, "method": "heat"}),
     "gated_scan": lambda rng: (_scan(rng)[:4], {"initial_state": _scan(rng)[4]}),
