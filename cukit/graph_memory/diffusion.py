@@ -272,7 +272,7 @@ def _prepare(
     launches: list[list[Launch]] = []
     for first in range(0, dim, width):
         grid = (blocks, min(config.slices_per_launch, -(-(dim - first) // config.columns)))
-        of_slice = []
+        of_slice: list[Launch] = []
         for keep in weights:
             scalars = _PARAMETERS.pack(
                 num_rows=num_nodes, dim=dim, first=first, keep=keep, inject=1 - keep

@@ -57,13 +57,13 @@ def transition_from_adjacency(adjacency: Any, *, normalize: str = "row") -> Tran
         if len(offsets) == 0:
             raise ArrayShapeError(f"{op}: adjacency.row_offsets must have an element, got none")
         return _normalised(Transition(offsets, columns, values), normalize)
-    (adjacency,) = adopt(op, adjacency)
-    check_array(op, "adjacency", adjacency, dtypes=(float32, FLOAT_DTYPES[-1]), ndim=2)
-    check_array(op, "adjacency", adjacency, shape=(len(adjacency), len(adjacency)))
-    xp = namespace(adjacency)
-    rows, columns = xp.nonzero(adjacency)
-    counts = xp.bincount(rows, minlength=len(adjacency)) if len(rows) else xp.zeros(len(adjacency))
-    edges = Transition(_ends(xp, counts), columns.astype(int32), adjacency[rows, columns])
+    matrix: Any = adopt(op, adjacency)[0]
+    check_array(op, "adjacency", matrix, dtypes=(float32, FLOAT_DTYPES[-1]), ndim=2)
+    check_array(op, "adjacency", matrix, shape=(len(matrix), len(matrix)))
+    xp = namespace(matrix)
+    rows, columns = xp.nonzero(matrix)
+    counts = xp.bincount(rows, minlength=len(matrix)) if len(rows) else xp.zeros(len(matrix))
+    edges = Transition(_ends(xp, counts), columns.astype(int32), matrix[rows, columns])
     return _normalised(edges, normalize)
 
 
