@@ -190,7 +190,14 @@ from cukit.registry import (
     register_kernel,
 )
 from cukit.sampling import sample, speculative_verify
-from cukit.sequence import gated_scan, gated_scan_step
+from cukit.sequence import (
+    gated_scan,
+    gated_scan_step,
+    histogram,
+    parallel_scan,
+    parallel_sort,
+    strided_reduction,
+)
 
 __version__ = "0.1.0"
 
@@ -293,6 +300,7 @@ __all__ = [
     "grouped_gemm",
     "grouped_gemm_backward",
     "grouped_gemm_fp8",
+    "histogram",
     "int4",
     "int8",
     "kl_divergence",
@@ -334,6 +342,8 @@ __all__ = [
     "pack_kv",
     "pack_weight",
     "paged_attention",
+    "parallel_scan",
+    "parallel_sort",
     "quantization_report",
     "quantize",
     "quantized_linear",
@@ -349,6 +359,7 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_backward",
     "speculative_verify",
+    "strided_reduction",
     "teacher_top_k",
     "to_numpy",
     "topk_distillation_loss",

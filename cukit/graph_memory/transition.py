@@ -50,14 +50,15 @@ def transition_from_adjacency(adjacency: Any, *, normalize: str = "row") -> Tran
     op = "transition_from_adjacency"
     check_choice(op, "normalize", normalize, NORMALIZATIONS)
     if isinstance(adjacency, Transition):
-        offsets, columns, values = adopt(op, *adjacency)
+        offsets, columns, values = Transition(*adopt(op, *adjacency))
         check_array(op, "adjacency.row_offsets", offsets, dtypes=(int32,), ndim=1)
         check_array(op, "adjacency.columns", columns, dtypes=(int32,), ndim=1)
         check_array(op, "adjacency.values", values, dtypes=FLOAT_DTYPES, shape=columns.shape)
         if len(offsets) == 0:
             raise ArrayShapeError(f"{op}: adjacency.row_offsets must have an element, got none")
         return _normalised(Transition(offsets, columns, values), normalize)
-    matrix: Any = adopt(op, adjacency)[0]
+    matrix = adopt(op, adjacency)[0]
+    assert matrix is not None
     check_array(op, "adjacency", matrix, dtypes=(float32, FLOAT_DTYPES[-1]), ndim=2)
     check_array(op, "adjacency", matrix, shape=(len(matrix), len(matrix)))
     xp = namespace(matrix)
