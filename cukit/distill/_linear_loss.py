@@ -316,4 +316,6 @@ def _multiply(
 
 def _layout(array: Array, transposed: bool = False) -> Matrix:
     rows, columns = array.shape
-    return Matrix(rows, columns, array.strides[0] // array.itemsize, transposed)
+    # A single row has no step to the next one: CuPy's strides of a new axis are 0.
+    leading = array.strides[0] // array.itemsize if rows > 1 else columns
+    return Matrix(rows, columns, leading, transposed)

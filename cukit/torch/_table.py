@@ -6,7 +6,7 @@ A new loss is one line in LOSSES or HEAD_LOSSES; its options are those of the fu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -426,6 +426,17 @@ def _rows_of_loss(loss: Loss) -> tuple[Operator, Operator]:
     )  # fmt: skip
 
 
+def _apart(arrays: Iterable[Array]) -> tuple[Array, ...]:
+    """An array that occurs twice is copied: results of a torch operator share no memory.
+
+    Rows' losses without cross-entropy are the divergence itself.
+    """
+    found: list[Array] = []
+    for array in arrays:
+        found.append(array.copy() if any(array is each for each in found) else array)
+    return tuple(found)
+
+
 def _rows_of_head_loss(loss: Loss) -> tuple[Operator, Operator]:
     """Forward: loss and gradients from one call. Backward: they are multiplied by the upstream
     gradient; with one for each row (reduction "none") they are computed anew."""
@@ -438,7 +449,7 @@ def _rows_of_head_loss(loss: Loss) -> tuple[Operator, Operator]:
     def run(**values: Any) -> tuple[Array, ...]:
         found = loss.function(**values)
         like = values[loss.student]
-        return tuple(_nothing(like) if each is None else each for each in found)
+        return _apart(_nothing(like) if each is None else each for each in found)
 
     def run_backward(grad_loss: Array, **values: Any) -> tuple[Array, ...]:
         found = run(**values, grad_loss=grad_loss)
