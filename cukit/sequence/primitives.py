@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -177,10 +178,11 @@ def _check(op: str, x: Any, axis: Any) -> tuple[Array, int]:
     return x, int(axis) % x.ndim
 
 
-for _name, _function in {
+_OPS: dict[str, Callable[..., Any]] = {
     "parallel_scan": parallel_scan,
     "parallel_sort": parallel_sort,
     "strided_reduction": strided_reduction,
     "histogram": histogram,
-}.items():
+}
+for _name, _function in _OPS.items():
     register(name=_name, family="sequence", function=_function, reference=getattr(reference, _name))
