@@ -72,10 +72,7 @@ def memory_read(
     num_queries, dim = queries.shape
     parts = plan_parts(num_queries, len(memory), current_device())
     keys = memory.reshape(parts, -1, 1, dim)
-    repeated = queries[None, :, None]
-    if parts > 1:
-        xp = namespace(queries)
-        repeated = xp.ascontiguousarray(xp.broadcast_to(repeated, (parts, num_queries, 1, dim)))
+    repeated = _repeated(queries, parts)
     out, lse = flash_attention(repeated, keys, keys, scale=scale, return_lse=True)
     while len(out) > 1:
         half = len(out) // 2
@@ -118,22 +115,32 @@ def memory_read_backward(
         return reference.memory_read_backward(*arrays, scale=scale)
     check_array(op, "queries", queries, dtypes=(float16, bfloat16))
     check_array(op, "lse", lse, dtypes=(float32,))
-    keys = memory[None, :, None]
+    parts = plan_parts(len(queries), len(memory), current_device())
+    keys = memory.reshape(parts, -1, 1, memory.shape[1])
     grad_queries, grad_keys, grad_values = flash_attention_backward(
-        grad_out[None, :, None],
-        queries[None, :, None],
+        _repeated(grad_out, parts),
+        _repeated(queries, parts),
         keys,
         keys,
-        out[None, :, None],
-        lse[None, None],
+        _repeated(out, parts),
+        _repeated(lse, parts).reshape(parts, 1, len(queries)),
         scale=scale,
         deterministic=True,
     )[:3]
     grad_memory = grad_keys.astype(float32) + grad_values.astype(float32)
+    if parts > 1:
+        grad_queries = grad_queries.astype(float32).sum(axis=0).astype(queries.dtype)
     return (
         grad_queries.reshape(queries.shape),
         grad_memory.astype(memory.dtype).reshape(memory.shape),
     )
+
+
+def _repeated(array: Array, parts: int) -> Array:
+    """One head of attention, for each share of the memory: [parts, num_queries, 1, ...]."""
+    xp = namespace(array)
+    head = array[None, :, None]
+    return head if parts == 1 else xp.ascontiguousarray(xp.repeat(head, parts, axis=0))
 
 
 def plan_parts(num_queries: int, num_rows: int, device: Device) -> int:

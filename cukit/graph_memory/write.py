@@ -14,7 +14,6 @@ from cukit.core.arrays import (
     float32,
     float64,
     int32,
-    namespace,
     runs_kernel,
 )
 from cukit.core.device import Device
@@ -65,8 +64,8 @@ def memory_write(
         ConfigError: `keep` or `inplace` is no bool.
 
     The same writes in another order give the same bits: terms are added as integers of one scale,
-    that of the largest. Rows with a term that is not finite become NaN. Runs on CuPy's current
-    stream without synchronisation; sorts the indices, computes in float32.
+    that of the largest. Elements with a term that is not finite become NaN. Runs on CuPy's current
+    stream without synchronisation; computes in float32.
 
     >>> import numpy as np, cukit as ck
     >>> memory, rows = np.array([[4.0], [8.0]]), np.array([0, 0, 1], np.int32)
@@ -85,12 +84,13 @@ def memory_write(
         check_overlap(op, memory, indices=indices, values=values, gates=gates)
     if not on_kernel:
         return reference.memory_write(memory, indices, values, gates, keep=keep, inplace=inplace)
-    launch = _prepare(memory, indices, values, gates)
-    xp = namespace(memory)
-    out = memory if inplace else memory.copy()
-    totals = xp.zeros(len(memory), float32)
-    order = xp.argsort(indices).astype(int32)
-    launch(order, indices, values, gates, out, totals)
+    link, write = _prepare(memory, indices, values, gates)
+    heads, chain = empty(indices, (len(memory),)), empty(indices, indices.shape)
+    heads.fill(-1)
+    link(indices, heads, chain)
+    out = memory if inplace else empty(memory, memory.shape)
+    totals = empty(gates, (len(memory),))
+    write(heads, chain, values, gates, memory, out, totals)
     return (out, totals) if keep else out
 
 
@@ -137,11 +137,15 @@ def memory_write_backward(
 
 
 @launch_plan
-def _prepare(memory: Array, indices: Array, values: Array, gates: Array) -> Launch:
+def _prepare(memory: Array, indices: Array, values: Array, gates: Array) -> tuple[Launch, Launch]:
+    """Links the writes of each row; writes."""
     _check_kernel("memory_write", memory, gates)
-    vec = access_width(memory.shape[1], memory)
+    vec = access_width(memory.shape[1], memory, values)
     spec = _spec("memory_write", memory.dtype.name, vec)
-    return _launch(spec, memory, indices, len(indices))
+    return (
+        _launch(_link_spec(), memory, indices, len(indices)),
+        _launch(spec, memory, indices, _WARP * len(memory)),
+    )
 
 
 @launch_plan
@@ -157,19 +161,25 @@ def _prepare_backward(
     op = "memory_write_backward"
     _check_kernel(op, memory, gates)
     check_array(op, "totals", totals, dtypes=(float32,))
-    spec = _spec(op, memory.dtype.name, access_width(memory.shape[1], grad_out))
-    return _launch(spec, memory, indices, len(memory) + len(indices))
+    vec = access_width(memory.shape[1], grad_out, memory, out, values)
+    spec = _spec(op, memory.dtype.name, vec)
+    return _launch(spec, memory, indices, _WARP * (len(memory) + len(indices)))
 
 
-def _launch(spec: KernelSpec, memory: Array, indices: Array, warps: int) -> Launch:
+def _launch(spec: KernelSpec, memory: Array, indices: Array, threads: int) -> Launch:
     num_rows, dim = memory.shape
     scalars = (_PARAMETERS.pack(num_rows=num_rows, num_writes=len(indices), dim=dim),)
-    return Launch(load_kernel(spec), (-(-warps // (_THREADS // _WARP)),), scalars)
+    return Launch(load_kernel(spec), (-(-threads // _THREADS),), scalars)
 
 
 def _spec(entry: str, dtype: str, vec: int) -> KernelSpec:
     defines = (("DTYPE", dtype), ("VEC", vec), ("THREADS", _THREADS))
     return KernelSpec(f"graph_memory/{entry}.cu", entry, defines, _THREADS)
+
+
+def _link_spec() -> KernelSpec:
+    defines = (("THREADS", _THREADS),)
+    return KernelSpec("graph_memory/link_writes.cu", "link_writes", defines, _THREADS)
 
 
 def _check(op: str, memory: Array, indices: Array, values: Array, gates: Array) -> None:
@@ -196,7 +206,7 @@ def _specs(entry: str) -> list[KernelSpec]:
 
 
 def _write_specs(device: Device) -> list[KernelSpec]:
-    return _specs("memory_write")
+    return [*_specs("memory_write"), _link_spec()]
 
 
 def _backward_specs(device: Device) -> list[KernelSpec]:

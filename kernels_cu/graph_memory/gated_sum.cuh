@@ -9,29 +9,41 @@
 
 namespace cukit {
 
-// The power of two that terms up to `largest` (finite, above 0) are multiplied by.
-CUKIT_DEVICE int fixed_point_shift(float largest, int count) {
-  const int exponent = (__float_as_int(largest) >> 23) - 126;  // largest < 2^exponent
-  return 62 - exponent - (32 - __clz(count));
-}
+// N sums at once: first every term is shown to `see`, then, after `scale`, to `add`, in any order.
+template <int N>
+struct SumsInAnyOrder {
+  float largest[N];
+  int shift[N];
+  long long sums[N];
 
-// Of `count` terms, term(i) each of them.
-template <typename Term>
-CUKIT_DEVICE float sum_in_any_order(int count, const Term& term) {
-  if (count == 1) return term(0);
-  float largest = 0.0f;
-  bool finite = true;
-  for (int i = 0; i < count; ++i) {
-    const float size = fabsf(term(i));
-    finite = finite && size < infinity();
-    largest = fmaxf(largest, size);
+  CUKIT_DEVICE SumsInAnyOrder() {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      largest[i] = 0.0f;
+      sums[i] = 0;
+    }
   }
-  if (!finite) return __int_as_float(0x7fc00000);  // NaN
-  if (largest == 0.0f) return 0.0f;
-  const int shift = fixed_point_shift(largest, count);
-  long long sum = 0;
-  for (int i = 0; i < count; ++i) sum += __float2ll_rn(ldexpf(term(i), shift));
-  return ldexpf(__ll2float_rn(sum), -shift);
-}
+
+  // A term that is not finite makes `largest` infinite.
+  CUKIT_DEVICE void see(int i, float term) {
+    const float size = fabsf(term);
+    largest[i] = size < infinity() ? fmaxf(largest[i], size) : infinity();
+  }
+
+  CUKIT_DEVICE void scale(int count) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const int exponent = (__float_as_int(largest[i]) >> 23) - 126;  // largest < 2^exponent
+      shift[i] = 62 - exponent - (32 - __clz(count));
+    }
+  }
+
+  CUKIT_DEVICE void add(int i, float term) { sums[i] += __float2ll_rn(ldexpf(term, shift[i])); }
+
+  CUKIT_DEVICE float result(int i) const {
+    return largest[i] < infinity() ? ldexpf(__ll2float_rn(sums[i]), -shift[i])
+                                   : __int_as_float(0x7fc00000);  // NaN
+  }
+};
 
 }  // namespace cukit

@@ -26,7 +26,7 @@ struct DiffuseParameters {
   float keep, inject;
 };
 
-// memory_write, memory_write_backward
+// link_writes, memory_write, memory_write_backward
 struct WriteParameters {
   int num_rows, num_writes, dim;
 };

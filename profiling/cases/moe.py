@@ -244,12 +244,11 @@ def bank_case(batch: int, seq_len: int, dim: int, num_layers: int, top_k: int) -
                 best, chosen = torch.topk(p, top_k, dim=1)
                 if not dense:
                     made = silu(x[:, None] @ layers[chosen].transpose(2, 3))
-                    return x + (best[..., None, None] * made).sum(dim=1)
+                    return (x + (best[..., None, None] * made).sum(dim=1)).to(x.dtype)
                 p = torch.zeros_like(p).scatter_(1, chosen, best)
-                y = x.float()
-                for i in range(num_layers):
-                    y = y + p[:, i, None, None] * silu(x @ layers[i].T)
-                return y.to(x.dtype)
+                made = torch.bmm(x.reshape(1, -1, dim).expand(num_layers, -1, -1), layers.mT)
+                made = silu(made).view(num_layers, batch, seq_len, dim)
+                return (x + (p.T[..., None, None] * made).sum(dim=0)).to(x.dtype)
 
             return function
 

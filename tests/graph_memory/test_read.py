@@ -44,7 +44,9 @@ def test_matches_reference(device, rng, size, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_backward_matches_reference(device, rng, dtype):
+@pytest.mark.parametrize("parts", [1, 2])
+def test_backward_matches_reference(device, rng, dtype, parts, monkeypatch):
+    monkeypatch.setattr(read, "plan_parts", lambda *_: parts)
     grad, queries, memory = (random(rng, (rows, 64), dtype, 0.5) for rows in (5, 5, 70))
     kept = reference.memory_read(queries, memory, return_lse=True)
     arrays = (grad, queries, memory, *kept)

@@ -26,9 +26,9 @@ class Size:
 
 SIZES = [
     Size(1, 1, 8, 1),
-    Size(3, 700, 24, 5),
+    Size(3, 700, 24, 250),
     Size(70, 97, 128, 33),
-    Size(260, 250, 40, 250),
+    Size(130, 250, 40, 40),
     Size(17, 300, 136, 64),
     Size(33, 257, 256, 16),
 ]
@@ -61,7 +61,10 @@ def check(device, queries, memory, k):
     assert indices.dtype == np.int32
     assert scores.shape == indices.shape == (len(queries), k)
     wide = memory.astype(np.float32)
-    for query, own, rows in zip(queries.astype(np.float32), scores, indices, strict=True):
+    some = slice(None, None, max(1, len(queries) * len(memory) >> 23))
+    for query, own, rows in zip(
+        queries[some].astype(np.float32), scores[some], indices[some], strict=True
+    ):
         exact = wide @ query
         allowed = SCORE[queries.dtype.name] * max(1.0, float(np.abs(wide).max()) * len(query))
         assert len(set(rows.tolist())) == k
