@@ -255,13 +255,14 @@ def bank_case(batch: int, seq_len: int, dim: int, num_layers: int, top_k: int) -
         return make
 
     def build() -> Workload:
-        arrays = _bank(batch, seq_len, dim, num_layers)
-        arms = forward_arms(lambda: moe.layer_bank(*arrays, top_k), torch_bank(dense=True), *arrays)
+        x, router, layers = arrays = _bank(batch, seq_len, dim, num_layers)
+        ours = partial(moe.layer_bank, x, router, layers, top_k)
+        arms = forward_arms(ours, torch_bank(dense=True), *arrays)
         del arms["torch-eager"]
         arms["torch-gather"] = lambda: peers.forward(
             torch_bank(dense=False)(peers.torch()), *arrays, compiled=True
         )
-        return Workload(arms, lambda: bank_reference.layer_bank(*arrays, top_k))
+        return Workload(arms, partial(bank_reference.layer_bank, x, router, layers, top_k))
 
     return _bank_case("layer_bank", batch, seq_len, dim, num_layers, top_k, build)
 
@@ -282,7 +283,7 @@ def bank_backward_case(batch: int, seq_len: int, dim: int, num_layers: int, top_
     return _bank_case("layer_bank_backward", *shape, build, products=2)
 
 
-def _bank(batch: int, seq_len: int, dim: int, num_layers: int) -> tuple[Any, ...]:
+def _bank(batch: int, seq_len: int, dim: int, num_layers: int) -> tuple[Any, Any, Any]:
     """Samples whose means differ, the router and the layers."""
     x = normal((batch, seq_len, dim), DTYPE)
     router = normal((num_layers, dim), "float32")
