@@ -87,7 +87,7 @@ def graph_diffusion(
     memory, transition = _adopt(op, memory, transition)
     options = _options(op, steps, restart, method, time)
     if not runs_kernel(op, memory, *transition):
-        _check(op, memory, transition)
+        check_transition(op, memory, transition)
         return reference.graph_diffusion(memory, transition, **options)
     return _diffuse(op, memory, transition, step_weights(**options))
 
@@ -133,11 +133,11 @@ def graph_diffusion_backward(
     options = _options(op, steps, restart, method, time)
     others = () if transposed is None else transposed
     on_kernel = runs_kernel(op, grad_out, memory, *transition, *others)
-    _check(op, memory, transition)
+    check_transition(op, memory, transition)
     check_array(op, "grad_out", grad_out, dtypes=FLOAT_DTYPES, shape=memory.shape)
     check_same_dtype(op, memory=memory, grad_out=grad_out)
     if transposed is not None:
-        _check(op, memory, transposed, "transposed")
+        check_transition(op, memory, transposed, "transposed")
     if not on_kernel:
         return reference.graph_diffusion_backward(
             grad_out, memory, transition, values=values, **options
@@ -169,16 +169,21 @@ def _diffuse(op: str, memory: Array, transition: Transition, weights: tuple[floa
     return _steps(op, memory, memory, transition, weights, True)
 
 
+def spread(z: Array, transition: Transition, *, on_kernel: bool) -> Array:
+    """`T z`, each sum in the order of the edges."""
+    if not on_kernel:
+        reference.check_edges(transition, len(z))
+        return reference.spread(transition, z)
+    if not z.size:
+        return z.copy()
+    return _steps("graph_diffusion", z, z, transition, (1.0,), False)
+
+
 def row_sums(transition: Transition, *, on_kernel: bool) -> Array:
     """The sum of the values of each row, in the order of its edges."""
     offsets, _, values = transition
     ones = namespace(values).ones((len(offsets) - 1, 1), values.dtype)
-    if not ones.size:
-        return ones[:, 0]
-    if not on_kernel:
-        reference.check_edges(transition, len(ones))
-        return reference.spread(transition, ones)[:, 0]
-    return _steps("graph_diffusion", ones, ones, transition, (1.0,), False)[:, 0]
+    return spread(ones, transition, on_kernel=on_kernel)[:, 0]
 
 
 def _steps(
@@ -258,7 +263,7 @@ def _prepare(
     inject: bool,
 ) -> list[list[Launch]]:
     """Launches of all steps, for each slice of columns."""
-    _check(op, memory, Transition(offsets, columns, values))
+    check_transition(op, memory, Transition(offsets, columns, values))
     check_array(op, "memory", memory, dtypes=KERNEL_DTYPES)
     check_array(op, "transition.values", values, dtypes=(float32,))
     num_nodes, dim = memory.shape
@@ -326,7 +331,10 @@ def _options(op: str, steps: Any, restart: Any, method: Any, time: Any) -> dict[
     }
 
 
-def _check(op: str, memory: Array, transition: Transition, name: str = "transition") -> None:
+def check_transition(
+    op: str, memory: Array, transition: Transition, name: str = "transition"
+) -> None:
+    """Raises ArrayError unless memory and transition fit."""
     check_array(op, "memory", memory, dtypes=FLOAT_DTYPES, ndim=2)
     offsets, columns, values = transition
     check_array(op, f"{name}.row_offsets", offsets, dtypes=(int32,), shape=(len(memory) + 1,))

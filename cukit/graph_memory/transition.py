@@ -15,10 +15,10 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
-from cukit.errors import ArrayShapeError, ConfigError
-from cukit.graph_memory.diffusion import row_sums
+from cukit.errors import ArrayError, ArrayShapeError, ConfigError
+from cukit.graph_memory.diffusion import check_transition, row_sums, spread
 from cukit.graph_memory.retrieve import MOST_K, retrieve_top_k
-from cukit.reference.graph_memory import Transition, rows_of_edges
+from cukit.reference.graph_memory import Transition, rows_of_edges, transpose
 
 NORMALIZATIONS = ("row", "softmax", "symmetric")
 
@@ -130,6 +130,53 @@ def transition_from_similarity(
     weights /= weights.sum(axis=1, keepdims=True)
     columns = xp.ascontiguousarray(neighbours).ravel()
     return Transition(_ends(xp, counts), columns, xp.ascontiguousarray(weights).ravel())
+
+
+def transition_from_similarity_backward(
+    grad_values: Array, memory: Array, transition: Transition, *, scale: float | None = None
+) -> Array:
+    """Gradient of :func:`transition_from_similarity` with "softmax" with respect to the memory.
+
+    The choice of neighbours is a constant. With `grad_values` from
+    :func:`graph_diffusion_backward` and its `grad_memory` added, this is the gradient of a
+    diffusion over the memory's own graph.
+
+    Args:
+        grad_values: gradient of the transition's values, float32 [num_edges].
+        memory, scale: the forward's.
+        transition: what the forward returned.
+
+    Returns:
+        Shape and dtype of `memory`; added in float32, deterministic.
+
+    Raises:
+        ArrayError: dtype, shape or layout of an argument.
+        ConfigError: `scale`.
+    """
+    op = "transition_from_similarity_backward"
+    if not isinstance(transition, Transition):
+        kind = type(transition).__name__
+        raise ArrayError(f"{op}: transition must be a Transition, got {kind}")
+    arrays = adopt(op, grad_values, memory, *transition)
+    grad_values, memory, *parts = arrays
+    transition = Transition(*parts)
+    check_transition(op, memory, transition)
+    shape = transition.values.shape
+    check_array(op, "grad_values", grad_values, dtypes=FLOAT_DTYPES, shape=shape)
+    if scale is not None:
+        check_number(op, "scale", scale, above=0)
+    factor = grad_values.dtype.type(memory.shape[1] ** -0.5 if scale is None else scale)
+    on_kernel = runs_kernel("graph_diffusion", *arrays)
+    weighted = transition._replace(values=transition.values * grad_values)
+    sums = row_sums(weighted, on_kernel=on_kernel)
+    centred = grad_values - sums[rows_of_edges(transition)]
+    slopes = transition._replace(values=factor * transition.values * centred)
+    there, back = (
+        spread(memory, each, on_kernel=on_kernel) for each in (slopes, transpose(slopes))
+    )
+    if there.dtype.itemsize < 4:
+        return (there.astype(float32) + back.astype(float32)).astype(memory.dtype)
+    return there + back
 
 
 def _ends(xp: Any, counts: Array) -> Array:

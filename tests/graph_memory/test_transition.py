@@ -10,11 +10,13 @@ from cukit.graph_memory import (
     GraphDiffusionMemory,
     Transition,
     graph_diffusion,
+    graph_diffusion_backward,
     memory_read,
     transition_from_adjacency,
     transition_from_similarity,
+    transition_from_similarity_backward,
 )
-from tests.contract import random, to_device, to_host
+from tests.contract import check_gradient, random, to_device, to_host
 from tests.graph_memory.test_diffusion import dense, graph
 
 
@@ -71,6 +73,36 @@ def test_similarity(device, rng, normalize, self_loops):
         roots = weights.sum(axis=1) ** -0.5
         want = roots[:, None] * weights * roots
     np.testing.assert_allclose(dense(got, 40), want, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_go_through_the_graph_of_the_memory(rng):
+    """Diffusion over the memory's own graph: neighbours are constants, their weights are not."""
+    options = {"steps": 3, "restart": 0.2}
+
+    def forward(memory):
+        return graph_diffusion(memory, transition_from_similarity(memory, 4, scale=0.3), **options)
+
+    def backward(grad, memory):
+        walk = transition_from_similarity(memory, 4, scale=0.3)
+        grad_memory, grad_values = graph_diffusion_backward(grad, memory, walk, **options)
+        through = transition_from_similarity_backward(grad_values, memory, walk, scale=0.3)
+        return grad_memory + through
+
+    check_gradient(forward, backward, (rng.standard_normal((20, 5)),), rng)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_gradient_of_a_similarity(device, rng, dtype):
+    memory, k = random(rng, (40, 16), dtype), 4
+    (placed,) = to_device(device, memory)
+    walk = transition_from_similarity(placed, k)
+    grad = random(rng, walk.values.shape, "float32")
+    p, g = dense(host(walk), 40), dense(host(walk)._replace(values=grad), 40)
+    slopes = p * (g - (p * g).sum(axis=1, keepdims=True)) / 4
+    want = (slopes + slopes.T) @ memory.astype(np.float64)
+    got = transition_from_similarity_backward(to_device(device, grad)[0], placed, walk)
+    assert got.dtype == memory.dtype
+    np.testing.assert_allclose(to_host(got).astype(np.float64), want, atol=3e-2)
 
 
 def test_the_module_is_its_ops(device, rng):
