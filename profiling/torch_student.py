@@ -150,7 +150,10 @@ def main(arguments: list[str] | None = None) -> list[Arm]:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", nargs="*", help="names of arms")
     options = parser.parse_args(arguments)
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, masking_utils
+
+    # No sequences are packed; looking for them waits for the GPU in every step of every arm.
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
 
     device, dtype = ("cpu", torch.float32) if options.tiny else ("cuda", torch.bfloat16)
     sizes = (64, 128, 2, 4, 97) if options.tiny else (768, 2048, 12, 12, 32000)
@@ -198,7 +201,8 @@ def main(arguments: list[str] | None = None) -> list[Arm]:
             if device == "cuda":
                 arm.capture(batches[0], teacher, teacher_weight)
         except Exception as error:  # an arm of a library that is missing says so
-            print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            words = " ".join(str(error).split())[:300]
+            print(f"{name}: {type(error).__name__}: {words}", flush=True)
     for _ in range(options.rounds):
         for mode in ("eager", "graph"):
             for arm in arms:

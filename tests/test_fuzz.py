@@ -94,6 +94,7 @@ FUNCTIONS: dict[str, Sample] = {
 
 WRITES = {
     "adamw": {"params", "state"},
+    "ema_update": {"averages", "copies"},
     "append_kv": {"k_cache", "v_cache"},
     "batched_copy": {"memory"},
     "gated_scan_step": {"state"},

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -110,6 +110,33 @@ def standard_library_files() -> list[Path]:
     ]
 
 
+class AnyRanks(Protocol):
+    """Anything that knows its place among processes."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+class BatchSource(Protocol):
+    """What `Trainer` takes its batches from: `Windows`, `OfflineBatches` or your own.
+
+    Where it has `rank` and `num_ranks`, they must be the trainer's. Where `every_target_counts` is
+    there and true, no target is `ignore_index`; else the trainer counts them on the device.
+    """
+
+    batch: int
+    seq_len: int
+    xp: ModuleType
+
+    def __call__(self, step: int, part: int = 0) -> tuple[Any, ...]:
+        """(tokens, targets), int32 [batch, seq_len], or (tokens, targets, signals): the same for
+        the same step and part, whenever it is asked."""
+        ...
+
+
 class Windows:
     """Random windows of a text, the same for the same seed and step.
 
@@ -119,7 +146,12 @@ class Windows:
     Args:
         text: uint8 [length], longer than seq_len.
         xp: numpy or cupy; the text is moved there once, and windows are cut there.
+        ranks: who this process is, a `Communicator` say: rank r of n takes windows r * batch ..
+            (r + 1) * batch - 1 of the n * batch that one process with so large a batch would take.
     """
+
+    every_target_counts = True
+    """No target is `ignore_index`, so that nobody needs to count them."""
 
     def __init__(
         self,
@@ -129,16 +161,20 @@ class Windows:
         seq_len: int,
         seed: int,
         xp: ModuleType = np,
+        ranks: AnyRanks | None = None,
     ) -> None:
         check_length(text, seq_len, "training text")
         self.batch, self.seq_len, self.seed, self.xp = batch, seq_len, seed, xp
+        self.rank, self.num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._text = xp.asarray(text)
         self._offsets = xp.arange(seq_len + 1)[None, :]
 
     def __call__(self, step: int, part: int = 0) -> tuple[Any, Any]:
         """(tokens, targets), both int32 [batch, seq_len]; targets are the tokens that follow."""
         rng = np.random.default_rng((self.seed, step, part))
-        starts = rng.integers(0, len(self._text) - self.seq_len, (self.batch, 1))
+        count = self.batch * self.num_ranks
+        starts = rng.integers(0, len(self._text) - self.seq_len, (count, 1))
+        starts = starts[self.rank * self.batch :][: self.batch]
         return cut(self._text, self.xp.asarray(starts) + self._offsets, self.xp)
 
 

@@ -291,6 +291,11 @@ def _adamw(rng: Rng) -> Arguments:
     }
 
 
+def _ema_update(rng: Rng) -> Arguments:
+    averages, values, copies = (_rows(rng, (300,), (17, 20)) for _ in range(3))
+    return (averages, values, 0.9, copies), {}
+
+
 def _values(rng: Rng) -> Any:
     return random(rng, (5, 37), "float32", 3.0)
 
@@ -427,6 +432,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "gelu_and_mul_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 400))), {}),
     "gelu_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 200))), {}),
     "gemv": lambda rng: (tuple(_rows(rng, (3, 264), (264, 72))), {}),
+    "ema_update": _ema_update,
     "global_norm": lambda rng: ((_rows(rng, (300,), (17, 20)),), {}),
     "distillation_loss": lambda rng: (
         _divergence(rng)[0],
@@ -512,7 +518,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
 }
 
 
-IN_PLACE = ("adamw", "pack_kv")
+IN_PLACE = ("adamw", "ema_update", "pack_kv")
 """Ops whose results are their arguments."""
 
 
