@@ -21,15 +21,10 @@ LONG_FILE = 500
 
 BASE = {"errors"}
 OPS = BASE | {"core", "reference", "registry", "gemm", "quantization"}
-<<<<<<< HEAD
-MODELS = (
-    OPS | {"layers", "attention", "moe", "array_api", "sampling", "sequence"} | {"graph_memory"}
-)
-LOOP = MODELS | {"models", "distill", "memory"}
-=======
-MODELS = OPS | {"layers", "attention", "moe", "array_api", "sampling", "sequence"}
+MODELS = OPS | {
+    "layers", "attention", "moe", "array_api", "sampling", "sequence", "graph_memory"
+}  # fmt: skip
 LOOP = MODELS | {"models", "distill", "distributed", "memory"}
->>>>>>> main
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
