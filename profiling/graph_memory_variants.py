@@ -1,6 +1,8 @@
 """Variants of the plans of `cukit.graph_memory`, beside one another on one GPU.
 
     python -m profiling.graph_memory_variants [parts]
+
+`parts`: only the launches of a retrieval, each alone.
 """
 
 from __future__ import annotations
