@@ -53,6 +53,7 @@ from cukit.distill._loss_options import (
     pack_rows,
 )
 from cukit.distributed import Alone, Communicator, communicator
+from cukit.gemm import matmul
 from cukit.models import Transformer, TransformerConfig
 from profiling.data import DTYPES, normal
 
@@ -276,7 +277,30 @@ class Bench:
                     f"{config.split.threads} a row: {took * 1e6:6.1f} us, "
                     f"{moved / took / 1e12:.2f} TB/s"
                 )
+            del student, teacher, grad
+            self.products()
         self.comm.barrier()
+
+    def products(self) -> None:
+        """Those of a chunk of a spread head, and grad_hidden in both dtypes."""
+        rows, hidden, columns = 2048, HEAD[1], HEAD[-1] // 2
+        states, weight = (normal((each, hidden), self.dtype) for each in (rows, columns))
+        logits = normal((rows, columns), self.dtype)
+        options: dict[str, Any] = {"precision": "auto"}
+        share, whole = (self.xp.empty((rows, hidden), each) for each in (np.float32, logits.dtype))
+        gradient = self.xp.empty((columns, hidden), logits.dtype)
+        calls = {
+            "logits": partial(matmul, states, weight, transpose_b=True, out=logits, **options),
+            "grad_hidden float32": partial(matmul, logits, weight, out=share, **options),
+            "grad_hidden bfloat16": partial(matmul, logits, weight, out=whole, **options),
+            "grad_weight": partial(
+                matmul, logits, states, transpose_a=True, out=gradient, **options
+            ),
+        }
+        for name, call in calls.items():
+            took = self.device_seconds(call, 6)
+            rate = 2 * rows * hidden * columns / took / 1e12
+            self.say(f"product {name}: {took * 1e3:.3f} ms, {rate:.0f} TFLOP/s")
 
     def device_seconds(self, call: Callable[[], Any], count: int) -> float:
         """Of one call among many, on the GPU."""
