@@ -68,8 +68,8 @@ def indigo(folder: Path) -> Iterator[Program]:
 
 
 def run_indigo(path: Path, seed: int, **settings: Any) -> None:
-    """On a small graph of the seed's: a ring with a hub, edges in both directions, neighbours in any
-    order, and a vertex without edges at either end."""
+    """On a small graph of its own for each seed: a ring with a hub, edges in both directions,
+    neighbours in any order, and a vertex without edges at either end."""
     vertices = 14
     ring = range(1, vertices - 1)
     edges = {(i, i % (vertices - 2) + 1) for i in ring} | {(1, i) for i in ring[1:]}

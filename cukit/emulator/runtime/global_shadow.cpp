@@ -29,11 +29,18 @@ struct ElementJudge {
     return past.epoch != 0 && (past.bytes & bytes) != 0 && !ordered(past);
   }
 
+  // Two atomics of different blocks, one of which is atomic within its block alone.
+  bool out_of_scope(const Past& past) const {
+    if (!is_atomic(access) || !is_atomic(past.mark)) return false;
+    if (access != Access::BlockAtomic && past.mark != Mark::BlockAtomic) return false;
+    return past.cluster != cluster.number || past.agent / cluster.threads != actor.agent / cluster.threads;
+  }
+
   // The earlier access that this one is in a race with, or null.
   const Past* clash(const GlobalCell& cell, std::uint8_t bytes) const {
     if (clashes(cell.write, bytes)) return &cell.write;
     for (const Past& read : cell.reads) {
-      if (conflict(access, read.mark) && clashes(read, bytes)) return &read;
+      if ((conflict(access, read.mark) || out_of_scope(read)) && clashes(read, bytes)) return &read;
     }
     return nullptr;
   }

@@ -21,8 +21,7 @@ std::string Guesses::remaining() const {
 bool may_guess(const Actor& actor, std::size_t bytes, Access access, Mark earlier) {
   constexpr std::size_t kMost = 8;  // bytes that atomicCAS exchanges
   if (actor.engine || bytes > kMost || actor.issuer->block->cluster->launch->cas_guesses != 0) return false;
-  return (access == Access::Read && earlier == Mark::Atomic) ||
-         (access == Access::Atomic && earlier == Mark::Plain);
+  return (access == Access::Read && is_atomic(earlier)) || (is_atomic(access) && earlier == Mark::Plain);
 }
 
 void note_guess(const void* pointer, std::uint32_t call) {
@@ -30,7 +29,7 @@ void note_guess(const void* pointer, std::uint32_t call) {
   me.guess = {pointer, call, me.epoch};
 }
 
-void check_compare(const void* pointer, std::size_t bytes) {
+void check_compare(const void* pointer, std::size_t bytes, Access access) {
   CUKIT_ENTER(me);
   if (!checked()) return;
   Cluster& cluster = *me.block->cluster;
@@ -51,7 +50,7 @@ void check_compare(const void* pointer, std::size_t bytes) {
   } else if (cluster.launch->global_races != 0) {
     cluster.run->global.confirm_guesses(me, pointer, bytes);
   }
-  check(thread_actor(me), pointer, bytes, Access::Atomic);
+  check(thread_actor(me), pointer, bytes, access);
 }
 
 }  // namespace cukit::emulator
