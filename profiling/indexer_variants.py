@@ -1,6 +1,6 @@
 """Times tilings of `indexer_kl` and its backward beside the one that their plan takes:
 
-    python -m profiling.indexer_variants
+    python -m profiling.indexer_variants [--quick]
 
 An arm `M-N-KEYS-QUERIES-BLOCKS[-wgmma]` has M queries and N keys in a tile of the sweep, KEYS and
 QUERIES in one of the keys' gradient, BLOCKS thread blocks an SM. Nothing is written; outcomes go
@@ -82,7 +82,7 @@ def main() -> int:
     cases = [
         _with_tilings(make(shape)) for shape in SHAPES for make in (forward_case, backward_case)
     ]
-    return run_cases(cases, Runner())
+    return run_cases(cases, Runner(quick="--quick" in sys.argv))
 
 
 if __name__ == "__main__":
