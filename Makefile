@@ -69,6 +69,7 @@ tables: $(DEMO_STAMP)
 	$(BIN)/python -m profiling.figures
 	$(BIN)/python -m profiling.pool_tables
 	$(BIN)/python -m profiling.pool_figures
+	$(BIN)/python -m profiling.operator_figures
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -129,6 +129,17 @@ from cukit.gemm import (
     tree_matmul,
     tune_matmul,
 )
+from cukit.graph_memory import (
+    GraphDiffusionMemory,
+    Transition,
+    graph_diffusion,
+    graph_diffusion_backward,
+    memory_read,
+    memory_read_backward,
+    memory_write,
+    memory_write_backward,
+    retrieve_top_k,
+)
 from cukit.kv_cache import CompressedKV, KVCacheBlock, KVCacheManager, RadixAttention, compress_kv
 from cukit.layers import (
     embedding,
@@ -155,8 +166,11 @@ from cukit.memory import (
     memory_pool_free,
 )
 from cukit.moe import (
+    LayerBank,
     balance_experts,
     expert_order,
+    layer_bank,
+    layer_bank_backward,
     moe_ffn,
     moe_ffn_backward,
     moe_permute,
@@ -179,7 +193,14 @@ from cukit.registry import (
     register_kernel,
 )
 from cukit.sampling import sample, speculative_verify
-from cukit.sequence import gated_scan, gated_scan_step
+from cukit.sequence import (
+    gated_scan,
+    gated_scan_step,
+    histogram,
+    parallel_scan,
+    parallel_sort,
+    strided_reduction,
+)
 
 __version__ = "0.1.0"
 
@@ -198,9 +219,11 @@ __all__ = [
     "DataError",
     "DeviceBuffer",
     "EmulatorError",
+    "GraphDiffusionMemory",
     "KVCacheBlock",
     "KVCacheManager",
     "LaunchError",
+    "LayerBank",
     "MatmulPlan",
     "MemoryPool",
     "MemoryPoolConfig",
@@ -216,6 +239,7 @@ __all__ = [
     "QuantizedArray",
     "RadixAttention",
     "RecentKV",
+    "Transition",
     "UnsupportedDeviceError",
     "__version__",
     "absorb_mla_projections",
@@ -274,16 +298,21 @@ __all__ = [
     "gemv",
     "get_kernel",
     "global_norm",
+    "graph_diffusion",
+    "graph_diffusion_backward",
     "grouped_gated_linear",
     "grouped_gemm",
     "grouped_gemm_backward",
     "grouped_gemm_fp8",
+    "histogram",
     "indexer_kl",
     "indexer_kl_backward",
     "int4",
     "int8",
     "kl_divergence",
     "kl_divergence_backward",
+    "layer_bank",
+    "layer_bank_backward",
     "layer_norm",
     "layer_norm_backward",
     "linear",
@@ -301,6 +330,10 @@ __all__ = [
     "matmul_tma",
     "memory_pool_allocate",
     "memory_pool_free",
+    "memory_read",
+    "memory_read_backward",
+    "memory_write",
+    "memory_write_backward",
     "merge_attention_states",
     "mla_attention",
     "mla_metadata",
@@ -315,10 +348,13 @@ __all__ = [
     "pack_kv",
     "pack_weight",
     "paged_attention",
+    "parallel_scan",
+    "parallel_sort",
     "quantization_report",
     "quantize",
     "quantized_linear",
     "register_kernel",
+    "retrieve_top_k",
     "rms_norm",
     "rms_norm_backward",
     "rope",
@@ -329,6 +365,7 @@ __all__ = [
     "silu_and_mul",
     "silu_and_mul_backward",
     "speculative_verify",
+    "strided_reduction",
     "teacher_top_k",
     "to_numpy",
     "topk_distillation_loss",

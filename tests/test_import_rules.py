@@ -21,7 +21,9 @@ LONG_FILE = 500
 
 BASE = {"errors"}
 OPS = BASE | {"core", "reference", "registry", "gemm", "quantization"}
-MODELS = OPS | {"layers", "attention", "moe", "array_api", "sampling", "sequence"}
+MODELS = OPS | {
+    "layers", "attention", "moe", "array_api", "sampling", "sequence", "graph_memory"
+}  # fmt: skip
 LOOP = MODELS | {"models", "distill", "distributed", "memory"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -36,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "moe": OPS | {"layers"},
     "sampling": OPS,
     "sequence": OPS,
+    "graph_memory": OPS | {"attention"},
     "quantization": OPS,
     "distributed": BASE | {"core"},
     "distill (ops)": OPS | {"distill", "distributed"},
