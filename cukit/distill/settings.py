@@ -201,8 +201,8 @@ DEFAULTS: dict[str, DistillSettings] = {
         checkpoint_every=100,
         eval_windows=256,
     ),
-    # One data-centre GPU, a few minutes. The teacher reads hardly anything twice; the student is too
-    # small to come near it.
+    # One data-centre GPU, a few minutes. The teacher reads hardly anything twice, the student is
+    # too small to come near it.
     "gpu": DistillSettings(
         device="gpu",
         dtype="bfloat16",
