@@ -77,7 +77,8 @@ def indexer_kl_backward(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value.
 
-    Runs on CuPy's current stream, accumulates in float32, is deterministic. Scratch: dI in 16 bits,
+    Runs on CuPy's current stream, accumulates in float32, is deterministic. dI is rounded to the
+    dtype of q_s, for grad_weights too. Scratch: dI in 16 bits,
     of as many queries at a time as 128 MiB hold, float32 sums of grad_k_s, and the forward's.
     """
     each_row = reduction == "none" and grad_loss is not None
