@@ -176,7 +176,7 @@ from cukit.registry import (
     register_kernel,
 )
 from cukit.sampling import sample, speculative_verify
-from cukit.sequence import gated_scan, gated_scan_step
+from cukit.sequence import gated_scan, gated_scan_backward, gated_scan_step
 
 __version__ = "0.1.0"
 
@@ -262,6 +262,7 @@ __all__ = [
     "gated_linear",
     "gated_linear_backward",
     "gated_scan",
+    "gated_scan_backward",
     "gated_scan_step",
     "gelu",
     "gelu_and_mul",

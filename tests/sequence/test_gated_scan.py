@@ -12,7 +12,7 @@ from cukit.core.device import TYPICAL_DEVICES
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.reference import sequence as reference
 from cukit.sequence import gated_scan, gated_scan_step
-from cukit.sequence.gated_scan import plan_gated_scan
+from cukit.sequence._plan import plan_gated_scan
 from tests.contract import another_order, check_against_reference, random, to_device, to_host
 from tests.quick_run import possible
 

@@ -1,0 +1,133 @@
+// Which chunks of a scan a block works on, and how their decays add up.
+#pragma once
+
+#include "common/platform.cuh"
+#include "common/ptx/pack.cuh"
+#include "common/tile.cuh"
+#include "common/types.cuh"
+#include "sequence/parameters.cuh"
+
+namespace cukit {
+
+constexpr int kChunk = 64;        // tokens
+constexpr int kHeadColumns = 64;  // of head_dim, a block
+constexpr float kLeastLogDecay = -104.0f;
+// 2^x is 0 in float from here down.
+constexpr float kNothingLeft = -150.0f;
+
+// A block's part of a sequence: chunks [first, end) of those that begin at token `begin`.
+// Grid: (segment, column tile, sequence * num_heads + head).
+struct ScanWork {
+  int segment, column, columns, sequence, head, group;
+  int length, first, end;
+  long long begin;
+
+  CUKIT_DEVICE ScanWork(const ScanParameters& p, const int* cu_seqlens, int first_segment) {
+    segment = static_cast<int>(blockIdx.x) + first_segment;
+    column = static_cast<int>(blockIdx.y) * kHeadColumns;
+    columns = min(p.head_dim - column, kHeadColumns);
+    sequence = static_cast<int>(blockIdx.z) / p.num_heads;
+    head = static_cast<int>(blockIdx.z) % p.num_heads;
+    group = head / (p.num_heads / p.num_groups);
+    begin = cu_seqlens == nullptr ? static_cast<long long>(sequence) * p.seq_len
+                                  : cu_seqlens[sequence];
+    length = cu_seqlens == nullptr ? p.seq_len : cu_seqlens[sequence + 1] - cu_seqlens[sequence];
+    const int chunks = (length + kChunk - 1) / kChunk;
+    const int share = (chunks + p.segments - 1) / p.segments;
+    first = min(segment * share, chunks);
+    end = min(first + share, chunks);
+  }
+
+  // Of this segment's state among [num_sequences, segments, num_heads].
+  CUKIT_DEVICE long long place(const ScanParameters& p) const {
+    return (static_cast<long long>(sequence) * p.segments + segment) * p.num_heads + head;
+  }
+
+  // Of a chunk's state among [slots, num_heads]: sequences of any lengths have slots of their own,
+  // since floor(a + b) + 1 >= floor(a) + ceil(b).
+  CUKIT_DEVICE long long chunk_place(const ScanParameters& p, int chunk) const {
+    return (begin / kChunk + sequence + chunk) * p.num_heads + head;
+  }
+};
+
+// Log decays, base 2, of tokens 2 l and 2 l + 1 of a chunk, for lane l. `log_decay`: the sequence's
+// first of this head.
+CUKIT_DEVICE void read_decays(float (&own)[2], const float* log_decay, int num_heads, int chunk,
+                              int length) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = chunk * kChunk + 2 * static_cast<int>(threadIdx.x % kWarpSize) + i;
+    const float l = token < length ? log_decay[static_cast<long long>(token) * num_heads] : 0.0f;
+    own[i] = (l != l ? l : fmaxf(fminf(l, 0.0f), kLeastLogDecay)) * kLog2E;
+  }
+}
+
+// Sums of the decays of a chunk, for one warp.
+struct ChunkDecays {
+  float* upto;  // [kChunk], log2
+
+  // Lane l brings the decays of tokens 2 l and 2 l + 1.
+  CUKIT_DEVICE void scan(const float (&own)[2]) const {
+    const int lane = threadIdx.x % kWarpSize;
+    float sum = own[0] + own[1];
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const float other = __shfl_up_sync(kFullMask, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    __syncwarp();
+    upto[2 * lane] = sum - own[1];
+    upto[2 * lane + 1] = sum;
+    __syncwarp();
+  }
+
+  CUKIT_DEVICE float last() const { return upto[kChunk - 1]; }
+};
+
+// A warp's rows of a state: kTiles x 16 of them, all columns of the block.
+template <int StateTile, int Warps>
+struct StateRows {
+  static constexpr int kRows = StateTile / Warps;
+  static constexpr int kTiles = kRows / 16;
+  static constexpr int kColumnTiles = kHeadColumns / 8;
+  using Values = float[kTiles][kColumnTiles][4];
+
+  int row, column;  // of a lane's first value
+
+  CUKIT_DEVICE StateRows()
+      : row(static_cast<int>(threadIdx.x / kWarpSize) * kRows + static_cast<int>(threadIdx.x % kWarpSize) / 4),
+        column(2 * static_cast<int>(threadIdx.x % 4)) {}
+
+  // body(value, offset) for each value that the state [state_dim, head_dim] has.
+  template <typename Body>
+  CUKIT_DEVICE void each(Values& values, const ScanParameters& p, int first_column,
+                         const Body& body) const {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at_row = row + 16 * m + 8 * (i / 2);
+          const int at = first_column + 8 * n + column + i % 2;
+          if (at_row < p.state_dim && at < p.head_dim) body(values[m][n][i], at_row * p.head_dim + at);
+        }
+  }
+
+  // Rounds the values to a tile [StateTile][kHeadColumns] in shared memory.
+  template <typename T>
+  CUKIT_DEVICE void round(unsigned char* tile, const Values& values) const {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          unsigned char* to = tile + Swizzle<kHeadColumns>::offset(row + 16 * m + 8 * half, n);
+          *reinterpret_cast<unsigned*>(to + 2 * column) =
+              pack<T>(values[m][n][2 * half], values[m][n][2 * half + 1]);
+        }
+  }
+};
+
+}  // namespace cukit
