@@ -186,7 +186,9 @@ def _chunk_backward(
     read = xp.sum(c * from_state, axis=-1)
     written = xp.sum(b * to_state, axis=-1)
     passing = (products.sum(1) - products.sum(2)).T  # [tokens, num_heads]
-    before = xp.cumsum(passing + written, axis=0) - (passing + written)
+    change = passing + written
+    change = xp.concatenate([xp.zeros_like(change[:1]), change[:-1]])
+    before = xp.cumsum(change, axis=0)
     after = xp.cumsum(read[::-1], axis=0)[::-1]
     grad_decay = before + after + xp.sum(kept * g * h, axis=(1, 2))
     return grad_x, grad_b, grad_c, grad_decay, grad_h

@@ -158,7 +158,7 @@ def _prepare(
     device = current_device()
     launches = scan_launches(x, num_groups, state_shape, device)
     config = launches.config
-    spec = _spec(config)
+    spec = _spec(config, device)
     if spec.shared_bytes + _STATIC_BYTES > device.shared_bytes_per_block:
         raise ConfigError(f"{op}: state_dim is too large for the GPU, got {state_dim}")
     tokens, tiles = batch * seq_len, launches.grid[1]
@@ -183,11 +183,14 @@ def _prepare(
     )
 
 
-def _spec(config: ScanConfig) -> KernelSpec:
-    stages = 2 if config.state_tile == 64 else 1
-    defines = (*config.defines(), ("STAGES", stages))
+def _spec(config: ScanConfig, device: Device) -> KernelSpec:
+    """With two stages where two blocks of a multiprocessor have room for them."""
     stage = 2 * config.key_bytes + 2 * CHUNK * COLUMNS * 2 + config.state_bytes
-    shared = stages * stage + config.state_bytes + 2 * CHUNK * CHUNK * 2
+    others = config.state_bytes + 2 * CHUNK * CHUNK * 2
+    most = min(device.shared_bytes_per_block, device.shared_bytes_per_sm // 2 - 1024)
+    stages = 2 if 2 * stage + others + _STATIC_BYTES <= most else 1
+    defines = (*config.defines(), ("STAGES", stages))
+    shared = stages * stage + others
     source, entry = "sequence/gated_scan_backward.cu", "gated_scan_backward"
     return KernelSpec(source, entry, defines, THREADS, shared)
 
@@ -215,7 +218,7 @@ def _check(
 def _specs(device: Device) -> list[KernelSpec]:
     configs = representative_configs(device)
     return [
-        *(_spec(config) for config in configs),
+        *(_spec(config, device) for config in configs),
         *(config.spec(CHUNK_STATES) for config in configs),
         *(config.spec(SEGMENT_STATES, reverse) for config in configs for reverse in (False, True)),
         *(join_spec(reverse) for reverse in (False, True)),

@@ -55,7 +55,7 @@ using Rows = cukit::StateRows<STATE_TILE, kWarps>;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS) gated_scan(
+extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     const T* __restrict__ x,              // [tokens, num_heads, head_dim]
     const T* __restrict__ b,              // [tokens, num_groups, state_dim]
     const T* __restrict__ c,              // [tokens, num_groups, state_dim], without STATES

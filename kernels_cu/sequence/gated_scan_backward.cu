@@ -28,6 +28,7 @@
 // Reference: cukit/reference/sequence.py, gated_scan_backward.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
+#include "common/ptx/opaque.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/quad.cuh"
 #include "common/reduce.cuh"
@@ -117,9 +118,9 @@ CUKIT_DEVICE void scale_rows(float (&sums)[MT][NT][4], int first_row, const Fact
     }
 }
 
-// to[row] = the dot product of a warp's rows of sums with those of a tile of keys or queries.
+// to[row] = the dot product of a warp's rows of sums with those of a tile of keys or queries; `more`: +=
 template <int MT, int NT>
-CUKIT_DEVICE void dot_rows(float* to, const float (&sums)[MT][NT][4], const unsigned char* tile,
+CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&sums)[MT][NT][4], const unsigned char* tile,
                            int first_row, int first_column) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
@@ -136,7 +137,7 @@ CUKIT_DEVICE void dot_rows(float* to, const float (&sums)[MT][NT][4], const unsi
         sum = fmaf(sums[m][n][2 * half + 1], pair[1], sum);
       }
       sum = cukit::warp_reduce<cukit::Sum, 4>(sum);
-      if (lane % 4 == 0) to[row] = sum;
+      if (lane % 4 == 0) to[row] = more ? to[row] + sum : sum;
     }
 }
 
@@ -178,8 +179,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 
   const unsigned base = cukit::shared_address(memory);
   unsigned char* const g_tile = memory + STAGES * kStageBytes;
-  unsigned char* const score_tile = g_tile + kStateBytes;        // e (c . b)
-  unsigned char* const grad_score_tile = score_tile + kScoreBytes;  // e (d . x)
   using Keys = cukit::TileCopy<kChunk, STATE_TILE, THREADS, PADDED>;
   using Values = cukit::TileCopy<kChunk, kColumns, THREADS, PADDED>;
   using States = cukit::TileCopy<STATE_TILE, kColumns, THREADS, PADDED>;
@@ -233,8 +232,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const float last = decay.last();
     const int token = chunk * kChunk;
     const int rows = length - token;
-    unsigned char* const tile = memory + stage * kStageBytes;
-    const unsigned at = base + stage * kStageBytes;
+    // Opaque, so that no address within the tiles is kept in a register from chunk to chunk.
+    const unsigned at = cukit::opaque(base + stage * kStageBytes);
+    unsigned char* const tile = memory + (at - base);
+    const unsigned g_at = at + (STAGES - stage) * kStageBytes;
+    const unsigned score_at = g_at + kStateBytes;  // e (c . b)
+    const unsigned grad_score_at = score_at + kScoreBytes;  // e (d . x)
 
     // Scores and their gradients: tiles of rows 16 r.. and columns 32 t.., the second column tile of
     // the last two row tiles for the first two warps.
@@ -275,8 +278,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
             column_sum[i] += product;
           }
           const unsigned to = Scores::offset(row, first_key / 8 + n) + 2 * quad_column;
-          *reinterpret_cast<unsigned*>(score_tile + to) = cukit::pack<T>(decayed[0], decayed[1]);
-          *reinterpret_cast<unsigned*>(grad_score_tile + to) =
+          *reinterpret_cast<unsigned*>(memory + (score_at - base) + to) = cukit::pack<T>(decayed[0], decayed[1]);
+          *reinterpret_cast<unsigned*>(memory + (grad_score_at - base) + to) =
               cukit::pack<T>(decayed_grad[0], decayed_grad[1]);
         }
 #pragma unroll
@@ -298,20 +301,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 
     const cukit::LeftMK<kColumns> grads(at + kGrads, row0, 0);
     const cukit::LeftMK<kColumns> values(at + kValues, row0, 0);
-    const unsigned score_at = cukit::shared_address(score_tile);
-    const unsigned grad_score_at = cukit::shared_address(grad_score_tile);
-    constexpr int kKeyTiles = STATE_TILE / 16;  // of eight columns
-    {  // dc
-      float out[2][kKeyTiles][4];
+    // Half a warp's columns of dc and db at a time, which leaves registers for g.
+#pragma unroll 1
+    for (int first = key0; first < key0 + STATE_TILE / 2; first += 32) {  // dc
+      float out[2][4][4];
       cukit::clear(out);
-      const cukit::RightNK<kColumns> state(at + kState, key0, 0);
+      const cukit::RightNK<kColumns> state(at + kState, first, 0);
       cukit::warp_product<T, kColumns / 16>(
           out, [&](unsigned(&r)[4], int m, int k) { grads(r, 16 * m, 16 * k); },
           [&](unsigned(&r)[4], int n, int k) { state(r, 8 * n, 16 * k); });
       scale_rows(out, row0, [&](int row) { return exp2f(decay.upto[row]); });
-      dot_rows(sums.read[warp / 2], out, tile + kQueries, row0, key0);
+      dot_rows(sums.read[warp / 2], first > key0, out, tile + kQueries, row0, first);
       const cukit::LeftMK<kChunk> left(grad_score_at, row0, 0);
-      const cukit::RightKN<STATE_TILE, STATE_TILE / 2> keys(at + kKeys, 0, key0);
+      const cukit::RightKN<STATE_TILE, 32> keys(at + kKeys, 0, first);
 #pragma unroll
       for (int step = 0; step < kChunk / 16; ++step) {
         if (16 * step >= row0 + 32) break;
@@ -320,20 +322,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
             [&](unsigned(&r)[4], int n, int) { keys(r, 16 * step, 8 * n); });
       }
       T* to = grad_c + part_at + token * part_stride;
-      store_rows(to, part_stride, out, row0, rows, key0, p.state_dim);
+      store_rows(to, part_stride, out, row0, rows, first, p.state_dim);
     }
     const auto left_over = [&](int row) { return exp2f(last - decay.upto[row]); };
-    {  // db
-      float out[2][kKeyTiles][4];
+#pragma unroll 1
+    for (int first = key0; first < key0 + STATE_TILE / 2; first += 32) {  // db
+      float out[2][4][4];
       cukit::clear(out);
-      const cukit::RightNK<kColumns> state(cukit::shared_address(g_tile), key0, 0);
+      const cukit::RightNK<kColumns> state(g_at, first, 0);
       cukit::warp_product<T, kColumns / 16>(
           out, [&](unsigned(&r)[4], int m, int k) { values(r, 16 * m, 16 * k); },
           [&](unsigned(&r)[4], int n, int k) { state(r, 8 * n, 16 * k); });
       scale_rows(out, row0, left_over);
-      dot_rows(sums.written[warp / 2], out, tile + kKeys, row0, key0);
+      dot_rows(sums.written[warp / 2], first > key0, out, tile + kKeys, row0, first);
       const cukit::LeftKM<kChunk, 32> left(grad_score_at, 0, row0);
-      const cukit::RightKN<STATE_TILE, STATE_TILE / 2> queries(at + kQueries, 0, key0);
+      const cukit::RightKN<STATE_TILE, 32> queries(at + kQueries, 0, first);
 #pragma unroll
       for (int step = 0; step < kChunk / 16; ++step) {
         if (16 * step < row0) continue;
@@ -342,13 +345,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
             [&](unsigned(&r)[4], int n, int) { queries(r, 16 * step, 8 * n); });
       }
       T* to = grad_b + part_at + token * part_stride;
-      store_rows(to, part_stride, out, row0, rows, key0, p.state_dim);
+      store_rows(to, part_stride, out, row0, rows, first, p.state_dim);
     }
     {  // dx
       float out[2][kColumns / 16][4];
       cukit::clear(out);
       const cukit::LeftMK<STATE_TILE> keys(at + kKeys, row0, 0);
-      const cukit::RightKN<kColumns, kColumns / 2> state(cukit::shared_address(g_tile), 0, value0);
+      const cukit::RightKN<kColumns, kColumns / 2> state(g_at, 0, value0);
       cukit::warp_product<T, STATE_TILE / 16>(
           out, [&](unsigned(&r)[4], int m, int k) { keys(r, 16 * m, 16 * k); },
           [&](unsigned(&r)[4], int n, int k) { state(r, 16 * k, 8 * n); });
@@ -388,23 +391,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     if (lane == 0) sums.passing[warp] = passing;
     const cukit::LeftKM<STATE_TILE, Rows::kRows> query_columns(at + kQueries, 0, warp * Rows::kRows);
     const cukit::RightKN<kColumns> grad_rows(at + kGrads, 0, 0);
-    cukit::warp_product<T, kChunk / 16>(
-        g,
-        [&](unsigned(&r)[4], int m, int k) {
-          query_columns(r, 16 * k, 16 * m);
+#pragma unroll 1
+    for (int step = 0; step < kChunk; step += 16) {
+      float grown[2][2];  // of this lane's tokens
 #pragma unroll
-          for (int side = 0; side < 2; ++side) {
-            const int row = 16 * k + 8 * side + quad_column;
-            const float grown[2] = {exp2f(decay.upto[row]), exp2f(decay.upto[row + 1])};
+      for (int side = 0; side < 2; ++side)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
+        for (int i = 0; i < 2; ++i) grown[side][i] = exp2f(decay.upto[step + 8 * side + quad_column + i]);
+      cukit::warp_product<T, 1>(
+          g,
+          [&](unsigned(&r)[4], int m, int) {
+            query_columns(r, step, 16 * m);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
               float pair[2];
-              cukit::unpack<T>(pair, r[2 * side + i]);
-              r[2 * side + i] = cukit::pack<T>(pair[0] * grown[0], pair[1] * grown[1]);
+              cukit::unpack<T>(pair, r[i]);
+              r[i] = cukit::pack<T>(pair[0] * grown[i / 2][0], pair[1] * grown[i / 2][1]);
             }
-          }
-        },
-        [&](unsigned(&r)[4], int n, int k) { grad_rows(r, 16 * k, 8 * n); });
+          },
+          [&](unsigned(&r)[4], int n, int) { grad_rows(r, step, 8 * n); });
+    }
     __syncthreads();  // all warps have read the tiles, and their sums are there
 
     if constexpr (STAGES == 1) {
@@ -427,7 +433,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
         }
         const float ends = sums.rows[0][row] + (row >= 32 ? sums.rows[1][row] : 0.0f);
         const float read = sums.read[0][row] + sums.read[1][row];
-        change[i] = begins - ends + (sums.written[0][row] + sums.written[1][row]) - read;
+        const float written = sums.written[0][row] + sums.written[1][row];
+        change[i] = begins - ends + written - read;
         total += read;
       }
       total = cukit::warp_reduce<cukit::Sum>(total);

@@ -169,6 +169,13 @@ def _scan(rng: Rng) -> tuple[Any, ...]:
     return x, b, c, decay, random(rng, (2, 2, 40, 24), "float32")
 
 
+def _scan_backward(rng: Rng) -> Arguments:
+    x, b, c, decay, state = _scan(rng)
+    grad = random(rng, x.shape, "bfloat16")
+    states = {"initial_state": state, "grad_final_state": random(rng, state.shape, "float32")}
+    return (grad, x, b, c, decay), states
+
+
 def _router_backward(rng: Rng) -> Arguments:
     logits, routing = random(rng, (20, 9), "float32"), _routing(rng)
     grad = random(rng, (20, 2), "float32")
@@ -362,6 +369,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         {},
     ),
     "gated_scan": lambda rng: (_scan(rng)[:4], {"initial_state": _scan(rng)[4]}),
+    "gated_scan_backward": _scan_backward,
     "gated_scan_step": lambda rng: ((_scan(rng)[4], *(a[:, 0].copy() for a in _scan(rng)[:4])), {}),
     "gelu": lambda rng: (tuple(_rows(rng, (7, 200))), {}),
     "gelu_and_mul": lambda rng: (tuple(_rows(rng, (7, 400))), {}),

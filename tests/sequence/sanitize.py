@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cukit import sequence
-from tests.contract import to_device
+from tests.contract import random, to_device
 from tests.sanitize import Group
 from tests.sequence.test_gated_scan import SIZES, inputs, rng_of
 
@@ -15,6 +15,15 @@ def scans() -> None:
         sequence.gated_scan(x, b, c, decay, initial_state=state, cu_seqlens=lengths)
 
 
+def gradients() -> None:
+    for size in SIZES:
+        arrays = inputs(rng_of(), size, "bfloat16")
+        grad = random(rng_of(), arrays[0].shape, "bfloat16")
+        grad, x, b, c, decay, state, lengths = to_device("gpu", grad, *arrays, size.cu_seqlens)
+        states = {"initial_state": state, "grad_final_state": state}
+        sequence.gated_scan_backward(grad, x, b, c, decay, **states, cu_seqlens=lengths)
+
+
 def steps() -> None:
     for size in SIZES[:3]:
         x, b, c, decay, state = inputs(rng_of(), size, "float16")
@@ -24,5 +33,6 @@ def steps() -> None:
 
 GROUPS = {
     "scans": Group(scans, shares=True, quick=True),
+    "gradients": Group(gradients, shares=True),
     "steps": Group(steps, shares=True),
 }
