@@ -53,6 +53,8 @@ class ScanConfig:
     padded: bool
     segments: int
     """Of each sequence."""
+    hopper: bool = False
+    """Products of states and outputs by wgmma."""
 
     def defines(self) -> tuple[tuple[str, MacroValue], ...]:
         """Of every kernel."""
@@ -76,9 +78,13 @@ class ScanConfig:
     def spec(self, states: int, reverse: bool = False) -> KernelSpec:
         """The kernel of the outputs, of the states behind segments, or of those before chunks."""
         defines = (*self.defines(), ("STATES", states), ("REVERSE", reverse))
-        stage = self.key_bytes * (2 if states == OUTPUTS else 1) + CHUNK * COLUMNS * 2
+        values = CHUNK * COLUMNS * 2
+        stage = self.key_bytes * (2 if states == OUTPUTS else 1) + values
         shared = 2 * stage + (0 if states == SEGMENT_STATES else self.state_bytes)
-        return KernelSpec("sequence/gated_scan.cu", "gated_scan", defines, THREADS, shared)
+        if self.hopper:
+            shared += values
+        source = f"sequence/gated_scan_{'sm90' if self.hopper else 'sm80'}.cu"
+        return KernelSpec(source, "gated_scan", defines, THREADS, shared)
 
 
 @cache
@@ -104,7 +110,8 @@ def plan_gated_scan(
     if blocks and 2 * blocks <= wanted:
         segments = max(1, min(wanted // blocks, chunks // _LEAST_CHUNKS))
     padded = state_dim != tile or head_dim % COLUMNS != 0
-    return ScanConfig(dtype, tile, padded, segments)
+    hopper = device.compute_capability[0] == 9
+    return ScanConfig(dtype, tile, padded, segments, hopper)
 
 
 class SegmentStates(NamedTuple):

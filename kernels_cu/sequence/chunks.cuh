@@ -84,22 +84,27 @@ struct ChunkDecays {
   CUKIT_DEVICE float last() const { return upto[kChunk - 1]; }
 };
 
-// A warp's rows of a state: kTiles x 16 of them, all columns of the block.
-template <int StateTile, int Warps>
+// A warp's rows of a state: of each 64 of them sixteen, all columns of the block. Values lie as products on
+// tensor cores leave them, for mma.sync as [kTiles][kColumnTiles][4], for wgmma as [kTiles][4 kColumnTiles].
+template <int StateTile>
 struct StateRows {
-  static constexpr int kRows = StateTile / Warps;
-  static constexpr int kTiles = kRows / 16;
+  static constexpr int kTiles = StateTile / 64;
   static constexpr int kColumnTiles = kHeadColumns / 8;
-  using Values = float[kTiles][kColumnTiles][4];
+  static_assert(StateTile % 64 == 0, "four warps of sixteen rows");
 
   int row, column;  // of a lane's first value
 
   CUKIT_DEVICE StateRows()
-      : row(static_cast<int>(threadIdx.x / kWarpSize) * kRows + static_cast<int>(threadIdx.x % kWarpSize) / 4),
+      : row(16 * static_cast<int>(threadIdx.x / kWarpSize) + static_cast<int>(threadIdx.x % kWarpSize) / 4),
         column(2 * static_cast<int>(threadIdx.x % 4)) {}
 
+  CUKIT_DEVICE static float& value(float (&values)[kColumnTiles][4], int n, int i) { return values[n][i]; }
+  CUKIT_DEVICE static float& value(float (&values)[4 * kColumnTiles], int n, int i) {
+    return values[4 * n + i];
+  }
+
   // body(value, offset) for each value that the state [state_dim, head_dim] has.
-  template <typename Body>
+  template <typename Values, typename Body>
   CUKIT_DEVICE void each(Values& values, const ScanParameters& p, int first_column,
                          const Body& body) const {
 #pragma unroll
@@ -108,24 +113,26 @@ struct StateRows {
       for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int at_row = row + 16 * m + 8 * (i / 2);
+          const int at_row = row + 64 * m + 8 * (i / 2);
           const int at = first_column + 8 * n + column + i % 2;
-          if (at_row < p.state_dim && at < p.head_dim) body(values[m][n][i], at_row * p.head_dim + at);
+          if (at_row < p.state_dim && at < p.head_dim) {
+            body(value(values[m], n, i), at_row * p.head_dim + at);
+          }
         }
   }
 
   // Rounds the values to a tile [StateTile][kHeadColumns] in shared memory.
-  template <typename T>
-  CUKIT_DEVICE void round(unsigned char* tile, const Values& values) const {
+  template <typename T, typename Values>
+  CUKIT_DEVICE void round(unsigned char* tile, Values& values) const {
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          unsigned char* to = tile + Swizzle<kHeadColumns>::offset(row + 16 * m + 8 * half, n);
+          unsigned char* to = tile + Swizzle<kHeadColumns>::offset(row + 64 * m + 8 * half, n);
           *reinterpret_cast<unsigned*>(to + 2 * column) =
-              pack<T>(values[m][n][2 * half], values[m][n][2 * half + 1]);
+              pack<T>(value(values[m], n, 2 * half), value(values[m], n, 2 * half + 1));
         }
   }
 };

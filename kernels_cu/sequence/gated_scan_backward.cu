@@ -15,8 +15,8 @@
 // Papers: Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 //
 // Mapping: grid (segment, column tile, sequence * num_heads + head); a block of four warps takes the chunks of 64
-//   tokens of its segment in turn, the last first. g stays in registers as floats, STATE_TILE / 4 rows a warp,
-//   and is rounded to the inputs' type where products read it; h comes rounded from gated_scan.cu (STATES 2).
+//   tokens of its segment in turn, the last first. g stays in registers as floats, a quarter of its rows a warp,
+//   and is rounded to the inputs' type where products read it; h comes rounded from gated_scan_sm80.cu or gated_scan_sm90.cu (STATES 2).
 //   Scores: tiles of 16 x 32, six of eight of which the causal mask leaves. db and dc: warps two by two.
 //   Heads of a group and column tiles write parts of db, dc and dl, which sum_parts.cu adds up.
 // Shared memory: STAGES x (64 x STATE_TILE keys and as many queries, 64 x 64 values and as many gradients of
@@ -54,7 +54,8 @@ constexpr int kGrads = kValues + kValueBytes, kState = kGrads + kValueBytes;
 constexpr int kStageBytes = kState + kStateBytes;
 static_assert(kWarps == 4 && kChunk == 64, "warps lie two by two on a chunk's rows");
 
-using Rows = cukit::StateRows<STATE_TILE, kWarps>;
+using Rows = cukit::StateRows<STATE_TILE>;
+using StateValues = float[Rows::kTiles][Rows::kColumnTiles][4];
 using Scores = cukit::Swizzle<kChunk>;
 
 // Sums over a chunk's products, by token, and of the two states.
@@ -194,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
                   p.head_dim, p.state_dim, columns);
   };
 
-  Rows::Values g;
+  StateValues g;
   cukit::clear(g);
   const Rows state_rows;
   if (grad_states != nullptr) {
@@ -379,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float pair[2];
-          pair_at<kColumns>(pair, tile + kState, state_rows.row + 16 * m + 8 * half,
+          pair_at<kColumns>(pair, tile + kState, state_rows.row + 64 * m + 8 * half,
                             8 * n + state_rows.column);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
@@ -389,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
         }
     passing = cukit::warp_reduce<cukit::Sum>(passing);
     if (lane == 0) sums.passing[warp] = passing;
-    const cukit::LeftKM<STATE_TILE, Rows::kRows> query_columns(at + kQueries, 0, warp * Rows::kRows);
+    const cukit::LeftKM<STATE_TILE, 16> query_columns(at + kQueries, 0, 16 * warp);
     const cukit::RightKN<kColumns> grad_rows(at + kGrads, 0, 0);
 #pragma unroll 1
     for (int step = 0; step < kChunk; step += 16) {
@@ -401,7 +402,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       cukit::warp_product<T, 1>(
           g,
           [&](unsigned(&r)[4], int m, int) {
-            query_columns(r, step, 16 * m);
+            query_columns(r, step, 64 * m);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               float pair[2];

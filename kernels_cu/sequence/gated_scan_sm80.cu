@@ -11,7 +11,7 @@
 //
 // Mapping: grid (segment, column tile, sequence * num_heads + head); a block of four warps takes the chunks of 64
 //   tokens of its segment in turn. Warp w computes rows 16 w to 16 w + 15 of the chunk's outputs, and
-//   STATE_TILE / 4 rows of the state, which stays in its registers as floats. A state is rounded to the
+//   a quarter of the state's rows, which stay in its registers as floats. A state is rounded to the
 //   inputs' type where outputs are read from it, and so are decayed scores and keys.
 // STATES 1: no outputs, but the state behind each segment, from zero, of which join_segments.cu makes initial
 //   states (the grid leaves out the last segment). The last chunk comes first, so that the walk ends where
@@ -51,7 +51,8 @@ constexpr bool kSegments = STATES == 1;
 static_assert(kChunk == 16 * kWarps, "a warp has sixteen rows of a chunk");
 static_assert(!REVERSE || kSegments, "gradients of states behind segments alone");
 
-using Rows = cukit::StateRows<STATE_TILE, kWarps>;
+using Rows = cukit::StateRows<STATE_TILE>;
+using StateValues = float[Rows::kTiles][Rows::kColumnTiles][4];
 
 }  // namespace
 
@@ -96,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     }
   };
 
-  Rows::Values h;
+  StateValues h;
   cukit::clear(h);
   const Rows rows;
   const int state_column = rows.column;
@@ -208,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
                                                         columns, lane);
     }
 
-    Rows::Values added;
+    StateValues added;
     if constexpr (kSegments) {
       cukit::clear(added);
     } else {
@@ -224,12 +225,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     const auto remaining = [&](int token) {
       return exp2f(REVERSE ? decay.upto[token] : last - decay.upto[token]);
     };
-    const cukit::LeftKM<STATE_TILE, Rows::kRows> key_columns(keys, 0, warp * Rows::kRows);
+    const cukit::LeftKM<STATE_TILE, 16> key_columns(keys, 0, 16 * warp);
     const cukit::RightKN<kColumns> value_rows(values, 0, 0);
     cukit::warp_product<T, kChunk / 16>(
         kSegments ? added : h,
         [&](unsigned(&r)[4], int m, int k) {
-          key_columns(r, 16 * k, 16 * m);
+          key_columns(r, 16 * k, 64 * m);
 #pragma unroll
           for (int side = 0; side < 2; ++side) {
             const int token = 16 * k + 8 * side + state_column;
