@@ -176,7 +176,14 @@ from cukit.registry import (
     register_kernel,
 )
 from cukit.sampling import sample, speculative_verify
-from cukit.sequence import gated_scan, gated_scan_backward, gated_scan_step
+from cukit.sequence import (
+    causal_conv,
+    causal_conv_backward,
+    causal_conv_step,
+    gated_scan,
+    gated_scan_backward,
+    gated_scan_step,
+)
 
 __version__ = "0.1.0"
 
@@ -231,6 +238,9 @@ __all__ = [
     "bsr_from_mask",
     "bsr_matmul",
     "cascade_attention",
+    "causal_conv",
+    "causal_conv_backward",
+    "causal_conv_step",
     "check_kernel",
     "compress_kv",
     "create_adaptive_depth_mask",

@@ -1,7 +1,19 @@
-"""Operators over sequences: recurrences whose state decays."""
+"""Operators over sequences: recurrences whose state decays, short causal convolutions."""
 
+from cukit.reference.convolution import ConvGradients
 from cukit.reference.sequence import Scan, ScanGradients
+from cukit.sequence.causal_conv import causal_conv, causal_conv_backward, causal_conv_step
 from cukit.sequence.gated_scan import gated_scan, gated_scan_step
 from cukit.sequence.gated_scan_backward import gated_scan_backward
 
-__all__ = ["Scan", "ScanGradients", "gated_scan", "gated_scan_backward", "gated_scan_step"]
+__all__ = [
+    "ConvGradients",
+    "Scan",
+    "ScanGradients",
+    "causal_conv",
+    "causal_conv_backward",
+    "causal_conv_step",
+    "gated_scan",
+    "gated_scan_backward",
+    "gated_scan_step",
+]

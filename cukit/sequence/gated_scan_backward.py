@@ -184,15 +184,19 @@ def _prepare(
 
 
 def _spec(config: ScanConfig, device: Device) -> KernelSpec:
-    """With two stages where two blocks of a multiprocessor have room for them."""
+    """With mma.sync in two stages where two blocks of a multiprocessor have room for them."""
+    entry, square = "gated_scan_backward", CHUNK * CHUNK * 2
     stage = 2 * config.key_bytes + 2 * CHUNK * COLUMNS * 2 + config.state_bytes
-    others = config.state_bytes + 2 * CHUNK * CHUNK * 2
+    if config.hopper:
+        shared = stage + config.state_bytes + 2 * square + CHUNK * COLUMNS * 2
+        source = "sequence/gated_scan_backward_sm90.cu"
+        return KernelSpec(source, entry, config.defines(), THREADS, shared)
+    others = config.state_bytes + 2 * square
     most = min(device.shared_bytes_per_block, device.shared_bytes_per_sm // 2 - 1024)
     stages = 2 if 2 * stage + others + _STATIC_BYTES <= most else 1
     defines = (*config.defines(), ("STAGES", stages))
-    shared = stages * stage + others
-    source, entry = "sequence/gated_scan_backward.cu", "gated_scan_backward"
-    return KernelSpec(source, entry, defines, THREADS, shared)
+    source = "sequence/gated_scan_backward_sm80.cu"
+    return KernelSpec(source, entry, defines, THREADS, stages * stage + others)
 
 
 def _check(

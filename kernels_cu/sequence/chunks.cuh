@@ -84,6 +84,65 @@ struct ChunkDecays {
   CUKIT_DEVICE float last() const { return upto[kChunk - 1]; }
 };
 
+// Gradients of a chunk's decays, by one warp. What passes over a token grows by what begins before it and
+// shrinks by what ends there: lane l brings the changes of tokens 2 l and 2 l + 1, and all lanes what passes
+// over the chunk's first token. `grads`: the sequence's first of this head and column tile.
+CUKIT_DEVICE void write_decay_gradients(float* grads, const float (&change)[2], float first,
+                                        const float* log_decay, int token, int length, int num_heads,
+                                        int tiles) {
+  const int lane = threadIdx.x % kWarpSize;
+  float upto = change[0] + change[1];
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const float other = __shfl_up_sync(kFullMask, upto, distance);
+    if (lane >= distance) upto += other;
+  }
+  const float before = __shfl_up_sync(kFullMask, upto, 1);
+  float grad = first + (lane > 0 ? before : 0.0f);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const long long row = token + 2 * lane + i;
+    if (row < length) {
+      const float l = log_decay[row * num_heads];
+      const bool counts = !(l > 0.0f || l < kLeastLogDecay);
+      grads[row * num_heads * tiles] = counts ? grad : 0.0f;
+    }
+    grad += change[i];
+  }
+}
+
+// to = the values of a chunk, each row times factor(row); tiles [kChunk][kHeadColumns].
+template <typename T, int Threads, typename Factor>
+CUKIT_DEVICE void scale_values(unsigned char* to, const unsigned char* values, const Factor& factor) {
+  constexpr int kChunks = kHeadColumns / 8;
+#pragma unroll
+  for (int i = 0; i < kChunk * kChunks / Threads; ++i) {
+    const int index = i * Threads + static_cast<int>(threadIdx.x);
+    const int row = index / kChunks;
+    const unsigned at = Swizzle<kHeadColumns>::offset(row, index % kChunks);
+    const uint4 read = *reinterpret_cast<const uint4*>(values + at);
+    unsigned words[4] = {read.x, read.y, read.z, read.w};
+    const float by = factor(row);
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      float pair[2];
+      unpack<T>(pair, words[w]);
+      words[w] = pack<T>(pair[0] * by, pair[1] * by);
+    }
+    *reinterpret_cast<uint4*>(to + at) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// Starts copying a chunk's rows of up to Columns columns to parts of 64 columns.
+template <int Columns, int Threads, bool Padded, typename T>
+CUKIT_DEVICE void start_parts(unsigned at, const T* from, long long stride, int rows, int columns) {
+#pragma unroll
+  for (int part = 0; part < Columns / 64; ++part) {
+    TileCopy<kChunk, 64, Threads, Padded>::start(at + part * kChunk * 128, from + part * 64, stride, rows,
+                                                 columns - part * 64);
+  }
+}
+
 // A warp's rows of a state: of each 64 of them sixteen, all columns of the block. Values lie as products on
 // tensor cores leave them, for mma.sync as [kTiles][kColumnTiles][4], for wgmma as [kTiles][4 kColumnTiles].
 template <int StateTile>

@@ -50,41 +50,9 @@ using Rows = cukit::StateRows<STATE_TILE>;
 constexpr int kQueryBytes = STATES ? 0 : KeyTile::kBytes;
 constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes + kQueryBytes;
 
-// Starts copying 64 rows of up to STATE_TILE columns.
-CUKIT_DEVICE void start_keys(unsigned at, const T* from, long long stride, int rows, int columns) {
-#pragma unroll
-  for (int part = 0; part < KeyTile::kParts; ++part) {
-    constexpr int kWidth = KeyTile::kPartColumns;
-    cukit::TileCopy<kChunk, kWidth, THREADS, PADDED>::start(
-        at + part * KeyTile::kPartBytes, from + part * kWidth, stride, rows, columns - part * kWidth);
-  }
-}
-
-// to = the values, each row times factor(row).
-template <typename Factor>
-CUKIT_DEVICE void scale_values(unsigned char* to, const unsigned char* values, const Factor& factor) {
-  constexpr int kChunks = kColumns / 8;
-#pragma unroll
-  for (int i = 0; i < kChunk * kChunks / THREADS; ++i) {
-    const int index = i * THREADS + static_cast<int>(threadIdx.x);
-    const int row = index / kChunks;
-    const unsigned at = cukit::Swizzle<kColumns>::offset(row, index % kChunks);
-    const uint4 read = *reinterpret_cast<const uint4*>(values + at);
-    unsigned words[4] = {read.x, read.y, read.z, read.w};
-    const float by = factor(row);
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      float pair[2];
-      cukit::unpack<T>(pair, words[w]);
-      words[w] = cukit::pack<T>(pair[0] * by, pair[1] * by);
-    }
-    *reinterpret_cast<uint4*>(to + at) = make_uint4(words[0], words[1], words[2], words[3]);
-  }
-}
-
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
+extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 ? 3 : 2) gated_scan(
     const T* __restrict__ x,              // [tokens, num_heads, head_dim]
     const T* __restrict__ b,              // [tokens, num_groups, state_dim]
     const T* __restrict__ c,              // [tokens, num_groups, state_dim], without STATES
@@ -116,10 +84,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     const int token = chunk * kChunk;
     const int rows = length - token;
     const unsigned at = base + stage * kStageBytes;
-    start_keys(at, b + key_at + token * key_stride, key_stride, rows, p.state_dim);
+    cukit::start_parts<STATE_TILE, THREADS, PADDED>(at, b + key_at + token * key_stride, key_stride, rows, p.state_dim);
     Values::start(at + KeyTile::kBytes, x + value_at + token * value_stride, value_stride, rows, columns);
     if constexpr (!STATES) {
-      start_keys(at + KeyTile::kBytes + ValueTile::kBytes, c + key_at + token * key_stride, key_stride, rows,
+      cukit::start_parts<STATE_TILE, THREADS, PADDED>(at + KeyTile::kBytes + ValueTile::kBytes, c + key_at + token * key_stride, key_stride, rows,
                  p.state_dim);
     }
   };
@@ -189,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     if (more) cukit::read_decays(own, log_decay, p.num_heads, chunk + step, length);
     const float last = decay.last();
     // What remains of a token's product at the end of the chunk, or at its beginning.
-    scale_values(scaled, values, [&](int token) {
+    cukit::scale_values<T, THREADS>(scaled, values, [&](int token) {
       return exp2f(REVERSE ? decay.upto[token] : last - decay.upto[token]);
     });
     cukit::fence_proxy_async();

@@ -22,4 +22,9 @@ struct StepParameters {
   int batch, num_heads, num_groups, head_dim, state_dim;
 };
 
+// causal_conv, causal_conv_backward
+struct ConvParameters {
+  int seq_len, channels;
+};
+
 }  // namespace cukit

@@ -421,8 +421,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     if (more) state_rows.round<T>(g_tile, g);
     if (more && warp == 1) decay.scan(own);
     if (warp == 0) {
-      // Tokens 2 l and 2 l + 1: what passes over a token grows by what begins before it and
-      // shrinks by what ends.
       float change[2], total = 0.0f;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -441,25 +439,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       total = cukit::warp_reduce<cukit::Sum>(total);
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) total += sums.passing[w];
-      const float pair = change[0] + change[1];
-      float upto = pair;
-#pragma unroll
-      for (int distance = 1; distance < kWarpSize; distance *= 2) {
-        const float other = __shfl_up_sync(cukit::kFullMask, upto, distance);
-        if (lane >= distance) upto += other;
-      }
-      const float before = __shfl_up_sync(cukit::kFullMask, upto, 1);
-      float grad = total + (lane > 0 ? before : 0.0f);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = token + 2 * lane + i;
-        if (row < length) {
-          const float l = log_decay[static_cast<long long>(row) * p.num_heads];
-          const bool counts = !(l > 0.0f || l < cukit::kLeastLogDecay);
-          grad_decay[(work.begin + row) * p.num_heads * tiles + part] = counts ? grad : 0.0f;
-        }
-        grad += change[i];
-      }
+      cukit::write_decay_gradients(grad_decay + (work.begin * p.num_heads * tiles + part), change, total,
+                                   log_decay, token, length, p.num_heads, tiles);
     }
   }
   cukit::cp_async_wait<0>();
