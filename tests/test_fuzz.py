@@ -80,6 +80,7 @@ WRITES = {
     "adamw": {"params", "state"},
     "append_kv": {"k_cache", "v_cache"},
     "batched_copy": {"memory"},
+    "causal_conv_step": {"state"},
     "gated_scan_step": {"state"},
     "pack_kv": {"k_cache", "v_cache"},
 }

@@ -30,6 +30,8 @@ _THREADS = 128
 _TOKENS = 64
 """Of a thread, at most; with fewer there are more blocks and more reading of neighbours."""
 _LEAST_TOKENS = 16
+_MOST_BACKWARD = 4
+"""Channels of a thread of the backward: sums for eight of them spill."""
 _WIDTHS = (2, 3, 4)
 _NAMES = {"silu": "Silu", "none": "NoActivation"}
 _MOST_BATCH = 65535
@@ -217,6 +219,8 @@ def _launch(op: str, x: Array, weight: Array, activation: str, *accessed: Array 
     if batch > _MOST_BATCH:
         raise ConfigError(f"{op}: x must have a batch of at most {_MOST_BATCH}, got {batch}")
     vec = access_width(channels, *accessed) if channels else 1
+    if op == "causal_conv_backward":
+        vec = min(vec, _MOST_BACKWARD)
     columns = -(-channels // (vec * _THREADS))
     tokens = _plan_tokens(batch, seq_len, columns, current_device())
     spec = _spec(op, x.dtype.name, weight.shape[1], vec, activation, tokens)
@@ -302,8 +306,10 @@ def _check_weights(
 
 
 def _specs(op: str, device: Device) -> list[KernelSpec]:
+    most = _MOST_BACKWARD if op == "causal_conv_backward" else 8
     specs = [
-        _spec(op, dtype.name, 4, 16 // dtype.itemsize, "silu", _TOKENS) for dtype in KERNEL_DTYPES
+        _spec(op, dtype.name, 4, min(16 // dtype.itemsize, most), "silu", _TOKENS)
+        for dtype in KERNEL_DTYPES
     ]
     specs += [_spec(op, "bfloat16", 3, 1, "none", _TOKENS)]
     if op == "causal_conv_backward":

@@ -6,10 +6,10 @@
 // Mapping: grid (segment, column tile, sequence * num_heads + head); a block is one warpgroup, which takes the
 //   chunks of 64 tokens of its segment in turn, the last first. g, the gradient of the state behind a chunk, stays in
 //   registers as floats and is rounded to shared memory where products read it. Of a chunk, with D the gradients of
-//   outputs, e the decay between two tokens, each line's first product in the background of the line before:
+//   outputs, e the decay between two tokens, 64 columns of dc and db at a time:
 //
 //     S  = C B^T,  V = D X^T              e S and e V rounded to shared memory; sums for the decays
-//     dc = exp(s) (D h^T) + (e V) B       e V from registers
+//     dc = exp(s) (D h^T) + (e V) B
 //     db = exp(s_last - s) (X g^T) + (e V)^T C
 //     dx = exp(s_last - s) (B g) + (e S)^T D
 //     g  = exp(s_last) g + C^T D',        D'_i = exp(s_i) d_i
@@ -51,7 +51,7 @@ using StateTile = cukit::SharedTile<T, STATE_TILE, kColumns>;
 using ScoreTile = cukit::SharedTile<T, kChunk, kChunk>;
 using Rows = cukit::StateRows<STATE_TILE>;
 
-constexpr int kKeySums = STATE_TILE / 2;  // accumulators of 64 x STATE_TILE
+constexpr int kKeySums = 32;  // accumulators of 64 x 64
 constexpr int kValueSums = kColumns / 2;
 
 // Sums over a chunk's products, by token, and of the two states.
@@ -93,9 +93,9 @@ CUKIT_DEVICE void scale_rows(float (&sums)[N], const float (&by)[2]) {
   for (int i = 0; i < N; ++i) sums[i] *= by[i / 2 % 2];
 }
 
-// to[row] = the dot product of rows of accumulators with those of a tile of keys or queries.
+// to[row] = the dot product of rows of accumulators with those of 64 columns of keys or queries; `more`: +=
 template <int N>
-CUKIT_DEVICE void dot_rows(float* to, const float (&sums)[N], const unsigned char* tile) {
+CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&sums)[N], const unsigned char* tile) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = cukit::accumulator_row() + 8 * half;
@@ -108,7 +108,7 @@ CUKIT_DEVICE void dot_rows(float* to, const float (&sums)[N], const unsigned cha
       sum = fmaf(sums[4 * n + 2 * half + 1], pair[1], sum);
     }
     sum = cukit::warp_reduce<cukit::Sum, 4>(sum);
-    if (threadIdx.x % 4 == 0) to[row] = sum;
+    if (threadIdx.x % 4 == 0) to[row] = more ? to[row] + sum : sum;
   }
 }
 
@@ -204,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const int token = chunk * kChunk;
     const bool exists[2] = {token + row < length, token + row + 8 < length};
 
-    float score[kChunk / 2], grad[kChunk / 2], of_queries[kKeySums];
+    float score[kChunk / 2], grad[kChunk / 2];
     cukit::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < KeyTile::kSteps; ++k) {
@@ -217,12 +217,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
                               ValueTile::k_major(tile.values) + ValueTile::k_step(k), k > 0);
     }
     cukit::wgmma_commit();
-#pragma unroll
-    for (int k = 0; k < ValueTile::kSteps; ++k) {
-      cukit::wgmma<T, STATE_TILE>(of_queries, ValueTile::k_major(tile.grads) + ValueTile::k_step(k),
-                                  StateTile::k_major(tile.state) + StateTile::k_step(k), k > 0);
-    }
-    cukit::wgmma_commit();
 
     if (more && warp == 1) cukit::read_decays(own, log_decay, p.num_heads, chunk - 1, length);
     cukit::scale_values<T, THREADS>(tile.scaled, tile.grads, [&](int i) { return exp2f(decay.upto[i]); });
@@ -231,10 +225,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const float grown[2] = {exp2f(upto[0]), exp2f(upto[1])};
     const float left[2] = {exp2f(last - upto[0]), exp2f(last - upto[1])};
 
-    unsigned packed[kChunk / 16][4];
     float row_sum[2] = {};
-    cukit::wgmma_wait<1>(score);
-    cukit::wgmma_wait<1>(grad);
+    cukit::wgmma_wait<0>(score);
+    cukit::wgmma_wait<0>(grad);
 #pragma unroll
     for (int n = 0; n < kChunk / 8; ++n) {
       const int first_key = 8 * n + first_column;
@@ -255,9 +248,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
           column_sum[i] += product;
         }
         const unsigned to = cukit::Swizzle<kChunk>::offset(row + 8 * half, n) + 2 * first_column;
-        packed[n / 2][2 * (n % 2) + half] = cukit::pack<T>(decayed_grad[0], decayed_grad[1]);
         *reinterpret_cast<unsigned*>(tile.scores + to) = cukit::pack<T>(decayed[0], decayed[1]);
-        *reinterpret_cast<unsigned*>(tile.grad_scores + to) = packed[n / 2][2 * (n % 2) + half];
+        *reinterpret_cast<unsigned*>(tile.grad_scores + to) =
+            cukit::pack<T>(decayed_grad[0], decayed_grad[1]);
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -274,54 +267,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
       if (lane % 4 == 0) sums.rows[row + 8 * half] = row_sum[half];
     }
     cukit::fence_proxy_async();  // of the scores and scaled gradients
+    __syncthreads();  // they are there
 
-    cukit::wgmma_wait<0>(of_queries);
-    scale_rows(of_queries, grown);
-    dot_rows(sums.read, of_queries, tile.queries);
-    __syncthreads();  // scores and scaled gradients are there
-
-    float of_keys[kKeySums];
-    cukit::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kChunk / 16; ++k) {
-      cukit::wgmma<T, STATE_TILE, true>(of_queries, packed[k],
-                                        KeyTile::mn_major(tile.keys) + KeyTile::mn_step(k), true);
-    }
-    cukit::wgmma_commit();
-#pragma unroll
-    for (int k = 0; k < ValueTile::kSteps; ++k) {
-      cukit::wgmma<T, STATE_TILE>(of_keys, ValueTile::k_major(tile.values) + ValueTile::k_step(k),
-                                  StateTile::k_major(tile.g) + StateTile::k_step(k), k > 0);
-    }
-    cukit::wgmma_commit();
-    cukit::wgmma_wait<1>(of_queries);
+    // 64 columns of dc and db at a time, which leaves registers for g.
     const long long key_row = part_at + (token + row) * part_stride;
-    const cukit::ResultRows<T> to_queries{
-        {1.0f, 1.0f}, {exists[0], exists[1]}, grad_c + key_row, part_stride, p.state_dim};
-    cukit::write_rows<PADDED>(of_queries, to_queries);
-    cukit::wgmma_wait<0>(of_keys);
-    scale_rows(of_keys, left);
-    dot_rows(sums.written, of_keys, tile.keys);
+#pragma unroll 1
+    for (int part = 0; part < KeyTile::kParts; ++part) {
+      float of_queries[kKeySums], of_keys[kKeySums];
+      const unsigned long long states = part * StateTile::rows(64), keys = part * KeyTile::kPart;
+      cukit::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < ValueTile::kSteps; ++k) {
+        cukit::wgmma<T, 64>(of_queries, ValueTile::k_major(tile.grads) + ValueTile::k_step(k),
+                            StateTile::k_major(tile.state) + states + StateTile::k_step(k), k > 0);
+      }
+      cukit::wgmma_commit();
+#pragma unroll
+      for (int k = 0; k < ValueTile::kSteps; ++k) {
+        cukit::wgmma<T, 64>(of_keys, ValueTile::k_major(tile.values) + ValueTile::k_step(k),
+                            StateTile::k_major(tile.g) + states + StateTile::k_step(k), k > 0);
+      }
+      cukit::wgmma_commit();
+      cukit::wgmma_wait<1>(of_queries);
+      scale_rows(of_queries, grown);
+      dot_rows(sums.read, part > 0, of_queries, tile.queries + part * KeyTile::kPartBytes);
+      cukit::wgmma_wait<0>(of_keys);
+      scale_rows(of_keys, left);
+      dot_rows(sums.written, part > 0, of_keys, tile.keys + part * KeyTile::kPartBytes);
+
+      cukit::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kChunk / 16; ++k) {
+        cukit::wgmma<T, 64, false, true>(of_queries,
+                                         ScoreTile::k_major(tile.grad_scores) + ScoreTile::k_step(k),
+                                         KeyTile::mn_major(tile.keys) + keys + KeyTile::mn_step(k), true);
+      }
+      cukit::wgmma_commit();
+#pragma unroll
+      for (int k = 0; k < kChunk / 16; ++k) {
+        cukit::wgmma<T, 64, true, true>(of_keys,
+                                        ScoreTile::mn_major(tile.grad_scores) + ScoreTile::mn_step(k),
+                                        KeyTile::mn_major(tile.queries) + keys + KeyTile::mn_step(k), true);
+      }
+      cukit::wgmma_commit();
+      const int first = 64 * part;
+      cukit::ResultRows<T> target{{1.0f, 1.0f},
+                                  {exists[0], exists[1]},
+                                  grad_c + key_row + first,
+                                  part_stride,
+                                  p.state_dim - first};
+      cukit::wgmma_wait<1>(of_queries);
+      cukit::write_rows<PADDED>(of_queries, target);
+      target.first = grad_b + key_row + first;
+      cukit::wgmma_wait<0>(of_keys);
+      cukit::write_rows<PADDED>(of_keys, target);
+    }
 
     float of_values[kValueSums];
     cukit::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kChunk / 16; ++k) {
-      cukit::wgmma<T, STATE_TILE, true, true>(of_keys,
-                                              ScoreTile::mn_major(tile.grad_scores) + ScoreTile::mn_step(k),
-                                              KeyTile::mn_major(tile.queries) + KeyTile::mn_step(k), true);
-    }
-    cukit::wgmma_commit();
 #pragma unroll
     for (int k = 0; k < KeyTile::kSteps; ++k) {
       cukit::wgmma<T, kColumns, false, true>(of_values, KeyTile::k_major(tile.keys) + KeyTile::k_step(k),
                                              StateTile::mn_major(tile.g) + StateTile::mn_step(k), k > 0);
     }
     cukit::wgmma_commit();
-    cukit::wgmma_wait<1>(of_keys);
-    const cukit::ResultRows<T> to_keys{
-        {1.0f, 1.0f}, {exists[0], exists[1]}, grad_b + key_row, part_stride, p.state_dim};
-    cukit::write_rows<PADDED>(of_keys, to_keys);
 
     // <g, h>
     const float kept = exp2f(last);

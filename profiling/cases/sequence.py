@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from cukit import sequence
+from cukit.reference import convolution as reference_conv
 from cukit.reference import sequence as reference
 from profiling import peers
 from profiling.case import Call, Case, PeerMissing, Workload, itemsize
@@ -21,6 +22,7 @@ def cases(small: bool = False) -> list[Case]:
     attention) and for all heads (Mamba-2), many short sequences and one long."""
     if small:
         shapes, steps = [(2, 100, 2, 1, 16, 24)], [(2, 2, 1, 16, 24)]
+        convs = [(2, 30, 16)]
     else:
         shapes = [
             (1, 8192, 32, 32, 64, 64),
@@ -32,10 +34,12 @@ def cases(small: bool = False) -> list[Case]:
             (8, 8192, 8, 8, 64, 128),
         ]
         steps = [(256, 32, 1, 64, 128)]
+        convs = [(8, 8192, 4096)]
     return [
         *(scan_case(*shape) for shape in shapes),
         *(backward_case(*shape) for shape in shapes),
         *(step_case(*shape) for shape in steps),
+        *(conv_case(*shape, backward) for shape in convs for backward in (False, True)),
     ]
 
 
@@ -186,3 +190,56 @@ def step_case(batch: int, num_heads: int, num_groups: int, head_dim: int, state_
     shape = f"{batch}, {num_heads} heads of {head_dim}, {num_groups} states of {state_dim}"
     moved = 2 * batch * num_heads * head_dim * state_dim * itemsize("float32")
     return Case(FAMILY, "gated_scan_step", shape, DTYPE, build, bytes=moved)
+
+
+def conv_case(batch: int, seq_len: int, channels: int, backward: bool) -> Case:
+    """Width 4 with bias and SiLU; beside flash-linear-attention's Triton kernel and cuDNN."""
+    shape = (batch, seq_len, channels)
+
+    def build() -> Workload:
+        x, grad = normal(shape, DTYPE), normal(shape, DTYPE)
+        weight, bias = normal((channels, 4), DTYPE), normal((channels,), DTYPE)
+        arrays = (x, weight, bias)
+
+        def ours() -> Any:
+            if not backward:
+                return sequence.causal_conv(*arrays)
+            return tuple(sequence.causal_conv_backward(grad, *arrays)[:3])
+
+        def timed(function: Callable[..., Any]) -> Call:
+            if backward:
+                return peers.backward(function, arrays, grad)
+            return peers.forward(function, *arrays)
+
+        def fla() -> Call:
+            module = peers.optional("fla.modules.convolution")
+
+            def function(x: Any, weight: Any, bias: Any) -> Any:
+                return module.causal_conv1d(
+                    x=x, weight=weight, bias=bias, activation="silu", backend="triton"
+                )[0]
+
+            return timed(function)
+
+        def torch() -> Call:
+            functional = peers.torch().nn.functional
+
+            def function(x: Any, weight: Any, bias: Any) -> Any:
+                z = functional.conv1d(
+                    x.transpose(1, 2), weight[:, None], bias, padding=3, groups=channels
+                )
+                return functional.silu(z[..., :seq_len]).transpose(1, 2)
+
+            return timed(function)
+
+        def expected() -> Any:
+            if not backward:
+                return reference_conv.causal_conv(*arrays)
+            return tuple(reference_conv.causal_conv_backward(grad, *arrays)[:3])
+
+        return Workload({"cukit": lambda: ours, "fla": fla, "torch": torch}, expected)
+
+    op = "causal_conv_backward" if backward else "causal_conv"
+    moved = (3 if backward else 2) * batch * seq_len * channels * itemsize(DTYPE)
+    name = f"{batch}x{seq_len}x{channels}, width 4, silu"
+    return Case(FAMILY, op, name, DTYPE, build, bytes=moved)

@@ -169,6 +169,21 @@ def _scan(rng: Rng) -> tuple[Any, ...]:
     return x, b, c, decay, random(rng, (2, 2, 40, 24), "float32")
 
 
+def _conv(rng: Rng) -> tuple[Any, ...]:
+    """x, weight, bias, initial_state."""
+    return tuple(_rows(rng, (2, 70, 40), (40, 4), (40,), (2, 3, 40)))
+
+
+def _conv_backward(rng: Rng) -> Arguments:
+    x, weight, bias, state = _conv(rng)
+    return (random(rng, x.shape, "bfloat16"), x, weight, bias), {"initial_state": state}
+
+
+def _conv_step(rng: Rng) -> Arguments:
+    x, weight, bias, state = _conv(rng)
+    return (state, x[:, 0].copy(), weight, bias), {}
+
+
 def _scan_backward(rng: Rng) -> Arguments:
     x, b, c, decay, state = _scan(rng)
     grad = random(rng, x.shape, "bfloat16")
@@ -340,6 +355,9 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "block_sparse_attention": _blocks,
     "bsr_matmul": _block_sparse_product,
     "cascade_attention": _cascade,
+    "causal_conv": lambda rng: (_conv(rng)[:3], {"initial_state": _conv(rng)[3]}),
+    "causal_conv_backward": _conv_backward,
+    "causal_conv_step": _conv_step,
     "cross_entropy": lambda rng: (_logits(rng), {"return_grad": True}),
     "cross_entropy_backward": lambda rng: ((np.float32(0.5), *_logits(rng)), {}),
     "decode": lambda rng: ((encode(_values(rng), float8_e4m3),), {}),

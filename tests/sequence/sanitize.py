@@ -5,6 +5,8 @@ from __future__ import annotations
 from cukit import sequence
 from tests.contract import random, to_device
 from tests.sanitize import Group
+from tests.sequence.test_causal_conv import CASES as CONV_CASES
+from tests.sequence.test_causal_conv import inputs as conv_inputs
 from tests.sequence.test_gated_scan import SIZES, inputs, rng_of
 
 
@@ -31,7 +33,16 @@ def steps() -> None:
         sequence.gated_scan_step(*to_device("gpu", state[: len(x)].copy(), *one))
 
 
+def convolutions() -> None:
+    for case in CONV_CASES:
+        x, weight, bias, state, grad = to_device("gpu", *conv_inputs(rng_of(), *case))
+        sequence.causal_conv(x, weight, bias, initial_state=state)
+        sequence.causal_conv_backward(grad, x, weight, bias, initial_state=state)
+        sequence.causal_conv_step(state, x[:, 0].copy(), weight, bias)
+
+
 GROUPS = {
+    "convolutions": Group(convolutions),
     "scans": Group(scans, shares=True, quick=True),
     "gradients": Group(gradients, shares=True),
     "steps": Group(steps, shares=True),
