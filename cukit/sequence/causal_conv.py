@@ -45,7 +45,9 @@ def causal_conv(
     initial_state: Array | None = None,
     activation: str = "silu",
 ) -> Array:
-    """`z[t] = bias + sum_k weight[:, k] x[t - (width - 1) + k]`, `y = activation(z)`, each channel alone.
+    """`z[t] = bias + sum_k weight[:, k] x[t - (width - 1) + k]`, `y = activation(z)`.
+
+    Each channel alone.
 
     Args:
         x: float32|float16|bfloat16 [batch, seq_len, channels]; float64 on the CPU only.
@@ -236,9 +238,7 @@ def _plan_tokens(batch: int, seq_len: int, columns: int, device: Device) -> int:
     return tokens
 
 
-def _spec(
-    op: str, dtype: str, width: int, vec: int, activation: str, tokens: int
-) -> KernelSpec:
+def _spec(op: str, dtype: str, width: int, vec: int, activation: str, tokens: int) -> KernelSpec:
     defines = (
         ("DTYPE", dtype),
         ("ACTIVATION", _NAMES[activation]),
@@ -279,9 +279,7 @@ def _check_backward(
     check_array(op, "grad_y", grad_y, dtypes=(x.dtype,), shape=x.shape)
 
 
-def _check_step(
-    state: Array, x: Array, weight: Array, bias: Array | None, activation: str
-) -> None:
+def _check_step(state: Array, x: Array, weight: Array, bias: Array | None, activation: str) -> None:
     op = "causal_conv_step"
     check_array(op, "x", x, dtypes=FLOAT_DTYPES, ndim=2)
     batch, channels = x.shape
@@ -295,9 +293,7 @@ def _check_weights(
 ) -> None:
     check_array(op, "weight", weight, dtypes=FLOAT_DTYPES, shape=(channels, None))
     if weight.shape[1] not in _WIDTHS:
-        raise ArrayShapeError(
-            f"{op}: weight must have a width of 2, 3 or 4, got {weight.shape[1]}"
-        )
+        raise ArrayShapeError(f"{op}: weight must have a width of 2, 3 or 4, got {weight.shape[1]}")
     if bias is not None:
         check_array(op, "bias", bias, dtypes=FLOAT_DTYPES, shape=(channels,))
     check_same_dtype(op, x=x, weight=weight, bias=bias)

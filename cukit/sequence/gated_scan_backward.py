@@ -71,9 +71,7 @@ def gated_scan_backward(
     (array([1.75, 1.5 , 1.  ], dtype=float32), array([0.  , 0.75, 0.75], dtype=float32))
     """
     op = "gated_scan_backward"
-    arrays = adopt(
-        op, grad_y, x, b, c, log_decay, grad_final_state, initial_state, cu_seqlens
-    )
+    arrays = adopt(op, grad_y, x, b, c, log_decay, grad_final_state, initial_state, cu_seqlens)
     grad_y, x, b, c, log_decay, grad_final_state, initial_state, cu_seqlens = arrays
     if not runs_kernel(op, *arrays):
         _check(*arrays)
@@ -97,9 +95,7 @@ def gated_scan_backward(
             before = prepared.states.run(x, b, log_decay, cu_seqlens, initial_state)
             behind = prepared.grad_states.run(grad_y, c, log_decay, cu_seqlens, grad_final_state)
         chunk_states = empty(x, prepared.chunk_shape)
-        prepared.chunk_states(
-            x, b, NULL, log_decay, cu_seqlens, before, chunk_states, NULL, NULL
-        )
+        prepared.chunk_states(x, b, NULL, log_decay, cu_seqlens, before, chunk_states, NULL, NULL)
         parts_b, parts_c, parts_decay = grad_b, grad_c, grad_decay
         if prepared.sum_keys is not None:
             parts_b, parts_c = (empty(x, prepared.parts_shape) for _ in range(2))

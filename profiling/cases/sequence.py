@@ -40,6 +40,7 @@ def cases(small: bool = False) -> list[Case]:
         *(backward_case(*shape) for shape in shapes),
         *(step_case(*shape) for shape in steps),
         *(conv_case(*shape, backward) for shape in convs for backward in (False, True)),
+        *primitive_cases(1000 if small else 1 << 24),
     ]
 
 
@@ -149,7 +150,7 @@ def backward_case(
     values, keys = num_heads * head_dim, num_groups * state_dim
     moved = tokens * (3 * values + 4 * keys) * itemsize(DTYPE)
     moved += 2 * tokens * num_heads * itemsize("float32")
-    # Scores and their gradients, five products with those in a chunk; three with states, two states.
+    # Scores and their gradients, five products with those in a chunk; five with states.
     inner = 32 * (3 * state_dim + 2 * head_dim)
     flops = 2.0 * tokens * num_heads * (inner + 5 * state_dim * head_dim)
     return Case(
@@ -243,3 +244,39 @@ def conv_case(batch: int, seq_len: int, channels: int, backward: bool) -> Case:
     moved = (3 if backward else 2) * batch * seq_len * channels * itemsize(DTYPE)
     name = f"{batch}x{seq_len}x{channels}, width 4, silu"
     return Case(FAMILY, op, name, DTYPE, build, bytes=moved)
+
+
+def primitive_cases(size: int) -> list[Case]:
+    """Thin calls of CuPy, beside torch's."""
+    ours: dict[str, Callable[..., Any]] = {
+        "parallel_scan": sequence.parallel_scan,
+        "parallel_sort": sequence.parallel_sort,
+        "strided_reduction": sequence.strided_reduction,
+        "histogram": partial(sequence.histogram, bins=256, low=-4.0, high=4.0),
+    }
+    theirs: dict[str, Callable[[Any, Any], Any]] = {
+        "parallel_scan": lambda torch, x: torch.cumsum(x, 0),
+        "parallel_sort": lambda torch, x: torch.sort(x, stable=True).values,
+        "strided_reduction": lambda torch, x: torch.sum(x),
+        "histogram": lambda torch, x: torch.histc(x, 256, -4.0, 4.0),
+    }
+    return [_primitive_case(name, ours[name], theirs[name], size) for name in ours]
+
+
+def _primitive_case(
+    name: str, function: Callable[..., Any], theirs: Callable[[Any, Any], Any], size: int
+) -> Case:
+    def build() -> Workload:
+        x = normal((size,), "float32")
+
+        def torch_arm() -> Call:
+            return peers.forward(partial(theirs, peers.torch()), x)
+
+        arms: dict[str, Callable[[], Call]] = {
+            "cukit": lambda: partial(function, x),
+            "torch": torch_arm,
+        }
+        return Workload(arms, partial(function, x.astype("float64")))
+
+    moved = size * itemsize("float32") * (2 if name in ("parallel_scan", "parallel_sort") else 1)
+    return Case(FAMILY, name, f"{size}", "float32", build, bytes=moved)

@@ -1,4 +1,4 @@
-"""causal_conv: against the sum written out, differences, calls and steps that continue one another."""
+"""causal_conv: against the sum written out, differences, calls that continue calls."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ def test_reference_is_the_sum(rng):
 def test_gradients_are_differences(rng, activation):
     arrays = [array.astype(np.float64) for array in inputs(rng, 2, 9, 5, 4, "float32")[:4]]
     check_gradient(
-        lambda x, w, b, s: reference.causal_conv(
-            x, w, b, initial_state=s, activation=activation
-        ),
+        lambda x, w, b, s: reference.causal_conv(x, w, b, initial_state=s, activation=activation),
         lambda g, x, w, b, s: reference.causal_conv_backward(
             g, x, w, b, initial_state=s, activation=activation
         ),

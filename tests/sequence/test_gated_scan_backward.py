@@ -110,9 +110,7 @@ def test_sequences_of_any_lengths_are_calls_of_their_own(device, rng):
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16")
     together = [to_host(g) for g in run(device, grad_y, grad_final, arrays, size.cu_seqlens)]
     for number, (begin, end) in enumerate(itertools.pairwise(size.cu_seqlens)):
-        grad, *part = (
-            np.ascontiguousarray(array[:, begin:end]) for array in (grad_y, *arrays[:4])
-        )
+        grad, *part = (np.ascontiguousarray(array[:, begin:end]) for array in (grad_y, *arrays[:4]))
         state, final = (array[number : number + 1].copy() for array in (arrays[4], grad_final))
         alone = run(device, grad, final, (*part, state), None)
         for gradient, whole in zip(alone[:4], together[:4], strict=True):
