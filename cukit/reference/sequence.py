@@ -73,7 +73,7 @@ def gated_scan(
         for first in range(begin, end, chunk):
             part = slice(first, min(first + chunk, end))
             y[row, part], h = _chunk(
-                xp, wide[row, part], keys[row, part], queries[row, part], decay[row, part], h
+                xp, h, wide[row, part], keys[row, part], queries[row, part], decay[row, part]
             )
         state[number] = h
     final_type = np.float64 if work == np.float64 else np.float32
@@ -88,7 +88,7 @@ def _ranges(batch: int, seq_len: int, cu_seqlens: Array | None) -> list[tuple[in
     return [(0, begin, end) for begin, end in itertools.pairwise(ends)]
 
 
-def _chunk(xp: Any, x: Array, b: Array, c: Array, decay: Array, h: Array) -> tuple[Array, Array]:
+def _chunk(xp: Any, h: Array, x: Array, b: Array, c: Array, decay: Array) -> tuple[Array, Array]:
     """Outputs of a chunk and the state behind it; h [num_heads, state_dim, head_dim]."""
     upto = xp.cumsum(decay, axis=0).T  # [num_heads, tokens]
     tokens = len(x)
@@ -140,11 +140,11 @@ def gated_scan_backward(
         states = [before[number]]
         for part in parts[:-1]:
             inputs = (array[row, part] for array in (wide, keys, queries, decay))
-            states.append(_chunk(xp, *inputs, states[-1])[1])
+            states.append(_chunk(xp, states[-1], *inputs)[1])
         g = grad_state[number]
         for part, h in zip(reversed(parts), reversed(states), strict=False):
             inputs = (array[row, part] for array in (grads, wide, keys, queries, decay))
-            of_chunk = _chunk_backward(xp, *inputs, h, g)
+            of_chunk = _chunk_backward(xp, h, g, *inputs)
             grad_x[row, part], grad_b[row, part], grad_c[row, part] = of_chunk[:3]
             grad_decay[row, part], g = of_chunk[3:]
         grad_state[number] = g
@@ -159,7 +159,7 @@ def gated_scan_backward(
 
 
 def _chunk_backward(
-    xp: Any, grad_y: Array, x: Array, b: Array, c: Array, decay: Array, h: Array, g: Array
+    xp: Any, h: Array, g: Array, grad_y: Array, x: Array, b: Array, c: Array, decay: Array
 ) -> tuple[Array, ...]:
     """Gradients of a chunk's x, b, c and decays, and of the state before it; h: that state, g: the
     gradient of the state behind the chunk."""

@@ -73,7 +73,7 @@ def causal_conv(
     op = "causal_conv"
     x, weight, bias, initial_state = arrays = adopt(op, x, weight, bias, initial_state)
     if not runs_kernel(op, *arrays):
-        _check(op, *arrays, activation)
+        _check(op, x, weight, bias, initial_state, activation)
         return reference.causal_conv(
             x, weight, bias, initial_state=initial_state, activation=activation
         )
@@ -118,7 +118,7 @@ def causal_conv_backward(
     arrays = adopt(op, grad_y, x, weight, bias, initial_state)
     grad_y, x, weight, bias, initial_state = arrays
     if not runs_kernel(op, *arrays):
-        _check_backward(*arrays, activation)
+        _check_backward(grad_y, x, weight, bias, initial_state, activation)
         return reference.causal_conv_backward(
             grad_y, x, weight, bias, initial_state=initial_state, activation=activation
         )
@@ -166,7 +166,7 @@ def causal_conv_step(
     op = "causal_conv_step"
     state, x, weight, bias = arrays = adopt(op, state, x, weight, bias)
     if not runs_kernel(op, *arrays):
-        _check_step(*arrays, activation)
+        _check_step(state, x, weight, bias, activation)
         return reference.causal_conv_step(state, x, weight, bias, activation=activation)
     launch = _prepare_step(*arrays, activation)
     y = empty(x, x.shape)

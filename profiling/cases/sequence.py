@@ -40,6 +40,7 @@ def cases(small: bool = False) -> list[Case]:
         *(backward_case(*shape) for shape in shapes),
         *(step_case(*shape) for shape in steps),
         *(conv_case(*shape, backward) for shape in convs for backward in (False, True)),
+        *(conv_step_case(batch, channels) for batch, _, channels in convs),
         *primitive_cases(1000 if small else 1 << 24),
     ]
 
@@ -244,6 +245,25 @@ def conv_case(batch: int, seq_len: int, channels: int, backward: bool) -> Case:
     moved = (3 if backward else 2) * batch * seq_len * channels * itemsize(DTYPE)
     name = f"{batch}x{seq_len}x{channels}, width 4, silu"
     return Case(FAMILY, op, name, DTYPE, build, bytes=moved)
+
+
+def conv_step_case(batch: int, channels: int) -> Case:
+    """A token of each of 32 sequences a batch, from a state that a step leaves as it is."""
+
+    def build() -> Workload:
+        x = normal((32 * batch, channels), DTYPE)
+        weight, bias = normal((channels, 4), DTYPE), normal((channels,), DTYPE)
+        state = x[:, None].repeat(3, axis=1)
+
+        def ours() -> Any:
+            return sequence.causal_conv_step(state, x, weight, bias)
+
+        expected = partial(reference_conv.causal_conv_step, state.copy(), x, weight, bias)
+        return Workload({"cukit": lambda: ours}, expected)
+
+    moved = 8 * 32 * batch * channels * itemsize(DTYPE)
+    name = f"{32 * batch}x{channels}, width 4, silu"
+    return Case(FAMILY, "causal_conv_step", name, DTYPE, build, bytes=moved)
 
 
 def primitive_cases(size: int) -> list[Case]:
