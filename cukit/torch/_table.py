@@ -229,6 +229,34 @@ ATTENTION_KL = (
     ),
 )
 
+_INDEXER = arguments_of(
+    cukit.indexer_kl, drop=("return_statistics",), types={"normalizer": "Tensor?"}
+)
+
+
+def _indexer_shapes(q_s: Tensor, reduction: str, **_: Any) -> tuple[Tensor, ...]:
+    rows, exact = q_s.shape[:-2], _statistic(q_s)
+    loss = _like(q_s, rows if reduction == "none" else (), exact)
+    return loss, _like(q_s, rows, exact), _like(q_s, rows, exact)
+
+
+INDEXER_KL = (
+    Operator(
+        f"indexer_kl({_INDEXER}) -> (Tensor loss, Tensor lse_s, Tensor mass_t)",
+        lambda **options: cukit.indexer_kl(**options, return_statistics=True),
+        _indexer_shapes,
+        strided=("q_t", "k_t", "q_s", "k_s", "weights"),
+        backward="indexer_kl_backward",
+        constants=("lse_s", "mass_t"),
+    ),
+    Operator(
+        f"indexer_kl_backward(Tensor grad_loss, Tensor lse_s, Tensor mass_t, {_INDEXER})"
+        " -> (Tensor grad_q_s, Tensor grad_k_s, Tensor grad_weights)",
+        lambda **options: cukit.indexer_kl_backward(**options),
+        strided=("q_t", "k_t", "q_s", "k_s", "weights"),
+    ),
+)
+
 # --- Linear layers --------------------------------------------------------------------------------
 
 
@@ -519,6 +547,7 @@ OPERATORS = (
     *LAYERS,
     *ATTENTION,
     *ATTENTION_KL,
+    *INDEXER_KL,
     *LINEAR,
     *(row for loss in LOSSES for row in _rows_of_loss(loss)),
     *(row for loss in HEAD_LOSSES for row in _rows_of_head_loss(loss)),

@@ -117,6 +117,31 @@ def _attention_kl_backward(rng: Rng) -> Arguments:
     return (*arrays, *both), {"causal": True, "deterministic": True}
 
 
+def _indexer(rng: Rng) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    from cukit.reference.attention import flash_attention
+
+    q_t, k_t, q_s, k_s = _rows(rng, (1, 70, 4, 72), (1, 135, 2, 72), (1, 70, 3, 64), (1, 135, 64))
+    _, lse = flash_attention(q_t, k_t, k_t, causal=True, return_lse=True)
+    weights = rng.standard_normal((1, 70, 3)).astype(np.float32)
+    options = {"causal": True, "scale_s": 0.1}
+    options["topk_indices"] = rng.integers(-1, 135, (1, 70, 30)).astype(np.int32)
+    options["row_weights"] = rng.random((1, 70)).astype(np.float32)
+    return (q_t, k_t, lse.astype(np.float32), q_s, k_s, weights), options
+
+
+def _indexer_kl(rng: Rng) -> Arguments:
+    arrays, options = _indexer(rng)
+    return arrays, {**options, "return_statistics": True}
+
+
+def _indexer_kl_backward(rng: Rng) -> Arguments:
+    from cukit.reference.indexer_kl import indexer_kl
+
+    arrays, options = _indexer(rng)
+    _, *statistics = indexer_kl(*arrays, **options, return_statistics=True)
+    return (*arrays, *statistics), options
+
+
 def _groups(rng: Rng) -> tuple[Any, ...]:
     """Rows of three groups, one of them empty, and a matrix for each."""
     x, weights = _rows(rng, (70, 72), (3, 48, 72))
@@ -386,6 +411,8 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "adaptive_depth_backward": _adaptive_depth_backward,
     "attention_kl": _attention_kl,
     "attention_kl_backward": _attention_kl_backward,
+    "indexer_kl": _indexer_kl,
+    "indexer_kl_backward": _indexer_kl_backward,
     "batched_copy": _slides,
     "block_sparse_attention": _blocks,
     "bsr_matmul": _block_sparse_product,
