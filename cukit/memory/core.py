@@ -40,7 +40,7 @@ from cukit.memory.oom import Ladder
 from cukit.memory.pager import Pager
 from cukit.memory.provider import Provider
 from cukit.memory.relocate import Defragmenter
-from cukit.memory.spans import CACHED, LIVE, Span
+from cukit.memory.spans import CACHED, FIXED, LIVE, Span
 from cukit.memory.statistics import Counters
 from cukit.memory.stitch import Stitcher
 from cukit.memory.streams import CaptureKey, Streams, StreamState
@@ -541,10 +541,10 @@ class PoolCore:
 
     def _free_held_now(self, holder: Holder) -> None:
         span = holder.span
-        span.holder = None
+        span.holder, span.pins = None, FIXED
         try:
             self._free_slowly(span, noted=True)
         except BaseException:
-            span.holder = holder
+            span.holder, span.pins = holder, holder.pins
             raise
         holder.tie = None

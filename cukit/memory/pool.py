@@ -74,7 +74,8 @@ class MemoryPool(PoolCore):
             holder = Holder(span)
             if isinstance(span.stream, CaptureKey):
                 holder.pins.append(FOR_GOOD)
-            span.holder = holder  # from here on it may be moved
+            span.holder = holder
+            span.pins = holder.pins  # from here on it may be moved
             self._has_buffers = True
             return DeviceBuffer(self, size, holder)
 

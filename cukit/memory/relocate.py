@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -47,11 +48,19 @@ class Defragmenter:
 
     def survey(self) -> Survey:
         """Everything about the pool that takes a walk to know."""
-        return survey(self._arena, self._pager.paging())
+        return survey(self._arena, self._walk(), self._pager.paging())
 
     def holes(self) -> Holes:
         """What there is of free memory, quickly."""
-        return self._measure(Walk.over(self._arena))
+        return self._measure(self._walk())
+
+    def _walk(self) -> Walk:
+        others = [*self._arena.unmapped.values(), *self._stitcher.elsewhere()]
+        others += [span for span, _ in self._supply.pending]
+        for state in self._arena.streams.states.values():
+            if state.private:  # a captured graph will use them again
+                others += [*chain.from_iterable(state.bins.values()), *state.index]
+        return Walk.over(self._live.values(), others, self._arena.ranges())
 
     def _measure(self, walk: Walk) -> Holes:
         return walk.holes(self._pager.paging())
@@ -60,8 +69,7 @@ class Defragmenter:
         """Waits for the device, moves, remaps."""
         start = time.perf_counter()
         self._supply.stop_the_world()
-        walk = Walk.over(self._arena)
-        before, moved = self._compact(walk, stream)
+        before, moved = self._compact(stream)
         self._stitcher.undo()
         remapped = self._pager.consolidate()
         after = self._merged_holes()
@@ -88,19 +96,18 @@ class Defragmenter:
     def compact(self, stream: Hashable) -> int:
         """Waits for the device and moves unpinned buffers; returns the bytes."""
         self._supply.stop_the_world()
-        moved = self._compact(Walk.over(self._arena), stream)[1]
+        moved = self._compact(stream)[1]
         self._stitcher.undo()
         return moved
 
-    def _compact(self, walk: Walk, stream: Hashable) -> tuple[Holes, int]:
+    def _compact(self, stream: Hashable) -> tuple[Holes, int]:
         """Holes before, and bytes moved. The device is idle before and after; what the copies do
         not need is done while they run."""
-        plan = plan_compaction(
-            walk.pieces(), self._pager.page_bytes, remap=self._provider.can_remap
-        )
+        walk = self._walk()
+        plan = plan_compaction(walk.pieces, self._pager.page_bytes, remap=self._provider.can_remap)
         if not plan.steps:
             before = self._measure(walk)
-            self._arena.place(walk, plan.source, plan.target)
+            self._arena.place(walk, plan.moved, plan.target)
             return before, 0
         event = self._copy(plan, stream)
         try:
@@ -136,7 +143,7 @@ class Defragmenter:
         Listeners see a move as a free of the old place and an allocation of the new one.
         """
         told, live = self._listeners.active, self._live
-        numbers = np.searchsorted(walk.address, plan.source)
+        numbers = walk.movable[plan.moved]
         moved = [walk.spans[number] for number in numbers.tolist()]
         for span in moved:
             del live[span.address]
