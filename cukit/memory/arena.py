@@ -7,7 +7,7 @@ has the pool for itself that distinction costs more than it brings, so there bot
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,6 @@ from cukit.memory.blocks import Range
 from cukit.memory.compact import Ints
 from cukit.memory.spans import FREE, LIVE, UNMAPPED, SizeIndex, Span
 from cukit.memory.streams import CaptureKey, Streams, StreamState
-from cukit.memory.walk import Walk
 
 FITS_WEIGHED = 8
 """Of each index, when pages are short."""
@@ -244,24 +243,19 @@ class Arena:
             self.unmapped[cut.next.address] = cut.next
         return cut
 
-    def place(self, walk: Walk, moved: Ints, target: Ints) -> None:
-        """Puts live spans elsewhere all at once. Without any it only merges what is free.
+    def place(self, spans: Sequence[Span], address: Ints, size: Ints) -> None:
+        """Puts everything in order anew: what lies between these spans is free and merged.
 
         All streams are idle (Streams.all_done), or the moves are the last that they do: everything
-        free, and where the spans come from, becomes memory for everybody.
+        free, and where moved spans come from, becomes memory for everybody.
 
         Args:
-            walk: the spans as they are.
-            moved: the numbers of those that move.
-            target: their new addresses.
+            spans: all that is not free, or free for a captured graph.
+            address: where each lies.
+            size: of each.
         """
-        spans = walk.spans
-        new = walk.address.copy()
-        new[moved] = target
-        for number, address in zip(moved.tolist(), target.tolist(), strict=True):
-            spans[number].address = address
-        order = np.argsort(new)
-        begin, end = new[order], new[order] + walk.size[order]
+        order = np.argsort(address)
+        begin, end = address[order], address[order] + size[order]
         ranges = self.ranges()
         firsts = np.searchsorted(begin, [part.address for part in ranges]).tolist()
         free: list[Span] = []

@@ -36,11 +36,12 @@ from cukit.memory.faults import explain_pointer, register_pool
 from cukit.memory.handover import taken_from
 from cukit.memory.interrupts import Uninterrupted
 from cukit.memory.listeners import Listeners
+from cukit.memory.movables import Movables
 from cukit.memory.oom import Ladder
 from cukit.memory.pager import Pager
 from cukit.memory.provider import Provider
 from cukit.memory.relocate import Defragmenter
-from cukit.memory.spans import CACHED, FIXED, LIVE, Span
+from cukit.memory.spans import CACHED, LIVE, Span
 from cukit.memory.statistics import Counters
 from cukit.memory.stitch import Stitcher
 from cukit.memory.streams import CaptureKey, Streams, StreamState
@@ -120,8 +121,16 @@ class PoolCore:
         self._pager = Pager(config, provider, self._arena, emit)
         stitcher = Stitcher(provider, self._arena, self._pager, emit)
         self._supply = Supply(provider, self._arena, self._pager, stitcher, self._streams, emit)
+        self._movables = Movables()
         self._defragmenter = Defragmenter(
-            provider, self._arena, self._pager, stitcher, self._supply, self._live, self._listeners
+            provider,
+            self._arena,
+            self._pager,
+            stitcher,
+            self._supply,
+            self._live,
+            self._movables,
+            self._listeners,
         )
         self._ladder = Ladder(
             config, provider, self._supply, self._pager, self._defragmenter, self._outside, emit
@@ -541,10 +550,11 @@ class PoolCore:
 
     def _free_held_now(self, holder: Holder) -> None:
         span = holder.span
-        span.holder, span.pins = None, FIXED
+        span.holder = None
         try:
             self._free_slowly(span, noted=True)
         except BaseException:
-            span.holder, span.pins = holder, holder.pins
+            span.holder = holder
             raise
+        self._movables.remove(holder)
         holder.tie = None

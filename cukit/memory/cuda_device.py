@@ -126,7 +126,7 @@ class CudaDevice:
 
     def copy(self, moves: Moves, stream: Hashable) -> None:
         with self.current():
-            self._copy(moves, self._object_of(stream))
+            self._copy(moves, self._object_of(stream), apart=True)
 
     def array(self, address: int, shape: tuple[int, ...], dtype: Any, owner: object) -> Any:
         cuda, dtype = self._cupy.cuda, np.dtype(dtype)

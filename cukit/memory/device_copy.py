@@ -35,19 +35,21 @@ class DeviceCopy:
         self._last: Any = None
         """Event behind the last launch that reads the table."""
 
-    def __call__(self, moves: Moves, stream: Any) -> None:
+    def __call__(self, moves: Moves, stream: Any, *, apart: bool = False) -> None:
         """On `stream`, a CuPy stream, on the current device. When it raises, nothing is queued.
 
-        Moves may slide, see :func:`cukit.memory.compaction.batched_copy`.
+        Moves may slide, see :func:`cukit.memory.compaction.batched_copy`. `apart`: they are known
+        to be as Provider.copy wants them, and are not checked again.
         """
-        if len(moves) <= FEW_MOVES and not _overlap(moves):
+        if len(moves) <= FEW_MOVES and (apart or not _overlap(moves)):
             for destination, source, size in moves.tolist():
                 self._cupy.cuda.runtime.memcpyAsync(
                     destination, source, size, _TO_DEVICE, stream.ptr
                 )
             return
-        plan = plan_moves(moves)
-        plan.check_aligned(0)
+        plan = MovePlan.of(moves) if apart else plan_moves(moves)
+        if not apart:
+            plan.check_aligned(0)
         with stream:
             self._launches(plan, stream)
 

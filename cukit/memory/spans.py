@@ -29,10 +29,6 @@ longer part of any range. The other states as in blocks.py."""
 PUBLIC_STATE: tuple[BlockState, ...] = ("live", "free", "free", "pending", "unmapped", "unmapped")
 
 
-FIXED = ("no handle",)
-"""In place of the pins of memory whose owner has no handle: it never moves."""
-
-
 class Span:
     """Neighbouring bytes of one range with one state."""
 
@@ -42,7 +38,6 @@ class Span:
         "epoch",
         "holder",
         "next",
-        "pins",
         "prev",
         "requested",
         "size",
@@ -65,8 +60,6 @@ class Span:
         """Further streams that work on it."""
         self.holder: Holder | None = None
         """The owner's handle, if the span may be moved."""
-        self.pins: Sequence[object] = FIXED
-        """What keeps a live span where it is: the pins of the owner's handle, if there is one."""
         self.tie: Tie | None = None
         """Keeps what notices the end of the object that owns the memory."""
         self.call_site: tuple[Frame, ...] = ()
@@ -84,7 +77,7 @@ class Span:
 
     @property
     def movable(self) -> bool:
-        return self.state == LIVE and not self.pins
+        return self.state == LIVE and self.holder is not None and not self.holder.pins
 
     def block(self) -> Block:
         """What the outside sees of it."""

@@ -7,20 +7,20 @@ looked at: it is what all else leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter, not_
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from cukit.memory.compact import Ints, Pieces
-from cukit.memory.spans import UNMAPPED, Span
+from cukit.memory.spans import Span
 
 if TYPE_CHECKING:
     from cukit.memory.arena import AddressRange
 
-_address, _size, _pins = map(attrgetter, ("address", "size", "pins"))
+_address, _size = attrgetter("address"), attrgetter("size")
 
 
 class Holes(NamedTuple):
@@ -39,56 +39,46 @@ class Holes(NamedTuple):
 
 @dataclass(frozen=True)
 class Walk:
-    """Every span that is not free."""
+    """All that is not free."""
 
-    spans: list[Span]
-    address: Ints
-    size: Ints
-    """Of each span."""
-    movable: Ints
-    """Numbers of the spans that may move, in address order."""
+    rows: Ints
+    """Of Movables: those that may move, in address order."""
+    others: list[Span]
+    """What stays where it is, and what is unmapped; in no order."""
+    others_at: Ints
+    others_size: Ints
     pieces: Pieces
-    """The same as the planner of compaction wants it."""
+    """All of it as the planner of compaction wants it."""
 
     @classmethod
     def over(
-        cls, live: Iterable[Span], others: Sequence[Span], ranges: Sequence[AddressRange]
+        cls,
+        columns: tuple[Ints, Ints, Ints],
+        fixed: list[Span],
+        unmapped: list[Span],
+        ranges: Sequence[AddressRange],
     ) -> Walk:
-        """Of the ranges all that is live, and the `others`: pending, used elsewhere, kept for a
-        captured graph, unmapped."""
-        spans = list(live)
-        live_count = len(spans)
-        spans += others
-        count = len(spans)
-        address = np.fromiter(map(_address, spans), np.int64, count)
-        size = np.fromiter(map(_size, spans), np.int64, count)
-        moves = np.zeros(count, bool)
-        moves[:live_count] = np.fromiter(map(not_, map(_pins, spans)), bool, live_count)
-        mapped = np.ones(count, bool)
-        mapped[live_count:] = [span.state != UNMAPPED for span in others]
-        movable, walls, holes = (
-            _ascending(np.flatnonzero(chosen), address)
-            for chosen in (moves, mapped & ~moves, ~mapped)
-        )
+        """`columns`: of Movables."""
+        rows, movable, movable_size = columns
+        others = fixed + unmapped
+        at = np.fromiter(map(_address, others), np.int64, len(others))
+        size = np.fromiter(map(_size, others), np.int64, len(others))
+        wall, wall_size = at[: len(fixed)], size[: len(fixed)]
+        if (wall[1:] < wall[:-1]).any():
+            order = np.argsort(wall)
+            wall, wall_size = wall[order], wall_size[order]
         start = np.array([part.address for part in ranges], np.int64)
         end = start + np.array([part.size for part in ranges], np.int64)
-        begin = np.sort(np.concatenate((start, address[holes] + size[holes])))
-        end = np.sort(np.concatenate((end, address[holes])))
+        hole, hole_size = at[len(fixed) :], size[len(fixed) :]
+        begin = np.sort(np.concatenate((start, hole + hole_size)))
+        end = np.sort(np.concatenate((end, hole)))
         some = end > begin
-        groups = address[movable], size[movable], address[walls], size[walls]
-        return cls(spans, address, size, movable, Pieces(begin[some], end[some], *groups))
+        pieces = Pieces(begin[some], end[some], movable, movable_size, wall, wall_size)
+        return cls(rows, others, at, size, pieces)
 
     def holes(self, paging: Paging) -> Holes:
         """What is free, whoever freed it."""
         return measure(*self.pieces.free, paging)
-
-
-def _ascending(numbers: Ints, address: Ints) -> Ints:
-    """Numbers of spans in address order, as they often are already."""
-    found = address[numbers]
-    if (found[1:] < found[:-1]).any():
-        numbers = numbers[np.argsort(found)]
-    return numbers
 
 
 @dataclass(frozen=True)
