@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from types import ModuleType
@@ -25,10 +26,11 @@ _TO_DEVICE = 3  # cudaMemcpyDeviceToDevice
 class DeviceCopy:
     """Copies on one device, with a table of its own there (1.3 MB, kept from the first use on).
 
-    Calls from several threads must not overlap: the pool makes them under its lock.
+    Pools of one device share it: making the table takes the driver as long as copying a gigabyte.
     """
 
     def __init__(self, cupy: ModuleType) -> None:
+        self._lock = threading.Lock()
         self._cupy = cupy
         self._table: Any = None
         self._progress: Any = None
@@ -50,7 +52,7 @@ class DeviceCopy:
         plan = MovePlan.of(moves) if apart else plan_moves(moves)
         if not apart:
             plan.check_aligned(0)
-        with stream:
+        with self._lock, stream:
             self._launches(plan, stream)
 
     def _launches(self, plan: MovePlan, stream: Any) -> None:
