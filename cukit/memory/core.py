@@ -21,7 +21,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
@@ -33,7 +33,7 @@ from cukit.memory.choose import default_provider
 from cukit.memory.config import ALIGNMENT, MemoryPoolConfig
 from cukit.memory.estate import give_back
 from cukit.memory.faults import explain_pointer, register_pool
-from cukit.memory.handover import taken_from
+from cukit.memory.handover import Queue, Queues
 from cukit.memory.interrupts import Uninterrupted
 from cukit.memory.listeners import Listeners
 from cukit.memory.movables import Movables
@@ -104,10 +104,11 @@ class PoolCore:
         self._acquire: Callable[[], object] = self._lock.acquire
         self._release: Callable[[], object] = self._lock.release
         self._busy = False
-        self._put_aside: deque[Free] = deque()
-        self._taken = taken_from(self._put_aside)
+        self._queues = Queues()
+        self._common_queue = (self._queues.common,)
+        self._put_aside: deque[Free] = self._queues.common.ties
         self._taking: Free | None = None
-        """Of `_put_aside`: taken, and not done yet."""
+        """Out of a queue, and not done yet."""
         self._waiting: list[Hashable] = []
         """Streams of allocations that may have unlocked the pool on their way (`_outside`)."""
         self._live: dict[int, Span] = {}
@@ -136,7 +137,7 @@ class PoolCore:
             config, provider, self._supply, self._pager, self._defragmenter, self._outside, emit
         )
         self._has_buffers = False
-        self.free_from_finalizer = self._put_aside.append
+        self.free_from_finalizer = self._queues.common.note
         """`free` for destructors: an address. Never blocks, never raises, and runs no bytecode in
         which an interrupt could get lost; the next call of the pool does it."""
         self._parts: tuple[
@@ -158,7 +159,7 @@ class PoolCore:
         )
         """One attribute instead of seven, where that counts."""
         register_pool(self)
-        parts = (provider, self._streams, self._pager, self._live, self._put_aside, os.getpid())
+        parts = (provider, self._streams, self._pager, self._live, self._queues, os.getpid())
         weakref.finalize(self, give_back, *parts).atexit = False
         if config.initial_pool_size and not self._pager.prepare(config.initial_pool_size):
             raise ConfigError(
@@ -194,7 +195,7 @@ class PoolCore:
                 raise RuntimeError("memory pool: allocation from inside the pool (by a listener?)")
             opened = self._busy = True
             if put_aside:
-                self._take_in()
+                self._take_in(self._common_queue)
             try:
                 if listeners.active:
                     raise KeyError
@@ -214,13 +215,15 @@ class PoolCore:
                 if live > counters.peak_live_bytes:
                     counters.peak_live_bytes = live
             span.requested = size
+            note = None if _owner is None else self._queues.of(key, size).note
             self._busy = False
             release()
             if _owner is None:
                 return span.address
             memory = _owner(span.address, size, self, self._device_id)
-            span.tie = tie = Tie(memory, self.free_from_finalizer)
+            tie = Tie(memory, note)
             tie.target = span
+            span.tie = tie
             return memory  # type: ignore[no-any-return]
         except BaseException:
             self._break_off(opened, found[0] if found else span)
@@ -242,7 +245,7 @@ class PoolCore:
                 return
             opened = self._busy = True
             if put_aside:
-                self._take_in()
+                self._take_in(self._common_queue)
             try:
                 found = live_spans[address]
             except (KeyError, TypeError):
@@ -488,36 +491,38 @@ class PoolCore:
             finally:
                 self._release()
 
-    def _take_in(self) -> None:
-        """Does the frees that were put aside. One that the driver refuses stays there."""
-        _, _, put_aside, states, live, counters, listeners = self._parts
-        while put_aside:
-            try:
-                for tie in self._taken:  # noqa: B007
+    def _take_in(self, queues: Iterable[Queue] | None = None) -> None:
+        """Does the frees that wait in the queues (None: in all). One that the driver refuses stays
+        there."""
+        _, _, _, states, live, counters, listeners = self._parts
+        for waiting, taken, _ in self._queues.all if queues is None else queues:
+            while waiting:
+                try:
+                    for tie in taken:  # noqa: B007
+                        break
+                except IndexError:  # somebody took it over
                     break
-            except IndexError:  # somebody took it over
-                return
-            self._taking = tie  # were this broken off from here on, `_break_off` would finish it
-            if type(tie) is not Tie:
-                self._take_in_slowly(tie)
-                continue
-            span = tie.target
-            state = states[span.stream]
-            size = span.size
-            if span.tie is not tie or size >= state.mark_from or span.uses or listeners.active:
-                self._take_in_slowly(tie)
-                continue
-            cached = state.bins.get(size)
-            span.state = CACHED
-            span.epoch = state.epoch
-            state.dirty = True
-            counters.live_bytes -= size
-            if cached is None:
-                state.bins[size] = [span]
-            else:
-                cached.append(span)
-            del live[span.address]
-            self._taking = None
+                self._taking = tie  # were this broken off now, `_break_off` would finish it
+                if type(tie) is not Tie:
+                    self._take_in_slowly(tie)
+                    continue
+                span = tie.target
+                state = states[span.stream]
+                size = span.size
+                if span.tie is not tie or size >= state.mark_from or span.uses or listeners.active:
+                    self._take_in_slowly(tie)
+                    continue
+                cached = state.bins.get(size)
+                span.state = CACHED
+                span.epoch = state.epoch
+                state.dirty = True
+                counters.live_bytes -= size
+                if cached is None:
+                    state.bins[size] = [span]
+                else:
+                    cached.append(span)
+                del live[span.address]
+                self._taking = None
 
     def _take_in_slowly(self, item: Free) -> None:
         with Uninterrupted():

@@ -52,8 +52,14 @@ class DeviceCopy:
         plan = MovePlan.of(moves) if apart else plan_moves(moves)
         if not apart:
             plan.check_aligned(0)
-        with self._lock, stream:
-            self._launches(plan, stream)
+        if not self._lock.acquire(blocking=False):  # another thread, or a collection inside it
+            DeviceCopy(self._cupy)(moves, stream, apart=apart)
+            return
+        try:
+            with stream:
+                self._launches(plan, stream)
+        finally:
+            self._lock.release()
 
     def _launches(self, plan: MovePlan, stream: Any) -> None:
         if self._table is None:

@@ -155,7 +155,8 @@ class Defragmenter:
         source, target = plan.source.tolist(), plan.target.tolist()
         for span, address in zip(moved, source, strict=True):
             del live[address]
-            span.uses = ()
+            if span.uses:
+                span.uses = ()
             if told:
                 self._listeners.moved_away(span)
         self._movables.move(rows, plan.target)
