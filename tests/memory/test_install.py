@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cukit.errors import ConfigError, OutOfMemoryError
-from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig, install, pools_of
+from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig, handover, install, pools_of
 from cukit.memory.cuda_device import CudaDevice
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider
@@ -194,3 +194,36 @@ def test_threads_take_over_each_block_once() -> None:
     assert statistics.num_live == 0
     assert statistics.num_allocations == statistics.num_frees == 18_000
     check_invariants(pool)
+
+
+def test_arrays_that_replace_one_another_need_no_books(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each finds the block of the one before the last, whatever their sizes."""
+    pool = pool_of(HostProvider(page_bytes=PAGE))
+    by_the_books: list[int] = []
+
+    def counted(size: int, *others: Any) -> Any:
+        by_the_books.append(size)
+        return MemoryPool.allocate(pool, size, *others)
+
+    monkeypatch.setattr(pool, "allocate", counted)
+    allocate: Any = install._single(pool)
+    sizes = (512, 2000, 700, 9000)
+    held = [allocate(size) for size in sizes]
+    for _ in range(6):
+        for number, size in enumerate(sizes):
+            held[number] = allocate(size)
+    assert sorted(by_the_books) == sorted(2 * sizes)
+    check_invariants(pool)
+
+
+def test_more_sizes_than_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "MOST_QUEUES", 3)
+    pool = pool_of(HostProvider(page_bytes=PAGE))
+    allocate: Any = install._single(pool)
+    for _ in range(3):
+        held = [allocate(512 * (1 + number % 7)) for number in range(20)]
+        assert pool.statistics().num_live == 20
+        del held
+        assert pool.statistics().num_live == 0
+        check_invariants(pool)
+    assert len(pool._queues.all) == 1 + 3
