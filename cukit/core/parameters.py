@@ -63,7 +63,8 @@ class ParameterStruct:
         """By name: offset, format, and the struct if it is one."""
         for key, field in fields.items():
             nested = field if isinstance(field, ParameterStruct) else None
-            kind, offset, *_ = (self.dtype.fields or {})[key]
+            assert self.dtype.fields is not None
+            kind, offset = self.dtype.fields[key][:2]
             layout = f"<{kind.itemsize}s" if nested else f"<{_CHARACTERS[kind.char]}"
             self._places[key] = offset, struct.Struct(layout), nested
 

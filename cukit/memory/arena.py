@@ -267,11 +267,11 @@ class Arena:
             kept = [spans[number] for number in order[first:last].tolist()]
             line: list[Span] = []
             done = 0
-            for gap, address, size in zip(
+            for gap, at, length in zip(
                 gaps.tolist(), low[gaps].tolist(), (high - low)[gaps].tolist(), strict=True
             ):
                 line += kept[done:gap]
-                line.append(hole := Span(address, size, FREE))
+                line.append(hole := Span(at, length, FREE))
                 free.append(hole)
                 done = gap
             line += kept[done:]

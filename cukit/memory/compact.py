@@ -236,7 +236,8 @@ def _pages_kept(pieces: Pieces, pages: Pages, *, remap: bool) -> npt.NDArray[np.
     kept = np.zeros(len(room), bool)
     if not remap:
         room -= pages.bytes_of(pieces.wall, pieces.wall_size)
-        return np.less(np.cumsum(room) - room, moving.sum(), out=kept)
+        kept |= np.cumsum(room) - room < moving.sum()
+        return kept
     rank = -moving
     if len(pieces.wall):
         walls = pages.bytes_of(pieces.wall, pieces.wall_size)
