@@ -64,7 +64,7 @@ class SampleConfig:
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
-        light = not (self.penalized or self.verify)
+        crowded = not (self.penalized or self.verify) and self.threads > _SMALL_BLOCK
         defines = (
             ("DTYPE", self.dtype),
             ("VEC", self.vec),
@@ -75,7 +75,7 @@ class SampleConfig:
             ("VERIFY", self.verify),
             ("ATOM", self.atom),
             ("STREAMED", self.stream_bytes > 0),
-            ("BLOCKS_PER_SM", 2 if light and self.threads == _SHARED_BLOCK else 1),
+            ("BLOCKS_PER_SM", max(_FULL_BLOCK // self.threads, 1) if crowded else 1),
         )
         source = "sampling/sample.cu"
         return KernelSpec(source, "sample", defines, self.threads, self.shared_bytes)
@@ -96,18 +96,20 @@ def plan_sample(
     """A cluster a row, of so many blocks that the row fits into their shared memory; of more where
     there are too few rows for all multiprocessors. One block before Hopper.
 
-    vec: logits an access, a divisor of `vocab_size`. few: top_k is known to be at most MOST_BEST, so
-    that rows are streamed, by as many blocks as are resident together.
+    vec: logits an access, a divisor of `vocab_size`.
+    few: top_k is known to be at most MOST_BEST, so that rows are streamed, by as many blocks as are
+        resident together.
     """
     light = not (penalized or verify)
     clusters = device.compute_capability >= (9, 0)
     cluster = 1
     if few:
         slots = device.num_sms * (2 if light else 1)
-        while clusters and cluster < _LARGEST_CLUSTER and (
-            2 * cluster * num_rows <= slots and vocab_size > 2 * _SMALL_SHARE * cluster
-            or _stream_bytes(vocab_size, vec, cluster, _SHARED_BLOCK) > _STREAM_BYTES
-        ):
+        while clusters and cluster < _LARGEST_CLUSTER:
+            roomy = 2 * cluster * num_rows <= slots and vocab_size > 2 * _SMALL_SHARE * cluster
+            crowded = _stream_bytes(vocab_size, vec, cluster, _SHARED_BLOCK) > _STREAM_BYTES
+            if not (roomy or crowded):
+                break
             cluster *= 2
     else:
         while (
@@ -134,6 +136,11 @@ def plan_sample(
     )
 
 
+def stream_bytes(vocab_size: int, config: SampleConfig) -> int:
+    """Shared memory for the sums of the atoms that a block of `config` streams."""
+    return _stream_bytes(vocab_size, config.vec, config.cluster, config.threads)
+
+
 def _atom(vocab_size: int, vec: int) -> int:
     return 1 if vocab_size < _SMALL_VOCABULARY else min(8, _ATOM_LOGITS // vec)
 
@@ -141,7 +148,8 @@ def _atom(vocab_size: int, vec: int) -> int:
 def _stream_bytes(vocab_size: int, vec: int, cluster: int, threads: int) -> int:
     """8 bytes for each thread and round of a block."""
     atoms = -(-vocab_size // (_atom(vocab_size, vec) * _WARP * vec))
-    rounds = -(-(-(-atoms // cluster)) // (threads // _WARP))
+    share = -(-atoms // cluster)
+    rounds = -(-share // (threads // _WARP))
     return 8 * threads * rounds
 
 
