@@ -65,6 +65,7 @@ class SampleConfig:
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
         crowded = not (self.penalized or self.verify) and self.threads > _SMALL_BLOCK
+        crowded &= not (self.stream_bytes and self.cluster > 1)
         defines = (
             ("DTYPE", self.dtype),
             ("VEC", self.vec),
@@ -97,16 +98,17 @@ def plan_sample(
     there are too few rows for all multiprocessors. One block before Hopper.
 
     vec: logits an access, a divisor of `vocab_size`.
-    few: top_k is known to be at most MOST_BEST, so that rows are streamed, by as many blocks as are
-        resident together.
+    few: most rows need their first MOST_BEST tokens at most, so that rows are streamed, by as many
+        blocks as there are multiprocessors.
     """
     light = not (penalized or verify)
     clusters = device.compute_capability >= (9, 0)
     cluster = 1
     if few:
-        slots = device.num_sms * (2 if light else 1)
         while clusters and cluster < _LARGEST_CLUSTER:
-            roomy = 2 * cluster * num_rows <= slots and vocab_size > 2 * _SMALL_SHARE * cluster
+            roomy = (
+                2 * cluster * num_rows <= device.num_sms and vocab_size > 2 * _SMALL_SHARE * cluster
+            )
             crowded = _stream_bytes(vocab_size, vec, cluster, _SHARED_BLOCK) > _STREAM_BYTES
             if not (roomy or crowded):
                 break
@@ -127,8 +129,8 @@ def plan_sample(
     iterations = -(-vocab_size // (cluster * threads * vec))
     values_bytes = iterations * threads * vec * 4
     resident = not few and _WORKSPACE_BYTES + values_bytes <= device.shared_bytes_per_block
-    stream_bytes = 0 if verify else _stream_bytes(vocab_size, vec, cluster, threads)
-    if stream_bytes > max(_STREAM_BYTES, values_bytes if resident else 0):
+    stream_bytes = _stream_bytes(vocab_size, vec, cluster, threads) if few else 0
+    if stream_bytes > _STREAM_BYTES:
         stream_bytes = 0
     atom = _atom(vocab_size, vec)
     return SampleConfig(

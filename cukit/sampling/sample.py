@@ -210,9 +210,9 @@ class _Prepared(NamedTuple):
 
 
 def _wants_few(options: RequestOptions, top_n: int) -> bool:
-    """Whether every row needs its first tokens alone, as far as this is known here."""
+    """Whether rows need their first tokens alone, or may: other rows are read more than once."""
     greedy = options.is_number("temperature") and options.number("temperature") == 0
-    listed = options.is_number("top_k") and 0 < options.number("top_k") <= MOST_BEST
+    listed = not options.is_number("top_k") or 0 < options.number("top_k") <= MOST_BEST
     return (greedy or listed) and top_n <= MOST_BEST
 
 

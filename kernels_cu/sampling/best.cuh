@@ -18,6 +18,7 @@ namespace cukit {
 
 constexpr int kMostBest = 128;  // tokens; as cukit/sampling/plan.py has it
 constexpr int kStreamed = 2 * kBins * sizeof(unsigned) / sizeof(uint64);  // entries of the list: the bins' memory
+static_assert(ATOM * VEC <= 32, "a bit for each logit of a lane");
 static_assert(kMostBest * CLUSTER <= kMost, "block 0's list has a place for every block's");
 
 class Best {
@@ -79,18 +80,15 @@ class Best {
     if (!failed) {
       uint64* places = space_.list + team_.rank() * kMostBest;
       const unsigned last = descending_key(limit);
-      for (unsigned base = warp * kWarpSize; base < count; base += THREADS) {
-        const uint64 entry = base + lane < count ? entries()[base + lane] : kNoRank;
-        unsigned near = __ballot_sync(kFullMask, static_cast<unsigned>(entry >> 32) <= last);
-        while (near != 0) {
-          const uint64 own = __shfl_sync(kFullMask, entry, __ffs(static_cast<int>(near)) - 1);
-          near &= near - 1;
-          unsigned before = 0;
-          for (unsigned j = lane; j < count; j += kWarpSize) before += entries()[j] < own;
-          before = __reduce_add_sync(kFullMask, before);
-          if (lane == 0 && before < static_cast<unsigned>(want)) {
-            team_.store_to_leader(&places[before], own);
-          }
+#pragma unroll 1
+      for (unsigned i = warp; i < count; i += kWarps) {
+        const uint64 own = entries()[i];
+        if (static_cast<unsigned>(own >> 32) > last) continue;
+        unsigned before = 0;
+        for (unsigned j = lane; j < count; j += kWarpSize) before += entries()[j] < own;
+        before = __reduce_add_sync(kFullMask, before);
+        if (lane == 0 && before < static_cast<unsigned>(want)) {
+          team_.store_to_leader(&places[before], own);
         }
       }
       for (int i = static_cast<int>(count) + static_cast<int>(threadIdx.x); i < want; i += THREADS) {
@@ -116,14 +114,23 @@ class Best {
     for (int i = threadIdx.x; i < want; i += THREADS) into[i] = kNoRank;
     __syncthreads();
     for (int i = threadIdx.x; i < want * CLUSTER; i += THREADS) {
-      const int block = i / want;
-      const uint64 own = space_.list[block * kMostBest + i % want];
+      const uint64 own = space_.list[i / want * kMostBest + i % want];
       if (own == kNoRank) continue;
-      int place = i % want;
+      // As many entries of each list as come before, its own included: binary searches side by side.
+      int before[CLUSTER];
+#pragma unroll
+      for (int other = 0; other < CLUSTER; ++other) before[other] = 0;
 #pragma unroll 1
-      for (int other = 0; other < CLUSTER; ++other) {
-        if (other != block) place += count_before(space_.list + other * kMostBest, want, own);
+      for (int step = kMostBest; step > 0; step /= 2) {
+#pragma unroll
+        for (int other = 0; other < CLUSTER; ++other) {
+          const int upto = before[other] + step;
+          if (upto <= want && space_.list[other * kMostBest + upto - 1] < own) before[other] = upto;
+        }
       }
+      int place = 0;
+#pragma unroll
+      for (int other = 0; other < CLUSTER; ++other) place += before[other];
       if (place < want) into[place] = own;
     }
     __syncthreads();
@@ -148,7 +155,7 @@ class Best {
     if (part == 0) space_.groups[group] = key;
     __syncthreads();
     unsigned before = 0;
-#pragma unroll 8
+#pragma unroll 4
     for (unsigned j = part; j < kGroups; j += kTogether) {
       const unsigned other = space_.groups[j];
       before += other < key || (other == key && j < group);
@@ -164,32 +171,24 @@ class Best {
     return want > kGroups ? kLowest : limit >= kLowest ? limit : kLowest;
   }
 
+  // Tokens that reach the limit are few, and code that runs once is slow to fetch: a loop reads them again.
   CUKIT_DEVICE void append(const Row::Atom& vectors, int first, float limit) {
+    unsigned reaching = 0;
 #pragma unroll
     for (int u = 0; u < ATOM; ++u) {
       float x[VEC];
       row_.values_of(x, vectors, u, first);
-      float most = x[0];
 #pragma unroll
-      for (int j = 1; j < VEC; ++j) most = fmaxf(most, x[j]);
-      if (!(most >= limit)) continue;
-#pragma unroll
-      for (int j = 0; j < VEC; ++j) {
-        if (!(x[j] >= limit)) continue;
-        const unsigned at = atomicAdd(&space_.cursor, 1u);
-        if (at < kStreamed) entries()[at] = rank_of(x[j] + 0.0f, row_.column_of(first, u) + j);
-      }
+      for (int j = 0; j < VEC; ++j) reaching |= x[j] >= limit ? 1u << (u * VEC + j) : 0u;
     }
-  }
-
-  // Of the `size` entries of an ordered list.
-  CUKIT_DEVICE static int count_before(const uint64* list, int size, uint64 entry) {
-    int low = 0;
-#pragma unroll
-    for (int step = kMostBest; step > 0; step /= 2) {
-      if (low + step <= size && list[low + step - 1] < entry) low += step;
+#pragma unroll 1
+    while (reaching != 0) {
+      const int bit = __ffs(static_cast<int>(reaching)) - 1;
+      reaching &= reaching - 1;
+      const int token = row_.column_of(first, bit / VEC) + bit % VEC;
+      const unsigned at = atomicAdd(&space_.cursor, 1u);
+      if (at < kStreamed) entries()[at] = rank_of(row_.at(token), token);
     }
-    return low;
   }
 
   Team& team_;

@@ -124,20 +124,26 @@ CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* sc
     before += own[j];
   }
   __syncthreads();
-  const int lane = threadIdx.x % cukit::kWarpSize;
-  uint64 kept = 0;
-  for (int i = lane; i < ranked; i += cukit::kWarpSize) kept += weights[i];
-  const uint64 place = __umul64hi(draw.uniform(kDraw), cukit::warp_sum(kept));
-  for (int i = threadIdx.x / cukit::kWarpSize; i < ranked; i += cukit::kWarps) {
-    const uint64 weight = weights[i];
-    if (weight == 0) continue;
-    const unsigned token = static_cast<unsigned>(list[i]);
-    uint64 lower = 0;
-    for (int j = lane; j < ranked; j += cukit::kWarpSize) {
-      if (static_cast<unsigned>(list[j]) < token) lower += weights[j];
+  // A few lanes add up what comes before an entry in the order of tokens, and everything.
+  constexpr int kLanes = 8;
+  const int part = threadIdx.x % kLanes;
+  for (int begin = 0; begin < ranked; begin += THREADS / kLanes) {
+    const int i = begin + static_cast<int>(threadIdx.x) / kLanes;
+    const unsigned token = i < ranked ? static_cast<unsigned>(list[i]) : 0u;
+    uint64 lower = 0, kept = 0;
+#pragma unroll 2
+    for (int j = part; j < ranked; j += kLanes) {
+      const uint64 weight = weights[j];
+      kept += weight;
+      if (static_cast<unsigned>(list[j]) < token) lower += weight;
     }
-    lower = cukit::warp_sum(lower);
-    if (lane == 0 && lower <= place && place < lower + weight) {
+#pragma unroll
+    for (int offset = 1; offset < kLanes; offset *= 2) {
+      kept += __shfl_xor_sync(cukit::kFullMask, kept, offset);
+      lower += __shfl_xor_sync(cukit::kFullMask, lower, offset);
+    }
+    const uint64 place = __umul64hi(draw.uniform(kDraw), kept);
+    if (part == 0 && i < ranked && lower <= place && place < lower + weights[i]) {
       winner(cukit::logit_of(static_cast<unsigned>(list[i] >> 32)), static_cast<int>(token));
     }
   }

@@ -87,7 +87,8 @@ def sample_case(
 def flashinfer_arms(logits: Any, options: Options) -> dict[str, Callable[[], Call]]:
     """FlashInfer's ways from logits to tokens, the softmax included where it takes probabilities.
 
-    They draw with random numbers of their own.
+    They draw with random numbers of their own. Its "joint" order is another rule, top-p of the whole
+    distribution, and is left out.
     """
     top_k, top_p = options.get("top_k"), options.get("top_p")
 
@@ -103,9 +104,6 @@ def flashinfer_arms(logits: Any, options: Options) -> dict[str, Callable[[], Cal
         ways = {
             "flashinfer-top-k-first": lambda m, x: m.top_k_top_p_sampling_from_logits(
                 x, top_k, top_p, filter_apply_order="top_k_first"
-            ),
-            "flashinfer-joint": lambda m, x: m.top_k_top_p_sampling_from_logits(
-                x, top_k, top_p, filter_apply_order="joint"
             ),
         }
         if logits.dtype == np.float32:
