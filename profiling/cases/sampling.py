@@ -87,8 +87,8 @@ def sample_case(
 def flashinfer_arms(logits: Any, options: Options) -> dict[str, Callable[[], Call]]:
     """FlashInfer's ways from logits to tokens, the softmax included where it takes probabilities.
 
-    They draw with random numbers of their own. Its "joint" order is another rule, top-p of the whole
-    distribution, and is left out.
+    They draw with random numbers of their own. Its "joint" order is another rule, top-p of the
+    whole distribution, and is left out.
     """
     top_k, top_p = options.get("top_k"), options.get("top_p")
 
