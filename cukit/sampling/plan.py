@@ -98,20 +98,19 @@ def plan_sample(
     there are too few rows for all multiprocessors. One block before Hopper.
 
     vec: logits an access, a divisor of `vocab_size`.
-    few: most rows need their first MOST_BEST tokens at most, so that rows are streamed, by as many
-        blocks as there are multiprocessors.
+    few: most rows need their first MOST_BEST tokens at most, so that rows are streamed, by one block
+        each: on an H200 one large block took 20.7 us for one row and 29.0 us for 64, eight and four
+        blocks of 512 threads 25.3 us and 45.2 us (profiling/notes/sampling.md).
     """
     light = not (penalized or verify)
     clusters = device.compute_capability >= (9, 0)
     cluster = 1
     if few:
-        while clusters and cluster < _LARGEST_CLUSTER:
-            roomy = (
-                2 * cluster * num_rows <= device.num_sms and vocab_size > 2 * _SMALL_SHARE * cluster
-            )
-            crowded = _stream_bytes(vocab_size, vec, cluster, _SHARED_BLOCK) > _STREAM_BYTES
-            if not (roomy or crowded):
-                break
+        while (
+            clusters
+            and cluster < _LARGEST_CLUSTER
+            and _stream_bytes(vocab_size, vec, cluster, _SHARED_BLOCK) > _STREAM_BYTES
+        ):
             cluster *= 2
     else:
         while (
@@ -123,7 +122,7 @@ def plan_sample(
     share = -(-vocab_size // cluster)
     threads = _SMALL_BLOCK
     if share > _SMALL_SHARE:
-        alone = num_rows * cluster <= device.num_sms and not few
+        alone = num_rows * cluster <= device.num_sms
         full = alone and light and vec <= _LIGHT_ACCESS
         threads = _FULL_BLOCK if full else _SHARED_BLOCK
     iterations = -(-vocab_size // (cluster * threads * vec))

@@ -150,7 +150,7 @@ def test_rows_of_equal_logits(device, options):
 
 @pytest.mark.emulator
 def test_rising_logits_fill_the_list_twice():
-    """Every token reaches the limit of those before it: more than a list holds in the first pass."""
+    """Every token reaches the limit of those before it: more than a list holds at first."""
     logits = np.linspace(-5, 5, 33000, dtype=np.float32)[None]
     with cukit.backend("emulator", arch="sm_80"):
         got = sample(logits, top_k=50, logprobs=3, seed=2)
