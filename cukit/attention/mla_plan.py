@@ -24,7 +24,7 @@ _STAGES = 2
 _EARLY = 2
 _DECODER_EARLY = 1
 _PRODUCER_REGISTERS = 56
-_DECODER_REGISTERS = {0: 56, 1: 104, 2: 120}  # of the producer's threads where they decode float8 latents
+_DECODER_REGISTERS = 104  # of the producer's threads where they decode float8 latents
 _MERGE_BLOCKS_PER_SM = 4
 
 
@@ -51,18 +51,16 @@ class MlaConfig:
     num_blocks: int
     early: int
     prefetch: int
-    ahead: int
 
     def spec(self) -> KernelSpec:
         """The attention."""
         defines = (
             *self._defines(),
             ("CODES", int(self.coded)),
-            ("AHEAD", self.ahead),
             ("CLUSTER", self.cluster),
             ("EARLY", self.early),
             ("PREFETCH", self.prefetch),
-            ("PRODUCER_REGISTERS", _DECODER_REGISTERS[self.ahead]),
+            ("PRODUCER_REGISTERS", _DECODER_REGISTERS if self.coded else _PRODUCER_REGISTERS),
             ("THREADS", _THREADS),
         )
         shared = 2 * (
@@ -125,5 +123,4 @@ def plan_mla_attention(
         early=_DECODER_EARLY if coded else _EARLY,
         # Where one tile reads a page, L2's requests are the limit: a prefetch doubles them.
         prefetch=int(cluster > 1),
-        ahead=1 if coded else 0,
     )

@@ -100,7 +100,7 @@ struct Barriers {
 
   CUKIT_DEVICE void init() {
     // A half is filled by one thread's copies, or by the warps that decode.
-    const int fills = CODES ? cukit::kWarpgroupWarps : 1;
+    const int fills = CODES ? cukit::kWarpgroupWarps / 2 : 1;
     sections[0].init(kReaders, fills);
     sections[1].init(kReaders, fills);
     sections[kRopeSection].init(kReaders);
@@ -131,21 +131,26 @@ struct Arrays {
 // Where a warp keeps its share while it works on a piece: registers are scarce.
 struct ParkedShare {
   alignas(Share) unsigned char bytes[sizeof(Share)];
+  unsigned parity;  // of the piece
 
   // All lanes, which have the same share; after each of them has read the one before.
-  CUKIT_DEVICE void park(const Share& share) {
+  CUKIT_DEVICE void park(const Share& share, unsigned number) {
     __syncwarp();
-    if (threadIdx.x % cukit::kWarpSize == 0) *reinterpret_cast<Share*>(bytes) = share;
+    if (threadIdx.x % cukit::kWarpSize == 0) {
+      *reinterpret_cast<Share*>(bytes) = share;
+      parity = number;
+    }
     __syncwarp();
   }
   CUKIT_DEVICE Share share() const { return *reinterpret_cast<const Share*>(bytes); }
+  CUKIT_DEVICE cukit::PipelineState<1> queries() const { return {0, parity}; }
 
   // To the next piece.
   CUKIT_DEVICE void advance(Share& to, const Arrays& arrays,
                             const cukit::LatentParameters& params) {
     to = share();
     to.advance(arrays.seq_lens, params);
-    park(to);
+    park(to, parity ^ 1);
   }
 };
 
@@ -197,35 +202,25 @@ CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const
 }
 
 #if CODES
-// Decodes a page that has been loaded, of which the first `keys` rows count, and loads the next one, if
-// there is one. The half of the page's owner comes first, which is the other one on the next page.
-CUKIT_DEVICE void decode_page(Barriers& barriers, Exchange& exchange, CodedPage& coded,
-                              const unsigned char* page, const unsigned char* next, int keys,
+// Hands over a page that has been loaded, of which the first `keys` rows count.
+CUKIT_DEVICE void decode_page(Barriers& barriers, Exchange& exchange, CodedPage& coded, int keys,
                               int count, const Tiles& tiles) {
   const cukit::PipelineState<kStages> at = page_state(count);
   unsigned char* const tile = tiles.pages + at.index * PageTile::kBytes;
-  unsigned ratios[2][2];
+  const int half = CodedPage::half();
+  unsigned ratios[2];
   coded.begin(ratios, keys);
-  if (next != nullptr) coded.load_scales(next);
+  barriers.sections[half].acquire(at);
+  const bool leads = threadIdx.x % cukit::kWarpSize == 0;
+  if (leads && CodedPage::first_row() == 0) exchange.units[at.index][half] = coded.unit;
 #pragma unroll
-  for (int turn = 0; turn < 2; ++turn) {
-    const int half = at.index ^ turn;
-    const unsigned own[2] = {half ? ratios[0][1] : ratios[0][0], half ? ratios[1][1] : ratios[1][0]};
-    const bool of_next = turn + AHEAD >= 2;
-    const unsigned char* const from =
-        CodedPage::source(of_next ? next : page, turn == AHEAD ? half : half ^ 1);
-    barriers.sections[half].acquire(at);
-    if (threadIdx.x == 0) exchange.units[at.index][half] = coded.unit;
-#pragma unroll
-    for (int i = 0; i < CodedPage::kRows; ++i) {
-      coded.store<PageTile>(turn, i, tile, half, own);
-      if (!of_next || next != nullptr) coded.load(turn, i, from);
-      if (i % 2) __syncwarp();  // keeps the compiler from starting all conversions at once
-    }
-    cukit::fence_proxy_async();
-    __syncwarp();
-    if (threadIdx.x % cukit::kWarpSize == 0) barriers.sections[half].commit(at);
+  for (int i = 0; i < CodedPage::kRows; ++i) {
+    coded.store<PageTile>(i, tile, ratios);
+    if (i % 4 == 3) __syncwarp();  // keeps the compiler from starting all conversions at once
   }
+  cukit::fence_proxy_async();
+  __syncwarp();
+  if (leads) barriers.sections[half].commit(at);
 }
 #endif
 
@@ -235,7 +230,6 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
                       const cukit::LatentParameters& params) {
   const bool starts = threadIdx.x == 0;
   const int member = blockIdx.x % TEAM;
-  cukit::PipelineState<1> q_at;
   int count = 0;  // pages that the block has been given
   ParkedShare& parked = exchange.shares[threadIdx.x / cukit::kWarpSize];
   for (Share share = parked.share(); !share.done(); parked.advance(share, arrays, params)) {
@@ -248,21 +242,14 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     int block = block_of(piece.begin);
     int next = block_of(piece.begin + 1);
     if (starts) {
+      const cukit::PipelineState<1> q_at = parked.queries();
       barriers.queries.acquire(q_at);
       QueryTile::load(tiles.queries, q, barriers.queries.expect(q_at, QueryTile::kBytes), 0,
                       {piece.place.b, (piece.place.problem * TEAM + member) * kRows}, kWidth);
     }
-    q_at.advance();
 #if CODES
     CodedPage coded;
-    const unsigned char* const first = arrays.cache + block * params.cache_block;
-    coded.load_scales(first);
-#pragma unroll
-    for (int turn = 0; turn < AHEAD; ++turn) {
-      const unsigned char* const from = CodedPage::source(first, (count ^ turn) % kStages);
-#pragma unroll
-      for (int i = 0; i < CodedPage::kRows; ++i) coded.load(turn, i, from);
-    }
+    coded.load(arrays.cache + block * params.cache_block);
 #endif
 #pragma unroll 1
     for (int page = piece.begin; page < piece.end; ++page, ++count) {
@@ -278,9 +265,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       }
 #if CODES
       __syncwarp();
-      decode_page(barriers, exchange, coded, arrays.cache + block * params.cache_block,
-                  page + 1 < piece.end ? arrays.cache + next * params.cache_block : nullptr,
-                  piece.place.request.seq_kv - page * kPage, count, tiles);
+      decode_page(barriers, exchange, coded, piece.place.request.seq_kv - page * kPage, count, tiles);
+      if (page + 1 < piece.end) coded.load(arrays.cache + next * params.cache_block);
 #else
       if (starts) {
         const int half = count % kStages;  // of the page's owner, which is first
@@ -408,7 +394,6 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
   const unsigned long long p_first =
       cukit::uniform_descriptor(ProbabilityTile::k_major(tiles.probabilities));
 
-  cukit::PipelineState<1> q_at;
   int count = 0;  // pages that the block has worked on
   ParkedShare& parked = exchange.shares[threadIdx.x / cukit::kWarpSize];
   for (Share share = parked.share(); !share.done(); parked.advance(share, arrays, params)) {
@@ -429,7 +414,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     for (int i = 0; i < kHalf / 2; ++i) out[i] = 0.0f;
     cukit::SoftmaxRows softmax{{-cukit::infinity(), -cukit::infinity()}, {0.0f, 0.0f}};
     Scores scores;
-    barriers.queries.wait(q_at);
+    barriers.queries.wait(parked.queries());
 #if CODES
     const int query_unit = convert_queries(tiles.queries, exchange);
     int unit = kLeastUnit;  // of outputs and maxima
@@ -561,7 +546,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       cukit::wgmma_wait<0>(out);
       release_half(page);
     }
-    barriers.queries.release(q_at);
+    barriers.queries.release(parked.queries());
     if (page == last) {
       start_other(page - 1);
       cukit::wgmma_wait<0>(out);
@@ -572,22 +557,22 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const Piece done = own_share.piece();
 
     // Both have adopted the maxima of the last page: sums are those of one softmax.
+    const unsigned parity = parked.queries().phase;
     Statistics total[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = softmax.sum[half];
       sum += __shfl_xor_sync(cukit::kFullMask, sum, 1);
       sum += __shfl_xor_sync(cukit::kFullMask, sum, 2);
-      if (threadIdx.x % 4 == 0) exchange.sums[q_at.phase][group][lane_row + 8 * half] = sum;
+      if (threadIdx.x % 4 == 0) exchange.sums[parity][group][lane_row + 8 * half] = sum;
     }
     cukit::named_sync(kBothBarrier, kBothThreads);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float(&sums)[2][kRows] = exchange.sums[q_at.phase];
+      const float(&sums)[2][kRows] = exchange.sums[parity];
       const int row = lane_row + 8 * half;
       total[half] = {softmax.max[half] * factor, sums[0][row] + sums[1][row]};
     }
-    q_at.advance();
 #if CODES
     const float out_unit = power_of_two(unit);
 #else
@@ -657,7 +642,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) mla
   if (first >= division.total) return;
   exchange.shares[threadIdx.x / cukit::kWarpSize].park(
       Share{Place::find(first, seq_lens, params), first,
-            min(division.total, first + division.share)});
+            min(division.total, first + division.share)},
+      0);
   if (threadIdx.x == 0) exchange.share_units = division.share;
   __syncthreads();
   Block::run(

@@ -36,39 +36,39 @@ CUKIT_DEVICE float power_of_two(int exponent) {
   return __uint_as_float(static_cast<unsigned>(min(max(exponent, 1), 254)) << 23);
 }
 
-// A warp's share of a page: every fourth row. A lane has eight columns of each half, which are one
-// chunk of 16 bytes in shared memory. As soon as a row is stored, the same of AHEAD halves later takes
-// its place.
+// A warp's share of a page: every second row of one half. A lane has eight columns of each, which are one
+// chunk of 16 bytes in shared memory. The next page is loaded once a page has been handed over: the fence
+// that this takes waits for every load under way.
 struct CodedPage {
-  static constexpr int kRows = kPage / kWarpgroupWarps;
-  static constexpr int kStep = kWarpgroupWarps * kCodedBytes;
+  static constexpr int kWarps = kWarpgroupWarps / 2;  // of a half
+  static constexpr int kRows = kPage / kWarps;
 
-  uint2 codes[AHEAD ? AHEAD : 1][kRows];
-  uint4 scales[2];        // of tokens `lane` and `lane` + 32
+  uint2 codes[kRows];
+  uint4 scales[2];  // of tokens `lane` and `lane` + 32
   int unit = kLeastUnit;
 
-  // Where this lane's part of a half begins. `page`: the first token's first byte.
-  CUKIT_DEVICE static const unsigned char* source(const unsigned char* page, int half) {
-    return page + threadIdx.x / kWarpSize * kCodedBytes + half * (kLatent / 2) +
-           8 * (threadIdx.x % kWarpSize);
-  }
+  CUKIT_DEVICE static int half() { return threadIdx.x / kWarpSize % 2; }
+  CUKIT_DEVICE static int first_row() { return threadIdx.x / kWarpSize / 2; }
 
-  // turn: 0 for the half of a page that is stored first, 1 for the other.
-  CUKIT_DEVICE void load(int turn, int i, const unsigned char* from) {
-    codes[AHEAD == 2 ? turn : 0][i] = __ldcg(reinterpret_cast<const uint2*>(from + i * kStep));
-  }
-
-  CUKIT_DEVICE void load_scales(const unsigned char* page) {
-    const unsigned char* const from = page + threadIdx.x % kWarpSize * kCodedBytes + kLatent;
+  // `page`: the first token's first byte.
+  CUKIT_DEVICE void load(const unsigned char* page) {
+    const int lane = threadIdx.x % kWarpSize;
+    const unsigned char* const of_lane = page + lane * kCodedBytes + kLatent;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      scales[i] = __ldcg(reinterpret_cast<const uint4*>(from + i * (kPage / 2) * kCodedBytes));
+      scales[i] = __ldcg(reinterpret_cast<const uint4*>(of_lane + i * (kPage / 2) * kCodedBytes));
+    }
+    const unsigned char* const from =
+        page + first_row() * kCodedBytes + half() * (kLatent / 2) + 8 * lane;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      codes[i] = __ldcg(reinterpret_cast<const uint2*>(from + i * kWarps * kCodedBytes));
     }
   }
 
   // Renews the unit for a page of which the first `keys` rows count, and returns its scales in this
-  // unit: of token lane + 32 i those of a half, two float16.
-  CUKIT_DEVICE void begin(unsigned (&ratios)[2][2], int keys) {
+  // unit: of token lane + 32 i the two of this half, float16.
+  CUKIT_DEVICE void begin(unsigned (&ratios)[2], int keys) {
     unsigned top = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -87,31 +87,32 @@ struct CodedPage {
     const float by = power_of_two(2 * kExponentBias - unit);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      ratios[i][0] = pack<__half>(__uint_as_float(scales[i].x) * by,
-                                  __uint_as_float(scales[i].y) * by);
-      ratios[i][1] = pack<__half>(__uint_as_float(scales[i].z) * by,
-                                  __uint_as_float(scales[i].w) * by);
+      const unsigned low = half() ? scales[i].z : scales[i].x;
+      const unsigned high = half() ? scales[i].w : scales[i].y;
+      ratios[i] = pack<__half>(__uint_as_float(low) * by, __uint_as_float(high) * by);
     }
   }
 
-  // Row i to a half of a page in shared memory.
+  // Row number i of this warp to a page in shared memory.
   template <typename PageTile>
-  CUKIT_DEVICE void store(int turn, int i, unsigned char* page, int half,
-                          const unsigned (&ratios)[2]) const {
+  CUKIT_DEVICE void store(int i, unsigned char* page, const unsigned (&ratios)[2]) const {
     const unsigned lane = threadIdx.x % kWarpSize;
-    const unsigned row = kWarpgroupWarps * i + threadIdx.x / kWarpSize;
+    const unsigned row = kWarps * i + first_row();
     const unsigned pair = __shfl_sync(kFullMask, ratios[i / (kRows / 2)], row % kWarpSize);
     const unsigned ratio = permute_bytes(pair, pair, lane < kWarpSize / 2 ? 0x1010 : 0x3232);
     unsigned values[4];
     unsigned pairs[2];
-    unpack_e4m3(pairs, codes[AHEAD == 2 ? turn : 0][i].x);
+    unpack_e4m3(pairs, codes[i].x);
     values[0] = multiply(pairs[0], ratio);
     values[1] = multiply(pairs[1], ratio);
-    unpack_e4m3(pairs, codes[AHEAD == 2 ? turn : 0][i].y);
+    unpack_e4m3(pairs, codes[i].y);
     values[2] = multiply(pairs[0], ratio);
     values[3] = multiply(pairs[1], ratio);
-    const unsigned offset = PageTile::address(0, row, half * (kLatent / 16) + lane);
-    *reinterpret_cast<uint4*>(page + offset) =
+    // Chunks of row + kWarps i are those of the first row with a constant of i in the swizzle.
+    constexpr int kPeriod = 8 / kWarps;
+    const unsigned first = PageTile::address(0, first_row(), half() * (kLatent / 16) + lane);
+    const unsigned offset = first ^ (i % kPeriod * kWarps * 16);
+    *reinterpret_cast<uint4*>(page + offset + i * kWarps * PageTile::kRowBytes) =
         make_uint4(values[0], values[1], values[2], values[3]);
   }
 
