@@ -7,6 +7,7 @@
 #   make test-all every case: the quick tests, then what they leave out
 #   make test TORCH='torch transformers'   with the tests of cukit.torch, which are skipped otherwise
 #   make lint     ruff and strict mypy
+#   make site     build the documentation into build/site; a broken link or reference is an error
 #   make bench    time every kernel beside its peers (needs a GPU)
 #   make tables   write the measured tables and their picture from profiling/results/
 #
@@ -30,6 +31,7 @@ DEMO_EXTRAS := [report$(addprefix $(comma),$(GPU_EXTRA))]
 TEST_EXTRAS := [test,report,$(or $(GPU_EXTRA),compile)]
 
 DEMO_STAMP := $(VENV)/.installed-demo$(addprefix -,$(GPU_EXTRA))
+SITE_STAMP := $(VENV)/.installed-site
 TEST_STAMP := $(VENV)/.installed-test$(addprefix -,$(GPU_EXTRA))$(if $(TORCH),-torch)
 
 # One process for each core; then the tests marked `gpu` in one process, which has the GPU alone.
@@ -39,7 +41,7 @@ define run_tests
 	$(if $(GPU_EXTRA),$(BIN)/python -m pytest -m "$(1) and gpu" $(ARGS) || [ $$? -eq 5 ])
 endef
 
-.PHONY: demo test test-all lint bench tables clean
+.PHONY: demo test test-all lint site bench tables clean
 
 demo: $(DEMO_STAMP)
 	$(BIN)/cukit distill $(ARGS)
@@ -55,6 +57,9 @@ lint: $(TEST_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+site: $(SITE_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 bench: $(DEMO_STAMP)
 	$(BIN)/python -m profiling.run --out $(RESULTS) $(ARGS)
 
@@ -64,6 +69,7 @@ tables: $(DEMO_STAMP)
 	$(BIN)/python -m profiling.figures
 	$(BIN)/python -m profiling.pool_tables
 	$(BIN)/python -m profiling.pool_figures
+	$(BIN)/python -m profiling.operator_figures
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
@@ -71,6 +77,10 @@ clean:
 $(DEMO_STAMP): pyproject.toml | $(VENV)
 	@$(PYTHON) -I cukit/core/driver.py >/dev/null
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.$(DEMO_EXTRAS)'
+	@touch $@
+
+$(SITE_STAMP): pyproject.toml | $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	@touch $@
 
 $(TEST_STAMP): pyproject.toml | $(VENV)

@@ -13,6 +13,7 @@ CukitError
 ├── LaunchError                an argument list that does not fit the compiled kernel
 ├── EmulatorError              the emulator caught a kernel at a mistake: what, where, which thread
 ├── OutOfMemoryError           (also a MemoryError)
+├── CommunicationError         processes that train together lost touch, or disagree
 ├── PointerError               freed twice, foreign, or of another pool (also a ValueError)
 └── CacheError                 the kernel cache cannot be written or read
 
@@ -75,6 +76,10 @@ class OutOfMemoryError(CukitError, MemoryError):
 
     report: object = None
     """From a memory pool: its facts as a cukit.memory.OutOfMemoryReport."""
+
+
+class CommunicationError(CukitError):
+    """Processes that work together lost touch, or disagree about what comes next."""
 
 
 class PointerError(CukitError, ValueError):

@@ -45,7 +45,7 @@ class Op:
 
 FAMILIES = (
     "array_api", "quantization", "layers", "attention", "gemm", "moe", "sampling", "sequence",
-    "distill", "memory",
+    "graph_memory", "distill", "memory",
 )  # fmt: skip
 
 _OPS: dict[str, Op] = {}

@@ -1,11 +1,13 @@
-"""Distils a model with `cukit.distill` alone: CuPy on a GPU, NumPy without one, no PyTorch.
+"""Distils a model with `cukit.distill` alone: CuPy on GPUs, NumPy without, no PyTorch.
 
     python examples/distill_cupy.py                                   # a teacher trained here
     python examples/distill_cupy.py --teacher runs/distill/teacher.safetensors --text corpus/
+    torchrun --nproc-per-node 2 examples/distill_cupy.py              # two GPUs (or mpirun -n 2)
 
-The student is taught twice, by the teacher itself and by its likeliest tokens alone, as they would
-come from a disk: an offline teacher. `cukit distill` is the same with checkpoints, resumption and a
-report.
+Three students of one size start from the same numbers: one learns from the text alone, one from the
+teacher beside it, one from what the teacher left on disk, its 16 likeliest tokens at each position.
+Batches are per process. A run that is killed goes on where its last checkpoint was, if it is
+started with the same options. `cukit distill` adds a report.
 """
 
 from __future__ import annotations
@@ -20,52 +22,27 @@ import numpy as np
 
 import cukit as ck
 from cukit.distill import (
+    Checkpoints,
     Distiller,
+    ExponentialAverage,
     LanguageModelling,
     Linear,
+    OfflineBatches,
+    Progress,
     Trainer,
     WarmupCosine,
+    WarmupDecay,
     Windows,
     evaluate,
     read_corpus,
+    record_teacher,
     validation_batches,
 )
-from cukit.models import Parameters, Transformer, TransformerConfig, load_model, save_model
+from cukit.distributed import communicator
+from cukit.models import Transformer, TransformerConfig, load_model, save_model
 
-
-class OfflineTeacher:
-    """An objective of your own: KL from the k likeliest tokens of a teacher.
-
-    Where a real offline teacher would read them from files, this one computes them when asked.
-    """
-
-    def __init__(self, student: Transformer, teacher: Transformer, k: int) -> None:
-        self.model, self.teacher, self.k = student, teacher, k
-
-    def trained(self) -> list[Parameters]:
-        """What the optimizer updates."""
-        return [self.model.parameters]
-
-    def loss_and_gradients(
-        self, tokens: Any, targets: Any, gradients: Sequence[Parameters], *, step: int,
-        normalizer: float,
-    ) -> dict[str, Any]:  # fmt: skip
-        """The loss; gradients are added to those given."""
-        student, teacher = self.model, self.teacher
-        teacher_logits = teacher.logits(teacher.forward(tokens, keep=False).hidden)
-        log_probs, ids = ck.teacher_top_k(teacher_logits, self.k)
-        activations = student.forward(tokens)
-        hidden = activations.hidden.reshape(-1, activations.hidden.shape[-1])
-        logits = student.logits(hidden)
-        loss, grad_logits = ck.topk_distillation_loss(
-            logits, log_probs.reshape(-1, self.k), ids.reshape(-1, self.k), tail="bucket",
-            normalizer=normalizer, return_grad=True,
-        )  # fmt: skip
-        grad_hidden, grad_head = ck.linear_backward(grad_logits, hidden, student.head)
-        head_gradient = gradients[0][student.config.head_name]
-        head_gradient += grad_head
-        student.backward(activations, grad_hidden.reshape(activations.hidden.shape), gradients[0])
-        return {"loss": loss}
+KNOWN_TOKENS = 16
+TEMPERATURE = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
@@ -78,10 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=64)
     options = parser.parse_args(arguments)
+    steps, output = options.steps, options.output
+    output.mkdir(parents=True, exist_ok=True)
     xp = importlib.import_module("cupy" if ck.default_device() == "gpu" else "numpy")
+    processes = communicator(xp)  # this one alone, unless torchrun or mpirun started several
     dtype = "float32" if xp is np else "bfloat16"
     corpus = read_corpus(options.text)
-    windows = Windows(corpus.train, batch=options.batch, seq_len=options.seq, seed=0, xp=xp)
+    windows = Windows(
+        corpus.train, batch=options.batch, seq_len=options.seq, seed=0, xp=xp, ranks=processes
+    )
 
     def model(hidden: int, layers: int, seed: int) -> Transformer:
         heads = hidden // 32
@@ -90,38 +72,45 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         )
         return Transformer.initialise(config, seed=seed, xp=xp)
 
-    def fit(objective: Any, steps: int) -> None:
+    def fit(name: str, objective: Any, batches: Any, steps: int, **more: Any) -> None:
         rate = WarmupCosine(3e-3, warmup=max(1, steps // 10), steps=steps)
-        trainer = Trainer(objective, windows, lr=rate)
-        for _ in range(steps):
-            statistics = trainer.train_step()
-        print(type(objective).__name__, statistics.read())
+        trainer = Trainer(objective, batches, lr=rate, communicator=processes, **more)
+        checkpoints = Checkpoints(output / f"{name}.checkpoint", every=max(1, steps // 2))
+        checkpoints.restore(trainer)
+        progress = Progress(steps, every=max(1, steps // 3), write=lambda line: print(name, line))
+        trainer.fit(steps, [progress, checkpoints])
 
+    teacher = model(128, 2, seed=0)
     if options.teacher is None:
-        teacher = model(128, 2, seed=0)
-        fit(LanguageModelling(teacher), 2 * options.steps)
+        fit("teacher", LanguageModelling(teacher), windows, 2 * steps)
     else:
         teacher = load_model(options.teacher, xp, dtype=dtype)
+
+    # The teacher's signals: every process records those of the batches that it will train with.
+    folder = output / f"signals-{processes.rank}-of-{processes.size}"
+    record_teacher(folder, teacher, windows, steps=steps, k=KNOWN_TOKENS, temperature=TEMPERATURE)
+    offline = OfflineBatches(folder, xp=xp, ranks=processes, shared=False)
+
+    students = {name: model(64, 1, seed=1) for name in ("alone", "distilled", "offline")}
+    average = ExponentialAverage(students["distilled"], WarmupDecay(0.99))
+    soft = {"alpha": Linear(1.0, 0.7, steps), "temperature": TEMPERATURE}
+    fit("alone", LanguageModelling(students["alone"]), windows, steps)
+    online = Distiller(students["distilled"], teacher, **soft)
+    fit("distilled", online, windows, steps, average=average)
+    fit("offline", Distiller(students["offline"], offline.teacher(), **soft), offline, steps)
+
     held_out = list(
         validation_batches(
             corpus.validation, batch=options.batch, seq_len=options.seq, max_windows=32, xp=xp
         )
     )
-    results = {"teacher": evaluate(teacher, held_out).bits_per_byte}
-    students = {name: model(64, 1, seed=1) for name in ("alone", "distilled", "from top 16")}
-    alpha = Linear(1.0, 0.7, options.steps)  # from the teacher alone to some of the text
-    objectives = {
-        "alone": LanguageModelling(students["alone"]),
-        "distilled": Distiller(students["distilled"], teacher, alpha=alpha, temperature=2.0),
-        "from top 16": OfflineTeacher(students["from top 16"], teacher, 16),
-    }
-    for name, student in students.items():
-        fit(objectives[name], options.steps)
-        results[name] = evaluate(student, held_out).bits_per_byte
-    options.output.mkdir(parents=True, exist_ok=True)
-    save_model(options.output / "student.safetensors", students["distilled"])
-    for name, bits in results.items():
-        print(f"{name:>11}: {bits:.3f} bits per byte")
+    models = {"teacher": teacher, **students, "distilled, averaged": average.model}
+    results = {name: evaluate(each, held_out).bits_per_byte for name, each in models.items()}
+    if processes.rank == 0:
+        save_model(output / "student.safetensors", students["distilled"])
+        for name, bits in results.items():
+            print(f"{name:>19}: {bits:.3f} bits per byte")
+    processes.close()
     return results
 
 

@@ -29,7 +29,7 @@ import pytest
 
 FAMILIES = (
     "layers", "distill", "gemm", "moe", "array_api", "quantization", "memory", "analyzer",
-    "attention", "sampling", "sequence",
+    "attention", "sampling", "sequence", "graph_memory",
 )  # fmt: skip
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 WARM_UP = "no tool"

@@ -1,7 +1,9 @@
-"""Every kernel variant of every op compiles for every architecture, and keeps to its registers.
+"""Every kernel compiles for every architecture and stays within its registers.
 
-NVRTC needs no GPU. The cache lives in pytest's own folder: its key covers sources, includes,
-options and compiler, so that a second run only compiles what changed. The quick run compiles every
+All variants are compiled for the architectures that kernels are tuned for. For the others, which
+share those kernels, the variants in which every value of every macro occurs; `cukit compile`
+compiles them all. NVRTC needs no GPU. The cache is pytest's: its key covers sources, includes,
+options and compiler, so a second run compiles only what changed. The quick run compiles every
 kernel once, and kernels of every family for every architecture.
 """
 
@@ -22,13 +24,29 @@ from tests.quick_run import cover
 MEASURING = {f"analyzer/{name}.cu" for name in ("access_probe", "copy", "fma_rate", "spin")}
 """Sources of the analyzer, which no op launches."""
 
-VARIANTS = variants(devices(",".join(DEFAULT_ARCHS)))
-
 # Where kernels are tuned their loops stay in registers, and at most a few values wait in memory
 # from prologue to epilogue; elsewhere a few more may.
 TUNED_ARCHS = ("sm_80", "sm_90a")
 SPILLS_TUNED_BYTES = 32
 SPILLS_ELSEWHERE_BYTES = 128
+
+
+def macro_values(variant: Variant) -> list[Hashable]:
+    """What is compiled at least once for an architecture that kernels are not tuned for."""
+    kernel = (variant.arch, variant.spec.source, variant.spec.entry)
+    return [kernel, *((*kernel, name, value) for name, value in variant.spec.defines)]
+
+
+def chosen_variants() -> list[Variant]:
+    """All of the tuned architectures; a few of the others."""
+    every = variants(devices(",".join(DEFAULT_ARCHS)))
+    elsewhere = [variant for variant in every if variant.arch not in TUNED_ARCHS]
+    few = cover([macro_values(variant) for variant in elsewhere])
+    tuned = [variant for variant in every if variant.arch in TUNED_ARCHS]
+    return tuned + [elsewhere[index] for index in sorted(few)]
+
+
+VARIANTS = chosen_variants()
 
 
 def properties(variant: Variant) -> list[Hashable]:

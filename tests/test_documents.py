@@ -21,10 +21,12 @@ from profiling.tables import DOCUMENTS, MARKS, PUBLISHED, update
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-page_by_name = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+page_by_name = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix()
+)
 
 
 FIGURE = re.compile(r"\d+(?:\.\d+)?")

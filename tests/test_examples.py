@@ -1,68 +1,131 @@
-"""The examples run, on the CPU and at small sizes."""
+"""Every Python example of the docs runs, and prints what it promises.
+
+The blocks of a page run one after another in one namespace, on NumPy arrays. What a page leaves to
+its reader (a prompt, a model's keys) stands in SETUPS. README.md and pages with tests of their own
+are tested elsewhere: tests/test_documents.py, tests/memory/test_document.py.
+"""
 
 from __future__ import annotations
 
-import runpy
+import ast
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-import cukit as ck
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+TESTED_ELSEWHERE = {"check_your_kernel.md", "memory.md", "torch.md"}
+
+NEED_A_GPU = {"profiling.md"}
+"""Their imports are tested."""
+
+NEED_TORCH = {"first_hour/torch.md"}
+
+SETUPS: dict[tuple[str, int], str] = {
+    ("emulator.md", 0): """
+import cukit
+import numpy as np
+x, weight = np.ones((2, 64), np.float32), np.ones(64, np.float32)
+""",
+    ("kv_cache.md", 0): """
+prompt, token = list(range(40)), 7
+""",
+    ("kv_cache.md", 1): """
+import numpy as np
+rng = np.random.default_rng(0)
+half = lambda *shape: rng.standard_normal(shape).astype(np.float16)
+cache.allocate("first", prompt)
+slots = cache.append_each(["first"], [token])
+k, v, q = half(1, 2, 64), half(1, 2, 64), half(1, 8, 64)
+cos, sin = rng.random((2, 64, 32), np.float32)
+positions = np.array([40], np.int32)
+""",
+    ("kv_cache.md", 2): """
+cache = ck.KVCacheManager(num_blocks=64, block_size=16, num_heads_kv=2, head_dim=64)
+q, k, v, layer = half(1, 40, 8, 64), half(1, 40, 2, 64), half(1, 40, 2, 64), 0
+""",
+    ("kv_cache.md", 3): """
+cache = ck.KVCacheManager(4, 64, num_heads_kv=2, head_dim=64, dtype=ck.int4, num_rings=1)
+k_int4, v_int4 = cache.keys(0), cache.values(0)
+ring_k, ring_v, q = half(1, 128, 2, 64), half(1, 128, 2, 64), half(1, 1, 8, 64)
+ck.pack_kv(ring_k, ring_v, k_int4, v_int4, np.array([0]), np.array([2]))
+rings, packed_lens, lengths = (np.array([n], np.int32) for n in (0, 64, 100))
+table = np.array([[2, 0]], np.int32)
+sources, targets = np.array([1]), np.array([0])
+""",
+    ("kv_cache.md", 4): """
+k, v, q = half(1, 2048, 2, 64), half(1, 2048, 2, 64), half(1, 32, 8, 64)
+k_new, v_new, q_new = half(1, 4, 2, 64), half(1, 4, 2, 64), half(1, 4, 8, 64)
+""",
+    ("reports.md", 0): f"""
+import shutil
+shutil.copy({str(ROOT / "profiling" / "results" / "h200.json")!r}, "results.json")
+""",
+    ("reports.md", 1): """
+from cukit.memory import MemoryPool
+pool, train = MemoryPool(), lambda: pool.free(pool.allocate(1000))
+""",
+}
 
 
-def test_serving_with_a_prefix_cache(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUKIT_DEVICE", "cpu")
-    assert ck.default_device() == "cpu"
-    example = runpy.run_path(str(EXAMPLES / "serve_prefix_cache.py"))
-    options = ["--requests", "5", "--prompts", "1", "--new-tokens", "3", "--batch", "3"]
-    shared, alone = example["main"](options)
-    assert shared.answers == alone.answers
-    assert {len(answer) for answer in shared.answers} == {3}
-    assert shared.hit_rate > 0.6
-    assert alone.hit_rate == 0
-    assert shared.peak_bytes < alone.peak_bytes
-    printed = capsys.readouterr().out
-    for word in ("hit rate", "new tokens/s", "memory saved"):
-        assert word in printed
+def examples(page: str) -> list[str]:
+    """Its Python blocks."""
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_distilling_without_torch(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("CUKIT_DEVICE", "cpu")
-    example = runpy.run_path(str(EXAMPLES / "distill_cupy.py"))
-    text = write_text(tmp_path)
-    options = ["--text", text, "--steps", "6", "--batch", "2", "--seq", "32"]
-    bits = example["main"]([*options, "--output", str(tmp_path)])
-    assert list(bits) == ["teacher", "alone", "distilled", "from top 16"]
-    assert all(0 < value < 8.2 for value in bits.values())
-    assert (tmp_path / "student.safetensors").is_file()
-    assert "bits per byte" in capsys.readouterr().out
+PAGES = sorted(
+    path.relative_to(DOCS).as_posix()
+    for path in DOCS.rglob("*.md")
+    if examples(path.relative_to(DOCS).as_posix())
+)
 
 
-def test_distilling_in_torch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is an extra: pip install 'cukit[torch]'")
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    if torch.cuda.is_available():
-        pytest.skip("a test of the CPU; tests/torch covers the GPU")
-    torch.set_num_threads(1)  # tests run side by side
-    example = runpy.run_path(str(EXAMPLES / "distill_torch.py"))
-    text = write_text(tmp_path)
-    options = ["--text", text, "--steps", "4", "--batch", "2", "--seq", "16", "--size", "64"]
-    bits = example["main"]([*options, "--output", str(tmp_path)])
-    assert list(bits) == ["teacher", "student alone", "student"]
-    assert all(0 < value < 8.5 for value in bits.values())
-    assert (tmp_path / "teacher" / "config.json").is_file()
-    assert (tmp_path / "student" / "config.json").is_file()
-    assert "would swap" in capsys.readouterr().out
+def program(page: str) -> str:
+    """One module of all blocks, each followed by a line that ends what it printed."""
+    parts = []
+    for number, block in enumerate(examples(page)):
+        parts.append(SETUPS.get((page, number), "") + block + "\nprint('\\0')\n")
+    return "".join(parts)
 
 
-def write_text(folder: Path) -> str:
-    """A page of English, twice over: enough for windows of training and of validation."""
-    file = folder / "text.md"
-    file.write_text((EXAMPLES.parent / "docs" / "memory.md").read_text() * 2)
-    return str(file)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in TESTED_ELSEWHERE | NEED_A_GPU]
+)
+def test_examples_run_and_print_what_they_promise(page: str, tmp_path: Path) -> None:
+    if page in NEED_TORCH and importlib.util.find_spec("torch") is None:
+        pytest.skip("PyTorch is an extra: pip install 'cukit[torch]'")
+    result = subprocess.run(
+        [sys.executable, "-c", program(page)],
+        cwd=tmp_path,
+        env=os.environ | {"CUKIT_DEVICE": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    printed = result.stdout.split("\0\n")
+    for block, lines in zip(examples(page), printed, strict=False):
+        promised = re.findall(r"^ *# (.*)", block.rpartition("print(")[2], re.MULTILINE)
+        if promised:
+            assert lines.splitlines()[-len(promised) :] == promised
+
+
+@pytest.mark.parametrize("page", sorted(NEED_A_GPU))
+def test_examples_for_a_gpu_import_what_exists(page: str) -> None:
+    for block in examples(page):
+        for node in ast.parse(block).body:
+            if isinstance(node, ast.Import | ast.ImportFrom) and "cupy" not in ast.unparse(node):
+                with contextlib.redirect_stdout(io.StringIO()):
+                    exec(ast.unparse(node), {})
+
+
+def test_setups_are_of_blocks_that_exist() -> None:
+    for page, number in SETUPS:
+        assert number < len(examples(page)), page

@@ -36,7 +36,23 @@ def floats(rng: np.random.Generator, *shape: int) -> np.ndarray[Any, Any]:
     return rng.standard_normal(shape).astype(np.float32)
 
 
+TRIANGLES = (
+    np.arange(7, dtype=np.int32) * 2,
+    np.array([1, 2, 0, 2, 0, 1, 4, 5, 3, 5, 3, 4], np.int32),
+    np.full(12, 0.5, np.float32),
+)
+"""Edges of two triangles: each node goes to the other two of its own."""
+
 FUNCTIONS: dict[str, Sample] = {
+    "GraphDiffusionMemory": lambda rng: (
+        (floats(rng, 6, 8), cukit.Transition(*TRIANGLES)),
+        {},
+    ),
+    "LayerBank": lambda rng: ((floats(rng, 4, 8), floats(rng, 4, 8, 8), 2), {"decay": 0.5}),
+    "parallel_scan": lambda rng: ((floats(rng, 4, 6),), {"axis": 1, "operation": "product"}),
+    "parallel_sort": lambda rng: ((floats(rng, 4, 6),), {"return_indices": True}),
+    "strided_reduction": lambda rng: ((floats(rng, 4, 6),), {"axis": 0, "operation": "mean"}),
+    "histogram": lambda rng: ((floats(rng, 50), 8), {"low": -1.0, "high": 1.0}),
     "absorb_mla_projections": lambda rng: (
         (floats(rng, 10, 7), floats(rng, 9, 8), floats(rng, 2, 3, 6), floats(rng, 2, 4, 6)),
         {},
@@ -78,6 +94,7 @@ FUNCTIONS: dict[str, Sample] = {
 
 WRITES = {
     "adamw": {"params", "state"},
+    "ema_update": {"averages", "copies"},
     "append_kv": {"k_cache", "v_cache"},
     "batched_copy": {"memory"},
     "gated_scan_step": {"state"},

@@ -21,8 +21,10 @@ LONG_FILE = 500
 
 BASE = {"errors"}
 OPS = BASE | {"core", "reference", "registry", "gemm", "quantization"}
-MODELS = OPS | {"layers", "attention", "moe", "array_api", "sampling", "sequence"}
-LOOP = MODELS | {"models", "distill", "memory"}
+MODELS = OPS | {
+    "layers", "attention", "moe", "array_api", "sampling", "sequence", "graph_memory"
+}  # fmt: skip
+LOOP = MODELS | {"models", "distill", "distributed", "memory"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -36,8 +38,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "moe": OPS | {"layers"},
     "sampling": OPS,
     "sequence": OPS,
+    "graph_memory": OPS | {"attention"},
     "quantization": OPS,
-    "distill (ops)": OPS | {"distill"},
+    "distributed": BASE | {"core"},
+    "distill (ops)": OPS | {"distill", "distributed"},
     "models": MODELS,
     "distill": LOOP,
     "emulator": BASE | {"core"},
@@ -49,7 +53,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": BASE | {"core", "cukit", "commands", "analyzer"},
     "__main__": {"cli"},
     "_start": {"core"},
-    "__init__": MODELS | {"_start", "distill", "emulator", "kv_cache", "memory", "models"},
+    "__init__": MODELS
+    | {"_start", "distill", "distributed", "emulator", "kv_cache", "memory", "models"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

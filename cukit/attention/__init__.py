@@ -8,6 +8,8 @@ from cukit.attention.cache_arrays import RecentKV
 from cukit.attention.cascade import cascade_attention
 from cukit.attention.flash import flash_attention
 from cukit.attention.flash_backward import flash_attention_backward
+from cukit.attention.indexer_kl import indexer_kl
+from cukit.attention.indexer_kl_backward import indexer_kl_backward
 from cukit.attention.merge_states import merge_attention_states
 from cukit.attention.mla import MlaMetadata, mla_attention, mla_metadata
 from cukit.attention.mla_latents import encode_mla_latents
@@ -29,6 +31,8 @@ __all__ = [
     "encode_mla_latents",
     "flash_attention",
     "flash_attention_backward",
+    "indexer_kl",
+    "indexer_kl_backward",
     "merge_attention_states",
     "mla_attention",
     "mla_metadata",

@@ -169,7 +169,7 @@ def attention_kl(
     rows, top_t, top_s = divergence_rows(
         q_t, k_t, q_s, k_s, options, arrays, bool(precise), return_lse
     )
-    loss = _reduced(rows, options, arrays, normalizer)
+    loss = reduced(rows, options, arrays, normalizer)
     return (loss, top_t, top_s) if return_lse else loss
 
 
@@ -365,7 +365,7 @@ def _total_launches(blocks: int, weighed: bool) -> tuple[Launch, Launch]:
     )
 
 
-def _reduced(rows: Array, options: KlOptions, arrays: RowArrays, normalizer: Any) -> Array:
+def reduced(rows: Array, options: KlOptions, arrays: RowArrays, normalizer: Any) -> Array:
     weights = arrays.row_weights
     if options.reduction != "none":
         divisor = divisor_of(rows.shape, options, weights, normalizer)

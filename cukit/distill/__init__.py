@@ -7,12 +7,15 @@ from cukit.distill.attention import (
     distillation_attention_backward,
     relation_kl,
 )
+from cukit.distill.callbacks import Checkpoints, Progress, stop_on_request
 from cukit.distill.checkpoint import restore_checkpoint, save_checkpoint
 from cukit.distill.cross_entropy import cross_entropy, cross_entropy_backward
-from cukit.distill.data import Corpus, Windows, read_corpus, validation_batches
+from cukit.distill.data import BatchSource, Corpus, Windows, read_corpus, validation_batches
 from cukit.distill.distillation_loss import distillation_loss
 from cukit.distill.distiller import Distiller, LanguageModelling, Objective
+from cukit.distill.ema_update import ema_update
 from cukit.distill.evaluation import Evaluation, evaluate
+from cukit.distill.exponential_average import ExponentialAverage
 from cukit.distill.global_norm import clip_scale, global_norm
 from cukit.distill.kl_divergence import kl_divergence, kl_divergence_backward
 from cukit.distill.linear_cross_entropy import LinearCrossEntropyResult, linear_cross_entropy
@@ -22,34 +25,58 @@ from cukit.distill.linear_topk_distillation_loss import (
     linear_sampled_distillation_loss,
     linear_topk_distillation_loss,
 )
+from cukit.distill.offline import OfflineBatches, SignalWriter, record_teacher
 from cukit.distill.sampled_distillation_loss import sampled_distillation_loss
-from cukit.distill.schedule import Constant, Cosine, Linear, Schedule, WarmupCosine
+from cukit.distill.schedule import (
+    Constant,
+    Cosine,
+    Linear,
+    Schedule,
+    WarmupCosine,
+    WarmupDecay,
+)
 from cukit.distill.score_mse import attention_score_mse
+from cukit.distill.signals import OfflineTeacher, TeacherSignals
 from cukit.distill.terms import AttentionTerm, HiddenStateTerm, StateTerm, evenly_spaced_map
 from cukit.distill.topk_distillation_loss import teacher_top_k, topk_distillation_loss
 from cukit.distill.trainer import StepStatistics, Trainer
+from cukit.distill.vocabulary_parallel import (
+    VocabularyShard,
+    vocabulary_parallel_cross_entropy,
+    vocabulary_parallel_distillation_loss,
+)
 from cukit.reference.losses import LinearKlResult
 
 __all__ = [
     "AdamWState",
     "AttentionTerm",
+    "BatchSource",
+    "Checkpoints",
     "Constant",
     "Corpus",
     "Cosine",
     "DistillationAttention",
     "Distiller",
     "Evaluation",
+    "ExponentialAverage",
     "HiddenStateTerm",
     "LanguageModelling",
     "Linear",
     "LinearCrossEntropyResult",
     "LinearKlResult",
     "Objective",
+    "OfflineBatches",
+    "OfflineTeacher",
+    "Progress",
     "Schedule",
+    "SignalWriter",
     "StateTerm",
     "StepStatistics",
+    "TeacherSignals",
     "Trainer",
+    "VocabularyShard",
     "WarmupCosine",
+    "WarmupDecay",
     "Windows",
     "adamw",
     "attention_score_mse",
@@ -59,6 +86,7 @@ __all__ = [
     "distillation_attention",
     "distillation_attention_backward",
     "distillation_loss",
+    "ema_update",
     "evaluate",
     "evenly_spaced_map",
     "global_norm",
@@ -70,11 +98,15 @@ __all__ = [
     "linear_sampled_distillation_loss",
     "linear_topk_distillation_loss",
     "read_corpus",
+    "record_teacher",
     "relation_kl",
     "restore_checkpoint",
     "sampled_distillation_loss",
     "save_checkpoint",
+    "stop_on_request",
     "teacher_top_k",
     "topk_distillation_loss",
     "validation_batches",
+    "vocabulary_parallel_cross_entropy",
+    "vocabulary_parallel_distillation_loss",
 ]

@@ -12,7 +12,7 @@ from cukit.core.arrays import Array
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.distill._loss_options import LossOptions, RowOptions, pack_rows
+from cukit.distill._loss_options import LossOptions, RowOptions, RowShard, pack_rows
 from cukit.distill._row_loss import (
     REPRESENTATIVE_ROWS,
     VocabularySplit,
@@ -30,6 +30,8 @@ class CrossEntropyConfig:
     grad: bool
     transform: bool
     split: VocabularySplit
+    phase: int = 0
+    """Of rows that are spread over processes, see distill/row_shard.cuh; 0: whole rows."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -39,6 +41,7 @@ class CrossEntropyConfig:
             *self.split.defines(),
             ("GRAD", self.grad),
             ("TRANSFORM", self.transform),
+            ("PHASE", self.phase),
         )
         return KernelSpec(
             "distill/cross_entropy.cu",
@@ -59,24 +62,34 @@ def plan_cross_entropy(
     grad: bool,
     transform: bool,
     device: Device,
+    phase: int = 0,
     **choice: Any,
 ) -> CrossEntropyConfig:
     """The loss alone takes one sweep over the row, the gradient a second one.
 
+    phase: of rows that are spread over processes: each is a sweep of its own, which keeps nothing.
     choice: `cluster`, `cached`, `threads` of :func:`split_vocabulary`, to try others.
     """
-    sweeps = 2 if grad else 1
+    sweeps = 2 if grad or phase else 1
+    if phase:
+        choice["cached"] = 0
     split = split_vocabulary(vocab_size, itemsize, vec, 1, sweeps, device, **choice)
-    return CrossEntropyConfig(dtype, index_dtype, grad, transform, split)
+    return CrossEntropyConfig(dtype, index_dtype, grad, transform, split, phase)
 
 
-def cross_entropy_specs(device: Device, kinds: Sequence[tuple[bool, bool]]) -> list[KernelSpec]:
-    """Kernels for every kind of split, of each kind: (with gradient, with a transform)."""
+def cross_entropy_specs(
+    device: Device,
+    kinds: Sequence[tuple[bool, bool]],
+    rows: Sequence[tuple[Any, int]] = REPRESENTATIVE_ROWS,
+    phase: int = 0,
+) -> list[KernelSpec]:
+    """Kernels for `rows` of a dtype and a vocabulary, of each kind: (with gradient, with a
+    transform)."""
     return [
         plan_cross_entropy(
-            size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, *kind, device
+            size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, *kind, device, phase
         ).spec()
-        for dtype, size in REPRESENTATIVE_ROWS
+        for dtype, size in rows
         for kind in kinds
     ]
 
@@ -91,6 +104,23 @@ def prepare_rows(
     return plan_launch(logits, logits, grad_loss, rows, transform, *options)
 
 
+@launch_plan
+def prepare_phase(
+    phase: int,
+    shard: RowShard,
+    logits: Array,
+    targets: Array,
+    grad_loss: Array | None,
+    transform: bool,
+    ignore_index: int,
+) -> Launch:
+    """`prepare_rows` for a phase over this process's part of the rows; see row_shard.cuh."""
+    rows = RowOptions(targets, ignore_index=ignore_index)
+    sizes = (logits.shape[-1], logits.strides[0] // logits.itemsize)
+    grad = logits if phase == 3 else None
+    return plan_launch(logits, grad, grad_loss, rows, transform, *sizes, phase, shard)
+
+
 def plan_launch(
     logits: Array,
     grad: Array | None,
@@ -99,6 +129,8 @@ def plan_launch(
     transform: bool,
     columns: int,
     row_stride: int,
+    phase: int = 0,
+    shard: RowShard | None = None,
 ) -> Launch:
     assert rows.targets is not None
     config = plan_cross_entropy(
@@ -110,11 +142,13 @@ def plan_launch(
         grad is not None,
         transform,
         current_device(),
+        phase,
     )
     grid = (math.prod(logits.shape[:-1]) * config.split.cluster,)
     width = logits.shape[-1]
     packed = pack_rows(rows, columns, width=width, row_stride=row_stride, grad_loss=grad_loss)
-    return Launch(load_kernel(config.spec()), grid, (packed,))
+    scalars = (packed,) if shard is None else (packed, shard.pack(logits.shape[0]))
+    return Launch(load_kernel(config.spec()), grid, scalars)
 
 
 OPTIONS = LossOptions(soft_weight=0.0, hard_weight=1.0)

@@ -12,7 +12,7 @@ from cukit.core.arrays import Array
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.distill._loss_options import DIVERGENCES, RowOptions, pack_rows
+from cukit.distill._loss_options import DIVERGENCES, RowOptions, RowShard, pack_rows
 from cukit.distill._row_loss import (
     REPRESENTATIVE_ROWS,
     VocabularySplit,
@@ -32,6 +32,8 @@ class DivergenceConfig:
     hard: bool
     transform: bool
     split: VocabularySplit
+    phase: int = 0
+    """Of rows that are spread over processes, see distill/row_shard.cuh; 0: whole rows."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -43,6 +45,7 @@ class DivergenceConfig:
             ("HARD", self.hard),
             ("DIVERGENCE", DIVERGENCES.index(self.divergence)),
             ("TRANSFORM", self.transform),
+            ("PHASE", self.phase),
         )
         return KernelSpec(
             "distill/divergence.cu",
@@ -65,16 +68,20 @@ def plan_divergence(
     hard: bool,
     transform: bool,
     device: Device,
+    phase: int = 0,
     **choice: Any,
 ) -> DivergenceConfig:
     """Both rows are swept twice: their masses first, then loss and gradient; three times where the
     gradient needs a sum that needs the masses.
 
+    phase: of rows that are spread over processes: each is a sweep of its own, which keeps nothing.
     choice: `cluster`, `cached`, `threads` of :func:`split_vocabulary`, to try others.
     """
     sweeps = 2 if divergence == "forward_kl" else 3
+    if phase:
+        choice["cached"] = 0
     split = split_vocabulary(vocab_size, itemsize, vec, 2, sweeps, device, **choice)
-    return DivergenceConfig(dtype, index_dtype, divergence, grad, hard, transform, split)
+    return DivergenceConfig(dtype, index_dtype, divergence, grad, hard, transform, split, phase)
 
 
 def divergence_specs(
@@ -82,13 +89,14 @@ def divergence_specs(
     divergence: str,
     kinds: Sequence[tuple[bool, bool, bool]],
     rows: Sequence[tuple[Any, int]] = REPRESENTATIVE_ROWS,
+    phase: int = 0,
 ) -> list[KernelSpec]:
     """Kernels for `rows` of a dtype and a vocabulary, of each kind: (with gradient, with
     cross-entropy, with a transform of the logits)."""
     return [
         plan_divergence(
             vocab_size, dtype.name, dtype.itemsize, "int32", 16 // dtype.itemsize, divergence,
-            *kind, device,
+            *kind, device, phase,
         ).spec()
         for dtype, vocab_size in rows
         for kind in kinds
@@ -115,6 +123,28 @@ def prepare_rows(
     return plan_launch(*arrays, *kind, student_logits.shape[-1], (stride, stride))
 
 
+@launch_plan
+def prepare_phase(
+    phase: int,
+    shard: RowShard,
+    student_logits: Array,
+    teacher_logits: Array,
+    targets: Array | None,
+    grad_loss: Array | None,
+    divergence: str,
+    hard: bool,
+    transform: bool,
+    ignore_index: int,
+) -> Launch:
+    """`prepare_rows` for a phase over this process's part of the rows; see row_shard.cuh."""
+    rows = RowOptions(targets, ignore_index=ignore_index)
+    stride = student_logits.strides[0] // student_logits.itemsize
+    grad = student_logits if phase == 3 else None
+    arrays = (student_logits, teacher_logits, grad, grad_loss, rows)
+    kind = (divergence, hard, transform, student_logits.shape[-1], (stride, stride))
+    return plan_launch(*arrays, *kind, phase, shard)
+
+
 def plan_launch(
     student_logits: Array,
     teacher_logits: Array,
@@ -126,6 +156,8 @@ def plan_launch(
     transform: bool,
     columns: int,
     strides: tuple[int, int],
+    phase: int = 0,
+    shard: RowShard | None = None,
 ) -> Launch:
     """strides: of the student's rows and the teacher's, in elements."""
     config = plan_divergence(
@@ -139,6 +171,7 @@ def plan_launch(
         hard,
         transform,
         current_device(),
+        phase,
     )
     grid = (math.prod(student_logits.shape[:-1]) * config.split.cluster,)
     packed = pack_rows(
@@ -149,4 +182,5 @@ def plan_launch(
         teacher_stride=strides[1],
         grad_loss=grad_loss,
     )
-    return Launch(load_kernel(config.spec()), grid, (packed,))
+    scalars = (packed,) if shard is None else (packed, shard.pack(student_logits.shape[0]))
+    return Launch(load_kernel(config.spec()), grid, scalars)

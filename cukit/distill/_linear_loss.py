@@ -21,10 +21,10 @@ from cukit.core.arrays import (
     float32,
     float64,
 )
-from cukit.core.kernel import Launch
 from cukit.core.scalars import check_integer
 from cukit.distill._loss_options import LossOptions, RowOptions, factors_of, part_of
 from cukit.distill._row_loss import Losses, empty_rows, normalizer_of, reduce_rows
+from cukit.distributed import Communicator
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm import matmul
 from cukit.gemm.cublas import Matrix, gemm
@@ -170,7 +170,7 @@ class HeadOptions(NamedTuple):
         return plan_linear_loss(tokens, hidden_size, None, self.workspace_bytes // row_bytes)
 
 
-RowLaunch = Callable[[slice, Array], tuple[Launch, tuple[Array | None, ...]]]
+RowLaunch = Callable[[slice, Array], tuple[Callable[..., None], tuple[Array | None, ...]]]
 """From a chunk of tokens and its logits to a launch and its first arguments."""
 
 
@@ -185,12 +185,14 @@ def evaluate_heads(
     *,
     tensors: int = 1,
     soft: bool = True,
+    communicator: Communicator | None = None,
 ) -> tuple[Losses, HeadGradients]:
     """A loss over the logits of a head, chunk by chunk, and the gradients of the head.
 
     columns: of the vocabulary, that count. row_launch: what the kernel over a chunk's rows gets,
     given the plan. tensors: of logits that a chunk needs, memory for all but the first is
-    row_launch's. soft: whether the kernel computes a divergence.
+    row_launch's. soft: whether the kernel computes a divergence. communicator: of processes that
+    each have a part of the vocabulary, whose row losses and gradients of `hidden` are summed.
     """
     flat = head.flat(columns)
     tokens = flat.hidden.shape[0]
@@ -202,7 +204,7 @@ def evaluate_heads(
     boost = exact_boost(flat.hidden.dtype, size, tokens, divisor_on_gpu=count is not None)
     factors = factors_of(options, factor * boost / divisor)
 
-    gradients = HeadGradients(head, flat, wanted, boost)
+    gradients = HeadGradients(head, flat, wanted, boost, communicator, config.chunk_tokens)
     logits = empty_logits(flat.hidden, config.chunk_tokens, columns)
     row_losses = empty_rows(flat.hidden, tokens, options, soft)
     for chunk in config.chunks():
@@ -214,6 +216,11 @@ def evaluate_heads(
             *outputs[0 if soft else 1 :], part, part_of(grad_loss, chunk), count, then=(factors,),
         )  # fmt: skip
         gradients.add(chunk, part)
+    if communicator is not None:
+        communicator.join()
+        for each in row_losses:
+            if each is not None:
+                communicator.all_reduce(each)
     return reduce_rows(*row_losses, rows, options, divisor, count), gradients
 
 
@@ -253,8 +260,19 @@ def _padded(vocab_size: int) -> int:
 class HeadGradients:
     """Gradients of a head, filled chunk by chunk from those of the logits."""
 
-    def __init__(self, head: Head, flat: Head, wanted: HeadOptions, boost: float) -> None:
-        """flat: the part of `head` that counts."""
+    def __init__(
+        self,
+        head: Head,
+        flat: Head,
+        wanted: HeadOptions,
+        boost: float,
+        communicator: Communicator | None,
+        chunk_tokens: int,
+    ) -> None:
+        """flat: the part of `head` that counts. communicator: as in :func:`evaluate_heads`."""
+        self._communicator = communicator
+        if communicator is not None:
+            self._share = empty(flat.hidden, (chunk_tokens, flat.hidden.shape[1]), np.float32)
         self._head = flat
         self._columns = flat.weight.shape[0]
         self._accumulates = wanted.grad_weight is not None
@@ -275,7 +293,10 @@ class HeadGradients:
     def add(self, chunk: slice, grad_logits: Array) -> None:
         """Writes grad_hidden[chunk], adds the chunk's part to the parameters' gradients."""
         hidden, weight, _ = self._head
-        _multiply(grad_logits, weight, self.grad_hidden[chunk], factor=self._factor)
+        if self._communicator is None:
+            _multiply(grad_logits, weight, self.grad_hidden[chunk], factor=self._factor)
+        else:
+            self._add_shares(self._communicator, chunk, grad_logits, weight)
         _multiply(
             grad_logits,
             hidden[chunk],
@@ -290,6 +311,19 @@ class HeadGradients:
             out = self.grad_bias[None, : self._columns]
             _multiply(ones, grad_logits, out, factor=self._factor, accumulate=True)
         self._accumulates = True
+
+    def _add_shares(
+        self, communicator: Communicator, chunk: slice, grad_logits: Array, weight: Array
+    ) -> None:
+        """grad_hidden[chunk] as the sum over processes, taken in float32 beside what comes next.
+
+        The chunk before has been joined by the exchange of this one's rows: its share may go.
+        """
+        share = self._share[: chunk.stop - chunk.start]
+        _multiply(grad_logits, weight, share, factor=self._factor)
+        with communicator.beside():
+            communicator.all_reduce(share)
+            self.grad_hidden[chunk] = share.astype(self.grad_hidden.dtype, copy=False)
 
 
 def _multiply(
@@ -316,4 +350,6 @@ def _multiply(
 
 def _layout(array: Array, transposed: bool = False) -> Matrix:
     rows, columns = array.shape
-    return Matrix(rows, columns, array.strides[0] // array.itemsize, transposed)
+    # A single row has no step to the next one: CuPy's strides of a new axis are 0.
+    leading = array.strides[0] // array.itemsize if rows > 1 else columns
+    return Matrix(rows, columns, leading, transposed)

@@ -261,6 +261,21 @@ def pack_rows(
     )
 
 
+class RowShard(NamedTuple):
+    """The columns of each row that this process has: `first` and those behind it, of `columns`."""
+
+    first: int
+    columns: int
+    rank: int
+    size: int
+
+    def pack(self, rows: int) -> Any:
+        """As the kernels take it, for a launch over so many rows."""
+        return _STRUCTS["RowShard"].pack(
+            first_column=self.first, columns=self.columns, rows=rows, rank=self.rank, size=self.size
+        )
+
+
 @launch_plan
 def factors_of(options: LossOptions, factor: float) -> Any:
     """What a kernel multiplies logits, losses and gradients by, as its parameter."""

@@ -116,6 +116,9 @@ REPRESENTATIVE_ROWS = (
 """Dtypes, and sizes that reach every kind of split: one warp; a block or cluster that caches; two
 readings."""
 
+SPREAD_ROWS = ((bfloat16, 128000),)
+"""Likewise, of vocabularies that are spread over processes."""
+
 
 def normalizer_of(rows: RowOptions, num_rows: int) -> tuple[float, Array | None]:
     """What the sum of rows is divided by: a number, or 1.0 and a 0-d float32 array on the GPU."""

@@ -15,13 +15,20 @@ def save_checkpoint(path: Path, trainer: Trainer, **extra: Any) -> None:
 
     The position is the step alone: batches and schedules are functions of it (and of the seed,
     which is part of the settings). The model in the file can be read with `load_model`.
+
+    Of several processes, which all hold the same, rank 0 writes; all return when it has.
     """
+    communicator = trainer.communicator
+    if communicator.rank:
+        communicator.barrier()
+        return
     description = {
         "config": trainer.objective.model.config.to_dict(),
         "step": trainer.step,
         **extra,
     }
     write_arrays(path, trainer.state(), description)
+    communicator.barrier()
 
 
 def restore_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:

@@ -2,19 +2,23 @@
 
 Nothing is downloaded. Without a text of the user's own, the corpus is the source code of the
 running Python's standard library: a few megabytes of real, human-written text on every machine.
+Models that have read that often enough to know it by heart may train on the sources of installed
+packages as well; they are judged on the standard library all the same.
 """
 
 from __future__ import annotations
 
 import codecs
 import hashlib
+import os
+import site
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -37,6 +41,13 @@ _WIDE_ENCODINGS = (
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
 _SKIPPED_IN_STDLIB = {"test", "tests", "idle_test", "encodings"}  # tables and fixtures, not prose
+# Copies of the standard library are among the latter: its text is what models are judged on.
+_SKIPPED_IN_PACKAGES = {*_SKIPPED_IN_STDLIB, "testing", "_vendor", "_vendored", "_distutils"}
+_COPIES_OF_STDLIB = {"typing_extensions.py", "six.py"}
+_LONGEST_SOURCE = 1 << 18  # bytes: what is longer has been generated
+
+MOST_TEXT = 64 << 20
+"""Bytes of training text at most, where packages belong to it."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +81,11 @@ class Corpus:
         }
 
 
-def read_corpus(paths: Sequence[Path] = ()) -> Corpus:
+def read_corpus(paths: Sequence[Path] = (), *, packages: bool = False) -> Corpus:
     """The text in files and folders (searched all the way down), or the standard library's.
+
+    packages: train on the sources of installed packages too, as many as MOST_TEXT has room for. The
+    validation text stays the same.
 
     Whole files go to training or to validation, by a hash of their content: the split depends on
     nothing but the text, and a duplicate cannot stand on both sides. A single file is cut instead:
@@ -97,7 +111,55 @@ def read_corpus(paths: Sequence[Path] = ()) -> Corpus:
     validation: list[bytes] = []
     while len(ordered) > 1 and sum(map(len, validation)) < VALIDATION_SHARE * total:
         validation.append(ordered.pop(0))
+    if packages:
+        description += " and installed packages"
+        ordered += _more_texts(texts.keys(), MOST_TEXT - sum(map(len, ordered)))
     return Corpus(description, _join(ordered), _join(validation), len(ordered), len(validation))
+
+
+def _more_texts(known: Collection[bytes], most: int) -> list[bytes]:
+    """Sources of packages that are not among the `known`, up to `most` bytes."""
+    found: dict[bytes, bytes] = {}
+    for file in package_files():
+        try:
+            text = _read_text(file, False)
+        except DataError:
+            continue  # other people's folders
+        most -= len(text)
+        if most < 0:
+            break
+        digest = hashlib.sha256(text).digest()
+        if text and digest not in known:
+            found[digest] = text
+    return [found[digest] for digest in sorted(found)]
+
+
+def package_files() -> list[Path]:
+    """The .py files of installed packages, without tests, generated tables and copies of the
+    standard library. The order depends on their names alone, and mixes packages."""
+    roots = [sysconfig.get_paths()[name] for name in ("purelib", "platlib")]
+    found: dict[bytes, Path] = {}
+    for root in map(Path, dict.fromkeys([*roots, *site.getsitepackages()])):
+        for folder, folders, names in os.walk(root):
+            folders[:] = [
+                name
+                for name in folders
+                if name not in _SKIPPED_FOLDERS | _SKIPPED_IN_PACKAGES and not name.startswith(".")
+            ]
+            for name in names:
+                file = Path(folder, name)
+                if name.endswith(".py") and name not in _COPIES_OF_STDLIB and _is_written(file):
+                    key = file.relative_to(root).as_posix().encode(errors="surrogateescape")
+                    found.setdefault(hashlib.sha256(key).digest(), file)
+    return [found[digest] for digest in sorted(found)]
+
+
+def _is_written(file: Path) -> bool:
+    """By hand, as far as the length tells."""
+    try:
+        return file.stat().st_size <= _LONGEST_SOURCE
+    except OSError:
+        return False
 
 
 def standard_library_files() -> list[Path]:
@@ -110,6 +172,33 @@ def standard_library_files() -> list[Path]:
     ]
 
 
+class AnyRanks(Protocol):
+    """Anything that knows its place among processes."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+class BatchSource(Protocol):
+    """What `Trainer` takes its batches from: `Windows`, `OfflineBatches` or your own.
+
+    Where it has `rank` and `num_ranks`, they must be the trainer's. Where `every_target_counts` is
+    there and true, no target is `ignore_index`; else the trainer counts them on the device.
+    """
+
+    batch: int
+    seq_len: int
+    xp: ModuleType
+
+    def __call__(self, step: int, part: int = 0) -> tuple[Any, ...]:
+        """(tokens, targets), int32 [batch, seq_len], or (tokens, targets, signals): the same for
+        the same step and part, whenever it is asked."""
+        ...
+
+
 class Windows:
     """Random windows of a text, the same for the same seed and step.
 
@@ -119,7 +208,12 @@ class Windows:
     Args:
         text: uint8 [length], longer than seq_len.
         xp: numpy or cupy; the text is moved there once, and windows are cut there.
+        ranks: who this process is, a `Communicator` say: rank r of n takes windows r * batch ..
+            (r + 1) * batch - 1 of the n * batch that one process with so large a batch would take.
     """
+
+    every_target_counts = True
+    """No target is `ignore_index`, so that nobody needs to count them."""
 
     def __init__(
         self,
@@ -129,16 +223,20 @@ class Windows:
         seq_len: int,
         seed: int,
         xp: ModuleType = np,
+        ranks: AnyRanks | None = None,
     ) -> None:
         check_length(text, seq_len, "training text")
         self.batch, self.seq_len, self.seed, self.xp = batch, seq_len, seed, xp
+        self.rank, self.num_ranks = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._text = xp.asarray(text)
         self._offsets = xp.arange(seq_len + 1)[None, :]
 
     def __call__(self, step: int, part: int = 0) -> tuple[Any, Any]:
         """(tokens, targets), both int32 [batch, seq_len]; targets are the tokens that follow."""
         rng = np.random.default_rng((self.seed, step, part))
-        starts = rng.integers(0, len(self._text) - self.seq_len, (self.batch, 1))
+        count = self.batch * self.num_ranks
+        starts = rng.integers(0, len(self._text) - self.seq_len, (count, 1))
+        starts = starts[self.rank * self.batch :][: self.batch]
         return cut(self._text, self.xp.asarray(starts) + self._offsets, self.xp)
 
 

@@ -11,10 +11,13 @@ from cukit.core.arrays import Array
 from cukit.distill._loss_options import LossOptions, common_vocabulary
 from cukit.distill.linear_cross_entropy import linear_cross_entropy
 from cukit.distill.linear_distillation_loss import linear_distillation_loss
+from cukit.distill.linear_topk_distillation_loss import linear_topk_distillation_loss
 from cukit.distill.schedule import Schedule, as_schedule
+from cukit.distill.signals import OfflineTeacher, TeacherSignals
 from cukit.distill.terms import StateTerm
 from cukit.errors import ConfigError
-from cukit.models import Parameters, StateGradients, Transformer
+from cukit.models import Activations, Parameters, StateGradients, Transformer
+from cukit.reference.losses import LinearKlResult
 
 IGNORE_INDEX = -100
 
@@ -35,14 +38,17 @@ class Objective(Protocol):
         gradients: Sequence[Parameters],
         *,
         step: int,
-        normalizer: float,
+        normalizer: Any,
     ) -> dict[str, Array]:
         """Add the gradients on one batch to `gradients`, one entry for each of `trained()`.
 
         Args:
             tokens, targets: int32 [batch, seq_len]; targets of -100 do not count.
             step: of the run, for the schedules.
-            normalizer: tokens in the whole step, over which the mean is taken.
+            normalizer: targets that count in the whole step, over all its batches and processes:
+                the mean is taken over them. A number, or float32 without axes on the device.
+
+        Batches that bring a teacher's signals pass them as `signals`.
 
         Returns:
             Statistics by name, "loss" first, as float32 arrays without axes on the device: reading
@@ -67,7 +73,8 @@ class LanguageModelling:
         gradients: Sequence[Parameters],
         *,
         step: int,
-        normalizer: float,
+        normalizer: Any,
+        signals: TeacherSignals | None = None,
     ) -> dict[str, Array]:
         model = self.model
         activations = model.forward(tokens)
@@ -94,7 +101,9 @@ class Distiller:
 
     Args:
         student, teacher: models over the same vocabulary on the same device. Only the student
-            changes.
+            changes. In place of a teacher, its signals on disk: `OfflineBatches.teacher()`, with
+            `OfflineBatches` as the trainer's windows. Then the divergence is the forward KL from
+            the teacher's likeliest tokens, and `terms` have nothing to look at.
         alpha: share of the soft loss, 0..1, a number or a schedule over steps.
         temperature: above 0, a number or a schedule over steps.
         divergence: "forward_kl" or another of :func:`distillation_loss`.
@@ -110,7 +119,7 @@ class Distiller:
     def __init__(
         self,
         student: Transformer,
-        teacher: Transformer,
+        teacher: Transformer | OfflineTeacher,
         *,
         alpha: float | Schedule = 0.9,
         temperature: float | Schedule = 1.0,
@@ -124,9 +133,12 @@ class Distiller:
         teacher_softcap: float | None = None,
         terms: Sequence[StateTerm] = (),
     ) -> None:
-        sizes = {"teacher": teacher.config.vocab_size, "student": student.config.vocab_size}
+        of_teacher = teacher if isinstance(teacher, OfflineTeacher) else teacher.config
+        sizes = {"teacher": of_teacher.vocab_size, "student": student.config.vocab_size}
         common_vocabulary("Distiller", vocab_size, **sizes)
-        if student.xp is not teacher.xp:
+        if isinstance(teacher, OfflineTeacher):
+            _check_offline(divergence, terms, teacher_logit_scale, teacher_softcap)
+        elif student.xp is not teacher.xp:
             raise ConfigError("teacher: must live on the same device as the student")
         self.model, self.teacher = student, teacher
         self.alpha, self.temperature = as_schedule(alpha), as_schedule(temperature)
@@ -152,7 +164,8 @@ class Distiller:
         gradients: Sequence[Parameters],
         *,
         step: int,
-        normalizer: float,
+        normalizer: Any,
+        signals: TeacherSignals | None = None,
     ) -> dict[str, Array]:
         alpha, temperature = self.alpha(step), self.temperature(step)
         if not 0 <= alpha <= 1 or temperature <= 0:
@@ -161,31 +174,40 @@ class Distiller:
                 f"got {alpha} and {temperature}"
             )
         student = self.model
-        teacher_activations = self.teacher.forward(tokens, keep=bool(self.terms))
-        activations = student.forward(tokens)
         weights = None if self.token_weights is None else self.token_weights(tokens, targets)
-        result = linear_distillation_loss(
-            activations.hidden,
-            student.head,
-            teacher_activations.hidden,
-            self.teacher.head,
-            targets=targets.reshape(-1),
-            token_weights=None if weights is None else weights.reshape(-1),
-            vocab_size=self.vocab_size,
-            divergence=self.divergence,
-            beta=self.beta(step),
-            temperature=temperature,
-            scale_by_temperature_squared=True,
-            soft_weight=alpha,
-            hard_weight=1 - alpha,
-            ignore_index=IGNORE_INDEX,
-            normalizer=normalizer,
-            grad_weight=gradients[0][student.config.head_name],
-            **self._logits,
-        )
+        options: dict[str, Any] = {
+            "targets": targets.reshape(-1),
+            "token_weights": None if weights is None else weights.reshape(-1),
+            "vocab_size": self.vocab_size,
+            "temperature": temperature,
+            "scale_by_temperature_squared": True,
+            "soft_weight": alpha,
+            "hard_weight": 1 - alpha,
+            "ignore_index": IGNORE_INDEX,
+            "normalizer": normalizer,
+            "grad_weight": gradients[0][student.config.head_name],
+        }
+        teacher_activations: Activations | None = None
+        if isinstance(self.teacher, OfflineTeacher):
+            self.teacher.check(temperature, step)
+            activations = student.forward(tokens)
+            result = self._from_signals(activations, signals, options)
+        else:
+            teacher_activations = self.teacher.forward(tokens, keep=bool(self.terms))
+            activations = student.forward(tokens)
+            result = linear_distillation_loss(
+                activations.hidden,
+                student.head,
+                teacher_activations.hidden,
+                self.teacher.head,
+                divergence=self.divergence,
+                beta=self.beta(step),
+                **self._logits,
+                **options,
+            )
         statistics = {"loss": result.loss, "soft": result.soft_loss, "hard": result.hard_loss}
         state_gradients = StateGradients()
-        if self.terms:
+        if teacher_activations is not None and self.terms:
             valid = (targets.reshape(-1) != IGNORE_INDEX).astype(np.float32)
             own_gradients = iter(gradients[1:])
             for term in self.terms:
@@ -203,3 +225,39 @@ class Distiller:
                 statistics["loss"] = statistics["loss"] + weight * value
         student.backward(activations, result.grad_hidden, gradients[0], state_gradients)
         return statistics
+
+    def _from_signals(
+        self, activations: Activations, signals: TeacherSignals | None, options: dict[str, Any]
+    ) -> LinearKlResult:
+        """The loss from what a teacher left on disk."""
+        assert isinstance(self.teacher, OfflineTeacher)
+        if signals is None:
+            raise ConfigError("Distiller: an offline teacher needs OfflineBatches as windows")
+        k = signals.ids.shape[-1]
+        return linear_topk_distillation_loss(
+            activations.hidden,
+            self.model.head,
+            signals.log_probs.reshape(-1, k),
+            signals.ids.reshape(-1, k),
+            tail=self.teacher.tail,
+            logit_scale=self._logits["logit_scale"],
+            softcap=self._logits["softcap"],
+            **options,
+        )
+
+
+def _check_offline(
+    divergence: str, terms: Sequence[StateTerm], logit_scale: float, softcap: float | None
+) -> None:
+    """Raises ConfigError for options that an offline teacher cannot serve."""
+    if divergence != "forward_kl":
+        raise ConfigError(
+            f"divergence: of an offline teacher it must be 'forward_kl', got {divergence!r}"
+        )
+    if terms:
+        raise ConfigError("terms: an offline teacher has no activations for them to compare")
+    if logit_scale != 1.0 or softcap is not None:
+        raise ConfigError(
+            "teacher_logit_scale, teacher_softcap: an offline teacher's signals are recorded after "
+            "them"
+        )

@@ -16,7 +16,7 @@ from cukit.distill._linear_loss import (
     evaluate_heads,
 )
 from cukit.distill._loss_options import RowOptions, common_vocabulary
-from cukit.distill._row_loss import count_spec, total_spec
+from cukit.distill._row_loss import SPREAD_ROWS, count_spec, total_spec
 from cukit.reference import losses as reference
 from cukit.reference.losses import LinearCrossEntropyResult
 from cukit.registry import register
@@ -107,6 +107,8 @@ def linear_cross_entropy(
 
 def _specs(device: Device) -> list[KernelSpec]:
     rows = cross_entropy_specs(device, ((True, False), (True, True)))
+    for phase in (1, 3):  # of vocabularies that are spread over processes
+        rows += cross_entropy_specs(device, ((phase == 3, False),), SPREAD_ROWS, phase)
     return [*rows, count_spec("int32"), total_spec()]
 
 

@@ -25,7 +25,7 @@ from cukit.distill._linear_loss import (
     linear_result,
 )
 from cukit.distill._loss_options import LossOptions, RowOptions, common_vocabulary
-from cukit.distill._row_loss import count_spec, total_spec
+from cukit.distill._row_loss import SPREAD_ROWS, count_spec, total_spec
 from cukit.reference import losses as reference
 from cukit.reference.losses import LinearKlResult
 from cukit.registry import register
@@ -186,10 +186,24 @@ def specs_of(device: Device, divergence: str) -> list[KernelSpec]:
     return [*rows, count_spec("int32"), total_spec()]
 
 
+def _specs(device: Device) -> list[KernelSpec]:
+    """And those for a part of each row, of vocabularies that are spread over processes."""
+    spread = [
+        spec
+        for phase in (1, 2, 3)
+        for divergence in {1: ("forward_kl",), 2: ("jsd",), 3: ("forward_kl", "jsd")}[phase]
+        for transform in (False, True)
+        for spec in divergence_specs(
+            device, divergence, ((phase == 3, True, transform),), SPREAD_ROWS, phase
+        )
+    ]
+    return [*specs_of(device, "jsd"), *spread]
+
+
 register(
     name=_OP,
     family="distill",
     function=linear_distillation_loss,
     reference=reference.linear_distillation_loss,
-    specs=lambda device: specs_of(device, "jsd"),
+    specs=_specs,
 )

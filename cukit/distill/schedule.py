@@ -65,6 +65,17 @@ class WarmupCosine:
         return self.peak * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
+@dataclass(frozen=True)
+class WarmupDecay:
+    """(1 + step) / (10 + step) until that reaches `value`: a moving average that begins as the mean
+    of few steps."""
+
+    value: float
+
+    def __call__(self, step: int) -> float:
+        return min(self.value, (1 + step) / (10 + step))
+
+
 def as_schedule(value: float | Schedule) -> Schedule:
     """A number stands for itself at every step."""
     return value if callable(value) else Constant(value)

@@ -7,23 +7,31 @@ statistics are device scalars until somebody reads them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cukit.core.arrays import Array
+from cukit.core.arrays import Array, address_of, namespace
 from cukit.distill.adamw import AdamWState, adamw
-from cukit.distill.data import Windows
-from cukit.distill.distiller import Objective
+from cukit.distill.data import BatchSource
+from cukit.distill.distiller import IGNORE_INDEX, Objective
+from cukit.distill.exponential_average import ExponentialAverage
 from cukit.distill.global_norm import clip_scale, global_norm
+from cukit.distill.gradient_reducer import GradientReducer
 from cukit.distill.schedule import Schedule, as_schedule
+from cukit.distributed import Alone, Communicator
 from cukit.errors import ConfigError, DataError
 from cukit.models.parameters import Parameters, host_array
 
 # A loss that diverges shows in its value: no need for a warning from every op on the way.
 _QUIETLY = np.errstate(over="ignore", invalid="ignore")
+
+
+Batch = tuple[Any, ...]
+"""(tokens, targets), or (tokens, targets, signals) of a teacher that is not there itself."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +47,36 @@ class StepStatistics:
         return {name: float(value) for name, value in self.values.items()}
 
 
+Callback = Callable[["Trainer", StepStatistics], None]
+"""What `Trainer.fit` calls after every step."""
+
+
 class Trainer:
     """Minimises an objective over windows of text with AdamW.
 
     Args:
         objective: the loss, its model and what else it trains.
-        windows: where batches come from; a pure function of the step.
+        windows: where batches come from; a pure function of the step: `Windows`, `OfflineBatches`.
         lr: learning rate, a number or a schedule over steps.
         accumulate: batches summed into one step, for a larger batch in the same memory.
         workers: threads that share a batch, on the CPU. How sums are split decides their last bits,
             so the same number gives the same result.
         max_grad_norm: gradients are scaled down to this global norm where they exceed it.
         weight_decay: on matrices only; norms keep their weights.
+        communicator: the processes that share the step, one GPU each: see
+            `cukit.distributed.communicator`. Each takes its own windows, which must have been made
+            with `ranks=communicator`; gradients are summed over all, so that n processes take the
+            steps that one would take with n times the batch. Rank 0's parameters are everybody's.
+        average: a moving average of the model, updated after every step.
+        bucket_bytes: gradients that are summed at once, at least.
+        overlap: sum gradients while the backward pass computes the next. False for an objective
+            whose backward pass runs several times a batch.
     """
 
     def __init__(
         self,
         objective: Objective,
-        windows: Windows,
+        windows: BatchSource,
         *,
         lr: float | Schedule,
         accumulate: int = 1,
@@ -65,6 +85,10 @@ class Trainer:
         weight_decay: float = 0.1,
         beta1: float = 0.9,
         beta2: float = 0.95,
+        average: ExponentialAverage | None = None,
+        communicator: Communicator | None = None,
+        bucket_bytes: int = 32 << 20,
+        overlap: bool = True,
     ) -> None:
         if accumulate < 1:
             raise ConfigError(f"accumulate: expected 1 or more, got {accumulate}")
@@ -73,6 +97,8 @@ class Trainer:
         most = windows.batch if windows.xp is np else 1
         if not 1 <= workers <= most:
             raise ConfigError(f"workers: expected 1 to {most} here, got {workers}")
+        self.communicator = communicator or Alone()
+        _check_ranks(windows, self.communicator)
         self.objective, self.windows = objective, windows
         self.lr, self.accumulate = as_schedule(lr), accumulate
         self.max_grad_norm = max_grad_norm
@@ -81,6 +107,12 @@ class Trainer:
         """Steps done so far; with the windows' seed, the whole position in the data."""
         self._trained = objective.trained()
         self._gradients = [_gradients_of(parameters) for parameters in self._trained]
+        self._reducer: GradientReducer | None = None
+        if self.communicator.size > 1:
+            for parameters in self._trained:
+                self.communicator.broadcast(parameters.flat)
+            self._reducer = GradientReducer(self.communicator, self._gradients, bucket_bytes)
+        self._overlap = overlap and workers == 1
         self._workers = _Workers(objective, self._gradients, workers)
         self._groups = [
             _Group(params, grads, AdamWState.for_params([params]), decay)
@@ -90,20 +122,35 @@ class Trainer:
             )
             if params.size
         ]
+        self.average = average
+        own = self._trained[0].groups()
+        self._masters = [group.state.master[0] for group in self._groups if group.is_one_of(own)]
+        if average is not None:
+            if average.model.config != objective.model.config:
+                raise ConfigError("average: is of a model of another shape than the objective's")
+            self.communicator.broadcast(average.flat)
+            average.load(average.flat)
 
     @property
     def tokens_per_step(self) -> int:
-        return self.windows.batch * self.windows.seq_len * self.accumulate
+        """Of all processes together."""
+        windows = self.windows
+        return windows.batch * windows.seq_len * self.accumulate * self.communicator.size
 
     @_QUIETLY
     def train_step(self) -> StepStatistics:
         """One update of all trained parameters."""
         self._workers.clear()
         totals: dict[str, Array] = {}
-        for part in range(self.accumulate):
-            tokens, targets = self.windows(self.step, part)
-            _add(totals, self._workers.run(tokens, targets, self.step, self.tokens_per_step))
+        batches = self._batches()
+        normalizer = self._normalizer(batches)
+        for part, batch in enumerate(batches):
+            if self._reducer is not None and self._overlap and part == self.accumulate - 1:
+                self._reducer.watch()
+            _add(totals, self._workers.run(batch, self.step, normalizer))
         self._workers.join()
+        if self._reducer is not None:
+            totals = _reduced(totals, self._reducer)
         norm = global_norm([gradients.flat for gradients in self._gradients])
         scale = clip_scale(norm, self.max_grad_norm)
         lr = self.lr(self.step)
@@ -120,7 +167,39 @@ class Trainer:
                 step=self.step,
                 grad_scale=scale,
             )
+        if self.average is not None:
+            self.average.update(self._masters, self.step - 1)
         return StepStatistics(self.step, {**totals, "gradient norm": norm})
+
+    def fit(self, steps: int, callbacks: Iterable[Callback] = ()) -> None:
+        """Train until `steps` steps are done, those before a restored checkpoint included.
+
+        Each of `callbacks` is called after every step, in order: `Progress` and `Checkpoints`, or
+        functions of your own. A callback that reads statistics waits for the GPU; the loop itself
+        does not.
+        """
+        callbacks = tuple(callbacks)
+        while self.step < steps:
+            statistics = self.train_step()
+            for callback in callbacks:
+                callback(self, statistics)
+
+    def _batches(self) -> Sequence[Batch]:
+        """The batches of this step."""
+        return [self.windows(self.step, part) for part in range(self.accumulate)]
+
+    def _normalizer(self, batches: Sequence[Batch]) -> Any:
+        """Targets that count in the whole step, over all its batches and processes: a number where
+        all do, else counted on the device."""
+        if getattr(self.windows, "every_target_counts", False):
+            return float(self.tokens_per_step)
+        xp = self.windows.xp
+        wide = np.promote_types(self._gradients[0].flat.dtype, np.float32)
+        count = xp.zeros((), wide)
+        for _, targets, *_ in batches:
+            count += (targets != IGNORE_INDEX).sum(dtype=wide)
+        self.communicator.all_reduce(count)
+        return xp.maximum(count, wide.type(1)).reshape(())
 
     # -- checkpoints ---------------------------------------------------------------------------
 
@@ -147,6 +226,8 @@ class Trainer:
         model.load({name: a for name, a in arrays.items() if name not in flats}, source)
         for name, flat in flats.items():
             flat[...] = self.windows.xp.asarray(arrays[name])
+        if self.average is not None:
+            self.average.load(self.average.flat)
         self.step = step
 
     def _optimizer_arrays(self) -> dict[str, Array]:
@@ -157,6 +238,8 @@ class Trainer:
                 arrays[f"optimizer.{index}.master"] = state.master[0]
             arrays[f"optimizer.{index}.exp_avg"] = state.exp_avg[0]
             arrays[f"optimizer.{index}.exp_avg_sq"] = state.exp_avg_sq[0]
+        if self.average is not None:
+            arrays["average"] = self.average.flat
         return arrays
 
 
@@ -175,19 +258,22 @@ class _Workers:
             for own in gradients:
                 own.clear()
 
-    def run(self, tokens: Array, targets: Array, step: int, num_tokens: int) -> dict[str, Array]:
+    def run(self, batch: Batch, step: int, normalizer: Any) -> dict[str, Array]:
         """Add the gradients of a batch; return its statistics."""
 
         @_QUIETLY
-        def work(part: tuple[Array, Array, list[Parameters]]) -> dict[str, Array]:
+        def work(part: tuple[Any, ...]) -> dict[str, Array]:
+            *batch, gradients = part
+            tokens, targets, *signals = batch
+            more = {"signals": signals[0]} if signals else {}
             return self._objective.loss_and_gradients(
-                *part, step=step, normalizer=float(num_tokens)
+                tokens, targets, gradients, step=step, normalizer=normalizer, **more
             )
 
         if self._pool is None:
-            return work((tokens, targets, self._gradients[0]))
+            return work((*batch, self._gradients[0]))
         count = len(self._gradients)
-        parts = (np.array_split(tokens, count), np.array_split(targets, count), self._gradients)
+        parts = (*(_split(each, count) for each in batch), self._gradients)
         totals: dict[str, Array] = {}
         for statistics in self._pool.map(work, zip(*parts, strict=True)):
             _add(totals, statistics)
@@ -199,6 +285,36 @@ class _Workers:
         for gradients in others:
             for total, own in zip(first, gradients, strict=True):
                 total.flat += own.flat
+
+
+def _split(of_batch: Any, count: int) -> list[Any]:
+    """Parts of an array [batch, ...], or of each array of a named tuple."""
+    if isinstance(of_batch, tuple):
+        columns = zip(*(np.array_split(each, count) for each in of_batch), strict=True)
+        return [type(of_batch)(*column) for column in columns]
+    return list(np.array_split(of_batch, count))
+
+
+def _check_ranks(windows: Any, communicator: Communicator) -> None:
+    """Raises ConfigError where windows were made for another process than this one."""
+    made_for = (getattr(windows, "rank", communicator.rank),
+                getattr(windows, "num_ranks", communicator.size))  # fmt: skip
+    if made_for != (communicator.rank, communicator.size):
+        raise ConfigError(
+            f"windows: made for rank {made_for[0]} of {made_for[1]}, but this process is rank "
+            f"{communicator.rank} of {communicator.size}; pass ranks=communicator to both"
+        )
+
+
+def _reduced(statistics: dict[str, Array], reducer: GradientReducer) -> dict[str, Array]:
+    """Statistics of all processes together, once the gradients are. Each is its process's share of
+    a mean over all, so that they add up."""
+    values = list(statistics.values())
+    xp = namespace(values[0])
+    wide = np.result_type(np.float32, *(value.dtype for value in values))
+    packed = xp.stack([value.astype(wide).reshape(()) for value in values])
+    reducer.finish(packed)
+    return {name: packed[index] for index, name in enumerate(statistics)}
 
 
 def _add(totals: dict[str, Array], statistics: dict[str, Array]) -> None:
@@ -214,6 +330,10 @@ class _Group:
     grads: Array
     state: AdamWState
     weight_decay: float
+
+    def is_one_of(self, parts: Iterable[Array]) -> bool:
+        """Whether its parameters are those of one of `parts`."""
+        return any(address_of(self.params) == address_of(part) for part in parts if part.size)
 
 
 def _gradients_of(parameters: Parameters) -> Parameters:

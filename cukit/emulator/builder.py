@@ -10,7 +10,6 @@ import functools
 import hashlib
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,16 @@ from cukit.core.device import parse_arch
 from cukit.core.file_cache import Record, build_once, cache_folder
 from cukit.core.parameters import layout_assertions
 from cukit.core.source import closure_hash, kernels_root, read_source
+from cukit.emulator.symbols import (
+    Symbol,
+    cluster_shapes,
+    shared_variables,
+    static_shared_bytes,
+    symbols_of,
+)
 from cukit.emulator.toolchain import (
+    LIBRARIES,
+    NAMES,
     RUNTIME_SOURCES,
     find_compiler,
     include_flags,
@@ -34,11 +42,17 @@ from cukit.emulator.toolchain import (
     runtime_flags,
 )
 
-_CLUSTER_SECTION = "cukit_cluster_"
 _GAP_BYTES = 256
 _PRELUDE = '#include "common/platform.cuh"\n#include <common/emulator/entry.h>\n'
-_RUNTIME_PRELUDE = ("run.h", "engines.h", "order.h")
+_MOST_RUNTIME_UNITS = 4
 _FOREIGN_PRELUDE = "#include <common/emulator/language.h>\n"
+_HOST_LIBRARY = "#define CUKIT_EMULATOR_HOST_LIBRARY\n"
+_HOST_HEADER = re.compile(r"^\s*#\s*include\s*<(\w+|cupy/.*)>", re.MULTILINE)
+_ALWAYS_THERE = {
+    *("algorithm", "cassert", "cfloat", "climits", "cmath", "cstddef", "cstdint", "cstdio"),
+    *("cstdlib", "cstring", "limits", "type_traits", "utility"),
+}
+"""Of the host's headers, what language.h includes."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +81,13 @@ def build_kernel(
     all_checks: as for `kernel_flags`; kernels from other folders than cukit's always have them.
     """
     compiler = find_compiler()
-    all_checks = all_checks or Path(spec.source).is_absolute()
+    foreign = Path(spec.source).is_absolute()
     flags = (
-        *kernel_flags(checked, debug, compiler, all_checks),
+        *kernel_flags(checked, debug, compiler, all_checks or foreign),
+        *(NAMES if checked and foreign else ()),
         f"-DCUKIT_EMULATE={arch_number(arch)}",
     )
-    link = link_flags(checked)
+    link = (*link_flags(checked), *LIBRARIES)
     source = _translation_unit(spec)
     parts = (closure_hash(spec.source), source, _sources_hash(), compiler.version)
     key = _hash(*parts, *flags, *link)
@@ -106,10 +121,12 @@ def _build(library: Path, recipe: Recipe, flags: tuple[str, ...]) -> tuple[Recor
 
 def named_library(library: Path) -> Path:
     """The same code, of a library that this process has built or found, with the names and types of
-    variables in its debug information."""
+    variables in its debug information. Others' kernels have them at once: they are often wrong."""
     recipe, flags = _recipes[library]
+    if set(NAMES) <= set(flags):
+        return library
     named = library.with_name(f"{library.stem}-named.so")
-    build_once(named, partial(recipe, tuple("-g" if flag == "-g1" else flag for flag in flags)))
+    build_once(named, partial(recipe, (*flags, *NAMES)))
     return named
 
 
@@ -132,25 +149,32 @@ def _say(what: str) -> None:
 
 
 def _compile_runtime(flags: tuple[str, ...]) -> tuple[bytes, Record]:
+    flags = (*flags, f"-I{RUNTIME_SOURCES}", *include_flags())
+    units = runtime_units(min(len(os.sched_getaffinity(0)), _MOST_RUNTIME_UNITS))
     with tempfile.TemporaryDirectory() as folder:
-        header = Path(folder) / "prelude.h"  # parsed once, for half of the time of the sources
-        header.write_text("".join(f'#include "{name}"\n' for name in _RUNTIME_PRELUDE))
-        flags = (*flags, f"-I{RUNTIME_SOURCES}", *include_flags())
-        arguments = [*flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
-        find_compiler().run(arguments, "the emulator's headers")
-        flags = (*flags, "-include", str(header))
-        objects = [Path(folder) / f"{source.stem}.o" for source in _runtime_sources()]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(partial(_compile_source, flags), _runtime_sources(), objects))
-        return _output_of(["-shared", "-pthread", *map(str, objects)], "the emulator"), {}
+        objects = [str(Path(folder) / f"{i}.o") for i in range(len(units))]
+
+        def compile_unit(unit: Sequence[Path], target: str) -> None:
+            source = Path(target).with_suffix(".cpp")
+            source.write_text("".join(f'#include "{each.name}"\n' for each in unit))
+            find_compiler().run([*flags, "-c", str(source), "-o", target], "the emulator itself")
+
+        with ThreadPoolExecutor(len(units)) as pool:
+            list(pool.map(compile_unit, units, objects))
+        return _output_of(["-shared", "-pthread", *objects], "the emulator"), {}
 
 
-def _runtime_sources() -> list[Path]:
-    return sorted(RUNTIME_SOURCES.glob("*.cpp"))
-
-
-def _compile_source(flags: tuple[str, ...], source: Path, target: Path) -> None:
-    find_compiler().run([*flags, "-c", str(source), "-o", str(target)], source.name)
+def runtime_units(count: int) -> list[list[Path]]:
+    """The runtime's sources in `count` groups of about equal size: the sources of a group are
+    compiled as one, since the headers take longer than most of them."""
+    units: list[list[Path]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    sources = sorted(RUNTIME_SOURCES.glob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
+    for source in sources:
+        smallest = sizes.index(min(sizes))
+        units[smallest].append(source)
+        sizes[smallest] += source.stat().st_size
+    return units
 
 
 def build_foreign(
@@ -165,6 +189,7 @@ def build_foreign(
     compiler = find_compiler()
     flags = (
         *kernel_flags(checked, debug, compiler),
+        *(NAMES if checked else ()),
         f"-DCUKIT_EMULATE={arch_number(arch)}",
         f"-std={standard}",
     )
@@ -183,10 +208,12 @@ def _compile_foreign(
 ) -> tuple[bytes, Record]:
     # What the host's code alone refers to is dropped: its libraries need not be here.
     own = ("-fvisibility=hidden", "-ffunction-sections", "-fdata-sections")
+    headers = {name for text in files.values() for name in _HOST_HEADER.findall(text)}
+    prelude = _HOST_LIBRARY * bool(headers - _ALWAYS_THERE) + _FOREIGN_PRELUDE
     library, symbols, uninitialised = _compile_unit(
-        name, files, (*flags, *own), _FOREIGN_PRELUDE, (*link, "-Wl,--gc-sections", "-pthread")
+        name, files, (*flags, *own), prelude, (*link, "-Wl,--gc-sections", "-pthread")
     )
-    facts = {"clusters": _cluster_shapes(symbols), "shared": _shared_variables(symbols)}
+    facts = {"clusters": cluster_shapes(symbols), "shared": shared_variables(symbols)}
     return library, {"kernel": name, "uninitialised": uninitialised, **facts}
 
 
@@ -197,13 +224,11 @@ def _compile_kernel(
     library, symbols, uninitialised = _compile_unit(
         str(spec), {unit: source}, flags, _PRELUDE, link
     )
-    cluster = _cluster_shapes(symbols).get(spec.entry, (1, 1, 1))
-    static_bytes = _static_shared_bytes(symbols, spec.entry)
     return library, {
         "kernel": str(spec),
-        "cluster": cluster,
-        "static_shared_bytes": static_bytes,
-        "shared": _shared_variables(symbols),
+        "cluster": cluster_shapes(symbols).get(spec.entry, (1, 1, 1)),
+        "static_shared_bytes": static_shared_bytes(symbols, spec.entry),
+        "shared": shared_variables(symbols),
         "uninitialised": uninitialised,
     }
 
@@ -214,9 +239,9 @@ def _compile_unit(
     flags: tuple[str, ...],
     prelude: str,
     link: tuple[str, ...],
-) -> tuple[bytes, str, list[tuple[str, str, str]]]:
-    """The library; the table of its symbols, demangled, as `nm` prints it; and, of each variable
-    that is used uninitialised, function, name and place."""
+) -> tuple[bytes, list[Symbol], list[tuple[str, str, str]]]:
+    """The library; its symbols; and, of each variable that is used uninitialised, function, name
+    and place."""
     header = _precompiled_prelude(flags, prelude)
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
@@ -227,10 +252,9 @@ def _compile_unit(
         arguments = [*flags, *places, "-include", str(header), *include_flags(), "-S", unit]
         messages = find_compiler().run([*arguments, "-o", str(assembly)], what)
         assembly.write_text(_with_gaps(assembly.read_text(encoding="utf-8")), encoding="utf-8")
-        find_compiler().run([*link, str(assembly), "-o", str(library)], what)
-        table = ["nm", "-C", "-S", "-f", "sysv", str(library)]
-        symbols = subprocess.run(table, capture_output=True, text=True, check=True).stdout
-        return library.read_bytes(), symbols, _uninitialised(messages)
+        find_compiler().run([str(assembly), *link, "-o", str(library)], what)
+        code = library.read_bytes()
+        return code, symbols_of(code), _uninitialised(messages)
 
 
 def _uninitialised(messages: str) -> list[tuple[str, str, str]]:
@@ -322,25 +346,6 @@ def arch_number(arch: str) -> int:
     """As `__CUDA_ARCH__` has it: 900 for sm_90."""
     major, minor = parse_arch(arch)
     return major * 100 + minor * 10
-
-
-def _cluster_shapes(symbols: str) -> dict[str, tuple[int, int, int]]:
-    """`__cluster_dims__` of kernels: the names of their sections (common/emulator/platform.h)."""
-    found = re.findall(rf"^(.*?) *\|.*{_CLUSTER_SECTION}(\d+)_(\d+)_(\d+)$", symbols, re.MULTILINE)
-    return {name: (int(x), int(y), int(z)) for name, x, y, z in found}
-
-
-def _static_shared_bytes(symbols: str, entry: str) -> int:
-    """Of the `__shared__` variables in the kernel itself; a file may have several kernels."""
-    sizes = re.findall(
-        rf"^{entry}(?:\(.*\))?::\S+ *\|[^|]*\|[^|]*\| *TLS\|(\w+)\|", symbols, re.MULTILINE
-    )
-    return sum(int(size, 16) for size in sizes)
-
-
-def _shared_variables(symbols: str) -> list[tuple[int, int]]:
-    found = re.findall(r"\|(\w+)\|[^|]*\| *TLS\|(\w+)\|", symbols)
-    return sorted({(int(start, 16), int(size, 16)) for start, size in found})
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """What lies where in a kernel's memory: names of variables and parameters, from debug information.
 
-Kernels are built with line numbers alone; the debug information comes from a second compilation,
-made when there is something to report.
+cukit's own kernels are built with line numbers alone; their debug information comes from a second
+compilation, made when there is something to report.
 """
 
 from __future__ import annotations

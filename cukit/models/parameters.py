@@ -7,7 +7,7 @@ everything, and one reduction gives the global norm, however many layers there a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +36,8 @@ class Parameters(Mapping[str, Any]):
     ) -> None:
         self.shapes = dict(shapes)
         self.xp = xp
+        self.on_finished: Callable[[Sequence[str]], None] | None = None
+        """Of gradients: told what a backward pass will not add to any more; see `finish`."""
         matrices = [name for name, shape in self.shapes.items() if len(shape) > 1]
         vectors = [name for name, shape in self.shapes.items() if len(shape) <= 1]
         offset, self._spans = 0, {}
@@ -70,6 +72,16 @@ class Parameters(Mapping[str, Any]):
         """Set everything to zero, in place."""
         # All-zero bits are 0.0 in every float format, and not every fill knows bfloat16.
         self.flat.view(np.uint8).fill(0)
+
+    def finish(self, *names: str) -> None:
+        """Tell `on_finished` that the gradients of these names are complete in this pass."""
+        if self.on_finished is not None:
+            self.on_finished(names)
+
+    def span(self, name: str) -> tuple[int, int]:
+        """Where an array lies in `flat`: its first element, and the one behind it and its gap."""
+        start, size = self._spans[name]
+        return start, start + -(-size // ALIGNMENT) * ALIGNMENT
 
     def groups(self) -> tuple[Any, Any]:
         """The flat part that weight decay applies to (matrices) and the part it does not."""

@@ -95,6 +95,9 @@ class StateGradients:
         place[layer] = place[layer] + gradient if layer in place else gradient
 
 
+_LAYER_WEIGHTS = ("input_norm", "qkv_proj", "o_proj", "mlp_norm", "gate_up_proj", "down_proj")
+
+
 class LayerCaches(Protocol):
     """Keys and values of earlier tokens, which a forward pass reads, and its own, which it adds.
 
@@ -286,7 +289,8 @@ class Transformer:
             activations: of a forward pass with keep=True. Its layers are used up, to give their
                 memory back as the pass goes.
             grad_hidden: gradient of `activations.hidden`, same shape and dtype.
-            gradients: float arrays by parameter name, added to.
+            gradients: float arrays by parameter name, added to. They are told what is complete as
+                the pass goes (`Parameters.finish`), so this is the last that adds to them.
             state_gradients: what further terms send to residual streams, q, k and v.
         """
         if len(activations.layers) != self.config.num_layers:
@@ -297,9 +301,13 @@ class Transformer:
             grad_hidden, activations.x_last, p["norm.weight"], eps
         )
         _add_to(gradients["norm.weight"], grad_weight)
+        if not self.config.tie_embeddings:
+            gradients.finish(self.config.head_name)
+        gradients.finish("norm.weight")
         for index in reversed(range(self.config.num_layers)):
             grad_x = _with_extra(grad_x, state.residual.get(index + 1))
             grad_x = self._layer_backward(index, activations.layers.pop(), grad_x, gradients, state)
+            gradients.finish(*self._layer_names(index))
         grad_x = _with_extra(grad_x, state.residual.get(0))
         _add_to(
             gradients["embed_tokens.weight"],
@@ -310,6 +318,7 @@ class Transformer:
                 dtype=gradients.flat.dtype,
             ),
         )
+        gradients.finish("embed_tokens.weight")
 
     def _layer_backward(
         self,
@@ -378,10 +387,11 @@ class Transformer:
 
     @staticmethod
     def _layer_weights(index: int, parameters: Mapping[str, Array]) -> dict[str, Array]:
-        names = (
-            "input_norm", "qkv_proj", "o_proj", "mlp_norm", "gate_up_proj", "down_proj",
-        )  # fmt: skip
-        return {name: parameters[f"layers.{index}.{name}.weight"] for name in names}
+        return {name: parameters[f"layers.{index}.{name}.weight"] for name in _LAYER_WEIGHTS}
+
+    @staticmethod
+    def _layer_names(index: int) -> list[str]:
+        return [f"layers.{index}.{name}.weight" for name in _LAYER_WEIGHTS]
 
 
 def _rope_angles(config: TransformerConfig) -> np.ndarray[Any, Any]:

@@ -2,6 +2,7 @@
 
 from cukit.moe.balance import ExpertPlacement, balance_experts
 from cukit.moe.ffn import moe_ffn, moe_ffn_backward
+from cukit.moe.layer_bank import LayerBank, layer_bank, layer_bank_backward
 from cukit.moe.order import expert_order
 from cukit.moe.permute import (
     moe_permute,
@@ -10,17 +11,23 @@ from cukit.moe.permute import (
     moe_unpermute_backward,
 )
 from cukit.moe.router import topk_router, topk_router_backward
+from cukit.reference.layer_bank import BankActivations, BankGradients
 from cukit.reference.moe import ExpertOrder, Routing
 from cukit.reference.moe_ffn import ExpertActivations, ExpertGradients
 
 __all__ = [
+    "BankActivations",
+    "BankGradients",
     "ExpertActivations",
     "ExpertGradients",
     "ExpertOrder",
     "ExpertPlacement",
+    "LayerBank",
     "Routing",
     "balance_experts",
     "expert_order",
+    "layer_bank",
+    "layer_bank_backward",
     "moe_ffn",
     "moe_ffn_backward",
     "moe_permute",

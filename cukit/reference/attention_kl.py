@@ -59,7 +59,7 @@ def attention_kl(
     kl, top_t, top_s = (_joined(xp, x, q_s, cu_seqlens_q, dtype) for x in (rows, *tops))
     if scale_by_temperature_squared:
         kl = kl * dtype(temperature**2)
-    loss = _reduced(xp, kl, row_weights, reduction, normalizer, cu_seqlens_q is not None)
+    loss = reduced_rows(xp, kl, row_weights, reduction, normalizer, cu_seqlens_q is not None)
     return (loss, top_t, top_s) if return_lse else loss
 
 
@@ -92,8 +92,10 @@ def attention_kl_backward(
     xp = array_namespace(q_s)
     dtype = working_dtype(q_t, k_t, q_s, k_s)
     factor = temperature**2 if scale_by_temperature_squared else 1.0
-    weights = _row_factors(
-        xp, q_s, dtype, row_weights, reduction, normalizer, grad_loss, cu_seqlens_q is not None
+    *batch, seq, heads, _ = q_s.shape
+    varlen = cu_seqlens_q is not None
+    weights = row_factors(
+        xp, (*batch, heads, seq), dtype, row_weights, reduction, normalizer, grad_loss, varlen
     )
     gradients = tuple(xp.zeros(x.shape, dtype=x.dtype) for x in (q_s, k_s))
     for part in _parts(q_t, k_t, q_s, k_s, cu_seqlens_q, cu_seqlens_kv):
@@ -261,9 +263,10 @@ def _divisor(
     return normalizer * max(heads, 1)
 
 
-def _reduced(
+def reduced_rows(
     xp: Any, kl: Array, weights: Array | None, reduction: str, normalizer: Any, varlen: bool
 ) -> Array:
+    """The loss from the divergences of rows, [batch, heads, seq] or [heads, total]."""
     if weights is not None:
         # What has no weight has no loss, though it were infinite.
         by_rows = _by_rows(xp, weights.astype(kl.dtype, copy=False), varlen)
@@ -276,9 +279,9 @@ def _reduced(
     return xp.asarray(total, dtype=kl.dtype)
 
 
-def _row_factors(
+def row_factors(
     xp: Any,
-    q_s: Array,
+    rows: tuple[int, ...],
     dtype: Any,
     weights: Array | None,
     reduction: str,
@@ -286,9 +289,8 @@ def _row_factors(
     grad_loss: Any,
     varlen: bool,
 ) -> Array:
-    """The derivative of the loss by every row of the divergence."""
-    *batch, seq, heads, _ = q_s.shape
-    factors = xp.ones((*batch, heads, seq), dtype=dtype)
+    """The derivative of the loss by every row of the divergence, [batch, heads, seq]."""
+    factors = xp.ones(rows, dtype=dtype)
     if weights is not None:
         factors = factors * _by_rows(xp, weights.astype(dtype, copy=False), varlen)
     if reduction == "mean":

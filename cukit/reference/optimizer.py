@@ -60,3 +60,16 @@ def global_norm(arrays: Sequence[Array]) -> Array:
         flat = array.reshape(-1).astype(work, copy=False)
         total = total + xp.sum(xp.square(flat), dtype=xp.float64)
     return xp.sqrt(total).astype(work)
+
+
+def ema_update(
+    averages: Sequence[Array],
+    values: Sequence[Array],
+    decay: float,
+    copies: Sequence[Array] | None = None,
+) -> None:
+    """average += (1 - decay) (value - average), in place; copies are the averages, rounded."""
+    for average, value in zip(averages, values, strict=True):
+        average += (1.0 - decay) * (value.astype(average.dtype, copy=False) - average)
+    for copy, average in zip(copies or (), averages, strict=bool(copies)):
+        copy[...] = average.astype(copy.dtype, copy=False)

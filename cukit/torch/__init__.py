@@ -18,7 +18,12 @@ except ImportError as error:
         "cukit.torch needs PyTorch 2.6 or newer: pip install 'cukit[torch]'"
     ) from error
 
-from cukit.torch.attention_kl import attention_kl, distillation_attention, relation_kl
+from cukit.torch.attention_kl import (
+    attention_kl,
+    distillation_attention,
+    indexer_kl,
+    relation_kl,
+)
 from cukit.torch.functional import (
     flash_attention,
     gated_linear,
@@ -75,6 +80,7 @@ __all__ = [
     "gated_linear",
     "gelu",
     "gelu_and_mul",
+    "indexer_kl",
     "kl_divergence",
     "layer_norm",
     "linear",

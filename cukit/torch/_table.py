@@ -6,7 +6,7 @@ A new loss is one line in LOSSES or HEAD_LOSSES; its options are those of the fu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -229,6 +229,34 @@ ATTENTION_KL = (
     ),
 )
 
+_INDEXER = arguments_of(
+    cukit.indexer_kl, drop=("return_statistics",), types={"normalizer": "Tensor?"}
+)
+
+
+def _indexer_shapes(q_s: Tensor, reduction: str, **_: Any) -> tuple[Tensor, ...]:
+    rows, exact = q_s.shape[:-2], _statistic(q_s)
+    loss = _like(q_s, rows if reduction == "none" else (), exact)
+    return loss, _like(q_s, rows, exact), _like(q_s, rows, exact)
+
+
+INDEXER_KL = (
+    Operator(
+        f"indexer_kl({_INDEXER}) -> (Tensor loss, Tensor lse_s, Tensor mass_t)",
+        lambda **options: cukit.indexer_kl(**options, return_statistics=True),
+        _indexer_shapes,
+        strided=("q_t", "k_t", "q_s", "k_s", "weights"),
+        backward="indexer_kl_backward",
+        constants=("lse_s", "mass_t"),
+    ),
+    Operator(
+        f"indexer_kl_backward(Tensor grad_loss, Tensor lse_s, Tensor mass_t, {_INDEXER})"
+        " -> (Tensor grad_q_s, Tensor grad_k_s, Tensor grad_weights)",
+        lambda **options: cukit.indexer_kl_backward(**options),
+        strided=("q_t", "k_t", "q_s", "k_s", "weights"),
+    ),
+)
+
 # --- Linear layers --------------------------------------------------------------------------------
 
 
@@ -426,6 +454,17 @@ def _rows_of_loss(loss: Loss) -> tuple[Operator, Operator]:
     )  # fmt: skip
 
 
+def _apart(arrays: Iterable[Array]) -> tuple[Array, ...]:
+    """An array that occurs twice is copied: results of a torch operator share no memory.
+
+    Rows' losses without cross-entropy are the divergence itself.
+    """
+    found: list[Array] = []
+    for array in arrays:
+        found.append(array.copy() if any(array is each for each in found) else array)
+    return tuple(found)
+
+
 def _rows_of_head_loss(loss: Loss) -> tuple[Operator, Operator]:
     """Forward: loss and gradients from one call. Backward: they are multiplied by the upstream
     gradient; with one for each row (reduction "none") they are computed anew."""
@@ -438,7 +477,7 @@ def _rows_of_head_loss(loss: Loss) -> tuple[Operator, Operator]:
     def run(**values: Any) -> tuple[Array, ...]:
         found = loss.function(**values)
         like = values[loss.student]
-        return tuple(_nothing(like) if each is None else each for each in found)
+        return _apart(_nothing(like) if each is None else each for each in found)
 
     def run_backward(grad_loss: Array, **values: Any) -> tuple[Array, ...]:
         found = run(**values, grad_loss=grad_loss)
@@ -508,6 +547,7 @@ OPERATORS = (
     *LAYERS,
     *ATTENTION,
     *ATTENTION_KL,
+    *INDEXER_KL,
     *LINEAR,
     *(row for loss in LOSSES for row in _rows_of_loss(loss)),
     *(row for loss in HEAD_LOSSES for row in _rows_of_head_loss(loss)),

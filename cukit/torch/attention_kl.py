@@ -137,3 +137,42 @@ def relation_kl(
                 )
         x_t, x_s = (x.reshape(*x.shape[:-2], relation_heads, -1) for x in (x_t, x_s))
     return attention_kl(x_t, x_t, x_s, x_s, **options)
+
+
+def indexer_kl(
+    q_t: Tensor,
+    k_t: Tensor,
+    lse_t: Tensor,
+    q_s: Tensor,
+    k_s: Tensor,
+    weights: Tensor,
+    *,
+    normalizer: float | Tensor | None = None,
+    return_statistics: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """:func:`cukit.indexer_kl` with gradients for `q_s`, `k_s` and `weights`.
+
+    Args:
+        q_t, k_t, lse_t: attention's queries and keys, [batch, seq, heads, head_dim], and the
+            log-sum-exps that :func:`flash_attention` returns.
+        q_s, k_s: the indexer's queries and its one head of keys, [batch, seq, head_dim].
+        weights: of the indexer's heads, float32 [batch, seq, heads].
+        return_statistics: return the log-sum-exps of the indexer's scores and the share of
+            attention that the selected keys have, too.
+        The others: as there.
+
+    Returns:
+        The loss, float32 0-d; with reduction="none" [batch, seq_len_q].
+
+    Raises:
+        ArrayError, ConfigError: as there; a tensor of attention that requires grad.
+    """
+    for name, x in (("q_t", q_t), ("k_t", k_t), ("lse_t", lse_t)):
+        refuse_gradient("indexer_kl", TEACHER.format(name=name), **{name: x})
+    if normalizer is not None and not isinstance(normalizer, Tensor):
+        normalizer = as_scalar(normalizer, q_s)
+    found: tuple[Tensor, Tensor, Tensor] = _ops.indexer_kl(
+        q_t, k_t, lse_t, q_s, k_s, weights, normalizer=normalizer, **options
+    )
+    return found if return_statistics else found[0]

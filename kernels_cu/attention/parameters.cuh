@@ -169,6 +169,23 @@ struct MappedKlParameters {
   ScoreSettings settings;
 };
 
+// indexer_kl_sm80, its gradients and what goes with them (indexer_work.cuh)
+struct IndexerParameters {
+  HeadStrides q_t, k_t, q_s, k_s;  // k_s has one head
+  int batch, heads_t, heads_s;
+  int group;  // teacher's heads that share a key head
+  int seq_q, seq_kv;
+  int teacher_dim, head_dim;
+  int chunk_tiles;         // tiles of queries of a launch
+  int spans, span_tiles;   // spans of keys, and tiles of keys in each (indexer_kl_sm80)
+  int scratch_row;         // keys that a row of the scratch arrays has room for
+  int top_k;               // SELECTED: indices of a query
+  int splits;              // blocks that share the keys of a tile (indexer_kl_key_sm80)
+  float teacher_scale_log2, scale_log2;  // of teacher's and student's scores
+  float grad_scale;        // of the gradients
+  ScoreSettings settings;
+};
+
 // flash_attention_backward_query_sm90, which finds its arrays through tensor maps
 struct MappedQueryParameters {
   int batch, heads_q, group;

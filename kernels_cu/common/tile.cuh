@@ -136,8 +136,9 @@ struct TileCopy {
   static constexpr int kCopies = (Rows * kChunks + Threads - 1) / Threads;
   // With whole rows a pass, a thread keeps its chunk and its phase: one offset serves all its copies.
   static constexpr int kRowsPerPass = Threads / kChunks;
-  static constexpr bool kWholeRows = Threads % (8 * kChunks) == 0 && Rows % kRowsPerPass == 0;
-  static_assert(!kWholeRows || kRowsPerPass <= 32, "a thread's first offset is 32-bit");
+  // Up to 32 rows: a thread's first offset is 32-bit.
+  static constexpr bool kWholeRows =
+      Threads % (8 * kChunks) == 0 && Rows % kRowsPerPass == 0 && kRowsPerPass <= 32;
 
   // Copies a tile; rows from `rows` on and columns from `cols` on become zeros and are not read.
   template <typename T>

@@ -304,6 +304,11 @@ class RowExchange {
     }
   }
 
+  // In place of merge(), where nothing is to be merged before sum(). To be called by all threads.
+  CUKIT_DEVICE void skip_merge() {
+    if constexpr (CLUSTER > 1) cluster_wait();
+  }
+
   // Sum of a value over all threads of the row, for thread 0 of block 0. To be called once.
   CUKIT_DEVICE float sum(float value) {
     value = block_reduce<Sum, THREADS>(value, shared_.scratch);

@@ -25,6 +25,7 @@
 //   32..1024; VEC elements an access (the tensors are aligned to it, rows need not be); CLUSTER
 //   1|2|4|8; CACHED vectors of each row that a thread keeps; GRAD 0|1; HARD 0|1; DIVERGENCE 0..5, see
 //   distill/divergence_rows.cuh; TRANSFORM 0|1, see distill/logits.cuh.
+//   PHASE 0: whole rows; 1..3: a part of the columns, see distill/row_shard.cuh (1 and 2 without GRAD).
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
 #include "common/platform.cuh"
@@ -33,6 +34,7 @@
 #include "distill/divergence_rows.cuh"
 #include "distill/logit_row.cuh"
 #include "distill/parameters.cuh"
+#include "distill/row_shard.cuh"
 
 namespace {
 
@@ -42,7 +44,8 @@ using Vector = cukit::Vec<T, VEC>;
 constexpr int kStudent = 0;
 constexpr int kTeacher = 1;
 constexpr int kPlain = 2;  // the student without temperature
-using Exchange = cukit::RowExchange<HARD ? 3 : 2>;
+constexpr int kMasses = HARD ? 3 : 2;
+using Exchange = cukit::RowExchange<kMasses + (PHASE == 1 ? 2 : 0)>;
 using Single = cukit::Vec<T, 1>;
 
 using cukit::Choice;
@@ -114,7 +117,18 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
     T* grad,                                  // as `student`, or the same; GRAD only
     const float* __restrict__ grad_loss,      // [rows] (stride 1) or scalar (stride 0), or null
     const float* __restrict__ normalizer,     // scalar or null
-    const cukit::LogitRows rows, const cukit::LossFactors factors) {
+#if PHASE
+    const float* __restrict__ gathered,  // [size, rows, kStateFloats]; PHASE 2 and 3
+    float* own,                          // PHASE 1: [rows, kStateFloats], 2 and 3: [rows, 2]
+#endif
+    const cukit::LogitRows rows,
+#if PHASE
+    const cukit::RowShard shard,
+#endif
+    const cukit::LossFactors factors) {
+#if !PHASE
+  constexpr cukit::RowShard shard{};
+#endif
   __shared__ Exchange::Shared shared;
   CUKIT_DYNAMIC_SHARED(Vector, cache);
   const long long row = blockIdx.x / CLUSTER;
@@ -127,18 +141,26 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
   const auto weight = [&] { return cukit::row_weight(token_weights, row, false); };
   if constexpr (GRAD) cukit::clear_padding(grad, row, rows, rank);
   if (ignored || weight() == 0.0f) {
+#if PHASE == 1
+    if (writes_loss) cukit::RowState{}.write(own, row);
+#elif PHASE == 2
+    if (writes_loss) own[2 * row] = own[2 * row + 1] = 0.0f;
+#else
     if (writes_loss) soft_rows[row] = 0.0f;
     if (HARD && writes_loss) hard_rows[row] = 0.0f;
     if constexpr (GRAD) slice.clear(grad);
+#endif
     return;
   }
   teacher += row * (rows.teacher_stride - rows.row_stride);  // the student's offsets hold in both
-  const bool in_range = target >= 0 && target < rows.columns;
+  const bool in_range = target >= 0 && target < (PHASE ? shard.columns : rows.columns);
+  const long long own_target = target - shard.first_column;
+  const bool owned = PHASE ? own_target >= 0 && own_target < rows.columns : in_range;
   Single target_student, target_teacher;
-  if (HARD && in_range) {
+  if (HARD && owned) {
     // Before the barriers of the exchange: after them the gradient may overwrite the student's.
-    target_student[0] = student[slice.base + target];
-    target_teacher[0] = teacher[slice.base + target];
+    target_student[0] = student[slice.base + own_target];
+    target_teacher[0] = teacher[slice.base + own_target];
   }
 
   Exchange exchange(shared, rank);
@@ -147,6 +169,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
   statistics.student_logits = cukit::Logits(factors.student);
   statistics.teacher_logits = cukit::Logits(factors.teacher);
   const bool has_loose = slice.loose_column >= 0;
+  const int kept = min(slice.count, CACHED);
   Single loose_student[1], loose_teacher[1];
   if (has_loose) {
     loose_student[0][0] = student[slice.base + slice.loose_column];
@@ -155,6 +178,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
   // Thread t keeps its k-th vectors at (2 k + tensor) * THREADS + t.
   Vector* const mine = cache + threadIdx.x;
   const auto slot = [&](int k, int tensor) { return mine + (2 * k + tensor) * THREADS; };
+#if PHASE < 2
   const auto add = [&](const cukit::Batch& batch, auto& of_student, auto& of_teacher) {
 #pragma unroll
     for (int i = 1; i < kInFlight; ++i) {
@@ -172,7 +196,6 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
     slice.copy(slot(k, kStudent), student, k);
     slice.copy(slot(k, kTeacher), teacher, k);
   };
-  const int kept = min(slice.count, CACHED);
   cukit::copied_forwards<kInFlight, kAhead>(kept, copy, [&](const cukit::Batch& batch) {
     Vector of_student[kInFlight], of_teacher[kInFlight];
 #pragma unroll
@@ -197,11 +220,37 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
     statistics.cover(loose_student, loose_teacher);
     statistics.add(loose_student[0], loose_teacher[0]);
   }
-  cukit::Mass masses[HARD ? 3 : 2];
+  cukit::Mass masses[kMasses + (PHASE == 1 ? 2 : 0)];
   masses[kStudent] = statistics.student;
   masses[kTeacher] = statistics.teacher;
   if constexpr (HARD) masses[kPlain] = statistics.plain;
+#if PHASE == 1
+  masses[kMasses] = cukit::lowest_as_mass(statistics.lowest_student);
+  masses[kMasses + 1] = cukit::lowest_as_mass(statistics.lowest_teacher);
+#endif
   exchange.merge(masses);
+#endif
+#if PHASE == 1
+  if (writes_loss) {
+    cukit::RowState state;
+    state.student = masses[kStudent];
+    state.teacher = masses[kTeacher];
+    if constexpr (HARD) state.plain = masses[kPlain];
+    if (HARD && owned) {
+      state.target_logit = statistics.student_logits.of(cukit::to_float(target_student[0]));
+    }
+    state.lowest_student = -masses[kMasses].reference;
+    state.lowest_teacher = -masses[kMasses + 1].reference;
+    state.write(own, row);
+  }
+#else
+#if PHASE
+  exchange.skip_merge();
+  const cukit::RowState state = cukit::RowState::read(gathered, row, shard);
+  const cukit::Mass masses[3] = {state.student, state.teacher, state.plain};
+  statistics.lowest_student = state.lowest_student;
+  statistics.lowest_teacher = state.lowest_teacher;
+#endif
 
   cukit::DivergenceRow soft;
   soft.scale = statistics.scale;
@@ -229,9 +278,15 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
       soft.hard_scale = in_range ? factors.hard_gradient * upstream : cukit::not_a_number();
       soft.hard_scale_of_mass = soft.hard_scale / soft.plain.sum;
     }
-    if (writes_loss) {
+    if (PHASE == 3 && writes_loss && shard.rank > 0) {
+      hard_rows[row] = 0.0f;
+    } else if (PHASE != 2 && writes_loss) {
+#if PHASE
+      const float logit = state.target_logit;
+#else
       const float logit =
           in_range ? soft.student_logits.of(cukit::to_float(target_student[0])) : 0.0f;
+#endif
       const float loss = cukit::kLn2 * cukit::log2_mass_over(soft.plain, logit, cukit::kLog2E);
       const float counted = in_range ? loss * weight() : cukit::not_a_number();
       hard_rows[row] = soft.plain.sum == 0.0f ? 0.0f : counted;
@@ -281,19 +336,22 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
       if constexpr (GRAD) write(gradient);
     });
     // By the thread that has just written there.
-    if (GRAD && HARD && in_range && slice.owns(static_cast<int>(target))) {
+    if (GRAD && HARD && owned && slice.owns(static_cast<int>(own_target))) {
       Single gradient;
       float counted = 0.0f;
       cukit::gradient_of<kSweep>(soft, gradient, target_student, target_teacher, counted,
                                  soft.hard_scale);
-      grad[slice.base + target] = gradient[0];
+      grad[slice.base + own_target] = gradient[0];
     }
     return divergence;
   };
 #if DIVERGENCE == 0
   if (active && soft.far_apart()) {
     if constexpr (GRAD) gradient_sweep(Choice<Sweep::Apart>{});
-    if (writes_loss) soft_rows[row] = soft.divergence() * factors.soft_loss * weight();
+    if (writes_loss) {
+      // Known to all parts, so one of them tells.
+      soft_rows[row] = shard.rank > 0 ? 0.0f : soft.divergence() * factors.soft_loss * weight();
+    }
     return;
   }
   // Each thread for itself: masked columns lie side by side.
@@ -318,15 +376,25 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
   };
   if (kReverse && active && soft.reversely_far_apart()) {
     soft.centre = soft.reverse_divergence();
-    if (writes_loss) soft_rows[row] = soft.centre * factors.soft_loss * weight();
+#if PHASE == 2
+    if (writes_loss) own[2 * row] = own[2 * row + 1] = 0.0f;
+    return;
+#endif
+    if (writes_loss) {
+      soft_rows[row] = shard.rank > 0 ? 0.0f : soft.centre * factors.soft_loss * weight();
+    }
     write_gradient();
     return;
   }
   soft.far = active && !kReverse && soft.far_apart(soft.share_of_kl());
-  __shared__ cukit::RowExchange<1>::Shared shared_sums;
-  cukit::RowExchange<1> second_exchange(shared_sums, rank);
   cukit::Mass sums[1];
   sums[0].reference = 0.0f;  // plain sums
+#if PHASE == 3
+  sums[0].sum = own[2 * row];
+  sums[0].moment = own[2 * row + 1];
+#else
+  __shared__ cukit::RowExchange<1>::Shared shared_sums;
+  cukit::RowExchange<1> second_exchange(shared_sums, rank);
   const auto sum_sweep = [&](auto choice) {
     sweep_again([&](const auto& of_student, const auto& of_teacher, const auto&) {
       soft.template add<decltype(choice)::kSweep>(sums[0], of_student, of_teacher);
@@ -340,11 +408,20 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kLeast
     sum_sweep(Choice<Sweep::Close>{});
   }
   second_exchange.merge(sums);
+#endif
+#if PHASE == 2
+  if (writes_loss) {
+    own[2 * row] = sums[0].sum;
+    own[2 * row + 1] = sums[0].moment;
+  }
+#else
   soft.centre = sums[0].moment * per_mass;
   if (writes_loss) {
     const float loss = active ? soft.loss_of(sums[0].sum * per_mass) : 0.0f;
-    soft_rows[row] = loss * factors.soft_loss * weight();
+    soft_rows[row] = shard.rank > 0 ? 0.0f : loss * factors.soft_loss * weight();
   }
   write_gradient();
 #endif
+#endif
+#endif  // PHASE != 1
 }

@@ -15,6 +15,15 @@ struct LogitRows {
   int grad_loss_stride;      // 1: one for each row, 0: a scalar
 };
 
+// The part of the vocabulary that this process has, where rows are spread over processes; see
+// distill/row_shard.cuh
+struct RowShard {
+  long long first_column;  // of this part
+  long long columns;       // of the whole vocabulary
+  long long rows;          // of a launch
+  int rank, size;          // which part of how many
+};
+
 // How elements of a tensor become logits, see distill/logits.cuh
 struct LogitTransform {
   float scale;

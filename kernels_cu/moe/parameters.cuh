@@ -25,4 +25,10 @@ struct PermuteParameters {
   int vecs;  // accesses of a row
 };
 
+// bank_means, bank_logits, bank_combine, bank_combine_backward
+struct BankParameters {
+  int batch, seq_len, dim, top_k, num_layers;
+  int parts;  // of a sample: of its tokens (bank_means, bank_logits) or vectors (bank_combine_backward)
+};
+
 }  // namespace cukit

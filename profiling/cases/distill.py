@@ -15,6 +15,7 @@ from cukit.distill import (
     cross_entropy,
     cross_entropy_backward,
     distillation_loss,
+    ema_update,
     global_norm,
     kl_divergence,
     kl_divergence_backward,
@@ -31,7 +32,7 @@ from cukit.reference import losses, optimizer
 from profiling import peers
 from profiling.arms import forward_arms
 from profiling.case import Call, Case, Workload, itemsize
-from profiling.data import array_module, integers, normal
+from profiling.data import DTYPES, array_module, integers, normal
 
 FAMILY = "distill"
 DTYPE = "bfloat16"
@@ -76,6 +77,7 @@ def cases(small: bool = False) -> list[Case]:
         *(linear_sampled_case(*shape) for shape in heads[:2]),
         adamw_case(model),
         global_norm_case(model),
+        ema_update_case(model),
     ]
 
 
@@ -524,6 +526,43 @@ def adamw_case(shapes: Sequence[tuple[int, ...]]) -> Case:
 
     # In: parameter, gradient, both moments. Out: parameter, both moments.
     return Case(FAMILY, "adamw", _millions(shapes), "float32", build, bytes=28 * _count(shapes))
+
+
+def ema_update_case(shapes: Sequence[tuple[int, ...]]) -> Case:
+    """float32 averages of float32 masters, and bfloat16 copies. A decay of 1/2 towards the average
+    itself is repeatable."""
+
+    def build() -> Workload:
+        averages = [normal(shape, "float32") for shape in shapes]
+        values = [average.copy() for average in averages]
+        copies = [average.astype(DTYPES["bfloat16"]) for average in averages]
+
+        def ours() -> Any:
+            ema_update(averages, values, 0.5, copies)
+            return averages[0], copies[0]
+
+        def torch_arm() -> Call:
+            torch = peers.torch()
+            lists = [[peers.to_torch(each) for each in column] for column in
+                     (averages, values, copies)]  # fmt: skip
+
+            def call() -> Any:
+                torch._foreach_lerp_(lists[0], lists[1], 0.5)
+                torch._foreach_copy_(lists[2], lists[0])
+                return lists[0][0], lists[2][0]
+
+            return call
+
+        return Workload(
+            arms={"cukit": lambda: ours, "torch-foreach": torch_arm},
+            expected=lambda: (values[0], values[0].astype(DTYPES["bfloat16"])),
+            tolerance=1e-5,
+        )
+
+    # In: average, value. Out: average, copy.
+    return Case(
+        FAMILY, "ema_update", _millions(shapes), "bfloat16", build, bytes=14 * _count(shapes)
+    )
 
 
 def global_norm_case(shapes: Sequence[tuple[int, ...]]) -> Case:

@@ -8,8 +8,10 @@ from types import ModuleType
 from typing import Any
 
 from cukit import moe
+from cukit.reference import layer_bank as bank_reference
 from cukit.reference import moe as reference
 from cukit.reference import moe_ffn as ffn_reference
+from profiling import peers
 from profiling.arms import forward_arms
 from profiling.case import Case, Workload, itemsize
 from profiling.data import integers, normal
@@ -22,9 +24,10 @@ def cases(small: bool = False) -> list[Case]:
     """Routing of a decoded token, of a batch and of a prompt; rows as wide as DeepSeek-V3's."""
     if small:
         routings, rows, layer = [(5, 16, 2), (70, 16, 2)], [(6, 64, 2, 4)], (20, 64, 32, 8, 2)
+        bank = (3, 8, 16, 4, 2)
     else:
         routings, rows = [(1, 128, 8), (64, 256, 8), (4096, 128, 8)], [(4096, 7168, 8, 128)]
-        layer = (8192, 4096, 1536, 64, 8)
+        layer, bank = (8192, 4096, 1536, 64, 8), (64, 512, 1024, 32, 4)
     last = routings[-1]
     return [
         *(router_case(*shape) for shape in routings),
@@ -43,6 +46,8 @@ def cases(small: bool = False) -> list[Case]:
         ),
         ffn_case(*layer),
         ffn_backward_case(*layer),
+        bank_case(*bank),
+        bank_backward_case(*bank),
     ]
 
 
@@ -225,6 +230,82 @@ def ffn_backward_case(
 
     shape = (num_tokens, hidden, width, num_experts, top_k)
     return _layer_case("moe_ffn_backward", *shape, build, products=2)
+
+
+def bank_case(batch: int, seq_len: int, dim: int, num_layers: int, top_k: int) -> Case:
+    """Beside the mixture of all layers, and beside products with gathered layers."""
+
+    def torch_bank(dense: bool) -> Callable[[ModuleType], Callable[..., Any]]:
+        def make(torch: ModuleType) -> Callable[..., Any]:
+            silu = torch.nn.functional.silu
+
+            def function(x: Any, router: Any, layers: Any) -> Any:
+                p = torch.softmax(x.float().mean(dim=1) @ router.T, dim=1)
+                best, chosen = torch.topk(p, top_k, dim=1)
+                if not dense:
+                    made = silu(x[:, None] @ layers[chosen].transpose(2, 3))
+                    return (x + (best[..., None, None] * made).sum(dim=1)).to(x.dtype)
+                p = torch.zeros_like(p).scatter_(1, chosen, best)
+                made = torch.bmm(x.reshape(1, -1, dim).expand(num_layers, -1, -1), layers.mT)
+                made = silu(made).view(num_layers, batch, seq_len, dim)
+                return (x + (p.T[..., None, None] * made).sum(dim=0)).to(x.dtype)
+
+            return function
+
+        return make
+
+    def build() -> Workload:
+        x, router, layers = arrays = _bank(batch, seq_len, dim, num_layers)
+        ours = partial(moe.layer_bank, x, router, layers, top_k)
+        arms = forward_arms(ours, torch_bank(dense=True), *arrays)
+        del arms["torch-eager"]
+        arms["torch-gather"] = lambda: peers.forward(
+            torch_bank(dense=False)(peers.torch()), *arrays
+        )
+        return Workload(arms, partial(bank_reference.layer_bank, x, router, layers, top_k))
+
+    return _bank_case("layer_bank", batch, seq_len, dim, num_layers, top_k, build)
+
+
+def bank_backward_case(batch: int, seq_len: int, dim: int, num_layers: int, top_k: int) -> Case:
+    """Gradients of samples, router and layers."""
+
+    def build() -> Workload:
+        x, router, layers = _bank(batch, seq_len, dim, num_layers)
+        _, kept = moe.layer_bank(x, router, layers, top_k, keep=True)
+        arrays = (normal(x.shape, DTYPE), kept, router, layers)
+        return Workload(
+            arms={"cukit": lambda: partial(moe.layer_bank_backward, *arrays)},
+            expected=partial(bank_reference.layer_bank_backward, *arrays),
+        )
+
+    shape = (batch, seq_len, dim, num_layers, top_k)
+    return _bank_case("layer_bank_backward", *shape, build, products=2)
+
+
+def _bank(batch: int, seq_len: int, dim: int, num_layers: int) -> tuple[Any, Any, Any]:
+    """Samples whose means differ, the router and the layers."""
+    x = normal((batch, seq_len, dim), DTYPE)
+    router = normal((num_layers, dim), "float32")
+    return x, router, normal((num_layers, dim, dim), DTYPE, scale=dim**-0.5)
+
+
+def _bank_case(
+    op: str,
+    batch: int,
+    seq_len: int,
+    dim: int,
+    num_layers: int,
+    top_k: int,
+    build: Callable[[], Workload],
+    products: int = 1,
+) -> Case:
+    rows = batch * seq_len * top_k
+    moved = products * (2 * batch * seq_len + num_layers * dim) * dim * itemsize(DTYPE)
+    name = f"{batch}x{seq_len}x{dim}, {num_layers} layers top {top_k}"
+    return Case(
+        FAMILY, op, name, DTYPE, build, flops=2.0 * products * rows * dim * dim, bytes=moved
+    )
 
 
 def _layer(num_tokens: int, hidden: int, width: int, num_experts: int, top_k: int) -> Any:

@@ -35,6 +35,7 @@ def cases(small: bool = False) -> list[Case]:
     return [
         *(scan_case(*shape) for shape in shapes),
         *(step_case(*shape) for shape in steps),
+        *primitive_cases(1000 if small else 1 << 24),
     ]
 
 
@@ -113,3 +114,39 @@ def step_case(batch: int, num_heads: int, num_groups: int, head_dim: int, state_
     shape = f"{batch}, {num_heads} heads of {head_dim}, {num_groups} states of {state_dim}"
     moved = 2 * batch * num_heads * head_dim * state_dim * itemsize("float32")
     return Case(FAMILY, "gated_scan_step", shape, DTYPE, build, bytes=moved)
+
+
+def primitive_cases(size: int) -> list[Case]:
+    """Thin calls of CuPy, beside torch's."""
+    ours: dict[str, Callable[..., Any]] = {
+        "parallel_scan": sequence.parallel_scan,
+        "parallel_sort": sequence.parallel_sort,
+        "strided_reduction": sequence.strided_reduction,
+        "histogram": partial(sequence.histogram, bins=256, low=-4.0, high=4.0),
+    }
+    theirs: dict[str, Callable[[Any, Any], Any]] = {
+        "parallel_scan": lambda torch, x: torch.cumsum(x, 0),
+        "parallel_sort": lambda torch, x: torch.sort(x, stable=True).values,
+        "strided_reduction": lambda torch, x: torch.sum(x),
+        "histogram": lambda torch, x: torch.histc(x, 256, -4.0, 4.0),
+    }
+    return [_primitive_case(name, ours[name], theirs[name], size) for name in ours]
+
+
+def _primitive_case(
+    name: str, function: Callable[..., Any], theirs: Callable[[Any, Any], Any], size: int
+) -> Case:
+    def build() -> Workload:
+        x = normal((size,), "float32")
+
+        def torch_arm() -> Call:
+            return peers.forward(partial(theirs, peers.torch()), x)
+
+        arms: dict[str, Callable[[], Call]] = {
+            "cukit": lambda: partial(function, x),
+            "torch": torch_arm,
+        }
+        return Workload(arms, partial(function, x.astype("float64")))
+
+    moved = size * itemsize("float32") * (2 if name in ("parallel_scan", "parallel_sort") else 1)
+    return Case(FAMILY, name, f"{size}", "float32", build, bytes=moved)

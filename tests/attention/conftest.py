@@ -8,10 +8,12 @@ from importlib import import_module
 import pytest
 
 import cukit
-from cukit.attention import flash, flash_backward
+from cukit.attention import flash, flash_backward, indexer_plan
 
 KL = import_module("cukit.attention.attention_kl")
 KL_BACKWARD = import_module("cukit.attention.attention_kl_backward")
+INDEXER = import_module("cukit.attention.indexer_kl")
+INDEXER_BACKWARD = import_module("cukit.attention.indexer_kl_backward")
 
 
 @pytest.fixture(
@@ -50,6 +52,10 @@ def choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for remembered in ("_planned_backward", "_prepare_backward"):
             bare = getattr(flash_backward, remembered).__wrapped__
             monkeypatch.setattr(flash_backward, remembered, bare)
+        monkeypatch.setattr(indexer_plan, "has_wgmma", lambda device: False)
+        bare = INDEXER.prepare_indexer.__wrapped__
+        for module in (INDEXER, INDEXER_BACKWARD):
+            monkeypatch.setattr(module, "prepare_indexer", bare)
         for module, remembered in ((KL, "_prepare_sweep"), (KL_BACKWARD, "_prepare_backward")):
             monkeypatch.setattr(module, "covers", lambda problem, device: False)
             monkeypatch.setattr(module, remembered, getattr(module, remembered).__wrapped__)

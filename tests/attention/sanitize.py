@@ -22,6 +22,8 @@ from cukit.attention import (
     cascade_plan,
     encode_mla_latents,
     flash_attention,
+    indexer_kl,
+    indexer_kl_backward,
     merge_attention_states,
     mla_attention,
     pack_kv,
@@ -274,6 +276,33 @@ def divergence(dims: Dims) -> None:
         assert np.isfinite(to_host(gradient).astype(np.float32)).all()
 
 
+def indexer(dims: Dims) -> None:
+    """Over all keys and selected ones; sequences."""
+    rng = _rng()
+    q_t, k_t, q_s, k_s = (
+        random(rng, shape, "bfloat16")
+        for shape in (
+            (1, 150, 2, dims[0]), (1, 200, 1, dims[0]), (1, 150, 3, dims[1]), (1, 200, dims[1]),
+        )
+    )  # fmt: skip
+    lse = np.full((1, 2, 150), 6, np.float32)
+    weights = rng.standard_normal((1, 150, 3)).astype(np.float32) / 8
+    indices = rng.integers(-2, 202, (1, 150, 40)).astype(np.int32)
+    ends = np.array([0, 0, 60, 150], np.int32), np.array([0, 10, 100, 200], np.int32)
+    arrays = to_device("gpu", q_t, k_t, lse, q_s, k_s, weights, indices, *ends)
+    *arrays, indices, ends_q, ends_kv = arrays
+    packed = {
+        "cu_seqlens_q": ends_q, "cu_seqlens_kv": ends_kv, "max_seqlen_q": 95, "max_seqlen_kv": 105,
+    }  # fmt: skip
+    for options in ({"causal": True}, {"topk_indices": indices}, packed):
+        given = arrays
+        if options is packed:
+            given = [x[0] for x in arrays]
+        _, *statistics = indexer_kl(*given, **options, return_statistics=True)
+        for gradient in indexer_kl_backward(*given, *statistics, **options):
+            assert np.isfinite(to_host(gradient).astype(np.float32)).all()
+
+
 def _as_class(name: str, run: Callable[[], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         choose_class("gpu sm80" if name == "sm80" else "gpu", patch)
@@ -329,6 +358,8 @@ GROUPS = {
     "latents, teams and a mask": Group(partial(latents, 128, 2)),
     "paged d64": Group(partial(paged, 64), quick=True),
     "paged d128 window": Group(partial(paged, 128, window_size=(70, 0), softcap=2.0)),
+    "indexer d128": Group(partial(indexer, (128, 128)), quick=True),
+    "indexer d192/64": Group(partial(indexer, (192, 64))),
     "append": Group(partial(append, None), quick=True),
     "append int8": Group(partial(append, int8)),
     "append float8": Group(partial(append, float8_e4m3)),

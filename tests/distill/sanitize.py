@@ -100,6 +100,7 @@ def optimizer() -> None:
         scale = distill.global_norm(grads)
         state = AdamWState.for_params(params)
         distill.adamw(params, grads, state, step=1, grad_scale=scale, **OPTIONS)
+        distill.ema_update(state.master, grads, 0.9, params)
 
 
 GROUPS = {

@@ -4,6 +4,8 @@ Needs a GPU. Compiles both twins of every program and launches them under each t
 in a process.
 Writes planted_sanitizer.json beside this file, from which planted_table.py takes its columns.
 Programs may hang: each process has a time limit, and what it had not come to runs in another one.
+The file is written after every process, so that a run that is cut short leaves what it has found;
+`--resume` runs what is missing in it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,10 +40,11 @@ ARCH = "sm_90a"
 NOT_FOR_THIS_GPU = ("arch",)
 """Classes whose mistakes are none on Hopper."""
 
-ALONE = ("barriers", "crashes", "endless")
-"""Classes whose broken twins may hang or end the process: one program a process."""
+ALONE = ("crashes", "barriers", "endless")
+"""Classes whose broken twins may hang or end the process: one program a process. Kernels that hang
+slow down whatever starts beside them: class by class, in this order."""
 
-TOGETHER = 12
+TOGETHER = 20
 """Programs of the other classes in a process."""
 
 
@@ -72,17 +75,36 @@ def prepare(folder: Path, job: tuple[Planted, bool]) -> tuple[str, str]:
     return name, ""
 
 
-def findings(text: str, name: str) -> bool:
-    """Whether a tool's output names the kernel: it names kernels in findings alone."""
-    entry = name.split("-")[1]
-    return re.search(rf"^=========.*\b{entry}\b", text, re.MULTILINE) is not None
+NO_FINDING = re.compile(r"COMPUTE-SANITIZER|[A-Z]+ SUMMARY|Target application|Internal|This tool")
+"""Lines of a tool's own that are no findings."""
+
+
+def outcomes_in(text: str, late: bool) -> dict[str, str]:
+    """Of the programs that a process has launched what its tool made of each.
+
+    A tool prints what it finds before the next program's launch. `late`: the process was ended.
+    """
+    outcomes: dict[str, str] = {}
+    for part in re.split(r"^launch ", text, flags=re.MULTILINE)[1:]:
+        name, _, said = part.partition("\n")
+        lines = re.findall(r"^========= +(\S.*)", said, re.MULTILINE)
+        found = any(not NO_FINDING.match(line) for line in lines)
+        outcomes[name] = "reported" if found else "clean"
+    last = next(reversed(outcomes), None)
+    if last is not None and outcomes[last] == "clean" and not re.search("^done$", text, re.M):
+        outcomes[last] = "hangs" if late else "failed"
+    return outcomes
 
 
 def run(
     sanitizer: str, folder: Path, logs: Path | None, limit_s: float, job: tuple[str, list[str]]
 ) -> dict[str, str]:
-    """Of each program what the tool made of it: "clean", "reported", "failed" or "hangs"."""
+    """Of each program what the tool made of it: "clean", "reported", "failed" or "hangs".
+
+    Nothing of those that two processes had no time to launch.
+    """
     tool, names = job
+    attempts = 1
     outcomes: dict[str, str] = {}
     options = ["--tool", tool, "--report-api-errors", "no"]
     while names:
@@ -103,27 +125,43 @@ def run(
             late = True
         if logs is not None:
             (logs / f"{tool}-{names[0]}.log").write_text(text)
-        launched = re.findall(r"^launch (\S+)$", text, re.MULTILINE)
-        for name in launched:
-            outcomes[name] = "reported" if findings(text, name) else "clean"
-        if launched and outcomes[launched[-1]] == "clean" and not re.search("^done$", text, re.M):
-            outcomes[launched[-1]] = "hangs" if late else "failed"
+        launched = outcomes_in(text, late)
+        outcomes.update(launched)
         if not launched:
-            outcomes[names[0]] = "hangs" if late else "failed"
-        names = names[max(1, len(launched)) :]
+            if attempts == 0:
+                break
+            attempts -= 1
+        names = names[len(launched) :]
     return outcomes
 
 
-def jobs(names: list[str], kinds: set[str], together: int) -> Iterator[tuple[str, list[str]]]:
-    """A process each."""
+def jobs(
+    names: list[str], kinds: set[str], together: int, done: dict[str, dict[str, str]]
+) -> Iterator[tuple[str, list[str]]]:
+    """A process each, for what is not done."""
     for tool in TOOLS:
         for broken in ("0", "1"):
             chosen = [
-                name for name in names if name.split("-")[0] in kinds and name.endswith(broken)
+                name
+                for name in names
+                if name.split("-")[0] in kinds and name.endswith(broken) and name not in done[tool]
             ]
             step = together if broken == "1" else max(together, TOGETHER)
             for i in range(0, len(chosen), step):
                 yield tool, chosen[i : i + step]
+
+
+def save(version: str, outcomes: dict[str, dict[str, str]]) -> None:
+    """Writes RESULTS."""
+    record: dict[str, Any] = {"version": version, "arch": ARCH, "outcomes": outcomes}
+    RESULTS.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def found_before(version: str) -> dict[str, dict[str, str]]:
+    """By tool, the outcomes in RESULTS, if they are of this version."""
+    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    outcomes = record.get("outcomes", {}) if record.get("version") == version else {}
+    return {tool: dict(outcomes.get(tool, {})) for tool in TOOLS}
 
 
 def main() -> int:
@@ -134,6 +172,7 @@ def main() -> int:
     parser.add_argument("--alone", type=float, default=8, help="seconds for one that may hang")
     parser.add_argument("--logs", type=Path, help="folder for what the tools print")
     parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="run what is not in the file")
     asked = parser.parse_args()
     if asked.logs is not None:
         asked.logs.mkdir(parents=True, exist_ok=True)
@@ -154,25 +193,22 @@ def main() -> int:
         if asked.compile_only or not names:
             return int(not names)
         sanitizer = find_sanitizer()
-        version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
+        banner = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
+        version = (re.search(r"[Vv]ersion:? *([\d.]+)", banner) or ["", banner.strip()])[1]
         kinds = {each.kind for each in programs}
-        outcomes: dict[str, dict[str, str]] = {tool: {} for tool in TOOLS}
+        outcomes = found_before(version) if asked.resume else {tool: {} for tool in TOOLS}
         for chosen, together, limit in (
             (kinds - set(ALONE), TOGETHER, asked.limit),
-            (kinds & set(ALONE), 1, asked.alone),
+            *(({kind}, 1, asked.alone) for kind in ALONE),
         ):
-            work = list(jobs(names, chosen, together))
+            work = list(jobs(names, chosen, together, outcomes))
             call = partial(run, sanitizer, folder, asked.logs, limit)
             with ThreadPoolExecutor(asked.jobs) as pool:
-                for (tool, _), found in zip(work, pool.map(call, work), strict=True):
-                    outcomes[tool].update(found)
+                tools = {pool.submit(call, job): job[0] for job in work}
+                for finished in as_completed(tools):
+                    outcomes[tools[finished]].update(finished.result())
+                    save(version, outcomes)
             print(f"{len(work)} processes, {time.perf_counter() - start:.0f} s", flush=True)
-    record: dict[str, Any] = {
-        "version": (re.search(r"[Vv]ersion:? *([\d.]+)", version) or ["", version.strip()])[1],
-        "arch": ARCH,
-        "outcomes": outcomes,
-    }
-    RESULTS.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     for tool in TOOLS:
         counts = Counter((name[-1], outcome) for name, outcome in outcomes[tool].items())
         print(tool, *(

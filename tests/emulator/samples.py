@@ -17,6 +17,7 @@ from cukit.array_api.narrow import encode
 from cukit.distill.adamw import AdamWState
 from cukit.distill.topk_distillation_loss import teacher_top_k
 from cukit.gemm import BlockSparseMatrix, adaptive_depth, bsr_from_mask
+from cukit.graph_memory import Transition
 from cukit.registry import Op
 from tests.contract import random
 
@@ -116,6 +117,31 @@ def _attention_kl_backward(rng: Rng) -> Arguments:
     return (*arrays, *both), {"causal": True, "deterministic": True}
 
 
+def _indexer(rng: Rng) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    from cukit.reference.attention import flash_attention
+
+    q_t, k_t, q_s, k_s = _rows(rng, (1, 70, 4, 72), (1, 135, 2, 72), (1, 70, 3, 64), (1, 135, 64))
+    _, lse = flash_attention(q_t, k_t, k_t, causal=True, return_lse=True)
+    weights = rng.standard_normal((1, 70, 3)).astype(np.float32)
+    options = {"causal": True, "scale_s": 0.1}
+    options["topk_indices"] = rng.integers(-1, 135, (1, 70, 30)).astype(np.int32)
+    options["row_weights"] = rng.random((1, 70)).astype(np.float32)
+    return (q_t, k_t, lse.astype(np.float32), q_s, k_s, weights), options
+
+
+def _indexer_kl(rng: Rng) -> Arguments:
+    arrays, options = _indexer(rng)
+    return arrays, {**options, "return_statistics": True}
+
+
+def _indexer_kl_backward(rng: Rng) -> Arguments:
+    from cukit.reference.indexer_kl import indexer_kl
+
+    arrays, options = _indexer(rng)
+    _, *statistics = indexer_kl(*arrays, **options, return_statistics=True)
+    return (*arrays, *statistics), options
+
+
 def _groups(rng: Rng) -> tuple[Any, ...]:
     """Rows of three groups, one of them empty, and a matrix for each."""
     x, weights = _rows(rng, (70, 72), (3, 48, 72))
@@ -140,6 +166,44 @@ def _routing(rng: Rng, tokens: int = 20) -> Any:
     from cukit.reference.moe import topk_router
 
     return topk_router(random(rng, (tokens, 9), "float32"), 2)
+
+
+def _retrieval(rng: Rng) -> Arguments:
+    """Small integers: their products are exact, and many are equal."""
+    queries, memory = (
+        rng.integers(-2, 3, shape).astype(np.float16) for shape in ((3, 16), (90, 16))
+    )
+    return (queries, memory, 7), {}
+
+
+def _read_backward(rng: Rng) -> Arguments:
+    from cukit.reference.graph_memory import memory_read
+
+    grad, queries, memory = _rows(rng, (5, 64), (5, 64), (130, 64))
+    return (grad, queries, memory, *memory_read(queries, memory, return_lse=True)), {}
+
+
+def _writes(rng: Rng) -> tuple[Any, ...]:
+    memory, values = _rows(rng, (9, 24), (17, 24))
+    indices = rng.integers(-1, 10, 17).astype(np.int32)
+    return memory, indices, values, rng.uniform(-0.1, 0.7, 17).astype(np.float32)
+
+
+def _write_backward(rng: Rng) -> Arguments:
+    from cukit.reference.graph_memory import memory_write
+
+    memory, indices, values, gates = _writes(rng)
+    out, totals = memory_write(memory, indices, values, gates, keep=True)
+    (grad,) = _rows(rng, memory.shape)
+    return (grad, memory, out, indices, values, gates, totals), {}
+
+
+def _graph(rng: Rng) -> tuple[Any, ...]:
+    """A gradient, a memory and a transition; the gradient's dtype is the memory's."""
+    grad, memory = _rows(rng, (20, 16), (20, 16), dtype="float32")
+    columns = rng.integers(0, 20, 60).astype(np.int32)
+    offsets = np.arange(21, dtype=np.int32) * 3
+    return grad, memory, Transition(offsets, columns, rng.random(60).astype(np.float32) / 3)
 
 
 def _sampling(rng: Rng) -> Arguments:
@@ -200,6 +264,19 @@ def _ffn_backward(rng: Rng) -> Arguments:
     return (grad, activations, *experts), {}
 
 
+def _bank(rng: Rng) -> tuple[Any, ...]:
+    grad, x, layers = _rows(rng, (3, 5, 72), (3, 5, 72), (4, 72, 72))
+    return grad, x, random(rng, (4, 72), "float32"), (layers * 72**-0.5).astype(x.dtype), 2
+
+
+def _bank_backward(rng: Rng) -> Arguments:
+    from cukit.reference.layer_bank import layer_bank
+
+    grad, x, router, layers, top_k = _bank(rng)
+    _, kept = layer_bank(x, router, layers, top_k, keep=True)
+    return (grad, kept, router, layers), {}
+
+
 def _logits(rng: Rng) -> tuple[Any, Any]:
     targets = rng.integers(0, 1003, 5)
     targets[3] = -100
@@ -237,6 +314,11 @@ def _adamw(rng: Rng) -> Arguments:
         "step": 3,
         "weight_decay": 0.1,
     }
+
+
+def _ema_update(rng: Rng) -> Arguments:
+    averages, values, copies = (_rows(rng, (300,), (17, 20)) for _ in range(3))
+    return (averages, values, 0.9, copies), {}
 
 
 def _values(rng: Rng) -> Any:
@@ -329,6 +411,8 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "adaptive_depth_backward": _adaptive_depth_backward,
     "attention_kl": _attention_kl,
     "attention_kl_backward": _attention_kl_backward,
+    "indexer_kl": _indexer_kl,
+    "indexer_kl_backward": _indexer_kl_backward,
     "batched_copy": _slides,
     "block_sparse_attention": _blocks,
     "bsr_matmul": _block_sparse_product,
@@ -361,6 +445,13 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
         tuple(_rows(rng, (70, 136), (70, 72), (272, 72), (70, 272))),
         {},
     ),
+    "retrieve_top_k": _retrieval,
+    "memory_read": lambda rng: (tuple(_rows(rng, (5, 64), (130, 64))), {"return_lse": True}),
+    "memory_read_backward": _read_backward,
+    "memory_write": lambda rng: (_writes(rng), {"keep": True}),
+    "memory_write_backward": _write_backward,
+    "graph_diffusion": lambda rng: (_graph(rng)[1:], {"steps": 2}),
+    "graph_diffusion_backward": lambda rng: (_graph(rng), {"steps": 2, "method": "heat"}),
     "gated_scan": lambda rng: (_scan(rng)[:4], {"initial_state": _scan(rng)[4]}),
     "gated_scan_step": lambda rng: ((_scan(rng)[4], *(a[:, 0].copy() for a in _scan(rng)[:4])), {}),
     "gelu": lambda rng: (tuple(_rows(rng, (7, 200))), {}),
@@ -368,6 +459,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "gelu_and_mul_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 400))), {}),
     "gelu_backward": lambda rng: (tuple(_rows(rng, (7, 200), (7, 200))), {}),
     "gemv": lambda rng: (tuple(_rows(rng, (3, 264), (264, 72))), {}),
+    "ema_update": _ema_update,
     "global_norm": lambda rng: ((_rows(rng, (300,), (17, 20)),), {}),
     "distillation_loss": lambda rng: (
         _divergence(rng)[0],
@@ -388,6 +480,8 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "grouped_gemm_fp8": _grouped_fp8,
     "moe_ffn": lambda rng: ((random(rng, (20, 72), "bfloat16"), *_experts(rng)), {}),
     "moe_ffn_backward": _ffn_backward,
+    "layer_bank": lambda rng: (_bank(rng)[1:], {"keep": True}),
+    "layer_bank_backward": _bank_backward,
     "moe_permute": lambda rng: (
         (random(rng, (20, 72), "bfloat16"), _routing(rng).rows),
         {"num_rows": 40},
@@ -451,7 +545,7 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
 }
 
 
-IN_PLACE = ("adamw", "pack_kv")
+IN_PLACE = ("adamw", "ema_update", "pack_kv")
 """Ops whose results are their arguments."""
 
 

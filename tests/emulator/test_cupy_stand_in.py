@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from cukit.errors import EmulatorError, LaunchError
 pytestmark = pytest.mark.emulator
 
 ROOT = Path(__file__).parents[2]
+PLUGIN = "cukit.emulator.pytest_plugin"
 
 ADD = r"""
 extern "C" __global__ void add(const float* a, const float* b, float* c, int n) {
@@ -134,8 +136,8 @@ def test_the_plugin_finds_the_race_in_a_suite(tmp_path: Path, barrier: bool) -> 
     sync = "__syncthreads();" if barrier else "__syncwarp();"
     (tmp_path / "test_reverse.py").write_text(SUITE.replace("SYNC", sync))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--cukit-emulate"]
-    if b"--cukit-emulate" not in subprocess.run([*command[:3], "-h"], capture_output=True).stdout:
-        command += ["-p", "cukit.emulator.pytest_plugin"]  # an installation older than the plugin
+    if not any(each.value == PLUGIN for each in entry_points(group="pytest11")):
+        command += ["-p", PLUGIN]  # an installation older than the plugin
     result = subprocess.run(
         command,
         cwd=tmp_path,

@@ -52,6 +52,12 @@ def _targets(generator: torch.Generator, device: str, dtype: torch.dtype) -> Ten
     return targets.to(device)
 
 
+def _selected(generator: torch.Generator, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    lse = torch.full((2, 4, 7), 3.0, device=device)
+    indices = torch.randint(-1, 7, (2, 7, 5), generator=generator, dtype=torch.int32)
+    return lse, indices.to(device)
+
+
 def _angles(generator: torch.Generator, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     angles = torch.rand(7, 8, generator=generator) * 6
     return angles.cos().to(device), angles.sin().to(device)
@@ -128,6 +134,14 @@ CASES = {
         "attention_kl",
         lambda q, k, v, t, u: ckt.distillation_attention(t, u, u, q, k, v, window_size=(3, 0))[:2],
         QKV, QKV[:2], HALF,
+    ),
+    "indexer_kl": Case(
+        "indexer_kl",
+        lambda q, k, w, t, u, given: ckt.indexer_kl(
+            t, u, given[0], q, k, w if w.dtype == torch.float64 else w.float(),
+            topk_indices=given[1], reduction="none",
+        ),
+        ((2, 7, 3, 16), (2, 7, 16), (2, 7, 3)), (*QKV[:2], _selected), HALF,
     ),
     "relation_kl": Case(
         "attention_kl", lambda x, t: ckt.relation_kl(t, x, relation_heads=8, reduction="sum"),

@@ -12,7 +12,7 @@ namespace cukit::emulator {
 namespace {
 
 // An access of a thread, and what orders earlier ones before it.
-struct Judge {
+struct ElementJudge {
   const Actor& actor;
   const Cluster& cluster;
   Access access;
@@ -106,7 +106,7 @@ void GlobalShadow::check(const Actor& actor, const void* pointer, std::size_t by
       [](std::uintptr_t at, const Region& each) { return at < each.low; });
   if (region == regions_.begin() || address >= (--region)->high) return;
   const Cluster& cluster = *actor.issuer->block->cluster;
-  const Judge judge{actor, cluster, access, cluster.launch->same_value_writes != 0};
+  const ElementJudge judge{actor, cluster, access, cluster.launch->same_value_writes != 0};
   const unsigned granule = region->granule;
   const std::uintptr_t first = (address - region->low) / granule;
   const std::uintptr_t last = (address - region->low + bytes - 1) / granule;

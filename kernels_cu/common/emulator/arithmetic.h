@@ -3,9 +3,10 @@
 // Those that the GPU approximates are exact here: results differ by its rounding (docs/emulator.md).
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
+
+#include "common/emulator/host_math.h"
 
 // Bits ------------------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 // common/platform.cuh where CUKIT_EMULATE is defined.
 #pragma once
 
+#include "common/emulator/host_math.h"
+
 #include <assert.h>
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 

@@ -1,0 +1,397 @@
+"""Losses of language-model heads whose vocabulary is spread over processes, exactly.
+
+Each process has some rows of the heads' weights and computes those columns of the logits. What a
+row of the loss needs of the others is a few floats: the masses of both distributions, a moment, the
+target's logit. Gradients of the weights stay where the weights are; those of the hidden states are
+summed in float32.
+
+Per chunk of rows (`|`: beside the launch in the other column):
+
+    logits of both models                       two products
+    masses of the first half
+    masses of the second half       |   gather the first half's, 48 bytes a row
+    gradient of the first half      |   gather the second half's
+    gradient of the second half
+    grad_hidden                                 a product
+    grad_weight                     |   sum grad_hidden
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cukit.core.arrays import (
+    KERNEL_DTYPES,
+    Array,
+    check_array,
+    check_same_dtype,
+    empty,
+    runs_kernel,
+)
+from cukit.core.kernel import Launch
+from cukit.distill import _cross_entropy_rows, _divergence_rows
+from cukit.distill._linear_loss import (
+    Head,
+    HeadOptions,
+    LinearLossConfig,
+    RowLaunch,
+    empty_logits,
+    evaluate_heads,
+    linear_result,
+)
+from cukit.distill._loss_options import LossOptions, RowOptions, RowShard
+from cukit.distributed import Communicator
+from cukit.errors import ArrayShapeError, ConfigError
+from cukit.reference import losses as reference
+from cukit.reference.losses import LinearCrossEntropyResult, LinearKlResult
+
+_ALIGNMENT = 8
+_STATE_FLOATS = 12
+"""Of a row and process, see kernels_cu/distill/row_shard.cuh."""
+_FEWEST_ROWS = 128
+"""Of half a chunk: below, a chunk goes in one piece."""
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The tokens of a vocabulary that this process has: neighbours, in the order of the ranks.
+
+    Args:
+        communicator: the processes, all of which call the same losses.
+        vocab_size: of the whole vocabulary, without padding.
+
+    Raises:
+        ConfigError: there are more processes than tokens.
+    """
+
+    communicator: Communicator
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < self.communicator.size:
+            raise ConfigError(
+                f"VocabularyShard: vocab_size must be at least {self.communicator.size}, the "
+                f"number of processes, got {self.vocab_size}"
+            )
+        if self.size < 1:
+            raise ConfigError(
+                f"VocabularyShard: {self.vocab_size} tokens leave rank {self.communicator.rank} of "
+                f"{self.communicator.size} none; use fewer processes"
+            )
+
+    @property
+    def share(self) -> int:
+        """Tokens of every process but the last, which may have fewer: whole accesses."""
+        count = self.communicator.size
+        share = -(-self.vocab_size // count)
+        aligned = -(-share // _ALIGNMENT) * _ALIGNMENT
+        return aligned if (count - 1) * aligned < self.vocab_size else share
+
+    @property
+    def first(self) -> int:
+        """The first token."""
+        return min(self.communicator.rank * self.share, self.vocab_size)
+
+    @property
+    def size(self) -> int:
+        """How many tokens this process has."""
+        return min(self.first + self.share, self.vocab_size) - self.first
+
+    def part(self, whole: Array) -> Array:
+        """This process's rows of a whole weight or bias [vocab_size or more, ...]: a view."""
+        return whole[self.first : self.first + self.size]
+
+    def rows(self) -> RowShard:
+        """What kernels know of it."""
+        processes = self.communicator
+        return RowShard(self.first, self.vocab_size, processes.rank, processes.size)
+
+
+def vocabulary_parallel_distillation_loss(
+    hidden: Array,
+    weight: Array,
+    teacher_hidden: Array,
+    teacher_weight: Array,
+    *,
+    shard: VocabularyShard,
+    bias: Array | None = None,
+    teacher_bias: Array | None = None,
+    targets: Array | None = None,
+    token_weights: Array | None = None,
+    divergence: str = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    scale_by_temperature_squared: bool = False,
+    soft_weight: float = 1.0,
+    hard_weight: float = 0.0,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    reduction: str = "mean",
+    normalizer: Any = None,
+    grad_loss: Any = None,
+    grad_weight: Array | None = None,
+    grad_bias: Array | None = None,
+    chunk_tokens: int | None = None,
+    workspace_bytes: int | None = None,
+) -> LinearKlResult:
+    """:func:`linear_distillation_loss` of heads that are spread over processes: the same loss and
+    gradients, in 1/n of the time and memory.
+
+    Args:
+        hidden, teacher_hidden: of all rows, the same on every process; as there.
+        weight, teacher_weight: `shard.size` rows of the whole weights, `shard.part(whole)`.
+        shard: which tokens they are.
+        bias, teacher_bias, grad_weight, grad_bias: likewise, of this process's tokens.
+        targets: tokens of the whole vocabulary.
+        The others: as there, the same on every process.
+
+    Returns:
+        :class:`LinearKlResult`: losses and `grad_hidden` of the whole vocabulary, the same bits on
+        every process; `grad_weight` and `grad_bias` of this process's tokens.
+
+    Raises:
+        ArrayError, ConfigError: as there, and weights of another size than the shard's.
+
+    Every process calls it in the same order. A row costs 48 bytes of exchange a process, and its
+    gradient in float32, both beside sweeps and products; divergences but the forward KL, whose
+    gradient needs a sum over the row, 8 bytes more, which are waited for. Nothing synchronises with
+    the GPU. On the CPU the weights are gathered and every process computes everything.
+    """
+    op = "vocabulary_parallel_distillation_loss"
+    student, teacher = (
+        Head(hidden, weight, bias),
+        Head(teacher_hidden, teacher_weight, teacher_bias),
+    )
+    options = LossOptions(
+        divergence, beta, temperature, scale_by_temperature_squared, soft_weight, hard_weight,
+        logit_scale, softcap, teacher_logit_scale, teacher_softcap,
+    )  # fmt: skip
+    rows = RowOptions(targets, token_weights, ignore_index, None, reduction, normalizer, grad_loss)
+    wanted = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes)
+    student, teacher, wanted = student.adopt(op), teacher.adopt(op), wanted.adopt(op)
+    rows = rows.adopt(op)
+    options = options.check(op, rows.targets)
+    on_gpu = runs_kernel(op, *student, *teacher, *wanted.arrays, *rows.arrays)
+    _check(op, student, rows, wanted, shard, options.hard)
+    teacher.check(op, "teacher_", math.prod(student.hidden.shape[:-1]))
+    check_same_dtype(op, hidden=student.hidden, teacher_hidden=teacher.hidden)
+    _check_size(op, "teacher_weight", teacher.weight, shard)
+    if not on_gpu:
+        whole = [_gathered(shard, array) for array in (*student[1:], *teacher[1:])]
+        given = {**options._asdict(), **rows._asdict(), "vocab_size": shard.vocab_size}
+        result = reference.linear_distillation_loss(
+            student.hidden, whole[0], teacher.hidden, whole[2], bias=whole[1],
+            teacher_bias=whole[3], **given,
+        )  # fmt: skip
+        grads = _own_part(shard, result.grad_weight, result.grad_bias, wanted)
+        return LinearKlResult(*result[:4], *grads)
+    check_array(op, "hidden", student.hidden, dtypes=KERNEL_DTYPES)
+    flat = teacher.flat(shard.size)
+    kind = (options.divergence, options.hard, options.transforms, rows.ignore_index)
+
+    def row_launch(config: LinearLossConfig) -> RowLaunch:
+        buffer = empty_logits(flat.hidden, config.chunk_tokens, shard.size)
+
+        def phase(number: int, arrays: tuple[Any, ...]) -> Launch:
+            student_logits, teacher_logits, chunk_targets, *_ = arrays
+            launch: Launch = _divergence_rows.prepare_phase(
+                number, shard.rows(), student_logits, teacher_logits, chunk_targets, arrays[-2],
+                *kind,
+            )  # fmt: skip
+            return launch
+
+        spread = _SpreadRows(shard.communicator, phase, options.divergence != "forward_kl")
+
+        def of_chunk(chunk: slice, logits: Array) -> tuple[Any, tuple[Array, Array]]:
+            return spread, (logits, flat.project(chunk, buffer))
+
+        return of_chunk
+
+    losses, gradients = evaluate_heads(
+        op, student, shard.size, rows, options, wanted, row_launch, tensors=2,
+        communicator=shard.communicator,
+    )  # fmt: skip
+    return linear_result(losses, gradients, student.hidden)
+
+
+def vocabulary_parallel_cross_entropy(
+    hidden: Array,
+    weight: Array,
+    targets: Array,
+    *,
+    shard: VocabularyShard,
+    bias: Array | None = None,
+    token_weights: Array | None = None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    normalizer: Any = None,
+    grad_loss: Any = None,
+    grad_weight: Array | None = None,
+    grad_bias: Array | None = None,
+    chunk_tokens: int | None = None,
+    workspace_bytes: int | None = None,
+) -> LinearCrossEntropyResult:
+    """:func:`linear_cross_entropy` of a head that is spread over processes.
+
+    Arguments, results and exchange as in :func:`vocabulary_parallel_distillation_loss`, without a
+    teacher.
+    """
+    op = "vocabulary_parallel_cross_entropy"
+    head = Head(hidden, weight, bias).adopt(op)
+    wanted = HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes).adopt(op)
+    rows = RowOptions(targets, token_weights, ignore_index, None, reduction, normalizer, grad_loss)
+    rows = rows.adopt(op)
+    options = _cross_entropy_rows.OPTIONS._replace(logit_scale=logit_scale, softcap=softcap)
+    options = options.check(op, rows.targets)
+    on_gpu = runs_kernel(op, *head, *wanted.arrays, *rows.arrays)
+    _check(op, head, rows, wanted, shard, True)
+    if not on_gpu:
+        whole, whole_bias = (_gathered(shard, array) for array in head[1:])
+        given = {**rows._asdict(), "vocab_size": shard.vocab_size, "bias": whole_bias}
+        given |= {"logit_scale": logit_scale, "softcap": softcap}
+        result = reference.linear_cross_entropy(head.hidden, whole, **given)
+        grads = _own_part(shard, result.grad_weight, result.grad_bias, wanted)
+        return LinearCrossEntropyResult(*result[:2], *grads)
+    check_array(op, "hidden", head.hidden, dtypes=KERNEL_DTYPES)
+
+    def phase(number: int, arrays: tuple[Any, ...]) -> Launch:
+        launch: Launch = _cross_entropy_rows.prepare_phase(
+            number, shard.rows(), arrays[0], arrays[1], arrays[-2], options.transforms, ignore_index
+        )
+        return launch
+
+    spread = _SpreadRows(shard.communicator, phase, False)
+    losses, gradients = evaluate_heads(
+        op, head, shard.size, rows, options, wanted,
+        lambda config: lambda chunk, logits: (spread, (logits,)), soft=False,
+        communicator=shard.communicator,
+    )  # fmt: skip
+    grad_hidden = gradients.grad_hidden.reshape(head.hidden.shape)
+    return LinearCrossEntropyResult(
+        losses.loss, grad_hidden, gradients.grad_weight, gradients.grad_bias
+    )
+
+
+class _SpreadRows:
+    """Runs the phases of a loss over a chunk of rows, and what is exchanged between them.
+
+    phase: the launch of a number, given its arrays: those of the kernel, [rows, ...] or none, of
+    which the last three are the gradient's, the upstream gradient and the normalizer. centred:
+    whether there is a phase 2.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        phase: Callable[[int, tuple[Any, ...]], Launch],
+        centred: bool,
+    ) -> None:
+        self._communicator, self._phase, self._centred = communicator, phase, centred
+
+    def __call__(self, *arrays: Any, then: tuple[Any, ...]) -> None:
+        logits = arrays[0]
+        parts = [tuple(_rows(array, half) for array in arrays) for half in _halves(len(logits))]
+        states = [empty(logits, (len(part[0]), _STATE_FLOATS), np.float32) for part in parts]
+        size = self._communicator.size
+        gathered = [empty(state, (size, *state.shape)) for state in states]
+        sums = empty(logits, (len(logits), 2), np.float32) if self._centred else None
+        halves = _halves(len(logits))
+
+        def start(index: int) -> None:
+            self._run(1, parts[index], None, states[index], then)
+
+        def exchange(index: int) -> None:
+            self._communicator.all_gather(states[index], gathered[index])
+
+        def go_on(index: int) -> None:
+            own = None if sums is None else sums[halves[index]]
+            self._run(3 if sums is None else 2, parts[index], gathered[index], own, then)
+
+        for index in range(len(parts)):
+            start(index)
+            if index:
+                self._communicator.join()
+            with self._communicator.beside():
+                exchange(index)
+            if index:
+                go_on(index - 1)
+        self._communicator.join()
+        go_on(len(parts) - 1)
+        if sums is not None:
+            self._communicator.all_reduce(sums)
+            for part, states_of_all, half in zip(parts, gathered, halves, strict=True):
+                self._run(3, part, states_of_all, sums[half], then)
+
+    def _run(
+        self, number: int, arrays: tuple[Any, ...], gathered: Any, own: Any, then: tuple[Any, ...]
+    ) -> None:
+        *inputs, grad, grad_loss, normalizer = arrays
+        if number < 3:
+            grad = None
+        launch = self._phase(number, arrays)
+        launch(*inputs, grad, grad_loss, normalizer, gathered, own, then=then)
+
+
+def _halves(rows: int) -> list[slice]:
+    if rows < 2 * _FEWEST_ROWS:
+        return [slice(0, rows)]
+    middle = rows // 2
+    return [slice(0, middle), slice(middle, rows)]
+
+
+def _rows(array: Any, rows: slice) -> Any:
+    return array if array is None or array.ndim == 0 else array[rows]
+
+
+def _check(
+    op: str, head: Head, rows: RowOptions, wanted: HeadOptions, shard: VocabularyShard, hard: bool
+) -> None:
+    if not isinstance(shard, VocabularyShard):
+        raise ConfigError(f"{op}: shard must be a VocabularyShard, got {type(shard).__name__}")
+    head.check(op, "", None)
+    _check_size(op, "weight", head.weight, shard)
+    rows.check(op, head.hidden.shape[:-1], shard.vocab_size if hard else None, required=hard)
+    wanted.check(op, head)
+
+
+def _check_size(op: str, name: str, weight: Array, shard: VocabularyShard) -> None:
+    if weight.shape[0] != shard.size:
+        raise ArrayShapeError(
+            f"{op}: {name} must have {shard.size} rows, tokens {shard.first}.."
+            f"{shard.first + shard.size - 1} of {shard.vocab_size} (shard.part(whole)), got "
+            f"{weight.shape[0]}"
+        )
+
+
+def _gathered(shard: VocabularyShard, part: Array | None) -> Array | None:
+    """The whole of a weight or bias, out of those of all processes."""
+    if part is None:
+        return None
+    padded = np.zeros((shard.share, *part.shape[1:]), part.dtype)
+    padded[: len(part)] = part
+    whole = shard.communicator.all_gather(padded).reshape(-1, *part.shape[1:])
+    return whole[: shard.vocab_size]
+
+
+def _own_part(
+    shard: VocabularyShard, grad_weight: Array, grad_bias: Array | None, wanted: HeadOptions
+) -> tuple[Array, Array | None]:
+    """This process's gradients of the head, added to those that are given."""
+    found = []
+    for grad, into in ((grad_weight, wanted.grad_weight), (grad_bias, wanted.grad_bias)):
+        part = None if grad is None else shard.part(grad)
+        if part is not None and into is not None:
+            into += part.astype(into.dtype)
+            part = into
+        found.append(part)
+    return found[0], found[1]

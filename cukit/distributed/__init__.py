@@ -1,0 +1,18 @@
+"""Several processes, one device each, that exchange arrays: NCCL between GPUs, sockets between
+CPUs, nothing at all where there is one process."""
+
+from cukit.distributed.communicator import Alone, Communicator, communicator
+from cukit.distributed.host import HostCommunicator
+from cukit.distributed.nccl import NcclCommunicator, nccl_available
+from cukit.distributed.ranks import Ranks, ranks_from_environment
+
+__all__ = [
+    "Alone",
+    "Communicator",
+    "HostCommunicator",
+    "NcclCommunicator",
+    "Ranks",
+    "communicator",
+    "nccl_available",
+    "ranks_from_environment",
+]

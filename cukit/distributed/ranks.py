@@ -1,0 +1,92 @@
+"""Who this process is among those that a launcher started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cukit.errors import ConfigError
+
+_LAUNCHERS = (
+    # torchrun; anything that sets the same names
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    # mpirun of Open MPI, of MPICH and Intel MPI; srun
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+_DEFAULT_PORT = 29500
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process among `size`.
+
+    Attributes:
+        rank: 0 .. size - 1.
+        size: number of processes.
+        local_rank: among the processes of this host: the GPU that the process takes.
+        address, port: where rank 0 listens. Where the port is taken, one of the next is used.
+        job: common to all processes of a run, so that two runs on a host do not mix.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = _DEFAULT_PORT
+    job: str = ""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise ConfigError(
+                f"Ranks: rank must lie in 0..size - 1, got {self.rank} of {self.size}"
+            )
+        if self.local_rank < 0:
+            raise ConfigError(f"Ranks: local_rank must be 0 or more, got {self.local_rank}")
+        if not 0 < self.port < 65536:
+            raise ConfigError(f"Ranks: port must lie in 1..65535, got {self.port}")
+
+
+def ranks_from_environment(environment: Mapping[str, str] | None = None) -> Ranks:
+    """What torchrun, mpirun or srun told this process; one process alone where none did.
+
+    MASTER_ADDR and MASTER_PORT name the host and port of rank 0, by default this host and 29500.
+    Under torchrun the launcher itself listens on MASTER_PORT, so rank 0 takes the one after it.
+
+    Raises:
+        ConfigError: a variable that is no number, processes on several hosts without MASTER_ADDR.
+    """
+    env = os.environ if environment is None else environment
+    for launcher in _LAUNCHERS:
+        rank_name, size_name, local_name = launcher
+        if rank_name in env and size_name in env:
+            break
+    else:
+        return Ranks()
+    rank, size = _number(env, rank_name), _number(env, size_name)
+    local_rank = _number(env, local_name) if local_name in env else rank
+    port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else _DEFAULT_PORT
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        port += 1
+    local_size = env.get("OMPI_COMM_WORLD_LOCAL_SIZE", str(size))
+    if size > 1 and "MASTER_ADDR" not in env and local_size != str(size):
+        raise ConfigError(
+            f"MASTER_ADDR: {size} processes of which {local_size} run on this host need the name "
+            "of rank 0's host (mpirun -x MASTER_ADDR=...)"
+        )
+    job = "/".join(
+        env[name]
+        for name in ("TORCHELASTIC_RUN_ID", "OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE",
+                     "SLURM_JOB_ID", "MASTER_PORT")
+        if name in env
+    )  # fmt: skip
+    return Ranks(rank, size, local_rank, env.get("MASTER_ADDR", "127.0.0.1"), port, job)
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ConfigError(f"{name}: expected a number, got {env[name]!r}") from None

@@ -1,0 +1,89 @@
+"""A memory and its graph in one object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukit.core.arrays import FLOAT_DTYPES, Array, adopt, check_array
+from cukit.errors import ArrayError, ArrayShapeError
+from cukit.graph_memory.diffusion import graph_diffusion
+from cukit.graph_memory.read import memory_read
+from cukit.graph_memory.retrieve import retrieve_top_k
+from cukit.graph_memory.transition import transition_from_adjacency, transition_from_similarity
+from cukit.graph_memory.write import memory_write
+from cukit.reference.graph_memory import Retrieved, Transition
+
+
+class GraphDiffusionMemory:
+    """Rows that spread over a graph before attention reads them, and are written through gates.
+
+    memory: float16|bfloat16 [num_nodes, dim], float32|float64 on the CPU. transition: how its rows
+    are connected. Each method is one op, whose backward is a function of `cukit.graph_memory`.
+
+    >>> import numpy as np, cukit as ck
+    >>> memory = np.random.default_rng(0).standard_normal((100, 16)).astype(np.float32)
+    >>> bank = ck.GraphDiffusionMemory.from_similarity(memory, k=8, steps=4)
+    >>> bank.read(memory[:3]).shape, bank.retrieve_top_k(memory[:3], 5).indices.shape
+    ((3, 16), (3, 5))
+    """
+
+    def __init__(self, memory: Array, transition: Transition, **diffusion: Any) -> None:
+        """diffusion: options of :func:`graph_diffusion`: steps, restart, method, time.
+
+        Raises ArrayError where memory and transition do not fit.
+        """
+        op = "GraphDiffusionMemory"
+        (memory,) = adopt(op, memory)
+        check_array(op, "memory", memory, dtypes=FLOAT_DTYPES, ndim=2)
+        if not isinstance(transition, Transition):
+            kind = type(transition).__name__
+            raise ArrayError(f"{op}: transition must be a Transition, got {kind}")
+        if len(transition.row_offsets) != len(memory) + 1:
+            raise ArrayShapeError(
+                f"{op}: transition.row_offsets must have one element more than memory has rows "
+                f"({len(memory)}), got {len(transition.row_offsets)}"
+            )
+        self.memory, self.transition, self.diffusion = memory, transition, diffusion
+        self._diffused: Array | None = None
+
+    @classmethod
+    def from_similarity(
+        cls,
+        memory: Array,
+        k: int,
+        *,
+        scale: float | None = None,
+        normalize: str = "softmax",
+        **diffusion: Any,
+    ) -> GraphDiffusionMemory:
+        """Edges to the `k` rows most alike: :func:`transition_from_similarity`."""
+        transition = transition_from_similarity(memory, k, scale=scale, normalize=normalize)
+        return cls(memory, transition, **diffusion)
+
+    @classmethod
+    def from_adjacency(
+        cls, memory: Array, adjacency: Any, *, normalize: str = "row", **diffusion: Any
+    ) -> GraphDiffusionMemory:
+        """Edges as given: :func:`transition_from_adjacency`."""
+        transition = transition_from_adjacency(adjacency, normalize=normalize)
+        return cls(memory, transition, **diffusion)
+
+    @property
+    def diffused(self) -> Array:
+        """The memory after it has spread; computed once, and again after a write."""
+        if self._diffused is None:
+            self._diffused = graph_diffusion(self.memory, self.transition, **self.diffusion)
+        return self._diffused
+
+    def read(self, queries: Array, *, scale: float | None = None) -> Array:
+        """:func:`memory_read` of the diffused memory."""
+        return memory_read(queries, self.diffused, scale=scale)
+
+    def retrieve_top_k(self, queries: Array, k: int) -> Retrieved:
+        """:func:`retrieve_top_k` in the diffused memory."""
+        return retrieve_top_k(queries, self.diffused, k)
+
+    def write(self, indices: Array, values: Array, gates: Array) -> None:
+        """:func:`memory_write` to the memory itself; the graph stays as it is."""
+        self.memory = memory_write(self.memory, indices, values, gates)
+        self._diffused = None

@@ -1,0 +1,317 @@
+"""The rows of a memory that match queries best: exact, without a matrix of scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    Array,
+    access_width,
+    adopt,
+    bfloat16,
+    check_array,
+    check_same_dtype,
+    empty,
+    float16,
+    float32,
+    int32,
+    runs_kernel,
+)
+from cukit.core.compiler import MacroValue
+from cukit.core.device import Device, current_device
+from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.parameters import parameter_structs
+from cukit.core.scalars import check_integer
+from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
+from cukit.reference import graph_memory as reference
+from cukit.reference.graph_memory import Retrieved
+from cukit.registry import register
+
+_STRUCTS = parameter_structs("graph_memory/parameters.cuh")
+GROUP = 32
+"""Rows of which only the best score is kept at first."""
+_ACCESS = 8
+"""Elements of a 16-byte copy."""
+_MOST_DIM = 256
+MOST_K = 256
+_MAXIMA_BYTES = 128 << 20
+"""Of scratch memory for the queries of a launch."""
+_CAPACITY = 4096
+"""Keys that a block sorts: 32 KiB."""
+_MOST_INT32 = 2**31 - 1
+
+
+def retrieve_top_k(queries: Array, memory: Array, k: int) -> Retrieved:
+    """The `k` rows of a memory with the largest inner products, for each query: brute force, exact.
+
+    Args:
+        queries: float16|bfloat16 [num_queries, dim]; float32 and float64 on the CPU only. On the
+            GPU dim is a multiple of 8, up to 256.
+        memory: as queries, [num_rows, dim], C-contiguous.
+        k: 1 to 256, at most num_rows.
+
+    Returns:
+        `Retrieved(scores, indices)`: float32 and int32 [num_queries, k], best first. Among equal
+        scores the lowest index comes first; scores of NaN count as -infinity.
+
+    Raises:
+        ArrayError: dtype, shape or layout of an argument.
+        ConfigError: `k`, or a size that the kernel does not take.
+
+    Scores never leave the multiprocessor that computes them: one pass writes the best of every 32
+    rows, then the k best groups, in which the k best rows must lie, are scored again. The
+    time does not depend on the scores. Runs on CuPy's current stream without synchronisation;
+    accumulates in float32, deterministic.
+
+    >>> import numpy as np, cukit as ck
+    >>> memory = np.array([[1, 0], [0, 2], [1, 1], [1, 0]], np.float32)
+    >>> ck.retrieve_top_k(np.array([[1, 0]], np.float32), memory, 3).indices
+    array([[0, 2, 3]], dtype=int32)
+    """
+    op = "retrieve_top_k"
+    queries, memory = adopt(op, queries, memory)
+    check_integer(op, "k", k, least=1, most=MOST_K)
+    k = int(k)
+    if not runs_kernel(op, queries, memory):
+        _check(queries, memory, k)
+        return reference.retrieve_top_k(queries, memory, k)
+    prepared = _prepare(queries, memory, k)
+    scores = empty(queries, (len(queries), k), float32)
+    indices = empty(queries, (len(queries), k), int32)
+    for first, launches in prepared:
+        part = slice(first, first + launches.queries)
+        _retrieve(launches, queries[part], memory, scores[part], indices[part], k)
+    return Retrieved(scores, indices)
+
+
+def _retrieve(
+    launches: _Launches, queries: Array, memory: Array, scores: Array, indices: Array, k: int
+) -> None:
+    rows = len(queries)
+    maxima = empty(queries, (rows, launches.groups), float32)
+    launches.maxima(queries, memory, maxima)
+    keys = empty(queries, (rows, launches.parts, k), np.uint64)
+    launches.select(maxima, NULL, keys, NULL, NULL)
+    if launches.join is not None:
+        joined = empty(queries, (rows, k), np.uint64)
+        launches.join(NULL, keys, joined, NULL, NULL)
+        keys = joined
+    rescored = empty(queries, (rows, k, GROUP), np.uint64)
+    launches.rescore(queries, memory, keys, rescored)
+    launches.last(NULL, rescored, NULL, scores, indices)
+
+
+@dataclass(frozen=True)
+class MaximaConfig:
+    """One way to run the pass over all scores."""
+
+    dtype: str
+    width: int
+    query_tiles: int
+    query_warps: int
+    row_warps: int
+    rows: int
+    """Of a tile."""
+    stages: int
+    blocks: int
+
+    @property
+    def queries(self) -> int:
+        """Of a block."""
+        return 16 * self.query_tiles * self.query_warps
+
+    def spec(self) -> KernelSpec:
+        """The kernel."""
+        threads = 32 * self.query_warps * self.row_warps
+        defines: tuple[tuple[str, MacroValue], ...] = (
+            ("DTYPE", self.dtype),
+            ("WIDTH", self.width),
+            ("QUERY_TILES", self.query_tiles),
+            ("QUERY_WARPS", self.query_warps),
+            ("ROW_WARPS", self.row_warps),
+            ("ROWS", self.rows),
+            ("STAGES", self.stages),
+            ("THREADS", threads),
+        )
+        shared = self.stages * self.rows * self.width * 2
+        return KernelSpec("graph_memory/group_maxima.cu", "group_maxima", defines, threads, shared)
+
+
+def _power_of_two(value: int) -> int:
+    """The least that is not smaller."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+@cache
+def plan_maxima(
+    num_queries: int, num_rows: int, dim: int, dtype: str, device: Device
+) -> MaximaConfig:
+    """As many queries a block as registers hold: a tile of the memory is then read once for all."""
+    width = -(-dim // 64) * 64
+    most = next(tiles for tiles in (4, 2, 1) if tiles * width <= 512)
+    query_tiles = min(most, _power_of_two(-(-num_queries // 16)))
+    query_warps = min(4, _power_of_two(-(-num_queries // (16 * query_tiles))))
+    wide = width > 128
+    rows = 64 if wide else 128
+    row_warps = 2 if wide or query_warps == 4 else 4
+    stage = rows * width * 2
+    stages = min(4 if query_warps == 4 else 3, device.shared_bytes_per_block // stage)
+    resident = 1 if query_warps == 4 else device.shared_bytes_per_sm // (stages * stage + 1024)
+    blocks = max(1, min(-(-num_rows // rows), max(1, resident) * device.num_sms))
+    return MaximaConfig(dtype, width, query_tiles, query_warps, row_warps, rows, stages, blocks)
+
+
+@dataclass(frozen=True)
+class SelectConfig:
+    """One way to select the best of rows of `count` entries."""
+
+    threads: int
+    capacity: int
+    parts: int
+
+    def spec(self, from_scores: bool, last: bool) -> KernelSpec:
+        """The kernel, for scores or keys."""
+        defines: tuple[tuple[str, MacroValue], ...] = (
+            ("FROM_SCORES", from_scores),
+            ("LAST", last),
+            ("CAPACITY", self.capacity),
+            ("THREADS", self.threads),
+        )
+        return KernelSpec(
+            "graph_memory/select_top.cu", "select_top", defines, self.threads, 8 * self.capacity
+        )
+
+
+@cache
+def plan_select(count: int, k: int, rows: int, device: Device) -> SelectConfig:
+    """Parts of a row: so small that a block can hold what its bound leaves, and enough to fill the
+    GPU."""
+    threads = 1024 if count > 4096 else 256
+    capacity = _CAPACITY
+    most = capacity // k * threads
+    fill = min(count // (16 * threads), device.num_sms // max(rows, 1))
+    return SelectConfig(threads, capacity, max(1, -(-count // most), fill))
+
+
+class _Launches(NamedTuple):
+    queries: int
+    groups: int
+    parts: int
+    maxima: Launch
+    select: Launch
+    join: Launch | None
+    rescore: Launch
+    last: Launch
+
+
+@launch_plan
+def _prepare(queries: Array, memory: Array, k: int) -> list[tuple[int, _Launches]]:
+    """First query and launches of each share of the queries."""
+    _check(queries, memory, k)
+    _check_kernel(queries, memory)
+    num_queries, num_rows = len(queries), len(memory)
+    groups = -(-num_rows // GROUP)
+    most = max(256, _MAXIMA_BYTES // (4 * groups) // 256 * 256)
+    made: dict[int, _Launches] = {}
+    shares = []
+    for first in range(0, num_queries, most):
+        count = min(most, num_queries - first)
+        if count not in made:
+            made[count] = _launches(count, num_rows, queries.shape[1], queries.dtype.name, k)
+        shares.append((first, made[count]))
+    return shares
+
+
+def _launches(num_queries: int, num_rows: int, dim: int, dtype: str, k: int) -> _Launches:
+    device = current_device()
+    config = plan_maxima(num_queries, num_rows, dim, dtype, device)
+    groups = -(-num_rows // GROUP)
+    scalars = (
+        _STRUCTS["RetrieveParameters"].pack(
+            num_queries=num_queries, num_rows=num_rows, dim=dim, num_groups=groups, k=k
+        ),
+    )
+    grid = (config.blocks, -(-num_queries // config.queries))
+    maxima = Launch(load_kernel(config.spec()), grid, scalars)
+    rescore_spec = _rescore_spec(dtype, config.width)
+    grid = (num_queries, -(-k // (rescore_spec.threads // 32)))
+    rescore = Launch(load_kernel(rescore_spec), grid, scalars)
+    first = plan_select(groups, k, num_queries, device)
+    join = None
+    if first.parts > 1:
+        join = _select(first.parts * k, k, num_queries, False, False, device)
+    return _Launches(
+        num_queries,
+        groups,
+        first.parts,
+        maxima,
+        _select(groups, k, num_queries, True, False, device),
+        join,
+        rescore,
+        _select(k * GROUP, k, num_queries, False, True, device),
+    )
+
+
+def _select(count: int, k: int, rows: int, from_scores: bool, last: bool, device: Device) -> Launch:
+    config = plan_select(count, k, rows, device)
+    if not from_scores:
+        config = SelectConfig(config.threads, config.capacity, 1)
+    scalars = (_STRUCTS["SelectParameters"].pack(count=count, parts=config.parts, k=k),)
+    return Launch(load_kernel(config.spec(from_scores, last)), (rows, config.parts), scalars)
+
+
+def _rescore_spec(dtype: str, width: int) -> KernelSpec:
+    threads = 128
+    defines = (("DTYPE", dtype), ("WIDTH", width), ("THREADS", threads))
+    source = "graph_memory/rescore_groups.cu"
+    return KernelSpec(source, "rescore_groups", defines, threads, threads // 32 * 64 * width)
+
+
+def _check(queries: Array, memory: Array, k: int) -> None:
+    op = "retrieve_top_k"
+    check_array(op, "queries", queries, dtypes=FLOAT_DTYPES, ndim=2)
+    check_array(op, "memory", memory, dtypes=FLOAT_DTYPES, shape=(None, queries.shape[1]))
+    check_same_dtype(op, queries=queries, memory=memory)
+    if k > len(memory):
+        raise ConfigError(f"{op}: k must be at most the number of rows ({len(memory)}), got {k}")
+
+
+def _check_kernel(queries: Array, memory: Array) -> None:
+    op = "retrieve_top_k"
+    check_array(op, "queries", queries, dtypes=(float16, bfloat16))
+    dim = queries.shape[1]
+    if dim % _ACCESS or not 0 < dim <= _MOST_DIM:
+        raise ConfigError(
+            f"{op}: dim must be a multiple of 8 and at most {_MOST_DIM} on the GPU, got {dim}"
+        )
+    if len(memory) > _MOST_INT32 - 4096:
+        raise ArrayShapeError(f"{op}: memory must have fewer rows than 2^31, got {len(memory)}")
+    for name, array in (("queries", queries), ("memory", memory)):
+        if access_width(_ACCESS, array) < _ACCESS:
+            raise ArrayLayoutError(f"{op}: {name} must begin at a multiple of 16 bytes; copy it")
+
+
+def _specs(device: Device) -> list[KernelSpec]:
+    specs: list[Any] = []
+    for dtype in (float16.name, bfloat16.name):
+        for num_queries, dim in ((256, 128), (4, 128), (64, 72), (300, 256)):
+            specs.append(plan_maxima(num_queries, 1_000_000, dim, dtype, device).spec())
+        specs += [_rescore_spec(dtype, width) for width in (128, 256)]
+    for threads in (256, 1024):
+        config = SelectConfig(threads, _CAPACITY, 1)
+        specs += [config.spec(*which) for which in ((True, False), (False, False), (False, True))]
+    return list(dict.fromkeys(specs))
+
+
+register(
+    name="retrieve_top_k",
+    family="graph_memory",
+    function=retrieve_top_k,
+    reference=reference.retrieve_top_k,
+    specs=_specs,
+)

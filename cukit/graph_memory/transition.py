@@ -1,0 +1,205 @@
+"""Transitions between the nodes of a memory: from weighted edges, or from similarity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cukit.core.arrays import (
+    FLOAT_DTYPES,
+    Array,
+    adopt,
+    check_array,
+    float32,
+    int32,
+    namespace,
+    runs_kernel,
+)
+from cukit.core.scalars import check_choice, check_flag, check_integer, check_number
+from cukit.errors import ArrayError, ArrayShapeError, ConfigError
+from cukit.graph_memory.diffusion import check_transition, row_sums, spread
+from cukit.graph_memory.retrieve import MOST_K, retrieve_top_k
+from cukit.reference.graph_memory import Transition, rows_of_edges, transpose
+
+NORMALIZATIONS = ("row", "softmax", "symmetric")
+
+
+def transition_from_adjacency(adjacency: Any, *, normalize: str = "row") -> Transition:
+    """The transition of a random walk over weighted edges.
+
+    Args:
+        adjacency: float32|float64 [num_nodes, num_nodes], whose entries that are not 0 are edges,
+            or a `Transition` whose values are weights.
+        normalize: "row" divides each row by its sum (D^-1 A); "softmax" takes the softmax of each
+            row's edges; "symmetric" is D^-1/2 A D^-1/2, for symmetric weights that are not
+            negative. Rows without edges, or with a sum of 0, stay 0.
+
+    Returns:
+        A `Transition` with values of float32 (float64 for float64).
+
+    Raises:
+        ArrayError: dtype, shape or layout of an argument.
+        ConfigError: `normalize`.
+
+    On the GPU a dense adjacency synchronises: the number of its edges decides about shapes.
+
+    >>> import numpy as np
+    >>> from cukit.graph_memory import transition_from_adjacency
+    >>> transition_from_adjacency(np.array([[0.0, 1.0], [3.0, 1.0]])).values
+    array([1.  , 0.75, 0.25])
+    """
+    op = "transition_from_adjacency"
+    check_choice(op, "normalize", normalize, NORMALIZATIONS)
+    if isinstance(adjacency, Transition):
+        offsets, columns, values = Transition(*adopt(op, *adjacency))
+        check_array(op, "adjacency.row_offsets", offsets, dtypes=(int32,), ndim=1)
+        check_array(op, "adjacency.columns", columns, dtypes=(int32,), ndim=1)
+        check_array(op, "adjacency.values", values, dtypes=FLOAT_DTYPES, shape=columns.shape)
+        if len(offsets) == 0:
+            raise ArrayShapeError(f"{op}: adjacency.row_offsets must have an element, got none")
+        return _normalised(Transition(offsets, columns, values), normalize)
+    matrix = adopt(op, adjacency)[0]
+    assert matrix is not None
+    check_array(op, "adjacency", matrix, dtypes=(float32, FLOAT_DTYPES[-1]), ndim=2)
+    check_array(op, "adjacency", matrix, shape=(len(matrix), len(matrix)))
+    xp = namespace(matrix)
+    rows, columns = xp.nonzero(matrix)
+    counts = xp.bincount(rows, minlength=len(matrix)) if len(rows) else xp.zeros(len(matrix))
+    edges = Transition(_ends(xp, counts), columns.astype(int32), matrix[rows, columns])
+    return _normalised(edges, normalize)
+
+
+def transition_from_similarity(
+    memory: Array,
+    k: int,
+    *,
+    scale: float | None = None,
+    normalize: str = "softmax",
+    self_loops: bool = False,
+) -> Transition:
+    """Edges from each row of a memory to the `k` rows most like it, by inner product.
+
+    Args:
+        memory: float16|bfloat16 [num_nodes, dim], float32 and float64 on the CPU only, as for
+            :func:`retrieve_top_k`.
+        k: 1 to 255, below num_nodes.
+        scale: positive factor of the inner products; 1 / sqrt(dim) where omitted.
+        normalize: "softmax" or "row": each row is the softmax of its scores; "symmetric":
+            D^-1/2 A D^-1/2 of A = (W + W^T) / 2 with W = exp(scores), of 2 k num_nodes edges.
+        self_loops: whether a row may be its own neighbour.
+
+    Returns:
+        A `Transition`; edges of a row from the most alike on, or by column ("symmetric").
+
+    Raises:
+        ArrayError: dtype, shape or layout of an argument.
+        ConfigError: an option out of range.
+
+    Deterministic, like :func:`retrieve_top_k`, which finds the neighbours.
+    """
+    op = "transition_from_similarity"
+    (memory,) = adopt(op, memory)
+    check_array(op, "memory", memory, ndim=2)
+    check_choice(op, "normalize", normalize, NORMALIZATIONS)
+    check_flag(op, "self_loops", self_loops)
+    check_integer(op, "k", k, least=1, most=MOST_K - 1)
+    num_nodes, dim = memory.shape
+    wanted = int(k) + (not self_loops)
+    if wanted > num_nodes:
+        raise ConfigError(f"{op}: k must be below the number of rows ({num_nodes}), got {k}")
+    if scale is not None:
+        check_number(op, "scale", scale, above=0)
+    xp = namespace(memory)
+    scores, neighbours = retrieve_top_k(memory, memory, wanted)
+    if not self_loops:
+        own = neighbours == xp.arange(num_nodes, dtype=int32)[:, None]
+        order = xp.argsort(own.astype(int32), axis=1, kind="stable")[:, :-1]
+        scores = xp.take_along_axis(scores, order, axis=1)
+        neighbours = xp.take_along_axis(neighbours, order, axis=1)
+    scores = scores * scores.dtype.type(dim**-0.5 if scale is None else scale)
+    counts = xp.full(num_nodes, int(k))
+    if normalize == "symmetric":
+        weights = xp.exp(scores - scores.max()).ravel() / 2
+        rows, columns = xp.repeat(xp.arange(num_nodes), int(k)), neighbours.ravel().astype(int)
+        both = xp.concatenate([rows, columns]), xp.concatenate([columns, rows])
+        order = xp.argsort(both[0] * num_nodes + both[1], kind="stable")
+        counts = xp.bincount(both[0], minlength=num_nodes)
+        values = xp.concatenate([weights, weights])[order]
+        edges = Transition(_ends(xp, counts), both[1][order].astype(int32), values)
+        return _normalised(edges, "symmetric")
+    weights = xp.exp(scores - scores[:, :1])
+    weights /= weights.sum(axis=1, keepdims=True)
+    columns = xp.ascontiguousarray(neighbours).ravel()
+    return Transition(_ends(xp, counts), columns, xp.ascontiguousarray(weights).ravel())
+
+
+def transition_from_similarity_backward(
+    grad_values: Array, memory: Array, transition: Transition, *, scale: float | None = None
+) -> Array:
+    """Gradient of :func:`transition_from_similarity` with "softmax" with respect to the memory.
+
+    The choice of neighbours is a constant. With `grad_values` from
+    :func:`graph_diffusion_backward` and its `grad_memory` added, this is the gradient of a
+    diffusion over the memory's own graph.
+
+    Args:
+        grad_values: gradient of the transition's values, float32 [num_edges].
+        memory, scale: the forward's.
+        transition: what the forward returned.
+
+    Returns:
+        Shape and dtype of `memory`; added in float32, deterministic.
+
+    Raises:
+        ArrayError: dtype, shape or layout of an argument.
+        ConfigError: `scale`.
+    """
+    op = "transition_from_similarity_backward"
+    if not isinstance(transition, Transition):
+        kind = type(transition).__name__
+        raise ArrayError(f"{op}: transition must be a Transition, got {kind}")
+    arrays = adopt(op, grad_values, memory, *transition)
+    grad_values, memory, *parts = arrays
+    transition = Transition(*parts)
+    check_transition(op, memory, transition)
+    shape = transition.values.shape
+    check_array(op, "grad_values", grad_values, dtypes=FLOAT_DTYPES, shape=shape)
+    if scale is not None:
+        check_number(op, "scale", scale, above=0)
+    factor = grad_values.dtype.type(memory.shape[1] ** -0.5 if scale is None else scale)
+    on_kernel = runs_kernel("graph_diffusion", *arrays)
+    weighted = transition._replace(values=transition.values * grad_values)
+    sums = row_sums(weighted, on_kernel=on_kernel)
+    centred = grad_values - sums[rows_of_edges(transition)]
+    slopes = transition._replace(values=factor * transition.values * centred)
+    there, back = (
+        spread(memory, each, on_kernel=on_kernel) for each in (slopes, transpose(slopes))
+    )
+    if there.dtype.itemsize < 4:
+        return (there.astype(float32) + back.astype(float32)).astype(memory.dtype)
+    return there + back
+
+
+def _ends(xp: Any, counts: Array) -> Array:
+    """Offsets of rows with so many edges."""
+    offsets = xp.zeros(len(counts) + 1, int32)
+    offsets[1:] = xp.cumsum(counts)
+    return offsets
+
+
+def _normalised(edges: Transition, normalize: str) -> Transition:
+    offsets, columns, values = edges
+    xp = namespace(values)
+    values = values.astype(float32) if values.dtype.itemsize < 4 else values
+    rows = rows_of_edges(edges)
+    if normalize == "softmax":
+        most = xp.full(len(offsets) - 1, -xp.inf, values.dtype)
+        xp.maximum.at(most, rows, values)
+        values = xp.exp(values - most[rows])
+    edges = Transition(offsets, columns, values)
+    on_kernel = runs_kernel("graph_diffusion", offsets, columns, values)
+    sums = row_sums(edges, on_kernel=on_kernel)
+    divisor = xp.where(sums == 0, 1, sums)
+    if normalize == "symmetric":
+        roots = 1 / xp.sqrt(divisor)
+        return edges._replace(values=values * roots[rows] * roots[columns])
+    return edges._replace(values=values / divisor[rows])

@@ -1,0 +1,51 @@
+// Which queries a block of the indexer's kernels works on, and where their scratch lies.
+//
+// The queries of all sequences are cut into tiles of TILE_M. A launch serves chunk_tiles of them from
+// `first_tile` on; its scratch has a row of scratch_row keys for every query of these tiles.
+// Macros: TILE_M; those of score_options.cuh.
+#pragma once
+
+#include "attention/parameters.cuh"
+#include "common/platform.cuh"
+#include "common/scores/score_options.cuh"
+
+namespace cukit {
+
+// The gradient of a student's score is stored times this, so that float16 keeps small ones.
+constexpr float kGradientUnit = 64.0f;
+
+CUKIT_DEVICE int tiles_of_sequence(const IndexerParameters& params) {
+  return (params.seq_q + TILE_M - 1) / TILE_M;
+}
+
+struct IndexerWork {
+  int b, first_row;       // of the tile in its sequence
+  Sequence sequence;
+  int rows_left;          // none: nothing to do
+  long long scratch;      // first row of the tile's scratch
+
+  // `tile`: of the launch.
+  CUKIT_DEVICE IndexerWork(int tile, int first_tile, const IndexerParameters& params,
+                           const int* cu_seqlens_q, const int* cu_seqlens_kv) {
+    const int q_tiles = tiles_of_sequence(params);
+    const long long work = static_cast<long long>(first_tile) + tile;
+    scratch = static_cast<long long>(tile) * TILE_M;
+    b = static_cast<int>(work / q_tiles);
+    first_row = static_cast<int>(work % q_tiles) * TILE_M;
+    sequence = {};
+    rows_left = 0;
+    if (b >= params.batch) return;
+    sequence = sequence_of(b, cu_seqlens_q, cu_seqlens_kv, params.seq_q, params.seq_kv);
+    rows_left = sequence.seq_q - first_row;
+  }
+
+  CUKIT_DEVICE int past() const { return sequence.seq_kv - sequence.seq_q; }
+
+  // The tiles of `Tile` keys that its queries see (rows_left > 0).
+  template <int Tile>
+  CUKIT_DEVICE TileRange keys(const ScoreSettings& settings) const {
+    return key_tiles<Tile>(first_row, min(TILE_M, rows_left), past(), sequence.seq_kv, settings);
+  }
+};
+
+}  // namespace cukit

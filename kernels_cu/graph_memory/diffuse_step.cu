@@ -1,0 +1,105 @@
+// One step of a diffusion over a sparse graph.
+//
+//   out[i] = keep * sum_e values[e] z[columns[e]] + inject * memory[i]      e: the edges of row i
+//
+// The work is the gathering of rows of z. Columns of z never mix, so that the launcher runs all steps on a
+// slice of columns before the next: what a slice gathers from stays in L2.
+//
+// Mapping: LANES threads a row, VEC columns each; THREADS / LANES rows a block; grid (rows, slices of LANES * VEC
+//   columns). Lanes load an edge each and hand it round; eight gathers are in flight. Each sum is taken in the order of
+//   the edges, in float: the same bits whatever the slices.
+// Shared memory: none. Macros: DTYPE float32|float16|bfloat16; VEC 1..8; LANES 8|16|32; INJECT 0|1; THREADS. Minimum
+//   architecture: sm_80. Deterministic.
+// Reference: cukit/reference/graph_memory.py, diffuse.
+#include "common/platform.cuh"
+#include "common/ptx/grid_dependency.cuh"
+#include "common/types.cuh"
+#include "graph_memory/parameters.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+using Part = cukit::Vec<T, VEC>;
+
+constexpr int kAhead = 8;  // gathers in flight
+static_assert(LANES % kAhead == 0, "whole batches of edges");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
+    const int* __restrict__ offsets,  // [num_rows + 1]
+    const int* __restrict__ columns,  // [edges]
+    const float* __restrict__ values,  // [edges]
+    const T* __restrict__ z,          // [any, dim]
+    const T* __restrict__ memory,     // [num_rows, dim], INJECT 1
+    T* __restrict__ out,              // [num_rows, dim]
+    const __grid_constant__ cukit::DiffuseParameters p) {
+  const int lane = threadIdx.x % LANES;
+  const int row = blockIdx.x * (THREADS / LANES) + threadIdx.x / LANES;
+  const int column = p.first + (blockIdx.y * LANES + lane) * VEC;
+  const bool works = row < p.num_rows && column < p.dim;
+  const int begin = row < p.num_rows ? offsets[row] : 0;
+  const int degree = row < p.num_rows ? offsets[row + 1] - begin : 0;
+  int longest = degree;  // of the rows of this warp
+#pragma unroll
+  for (int distance = LANES; distance < cukit::kWarpSize; distance *= 2) {
+    longest = max(longest, __shfl_xor_sync(cukit::kFullMask, longest, distance));
+  }
+  int next_column = lane < degree ? columns[begin + lane] : 0;
+  float next_value = lane < degree ? values[begin + lane] : 0.0f;
+  cukit::wait_for_previous_grids();
+  cukit::release_next_grid();  // which loads its first edges while the last blocks here finish
+
+  const T* from = z + column;
+  float sum[VEC] = {};
+#pragma unroll 1
+  for (int base = 0; base < longest; base += LANES) {
+    const int own_column = next_column;
+    const float own_value = next_value;
+    const int ahead = base + LANES + lane;
+    if (ahead < degree) {
+      next_column = columns[begin + ahead];
+      next_value = values[begin + ahead];
+    }
+#pragma unroll
+    for (int batch = 0; batch < LANES; batch += kAhead) {
+      if (base + batch >= longest) break;
+      Part gathered[kAhead];
+      float weights[kAhead];
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int from_row = __shfl_sync(cukit::kFullMask, own_column, batch + j, LANES);
+        weights[j] = __shfl_sync(cukit::kFullMask, own_value, batch + j, LANES);
+        if (works && base + batch + j < degree) {
+          cukit::load(gathered[j], from + static_cast<long long>(from_row) * p.dim);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        if (works && base + batch + j < degree) {
+          float part[VEC];
+          cukit::to_floats(part, gathered[j]);
+#pragma unroll
+          for (int i = 0; i < VEC; ++i) sum[i] = fmaf(weights[j], part[i], sum[i]);
+        }
+      }
+    }
+  }
+  if (works) {
+    const long long place = static_cast<long long>(row) * p.dim + column;
+    float result[VEC];
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) result[i] = p.keep * sum[i];
+    if constexpr (INJECT) {
+      Part own;
+      float part[VEC];
+      cukit::load(own, memory + place);
+      cukit::to_floats(part, own);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) result[i] = fmaf(p.inject, part[i], result[i]);
+    }
+    Part rounded;
+    cukit::from_floats(rounded, result);
+    cukit::store(out + place, rounded);
+  }
+}

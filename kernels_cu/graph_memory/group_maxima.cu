@@ -1,0 +1,133 @@
+// The highest score of each query among every 32 neighbouring rows of a memory. Scores are not stored.
+//
+//   maxima[q, g] = max over rows r of group g of <queries[q], memory[r]>
+//
+// The k best rows lie in the k groups with the highest maxima (ties: the lower group): a row outside them has k
+// better ones, the best of each. So this pass is the only one over all scores, and nothing in it depends on them.
+//
+// Mapping: grid (blocks, query tiles). A block keeps QUERY_WARPS * QUERY_TILES * 16 queries in registers, as
+//   operands of tensor cores, and walks over tiles of ROWS rows, which cp.async brings STAGES - 1 ahead. The
+//   ROW_WARPS warps that have the same queries share the groups of a tile. Rows of the memory are columns of the
+//   product: most of a group's scores meet in one thread, the rest in four lanes.
+// Shared memory: STAGES * ROWS * WIDTH * 2 bytes, dynamic.
+// Macros: DTYPE float16|bfloat16; WIDTH dim rounded up to 64; QUERY_TILES 1|2|4; QUERY_WARPS 1|2|4; ROW_WARPS
+//   and ROWS, a multiple of 32 * ROW_WARPS; STAGES 2..4; THREADS 32 * QUERY_WARPS * ROW_WARPS.
+//   QUERY_TILES * WIDTH <= 512: registers. Minimum architecture: sm_80. Accumulates in float over ascending k;
+//   deterministic.
+// Reference: cukit/reference/graph_memory.py, retrieve_top_k.
+#include "common/platform.cuh"
+#include "common/ptx/cp_async.cuh"
+#include "common/reduce.cuh"
+#include "common/tile.cuh"
+#include "common/types.cuh"
+#include "graph_memory/parameters.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+using cukit::kWarpSize;
+
+constexpr int kRows = ROWS;
+constexpr int kGroup = 32;
+constexpr int kSteps = WIDTH / 16;
+constexpr int kGroups = kRows / kGroup / ROW_WARPS;  // of a warp, in a tile
+constexpr int kTileBytes = kRows * WIDTH * 2;
+constexpr int kQueries = QUERY_WARPS * QUERY_TILES * 16;
+static_assert(QUERY_TILES * WIDTH <= 512, "queries stay in registers");
+static_assert(THREADS == kWarpSize * QUERY_WARPS * ROW_WARPS, "a warp for each part of a tile");
+static_assert(kRows % (kGroup * ROW_WARPS) == 0, "whole groups");
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) group_maxima(
+    const T* __restrict__ queries,  // [num_queries, dim]
+    const T* __restrict__ memory,   // [num_rows, dim]
+    float* __restrict__ maxima,     // [num_queries, num_groups]
+    const __grid_constant__ cukit::RetrieveParameters p) {
+  CUKIT_DYNAMIC_SHARED(unsigned char, tiles);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int row_warp = warp / QUERY_WARPS;
+  const int first_query = blockIdx.y * kQueries + warp % QUERY_WARPS * (QUERY_TILES * 16);
+  const unsigned base = cukit::shared_address(tiles);
+  const int num_tiles = (p.num_rows + kRows - 1) / kRows;
+
+  using Tile = cukit::TileCopy<kRows, WIDTH, THREADS, true>;
+  const auto start = [&](int tile, int stage) {
+    if (tile < num_tiles) {
+      const long long row = static_cast<long long>(tile) * kRows;
+      Tile::start(base + stage * kTileBytes, memory + row * p.dim, p.dim, p.num_rows - static_cast<int>(row),
+                  p.dim);
+    }
+    cukit::cp_async_commit();
+  };
+#pragma unroll
+  for (int stage = 0; stage < STAGES - 1; ++stage) start(blockIdx.x + stage * gridDim.x, stage);
+
+  unsigned a[QUERY_TILES][kSteps][4];
+#pragma unroll
+  for (int m = 0; m < QUERY_TILES; ++m)
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int query = first_query + 16 * m + lane / 4 + 8 * (i % 2);
+        const int column = 16 * k + 2 * (lane % 4) + 8 * (i / 2);
+        const bool inside = query < p.num_queries && column < p.dim;
+        a[m][k][i] = inside ? *reinterpret_cast<const unsigned*>(
+                                  queries + static_cast<long long>(query) * p.dim + column)
+                            : 0u;
+      }
+
+  int stage = 0;
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
+    cukit::cp_async_wait<STAGES - 2>();
+    __syncthreads();
+    start(tile + (STAGES - 1) * gridDim.x, (stage + STAGES - 1) % STAGES);
+    const unsigned at = base + stage * kTileBytes;
+    stage = (stage + 1) % STAGES;
+#pragma unroll 1
+    for (int part = 0; part < kGroups; ++part) {
+      const int row = (row_warp * kGroups + part) * kGroup;
+      const cukit::RightNK<WIDTH> rows(at, row, 0);
+      float acc[QUERY_TILES][kGroup / 8][4];
+      cukit::clear(acc);
+      cukit::warp_product<T, kSteps>(
+          acc,
+          [&](unsigned(&r)[4], int m, int k) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) r[i] = a[m][k][i];
+          },
+          [&](unsigned(&r)[4], int n, int k) { rows(r, 8 * n, 16 * k); });
+
+      const int left = p.num_rows - tile * kRows - row;  // rows from the group's first on
+      if (left <= 0) continue;
+      if (left < kGroup) {
+#pragma unroll
+        for (int m = 0; m < QUERY_TILES; ++m)
+#pragma unroll
+          for (int n = 0; n < kGroup / 8; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              if (8 * n + 2 * (lane % 4) + i % 2 >= left) acc[m][n][i] = -cukit::infinity();
+            }
+      }
+      const int group = (tile * kRows + row) / kGroup;
+#pragma unroll
+      for (int m = 0; m < QUERY_TILES; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float best = -cukit::infinity();
+#pragma unroll
+          for (int n = 0; n < kGroup / 8; ++n) {
+            best = fmaxf(best, fmaxf(acc[m][n][2 * half], acc[m][n][2 * half + 1]));
+          }
+          best = cukit::warp_reduce<cukit::Max, 4>(best);
+          const int query = first_query + 16 * m + lane / 4 + 8 * half;
+          if (lane % 4 == 0 && query < p.num_queries) {
+            maxima[static_cast<long long>(query) * p.num_groups + group] = best;
+          }
+        }
+    }
+  }
+}

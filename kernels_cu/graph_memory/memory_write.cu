@@ -1,0 +1,97 @@
+// Writes of several rows each to a memory: the same bits in whatever order they are given.
+//
+//   s = sum_w gates[w], u = sum_w gates[w] values[w] over the writes w to row i
+//   out[i] = (1 - s / c) memory[i] + u / c, c = max(1, s)
+//
+// The writes to a row are a chain in any order (link_writes.cu), and sums do not depend on it (gated_sum.cuh).
+// Negative gates count as 0.
+// Mapping: a warp a row, VEC columns a lane; rows without writes are copied. Shared memory: none.
+// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Computes in float.
+// Reference: cukit/reference/graph_memory.py, memory_write.
+#include "common/platform.cuh"
+#include "common/types.cuh"
+#include "graph_memory/gated_sum.cuh"
+#include "graph_memory/parameters.cuh"
+
+namespace {
+
+using T = cukit::element_t;
+using Part = cukit::Vec<T, VEC>;
+
+CUKIT_DEVICE float open(float gate) { return gate < 0.0f ? 0.0f : gate; }
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) memory_write(
+    const int* __restrict__ heads,    // [num_rows]
+    const int* __restrict__ next,     // [num_writes]
+    const T* __restrict__ values,     // [num_writes, dim]
+    const float* __restrict__ gates,  // [num_writes]
+    const T* memory,                  // [num_rows, dim]
+    T* out,                           // [num_rows, dim]; may be the memory
+    float* __restrict__ totals,       // [num_rows], the sums of gates
+    const __grid_constant__ cukit::WriteParameters p) {
+  const int lane = threadIdx.x % cukit::kWarpSize;
+  const int row = blockIdx.x * (THREADS / cukit::kWarpSize) + threadIdx.x / cukit::kWarpSize;
+  if (row >= p.num_rows) return;
+  const int head = heads[row];
+  const long long from = static_cast<long long>(row) * p.dim;
+
+  int count = 0;
+  float total = 0.0f;
+  cukit::SumsInAnyOrder<1> sum;
+  for (int write = head; write >= 0; write = next[write]) {
+    total = open(gates[write]);
+    sum.see(0, total);
+    ++count;
+  }
+  if (count > 1) {
+    sum.scale(count);
+    for (int write = head; write >= 0; write = next[write]) sum.add(0, open(gates[write]));
+    total = sum.result(0);
+  }
+  if (lane == 0) totals[row] = total;
+  if (count == 0 && out == memory) return;
+
+  // A row that is replaced as a whole loses what was there, NaN as well.
+  const bool replaced = total >= 1.0f;
+  const float scale = replaced ? 1.0f / total : 1.0f;
+#pragma unroll 1
+  for (int column = lane * VEC; column < p.dim; column += cukit::kWarpSize * VEC) {
+    Part held;
+    cukit::load(held, memory + from + column);
+    if (count > 0) {
+      float old[VEC], part[VEC], written[VEC];
+      cukit::to_floats(old, held);
+      cukit::SumsInAnyOrder<VEC> sums;
+      for (int write = head; write >= 0; write = next[write]) {
+        const float gate = open(gates[write]);
+        cukit::load(held, values + static_cast<long long>(write) * p.dim + column);
+        cukit::to_floats(part, held);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) {
+          written[i] = gate * part[i];
+          sums.see(i, written[i]);
+        }
+      }
+      if (count > 1) {
+        sums.scale(count);
+        for (int write = head; write >= 0; write = next[write]) {
+          const float gate = open(gates[write]);
+          cukit::load(held, values + static_cast<long long>(write) * p.dim + column);
+          cukit::to_floats(part, held);
+#pragma unroll
+          for (int i = 0; i < VEC; ++i) sums.add(i, gate * part[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) written[i] = sums.result(i);
+      }
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        old[i] = replaced ? written[i] * scale : fmaf(1.0f - total, old[i], written[i]);
+      }
+      cukit::from_floats(held, old);
+    }
+    cukit::store(out + from + column, held);
+  }
+}

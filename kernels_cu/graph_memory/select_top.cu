@@ -1,0 +1,92 @@
+// The k best entries of each row, best first; among equal scores the lower index.
+//
+// A thread finds the best of every THREADS-th entry; the k-th best of these bounds the k-th best of all from
+// below, and only threads whose own best reaches it can have entries that do: k threads, since no two keys are
+// equal. Their entries, at most k * ceil(entries / THREADS) and about k of random ones, are collected and sorted.
+//
+// Mapping: grid (rows, parts): a block takes one of `parts` shares of a row. Deterministic: the order of keys is total.
+// Shared memory: CAPACITY * 8 bytes, dynamic; CAPACITY a power of two, at least THREADS and
+//   k * ceil(ceil(count / parts) / THREADS).
+// Macros: FROM_SCORES 0|1; LAST 0|1: scores and indices leave instead of keys; CAPACITY; THREADS, a power of two, at
+//   least k. Minimum architecture: sm_80.
+// Reference: cukit/reference/graph_memory.py, retrieve_top_k.
+#include "common/platform.cuh"
+#include "graph_memory/parameters.cuh"
+#include "graph_memory/score_key.cuh"
+
+namespace {
+
+using cukit::Key;
+
+// Descending; `size` is a power of two. All threads; the list is written before and read after a barrier of its own.
+CUKIT_DEVICE void sort(Key* list, int size) {
+  for (int run = 2; run <= size; run *= 2) {
+    for (int distance = run / 2; distance > 0; distance /= 2) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < size / 2; i += THREADS) {
+        const int low = 2 * i - (i & (distance - 1));
+        const Key a = list[low], b = list[low + distance];
+        if ((a < b) == ((low & run) == 0)) {
+          list[low] = b;
+          list[low + distance] = a;
+        }
+      }
+    }
+  }
+  __syncthreads();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS) select_top(
+    const float* __restrict__ scores,  // [rows, count], FROM_SCORES 1
+    const Key* __restrict__ keys,      // [rows, count], FROM_SCORES 0; 0 for nothing
+    Key* __restrict__ best,            // [rows, parts, k], LAST 0
+    float* __restrict__ best_scores,   // [rows, k], LAST 1
+    int* __restrict__ best_indices,    // [rows, k], LAST 1
+    const __grid_constant__ cukit::SelectParameters p) {
+  CUKIT_DYNAMIC_SHARED(Key, list);
+  __shared__ int collected;
+  const int thread = threadIdx.x;
+  const long long row = blockIdx.x;
+  const int share = (p.count + p.parts - 1) / p.parts;
+  const int begin = min(static_cast<int>(blockIdx.y) * share, p.count);
+  const int end = min(begin + share, p.count);
+  const auto entry = [&](int i) -> Key {
+    if constexpr (FROM_SCORES) {
+      return cukit::key_of_score(scores[row * p.count + i], static_cast<unsigned>(i));
+    } else {
+      return keys[row * p.count + i];
+    }
+  };
+
+  Key own = 0;
+#pragma unroll 8
+  for (int i = begin + thread; i < end; i += THREADS) own = max(own, entry(i));
+  list[thread] = own;
+  if (thread == 0) collected = 0;
+  sort(list, THREADS);
+  const Key bound = list[p.k - 1];
+  __syncthreads();
+  if (own != 0 && own >= bound) {
+#pragma unroll 4
+    for (int i = begin + thread; i < end; i += THREADS) {
+      const Key key = entry(i);
+      if (key != 0 && key >= bound) list[atomicAdd(&collected, 1)] = key;
+    }
+  }
+  __syncthreads();
+  const int count = collected;
+  int size = 1;
+  while (size < count || size < p.k) size *= 2;
+  for (int i = count + thread; i < size; i += THREADS) list[i] = 0;
+  sort(list, size);
+  for (int i = thread; i < p.k; i += THREADS) {
+    if constexpr (LAST) {
+      best_scores[row * p.k + i] = cukit::score_of_key(list[i]);
+      best_indices[row * p.k + i] = static_cast<int>(cukit::index_of_key(list[i]));
+    } else {
+      best[(row * p.parts + blockIdx.y) * p.k + i] = list[i];
+    }
+  }
+}

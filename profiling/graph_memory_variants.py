@@ -1,0 +1,139 @@
+"""Variants of the plans of `cukit.graph_memory`, beside one another on one GPU.
+
+    python -m profiling.graph_memory_variants [parts]
+
+`parts`: only the launches of a retrieval, each alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import partial
+from typing import Any
+
+from cukit.analyzer.benchmark import KernelBenchmark, Sampling
+from cukit.core.arrays import empty
+from cukit.graph_memory import diffusion, retrieve
+from cukit.graph_memory.diffusion import DiffuseConfig
+from profiling.cases.graph_memory import DTYPE, _graph
+from profiling.data import normal
+
+
+def compare(name: str, arms: dict[str, Any]) -> None:
+    """Prints the median of each arm."""
+    sampling = Sampling(rounds=2, budget_ms=40.0, min_samples=5, max_samples=20, pause_s=0.1)
+    benchmark = KernelBenchmark(warmup_iters=1, sampling=sampling)
+    expected = next(iter(arms.values()))
+    for record in benchmark.compare(("graph_memory", name, "", DTYPE), arms, expected):
+        print(f"{name:24} {record['impl']:28} {record['median_us']:9.1f} us", flush=True)
+
+
+def diffusion_arms() -> dict[str, Any]:
+    """Slices of other widths."""
+    memory = normal((65536, 256), DTYPE)
+    transition = _graph(memory, 65536, 32)
+    arms = {}
+    for lanes, together in ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)):
+
+        def plan(*_: Any, lanes: int = lanes, together: int = together) -> DiffuseConfig:
+            return DiffuseConfig(DTYPE, 8, lanes, together)
+
+        call = partial(diffusion.graph_diffusion, memory, transition)
+        arms[f"{lanes} lanes, {together} together"] = _planned(
+            diffusion, "plan_diffusion", plan, call
+        )
+    return arms
+
+
+def retrieval_arms(num_queries: int) -> dict[str, Any]:
+    """Other numbers of stages and blocks."""
+    queries, memory = normal((num_queries, 128), DTYPE), normal((1_000_000, 128), DTYPE)
+    plain = retrieve.plan_maxima
+    arms = {}
+    for label, changes in (
+        ("plan", {}),
+        ("3 stages", {"stages": 3}),
+        ("2 stages", {"stages": 2}),
+        ("64 rows", {"rows": 64, "row_warps": 2}),
+        ("half the blocks", {"blocks": 66}),
+    ):
+
+        def plan(*args: Any, changes: dict[str, Any] = changes) -> Any:
+            return dataclasses.replace(plain(*args), **changes)
+
+        call = partial(retrieve.retrieve_top_k, queries, memory, 64)
+        arms[label] = _planned(retrieve, "plan_maxima", plan, lambda call=call: call().scores)
+    return arms
+
+
+def print_parts(num_queries: int, k: int = 64) -> None:
+    """Each launch of a retrieval alone."""
+    queries, memory = normal((num_queries, 128), DTYPE), normal((1_000_000, 128), DTYPE)
+    ((_, launches),) = retrieve._prepare(queries, memory, k)
+    maxima = empty(queries, (num_queries, launches.groups), "float32")
+    keys = empty(queries, (num_queries, launches.parts, k), "uint64")
+    joined = empty(queries, (num_queries, k), "uint64") if launches.join else keys
+    rescored = empty(queries, (num_queries, k, retrieve.GROUP), "uint64")
+    scores, indices = (empty(queries, (num_queries, k), dtype) for dtype in ("float32", "int32"))
+
+    def maximise() -> Any:
+        launches.maxima(queries, memory, maxima)
+        return maxima
+
+    def select() -> Any:
+        launches.select(maxima, None, keys, None, None)
+        return maxima
+
+    def join() -> Any:
+        launches.join(None, keys, joined, None, None)
+        return maxima
+
+    def rescore() -> Any:
+        launches.rescore(queries, memory, joined, rescored)
+        return maxima
+
+    def last() -> Any:
+        launches.last(None, rescored, None, scores, indices)
+        return maxima
+
+    arms = {"maxima": maximise, "select": select, "join": join, "rescore": rescore, "last": last}
+    if launches.join is None:
+        del arms["join"]
+    for arm in arms.values():
+        arm()
+    compare(f"parts, {num_queries}", arms)
+
+
+def _planned(module: Any, name: str, plan: Any, call: Any) -> Any:
+    """`call` with another plan: launches are remembered by description, so they are kept apart."""
+    memory: dict[str, Any] = {}
+
+    def planned() -> Any:
+        prepare, own = module._prepare, memory.get("prepare")
+        if own is None:
+            kept = getattr(module, name)
+            setattr(module, name, plan)
+            try:
+                own = memory["prepare"] = module.launch_plan(prepare.__wrapped__)
+                module._prepare = own
+                return call()
+            finally:
+                module._prepare = prepare
+                setattr(module, name, kept)
+        module._prepare = own
+        try:
+            return call()
+        finally:
+            module._prepare = prepare
+
+    return planned
+
+
+if __name__ == "__main__":
+    print_parts(256)
+    print_parts(1)
+    if "parts" not in sys.argv[1:]:
+        compare("graph_diffusion", diffusion_arms())
+        compare("retrieve_top_k, 256", retrieval_arms(256))
+        compare("retrieve_top_k, 1", retrieval_arms(1))

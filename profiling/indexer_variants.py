@@ -1,0 +1,87 @@
+"""Times tilings of `indexer_kl` and its backward beside the one that their plan takes:
+
+    python -m profiling.indexer_variants
+
+An arm `M-N-KEYS-QUERIES-BLOCKS[-wgmma]` has M queries and N keys in a tile of the sweep, KEYS and QUERIES in
+one of the keys' gradient, BLOCKS thread blocks an SM. Nothing is written; outcomes go into
+profiling/notes/attention_distillation.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from cukit.attention import indexer_plan
+from cukit.attention.indexer_plan import IndexerTiling
+from profiling.case import Call, Case, Workload
+from profiling.cases.indexer_kl import Shape, backward_case, forward_case
+from profiling.run import Runner, run_cases
+
+TILINGS = (
+    IndexerTiling(128, 64, 128, 64),
+    IndexerTiling(128, 64, 128, 64, 2, wgmma=True),
+)
+
+SHAPES = (Shape(1, 4096, 32, 8, 128, 16, 128),)
+
+
+def _with_tilings(case: Case) -> Case:
+    def build() -> Workload:
+        workload = case.build()
+        ours = workload.arms["cukit"]
+        arms: dict[str, Callable[[], Call]] = {
+            name: arm for name, arm in workload.arms.items() if name != "torch-compile"
+        }
+        for tiling in TILINGS:
+            name = "-".join(map(str, (tiling.tile_m, tiling.tile_n, tiling.key_tile, tiling.tile_q)))
+            name += f"-{tiling.blocks_per_sm}{'-wgmma' if tiling.wgmma else ''}"
+            arms[name] = partial(_arm, ours, tiling)
+        return Workload(arms, workload.expected, workload.tolerance)
+
+    return replace(case, build=build)
+
+
+def _arm(ours: Callable[[], Call], tiling: IndexerTiling) -> Call:
+    """Our own call with launches of its own, which are not remembered."""
+    from cukit.attention import indexer_kl, indexer_kl_backward
+
+    modules = [sys.modules[each.__module__] for each in (indexer_kl, indexer_kl_backward)]
+    call = ours()
+    original: Any = modules[0].prepare_indexer  # type: ignore[attr-defined]
+    memory: dict[bool, Any] = {}
+
+    def prepare(op: str, *args: Any) -> Any:
+        backward = op.endswith("backward")
+        if backward not in memory:
+            with mock.patch.dict(indexer_plan.WARPGROUP_TILINGS, {128: tiling}):
+                memory[backward] = original.__wrapped__(op, *args)
+        return memory[backward]
+
+    def run() -> Any:
+        kept = [module.prepare_indexer for module in modules]  # type: ignore[attr-defined]
+        for module in modules:
+            module.prepare_indexer = prepare  # type: ignore[attr-defined]
+        try:
+            return call()
+        finally:
+            for module, before in zip(modules, kept, strict=True):
+                module.prepare_indexer = before  # type: ignore[attr-defined]
+
+    return run
+
+
+def main() -> int:
+    """Runs the comparison."""
+    cases = [
+        _with_tilings(make(shape)) for shape in SHAPES for make in (forward_case, backward_case)
+    ]
+    return run_cases(cases, Runner())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

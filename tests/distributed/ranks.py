@@ -1,0 +1,35 @@
+"""Ranks as threads of the test's process, which start at once where processes take a second."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from cukit.distributed import HostCommunicator, Ranks
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(
+    size: int, work: Callable[[HostCommunicator], Any], *, port: int | None = None
+) -> list[Any]:
+    """What `work` returns on each of `size` ranks; the first error of one is raised."""
+    where = free_port() if port is None else port
+
+    def one(rank: int) -> Any:
+        ranks = Ranks(rank, size, rank, port=where, job=f"test {where}")
+        comm = HostCommunicator(ranks, timeout_seconds=20)
+        try:
+            return work(comm)
+        finally:
+            comm.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(one, range(size)))
