@@ -31,8 +31,8 @@
 // Tensor maps: q as [batch, seq_q * heads_q, 576] and the cache as [blocks, 64, 576], with CODES
 //   [blocks, 64, 656] of bytes; boxes [1, 64, 64], of the cache [1, 64 / CLUSTER, 64], of bytes
 //   [1, 64, 128]. A block outside the cache reads as zeros, but for codes.
-// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16, CLUSTER 1
-//   and EARLY 1; EARLY 1|2; PREFETCH 0|1;
+// Macros: DTYPE float16|bfloat16; CODES 0|1, then DTYPE bfloat16, CLUSTER 1, EARLY 1 and PREFETCH 0;
+//   EARLY 1|2; PREFETCH 0|1;
 //   PRODUCER_REGISTERS; TEAM a divisor of the grid and of the tiles of a request; CLUSTER 1|2 a divisor
 //   of TEAM; CAUSAL 0|1; THREADS = 384.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and grid.
@@ -157,12 +157,12 @@ struct ParkedShare {
 // What the warpgroups tell each other about rows.
 struct Exchange {
   ParkedShare shares[THREADS / cukit::kWarpSize];
-  int share_units;  // of a team's whole share
+  int share_units;          // of a team's whole share
   float maxima[2][kRows];   // by the warpgroup that owns the page
   float sums[2][2][kRows];  // by the parity of a piece, then by warpgroup
 #if CODES
-  int units[kStages][2];                             // of pages, for the readers of each half
-  unsigned query_tops[Block::kConsumerWarps];        // bits of the largest query that a warp met
+  int units[kStages][2];  // of pages, for the readers of each half
+  unsigned query_tops[Block::kConsumerWarps];  // bits of the largest query that a warp met
 #endif
 };
 
@@ -214,10 +214,7 @@ CUKIT_DEVICE void decode_page(Barriers& barriers, Exchange& exchange, CodedPage&
   const bool leads = threadIdx.x % cukit::kWarpSize == 0;
   if (leads && CodedPage::first_row() == 0) exchange.units[at.index][half] = coded.unit;
 #pragma unroll
-  for (int i = 0; i < CodedPage::kRows; ++i) {
-    coded.store<PageTile>(i, tile, ratios);
-    if (i % 4 == 3) __syncwarp();  // keeps the compiler from starting all conversions at once
-  }
+  for (int i = 0; i < CodedPage::kRows; ++i) coded.store<PageTile>(i, tile, ratios);
   cukit::fence_proxy_async();
   __syncwarp();
   if (leads) barriers.sections[half].commit(at);
@@ -240,7 +237,6 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const int pages = min(piece.end, (piece.place.request.seq_kv + kPage - 1) / kPage);
     const auto block_of = [&](int page) { return page < pages ? row[page] : 0; };
     int block = block_of(piece.begin);
-    int next = block_of(piece.begin + 1);
     if (starts) {
       const cukit::PipelineState<1> q_at = parked.queries();
       barriers.queries.acquire(q_at);
@@ -248,9 +244,20 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
                       {piece.place.b, (piece.place.problem * TEAM + member) * kRows}, kWidth);
     }
 #if CODES
+    const int* entry = row + piece.begin;
+    int keys = piece.place.request.seq_kv - piece.begin * kPage;  // from the page on
     CodedPage coded;
     coded.load(arrays.cache + block * params.cache_block);
-#endif
+#pragma unroll 1
+    for (int left = piece.end - piece.begin; left > 0; --left, ++count, keys -= kPage) {
+      if (starts) load_section(barriers, kRopeSection, count, tiles, cache, kRopeColumn, block);
+      __syncwarp();
+      if (left > 1) block = *++entry;  // read long before it is used
+      decode_page(barriers, exchange, coded, keys, count, tiles);
+      if (left > 1) coded.load(arrays.cache + block * params.cache_block);
+    }
+#else
+    int next = block_of(piece.begin + 1);
 #pragma unroll 1
     for (int page = piece.begin; page < piece.end; ++page, ++count) {
       const int after = block_of(page + 2);  // read long before it is used
@@ -262,23 +269,16 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
           }
         }
         load_section(barriers, kRopeSection, count, tiles, cache, kRopeColumn, block);
-      }
-#if CODES
-      __syncwarp();
-      decode_page(barriers, exchange, coded, piece.place.request.seq_kv - page * kPage, count, tiles);
-      if (page + 1 < piece.end) coded.load(arrays.cache + next * params.cache_block);
-#else
-      if (starts) {
         const int half = count % kStages;  // of the page's owner, which is first
 #pragma unroll 1
         for (int turn = 0; turn < 2; ++turn) {
           load_section(barriers, half ^ turn, count, tiles, cache, (half ^ turn) * kHalf, block);
         }
       }
-#endif
       block = next;
       next = after;
     }
+#endif
   }
 }
 

@@ -67,7 +67,7 @@ struct CodedPage {
   }
 
   // Renews the unit for a page of which the first `keys` rows count, and returns its scales in this
-  // unit: of token lane + 32 i the two of this half, float16.
+  // unit: of token lane + first_row() + 32 i the two of this half, float16.
   CUKIT_DEVICE void begin(unsigned (&ratios)[2], int keys) {
     unsigned top = 0;
 #pragma unroll
@@ -89,7 +89,8 @@ struct CodedPage {
     for (int i = 0; i < 2; ++i) {
       const unsigned low = half() ? scales[i].z : scales[i].x;
       const unsigned high = half() ? scales[i].w : scales[i].y;
-      ratios[i] = pack<__half>(__uint_as_float(low) * by, __uint_as_float(high) * by);
+      const unsigned pair = pack<__half>(__uint_as_float(low) * by, __uint_as_float(high) * by);
+      ratios[i] = __shfl_down_sync(kFullMask, pair, first_row());
     }
   }
 
@@ -97,8 +98,7 @@ struct CodedPage {
   template <typename PageTile>
   CUKIT_DEVICE void store(int i, unsigned char* page, const unsigned (&ratios)[2]) const {
     const unsigned lane = threadIdx.x % kWarpSize;
-    const unsigned row = kWarps * i + first_row();
-    const unsigned pair = __shfl_sync(kFullMask, ratios[i / (kRows / 2)], row % kWarpSize);
+    const unsigned pair = __shfl_sync(kFullMask, ratios[i / (kRows / 2)], kWarps * i % kWarpSize);
     const unsigned ratio = permute_bytes(pair, pair, lane < kWarpSize / 2 ? 0x1010 : 0x3232);
     unsigned values[4];
     unsigned pairs[2];

@@ -64,21 +64,6 @@ CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arra
   __syncthreads();
 }
 
-// The same into L2, long before they are loaded.
-CUKIT_DEVICE void prefetch_queries(const Rows& rows, const Arrays& arrays,
-                                   const cukit::PagedParameters& params) {
-  constexpr int kLineColumns = 128 / sizeof(T);
-  constexpr int kLines = (HEAD_DIM + kLineColumns - 1) / kLineColumns;  // of a row
-  for (int index = threadIdx.x; index < rows.count * kLines; index += kThreads) {
-    const int row = index / kLines;
-    const int column = index % kLines * kLineColumns;
-    if (PADDED && column >= params.head_dim) continue;
-    cukit::prefetch_l2(arrays.q + column +
-                       cukit::offset_of(params.q, rows.b, rows.query(row, params),
-                                        rows.head(row, params)));
-  }
-}
-
 // A lane's share of a step's scales: element [m][half] is of key 16 m + 8 half + lane / 4.
 template <typename F>
 using Scales = float[F::kKeyTiles][2];
@@ -295,9 +280,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_atte
   Share share{Place::find(first_unit, lengths, params), first_unit,
               min(total, first_unit + share_units)};
 
-  // Behind the copies of keys the first queries would wait for all of these. (With more tiles of
-  // queries registers are scarce, and steps are long.)
-  if constexpr (QUERY_TILES == 1) prefetch_queries(Rows(share.place, params), arrays, params);
   Loader loader(share, cukit::shared_address(ring), places[warp], arrays, params);
 #pragma unroll 1  // the machine code of one start is long, and has to be fetched once
   for (int i = 0; i < STAGES - 1; ++i) {
