@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from cukit.core.any_library import on_any_library
 from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 from cukit.core.support import ANY_KERNEL, Support, declare_support
@@ -20,7 +21,8 @@ class Op:
     name: e.g. `"rms_norm_backward"`.
     family: the folder it lives in: layers, attention, gemm, distill...
     function: what users call. Dispatches on the arrays' device by itself.
-    reference: plain array code with the same meaning; fallback and oracle.
+    reference: plain array code with the same meaning; fallback and oracle. Takes arrays of any
+        library that follows the array API standard.
     specs: representative kernel variants for a device; what `cukit compile` and CI compile.
         Empty for ops that are thin calls to a vendor library.
     support: the architectures that have a kernel.
@@ -68,7 +70,7 @@ def register(
     """Adds an op at import of its module. Raises ConfigError for a name already taken."""
     if name in _OPS:
         raise ConfigError(f"register: the op {name!r} exists already")
-    _OPS[name] = Op(name, family, function, reference, specs, support)
+    _OPS[name] = Op(name, family, function, on_any_library(reference), specs, support)
     declare_support(name, support)
 
 

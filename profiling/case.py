@@ -48,7 +48,7 @@ every input read once and every output written once; a peer must do the same wor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cukit.analyzer.results import CaseKey
@@ -79,6 +79,10 @@ class Workload:
 
     tolerance: float = 1e-2
     """Largest ||out - expected|| / ||expected|| of any output that counts as correct."""
+
+    views: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """Name of an implementation -> what of its outputs is compared, where it is not the outputs
+    themselves: tokens drawn with other random numbers, say."""
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,7 @@ class Runner:
             clock=case.clock,
             pause_s=HOT_PAUSE_S if case.flops else COOL_PAUSE_S,
             on_failure=lambda name, error: self._broken(case, name, error),
+            views=workload.views,
         )
         for record in records:
             if record["impl"] == OURS and not record["correct"]:

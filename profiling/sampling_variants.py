@@ -2,15 +2,14 @@
 
     python -m profiling.sampling_variants
 
-An arm `CxT` has C blocks of T threads a row. FlashInfer runs where it is installed; it draws other
-tokens from the same distribution, so its tokens are only counted among those that may be drawn.
+An arm `CxT` has C blocks of T threads a row; `s` before it streams rows. FlashInfer runs where it
+is installed; it draws with random numbers of its own (a star says that tokens differ).
 Nothing is written; outcomes go into profiling/notes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,15 +20,15 @@ import numpy as np
 from cukit.analyzer.benchmark import KernelBenchmark
 from cukit.errors import CukitError
 from cukit.sampling import sample as module_function
-from cukit.sampling.plan import SampleConfig, plan_sample
-from profiling import peers
+from cukit.sampling.plan import SampleConfig, plan_sample, stream_bytes
 from profiling.case import Call, PeerMissing
-from profiling.cases.sampling import PLAIN, SPREAD, TOP_K_TOP_P, TOP_P
+from profiling.cases.sampling import PLAIN, SPREAD, TOP_K_TOP_P, TOP_P, flashinfer_arms
 from profiling.data import array_module, normal
 
 VOCAB_SIZE = 128256
 BATCHES = (1, 64, 256)
-SPLITS = ((4, 1024), (8, 512), (8, 1024))
+SPLITS = ((4, 1024), (8, 512))
+STREAMS = ((1, 512), (2, 512), (4, 512), (8, 512), (1, 1024), (2, 1024))
 OPTIONS: dict[str, dict[str, Any]] = {
     "top-k 50, top-p 0.9": TOP_K_TOP_P,
     "top-p 0.9": TOP_P,
@@ -41,14 +40,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def main(batches: tuple[int, ...] = BATCHES, vocab_size: int = VOCAB_SIZE) -> None:
+def main(
+    batches: tuple[int, ...] = BATCHES,
+    vocab_size: int = VOCAB_SIZE,
+    only: tuple[str, ...] = tuple(OPTIONS),
+) -> None:
     """Prints a line for each shape and set of options: microseconds of each arm."""
     benchmark = KernelBenchmark(warmup_iters=1, benchmark_iters=10)
     for spread in (SPREAD, 1.0):
         for batch in batches:
             logits = normal((batch, vocab_size), "float32", spread)
             for name, options in OPTIONS.items():
-                if spread != SPREAD and options != TOP_P:
+                if name not in only or (spread != SPREAD and options != TOP_P):
                     continue
                 _time(benchmark, f"{batch}x{vocab_size} spread {spread:g}", name, logits, options)
 
@@ -59,15 +62,19 @@ def _time(
     seed = array_module().arange(len(logits), dtype=np.int64)
     ours = partial(_tokens, logits, seed, options)
     arms: dict[str, Call] = {"plan": ours}
-    if name in ("top-k 50, top-p 0.9", "top-p 0.9"):
-        for split in SPLITS:
-            try:
-                arms["{}x{}".format(*split)] = _with_split(ours, split)
-            except CukitError as error:
-                print(f"{split}: {error}", file=sys.stderr)
+    splits: dict[str, tuple[int, int, bool]] = {}
+    if name == "top-p 0.9":
+        splits = {"{}x{}".format(*split): (*split, False) for split in SPLITS}
+    elif name == "top-k 50, top-p 0.9":
+        splits = {"s{}x{}".format(*split): (*split, True) for split in STREAMS}
+    for arm, split in splits.items():
+        try:
+            arms[arm] = _with_split(ours, *split)
+        except CukitError as error:
+            print(f"{arm}: {error}", file=sys.stderr)
     if "log" not in name:
         try:
-            arms |= _flashinfer(logits, options)
+            arms |= {arm: make() for arm, make in flashinfer_arms(logits, options).items()}
         except PeerMissing as error:
             print(error, file=sys.stderr)
     failures: list[str] = []
@@ -90,7 +97,7 @@ def _tokens(logits: Any, seed: Any, options: dict[str, Any]) -> Any:
     return module_function(logits, seed=seed, **options).tokens
 
 
-def _with_split(ours: Call, split: tuple[int, int]) -> Call:
+def _with_split(ours: Call, cluster: int, threads: int, streamed: bool) -> Call:
     """Our own call with a plan of its own."""
     import importlib
 
@@ -98,14 +105,16 @@ def _with_split(ours: Call, split: tuple[int, int]) -> Call:
 
     def plan(num_rows: int, vocab_size: int, dtype: str, vec: int, device: Any, **kind: Any) -> Any:
         config = plan_sample(num_rows, vocab_size, dtype, vec, device, **kind)
-        return resplit(config, vocab_size, device.shared_bytes_per_block, *split)
+        return resplit(
+            config, vocab_size, device.shared_bytes_per_block, cluster, threads, streamed=streamed
+        )
 
     with mock.patch.object(module, "plan_sample", plan):
         module._prepare.forget()
         prepared: dict[Any, Any] = {}
         original = module._prepare
         logits, *_ = ours.args  # type: ignore[attr-defined]
-        prepared["plan"] = original(logits, None)
+        prepared["plan"] = original(logits, None, streamed)
         module._prepare.forget()
 
     def call() -> Any:
@@ -116,34 +125,22 @@ def _with_split(ours: Call, split: tuple[int, int]) -> Call:
 
 
 def resplit(
-    config: SampleConfig, vocab_size: int, shared_bytes: int, cluster: int, threads: int
+    config: SampleConfig,
+    vocab_size: int,
+    shared_bytes: int,
+    cluster: int,
+    threads: int,
+    *,
+    streamed: bool = False,
 ) -> SampleConfig:
     """A plan with other blocks."""
     iterations = -(-vocab_size // (cluster * threads * config.vec))
-    other = replace(config, cluster=cluster, threads=threads, iterations=iterations, resident=True)
+    other = replace(
+        config, cluster=cluster, threads=threads, iterations=iterations, resident=not streamed
+    )
+    if streamed:
+        return replace(other, stream_bytes=stream_bytes(vocab_size, other))
     return other if other.shared_bytes <= shared_bytes else replace(other, resident=False)
-
-
-def _flashinfer(logits: Any, options: dict[str, Any]) -> dict[str, Call]:
-    """FlashInfer's ways to do the same, the softmax included."""
-    torch, theirs = peers.torch(), peers.optional("flashinfer.sampling")
-    x = peers.to_torch(logits)
-    softmax: Callable[..., Any] = getattr(theirs, "softmax", lambda z: torch.softmax(z, dim=-1))
-    if "top_k" in options and "top_p" in options:
-        k, p = options["top_k"], options["top_p"]
-        return {
-            "flashinfer-top-k-first": lambda: theirs.top_k_top_p_sampling_from_logits(x, k, p),
-            "flashinfer-joint": lambda: theirs.top_k_top_p_sampling_from_logits(
-                x, k, p, filter_apply_order="joint"
-            ),
-        }
-    if "top_k" in options:
-        k = options["top_k"]
-        return {"flashinfer": lambda: theirs.top_k_sampling_from_probs(softmax(x), k)}
-    if "top_p" in options:
-        p = options["top_p"]
-        return {"flashinfer": lambda: theirs.top_p_sampling_from_probs(softmax(x), p)}
-    return {"flashinfer": lambda: theirs.sampling_from_logits(x)} if not options else {}
 
 
 if __name__ == "__main__":

@@ -285,16 +285,21 @@ def _is_aligned(array: Array) -> bool:
     return bool(array.data.ptr % array.itemsize == 0)
 
 
-def check_arrays(op: str, name: str, arrays: Any) -> None:
-    """Raises ArrayError unless `arrays` is a list or tuple of NumPy or CuPy arrays."""
+def adopt_arrays(op: str, name: str, arrays: Any) -> list[Array]:
+    """The members of a list or tuple as :func:`adopt` takes them.
+
+    Raises ArrayError for anything else, None included.
+    """
     if not isinstance(arrays, (list, tuple)):
         raise ArrayError(f"{op}: {name} must be a list of arrays, got {type(arrays).__name__}")
     known = _known_types()
     for index, array in enumerate(arrays):
-        if type(array) not in known:
+        if type(array) not in known and not hasattr(array, "__dlpack__"):
             raise ArrayError(
-                f"{op}: {name}[{index}] must be a NumPy or CuPy array, got {type(array).__name__}"
+                f"{op}: {name}[{index}] must be a NumPy or CuPy array or a DLPack tensor, "
+                f"got {type(array).__name__}"
             )
+    return [array for array in adopt(op, *arrays) if array is not None]
 
 
 def write_out(out: Array | None, value: Array) -> Array:

@@ -16,8 +16,8 @@ from cukit.core.arrays import (
     KERNEL_DTYPES,
     Array,
     address_of,
+    adopt_arrays,
     check_array,
-    check_arrays,
     float32,
     float64,
     identify,
@@ -111,9 +111,15 @@ def adamw(
     _check_options(lr, beta1, beta2, eps, weight_decay, step, grad_scale)
     if not isinstance(state, AdamWState):
         raise ConfigError(f"{_OP}: state must be an AdamWState, got {type(state).__name__}")
+    params = adopt_arrays(_OP, "params", params)
+    grads = adopt_arrays(_OP, "grads", grads)
+    state = AdamWState(
+        *(
+            adopt_arrays(_OP, f"state.{name}", getattr(state, name))
+            for name in ("master", "exp_avg", "exp_avg_sq")
+        )
+    )
     lists = (params, grads, state.master, state.exp_avg, state.exp_avg_sq)
-    for name, column in zip(("params", "grads"), lists[:2], strict=True):
-        check_arrays(_OP, name, column)
     if len({len(arrays) for arrays in lists}) != 1:
         raise ArrayShapeError(
             f"{_OP}: params, grads and state must be of one length, got {[len(x) for x in lists]}"

@@ -12,8 +12,8 @@ from cukit.core.arrays import (
     FLOAT_DTYPES,
     KERNEL_DTYPES,
     Array,
+    adopt_arrays,
     check_array,
-    check_arrays,
     float32,
     float64,
     identify,
@@ -64,9 +64,10 @@ def ema_update(
     array([0.25, 0.25], dtype=float32)
     """
     check_number(_OP, "decay", decay, least=0, most=1)
+    averages = adopt_arrays(_OP, "averages", averages)
+    values = adopt_arrays(_OP, "values", values)
+    copies = None if copies is None else adopt_arrays(_OP, "copies", copies)
     lists = (averages, values) if copies is None else (averages, values, copies)
-    for name, column in zip(("averages", "values", "copies"), lists, strict=False):
-        check_arrays(_OP, name, column)
     if len({len(arrays) for arrays in lists}) != 1:
         raise ArrayShapeError(
             f"{_OP}: averages, values and copies must be of one length, got "

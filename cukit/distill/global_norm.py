@@ -12,8 +12,8 @@ from cukit.core.arrays import (
     FLOAT_DTYPES,
     KERNEL_DTYPES,
     Array,
+    adopt_arrays,
     check_array,
-    check_arrays,
     empty,
     identify,
     namespace,
@@ -50,7 +50,7 @@ def global_norm(grads: Sequence[Array]) -> Array:
     >>> float(global_norm([np.full(4, 1.0, np.float32), np.full(5, 1.0, np.float32)]))
     3.0
     """
-    check_arrays(_OP, "grads", grads)
+    grads = adopt_arrays(_OP, "grads", grads)
     if not grads:
         raise ArrayShapeError(f"{_OP}: grads must hold at least one array")
     if not runs_kernel(_OP, *grads):

@@ -110,6 +110,19 @@ def sample(
     return Sample(tokens, drawn, top_tokens, top_logprobs)
 
 
+def kept_tokens(
+    logits: Array,
+    *,
+    temperature: Array | float = 1.0,
+    top_k: Array | int | None = None,
+    top_p: Array | float | None = None,
+    min_p: Array | float | None = None,
+) -> Array:
+    """bool [batch, vocab_size]: which tokens the options leave."""
+    xp = array_namespace(logits)
+    return _Rows(xp, logits.astype(np.float64), temperature, top_k, top_p, min_p).weights > 0
+
+
 def speculative_verify(
     draft_tokens: Array,
     logits: Array,

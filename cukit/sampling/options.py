@@ -62,6 +62,10 @@ class RequestOptions:
             if hasattr(value, "shape"):
                 check_array(op, name, value, dtypes=_dtypes(name), shape=(batch,))
 
+    def is_number(self, name: str) -> bool:
+        """Whether the option is the same for all requests."""
+        return not hasattr(self.values.get(name), "shape")
+
     def pointers(self) -> list[Array | None]:
         """Arguments of the kernel: the arrays, NULL for numbers."""
         return [

@@ -26,7 +26,13 @@ from cukit.reference import sampling as reference
 from cukit.reference.sampling import Sample
 from cukit.registry import register
 from cukit.sampling.options import RequestOptions
-from cukit.sampling.plan import MOST_LISTED, MOST_TOKENS, SampleConfig, plan_sample
+from cukit.sampling.plan import (
+    MOST_BEST,
+    MOST_LISTED,
+    MOST_TOKENS,
+    SampleConfig,
+    plan_sample,
+)
 
 _STRUCTS = parameter_structs("sampling/parameters.cuh")
 _COUNT_THREADS = 256
@@ -142,7 +148,8 @@ def sample(
     if top_n > MOST_LISTED:
         raise ConfigError(f"{op}: logprobs must be at most {MOST_LISTED} on the GPU, got {top_n}")
     batch, vocab_size = logits.shape
-    prepared = _prepare(logits, history)
+    few = _wants_few(options, top_n)
+    prepared = _prepare(logits, history, few)
     counts = NULL
     if prepared.count_tokens is not None:
         counts = empty(logits, (batch, vocab_size), int32)
@@ -202,8 +209,15 @@ class _Prepared(NamedTuple):
     config: SampleConfig
 
 
+def _wants_few(options: RequestOptions, top_n: int) -> bool:
+    """Whether rows need their first tokens alone, or may: other rows are read more than once."""
+    greedy = options.is_number("temperature") and options.number("temperature") == 0
+    listed = not options.is_number("top_k") or 0 < options.number("top_k") <= MOST_BEST
+    return (greedy or listed) and top_n <= MOST_BEST
+
+
 @launch_plan
-def _prepare(logits: Array, history: Array | None) -> _Prepared:
+def _prepare(logits: Array, history: Array | None, few: bool) -> _Prepared:
     batch, vocab_size = logits.shape
     config = plan_sample(
         batch,
@@ -212,6 +226,7 @@ def _prepare(logits: Array, history: Array | None) -> _Prepared:
         access_width(vocab_size, logits),
         current_device(),
         penalized=history is not None,
+        few=few,
     )
     launch = Launch(load_kernel(config.spec()), (batch * config.cluster,))
     if history is None:
@@ -270,15 +285,19 @@ def check_limits(op: str, logits: Array, options: RequestOptions) -> None:
 
 def _specs(device: Device) -> list[KernelSpec]:
     rows = [
-        plan_sample(rows, vocab, dtype, vec, device, penalized=penalized)
-        for rows, vocab, dtype, vec, penalized in (
-            (1, 128256, "float32", 4, False),
-            (256, 128256, "float32", 4, False),
-            (256, 128256, "float32", 4, True),
-            (64, 151936, "bfloat16", 8, False),
-            (256, 50257, "float16", 1, False),
-            (4, 512, "float32", 4, False),
-            (4, 1 << 20, "bfloat16", 8, True),
+        plan_sample(rows, vocab, dtype, vec, device, penalized=penalized, few=few)
+        for rows, vocab, dtype, vec, penalized, few in (
+            (1, 128256, "float32", 4, False, False),
+            (1, 128256, "float32", 4, False, True),
+            (64, 128256, "float32", 4, False, True),
+            (256, 128256, "float32", 4, False, False),
+            (256, 128256, "float32", 4, False, True),
+            (256, 128256, "float32", 4, True, False),
+            (64, 151936, "bfloat16", 8, False, False),
+            (256, 128256, "bfloat16", 8, False, True),
+            (256, 50257, "float16", 1, False, False),
+            (4, 512, "float32", 4, False, False),
+            (4, 1 << 20, "bfloat16", 8, True, False),
         )
     ]
     return [*(config.spec() for config in rows), _count_spec()]

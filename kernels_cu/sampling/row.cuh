@@ -4,10 +4,15 @@
 // in their order are sums over tokens in theirs.
 //
 // Macros: DTYPE; VEC, logits an access, a divisor of the vocabulary; THREADS, CLUSTER; RESIDENT 0|1: the
-// row stays in shared memory, as floats, once it has been read; PENALIZED 0|1.
+// row stays in shared memory, as floats, once it has been read; PENALIZED 0|1; ATOM, vectors of a lane in an atom.
+//
+// Atoms are the row's smallest shares where tokens need no order: ATOM * 32 * VEC neighbouring tokens, of which
+// lane l takes vectors l, l + 32, ... The sum of a lane's weights in an atom is a float and has nothing to do with
+// how atoms are shared out; sums of such sums are integers.
 #pragma once
 
 #include "common/platform.cuh"
+#include "common/ptx/max_nan.cuh"
 #include "common/types.cuh"
 #include "sampling/parameters.cuh"
 #include "sampling/team.cuh"
@@ -32,8 +37,26 @@ struct Penalties {
   }
 };
 
+constexpr int kAtomTokens = ATOM * kWarpSize * VEC;
+
+// A lane's share of an atom: its largest logit, and the sum of its weights where that one's is 1.
+struct Part {
+  float largest, sum;
+};
+
+// In units of 2^-kScale of the weight of the row's `largest` logit.
+CUKIT_DEVICE Weight weight_of(const Part& part, float largest, float slope) {
+  if (!(part.sum > 0.0f)) return 0;
+  const float weight = part.sum * exp2f((part.largest - largest) * slope);
+  return static_cast<Weight>(weight * static_cast<float>(1ull << kScale));
+}
+
 class Row {
  public:
+  struct Atom {
+    Vec<element_t, VEC> vectors[ATOM];
+  };
+
   // values: shared memory for iterations * THREADS * VEC floats, with RESIDENT.
   CUKIT_DEVICE Row(const element_t* logits, const Penalties& penalties, float* values, int rank,
                    const SampleParameters& p)
@@ -101,6 +124,92 @@ class Row {
 #pragma unroll
       for (int j = 0; j < VEC; ++j) body(x[j], column(i) + j);
     }
+  }
+
+  // The first token of this lane in an atom, and that of vector u.
+  CUKIT_DEVICE int first_of(int atom) const {
+    return atom * kAtomTokens + static_cast<int>(threadIdx.x) % kWarpSize * VEC;
+  }
+  CUKIT_DEVICE int column_of(int first, int u) const { return first + u * (kWarpSize * VEC); }
+
+  // -infinity behind the vocabulary.
+  CUKIT_DEVICE void load_atom(Atom& atom, int first) const {
+    if (first - first % kAtomTokens + kAtomTokens <= columns_) {
+#pragma unroll
+      for (int u = 0; u < ATOM; ++u) load(atom.vectors[u], logits_ + column_of(first, u));
+      return;
+    }
+#pragma unroll
+    for (int u = 0; u < ATOM; ++u) {
+      const int at = column_of(first, u);
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) atom.vectors[u][j] = from_float<element_t>(-infinity());
+      if (at < columns_) load(atom.vectors[u], logits_ + at);
+    }
+  }
+
+  // -0 stays -0.
+  CUKIT_DEVICE void values_of(float (&x)[VEC], const Atom& atom, int u, int first) const {
+    to_floats(x, atom.vectors[u]);
+    if constexpr (PENALIZED) {
+      const int at = column_of(first, u);
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) {
+        if (at < columns_) x[j] = penalties_.apply(x[j], at + j);
+      }
+    }
+  }
+
+  // NaN if there is one.
+  CUKIT_DEVICE float largest_of(const Atom& atom, int first) const {
+    float largest = -infinity();
+#pragma unroll
+    for (int u = 0; u < ATOM; ++u) {
+      float x[VEC];
+      values_of(x, atom, u, first);
+      float most = x[0];
+#pragma unroll
+      for (int j = 1; j < VEC; ++j) most = max_nan(most, x[j]);
+      largest = max_nan(largest, most);
+    }
+    return largest;
+  }
+
+  // Weights of this lane's tokens where that of `largest`, the largest of them, is 1.
+  CUKIT_DEVICE float sum_of(const Atom& atom, int first, float largest, float slope) const {
+    float sums[VEC];
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) sums[j] = 0.0f;
+#pragma unroll
+    for (int u = 0; u < ATOM; ++u) {
+      float x[VEC];
+      values_of(x, atom, u, first);
+#pragma unroll
+      for (int j = 0; j < VEC; ++j) sums[j] += exp2f((x[j] - largest) * slope);
+    }
+#pragma unroll
+    for (int stride = VEC / 2; stride > 0; stride /= 2) {
+#pragma unroll
+      for (int j = 0; j < stride; ++j) sums[j] += sums[j + stride];
+    }
+    return largest > -infinity() ? sums[0] : 0.0f;
+  }
+
+  // This thread's part of the sum of all weights, with the row's `largest` logit known.
+  CUKIT_DEVICE Weight weigh_atoms(int first_atom, int stride, float largest, float slope) const {
+    Weight sum = 0;
+    const int atoms = (columns_ + kAtomTokens - 1) / kAtomTokens;
+#pragma unroll 1
+    for (int atom = first_atom; atom < atoms; atom += stride) {
+      Atom vectors;
+      const int first = first_of(atom);
+      load_atom(vectors, first);
+      Part part;
+      part.largest = largest_of(vectors, first);
+      part.sum = sum_of(vectors, first, part.largest, slope);
+      sum += weight_of(part, largest, slope);
+    }
+    return sum;
   }
 
   // One logit, whoever has it.

@@ -12,16 +12,18 @@
 // arXiv:2407.01082 (min-p); Leviathan et al., arXiv:2211.17192 (drafts).
 //
 // Mapping: a cluster a row (row.cuh). A row is read once, where it is resident. Small top_k and the listed
-//   log-probabilities: each thread's largest logit bounds the top_k-th largest; block 0 collects what lies
-//   above the bound, 1024 tokens at most, sorts it and draws. Otherwise the cut is found by select.cuh and
-//   all threads add their weights up for the draw.
-// Shared memory: kWorkspaceBytes + RESIDENT * 4 * iterations * THREADS * VEC bytes, dynamic.
+//   log-probabilities: up to 128 tokens are taken from one reading of the row (best.cuh), up to 512 from
+//   block 0's list (select.cuh). Otherwise the cut is found by select.cuh and all threads add their weights
+//   up for the draw.
+// Shared memory, dynamic: kWorkspaceBytes + the larger of RESIDENT * 4 * iterations * THREADS * VEC bytes and
+//   STREAMED * 8 * ceil(ceil(atoms / CLUSTER) / warps) * THREADS bytes.
 // Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90); RESIDENT 0|1;
-//   PENALIZED 0|1; VERIFY 0|1: check drafts; BLOCKS_PER_SM. Minimum architecture: sm_80.
+//   PENALIZED 0|1; VERIFY 0|1: check drafts; ATOM: row.cuh; STREAMED 0|1: with best.cuh; BLOCKS_PER_SM.
+//   Minimum architecture: sm_80.
 // Reference: cukit/reference/sampling.py, sample and speculative_verify.
 #include "common/platform.cuh"
 #include "common/philox.cuh"
-#include "sampling/select.cuh"
+#include "sampling/best.cuh"
 
 namespace {
 
@@ -39,22 +41,23 @@ using T = cukit::element_t;
 constexpr unsigned kDraw = 0, kAccept = 1, kResample = 2;  // streams
 constexpr int kListed = 512;  // top_k up to here is taken from a sorted list
 
-// Of one request, from arrays where there are any.
-struct Options {
-  float slope;
-  int top_k;  // 0: all
-  float top_p;
-  uint64 least_weight;
-  uint64 seed, step;
-  bool valid;
-};
-
 template <typename V>
 CUKIT_DEVICE V option(const V* values, int request, V otherwise) {
   return values == nullptr ? otherwise : values[request];
 }
 
-// The results of the row, written by the threads that find them.
+// How a row is cut and drawn from.
+struct Draw {
+  float top_p;
+  uint64 least_weight;
+  uint64 seed, step;
+
+  CUKIT_DEVICE uint64 uniform(unsigned stream) const {
+    return cukit::philox_uint64(seed, step, stream);
+  }
+};
+
+// The results of a row, written by the threads that find them.
 struct Results {
   int* token;
   float* logprob;        // with p.logprobs
@@ -95,55 +98,64 @@ CUKIT_DEVICE void find_token(const Row& row, const Team::Sum& sum, uint64 place,
   }
 }
 
-// Cuts the sorted list of block 0 to what is kept, and draws from it.
+// Cuts the first `ranked` entries of an ordered list to what is kept, and draws from these, in the order of tokens.
+// Block 0 alone. weights: memory for `ranked`.
 template <typename Winner>
-CUKIT_DEVICE void draw_from_list(Workspace& space, const Selection& selection, int count,
-                                 const Options& options, uint64 uniform, const Winner& winner) {
+CUKIT_DEVICE void draw_from_list(const uint64* list, uint64* weights, uint64* scans,
+                                 const Selection& selection, const Draw& draw, int ranked,
+                                 const Winner& winner) {
   constexpr int kPer = cukit::kMost / THREADS;
-  uint64* by_token = reinterpret_cast<uint64*>(space.bins[0]);
-  uint64* weights = reinterpret_cast<uint64*>(space.bins[1]);
-  const int ranked = min(count, options.top_k);
   uint64 own[kPer], sum = 0, total;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
     const int at = threadIdx.x * kPer + j;
     own[j] = 0;
-    if (at < ranked) {
-      own[j] = selection.scaled(cukit::logit_of(static_cast<unsigned>(space.list[at] >> 32))).weight();
+    if (at < ranked && list[at] != cukit::kNoRank) {
+      own[j] = selection.scaled(cukit::logit_of(static_cast<unsigned>(list[at] >> 32))).weight();
     }
     sum += own[j];
   }
-  uint64 before = cukit::block_scan(sum, total, space.scans);
-  const uint64 target = options.top_p < 1.0f ? cukit::part_of(total, options.top_p) : total;
+  uint64 before = cukit::block_scan(sum, total, scans);
+  const uint64 target = draw.top_p < 1.0f ? cukit::part_of(total, draw.top_p) : total;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
     const int at = threadIdx.x * kPer + j;
-    const bool kept = at < ranked && before < target && own[j] >= options.least_weight;
-    if (at < count) {
-      weights[at] = own[j];
-      by_token[at] = kept ? space.list[at] << 32 | static_cast<unsigned>(at) : cukit::kNoRank;
-    }
+    if (at < ranked) weights[at] = before < target && own[j] >= draw.least_weight ? own[j] : 0;
     before += own[j];
   }
-  cukit::sort_list(by_token, count);
-  sum = 0;
-#pragma unroll
-  for (int j = 0; j < kPer; ++j) {
-    const int at = threadIdx.x * kPer + j;
-    const uint64 entry = at < count ? by_token[at] : cukit::kNoRank;
-    own[j] = entry == cukit::kNoRank ? 0 : weights[static_cast<unsigned>(entry)];
-    sum += own[j];
-  }
-  before = cukit::block_scan(sum, total, space.scans);
-  const uint64 place = __umul64hi(uniform, total);
-#pragma unroll
-  for (int j = 0; j < kPer; ++j) {
-    if (before <= place && place < before + own[j]) {
-      const uint64 entry = by_token[threadIdx.x * kPer + j];
-      const uint64 rank = space.list[static_cast<unsigned>(entry)];
-      winner(cukit::logit_of(static_cast<unsigned>(rank >> 32)), static_cast<int>(entry >> 32));
+  __syncthreads();
+  // A few lanes add up what comes before an entry in the order of tokens, and everything.
+  constexpr int kLanes = 8;
+  const int part = threadIdx.x % kLanes;
+  for (int begin = 0; begin < ranked; begin += THREADS / kLanes) {
+    const int i = begin + static_cast<int>(threadIdx.x) / kLanes;
+    const unsigned token = i < ranked ? static_cast<unsigned>(list[i]) : 0u;
+    uint64 lower = 0, kept = 0;
+#pragma unroll 2
+    for (int j = part; j < ranked; j += kLanes) {
+      const uint64 weight = weights[j];
+      kept += weight;
+      if (static_cast<unsigned>(list[j]) < token) lower += weight;
     }
-    before += own[j];
+#pragma unroll
+    for (int offset = 1; offset < kLanes; offset *= 2) {
+      kept += __shfl_xor_sync(cukit::kFullMask, kept, offset);
+      lower += __shfl_xor_sync(cukit::kFullMask, lower, offset);
+    }
+    const uint64 place = __umul64hi(draw.uniform(kDraw), kept);
+    if (part == 0 && i < ranked && lower <= place && place < lower + weights[i]) {
+      winner(cukit::logit_of(static_cast<unsigned>(list[i] >> 32)), static_cast<int>(token));
+    }
+  }
+}
+
+// Block 0's share of the results: the first p.top_n entries of its ordered list.
+template <typename LogprobOf>
+CUKIT_DEVICE void list_best(const uint64* list, const Results& results, const SampleParameters& p,
+                            const LogprobOf& logprob_of) {
+  for (int i = threadIdx.x; i < p.top_n; i += THREADS) {
+    results.top_tokens[i] = static_cast<int>(static_cast<unsigned>(list[i]));
+    results.top_logprobs[i] = logprob_of(cukit::logit_of(static_cast<unsigned>(list[i] >> 32)));
   }
 }
 
@@ -191,23 +203,30 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   const int number = static_cast<int>(blockIdx.x) / CLUSTER;
   const int request = number / p.rows_per_request;
   const int turn = number % p.rows_per_request;
-  const Results results{tokens + number, logprobs + number,
-                        top_tokens + static_cast<long long>(number) * p.top_n,
-                        top_logprobs + static_cast<long long>(number) * p.top_n, accepted + number};
-
-  Options options;
+  // Pointers and options are worked out where they are used: a thread that streams has no registers left.
+  const auto results_of_row = [&] {
+    const long long first = static_cast<long long>(number) * p.top_n;
+    return Results{tokens + number, logprobs + number, top_tokens + first, top_logprobs + first,
+                   accepted + number};
+  };
+  const auto draw_of_row = [&] {
+    Draw draw;
+    draw.top_p = option(top_p, request, p.top_p);
+    draw.least_weight =
+        cukit::part_of(1ull << cukit::kScale, fminf(option(min_p, request, p.min_p), 1.0f));
+    draw.seed = seed == nullptr ? p.seed + request : static_cast<uint64>(seed[request]);
+    draw.step = (step == nullptr ? p.step : static_cast<uint64>(step[request])) + turn;
+    return draw;
+  };
   const float heat = option(temperature, request, p.temperature);
   const int k = option(top_k, request, p.top_k);
-  const float part = option(min_p, request, p.min_p);
-  options.top_p = option(top_p, request, p.top_p);
-  options.valid = heat >= 0.0f && heat < cukit::infinity() && k >= 0 && options.top_p >= 0.0f && part <= 1.0f && part >= 0.0f;
+  const float least_part = option(min_p, request, p.min_p), part = option(top_p, request, p.top_p);
+  const bool valid = heat >= 0.0f && heat < cukit::infinity() && k >= 0 && part >= 0.0f &&
+                     least_part <= 1.0f && least_part >= 0.0f;
   // In (0, infinity), so that slope * infinity is infinity and slope * 0 is 0.
-  options.slope =
+  const float slope =
       heat > 0.0f ? fminf(fmaxf(cukit::kLog2E / heat, 1.2e-38f), 3.0e38f) : cukit::kLog2E;
-  options.top_k = heat > 0.0f ? k >= p.vocab_size ? 0 : k : 1;
-  options.least_weight = cukit::part_of(1ull << cukit::kScale, fminf(part, 1.0f));
-  options.seed = seed == nullptr ? p.seed + request : static_cast<uint64>(seed[request]);
-  options.step = (step == nullptr ? p.step : static_cast<uint64>(step[request])) + turn;
+  const int most = heat > 0.0f ? k >= p.vocab_size ? 0 : k : 1;  // 0: all
 
   Team team(space.team);
   cukit::Penalties penalties{};
@@ -218,67 +237,110 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
                  option(frequency, request, p.frequency_penalty)};
   }
   Row row(logits + static_cast<long long>(number) * p.vocab_size, penalties, values, team.rank(), p);
+  // NaN and infinity come first; nothing but -infinity last.
+  const auto drawable = [&](unsigned least) {
+    return valid && least > cukit::descending_key(cukit::infinity()) &&
+           least < cukit::descending_key(-cukit::infinity());
+  };
+  const bool short_list = !VERIFY && most > 0 && most <= kListed;
+  const int want = max(short_list ? most : 0, p.top_n);
+
+  if constexpr (STREAMED) {
+    if (short_list && want <= cukit::kMostBest && valid) {
+      cukit::Best best(team, row, space, reinterpret_cast<cukit::Part*>(values));
+      const Team::Gathered all = best.collect(want, p.logprobs != 0, slope);
+      if (!drawable(all.least)) {
+        if (team.leads()) refuse(results_of_row(), p);
+        return;
+      }
+      if (!all.failed && all.count >= static_cast<unsigned>(p.top_n)) {
+        const float largest = cukit::logit_of(all.least);
+        const Selection selection(team, row, space, largest, slope);
+        const uint64 weights = p.logprobs ? best.total(largest, slope) : 0;
+        if (!team.leads()) return;
+        const auto logprob_of = [&](float x) {
+          return -((largest - x) * slope) * cukit::kLn2 - log_of(weights);
+        };
+        const uint64* list = best.merged(want);
+        const Results results = results_of_row();
+        list_best(list, results, p, logprob_of);
+        uint64* scratch = CLUSTER > 1 ? space.list : reinterpret_cast<uint64*>(space.bins[0]);
+        draw_from_list(list, scratch, space.scans, selection, draw_of_row(), most,
+                       [&](float x, int token) {
+                         *results.token = token;
+                         if (p.logprobs) *results.logprob = logprob_of(x);
+                       });
+        return;
+      }
+      __syncthreads();
+      for (int b = threadIdx.x; b < cukit::kBins; b += THREADS) space.bins[0][b] = space.bins[1][b] = 0;
+      if (threadIdx.x == 0) space.cursor = 0;
+      team.sync();
+    } else {
+      team.wait_for_start();
+    }
+  } else {
+    team.wait_for_start();
+  }
+
   const unsigned own = row.read();
   const unsigned least = team.least(own);
-  // NaN and infinity come first; nothing but -infinity last.
-  if (!options.valid || least <= cukit::descending_key(cukit::infinity()) ||
-      least >= cukit::descending_key(-cukit::infinity())) {
-    if (team.leads()) refuse(results, p);
+  if (!drawable(least)) {
+    if (team.leads()) refuse(results_of_row(), p);
     return;
   }
   const float largest = cukit::logit_of(least);
-  Selection selection(team, row, space, largest, options.slope);
+  Selection selection(team, row, space, largest, slope);
 
   // Log-probabilities are those of the whole vocabulary.
   uint64 all_weights = 0;
+  if (p.logprobs) {
+    const int warp = static_cast<int>(threadIdx.x) / cukit::kWarpSize;
+    const int first = team.rank() * cukit::kWarps + warp;
+    all_weights =
+        team.sum(row.weigh_atoms(first, CLUSTER * cukit::kWarps, largest, slope)).total;
+  }
   const auto logprob_of = [&](float x) {
-    return -((largest - x) * options.slope) * cukit::kLn2 - log_of(all_weights);
+    return -((largest - x) * slope) * cukit::kLn2 - log_of(all_weights);
   };
+  const Results results = results_of_row();
+  const Draw draw = draw_of_row();
   const auto drawn = [&](float x, int token) {
     *results.token = token;
     if (p.logprobs) *results.logprob = logprob_of(x);
   };
 
-  const bool short_list = options.top_k > 0 && options.top_k <= kListed;
-  const int want = max(short_list && !VERIFY ? options.top_k : 0, p.top_n);
   if (want > 0) {
-    int count = selection.collect_best(want, own, p.logprobs != 0, all_weights);
+    int count = selection.collect_best(want, own);
     if (count > cukit::kMost) {
       const Cut cut = selection.cut<By::Count>(want, 0.0f, Cut());
       count = selection.collect(cut);
     }
     if (team.leads()) {
       cukit::sort_list(space.list, count);
-      for (int i = threadIdx.x; i < p.top_n; i += THREADS) {
-        const uint64 rank = space.list[i];
-        results.top_tokens[i] = static_cast<int>(static_cast<unsigned>(rank));
-        results.top_logprobs[i] = logprob_of(cukit::logit_of(static_cast<unsigned>(rank >> 32)));
-      }
+      list_best(space.list, results, p, logprob_of);
     }
-    if (short_list && !VERIFY) {
+    if (short_list) {
       if (!team.leads()) return;
-      const uint64 uniform = cukit::philox_uint64(options.seed, options.step, kDraw);
-      draw_from_list(space, selection, count, options, uniform, drawn);
+      draw_from_list(space.list, reinterpret_cast<uint64*>(space.bins[0]), space.scans, selection,
+                     draw, most, drawn);
       return;
     }
   }
 
   Cut cut;
-  if (options.top_k > 0) cut = selection.cut<By::Count>(options.top_k, 0.0f, cut);
-  if (options.top_p < 1.0f) cut = selection.cut<By::Weight>(0, options.top_p, cut);
+  if (most > 0) cut = selection.cut<By::Count>(most, 0.0f, cut);
+  if (draw.top_p < 1.0f) cut = selection.cut<By::Weight>(0, draw.top_p, cut);
   const auto weight_of = [&](float x, int column) -> uint64 {
     if (!cut.keeps(x, column)) return 0;
     const uint64 weight = selection.scaled(x).weight();
-    return weight >= options.least_weight ? weight : 0;
+    return weight >= draw.least_weight ? weight : 0;
   };
   const auto sum_of = [&](const auto& weigh) {
     uint64 sum = 0;
     row.each([&](float x, int column) { sum += weigh(x, column); });
     return team.sum(sum);
   };
-  if (p.logprobs && all_weights == 0) {
-    all_weights = sum_of([&](float x, int) { return selection.scaled(x).weight(); }).total;
-  }
   const Team::Sum kept = sum_of(weight_of);
 
   unsigned stream = kDraw;
@@ -292,7 +354,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
           draft_probs == nullptr ? nullptr : draft_probs + at * p.vocab_size;
       const uint64 weight = exists ? weight_of(row.at(draft), draft) : 0;
       const double expected = draft_row == nullptr || !exists ? 1.0 : draft_row[draft];
-      const uint64 bits = cukit::philox_uint64(options.seed, options.step, kAccept);
+      const uint64 bits = draw.uniform(kAccept);
       const double uniform = static_cast<double>(bits >> 11) * 1.1102230246251565e-16;  // 2^-53
       const bool accept =
           uniform * expected * static_cast<double>(kept.total) < static_cast<double>(weight);
@@ -313,7 +375,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       };
       const Team::Sum left = sum_of(excess);
       if (left.total > 0) {
-        const uint64 uniform_bits = cukit::philox_uint64(options.seed, options.step, stream);
+        const uint64 uniform_bits = draw.uniform(stream);
         find_token(row, left, __umul64hi(uniform_bits, left.total), excess, drawn);
         return;
       }
@@ -321,6 +383,6 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       *results.accepted = 0;
     }
   }
-  const uint64 uniform = cukit::philox_uint64(options.seed, options.step, stream);
+  const uint64 uniform = draw.uniform(stream);
   find_token(row, kept, __umul64hi(uniform, kept.total), weight_of, drawn);
 }

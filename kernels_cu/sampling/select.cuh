@@ -26,7 +26,9 @@ struct Workspace {
   unsigned bins[2][kBins];  // zero. Counts; or low and high parts of sums of significands
   uint64 list[kMost];       // ranks, in block 0
   uint64 scans[kWarps];
+  unsigned groups[128];     // best.cuh
   unsigned cursor;          // zero
+  unsigned limit;           // best.cuh
 };
 constexpr int kWorkspaceBytes = 26 * 1024;
 static_assert(sizeof(Workspace) <= kWorkspaceBytes, "as cukit/sampling/plan.py has it");
@@ -84,22 +86,17 @@ class Selection {
   CUKIT_DEVICE Scaled scaled(float x) const { return Scaled(largest_ - x, slope_); }
 
   // Collects the `want` first tokens in block 0's list, and others behind them; returns how many there
-  // would be. `own` is the key of this thread's largest logit, `total` the sum of all weights if wanted.
-  CUKIT_DEVICE int collect_best(int want, unsigned own, bool weigh, uint64& total) {
+  // would be. `own` is the key of this thread's largest logit.
+  CUKIT_DEVICE int collect_best(int want, unsigned own) {
     // `want` of the threads' largest logits are above a bin's lower end, so as many tokens are.
     atomicAdd(&space_.bins[0][count_bin(largest_ - logit_of(own))], 1u);
     const Found found = find<By::Count>(static_cast<uint64>(want), 0.0f, -1);
     const bool all = found.bin == kBins - 1;
     const float limit = static_cast<float>(found.bin + 1);
-    uint64 weights = 0;
-    const auto inside = [&](float x, int) {
-      if (weigh) weights += scaled(x).weight();
-      return all || (largest_ - x) * kBinsPerNat < limit;
-    };
-    const unsigned mine = append(inside);
-    const Team::Sum sum = team_.sum(weights, mine);
+    const unsigned mine =
+        append([&](float x, int) { return all || (largest_ - x) * kBinsPerNat < limit; });
+    const Team::Sum sum = team_.sum(0, mine);
     if (team_.leads() && threadIdx.x == 0) space_.cursor = 0;
-    total = sum.total;
     return static_cast<int>(sum.count);
   }
 

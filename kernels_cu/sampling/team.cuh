@@ -56,15 +56,24 @@ class Team {
     unsigned count;
   };
 
+  struct Gathered {
+    unsigned least, count;
+    bool failed;
+  };
+
   // Others may write here from now on: what they write to has to be initialised before.
   CUKIT_DEVICE Team(Shared& shared) : shared_(shared) {
     rank_ = CLUSTER > 1 ? cluster_rank() : 0;
     if constexpr (CLUSTER > 1) {
       cluster_arrive();
-      cluster_wait();
     } else {
       __syncthreads();
     }
+  }
+
+  // Once, before anything else that concerns other blocks.
+  CUKIT_DEVICE void wait_for_start() const {
+    if constexpr (CLUSTER > 1) cluster_wait();
   }
 
   CUKIT_DEVICE int rank() const { return rank_; }
@@ -115,21 +124,31 @@ class Team {
   }
 
   // The least over the row, for every thread.
-  CUKIT_DEVICE unsigned least(unsigned value) {
+  CUKIT_DEVICE unsigned least(unsigned value) { return gather(value, 0, false).least; }
+
+  // The least over the row's threads, the sum over its blocks of `count`, and whether any block failed.
+  CUKIT_DEVICE Gathered gather(unsigned value, unsigned count, bool failed) {
     turn_ ^= 1;
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     value = __reduce_min_sync(kFullMask, value);
     if (lane == 0) shared_.counts[turn_][warp] = value;
     __syncthreads();
     value = __reduce_min_sync(kFullMask, lane < kWarps ? shared_.counts[turn_][lane] : ~0u);
+    Gathered all{value, count, failed};
     if constexpr (CLUSTER > 1) {
-      const unsigned message[kMessage] = {value, 0, 0, 0};
+      const unsigned message[kMessage] = {value, count, failed, 0};
       if (threadIdx.x < CLUSTER) push(message, threadIdx.x, rank_);
       sync();
+      all.count = 0;
 #pragma unroll
-      for (int i = 0; i < CLUSTER; ++i) value = min(value, shared_.slots[turn_][i][0]);
+      for (int i = 0; i < CLUSTER; ++i) {
+        const unsigned* slot = shared_.slots[turn_][i];
+        all.least = min(all.least, slot[0]);
+        all.count += slot[1];
+        all.failed = all.failed || slot[2] != 0;
+      }
     }
-    return value;
+    return all;
   }
 
   // Every thread gets the message of one thread of block 0, the one where `speaks`.

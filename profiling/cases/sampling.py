@@ -11,8 +11,9 @@ import numpy as np
 
 from cukit import sampling
 from cukit.reference import sampling as reference
+from profiling import peers
 from profiling.arms import forward_arms
-from profiling.case import Case, Workload, itemsize
+from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import array_module, integers, normal
 
 FAMILY = "sampling"
@@ -62,10 +63,17 @@ def sample_case(
         def ours() -> Any:
             return sampling.sample(logits, seed=seed, logprobs=logprobs, **options).tokens
 
+        arms = forward_arms(ours, partial(torch_sample, options), logits, uniform)
+        views: dict[str, Callable[[Any], Any]] = {}
+        if logprobs is None:
+            for name, factory in flashinfer_arms(logits, options).items():
+                arms[name] = factory
+                views[name] = partial(_drawable, logits, seed, options)
         return Workload(
-            forward_arms(ours, partial(torch_sample, options), logits, uniform),
+            arms,
             lambda: reference.sample(logits, seed=seed, **options).tokens,
             tolerance=NEARLY_EQUAL,
+            views=views,
         )
 
     words = [name.replace("_", " ") + f" {value}" for name, value in options.items()]
@@ -74,6 +82,51 @@ def sample_case(
     name = ", ".join([f"{batch}x{vocab_size}", *words])
     moved = batch * vocab_size * itemsize(dtype)
     return Case(FAMILY, "sample", name, dtype, build, bytes=moved)
+
+
+def flashinfer_arms(logits: Any, options: Options) -> dict[str, Callable[[], Call]]:
+    """FlashInfer's ways from logits to tokens, the softmax included where it takes probabilities.
+
+    They draw with random numbers of their own. Its "joint" order is another rule, top-p of the
+    whole distribution, and is left out.
+    """
+    top_k, top_p = options.get("top_k"), options.get("top_p")
+
+    def arm(function: Callable[[ModuleType, Any], Any]) -> Callable[[], Call]:
+        def factory() -> Call:
+            module = peers.optional("flashinfer.sampling")
+            x = peers.to_torch(logits)
+            return lambda: function(module, x)
+
+        return factory
+
+    if top_k and top_p:
+        ways = {
+            "flashinfer-top-k-first": lambda m, x: m.top_k_top_p_sampling_from_logits(
+                x, top_k, top_p, filter_apply_order="top_k_first"
+            ),
+        }
+        if logits.dtype == np.float32:
+            ways["flashinfer-probs"] = lambda m, x: m.top_k_top_p_sampling_from_probs(
+                m.softmax(x), top_k, top_p
+            )
+    elif top_p:
+        ways = {"flashinfer": lambda m, x: m.top_p_sampling_from_probs(m.softmax(x), top_p)}
+    elif top_k:
+        ways = {"flashinfer": lambda m, x: m.top_k_sampling_from_probs(m.softmax(x), top_k)}
+    else:
+        ways = {"flashinfer": lambda m, x: m.sampling_from_logits(x)}
+    return {name: arm(way) for name, way in ways.items()}
+
+
+def _drawable(logits: Any, seed: Any, options: Options, tokens: Any) -> Any:
+    """The reference's tokens where those of others may be drawn too, else -1."""
+    xp = array_module()
+    mine = xp.asarray(tokens.cpu().numpy() if hasattr(tokens, "cpu") else tokens)
+    kept = reference.kept_tokens(logits, **options)
+    rows = xp.arange(len(mine))
+    expected = reference.sample(logits, seed=seed, **options).tokens
+    return xp.where(kept[rows, mine], expected, -1)
 
 
 def torch_sample(options: Options, torch: ModuleType) -> Callable[..., Any]:

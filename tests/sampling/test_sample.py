@@ -148,6 +148,15 @@ def test_rows_of_equal_logits(device, options):
     assert tokens.max() > kept / 2
 
 
+@pytest.mark.emulator
+def test_rising_logits_fill_the_list_twice():
+    """Every token reaches the limit of those before it: more than a list holds at first."""
+    logits = np.linspace(-5, 5, 33000, dtype=np.float32)[None]
+    with cukit.backend("emulator", arch="sm_80"):
+        got = sample(logits, top_k=50, logprobs=3, seed=2)
+    assert_same(got, reference.sample(logits.astype(np.float64), top_k=50, logprobs=3, seed=2))
+
+
 @pytest.mark.parametrize("spread", [1e-6, 1e-3], ids=str)
 def test_logits_that_differ_in_their_last_bits(device, rng, spread):
     """Thousands in one bin of the first round."""

@@ -1,0 +1,74 @@
+"""Runs the array API's conformance suite against `ck.xp` and against NumPy's own namespace.
+
+    git clone --recurse-submodules https://github.com/data-apis/array-api-tests
+    pip install pytest-json-report ndindex hypothesis
+    python -m tests.array_api.conformance array-api-tests
+
+Prints what fails, and exits with 1 where a test fails for `ck.xp` that passes for NumPy. The suite
+is on no package index; the test beside this file runs it where ARRAY_API_TESTS names its folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+MODULES = {"cukit": "exec('import cukit; xp = cukit.xp')", "numpy": "numpy"}
+ROOT = Path(__file__).parents[2]
+
+
+def failures(
+    suite: Path, name: str, examples: int = 10, tests: Sequence[str] = ("array_api_tests",)
+) -> tuple[set[str], int]:
+    """Names of the tests that fail for a namespace of MODULES, and how many ran."""
+    environment = {
+        **os.environ,
+        "ARRAY_API_TESTS_MODULE": MODULES[name],
+        "CUKIT_DEVICE": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [
+        sys.executable, "-m", "pytest", "-q", "-rf", "-W", "ignore", "-p", "no:cacheprovider",
+        "--max-examples", str(examples), "--derandomize", "--disable-deadline",
+        *tests,
+    ]  # fmt: skip
+    run = subprocess.run(
+        command, cwd=suite, env=environment, capture_output=True, text=True, check=False
+    )
+    counts = {
+        word: int(number) for number, word in re.findall(r"(\d+) (passed|failed)", run.stdout)
+    }
+    if not counts:
+        raise RuntimeError(f"the suite did not run:\n{(run.stdout + run.stderr)[-2000:]}")
+    failed = re.findall(r"^FAILED (.*?)(?: - .*)?$", run.stdout, re.MULTILINE)
+    return set(failed), sum(counts.values())
+
+
+def worse_than_numpy(suite: Path, ours: set[str], theirs: set[str]) -> set[str]:
+    """Tests that fail for `ck.xp` and not for NumPy, tried on many more examples for NumPy: which
+    of a function's special cases come up is chance."""
+    worse = ours - theirs
+    if worse:
+        worse -= failures(suite, "numpy", 500, sorted(worse))[0]
+    return worse
+
+
+def main(folder: str) -> int:
+    """Compares both namespaces."""
+    suite = Path(folder)
+    found = {name: failures(suite, name) for name in MODULES}
+    for name, (failed, total) in found.items():
+        print(f"{name}: {total - len(failed)} of {total} pass")
+        for test in sorted(failed):
+            print("   ", test)
+    worse = worse_than_numpy(suite, found["cukit"][0], found["numpy"][0])
+    print("worse than NumPy:", *sorted(worse) or ["nothing"])
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
