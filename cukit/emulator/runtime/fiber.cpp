@@ -73,18 +73,21 @@ cukit_emulator_switch:
 
 namespace cukit::emulator {
 
+namespace {
+constexpr std::size_t kMapped = Stack::kGuardBytes + Stack::kSpreadBytes + Stack::kBytes;
+}
+
 Stack::Stack(std::size_t number) {
-  void* mapping = mmap(nullptr, kBytes + kGuardBytes, PROT_READ | PROT_WRITE,
+  constexpr std::size_t kStep = 320;  // five lines of a cache
+  void* mapping = mmap(nullptr, kMapped, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping == MAP_FAILED) throw std::bad_alloc();
   mapping_ = static_cast<unsigned char*>(mapping);
-  low_ = mapping_ + kGuardBytes;
-  constexpr std::size_t kStep = 320, kSpread = 16 * 1024;  // five lines of a cache; its sets a few times
-  high_ = low_ + kBytes - number * kStep % kSpread;
+  low_ = mapping_ + kGuardBytes + number * kStep % kSpreadBytes;
   mprotect(mapping_, kGuardBytes, PROT_NONE);
 }
 
-Stack::~Stack() { munmap(mapping_, static_cast<std::size_t>(low_ - mapping_) + kBytes); }
+Stack::~Stack() { munmap(mapping_, kMapped); }
 
 void* prepare_stack(unsigned char* top, void (*start)()) {
   auto* slot = reinterpret_cast<std::uintptr_t*>(reinterpret_cast<std::uintptr_t>(top) & ~std::uintptr_t{15});

@@ -14,21 +14,22 @@ class Stack {
  public:
   static constexpr std::size_t kBytes = 256 * 1024;
   static constexpr std::size_t kGuardBytes = 64 * 1024;  // whatever the size of pages
+  static constexpr std::size_t kSpreadBytes = 16 * 1024;
 
-  // `number` decides how far below the end of the memory the stack begins: what all fibers touch at
-  // every switch would otherwise compete for the same few sets of the processor's caches.
+  // `number` decides where in its memory the stack lies: what all fibers touch at every switch would otherwise
+  // compete for the same few sets of the processor's caches. A variable has the same distance from low() in
+  // all threads that call the same functions: wgmma's registers are known by it.
   explicit Stack(std::size_t number);
   ~Stack();
   Stack(const Stack&) = delete;
   Stack& operator=(const Stack&) = delete;
 
   unsigned char* low() const { return low_; }
-  unsigned char* high() const { return high_; }
+  unsigned char* high() const { return low_ + kBytes; }
 
  private:
   unsigned char* mapping_;
   unsigned char* low_;
-  unsigned char* high_;
 };
 
 // The stack pointer that makes cukit_emulator_switch call `start` on the stack ending at `top`.

@@ -74,7 +74,7 @@ std::string describe(const Fiber& me) {
   switch (reason.signal) {
     case SIGSEGV:
     case SIGBUS:
-      if (has_address && reason.address < low && reason.address >= low - Stack::kGuardBytes) {
+      if (has_address && reason.address < low && reason.address >= low - Stack::kGuardBytes - Stack::kSpreadBytes) {
         return format("stack overflow: the thread's local variables and calls need more than %zu KiB",
                       Stack::kBytes / 1024);
       }
