@@ -6,7 +6,8 @@
 
 Rank 0 first does alone what both then share, so that both times are of one GPU in one state.
 `checks` compares results, `training` times steps at the same batch for each GPU, `heads` times the
-fused head and reports its memory, `phases` times its sweeps, `links` sums of gradients' size.
+fused head and reports its memory, `phases` times its sweeps, `alone` one half of it without the
+other, `links` sums of gradients' size. `phases` and `alone` need one GPU: `--ranks 1`.
 """
 
 from __future__ import annotations
@@ -52,10 +53,11 @@ from cukit.distill._loss_options import (
     pack_rows,
 )
 from cukit.distributed import Alone, Communicator, communicator
+from cukit.gemm import matmul
 from cukit.models import Transformer, TransformerConfig
 from profiling.data import DTYPES, normal
 
-PARTS = ("checks", "heads", "training", "phases", "links")
+PARTS = ("checks", "heads", "training", "phases", "alone", "links")
 STUDENT = {"hidden_size": 768, "num_layers": 12, "num_heads": 12}
 TEACHER = {"hidden_size": 1024, "num_layers": 16, "num_heads": 16}
 TINY = {"hidden_size": 32, "num_layers": 1, "num_heads": 2}
@@ -178,7 +180,7 @@ class Bench:
         self.say(f"{word:5} {name}: worst relative difference {max(found):.1e}, allowed {bound}")
 
     def own(self, shard: VocabularyShard, whole: Any) -> Any:
-        return self.xp.ascontiguousarray(shard.part(whole))
+        return shard.part(whole).copy()
 
     def host(self, array: Any) -> Any:
         return array.get() if hasattr(array, "get") else np.asarray(array)
@@ -275,7 +277,30 @@ class Bench:
                     f"{config.split.threads} a row: {took * 1e6:6.1f} us, "
                     f"{moved / took / 1e12:.2f} TB/s"
                 )
+            del student, teacher, grad
+            self.products()
         self.comm.barrier()
+
+    def products(self) -> None:
+        """Those of a chunk of a spread head, and grad_hidden in both dtypes."""
+        rows, hidden, columns = 2048, HEAD[1], HEAD[-1] // 2
+        states, weight = (normal((each, hidden), self.dtype) for each in (rows, columns))
+        logits = normal((rows, columns), self.dtype)
+        options: dict[str, Any] = {"precision": "auto"}
+        share, whole = (self.xp.empty((rows, hidden), each) for each in (np.float32, logits.dtype))
+        gradient = self.xp.empty((columns, hidden), logits.dtype)
+        calls = {
+            "logits": partial(matmul, states, weight, transpose_b=True, out=logits, **options),
+            "grad_hidden float32": partial(matmul, logits, weight, out=share, **options),
+            "grad_hidden bfloat16": partial(matmul, logits, weight, out=whole, **options),
+            "grad_weight": partial(
+                matmul, logits, states, transpose_a=True, out=gradient, **options
+            ),
+        }
+        for name, call in calls.items():
+            took = self.device_seconds(call, 6)
+            rate = 2 * rows * hidden * columns / took / 1e12
+            self.say(f"product {name}: {took * 1e3:.3f} ms, {rate:.0f} TFLOP/s")
 
     def device_seconds(self, call: Callable[[], Any], count: int) -> float:
         """Of one call among many, on the GPU."""
@@ -287,6 +312,34 @@ class Bench:
         last.record()
         last.synchronize()
         return float(self.xp.cuda.get_elapsed_time(first, last)) / count / 1e3
+
+    def alone(self) -> None:
+        """One GPU's part of a spread head, exchanging nothing."""
+        shape = TINY_HEAD if self.tiny else HEAD
+        if self.comm.rank == 0 and self.on_gpu:
+            shard = VocabularyShard(_Unanswered(), shape[-1])
+            arrays = self.head(shape, self.dtype, shard)
+            for divergence in ("forward_kl", "jsd"):
+                call = partial(
+                    vocabulary_parallel_distillation_loss, *arrays, shard=shard,
+                    divergence=divergence,
+                )  # fmt: skip
+                needed = self.memory(call)
+                took = self.seconds(call, 10, False)
+                self.say(
+                    f"head, a half alone, {divergence}: {took * 1e3:7.2f} ms, "
+                    f"{needed / 2**20:7.0f} MiB"
+                )
+            del arrays, call
+            self.free()
+            whole = self.head(shape, self.dtype)
+            call = partial(linear_distillation_loss, *whole)
+            needed = self.memory(call)
+            took = self.seconds(call, 10, False)
+            self.say(f"head, whole: {took * 1e3:7.2f} ms, {needed / 2**20:7.0f} MiB")
+            del whole, call
+            self.free()
+        self.comm.barrier()
 
     def heads(self) -> None:
         """Time and memory of the fused head, whole and spread."""
@@ -320,18 +373,26 @@ class Bench:
             )
 
     def memory(self, call: Callable[[], Any]) -> int:
-        """Bytes that a call takes beside what is there: results and workspace."""
+        """Bytes that a call takes beside what is there: results and workspace, at their peak."""
         if not self.on_gpu:
             call()
             return 0
         self.free()
         pool = self.xp.get_default_memory_pool()
-        before = pool.total_bytes()
-        result = call()
+        before, peak = pool.used_bytes(), 0
+
+        class Watch(self.xp.cuda.MemoryHook):  # type: ignore[misc,name-defined]
+            name = "peak of a call"
+
+            def malloc_postprocess(self, **_: Any) -> None:
+                nonlocal peak
+                peak = max(peak, pool.used_bytes())
+
+        with Watch():
+            result = call()
         self.wait()
-        taken = int(pool.total_bytes() - before)
         del result
-        return taken
+        return int(peak - before)
 
     def free(self) -> None:
         if self.on_gpu:
@@ -351,6 +412,16 @@ class Bench:
         self.say(f"all_gather of 48 KiB: {took * 1e6:8.0f} us with its call and a wait")
 
 
+class _Unanswered(Alone):
+    """Rank 0 of two, of which the other is the same."""
+
+    size = 2
+
+    def all_gather(self, array: Any, out: Any = None) -> Any:
+        out[0], out[1] = array, array
+        return out
+
+
 def phase_configs() -> list[DivergenceConfig]:
     """Splits of a row that are compared."""
     return [
@@ -363,13 +434,14 @@ def phase_configs() -> list[DivergenceConfig]:
     ]  # fmt: skip
 
 
-def compile_ahead() -> None:
-    """The kernels over rows, on all cores: the other ones are in every cache."""
+def compile_ahead(parts: Sequence[str]) -> None:
+    """The kernels over rows, on all cores."""
     device = current_device()
     specs: list[KernelSpec] = []
-    for name, kinds in (("bfloat16", DIVERGENCES), ("float32", ("forward_kl", "jsd"))):
-        parts: tuple[tuple[int, tuple[int, ...]], ...] = ((32003, (0,)), (16008, (1, 2, 3)))
-        for columns, phases in parts:
+    checked = (("bfloat16", DIVERGENCES), ("float32", ("forward_kl", "jsd")))
+    for name, kinds in checked if "checks" in parts else ():
+        halves: tuple[tuple[int, tuple[int, ...]], ...] = ((32003, (0,)), (16008, (1, 2, 3)))
+        for columns, phases in halves:
             rows = [(np.dtype(DTYPES[name]), columns)]
             for phase in phases:
                 grad = phase in (0, 3)
@@ -391,7 +463,8 @@ def compile_ahead() -> None:
         for phase in phases:
             kind = (phase in (0, 3), hard, False)
             specs += divergence_specs(device, divergence, (kind,), rows, phase)
-    specs += [config.spec() for config in phase_configs()]
+    if "phases" in parts:
+        specs += [config.spec() for config in phase_configs()]
     wanted = [Variant(spec, device) for spec in dict.fromkeys(specs)]
     _, errors = build(wanted, quiet=True)
     print(f"compiled {len(wanted)} kernels, {len(errors)} errors", flush=True)
@@ -430,10 +503,9 @@ def main() -> int:
     if "WORLD_SIZE" not in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ:
         if not options.cpu:
             # In a process of its own: ranks must not inherit a GPU context.
-            subprocess.run(
-                [sys.executable, "-c", "import profiling.two_gpus as t; t.compile_ahead()"],
-                check=True,
-            )
+            names = tuple(options.parts or PARTS)
+            code = f"import profiling.two_gpus as t; t.compile_ahead({names!r})"
+            subprocess.run([sys.executable, "-c", code], check=True)
         return start(options.ranks)
     xp = np if options.cpu else importlib.import_module("cupy")
     comm = communicator(xp, timeout_seconds=120)

@@ -12,6 +12,7 @@ import numpy as np
 
 from cukit.core import backend
 from cukit.core.arrays import Array, address_of
+from cukit.core.device import require_cupy
 from cukit.core.kernel import by_value
 from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError, UnsupportedDeviceError
 
@@ -122,7 +123,7 @@ def _encode(
     room: Any = _Room()
     begin = ctypes.addressof(room)
     start = -begin % _MAP_ALIGNMENT
-    status = _driver_function()(
+    arguments = (
         ctypes.c_void_p(begin + start),
         given.dtype,
         len(shape),
@@ -136,6 +137,11 @@ def _encode(
         _PROMOTE_TO_256_BYTES,
         _FILL_WITH_ZEROS,
     )
+    status = _driver_function()(*arguments)
+    if status == _INVALID_CONTEXT:  # a thread that has not called CUDA's runtime yet
+        array.device.use()
+        require_cupy("tensor maps").cuda.runtime.free(0)
+        status = _driver_function()(*arguments)
     if status != 0:
         raise ArrayLayoutError(
             f"encode_tensor_map: the driver refused shape {shape}, strides {steps}, "
@@ -158,6 +164,7 @@ _DATA_TYPES = {
 }
 _NO_INTERLEAVE = 0
 _PROMOTE_TO_256_BYTES = 3  # in L2
+_INVALID_CONTEXT = 201
 _FILL_WITH_ZEROS = 0
 _MAP_ALIGNMENT = 64
 _Room = ctypes.c_char * (_DESCRIPTOR.itemsize + _MAP_ALIGNMENT)

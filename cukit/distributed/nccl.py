@@ -28,7 +28,6 @@ _DTYPES = {
 _OPERATIONS = {"sum": 0, "max": 2, "min": 3}
 _ID_BYTES = 128
 _LIBRARY = "libnccl.so.2"
-_HIGHEST_PRIORITY = -5  # or the nearest that the device has
 
 
 class _UniqueId(ctypes.Structure):
@@ -69,8 +68,7 @@ class NcclCommunicator:
                 ctypes.byref(self._communicator), self.size, unique, self.rank
             )
         )
-        # Its few blocks go first where an SM is free: others wait for what they bring.
-        self._stream = self._cupy.cuda.Stream(non_blocking=True, priority=_HIGHEST_PRIORITY)
+        self._stream = self._cupy.cuda.Stream(non_blocking=True)
         self._event = self._cupy.cuda.Event(disable_timing=True)
 
     # -- collectives ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -33,8 +34,10 @@ from cukit.gemm.bsr_plan import (
     Transposed,
     plan_bsr_matmul,
     plan_bsr_sampled,
+    prefers_dense,
 )
 from cukit.gemm.bsr_schedule import group_rows
+from cukit.gemm.matmul import matmul
 from cukit.reference import bsr as reference
 from cukit.registry import register
 
@@ -56,7 +59,9 @@ def bsr_matmul(
 
     Sparse times dense and dense times sparse give a dense matrix; dense times dense with a
     `pattern` gives the blocks of the product that the pattern names. Blocks that are not stored
-    take no time. A linear layer with a sparse weight `w` [out, in], and its gradients:
+    take no time. On Hopper a matrix with so many or so small blocks that a dense product is quicker
+    is expanded for it, which takes the memory of the dense matrix. A linear layer with a sparse
+    weight `w` [out, in], and its gradients:
 
         y = bsr_matmul(x, w, transpose_b=True)
         grad_x = bsr_matmul(grad_y, w)
@@ -158,8 +163,26 @@ def _prepare_product(
     n = dense.size // k
     block, device = pattern.block_size, current_device()
     config = plan_bsr_matmul(block, m // block, n, dense.dtype.name, roles.transposed, device)
+    if config.tiling is not None:
+        indptr, entries = pattern.entries(roles.transposed.sparse)
+        groups = group_rows(indptr, entries, k // block, config.tiling.slots)
+        if prefers_dense(groups.columns.size, block, m, n, k):
+            return _Planned(shape, partial(_multiply_expanded, pattern, roles.transposed))
     launch = MatmulSm80 if config.tiling is None else MatmulSm90
     return _Planned(shape, launch(config, pattern, m, n, namespace(dense)))
+
+
+def _multiply_expanded(
+    pattern: BlockPattern, transposed: Transposed, values: Array, dense: Array, out: Array
+) -> None:
+    full = BlockSparseMatrix(values, pattern).to_dense()
+    dense, out = (array.reshape(-1, array.shape[-1]) for array in (dense, out))
+    if transposed.out:
+        flags = {"transpose_a": not transposed.dense, "transpose_b": not transposed.sparse}
+        matmul(dense, full, out=out, precision="auto", **flags)
+    else:
+        flags = {"transpose_a": transposed.sparse, "transpose_b": transposed.dense}
+        matmul(full, dense, out=out, precision="auto", **flags)
 
 
 def _check_product(

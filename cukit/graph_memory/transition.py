@@ -112,7 +112,7 @@ def transition_from_similarity(
     scores, neighbours = retrieve_top_k(memory, memory, wanted)
     if not self_loops:
         own = neighbours == xp.arange(num_nodes, dtype=int32)[:, None]
-        order = xp.argsort(own, axis=1, kind="stable")[:, :-1]
+        order = xp.argsort(own.astype(int32), axis=1, kind="stable")[:, :-1]
         scores = xp.take_along_axis(scores, order, axis=1)
         neighbours = xp.take_along_axis(neighbours, order, axis=1)
     scores = scores * scores.dtype.type(dim**-0.5 if scale is None else scale)

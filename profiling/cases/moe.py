@@ -260,7 +260,7 @@ def bank_case(batch: int, seq_len: int, dim: int, num_layers: int, top_k: int) -
         arms = forward_arms(ours, torch_bank(dense=True), *arrays)
         del arms["torch-eager"]
         arms["torch-gather"] = lambda: peers.forward(
-            torch_bank(dense=False)(peers.torch()), *arrays, compiled=True
+            torch_bank(dense=False)(peers.torch()), *arrays
         )
         return Workload(arms, partial(bank_reference.layer_bank, x, router, layers, top_k))
 

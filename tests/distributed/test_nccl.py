@@ -34,8 +34,8 @@ static int note(const char* name, size_t count, int type, int option, void* comm
   snprintf(written, 1000, "%s %zu %d %d %p %p", name, count, type, option, comm, stream);
   return count == 13 ? 3 : 0;
 }
-int ncclAllReduce(const void* a, void* b, size_t count, int type, int op, void* comm, void* stream) {
-  return note("reduce", count, type, op, comm, stream);
+int ncclAllReduce(const void* a, void* b, size_t count, int type, int op, void* comm, void* s) {
+  return note("reduce", count, type, op, comm, s);
 }
 int ncclAllGather(const void* a, void* b, size_t count, int type, void* comm, void* stream) {
   return note("gather", count, type, b == a, comm, stream);

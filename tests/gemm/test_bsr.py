@@ -16,6 +16,7 @@ from cukit.gemm.bsr_plan import (
     BsrMatmulConfig,
     BsrSampledConfig,
     Transposed,
+    prefers_dense,
 )
 from cukit.reference import bsr as reference
 from tests.contract import (
@@ -130,6 +131,46 @@ def test_every_tiling(device, rng, tiling, flag):
         BlockSparseMatrix(values.astype(np.float64), pattern), dense.astype(np.float64), **options
     )
     assert_close("out", out, *(x.T if flag else x for x in (plain, wide)))
+
+
+@pytest.mark.parametrize("sparse_first", [False, True])
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize("transpose_b", [False, True])
+def test_expanded(device, rng, monkeypatch, sparse_first, transpose_a, transpose_b):
+    """As a dense product, which the plan chooses for large matrices of many small blocks."""
+    monkeypatch.setattr("cukit.gemm.bsr.prefers_dense", lambda *_: True)
+    pattern = pattern_of(32)
+    options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
+    inner = pattern.shape[not transpose_a] if sparse_first else pattern.shape[transpose_b]
+    rows_first = not transpose_b if sparse_first else transpose_a
+    dense = (inner, 72) if rows_first else (72, inner)
+
+    def product(function, values, dense):
+        matrix = BlockSparseMatrix(values, pattern)
+        return function(*((matrix, dense) if sparse_first else (dense, matrix)), **options)
+
+    check_against_reference(
+        partial(product, bsr_matmul),
+        partial(product, reference.bsr_matmul),
+        (values_of(rng, pattern, "bfloat16"), random(rng, dense, "bfloat16")),
+        device=device,
+    )
+
+
+def test_many_small_blocks_are_expanded():
+    """The measured cases: 8192 x 4096 by 8192 x 8192 of which a tenth or half is stored."""
+    m, n, k = 8192, 4096, 8192
+
+    def entries(block, density):  # of a random pattern, in tiles of at least 64 rows
+        slots = max(1, 64 // block)
+        return round((1 - (1 - density) ** slots) * (m / block / slots) * (k / block))
+
+    assert prefers_dense(entries(16, 0.1), 16, m, n, k)
+    assert not prefers_dense(entries(16, 0.01), 16, m, n, k)
+    for block, density in ((32, 0.1), (64, 0.1), (64, 0.5), (128, 0.1), (128, 0.5)):
+        assert not prefers_dense(entries(block, density), block, m, n, k)
+    assert prefers_dense(entries(64, 1.0), 64, m, n, k)
+    assert not prefers_dense(4, 16, 64, 64, 64), "small matrices are not worth three launches"
 
 
 @pytest.mark.parametrize("block", MASKS)
