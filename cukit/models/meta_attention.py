@@ -1,4 +1,4 @@
-"""A gated mixture of causal convolution, decaying scan, attention and spectral filter, in one layer."""
+"""A gated mixture of causal convolution, decaying scan, attention and spectral filter."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class MetaAttentionConfig:
         return self.hidden + 2 * self.num_groups * self.state_dim
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters by name. `in_proj` is one matrix for the convolution's channels, q, k and v;
-        `gate_proj` one for the decays and the gates of the four branches."""
+        """Of the parameters by name. `in_proj` is one matrix for the convolution's channels, q, k
+        and v; `gate_proj` one for the decays and the gates of the four branches."""
         return {
             "in_proj": (self.channels + 3 * self.hidden, self.hidden),
             "gate_proj": (self.num_heads * (1 + _BRANCHES), self.hidden),
@@ -90,7 +90,7 @@ class MetaAttentionState:
     k: Array
     v: Array
     values: Array
-    """The convolution's outputs of the last filter_length tokens at most, [batch, max_len, hidden]."""
+    """The convolution's outputs, which the filter reads: [batch, max_len, hidden]."""
     length: int = 0
 
 
@@ -117,18 +117,19 @@ class MetaAttention:
 
     With u, b, c = causal_conv(W_in x) (width 4, SiLU): branch 0 is u, branch 1 the scan
     `h_t = exp(l_t) h_{t-1} + b_t u_t^T`, `c_t h_t` with `l = -softplus(gate)`, branch 2 causal
-    attention of q, k, v = W_in x, branch 3 the filter `sum_j f_j u_{t-j}`, by FFT along time with as many
-    zeros behind as keep it causal.
+    attention of q, k, v = W_in x, branch 3 the filter `sum_j f_j u_{t-j}`, by FFT along time with
+    as many zeros behind as keep it causal.
 
-    parameters: arrays by the names and shapes of `config.shapes()`, all of one dtype: float16 or bfloat16
-        on the GPU, float32 and float64 on the CPU. Not copied.
+    parameters: arrays by the names and shapes of `config.shapes()`, all of one dtype: float16 or
+        bfloat16 on the GPU, float32 and float64 on the CPU. Not copied.
     """
 
     def __init__(self, config: MetaAttentionConfig, parameters: Mapping[str, Array]) -> None:
         shapes = config.shapes()
         if parameters.keys() != shapes.keys():
             raise ConfigError(
-                f"MetaAttention: parameters must be {', '.join(shapes)}, got {', '.join(parameters)}"
+                f"MetaAttention: parameters must be {', '.join(shapes)}, "
+                f"got {', '.join(parameters)}"
             )
         dtype = parameters["in_proj"].dtype
         for name, shape in shapes.items():
@@ -179,16 +180,14 @@ class MetaAttention:
         x = kept.x
         self._check("grad_y", grad_y, x.shape)
         xp = namespace(x)
-        batch, seq_len, hidden = x.shape
+        batch, seq_len, _ = x.shape
         heads = (batch, seq_len, config.num_heads, config.head_dim)
         grads: dict[str, Array] = {}
         grad_mixture, grads["out_proj"] = linear_backward(
             grad_y, kept.mixture.reshape(x.shape), p["out_proj"]
         )
         wide = _widen(grad_mixture).reshape(heads)
-        of_branches = [
-            (wide * kept.gates[..., i, None]).astype(x.dtype) for i in range(_BRANCHES)
-        ]
+        of_branches = [(wide * kept.gates[..., i, None]).astype(x.dtype) for i in range(_BRANCHES)]
         of_gates = xp.stack([(wide * _widen(each)).sum(-1) for each in kept.branches], axis=-1)
         of_logits = kept.gates * (of_gates - (kept.gates * of_gates).sum(-1, keepdims=True))
 
@@ -200,10 +199,8 @@ class MetaAttention:
         of_filter_input, grads["filter"] = self._filter_backward(xp, of_branches[3], u)
         grad_u = _widen(of_branches[0]) + _widen(of_scan.x) + of_filter_input
         flat = (batch, seq_len, -1)
-        of_mixed = xp.concatenate(
-            [grad_u.astype(x.dtype).reshape(flat), of_scan.b.reshape(flat), of_scan.c.reshape(flat)],
-            axis=-1,
-        )
+        of_inputs = (grad_u.astype(x.dtype), of_scan.b, of_scan.c)
+        of_mixed = xp.concatenate([each.reshape(flat) for each in of_inputs], axis=-1)
         of_conv = causal_conv_backward(of_mixed, kept.raw, p["conv_weight"], p["conv_bias"])
         grads["conv_weight"], grads["conv_bias"] = of_conv.weight, of_conv.bias
         of_projected = xp.concatenate(
@@ -300,7 +297,7 @@ class MetaAttention:
 
     def _mix(self, xp: Any, gates: Array, branches: tuple[Array, ...]) -> Array:
         total = sum(_widen(each) * gates[..., i, None] for i, each in enumerate(branches))
-        return xp.ascontiguousarray(total.astype(branches[0].dtype))  # type: ignore[attr-defined]
+        return xp.ascontiguousarray(total.astype(branches[0].dtype))
 
     def _spectra(self, xp: Any, u: Array) -> tuple[Array, Array, int]:
         """Of u along time and of the filter, with zeros for as many tokens as u has."""

@@ -23,7 +23,7 @@ def test_gradients_are_differences(rng):
     """Of x and of every parameter, along random directions."""
     model = layer("cpu", np.float64)
     x, grad_y = rng.standard_normal((2, 2, 21, CONFIG.hidden))
-    y, kept = model.forward(x)
+    _, kept = model.forward(x)
     grad_x, grads = model.backward(grad_y, kept)
     assert grads.keys() == model.parameters.keys()
 
@@ -79,14 +79,19 @@ def test_steps_are_the_forward(device, rng, dtype):
         model.step(token, state)
 
 
-def test_gradients_in_low_precision(device, rng):
+@pytest.fixture
+def problem(rng):
+    """x, grad_y, and gradients in float64, before `device` chooses what runs the ops."""
     x, grad_y = (random(rng, (1, 70, CONFIG.hidden), "float16") for _ in range(2))
-    model = layer(device, np.float16)
-    exact = MetaAttention(
-        CONFIG, {name: to_host(p).astype(np.float64) for name, p in model.parameters.items()}
-    )
+    parameters = layer("cpu", np.float16).parameters.items()
+    exact = MetaAttention(CONFIG, {name: p.astype(np.float64) for name, p in parameters})
     _, kept = exact.forward(x.astype(np.float64))
-    wide = exact.backward(grad_y.astype(np.float64), kept)
+    return x, grad_y, exact.backward(grad_y.astype(np.float64), kept)
+
+
+def test_gradients_in_low_precision(problem, device):
+    x, grad_y, wide = problem
+    model = layer(device, np.float16)
     placed, grad = to_device(device, x, grad_y)
     got = model.backward(grad, model.forward(placed)[1])
     for name in ("x", *wide[1]):
