@@ -73,7 +73,7 @@ def print_parts(num_queries: int, k: int = 64) -> None:
     ((_, launches),) = retrieve._prepare(queries, memory, k)
     maxima = empty(queries, (num_queries, launches.groups), "float32")
     keys = empty(queries, (num_queries, launches.parts, k), "uint64")
-    joined = empty(queries, (num_queries, k), "uint64") if launches.join else keys
+    joined = empty(queries, (num_queries, k), "uint64") if launches.joins else keys
     rescored = empty(queries, (num_queries, k, retrieve.GROUP), "uint64")
     scores, indices = (empty(queries, (num_queries, k), dtype) for dtype in ("float32", "int32"))
 
@@ -86,7 +86,7 @@ def print_parts(num_queries: int, k: int = 64) -> None:
         return maxima
 
     def join() -> Any:
-        launches.join(None, keys, joined, None, None)
+        launches.joins[0][0](None, keys, joined, None, None)
         return maxima
 
     def rescore() -> Any:
@@ -98,7 +98,7 @@ def print_parts(num_queries: int, k: int = 64) -> None:
         return maxima
 
     arms = {"maxima": maximise, "select": select, "join": join, "rescore": rescore, "last": last}
-    if launches.join is None:
+    if not launches.joins:
         del arms["join"]
     for arm in arms.values():
         arm()

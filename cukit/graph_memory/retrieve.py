@@ -97,9 +97,9 @@ def _retrieve(
     launches.maxima(queries, memory, maxima)
     keys = empty(queries, (rows, launches.parts, k), np.uint64)
     launches.select(maxima, NULL, keys, NULL, NULL)
-    if launches.join is not None:
-        joined = empty(queries, (rows, k), np.uint64)
-        launches.join(NULL, keys, joined, NULL, NULL)
+    for join, parts in launches.joins:
+        joined = empty(queries, (rows, parts, k), np.uint64)
+        join(NULL, keys, joined, NULL, NULL)
         keys = joined
     rescored = empty(queries, (rows, k, GROUP), np.uint64)
     launches.rescore(queries, memory, keys, rescored)
@@ -188,13 +188,13 @@ class SelectConfig:
 
 
 @cache
-def plan_select(count: int, k: int, rows: int, device: Device) -> SelectConfig:
-    """Parts of a row: so small that a block can hold what its bound leaves, and enough to fill the
-    GPU."""
+def plan_select(count: int, k: int, rows: int | None, device: Device) -> SelectConfig:
+    """Parts of a row so small that a block can hold what its bound leaves; of few `rows` as many as
+    fill the GPU, where these are given."""
     threads = 1024 if count > 4096 else 256
     capacity = _CAPACITY
     most = capacity // k * threads
-    fill = min(count // (16 * threads), device.num_sms // max(rows, 1))
+    fill = 1 if rows is None else min(count // (16 * threads), device.num_sms // max(rows, 1))
     return SelectConfig(threads, capacity, max(1, -(-count // most), fill))
 
 
@@ -204,7 +204,8 @@ class _Launches(NamedTuple):
     parts: int
     maxima: Launch
     select: Launch
-    join: Launch | None
+    joins: list[tuple[Launch, int]]
+    """Of the parts of a row, down to one, and how many each leaves."""
     rescore: Launch
     last: Launch
 
@@ -241,28 +242,30 @@ def _launches(num_queries: int, num_rows: int, dim: int, dtype: str, k: int) -> 
     rescore_spec = _rescore_spec(dtype, config.width)
     grid = (num_queries, -(-k // (rescore_spec.threads // 32)))
     rescore = Launch(load_kernel(rescore_spec), grid, scalars)
-    first = plan_select(groups, k, num_queries, device)
-    join = None
-    if first.parts > 1:
-        join = _select(first.parts * k, k, num_queries, False, False, device)
-    return _Launches(
-        num_queries,
-        groups,
-        first.parts,
-        maxima,
-        _select(groups, k, num_queries, True, False, device),
-        join,
-        rescore,
-        _select(k * GROUP, k, num_queries, False, True, device),
-    )
+    select, parts = _select(groups, k, num_queries, device, from_scores=True)
+    joins = []
+    left = parts
+    while left > 1:
+        join, left = _select(left * k, k, num_queries, device)
+        joins.append((join, left))
+    last, _ = _select(k * GROUP, k, num_queries, device, last=True)
+    return _Launches(num_queries, groups, parts, maxima, select, joins, rescore, last)
 
 
-def _select(count: int, k: int, rows: int, from_scores: bool, last: bool, device: Device) -> Launch:
-    config = plan_select(count, k, rows, device)
-    if not from_scores:
-        config = SelectConfig(config.threads, config.capacity, 1)
+def _select(
+    count: int,
+    k: int,
+    rows: int,
+    device: Device,
+    *,
+    from_scores: bool = False,
+    last: bool = False,
+) -> tuple[Launch, int]:
+    """A selection, and the number of parts of a row that it leaves."""
+    config = plan_select(count, k, rows if from_scores else None, device)
     scalars = (_STRUCTS["SelectParameters"].pack(count=count, parts=config.parts, k=k),)
-    return Launch(load_kernel(config.spec(from_scores, last)), (rows, config.parts), scalars)
+    spec = config.spec(from_scores, last)
+    return Launch(load_kernel(spec), (rows, config.parts), scalars), config.parts
 
 
 def _rescore_spec(dtype: str, width: int) -> KernelSpec:

@@ -170,9 +170,26 @@ def test_the_plan(arch):
     config = plan_maxima(256, 1_000_000, 128, "bfloat16", device)
     assert (config.queries, config.blocks) == (256, device.num_sms)
     assert plan_maxima(5, 1000, 128, "bfloat16", device).blocks == 8
-    for count in (1, 31, 31250, 1_000_000):
+    for count in (1, 31, 31250, 1_000_000, 1 << 26):
         for k in (1, 64, 256):
-            select = plan_select(count, k, 256, device)
-            share = -(-count // select.parts)
-            assert k * -(-share // select.threads) <= select.capacity
-            assert k <= select.threads
+            for rows in (1, 256, None):
+                select = plan_select(count, k, rows, device)
+                share = -(-count // select.parts)
+                assert k * -(-share // select.threads) <= select.capacity
+                assert k <= select.threads
+                assert select.parts == 1 or select.parts * k < count
+
+
+def test_parts_of_a_row_are_joined(device, rng, monkeypatch):
+    """In several steps, as for tens of millions of rows."""
+    if device == "cpu":
+        pytest.skip("a rule of the kernel")
+    from cukit.graph_memory import retrieve
+
+    parts = iter((8, 2, 1, 1))  # of the maxima, twice of what is left, of the scores
+    monkeypatch.setattr(
+        retrieve, "plan_select", lambda *_: retrieve.SelectConfig(256, 4096, next(parts))
+    )
+    retrieve._prepare.forget()
+    check(device, random(rng, (2, 64), "float16"), random(rng, (500, 64), "float16"), 3)
+    retrieve._prepare.forget()

@@ -6,6 +6,8 @@ import numpy as np
 
 from cukit import moe
 from tests.contract import random, to_device
+from tests.moe.test_layer_bank import SHAPES as BANKS
+from tests.moe.test_layer_bank import make
 from tests.moe.test_permute import SIZES as ROW_SIZES
 from tests.moe.test_permute import order_of
 from tests.moe.test_router import OPTIONS
@@ -57,7 +59,16 @@ def rows() -> None:
         moe.moe_unpermute_backward(x, y, order, weights)
 
 
+def banks() -> None:
+    rng = np.random.default_rng(4)
+    for shape in BANKS:
+        x, router, layers, grad = to_device("gpu", *make(rng, shape, "bfloat16"))
+        _, kept = moe.layer_bank(x, router, layers, shape[-1], keep=True)
+        moe.layer_bank_backward(grad, kept, router, layers)
+
+
 GROUPS = {
+    "banks": Group(banks),
     "routing": Group(routing, shares=True, quick=True),
     "rows": Group(rows, quick=True),
 }
